@@ -195,12 +195,12 @@ def _go(run: Run, executor: Executor, *, again: bool) -> None:
         with run.alone():  # two at once: the second finds the jobs of the first
             submit_chain(run, console, again=again)
         return
+    from slurm.query.status import describe_outcome
     from slurm.submit.local_runner import run_chain
-    from tracking.report import outcome
 
     code = run_chain(run, console)
     if code == ExitCode.DONE:
-        console.print(outcome(run), soft_wrap=True)
+        console.print(describe_outcome(run), soft_wrap=True)
     raise typer.Exit(code)
 
 
@@ -226,9 +226,10 @@ def status(
 @app.command()
 def report(run: RunPath) -> None:
     """Show what a run came to: attempts, hours, losses, evaluation; report.html has the pictures."""
+    from planning.goodput import describe_expected_goodput
     from tracking.report import print_report
 
-    print_report(_open(run), console)
+    print_report(_open(run), console, describe_expected_goodput)
 
 
 @app.command()
@@ -279,18 +280,21 @@ for look in (looks.verify, looks.export, looks.generate, looks.data):
 def track(
     run: RunPath,
     overrides: Overrides = None,
-    to: Annotated[str | None, typer.Option(help="one sink, such as tensorboard; all of the config without it")] = None,
+    to: Annotated[
+        str | None, typer.Option(help="one tracker, such as tensorboard; default: all that the config enables")
+    ] = None,
 ) -> None:
-    """Tell trackers what a run's files say and they do not know yet: TensorBoard, W&B, MLflow, Prometheus …"""
+    """Send trackers the metrics and events that they have not received yet: TensorBoard, W&B, MLflow, Prometheus …"""
     from pipeline.run.points import points
+    from planning.goodput import describe_expected_goodput
+    from tracking.follower import update_trackers
     from tracking.report import print_report
-    from tracking.sidecar import bring_up_to_date
 
     opened, codes = _open(run), []
     for one in [opened, *(point for point in points(opened) if point.config_file.exists())]:
         if to == "mlflow" or (to is None and opened.config.track.mlflow):  # it keeps the page
-            print_report(one, PlainConsole(quiet=True))
-        codes.append(bring_up_to_date(one, to, overrides or ()))
+            print_report(one, PlainConsole(quiet=True), describe_expected_goodput)
+        codes.append(update_trackers(one, to, overrides or ()))
     raise typer.Exit(max(codes))
 
 
@@ -332,7 +336,7 @@ def plan(**given: Any) -> None:
     """As in cli/looks.py, where `--goodput`, `--measure` and `--html` are only named: what they ask is here."""
     kind, config, overrides = looks.kind_of_plan(given), given["config"], given["overrides"] or ()
     if kind == "goodput":
-        from planning.expected_goodput import print_goodput
+        from planning.goodput import print_goodput
 
         print_goodput(config, overrides, given["nodes"], console)
     elif kind == "measure":
@@ -340,9 +344,9 @@ def plan(**given: Any) -> None:
 
         raise typer.Exit(measuring.measure(config, overrides, given["measure"], given["machine"], console))
     elif given["html"] is not None:
-        from planning.plan_page import print_plan
+        from planning.plan import write_plan_page
 
-        raise print_plan(child, f"the plan of {config}", given["html"])
+        raise write_plan_page(child, f"the plan of {config}", given["html"])
     else:
         raise child()
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from planning.search import FRAGMENTS
-from planning.timeline import Action, orders_of
+from planning.search import FRAGMENTATION_FACTOR
+from planning.timeline import Action, build_schedule
 from planning.workload import Workload
 
 
@@ -31,12 +31,14 @@ class Footprint:
     def total(self) -> float:
         """All of it, with what the allocator holds."""
         sizes = (self.weights, self.gathered, self.gradients, self.optimizer, self.activations, self.logits)
-        return sum(sizes) * FRAGMENTS
+        return sum(sizes) * FRAGMENTATION_FACTOR
 
 
 def footprint(work: Workload) -> Footprint:
     """What the fullest rank of a training holds: of the first two and the last of its pipeline the one with most."""
-    orders = orders_of(work.schedule, work.pipeline, work.virtual_stages, min(work.micro_batches, 4 * work.pipeline))
+    orders = build_schedule(
+        work.schedule, work.pipeline, work.virtual_stages, min(work.micro_batches, 4 * work.pipeline)
+    )
     ends = {0, min(1, work.pipeline - 1), work.pipeline - 1}
     return max((_of_rank(work, rank, orders[rank]) for rank in ends), key=lambda found: found.total)
 

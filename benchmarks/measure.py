@@ -22,8 +22,8 @@ from pipeline.config.read import load_config
 from pipeline.config.sections import Config
 from pipeline.parallel.mesh import resolve_layout
 from planning.machine import load_machine
-from planning.predict import predict
-from planning.workload import workload_of
+from planning.predict import predict_step
+from planning.workload import workload_from_config
 from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,12 +45,12 @@ def config_of(ranks: int, overrides: tuple[str, ...]) -> Config:
 def step_of(place: RankInfo, config: Config) -> float:
     """Seconds of a real step, on one rank of those that make it."""
     from pipeline.comm import groups
-    from planning.clock import step
+    from planning.calibrate import time_step
 
     groups.configure_determinism(config)
     world, layout = groups.join_process_group(place, config), resolve_layout(config)
-    work = workload_of(config, layout, config.data.tokenizer.vocab_size)
-    return step(config, layout, world, work).seconds
+    work = workload_from_config(config, layout, config.data.tokenizer.vocab_size)
+    return time_step(config, layout, world, work).seconds
 
 
 def main() -> None:
@@ -72,8 +72,8 @@ def main() -> None:
     for number, case in enumerate(cases):
         config = config_of(*case)
         layout, real = resolve_layout(config), statistics.median(timed[number])
-        work = workload_of(config, layout, config.data.tokenizer.vocab_size)
-        found = predict(work, machine.in_nodes_of(layout.ranks_per_node)).step
+        work = workload_from_config(config, layout, config.data.tokenizer.vocab_size)
+        found = predict_step(work, machine.in_nodes_of(layout.ranks_per_node)).step
         known = number < len(MEASURED)
         errors += [] if known else [abs(found / real - 1)]
         name = ", ".join(word.split(".", 1)[1].replace("=", " ") for word in case[1]) or "data parallel"

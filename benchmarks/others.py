@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-from planning.collectives import Group, gather
 from planning.machine import Machine
-from planning.predict import Rank
+from planning.predict import CommGroup, RankModel, all_gather_time
 
 
-def talk(rank: Rank, forward: float) -> float:
+def talk(rank: RankModel, forward: float) -> float:
     """Seconds of one block's forward that wait; `forward`: its computing. Backward waits as long."""
     away = to_experts(rank)
     if rank.work.schedule == "dualpipe_v":  # one micro-batch's backward runs beside another's way to its experts
@@ -18,15 +17,15 @@ def talk(rank: Rank, forward: float) -> float:
     return round_the_ring(rank) + away
 
 
-def round_the_ring(rank: Rank) -> float:
+def round_the_ring(rank: RankModel) -> float:
     """Keys and values of one block's forward that go round, as far as attention does not hide them."""
     work, group = rank.work, rank.group(rank.work.context, rank.work.tensor)
     size = 2 * rank.tokens * work.kv_heads * work.head / work.tensor * work.low_bytes
-    round_trip = gather(size * work.context, group, rank.machine, rank.constants.link)
+    round_trip = all_gather_time(size * work.context, group, rank.machine, rank.constants.link)
     return max(0.0, round_trip - rank.attention() * (1 - 1 / work.context))
 
 
-def to_experts(rank: Rank) -> float:
+def to_experts(rank: RankModel) -> float:
     """Tokens of one block's forward to their experts and back."""
     work = rank.work
     size = rank.tokens * work.active * work.hidden * work.low_bytes / work.tensor
@@ -35,7 +34,7 @@ def to_experts(rank: Rank) -> float:
     return time * (1 - rank.constants.hidden if work.hide_tensor else 1)
 
 
-def all_to_all(size: float, group: Group, machine: Machine, share: float = 1.0, copies: int = 1) -> float:
+def all_to_all(size: float, group: CommGroup, machine: Machine, share: float = 1.0, copies: int = 1) -> float:
     """Seconds in which each rank sends `size` bytes, spread over all: what leaves the node takes its own card.
 
     Of `copies` copies of the same bytes each node gets one, and hands it on inside.

@@ -26,7 +26,7 @@ from benchmarks.footprint import footprint
 from benchmarks.others import talk
 from benchmarks.published import Row, rows_of
 from benchmarks.table import write_table
-from planning.predict import DEFAULT, Constants, Prediction, predict
+from planning.predict import DEFAULT, Constants, StepPrediction, predict_step
 
 PRIOR = Constants(
     matmul=0.85, portable=0.85, attention=0.8, memory=0.85, eager=2.0, link=0.75, launch=6e-6, hidden=0.6,
@@ -37,7 +37,7 @@ WIDTH, NOISE = 0.2, 0.1
 
 def predicted(row: Row, constants: Constants = DEFAULT) -> float:
     """Tokens per second of one GPU."""
-    return predict(row.work, row.machine, constants, talk).tokens_per_gpu
+    return predict_step(row.work, row.machine, constants, talk).tokens_per_gpu
 
 
 def residuals(rows: Sequence[Row], logs: np.ndarray) -> np.ndarray:
@@ -120,7 +120,7 @@ def _ranks(values: Sequence[float]) -> list[float]:
     ]
 
 
-def parts(found: Prediction) -> str:
+def parts(found: StepPrediction) -> str:
     """Where a step goes, in per cent."""
     names = ("compute", "tensor", "others", "pipeline", "data", "bubble", "optimizer")
     shares = {name: getattr(found, name) / found.step for name in names}
@@ -170,7 +170,7 @@ def main() -> None:
         print("\n".join(" | ".join(line) for line in (header, *lines)))
     print("worst rows:")
     for row, error in sorted(zip(rows, errors, strict=True), key=lambda one: -abs(one[1]))[:12]:
-        found = predict(row.work, row.machine, others=talk)
+        found = predict_step(row.work, row.machine, others=talk)
         print(f"  {row.id}: {100 * error:+.0f} %; of its step in %: {parts(found)}")
     for name, why in refused:
         print(f"not taken: {name}: {why}")

@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.footprint import footprint
 from pipeline.base.errors import UserError
 from planning.machine import Link, Machine, load_machine
-from planning.predict import predict
+from planning.predict import predict_step
 from planning.workload import Workload
 
 
@@ -67,10 +67,10 @@ def rows_of(path: Path) -> tuple[list[Row], list[tuple[str, str]]]:
             try:
                 made = row_of(row)
                 try:
-                    predict(made.work, made.machine)
+                    predict_step(made.work, made.machine)
                 except (RuntimeError, LookupError, ValueError):  # batches that its schedule does not take: the nearest
                     made = replace(made, work=replace(made.work, schedule="1f1b", virtual_stages=1, stage_layers=()))
-                    predict(made.work, made.machine)
+                    predict_step(made.work, made.machine)
                 taken.append(made)
             except (UserError, ValueError, ArithmeticError, LookupError, RuntimeError) as error:
                 refused.append((row.get("id") or "?", str(error)))

@@ -29,7 +29,7 @@ from pipeline.parallel.mesh import describe_layout, resolve_layout
 from pipeline.run import stages
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
-from planning.memory_check import memory_verdicts
+from planning.memory_check import check_memory
 from slurm.query.job_states import slurm_answers
 from slurm.submit.executor import Executor
 from slurm.submit.sbatch import script
@@ -70,7 +70,7 @@ def print_plan(
     Raises:
         UserError: A script cannot be written, or there is no such `machine`.
     """
-    verdicts, warning = memory_verdicts(config, executor, machine), exposed(config)
+    verdicts, warning = check_memory(config, executor, machine), exposed(config)
     config = Config.model_validate(masked(config.model_dump(mode="json")))
     run, points = Run(config.run.root / config.run.name), config.sweep.points() if config.sweep else []
     done = [] if corrections else list(_done(run))

@@ -169,22 +169,24 @@ def plan(
         memory = known.memory_gib
     found = found.model_copy(update={"site": found.site.model_copy(update={"gpu_memory_gib": memory})})
     if rehearse is not None:
-        from planning.rehearse import rehearse as rehearsed
+        from planning.rehearse import describe_rehearsal as rehearsed
 
         lines = rehearsed(found, rehearse)
     else:
         from planning import plan as layouts
 
         if figures is not None:
-            from planning.figures import figures as shown
+            from planning.plan import compute_plan_figures as shown
 
             write_json(figures, shown(found, known))
-        lines = layouts.plan(found, known)
+        lines = layouts.describe_plan(found, known)
         if best:
             if known is None or (write and config.is_dir()):
                 raise UserError(
                     "--best needs --machine NAME or site.machine, and --write a CONFIG, for runs are frozen"
                 )
-            lines = layouts.choose(found, known, nodes, config if write else None, overrides or [], problem)
+            lines = layouts.describe_best_layouts(
+                found, known, nodes, config if write else None, overrides or [], problem
+            )
     for line in lines:
         print(line)

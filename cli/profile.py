@@ -19,7 +19,7 @@ from pipeline.base.dist_env import expand_hostlist
 from pipeline.base.errors import UserError
 from pipeline.base.files import read_json, replacing, write_json
 from pipeline.run.directory import Run
-from pipeline.train.step_trace import STEP_PARTS, average_ranks
+from pipeline.train.step_trace import average_ranks, describe_parts
 from slurm.query.run_jobs import running
 
 LOOK_S = 5.0
@@ -54,7 +54,8 @@ def ask(run: Run, ranks: str, steps: int) -> Iterator[str]:
         try:
             known = read_json(path)
             trace, error_ms = merge(path.parent, sorted(map(int, known)))
-            said = f"{words(average_ranks(list(known.values())))} (mean of {len(known)} rank{'s' * (len(known) > 1)})"
+            parts = describe_parts(average_ranks(list(known.values())))
+            said = f"{parts} (mean of {len(known)} rank{'s' * (len(known) > 1)})"
         except (
             gzip.BadGzipFile,
             FileNotFoundError,
@@ -78,13 +79,6 @@ def _profiled(run: Run) -> list[Path]:
 def _need_training(run: Run) -> None:
     if not any(name.startswith("train") for name in running(run)):
         raise UserError(f"{run.name} is not training now; --steps 0 shows what was profiled before")
-
-
-def words(parts: Mapping[str, Any]) -> str:
-    """Where a profiled step went, from its line of metrics."""
-    whole = sum(parts[name] for name in STEP_PARTS) or 1.0
-    shares = ", ".join(f"{name.replace('_', ' ')} {100 * parts[name] / whole:.0f} %" for name in STEP_PARTS)
-    return f"{1000 * whole:.1f} ms: {shares}"
 
 
 def merge(folder: Path, ranks: Sequence[int]) -> tuple[Path, float]:

@@ -22,7 +22,7 @@ from slurm.query.capacity import check_capacity
 from slurm.query.site_variables import refuse_unready
 from slurm.query.stop_causes import EARLY_S
 from slurm.submit.executor import Executor
-from tracking.registry import refuse_missing
+from tracking.tracker import check_tracker_packages
 
 START_S = 60
 """What a start may well take, in seconds: imports from a shared file system, a rendezvous, a checkpoint."""
@@ -36,7 +36,7 @@ def check_submission(config: Config, on_slurm: bool) -> Run:
     Inputs are looked at where they have yet to be read, and not inside a container, whose folders are its own.
     """
     run = Run.rehearse(config)
-    refuse_missing(config)
+    check_tracker_packages(config)
     if config.site.container is None:
         stages.refuse_inputs(run)
     if on_slurm:

@@ -23,7 +23,7 @@ from pipeline.parallel.traffic import (
     residual_stream_bytes,
     stored_weight_bytes,
 )
-from planning.timeline import Action, actions
+from planning.timeline import Action, rank_actions
 
 GB = 1e9
 CONTEXT = 400_000_000
@@ -33,7 +33,7 @@ COMMUNICATOR = 688 * 2**20
 context and a first group of eight H100 were 1.06 GB together (issue 1685)."""
 
 
-def reserve(layout: Layout) -> int:
+def reserved_gpu_bytes(layout: Layout) -> int:
     """Bytes of a GPU that are there for no tensor. Groups: all ranks, and each dimension of the mesh."""
     groups = sum(size > 1 for size in (layout.pp, layout.dp_replicate, layout.dp_shard, layout.tp))
     return CONTEXT + COMMUNICATOR * (groups + (groups > 1))
@@ -44,7 +44,7 @@ MEMORY_KINDS = ("weights", "gathered", "gradients", "optimizer", "activations")
 
 
 @dataclass(frozen=True)
-class Memory:
+class RankMemory:
     """Bytes of one rank."""
 
     parameters: int
@@ -87,10 +87,10 @@ class GpuFit(NamedTuple):
         return self.needed + self.reserved <= self.size
 
 
-def gpu_fit(config: Config, layout: Layout, ranks: Sequence[Memory], gib: float) -> GpuFit:
+def check_gpu_fit(config: Config, layout: Layout, ranks: Sequence[RankMemory], gib: float) -> GpuFit:
     """Return how a layout, whose pipeline ranks hold `ranks`, fits into GPUs of so many GiB."""
     needs = [part.on_gpu(config) for part in ranks]
-    return GpuFit(needs.index(max(needs)), max(needs), reserve(layout), gib * 2**30)
+    return GpuFit(needs.index(max(needs)), max(needs), reserved_gpu_bytes(layout), gib * 2**30)
 
 
 def describe_overflow(config: Config, fit: GpuFit, whence: str) -> str:
@@ -160,9 +160,9 @@ def _block_activations(config: Config, layout: Layout, kind: str, on_cpu: bool) 
     return config.train.micro_batch * config.data.sequence_length * found
 
 
-def memories(config: Config, layout: Layout, vocab: int) -> list[Memory]:
+def estimate_memory_of_ranks(config: Config, layout: Layout, vocab: int) -> list[RankMemory]:
     """What each pipeline rank holds."""
-    return [memory(config, layout, rank, vocab, order) for rank, order in enumerate(actions(layout))]
+    return [estimate_memory(config, layout, rank, vocab, order) for rank, order in enumerate(rank_actions(layout))]
 
 
 def _of_replicas(config: Config, values: int, state: int, peak: int) -> tuple[int, int]:
@@ -176,9 +176,9 @@ def _of_replicas(config: Config, values: int, state: int, peak: int) -> tuple[in
     return max(peak, state), 8 * values * outer  # a save makes means of the whole state
 
 
-def memory(
+def estimate_memory(
     config: Config, layout: Layout, pipeline: int, vocab: int, order: Sequence[Action], on_cpu: bool = False
-) -> Memory:
+) -> RankMemory:
     """What a rank of this pipeline position holds; `on_cpu`: by its kernels, as in a rehearsal."""
     stages, model, chunk = layout.stages_on_rank(pipeline), config.model, config.train.loss_chunk
     low, kept, wide = (
@@ -272,7 +272,7 @@ def memory(
     if config.train.evaluate_every is not None:  # weights, for held-out data (pipeline/evaluate/evaluator.py)
         copied = parameters // (layout.dp if layout.zero == 3 or layout.pp * tensor > 1 else 1)
     held = kept * sum(weight.part(share) for weight in weights) + 4 * copied
-    return Memory(
+    return RankMemory(
         parameters=parameters, weights=held, gathered=gathered, gradients=every, optimizer=moments + besides,
         activations=max(0, peak - every - gathered),
     )  # fmt: skip

@@ -1,4 +1,10 @@
-"""Whether a training fits: GPU memory as `plan` counts it, and host memory, before anything is queued.
+"""Host memory of a training: what the ranks of its fullest node hold, and what there is for them.
+
+Ranks on CPUs hold everything in host memory: weights, gradients, optimizer state and activations. Ranks on GPUs hold
+there what `parallel.offload` moves, the copy that a checkpoint is written from, and the process itself. The figures are
+those of planning/memory.py. No torch: `--dry-run` uses them on the login node.
+
+Whether a training fits: GPU memory as `plan` counts it, and host memory, before anything is queued.
 
 `--dry-run` shows both verdicts; submitting prints the ones that say no. Nothing is refused, because both are estimates.
 No torch: what needs it is left to `plan`.
@@ -8,26 +14,146 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 from pipeline.base.errors import UserError
 from pipeline.config.read import point_configs
 from pipeline.config.sections import Config
 from pipeline.parallel.mesh import Layout, resolve_layout
-from planning.host_memory import (
-    describe_host_memory,
-    has_gpu,
-    host_memory,
-    memory_asked_for,
-    memory_here,
-    memory_of_allocation,
-)  # fmt: skip
-from planning.memory import GB, describe_overflow, gpu_fit, memories, needs_torch
+from planning.memory import (
+    GB,
+    check_gpu_fit,
+    describe_overflow,
+    describe_size,
+    estimate_memory,
+    estimate_memory_of_ranks,
+    needs_torch,
+)
+from planning.timeline import rank_actions
 from slurm.submit.executor import Executor
 
+PROCESS = 300_000_000
+"""Bytes of a rank's process: Python and a CPU build of torch with all that a training imports (290 MB, measured)."""
+CUDA_PROCESS = 2_000_000_000
+"""The same with CUDA's libraries, and pinned buffers: an assumption."""
+CGROUPS = Path("/sys/fs/cgroup")
+PROCESS_CGROUPS = Path("/proc/self/cgroup")
+_LIMITS = ("memory.max", "memory.limit_in_bytes")
+"""Files of a memory limit, in versions 2 and 1 of control groups."""
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
-class Verdict(NamedTuple):
+
+class HostMemory(NamedTuple):
+    """Bytes of the fullest node of a training."""
+
+    ranks: int
+    """Ranks on the node."""
+    start: int
+    """With weights, gradients, optimizer state, and the batches that are read ahead."""
+    peak: int
+    """With activations, if ranks compute on CPUs, and the copy that a checkpoint is written from."""
+
+
+def estimate_host_memory(
+    config: Config, layout: Layout, vocab: int, on_gpu: bool, one_machine: bool = False
+) -> HostMemory:
+    """Return what the fullest node of a training of the decoder holds.
+
+    Args:
+        config: The config.
+        layout: Its layout.
+        vocab: The tokenizer's size.
+        on_gpu: Whether ranks compute on GPUs.
+        one_machine: Whether all ranks run on one machine, whatever the config's number of nodes.
+    """
+    starts, peaks = [], []
+    orders = [[] for _ in range(layout.pp)] if needs_torch(layout) or on_gpu else rank_actions(layout)
+    batch = 8 * config.train.global_batch // layout.dp * config.data.sequence_length
+    for rank, order in enumerate(orders):
+        held = estimate_memory(config, layout, rank, vocab, order, on_cpu=not on_gpu)
+        state = held.weights + held.optimizer
+        at_start = batch + (CUDA_PROCESS if on_gpu else PROCESS)
+        at_start += state + held.gradients if config.parallel.offload or not on_gpu else 0
+        starts.append(at_start)
+        peaks.append(at_start + state + (0 if on_gpu else held.gathered + held.activations))
+    per_node, fullest = layout.world_size if one_machine else layout.ranks_per_node, (0, 0)
+    for first in range(0, layout.world_size, per_node):
+        stages = [layout.coordinates(rank).pp for rank in range(first, min(first + per_node, layout.world_size))]
+        fullest = max(fullest, (sum(peaks[at] for at in stages), sum(starts[at] for at in stages)))
+    return HostMemory(min(per_node, layout.world_size), fullest[1], fullest[0])
+
+
+def local_memory_limit() -> tuple[int, str]:
+    """Return the bytes of this machine's memory that this process and its children may use, and who sets the limit."""
+    size, whence = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "this machine"
+    for file in _limit_files():
+        with suppress(OSError, ValueError):  # `max`: no limit
+            if (limit := int(file.read_text())) < size:
+                size, whence = limit, f"the limit in {file}"
+    return size, whence
+
+
+def _limit_files() -> Iterator[Path]:
+    """Yield the files that may limit this process's memory: those of its control group and of all above it."""
+    groups = {CGROUPS, CGROUPS / "memory"}
+    with suppress(OSError):
+        for line in PROCESS_CGROUPS.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers in ("", "memory"):
+                root = CGROUPS / controllers
+                own = Path(path.lstrip("/"))
+                groups |= {root / part for part in (own, *own.parents)}
+    for group in sorted(groups):
+        yield from (group / name for name in _LIMITS)
+
+
+def requested_memory(config: Config, per_node: int) -> tuple[int, str] | None:
+    """Return the bytes per node that a job of the training asks Slurm for, and the keys; None if it does not say."""
+    site = config.site_of("train")
+    if site.mem_gb:
+        return int(site.mem_gb * 2**30), "mem_gb"
+    cpus = per_node * (site.cpus_per_task or 1)
+    for option, times in (("mem-per-cpu", cpus), ("mem-per-gpu", site.gpus_per_node)):
+        if (size := _bytes_of(str(site.sbatch.get(option, "")))) and times:
+            return size * times, f"sbatch.{option}"
+    return None
+
+
+def allocated_memory(env: Mapping[str, str]) -> tuple[int, str] | None:
+    """Return the bytes per node of the allocation that this process is in, and the variable; None if unknown."""
+    size = _bytes_of(env.get("SLURM_MEM_PER_NODE", ""))
+    return (size, "this allocation (SLURM_MEM_PER_NODE)") if size else None
+
+
+def _bytes_of(text: str) -> int:
+    """Return the bytes of a size as sbatch takes it, in MiB if there is no unit; 0 for anything else, and for all."""
+    found = re.fullmatch(r"(\d+)([KMGT]?)B?", text.strip(), re.IGNORECASE)
+    return int(found[1]) * _UNITS[found[2].upper() or "M"] if found else 0
+
+
+@cache
+def has_gpu() -> bool:
+    """Return whether this machine has a GPU that NVIDIA's or AMD's driver offers; no library is loaded."""
+    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
+
+
+def describe_host_memory(found: HostMemory, limit: tuple[int, str] | None) -> tuple[bool, str]:
+    """Return whether a node's ranks fit into `limit`, and the verdict in words; unknown limits count as enough."""
+    ranks = f"the {found.ranks} ranks of a node hold" if found.ranks > 1 else "the rank of a node holds"
+    words = f"{ranks} some {describe_size(found.start)} at the start and {describe_size(found.peak)} at a save"
+    if limit is None:
+        return True, f"{words}; the node's memory is not known (site.mem_gb)"
+    size, whence = limit
+    fits = found.peak <= size
+    verdict = "fits" if fits else "does not fit"
+    return fits, f"{verdict}: {words}, of {size / GB:,.1f} GB ({whence})"
+
+
+class MemoryVerdict(NamedTuple):
     """Whether a training fits into one kind of memory."""
 
     kind: str
@@ -41,7 +167,7 @@ _SWEPT = ("model", "parallel", "data", "train", "stages", "site")
 """Sections whose keys change what a point of a sweep needs."""
 
 
-def memory_verdicts(config: Config, executor: Executor, machine: str | None = None) -> list[Verdict]:
+def check_memory(config: Config, executor: Executor, machine: str | None = None) -> list[MemoryVerdict]:
     """Return the verdicts on a config's training; of a sweep, those on a point that does not fit, if there is one.
 
     Args:
@@ -55,7 +181,7 @@ def memory_verdicts(config: Config, executor: Executor, machine: str | None = No
     if config.measure is not None:
         return []
     swept = config.sweep is not None and any(key.split(".")[0] in _SWEPT for key in config.sweep.points()[0])
-    found: list[Verdict] = []
+    found: list[MemoryVerdict] = []
     for point in point_configs(config) if swept else [config]:
         layout, vocab = resolve_layout(point), point.model.vocab_size or point.data.tokenizer.vocab_size
         found = [*_gpu_verdict(point, layout, vocab, machine), *_host_verdict(point, layout, vocab, executor)]
@@ -66,11 +192,11 @@ def memory_verdicts(config: Config, executor: Executor, machine: str | None = No
 
 def memory_warnings(config: Config, executor: Executor) -> list[str]:
     """Return a line for each kind of memory that a training does not fit into."""
-    found = memory_verdicts(config, executor)
+    found = check_memory(config, executor)
     return [f"warning: {one.kind} memory: {one.words}" for one in found if not one.fits]
 
 
-def _gpu_verdict(config: Config, layout: Layout, vocab: int, machine: str | None) -> Iterator[Verdict]:
+def _gpu_verdict(config: Config, layout: Layout, vocab: int, machine: str | None) -> Iterator[MemoryVerdict]:
     """Yield the verdict on the GPU's memory, if the GPU's size is known."""
     kind = "GPU"
     try:
@@ -78,23 +204,25 @@ def _gpu_verdict(config: Config, layout: Layout, vocab: int, machine: str | None
     except UserError as error:
         if machine is not None:
             raise
-        yield Verdict(kind, False, f"site.machine: {error}")
+        yield MemoryVerdict(kind, False, f"site.machine: {error}")
         return
     if not sizes:
         return
     if config.model.target is not None:
-        yield Verdict(kind, True, "not estimated for model.target")
+        yield MemoryVerdict(kind, True, "not estimated for model.target")
         return
     if needs_torch(layout):
-        yield Verdict(kind, True, f"not estimated here for parallel.schedule {layout.schedule}: `plan CONFIG` does")
+        yield MemoryVerdict(
+            kind, True, f"not estimated here for parallel.schedule {layout.schedule}: `plan CONFIG` does"
+        )
         return
-    ranks, words, fits = memories(config, layout, vocab), list[str](), False
+    ranks, words, fits = estimate_memory_of_ranks(config, layout, vocab), list[str](), False
     for whence, gib in sizes:
-        fit = gpu_fit(config, layout, ranks, gib)
+        fit = check_gpu_fit(config, layout, ranks, gib)
         name, fits = f"{whence}: {gib:g} GiB", fits or fit.fits
         left = f"{(fit.size - fit.needed - fit.reserved) / GB:.1f} of {fit.size / GB:.1f} GB are left ({name})"
         words.append(f"fits: {left}" if fit.fits else f"does not fit: {describe_overflow(config, fit, name)}")
-    yield Verdict(kind, fits, "; ".join(words))
+    yield MemoryVerdict(kind, fits, "; ".join(words))
 
 
 def gpu_sizes(config: Config, machine: str | None = None) -> list[tuple[str, float]]:
@@ -124,7 +252,7 @@ def gpu_sizes(config: Config, machine: str | None = None) -> list[tuple[str, flo
     return [(whence, gib) for gib in sorted(found)]
 
 
-def _host_verdict(config: Config, layout: Layout, vocab: int, executor: Executor) -> Iterator[Verdict]:
+def _host_verdict(config: Config, layout: Layout, vocab: int, executor: Executor) -> Iterator[MemoryVerdict]:
     """Yield the verdict on host memory, except for a model of the user's own, whose size is not known."""
     if config.model.target is not None:
         return
@@ -132,9 +260,9 @@ def _host_verdict(config: Config, layout: Layout, vocab: int, executor: Executor
         site = config.site_of("train")
         named = site.gpu_memory_gib is not None or site.machine is not None or site.gpu_type is not None
         on_gpu = site.gpus_per_node > 0 or config.parallel.backend == "nccl" or named
-        limit = memory_asked_for(config, layout.ranks_per_node)
+        limit = requested_memory(config, layout.ranks_per_node)
     else:
         on_gpu = has_gpu()
-        limit = memory_here() if executor == "local" else memory_of_allocation(os.environ)
-    found = host_memory(config, layout, vocab, on_gpu, one_machine=executor == "local")
-    yield Verdict("host", *describe_host_memory(found, limit))
+        limit = local_memory_limit() if executor == "local" else allocated_memory(os.environ)
+    found = estimate_host_memory(config, layout, vocab, on_gpu, one_machine=executor == "local")
+    yield MemoryVerdict("host", *describe_host_memory(found, limit))

@@ -1,24 +1,114 @@
-"""`plan CONFIG`: what a layout means, before anything runs: mesh, memory, pipeline, communication, speed."""
+"""What the pictures of a plan show, as plain values: memory, the schedule with its durations, operators, the step.
+
+`plan --html` asks for them in a child, for schedules may need torch; planning/plan.py draws.
+
+`plan CONFIG`: what a layout means, before anything runs: mesh, memory, pipeline, communication, speed.
+
+`plan CONFIG --html FILE`: the plan as one page of pictures. A child computes (planning/plan.py).
+
+Effective time is the closed form of planning/goodput.py, with the figures that `plan --goodput` prints.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from itertools import accumulate, pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from traceback import extract_tb
+from typing import Any
+
+import typer
 
 from pipeline.base.errors import UserError, printable
+from pipeline.base.files import read_json, write_atomic
+from pipeline.base.html_page import Bar, draw_curves, draw_lanes, format_page
+from pipeline.base.plot import Scale
+from pipeline.base.yaml12 import dump
+from pipeline.config.masking import masked
+from pipeline.config.read import config_from_mapping
 from pipeline.config.sections import Config
 from pipeline.config.user_model import UserModel, found_for
 from pipeline.data.manifest import steps_words
 from pipeline.parallel.mesh import Layout, resolve_layout
 from pipeline.parallel.traffic import count_traffic
 from pipeline.run.code import CODE_ROOT
+from planning.goodput import best_interval_s, collect_goodput_figures, effective_ratio, format_span, job_conditions
 from planning.machine import Machine
-from planning.memory import GB, MEMORY_KINDS, Memory, describe_overflow, gpu_fit, memories
-from planning.predict import predict
-from planning.search import node_counts, own_choice, search, write_choice
-from planning.timeline import actions, timeline
-from planning.workload import workload_of
+from planning.memory import (
+    GB,
+    MEMORY_KINDS,
+    RankMemory,
+    check_gpu_fit,
+    describe_overflow,
+    estimate_memory_of_ranks,
+    reserved_gpu_bytes,
+)
+from planning.predict import make_rank_model, predict_step, replay_step
+from planning.search import parse_node_counts, predict_own_layout, search_layouts, write_choice
+from planning.timeline import draw_text_timeline, rank_actions
+from planning.workload import Workload, matrix_shapes, workload_from_config
+
+_PRODUCTS = ("query, key, value", "attention's output", "MLP in", "MLP out", "output layer")
+
+
+def compute_plan_figures(config: Config, machine: Machine | None) -> dict[str, Any]:
+    """By picture; those of speed where there is a machine. Raises UserError for a model of one's own."""
+    if config.model.target is not None:
+        raise UserError("--html is for the decoder, whose sizes it knows; not for model.target")
+    layout, vocab = resolve_layout(config), config.model.vocab_size or config.data.tokenizer.vocab_size
+    work = workload_from_config(config, layout, vocab)
+    kinds = ["gathered", "activations"]
+    if not config.parallel.offload:  # else these are in host memory
+        kinds = ["weights", "gathered", "gradients", "optimizer", "activations"]
+    size = config.site.gpu_memory_gib
+    own = {} if size is None else {"CUDA and NCCL": reserved_gpu_bytes(layout) / GB}
+    parts = [
+        {kind: getattr(held, kind) / GB for kind in kinds} | own
+        for held in estimate_memory_of_ranks(config, layout, vocab)
+    ]
+    found: dict[str, Any] = {
+        "config": config.model_dump(mode="json", exclude_defaults=True),
+        "words": {
+            "layout": layout.describe_sizes(),
+            "fullest rank": f"{max(sum(part.values()) for part in parts):.1f} GB",
+        },
+        "memory": parts,
+        "limit": None if size is None else size * 2**30 / GB,
+    }
+    forward, backward = (1.0,) * len(work.stages), (2.0,) * len(work.stages)
+    if machine is not None:
+        machine = machine.in_nodes_of(layout.ranks_per_node)
+        step = predict_step(work, machine)
+        forward, backward = step.forward, step.backward
+        speed = f"{step.step:.3g} s, {step.tokens_per_gpu:,.0f} tokens/s of a GPU, MFU {100 * step.mfu:.1f} %"
+        found["words"] |= {"machine": machine.gpu, "a step": speed}
+        found |= {"step": asdict(step), "operators": _operators(work, machine)}
+        found |= {"roof": [machine.rate(work.precision), machine.bandwidth]}
+    return found | {"timeline": _timeline(work, forward, backward)}
+
+
+def _timeline(work: Workload, forward: tuple[float, ...], backward: tuple[float, ...]) -> list[list[list[Any]]]:
+    """By pipeline rank: kind, stage, micro-batch, start and end of each action of the first rounds."""
+    done, duration, _ = replay_step(
+        work.schedule, work.pipeline, work.virtual_stages, work.micro_batches, forward, backward
+    )
+    return [[[*action, start, start + duration(action)] for action, start in made] for made in done]
+
+
+def _operators(work: Workload, machine: Machine) -> dict[str, tuple[float, float]]:
+    """FLOPs per byte of memory traffic, and predicted FLOP/s, of operators of a forward."""
+    rank, width = make_rank_model(work, machine), 4 if work.precision == "fp32" else 2
+    found = {}
+    for name, (m, n, k) in zip(_PRODUCTS, matrix_shapes(work)[::3], strict=True):
+        size = width * (m * k + k * n + m * n)
+        found[name] = 2 * m * n * k / size, 2 * m * n * k / rank.product(m, n, k, work.precision)
+    done = 2 * rank.tokens * work.sequence * work.heads * work.head / work.tensor
+    moved = width * 2 * rank.tokens * (work.heads + work.kv_heads) * work.head / work.tensor
+    found["attention"] = done / moved, done / rank.attention()
+    return found
+
 
 COLUMNS = 100
 """Width of the timeline's picture; a longer one is cut."""
@@ -46,10 +136,10 @@ def _own_parameters(config: Config, layout: Layout, facts: UserModel) -> Iterato
         yield count
 
 
-def _room(config: Config, layout: Layout, ranks: Sequence[Memory]) -> str:
+def _room(config: Config, layout: Layout, ranks: Sequence[RankMemory]) -> str:
     """What is left of a GPU, in words. Raises UserError where it is nothing."""
     gib = config.site.gpu_memory_gib or 0
-    fit = gpu_fit(config, layout, ranks, gib)
+    fit = check_gpu_fit(config, layout, ranks, gib)
     if not fit.fits:
         raise UserError(describe_overflow(config, fit, f"{gib:g} GiB, by --machine or site.gpu_memory_gib"))
     left = (fit.size - fit.needed - fit.reserved) / GB
@@ -57,9 +147,9 @@ def _room(config: Config, layout: Layout, ranks: Sequence[Memory]) -> str:
     return f"a GPU has {fit.size / GB:.3f} GB: {own}, {left:.3f} are left for fragmentation"
 
 
-def predicted(config: Config, layout: Layout, vocab: int, machine: Machine) -> Iterator[str]:
+def describe_prediction(config: Config, layout: Layout, vocab: int, machine: Machine) -> Iterator[str]:
     """What a step takes on a machine."""
-    found = predict(workload_of(config, layout, vocab), machine.in_nodes_of(layout.ranks_per_node))
+    found = predict_step(workload_from_config(config, layout, vocab), machine.in_nodes_of(layout.ranks_per_node))
     yield f"predicted for {machine.gpu}: a step in {found.step:.3g} s, {found.tokens_per_gpu:,.0f} tokens/s of a GPU,"
     whole = found.tokens_per_gpu * layout.world_size
     yield f"{whole:,.0f} of all; MFU {100 * found.mfu:.1f} % (attention counted whole); how well: docs/planning.md"
@@ -70,7 +160,7 @@ def predicted(config: Config, layout: Layout, vocab: int, machine: Machine) -> I
     yield f"of the step {words} (tensor, pipeline, data: communication that nothing hides)"
 
 
-def choose(
+def describe_best_layouts(
     config: Config, machine: Machine, nodes: str | None, write: Path | None, said: list[str], problem: str | None = None
 ) -> Iterator[str]:
     """The lines of `--best`; `write`: the config beside which the first is written, with the overrides `said`.
@@ -80,8 +170,10 @@ def choose(
     if config.model.target is not None:
         raise UserError("--best is for the decoder, whose sizes it knows; not for model.target")
     vocab = config.model.vocab_size or config.data.tokenizer.vocab_size
-    own = own_choice(config, machine, vocab) if problem is None else None
-    lines, first = search(config, machine, vocab, node_counts(nodes or str(config.stages.train.most_nodes)), own)
+    own = predict_own_layout(config, machine, vocab) if problem is None else None
+    lines, first = search_layouts(
+        config, machine, vocab, parse_node_counts(nodes or str(config.stages.train.most_nodes)), own
+    )
     yield f"layouts on {machine.gpu}; tokens/s are of one GPU, GB of its fullest"
     yield from lines
     if problem is not None:
@@ -90,13 +182,15 @@ def choose(
         yield f"written: {write_choice(first, write, said)}"
 
 
-def plan(config: Config, machine: Machine | None = None) -> Iterator[str]:
+def describe_plan(config: Config, machine: Machine | None = None) -> Iterator[str]:
     """The lines of the plan. Raises UserError, after the memory, where that is more than `site.gpu_memory_gib`."""
     facts = found_for(config, [Path.cwd(), CODE_ROOT])
     layout, vocab = resolve_layout(config), config.model.vocab_size or config.data.tokenizer.vocab_size
     zero = f", ZeRO {layout.zero} over {layout.dp_shard}" if layout.zero else ""
-    layout_sizes = f"{layout.describe_sizes()}{zero}"
-    yield f"{layout.world_size} ranks: {layout_sizes}; {layout.micro_batches} micro-batches of a step each"
+    yield (
+        f"{layout.world_size} ranks: {layout.describe_sizes()}{zero}; "
+        f"{layout.micro_batches} micro-batches of a step each"
+    )
     batch, length = config.train.global_batch, config.data.sequence_length
     yield f"a step: {batch:,} samples" + (f" of {length:,} tokens: {batch * length:,}" if facts is None else "")
     if config.train.epochs is not None:
@@ -114,9 +208,9 @@ def plan(config: Config, machine: Machine | None = None) -> Iterator[str]:
         blocks = (layout.stage_layers[stage] for stage in layout.stages_on_rank(at.pp))
         words = ", ".join(f"{part.start}–{part.stop - 1}" for part in blocks)
         yield f"{rank:>5} {rank // layout.ranks_per_node:>5} {at.pp:>4} {at.dp:>4} {at.tp:>4}   {words}"
-    orders = actions(layout)
+    orders = rank_actions(layout)
     if layout.pp > 1:
-        rows = timeline(orders, layout.stages)
+        rows = draw_text_timeline(orders, layout.stages)
         idle = sum(row.count("·") for row in rows) / sum(map(len, rows))
         yield ""
         yield f"{layout.schedule}: a digit is a micro-batch's forward, digit and ▒ its backward; ▒ and ▓ apart are its"
@@ -131,7 +225,7 @@ def plan(config: Config, machine: Machine | None = None) -> Iterator[str]:
     yield ""
     yield "memory of a rank in GB (activations are an estimate; without fragmentation and the libraries' own)"
     yield f"{'pp':>5} {'parameters':>15}" + "".join(f" {head:>11}" for head in (*MEMORY_KINDS, "sum"))
-    found = memories(config, layout, vocab)
+    found = estimate_memory_of_ranks(config, layout, vocab)
     for rank, part in enumerate(found):
         sizes = [*(getattr(part, kind) for kind in MEMORY_KINDS), part.total]
         yield f"{rank:>5} {part.parameters:>15,}" + "".join(f" {size / GB:>11.3f}" for size in sizes)
@@ -145,4 +239,96 @@ def plan(config: Config, machine: Machine | None = None) -> Iterator[str]:
     yield from (f"{group:>10} {size / GB:>9.3f} GB  {words}" for group, size, words in sent or [("-", 0, "nothing")])
     if machine is not None:
         yield ""
-        yield from predicted(config, layout, vocab, machine)
+        yield from describe_prediction(config, layout, vocab, machine)
+
+
+_PARTS = {"weights": 0, "gathered": 5, "gradients": 1, "optimizer": 3, "activations": 2, "CUDA and NCCL": 6}
+_KINDS = {"F": ("forward", 0), "B": ("backward", 1), "I": ("gradients of inputs", 1), "W": ("gradients of weights", 3)}
+_LIMIT = 4
+"""Colours."""
+
+
+def draw_memory(found: Mapping[str, Any]) -> str:
+    """Bars of each pipeline rank's parts, and the line that they may not cross."""
+    limit, ranks, rows = found["limit"] or 0.0, found["memory"], []
+    x = Scale.over([0.0, limit, *(sum(p.values()) for p in ranks)], "GB of one GPU, activations estimated").rounded()
+    line = [Bar(limit - x.high / 400, limit, _LIMIT, f"a GPU has {limit:.1f} GB")] if limit else []
+    for rank, parts in enumerate(ranks):
+        ends = pairwise(accumulate(parts.values(), initial=0.0))
+        bars = [Bar(a, b, _PARTS[p], f"{p} {b - a:.3g} GB") for p, (a, b) in zip(parts, ends, strict=True)]
+        rows.append((f"pipeline {rank}", bars + line))
+    keys = [(name, colour) for name, colour in _PARTS.items() if any(parts.get(name) for parts in ranks)]
+    return draw_lanes("Memory", x, rows, keys + [(bar.title, bar.colour) for bar in line])
+
+
+def draw_schedule(found: Mapping[str, Any]) -> str:
+    """What each pipeline rank does when."""
+    scale, unit = (1e3, "milliseconds from the first forward") if "step" in found else (1.0, "times of a forward")
+    x = Scale(0, scale * max(box[-1] for made in found["timeline"] for box in made), unit)
+    rows: dict[str, list[Bar]] = {}
+    for rank, made in enumerate(found["timeline"]):
+        for kind, stage, micro, *ends in made:
+            start, end = (scale * at for at in ends)
+            title = f"{_KINDS[kind][0]} of micro-batch {micro}, stage {stage}: {end - start:.3g}"
+            bar = Bar(start, end - x.high / 800, _KINDS[kind][1], title, f"{micro}" * (end - start > x.high / 80))
+            rows.setdefault(f"pipeline {rank}", []).append(bar)
+    kinds = {box[0] for made in found["timeline"] for box in made}
+    keys, rem = (
+        [key for kind, key in _KINDS.items() if kind in kinds],
+        min(75, 10 + 3 * max(map(len, rows.values())) // 2),
+    )
+    return draw_lanes("Micro-batches", x, [*rows.items()], keys, min_width_rem=rem)
+
+
+def draw_roofline(found: Mapping[str, Any]) -> str:
+    """A roofline (Williams, Waterman and Patterson 2009)."""
+    (rate, bandwidth), points = found["roof"], found["operators"]
+    ridge, at = rate / bandwidth, [intensity for intensity, _ in points.values()]
+    ends = min(ridge / 100, *at), ridge, max(ridge * 10, *at)
+    named = {"what the machine can": [(at, min(rate, at * bandwidth) / 1e12) for at in ends]}
+    named |= {name: [(at, done / 1e12)] for name, (at, done) in points.items()}
+    return draw_curves("Operators of a forward", "FLOPs per byte of memory traffic", "TFLOP/s", named, log="xy")
+
+
+def draw_failures(config: Config, every_s: float) -> list[str]:
+    """Effective time over GPUs, and over the checkpoint interval; `every_s`: the config's own, 0 where not known."""
+    figures, train, percent = collect_goodput_figures(config, {}), config.stages.train, "effective training time, %"
+    counts = [train.most_nodes * 4**power for power in range(8)]
+    jobs = {count * train.tasks_per_node: job_conditions(config, figures, count) for count in counts}
+    best = [(gpus, 100 * effective_ratio(job, best_interval_s(job))) for gpus, job in jobs.items()]
+    minutes, marks = [1.25**power for power in range(31)], [every_s / 60] * (every_s > 0)
+    between = "minutes of work between two saves" + f" (config: {format_span(every_s)})" * bool(marks)
+    named = {f"{n:,} GPUs": [(at, 100 * effective_ratio(jobs[n], 60 * at)) for at in minutes] for n in [*jobs][::2]}
+    return [
+        draw_curves("What failures leave, saving as often as is best", "GPUs", percent, {"": best}, log="x"),
+        draw_curves("What failures leave, by interval", between, percent, named, log="x", marks=marks),
+    ]
+
+
+def write_plan_page(start: Callable[[str], typer.Exit], title: str, file: Path) -> typer.Exit:
+    """Print the plan, as without --html, and write its page; also where memory does not suffice.
+
+    `start` the child that plans, with one more option. Raises UserError for a file that is no page.
+    """
+    if file.suffix != ".html" or not file.parent.is_dir():
+        raise UserError(f"--html {file}: name a file that ends in .html, in a folder that exists")
+    with TemporaryDirectory() as folder:
+        values = Path(folder, "figures.json")
+        left = start(f"--figures={values}")
+        if not values.exists():
+            return left
+        found = read_json(values)
+    made, step = config_from_mapping(found["config"], "plan --html"), found.get("step")
+    batch, most = made.train.global_batch, max(sum(parts.values()) for parts in found["memory"])
+    batch_words = f"{batch:,} sequences, {batch * made.data.sequence_length:,} tokens"
+    found["words"] = {"ranks": f"{resolve_layout(made).world_size:,}", "global batch": batch_words} | found["words"]
+    if limit := found["limit"]:
+        found["words"]["fullest rank"] += f" of {limit:.1f} GB: {'fits' if most <= limit else 'does not fit'}"
+    drawn = {"Memory": [draw_memory(found)], "The schedule": [draw_schedule(found)]}
+    if step:
+        drawn["Operators"] = [draw_roofline(found)]
+    drawn["Failures"] = draw_failures(made, made.checkpoint.every_steps * step["step"] if step else 0.0)
+    told = ["How well this is predicted: docs/planning.md; failures and saves: plan --goodput has figures and sources."]
+    write_atomic(file, format_page(made.run.name, title, found["words"], drawn, told, dump(masked(found["config"]))))
+    print(f"with pictures: {file}", flush=True)
+    return left

@@ -1,4 +1,10 @@
-"""Step time of a training on a machine, from first principles: no torch, no measurement, milliseconds to compute.
+"""How long collectives take: α seconds per hop and β per byte, for the algorithm and the links that a group has.
+
+A ring over ranks of several nodes passes each node boundary once in each of its channels, so all ranks of the group in
+one node send through their own network cards together: r of them have r times one card's bandwidth, up to that of the
+links inside (Thakur, Rabenseifner and Gropp 2005; Hu et al., arXiv 2507.04786, for NCCL's).
+
+Step time of a training on a machine, from first principles: no torch, no measurement, milliseconds to compute.
 
 Each operator takes the longer of its arithmetic and its memory traffic (Williams, Waterman and Patterson 2009); each
 collective α·hops + bytes/β (collectives.py). A block's operators add up, forward and backward, to the durations with
@@ -12,12 +18,59 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
-from math import log2
+from math import ceil, log2
 
-from planning.collectives import Group, all_reduce, gather, send
 from planning.machine import Machine
-from planning.timeline import Action, orders_of, replay
+from planning.timeline import Action, build_schedule, replay_schedule
 from planning.workload import Workload
+
+
+@dataclass(frozen=True)
+class CommGroup:
+    """Ranks that talk: how many, and how many of them share a node."""
+
+    ranks: int
+    in_node: int
+
+    @classmethod
+    def of(cls, ranks: int, stride: int, machine: Machine) -> CommGroup:
+        """The group of `ranks` ranks with numbers `stride` apart."""
+        return cls(ranks, max(1, min(ranks, machine.gpus_per_node // stride)))
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that it is on."""
+        return ceil(self.ranks / self.in_node)
+
+
+def ring_bandwidth(group: CommGroup, machine: Machine, share: float = 1.0) -> float:
+    """Bytes per second that a rank of a ring sends; `share`: what protocols leave of the links' figures."""
+    if group.nodes == 1:
+        return machine.inside.bandwidth * share
+    return min(machine.inside.bandwidth, machine.between.bandwidth * group.in_node) * share
+
+
+def all_gather_time(size: float, group: CommGroup, machine: Machine, share: float = 1.0) -> float:
+    """Seconds of an all-gather, or a reduce-scatter, of `size` bytes (the whole, not a shard), by a ring.
+
+    Its latency: every hop of a node's ring, and between nodes a tree's, which NCCL has taken for many nodes since 2.23.
+    """
+    if group.ranks == 1:
+        return 0.0
+    hops = (group.in_node - 1) * machine.inside.latency + ceil(log2(group.nodes)) * machine.between.latency
+    return hops + size * (group.ranks - 1) / group.ranks / ring_bandwidth(group, machine, share)
+
+
+def all_reduce_time(size: float, group: CommGroup, machine: Machine, share: float = 1.0) -> float:
+    """Seconds of an all-reduce of `size` bytes: a reduce-scatter and an all-gather."""
+    return 2 * all_gather_time(size, group, machine, share)
+
+
+def send_time(size: float, neighbours: CommGroup, machine: Machine, share: float = 1.0) -> float:
+    """Seconds of a message to the next rank of a group."""
+    link = machine.between if neighbours.in_node == 1 else machine.inside
+    return (link.latency + size / (link.bandwidth * share)) * (neighbours.ranks > 1)
+
 
 REPLAYED = 2
 """Rounds of micro-batches (one per pipeline rank) that are replayed; further ones repeat the steady state."""
@@ -55,7 +108,7 @@ DEFAULT = Constants()
 
 
 @dataclass(frozen=True)
-class Prediction:
+class StepPrediction:
     """Seconds of one step on the busiest rank."""
 
     step: float
@@ -78,7 +131,7 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Rank:
+class RankModel:
     """A workload on a machine: durations of the pieces of its step."""
 
     work: Workload
@@ -95,9 +148,9 @@ class Rank:
         """Host time of a collective of tensor parallelism, ZeRO 3 or a pipeline, where it was measured."""
         return self.machine.measured.call if self.machine.measured else 0.0
 
-    def group(self, ranks: int, stride: int) -> Group:
+    def group(self, ranks: int, stride: int) -> CommGroup:
         """So many ranks, with numbers so far apart."""
-        return Group.of(ranks, stride, self.machine)
+        return CommGroup.of(ranks, stride, self.machine)
 
     def moved(self, size: float) -> float:
         """Seconds in which `size` bytes are read or written."""
@@ -171,7 +224,7 @@ class Rank:
         """Communication of one block's forward between tensor parallel ranks that nothing hides; backward as much."""
         work, group = self.work, self.group(self.work.tensor, 1)
         size = self.tokens * work.hidden * work.low_bytes
-        time = 4 * (gather(size, group, self.machine, self.constants.link) + self.call * (work.tensor > 1))
+        time = 4 * (all_gather_time(size, group, self.machine, self.constants.link) + self.call * (work.tensor > 1))
         return time * (1 - self.constants.hidden if work.hide_tensor else 1)
 
     def sent(self) -> float:
@@ -180,15 +233,15 @@ class Rank:
         size = self.tokens * work.hidden * work.low_bytes / (work.tensor if work.split_sequence else 1)
         stride = work.tensor * work.context * work.data
         neighbours = self.group(work.pipeline, stride)
-        return send(size, neighbours, self.machine, self.constants.link) + self.call
+        return send_time(size, neighbours, self.machine, self.constants.link) + self.call
 
     def update(self) -> float:
         """Gathering of Muon's matrices, gradients and momenta, in fp32."""
         work, link = self.work, self.constants.link
         size = 12 * max(self.by_rank(work.shares)) * (work.attention_weights + work.expert_weights)
         shards = self.group(work.shard if work.zero else 1, work.tensor)
-        time = gather(size / work.tensor, shards, self.machine, link)
-        return (time + gather(size, self.group(work.tensor, 1), self.machine, link)) * work.orthogonal
+        time = all_gather_time(size / work.tensor, shards, self.machine, link)
+        return (time + all_gather_time(size, self.group(work.tensor, 1), self.machine, link)) * work.orthogonal
 
     def by_rank(self, values: Sequence[float]) -> list[float]:
         """Of each pipeline rank the sum of its blocks' values, as if every rank had as many blocks."""
@@ -213,14 +266,14 @@ class Rank:
         """Of an all-gather or a reduce-scatter: FSDP copies to join weights before, or part them after it."""
         copied = self.moved(2 * size) if self.machine.cores else 0.0
         group = self.group(self.work.shard * self.work.context, self.work.tensor)
-        return gather(size, group, self.machine, self.constants.link) + copied + calls * self.call
+        return all_gather_time(size, group, self.machine, self.constants.link) + copied + calls * self.call
 
 
-Others = Callable[[Rank, float], float]
+Others = Callable[[RankModel, float], float]
 """Of a rank, and the computing of a block's forward."""
 
 
-def replayed(
+def replay_step(
     schedule: str, ranks: int, virtual: int, batches: int, forward: tuple[float, ...], backward: tuple[float, ...]
 ) -> tuple[list[list[tuple[Action, float]]], Callable[[Action], float], int]:
     """The first rounds of a step: each rank's actions with their starts, how long one takes, and the micro-batches."""
@@ -231,15 +284,15 @@ def replayed(
     def duration(action: Action) -> float:
         return forward[action.stage] if action.kind == "F" else half[action.kind] * backward[action.stage]
 
-    return replay(orders_of(schedule, ranks, virtual, most), len(forward), duration), duration, most
+    return replay_schedule(build_schedule(schedule, ranks, virtual, most), len(forward), duration), duration, most
 
 
 @lru_cache(maxsize=4096)
-def _span(
+def _pipeline_span(
     schedule: str, ranks: int, virtual: int, batches: int, forward: tuple[float, ...], backward: tuple[float, ...]
 ) -> tuple[float, float]:
     """Of one step: the time from its start to its end, and the busy time of its busiest rank."""
-    done, duration, most = replayed(schedule, ranks, virtual, batches, forward, backward)
+    done, duration, most = replay_step(schedule, ranks, virtual, batches, forward, backward)
     starts = [made[0][1] for made in done]
     ends = [made[-1][1] + duration(made[-1][0]) for made in done]
     busy = max(sum(duration(action) for action, _ in made) for made in done)
@@ -249,14 +302,14 @@ def _span(
     return span + busy * (batches - most) / most, busy * batches / most
 
 
-def predict(
+def predict_step(
     work: Workload, machine: Machine, constants: Constants = DEFAULT, others: Others = lambda rank, forward: 0.0
-) -> Prediction:
+) -> StepPrediction:
     """Step time and what it is made of. Raises UserError where the machine lacks the precision.
 
     `others`: seconds that a block's forward waits for communication beyond Sluice's (benchmarks/others.py).
     """
-    rank, stages = rank_of(work, machine, constants), work.stages
+    rank, stages = make_rank_model(work, machine, constants), work.stages
     constants, first, micro = rank.constants, work.trained_from, work.micro_batches
     computing = {share: rank.block(share) for share in {1.0, *work.shares}}
     forward = computing[1.0][0]
@@ -283,7 +336,7 @@ def predict(
         for at, some in enumerate(passed)
     )
     if work.pipeline > 1:
-        span, busy = _span(work.schedule, work.pipeline, work.virtual_stages, micro, ahead, back)
+        span, busy = _pipeline_span(work.schedule, work.pipeline, work.virtual_stages, micro, ahead, back)
     else:
         span = busy = micro * (sum(ahead) + sum(back))
     if machine.crowd > 1:  # whoever waits leaves its core to others
@@ -303,19 +356,19 @@ def predict(
     through = max(rank.by_rank([n >= first for n in range(work.layers)])) * (2 if work.recompute == "full" else 1)
     times, messages = micro * (work.layers / work.pipeline + through), micro * (1 + (first < work.layers)) * waited
     mfu, compute = tokens * work.flops_per_token / machine.peak_bf16, busy - times * talk - exposed + data - messages
-    return Prediction(
+    return StepPrediction(
         step=step, tokens_per_gpu=tokens, mfu=mfu, compute=compute, tensor=times * tensor, pipeline=messages,
         data=exposed, bubble=span - busy, optimizer=optimizer, others=times * more, forward=ahead, backward=back,
     )  # fmt: skip
 
 
-def rank_of(work: Workload, machine: Machine, constants: Constants = DEFAULT) -> Rank:
+def make_rank_model(work: Workload, machine: Machine, constants: Constants = DEFAULT) -> RankModel:
     """A rank; figures that were measured on this machine are reached, whatever `constants` say."""
     if machine.measured is not None:
         beside = 1.0 if machine.cores else constants.beside  # a CPU adds up and copies what it sends
         constants = replace(constants, matmul=1.0, portable=1.0, attention=1.0, memory=1.0, link=1.0, beside=beside)
         constants = replace(constants, eager=machine.measured.eager)
-    return Rank(work, machine, constants)
+    return RankModel(work, machine, constants)
 
 
 def _beside(compute: float, communication: float, constants: Constants) -> tuple[float, float]:
@@ -324,19 +377,19 @@ def _beside(compute: float, communication: float, constants: Constants) -> tuple
     return max(slow, communication), max(0.0, communication - slow)
 
 
-def _data(rank: Rank) -> tuple[float, float]:
+def _data(rank: RankModel) -> tuple[float, float]:
     """Data parallel communication of a step besides what the blocks send: once, and what nothing runs beside."""
     work, machine, link = rank.work, rank.machine, rank.constants.link
     reduced = rank.trained_weights * work.reduce_bytes
     if not work.zero:
-        return all_reduce(reduced, rank.group(work.data * work.context, work.tensor), machine, link), 0.0
+        return all_reduce_time(reduced, rank.group(work.data * work.context, work.tensor), machine, link), 0.0
     shards, tables, layers = work.shard * work.context, work.tables(0), work.layers / work.pipeline
     table = work.vocab * work.hidden / work.tensor
     weights = layers * rank.block_weights() + len(tables) * table
     once = rank.talk(weights * work.low_bytes, layers + len(tables)) * (not work.gathers_blocks)
     calls = sum(share > 0 for share in work.shares) / work.pipeline + sum(tables)
     once += rank.talk(reduced, calls) * (not work.reduces_blocks)
-    once += all_reduce(reduced / shards, rank.group(work.replicate, work.tensor * shards), machine, link)
+    once += all_reduce_time(reduced / shards, rank.group(work.replicate, work.tensor * shards), machine, link)
     # an embedding's weights are the first to be wanted, its gradients the last to come: nothing runs beside them
     gathers, reduces = work.micro_batches, int(tables[0])
     if machine.cores:  # nor beside anything else: it is wanted for backward, too, and so is the output layer's

@@ -25,7 +25,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -43,12 +42,12 @@ from pipeline.config.sections import Config
 from pipeline.model.decoder import local_tensor
 from pipeline.model.task import DTYPES, Task
 from pipeline.parallel import data_parallel
-from pipeline.parallel.mesh import Layout, resolve_layout
+from pipeline.parallel.mesh import Layout, Mesh, resolve_layout
 from pipeline.parallel.traffic import count_rank_traffic, find_trained_parameters
 from pipeline.train import engine as engines
 from pipeline.train import optimizer as optimizer_module
-from planning.memory import GB, MEMORY_KINDS, memory
-from planning.timeline import actions
+from planning.memory import GB, MEMORY_KINDS, estimate_memory
+from planning.timeline import rank_actions
 
 KINDS = MEMORY_KINDS
 """What tensors are for; activations are all that is none of the others."""
@@ -69,7 +68,7 @@ class _Storage:
         self.size, self.kind = 0, KINDS[-1]
 
 
-class Account(TorchDispatchMode):
+class TensorAccount(TorchDispatchMode):
     """Memory that tensors take, and what is sent, while it is entered; on real ranks as in a rehearsal."""
 
     def __init__(self) -> None:
@@ -102,7 +101,7 @@ class Account(TorchDispatchMode):
         ):
             one.kind = kind
 
-    def __enter__(self) -> Account:
+    def __enter__(self) -> TensorAccount:
         def resize(storage: torch.UntypedStorage, size: int) -> Any:  # FSDP frees and takes its weights so
             self._resize(storage, size)
             if storage._cdata in self._live:
@@ -165,7 +164,7 @@ class Account(TorchDispatchMode):
         entry[1] += size
 
 
-class _Fake(Account):
+class _Fake(TensorAccount):
     """The same of a rank that stands alone: what it sends or receives is done at once, and no number is known."""
 
     def __init__(self) -> None:
@@ -231,17 +230,40 @@ def _stand_ins(account: _Fake, config: Config, layout: Layout) -> Iterator[None]
         return dist.new_group(ranks, **options) if dist.get_rank() in ranks else None
 
     with ExitStack() as stack:
-        real = ((Layout, "build_device_mesh"), (device_mesh.DeviceMesh, "__init__"))  # ranks are numbers
-        meta = ((Task, "build"), (Task, "cut"), (data_parallel, "apply_fsdp"))  # there are no values yet in any case
-        for owner, name in (*real, *meta):
-            stack.enter_context(patch.object(owner, name, outside(getattr(owner, name))))
-        stack.enter_context(patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", uncounted))
-        stack.enter_context(patch.object(device_mesh, "new_group", own_group))
-        stack.enter_context(patch.object(dist.Reducer, "_rebuild_buckets", lambda _: False))
-        stack.enter_context(patch.object(optimizer_module, "_CHUNK_ENTRIES", 1 << 62))  # pieces are for values
+        # these need values that are real even in a rehearsal: numbers of ranks, and weights on the meta device
+        for owner, function in (
+            (Mesh, Mesh.build_device_mesh),
+            (device_mesh.DeviceMesh, device_mesh.DeviceMesh.__init__),
+            (Task, Task.build),
+            (Task, Task.cut),
+            (data_parallel, data_parallel.apply_fsdp),
+        ):
+            stack.enter_context(_replaced(owner, function, outside(function)))
+        stack.enter_context(
+            _replaced(ShardingPropagator, ShardingPropagator._propagate_tensor_meta_non_cached, uncounted)
+        )
+        stack.enter_context(_replaced(device_mesh, dist.new_group, own_group))
+        stack.enter_context(_replaced(dist.Reducer, dist.Reducer._rebuild_buckets, lambda _: False))
         if layout.pp > 1:
             stack.enter_context(_told_by_neighbours(config, layout))
+        piece = optimizer_module._CHUNK_ENTRIES
+        optimizer_module._CHUNK_ENTRIES = 1 << 62  # whole gradients: splitting them needs values
+        try:
+            yield
+        finally:
+            optimizer_module._CHUNK_ENTRIES = piece
+
+
+@contextmanager
+def _replaced(owner: Any, function: Any, replacement: Any) -> Iterator[None]:
+    """Replace a function of a module or class by another one inside the block."""
+    name = function.__name__
+    original = vars(owner)[name]
+    setattr(owner, name, replacement)
+    try:
         yield
+    finally:
+        setattr(owner, name, original)
 
 
 @contextmanager
@@ -264,11 +286,14 @@ def _told_by_neighbours(config: Config, layout: Layout) -> Iterator[None]:
         wanted = layout.stage_layers[stage.stage_index].start > trained_from
         return _StageForwardMeta((_TensorMeta.from_tensor(torch.empty(shape, dtype=dtype, requires_grad=wanted)),))
 
-    with patch.multiple(PipelineStage, _recv_meta=receive, _send_meta=lambda *_: None):
+    with (
+        _replaced(PipelineStage, PipelineStage._recv_meta, receive),
+        _replaced(PipelineStage, PipelineStage._send_meta, lambda *_: None),
+    ):
         yield
 
 
-def one_step(engine: Any, account: Account, step: int, batch: dict[str, Tensor]) -> None:
+def account_step(engine: Any, account: TensorAccount, step: int, batch: dict[str, Tensor]) -> None:
     """Step number `step` of an engine, in an account that is entered; what its tensors are for is noted."""
     account.begin()
     engine.backward(batch, step)
@@ -312,7 +337,9 @@ class Progress:
         print(f"rehearse: {time.monotonic() - self._began:>4.0f} s  {self._phase}", file=sys.stderr, flush=True)
 
 
-def rehearsed(config: Config, rank: int, vocab: int, begin: Callable[[str], None] = lambda phase: None) -> Account:
+def rehearse_rank(
+    config: Config, rank: int, vocab: int, begin: Callable[[str], None] = lambda phase: None
+) -> TensorAccount:
     """The account of the second step of a rank; `begin` is called with each phase.
 
     Raises UserError where it would fail, with the reason.
@@ -350,7 +377,7 @@ def rehearsed(config: Config, rank: int, vocab: int, begin: Callable[[str], None
             }
             for step in (1, 2):
                 begin(f"step {step} of 2: {layout.micro_batches} micro-batches")
-                one_step(engine, account, step, batch)
+                account_step(engine, account, step, batch)
     except UserError:
         raise
     except Exception as error:
@@ -373,7 +400,7 @@ def group_name(layout: Layout, mesh: str) -> str:
     return "data" if found == "replicate" and layout.dp_shard == 1 else found
 
 
-def rehearse(config: Config, rank: int) -> Iterator[str]:
+def describe_rehearsal(config: Config, rank: int) -> Iterator[str]:
     """The lines of a rehearsal. Raises UserError where the run would fail, also for want of `site.gpu_memory_gib`."""
     began, layout = time.monotonic(), resolve_layout(config)
     compiled = config.train.compile
@@ -381,7 +408,7 @@ def rehearse(config: Config, rank: int) -> Iterator[str]:
     config = config.model_copy(update={"train": train})
     vocab = config.model.vocab_size or config.data.tokenizer.vocab_size
     with Progress() as progress:
-        account = rehearsed(config, rank, vocab, progress.begin)
+        account = rehearse_rank(config, rank, vocab, progress.begin)
     at = layout.coordinates(rank)
     taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GB
     yield f"rank {rank} of {layout.world_size:,}: pipeline {at.pp}, data {at.dp}, tensor {at.tp}"
@@ -391,7 +418,7 @@ def rehearse(config: Config, rank: int) -> Iterator[str]:
     yield ""
     yield "memory of its tensors in GB, when a step takes most"
     yield " " * 10 + "".join(f" {kind:>11}" for kind in (*KINDS, "sum"))
-    said = memory(config, layout, at.pp, vocab, actions(layout)[at.pp], on_cpu=True)
+    said = estimate_memory(config, layout, at.pp, vocab, rank_actions(layout)[at.pp], on_cpu=True)
     kinds = account.by_kind()
     for name, sizes in (
         ("rehearsed", [*kinds.values(), account.peak]),

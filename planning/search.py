@@ -24,39 +24,39 @@ from pipeline.config.read import merge, overridden
 from pipeline.config.sections import Config
 from pipeline.parallel.mesh import Layout, LayoutError, resolve_layout
 from planning.machine import Machine
-from planning.memory import GB, memories, reserve
-from planning.predict import Prediction, predict
-from planning.workload import Workload, workload_of
+from planning.memory import GB, estimate_memory_of_ranks, reserved_gpu_bytes
+from planning.predict import StepPrediction, predict_step
+from planning.workload import Workload, workload_from_config
 
 _MOST_NODES = 1_000_000
-SHOWN = 10
+MAX_SHOWN = 10
 """Layouts that fit and are shown; of those that do not, half as many."""
 SCHEDULES = (("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 4), ("zbv", 2))
 """With their stages per rank. `gpipe` is never better than 1f1b, and torch's others hardly than these."""
 MICRO_BATCHES = (1, 2, 4, 8, 16)
-OWN = "<- the config's own"
+OWN_LAYOUT_MARK = "<- the config's own"
 """What marks the row of the config's own layout."""
 ANY_LAYOUT = ("parallel={tensor: 1, pipeline: 1, data: auto, zero: 0, schedule: 1f1b, virtual_stages: 1}",
               "parallel.activation_checkpointing=none", "train.micro_batch=1")  # fmt: skip
 """All that is sought, as the command line says it: for a config whose own layout does not fit."""
-FRAGMENTS = 1.08
+FRAGMENTATION_FACTOR = 1.08
 """What an allocator holds, to what its tensors are; published peaks agree best with it (benchmarks/footprint.py)."""
 
 
 @dataclass(frozen=True)
-class Choice:
+class LayoutChoice:
     """One layout, predicted."""
 
     config: Config
     layout: Layout
     work: Workload
-    found: Prediction
+    found: StepPrediction
 
     @cached_property
     def bytes_needed(self) -> float:
         """Of the fullest rank, with what the allocator holds beyond the tensors, and the libraries."""
-        found = memories(self.config, self.layout, self.work.vocab)
-        return FRAGMENTS * max(part.on_gpu(self.config) for part in found) + reserve(self.layout)
+        found = estimate_memory_of_ranks(self.config, self.layout, self.work.vocab)
+        return FRAGMENTATION_FACTOR * max(part.on_gpu(self.config) for part in found) + reserved_gpu_bytes(self.layout)
 
     def why(self) -> str:
         """What its step loses to other things than computing."""
@@ -79,7 +79,7 @@ class Choice:
         }
 
 
-def choices(config: Config, machine: Machine, vocab: int, nodes: int) -> Iterator[Choice]:
+def enumerate_layouts(config: Config, machine: Machine, vocab: int, nodes: int) -> Iterator[LayoutChoice]:
     """Every layout on `nodes` nodes, predicted, in no order."""
     per_node, batch = config.stages.train.tasks_per_node, config.train.global_batch
     world, machine = nodes * per_node, machine.in_nodes_of(per_node)
@@ -105,25 +105,27 @@ def choices(config: Config, machine: Machine, vocab: int, nodes: int) -> Iterato
             other = config.model_copy(update={"parallel": parallel, "train": train})
             with suppress(LayoutError):
                 layout = resolve_layout(other, world, per_node, vocab, suggest=False)
-                work = workload_of(other, layout, vocab)
-                yield Choice(other, layout, work, predict(work, machine))
+                work = workload_from_config(other, layout, vocab)
+                yield LayoutChoice(other, layout, work, predict_step(work, machine))
 
 
-def own_choice(config: Config, machine: Machine, vocab: int) -> Choice:
+def predict_own_layout(config: Config, machine: Machine, vocab: int) -> LayoutChoice:
     """Return the config's own layout, predicted. Raises LayoutError if it cannot work."""
     layout = resolve_layout(config, vocab_size=vocab)
-    work = workload_of(config, layout, vocab)
-    return Choice(config, layout, work, predict(work, machine.in_nodes_of(layout.ranks_per_node)))
+    work = workload_from_config(config, layout, vocab)
+    return LayoutChoice(config, layout, work, predict_step(work, machine.in_nodes_of(layout.ranks_per_node)))
 
 
 def _divisors(number: int, most: int) -> list[int]:
     return [size for size in range(1, min(number, most) + 1) if number % size == 0]
 
 
-def best(found: Sequence[Choice], limit: float, most: int = SHOWN) -> tuple[list[Choice], list[Choice]]:
+def fastest_that_fit(
+    found: Sequence[LayoutChoice], limit: float, most: int = MAX_SHOWN
+) -> tuple[list[LayoutChoice], list[LayoutChoice]]:
     """The fastest `most` that fit into `limit` bytes, and those faster than the last of them that do not."""
-    fit: list[Choice] = []
-    over: list[Choice] = []
+    fit: list[LayoutChoice] = []
+    over: list[LayoutChoice] = []
     for choice in sorted(found, key=lambda made: -made.found.tokens_per_gpu):
         (fit if choice.bytes_needed <= limit else over).append(choice)
         if len(fit) == most:
@@ -131,9 +133,9 @@ def best(found: Sequence[Choice], limit: float, most: int = SHOWN) -> tuple[list
     return fit, over
 
 
-def search(
-    config: Config, machine: Machine, vocab: int, nodes: Sequence[int], own: Choice | None = None
-) -> tuple[list[str], Choice]:
+def search_layouts(
+    config: Config, machine: Machine, vocab: int, nodes: Sequence[int], own: LayoutChoice | None = None
+) -> tuple[list[str], LayoutChoice]:
     """What `--best` prints, and its first. Raises UserError where nothing fits.
 
     The config's `own` layout is marked; if it is not among the best, it has a row of its own.
@@ -142,22 +144,22 @@ def search(
     lines, firsts = [], []
     is_shown = False
 
-    def line(choice: Choice) -> str:
+    def line(choice: LayoutChoice) -> str:
         nonlocal is_shown
         is_own = own is not None and (choice.layout, choice.work) == (own.layout, own.work)
         is_shown |= is_own
         over = choice.bytes_needed - limit
         text = _line(choice) + (f": {over / GB:.1f} GB too much" if over > 0 else "")
-        return text + f"  {OWN}" * is_own
+        return text + f"  {OWN_LAYOUT_MARK}" * is_own
 
     for count in nodes:
-        found = list(choices(config, machine, vocab, count))
-        fit, over = best(found, limit, SHOWN if len(nodes) == 1 else 1)
+        found = list(enumerate_layouts(config, machine, vocab, count))
+        fit, over = fastest_that_fit(found, limit, MAX_SHOWN if len(nodes) == 1 else 1)
         if fit:
             firsts.append(fit[0])
         lines += [line(choice) for choice in fit] or [f"{count} nodes: none of {len(found)} layouts fits"]
         if len(nodes) == 1:
-            near = sorted(over, key=lambda choice: choice.bytes_needed)[: SHOWN // 2]
+            near = sorted(over, key=lambda choice: choice.bytes_needed)[: MAX_SHOWN // 2]
             lines += ["", f"faster, or as fast, but they do not fit into {limit / GB:.1f} GB"] if near else []
             lines += [line(choice) for choice in near]
     if not firsts:
@@ -171,13 +173,13 @@ def search(
     return [head, *lines], max(firsts, key=lambda choice: choice.found.tokens_per_gpu * choice.layout.world_size)
 
 
-def _line(choice: Choice) -> str:
+def _line(choice: LayoutChoice) -> str:
     found, nodes = choice.found, choice.layout.world_size // choice.layout.ranks_per_node
     size = f"{choice.bytes_needed / GB:>6.1f}   {choice.work.words()} ({choice.why()})"
     return f"{nodes:>5} {found.step:>8.3f} {found.tokens_per_gpu:>9,.0f} {100 * found.mfu:>4.0f}% {size}"
 
 
-def node_counts(text: str) -> list[int]:
+def parse_node_counts(text: str) -> list[int]:
     """Numbers of nodes from `16,2048` or `2..64` (2, 4, 8 … 64). Raises UserError for anything else."""
     found: list[int] = []
     for part in text.split(","):
@@ -194,7 +196,7 @@ def node_counts(text: str) -> list[int]:
     return found
 
 
-def write_choice(choice: Choice, path: Path, overrides: Sequence[str]) -> Path:
+def write_choice(choice: LayoutChoice, path: Path, overrides: Sequence[str]) -> Path:
     """A config beside `path` that extends it by a choice; `path` stays as it is. Raises UserError where one exists."""
     said = overridden({}, overrides)
     if not any(override.startswith("run.root=") for override in overrides):

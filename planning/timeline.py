@@ -22,15 +22,15 @@ class Action(NamedTuple):
     micro: int
 
 
-def actions(layout: Layout) -> list[list[Action]]:
+def rank_actions(layout: Layout) -> list[list[Action]]:
     """What each pipeline rank does in one step, in order; without a pipeline of two micro-batches, as all are."""
     if layout.pp == 1:
         return [[Action(kind, 0, micro) for micro in range(min(2, layout.micro_batches)) for kind in "FB"]]
-    return orders_of(layout.schedule, layout.pp, layout.virtual_stages, layout.micro_batches)
+    return build_schedule(layout.schedule, layout.pp, layout.virtual_stages, layout.micro_batches)
 
 
 @lru_cache(maxsize=256)
-def orders_of(schedule: str, pipeline: int, virtual: int, batches: int) -> list[list[Action]]:
+def build_schedule(schedule: str, pipeline: int, virtual: int, batches: int) -> list[list[Action]]:
     """What each of `pipeline` ranks does in one step, in order. Schedules that split backward are torch's own."""
     if schedule in _ONE_STAGE:
         return [_one_stage(schedule, pipeline, batches, rank) for rank in range(pipeline)]
@@ -76,7 +76,7 @@ def _interleaved(pipeline: int, virtual: int, batches: int, rank: int) -> list[A
     return order
 
 
-def replay(
+def replay_schedule(
     orders: Sequence[Sequence[Action]], stages: int, duration: Callable[[Action], float]
 ) -> list[list[tuple[Action, float]]]:
     """Each rank's actions with their starts: as soon as it is free and the neighbouring stages have delivered."""
@@ -113,10 +113,10 @@ def replay(
     return done
 
 
-def timeline(orders: Sequence[Sequence[Action]], stages: int) -> list[str]:
+def draw_text_timeline(orders: Sequence[Sequence[Action]], stages: int) -> list[str]:
     """A row of text per pipeline rank, a column per time of one forward (a whole backward takes two)."""
     rows = []
-    for made in replay(orders, stages, lambda action: 2 if action.kind == "B" else 1):
+    for made in replay_schedule(orders, stages, lambda action: 2 if action.kind == "B" else 1):
         row = ""
         for (kind, _, micro), start in made:
             letter = str(micro % 10)

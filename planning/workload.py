@@ -170,7 +170,14 @@ class Workload:
         return f"{ranks}{turns * (self.pipeline > 1)}{zero}, micro-batch {self.micro_batch}{again}"
 
 
-def workload_of(config: Config, layout: Layout, vocab: int) -> Workload:
+def matrix_shapes(work: Workload) -> list[tuple[int, int, int]]:
+    """Rows, columns, inner size of a rank's matrix products: a block and the output layer, forward and backward."""
+    forward = [(int(m), int(n), int(k)) for m, n, k, _ in work.products]
+    forward.append((work.micro_batch * work.sequence, work.vocab // work.tensor, work.hidden))
+    return [shape for m, n, k in forward for shape in ((m, n, k), (m, k, n), (k, n, m))]
+
+
+def workload_from_config(config: Config, layout: Layout, vocab: int) -> Workload:
     """What a config trains, in this layout."""
     model, train, parallel = config.model, config.train, config.parallel
     low = train.precision != "fp32"

@@ -1,128 +1,219 @@
-"""The follower: one process for one sink of one run. It reads the run's files, and nothing waits for it.
+"""The follower: one process that feeds one tracker from the files of one run. No other process waits for it.
 
-It looks every two seconds and hands over what is new; what it handed over it remembers in `track/SINK.json`. A sink
-that raises is made anew after a pause that grows. Of two followers of the same sink one waits for the other, by a lock.
+    python -m tracking.follower TRACKER|telemetry RUN                 until a signal; started by the supervisor
+    python -m tracking.follower TRACKER RUN --once [KEY=VALUE …]      once; started by `submit.py track RUN`
+
+It polls the files every two seconds and hands over what is new. What it handed over is saved in `track/TRACKER.json`.
+If a tracker raises an error, the follower closes it, waits for a growing pause, and constructs it again. A lock ensures
+that only one follower feeds a tracker of a run.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from pipeline.base.errors import UserError
+from pipeline.base.errors import UserError, print_error
 from pipeline.base.files import flock, open_lock, write_json
 from pipeline.base.signals import StopFlag
+from pipeline.config.read import config_from_mapping, overridden
+from pipeline.config.track import TRACKERS
+from pipeline.run.code import CODE_ROOT, with_code
 from pipeline.run.directory import Run, now
-from tracking.registry import make
-from tracking.run_reader import Record, late
-from tracking.tracker import Memory, Sink
+from tracking.tracker import (
+    RunReader,
+    Tracker,
+    TrackerState,
+    check_tracker_packages,
+    create_tracker,
+    display_names,
+    is_late_held_out,
+)  # fmt: skip
 
-LOOK_S = 2.0
-LONGEST_PAUSE_S = 120.0
-OTHERS_S = 20.0
-"""So long another process may go on feeding a sink that somebody wants up to date: more than it has after its job."""
+POLL_S = 2.0
+MAX_PAUSE_S = 120.0
+LOCK_WAIT_S = 20.0
+"""How long `--once` waits for another follower of the same tracker; longer than a follower runs after its job."""
 
 
 class Follower:
-    """Feeds one sink."""
+    """Feeds one tracker of one run."""
 
     def __init__(self, run: Run, name: str) -> None:
-        self.run, self.name = run, name
+        self.run = run
+        self.name = name
         folder = run.path / "track"
         folder.mkdir(exist_ok=True)
-        self._file, self._lock = folder / f"{name}.json", folder / f"{name}.lock"
-        self._sink: Sink | None = None
+        self._state_file = folder / f"{name}.json"
+        self._lock_file = folder / f"{name}.lock"
+        self._tracker: Tracker | None = None
 
-    def alone(self, flag: StopFlag, once: bool) -> bool:
-        """Wait until no other process feeds this sink of this run; False where a signal came first.
+    def wait_for_lock(self, flag: StopFlag, once: bool) -> bool:
+        """Wait until no other process feeds this tracker of this run. Return False if a signal came first.
 
-        Raises UserError where somebody waits for the end (`once`) and another process goes on feeding it.
+        Raises:
+            UserError: `once` is set and another process still feeds the tracker after `LOCK_WAIT_S`.
         """
-        lock, until = open_lock(self._lock), time.monotonic() + OTHERS_S
+        lock = open_lock(self._lock_file)
+        deadline = time.monotonic() + LOCK_WAIT_S
         while not flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB):
             if flag:
                 return False
-            if once and time.monotonic() > until:
-                raise UserError(f"{self.run.name}: another process feeds {self.name}, maybe in a job that runs")
+            if once and time.monotonic() > deadline:
+                raise UserError(
+                    "track.already_followed",
+                    f"{self.run.name}: another process feeds {self.name}, maybe in a running job; it hands over what "
+                    "is new",
+                )
             time.sleep(0.2)
         return True
 
     def catch_up(self) -> None:
-        """Hand over all that is new. Whatever the sink raises."""
-        if self._sink is None:
-            memory, record = Memory.read(self._file), Record(self.run)
-            self._sink = make(self.name, self.run, memory, record)
-        sink = self._sink
-        memory, record = sink.memory, sink.record
-        told, events = memory.events, list(record.events(memory.events))
+        """Hand over everything that is new. Raises whatever the tracker raises."""
+        if self._tracker is None:
+            state = TrackerState.load(self._state_file)
+            self._tracker = create_tracker(self.name, self.run, state, RunReader(self.run))
+        tracker = self._tracker
+        state = tracker.state
+        reader = tracker.reader
+        offset = state.events
+        events = list(reader.events(offset))
         try:
             for event, end in events:
-                record.note(event)
-                changed = event["steps"] if event["event"] == "lost_work" else [event["step"]] if late(event) else []
-                if changed and min(changed) <= memory.step:
-                    sink.rewind(min(changed) - 1)
-                sink.event(event)
-                told = end
-        finally:  # a receiver that takes only so many a minute gets on, and hears none of them again
-            if told > memory.events:
-                self._told(sink, events=told)
-        while found := record.steps(memory.step):
-            sink.steps(found)
-            self._told(sink, step=found[-1]["step"])
-        if results := record.evaluations(memory.evaluations):
+                reader.note_event(event)
+                changed_steps: list[int] = []
+                if event["event"] == "lost_work":
+                    changed_steps = event["steps"]
+                elif is_late_held_out(event):
+                    changed_steps = [event["step"]]
+                if changed_steps and min(changed_steps) <= state.step:
+                    tracker.rewind(min(changed_steps) - 1)
+                tracker.on_event(event)
+                offset = end
+        finally:  # if the tracker raises, e.g. because of a rate limit, it does not receive the earlier events again
+            if offset > state.events:
+                self._commit(tracker, events=offset)
+        while steps := reader.steps(state.step):
+            tracker.on_steps(steps)
+            self._commit(tracker, step=steps[-1]["step"])
+        if results := reader.evaluations(state.evaluations):
             for result in results:
-                sink.evaluation(result)
-            self._told(sink, evaluations=[*memory.evaluations, *(int(result["step"]) for result in results)])
-        if sink.look():
-            self._told(sink)
+                tracker.on_evaluation(result)
+            self._commit(tracker, evaluations=[*state.evaluations, *(int(result["step"]) for result in results)])
+        if tracker.on_poll():
+            self._commit(tracker)
 
-    def _told(self, sink: Sink, **what: Any) -> None:
-        sink.flush()
-        vars(sink.memory).update(what, heard=time.time())
-        self._keep(sink.memory)
+    def _commit(self, tracker: Tracker, **progress: Any) -> None:
+        """Flush the tracker, and save that it has received this much."""
+        tracker.flush()
+        vars(tracker.state).update(progress, heard=time.time())
+        write_json(self._state_file, vars(tracker.state))
 
-    def _keep(self, memory: Memory) -> None:
-        write_json(self._file, vars(memory))
-
-    def follow(self, going: Callable[[], bool]) -> bool:
-        """Catch up again and again while `going()`, and once more; whether that last time went well."""
-        pause, well = LOOK_S, False
+    def follow(self, should_continue: Callable[[], bool]) -> bool:
+        """Catch up while `should_continue()` is true, then once more. Return whether the last time succeeded."""
+        pause_s = POLL_S
+        has_succeeded = False
         while True:
-            last = not going()
+            is_last = not should_continue()
             try:
                 self.catch_up()
-                pause, well = LOOK_S, True
+                pause_s = POLL_S
+                has_succeeded = True
             except UserError as error:
                 print(f"{now()} {self.name}: {error}", file=sys.stderr, flush=True)
                 return False
-            except Exception:  # whatever a tracker's package raises: this process is there so that nobody else sees it
+            except Exception:  # a tracker's package may raise anything, which must not end this process
                 print(f"{now()} {self.name}: {traceback.format_exc()}", file=sys.stderr, flush=True)
                 self._close()
-                pause, well = min(2 * pause, LONGEST_PAUSE_S), False
-            if last:
+                pause_s = min(2 * pause_s, MAX_PAUSE_S)
+                has_succeeded = False
+            if is_last:
                 self._close()
-                return well
-            until = time.monotonic() + pause
-            while time.monotonic() < until and going():
+                return has_succeeded
+            deadline = time.monotonic() + pause_s
+            while time.monotonic() < deadline and should_continue():
                 time.sleep(0.2)
 
     def _close(self) -> None:
-        if self._sink is not None:
-            sink, self._sink = self._sink, None
+        if self._tracker is not None:
+            tracker = self._tracker
+            self._tracker = None
             try:
-                sink.close()
-            except Exception:  # it failed before, and is made anew: its last words are for the log
+                tracker.close()
+            except Exception:  # the tracker may have failed before, and is constructed again in any case
                 print(f"{now()} {self.name}: {traceback.format_exc()}", file=sys.stderr, flush=True)
 
 
 def follow(run: Run, name: str, flag: StopFlag, once: bool) -> int:
-    """Feed a sink until a signal comes, or `once`; the exit code."""
+    """Feed a tracker until a signal comes, or once. Return the exit code."""
     os.nice(10)
     follower = Follower(run, name)
-    well = follower.alone(flag, once) and follower.follow((lambda: False) if once else (lambda: not flag))
-    return 0 if well else 1
+    succeeded = follower.wait_for_lock(flag, once) and follower.follow((lambda: False) if once else (lambda: not flag))
+    return 0 if succeeded else 1
+
+
+def update_trackers(run: Run, tracker: str | None, overrides: Sequence[str]) -> int:
+    """Hand over what a tracker has not received yet, in a child process. Return the exit code.
+
+    Args:
+        run: The run.
+        tracker: The tracker's name; None for all that the config enables, one after the other.
+        overrides: Changes to the config as `KEY=VALUE`, for this time only.
+
+    Raises:
+        UserError: `tracker` is None and the config enables none.
+    """
+    names = [tracker] if tracker else run.config.track.enabled
+    if names and run.config.sweep is not None:  # a sweep has no steps of its own: only its points have
+        names = [name for name in names if name not in TRACKERS or TRACKERS[name].package is None]
+    elif not names:
+        raise UserError(
+            "track.no_tracker",
+            f"track: the config of {run.name} enables no tracker; add --to {'|'.join(TRACKERS)} and its keys as "
+            "track.KEY=VALUE",
+        )
+    enabling = ["track.tensorboard=true"] if tracker == "tensorboard" else []
+    code = 0
+    called, sweep = display_names(run)
+    for name in names:
+        command = [sys.executable, "-m", "tracking.follower", name, str(run.path), "--once", *enabling, *overrides]
+        exit_code = subprocess.run(command, env=with_code(os.environ, CODE_ROOT)).returncode
+        outcome = "up to date" if exit_code == 0 else "not up to date"
+        print(f"{called + ' ' if sweep else ''}{name}: {outcome}", flush=True)
+        code = max(code, abs(exit_code))  # a signal's is negative
+    return code
+
+
+def main(arguments: list[str]) -> int:
+    """Feed a tracker, or sample a node's telemetry. Return the exit code."""
+    flag = StopFlag().install()
+    try:
+        name, path, *options = arguments
+        run = Run.open(path)
+        run.refuse_foreign()
+        if overrides := [option for option in options if "=" in option]:
+            values = overridden(run.config.model_dump(mode="json"), overrides)
+            run._config = config_from_mapping(values, "command line")  # in this process only
+        if name == "telemetry":
+            from tracking.telemetry import sample_telemetry
+
+            return sample_telemetry(run, run.config.track.telemetry_s or 10.0, flag)
+        if name not in run.config.track.enabled:
+            raise UserError(
+                "track.not_enabled",
+                f"track.{name} is not set: set it as KEY=VALUE; the trackers are {', '.join(TRACKERS)}",
+            )
+        check_tracker_packages(run.config)
+        return follow(run, name, flag, "--once" in options)
+    except Exception as error:
+        return print_error(error)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,6 +1,6 @@
-"""A file of JSON lines, of this and other runs, for log collectors: each step and event, with whose it is.
+"""A file of JSON lines for log collectors, shared by several runs: each step and event with the run it belongs to.
 
-A line may stand twice where a follower was killed; `id` tells that.
+If a follower is killed, a line may appear twice. Both copies have the same `id`.
 """
 
 from __future__ import annotations
@@ -9,32 +9,32 @@ import json
 from collections.abc import Sequence
 
 from pipeline.base.files import append_line
-from tracking.run_reader import Line, sha256
-from tracking.tracker import Sink, names
+from tracking.tracker import Line, Tracker, display_names, sha256_line
 
 
-class LinesFile(Sink):
-    """Appends, under a lock: several runs may share the file."""
+class JsonlFile(Tracker):
+    """Appends lines under a lock, because several runs may share the file."""
 
-    def _write(self, kind: str, line: Line, attempt: Line) -> None:
+    def _append(self, kind: str, line: Line, attempt: Line) -> None:
         file = self.run.config.track.jsonl
         assert file is not None
-        whose = {
-            "kind": kind, "run": names(self.run)[0], "job": attempt.get("slurm_job") or attempt.get("job_id"),
-            "attempt": attempt.get("attempt"), "host": attempt.get("host"), "id": sha256(line)[:16],
+        source = {
+            "kind": kind, "run": display_names(self.run)[0],
+            "job": attempt.get("slurm_job") or attempt.get("job_id"), "attempt": attempt.get("attempt"),
+            "host": attempt.get("host"), "id": sha256_line(line)[:16],
         }  # fmt: skip
         file.parent.mkdir(parents=True, exist_ok=True)
-        append_line(file, json.dumps({**whose, **line}))
+        append_line(file, json.dumps({**source, **line}))
 
-    def steps(self, found: Sequence[Line]) -> None:
-        """Append them; the loss of a step is rank 0's word for all."""
-        for line in found:
-            self._write("step", {"rank": 0, **line}, self.record.start_of(line))
+    def on_steps(self, steps: Sequence[Line]) -> None:
+        """Append the steps; rank 0 writes their metrics for all ranks."""
+        for line in steps:
+            self._append("step", {"rank": 0, **line}, self.reader.attempt_of(line))
 
-    def event(self, event: Line) -> None:
-        """Append it."""
-        self._write("event", event, event)
+    def on_event(self, event: Line) -> None:
+        """Append the event."""
+        self._append("event", event, event)
 
-    def evaluation(self, found: Line) -> None:
-        """Append it."""
-        self._write("evaluation", found, {})
+    def on_evaluation(self, result: Line) -> None:
+        """Append the evaluation."""
+        self._append("evaluation", result, {})

@@ -1,7 +1,7 @@
 """Prometheus: the newest step as gauges, on a port of this node's loopback or in a textfile for node_exporter.
 
-Names and units are Prometheus' (https://prometheus.io/docs/practices/naming/): seconds, bytes, ratios; `_total` for
-what only grows. Each has the label `run`.
+Names and units follow Prometheus' conventions (https://prometheus.io/docs/practices/naming/): seconds, bytes, ratios;
+`_total` for counters. Each metric has the label `run`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from pipeline.run.directory import Run
 from pipeline.run.ledger import event_timestamp
 from pipeline.run.machines import SENSORS, look, readings
 from slurm.query.status import find_current_stragglers
-from tracking.run_reader import Line, Record
-from tracking.tracker import Memory, Sink, names
+from tracking.tracker import Line, RunReader, Tracker, TrackerState, display_names
 
 GIGA = 1e9
-_MODES = {"private": 0o600, "group": 0o640, "all": 0o644}
-"""Modes of the textfile, by who may read it."""
-_OF_A_STEP = {
+MAX_SAMPLE_AGE_S = 120.0
+"""Older telemetry is not exported."""
+_FILE_MODES = {"private": 0o600, "group": 0o640, "all": 0o644}
+"""File mode of the textfile by `textfile_sharing`."""
+_GAUGES = {
     "step": ("step", "Newest optimizer step", 1), "loss": ("loss", "Loss of the newest step", 1),
     "held_out_loss": ("held_out_loss", "Loss on held-out data", 1),
     "grad_norm": ("gradient_norm", "Norm of the whole gradient before clipping", 1),
@@ -36,67 +37,69 @@ _OF_A_STEP = {
     "samples_per_s": ("samples_per_second", "Samples per second", 1),
     "step_time_s": ("step_duration_seconds", "Duration of the newest step", 1),
     "data_wait_s": ("data_wait_seconds", "Time of the newest step that waited for data", 1),
-    "exposed_comm_s": ("exposed_communication_seconds", "Time that waited for other ranks alone", 1),
-    "checkpoint_s": ("checkpoint_seconds", "Time that a save kept the newest step waiting", 1),
-    "memory_gb": ("memory_peak_bytes", "Most memory of rank 0", GIGA),
-    "tflops": ("model_tflops", "Teraflops per second of the model's arithmetic, all ranks", 1),
-    "time": ("step_timestamp_seconds", "When the newest step ended", 1),
+    "exposed_comm_s": ("exposed_communication_seconds", "Time of the newest step that waited only for other ranks", 1),
+    "checkpoint_s": ("checkpoint_seconds", "Time that a save blocked the newest step", 1),
+    "memory_gb": ("memory_peak_bytes", "Peak memory of rank 0", GIGA),
+    "tflops": ("model_tflops", "Model FLOP/s of all ranks, in 10^12", 1),
+    "time": ("step_timestamp_seconds", "Time when the newest step ended", 1),
 }  # fmt: skip
-"""Key of metrics.jsonl: name, meaning, and what one of it is in Prometheus' unit."""
-_GROWING = {"tokens": ("tokens", "Tokens trained on"), "samples_consumed": ("samples", "Samples trained on")}
+"""Name, description and factor to Prometheus' unit, by key of metrics.jsonl."""
+_COUNTERS = {"tokens": ("tokens", "Tokens trained on"), "samples_consumed": ("samples", "Samples trained on")}
 
 
-class Prometheus(Sink):
-    """A collector that knows the newest step, and what ended attempts so far."""
+class Prometheus(Tracker):
+    """A collector of the newest step and of the ends of attempts."""
 
-    def __init__(self, run: Run, memory: Memory, record: Record) -> None:
-        super().__init__(run, memory, record)
-        wanted = run.config.track.prometheus
-        assert wanted is not None
-        called, sweep = names(run)
-        self._textfile = wanted.textfile / f"sluice-{called}.prom" if wanted.textfile else None
-        self._textfile_mode = _MODES[wanted.textfile_sharing or run.config.run.sharing]
-        self._labels, self._steps = {"run": called, "sweep": sweep or ""}, steps_of(run.config, run.data)
+    def __init__(self, run: Run, state: TrackerState, reader: RunReader) -> None:
+        super().__init__(run, state, reader)
+        config = run.config.track.prometheus
+        assert config is not None
+        name, sweep = display_names(run)
+        self._textfile = config.textfile / f"sluice-{name}.prom" if config.textfile else None
+        self._textfile_mode = _FILE_MODES[config.textfile_sharing or run.config.run.sharing]
+        self._labels = {"run": name, "sweep": sweep or ""}
+        self._total_steps = steps_of(run.config, run.data)
         self._newest: Line = {}
-        self._events, self._evaluated = list[Line](), dict[str, float]()
-        memory.step = memory.events = 0  # it forgets: gauges are of now
-        memory.evaluations.clear()
+        self._events: list[Line] = []
+        self._evaluation: dict[str, float] = {}
+        state.step = state.events = 0  # gauges live in this process, so each follower reads everything again
+        state.evaluations.clear()
         self._registry = CollectorRegistry()
         self._registry.register(self)
         self._server: WSGIServer | None = None
-        if wanted.port is not None:
+        if config.port is not None:
             try:
-                self._server = start_http_server(wanted.port, addr="127.0.0.1", registry=self._registry)[0]
+                self._server = start_http_server(config.port, addr="127.0.0.1", registry=self._registry)[0]
             except OSError as error:
-                raise OSError(error.errno, f"track.prometheus.port {wanted.port}: {error.strerror}") from error
+                raise OSError(error.errno, f"track.prometheus.port {config.port}: {error.strerror}") from error
 
-    def steps(self, found: Sequence[Line]) -> None:
-        """Keep the last one, and of what is not in each line the newest value."""
-        for line in found:
+    def on_steps(self, steps: Sequence[Line]) -> None:
+        """Keep the newest value of each key."""
+        for line in steps:
             self._newest |= line
 
-    def event(self, event: Line) -> None:
-        """Keep it, without the lines that it says were lost: they are many."""
+    def on_event(self, event: Line) -> None:
+        """Keep the event without its lists of lost lines, which are long."""
         self._events.append({key: value for key, value in event.items() if key not in ("lines", "steps")})
 
     def _queue_s(self) -> float:
-        """How long jobs have waited to begin."""
-        asked = found = 0.0
+        """Return how long jobs have waited to start."""
+        queued_since = total = 0.0
         for event in self._events:
-            if event["event"] in ("submitted", "resumed", *GOES_ON, "done"):  # done: what waits for it may begin
-                asked = event_timestamp(event)
+            if event["event"] in ("submitted", "resumed", *GOES_ON, "done"):  # after "done", dependent jobs may start
+                queued_since = event_timestamp(event)
             elif event["event"] == "started":
-                found += max(0.0, event_timestamp(event) - asked) if asked else 0.0
-                asked = 0.0
-        return found
+                total += max(0.0, event_timestamp(event) - queued_since) if queued_since else 0.0
+                queued_since = 0.0
+        return total
 
     def rewind(self, step: int) -> None:
-        """It goes back."""
-        self.memory.step = min(self.memory.step, step)
+        """Read the steps after `step` again."""
+        self.state.step = min(self.state.step, step)
 
-    def evaluation(self, found: Line) -> None:
-        """Keep the newest."""
-        self._evaluated = {key: float(value) for key, value in found.items() if key != "step"}
+    def on_evaluation(self, result: Line) -> None:
+        """Keep the newest evaluation."""
+        self._evaluation = {key: float(value) for key, value in result.items() if key != "step"}
 
     def flush(self) -> None:
         """Replace the textfile."""
@@ -113,47 +116,58 @@ class Prometheus(Sink):
             self._server.server_close()
 
     def collect(self) -> Iterator[Metric]:
-        """What is scraped (prometheus_client's protocol of a collector)."""
-        own, values = list(self._labels), list(self._labels.values())
-
-        def family(
-            name: str, meaning: str, rows: Iterable[tuple[list[str], float]], *labels: str, grows: bool = False
-        ) -> Metric:
-            found = (CounterMetricFamily if grows else GaugeMetricFamily)(
-                f"sluice_{name}", meaning, labels=[*own, *labels]
-            )
-            for more, value in rows:
-                found.add_metric([*values, *more], value)
-            return found
-
-        newest = [(key, *row, False) for key, row in _OF_A_STEP.items()]
-        newest += [(key, *row, 1, True) for key, row in _GROWING.items()]
-        for key, name, meaning, unit, grows in newest:
+        """Yield the metrics to export; prometheus_client calls this for each scrape."""
+        for key, (name, description, factor) in _GAUGES.items():
             if (value := self._newest.get(key)) is not None:
-                yield family(name, meaning, [([], value * unit)], grows=grows)
-        if self._steps:
-            yield family("steps", "Steps of the whole training", [([], self._steps)])
+                yield self._family(name, description, [([], value * factor)])
+        for key, (name, description) in _COUNTERS.items():
+            if (value := self._newest.get(key)) is not None:
+                yield self._family(name, description, [([], value)], is_counter=True)
+        if self._total_steps:
+            yield self._family("steps", "Steps of the whole training", [([], self._total_steps)])
         ends = [event for event in self._events if event["event"] in ENDS and event["event"] != "done"]
         stops = Counter(str(event.get("cause", event["event"])) for event in ends)
         starts = Counter(event["stage"] for event in self._events if event["event"] == "started")
-        for name, meaning, label, counted in (
-            ("stops", "Attempts that ended before they were done", "cause", stops),
-            ("attempts", "Attempts that began", "stage", starts),
+        for name, description, label, counts in (
+            ("stops", "Attempts that ended before the stage was done", "cause", stops),
+            ("attempts", "Attempts that started", "stage", starts),
         ):
-            yield family(name, meaning, [([word], n) for word, n in counted.items()], label, grows=True)
-        yield family("queue_seconds", "Time in which jobs waited to begin", [([], self._queue_s())], grows=True)
+            yield self._family(name, description, [([value], n) for value, n in counts.items()], label, is_counter=True)
+        yield self._family("queue_seconds", "Time that jobs waited to start", [([], self._queue_s())], is_counter=True)
         slow = [
             ([str(event["rank"]), event["host"]], event["ratio"]) for event in find_current_stragglers(self._events)
         ]
-        yield family("straggler_ratio", "Own time of a slow rank by that of its peers", slow, "rank", "host")
-        if self._evaluated:
-            found = [([key], value) for key, value in self._evaluated.items()]
-            yield family("evaluation", "Figures of the newest evaluation", found, "figure")
-        looks = [one for path in self.run.path.glob("telemetry-*.jsonl") if (one := last_object(path, look))]
-        looks = [one for one in looks if time.time() - one["time"] < 120]
-        for sensor, (meaning, _, name, unit) in SENSORS.items():
-            told = [([one["host"], gpu], value * unit) for one in looks for gpu, value in readings(one, sensor)]
+        yield self._family(
+            "straggler_ratio", "Local compute time of a slow rank divided by its peers'", slow, "rank", "host"
+        )
+        if self._evaluation:
+            figures = [([key], value) for key, value in self._evaluation.items()]
+            yield self._family("evaluation", "Figures of the newest evaluation", figures, "figure")
+        yield from self._collect_telemetry()
+
+    def _collect_telemetry(self) -> Iterator[Metric]:
+        samples = [sample for path in self.run.path.glob("telemetry-*.jsonl") if (sample := last_object(path, look))]
+        samples = [sample for sample in samples if time.time() - sample["time"] < MAX_SAMPLE_AGE_S]
+        for sensor, (description, _, name, factor) in SENSORS.items():
+            values = [
+                ([sample["host"], gpu], value * factor) for sample in samples for gpu, value in readings(sample, sensor)
+            ]
             if sensor.startswith("gpus."):
-                yield family(name, meaning, told, "host", "gpu")
+                yield self._family(name, description, values, "host", "gpu")
             else:
-                yield family(name, meaning, [([host], value) for (host, _), value in told], "host")
+                yield self._family(name, description, [([host], value) for (host, _), value in values], "host")
+
+    def _family(
+        self,
+        name: str,
+        description: str,
+        values: Iterable[tuple[list[str], float]],
+        *labels: str,
+        is_counter: bool = False,
+    ) -> Metric:
+        """Return a metric family; `values` are the values of `labels` with the metric's value."""
+        kind = CounterMetricFamily if is_counter else GaugeMetricFamily
+        family = kind(f"sluice_{name}", description, labels=[*self._labels, *labels])
+        for label_values, value in values:
+            family.add_metric([*self._labels.values(), *label_values], value)
+        return family

@@ -1,229 +1,595 @@
-"""`report`: what a run came to. The ledger of its hours, attempt by attempt, its loss and its evaluation.
+"""`report RUN`: account for the hours of a run, its losses and its evaluation, in the terminal and in `report.html`.
 
-Shown in the terminal, and written to `report.html` in the run directory. Read from that directory alone, so that it
-works without Slurm; where there is accounting, `sacct` says when each job really began and ended.
+Everything is read from the run directory, so it works without Slurm. If Slurm has accounting, `sacct` provides the
+exact start and end of each job. A figure without data (for example, a run without telemetry) is left out of the page.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from math import nan
+from datetime import datetime
+from math import ceil, inf, nan
 from statistics import fmean
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console
 
-from cli import profile
+from pipeline.base import plot
+from pipeline.base.errors import UserError
 from pipeline.base.files import write_atomic
-from pipeline.base.plot import BUCKETS, Points, thin
+from pipeline.base.html_page import (
+    FIGURE_STYLE,
+    MAX_LABEL_CHARACTERS,
+    Bar,
+    draw_curves,
+    draw_lanes,
+    draw_layers,
+    format_figure,
+    format_page,
+    format_table,
+)  # fmt: skip
+from pipeline.base.plot import BUCKETS, GREY, PALE, Curve, Points, Scale, format_number, means, thin
 from pipeline.base.text import format_duration
 from pipeline.base.yaml12 import dump
 from pipeline.config.masking import masked
+from pipeline.config.sections import Config
 from pipeline.config.stages import STAGES
-from pipeline.evaluate.result import format_result, read_all_results, read_newest_result
+from pipeline.evaluate.result import (
+    HELD_OUT_PREFIX,
+    format_result,
+    get_extra_metrics,
+    get_main_metric,
+    read_all_results,
+    read_newest_result,
+)
+from pipeline.parallel.mesh import Layout, resolve_layout
 from pipeline.run import lines, stages
 from pipeline.run import points as sweep
 from pipeline.run.directory import Run
 from pipeline.run.history import History
 from pipeline.run.ledger import (
     CATEGORIES,
+    PRODUCTIVE_CATEGORIES,
     STEP_TIME_KEYS,
+    WAITING_CATEGORIES,
     AttemptTimes,
+    Event,
     JobRun,
     build_ledger,
     compute_ratios,
+    split_step_time,
     sum_categories,
-)
-from pipeline.run.machines import gpus_behind
+)  # fmt: skip
+from pipeline.run.lines import number
+from pipeline.run.machines import SENSORS, energy_kwh, gpus_behind, look, readings
 from pipeline.run.metrics import own_times
 from pipeline.train import step_trace
-from planning.expected_goodput import expected_words
 from slurm.query.job_states import Claim, accounted, array_of, claims, cluster_name, seconds
 from slurm.query.run_jobs import uses_slurm
-from slurm.query.status import StageStatus, StatusPoller, build_table, describe_failures, tabulate_points
-from tracking import report_sections
-from tracking.figures import timeline
-from tracking.html_page import page, table
+from slurm.query.status import (
+    StageStatus,
+    StatusPoller,
+    build_table,
+    describe_failures,
+    describe_result,
+    tabulate_points,
+)
 
 Rows = list[list[str]]
-_NAMES = {"startup": "start-up", "communication": "comm", "evaluation": "held-out", "checkpoint": "save"}
+DescribeGoodput = Callable[[Config, Sequence[Event], Sequence[Event], Sequence[AttemptTimes]], str | None]
+"""Describes the expected goodput from a config, the training's events, its lines of metrics and its attempts."""
+
+_COLUMN_TITLES = {"startup": "start-up", "communication": "comm", "evaluation": "held-out", "checkpoint": "save"}
+"""Titles of parts of the ledger, if they differ from the part's name."""
+PART_COLOURS = {
+    "idle": PALE, "queue": GREY, "startup": 6, "compute": 2, "data": 5, "communication": 0, "evaluation": 3,
+    "checkpoint": 1, "lost": 4, "ending": 7, "communication_exposed": 0, "copy": 5, "bubble": 6,
+    "profiling": 10,
+}  # fmt: skip
+"""Colours of the parts of the ledger and of a profiled step, the same in all figures."""
+_STOP_COLOUR = 4
+_MAX_EVEN_VALUES = 6
+"""A swept key with at most this many values spaces them evenly on its axis."""
+_STEP_AXIS = "optimizer step"
+_SLICES = 150
+"""The parts of a step are means over this many slices of the training."""
+_MIN_SHOWN_S = 0.5
+"""Shorter durations are shown as a dot."""
+_SLOW_HOST_RATIO = 1.2
 
 
-def outcome(run: Run) -> RenderableType:
-    """What the newest evaluation says; of a sweep, all points, and what is wrong with them."""
-    if run.config.sweep is not None:
-        poller = StatusPoller(run)
-        poller.poll()
-        return Group(
-            *describe_failures(poller.point_statuses), build_table(tabulate_points(run, poller.point_statuses))
-        )
-    return judgement(run)
-
-
-def judgement(run: Run) -> str:
-    """What the newest evaluation says, in words."""
-    if result := read_newest_result(run):
-        return format_result(result)
-    return "not evaluated yet" if run.config.data.held_out else stages.load("evaluate").progress(run).words
-
-
-def job_runs(jobs: Iterable[Claim]) -> list[JobRun]:
-    """When each run of these jobs began and ended, a requeued job having several; nothing without accounting."""
-    here = cluster_name()
-    known = {(array_of(one.job_id), one.name) for one in jobs if one.cluster in (None, here)}
-    ids, columns = ",".join(sorted({job for job, _ in known})) if here else "", "JobID,Start,End,JobName"
-    found = []
-    for line in (accounted(ids, columns) if ids else "").splitlines():
-        job, start, end, name = line.split("|", 3)
-        if known.isdisjoint((array_of(job), which) for which in (name, "")):
-            continue  # another one that had this id
-        if begun := seconds(start):  # else Unknown: not begun
-            found.append(JobRun(job, begun, seconds(end) or None))
-    return found
+# ------------------------------------------------------------------------------------------------------------ reading
 
 
 @dataclass
-class Gathered:
-    """What the files of a run, and of a sweep's points, say; those of a point are forgotten but for its curves."""
+class ReportData:
+    """What the files of a run and of its sweep points contain. Of a point, only attempts and curves are kept."""
 
     attempts: list[AttemptTimes]
+    """Attempts of the run; then those of each sweep point, with the point's number as their task."""
     steps: History
-    """The run's own."""
+    """The run's own steps."""
     curves: dict[str, dict[str, Points]]
-    """Of a sweep: loss and held_out_loss over steps, by the names of the points."""
+    """For a sweep: `loss` and `held_out_loss` over steps, by name of the point."""
 
 
-def gather(run: Run, rows: Iterable[StageStatus]) -> Gathered:
-    """Read a run whose stages stand so. Its attempts, and those of a sweep's points, the point's number for a task."""
+def read_job_times(jobs: Iterable[Claim]) -> list[JobRun]:
+    """Return start and end of each run of these jobs from accounting; a requeued job has several. [] without it."""
+    cluster = cluster_name()
+    expected = {(array_of(job.job_id), job.name) for job in jobs if job.cluster in (None, cluster)}
+    ids = ",".join(sorted({job_id for job_id, _ in expected})) if cluster else ""
+    job_runs = []
+    for line in (accounted(ids, "JobID,Start,End,JobName") if ids else "").splitlines():
+        job_id, start, end, name = line.split("|", 3)
+        if expected.isdisjoint((array_of(job_id), candidate) for candidate in (name, "")):
+            continue  # another job that had this ID before
+        if start_time := seconds(start):  # not "Unknown": it has started
+            job_runs.append(JobRun(job_id, start_time, seconds(end) or None))
+    return job_runs
+
+
+def read_report_data(run: Run, rows: Iterable[StageStatus]) -> ReportData:
+    """Read a run whose stages have the states `rows`, and its sweep points."""
     points = sweep.points(run)
-    submitted = [one for each in (run, *points) for _, one in claims(each)] if uses_slurm(run) else []
-    jobs, now, events = job_runs(submitted), time.time(), run.read_events()
-    going = [row.stage for row in rows if row.state in ("running", "completing")]
+    submitted = [job for each in (run, *points) for _, job in claims(each)] if uses_slurm(run) else []
+    jobs = read_job_times(submitted)
+    now = time.time()
+    events = run.read_events()
+    running = [row.stage for row in rows if row.state in ("running", "completing")]
     steps = History(run.metrics, lines.metric, keep=STEP_TIME_KEYS).look()
-    found = Gathered(build_ledger(events, steps.rows, stages.own_stages(run), now, going, jobs), steps, {})
-    shared = [e for e in events if e["event"] == "done"]  # what the points waited for
-    swept = stages.point_stages()
-    for number, point in enumerate(points):
-        going = [stage for stage in swept if point.holder(stage)]
+    data = ReportData(build_ledger(events, steps.rows, stages.own_stages(run), now, running, jobs), steps, {})
+    shared_events = [event for event in events if event["event"] == "done"]  # the points waited for these stages
+    point_stages = stages.point_stages()
+    for number_of_point, point in enumerate(points):
+        running = [stage for stage in point_stages if point.holder(stage)]
         history = History(point.metrics, lines.metric, keep=STEP_TIME_KEYS).look()
-        for attempt in build_ledger([*shared, *point.read_events()], history.rows, swept, now, going, jobs):
-            attempt.task = number
-            found.attempts.append(attempt)
+        point_events = [*shared_events, *point.read_events()]
+        for attempt in build_ledger(point_events, history.rows, point_stages, now, running, jobs):
+            attempt.task = number_of_point
+            data.attempts.append(attempt)
         for name in ("loss", "held_out_loss"):
-            found.curves.setdefault(name, {})[point.path.name] = thin(history.curve(name), BUCKETS)
-    return found
+            data.curves.setdefault(name, {})[point.path.name] = thin(history.curve(name), BUCKETS)
+    return data
 
 
-def _accounts(attempts: Sequence[AttemptTimes]) -> Rows:
-    """The ledger as a table, header first: attempts one by one, tasks of an array or points together, sums by stage."""
-    parts = [part for part in CATEGORIES if any(a.seconds[part] >= 0.5 for a in attempts)] or ["compute"]
-    lines: list[tuple[str, str, str, str, Sequence[AttemptTimes]]] = []
+# ------------------------------------------------------------------------------------------------------------- tables
+
+
+def _attempts_table(attempts: Sequence[AttemptTimes]) -> Rows:
+    """Return the hours by attempt, header first.
+
+    Single attempts have a row each and a row with their sum; the tasks of an array, or sweep points, share one row.
+    """
+    parts = [part for part in CATEGORIES if any(a.seconds[part] >= _MIN_SHOWN_S for a in attempts)] or ["compute"]
+    groups: list[tuple[str, str, str, str, Sequence[AttemptTimes]]] = []
     for stage in dict.fromkeys(a.stage for a in attempts):
-        own = [a for a in attempts if a.stage == stage]
-        array, single = [a for a in own if a.task is not None], [a for a in own if a.task is None]
+        of_stage = [a for a in attempts if a.stage == stage]
+        array = [a for a in of_stage if a.task is not None]
+        single = [a for a in of_stage if a.task is None]
         if array:
-            ranks = {a.task: a.ranks for a in array}  # of the last attempt
+            ranks = {a.task: a.ranks for a in array}  # of each task's last attempt
             name = f"{len(ranks)} points" if STAGES[stage].per_point else f"array of {len(ranks)}"
-            lines.append((stage, name, str(sum(ranks.values())), ", ".join(sorted({a.cause for a in array})), array))
-        lines += [(stage, str(a.number), str(a.ranks), a.cause, [a]) for a in single]
+            causes = ", ".join(sorted({a.cause for a in array}))
+            groups.append((stage, name, str(sum(ranks.values())), causes, array))
+        groups += [(stage, str(a.number), str(a.ranks), a.cause, [a]) for a in single]
         if len(single) > 1:
-            lines.append((stage, "all", "", "", single))
-    rows = [["stage", "attempt", "ranks", "end", *(_NAMES.get(part, part) for part in parts), "in all"]]
-    for *words, members in lines:
+            groups.append((stage, "all", "", "", single))
+    rows = [["stage", "attempt", "ranks", "end", *(_COLUMN_TITLES.get(part, part) for part in parts), "in all"]]
+    for *labels, members in groups:
         sums = sum_categories(members)
-        spent = [format_duration(sums[part]) if sums[part] >= 0.5 else "·" for part in parts]
-        rows.append([*map(str, words), *spent, format_duration(sum(sums.values()))])
+        durations = [format_duration(sums[part]) if sums[part] >= _MIN_SHOWN_S else "·" for part in parts]
+        rows.append([*map(str, labels), *durations, format_duration(sum(sums.values()))])
     return rows
 
 
-def _causes(attempts: Sequence[AttemptTimes]) -> Rows:
-    """How attempts ended, and what that cost, as a table."""
+def _causes_table(attempts: Sequence[AttemptTimes]) -> Rows:
+    """Return how often attempts ended by each cause and what that cost, header first."""
     rows = [["cause", "attempts", "lost", "ending", "in all"]]
     for cause in sorted({a.cause for a in attempts}):
-        own = [a for a in attempts if a.cause == cause]
-        sums = sum_categories(own)
-        rows.append(
-            [
-                cause,
-                str(len(own)),
-                format_duration(sums["lost"]),
-                format_duration(sums["ending"]),
-                format_duration(sum(sums.values())),
-            ]
-        )
+        of_cause = [a for a in attempts if a.cause == cause]
+        sums = sum_categories(of_cause)
+        durations = [sums["lost"], sums["ending"], sum(sums.values())]
+        rows.append([cause, str(len(of_cause)), *map(format_duration, durations)])
     return rows
 
 
-def _evaluations(results: Sequence[Mapping[str, Any]]) -> Rows:
-    """All evaluations, as a table; empty where there are none."""
+def _evaluations_table(results: Sequence[Mapping[str, Any]]) -> Rows:
+    """Return all evaluations, header first; [] if there are none."""
     if not results:
         return []
     keys = [key for key, value in results[0].items() if isinstance(value, float)]
-    names = [key.replace("_", " ") for key in keys]
-    return [["step", *names], *([str(one["step"]), *(f"{one.get(key, nan):.4f}" for key in keys)] for one in results)]
+    header = ["step", *(key.replace("_", " ") for key in keys)]
+    rows = [[str(result["step"]), *(f"{result.get(key, nan):.4f}" for key in keys)] for result in results]
+    return [header, *rows]
 
 
-def _told(run: Run, found: Gathered, training: Sequence[AttemptTimes]) -> Iterator[str]:
-    """What is to be said of the training and the evaluation."""
+# -------------------------------------------------------------------------------------------------------------- texts
+
+
+def _summarize(
+    run: Run,
+    rows: Sequence[StageStatus],
+    attempts: Sequence[AttemptTimes],
+    steps: History,
+    points: Sequence[Sequence[str]],
+) -> dict[str, str]:
+    """Return the summary at the top of the page: what was trained, how good it is, how long it took, what it cost.
+
+    points: for a sweep, the header of its table and the best point.
+    """
+    model = run.config.model
+    train = stages.load("train")
+    what = [model.target or f"a decoder of {model.layers} layers, {model.dim} wide, {model.heads} heads"]
     if run.config.sweep is None:
-        redone = sum(len(e.get("steps", ())) for e in run.read_events("train", "lost_work"))
-        yield f"training: {stages.load('train').progress(run).words}; {redone} steps were lost and done again"
+        what += [train.progress(run).words, *(f"{tokens:,.0f} tokens" for tokens in steps.values("tokens")[-1:])]
+    else:
+        what.append(f"a sweep of {len(run.config.sweep.points())} points")
+    with suppress(UserError, OSError):
+        what.append(resolve_layout(run.config).describe_sizes())
+    result = read_newest_result(run)
+    quality = format_result(result) if result else "not evaluated yet"
+    if best := points[1:2]:
+        quality = "best point: " + ", ".join(f"{name} {cell}" for name, cell in zip(points[0], best[0], strict=True))
+    sums = sum_categories(attempts)
+    causes = Counter(a.cause for a in attempts if a.cause not in ("done", "running"))
+    productive = format_duration(sum(sums[part] for part in PRODUCTIVE_CATEGORIES))
+    lost = format_duration(sums["lost"])
+    queue = format_duration(sums["queue"])
+    rank_s = sum(
+        a.ranks * (a.end_time - a.start_time - sum(a.seconds[part] for part in WAITING_CATEGORIES)) for a in attempts
+    )
+    spans = [(a.start_time, a.end_time) for a in attempts]
+    energies = [kwh for each in (run, *sweep.points(run)) if (kwh := energy_kwh(each.path, spans)) is not None]
+    energy = f"{sum(energies):.3g} kWh of GPUs; " if energies else ""
+    begin = min((a.start_time for a in attempts), default=0.0)
+    duration = format_duration(max((a.end_time for a in attempts), default=0.0) - begin)
+    hosts = ", ".join(sorted({str(e["host"]) for e in run.read_events("train", "started") if e.get("host")}))
+    unfinished = [f"{row.stage} {row.state}" for row in rows if row.state != "done"]
+    return {
+        "trained": ", ".join(what),
+        "quality": quality,
+        "duration": f"{duration}, of which {productive} productive",
+        "started": f"{datetime.fromtimestamp(begin):%Y-%m-%d %H:%M}, on {hosts}" if hosts else "",
+        "cost": f"{rank_s / 3600:.2f} rank-hours; {energy}{queue} in the queue, {lost} of lost work",
+        "stopped by": ", ".join(f"{cause} {times} ×" for cause, times in causes.most_common()) or "nothing",
+        "state": ", ".join(unfinished) or "all stages are done",
+    }
+
+
+def _describe_training(
+    run: Run, data: ReportData, training: Sequence[AttemptTimes], describe_goodput: DescribeGoodput | None
+) -> Iterator[str]:
+    """Yield the lines about the training, the evaluation, slow hosts and GPUs, and malformed lines."""
+    if run.config.sweep is None:
+        repeated = sum(len(e.get("steps", ())) for e in run.read_events("train", "lost_work"))
+        yield f"training: {stages.load('train').progress(run).words}; {repeated} steps were lost and repeated"
     if training:
-        ettr, progress = compute_ratios(sum_categories(training))
-        yield f"effective training time ratio {ettr:.3f}, forward progress {progress:.3f} (arXiv 2410.21680)"
-        if run.config.sweep is None:
-            yield from filter(None, [expected_words(run.config, run.read_events("train"), found.steps.rows, training)])
+        effective, forward = compute_ratios(sum_categories(training))
+        yield f"effective training time ratio {effective:.3f}, forward progress {forward:.3f} (arXiv 2410.21680)"
+        if run.config.sweep is None and describe_goodput is not None:
+            expected = describe_goodput(run.config, run.read_events("train"), data.steps.rows, training)
+            if expected is not None:
+                yield expected
     if run.config.sweep is None:
-        yield judgement(run)
-    if profiled := found.steps.values("profile.compute"):
-        parts = {name: fmean(found.steps.values(f"profile.{name}")) for name in step_trace.STEP_PARTS}
-        yield f"{len(profiled)} profiled steps: {profile.words(parts)}"
-    if ratio_of := own_times(run):
-        slowest = sorted(ratio_of.items(), key=lambda item: -item[1])[:8]
+        yield describe_result(run)
+    if profiled := data.steps.values("profile.compute"):
+        parts = {name: fmean(data.steps.values(f"profile.{name}")) for name in step_trace.STEP_PARTS}
+        yield f"{len(profiled)} profiled steps: {step_trace.describe_parts(parts)}"
+    if host_ratios := own_times(run):
+        slowest = sorted(host_ratios.items(), key=lambda item: -item[1])[:8]
         hosts = ", ".join(f"{host} {ratio:.2f}" for host, ratio in slowest)
-        yield f"hosts by their own time in a step, 1 being the median, slowest first: {hosts}"
+        yield f"local compute time per step by host, as a multiple of the median, slowest first: {hosts}"
     span = (
         (max(training[-1].end_time - 600, training[-1].start_time), training[-1].end_time) if training else (0.0, 0.0)
     )
-    if gpus := gpus_behind(run.path, *span, looks=None):
-        yield f"GPUs behind the others of their kind in the last 10 minutes of training: {'; '.join(gpus[:8])}"
-    yield from filter(None, (lines.odd(run.events, lines.event), found.steps.odd_words))
+    if slow_gpus := gpus_behind(run.path, *span, looks=None):
+        yield f"GPUs behind others of their kind in the last 10 minutes of training: {'; '.join(slow_gpus[:8])}"
+    yield from filter(None, (lines.odd(run.events, lines.event), data.steps.odd_words))
 
 
-def print_report(run: Run, console: Console) -> None:
-    """The ledger, training and evaluation in the terminal, and the same with pictures in `report.html`."""
+# ------------------------------------------------------------------------------------------------------------ figures
+
+
+def pick_time_unit(duration_s: float) -> tuple[str, float]:
+    """Return the unit to show such a duration in, and the unit's seconds."""
+    units = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0))
+    return next(((name, size) for name, size in units if duration_s > 3 * size), ("seconds", 1.0))
+
+
+def draw_timeline(attempts: Sequence[AttemptTimes]) -> str:
+    """Draw one lane per stage, and a thin one per task of an array.
+
+    Within an attempt, its parts follow each other in the ledger's order: the width of a part is its total duration, its
+    position is not when it happened.
+    """
+    begin = min((a.start_time for a in attempts), default=0.0)
+    end = max((a.end_time for a in attempts), default=0.0)
+    unit, size = pick_time_unit(end - begin)
+    x = Scale.over([0.0, max(end - begin, 1.0) / size], f"{unit} since the start of the run", whole=True)
+    bars_by_task: dict[str, dict[int | None, list[Bar]]] = {}
+    for a in attempts:
+        bars = bars_by_task.setdefault(a.stage, {}).setdefault(a.task, [])
+        at = (a.start_time - begin) / size
+        cause = "" if a.cause in ("done", "running") else a.cause
+        longest_part = max(a.seconds, key=lambda part: a.seconds[part])
+        for part, duration_s in a.seconds.items():
+            title = f"{a.stage} {a.number}, ended: {a.cause}; {part} {format_duration(duration_s)}"
+            bars.append(
+                Bar(at, at + duration_s / size, PART_COLOURS[part], title, cause if part == longest_part else "")
+            )
+            at += duration_s / size
+        if cause:  # mark the end of an attempt that was stopped
+            bars.append(Bar(at - x.high / 200, at, _STOP_COLOUR, f"{a.stage} {a.number} ended: {cause}"))
+    lanes = [
+        ("" if position else stage, bars)
+        for stage, tasks in bars_by_task.items()
+        for position, bars in enumerate(tasks.values())
+    ]
+    keys = [
+        (part, colour) for part, colour in PART_COLOURS.items() if any(a.seconds.get(part, 0) > 0 for a in attempts)
+    ]
+    return draw_lanes(f"Hours by part: {format_duration(end - begin)} in all", x, lanes, [*keys, ("stopped", 4)])
+
+
+def _draw_hosts(ratios_by_host: Mapping[str, float]) -> str:
+    """Draw the local compute time of each host's ranks per step, relative to the others, slowest first."""
+    x = Scale.over([0.0, *ratios_by_host.values()], "local compute time per step, multiple of the median").rounded()
+    slowest_first = sorted(ratios_by_host.items(), key=lambda item: -item[1])
+    lanes = [
+        (host, [Bar(0, ratio, 4 if ratio > _SLOW_HOST_RATIO else 0, f"{host}: {ratio:.3f}", f"{ratio:.2f}")])
+        for host, ratio in slowest_first
+    ]
+    return draw_lanes("Hosts by local compute time", x, lanes)
+
+
+def _draw_tasks(result: Mapping[str, float]) -> str:
+    """Draw the accuracy of each task of an evaluation, with its standard error."""
+    lanes = []
+    for name, value in result.items():
+        if ".accuracy" in name and not name.endswith("_stderr"):
+            error = result.get(f"{name}_stderr", 0.0)
+            accuracy = Bar(0, value, 0, f"{name}: {value:.4f} ± {error:.4f}", f"{value:.3f}")
+            interval = Bar(max(0, value - error), min(1, value + error), 1, f"± {error:.4f}")
+            lanes.append((name, [accuracy, interval]))
+    return draw_lanes("Tasks", Scale(0, 1, "accuracy ± standard error"), lanes)
+
+
+def draw_mesh(layout: Layout) -> str:
+    """Draw a lane for each node with a box for each of its ranks, coloured by pipeline stage."""
+    per_node = min(layout.ranks_per_node, layout.world_size)
+    lanes: dict[str, list[Bar]] = {}
+    for rank in range(layout.world_size):
+        at = layout.coordinates(rank)
+        node, position = divmod(rank, per_node)
+        title = f"rank {rank}: pipeline {at.pp}, data {at.dp}, tensor {at.tp}"
+        box = Bar(position - 0.48, position + 0.48, at.pp % GREY, title, f"p{at.pp} d{at.dp} t{at.tp}")
+        lanes.setdefault(f"node {node}", []).append(box)
+    keys = [(f"pipeline {rank}", rank % GREY) for rank in range(layout.pp)]
+    x = Scale(-0.5, per_node - 0.5, "rank on its node", whole=True)
+    return draw_lanes(f"Layout: {layout.describe_sizes()}", x, [*lanes.items()], keys, min_width_rem=8 + 6 * per_node)
+
+
+def draw_sweep_points(points: Sequence[Mapping[str, Any]], result_name: str, results: Sequence[float]) -> str:
+    """Draw each sweep point as a line across its values up to its result (parallel coordinates), the best coloured.
+
+    Args:
+        points: The values of each point by key.
+        result_name: What the results are.
+        results: The result of each point, infinite if unknown; lower is better.
+    """
+    evaluated = sorted((result, point) for point, result in enumerate(results) if result < inf)
+    if len(evaluated) < 2:
+        return ""
+    columns = {key: [points[point][key] for _, point in evaluated] for key in points[0]}
+    columns[result_name] = [result for result, _ in evaluated]
+    drawing = ""
+    paths = list[list[tuple[float, float]]]([] for _ in evaluated)
+    last = len(columns) - 1
+    for position, (key, values) in enumerate(columns.items()):
+        distinct = sorted(set(values), key=lambda value: (value if number(value) else inf, str(value)))
+        if key != result_name and (len(distinct) <= _MAX_EVEN_VALUES or not all(map(number, distinct))):
+            ticks = [
+                (n / max(1, len(distinct) - 1), format_number(value) if number(value) else str(value))
+                for n, value in enumerate(distinct)
+            ]
+            heights = [ticks[distinct.index(value)][0] for value in values]
+        else:
+            scale = Scale.over(values, key, log=key != result_name)
+            ticks = [(scale.at(value), text) for value, text in scale.ticks()]
+            heights = [scale.at(value) for value in values]
+        for path, height in zip(paths, heights, strict=True):
+            path.append((position / last, height))
+        x = f"{100 * position / last:.2f}%"
+        side = "end" if position == last else "start"
+        drawing += plot.rule(position / last, True)
+        anchor = side if position in (0, last) else "middle"
+        drawing += plot.label(x, f"{-10 - 15 * (position % 2)}", key, anchor, "title")
+        for height, text in ticks:
+            dx = -6 if position == last else 6
+            y = f"{100 - 100 * height:.2f}%"
+            drawing += plot.label(x, y, text[:MAX_LABEL_CHARACTERS], side, dy=".35em", dx=dx)
+    best_quarter = max(1, len(evaluated) / 4)
+    curves = [
+        Curve(f"point {point:03}: {result:.4f}", path, GREY if order >= best_quarter else 0 if order else 2)
+        for order, ((result, point), path) in enumerate(zip(evaluated, paths, strict=True))
+    ]
+    unit = Scale(0, 1, "")
+    keys = [("best", 2), ("best quarter", 0), ("others", GREY)]
+    content = plot.stretch("".join(plot.draw_curve(unit, unit, curve) for curve in reversed(curves))) + drawing
+    return format_figure("Values and results", content, keys, f"{FIGURE_STYLE};padding-top:44px")
+
+
+def draw_training(run: Run, steps: History) -> list[str]:
+    """Draw everything over steps. Vertical lines mark steps at which an attempt resumed from a checkpoint."""
+    marks = [event["step"] for event in run.read_events("train", "restored")]
+    unit, loss_unit = ("tokens", "nats per token") if "samples_per_s" not in steps.names else ("samples", "loss")
+
+    def draw_over_steps(heading: str, y: str, names: Mapping[str, str], *, log: str = "") -> str:
+        curves = {name: steps.curve(key) for key, name in names.items()}
+        return draw_curves(heading, _STEP_AXIS, y, curves, log=log, marks=marks)
+
+    extra_metrics = [
+        name for name in steps.names if name.startswith(HELD_OUT_PREFIX) and name != f"{HELD_OUT_PREFIX}loss"
+    ]
+    middles, parts = _mean_step_parts(steps)
+    profiled_steps, profiled_shares = _profiled_shares(steps)
+    return [
+        draw_over_steps("Loss", loss_unit, {"loss": "training", f"{HELD_OUT_PREFIX}loss": "held out"}),
+        draw_curves("Loss in the second half", _STEP_AXIS, f"{loss_unit}, mean", _late_losses(steps), marks=marks),
+        *(draw_over_steps(name.replace("_", " "), "on held-out data", {name: name}) for name in extra_metrics),
+        draw_over_steps(
+            "Gradient norm", "of the whole model, before clipping", {"grad_norm": "gradient norm"}, log="y"
+        ),
+        draw_over_steps("Learning rate", "learning rate", {"lr": "learning rate"}),
+        draw_over_steps("Throughput", f"{unit} per second", {f"{unit}_per_s": unit}),
+        draw_layers("Parts of a step", _STEP_AXIS, "seconds per step, mean", middles, parts, PART_COLOURS),
+        draw_layers(
+            "Parts of profiled steps", _STEP_AXIS, "% of the step", profiled_steps, profiled_shares, PART_COLOURS
+        ),
+        draw_over_steps("Memory", "GB, peak of rank 0", {"memory_gb": "allocated", "memory_reserved_gb": "reserved"}),
+    ]
+
+
+def _mean_step_parts(steps: History) -> tuple[list[float], dict[str, list[float]]]:
+    """Return the mean step of each slice of the training, and the mean seconds of each part of a step there."""
+    size = max(1, ceil(len(steps.rows) / _SLICES))
+    slices = [steps.rows[start : start + size] for start in range(0, len(steps.rows), size)]
+    middles = [fmean(row["step"] for row in rows) for rows in slices]
+    parts = defaultdict[str, list[float]](list)
+    for rows in slices:
+        divided = [split_step_time(row) for row in rows]
+        for part in divided[0]:
+            parts[part].append(fmean(step[part] for step in divided))
+    return middles, parts
+
+
+def _profiled_shares(steps: History) -> tuple[list[float], dict[str, list[float]]]:
+    """Return the profiled steps, and the share of each part in per cent."""
+    parts = {name: dict(steps.curve(f"profile.{name}")) for name in step_trace.STEP_PARTS}
+    profiled = sorted({step for curve in parts.values() for step in curve})
+    totals = {step: sum(curve.get(step, 0.0) for curve in parts.values()) or 1.0 for step in profiled}
+    shares = {name: [100 * curve.get(step, 0.0) / totals[step] for step in profiled] for name, curve in parts.items()}
+    return profiled, shares
+
+
+def _late_losses(steps: History) -> dict[str, Points]:
+    """Return the losses in the second half, whose detail the first steps and spikes would hide; {} if too few."""
+    losses = [steps.curve(name) for name in ("loss", f"{HELD_OUT_PREFIX}loss")]
+    if not losses[0]:
+        return {}
+    training, held_out = ([point for point in curve if 2 * point[0] > losses[0][-1][0]] for curve in losses)
+    smooth = means(training)
+    return {"training": smooth, "held out": held_out} if smooth else {}
+
+
+def _draw_results(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Draw the evaluations over the checkpoints, and the tasks of the newest one."""
+    if not results:
+        return []
+    newest = results[-1]
+    name = get_main_metric(newest)[0]
+    key = "bits_per_byte" if "bits_per_byte" in newest else "loss"
+    curves = {name: [(result["step"], result[key]) for result in results if key in result]}
+    if "bits_per_byte" in newest:
+        curves["of the unigram"] = [
+            (result["step"], result["unigram_bits_per_byte"]) for result in results if key in result
+        ]
+    metrics = {
+        name: [(result["step"], result[name]) for result in results if name in result]
+        for name in get_extra_metrics(newest)
+    }
+    task_curves = {name: points for name, points in metrics.items() if "." in name}
+    return [
+        draw_curves("Evaluation of checkpoints", _STEP_AXIS, name, curves),
+        *(draw_curves(name, _STEP_AXIS, name, {name: points}) for name, points in metrics.items() if "." not in name),
+        draw_curves("Tasks over the checkpoints", _STEP_AXIS, "accuracy", task_curves),
+        _draw_tasks(newest),
+    ]
+
+
+def _draw_sweep(run: Run, rows: Sequence[StageStatus], curves: Mapping[str, Mapping[str, Points]]) -> list[str]:
+    """Draw the points across their values, and the loss of each point, the best in front; [] if there is no sweep."""
+    if run.config.sweep is None:
+        return []
+    newest = [read_newest_result(row.run) for row in rows]
+    results = [get_main_metric(result)[1] if result else inf for result in newest]
+    result_name = next((get_main_metric(result)[0] for result in newest if result), "")
+    names = [row.run.path.name for _, row in sorted(zip(results, rows, strict=True), key=lambda pair: pair[0])]
+    ordered = {key: {name: points[name] for name in names if name in points} for key, points in curves.items()}
+    held_out = ordered.get("held_out_loss", {})
+    return [
+        draw_sweep_points(run.config.sweep.points(), result_name, results),
+        draw_curves("Loss of the points", _STEP_AXIS, "loss in training", ordered.get("loss", {})),
+        draw_curves("Held-out loss of the points", _STEP_AXIS, "loss on held-out data", held_out),
+    ]
+
+
+def _draw_machines(run: Run, attempts: Sequence[AttemptTimes]) -> list[str]:
+    """Draw the config's layout, the hosts by local compute time, and each host's telemetry."""
+    figures = [_draw_hosts(own_times(run))]
+    with suppress(UserError, OSError):  # for example, its tokenizer was removed
+        figures.append(draw_mesh(resolve_layout(run.config)))
+    curves: dict[str, dict[str, Points]] = defaultdict(dict)
+    begin = min((a.start_time for a in attempts), default=0.0)
+    end = max((a.end_time for a in attempts), default=0.0)
+    unit, size = pick_time_unit(end - begin)
+    for file in sorted(run.path.glob("telemetry-*.jsonl")):
+        points: dict[str, list[tuple[float, float]]] = {sensor: [] for sensor in SENSORS}
+        for sample in lines.read(file, look):
+            for sensor, sensor_points in points.items():
+                if values := readings(sample, sensor):
+                    sensor_points.append(((sample["time"] - begin) / size, fmean(value for _, value in values)))
+        for sensor, sensor_points in points.items():
+            curves[sensor][file.stem.removeprefix("telemetry-")] = means(sensor_points, 150) or sensor_points
+    for sensor, (title, y, *_) in SENSORS.items():
+        suffix = ", mean of the host's GPUs" if sensor.startswith("gpus.") else ""
+        x = f"{unit} since the start of the run"
+        figures.append(draw_curves(title[0].upper() + title[1:], x, y + suffix, curves[sensor]))
+    return figures
+
+
+# ------------------------------------------------------------------------------------------------------------- report
+
+
+def print_report(run: Run, console: Console, describe_goodput: DescribeGoodput | None = None) -> None:
+    """Print the ledger, the training and the evaluation, and write the same with figures to `report.html`.
+
+    Args:
+        run: The run.
+        console: Where to print.
+        describe_goodput: Returns the line that compares the measured goodput with the expected one, or None.
+    """
     poller = StatusPoller(run)
     rows = poller.poll()
-    found = gather(run, rows)
-    training = [a for a in found.attempts if a.stage == "train"]
-    accounts, causes = _accounts(found.attempts), _causes(training) if len(training) > 1 else []
-    points = tabulate_points(run, poller.point_statuses)
-    results, odd = read_all_results(run)
-    told = [
+    data = read_report_data(run, rows)
+    training = [a for a in data.attempts if a.stage == "train"]
+    attempts_table = _attempts_table(data.attempts)
+    causes_table = _causes_table(training) if len(training) > 1 else []
+    points_table = tabulate_points(run, poller.point_statuses)
+    results, damaged = read_all_results(run)
+    notes = [
         *filter(None, [run.describe_changes()]),
         *describe_failures(poller.point_statuses),
-        *_told(run, found, training),
+        *_describe_training(run, data, training, describe_goodput),
+        *(f"evaluation/{name} is left out: it is incomplete or was changed" for name in damaged),
     ]
-    told += [f"evaluation/{name} is left out: torn, or altered" for name in odd]
-    for part in (
-        run.title,
-        *(build_table(cells, console.width) for cells in (accounts, causes, points) if cells),
-        *told,
-    ):
+    tables = [build_table(cells, console.width) for cells in (attempts_table, causes_table, points_table) if cells]
+    for part in (run.title, *tables, *notes):
         console.print(part, soft_wrap=True)
-    summary = report_sections.summary(run, rows, found.attempts, found.steps, points[:2])
-    shown = {
-        "The sweep": [*report_sections.of_sweep(run, poller.point_statuses, found.curves), table(points)],
-        "The training": report_sections.of_training(run, found.steps),
-        "The hours": [timeline(found.attempts), table(accounts), table(causes)],
-        "How good it is": [*report_sections.of_results(results), table(_evaluations(results))],
-        "The machines": report_sections.of_machines(run, found.attempts),
+    sections = {
+        "Sweep": [*_draw_sweep(run, poller.point_statuses, data.curves), format_table(points_table)],
+        "Training": draw_training(run, data.steps),
+        "Hours": [draw_timeline(data.attempts), format_table(attempts_table), format_table(causes_table)],
+        "Quality": [*_draw_results(results), format_table(_evaluations_table(results))],
+        "Machines": _draw_machines(run, data.attempts),
     }
+    summary = _summarize(run, rows, data.attempts, data.steps, points_table[:2])
     config = dump(masked(run.config.model_dump(mode="json", exclude_defaults=True)))
     file = run.path / "report.html"
-    with suppress(PermissionError):  # somebody else's run
-        write_atomic(file, page(run.config.run.name, run.title, summary, shown, told, config))
-        console.print(f"with pictures: {file}", soft_wrap=True)
+    with suppress(PermissionError):  # another user's run
+        write_atomic(file, format_page(run.config.run.name, run.title, summary, sections, notes, config))
+        console.print(f"with figures: {file}", soft_wrap=True)

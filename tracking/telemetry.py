@@ -1,9 +1,8 @@
-"""The machine: what GPUs, CPUs, memory and disk of one node do, every few seconds, in `telemetry-HOST.jsonl`.
+"""Telemetry: samples of one node's GPUs, CPUs, memory and disk every few seconds, in `telemetry-HOST.jsonl`.
 
-One process per node, in a step of its own that overlaps the ranks' (tracking/sidecar.py). GPUs through NVML, by
-NVIDIA's own nvidia-ml-py; figures that a card does not give are left out. Xids, the driver's reports of errors, come as
-NVML's events. A line is some 300 bytes and 200 more for
-each GPU: 7 MB a day and node of 8 at 10 s.
+One process per node, in a Slurm step that overlaps the ranks' (slurm/supervise/followers.py). GPUs are read through
+NVML, by NVIDIA's nvidia-ml-py; values that a card does not support are left out. Xids, the error codes of NVIDIA's
+driver, are NVML events. A line has about 300 bytes plus 200 for each GPU: 7 MB per day for a node of 8 GPUs at 10 s.
 """
 
 from __future__ import annotations
@@ -21,22 +20,23 @@ from pipeline.run.directory import Run
 from tracking.tracker import HOST
 
 GIGA = 1e9
-_THROTTLED = {
+_THROTTLE_REASONS = {
     "SwPowerCap": "power cap", "HwSlowdown": "hardware slowdown", "SwThermalSlowdown": "heat",
     "HwThermalSlowdown": "heat, by hardware", "HwPowerBrakeSlowdown": "power brake", "SyncBoost": "sync boost",
 }  # fmt: skip
-"""Names in nvmlClocksEventReasons* that say that a clock is lower than it could be (NVML API reference)."""
-_MOST_XIDS = 100
-"""So many are taken in at a time."""
+"""Descriptions by the suffix of nvmlClocksEventReasons*, for reasons that reduce a clock (NVML API reference)."""
+_MAX_XIDS = 100
+"""Maximum number of events that are read at a time."""
 
 
-class Gpus:
-    """The GPUs that NVML shows; none without the library, or a driver."""
+class GpuSampler:
+    """Reads the GPUs that NVML lists; none if the library or the driver is missing."""
 
     def __init__(self) -> None:
         self._nvml: Any = None
         self._handles: list[Any] = []
-        self.events: dict[int, Any] = {}
+        self.event_sets: dict[int, Any] = {}
+        """NVML's event set of each GPU, by index."""
         self._xids: dict[int, list[int]] = defaultdict(list)
         with suppress(ImportError):
             import pynvml
@@ -47,94 +47,102 @@ class Gpus:
                 count = pynvml.nvmlDeviceGetCount()
                 self._handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
         for index, gpu in enumerate(self._handles):
-            with suppress(self._nvml.NVMLError):  # not every card, nor every driver, tells them
-                events = self._nvml.nvmlEventSetCreate()  # one for each: a GPU that is lost cannot say which it was
-                self._nvml.nvmlDeviceRegisterEvents(gpu, self._nvml.nvmlEventTypeXidCriticalError, events)
-                self.events[index] = events
+            with suppress(self._nvml.NVMLError):  # not every card and driver supports them
+                # one set per GPU, because the event of a lost GPU does not name its device
+                event_set = self._nvml.nvmlEventSetCreate()
+                self._nvml.nvmlDeviceRegisterEvents(gpu, self._nvml.nvmlEventTypeXidCriticalError, event_set)
+                self.event_sets[index] = event_set
 
-    def xids(self, index: int) -> list[int]:
-        """The Xids of a GPU since this process began, each number once; of several that wait NVML gives only the
-        last one's, so ask often."""
-        with suppress(self._nvml.NVMLError):  # as a rule: none came within 0 ms
-            for _ in range(_MOST_XIDS):
-                number = int(self._nvml.nvmlEventSetWait_v2(self.events[index], 0).eventData)
+    def read_xids(self, index: int) -> list[int]:
+        """Return the distinct Xids of a GPU since this process started.
+
+        Call it often: of several waiting events, NVML returns only the last one's Xid.
+        """
+        with suppress(self._nvml.NVMLError):  # usually a timeout, because no event came within 0 ms
+            for _ in range(_MAX_XIDS):
+                number = int(self._nvml.nvmlEventSetWait_v2(self.event_sets[index], 0).eventData)
                 self._xids[index] += [number] if number not in self._xids[index] else []
         return self._xids[index]
 
-    def read(self) -> list[dict[str, Any]]:
-        """A row for each."""
-        return [{"index": index, **dict(self._figures(index, gpu))} for index, gpu in enumerate(self._handles)]
+    def sample(self) -> list[dict[str, Any]]:
+        """Return a mapping of values for each GPU."""
+        return [{"index": index, **dict(self._values(index, gpu))} for index, gpu in enumerate(self._handles)]
 
-    def _figures(self, index: int, gpu: Any) -> Iterator[tuple[str, Any]]:
-        """What this GPU says."""
+    def _values(self, index: int, gpu: Any) -> Iterator[tuple[str, Any]]:
+        """Yield the values that this GPU supports."""
         nvml = self._nvml
-        ask: dict[str, Callable[[], Any]] = {
+        readers: dict[str, Callable[[], Any]] = {
             "name": lambda: nvml.nvmlDeviceGetName(gpu),
             "utilization_percent": lambda: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu,
             "memory_gb": lambda: round(nvml.nvmlDeviceGetMemoryInfo(gpu).used / GIGA, 3),
             "power_w": lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000,
             "temperature_c": lambda: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
             "sm_clock_mhz": lambda: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
-            "throttled": lambda: self._throttled(gpu),
+            "throttled": lambda: self._throttle_reasons(gpu),
             "ecc_errors": lambda: nvml.nvmlDeviceGetTotalEccErrors(
                 gpu, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
             ),
         }
-        if index in self.events:
-            ask["xid"] = lambda: self.xids(index)
-        for name, question in ask.items():
-            with suppress(nvml.NVMLError):  # not every card has it
-                yield name, question()
+        if index in self.event_sets:
+            readers["xid"] = lambda: self.read_xids(index)
+        for name, read in readers.items():
+            with suppress(nvml.NVMLError):  # not supported by this card
+                yield name, read()
 
-    def _throttled(self, gpu: Any) -> list[str]:
+    def _throttle_reasons(self, gpu: Any) -> list[str]:
         reasons = self._nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu)
         bits = {
-            words: getattr(self._nvml, f"nvmlClocksEventReason{name}", 0)
+            description: getattr(self._nvml, f"nvmlClocksEventReason{name}", 0)
             or getattr(self._nvml, f"nvmlClocksThrottleReason{name}", 0)
-            for name, words in _THROTTLED.items()
+            for name, description in _THROTTLE_REASONS.items()
         }
-        return [words for words, bit in bits.items() if reasons & bit]
+        return [description for description, bit in bits.items() if reasons & bit]
 
 
-class Machine:
-    """CPUs, memory and disks of this node, since the look before."""
+class HostSampler:
+    """Reads this node's CPUs, memory and disks since the previous sample."""
 
     def __init__(self) -> None:
         import psutil
 
         self._psutil = psutil
         self._psutil.cpu_percent()
-        self._before = self._moved()
+        self._previous = self._read_disk_counters()
 
-    def _moved(self) -> tuple[float, int, int]:
+    def _read_disk_counters(self) -> tuple[float, int, int]:
+        """Return the monotonic time, and the bytes read and written so far."""
         disk = self._psutil.disk_io_counters()
         return time.monotonic(), getattr(disk, "read_bytes", 0), getattr(disk, "write_bytes", 0)
 
-    def read(self) -> dict[str, float]:
-        """Shares, GB and MB/s."""
-        before, now = self._before, self._moved()
-        self._before, seconds = now, max(now[0] - before[0], 1e-3)
+    def sample(self) -> dict[str, float]:
+        """Return CPU use in per cent, used memory in GB, and disk throughput in MB/s."""
+        previous = self._previous
+        current = self._read_disk_counters()
+        self._previous = current
+        elapsed_s = max(current[0] - previous[0], 1e-3)
         memory = self._psutil.virtual_memory()
         return {
             "cpu_percent": self._psutil.cpu_percent(),
             "memory_gb": round((memory.total - memory.available) / GIGA, 3),
-            "read_mb_per_s": round((now[1] - before[1]) / seconds / 1e6, 3),
-            "written_mb_per_s": round((now[2] - before[2]) / seconds / 1e6, 3),
+            "read_mb_per_s": round((current[1] - previous[1]) / elapsed_s / 1e6, 3),
+            "written_mb_per_s": round((current[2] - previous[2]) / elapsed_s / 1e6, 3),
         }
 
 
-def sample(run: Run, every_s: float, flag: StopFlag) -> int:
-    """Write a line every so many seconds until a signal comes; the exit code."""
-    machine, gpus, file = Machine(), Gpus(), run.path / f"telemetry-{HOST}.jsonl"
+def sample_telemetry(run: Run, every_s: float, flag: StopFlag) -> int:
+    """Append a sample every `every_s` seconds until a signal comes. Return the exit code."""
+    host = HostSampler()
+    gpus = GpuSampler()
+    file = run.path / f"telemetry-{HOST}.jsonl"
     due = time.monotonic()
     while not flag:
         due += every_s
         while not flag and time.monotonic() < due:
             time.sleep(min(0.5, max(0.0, due - time.monotonic())))
-            for index in gpus.events:
-                gpus.xids(index)
-        line: dict[str, Any] = {"time": round(time.time(), 3), "host": HOST, **machine.read()}
-        if found := gpus.read():
-            line["gpus"] = found
+            for index in gpus.event_sets:
+                gpus.read_xids(index)
+        line: dict[str, Any] = {"time": round(time.time(), 3), "host": HOST, **host.sample()}
+        if gpu_values := gpus.sample():
+            line["gpus"] = gpu_values
         append_line(file, json.dumps(line))
     return 0

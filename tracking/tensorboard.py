@@ -1,7 +1,7 @@
-"""TensorBoard: event files in the run's folder `tensorboard`, written with its own classes.
+"""TensorBoard: event files in the run's folder `tensorboard`, written with TensorBoard's own classes.
 
-A reader forgets what stands behind a session's start, from the step that it names on (tensorboard's
-event_accumulator.py, "purge"). So a file begins with such a start: whatever a crash, or a restore, left behind is gone.
+If an event file starts with a session start at step N, readers drop all earlier events from step N on (tensorboard's
+event_accumulator.py, "purge"). Each file of ours starts with one, which removes what a crash or a restore left behind.
 """
 
 from __future__ import annotations
@@ -14,55 +14,52 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from pipeline.run.directory import Run
-from tracking.run_reader import Line, Record
-from tracking.tracker import HOST, Memory, Sink, figures
+from tracking.tracker import HOST, Line, RunReader, Tracker, TrackerState, flatten_numbers
 
 
-class TensorBoard(Sink):
-    """Scalars: `train/NAME` by the names of metrics.jsonl, `evaluation/NAME`."""
+class TensorBoard(Tracker):
+    """Scalars `train/NAME`, with the names of metrics.jsonl, and `evaluation/NAME`."""
 
-    def __init__(self, run: Run, memory: Memory, record: Record) -> None:
-        super().__init__(run, memory, record)
+    def __init__(self, run: Run, state: TrackerState, reader: RunReader) -> None:
+        super().__init__(run, state, reader)
         self._writer: RecordWriter | None = None
 
-    def _open(self) -> RecordWriter:
-        """Begin a file, which a reader takes after all before: they go by their names."""
+    def _open_file(self) -> RecordWriter:
+        """Start a file that readers sort after all existing ones, because they sort by name."""
         folder = self.run.path / "tensorboard"
         folder.mkdir(exist_ok=True)
-        before = [int(path.name.split(".")[3]) for path in folder.glob("events.out.tfevents.*.sluice")]
-        second = max([int(time.time()), *(number + 1 for number in before)])
+        used = [int(path.name.split(".")[3]) for path in folder.glob("events.out.tfevents.*.sluice")]
+        second = max([int(time.time()), *(number + 1 for number in used)])
         writer = RecordWriter(open(folder / f"events.out.tfevents.{second:010d}.{HOST}.sluice", "xb"))  # noqa: SIM115
-        begin = Event(wall_time=time.time(), file_version="brain.Event:2")
-        start = Event(wall_time=time.time(), step=self.memory.step + 1, session_log=SessionLog(status=SessionLog.START))
-        for event in (begin, start):
+        version = Event(wall_time=time.time(), file_version="brain.Event:2")
+        start = Event(wall_time=time.time(), step=self.state.step + 1, session_log=SessionLog(status=SessionLog.START))
+        for event in (version, start):
             writer.write(event.SerializeToString())
         return writer
 
-    def _write(self, event: Event) -> None:
-        self._writer = self._writer or self._open()
+    def _write_scalars(self, line: Line, values: Iterable[tuple[str, float]], group: str) -> None:
+        self._writer = self._writer or self._open_file()
+        summary = Summary(value=[Summary.Value(tag=f"{group}/{name}", simple_value=value) for name, value in values])
+        event = Event(wall_time=line.get("time") or time.time(), step=int(line["step"]), summary=summary)
         self._writer.write(event.SerializeToString())
 
-    def _scalars(self, line: Line, values: Iterable[tuple[str, float]], group: str) -> None:
-        summary = Summary(value=[Summary.Value(tag=f"{group}/{name}", simple_value=value) for name, value in values])
-        self._write(Event(wall_time=line.get("time") or time.time(), step=int(line["step"]), summary=summary))
+    def on_steps(self, steps: Sequence[Line]) -> None:
+        """Write the steps' scalars."""
+        for line in steps:
+            self._write_scalars(line, flatten_numbers(line), "train")
 
-    def steps(self, found: Sequence[Line]) -> None:
-        """Write them."""
-        for line in found:
-            self._scalars(line, figures(line), "train")
-
-    def evaluation(self, found: Line) -> None:
-        """Write it."""
-        self._scalars(found, figures(found), "evaluation")
+    def on_evaluation(self, result: Line) -> None:
+        """Write the evaluation's scalars."""
+        self._write_scalars(result, flatten_numbers(result), "evaluation")
 
     def rewind(self, step: int) -> None:
-        """A new file takes them back."""
-        self.memory.step = min(self.memory.step, step)
-        self.memory.evaluations = [one for one in self.memory.evaluations if one <= step]
+        """Close the file; the next one removes what came after `step`."""
+        self.state.step = min(self.state.step, step)
+        self.state.evaluations = [evaluated for evaluated in self.state.evaluations if evaluated <= step]
         self.close()
 
     def flush(self) -> None:
-        """Hand it to the file system."""
+        """Flush the file."""
         if self._writer is not None:
             self._writer.flush()
 

@@ -1,54 +1,169 @@
-"""What all sinks share: what they are given, what they remember, and how a run is called there.
+"""What every tracker shares: the base class, its saved state, and the reader of a run's files.
 
-A sink keeps the first value of a step that it was sent, unless it can take values back (:meth:`Sink.rewind`). What it
-remembers is written after each hand-over (tracking/follower.py); a crash in between hands over again, so a sink that
-must have each step once looks where it stands when it is made.
+A tracker keeps the first value that it received for a step, unless it can take values back (:meth:`Tracker.rewind`).
+The follower saves its state after each hand-over (tracking/follower.py). If the follower dies in between, the same data
+is handed over again. A tracker that must receive each step exactly once corrects its state when it is constructed, from
+what the service already has.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from pipeline.base.files import read_json
+from pipeline.base.errors import UserError
+from pipeline.base.files import parse, read_json, whole_lines
 from pipeline.config.masking import masked
+from pipeline.config.sections import Config
+from pipeline.config.track import TRACKERS
+from pipeline.evaluate.result import HELD_OUT_PREFIX, read_all_results
 from pipeline.run import lines, stages
+from pipeline.run.attempts import ENDS
 from pipeline.run.changes import flatten
 from pipeline.run.directory import Run
-from tracking.run_reader import Line, Record, sha256
+from pipeline.run.ledger import event_timestamp
+
+Line = dict[str, Any]
+MAX_STEPS = 500
+"""Maximum number of steps or evaluations in one hand-over."""
+HOST = os.uname().nodename
 
 
-class Memory:
-    """What a sink has been told, as it stands in `track/SINK.json`."""
+def sha256_line(line: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a line's JSON as 64 hex digits; it identifies the line."""
+    return hashlib.sha256(json.dumps(line, sort_keys=True).encode()).hexdigest()
+
+
+def is_late_held_out(event: Line) -> bool:
+    """Return whether an event has the held-out figures of a step whose line was written before."""
+    return event["event"] == "held_out"
+
+
+class RunReader:
+    """Reads the new steps, events and evaluations of one run.
+
+    metrics.jsonl grows by one line per step, and is cut back to the restored step after a restore. Before the trainer
+    cuts it, it writes the lines that will disappear into events.jsonl, as `lost_work` (pipeline/run/metrics.py). A
+    reader that has read this event but still finds one of those lines in the file is early, and returns none of them.
+    If a stop interrupted a held-out evaluation, it is repeated after the restore, when the line of its step may already
+    have been read: the event `held_out` then has its figures.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self._offset = 0
+        self._inode = 0
+        self._lost_steps: dict[str, int] = {}
+        self._starts: list[tuple[float, Line]] = []
+        self._late_figures: dict[int, Line] = {}
+        self.running_attempt: Line | None = None
+        """The `started` event of the training's running attempt; None if there is none, or if it is stopping."""
+        for event, _ in self.events(0):
+            self.note_event(event)
+
+    def note_event(self, event: Line) -> None:
+        """Update this reader from an event about lost lines, late figures, or the training's attempts."""
+        if event["event"] == "lost_work":
+            self._lost_steps = {sha256_line(line): line["step"] for line in event["lines"]}
+            self._offset = 0
+            self._late_figures = {
+                step: figures for step, figures in self._late_figures.items() if step not in event["steps"]
+            }
+        elif is_late_held_out(event):
+            self._late_figures[event["step"]] = {
+                key: value for key, value in event.items() if key.startswith(HELD_OUT_PREFIX)
+            }
+            self._offset = 0
+        elif event.get("stage") == "train" and event["event"] == "started":
+            self._starts.append((event_timestamp(event), event))
+            self.running_attempt = event
+        elif event.get("stage") == "train" and event["event"] in (*ENDS, "stopping", "stop_requested"):
+            self.running_attempt = None
+
+    def events(self, offset: int) -> Iterator[tuple[Line, int]]:
+        """Yield the events from byte `offset` of events.jsonl, each with the offset of the next one."""
+        for text, end in whole_lines(self.run.events, offset):
+            if lines.event(event := parse(text)):
+                yield event, end
+
+    def steps(self, after: int) -> list[Line]:
+        """Return the lines of the next steps after step `after`, at most `MAX_STEPS`, in order."""
+        try:
+            status = self.run.metrics.stat()
+        except FileNotFoundError:
+            return []
+        if status.st_ino != self._inode or status.st_size < self._offset:
+            self._inode = status.st_ino
+            self._offset = 0
+        found: list[Line] = []
+        for text, end in whole_lines(self.run.metrics, self._offset):
+            line = parse(text)
+            if lines.metric(line) and line["step"] > after:
+                if self._lost_steps and sha256_line(line) in self._lost_steps:  # the file is not cut yet
+                    self._offset = 0
+                    return [step for step in found if step["step"] < min(self._lost_steps.values())]
+                if self._lost_steps and line["step"] >= min(self._lost_steps.values()):
+                    self._lost_steps = {}  # the file was cut, and this line is new
+                found.append(self._late_figures.get(line["step"], {}) | line)
+            self._offset = end
+            if len(found) == MAX_STEPS:
+                break
+        return found
+
+    def evaluations(self, known_steps: list[int]) -> list[Line]:
+        """Return the numbers of the evaluations of steps that are not among `known_steps`."""
+        steps = {int(path.stem.removeprefix("step-")) for path in self.run.evaluation.glob("step-*[0-9].json")}
+        if steps <= set(known_steps):
+            return []
+        new = [result for result in read_all_results(self.run)[0] if result["step"] not in known_steps]
+        return [
+            {key: value for key, value in result.items() if lines.number(value)} for result in islice(new, MAX_STEPS)
+        ]
+
+    def attempt_of(self, line: Line) -> Line:
+        """Return the `started` event of the attempt that wrote a step's line; {} if it is unknown."""
+        at = bisect_right(self._starts, line.get("time") or 0.0, key=lambda start: start[0])
+        return self._starts[at - 1][1] if at else {}
+
+
+class TrackerState:
+    """What a tracker has received so far, saved as `track/TRACKER.json`."""
 
     def __init__(self) -> None:
         self.step = 0
-        """The last step; steps come in order."""
+        """The last step; steps are handed over in order."""
         self.events = 0
-        """How many bytes of events.jsonl."""
+        """Number of bytes of events.jsonl."""
         self.evaluations: list[int] = []
-        """The steps whose evaluations it was told."""
+        """Steps whose evaluations were handed over."""
         self.heard = 0.0
-        """When it was last told anything, in seconds since 1970."""
+        """Time of the last hand-over, in seconds since 1970."""
         self.stall = ""
-        """The last stall that it told of itself."""
+        """Identifier of the last stall that it reported."""
         self.evaluate_s = 0.0
-        """The longest look at held-out data so far; kept by those that tell stalls."""
+        """Duration of the longest held-out evaluation so far; used by trackers that report stalls."""
 
     @classmethod
-    def read(cls, file: Path) -> Memory:
-        """What stands in a file; of what is not there, or another's, nothing was told."""
-        memory, found = cls(), read_json(file) if file.exists() else None
-        before = vars(memory)
-        if isinstance(found, dict) and all(cls._is_valid(key, found.get(key, old)) for key, old in before.items()):
-            before.update((key, found[key]) for key in before.keys() & found.keys())
-        return memory
+    def load(cls, file: Path) -> TrackerState:
+        """Load a saved state; a missing or invalid file counts as a state in which nothing was handed over."""
+        state = cls()
+        saved = read_json(file) if file.exists() else None
+        values = vars(state)
+        if isinstance(saved, dict) and all(cls._is_valid(key, saved.get(key, old)) for key, old in values.items()):
+            values.update((key, saved[key]) for key in values.keys() & saved.keys())
+        return state
 
     @staticmethod
     def _is_valid(key: str, value: Any) -> bool:
-        """Whether `value` is one that this attribute can have had."""
+        """Return whether `value` is possible for this attribute."""
         if key in ("step", "events"):
             return lines.count(value)
         if key == "evaluations":
@@ -58,65 +173,94 @@ class Memory:
         return lines.duration(value)
 
 
-class Sink:
-    """Somebody who is told. Constructing connects; any method may raise, and is then called again later."""
+class Tracker:
+    """A service or file that receives a run's metrics and events.
 
-    def __init__(self, run: Run, memory: Memory, record: Record) -> None:
-        """`memory`: what it was told before; it may correct that by what it finds."""
-        self.run, self.memory, self.record = run, memory, record
+    Constructing it connects to it. Any method may raise; the follower then constructs the tracker again later.
 
-    def steps(self, found: Sequence[Line]) -> None:
-        """Take lines of metrics.jsonl, each of a step behind all before."""
+    Args:
+        run: The run.
+        state: What the tracker has received so far. A tracker may correct it by what the service already has.
+        reader: The reader of the run's files.
+    """
 
-    def event(self, event: Line) -> None:
-        """Take an event."""
+    def __init__(self, run: Run, state: TrackerState, reader: RunReader) -> None:
+        self.run = run
+        self.state = state
+        self.reader = reader
 
-    def evaluation(self, found: Line) -> None:
-        """Take the figures of an evaluation."""
+    def on_steps(self, steps: Sequence[Line]) -> None:
+        """Receive lines of metrics.jsonl, each of a later step than all before."""
 
-    def look(self) -> bool:
-        """After all that is new was handed over, be that nothing: whether it told something by itself."""
+    def on_event(self, event: Line) -> None:
+        """Receive an event."""
+
+    def on_evaluation(self, result: Line) -> None:
+        """Receive the figures of an evaluation."""
+
+    def on_poll(self) -> bool:
+        """Run after each hand-over, even an empty one. Return whether the tracker reported something on its own."""
         return False
 
     def rewind(self, step: int) -> None:
-        """Take back what is behind `step`, and set `memory.step` to it; else it keeps what it has."""
+        """Remove what came after `step` and set `state.step` to it. A tracker that cannot do so keeps its values."""
 
     def flush(self) -> None:
-        """Make what was taken last: it counts as told from now on."""
+        """Make durable what was received; it counts as handed over from now on."""
 
     def close(self) -> None:
-        """The follower ends; the run may go on."""
+        """Disconnect, because the follower exits. The run may continue."""
 
 
-def figures(line: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, float]]:
-    """The numbers of a line with their names, those inside of others as `profile/idle`."""
+def check_tracker_packages(config: Config) -> None:
+    """Check that the packages of all enabled trackers are installed.
+
+    Raises:
+        UserError: A package is missing.
+    """
+    packages = {name: package for name in config.track.enabled if (package := TRACKERS[name].package)}
+    if config.track.telemetry_s is not None:
+        packages["telemetry"] = "psutil"
+    for name, package in packages.items():
+        if find_spec(package) is None:
+            raise UserError(
+                "track.missing_package",
+                f"track.{name}: the package {package} is not installed; run `pip install 'sluice[{name}]'`",
+            )
+
+
+def create_tracker(name: str, run: Run, state: TrackerState, reader: RunReader) -> Tracker:
+    """Construct the tracker with this name, which connects it."""
+    entry = TRACKERS[name]
+    return cast(Tracker, getattr(import_module(entry.module), entry.class_name)(run, state, reader))
+
+
+def flatten_numbers(line: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the names and values of a line's numbers; nested ones as `profile/idle`. Step and time are left out."""
     for key, value in line.items():
         if isinstance(value, Mapping):
-            yield from figures(value, f"{before}{key}/")
+            yield from flatten_numbers(value, f"{prefix}{key}/")
         elif lines.number(value) and key not in ("step", "time"):
-            yield before + key, float(value)
+            yield prefix + key, float(value)
 
 
-def identity(run: Run) -> str:
-    """What tells this run from another one that has, or had, its name: 16 hex digits."""
-    first = next(iter(Record(run).events(0)), ({}, 0))[0]
-    return sha256({"path": str(run.path), "made": first.get("time")})[:16]
+def tracker_run_id(run: Run) -> str:
+    """Return 16 hex digits that distinguish this run from other runs of the same name, also from removed ones."""
+    first = next(iter(RunReader(run).events(0)), ({}, 0))[0]
+    return sha256_line({"path": str(run.path), "made": first.get("time")})[:16]
 
 
 def last_stage(run: Run) -> str:
-    """The stage that ends the run, or a point of a sweep."""
+    """Return the last stage of the run, or of a point of a sweep."""
     return (stages.own_stages(run) if run.whole is run else stages.point_stages())[-1]
 
 
-def names(run: Run) -> tuple[str, str | None]:
-    """What to call the run, and the sweep that it is a point of."""
+def display_names(run: Run) -> tuple[str, str | None]:
+    """Return the name of the run in trackers, and the name of its sweep if it is a sweep point."""
     sweep = run.whole
     return (run.config.run.name, None) if sweep is run else (f"{sweep.path.name}-{run.path.name}", sweep.path.name)
 
 
-def shown_config(run: Run) -> dict[str, Any]:
-    """The config by dotted keys, without secrets."""
+def flat_config(run: Run) -> dict[str, Any]:
+    """Return the config by dotted keys, with secrets masked."""
     return masked(flatten(run.config.model_dump(mode="json")))
-
-
-HOST = os.uname().nodename

@@ -1,7 +1,8 @@
-"""Words to a chat: at a failure, a stall and the end, each at least once, and named by an id; of a stall by mail, too.
+"""Messages to a chat if a stage fails or stalls, and when the run ends; mails if the training stalls.
 
-The body is what Slack's incoming webhooks take, {"text": …} (https://api.slack.com/messaging/webhooks); Mattermost and
-Discord's /slack endpoint take it, too. The id stands in the text and in the header Idempotency-Key.
+A message is sent at least once and has an identifier, so that a reader can recognize a repeated one. The body is that
+of Slack's incoming webhooks, {"text": …} (https://api.slack.com/messaging/webhooks), which Mattermost and Discord's
+/slack endpoint also accept. The identifier is in the text and in the header Idempotency-Key.
 """
 
 from __future__ import annotations
@@ -28,108 +29,129 @@ from pipeline.evaluate.result import format_result, read_newest_result
 from pipeline.run import lines
 from pipeline.run.directory import Run
 from pipeline.run.ledger import event_timestamp
-from tracking.run_reader import Line, Record, sha256
-from tracking.tracker import HOST, Memory, Sink, last_stage, names
+from tracking.tracker import HOST, Line, RunReader, Tracker, TrackerState, display_names, last_stage, sha256_line
 
-TIMEOUT_S, _MAIL_S = 10.0, 60.0
-_BEGAN = time.time()
-"""This process, which knows nothing of what was before it: a job that waited is no stall."""
-LEAST_HANG_S, _STEPS = 300.0, 10
-"""The watchdog waits at least so long (pipeline/resilience/watchdog.py); a stall is told after so many usual steps."""
+TIMEOUT_S = 10.0
+_MAIL_TIMEOUT_S = 60.0
+_PROCESS_START = time.time()
+"""The start of this process. A job that waited before it is not stalled."""
+MIN_HANG_S = 300.0
+"""The shortest time without progress that the watchdog accepts (pipeline/resilience/watchdog.py)."""
+_STALL_STEPS = 10
+"""A stall is reported after this many usual step times."""
 _SUSPENDED_S = 30.0
-"""Longer between two looks: the job was suspended (`scontrol suspend`), and with it this process."""
+"""A longer time between two polls means that the job, and this process with it, was suspended (`scontrol suspend`)."""
 
 
 def escape_chat_text(text: str) -> str:
-    """Return `text` so that a chat shows it as it is, and neither calls a channel nor makes a link of it.
+    """Return `text` so that a chat shows it unchanged, without links and without notifying a channel.
 
-    Slack asks for the three entities (https://api.slack.com/reference/surfaces/formatting#escaping). Mattermost and
-    Discord also call everybody for a plain @channel, @here, @all or @everyone; a zero-width space prevents that.
+    Slack requires the three entities (https://api.slack.com/reference/surfaces/formatting#escaping). Mattermost and
+    Discord also notify everyone on a plain @channel, @here, @all or @everyone; a zero-width space prevents that.
     """
     text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"@(?=(?:channel|here|all|everyone)\b)", "@\u200b", text, flags=re.IGNORECASE)
 
 
-class Webhook(Sink):
-    """One request per message."""
+class Webhook(Tracker):
+    """Sends one request per message."""
 
-    def __init__(self, run: Run, memory: Memory, record: Record) -> None:
-        super().__init__(run, memory, record)
-        self._looked, self._awake = time.time(), _BEGAN
+    def __init__(self, run: Run, state: TrackerState, reader: RunReader) -> None:
+        super().__init__(run, state, reader)
+        self._last_poll = time.time()
+        self._awake_since = _PROCESS_START
 
-    def steps(self, found: Sequence[Line]) -> None:
-        """Keep how long a look at held-out data took at most: the next one may come long after."""
-        self.memory.evaluate_s = max([self.memory.evaluate_s, *(line.get("evaluate_s") or 0.0 for line in found)])
+    def on_steps(self, steps: Sequence[Line]) -> None:
+        """Record the longest held-out evaluation; the next step may be delayed by as much."""
+        durations = (line.get("evaluate_s") or 0.0 for line in steps)
+        self.state.evaluate_s = max([self.state.evaluate_s, *durations])
 
-    def event(self, event: Line) -> None:
-        """Tell it, if it is one that people wait for."""
-        if (words := self._words(event)) is not None:
-            self._tell(words, sha256(event)[:12])
+    def on_event(self, event: Line) -> None:
+        """Send a message about the event, if it is a failure, a cancellation or the end of the run."""
+        if (message := self._describe_event(event)) is not None:
+            self._send_message(message, sha256_line(event)[:12])
 
-    def look(self) -> bool:
-        """Tell of a training from which nothing has come for long: half as long as its watchdog waits, or less."""
-        start, limits, now = self.record.going, self.run.config.recovery, time.time()
-        if now - self._looked > _SUSPENDED_S:
-            self._awake = now
-        self._looked = now
-        quiet_s = now - max(self.memory.heard, self._awake)
-        hang_s = limits.hang_s or LEAST_HANG_S
-        if start is None or 2 * quiet_s < hang_s:
+    def on_poll(self) -> bool:
+        """Report a training without progress, after at most half the time that its watchdog waits."""
+        now = time.time()
+        if now - self._last_poll > _SUSPENDED_S:
+            self._awake_since = now
+        self._last_poll = now
+        attempt = self.reader.running_attempt
+        recovery = self.run.config.recovery
+        quiet_s = now - max(self.state.heard, self._awake_since)
+        hang_s = recovery.hang_s or MIN_HANG_S
+        if attempt is None or 2 * quiet_s < hang_s:
             return False
-        steps = [*last_objects(self.run.metrics, lines.metric)]  # the newest first
-        if not steps or (steps[0].get("time") or 0.0) < event_timestamp(start):  # none of this attempt
-            longest_s, last = limits.start_s / 2, "since the start"
+        steps = [*last_objects(self.run.metrics, lines.metric)]  # newest first
+        if not steps or (steps[0].get("time") or 0.0) < event_timestamp(attempt):  # no step of this attempt
+            limit_s = recovery.start_s / 2
+            since = "since the start"
         else:
-            pauses = [sum(line.get(key) or 0.0 for key in ("checkpoint_s", "evaluate_s")) for line in steps]
-            usual_s = 0.0 if limits.hang_s else _STEPS * median(line["step_time_s"] for line in steps)
-            longest_s, step = max(hang_s / 2, usual_s) + max(pauses), steps[0]["step"]
-            last, looks = f"since step {step}", self.run.config.train.evaluate_every
-            if step % self.run.config.checkpoint.every_steps == 0:  # it saves
-                longest_s = max(longest_s, limits.save_s / 2)
-            if looks and (step + 1) % looks == 0:
-                longest_s = max(longest_s + self.memory.evaluate_s, limits.save_s / 2)
-        name = sha256({"stall": last, "start": start["time"]})[:12]
-        saves_last = steps and steps[0]["step"] == steps_of(self.run.config, self.run.data)
-        if quiet_s < longest_s or name == self.memory.stall or saves_last:
+            limit_s = self._step_limit_s(steps, hang_s)
+            since = f"since step {steps[0]['step']}"
+        identifier = sha256_line({"stall": since, "start": attempt["time"]})[:12]
+        is_last_save = steps and steps[0]["step"] == steps_of(self.run.config, self.run.data)
+        if quiet_s < limit_s or identifier == self.state.stall or is_last_save:
             return False
-        self._tell(f"train seems to stall: no step for {format_duration(quiet_s)}, {last}", name)
-        self.memory.stall = name
+        self._send_message(f"train seems to stall: no step for {format_duration(quiet_s)}, {since}", identifier)
+        self.state.stall = identifier
         return True
 
-    def _tell(self, words: str, name: str) -> None:
-        text = f"{names(self.run)[0]}: {words} [{self.run.path}, {HOST}, id {name}]"
-        self._send(" ".join(printable(text).split()), name)  # one line: a path or a message may hold several
+    def _step_limit_s(self, steps: Sequence[Line], hang_s: float) -> float:
+        """Return how long the next step may take, from the last steps (newest first) and what follows the newest."""
+        recovery = self.run.config.recovery
+        pauses = [sum(line.get(key) or 0.0 for key in ("checkpoint_s", "evaluate_s")) for line in steps]
+        usual_s = 0.0 if recovery.hang_s else _STALL_STEPS * median(line["step_time_s"] for line in steps)
+        limit_s = max(hang_s / 2, usual_s) + max(pauses)
+        step = steps[0]["step"]
+        evaluate_every = self.run.config.train.evaluate_every
+        if step % self.run.config.checkpoint.every_steps == 0:  # the training saves now
+            limit_s = max(limit_s, recovery.save_s / 2)
+        if evaluate_every and (step + 1) % evaluate_every == 0:
+            limit_s = max(limit_s + self.state.evaluate_s, recovery.save_s / 2)
+        return limit_s
 
-    def _send(self, text: str, name: str) -> None:
-        text = escape_chat_text(text)
-        headers = {"Content-Type": "application/json", "Idempotency-Key": name}
-        request = urllib.request.Request(self._url(), json.dumps({"text": text}).encode(), headers)
+    def _send_message(self, message: str, identifier: str) -> None:
+        text = f"{display_names(self.run)[0]}: {message} [{self.run.path}, {HOST}, id {identifier}]"
+        self._send(" ".join(printable(text).split()), identifier)  # in one line, although a message may have several
+
+    def _send(self, text: str, identifier: str) -> None:
+        body = json.dumps({"text": escape_chat_text(text)}).encode()
+        headers = {"Content-Type": "application/json", "Idempotency-Key": identifier}
+        request = urllib.request.Request(self._url(), body, headers)
         try:
             urllib.request.urlopen(request, timeout=TIMEOUT_S).close()
-        except urllib.error.HTTPError as error:
-            raise OSError(f"the webhook answered {error.code} {error.reason}") from None  # not its URL: it is a secret
-        except (ValueError, HTTPException) as error:  # these quote it
-            raise OSError(f"the webhook cannot be reached by its URL: {type(error).__name__}") from None
+        except urllib.error.HTTPError as error:  # the URL is a secret and must not be printed
+            raise OSError(f"the webhook answered {error.code} {error.reason}") from None
+        except (ValueError, HTTPException) as error:  # their messages contain the URL
+            raise OSError(f"the webhook cannot be reached at its URL: {type(error).__name__}") from None
 
     def _url(self) -> str:
-        wanted = self.run.config.track.webhook
-        assert wanted is not None
-        if wanted.url is not None:
-            return wanted.url
-        if not (url := os.environ.get(wanted.variable or "")):
-            raise UserError(f"track.webhook.variable: {wanted.variable} is not set; name it in site.pass, or set it")
+        webhook = self.run.config.track.webhook
+        assert webhook is not None
+        if webhook.url is not None:
+            return webhook.url
+        if not (url := os.environ.get(webhook.variable or "")):
+            raise UserError(
+                "track.webhook_url_unset",
+                f"track.webhook.variable: the environment variable {webhook.variable} is not set; set it, or add it to "
+                "site.pass",
+            )
         if not URL.fullmatch(url):
             raise UserError(
-                f"track.webhook.variable: {wanted.variable} is set, but holds no URL such as https://host/path"
+                "track.webhook_url_malformed",
+                f"track.webhook.variable: the value of {webhook.variable} is not a URL such as https://host/path",
             )
         return url
 
-    def _words(self, event: Line) -> str | None:
-        """What to say of an event; None where nobody waits for it."""
-        stage, first = event.get("stage"), str(event.get("message", "")).partition("\n")[0]
+    def _describe_event(self, event: Line) -> str | None:
+        """Return the message about an event; None if it needs none."""
+        stage = event.get("stage")
         if event["event"] == "failed":
-            told = "stalled" if event.get("cause") == "hang" else f"failed ({event.get('cause')})"
-            return f"{stage} {told}: {first}"
+            reason = str(event.get("message", "")).partition("\n")[0]
+            outcome = "stalled" if event.get("cause") == "hang" else f"failed ({event.get('cause')})"
+            return f"{stage} {outcome}: {reason}"
         if event["event"] == "cancelled":
             return f"{stage} was cancelled"
         if event["event"] == "done" and stage == last_stage(self.run) and self.run.config.sweep is None:
@@ -139,20 +161,18 @@ class Webhook(Sink):
 
 
 class Mail(Webhook):
-    """A mail at a stall, of which Slurm, whose mails tell the rest, knows nothing; by the node's own sendmail(8)."""
+    """Sends a mail about a stall through the node's sendmail(8). Slurm sends all other mails, but detects no stall."""
 
-    def event(self, event: Line) -> None:
-        """Slurm tells these."""
+    def on_event(self, event: Line) -> None:
+        """Do nothing: Slurm mails about the ends of jobs."""
 
-    def _send(self, text: str, name: str) -> None:
+    def _send(self, text: str, identifier: str) -> None:
         sendmail = shutil.which("sendmail", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/lib")
         if sendmail is None:
-            raise UserError(f"track.mail: {HOST} has no sendmail: {text}")
+            raise UserError("track.no_sendmail", f"track.mail: {HOST} has no sendmail; the message is: {text}")
         mail = EmailMessage()
-        mail["To"], mail["Subject"], mail["Message-ID"] = (
-            self.run.config.track.mail,
-            text.partition(" [")[0],
-            f"<{name}@{HOST}>",
-        )
+        mail["To"] = self.run.config.track.mail
+        mail["Subject"] = text.partition(" [")[0]
+        mail["Message-ID"] = f"<{identifier}@{HOST}>"
         mail.set_content(text)
-        subprocess.run([sendmail, "-t"], input=bytes(mail), timeout=_MAIL_S, check=True)
+        subprocess.run([sendmail, "-t"], input=bytes(mail), timeout=_MAIL_TIMEOUT_S, check=True)

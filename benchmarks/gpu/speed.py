@@ -78,10 +78,12 @@ def rates(found: dict[str, Any], model: Any, vocab: int, length: int, tokens: in
 def refuse_too_large(config: Any, layout: Any, vocab: int, has: float) -> None:
     """Raise MemoryError where `plan` counts more than the bytes of this GPU: the allocator would say it after
     compiling."""
-    from planning.memory import memory, reserve
-    from planning.timeline import actions
+    from planning.memory import estimate_memory, reserved_gpu_bytes
+    from planning.timeline import rank_actions
 
-    takes = memory(config, layout, 0, vocab, actions(layout)[0]).on_gpu(config) + reserve(layout)
+    takes = estimate_memory(config, layout, 0, vocab, rank_actions(layout)[0]).on_gpu(config) + reserved_gpu_bytes(
+        layout
+    )
     if takes > has:
         raise MemoryError(f"it takes {takes / 2**30:.0f} GiB, and the GPU has {has / 2**30:.0f}")
 

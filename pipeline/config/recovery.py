@@ -1,7 +1,7 @@
 """The `recovery:` and `goodput:` sections of the config: how often a run may go on by itself after each kind of stop,
 and when it waits too long; and how often it is expected to stop.
 
-See slurm/query/stop_causes.py for what is done with the one, planning/expected_goodput.py with the other.
+See slurm/query/stop_causes.py for what is done with the one, planning/goodput.py with the other.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class RecoveryConfig(Section):
 
 class GoodputConfig(Section):
     """What is assumed of a machine by `plan --goodput` and `report`; null: what the run has measured, or else what
-    planning/expected_goodput.py takes from papers. It changes nothing of what a run does."""
+    planning/goodput.py takes from papers. It changes nothing of what a run does."""
 
     failures: PositiveFloat | None = None
     """Failures that stop the job, per 1,000 node-days."""

@@ -150,7 +150,7 @@ class Container(Section):
 
 
 class MeasureConfig(Section):
-    """What a run does that times its machine (planning/measure_stage.py)."""
+    """What a run does that times its machine (planning/calibrate.py)."""
 
     file: Path
     """The machine file that it writes."""

@@ -136,7 +136,7 @@ class StagesConfig(Section):
         Resources()
     )
     """Publishing, where there is a section `publish`."""
-    measure: Annotated[StageResources, Stage("planning.measure_stage", joined=True, section="measure", alone=True)] = (
+    measure: Annotated[StageResources, Stage("planning.calibrate", joined=True, section="measure", alone=True)] = (
         StageResources()
     )
     """Timing this machine, where there is a section `measure`; `plan --measure` asks for what the training asks for."""

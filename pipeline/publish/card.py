@@ -13,7 +13,7 @@ from typing import Any
 
 from pipeline.base.errors import printable
 from pipeline.base.files import read_json, sha256_file, write_atomic
-from pipeline.base.plot import Curve, Scale, area, document, thin
+from pipeline.base.plot import Curve, Scale, area, svg_document, thin
 from pipeline.base.yaml12 import dump
 from pipeline.checkpoint.identity import read_source
 from pipeline.config.masking import masked
@@ -154,5 +154,5 @@ def _picture(folder: Path, steps: Sequence[Mapping[str, Any]]) -> str:
         return ""
     numbers, losses = zip(*curve, strict=True)
     x, y = Scale.over(numbers, "optimizer steps", whole=True), Scale.over(losses, "training loss (nats)")
-    write_atomic(folder / PICTURE, document(area(x, y.rounded(), [Curve("training", thin(curve))])))
+    write_atomic(folder / PICTURE, svg_document(area(x, y.rounded(), [Curve("training", thin(curve))])))
     return f"![training loss over optimizer steps]({PICTURE})"

@@ -111,3 +111,10 @@ def average_ranks(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         n: average_ranks(inner[n]) if n in inner else round(fmean(one.get(n, 0.0) for one in found), 6) for n in names
     }
+
+
+def describe_parts(parts: Mapping[str, Any]) -> str:
+    """Return the duration of a profiled step, and the share of each of its parts in per cent."""
+    total = sum(parts[name] for name in STEP_PARTS) or 1.0
+    shares = ", ".join(f"{name.replace('_', ' ')} {100 * parts[name] / total:.0f} %" for name in STEP_PARTS)
+    return f"{1000 * total:.1f} ms: {shares}"

@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from rich.cells import cell_len
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from pipeline.base.command import command
 from pipeline.base.text import format_duration
 from pipeline.config.stages import STAGES
-from pipeline.evaluate.result import get_extra_metrics, get_main_metric, read_newest_result
+from pipeline.evaluate.result import format_result, get_extra_metrics, get_main_metric, read_newest_result
 from pipeline.run import attempts, stages
 from pipeline.run import lines as known
 from pipeline.run import points as sweep
@@ -446,3 +446,20 @@ def print_status(run: Run, console: Console) -> None:
     """How the run stands now."""
     poller = StatusPoller(run)
     console.print(render_status(run, poller.poll(), poller.point_statuses, console.width), soft_wrap=True)
+
+
+def describe_outcome(run: Run) -> RenderableType:
+    """Return the newest evaluation of a run; for a sweep, its failures and the table of its points."""
+    if run.config.sweep is not None:
+        poller = StatusPoller(run)
+        poller.poll()
+        statuses = poller.point_statuses
+        return Group(*describe_failures(statuses), build_table(tabulate_points(run, statuses)))
+    return describe_result(run)
+
+
+def describe_result(run: Run) -> str:
+    """Return the newest evaluation in one line, or why there is none yet."""
+    if result := read_newest_result(run):
+        return format_result(result)
+    return "not evaluated yet" if run.config.data.held_out else stages.load("evaluate").progress(run).words

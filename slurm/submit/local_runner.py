@@ -26,8 +26,8 @@ from pipeline.run.directory import Run
 from pipeline.run.failure import once_mended
 from pipeline.run.points import make_points
 from slurm.query.site_variables import SETUP_NOT_RUN
+from slurm.query.status import describe_outcome
 from slurm.submit.follow import follow_stage
-from tracking.report import outcome
 
 
 def run_chain(run: Run, console: Console) -> ExitCode:
@@ -53,7 +53,7 @@ def run_chain(run: Run, console: Console) -> ExitCode:
             failed = max(failed, code)
             break
     if failed != ExitCode.DONE:
-        console.print(outcome(run), soft_wrap=True)
+        console.print(describe_outcome(run), soft_wrap=True)
     return failed
 
 

@@ -33,8 +33,8 @@ from slurm.submit.open_submissions import record_own_job
 from slurm.supervise import mpi_launch, succession
 from slurm.supervise.evaluations import Evaluations
 from slurm.supervise.failures import Ended, find_failure, log_sizes, reports, who_hangs
+from slurm.supervise.followers import run_followers
 from slurm.supervise.launch import Left, LocalRanks, Ranks, SrunRanks, use_site
-from tracking.sidecar import followers
 
 POLL_S = 0.05
 LOCK_POLL_S = 1.0
@@ -87,7 +87,7 @@ class Supervisor:
             with suppress(OSError):
                 record_own_job(run, stage, self.place.job_id or "")
         lock = self._lock()
-        with nullcontext() if self._one_of_many() else followers(run, stage, self.nodes, self.on_slurm):
+        with nullcontext() if self._one_of_many() else run_followers(run, stage, self.nodes, self.on_slurm):
             ended, progress = self._attempts(lock)
             if lock is not None:
                 os.close(lock)

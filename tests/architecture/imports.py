@@ -15,7 +15,7 @@ MAY_IMPORT = {
     "data_prep": {"pipeline"},
     "slurm": {"pipeline"},
     "tracking": {"pipeline", "slurm"},
-    "planning": {"pipeline", "slurm", "tracking"},
+    "planning": {"pipeline", "slurm"},
     "cli": {"pipeline", "data_prep", "slurm", "tracking", "planning"},
     "submit": {"cli", "pipeline"},
 }

@@ -18,7 +18,7 @@ NOT_YET_MOVED = {
     "slurm.submit.local_runner imports tracking.report",
     "slurm.supervise.supervisor imports tracking.sidecar",
     "tracking.report imports cli.profile",
-    "tracking.report imports planning.expected_goodput",
+    "tracking.report imports planning.goodput",
     "planning.measuring imports cli.submission_checks",
 }
 

@@ -14,8 +14,8 @@ from pipeline.base.console import PlainConsole
 from pipeline.base.errors import UserError
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
-from planning import expected_goodput
-from planning.expected_goodput import print_goodput, span
+from planning import goodput
+from planning.goodput import format_span, print_goodput
 from tests.support.tiny import write_config
 from tracking.report import print_report
 
@@ -108,19 +108,19 @@ def test_the_config_comes_before_the_run(run: Run) -> None:
 
 def test_report_says_what_was_expected(run: Run) -> None:
     file = io.StringIO()
-    print_report(run, PlainConsole(file=file, width=200))
+    print_report(run, PlainConsole(file=file, width=200), goodput.describe_expected_goodput)
     (line,) = [line for line in file.getvalue().splitlines() if line.startswith("expected ")]
     assert "0.011 failures, there were 3: 6.5 per 1,000 node-days (assumed" in line and "measured: 3 in" in line
     ratio = float(line.split()[1])
     assert 0.99 < ratio < 0.997, "a start in forty hours, 4 s of an hour"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(expected_goodput, "_node_days", lambda attempt, per_node: 0.24)
+        patch.setattr(goodput, "_node_days", lambda attempt, per_node: 0.24)
         file = io.StringIO()
-        print_report(run, PlainConsole(file=file, width=200))
+        print_report(run, PlainConsole(file=file, width=200), goodput.describe_expected_goodput)
         assert "expected" not in file.getvalue(), "four attempts, and not a node-day"
     run.metrics.write_text("")
     file = io.StringIO()
-    print_report(run, PlainConsole(file=file, width=200))
+    print_report(run, PlainConsole(file=file, width=200), goodput.describe_expected_goodput)
     assert "expected" not in file.getvalue(), "without steps nothing is known"
 
 
@@ -144,6 +144,6 @@ def test_typos_are_told(tmp_path: Path) -> None:
 
 
 def test_spans() -> None:
-    assert [span(s) for s in (0.5, 95, 811, 6490, 166154, 3e5, 9e6)] == [
+    assert [format_span(s) for s in (0.5, 95, 811, 6490, 166154, 3e5, 9e6)] == [
         "0.5 s", "95 s", "14 min", "1.8 h", "46 h", "3.5 days", "104 days",
     ]  # fmt: skip

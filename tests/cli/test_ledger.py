@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.base.html_page import format_page
 from pipeline.run.ledger import (
     CATEGORIES,
     AttemptTimes,
@@ -18,8 +19,7 @@ from pipeline.run.ledger import (
     split_step_time,
     sum_categories,
 )
-from tracking.figures import timeline
-from tracking.html_page import page
+from tracking.report import draw_timeline
 
 STAGES = ("shard", "train")
 T0 = 1_800_000_000.0
@@ -177,7 +177,7 @@ def test_parts_add_up_whatever_the_events(
         before[attempt.stage, attempt.task] = attempt
     ettr, progress = compute_ratios(sum_categories(found))
     assert 0 <= ettr <= progress <= 1
-    shown = page("<x>", "run <x>", {"<x>": "<x>"}, {"<x>": [timeline(found)]}, ["<x>"], "<x>")
+    shown = format_page("<x>", "run <x>", {"<x>": "<x>"}, {"<x>": [draw_timeline(found)]}, ["<x>"], "<x>")
     assert "<x>" not in shown and "nan" not in shown
 
 

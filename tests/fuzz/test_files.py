@@ -64,14 +64,14 @@ def go_on(place: RankInfo, path: Path) -> tuple[str, Any]:
     """In a rank: train to the end, evaluate, verify. The numbers; or the words in which it was refused."""
     from pipeline.checkpoint.checkpointer import verify_checkpoint
     from pipeline.run.failure import explain
-    from planning.plan import plan
+    from planning.plan import describe_plan
 
     try:
         for stage in ("train", "evaluate"):
             assert stage_rank(place, path, stage) == ExitCode.DONE
         run = Run.open(path)
         verify_checkpoint(run, None)
-        list(plan(run.config))
+        list(describe_plan(run.config))
         step, result = catalog.find_newest_step(run.checkpoints), read_newest_result(run)
         from pipeline.checkpoint.checkpointer import compute_digest
 

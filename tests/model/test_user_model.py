@@ -32,7 +32,7 @@ from pipeline.publish.export import export
 from pipeline.run.code import CODE_ROOT as ROOT
 from pipeline.run.directory import Run
 from pipeline.run.stages import load
-from planning.plan import plan
+from planning.plan import describe_plan
 from tests.support.layouts import saved_again_rank
 from tests.support.ranks import place, run_ranks
 from tests.support.tiny import HarmlessFlag, digest, stage_rank
@@ -671,7 +671,7 @@ def test_a_module_that_fails_is_named_by_plan(
     text = "run: {name: x}\ntrain: {steps: 1}\nmodel: {target: bad}\ndata: {source: x.h5}\n"
     (tmp_path / "x.yaml").write_text(text)
     with pytest.raises(UserError, match=says):
-        list(plan(load_config(tmp_path / "x.yaml")))
+        list(describe_plan(load_config(tmp_path / "x.yaml")))
 
 
 def build_rank(place: RankInfo, path: Path, text: str | None) -> str:

@@ -15,8 +15,8 @@ from pipeline.config.read import ConfigError
 from pipeline.config.sections import Config
 from pipeline.parallel.mesh import LayoutError, resolve_layout
 from pipeline.parallel.traffic import count_rank_traffic
-from planning.memory import memory
-from planning.timeline import actions
+from planning.memory import estimate_memory
+from planning.timeline import rank_actions
 from tests.support.layouts import tiny_config
 from tests.support.ranks import run_ranks
 
@@ -45,11 +45,11 @@ def config_of(case: dict[str, Any]) -> Config:
 
 def rehearsed_ranks(place: RankInfo, cases: list[tuple[Config, int]]) -> list[tuple[int, dict[str, int]]]:
     """Peak and bytes by group of each."""
-    from planning.rehearse import rehearsed
+    from planning.rehearse import rehearse_rank
 
     found = []
     for config, rank in cases:
-        account = rehearsed(config, rank, VOCAB)
+        account = rehearse_rank(config, rank, VOCAB)
         sent: dict[str, int] = {}
         for (group, _, _), (_, size) in account.sent.items():
             sent[group] = sent.get(group, 0) + size
@@ -64,7 +64,7 @@ def differences(cases: list[tuple[Config, int]], low: float, high: float) -> lis
     for (config, rank), (peak, sent) in zip(cases, found, strict=True):
         layout = resolve_layout(config)
         at = layout.coordinates(rank)
-        told = memory(config, layout, at.pp, VOCAB, actions(layout)[at.pp], on_cpu=True).total
+        told = estimate_memory(config, layout, at.pp, VOCAB, rank_actions(layout)[at.pp], on_cpu=True).total
         what = config.parallel.model_dump(exclude_defaults=True), config.train.model_dump(exclude_defaults=True), rank
         if not low <= told / peak - 1 <= high:
             wrong.append(f"peak {told / peak - 1:+.3f}: {what}")

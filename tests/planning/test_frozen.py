@@ -19,8 +19,8 @@ from pipeline.parallel.mesh import resolve_layout
 from pipeline.train.optimizer import find_frozen_names
 from planning import predict as predicting
 from planning.machine import Attention, Link, Step
-from planning.predict import predict
-from planning.workload import Workload, workload_of
+from planning.predict import predict_step
+from planning.workload import Workload, workload_from_config
 from tests.planning.test_predict import IDEAL, PERFECT
 from tests.support.layouts import tiny_config
 
@@ -101,7 +101,7 @@ def counted(config: Config) -> list[Counted]:
 
 
 def work_of(config: Config) -> Workload:
-    return workload_of(config, resolve_layout(config), VOCAB)
+    return workload_from_config(config, resolve_layout(config), VOCAB)
 
 
 @pytest.mark.parametrize(
@@ -116,12 +116,12 @@ def test_each_block_computes_what_torch_computes(
     fast = Attention(portable=1e40, native=1e40)
     products = IDEAL.model_copy(update={"attention": fast})
     staged, alone = (work_of(config_of(freeze, model, ranks, pipeline=ranks)) for ranks in (LAYERS, 1))
-    found = predict(staged, products, PERFECT)
+    found = predict_step(staged, products, PERFECT)
     assert [time * 1e15 for time in found.forward] == [same(one.forward) for one in wanted]
     assert [time * 1e15 for time in found.backward] == [same(one.backward) for one in wanted]
-    whole = predict(alone, products, PERFECT)
+    whole = predict_step(alone, products, PERFECT)
     assert whole.compute * 1e15 == same(alone.micro_batches * sum(one.forward + one.backward for one in wanted))
-    found = predict(staged, IDEAL.model_copy(update={"achievable": {"bf16": 1e40}}), PERFECT)
+    found = predict_step(staged, IDEAL.model_copy(update={"achievable": {"bf16": 1e40}}), PERFECT)
     # backward of the usual kernel computes 2.5 times as much as forward; the plain one, which is counted, twice
     assert [2 * one.attention_back / one.attention for one in wanted] == [
         same(4 / 2.5 * back / ahead) for back, ahead in zip(found.backward, found.forward, strict=True)
@@ -138,7 +138,7 @@ def test_what_is_sent_is_the_gradients_that_torch_makes(freeze: list[str], model
     wanted = counted(config_of(freeze, model))
     passed = sum(one.attention_back > 0 for one in wanted)
     staged = work_of(config_of(freeze, model, 2 * LAYERS, pipeline=LAYERS))
-    found = predict(replace(staged, hide_data=False), slow, PERFECT)
+    found = predict_step(replace(staged, hide_data=False), slow, PERFECT)
     assert found.data * 1e8 == pytest.approx(max(one.gradients + sum(one.tables.values()) for one in wanted), rel=1e-6)
     message = BATCH * LENGTH * staged.hidden * 2
     assert found.pipeline * 1e8 == pytest.approx(message * staged.micro_batches * (1 + (passed > 0)), rel=1e-6)
@@ -146,12 +146,14 @@ def test_what_is_sent_is_the_gradients_that_torch_makes(freeze: list[str], model
     block, table = work.attention_weights + work.expert_weights, VOCAB * work.hidden
     sent = work.micro_batches * (2 * block * (LAYERS + passed) + 2 * table + sum(one.gradients for one in wanted))
     sent += wanted[0].tables.get(EMBEDDING, 0)
-    assert work.micro_batches > 1 and predict(work, slow, PERFECT).data * 1e8 == pytest.approx(sent * 7 / 8, rel=1e-3)
+    assert work.micro_batches > 1 and predict_step(work, slow, PERFECT).data * 1e8 == pytest.approx(
+        sent * 7 / 8, rel=1e-3
+    )
     calls = (
         LAYERS + 1 + passed + sum(one.gradients > 0 for one in wanted)
     )  # all gathered, the table, and again; reduced
     calls = work.micro_batches * calls + (EMBEDDING in wanted[0].tables)
-    assert predict(work, late, PERFECT).data == pytest.approx(calls * 7e-3, rel=1e-3)
+    assert predict_step(work, late, PERFECT).data == pytest.approx(calls * 7e-3, rel=1e-3)
 
 
 def test_a_share_of_all_blocks_is_that_of_each() -> None:
@@ -159,4 +161,4 @@ def test_a_share_of_all_blocks_is_that_of_each() -> None:
     work = work_of(config_of([], {}))
     said = {name: value for name, value in asdict(work).items() if name != "trained_tables"} | {"trained": 1.0}
     step = Step.model_validate_json(json.dumps({"work": said, "ranks_per_node": 1, "seconds": 1.0}))
-    assert predict(step.work, IDEAL) == predict(work, IDEAL)
+    assert predict_step(step.work, IDEAL) == predict_step(work, IDEAL)

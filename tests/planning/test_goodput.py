@@ -12,14 +12,17 @@ from hypothesis import strategies as st
 from planning.goodput import (
     DAY_S,
     Conditions,
+    Pool,
     best_interval_s,
     count_bounds,
     daly_s,
     effective_ratio,
+    good_intervals_s,
     job_failure_rate,
+    simulate_training,
+    simulate_trainings,
     young_s,
 )
-from planning.simulation import Pool, expect, good_intervals_s, simulate
 
 RSC1 = 6.5
 LLAMA3 = 419 / 54 / 2.048
@@ -45,9 +48,11 @@ def test_llama_3() -> None:
     meta = Conditions(rate, 600, 60, 60, 3)
     best = best_interval_s(meta)
     work = 54 * DAY_S * effective_ratio(meta, best)
-    found = expect(meta, best, work, Pool())
+    found = simulate_trainings(meta, best, work, Pool())
     assert found.mean_s / DAY_S == pytest.approx(54, rel=0.02)
-    assert fmean(simulate(meta, best, work, Pool(), seed).failures for seed in range(20)) == pytest.approx(419, rel=0.1)
+    assert fmean(simulate_training(meta, best, work, Pool(), seed).failures for seed in range(20)) == pytest.approx(
+        419, rel=0.1
+    )
     assert found.ratio > 0.9
 
 
@@ -126,21 +131,21 @@ def test_simulated_is_as_the_closed_form_says(
     """Also where saves are longer than the interval, and with preemptions."""
     one = job(mttf, save, part * save, restart, wait_s=wait, preemption_rate=preempted / mttf, preempted_s=1000.0)
     ratio = effective_ratio(one, interval)
-    found = expect(one, interval, max(300 * mttf * ratio, interval), Pool(), trainings=20)
+    found = simulate_trainings(one, interval, max(300 * mttf * ratio, interval), Pool(), trainings=20)
     assert found.ratio == pytest.approx(ratio, abs=4 / 1.96 * found.margin + 0.01)
 
 
 def test_every_second_of_a_training_is_somewhere() -> None:
     one, work = job(5000, 60, 10, 300, wait_s=30), 2e6
-    found = simulate(one, 400, work, Pool(spares=1, repair_s=20_000, together=0.2, nodes_together=3), seed=7)
+    found = simulate_training(one, 400, work, Pool(spares=1, repair_s=20_000, together=0.2, nodes_together=3), seed=7)
     kept = found.seconds - work - found.lost_s - found.no_node_s - 30 * found.failures
     saves, starts = 10 * work / 400, 300 * (found.failures + 1)
     assert found.no_node_s > 0 and found.failures > 300
     assert kept == pytest.approx(saves + starts, rel=0.1), "what is left are saves and restarts"
     assert (
-        simulate(one, 400, work, Pool(), 7)
-        == simulate(one, 400, work, Pool(), 7)
-        != simulate(one, 400, work, Pool(), 8)
+        simulate_training(one, 400, work, Pool(), 7)
+        == simulate_training(one, 400, work, Pool(), 7)
+        != simulate_training(one, 400, work, Pool(), 8)
     )
 
 
@@ -151,7 +156,7 @@ def test_spares_are_what_is_in_repair() -> None:
 
     def waits(spares: int, **more: float) -> float:
         pool = Pool(spares, DAY_S, **more)  # type: ignore[arg-type]
-        found = expect(one, 300, 30 * DAY_S, pool, trainings=5)
+        found = simulate_trainings(one, 300, 30 * DAY_S, pool, trainings=5)
         return found.no_node_s / found.mean_s
 
     assert waits(round(repairing + 5 * math.sqrt(repairing))) < 1e-3
@@ -162,14 +167,14 @@ def test_spares_are_what_is_in_repair() -> None:
 def test_a_pool_that_cannot_keep_up_sets_the_pace() -> None:
     """Without spares a job runs only while nothing is in repair: 1/λ up, 1/μ down, as an alternating renewal."""
     one = Conditions(1 / 3600, 0, 0, 1e-3, 1e-3)
-    found = expect(one, 5, 400 * 3600, Pool(spares=0, repair_s=1800), trainings=20)
+    found = simulate_trainings(one, 5, 400 * 3600, Pool(spares=0, repair_s=1800), trainings=20)
     assert found.ratio == pytest.approx(2 / 3, abs=0.02)
 
 
 def test_131072_gpus_never_end_where_nothing_is_ever_saved() -> None:
     one = Conditions(job_failure_rate(RSC1, 16_384), 3600, 600, 900, 900)
     assert effective_ratio(one, best_interval_s(one)) < 0.01
-    assert simulate(one, 600, 1e9, Pool(), 1).seconds == math.inf
+    assert simulate_training(one, 600, 1e9, Pool(), 1).seconds == math.inf
 
 
 def test_intervals_that_do_as_well_hold_the_best_one() -> None:

@@ -25,15 +25,23 @@ from pipeline.config.read import config_from_mapping, load_config
 from pipeline.config.track import TrackConfig
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
-from planning import collectives
-from planning.collectives import Group
+from planning import predict
+from planning.calibrate import (
+    compare_steps,
+    fit_line,
+    fit_link,
+    fit_machine,
+    look,
+    missing,
+    progress,
+    read_device_facts,
+    write_machine,
+)
 from planning.machine import Exchange, Machine, Overheads, Step, Timings, load_machine
-from planning.measure import compared, fitted, line, link_of, shapes, write_machine
-from planning.measure_stage import facts_of, look, missing, progress
 from planning.measuring import config_of
-from planning.plan import plan
-from planning.predict import predict
-from planning.workload import Workload
+from planning.plan import describe_plan
+from planning.predict import CommGroup, predict_step
+from planning.workload import Workload, matrix_shapes
 from tests.support.ranks import run_ranks
 
 WORK = Workload(
@@ -43,7 +51,7 @@ WORK = Workload(
 CUT = replace(WORK, tensor=2)
 RATE, COPIED_S = 1.7e11, 0.0103
 RECORDED = Timings(
-    products=[(m, n, k, 2 * m * n * k / RATE) for m, n, k in shapes(WORK)], attention=2.6e-3,
+    products=[(m, n, k, 2 * m * n * k / RATE) for m, n, k in matrix_shapes(WORK)], attention=2.6e-3,
     copied=(1 << 26, COPIED_S),
     exchanges=[
         Exchange(kind="all_gather", size=1 << 20, ranks=2, between=False, seconds=4e-4),
@@ -58,13 +66,13 @@ def exchanges(machine: Machine, between: bool) -> list[Exchange]:
     """What collectives.py says that they would take, of several numbers of ranks and sizes."""
     found = []
     for ranks in (2, 4, 8):
-        group = Group(ranks, 1 if between else ranks)
+        group = CommGroup(ranks, 1 if between else ranks)
         for size in (1 << 12, 1 << 16, 1 << 20, 1 << 24):
             for kind, seconds in (
-                ("all_reduce", collectives.all_reduce(size, group, machine)),
-                ("all_gather", collectives.gather(size, group, machine)),
-                ("reduce_scatter", collectives.gather(size, group, machine)),
-                ("send", collectives.send(size, group, machine)),
+                ("all_reduce", predict.all_reduce_time(size, group, machine)),
+                ("all_gather", predict.all_gather_time(size, group, machine)),
+                ("reduce_scatter", predict.all_gather_time(size, group, machine)),
+                ("send", predict.send_time(size, group, machine)),
             ):
                 values = {"kind": kind, "size": size, "ranks": ranks, "between": between, "seconds": seconds}
                 found.append(Exchange.model_validate(values))
@@ -76,90 +84,95 @@ def exchanges(machine: Machine, between: bool) -> list[Exchange]:
 def test_links_are_found_again_exactly(name: str, between: bool) -> None:
     """Timings that obey α and β give these."""
     machine = load_machine(name)
-    link, found = machine.between if between else machine.inside, link_of(exchanges(machine, between))
+    link, found = machine.between if between else machine.inside, fit_link(exchanges(machine, between))
     assert found is not None
     assert found.latency == pytest.approx(link.latency) and found.bandwidth == pytest.approx(link.bandwidth)
-    assert link_of([]) is None
+    assert fit_link([]) is None
 
 
 @given(st.floats(1e-7, 1e-2), st.floats(1e-12, 1e-8))
 @settings(max_examples=50)
 def test_a_line_is_found_again(a: float, b: float) -> None:
     rows = [(1.0, float(y), a + b * y) for y in (1, 1 << 10, 1 << 20, 1 << 26)]
-    assert line(rows) == pytest.approx((a, b), rel=1e-6)
+    assert fit_line(rows) == pytest.approx((a, b), rel=1e-6)
 
 
 def test_timings_that_no_line_gives_stay_physical() -> None:
     """Caches make small messages cheaper than any latency: none is found, and the bandwidth is positive."""
-    assert line([(1.0, 1e3, 1e-9), (1.0, 1e6, 1e-3)])[0] >= 0
-    flat = line([(1.0, 1e3, 1e-3), (1.0, 1e6, 0.9e-3)])
+    assert fit_line([(1.0, 1e3, 1e-9), (1.0, 1e6, 1e-3)])[0] >= 0
+    flat = fit_line([(1.0, 1e3, 1e-3), (1.0, 1e6, 0.9e-3)])
     assert flat[0] > 0 and flat[1] == 0.0
-    slower = link_of([Exchange(kind="send", size=4096, ranks=2, between=False, seconds=1.0)])
+    slower = fit_link([Exchange(kind="send", size=4096, ranks=2, between=False, seconds=1.0)])
     assert slower is not None and slower.bandwidth > 0
 
 
 def test_what_was_measured_is_predicted() -> None:
     """One layout, then two of which the second has twice as many ranks as cores: their own steps come out."""
-    one = fitted(RECORDED, "CPU", 8, 1, 2)
-    assert predict(WORK, one).step == pytest.approx(0.59, rel=1e-3)
+    one = fit_machine(RECORDED, "CPU", 8, 1, 2)
+    assert predict_step(WORK, one).step == pytest.approx(0.59, rel=1e-3)
     assert one.achievable["fp32"] == pytest.approx(RATE, rel=0.1)  # with half a wave of tiles idle
     assert one.bandwidth == pytest.approx(2 * (1 << 26) / COPIED_S)
     assert one.measured is not None and one.measured.call == 0.0
-    crowded = fitted(RECORDED, "CPU", 8, 1, 1)  # what two ranks on one core took, one takes half of
-    assert predict(WORK, crowded).step == pytest.approx(0.59, rel=1e-3)
+    crowded = fit_machine(RECORDED, "CPU", 8, 1, 1)  # what two ranks on one core took, one takes half of
+    assert predict_step(WORK, crowded).step == pytest.approx(0.59, rel=1e-3)
     for figure in (lambda m: m.achievable["fp32"], lambda m: m.bandwidth, lambda m: m.inside.bandwidth,
                    lambda m: m.attention.portable, lambda m: 1 / m.inside.latency):  # fmt: skip
         assert figure(crowded) == pytest.approx(2 * figure(one))
-    two = fitted(TWO_STEPS, "CPU", 8, 1, 2)
+    two = fit_machine(TWO_STEPS, "CPU", 8, 1, 2)
     for step in TWO_STEPS.steps:
-        assert predict(step.work, two.in_nodes_of(step.ranks_per_node)).step == pytest.approx(step.seconds, rel=5e-3)
+        assert predict_step(step.work, two.in_nodes_of(step.ranks_per_node)).step == pytest.approx(
+            step.seconds, rel=5e-3
+        )
     assert two.measured is not None and 1e-3 < two.measured.call < 1e-2
 
 
 def test_overheads_that_made_the_steps_are_found_again() -> None:
     """Steps that were predicted with some overheads give these, also where the timings were of a crowd."""
     for cores in (1, 2):
-        machine = fitted(TWO_STEPS, "CPU", 8, 1, cores)
+        machine = fit_machine(TWO_STEPS, "CPU", 8, 1, cores)
         given = Overheads(eager=2.5, call=2e-3)
         machine = machine.model_copy(update={"measured": given})
         steps = [
-            Step(work=w, ranks_per_node=n, seconds=predict(w, machine.in_nodes_of(n)).step)
+            Step(work=w, ranks_per_node=n, seconds=predict_step(w, machine.in_nodes_of(n)).step)
             for w, n in ((WORK, 2), (CUT, 4))
         ]
-        again = fitted(TWO_STEPS.model_copy(update={"steps": steps}), "CPU", 8, 1, cores).measured
+        again = fit_machine(TWO_STEPS.model_copy(update={"steps": steps}), "CPU", 8, 1, cores).measured
         assert again is not None
         assert (again.eager, again.call) == pytest.approx((2.5, 2e-3), rel=0.01)
 
 
 def test_ranks_that_share_a_core_take_its_time_in_turn() -> None:
     """Twice the ranks on the same cores: the same work in all takes as long, and waiting costs nothing there."""
-    machine = fitted(RECORDED, "CPU", 8, 1, 2)
-    half = predict(replace(WORK, shard=4), machine.in_nodes_of(4))
-    assert half.step == pytest.approx(predict(WORK, machine).step, rel=0.15)
+    machine = fit_machine(RECORDED, "CPU", 8, 1, 2)
+    half = predict_step(replace(WORK, shard=4), machine.in_nodes_of(4))
+    assert half.step == pytest.approx(predict_step(WORK, machine).step, rel=0.15)
     assert (
-        predict(replace(WORK, shard=4), machine.model_copy(update={"cores": 4}).in_nodes_of(4)).step < 0.6 * half.step
+        predict_step(replace(WORK, shard=4), machine.model_copy(update={"cores": 4}).in_nodes_of(4)).step
+        < 0.6 * half.step
     )
     piped = replace(WORK, shard=1, pipeline=4, global_batch=4)  # one micro-batch: three of four ranks wait
-    assert predict(piped, machine.in_nodes_of(4)).step < 1.2 * predict(replace(piped, pipeline=1), machine).step
+    assert (
+        predict_step(piped, machine.in_nodes_of(4)).step < 1.2 * predict_step(replace(piped, pipeline=1), machine).step
+    )
 
 
 def test_zero_costs_a_cpu_what_fsdp_does_there() -> None:
     """Beside plain data parallel, as real steps of two ranks took CPU time: copies, and each group's own call."""
-    machine, work = fitted(TWO_STEPS, "CPU", 8, 1, 2), replace(WORK, tied=False)
-    plain = predict(replace(work, replicate=2, shard=1), machine).step
-    found = [predict(replace(work, zero=zero), machine).step / plain for zero in (1, 2, 3)]
+    machine, work = fit_machine(TWO_STEPS, "CPU", 8, 1, 2), replace(WORK, tied=False)
+    plain = predict_step(replace(work, replicate=2, shard=1), machine).step
+    found = [predict_step(replace(work, zero=zero), machine).step / plain for zero in (1, 2, 3)]
     assert found == pytest.approx([1.08, 1.13, 1.28], abs=0.03)
 
 
 def test_the_file_says_it_all_again(tmp_path: Path) -> None:
     """Written and read, it is the same machine to five digits; it is never replaced, and nothing else is left."""
-    machine, file = fitted(TWO_STEPS, "CPU", 8, 1, 2), tmp_path / "own.yaml"
+    machine, file = fit_machine(TWO_STEPS, "CPU", 8, 1, 2), tmp_path / "own.yaml"
     write_machine(machine, file, ["told\nand not: a key"])
     text = file.read_text()
     assert text.startswith("# ") and "\nand not" not in text
     again = load_machine(str(file))
     assert again.timings is not None and again.timings.steps[1].work == CUT
-    assert predict(WORK, again).step == pytest.approx(predict(WORK, machine).step, rel=1e-3)
+    assert predict_step(WORK, again).step == pytest.approx(predict_step(WORK, machine).step, rel=1e-3)
     with pytest.raises(UserError, match=r"own\.yaml exists, and is not replaced: move it away"):
         write_machine(machine, file, [])
     assert file.read_text() == text and list(tmp_path.iterdir()) == [file]
@@ -168,8 +181,8 @@ def test_the_file_says_it_all_again(tmp_path: Path) -> None:
 def test_a_poor_fit_is_told_in_the_file_and_at_the_end(tmp_path: Path) -> None:
     """One layout that took twice as long the second time: no figures fit both, and both are named."""
     again = Step(work=WORK, ranks_per_node=2, seconds=1.2)
-    busy = fitted(RECORDED.model_copy(update={"steps": [*RECORDED.steps, again]}), "CPU", 8, 1, 2)
-    told, run = list(compared(busy)), measuring(tmp_path)
+    busy = fit_machine(RECORDED.model_copy(update={"steps": [*RECORDED.steps, again]}), "CPU", 8, 1, 2)
+    told, run = list(compare_steps(busy)), measuring(tmp_path)
     words = (
         r"POOR FIT: pipeline 1 × data 2 × tensor 1, micro-batch 4: predicted 0\.84\d s, timed {} s: measure again on a"
     )
@@ -180,8 +193,8 @@ def test_a_poor_fit_is_told_in_the_file_and_at_the_end(tmp_path: Path) -> None:
 
 
 def test_a_good_fit_has_no_warning(tmp_path: Path) -> None:
-    machine = fitted(TWO_STEPS, "CPU", 8, 1, 2)
-    told = list(compared(machine))
+    machine = fit_machine(TWO_STEPS, "CPU", 8, 1, 2)
+    told = list(compare_steps(machine))
     assert told[1].startswith("pipeline 1 × data 2 × tensor 2, micro-batch 4: predicted 1.13 s, timed 1.13 s"), told
     write_machine(machine, tmp_path / "own.yaml", told)
     assert f"# {told[0]}\n# {told[1]}\n" in (tmp_path / "own.yaml").read_text()
@@ -194,7 +207,7 @@ def test_a_good_fit_has_no_warning(tmp_path: Path) -> None:
      ("call: ", "call: -", "call"), ("kind: all_gather", "kind: gossip", "kind"), ("cores: 2", "cores: 0", "cores")],
 )  # fmt: skip
 def test_damaged_files_are_refused_in_words(tmp_path: Path, old: str, new: str, words: str) -> None:
-    write_machine(fitted(TWO_STEPS, "CPU", 8, 1, 2), tmp_path / "own.yaml", [])
+    write_machine(fit_machine(TWO_STEPS, "CPU", 8, 1, 2), tmp_path / "own.yaml", [])
     text = (tmp_path / "own.yaml").read_text()
     assert old in text
     (tmp_path / "bad.yaml").write_text(text.replace(old, new))
@@ -203,12 +216,12 @@ def test_damaged_files_are_refused_in_words(tmp_path: Path, old: str, new: str, 
 
 
 def test_plan_takes_the_file_for_another_layout(tmp_path: Path) -> None:
-    write_machine(fitted(TWO_STEPS, "CPU", 8, 1, 2), tmp_path / "own.yaml", [])
+    write_machine(fit_machine(TWO_STEPS, "CPU", 8, 1, 2), tmp_path / "own.yaml", [])
     config = load_config(Path("configs/quickstart.yaml"), ["parallel.pipeline=2"])
-    told = "\n".join(plan(config, load_machine(str(tmp_path / "own.yaml"))))
+    told = "\n".join(describe_plan(config, load_machine(str(tmp_path / "own.yaml"))))
     assert "predicted for CPU: a step in 0." in told
     with pytest.raises(UserError, match="CPU has no bf16; it has fp32"):
-        list(plan(config.model_copy(update={"train": config.train.model_copy(update={"precision": "bf16"})}),
+        list(describe_plan(config.model_copy(update={"train": config.train.model_copy(update={"precision": "bf16"})}),
                   load_machine(str(tmp_path / "own.yaml"))))  # fmt: skip
 
 
@@ -264,7 +277,9 @@ def test_a_machine_that_is_none_is_refused_in_sentences() -> None:
 def bound_facts(place: RankInfo, each: dict[int, set[int]], per_node: int) -> tuple[str, float, int, int | None]:
     """What a rank says of its machine that may run on these CPUs."""
     os.sched_getaffinity = lambda pid: each[place.rank]
-    return facts_of(groups.join_process_group(place, load_config(Path("configs/quickstart.yaml"))), 1, per_node)
+    return read_device_facts(
+        groups.join_process_group(place, load_config(Path("configs/quickstart.yaml"))), 1, per_node
+    )
 
 
 def test_cores_are_those_of_all_ranks_of_a_node() -> None:
@@ -278,11 +293,11 @@ def test_cores_are_those_of_all_ranks_of_a_node() -> None:
 
 def small_exchanges(place: RankInfo) -> list[Exchange]:
     """Of fewer bytes than there are ranks of four bytes each."""
-    from planning import clock
+    from planning import calibrate
 
-    clock._SIZES = (4,)  # type: ignore[assignment]
+    calibrate._SIZES = (4,)  # type: ignore[assignment]
     found = [
-        *clock.exchanges(
+        *calibrate.time_exchanges(
             groups.join_process_group(place, load_config(Path("configs/quickstart.yaml"))), place.world_size
         )
     ]

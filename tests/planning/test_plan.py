@@ -22,9 +22,9 @@ from pipeline.model.activation_checkpointing import apply_activation_checkpointi
 from pipeline.model.decoder import Decoder
 from pipeline.model.task import Task
 from pipeline.parallel.mesh import resolve_layout
-from planning.memory import memory
-from planning.plan import plan
-from planning.timeline import Action, actions, timeline
+from planning.memory import estimate_memory
+from planning.plan import describe_plan
+from planning.timeline import Action, draw_text_timeline, rank_actions
 from submit import main
 from tests.fake_gpu.peaks import PEAKS, RECOMPUTE
 from tests.parallel.test_parallel import FEW, LAYOUTS, TIED
@@ -66,7 +66,7 @@ def test_memory_is_what_ranks_hold(model: dict[str, Any]) -> None:
     for number, config in enumerate(configs):
         layout = resolve_layout(config, 4, 4, VOCAB)
         for rank in range(4):
-            expected = memory(config, layout, layout.coordinates(rank).pp, VOCAB, [])
+            expected = estimate_memory(config, layout, layout.coordinates(rank).pp, VOCAB, [])
             weights, moments = held[rank][number]
             assert (weights, moments) == (expected.weights, expected.optimizer), (config.parallel, rank)
 
@@ -94,7 +94,9 @@ def test_the_peak_of_a_step_is_estimated(kind: str, chunk: str) -> None:
         with tracker:
             task.loss(model(*task.inputs(batch), **task.targets(batch)), batch).backward()
     (peak,) = tracker.get_tracker_snapshot("peak").values()
-    found = memory(config, resolve_layout(config), 0, vocab, actions(resolve_layout(config))[0], on_cpu=True)
+    found = estimate_memory(
+        config, resolve_layout(config), 0, vocab, rank_actions(resolve_layout(config))[0], on_cpu=True
+    )
     assert (found.weights, found.gradients) == (peak[_MemRefType.PARAM], peak[_MemRefType.GRAD])
     moving = peak[_MemRefType.ACT] + peak[_MemRefType.TEMP]
     assert found.gathered + found.activations == pytest.approx(moving, rel=0.05)
@@ -103,8 +105,12 @@ def test_the_peak_of_a_step_is_estimated(kind: str, chunk: str) -> None:
 @pytest.mark.parametrize(("peak", "name", "more"), PEAKS)
 def test_the_peak_of_a_gpu_is_told(peak: float, name: str, more: tuple[str, ...]) -> None:
     config = load_config(ROOT / f"configs/{name}.yaml", [*ALONE, *more, "train.global_batch=8"])
-    found = memory(
-        config, resolve_layout(config, 1), 0, config.data.tokenizer.vocab_size, actions(resolve_layout(config, 1))[0]
+    found = estimate_memory(
+        config,
+        resolve_layout(config, 1),
+        0,
+        config.data.tokenizer.vocab_size,
+        rank_actions(resolve_layout(config, 1))[0],
     )
     assert found.total / 2**30 == pytest.approx(peak, rel=0.03)
 
@@ -116,8 +122,12 @@ def test_the_peak_of_a_save_of_replicas_that_differ_is_told(peak: float, local: 
     """As torch's allocator counted it in `saved_state` on the fake H200, where a step's own peak is 22.01 GiB."""
     small = ("train.micro_batch=1", f"{RECOMPUTE}=full", f"parallel.local_sgd={local}")
     config = load_config(ROOT / "configs/lm-1b.yaml", ["parallel.zero=0", *ALONE, *small, "train.global_batch=8"])
-    found = memory(
-        config, resolve_layout(config, 1), 0, config.data.tokenizer.vocab_size, actions(resolve_layout(config, 1))[0]
+    found = estimate_memory(
+        config,
+        resolve_layout(config, 1),
+        0,
+        config.data.tokenizer.vocab_size,
+        rank_actions(resolve_layout(config, 1))[0],
     )
     assert found.total / 2**30 == pytest.approx(peak, rel=0.03)
 
@@ -131,7 +141,7 @@ def test_bubbles_are_those_of_theory(schedule: str, ranks: int, more: int) -> No
     layout = resolve_layout(
         tiny_config(ranks, parallel=parallel, model={"layers": 8}, train={"global_batch": 2 * batches})
     )
-    rows = timeline(actions(layout), layout.stages)
+    rows = draw_text_timeline(rank_actions(layout), layout.stages)
     idle = sum(row.count("·") for row in rows) / sum(map(len, rows))
     assert idle == pytest.approx((ranks - 1) / (batches + ranks - 1))
 
@@ -143,25 +153,25 @@ def test_timelines_of_torchs_schedules_end(schedule: str, ranks: int) -> None:
     parallel = {"pipeline": ranks, "schedule": schedule, "virtual_stages": 2}
     config = tiny_config(ranks, parallel=parallel, model={"layers": 8}, train={"global_batch": 16, "micro_batch": 1})
     layout = resolve_layout(config)
-    orders = actions(layout)
+    orders = rank_actions(layout)
     every = [action for order in orders for action in order]
     for stage in range(layout.stages):
         for micro in range(layout.micro_batches):
             kinds = sorted(a.kind for a in every if (a.stage, a.micro) == (stage, micro))
             assert kinds in (["B", "F"], ["F", "I", "W"])
-    rows = timeline(orders, layout.stages)
+    rows = draw_text_timeline(orders, layout.stages)
     assert sum(len(row) - row.count("·") for row in rows) == 3 * layout.stages * layout.micro_batches
     assert len({len(row) for row in rows}) == 1
 
 
 def test_a_schedule_that_waits_for_itself_is_found() -> None:
     with pytest.raises(RuntimeError, match="waits for itself"):
-        timeline([[Action("B", 0, 0), Action("F", 0, 0)]], 1)
+        draw_text_timeline([[Action("B", 0, 0), Action("F", 0, 0)]], 1)
 
 
 def test_the_plan_names_everything(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_config(8, parallel={"pipeline": 2, "tensor": 2, "zero": 1}, train=FEW)
-    text = "\n".join(plan(config))
+    text = "\n".join(describe_plan(config))
     assert "8 ranks: pipeline 2 × data 2 × tensor 2, ZeRO 1 over 2; 2 micro-batches" in text
     batch, length = config.train.global_batch, config.data.sequence_length
     assert f"a step: {batch} samples of {length} tokens: {batch * length}" in text
@@ -177,7 +187,7 @@ def test_the_plan_names_everything(capfd: pytest.CaptureFixture[str], monkeypatc
 
 def test_a_layout_above_the_card_is_refused_after_its_table() -> None:
     def lines(size: float) -> Iterator[str]:
-        return plan(load_config(ROOT / "configs/lm-8b-1gpu.yaml", [f"site.gpu_memory_gib={size}"]))
+        return describe_plan(load_config(ROOT / "configs/lm-8b-1gpu.yaml", [f"site.gpu_memory_gib={size}"]))
 
     assert any(line.startswith("a GPU has 150.324 GB: some 0.4 for CUDA and NCCL, 21.") for line in lines(140))
     refused, seen = lines(110), list[str]()
@@ -190,7 +200,7 @@ def test_the_plan_of_a_model_of_ones_own() -> None:
     """Timeline and parameters of each pipeline rank, which add up to those of the model built for real."""
     cut = ("parallel.pipeline=2", "parallel.schedule=zbv", "parallel.virtual_stages=2", "train.micro_batch=1")
     config = load_config(ROOT / "examples/vit.yaml", [*cut, "stages.train.tasks_per_node=2"])
-    text = list(plan(config))
+    text = list(describe_plan(config))
     assert any(line.startswith("zbv: a digit is") for line in text) and any("▓" in line for line in text)
     whole = vit.build({**config.model.options, "layers": config.model.layers}, range(config.model.layers))
     counts = [int(line.split()[1].replace(",", "")) for line in text[-2:]]
@@ -200,5 +210,5 @@ def test_the_plan_of_a_model_of_ones_own() -> None:
 @pytest.mark.parametrize(("name", "billions"), [("lm-1b", 1.236), ("lm-8b", 8.030)])
 def test_sizes_of_the_models_that_come_along(name: str, billions: float) -> None:
     config = load_config(ROOT / f"configs/{name}.yaml")
-    found = memory(config, resolve_layout(config), 0, config.data.tokenizer.vocab_size, [])
+    found = estimate_memory(config, resolve_layout(config), 0, config.data.tokenizer.vocab_size, [])
     assert found.parameters / 1e9 == pytest.approx(billions, abs=5e-4)

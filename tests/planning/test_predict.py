@@ -18,11 +18,18 @@ from pipeline.base.errors import UserError
 from pipeline.config.read import load_config
 from pipeline.parallel.mesh import resolve_layout
 from planning import predict as predicting
-from planning.collectives import Group, all_reduce, bandwidth, gather, send
 from planning.machine import MACHINES, Attention, Link, Machine, load_machine
-from planning.predict import Constants, predict
-from planning.timeline import _ACTION, Action, orders_of, replay, timeline
-from planning.workload import Workload, workload_of
+from planning.predict import (
+    CommGroup,
+    Constants,
+    all_gather_time,
+    all_reduce_time,
+    predict_step,
+    ring_bandwidth,
+    send_time,
+)
+from planning.timeline import _ACTION, Action, build_schedule, draw_text_timeline, replay_schedule
+from planning.workload import Workload, workload_from_config
 
 H100 = load_machine("h100")
 SMALL = Workload(
@@ -41,13 +48,13 @@ PERFECT = Constants(1, 1, 1, 1, 1, 1, 1e-30, 1e-30, 1e-30, 1e-30)
 
 def test_collectives_are_those_computed_by_hand() -> None:
     """A gigabyte over H100s: 8 in a node, 16 in two nodes, 4 with one in each node."""
-    inside, two, apart = Group(8, 8), Group(16, 8), Group(4, 1)
-    assert gather(1e9, inside, H100) == pytest.approx(7 * 3e-6 + 7 / 8 * 1e9 / 450e9)
-    assert bandwidth(two, H100) == 400e9  # eight cards of 50 GB/s, less than NVLink's 450
-    assert gather(1e9, two, H100) == pytest.approx(7 * 3e-6 + 8e-6 + 15 / 16 * 1e9 / 400e9)
-    assert all_reduce(1e9, apart, H100) == pytest.approx(2 * (2 * 8e-6 + 3 / 4 * 1e9 / 50e9))
-    assert gather(1e9, Group(1, 1), H100) == 0.0
-    assert send(1e9, Group(4, 1), H100, 0.5) == pytest.approx(8e-6 + 1e9 / 25e9)
+    inside, two, apart = CommGroup(8, 8), CommGroup(16, 8), CommGroup(4, 1)
+    assert all_gather_time(1e9, inside, H100) == pytest.approx(7 * 3e-6 + 7 / 8 * 1e9 / 450e9)
+    assert ring_bandwidth(two, H100) == 400e9  # eight cards of 50 GB/s, less than NVLink's 450
+    assert all_gather_time(1e9, two, H100) == pytest.approx(7 * 3e-6 + 8e-6 + 15 / 16 * 1e9 / 400e9)
+    assert all_reduce_time(1e9, apart, H100) == pytest.approx(2 * (2 * 8e-6 + 3 / 4 * 1e9 / 50e9))
+    assert all_gather_time(1e9, CommGroup(1, 1), H100) == 0.0
+    assert send_time(1e9, CommGroup(4, 1), H100, 0.5) == pytest.approx(8e-6 + 1e9 / 25e9)
     assert all_to_all(1e9, two, H100) == pytest.approx(1e9 / 2 / 50e9 + 8e-6)  # half of it leaves the node
     assert all_to_all(1e9, two, H100, copies=4) == pytest.approx(1e9 / 4 / 50e9 + 8e-6)  # twice, not four times
 
@@ -55,13 +62,13 @@ def test_collectives_are_those_computed_by_hand() -> None:
 @pytest.mark.parametrize(("ranks", "stride", "group"), [(8, 1, (8, 8)), (16, 1, (16, 8)), (4, 2, (4, 4)),
                                                         (8, 4, (8, 2)), (64, 8, (64, 1)), (4, 64, (4, 1))])  # fmt: skip
 def test_groups_know_how_many_share_a_node(ranks: int, stride: int, group: tuple[int, int]) -> None:
-    found = Group.of(ranks, stride, H100)
+    found = CommGroup.of(ranks, stride, H100)
     assert (found.ranks, found.in_node) == group
 
 
 def test_on_an_ideal_machine_a_step_is_its_arithmetic() -> None:
     """6 FLOPs per weight and token; attention, half of which is masked, forward and 2.5 times that backward."""
-    found = predict(SMALL, IDEAL, replace(PERFECT, attention=(1 + 512 / 2048)))
+    found = predict_step(SMALL, IDEAL, replace(PERFECT, attention=(1 + 512 / 2048)))
     weights = 16 * (2048 * 128 * 2 * (16 + 8) + 3 * 2048 * 5632) + 2048 * 32000
     tokens = 128 * 2048
     attention = 3.5 * 2 * tokens * 2048 * 2048 * 16
@@ -83,7 +90,7 @@ WORKS = st.builds(
 @given(WORKS, st.sampled_from(["layers", "hidden", "ffn", "vocab", "sequence", "global_batch"]))
 def test_more_work_takes_longer(work: Workload, name: str) -> None:
     larger = replace(work, **{name: 2 * getattr(work, name)})
-    assert predict(larger, H100).step > predict(work, H100).step
+    assert predict_step(larger, H100).step > predict_step(work, H100).step
     if name != "global_batch":
         assert footprint(larger).total > footprint(work).total
 
@@ -94,7 +101,7 @@ def test_a_step_is_the_sum_of_its_parts_and_no_faster_than_arithmetic(work: Work
     """Also where the blocks before the `first` one are frozen."""
     shares = tuple(float(number >= first) for number in range(work.layers))
     work = replace(work, trained=shares, trained_from=first, trained_tables=(first == 0, True))
-    found = predict(work, H100, replace(Constants(), jitter=1e-12))
+    found = predict_step(work, H100, replace(Constants(), jitter=1e-12))
     parts = found.compute + found.tensor + found.others + found.pipeline + found.data
     assert parts + found.bubble + found.optimizer == pytest.approx(found.step, rel=1e-6)
     assert min(found.compute, found.bubble + 1e-9, found.data, found.tensor, found.optimizer) >= 0
@@ -115,14 +122,14 @@ def test_a_better_machine_is_not_slower(work: Workload, part: str) -> None:
     elif isinstance(value, Link):
         better = Link(bandwidth=2 * value.bandwidth, latency=value.latency / 2)
     machine = H100.model_copy(update={part: better})
-    assert predict(work, machine).step <= predict(work, H100).step * (1 + 1e-9)
+    assert predict_step(work, machine).step <= predict_step(work, H100).step * (1 + 1e-9)
 
 
 @settings(deadline=None, max_examples=40)
 @given(WORKS)
 def test_computing_again_costs_time_and_saves_memory(work: Workload) -> None:
     kinds = [replace(work, recompute=kind) for kind in ("none", "selective", "full")]
-    steps = [predict(made, H100).step for made in kinds]
+    steps = [predict_step(made, H100).step for made in kinds]
     assert steps == sorted(steps)
     kept = [footprint(made).activations for made in (replace(made, micro_batch=8, layers=64) for made in kinds)]
     assert kept == sorted(kept, reverse=True)
@@ -139,7 +146,7 @@ def test_the_bubble_is_that_of_theory() -> None:
     even = replace(SMALL, pipeline=4, vocab=1, sequence=4096, micro_batch=1, global_batch=32)
     for virtual, schedule in ((1, "1f1b"), (2, "interleaved_1f1b")):
         made = replace(even, virtual_stages=virtual, schedule=schedule)
-        found = predict(made, IDEAL, PERFECT)
+        found = predict_step(made, IDEAL, PERFECT)
         assert found.bubble / (found.step - found.bubble) == pytest.approx(3 / 32 / virtual, rel=1e-3)
 
 
@@ -149,9 +156,9 @@ def test_the_bubble_is_that_of_theory() -> None:
 def test_what_is_not_replayed_repeats(schedule: str, virtual: int, monkeypatch: pytest.MonkeyPatch) -> None:
     forward = tuple(1 + 0.1 * (stage % 3) for stage in range(4 * virtual))
     times = (schedule, 4, virtual, 24, forward, tuple(2 * time for time in forward))
-    short = predicting._span(*times)
+    short = predicting._pipeline_span(*times)
     monkeypatch.setattr(predicting, "REPLAYED", 100)
-    assert short == pytest.approx(predicting._span.__wrapped__(*times), rel=0.02)
+    assert short == pytest.approx(predicting._pipeline_span.__wrapped__(*times), rel=0.02)
 
 
 @pytest.mark.parametrize(("ranks", "virtual", "batches"), [(2, 2, 4), (4, 3, 12), (4, 2, 6), (8, 2, 20), (2, 4, 3)])
@@ -161,16 +168,16 @@ def test_the_interleaved_order_is_torchs(ranks: int, virtual: int, batches: int)
     found = get_schedule_ops("Interleaved1F1B", ranks, batches, virtual)
     texts = (" ".join(map(str, order)) for order in found)
     theirs = [[Action(kind, int(at), int(micro)) for at, kind, micro in _ACTION.findall(text)] for text in texts]
-    assert orders_of("interleaved_1f1b", ranks, virtual, batches) == theirs
+    assert build_schedule("interleaved_1f1b", ranks, virtual, batches) == theirs
 
 
 def test_zero_bubble_schedules_have_less_of_it() -> None:
     """By the picture: 1f1b, ZB-1p a third of its bubble, ZB-2p none, as its ranks do not wait for the end of a step."""
     idle = {}
     for schedule in ("1f1b", "zb1p", "zb2p"):
-        orders = orders_of(schedule, 4, 1, 16)
-        starts = [made[0][1] for made in replay(orders, 4, lambda action: 2 if action.kind == "B" else 1)]
-        rows = timeline(orders, 4)
+        orders = build_schedule(schedule, 4, 1, 16)
+        starts = [made[0][1] for made in replay_schedule(orders, 4, lambda action: 2 if action.kind == "B" else 1)]
+        rows = draw_text_timeline(orders, 4)
         idle[schedule] = max(len(row.rstrip("·")) - start for row, start in zip(rows, starts, strict=True)) - 48
     assert idle == {"1f1b": 9, "zb1p": 3, "zb2p": 0}
 
@@ -179,7 +186,7 @@ def test_experts_compute_as_little_as_a_token_visits() -> None:
     many = replace(SMALL, experts=64, active=2, ffn=2816, expert=8, shard=8, zero=1, global_batch=1024)
     dense = replace(SMALL, shard=8, zero=1, global_batch=1024)
     assert many.flops_per_token == dense.flops_per_token
-    one, other = predict(many, H100, others=talk), predict(dense, H100, others=talk)
+    one, other = predict_step(many, H100, others=talk), predict_step(dense, H100, others=talk)
     assert one.others > 0 and other.others == 0 and other.compute < one.compute < 1.5 * other.compute
 
 
@@ -188,7 +195,7 @@ def test_context_parallel_is_hidden_by_long_attention() -> None:
     short, long = (
         replace(SMALL, context=8, sequence=length, micro_batch=1, global_batch=8) for length in (4096, 2**20)
     )
-    assert predict(short, slow, others=talk).others > 0 and predict(long, slow, others=talk).others == 0
+    assert predict_step(short, slow, others=talk).others > 0 and predict_step(long, slow, others=talk).others == 0
 
 
 @pytest.mark.parametrize("batches", [1, 4])
@@ -197,30 +204,30 @@ def test_on_a_slow_network_zero_3_is_its_traffic(batches: int) -> None:
     slow = IDEAL.model_copy(update={"between": Link(bandwidth=1e8, latency=1e-30)})
     work = replace(SMALL, vocab=1, shard=64, zero=3, global_batch=64 * 2 * batches)
     weights = 16 * (work.attention_weights + work.expert_weights)
-    found = predict(work, slow, PERFECT)
+    found = predict_step(work, slow, PERFECT)
     assert found.step == pytest.approx(batches * 8 * weights * 63 / 64 / 8e8, rel=1e-3)
     assert found.data == pytest.approx(found.step - found.compute, rel=1e-6)
-    once = predict(replace(work, each_micro_batch=False), slow, PERFECT)
+    once = predict_step(replace(work, each_micro_batch=False), slow, PERFECT)
     assert once.step == pytest.approx((batches * 4 + 4) * weights * 63 / 64 / 8e8, rel=1e-3)
 
 
 def test_zero_3_under_a_pipeline_gathers_once() -> None:
     slow = H100.model_copy(update={"between": Link(bandwidth=1e9, latency=1e-5)})
     alone = replace(SMALL, shard=64, zero=3, global_batch=64 * 2 * 8)
-    assert predict(alone, slow).data > 4 * predict(replace(alone, pipeline=2), slow).data
+    assert predict_step(alone, slow).data > 4 * predict_step(replace(alone, pipeline=2), slow).data
 
 
 def test_a_node_has_as_many_gpus_as_the_site_says() -> None:
     assert H100.in_nodes_of(4).gpus_per_node == 4 and load_machine("gb200").in_nodes_of(4).gpus_per_node == 72
     spread = replace(SMALL, tensor=8)
-    assert predict(spread, H100.in_nodes_of(4)).tensor > 1.5 * predict(spread, H100).tensor
+    assert predict_step(spread, H100.in_nodes_of(4)).tensor > 1.5 * predict_step(spread, H100).tensor
 
 
 def test_a_config_is_translated_whole() -> None:
     more = ["parallel.tensor=2", "parallel.pipeline=4", "parallel.data=auto", "train.micro_batch=1"]
     config = load_config(ROOT / "configs/lm-8b.yaml", more)
     layout = resolve_layout(config)
-    work = workload_of(config, layout, config.data.tokenizer.vocab_size)
+    work = workload_from_config(config, layout, config.data.tokenizer.vocab_size)
     assert (
         work.world == layout.world_size == 32 and sum(work.stages) == 32 and work.micro_batches == layout.micro_batches
     )
@@ -238,7 +245,7 @@ def test_stages_hold_every_block(layers: int, pipeline: int, virtual: int) -> No
 def test_machines_that_come_along_can_be_predicted_for(name: str) -> None:
     machine = load_machine(name)
     assert all(machine.achievable[key] <= machine.peak[key] for key in machine.achievable)
-    assert 0.1 < predict(PIPED, machine).mfu < 0.9
+    assert 0.1 < predict_step(PIPED, machine).mfu < 0.9
 
 
 def test_a_wrong_machine_is_refused_in_words(tmp_path: Path) -> None:
@@ -249,17 +256,17 @@ def test_a_wrong_machine_is_refused_in_words(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"h1000: no such machine or file; did you mean h100\? There are a100-40"):
         load_machine("h1000")
     with pytest.raises(UserError, match="A100 SXM4 40 GB has no fp8; it has bf16, fp32"):
-        predict(replace(SMALL, precision="fp8"), load_machine("a100-40"))
+        predict_step(replace(SMALL, precision="fp8"), load_machine("a100-40"))
 
 
 def test_a_login_node_predicts_without_torch() -> None:
     code = (
         "import sys; from pathlib import Path\n"
         "from pipeline.config.read import load_config; from planning.machine import load_machine\n"
-        "from planning.plan import choose, plan\n"
+        "from planning.plan import describe_best_layouts, describe_plan\n"
         "config, machine = load_config(Path('configs/lm-8b.yaml'), ['parallel.data=auto']), load_machine('h100')\n"
-        "assert any('predicted for H100' in line for line in plan(config, machine))\n"
-        "assert len(list(choose(config, machine, '2', None, []))) > 12\n"
+        "assert any('predicted for H100' in line for line in describe_plan(config, machine))\n"
+        "assert len(list(describe_best_layouts(config, machine, '2', None, []))) > 12\n"
         "assert not {'torch', 'numpy', 'h5py'} & set(sys.modules), 'heavy'"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)

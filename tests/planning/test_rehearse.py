@@ -42,11 +42,11 @@ def real_rank(place: RankInfo, configs: list[Config]) -> list[Found]:
     from pipeline.model.task import Task
     from pipeline.parallel.mesh import resolve_layout
     from pipeline.train.engine import Engine
-    from planning.rehearse import Account, one_step
+    from planning.rehearse import TensorAccount, account_step
     from tests.support.layouts import batches
     from tests.support.sent import Sent
 
-    class WithoutGloos(Account):
+    class WithoutGloos(TensorAccount):
         """Gloo reduce-scatters a copy that it makes itself; it is first seen when it is cut."""
 
         gloos = False
@@ -67,7 +67,7 @@ def real_rank(place: RankInfo, configs: list[Config]) -> list[Found]:
             own = batches(config)[0].chunk(layout.dp)[layout.coordinates(place.rank).dp].clone()
             for step in (1, 2):
                 with Sent() as sent:
-                    one_step(engine, account, step, {"tokens": own})
+                    account_step(engine, account, step, {"tokens": own})
         found.append(told(account) | {"independent": {k.removeprefix("mesh_"): v for k, v in sent.bytes.items()}})
         del engine
     return found
@@ -75,9 +75,9 @@ def real_rank(place: RankInfo, configs: list[Config]) -> list[Found]:
 
 def fake_rank(place: RankInfo, ranks: list[int], configs: list[Config]) -> list[list[Found]]:
     """The same of rehearsed ranks."""
-    from planning.rehearse import rehearsed
+    from planning.rehearse import rehearse_rank
 
-    return [[told(rehearsed(config, rank, VOCAB)) for config in configs] for rank in ranks]
+    return [[told(rehearse_rank(config, rank, VOCAB)) for config in configs] for rank in ranks]
 
 
 FROZEN = ["model.embed_tokens.*", *(f"model.layers.{number}.*" for number in range(3))]
@@ -124,9 +124,9 @@ def test_a_rehearsed_rank_sends_and_takes_what_a_real_one_does(ranks: int) -> No
 
 
 def lines(config: Config, rank: int) -> list[str]:
-    from planning.rehearse import rehearse
+    from planning.rehearse import describe_rehearsal
 
-    return list(rehearse(config, rank))
+    return list(describe_rehearsal(config, rank))
 
 
 def lines_rank(place: RankInfo, config: Config, rank: int) -> list[str]:
@@ -149,12 +149,12 @@ def test_it_tells_what_a_rank_takes_and_sends() -> None:
 
 def names_rank(place: RankInfo, configs: list[Config]) -> list[tuple[list[str], set[str], set[str]]]:
     """The columns of memory in a rehearsal's table, and the groups in it and in `plan`; both as printed."""
-    from planning.plan import plan
-    from planning.rehearse import rehearse
+    from planning.plan import describe_plan
+    from planning.rehearse import describe_rehearsal
 
     found = []
     for config in configs:
-        rehearsed, planned = list(rehearse(config, 0)), list(plan(config))
+        rehearsed, planned = list(describe_rehearsal(config, 0)), list(describe_plan(config))
         heads = [next(line.split() for line in told if "gathered" in line) for told in (rehearsed, planned)]
         assert heads[0] == heads[1][2:]
         table = rehearsed[next(n for n, line in enumerate(rehearsed) if "calls" in line) + 1 :]
@@ -175,10 +175,10 @@ def test_its_columns_have_the_names_of_plan() -> None:
 
 
 def phases_rank(place: RankInfo, config: Config) -> list[str]:
-    from planning.rehearse import rehearsed
+    from planning.rehearse import rehearse_rank
 
     phases: list[str] = []
-    rehearsed(config, 0, VOCAB, phases.append)
+    rehearse_rank(config, 0, VOCAB, phases.append)
     return phases
 
 

@@ -16,11 +16,20 @@ from pipeline.config.read import ConfigError, config_from_mapping, load_config
 from pipeline.parallel import traffic
 from pipeline.parallel.mesh import resolve_layout
 from planning.machine import load_machine
-from planning.memory import memory, reserve
-from planning.predict import predict
-from planning.search import FRAGMENTS, OWN, best, choices, node_counts, own_choice, search, write_choice
-from planning.timeline import actions
-from planning.workload import workload_of
+from planning.memory import estimate_memory, reserved_gpu_bytes
+from planning.predict import predict_step
+from planning.search import (
+    FRAGMENTATION_FACTOR,
+    OWN_LAYOUT_MARK,
+    enumerate_layouts,
+    fastest_that_fit,
+    parse_node_counts,
+    predict_own_layout,
+    search_layouts,
+    write_choice,
+)
+from planning.timeline import rank_actions
+from planning.workload import workload_from_config
 from submit import main
 
 H100 = load_machine("h100")
@@ -57,12 +66,12 @@ def everything() -> list[tuple[float, float]]:
         except ConfigError:
             continue
         layout = resolve_layout(config, vocab_size=VOCAB)
-        orders = actions(layout)
-        size = max(memory(config, layout, rank, VOCAB, orders[rank]).total for rank in range(pipeline))
+        orders = rank_actions(layout)
+        size = max(estimate_memory(config, layout, rank, VOCAB, orders[rank]).total for rank in range(pipeline))
         found.append(
             (
-                predict(workload_of(config, layout, VOCAB), H100.in_nodes_of(4)).tokens_per_gpu,
-                FRAGMENTS * size + reserve(layout),
+                predict_step(workload_from_config(config, layout, VOCAB), H100.in_nodes_of(4)).tokens_per_gpu,
+                FRAGMENTATION_FACTOR * size + reserved_gpu_bytes(layout),
             )
         )
     return found
@@ -70,11 +79,11 @@ def everything() -> list[tuple[float, float]]:
 
 def test_the_best_are_those_of_brute_force() -> None:
     config = config_from_mapping(BASE, "here")
-    found, by_hand = list(choices(config, H100, VOCAB, 2)), everything()
+    found, by_hand = list(enumerate_layouts(config, H100, VOCAB, 2)), everything()
     assert len(found) == len(by_hand) > 200
     tight = sorted(size for _, size in by_hand)[len(by_hand) // 4]
     for limit in (tight, 80e9):
-        fit, over = best(found, limit)
+        fit, over = fastest_that_fit(found, limit)
         wanted = sorted((tokens for tokens, size in by_hand if size <= limit), reverse=True)[:10]
         assert [choice.found.tokens_per_gpu for choice in fit] == pytest.approx(wanted)
         assert all(choice.bytes_needed > limit for choice in over)
@@ -90,8 +99,8 @@ def test_patterns_of_frozen_weights_are_asked_once(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(traffic, "fnmatch", asks)
     freeze = {"optimizer": {"freeze": ["model.embed_tokens.*"]}}
-    found = list(choices(config_from_mapping(BASE | freeze, "here"), H100, VOCAB, 2))
-    best(found, 80e9)
+    found = list(enumerate_layouts(config_from_mapping(BASE | freeze, "here"), H100, VOCAB, 2))
+    fastest_that_fit(found, 80e9)
     assert len(found) > 100 and len(asked) == len(set(asked)) == 8 * 9 + 3
 
 
@@ -99,7 +108,7 @@ def test_a_choice_is_written_beside_the_config(tmp_path: Path) -> None:
     path = tmp_path / "my.yaml"
     path.write_text("# mine\n" + yaml.safe_dump(BASE | {"parallel": {"data": {"replicate": 2, "shard": 4}, "zero": 1}}))
     before, more = path.read_text(), ["train.global_batch=64", "model.layers=4"]
-    _, first = search(load_config(path, more), H100, VOCAB, [1, 2, 4])
+    _, first = search_layouts(load_config(path, more), H100, VOCAB, [1, 2, 4])
     written = write_choice(first, path, more)
     made = load_config(written)
     assert resolve_layout(made) == first.layout and made.stages.train.most_nodes * 4 == first.layout.world_size
@@ -116,8 +125,8 @@ def test_the_layout_of_the_config_has_a_row_in_any_case() -> None:
 
     def own_rows(nodes: list[int], **sections: Any) -> list[str]:
         config = config_from_mapping(BASE | sections, "here")
-        lines, _ = search(config, H100, VOCAB, nodes, own_choice(config, H100, VOCAB))
-        return [line for line in lines if line.endswith(OWN)]
+        lines, _ = search_layouts(config, H100, VOCAB, nodes, predict_own_layout(config, H100, VOCAB))
+        return [line for line in lines if line.endswith(OWN_LAYOUT_MARK)]
 
     slow = {"tensor": 4, "pipeline": 2, "schedule": "gpipe"}
     for nodes in ([2], [1, 4]):
@@ -125,9 +134,9 @@ def test_the_layout_of_the_config_has_a_row_in_any_case() -> None:
         assert row.split()[0] == "2" and "pipeline 2 × data 1 × tensor 4 gpipe" in row and "too much" not in row
     (row,) = own_rows([2], site={"gpu_memory_gib": 8})
     assert "pipeline 1 × data 8 × tensor 1, micro-batch 1" in row and "GB too much" in row
-    _, first = search(config_from_mapping(BASE, "here"), H100, VOCAB, [2])
-    lines, _ = search(first.config, H100, VOCAB, [2], own_choice(first.config, H100, VOCAB))
-    assert lines[1].endswith(OWN) and sum(line.endswith(OWN) for line in lines) == 1, (
+    _, first = search_layouts(config_from_mapping(BASE, "here"), H100, VOCAB, [2])
+    lines, _ = search_layouts(first.config, H100, VOCAB, [2], predict_own_layout(first.config, H100, VOCAB))
+    assert lines[1].endswith(OWN_LAYOUT_MARK) and sum(line.endswith(OWN_LAYOUT_MARK) for line in lines) == 1, (
         "no second row for one that is there"
     )
 
@@ -135,20 +144,20 @@ def test_the_layout_of_the_config_has_a_row_in_any_case() -> None:
 def test_where_nothing_fits_it_says_so() -> None:
     config = config_from_mapping(BASE | {"site": {"gpu_memory_gib": 0.5}}, "here")
     with pytest.raises(UserError, match=r"no layout on 2 nodes fits into 0.5 GB: more nodes \(--nodes\)"):
-        search(config, H100, VOCAB, [2])
+        search_layouts(config, H100, VOCAB, [2])
 
 
 @pytest.mark.parametrize(
     ("text", "counts"), [("4", [4]), ("2..64", [2, 4, 8, 16, 32, 64]), ("3..7", [3, 6, 7]), ("3..10, 1", [3, 6, 10, 1])]
 )
 def test_counts_of_nodes(text: str, counts: list[int]) -> None:
-    assert node_counts(text) == counts
+    assert parse_node_counts(text) == counts
 
 
 @pytest.mark.parametrize("text", ["", "0", "a", "4..2", "1.5", "1..", "..4", "9999999999", "-3", "2...4"])
 def test_wrong_counts_of_nodes_are_refused(text: str) -> None:
     with pytest.raises(UserError, match="write numbers from 1 to"):
-        node_counts(text)
+        parse_node_counts(text)
 
 
 def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +205,7 @@ def test_what_is_written_is_what_was_said(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     said = ["stages.train.time=01:00:00", "run.name=no", "data.source=mine/*.txt", "train.global_batch=64"]
     config = load_config(path, said)
-    _, first = search(config, H100, VOCAB, [2])
+    _, first = search_layouts(config, H100, VOCAB, [2])
     written = load_config(write_choice(first, path, said))
     assert written.run.name == "no" and written.run.root == tmp_path / "elsewhere"
     assert written.stages.train.time == "01:00:00" and written.data.source == str(tmp_path / "mine/*.txt")
@@ -206,6 +215,10 @@ def test_what_is_written_is_what_was_said(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_offload_leaves_the_card_to_what_is_gathered(tmp_path: Path) -> None:
     config = config_from_mapping(BASE | {"parallel": {"zero": 3, "offload": True}}, "here")
-    (choice, *_), _ = best(list(choices(config, H100, VOCAB, 1)), 1e15)
-    (held,) = {memory(choice.config, choice.layout, 0, VOCAB, order) for order in actions(choice.layout)[:1]}
-    assert choice.bytes_needed == pytest.approx(FRAGMENTS * (held.gathered + held.activations) + reserve(choice.layout))
+    (choice, *_), _ = fastest_that_fit(list(enumerate_layouts(config, H100, VOCAB, 1)), 1e15)
+    (held,) = {
+        estimate_memory(choice.config, choice.layout, 0, VOCAB, order) for order in rank_actions(choice.layout)[:1]
+    }
+    assert choice.bytes_needed == pytest.approx(
+        FRAGMENTATION_FACTOR * (held.gathered + held.activations) + reserved_gpu_bytes(choice.layout)
+    )

@@ -164,9 +164,11 @@ def test_the_login_node_imports_nothing_heavy(finished: Path, arguments: list[st
         f"    runpy.run_path({str(CODE_ROOT / 'submit.py')!r}, run_name='__main__')\n"
         "except SystemExit as end:\n"
         "    assert not end.code, end.code\n"
-        "import importlib, pkgutil, slurm; from pipeline.run import stages; from tracking.registry import SINKS\n"
-        "own = {f'tracking.{row.module}' for row in SINKS.values() if row.imports}\n"  # followers' alone
-        "names = {module.name for module in pkgutil.walk_packages(slurm.__path__, 'slurm.')}\n"
+        "import importlib, pkgutil, slurm, tracking; from pipeline.run import stages\n"
+        "from pipeline.config.track import TRACKERS\n"
+        "own = {row.module for row in TRACKERS.values() if row.package}\n"  # followers' alone
+        "packages = (slurm, tracking)\n"
+        "names = {m.name for p in packages for m in pkgutil.walk_packages(p.__path__, f'{p.__name__}.')}\n"
         "assert own < names\n"
         "for name in names - own: importlib.import_module(name)\n"
         "for stage in stages.STAGES: stages.load(stage)\n"

@@ -27,7 +27,7 @@ from tests.cluster.machines import Machine
 from tests.stories.test_doors import Terminal
 from tests.stories.test_slurm import events, job_of, sbatch, submit, wait_for
 from tests.support.tiny import digest, slowed, write_config
-from tracking.report import gather
+from tracking.report import read_report_data
 
 cluster = cluster_fixture(grace=5, accounting=True, min_job_age=2)
 
@@ -179,7 +179,7 @@ def test_two_runs_side_by_side_and_one_is_followed_over_a_requeue(
     for name in runs:
         assert digest(Run(tmp_path / f"runs/{name}")) == digest(Run(calm / "runs/tiny"))
     left = Run.open(runs["left"])
-    first, second = (a for a in gather(left, StatusPoller(left).poll()).attempts if a.stage == "train")
+    first, second = (a for a in read_report_data(left, StatusPoller(left).poll()).attempts if a.stage == "train")
     assert first.cause != "done" == second.cause and second.seconds["queue"] > 4, "it waits 6 s after a requeue"
     assert sum(sum(a.seconds.values()) for a in (first, second)) == pytest.approx(second.end_time - first.start_time)
     assert first.seconds["compute"] > 1 and second.seconds["compute"] > 3 and second.seconds["startup"] > 0.5

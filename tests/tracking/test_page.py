@@ -15,6 +15,7 @@ import pytest
 
 from pipeline.base.console import PlainConsole
 from pipeline.base.files import seal
+from pipeline.base.html_page import draw_lanes
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
 from pipeline.run.history import History
@@ -22,9 +23,7 @@ from pipeline.run.ledger import CATEGORIES, AttemptTimes
 from pipeline.run.lines import metric
 from pipeline.run.lines import read as read_lines
 from tests.support.tiny import write_config
-from tracking.figures import lanes, mesh, parallel, timeline
-from tracking.report import print_report
-from tracking.report_sections import of_training
+from tracking.report import draw_mesh, draw_sweep_points, draw_timeline, draw_training, print_report
 
 EVIL = "</title><script>alert(1)</script>\"'&<b>"
 _VOID = {"meta"}
@@ -110,31 +109,32 @@ def test_a_run_with_everything_has_every_picture_with_its_units(run: Run) -> Non
     text, page = report(run)
     units = {
         "Loss": ("nats per token", "optimizer step"), "held out accuracy": ("on held-out data", "optimizer step"),
-        "Gradient norm": ("of the whole model, before clipping", "optimizer step"),
+        "Gradient norm": ("whole model, before clipping", "optimizer step"),
         "Learning rate": ("learning rate", "optimizer step"), "Throughput": ("tokens per second", "optimizer step"),
         "Parts of a step": ("seconds per step, mean", "optimizer step"), "Memory": ("GB, peak of rank 0",),
-        "Where profiled steps went": ("% of the step", "optimizer step"),
+        "Parts of profiled steps": ("% of the step", "optimizer step"),
         "Evaluation of checkpoints": ("bits per byte", "optimizer step"), "Tasks": ("± standard error",),
-        "Tasks over the checkpoints": ("share that is right", "optimizer step"),
-        "Hosts by their own time": ("in medians of all hosts",), "GPU utilisation": ("%", "since the run began"),
-        "GPU power": ("W, mean", "seconds since the run began"), "CPU": ("%",),
+        "Tasks over the checkpoints": ("accuracy", "optimizer step"),
+        "Hosts by local compute time": ("multiple of the median",),
+        "GPU utilisation": ("%", "since the start of the run"),
+        "GPU power": ("W, mean", "seconds since the start of the run"), "CPU": ("%",),
         "Layout: pipeline 1 × data 2 × tensor 1": ("rank on its node",),
     }  # fmt: skip
     (hours,) = page.figures.keys() - units.keys()
-    assert hours.startswith("Where the time went") and "since the run began" in page.figures[hours]
+    assert hours.startswith("Hours by part") and "since the start of the run" in page.figures[hours]
     assert units.keys() <= page.figures.keys()
     for heading, words in units.items():
         ticks = re.findall(r'<text class="tick"[^>]*>([^<]+)', page.figures[heading])
         assert all(word in page.figures[heading] for word in words) and len(ticks) >= 3, heading
     assert re.findall(r'"tick"[^>]*>(0|100)<', page.figures["CPU"]) == ["0", "100"], "of the whole, not of 20 %"
     assert "held out" in page.figures["Loss"] and page.figures["Loss"].count('stroke-dasharray="4"') == 2
-    shown = page.figures["Where profiled steps went"]
+    shown = page.figures["Parts of profiled steps"]
     assert "communication, exposed" in shown and re.findall(r'text-anchor="end">(\d+)<', shown)[-1] == "100"
     assert (
-        "n1: 1.000" in page.figures["Hosts by their own time"]
-        and 'class="c4"' in page.figures["Hosts by their own time"]
+        "n1: 1.000" in page.figures["Hosts by local compute time"]
+        and 'class="c4"' in page.figures["Hosts by local compute time"]
     )
-    assert re.search(r"<dt>begun</dt><dd>20\d\d-\d\d-\d\d \d\d:\d\d, on n1</dd>", text), text
+    assert re.search(r"<dt>started</dt><dd>20\d\d-\d\d-\d\d \d\d:\d\d, on n1</dd>", text), text
     for told in ("<dt>trained</dt>", "9,000 tokens", "preempted 1 ×", "rank-hours", "not evaluated yet"):
         assert told in text
     assert text.index("<dl>") < text.index("<figure"), "summary first"
@@ -147,7 +147,7 @@ def test_a_run_whose_lines_have_little_has_a_page_without_those_pictures(run: Ru
     _, page = report(run)
     drawn = page.figures.keys()
     assert {"Loss", "Throughput", "Parts of a step"} <= drawn
-    assert not {"Learning rate", "Gradient norm", "Memory", "Tasks", "GPU power", "Hosts by their own time"} & drawn
+    assert not {"Learning rate", "Gradient norm", "Memory", "Tasks", "GPU power", "Hosts by local compute time"} & drawn
     run.metrics.unlink()
     assert not {"Loss", "Parts of a step"} & report(run)[1].figures.keys()
 
@@ -160,7 +160,7 @@ def test_what_comes_from_a_run_is_no_markup(run: Run) -> None:
     write_lines(run.path / f"telemetry-{EVIL.replace('/', '')}.jsonl", [telemetry(n, **{EVIL: 3}) for n in (0, 1, 2)])
     text, page = report(run)
     assert text.count("<script>") == 1 and "alert(1)" in text and "b" not in page.attributes
-    shown = parallel([{EVIL: EVIL}, {EVIL: "x"}], f"{EVIL}!", [1.0, 2.0])
+    shown = draw_sweep_points([{EVIL: EVIL}, {EVIL: "x"}], f"{EVIL}!", [1.0, 2.0])
     assert "<script" not in shown
     Document(shown)
 
@@ -179,7 +179,7 @@ def test_a_hundred_thousand_steps_are_less_than_3_mb_and_keep_their_spikes(run: 
             loss = spike.get(step, 2 + math.sin(step) / 9)
             file.write(line.format(step, loss, loss * 3, 1000 + step % 99))
     history = History(run.metrics, metric, keep=("step", "step_time_s")).look()
-    drawn = of_training(run, history)
+    drawn = draw_training(run, history)
     assert sum(map(len, drawn)) < 3_000_000 / 10, "ten times as much is allowed for the page"
     (x, y) = (list(map(float, re.search(rf'data-{axis}="([^"]+)"', drawn[0])[1].split())) for axis in "xy")  # type: ignore[index]
     raw = re.search(r'points="([^"]+)"><title>training</title>', drawn[0])
@@ -223,25 +223,25 @@ def test_the_timeline_names_every_stop_and_many_lanes_stay_small() -> None:
     attempts = [
         AttemptTimes("train", None, n + 1, 2, 600.0 * n, 600.0 * n + 600, c, spent) for n, c in enumerate(causes)
     ]
-    drawn = timeline(attempts)
+    drawn = draw_timeline(attempts)
     assert re.findall(r'<text class="in[^>]*>(\w+)', drawn) == causes[:-1]
     assert [f"train {n} ended: {c}" in drawn for n, c in enumerate(causes, 1)] == [True] * 3 + [False]
     assert re.findall(r'class="tick"[^>]*>(\d+)<', drawn)[-1] == "40" and "minutes since" in drawn
-    many = timeline([AttemptTimes("shard", n, 1, 1, 0.0, 600.0, "done", spent) for n in range(5000)])
+    many = draw_timeline([AttemptTimes("shard", n, 1, 1, 0.0, 600.0, "done", spent) for n in range(5000)])
     assert len(many) < 100_000 and "4900 more lanes" in many
-    assert timeline([]) == "" == lanes("", None, [])  # type: ignore[arg-type]
+    assert draw_timeline([]) == "" == draw_lanes("", None, [])  # type: ignore[arg-type]
 
 
 def test_the_points_of_a_sweep_cross_their_values() -> None:
     points = [{"lr": lr, "name": name} for lr in (1e-4, 1e-3, 1e-2) for name in ("a", "b")]
-    drawn = parallel(points, "bits per byte", [3.0, 2.9, 1.5, 1.4, math.inf, 2.0])
+    drawn = draw_sweep_points(points, "bits per byte", [3.0, 2.9, 1.5, 1.4, math.inf, 2.0])
     ways = re.findall(r'class="c(\d)"[^>]* points="([^"]+)"><title>point (\d+): ([\d.]+)', drawn)
     assert [(n, value) for *_, n, value in ways] == [
         ("000", "3.0000"), ("001", "2.9000"), ("005", "2.0000"), ("002", "1.5000"), ("003", "1.4000"),
     ]  # fmt: skip
     assert ways[-1][:2] == ("2", "0.0,500.0 500.0,0.0 1000.0,1000.0"), "the best: in front, at its values, lowest"
     assert all(f">{word}<" in drawn for word in ("1e-4", "0.001", "0.01", "a", "b", "lr", "name", "bits per byte"))
-    assert parallel(points, "loss", [1.0, *[math.inf] * 5]) == ""
+    assert draw_sweep_points(points, "loss", [1.0, *[math.inf] * 5]) == ""
 
 
 def test_the_layout_shows_each_rank_on_its_node() -> None:
@@ -249,7 +249,7 @@ def test_the_layout_shows_each_rank_on_its_node() -> None:
 
     sizes = {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "tp": 2, "ranks_per_node": 4}
     rest = dict.fromkeys(("micro_batches", "virtual_stages", "zero"), 1) | {"schedule": "1f1b", "stage_layers": ()}
-    drawn = mesh(Layout(**sizes, **rest, fsdp=False, reduce_each_micro_batch=False, sequence_parallel=False))  # type: ignore[arg-type]
+    drawn = draw_mesh(Layout(**sizes, **rest, fsdp=False, reduce_each_micro_batch=False, sequence_parallel=False))  # type: ignore[arg-type]
     assert re.findall(r"rank (\d): pipeline (\d), data (\d), tensor (\d)", drawn) == [
         tuple(map(str, (rank, rank // 4, rank // 2 % 2, rank % 2))) for rank in range(8)
     ]

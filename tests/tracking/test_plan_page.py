@@ -16,13 +16,19 @@ from pipeline.base.errors import UserError
 from pipeline.config.read import load_config
 from pipeline.parallel.mesh import resolve_layout
 from pipeline.run.code import CODE_ROOT
-from planning.figures import figures
 from planning.machine import load_machine
-from planning.memory import reserve
-from planning.plan import plan
-from planning.plan_page import of_failures, of_memory, of_operators, of_schedule, print_plan
-from planning.predict import _span, predict
-from planning.workload import workload_of
+from planning.memory import reserved_gpu_bytes
+from planning.plan import (
+    compute_plan_figures,
+    describe_plan,
+    draw_failures,
+    draw_memory,
+    draw_roofline,
+    draw_schedule,
+    write_plan_page,
+)
+from planning.predict import _pipeline_span, predict_step
+from planning.workload import workload_from_config
 from submit import child
 
 H100 = load_machine("h100")
@@ -35,15 +41,15 @@ PIPED = (
 def found(*overrides: str, machine: bool = True) -> dict[str, Any]:
     """As the child writes it, read again."""
     config = load_config(CODE_ROOT / "configs/lm-8b.yaml", [*overrides, "site.gpu_memory_gib=79.6"])
-    values: dict[str, Any] = json.loads(json.dumps(figures(config, H100 if machine else None)))
+    values: dict[str, Any] = json.loads(json.dumps(compute_plan_figures(config, H100 if machine else None)))
     return values
 
 
 @pytest.mark.parametrize("overrides", [PIPED, (), ("parallel.zero=3", "train.micro_batch=2")])
 def test_memory_is_that_of_the_text(overrides: tuple[str, ...]) -> None:
     config = load_config(CODE_ROOT / "configs/lm-8b.yaml", [*overrides])
-    rows = [line.split() for line in plan(config) if re.match(r" +\d+ +[\d,]+( +\d+\.\d{3}){6}$", line)]
-    values, own = found(*overrides), reserve(resolve_layout(config)) / 1e9
+    rows = [line.split() for line in describe_plan(config) if re.match(r" +\d+ +[\d,]+( +\d+\.\d{3}){6}$", line)]
+    values, own = found(*overrides), reserved_gpu_bytes(resolve_layout(config)) / 1e9
     shown = [list(parts.values()) for parts in values["memory"]]
     assert len(rows) == len(shown) == config.parallel.pipeline
     for row, parts in zip(rows, shown, strict=True):
@@ -55,7 +61,7 @@ def test_memory_is_that_of_the_text(overrides: tuple[str, ...]) -> None:
 
 def test_offload_leaves_the_card_to_what_is_gathered() -> None:
     (parts,) = found("parallel.zero=3", "parallel.offload=true")["memory"]
-    assert list(parts) == ["gathered", "activations", "CUDA and NCCL"] and "CUDA and NCCL" in of_memory(
+    assert list(parts) == ["gathered", "activations", "CUDA and NCCL"] and "CUDA and NCCL" in draw_memory(
         {"memory": [parts], "limit": 80.0}
     )
 
@@ -65,10 +71,10 @@ def test_the_schedule_takes_what_is_predicted() -> None:
     values = found(*PIPED)
     config = load_config(CODE_ROOT / "configs/lm-8b.yaml", PIPED)
     layout = resolve_layout(config)
-    step = predict(workload_of(config, layout, 128256), H100.in_nodes_of(layout.ranks_per_node))
+    step = predict_step(workload_from_config(config, layout, 128256), H100.in_nodes_of(layout.ranks_per_node))
     made = values["timeline"]
     assert sum(len(row) for row in made) == 4 * 2 * 2 * layout.micro_batches
-    span, _ = _span(layout.schedule, 4, 2, layout.micro_batches, step.forward, step.backward)
+    span, _ = _pipeline_span(layout.schedule, 4, 2, layout.micro_batches, step.forward, step.backward)
     assert max(box[-1] for row in made for box in row) == pytest.approx(span)
     for row in made:
         assert all(one[4] <= two[3] + 1e-12 for one, two in pairwise(row))
@@ -86,13 +92,14 @@ def test_pictures_name_their_axes_and_units() -> None:
     values = found(*PIPED)
     config = load_config(CODE_ROOT / "configs/lm-8b.yaml", PIPED)
     drawn = {
-        "GB of one GPU": of_memory(values), "milliseconds": of_schedule(values),
-        "TFLOP/s": of_operators(values), "minutes": of_failures(config, 600.0)[1], "GPUs": of_failures(config, 0.0)[0],
+        "GB of one GPU": draw_memory(values), "milliseconds": draw_schedule(values),
+        "TFLOP/s": draw_roofline(values), "minutes": draw_failures(config, 600.0)[1],
+        "GPUs": draw_failures(config, 0.0)[0],
     }  # fmt: skip
     for unit, figure in drawn.items():
         assert figure.startswith("<figure") and re.search(rf'class="title"[^>]*>[^<]*{unit}', figure), unit
-    assert "times of a forward" in of_schedule(found(machine=False))
-    assert of_memory(values).count("a GPU has 85.5 GB</title>") == 4
+    assert "times of a forward" in draw_schedule(found(machine=False))
+    assert draw_memory(values).count("a GPU has 85.5 GB</title>") == 4
 
 
 def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
@@ -119,7 +126,7 @@ def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
 def test_mistakes_are_told_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in (tmp_path / "plan.yaml", tmp_path / "no" / "plan.html"):
         with pytest.raises(UserError, match=r"name a file that ends in \.html, in a folder that exists"):
-            print_plan(child, "", wrong)
+            write_plan_page(child, "", wrong)
     monkeypatch.setattr("sys.argv", ["submit.py", "plan", str(tmp_path / "none.yaml")])
-    left = print_plan(child, "", tmp_path / "plan.html")
+    left = write_plan_page(child, "", tmp_path / "plan.html")
     assert left.exit_code == 2 and not (tmp_path / "plan.html").exists()

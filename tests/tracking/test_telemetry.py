@@ -25,7 +25,7 @@ from tests.support.invented import json_lines
 from tests.support.tiny import make_run
 from tracking import telemetry
 from tracking.report import print_report
-from tracking.telemetry import Gpus
+from tracking.telemetry import GpuSampler
 
 
 class NVMLError(Exception):
@@ -114,20 +114,20 @@ def test_a_gpu_says_what_it_has_and_no_more(monkeypatch: pytest.MonkeyPatch) -> 
     fake.cards[1] |= {"ecc": 2, "xids": [31, 79, 31]}
     told = {"name": "NVIDIA H200", "utilization_percent": 97, "memory_gb": 120.0, "power_w": 651.5}
     told |= {"temperature_c": 66, "sm_clock_mhz": 1785}
-    gpus = Gpus()
-    assert gpus.read() == [
+    gpus = GpuSampler()
+    assert gpus.sample() == [
         {"index": 0, **told, "throttled": ["power cap", "heat"]},
         {"index": 1, **told, "throttled": [], "ecc_errors": 2, "xid": [31, 79]},
     ]
     fake.cards[1] |= {"lost": True, "xids": [154]}
-    assert gpus.read()[1] == {"index": 1, "xid": [31, 79, 154]}
+    assert gpus.sample()[1] == {"index": 1, "xid": [31, 79, 154]}
 
 
 def test_an_xid_between_two_looks_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NVML gives of events that wait only the last one's number, so it is asked more often than a line is written."""
     fake, flag, run = nvml(monkeypatch, 1), StopFlag(), make_run(tmp_path)
     monkeypatch.setattr(telemetry, "HOST", "n1")
-    process = threading.Thread(target=telemetry.sample, args=(run, 1.0, flag))
+    process = threading.Thread(target=telemetry.sample_telemetry, args=(run, 1.0, flag))
     process.start()
     time.sleep(0.1)
     fake.cards[0]["xids"].append(63)
@@ -151,14 +151,14 @@ class Node:
     def looks(self, number: int = 12, ended_s: float = 0.0) -> None:
         """So many lines as telemetry.py writes them."""
         self.patch.setitem(sys.modules, "pynvml", cast(Any, self.fake))
-        gpus, now = Gpus(), time.time() - ended_s
+        gpus, now = GpuSampler(), time.time() - ended_s
         with open(self.folder / f"telemetry-{self.host}.jsonl", "a") as file:
             for n in range(number):
                 line = {
                     "time": now - self.every_s * (number - 1 - n),
                     "host": self.host,
                     "cpu_percent": 9.0,
-                    "gpus": gpus.read(),
+                    "gpus": gpus.sample(),
                 }
                 file.write(json.dumps(line) + "\n")
 

@@ -29,8 +29,8 @@ from tests.support.servers import free_port, mlflow_server, prometheus_server
 from tests.support.tiny import write_config
 from tests.tracking.test_followers import Chat, chat, curve, in_float32, scraped
 from tracking.follower import Follower
-from tracking.tracker import identity
-from tracking.wandb import steps_in
+from tracking.tracker import tracker_run_id
+from tracking.wandb import read_offline_steps
 
 ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.story
@@ -45,7 +45,11 @@ def mlflow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 def curve_of_wandb(run: Run) -> list[tuple[int, float]]:
     """Step and loss in W&B's offline files."""
-    return [(step, values["loss"]) for step, values in steps_in(run.path / "track", identity(run)) if "loss" in values]
+    return [
+        (step, values["loss"])
+        for step, values in read_offline_steps(run.path / "track", tracker_run_id(run))
+        if "loss" in values
+    ]
 
 
 def mlflow_run(uri: str, run: Run) -> tuple[Any, Any]:
@@ -54,7 +58,7 @@ def mlflow_run(uri: str, run: Run) -> tuple[Any, Any]:
 
     client = MlflowClient(uri)
     experiments = [one.experiment_id for one in client.search_experiments()]
-    (found,) = client.search_runs(experiments, f"tags.`sluice.run` = '{identity(run)}'")
+    (found,) = client.search_runs(experiments, f"tags.`sluice.run` = '{tracker_run_id(run)}'")
     return client, found
 
 

@@ -341,8 +341,8 @@ def test_the_hours_of_another_job_of_that_id_are_not_counted(monkeypatch: pytest
     times = "2026-11-22T11:51:43|2026-11-22T11:51:44"
     monkeypatch.setattr(report, "accounted", lambda *asked: f"1|{times}|s-train\n1_0|{times}|r-train\n")
     monkeypatch.setattr(report, "cluster_name", lambda: "here")
-    assert [ran.job_id for ran in report.job_runs([OURS])] == ["1_0"]
-    assert report.job_runs([dataclasses.replace(OURS, cluster="there")]) == []
+    assert [ran.job_id for ran in report.read_job_times([OURS])] == ["1_0"]
+    assert report.read_job_times([dataclasses.replace(OURS, cluster="there")]) == []
 
 
 @pytest.mark.parametrize("ours", [True, False])

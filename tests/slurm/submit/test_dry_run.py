@@ -18,8 +18,8 @@ from pipeline.base.console import PlainConsole
 from pipeline.base.errors import ExitCode, UserError
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
-from planning import host_memory, memory_check
-from planning.plan import plan
+from planning import memory_check
+from planning.plan import describe_plan
 from slurm.submit import local_runner
 from tests.support.tiny import make_run, write_config
 
@@ -159,7 +159,7 @@ def test_a_gpu_whose_size_is_known_gets_the_verdict_of_plan(
     overrides = [word for word in more if "=" in word]
     config = load_config(Path("tiny.yaml"), [*LARGE, *overrides, f"site.gpu_memory_gib={known[1]}"])
     with nullcontext() if fits else pytest.raises(UserError, match="of the pipeline needs"):
-        assert list(plan(config))
+        assert list(describe_plan(config))
 
 
 def test_a_type_of_gpu_with_several_sizes_gets_a_verdict_for_each(typed: Callable[..., str]) -> None:
@@ -182,7 +182,7 @@ HUGE = "model={dim: 16384, layers: 64, heads: 128}"
 def test_host_memory_of_this_machine_is_compared(typed: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     """With what is counted by hand: fp32 weights, gradients and two moments, and a copy of all but gradients."""
     monkeypatch.setattr(memory_check, "has_gpu", lambda: False)
-    monkeypatch.setattr(memory_check, "memory_here", lambda: (23 * 10**9, "this machine"))
+    monkeypatch.setattr(memory_check, "local_memory_limit", lambda: (23 * 10**9, "this machine"))
     assert "memory    host: fits" in typed("tiny.yaml", "--dry-run", "--executor", "local")
     shown = typed("tiny.yaml", "--dry-run", "--executor", "local", HUGE)
     found = re.search(r"^problem   host memory: does not fit: .* ([\d,]+) GB at the start .* of 23.0 GB", shown, re.M)
@@ -223,15 +223,15 @@ def test_a_memory_limit_of_a_session_or_container_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, folder: str
 ) -> None:
     """As login nodes have one for each user."""
-    monkeypatch.setattr(host_memory, "CGROUPS", tmp_path)
-    monkeypatch.setattr(host_memory, "OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr(memory_check, "CGROUPS", tmp_path)
+    monkeypatch.setattr(memory_check, "PROCESS_CGROUPS", tmp_path / "own")
     (tmp_path / "own").write_text(f"3:cpuset:/x\n{line}\n")
-    assert host_memory.memory_here()[1] == "this machine"
+    assert memory_check.local_memory_limit()[1] == "this machine"
     (tmp_path / folder).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / folder).write_text("max\n")
-    assert host_memory.memory_here()[1] == "this machine"
+    assert memory_check.local_memory_limit()[1] == "this machine"
     (tmp_path / folder).write_text("1000000\n")
-    assert host_memory.memory_here() == (1000000, f"the limit in {tmp_path / folder}")
+    assert memory_check.local_memory_limit() == (1000000, f"the limit in {tmp_path / folder}")
 
 
 def test_ranks_on_gpus_hold_in_host_memory_what_is_offloaded(typed: Callable[..., str]) -> None:
@@ -250,7 +250,7 @@ def test_ranks_on_gpus_hold_in_host_memory_what_is_offloaded(typed: Callable[...
 def test_a_point_of_a_sweep_that_does_not_fit_is_named(
     typed: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_check, "memory_here", lambda: (23 * 10**9, "this machine"))
+    monkeypatch.setattr(memory_check, "local_memory_limit", lambda: (23 * 10**9, "this machine"))
     monkeypatch.setattr(memory_check, "has_gpu", lambda: False)
     shown = typed("tiny.yaml", "--dry-run", "--executor", "local", "sweep={grid: {model.dim: [32, 16384]}}")
     assert "problem   host memory: point 001: does not fit" in shown, shown
@@ -262,7 +262,7 @@ def test_the_warning_is_given_when_the_run_is_submitted_too(tmp_path: Path, monk
     assert kinds == ["warning: GPU memory:", "warning: host memory:"]
     out = io.StringIO()
     monkeypatch.setattr(submit, "console", PlainConsole(file=out, width=300))
-    monkeypatch.setattr(memory_check, "memory_here", lambda: (23 * 10**9, "this machine"))
+    monkeypatch.setattr(memory_check, "local_memory_limit", lambda: (23 * 10**9, "this machine"))
     monkeypatch.setattr(local_runner, "run_chain", lambda run, console: ExitCode.STOPPED)
     monkeypatch.setattr(Run, "snapshot_code", lambda self, **more: None)
     with pytest.raises(typer.Exit):

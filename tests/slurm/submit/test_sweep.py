@@ -30,7 +30,7 @@ from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.stories.test_slurm import events, submit, wait_for
 from tests.support.tiny import digest, make_run, slowed, write_config
-from tracking.report import gather, print_report
+from tracking.report import print_report, read_report_data
 
 cluster = cluster_fixture(grace=1)
 
@@ -112,7 +112,7 @@ def test_the_hours_of_the_points_are_in_the_ledger(tmp_path: Path, data: Path) -
         point.event("submitted", "train", job_id=f"2_{number}", executor="local")
         point.event("started", "train", job_id=f"2_{number}", ranks=1)
         point.event("done", "train", job_id=f"2_{number}")
-    attempts = gather(run, StatusPoller(run).poll()).attempts
+    attempts = read_report_data(run, StatusPoller(run).poll()).attempts
     assert [(a.stage, a.task, a.cause) for a in attempts] == [("train", number, "done") for number in range(4)]
     for point, attempt in zip(points(run), attempts, strict=True):
         assert attempt.end_time == event_timestamp(point.read_events("train", "done")[0])
@@ -198,7 +198,7 @@ def test_four_points_on_slurm_and_one_is_preempted(tmp_path: Path, data: Path, c
     rows = [line.split() for line in table.splitlines() if line.strip()[:3] in ("000", "001", "002", "003")]
     assert len(rows) == 4 and [float(row[-1]) for row in rows] == sorted(float(row[-1]) for row in rows)
     assert re.search(r"^train +4 points +4 +done, preempted ", table, re.M) and "training time ratio" in table, table
-    training = [a for a in gather(run, StatusPoller(run).poll()).attempts if a.stage == "train"]
+    training = [a for a in read_report_data(run, StatusPoller(run).poll()).attempts if a.stage == "train"]
     assert sum(a.seconds["compute"] for a in training) > 40, "96 steps of half a second"
     wait_for("the end of the watching", lambda: not under_way(run))
     watched = submit(cluster, tmp_path, "status", "runs/tiny", "--watch")

@@ -1,4 +1,4 @@
-"""Scales, ticks and thinning: for any finite numbers; nothing extreme is lost, labels are round and do not collide."""
+"""Scales, ticks and thinning work for any finite numbers; no extreme is lost; labels are round."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pipeline.base.plot import Curve, Scale, area, document, means, short, thin
+from pipeline.base.plot import Curve, Scale, area, format_number, means, svg_document, thin
 
 finite = st.floats(-1e300, 1e300)
 usual = st.floats(-1e9, 1e9).map(lambda x: round(x, 6))
@@ -17,7 +17,7 @@ usual = st.floats(-1e9, 1e9).map(lambda x: round(x, 6))
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(usual, min_size=1, max_size=400), st.integers(2, 40))
-def test_thinning_keeps_the_extremes_of_every_part_and_both_ends(values: list[float], buckets: int) -> None:
+def test_thin_keeps_the_extremes_of_each_part_and_both_ends(values: list[float], buckets: int) -> None:
     points = [*enumerate(values)]
     kept = thin(points, buckets)
     assert set(kept) <= set(points) and list(kept) == sorted(kept, key=lambda p: p[0])
@@ -28,7 +28,7 @@ def test_thinning_keeps_the_extremes_of_every_part_and_both_ends(values: list[fl
         assert not part or (min(part) == min(inside) and max(part) == max(inside))
 
 
-def test_means_are_those_of_equal_parts() -> None:
+def test_means_averages_equal_parts() -> None:
     assert means([(n, n % 2) for n in range(40)], 10) == [(4 * n + 1.5, 0.5) for n in range(10)]
     assert means([(n, n) for n in range(39)], 10) == []
 
@@ -36,13 +36,13 @@ def test_means_are_those_of_equal_parts() -> None:
 @settings(max_examples=150, deadline=None)
 @example([2.2250738585072014e-308], False, True)
 @given(st.one_of(st.lists(finite, min_size=1), st.lists(usual, min_size=1)), st.booleans(), st.booleans())
-def test_any_values_have_an_axis(values: list[float], log: bool, rounded: bool) -> None:
+def test_a_scale_exists_for_any_finite_values(values: list[float], log: bool, rounded: bool) -> None:
     scale = Scale.over(values, "x", log=log)
     scale = scale.rounded() if rounded else scale
     ticks = scale.ticks()
     assert all(-1e-6 <= scale.at(value) <= 1 + 1e-6 for value in values)
     assert len(ticks) <= 14 and [v for v, _ in ticks] == sorted({v for v, _ in ticks})
-    drawn = document(area(scale, scale, [Curve("c", [(v, v) for v in values])]))
+    drawn = svg_document(area(scale, scale, [Curve("c", [(v, v) for v in values])]))
     assert "nan" not in drawn and "inf" not in drawn
     ElementTree.fromstring(drawn)
 
@@ -59,15 +59,15 @@ def test_any_values_have_an_axis(values: list[float], log: bool, rounded: bool) 
         (3, 4, False, ["3", "3.2", "3.4", "3.6", "3.8", "4"]),
     ],
 )
-def test_ticks_are_round(low: float, high: float, log: bool, labels: list[str]) -> None:
+def test_ticks_are_round_numbers(low: float, high: float, log: bool, labels: list[str]) -> None:
     assert [label for _, label in Scale.over([low, high], "x", log=log).ticks()] == labels
 
 
-def test_between_whole_numbers_there_is_no_tick() -> None:
+def test_a_whole_scale_has_ticks_at_integers_only() -> None:
     assert [label for _, label in Scale.over([1, 3], "step", whole=True).ticks()] == ["1", "2", "3"]
 
 
 @given(st.floats(1e-9, 1e12))
-def test_a_short_number_is_the_number(value: float) -> None:
-    words = short(value).replace("k", "e3").replace("M", "e6").replace("G", "e9")
+def test_a_formatted_number_reads_back_as_the_number(value: float) -> None:
+    words = format_number(value).replace("k", "e3").replace("M", "e6").replace("G", "e9")
     assert math.isclose(float(words), value, rel_tol=1e-4)
