@@ -119,7 +119,7 @@ def submit(
         raise UserError("--scripts and --machine go with --dry-run")
     corrections = rehearsed.corrections
     if corrections:
-        known.refuse_running(running(known))
+        known.check_not_running(running(known))
     run = Run.create(loaded)
     if corrections:
         from slurm.submit.chain import begin_anew
@@ -153,26 +153,28 @@ def resume(
     if scripts and not dry_run:
         raise UserError("--scripts goes with --dry-run")
     opened = _open(run)
-    opened.refuse_foreign()
+    opened.check_owner()
     chosen = choose(executor, opened)
     asked_anew = any(not change.startswith(("recovery.", "goodput.")) for change in overrides or ())
-    with nullcontext() if dry_run else opened.alone():  # two at once: the second finds what the first one changed
+    with (
+        nullcontext() if dry_run else opened.lock_exclusively()
+    ):  # two at once: the second finds what the first one changed
         if asked_anew or update_code:
-            opened.refuse_running(running(opened))
+            opened.check_not_running(running(opened))
         if update_code:
-            opened.code_notes = opened.try_code()
+            opened.code_notes = opened.check_model_code()
         if dry_run:
             from cli.resume_preview import print_resume
 
             print_resume(opened, overrides or [], update_code, chosen, asked_anew, console, scripts=scripts)
             return
         if chosen == "slurm":  # before the changes are recorded
-            check_jobs(opened.with_config(opened.changed(overrides or [], update_code)))
+            check_jobs(opened.with_config(opened.preview_overrides(overrides or [], update_code)))
         for one in (opened, *make_points(opened)):
-            one.change(overrides or [], update_code)
+            one.apply_overrides(overrides or [], update_code)
         begin_anew(opened, asked_anew=asked_anew)
         if update_code:
-            opened.snapshot_code()
+            opened.copy_code()
             opened.event("code_updated", commit=opened.commit)
     _go(opened, chosen, again=True)
 
@@ -192,7 +194,7 @@ def _go(run: Run, executor: Executor, *, again: bool) -> None:
     if executor == "slurm":
         from slurm.submit.chain import submit_chain
 
-        with run.alone():  # two at once: the second finds the jobs of the first
+        with run.lock_exclusively():  # two at once: the second finds the jobs of the first
             submit_chain(run, console, again=again)
         return
     from slurm.query.status import describe_outcome

@@ -35,7 +35,7 @@ def train(place: RankInfo, run_path: Path, mode: str, steps: int) -> tuple[float
     run = Run.open(run_path)
     groups.configure_determinism(run.config)
     world = groups.join_process_group(place, run.config)
-    trainer = Trainer(run, load_manifest(run.data), place, world, StopFlag())
+    trainer = Trainer(run, load_manifest(run.data_dir), place, world, StopFlag())
     marks, inside = [], []
     step, save = trainer.step, trainer.save
 

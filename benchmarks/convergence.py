@@ -80,7 +80,7 @@ def trained(folder: Path, name: str, steps: int, data: Path, *options: str) -> t
     for command in (["slurm", "train"], ["pipeline", "evaluate"]):
         subprocess.run([sys.executable, "-m", *command, str(path)], cwd=ROOT, check=True, timeout=3600)
     run = Run.open(path)
-    return json.loads(next(run.evaluation.iterdir()).read_text())["loss"], run
+    return json.loads(next(run.evaluation_dir.iterdir()).read_text())["loss"], run
 
 
 def states() -> None:
@@ -113,7 +113,7 @@ def main() -> None:
         for number, (name, (steps, how)) in enumerate(VARIANTS.items()):
             section = "local_sgd" if how.startswith("every") else "hook"
             loss, run = trained(Path(folder), f"run{number}", steps, data, f"parallel.{section}={{{how}}}")
-            sent = bytes_sent(run.config, load_manifest(run.data).vocab_size, steps)
+            sent = bytes_sent(run.config, load_manifest(run.data_dir).vocab_size, steps)
             baseline = baseline or loss
             worse = loss / baseline - 1
             verdict = "yes" if worse <= WITHIN else "no"

@@ -120,7 +120,7 @@ def import_and_save(path: Path, results: dict[str, float]) -> None:
         source.fill(task.weights(part))
         source.note()
     saver = Checkpointer(
-        run.checkpoints, group, keep=1, background=False, describe={"layout": {}, **compute_source_identity(run)},
+        run.checkpoints_dir, group, keep=1, background=False, describe={"layout": {}, **compute_source_identity(run)},
         on_saved=lambda *_: None,
     )  # fmt: skip
     with measured(results, "save"):

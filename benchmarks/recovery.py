@@ -115,7 +115,7 @@ def moments(run: Run) -> list[dict[str, float]]:
         return datetime.datetime.fromisoformat(event["time"]).timestamp()
 
     events = [e for e in run.read_events("train") if e["event"] in ("requeued", "started", "restored", "ready")]
-    lines = {line["step"]: line for line in read_jsonl(run.metrics)}
+    lines = {line["step"]: line for line in read_jsonl(run.metrics_file)}
     found = []
     for requeued, started, restored, ready in zip(events, events[1:], events[2:], events[3:], strict=False):
         if [e["event"] for e in (requeued, started, restored, ready)] != ["requeued", "started", "restored", "ready"]:

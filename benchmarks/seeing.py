@@ -178,7 +178,7 @@ def profiled(folder: Path, data: Path) -> list[list[str]]:
     plain = statistics.median(line["step_time_s"] for line in lines if "profile" not in line)
     own = [line for line in lines if "profile" in line]
     longer = [100 * ((line["step_time_s"] - line["profile_s"]) / plain - 1) for line in own]
-    sizes = [path.stat().st_size / 1e3 for path in Run(run).profiles.glob("*/rank-*")]
+    sizes = [path.stat().st_size / 1e3 for path in Run(run).profiles_dir.glob("*/rank-*")]
     beside = [line["profile_s"] for line in own]
     return [
         ["a profiled step against the others", f"{statistics.median(longer):+.0f}%", _spread(longer, "%"), ""],

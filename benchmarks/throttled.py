@@ -62,8 +62,8 @@ def start(mount: SlowMount, run: Run, log: Path) -> subprocess.Popen[bytes]:
     """The training, by the run's own copy of the code, as a process that reads the mount slowly."""
     command = mount.inside([sys.executable, "-m", "pipeline", "train", str(run.path)])
     with open(log, "wb") as out:
-        environment = {**os.environ, "PYTHONPATH": str(run.code)}
-        return subprocess.Popen(command, cwd=run.code, env=environment, stdout=out, stderr=subprocess.STDOUT)
+        environment = {**os.environ, "PYTHONPATH": str(run.code_dir)}
+        return subprocess.Popen(command, cwd=run.code_dir, env=environment, stdout=out, stderr=subprocess.STDOUT)
 
 
 def steps_of(run: Run) -> list[dict[str, float]]:

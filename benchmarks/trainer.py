@@ -119,8 +119,8 @@ def make_run(folder: Path, name: str, steps: int, data: Path | None = None, more
     overrides = [f"run.root={folder}", f"run.name={name}", f"train.steps={steps}", *more]
     run = Run.create(load_config(ROOT / "configs/quickstart.yaml", overrides))
     if data is not None:
-        run.data.rmdir()
-        run.data.symlink_to(data / "data")
+        run.data_dir.rmdir()
+        run.data_dir.symlink_to(data / "data")
         return run.path
     for stage in ("prepare", "shard"):
         subprocess.run([sys.executable, "-m", "pipeline", stage, str(run.path)], cwd=ROOT, check=True, timeout=600)

@@ -192,7 +192,7 @@ def _training(config: Config, run: Run) -> Iterator[str]:
     )
     yield f"data      {sources}: {arrays}"
     yield f"model     {what}, {train.precision}"
-    yield f"training  {steps_words(config, run.data)} of {train.global_batch} {unit}: {each} of {train.micro_batch}"
+    yield f"training  {steps_words(config, run.data_dir)} of {train.global_batch} {unit}: {each} of {train.micro_batch}"
     yield f"layout    {_count(layout.world_size, 'rank')} on {_count(nodes, 'node')}: {describe_layout(layout)}"
 
 

@@ -31,7 +31,7 @@ def log_file(run: Run, stage: str, who: str) -> Path | None:
     if who != SUPERVISOR and not who.isdecimal():
         raise UserError(f"--rank {who}: give a rank's number, or {SUPERVISOR}")
     names = "*_log.out" if who == SUPERVISOR else f"rank-{int(who)}.log"
-    return max((run.jobs / stage).glob(names), key=lambda path: path.stat().st_mtime_ns, default=None)
+    return max((run.jobs_dir / stage).glob(names), key=lambda path: path.stat().st_mtime_ns, default=None)
 
 
 def show(run: Run, stage: str, who: str, follow: bool) -> None:
@@ -88,7 +88,7 @@ def _goes_on(rows: list[StageStatus], stage: str) -> bool:
 def _nothing(run: Run, stage: str, who: str, rows: list[StageStatus]) -> str:
     """Why there is no such log."""
     row = next(row for row in rows if row.stage == stage)
-    if there := sorted(path.name for path in (run.jobs / stage).glob("rank-*.log")):
+    if there := sorted(path.name for path in (run.jobs_dir / stage).glob("rank-*.log")):
         return f"{stage} has no log of rank {who}; there are: {', '.join(there)}"
     job, reason = row.cells["job"], row.cells["reason"]
     if row.is_active and job:

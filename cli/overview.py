@@ -74,4 +74,4 @@ def _cells(run: Run, rows: Sequence[StageStatus]) -> list[str]:
 
 def _changed(run: Run) -> float:
     """When something was last said of it."""
-    return (run.events if run.events.exists() else run.config_file).stat().st_mtime
+    return (run.events_file if run.events_file.exists() else run.config_file).stat().st_mtime

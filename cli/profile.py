@@ -41,7 +41,7 @@ def ask(run: Run, ranks: str, steps: int) -> Iterator[str]:
         _need_training(run)
         write_json(run.profile_file, {"ranks": wanted, "steps": steps})
     looked = time.monotonic()
-    while steps and (run.profile_file.exists() or run.profile_taken.exists()):
+    while steps and (run.profile_file.exists() or run.profile_taken_file.exists()):
         time.sleep(0.2)
         if time.monotonic() > looked + LOOK_S:
             _need_training(run)
@@ -73,7 +73,7 @@ def ask(run: Run, ranks: str, steps: int) -> Iterator[str]:
 
 
 def _profiled(run: Run) -> list[Path]:
-    return sorted(run.profiles.glob("step-*/parts.json"))
+    return sorted(run.profiles_dir.glob("step-*/parts.json"))
 
 
 def _need_training(run: Run) -> None:

@@ -79,15 +79,15 @@ def print_resume(
     Raises:
         UserError: `resume` would raise it, too.
     """
-    changed = run.with_config(run.changed(overrides, update_code))
+    changed = run.with_config(run.preview_overrides(overrides, update_code))
     changed.code_notes = run.code_notes
     found = [
-        point.with_config(point.changed(overrides, update_code)) if point.config_file.exists() else point
+        point.with_config(point.preview_overrides(overrides, update_code)) if point.config_file.exists() else point
         for point in points(changed)
     ]
     lines = [f"{key}: {words}" for key, words in differences(run.config, changed.config).items()]
     if update_code:
-        lines.append(f"code: {run.code} would be replaced by the code that is here now")
+        lines.append(f"code: {run.code_dir} would be replaced by the code that is here now")
     lines += [
         f"{file.name}: the request would be removed" for file in (run.cancelled_file, run.stop_file) if file.exists()
     ]

@@ -35,14 +35,14 @@ def check_submission(config: Config, on_slurm: bool) -> Run:
     library for `track` is not installed.
     Inputs are looked at where they have yet to be read, and not inside a container, whose folders are its own.
     """
-    run = Run.rehearse(config)
+    run = Run.preview(config)
     check_tracker_packages(config)
     if config.site.container is None:
         stages.refuse_inputs(run)
     if on_slurm:
         check_jobs(run)
-    if run.takes_code:
-        run.code_notes = run.try_code()  # it may take seconds, so it comes last
+    if run.will_copy_code:
+        run.code_notes = run.check_model_code()  # it may take seconds, so it comes last
     return run
 
 

@@ -93,7 +93,7 @@ class Screen:
 def watch(run: Run, console: Console) -> None:
     """Show it until the run is done or nothing of it runs or waits any more; q and Ctrl-C only stop watching."""
     poller, idle, live = StatusPoller(run), 0, supports_live_output(console)
-    history, shown = History(run.metrics, lines.metric), list[tuple[str, str, str]]()
+    history, shown = History(run.metrics_file, lines.metric), list[tuple[str, str, str]]()
     stages: Callable[[int], Group] | None = None
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # whoever ends it gets the first screen back, too
     with Screen(console) if live else nullcontext() as screen, suppress(KeyboardInterrupt):

@@ -24,13 +24,13 @@ def folder_of(run: Run, package: Path = PACKAGE) -> DataFolder[Any, Any]:
     """The run's data folder: of text, or of its own model's arrays. `package`: the code that fills it."""
     if run.user_model is None:
         kind = text_or_tokens if run.config.data.mixture is None else MixtureFolder
-        return kind(run.config.data, run.data, package)
-    return ArraysFolder(run.config.data, run.data, package, run.user_model)
+        return kind(run.config.data, run.data_dir, package)
+    return ArraysFolder(run.config.data, run.data_dir, package, run.user_model)
 
 
 def seen_from_outside(run: Run) -> DataFolder[Any, Any]:
     """The same for whoever only looks: it is filled by the run's own copy of the code."""
-    return folder_of(run, run.code / "data_prep")
+    return folder_of(run, run.code_dir / "data_prep")
 
 
 def log(text: str) -> None:

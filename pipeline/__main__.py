@@ -59,12 +59,12 @@ def main(arguments: list[str]) -> int:
         place = read_rank_info(os.environ)
         found = find_run(asked.target, asked.overrides, place)
         if not watched:  # the supervisor asked already
-            found.refuse_foreign()
-            found.refuse_cancelled()
+            found.check_owner()
+            found.check_not_cancelled()
         run = found
         if not watched and place.rank == 0:
-            if run.lock(asked.stage) is None:
-                raise UserError(f"{asked.stage} of {run.name} is already running ({run.holder(asked.stage)})")
+            if run.lock_stage(asked.stage) is None:
+                raise UserError(f"{asked.stage} of {run.name} is already running ({run.lock_holder(asked.stage)})")
             note(run, asked.stage, place, "started", ranks=place.world_size, host=os.uname().nodename, pid=os.getpid())
         noting = not watched
         code = stages.load(asked.stage).main(run, place, {"step": asked.step} if asked.step else {}, flag)
@@ -93,7 +93,8 @@ def main(arguments: list[str]) -> int:
 def note(run: Run, stage: str, place: RankInfo, event: str, **facts: Any) -> None:
     """Write what a supervisor would write, where none watches: ranks that were started by hand."""
     run.event(
-        event, stage, job_id=place.submitted_as or str(os.getpid()), attempt=run.attempts(stage) + (event == "started"),
+        event, stage, job_id=place.submitted_as or str(os.getpid()),
+        attempt=run.count_attempts(stage) + (event == "started"),
         task=None, slurm_job=place.job_id, restarts=place.restart_count, **facts,
     )  # fmt: skip
 

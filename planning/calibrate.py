@@ -44,7 +44,7 @@ from pipeline.config.sections import Config
 from pipeline.config.site import MeasureConfig
 from pipeline.model.task import DTYPES, Task
 from pipeline.parallel.mesh import Layout, resolve_layout
-from pipeline.run.directory import Run, now
+from pipeline.run.directory import Run, utc_timestamp
 from pipeline.run.stages import Progress
 from pipeline.train.engine import Engine
 from planning.goodput import minimize
@@ -322,8 +322,8 @@ def main(run: Run, place: RankInfo, options: Mapping[str, str], flag: StopFlag) 
         facts = read_device_facts(world, config.train.threads, layout.ranks_per_node)
     if world.first:
         told = (
-            f"Measured by `plan --measure` on {os.uname().nodename}, {now()}: torch {torch.__version__}, backend "
-            f"{world.backend},",
+            f"Measured by `plan --measure` on {os.uname().nodename}, {utc_timestamp()}: torch {torch.__version__}, "
+            f"backend {world.backend},",
             f"{world.size} ranks, {layout.ranks_per_node} a node: {layout.describe_sizes()}; "
             f"load average {load:.1f} before.",
             "Figures are those that were reached, peaks too. Links are free where one rank measured; on one node those",

@@ -387,7 +387,7 @@ def print_goodput(target: Path, overrides: Sequence[str], nodes: str | None, con
     if target.is_dir():
         run = Run.open(target)
         config = config_from_mapping(overridden(run.config.model_dump(mode="json"), overrides), "command line")
-        steps = History(run.metrics, lines.metric, keep=STEP_TIME_KEYS).look().rows
+        steps = History(run.metrics_file, lines.metric, keep=STEP_TIME_KEYS).look().rows
         attempts = build_ledger(run.read_events(), steps, ["train"], time.time())
         own = measure_goodput_figures(run.read_events("train"), steps, attempts, run.config.stages.train.tasks_per_node)
     else:

@@ -60,7 +60,7 @@ def measure(path: Path, overrides: Sequence[str], file: Path, machine: str | Non
     if chosen == "slurm":
         from slurm.submit.chain import submit_chain
 
-        with run.alone():
+        with run.lock_exclusively():
             submit_chain(run, console, again=True)
         console.print(f"when it is done: {again}", soft_wrap=True)
         return ExitCode.DONE

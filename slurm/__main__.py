@@ -19,7 +19,7 @@ def main(arguments: list[str]) -> int:
         from slurm.supervise.supervisor import supervise
 
         run = Run.open(arguments[1])
-        run.refuse_foreign()
+        run.check_owner()
         return supervise(run, arguments[0], flag)
     except Exception as error:
         return print_error(error)

@@ -25,7 +25,7 @@ from pipeline.base.signals import StopFlag
 from pipeline.config.read import config_from_mapping, overridden
 from pipeline.config.track import TRACKERS
 from pipeline.run.code import CODE_ROOT, with_code
-from pipeline.run.directory import Run, now
+from pipeline.run.directory import Run, utc_timestamp
 from tracking.tracker import (
     RunReader,
     Tracker,
@@ -126,10 +126,10 @@ class Follower:
                 pause_s = POLL_S
                 has_succeeded = True
             except UserError as error:
-                print(f"{now()} {self.name}: {error}", file=sys.stderr, flush=True)
+                print(f"{utc_timestamp()} {self.name}: {error}", file=sys.stderr, flush=True)
                 return False
             except Exception:  # a tracker's package may raise anything, which must not end this process
-                print(f"{now()} {self.name}: {traceback.format_exc()}", file=sys.stderr, flush=True)
+                print(f"{utc_timestamp()} {self.name}: {traceback.format_exc()}", file=sys.stderr, flush=True)
                 self._close()
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
                 has_succeeded = False
@@ -147,7 +147,7 @@ class Follower:
             try:
                 tracker.close()
             except Exception:  # the tracker may have failed before, and is constructed again in any case
-                print(f"{now()} {self.name}: {traceback.format_exc()}", file=sys.stderr, flush=True)
+                print(f"{utc_timestamp()} {self.name}: {traceback.format_exc()}", file=sys.stderr, flush=True)
 
 
 def follow(run: Run, name: str, flag: StopFlag, once: bool) -> int:
@@ -196,7 +196,7 @@ def main(arguments: list[str]) -> int:
     try:
         name, path, *options = arguments
         run = Run.open(path)
-        run.refuse_foreign()
+        run.check_owner()
         if overrides := [option for option in options if "=" in option]:
             values = overridden(run.config.model_dump(mode="json"), overrides)
             run._config = config_from_mapping(values, "command line")  # in this process only

@@ -58,7 +58,7 @@ class Prometheus(Tracker):
         self._textfile = config.textfile / f"sluice-{name}.prom" if config.textfile else None
         self._textfile_mode = _FILE_MODES[config.textfile_sharing or run.config.run.sharing]
         self._labels = {"run": name, "sweep": sweep or ""}
-        self._total_steps = steps_of(run.config, run.data)
+        self._total_steps = steps_of(run.config, run.data_dir)
         self._newest: Line = {}
         self._events: list[Line] = []
         self._evaluation: dict[str, float] = {}

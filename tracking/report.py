@@ -140,13 +140,13 @@ def read_report_data(run: Run, rows: Iterable[StageStatus]) -> ReportData:
     now = time.time()
     events = run.read_events()
     running = [row.stage for row in rows if row.state in ("running", "completing")]
-    steps = History(run.metrics, lines.metric, keep=STEP_TIME_KEYS).look()
+    steps = History(run.metrics_file, lines.metric, keep=STEP_TIME_KEYS).look()
     data = ReportData(build_ledger(events, steps.rows, stages.own_stages(run), now, running, jobs), steps, {})
     shared_events = [event for event in events if event["event"] == "done"]  # the points waited for these stages
     point_stages = stages.point_stages()
     for number_of_point, point in enumerate(points):
-        running = [stage for stage in point_stages if point.holder(stage)]
-        history = History(point.metrics, lines.metric, keep=STEP_TIME_KEYS).look()
+        running = [stage for stage in point_stages if point.lock_holder(stage)]
+        history = History(point.metrics_file, lines.metric, keep=STEP_TIME_KEYS).look()
         point_events = [*shared_events, *point.read_events()]
         for attempt in build_ledger(point_events, history.rows, point_stages, now, running, jobs):
             attempt.task = number_of_point
@@ -288,7 +288,7 @@ def _describe_training(
     )
     if slow_gpus := gpus_behind(run.path, *span, looks=None):
         yield f"GPUs behind others of their kind in the last 10 minutes of training: {'; '.join(slow_gpus[:8])}"
-    yield from filter(None, (lines.odd(run.events, lines.event), data.steps.odd_words))
+    yield from filter(None, (lines.odd(run.events_file, lines.event), data.steps.odd_words))
 
 
 # ------------------------------------------------------------------------------------------------------------ figures

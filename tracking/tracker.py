@@ -90,21 +90,21 @@ class RunReader:
 
     def events(self, offset: int) -> Iterator[tuple[Line, int]]:
         """Yield the events from byte `offset` of events.jsonl, each with the offset of the next one."""
-        for text, end in whole_lines(self.run.events, offset):
+        for text, end in whole_lines(self.run.events_file, offset):
             if lines.event(event := parse(text)):
                 yield event, end
 
     def steps(self, after: int) -> list[Line]:
         """Return the lines of the next steps after step `after`, at most `MAX_STEPS`, in order."""
         try:
-            status = self.run.metrics.stat()
+            status = self.run.metrics_file.stat()
         except FileNotFoundError:
             return []
         if status.st_ino != self._inode or status.st_size < self._offset:
             self._inode = status.st_ino
             self._offset = 0
         found: list[Line] = []
-        for text, end in whole_lines(self.run.metrics, self._offset):
+        for text, end in whole_lines(self.run.metrics_file, self._offset):
             line = parse(text)
             if lines.metric(line) and line["step"] > after:
                 if self._lost_steps and sha256_line(line) in self._lost_steps:  # the file is not cut yet
@@ -120,7 +120,7 @@ class RunReader:
 
     def evaluations(self, known_steps: list[int]) -> list[Line]:
         """Return the numbers of the evaluations of steps that are not among `known_steps`."""
-        steps = {int(path.stem.removeprefix("step-")) for path in self.run.evaluation.glob("step-*[0-9].json")}
+        steps = {int(path.stem.removeprefix("step-")) for path in self.run.evaluation_dir.glob("step-*[0-9].json")}
         if steps <= set(known_steps):
             return []
         new = [result for result in read_all_results(self.run)[0] if result["step"] not in known_steps]
@@ -252,12 +252,12 @@ def tracker_run_id(run: Run) -> str:
 
 def last_stage(run: Run) -> str:
     """Return the last stage of the run, or of a point of a sweep."""
-    return (stages.own_stages(run) if run.whole is run else stages.point_stages())[-1]
+    return (stages.own_stages(run) if run.sweep_or_self is run else stages.point_stages())[-1]
 
 
 def display_names(run: Run) -> tuple[str, str | None]:
     """Return the name of the run in trackers, and the name of its sweep if it is a sweep point."""
-    sweep = run.whole
+    sweep = run.sweep_or_self
     return (run.config.run.name, None) if sweep is run else (f"{sweep.path.name}-{run.path.name}", sweep.path.name)
 
 

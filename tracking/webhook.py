@@ -83,7 +83,7 @@ class Webhook(Tracker):
         hang_s = recovery.hang_s or MIN_HANG_S
         if attempt is None or 2 * quiet_s < hang_s:
             return False
-        steps = [*last_objects(self.run.metrics, lines.metric)]  # newest first
+        steps = [*last_objects(self.run.metrics_file, lines.metric)]  # newest first
         if not steps or (steps[0].get("time") or 0.0) < event_timestamp(attempt):  # no step of this attempt
             limit_s = recovery.start_s / 2
             since = "since the start"
@@ -91,7 +91,7 @@ class Webhook(Tracker):
             limit_s = self._step_limit_s(steps, hang_s)
             since = f"since step {steps[0]['step']}"
         identifier = sha256_line({"stall": since, "start": attempt["time"]})[:12]
-        is_last_save = steps and steps[0]["step"] == steps_of(self.run.config, self.run.data)
+        is_last_save = steps and steps[0]["step"] == steps_of(self.run.config, self.run.data_dir)
         if quiet_s < limit_s or identifier == self.state.stall or is_last_save:
             return False
         self._send_message(f"train seems to stall: no step for {format_duration(quiet_s)}, {since}", identifier)

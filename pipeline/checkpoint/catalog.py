@@ -56,7 +56,11 @@ def find_newest_step(folder: Path) -> int:
 
 def describe_missing_checkpoints(run: Run) -> str | None:
     """Which checkpoint was saved where none is left, and the ways out; None where one is, or its metrics went, too."""
-    if list_checkpoint_steps(run.checkpoints) or any(run.checkpoints.glob("damaged-*")) or not run.metrics.exists():
+    if (
+        list_checkpoint_steps(run.checkpoints_dir)
+        or any(run.checkpoints_dir.glob("damaged-*"))
+        or not run.metrics_file.exists()
+    ):
         return None
     step = 0
     for event in run.read_events("train", "saved", "restored", "began_anew"):  # by their order: nodes' clocks differ
@@ -64,8 +68,8 @@ def describe_missing_checkpoints(run: Run) -> str | None:
     if not step:
         return None
     return (
-        f"step {step} was saved, and {run.checkpoints} has no checkpoint: purged, moved, or not mounted? Bring one "
-        f"back; or, to train from zero all the same, remove {run.metrics}"
+        f"step {step} was saved, and {run.checkpoints_dir} has no checkpoint: purged, moved, or not mounted? Bring one "
+        f"back; or, to train from zero all the same, remove {run.metrics_file}"
     )
 
 
@@ -168,13 +172,13 @@ def find_checkpoint(run: Run, which: str | None) -> tuple[Path, dict[str, Any]]:
             f"{run.name} is a sweep, and each of its points has checkpoints: verify {found[0].name} and so on, up to "
             f"{found[-1].path.name}"
         )
-    steps = list_checkpoint_steps(run.checkpoints)
+    steps = list_checkpoint_steps(run.checkpoints_dir)
     if not steps:
-        raise CheckpointError(f"{run.checkpoints} holds no checkpoint")
+        raise CheckpointError(f"{run.checkpoints_dir} holds no checkpoint")
     step = steps[0]
     if which not in (None, "newest"):
         if not which.isdecimal() or int(which) not in steps:
             raise UserError(f"--step {which}: no such checkpoint; there are: {', '.join(map(str, steps))}")
         step = int(which)
-    checkpoint = run.checkpoints / checkpoint_name(step)
+    checkpoint = run.checkpoints_dir / checkpoint_name(step)
     return checkpoint, read_checkpoint_manifest(checkpoint)

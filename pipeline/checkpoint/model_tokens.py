@@ -81,7 +81,7 @@ def model_tokens(run: Run, manifest: Manifest, tokenizer: Tokenizer) -> ModelTok
     source, eos_token = read_source(run), run.config.data.tokenizer.eos_token
     along: Mapping[str, str] = source.get("along", {})
     settings, mapping, generation = (_object(along.get(name)) for name in (*_NAMES, GENERATION))
-    chat = read_json(run.data / CHAT) if run.config.data.records == "messages" else None
+    chat = read_json(run.data_dir / CHAT) if run.config.data.records == "messages" else None
     names = token_names(settings, mapping) if along else token_names((chat or {}).get("tokens", {}))
     names = {key: text for key, text in names.items() if text}
 

@@ -25,7 +25,7 @@ NOTES = "verified.json"
 
 def manifest_of(run: Run) -> Manifest | SampleManifest:
     """What the shard stage left. Raises InputError, naming the file, when it is missing or torn."""
-    return manifest_for(run.config, run.data)
+    return manifest_for(run.config, run.data_dir)
 
 
 def verify_shards(run: Run, shards: Sequence[ShardEntry | SampleFile], group: dist.ProcessGroup, *, how: str) -> None:
@@ -36,7 +36,7 @@ def verify_shards(run: Run, shards: Sequence[ShardEntry | SampleFile], group: di
     read again as long as it has them.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    notes = run.data / NOTES
+    notes = run.data_dir / NOTES
     known: dict[str, Any] = {}
 
     def check() -> dict[str, Any]:
@@ -45,12 +45,12 @@ def verify_shards(run: Run, shards: Sequence[ShardEntry | SampleFile], group: di
                 known.update(read)
         seen: dict[str, Any] = {}
         for entry in shards[rank::size]:
-            path = run.data / entry.file
+            path = run.data_dir / entry.file
             try:
                 found = path.stat() if path.exists() else None
                 stamp = found and [found.st_size, found.st_mtime_ns, found.st_ino, entry.sha256]
                 again = stamp is None or known.get(entry.name) != stamp
-                entry.check(run.data, how != "sizes" and again)
+                entry.check(run.data_dir, how != "sizes" and again)
                 seen[entry.name] = stamp
             except InputError as error:
                 if not entry.own:
@@ -80,7 +80,7 @@ def _check_arrays(run: Run, path: Path, entry: ShardEntry | SampleFile) -> None:
             if isinstance(dataset, h5py.Dataset) and (offset := dataset.id.get_offset()) is not None:
                 found = Array(offset=offset, dtype=dataset.dtype.name, shape=dataset.shape)
             if found != array:
-                manifest = run.data / "manifest.json"
+                manifest = run.data_dir / "manifest.json"
                 raise InputError(
                     f"{manifest} says of {name} in {path}: {array}; there is: {found or 'no such array'}. Remove "
                     f"{manifest} and run the shard stage again, e.g. `{run.resume_command}`"

@@ -22,18 +22,18 @@ def wanted(run: Run, which: str | None) -> list[int]:
 
     Raises UserError where it is none of these, or there is no such checkpoint.
     """
-    steps = list_checkpoint_steps(run.checkpoints)
+    steps = list_checkpoint_steps(run.checkpoints_dir)
     if which is None:
         which = "every" if run.config.evaluate.every == "checkpoint" else "newest"
     if which == "every":
         return steps
     if which == "newest":
-        return [newest] if (newest := find_newest_step(run.checkpoints)) else []
+        return [newest] if (newest := find_newest_step(run.checkpoints_dir)) else []
     if not which.isdecimal():
         raise UserError(f"--step {which}: give a step's number, newest or every")
     if int(which) not in steps:
         there = ", ".join(map(str, steps)) or "none"
-        raise UserError(f"--step {which}: no such checkpoint in {run.checkpoints}; there are: {there}")
+        raise UserError(f"--step {which}: no such checkpoint in {run.checkpoints_dir}; there are: {there}")
     return [int(which)]
 
 
@@ -83,7 +83,7 @@ def main(run: Run, place: RankInfo, options: Mapping[str, str], flag: StopFlag) 
     world = groups.join_process_group(place, run.config)
     steps = groups.broadcast_from_rank0(groups.new_control_group(), wanted(run, options.get("step")))
     if not steps:
-        raise CheckpointError(f"{run.checkpoints} holds no intact checkpoint to evaluate; train first")
+        raise CheckpointError(f"{run.checkpoints_dir} holds no intact checkpoint to evaluate; train first")
     steps = groups.broadcast_from_rank0(
         groups.new_control_group(), [step for step in steps if read_result(run, step) is None]
     )

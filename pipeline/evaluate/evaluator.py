@@ -102,10 +102,10 @@ class Evaluator:
             self.held_out = SampleHeldOut(run, task, manifest, limit, world.device)
         self.tasks: list[TaskFile] = []
         if within is None and isinstance(manifest, Manifest) and config.evaluate.task_files:
-            tokenizer = load_tokenizer(run.data / TOKENIZER)
+            tokenizer = load_tokenizer(run.data_dir / TOKENIZER)
             length, most = config.data.sequence_length, config.evaluate.answer_tokens
             options = tokenizer, manifest.eos_id, length, self.batch, most, self.split
-            with_end = load_tokenizer(run.data / TOKENIZER, config.data.tokenizer.eos_token)
+            with_end = load_tokenizer(run.data_dir / TOKENIZER, config.data.tokenizer.eos_token)
             bos_ids, end_ids = manifest.bos_ids, model_tokens(run, manifest, with_end).end_ids
             self.tasks = [
                 TaskFile(file, *options, bos_ids=bos_ids, end_ids=end_ids) for file in config.evaluate.task_files
@@ -113,12 +113,12 @@ class Evaluator:
 
     def evaluate(self, step: int) -> bool:
         """Evaluate the checkpoint of `step` and write its file; False where the ranks agreed to stop before."""
-        checkpoint = self.run.checkpoints / catalog.checkpoint_name(step)
+        checkpoint = self.run.checkpoints_dir / catalog.checkpoint_name(step)
         try:
             sealed = load_verified_manifest(checkpoint, self.group)
         except CheckpointError as error:
             if self.world.first:  # so that training counts as not done, and goes on from the one before
-                catalog.set_checkpoint_aside(self.run.checkpoints, step)
+                catalog.set_checkpoint_aside(self.run.checkpoints_dir, step)
                 self.run.event("damaged", "evaluate", step=step, reason=str(error))
             raise
         check_identity(sealed, self.identity)
@@ -185,7 +185,7 @@ class SampleHeldOut:
 
     def __init__(self, run: Run, task: Task, manifest: SampleManifest, limit: int | None, device: torch.device) -> None:
         self.task, self.device = task, device
-        self.dataset = SampleDataset(manifest, run.data, held_out=True, transform=task.transform)
+        self.dataset = SampleDataset(manifest, run.data_dir, held_out=True, transform=task.transform)
         self.count = min(len(self.dataset), limit or len(self.dataset))
 
     def sums(self, model: nn.Module, start: int, stop: int) -> dict[str, float]:
@@ -232,7 +232,7 @@ class TextHeldOut:
         self._starts = list(accumulate((count for _, count in taken), initial=0))
         self.count = self._starts[-1]
         whole = cache(map_whole)
-        self._arrays = {shard.name: map_file(shard, run.data / shard.file, whole) for shard in self._shards}
+        self._arrays = {shard.name: map_file(shard, run.data_dir / shard.file, whole) for shard in self._shards}
         self._covered = [(shard, min(count * length, shard.tokens)) for shard, count in taken]
         """The files, and how many of its tokens the windows cover."""
 

@@ -30,7 +30,7 @@ HELD_OUT_PREFIX = "held_out_"
 
 def result_file(run: Run, step: int) -> Path:
     """Where the evaluation of a step is written."""
-    return run.evaluation / f"{checkpoint_name(step)}.json"
+    return run.evaluation_dir / f"{checkpoint_name(step)}.json"
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -50,7 +50,7 @@ def read_result(run: Run, step: int) -> dict[str, Any] | None:
         result = _read(result_file(run, step))
         if (
             result
-            and result["checkpoint"] == read_checkpoint_manifest(run.checkpoints / checkpoint_name(step))["sha256"]
+            and result["checkpoint"] == read_checkpoint_manifest(run.checkpoints_dir / checkpoint_name(step))["sha256"]
         ):
             return result
     return None
@@ -58,13 +58,15 @@ def read_result(run: Run, step: int) -> dict[str, Any] | None:
 
 def read_all_results(run: Run) -> tuple[list[dict[str, Any]], list[str]]:
     """All evaluations, also of checkpoints that are gone; and the names of files that hold none."""
-    found = {path.name: _read(path) for path in sorted(run.evaluation.glob("step-*.json"))}
+    found = {path.name: _read(path) for path in sorted(run.evaluation_dir.glob("step-*.json"))}
     return [result for result in found.values() if result], [name for name, result in found.items() if not result]
 
 
 def read_newest_result(run: Run) -> dict[str, Any] | None:
     """The evaluation of the newest checkpoint that has one."""
-    return next((result for step in list_checkpoint_steps(run.checkpoints) if (result := read_result(run, step))), None)
+    return next(
+        (result for step in list_checkpoint_steps(run.checkpoints_dir) if (result := read_result(run, step))), None
+    )
 
 
 def format_result(result: Mapping[str, Any]) -> str:

@@ -266,7 +266,7 @@ class _UserTask(Task):
         self.config, self.facts, self.module = run.config, facts, module
         self.transform = getattr(module, "transform", None)
         first = manifest.model_copy(update={"train": manifest.train[:1], "held_out_samples": 0})
-        self.shapes = SampleDataset(first, run.data, transform=self.transform).shapes
+        self.shapes = SampleDataset(first, run.data_dir, transform=self.transform).shapes
         self.per_step = run.config.train.global_batch
         self.options = run.config.model.all_options
         self._is_sum = False
@@ -621,4 +621,4 @@ def make_task(run: Run, manifest: Manifest | SampleManifest) -> Task:
     if isinstance(manifest, Manifest):
         return Task(run.config, manifest.vocab_size, manifest.eos_id, manifest.bos_ids == (manifest.eos_id,))
     assert run.user_model is not None
-    return _UserTask(run, run.user_model, run.user_model.load(run.code), manifest)
+    return _UserTask(run, run.user_model, run.user_model.load(run.code_dir), manifest)

@@ -38,7 +38,7 @@ _FILES = 100
 
 def write_card(run: Run, folder: Path, step: int, result: Mapping[str, Any] | None, rules: Sequence[str]) -> None:
     """Write README.md and, where steps are recorded, loss.svg into `folder`."""
-    found = {line["step"]: line for line in lines.read(run.metrics, lines.metric) if line["step"] <= step}
+    found = {line["step"]: line for line in lines.read(run.metrics_file, lines.metric) if line["step"] <= step}
     steps = [found[number] for number in sorted(found)]
     config, wanted = run.config, run.config.publish
     assert wanted is not None
@@ -137,7 +137,7 @@ def _data(run: Run) -> list[str]:
 def _sources(run: Run) -> list[str]:
     """Each input file with its hash, where it is as it was when it was cut into units (data_prep/text/units.py)."""
     folders = run.config.data.mixture.sources if run.config.data.mixture else ("",)
-    rows = [row for name in folders for row in read_json(run.data / name / "units.json")["inputs"]]
+    rows = [row for name in folders for row in read_json(run.data_dir / name / "units.json")["inputs"]]
     told = []
     for path, size, mtime_ns, *_ in rows if len(rows) <= _FILES else ():
         file = Path(path)

@@ -82,7 +82,7 @@ def _write_words(run: Run, folder: Path, vocab_size: int, dtype: str) -> Sequenc
     manifest, config = manifest_of(run), run.config
     assert isinstance(manifest, Manifest)
     length, eos_token = config.data.sequence_length, config.data.tokenizer.eos_token
-    tokens = model_tokens(run, manifest, load_tokenizer(run.data / TOKENIZER, eos_token))
+    tokens = model_tokens(run, manifest, load_tokenizer(run.data_dir / TOKENIZER, eos_token))
     theirs = config_json(config.model, vocab_size, length, tokens.ids["eos_token_id"], TYPES[dtype][2])
     write_json(folder / CONFIG, dict(sorted({**theirs, **tokens.ids}.items())))
     known = {key: value for key, value in tokens.ids.items() if value is not None}
@@ -95,7 +95,7 @@ def _write_words(run: Run, folder: Path, vocab_size: int, dtype: str) -> Sequenc
             write_atomic(folder / name, _for_both(tokens.corrected(name, kept[name])))
     if tokens.chat_template is not None:
         write_atomic(folder / "chat_template.jinja", tokens.chat_template)
-    shutil.copyfile(run.data / TOKENIZER, folder / TOKENIZER)
+    shutil.copyfile(run.data_dir / TOKENIZER, folder / TOKENIZER)
     fsync(folder / TOKENIZER)
     return tokens.notes
 

@@ -123,7 +123,7 @@ def _of_run(path: Path, prompt: Prompt, step: str | None, most: int) -> Ready:
     if run.config.model.target is not None:
         raise UserError(f"{run.name} trains a model of its own ({run.config.model.target}), which generates no text")
     eos_token = run.config.data.tokenizer.eos_token
-    manifest, tokenizer = manifest_of(run), load_tokenizer(run.data / TOKENIZER, eos_token)
+    manifest, tokenizer = manifest_of(run), load_tokenizer(run.data_dir / TOKENIZER, eos_token)
     assert isinstance(manifest, Manifest)
     ids, turn_ends = _encoded(tokenizer, prompt, manifest.bos_ids, lambda: _template_of_run(run))
     checkpoint, _ = open_intact_checkpoint(run, step)
@@ -165,7 +165,7 @@ def _template_of_run(run: Run) -> ChatTemplate:
     Raises UserError if there is none.
     """
     if run.config.data.records == "messages":
-        chat = read_json(run.data / CHAT)
+        chat = read_json(run.data_dir / CHAT)
         return ChatTemplate(chat["template"], chat["tokens"])
     return _template_in(read_source(run).get("along", {}), run.name)
 

@@ -64,7 +64,7 @@ _NOT_YET = {"registered": "publish.mlflow has no entry yet", "version": "publish
 
 def missing(run: Run) -> str | None:
     """Why the stage is not done; None when the newest checkpoint is published and all ended well that comes behind."""
-    step = find_newest_step(run.checkpoints)
+    step = find_newest_step(run.checkpoints_dir)
     if not step:
         return "there is no checkpoint yet"
     if (lacking := _lacking(run, step)) is not None:
@@ -76,7 +76,7 @@ def missing(run: Run) -> str | None:
 
 def progress(run: Run) -> Progress:
     """How far it is."""
-    step = find_newest_step(run.checkpoints)
+    step = find_newest_step(run.checkpoints_dir)
     published = step and _lacking(run, step) is None and _changed_file(run, step) is None
     return Progress(str(_version(run, step)) if step and published else "-")
 
@@ -98,9 +98,9 @@ def look(run: Run) -> None:
 
 def main(run: Run, place: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
     """Publish the newest checkpoint. Raises UserError where a rule fails, CheckpointError for a damaged one."""
-    wanted, step = _wanted(run), find_newest_step(run.checkpoints)
+    wanted, step = _wanted(run), find_newest_step(run.checkpoints_dir)
     if not step:
-        raise UserError(f"{run.checkpoints} holds no intact checkpoint to publish; train first")
+        raise UserError(f"{run.checkpoints_dir} holds no intact checkpoint to publish; train first")
     version = _version(run, step)
     if lacking := _lacking(run, step):
         raise UserError(lacking)
@@ -182,7 +182,7 @@ def _lacking(run: Run, step: int) -> str | None:
     if not version.is_dir():
         return f"{version} is no folder: give another publish.name or move it away"
     found = _object(version / SEAL)
-    checkpoint = read_checkpoint_manifest(run.checkpoints / checkpoint_name(step))["sha256"]
+    checkpoint = read_checkpoint_manifest(run.checkpoints_dir / checkpoint_name(step))["sha256"]
     if not intact(found) or found.get("checkpoint") != checkpoint:
         return (
             f"{version} is there already and is not of this run's checkpoint: give another publish.name or move it away"
@@ -330,7 +330,7 @@ def _complete(run: Run, folder: Path, step: int, result: Mapping[str, Any] | Non
     from pipeline.publish.card import write_card
 
     write_card(run, folder, step, result, held)
-    checkpoint = read_checkpoint_manifest(run.checkpoints / checkpoint_name(step))["sha256"]
+    checkpoint = read_checkpoint_manifest(run.checkpoints_dir / checkpoint_name(step))["sha256"]
     files = {path.name: path.stat().st_size for path in folder.iterdir()}
     what = {"run": run.config.run.name, "step": step, "checkpoint": checkpoint, "rules": held, "files": files}
     write_json(folder / SEAL, seal(what))

@@ -26,7 +26,7 @@ from typing import Any
 from pipeline.base.errors import NonFiniteError
 from pipeline.base.files import append_line, fsync, seal
 from pipeline.data.sample_order import position_of
-from pipeline.run.directory import Run, now
+from pipeline.run.directory import Run, utc_timestamp
 
 WINDOW = 100
 LEAST = 20
@@ -127,7 +127,14 @@ class BadStepGuard:
 
     def _write(self, decision: str, position: int, step: int, reason: str, **more: int) -> None:
         if self.writes:
-            line = {"time": now(), "decision": decision, "position": position, "step": step, "reason": reason, **more}
-            append_line(self.run.decisions, json.dumps(seal(line)))
-            fsync(self.run.decisions)  # a checkpoint never knows more than this file
+            line = {
+                "time": utc_timestamp(),
+                "decision": decision,
+                "position": position,
+                "step": step,
+                "reason": reason,
+                **more,
+            }
+            append_line(self.run.decisions_file, json.dumps(seal(line)))
+            fsync(self.run.decisions_file)  # a checkpoint never knows more than this file
             self.run.event(f"bad_step_{decision}", "train", step=step, position=position, reason=reason, **more)

@@ -63,7 +63,7 @@ def check_this_rank(run: Run, place: RankInfo, device: torch.device) -> None:
 
 
 def _check_files(run: Run, host: str) -> None:
-    file = run.jobs / f".check-{host}"
+    file = run.jobs_dir / f".check-{host}"
     content = os.urandom(1 << 16)
     try:
         with open(file, "wb") as out:

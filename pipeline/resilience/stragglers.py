@@ -110,4 +110,4 @@ class StragglerDetector:
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + RANK_EVERY_S
             ratios = {host: own / median for host, (own, median) in self._sums.items() if median > 0}
-            write_json(self.run.stage_folder("train") / own_times_file(self.run).name, ratios)
+            write_json(self.run.stage_dir("train") / own_times_file(self.run).name, ratios)

@@ -52,7 +52,7 @@ class Watchdog:
     def __init__(self, run: Run, stage: str, place: RankInfo, flag: StopFlag) -> None:
         self.run, self.stage, self.place, self.flag = run, stage, place, flag
         self.limits = run.config.recovery
-        self.file = run.stage_folder(stage) / f"hang-rank-{place.rank}.json"
+        self.file = run.stage_dir(stage) / f"hang-rank-{place.rank}.json"
         self._longest_s, self._steps = 0.0, 0
         self._now = (0, 0, "start", time.monotonic())  # step, phase's number in it, name, since: replaced as a whole
         self._closed = threading.Event()

@@ -60,13 +60,13 @@ from pipeline.run.code import CODE_ROOT, copy_code, try_code
 _UMASK = {"private": 0o077, "group": 0o027, "all": 0o022}
 
 
-def now() -> str:
+def utc_timestamp() -> str:
     """The present, as events write it (UTC, ISO 8601, milliseconds)."""
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 @dataclass(frozen=True)
-class Holder:
+class LockHolder:
     """The process that took a stage's lock: a supervisor, or a rank started by hand."""
 
     pid: int
@@ -88,18 +88,18 @@ class Run:
     def __init__(self, path: Path, config: Config | None = None) -> None:
         """`config`: what it will have, where it is not made yet."""
         self.path = Path(os.path.realpath(path))
-        self.code = self.path / "code"
-        self.jobs = self.path / "jobs"
-        self.data = self.path / "data"
-        self.checkpoints = self.path / "checkpoints"
-        self.evaluation, self.profiles = self.path / "evaluation", self.path / "profiles"
-        self.metrics = self.path / "metrics.jsonl"
-        self.events = self.path / "events.jsonl"
-        self.changes = self.path / "changes.jsonl"
+        self.code_dir = self.path / "code"
+        self.jobs_dir = self.path / "jobs"
+        self.data_dir = self.path / "data"
+        self.checkpoints_dir = self.path / "checkpoints"
+        self.evaluation_dir, self.profiles_dir = self.path / "evaluation", self.path / "profiles"
+        self.metrics_file = self.path / "metrics.jsonl"
+        self.events_file = self.path / "events.jsonl"
+        self.changes_file = self.path / "changes.jsonl"
         self.config_file = self.path / "config.yaml"
-        self.decisions = self.path / "decisions.jsonl"
+        self.decisions_file = self.path / "decisions.jsonl"
         self.stop_file, self.save_file = self.path / "stop", self.path / "save"
-        self.profile_file, self.profile_taken = self.path / "profile", self.path / "profile.taken"
+        self.profile_file, self.profile_taken_file = self.path / "profile", self.path / "profile.taken"
         self.cancelled_file = self.path / "cancelled"
         self._config = None if self.config_file.exists() else config
         self._read_at = (0, 0)
@@ -114,15 +114,15 @@ class Run:
     # -- making and finding ------------------------------------------------------------------------------
 
     @classmethod
-    def rehearse(cls, config: Config) -> Run:
+    def preview(cls, config: Config) -> Run:
         """The run of `config` as it is, or would be made. Makes nothing.
 
-        Raises UserError where `create` would, but for what `try_code` finds.
+        Raises UserError where `create` would, but for what `check_model_code` finds.
         """
         run = cls(config.run.root / config.run.name, config)
         if run.config_file.exists():
-            run.refuse_foreign()
-            run.refuse_cancelled()
+            run.check_owner()
+            run.check_not_cancelled()
             config = run._as_old(config)
             run.corrections = run._corrected(config)
             if run.corrections:
@@ -136,7 +136,7 @@ class Run:
         except OSError as error:
             raise run._unmakeable(error) from error
         if there == run.path:
-            run.refuse_foreign()
+            run.check_owner()
         found_for(config, _sources())
         return run
 
@@ -158,15 +158,15 @@ class Run:
             except OSError as error:
                 raise run._unmakeable(error) from error
             run.path.chmod(run.path.stat().st_mode & ~umask)  # a default ACL of the folder above overrules the umask
-        run.refuse_foreign()
-        with run.alone():  # two at once: the second finds the run made
+        run.check_owner()
+        with run.lock_exclusively():  # two at once: the second finds the run made
             if run.config_file.exists():
                 run._correct(run._as_old(config))
                 return run
-            for folder in (run.jobs, run.data, run.checkpoints, run.evaluation):
+            for folder in (run.jobs_dir, run.data_dir, run.checkpoints_dir, run.evaluation_dir):
                 folder.mkdir(exist_ok=True)
             run._config = config  # as it would be read back
-            run.snapshot_code()
+            run.copy_code()
             write_atomic(run.config_file, dump_config(config))
             run.event("created", config=str(run.config_file))
         return run
@@ -205,7 +205,7 @@ class Run:
         return f"run {self.name}" + (f"  code {self.commit[:12]}" if self.commit else "")
 
     @property
-    def whole(self) -> Run:
+    def sweep_or_self(self) -> Run:
         """What a person goes on with: of a point the sweep, else this run."""
         sweep = Run(self.path.parents[1]) if self.path.parent.name == "points" else self
         return sweep if sweep.config_file.exists() else self
@@ -213,9 +213,9 @@ class Run:
     @property
     def resume_command(self) -> str:
         """What a person types to go on."""
-        return command("resume", self.whole.name)
+        return command("resume", self.sweep_or_self.name)
 
-    def refuse_foreign(self) -> None:
+    def check_owner(self) -> None:
         """Raise UserError where somebody else may have written what is executed here. Call it before anything is."""
         refuse_foreign(self.path)
 
@@ -227,13 +227,13 @@ class Run:
         if self._config is None:
             self._read_at = self._changes_stamp()
             values = load_run_config(self.config_file).model_dump(mode="json")
-            for change in lines.read_all(self.changes, lines.change):
+            for change in lines.read_all(self.changes_file, lines.change):
                 values = merge(BEFORE, change["submitted"]) if "submitted" in change else merge(values, change["set"])
-            changed = f" with {self.changes.name}" if self.changes.exists() else ""
+            changed = f" with {self.changes_file.name}" if self.changes_file.exists() else ""
             self._config = config_from_mapping(values, f"{self.config_file}{changed}")
         return self._config
 
-    def refresh(self) -> dict[str, str]:
+    def reload_config(self) -> dict[str, str]:
         """Read the config again if another process changed it, and return what changed, in words by dotted keys.
 
         Processes that follow a run call it. A stage keeps the config that it started with.
@@ -247,7 +247,7 @@ class Run:
     def _changes_stamp(self) -> tuple[int, int]:
         """Return size and modification time of changes.jsonl; zeros if there is none."""
         with suppress(FileNotFoundError):
-            state = self.changes.stat()
+            state = self.changes_file.stat()
             return state.st_size, state.st_mtime_ns
         return 0, 0
 
@@ -255,7 +255,11 @@ class Run:
         """Return what changes.jsonl changes, in words such as `200 → 300` by dotted keys. Secrets are masked."""
         stamp = self._changes_stamp()
         if stamp != self._changed[0]:
-            found = changes.differences(load_run_config(self.config_file), self.config) if self.changes.exists() else {}
+            found = (
+                changes.differences(load_run_config(self.config_file), self.config)
+                if self.changes_file.exists()
+                else {}
+            )
             self._changed = stamp, found
         return self._changed[1]
 
@@ -263,7 +267,9 @@ class Run:
         """Return the values in effect that differ from those in config.yaml, on one line; "" if none differ."""
         found = [f"{key}: {words}" for key, words in self.changed_keys().items()]
         return (
-            f"in effect, unlike in config.yaml ({self.changes.name}): {'; '.join(limit_lines(found))}" if found else ""
+            f"in effect, unlike in config.yaml ({self.changes_file.name}): {'; '.join(limit_lines(found))}"
+            if found
+            else ""
         )
 
     def _as_old(self, config: Config) -> Config:
@@ -274,23 +280,23 @@ class Run:
             config = config.model_copy(update={section: given.model_copy(update=old)}) if old else config
         return config
 
-    def change(self, overrides: Sequence[str], new_code: bool = False) -> None:
+    def apply_overrides(self, overrides: Sequence[str], new_code: bool = False) -> None:
         """Apply `resume RUN key=value …`: what makes nothing wrong that is there, and a larger `train.steps`.
 
-        `new_code`: `snapshot_code` follows. Raises UserError for any other key, and ConfigError where the changed
+        `new_code`: `copy_code` follows. Raises UserError for any other key, and ConfigError where the changed
         config is wrong.
         """
         if overrides:
-            self._record(self.changed(overrides, new_code))
+            self._record(self.preview_overrides(overrides, new_code))
 
-    def changed(self, overrides: Sequence[str], new_code: bool = False) -> Config:
-        """Return the config that `change` would record, and record nothing. Raises as `change` does."""
+    def preview_overrides(self, overrides: Sequence[str], new_code: bool = False) -> Config:
+        """Return the config that `apply_overrides` would record. Record nothing. Raises as `apply_overrides` does."""
         if not overrides:
             return self.config
         config = config_from_mapping(overridden(self.config.model_dump(mode="json"), overrides), "command line")
         changes.refuse_more(self.path, self.config, config)
         point_configs(config)
-        found_for(config, _sources() if new_code else [self.code])
+        found_for(config, _sources() if new_code else [self.code_dir])
         return config
 
     def with_config(self, config: Config) -> Run:
@@ -301,7 +307,7 @@ class Run:
 
     def _record(self, config: Config, **more: Any) -> None:
         change = changes.difference(*(one.model_dump(mode="json") for one in (self.config, config)))
-        append_line(self.changes, json.dumps(seal({"time": now(), "set": change, **more})))
+        append_line(self.changes_file, json.dumps(seal({"time": utc_timestamp(), "set": change, **more})))
         self.event("changed", set=masked(changes.flatten(change)))
         self._config, self._read_at = config, self._changes_stamp()
 
@@ -310,9 +316,11 @@ class Run:
 
         Raises UserError where something that is there keeps the run to its own config, with what can be done.
         """
-        asked = [line["submitted"] for line in lines.read_all(self.changes, lines.change) if line.get("submitted")]
+        asked = [line["submitted"] for line in lines.read_all(self.changes_file, lines.change) if line.get("submitted")]
         before = merge(BEFORE, asked[-1]) if asked else None
-        if config == (config_from_mapping(before, str(self.changes)) if before else load_run_config(self.config_file)):
+        if config == (
+            config_from_mapping(before, str(self.changes_file)) if before else load_run_config(self.config_file)
+        ):
             return {}
         return changes.corrections(self.path, self.name, self.config, config)
 
@@ -321,15 +329,15 @@ class Run:
         self.corrections = self._corrected(config)
         if not self.corrections:
             return
-        self.refuse_running([stage for stage in STAGES if self.holder(stage)])
-        if config.model.target is not None and self.takes_code:
+        self.check_not_running([stage for stage in STAGES if self.lock_holder(stage)])
+        if config.model.target is not None and self.will_copy_code:
             copy_code(self.path, found_for(config, _sources()), config.run.root.name, _UMASK[config.run.sharing])
         for name in ("config.yaml", "changes.jsonl"):
             for file in self.path.glob(f"points/*/{name}"):
                 file.unlink()  # they are made again, from this config
         self._record(config, submitted=values_for_run(self.config_file)(config))
 
-    def refuse_running(self, busy: Sequence[str]) -> None:
+    def check_not_running(self, busy: Sequence[str]) -> None:
         """Raise UserError where something, in words, is `busy` with what would be replaced."""
         if busy:
             raise UserError(
@@ -343,36 +351,39 @@ class Run:
         return found_for(self.config, self._folders)
 
     @property
-    def takes_code(self) -> bool:
+    def will_copy_code(self) -> bool:
         """Whether its copy of the code is yet to be taken: with a corrected config maybe the module was mended, too."""
         return not self.config_file.exists() or (bool(self.corrections) and changes.trained(self.path) is None)
 
     @property
     def _folders(self) -> list[Path]:
-        return _sources() if self.takes_code else [self.code]
+        return _sources() if self.will_copy_code else [self.code_dir]
 
     # -- events ------------------------------------------------------------------------------------------
 
     def event(self, event: str, stage: str | None = None, **fields: Any) -> None:
         """Append one line to events.jsonl."""
-        append_line(self.events, json.dumps({"time": now(), "event": event, "stage": stage, **fields}, default=str))
+        append_line(
+            self.events_file,
+            json.dumps({"time": utc_timestamp(), "event": event, "stage": stage, **fields}, default=str),
+        )
 
     def read_events(self, stage: str | None = None, *names: str) -> list[dict[str, Any]]:
         """All events, or those of one stage, or of these names; oldest first. Lines that are none are left out."""
-        events = (e for e in lines.read(self.events, lines.event) if stage is None or e.get("stage") == stage)
+        events = (e for e in lines.read(self.events_file, lines.event) if stage is None or e.get("stage") == stage)
         return [e for e in events if not names or e["event"] in names]
 
-    def attempts(self, stage: str) -> int:
+    def count_attempts(self, stage: str) -> int:
         """How often the stage was started so far."""
         return len(self.read_events(stage, "started"))
 
     # -- requests of a person ----------------------------------------------------------------------------
 
-    def request(self, file: Path) -> None:
+    def write_request(self, file: Path) -> None:
         """Write a stop or cancel request."""
-        write_atomic(file, f"{now()} by pid {os.getpid()}\n")
+        write_atomic(file, f"{utc_timestamp()} by pid {os.getpid()}\n")
 
-    def refuse_cancelled(self) -> None:
+    def check_not_cancelled(self) -> None:
         """Raise UserError where a person cancelled the run."""
         if self.cancelled_file.exists():
             raise UserError(f"{self.name} was cancelled; to go on all the same: {self.resume_command}")
@@ -384,20 +395,20 @@ class Run:
 
     # -- who is running ----------------------------------------------------------------------------------
 
-    def stage_folder(self, stage: str) -> Path:
+    def stage_dir(self, stage: str) -> Path:
         """`jobs/STAGE`, made where it is missing."""
-        folder = self.jobs / stage
+        folder = self.jobs_dir / stage
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def lock(self, stage: str, task: int | None = None, patience_s: float = 1.0) -> int | None:
+    def lock_stage(self, stage: str, task: int | None = None, patience_s: float = 1.0) -> int | None:
         """Take the stage's lock (a task of an array: its own) and write who holds it; None where somebody does.
 
         The returned descriptor is handed on to the ranks: the lock is free once the last of them is gone.
         """
         name = "lock" if task is None else f"lock-{task}"
-        fd = open_lock(self.stage_folder(stage) / name)
-        deadline = time.monotonic() + patience_s  # somebody who only looks (`holder`) has it for a moment, too
+        fd = open_lock(self.stage_dir(stage) / name)
+        deadline = time.monotonic() + patience_s  # somebody who only looks (`lock_holder`) has it for a moment, too
         while not flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB):
             if time.monotonic() > deadline:
                 os.close(fd)
@@ -407,7 +418,7 @@ class Run:
         os.pwrite(fd, f"{os.getpid()} {os.uname().nodename}\n".encode(), 0)
         return fd
 
-    def unwritable(self) -> str | None:
+    def describe_write_error(self) -> str | None:
         """Why nothing can be written into the run directory now; None where something can."""
         probe = self.path / f".probe-{os.uname().nodename}-{os.getpid()}"
         try:
@@ -417,19 +428,19 @@ class Run:
             return str(storage_error(error, self.path) or f"cannot write {self.path}: {error.strerror}")
         return None
 
-    def holder(self, stage: str) -> Holder | None:
+    def lock_holder(self, stage: str) -> LockHolder | None:
         """Who runs the stage, or a task of its array (one of them); None where nobody does."""
-        for lock in sorted((self.jobs / stage).glob("lock*")):
+        for lock in sorted((self.jobs_dir / stage).glob("lock*")):
             with open(open_lock(lock, os.O_RDONLY), "rb") as file:
                 if not flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB):
                     pid, _, host = file.read(200).decode(errors="replace").strip().partition(" ")
-                    return Holder(int(pid) if pid.isdigit() else 0, host)
+                    return LockHolder(int(pid) if pid.isdigit() else 0, host)
         return None
 
     # -- code --------------------------------------------------------------------------------------------
 
     @contextmanager
-    def alone(self, patience_s: float = math.inf) -> Iterator[None]:
+    def lock_exclusively(self, patience_s: float = math.inf) -> Iterator[None]:
         """Wait until nobody else makes this run, changes it, replaces its code or submits its jobs.
 
         Who holds it waits for no job, so a job may ask for it. What somebody else changed meanwhile is read again.
@@ -449,8 +460,8 @@ class Run:
             return not flock(lock.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
         return False
 
-    def try_code(self) -> list[str]:
-        """Raise UserError where the model of the user's own that `snapshot_code` would copy does not compile, or cannot
+    def check_model_code(self) -> list[str]:
+        """Raise UserError where the model of the user's own that `copy_code` would copy does not compile, or cannot
         be imported or built, in a sweep with the options of each point.
 
         Returns a note, if any of `model.options` is never read.
@@ -459,17 +470,19 @@ class Run:
         if model is not None:
             own = config.site.python is not None or config.site.container is not None  # their packages may not be here
             options = [] if own else [point.model.all_options for point in point_configs(config) or [config]]
-            if unread := try_code(self.code, model, options, config.run.root.name):
+            if unread := try_code(self.code_dir, model, options, config.run.root.name):
                 names = ", ".join(f"model.options.{key}" for key in unread)
                 return [f"note: {model.target} never reads {names}: check the spelling, or remove it"]
         return []
 
-    def snapshot_code(self) -> None:
-        """Copy the code beside the run, with its git commit and uncommitted diff; an older copy is replaced.
+    def copy_code(self) -> None:
+        """Copy Sluice's code and the package of a custom model into `code/`, with its git commit and uncommitted diff.
 
-        Call it in `alone`. With a model of the user's own, its top-level package is copied, too. Raises UserError
-        where something does not compile; shutil.Error or OSError where the copy cannot be written
-        (errors.storage_error explains both); the older one stays then, and nothing of the new.
+        Call it under `lock_exclusively`. An older copy is replaced; it stays if the new one cannot be made.
+
+        Raises:
+            UserError: A file does not compile.
+            shutil.Error, OSError: The copy cannot be written (`errors.storage_error` explains both).
         """
         config = self.config
         copy_code(self.path, found_for(config, _sources()), config.run.root.name, _UMASK[config.run.sharing])
@@ -478,9 +491,9 @@ class Run:
     def commit(self) -> str | None:
         """The git commit of the run's code, with `+` where it had uncommitted changes; None outside git."""
         with suppress(FileNotFoundError):
-            with open_regular(self.code / "COMMIT") as file:
+            with open_regular(self.code_dir / "COMMIT") as file:
                 commit = file.read().decode(errors="replace").strip()
-            return commit + ("+" if (self.code / "DIFF").stat().st_size else "")
+            return commit + ("+" if (self.code_dir / "DIFF").stat().st_size else "")
         return None
 
 

@@ -61,7 +61,7 @@ def report_error(run: Run, stage: str, place: RankInfo, code: ExitCode, message:
     rank = place.rank if task is None else task  # in an array each is rank 0 of its own job
     entry = {"time": time.time(), "rank": rank, "code": int(code), "cause": code.name.lower(), "message": message}
     with suppress(OSError):
-        write_json(run.stage_folder(stage) / f"error-rank-{rank}.json", {**entry, "host": host})
+        write_json(run.stage_dir(stage) / f"error-rank-{rank}.json", {**entry, "host": host})
 
 
 def leave_peers(place: RankInfo, code: ExitCode, message: str) -> None:
@@ -101,7 +101,7 @@ def once_mended(run: Run, cause: str | None, message: str = "") -> str:
 
     Args: as for `retry_command`.
     """
-    retry, made = retry_command(run, cause, message), trained(run.whole.path)
+    retry, made = retry_command(run, cause, message), trained(run.sweep_or_self.path)
     changes = _changes(run, cause, message)
     again = "correct it and give the same command again"
     if made is not None:
@@ -109,12 +109,12 @@ def once_mended(run: Run, cause: str | None, message: str = "") -> str:
     if cause == "storage":
         return f"{_what_storage_needs(run, message)}, then: {retry}"
     if cause == "bad_checkpoint":
-        return f"bring an intact checkpoint back into {run.checkpoints}, then: {retry}"
+        return f"bring an intact checkpoint back into {run.checkpoints_dir}, then: {retry}"
     if _may_be_the_modules_fault(run, cause, message, changes):
         lines = [f"{_what_the_module_needs(run, message)}, then: {retry}"]
         goes_on = f" and continues from {made}, which the old code made" if made else ""
-        lines.append(f"the run trains its own copy of the code ({run.code}); --update-code replaces it{goes_on}")
-        if made is None or run.whole is not run:
+        lines.append(f"the run trains its own copy of the code ({run.code_dir}); --update-code replaces it{goes_on}")
+        if made is None or run.sweep_or_self is not run:
             lines.append(f"if the config is wrong instead: {again}")
         return "\n".join(lines)
     if run.config.data.filter and re.search(r"(?:^|error: )data\.filter: ", message, re.MULTILINE):
@@ -153,7 +153,7 @@ def _changes(run: Run, cause: str | None, message: str) -> list[str]:
         values = {key: None for key in named if _is_key(key) and not key.startswith("recovery.")}
     if len(values) == 1 and (choice := _ONLY_CHOICE.findall(message)):
         values = {key: value or (choice[0] if len(choice) == 1 else None) for key, value in values.items()}
-    free = [key for key in values if made_with(run.whole.path, key) is None]
+    free = [key for key in values if made_with(run.sweep_or_self.path, key) is None]
     return [f"{key}={values[key] or PLACEHOLDER}" for key in free]
 
 
@@ -174,12 +174,12 @@ def _may_be_the_modules_fault(run: Run, cause: str | None, message: str, changes
 def _what_the_module_needs(run: Run, message: str) -> str:
     """What the user has to correct in the own module: the file and line of a traceback, if it has any of the module."""
     target = str(run.config.model.target)
-    own = re.escape(f"{run.code}/{target.partition('.')[0]}")
+    own = re.escape(f"{run.code_dir}/{target.partition('.')[0]}")
     frames = re.findall(rf'File "({own}\b[^"]*)", line (\d+)', message)
     if not frames:
         return f"if the fault is in the module {target}, correct it"
     file, line = frames[-1]
-    return f"correct {os.path.relpath(file, run.code)}, line {line}"
+    return f"correct {os.path.relpath(file, run.code_dir)}, line {line}"
 
 
 def _what_storage_needs(run: Run, message: str) -> str:

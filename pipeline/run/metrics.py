@@ -66,7 +66,7 @@ def rewind(path: Path, step: int, more: Mapping[str, Any] | None = None) -> None
 def own_times_file(run: Run) -> Path:
     """For each host of the newest attempt its ranks' own time, divided by their peers'
     (pipeline/resilience/stragglers.py)."""
-    return run.jobs / "train/own-times.json"  # whoever only reads makes no folder
+    return run.jobs_dir / "train/own-times.json"  # whoever only reads makes no folder
 
 
 def own_times(run: Run) -> dict[str, float]:

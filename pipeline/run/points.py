@@ -30,9 +30,9 @@ def make_points(run: Run) -> list[Run]:
         return found
     values_of = values_for_run(run.config_file)
     for point in missing:
-        for folder in (point.jobs, point.checkpoints, point.evaluation):
+        for folder in (point.jobs_dir, point.checkpoints_dir, point.evaluation_dir):
             folder.mkdir(parents=True, exist_ok=True)
-        for link in (point.data, point.code):
+        for link in (point.data_dir, point.code_dir):
             if not os.path.lexists(link):
                 link.symlink_to(f"../../{link.name}")
         write_atomic(point.config_file, dump(values_of(point.config)))

@@ -63,7 +63,7 @@ class Profiler:
         self._recorder: profile | None = None
         if world.first:  # what an attempt did not survive is not done again
             with suppress(OSError):
-                run.profile_taken.unlink()
+                run.profile_taken_file.unlink()
 
     def ask(self) -> None:
         """There is a request: begin with the next step, or leave it to the next attempt."""
@@ -73,8 +73,8 @@ class Profiler:
         elif self.world.first:
             asked = [1, None]
             with self._careful("the request"):  # an empty file asks for one step of all ranks
-                os.replace(self.request.file, self.run.profile_taken)
-                with open_regular(self.run.profile_taken) as file:
+                os.replace(self.request.file, self.run.profile_taken_file)
+                with open_regular(self.run.profile_taken_file) as file:
                     found = json.loads(file.read() or b"{}")
                 asked = [min(max(1, int(found.get("steps", 1))), MOST_STEPS), found.get("ranks")]
             self.request.begun()
@@ -90,7 +90,7 @@ class Profiler:
         if broadcast_from_rank0(self.group, self.clock.due(self._longest_s)):  # its clock knows how long a save takes
             if self._left == self._asked > 0 and self.world.first:
                 with suppress(OSError):
-                    os.replace(self.run.profile_taken, self.request.file)
+                    os.replace(self.run.profile_taken_file, self.request.file)
                 self.request.leave()
             self._left = 0
             return
@@ -117,7 +117,7 @@ class Profiler:
         if self.world.device.type == "cuda":  # its last kernels belong to it
             torch.cuda.synchronize()
         self._step.__exit__(None, None, None)
-        began, folder = time.perf_counter(), self.run.profiles / f"step-{step:08}"
+        began, folder = time.perf_counter(), self.run.profiles_dir / f"step-{step:08}"
         mine: dict[str, Any] | None = None
         with self._careful("the trace"):
             if self._recorder is not None:
@@ -136,11 +136,11 @@ class Profiler:
             with self._careful("the folder"):
                 if known:
                     write_json(folder / "parts.json", known)
-                for old in sorted(self.run.profiles.glob("step-*"), key=os.path.getmtime)[:-MOST_STEPS]:
+                for old in sorted(self.run.profiles_dir.glob("step-*"), key=os.path.getmtime)[:-MOST_STEPS]:
                     shutil.rmtree(old)
             if self._left == 0:
                 with self._careful("the request"):
-                    self.run.profile_taken.unlink(missing_ok=True)
+                    self.run.profile_taken_file.unlink(missing_ok=True)
         self.seconds += time.perf_counter() - began
         self._longest_s = max(self._longest_s, self.seconds)
         return {"profile": average_ranks(list(known.values()))} if known else {}

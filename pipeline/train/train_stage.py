@@ -23,7 +23,7 @@ from pipeline.train.lr_schedule import compute_learning_rate
 
 def missing(run: Run) -> str | None:
     """Why training is not done; None when the checkpoint of the last step is there."""
-    step, steps = find_newest_step(run.checkpoints), steps_of(run.config, run.data)
+    step, steps = find_newest_step(run.checkpoints_dir), steps_of(run.config, run.data_dir)
     if steps and step >= steps:
         return None
     words = f"the newest checkpoint is step {step} of {steps or 'an unknown number'}"
@@ -32,15 +32,15 @@ def missing(run: Run) -> str | None:
 
 def progress(run: Run) -> Progress:
     """How far it is."""
-    steps, last = steps_of(run.config, run.data), last_object(run.metrics, metric)
+    steps, last = steps_of(run.config, run.data_dir), last_object(run.metrics_file, metric)
     if steps is None:
-        return Progress(steps_words(run.config, run.data))
+        return Progress(steps_words(run.config, run.data_dir))
     if last is None:
         return Progress(f"0/{steps} steps", 0, steps, "starting")
     step, loss = last["step"], "-" if last["loss"] is None else f"{last['loss']:.4f}"
     running = f"step {step}/{steps}  {loss_words(last)}  {speed_words(last)}"
     left_s = (steps - step) * last["step_time_s"]
-    amount = amount_words(run.config, run.data, step) if step == steps else ""
+    amount = amount_words(run.config, run.data_dir, step) if step == steps else ""
     return Progress(f"{step}/{steps} steps, {loss_words(last)}{amount}", step, steps, running, loss, left_s)
 
 
@@ -49,7 +49,11 @@ def note(run: Run) -> str | None:
 
     It rises after a larger `train.steps`, because the schedule goes by the last step.
     """
-    optimizer, steps, last = run.config.optimizer, steps_of(run.config, run.data), last_object(run.metrics, metric)
+    optimizer, steps, last = (
+        run.config.optimizer,
+        steps_of(run.config, run.data_dir),
+        last_object(run.metrics_file, metric),
+    )
     step, before = (last["step"], last.get("lr")) if last else (0, None)
     if optimizer.schedule == "own" or not steps or step >= steps:
         return None

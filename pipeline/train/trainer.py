@@ -93,7 +93,7 @@ class Trainer:
         peers = [self.layout.coordinates(rank).pp for rank in range(world.size)]
         self.stragglers = StragglerDetector(run, self.agreement.group, peers)
         self.checkpointer = Checkpointer(
-            run.checkpoints,
+            run.checkpoints_dir,
             groups.new_control_group(),
             keep=config.checkpoint.keep,
             background=config.checkpoint.mode == "async",
@@ -106,10 +106,10 @@ class Trainer:
         verify_shards(run, manifest.train, self.checkpointer.group, how=config.data.verify)
         self.dataset: MappedDataset
         if isinstance(manifest, SampleManifest):
-            self.dataset = SampleDataset(manifest, run.data, transform=self.task.transform, seed=config.run.seed)
+            self.dataset = SampleDataset(manifest, run.data_dir, transform=self.task.transform, seed=config.run.seed)
         else:
-            self.dataset = TokenDataset(manifest.train, config.data.sequence_length, run.data)
-        self.steps = steps_of(config, run.data) or 0
+            self.dataset = TokenDataset(manifest.train, config.data.sequence_length, run.data_dir)
+        self.steps = steps_of(config, run.data_dir) or 0
         check_warmup(config, self.steps)
         fresh = not self.checkpointer.found()
         if fresh:
@@ -127,7 +127,7 @@ class Trainer:
         self.start_step = self._restore(fresh)
         self.guard = self._make_guard()
         self.mixture = mixture_of(config, manifest, self.guard.left_out)
-        self.metrics = Metrics(run.metrics if world.first else None)
+        self.metrics = Metrics(run.metrics_file if world.first else None)
         self._checkpoint_s = self._evaluate_s = 0.0
         self.startup_s: Mapping[str, float] = {}
         """What the start of rank 0 took, by part."""
@@ -190,7 +190,7 @@ class Trainer:
         )
         key = groups.broadcast_from_rank0(self.agreement.group, secrets.token_hex(8))
         tell = partial(self.run.event, stage="train") if self.place.local_rank == 0 else None
-        copies = LocalCopies(self.dataset, self.run.data, self.config.site.local_disk, key, tell)
+        copies = LocalCopies(self.dataset, self.run.data_dir, self.config.site.local_disk, key, tell)
         with copies, contextlib.closing(Batches(self.dataset, sampler, self.world.device)) as batches:
             return self._loop(iter(batches), batches)
 
@@ -255,14 +255,14 @@ class Trainer:
         """Look at held-out data after the restored step, where a stop came first; False where one comes again."""
         step, lacks = self.start_step, False
         if self.evaluator is not None and step and self.world.first:
-            line = last_object(self.run.metrics, lines.metric) or {}
+            line = last_object(self.run.metrics_file, lines.metric) or {}
             lacks = line.get("step") == step and f"{HELD_OUT_PREFIX}loss" not in line
         if self.evaluator is None or not groups.broadcast_from_rank0(self.agreement.group, lacks):
             return True
         if (more := self._held_out(step)) and self.world.first:
             self.run.event("held_out", "train", step=step, **more)  # first: who reads on takes the figures from it
-            rewind(self.run.metrics, step, more)
-            self.metrics = Metrics(self.run.metrics)  # it is a new file
+            rewind(self.run.metrics_file, step, more)
+            self.metrics = Metrics(self.run.metrics_file)  # it is a new file
         return self.agreement.reason is None
 
     def _look_back(self, step: int, seconds: float, data_wait_s: float, line: Mapping[str, Any]) -> None:
@@ -352,7 +352,7 @@ class Trainer:
         if manifest is None:
             if not fresh:  # weights were not drawn
                 raise CheckpointError(
-                    f"the checkpoints in {self.run.checkpoints} went away during the start; try again"
+                    f"the checkpoints in {self.run.checkpoints_dir} went away during the start; try again"
                 )
             self.engine.begin_anew()
             if self.world.first and self.run.read_events("train", "saved", "restored"):
@@ -367,12 +367,12 @@ class Trainer:
         if self.world.first:
             saves = [event.get("seconds") for event in self.run.read_events("train", "saved")]
             self.clock.save_s = next((seconds for seconds in reversed(saves) if seconds), 0.0)
-            if words := lines.odd(self.run.metrics, lines.metric):
+            if words := lines.odd(self.run.metrics_file, lines.metric):
                 self._print(f"WARNING: {words}")
-            lost = lost_lines(self.run.metrics, step)
+            lost = lost_lines(self.run.metrics_file, step)
             if lost:  # noted before it is cut, so that no crash in between loses it twice
                 self.run.event("lost_work", "train", steps=[line["step"] for line in lost], lines=lost)
-            rewind(self.run.metrics, step)
+            rewind(self.run.metrics_file, step)
             if step:
                 seconds = round(time.perf_counter() - started, 3)
                 more = {name: note for name, note in notes.items() if note}
@@ -389,8 +389,8 @@ class Trainer:
         def read() -> tuple[list[Any], list[Any]]:
             if not self.world.first:
                 return [], []
-            metrics = select_recent_metrics(lines.read(self.run.metrics, lines.metric))
-            return lines.read_all(self.run.decisions, lines.decision), metrics
+            metrics = select_recent_metrics(lines.read(self.run.metrics_file, lines.metric))
+            return lines.read_all(self.run.decisions_file, lines.decision), metrics
 
         decisions, metrics = groups.all_gather_results(self.agreement.group, read)[0]
         return BadStepGuard(self.run, decisions=decisions, metrics=metrics, writes=self.world.first)

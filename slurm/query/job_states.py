@@ -233,7 +233,7 @@ def identity(job_name: str, **more: Any) -> dict[str, Any]:
 
 def claim(run: Run, event: Mapping[str, Any]) -> Claim:
     """What an event `submitted`, or `started`, says of its job. The comment is of the run where it lies: a copy's."""
-    paths = dict.fromkeys((run.path, run.whole.path))
+    paths = dict.fromkeys((run.path, run.sweep_or_self.path))
     job_id = event.get("slurm_job" if event["event"] == "started" else "job_id") or ""
     submitted = event.get("job_submitted") or datetime.fromisoformat(event["time"]).timestamp()
     cluster, uid, name = (event.get(key) for key in ("cluster", "uid", "job_name"))

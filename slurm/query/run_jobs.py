@@ -137,7 +137,7 @@ def running(run: Run) -> list[str]:
     Raises UserError where Slurm cannot be asked about its jobs.
     """
     everyone = (run, *points(run))
-    held = [f"{stage} of {one.name}" for one in everyone for stage in STAGES if one.holder(stage)]
+    held = [f"{stage} of {one.name}" for one in everyone for stage in STAGES if one.lock_holder(stage)]
     jobs = jobs_of(everyone)
     must_answer(job.state for job in jobs)
     begun = [job for job in jobs if job.state.active and job.state.state != "PENDING"]

@@ -170,7 +170,7 @@ class StatusPoller:
 
     def poll(self) -> list[StageStatus]:
         """The stages as they stand now, with the config as it is now."""
-        if self.run.refresh():
+        if self.run.reload_config():
             self._done.clear()
         events = self.run.read_events()
         if len(events) != self._events or time.monotonic() >= self._ask_at:
@@ -255,7 +255,7 @@ class StatusPoller:
         """The row of a stage. `behind`: a stage before it that has checkpoints still to come."""
         work, events = stages.load(stage), run.read_events(stage)
         missing = getattr(work, "missing_at_a_glance", work.missing)(run)
-        holder, far = run.holder(stage), work.progress(run)
+        holder, far = run.lock_holder(stage), work.progress(run)
         jobs = [job for job in self._jobs if (job.run, job.stage) == (run.path, stage) and not job.is_stray]
         jobs = [job for job in jobs if job.job_id or job.state.reason]  # no job of an open submission is no job
         shown = _shown(jobs)
@@ -264,7 +264,7 @@ class StatusPoller:
         state, why, going = determine_state(missing, holder is not None, events[since + 1 :], job)
         if state == "done" and behind:
             state, why, going = _judge_so_far(run, holder is not None, events[since + 1 :], job)
-        if shown is not None and state == "failed" and not any((run.jobs / stage).glob(f"{shown.job_id}*_log.out")):
+        if shown is not None and state == "failed" and not any((run.jobs_dir / stage).glob(f"{shown.job_id}*_log.out")):
             nodes = command("doctor", str(run.path.parent), "--check-nodes")
             why += f" and left no log: do nodes see the run? {nodes}"
         if state == "waiting" and (lacks := getattr(work, "lacks", None)):
@@ -436,7 +436,7 @@ def render_status(
         cause, message = (failed[0].problem[1:].partition(")")[0], failed[0].problem) if failed else (None, "")
         lines.append(Text(f"to go on: {retry_command(run, cause, message)}"))
     lines += [Text(words) for words in (run.describe_changes(),) if words]
-    if words := known.odd(run.events, known.event):
+    if words := known.odd(run.events_file, known.event):
         lines.append(Text(words, style="yellow"))
     points = tabulate_points(run, of_points)
     return Group(Text(run.title), build_table(cells, width), *lines, *([build_table(points, width)] if points else []))

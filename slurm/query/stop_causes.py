@@ -66,8 +66,8 @@ def standing(run: Run, stage: str) -> str:
             newest = max(newest, event["step"])
             repaired += event["step"] in damaged
             damaged.discard(event["step"])
-    newest = max(newest, *list_checkpoint_steps(run.checkpoints), 0)
-    return f"step {newest}, {repaired} repaired, {sum(1 for _ in read_jsonl(run.decisions))} decisions"
+    newest = max(newest, *list_checkpoint_steps(run.checkpoints_dir), 0)
+    return f"step {newest}, {repaired} repaired, {sum(1 for _ in read_jsonl(run.decisions_file))} decisions"
 
 
 def stop_cause(facts: JobFacts | None, restarts: int, site: SiteConfig) -> ExitCode:

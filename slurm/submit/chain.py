@@ -52,7 +52,7 @@ def submit_chain(run: Run, console: Console, *, again: bool) -> None:
 
     Raises UserError where the run was cancelled, a stage failed and nobody said to try again, or Slurm refuses a job.
     """
-    run.refuse_cancelled()
+    run.check_not_cancelled()
     run.stop_file.unlink(missing_ok=True)
     chain = Chain(run, console, again)
     chain.look()
@@ -246,7 +246,7 @@ class Chain:
     def _sbatch(self, stage: str, after: Sequence[str], kind: str, **more: Any) -> str:
         from slurm.submit.sbatch import submit
 
-        self.run.refuse_cancelled()  # since the last sbatch
+        self.run.check_not_cancelled()  # since the last sbatch
         job = submit(self.run, stage, after, kind=kind, say=self.say, **more)
         self.queued.setdefault(stage, []).append(job)
         return job
@@ -265,12 +265,12 @@ def cancel_run(run: Run) -> list[str]:
     """Ask what runs to save and leave, and cancel what waits; what is to be said of it."""
     everyone, held = (run, *make_points(run)), []
     for one in everyone:
-        one.request(one.cancelled_file)
+        one.write_request(one.cancelled_file)
         one.event("cancel_requested")
-    with run.alone(patience_s=CANCEL_WAIT_S):  # whoever submits now stops before its next job
+    with run.lock_exclusively(patience_s=CANCEL_WAIT_S):  # whoever submits now stops before its next job
         jobs, unknown = cancel_jobs(run)
     for one, stage in product(everyone, STAGES):
-        if holder := one.holder(stage):
+        if holder := one.lock_holder(stage):
             holder.terminate()
             held.append(stage)
     words = f"{', '.join(held)} saves and leaves" if held else "nothing was running here"

@@ -39,11 +39,11 @@ def follow_stage(run: Run, stage: str, going: Callable[[], bool], console: Conso
     bar = Progress(SpinnerColumn(), *columns, TimeElapsedColumn(), console=console, transient=True, disable=not live)
     task = bar.add_task("starting", total=None, stage=stage)
     next_look = started if live else started + PLAIN_EVERY_S
-    read = run.events.stat().st_size if run.events.exists() else 0
+    read = run.events_file.stat().st_size if run.events_file.exists() else 0
 
     def tell() -> None:
         nonlocal read
-        for text, end in whole_lines(run.events, read):
+        for text, end in whole_lines(run.events_file, read):
             event, read = parse(text), end
             if lines.event(event) and event.get("stage") == stage and event["event"] in _NEWS:
                 words = _NEWS[event["event"]].format_map(defaultdict(str, event)).removesuffix("; steps done again: 0")
@@ -54,7 +54,7 @@ def follow_stage(run: Run, stage: str, going: Callable[[], bool], console: Conso
             tell()
             if time.monotonic() >= next_look:
                 next_look += LOOK_EVERY_S if live else PLAIN_EVERY_S
-                for key, change in run.refresh().items():
+                for key, change in run.reload_config().items():
                     console.print(f"{stage:9} changed from elsewhere: {key}: {change}", soft_wrap=True)
                 far = stages.load(stage).progress(run)
                 words = far.running + ("" if far.left_s is None else f"  {format_duration(far.left_s)} left")

@@ -36,7 +36,7 @@ def run_chain(run: Run, console: Console) -> ExitCode:
     A point of a sweep that fails leaves the others alone: of such failures the highest code is returned, after a table.
     A stop, by whomever, ends all.
     """
-    run.refuse_cancelled()
+    run.check_not_cancelled()
     run.stop_file.unlink(missing_ok=True)
     if in_allocation(os.environ) and run.config.site.setup:
         console.print(SETUP_NOT_RUN, soft_wrap=True)
@@ -68,7 +68,7 @@ def run_stage(run: Run, stage: str, flag: StopFlag, console: Console) -> ExitCod
     def going() -> bool:
         """Whether it runs and is watched: a first signal is passed on, a second one ends the watching."""
         nonlocal asked
-        alive = not job.done() if job else run.holder(stage) is not None
+        alive = not job.done() if job else run.lock_holder(stage) is not None
         if not alive:
             return False
         if flag and not asked and (asked := ask_to_stop(run, stage, batch)):
@@ -76,9 +76,9 @@ def run_stage(run: Run, stage: str, flag: StopFlag, console: Console) -> ExitCod
         return batch or flag.count < 2
 
     while True:
-        run.refresh()
-        run.refuse_cancelled()
-        holder = run.holder(stage)
+        run.reload_config()
+        run.check_not_cancelled()
+        holder = run.lock_holder(stage)
         if holder is None and work.missing(run) is None:
             say(f"{stage:9} done: {work.progress(run).words}")
             return ExitCode.DONE
@@ -86,16 +86,17 @@ def run_stage(run: Run, stage: str, flag: StopFlag, console: Console) -> ExitCod
         leaves = before.stopping is not None and before.end is None
         if holder:
             say(f"{stage:9} is already running ({holder}); following it")
-            say(f"Ctrl-C stops it, for all who follow; only to watch: {command('status', run.whole.name, '--watch')}")
+            watch = command("status", run.sweep_or_self.name, "--watch")
+            say(f"Ctrl-C stops it, for all who follow; only to watch: {watch}")
         job = None if holder else submit_local(run, stage)
         seconds = follow_stage(run, stage, going, console)
-        run.refresh()
+        run.reload_config()
         if flag.count > 1 and not batch:
             say(f"{stage:9} saves and ends by itself; to go on: {run.resume_command}")
             return ExitCode.STOPPED
         events = [e for e in run.read_events(stage) if job is None or e.get("job_id") == job.job_id]
         told = attempts.read(events)
-        if told.end is None and (work.missing(run) is None or (job and not told.started and run.holder(stage))):
+        if told.end is None and (work.missing(run) is None or (job and not told.started and run.lock_holder(stage))):
             continue  # it is done, or somebody else's attempt began in the same moment: join that one
         if told.end and told.end["event"] == "stopped" and job is None and not asked and leaves:
             continue  # it was stopping already when we joined it; we were asked to go on
@@ -110,8 +111,8 @@ def ask_to_stop(run: Run, stage: str, batch: bool) -> bool:
     there is no file: it stands for a person's stop, after which nothing goes on by itself.
     """
     if not batch:
-        run.request(run.stop_file)
-    if holder := run.holder(stage):
+        run.write_request(run.stop_file)
+    if holder := run.lock_holder(stage):
         holder.terminate()
     return holder is not None or not batch
 
@@ -120,7 +121,7 @@ def tell(run: Run, stage: str, told: Attempts, seconds: float, job: Any, say: An
     """Say how the stage ended and what to do next; returns its exit code. `job`: None where it was not ours."""
     end, words = told.end, stages.load(stage).progress(run).words
     if end is None:
-        log = job.paths.stdout if job else run.jobs / stage
+        log = job.paths.stdout if job else run.jobs_dir / stage
         say(f"{stage:9} ended without a word of its supervisor; its log: {log}", style="red")
         if log.is_file():
             lines = [line for line in log.read_text(errors="replace").splitlines() if not line.startswith("submitit ")]
@@ -134,5 +135,5 @@ def tell(run: Run, stage: str, told: Attempts, seconds: float, job: Any, say: An
         say(f"{stage:9} {end['event']}: {words}\nto go on: {run.resume_command}")
         return ExitCode.STOPPED
     say(f"{stage:9} failed ({end.get('cause', 'unknown')}): {end.get('message', '').rstrip()}", style="red")
-    say(f"logs: {run.jobs / stage}\n{once_mended(run, end.get('cause'), end.get('message') or '')}")
+    say(f"logs: {run.jobs_dir / stage}\n{once_mended(run, end.get('cause'), end.get('message') or '')}")
     return ExitCode(end["exit_code"])

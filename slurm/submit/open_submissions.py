@@ -42,7 +42,7 @@ KEY_VARIABLE = "SLUICE_SUBMISSION"
 
 def script_of(run: Run, stage: str, key: str) -> Path:
     """The batch script of a submission. Whoever runs sbatch with it, and sbatch, hold a lock on it."""
-    return run.jobs / stage / f"{key}_submission.sh"
+    return run.jobs_dir / stage / f"{key}_submission.sh"
 
 
 def settle(
@@ -134,7 +134,7 @@ def _wait_for_sbatch(run: Run, job: Submitted, patience_s: float) -> None:
 
 
 def _is_in_sbatch(run: Run, stage: str, key: str) -> bool:
-    for one in (run, run.whole):  # a point may have been submitted with its sweep
+    for one in (run, run.sweep_or_self):  # a point may have been submitted with its sweep
         with suppress(FileNotFoundError), open(script_of(one, stage, key), "rb") as script:
             return not flock(script.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
     return False
@@ -160,8 +160,8 @@ def give_up(run: Run, facts: Mapping[str, Any], message: str) -> None:
     """Write that a submission has no job, and see to it that a job of it that appears later ends at once."""
     stage, key = str(facts["stage"]), str(facts["key"])
     task = facts.get("array_task")
-    for one in (run, run.whole):
-        for pickle in (one.jobs / stage).glob(f"{key}_{'*' if task is None else task}_submitted.pkl"):
+    for one in (run, run.sweep_or_self):
+        for pickle in (one.jobs_dir / stage).glob(f"{key}_{'*' if task is None else task}_submitted.pkl"):
             pickle.rename(pickle.with_name(pickle.name.replace("_submitted", "_given_up")))
     run.event("not_submitted", stage, key=key, executor="slurm", message=message)
 

@@ -109,9 +109,9 @@ def parameters(run: Run, config: Config, stage: str, after: str | None) -> dict[
     values["setup"] = [f'export {KEY_VARIABLE}="${{1-}}"; set --']  # no argument for what site.setup sources
     values["setup"] += [f"export {name}={shlex.quote(value)}" for name, value in exports.items()]
     values["setup"] += secrets_lines(site) + site.setup
-    path = f"PYTHONPATH={shlex.quote(str(run.code))}${{PYTHONPATH:+:$PYTHONPATH}}"
+    path = f"PYTHONPATH={shlex.quote(str(run.code_dir))}${{PYTHONPATH:+:$PYTHONPATH}}"
     values["setup"].append(f"export PYTHONSAFEPATH=1 {path}")  # as launch.with_code
-    values["setup"] += _pickle_lines(run.jobs / stage)
+    values["setup"] += _pickle_lines(run.jobs_dir / stage)
     return {key: value for key, value in values.items() if value is not None or key == "wckey"}
 
 
@@ -146,11 +146,11 @@ class JobExecutor(submitit.SlurmExecutor):
     """submitit's executor for one stage, which can write the script where there is no Slurm, too."""
 
     def __init__(self, run: Run, config: Config, stage: str, after: str | None = None) -> None:
-        home = run.code.resolve().parent  # for a point of a sweep, this is the sweep
+        home = run.code_dir.resolve().parent  # for a point of a sweep, this is the sweep
         executed = dict.fromkeys(map(str, (home, home / "code", run.path)))
         check = own_folders_shell(map(shlex.quote, executed))
         # the supervisor takes the shell's place, which would die of a signal that is sent to the batch script alone
-        super().__init__(run.jobs / stage, python=f"{check}\nexec {shlex.quote(interpreter(config.site))}")
+        super().__init__(run.jobs_dir / stage, python=f"{check}\nexec {shlex.quote(interpreter(config.site))}")
         self.update_parameters(**parameters(run, config, stage, after))
 
     @classmethod
@@ -213,7 +213,7 @@ def _find_submitted(
     stage: str, targets: Sequence[Run], error: _NoAnswerError, say: Callable[[str], None], patience_s: float
 ) -> str | None:
     """Return the id of the job of a submission that sbatch got no answer to; None if Slurm did not take it."""
-    if not wait_for_controller(patience_s, targets[0].whole.refuse_cancelled):
+    if not wait_for_controller(patience_s, targets[0].sweep_or_self.check_not_cancelled):
         raise UserError(
             f"{stage}: it is not known whether Slurm took the job: sbatch got no answer ({error}), and the "
             f"controller does not answer since. When it does (squeue --me): {targets[0].resume_command} "
@@ -272,13 +272,13 @@ def _write_submission(
     run: Run, stage: str, key: str, after: Sequence[str], kind: str, targets: Sequence[Run]
 ) -> tuple[Path, list[str]]:
     """Write the batch script and the pickle of each task; the script, and which SBATCH_* variables may stay."""
-    folder, site = run.stage_folder(stage), run.config.site
+    folder, site = run.stage_dir(stage), run.config.site
     refuse_unready(site, os.environ)
     executor = JobExecutor(run, run.config, stage, f"{kind}:{':'.join(after)}" if after else None)
     if (avoided := at_submission(targets, stage)) is not None:
         executor.parameters["additional_parameters"]["exclude"] = avoided
     for task, target in enumerate(targets):
-        submission = DelayedSubmission(become, stage, str(target.path), str(run.code))
+        submission = DelayedSubmission(become, stage, str(target.path), str(run.code_dir))
         submission.set_timeout(executor.parameters["time"], executor.max_num_timeout)
         submission.dump(folder / f"{key}_{task}_submitted.pkl")
     script_path = script_of(run, stage, key)

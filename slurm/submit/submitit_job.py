@@ -37,8 +37,8 @@ class DetachedExecutor(submitit.LocalExecutor):
     job by itself), with the run's code, and with the GPUs that this process sees; submitit hides them."""
 
     def __init__(self, run: Run, stage: str) -> None:
-        super().__init__(run.stage_folder(stage))
-        self.environment = with_code(os.environ, run.code)
+        super().__init__(run.stage_dir(stage))
+        self.environment = with_code(os.environ, run.code_dir)
 
     def _submit_command(self, command: str) -> Any:
         popen: Any = subprocess.Popen
@@ -59,6 +59,6 @@ def submit_local(run: Run, stage: str) -> Any:
     executor = DetachedExecutor(run, stage)
     # the year: submitit's own limit would kill; time limits are the supervisor's business
     executor.update_parameters(timeout_min=_A_YEAR_MIN, stderr_to_stdout=True)
-    job = executor.submit(become, stage, str(run.path), str(run.code))
+    job = executor.submit(become, stage, str(run.path), str(run.code_dir))
     run.event("submitted", stage, job_id=job.job_id, executor="local")
     return job

@@ -57,8 +57,8 @@ class Evaluations:
                     self.run.event("evaluation_not_submitted", "evaluate", message=message)
 
     def _submit_newest(self) -> None:
-        newest = next(iter(list_checkpoint_steps(self.run.checkpoints)), 0)
-        if not self._last_step < newest < (steps_of(self.run.config, self.run.data) or 0):
+        newest = next(iter(list_checkpoint_steps(self.run.checkpoints_dir)), 0)
+        if not self._last_step < newest < (steps_of(self.run.config, self.run.data_dir) or 0):
             return
         from slurm.submit.open_submissions import JOB_PATIENCE_S, settle_open
         from slurm.submit.sbatch import submit

@@ -34,7 +34,7 @@ class Ended:
 
 def reports(run: Run, stage: str, kind: str, task: int | None = None) -> list[Path]:
     """What ranks left of a kind: `error`, `hang` or `*`. A task of an array has its own, and others beside it."""
-    return list(run.stage_folder(stage).glob(f"{kind}-rank-{'*' if task is None else task}.json"))
+    return list(run.stage_dir(stage).glob(f"{kind}-rank-{'*' if task is None else task}.json"))
 
 
 def _read(run: Run, stage: str, kind: str, task: int | None = None) -> list[dict[str, Any]]:
@@ -47,12 +47,12 @@ def _read(run: Run, stage: str, kind: str, task: int | None = None) -> list[dict
 
 def log_of(run: Run, stage: str, rank: int) -> Path:
     """What a rank printed, in all attempts; `rank`: its number, or that of its task of an array."""
-    return run.stage_folder(stage) / f"rank-{rank}.log"
+    return run.stage_dir(stage) / f"rank-{rank}.log"
 
 
 def log_sizes(run: Run, stage: str) -> dict[Path, int]:
     """Where an attempt begins in the ranks' logs."""
-    return {path: path.stat().st_size for path in run.stage_folder(stage).glob("rank-*.log")}
+    return {path: path.stat().st_size for path in run.stage_dir(stage).glob("rank-*.log")}
 
 
 def _broken_gpu(log: Path, begins: int) -> str | None:
@@ -67,7 +67,7 @@ def _broken_gpu(log: Path, begins: int) -> str | None:
 
 def own_frames(run: Run, message: str) -> str:
     """A message whose traceback has the frames of the user's own module alone, where it has any; logs have them all."""
-    own = f"{run.code}/{str(run.config.model.target).partition('.')[0]}"
+    own = f"{run.code_dir}/{str(run.config.model.target).partition('.')[0]}"
     others = rf'^  File "(?!{re.escape(own)}\b).*\n(?: {{4}}.*\n)*'
     cut = re.sub(others, "", message, flags=re.M)
     return cut if '  File "' in cut else message
@@ -106,7 +106,7 @@ def find_failure(
         log = log_of(run, stage, rank if task is None else task)
         hints = {-signal.SIGKILL: " (out of memory, or somebody's kill)", ExitCode.OUT_OF_MEMORY: " (out of memory)"}
         message = left.told or f"rank {rank} on {host} {left}{hints.get(left.code, '')}; its log: {log}"
-    if code in (ExitCode.CRASHED, ExitCode.PEER_LOST) and (reason := run.unwritable()) is not None:
+    if code in (ExitCode.CRASHED, ExitCode.PEER_LOST) and (reason := run.describe_write_error()) is not None:
         code, message = ExitCode.STORAGE, f"{reason}\n{message}"  # ranks cannot report a full disk in files on it
     return Ended(code, facts={"rank": rank, "host": host, "message": message})
 

@@ -42,7 +42,7 @@ def run_followers(run: Run, stage: str, nodes: Sequence[str], on_slurm: bool) ->
     if track.telemetry_s is not None:
         # --overlap lets the step share the CPUs of the ranks' step (srun(1)); a job on one node needs no step
         step = ["srun", "--overlap", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1"]
-        step += ["--cpus-per-task=1", "--mem=0", f"--chdir={run.code}", interpreter(run.config.site)]
+        step += ["--cpus-per-task=1", "--mem=0", f"--chdir={run.code_dir}", interpreter(run.config.site)]
         processes.append(_start_follower(run, "telemetry", step if on_slurm and len(nodes) > 1 else [sys.executable]))
     try:
         yield
@@ -54,7 +54,7 @@ def _start_follower(run: Run, name: str, program: Sequence[str]) -> subprocess.P
     folder: Path = run.path / "track"
     folder.mkdir(exist_ok=True)
     with open(folder / f"{name}.log", "ab") as log:
-        return start(run.code, [*program, "-m", "tracking.follower", name, str(run.path)], log, {})
+        return start(run.code_dir, [*program, "-m", "tracking.follower", name, str(run.path)], log, {})
 
 
 def _stop_followers(processes: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -43,11 +43,11 @@ def inside(run: Run, stage: str) -> Inside:
     site = run.config.site_of(stage)
     given = {key: value for key, value in site.srun.items() if value is not False}
     options = [f"--{key}" if value is True else f"--{key}={value}" for key, value in given.items()]
-    box, code = site.container, str(run.code)
+    box, code = site.container, str(run.code_dir)
     if box is None:
         return Inside((interpreter(site),), tuple(options))
     disk = Path(os.path.expandvars(site.local_disk or ""))
-    folders = dict.fromkeys((run.path, run.code.resolve().parent, run.data.resolve(), site.scratch))
+    folders = dict.fromkeys((run.path, run.code_dir.resolve().parent, run.data_dir.resolve(), site.scratch))
     own = [str(folder) for folder in folders if folder is not None]
     local = [str(disk)] if disk.is_absolute() and "$" not in str(disk) and str(disk) not in own else []
     if awkward := [path for path in own + local if re.search(r"[,:\s]", path)]:

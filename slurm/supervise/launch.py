@@ -24,7 +24,7 @@ from pipeline.base.errors import ExitCode
 from pipeline.config.site import SiteConfig
 from pipeline.config.stages import STAGES
 from pipeline.run.code import start
-from pipeline.run.directory import Run, now
+from pipeline.run.directory import Run, utc_timestamp
 from slurm.query import slurm_messages
 from slurm.query.site_variables import SETUP_NOT_RUN, refuse_unready, secrets_lines, site_variables
 from slurm.supervise.inside import inside
@@ -75,7 +75,7 @@ def _spawn(
 ) -> subprocess.Popen[bytes]:
     """Start `PROGRAM -m pipeline STAGE RUN`, with the run's code, `more` variables and descriptors."""
     words, told = [*program, "-m", "pipeline", stage, str(run.path)], {"SLUICE_SUPERVISED": "1", **more}
-    return start(run.code, words, log, told, inherited, _die_with_parent)
+    return start(run.code_dir, words, log, told, inherited, _die_with_parent)
 
 
 def _die_with_parent() -> None:
@@ -135,8 +135,8 @@ class LocalRanks(Ranks):
             for rank in range(size):
                 sockets = [listener.fileno()] if rank == 0 else []
                 place = local_environment(rank, size, listener.getsockname()[1], *sockets)
-                with open(run.stage_folder(self._stage) / f"rank-{rank}.log", "ab") as log:
-                    log.write(f"--- {now()} rank {rank}\n".encode())
+                with open(run.stage_dir(self._stage) / f"rank-{rank}.log", "ab") as log:
+                    log.write(f"--- {utc_timestamp()} rank {rank}\n".encode())
                     log.flush()
                     self._alive[rank] = _spawn(run, self._stage, [sys.executable], log, place, self._lock, *sockets)
 
@@ -162,19 +162,19 @@ class SrunRanks(Ranks):
         self._nodes, self._options, self.inside = nodes, options, inside(run, stage)
         self._log = "rank-%t.log" if task is None else f"rank-{task}.log"
         part = "" if task is None else f"-{task}"
-        self.messages = run.stage_folder(stage) / f"{self.launcher}{part}.log"
+        self.messages = run.stage_dir(stage) / f"{self.launcher}{part}.log"
         self._from = self.messages.stat().st_size if self.messages.exists() else 0
 
     def command(self) -> list[str]:
         """What starts the ranks, up to the program and its arguments."""
-        folder = self._run.stage_folder(self._stage)
+        folder = self._run.stage_dir(self._stage)
         command = ["srun", f"--ntasks={self.size}", "--kill-on-bad-exit=0"]
         command += [f"--wait={SRUN_WAIT_S}", "--open-mode=append", "--unbuffered"]
         if not STAGES[self._stage].array:  # whose tasks know nothing of each other: they sit where there is room
             command.append(f"--nodes={self._nodes}")
         if cpus := cpus_per_task(os.environ):  # srun(1): since Slurm 22.05 a step does not inherit it from its job
             command.append(f"--cpus-per-task={cpus}")
-        command += [f"--output={folder}/{self._log}", f"--chdir={self._run.code}"]
+        command += [f"--output={folder}/{self._log}", f"--chdir={self._run.code_dir}"]
         return [*command, *self.inside.srun, *self._options]
 
     def start(self) -> None:

@@ -108,11 +108,11 @@ class MpirunRanks(SrunRanks):
 
     def command(self) -> list[str]:
         """mpirun, and a shell that gives each rank its log and, on other nodes, the variables it needs."""
-        log = shlex.quote(f"{self._run.stage_folder(self._stage)}/rank-")
-        variables = {"PYTHONPATH": with_code(os.environ, self._run.code)["PYTHONPATH"], **self.inside.variables}
+        log = shlex.quote(f"{self._run.stage_dir(self._stage)}/rank-")
+        variables = {"PYTHONPATH": with_code(os.environ, self._run.code_dir)["PYTHONPATH"], **self.inside.variables}
         exports = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
         script = (
-            f"cd {shlex.quote(str(self._run.code))} && export SLUICE_SUPERVISED=1 {exports} && "
+            f"cd {shlex.quote(str(self._run.code_dir))} && export SLUICE_SUPERVISED=1 {exports} && "
             f"rank=${{OMPI_COMM_WORLD_RANK:-$PMI_RANK}} && exec >>{log}$rank.log 2>&1 && "
             f'echo "{_RANK} $rank, process $$ on $(uname -n)" && exec "$@"'
         )
@@ -141,7 +141,7 @@ class MpirunRanks(SrunRanks):
         said = super()._explained(left)
         if said.told and (match := slurm_messages.HYDRA_LEFT.search(said.told)):
             process, host, code = match[1], match[2], int(match[3])
-            for log in self._run.stage_folder(self._stage).glob("rank-*.log"):
+            for log in self._run.stage_dir(self._stage).glob("rank-*.log"):
                 line = rf"^{_RANK} (\d+), process {process} on {re.escape(host)}$"
                 if rank := re.findall(line, log.read_text(errors="replace"), re.MULTILINE):
                     return Left(int(rank[-1]), -code if code in _SIGNALS else code, host)

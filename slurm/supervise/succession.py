@@ -101,7 +101,7 @@ def hand_over(run: Run, stage: str, job: str) -> str | None:
     if _has_successor(run, stage, job):
         return None
     try:
-        with run.alone(patience_s=LOCK_PATIENCE_S):  # submit.py may be submitting it
+        with run.lock_exclusively(patience_s=LOCK_PATIENCE_S):  # submit.py may be submitting it
             settle_open([run])
             if not _has_successor(run, stage, job):
                 submit(run, stage, [job], kind="afternotok", patience_s=JOB_PATIENCE_S)

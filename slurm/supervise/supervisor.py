@@ -103,19 +103,19 @@ class Supervisor:
         last = (attempts.of(run, stage, self.task).started or {}).get("slurm_job")
         goes_on = self.batch and last is not None and last == before
         patience_s = max(self.row.patience_s, LOCK_WAIT_S if goes_on else 0.0) if self.on_slurm else 0.0
-        lock, deadline = run.lock(stage, self.task), time.monotonic() + patience_s
+        lock, deadline = run.lock_stage(stage, self.task), time.monotonic() + patience_s
         while lock is None and time.monotonic() < deadline and not (goes_on and (self.flag or _request(run))):
             time.sleep(LOCK_POLL_S)
-            lock = run.lock(stage, self.task, 0.0)
+            lock = run.lock_stage(stage, self.task, 0.0)
         if lock is None and not goes_on:
-            raise UserError(f"{stage} of {run.name} is already running ({run.holder(stage)})")
+            raise UserError(f"{stage} of {run.name} is already running ({run.lock_holder(stage)})")
         return lock
 
     def _attempts(self, lock: int | None) -> tuple[Ended, bool | None]:
         """How the last attempt ended and, where the stage is to go on by the queue, whether that brought something new;
         None where it ends here."""
         run, stage = self.run, self.stage
-        run.refuse_cancelled()
+        run.check_not_cancelled()
         if self.on_slurm:
             use_site(run.config.site, self.place.job_id)
         refused = stop_causes.close_open_attempt(run, stage, self.place, self.task)
@@ -154,7 +154,7 @@ class Supervisor:
         size = 1 if self.task is not None else stages.ranks(run, stage, len(self.nodes) or None)
         if self.row.array and self.on_slurm and (room := granted_tasks(os.environ)) is not None:
             size = min(size, sum(room[0]))  # any number will do: the job behind an array has one task
-        attempt = run.attempts(stage) + 1
+        attempt = run.count_attempts(stage) + 1
         self._tell(
             "started", attempt=attempt, ranks=size, host=os.uname().nodename, pid=os.getpid(), slurm_job=place.job_id,
             restarts=place.restart_count, standing=before, **self.identity,
@@ -195,7 +195,7 @@ class Supervisor:
     def _locked_out(self, attempt: int) -> Ended:
         """The attempt before did not let go: a person or Slurm stopped the wait, or its node is taken for dead."""
         asked = _take_request(self.run) or self.flag.reason
-        holder = self.run.holder(self.stage) or "nobody any more"
+        holder = self.run.lock_holder(self.stage) or "nobody any more"
         message = f"no ranks were started: those of the attempt before had not left the stage ({holder})"
         facts = {"attempt": attempt, "message": message} | ({"cause": asked} if asked else {})
         ended = Ended(ExitCode.STOPPED if asked else ExitCode.NODE_FAILURE, asked, facts)

@@ -73,15 +73,15 @@ def test_there_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: 
 
 
 def test_a_pipe_in_place_of_a_file_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Run, "snapshot_code", lambda self, **more: None)
+    monkeypatch.setattr(Run, "copy_code", lambda self, **more: None)
     run = Run.create(load_config(write_config(tmp_path)))
-    run.events.unlink()
-    os.mkfifo(run.events)
+    run.events_file.unlink()
+    os.mkfifo(run.events_file)
     with pytest.raises(UserError, match=r"events\.jsonl is no ordinary file"):
         run.read_events()
-    run.code.mkdir()
-    (run.code / "DIFF").touch()
-    os.mkfifo(run.code / "COMMIT")
+    run.code_dir.mkdir()
+    (run.code_dir / "DIFF").touch()
+    os.mkfifo(run.code_dir / "COMMIT")
     with pytest.raises(UserError, match="COMMIT is no ordinary file"):
         print(run.title)
 

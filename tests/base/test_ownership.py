@@ -46,9 +46,9 @@ AS_NOBODY = [
 def trap(tmp_path: Path) -> Run:
     """A run with a checkpoint, whose code leaves a file `executed` when any of it runs."""
     run = Run.create(load_config(write_config(tmp_path), ["run.sharing=all"]))
-    run_ranks(1, save_rank, run.checkpoints, False)
+    run_ranks(1, save_rank, run.checkpoints_dir, False)
     for entry in ("pipeline/__init__.py", "slurm/__init__.py", "submit.py"):
-        (run.code / entry).write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\n")
+        (run.code_dir / entry).write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\n")
     return run
 
 
@@ -77,7 +77,7 @@ def belongs_to(run: Run, uid: int) -> None:
 
 def test_nothing_of_somebody_elses_run_is_executed_even_by_root(tmp_path: Path, trap: Run) -> None:
     belongs_to(trap, NOBODY)
-    before = trap.events.read_bytes()
+    before = trap.events_file.read_bytes()
     for command in (
         [*SUBMIT, "tiny.yaml", "run.sharing=all", "--executor=local"],
         [*SUBMIT, "resume", "runs/tiny", "--executor=local"],
@@ -91,7 +91,7 @@ def test_nothing_of_somebody_elses_run_is_executed_even_by_root(tmp_path: Path, 
         assert done.returncode == ExitCode.USER_ERROR, command
         assert re.search(rb"runs/tiny belongs to \w+ \(uid 65534\).* another run.name", done.stderr), done.stderr
         assert not (tmp_path / "executed").exists(), command
-    assert trap.events.read_bytes() == before and not list(trap.jobs.iterdir())
+    assert trap.events_file.read_bytes() == before and not list(trap.jobs_dir.iterdir())
     only_read(tmp_path)
 
 
@@ -104,15 +104,15 @@ def test_nothing_of_somebody_elses_run_is_executed_even_by_root(tmp_path: Path, 
 )  # fmt: skip
 def test_a_single_file_of_somebody_elses_in_our_run_is_refused(tmp_path: Path, place: str) -> None:
     run = Run.create(load_config(write_config(tmp_path)))
-    run.stage_folder("train")
-    (run.data / "code").mkdir()  # of a source of a mixture
+    run.stage_dir("train")
+    (run.data_dir / "code").mkdir()  # of a source of a mixture
     (run.path / place).touch()
-    run.refuse_foreign()
+    run.check_owner()
     if os.geteuid() != 0:
         lacking("giving a file to somebody else needs root")
     os.chown(run.path / place, NOBODY, NOBODY)
     with pytest.raises(UserError, match=rf"{place} belongs to \w+ \(uid {NOBODY}\)"):
-        run.refuse_foreign()
+        run.check_owner()
 
 
 def test_another_user_reads_and_does_not_execute(tmp_path: Path, trap: Run) -> None:
@@ -128,18 +128,18 @@ def others_may_write(path: Path) -> None:
 
 PLACES: dict[str, Callable[[Run], Path]] = {
     "the run": lambda run: run.path,
-    "its code": lambda run: run.code,
-    "a file of it": lambda run: run.code / "pipeline/run/directory.py",
-    "jobs": lambda run: run.jobs,
-    "a stage's pickles": lambda run: run.stage_folder("train"),
-    "a pickle": lambda run: run.stage_folder("train") / "1_submitted.pkl",
-    "a job's script": lambda run: run.stage_folder("train") / "submission_file_1.sh",
+    "its code": lambda run: run.code_dir,
+    "a file of it": lambda run: run.code_dir / "pipeline/run/directory.py",
+    "jobs": lambda run: run.jobs_dir,
+    "a stage's pickles": lambda run: run.stage_dir("train"),
+    "a pickle": lambda run: run.stage_dir("train") / "1_submitted.pkl",
+    "a job's script": lambda run: run.stage_dir("train") / "submission_file_1.sh",
     "the config, whose lines each job's shell runs": lambda run: run.config_file,
-    "its changes": lambda run: run.changes,
-    "its data": lambda run: run.data,
-    "the filter that prepare copied": lambda run: run.data / "filter.py",
-    "what prepare fixed": lambda run: run.data / "prepare.json",
-    "the chat template": lambda run: run.data / "chat.json",
+    "its changes": lambda run: run.changes_file,
+    "its data": lambda run: run.data_dir,
+    "the filter that prepare copied": lambda run: run.data_dir / "filter.py",
+    "what prepare fixed": lambda run: run.data_dir / "prepare.json",
+    "the chat template": lambda run: run.data_dir / "chat.json",
 }
 
 
@@ -148,21 +148,21 @@ def test_what_others_may_write_is_not_executed_until_that_is_mended(tmp_path: Pa
     run = Run.create(load_config(write_config(tmp_path), ["run.sharing=group"]))
     if not PLACES[place](run).exists():
         PLACES[place](run).touch()
-    run.refuse_foreign()
+    run.check_owner()
     others_may_write(PLACES[place](run))
     with pytest.raises(UserError, match=rf"{PLACES[place](run)} \(of .* may be written by others") as found:
-        Run.open(run.path).refuse_foreign()
+        Run.open(run.path).check_owner()
     assert f"chmod -R go-w {run.path}" in str(found.value)
     subprocess.run(str(found.value).rpartition(": ")[2], shell=True, check=True, timeout=10)
-    run.refuse_foreign()
+    run.check_owner()
 
 
 def test_a_private_run_may_have_any_modes_inside(tmp_path: Path) -> None:
     """Those made from checkouts with group-write modes, before these were left behind: nobody else gets there."""
     run = Run.create(load_config(write_config(tmp_path)))
-    for path in (run.code, *run.code.rglob("*"), run.jobs):
+    for path in (run.code_dir, *run.code_dir.rglob("*"), run.jobs_dir):
         others_may_write(path)
-    run.refuse_foreign()
+    run.check_owner()
 
 
 def test_a_folder_that_others_may_write_is_not_adopted(tmp_path: Path) -> None:
@@ -184,11 +184,11 @@ def test_a_lock_that_is_a_link_is_refused_and_what_it_leads_to_kept(tmp_path: Pa
         Run.create(config)
     (tmp_path / "runs/tiny/.creating").unlink()
     run = Run.create(config)
-    (run.stage_folder("train") / "lock").symlink_to(precious)
+    (run.stage_dir("train") / "lock").symlink_to(precious)
     with pytest.raises(UserError, match="train/lock is a symbolic link"):
-        run.lock("train")
+        run.lock_stage("train")
     with pytest.raises(UserError, match="train/lock is a symbolic link"):
-        run.holder("train")
+        run.lock_holder("train")
     assert precious.read_text() == "mine"
 
 
@@ -205,10 +205,10 @@ def test_the_copied_code_takes_no_modes_from_the_checkout(
     monkeypatch.setattr(run_module, "CODE_ROOT", checkout)
     run = Run.create(load_config(write_config(tmp_path), [f"run.sharing={sharing}"]))
     os.umask(0)
-    run.snapshot_code()
+    run.copy_code()
     os.umask(0o022)
-    modes = {path: path.stat().st_mode & 0o7777 for path in (run.code, *run.code.rglob("*"))}
-    assert modes.pop(run.code / "submit.py") == folder, "it was executable, and is"
+    modes = {path: path.stat().st_mode & 0o7777 for path in (run.code_dir, *run.code_dir.rglob("*"))}
+    assert modes.pop(run.code_dir / "submit.py") == folder, "it was executable, and is"
     assert {mode for path, mode in modes.items() if path.is_dir()} == {folder}
     assert {mode for path, mode in modes.items() if not path.is_dir()} == {file}
 
@@ -364,7 +364,7 @@ def test_a_job_starts_no_python_where_the_run_was_replaced(tmp_path: Path, chang
         assert done.returncode == ExitCode.USER_ERROR and str(run.path / place) in done.stderr
     else:
         assert done.returncode == 0 and not done.stderr
-        assert re.search(rf"{run.code}\S* mine mine mine$", (tmp_path / "started").read_text().rstrip())
+        assert re.search(rf"{run.code_dir}\S* mine mine mine$", (tmp_path / "started").read_text().rstrip())
 
 
 def test_the_code_of_a_point_is_that_of_its_sweep(tmp_path: Path) -> None:
@@ -373,7 +373,7 @@ def test_the_code_of_a_point_is_that_of_its_sweep(tmp_path: Path) -> None:
     grid = "sweep={grid: {optimizer.lr: [1.0e-3, 2.0e-3]}}"
     sweep = Run.create(load_config(write_config(tmp_path), [grid, "run.sharing=all", f"site.python={python}"]))
     point = make_points(sweep)[1]
-    assert point.code.is_symlink()
+    assert point.code_dir.is_symlink()
     job = script(point, point.config, "train")
 
     def start() -> int:
@@ -381,7 +381,7 @@ def test_the_code_of_a_point_is_that_of_its_sweep(tmp_path: Path) -> None:
 
     assert start() == 0
     (tmp_path / "started").unlink()
-    for path in (sweep.path, sweep.code, point.path):
+    for path in (sweep.path, sweep.code_dir, point.path):
         mode = path.stat().st_mode
         path.chmod(0o777)
         assert start() == ExitCode.USER_ERROR and not (tmp_path / "started").exists(), path
@@ -406,10 +406,10 @@ def test_a_template_starts_no_python_where_the_run_was_replaced(tmp_path: Path, 
 
     assert start().returncode == 0 and (tmp_path / "started").exists()
     (tmp_path / "started").unlink()
-    others_may_write(run.code)
+    others_may_write(run.code_dir)
     done = start()
-    assert done.returncode == ExitCode.USER_ERROR and f"{run.code} must be a folder of your own" in done.stderr
-    run.code.chmod(0o755)
+    assert done.returncode == ExitCode.USER_ERROR and f"{run.code_dir} must be a folder of your own" in done.stderr
+    run.code_dir.chmod(0o755)
     foreign(run.path)
     done = start()
     assert done.returncode == ExitCode.USER_ERROR and f"{run.path} must be a folder of your own" in done.stderr

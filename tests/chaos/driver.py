@@ -86,8 +86,8 @@ class Story:
         (folder / "chaos/slow").write_text(SLOW_S)
         self.run = Run.create(load_config(self.config, OVERRIDES))
         if data is not None:
-            self.run.data.rmdir()
-            shutil.copytree(data, self.run.data)
+            self.run.data_dir.rmdir()
+            shutil.copytree(data, self.run.data_dir)
 
     def go(self, faults: Sequence[Callable[[Scene], str | None]]) -> list[Told]:
         """Submit the training, bring about the faults one after another, wait for the end; what was told of each."""
@@ -114,7 +114,7 @@ class Story:
 
         def over() -> bool:
             self._undrain()
-            return find_newest_step(self.run.checkpoints) == self.steps
+            return find_newest_step(self.run.checkpoints_dir) == self.steps
 
         scene.wait("the end of the training", over, 240)
         scene.wait("its last event", lambda: self.run.read_events("train")[-1]["event"] == "done", 60)
@@ -169,7 +169,7 @@ class Story:
     def check(self, told: Sequence[Told], undisturbed: str) -> list[str]:
         """Everything that is wrong with the outcome; nothing is what we want."""
         wrong = [f"{t.fault}: told as {t.told}" for t in told if t.told != t.expected]
-        lines = list(read_jsonl(self.run.metrics))
+        lines = list(read_jsonl(self.run.metrics_file))
         if [line["step"] for line in lines] != list(range(1, self.steps + 1)):
             wrong.append("not every step stands once in metrics.jsonl")
         batch = self.run.config.train.global_batch
@@ -197,21 +197,21 @@ class Story:
 
     def decisions(self) -> list[dict[str, Any]]:
         """The steps that were left out."""
-        return list(read_jsonl(self.run.decisions))
+        return list(read_jsonl(self.run.decisions_file))
 
 
 def undisturbed(folder: Path, like: Story, cluster: Cluster | None = None) -> str:
     """The digest of an undisturbed run of the same layout and recorded decisions; no `cluster`: on this machine."""
     run = Run.create(load_config(like.config, [*OVERRIDES, f"run.root={folder}"]))
-    run.data.rmdir()
-    run.data.symlink_to(like.run.data)
-    if like.run.decisions.exists():
-        shutil.copy(like.run.decisions, run.decisions)
+    run.data_dir.rmdir()
+    run.data_dir.symlink_to(like.run.data_dir)
+    if like.run.decisions_file.exists():
+        shutil.copy(like.run.decisions_file, run.decisions_file)
     (like.folder / "chaos/inject.json").unlink(missing_ok=True)
     where = [] if cluster else ["--executor", "local"]
     submit(cluster, like.folder, str(like.config), *OVERRIDES, f"run.root={folder}", *where)
     deadline = time.monotonic() + 240
-    while find_newest_step(run.checkpoints) < like.steps and time.monotonic() < deadline:
+    while find_newest_step(run.checkpoints_dir) < like.steps and time.monotonic() < deadline:
         time.sleep(0.2)
     return digest(run)
 

@@ -163,12 +163,12 @@ def die_in_a_save(scene: Scene) -> str:
 
 def damage_the_newest_checkpoint(scene: Scene) -> str:
     """A file of the newest checkpoint is truncated, flipped or gone when the training starts again."""
-    scene.wait("a second checkpoint", lambda: len(list_checkpoint_steps(scene.run.checkpoints)) > 1)
+    scene.wait("a second checkpoint", lambda: len(list_checkpoint_steps(scene.run.checkpoints_dir)) > 1)
     ranks = scene.ranks()
     for process in ranks.values():
         process.send_signal(signal.SIGSTOP)  # nothing is saved while it is being damaged
-    step = find_newest_step(scene.run.checkpoints)
-    file = scene.random.choice(sorted((scene.run.checkpoints / checkpoint_name(step)).iterdir()))
+    step = find_newest_step(scene.run.checkpoints_dir)
+    file = scene.random.choice(sorted((scene.run.checkpoints_dir / checkpoint_name(step)).iterdir()))
     size = file.stat().st_size
     how = scene.random.choice(["truncated", "flipped", "missing"])
     if how == "missing":
@@ -205,10 +205,10 @@ def fill_the_disk(scene: Scene) -> str:
 
 def poison_a_step(scene: Scene) -> None:
     """The loss of one rank is no number, once."""
-    decided = len(list(read_jsonl(scene.run.decisions)))
+    decided = len(list(read_jsonl(scene.run.decisions_file)))
     scene.inject("nan")
     scene.wait("the bad step", scene.happened)
-    scene.wait("the decision", lambda: len(list(read_jsonl(scene.run.decisions))) > decided, 20)
+    scene.wait("the decision", lambda: len(list(read_jsonl(scene.run.decisions_file))) > decided, 20)
     scene.poisoned += 1
 
 

@@ -29,18 +29,18 @@ STEPS = ("train.steps=4", "checkpoint.every_steps=2")
 def test_no_training_begins_anew_by_itself(tmp_path: Path, what: str) -> None:
     run = make_run(tmp_path, overrides=STEPS)
     assert run_ranks(2, stage_rank, run.path, "train") == [ExitCode.DONE] * 2
-    kept = run.metrics.read_bytes()
+    kept = run.metrics_file.read_bytes()
     for folder in list(run.path.glob(what)):
         shutil.rmtree(folder)
-    words = f"step 4 was saved, and {run.checkpoints} has no checkpoint"
+    words = f"step 4 was saved, and {run.checkpoints_dir} has no checkpoint"
     assert words in str(load("train").missing(run)), "status says so"
     with pytest.raises(AssertionError, match=rf"(?s)CheckpointError: {words}.*to train from zero .* remove "):
         run_ranks(2, stage_rank, run.path, "train")
-    assert run.metrics.read_bytes() == kept and not run.read_events("train", "began_anew")
-    run.metrics.unlink()  # the way out that is told
+    assert run.metrics_file.read_bytes() == kept and not run.read_events("train", "began_anew")
+    run.metrics_file.unlink()  # the way out that is told
     assert describe_missing_checkpoints(run) is None
     assert run_ranks(2, stage_rank, run.path, "train") == [ExitCode.DONE] * 2
-    assert find_newest_step(run.checkpoints) == 4 and len(list(read_jsonl(run.metrics))) == 4
+    assert find_newest_step(run.checkpoints_dir) == 4 and len(list(read_jsonl(run.metrics_file))) == 4
     assert [event["event"] for event in run.read_events("train")].count("began_anew") == 1
 
 
@@ -49,11 +49,11 @@ def test_before_the_first_save_a_training_begins_where_it_stands(tmp_path: Path)
     run = make_run(tmp_path, overrides=STEPS)
     run.event("saved", "train", step=2, seconds=1.0)
     run.event("began_anew", "train")
-    run.metrics.write_text("{}\n")
+    run.metrics_file.write_text("{}\n")
     assert describe_missing_checkpoints(run) is None
     run.event("restored", "train", step=2, seconds=1.0, lost_steps=0)  # a copy was put back
     assert "step 2 was saved" in str(describe_missing_checkpoints(run))
-    (run.checkpoints / "damaged-step-00000002").mkdir(parents=True)
+    (run.checkpoints_dir / "damaged-step-00000002").mkdir(parents=True)
     assert describe_missing_checkpoints(run) is None, "the restore has words of its own"
 
 
@@ -72,7 +72,7 @@ def test_what_began_anew_gets_ahead_with_each_save(tmp_path: Path) -> None:
 def test_a_corrected_config_is_no_leave_to_begin_anew(tmp_path: Path) -> None:
     run = make_run(tmp_path, overrides=STEPS)
     run.event("saved", "train", step=2, seconds=1.0)
-    run.metrics.write_text("{}\n")
+    run.metrics_file.write_text("{}\n")
     for key in ("stages.train.time=00:30:00", "optimizer.lr=0.5"):
         corrected = Run.create(load_config(write_config(tmp_path), (*STEPS, key)))
         assert corrected.path == run.path and describe_missing_checkpoints(corrected) is not None
@@ -82,13 +82,13 @@ def test_damaged_checkpoints_alone_begin_nothing(tmp_path: Path) -> None:
     """Nor is it said that something began; who removes what is told begins anew."""
     run = make_run(tmp_path, overrides=STEPS)
     assert run_ranks(2, stage_rank, run.path, "train") == [ExitCode.DONE] * 2
-    for step in list_checkpoint_steps(run.checkpoints):
-        set_checkpoint_aside(run.checkpoints, step)
+    for step in list_checkpoint_steps(run.checkpoints_dir):
+        set_checkpoint_aside(run.checkpoints_dir, step)
     with pytest.raises(AssertionError, match=r"(?s)no checkpoint is intact.* remove .*damaged-\* and .*metrics.jsonl"):
         run_ranks(2, stage_rank, run.path, "train")
     assert not run.read_events("train", "began_anew")
-    for folder in run.checkpoints.glob("damaged-*"):
+    for folder in run.checkpoints_dir.glob("damaged-*"):
         shutil.rmtree(folder)
-    run.metrics.unlink()
+    run.metrics_file.unlink()
     assert run_ranks(2, stage_rank, run.path, "train") == [ExitCode.DONE] * 2
     assert len(run.read_events("train", "began_anew")) == 1

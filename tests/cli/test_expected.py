@@ -44,7 +44,7 @@ def table(text: str) -> dict[str, dict[str, str]]:
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Two days of two ranks on a node: 4 attempts, of which 3 end with a failure; known starts, saves and steps."""
-    monkeypatch.setattr(Run, "snapshot_code", lambda self, **more: None)
+    monkeypatch.setattr(Run, "copy_code", lambda self, **more: None)
     run = Run.create(load_config(write_config(tmp_path, steps=400), ["checkpoint.every_steps=10"]))
     clock, step, events, steps = time.time() - 3 * 86400, 0, [], []
 
@@ -80,7 +80,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
             clock += 200
         else:
             event("done", task=None, exit_code=0)
-    for file, found in ((run.path / "events.jsonl", events), (run.metrics, steps)):
+    for file, found in ((run.path / "events.jsonl", events), (run.metrics_file, steps)):
         file.write_text("".join(json.dumps(line) + "\n" for line in found))
     return run
 
@@ -118,7 +118,7 @@ def test_report_says_what_was_expected(run: Run) -> None:
         file = io.StringIO()
         print_report(run, PlainConsole(file=file, width=200), goodput.describe_expected_goodput)
         assert "expected" not in file.getvalue(), "four attempts, and not a node-day"
-    run.metrics.write_text("")
+    run.metrics_file.write_text("")
     file = io.StringIO()
     print_report(run, PlainConsole(file=file, width=200), goodput.describe_expected_goodput)
     assert "expected" not in file.getvalue(), "without steps nothing is known"

@@ -18,7 +18,7 @@ from tests.support.tiny import write_config
 @pytest.mark.parametrize("live", [False, True])
 def test_a_way_back_is_told_once_as_it_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, live: bool) -> None:
     """Of this stage and from now on; the last words come with the end."""
-    monkeypatch.setattr(Run, "snapshot_code", lambda self, **more: None)
+    monkeypatch.setattr(Run, "copy_code", lambda self, **more: None)
     monkeypatch.setattr(follow, "LOOK_EVERY_S", 0.0)
     run = Run.create(load_config(write_config(tmp_path)))
     run.event("restored", "train", step=7, lost_steps=3)

@@ -121,7 +121,7 @@ def test_tasks_of_an_array_are_told_apart() -> None:
 
 def test_points_and_the_list_of_runs_name_it_briefly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    data = make_run(tmp_path).data
+    data = make_run(tmp_path).data_dir
     swept = make_run(tmp_path, "swept", ("sweep={grid: {optimizer.lr: [0.001, 0.01, 0.1]}}",), data)
     points, jobs = make_points(swept), []
     for number, point in enumerate(points):

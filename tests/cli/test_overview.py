@@ -22,7 +22,7 @@ from tests.support.tiny import write_config
 
 
 def test_all_runs_with_one_question_to_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Run, "snapshot_code", lambda self, **more: None)
+    monkeypatch.setattr(Run, "copy_code", lambda self, **more: None)
     names = ("local", "done", "waits", "also")
     _, done, waits, also = (Run.create(load_config(write_config(tmp_path, name))) for name in names)
     for run in (done, waits, also):

@@ -88,7 +88,7 @@ def test_a_held_job_says_who_lets_it_go(reason: str, who: str) -> None:
 def test_of_a_stage_that_has_not_begun_what_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of others nobody asks who only looks: there may be 100,000 inputs."""
     run = make_run(tmp_path)
-    (run.data / "manifest.json").unlink()
+    (run.data_dir / "manifest.json").unlink()
     asked: list[Input] = []
     problem = Input.problem
 
@@ -171,7 +171,7 @@ def test_a_job_that_left_not_even_a_log_may_not_see_the_run(tmp_path: Path, monk
     monkeypatch.setattr(status, "jobs_of", lambda run, forgotten: jobs)
     hint = f"and left no log: do nodes see the run? python submit.py doctor {run.path.parent} --check-nodes"
     assert hint in status.StatusPoller(run).poll()[2].problem
-    (run.stage_folder("train") / "3_0_log.out").touch()
+    (run.stage_dir("train") / "3_0_log.out").touch()
     assert hint not in status.StatusPoller(run).poll()[2].problem
 
 
@@ -304,12 +304,12 @@ def test_slow_ranks_are_named_until_they_recover_or_start_again() -> None:
 
 def test_a_run_that_was_cancelled_or_left_half_made_can_be_looked_at(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    run.events.unlink()  # killed between config.yaml and the first event
+    run.events_file.unlink()  # killed between config.yaml and the first event
     assert [row.state for row in status.StatusPoller(run).poll()] == ["done", "done", "waiting", "waiting"]
     console = Console(width=150, record=True)
     print_report(run, console)
     assert "0/30" in console.export_text()
-    run.request(run.cancelled_file)
+    run.write_request(run.cancelled_file)
     assert [row.state for row in status.StatusPoller(run).poll()] == ["done", "done", "cancelled", "cancelled"]
 
 
@@ -335,7 +335,7 @@ def test_an_evaluation_is_not_done_before_the_training(
     poller = status.StatusPoller(run)
     assert [row.state for row in poller.statuses_from(jobs)] == ["done", "done", "running", state]
     if job is None:
-        run.request(run.cancelled_file)
+        run.write_request(run.cancelled_file)
         assert [row.state for row in poller.statuses_from([])] == ["done", "done", "cancelled", "cancelled"]
         monkeypatch.setattr(load("train"), "missing", lambda run: None)
         assert [row.state for row in poller.statuses_from([])] == ["done"] * 4

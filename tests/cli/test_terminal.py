@@ -29,16 +29,16 @@ EVIL = f"{CLEAR}{TITLE}all is done\x9b2J{REVERSE}\r[bold red]:smiley:[/nothing]"
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """A run that failed with evil words, in a folder with an evil name."""
-    monkeypatch.setattr(Run, "snapshot_code", lambda self, **more: None)
+    monkeypatch.setattr(Run, "copy_code", lambda self, **more: None)
     root = json.dumps(str(tmp_path / "a[/b]c[red]:smiley:"))
     run = Run.create(load_config(write_config(tmp_path), [f"run.root={root}"]))
     run.event("started", "train", job_id="1", attempt=1, task=None, host=EVIL)
     run.event("failed", "train", job_id="1", attempt=1, cause=EVIL, message=EVIL, exit_code=1)
-    run.code.mkdir()
-    (run.code / "COMMIT").write_text(EVIL)
-    (run.code / "DIFF").write_text("")
-    (run.stage_folder("train") / "rank-0.log").write_bytes(f"step 1\tloss 5 é\r\n{EVIL}\n".encode() + b"\xff\x1b\n")
-    (run.jobs / "train/own-times.json").write_text(json.dumps({EVIL: 1.5}))
+    run.code_dir.mkdir()
+    (run.code_dir / "COMMIT").write_text(EVIL)
+    (run.code_dir / "DIFF").write_text("")
+    (run.stage_dir("train") / "rank-0.log").write_bytes(f"step 1\tloss 5 é\r\n{EVIL}\n".encode() + b"\xff\x1b\n")
+    (run.jobs_dir / "train/own-times.json").write_text(json.dumps({EVIL: 1.5}))
     return run
 
 
@@ -62,7 +62,7 @@ def test_status_report_and_words_of_an_end_are_text(run: Run) -> None:
 
 
 def test_logs_are_text(run: Run, capsysbinary: pytest.CaptureFixture[bytes]) -> None:
-    append_line(run.events, "")
+    append_line(run.events_file, "")
     show(run, "train", "0", follow=False)
     shown = capsysbinary.readouterr().out.decode()
     harmless(shown)

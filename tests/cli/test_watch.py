@@ -32,12 +32,12 @@ def metric_line(step: int) -> str:
 def run(tmp_path: Path) -> Iterator[Run]:
     """A run in the middle of its training: this process holds the lock."""
     run = make_run(tmp_path)
-    lock = run.lock("train")
+    lock = run.lock_stage("train")
     assert lock is not None
     run.event("started", "train", job_id="1", attempt=1, task=None, ranks=2)
     run.event("failed", "train", job_id="1", attempt=1, cause="hang", message="\x1b[2J\x1b]0;mine\x07 oh\nno")
     run.event("started", "train", job_id="1", attempt=2, task=None, ranks=2)
-    run.metrics.write_text("".join(metric_line(step) for step in range(1, 21)))
+    run.metrics_file.write_text("".join(metric_line(step) for step in range(1, 21)))
     gpu = {"index": 0, "utilization_percent": 90, "memory_gb": 60.0, "power_w": 600, "temperature_c": 61}
     line = {
         "time": time.time(),
@@ -92,7 +92,7 @@ def test_one_screen_that_never_scrolls_and_sends_little(run: Run, tmp_path: Path
     until(terminal, lambda sent: "q: stop watching" in sent)
     before, began = len(terminal.seen), time.monotonic()
     for step in range(21, 31):  # two looks and more, each with something new
-        with open(run.metrics, "a") as file:
+        with open(run.metrics_file, "a") as file:
             file.write(metric_line(step))
         terminal.read(0.5)
     rate = (len(terminal.seen) - before) / (time.monotonic() - began)

@@ -48,11 +48,11 @@ def mixture_run(folder: Path) -> Run:
 @pytest.mark.parametrize("make", [make_run, prompts_run, mixture_run])
 def test_a_run_that_has_trained_keeps_its_length(make: object, tmp_path: Path) -> None:
     run: Run = make(tmp_path)  # type: ignore[operator]
-    run.change(["data.sequence_length=48"])
+    run.apply_overrides(["data.sequence_length=48"])
     assert Run.open(run.path).config.data.sequence_length == 48  # nothing is there that it makes wrong
-    (run.checkpoints / "step-00000003").mkdir()
+    (run.checkpoints_dir / "step-00000003").mkdir()
     with pytest.raises(UserError) as caught:
-        run.change(["data.sequence_length=16"])
+        run.apply_overrides(["data.sequence_length=16"])
     words = str(caught.value)
     assert words.startswith("data.sequence_length: 48 → 16: resume cannot change it without changing the result")
     assert "checkpoints/step-00000003" in words and "start a new run: its config under another run.name" in words
@@ -62,21 +62,21 @@ def test_a_run_that_has_trained_keeps_its_length(make: object, tmp_path: Path) -
 def test_before_that_samples_are_cut_anew(tmp_path: Path) -> None:
     """Of the same shards; of prompts, which lie in windows, they are written again."""
     run = make_run(tmp_path)
-    before = load_manifest(run.data)
-    run.change(["data.sequence_length=48"])
-    assert load("shard").missing(run) is None and load_manifest(run.data) == before
-    assert TokenDataset(before.train, 48, run.data).read(np.array([0]))["tokens"].shape == (1, 49)
+    before = load_manifest(run.data_dir)
+    run.apply_overrides(["data.sequence_length=48"])
+    assert load("shard").missing(run) is None and load_manifest(run.data_dir) == before
+    assert TokenDataset(before.train, 48, run.data_dir).read(np.array([0]))["tokens"].shape == (1, 49)
     (tmp_path / "prompts").mkdir()
     run = prompts_run(tmp_path / "prompts")
-    before = load_manifest(run.data)
-    run.change(["data.sequence_length=48"])
+    before = load_manifest(run.data_dir)
+    run.apply_overrides(["data.sequence_length=48"])
     assert load("shard").missing(run) is not None
-    assert load_manifest(filled(run).data).train != before.train and load("shard").missing(run) is None
+    assert load_manifest(filled(run).data_dir).train != before.train and load("shard").missing(run) is None
 
 
 def test_a_config_that_was_changed_by_hand_is_told_by_key_and_values(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    manifest = load_manifest(run.data)
+    manifest = load_manifest(run.data_dir)
     saved = {"step": 3, **compute_identity(run.config, manifest)}
     check_identity(json.loads(json.dumps(saved)), compute_identity(run.config, manifest))
     text = run.config_file.read_text()

@@ -221,7 +221,7 @@ def test_too_little_text_to_train_on_is_refused_by_shard_and_mended_by_resume(tm
     with pytest.raises(UserError, match=r"no training sample: one takes 40001 tokens .* lower data\.sequence_length"):
         load("shard").main(run, read_rank_info({}), {}, HarmlessFlag())
     assert load("shard").missing(run) is not None
-    run.change(["data.sequence_length=10000"])
+    run.apply_overrides(["data.sequence_length=10000"])
     load("shard").main(run, read_rank_info({}), {}, HarmlessFlag())
     assert load("shard").missing(run) is None
 
@@ -387,17 +387,17 @@ def test_a_number_that_changed_is_noticed_and_mended(done: Path, data: DataConfi
 def test_ranks_compare_the_manifest_with_the_shards_themselves(tmp_path: Path, split: str) -> None:
     """Two digits, and every token that is trained on is another one; the shard and its hash are as they were."""
     run = make_run(tmp_path)
-    values = json.loads((run.data / "manifest.json").read_text())
+    values = json.loads((run.data_dir / "manifest.json").read_text())
     entry = values[split][0]
     entry["offset"] += 2
     entry["tokens"] -= 1
-    (run.data / "manifest.json").write_text(json.dumps(seal(values)))
-    shard_file = run.data / entry["file"]
+    (run.data_dir / "manifest.json").write_text(json.dumps(seal(values)))
+    shard_file = run.data_dir / entry["file"]
     words = rf"manifest\.json says of tokens in {shard_file}: offset={entry['offset']} .*there is: offset="
     with pytest.raises(AssertionError, match=words + r".*Remove .*manifest\.json and run the shard stage again"):
         run_ranks(1, checked_rank, run.path, split)
     assert shard_file.exists() and run.read_events(None, "damaged") == []
-    (run.data / "manifest.json").unlink()
+    (run.data_dir / "manifest.json").unlink()
     load("shard").main(run, read_rank_info({}), {}, HarmlessFlag())
     run_ranks(1, checked_rank, run.path, split)
 
@@ -405,15 +405,15 @@ def test_ranks_compare_the_manifest_with_the_shards_themselves(tmp_path: Path, s
 def test_cached_hashes_are_not_taken_again_while_a_file_is_as_it_was(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     run_ranks(1, checked_rank, run.path, "train", "cached")
-    shard_file = run.data / load_manifest(run.data).train[0].file
+    shard_file = run.data_dir / load_manifest(run.data_dir).train[0].file
     content, seen = bytearray(shard_file.read_bytes()), shard_file.stat()
     content[-300] ^= 1
     with open(shard_file, "r+b") as file:  # the same inode
         file.write(content)
     os.utime(shard_file, ns=(seen.st_atime_ns, seen.st_mtime_ns))
     run_ranks(1, checked_rank, run.path, "train", "cached")  # nobody read it
-    notes = (run.data / "verified.json").read_text()
-    (run.data / "verified.json").write_text(notes.replace(str(seen.st_ino), str(seen.st_ino + 1), 1))
+    notes = (run.data_dir / "verified.json").read_text()
+    (run.data_dir / "verified.json").write_text(notes.replace(str(seen.st_ino), str(seen.st_ino + 1), 1))
     with pytest.raises(AssertionError, match=r"is damaged: its sha256 is"):  # altered notes are none
         run_ranks(1, checked_rank, run.path, "train", "cached")
     assert not shard_file.exists() and shard_file.with_name(f"{shard_file.name}.damaged").exists()

@@ -53,7 +53,7 @@ def test_a_training_on_them_is_that_on_files_in_one_piece(tmp_path: Path) -> Non
     assert [entry.file for entry in second] == [  # the one in one piece is used where it lies
         "shards/unit-00000.h5", str(tmp_path / "packed/single.h5"), "shards/unit-00002.h5",
     ]  # fmt: skip
-    found = [SampleDataset(manifest_of(run), run.data).read(np.arange(135)) for run in (plain, packed)]  # type: ignore[arg-type]
+    found = [SampleDataset(manifest_of(run), run.data_dir).read(np.arange(135)) for run in (plain, packed)]  # type: ignore[arg-type]
     assert all(np.array_equal(found[0][name], found[1][name]) for name in ("images", "labels"))
     assert trained(plain, 1) == trained(packed, 1)
     assert set(run_ranks(2, stage_rank, packed.path, "evaluate")) == {ExitCode.DONE}
@@ -62,7 +62,7 @@ def test_a_training_on_them_is_that_on_files_in_one_piece(tmp_path: Path) -> Non
 @pytest.mark.parametrize("way", WAYS)
 def test_a_harmed_one_is_made_again_and_no_other(tmp_path: Path, way: str) -> None:
     run = make_run(tmp_path / "run", {"a": WAYS[way], "b": WAYS[way]})
-    shards = [run.data / entry.file for entry in manifest_of(run).train]
+    shards = [run.data_dir / entry.file for entry in manifest_of(run).train]
     before = [(path.read_bytes(), path.stat().st_ino) for path in shards]
     shards[1].unlink()
     assert "unit-00001.h5 is missing" in str(load("shard").missing(run))
@@ -78,11 +78,11 @@ def test_a_harmed_one_is_made_again_and_no_other(tmp_path: Path, way: str) -> No
 
 def test_files_that_changed_are_unpacked_again(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", {"a": WAYS["gzip"]})
-    (run.data / "manifest.json").unlink()
+    (run.data_dir / "manifest.json").unlink()
     write(tmp_path / "run/a.h5", chunks=(10, 1, 16, 16))
     assert "has changed since" in str(load("prepare").missing(run))
     prepared(run)
-    with h5py.File(tmp_path / "run/a.h5") as file, h5py.File(run.data / "shards/unit-00000.h5") as made:
+    with h5py.File(tmp_path / "run/a.h5") as file, h5py.File(run.data_dir / "shards/unit-00000.h5") as made:
         assert np.array_equal(file["images"][...], made["images"][...])
 
 

@@ -28,11 +28,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def evaluate(run: Run, size: int, step: str | None = None) -> dict[str, Any]:
-    for old in run.evaluation.iterdir():
+    for old in run.evaluation_dir.iterdir():
         old.unlink()
     options = {"step": step} if step else {}
     assert set(run_ranks(size, stage_rank, run.path, "evaluate", options)) == {ExitCode.DONE}
-    newest = sorted(run.evaluation.iterdir())[-1]
+    newest = sorted(run.evaluation_dir.iterdir())[-1]
     return dict(json.loads(newest.read_text()))
 
 
@@ -45,13 +45,13 @@ def reference_rank(place: RankInfo, path: Path) -> tuple[float, int, float]:
     from pipeline.model.decoder import Decoder
 
     run = Run.open(path)
-    config, manifest = run.config, load_manifest(run.data)
+    config, manifest = run.config, load_manifest(run.data_dir)
     model = Decoder(config.model, manifest.vocab_size, config.data.sequence_length).eval()
     weights = {f"model.{n}": p.detach() for n, p in model.named_parameters()}
-    load_checkpoint(weights, run.checkpoints / checkpoint_name(list_checkpoint_steps(run.checkpoints)[0]), None)
+    load_checkpoint(weights, run.checkpoints_dir / checkpoint_name(list_checkpoint_steps(run.checkpoints_dir)[0]), None)
     total, count, everything = 0.0, 0, []
     for shard in manifest.held_out:
-        tokens = np.fromfile(run.data / shard.file, shard.dtype, shard.tokens, offset=shard.offset).astype(np.int64)
+        tokens = np.fromfile(run.data_dir / shard.file, shard.dtype, shard.tokens, offset=shard.offset).astype(np.int64)
         stream = torch.from_numpy(np.concatenate([[manifest.eos_id], tokens]))
         everything.append(tokens)
         length = config.data.sequence_length
@@ -77,7 +77,7 @@ def test_the_number_is_right_and_the_same_on_any_number_of_ranks(trained: Run) -
     assert result["unigram_bits_per_byte"] == pytest.approx(unigram_bits / result["bytes"], rel=1e-9)
     from pipeline.data.manifest import load_manifest
 
-    assert result["bytes"] == load_manifest(trained.data).held_out_bytes
+    assert result["bytes"] == load_manifest(trained.data_dir).held_out_bytes
 
 
 def narrow_rank(place: RankInfo, path: Path, windows: int) -> int:
@@ -93,7 +93,7 @@ def narrow_rank(place: RankInfo, path: Path, windows: int) -> int:
         largest = max(largest, stop - start)
         return whole(self, model, start, stop)
 
-    evaluator.LOGITS_BYTES = windows * 4 * run.config.data.sequence_length * load_manifest(run.data).vocab_size + 3
+    evaluator.LOGITS_BYTES = windows * 4 * run.config.data.sequence_length * load_manifest(run.data_dir).vocab_size + 3
     evaluator.TextHeldOut.sums = sums  # type: ignore[method-assign]
     assert stage_rank(place, path, "evaluate") == ExitCode.DONE
     return largest
@@ -102,27 +102,27 @@ def narrow_rank(place: RankInfo, path: Path, windows: int) -> int:
 @pytest.mark.parametrize(("windows", "largest"), [(0, 1), (3, 3), (99, 8)])
 def test_a_pass_has_no_more_windows_than_their_logits_have_room(trained: Run, windows: int, largest: int) -> None:
     whole = evaluate(trained, 1)
-    (trained.evaluation / f"{checkpoint_name(21)}.json").unlink()
+    (trained.evaluation_dir / f"{checkpoint_name(21)}.json").unlink()
     assert run_ranks(1, narrow_rank, trained.path, windows) == [largest]
-    found = json.loads((trained.evaluation / f"{checkpoint_name(21)}.json").read_text())
+    found = json.loads((trained.evaluation_dir / f"{checkpoint_name(21)}.json").read_text())
     assert found["loss"] == pytest.approx(whole["loss"], rel=1e-6)
 
 
 def test_a_model_that_training_splits_is_split_here_too(trained: Run) -> None:
     """Three ranks, so that some have no batch left while others still need their part of the weights."""
     whole = evaluate(trained, 1)
-    before = trained.changes.read_bytes() if trained.changes.exists() else None
-    trained.change(["parallel.zero=3"])
+    before = trained.changes_file.read_bytes() if trained.changes_file.exists() else None
+    trained.apply_overrides(["parallel.zero=3"])
     try:
         assert evaluate(trained, 3) == whole, "equal to the last bit"
     finally:
-        trained.changes.unlink() if before is None else trained.changes.write_bytes(before)
+        trained.changes_file.unlink() if before is None else trained.changes_file.write_bytes(before)
 
 
 def test_which_checkpoints_are_evaluated(trained: Run) -> None:
-    steps = sorted(list_checkpoint_steps(trained.checkpoints))
+    steps = sorted(list_checkpoint_steps(trained.checkpoints_dir))
     evaluate(trained, 2, "every")
-    assert [p.name for p in sorted(trained.evaluation.iterdir())] == [f"{checkpoint_name(s)}.json" for s in steps]
+    assert [p.name for p in sorted(trained.evaluation_dir.iterdir())] == [f"{checkpoint_name(s)}.json" for s in steps]
     assert evaluate(trained, 1, str(steps[0]))["step"] == steps[0]
     assert load("evaluate").missing(trained) is not None, "the newest one is not evaluated"
     assert evaluate(trained, 1)["step"] == steps[-1]
@@ -134,7 +134,7 @@ def test_which_checkpoints_are_evaluated(trained: Run) -> None:
 
 def test_a_result_of_another_checkpoint_does_not_count(trained: Run) -> None:
     evaluate(trained, 1)
-    path = trained.evaluation / f"{checkpoint_name(21)}.json"
+    path = trained.evaluation_dir / f"{checkpoint_name(21)}.json"
     result = json.loads(path.read_text())
     path.write_text(json.dumps({**result, "checkpoint": "0" * 64}))
     assert load("evaluate").missing(trained) is not None

@@ -140,7 +140,7 @@ def test_every_answer_is_that_of_lm_eval(trained: Run, tmp_path: Path) -> None:
 def test_choices_are_those_of_a_plain_reference(trained: Run, tmp_path: Path) -> None:
     export(trained, tmp_path / "out", None, "fp32")
     assert run_ranks(1, stage_rank, trained.path, "evaluate") == [ExitCode.DONE]
-    file = next(trained.evaluation.glob("*.json"))
+    file = next(trained.evaluation_dir.glob("*.json"))
     result = json.loads(file.read_text())
     items = [json.loads(line) for line in trained.config.evaluate.task_files[0].read_text().splitlines()]
     for key, found in zip(("accuracy", "accuracy_norm"), reference(tmp_path / "out", 32, items), strict=True):
@@ -152,7 +152,7 @@ def test_choices_are_those_of_a_plain_reference(trained: Run, tmp_path: Path) ->
     assert f"chosen.accuracy {result['chosen.accuracy']:.4f}" in format_result(result)
     for ranks, more in ((2, ()), (3, ("parallel.zero=3",))):  # split over ranks, and each a part of the model
         run = trained
-        run.change([f"stages.evaluate.tasks_per_node={ranks}", *more])
+        run.apply_overrides([f"stages.evaluate.tasks_per_node={ranks}", *more])
         kept = file.read_bytes()
         file.unlink()
         assert run_ranks(ranks, stage_rank, run.path, "evaluate") == [ExitCode.DONE] * ranks
@@ -182,10 +182,10 @@ def test_the_evaluation_of_a_run_puts_them_before_prompts(tmp_path: Path) -> Non
     chosen, _ = write_tasks(tmp_path)
     given = f"data.tokenizer={{kind: file, path: {tokenizer}, eos_token: <|end|>}}"
     more = (given, f"evaluate.tasks={chosen}", "model.initializer_range=0.2")
-    folder, _ = exported(tmp_path, make_run(tmp_path, "data", more).data, "run", *more)
+    folder, _ = exported(tmp_path, make_run(tmp_path, "data", more).data_dir, "run", *more)
     run = Run.open(tmp_path / "runs/run")
     assert run_ranks(1, stage_rank, run.path, "evaluate") == [ExitCode.DONE]
-    result = json.loads(next(run.evaluation.glob("*.json")).read_text())
+    result = json.loads(next(run.evaluation_dir.glob("*.json")).read_text())
     items = [json.loads(line) for line in chosen.read_text().splitlines()]
 
     def shares(special: bool) -> list[float]:
@@ -198,7 +198,7 @@ def test_the_evaluation_of_a_run_puts_them_before_prompts(tmp_path: Path) -> Non
 
 def test_a_blank_before_a_choice_is_the_choices(trained: Run) -> None:
     """A token may hold the blank before a word, so it is not the prompt's, whether the prompt ends with one or not."""
-    tokenizer = Tokenizer.from_file(str(trained.data / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(trained.data_dir / "tokenizer.json"))
     task = TaskFile(trained.config.evaluate.task_files[0], tokenizer, 0, 32, 8, 3, together=False)
     for number in (1, 5):
         item = task.items[number]
@@ -221,11 +221,11 @@ def test_a_free_answer_is_what_greedy_decoding_says(trained: Run, tmp_path: Path
         assert line["answer"]
     file = tmp_path / "said.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    run = make_run(tmp_path, "other", (*TRAIN, f"evaluate.tasks={file}"), trained.data)
-    run.checkpoints.rmdir()
-    run.checkpoints.symlink_to(trained.checkpoints)
+    run = make_run(tmp_path, "other", (*TRAIN, f"evaluate.tasks={file}"), trained.data_dir)
+    run.checkpoints_dir.rmdir()
+    run.checkpoints_dir.symlink_to(trained.checkpoints_dir)
     assert run_ranks(2, stage_rank, run.path, "evaluate") == [ExitCode.DONE] * 2
-    assert json.loads(next(run.evaluation.glob("*.json")).read_text())["said.accuracy"] == pytest.approx(5 / 6)
+    assert json.loads(next(run.evaluation_dir.glob("*.json")).read_text())["said.accuracy"] == pytest.approx(5 / 6)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def held_out(folder: Path, sizes: list[tuple[str, int]], limit: int | None) -> T
         Part(name=name, train=0, held_out=len(list(some))) for name, some in groupby(sizes, key=lambda size: size[0])
     ]
     manifest: Any = SimpleNamespace(held_out=entries, parts=parts if parts[1:] else (), vocab_size=4000, eos_id=0)
-    run: Any = SimpleNamespace(data=folder, config=SimpleNamespace(data=SimpleNamespace(sequence_length=8)))
+    run: Any = SimpleNamespace(data_dir=folder, config=SimpleNamespace(data=SimpleNamespace(sequence_length=8)))
     task: Any = SimpleNamespace()
     return TextHeldOut(run, task, manifest, limit, torch.device("cpu"))
 

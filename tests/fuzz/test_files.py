@@ -55,8 +55,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert run_ranks(1, stage_rank, run.path, stage) == [ExitCode.DONE]
     run.event("started", "train", job_id="1", attempt=1, task=None, ranks=1)
     run.event("done", "train", job_id="1", attempt=1, task=None, exit_code=0, seconds=1.0)
-    (run.stage_folder("train") / "own-times.json").write_text('{\n "n1": 1.0\n}\n')
-    run.change([f"train.steps={STEPS}"])
+    (run.stage_dir("train") / "own-times.json").write_text('{\n "n1": 1.0\n}\n')
+    run.apply_overrides([f"train.steps={STEPS}"])
     return run.path
 
 
@@ -72,13 +72,13 @@ def go_on(place: RankInfo, path: Path) -> tuple[str, Any]:
         run = Run.open(path)
         verify_checkpoint(run, None)
         list(describe_plan(run.config))
-        step, result = catalog.find_newest_step(run.checkpoints), read_newest_result(run)
+        step, result = catalog.find_newest_step(run.checkpoints_dir), read_newest_result(run)
         from pipeline.checkpoint.checkpointer import compute_digest
 
         assert result is not None
         return "numbers", (
             step,
-            compute_digest(run.checkpoints / catalog.checkpoint_name(step)),
+            compute_digest(run.checkpoints_dir / catalog.checkpoint_name(step)),
             result["step"],
             result["loss"],
         )

@@ -53,7 +53,7 @@ def loaded(pictures: Path) -> tuple[Any, Any]:
     """A run's manifest, and its module."""
     run = new_run(pictures, "read", text=TEXT)
     assert run.user_model is not None
-    return manifest_of(run), run.user_model.load(run.code)
+    return manifest_of(run), run.user_model.load(run.code_dir)
 
 
 def cropped(image: Any, random: Any) -> Any:
@@ -108,7 +108,7 @@ def test_a_training_with_it_is_the_same_on_two_ranks_and_after_a_stop(pictures: 
 
 def stopped_at(run: Run, step: int) -> Run:
     """The run with so many steps."""
-    run.change([f"train.steps={step}"])
+    run.apply_overrides([f"train.steps={step}"])
     return Run.open(run.path)
 
 

@@ -117,8 +117,8 @@ def plain_rank(place: RankInfo, path: Path, steps: int) -> list[tuple[float, flo
                 arrays += list(file[name][...])
     count = len(samples[facts.arrays[0]])
     kept = perm(0, -1, np.arange(count - round(count * config.data.held_out)), count)
-    module, task = facts.load(run.code), make_task(run, manifest_of(run))
-    assert str(module.__file__).startswith(str(run.code)), "the run's own copy"
+    module, task = facts.load(run.code_dir), make_task(run, manifest_of(run))
+    assert str(module.__file__).startswith(str(run.code_dir)), "the run's own copy"
     model = task.build(range(config.model.layers)).to_empty(device="cpu")
     task.fill(model, torch.device("cpu"))
     groups = [
@@ -205,14 +205,14 @@ def test_it_learns_and_a_stop_changes_nothing(pictures: Path) -> None:
     assert trained(run, 2) == lines(calm) and digest(run) == digest(calm)
     found = []
     for ranks in (1, 3):
-        shutil.rmtree(calm.evaluation)
-        calm.evaluation.mkdir()
+        shutil.rmtree(calm.evaluation_dir)
+        calm.evaluation_dir.mkdir()
         assert set(run_ranks(ranks, stage_rank, calm.path, "evaluate")) == {ExitCode.DONE}
-        found.append(json.loads((calm.evaluation / f"{checkpoint_name(60)}.json").read_text()))
+        found.append(json.loads((calm.evaluation_dir / f"{checkpoint_name(60)}.json").read_text()))
     assert found[0] == found[1], "equal to the last bit"
     assert found[0]["samples"] == 24 and 0 < found[0]["accuracy"] <= 1 and "perplexity" not in found[0]
     assert load("evaluate").missing(calm) is None and "held-out loss" in load("evaluate").progress(calm).words
-    assert {"samples", "samples_per_s"} <= next(iter(read_jsonl(calm.metrics))).keys()
+    assert {"samples", "samples_per_s"} <= next(iter(read_jsonl(calm.metrics_file))).keys()
 
 
 OWN = """
@@ -257,7 +257,9 @@ def test_an_optimizer_and_a_schedule_of_ones_own(tmp_path: Path) -> None:
     interrupted(run, 2, signal.SIGTERM, 8, [1])
     assert 8 <= len(lines(run)) < 40
     assert trained(run, 2) == lines(calm) and digest(run) == digest(calm)
-    curves = [{line["step"]: line.get("held_out_accuracy") for line in read_jsonl(one.metrics)} for one in (calm, run)]
+    curves = [
+        {line["step"]: line.get("held_out_accuracy") for line in read_jsonl(one.metrics_file)} for one in (calm, run)
+    ]
     assert curves[0] == curves[1] and [step for step, found in curves[0].items() if found is not None] == [20, 40]
     text = (tmp_path / "own.py").read_text()
     lbfgs = "    return torch.optim.LBFGS([value for _, value in parameters])\n    matrices"
@@ -284,7 +286,7 @@ def test_moved_to_another_layout_the_weights_stay(pictures: Path, tmp_path: Path
     run = new_run(pictures, "moved", *steady, "train.steps=10", "parallel.tensor=2", ranks=2)
     trained(run, 2)
     before = digest(run)
-    run.change(["train.steps=14", "parallel.tensor=1", "parallel.zero=3"])
+    run.apply_overrides(["train.steps=14", "parallel.tensor=1", "parallel.zero=3"])
     assert set(run_ranks(2, saved_again_rank, run.path, tmp_path)) == {before}
     for ours, theirs in zip(trained(run, 2), calm, strict=True):
         assert ours[:3] == pytest.approx(theirs[:3], rel=1e-5)
@@ -315,7 +317,7 @@ def test_evaluation_of_different_lengths(series: Path) -> None:
     run = new_run(series, "evaluated", "evaluate.batch=5", text=RAGGED, ranks=2)
     trained(run, 2)
     assert set(run_ranks(2, stage_rank, run.path, "evaluate")) == {ExitCode.DONE}
-    result = json.loads(next(run.evaluation.iterdir()).read_text())
+    result = json.loads(next(run.evaluation_dir.iterdir()).read_text())
     assert result["samples"] == 12 and result["entries"] > 12 and 0 < result["loss"] < 100
     # the weights leave by name, and another model's `init` takes them up, under another layout
     out = series / "weights"
@@ -329,7 +331,9 @@ def test_evaluation_of_different_lengths(series: Path) -> None:
     again = new_run(series, "started", *more, *still, text=RAGGED, ranks=2)
     trained(again, 2)
     assert set(run_ranks(2, stage_rank, again.path, "evaluate")) == {ExitCode.DONE}
-    assert json.loads(next(again.evaluation.iterdir()).read_text())["loss"] == pytest.approx(result["loss"], rel=1e-6)
+    assert json.loads(next(again.evaluation_dir.iterdir()).read_text())["loss"] == pytest.approx(
+        result["loss"], rel=1e-6
+    )
 
 
 def test_ranks_read_the_same_global_batch_with_even_sums(series: Path) -> None:
@@ -396,7 +400,7 @@ def test_a_greedy_deal_that_would_be_worse_is_not_taken() -> None:
 def test_a_file_that_changed_is_noticed_and_left_alone(tmp_path: Path) -> None:
     make_images.main(tmp_path / "a.h5", 100)
     run = new_run(tmp_path, "changed")
-    manifest = json.loads((run.data / "manifest.json").read_text())
+    manifest = json.loads((run.data_dir / "manifest.json").read_text())
     assert (manifest["train"][0]["samples"], manifest["held_out_samples"]) == (100, 10)
     assert manifest["train"][0]["arrays"]["images"]["shape"] == [100, 1, 16, 16]
     content = (tmp_path / "a.h5").read_bytes()
@@ -412,7 +416,7 @@ def test_a_file_that_changed_is_noticed_and_left_alone(tmp_path: Path) -> None:
 def test_a_manifest_of_samples_that_changed_is_noticed_and_mended(tmp_path: Path) -> None:
     make_images.main(tmp_path / "a.h5", 100)
     run = new_run(tmp_path, "sealed")
-    manifest = run.data / "manifest.json"
+    manifest = run.data_dir / "manifest.json"
     whole = manifest.read_text()
     manifest.write_text(whole.replace('"held_out_samples": 10', '"held_out_samples": 12'))
     assert "manifest.json is damaged: its content does not fit its own hash" in str(load("shard").missing(run))
@@ -428,14 +432,14 @@ def test_a_manifest_of_samples_that_changed_is_noticed_and_mended(tmp_path: Path
 def test_a_file_that_changes_before_it_is_hashed_is_prepared_again(tmp_path: Path) -> None:
     make_images.main(tmp_path / "a.h5", 100)
     run = new_run(tmp_path, "early")
-    (run.data / "manifest.json").unlink()
-    (run.data / "shards/unit-00000.json").unlink()
+    (run.data_dir / "manifest.json").unlink()
+    (run.data_dir / "shards/unit-00000.json").unlink()
     make_images.main(tmp_path / "a.h5", 50)
     assert "has changed since" in str(load("prepare").missing(run))
     with pytest.raises(InputError, match="has changed since"):
         load("shard").main(run, place(0, 1, 1), {}, HarmlessFlag())
     prepared(run)
-    assert json.loads((run.data / "manifest.json").read_text())["train"][0]["samples"] == 50
+    assert json.loads((run.data_dir / "manifest.json").read_text())["train"][0]["samples"] == 50
 
 
 IMAGES, LABELS = np.zeros((4, 1, 16, 16), np.uint8), np.zeros(4, np.uint8)
@@ -549,16 +553,16 @@ def test_a_module_that_fails_is_told_before_anything_is_submitted(
     config = load_config(tmp_path / "bad.yaml")
     module.write_text(WHOLE + last)
     with pytest.raises(UserError, match=words):
-        Run.rehearse(config).try_code()
+        Run.preview(config).check_model_code()
     assert not (tmp_path / "runs").exists()
     module.write_text(WHOLE)
-    Run.rehearse(config).try_code()
+    Run.preview(config).check_model_code()
     run = Run.create(config)
-    assert (run.code / "nothing_here.py").read_text() == WHOLE
+    assert (run.code_dir / "nothing_here.py").read_text() == WHOLE
     module.write_text(WHOLE + last)
     with pytest.raises(UserError, match=words):
-        run.try_code()
-    assert (run.code / "nothing_here.py").read_text() == WHOLE, "the copy that works stays"
+        run.check_model_code()
+    assert (run.code_dir / "nothing_here.py").read_text() == WHOLE, "the copy that works stays"
 
 
 @pytest.mark.parametrize(
@@ -581,7 +585,7 @@ def test_a_model_that_no_layout_can_train_is_told_before_anything_is_submitted(
     (tmp_path / "bad.yaml").write_text(VIT.format(name="bad", folder=tmp_path).replace("examples.vit", "nothing_here"))
     (tmp_path / "nothing_here.py").write_text(WHOLE + last)
     with pytest.raises(UserError, match=words):
-        Run.rehearse(load_config(tmp_path / "bad.yaml")).try_code()
+        Run.preview(load_config(tmp_path / "bad.yaml")).check_model_code()
 
 
 def test_what_a_single_file_imports_from_its_folder_comes_along(
@@ -603,8 +607,8 @@ def test_what_a_single_file_imports_from_its_folder_comes_along(
         (tmp_path / name).write_text(text)
     (tmp_path / "bad.yaml").write_text(VIT.format(name="bad", folder=tmp_path).replace("examples.vit", "nothing_here"))
     config = load_config(tmp_path / "bad.yaml")
-    Run.rehearse(config).try_code()
-    code = Run.create(config).code
+    Run.preview(config).check_model_code()
+    code = Run.create(config).code_dir
     own = {path.name for path in code.iterdir()} - {
         "submit.py",
         "setup.py",
@@ -635,8 +639,8 @@ def test_a_copied_file_that_does_not_compile_is_named(tmp_path: Path, monkeypatc
 def test_resume_refuses_what_the_module_lacks(series: Path) -> None:
     run = new_run(series, "resumed", text=RAGGED, ranks=2)
     with pytest.raises(UserError, match=r"activation_checkpointing full needs a function blocks: ragged has none"):
-        run.change(["parallel.activation_checkpointing=full"])
-    assert not run.changes.exists()
+        run.apply_overrides(["parallel.activation_checkpointing=full"])
+    assert not run.changes_file.exists()
 
 
 def test_the_run_keeps_its_own_copy(tmp_path: Path) -> None:
@@ -678,7 +682,7 @@ def build_rank(place: RankInfo, path: Path, text: str | None) -> str:
     """What the trainer says of a module whose source is `text`; None: as it is."""
     run = Run.open(path)
     if text is not None:
-        (run.code / "ragged.py").write_text(text)
+        (run.code_dir / "ragged.py").write_text(text)
     try:
         stage_rank(place, path, "train")
     except UserError as error:
@@ -890,7 +894,7 @@ def test_options_that_the_module_never_reads_are_noted_once(tmp_path: Path) -> N
 
 def test_a_plan_that_forgets_a_parameter_is_refused(pictures: Path) -> None:
     run = new_run(pictures, "forgets", "parallel.tensor=2", ranks=2)
-    module = run.code / "examples" / "vit.py"
+    module = run.code_dir / "examples" / "vit.py"
     module.write_text(module.read_text().replace('"norm": Replicated(), ', ""))
     with pytest.raises(AssertionError, match=r"tensor_plan of examples.vit says nothing of norm\.weight"):
         run_ranks(2, stage_rank, run.path, "train")

@@ -411,7 +411,7 @@ def test_an_entry_draws_the_same_wherever_it_lies() -> None:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_run(tmp_path_factory.mktemp("data")).data
+    return make_run(tmp_path_factory.mktemp("data")).data_dir
 
 
 BF16 = ("train.precision=bf16", "optimizer.state={master: none, moments: bf16}")
@@ -460,14 +460,14 @@ def test_a_run_stops_on_one_layout_and_goes_on_with_another(tmp_path: Path, data
     layout = ("parallel.pipeline=2", "parallel.tensor=2", "stages.train.tasks_per_node=4")
     run = new_run(tmp_path, "moved", data, *more, *layout)
     assert set(interrupted(run, 4, signal.SIGTERM, 3, [2])) == {ExitCode.STOPPED}
-    run.change(["parallel.pipeline=1", "parallel.zero=3"])
+    run.apply_overrides(["parallel.pipeline=1", "parallel.zero=3"])
     assert set(run_ranks(4, stage_rank, run.path, "train")) == {ExitCode.DONE}
     assert [line[4] for line in lines(run)] == [line[4] for line in lines(calm)]
     for ours, theirs in zip(lines(run), lines(calm), strict=True):
         assert ours[1] == pytest.approx(theirs[1], rel=1e-5) and ours[2] == pytest.approx(theirs[2], rel=1e-4)
     for ready in (run, calm):
         assert set(run_ranks(2, stage_rank, ready.path, "evaluate")) == {ExitCode.DONE}
-    ours, theirs = (json.loads(next(r.evaluation.glob("*.json")).read_text())["loss"] for r in (run, calm))
+    ours, theirs = (json.loads(next(r.evaluation_dir.glob("*.json")).read_text())["loss"] for r in (run, calm))
     assert ours == pytest.approx(theirs, rel=1e-5)
 
 

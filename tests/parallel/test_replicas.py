@@ -26,7 +26,7 @@ PIECE = 999
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_run(tmp_path_factory.mktemp("data")).data
+    return make_run(tmp_path_factory.mktemp("data")).data_dir
 
 
 def config_of(ranks: int, clip: float | None = None, **parallel: Any) -> Config:

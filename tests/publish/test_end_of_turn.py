@@ -167,7 +167,7 @@ def test_a_free_answer_of_a_task_ends_where_answers_of_dialogues_end(tmp_path: P
     (tmp_path / "asked.jsonl").write_text(json.dumps({"prompt": "<|im_start|>assistant\n", "answer": "a"}) + "\n")
     run = chat_run(tmp_path, CHATML, {}, f"evaluate.tasks={tmp_path}/asked.jsonl", "evaluate.answer_tokens=4")
     assert run_ranks(1, evaluate_rank, run.path) == [ExitCode.DONE]
-    assert json.loads(next(run.evaluation.glob("*.json")).read_text())["asked.accuracy"] == 1
+    assert json.loads(next(run.evaluation_dir.glob("*.json")).read_text())["asked.accuracy"] == 1
 
 
 def test_an_end_token_of_the_config_stays_the_tokenizers(tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ def test_a_tokenizer_of_its_own_goes_along_with_its_template(tmp_path: Path) -> 
     )
     given = f"data.tokenizer={{kind: file, path: {tokenizer}, eos_token: <|end|>}}"
     overrides = (given, f"data.source={first.config.data.sources[0]}", "data.records=messages")
-    data = make_run(tmp_path, "data", overrides).data
+    data = make_run(tmp_path, "data", overrides).data_dir
     folder, _ = exported(tmp_path, data, "run", *overrides)
     assert ends_in(folder)["tokenizer"] == "<|im_end|>"
     theirs, config = AutoTokenizer.from_pretrained(folder), read_json(folder / "config.json")
@@ -275,7 +275,7 @@ def test_transformers_warns_of_nothing_when_it_loads_a_large_tokenizer(tmp_path:
     given = f"data.tokenizer={{kind: file, path: {file}, eos_token: <|end|>}}"
     window = ("model.sliding_window=32",) if family == "mistral" else ()
     more = (given, "model.dim=8", "model.tie_word_embeddings=true", *window)
-    folder, _ = exported(tmp_path, make_run(tmp_path, "data", more).data, "run", *more)
+    folder, _ = exported(tmp_path, make_run(tmp_path, "data", more).data_dir, "run", *more)
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]

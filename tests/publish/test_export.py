@@ -41,7 +41,7 @@ FEATURES = {
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_run(tmp_path_factory.mktemp("data")).data
+    return make_run(tmp_path_factory.mktemp("data")).data_dir
 
 
 def save_rank(where: RankInfo, path: Path) -> list[list[float]]:
@@ -56,8 +56,8 @@ def save_rank(where: RankInfo, path: Path) -> list[list[float]]:
     world = groups.join_process_group(where, run.config)
     trainer = Trainer(run, manifest_of(run), where, world, HarmlessFlag())
     saver = Checkpointer(
-        run.checkpoints, groups.new_control_group(), keep=1, background=False, describe=trainer.checkpointer.describe,
-        on_saved=lambda *_: None,
+        run.checkpoints_dir, groups.new_control_group(), keep=1, background=False,
+        describe=trainer.checkpointer.describe, on_saved=lambda *_: None,
     )  # fmt: skip
     saver.save(trainer.engine.state(), step=1, samples_consumed=0, extra={"scaler": {}})
     with torch.no_grad():
@@ -109,8 +109,8 @@ def test_transformers_reads_what_is_exported_and_so_do_we(tmp_path: Path, data: 
     )
     config.write_text(text.replace("  tokenizer: {vocab_size: 300, train_bytes: 50000}\n", ""))
     run = Run.create(load_config(config))
-    run.data.rmdir()
-    run.data.symlink_to(data)
+    run.data_dir.rmdir()
+    run.data_dir.symlink_to(data)
     assert run_ranks(1, save_rank, run.path)[0] == logits.tolist()
     module.export(run, tmp_path / "second", None, "fp32")
     names = {path.name for path in first.iterdir()}
@@ -171,7 +171,7 @@ def test_pieces_types_and_what_is_in_the_way(tmp_path: Path, data: Path, monkeyp
         module.export(run, tmp_path / "not/there/broken", None, "fp32")
     assert sorted(tmp_path.iterdir()) == before
     # by the login node's door, from a checkpoint that is damaged
-    checkpoint = run.checkpoints / catalog.checkpoint_name(1)
+    checkpoint = run.checkpoints_dir / catalog.checkpoint_name(1)
     victim = next(checkpoint.glob("*.distcp"))
     content = bytearray(victim.read_bytes())
     content[len(content) // 2] ^= 1

@@ -60,7 +60,7 @@ def test_greedy_is_what_transformers_generates(tmp_path: Path, family: str) -> N
 
 
 def test_a_run_and_its_export_say_the_same(tmp_path: Path) -> None:
-    data = make_run(tmp_path, "data").data
+    data = make_run(tmp_path, "data").data_dir
     folder, _ = exported(tmp_path, data, "run", "model.initializer_range=0.2", "model.rope_theta=500.0")
     run = tmp_path / "runs/run"
     text = generate(run, PROMPT, most=12, **GREEDY)
@@ -103,7 +103,7 @@ def test_a_prompt_for_a_run_begins_as_its_documents(tmp_path: Path) -> None:
     given = (f"data.tokenizer={{kind: file, path: {file}, eos_token: <|end|>}}", "model.initializer_range=0.2")
     for number, (adds, expected) in enumerate((("auto", [begin]), ("true", [begin]), ("false", []))):
         more = (*given, f"data.add_special_tokens={adds}")
-        data = make_run(tmp_path, f"data{number}", more).data
+        data = make_run(tmp_path, f"data{number}", more).data_dir
         folder, _ = exported(tmp_path, data, f"run{number}", *more)
         tokens = np.fromfile(next((data / "shards").glob("*-train-*.h5")), "<u2")
         assert (begin in tokens.tolist()) is bool(expected)

@@ -322,11 +322,11 @@ def test_a_run_goes_on_without_the_folder_that_it_came_from(tmp_path: Path) -> N
     calm, run = make_run(tmp_path, "calm", source, 8), make_run(tmp_path, "run", source, 4)
     assert run_ranks(2, stage_rank, calm.path, "train") == [ExitCode.DONE] * 2
     assert run_ranks(2, stage_rank, run.path, "train") == [ExitCode.DONE] * 2
-    first = json.loads(run.metrics.read_text().splitlines()[0])
+    first = json.loads(run.metrics_file.read_text().splitlines()[0])
     assert 0.5 < first["loss"] < 20
     shutil.rmtree(source)
     run = Run.open(run.path)
-    run.change(["train.steps=8"])
+    run.apply_overrides(["train.steps=8"])
     assert run_ranks(2, stage_rank, run.path, "train") == [ExitCode.DONE] * 2
     assert digest(run) == digest(calm)
     assert run_ranks(1, stage_rank, run.path, "evaluate") == [ExitCode.DONE]
@@ -334,7 +334,7 @@ def test_a_run_goes_on_without_the_folder_that_it_came_from(tmp_path: Path) -> N
     # the weights that it began with are part of what it is
     note = read_json(calm.path / SOURCE_FILE)
     assert set(note["files"]) == {"config.json", "model.safetensors"}
-    run.change([f"publish={{to: {tmp_path}}}"])
+    run.apply_overrides([f"publish={{to: {tmp_path}}}"])
     write_card(Run.open(run.path), tmp_path, 8, None, [])
     card = (tmp_path / "README.md").read_text()
     assert "base_model: some/open\n" in card

@@ -52,8 +52,8 @@ def wanted(trained: Run, tmp_path: Path) -> Any:
 
     def change(**values: Any) -> Run:
         (trained.path / "published.json").unlink(missing_ok=True)
-        trained.change(["publish=null"])
-        trained.change([f"publish={json.dumps({'to': str(tmp_path / 'models'), **values})}"])
+        trained.apply_overrides(["publish=null"])
+        trained.apply_overrides([f"publish={json.dumps({'to': str(tmp_path / 'models'), **values})}"])
         return Run.open(trained.path)
 
     return change
@@ -83,13 +83,13 @@ def test_a_version_is_whole_and_tells_what_it_is(wanted: Any, tmp_path: Path) ->
     front = yaml.safe_load(card.split("---")[1])
     assert front["license"] == "apache-2.0" and front["pipeline_tag"] == "text-generation"
     found = {each["name"]: each["value"] for each in front["model-index"][0]["results"][0]["metrics"]}
-    result = json.loads((run.evaluation / "step-00000003.json").read_text())
+    result = json.loads((run.evaluation_dir / "step-00000003.json").read_text())
     assert found["bits_per_byte"] == result["bits_per_byte"] and f"max {50}" in card and "CC0" in card
-    assert str(tmp_path) not in card and str(run.data.parent) not in card and "corpus.jsonl" in card
+    assert str(tmp_path) not in card and str(run.data_dir.parent) not in card and "corpus.jsonl" in card
     assert (
         "3 steps, last loss" in card and "![training loss" in card and "<polyline" in (version / "loss.svg").read_text()
     )
-    steps = [json.loads(line)["step_time_s"] for line in run.metrics.read_text().splitlines()]
+    steps = [json.loads(line)["step_time_s"] for line in run.metrics_file.read_text().splitlines()]
     assert f"{sum(steps) / 3600:.3g} hours of steps" in card and "1 kWh of the GPUs" in card
     assert "base_model" not in front
     assert run.commit is None or f"code: {run.commit}" in card
@@ -111,7 +111,7 @@ def test_a_file_name_in_a_card_is_text(name: str) -> None:
 
 def test_standard_errors_and_counts_are_no_metrics_of_a_card(wanted: Any, tmp_path: Path) -> None:
     run = wanted()
-    result = json.loads((run.evaluation / "step-00000003.json").read_text())
+    result = json.loads((run.evaluation_dir / "step-00000003.json").read_text())
     measured = {"sums.accuracy": 0.25, "sums.accuracy_norm": 0.5, "items.accuracy": 0.75, "web.loss": 1.5}
     beside = {"sums.accuracy_stderr": 0.09, "sums.accuracy_norm_stderr": 0.1, "sums.items": 2300, "items.items": 4}
     write_card(run, tmp_path, 3, {**result, **measured, **beside}, [])
@@ -139,8 +139,8 @@ def test_a_rule_that_fails_says_its_number_and_leaves_nothing(wanted: Any, tmp_p
     assert publish(wanted(no_worse_than=str(run.path))) == ExitCode.DONE, "as good as itself"
     better = tmp_path / "better"
     (better / "evaluation").mkdir(parents=True)
-    (better / "checkpoints").symlink_to(run.checkpoints)
-    result = json.loads((run.evaluation / "step-00000003.json").read_text())
+    (better / "checkpoints").symlink_to(run.checkpoints_dir)
+    result = json.loads((run.evaluation_dir / "step-00000003.json").read_text())
     result = publish_stage.seal({**result, "bits_per_byte": result["bits_per_byte"] / 2})
     (better / "evaluation/step-00000003.json").write_text(json.dumps(result))
     with pytest.raises(UserError, match=r"bits per byte \d\.\d+, no worse than \d\.\d+ of better"):
@@ -247,7 +247,7 @@ def test_a_version_is_entered_into_the_registry_once(wanted: Any, registry: str,
     assert before == {path.name: path.stat().st_mtime_ns for path in version.iterdir()}
     server = MlflowClient(tracking_uri=registry, registry_uri=registry)
     (entry,) = server.search_model_versions("name = 'tiny-model'")
-    result = json.loads((run.evaluation / "step-00000003.json").read_text())
+    result = json.loads((run.evaluation_dir / "step-00000003.json").read_text())
     sums = subprocess.run(
         "grep safetensors SHA256SUMS | sha256sum", shell=True, cwd=version, capture_output=True, text=True, timeout=30
     )
@@ -331,7 +331,7 @@ def test_runs_that_publish_to_one_place_at_once(wanted: Any, tmp_path: Path, dty
     copies = []
     for number, dtype in enumerate(dtypes):
         shutil.copytree(run.path, tmp_path / f"copy-{number}", symlinks=True)
-        Run.open(tmp_path / f"copy-{number}").change([f"publish.dtype={dtype}"])
+        Run.open(tmp_path / f"copy-{number}").apply_overrides([f"publish.dtype={dtype}"])
         copies.append(tmp_path / f"copy-{number}")
     told = run_ranks(4, publish_together, copies, folder)
     assert [path.name for path in folder.iterdir()] == ["step-00000003"]

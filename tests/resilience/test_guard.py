@@ -36,7 +36,7 @@ ranges = st.lists(st.tuples(st.integers(0, 200), st.integers(1, 30)), max_size=6
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_run(tmp_path_factory.mktemp("data")).data
+    return make_run(tmp_path_factory.mktemp("data")).data_dir
 
 
 @settings(deadline=None, max_examples=200)
@@ -104,12 +104,12 @@ def poisoned_rank(place: RankInfo, path: Path, steps: list[int], sticky: bool) -
 def test_a_bad_step_is_left_out_by_all_and_a_rerun_repeats_it(tmp_path: Path, data: Path) -> None:
     run = new_run(tmp_path, "bad", data)
     assert set(run_ranks(2, poisoned_rank, run.path, [9, 10], False)) == {ExitCode.DONE}
-    known = list(read_jsonl(run.metrics))
+    known = list(read_jsonl(run.metrics_file))
     assert [line["step"] for line in known if "skipped" in line] == [9, 10]
     assert [line["step"] for line in known] == list(range(1, len(known) + 1))
-    assert [d["position"] for d in read_jsonl(run.decisions)] == [64, 72]
+    assert [d["position"] for d in read_jsonl(run.decisions_file)] == [64, 72]
     again = new_run(tmp_path, "again", data)
-    shutil.copy(run.decisions, again.decisions)
+    shutil.copy(run.decisions_file, again.decisions_file)
     assert set(run_ranks(2, stage_rank, again.path, "train")) == {ExitCode.DONE}
     assert digest(again) == digest(run)
     calm = new_run(tmp_path, "calm", data)
@@ -121,12 +121,12 @@ def test_a_bad_step_is_left_out_by_all_and_a_rerun_repeats_it(tmp_path: Path, da
 def test_too_many_in_a_row_return_and_leave_the_samples_out(tmp_path: Path, data: Path) -> None:
     run = new_run(tmp_path, "row", data, "recovery.skip_bad_steps=2")
     assert set(run_ranks(2, poisoned_rank, run.path, [13, 14, 15], True)) == {ExitCode.NON_FINITE}
-    left_out = [d for d in read_jsonl(run.decisions) if d["decision"] == "leave_out"]
+    left_out = [d for d in read_jsonl(run.decisions_file) if d["decision"] == "leave_out"]
     assert [(d["position"], d["samples"]) for d in left_out] == [(96, 24)]
     assert set(run_ranks(2, poisoned_rank, run.path, [13, 14, 15], True)) == {ExitCode.DONE}
     assert [step for step, *_ in lines(run)] == list(range(1, len(lines(run)) + 1))
     again = new_run(tmp_path, "again", data)
-    shutil.copy(run.decisions, again.decisions)
+    shutil.copy(run.decisions_file, again.decisions_file)
     assert set(run_ranks(2, stage_rank, again.path, "train")) == {ExitCode.DONE}
     assert digest(again) == digest(run) and lines(again) == lines(run)
 
@@ -137,7 +137,7 @@ def test_a_spike_is_a_loss_far_above_the_last_hundred(losses: list[float], devia
     import statistics
 
     config = load_config(QUICKSTART, ["recovery.spike_deviations=5"])
-    run = SimpleNamespace(config=config, decisions=Path(os.devnull), event=lambda *_, **__: None)
+    run = SimpleNamespace(config=config, decisions_file=Path(os.devnull), event=lambda *_, **__: None)
     metrics = [{"step": i, "loss": x} for i, x in enumerate(losses, 1)]
     guard = BadStepGuard(run, decisions=[], metrics=metrics, writes=False)  # type: ignore[arg-type]
     mean, deviation = statistics.fmean(losses[-100:]), statistics.pstdev(losses[-100:])
@@ -160,7 +160,7 @@ def test_few_losses_know_no_spike() -> None:
 def test_fp16_gradients_that_stay_bad_are_no_overflow(tmp_path: Path, data: Path) -> None:
     run = new_run(tmp_path, "half", data, "train.precision=fp16", "recovery.skip_bad_steps=2")
     assert set(run_ranks(2, poisoned_rank, run.path, list(range(5, 61)), False)) == {ExitCode.NON_FINITE}
-    judged = [(d["decision"], d["step"]) for d in read_jsonl(run.decisions)]
+    judged = [(d["decision"], d["step"]) for d in read_jsonl(run.decisions_file)]
     assert judged == [("skip", 21), ("skip", 22), ("leave_out", 23)], "16 halvings of the scale come first"
 
 
@@ -251,7 +251,7 @@ def test_a_hang_in_an_evaluation_is_told_with_its_stacks(tmp_path: Path, data: P
     run = new_run(tmp_path, "sleepy", data, "train.steps=7")
     run_ranks(2, stage_rank, run.path, "train")
     Ranks(2, sleepy_rank, run.path).results(failures_expected=True)
-    folder = run.stage_folder("evaluate")
+    folder = run.stage_dir("evaluate")
     hang = json.loads((folder / "hang-rank-1.json").read_text())
     assert hang["phase"] == "batch" and "sums" in hang["stacks"]
     assert json.loads((folder / "error-rank-1.json").read_text())["code"] == ExitCode.HANG

@@ -168,12 +168,12 @@ def test_told_at_the_start_in_the_first_step_and_in_an_evaluation(tmp_path: Path
     run = make_run(tmp_path)
     for moment, saved in [("build", []), ("first step", [1])]:
         assert set(run_ranks(2, told_rank, run.path, moment)) == {ExitCode.STOPPED}
-        assert list_checkpoint_steps(run.checkpoints) == saved
+        assert list_checkpoint_steps(run.checkpoints_dir) == saved
     assert set(run_ranks(2, stage_rank, run.path, "train")) == {ExitCode.DONE}
     assert set(run_ranks(2, told_rank, run.path, "evaluation")) == {ExitCode.STOPPED}
-    assert not list(run.evaluation.iterdir())
+    assert not list(run.evaluation_dir.iterdir())
     assert set(run_ranks(2, stage_rank, run.path, "evaluate")) == {ExitCode.DONE}
-    calm = make_run(tmp_path, "calm", data=run.data)
+    calm = make_run(tmp_path, "calm", data=run.data_dir)
     run_ranks(2, stage_rank, calm.path, "train")
     assert digest(run) == digest(calm)
 

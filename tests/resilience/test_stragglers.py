@@ -48,7 +48,7 @@ def test_the_slow_rank_is_named_with_its_host_and_its_recovery(tmp_path: Path) -
     # on a busy machine any rank may be slow for a while: it has many chances to recover, and may be slow again
     assert [e["event"] for e in told][:2] == ["straggler", "recovered"]
     assert told[0]["step"] == 9 and told[0]["ratio"] > 1.3 and told[0]["host"]
-    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    lines = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
     assert len(lines) == 120
 
 

@@ -34,7 +34,7 @@ def in_a_phase(place: RankInfo, path: Path, begun: Path, seconds: float) -> None
 def left(tmp_path: Path, seconds: float, stopped_s: float) -> int | None:
     """How a rank left that was stopped meanwhile."""
     run = make_run(tmp_path, overrides=(f"recovery.hang_s={HANG_S}",))
-    run.stage_folder("train").mkdir(parents=True, exist_ok=True)
+    run.stage_dir("train").mkdir(parents=True, exist_ok=True)
     begun = tmp_path / "begun"
     ranks = Ranks(1, in_a_phase, run.path, begun, seconds)
     (process,) = ranks.processes

@@ -24,9 +24,9 @@ from tracking.report import print_report
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """A run of 30 steps with a checkpoint, made without a copy of the code."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(Run, "snapshot_code", lambda self, **more: None)
+    monkeypatch.setattr(Run, "copy_code", lambda self, **more: None)
     made = Run.create(load_config(write_config(tmp_path)))
-    (made.checkpoints / "step-00000007").mkdir()
+    (made.checkpoints_dir / "step-00000007").mkdir()
     return made
 
 
@@ -53,7 +53,7 @@ EVERY_KIND = (
 
 def test_the_offered_command_changes_all_that_resume_accepts(run: Run) -> None:
     lines = refusal(*EVERY_KIND, "model.dim=64", "optimizer.lr=0.5")
-    run.change(offered(lines))
+    run.apply_overrides(offered(lines))
     wanted = load_config(Path("tiny.yaml"), EVERY_KIND)
     assert not differences(Run.open(run.path).config, wanted)
     (refused,) = [line for line in lines if line.startswith("resume does not accept: ")]
@@ -62,7 +62,7 @@ def test_the_offered_command_changes_all_that_resume_accepts(run: Run) -> None:
 
 def test_what_no_command_can_say_is_named(run: Run) -> None:
     """A secret is not printed, and no key=value removes a key from a mapping."""
-    run.change(["stages.train.sbatch={exclusive: true}"])
+    run.apply_overrides(["stages.train.sbatch={exclusive: true}"])
     lines = refusal("model.dim=64", "site.sbatch={spank-token: hunter2}", "train.log_every=3")
     assert offered(lines) == ["train.log_every=3"] and "hunter2" not in str(lines)
     (line,) = [line for line in lines if line.startswith("add yourself")]
@@ -100,7 +100,7 @@ def test_weights_of_steps_that_are_trained_are_no_correction(tmp_path: Path, run
         )
 
     one = "[{weights: {a: 1, b: 1}}]"
-    (Run.create(load_config(Path("tiny.yaml"), mixed(one))).checkpoints / "step-00000007").mkdir()
+    (Run.create(load_config(Path("tiny.yaml"), mixed(one))).checkpoints_dir / "step-00000007").mkdir()
     later = "[{weights: {a: 1, b: 1}}, {from_step: 9, weights: {a: 1, b: 0}}]"
     assert Run.create(load_config(Path("tiny.yaml"), mixed(later))).corrections
     with pytest.raises(UserError, match=r"resume does not accept: data\.mixture\.weights"):
@@ -117,7 +117,7 @@ def shown(run: Run) -> tuple[str, str, str]:
 
 def test_status_and_report_show_the_values_in_effect(run: Run) -> None:
     assert not any("changes.jsonl" in text for text in shown(run))
-    run.change(["train.steps=40", "checkpoint.every_steps=5", "site.sbatch={spank-token: hunter2}"])
+    run.apply_overrides(["train.steps=40", "checkpoint.every_steps=5", "site.sbatch={spank-token: hunter2}"])
     for text in shown(Run.open(run.path)):
         assert "train.steps: 30 → 40" in text and "checkpoint.every_steps: 7 → 5" in text and "hunter2" not in text
     assert "steps: 30" in run.config_file.read_text()
@@ -125,16 +125,16 @@ def test_status_and_report_show_the_values_in_effect(run: Run) -> None:
 
 def test_followers_notice_a_change_from_another_process(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that had read the config before: a table that is watched, and the line of the stage that trains."""
-    run.metrics.write_text('{"step": 31, "loss": 1.0, "step_time_s": 0.5, "tokens_per_s": 10.0}\n')
+    run.metrics_file.write_text('{"step": 31, "loss": 1.0, "step_time_s": 0.5, "tokens_per_s": 10.0}\n')
     poller, out = status.StatusPoller(run), io.StringIO()
     monkeypatch.setattr(follow, "PLAIN_EVERY_S", 0.0)
     monkeypatch.setattr(follow, "POLL_S", 0.0)
     assert [row.cells["step"] for row in poller.poll() if row.stage == "train"] == ["31/30"]
-    Run.open(run.path).change(["train.steps=40"])
+    Run.open(run.path).apply_overrides(["train.steps=40"])
     turns = iter([True, True, False])
     follow.follow_stage(Run.open(run.path), "train", lambda: next(turns), PlainConsole(file=io.StringIO(), width=200))
     assert [row.cells["step"] for row in poller.poll() if row.stage == "train"] == ["31/40"]
-    Run.open(run.path).change(["train.steps=50"])
+    Run.open(run.path).apply_overrides(["train.steps=50"])
     turns = iter([True, True, False])
     follow.follow_stage(run, "train", lambda: next(turns), PlainConsole(file=out, width=200))
     assert "train.steps: 40 → 50" in out.getvalue() and "step 31/50" in out.getvalue(), out.getvalue()
@@ -144,7 +144,7 @@ def test_a_stage_that_was_done_is_asked_again_after_a_change(run: Run, monkeypat
     monkeypatch.setattr(train_stage, "newest_step", lambda folder: 30)
     poller = status.StatusPoller(run)
     before = {row.stage: row.state for row in poller.poll()}
-    Run.open(run.path).change(["train.steps=40"])
+    Run.open(run.path).apply_overrides(["train.steps=40"])
     assert before["train"] == "done" != {row.stage: row.state for row in poller.poll()}["train"]
 
 

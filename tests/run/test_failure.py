@@ -31,7 +31,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def save_step(run: Run) -> None:
-    (run.checkpoints / "step-00000007").mkdir()
+    (run.checkpoints_dir / "step-00000007").mkdir()
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_a_key_that_resume_no_longer_takes_is_not_offered(run: Run) -> None:
 
 def test_what_stands_for_a_value_is_no_value(run: Run) -> None:
     with pytest.raises(ConfigError, match=r"data\.text_field: write a value"):
-        run.change(["data.text_field=…"])
+        run.apply_overrides(["data.text_field=…"])
 
 
 @pytest.mark.parametrize(
@@ -126,12 +126,12 @@ def test_a_bug_in_the_users_module_is_named_with_its_line(own: Run, saved: bool)
     if saved:
         save_step(own)
     trace = (
-        f'Traceback\n  File "/x/torch/nn.py", line 3, in f\n  File "{own.code}/own.py", line 9, in loss\n'
-        f'  File "{own.code}/own.py", line 10, in inner\n  File "/x/torch/nn.py", line 4, in g\nIndexError: target'
+        f'Traceback\n  File "/x/torch/nn.py", line 3, in f\n  File "{own.code_dir}/own.py", line 9, in loss\n'
+        f'  File "{own.code_dir}/own.py", line 10, in inner\n  File "/x/torch/nn.py", line 4, in g\nIndexError: target'
     )
     ending = once_mended(own, "crashed", f"rank 0 on n1:\n{trace}")
     assert "correct own.py, line 10, then: python submit.py resume runs/own --update-code\n" in ending
-    assert str(own.code) in ending and ("continues from checkpoints/step-00000007" in ending) == saved
+    assert str(own.code_dir) in ending and ("continues from checkpoints/step-00000007" in ending) == saved
     assert ("give the same command again" in ending) != saved
 
 

@@ -52,13 +52,13 @@ ODD_STEPS = [
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """A run that trained one step and was evaluated, as far as whoever looks can tell."""
-    monkeypatch.setattr(Run, "snapshot_code", lambda self, **more: None)
+    monkeypatch.setattr(Run, "copy_code", lambda self, **more: None)
     run = Run.create(load_config(write_config(tmp_path)))
     run.event("started", "train", job_id="1", attempt=1, task=None, ranks=2)
     run.event("ready", "train", step=0)
-    append_line(run.metrics, json.dumps(STEP))
+    append_line(run.metrics_file, json.dumps(STEP))
     run.event("done", "train", job_id="1", attempt=1, task=None, exit_code=0)
-    checkpoint = run.checkpoints / catalog.checkpoint_name(1)
+    checkpoint = run.checkpoints_dir / catalog.checkpoint_name(1)
     checkpoint.mkdir()
     write_json(checkpoint / catalog.MANIFEST_FILE, seal({"step": 1, "samples_consumed": 8, "layout": {}, "files": {}}))
     sha256 = catalog.read_checkpoint_manifest(checkpoint)["sha256"]
@@ -77,25 +77,25 @@ def shown(run: Run) -> str:
 def test_odd_events_are_left_out_and_counted(run: Run) -> None:
     undisturbed = run.read_events()
     for line in ODD_EVENTS:
-        append_line(run.events, line)
+        append_line(run.events_file, line)
     assert run.read_events() == undisturbed
     assert shown(run).count(f"events.jsonl: {len(ODD_EVENTS)} lines left out") == 2
 
 
 def test_odd_steps_are_left_out_and_counted(run: Run) -> None:
     for line in ODD_STEPS:
-        append_line(run.metrics, line)
+        append_line(run.metrics_file, line)
     assert progress(run).words.startswith("1/30 steps, loss 5.0000")
     assert f"metrics.jsonl: {len(ODD_STEPS)} lines left out" in shown(run)
-    assert lost_lines(run.metrics, 0) == [STEP] and not lost_lines(run.metrics, 1)
-    rewind(run.metrics, 1)
-    assert run.metrics.read_text() == json.dumps(STEP) + "\n"
+    assert lost_lines(run.metrics_file, 0) == [STEP] and not lost_lines(run.metrics_file, 1)
+    rewind(run.metrics_file, 1)
+    assert run.metrics_file.read_text() == json.dumps(STEP) + "\n"
 
 
 def test_a_line_that_is_being_written_is_not_odd(run: Run) -> None:
-    with open(run.events, "a") as file:
+    with open(run.events_file, "a") as file:
         file.write('{"time": "20')
-    assert lines.odd(run.events, lines.event) == lines.odd(run.path / "none", lines.event) == ""
+    assert lines.odd(run.events_file, lines.event) == lines.odd(run.path / "none", lines.event) == ""
 
 
 @pytest.mark.parametrize(
@@ -113,31 +113,31 @@ def test_an_odd_evaluation_is_none_and_is_told(run: Run, content: str) -> None:
 
 @pytest.mark.parametrize("content", ["", "{torn", "[1]", '{"n1": null}', '{"n1": "fast"}', "\xff"])
 def test_odd_times_of_hosts_are_left_out(run: Run, content: str) -> None:
-    (run.stage_folder("train") / own_times_file(run).name).write_text(content, encoding="latin-1")
+    (run.stage_dir("train") / own_times_file(run).name).write_text(content, encoding="latin-1")
     assert "hosts by their own time" not in shown(run)
 
 
 @pytest.mark.parametrize("content", ["{}", '{"set": 5}', '{"set": {"train": {"steps": 50}}, }', "[]"])
 def test_an_odd_change_of_the_config_is_refused_and_a_torn_one_left_out(run: Run, content: str) -> None:
-    run.change(["train.steps=40"])
-    append_line(run.changes, '{"time": "2026-01-01T00:00:00Z", "set": {"train')
+    run.apply_overrides(["train.steps=40"])
+    append_line(run.changes_file, '{"time": "2026-01-01T00:00:00Z", "set": {"train')
     assert Run(run.path).config.train.steps == 40
-    append_line(run.changes, content)
+    append_line(run.changes_file, content)
     with pytest.raises(InputError, match=r"changes\.jsonl, line \d is damaged.* put the file back"):
         _ = Run(run.path).config
 
 
 @pytest.mark.parametrize("line", [{}, {"decision": "skip"}, {"decision": "leave_out", "position": 8, "reason": "x"}])
 def test_an_odd_decision_is_refused(run: Run, line: dict[str, Any]) -> None:
-    append_line(run.decisions, json.dumps({"decision": "skip", "position": 8, "reason": "x"}))
-    assert len(lines.read_all(run.decisions, lines.decision)) == 1
-    append_line(run.decisions, json.dumps(line))
+    append_line(run.decisions_file, json.dumps({"decision": "skip", "position": 8, "reason": "x"}))
+    assert len(lines.read_all(run.decisions_file, lines.decision)) == 1
+    append_line(run.decisions_file, json.dumps(line))
     with pytest.raises(InputError, match=r"decisions\.jsonl, line 2 is damaged"):
-        lines.read_all(run.decisions, lines.decision)
+        lines.read_all(run.decisions_file, lines.decision)
 
 
 def test_a_checkpoint_under_the_name_of_another_step_is_none(run: Run) -> None:
-    (run.checkpoints / catalog.checkpoint_name(1)).rename(run.checkpoints / catalog.checkpoint_name(30))
+    (run.checkpoints_dir / catalog.checkpoint_name(1)).rename(run.checkpoints_dir / catalog.checkpoint_name(30))
     with pytest.raises(CheckpointError, match="is of step 1: this folder had another name"):
-        catalog.read_checkpoint_manifest(run.checkpoints / catalog.checkpoint_name(30))
-    assert catalog.find_newest_step(run.checkpoints) == 0
+        catalog.read_checkpoint_manifest(run.checkpoints_dir / catalog.checkpoint_name(30))
+    assert catalog.find_newest_step(run.checkpoints_dir) == 0

@@ -26,11 +26,11 @@ def made_before(run: Run) -> Run:
     text = run.config_file.read_text()
     assert len(re.findall(r"^ +add_special_tokens: .*\n", text, re.MULTILINE)) == 1
     run.config_file.write_text(re.sub(r"^ +add_special_tokens: .*\n", "", text, flags=re.MULTILINE))
-    for name in ("prepare.json", "manifest.json") if (run.data / "manifest.json").exists() else ():
-        values = json.loads((run.data / name).read_text())
+    for name in ("prepare.json", "manifest.json") if (run.data_dir / "manifest.json").exists() else ():
+        values = json.loads((run.data_dir / name).read_text())
         for key in ("bos_ids", "sha256"):
             values.pop(key)
-        (run.data / name).write_text(json.dumps(seal(values)))
+        (run.data_dir / name).write_text(json.dumps(seal(values)))
     return Run.open(run.path)
 
 
@@ -40,14 +40,14 @@ def test_a_run_without_the_key_means_what_it_meant(tmp_path: Path) -> None:
     assert old.config.data.add_special_tokens is False
     keys = {"mixture", "text_field", "text_documents", "tokenizer", "shard_tokens", "held_out"}  # and source
     then = data.model_dump(mode="json", include=keys)
-    folder = TextFolder(old.config.data, old.data)
+    folder = TextFolder(old.config.data, old.data_dir)
     assert folder.key == sha256_json(
         {"format": FORMAT_VERSION, "config": {**then, "source": data.sources}, "code": folder.code}
     )
     assert folder.prepare_missing() is None and folder.shard_missing() is None
-    assert load_manifest(old.data).bos_ids == ()
-    now = compute_identity(load_config(tmp_path / "tiny.yaml"), load_manifest(old.data))
-    assert compute_identity(old.config, load_manifest(old.data)) == now, "checkpoints of before would be refused"
+    assert load_manifest(old.data_dir).bos_ids == ()
+    now = compute_identity(load_config(tmp_path / "tiny.yaml"), load_manifest(old.data_dir))
+    assert compute_identity(old.config, load_manifest(old.data_dir)) == now, "checkpoints of before would be refused"
     assert not any("add_special_tokens" in key for key in now["config"])
 
 
@@ -55,17 +55,17 @@ def test_the_same_config_file_goes_on_with_a_run_without_the_key(tmp_path: Path)
     run = made_before(make_run(tmp_path, overrides=(f"{KEY}=false",)))
     config = load_config(tmp_path / "tiny.yaml")
     assert config.data.add_special_tokens == "auto"
-    assert Run.rehearse(config).corrections == {} == Run.create(config).corrections
+    assert Run.preview(config).corrections == {} == Run.create(config).corrections
     assert Run.open(run.path).config.data.add_special_tokens is False
     with pytest.raises(UserError, match=rf"{KEY}: False → auto"):  # one that says so is another config
         Run.create(load_config(tmp_path / "tiny.yaml", [f"{KEY}=auto"]))
     corrected = load_config(tmp_path / "tiny.yaml", ["train.steps=31"])
-    assert list(Run.rehearse(corrected).corrections) == ["train.steps"]
+    assert list(Run.preview(corrected).corrections) == ["train.steps"]
     assert Run.create(corrected).config.data.add_special_tokens is False
     again = Run.open(run.path)
     assert (again.config.train.steps, again.config.data.add_special_tokens) == (31, False)
     assert Run.create(corrected).corrections == {}
-    (line,) = (json.loads(one) for one in run.changes.read_text().splitlines())
+    (line,) = (json.loads(one) for one in run.changes_file.read_text().splitlines())
     assert "add_special_tokens" not in line["submitted"]["data"], "the run's own code may not know it"
     assert line["submitted"]["data"].keys() == load_config(run.config_file).model_dump()["data"].keys() - {KEY[5:]}
 
@@ -85,5 +85,5 @@ def test_a_run_that_has_the_key_keeps_its_own(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     assert Run.create(load_config(config)).config.data.add_special_tokens == "auto"
     run = Run.create(load_config(write_config(tmp_path, "other"), [f"{KEY}=false"]))
-    assert Run.rehearse(load_config(tmp_path / "other.yaml")).corrections == {KEY: "False → auto"}
+    assert Run.preview(load_config(tmp_path / "other.yaml")).corrections == {KEY: "False → auto"}
     assert Run.open(run.path).config.data.add_special_tokens is False

@@ -98,11 +98,11 @@ def test_one_command_goes_from_documents_to_an_evaluated_model(finished: Path) -
     for word in ("prepare", "shard", "train", "evaluate"):
         assert re.search(rf"^{word} +done", output, re.M), output
     assert "× the unigram" in output
-    assert [line["step"] for line in read_jsonl(run.metrics)] == list(range(1, 61))
-    result = json.loads((run.evaluation / "step-00000060.json").read_text())
+    assert [line["step"] for line in read_jsonl(run.metrics_file)] == list(range(1, 61))
+    result = json.loads((run.evaluation_dir / "step-00000060.json").read_text())
     assert {"step", "loss", "perplexity", "bits_per_byte", "unigram_bits_per_byte", "tokens", "bytes"} <= result.keys()
     assert result["bits_per_byte"] < result["unigram_bits_per_byte"]
-    assert (run.code / "submit.py").exists() and oct(run.path.stat().st_mode & 0o777) == "0o700"
+    assert (run.code_dir / "submit.py").exists() and oct(run.path.stat().st_mode & 0o777) == "0o700"
     events = [(e["stage"], e["event"]) for e in run.read_events()]
     for stage in ("prepare", "shard", "train", "evaluate"):
         assert [e for s, e in events if s == stage and e in ("submitted", "started", "done")] == [
@@ -350,7 +350,7 @@ def test_the_first_traceback_is_shown_with_its_rank(tmp_path: Path, finished: Pa
     config = shared_config(tmp_path, finished)
     assert submit(tmp_path, "tiny.yaml", "--dry-run").returncode == 0
     change(
-        Run.create(load_config(config)).code / "pipeline/train/trainer.py",
+        Run.create(load_config(config)).code_dir / "pipeline/train/trainer.py",
         "        lr = self.learning_rate(",
         "        if self.world.rank == 1 and step == 3:\n            raise ValueError('a bug of rank one')\n"
         "        lr = self.learning_rate(",

@@ -45,14 +45,14 @@ def test_it_shrinks_and_grows(tmp_path: Path, cluster: Cluster) -> None:
     config = write_config(tmp_path, steps=40)
     config.write_text(config.read_text().replace(str(tmp_path / "corpus.jsonl"), str(tmp_path / "calm/corpus.jsonl")))
     run = Run.create(load_config(config, ELASTIC))
-    run.data.rmdir()
-    run.data.symlink_to(calm.data)
+    run.data_dir.rmdir()
+    run.data_dir.symlink_to(calm.data_dir)
     slowed(run)
     done = submit(cluster, tmp_path, str(tmp_path / "tiny.yaml"), *ELASTIC)
     assert done.returncode == 0, done.stdout + done.stderr
 
     def reached(step: int) -> bool:
-        return len(list(read_jsonl(run.metrics))) >= step
+        return len(list(read_jsonl(run.metrics_file))) >= step
 
     wait_for("step 5", lambda: reached(5))
     cluster.drain("n3")
@@ -64,7 +64,7 @@ def test_it_shrinks_and_grows(tmp_path: Path, cluster: Cluster) -> None:
     wait_for("the evaluation", lambda: "done" in events(run.path, "evaluate"), 150)
     started = [e["ranks"] for e in Run.open(run.path).read_events("train") if e["event"] == "started"]
     assert started == [4, 2, 4]
-    lines, undisturbed = list(read_jsonl(run.metrics)), list(read_jsonl(calm.metrics))
+    lines, undisturbed = list(read_jsonl(run.metrics_file)), list(read_jsonl(calm.metrics_file))
     assert [(line["step"], line["samples_consumed"]) for line in lines] == [
         (line["step"], line["samples_consumed"]) for line in undisturbed
     ]

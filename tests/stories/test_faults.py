@@ -29,7 +29,7 @@ from tests.train.test_exact import STEPS, interrupted, lines, new_run
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_run(tmp_path_factory.mktemp("data")).data
+    return make_run(tmp_path_factory.mktemp("data")).data_dir
 
 
 @pytest.fixture(scope="module")
@@ -70,15 +70,15 @@ def flip_bit(path: Path, at: float = 0.5) -> None:
 def own_data(folder: Path, data: Path, name: str, *more: str) -> Run:
     """A run with a copy of the data that a test may damage."""
     run = make_run(folder, name, (f"train.steps={STEPS}", *more), data)
-    run.data.unlink()
-    shutil.copytree(data, run.data)
+    run.data_dir.unlink()
+    shutil.copytree(data, run.data_dir)
     return run
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "missing"])
 def test_a_damaged_shard_is_named_set_aside_and_written_again(tmp_path: Path, damage: str) -> None:
     run = make_run(tmp_path, "tiny", ("train.steps=3",))  # the same config as when it was sharded: units can be redone
-    shard = sorted((run.data / "shards").glob("*train*.h5"))[0]
+    shard = sorted((run.data_dir / "shards").glob("*train*.h5"))[0]
     whole = shard.read_bytes()
     if damage == "truncated":
         os.truncate(shard, len(whole) // 2)
@@ -105,8 +105,8 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_taken(
     tmp_path: Path, stopped: Run, calm: tuple[str, list[Any]], damage: str
 ) -> None:
     run = Run(shutil.copytree(stopped.path, tmp_path / "damaged", symlinks=True))
-    newest, before = list_checkpoint_steps(run.checkpoints)[:2]
-    folder = run.checkpoints / checkpoint_name(newest)
+    newest, before = list_checkpoint_steps(run.checkpoints_dir)[:2]
+    folder = run.checkpoints_dir / checkpoint_name(newest)
     victim = {"manifest": folder / "manifest.json", "metadata": folder / ".metadata"}.get(
         damage, folder / "__1_0.distcp"
     )
@@ -121,15 +121,15 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_taken(
     assert [e["step"] for e in events if e["event"] == "damaged"] == [newest]
     assert victim.name in next(e["reason"] for e in events if e["event"] == "damaged")
     assert [e["step"] for e in events if e["event"] == "restored"] == [before]
-    assert (run.checkpoints / f"damaged-{checkpoint_name(newest)}").is_dir(), "set aside, not removed"
+    assert (run.checkpoints_dir / f"damaged-{checkpoint_name(newest)}").is_dir(), "set aside, not removed"
     assert (digest(run), lines(run)) == calm
 
 
 def test_no_intact_checkpoint_is_an_error_not_a_start_from_zero(tmp_path: Path, data: Path) -> None:
     run = new_run(tmp_path, "lost", data)
     interrupted(run, 2, signal.SIGTERM, 10, [0])
-    for step in list_checkpoint_steps(run.checkpoints):
-        flip_bit(run.checkpoints / checkpoint_name(step) / "__0_0.distcp")
+    for step in list_checkpoint_steps(run.checkpoints_dir):
+        flip_bit(run.checkpoints_dir / checkpoint_name(step) / "__0_0.distcp")
     before = lines(run)
     for _attempt in range(2):  # the second one finds no step-… at all, and must not take that for a fresh start
         for code, message in run_ranks(2, door_rank, run.path, "train"):
@@ -144,7 +144,7 @@ def test_a_full_disk_is_named_and_the_checkpoints_before_it_stay(
     options = (f"checkpoint.mode={mode}", "checkpoint.keep=2", "recovery.preflight=false")
     run = new_run(tmp_path, "full", data, f"run.root={small_disk}", *options)
     interrupted(run, 2, signal.SIGTERM, 10, [0])
-    saved = find_newest_step(run.checkpoints)
+    saved = find_newest_step(run.checkpoints_dir)
     filler = small_disk / "filler"
     with open(filler, "wb") as file, pytest.raises(OSError):
         while True:
@@ -154,7 +154,7 @@ def test_a_full_disk_is_named_and_the_checkpoints_before_it_stay(
     assert {code for code, _ in answers} <= {ExitCode.STORAGE, ExitCode.PEER_LOST}, answers
     message = next(message for code, message in answers if code == ExitCode.STORAGE)
     assert "no space" in message and str(small_disk) in message and "Traceback" not in message
-    assert find_newest_step(run.checkpoints) == saved
+    assert find_newest_step(run.checkpoints_dir) == saved
     filler.unlink()
     assert set(run_ranks(2, stage_rank, run.path, "train")) == {ExitCode.DONE}
     assert (digest(run), lines(run)) == calm
@@ -190,7 +190,7 @@ def test_a_disk_too_small_for_a_run_is_named_and_nothing_stays_on_it(tmp_path: P
     assert not list((small_disk / "tiny").glob(".code*")) and shutil.disk_usage(small_disk).free == before
     filler.unlink()
     run = Run.create(load_config(config, [f"run.root={small_disk}"]))
-    assert (run.code / "submit.py").exists()
+    assert (run.code_dir / "submit.py").exists()
 
 
 def test_a_bug_while_a_refusal_is_handled_stays_a_bug() -> None:
@@ -246,12 +246,12 @@ def test_a_missing_source_is_named(tmp_path: Path) -> None:
 def test_a_checkpoint_that_was_killed_while_written_is_never_read(tmp_path: Path, data: Path) -> None:
     run = new_run(tmp_path, "torn", data)
     interrupted(run, 2, signal.SIGTERM, 10, [0])
-    newest = list_checkpoint_steps(run.checkpoints)[0]
-    shutil.copytree(run.checkpoints / checkpoint_name(newest), run.checkpoints / ".tmp-step-00000050")
+    newest = list_checkpoint_steps(run.checkpoints_dir)[0]
+    shutil.copytree(run.checkpoints_dir / checkpoint_name(newest), run.checkpoints_dir / ".tmp-step-00000050")
     ranks = Ranks(2, stage_rank, run.path, "train")
     assert set(ranks.results()) == {ExitCode.DONE}
-    assert not list(run.checkpoints.glob(".tmp-*"))
-    assert max(list_checkpoint_steps(run.checkpoints)) == STEPS
+    assert not list(run.checkpoints_dir.glob(".tmp-*"))
+    assert max(list_checkpoint_steps(run.checkpoints_dir)) == STEPS
 
 
 def test_a_diff_in_any_encoding_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,5 +264,5 @@ def test_a_diff_in_any_encoding_is_kept(tmp_path: Path, monkeypatch: pytest.Monk
     (checkout / "submit.py").write_bytes("# rötlich\n".encode("latin-1"))
     monkeypatch.setattr("pipeline.run.code.CODE_ROOT", checkout)
     run = Run.create(load_config(write_config(tmp_path)))
-    assert "# rötlich".encode("latin-1") in (run.code / "DIFF").read_bytes()
+    assert "# rötlich".encode("latin-1") in (run.code_dir / "DIFF").read_bytes()
     assert run.commit is not None and run.commit.endswith("+")

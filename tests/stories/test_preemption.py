@@ -157,7 +157,7 @@ def test_what_slurm_alone_puts_back_after_its_end_does_not_go_on(
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_run(tmp_path_factory.mktemp("data")).data
+    return make_run(tmp_path_factory.mktemp("data")).data_dir
 
 
 def submitted(folder: Path, data: Path, cluster: Cluster, steps: int, seconds: float, asks: bool = False) -> Path:
@@ -165,10 +165,10 @@ def submitted(folder: Path, data: Path, cluster: Cluster, steps: int, seconds: f
     cluster.clear()  # of what a test before left that failed
     config = write_config(folder, steps=steps)
     run = slowed(Run.create(load_config(config, NODES)), seconds)
-    run.data.rmdir()
-    run.data.symlink_to(data)
+    run.data_dir.rmdir()
+    run.data_dir.symlink_to(data)
     if asks:
-        rule = run.code / "slurm/query/preemption.py"
+        rule = run.code_dir / "slurm/query/preemption.py"
         text = rule.read_text()
         assert text.count("NEEDED = 2\n") == 1
         rule.write_text(text.replace("NEEDED = 2\n", "NEEDED = 99\n"))

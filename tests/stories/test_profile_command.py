@@ -32,7 +32,7 @@ def test_steps_of_a_running_training_are_profiled(tmp_path: Path) -> None:
     process = subprocess.Popen([*SUBMIT, "tiny.yaml"], cwd=tmp_path, stdout=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 240
-        while sum(1 for _ in read_jsonl(run.metrics)) < 5:
+        while sum(1 for _ in read_jsonl(run.metrics_file)) < 5:
             assert time.monotonic() < deadline and process.poll() is None, "the training does not begin"
             time.sleep(0.1)
         done = submit(tmp_path, "profile", "runs/tiny", "--steps", "2", "--ranks", "1")
@@ -50,7 +50,7 @@ def test_steps_of_a_running_training_are_profiled(tmp_path: Path) -> None:
     finally:
         subprocess.run([*SUBMIT, "cancel", "runs/tiny"], cwd=tmp_path, timeout=240, stdout=subprocess.DEVNULL)
         process.wait(240)
-    profiled = [line["step"] for line in read_jsonl(run.metrics) if "profile" in line]
+    profiled = [line["step"] for line in read_jsonl(run.metrics_file) if "profile" in line]
     assert profiled == [int(step) for step, *_ in told]
     late = submit(tmp_path, "profile", "runs/tiny")
     assert late.returncode == ExitCode.USER_ERROR and "tiny is not training now; --steps 0" in late.stderr

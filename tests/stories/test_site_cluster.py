@@ -117,8 +117,8 @@ def test_values_reach_a_job_unchanged_or_are_refused(
             python.write_text(PROBE)
             python.chmod(0o755)
             run = Run(base / str(number) / fit[0])
-            run.stage_folder("prepare")
-            run.code.mkdir()
+            run.stage_dir("prepare")
+            run.code_dir.mkdir()
             patch.setattr(sys, "executable", str(python))
             (base / "job.sh").write_text(text_of(run.path, fit[1], fit[2]))
             submitted[cluster.output(["sbatch", "--parsable", base / "job.sh"])] = run, fit[1], fit[2], python
@@ -128,11 +128,11 @@ def test_values_reach_a_job_unchanged_or_are_refused(
     for job, (run, scratch, option, python) in submitted.items():
         lower = re.sub("[A-Z]+", lambda match: match[0].lower(), option)  # Slurm's way with this option
         assert options[job] == (lower, f"sluice {run.path}")
-        log = run.jobs / "prepare" / f"{job}_0_log.out"
+        log = run.jobs_dir / "prepare" / f"{job}_0_log.out"
         assert log.read_text() == "" and (probes / job).exists()
         told_job = (probes / job).read_bytes().decode().split("\0")
-        command = [str(python), "-u", "-m", "submitit.core._submit", str(run.jobs / "prepare")]
-        assert told_job == [*command, f"/{scratch}", f"{run.code}:/and more", ""]
+        command = [str(python), "-u", "-m", "submitit.core._submit", str(run.jobs_dir / "prepare")]
+        assert told_job == [*command, f"/{scratch}", f"{run.code_dir}:/and more", ""]
     assert not list(folders.rglob("pwned")) and not Path("pwned").exists()
 
 
@@ -167,7 +167,7 @@ def test_a_profile_is_what_jobs_and_ranks_get(tmp_path: Path, cluster: Cluster) 
     shell = {"PASSED": "hunter2, 'too'", "LEFT": "behind", "SBATCH_EXPORT": "NIL"}
     shell |= {"SBATCH_NO_REQUEUE": "1", "SBATCH_TIMELIMIT": "7", "SQUEUE_PARTITION": "no"}
     run = Run.create(load_config(config, overrides))
-    door = run.code / "pipeline/__main__.py"
+    door = run.code_dir / "pipeline/__main__.py"
     dump = f"import json, os\nopen('{tmp_path}/ranks', 'a').write(json.dumps(dict(os.environ)) + chr(10))\n"
     door.write_text(door.read_text().replace("import sys\n", f"import sys\n{dump}", 1))
     refused = submit(cluster, tmp_path, "tiny.yaml", "--dry-run", *overrides)
@@ -176,7 +176,9 @@ def test_a_profile_is_what_jobs_and_ranks_get(tmp_path: Path, cluster: Cluster) 
     done = submit(cluster, tmp_path, "tiny.yaml", *overrides, **shell)
     assert done.returncode == 0, done.stderr
     job = next(e["job_id"] for e in run.read_events("train") if e["event"] == "submitted")
-    written = next((run.jobs / "train").glob("*_submission.sh")).read_text().replace("=$NCCL_SOCKET_IFNAME", "=*****")
+    written = (
+        next((run.jobs_dir / "train").glob("*_submission.sh")).read_text().replace("=$NCCL_SOCKET_IFNAME", "=*****")
+    )
     planned = dry.stdout.partition("# ---- on Slurm: train\n")[2].partition("\n\n# ---- on")[0]
     assert [line for line in written.splitlines() if "--dependency" not in line] == planned.splitlines()
     shown = cluster.output(["scontrol", "--oneliner", "show", "job", job])
@@ -208,7 +210,7 @@ def test_a_profile_is_what_jobs_and_ranks_get(tmp_path: Path, cluster: Cluster) 
         assert variables["TMPDIR"] == str(scratch) and variables["CUDA_VISIBLE_DEVICES"] == "0"
         assert variables["SLURM_DISTRIBUTION"] == "block:cyclic"
         assert (variables["SECRET"], variables["PASSED"]) == ("hunter2", shell["PASSED"]) and "LEFT" not in variables
-    files = [file for file in run.path.rglob("*") if file.is_file() and run.code not in file.parents]
+    files = [file for file in run.path.rglob("*") if file.is_file() and run.code_dir not in file.parents]
     assert not [file for file in files if b"hunter2" in file.read_bytes()], "secrets stand nowhere"
     assert {v["SLURMD_NODENAME"] for v in ranks} == {"n3", "n4"}, "one leaf switch, without n1"
 

@@ -38,12 +38,12 @@ def test_two_by_two_by_two_goes_on_as_one_by_four_by_two(tmp_path: Path, cluster
     config = write_config(tmp_path, steps=STEPS)
     config.write_text(config.read_text().replace(str(tmp_path / "corpus.jsonl"), str(tmp_path / "calm/corpus.jsonl")))
     run = Run.create(load_config(config, LAYOUT))
-    run.data.rmdir()
-    run.data.symlink_to(calm.data)
+    run.data_dir.rmdir()
+    run.data_dir.symlink_to(calm.data_dir)
     slowed(run)
 
     def reached(step: int) -> bool:
-        return len(list(read_jsonl(run.metrics))) >= step
+        return len(list(read_jsonl(run.metrics_file))) >= step
 
     assert submit(cluster, tmp_path, str(config), *LAYOUT).returncode == 0
     wait_for("step 5", lambda: reached(5))
@@ -57,7 +57,7 @@ def test_two_by_two_by_two_goes_on_as_one_by_four_by_two(tmp_path: Path, cluster
     moved, again = tmp_path / "moved", tmp_path / "again"
     shutil.copytree(run.path, moved, symlinks=True)
     again.mkdir()
-    Run.open(moved).change(["parallel.pipeline=1"])
+    Run.open(moved).apply_overrides(["parallel.pipeline=1"])
     (found,) = set(run_ranks(8, saved_again_rank, moved, again))  # loaded under the new layout, and saved again
     assert found == before
     resumed = submit(cluster, tmp_path, "resume", "runs/tiny", "parallel.pipeline=1")
@@ -66,7 +66,7 @@ def test_two_by_two_by_two_goes_on_as_one_by_four_by_two(tmp_path: Path, cluster
     wait_for("the evaluation", lambda: "done" in events(run.path, "evaluate"), 150)
     told = Run.open(run.path).read_events("train")
     assert [e["ranks"] for e in told if e["event"] == "started"] == [8, 8, 8]
-    lines, undisturbed = list(read_jsonl(run.metrics)), list(read_jsonl(calm.metrics))
+    lines, undisturbed = list(read_jsonl(run.metrics_file)), list(read_jsonl(calm.metrics_file))
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     for key in ("loss", "grad_norm"):
         assert [line[key] for line in lines] == pytest.approx([line[key] for line in undisturbed], rel=1e-4)

@@ -80,7 +80,7 @@ def test_shard_takes_the_room_there_is(tmp_path: Path, cluster: Cluster, options
     site = [f"site.scratch={scratch}", "site.network_interface=lo", "site.setup=['export NEVER=1']"]
     site += [f"site.secrets={secrets}", "site.pass=[PATH]"]
     run = Run.create(load_config(write_config(tmp_path), ["stages.shard.tasks=8", *site]))
-    door = run.code / "pipeline/__main__.py"
+    door = run.code_dir / "pipeline/__main__.py"
     dump = f"import json, os\nopen('{tmp_path}/ranks', 'a').write(json.dumps(dict(os.environ)) + chr(10))\n"
     door.write_text(door.read_text().replace("import sys\n", f"import sys\n{dump}", 1))
     both = f"{supervise('prepare', run)} && {supervise('shard', run)}"
@@ -102,7 +102,7 @@ def test_a_step_that_srun_cannot_start_is_told_in_its_words(tmp_path: Path, clus
     done = inside(cluster, CODE_ROOT, "-N1", "sh", "-c", command)
     assert done.returncode == ExitCode.CRASHED, done.stderr
     message = run.read_events("prepare")[-1]["message"]
-    assert "srun: error" in message and "nosuch" in message and str(run.jobs / "prepare/srun.log") in message
+    assert "srun: error" in message and "nosuch" in message and str(run.jobs_dir / "prepare/srun.log") in message
     assert "rank-0.log" not in message
 
 

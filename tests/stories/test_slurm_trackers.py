@@ -44,16 +44,16 @@ def test_a_sweep_preempted_onto_another_layout_is_one_curve_a_point(
         "stages.train.tasks_per_node=1",
     ]
     (tmp_path / "data").mkdir()
-    data = make_run(tmp_path / "data").data
+    data = make_run(tmp_path / "data").data_dir
     run = Run.create(load_config(write_config(tmp_path, steps=STEPS), more))
-    run.data.rmdir()
-    run.data.symlink_to(data)
+    run.data_dir.rmdir()
+    run.data_dir.symlink_to(data)
     slowed(run, 0.4)
     done = submit(cluster, tmp_path, str(tmp_path / "tiny.yaml"), *more)
     assert done.returncode == 0, done.stdout + done.stderr
     points = points_of(run)
     first = points[0]
-    wait_for("some steps", lambda: len(list(read_jsonl(first.metrics))) >= 4)
+    wait_for("some steps", lambda: len(list(read_jsonl(first.metrics_file))) >= 4)
     host = first.read_events("train", "started")[0]["host"]
     for node in {*NODES} - {host}:
         cluster.drain(node)
@@ -67,7 +67,7 @@ def test_a_sweep_preempted_onto_another_layout_is_one_curve_a_point(
     done = submit(cluster, tmp_path, "track", "runs/tiny")  # what the last ten seconds of a job were too short for
     assert done.returncode == 0, done.stdout + done.stderr
     for point in points:
-        losses = [(line["step"], line["loss"]) for line in read_jsonl(point.metrics)]
+        losses = [(line["step"], line["loss"]) for line in read_jsonl(point.metrics_file)]
         assert [step for step, _ in losses] == [*range(1, STEPS + 1)]
         assert curve(point.path, "train/loss") == in_float32(losses)
         assert curve_of_wandb(point) == curve_of_mlflow(mlflow, point) == losses

@@ -58,8 +58,8 @@ def copy(folder: Path, calm: Path, name: str, *more: str, slowly: bool = False) 
     text = (calm / "tiny.yaml").read_text().replace("name: tiny", f"name: {name}")
     (folder / f"{name}.yaml").write_text(text.replace(f"root: {calm}", f"root: {folder}"))
     run = Run.create(load_config(folder / f"{name}.yaml", [*NODES, *more]))
-    run.data.rmdir()
-    subprocess.run(["cp", "-r", str(calm / "runs/tiny/data"), str(run.data)], check=True, timeout=240)
+    run.data_dir.rmdir()
+    subprocess.run(["cp", "-r", str(calm / "runs/tiny/data"), str(run.data_dir)], check=True, timeout=240)
     if slowly:
         slowed(run)
     return run.path

@@ -36,9 +36,9 @@ class Invented:
         """As if nothing had been done."""
         for name in ("track", "tensorboard", "evaluation"):
             shutil.rmtree(self.run.path / name, ignore_errors=True)
-        self.run.evaluation.mkdir()
-        self.run.metrics.unlink(missing_ok=True)
-        self.run.events.unlink(missing_ok=True)
+        self.run.evaluation_dir.mkdir()
+        self.run.metrics_file.unlink(missing_ok=True)
+        self.run.events_file.unlink(missing_ok=True)
         self.step, self.attempt, self._saved, self.to_cut = 0, 0, 0, False
         self.begin()
         return self
@@ -47,7 +47,7 @@ class Invented:
         """An attempt begins."""
         self.attempt += 1
         self.run.event("started", "train", job_id=str(self.attempt), attempt=self.attempt, ranks=2)
-        self._metrics = Metrics(self.run.metrics)
+        self._metrics = Metrics(self.run.metrics_file)
 
     def steps(self, number: int) -> None:
         """Go so many steps."""
@@ -73,14 +73,14 @@ class Invented:
         self.to_cut = True
         self.run.event("failed", "train", job_id=str(self.attempt), cause="crashed", exit_code=1, message="oh")
         self.begin()
-        if lost := lost_lines(self.run.metrics, self._saved):
+        if lost := lost_lines(self.run.metrics_file, self._saved):
             self.run.event("lost_work", "train", steps=[line["step"] for line in lost], lines=lost)
 
     def cut(self) -> None:
         """It cuts, and goes on from there."""
-        rewind(self.run.metrics, self._saved)
+        rewind(self.run.metrics_file, self._saved)
         self.step, self.to_cut = self._saved, False
-        self._metrics = Metrics(self.run.metrics)
+        self._metrics = Metrics(self.run.metrics_file)
         self.run.event("restored", "train", step=self.step, seconds=0.1)
 
     def crash(self) -> None:
@@ -95,8 +95,8 @@ class Invented:
 
     def write(self) -> None:
         """And its line gets the figure, too."""
-        rewind(self.run.metrics, self.step, self._late)
-        self._metrics = Metrics(self.run.metrics)
+        rewind(self.run.metrics_file, self.step, self._late)
+        self._metrics = Metrics(self.run.metrics_file)
 
     def late(self) -> None:
         """Both."""
@@ -105,13 +105,13 @@ class Invented:
 
     def evaluate(self) -> None:
         """The newest step was evaluated."""
-        file = self.run.evaluation / f"step-{self.step:08d}.json"
+        file = self.run.evaluation_dir / f"step-{self.step:08d}.json"
         write_json(file, {"step": self.step, "loss": 2.5, "checkpoint": "none"})
 
     def losses(self, name: str = "loss") -> dict[int, float]:
         """What counts of metrics.jsonl now."""
         last = self._saved if self.to_cut else self.step
-        found = lines.read(self.run.metrics, lines.metric)
+        found = lines.read(self.run.metrics_file, lines.metric)
         return {line["step"]: line[name] for line in found if line["step"] <= last and name in line}
 
 

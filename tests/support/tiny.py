@@ -53,8 +53,8 @@ def make_run(folder: Path, name: str = "tiny", overrides: tuple[str, ...] = (), 
     """A run whose prepare and shard stages are done; `data`: another run's, to share."""
     run = Run.create(load_config(write_config(folder, name), overrides))
     if data is not None:
-        run.data.rmdir()
-        run.data.symlink_to(data)
+        run.data_dir.rmdir()
+        run.data_dir.symlink_to(data)
         return run
     for stage in ("prepare", "shard"):
         load(stage).main(run, place(0, 1, 1), {}, HarmlessFlag())
@@ -75,7 +75,7 @@ def stage_rank(where: RankInfo, path: Path, stage: str, options: dict[str, str] 
 
 def slowed(run: Run, seconds: float = 0.5) -> Run:
     """The run, each step so much longer in its own copy of the code: what comes to a training finds it at work."""
-    trainer, line = run.code / "pipeline/train/trainer.py", "        lr = self.learning_rate("
+    trainer, line = run.code_dir / "pipeline/train/trainer.py", "        lr = self.learning_rate("
     text = trainer.read_text()
     assert text.count(line) == 1, "the trainer has changed"
     trainer.write_text(text.replace(line, f"        time.sleep({seconds})\n{line}"))
@@ -91,7 +91,7 @@ def _digest(where: RankInfo, path: Path) -> str:
     from pipeline.checkpoint import catalog as checkpoint_files
     from pipeline.checkpoint import checkpointer as checkpoint
 
-    folder = Run.open(path).checkpoints
+    folder = Run.open(path).checkpoints_dir
     newest = folder / checkpoint_files.checkpoint_name(checkpoint_files.list_checkpoint_steps(folder)[0])
     checkpoint_files.verify_checkpoint_files(newest, checkpoint_files.read_checkpoint_manifest(newest))
     return checkpoint.compute_digest(newest)

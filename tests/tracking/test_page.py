@@ -60,7 +60,7 @@ class Document(HTMLParser):
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """A run without data: what is read of it lies in its files."""
-    monkeypatch.setattr(Run, "snapshot_code", lambda self, **more: None)
+    monkeypatch.setattr(Run, "copy_code", lambda self, **more: None)
     return Run.create(load_config(write_config(tmp_path)))
 
 
@@ -89,7 +89,7 @@ def test_a_run_with_everything_has_every_picture_with_its_units(run: Run) -> Non
         "grad_norm": 1.0, "lr": 1e-3, "tokens": 9000, "data_wait_s": 0.1, "exposed_comm_s": 0.2, "memory_gb": 1.0,
         "memory_reserved_gb": 2.0, "held_out_loss": 3.0, "held_out_accuracy": 0.5, "profile": shares,
     }  # fmt: skip
-    write_lines(run.metrics, [step_line(step, **more) for step in range(1, 31)])
+    write_lines(run.metrics_file, [step_line(step, **more) for step in range(1, 31)])
     for attempt, cause in ((1, "preempted"), (2, "done")):
         run.event("started", "train", job_id="1", attempt=attempt, task=None, ranks=2, host="n1")
         run.event("restored", "train", step=10 * attempt - 5)
@@ -103,8 +103,8 @@ def test_a_run_with_everything_has_every_picture_with_its_units(run: Run) -> Non
             "unigram_bits_per_byte": 2.0,
         }
         result |= {"arc.accuracy": 0.4, "arc.accuracy_stderr": 0.1, "tokens": 9, "bytes": 9, "checkpoint": "x"}
-        (run.evaluation / f"step-{step:08}.json").write_text(json.dumps(seal(result)))
-    (run.stage_folder("train") / "own-times.json").write_text(json.dumps({"n1": 1.0, "n2": 1.5}))
+        (run.evaluation_dir / f"step-{step:08}.json").write_text(json.dumps(seal(result)))
+    (run.stage_dir("train") / "own-times.json").write_text(json.dumps({"n1": 1.0, "n2": 1.5}))
     write_lines(run.path / "telemetry-n1.jsonl", [telemetry(second) for second in (0, 10, 20)])
     text, page = report(run)
     units = {
@@ -143,20 +143,20 @@ def test_a_run_with_everything_has_every_picture_with_its_units(run: Run) -> Non
 
 
 def test_a_run_whose_lines_have_little_has_a_page_without_those_pictures(run: Run) -> None:
-    write_lines(run.metrics, [step_line(1), step_line(2, loss=None, skipped="bad"), step_line(3)])
+    write_lines(run.metrics_file, [step_line(1), step_line(2, loss=None, skipped="bad"), step_line(3)])
     _, page = report(run)
     drawn = page.figures.keys()
     assert {"Loss", "Throughput", "Parts of a step"} <= drawn
     assert not {"Learning rate", "Gradient norm", "Memory", "Tasks", "GPU power", "Hosts by local compute time"} & drawn
-    run.metrics.unlink()
+    run.metrics_file.unlink()
     assert not {"Loss", "Parts of a step"} & report(run)[1].figures.keys()
 
 
 def test_what_comes_from_a_run_is_no_markup(run: Run) -> None:
     run.event("started", "train", job_id="1", attempt=1, task=None, host=EVIL, ranks=1)
     run.event("failed", "train", job_id="1", attempt=1, cause=EVIL, message=EVIL, exit_code=1)
-    write_lines(run.metrics, [step_line(step, **{f"held_out_{EVIL}": 1.0 * step}) for step in (1, 2)])
-    (run.stage_folder("train") / "own-times.json").write_text(json.dumps({EVIL: 1.5}))
+    write_lines(run.metrics_file, [step_line(step, **{f"held_out_{EVIL}": 1.0 * step}) for step in (1, 2)])
+    (run.stage_dir("train") / "own-times.json").write_text(json.dumps({EVIL: 1.5}))
     write_lines(run.path / f"telemetry-{EVIL.replace('/', '')}.jsonl", [telemetry(n, **{EVIL: 3}) for n in (0, 1, 2)])
     text, page = report(run)
     assert text.count("<script>") == 1 and "alert(1)" in text and "b" not in page.attributes
@@ -174,11 +174,11 @@ def test_telemetry_that_is_none_leaves_the_page_whole(run: Run, value: Any) -> N
 def test_a_hundred_thousand_steps_are_less_than_3_mb_and_keep_their_spikes(run: Run) -> None:
     spike = {500: 77.7, 50_001: 99.9, 99_999: 88.8}
     line = '{{"step":{},"loss":{},"grad_norm":{},"lr":1e-3,"step_time_s":1,"tokens_per_s":{},"held_out_loss":2}}\n'
-    with open(run.metrics, "w") as file:
+    with open(run.metrics_file, "w") as file:
         for step in range(1, 100_001):
             loss = spike.get(step, 2 + math.sin(step) / 9)
             file.write(line.format(step, loss, loss * 3, 1000 + step % 99))
-    history = History(run.metrics, metric, keep=("step", "step_time_s")).look()
+    history = History(run.metrics_file, metric, keep=("step", "step_time_s")).look()
     drawn = draw_training(run, history)
     assert sum(map(len, drawn)) < 3_000_000 / 10, "ten times as much is allowed for the page"
     (x, y) = (list(map(float, re.search(rf'data-{axis}="([^"]+)"', drawn[0])[1].split())) for axis in "xy")  # type: ignore[index]

@@ -272,7 +272,7 @@ def test_what_no_sampler_wrote_harms_nobody(tmp_path: Path, odd: dict[str, Any])
 def going(tmp_path: Path) -> Iterator[Run]:
     """A training that runs: this process holds its lock."""
     run = make_run(tmp_path)
-    lock = run.lock("train")
+    lock = run.lock_stage("train")
     assert lock is not None
     run.event("started", "train", job_id="1", attempt=1, task=None, ranks=2)
     run.event("ready", "train", step=0)
@@ -305,11 +305,11 @@ def test_status_reads_as_far_back_as_telemetry_needs(
 ) -> None:
     """Of two minutes half; of looks each minute, twelve."""
     run = make_run(tmp_path, overrides=(f"track.telemetry_s={every_s}",))
-    lock = run.lock("train")
+    lock = run.lock_stage("train")
     assert lock is not None
     run.event("started", "train", job_id="1", attempt=1, task=None, ranks=2)
-    line = json.loads(run.events.read_text().splitlines()[-1])
-    run.events.write_text(run.events.read_text().replace(line["time"], "2020-01-01T00:00:00Z"))
+    line = json.loads(run.events_file.read_text().splitlines()[-1])
+    run.events_file.write_text(run.events_file.read_text().replace(line["time"], "2020-01-01T00:00:00Z"))
     node = Node(run.path, monkeypatch, "n1", 8)
     node.every_s, looks = every_s, int(max(120, 12 * every_s) / every_s)
     node.fake.cards[3]["clock"] = 1000

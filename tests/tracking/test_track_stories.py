@@ -233,7 +233,7 @@ def test_one_curve_over_a_stop_and_another_layout(tmp_path: Path, mlflow: str) -
     done = sluice("resume", str(path), "stages.train.tasks_per_node=1")
     assert done.returncode == 0, done.stdout + done.stderr
     run = Run.open(path)
-    losses = {line["step"]: line["loss"] for line in json_lines(run.metrics)}
+    losses = {line["step"]: line["loss"] for line in json_lines(run.metrics_file)}
     assert [*losses] == [*range(1, 121)]
     done = sluice("track", str(path))
     assert done.returncode == 0 and done.stdout.count("up to date") == 3, done.stdout + done.stderr
@@ -268,7 +268,7 @@ def test_a_rank_that_hangs_is_told_before_the_watchdog_ends_it(tmp_path: Path, c
     with open(tmp_path / "log", "wb") as log:
         training = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
     run, deadline = Run(tmp_path / "runs/tiny"), time.monotonic() + 300
-    while not run.metrics.exists() or len(run.metrics.read_bytes().splitlines()) < 20:
+    while not run.metrics_file.exists() or len(run.metrics_file.read_bytes().splitlines()) < 20:
         assert time.monotonic() < deadline and training.poll() is None, (tmp_path / "log").read_text()
         time.sleep(0.1)
     words = f"pipeline\0train\0{run.path}".encode()

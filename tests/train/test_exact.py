@@ -32,7 +32,7 @@ STEPS = 60
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_run(tmp_path_factory.mktemp("data")).data
+    return make_run(tmp_path_factory.mktemp("data")).data_dir
 
 
 def new_run(folder: Path, name: str, data: Path, *more: str) -> Run:
@@ -41,7 +41,7 @@ def new_run(folder: Path, name: str, data: Path, *more: str) -> Run:
 
 def lines(run: Run) -> list[tuple[int, float, float, float, int]]:
     keys = ("step", "loss", "grad_norm", "lr", "samples_consumed")
-    return [tuple(line[k] for k in keys) for line in read_jsonl(run.metrics)]
+    return [tuple(line[k] for k in keys) for line in read_jsonl(run.metrics_file)]
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_three_sigkills_lose_only_what_was_not_saved(
     for _ in range(3):
         victims = list(range(size)) if who == "all" else [draw.randrange(size)]
         interrupted(run, size, signal.SIGKILL, len(lines(run)) + draw.randint(8, 16), victims)
-        left.append((find_newest_step(run.checkpoints), lines(run)[-1][0]))
+        left.append((find_newest_step(run.checkpoints_dir), lines(run)[-1][0]))
     assert set(run_ranks(size, stage_rank, run.path, "train")) == {ExitCode.DONE}
     assert digest(run) == undisturbed[size][0]
     assert lines(run) == undisturbed[size][1]
@@ -139,10 +139,10 @@ def recording_rank(place: Any, path: Path, stage: str) -> int:
 
 def samples_of(run: Run, step: int) -> list[list[int]]:
     """The tokens of the global batch of a step, by the definition of the order."""
-    config, manifest, samples = run.config, load_manifest(run.data), []
+    config, manifest, samples = run.config, load_manifest(run.data_dir), []
     length, size = config.data.sequence_length, config.train.global_batch
     for shard in manifest.train:
-        tokens = np.fromfile(run.data / shard.file, shard.dtype, shard.tokens, offset=shard.offset)
+        tokens = np.fromfile(run.data_dir / shard.file, shard.dtype, shard.tokens, offset=shard.offset)
         samples += [tokens[i : i + length + 1].tolist() for i in range(0, len(tokens) - length, length)]
     return [samples[i] for i in sample_indices(config.run.seed, (step - 1) * size, size, len(samples))]
 
@@ -172,9 +172,9 @@ def test_other_numbers_of_ranks_see_the_same_samples_and_losses(tmp_path: Path, 
 def test_a_torn_metrics_line_is_mended(tmp_path: Path, data: Path, undisturbed: Any) -> None:
     run = new_run(tmp_path, "torn", data)
     interrupted(run, 2, signal.SIGTERM, 10, [0, 1])
-    with open(run.metrics, "a") as file:
+    with open(run.metrics_file, "a") as file:
         file.write('{"step": 999, "lo')
     assert set(run_ranks(2, stage_rank, run.path, "train")) == {ExitCode.DONE}
     assert lines(run) == undisturbed[2][1]
-    for line in run.metrics.read_text().splitlines():
+    for line in run.metrics_file.read_text().splitlines():
         json.loads(line)

@@ -114,7 +114,7 @@ TRAININGS: dict[str, tuple[tuple[str, ...], dict[tuple[str, str], int]]] = {
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_run(tmp_path_factory.mktemp("prepared")).data
+    return make_run(tmp_path_factory.mktemp("prepared")).data_dir
 
 
 @pytest.mark.parametrize("name", TRAININGS)
@@ -126,8 +126,8 @@ def test_a_training_on_two_gpus(start: Start, prepared: Path, graphs: dict[str, 
     logs, port = [start.folder / f"log-{rank}" for rank in range(2)], next(PORTS)
     envs = [graphs | local_environment(rank, 2, port) | {"FAKE_GPU_LOG": str(log)} for rank, log in enumerate(logs)]
     start.together([("-W", "ignore", "-m", "pipeline", "train", str(run.path))] * 2, envs)
-    assert [line["step"] for line in map(json.loads, run.metrics.read_text().splitlines())] == [1, 2, 3]
-    manifest = json.loads((run.checkpoints / "step-00000003/manifest.json").read_text())
+    assert [line["step"] for line in map(json.loads, run.metrics_file.read_text().splitlines())] == [1, 2, 3]
+    manifest = json.loads((run.checkpoints_dir / "step-00000003/manifest.json").read_text())
     assert digest(run) and bool(manifest["extra"]["scaler"]) == (name == "fp16")
     for rank, calls in enumerate(map(read, logs)):
         assert {call.device for call in calls} == {rank}

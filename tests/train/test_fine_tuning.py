@@ -55,10 +55,10 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def result_of(run: Run, size: int) -> dict[str, Any]:
-    for old in run.evaluation.iterdir():
+    for old in run.evaluation_dir.iterdir():
         old.unlink()
     assert set(run_ranks(size, stage_rank, run.path, "evaluate")) == {ExitCode.DONE}
-    return dict(json.loads(next(run.evaluation.iterdir()).read_text()))
+    return dict(json.loads(next(run.evaluation_dir.iterdir()).read_text()))
 
 
 def alone_rank(where: RankInfo, path: Path) -> tuple[float, int]:
@@ -67,14 +67,14 @@ def alone_rank(where: RankInfo, path: Path) -> tuple[float, int]:
     from pipeline.model.decoder import Decoder
 
     run = Run.open(path)
-    manifest = load_manifest(run.data)
+    manifest = load_manifest(run.data_dir)
     model = Decoder(run.config.model, manifest.vocab_size, run.config.data.sequence_length).eval()
     weights = {f"model.{n}": p.detach() for n, p in model.named_parameters()}
-    load_checkpoint(weights, run.checkpoints / checkpoint_name(list_checkpoint_steps(run.checkpoints)[0]), None)
+    load_checkpoint(weights, run.checkpoints_dir / checkpoint_name(list_checkpoint_steps(run.checkpoints_dir)[0]), None)
     total, count = 0.0, 0
     for shard in manifest.held_out:
         tokens, mask = (
-            np.fromfile(run.data / shard.file, array.dtype, shard.tokens, offset=array.offset).astype(np.int64)
+            np.fromfile(run.data_dir / shard.file, array.dtype, shard.tokens, offset=array.offset).astype(np.int64)
             for array in (shard.arrays["tokens"], shard.arrays["mask"])
         )
         starts = np.flatnonzero(mask & BEGINS).tolist()
@@ -90,13 +90,13 @@ def alone_rank(where: RankInfo, path: Path) -> tuple[float, int]:
 
 
 def test_the_example_learns_answers_and_evaluates_them_alone(example: Run) -> None:
-    losses = [line["loss"] for line in read_jsonl(example.metrics)]
+    losses = [line["loss"] for line in read_jsonl(example.metrics_file)]
     assert losses[-1] < 0.85 * losses[0]
     one, three = result_of(example, 1), result_of(example, 3)
     assert one == three, "equal to the last bit"
     total, count = run_ranks(1, alone_rank, example.path)[0]
     assert one["tokens"] == count and one["loss"] == pytest.approx(total / count, rel=1e-5)
-    manifest = load_manifest(example.data)
+    manifest = load_manifest(example.data_dir)
     assert one["bytes"] == manifest.held_out_bytes
     assert one["bits_per_byte"] == pytest.approx(total / np.log(2) / manifest.held_out_bytes, rel=1e-5)
     assert one["unigram_bits_per_byte"] > 0 and count < 0.8 * manifest.held_out_tokens
@@ -109,7 +109,9 @@ def test_a_stop_changes_no_bit_and_another_layout_no_order(example: Run, tmp_pat
     interrupted(stopped, 2, signal.SIGUSR1, 3, [1])
     assert set(run_ranks(2, stage_rank, stopped.path, "train")) == {ExitCode.DONE}
     assert digest(stopped) == digest(example)
-    assert [line["held_out_loss"] > 0 for line in read_jsonl(stopped.metrics) if "held_out_loss" in line] == [True] * 3
+    assert [line["held_out_loss"] > 0 for line in read_jsonl(stopped.metrics_file) if "held_out_loss" in line] == [
+        True
+    ] * 3
     moved = made(tmp_path, "run.name=moved", "parallel.tensor=2", "train.micro_batch=8")
     assert set(run_ranks(2, stage_rank, moved.path, "train")) == {ExitCode.DONE}
     for ours, theirs in zip(lines(moved), lines(example), strict=True):
@@ -119,14 +121,14 @@ def test_a_stop_changes_no_bit_and_another_layout_no_order(example: Run, tmp_pat
 @pytest.mark.story
 def test_text_whose_documents_are_apart_trains_and_evaluates(tmp_path: Path) -> None:
     apart = make_run(tmp_path, overrides=("data.document_mask=true", "train.steps=7"))
-    together = make_run(tmp_path, "together", ("train.steps=7",), apart.data)
+    together = make_run(tmp_path, "together", ("train.steps=7",), apart.data_dir)
     results = []
     for run in (apart, together):
         assert set(run_ranks(2, stage_rank, run.path, "train")) == {ExitCode.DONE}
         results.append(result_of(run, 2))
     ends = sum(
-        int((np.fromfile(apart.data / s.file, s.dtype, s.tokens, offset=s.offset)[:-1] == 0).sum()) + 1
-        for s in load_manifest(apart.data).held_out
+        int((np.fromfile(apart.data_dir / s.file, s.dtype, s.tokens, offset=s.offset)[:-1] == 0).sum()) + 1
+        for s in load_manifest(apart.data_dir).held_out
     )
     assert results[0]["tokens"] == results[1]["tokens"] - ends, "first tokens are not predicted"
     assert results[0]["bytes"] == results[1]["bytes"] and results[0]["loss"] != results[1]["loss"]

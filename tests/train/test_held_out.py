@@ -38,11 +38,11 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_run(tmp_path_factory.mktemp("data")).data
+    return make_run(tmp_path_factory.mktemp("data")).data_dir
 
 
 def curve(run: Run) -> dict[int, float]:
-    return {line["step"]: line["held_out_loss"] for line in read_jsonl(run.metrics) if "held_out_loss" in line}
+    return {line["step"]: line["held_out_loss"] for line in read_jsonl(run.metrics_file) if "held_out_loss" in line}
 
 
 @pytest.mark.parametrize(
@@ -58,11 +58,11 @@ def test_the_curve_is_that_of_the_checkpoints_and_changes_nothing(tmp_path: Path
     for run in (plain, looking):
         assert set(run_ranks(size, stage_rank, run.path, "train")) == {ExitCode.DONE}
     assert digest(looking) == digest(plain) and lines(looking) == lines(plain)
-    assert not curve(plain) and set(curve(looking)) == set(list_checkpoint_steps(looking.checkpoints)) == {4, 8}
+    assert not curve(plain) and set(curve(looking)) == set(list_checkpoint_steps(looking.checkpoints_dir)) == {4, 8}
     assert run_ranks(1, stage_rank, looking.path, "evaluate", {"step": "every"}) == [ExitCode.DONE]
-    evaluated = [json.loads(path.read_text()) for path in looking.evaluation.iterdir()]
+    evaluated = [json.loads(path.read_text()) for path in looking.evaluation_dir.iterdir()]
     assert curve(looking) == {one["step"]: one["loss"] for one in evaluated}
-    for line in read_jsonl(looking.metrics):
+    for line in read_jsonl(looking.metrics_file):
         assert ("evaluate_s" in line) == (line["step"] % 4 == 0)
         assert line.get("evaluate_s", 0) < line["step_time_s"]
 

@@ -60,8 +60,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_sources_keep_their_own_shards_and_one_manifest_has_them_all(trained: Run) -> None:
-    manifest = load_manifest(trained.data)
-    web, code = (load_manifest(trained.data / name) for name in ("web", "code"))
+    manifest = load_manifest(trained.data_dir)
+    web, code = (load_manifest(trained.data_dir / name) for name in ("web", "code"))
     assert [(part.name, part.train, part.held_out) for part in manifest.parts] == [
         ("web", len(web.train), len(web.held_out)), ("code", len(code.train), len(code.held_out)),
     ]  # fmt: skip
@@ -73,16 +73,16 @@ def test_sources_keep_their_own_shards_and_one_manifest_has_them_all(trained: Ru
 
 
 def test_is_the_same_after_a_return(trained: Run) -> None:
-    whole, metrics = digest(trained), list(read_jsonl(trained.metrics))
+    whole, metrics = digest(trained), list(read_jsonl(trained.metrics_file))
     for step in (14, 16):
-        shutil.rmtree(trained.checkpoints / f"step-{step:08}")
+        shutil.rmtree(trained.checkpoints_dir / f"step-{step:08}")
     assert set(train(trained, 2)) == {ExitCode.DONE}
     assert digest(trained) == whole
-    again = list(read_jsonl(trained.metrics))
+    again = list(read_jsonl(trained.metrics_file))
     assert [line["loss"] for line in again] == [line["loss"] for line in metrics]
     told = trained.read_events("train", "mixture")
     assert len(told) == 2 and told[0]["weights"] == WEIGHTS and told[0]["epochs"] == {"web": 0.0, "code": 0.0}
-    manifest = load_manifest(trained.data)
+    manifest = load_manifest(trained.data_dir)
     code = manifest.train[-manifest.parts[1].train :]
     samples = sum((entry.tokens - 1) // 32 for entry in code)
     assert told[1]["epochs_at_the_end"]["code"] == pytest.approx((8 * 8 / 4 + 8 * 8 / 2) / samples)
@@ -91,14 +91,14 @@ def test_is_the_same_after_a_return(trained: Run) -> None:
 def test_another_layout_reads_the_same_samples(trained: Run, tmp_path: Path) -> None:
     other = make_run(tmp_path, "mixed")
     assert set(train(other, 1)) == {ExitCode.DONE}
-    ours, theirs = ([line["loss"] for line in read_jsonl(run.metrics)] for run in (trained, other))
+    ours, theirs = ([line["loss"] for line in read_jsonl(run.metrics_file)] for run in (trained, other))
     assert theirs == pytest.approx(ours, rel=1e-5)
 
 
 def test_held_out_loss_is_told_by_source_too(trained: Run) -> None:
     assert run_ranks(1, stage_rank, trained.path, "evaluate") == [ExitCode.DONE]
-    result: dict[str, Any] = json.loads((trained.evaluation / "step-00000016.json").read_text())
-    web, code = (load_manifest(trained.data / name).held_out_tokens for name in ("web", "code"))
+    result: dict[str, Any] = json.loads((trained.evaluation_dir / "step-00000016.json").read_text())
+    web, code = (load_manifest(trained.data_dir / name).held_out_tokens for name in ("web", "code"))
     mean = (web * result["web.loss"] + code * result["code.loss"]) / (web + code)
     assert result["loss"] == pytest.approx(mean, rel=1e-6) and result["web.loss"] != result["code.loss"]
     assert result["tokens"] == web + code
@@ -112,9 +112,9 @@ def test_weights_of_steps_to_come_may_change_and_no_others(trained: Run, tmp_pat
     (run / "decisions.jsonl").touch()
     past = [{**WEIGHTS[0], "weights": {"web": 1, "code": 5}}, WEIGHTS[1]]
     with pytest.raises(UserError, match=r"data\.mixture\.weights.*resume cannot change it.*step-00000007"):
-        Run.open(run).change([f"data.mixture.weights={json.dumps(past)}"])
+        Run.open(run).apply_overrides([f"data.mixture.weights={json.dumps(past)}"])
     coming = [WEIGHTS[0], {**WEIGHTS[1], "weights": {"web": 0, "code": 1}}]
-    Run.open(run).change([f"data.mixture.weights={json.dumps(coming)}"])
+    Run.open(run).apply_overrides([f"data.mixture.weights={json.dumps(coming)}"])
     before = list(read_jsonl(run / "metrics.jsonl"))
     assert set(train(Run.open(run), 2)) == {ExitCode.DONE}
     after = list(read_jsonl(run / "metrics.jsonl"))

@@ -145,7 +145,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_lines_of_metrics_have_the_parts(four: Run) -> None:
-    lines = [json.loads(line) for line in four.metrics.read_text().splitlines()]
+    lines = [json.loads(line) for line in four.metrics_file.read_text().splitlines()]
     assert [line["step"] for line in lines if "profile" in line] == [3, 6]
     for line in lines:
         if "profile" in line:
@@ -158,9 +158,9 @@ def test_lines_of_metrics_have_the_parts(four: Run) -> None:
 
 def test_the_traces_of_four_ranks_become_one(four: Run) -> None:
     shutil.copy(
-        four.profiles / "step-00000006/rank-3.json.gz", four.profiles / "step-00000006/rank-4.json.gz"
+        four.profiles_dir / "step-00000006/rank-3.json.gz", four.profiles_dir / "step-00000006/rank-4.json.gz"
     )  # of old
-    (_, of_step) = folders = sorted(four.profiles.iterdir())
+    (_, of_step) = folders = sorted(four.profiles_dir.iterdir())
     assert [folder.name for folder in folders] == ["step-00000003", "step-00000006"]
     path, error_ms = merge(of_step, range(4))
     assert 0 < error_ms < 50
@@ -193,9 +193,9 @@ def test_the_traces_of_four_ranks_become_one(four: Run) -> None:
 
 def test_profiling_changes_no_bit(four: Run, tmp_path: Path) -> None:
     layout = ("parallel.pipeline=2", "stages.train.tasks_per_node=4", "train.steps=7")
-    plain = make_run(tmp_path, overrides=layout, data=four.data)
+    plain = make_run(tmp_path, overrides=layout, data=four.data_dir)
     assert run_ranks(4, stage_rank, plain.path, "train") == [ExitCode.DONE] * 4
-    assert digest(plain) == digest(four) and not plain.profiles.exists()
+    assert digest(plain) == digest(four) and not plain.profiles_dir.exists()
 
 
 def test_what_was_profiled_is_told_later(four: Run) -> None:
@@ -212,7 +212,7 @@ def test_what_was_profiled_is_told_later(four: Run) -> None:
 @pytest.mark.parametrize("damage", ["torn", "other", "parts", "deep"])
 def test_damaged_files_are_refused_in_words(four: Run, tmp_path: Path, damage: str) -> None:
     folder = tmp_path / "profiles/step-00000003"
-    shutil.copytree(four.profiles / "step-00000003", folder, ignore=shutil.ignore_patterns("trace*"))
+    shutil.copytree(four.profiles_dir / "step-00000003", folder, ignore=shutil.ignore_patterns("trace*"))
     file = folder / ("parts.json" if damage == "parts" else "rank-2.json.gz")
     torn = file.read_bytes()[:-9]
     texts = {"other": b'{"rank": 2}', "deep": b"[" * 100_000}
@@ -236,7 +236,7 @@ def failing_rank(place: RankInfo, path: Path, request: bytes) -> int:
         profiler.gzip = SimpleNamespace(compress=fail)  # type: ignore[assignment]
     if place.rank == 0:
         run = Run.open(path)
-        run.profile_taken.write_bytes(b'{"steps": 3}')  # an attempt before this one did not survive it
+        run.profile_taken_file.write_bytes(b'{"steps": 3}')  # an attempt before this one did not survive it
         if request == FOLDER:
             run.profile_file.mkdir()
         else:
@@ -260,19 +260,19 @@ def failing_rank(place: RankInfo, path: Path, request: bytes) -> int:
 def test_a_profile_that_fails_stops_nothing(
     four: Run, tmp_path: Path, request_: bytes, ranks: list[int], steps: int
 ) -> None:
-    run = make_run(tmp_path, overrides=("train.steps=5",), data=four.data)
+    run = make_run(tmp_path, overrides=("train.steps=5",), data=four.data_dir)
     assert run_ranks(2, failing_rank, run.path, request_) == [ExitCode.DONE] * 2
-    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    lines = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
     assert len(lines) == 5 and sum("profile" in line for line in lines) == (steps if ranks else 0)
-    folders = sorted(run.profiles.glob("step-*/parts.json"))
+    folders = sorted(run.profiles_dir.glob("step-*/parts.json"))
     assert len(folders) == (steps if ranks else 0) and not run.profile_file.exists()
-    assert run.profile_taken.exists() == (request_ == FOLDER)
+    assert run.profile_taken_file.exists() == (request_ == FOLDER)
     for folder in folders:
         assert sorted(json.loads(folder.read_text())) == [str(rank) for rank in ranks]
     said = [(run.path / f"said-{rank}").read_text() for rank in range(2)]
     assert ("the trace failed on rank 1: no space left" in said[1]) == (b"[0" not in request_)
     assert ("the request failed on rank 0" in said[0]) == (request_ in (b"not json", FOLDER))
-    run.change(["train.profile_every=2"])  # also of a training that has saved
+    run.apply_overrides(["train.profile_every=2"])  # also of a training that has saved
 
 
 def late_rank(place: RankInfo, path: Path, room_s: float) -> int:
@@ -299,11 +299,11 @@ def test_no_profile_begins_that_a_save_has_no_time_for(
 ) -> None:
     """Nobody knows how long the first one takes, and all know of the second; a request waits for the next attempt."""
     every = () if asked else ("train.profile_every=1",)
-    run = make_run(tmp_path, overrides=("train.steps=4", *every), data=four.data)
+    run = make_run(tmp_path, overrides=("train.steps=4", *every), data=four.data_dir)
     if asked:
         run.profile_file.write_text('{"steps": 5}')
     assert run_ranks(2, late_rank, run.path, room_s) == [ExitCode.DONE] * 2
-    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    lines = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
     assert sum("profile" in line for line in lines) == profiled and len(lines) == 4
     assert run.profile_file.exists() == (asked and not profiled)
 
@@ -341,6 +341,6 @@ def few_rank(place: RankInfo, path: Path) -> int:
 
 
 def test_old_profiles_go(four: Run, tmp_path: Path) -> None:
-    run = make_run(tmp_path, overrides=("train.steps=4", "train.profile_every=1"), data=four.data)
+    run = make_run(tmp_path, overrides=("train.steps=4", "train.profile_every=1"), data=four.data_dir)
     assert run_ranks(2, few_rank, run.path) == [ExitCode.DONE] * 2
-    assert [folder.name for folder in sorted(run.profiles.iterdir())] == ["step-00000003", "step-00000004"]
+    assert [folder.name for folder in sorted(run.profiles_dir.iterdir())] == ["step-00000003", "step-00000004"]

@@ -18,7 +18,7 @@ def trained(run: Run, step: int, steps: int) -> None:
     """Its metrics as a training of `steps` leaves them after `step`."""
     lr = compute_learning_rate(run.config.optimizer, step, steps)
     line = {"step": step, "loss": 2.5, "lr": lr, "step_time_s": 1.0, "tokens_per_s": 100.0}
-    run.metrics.write_text(json.dumps(line) + "\n")
+    run.metrics_file.write_text(json.dumps(line) + "\n")
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
@@ -28,7 +28,7 @@ def test_a_rise_of_the_learning_rate_is_told_and_no_other_course(tmp_path: Path,
     for step in (1, 2, 3, 29, 30):  # in the warm-up it rises by itself
         trained(run, step, 30)
         assert notes(run) == []
-    run.change(["train.steps=60"])
+    run.apply_overrides(["train.steps=60"])
     if schedule == "constant":
         assert notes(run) == []
         return
@@ -59,8 +59,8 @@ def test_a_finished_training_says_how_much_it_read(tmp_path: Path) -> None:
     trained(run, 29, 30)
     assert load("train").progress(run).words == "29/30 steps, loss 2.5000"
     trained(run, 30, 30)
-    samples = load_manifest(run.data).training_samples(32)
+    samples = load_manifest(run.data_dir).training_samples(32)
     wanted = f"30/30 steps, loss 2.5000, 7,680 tokens, {30 * 8 / samples:.3g} epochs"
     assert load("train").progress(run).words == wanted
-    (run.data / "manifest.json").unlink()
+    (run.data_dir / "manifest.json").unlink()
     assert load("train").progress(run).words == "30/30 steps, loss 2.5000"

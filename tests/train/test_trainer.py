@@ -29,7 +29,7 @@ from tests.train.test_exact import interrupted, lines, new_run
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_run(tmp_path_factory.mktemp("data")).data
+    return make_run(tmp_path_factory.mktemp("data")).data_dir
 
 
 def plain_rank(place: RankInfo, path: Path, steps: int) -> list[tuple[float, float]]:
@@ -44,11 +44,11 @@ def plain_rank(place: RankInfo, path: Path, steps: int) -> list[tuple[float, flo
     from pipeline.train.lr_schedule import compute_learning_rate
 
     run = Run.open(path)
-    config, manifest = run.config, load_manifest(run.data)
+    config, manifest = run.config, load_manifest(run.data_dir)
     length = config.data.sequence_length
     samples = []
     for shard in manifest.train:
-        tokens = np.fromfile(run.data / shard.file, shard.dtype, shard.tokens, offset=shard.offset).astype(np.int64)
+        tokens = np.fromfile(run.data_dir / shard.file, shard.dtype, shard.tokens, offset=shard.offset).astype(np.int64)
         samples += [tokens[i : i + length + 1] for i in range(0, len(tokens) - length, length)]
     model = Decoder(config.model, manifest.vocab_size, length)
     init_weights(model, config.run.seed, config.model.initializer_range)
@@ -110,10 +110,10 @@ def test_steps_equal_plain_code(tmp_path: Path, data: Path, size: int, micro: in
         close = 1e-5 if optimizer != "muon" else 1e-3
         assert ours[1] == pytest.approx(loss, rel=close) and ours[2] == pytest.approx(norm, rel=close)
     (ready,) = (event for event in run.read_events("train") if event["event"] == "ready")
-    layout, vocab = resolve_layout(run.config, size, size), load_manifest(run.data).vocab_size
+    layout, vocab = resolve_layout(run.config, size, size), load_manifest(run.data_dir).vocab_size
     told = {group: sent for group, sent, _ in count_traffic(run.config, layout, vocab)}
     assert ready.get("sent_bytes", {}) == told and bool(told) == (size > 1)
-    for line in read_jsonl(run.metrics):
+    for line in read_jsonl(run.metrics_file):
         assert ("exposed_comm_s" in line) == (size > 1), "with one rank there is nothing to wait for"
         assert size == 1 or 0 < line["exposed_comm_s"] < line["step_time_s"]
 
@@ -132,7 +132,7 @@ def test_other_precisions_train_and_resume_exactly(tmp_path: Path, data: Path, p
 
 
 def scale_rank(place: RankInfo, path: Path) -> float:
-    newest = sorted((Run.open(path).checkpoints).glob("step-*"))[-1]
+    newest = sorted((Run.open(path).checkpoints_dir).glob("step-*"))[-1]
     return float(json.loads((newest / "manifest.json").read_text())["extra"]["scaler"]["scale"])
 
 
@@ -154,7 +154,7 @@ def no_sync_rank(place: RankInfo, path: Path) -> int:
 
     run = Run.open(path)
     world = groups.join_process_group(place, run.config)
-    trainer = Trainer(run, load_manifest(run.data), place, world, StopFlag())
+    trainer = Trainer(run, load_manifest(run.data_dir), place, world, StopFlag())
     reductions = 0
 
     def count(state: Any, bucket: Any) -> Any:
@@ -221,7 +221,7 @@ def test_a_resume_with_other_versions_says_so(tmp_path: Path, data: Path) -> Non
     run = new_run(tmp_path, "moved", data, "train.steps=3")
     assert set(run_ranks(1, stage_rank, run.path, "train")) == {ExitCode.DONE}
     for step, rank in ((4, stage_rank), (5, other_gpu_rank)):
-        run.change([f"train.steps={step}"])
+        run.apply_overrides([f"train.steps={step}"])
         more = ("train",) if rank is stage_rank else ()
         assert set(run_ranks(1, rank, run.path, *more)) == {ExitCode.DONE}
     same, other = run.read_events("train", "restored")
@@ -246,12 +246,12 @@ def test_a_resume_and_an_evaluation_draw_no_weights(tmp_path: Path, data: Path, 
     calm, run = (new_run(tmp_path, name, data, f"train.steps={n}", *more) for name, n in (("calm", 5), ("moved", 3)))
     for one in (calm, run):
         assert set(run_ranks(size, stage_rank, one.path, "train")) == {ExitCode.DONE}
-    run.change(["train.steps=5"])
+    run.apply_overrides(["train.steps=5"])
     for stage in ("train", "evaluate"):
         assert set(run_ranks(size, undrawn_rank, run.path, stage)) == {ExitCode.DONE}
     assert digest(run) == digest(calm) and lines(run) == lines(calm)
-    assert [line.get("held_out_loss") for line in read_jsonl(run.metrics)] == [
-        line.get("held_out_loss") for line in read_jsonl(calm.metrics)
+    assert [line.get("held_out_loss") for line in read_jsonl(run.metrics_file)] == [
+        line.get("held_out_loss") for line in read_jsonl(calm.metrics_file)
     ]
 
 
@@ -296,7 +296,7 @@ EPOCHS = ("train.steps=null", "train.epochs=2", "train.global_batch=100", "train
 def test_epochs_are_whole_steps_and_the_samples_of_as_many_steps(tmp_path: Path, data: Path) -> None:
     run = new_run(tmp_path, "epochs", data, *EPOCHS)
     samples = len(TokenDataset(load_manifest(data).train, run.config.data.sequence_length, data))
-    steps = steps_of(run.config, run.data)
+    steps = steps_of(run.config, run.data_dir)
     assert steps is not None and 100 * (steps - 1) < 2 * samples < 100 * steps, "the last batch is filled up"
     assert load("train").progress(run).words == f"0/{steps} steps"
     assert set(run_ranks(1, stage_rank, run.path, "train")) == {ExitCode.DONE}
@@ -308,9 +308,9 @@ def test_epochs_are_whole_steps_and_the_samples_of_as_many_steps(tmp_path: Path,
         "train.steps=99": "steps and epochs are both given",
     }.items():
         with pytest.raises(UserError, match=says):
-            run.change([wrong])
+            run.apply_overrides([wrong])
     assert load("train").missing(run) is None
-    run.change(["train.epochs=3"])
+    run.apply_overrides(["train.epochs=3"])
     assert f"of {-(-3 * samples // 100)}" in (load("train").missing(run) or "")
 
 

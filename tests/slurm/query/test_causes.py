@@ -296,10 +296,10 @@ def test_an_advance_is_a_new_step_a_repaired_one_or_a_decision(tmp_path: Path) -
     assert not tell("saved", 8) and not tell("saved", 4), "what was saved before is nothing new"
     assert not tell("damaged", 8) and tell("saved", 8), "in the place of a damaged one"
     assert not tell("saved", 8)
-    (run.checkpoints / checkpoint_name(12)).mkdir()
+    (run.checkpoints_dir / checkpoint_name(12)).mkdir()
     seen.append(standing(run, "train"))
     assert seen[-1] != seen[-2], "a checkpoint whose event was not written any more"
-    append_line(run.decisions, "{}")
+    append_line(run.decisions_file, "{}")
     assert standing(run, "train") != seen[-1]
 
 
@@ -349,9 +349,9 @@ def test_a_bug_in_ones_own_module_is_shown_by_its_own_frames(tmp_path: Path, tar
     config = load_config(write_config(tmp_path))
     model = config.model.model_copy(update={"target": target})
     run = Run(tmp_path / "run", config.model_copy(update={"model": model}))
-    run.stage_folder("train").mkdir(parents=True, exist_ok=True)
+    run.stage_dir("train").mkdir(parents=True, exist_ok=True)
     frames = [
-        f'  File "{run.code}/{name}", line 7, in forward\n    y = self.layer(x)\n        ^^^^^^^^^^^^^\n'
+        f'  File "{run.code_dir}/{name}", line 7, in forward\n    y = self.layer(x)\n        ^^^^^^^^^^^^^\n'
         for name in ("pipeline/train/engine.py", "owner.py", f"{target.replace('.', '/')}.py", "/torch/nn/linear.py")
     ]
     head, tail = "Traceback (most recent call last):\n", "RuntimeError: mat1 and mat2\n  with shapes (1x3 and 64x64)\n"
@@ -430,11 +430,11 @@ def test_a_gpu_that_fails_shows_in_the_log_where_nccl_aborts(tmp_path: Path) -> 
 
 def test_a_full_disk_shows_even_where_no_rank_could_say_so(small_disk: Path) -> None:
     run = Run.create(load_config(write_config(small_disk, "tiny", 20)))
-    assert run.unwritable() is None
+    assert run.describe_write_error() is None
     with open(small_disk / "filler", "wb") as file, suppress(OSError):
         while True:
             os.write(file.fileno(), bytes(4096))
-    assert "no space is left" in (run.unwritable() or "")
+    assert "no space is left" in (run.describe_write_error() or "")
     assert not list(run.path.glob(".probe*"))
 
 

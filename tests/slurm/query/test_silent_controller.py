@@ -43,7 +43,7 @@ def test_a_frozen_controller(tmp_path: Path, cluster: Cluster) -> None:
         ):
             refused = submit(cluster, tmp_path, *again)
             assert refused.returncode == ExitCode.USER_ERROR and SILENT in refused.stderr, (again, refused.stdout)
-        assert not run.metrics.exists() and not run.changes.exists(), "nothing was trained here, or changed"
+        assert not run.metrics_file.exists() and not run.changes_file.exists(), "nothing was trained here, or changed"
         cancelled = submit(cluster, tmp_path, "cancel", "runs/tiny").stdout
         assert "they stay in the queue" in cancelled and SILENT in cancelled
     assert queue(cluster, ids) == before and len(cluster.output(["squeue", "-h"]).splitlines()) == len(ids)
@@ -113,10 +113,10 @@ def test_a_squeue_that_fails_says_nothing_of_jobs_that_may_be_there(
     run, shown = submitted(tmp_path, count), io.StringIO()
     print_status(run, Console(file=shown, width=200))
     assert f"train unknown {SILENT}" in shown.getvalue() and "resume" not in shown.getvalue()
-    before = run.events.read_bytes()
+    before = run.events_file.read_bytes()
     with pytest.raises(UserError, match=SILENT):
         submit_chain(run, Console(file=shown), again=True)
-    assert run.events.read_bytes() == before and "sbatch" not in (asked / "log").read_text()
+    assert run.events_file.read_bytes() == before and "sbatch" not in (asked / "log").read_text()
 
 
 def test_nor_of_the_jobs_of_a_sweeps_points(tmp_path: Path, asked: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,7 +108,7 @@ def test_a_run_that_exists_is_shown_as_it_would_go_on(typed: Callable[..., str])
     run = make_run(Path.cwd())
     shown = typed("tiny.yaml", "--dry-run", "optimizer.lr=0.5", "--executor", "local")
     assert "\ncorrects  optimizer.lr: 0.01 → 0.5\n" in shown
-    run.change(["train.steps=40"])
+    run.apply_overrides(["train.steps=40"])
     shown = typed("tiny.yaml", "--dry-run", "--executor", "local")
     assert "training  40 steps of 8" in shown and "train.steps: 30 → 40" in shown, shown
     assert "\ndone      prepare, shard\n" in shown and "\ntrain     2 processes" in shown and "\nprepare " not in shown
@@ -264,7 +264,7 @@ def test_the_warning_is_given_when_the_run_is_submitted_too(tmp_path: Path, monk
     monkeypatch.setattr(submit, "console", PlainConsole(file=out, width=300))
     monkeypatch.setattr(memory_check, "local_memory_limit", lambda: (23 * 10**9, "this machine"))
     monkeypatch.setattr(local_runner, "run_chain", lambda run, console: ExitCode.STOPPED)
-    monkeypatch.setattr(Run, "snapshot_code", lambda self, **more: None)
+    monkeypatch.setattr(Run, "copy_code", lambda self, **more: None)
     with pytest.raises(typer.Exit):
         submit._go(Run.create(config), "local", again=False)
     assert "warning: host memory: does not fit" in out.getvalue()

@@ -18,7 +18,7 @@ from pipeline.base.console import PlainConsole
 from pipeline.base.errors import ExitCode
 from pipeline.base.signals import StopFlag
 from pipeline.config.read import load_config
-from pipeline.run.directory import Holder, Run
+from pipeline.run.directory import LockHolder, Run
 from slurm.submit import local_runner
 from tests.support.tiny import write_config
 
@@ -47,15 +47,15 @@ def test_in_a_batch_job_a_signal_is_no_persons_stop(
     monkeypatch.setenv("ENVIRONMENT", "BATCH" if batch else "")
     monkeypatch.delenv("SLURM_STEP_ID", raising=False)
 
-    def holder(self: Run, stage: str) -> Holder | None:
+    def holder(self: Run, stage: str) -> LockHolder | None:
         looks[0] += 1  # before it is submitted, then as it starts
-        return Holder(supervisor.pid, os.uname().nodename) if looks[0] > 3 and supervisor.poll() is None else None
+        return LockHolder(supervisor.pid, os.uname().nodename) if looks[0] > 3 and supervisor.poll() is None else None
 
     job = SimpleNamespace(
         done=lambda: supervisor.poll() is not None, job_id="1", paths=SimpleNamespace(stdout=tmp_path)
     )
     monkeypatch.setattr("slurm.submit.submitit_job.submit_local", lambda run, stage: job)
-    monkeypatch.setattr(Run, "holder", holder)
+    monkeypatch.setattr(Run, "lock_holder", holder)
     flag = StopFlag()
     flag._set(signal.SIGTERM)
     flag.count = signals

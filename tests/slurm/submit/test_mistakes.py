@@ -251,15 +251,15 @@ def test_the_code_of_a_point_is_replaced_again_and_again_and_by_its_sweeps(folde
     config = load_config(Path("own.yaml"), ["sweep={grid: {model.options.width: [4, 8, 16]}}"])
     whole = Run.create(config)
     point = make_points(whole)[1]
-    assert point.whole.path == whole.path and whole.whole is whole
+    assert point.sweep_or_self.path == whole.path and whole.sweep_or_self is whole
     for number in range(2):
         Path("own.py").write_text(f"{MODULE}# {number}\n")
         (point.path / ".code.old").symlink_to("../../code")
-        point.snapshot_code()
-        assert not point.code.is_symlink() and (point.code / "own.py").read_text().endswith(f"# {number}\n")
-        assert (whole.code / "own.py").read_text() == MODULE and not (point.path / ".code.old").is_symlink()
-    whole.snapshot_code()
-    assert point.code.is_symlink() and (point.code / "own.py").read_text().endswith("# 1\n")
+        point.copy_code()
+        assert not point.code_dir.is_symlink() and (point.code_dir / "own.py").read_text().endswith(f"# {number}\n")
+        assert (whole.code_dir / "own.py").read_text() == MODULE and not (point.path / ".code.old").is_symlink()
+    whole.copy_code()
+    assert point.code_dir.is_symlink() and (point.code_dir / "own.py").read_text().endswith("# 1\n")
 
 
 def test_a_folder_that_may_not_be_read(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,7 +60,7 @@ def run(tmp_path: Path, slurm: FakeSlurm) -> Run:
 def submit(run: Run) -> str:
     """What `submit` prints."""
     console = PlainConsole(width=200, record=True)
-    with run.alone():
+    with run.lock_exclusively():
         submit_chain(run, console, again=False)
     return str(console.export_text())
 
@@ -180,7 +180,7 @@ def test_a_job_that_appears_after_its_submission_was_given_up_ends_at_once(
         return subprocess.run(command, env=env, capture_output=True, text=True, timeout=30, check=True).stdout
 
     assert start("7") == "" and (tmp_path / "log").read_text() == "ran\n"
-    assert (run.jobs / "prepare/7_submitted.pkl").resolve() == run.jobs / f"prepare/{one.key}_0_submitted.pkl"
+    assert (run.jobs_dir / "prepare/7_submitted.pkl").resolve() == run.jobs_dir / f"prepare/{one.key}_0_submitted.pkl"
     submit(run)
     assert "taken the place" in start("8") and (tmp_path / "log").read_text() == "ran\n"
     late = slurm.add(name="prepare-tiny", comment=comment_of(run.path), command=f"{script} {one.key}")
@@ -333,8 +333,8 @@ def test_an_unknown_task_does_not_cancel_the_others_of_its_array(tmp_path: Path,
     swept = make_run(tmp_path, overrides=(SWEEP,))
     submit(swept)
     lost = points(swept)[2]
-    lines = [line for line in lost.events.read_text().splitlines() if '"train"' not in line]
-    lost.events.write_text("".join(f"{line}\n" for line in lines))
+    lines = [line for line in lost.events_file.read_text().splitlines() if '"train"' not in line]
+    lost.events_file.write_text("".join(f"{line}\n" for line in lines))
     strays = [job.job_id for job in jobs_of((swept, *points(swept))) if job.is_stray]
     assert strays == ["1_2"]
 

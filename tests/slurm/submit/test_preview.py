@@ -61,7 +61,7 @@ def test_a_failed_chain_is_submitted_again(run: Run, queue: Queue) -> None:
     submitted(run, "evaluate", "2", "afterok", "1")
     run.event("started", "train", job_id="1")
     run.event("failed", "train", job_id="1", cause="hang", exit_code=25)
-    run.request(run.cancelled_file)
+    run.write_request(run.cancelled_file)
     queue.set("1", "FAILED")
     queue.set("2", "PENDING", "DependencyNeverSatisfied")
     shown = preview(run)
@@ -71,7 +71,7 @@ def test_a_failed_chain_is_submitted_again(run: Run, queue: Queue) -> None:
 
 
 def test_points_of_a_sweep_that_are_not_made_yet(tmp_path: Path, run: Run, queue: Queue) -> None:
-    swept = make_run(tmp_path, "swept", (SWEEP,), run.data)
+    swept = make_run(tmp_path, "swept", (SWEEP,), run.data_dir)
     assert "train     job new-1: array over 2 points\n" in preview(swept, "stages.train.nodes=2")
     assert not (swept.path / "points").exists()
     make_points(swept)
@@ -84,7 +84,7 @@ def test_it_warns_as_a_dry_run_of_the_config_does(run: Run, queue: Queue, capsys
     short = "stages.train.time: 00:02:00 is short: asked to save 90 s before the end (site.signal_s)"
     assert short in preview(run, "stages.train.time=00:02:00") and short not in preview(run)
     assert "hunter2" not in preview(run, "site.setup=[export TOKEN=hunter2]")
-    run.change(["stages.train.time=00:02:00"])
+    run.apply_overrides(["stages.train.time=00:02:00"])
     command_line._go(run, "slurm", again=True)
     assert short in capsys.readouterr().out, "resume itself says so, too"
 
@@ -101,7 +101,7 @@ def test_it_warns_as_a_dry_run_of_the_config_does(run: Run, queue: Queue, capsys
 def test_what_resume_refuses_is_refused_before_anything_is_recorded(
     run: Run, queue: Queue, monkeypatch: pytest.MonkeyPatch, overrides: list[str], words: str
 ) -> None:
-    (run.checkpoints / "step-00000007").mkdir()
+    (run.checkpoints_dir / "step-00000007").mkdir()
     before = files(run.path)
     for more in ([], ["--dry-run"]):
         monkeypatch.setattr(command_line, "choose", lambda executor, run: "slurm")
@@ -117,7 +117,7 @@ def test_on_this_machine_stages_are_named(tmp_path: Path, monkeypatch: pytest.Mo
     shown = preview(run, "train.steps=40", slurm=False)
     assert "train.steps: 30 → 40\n" in shown and "shard     done: " in shown and "train     would run: 0/40" in shown
     assert "train's 2 processes" in shown and "#!/bin/bash" not in shown
-    assert f"{run.code} would be replaced" in preview(run, slurm=False, update_code=True)
+    assert f"{run.code_dir} would be replaced" in preview(run, slurm=False, update_code=True)
 
 
 def test_the_command_line_takes_it(

@@ -58,7 +58,7 @@ class Queue:
         ids = [f"{array}_{n}" for n in range(len(targets))] if len(targets) > 1 and targets[0] is not run else [array]
         for job in ids:
             self.set(job, "PENDING", "Dependency" if after else "Priority")
-        script = run.stage_folder(stage) / f"{key}_submission.sh"
+        script = run.stage_dir(stage) / f"{key}_submission.sh"
         script.touch()
         return script, []
 
@@ -158,7 +158,7 @@ def test_points_wait_for_new_shards_and_behind_those_that_still_save(tmp_path: P
 
 
 def test_points_that_were_stopped_are_submitted_behind_their_end(tmp_path: Path, run: Run, queue: Queue) -> None:
-    swept = make_run(tmp_path, "swept", (SWEEP,), run.data)
+    swept = make_run(tmp_path, "swept", (SWEEP,), run.data_dir)
     queue.resume(swept)
     first, second = points(swept)
     for job, point in (("100_0", first), ("100_1", second)):
@@ -172,7 +172,7 @@ def test_points_that_were_stopped_are_submitted_behind_their_end(tmp_path: Path,
 
 def test_points_are_arrays_as_far_as_they_wait_for_one(tmp_path: Path, run: Run, queue: Queue) -> None:
     """One trains on, two are submitted again: their evaluations are tied to them task by task."""
-    swept = make_run(tmp_path, "swept", ("sweep={grid: {optimizer.lr: [0.001, 0.01, 0.1]}}",), run.data)
+    swept = make_run(tmp_path, "swept", ("sweep={grid: {optimizer.lr: [0.001, 0.01, 0.1]}}",), run.data_dir)
     queue.resume(swept)
     assert list(queue.after.values()) == ["", "aftercorr:100"]
     queue.set("100_0", "RUNNING")
@@ -187,16 +187,16 @@ def test_points_are_arrays_as_far_as_they_wait_for_one(tmp_path: Path, run: Run,
 
 def test_everything_that_runs_is_found(tmp_path: Path, run: Run, queue: Queue) -> None:
     """Tasks of the array of shard have locks of their own, and so have the points of a sweep, which share the code."""
-    swept = make_run(tmp_path, "swept", (SWEEP,), run.data)
+    swept = make_run(tmp_path, "swept", (SWEEP,), run.data_dir)
     assert run_jobs.running(swept) == []
     queue.resume(swept)
     assert run_jobs.running(swept) == [], "what waits does not run"
     queue.set("100_1", "RUNNING")
     assert run_jobs.running(swept) == ["train (job 100_1)"], "its supervisor has no lock yet"
-    lock = points(swept)[1].lock("train")
+    lock = points(swept)[1].lock_stage("train")
     assert lock is not None and run_jobs.running(swept) == [f"train of {points(swept)[1].name}"]
     os.close(lock)
-    lock = run.lock("shard", 1)
+    lock = run.lock_stage("shard", 1)
     assert lock is not None and run_jobs.running(run) == [f"shard of {run.name}"]
     done = submit(None, tmp_path, "resume", "runs/tiny", "--update-code")
     assert done.returncode == ExitCode.USER_ERROR and "shard of runs/tiny is running" in done.stderr
@@ -206,13 +206,13 @@ def test_everything_that_runs_is_found(tmp_path: Path, run: Run, queue: Queue) -
 
 def test_a_second_resume_builds_on_what_the_first_one_changed(tmp_path: Path) -> None:
     run = Run.create(load_config(write_config(tmp_path)))
-    (run.checkpoints / "step-00000007").mkdir()  # else fewer would do
+    (run.checkpoints_dir / "step-00000007").mkdir()  # else fewer would do
     command = [sys.executable, str(CODE_ROOT / "submit.py"), "resume", str(run.path), "train.steps=40"]
-    with run.alone():
+    with run.lock_exclusively():
         second = subprocess.Popen([*command, "--executor=local"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         with suppress(subprocess.TimeoutExpired):
             second.wait(4)  # long enough to have read the config of 30 steps
-        run.change(["train.steps=50"])
+        run.apply_overrides(["train.steps=50"])
     try:
         errors = second.communicate(timeout=240)[1].decode()
     finally:
@@ -224,7 +224,7 @@ def test_a_second_resume_builds_on_what_the_first_one_changed(tmp_path: Path) ->
 def test_a_sweep_and_its_points_are_one_question(
     tmp_path: Path, run: Run, queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    swept = make_run(tmp_path, "swept", (SWEEP,), run.data)
+    swept = make_run(tmp_path, "swept", (SWEEP,), run.data_dir)
     queue.resume(swept)
     asked: list[set[str]] = []
 
@@ -250,8 +250,8 @@ def test_a_wrong_point_is_refused_before_anything_is_made(tmp_path: Path) -> Non
     overrides = ["model.kv_heads=4", "sweep={grid: {model.kv_heads: [4, 2]}}", "stages.train.tasks_per_node=4"]
     run = Run.create(load_config(tmp_path / "tiny.yaml", overrides))
     with pytest.raises(ConfigError, match=r"point 001 .*kv_heads"):
-        run.change(["parallel.tensor=4"])
-    assert not run.changes.exists() and len(points(run)) == 2
+        run.apply_overrides(["parallel.tensor=4"])
+    assert not run.changes_file.exists() and len(points(run)) == 2
 
 
 @pytest.mark.timeout(900)
@@ -260,7 +260,7 @@ def test_new_values_reach_what_waits_and_a_save_is_waited_for(tmp_path: Path, ru
     held = ("stages.train.nodes=4", "site.sbatch={hold: true}")
     path = prepared(tmp_path, config, held)
     (path / "data").rmdir()
-    (path / "data").symlink_to(run.data)
+    (path / "data").symlink_to(run.data_dir)
     trainer = path / "code/pipeline/train/trainer.py"  # a save takes long enough to come in between
     save = "        if why_not is None:\n            self.save(step)\n"
     assert trainer.read_text().count(save) == 1

@@ -361,13 +361,13 @@ def refused(call: Callable[[], object], *words: str) -> None:
 
 def test_secrets_of_the_setup_stay_where_jobs_need_them(tmp_path: Path) -> None:
     run = Run.create(config(tmp_path, EXPORTS))
-    run.change(["site.setup=[export GH_PAT=hunter2, export B=hunter2]", "site.sbatch={spank-token: hunter2}"])
+    run.apply_overrides(["site.setup=[export GH_PAT=hunter2, export B=hunter2]", "site.sbatch={spank-token: hunter2}"])
     assert Run.open(run.path).config.site.setup[1] == "export B=hunter2", "a job needs it"
     holding = {file.name for file in run.path.glob("*.*") if file.is_file() and b"hunter2" in file.read_bytes()}
     assert holding == {"config.yaml", "changes.jsonl"}
-    assert '["export GH_PAT=*****", "export B=*****"]' in run.events.read_text()
+    assert '["export GH_PAT=*****", "export B=*****"]' in run.events_file.read_text()
     others = config(tmp_path, "site.setup=[export GH_PAT=hunter22]", "model.dropout=0.5")
-    (run.checkpoints / "step-00000007").mkdir()
+    (run.checkpoints_dir / "step-00000007").mkdir()
     refused(lambda: Run.create(others), "exists with another config", "site.setup: ['export GH_PAT=*****', 'export")
 
 

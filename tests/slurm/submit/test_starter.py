@@ -42,7 +42,7 @@ def trained(folder: Path, config: str, *more: str) -> Run:
         assert load(stage).main(run, place(0, 1, 1), {}, HarmlessFlag()) == ExitCode.DONE
     for stage in ("train", "evaluate"):
         assert run_ranks(2, stage_rank, run.path, stage) == [ExitCode.DONE] * 2
-    assert [line["step"] for line in read_jsonl(run.metrics)] == [1, 2, 3]
+    assert [line["step"] for line in read_jsonl(run.metrics_file)] == [1, 2, 3]
     return run
 
 
@@ -52,7 +52,7 @@ def test_the_text_config_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert os.listdir() == ["my_text.yaml"]
     write_data(tmp_path)
     run = trained(tmp_path, "my_text.yaml", "data.tokenizer.vocab_size=300", "model.dim=32", "data.sequence_length=32")
-    assert run.path == tmp_path / "runs/my-text" and [*run.evaluation.glob("*.json")]
+    assert run.path == tmp_path / "runs/my-text" and [*run.evaluation_dir.glob("*.json")]
 
 
 def test_the_model_trains_on_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +60,7 @@ def test_the_model_trains_on_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     write_starter(Path(), model=True)
     write_data(tmp_path)
     run = trained(tmp_path, "my_model.yaml")
-    assert '"accuracy"' in next(run.evaluation.glob("*.json")).read_text()
+    assert '"accuracy"' in next(run.evaluation_dir.glob("*.json")).read_text()
 
 
 @pytest.mark.parametrize(("words", "config"), [(["init"], "my_text.yaml"), (["init", "--model"], "my_model.yaml")])

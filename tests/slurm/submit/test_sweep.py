@@ -42,14 +42,14 @@ SMALL = ("stages.train.tasks_per_node=1", "stages.evaluate.tasks_per_node=1", "t
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_run(tmp_path_factory.mktemp("data")).data
+    return make_run(tmp_path_factory.mktemp("data")).data_dir
 
 
 def swept(folder: Path, data: Path, *overrides: str) -> Run:
     """A sweep of four points on shared data."""
     run = Run.create(load_config(write_config(folder), [SWEEP, *SMALL, *overrides]))
-    run.data.rmdir()
-    run.data.symlink_to(data)
+    run.data_dir.rmdir()
+    run.data_dir.symlink_to(data)
     return run
 
 
@@ -136,7 +136,7 @@ def test_the_page_of_a_sweep_has_the_curve_of_each_point(tmp_path: Path, data: P
     run = swept(tmp_path, data)
     for number, point in enumerate(make_points(run)):
         lines = ({"step": s, "loss": 5 - s / 9 - number, "step_time_s": 1.0, "tokens_per_s": 1.0} for s in range(1, 25))
-        point.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines if number < 3))
+        point.metrics_file.write_text("".join(json.dumps(line) + "\n" for line in lines if number < 3))
     print_report(run, PlainConsole(width=150, record=True))
     page = (run.path / "report.html").read_text()
     figure = re.search(r'<figure data-x="1.0 24.0 0" data-y="0.0 5.0 0">.*?</figure>', page)
@@ -177,23 +177,23 @@ def test_four_points_on_slurm_and_one_is_preempted(tmp_path: Path, data: Path, c
     dry = submit(cluster, tmp_path, "tiny.yaml", SWEEP, *SMALL, "--dry-run", "--scripts").stdout
     done = submit(cluster, tmp_path, "tiny.yaml", SWEEP, *SMALL)
     for stage in ("train", "evaluate"):
-        (written,) = (path.read_text() for path in (run.jobs / stage).glob("*_submission.sh"))
+        (written,) = (path.read_text() for path in (run.jobs_dir / stage).glob("*_submission.sh"))
         planned = dry.partition(f"# ---- on Slurm: {stage}\n")[2].partition("\n\n# ---- ")[0].rstrip()
         assert [line for line in written.splitlines() if "--dependency" not in line] == planned.splitlines()
     assert done.returncode == 0 and "array over 4 points" in done.stdout, done.stdout + done.stderr
     found = points(run)
-    wait_for("step 8 of all", lambda: all(len(list(read_jsonl(p.metrics))) >= 8 for p in found))
+    wait_for("step 8 of all", lambda: all(len(list(read_jsonl(p.metrics_file))) >= 8 for p in found))
     node = next(e for e in found[0].read_events("train") if e["event"] == "started")["host"]  # a CPU for each of four
     wanted = ["-phigh", f"-w{node}", "-n1", "-c1", "-o", "/dev/null", "--wrap", "sleep 1"]
     cluster.output(["sbatch", "--parsable", *wanted])
     assert under_way(run), "its own stages are done, and its points go on"
-    wait_for("all evaluations", lambda: all(any(p.evaluation.glob("step-*.json")) for p in found), 150)
+    wait_for("all evaluations", lambda: all(any(p.evaluation_dir.glob("step-*.json")) for p in found), 150)
     requeued = [p for p in found if "requeued" in events(p.path, "train")]
     assert len(requeued) == 1, "one point was preempted; the others went on"
     assert events(requeued[0].path, "train").count("started") == 2
     assert all(events(p.path, "train").count("started") == 1 for p in found if p is not requeued[0])
     for point in found:
-        assert [line["step"] for line in read_jsonl(point.metrics)] == list(range(1, 25))
+        assert [line["step"] for line in read_jsonl(point.metrics_file)] == list(range(1, 25))
     table = submit(cluster, tmp_path, "report", "runs/tiny").stdout
     rows = [line.split() for line in table.splitlines() if line.strip()[:3] in ("000", "001", "002", "003")]
     assert len(rows) == 4 and [float(row[-1]) for row in rows] == sorted(float(row[-1]) for row in rows)
@@ -216,10 +216,10 @@ def test_each_checkpoint_is_evaluated_as_it_appears(tmp_path: Path, data: Path, 
     config = write_config(tmp_path)
     overrides = (*SMALL, "evaluate.every=checkpoint", "checkpoint.every_steps=8", "checkpoint.keep=9")
     run = Run.create(load_config(config, overrides))
-    run.data.rmdir()
-    run.data.symlink_to(data)
-    early = run.evaluation / "step-00000008.json"
-    trainer = run.code / "pipeline/train/trainer.py"
+    run.data_dir.rmdir()
+    run.data_dir.symlink_to(data)
+    early = run.evaluation_dir / "step-00000008.json"
+    trainer = run.code_dir / "pipeline/train/trainer.py"
     anchor, waiting = (
         "        lr = self.learning_rate(",
         f"        while step == 20 and not os.path.exists({str(early)!r}):",
@@ -228,9 +228,9 @@ def test_each_checkpoint_is_evaluated_as_it_appears(tmp_path: Path, data: Path, 
     trainer.write_text(text)  # the training waits for an evaluation that must come while it goes on
     assert submit(cluster, tmp_path, "tiny.yaml", *overrides).returncode == 0
     wait_for("the first evaluation", early.exists)
-    wait_for("the last evaluation", (run.evaluation / "step-00000024.json").exists)
+    wait_for("the last evaluation", (run.evaluation_dir / "step-00000024.json").exists)
     wait_for("an empty queue", lambda: not cluster.output(["squeue", "-h"]))
-    assert [json.loads(p.read_text())["step"] for p in sorted(run.evaluation.glob("*.json"))] == [8, 16, 24]
+    assert [json.loads(p.read_text())["step"] for p in sorted(run.evaluation_dir.glob("*.json"))] == [8, 16, 24]
     assert "failed" not in events(run.path, "evaluate")
 
 
@@ -242,4 +242,4 @@ def test_whoever_looks_at_a_sweep_makes_nothing_and_a_moved_one_stays_where_it_i
     assert "0/30" in shown.getvalue() and not (moved.path / "points").exists()
     assert [one.config.optimizer.lr for one in make_points(moved)] == [0.1, 0.2]
     assert [one.path for one in points(moved)] == [moved.path / f"points/{number:03d}" for number in range(2)]
-    assert points(moved)[1].data.resolve() == moved.data and not run.path.exists()
+    assert points(moved)[1].data_dir.resolve() == moved.data_dir and not run.path.exists()

@@ -75,7 +75,7 @@ def test_ranks_start_with_the_sites_python_and_options(tmp_path: Path, called: P
     [(words, variables)] = started(srun_ranks(run), called)
     end = ["--cpu-bind=cores", "--network=job_vni", "--overlap", "--mem=0"]
     assert words[-9:] == [*end, "/envs/torch/bin/python", "-m", "pipeline", "train", str(run.path)]
-    assert variables["PYTHONPATH"] == f"{run.code}:/a/module's"
+    assert variables["PYTHONPATH"] == f"{run.code_dir}:/a/module's"
     text = script(run, run.config, "train")
     assert "\nexec /envs/torch/bin/python -u -m submitit.core._submit " in text, "and so does the supervisor"
 
@@ -97,16 +97,16 @@ def test_an_environment_is_told_from_an_interpreter(tmp_path: Path, python: str,
 def test_pyxis_starts_ranks_in_an_image(tmp_path: Path, called: Path) -> None:
     run = make(tmp_path, PYXIS, "site.scratch=/local", "site.python=/envs/torch", "site.srun={cpu-bind: cores}")
     [(words, variables)] = started(srun_ranks(run), called)
-    mounts = ",".join(f"{path}:{path}" for path in (run.path, run.data, "/local"))
+    mounts = ",".join(f"{path}:{path}" for path in (run.path, run.data_dir, "/local"))
     assert words[words.index("--cpu-bind=cores") :] == [
         "--cpu-bind=cores",
         "--container-image=nvcr.io#nvidia/pytorch:25.06-py3",
         f"--container-mounts={mounts},/data:/in:ro,/more:/more",
-        f"--container-workdir={run.code}",
+        f"--container-workdir={run.code_dir}",
         "--container-env=PYTHONPATH,PYTHONSAFEPATH",
         *("python3", "-m", "pipeline", "train", str(run.path)),
     ]
-    assert variables["PYTHONPATH"] == str(run.code), "modules are the node's"
+    assert variables["PYTHONPATH"] == str(run.code_dir), "modules are the node's"
 
 
 @pytest.mark.parametrize(("gpus", "stage", "nv"), [(2, "train", True), (0, "train", False), (2, "shard", False)])
@@ -114,10 +114,10 @@ def test_apptainer_starts_ranks_in_an_image(tmp_path: Path, called: Path, gpus: 
     run = make(tmp_path, APPTAINER, f"site.gpus_per_node={gpus}")
     [(words, variables)] = started(srun_ranks(run, stage), called)
     assert words[words.index("apptainer") :] == [
-        *("apptainer", "exec", *["--nv"] * nv, f"--bind={run.path}:{run.path},{run.data}:{run.data}"),
-        *(f"--pwd={run.code}", "/images/torch.sif", "/opt/bin/python", "-m", "pipeline", stage, str(run.path)),
+        *("apptainer", "exec", *["--nv"] * nv, f"--bind={run.path}:{run.path},{run.data_dir}:{run.data_dir}"),
+        *(f"--pwd={run.code_dir}", "/images/torch.sif", "/opt/bin/python", "-m", "pipeline", stage, str(run.path)),
     ]
-    assert variables["PYTHONPATH"] == variables["APPTAINERENV_PYTHONPATH"] == str(run.code)
+    assert variables["PYTHONPATH"] == variables["APPTAINERENV_PYTHONPATH"] == str(run.code_dir)
 
 
 @pytest.mark.parametrize("box", [PYXIS, APPTAINER])
@@ -130,7 +130,7 @@ def test_the_nodes_own_disk_is_seen_in_an_image_by_the_same_name(
     disk.mkdir(parents=True)
     monkeypatch.setenv("TEST_JOB", "7")
     run = make(tmp_path, box, f"site.local_disk={tmp_path}/local/${{TEST_JOB}}")
-    own = ",".join(f"{path}:{path}" for path in (run.path, run.data))
+    own = ",".join(f"{path}:{path}" for path in (run.path, run.data_dir))
     [(words, _)] = started(srun_ranks(run), called)
     told = inside(run, "train")
     if box == PYXIS:
@@ -138,7 +138,7 @@ def test_the_nodes_own_disk_is_seen_in_an_image_by_the_same_name(
         assert told.variables["TEST_JOB"] == "7" and "--container-env=PYTHONPATH,PYTHONSAFEPATH,TEST_JOB" in words
     else:
         assert told.variables["TEST_JOB"] == told.variables["APPTAINERENV_TEST_JOB"] == "7"
-        rest = [f"--bind={own}", f"--pwd={run.code}", "/images/torch.sif", "/opt/bin/python", "-m", "pipeline"]
+        rest = [f"--bind={own}", f"--pwd={run.code_dir}", "/images/torch.sif", "/opt/bin/python", "-m", "pipeline"]
         called.unlink()
         for there in (True, False):
             subprocess.run([*told.program, "-m", "pipeline"], check=True, timeout=60)
@@ -154,7 +154,7 @@ def test_a_scratch_that_is_the_nodes_disk_is_mounted_once(tmp_path: Path, monkey
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # as site.scratch has it in jobs
     run = make(tmp_path, APPTAINER, f"site.scratch={tmp_path}", "site.local_disk=$TMPDIR")
     [bind] = [word for word in inside(run, "train").program if word.startswith("--bind=")]
-    assert bind == f"--bind={run.path}:{run.path},{run.data}:{run.data},{tmp_path}:{tmp_path}"
+    assert bind == f"--bind={run.path}:{run.path},{run.data_dir}:{run.data_dir},{tmp_path}:{tmp_path}"
 
 
 def test_mpirun_starts_ranks_in_an_image(tmp_path: Path, called: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +164,7 @@ def test_mpirun_starts_ranks_in_an_image(tmp_path: Path, called: Path, monkeypat
     run, lock = make(tmp_path, APPTAINER, "parallel.backend=mpi"), os.open(tmp_path, os.O_RDONLY)
     _, (words, variables) = started(mpi_launch.ranks(run, "train", 2, 1, lock, on_slurm=True), called)
     assert words[1] == "exec" and words[-5:] == ["/opt/bin/python", "-m", "pipeline", "train", str(run.path)]
-    assert variables["PYTHONPATH"] == variables["APPTAINERENV_PYTHONPATH"] == str(run.code)
+    assert variables["PYTHONPATH"] == variables["APPTAINERENV_PYTHONPATH"] == str(run.code_dir)
     here: Any = mpi_launch.ranks(run, "train", 2, 1, lock, on_slurm=False)
     assert here.inside.program == (sys.executable,), "a site is for its jobs"
     with pytest.raises(UserError, match="take apptainer"):
@@ -175,7 +175,7 @@ def test_a_point_of_a_sweep_sees_what_it_links_to(tmp_path: Path) -> None:
     sweep = make(tmp_path, APPTAINER, "sweep={grid: {run.seed: [1, 2]}}")
     point = make_points(sweep)[0]
     [bind] = [word for word in inside(point, "train").program if word.startswith("--bind=")]
-    assert bind == f"--bind={point.path}:{point.path},{sweep.path}:{sweep.path},{sweep.data}:{sweep.data}"
+    assert bind == f"--bind={point.path}:{point.path},{sweep.path}:{sweep.path},{sweep.data_dir}:{sweep.data_dir}"
 
 
 @pytest.mark.parametrize(

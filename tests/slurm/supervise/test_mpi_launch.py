@@ -37,7 +37,7 @@ def supervise(run: Run, stage: str = "train") -> subprocess.Popen[str]:
 
 
 def numbers(run: Run) -> list[tuple[float, float]]:
-    return [(line["loss"], line["grad_norm"]) for line in read_jsonl(run.metrics)]
+    return [(line["loss"], line["grad_norm"]) for line in read_jsonl(run.metrics_file)]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_mpirun_by_hand_trains_as_gloo_does(calm: Run, tmp_path: Path) -> None:
-    run = make_run(tmp_path, overrides=("parallel.backend=mpi",), data=calm.data)
+    run = make_run(tmp_path, overrides=("parallel.backend=mpi",), data=calm.data_dir)
     done = mpirun(2, "pipeline", "train", str(run.path))
     assert done.returncode == 0, done.stdout
     assert numbers(run) == numbers(calm) and digest(run) == digest(calm)
@@ -57,7 +57,7 @@ def test_mpirun_by_hand_trains_as_gloo_does(calm: Run, tmp_path: Path) -> None:
 
 @pytest.mark.story
 def test_a_killed_rank_is_named_and_training_goes_on(calm: Run, tmp_path: Path) -> None:
-    run = make_run(tmp_path, overrides=("parallel.backend=mpi",), data=calm.data)
+    run = make_run(tmp_path, overrides=("parallel.backend=mpi",), data=calm.data_dir)
     supervisor = supervise(run)
     deadline = time.monotonic() + 240
     # the event, which the supervisor takes for progress, comes a moment after the checkpoint
@@ -94,7 +94,7 @@ WAYS = {
 def test_four_ranks_stopped_and_resumed_are_undisturbed(calm: Run, tmp_path: Path, way: str) -> None:
     """Through mpirun: the request by USR2, the code 75. With four ranks a sum has many orders."""
     more = ("parallel.backend=mpi", "stages.train.tasks_per_node=4", WAYS[way])
-    undisturbed, run = (make_run(tmp_path, name, more, calm.data) for name in ("undisturbed", "stopped"))
+    undisturbed, run = (make_run(tmp_path, name, more, calm.data_dir) for name in ("undisturbed", "stopped"))
     done = mpirun(4, "pipeline", "train", str(undisturbed.path))
     assert done.returncode == 0, done.stdout
     first = supervise(slowed(run, 0.1))
@@ -126,7 +126,7 @@ def rank_processes(run: Run) -> dict[int, int]:
 
 
 def test_ranks_that_mpi_does_not_know_are_told_how_to_start(tmp_path: Path, calm: Run) -> None:
-    run = make_run(tmp_path, overrides=("parallel.backend=mpi",), data=calm.data)
+    run = make_run(tmp_path, overrides=("parallel.backend=mpi",), data=calm.data_dir)
     place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     command = [sys.executable, "-m", "pipeline", "train", str(run.path)]
     done = subprocess.run(
@@ -227,7 +227,7 @@ def preempted(name: str, cluster: Cluster, run: Run, folder: Path) -> tuple[subp
 
 
 def test_the_template_trains_on_two_nodes_and_comes_back(cluster: Cluster, calm: Run, tmp_path: Path) -> None:
-    run = make_run(tmp_path, overrides=(*TWO_NODES, *SOON), data=calm.data)
+    run = make_run(tmp_path, overrides=(*TWO_NODES, *SOON), data=calm.data_dir)
     done, log = preempted("mpirun", cluster, run, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr + log
     assert numbers(run) == numbers(calm) and digest(run) == digest(calm)
@@ -238,7 +238,7 @@ def test_the_supervisor_trains_on_two_nodes(
     cluster: Cluster, calm: Run, tmp_path: Path, chosen: str, launcher: str
 ) -> None:
     """By srun's pmix plugin, which a trial finds to work, preempted once; or by mpirun inside the job."""
-    run = make_run(tmp_path, overrides=TWO_NODES, data=calm.data)
+    run = make_run(tmp_path, overrides=TWO_NODES, data=calm.data_dir)
     if chosen:
         done, log = submit_template("train", cluster, run, tmp_path, {"SLURM_MPI_TYPE": chosen})
     else:

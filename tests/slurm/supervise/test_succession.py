@@ -87,14 +87,14 @@ def test_a_preempted_point_of_a_sweep_gets_a_successor(tmp_path: Path, calm: Pat
     run = shared(tmp_path, calm, overrides)
     assert submit(cluster, tmp_path, "tiny.yaml", *overrides).returncode == 0
     both = points(Run.open(run))
-    wait_for("step 8 of both", lambda: all(len(list(read_jsonl(point.metrics))) >= 8 for point in both))
+    wait_for("step 8 of both", lambda: all(len(list(read_jsonl(point.metrics_file))) >= 8 for point in both))
     preempt(cluster)
     wait_for("their evaluations", lambda: all(evaluated(point.path) for point in both), 150)
     wait_for("an empty queue", lambda: not queue(cluster))
     for point in both:
         told = events(point.path, "train")
         assert told.count("handed_over") == told.count("took_over") == 1 and told.count("started") == 2
-        assert [line["step"] for line in read_jsonl(point.metrics)] == list(range(1, 25))
+        assert [line["step"] for line in read_jsonl(point.metrics_file)] == list(range(1, 25))
 
 
 def test_a_cancelled_job_has_no_successor(tmp_path: Path, calm: Path, cluster: Cluster) -> None:

@@ -120,7 +120,7 @@ def test_what_waits_in_vain_is_cancelled(
     submitted("train", "16", "afternotok", "15")
     run.event("took_over", "train", job_id="15", predecessor="14", children=["20"])
     if job == "14":
-        run.events.write_text("".join(run.events.read_text().splitlines(keepends=True)[:-2]))
+        run.events_file.write_text("".join(run.events_file.read_text().splitlines(keepends=True)[:-2]))
     calls: list[str] = []
     pending = {"11", "12", "13", "14", "15", "16", "20", "31"} - {job}
     state = {j: JobState(j, "PENDING" if j in pending else "RUNNING") for j in map(str, range(10, 40))}
@@ -220,7 +220,7 @@ def test_a_hang_names_the_rank_that_did_not_arrive(run: Run, monkeypatch: pytest
     def write_reports(look: int) -> None:
         for rank, number in ((0, 3), (1, 1)):
             told = {"rank": rank, "host": f"n{rank}", "step": 5, "number": number, "phase": "reduce", "stacks": "here"}
-            write_json(run.stage_folder("train") / f"hang-rank-{rank}.json", {**told, "collectives": []})
+            write_json(run.stage_dir("train") / f"hang-rank-{rank}.json", {**told, "collectives": []})
         report_error(run, "train", place(0, 2, 1), ExitCode.HANG, "rank 0 was in phase 'reduce'")
 
     one = supervised(run, monkeypatch, code=ExitCode.HANG, act=write_reports)
@@ -273,7 +273,7 @@ def test_an_attempt_before_that_does_not_let_go_is_waited_for_and_then_a_node_fa
     run.event("started", "train", attempt=1, slurm_job=before, job_id=before, restarts=0, standing="step 0")
     if kind == "successor":
         run.event("submitted", "train", job_id=job, executor="slurm", after=[before], kind="afternotok")
-    assert run.lock("train") is not None
+    assert run.lock_stage("train") is not None
     one = supervised(run, monkeypatch, start=lambda *words: pytest.fail("no two at once"))
     did, clock = in_job(one, monkeypatch, job, restarts=int(kind == "requeued")), Clock(monkeypatch)
     assert one.supervise() == ExitCode.NODE_FAILURE
@@ -286,7 +286,7 @@ def test_an_attempt_before_that_does_not_let_go_is_waited_for_and_then_a_node_fa
 
 def test_a_lock_that_goes_late_is_taken(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run.event("started", "train", attempt=1, slurm_job="5", job_id="5", restarts=0, standing="step 0")
-    held = run.lock("train") or 0
+    held = run.lock_stage("train") or 0
     one = supervised(run, monkeypatch, code=ExitCode.OUT_OF_MEMORY)
     did = in_job(one, monkeypatch, "5", restarts=1)
     clock = Clock(monkeypatch, lambda second: os.close(held) if second == 600 else None)
@@ -297,7 +297,7 @@ def test_a_lock_that_goes_late_is_taken(run: Run, monkeypatch: pytest.MonkeyPatc
 
 def test_a_stop_ends_the_wait_for_the_attempt_before(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run.event("started", "train", attempt=1, slurm_job="5", job_id="5", restarts=0, standing="step 0")
-    assert run.lock("train") is not None
+    assert run.lock_stage("train") is not None
     one = supervised(run, monkeypatch)
     did, clock = in_job(one, monkeypatch, "5", restarts=1), Clock(monkeypatch, lambda second: one.flag._set(15))
     assert one.supervise() == ExitCode.STOPPED and clock.now < 5 and did == [("STOPPED", False)]
@@ -310,7 +310,7 @@ def test_a_stop_ends_the_wait_for_the_attempt_before(run: Run, monkeypatch: pyte
 def test_a_stage_that_another_job_runs_is_left_to_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requeued or not: the attempt that holds it is none of this job's."""
     run.event("started", "train", attempt=1, slurm_job="9", job_id="9", restarts=0, standing="step 0")
-    assert run.lock("train") is not None
+    assert run.lock_stage("train") is not None
     for restarts in (0, 1):
         one = supervised(run, monkeypatch)
         in_job(one, monkeypatch, "5", restarts)
@@ -337,7 +337,7 @@ def test_a_file_system_that_is_away_for_a_while_stops_no_rank(
     )
     monkeypatch.setattr(one, "work", SimpleNamespace(missing=lambda run: "no" if away[0] else None))
     monkeypatch.setattr(Path, "stat", evicted)
-    monkeypatch.setattr(Run, "refuse_cancelled", lambda self: None)  # which was before
+    monkeypatch.setattr(Run, "check_not_cancelled", lambda self: None)  # which was before
     assert one.supervise() == ExitCode.DONE
     assert capsys.readouterr().err.count("whether a stop was asked for") == 1, "said once"
 
