@@ -127,7 +127,7 @@ def rank_main(only_hooks: bool) -> None:
     from pipeline.model.decoder import Decoder
     from pipeline.mpi import backend as mpi
     from pipeline.mpi.worker_thread import CollectiveThread
-    from pipeline.parallel.compression import GradientHook
+    from pipeline.parallel.replica_sync import GradientHook
     from tests.support.sent import Sent
 
     torch.set_num_threads(1)
@@ -186,7 +186,7 @@ def rank_main(only_hooks: bool) -> None:
             torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            compression.end(good=True)
+            compression.end_step(is_applied=True)
 
         return step
 

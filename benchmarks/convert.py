@@ -117,14 +117,14 @@ def import_and_save(path: Path, results: dict[str, float]) -> None:
         part = task.build(range(run.config.model.layers)).to(torch.bfloat16).to_empty(device=world.device)
         part.tie_weights()  # type: ignore[operator]
         assert source is not None
-        source.fill(task.weights(part))
+        source.fill(task.named_weights(part))
         source.note()
     saver = Checkpointer(
         run.checkpoints_dir, group, keep=1, background=False, describe={"layout": {}, **compute_source_identity(run)},
         on_saved=lambda *_: None,
     )  # fmt: skip
     with measured(results, "save"):
-        state = {f"model.{name}": weight.detach() for name, weight in task.weights(part)}
+        state = {f"model.{name}": weight.detach() for name, weight in task.named_weights(part)}
         saver.save(state, step=1, samples_consumed=0, extra={})
 
 

@@ -54,14 +54,14 @@ def measure(place: RankInfo, config: Config) -> tuple[int, int, int, int]:
     from torch.distributed.fsdp import FSDPModule
 
     from pipeline.comm import groups
-    from pipeline.model.task import Task
+    from pipeline.model.task import DecoderTask
     from pipeline.parallel.mesh import resolve_layout
     from pipeline.train.engine import Engine
 
     groups.configure_determinism(config)
     world = groups.join_process_group(place, config)
     layout = resolve_layout(config)
-    engine = Engine(config, layout, world, Task(config, VOCAB))
+    engine = Engine(config, layout, world, DecoderTask(config, VOCAB))
     state = engine.state()
     between: list[tuple[int, int]] = []
 

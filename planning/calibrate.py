@@ -42,7 +42,7 @@ from pipeline.base.yaml12 import dump
 from pipeline.comm.groups import World
 from pipeline.config.sections import Config
 from pipeline.config.site import MeasureConfig
-from pipeline.model.task import DTYPES, Task
+from pipeline.model.task import DTYPES, DecoderTask
 from pipeline.parallel.mesh import Layout, resolve_layout
 from pipeline.run.directory import Run, utc_timestamp
 from pipeline.run.stages import Progress
@@ -254,7 +254,7 @@ def _there_and_back(members: range, rank: int, tensor: Tensor) -> None:
 
 def time_step(config: Config, layout: Layout, world: World, work: Workload) -> Step:
     """Real steps of the engine that trains, on drawn tokens."""
-    engine, numbers = Engine(config, layout, world, Task(config, work.vocab)), count(1)
+    engine, numbers = Engine(config, layout, world, DecoderTask(config, work.vocab)), count(1)
     rows = config.train.global_batch // layout.dp
     drawn = torch.randint(0, work.vocab, (rows, work.sequence + 1), device=world.device)
 
@@ -320,7 +320,7 @@ def main(run: Run, place: RankInfo, options: Mapping[str, str], flag: StopFlag) 
     else:
         timings = time_operators(config, layout, world, work)
         facts = read_device_facts(world, config.train.threads, layout.ranks_per_node)
-    if world.first:
+    if world.is_rank0:
         told = (
             f"Measured by `plan --measure` on {os.uname().nodename}, {utc_timestamp()}: torch {torch.__version__}, "
             f"backend {world.backend},",

@@ -40,7 +40,7 @@ from pipeline.base.errors import UserError
 from pipeline.comm.groups import World
 from pipeline.config.sections import Config
 from pipeline.model.decoder import local_tensor
-from pipeline.model.task import DTYPES, Task
+from pipeline.model.task import DTYPES, DecoderTask
 from pipeline.parallel import data_parallel
 from pipeline.parallel.mesh import Layout, Mesh, resolve_layout
 from pipeline.parallel.traffic import count_rank_traffic, find_trained_parameters
@@ -234,8 +234,8 @@ def _stand_ins(account: _Fake, config: Config, layout: Layout) -> Iterator[None]
         for owner, function in (
             (Mesh, Mesh.build_device_mesh),
             (device_mesh.DeviceMesh, device_mesh.DeviceMesh.__init__),
-            (Task, Task.build),
-            (Task, Task.cut),
+            (DecoderTask, DecoderTask.build),
+            (DecoderTask, DecoderTask.apply_tensor_parallel),
             (data_parallel, data_parallel.apply_fsdp),
         ):
             stack.enter_context(_replaced(owner, function, outside(function)))
@@ -367,13 +367,13 @@ def rehearse_rank(
                 World(rank, size, torch.device("cpu"), "fake"),
                 layout.stages_on_rank(layout.coordinates(rank).pp),
             )
-            task = Task(config, vocab)
+            task = DecoderTask(config, vocab)
             begin(f"building rank {rank}: {sum(len(layout.stage_layers[stage]) for stage in stages)} blocks")
             engine = engines.Engine(config, layout, world, task, fresh=False)
             rows = config.train.global_batch // layout.dp
             batch = {
                 name: torch.zeros((rows, *shape), dtype=getattr(torch, kind))
-                for name, (shape, kind) in task.shapes.items()
+                for name, (shape, kind) in task.sample_shapes.items()
             }
             for step in (1, 2):
                 begin(f"step {step} of 2: {layout.micro_batches} micro-batches")

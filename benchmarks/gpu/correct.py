@@ -91,7 +91,7 @@ def engine(*overrides: str, config_file: str = ONE_B) -> tuple[Any, Any, Any]:
     from pipeline.base.dist_env import read_rank_info
     from pipeline.comm import groups
     from pipeline.config.read import load_config
-    from pipeline.model.task import Task
+    from pipeline.model.task import DecoderTask
     from pipeline.parallel.mesh import resolve_layout
     from pipeline.train.engine import Engine
 
@@ -101,7 +101,7 @@ def engine(*overrides: str, config_file: str = ONE_B) -> tuple[Any, Any, Any]:
     torch.use_deterministic_algorithms(config.train.deterministic)
     world = _world.setdefault("one", None) or groups.join_process_group(read_rank_info(os.environ), config)
     _world["one"] = world
-    task = Task(config, config.data.tokenizer.vocab_size)
+    task = DecoderTask(config, config.data.tokenizer.vocab_size)
     return Engine(config, resolve_layout(config, 1), world, task), config, world
 
 
@@ -133,7 +133,7 @@ def products() -> dict[str, Any]:
         loss = ours.backward(batch, 1).item()
         vocab, length = config.data.tokenizer.vocab_size, config.data.sequence_length
         exact = Decoder(config.model, vocab, length, range(config.model.layers)).double()
-        weights = {key: value.detach().cpu().double() for key, value in ours.task.weights(ours.parts[0])}
+        weights = {key: value.detach().cpu().double() for key, value in ours.task.named_weights(ours.parts[0])}
         exact.load_state_dict(weights, strict=False)
         tokens_BT1 = batch["tokens"].cpu()
         outputs = exact(tokens_BT1[:, :-1])
@@ -142,7 +142,7 @@ def products() -> dict[str, Any]:
         wanted = {key: value.grad for key, value in exact.named_parameters() if value.grad is not None}
         worst = largest(
             float((value.grad.cpu().double() - wanted[key]).norm() / wanted[key].norm())
-            for key, value in ours.task.weights(ours.parts[0])
+            for key, value in ours.task.named_weights(ours.parts[0])
         )
         far = off(loss, total.item())
         found |= {f"{name}_loss_off": far, f"{name}_worst_gradient_off": worst}

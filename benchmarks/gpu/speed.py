@@ -95,7 +95,7 @@ def measure(config_file: str, overrides: list[str], steps: int) -> dict[str, Any
     from pipeline.base.dist_env import read_rank_info
     from pipeline.comm import groups
     from pipeline.config.read import load_config
-    from pipeline.model.task import Task
+    from pipeline.model.task import DecoderTask
     from pipeline.parallel.mesh import resolve_layout
     from pipeline.train.engine import Engine
     from pipeline.train.optimizer import set_learning_rate
@@ -108,7 +108,7 @@ def measure(config_file: str, overrides: list[str], steps: int) -> dict[str, Any
     world, layout = groups.join_process_group(read_rank_info(os.environ), config), resolve_layout(config, 1)
     if torch.cuda.is_available():
         refuse_too_large(config, layout, vocab, torch.cuda.mem_get_info()[1])
-    engine = Engine(config, layout, world, Task(config, vocab))
+    engine = Engine(config, layout, world, DecoderTask(config, vocab))
     set_learning_rate(engine.optimizer, 1e-5)
     tokens_BT1 = torch.randint(0, vocab, (batch, length + 1), generator=torch.Generator().manual_seed(1))
     tokens_BT1 = tokens_BT1.to(world.device)

@@ -40,7 +40,7 @@ class World:
     """The MPI library of our own MPI groups, and how it takes what lies on a GPU."""
 
     @property
-    def first(self) -> bool:
+    def is_rank0(self) -> bool:
         """Whether this rank is the one that writes what is written once."""
         return self.rank == 0
 

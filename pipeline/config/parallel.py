@@ -1,8 +1,7 @@
 """`parallel.hook` and `parallel.local_sgd`: how whole replicas of the model send less than their gradients.
 
-See pipeline/parallel/compression.py and pipeline/parallel/local_sgd.py for what is done with them,
-docs/communication.md for what they cost. Both are for purely replicated data parallel; pipeline/parallel/mesh.py
-refuses other combinations.
+pipeline/parallel/replica_sync.py implements them; docs/communication.md describes their cost. Both are for purely
+replicated data parallelism: pipeline/parallel/mesh.py rejects other combinations.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ from pipeline.evaluate.result import ITEMS_SUFFIX, STDERR_SUFFIX, format_result,
 from pipeline.evaluate.task_files import Item, read_task_file
 from pipeline.model.decoder import cross_entropy_sum
 from pipeline.model.head import IGNORE_INDEX
-from pipeline.model.task import DTYPES, Task, make_task
+from pipeline.model.task import DTYPES, DecoderTask, Task, make_task
 from pipeline.parallel.data_parallel import apply_fsdp
 from pipeline.resilience.stop import StopCoordinator
 from pipeline.resilience.watchdog import Watchdog
@@ -88,13 +88,14 @@ class Evaluator:
         self.split = world.size > 1 and (parallel.zero == 3 or parallel.tensor > 1 or parallel.pipeline > 1)
         if self.split:  # one rank may not hold it: blocks are gathered as they compute, so results stay the same bits
             mesh, dtype = init_device_mesh(world.device.type, (world.size,)), DTYPES.get(config.train.precision)
-            apply_fsdp(model, task.shard_groups(model), mesh, dtype, free_after_forward=True)
+            apply_fsdp(model, task.fsdp_groups(model), mesh, dtype, free_after_forward=True)
         self.model = model.to_empty(device=world.device).eval()
-        task.fill(self.model, world.device, draw=False)  # a checkpoint's weights come, or the training's
+        task.init_weights(self.model, world.device, sample=False)  # a checkpoint's weights come, or the training's
         self.batch = config.evaluate.batch
         self.held_out: TextHeldOut | SampleHeldOut
         limit = config.evaluate.max_sequences if within is None else config.train.evaluate_sequences
         if isinstance(manifest, Manifest):
+            assert isinstance(task, DecoderTask)
             window_bytes = 4 * config.data.sequence_length * task.vocab_size
             self.batch = min(self.batch, max(1, LOGITS_BYTES // window_bytes))
             self.held_out = TextHeldOut(run, task, manifest, limit, world.device)
@@ -117,16 +118,18 @@ class Evaluator:
         try:
             sealed = load_verified_manifest(checkpoint, self.group)
         except CheckpointError as error:
-            if self.world.first:  # so that training counts as not done, and goes on from the one before
+            if self.world.is_rank0:  # so that training counts as not done, and goes on from the one before
                 catalog.set_checkpoint_aside(self.run.checkpoints_dir, step)
                 self.run.event("damaged", "evaluate", step=step, reason=str(error))
             raise
         check_identity(sealed, self.identity)
-        load_checkpoint({f"model.{n}": p.detach() for n, p in self.task.weights(self.model)}, checkpoint, self.group)
+        load_checkpoint(
+            {f"model.{n}": p.detach() for n, p in self.task.named_weights(self.model)}, checkpoint, self.group
+        )
         found = self.measure(step)
         if found is None:
             return False
-        if self.world.first:
+        if self.world.is_rank0:
             result = {**found, "checkpoint": sealed["sha256"]}
             write_json(result_file(self.run, step), seal(result))
             known = {key: result[key] for key in ("loss", "bits_per_byte") if key in result}
@@ -168,7 +171,7 @@ class Evaluator:
                 return None
             if self.within is None:  # the limits of a training follow its steps
                 self.watchdog.stepped(time.monotonic() - began)
-                if self.world.first and first // self.world.size % 10 == 0:
+                if self.world.is_rank0 and first // self.world.size % 10 == 0:
                     print(f"evaluating step {step}: batch {first}/{batches}", flush=True)
         merged: dict[int, dict[str, float]] = {}
         for part in groups.all_gather_results(self.group, lambda: mine):
@@ -192,9 +195,9 @@ class SampleHeldOut:
         """Summed loss and metrics of these samples, and what they are sums over."""
         arrays = self.dataset.read(np.arange(start, stop, dtype=np.int64))
         whole = {name: torch.from_numpy(array).to(self.device) for name, array in arrays.items()}
-        (batch,) = self.task.micro_batches(whole, stop - start)
-        outputs = model(*self.task.inputs(batch))
-        entries, metrics = self.task.entries(batch), self.task.metrics(outputs, batch)
+        (batch,) = self.task.split_micro_batches(whole, stop - start)
+        outputs = model(*self.task.model_inputs(batch))
+        entries, metrics = self.task.count_loss_entries(batch), self.task.metrics(outputs, batch)
         if taken := _TAKEN & metrics.keys():
             raise UserError(f"metrics: {min(taken)} has a meaning of its own in an evaluation; choose another name")
         loss, counted = self.task.loss(outputs, batch), stop - start if entries is None else entries
@@ -211,7 +214,9 @@ class SampleHeldOut:
 class TextHeldOut:
     """The held-out windows of text, the first `limit` of them."""
 
-    def __init__(self, run: Run, task: Task, manifest: Manifest, limit: int | None, device: torch.device) -> None:
+    def __init__(
+        self, run: Run, task: DecoderTask, manifest: Manifest, limit: int | None, device: torch.device
+    ) -> None:
         self.task, self.vocab_size, self.eos_id, self.device = task, manifest.vocab_size, manifest.eos_id, device
         self.length = length = run.config.data.sequence_length
         names = [part.name for part in manifest.parts for _ in range(part.held_out)]
@@ -253,9 +258,9 @@ class TextHeldOut:
                 piece = array[first - before : first + self.length]
                 arrays[name][row, 1 - before : 1 - before + len(piece)] = piece
             beyond_BT[row, : shard.tokens - first] = False
-        batch = {name: torch.from_numpy(arrays[name]).to(self.device) for name in self.task.shapes}
+        batch = {name: torch.from_numpy(arrays[name]).to(self.device) for name in self.task.sample_shapes}
         targets_BT = self.task.next_tokens(batch).masked_fill(torch.from_numpy(beyond_BT).to(self.device), IGNORE_INDEX)
-        logits_BTV = model(*self.task.inputs(batch), **self.task.borders(batch))
+        logits_BTV = model(*self.task.model_inputs(batch), **self.task.document_boundaries(batch))
         found = {
             "loss": cross_entropy_sum(logits_BTV, targets_BT).item(),
             "tokens": float((targets_BT != IGNORE_INDEX).sum()),

@@ -287,25 +287,25 @@ def training_flops_per_token(config: ModelConfig, vocab_size: int, sequence_leng
     return 6 * parameters + 12 * config.layers * config.heads * config.head_size * sequence_length
 
 
-def apply_tensor_parallel(part: Decoder, mesh: DeviceMesh, *, sequence: bool, keep_logits_cut: bool) -> None:
+def apply_tensor_parallel(part: Decoder, mesh: DeviceMesh, *, sequence_parallel: bool, shard_logits: bool) -> None:
     """Cut `part` over the one-dimensional `mesh`, in place.
 
     Sizes must divide (`pipeline/parallel/mesh.py` checks). Hidden states between layers are local tensors: of shape
-    (B, T / tensor, D) with `sequence`, else (B, T, D). Logits are a DTensor cut along the vocabulary with
-    `keep_logits_cut`, else whole local tensors.
+    (B, T / tensor, D) with `sequence_parallel`, else (B, T, D). Logits are a DTensor cut along the vocabulary with
+    `shard_logits`, else whole local tensors.
     """
     # DTensor's from_local and to_local give views, of which FSDP warns: changed in place they lose its hook. Neither a
     # block nor the loss changes what it is given.
     warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor")
-    stream = Shard(1) if sequence else Replicate()
-    norm: ParallelStyle = SequenceParallel(use_local_output=True) if sequence else Replicated()
+    stream = Shard(1) if sequence_parallel else Replicate()
+    norm: ParallelStyle = SequenceParallel(use_local_output=True) if sequence_parallel else Replicated()
     plan: dict[str, ParallelStyle] = {
         "model.embed_tokens": VocabParallelEmbedding(stream),
         "model.norm": norm,
         "lm_head": ColwiseParallel(
             input_layouts=stream,
-            output_layouts=Shard(-1) if keep_logits_cut else Replicate(),
-            use_local_output=not keep_logits_cut,
+            output_layouts=Shard(-1) if shard_logits else Replicate(),
+            use_local_output=not shard_logits,
         ),
         "model.layers.*.input_layernorm": norm,
         "model.layers.*.self_attn": PrepareModuleInput(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,141 +64,221 @@ _ACROSS_SAMPLES = (
 _ANY_NUMBER = f"{_ACROSS_SAMPLES} Any other loss must take any number of samples."
 
 
-class Task:
-    """The decoder of pipeline/model/decoder.py on tokens; a user's own model answers the same questions, below."""
+class Task(ABC):
+    """What a training needs to know about its model. See :class:`DecoderTask` and :class:`CustomModelTask`."""
+
+    unit: str
+    """What metrics count: tokens or samples."""
+    units_per_step: int
+    """Number of units in a global batch."""
+    flops_per_unit: int = 0
+    """Floating-point operations of training on one unit; 0 if unknown."""
+    sample_shapes: Mapping[str, tuple[tuple[int, ...], str]]
+    """Shape and type of each array of a sample."""
+    user_module: Any = None
+    """The user's module of a custom model."""
+    transform: Any = None
+    """The function of the user's module that changes samples as they are read."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    @abstractmethod
+    def build(self, layers: range) -> nn.Module:
+        """Build the part of the model that has these blocks, on the `meta` device."""
+
+    @abstractmethod
+    def blocks(self, part: Any) -> Sequence[nn.Module]:
+        """Return the modules to which activation checkpointing and compilation are applied one at a time."""
+
+    def modules_to_compile(self, part: Any, layout: Layout) -> Sequence[nn.Module]:
+        """Return the modules that are compiled one at a time."""
+        return self.blocks(part)
+
+    @abstractmethod
+    def fsdp_groups(self, part: Any) -> Iterable[tuple[list[nn.Module], bool]]:
+        """Return the modules that FSDP gathers together, and whether ZeRO 3 frees them after forward.
+
+        Everything else belongs to the root group.
+        """
+
+    @abstractmethod
+    def apply_tensor_parallel(self, part: Any, mesh: DeviceMesh, layout: Layout) -> None:
+        """Parallelize the part over the tensor parallel `mesh`, in place."""
+
+    @abstractmethod
+    def init_weights(self, part: Any, device: torch.device, sample: bool = True) -> None:
+        """Set all initial weights in place, sampled on `device`; zeros if they need not be sampled."""
+
+    @abstractmethod
+    def named_weights(self, part: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield each parameter with its name in the whole model."""
+
+    def split_micro_batches(self, batch: Batch, size: int) -> Sequence[Batch]:
+        """Split the batch into micro-batches of `size` samples."""
+        splits = zip(*(array.split(size) for array in batch.values()), strict=True)
+        return [dict(zip(batch, arrays, strict=True)) for arrays in splits]
+
+    def select_samples(self, batch: Batch, rows_B: Tensor) -> Batch:
+        """Return these samples of the batch."""
+        return {name: array[rows_B] for name, array in batch.items()}
+
+    @abstractmethod
+    def count_loss_entries(self, batch: Batch) -> Tensor | None:
+        """Return the number of entries (int64, 0-d) in the sum that is the loss of this batch.
+
+        None if a global batch always has `units_per_step` entries.
+        """
+
+    @abstractmethod
+    def model_inputs(self, batch: Batch) -> tuple[Tensor, ...]:
+        """Return the positional arguments of the model's forward."""
+
+    def loss_inputs(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the keyword arguments with which the forward of the last part returns the loss itself."""
+        return {}
+
+    def document_boundaries(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the keyword arguments of every part that mask attention across documents; {} without a mask."""
+        return {}
+
+    @abstractmethod
+    def loss(self, outputs: Any, batch: Batch) -> Tensor:
+        """Return the summed loss of the batch: an fp32 scalar."""
+
+    def metrics(self, outputs: Any, batch: Batch) -> Mapping[str, Any]:
+        """Return further sums of an evaluation, by name."""
+        return {}
+
+    def smallest_batch(self, device: torch.device) -> Batch:
+        """Return a batch of zeros that a forward pass accepts: one sample; with `compile`, a micro-batch of samples."""
+        rows = self.config.train.micro_batch if self.config.train.compile else 1
+        return {
+            name: torch.zeros((rows, *shape), dtype=getattr(torch, dtype), device=device)
+            for name, (shape, dtype) in self.sample_shapes.items()
+        }
+
+
+class DecoderTask(Task):
+    """Next-token prediction with the decoder of pipeline/model/decoder.py.
+
+    A batch has `tokens` (int64, shape (B, sequence_length + 1)) and, for prompts and dialogues, `mask` (uint8, the same
+    shape).
+
+    Args:
+        config: the run's config.
+        vocab_size: size of the tokenizer; `model.vocab_size` has priority.
+        eos_id: the token that ends a document, for `data.document_mask` on text.
+        end_begins_next: whether `eos_id` is also the first token of the next document, as for tokenizers that have one
+            token for both.
+    """
 
     unit = "tokens"
-    """What metrics count."""
-    module: Any = None
-    """The user's own, where it is one."""
-    transform: Any = None
 
     def __init__(self, config: Config, vocab_size: int, eos_id: int = -1, end_begins_next: bool = False) -> None:
-        """`eos_id`: the token that ends a document, for `data.document_mask` on text.
-
-        end_begins_next: whether that token is also the first of the next document: the tokenizer has one for both.
-        """
-        vocab_size = config.model.vocab_size or vocab_size
-        self.eos_id, masked = eos_id, config.data.masked
-        self._all_count = not masked and (end_begins_next or not config.data.document_mask)
+        super().__init__(config)
+        has_mask = config.data.masked
+        self.vocab_size = config.model.vocab_size or vocab_size
+        self.sequence_length = config.data.sequence_length
+        self.eos_id = eos_id
         self._end_begins_next = end_begins_next
-        self.config, self.vocab_size, self.length = config, vocab_size, config.data.sequence_length
-        self.per_step = config.train.global_batch * self.length
-        """So many of the unit has a global batch."""
-        self.flops = training_flops_per_token(config.model, vocab_size, self.length)
-        """Operations of training on one of them; 0 where they are not known."""
-        self.shapes: Mapping[str, tuple[tuple[int, ...], str]] = {"tokens": ((self.length + 1,), "int64")}
-        if masked:
-            self.shapes = {**self.shapes, "mask": ((self.length + 1,), "uint8")}
-        """Shape and type of each array of a sample."""
+        self._all_tokens_have_loss = not has_mask and (end_begins_next or not config.data.document_mask)
+        self.units_per_step = config.train.global_batch * self.sequence_length
+        self.flops_per_unit = training_flops_per_token(config.model, self.vocab_size, self.sequence_length)
+        self.sample_shapes = {"tokens": ((self.sequence_length + 1,), "int64")}
+        if has_mask:
+            self.sample_shapes = {**self.sample_shapes, "mask": ((self.sequence_length + 1,), "uint8")}
 
-    def build(self, layers: range) -> nn.Module:
-        """The part with these blocks, on `meta`."""
+    def build(self, layers: range) -> Decoder:
+        """Build the part of the decoder that has these blocks, on the `meta` device."""
         with torch.device("meta"):
-            part = Decoder(self.config.model, self.vocab_size, self.length, layers)
+            part = Decoder(self.config.model, self.vocab_size, self.sequence_length, layers)
         part.compute_dtype = DTYPES.get(self.config.train.precision)
         if part.lm_head is not None and self.config.train.loss_chunk is not None:
-            part.lm_head.chunk, part.lm_head.compute_dtype = self.config.train.loss_chunk, part.compute_dtype
+            part.lm_head.chunk = self.config.train.loss_chunk
+            part.lm_head.compute_dtype = part.compute_dtype
         return part
 
-    def blocks(self, part: Any) -> Sequence[nn.Module]:
-        """What is recomputed one by one, and compiled where it is whole."""
+    def blocks(self, part: Decoder) -> Sequence[nn.Module]:
+        """Return the decoder blocks."""
         return list(part.model.blocks)
 
-    def compiled(self, part: Any, layout: Layout) -> Sequence[nn.Module]:
-        """What is compiled one by one: the blocks; of those that are cut attention and MLP, where no cut is inside.
+    def modules_to_compile(self, part: Decoder, layout: Layout) -> Sequence[nn.Module]:
+        """Return the blocks; with tensor parallelism, the attention and MLP of each block.
 
-        A compiled piece may not hold the step from a cut norm to its inputs: backward of torch 2.13 fails there.
+        Compiled code must not contain the step from a parallelized norm to its inputs: backward of torch 2.13 fails
+        there.
         """
         if layout.tp == 1:
             return self.blocks(part)
-        return [piece for block in part.model.blocks for piece in (block.self_attn, block.mlp)]
+        return [module for block in part.model.blocks for module in (block.self_attn, block.mlp)]
 
-    def shard_groups(self, part: Any) -> Iterable[tuple[list[nn.Module], bool]]:
-        """What ZeRO gathers together, and whether level 3 frees it again after forward; the rest goes with the root."""
+    def fsdp_groups(self, part: Decoder) -> Iterable[tuple[list[nn.Module], bool]]:
+        """Return a group per block, one for the embedding and one for the last norm and output layer."""
         yield from (([block], True) for block in self.blocks(part))
-        if not self.config.model.tie_word_embeddings:  # tied ones must stay in one group, that of the whole
+        if not self.config.model.tie_word_embeddings:  # tied weights must stay in one group, the root's
             if part.model.embed_tokens is not None:
                 yield [part.model.embed_tokens], True
             if part.model.norm is not None and part.lm_head is not None:
                 yield [part.model.norm, part.lm_head], False
 
-    def cut(self, part: Any, mesh: DeviceMesh, layout: Layout) -> None:
-        """Cut the part for tensor parallelism, in place."""
-        cut_logits = self.config.parallel.loss_parallel and self.config.train.loss_chunk is None
-        apply_tensor_parallel(part, mesh, sequence=layout.sequence_parallel, keep_logits_cut=cut_logits)
+    def apply_tensor_parallel(self, part: Decoder, mesh: DeviceMesh, layout: Layout) -> None:
+        """Parallelize the part over `mesh`; logits stay sharded if the loss can use them so."""
+        shard_logits = self.config.parallel.loss_parallel and self.config.train.loss_chunk is None
+        apply_tensor_parallel(part, mesh, sequence_parallel=layout.sequence_parallel, shard_logits=shard_logits)
 
-    def fill(self, part: Any, device: torch.device, draw: bool = True) -> None:
-        """Set all initial weights in place, or zeros where they need not be drawn; constant tables go to `device`."""
-        part.model.rotary.to(device)  # tables stay where they are used
-        seed = self.config.run.seed if draw else None
+    def init_weights(self, part: Decoder, device: torch.device, sample: bool = True) -> None:
+        """Set all initial weights in place; move the rotary tables to `device`."""
+        part.model.rotary.to(device)  # the tables are used there, even if the weights are offloaded
+        seed = self.config.run.seed if sample else None
         init_weights(part, seed, self.config.model.initializer_range, device)
 
-    def weights(self, part: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Each parameter with its name in the whole model."""
+    def named_weights(self, part: Decoder) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield each parameter with its name in the whole model."""
         yield from part.named_weights()
 
-    def micro_batches(self, batch: Batch, size: int) -> Sequence[Batch]:
-        """The batch in pieces of `size` samples."""
-        pieces = zip(*(array.split(size) for array in batch.values()), strict=True)
-        return [dict(zip(batch, arrays, strict=True)) for arrays in pieces]
+    def count_loss_entries(self, batch: Batch) -> Tensor | None:
+        """Return the number of tokens with a loss; None if all have one."""
+        if self._all_tokens_have_loss:
+            return None
+        return (self.next_tokens(batch) != IGNORE_INDEX).sum(dtype=torch.int64)
 
-    def rows(self, batch: Batch, rows_B: Tensor) -> Batch:
-        """These samples of the batch."""
-        return {name: array[rows_B] for name, array in batch.items()}
-
-    def entries(self, batch: Batch) -> Tensor | None:
-        """Number of entries (int64, 0-d) that the loss of this batch is a sum over; None: always `per_step` in all."""
-        return None if self._all_count else (self.next_tokens(batch) != IGNORE_INDEX).sum(dtype=torch.int64)
-
-    def inputs(self, batch: Batch) -> tuple[Tensor, ...]:
-        """What the model's forward takes."""
+    def model_inputs(self, batch: Batch) -> tuple[Tensor, ...]:
+        """Return the token ids without the last one: int64, shape (B, T)."""
         return (batch["tokens"][:, :-1],)
 
-    def targets(self, batch: Batch) -> dict[str, Tensor]:
-        """What else the forward of a training's last part takes, by name: with targets it gives the loss itself."""
+    def loss_inputs(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the targets if the output layer computes the loss in chunks (`train.loss_chunk`)."""
         return {} if self.config.train.loss_chunk is None else {"targets_BT": self.next_tokens(batch)}
 
     def next_tokens(self, batch: Batch) -> Tensor:
-        """What each input is followed by: int64, shape (B, T); IGNORED where that carries no loss.
+        """Return the token that follows each input: int64, shape (B, T); IGNORE_INDEX where there is no loss.
 
-        Nothing outside responses does, and no document's first token where it may not look at the one before.
+        There is no loss outside responses, nor on the first token of a document that is masked from the previous one.
         """
         tokens, targets_BT = batch["tokens"], batch["tokens"][:, 1:]
-        if self._all_count:
+        if self._all_tokens_have_loss:
             return targets_BT
         if "mask" in batch:
             return targets_BT.where((batch["mask"][:, 1:] & LEARNED).ne(0), IGNORE_INDEX)
         return targets_BT.where(tokens[:, :-1].ne(self.eos_id), IGNORE_INDEX)
 
-    def borders(self, batch: Batch) -> dict[str, Tensor]:
-        """What the forward of every part takes besides, by name: where documents begin, if none may see another."""
+    def document_boundaries(self, batch: Batch) -> dict[str, Tensor]:
+        """Return where documents start, if `data.document_mask` is set."""
         if not self.config.data.document_mask:
             return {}
         if "mask" in batch:
             return {"starts_BT": (batch["mask"][:, :-1] & BEGINS).ne(0)}
         if self._end_begins_next:
             return {"starts_BT": batch["tokens"][:, :-1].eq(self.eos_id)}
-        # rolled: what is behind an end; the first input begins a document in any case
+        # the token after each end; the first input starts a document in any case
         return {"starts_BT": batch["tokens"][:, :-1].roll(1, dims=1).eq(self.eos_id)}
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
-        """Summed loss: an fp32 scalar."""
-        if outputs.ndim == 0:  # of targets
+        """Return the cross-entropy summed over tokens: an fp32 scalar."""
+        if outputs.ndim == 0:  # the loss itself, because of `loss_inputs`
             return outputs
         return cross_entropy_sum(outputs, self.next_tokens(batch))
-
-    def metrics(self, outputs: Any, batch: Batch) -> Mapping[str, Any]:
-        """Further sums of an evaluation, by name."""
-        return {}
-
-    def smallest(self, device: torch.device) -> Batch:
-        """A batch of zeros that a forward pass takes: one sample; with compile, those of a micro-batch."""
-        rows = self.config.train.micro_batch if self.config.train.compile else 1
-        return {
-            name: torch.zeros((rows, *shape), dtype=getattr(torch, dtype), device=device)
-            for name, (shape, dtype) in self.shapes.items()
-        }
 
 
 @dataclass
@@ -257,37 +338,41 @@ class _Losses:
         return abs(self.total - expected) <= self._tolerance
 
 
-class _UserTask(Task):
+class CustomModelTask(Task):
     """A module of the user's own (pipeline/config/user_model.py) on the arrays of `manifest`."""
 
-    unit, flops = "samples", 0
+    unit = "samples"
 
     def __init__(self, run: Run, facts: UserModel, module: ModuleType, manifest: SampleManifest) -> None:
-        self.config, self.facts, self.module = run.config, facts, module
+        super().__init__(run.config)
+        self.facts = facts
+        self.user_module = module
         self.transform = getattr(module, "transform", None)
         first = manifest.model_copy(update={"train": manifest.train[:1], "held_out_samples": 0})
-        self.shapes = SampleDataset(first, run.data_dir, transform=self.transform).shapes
-        self.per_step = run.config.train.global_batch
+        self.sample_shapes = SampleDataset(first, run.data_dir, transform=self.transform).shapes
+        self.units_per_step = run.config.train.global_batch
         self.options = run.config.model.all_options
         self._is_sum = False
 
     def build(self, layers: range) -> nn.Module:
         """Raises UserError as `build_user_model` does."""
-        part = build_user_model(self.facts.target, self.module, self.options, layers)
+        part = build_user_model(self.facts.target, self.user_module, self.options, layers)
         if (dtype := DTYPES.get(self.config.train.precision)) is not None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
             part.forward = torch.autocast(device, dtype)(part.forward)
         return part
 
     def blocks(self, part: nn.Module) -> Sequence[nn.Module]:
-        return list(self.module.blocks(part)) if "blocks" in self.facts.names else []
+        """Return what the module's `blocks` lists; [] without that function."""
+        return list(self.user_module.blocks(part)) if "blocks" in self.facts.names else []
 
-    def shard_groups(self, part: nn.Module) -> Iterable[tuple[list[nn.Module], bool]]:
+    def fsdp_groups(self, part: nn.Module) -> Iterable[tuple[list[nn.Module], bool]]:
+        """Return a group per block."""
         return [([block], True) for block in self.blocks(part)]
 
-    def cut(self, part: nn.Module, mesh: DeviceMesh, layout: Layout) -> None:
+    def apply_tensor_parallel(self, part: nn.Module, mesh: DeviceMesh, layout: Layout) -> None:
         """Raises UserError for a parameter that the plan forgets."""
-        parallelize_module(part, mesh, self.module.tensor_plan(self.options))
+        parallelize_module(part, mesh, self.user_module.tensor_plan(self.options))
         for name, parameter in part.named_parameters():
             if not isinstance(parameter, DTensor):
                 raise UserError(
@@ -296,13 +381,14 @@ class _UserTask(Task):
                 )
 
     @torch.no_grad()
-    def fill(self, part: nn.Module, device: torch.device, draw: bool = True) -> None:
+    def init_weights(self, part: nn.Module, device: torch.device, sample: bool = True) -> None:
+        """Fill buffers with their modules' `reset_buffers`, parameters with the user's `init` or the default rule."""
         for child in part.modules():
             if tables := _buffers(child):
                 child._buffers |= {name: torch.empty_like(table, device=device) for name, table in tables.items()}
                 child.reset_buffers()  # type: ignore[operator]
         for name, parameter in part.named_parameters():
-            if draw:
+            if sample:
                 write_parameter(self._initial(name, parameter.shape, device), parameter)
             else:
                 parameter.zero_()
@@ -314,36 +400,36 @@ class _UserTask(Task):
             values = torch.empty(shape, dtype=torch.float32, device="cpu")
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(parameter_seed(seed, name))
-                self.module.init(name, values, self.options)
+                self.user_module.init(name, values, self.options)
             return values
         if len(shape) < 2:
             return torch.full(shape, 1.0 if name.split(".")[-1] == "weight" else 0.0, device=device)
         return sample_initial_values(seed, name, shape, self.config.model.initializer_range, device)
 
-    def weights(self, part: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_weights(self, part: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield each parameter with its name."""
         return part.named_parameters()
 
-    def micro_batches(self, batch: Batch, size: int) -> Sequence[Batch]:
+    def split_micro_batches(self, batch: Batch, size: int) -> Sequence[Batch]:
         """Padded arrays are cut to the longest sample of their piece."""
-        found = super().micro_batches(batch, size)
+        found = super().split_micro_batches(batch, size)
         for piece in found if self.facts.padded else ():
             longest = int(piece[LENGTHS].max())
             piece.update({name: piece[name][:, :longest] for name in self.facts.padded})
         return found
 
-    def entries(self, batch: Batch) -> Tensor | None:
+    def count_loss_entries(self, batch: Batch) -> Tensor | None:
+        """Return the sum of the samples' lengths, if they have lengths."""
         return batch[LENGTHS].sum(dtype=torch.int64) if self.facts.has_lengths else None
 
-    def inputs(self, batch: Batch) -> tuple[Tensor, ...]:
+    def model_inputs(self, batch: Batch) -> tuple[Tensor, ...]:
+        """Return the arrays that the module's `inputs` names."""
         return tuple(batch[name] for name in self.facts.inputs)
-
-    def targets(self, batch: Batch) -> dict[str, Tensor]:
-        return {}
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
         """Raises UserError for a loss that is not a sum over samples that are independent of each other."""
         try:
-            loss: Tensor = self.module.loss(outputs, batch)
+            loss: Tensor = self.user_module.loss(outputs, batch)
         except Exception as error:  # training starts with one sample of zeros, and evaluation has batches of any size
             count, expected = len(next(iter(batch.values()))), self.config.train.micro_batch
             if count != expected:
@@ -407,12 +493,12 @@ class _UserTask(Task):
         Raises UserError, with the line in the user's module, if the loss fails with them.
         """
         try:
-            return float(self.module.loss(outputs, batch))
+            return float(self.user_module.loss(outputs, batch))
         except Exception as error:  # anything can go wrong in a user's code; with the whole batch it did not
             folder, ours = self.facts.root.parent, Path(__file__)
             frames = [(Path(frame.filename), frame.lineno) for frame in extract_tb(error.__traceback__)]
             inside = [(file, line) for file, line in frames if folder in file.parents and file != ours]
-            file, line = inside[-1] if inside else (Path(str(self.module.__file__)), None)
+            file, line = inside[-1] if inside else (Path(str(self.user_module.__file__)), None)
             where = f"{file.relative_to(folder) if folder in file.parents else file}" + (f":{line}" if line else "")
             some = f"1 of the {count} samples of a micro-batch"
             if rows > 1:
@@ -451,13 +537,14 @@ class _UserTask(Task):
         return f"{name} depends on the other samples of the batch: {compared}. {_ACROSS_SAMPLES}{taken}"
 
     def metrics(self, outputs: Any, batch: Batch) -> Mapping[str, Any]:
-        return self.module.metrics(outputs, batch) if "metrics" in self.facts.names else {}
+        """Return what the module's `metrics` returns; {} without that function."""
+        return self.user_module.metrics(outputs, batch) if "metrics" in self.facts.names else {}
 
-    def smallest(self, device: torch.device) -> Batch:
+    def smallest_batch(self, device: torch.device) -> Batch:
         """Lengths are those of whole samples."""
-        batch = super().smallest(device)
+        batch = super().smallest_batch(device)
         if self.facts.has_lengths:
-            batch[LENGTHS] += max([1, *(self.shapes[name][0][0] for name in self.facts.padded)])
+            batch[LENGTHS] += max([1, *(self.sample_shapes[name][0][0] for name in self.facts.padded)])
         return batch
 
 
@@ -619,6 +706,6 @@ def _buffers(module: nn.Module) -> dict[str, Tensor]:
 def make_task(run: Run, manifest: Manifest | SampleManifest) -> Task:
     """What the run trains. Raises UserError where the user's module cannot be imported, or does not hold its word."""
     if isinstance(manifest, Manifest):
-        return Task(run.config, manifest.vocab_size, manifest.eos_id, manifest.bos_ids == (manifest.eos_id,))
+        return DecoderTask(run.config, manifest.vocab_size, manifest.eos_id, manifest.bos_ids == (manifest.eos_id,))
     assert run.user_model is not None
-    return _UserTask(run, run.user_model, run.user_model.load(run.code_dir), manifest)
+    return CustomModelTask(run, run.user_model, run.user_model.load(run.code_dir), manifest)

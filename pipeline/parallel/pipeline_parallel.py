@@ -72,7 +72,7 @@ class PipelineRunner:
 
         `own` is entered around each stage's forward.
         """
-        self.first, self.last = 0 in numbers, layout.stages - 1 in numbers
+        self.has_first_stage, self.has_last_stage = 0 in numbers, layout.stages - 1 in numbers
         for part, number in zip(parts, numbers, strict=True):
             if number < layout.stages - 1:  # what is sent must be contiguous, and torch asks the stage for its strides
                 part.register_forward_hook(lambda _, __, hidden: hidden.contiguous())
@@ -84,7 +84,7 @@ class PipelineRunner:
         what = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
         self._schedule = kind(what, layout.micro_batches, loss_fn=loss, scale_grads=False)
 
-    def run(
+    def run_step(
         self,
         inputs: tuple[Tensor, ...],
         targets: Mapping[str, Tensor],
@@ -98,12 +98,14 @@ class PipelineRunner:
         """
         losses: list[Tensor] = []
         self._schedule.step(
-            *(part.contiguous() for part in inputs if self.first),  # torch 2.11 refuses strides that it did not expect
-            target=rows_B if self.last else None,
-            losses=losses if self.last else None,
+            *(
+                part.contiguous() for part in inputs if self.has_first_stage
+            ),  # torch 2.11 refuses strides that it did not expect
+            target=rows_B if self.has_last_stage else None,
+            losses=losses if self.has_last_stage else None,
             return_outputs=False,
             **borders,
-            **(targets if self.last else {}),
+            **(targets if self.has_last_stage else {}),
         )
         return losses
 

@@ -88,7 +88,7 @@ def open_weights(run: Run, task: Task, group: dist.ProcessGroup) -> OpenWeights 
         return {name: held_by(folder, name) for name in names}
 
     seen = {name: found for part in all_gather_results(group, look) for name, found in part.items()}
-    whole = dict(task.weights(task.build(range(model.layers))))
+    whole = dict(task.named_weights(task.build(range(model.layers))))
     source = fitting(folder, seen, whole, tied=model.tie_word_embeddings)
     threads = ThreadPoolExecutor(4)
     digests = {name: threads.submit(digest_of, name) for name in sorted(seen)[rank::ranks]}

@@ -32,10 +32,8 @@ from pipeline.model.activation_checkpointing import apply_activation_checkpointi
 from pipeline.model.decoder import EMBEDDING, HEAD, full_tensor, local_tensor, parameter_seed, write_parameter
 from pipeline.model.task import DTYPES, Batch, Task
 from pipeline.parallel import data_parallel, float8
-from pipeline.parallel.compression import HOOKS_WITH_RESIDUALS, GradientHook
-from pipeline.parallel.local_sgd import LocalSgd
 from pipeline.parallel.mesh import Layout
-from pipeline.parallel.replicas import ReplicaSync
+from pipeline.parallel.replica_sync import HOOKS_WITH_RESIDUALS, GradientHook, LocalSgd, ReplicaSync
 from pipeline.publish.open_weights import OpenWeights
 from pipeline.train.optimizer import (
     LeanAdamW,
@@ -87,7 +85,7 @@ class Engine:
         self._cut_logits = layout.tp > 1 and parallel.loss_parallel and config.model.target is None
         # seeds randomness: the same on ranks that compute the same activations
         self._place = layout.random_stream(world.rank)
-        self._entries = task.per_step  # what the loss of the global batch is a sum over
+        self._entries = task.units_per_step  # what the loss of the global batch is a sum over
         self._loss = torch.zeros((), dtype=torch.float64, device=world.device)
         self._batch: Batch = {}
         # a user's optimizer, and hooks that keep what they saw, may look at the weights before they are loaded
@@ -97,11 +95,11 @@ class Engine:
         self.parts = [self._build(layout.stage_layers[number], mesh, source) for number in numbers]
         if config.optimizer.name == "own":
             self.optimizer = make_custom_optimizer(
-                task.module.optimizer, list(task.weights(self.parts[0])), config.optimizer
+                task.user_module.optimizer, list(task.named_weights(self.parts[0])), config.optimizer
             )
         else:
             blocks = [block for part in self.parts for block in task.blocks(part)]
-            named = [each for part in self.parts for each in task.weights(part)]
+            named = [each for part in self.parts for each in task.named_weights(part)]
             keys = {parameter: parameter_seed(config.run.seed, name) for name, parameter in named}
             how = config.optimizer, world.device, blocks, keys, config.train.compile
             self.optimizer = make_optimizer(nn.ModuleList(self.parts), *how)
@@ -109,8 +107,8 @@ class Engine:
         self.scaler = LossScaler() if config.train.precision == "fp16" else None
         self.model: nn.Module = self.parts[0]
         """What forward calls where there is no pipeline."""
-        self.replicas = ReplicaSync()
-        trained = {name: parameter for name, parameter in task.weights(self.parts[0]) if parameter.requires_grad}
+        self.replica_sync = ReplicaSync()
+        trained = {name: parameter for name, parameter in task.named_weights(self.parts[0]) if parameter.requires_grad}
         self._pipeline: PipelineRunner | None = None
         if layout.pp > 1 and mesh is not None:
             from pipeline.parallel.pipeline_parallel import PipelineRunner
@@ -120,11 +118,11 @@ class Engine:
                 self.parts, numbers, layout, world.device, self._stage_group, self._weighted_loss, self.own
             )
         elif mesh is None and parallel.local_sgd is not None:
-            self.replicas = LocalSgd(parallel.local_sgd, trained)
+            self.replica_sync = LocalSgd(parallel.local_sgd, trained)
         elif mesh is None and (world.size > 1 or parallel.hook.kind in HOOKS_WITH_RESIDUALS):
             ddp = self.model = data_parallel.wrap_with_ddp(self.model, world.device, parallel.bucket_mb)
             if parallel.hook.kind != "none":
-                hook = self.replicas = GradientHook(parallel.hook, trained, config.run.seed)
+                hook = self.replica_sync = GradientHook(parallel.hook, trained, config.run.seed)
                 hook.register(ddp)
             self._fix_buckets()
 
@@ -138,24 +136,24 @@ class Engine:
         if config.train.precision == "fp8":
             float8.convert_to_float8(task.blocks(part), self.world.device, layout.tp, config.train.fp8_scales)
         if mesh is not None and layout.tp > 1:
-            task.cut(part, mesh["tp"], layout)
-        for name, parameter in task.weights(part):
+            task.apply_tensor_parallel(part, mesh["tp"], layout)
+        for name, parameter in task.named_weights(part):
             parameter.requires_grad_(name not in self._frozen)
         for block in task.blocks(part):
             apply_activation_checkpointing(block, config.parallel.activation_checkpointing)
-        for piece in task.compiled(part, layout) if config.train.compile else ():
+        for piece in task.modules_to_compile(part, layout) if config.train.compile else ():
             piece.compile()
         if mesh is not None and layout.fsdp:
             over = mesh["dp_replicate", "dp_shard"] if layout.dp_replicate > 1 else mesh["dp_shard"]
             dtype, offload = DTYPES.get(config.train.precision), config.parallel.offload
-            groups = task.shard_groups(part)
+            groups = task.fsdp_groups(part)
             data_parallel.apply_fsdp(
                 part, groups, over, dtype, free_after_forward=layout.gathers_blocks, offload=offload
             )
         part.to_empty(device="cpu" if config.parallel.offload else self.world.device)
-        task.fill(part, self.world.device, self._draw and source is None)
+        task.init_weights(part, self.world.device, self._draw and source is None)
         if source is not None:
-            source.fill(task.weights(part))
+            source.fill(task.named_weights(part))
         return part
 
     # -- a step ------------------------------------------------------------------------------------------
@@ -175,15 +173,15 @@ class Engine:
         ranks; NaN where `hand()` was true on any rank (pipeline/resilience/stop.py), and `loss_again` has the loss
         then.
         """
-        if (entries := self.task.entries(batch)) is not None:
+        if (entries := self.task.count_loss_entries(batch)) is not None:
             dist.all_reduce(entries)
             self._entries = max(1, int(entries.item()) // self.layout.ranks_per_replica)
-        self.replicas.begin(step)
+        self.replica_sync.begin_step(step)
         with loss_parallel() if self._cut_logits else nullcontext():  # cross-entropy on logits that are cut
             run = self._run_pipeline if self._pipeline else self._accumulate
             self._loss = run(batch, step, enter)
         enter("reduce")
-        self.replicas.reduce()
+        self.replica_sync.reduce_gradients()
         loss = self._mean(self._loss * math.nan if hand() else self._loss)
         if self.layout.tp > 1:
             self._settle_gradients()
@@ -203,7 +201,7 @@ class Engine:
     def _accumulate(self, batch: Batch, step: int, enter: Callable[[str], None]) -> Tensor:
         """One micro-batch after another through the whole model; this rank's summed loss."""
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        micro_batches = self.task.micro_batches(batch, self.config.train.micro_batch)
+        micro_batches = self.task.split_micro_batches(batch, self.config.train.micro_batch)
         for micro, piece in enumerate(micro_batches):
             torch.manual_seed(compute_step_seed(self.config.run.seed, step, self._place, micro))
             with data_parallel.gradient_sync(self.model, self.layout, micro == len(micro_batches) - 1):
@@ -221,9 +219,11 @@ class Engine:
         assert self._pipeline is not None
         torch.manual_seed(compute_step_seed(self.config.run.seed, step, self._place, 0))
         enter("pipeline")
-        self._batch, inputs = batch, self.task.inputs(batch)
+        self._batch, inputs = batch, self.task.model_inputs(batch)
         rows = torch.arange(len(inputs[0]), device=self.world.device)
-        losses = self._pipeline.run(inputs, self.task.targets(batch), rows, self.task.borders(batch))
+        losses = self._pipeline.run_step(
+            inputs, self.task.loss_inputs(batch), rows, self.task.document_boundaries(batch)
+        )
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for loss in losses:
             total += full_tensor(loss.detach())
@@ -231,11 +231,11 @@ class Engine:
 
     def _loss_of(self, batch: Batch) -> Tensor:
         """Summed loss of the whole model."""
-        more = {**self.task.targets(batch), **self.task.borders(batch)}
-        return self.task.loss(self.model(*self.task.inputs(batch), **more), batch)
+        more = {**self.task.loss_inputs(batch), **self.task.document_boundaries(batch)}
+        return self.task.loss(self.model(*self.task.model_inputs(batch), **more), batch)
 
     def _weighted_loss(self, outputs: Any, rows_B: Tensor) -> Tensor:
-        return self.task.loss(outputs, self.task.rows(self._batch, rows_B)) * self._weight()
+        return self.task.loss(outputs, self.task.select_samples(self._batch, rows_B)) * self._weight()
 
     def _weight(self) -> float:
         """Factor of a micro-batch's summed loss before backward."""
@@ -261,7 +261,7 @@ class Engine:
             self.optimizer.clip_with_norm(limit, norm)
         elif limit is not None:
             nn.utils.clip_grads_with_norm_(parameters, limit, norm)
-        return self.replicas.together(norm)
+        return self.replica_sync.combine_norms(norm)
 
     def _norm(self, parameters: list[nn.Parameter]) -> Tensor:
         """Norm of the gradients of all ranks' parameters, each counted once: fp32, 0-d.
@@ -291,7 +291,7 @@ class Engine:
         if good:
             self.optimizer.step()
         data_parallel.clear_gradients(self.model, self.optimizer)
-        self.replicas.end(good)
+        self.replica_sync.end_step(good)
 
     def _fix_buckets(self) -> None:
         """Make DDP rebuild its gradient buckets now, not after the first step.
@@ -300,15 +300,15 @@ class Engine:
         more the sums are then taken in another order, and a resumed run differs from an undisturbed one in
         the last bits. One backward whose gradients are thrown away settles the buckets.
         """
-        self._loss_of(self.task.smallest(self.world.device)).backward()
+        self._loss_of(self.task.smallest_batch(self.world.device)).backward()
         data_parallel.clear_gradients(self.model, self.optimizer)
-        self.replicas.end(good=False)
+        self.replica_sync.end_step(is_applied=False)
 
     # -- tied embeddings on two stages -------------------------------------------------------------------
 
     def _tied_copy(self) -> nn.Parameter | None:
         """The output layer's copy of a tied embedding that lives in another stage; None where there is none here."""
-        if self._pipeline is None or not self.config.model.tie_word_embeddings or not self._pipeline.last:
+        if self._pipeline is None or not self.config.model.tie_word_embeddings or not self._pipeline.has_last_stage:
             return None
         return self.parts[-1].get_parameter(HEAD)
 
@@ -316,7 +316,7 @@ class Engine:
         """Give both copies of a tied embedding the sum of their gradients: updated alike, they stay equal."""
         if self._pipeline is None or not self.config.model.tie_word_embeddings or EMBEDDING in self._frozen:
             return
-        first, copy = self._pipeline.first, self._tied_copy()
+        first, copy = self._pipeline.has_first_stage, self._tied_copy()
         if first and copy is not None:  # a V shape: both ends are here
             embedding = self.parts[0].get_parameter(EMBEDDING)
             assert embedding.grad is not None and copy.grad is not None
@@ -340,7 +340,7 @@ class Engine:
             initialize_custom_state(self.optimizer)
             self._tried_out = True
         for part in self.parts:
-            for name, parameter in self.task.weights(part):
+            for name, parameter in self.task.named_weights(part):
                 if f"model.{name}" not in state:  # but for the second end of a V with tied embeddings
                     state[f"model.{name}"] = parameter.detach()
                     for key, value in self.optimizer.state.get(parameter, {}).items():
@@ -354,7 +354,7 @@ class Engine:
 
     def saved_state(self) -> tuple[StateDict, dict[str, Any]]:
         """What a checkpoint keeps: tensors, and what a restore must know of replicas that differ. All ranks call it."""
-        return self.replicas.saved(self.state()), self.replicas.describe()
+        return self.replica_sync.checkpoint_state(self.state()), self.replica_sync.describe_state()
 
     @torch.no_grad()
     def copy_weights(self, model: nn.Module, group: dist.ProcessGroup) -> None:
@@ -367,7 +367,7 @@ class Engine:
         if self.layout.pp > 1:  # each stage has its own: the first rank that has one sends it to all
             for rank, names in reversed(list(enumerate(all_gather_results(group, lambda: list(state))))):
                 owners |= dict.fromkeys(names, rank)
-        for name, parameter in self.task.weights(model):
+        for name, parameter in self.task.named_weights(model):
             key = f"model.{name}"
             if key in state:
                 values = full_tensor(state[key].to(self.world.device)).float().contiguous()
@@ -387,14 +387,14 @@ class Engine:
         words what of the replicas' own state is not as it was.
         """
         copy = self._tied_copy()
-        if copy is not None and self._pipeline is not None and self._pipeline.first:
+        if copy is not None and self._pipeline is not None and self._pipeline.has_first_stage:
             embedding = self.parts[0].get_parameter(EMBEDDING)
             copy.copy_(embedding)
             for key, value in self.optimizer.state.get(embedding, {}).items():
                 self.optimizer.state[copy][key].copy_(value)
         if read is not None:
-            self.replicas.restore(self.state(), kept or {}, read)
-        return _not_kept(kept or {}, self.replicas.describe())
+            self.replica_sync.restore_state(self.state(), kept or {}, read)
+        return _not_kept(kept or {}, self.replica_sync.describe_state())
 
 
 def _not_kept(kept: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:

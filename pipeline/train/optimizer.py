@@ -452,7 +452,7 @@ def find_frozen_names(patterns: Sequence[str], task: Task) -> set[str]:
     Raises UserError as `_matching` does.
     """
     whole = range(task.config.model.layers)
-    return _matching(patterns, [name for name, _ in task.weights(task.build(whole))]) if patterns else set()
+    return _matching(patterns, [name for name, _ in task.named_weights(task.build(whole))]) if patterns else set()
 
 
 def check_freeze(patterns: str, model: str) -> None:

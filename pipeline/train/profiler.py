@@ -61,16 +61,16 @@ class Profiler:
         self._clock = 0, 0
         self._step: record_function | None = None
         self._recorder: profile | None = None
-        if world.first:  # what an attempt did not survive is not done again
+        if world.is_rank0:  # what an attempt did not survive is not done again
             with suppress(OSError):
                 run.profile_taken_file.unlink()
 
     def ask(self) -> None:
         """There is a request: begin with the next step, or leave it to the next attempt."""
         asked: list[Any] = [0, None]
-        if self.world.first and self.clock.due(self._longest_s):
+        if self.world.is_rank0 and self.clock.due(self._longest_s):
             self.request.leave()
-        elif self.world.first:
+        elif self.world.is_rank0:
             asked = [1, None]
             with self._careful("the request"):  # an empty file asks for one step of all ranks
                 os.replace(self.request.file, self.run.profile_taken_file)
@@ -88,7 +88,7 @@ class Profiler:
         if not self._left and (every is None or step % every):
             return
         if broadcast_from_rank0(self.group, self.clock.due(self._longest_s)):  # its clock knows how long a save takes
-            if self._left == self._asked > 0 and self.world.first:
+            if self._left == self._asked > 0 and self.world.is_rank0:
                 with suppress(OSError):
                     os.replace(self.run.profile_taken_file, self.request.file)
                 self.request.leave()
@@ -132,7 +132,7 @@ class Profiler:
         self._left = max(0, self._left - 1)
         if self._left == 0:
             self._ranks = range(self.world.size)
-        if self.world.first:
+        if self.world.is_rank0:
             with self._careful("the folder"):
                 if known:
                     write_json(folder / "parts.json", known)
@@ -159,9 +159,9 @@ class Profiler:
         The shortest of some round trips counts: rank 0 read its clock within it (Cristian, "Probabilistic clock
         synchronization", Distributed Computing 3, 1989).
         """
-        trips, now = [(0, 0)] if self.world.first else [], torch.zeros(1, dtype=torch.int64)
+        trips, now = [(0, 0)] if self.world.is_rank0 else [], torch.zeros(1, dtype=torch.int64)
         for rank in [rank for rank in range(1, self.world.size) for _ in range(ROUND_TRIPS)]:
-            if self.world.first:
+            if self.world.is_rank0:
                 dist.recv(now, rank, group=self.group)
                 dist.send(now.fill_(time.time_ns()), rank, group=self.group)
             elif rank == self.world.rank:

@@ -13,7 +13,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -40,7 +40,7 @@ from pipeline.data.samples import MappedDataset, SampleDataset, TokenDataset
 from pipeline.data.verify_shards import verify_shards
 from pipeline.evaluate.evaluator import Evaluator
 from pipeline.evaluate.result import HELD_OUT_PREFIX, format_held_out, get_extra_metrics
-from pipeline.model.task import Batch, make_task
+from pipeline.model.task import Batch, DecoderTask, make_task
 from pipeline.parallel.mesh import check_warmup, describe_layout_identity, resolve_layout
 from pipeline.parallel.traffic import count_traffic
 from pipeline.publish.open_weights import open_weights
@@ -76,17 +76,18 @@ class Trainer:
         vocab = manifest.vocab_size if isinstance(manifest, Manifest) else None
         self.layout = resolve_layout(config, world.size, place.local_world_size, vocab)
         self.task = make_task(run, manifest)
-        # of one's own model nothing is known
-        counted = () if vocab is None else count_traffic(config, self.layout, self.task.vocab_size)
+        counted: Iterable[tuple[str, int, str]] = ()
+        if isinstance(self.task, DecoderTask):  # nothing is known about the shapes of a custom model
+            counted = count_traffic(config, self.layout, self.task.vocab_size)
         self.sent_bytes = {group: size for group, size, _ in counted}
         """What a rank sends in a step, by group, as `plan` counts."""
         own = config.optimizer.schedule == "own"
-        self.learning_rate = self.task.module.learning_rate if own else compute_learning_rate
+        self.learning_rate = self.task.user_module.learning_rate if own else compute_learning_rate
         self.clock = Deadline(flag, time_left(os.environ), config.recovery.grace_s)
         self.agreement = StopCoordinator(flag, groups.new_control_group(), self.clock)
         self.save_request = RequestFile(run.save_file)
         self.profiler = Profiler(run, self.layout, world, self.agreement)
-        if world.first:
+        if world.is_rank0:
             self.agreement.wants_save, self.agreement.wants_profile = self.save_request, self.profiler.request
         self.watchdog = watchdog or Watchdog(run, "train", place, flag)
         self.own = LocalComputeTimer(world.device)
@@ -127,7 +128,7 @@ class Trainer:
         self.start_step = self._restore(fresh)
         self.guard = self._make_guard()
         self.mixture = mixture_of(config, manifest, self.guard.left_out)
-        self.metrics = Metrics(run.metrics_file if world.first else None)
+        self.metrics = Metrics(run.metrics_file if world.is_rank0 else None)
         self._checkpoint_s = self._evaluate_s = 0.0
         self.startup_s: Mapping[str, float] = {}
         """What the start of rank 0 took, by part."""
@@ -160,7 +161,7 @@ class Trainer:
         engine.update(norm, good=bad is None)
         self.samples_consumed += config.train.global_batch
         line = {"step": step, "loss": loss, "grad_norm": norm, "lr": lr, "samples_consumed": self.samples_consumed}
-        line |= {self.task.unit: step * self.task.per_step, **self.meter.take()}
+        line |= {self.task.unit: step * self.task.units_per_step, **self.meter.take()}
         line |= measure_peak_memory(self.world.device)
         return line if bad is None else {**line, "skipped": bad}
 
@@ -196,7 +197,7 @@ class Trainer:
 
     def _loop(self, ready: Iterator[Batch], batches: Batches) -> ExitCode:
         steps, every = self.steps, self.config.checkpoint.every_steps
-        if self.world.first:
+        if self.world.is_rank0:
             how = {"communication": self.world.transport, "sent_bytes": self.sent_bytes}
             told = {key: value for key, value in how.items() if value} | measure_peak_memory(self.world.device)
             if self.mixture:
@@ -254,12 +255,12 @@ class Trainer:
     def _make_up(self) -> bool:
         """Look at held-out data after the restored step, where a stop came first; False where one comes again."""
         step, lacks = self.start_step, False
-        if self.evaluator is not None and step and self.world.first:
+        if self.evaluator is not None and step and self.world.is_rank0:
             line = last_object(self.run.metrics_file, lines.metric) or {}
             lacks = line.get("step") == step and f"{HELD_OUT_PREFIX}loss" not in line
         if self.evaluator is None or not groups.broadcast_from_rank0(self.agreement.group, lacks):
             return True
-        if (more := self._held_out(step)) and self.world.first:
+        if (more := self._held_out(step)) and self.world.is_rank0:
             self.run.event("held_out", "train", step=step, **more)  # first: who reads on takes the figures from it
             rewind(self.run.metrics_file, step, more)
             self.metrics = Metrics(self.run.metrics_file)  # it is a new file
@@ -275,7 +276,7 @@ class Trainer:
         if "skipped" in line:
             self._print(f"step {step} is left out: {line['skipped']}")
         elif step % self.config.train.log_every == 0 or step == 1:
-            speed = f"{self.task.per_step / seconds:,.0f} {self.task.unit}/s"
+            speed = f"{self.task.units_per_step / seconds:,.0f} {self.task.unit}/s"
             self._print(
                 f"step {step}/{self.steps}  loss {line['loss']:.4f}  grad norm {line['grad_norm']:.3f}  "
                 f"lr {line['lr']:.2e}  {speed}"
@@ -288,7 +289,7 @@ class Trainer:
             why_not = f"too late to save: a save takes {self.clock.save_s:.1f} s"
         elif self.guard.in_a_row:
             why_not = "in a row of bad steps, which may end in a return"
-        if self.world.first:
+        if self.world.is_rank0:
             self.run.event("stop_requested", "train", step=step, signal=self.agreement.reason)
             if why_not is not None:
                 self.run.event("save_skipped", "train", step=step, reason=why_not)
@@ -300,13 +301,13 @@ class Trainer:
         return ExitCode.STOPPED
 
     def _rates(self, step_s: float, data_wait_s: float) -> dict[str, Any]:
-        per_s = self.task.per_step / step_s
+        per_s = self.task.units_per_step / step_s
         values = {
             "time": round(time.time(), 3),
             "step_time_s": round(step_s, 6),
             "data_wait_s": round(data_wait_s, 6),
             f"{self.task.unit}_per_s": round(per_s, 1),
-            **({"tflops": round(per_s * self.task.flops / 1e12, 6)} if self.task.flops else {}),
+            **({"tflops": round(per_s * self.task.flops_per_unit / 1e12, 6)} if self.task.flops_per_unit else {}),
         }
         spent = {"checkpoint_s": self._checkpoint_s, "evaluate_s": self._evaluate_s, "profile_s": self.profiler.seconds}
         values |= {name: round(seconds, 6) for name, seconds in spent.items() if seconds}
@@ -330,7 +331,7 @@ class Trainer:
 
     def _refuse_gone(self) -> None:
         """Raise CheckpointError, on rank 0, where a training would begin anew because its checkpoints went away."""
-        if not self.world.first:
+        if not self.world.is_rank0:
             return
         if words := describe_missing_checkpoints(self.run):
             raise CheckpointError(words)
@@ -355,7 +356,7 @@ class Trainer:
                     f"the checkpoints in {self.run.checkpoints_dir} went away during the start; try again"
                 )
             self.engine.begin_anew()
-            if self.world.first and self.run.read_events("train", "saved", "restored"):
+            if self.world.is_rank0 and self.run.read_events("train", "saved", "restored"):
                 self.run.event("began_anew", "train")
         else:
             self.samples_consumed = int(manifest["samples_consumed"])
@@ -364,7 +365,7 @@ class Trainer:
             notes["versions"] = describe_version_changes(manifest["versions"], collect_versions())
             if manifest["extra"]["scaler"] and self.engine.scaler is not None:
                 self.engine.scaler.load(manifest["extra"]["scaler"])
-        if self.world.first:
+        if self.world.is_rank0:
             saves = [event.get("seconds") for event in self.run.read_events("train", "saved")]
             self.clock.save_s = next((seconds for seconds in reversed(saves) if seconds), 0.0)
             if words := lines.odd(self.run.metrics_file, lines.metric):
@@ -387,13 +388,13 @@ class Trainer:
         """The judge of bad numbers, from what rank 0 reads of the steps before."""
 
         def read() -> tuple[list[Any], list[Any]]:
-            if not self.world.first:
+            if not self.world.is_rank0:
                 return [], []
             metrics = select_recent_metrics(lines.read(self.run.metrics_file, lines.metric))
             return lines.read_all(self.run.decisions_file, lines.decision), metrics
 
         decisions, metrics = groups.all_gather_results(self.agreement.group, read)[0]
-        return BadStepGuard(self.run, decisions=decisions, metrics=metrics, writes=self.world.first)
+        return BadStepGuard(self.run, decisions=decisions, metrics=metrics, writes=self.world.is_rank0)
 
     def _log_saved(self, step: int, seconds: float) -> None:
         self.clock.save_s, self.clock.saving = max(self.clock.save_s, seconds), False
@@ -402,5 +403,5 @@ class Trainer:
         self._print(f"saved step {step} ({seconds:.2f} s)")
 
     def _print(self, text: str) -> None:
-        if self.world.first:
+        if self.world.is_rank0:
             print(text, flush=True)

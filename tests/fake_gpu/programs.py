@@ -19,8 +19,8 @@ from pipeline.comm import gpu_assignment, groups
 from pipeline.data.loader import Batches
 from pipeline.data.manifest import ShardEntry
 from pipeline.data.samples import TokenDataset
-from pipeline.model.task import Task
-from pipeline.parallel import compression
+from pipeline.model.task import DecoderTask
+from pipeline.parallel import replica_sync
 from pipeline.parallel.mesh import resolve_layout
 from pipeline.train.engine import Engine
 from pipeline.train.meter import measure_peak_memory
@@ -111,7 +111,7 @@ def draw() -> None:
     """The initial weights of a tiny model."""
     config, world = tiny_config(1), join()
     note("build")
-    Engine(config, resolve_layout(config, 1, 1, VOCAB), world, Task(config, VOCAB))
+    Engine(config, resolve_layout(config, 1, 1, VOCAB), world, DecoderTask(config, VOCAB))
     note(f"built {4 * VOCAB * config.model.dim}")
 
 
@@ -132,16 +132,16 @@ def powersgd(rank: str, port: str) -> None:
     config = tiny_config(2, parallel={"hook": {"kind": "powersgd", "rank": 2, "warmup_steps": 0}})
     here = place(int(rank), 2, int(port))
     world = groups.join_process_group(here, config)
-    engine = Engine(config, resolve_layout(config, 2, 2, VOCAB), world, Task(config, VOCAB))
+    engine = Engine(config, resolve_layout(config, 2, 2, VOCAB), world, DecoderTask(config, VOCAB))
     read: list[range] = []  # bytes
-    packed = compression._packed
+    packed = replica_sync._pack
 
     def noted(tensors: Any) -> torch.Tensor:
         made = packed(tensors)
         read.append(_bytes(made))
         return made
 
-    compression._packed = noted
+    replica_sync._pack = noted
     for step, batch in enumerate(batches(config)[:3], 1):
         read.clear()
         engine.backward({"tokens": batch.chunk(2)[here.rank].to(world.device)}, step)
@@ -157,7 +157,7 @@ def lean(chunk: str) -> None:
     low = {"precision": "bf16", "loss_chunk": int(chunk) or None, "global_batch": 64, "micro_batch": 64}
     config = tiny_config(1, train=low, optimizer={"state": {"moments": "bf16", "master": "none"}})
     device = (world := join()).device
-    engine = Engine(config, resolve_layout(config, 1, 1, LARGE), world, Task(config, LARGE))
+    engine = Engine(config, resolve_layout(config, 1, 1, LARGE), world, DecoderTask(config, LARGE))
     engine.state()
     for step, batch in enumerate(batches(config)[:3].to(device), 1):
         note("step")
@@ -174,7 +174,7 @@ def compiled(recompute: str) -> None:
     train = {"precision": "bf16", "compile": True}
     config = tiny_config(1, train=train, parallel={"activation_checkpointing": recompute})
     device = (world := join()).device
-    engine = Engine(config, resolve_layout(config, 1, 1, VOCAB), world, Task(config, VOCAB))
+    engine = Engine(config, resolve_layout(config, 1, 1, VOCAB), world, DecoderTask(config, VOCAB))
     for step, batch in enumerate(batches(config)[:2].to(device), 1):
         engine.backward({"tokens": batch}, step)
         engine.clip(1.0)
@@ -197,7 +197,7 @@ def attention() -> None:
     for precision, cudnn in (("bf16", True), ("fp16", True), ("fp32", True), ("bf16", False)):
         torch.backends.cuda.enable_cudnn_sdp(cudnn)
         config = tiny_config(1, train={"precision": precision}, model=model)
-        engine = Engine(config, resolve_layout(config, 1, 1, VOCAB), world, Task(config, VOCAB))
+        engine = Engine(config, resolve_layout(config, 1, 1, VOCAB), world, DecoderTask(config, VOCAB))
         with Noting():
             engine.backward({"tokens": batches(config)[0][:2].to(world.device)}, 1)
 

@@ -120,7 +120,7 @@ def plain_rank(place: RankInfo, path: Path, steps: int) -> list[tuple[float, flo
     module, task = facts.load(run.code_dir), make_task(run, manifest_of(run))
     assert str(module.__file__).startswith(str(run.code_dir)), "the run's own copy"
     model = task.build(range(config.model.layers)).to_empty(device="cpu")
-    task.fill(model, torch.device("cpu"))
+    task.init_weights(model, torch.device("cpu"))
     groups = [
         {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": config.optimizer.weight_decay},
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},

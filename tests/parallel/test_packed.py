@@ -16,7 +16,7 @@ from pipeline.config.sections import Config, ModelConfig
 from pipeline.data.manifest import BEGINS, LEARNED
 from pipeline.model.decoder import Decoder, cross_entropy_sum, init_weights
 from pipeline.model.rotary import PackedRotaryEmbedding, RotaryEmbedding
-from pipeline.model.task import Task
+from pipeline.model.task import DecoderTask
 from tests.support.layouts import VOCAB, tiny_config
 from tests.support.ranks import run_ranks
 
@@ -108,7 +108,7 @@ def packed_rank(where: RankInfo, configs: list[Config]) -> list[list[tuple[float
     results = []
     for config in configs:
         layout = resolve_layout(config, world.size, where.local_world_size, VOCAB)
-        engine = Engine(config, layout, world, Task(config, VOCAB, EOS))
+        engine = Engine(config, layout, world, DecoderTask(config, VOCAB, EOS))
         part, found = layout.coordinates(where.rank).dp, []
         for step, batch in enumerate(packed(config), 1):
             own = {name: array.chunk(layout.dp)[part] for name, array in batch.items()}
@@ -173,12 +173,12 @@ def test_who_sees_whom_and_where_positions_start(rows: list[list[bool]]) -> None
 def test_an_end_token_that_begins_the_next_document_stays_with_it() -> None:
     """Some tokenizers have one token for both: it stands once between two documents, and the next one sees it."""
     config = configured(1, TEXT)
-    task, model = Task(config, VOCAB, EOS, True), Decoder(config.model, VOCAB, config.data.sequence_length)
+    task, model = DecoderTask(config, VOCAB, EOS, True), Decoder(config.model, VOCAB, config.data.sequence_length)
     init_weights(model, config.run.seed, config.model.initializer_range)
     first, second = [EOS, 5, 6, 7], [EOS, 8, 9, 10, 11]
     batch = {"tokens": torch.tensor([[*first, *second, EOS]])}
     with torch.no_grad():
-        together = model(*task.inputs(batch), **task.borders(batch))[0]
+        together = model(*task.model_inputs(batch), **task.document_boundaries(batch))[0]
         alone = torch.cat([model(torch.tensor([one]))[0] for one in (first, second)])
     torch.testing.assert_close(together, alone)
-    assert task.entries(batch) is None and (task.next_tokens(batch) == batch["tokens"][:, 1:]).all()
+    assert task.count_loss_entries(batch) is None and (task.next_tokens(batch) == batch["tokens"][:, 1:]).all()

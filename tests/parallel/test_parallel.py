@@ -532,7 +532,7 @@ def gradients_rank(place: RankInfo, configs: list[Config]) -> list[dict[str, Any
             {"tokens": batches(config)[0].chunk(engine.layout.dp)[engine.layout.coordinates(place.rank).dp]}, 1
         )
         engine.clip(None)  # takes the scale of fp16 out
-        weights = [named for part in engine.parts for named in engine.task.weights(part)]
+        weights = [named for part in engine.parts for named in engine.task.named_weights(part)]
         whole = {name: w.grad.full_tensor() if config.parallel.zero else w.grad for name, w in weights}
         results.append({name: gradient.numpy() for name, gradient in whole.items()})
     return results

@@ -45,7 +45,7 @@ def engine_of(place: RankInfo, config: Config) -> Any:
     import torch.distributed as dist
 
     from pipeline.comm import groups
-    from pipeline.model.task import Task
+    from pipeline.model.task import DecoderTask
     from pipeline.parallel import data_parallel
     from pipeline.parallel.mesh import resolve_layout
     from pipeline.train.engine import Engine
@@ -57,7 +57,7 @@ def engine_of(place: RankInfo, config: Config) -> Any:
         whole = data_parallel.wrap_with_ddp
         data_parallel.wrap_with_ddp = lambda model, device, bucket_mb: whole(model, device, 0.02)  # type: ignore[arg-type]
     layout = resolve_layout(config, world.size, place.local_world_size, VOCAB)
-    return Engine(config, layout, world, Task(config, VOCAB))
+    return Engine(config, layout, world, DecoderTask(config, VOCAB))
 
 
 def plain(value: Any) -> Any:
@@ -81,7 +81,7 @@ def hooked_rank(place: RankInfo, config: Config) -> dict[str, Any]:
         assert limit is None or norm > limit
         engine.update(norm)
     state = {name: tensor.clone() for name, tensor in engine.state().items() if name.startswith("model.")}
-    return plain({"state": state, "reduced": reduced, "residual": getattr(engine.replicas, "residual", {})})
+    return plain({"state": state, "reduced": reduced, "residual": getattr(engine.replica_sync, "residual", {})})
 
 
 def reference_rank(place: RankInfo, config: Config, replicas: int) -> dict[str, Any]:
@@ -89,13 +89,15 @@ def reference_rank(place: RankInfo, config: Config, replicas: int) -> dict[str, 
     import torch
 
     from pipeline.model.decoder import cross_entropy_sum
-    from pipeline.parallel.compression import _draw
+    from pipeline.parallel.replica_sync import _sample_matrix
 
     alone = config.model_copy(update={"parallel": config_of(1).parallel})
     engine, hook = engine_of(place, alone), config.parallel.hook
     weights = dict(engine.parts[0].named_weights())
     residual = [{name: torch.zeros_like(p) for name, p in weights.items()} for _ in range(replicas)]
-    begin = {n: _draw(p[0].numel(), hook.rank, f"{config.run.seed}/{n}") for n, p in weights.items() if p.ndim > 1}
+    begin = {
+        n: _sample_matrix(p[0].numel(), hook.rank, f"{config.run.seed}/{n}") for n, p in weights.items() if p.ndim > 1
+    }
     reduced, means = [], []
     for step, batch in list(enumerate(batches(config), 1))[:STEPS]:
         gradients: list[dict[str, Any]] = []
@@ -183,10 +185,10 @@ def local_rank(place: RankInfo, config: Config) -> dict[str, Any]:
     """What one replica has after STEPS steps and would save; averages are taken in pieces."""
     import torch.distributed as dist
 
-    from pipeline.parallel import local_sgd
+    from pipeline.parallel import replica_sync
 
     engine, all_reduce = engine_of(place, config), dist.all_reduce
-    local_sgd.AT_ONCE = PIECE
+    replica_sync.MAX_REDUCED_ELEMENTS = PIECE
 
     def bounded(tensor: Any, *arguments: Any, **options: Any) -> Any:
         assert tensor.numel() <= PIECE
@@ -327,7 +329,7 @@ def kept_rank(place: RankInfo, config: Config, folder: Path, trained: int) -> di
         note = engine.loaded(manifest["extra"]["replicas"], partial(saver.read, first))
 
     def state() -> dict[str, Any]:
-        residual = getattr(engine.replicas, "residual", {})
+        residual = getattr(engine.replica_sync, "residual", {})
         return {n: t.clone() for n, t in (engine.state() | {f"residual.{n}": t for n, t in residual.items()}).items()}
 
     before = state()
@@ -437,7 +439,7 @@ def left_out_rank(place: RankInfo, config: Config) -> bool:
 
     engine = engine_of(place, config)
     for step, batch in list(enumerate(batches(config), 1))[:3]:
-        hook = engine.replicas
+        hook = engine.replica_sync
         before = {name: tensor.clone() for name, tensor in (hook.residual | hook.start).items()}
         if step == 3:
             with torch.no_grad():
@@ -460,16 +462,16 @@ def test_steps_that_are_left_out_leave_no_residual(kind: str) -> None:
 
 def held_rank(place: RankInfo, config: Config) -> tuple[int, int, int]:
     """What PowerSGD packed in one backward: how many tensors, how many are alive after it, and after the update."""
-    from pipeline.parallel import compression
+    from pipeline.parallel import replica_sync
 
-    engine, packed, made = engine_of(place, config), compression._packed, []
+    engine, packed, made = engine_of(place, config), replica_sync._pack, []
 
     def noted(tensors: Any) -> Any:
         one = packed(tensors)
         made.append(weakref.ref(one))
         return one
 
-    compression._packed = noted
+    replica_sync._pack = noted
     engine.backward({"tokens": batches(config)[0].chunk(place.world_size)[place.rank]}, 1)
     after = sum(one() is not None for one in made)
     engine.update(engine.clip(None).item())

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.config.sections import Config
 from pipeline.model.decoder import EMBEDDING, Decoder, cross_entropy_sum
-from pipeline.model.task import Task
+from pipeline.model.task import DecoderTask
 from pipeline.parallel.mesh import resolve_layout
 from pipeline.train.optimizer import find_frozen_names
 from planning import predict as predicting
@@ -72,7 +72,7 @@ def config_of(freeze: list[str], model: dict[str, Any], ranks: int = 1, **parall
 
 def counted(config: Config) -> list[Counted]:
     """Of one micro-batch, block by block, as pipeline stages send to each other what autograd wants."""
-    frozen, found = find_frozen_names(config.optimizer.freeze, Task(config, VOCAB)), []
+    frozen, found = find_frozen_names(config.optimizer.freeze, DecoderTask(config, VOCAB)), []
     parts = [Decoder(config.model, VOCAB, LENGTH, range(number, number + 1)) for number in range(LAYERS)]
     tokens, inputs, counts = torch.randint(VOCAB, (BATCH, LENGTH + 1)), [], []
     outputs: list[torch.Tensor] = []

@@ -20,7 +20,7 @@ from pipeline.config.read import load_config
 from pipeline.config.sections import Config
 from pipeline.model.activation_checkpointing import apply_activation_checkpointing
 from pipeline.model.decoder import Decoder
-from pipeline.model.task import Task
+from pipeline.model.task import DecoderTask
 from pipeline.parallel.mesh import resolve_layout
 from planning.memory import estimate_memory
 from planning.plan import describe_plan
@@ -78,7 +78,7 @@ def test_the_peak_of_a_step_is_estimated(kind: str, chunk: str) -> None:
     more += ["train.global_batch=4", f"train.loss_chunk={chunk}"]
     config = load_config(ROOT / "configs/lm-8b.yaml", more)
     vocab, length = config.data.tokenizer.vocab_size, config.data.sequence_length
-    task = Task(config, vocab)
+    task = DecoderTask(config, vocab)
     with FakeTensorMode():
         model = Decoder(config.model, vocab, length)
         assert model.lm_head is not None
@@ -92,7 +92,7 @@ def test_the_peak_of_a_step_is_estimated(kind: str, chunk: str) -> None:
         tracker = MemTracker()
         tracker.track_external(model)
         with tracker:
-            task.loss(model(*task.inputs(batch), **task.targets(batch)), batch).backward()
+            task.loss(model(*task.model_inputs(batch), **task.loss_inputs(batch)), batch).backward()
     (peak,) = tracker.get_tracker_snapshot("peak").values()
     found = estimate_memory(
         config, resolve_layout(config), 0, vocab, rank_actions(resolve_layout(config))[0], on_cpu=True

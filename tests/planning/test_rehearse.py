@@ -39,7 +39,7 @@ def real_rank(place: RankInfo, configs: list[Config]) -> list[Found]:
     import torch
 
     from pipeline.comm import groups
-    from pipeline.model.task import Task
+    from pipeline.model.task import DecoderTask
     from pipeline.parallel.mesh import resolve_layout
     from pipeline.train.engine import Engine
     from planning.rehearse import TensorAccount, account_step
@@ -63,7 +63,7 @@ def real_rank(place: RankInfo, configs: list[Config]) -> list[Found]:
     for config in configs:
         layout = resolve_layout(config, world.size, place.local_world_size, VOCAB)
         with WithoutGloos() as account:
-            engine = Engine(config, layout, world, Task(config, VOCAB))
+            engine = Engine(config, layout, world, DecoderTask(config, VOCAB))
             own = batches(config)[0].chunk(layout.dp)[layout.coordinates(place.rank).dp].clone()
             for step in (1, 2):
                 with Sent() as sent:

@@ -90,10 +90,10 @@ def first_step(engine: Any, where: RankInfo) -> tuple[Any, Arrays]:
     batch = batches(engine.config)
     engine.backward({"tokens": batch[0].chunk(engine.layout.dp)[part]}, 1)
     task.loss = loss
-    named = [each for piece in engine.parts for each in task.weights(piece)]
+    named = [each for piece in engine.parts for each in task.named_weights(piece)]
     gradients = {name: full_tensor(parameter.grad).numpy().copy() for name, parameter in named}
     engine.optimizer.zero_grad(set_to_none=True)
-    engine.replicas.end(good=False)
+    engine.replica_sync.end_step(is_applied=False)
     rows = len(batch[0]) // engine.layout.dp  # a pipeline tries one micro-batch out before
     return torch.cat(seen)[-rows:].numpy() if seen else None, gradients
 
@@ -107,7 +107,7 @@ def start_rank(where: RankInfo, path: Path, configs: list[Config]) -> list[tuple
     """Losses and gradient norms of each config in turn, how many numbers this rank read of its folder, and what
     `first_step` says."""
     from pipeline.comm import groups
-    from pipeline.model.task import Task
+    from pipeline.model.task import DecoderTask
     from pipeline.parallel.mesh import resolve_layout
     from pipeline.publish import open_weights as module
     from pipeline.train.engine import Engine
@@ -116,7 +116,7 @@ def start_rank(where: RankInfo, path: Path, configs: list[Config]) -> list[tuple
     world = groups.join_process_group(where, configs[0])
     opened, results = module.safe_open, []
     for config in configs:
-        layout, task, read = resolve_layout(config, world.size, where.local_world_size), Task(config, VOCAB), [0]
+        layout, task, read = resolve_layout(config, world.size, where.local_world_size), DecoderTask(config, VOCAB), [0]
         source = module.open_weights(Run(path, config), task, groups.new_control_group())
 
         class Counting:
@@ -205,14 +205,14 @@ def test_ten_steps_are_those_of_transformers_on_every_layout(tmp_path: Path, fam
 def refused_rank(where: RankInfo, path: Path, configs: list[Config]) -> list[str]:
     """What opening the folder of each config says."""
     from pipeline.comm import groups
-    from pipeline.model.task import Task
+    from pipeline.model.task import DecoderTask
     from pipeline.publish.open_weights import open_weights
 
     groups.join_process_group(where, configs[0])
     told = []
     for config in configs:
         try:
-            open_weights(Run(path, config), Task(config, VOCAB), groups.new_control_group())
+            open_weights(Run(path, config), DecoderTask(config, VOCAB), groups.new_control_group())
         except UserError as error:
             told.append(str(error))
         else:
@@ -351,7 +351,7 @@ def memory_rank(where: RankInfo, path: Path, configs: list[Config]) -> dict[str,
     from benchmarks.convert import measured
     from pipeline.comm import groups
     from pipeline.model.decoder import local_tensor
-    from pipeline.model.task import Task
+    from pipeline.model.task import DecoderTask
     from pipeline.parallel.mesh import resolve_layout
     from pipeline.publish.open_weights import open_weights
     from pipeline.train.engine import Engine
@@ -359,7 +359,7 @@ def memory_rank(where: RankInfo, path: Path, configs: list[Config]) -> dict[str,
     results: dict[str, float] = {}
     world = groups.join_process_group(where, configs[0])
     for config in configs:
-        task, layout = Task(config, VOCAB), resolve_layout(config, world.size, where.local_world_size)
+        task, layout = DecoderTask(config, VOCAB), resolve_layout(config, world.size, where.local_world_size)
         with measured(results, "import"):
             source = open_weights(Run(path, config), task, groups.new_control_group())
             engine = Engine(config, layout, world, task, source=source)

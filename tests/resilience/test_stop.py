@@ -65,7 +65,7 @@ def test_all_ranks_know_what_any_of_them_knew() -> None:
 def hand_rank(place: RankInfo, configs: list[Config]) -> list[list[tuple[float, float, float]]]:
     """For each config and each of HANDS: the loss of a step with those hands up, the loss again, and the norm."""
     from pipeline.comm import groups
-    from pipeline.model.task import Task
+    from pipeline.model.task import DecoderTask
     from pipeline.parallel.mesh import resolve_layout
     from pipeline.train.engine import Engine
     from tests.support.layouts import VOCAB, batches
@@ -74,7 +74,7 @@ def hand_rank(place: RankInfo, configs: list[Config]) -> list[list[tuple[float, 
     found: list[list[tuple[float, float, float]]] = []
     for config in configs:
         layout = resolve_layout(config, world.size, place.local_world_size, VOCAB)
-        engine = Engine(config, layout, world, Task(config, VOCAB))
+        engine = Engine(config, layout, world, DecoderTask(config, VOCAB))
         mine = {"tokens": batches(config)[0].chunk(layout.dp)[layout.coordinates(place.rank).dp]}
         found.append([])
         for up in HANDS:

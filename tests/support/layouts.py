@@ -38,12 +38,12 @@ def train(
     place: RankInfo, config: Config, world: Any, steps: int = STEPS, vocab: int = VOCAB
 ) -> tuple[Any, list[tuple[float, float]]]:
     """The engine after `steps` steps, and each step's loss and gradient norm."""
-    from pipeline.model.task import Task
+    from pipeline.model.task import DecoderTask
     from pipeline.parallel.mesh import resolve_layout
     from pipeline.train.engine import Engine
 
     layout = resolve_layout(config, world.size, place.local_world_size, vocab)
-    engine = Engine(config, layout, world, Task(config, vocab))
+    engine = Engine(config, layout, world, DecoderTask(config, vocab))
     return engine, train_on(engine, place, 0, steps)
 
 

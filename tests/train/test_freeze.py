@@ -12,7 +12,7 @@ from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import UserError
 from pipeline.config.sections import Config
 from pipeline.model.decoder import Decoder, cross_entropy_sum, full_tensor, init_weights
-from pipeline.model.task import Task
+from pipeline.model.task import DecoderTask
 from pipeline.train.optimizer import check_freeze, find_frozen_names
 from tests.support.layouts import STEPS, VOCAB, batches, move_rank, tiny_config, train, train_rank
 from tests.support.ranks import run_ranks
@@ -57,7 +57,9 @@ def weights_rank(where: RankInfo, configs: list[Config]) -> list[tuple[Any, dict
     for config in configs:
         engine, losses = train(where, config, world)
         weights = {
-            name: full_tensor(p.detach()).numpy() for part in engine.parts for name, p in engine.task.weights(part)
+            name: full_tensor(p.detach()).numpy()
+            for part in engine.parts
+            for name, p in engine.task.named_weights(part)
         }
         found.append((losses, weights, list(engine.state())))
     return found
@@ -84,7 +86,7 @@ def test_the_others_move_as_if_they_were_alone(cases: list[dict[str, Any]]) -> N
     configs = [config(2, HALF, **case) for case in cases]
     results = run_ranks(2, weights_rank, configs, timeout=600)
     for number, one in enumerate(configs):
-        frozen = find_frozen_names(HALF, Task(one, VOCAB))
+        frozen = find_frozen_names(HALF, DecoderTask(one, VOCAB))
         assert len(frozen) > 0
         expected, weights = plain(one, frozen)
         start = Decoder(one.model, VOCAB, 16)
@@ -143,7 +145,7 @@ def test_patterns_that_fit_nothing_are_refused() -> None:
         (["*"], "all parameters match"),
     ):
         with pytest.raises(UserError, match=match):
-            find_frozen_names(patterns, Task(tied, VOCAB))
+            find_frozen_names(patterns, DecoderTask(tied, VOCAB))
     with pytest.raises(UserError, match="matches no parameter"):
         check_freeze('["nothing"]', tied.model.model_dump_json())
     check_freeze('["*norm*"]', tied.model.model_dump_json())

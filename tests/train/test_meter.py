@@ -29,12 +29,12 @@ def join(place: RankInfo, config: Config) -> Any:
 
 def second_step(place: RankInfo, config: Config, world: Any, enter: Callable[[str], None], around: Any) -> Any:
     """Train two steps, the second one inside `around`, with a meter on: its line, and how long it took."""
-    from pipeline.model.task import Task
+    from pipeline.model.task import DecoderTask
     from pipeline.train.engine import Engine
     from pipeline.train.meter import ExposedCommMeter
 
     layout = resolve_layout(config, world.size, place.local_world_size, VOCAB)
-    engine = Engine(config, layout, world, Task(config, VOCAB))
+    engine = Engine(config, layout, world, DecoderTask(config, VOCAB))
     meter = ExposedCommMeter(engine.model, world)
 
     def train(step: int, batch: Any, enter: Callable[[str], None]) -> None:
