@@ -1,22 +1,23 @@
-# make run       set up and run the quickstart from documents to an evaluated model
-# make test      what everybody runs before a commit (make check is part of it)
-# make test-cluster  the stories: whole runs, most on a real Slurm (root, Debian); a change lands when both have passed
-# make install   set up .venv only
-# make check     ruff and mypy         make format    let ruff format
-# make cluster   a Slurm of four nodes on this machine to try things on (root, Debian); make cluster-down ends it
-# make count     lines and files by package, config keys, commands
-# make generated write what is generated from the config's sections (configs/schema.json)
-# make test-long the full matrices (lm-eval in .venv-lm-eval, which it sets up), after them test-mpich, test-debian13: hours
-# make bench     the benchmarks, tables under benchmarks/results/
-# make test-gpu-fake  what CUDA code does on a GPU that is not there (tests/fake_gpu), in .venv-cuda, which it sets up
-#                     (5 GB), or with CUDA_PYTHON=…/bin/python, where that has a CUDA build of torch already
-# make test-mpich    the tests of the MPI backend with MPICH instead of Open MPI, in .venv-mpich, which it sets up
-# make test-debian13  the tests on the Slurm cluster under Slurm 24.11, in a Debian 13 of its own (root, network, 1.4 GB)
+# make run            set up .venv and run the quickstart, from documents to an evaluated model
+# make test           run before each commit: make check, unit tests, one story
+# make test-cluster   whole runs, most on a real Slurm (root, Debian); a change lands when this and make test pass
+# make test-long      the full matrices, then test-mpich and test-debian13; takes hours
+# make install        set up .venv only
+# make check          ruff and mypy
+# make format         let ruff format
+# make generated      write files that are generated from the config's sections (configs/schema.json)
+# make cluster        start a Slurm of four nodes on this machine to try things (root, Debian); make cluster-down ends it
+# make count          count lines and files by package, config keys, commands
+# make bench          run the benchmarks; tables in benchmarks/results/
+# make test-gpu-fake  test CUDA code on a fake GPU (tests/fake_gpu) in .venv-cuda (5 GB), or with CUDA_PYTHON=…/bin/python
+#                     if it has a CUDA build of torch
+# make test-mpich     the tests of the MPI backend with MPICH instead of Open MPI, in .venv-mpich
+# make test-debian13  the cluster tests with Slurm 24.11 in a Debian 13 (root, network, 1.4 GB)
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# what builds our own package is pinned, too: by PIP_CONSTRAINT up to pip 25.2, later by PIP_BUILD_CONSTRAINT
+# Build dependencies are pinned too: by PIP_CONSTRAINT up to pip 25.2, later by PIP_BUILD_CONSTRAINT.
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_CONSTRAINT=$(CURDIR)/constraints.txt \
 	PIP_BUILD_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/pip install --quiet
 CONFIG ?= configs/quickstart.yaml
@@ -53,7 +54,7 @@ format: $(VENV)/.tests
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# four files at a time on two cores: many tests mostly wait
+# Four files at a time on two cores, because many tests mostly wait.
 PYTEST := $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 test: check
 	$(PYTEST)
@@ -72,7 +73,7 @@ test-gpu-fake: $(VENV)/.tests $(if $(CUDA_PYTHON),,.venv-cuda/.installed)
 test-mpich: check .venv-mpich/.installed
 	.venv-mpich/bin/python -m pytest -m "not gpu_fake" tests/mpi tests/slurm/supervise/test_mpi_launch.py
 
-# what .venv has, but for the MPI: a Python finds the mpirun beside it, and mpi4py the library; or lm-eval beside it
+# These environments add one package to .venv: another MPI (found beside the Python), or lm-eval.
 .venv-mpich/.installed: INSTALL = --no-deps mpich==5.0.2
 .venv-lm-eval/.installed: INSTALL = -c constraints.txt lm-eval[hf]==0.4.13
 .venv-mpich/.installed .venv-lm-eval/.installed: $(VENV)/.tests
@@ -82,7 +83,7 @@ test-mpich: check .venv-mpich/.installed
 	PIP_DISABLE_PIP_VERSION_CHECK=1 $(@D)/bin/pip install --quiet $(INSTALL)
 	touch $@
 
-# the oldest torch that is allowed, from the index that has its CUDA build
+# The oldest supported torch, from the index that has its CUDA build.
 .venv-cuda/.installed: setup.cfg
 	$(PYTHON) -m venv .venv-cuda
 	PIP_DISABLE_PIP_VERSION_CHECK=1 .venv-cuda/bin/pip install --quiet torch==2.11.0 -e '.[mpi]'
@@ -103,9 +104,9 @@ bench: $(VENV)/.tests
 	$(BIN)/python -m benchmarks.comm
 	$(BIN)/python -m benchmarks.convergence
 	$(BIN)/python -m benchmarks.convergence states
-	$(BIN)/python -m benchmarks.convert # takes 26 GB of disk for a while
+	$(BIN)/python -m benchmarks.convert # needs 26 GB of disk while it runs
 	$(BIN)/python -m benchmarks.seeing
-	$(BIN)/python -m benchmarks.recovery # root and Slurm, so it comes last
+	$(BIN)/python -m benchmarks.recovery # needs root and Slurm, so it runs last
 
 cluster: $(VENV)/.tests
 	.ci/install-packages
