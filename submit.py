@@ -31,7 +31,7 @@ try:
     from cli.main import HELP, SubmitByDefault
     from pipeline.base.console import PlainConsole
     from pipeline.base.errors import ExitCode, UserError, format_error, printable, storage_error
-    from slurm.submit.executor import Executor, choose
+    from slurm.submit.executor import Executor, choose_executor
 
     if lacking := [name for name in ("pydantic", "submitit", "yaml") if find_spec(name) is None]:
         raise ImportError(f"No module named {lacking[0]!r}")
@@ -95,14 +95,14 @@ def submit(
     from cli.submission_checks import check_submission, inputs, note_oversubscription
     from pipeline.config.read import load_config
     from pipeline.run.directory import Run
-    from slurm.query.run_jobs import running, uses_slurm
+    from slurm.query.run_jobs import list_running_work, uses_slurm
 
     if (config / "config.yaml").is_file():
         raise UserError(f"{config} is a run, not a config; to go on with it: {command('resume', str(config))}")
     loaded = load_config(config, overrides or ())
     known, chosen = Run(loaded.run.root / loaded.run.name), executor
     if executor != "slurm" or not dry_run:  # a dry run for Slurm needs none
-        chosen = choose(executor, known if known.config_file.exists() and uses_slurm(known) else None)
+        chosen = choose_executor(executor, known if known.config_file.exists() and uses_slurm(known) else None)
     rehearsed = check_submission(loaded, chosen == "slurm")
     if dry_run:
         from cli.dry_run import print_plan
@@ -119,14 +119,14 @@ def submit(
         raise UserError("--scripts and --machine go with --dry-run")
     corrections = rehearsed.corrections
     if corrections:
-        known.check_not_running(running(known))
+        known.check_not_running(list_running_work(known))
     run = Run.create(loaded)
     if corrections:
-        from slurm.submit.chain import begin_anew
+        from slurm.submit.chain import reset_for_resume
 
         for key, words in corrections.items():
             console.print(f"corrected {key}: {words}", soft_wrap=True)
-        begin_anew(run, asked_anew=True)
+        reset_for_resume(run, asked_anew=True)
     run.code_notes = rehearsed.code_notes
     _go(run, chosen, again=bool(corrections))
 
@@ -147,20 +147,20 @@ def resume(
     run.root, train.log_every, train.profile_every, and enlarge train.steps; before a training has saved, any key."""
     from cli.submission_checks import check_jobs
     from pipeline.run.points import make_points
-    from slurm.query.run_jobs import running
-    from slurm.submit.chain import begin_anew
+    from slurm.query.run_jobs import list_running_work
+    from slurm.submit.chain import reset_for_resume
 
     if scripts and not dry_run:
         raise UserError("--scripts goes with --dry-run")
     opened = _open(run)
     opened.check_owner()
-    chosen = choose(executor, opened)
+    chosen = choose_executor(executor, opened)
     asked_anew = any(not change.startswith(("recovery.", "goodput.")) for change in overrides or ())
     with (
         nullcontext() if dry_run else opened.lock_exclusively()
     ):  # two at once: the second finds what the first one changed
         if asked_anew or update_code:
-            opened.check_not_running(running(opened))
+            opened.check_not_running(list_running_work(opened))
         if update_code:
             opened.code_notes = opened.check_model_code()
         if dry_run:
@@ -172,7 +172,7 @@ def resume(
             check_jobs(opened.with_config(opened.preview_overrides(overrides or [], update_code)))
         for one in (opened, *make_points(opened)):
             one.apply_overrides(overrides or [], update_code)
-        begin_anew(opened, asked_anew=asked_anew)
+        reset_for_resume(opened, asked_anew=asked_anew)
         if update_code:
             opened.copy_code()
             opened.event("code_updated", commit=opened.commit)
@@ -198,9 +198,9 @@ def _go(run: Run, executor: Executor, *, again: bool) -> None:
             submit_chain(run, console, again=again)
         return
     from slurm.query.status import describe_outcome
-    from slurm.submit.local_runner import run_chain
+    from slurm.submit.local_runner import run_chain_locally
 
-    code = run_chain(run, console)
+    code = run_chain_locally(run, console)
     if code == ExitCode.DONE:
         console.print(describe_outcome(run), soft_wrap=True)
     raise typer.Exit(code)

@@ -31,7 +31,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import file_system_type
 from pipeline.base.ownership import unsafe_ancestors
 from pipeline.config.site import SiteConfig
-from slurm.query.job_states import call, fields, parse_config
+from slurm.query.job_states import parse_key_values, parse_slurm_config, run_slurm_command
 from slurm.query.slurm_messages import SRUN_ERROR
 
 NETWORK_FILE_SYSTEMS = {
@@ -74,7 +74,7 @@ class Facts:
 
 def parse_partitions(text: str) -> list[dict[str, str]]:
     """`scontrol --oneliner show partition`: names and values of each line."""
-    return [found for line in text.splitlines() if "PartitionName" in (found := fields(line))]
+    return [found for line in text.splitlines() if "PartitionName" in (found := parse_key_values(line))]
 
 
 def parse_gres(text: str) -> dict[str, str]:
@@ -169,7 +169,7 @@ def this_machine() -> Iterator[Finding]:
     # the one beside this Python comes first, as slurm/supervise/mpi_launch.py has it
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
     if mpirun := shutil.which("mpirun", path=path):
-        version = (call(mpirun, "--version") or "it does not say its version").splitlines()[0]
+        version = (run_slurm_command(mpirun, "--version") or "it does not say its version").splitlines()[0]
         yield Finding("MPI", f"{version}: {mpirun}", "parallel.backend: mpi can be used")
     else:
         yield Finding("MPI", "no mpirun", "only parallel.backend: mpi needs one: pip install -e '.[mpi]'")
@@ -177,7 +177,7 @@ def this_machine() -> Iterator[Finding]:
 
 def _torch() -> Iterator[Finding]:
     """torch and the GPUs that it sees."""
-    told = call(sys.executable, "-c", _ASK_TORCH, timeout_s=2 * _CHECK_S)
+    told = run_slurm_command(sys.executable, "-c", _ASK_TORCH, timeout_s=2 * _CHECK_S)
     if told is None:
         meaning = f"`{sys.executable} -c 'import torch'` says why: nothing can be trained with it"
         yield Finding("torch", f"not importable within {2 * _CHECK_S} s", meaning, "problem")
@@ -256,16 +256,19 @@ def examine(folder: Path, check_nodes: bool, site: SiteConfig) -> list[Finding]:
         raise UserError(f"{folder} is no folder; name the one that will hold the runs (run.root)")
     folder = folder.resolve()
     kind = file_system_type(folder)
-    if (config := call("scontrol", "show", "config")) is None:
+    if (config := run_slurm_command("scontrol", "show", "config")) is None:
         meaning = "runs use this machine (--executor local); on a cluster, ask doctor on a login node"
         lacks = Finding("Slurm", "no scontrol on PATH", meaning, "note")
         if shutil.which("scontrol"):
             meaning = "`scontrol show config` fails: the controller is down, or this machine may not ask it"
             lacks = Finding("Slurm", "no answer", meaning, "problem")
         return [lacks, *this_machine(), *file_system(folder, 0, kind, None), *folders_above(folder)]
-    partitions = parse_partitions(call("scontrol", "--oneliner", "show", "partition") or "")
-    gres, mpi = call("sinfo", "--noheader", "--format=%R|%G") or "", call("srun", "--mpi=list") or ""
-    facts = Facts(parse_config(config), partitions, parse_gres(gres), parse_mpi(mpi))
+    partitions = parse_partitions(run_slurm_command("scontrol", "--oneliner", "show", "partition") or "")
+    gres, mpi = (
+        run_slurm_command("sinfo", "--noheader", "--format=%R|%G") or "",
+        run_slurm_command("srun", "--mpi=list") or "",
+    )
+    facts = Facts(parse_slurm_config(config), partitions, parse_gres(gres), parse_mpi(mpi))
     nodes = max((number(partition, "TotalNodes") for partition in partitions), default=0)
     unseen, refused = seen_by_nodes(folder, nodes, site) if check_nodes and nodes else (None, "")
     findings = [*judge(facts), *file_system(folder, nodes, kind, unseen), *folders_above(folder)]

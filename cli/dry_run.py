@@ -30,9 +30,9 @@ from pipeline.run import stages
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
 from planning.memory_check import check_memory
-from slurm.query.job_states import slurm_answers
+from slurm.query.job_states import is_slurm_responding
 from slurm.submit.executor import Executor
-from slurm.submit.sbatch import script
+from slurm.submit.sbatch import render_batch_script
 
 _MOST_POINTS = 3
 """Points of a sweep that are shown."""
@@ -104,7 +104,11 @@ def print_plan(
         return
     below = ["", "# ---- config, resolved", dump_config(config).rstrip()]
     for job in jobs if on_slurm else ():
-        below += ["", f"# ---- on Slurm: {job.heading}", script(run, config, job.stage, job.tasks).rstrip()]
+        below += [
+            "",
+            f"# ---- on Slurm: {job.heading}",
+            render_batch_script(run, config, job.stage, job.tasks).rstrip(),
+        ]
     if not on_slurm:
         below += ["", "no sbatch scripts, because no job goes to Slurm: --executor slurm prints them"]
     console.print("\n".join(below), soft_wrap=True)
@@ -137,7 +141,7 @@ def _done(run: Run) -> Iterator[str]:
 def _no_controller() -> Iterator[str]:
     """Yield why jobs could not be submitted from here now, if they could not."""
     try:
-        if not slurm_answers():
+        if not is_slurm_responding():
             yield "submitting would be refused here: no Slurm controller answers (scontrol ping)"
     except UserError as error:
         yield f"submitting would be refused now: {error}"

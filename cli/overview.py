@@ -16,7 +16,7 @@ from pipeline.base.command import command
 from pipeline.base.errors import UserError, storage_error
 from pipeline.run.directory import Run
 from pipeline.run.points import points
-from slurm.query.run_jobs import Submitted, jobs_of, uses_slurm
+from slurm.query.run_jobs import SubmittedJob, find_run_jobs, uses_slurm
 from slurm.query.status import StageStatus, StatusPoller, build_table
 
 
@@ -35,7 +35,7 @@ def print_runs(root: Path, console: Console) -> None:
         except (UserError, OSError) as error:
             broken.append(Text(f"{folder} cannot be read: {storage_error(error) or error}", style="red"))
     asked = [run for run, rows in found.items() if uses_slurm(run) and any(row.state != "done" for row in rows)]
-    jobs = jobs_of([one for run in asked for one in (run, *points(run))])
+    jobs = find_run_jobs([one for run in asked for one in (run, *points(run))])
     found |= {run: _rows(run, jobs) for run in asked}
     cells = [_cells(run, found[run]) for run in sorted(found, key=_changed)]
     if cells:
@@ -56,7 +56,7 @@ def _folders(root: Path) -> list[Path]:
         return []
 
 
-def _rows(run: Run, jobs: Sequence[Submitted]) -> list[StageStatus]:
+def _rows(run: Run, jobs: Sequence[SubmittedJob]) -> list[StageStatus]:
     """Its stages, and of a sweep a row for each point."""
     poller = StatusPoller(run)
     return [*poller.statuses_from(jobs), *poller.point_statuses]

@@ -20,7 +20,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import read_json, replacing, write_json
 from pipeline.run.directory import Run
 from pipeline.train.step_trace import average_ranks, describe_parts
-from slurm.query.run_jobs import running
+from slurm.query.run_jobs import list_running_work
 
 LOOK_S = 5.0
 """How often it is looked whether the training still runs."""
@@ -77,7 +77,7 @@ def _profiled(run: Run) -> list[Path]:
 
 
 def _need_training(run: Run) -> None:
-    if not any(name.startswith("train") for name in running(run)):
+    if not any(name.startswith("train") for name in list_running_work(run)):
         raise UserError(f"{run.name} is not training now; --steps 0 shows what was profiled before")
 
 

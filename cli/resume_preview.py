@@ -19,12 +19,12 @@ from pipeline.run import stages
 from pipeline.run.changes import differences
 from pipeline.run.directory import Run
 from pipeline.run.points import points
-from slurm.query.job_states import must_answer
-from slurm.query.run_jobs import Submitted, jobs_of
+from slurm.query.job_states import require_response
+from slurm.query.run_jobs import SubmittedJob, find_run_jobs
 from slurm.submit.chain import Chain
 from slurm.submit.executor import Executor
 from slurm.submit.limits import check_limits
-from slurm.submit.sbatch import script
+from slurm.submit.sbatch import render_batch_script
 
 
 class PreviewChain(Chain):
@@ -37,16 +37,16 @@ class PreviewChain(Chain):
         self.submitted: list[tuple[str, int]] = []
         """Stage and number of tasks of each job that would be submitted."""
 
-    def _find_jobs(self) -> list[Submitted]:
-        known = jobs_of((self.run, *self.points))
-        must_answer(job.state for job in known)
+    def _find_jobs(self) -> list[SubmittedJob]:
+        known = find_run_jobs((self.run, *self.points))
+        require_response(job.state for job in known)
         if not self.replaces_waiting:
             return known
         waiting = [job for job in known if job.state.state == "PENDING"]
         self._cancel(waiting)
         return [replace(job, state=replace(job.state, state="CANCELLED")) if job in waiting else job for job in known]
 
-    def _cancel(self, jobs: Sequence[Submitted]) -> None:
+    def _cancel(self, jobs: Sequence[SubmittedJob]) -> None:
         for job in jobs:
             self.say(f"{job.stage:9} job {job.job_id} would be cancelled")
 
@@ -108,7 +108,7 @@ def print_resume(
         say("", *describe_stages(shown, len(found), True, dict(chain.submitted)))
         for stage, tasks in dict.fromkeys(chain.submitted) if scripts else ():
             heading = f"{stage}, {tasks} tasks" if tasks > 1 else stage
-            say("", f"# ---- on Slurm: {heading}", script(changed, shown, stage, tasks).rstrip())
+            say("", f"# ---- on Slurm: {heading}", render_batch_script(changed, shown, stage, tasks).rstrip())
     else:
         say("", "# ---- what would run here")
         for one, names in [(changed, stages.own_stages(changed)), *((one, stages.point_stages()) for one in found)]:

@@ -19,8 +19,8 @@ from pipeline.run import stages
 from pipeline.run.directory import Run
 from planning.memory_check import memory_warnings
 from slurm.query.capacity import check_capacity
-from slurm.query.site_variables import refuse_unready
-from slurm.query.stop_causes import EARLY_S
+from slurm.query.site_variables import check_job_environment
+from slurm.query.stop_causes import SIGNAL_EARLY_S
 from slurm.submit.executor import Executor
 from tracking.tracker import check_tracker_packages
 
@@ -49,21 +49,21 @@ def check_submission(config: Config, on_slurm: bool) -> Run:
 def check_jobs(run: Run) -> None:
     """Raise UserError if a job of the run, made or not, cannot be written, lacks something of this shell's, or asks for
     more than any node has."""
-    from slurm.submit.sbatch import parameters
+    from slurm.submit.sbatch import build_sbatch_parameters
 
-    refuse_unready(run.config.site, os.environ)
+    check_job_environment(run.config.site, os.environ)
     for stage in run.config.rows:
-        parameters(run, run.config, stage, None)
+        build_sbatch_parameters(run, run.config, stage, None)
     check_capacity(run)
 
 
 def short_time(config: Config, stage: str) -> str | None:
     """Return a warning if the time limit of a stage leaves too little before the signal to save; otherwise None."""
     signal_s = config.site.signal_s
-    left = parse_time(config.stages.of(stage).time) - signal_s - EARLY_S
+    left = parse_time(config.stages.of(stage).time) - signal_s - SIGNAL_EARLY_S
     if left >= START_S:
         return None
-    asked = f"asked to save {signal_s} s before the end (site.signal_s), by Slurm up to {EARLY_S:.0f} s earlier"
+    asked = f"asked to save {signal_s} s before the end (site.signal_s), by Slurm up to {SIGNAL_EARLY_S:.0f} s earlier"
     return f"short: {asked}; that leaves {max(0, left):.0f} s to start and to train"
 
 

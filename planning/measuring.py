@@ -18,7 +18,7 @@ from pipeline.config.read import config_from_mapping, load_config
 from pipeline.config.sections import Config
 from pipeline.config.types import parse_time
 from pipeline.run.directory import Run
-from slurm.submit.executor import choose
+from slurm.submit.executor import choose_executor
 
 _TIME = "00:30:00"
 """At most so long a job may take."""
@@ -52,7 +52,7 @@ def measure(path: Path, overrides: Sequence[str], file: Path, machine: str | Non
     if file.exists() or not file.parent.is_dir():
         raise UserError(f"--measure {file}: name a file that does not exist yet, in a folder that does")
     config = config_of(path, overrides, file, machine, console)
-    chosen = choose("auto")
+    chosen = choose_executor("auto")
     check_submission(config, chosen == "slurm")
     run = Run.create(config)
     console.print(f"run {run.name}: {config.stages.measure.ranks} ranks time this machine", soft_wrap=True)
@@ -64,9 +64,9 @@ def measure(path: Path, overrides: Sequence[str], file: Path, machine: str | Non
             submit_chain(run, console, again=True)
         console.print(f"when it is done: {again}", soft_wrap=True)
         return ExitCode.DONE
-    from slurm.submit.local_runner import run_chain
+    from slurm.submit.local_runner import run_chain_locally
 
-    code = run_chain(run, console)
+    code = run_chain_locally(run, console)
     if code == ExitCode.DONE:
         console.print(f"predict other layouts with it: {again}", soft_wrap=True)
     return code

@@ -68,7 +68,14 @@ from pipeline.run.lines import number
 from pipeline.run.machines import SENSORS, energy_kwh, gpus_behind, look, readings
 from pipeline.run.metrics import own_times
 from pipeline.train import step_trace
-from slurm.query.job_states import Claim, accounted, array_of, claims, cluster_name, seconds
+from slurm.query.job_states import (
+    RecordedJob,
+    array_job_id,
+    cluster_name,
+    list_recorded_jobs,
+    parse_slurm_time,
+    query_accounting,
+)
 from slurm.query.run_jobs import uses_slurm
 from slurm.query.status import (
     StageStatus,
@@ -117,25 +124,25 @@ class ReportData:
     """For a sweep: `loss` and `held_out_loss` over steps, by name of the point."""
 
 
-def read_job_times(jobs: Iterable[Claim]) -> list[JobRun]:
+def read_job_times(jobs: Iterable[RecordedJob]) -> list[JobRun]:
     """Return start and end of each run of these jobs from accounting; a requeued job has several. [] without it."""
     cluster = cluster_name()
-    expected = {(array_of(job.job_id), job.name) for job in jobs if job.cluster in (None, cluster)}
+    expected = {(array_job_id(job.job_id), job.name) for job in jobs if job.cluster in (None, cluster)}
     ids = ",".join(sorted({job_id for job_id, _ in expected})) if cluster else ""
     job_runs = []
-    for line in (accounted(ids, "JobID,Start,End,JobName") if ids else "").splitlines():
+    for line in (query_accounting(ids, "JobID,Start,End,JobName") if ids else "").splitlines():
         job_id, start, end, name = line.split("|", 3)
-        if expected.isdisjoint((array_of(job_id), candidate) for candidate in (name, "")):
+        if expected.isdisjoint((array_job_id(job_id), candidate) for candidate in (name, "")):
             continue  # another job that had this ID before
-        if start_time := seconds(start):  # not "Unknown": it has started
-            job_runs.append(JobRun(job_id, start_time, seconds(end) or None))
+        if start_time := parse_slurm_time(start):  # not "Unknown": it has started
+            job_runs.append(JobRun(job_id, start_time, parse_slurm_time(end) or None))
     return job_runs
 
 
 def read_report_data(run: Run, rows: Iterable[StageStatus]) -> ReportData:
     """Read a run whose stages have the states `rows`, and its sweep points."""
     points = sweep.points(run)
-    submitted = [job for each in (run, *points) for _, job in claims(each)] if uses_slurm(run) else []
+    submitted = [job for each in (run, *points) for _, job in list_recorded_jobs(each)] if uses_slurm(run) else []
     jobs = read_job_times(submitted)
     now = time.time()
     events = run.read_events()

@@ -18,7 +18,7 @@ from pipeline.config.sections import Config
 from pipeline.config.stages import STAGES
 from pipeline.run import stages
 from pipeline.run.directory import Run
-from slurm.query.job_states import call, settings
+from slurm.query.job_states import read_slurm_config, run_slurm_command
 
 TIMEOUT_S = 5.0
 _FORMAT = "%P|%D|%c|%m|%f|%G"
@@ -125,14 +125,14 @@ def has_features(constraint: str, features: frozenset[str]) -> bool:
 
 def check_capacity(run: Run) -> None:
     """Raise UserError if a stage of the run that is not done asks for more than any node has, as far as sinfo tells."""
-    listed = call("sinfo", "--noheader", "--all", "--exact", f"--format={_FORMAT}", timeout_s=TIMEOUT_S)
+    listed = run_slurm_command("sinfo", "--noheader", "--all", "--exact", f"--format={_FORMAT}", timeout_s=TIMEOUT_S)
     if not (groups := parse_nodes(listed or "")):
         return
     for stage in run.config.rows:
         reason = unsatisfiable(run.config, stage, groups)
         if reason is None or (run.config.sweep is None and stages.load(stage).missing(run) is None):
             continue
-        if settings(TIMEOUT_S).get("ResumeProgram", "(null)") not in ("", "(null)"):
+        if read_slurm_config(TIMEOUT_S).get("ResumeProgram", "(null)") not in ("", "(null)"):
             return  # nodes of a cloud are not shown while they are off
         raise UserError(reason)
 

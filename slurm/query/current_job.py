@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 
 from pipeline.base.errors import ExitCode
 from pipeline.config.types import parse_time
-from slurm.query.job_states import call, fields, seconds
+from slurm.query.job_states import parse_key_values, parse_slurm_time, run_slurm_command
 
-ENDED_BY_SLURM = {
+CAUSE_BY_STATE = {
     "PREEMPTED": ExitCode.PREEMPTED,
     "TIMEOUT": ExitCode.TIME_LIMIT,
     "DEADLINE": ExitCode.TIME_LIMIT,
@@ -32,18 +32,18 @@ ENDED_BY_SLURM = {
 
 
 @dataclass(frozen=True)
-class JobFacts:
+class JobInfo:
     """One job, as the controller sees it now."""
 
     state: str
     """Such as RUNNING, COMPLETING, CANCELLED, PREEMPTED, TIMEOUT, NODE_FAIL."""
     restarts: int
     """How often it was put back into the queue."""
-    preempted: bool
+    is_preempted: bool
     """Whether a preemption has begun (or was how it ended)."""
-    left_s: float | None
+    time_left_s: float | None
     """Seconds until its time limit ends, by the controller's clock; None without a limit, or before it has begun."""
-    batch: bool
+    is_batch: bool
     """Whether it was submitted with sbatch: nothing else can be requeued."""
     start: str = ""
     """When it started, as Slurm writes it."""
@@ -51,84 +51,88 @@ class JobFacts:
     """What its batch script left with, once it has."""
     partition: str = ""
     qos: str = ""
-    requeue: bool = True
+    may_requeue: bool = True
     """Whether it may be put back into the queue."""
-    excluded: str = ""
+    excluded_nodes: str = ""
     """The nodes that it may not run on, as a host list."""
-    submitted: float = 0.0
+    submit_time: float = 0.0
     """When it was submitted, or last put back into the queue."""
 
 
-def job_facts(job_id: str, patience_s: float = 0.5) -> JobFacts | None:
+def read_job_info(job_id: str, patience_s: float = 0.5) -> JobInfo | None:
     """The facts of a job (`12`, or `12_3` for a task of an array); None where the controller does not say for so long.
 
     A busy one refuses now and then, and a cause would be told wrong for it.
     """
     deadline = time.monotonic() + patience_s
-    while (text := call("scontrol", "show", "job", job_id)) is None:
+    while (text := run_slurm_command("scontrol", "show", "job", job_id)) is None:
         if time.monotonic() >= deadline:
             print(f"scontrol show job {job_id}: no answer", file=sys.stderr, flush=True)
             return None
         time.sleep(0.5)
-    facts = parse_facts(text)
+    facts = parse_job_info(text)
     if facts.state == "COMPLETING":
-        states = (call("sacct", "-n", "-P", "-X", "-j", job_id, "-o", "State") or "").split()  # such as CANCELLED by 0
-        if states and states[0] in ENDED_BY_SLURM:  # it lags: RUNNING says nothing
+        states = (
+            run_slurm_command("sacct", "-n", "-P", "-X", "-j", job_id, "-o", "State") or ""
+        ).split()  # such as CANCELLED by 0
+        if states and states[0] in CAUSE_BY_STATE:  # it lags: RUNNING says nothing
             facts = replace(facts, state=states[0])
     return facts
 
 
-def parse_facts(text: str) -> JobFacts:
+def parse_job_info(text: str) -> JobInfo:
     """Read the output of `scontrol show job`."""
-    shown = fields(text)
+    shown = parse_key_values(text)
     left = None
     with suppress(ValueError):  # UNLIMITED
         left = float(parse_time(shown.get("TimeLimit", "")) - parse_time(shown.get("RunTime", "")))
     state = shown.get("JobState", "UNKNOWN")
-    return JobFacts(
+    return JobInfo(
         state=state,
         restarts=int(shown["Restarts"]) if shown.get("Restarts", "").isdigit() else 0,
-        preempted=state == "PREEMPTED" or shown.get("PreemptTime", "None") not in ("None", "Unknown", "(null)"),
-        left_s=left,
-        batch=shown.get("BatchFlag", "0") != "0",  # 2 and more: Slurm has put it back so often after it had ended
+        is_preempted=state == "PREEMPTED" or shown.get("PreemptTime", "None") not in ("None", "Unknown", "(null)"),
+        time_left_s=left,
+        is_batch=shown.get("BatchFlag", "0") != "0",  # 2 and more: Slurm has put it back so often after it had ended
         start=shown.get("StartTime", ""),
         partition=shown.get("Partition", ""),
         qos=shown.get("QOS", ""),
-        requeue=shown.get("Requeue") != "0",
-        excluded=hosts if (hosts := shown.get("ExcNodeList", "")) != "(null)" else "",
-        submitted=seconds(shown.get("SubmitTime", "")),
+        may_requeue=shown.get("Requeue") != "0",
+        excluded_nodes=hosts if (hosts := shown.get("ExcNodeList", "")) != "(null)" else "",
+        submit_time=parse_slurm_time(shown.get("SubmitTime", "")),
         exit_code=int(code) if (code := shown.get("ExitCode", "").split(":")[0]).isdigit() else 0,
     )
 
 
-def accounted_state(job_id: str, start: str) -> str | None:
+def query_accounted_state(job_id: str, start: str) -> str | None:
     """Return the state of one run of a job in accounting, such as PREEMPTED or REQUEUED; None if it has none.
 
     Args:
         job_id: The job, or the task of an array, that was requeued since: it has a row for each of its runs.
         start: When that run started, as Slurm writes it.
     """
-    listed = call("sacct", "-n", "-P", "-X", "-D", "-j", job_id, "-o", "Start,State") or ""
+    listed = run_slurm_command("sacct", "-n", "-P", "-X", "-D", "-j", job_id, "-o", "Start,State") or ""
     rows = (line.split("|") for line in listed.splitlines())
     states = [cells[1].split(" ")[0] for cells in rows if len(cells) == 2 and cells[0] == start]
     return states[-1] if states else None
 
 
-def dead_nodes(nodes: str, since: str = "") -> list[str]:
+def find_failed_nodes(nodes: str, since: str = "") -> list[str]:
     """Those of `nodes` (a host list) that the controller holds for down or that do not answer it.
 
     With `since` (a time as Slurm writes it) also those whose slurmd started later: they were away, and are back.
     """
     found = set()
-    for line in ((call("scontrol", "show", "node", "--oneliner", nodes) if nodes else None) or "").splitlines():
-        shown = fields(line)
+    for line in (
+        (run_slurm_command("scontrol", "show", "node", "--oneliner", nodes) if nodes else None) or ""
+    ).splitlines():
+        shown = parse_key_values(line)
         state, up = shown.get("State", ""), shown.get("SlurmdStartTime", "")
         if "DOWN" in state or "*" in state or "NOT_RESPONDING" in state or (since and up[:1].isdigit() and up > since):
             found.add(shown["NodeName"])
     return sorted(found)
 
 
-def requeue(job_id: str, restarts: int, exclude: str | None = None) -> bool:
+def requeue_job(job_id: str, restarts: int, exclude: str | None = None) -> bool:
     """Put this process's own job back into the queue, to run without the nodes `exclude`; whether Slurm agreed.
 
     `restarts`: how often it was put back before. `exclude`: None leaves the list as it is. Slurm then ends this run of
@@ -136,11 +140,11 @@ def requeue(job_id: str, restarts: int, exclude: str | None = None) -> bool:
     left with 0, so a failure is only believed once Slurm says that the job was not put back. In the time before KILL,
     not before, the job's list of excluded nodes can be changed.
     """
-    if call("scontrol", "requeue", job_id) is None:
-        facts = job_facts(job_id, patience_s=4.0)
+    if run_slurm_command("scontrol", "requeue", job_id) is None:
+        facts = read_job_info(job_id, patience_s=4.0)
         if facts is None or facts.restarts <= restarts:
             return False
     deadline, update = time.monotonic() + 4, ("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={exclude}")
-    while exclude is not None and call(*update) is None and time.monotonic() <= deadline:
+    while exclude is not None and run_slurm_command(*update) is None and time.monotonic() <= deadline:
         time.sleep(0.2)
     return True

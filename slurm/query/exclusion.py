@@ -16,13 +16,13 @@ from pipeline.base.dist_env import expand_hostlist
 from pipeline.base.files import append_line
 from pipeline.run import lines
 from pipeline.run.directory import Run
-from slurm.query.current_job import JobFacts
-from slurm.query.job_states import call
+from slurm.query.current_job import JobInfo
+from slurm.query.job_states import run_slurm_command
 
 _UNUSABLE = ("down", "drain", "fail", "maint", "unknown", "error", "future", "power")
 
 
-def remember_bad_node(run: Run, host: str, cause: str) -> None:
+def record_bad_node(run: Run, host: str, cause: str) -> None:
     """Note a node that failed the check at the start in `bad_nodes.jsonl`. (One that died Slurm itself avoids.)"""
     append_line(run.path / "bad_nodes.jsonl", json.dumps({"time": time.time(), "host": host, "cause": cause}))
 
@@ -31,7 +31,9 @@ def _noted(run: Run) -> Iterator[dict[str, Any]]:
     return lines.read(run.path / "bad_nodes.jsonl", lines.bad_node)
 
 
-def bad_nodes(runs: Sequence[Run], now: float, nodes: dict[str, bool], taken: Iterable[str], fewest: int) -> list[str]:
+def select_bad_nodes(
+    runs: Sequence[Run], now: float, nodes: dict[str, bool], taken: Iterable[str], fewest: int
+) -> list[str]:
     """The nodes to avoid: those of the last `exclude_hours`, at most `exclude_at_most`, the newest ones.
 
     `nodes`: the partition's, and whether each can be used now; others are not named, for Slurm would refuse the list.
@@ -49,34 +51,34 @@ def bad_nodes(runs: Sequence[Run], now: float, nodes: dict[str, bool], taken: It
     return found
 
 
-def at_submission(runs: Sequence[Run], stage: str) -> str | None:
+def excluded_nodes_at_submission(runs: Sequence[Run], stage: str) -> str | None:
     """The `--exclude` of a new job for `stage` of these runs; None where there is none."""
     site = runs[0].config.site_of(stage)
     own = str(site.sbatch.get("exclude") or "")
     found: list[str] = []
     if "/" not in own and any((run.path / "bad_nodes.jsonl").exists() for run in runs):  # else a file with names
         taken = expand_hostlist(own) if own else []
-        found = bad_nodes(runs, time.time(), _nodes(site.partition), taken, _fewest(runs[0], stage))
+        found = select_bad_nodes(runs, time.time(), _nodes(site.partition), taken, _fewest(runs[0], stage))
     return ",".join(filter(None, [own, *found])) or None
 
 
-def at_requeue(run: Run, stage: str, facts: JobFacts) -> str | None:
+def excluded_nodes_at_requeue(run: Run, stage: str, facts: JobInfo) -> str | None:
     """What a job's ExcNodeList must become before it runs again, maybe ""; None where it may stay as it is."""
-    now, noted = expand_hostlist(facts.excluded) if facts.excluded else [], list(_noted(run))
+    now, noted = expand_hostlist(facts.excluded_nodes) if facts.excluded_nodes else [], list(_noted(run))
     if not noted or not (nodes := _nodes(facts.partition)):  # Slurm is silent
         return None
     ours = {_short(e["host"], nodes) for e in noted}
     own = str(run.config.site_of(stage).sbatch.get("exclude") or "")
     named = expand_hostlist(own) if own and "/" not in own else []
     kept = list(dict.fromkeys([*named, *(node for node in now if node not in ours)]))
-    wanted = kept + bad_nodes([run], time.time(), nodes, kept, _fewest(run, stage))
+    wanted = kept + select_bad_nodes([run], time.time(), nodes, kept, _fewest(run, stage))
     return None if set(wanted) == set(now) else ",".join(dict.fromkeys(wanted))
 
 
 def _nodes(partition: str | None) -> dict[str, bool]:
     """The nodes of a partition (None: the default one), and whether jobs can start on them; none if Slurm is silent."""
     command = ["sinfo", "-h", "-N", *(["-p", partition] if partition else []), "-o", "%N|%T|%P"]
-    lines = [line.split("|") for line in (call(*command) or "").splitlines()]
+    lines = [line.split("|") for line in (run_slurm_command(*command) or "").splitlines()]
     return {
         name: not state.endswith("*") and not state.startswith(_UNUSABLE)
         for name, state, which in lines

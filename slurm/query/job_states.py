@@ -43,16 +43,16 @@ from typing import Any
 from pipeline.base.errors import UserError
 from pipeline.run.directory import Run
 from slurm.query import slurm_messages
-from slurm.query.site_variables import refuse_other_clusters
+from slurm.query.site_variables import require_single_cluster
 
 TIMEOUT_S = 30
-VIEW_TIMEOUT_S = 10.0
+INTERACTIVE_TIMEOUT_S = 10.0
 """How long a person waits before it is said that the controller does not answer."""
-SILENT = "no Slurm controller answers here"
-TOLERANCE_S = 300.0
+NOT_RESPONDING = "no Slurm controller answers here"
+SUBMIT_TIME_TOLERANCE_S = 300.0
 """How far an event's time may be from the time of submission that Slurm tells: clocks differ, and sbatch takes time."""
-FORGOTTEN = "UNKNOWN"
-ENDED = {
+UNKNOWN = "UNKNOWN"
+FINAL_STATES = {
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
     "TIMEOUT",
 }  # fmt: skip
@@ -85,7 +85,7 @@ class JobState:
     nodes: str = ""
     cluster: str | None = None
     uid: int | None = None
-    submitted: float = 0.0
+    submit_time: float = 0.0
     """When it was submitted, or last put back into the queue."""
     name: str = ""
     comment: str = ""
@@ -99,18 +99,18 @@ class JobState:
         return found[1] if found else ""
 
     @property
-    def active(self) -> bool:
+    def is_active(self) -> bool:
         """Whether it runs or may still run."""
-        return self.state not in (*ENDED, FORGOTTEN) and not self.dead
+        return self.state not in (*FINAL_STATES, UNKNOWN) and not self.is_unsatisfiable
 
     @property
-    def dead(self) -> bool:
+    def is_unsatisfiable(self) -> bool:
         """Pending for ever: what it waits for can no longer happen (Slurm keeps such jobs)."""
-        return self.state == "PENDING" and slurm_messages.NEVER.search(self.reason) is not None
+        return self.state == "PENDING" and slurm_messages.DEPENDENCY_NEVER_SATISFIED.search(self.reason) is not None
 
 
 @dataclass(frozen=True)
-class Claim:
+class RecordedJob:
     """A job as an event of a run names it."""
 
     job_id: str
@@ -121,7 +121,7 @@ class Claim:
     """None in events that do not say: id and comment count."""
     uid: int | None = None
     name: str = ""
-    submitted: float = 0.0
+    submit_time: float = 0.0
     key: str = ""
     array_task: int | None = None
     """The task of an array that the job is. None for a whole job or array, and if `job_id` names the task."""
@@ -133,7 +133,7 @@ class Claim:
 
     def id_of(self, shown: JobState) -> str:
         """The id that an event gives this job, from what is shown of it or of one of its tasks."""
-        return array_of(shown.job_id) + ("" if self.array_task is None else f"_{self.array_task}")
+        return array_job_id(shown.job_id) + ("" if self.array_task is None else f"_{self.array_task}")
 
     def proven(self, shown: JobState) -> bool:
         """Whether what is shown under this id is this very job."""
@@ -150,16 +150,16 @@ class Claim:
             return False  # another run's
         same = shown.cluster is not None and self.cluster == shown.cluster
         same &= (self.uid, self.name) == (shown.uid, shown.name)
-        return same and abs(self.submitted - shown.submitted) <= TOLERANCE_S
+        return same and abs(self.submit_time - shown.submit_time) <= SUBMIT_TIME_TOLERANCE_S
 
 
-def slurm_answers() -> bool:
+def is_slurm_responding() -> bool:
     """Whether there is a Slurm to submit to. Raises UserError where there is one whose controller does not answer:
     what is meant for its nodes must not start on this machine."""
     if shutil.which("sbatch") is None:
         return False
     try:
-        done = subprocess.run(["scontrol", "ping"], capture_output=True, text=True, timeout=VIEW_TIMEOUT_S)
+        done = subprocess.run(["scontrol", "ping"], capture_output=True, text=True, timeout=INTERACTIVE_TIMEOUT_S)
         answers = slurm_messages.CONTROLLER_UP.search(done.stdout) is not None
         silent = not answers and slurm_messages.CONTROLLER_DOWN.search(done.stdout) is not None
     except OSError:
@@ -167,20 +167,22 @@ def slurm_answers() -> bool:
     except subprocess.TimeoutExpired:
         answers, silent = False, True
     if silent:
-        raise UserError(f"{SILENT} (scontrol ping): try again later, or say --executor local to train on this machine")
+        raise UserError(
+            f"{NOT_RESPONDING} (scontrol ping): try again later, or say --executor local to train on this machine"
+        )
     return answers  # where a machine merely has Slurm's commands, nothing is said of a controller
 
 
-def must_answer(states: Iterable[JobState]) -> None:
+def require_response(states: Iterable[JobState]) -> None:
     """Raise UserError where a look found no controller that answers."""
-    if any(state.reason == SILENT for state in states):
+    if any(state.reason == NOT_RESPONDING for state in states):
         raise UserError(
-            f"{SILENT} (scontrol ping, squeue): the jobs of this run cannot be seen, so nothing is submitted or "
-            "changed; try again later"
+            f"{NOT_RESPONDING} (scontrol ping, squeue): the jobs of this run cannot be seen, so nothing is submitted "
+            "or changed; try again later"
         )
 
 
-def call(*command: str, timeout_s: float | None = None, none: re.Pattern[str] | None = None) -> str | None:
+def run_slurm_command(*command: str, timeout_s: float | None = None, none: re.Pattern[str] | None = None) -> str | None:
     """Output of a Slurm command; None where it fails or does not answer in time (`TIMEOUT_S`).
 
     `none`: what it fails with where there is merely nothing to show.
@@ -204,7 +206,7 @@ def cluster_name() -> str | None:
     then for half a minute more: one who looks again and again does not wait each time."""
     if os.environ.get("SLURM_JOB_ID") and (own := os.environ.get("SLURM_CLUSTER_NAME")):
         return own
-    refuse_other_clusters(os.environ)
+    require_single_cluster(os.environ)
     return cluster_settings().get("ClusterName")
 
 
@@ -213,7 +215,7 @@ def cluster_settings() -> dict[str, str]:
     more."""
     conf = os.environ.get("SLURM_CONF")
     if conf not in _clusters and time.monotonic() >= _silent_until.get(conf, 0.0):
-        told = settings(VIEW_TIMEOUT_S)
+        told = read_slurm_config(INTERACTIVE_TIMEOUT_S)
         if told.get("ClusterName"):
             _clusters[conf] = told
         else:
@@ -221,28 +223,30 @@ def cluster_settings() -> dict[str, str]:
     return _clusters.get(conf, {})
 
 
-def comment_of(run: Path) -> str:
+def job_comment(run: Path) -> str:
     """The comment of a run's jobs."""
     return f"{_MARK}{run}"
 
 
-def identity(job_name: str, **more: Any) -> dict[str, Any]:
+def job_identity(job_name: str, **more: Any) -> dict[str, Any]:
     """What an event says of a job besides its id, so that it can be told from others of that id."""
     return {"cluster": cluster_name(), "uid": os.getuid(), "job_name": job_name, **more}
 
 
-def claim(run: Run, event: Mapping[str, Any]) -> Claim:
+def read_recorded_job(run: Run, event: Mapping[str, Any]) -> RecordedJob:
     """What an event `submitted`, or `started`, says of its job. The comment is of the run where it lies: a copy's."""
     paths = dict.fromkeys((run.path, run.sweep_or_self.path))
     job_id = event.get("slurm_job" if event["event"] == "started" else "job_id") or ""
     submitted = event.get("job_submitted") or datetime.fromisoformat(event["time"]).timestamp()
     cluster, uid, name = (event.get(key) for key in ("cluster", "uid", "job_name"))
-    comments = tuple(comment_of(path).strip() for path in paths)
+    comments = tuple(job_comment(path).strip() for path in paths)
     open_task = event.get("array_task") if not job_id else None
-    return Claim(str(job_id), comments, cluster, uid, name or "", submitted, event.get("key") or "", open_task)
+    return RecordedJob(str(job_id), comments, cluster, uid, name or "", submitted, event.get("key") or "", open_task)
 
 
-def submissions(run: Run, events: Sequence[dict[str, Any]] | None = None) -> list[tuple[dict[str, Any], Claim]]:
+def list_submissions(
+    run: Run, events: Sequence[dict[str, Any]] | None = None
+) -> list[tuple[dict[str, Any], RecordedJob]]:
     """The submissions to Slurm for a run, oldest first, with their newest events; open ones too.
 
     `events`: the run's, of these names at least, if they were read.
@@ -255,26 +259,26 @@ def submissions(run: Run, events: Sequence[dict[str, Any]] | None = None) -> lis
                 found.pop(key, None)
             elif event["event"] == "submitted" or key not in found:
                 found[key] = event
-    return [(event, claim(run, event)) for event in found.values()]
+    return [(event, read_recorded_job(run, event)) for event in found.values()]
 
 
-def claims(run: Run) -> list[tuple[dict[str, Any], Claim]]:
+def list_recorded_jobs(run: Run) -> list[tuple[dict[str, Any], RecordedJob]]:
     """The jobs that were submitted for a run, oldest first, behind their events."""
-    return [(event, one) for event, one in submissions(run) if not one.is_open]
+    return [(event, one) for event, one in list_submissions(run) if not one.is_open]
 
 
-def since_submitted(events: Sequence[dict[str, Any]], job_id: str) -> list[dict[str, Any]]:
+def events_since_submission(events: Sequence[dict[str, Any]], job_id: str) -> list[dict[str, Any]]:
     """Those of a run's events that may speak of the job that has this id here and now.
 
     What was said before the id was last submitted is of another job, and so is what another cluster's job said.
     """
-    here, job = cluster_name(), array_of(job_id)
+    here, job = cluster_name(), array_job_id(job_id)
     ours = [e for e in events if here is None or e.get("cluster") in (None, here)]
-    at = (i for i in newly_submitted(ours) if array_of(str(ours[i]["job_id"])) == job)
+    at = (i for i in find_first_submissions(ours) if array_job_id(str(ours[i]["job_id"])) == job)
     return ours[max(at, default=0) :]
 
 
-def newly_submitted(events: Sequence[Mapping[str, Any]]) -> list[int]:
+def find_first_submissions(events: Sequence[Mapping[str, Any]]) -> list[int]:
     """Where in `events` a job was submitted: the indices of `submitted`, for each key the first one.
 
     A job that starts writes the event itself if it is missing; submit.py may then write it once more.
@@ -286,28 +290,30 @@ def newly_submitted(events: Sequence[Mapping[str, Any]]) -> list[int]:
     return list(found.values())
 
 
-def query(asked: Iterable[Claim], forgotten: dict[Claim, JobState] | None = None) -> dict[Claim, JobState]:
+def query_job_states(
+    asked: Iterable[RecordedJob], forgotten: dict[RecordedJob, JobState] | None = None
+) -> dict[RecordedJob, JobState]:
     """The state of each job; an array counts as one: its least finished task, a failed one before a good one.
 
     `forgotten` is for those who ask again and again: what squeue answered and had forgotten once is kept there and not
     asked for again, so that a look costs one `squeue`, and one `sacct` whenever a job is forgotten.
     """
-    return look_up(asked, frozenset(), forgotten)[0]
+    return find_jobs(asked, frozenset(), forgotten)[0]
 
 
-def look_up(
-    asked: Iterable[Claim], comments: Set[str], forgotten: dict[Claim, JobState] | None = None
-) -> tuple[dict[Claim, JobState], list[JobState] | None]:
+def find_jobs(
+    asked: Iterable[RecordedJob], comments: Set[str], forgotten: dict[RecordedJob, JobState] | None = None
+) -> tuple[dict[RecordedJob, JobState], list[JobState] | None]:
     """As :func:`query`; and this user's jobs that have one of `comments`, have not ended and are none of `asked`.
 
     None for these if the controller does not answer.
     """
-    until = time.monotonic() + (TIMEOUT_S if os.environ.get("SLURM_JOB_ID") else VIEW_TIMEOUT_S)
+    until = time.monotonic() + (TIMEOUT_S if os.environ.get("SLURM_JOB_ID") else INTERACTIVE_TIMEOUT_S)
     kept = {} if forgotten is None else forgotten
     wanted = sorted(set(asked) - kept.keys(), key=lambda one: one.job_id)
     here = cluster_name() if wanted or comments else None
     if here is None:
-        return {**kept, **{one: JobState(one.job_id, FORGOTTEN, SILENT) for one in wanted}}, None
+        return {**kept, **{one: JobState(one.job_id, UNKNOWN, NOT_RESPONDING) for one in wanted}}, None
     look = _Look(here, wanted, until)
     if look.found or comments:
         look.ask_controller(look.found, "--me", all_of_user=bool(comments))
@@ -319,56 +325,56 @@ def look_up(
         look.ask_controller(others)
     states = {one: look.state(one) for one in wanted}
     for one in set(wanted) - look.found.keys() | set(missing):
-        if not states[one].active and states[one].reason != SILENT and not one.is_open:
+        if not states[one].is_active and states[one].reason != NOT_RESPONDING and not one.is_open:
             kept[one] = states[one]
     if look.unclaimed is None:
         return {**kept, **states}, None
-    mine = (job for job in look.unclaimed if job.comment in comments and job.state not in ENDED)
+    mine = (job for job in look.unclaimed if job.comment in comments and job.state not in FINAL_STATES)
     return {**kept, **states}, [job for job in mine if not any(_is_same_job(one, job) for one in kept)]
 
 
-def _is_same_job(one: Claim, shown: JobState) -> bool:
-    return array_of(one.job_id) == array_of(shown.job_id) and one.proven(shown)
+def _is_same_job(one: RecordedJob, shown: JobState) -> bool:
+    return array_job_id(one.job_id) == array_job_id(shown.job_id) and one.proven(shown)
 
 
 class _Look:
     """One look at Slurm, and whose is what it shows."""
 
-    def __init__(self, here: str, wanted: Sequence[Claim], until: float) -> None:
+    def __init__(self, here: str, wanted: Sequence[RecordedJob], until: float) -> None:
         self.here = here
         self._until = until
-        self.found: dict[Claim, list[JobState]] = {c: [] for c in wanted if c.cluster in (None, here)}
+        self.found: dict[RecordedJob, list[JobState]] = {c: [] for c in wanted if c.cluster in (None, here)}
         self._claims = {job: list(ones) for job, ones in groupby(self.found, key=lambda one: one.job_id) if job}
         self._open = [one for one in self.found if one.is_open]
         self.unclaimed: list[JobState] | None = []
         """What squeue shows besides; None if it did not answer."""
 
-    def missing(self) -> list[Claim]:
+    def missing(self) -> list[RecordedJob]:
         """Those of which nothing was shown yet."""
         return [one for one, jobs in self.found.items() if not jobs]
 
-    def _of(self, job: str) -> list[Claim]:
-        return self._claims.get(job, self._claims.get(array_of(job), []))
+    def _of(self, job: str) -> list[RecordedJob]:
+        return self._claims.get(job, self._claims.get(array_job_id(job), []))
 
-    def _open_of(self, shown: JobState) -> list[Claim]:
+    def _open_of(self, shown: JobState) -> list[RecordedJob]:
         return [one for one in self._open if one.proven(shown)]
 
     def _left_s(self) -> float:
         return max(0.0, self._until - time.monotonic())
 
-    def ask_controller(self, asked: Iterable[Claim], *filters: str, all_of_user: bool = False) -> None:
+    def ask_controller(self, asked: Iterable[RecordedJob], *filters: str, all_of_user: bool = False) -> None:
         """Take what squeue shows, or its silence. Where one run had an id twice, it is the job submitted last."""
         columns, asked = f"%i|%T|%r|%N|{self.here}|%U|%V|%j|%k{_BEFORE_COMMAND}%o", dict.fromkeys(asked)
         command = ["squeue", "-h", "-r", "-t", "all", "-o", columns, *filters]
         if len(asked) < _MANY and not all_of_user and not any(one.is_open for one in asked):
             command += ["-j", _ids(asked)]
-        listed = call(*command, timeout_s=self._left_s(), none=slurm_messages.NO_SUCH_JOB)
+        listed = run_slurm_command(*command, timeout_s=self._left_s(), none=slurm_messages.NO_SUCH_JOB)
         if listed is None:
             self.unclaimed = None
-            self.found |= {one: [JobState(one.job_id, FORGOTTEN, SILENT)] for one in asked}
+            self.found |= {one: [JobState(one.job_id, UNKNOWN, NOT_RESPONDING)] for one in asked}
         for job in _rows(listed):
             if ours := [one for one in self._of(job.job_id) if one.proven(job)]:
-                self.found[max(ours, key=lambda one: one.submitted)].append(job)
+                self.found[max(ours, key=lambda one: one.submit_time)].append(job)
                 continue
             if lost := self._open_of(job):
                 for one in lost:
@@ -381,60 +387,65 @@ class _Look:
                     f"job {job.job_id} has id, name, user and time of this run's, but not the comment that would prove "
                     f"it ({one.comments[0]}): nothing is done to it; to end it: scancel {job.job_id}"
                 )
-                ended = job.state in ENDED
-                self.found[one].append(job if ended else replace(job, state=FORGOTTEN, reason=left_alone))
+                ended = job.state in FINAL_STATES
+                self.found[one].append(job if ended else replace(job, state=UNKNOWN, reason=left_alone))
 
-    def ask_accounting(self, asked: Iterable[Claim]) -> None:
+    def ask_accounting(self, asked: Iterable[RecordedJob]) -> None:
         """Take jobs in accounting, each run of one that was put back in a row of its own. What has not ended tells
         nothing: of jobs that a controller lost it never hears. Half of the time is left for one more squeue."""
         columns = "JobID,State,Reason,NodeList,Cluster,UID,Submit,JobName,Comment"
-        runs: dict[Claim, dict[str, JobState]] = {}
-        listed = accounted(_ids(asked), columns, timeout_s=self._left_s() / 2)
-        for job in sorted(_rows(listed), key=lambda job: job.submitted):
+        runs: dict[RecordedJob, dict[str, JobState]] = {}
+        listed = query_accounting(_ids(asked), columns, timeout_s=self._left_s() / 2)
+        for job in sorted(_rows(listed), key=lambda job: job.submit_time):
             for one in self._of(job.job_id):
                 before = runs.setdefault(one, {}).get(job.job_id)
-                at_once = job if before is None else replace(job, submitted=one.submitted)
+                at_once = job if before is None else replace(job, submit_time=one.submit_time)
                 if one.resembles(at_once) and (before is None or before.state in _PUT_BACK):
                     runs[one][job.job_id] = job
         for one, tasks in runs.items():
-            if all(task.state in ENDED for task in tasks.values()):
+            if all(task.state in FINAL_STATES for task in tasks.values()):
                 self.found[one] += tasks.values()
 
-    def ask_accounting_by_key(self, asked: Sequence[Claim]) -> None:
+    def ask_accounting_by_key(self, asked: Sequence[RecordedJob]) -> None:
         """Take jobs of open submissions that have ended and that the controller has forgotten."""
-        since = datetime.fromtimestamp(min(one.submitted for one in asked) - TOLERANCE_S).isoformat(timespec="seconds")
+        since = datetime.fromtimestamp(min(one.submit_time for one in asked) - SUBMIT_TIME_TOLERANCE_S).isoformat(
+            timespec="seconds"
+        )
         columns = "JobID,State,Reason,NodeList,Cluster,UID,Submit,JobName,SubmitLine"
         names = ",".join(sorted({one.name for one in asked}))
         command = ("sacct", "-n", "-P", "-X", "-S", since, f"--name={names}", "-o", columns)
-        for job in _rows(call(*command, timeout_s=self._left_s() / 2)):
+        for job in _rows(run_slurm_command(*command, timeout_s=self._left_s() / 2)):
             shown = replace(job, command=job.comment, comment="")
-            for one in self._open_of(shown) if job.state in ENDED else ():
+            for one in self._open_of(shown) if job.state in FINAL_STATES else ():
                 self.found[one].append(shown)
 
-    def state(self, one: Claim) -> JobState:
+    def state(self, one: RecordedJob) -> JobState:
         """The state of a job: of the tasks of an array one that may run, then one that failed."""
         if one not in self.found:
-            return JobState(one.job_id, FORGOTTEN, f"jobs of cluster {one.cluster} are not seen from {self.here}")
-        found = self.found.get(one) or [JobState(one.job_id, FORGOTTEN)]
-        first = min(found, key=lambda s: (not s.active, s.state in ("COMPLETED", FORGOTTEN), s.state != "RUNNING"))
+            return JobState(one.job_id, UNKNOWN, f"jobs of cluster {one.cluster} are not seen from {self.here}")
+        found = self.found.get(one) or [JobState(one.job_id, UNKNOWN)]
+        first = min(found, key=lambda s: (not s.is_active, s.state in ("COMPLETED", UNKNOWN), s.state != "RUNNING"))
         return replace(first, job_id=one.job_id or (first.job_id and one.id_of(first)))
 
 
-def accounted(ids: str, columns: str, timeout_s: float = TIMEOUT_S) -> str:
+def query_accounting(ids: str, columns: str, timeout_s: float = TIMEOUT_S) -> str:
     """What sacct prints of jobs (`1,2`), each run of one in a row; asked in parts, within one time limit."""
     each, until = ids.split(","), time.monotonic() + timeout_s
     parts = [each[first : first + _PART] for first in range(0, len(each), _PART)]
     command = ("sacct", "-n", "-P", "-X", "-D", "-o", columns, "-j")
-    return "".join(call(*command, ",".join(part), timeout_s=max(0.0, until - time.monotonic())) or "" for part in parts)
+    return "".join(
+        run_slurm_command(*command, ",".join(part), timeout_s=max(0.0, until - time.monotonic())) or ""
+        for part in parts
+    )
 
 
-def cancel(jobs: Iterable[JobState]) -> None:
+def cancel_jobs(jobs: Iterable[JobState]) -> None:
     """Cancel those of these jobs that a look has just shown to be ours and not ended."""
-    if ids := [job.job_id for job in jobs if job.active or job.dead]:
-        call("scancel", *ids)
+    if ids := [job.job_id for job in jobs if job.is_active or job.is_unsatisfiable]:
+        run_slurm_command("scancel", *ids)
 
 
-def fields(shown: str) -> dict[str, str]:
+def parse_key_values(shown: str) -> dict[str, str]:
     """`Key=value` words of one job in `scontrol show job`.
 
     The first of each key counts: what a person chose (comment, command, paths) stands behind all that is read here.
@@ -442,14 +453,14 @@ def fields(shown: str) -> dict[str, str]:
     return dict(reversed(re.findall(r"(?<!\S)([^\s=]+)=(\S*)", shown)))
 
 
-def parse_config(text: str) -> dict[str, str]:
+def parse_slurm_config(text: str) -> dict[str, str]:
     """`scontrol show config`: names and values."""
     return dict(re.findall(r"^(\w+(?:\[\d+\])?)[^\S\n]*=[^\S\n]*(.*?)[^\S\n]*$", text, re.MULTILINE))
 
 
-def settings(timeout_s: float | None = None) -> dict[str, str]:
+def read_slurm_config(timeout_s: float | None = None) -> dict[str, str]:
     """slurm.conf as the controller has it, and its version; nothing where it does not answer."""
-    return parse_config(call("scontrol", "show", "config", timeout_s=timeout_s) or "")
+    return parse_slurm_config(run_slurm_command("scontrol", "show", "config", timeout_s=timeout_s) or "")
 
 
 def _rows(listed: str | None) -> list[JobState]:
@@ -459,22 +470,23 @@ def _rows(listed: str | None) -> list[JobState]:
     return [
         JobState(
             job, state.split(" ")[0].rstrip("+"), reason, nodes, cluster, int(uid) if uid.isdigit() else None,
-            seconds(at), name, comment.partition(_BEFORE_COMMAND)[0].strip(), comment.partition(_BEFORE_COMMAND)[2],
+            parse_slurm_time(at), name, comment.partition(_BEFORE_COMMAND)[0].strip(),
+            comment.partition(_BEFORE_COMMAND)[2],
         )
         for job, state, reason, nodes, cluster, uid, at, name, comment in rows
     ]  # fmt: skip
 
 
-def _ids(jobs: Iterable[Claim]) -> str:
+def _ids(jobs: Iterable[RecordedJob]) -> str:
     return ",".join(dict.fromkeys(one.job_id for one in jobs))
 
 
-def array_of(job_id: str) -> str:
+def array_job_id(job_id: str) -> str:
     """The id of the array that a job is a task of, else its own."""
     return job_id.split("_")[0]
 
 
-def seconds(text: str) -> float:
+def parse_slurm_time(text: str) -> float:
     """Seconds since 1970 of a time as Slurm writes it, by the local clock; 0 for Unknown."""
     with suppress(ValueError):
         return datetime.fromisoformat(text).timestamp()

@@ -20,8 +20,8 @@ import re
 import sys
 from collections.abc import Mapping
 
-from slurm.query.current_job import JobFacts, job_facts
-from slurm.query.job_states import call, fields, settings
+from slurm.query.current_job import JobInfo, read_job_info
+from slurm.query.job_states import parse_key_values, read_slurm_config, run_slurm_command
 
 SINCE = (24, 5)
 """From this version on Slurm puts back what ends in its grace time."""
@@ -29,47 +29,49 @@ NEEDED = 2
 """How many such ends must be left: this one, and the last one, if that is to be the requeue too many."""
 
 
-def version(config: Mapping[str, str]) -> tuple[int, ...]:
+def controller_version(config: Mapping[str, str]) -> tuple[int, ...]:
     """The controller's, as (24, 11): that of `scontrol` itself may be another one."""
     return tuple(int(part) for part in re.findall(r"\d+", config.get("SLURM_VERSION", ""))[:2])
 
 
-def leaves_by_itself(config: Mapping[str, str], mode: str, facts: JobFacts) -> bool:
+def should_exit_to_requeue(config: Mapping[str, str], mode: str, facts: JobInfo) -> bool:
     """Whether a job that is to go on had better end than ask to be put back. `mode`: how it would be preempted."""
     allowed = config.get("MaxBatchRequeue", "5")
     left = (int(allowed) if allowed.isdigit() else 0) - 1 - facts.restarts  # some of them were no such ends: let it be
-    requeued = facts.preempted and facts.requeue and set(mode.upper().split(",")) - {"GANG"} == {"REQUEUE"}
-    return requeued and version(config) >= SINCE and left >= NEEDED
+    requeued = facts.is_preempted and facts.may_requeue and set(mode.upper().split(",")) - {"GANG"} == {"REQUEUE"}
+    return requeued and controller_version(config) >= SINCE and left >= NEEDED
 
 
-def just_leave(facts: JobFacts, exclude: str | None) -> bool:
+def is_requeued_on_exit(facts: JobInfo, exclude: str | None) -> bool:
     """:func:`leaves_by_itself`, of this job and its controller; False where that does not answer.
 
     `exclude`: what its list of excluded nodes must become, which can only be changed once it was put back.
     """
-    if not facts.preempted or exclude is not None:
+    if not facts.is_preempted or exclude is not None:
         return False
-    config = settings()
-    return leaves_by_itself(config, _mode(config, facts), facts)
+    config = read_slurm_config()
+    return should_exit_to_requeue(config, _mode(config, facts), facts)
 
 
-def puts_back() -> bool:
+def requeues_preempted_jobs() -> bool:
     """Whether this controller may put back a job that has ended for good, because it was preempted once."""
-    return version(settings()) >= SINCE
+    return controller_version(read_slurm_config()) >= SINCE
 
 
-def _mode(config: Mapping[str, str], facts: JobFacts) -> str:
+def _mode(config: Mapping[str, str], facts: JobInfo) -> str:
     """The PreemptMode of a job: its partition's, or its QOS's (slurm.conf(5), PreemptType)."""
     by = config.get("PreemptType")
     if by == "preempt/partition_prio":
-        return fields(call("scontrol", "--oneliner", "show", "partition", facts.partition) or "").get("PreemptMode", "")
+        return parse_key_values(
+            run_slurm_command("scontrol", "--oneliner", "show", "partition", facts.partition) or ""
+        ).get("PreemptMode", "")
     if by == "preempt/qos":
         listing = ("sacctmgr", "--noheader", "--parsable2", "show", "qos", facts.qos, "format=PreemptMode")
-        mode = (call(*listing) or "").strip()
+        mode = (run_slurm_command(*listing) or "").strip()
         return config.get("PreemptMode", "") if mode == "cluster" else mode
     return ""
 
 
 if __name__ == "__main__":
-    asked = job_facts(sys.argv[1])
-    sys.exit(0 if asked is not None and just_leave(asked, None) else 1)
+    asked = read_job_info(sys.argv[1])
+    sys.exit(0 if asked is not None and is_requeued_on_exit(asked, None) else 1)

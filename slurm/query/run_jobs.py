@@ -13,22 +13,22 @@ from pipeline.config.stages import STAGES
 from pipeline.run.directory import Run
 from pipeline.run.points import points
 from slurm.query.job_states import (
-    FORGOTTEN,
-    SILENT,
+    NOT_RESPONDING,
     SUBMISSION_EVENTS,
-    TOLERANCE_S,
-    Claim,
+    SUBMIT_TIME_TOLERANCE_S,
+    UNKNOWN,
     JobState,
-    array_of,
-    comment_of,
-    look_up,
-    must_answer,
-    submissions,
+    RecordedJob,
+    array_job_id,
+    find_jobs,
+    job_comment,
+    list_submissions,
+    require_response,
 )
 
 
 @dataclass(frozen=True)
-class Submitted:
+class SubmittedJob:
     """A job that was submitted for a run and not seen to end."""
 
     run: Path
@@ -58,53 +58,55 @@ class Submitted:
         return int(self.event.get("tasks") or 1) > 1 and bool(STAGES[self.stage].array)
 
 
-def jobs_of(runs: Sequence[Run], forgotten: dict[Claim, JobState] | None = None) -> list[Submitted]:
+def find_run_jobs(runs: Sequence[Run], forgotten: dict[RecordedJob, JobState] | None = None) -> list[SubmittedJob]:
     """The jobs of `runs`, oldest first, with their states from one query (`forgotten`: see there).
 
     These are the jobs in their events, those of open submissions, and those with a run's comment that no event names
     (unless the runs were last submitted on one machine).
     """
     events = [run.read_events(None, *SUBMISSION_EVENTS) for run in runs]
-    told = [(run, *pair) for run, own in zip(runs, events, strict=True) for pair in submissions(run, own)]
+    told = [(run, *pair) for run, own in zip(runs, events, strict=True) for pair in list_submissions(run, own)]
     executor = _last_executor(event for own in events for event in own)
-    by_comment = {comment_of(run.path).strip(): run for run in runs} if executor in (None, "slurm") else {}
-    states, unclaimed = look_up((one for *_, one in told), by_comment.keys(), forgotten)
+    by_comment = {job_comment(run.path).strip(): run for run in runs} if executor in (None, "slurm") else {}
+    states, unclaimed = find_jobs((one for *_, one in told), by_comment.keys(), forgotten)
     found = [
-        Submitted(run.path, event["stage"], states[one].job_id, states[one], event.get("step"), event)
+        SubmittedJob(run.path, event["stage"], states[one].job_id, states[one], event.get("step"), event)
         for run, event, one in told
     ]
     if unclaimed is None and executor == "slurm" and not found:
-        return [Submitted(runs[0].path, "", "", JobState("", FORGOTTEN, SILENT))]
+        return [SubmittedJob(runs[0].path, "", "", JobState("", UNKNOWN, NOT_RESPONDING))]
     strays: dict[str, JobState] = {}
-    arrays = {array_of(one.job_id) for *_, one in told if one.job_id}
+    arrays = {array_job_id(one.job_id) for *_, one in told if one.job_id}
     for job in unclaimed or ():  # of the tasks of an array one that may run; each by itself if events name others of it
-        job_id = job.job_id if array_of(job.job_id) in arrays else array_of(job.job_id)
-        if job_id not in strays or job.active:
+        job_id = job.job_id if array_job_id(job.job_id) in arrays else array_job_id(job.job_id)
+        if job_id not in strays or job.is_active:
             strays[job_id] = job
     return found + [_stray(by_comment[job.comment], runs, job_id, job) for job_id, job in strays.items()]
 
 
-def _stray(run: Run, runs: Sequence[Run], job_id: str, job: JobState) -> Submitted:
+def _stray(run: Run, runs: Sequence[Run], job_id: str, job: JobState) -> SubmittedJob:
     """A job that no submission of the run names. If it has started, the event of that tells what it is.
 
     `job_id`: the id of the whole array, if nothing of it is named, and `job` is one of its tasks.
     """
-    array = array_of(job.job_id)
+    array = array_job_id(job.job_id)
     for one in runs:
         for event in one.read_events(None, "started"):
             ran_as, since = str(event.get("slurm_job") or ""), datetime.fromisoformat(str(event["time"])).timestamp()
-            is_its_task = ran_as == job.job_id or (one is run and job_id == array_of(ran_as))  # points have own tasks
+            is_its_task = ran_as == job.job_id or (
+                one is run and job_id == array_job_id(ran_as)
+            )  # points have own tasks
             same = is_its_task and event.get("cluster") in (None, job.cluster)
-            if same and since >= job.submitted - TOLERANCE_S:
+            if same and since >= job.submit_time - SUBMIT_TIME_TOLERANCE_S:
                 facts = {"event": "submitting", "executor": "slurm", "stage": event["stage"], "kind": "afterok"}
                 facts |= {"after": [], "tasks": 1, "job_name": job.name, "cluster": job.cluster, "uid": job.uid}
-                return Submitted(one.path, event["stage"], ran_as if one is not run else array, job, None, facts)
+                return SubmittedJob(one.path, event["stage"], ran_as if one is not run else array, job, None, facts)
     places = (re.search(r"/jobs/(\w+)/[^/]*$", job.command), re.match(r"(\w+)-", job.name))
     stage = next((place[1] for place in places if place and place[1] in STAGES), "")
-    return Submitted(run.path, stage, job_id, JobState(job_id, job.state, job.reason), None, {"event": "stray"})
+    return SubmittedJob(run.path, stage, job_id, JobState(job_id, job.state, job.reason), None, {"event": "stray"})
 
 
-def last_job(stage: str, alive: Sequence[Submitted]) -> Submitted | None:
+def find_awaited_job(stage: str, alive: Sequence[SubmittedJob]) -> SubmittedJob | None:
     """Of a stage's jobs that run or may still run, oldest first, the one that later stages wait for.
 
     None if there is none, or only the array that shares the stage's work, without the job that completes it.
@@ -114,33 +116,33 @@ def last_job(stage: str, alive: Sequence[Submitted]) -> Submitted | None:
     return next((job for job in reversed(alive) if not job.is_array_of_parts), None)
 
 
-def successor_of(job: Submitted, alive: Sequence[Submitted]) -> Submitted | None:
+def find_successor(job: SubmittedJob, alive: Sequence[SubmittedJob]) -> SubmittedJob | None:
     """The job that takes over from a training if it does not end well."""
     behind = (e for e in alive if e.event.get("kind") == "afternotok")
     return next((one for one in behind if job.job_id in one.event.get("after", ())), None)
 
 
-def describe_stray(job: Submitted) -> str:
+def describe_stray_job(job: SubmittedJob) -> str:
     """Name a job that has the run's comment, and that no event of the run names."""
     state = job.state.state.lower()
     return f"job {job.job_id} ({state}) has the comment of this run, but no submission of the run made it"
 
 
-def unproven(jobs: Sequence[Submitted]) -> list[str]:
+def describe_unproven_jobs(jobs: Sequence[SubmittedJob]) -> list[str]:
     """What is to be said of jobs that may be the run's, and are left alone."""
-    return list(dict.fromkeys(job.state.reason for job in jobs if job.state.state == FORGOTTEN and job.state.reason))
+    return list(dict.fromkeys(job.state.reason for job in jobs if job.state.state == UNKNOWN and job.state.reason))
 
 
-def running(run: Run) -> list[str]:
+def list_running_work(run: Run) -> list[str]:
     """What runs now of a run and the points of its sweep, in words: what holds a lock, and jobs that have begun.
 
     Raises UserError where Slurm cannot be asked about its jobs.
     """
     everyone = (run, *points(run))
     held = [f"{stage} of {one.name}" for one in everyone for stage in STAGES if one.lock_holder(stage)]
-    jobs = jobs_of(everyone)
-    must_answer(job.state for job in jobs)
-    begun = [job for job in jobs if job.state.active and job.state.state != "PENDING"]
+    jobs = find_run_jobs(everyone)
+    require_response(job.state for job in jobs)
+    begun = [job for job in jobs if job.state.is_active and job.state.state != "PENDING"]
     return held or [f"{job.stage or job.state.name} (job {job.job_id})" for job in begun]
 
 

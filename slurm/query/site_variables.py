@@ -17,14 +17,14 @@ SETUP_NOT_RUN = "site.setup is not run here: put its lines into the shell or scr
 _PRIVATE = (0o600, 0o400)
 
 
-def site_variables(site: SiteConfig) -> dict[str, str]:
+def site_environment(site: SiteConfig) -> dict[str, str]:
     """What the site profile puts into a job's environment (NCCL's and Gloo's manuals; tempfile's TMPDIR)."""
     interface = site.network_interface
     named = {} if interface is None else {"NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface}
     return named if site.scratch is None else {**named, "TMPDIR": str(site.scratch)}
 
 
-def interpreter(site: SiteConfig) -> str:
+def job_python(site: SiteConfig) -> str:
     """The Python of the site's jobs. A folder that only the nodes have is told from a file by its name."""
     if site.python is None:
         return sys.executable
@@ -32,7 +32,7 @@ def interpreter(site: SiteConfig) -> str:
     return str(site.python if program else site.python / "bin/python")
 
 
-def refuse_other_clusters(env: Mapping[str, str]) -> None:
+def require_single_cluster(env: Mapping[str, str]) -> None:
     """Raise UserError where variables send Slurm's commands to other clusters than the one that they are called on."""
     for name in ("SLURM_CLUSTERS", "SBATCH_CLUSTERS"):
         if (value := env.get(name, "")) not in ("", env.get("SLURM_CLUSTER_NAME")):
@@ -42,19 +42,19 @@ def refuse_other_clusters(env: Mapping[str, str]) -> None:
             )
 
 
-def exported(site: SiteConfig) -> str | None:
+def export_option(site: SiteConfig) -> str | None:
     """The `--export` of the site's jobs (sbatch(1)); None where nothing is to be said of it."""
     if not site.pass_:
         return None if site.export == "all" else "NONE"
     return ",".join([*(["ALL"] if site.export == "all" else ["HOME", "PATH", "USER"]), *site.pass_])
 
 
-def refuse_unready(site: SiteConfig, env: Mapping[str, str]) -> None:
+def check_job_environment(site: SiteConfig, env: Mapping[str, str]) -> None:
     """Raise UserError where a variable of `site.pass` is not set in `env`, or `site.secrets` is not ours alone.
 
     And where `env` leads to another cluster.
     """
-    refuse_other_clusters(env)
+    require_single_cluster(env)
     if lacking := [name for name in site.pass_ if not env.get(name)]:
         raise UserError(
             f"site.pass: {', '.join(lacking)} not set in this environment: export it, and say the same again; or take "
@@ -72,7 +72,7 @@ def refuse_unready(site: SiteConfig, env: Mapping[str, str]) -> None:
         raise UserError(f"{_refusal(path)} (it is of uid {found.st_uid}, mode {mode:o})")
 
 
-def secrets_lines(site: SiteConfig) -> list[str]:
+def secrets_script_lines(site: SiteConfig) -> list[str]:
     """Shell that runs `site.secrets` and exports what it sets; it ends the job where the file is not its user's alone.
 
     :func:`refuse_unready` looked before, but the job may start days later. The file is opened once: what is checked

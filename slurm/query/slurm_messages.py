@@ -18,11 +18,11 @@ SRUN_EXITED = re.compile(r"exit code (\d+)")
 """The code that a task left with. One that a signal killed has the signal's name: :data:`SIGNALS`.
 
 Seen: Slurm 22.05, 24.11."""
-SRUN_STARVED = re.compile("Out Of Memory")
+SRUN_OUT_OF_MEMORY = re.compile("Out Of Memory")
 """A task that the kernel killed for its memory, by srun.
 
 Seen: Slurm's documentation only."""
-STEPD_STARVED = re.compile(r"slurmstepd: error: .*oom[-_]kill event", re.IGNORECASE)
+STEPD_OUT_OF_MEMORY = re.compile(r"slurmstepd: error: .*oom[-_]kill event", re.IGNORECASE)
 """The same by slurmstepd, with a hyphen or, later, an underscore.
 
 Seen: Slurm's documentation only."""
@@ -35,7 +35,7 @@ SBATCH_ERROR = re.compile("^sbatch: (?:error: |fatal: )?(?!Try )(.+)$", re.MULTI
 read.
 
 Seen: Slurm 22.05, 24.11."""
-SBATCH_NO_ANSWER = re.compile("timed out|nable to contact|Zero Bytes|endpoint|nection (?:fail|re)|shutdown|not respond")
+SBATCH_NO_REPLY = re.compile("timed out|nable to contact|Zero Bytes|endpoint|nection (?:fail|re)|shutdown|not respond")
 """What sbatch fails with if it got no answer (`Socket timed out on send/recv operation`, `Unable to contact slurm
 controller (connect failure)`): the controller may have taken the job. The other words are in slurm_errno.c.
 
@@ -52,11 +52,11 @@ NO_SUCH_JOB = re.compile("Invalid job id")
 """What squeue fails with where it is asked for a single job that the controller does not know.
 
 Seen: Slurm 22.05 (its library), 14.11."""
-NEVER = re.compile("DependencyNeverSatisfied")
+DEPENDENCY_NEVER_SATISFIED = re.compile("DependencyNeverSatisfied")
 """The reason of a job that waits for ever (squeue, %r).
 
 Seen: Slurm 22.05, 24.11."""
-HELD = re.compile("^JobHeld(User|Admin)")
+JOB_HELD = re.compile("^JobHeld(User|Admin)")
 """The reason of a job that waits until a person, or an administrator, lets it go.
 
 Seen: Slurm 22.05."""
@@ -68,10 +68,10 @@ MPIRUN_EXITED = re.compile(r"Process name: \[.*,(\d+)\]\s+Exit code:\s+(\d+)")
 """A rank that left with a code: rank and code.
 
 Seen: Open MPI 4.1.4, 5.0.11."""
-HYDRA_LEFT = re.compile(r"PID (\d+) RUNNING AT (\S+)\s+=\s+EXIT CODE: (\d+)")
+HYDRA_EXITED = re.compile(r"PID (\d+) RUNNING AT (\S+)\s+=\s+EXIT CODE: (\d+)")
 """A process that left with a code, or was killed by the signal of that number: its number and host.
 
 Seen: MPICH 4.0.2, 5.0.2."""
 
-SIGNALS = {signal.strsignal(number) or "": number for number in range(1, 32)}
+SIGNAL_BY_NAME = {signal.strsignal(number) or "": number for number in range(1, 32)}
 """What srun calls the signal that killed a task: the C library's names (seen: Slurm 22.05 with glibc 2.36)."""

@@ -36,11 +36,19 @@ from pipeline.run.directory import Run
 from pipeline.run.failure import retry_command
 from pipeline.run.ledger import event_timestamp
 from pipeline.run.machines import LOOKS, gpus_behind
-from slurm.query.job_states import FORGOTTEN, SILENT, Claim, JobState, newly_submitted
+from slurm.query.job_states import NOT_RESPONDING, UNKNOWN, JobState, RecordedJob, find_first_submissions
 from slurm.query.last_stop import LastStop, find_last_stop
-from slurm.query.run_jobs import Submitted, describe_stray, jobs_of, last_job, successor_of, unproven, uses_slurm
-from slurm.query.slurm_messages import HELD
-from slurm.query.stop_causes import leaving
+from slurm.query.run_jobs import (
+    SubmittedJob,
+    describe_stray_job,
+    describe_unproven_jobs,
+    find_awaited_job,
+    find_run_jobs,
+    find_successor,
+    uses_slurm,
+)
+from slurm.query.slurm_messages import JOB_HELD
+from slurm.query.stop_causes import is_job_ending
 
 POLL_INTERVAL_S = 2.0
 QUERY_INTERVALS_S = (2.0, 30.0)
@@ -123,16 +131,16 @@ def determine_state(
     `missing`: why its outputs do not validate. `events`: its own since it was last submitted.
     """
     told = attempts.read(events)
-    slurm = "" if job is None or job.state == FORGOTTEN else job.state
+    slurm = "" if job is None or job.state == UNKNOWN else job.state
     name = f"job {job.job_id}" if job else ""
     if missing is None and (not held or told.done):
         return "done", "", False
-    if job is not None and job.dead:
+    if job is not None and job.is_unsatisfiable:
         return "never", f"{name} waits for what cannot happen any more ({job.reason})", False
-    if job is not None and job.active and (held_by := HELD.match(job.reason)):
+    if job is not None and job.is_active and (held_by := JOB_HELD.match(job.reason)):
         who = "" if held_by[1] == "User" else ", which takes an administrator"
         return "held", f"until scontrol release {job.job_id} ({job.reason}{who})", True
-    if job is not None and job.active:
+    if job is not None and job.is_active:
         return slurm.lower(), "", True
     if held:
         return "running", "", True
@@ -143,8 +151,8 @@ def determine_state(
         return told.end["event"], words if told.end["event"] == "failed" else "", False
     if slurm == "CANCELLED":
         return "cancelled", "", False
-    if job is not None and job.reason == SILENT:
-        return "unknown", SILENT, True  # for all we know
+    if job is not None and job.reason == NOT_RESPONDING:
+        return "unknown", NOT_RESPONDING, True  # for all we know
     if told.started is not None:
         how = f"{name} is {slurm}: its supervisor left no word" if slurm else "it ended without a word"
         return "died", how, False
@@ -162,8 +170,8 @@ class StatusPoller:
         self.run = run
         self.point_statuses: list[StageStatus] = []
         """For each point of a sweep the first of its stages that is not done, else its last one."""
-        self._forgotten: dict[Claim, JobState] = {}
-        self._jobs: Sequence[Submitted] = ()
+        self._forgotten: dict[RecordedJob, JobState] = {}
+        self._jobs: Sequence[SubmittedJob] = ()
         self._done: dict[tuple[Path, str], StageStatus] = {}
         self._seen: object = None
         self._events, self._pause, self._ask_at = -1, QUERY_INTERVALS_S[0], 0.0
@@ -178,7 +186,7 @@ class StatusPoller:
             self._ask_slurm()
         return self.statuses_from(self._jobs)
 
-    def statuses_from(self, jobs: Sequence[Submitted]) -> list[StageStatus]:
+    def statuses_from(self, jobs: Sequence[SubmittedJob]) -> list[StageStatus]:
         """The stages as they stand by the run directory and by `jobs`; Slurm is not asked."""
         self._jobs = jobs
         rows = self._rows(self.run, stages.own_stages(self.run), {})
@@ -187,11 +195,11 @@ class StatusPoller:
         going = any(row.is_active for each in (own, *swept) for row in each)
         paths = {self.run.path, *(each[0].run.path for each in swept)}
         mine = [job for job in jobs if job.run in paths]
-        answers = not any(job.state.reason == SILENT for job in mine)
+        answers = not any(job.state.reason == NOT_RESPONDING for job in mine)
         if mine and answers and going and not self.run.is_being_submitted:
             swept = [[replace(row, missing_jobs=self._lacking(row)) for row in each] for each in swept]
             own = [replace(row, missing_jobs=self._lacking(row)) for row in own]
-        strays = [describe_stray(job) for job in mine if job.is_stray and job.state.active]
+        strays = [describe_stray_job(job) for job in mine if job.is_stray and job.state.is_active]
         own[0] = replace(own[0], missing_jobs="; ".join(filter(None, [own[0].missing_jobs, *strays])))
         self.point_statuses = []
         for each in swept:
@@ -203,16 +211,16 @@ class StatusPoller:
     def _lacking(self, row: StageStatus) -> str:
         """What of a stage is not in the queue: all of it, or a part."""
         jobs = [job for job in self._jobs if (job.run, job.stage) == (row.run.path, row.stage)]
-        alive = [job for job in jobs if job.state.active and not job.is_stray]
-        last = last_job(row.stage, [job for job in alive if job.step is None])
+        alive = [job for job in jobs if job.state.is_active and not job.is_stray]
+        last = find_awaited_job(row.stage, [job for job in alive if job.step is None])
         if row.state == "waiting" or (row.is_active and alive and last is None):
             events = row.run.read_events(row.stage, "submitted", "not_submitted")
             refused = events[-1].get("message") if events and events[-1]["event"] == "not_submitted" else None
             what = "the job that completes it is " if any(job.is_array_of_parts for job in alive) else ""
             return f"{what}not submitted{f': {refused}' if refused else ''}"
         single = self.run.config.sweep is None and not self.run.config.site.requeue
-        if STAGES[row.stage].trains and single and last is not None and successor_of(last, alive) is None:
-            return "" if leaving(row.run, row.stage, last.state) else "its successor is not submitted"
+        if STAGES[row.stage].trains and single and last is not None and find_successor(last, alive) is None:
+            return "" if is_job_ending(row.run, row.stage, last.state) else "its successor is not submitted"
         return ""
 
     @property
@@ -240,7 +248,7 @@ class StatusPoller:
 
     def _ask_slurm(self) -> None:
         runs = (self.run, *sweep.points(self.run))
-        self._jobs = jobs_of(runs, self._forgotten) if uses_slurm(self.run) else []
+        self._jobs = find_run_jobs(runs, self._forgotten) if uses_slurm(self.run) else []
         seen = (self._events, self._jobs, self.has_active_point)
         self._pause = min(QUERY_INTERVALS_S[1], 1.5 * self._pause) if seen == self._seen else QUERY_INTERVALS_S[0]
         self._seen, self._ask_at = seen, time.monotonic() + self._pause
@@ -260,7 +268,7 @@ class StatusPoller:
         jobs = [job for job in jobs if job.job_id or job.state.reason]  # no job of an open submission is no job
         shown = _shown(jobs)
         job = shown.state if shown else None
-        since = max(newly_submitted(events), default=-1)
+        since = max(find_first_submissions(events), default=-1)
         state, why, going = determine_state(missing, holder is not None, events[since + 1 :], job)
         if state == "done" and behind:
             state, why, going = _judge_so_far(run, holder is not None, events[since + 1 :], job)
@@ -288,9 +296,9 @@ class StatusPoller:
             "attempts": str(max(starts.values(), default=0)),
             "time": format_duration(spent),
         }
-        why = why or ("" if state == "done" else "; ".join(unproven(jobs)))
+        why = why or ("" if state == "done" else "; ".join(describe_unproven_jobs(jobs)))
         slow = _slow(run, told.started, events) if running else ""
-        waits = job.job_id if job and job.active and job.state == "PENDING" else None
+        waits = job.job_id if job and job.is_active and job.state == "PENDING" else None
         last = find_last_stop(events, waits) if state != "done" else None
         return StageStatus(run, stage, state, why, going, cells, slow, last)
 
@@ -299,17 +307,17 @@ def _judge_so_far(
     run: Run, held: bool, events: Sequence[Mapping[str, Any]], job: JobState | None
 ) -> tuple[str, str, bool]:
     """Like `judge`, for a stage that is done as far as the training has come: the training itself is not done."""
-    if held or (job is not None and (job.active or job.dead)):
+    if held or (job is not None and (job.is_active or job.is_unsatisfiable)):
         return determine_state("the training is not done", held, events, job)
     cancelled = (job is not None and job.state == "CANCELLED") or attempts.read(events).asked == "cancelled"
     return "cancelled" if cancelled or run.cancelled_file.exists() else "waiting", "", False
 
 
-def _shown(jobs: Sequence[Submitted]) -> Submitted | None:
+def _shown(jobs: Sequence[SubmittedJob]) -> SubmittedJob | None:
     """Which of a stage's jobs to show: one that runs, the first that may, one that waits in vain, the last."""
-    active = [job for job in jobs if job.state.active]
+    active = [job for job in jobs if job.state.is_active]
     running = [job for job in active if job.state.state != "PENDING"]
-    dead = [job for job in jobs if job.state.dead]
+    dead = [job for job in jobs if job.state.is_unsatisfiable]
     return next(iter([*running, *active, *dead, *reversed(jobs)]), None)
 
 

@@ -30,23 +30,30 @@ from pipeline.run import attempts, stages
 from pipeline.run.attempts import Attempts, budget_of, ending, refusal
 from pipeline.run.directory import Run
 from slurm.query import preemption
-from slurm.query.current_job import ENDED_BY_SLURM, JobFacts, accounted_state, dead_nodes, job_facts
-from slurm.query.job_states import FORGOTTEN, Claim, JobState, claim, query, since_submitted
+from slurm.query.current_job import CAUSE_BY_STATE, JobInfo, find_failed_nodes, query_accounted_state, read_job_info
+from slurm.query.job_states import (
+    UNKNOWN,
+    JobState,
+    RecordedJob,
+    events_since_submission,
+    query_job_states,
+    read_recorded_job,
+)
 
-EARLY_S = 70.0
+SIGNAL_EARLY_S = 70.0
 """How much earlier than `--signal` says Slurm may send the signal (sbatch(1): up to 60 seconds)."""
 
 
-def leaving(run: Run, stage: str, job: JobState) -> bool:
+def is_job_ending(run: Run, stage: str, job: JobState) -> bool:
     """Whether a job that Slurm still shows ends for good: a person stopped it, or it has said its last word."""
-    spoken = since_submitted(run.read_events(stage), job.job_id)
+    spoken = events_since_submission(run.read_events(stage), job.job_id)
     told = attempts.read(e for e in spoken if f"{e.get('job_id')}_".startswith(f"{job.job_id}_"))  # or its tasks
     if job.state == "PENDING" or told.goes_on is not None:
         return False
     return job.state == "COMPLETING" or told.end is not None or told.asked is not None
 
 
-def standing(run: Run, stage: str) -> str:
+def read_progress_marker(run: Run, stage: str) -> str:
     """Something that changes when a stage gets ahead.
 
     For `train` a step that was never saved before, one saved again in the place of a damaged one, or a decision. Not
@@ -70,7 +77,7 @@ def standing(run: Run, stage: str) -> str:
     return f"step {newest}, {repaired} repaired, {sum(1 for _ in read_jsonl(run.decisions_file))} decisions"
 
 
-def stop_cause(facts: JobFacts | None, restarts: int, site: SiteConfig) -> ExitCode:
+def infer_stop_cause(facts: JobInfo | None, restarts: int, site: SiteConfig) -> ExitCode:
     """Why Slurm stopped a job whose ranks left in good order. `restarts`: the count this job was started with.
 
     A job that is ending (COMPLETING) before its time limit and without being put back was cancelled. So was one that
@@ -79,45 +86,49 @@ def stop_cause(facts: JobFacts | None, restarts: int, site: SiteConfig) -> ExitC
     if facts is None:
         return ExitCode.STOPPED
     if facts.restarts > restarts:
-        return ExitCode.PREEMPTED if facts.preempted else ExitCode.REQUEUED
-    if facts.state in ENDED_BY_SLURM:
-        return ENDED_BY_SLURM[facts.state]
+        return ExitCode.PREEMPTED if facts.is_preempted else ExitCode.REQUEUED
+    if facts.state in CAUSE_BY_STATE:
+        return CAUSE_BY_STATE[facts.state]
     ending = facts.state == "COMPLETING"
-    if facts.preempted:
+    if facts.is_preempted:
         return ExitCode.CANCELLED if ending and site.requeue else ExitCode.PREEMPTED
-    if facts.left_s is not None and facts.left_s <= (0 if ending else site.signal_s + EARLY_S):
+    if facts.time_left_s is not None and facts.time_left_s <= (0 if ending else site.signal_s + SIGNAL_EARLY_S):
         return ExitCode.TIME_LIMIT
     return ExitCode.CANCELLED if ending else ExitCode.STOPPED
 
 
-class Way(StrEnum):
+class NextAction(StrEnum):
     """How a batch job whose stage is to go on leaves."""
 
-    BACK = "it is in the queue again"
+    ALREADY_REQUEUED = "it is in the queue again"
     SUCCESSOR = "its successor goes on"
     CANCELLED = "a person cancelled it"
     UNKNOWN = "nobody says whether it was cancelled"
-    LEAVE = "Slurm puts it back when it has ended"
+    EXIT = "Slurm puts it back when it has ended"
     REQUEUE = "it asks to be put back"
 
 
-def way_on(facts: JobFacts | None, restarts: int, site: SiteConfig, signalled: bool, exclude: str | None) -> Way:
+def choose_next_action(
+    facts: JobInfo | None, restarts: int, site: SiteConfig, signalled: bool, exclude: str | None
+) -> NextAction:
     """The first of these that holds. `restarts`: the count this job was started with; `signalled`: whether it was told
     to leave, as a job is that is cancelled; `exclude`: what its excluded nodes must become."""
     if facts is not None and facts.restarts > restarts:
-        return Way.BACK
+        return NextAction.ALREADY_REQUEUED
     if not site.requeue and (facts is None or facts.state != "CANCELLED"):  # the successor sees how the job ended
-        return Way.SUCCESSOR
-    if stop_cause(facts, restarts, site) == ExitCode.CANCELLED:  # since the cause was told
-        return Way.CANCELLED
+        return NextAction.SUCCESSOR
+    if infer_stop_cause(facts, restarts, site) == ExitCode.CANCELLED:  # since the cause was told
+        return NextAction.CANCELLED
     if facts is None and signalled:
-        return Way.UNKNOWN
-    return Way.LEAVE if facts is not None and preemption.just_leave(facts, exclude) else Way.REQUEUE
+        return NextAction.UNKNOWN
+    return (
+        NextAction.EXIT if facts is not None and preemption.is_requeued_on_exit(facts, exclude) else NextAction.REQUEUE
+    )
 
 
-def cause_in_slurm(
+def refine_stop_cause(
     code: ExitCode,
-    facts: JobFacts | None,
+    facts: JobInfo | None,
     place: RankInfo,
     nodes: str,
     since: str,
@@ -136,14 +147,14 @@ def cause_in_slurm(
         return code, None
     by_slurm = facts.restarts > place.restart_count
     lost = code in (ExitCode.PEER_LOST, ExitCode.CRASHED) or by_slurm or facts.state in ("COMPLETING", "NODE_FAIL")
-    if lost and (dead := dead_nodes(nodes, since if by_slurm and not facts.preempted else "")):
+    if lost and (dead := find_failed_nodes(nodes, since if by_slurm and not facts.is_preempted else "")):
         return ExitCode.NODE_FAILURE, f"node {', '.join(dead)} is down or was just now"
-    cause = stop_cause(facts, place.restart_count, site)
+    cause = infer_stop_cause(facts, place.restart_count, site)
     if cause == ExitCode.STOPPED:
         return code, None
     if cause == ExitCode.REQUEUED:
-        state = "PREEMPTED" if preempted else accounted_state(place.job_id or "", since)
-        cause = ENDED_BY_SLURM[state] if state in ("PREEMPTED", "NODE_FAIL") else cause
+        state = "PREEMPTED" if preempted else query_accounted_state(place.job_id or "", since)
+        cause = CAUSE_BY_STATE[state] if state in ("PREEMPTED", "NODE_FAIL") else cause
     return (
         cause,
         None if code == ExitCode.STOPPED else f"Slurm ended the job ({cause.name.lower()}) before all had left",
@@ -162,17 +173,17 @@ def close_open_attempt(run: Run, stage: str, place: RankInfo, task: int | None) 
     if started is None or before.goes_on is not None:
         return None
     job = started.get("slurm_job")
-    same = job is not None and job == place.job_id and started in since_submitted(run.read_events(stage), job)
+    same = job is not None and job == place.job_id and started in events_since_submission(run.read_events(stage), job)
     times = place.restart_count - (started.get("restarts") or 0) if same else 0
     requeued = times > 0
-    once_more = times == 1 and _preempted(run, stage, started) and preemption.puts_back()
+    once_more = times == 1 and _preempted(run, stage, started) and preemption.requeues_preempted_jobs()
     if before.done:
         return (ExitCode.DONE, "it is done") if once_more else None
-    inherited = job is not None and predecessor_of(run, stage, place.job_id or "") == job
+    inherited = job is not None and find_predecessor(run, stage, place.job_id or "") == job
     by_itself = (requeued or inherited) and not before.asked_anew
-    progress = standing(run, stage) != started.get("standing")
+    progress = read_progress_marker(run, stage) != started.get("standing")
     if end is None:
-        cause = _cause_of_silence(before, None if job is None else claim(run, started), requeued)
+        cause = _cause_of_silence(before, None if job is None else read_recorded_job(run, started), requeued)
         message = f"attempt {started.get('attempt')} ended without a word of its supervisor (on {started.get('host')})"
     else:
         cause, message = ExitCode(end["exit_code"]), str(end.get("message", end["event"])).rstrip()
@@ -202,15 +213,15 @@ def _preempted(run: Run, stage: str, started: Mapping[str, Any]) -> bool:
     return any(e.get("in_grace") or e.get("cause") == "preempted" for e in spoken)
 
 
-def predecessor_of(run: Run, stage: str, job: str) -> str | None:
+def find_predecessor(run: Run, stage: str, job: str) -> str | None:
     """The job that `job` was submitted to succeed; None where it is no successor."""
-    for event in since_submitted(run.read_events(None, "submitted"), job)[:1]:
+    for event in events_since_submission(run.read_events(None, "submitted"), job)[:1]:
         if (event["stage"], str(event["job_id"]), event.get("kind")) == (stage, job, "afternotok"):
             return next(iter(event["after"]), None)
     return None
 
 
-def _cause_of_silence(before: Attempts, job: Claim | None, requeued: bool) -> ExitCode:
+def _cause_of_silence(before: Attempts, job: RecordedJob | None, requeued: bool) -> ExitCode:
     """Why an attempt ended whose supervisor did not say: from its last word of a stop, else from what Slurm says."""
     if before.asked:
         return ExitCode.CANCELLED if before.asked == "cancelled" else ExitCode.STOPPED
@@ -219,13 +230,13 @@ def _cause_of_silence(before: Attempts, job: Claim | None, requeued: bool) -> Ex
         return ExitCode.NODE_FAILURE if word in (None, ExitCode.CANCELLED) else word
     if job is None:
         return word or ExitCode.CRASHED
-    shown = query([job])[job]
-    facts = None if shown.state in (FORGOTTEN, *ENDED_BY_SLURM) else job_facts(job.job_id)
-    if facts is not None and facts.submitted != shown.submitted:  # of another job, which has that id now
+    shown = query_job_states([job])[job]
+    facts = None if shown.state in (UNKNOWN, *CAUSE_BY_STATE) else read_job_info(job.job_id)
+    if facts is not None and facts.submit_time != shown.submit_time:  # of another job, which has that id now
         facts = None
     state = shown.state if facts is None else facts.state
-    if state in ENDED_BY_SLURM:  # how it ended in the end; the word is from when that began
-        return ENDED_BY_SLURM[state]
+    if state in CAUSE_BY_STATE:  # how it ended in the end; the word is from when that began
+        return CAUSE_BY_STATE[state]
     left_with = (
         ExitCode(facts.exit_code) if facts and facts.exit_code in set(ExitCode) - {ExitCode.DONE} else ExitCode.CRASHED
     )

@@ -19,7 +19,7 @@ from pipeline.config.stages import STAGES
 from pipeline.run.directory import Run
 
 
-def nodes_of_ranks(tasks: Sequence[int], distribution: str) -> list[int]:
+def assign_ranks_to_nodes(tasks: Sequence[int], distribution: str) -> list[int]:
     """The node of each rank, where node n has room for `tasks[n]` (srun(1), `--distribution`).
 
     block fills a node before the next, plane=N deals out N ranks to each node in turn, cyclic one.
@@ -40,7 +40,7 @@ def _plane(distribution: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def problem(
+def describe_placement_problem(
     stage: str, nodes: int, per_node: int, tensor: int, tasks: Sequence[int], distribution: str | None
 ) -> str | None:
     """Why `nodes` × `per_node` ranks in groups of `tensor`, which divides `per_node`, do not fit what was granted; None
@@ -61,7 +61,7 @@ def problem(
             f"--distribution={distribution} makes planes that do not divide the ranks per node ({per_node}): ask with "
             "--distribution=block (site.distribution)"
         )
-    place = nodes_of_ranks([per_node] * nodes, distribution or "block")
+    place = assign_ranks_to_nodes([per_node] * nodes, distribution or "block")
     for first in range(0, len(place), tensor):
         if len(set(place[first : first + tensor])) > 1:
             return (
@@ -72,17 +72,19 @@ def problem(
     return None
 
 
-def planned_mismatch(config: Config) -> str | None:
+def find_planned_placement_problem(config: Config) -> str | None:
     """What is wrong with the placement that the training's job would ask for; None where nothing is."""
     wanted, nodes = config.stages.train, config.stages.train.most_nodes
     tasks = [wanted.tasks_per_node] * nodes
-    return problem("train", nodes, wanted.tasks_per_node, config.parallel.tensor, tasks, config.site.distribution)
+    return describe_placement_problem(
+        "train", nodes, wanted.tasks_per_node, config.parallel.tensor, tasks, config.site.distribution
+    )
 
 
-def mismatch(run: Run, stage: str, size: int) -> str | None:
+def find_placement_problem(run: Run, stage: str, size: int) -> str | None:
     """Why this allocation does not fit `size` ranks of `stage`; None where it does, or Slurm does not say."""
     granted = granted_tasks(os.environ)
     if not STAGES[stage].joined or granted is None:
         return None
     per_node, tensor = run.config.stages.of(stage).per_node, run.config.parallel.tensor if STAGES[stage].trains else 1
-    return problem(stage, size // per_node, per_node, tensor, *granted)
+    return describe_placement_problem(stage, size // per_node, per_node, tensor, *granted)

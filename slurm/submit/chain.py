@@ -37,11 +37,18 @@ from pipeline.run import attempts, stages
 from pipeline.run.directory import Run
 from pipeline.run.failure import once_mended
 from pipeline.run.points import make_points, points
-from slurm.query.job_states import SILENT, array_of, cancel
-from slurm.query.run_jobs import Submitted, describe_stray, jobs_of, last_job, successor_of, unproven
-from slurm.query.stop_causes import leaving
+from slurm.query.job_states import NOT_RESPONDING, array_job_id, cancel_jobs
+from slurm.query.run_jobs import (
+    SubmittedJob,
+    describe_stray_job,
+    describe_unproven_jobs,
+    find_awaited_job,
+    find_run_jobs,
+    find_successor,
+)
+from slurm.query.stop_causes import is_job_ending
 from slurm.submit.limits import check_limits
-from slurm.submit.open_submissions import settle
+from slurm.submit.open_submissions import resolve_open_submissions
 
 CANCEL_WAIT_S = 60.0
 """How long `cancel` waits for another process that submits the run's jobs. It stops before its next sbatch."""
@@ -77,7 +84,7 @@ class Chain:
         """`points`: those of a sweep; None: they are made if they are missing."""
         self.run, self.points, self.again = run, make_points(run) if points is None else points, again
         self.say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
-        self.alive: dict[tuple[Path, str], list[Submitted]] = {}
+        self.alive: dict[tuple[Path, str], list[SubmittedJob]] = {}
         """The jobs that run or may still run, by run and stage, as what follows."""
         self.waiting: dict[tuple[Path, str], str] = {}
         """The job that later stages wait for."""
@@ -95,15 +102,15 @@ class Chain:
     def look(self) -> None:
         """Find what is missing and not under way, and cancel what waits in vain. Raises UserError as `submit_chain`."""
         known = self._find_jobs()
-        for words in unproven(known):
+        for words in describe_unproven_jobs(known):
             self.say(words)
         for job in known:
-            if job.state.active and job.step is None and not job.is_stray:
+            if job.state.is_active and job.step is None and not job.is_stray:
                 self.alive.setdefault((job.run, job.stage), []).append(job)
-        vain = [job for job in known if job.state.dead or (job.is_stray and job.state.active)]
+        vain = [job for job in known if job.state.is_unsatisfiable or (job.is_stray and job.state.is_active)]
         for job in vain:
             if job.is_stray:
-                self.say(describe_stray(job))
+                self.say(describe_stray_job(job))
         for stage, row in self.run.config.rows.items():
             everyone = self.points if self.points and row.per_point else [self.run]
             self.wanted[stage] = [one for one in everyone if self._lacks(one, stage)]
@@ -152,17 +159,17 @@ class Chain:
             if one is self.run:  # points are counted
                 self.say(f"{stage:9} done: {work.progress(one).words}")
             return False
-        if (job := last_job(stage, alive)) is not None:
-            if leaving(one, stage, job.state):
+        if (job := find_awaited_job(stage, alive)) is not None:
+            if is_job_ending(one, stage, job.state):
                 self.ending[one.path, stage] = job.job_id
             elif not replaced or any(other.state.state != "PENDING" for other in alive):
                 self.waiting[one.path, stage] = job.job_id
                 if one is self.run:
                     self.say(f"{stage:9} job {job.job_id} {job.state.state.lower()}")
-                    if self._has_successors(stage) and successor_of(job, alive) is None:
+                    if self._has_successors(stage) and find_successor(job, alive) is None:
                         self.without_successor[one.path, stage] = job.job_id
                 return False
-        elif alive and leaving(one, stage, alive[-1].state):
+        elif alive and is_job_ending(one, stage, alive[-1].state):
             self.ending[one.path, stage] = alive[-1].job_id
         elif alive and (not replaced or any(other.state.state != "PENDING" for other in alive)):
             self.arrays[one.path, stage] = alive[-1].job_id
@@ -193,7 +200,7 @@ class Chain:
             self._submit_successor(stage, job)
         alike: dict[tuple[str, ...], list[Run]] = {}
         for one in self.wanted[stage]:
-            alike.setdefault(tuple(map(array_of, self._after(one, stage))), []).append(one)
+            alike.setdefault(tuple(map(array_job_id, self._after(one, stage))), []).append(one)
         for arrays, members in alike.items():
             after = [self._after(one, stage) for one in members]
             if all(jobs == after[0] for jobs in after):
@@ -234,31 +241,31 @@ class Chain:
 
     # What changes something is in these methods alone: `resume --dry-run` replaces them (cli/resume_preview.py).
 
-    def _find_jobs(self) -> list[Submitted]:
-        return settle((self.run, *self.points), self.say)
+    def _find_jobs(self) -> list[SubmittedJob]:
+        return resolve_open_submissions((self.run, *self.points), self.say)
 
-    def _cancel(self, jobs: Sequence[Submitted]) -> None:
+    def _cancel(self, jobs: Sequence[SubmittedJob]) -> None:
         for job in jobs:
             if job.is_stray:
                 self.say(f"job {job.job_id} is cancelled")
-        cancel(job.state for job in jobs)
+        cancel_jobs(job.state for job in jobs)
 
     def _sbatch(self, stage: str, after: Sequence[str], kind: str, **more: Any) -> str:
-        from slurm.submit.sbatch import submit
+        from slurm.submit.sbatch import submit_stage
 
         self.run.check_not_cancelled()  # since the last sbatch
-        job = submit(self.run, stage, after, kind=kind, say=self.say, **more)
+        job = submit_stage(self.run, stage, after, kind=kind, say=self.say, **more)
         self.queued.setdefault(stage, []).append(job)
         return job
 
 
-def begin_anew(run: Run, *, asked_anew: bool) -> None:
+def reset_for_resume(run: Run, *, asked_anew: bool) -> None:
     """Forget stops and failures: a person said to go on. `asked_anew`: with other values than Slurm was asked with."""
     for one in (run, *make_points(run)):
         one.clear_requests()
         one.event("resumed")
     if asked_anew:
-        cancel_jobs(run)  # what waits is submitted again
+        cancel_pending_jobs(run)  # what waits is submitted again
 
 
 def cancel_run(run: Run) -> list[str]:
@@ -268,7 +275,7 @@ def cancel_run(run: Run) -> list[str]:
         one.write_request(one.cancelled_file)
         one.event("cancel_requested")
     with run.lock_exclusively(patience_s=CANCEL_WAIT_S):  # whoever submits now stops before its next job
-        jobs, unknown = cancel_jobs(run)
+        jobs, unknown = cancel_pending_jobs(run)
     for one, stage in product(everyone, STAGES):
         if holder := one.lock_holder(stage):
             holder.terminate()
@@ -276,23 +283,23 @@ def cancel_run(run: Run) -> list[str]:
     words = f"{', '.join(held)} saves and leaves" if held else "nothing was running here"
     if jobs:
         words = f"jobs {', '.join(jobs)} end"
-    elif SILENT in unknown:
+    elif NOT_RESPONDING in unknown:
         words = "jobs that run save and leave, and those that begin end at once, but they stay in the queue until then"
     return [f"{run.name} is cancelled: {words}", *unknown]
 
 
-def cancel_jobs(run: Run) -> tuple[list[str], list[str]]:
+def cancel_pending_jobs(run: Run) -> tuple[list[str], list[str]]:
     """Cancel what has not begun; running supervisors read the request in the run directory and save.
 
     The ids, and what is to be said of jobs that are left alone.
     """
     everyone, more = (run, *points(run)), list[str]()
-    known = jobs_of(everyone)
-    if not any(job.state.reason == SILENT for job in known):
+    known = find_run_jobs(everyone)
+    if not any(job.state.reason == NOT_RESPONDING for job in known):
         try:
-            known = settle(everyone, more.append, known=known)
+            known = resolve_open_submissions(everyone, more.append, known=known)
         except UserError as error:  # sbatch of another process gets no answer
             more.append(str(error))
-    jobs = [job for job in known if job.state.active or job.state.dead]
-    cancel(job.state for job in jobs if job.state.state == "PENDING" or job.is_stray)
-    return [job.job_id for job in jobs], [*unproven(known), *more]
+    jobs = [job for job in known if job.state.is_active or job.state.is_unsatisfiable]
+    cancel_jobs(job.state for job in jobs if job.state.state == "PENDING" or job.is_stray)
+    return [job.job_id for job in jobs], [*describe_unproven_jobs(known), *more]

@@ -18,20 +18,20 @@ Executor = Literal["auto", "slurm", "allocation", "local"]
 """Where stages run; `auto`: Slurm where its controller answers, the allocation inside salloc, else this machine."""
 
 
-def choose(executor: Executor, run: Run | None = None) -> Executor:
+def choose_executor(executor: Executor, run: Run | None = None) -> Executor:
     """What `auto` means here: where `run` was, else what there is.
 
     Raises UserError where the executor that was asked for cannot work, or `run` was in an allocation and this is none.
     """
     from pipeline.base.dist_env import in_allocation
     from pipeline.run.points import points
-    from slurm.query.job_states import slurm_answers
+    from slurm.query.job_states import is_slurm_responding
     from slurm.query.run_jobs import uses_slurm
 
     inside = in_allocation(os.environ)
     if executor == "allocation" and not inside:
         raise UserError("--executor allocation: this is no allocation; start one with salloc, or leave the option out")
-    if executor == "slurm" and not slurm_answers():
+    if executor == "slurm" and not is_slurm_responding():
         raise UserError("--executor slurm: no Slurm controller answers (scontrol ping); use --executor local")
     if executor != "auto":
         return executor
@@ -40,10 +40,10 @@ def choose(executor: Executor, run: Run | None = None) -> Executor:
     if inside:
         return "allocation"
     if run is None:
-        return "slurm" if slurm_answers() else "local"
+        return "slurm" if is_slurm_responding() else "local"
     started = [event for one in (run, *points(run)) for event in one.read_events(None, "started")]
     job = max(started, key=lambda event: str(event["time"]), default={}).get("slurm_job")
-    if job and slurm_answers():
+    if job and is_slurm_responding():
         raise UserError(
             f"{run.name} ran inside job {job} (salloc, or a script): go on inside such a one, or say --executor slurm "
             "for jobs of its own, --executor local for this machine"

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pipeline.base.errors import UserError
 from pipeline.config.sections import Config
 from pipeline.config.stages import STAGES
-from slurm.query.job_states import call, cluster_settings, fields
+from slurm.query.job_states import cluster_settings, parse_key_values, run_slurm_command
 
 _TIMEOUT_S = 10.0
 
@@ -75,7 +75,9 @@ def _check_number(config: Config, planned: Mapping[str, Sequence[int]], cluster:
             break
     if not limits:
         return
-    shown = call("squeue", "--me", "-h", "-r", "-t", "PENDING,RUNNING,SUSPENDED", "-o", "%q|%a", timeout_s=_TIMEOUT_S)
+    shown = run_slurm_command(
+        "squeue", "--me", "-h", "-r", "-t", "PENDING,RUNNING,SUSPENDED", "-o", "%q|%a", timeout_s=_TIMEOUT_S
+    )
     queued = Counter[tuple[str, str]]()
     for line in (shown or "").splitlines():
         qos, _, account = line.partition("|")
@@ -99,12 +101,12 @@ def _asked_for(config: Config, stage: str, name: str) -> str | None:
 
 def _has_qos(partition: str | None) -> bool:
     """Whether a partition (None: any) has a QOS of its own, whose limits count in the place of the others."""
-    shown = call("scontrol", "--oneliner", "show", "partition", *([partition] if partition else []))
-    return any(fields(line).get("QoS", "N/A") != "N/A" for line in (shown or "QoS=unknown").splitlines())
+    shown = run_slurm_command("scontrol", "--oneliner", "show", "partition", *([partition] if partition else []))
+    return any(parse_key_values(line).get("QoS", "N/A") != "N/A" for line in (shown or "QoS=unknown").splitlines())
 
 
 def _show(*words: str, columns: str) -> list[list[str]]:
     """Rows of `sacctmgr show`; none if it is not there, or not allowed."""
-    shown = call("sacctmgr", "-n", "-P", "show", *words, f"format={columns}", timeout_s=_TIMEOUT_S)
+    shown = run_slurm_command("sacctmgr", "-n", "-P", "show", *words, f"format={columns}", timeout_s=_TIMEOUT_S)
     rows = [line.split("|") for line in (shown or "").splitlines()]
     return [row for row in rows if len(row) == columns.count(",") + 1]

@@ -30,7 +30,7 @@ from slurm.query.status import describe_outcome
 from slurm.submit.follow import follow_stage
 
 
-def run_chain(run: Run, console: Console) -> ExitCode:
+def run_chain_locally(run: Run, console: Console) -> ExitCode:
     """Run what is missing, stage after stage. Returns the exit code of the first stage that did not get done.
 
     A point of a sweep that fails leaves the others alone: of such failures the highest code is returned, after a table.
@@ -46,7 +46,7 @@ def run_chain(run: Run, console: Console) -> ExitCode:
         if one is not run:
             console.print(f"point {one.path.name}")
         for stage in names:
-            if (code := run_stage(one, stage, flag, console)) == ExitCode.DONE:
+            if (code := run_stage_locally(one, stage, flag, console)) == ExitCode.DONE:
                 continue
             if one is run or code == ExitCode.STOPPED or flag:
                 return code
@@ -57,9 +57,9 @@ def run_chain(run: Run, console: Console) -> ExitCode:
     return failed
 
 
-def run_stage(run: Run, stage: str, flag: StopFlag, console: Console) -> ExitCode:
+def run_stage_locally(run: Run, stage: str, flag: StopFlag, console: Console) -> ExitCode:
     """Submit one stage that is not done (or join the one that runs), follow it to its end and say how it ended."""
-    from slurm.submit.submitit_job import submit_local
+    from slurm.submit.submitit_job import submit_locally
 
     say = partial(console.print, soft_wrap=True)
     work, asked, batch = stages.load(stage), False, in_batch(os.environ)
@@ -88,7 +88,7 @@ def run_stage(run: Run, stage: str, flag: StopFlag, console: Console) -> ExitCod
             say(f"{stage:9} is already running ({holder}); following it")
             watch = command("status", run.sweep_or_self.name, "--watch")
             say(f"Ctrl-C stops it, for all who follow; only to watch: {watch}")
-        job = None if holder else submit_local(run, stage)
+        job = None if holder else submit_locally(run, stage)
         seconds = follow_stage(run, stage, going, console)
         run.reload_config()
         if flag.count > 1 and not batch:
@@ -100,7 +100,7 @@ def run_stage(run: Run, stage: str, flag: StopFlag, console: Console) -> ExitCod
             continue  # it is done, or somebody else's attempt began in the same moment: join that one
         if told.end and told.end["event"] == "stopped" and job is None and not asked and leaves:
             continue  # it was stopping already when we joined it; we were asked to go on
-        return tell(run, stage, told, seconds, job, say)
+        return report_stage_end(run, stage, told, seconds, job, say)
 
 
 def ask_to_stop(run: Run, stage: str, batch: bool) -> bool:
@@ -117,7 +117,7 @@ def ask_to_stop(run: Run, stage: str, batch: bool) -> bool:
     return holder is not None or not batch
 
 
-def tell(run: Run, stage: str, told: Attempts, seconds: float, job: Any, say: Any) -> ExitCode:
+def report_stage_end(run: Run, stage: str, told: Attempts, seconds: float, job: Any, say: Any) -> ExitCode:
     """Say how the stage ended and what to do next; returns its exit code. `job`: None where it was not ours."""
     end, words = told.end, stages.load(stage).progress(run).words
     if end is None:

@@ -31,22 +31,28 @@ from pipeline.config.sections import Config
 from pipeline.config.stages import STAGES
 from pipeline.config.types import parse_time
 from pipeline.run.directory import Run
-from slurm.query.exclusion import at_submission
-from slurm.query.job_states import comment_of, identity
-from slurm.query.site_variables import exported, interpreter, refuse_unready, secrets_lines, site_variables
-from slurm.query.slurm_messages import SBATCH_ERROR, SBATCH_NO_ANSWER
-from slurm.query.topology import planned_mismatch
+from slurm.query.exclusion import excluded_nodes_at_submission
+from slurm.query.job_states import job_comment, job_identity
+from slurm.query.site_variables import (
+    check_job_environment,
+    export_option,
+    job_python,
+    secrets_script_lines,
+    site_environment,
+)
+from slurm.query.slurm_messages import SBATCH_ERROR, SBATCH_NO_REPLY
+from slurm.query.topology import find_planned_placement_problem
 from slurm.submit.open_submissions import (
-    KEY_VARIABLE,
     SBATCH_TIMEOUT_S,
-    give_up,
+    SUBMISSION_KEY_VARIABLE,
+    abandon_submission,
     print_to_log,
-    record,
-    script_of,
-    settle,
+    record_submission,
+    resolve_open_submissions,
+    submission_script_path,
     wait_for_controller,
 )
-from slurm.submit.submitit_job import become
+from slurm.submit.submitit_job import become_supervisor
 
 _ATTEMPTS = 2
 """How often sbatch is called for one job, if it does not answer and Slurm did not take the job."""
@@ -58,7 +64,7 @@ def job_name(config: Config, stage: str) -> str:
     return f"{stage}-{config.run.name}"
 
 
-def parameters(run: Run, config: Config, stage: str, after: str | None) -> dict[str, Any]:
+def build_sbatch_parameters(run: Run, config: Config, stage: str, after: str | None) -> dict[str, Any]:
     """What submitit is told about a stage's job; `after`: a Slurm dependency such as `afterok:12:13`."""
     site, wanted, single = config.site_of(stage), config.stages.of(stage), not STAGES[stage].joined
     values: dict[str, Any] = {
@@ -71,7 +77,7 @@ def parameters(run: Run, config: Config, stage: str, after: str | None) -> dict[
         "account": site.account,
         "qos": site.qos,
         "constraint": site.constraint or None,
-        "comment": comment_of(run.path),
+        "comment": job_comment(run.path),
         "array_parallelism": (config.sweep.at_most if config.sweep and STAGES[stage].per_point else None) or 1000,
         "dependency": after,
         "signal_delay_s": site.signal_s,
@@ -79,7 +85,7 @@ def parameters(run: Run, config: Config, stage: str, after: str | None) -> dict[
         "use_srun": False,
         "wckey": None,
     }
-    exports = site_variables(site)
+    exports = site_environment(site)
     more: dict[str, Any] = {}
     if config.track.mail:  # END would come with each requeue, too (sbatch(1), --mail-type)
         last = stage == list(config.rows)[-1]
@@ -87,7 +93,7 @@ def parameters(run: Run, config: Config, stage: str, after: str | None) -> dict[
     more |= {key: value for key, value in site.sbatch.items() if value is not False}
     more |= {"requeue" if site.requeue else "no-requeue": True, "distribution": site.distribution}
     more |= {"switches": site.switches, "mem": f"{math.ceil(site.mem_gb * 1024)}M" if site.mem_gb else None}
-    more["export"] = exported(site)
+    more["export"] = export_option(site)
     if wanted.fewest_nodes < wanted.most_nodes:
         # tasks per node would limit the nodes: Slurm multiplies with the fewest, and has no more nodes than tasks
         del values["ntasks_per_node"]
@@ -101,14 +107,14 @@ def parameters(run: Run, config: Config, stage: str, after: str | None) -> dict[
         more[site.gpus_as] = f"{'gpu:' if site.gpus_as == 'gres' else ''}{kind}{site.gpus_per_node}"
     if site.mem_gb and (other := {"mem-per-cpu", "mem-per-gpu"} & more.keys()):
         raise UserError(f"{stage}: mem_gb and sbatch.{min(other)} exclude each other: leave one out of site or stages")
-    if STAGES[stage].trains and (reason := planned_mismatch(config)):
+    if STAGES[stage].trains and (reason := find_planned_placement_problem(config)):
         raise UserError(reason)
     _refuse_awkward(run.path, {**values, **more, **exports})
     values["additional_parameters"] = {key: value for key, value in more.items() if value is not None}
     # a person's own lines come later and win, but for the code that runs
-    values["setup"] = [f'export {KEY_VARIABLE}="${{1-}}"; set --']  # no argument for what site.setup sources
+    values["setup"] = [f'export {SUBMISSION_KEY_VARIABLE}="${{1-}}"; set --']  # no argument for what site.setup sources
     values["setup"] += [f"export {name}={shlex.quote(value)}" for name, value in exports.items()]
-    values["setup"] += secrets_lines(site) + site.setup
+    values["setup"] += secrets_script_lines(site) + site.setup
     path = f"PYTHONPATH={shlex.quote(str(run.code_dir))}${{PYTHONPATH:+:$PYTHONPATH}}"
     values["setup"].append(f"export PYTHONSAFEPATH=1 {path}")  # as launch.with_code
     values["setup"] += _pickle_lines(run.jobs_dir / stage)
@@ -120,12 +126,12 @@ def _pickle_lines(folder: Path) -> list[str]:
 
     The job needs nobody for that: submit.py may have been killed when sbatch had just accepted it.
     """
-    pickle = f'{shlex.quote(str(folder))}/"${{{KEY_VARIABLE}}}_${{SLURM_ARRAY_TASK_ID-0}}'
+    pickle = f'{shlex.quote(str(folder))}/"${{{SUBMISSION_KEY_VARIABLE}}}_${{SLURM_ARRAY_TASK_ID-0}}'
     job = "${SLURM_ARRAY_JOB_ID-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID+_$SLURM_ARRAY_TASK_ID}"
-    target = f'"${{{KEY_VARIABLE}}}_${{SLURM_ARRAY_TASK_ID-0}}_submitted.pkl"'
+    target = f'"${{{SUBMISSION_KEY_VARIABLE}}}_${{SLURM_ARRAY_TASK_ID-0}}_submitted.pkl"'
     return [
         f'[ ! -e {pickle}_given_up.pkl" ] || {{ echo "another job has taken the place of this one"; exit 0; }}',
-        f'[ -z "${KEY_VARIABLE}" ] || ln -sf {target} {shlex.quote(str(folder))}/"{job}_submitted.pkl"',
+        f'[ -z "${SUBMISSION_KEY_VARIABLE}" ] || ln -sf {target} {shlex.quote(str(folder))}/"{job}_submitted.pkl"',
     ]
 
 
@@ -150,8 +156,8 @@ class JobExecutor(submitit.SlurmExecutor):
         executed = dict.fromkeys(map(str, (home, home / "code", run.path)))
         check = own_folders_shell(map(shlex.quote, executed))
         # the supervisor takes the shell's place, which would die of a signal that is sent to the batch script alone
-        super().__init__(run.jobs_dir / stage, python=f"{check}\nexec {shlex.quote(interpreter(config.site))}")
-        self.update_parameters(**parameters(run, config, stage, after))
+        super().__init__(run.jobs_dir / stage, python=f"{check}\nexec {shlex.quote(job_python(config.site))}")
+        self.update_parameters(**build_sbatch_parameters(run, config, stage, after))
 
     @classmethod
     def affinity(cls) -> int:
@@ -164,7 +170,7 @@ class JobExecutor(submitit.SlurmExecutor):
         return str(self._make_submission_file_text(self._submitit_command_str, ""))
 
 
-def script(run: Run, config: Config, stage: str, tasks: int = 1) -> str:
+def render_batch_script(run: Run, config: Config, stage: str, tasks: int = 1) -> str:
     """The sbatch script of a stage (`tasks` of it as an array) as submitit writes it; needs no Slurm."""
     return JobExecutor(run, config, stage).script(tasks)
 
@@ -175,7 +181,7 @@ def kept_variables(config: Config, stage: str) -> list[str]:
     return [f"SBATCH_{name.upper()}" for name in _WHO_AND_WHERE if said.get(name) is None]
 
 
-def submit(
+def submit_stage(
     run: Run,
     stage: str,
     after: Sequence[str],
@@ -219,7 +225,7 @@ def _find_submitted(
             f"controller does not answer since. When it does (squeue --me): {targets[0].resume_command} "
             "finds the job, or submits it"
         )
-    settle(targets, say, patience_s)
+    resolve_open_submissions(targets, say, patience_s)
     known = [e for e in targets[0].read_events(stage, "submitted") if e.get("key") == error.key]
     return str(known[0]["job_id"]).split("_")[0] if known else None
 
@@ -252,7 +258,7 @@ def _submit(
         waits = [f"{job}{each}" for job in after] if kind == "aftercorr" else list(after)
         own = {"array_task": task} if number > 1 else {}
         facts.append({"stage": stage, "after": waits, "executor": "slurm", "kind": kind, "tasks": tasks, **own})
-        facts[-1] |= {"key": key} | identity(job_name(run.config, stage)) | dict(more)
+        facts[-1] |= {"key": key} | job_identity(job_name(run.config, stage)) | dict(more)
     with open(script, "r+b") as lock:  # held by sbatch, too: it may live longer than this process
         flock(lock.fileno(), fcntl.LOCK_EX)
         for target, each_facts in zip(targets, facts, strict=True):
@@ -261,10 +267,10 @@ def _submit(
             array = _call_sbatch(script, key, variables, timeout_s, lock.fileno())
         except UserError as error:
             for target, each_facts in zip(targets, facts, strict=True):
-                give_up(target, each_facts, str(error))
+                abandon_submission(target, each_facts, str(error))
             raise UserError(f"{stage}: {error}") from error
         for task, (target, each_facts) in enumerate(zip(targets, facts, strict=True)):
-            record(target, each_facts, f"{array}_{task}" if number > 1 else array)
+            record_submission(target, each_facts, f"{array}_{task}" if number > 1 else array)
     return array
 
 
@@ -273,15 +279,15 @@ def _write_submission(
 ) -> tuple[Path, list[str]]:
     """Write the batch script and the pickle of each task; the script, and which SBATCH_* variables may stay."""
     folder, site = run.stage_dir(stage), run.config.site
-    refuse_unready(site, os.environ)
+    check_job_environment(site, os.environ)
     executor = JobExecutor(run, run.config, stage, f"{kind}:{':'.join(after)}" if after else None)
-    if (avoided := at_submission(targets, stage)) is not None:
+    if (avoided := excluded_nodes_at_submission(targets, stage)) is not None:
         executor.parameters["additional_parameters"]["exclude"] = avoided
     for task, target in enumerate(targets):
-        submission = DelayedSubmission(become, stage, str(target.path), str(run.code_dir))
+        submission = DelayedSubmission(become_supervisor, stage, str(target.path), str(run.code_dir))
         submission.set_timeout(executor.parameters["time"], executor.max_num_timeout)
         submission.dump(folder / f"{key}_{task}_submitted.pkl")
-    script_path = script_of(run, stage, key)
+    script_path = submission_script_path(run, stage, key)
     script_path.write_text(executor.script(len(targets)))
     return script_path, kept_variables(run.config, stage)
 
@@ -306,10 +312,10 @@ def _call_sbatch(script: Path, key: str, variables: Sequence[str], timeout_s: fl
     if done.returncode == 0 and (accepted := re.search(r"job ([0-9]+)", done.stdout)):
         return accepted[1]
     said = done.stderr.strip()
-    if done.returncode > 0 and SBATCH_ERROR.search(said) and not SBATCH_NO_ANSWER.search(said):
+    if done.returncode > 0 and SBATCH_ERROR.search(said) and not SBATCH_NO_REPLY.search(said):
         raise UserError(f"sbatch refused the job: {_reason(RuntimeError(said))}")
     reason = said or f"exit code {done.returncode}: {done.stdout.strip()}"
-    failed = done.returncode > 0 and not SBATCH_NO_ANSWER.search(reason)
+    failed = done.returncode > 0 and not SBATCH_NO_REPLY.search(reason)
     raise _NoAnswerError(key, _reason(RuntimeError(reason)), is_lost_answer=not failed)
 
 

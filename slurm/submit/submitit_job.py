@@ -25,7 +25,7 @@ from pipeline.run.directory import Run
 _A_YEAR_MIN = 60 * 24 * 365
 
 
-def become(stage: str, run: str, code: str) -> None:
+def become_supervisor(stage: str, run: str, code: str) -> None:
     """Replace this process by the stage's supervisor, running the run's own copy of the code."""
     environment = {**with_code(os.environ, Path(code)), "SLUICE_JOB_ID": submitit.JobEnvironment().job_id}
     os.chdir(code)
@@ -54,11 +54,11 @@ class DetachedExecutor(submitit.LocalExecutor):
             submitit_local.subprocess.Popen = popen
 
 
-def submit_local(run: Run, stage: str) -> Any:
+def submit_locally(run: Run, stage: str) -> Any:
     """Start the stage's supervisor on this machine, detached; it outlives this process. Returns submitit's job."""
     executor = DetachedExecutor(run, stage)
     # the year: submitit's own limit would kill; time limits are the supervisor's business
     executor.update_parameters(timeout_min=_A_YEAR_MIN, stderr_to_stdout=True)
-    job = executor.submit(become, stage, str(run.path), str(run.code_dir))
+    job = executor.submit(become_supervisor, stage, str(run.path), str(run.code_dir))
     run.event("submitted", stage, job_id=job.job_id, executor="local")
     return job

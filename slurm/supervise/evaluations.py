@@ -15,7 +15,7 @@ from pipeline.base.errors import UserError
 from pipeline.checkpoint.catalog import list_checkpoint_steps
 from pipeline.data.manifest import steps_of
 from pipeline.run.directory import Run
-from slurm.query.job_states import claims, query, since_submitted
+from slurm.query.job_states import events_since_submission, list_recorded_jobs, query_job_states
 
 LOOK_EVERY_S = 2.0
 AGAIN_S, AGAIN_AT_MOST_S = 60.0, 3600.0
@@ -37,7 +37,7 @@ class Evaluations:
         told = self.run.read_events("evaluate", "submitted")
         if not any("step" in e and e["job_id"] == job_id for e in told):  # Slurm need not be there
             return False
-        return "step" in since_submitted(told, job_id)[0]
+        return "step" in events_since_submission(told, job_id)[0]
 
     def look(self) -> None:
         """Submit one job if there is a new checkpoint; called often, looks seldom. What fails is tried again later."""
@@ -60,14 +60,14 @@ class Evaluations:
         newest = next(iter(list_checkpoint_steps(self.run.checkpoints_dir)), 0)
         if not self._last_step < newest < (steps_of(self.run.config, self.run.data_dir) or 0):
             return
-        from slurm.submit.open_submissions import JOB_PATIENCE_S, settle_open
-        from slurm.submit.sbatch import submit
+        from slurm.submit.open_submissions import JOB_SBATCH_TIMEOUT_S, resolve_submissions_if_open
+        from slurm.submit.sbatch import submit_stage
 
-        settle_open([self.run])
-        before = [(e, one) for e, one in claims(self.run) if e["stage"] == "evaluate" and "step" in e]
+        resolve_submissions_if_open([self.run])
+        before = [(e, one) for e, one in list_recorded_jobs(self.run) if e["stage"] == "evaluate" and "step" in e]
         self._last_step = max([self._last_step, *(int(event["step"]) for event, _ in before)])
         if newest <= self._last_step:  # it was submitted, and its record is settled only now
             return
-        after = [job.job_id for job in query(one for _, one in before[-1:]).values() if job.active]
-        submit(self.run, "evaluate", after, kind="afterany", patience_s=JOB_PATIENCE_S, step=newest)
+        after = [job.job_id for job in query_job_states(one for _, one in before[-1:]).values() if job.is_active]
+        submit_stage(self.run, "evaluate", after, kind="afterany", patience_s=JOB_SBATCH_TIMEOUT_S, step=newest)
         self._last_step = newest

@@ -19,7 +19,7 @@ from pipeline.config.stages import STAGES
 from pipeline.config.track import TRACKERS
 from pipeline.run.code import start
 from pipeline.run.directory import Run
-from slurm.query.site_variables import interpreter
+from slurm.query.site_variables import job_python
 
 DRAIN_S = 10.0
 
@@ -42,7 +42,7 @@ def run_followers(run: Run, stage: str, nodes: Sequence[str], on_slurm: bool) ->
     if track.telemetry_s is not None:
         # --overlap lets the step share the CPUs of the ranks' step (srun(1)); a job on one node needs no step
         step = ["srun", "--overlap", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1"]
-        step += ["--cpus-per-task=1", "--mem=0", f"--chdir={run.code_dir}", interpreter(run.config.site)]
+        step += ["--cpus-per-task=1", "--mem=0", f"--chdir={run.code_dir}", job_python(run.config.site)]
         processes.append(_start_follower(run, "telemetry", step if on_slurm and len(nodes) > 1 else [sys.executable]))
     try:
         yield

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from pipeline.base.errors import UserError
 from pipeline.run.directory import Run
-from slurm.query.site_variables import interpreter
+from slurm.query.site_variables import job_python
 
 _IF_THERE = 'test -d "$0" && set -- "--bind=$0:$0" "$@"; exec apptainer exec "$@"'
 
@@ -45,7 +45,7 @@ def inside(run: Run, stage: str) -> Inside:
     options = [f"--{key}" if value is True else f"--{key}={value}" for key, value in given.items()]
     box, code = site.container, str(run.code_dir)
     if box is None:
-        return Inside((interpreter(site),), tuple(options))
+        return Inside((job_python(site),), tuple(options))
     disk = Path(os.path.expandvars(site.local_disk or ""))
     folders = dict.fromkeys((run.path, run.code_dir.resolve().parent, run.data_dir.resolve(), site.scratch))
     own = [str(folder) for folder in folders if folder is not None]

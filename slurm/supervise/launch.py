@@ -26,7 +26,7 @@ from pipeline.config.stages import STAGES
 from pipeline.run.code import start
 from pipeline.run.directory import Run, utc_timestamp
 from slurm.query import slurm_messages
-from slurm.query.site_variables import SETUP_NOT_RUN, refuse_unready, secrets_lines, site_variables
+from slurm.query.site_variables import SETUP_NOT_RUN, check_job_environment, secrets_script_lines, site_environment
 from slurm.supervise.inside import inside
 
 SRUN_WAIT_S = 60
@@ -56,11 +56,11 @@ def use_site(site: SiteConfig, job_id: str | None) -> None:
     Raises UserError where those that it wants are not there, or not ours alone.
     """
     os.environ.pop("SLURM_EXPORT_ENV", None)  # of a job with --export=NONE: its steps would get nothing of ours either
-    refuse_unready(site, os.environ)
+    check_job_environment(site, os.environ)
     if os.environ.get("SLUICE_JOB_ID") == job_id:  # submit.py's own job: its script did, and ran site.setup after them
         return
-    os.environ.update(site_variables(site))
-    if lines := secrets_lines(site):
+    os.environ.update(site_environment(site))
+    if lines := secrets_script_lines(site):
         shell = ["bash", "-c", "\n".join([*lines, "env -0"])]
         told = subprocess.run(shell, stdout=subprocess.PIPE, text=True, timeout=60, check=True).stdout
         for line in told.split("\0"):
@@ -202,12 +202,12 @@ class SrunRanks(Ranks):
         None where they name none. One that the kernel killed for its memory has `OUT_OF_MEMORY`: srun says so, or
         slurmstepd saw it.
         """
-        found, starved = [], slurm_messages.STEPD_STARVED.search(messages) is not None
+        found, starved = [], slurm_messages.STEPD_OUT_OF_MEMORY.search(messages) is not None
         for line in messages.splitlines():
             if match := slurm_messages.SRUN_TASK.match(line):
                 host, task, told = match.groups()
-                killed = next((-n for name, n in slurm_messages.SIGNALS.items() if told.startswith(name)), None)
-                if slurm_messages.SRUN_STARVED.search(told) or (killed == -signal.SIGKILL and starved):
+                killed = next((-n for name, n in slurm_messages.SIGNAL_BY_NAME.items() if told.startswith(name)), None)
+                if slurm_messages.SRUN_OUT_OF_MEMORY.search(told) or (killed == -signal.SIGKILL and starved):
                     killed = int(ExitCode.OUT_OF_MEMORY)
                 exited = slurm_messages.SRUN_EXITED.search(told)
                 found.append(Left(int(task), killed or (int(exited[1]) if exited else code), host))

@@ -139,7 +139,7 @@ class MpirunRanks(SrunRanks):
     def _explained(self, left: Left) -> Left:
         """As of any step. Before an mpirun lingers it has said which rank left with another code than 0, if any."""
         said = super()._explained(left)
-        if said.told and (match := slurm_messages.HYDRA_LEFT.search(said.told)):
+        if said.told and (match := slurm_messages.HYDRA_EXITED.search(said.told)):
             process, host, code = match[1], match[2], int(match[3])
             for log in self._run.stage_dir(self._stage).glob("rank-*.log"):
                 line = rf"^{_RANK} (\d+), process {process} on {re.escape(host)}$"

@@ -25,8 +25,8 @@ from pipeline.run import attempts
 from pipeline.run.directory import Run
 from pipeline.run.points import points
 from slurm.query import job_states
-from slurm.query.job_states import FORGOTTEN, Claim, JobState, since_submitted
-from slurm.query.stop_causes import predecessor_of
+from slurm.query.job_states import UNKNOWN, JobState, RecordedJob, events_since_submission
+from slurm.query.stop_causes import find_predecessor
 
 LOCK_PATIENCE_S = 10.0
 """How long a job that is stopped waits for submit.py, which may be submitting jobs of the run, too."""
@@ -37,15 +37,15 @@ def _waiting(run: Run, job: str, *, further: bool = True) -> list[tuple[JobState
 
     What waits for its end only (`afterany`), however that is, can do without.
     """
-    from slurm.submit.open_submissions import settle_open
+    from slurm.submit.open_submissions import resolve_submissions_if_open
 
     try:
-        settle_open((run, *points(run)))
+        resolve_submissions_if_open((run, *points(run)))
     except (UserError, OSError) as error:
         print(f"jobs that were submitted without a record are not seen: {error}", file=sys.stderr, flush=True)
     kinds = {job: ""}
     needed = kinds.keys() if further else {job}
-    told = since_submitted(run.read_events(None, "submitted", "took_over"), job)
+    told = events_since_submission(run.read_events(None, "submitted", "took_over"), job)
     since = str(told[0]["time"]) if told else ""
     for point in points(run):
         told += [e for e in point.read_events(None, "submitted", "took_over") if str(e["time"]) >= since]
@@ -57,15 +57,15 @@ def _waiting(run: Run, job: str, *, further: bool = True) -> list[tuple[JobState
         elif not needed.isdisjoint(event.get("after", ())):
             kinds[event["job_id"]] = event.get("kind") or ""
     known = _claims(run)
-    shown = job_states.query(known[waits] for waits in kinds if waits in known and waits != job)
+    shown = job_states.query_job_states(known[waits] for waits in kinds if waits in known and waits != job)
     pending = {state.job_id: state for state in shown.values() if state.state == "PENDING"}
     return [(pending[waits], kind) for waits, kind in kinds.items() if waits in pending]
 
 
-def _claims(run: Run) -> dict[str, Claim]:
+def _claims(run: Run) -> dict[str, RecordedJob]:
     """The newest job of each id in the events of a run and the points of its sweep, as far as this cluster's."""
-    started = [job_states.claim(run, e) for e in run.read_events(None, "started") if e.get("slurm_job")]
-    submitted = [one for each in (run, *points(run)) for _, one in job_states.claims(each)]
+    started = [job_states.read_recorded_job(run, e) for e in run.read_events(None, "started") if e.get("slurm_job")]
+    submitted = [one for each in (run, *points(run)) for _, one in job_states.list_recorded_jobs(each)]
     here = job_states.cluster_name()
     return {one.job_id: one for one in (*started, *submitted) if here is None or one.cluster in (None, here)}
 
@@ -77,7 +77,7 @@ def take_over(run: Run, stage: str, place: RankInfo) -> str | None:
     now, the job trains all the same, and asks once more when it is stopped (:func:`hand_over`).
     """
     job = place.job_id or ""
-    if (predecessor := predecessor_of(run, stage, job)) is None:
+    if (predecessor := find_predecessor(run, stage, job)) is None:
         return None
     if _cancelled(run, stage, predecessor):
         facts = {"cause": "cancelled", "exit_code": int(ExitCode.CANCELLED)}
@@ -88,39 +88,39 @@ def take_over(run: Run, stage: str, place: RankInfo) -> str | None:
     if place.restart_count == 0 and (why_not := hand_over(run, stage, job)) is not None:
         print(f"{stage}: {why_not}; asking again when this job is stopped", file=sys.stderr, flush=True)
     for child in children:
-        job_states.call("scontrol", "update", f"JobId={child}", f"Dependency=afterok:{job}")
+        job_states.run_slurm_command("scontrol", "update", f"JobId={child}", f"Dependency=afterok:{job}")
     run.event("took_over", stage, job_id=job, predecessor=predecessor, children=children)
     return None
 
 
 def hand_over(run: Run, stage: str, job: str) -> str | None:
     """See to it that `job` has a successor; the reason where Slurm takes no job from here."""
-    from slurm.submit.open_submissions import JOB_PATIENCE_S, settle_open
-    from slurm.submit.sbatch import submit
+    from slurm.submit.open_submissions import JOB_SBATCH_TIMEOUT_S, resolve_submissions_if_open
+    from slurm.submit.sbatch import submit_stage
 
     if _has_successor(run, stage, job):
         return None
     try:
         with run.lock_exclusively(patience_s=LOCK_PATIENCE_S):  # submit.py may be submitting it
-            settle_open([run])
+            resolve_submissions_if_open([run])
             if not _has_successor(run, stage, job):
-                submit(run, stage, [job], kind="afternotok", patience_s=JOB_PATIENCE_S)
+                submit_stage(run, stage, [job], kind="afternotok", patience_s=JOB_SBATCH_TIMEOUT_S)
     except (UserError, OSError) as error:
         return f"no successor could be submitted ({error})"
     return None
 
 
 def _has_successor(run: Run, stage: str, job: str) -> bool:
-    told = since_submitted(run.read_events(stage, "submitted"), job)
+    told = events_since_submission(run.read_events(stage, "submitted"), job)
     return any(e.get("kind") == "afternotok" and job in e["after"] for e in told)
 
 
 def _cancelled(run: Run, stage: str, job: str) -> bool:
     """Whether a job was cancelled: by Slurm's word or, where Slurm has forgotten it, by its supervisor's last one."""
     one = _claims(run).get(job)
-    state = job_states.query([one])[one].state if one is not None else FORGOTTEN
-    spoken = [e for e in since_submitted(run.read_events(stage), job) if e.get("job_id") == job]
-    return state == "CANCELLED" or (state == FORGOTTEN and attempts.read(spoken).told.get("cause") == "cancelled")
+    state = job_states.query_job_states([one])[one].state if one is not None else UNKNOWN
+    spoken = [e for e in events_since_submission(run.read_events(stage), job) if e.get("job_id") == job]
+    return state == "CANCELLED" or (state == UNKNOWN and attempts.read(spoken).told.get("cause") == "cancelled")
 
 
 def not_needed(run: Run, stage: str, place: RankInfo, *, done: bool) -> None:
@@ -129,6 +129,6 @@ def not_needed(run: Run, stage: str, place: RankInfo, *, done: bool) -> None:
     The newest first: a job may wait for the end of another one that is cancelled with it (`afterany`), and would start.
     """
     job = place.job_id or ""
-    waiting = [waits for waits, _ in _waiting(run, job if done else predecessor_of(run, stage, job) or job)]
-    heirs = [waits for waits in waiting if predecessor_of(run, stage, waits.job_id) == job]
-    job_states.cancel(heirs if done else reversed(waiting))
+    waiting = [waits for waits, _ in _waiting(run, job if done else find_predecessor(run, stage, job) or job)]
+    heirs = [waits for waits in waiting if find_predecessor(run, stage, waits.job_id) == job]
+    job_states.cancel_jobs(heirs if done else reversed(waiting))

@@ -27,8 +27,8 @@ from pipeline.run import attempts, stages
 from pipeline.run.directory import Run
 from slurm.query import current_job as slurm_job
 from slurm.query import exclusion, stop_causes, topology
-from slurm.query.job_states import identity
-from slurm.query.stop_causes import Way
+from slurm.query.job_states import job_identity
+from slurm.query.stop_causes import NextAction
 from slurm.submit.open_submissions import record_own_job
 from slurm.supervise import mpi_launch, succession
 from slurm.supervise.evaluations import Evaluations
@@ -73,12 +73,12 @@ class Supervisor:
         self._begins: dict[Path, int] = {}
         self.ends: float | None = None
         """The end of the job's time; not the hour, for clocks of nodes may differ."""
-        facts = slurm_job.job_facts(self.place.job_id) if self.on_slurm and self.place.job_id else None
+        facts = slurm_job.read_job_info(self.place.job_id) if self.on_slurm and self.place.job_id else None
         if facts is not None:
-            self.batch, self.since = facts.batch, facts.start
-            self.identity = identity(os.environ.get("SLURM_JOB_NAME", ""), job_submitted=facts.submitted)
-            if facts.left_s is not None:
-                self.ends = time.monotonic() + facts.left_s
+            self.batch, self.since = facts.is_batch, facts.start
+            self.identity = job_identity(os.environ.get("SLURM_JOB_NAME", ""), job_submitted=facts.submit_time)
+            if facts.time_left_s is not None:
+                self.ends = time.monotonic() + facts.time_left_s
 
     def supervise(self) -> ExitCode:
         """Run attempts of the stage until it is done or may not go on here. Raises UserError where it may not start."""
@@ -99,7 +99,7 @@ class Supervisor:
         Raises UserError where somebody else has it.
         """
         run, stage, job = self.run, self.stage, self.place.job_id or ""
-        before = job if self.place.restart_count else stop_causes.predecessor_of(run, stage, job)
+        before = job if self.place.restart_count else stop_causes.find_predecessor(run, stage, job)
         last = (attempts.of(run, stage, self.task).started or {}).get("slurm_job")
         goes_on = self.batch and last is not None and last == before
         patience_s = max(self.row.patience_s, LOCK_WAIT_S if goes_on else 0.0) if self.on_slurm else 0.0
@@ -128,9 +128,9 @@ class Supervisor:
             self.leave_nothing_waiting(done=refused[0] == ExitCode.DONE)
             return Ended(refused[0]), None
         while True:
-            before = stop_causes.standing(run, stage)
+            before = stop_causes.read_progress_marker(run, stage)
             ended = self._attempt(lock, before)
-            progress, why_not = stop_causes.standing(run, stage) != before, None
+            progress, why_not = stop_causes.read_progress_marker(run, stage) != before, None
             ends_here = ended.code in (ExitCode.DONE, ExitCode.CANCELLED) or ended.asked in attempts.REQUESTS
             if not self.batch:  # here, or inside salloc: an allocation that is taken away has no second attempt
                 ends_here |= ended.code in (ExitCode.STOPPED, ExitCode.PREEMPTED, ExitCode.TIME_LIMIT) or bool(
@@ -163,7 +163,7 @@ class Supervisor:
             return self._locked_out(attempt)
         for report in reports(run, stage, "*", self.task):
             report.unlink()
-        if self.on_slurm and (reason := topology.mismatch(run, stage, size)) is not None:
+        if self.on_slurm and (reason := topology.find_placement_problem(run, stage, size)) is not None:
             return Ended(ExitCode.USER_ERROR, facts={"attempt": attempt, "cause": "placement", "message": reason})
         started = time.monotonic()
         if self.ends is not None:
@@ -263,21 +263,21 @@ class Supervisor:
             return [os.uname().nodename] * size
         per_node = self.run.config.stages.of(self.stage).per_node
         _, spread = granted_tasks(os.environ) or ([], "block")
-        return [self.nodes[n] for n in topology.nodes_of_ranks([per_node] * (size // per_node), spread)]
+        return [self.nodes[n] for n in topology.assign_ranks_to_nodes([per_node] * (size // per_node), spread)]
 
     def _note_stop(self, asked: str) -> None:
         """Write at once why a stop came: this process may be killed before the ranks have left."""
         more: dict[str, Any] = {}
         if self.on_slurm and asked not in attempts.REQUESTS:
-            facts = slurm_job.job_facts(self.place.job_id or "")
+            facts = slurm_job.read_job_info(self.place.job_id or "")
             more["cause"] = self._cause(ExitCode.STOPPED, facts)[0].name.lower()
         with suppress(OSError):  # the ranks may still save
             self._tell("stopping", by=asked, **more)
 
-    def _cause(self, code: ExitCode, facts: slurm_job.JobFacts | None) -> tuple[ExitCode, str | None]:
+    def _cause(self, code: ExitCode, facts: slurm_job.JobInfo | None) -> tuple[ExitCode, str | None]:
         nodes, site = ",".join(self.nodes), self.run.config.site
         signs = self._saw_preemption()
-        return stop_causes.cause_in_slurm(code, facts, self.place, nodes, self.since, site, preempted=signs)
+        return stop_causes.refine_stop_cause(code, facts, self.place, nodes, self.since, site, preempted=signs)
 
     def _saw_preemption(self) -> bool:
         """Whether this attempt saw a preemption, of which Slurm shows nothing once it has requeued the job.
@@ -298,8 +298,8 @@ class Supervisor:
 
     def _ask_slurm(self, ended: Ended) -> None:
         """Refine the cause by what Slurm knows, where no person is the cause, and remember nodes that failed."""
-        facts = slurm_job.job_facts(self.place.job_id or "")
-        if facts is not None and facts.preempted:
+        facts = slurm_job.read_job_info(self.place.job_id or "")
+        if facts is not None and facts.is_preempted:
             ended.facts["in_grace"] = True  # Slurm may start the job once more, whatever this end is
         if ended.asked not in attempts.REQUESTS:
             code, words = self._cause(ended.code, facts)
@@ -310,7 +310,7 @@ class Supervisor:
             if words:
                 ended.facts["message"] = "\n".join(filter(None, [words, ended.facts.get("message")]))
         if ended.code == ExitCode.BAD_NODE:
-            exclusion.remember_bad_node(self.run, ended.facts["host"], ended.facts["message"])
+            exclusion.record_bad_node(self.run, ended.facts["host"], ended.facts["message"])
 
     def _tell(self, event: str, **facts: Any) -> None:
         self.run.event(event, self.stage, job_id=self.job, task=self.task, **facts)
@@ -340,18 +340,18 @@ class Supervisor:
         """
         job, restarts, signals = self.place.job_id or "", self.place.restart_count, self.flag.count
         facts, asked_s = self._facts_at_last(signals)
-        exclude = exclusion.at_requeue(self.run, self.stage, facts) if facts else None
-        way = stop_causes.way_on(facts, restarts, self.run.config.site, bool(self.flag), exclude)
+        exclude = exclusion.excluded_nodes_at_requeue(self.run, self.stage, facts) if facts else None
+        way = stop_causes.choose_next_action(facts, restarts, self.run.config.site, bool(self.flag), exclude)
         why_not = None
-        if way == Way.CANCELLED:
+        if way == NextAction.CANCELLED:
             message = "Slurm ends the job without putting it back: it was cancelled, and does not go on by itself"
             ended, why_not = Ended(ExitCode.CANCELLED, facts={"message": message}), ""
-        elif way == Way.UNKNOWN:
+        elif way == NextAction.UNKNOWN:
             why_not = f"Slurm did not say within {asked_s:.0f} s whether the job was cancelled"
-        elif way == Way.SUCCESSOR and not self._one_of_many():
+        elif way == NextAction.SUCCESSOR and not self._one_of_many():
             why_not = succession.hand_over(self.run, self.stage, job)
-        elif way == Way.REQUEUE and not slurm_job.requeue(job, restarts, exclude):
-            answers = slurm_job.job_facts(job) is not None
+        elif way == NextAction.REQUEUE and not slurm_job.requeue_job(job, restarts, exclude):
+            answers = slurm_job.read_job_info(job) is not None
             if answers != (facts is not None):  # the controller came or went in between
                 return self._leave(ended, progress)
             why_not = f"Slurm did not answer for {asked_s:.0f} s, and so could not be asked to requeue the job"
@@ -361,19 +361,19 @@ class Supervisor:
             self._write_end(ended, why_not)
             self.leave_nothing_waiting(done=False)
             return ended.code
-        by_slurm = {"by": "slurm"} if way in (Way.BACK, Way.LEAVE) else {}
-        event = "handed_over" if way == Way.SUCCESSOR else "requeued"
+        by_slurm = {"by": "slurm"} if way in (NextAction.ALREADY_REQUEUED, NextAction.EXIT) else {}
+        event = "handed_over" if way == NextAction.SUCCESSOR else "requeued"
         self._write_goes_on(event, ended.code, progress, **by_slurm)
-        if way in (Way.BACK, Way.REQUEUE):
+        if way in (NextAction.ALREADY_REQUEUED, NextAction.REQUEUE):
             self._rest(REQUEUED_WAIT_S, signals)  # Slurm ends this run of the job with TERM
         return ended.code
 
-    def _facts_at_last(self, signals: int) -> tuple[slurm_job.JobFacts | None, float]:
+    def _facts_at_last(self, signals: int) -> tuple[slurm_job.JobInfo | None, float]:
         """What Slurm says of the job, asked until it answers; for how many seconds that was. A signal, as a controller
         that is back sends, is a reason to ask at once."""
         job, began, pause_s = self.place.job_id or "", time.monotonic(), 0.5
         until = max(began + ANSWER_WAIT_S, (self.ends or 0.0) - NEAR_END_S)
-        while (facts := slurm_job.job_facts(job)) is None and time.monotonic() < until:
+        while (facts := slurm_job.read_job_info(job)) is None and time.monotonic() < until:
             self._rest(pause_s, signals)
             pause_s, signals = min(2 * pause_s, ANSWER_POLL_S), self.flag.count
         return facts, time.monotonic() - began

@@ -28,7 +28,7 @@ from pipeline.run import code as run_module
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
 from pipeline.run.points import make_points
-from slurm.submit.sbatch import script
+from slurm.submit.sbatch import render_batch_script
 from tests.checkpoint.test_checkpoint import save_rank
 from tests.support.needs import lacking
 from tests.support.ranks import run_ranks
@@ -354,7 +354,7 @@ def test_a_job_starts_no_python_where_the_run_was_replaced(tmp_path: Path, chang
     run = Run.create(load_config(write_config(tmp_path), [f"run.root={tmp_path}/my runs", f"run.sharing={sharing}"]))
     site = {"python": python, "setup": ["export closed=mine folder=mine found=mine"]}
     config = run.config.model_copy(update={"site": run.config.site.model_copy(update=site)})
-    job = script(run, config, "train")
+    job = render_batch_script(run, config, "train")
     alter, place = CHANGES[change]
     alter(run.path / place)
     done = subprocess.run(["bash", "-s"], input=job, capture_output=True, text=True, timeout=60)
@@ -374,7 +374,7 @@ def test_the_code_of_a_point_is_that_of_its_sweep(tmp_path: Path) -> None:
     sweep = Run.create(load_config(write_config(tmp_path), [grid, "run.sharing=all", f"site.python={python}"]))
     point = make_points(sweep)[1]
     assert point.code_dir.is_symlink()
-    job = script(point, point.config, "train")
+    job = render_batch_script(point, point.config, "train")
 
     def start() -> int:
         return subprocess.run(["bash", "-s"], input=job, capture_output=True, text=True, timeout=60).returncode

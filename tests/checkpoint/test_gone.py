@@ -18,7 +18,7 @@ from pipeline.checkpoint.catalog import (
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
 from pipeline.run.stages import load
-from slurm.query.stop_causes import standing
+from slurm.query.stop_causes import read_progress_marker
 from tests.support.ranks import run_ranks
 from tests.support.tiny import make_run, stage_rank, write_config
 
@@ -64,9 +64,9 @@ def test_what_began_anew_gets_ahead_with_each_save(tmp_path: Path) -> None:
     run.event("began_anew", "train")
     stood = []
     for step in (100, 200, 300):
-        stood.append(standing(run, "train"))
+        stood.append(read_progress_marker(run, "train"))
         run.event("saved", "train", step=step, seconds=1.0)
-    assert len({*stood, standing(run, "train")}) == 4
+    assert len({*stood, read_progress_marker(run, "train")}) == 4
 
 
 def test_a_corrected_config_is_no_leave_to_begin_anew(tmp_path: Path) -> None:

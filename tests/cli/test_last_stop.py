@@ -17,7 +17,7 @@ from pipeline.run.points import make_points
 from slurm.query import status
 from slurm.query.job_states import JobState
 from slurm.query.last_stop import find_last_stop
-from slurm.query.run_jobs import Submitted
+from slurm.query.run_jobs import SubmittedJob
 from tests.support.tiny import make_run, write_config
 
 SUBMITTED: dict[str, Any] = {"event": "submitted", "job_id": "3", "kind": "afterok", "after": []}
@@ -97,7 +97,7 @@ def test_status_names_the_last_stop(
         run.event(event["event"], "train", **{key: value for key, value in event.items() if key != "event"})
     reason = "Priority" if state == "PENDING" else "None"
     poller = status.StatusPoller(run)
-    rows = poller.statuses_from([Submitted(run.path, "train", "3", JobState("3", state, reason))])
+    rows = poller.statuses_from([SubmittedJob(run.path, "train", "3", JobState("3", state, reason))])
     console = Console(width=200, record=True)
     console.print(status.render_status(run, rows, width=200), soft_wrap=True)
     lines = [line for line in console.export_text().splitlines() if re.search(r"\(\d+ attempts?\)$", line)]
@@ -128,7 +128,7 @@ def test_points_and_the_list_of_runs_name_it_briefly(tmp_path: Path, monkeypatch
         job = {"job_id": f"3_{number}", "executor": "slurm"}
         point.event("submitted", "train", kind="afterok", after=[], **job)
         point.event("started", "train", task=None, **job)
-        jobs.append(Submitted(point.path, "train", f"3_{number}", JobState(f"3_{number}", "PENDING", "Priority")))
+        jobs.append(SubmittedJob(point.path, "train", f"3_{number}", JobState(f"3_{number}", "PENDING", "Priority")))
     for point in points[::2]:
         point.event("preempted", "train", task=None, cause="preempted")
         point.event("requeued", "train", task=None, cause="preempted")
@@ -141,7 +141,7 @@ def test_points_and_the_list_of_runs_name_it_briefly(tmp_path: Path, monkeypatch
     text = console.export_text()
     assert "points 000, 002: train pending, requeued after preemption\n" in text
     assert "point 001: train pending, requeued\n" in text
-    monkeypatch.setattr(overview, "jobs_of", lambda runs: jobs)
+    monkeypatch.setattr(overview, "find_run_jobs", lambda runs: jobs)
     plain = PlainConsole(width=160, record=True)
     overview.print_runs(Path("runs"), plain)
     assert re.search("^runs/swept +train +pending .*requeued after preemption ", plain.export_text(), re.M)

@@ -17,7 +17,7 @@ from pipeline.config.stages import STAGES
 from pipeline.run.directory import Run
 from pipeline.run.stages import load
 from slurm.query.job_states import JobState
-from slurm.query.run_jobs import Submitted
+from slurm.query.run_jobs import SubmittedJob
 from tests.support.tiny import write_config
 
 
@@ -34,11 +34,11 @@ def test_all_runs_with_one_question_to_slurm(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "runs/broken/config.yaml").write_text("run: {nam: x}")
     asked: list[set[Path]] = []
 
-    def jobs_of(runs: Sequence[Run]) -> list[Submitted]:
+    def jobs_of(runs: Sequence[Run]) -> list[SubmittedJob]:
         asked.append({run.path for run in runs})
-        return [Submitted(run.path, "prepare", run.path.name, JobState("7", "PENDING", "Priority")) for run in runs]
+        return [SubmittedJob(run.path, "prepare", run.path.name, JobState("7", "PENDING", "Priority")) for run in runs]
 
-    monkeypatch.setattr(overview, "jobs_of", jobs_of)
+    monkeypatch.setattr(overview, "find_run_jobs", jobs_of)
     monkeypatch.chdir(tmp_path)
     console = PlainConsole(width=120, record=True)
     overview.print_runs(Path("runs"), console)

@@ -26,8 +26,8 @@ from pipeline.data.manifest import FileEntry
 from pipeline.run.directory import Run
 from pipeline.run.stages import load
 from slurm.query import job_states, status
-from slurm.query.job_states import Claim, JobState
-from slurm.query.run_jobs import Submitted
+from slurm.query.job_states import JobState, RecordedJob
+from slurm.query.run_jobs import SubmittedJob
 from tests.support.ranks import place
 from tests.support.tiny import CONFIG, HarmlessFlag, make_run
 from tracking.report import print_report
@@ -50,9 +50,9 @@ FAILED = {"event": "failed", "cause": "hang", "message": "rank 3"}
         ("x", False, [STARTED], "NODE_FAIL", "died", "NODE_FAIL: its supervisor left no word", False),
         ("x", False, [], "FAILED", "failed", "before its supervisor began", False),
         ("x", False, [], "CANCELLED", "cancelled", "", False),
-        ("x", False, [], job_states.FORGOTTEN, "unknown", "does not know job 9", False),
-        ("x", False, [STARTED], job_states.FORGOTTEN, "died", "without a word", False),
-        ("x", True, [STARTED], job_states.FORGOTTEN, "running", "", True),
+        ("x", False, [], job_states.UNKNOWN, "unknown", "does not know job 9", False),
+        ("x", False, [STARTED], job_states.UNKNOWN, "died", "without a word", False),
+        ("x", True, [STARTED], job_states.UNKNOWN, "running", "", True),
         ("x", False, [], None, "waiting", "", False),
     ],
 )
@@ -66,11 +66,11 @@ def test_the_verdict(
 def test_a_job_that_waits_in_vain_and_what_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(tmp_path)
     jobs = [
-        Submitted(run.path, "train", "3", JobState("3", "PENDING", "DependencyNeverSatisfied")),
-        Submitted(run.path, "evaluate", "4", JobState("4", "PENDING", "Dependency")),
+        SubmittedJob(run.path, "train", "3", JobState("3", "PENDING", "DependencyNeverSatisfied")),
+        SubmittedJob(run.path, "evaluate", "4", JobState("4", "PENDING", "Dependency")),
     ]
     monkeypatch.setattr(status, "uses_slurm", lambda run: True)
-    monkeypatch.setattr(status, "jobs_of", lambda run, forgotten: jobs)
+    monkeypatch.setattr(status, "find_run_jobs", lambda run, forgotten: jobs)
     rows = {row.stage: row for row in status.StatusPoller(run).poll()}
     assert rows["train"].state == rows["evaluate"].state == "never"
     assert rows["evaluate"].problem == "job 4 waits for train"
@@ -166,9 +166,9 @@ def test_parts_of_a_file_are_asked_for_once_and_what_is_gone_of_a_finished_stage
 
 def test_a_job_that_left_not_even_a_log_may_not_see_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(tmp_path)
-    jobs = [Submitted(run.path, "train", "3", JobState("3", "FAILED"))]
+    jobs = [SubmittedJob(run.path, "train", "3", JobState("3", "FAILED"))]
     monkeypatch.setattr(status, "uses_slurm", lambda run: True)
-    monkeypatch.setattr(status, "jobs_of", lambda run, forgotten: jobs)
+    monkeypatch.setattr(status, "find_run_jobs", lambda run, forgotten: jobs)
     hint = f"and left no log: do nodes see the run? python submit.py doctor {run.path.parent} --check-nodes"
     assert hint in status.StatusPoller(run).poll()[2].problem
     (run.stage_dir("train") / "3_0_log.out").touch()
@@ -180,10 +180,10 @@ def test_the_reason_of_a_job_is_whole_on_a_narrow_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
     run, reason = make_run(tmp_path), "ReqNodeNotAvail, UnavailableNodes:n1"
-    jobs = [Submitted(run.path, "train", "1234567", JobState("1234567", "PENDING", reason, "node[0001-0002]"))]
-    jobs.append(Submitted(run.path, "evaluate", "1234568", JobState("1234568", "PENDING", "Dependency")))
+    jobs = [SubmittedJob(run.path, "train", "1234567", JobState("1234567", "PENDING", reason, "node[0001-0002]"))]
+    jobs.append(SubmittedJob(run.path, "evaluate", "1234568", JobState("1234568", "PENDING", "Dependency")))
     monkeypatch.setattr(status, "uses_slurm", lambda run: True)
-    monkeypatch.setattr(status, "jobs_of", lambda run, forgotten: jobs)
+    monkeypatch.setattr(status, "find_run_jobs", lambda run, forgotten: jobs)
     console = Console(width=width, record=True)
     status.print_status(run, console)
     lines = console.export_text().splitlines()
@@ -212,14 +212,14 @@ def test_where_no_line_can_be_overwritten_the_table_comes_as_it_changes(
 ) -> None:
     run, looks = make_run(tmp_path), 0
 
-    def jobs_of(runs: Sequence[Run], forgotten: dict[Claim, JobState]) -> list[Submitted]:
+    def jobs_of(runs: Sequence[Run], forgotten: dict[RecordedJob, JobState]) -> list[SubmittedJob]:
         nonlocal looks
         looks += 1
         state = "PENDING" if looks < 4 else "RUNNING" if looks < 8 else "CANCELLED"
-        return [Submitted(run.path, "train", "3", JobState("3", state))]
+        return [SubmittedJob(run.path, "train", "3", JobState("3", state))]
 
     monkeypatch.setattr(status, "uses_slurm", lambda run: True)
-    monkeypatch.setattr(status, "jobs_of", jobs_of)
+    monkeypatch.setattr(status, "find_run_jobs", jobs_of)
     monkeypatch.setattr(status, "PAUSE_S", (0.0, 0.0))
     monkeypatch.setattr(watching, "LOOK_S", 0.001)
     text = io.StringIO()
@@ -233,11 +233,11 @@ def test_slurm_is_asked_less_and_less_until_something_changes(tmp_path: Path, mo
     monkeypatch.setattr(status.time, "monotonic", lambda: now)
     monkeypatch.setattr(status, "uses_slurm", lambda run: True)
 
-    def jobs_of(run: Run, forgotten: dict[Claim, JobState]) -> list[Submitted]:
+    def jobs_of(run: Run, forgotten: dict[RecordedJob, JobState]) -> list[SubmittedJob]:
         asked.append(now)
         return []
 
-    monkeypatch.setattr(status, "jobs_of", jobs_of)
+    monkeypatch.setattr(status, "find_run_jobs", jobs_of)
     poller = status.StatusPoller(run)
     for _ in range(100):
         poller.poll()
@@ -262,13 +262,13 @@ def test_one_question_for_all_jobs_and_none_for_those_long_gone(monkeypatch: pyt
             "sacct": f"1|COMPLETED|None|n1|{told}\n",
         }.get(command[0])
 
-    monkeypatch.setattr(job_states, "call", call)
+    monkeypatch.setattr(job_states, "run_slurm_command", call)
     monkeypatch.setattr(job_states, "cluster_name", lambda: "here")
     submitted = datetime(1970, 1, 1).timestamp()
-    one, two = (Claim(job, ("sluice /a",), "here", 0, "a-train", submitted) for job in "12")
-    kept: dict[Claim, JobState] = {}
+    one, two = (RecordedJob(job, ("sluice /a",), "here", 0, "a-train", submitted) for job in "12")
+    kept: dict[RecordedJob, JobState] = {}
     for _ in range(2):
-        found = job_states.query([one, two], kept)
+        found = job_states.query_job_states([one, two], kept)
         assert (found[one].state, found[two].state) == ("COMPLETED", "RUNNING")
     assert [c[0] for c in calls] == ["squeue", "sacct", "squeue"]
     assert "--me" in calls[0] and "1,2" in calls[0] and "2" in calls[2]
@@ -284,12 +284,12 @@ def test_what_nobody_knows_is_asked_once_where_slurm_answers(
         calls.append(command[0])
         return "" if answers and command[0] == "squeue" else None
 
-    monkeypatch.setattr(job_states, "call", call)
+    monkeypatch.setattr(job_states, "run_slurm_command", call)
     monkeypatch.setattr(job_states, "cluster_name", lambda: "here")
-    kept: dict[Claim, JobState] = {}
+    kept: dict[RecordedJob, JobState] = {}
     for _ in range(2):
-        found = job_states.query([Claim("1")], kept)[Claim("1")]
-        assert found.state == job_states.FORGOTTEN and (found.reason == job_states.SILENT) == (not answers)
+        found = job_states.query_job_states([RecordedJob("1")], kept)[RecordedJob("1")]
+        assert found.state == job_states.UNKNOWN and (found.reason == job_states.NOT_RESPONDING) == (not answers)
     assert [name for name in calls if answers or name == "squeue"] == asked
 
 
@@ -330,8 +330,8 @@ def test_an_evaluation_is_not_done_before_the_training(
     """Each checkpoint so far has its evaluation, and more checkpoints are to come."""
     run = make_run(tmp_path)
     monkeypatch.setattr(load("evaluate"), "missing", lambda run: None)
-    trains = Submitted(run.path, "train", "3", JobState("3", "RUNNING"))
-    jobs = [trains] if job is None else [trains, Submitted(run.path, "evaluate", "4", job)]
+    trains = SubmittedJob(run.path, "train", "3", JobState("3", "RUNNING"))
+    jobs = [trains] if job is None else [trains, SubmittedJob(run.path, "evaluate", "4", job)]
     poller = status.StatusPoller(run)
     assert [row.state for row in poller.statuses_from(jobs)] == ["done", "done", "running", state]
     if job is None:

@@ -18,7 +18,7 @@ from pipeline.config.read import load_config
 from pipeline.run import attempts
 from pipeline.run.directory import Run
 from slurm.query.status import print_status
-from slurm.submit.local_runner import tell
+from slurm.submit.local_runner import report_stage_end
 from tests.support.tiny import write_config
 from tracking.report import print_report
 
@@ -52,7 +52,7 @@ def test_status_report_and_words_of_an_end_are_text(run: Run) -> None:
     print_status(run, console)
     print_report(run, console)
     said = partial(console.print, soft_wrap=True)
-    tell(run, "train", attempts.of(run, "train", None), 1.0, None, said)
+    report_stage_end(run, "train", attempts.of(run, "train", None), 1.0, None, said)
     print_findings([Finding(EVIL, EVIL, EVIL)], console)
     shown = file.getvalue()
     harmless(shown)

@@ -207,7 +207,7 @@ def test_what_is_new_since_the_shards_is_told_and_what_was_cleared_away_is_not(
     ]
     with open(corpus, "a") as file:
         file.write('{"text": "more"}\n')
-    monkeypatch.setattr("slurm.submit.local_runner.run_chain", lambda run, console: ExitCode.STOPPED)
+    monkeypatch.setattr("slurm.submit.local_runner.run_chain_locally", lambda run, console: ExitCode.STOPPED)
     with pytest.raises(typer.Exit):
         submit._go(run, "local", again=True)
     assert f"note: {corpus} (2 in all) is new or has changed" in capsys.readouterr().out

@@ -16,8 +16,8 @@ from pipeline.resilience.stragglers import StragglerDetector
 from pipeline.run.directory import Run
 from pipeline.run.metrics import own_times_file
 from slurm.query import exclusion
-from slurm.query.current_job import JobFacts
-from slurm.query.exclusion import bad_nodes, remember_bad_node
+from slurm.query.current_job import JobInfo
+from slurm.query.exclusion import record_bad_node, select_bad_nodes
 from tests.support.ranks import run_ranks
 from tests.support.tiny import make_run, stage_rank, write_config
 from tracking.report import print_report
@@ -64,37 +64,39 @@ def test_nodes_to_avoid_expire_and_never_starve_the_job(tmp_path: Path) -> None:
     run = config_run(tmp_path, "recovery.exclude_hours=2", "recovery.exclude_at_most=3")
     start = time.time()
     for number in range(5):
-        remember_bad_node(run, f"n{number}", "device memory")
-    remember_bad_node(run, "n1.cluster.example", "again")
-    remember_bad_node(run, "gone", "no node of this partition")
-    assert bad_nodes([run], start + 60, UP, [], 2) == ["n1", "n4", "n3"], "the newest ones, each once"
-    assert bad_nodes([run], start + 2 * 3600 + 60, UP, [], 2) == []
-    assert bad_nodes([run], start + 60, UP, [], 8) == ["n1"], "eight of nine are needed"
-    assert bad_nodes([run], start + 60, UP, ["n7"], 8) == [], "a person excludes one already"
-    assert bad_nodes([run], start + 60, {**UP, "n4": False, "n7": False}, [], 7) == ["n4"], "two are down"
+        record_bad_node(run, f"n{number}", "device memory")
+    record_bad_node(run, "n1.cluster.example", "again")
+    record_bad_node(run, "gone", "no node of this partition")
+    assert select_bad_nodes([run], start + 60, UP, [], 2) == ["n1", "n4", "n3"], "the newest ones, each once"
+    assert select_bad_nodes([run], start + 2 * 3600 + 60, UP, [], 2) == []
+    assert select_bad_nodes([run], start + 60, UP, [], 8) == ["n1"], "eight of nine are needed"
+    assert select_bad_nodes([run], start + 60, UP, ["n7"], 8) == [], "a person excludes one already"
+    assert select_bad_nodes([run], start + 60, {**UP, "n4": False, "n7": False}, [], 7) == ["n4"], "two are down"
 
 
 def test_a_persons_list_stays_and_expired_nodes_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = config_run(tmp_path, "site.sbatch.exclude=n[0-1]", "recovery.exclude_hours=2")
-    monkeypatch.setattr(exclusion, "call", lambda *words: "".join(f"n{n}|idle|low*\n" for n in range(9)))
-    facts = JobFacts("RUNNING", 0, False, None, True, partition="low", excluded="n[0-1]")
-    assert exclusion.at_submission([run], "train") == "n[0-1]"
+    monkeypatch.setattr(exclusion, "run_slurm_command", lambda *words: "".join(f"n{n}|idle|low*\n" for n in range(9)))
+    facts = JobInfo("RUNNING", 0, False, None, True, partition="low", excluded_nodes="n[0-1]")
+    assert exclusion.excluded_nodes_at_submission([run], "train") == "n[0-1]"
     with monkeypatch.context() as silent:
-        silent.setattr(exclusion, "call", lambda *words: pytest.fail("the whole partition is asked for"))
-        assert exclusion.at_requeue(run, "train", facts) is None
-    remember_bad_node(run, "n1", "device memory")
-    remember_bad_node(run, "n5", "device memory")
-    assert set(str(exclusion.at_submission([run], "train")).split(",")) == {"n[0-1]", "n5", "n1"}
-    assert exclusion.at_requeue(run, "train", facts) == "n0,n1,n5"
+        silent.setattr(exclusion, "run_slurm_command", lambda *words: pytest.fail("the whole partition is asked for"))
+        assert exclusion.excluded_nodes_at_requeue(run, "train", facts) is None
+    record_bad_node(run, "n1", "device memory")
+    record_bad_node(run, "n5", "device memory")
+    assert set(str(exclusion.excluded_nodes_at_submission([run], "train")).split(",")) == {"n[0-1]", "n5", "n1"}
+    assert exclusion.excluded_nodes_at_requeue(run, "train", facts) == "n0,n1,n5"
     later = time.time() + 2 * 3600 + 60
     monkeypatch.setattr(exclusion.time, "time", lambda: later)
-    there = replace(facts, excluded="n[0-1,5,8]")  # n8: by a script's own option
-    assert exclusion.at_requeue(run, "train", there) == "n0,n1,n8"
+    there = replace(facts, excluded_nodes="n[0-1,5,8]")  # n8: by a script's own option
+    assert exclusion.excluded_nodes_at_requeue(run, "train", there) == "n0,n1,n8"
     plain = config_run(tmp_path / "plain")
-    remember_bad_node(plain, "n5", "device memory")
+    record_bad_node(plain, "n5", "device memory")
     monkeypatch.setattr(exclusion.time, "time", lambda: later + 86400)
-    assert exclusion.at_requeue(plain, "train", replace(facts, excluded="n5")) == "", "the list is emptied"
-    assert exclusion.at_submission([plain], "train") is None
+    assert exclusion.excluded_nodes_at_requeue(plain, "train", replace(facts, excluded_nodes="n5")) == "", (
+        "the list is emptied"
+    )
+    assert exclusion.excluded_nodes_at_submission([plain], "train") is None
 
 
 def judge_of(run: Run, peers: list[int], hosts: list[str]) -> StragglerDetector:

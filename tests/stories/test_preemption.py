@@ -17,8 +17,8 @@ from pipeline.base.files import read_jsonl
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
 from slurm.query import exclusion, preemption
-from slurm.query.current_job import JobFacts, parse_facts
-from slurm.query.stop_causes import standing
+from slurm.query.current_job import JobInfo, parse_job_info
+from slurm.query.stop_causes import read_progress_marker
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.slurm.query.test_causes import close, leave, shown, silent
@@ -49,8 +49,8 @@ IN_GRACE = replace(shown(preempt="2026-11-21T05:42:25"), partition="low", qos="n
         ("24.11.5", "CANCEL", {}, False),
         ("24.11.5", "", {}, False),  # nobody said
         ("", "REQUEUE", {}, False),
-        ("24.11.5", "REQUEUE", {"preempted": False}, False),
-        ("24.11.5", "REQUEUE", {"requeue": False}, False),
+        ("24.11.5", "REQUEUE", {"is_preempted": False}, False),
+        ("24.11.5", "REQUEUE", {"may_requeue": False}, False),
         ("24.11.5", "REQUEUE", {"restarts": 2}, True),
         ("24.11.5", "REQUEUE", {"restarts": 3}, False),  # the fourth such end is kept, the fifth holds the job
     ],
@@ -58,9 +58,9 @@ IN_GRACE = replace(shown(preempt="2026-11-21T05:42:25"), partition="low", qos="n
 def test_who_puts_a_preempted_job_back(version: str, mode: str, more: dict[str, int], leaves: bool) -> None:
     config = {"SLURM_VERSION": version, "MaxBatchRequeue": "5"}
     facts = replace(IN_GRACE, **more)  # type: ignore[arg-type]
-    assert preemption.leaves_by_itself(config, mode, facts) == leaves
+    assert preemption.should_exit_to_requeue(config, mode, facts) == leaves
     if not more:
-        assert not preemption.leaves_by_itself({**config, "MaxBatchRequeue": "2"}, mode, facts)
+        assert not preemption.should_exit_to_requeue({**config, "MaxBatchRequeue": "2"}, mode, facts)
 
 
 def slurm_is(monkeypatch: pytest.MonkeyPatch, version: str, by: str = "preempt/partition_prio") -> None:
@@ -73,8 +73,8 @@ def slurm_is(monkeypatch: pytest.MonkeyPatch, version: str, by: str = "preempt/p
         return {"normal": "cluster\n", "scavenger": "requeue\n"}.get(command[5])
 
     config = {"SLURM_VERSION": version, "PreemptType": by, "PreemptMode": "REQUEUE"}
-    monkeypatch.setattr(preemption, "settings", lambda: config)
-    monkeypatch.setattr(preemption, "call", call)
+    monkeypatch.setattr(preemption, "read_slurm_config", lambda: config)
+    monkeypatch.setattr(preemption, "run_slurm_command", call)
 
 
 @pytest.mark.parametrize(
@@ -90,8 +90,8 @@ def test_the_mode_is_that_of_the_partition_or_the_qos(
 ) -> None:
     slurm_is(monkeypatch, "24.11.5", by)
     facts = replace(IN_GRACE, partition=partition, qos=qos)
-    assert preemption.just_leave(facts, None) == leaves
-    assert not preemption.just_leave(facts, "n3"), "its list of nodes can only be changed after a requeue"
+    assert preemption.is_requeued_on_exit(facts, None) == leaves
+    assert not preemption.is_requeued_on_exit(facts, "n3"), "its list of nodes can only be changed after a requeue"
 
 
 @pytest.mark.parametrize(
@@ -104,12 +104,12 @@ def test_the_mode_is_that_of_the_partition_or_the_qos(
     ],
 )
 def test_a_supervisor_leaves_or_asks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, facts: JobFacts, exclude: str | None,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, facts: JobInfo, exclude: str | None,
     asked: list[str],
 ) -> None:  # fmt: skip
     run = Run.create(load_config(write_config(tmp_path)))
     slurm_is(monkeypatch, version)
-    monkeypatch.setattr(exclusion, "at_requeue", lambda *words: exclude)
+    monkeypatch.setattr(exclusion, "excluded_nodes_at_requeue", lambda *words: exclude)
     assert leave(run, [facts], monkeypatch) == (ExitCode.OUT_OF_MEMORY, asked)
     told = run.read_events("train")[-1]
     assert told["event"] == "requeued" and told.get("by") == (None if asked else "slurm")
@@ -118,7 +118,7 @@ def test_a_supervisor_leaves_or_asks(
 @pytest.mark.parametrize(("flag", "batch"), [(0, False), (1, True), (2, True), (5, True)])
 def test_a_batch_job_that_slurm_put_back_is_one_still(flag: int, batch: bool) -> None:
     """`BatchFlag` counts those requeues, as seen on 24.11."""
-    assert parse_facts(f"JobId=1\n   JobState=RUNNING\n   Requeue=1 Restarts=1 BatchFlag={flag}").batch == batch
+    assert parse_job_info(f"JobId=1\n   JobState=RUNNING\n   Requeue=1 Restarts=1 BatchFlag={flag}").is_batch == batch
 
 
 ENDED = [
@@ -143,7 +143,13 @@ def test_what_slurm_alone_puts_back_after_its_end_does_not_go_on(
     assert close(undisturbed, "6", 1)[0] is None, "a person, for it was never preempted"
     earlier = silent(tmp_path / "earlier", ("preempted", {"cause": "preempted"}), ("requeued", {"cause": "preempted"}))
     earlier.event(
-        "started", "train", job_id="6", slurm_job="6", attempt=2, restarts=1, standing=standing(earlier, "train")
+        "started",
+        "train",
+        job_id="6",
+        slurm_job="6",
+        attempt=2,
+        restarts=1,
+        standing=read_progress_marker(earlier, "train"),
     )
     earlier.event(event, "train", job_id="6", **more)
     assert close(earlier, "6", 2)[::2] == (code, []), "the mark of the first preemption is still there"

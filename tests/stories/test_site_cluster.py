@@ -15,14 +15,14 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from cli.doctor import Finding, examine, parse_config, parse_gres, parse_mpi, parse_partitions
+from cli.doctor import Finding, examine, parse_gres, parse_mpi, parse_partitions, parse_slurm_config
 from pipeline.base.errors import ExitCode, UserError
 from pipeline.base.files import read_jsonl
 from pipeline.config.read import load_config
 from pipeline.config.sections import SiteConfig
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
-from slurm.submit.sbatch import script
+from slurm.submit.sbatch import render_batch_script
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.support.tiny import write_config
@@ -98,7 +98,7 @@ def test_values_reach_a_job_unchanged_or_are_refused(
 
     def text_of(path: Path, scratch: str, option: str) -> str:
         site = SiteConfig.model_validate({"scratch": f"/{scratch}", "sbatch": {"wckey": option}})
-        return script(Run(path), config.model_copy(update={"site": site}), "prepare")
+        return render_batch_script(Run(path), config.model_copy(update={"site": site}), "prepare")
 
     submitted: dict[str, tuple[Run, str, str, Path]] = {}
     with pytest.MonkeyPatch.context() as patch:
@@ -343,7 +343,7 @@ def test_doctor_as_a_person_sees_it(cluster: Cluster, tmp_path: Path) -> None:
 
 
 def test_parsers_take_what_slurm_says(cluster: Cluster) -> None:
-    config = parse_config(cluster.output(["scontrol", "show", "config"]))
+    config = parse_slurm_config(cluster.output(["scontrol", "show", "config"]))
     empty = "PowerPlugin" if "PowerPlugin" in config else "PriorityFlags"  # of 22.05, of 24.11
     assert config["SlurmctldHost[0]"].startswith("control(") and config[empty] == ""
     assert config["AuthInfo"].endswith(",cred_expire=5") and config["KillWait"] == "5 sec"
@@ -363,7 +363,7 @@ VALUE = st.text(st.characters(exclude_categories=["C", "Z"]), max_size=20)
 def test_any_settings_are_read_back(settings: dict[str, str]) -> None:
     text = "".join(f"{name:23} = {value}\n" for name, value in settings.items())
     assert (
-        parse_config(f"Configuration data as of 2026-11-21T05:45:17\n{text}\nSlurmctld(primary) at x is UP\n")
+        parse_slurm_config(f"Configuration data as of 2026-11-21T05:45:17\n{text}\nSlurmctld(primary) at x is UP\n")
         == settings
     )
     line = " ".join(f"{name}={value}" for name, value in {"PartitionName": "p", **settings}.items())
@@ -372,4 +372,4 @@ def test_any_settings_are_read_back(settings: dict[str, str]) -> None:
 
 @given(st.text())
 def test_parsers_survive_anything(text: str) -> None:
-    parse_config(text), parse_partitions(text), parse_gres(text), parse_mpi(text)
+    parse_slurm_config(text), parse_partitions(text), parse_gres(text), parse_mpi(text)

@@ -18,7 +18,7 @@ from pipeline.base.files import read_jsonl
 from pipeline.config.read import load_config
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
-from slurm.query.job_states import FORGOTTEN, SILENT, Claim, JobState, claims, query
+from slurm.query.job_states import NOT_RESPONDING, UNKNOWN, JobState, RecordedJob, list_recorded_jobs, query_job_states
 from slurm.query.status import StatusPoller
 from slurm.supervise.launch import SrunRanks
 from tests.cluster import Cluster
@@ -76,27 +76,29 @@ def shim(folder: Path, monkeypatch: pytest.MonkeyPatch, **lines: str) -> None:
 def test_the_end_of_a_job_is_known_from_sacct_squeue_or_the_run(
     calm: Path, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    jobs = [one for _, one in claims(Run.open(calm / "runs/tiny"))]
+    jobs = [one for _, one in list_recorded_jobs(Run.open(calm / "runs/tiny"))]
     words = ["--hold", "--array=0-1", "--wrap", "true", f"--chdir={tmp_path}", "--comment=sluice x"]
-    held, nobody = (Claim(job, ("sluice x",)) for job in (cluster.output(["sbatch", "--parsable", *words]), "99999"))
+    held, nobody = (
+        RecordedJob(job, ("sluice x",)) for job in (cluster.output(["sbatch", "--parsable", *words]), "99999")
+    )
     ids = {job.job_id for job in jobs}
     shown = ["squeue", "-h", "-t", "all", "-o", "%A"]
     wait_for("squeue to forget", lambda: ids.isdisjoint(cluster.output(shown).split()), 60)
-    kept: dict[Claim, JobState] = {}
-    states = query([*jobs, held, nobody], kept)
+    kept: dict[RecordedJob, JobState] = {}
+    states = query_job_states([*jobs, held, nobody], kept)
     assert set(kept) == {*jobs, nobody}, "not asked for again"
     assert {states[job].state for job in jobs} == {"COMPLETED"}, "sacct knows"
-    assert states[held].state == "PENDING" and states[nobody].state == FORGOTTEN
-    alone = query([nobody])[nobody]
-    assert alone.state == FORGOTTEN and alone.reason != SILENT, "squeue fails where its only id is unknown"
+    assert states[held].state == "PENDING" and states[nobody].state == UNKNOWN
+    alone = query_job_states([nobody])[nobody]
+    assert alone.state == UNKNOWN and alone.reason != NOT_RESPONDING, "squeue fails where its only id is unknown"
     one_by_one = (
         'case " $* " in *" --me "*) echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1;; esac; '
         f'exec {shutil.which("squeue")} "$@"'
     )
     shim(tmp_path, monkeypatch, squeue=one_by_one, sacct="exit 1")
-    states = query([jobs[0], held])
+    states = query_job_states([jobs[0], held])
     assert (states[held].state, states[held].reason) == ("PENDING", "JobHeldUser"), "squeue, asked for one job"
-    assert states[jobs[0]].state == FORGOTTEN
+    assert states[jobs[0]].state == UNKNOWN
     status = submit(cluster, calm, "status", "runs/tiny").stdout
     assert len(re.findall(r"^(prepare|shard|train|evaluate) +done", status, re.M)) == 4, "the run directory tells"
     cluster.output(["scancel", held.job_id])
@@ -114,10 +116,10 @@ def test_a_job_that_is_being_signalled_runs(cluster: Cluster) -> None:
     slurmd.suspend()
     try:
         cluster.output(["scancel", "--signal=CONT", job])
-        [state] = query([Claim(job, ("sluice x",))]).values()
+        [state] = query_job_states([RecordedJob(job, ("sluice x",))]).values()
     finally:
         slurmd.resume()
-    assert (state.state, state.active) == ("SIGNALING", True)
+    assert (state.state, state.is_active) == ("SIGNALING", True)
     cluster.output(["scancel", job])
 
 

@@ -118,7 +118,7 @@ def test_nothing_is_refused_if_sinfo_shows_nothing(
         asked.append(timeout_s)
         return listed
 
-    monkeypatch.setattr(capacity, "call", call)
+    monkeypatch.setattr(capacity, "run_slurm_command", call)
     check_capacity(Run.create(config(tmp_path, "site.cpus_per_task=999")))
     assert len(asked) == 1 and asked[0] <= 10, "one call, and nobody waits long"
 
@@ -126,8 +126,8 @@ def test_nothing_is_refused_if_sinfo_shows_nothing(
 def test_a_stage_that_is_done_and_nodes_of_a_cloud_are_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capacity, "call", lambda *words, timeout_s: SINFO)
-    monkeypatch.setattr(capacity, "settings", lambda timeout_s: {"ResumeProgram": "(null)"})
+    monkeypatch.setattr(capacity, "run_slurm_command", lambda *words, timeout_s: SINFO)
+    monkeypatch.setattr(capacity, "read_slurm_config", lambda timeout_s: {"ResumeProgram": "(null)"})
     run = Run.create(config(tmp_path, "site.partition=low", "site.data_jobs={cpus_per_task: 8}"))
     with pytest.raises(UserError, match=r"prepare: no node of partition low has 8 CPUs"):
         check_capacity(run)
@@ -137,5 +137,5 @@ def test_a_stage_that_is_done_and_nodes_of_a_cloud_are_left_alone(
     run = Run.create(config(tmp_path, "run.name=other", "site.partition=low", "site.cpus_per_task=8"))
     with pytest.raises(UserError, match="train: no node"):
         check_capacity(run)
-    monkeypatch.setattr(capacity, "settings", lambda timeout_s: {"ResumeProgram": "/usr/sbin/resume"})
+    monkeypatch.setattr(capacity, "read_slurm_config", lambda timeout_s: {"ResumeProgram": "/usr/sbin/resume"})
     check_capacity(run)

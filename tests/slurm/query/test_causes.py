@@ -29,9 +29,15 @@ from pipeline.run.directory import Run
 from pipeline.run.failure import explain, report_error
 from slurm.query import current_job, slurm_messages
 from slurm.query import stop_causes as recovery
-from slurm.query.current_job import JobFacts, dead_nodes, parse_facts
-from slurm.query.job_states import FORGOTTEN, JobState
-from slurm.query.stop_causes import Way, close_open_attempt, standing, stop_cause, way_on
+from slurm.query.current_job import JobInfo, find_failed_nodes, parse_job_info
+from slurm.query.job_states import UNKNOWN, JobState
+from slurm.query.stop_causes import (
+    NextAction,
+    choose_next_action,
+    close_open_attempt,
+    infer_stop_cause,
+    read_progress_marker,
+)
 from slurm.supervise.failures import find_failure, log_of, log_sizes
 from slurm.supervise.launch import Left, SrunRanks
 from tests.support.ranks import place
@@ -51,15 +57,15 @@ SHOWN = """JobId=1 JobName=j.sh
 
 def shown(
     state: str = "RUNNING", restarts: int = 0, ran: str = "00:00:03", limit: str = "00:10:00", preempt: str = "None"
-) -> JobFacts:
-    return parse_facts(SHOWN.format(state=state, restarts=restarts, ran=ran, limit=limit, preempt=preempt))
+) -> JobInfo:
+    return parse_job_info(SHOWN.format(state=state, restarts=restarts, ran=ran, limit=limit, preempt=preempt))
 
 
 def test_facts_are_read_from_the_first_of_each_key() -> None:
     facts = shown()
-    assert (facts.state, facts.restarts, facts.preempted, facts.batch) == ("RUNNING", 0, False, True)
-    assert facts.left_s == 597
-    assert shown(limit="UNLIMITED").left_s is None
+    assert (facts.state, facts.restarts, facts.is_preempted, facts.is_batch) == ("RUNNING", 0, False, True)
+    assert facts.time_left_s == 597
+    assert shown(limit="UNLIMITED").time_left_s is None
 
 
 @pytest.mark.parametrize(
@@ -86,13 +92,13 @@ def test_facts_are_read_from_the_first_of_each_key() -> None:
         (None, ExitCode.STOPPED),
     ],
 )
-def test_why_slurm_stopped_a_job(facts: JobFacts | None, cause: ExitCode) -> None:
-    assert stop_cause(facts, 0, SiteConfig()) == cause
+def test_why_slurm_stopped_a_job(facts: JobInfo | None, cause: ExitCode) -> None:
+    assert infer_stop_cause(facts, 0, SiteConfig()) == cause
 
 
 def test_what_is_preempted_ends_without_being_put_back_where_the_site_cancels() -> None:
     facts = shown(state="COMPLETING", preempt="2026-11-21T05:42:25")
-    assert stop_cause(facts, 0, SiteConfig(requeue=False)) == ExitCode.PREEMPTED
+    assert infer_stop_cause(facts, 0, SiteConfig(requeue=False)) == ExitCode.PREEMPTED
 
 
 @pytest.mark.parametrize(
@@ -112,10 +118,12 @@ def test_what_is_preempted_ends_without_being_put_back_where_the_site_cancels() 
 def test_a_requeue_that_somebody_asked_for_is_no_preemption(
     monkeypatch: pytest.MonkeyPatch, accounting: str | None, preempted: bool, cause: ExitCode, code: ExitCode
 ) -> None:
-    monkeypatch.setattr(current_job, "call", lambda *words, **_: accounting if words[0] == "sacct" else None)
+    monkeypatch.setattr(
+        current_job, "run_slurm_command", lambda *words, **_: accounting if words[0] == "sacct" else None
+    )
     facts = shown(state="COMPLETING", restarts=1)
     where = replace(place(0, 1, 1), job_id="12")
-    found, said = recovery.cause_in_slurm(code, facts, where, "n1", "Start1", SiteConfig(), preempted=preempted)
+    found, said = recovery.refine_stop_cause(code, facts, where, "n1", "Start1", SiteConfig(), preempted=preempted)
     assert found == cause and (said is None) == (code == ExitCode.STOPPED)
     assert budget_of(found) in ("preempted", "node_failure"), "a requeue is no crash"
 
@@ -134,13 +142,15 @@ def test_accounting_tells_a_cancelled_job_from_a_preempted_one(
     monkeypatch: pytest.MonkeyPatch, accounting: str | None, state: str
 ) -> None:
     text = SHOWN.format(state="COMPLETING", restarts=0, ran="1", limit="1:00:00", preempt="2026-11-21T05:42:25")
-    monkeypatch.setattr(current_job, "call", lambda *words, **_: text if words[0] == "scontrol" else accounting)
-    facts = current_job.job_facts("12")
+    monkeypatch.setattr(
+        current_job, "run_slurm_command", lambda *words, **_: text if words[0] == "scontrol" else accounting
+    )
+    facts = current_job.read_job_info("12")
     assert facts is not None and facts.state == state
 
 
 def leave(
-    run: Run, answers: list[JobFacts | None], monkeypatch: pytest.MonkeyPatch, signalled: bool = False
+    run: Run, answers: list[JobInfo | None], monkeypatch: pytest.MonkeyPatch, signalled: bool = False
 ) -> tuple[ExitCode, list[str]]:
     """The end of a supervisor whose ranks ran out of memory, where Slurm then says these things of its job, in turn."""
     from slurm.supervise import supervisor
@@ -152,10 +162,14 @@ def leave(
         return True
 
     said, now = itertools.chain(answers, itertools.repeat(answers[-1])), itertools.count(step=5)
-    monkeypatch.setattr(current_job, "call", lambda *words, **_: next(said) if words[0] == "scontrol" else None)
-    monkeypatch.setattr(current_job, "parse_facts", lambda facts: facts)
-    monkeypatch.setattr(current_job, "requeue", requeue)
-    monkeypatch.setattr(supervisor.succession.job_states, "call", lambda *words, **_: asked.append(words[0]))
+    monkeypatch.setattr(
+        current_job, "run_slurm_command", lambda *words, **_: next(said) if words[0] == "scontrol" else None
+    )
+    monkeypatch.setattr(current_job, "parse_job_info", lambda facts: facts)
+    monkeypatch.setattr(current_job, "requeue_job", requeue)
+    monkeypatch.setattr(
+        supervisor.succession.job_states, "run_slurm_command", lambda *words, **_: asked.append(words[0])
+    )
     monkeypatch.setattr(supervisor.succession.job_states, "cluster_name", lambda: None)
     monkeypatch.setattr(supervisor.time, "monotonic", lambda: float(next(now)))
     monkeypatch.setattr(supervisor.time, "sleep", lambda seconds: None)
@@ -193,7 +207,7 @@ def test_a_job_that_is_not_put_back_sees_to_a_successor(tmp_path: Path, monkeypa
             raise UserError("sbatch refused the job")
         run.event("submitted", stage, job_id="8", after=list(after), kind=kind)
 
-    monkeypatch.setattr(sbatch, "submit", submit)
+    monkeypatch.setattr(sbatch, "submit_stage", submit)
     monkeypatch.setattr(supervisor.Supervisor, "leave_nothing_waiting", lambda self, done: ended.append(done))
     assert leave(run, [shown()], monkeypatch) == (ExitCode.OUT_OF_MEMORY, [])
     told = run.read_events("train")[-1]
@@ -208,7 +222,7 @@ def test_a_job_that_is_not_put_back_sees_to_a_successor(tmp_path: Path, monkeypa
     ("state", "told", "goes_on"),
     [
         ("CANCELLED", "time_limit", False), ("TIMEOUT", "cancelled", True), ("NODE_FAIL", None, True),
-        (FORGOTTEN, "cancelled", False), (FORGOTTEN, "preempted", True), (FORGOTTEN, None, True),
+        (UNKNOWN, "cancelled", False), (UNKNOWN, "preempted", True), (UNKNOWN, None, True),
     ],
 )  # fmt: skip
 def test_a_cancelled_job_has_no_successor_even_when_slurm_has_forgotten_it(
@@ -222,9 +236,11 @@ def test_a_cancelled_job_has_no_successor_even_when_slurm_has_forgotten_it(
     run.event("started", "train", job_id="6", slurm_job="6", attempt=1)
     if told:
         run.event("stopping", "train", job_id="6", by="SIGTERM", cause=told)
-    monkeypatch.setattr(succession.job_states, "query", lambda jobs: {job: JobState(job.job_id, state) for job in jobs})
-    monkeypatch.setattr(succession.job_states, "call", lambda *words, **_: "")
-    monkeypatch.setattr(sbatch, "submit", lambda *words, **more: "8")
+    monkeypatch.setattr(
+        succession.job_states, "query_job_states", lambda jobs: {job: JobState(job.job_id, state) for job in jobs}
+    )
+    monkeypatch.setattr(succession.job_states, "run_slurm_command", lambda *words, **_: "")
+    monkeypatch.setattr(sbatch, "submit_stage", lambda *words, **more: "8")
     reason = succession.take_over(run, "train", replace(place(0, 1, 1), job_id="7"))
     assert (reason is None) == goes_on and ("took_over" in [e["event"] for e in run.read_events("train")]) == goes_on
 
@@ -284,12 +300,12 @@ def test_every_failure_has_a_budget() -> None:
 
 def test_an_advance_is_a_new_step_a_repaired_one_or_a_decision(tmp_path: Path) -> None:
     run = Run.create(load_config(write_config(tmp_path, "tiny", 20)))
-    seen = [standing(run, "train")]
+    seen = [read_progress_marker(run, "train")]
 
     def tell(event: str, step: int) -> bool:
         """Whether the event is an advance."""
         run.event(event, "train", step=step)
-        seen.append(standing(run, "train"))
+        seen.append(read_progress_marker(run, "train"))
         return seen[-1] != seen[-2]
 
     assert tell("saved", 4) and tell("saved", 8)
@@ -297,10 +313,10 @@ def test_an_advance_is_a_new_step_a_repaired_one_or_a_decision(tmp_path: Path) -
     assert not tell("damaged", 8) and tell("saved", 8), "in the place of a damaged one"
     assert not tell("saved", 8)
     (run.checkpoints_dir / checkpoint_name(12)).mkdir()
-    seen.append(standing(run, "train"))
+    seen.append(read_progress_marker(run, "train"))
     assert seen[-1] != seen[-2], "a checkpoint whose event was not written any more"
     append_line(run.decisions_file, "{}")
-    assert standing(run, "train") != seen[-1]
+    assert read_progress_marker(run, "train") != seen[-1]
 
 
 def test_the_first_rank_that_failed_by_itself_is_blamed() -> None:
@@ -317,19 +333,19 @@ def test_the_first_rank_that_failed_by_itself_is_blamed() -> None:
 SAMPLES = {
     "SRUN_TASK": "srun: error: n1: tasks 0-1: Exited with exit code 20",
     "SRUN_EXITED": "Exited with exit code 20",
-    "SRUN_STARVED": "Out Of Memory",
-    "STEPD_STARVED": "slurmstepd: error: Detected 1 oom_kill event in StepId=5.0.",
+    "SRUN_OUT_OF_MEMORY": "Out Of Memory",
+    "STEPD_OUT_OF_MEMORY": "slurmstepd: error: Detected 1 oom_kill event in StepId=5.0.",
     "SRUN_ERROR": "srun: error: Invalid MPI type 'nosuch', --mpi=list for acceptable types",
-    "SBATCH_NO_ANSWER": "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation",
+    "SBATCH_NO_REPLY": "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation",
     "SBATCH_ERROR": "sbatch: error: invalid partition specified: nosuch",
     "CONTROLLER_UP": "Slurmctld(primary) at control is UP",
     "CONTROLLER_DOWN": "Slurmctld(primary) at control is DOWN",
     "NO_SUCH_JOB": "slurm_load_jobs error: Invalid job id specified",
-    "NEVER": "DependencyNeverSatisfied",
-    "HELD": "JobHeldUser",
+    "DEPENDENCY_NEVER_SATISFIED": "DependencyNeverSatisfied",
+    "JOB_HELD": "JobHeldUser",
     "MPIRUN_KILLED": "prterun noticed that process rank 1 with PID 271 on node n2 exited on\nsignal 9 (Killed).",
     "MPIRUN_EXITED": "   Process name: [prterun-vm-27247@1,1]\n   Exit code:    3\n",
-    "HYDRA_LEFT": "=   PID 27247 RUNNING AT n1\n=   EXIT CODE: 9\n=   CLEANING UP REMAINING PROCESSES\n",
+    "HYDRA_EXITED": "=   PID 27247 RUNNING AT n1\n=   EXIT CODE: 9\n=   CLEANING UP REMAINING PROCESSES\n",
 }
 
 
@@ -449,10 +465,10 @@ def test_nodes_that_are_away_or_were(monkeypatch: pytest.MonkeyPatch) -> None:
             ("n5", "IDLE+NOT_RESPONDING", "Unknown"),
         ]
     ]
-    monkeypatch.setattr(current_job, "call", lambda *words, **_: "\n".join(lines))
-    assert dead_nodes("n[1-5]") == ["n2", "n4", "n5"]
-    assert dead_nodes("n[1-5]", "2026-11-21T10:00:00") == ["n2", "n3", "n4", "n5"]
-    assert dead_nodes("") == []
+    monkeypatch.setattr(current_job, "run_slurm_command", lambda *words, **_: "\n".join(lines))
+    assert find_failed_nodes("n[1-5]") == ["n2", "n4", "n5"]
+    assert find_failed_nodes("n[1-5]", "2026-11-21T10:00:00") == ["n2", "n3", "n4", "n5"]
+    assert find_failed_nodes("") == []
 
 
 @pytest.mark.parametrize(("shown_restarts", "believed"), [(3, True), (2, False), (None, False)])
@@ -470,10 +486,10 @@ def test_a_requeue_that_kills_its_own_scontrol_has_worked(
         nonlocal now
         now += seconds
 
-    monkeypatch.setattr(current_job, "call", call)
+    monkeypatch.setattr(current_job, "run_slurm_command", call)
     monkeypatch.setattr(current_job.time, "sleep", sleep)
     monkeypatch.setattr(current_job.time, "monotonic", lambda: now)
-    assert current_job.requeue("12", 2) == believed
+    assert current_job.requeue_job("12", 2) == believed
 
 
 # -- supervisors that died -----------------------------------------------------------------------------------
@@ -485,7 +501,15 @@ def silent(folder: Path, *told: tuple[str, dict[str, Any]], overrides: Sequence[
     run = Run.create(load_config(write_config(folder), overrides))
     run.event("submitted", "train", job_id="6", executor="slurm", after=[], kind="afterok")
     run.event("submitted", "train", job_id="7", executor="slurm", after=["6"], kind="afternotok")
-    run.event("started", "train", job_id="6", slurm_job="6", attempt=1, restarts=0, standing=standing(run, "train"))
+    run.event(
+        "started",
+        "train",
+        job_id="6",
+        slurm_job="6",
+        attempt=1,
+        restarts=0,
+        standing=read_progress_marker(run, "train"),
+    )
     for event, more in told:
         run.event(event, "train", job_id="6", **more)
     return run
@@ -501,8 +525,10 @@ def close(run: Run, job_id: str, restarts: int = 0) -> tuple[ExitCode | None, st
 @pytest.fixture
 def slurm_says(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     def say(state: str) -> None:
-        monkeypatch.setattr(recovery, "job_facts", lambda job: None)
-        monkeypatch.setattr(recovery, "query", lambda jobs: {job: JobState(job.job_id, state) for job in jobs})
+        monkeypatch.setattr(recovery, "read_job_info", lambda job: None)
+        monkeypatch.setattr(
+            recovery, "query_job_states", lambda jobs: {job: JobState(job.job_id, state) for job in jobs}
+        )
 
     return say
 
@@ -511,7 +537,7 @@ def slurm_says(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     ("state", "told", "cause", "ends", "goes_on"),
     [
         ("NODE_FAIL", None, "node_failure", "failed", True), ("PREEMPTED", None, "preempted", "preempted", True),
-        ("TIMEOUT", None, "time_limit", "failed", False), (FORGOTTEN, None, "crashed", "failed", False),
+        ("TIMEOUT", None, "time_limit", "failed", False), (UNKNOWN, None, "crashed", "failed", False),
         ("CANCELLED", None, "cancelled", "cancelled", False),
         ("OUT_OF_MEMORY", None, "out_of_memory", "failed", False),
         ("FAILED", {"by": "SIGTERM", "cause": "cancelled"}, "cancelled", "cancelled", False),
@@ -542,7 +568,7 @@ def test_caps_hold_for_supervisors_that_die_again_and_again(tmp_path: Path, slur
     run, job = silent(tmp_path, overrides=["recovery.fruitless=2"]), 7
     while (found := close(run, str(job)))[0] is None:
         run.event("submitted", "train", job_id=str(job + 1), after=[str(job)], kind="afternotok")
-        here = {"job_id": str(job), "slurm_job": str(job), "standing": standing(run, "train")}
+        here = {"job_id": str(job), "slurm_job": str(job), "standing": read_progress_marker(run, "train")}
         run.event("started", "train", attempt=job - 5, restarts=0, **here)
         job += 1
         assert job < 20, "it loops"
@@ -584,33 +610,33 @@ def test_a_takeover_that_was_refused_does_not_stand_in_the_way_of_a_resume(
     assert close(run, "9") == (None, None, [])
 
 
-def facts(state: str = "RUNNING", restarts: int = 0, **more: Any) -> JobFacts:
-    return JobFacts(state, restarts, more.pop("preempted", False), more.pop("left_s", 600.0), True, **more)
+def facts(state: str = "RUNNING", restarts: int = 0, **more: Any) -> JobInfo:
+    return JobInfo(state, restarts, more.pop("preempted", False), more.pop("left_s", 600.0), True, **more)
 
 
 @pytest.mark.parametrize(
     ("seen", "requeue", "signalled", "way"),
     [
-        (facts(), True, False, Way.REQUEUE),  # a crash, a hang: it asks
-        (facts(), True, True, Way.REQUEUE),
-        (facts(restarts=1), True, True, Way.BACK),
-        (facts(restarts=1), False, True, Way.BACK),
-        (facts(), False, True, Way.SUCCESSOR),
-        (facts("COMPLETING"), False, True, Way.SUCCESSOR),  # it sees how its predecessor ended
-        (None, False, True, Way.SUCCESSOR),
-        (facts("CANCELLED"), False, True, Way.CANCELLED),
-        (facts("CANCELLED"), True, True, Way.CANCELLED),
-        (facts("COMPLETING"), True, True, Way.CANCELLED),
-        (facts("COMPLETING", left_s=0.0), True, True, Way.REQUEUE),
-        (None, True, True, Way.UNKNOWN),  # a job that is cancelled gets a signal
-        (None, True, False, Way.REQUEUE),
-        (facts(preempted=True, requeue=True), True, True, Way.LEAVE),
-        (facts(preempted=True, requeue=True, restarts=1), True, True, Way.BACK),
-        (facts(preempted=True, requeue=True), False, True, Way.SUCCESSOR),
+        (facts(), True, False, NextAction.REQUEUE),  # a crash, a hang: it asks
+        (facts(), True, True, NextAction.REQUEUE),
+        (facts(restarts=1), True, True, NextAction.ALREADY_REQUEUED),
+        (facts(restarts=1), False, True, NextAction.ALREADY_REQUEUED),
+        (facts(), False, True, NextAction.SUCCESSOR),
+        (facts("COMPLETING"), False, True, NextAction.SUCCESSOR),  # it sees how its predecessor ended
+        (None, False, True, NextAction.SUCCESSOR),
+        (facts("CANCELLED"), False, True, NextAction.CANCELLED),
+        (facts("CANCELLED"), True, True, NextAction.CANCELLED),
+        (facts("COMPLETING"), True, True, NextAction.CANCELLED),
+        (facts("COMPLETING", left_s=0.0), True, True, NextAction.REQUEUE),
+        (None, True, True, NextAction.UNKNOWN),  # a job that is cancelled gets a signal
+        (None, True, False, NextAction.REQUEUE),
+        (facts(preempted=True, may_may_requeue=True), True, True, NextAction.EXIT),
+        (facts(preempted=True, may_requeue=True, restarts=1), True, True, NextAction.ALREADY_REQUEUED),
+        (facts(preempted=True, may_requeue=True), False, True, NextAction.SUCCESSOR),
     ],
 )
 def test_how_a_job_leaves_that_is_to_go_on(
-    monkeypatch: pytest.MonkeyPatch, seen: JobFacts | None, requeue: bool, signalled: bool, way: Way
+    monkeypatch: pytest.MonkeyPatch, seen: JobInfo | None, requeue: bool, signalled: bool, way: NextAction
 ) -> None:
-    monkeypatch.setattr("slurm.query.preemption.just_leave", lambda facts, exclude: facts.preempted)
-    assert way_on(seen, 0, SiteConfig(requeue=requeue), signalled, None) == way
+    monkeypatch.setattr("slurm.query.preemption.is_requeued_on_exit", lambda facts, exclude: facts.is_preempted)
+    assert choose_next_action(seen, 0, SiteConfig(requeue=requeue), signalled, None) == way

@@ -18,7 +18,7 @@ from pipeline.run.directory import Run
 from slurm.query import current_job as slurm_job
 from slurm.query import job_states
 from slurm.query import stop_causes as recovery
-from slurm.query.job_states import FORGOTTEN, Claim, JobState, claims, query
+from slurm.query.job_states import UNKNOWN, JobState, RecordedJob, list_recorded_jobs, query_job_states
 from slurm.supervise import evaluations, succession
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
@@ -50,7 +50,7 @@ def waiting(folder: Path, cluster: Cluster) -> tuple[Run, list[str]]:
     run = make_run(folder, overrides=HELD)
     done = submit(cluster, folder, "tiny.yaml", *HELD)
     assert done.returncode == 0, done.stdout + done.stderr
-    return run, [one.job_id for _, one in claims(run)]
+    return run, [one.job_id for _, one in list_recorded_jobs(run)]
 
 
 def another_runs_jobs(cluster: Cluster, ids: Sequence[str], comments: Sequence[str]) -> None:
@@ -95,7 +95,7 @@ def test_jobs_of_another_run_that_have_the_ids_of_this_one_are_left_alone(
     assert queue(here, ids) == before
     done = submit(here, tmp_path, "resume", "runs/tiny", "stages.train.time=00:20:00")
     assert done.returncode == 0, done.stdout + done.stderr
-    new = [one.job_id for _, one in claims(run)][3:]
+    new = [one.job_id for _, one in list_recorded_jobs(run)][3:]
     assert new == ["4", "5", "6"] and "after 4" in done.stdout, done.stdout
     assert queue(here, ids) == before
     done = submit(here, tmp_path, "cancel", "runs/tiny")
@@ -126,33 +126,35 @@ def test_a_job_that_lost_its_comment_is_left_alone_and_named(tmp_path: Path, clu
 def test_a_requeued_job_stays_the_same_one(tmp_path: Path, accounted: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its time of submission is that of the requeue; accounting, which has no comment here, shows each run."""
     speak_to(accounted, monkeypatch)
-    monkeypatch.setattr(job_states, "TOLERANCE_S", 3.0)
+    monkeypatch.setattr(job_states, "SUBMIT_TIME_TOLERANCE_S", 3.0)
     run = Run.create(load_config(write_config(tmp_path, "a")))
     script = 'if [ "${SLURM_RESTART_COUNT:-0}" = 0 ]; then sleep 600; fi'
     words = [f"--comment=sluice {run.path}", "-J", "a-train", "-o", "/dev/null", "--requeue", "--wrap", script]
     job = accounted.output(["sbatch", "--parsable", *words])
-    run.event("submitted", "train", job_id=job, executor="slurm", after=[], **job_states.identity("a-train"))
-    [(_, one)] = claims(run)
+    run.event("submitted", "train", job_id=job, executor="slurm", after=[], **job_states.job_identity("a-train"))
+    [(_, one)] = list_recorded_jobs(run)
     accounted.wait_job(job, "RUNNING")
-    wait_for("more than the tolerance", lambda: (datetime.now(UTC).timestamp() - one.submitted) > 4)
+    wait_for("more than the tolerance", lambda: (datetime.now(UTC).timestamp() - one.submit_time) > 4)
     accounted.output(["scontrol", "requeue", job])
-    assert query([one])[one].active, "by id and comment"
+    assert query_job_states([one])[one].is_active, "by id and comment"
     wait_for("squeue to forget it", lambda: job not in accounted.output(["squeue", "-h", "-t", "all", "-o", "%A"]), 90)
     assert len(accounted.output(["sacct", "-nXDP", "-j", job, "-o", "Submit"]).splitlines()) == 2
-    wait_for("accounting", lambda: query([one])[one].state == "COMPLETED", 30)
+    wait_for("accounting", lambda: query_job_states([one])[one].state == "COMPLETED", 30)
     accounted.lose_state()
     for number in range(int(job)):
         words = ["-J", "a-train", "-o", "/dev/null", "--wrap", f"exit {number + 1}"]
         last = accounted.output(["sbatch", "--parsable", *words])
     assert last == job
     wait_for("its end", lambda: "FAILED" in accounted.output(["sacct", "-nXP", "-j", job, "-o", "State"]), 60)
-    assert query([one])[one].state == "COMPLETED", "the newest row is of another job of that id, name and user"
+    assert query_job_states([one])[one].state == "COMPLETED", (
+        "the newest row is of another job of that id, name and user"
+    )
 
 
 # -- with recorded answers ------------------------------------------------------------------------------------
 
 AT = "2026-11-22T11:51:43"
-OURS = Claim("1", ("sluice /r",), "here", 1000, "r-train", datetime.fromisoformat(AT).timestamp())
+OURS = RecordedJob("1", ("sluice /r",), "here", 1000, "r-train", datetime.fromisoformat(AT).timestamp())
 LISTED = "1|{state}|None|n1|here|1000|{at}|r-train|{comment}\n"
 
 
@@ -162,7 +164,7 @@ def answers(monkeypatch: pytest.MonkeyPatch, squeue: str = "", sacct: str = "", 
     def call(*command: str, **_: Any) -> str | None:
         return sacct if command[0] == "sacct" else squeue if "--me" in command else of_all
 
-    monkeypatch.setattr(job_states, "call", call)
+    monkeypatch.setattr(job_states, "run_slurm_command", call)
     monkeypatch.setattr(job_states, "cluster_name", lambda: "here")
 
 
@@ -171,11 +173,11 @@ def answers(monkeypatch: pytest.MonkeyPatch, squeue: str = "", sacct: str = "", 
     [
         (["1|COMPLETED|None|n1|here|1000|2026-11-22T11:51:44|r-train"], "COMPLETED"),
         (["1|CANCELLED by 0|None|n1|here|1000|2026-11-22T11:51:44|r-train"], "CANCELLED"),
-        (["1|COMPLETED|None|n1|there|1000|2026-11-22T11:51:44|r-train"], FORGOTTEN),
-        (["1|COMPLETED|None|n1|here|1001|2026-11-22T11:51:44|r-train"], FORGOTTEN),
-        (["1|COMPLETED|None|n1|here|1000|2026-11-22T11:51:44|s-train"], FORGOTTEN),
-        (["1|COMPLETED|None|n1|here|1000|2026-11-22T12:51:44|r-train"], FORGOTTEN),
-        (["1|RUNNING|None|n1|here|1000|2026-11-22T11:51:44|r-train"], FORGOTTEN),  # lost with the controller's state
+        (["1|COMPLETED|None|n1|there|1000|2026-11-22T11:51:44|r-train"], UNKNOWN),
+        (["1|COMPLETED|None|n1|here|1001|2026-11-22T11:51:44|r-train"], UNKNOWN),
+        (["1|COMPLETED|None|n1|here|1000|2026-11-22T11:51:44|s-train"], UNKNOWN),
+        (["1|COMPLETED|None|n1|here|1000|2026-11-22T12:51:44|r-train"], UNKNOWN),
+        (["1|RUNNING|None|n1|here|1000|2026-11-22T11:51:44|r-train"], UNKNOWN),  # lost with the controller's state
         (
             [
                 "1|REQUEUED|None|n1|here|1000|2026-11-22T11:51:44|r-train",
@@ -191,46 +193,46 @@ def test_an_end_is_read_from_accounting_where_all_but_the_comment_agrees(
     monkeypatch: pytest.MonkeyPatch, rows: list[str], state: str
 ) -> None:
     answers(monkeypatch, sacct="\n".join(f"{row}|" for row in rows))
-    found = query([OURS])[OURS]
-    assert found.state == state and not found.active
+    found = query_job_states([OURS])[OURS]
+    assert found.state == state and not found.is_active
 
 
 @pytest.mark.parametrize(
     ("claim", "comment", "state"),
     [
         (OURS, "sluice /r", "RUNNING"),
-        (OURS, "sluice /r/s", FORGOTTEN),
-        (dataclasses.replace(OURS, cluster="there"), "sluice /r", FORGOTTEN),
-        (Claim("1", ("sluice /r",)), "sluice /r", "RUNNING"),  # of before: an event that names no cluster
-        (Claim("1", ("sluice /r",)), "sluice /s", FORGOTTEN),
-        (Claim("1", ("sluice /a|b c",)), "sluice /a|b c", "RUNNING"),
+        (OURS, "sluice /r/s", UNKNOWN),
+        (dataclasses.replace(OURS, cluster="there"), "sluice /r", UNKNOWN),
+        (RecordedJob("1", ("sluice /r",)), "sluice /r", "RUNNING"),  # of before: an event that names no cluster
+        (RecordedJob("1", ("sluice /r",)), "sluice /s", UNKNOWN),
+        (RecordedJob("1", ("sluice /a|b c",)), "sluice /a|b c", "RUNNING"),
     ],
 )
 def test_what_runs_is_ours_by_cluster_id_and_comment(
-    monkeypatch: pytest.MonkeyPatch, claim: Claim, comment: str, state: str
+    monkeypatch: pytest.MonkeyPatch, claim: RecordedJob, comment: str, state: str
 ) -> None:
     late = LISTED.format(state="RUNNING", at="2026-11-23T09:00:00", comment=comment)
     for said in ({"squeue": late}, {"of_all": late}):
         answers(monkeypatch, **said)
-        assert query([claim])[claim].state == state, said
+        assert query_job_states([claim])[claim].state == state, said
 
 
 def test_of_two_jobs_of_one_run_with_one_id_the_newer_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    older = dataclasses.replace(OURS, name="r-prepare", submitted=OURS.submitted - 1e6)
+    older = dataclasses.replace(OURS, name="r-prepare", submit_time=OURS.submit_time - 1e6)
     shown = LISTED.format(state="RUNNING", at=AT, comment="sluice /r")
     answers(monkeypatch, squeue=shown, of_all=shown)
-    found = query([older, OURS])
-    assert (found[older].state, found[OURS].state) == (FORGOTTEN, "RUNNING")
+    found = query_job_states([older, OURS])
+    assert (found[older].state, found[OURS].state) == (UNKNOWN, "RUNNING")
 
 
 def test_a_job_without_its_comment_is_never_more_than_named(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[tuple[str, ...]] = []
-    for state, expected in (("PENDING", FORGOTTEN), ("FAILED", "FAILED")):
+    for state, expected in (("PENDING", UNKNOWN), ("FAILED", "FAILED")):
         answers(monkeypatch, squeue=LISTED.format(state=state, at=AT, comment="(null)"))
-        found = query([OURS])[OURS]
+        found = query_job_states([OURS])[OURS]
         assert found.state == expected and ("scancel 1" in found.reason) == (state == "PENDING")
-    monkeypatch.setattr(job_states, "call", lambda *command: said.append(command))
-    job_states.cancel([found, JobState("2", FORGOTTEN), JobState("3", "COMPLETED"), JobState("4", "PENDING")])
+    monkeypatch.setattr(job_states, "run_slurm_command", lambda *command: said.append(command))
+    job_states.cancel_jobs([found, JobState("2", UNKNOWN), JobState("3", "COMPLETED"), JobState("4", "PENDING")])
     assert said == [("scancel", "4")]
 
 
@@ -248,10 +250,12 @@ def submitted(run: Run, stage: str, job: str, kind: str = "afterok", *after: str
 def test_a_point_has_the_comment_of_its_sweep_or_its_own_and_a_copy_none(run: Run) -> None:
     submitted(run, "train", "7")
     point = Run(run.path / "points/000")
-    [(event, one)] = claims(run)
+    [(event, one)] = list_recorded_jobs(run)
     assert one.comments == (f"sluice {run.path}",)
-    assert job_states.claim(point, event).comments == (f"sluice {point.path}", f"sluice {run.path}")
-    assert job_states.claim(Run(run.path.parent / "copy"), event).comments == (f"sluice {run.path.parent}/copy",)
+    assert job_states.read_recorded_job(point, event).comments == (f"sluice {point.path}", f"sluice {run.path}")
+    assert job_states.read_recorded_job(Run(run.path.parent / "copy"), event).comments == (
+        f"sluice {run.path.parent}/copy",
+    )
 
 
 @pytest.mark.parametrize("now", ["requeued", "an earlier life", "another cluster"])
@@ -268,7 +272,7 @@ def test_only_a_job_that_was_requeued_is_the_same_one(run: Run, now: str) -> Non
 
 def test_the_end_of_a_silent_attempt_is_not_another_jobs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither of one that was submitted by us nor of one that a person submitted."""
-    identity = {"uid": 1000, "job_name": "r-train", "job_submitted": OURS.submitted}
+    identity = {"uid": 1000, "job_name": "r-train", "job_submitted": OURS.submit_time}
     for comment, name, cluster, cause in (
         (f"sluice {run.path}", "any", "here", ExitCode.TIME_LIMIT), ("", "r-train", "here", ExitCode.TIME_LIMIT),
         ("sluice /b", "r-train", "here", ExitCode.CRASHED), ("", "other", "here", ExitCode.CRASHED),
@@ -285,11 +289,11 @@ def test_the_code_that_a_job_left_with_is_not_that_of_another_one_of_its_id(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Accounting knows how ours ended; what the controller shows under its id was submitted at another time."""
-    identity = {"cluster": "here", "uid": 1000, "job_name": "r-train", "job_submitted": OURS.submitted}
+    identity = {"cluster": "here", "uid": 1000, "job_name": "r-train", "job_submitted": OURS.submit_time}
     answers(monkeypatch, sacct=LISTED.format(state="FAILED", at=AT, comment=""))
     for at, cause in ((AT, ExitCode.STORAGE), ("2026-11-23T09:00:00", ExitCode.CRASHED)):
         shown = f"JobId=1 JobName=r-train\n   JobState=FAILED ExitCode={int(ExitCode.STORAGE)}:0\n   SubmitTime={at}\n"
-        monkeypatch.setattr(slurm_job, "call", lambda *command, shown=shown: shown)
+        monkeypatch.setattr(slurm_job, "run_slurm_command", lambda *command, shown=shown: shown)
         run.event("started", "train", job_id="1", slurm_job="1", attempt=1, restarts=0, standing="", **identity)
         recovery.close_open_attempt(run, "train", place("9"), None)
         assert run.read_events("train")[-1]["cause"] == cause.name.lower()
@@ -298,11 +302,11 @@ def test_the_code_that_a_job_left_with_is_not_that_of_another_one_of_its_id(
 def test_a_successor_is_told_from_an_earlier_job_of_its_id_and_from_another_clusters(run: Run) -> None:
     submitted(run, "train", "4")
     submitted(run, "train", "5", "afternotok", "4")
-    assert recovery.predecessor_of(run, "train", "5") == "4"
+    assert recovery.find_predecessor(run, "train", "5") == "4"
     submitted(run, "evaluate", "5", cluster="there")
-    assert recovery.predecessor_of(run, "train", "5") == "4"
+    assert recovery.find_predecessor(run, "train", "5") == "4"
     submitted(run, "train", "5")
-    assert recovery.predecessor_of(run, "train", "5") is None
+    assert recovery.find_predecessor(run, "train", "5") is None
 
 
 def test_what_waited_for_an_earlier_job_of_that_id_does_not_wait_for_this_one(
@@ -314,13 +318,13 @@ def test_what_waited_for_an_earlier_job_of_that_id_does_not_wait_for_this_one(
     submitted(run, "train", "4")
     submitted(run, "train", "5", "afternotok", "4")
     monkeypatch.setattr(
-        succession.job_states, "query", lambda jobs: {one: JobState(one.job_id, "PENDING") for one in jobs}
+        succession.job_states, "query_job_states", lambda jobs: {one: JobState(one.job_id, "PENDING") for one in jobs}
     )
     assert [state.job_id for state, _ in succession._waiting(run, "4")] == ["5"]
     run.event("failed", "train", job_id="4", cause="crashed")
-    assert recovery.leaving(run, "train", JobState("4", "RUNNING"))
+    assert recovery.is_job_ending(run, "train", JobState("4", "RUNNING"))
     submitted(run, "train", "4")
-    assert not recovery.leaving(run, "train", JobState("4", "RUNNING")), "that was said by the one before"
+    assert not recovery.is_job_ending(run, "train", JobState("4", "RUNNING")), "that was said by the one before"
 
 
 def test_an_earlier_job_of_that_id_was_cancelled_and_had_a_successor(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,7 +332,7 @@ def test_an_earlier_job_of_that_id_was_cancelled_and_had_a_successor(run: Run, m
     submitted(run, "train", "5", "afternotok", "4")
     run.event("cancelled", "train", job_id="4", cause="cancelled")
     heirs: list[str] = []
-    monkeypatch.setattr("slurm.submit.sbatch.submit", lambda run, stage, after, **more: heirs.extend(after))
+    monkeypatch.setattr("slurm.submit.sbatch.submit_stage", lambda run, stage, after, **more: heirs.extend(after))
     answers(monkeypatch)
     assert succession.hand_over(run, "train", "4") is None and heirs == []
     assert succession._cancelled(run, "train", "4")
@@ -339,7 +343,7 @@ def test_an_earlier_job_of_that_id_was_cancelled_and_had_a_successor(run: Run, m
 
 def test_the_hours_of_another_job_of_that_id_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     times = "2026-11-22T11:51:43|2026-11-22T11:51:44"
-    monkeypatch.setattr(report, "accounted", lambda *asked: f"1|{times}|s-train\n1_0|{times}|r-train\n")
+    monkeypatch.setattr(report, "query_accounting", lambda *asked: f"1|{times}|s-train\n1_0|{times}|r-train\n")
     monkeypatch.setattr(report, "cluster_name", lambda: "here")
     assert [ran.job_id for ran in report.read_job_times([OURS])] == ["1_0"]
     assert report.read_job_times([dataclasses.replace(OURS, cluster="there")]) == []
@@ -353,7 +357,7 @@ def test_an_evaluation_of_a_checkpoint_waits_for_none_but_its_own_runs(
     comment = f"sluice {run.path}" if ours else "sluice /b"
     answers(monkeypatch, squeue=f"7|RUNNING|None|n1|here|1000|{AT}|tiny-evaluate|{comment}\n")
     asked: list[Sequence[str]] = []
-    monkeypatch.setattr("slurm.submit.sbatch.submit", lambda run, stage, after, **more: asked.append(after))
+    monkeypatch.setattr("slurm.submit.sbatch.submit_stage", lambda run, stage, after, **more: asked.append(after))
     monkeypatch.setattr(evaluations, "saved_steps", lambda folder: [2])
     one = evaluations.Evaluations(run)
     one.wanted = True

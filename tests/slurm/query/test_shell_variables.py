@@ -14,7 +14,7 @@ from pipeline.base.dist_env import outside_job
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
 from slurm.query import job_states
-from slurm.query.job_states import FORGOTTEN, Claim, call, query
+from slurm.query.job_states import UNKNOWN, RecordedJob, query_job_states, run_slurm_command
 from slurm.submit import sbatch
 from tests.support.tiny import write_config
 
@@ -37,7 +37,7 @@ def test_slurms_commands_do_not_see_a_persons_filters(
     filters = ["SQUEUE_PARTITION", "SQUEUE_STATES", "SACCT_FEDERATION", "SINFO_SORT", "SCONTROL_ALL", "SCANCEL_BATCH"]
     for variable in (*filters, "SLURM_TIME_FORMAT", "SLURM_CONF", "SLURM_JOB_ID"):
         monkeypatch.setenv(variable, "7")
-    seen = json.loads(call(name) or "")
+    seen = json.loads(run_slurm_command(name) or "")
     assert seen["SLURM_CONF"] == seen["SLURM_JOB_ID"] == "7" and not seen.keys() & {*filters, "SLURM_TIME_FORMAT"}
     assert os.environ["SQUEUE_PARTITION"] == "7", "here they stay"
 
@@ -47,7 +47,7 @@ def handed_on(monkeypatch: pytest.MonkeyPatch, folder: Path, *overrides: str, st
     run = Run.create(load_config(write_config(folder), overrides))
     tool(folder, "sbatch", f"json.dump(dict(os.environ), open('{folder}/seen', 'w'))\n"
          "print('Submitted batch job 7')\n", monkeypatch)  # fmt: skip
-    sbatch.submit(run, stage, [], kind="afterok")
+    sbatch.submit_stage(run, stage, [], kind="afterok")
     return {key: value for key, value in json.loads((folder / "seen").read_text()).items() if key.startswith("SBATCH_")}
 
 
@@ -83,7 +83,7 @@ def test_sbatch_does_what_the_script_says(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_run_of_very_many_jobs_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: str) -> None:
     """One argument of a command may hold 131,071 bytes; jobs of others, which squeue shows then, are not ours."""
     ids = [str(10_000_000 + number) for number in range(14_600)]
-    claims = [Claim(job, ("sluice /r",), "here", 1000, "r-train", 1.0) for job in ids]
+    claims = [RecordedJob(job, ("sluice /r",), "here", 1000, "r-train", 1.0) for job in ids]
     row = "|RUNNING|None|n1|here|1000|1970-01-01T00:00:01|r-train|sluice /r"
     if known == "sacct":
         row = row.replace("RUNNING", "COMPLETED")
@@ -94,7 +94,7 @@ def test_a_run_of_very_many_jobs_is_seen(tmp_path: Path, monkeypatch: pytest.Mon
     tool(tmp_path, "squeue", listing if known == "squeue" else "", monkeypatch)
     tool(tmp_path, "sacct", asked if known == "sacct" else "", monkeypatch)
     monkeypatch.setattr(job_states, "cluster_name", lambda: "here")
-    found = query(claims)
+    found = query_job_states(claims)
     wanted = "RUNNING" if known == "squeue" else "COMPLETED"
     assert len(found) == len(ids) and {state.state for state in found.values()} == {wanted}
 
@@ -106,8 +106,8 @@ def test_few_jobs_are_asked_for_by_their_ids(monkeypatch: pytest.MonkeyPatch) ->
         said.append(command)
         return ""
 
-    monkeypatch.setattr(job_states, "call", silent)
+    monkeypatch.setattr(job_states, "run_slurm_command", silent)
     monkeypatch.setattr(job_states, "cluster_name", lambda: "here")
-    found = query([Claim("1", cluster="here", uid=0), Claim("2", cluster="here", uid=0)])
-    assert {state.state for state in found.values()} == {FORGOTTEN}
+    found = query_job_states([RecordedJob("1", cluster="here", uid=0), RecordedJob("2", cluster="here", uid=0)])
+    assert {state.state for state in found.values()} == {UNKNOWN}
     assert [command[command.index("-j") + 1] for command in said] and all("1,2" in c or "2,1" in c for c in said)

@@ -14,7 +14,14 @@ from pipeline.config.read import load_config
 from pipeline.run import points as points_module
 from pipeline.run.directory import Run
 from slurm.query import job_states, run_jobs
-from slurm.query.job_states import FORGOTTEN, SILENT, Claim, JobState, claims, slurm_answers
+from slurm.query.job_states import (
+    NOT_RESPONDING,
+    UNKNOWN,
+    JobState,
+    RecordedJob,
+    is_slurm_responding,
+    list_recorded_jobs,
+)
 from slurm.query.status import print_status
 from slurm.submit.chain import submit_chain
 from tests.cluster import Cluster
@@ -31,21 +38,28 @@ pytestmark = pytest.mark.timeout(900)
 def test_a_frozen_controller(tmp_path: Path, cluster: Cluster) -> None:
     run = make_run(tmp_path, overrides=HELD)
     assert submit(cluster, tmp_path, "tiny.yaml", *HELD).returncode == 0
-    ids = [one.job_id for _, one in claims(run)]
+    ids = [one.job_id for _, one in list_recorded_jobs(run)]
     before = queue(cluster, ids)
     with cluster.frozen():
         status = submit(cluster, tmp_path, "status", "runs/tiny")
-        assert status.returncode == 0 and f"train unknown {SILENT}" in status.stdout and "resume" not in status.stdout
+        assert (
+            status.returncode == 0
+            and f"train unknown {NOT_RESPONDING}" in status.stdout
+            and "resume" not in status.stdout
+        )
         for again in (
             ["tiny.yaml", *HELD],
             ["resume", "runs/tiny"],
             ["resume", "runs/tiny", "stages.train.time=1:00:00"],
         ):
             refused = submit(cluster, tmp_path, *again)
-            assert refused.returncode == ExitCode.USER_ERROR and SILENT in refused.stderr, (again, refused.stdout)
+            assert refused.returncode == ExitCode.USER_ERROR and NOT_RESPONDING in refused.stderr, (
+                again,
+                refused.stdout,
+            )
         assert not run.metrics_file.exists() and not run.changes_file.exists(), "nothing was trained here, or changed"
         cancelled = submit(cluster, tmp_path, "cancel", "runs/tiny").stdout
-        assert "they stay in the queue" in cancelled and SILENT in cancelled
+        assert "they stay in the queue" in cancelled and NOT_RESPONDING in cancelled
     assert queue(cluster, ids) == before and len(cluster.output(["squeue", "-h"]).splitlines()) == len(ids)
     assert "jobs" in submit(cluster, tmp_path, "cancel", "runs/tiny").stdout
     assert {line.split()[1] for line in queue(cluster, ids)} == {"CANCELLED"}
@@ -60,7 +74,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (folder / name).write_text(f'#!/bin/sh\necho {name} >> "{folder}/log"\nexec /bin/sleep 100\n')
         (folder / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(folder))
-    monkeypatch.setattr(job_states, "VIEW_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(job_states, "INTERACTIVE_TIMEOUT_S", 0.5)
     monkeypatch.setattr(job_states, "_clusters", {})
     monkeypatch.setattr(job_states, "_silent_until", {})
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
@@ -84,9 +98,9 @@ def test_it_is_waited_for_once(tmp_path: Path, asked: Path) -> None:
     for _ in range(3):
         print_status(run, Console(file=shown, width=200))
     assert (asked / "log").read_text().split() == ["scontrol"]
-    assert shown.getvalue().count(f"train unknown {SILENT}") == 3
-    with pytest.raises(UserError, match=SILENT):
-        run_jobs.running(run)
+    assert shown.getvalue().count(f"train unknown {NOT_RESPONDING}") == 3
+    with pytest.raises(UserError, match=NOT_RESPONDING):
+        run_jobs.list_running_work(run)
 
 
 def test_where_all_jobs_are_forgotten_a_look_costs_no_question_for_each(tmp_path: Path, asked: Path) -> None:
@@ -94,9 +108,11 @@ def test_where_all_jobs_are_forgotten_a_look_costs_no_question_for_each(tmp_path
     answers(asked, "scontrol", "ClusterName = here")
     answers(asked, "squeue", "")
     answers(asked, "sacct", "Slurm accounting storage is disabled", 1)
-    wanted = [Claim(str(job), cluster="here", uid=uid) for uid in (job_states.os.getuid(), 12345) for job in range(50)]
-    found = job_states.query(wanted)
-    assert {state.state for state in found.values()} == {job_states.FORGOTTEN}
+    wanted = [
+        RecordedJob(str(job), cluster="here", uid=uid) for uid in (job_states.os.getuid(), 12345) for job in range(50)
+    ]
+    found = job_states.query_job_states(wanted)
+    assert {state.state for state in found.values()} == {job_states.UNKNOWN}
     assert (asked / "log").read_text().split() == ["scontrol", "squeue", "sacct", "squeue"]
 
 
@@ -112,20 +128,20 @@ def test_a_squeue_that_fails_says_nothing_of_jobs_that_may_be_there(
         answers(asked, "squeue", says, 1)
     run, shown = submitted(tmp_path, count), io.StringIO()
     print_status(run, Console(file=shown, width=200))
-    assert f"train unknown {SILENT}" in shown.getvalue() and "resume" not in shown.getvalue()
+    assert f"train unknown {NOT_RESPONDING}" in shown.getvalue() and "resume" not in shown.getvalue()
     before = run.events_file.read_bytes()
-    with pytest.raises(UserError, match=SILENT):
+    with pytest.raises(UserError, match=NOT_RESPONDING):
         submit_chain(run, Console(file=shown), again=True)
     assert run.events_file.read_bytes() == before and "sbatch" not in (asked / "log").read_text()
 
 
 def test_nor_of_the_jobs_of_a_sweeps_points(tmp_path: Path, asked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    silent = JobState("1", FORGOTTEN, SILENT)
-    monkeypatch.setattr(run_jobs, "look_up", lambda claims, *_: (dict.fromkeys(claims, silent), None))
+    silent = JobState("1", UNKNOWN, NOT_RESPONDING)
+    monkeypatch.setattr(run_jobs, "find_jobs", lambda claims, *_: (dict.fromkeys(claims, silent), None))
     run = Run.create(load_config(write_config(tmp_path), ["sweep.grid={optimizer.lr: [0.1, 0.2]}"]))
     for point in points_module.make_points(run):
         point.event("submitted", "train", job_id="1", executor="slurm", cluster="here", job_name="train-tiny")
-    with pytest.raises(UserError, match=SILENT):
+    with pytest.raises(UserError, match=NOT_RESPONDING):
         submit_chain(run, Console(file=io.StringIO()), again=True)
 
 
@@ -134,8 +150,8 @@ def test_a_job_that_the_controller_does_not_know_is_forgotten(asked: Path) -> No
     answers(asked, "scontrol", "ClusterName = here")
     answers(asked, "squeue", "slurm_load_jobs error: Invalid job id specified", 1)
     answers(asked, "sacct", "")
-    one = Claim("1", cluster="here", uid=job_states.os.getuid())
-    assert job_states.query([one])[one] == JobState("1", FORGOTTEN)
+    one = RecordedJob("1", cluster="here", uid=job_states.os.getuid())
+    assert job_states.query_job_states([one])[one] == JobState("1", UNKNOWN)
 
 
 def test_all_questions_of_a_look_share_one_time_limit(asked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,16 +159,16 @@ def test_all_questions_of_a_look_share_one_time_limit(asked: Path, monkeypatch: 
     answers(asked, "scontrol", "ClusterName = here")
     answers(asked, "squeue", "")
     limits: list[tuple[str, float]] = []
-    ask = job_states.call
+    ask = job_states.run_slurm_command
 
     def note(*command: str, timeout_s: float, **more: Any) -> str | None:
         limits.append((command[0], timeout_s))
         return ask(*command, timeout_s=timeout_s, **more)
 
     job_states.cluster_name()
-    monkeypatch.setattr(job_states, "call", note)
-    one = Claim("1", cluster="here", uid=12345)
-    assert job_states.query([one])[one] == JobState("1", FORGOTTEN), "squeue has answered twice"
+    monkeypatch.setattr(job_states, "run_slurm_command", note)
+    one = RecordedJob("1", cluster="here", uid=12345)
+    assert job_states.query_job_states([one])[one] == JobState("1", UNKNOWN), "squeue has answered twice"
     assert [name for name, _ in limits] == ["squeue", "sacct", "squeue"]
     (_, first), (_, half), (_, rest) = limits
     assert 0.5 >= first >= 2 * half and half + rest <= first
@@ -175,11 +191,11 @@ def test_this_machine_does_not_take_the_place_of_a_cluster_that_is_silent(
         answers(asked, "scontrol", says, int(not there))
     if there is None:
         with pytest.raises(UserError, match="--executor local"):
-            slurm_answers()
+            is_slurm_responding()
     else:
-        assert slurm_answers() == there
+        assert is_slurm_responding() == there
 
 
 def test_sbatch_without_scontrol_is_no_cluster(asked: Path) -> None:
     (asked / "scontrol").unlink()
-    assert not slurm_answers()
+    assert not is_slurm_responding()

@@ -263,7 +263,7 @@ def test_the_warning_is_given_when_the_run_is_submitted_too(tmp_path: Path, monk
     out = io.StringIO()
     monkeypatch.setattr(submit, "console", PlainConsole(file=out, width=300))
     monkeypatch.setattr(memory_check, "local_memory_limit", lambda: (23 * 10**9, "this machine"))
-    monkeypatch.setattr(local_runner, "run_chain", lambda run, console: ExitCode.STOPPED)
+    monkeypatch.setattr(local_runner, "run_chain_locally", lambda run, console: ExitCode.STOPPED)
     monkeypatch.setattr(Run, "copy_code", lambda self, **more: None)
     with pytest.raises(typer.Exit):
         submit._go(Run.create(config), "local", again=False)

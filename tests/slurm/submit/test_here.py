@@ -54,14 +54,14 @@ def test_in_a_batch_job_a_signal_is_no_persons_stop(
     job = SimpleNamespace(
         done=lambda: supervisor.poll() is not None, job_id="1", paths=SimpleNamespace(stdout=tmp_path)
     )
-    monkeypatch.setattr("slurm.submit.submitit_job.submit_local", lambda run, stage: job)
+    monkeypatch.setattr("slurm.submit.submitit_job.submit_locally", lambda run, stage: job)
     monkeypatch.setattr(Run, "lock_holder", holder)
     flag = StopFlag()
     flag._set(signal.SIGTERM)
     flag.count = signals
     if not batch:
         threading.Timer(2, supervisor.terminate).start()  # it reads the file
-    code = local_runner.run_stage(run, "prepare", flag, PlainConsole(file=io.StringIO()))
+    code = local_runner.run_stage_locally(run, "prepare", flag, PlainConsole(file=io.StringIO()))
     assert run.stop_file.exists() == (not batch)
     if batch or signals == 1:
         assert (supervisor.poll(), code) == (5, ExitCode.CRASHED), "it wrote no event"

@@ -65,7 +65,7 @@ class Stages:
         words = {"cause": ExitCode(code).name.lower(), "exit_code": code, "message": message}
         run.event("failed", stage, job_id=stage, **words)
         say = partial(console.print, soft_wrap=True)
-        return local_runner.tell(run, stage, attempts.read(run.read_events(stage)), 0.0, None, say)
+        return local_runner.report_stage_end(run, stage, attempts.read(run.read_events(stage)), 0.0, None, say)
 
 
 def in_a_rank(where: RankInfo, path: Path, stage: str) -> tuple[int, str]:
@@ -90,7 +90,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The working directory of a person, with both configs and what they need; what the door changes is put back."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", sys.argv)
-    monkeypatch.setattr(local_runner, "run_stage", Stages.stage)
+    monkeypatch.setattr(local_runner, "run_stage_locally", Stages.stage)
     monkeypatch.setattr(Stages, "run", False)
     for name, text in (("tiny.yaml", TEXT), ("own.yaml", OWN), ("own.py", MODULE)):
         Path(name).write_text(text)
@@ -233,7 +233,7 @@ def test_a_point_that_fails_leaves_the_others_alone_and_a_stop_ends_all(
         asked.clear()
         return found
 
-    monkeypatch.setattr(local_runner, "run_stage", stage)
+    monkeypatch.setattr(local_runner, "run_stage_locally", stage)
     everything = [f"00{number} {stage}" for number in range(3) for stage in ("train", "evaluate")]
     assert submit_py(RATES) == ExitCode.DONE and points() == everything
     codes |= {"000 train": ExitCode.NON_FINITE, "001 evaluate": ExitCode.CRASHED}

@@ -19,12 +19,18 @@ from pipeline.base.errors import UserError
 from pipeline.run.directory import Run
 from pipeline.run.points import points
 from slurm.query import job_states
-from slurm.query.job_states import claims, comment_of, newly_submitted, since_submitted, submissions
-from slurm.query.run_jobs import jobs_of
+from slurm.query.job_states import (
+    events_since_submission,
+    find_first_submissions,
+    job_comment,
+    list_recorded_jobs,
+    list_submissions,
+)
+from slurm.query.run_jobs import find_run_jobs
 from slurm.query.status import print_status
-from slurm.query.stop_causes import predecessor_of
+from slurm.query.stop_causes import find_predecessor
 from slurm.submit import open_submissions, sbatch
-from slurm.submit.chain import begin_anew, cancel_run, submit_chain
+from slurm.submit.chain import cancel_run, reset_for_resume, submit_chain
 from slurm.supervise import evaluations, succession
 from tests.support.fake_slurm import CLUSTER, FakeSlurm
 from tests.support.tiny import make_run, write_config
@@ -96,8 +102,8 @@ def test_after_a_kill_the_next_submit_makes_one_chain(run: Run, slurm: FakeSlurm
     assert ("held" in status(run) or "pending" in status(run)) == bool(slurm.queue())
     submit(run)
     assert slurm.queue() == CHAIN and slurm.calls() == len(CHAIN)
-    assert [one.job_id for _, one in claims(run)] == ["1", "2", "3", "4", "5"]
-    assert not any(one.is_open for _, one in submissions(run))
+    assert [one.job_id for _, one in list_recorded_jobs(run)] == ["1", "2", "3", "4", "5"]
+    assert not any(one.is_open for _, one in list_submissions(run))
     submit(run)
     assert slurm.queue() == CHAIN
 
@@ -109,7 +115,7 @@ def test_a_copy_of_a_run_does_not_take_the_jobs_of_the_other(run: Run, slurm: Fa
     shutil.copytree(run.path, run.path.parent / "copy", symlinks=True)
     copy = Run(run.path.parent / "copy")
     submit(copy)
-    assert [one.job_id for _, one in claims(copy)] == ["2", "3", "4", "5", "6"]
+    assert [one.job_id for _, one in list_recorded_jobs(copy)] == ["2", "3", "4", "5", "6"]
     cancel_run(copy)
     assert slurm.queue() == CHAIN[:1]
 
@@ -130,13 +136,13 @@ def test_a_submission_without_an_answer_is_looked_for(
     run: Run, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, outcome: str
 ) -> None:
     """Whether Slurm has taken the job, takes it a moment later, or never got it: the chain has each job once."""
-    real = sbatch.submit
+    real = sbatch.submit_stage
     if outcome == "hang":
-        monkeypatch.setattr("slurm.submit.sbatch.submit", lambda *a, **more: real(*a, **more, patience_s=1.5))
+        monkeypatch.setattr("slurm.submit.sbatch.submit_stage", lambda *a, **more: real(*a, **more, patience_s=1.5))
     slurm.plan(call_4=[outcome, "0.4"])
     said = submit(run)
     assert "train     sbatch got no answer" in said, said
-    assert slurm.queue() == CHAIN and not any(one.is_open for _, one in submissions(run))
+    assert slurm.queue() == CHAIN and not any(one.is_open for _, one in list_submissions(run))
     assert slurm.calls() == len(CHAIN) + (outcome in ("lose", "hang"))
 
 
@@ -149,11 +155,11 @@ def test_a_controller_that_stays_away_leaves_the_outcome_open(
         submit(run)
     for words in ("not known whether Slurm took the job", "resume", "prepare (1)", "shard (2, 3)", "train, evaluate"):
         assert words in str(caught.value)
-    [one] = [one for _, one in submissions(run) if one.is_open]
+    [one] = [one for _, one in list_submissions(run) if one.is_open]
     (slurm.folder / "silent").touch()
-    with pytest.raises(UserError, match=job_states.SILENT):
+    with pytest.raises(UserError, match=job_states.NOT_RESPONDING):
         submit(run)
-    assert [one] == [one for _, one in submissions(run) if one.is_open], "nothing is decided while nobody answers"
+    assert [one] == [one for _, one in list_submissions(run) if one.is_open], "nothing is decided while nobody answers"
     (slurm.folder / "silent").unlink()
     submit(run)
     assert slurm.queue() == CHAIN
@@ -165,8 +171,8 @@ def test_a_job_that_appears_after_its_submission_was_given_up_ends_at_once(
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
         kill_at(1, patch, accepted=False)
         submit(run)
-    [(_, one)] = submissions(run)
-    script = open_submissions.script_of(run, "prepare", one.key)
+    [(_, one)] = list_submissions(run)
+    script = open_submissions.submission_script_path(run, "prepare", one.key)
     program = tmp_path / "python"
     program.write_text(f"#!/bin/sh\necho ran >> {tmp_path}/log\n")
     program.chmod(0o755)
@@ -183,7 +189,7 @@ def test_a_job_that_appears_after_its_submission_was_given_up_ends_at_once(
     assert (run.jobs_dir / "prepare/7_submitted.pkl").resolve() == run.jobs_dir / f"prepare/{one.key}_0_submitted.pkl"
     submit(run)
     assert "taken the place" in start("8") and (tmp_path / "log").read_text() == "ran\n"
-    late = slurm.add(name="prepare-tiny", comment=comment_of(run.path), command=f"{script} {one.key}")
+    late = slurm.add(name="prepare-tiny", comment=job_comment(run.path), command=f"{script} {one.key}")
     assert f"job {late}" in status(run)
     submit(run)
     assert slurm.queue() == CHAIN, "and one that waits is cancelled"
@@ -195,13 +201,13 @@ def test_a_job_with_the_comment_of_the_run_that_it_knows_nothing_of_is_ended(
     run: Run, slurm: FakeSlurm, state: str, does: str
 ) -> None:
     """As an earlier version left it, or an earlier run in this directory. Those of other runs are none of ours."""
-    other = slurm.add(name="train-tiny", comment=f"{comment_of(run.path)}/points/000", state=state)
-    stray = slurm.add(name="train-tiny", comment=comment_of(run.path), state=state, tasks=2)
+    other = slurm.add(name="train-tiny", comment=f"{job_comment(run.path)}/points/000", state=state)
+    stray = slurm.add(name="train-tiny", comment=job_comment(run.path), state=state, tasks=2)
     if does == "cancel":
         cancel_run(run)
     else:
         if does == "resume":
-            begin_anew(run, asked_anew=True)
+            reset_for_resume(run, asked_anew=True)
         assert f"job {stray}" in submit(run) or does == "resume"
     states_ = {job["id"]: job["state"] for job in slurm.jobs()}
     assert (states_[other], states_[stray]) == (state, "CANCELLED")
@@ -210,7 +216,7 @@ def test_a_job_with_the_comment_of_the_run_that_it_knows_nothing_of_is_ended(
 
 def test_a_job_that_has_started_without_a_record_goes_on(run: Run, slurm: FakeSlurm) -> None:
     """An earlier version noted its start only."""
-    job = slurm.add(name="prepare-tiny", comment=comment_of(run.path), state="RUNNING")
+    job = slurm.add(name="prepare-tiny", comment=job_comment(run.path), state="RUNNING")
     run.event("started", "prepare", job_id=job, slurm_job=job, cluster=CLUSTER, attempt=1, ranks=1)
     assert f"prepare   job {job} running" in submit(run)
     assert slurm.queue() == CHAIN and slurm.calls() == len(CHAIN) - 1
@@ -219,7 +225,7 @@ def test_a_job_that_has_started_without_a_record_goes_on(run: Run, slurm: FakeSl
 def test_points_of_an_array_that_was_recorded_for_some_of_them_only(tmp_path: Path, slurm: FakeSlurm) -> None:
     swept = make_run(tmp_path, overrides=(SWEEP,))
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-        real, told = sbatch.record, list[Run]()
+        real, told = sbatch.record_submission, list[Run]()
 
         def record(target: Run, *more: Any) -> None:
             told.append(target)
@@ -227,11 +233,11 @@ def test_points_of_an_array_that_was_recorded_for_some_of_them_only(tmp_path: Pa
                 raise Killed
             real(target, *more)
 
-        patch.setattr(sbatch, "record", record)
+        patch.setattr(sbatch, "record_submission", record)
         submit(swept)
     submit(swept)
     assert slurm.queue() == [("train", ""), ("evaluate", "aftercorr:0")]
-    assert [claims(point)[0][1].job_id for point in points(swept)] == ["1_0", "1_1", "1_2"]
+    assert [list_recorded_jobs(point)[0][1].job_id for point in points(swept)] == ["1_0", "1_1", "1_2"]
     cancel_run(swept)
     assert slurm.queue() == []
 
@@ -241,16 +247,20 @@ def test_a_job_that_starts_records_itself_before_its_start(run: Run, slurm: Fake
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
         kill_at(4, patch, accepted=True)
         submit(run)
-    [(event, one)] = [pair for pair in submissions(run) if pair[1].is_open]
+    [(event, one)] = [pair for pair in list_submissions(run) if pair[1].is_open]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(open_submissions.KEY_VARIABLE, one.key)
+        patch.setenv(open_submissions.SUBMISSION_KEY_VARIABLE, one.key)
         open_submissions.record_own_job(run, "train", "4")
         run.event("started", "train", job_id="4", slurm_job="4", cluster=CLUSTER)
         open_submissions.record_own_job(run, "train", "4")
     assert [e["job_id"] for e in run.read_events("train", "submitted")] == ["4"]
-    open_submissions.record(run, event, "4")
-    assert [e["event"] for e in since_submitted(run.read_events("train"), "4")] == ["submitted", "started", "submitted"]
-    assert newly_submitted(run.read_events("train")) == [1] and len(claims(run)) == 4
+    open_submissions.record_submission(run, event, "4")
+    assert [e["event"] for e in events_since_submission(run.read_events("train"), "4")] == [
+        "submitted",
+        "started",
+        "submitted",
+    ]
+    assert find_first_submissions(run.read_events("train")) == [1] and len(list_recorded_jobs(run)) == 4
 
 
 def test_an_ended_job_is_found_in_accounting(run: Run, slurm: FakeSlurm) -> None:
@@ -262,9 +272,9 @@ def test_an_ended_job_is_found_in_accounting(run: Run, slurm: FakeSlurm) -> None
     (slurm.folder / "jobs/1").unlink()
     line = f"1|FAILED|None|n1|{CLUSTER}|{os.getuid()}|{job['at']}|prepare-tiny|sbatch {job['command']}\n"
     (slurm.folder / "sacct.out").write_text(line)
-    assert [(job.job_id, job.state.state) for job in jobs_of([run])] == [("1", "FAILED")]
+    assert [(job.job_id, job.state.state) for job in find_run_jobs([run])] == [("1", "FAILED")]
     submit(run)
-    assert claims(run)[0][1].job_id == "1" and len(claims(run)) == 1 + len(CHAIN)
+    assert list_recorded_jobs(run)[0][1].job_id == "1" and len(list_recorded_jobs(run)) == 1 + len(CHAIN)
 
 
 def test_a_submission_that_another_process_makes_is_waited_for(
@@ -274,21 +284,21 @@ def test_a_submission_that_another_process_makes_is_waited_for(
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
         kill_at(1, patch, accepted=False)
         submit(run)
-    [(_, one)] = submissions(run)
-    script = open_submissions.script_of(run, "prepare", one.key)
+    [(_, one)] = list_submissions(run)
+    script = open_submissions.submission_script_path(run, "prepare", one.key)
     with open(script, "r+b") as lock:
         fcntl.flock(lock.fileno(), fcntl.LOCK_EX)
         with pytest.raises(UserError, match="another process is submitting prepare"):
-            open_submissions.settle([run], print, patience_s=0.1)
+            open_submissions.resolve_open_submissions([run], print, patience_s=0.1)
 
         def end_of_sbatch(seconds: float) -> None:
             lock.close()
-            slurm.add(name="prepare-tiny", comment=comment_of(run.path), command=f"{script} {one.key}")
+            slurm.add(name="prepare-tiny", comment=job_comment(run.path), command=f"{script} {one.key}")
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(open_submissions.time, "sleep", end_of_sbatch)
-            open_submissions.settle([run], print)
-    assert [one.job_id for _, one in claims(run)] == ["1"]
+            open_submissions.resolve_open_submissions([run], print)
+    assert [one.job_id for _, one in list_recorded_jobs(run)] == ["1"]
 
 
 def test_submissions_that_appear_one_after_the_other_are_not_given_up(
@@ -309,15 +319,15 @@ def test_submissions_that_appear_one_after_the_other_are_not_given_up(
     begin(keys[0])
     monkeypatch.setattr(open_submissions, "time", SimpleNamespace(sleep=other_process, monotonic=time.monotonic))
     monkeypatch.setattr(open_submissions, "MOST_LOOKS", 4)
-    open_submissions.settle([run], print)
+    open_submissions.resolve_open_submissions([run], print)
     assert run.read_events("train", "not_submitted") == []
 
 
 def test_a_job_that_an_older_code_copy_is_recording_is_left_alone(
     run: Run, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = slurm.add(name="evaluate-tiny", comment=comment_of(run.path))
-    [seen] = jobs_of([run])
+    job = slurm.add(name="evaluate-tiny", comment=job_comment(run.path))
+    [seen] = find_run_jobs([run])
     assert seen.is_stray
 
     def record(seconds: float) -> None:
@@ -325,7 +335,7 @@ def test_a_job_that_an_older_code_copy_is_recording_is_left_alone(
             run.event("submitted", "evaluate", executor="slurm", job_id=job, cluster=CLUSTER, job_name="evaluate-tiny")
 
     monkeypatch.setattr(open_submissions.time, "sleep", record)
-    [found] = open_submissions.settle([run], print)
+    [found] = open_submissions.resolve_open_submissions([run], print)
     assert found.job_id == job and found.is_recorded
 
 
@@ -335,7 +345,7 @@ def test_an_unknown_task_does_not_cancel_the_others_of_its_array(tmp_path: Path,
     lost = points(swept)[2]
     lines = [line for line in lost.events_file.read_text().splitlines() if '"train"' not in line]
     lost.events_file.write_text("".join(f"{line}\n" for line in lines))
-    strays = [job.job_id for job in jobs_of((swept, *points(swept))) if job.is_stray]
+    strays = [job.job_id for job in find_run_jobs((swept, *points(swept))) if job.is_stray]
     assert strays == ["1_2"]
 
 
@@ -343,7 +353,7 @@ def test_the_message_of_a_sites_wrapper_is_shown_whole_and_sbatch_is_called_once
     slurm.plan(call_1=["fail", "ERROR: no budget is left\nMore help: https://hpc.example"])
     with pytest.raises(UserError, match=r"no budget is left.*More help"):
         submit(run)
-    assert slurm.calls() == 1 and not any(one.is_open for _, one in submissions(run))
+    assert slurm.calls() == 1 and not any(one.is_open for _, one in list_submissions(run))
 
 
 @pytest.fixture
@@ -362,7 +372,7 @@ def test_a_successor_without_a_record_is_not_submitted_twice(
         kill_at(1, patch, accepted=True)
         succession.hand_over(training, "train", "2")
     assert succession.hand_over(training, "train", "2") is None
-    assert slurm.queue()[3:] == [("train", "afternotok:1")] and predecessor_of(training, "train", "4") == "2"
+    assert slurm.queue()[3:] == [("train", "afternotok:1")] and find_predecessor(training, "train", "4") == "2"
 
 
 def test_an_evaluation_without_a_record_is_not_submitted_twice(
@@ -407,7 +417,7 @@ def test_what_is_queued_is_named_if_a_job_is_refused_and_the_next_submit_complet
 
 
 def test_a_successor_that_was_refused_is_submitted_later(training: Run, slurm: FakeSlurm) -> None:
-    job_states.cancel([job_states.JobState("2", "PENDING")])
+    job_states.cancel_jobs([job_states.JobState("2", "PENDING")])
     assert "train: its successor is not submitted" in status(training)
     submit(training)
     assert slurm.queue() == [("train", ""), ("evaluate", "afterok:0"), ("train", "afternotok:0")]

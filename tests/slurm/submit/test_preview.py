@@ -104,7 +104,7 @@ def test_what_resume_refuses_is_refused_before_anything_is_recorded(
     (run.checkpoints_dir / "step-00000007").mkdir()
     before = files(run.path)
     for more in ([], ["--dry-run"]):
-        monkeypatch.setattr(command_line, "choose", lambda executor, run: "slurm")
+        monkeypatch.setattr(command_line, "choose_executor", lambda executor, run: "slurm")
         with pytest.raises(UserError) as refused:
             command_line.app(["resume", str(run.path), *overrides, *more], standalone_mode=False)
         assert words in str(refused.value)

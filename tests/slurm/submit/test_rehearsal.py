@@ -80,8 +80,8 @@ def test_jobs_that_cannot_be_written_are_told_before_the_first_is_queued(folder:
 def test_jobs_that_no_node_can_run_are_told_before_the_first_is_queued(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capacity, "call", lambda *words, timeout_s: "low*|4|4|65536|(null)|(null)\n")
-    monkeypatch.setattr(capacity, "settings", lambda timeout_s: {})
+    monkeypatch.setattr(capacity, "run_slurm_command", lambda *words, timeout_s: "low*|4|4|65536|(null)|(null)\n")
+    monkeypatch.setattr(capacity, "read_slurm_config", lambda timeout_s: {})
     assert "site.cpus_per_task: 8" in refusal("site.partition=low", "site.cpus_per_task=8", on_slurm=True)
     check_submission(load_config(Path("tiny.yaml"), ("site.partition=low", "site.cpus_per_task=8")), False)
     check_submission(load_config(Path("tiny.yaml"), ("site.partition=low", "site.cpus_per_task=2")), True)

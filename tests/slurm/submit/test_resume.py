@@ -19,7 +19,7 @@ from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
 from pipeline.run.points import points
 from slurm.query import job_states, run_jobs
-from slurm.query.job_states import Claim, JobState
+from slurm.query.job_states import JobState, RecordedJob
 from slurm.query.status import StatusPoller
 from slurm.submit import chain, limits, sbatch
 from tests.cluster import Cluster
@@ -38,16 +38,16 @@ class Queue:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.states: dict[str, JobState] = {}
         self.after: dict[str, str] = {}
-        monkeypatch.setattr(run_jobs, "look_up", self.look_up)
-        monkeypatch.setattr(job_states, "call", self.call)
+        monkeypatch.setattr(run_jobs, "find_jobs", self.look_up)
+        monkeypatch.setattr(job_states, "run_slurm_command", self.call)
         monkeypatch.setattr(job_states, "cluster_name", lambda: "pretended")
         monkeypatch.setattr(limits, "cluster_settings", dict)
         monkeypatch.setattr(sbatch, "_write_submission", self.write)
         monkeypatch.setattr(sbatch, "_call_sbatch", lambda *_: max(self.after))
 
     def look_up(
-        self, asked: Iterable[Claim], comments: Set[str], kept: dict[Claim, JobState] | None = None
-    ) -> tuple[dict[Claim, JobState], list[JobState]]:
+        self, asked: Iterable[RecordedJob], comments: Set[str], kept: dict[RecordedJob, JobState] | None = None
+    ) -> tuple[dict[RecordedJob, JobState], list[JobState]]:
         return {one: self.states[one.job_id] for one in asked}, []
 
     def write(
@@ -188,20 +188,20 @@ def test_points_are_arrays_as_far_as_they_wait_for_one(tmp_path: Path, run: Run,
 def test_everything_that_runs_is_found(tmp_path: Path, run: Run, queue: Queue) -> None:
     """Tasks of the array of shard have locks of their own, and so have the points of a sweep, which share the code."""
     swept = make_run(tmp_path, "swept", (SWEEP,), run.data_dir)
-    assert run_jobs.running(swept) == []
+    assert run_jobs.list_running_work(swept) == []
     queue.resume(swept)
-    assert run_jobs.running(swept) == [], "what waits does not run"
+    assert run_jobs.list_running_work(swept) == [], "what waits does not run"
     queue.set("100_1", "RUNNING")
-    assert run_jobs.running(swept) == ["train (job 100_1)"], "its supervisor has no lock yet"
+    assert run_jobs.list_running_work(swept) == ["train (job 100_1)"], "its supervisor has no lock yet"
     lock = points(swept)[1].lock_stage("train")
-    assert lock is not None and run_jobs.running(swept) == [f"train of {points(swept)[1].name}"]
+    assert lock is not None and run_jobs.list_running_work(swept) == [f"train of {points(swept)[1].name}"]
     os.close(lock)
     lock = run.lock_stage("shard", 1)
-    assert lock is not None and run_jobs.running(run) == [f"shard of {run.name}"]
+    assert lock is not None and run_jobs.list_running_work(run) == [f"shard of {run.name}"]
     done = submit(None, tmp_path, "resume", "runs/tiny", "--update-code")
     assert done.returncode == ExitCode.USER_ERROR and "shard of runs/tiny is running" in done.stderr
     os.close(lock)
-    assert run_jobs.running(run) == []
+    assert run_jobs.list_running_work(run) == []
 
 
 def test_a_second_resume_builds_on_what_the_first_one_changed(tmp_path: Path) -> None:
@@ -229,13 +229,13 @@ def test_a_sweep_and_its_points_are_one_question(
     asked: list[set[str]] = []
 
     def look_up(
-        jobs: Iterable[Claim], comments: Set[str], kept: dict[Claim, JobState]
-    ) -> tuple[dict[Claim, JobState], list[JobState]]:
+        jobs: Iterable[RecordedJob], comments: Set[str], kept: dict[RecordedJob, JobState]
+    ) -> tuple[dict[RecordedJob, JobState], list[JobState]]:
         found = {job: queue.states[job.job_id] for job in jobs}
         asked.append({job.job_id for job in found})
         return found, []
 
-    monkeypatch.setattr(run_jobs, "look_up", look_up)
+    monkeypatch.setattr(run_jobs, "find_jobs", look_up)
     poller = StatusPoller(swept)
     poller.poll()
     assert asked == [{"100_0", "100_1", "101_0", "101_1"}] and poller.has_active_point

@@ -31,9 +31,9 @@ from pipeline.config.site import OWN_OPTIONS
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
 from slurm.query import exclusion, topology
-from slurm.query.site_variables import refuse_unready
-from slurm.query.topology import nodes_of_ranks, problem
-from slurm.submit.sbatch import _reason, parameters, script
+from slurm.query.site_variables import check_job_environment
+from slurm.query.topology import assign_ranks_to_nodes, describe_placement_problem
+from slurm.submit.sbatch import _reason, build_sbatch_parameters, render_batch_script
 from slurm.supervise.launch import use_site
 from tests.support.tiny import write_config
 
@@ -63,7 +63,7 @@ def exported(text: str, *, before: str = "# command") -> dict[str, str]:
 def site_script(folder: Path, site: dict[str, Any], stage: str = "train", *overrides: str) -> str:
     loaded = config(folder, *overrides)
     loaded = loaded.model_copy(update={"site": SiteConfig.model_validate(site)})
-    return script(Run(folder / "runs/tiny"), loaded, stage)
+    return render_batch_script(Run(folder / "runs/tiny"), loaded, stage)
 
 
 def test_slurm_writes_mails_of_failures_and_of_the_end(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_slurm_writes_mails_of_failures_and_of_the_end(tmp_path: Path) -> None:
 def test_the_gpu_example_is_what_its_jobs_ask_for(tmp_path: Path) -> None:
     wide = ("train.global_batch=32", "stages.train.nodes=8", "stages.train.tasks_per_node=4")
     cfg = config(tmp_path, "site.account=x", *wide, profile="gpu-cluster.yaml")
-    text = script(Run(tmp_path / "runs/tiny"), cfg, "train")
+    text = render_batch_script(Run(tmp_path / "runs/tiny"), cfg, "train")
     wanted = {
         "gres": "gpu:h100:4", "cpus-per-task": "16", "mem": "491520M", "constraint": "ib&scratch", "account": "x",
         "distribution": "block:block", "switches": "1@00:05:00", "exclusive": "", "mail-type": "FAIL,TIME_LIMIT",
@@ -96,14 +96,14 @@ def test_the_gpu_example_is_what_its_jobs_ask_for(tmp_path: Path) -> None:
     variables = exported(text)
     assert variables["NCCL_SOCKET_IFNAME"] == variables["GLOO_SOCKET_IFNAME"] == "ib0"
     assert variables["TMPDIR"] == "/local" and variables["NCCL_IB_HCA"] == "mlx5"
-    shard = options(script(Run(tmp_path / "runs/tiny"), cfg, "shard"))
+    shard = options(render_batch_script(Run(tmp_path / "runs/tiny"), cfg, "shard"))
     assert shard["partition"] == "cpu" and shard["mem"] == "65536M" and shard["mail-type"] == "FAIL,TIME_LIMIT"
     assert not {"gres", "exclusive", "constraint"} & shard.keys()
 
 
 def test_the_cpu_example_is_what_its_jobs_ask_for(tmp_path: Path) -> None:
     cfg = config(tmp_path, profile="cpu-cluster.yaml")
-    found = options(script(Run(tmp_path / "runs/tiny"), cfg, "train"))
+    found = options(render_batch_script(Run(tmp_path / "runs/tiny"), cfg, "train"))
     assert found["hint"] == "nomultithread" and found["licenses"] == "lustre" and "gres" not in found
     assert cfg.site.stripe.count == 2
 
@@ -120,7 +120,9 @@ def test_each_stage_asks_for_its_own(tmp_path: Path) -> None:
     wide = ("train.global_batch=32", "stages.train.tasks_per_node=4", "site.account=x", "stages.train.qos=long")
     cfg = config(tmp_path, *wide, *STAGES_ASK, profile="gpu-cluster.yaml")
     run = Run(tmp_path / "runs/tiny")
-    found = {stage: options(script(run, cfg, stage)) for stage in ("prepare", "shard", "train", "evaluate")}
+    found = {
+        stage: options(render_batch_script(run, cfg, stage)) for stage in ("prepare", "shard", "train", "evaluate")
+    }
     keys = ("partition", "account", "qos", "constraint", "cpus-per-task", "mem", "gres", "nice", "exclusive")
     assert {stage: tuple(asked.get(key) for key in keys) for stage, asked in found.items()} == {
         "prepare": ("cpu", "x", None, None, "16", "65536M", None, None, None),
@@ -129,7 +131,7 @@ def test_each_stage_asks_for_its_own(tmp_path: Path) -> None:
         "evaluate": ("small", "other", "short", None, "2", "8192M", "gpu:h100:1", "7", None),
     }
     more = config(tmp_path, *wide, "stages.evaluate.gpus_per_node=0", profile="gpu-cluster.yaml")
-    assert "gres" not in options(script(run, more, "evaluate")), "evaluated on CPUs"
+    assert "gres" not in options(render_batch_script(run, more, "evaluate")), "evaluated on CPUs"
     with pytest.raises(ConfigError, match=r"more than stages\.train\.gpus_per_node \(2\)"):
         config(tmp_path, *wide, "stages.train.gpus_per_node=2", profile="gpu-cluster.yaml")
 
@@ -151,8 +153,8 @@ def test_bad_nodes_are_those_of_the_stages_own_partition(tmp_path: Path, monkeyp
         return {}
 
     monkeypatch.setattr(exclusion, "_nodes", nodes)
-    exclusion.remember_bad_node(run, "n1", "no")
-    assert [exclusion.at_submission([run], stage) for stage in ("train", "evaluate")] == [None, None]
+    exclusion.record_bad_node(run, "n1", "no")
+    assert [exclusion.excluded_nodes_at_submission([run], stage) for stage in ("train", "evaluate")] == [None, None]
     assert asked == ["big", "small"]
 
 
@@ -484,14 +486,14 @@ def test_a_job_ends_where_the_secrets_are_not_ours_alone(tmp_path: Path, secrets
 
 def test_secrets_that_others_can_read_are_refused(tmp_path: Path, secrets: Path) -> None:
     site = config(tmp_path, f"site.secrets={secrets}").site
-    refuse_unready(site, {})
+    check_job_environment(site, {})
     secrets.chmod(0o644)
-    refused(lambda: refuse_unready(site, {}), str(secrets), "mode 644", "chmod 600")
+    refused(lambda: check_job_environment(site, {}), str(secrets), "mode 644", "chmod 600")
     secrets.chmod(0o600)
     os.chown(secrets, 1234, 1234)
-    refused(lambda: refuse_unready(site, {}), "of uid 1234")
+    refused(lambda: check_job_environment(site, {}), "of uid 1234")
     secrets.unlink()
-    refused(lambda: refuse_unready(site, {}), str(secrets), "No such file")
+    refused(lambda: check_job_environment(site, {}), str(secrets), "No such file")
     refused(lambda: config(tmp_path, "site.secrets=secrets.sh"), "site.secrets", "absolute path")
 
 
@@ -506,7 +508,7 @@ def test_secrets_that_others_can_read_are_refused(tmp_path: Path, secrets: Path)
 )
 def test_what_a_job_gets_of_the_submitting_shell(tmp_path: Path, site: list[str], option: str | None) -> None:
     cfg = config(tmp_path, *site)
-    assert options(script(Run(tmp_path / "runs/tiny"), cfg, "train")).get("export") == option
+    assert options(render_batch_script(Run(tmp_path / "runs/tiny"), cfg, "train")).get("export") == option
     assert load_config(Run.create(cfg).config_file).site == cfg.site, "`pass` is a word of Python's"
 
 
@@ -514,8 +516,8 @@ def test_nothing_is_done_from_a_shell_without_the_variables(tmp_path: Path) -> N
     """Neither submitted nor resumed; the name is told."""
     wanted = "site.pass=[GH_PAT, WANDB_API_KEY]"
     cfg = config(tmp_path, wanted)
-    refuse_unready(cfg.site, {"GH_PAT": "hunter2", "WANDB_API_KEY": "x"})
-    refused(lambda: refuse_unready(cfg.site, {"GH_PAT": "hunter2"}), "site.pass: WANDB_API_KEY not set")
+    check_job_environment(cfg.site, {"GH_PAT": "hunter2", "WANDB_API_KEY": "x"})
+    refused(lambda: check_job_environment(cfg.site, {"GH_PAT": "hunter2"}), "site.pass: WANDB_API_KEY not set")
     tools = {"scontrol": "echo Slurmctld is UP", "sbatch": f"touch {tmp_path}/asked; exit 1", "squeue": "exit 1"}
     for name, line in tools.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
@@ -547,14 +549,14 @@ def test_a_job_of_ones_own_gets_the_secrets_too(tmp_path: Path, secrets: Path, m
 
 
 def test_ranks_are_dealt_out_as_srun_does() -> None:
-    assert nodes_of_ranks([2, 2, 2, 1], "block") == [0, 0, 1, 1, 2, 2, 3]
-    assert nodes_of_ranks([2, 2, 2, 1], "cyclic:block") == [0, 1, 2, 3, 0, 1, 2]
-    assert nodes_of_ranks([3, 3], "plane=2") == [0, 0, 1, 1, 0, 1]
+    assert assign_ranks_to_nodes([2, 2, 2, 1], "block") == [0, 0, 1, 1, 2, 2, 3]
+    assert assign_ranks_to_nodes([2, 2, 2, 1], "cyclic:block") == [0, 1, 2, 3, 0, 1, 2]
+    assert assign_ranks_to_nodes([3, 3], "plane=2") == [0, 0, 1, 1, 0, 1]
 
 
 @given(st.lists(st.integers(1, 8), min_size=1, max_size=8), st.sampled_from(["block", "cyclic", "plane=2", "plane=3"]))
 def test_every_rank_has_a_node_and_no_node_too_many(tasks: list[int], distribution: str) -> None:
-    nodes = nodes_of_ranks(tasks, distribution)
+    nodes = assign_ranks_to_nodes(tasks, distribution)
     assert [nodes.count(node) for node in range(len(tasks))] == tasks
 
 
@@ -569,9 +571,9 @@ def test_what_passes_has_each_tensor_group_on_one_node(
     nodes: int, times: int, tensor: int, tasks: list[int], distribution: str | None
 ) -> None:
     per_node = times * tensor  # pipeline/parallel/mesh.py sees to it
-    reason = problem("train", nodes, per_node, tensor, tasks, distribution)
+    reason = describe_placement_problem("train", nodes, per_node, tensor, tasks, distribution)
     fits = len(tasks) >= nodes and all(room >= per_node for room in tasks[:nodes])
-    place = nodes_of_ranks([per_node] * nodes, distribution or "block")
+    place = assign_ranks_to_nodes([per_node] * nodes, distribution or "block")
     groups = [place[first : first + tensor] for first in range(0, len(place), tensor)]
     even = not (distribution or "").startswith("plane") or per_node % 2 == 0
     together = even and all(len(group) == tensor and len(set(group)) == 1 for group in groups)
@@ -591,7 +593,7 @@ def test_what_passes_has_each_tensor_group_on_one_node(
     ],
 )  # fmt: skip
 def test_a_mismatch_says_how_to_ask(arguments: Any, words: str) -> None:
-    assert words in str(problem("train", *arguments))
+    assert words in str(describe_placement_problem("train", *arguments))
 
 
 def test_what_was_granted_is_read_from_the_environment() -> None:
@@ -607,21 +609,21 @@ def test_a_torn_placement_is_refused_before_submission(tmp_path: Path) -> None:
     cfg = config(tmp_path, "stages.train.nodes=2", "site.distribution=cyclic")
     torn = cfg.model_copy(update={"parallel": cfg.parallel.model_copy(update={"tensor": 2})})
     run = Run(tmp_path / "runs/tiny")
-    assert parameters(run, cfg, "train", None)["additional_parameters"]["distribution"] == "cyclic"
+    assert build_sbatch_parameters(run, cfg, "train", None)["additional_parameters"]["distribution"] == "cyclic"
     with pytest.raises(UserError, match="must share one"):
-        parameters(run, torn, "train", None)
-    parameters(run, torn, "evaluate", None)  # it has no tensor parallel groups
+        build_sbatch_parameters(run, torn, "train", None)
+    build_sbatch_parameters(run, torn, "evaluate", None)  # it has no tensor parallel groups
 
 
 def test_a_mismatch_in_an_allocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run.create(config(tmp_path, "stages.train.nodes=2"))
     monkeypatch.setenv("SLURM_TASKS_PER_NODE", "2")
-    assert "--nodes=2 --ntasks-per-node=2" in str(topology.mismatch(run, "train", 4))
-    assert topology.mismatch(run, "shard", 2) is None
+    assert "--nodes=2 --ntasks-per-node=2" in str(topology.find_placement_problem(run, "train", 4))
+    assert topology.find_placement_problem(run, "shard", 2) is None
     monkeypatch.setenv("SLURM_TASKS_PER_NODE", "4(x3)")
-    assert topology.mismatch(run, "train", 4) is None
+    assert topology.find_placement_problem(run, "train", 4) is None
     monkeypatch.delenv("SLURM_TASKS_PER_NODE")
-    assert topology.mismatch(run, "train", 4) is None
+    assert topology.find_placement_problem(run, "train", 4) is None
 
 
 # -- doctor --------------------------------------------------------------------------------------------------

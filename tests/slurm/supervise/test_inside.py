@@ -20,8 +20,8 @@ from pipeline.config.read import ConfigError, load_config
 from pipeline.run.directory import Run
 from pipeline.run.points import make_points
 from slurm.query.job_states import cluster_name
-from slurm.query.site_variables import interpreter, refuse_unready
-from slurm.submit.sbatch import script
+from slurm.query.site_variables import check_job_environment, job_python
+from slurm.submit.sbatch import render_batch_script
 from slurm.supervise import mpi_launch
 from slurm.supervise.inside import inside
 from slurm.supervise.launch import Ranks, SrunRanks
@@ -76,7 +76,7 @@ def test_ranks_start_with_the_sites_python_and_options(tmp_path: Path, called: P
     end = ["--cpu-bind=cores", "--network=job_vni", "--overlap", "--mem=0"]
     assert words[-9:] == [*end, "/envs/torch/bin/python", "-m", "pipeline", "train", str(run.path)]
     assert variables["PYTHONPATH"] == f"{run.code_dir}:/a/module's"
-    text = script(run, run.config, "train")
+    text = render_batch_script(run, run.config, "train")
     assert "\nexec /envs/torch/bin/python -u -m submitit.core._submit " in text, "and so does the supervisor"
 
 
@@ -91,7 +91,7 @@ def test_ranks_start_with_the_sites_python_and_options(tmp_path: Path, called: P
 def test_an_environment_is_told_from_an_interpreter(tmp_path: Path, python: str, program: str) -> None:
     (tmp_path / "python3").mkdir()
     site = load_config(write_config(tmp_path), [f"site.python={python.format(here=tmp_path)}"]).site
-    assert interpreter(site) == program.format(here=tmp_path)
+    assert job_python(site) == program.format(here=tmp_path)
 
 
 def test_pyxis_starts_ranks_in_an_image(tmp_path: Path, called: Path) -> None:
@@ -209,8 +209,8 @@ def test_other_clusters_are_refused_in_words(tmp_path: Path, monkeypatch: pytest
     site = load_config(write_config(tmp_path)).site
     for value in ("b", "a,b"):
         with pytest.raises(UserError, match=f"{name}={value}: .* all on one cluster"):
-            refuse_unready(site, {name: value})
-    refuse_unready(site, {name: "a", "SLURM_CLUSTER_NAME": "a"})
+            check_job_environment(site, {name: value})
+    check_job_environment(site, {name: "a", "SLURM_CLUSTER_NAME": "a"})
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.setenv(name, "b")
     with pytest.raises(UserError, match="log in where"):

@@ -13,7 +13,7 @@ import pytest
 from pipeline.base.files import flock, read_jsonl
 from pipeline.run.directory import Run
 from pipeline.run.points import points
-from slurm.query.exclusion import remember_bad_node
+from slurm.query.exclusion import record_bad_node
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.stories.test_slurm import evaluated, events, job_of, preempt, prepared, submit, wait_for
@@ -99,7 +99,7 @@ def test_a_preempted_point_of_a_sweep_gets_a_successor(tmp_path: Path, calm: Pat
 
 def test_a_cancelled_job_has_no_successor(tmp_path: Path, calm: Path, cluster: Cluster) -> None:
     run = shared(tmp_path, calm)
-    remember_bad_node(Run.open(run), "n1", "device memory")
+    record_bad_node(Run.open(run), "n1", "device memory")
     assert submit(cluster, tmp_path, "tiny.yaml", *WITHOUT_REQUEUE).returncode == 0
     first, heir = (e["job_id"] for e in Run.open(run).read_events("train", "submitted")[:2])
     for job in (first, heir, job_of(run, "evaluate")):

@@ -22,7 +22,7 @@ from pipeline.config.read import load_config
 from pipeline.run.directory import Run
 from pipeline.run.failure import report_error
 from pipeline.run.stages import Progress
-from slurm.query.current_job import JobFacts
+from slurm.query.current_job import JobInfo
 from slurm.query.job_states import JobState
 from slurm.supervise import evaluations, succession, supervisor
 from slurm.supervise.launch import Left
@@ -124,8 +124,10 @@ def test_what_waits_in_vain_is_cancelled(
     calls: list[str] = []
     pending = {"11", "12", "13", "14", "15", "16", "20", "31"} - {job}
     state = {j: JobState(j, "PENDING" if j in pending else "RUNNING") for j in map(str, range(10, 40))}
-    monkeypatch.setattr(succession.job_states, "query", lambda jobs: {job: state[job.job_id] for job in jobs})
-    monkeypatch.setattr(job_states, "call", lambda *words: calls.append(" ".join(words)))
+    monkeypatch.setattr(
+        succession.job_states, "query_job_states", lambda jobs: {job: state[job.job_id] for job in jobs}
+    )
+    monkeypatch.setattr(job_states, "run_slurm_command", lambda *words: calls.append(" ".join(words)))
     monkeypatch.setattr(job_states, "cluster_name", lambda: None)
     stage = {"11": "prepare", "13": "shard", "30": "evaluate"}.get(job, "train")
     succession.not_needed(run, stage, replace(place(0, 1, 1), job_id=job), done=done)
@@ -142,11 +144,11 @@ def test_a_successor_takes_over_what_waited_for_its_predecessor_only(run: Run, m
         run.event("submitted", stage, job_id=job, executor="slurm", kind=kind, after=after)
     calls: list[str] = []
     monkeypatch.setattr(
-        succession.job_states, "query", lambda jobs: {job: JobState(job.job_id, "PENDING") for job in jobs}
+        succession.job_states, "query_job_states", lambda jobs: {job: JobState(job.job_id, "PENDING") for job in jobs}
     )
-    monkeypatch.setattr(succession.job_states, "call", lambda *words: calls.append(" ".join(words)))
+    monkeypatch.setattr(succession.job_states, "run_slurm_command", lambda *words: calls.append(" ".join(words)))
     monkeypatch.setattr(succession.job_states, "cluster_name", lambda: None)
-    monkeypatch.setattr(sbatch, "submit", lambda *words, **more: "16")
+    monkeypatch.setattr(sbatch, "submit_stage", lambda *words, **more: "16")
     assert succession.take_over(run, "prepare", replace(place(0, 1, 1), job_id="15")) is None
     assert calls == ["scontrol update JobId=12 Dependency=afterok:15"]
 
@@ -190,18 +192,18 @@ def test_a_preemption_is_remembered_when_slurm_has_requeued_the_job(
     if noted:
         run.event("stopping", "train", by=reason, cause=noted)
     one.place = replace(place(0, 1, 1), job_id="12")
-    requeued = JobFacts("COMPLETING", 1, False, 100.0, True)
+    requeued = JobInfo("COMPLETING", 1, False, 100.0, True)
     cause = one._cause(ExitCode.STOPPED, requeued)[0]
     assert cause == (ExitCode.PREEMPTED if preempted else ExitCode.REQUEUED)
 
 
 def test_each_attempt_knows_what_time_is_left_then(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = JobFacts("RUNNING", 0, False, 100.0, False, submitted=7.0)
+    facts = JobInfo("RUNNING", 0, False, 100.0, False, submit_time=7.0)
     monkeypatch.setenv("SLURM_JOB_NAME", "by-hand")
     monkeypatch.setenv("SLURM_CLUSTER_NAME", "here")
     monkeypatch.setenv(TIME_LEFT, "")
     monkeypatch.setenv("SLURM_JOB_ID", "5")
-    monkeypatch.setattr(supervisor.slurm_job, "job_facts", lambda job: facts)
+    monkeypatch.setattr(supervisor.slurm_job, "read_job_info", lambda job: facts)
     one = supervised(run, monkeypatch, code=ExitCode.DONE)
     one.on_slurm, left = False, []
     for waited in (0.0, 30.0, 100.0):  # for the lock, or the attempts before
@@ -250,8 +252,8 @@ def in_job(one: Supervisor, monkeypatch: pytest.MonkeyPatch, job: str, restarts:
     one.nodes, one.job = ["n1"], job
     one.place = replace(place(0, 1, 1), job_id=job, restart_count=restarts)
     monkeypatch.setattr(supervisor, "use_site", lambda *words: None)
-    monkeypatch.setattr(supervisor.slurm_job, "job_facts", lambda *words: None)
-    monkeypatch.setattr(supervisor.topology, "mismatch", lambda *words: None)
+    monkeypatch.setattr(supervisor.slurm_job, "read_job_info", lambda *words: None)
+    monkeypatch.setattr(supervisor.topology, "find_placement_problem", lambda *words: None)
     monkeypatch.setattr(supervisor, "SrunRanks", lambda *words, **more: supervisor.LocalRanks(*words[:4]))
     monkeypatch.setattr(supervisor.succession, "take_over", lambda *words: None)
     monkeypatch.setattr(supervisor.succession, "not_needed", lambda *words, done: did.append("cancelled what waits"))
@@ -384,7 +386,7 @@ def test_an_evaluation_that_cannot_be_submitted_ends_no_training_and_is_tried_ag
     monkeypatch.setattr(evaluations, "time", supervisor.time)
     monkeypatch.setattr(evaluations, "saved_steps", lambda folder: [2])
     monkeypatch.setattr(evaluations, "steps_of", lambda *words: 9)
-    monkeypatch.setattr("slurm.submit.sbatch.submit", submit)
+    monkeypatch.setattr("slurm.submit.sbatch.submit_stage", submit)
     one.wanted = True
     while clock.now < 7200:
         one.look()
@@ -405,8 +407,8 @@ def test_a_successor_trains_without_one_of_its_own_and_asks_for_it_at_the_end(
             raise refused.pop()
         submitted.append((stage, after, kind))
 
-    monkeypatch.setattr("slurm.submit.sbatch.submit", submit)
-    monkeypatch.setattr(succession.job_states, "query", lambda jobs: {})
+    monkeypatch.setattr("slurm.submit.sbatch.submit_stage", submit)
+    monkeypatch.setattr(succession.job_states, "query_job_states", lambda jobs: {})
     monkeypatch.setattr(succession, "_cancelled", lambda *words: False)
     assert succession.take_over(run, "train", replace(place(0, 1, 1), job_id="15")) is None, "it trains"
     assert "too many jobs" in capsys.readouterr().err and run.read_events("train")[-1]["event"] == "took_over"
@@ -419,17 +421,17 @@ def test_a_successor_trains_without_one_of_its_own_and_asks_for_it_at_the_end(
 def test_what_an_unclear_sbatch_said_is_in_the_message(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sbatch: str, words: str
 ) -> None:
-    from slurm.submit.sbatch import submit
+    from slurm.submit.sbatch import submit_stage
 
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/sbatch").write_text(f"#!/bin/sh\n{sbatch}\n")
     (tmp_path / "bin/sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin", prepend=":")
     with pytest.raises(UserError, match=rf"not known whether Slurm took the job.*{words}"):
-        submit(run, "train", [], kind="afternotok", patience_s=0.5)
+        submit_stage(run, "train", [], kind="afternotok", patience_s=0.5)
 
 
-RUNNING = JobFacts("RUNNING", 0, False, None, True)
+RUNNING = JobInfo("RUNNING", 0, False, None, True)
 
 
 @pytest.mark.parametrize(
@@ -445,16 +447,16 @@ def test_a_controller_that_is_away_is_asked_until_the_job_must_end(
     """An hour at least: without a controller the job's limit is not kept. Only one that answers can refuse."""
     clock, asked = Clock(monkeypatch), list[float]()
 
-    def facts(*words: object) -> JobFacts | None:
+    def facts(*words: object) -> JobInfo | None:
         asked.append(clock.now)
         return RUNNING if clock.now >= back_s else None
 
     one = supervised(run, monkeypatch)
     one.place, one.ends = replace(place(0, 1, 1), job_id="5"), left_s
-    monkeypatch.setattr(supervisor.slurm_job, "job_facts", facts)
-    monkeypatch.setattr(supervisor.slurm_job, "requeue", lambda *words: clock.now >= back_s)
-    monkeypatch.setattr(supervisor.exclusion, "at_requeue", lambda *words: None)
-    monkeypatch.setattr("slurm.query.stop_causes.preemption.just_leave", lambda *words: False)
+    monkeypatch.setattr(supervisor.slurm_job, "read_job_info", facts)
+    monkeypatch.setattr(supervisor.slurm_job, "requeue_job", lambda *words: clock.now >= back_s)
+    monkeypatch.setattr(supervisor.exclusion, "excluded_nodes_at_requeue", lambda *words: None)
+    monkeypatch.setattr("slurm.query.stop_causes.preemption.is_requeued_on_exit", lambda *words: False)
     assert one._leave(supervisor.Ended(ExitCode.CRASHED), True) == ExitCode.CRASHED
     told = run.read_events("train")[-1]
     assert ends in f"{told['event']} {told.get('message')}"
@@ -470,7 +472,7 @@ def test_a_signal_wakes_who_waits_for_the_controller(run: Run, monkeypatch: pyte
             one.flag._handle(15, None)
 
     clock = Clock(monkeypatch, signal_at_1000)
-    monkeypatch.setattr(supervisor.slurm_job, "job_facts", lambda job: RUNNING if clock.now >= 1000 else None)
+    monkeypatch.setattr(supervisor.slurm_job, "read_job_info", lambda job: RUNNING if clock.now >= 1000 else None)
     assert one._facts_at_last(0)[0] == RUNNING and clock.now < 1001
 
 
@@ -485,12 +487,12 @@ def test_a_controller_that_goes_away_between_two_questions_is_asked_anew(
         return clock.now >= 1000
 
     away = lambda: bool(requeues) and clock.now < 1000  # noqa: E731
-    monkeypatch.setattr(supervisor.slurm_job, "job_facts", lambda job: None if away() else RUNNING)
-    monkeypatch.setattr(supervisor.slurm_job, "requeue", requeue)
-    monkeypatch.setattr(supervisor.exclusion, "at_requeue", lambda *words: None)
-    monkeypatch.setattr("slurm.query.stop_causes.preemption.just_leave", lambda *words: False)
+    monkeypatch.setattr(supervisor.slurm_job, "read_job_info", lambda job: None if away() else RUNNING)
+    monkeypatch.setattr(supervisor.slurm_job, "requeue_job", requeue)
+    monkeypatch.setattr(supervisor.exclusion, "excluded_nodes_at_requeue", lambda *words: None)
+    monkeypatch.setattr("slurm.query.stop_causes.preemption.is_requeued_on_exit", lambda *words: False)
     assert one._leave(supervisor.Ended(ExitCode.CRASHED), True) == ExitCode.CRASHED
     assert run.read_events("train")[-1]["event"] == "requeued" and len(requeues) == 2
-    monkeypatch.setattr(supervisor.slurm_job, "requeue", lambda *words: False)
+    monkeypatch.setattr(supervisor.slurm_job, "requeue_job", lambda *words: False)
     one._leave(supervisor.Ended(ExitCode.CRASHED), True)
     assert "refused to requeue" in run.read_events("train")[-1]["message"]
