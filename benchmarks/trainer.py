@@ -134,9 +134,9 @@ def report(marks: list[float], started: float) -> None:
 
 
 def sluice(run: Path, steps: int) -> None:
-    """The rank's own door, noting the clock after each step."""
+    """Run the entry point of a rank, and record the clock after each step."""
     started = time.time()
-    from pipeline import __main__ as door
+    from pipeline import __main__ as entry_point
     from pipeline.run import stages
 
     marks: list[float] = []
@@ -156,7 +156,7 @@ def sluice(run: Path, steps: int) -> None:
         return load(name)
 
     stages.load = noting  # type: ignore
-    code = door.main(["train", str(run)])
+    code = entry_point.main(["train", str(run)])
     marks.append(clock())  # what the last save cost belongs to the steps
     if code == 0:
         report(marks, started)

@@ -1,1 +1,3 @@
-"""The command line: one module for each command."""
+"""The command line: one module for each command of `python submit.py`."""
+
+VERSION = "0.1.0"

@@ -1,11 +1,10 @@
-"""`submit.py doctor`: what the cluster it stands on offers, and what of it Sluice will use or lacks.
+"""`doctor`: print what this cluster or machine supports, and what of it affects a run.
 
 Facts are read with Slurm's own commands (`scontrol show config`, `scontrol show partition`, `sinfo`,
-`srun --mpi=list`), turned into plain values by the parsers, and judged by :func:`judge`, a pure function: `ok`, `note`
-(works, and something is worth knowing) or `problem` (something will not work). The sources of the judgements are
-slurm.conf(5) and what the tests see on a real Slurm. What a person could do nothing about is left out. Where no Slurm
-answers, this machine is looked at: cores, memory, MPI, and torch with its GPUs, in a process of its own, for its import
-takes seconds.
+`srun --mpi=list`) and parsed into plain values. :func:`assess_cluster`, a pure function, assesses them: `ok`, `note`
+(works, with a restriction) or `problem` (something will fail). The assessments follow slurm.conf(5) and what the tests
+observe on a real Slurm. Facts that the user cannot change are left out. If Slurm does not respond, this machine is
+examined instead: cores, memory, MPI, and torch with its GPUs.
 """
 
 from __future__ import annotations
@@ -21,15 +20,19 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from cli.common import console
+from pipeline.base.command import command
 from pipeline.base.errors import UserError
 from pipeline.base.files import file_system_type
 from pipeline.base.ownership import unsafe_ancestors
+from pipeline.config.read import load_site
 from pipeline.config.site import SiteConfig
 from slurm.query.job_states import parse_key_values, parse_slurm_config, run_slurm_command
 from slurm.query.slurm_messages import SRUN_ERROR
@@ -39,159 +42,194 @@ NETWORK_FILE_SYSTEMS = {
     "ocfs2", "orangefs", "panfs", "pvfs2", "smb3", "virtiofs", "wekafs",
 }  # fmt: skip
 Verdict = Literal["ok", "note", "problem"]
-_COLOURS = {"ok": "green", "note": "yellow", "problem": "red"}
-_CHECK_S = 60
-_ASK_TORCH = """\
+_COLORS = {"ok": "green", "note": "yellow", "problem": "red"}
+_NODE_WAIT_S = 60
+"""How long `srun` may wait for nodes."""
+_TIMEOUT_S = 120
+"""Time limit of one check."""
+_TORCH_PROGRAM = """\
 import json, torch
 gpus = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
 print(json.dumps([torch.__version__, torch.version.cuda, [f"{g.name}, {g.total_memory / 1e9:.0f} GB" for g in gpus]]))
 """
 
 
+def doctor(
+    folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="the folder for runs (run.root)")] = Path("runs"),
+    check_nodes: Annotated[
+        bool, typer.Option("--check-nodes", help="also check that compute nodes see FOLDER (a short srun on two nodes)")
+    ] = False,
+    site: Annotated[
+        Path | None,
+        typer.Option(metavar="PROFILE", help="with --check-nodes: use the partition, account … of this site profile"),
+    ] = None,
+) -> None:
+    """Check what this cluster, or this machine, supports, and what that means for a run."""
+    print_findings(run_checks(folder, check_nodes, load_site(site)), console)
+
+
 @dataclass(frozen=True)
 class Finding:
-    """One fact and what it means for a run."""
+    """A fact, and what it means for a run."""
 
-    what: str
-    found: str
+    subject: str
+    fact: str
     meaning: str
     verdict: Verdict = "ok"
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What the cluster says of itself."""
+class ClusterFacts:
+    """What Slurm reports about a cluster."""
 
     config: Mapping[str, str]
-    """slurm.conf as the controller has it."""
+    """slurm.conf, as the controller reports it."""
     partitions: Sequence[Mapping[str, str]]
-    """One mapping per partition, by Slurm's names."""
+    """One mapping per partition, with Slurm's names."""
     gres: Mapping[str, str]
-    """Generic resources (GPUs) of the nodes of each partition, where there are any."""
-    mpi: Sequence[str]
+    """Generic resources (GPUs) of the nodes of each partition that has any."""
+    mpi_plugins: Sequence[str]
     """Plugins of `srun --mpi`."""
 
 
 def parse_partitions(text: str) -> list[dict[str, str]]:
-    """`scontrol --oneliner show partition`: names and values of each line."""
-    return [found for line in text.splitlines() if "PartitionName" in (found := parse_key_values(line))]
+    """Parse `scontrol --oneliner show partition`: names and values of each line."""
+    return [partition for line in text.splitlines() if "PartitionName" in (partition := parse_key_values(line))]
 
 
 def parse_gres(text: str) -> dict[str, str]:
-    """`sinfo --noheader --format=%R|%G`: partition → resources of its nodes, without those that have none."""
-    found: dict[str, str] = {}
+    """Parse `sinfo --noheader --format=%R|%G` into partition → resources; partitions without any are left out."""
+    gres_of: dict[str, str] = {}
     for line in dict.fromkeys(text.splitlines()):
         partition, _, gres = line.partition("|")
         if gres not in ("", "(null)"):
-            found[partition] = f"{found[partition]}; {gres}" if partition in found else gres
-    return found
+            gres_of[partition] = f"{gres_of[partition]}; {gres}" if partition in gres_of else gres
+    return gres_of
 
 
-def parse_mpi(text: str) -> list[str]:
-    """`srun --mpi=list`: the plugins. Slurm writes them one a line, older ones behind `srun: `."""
-    words = (line.removeprefix("srun:").strip() for line in text.splitlines())
-    return [word for word in words if re.fullmatch(r"[a-z]\w*", word)]
+def parse_mpi_plugins(text: str) -> list[str]:
+    """Parse `srun --mpi=list`: one plugin per line; older versions of Slurm print `srun: ` first."""
+    names = (line.removeprefix("srun:").strip() for line in text.splitlines())
+    return [name for name in names if re.fullmatch(r"[a-z]\w*", name)]
 
 
-def number(settings: Mapping[str, str], name: str) -> int:
-    """The number that a setting begins with, 0 where there is none: `10 sec` → 10."""
+def parse_leading_number(settings: Mapping[str, str], name: str) -> int:
+    """Return the number at the start of a setting, such as 10 for `10 sec`; 0 if there is none."""
     match = re.match(r"\d+", settings.get(name, ""))
     return int(match[0]) if match else 0
 
 
-def judge(facts: Facts) -> Iterator[Finding]:
-    """What the facts mean for a run."""
+def assess_cluster(facts: ClusterFacts) -> Iterator[Finding]:
+    """Yield what the facts of a cluster mean for a run."""
     config = facts.config
     version = config.get("SLURM_VERSION", "?")
-    tried = tuple(map(int, re.findall(r"\d+", version)[:2])) >= (22, 5)
-    yield Finding("Slurm", version, "22.05 and later are known to work", "ok" if tried else "note")
-    yield from _preemption(facts)
-    most, meaning = number(config, "MaxJobCount"), "jobs of all users at once; a run is 4 jobs and stages.shard.tasks"
-    yield Finding("MaxJobCount", str(most), meaning, "ok" if most >= 1000 else "note")
-    if (tasks := number(config, "MaxArraySize")) > 1:
-        yield Finding("MaxArraySize", str(tasks), f"stages.shard.tasks may be up to {tasks}")
+    is_tested = tuple(map(int, re.findall(r"\d+", version)[:2])) >= (22, 5)
+    yield Finding("Slurm", version, "22.05 and later are known to work", "ok" if is_tested else "note")
+    yield from _assess_preemption(facts)
+    max_jobs = parse_leading_number(config, "MaxJobCount")
+    meaning = "jobs of all users at once; a run has 4 jobs, and stages.shard.tasks more"
+    yield Finding("MaxJobCount", str(max_jobs), meaning, "ok" if max_jobs >= 1000 else "note")
+    max_tasks = parse_leading_number(config, "MaxArraySize")
+    if max_tasks > 1:
+        yield Finding("MaxArraySize", str(max_tasks), f"stages.shard.tasks may be up to {max_tasks}")
     else:
-        yield Finding("MaxArraySize", str(tasks), "no job arrays: set stages.shard.tasks to 1", "problem")
-    storage, enforced = (config.get(f"AccountingStorage{name}", "none") for name in ("Type", "Enforce"))
+        yield Finding("MaxArraySize", str(max_tasks), "no job arrays: set stages.shard.tasks to 1", "problem")
+    storage = config.get("AccountingStorageType", "none")
+    enforced = config.get("AccountingStorageEnforce", "none")
     if storage in ("accounting_storage/none", "none", "(null)"):
-        meaning = "no sacct: Slurm forgets ended jobs after MinJobAge, then the run directory alone tells what happened"
+        meaning = "no sacct: Slurm forgets ended jobs after MinJobAge; then only the run directory shows what happened"
         yield Finding("accounting", "off", meaning, "note")
     else:
-        account = "" if enforced == "none" else f"; {enforced} enforced: site.account must be yours"
-        yield Finding("accounting", storage, f"sacct knows jobs that ended{account}")
-    pmi = next((f"srun --mpi={name}" for name in facts.mpi if name.startswith("pm")), None)
-    meaning = f"MPI ranks can be started by {pmi or 'mpirun (Slurm has no PMI here)'}; NCCL and Gloo need none of it"
-    yield Finding("srun --mpi", ", ".join(facts.mpi) or "nothing", meaning, "ok" if pmi else "note")
+        account = "" if enforced == "none" else f"; {enforced} enforced: site.account must be an account of yours"
+        yield Finding("accounting", storage, f"sacct reports jobs that ended{account}")
+    pmi = next((f"srun --mpi={name}" for name in facts.mpi_plugins if name.startswith("pm")), None)
+    starter = pmi or "mpirun (Slurm has no PMI here)"
+    meaning = f"{starter} can start MPI ranks; NCCL and Gloo need no PMI"
+    yield Finding("srun --mpi", ", ".join(facts.mpi_plugins) or "nothing", meaning, "ok" if pmi else "note")
 
 
-def _preemption(facts: Facts) -> Iterator[Finding]:
-    """The partitions, and whether their jobs make room for others, by PreemptType."""
-    config, kind = facts.config, facts.config.get("PreemptType", "preempt/none")
+def _assess_preemption(facts: ClusterFacts) -> Iterator[Finding]:
+    """Yield a finding for each partition, with what preemption means there, and one for the signal at preemption."""
+    config = facts.config
+    preempt_type = config.get("PreemptType", "preempt/none")
     for partition in facts.partitions:
-        name, state, mode = (partition.get(key, "?") for key in ("PartitionName", "State", "PreemptMode"))
-        what = f"partition {name}" + (" (default)" if partition.get("Default") == "YES" else "")
-        found = f"{partition.get('TotalNodes')} nodes, time {partition.get('MaxTime')}, a job's nodes "
-        found += f"{partition.get('MaxNodes')}, gres {facts.gres.get(name, 'none')}"
+        name = partition.get("PartitionName", "?")
+        state = partition.get("State", "?")
+        mode = partition.get("PreemptMode", "?")
+        subject = f"partition {name}" + (" (default)" if partition.get("Default") == "YES" else "")
+        fact = (
+            f"{partition.get('TotalNodes')} nodes, MaxTime {partition.get('MaxTime')}, MaxNodes "
+            f"{partition.get('MaxNodes')}, gres {facts.gres.get(name, 'none')}"
+        )
         if state != "UP":
-            yield Finding(what, found, f"its state is {state}: jobs do not start here", "problem")
-        elif kind == "preempt/qos":
-            yield Finding(what, found, "the QOS of a job says whether it may be preempted: see `sacctmgr show qos`")
-        elif kind == "preempt/none" or mode == "OFF":
-            yield Finding(what, found, "jobs here are not preempted")
+            yield Finding(subject, fact, f"its state is {state}: jobs do not start here", "problem")
+        elif preempt_type == "preempt/qos":
+            yield Finding(subject, fact, "the QOS of a job decides whether it can be preempted: `sacctmgr show qos`")
+        elif preempt_type == "preempt/none" or mode == "OFF":
+            yield Finding(subject, fact, "jobs here are not preempted")
         else:
-            yield _preempted(what, found, mode, number(partition, "GraceTime"))
-    if kind != "preempt/none":
-        at_once = "preempt_send_user_signal" in config.get("SlurmctldParameters", "")
-        meaning = f"ranks get {'USR2' if at_once else 'TERM'} as soon as their job must leave, and save"
-        yield Finding("preempt_send_user_signal", "on" if at_once else "off", meaning)
+            yield _assess_preempted_jobs(subject, fact, mode, parse_leading_number(partition, "GraceTime"))
+    if preempt_type != "preempt/none":
+        sends_user_signal = "preempt_send_user_signal" in config.get("SlurmctldParameters", "")
+        meaning = f"ranks receive SIG{'USR2' if sends_user_signal else 'TERM'} when their job is preempted, and save"
+        yield Finding("preempt_send_user_signal", "on" if sends_user_signal else "off", meaning)
 
 
-def _preempted(what: str, found: str, mode: str, grace: int) -> Finding:
-    """What a job has to expect where it may be preempted."""
-    found += f", PreemptMode {mode}, GraceTime {grace} s"
+def _assess_preempted_jobs(subject: str, fact: str, mode: str, grace_s: int) -> Finding:
+    """Return what happens to a preempted job."""
+    fact += f", PreemptMode {mode}, GraceTime {grace_s} s"
     if "REQUEUE" not in mode:
-        gone = "gone: with site.requeue: false a successor takes over" if "CANCEL" in mode else f"treated with {mode}"
-        return Finding(what, found, f"a preempted job is {gone}", "note")
-    if grace:
-        return Finding(what, found, f"a preempted training has about {grace} s to save, then it is requeued")
+        effect = f"treated with {mode}"
+        if "CANCEL" in mode:
+            effect = "cancelled: set site.requeue: false, so that a successor job continues"
+        return Finding(subject, fact, f"a preempted job is {effect}", "note")
+    if grace_s:
+        return Finding(subject, fact, f"a preempted training has about {grace_s} s to save; then it is requeued")
     meaning = "a preempted training has KillWait to save, and is requeued; work since its last checkpoint may be lost"
-    return Finding(what, found, meaning, "note")
+    return Finding(subject, fact, meaning, "note")
 
 
-def this_machine() -> Iterator[Finding]:
-    """What there is for a run where there is no Slurm."""
-    meaning = "stages.train.tasks_per_node × train.threads of them are used; more only wait for each other"
+def describe_machine() -> Iterator[Finding]:
+    """Yield what this machine has for runs without Slurm."""
+    meaning = (
+        "a training uses stages.train.tasks_per_node × train.threads of them; more than these slow each other down"
+    )
     yield Finding("CPU cores", f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}", meaning)
-    size, free = (os.sysconf(name) * os.sysconf("SC_PAGE_SIZE") / 1e9 for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES"))
-    meaning = "`python submit.py plan CONFIG` says what a rank of a config takes"
-    yield Finding("memory", f"{size:.1f} GB, {free:.1f} GB of it free", meaning)
-    yield from _torch()
-    # the one beside this Python comes first, as slurm/supervise/mpi_launch.py has it
+    size_gb = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+    free_gb = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+    meaning = f"`{command('plan', 'CONFIG')}` predicts the memory of each rank"
+    yield Finding("memory", f"{size_gb:.1f} GB, {free_gb:.1f} GB of it free", meaning)
+    yield from _describe_torch()
+    # the mpirun of this Python's environment comes first, as in slurm/supervise/mpi_launch.py
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
     if mpirun := shutil.which("mpirun", path=path):
-        version = (run_slurm_command(mpirun, "--version") or "it does not say its version").splitlines()[0]
+        version = (run_slurm_command(mpirun, "--version") or "unknown version").splitlines()[0]
         yield Finding("MPI", f"{version}: {mpirun}", "parallel.backend: mpi can be used")
     else:
-        yield Finding("MPI", "no mpirun", "only parallel.backend: mpi needs one: pip install -e '.[mpi]'")
+        yield Finding("MPI", "no mpirun", "only parallel.backend: mpi requires it: pip install -e '.[mpi]'")
 
 
-def _torch() -> Iterator[Finding]:
-    """torch and the GPUs that it sees."""
-    told = run_slurm_command(sys.executable, "-c", _ASK_TORCH, timeout_s=2 * _CHECK_S)
-    if told is None:
-        meaning = f"`{sys.executable} -c 'import torch'` says why: nothing can be trained with it"
-        yield Finding("torch", f"not importable within {2 * _CHECK_S} s", meaning, "problem")
+def _describe_torch() -> Iterator[Finding]:
+    """Yield torch's version and the GPUs that it sees; a child process imports it, because that takes seconds."""
+    output = run_slurm_command(sys.executable, "-c", _TORCH_PROGRAM, timeout_s=_TIMEOUT_S)
+    if output is None:
+        meaning = f"training is impossible; `{sys.executable} -c 'import torch'` shows the reason"
+        yield Finding("torch", f"not importable within {_TIMEOUT_S} s", meaning, "problem")
         return
-    version, cuda, gpus = json.loads(told)
-    ranks = f"each rank takes one: up to {len(gpus)} ranks" if gpus else "ranks compute on CPUs: small models"
+    version, cuda, gpus = json.loads(output)
+    ranks = f"each rank uses one: up to {len(gpus)} ranks" if gpus else "ranks compute on CPUs: small models only"
     yield Finding("torch", version, f"built for CUDA {cuda}" if cuda else "built for CPUs")
     yield Finding("GPUs", "; ".join(gpus) or "none that torch can use", ranks)
 
 
-def file_system(folder: Path, nodes: int, kind: str, unseen: str | None) -> Iterator[Finding]:
-    """Whether `folder` on a file system of type `kind` can hold runs for `nodes` nodes.
+def check_file_system(folder: Path, nodes: int, kind: str, unseen: str | None) -> Iterator[Finding]:
+    """Yield whether a folder can hold runs.
 
-    `unseen`: why compute nodes do not see it, "" where they do, None where nobody looked.
+    Args:
+        folder: the folder for runs.
+        nodes: the number of compute nodes; 0 without Slurm.
+        kind: the type of the file system.
+        unseen: why compute nodes do not see the folder; "" if they do; None if this was not checked.
     """
     verdict: Verdict = "ok"
     if unseen:
@@ -199,93 +237,108 @@ def file_system(folder: Path, nodes: int, kind: str, unseen: str | None) -> Iter
     elif unseen is not None:
         meaning = "compute nodes see it"
     elif kind in NETWORK_FILE_SYSTEMS or kind.startswith("fuse."):
-        meaning = "a network file system; --check-nodes asks whether compute nodes see it"
+        meaning = "a network file system; --check-nodes checks that compute nodes see it"
     elif not nodes:
         meaning = "runs stay on this machine"
     else:
-        verdict, meaning = "problem", "if compute nodes do not share it no job starts; --check-nodes finds out"
+        verdict = "problem"
+        meaning = "jobs cannot start if compute nodes do not share this folder; --check-nodes checks this"
     yield Finding("run.root", f"{folder}: {kind or 'unknown file system'}", meaning, verdict)
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        meaning = "on this machine two jobs cannot run the same stage at once"
+        meaning = "on one machine, two jobs cannot run the same stage at once"
         if kind in NETWORK_FILE_SYSTEMS:
-            meaning += "; on two nodes only if the mount shares locks (Lustre: flock, not localflock): ask the admins"
+            meaning += (
+                "; on two nodes only if the mount shares locks (Lustre: flock, not localflock): ask your administrators"
+            )
         yield Finding("file locks", "flock works", meaning)
     except OSError as error:
-        meaning = "two jobs may run the same stage at once; on NFS, events.jsonl may lose lines, too"
+        meaning = "two jobs could run the same stage at once; on NFS, events.jsonl could also lose lines"
         yield Finding("file locks", str(error), meaning, "note")
 
 
-def folders_above(folder: Path) -> Iterator[Finding]:
-    """The folders down to `folder` in which others can replace a run while its jobs wait."""
-    for above, reason in unsafe_ancestors(folder / "RUN"):
-        meaning = "others can replace a run there, and your jobs would execute theirs; its owner can set the sticky bit"
-        yield Finding("run.root", f"{above} {reason}", meaning, "note")
+def check_parent_folders(folder: Path) -> Iterator[Finding]:
+    """Yield the folders down to `folder` in which other users can replace a run while its jobs are pending."""
+    for parent, reason in unsafe_ancestors(folder / "RUN"):
+        meaning = (
+            "other users can replace a run there, and your jobs would execute their code; the owner of the folder can "
+            "set the sticky bit"
+        )
+        yield Finding("run.root", f"{parent} {reason}", meaning, "note")
 
 
-def seen_by_nodes(folder: Path, nodes: int, site: SiteConfig) -> tuple[str | None, str]:
-    """Read a file of `folder` on compute nodes (two, where there are) with srun, as the site's jobs are asked for.
+def check_nodes_see_folder(folder: Path, nodes: int, site: SiteConfig) -> tuple[str | None, str]:
+    """Read a file of `folder` on up to two compute nodes with srun, with the partition, account … of `site`.
 
-    "" where it is there, else why not; None and Slurm's words where no node was asked.
+    Returns:
+        Why the nodes do not see the file, "" if they do, or None if no node was reached; and Slurm's message if no
+        node was reached.
     """
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".sluice-doctor-") as probe:
         probe.write(b"seen\n")
         probe.flush()
-        wanted = min(nodes, 2)
-        options = {"nodes": wanted, "ntasks": wanted, "time": 1, "chdir": "/", "immediate": _CHECK_S}
+        count = min(nodes, 2)
+        options = {"nodes": count, "ntasks": count, "time": 1, "chdir": "/", "immediate": _NODE_WAIT_S}
         options |= site.model_dump(include={"partition", "account", "qos", "constraint"})
-        command = ["srun", *(f"--{name}={value}" for name, value in options.items() if value), "cat", probe.name]
+        srun = ["srun", *(f"--{name}={value}" for name, value in options.items() if value), "cat", probe.name]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=2 * _CHECK_S)
+            done = subprocess.run(srun, capture_output=True, text=True, timeout=_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            return None, f"srun did not answer within {2 * _CHECK_S} s"
+            return None, f"srun did not respond within {_TIMEOUT_S} s"
     if done.returncode == 0:
-        return "" if done.stdout.split() == ["seen"] * wanted else "the file read there is another one", ""
-    told = done.stderr.splitlines()
-    if by_cat := [line for line in told if re.match(r"\S*\bcat: ", line)]:
-        return by_cat[0], ""
-    return None, next((line for line in told if SRUN_ERROR.search(line)), f"srun left with {done.returncode}")
+        return "" if done.stdout.split() == ["seen"] * count else "the nodes read a different file", ""
+    messages = done.stderr.splitlines()
+    if of_cat := [line for line in messages if re.match(r"\S*\bcat: ", line)]:
+        return of_cat[0], ""
+    return None, next((line for line in messages if SRUN_ERROR.search(line)), f"srun exited with {done.returncode}")
 
 
-def examine(folder: Path, check_nodes: bool, site: SiteConfig) -> list[Finding]:
-    """All findings for runs in `folder`. Raises UserError where there is no such folder."""
+def run_checks(folder: Path, check_nodes: bool, site: SiteConfig) -> list[Finding]:
+    """Return all findings for runs in `folder`.
+
+    Raises:
+        UserError: `folder` is not a folder.
+    """
     while not folder.exists() and folder != folder.parent:
-        folder = folder.parent  # `runs` is made by the first run
+        folder = folder.parent  # the first run creates `runs`
     if not folder.is_dir():
-        raise UserError(f"{folder} is no folder; name the one that will hold the runs (run.root)")
+        raise UserError("cli.not_a_folder", f"{folder} is not a folder; give the folder for runs (run.root)")
     folder = folder.resolve()
     kind = file_system_type(folder)
-    if (config := run_slurm_command("scontrol", "show", "config")) is None:
-        meaning = "runs use this machine (--executor local); on a cluster, ask doctor on a login node"
-        lacks = Finding("Slurm", "no scontrol on PATH", meaning, "note")
+    config = run_slurm_command("scontrol", "show", "config")
+    if config is None:
+        meaning = "runs use this machine (--executor local); on a cluster, run doctor on a login node"
+        slurm = Finding("Slurm", "no scontrol on PATH", meaning, "note")
         if shutil.which("scontrol"):
-            meaning = "`scontrol show config` fails: the controller is down, or this machine may not ask it"
-            lacks = Finding("Slurm", "no answer", meaning, "problem")
-        return [lacks, *this_machine(), *file_system(folder, 0, kind, None), *folders_above(folder)]
+            meaning = "`scontrol show config` fails: the controller is down, or this machine has no access to it"
+            slurm = Finding("Slurm", "no response", meaning, "problem")
+        return [slurm, *describe_machine(), *check_file_system(folder, 0, kind, None), *check_parent_folders(folder)]
     partitions = parse_partitions(run_slurm_command("scontrol", "--oneliner", "show", "partition") or "")
-    gres, mpi = (
-        run_slurm_command("sinfo", "--noheader", "--format=%R|%G") or "",
-        run_slurm_command("srun", "--mpi=list") or "",
-    )
-    facts = Facts(parse_slurm_config(config), partitions, parse_gres(gres), parse_mpi(mpi))
-    nodes = max((number(partition, "TotalNodes") for partition in partitions), default=0)
-    unseen, refused = seen_by_nodes(folder, nodes, site) if check_nodes and nodes else (None, "")
-    findings = [*judge(facts), *file_system(folder, nodes, kind, unseen), *folders_above(folder)]
-    if refused:
-        meaning = "the nodes could not be asked; try later, or with --site PROFILE (its partition, account, QOS)"
-        findings.append(Finding("--check-nodes", refused, meaning, "note"))
+    gres = parse_gres(run_slurm_command("sinfo", "--noheader", "--format=%R|%G") or "")
+    mpi_plugins = parse_mpi_plugins(run_slurm_command("srun", "--mpi=list") or "")
+    facts = ClusterFacts(parse_slurm_config(config), partitions, gres, mpi_plugins)
+    nodes = max((parse_leading_number(partition, "TotalNodes") for partition in partitions), default=0)
+    unseen, srun_message = None, ""
+    if check_nodes and nodes:
+        unseen, srun_message = check_nodes_see_folder(folder, nodes, site)
+    findings = [
+        *assess_cluster(facts), *check_file_system(folder, nodes, kind, unseen), *check_parent_folders(folder)
+    ]  # fmt: skip
+    if srun_message:
+        meaning = "no node was reached; try again later, or with --site PROFILE (its partition, account, QOS)"
+        findings.append(Finding("--check-nodes", srun_message, meaning, "note"))
     return findings
 
 
 def print_findings(findings: Sequence[Finding], console: Console) -> None:
-    """The findings as a table, and the count of what will not work."""
+    """Print the findings as a table, and the number of problems."""
     table = Table(box=None, pad_edge=False)
     for name in ("", "what", "found", "what it means for a run"):
         table.add_column(name, overflow="fold")
     for finding in findings:
-        words = (Text(text) for text in (finding.what, finding.found, finding.meaning))
-        table.add_row(Text(finding.verdict, style=_COLOURS[finding.verdict]), *words)
+        cells = (Text(text) for text in (finding.subject, finding.fact, finding.meaning))
+        table.add_row(Text(finding.verdict, style=_COLORS[finding.verdict]), *cells)
     console.print(table)
-    bad = sum(finding.verdict == "problem" for finding in findings)
-    console.print(f"{bad} problem{'' if bad == 1 else 's'}", style="red" if bad else "green")
+    problems = sum(finding.verdict == "problem" for finding in findings)
+    console.print(f"{problems} problem{'' if problems == 1 else 's'}", style="red" if problems else "green")

@@ -1,30 +1,46 @@
-"""`init`: a small commented config to start from, and with it a module that gives a model of one's own.
-
-What it writes stands in slurm/templates, to be read and changed there.
-"""
+"""`init`: write a small commented config to start from. The templates are in slurm/templates."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from cli.common import console
 from pipeline.base.command import command
 from pipeline.base.errors import UserError
 from pipeline.run.code import CODE_ROOT
 
 _TEMPLATES = CODE_ROOT / "slurm/templates"
-_TEXT = {"my_text.yaml": "my_text.yaml"}
-_MODEL = {"my_model.yaml": "my_model.yaml", "my_model.py": "my_model.txt"}
-"""What is written, config first, and from which template: in the house a file that ends in .py is a part of it."""
+_TEXT_FILES = {"my_text.yaml": "my_text.yaml"}
+_MODEL_FILES = {"my_model.yaml": "my_model.yaml", "my_model.py": "my_model.txt"}
+"""File to write → template. The template of a Python file ends in .txt: tools would take a .py for our own code."""
+
+
+def init(
+    model: Annotated[
+        bool, typer.Option("--model", help="for a custom model: also write a Python module that defines it")
+    ] = False,
+) -> None:
+    """Write a small commented config into this folder. Existing files are not changed."""
+    console.print(write_starter(Path(), model), soft_wrap=True)
 
 
 def write_starter(folder: Path, model: bool) -> str:
-    """Write the files into `folder`; what to do next. Raises UserError, and writes nothing, where one is there."""
-    files = _MODEL if model else _TEXT
-    if taken := [name for name in files if (folder / name).exists()]:
-        raise UserError(f"{taken[0]} exists already and stays as it is: rename it, or start in another folder")
+    """Write the starter files into `folder`, and return what to do next.
+
+    Raises:
+        UserError: one of the files exists. Nothing is written then.
+    """
+    files = _MODEL_FILES if model else _TEXT_FILES
+    if existing := [name for name in files if (folder / name).exists()]:
+        raise UserError(
+            "cli.file_exists", f"{existing[0]} exists and was not changed: rename it, or start in another folder"
+        )
     for name, template in files.items():
         text = (_TEMPLATES / template).read_text().replace("SCHEMA", str(CODE_ROOT / "configs/schema.json"))
         with open(folder / name, "x") as file:
             file.write(text)
     config = next(iter(files))
-    return f"wrote {' and '.join(files)}; name your data in data.source, then: {command(config)}"
+    return f"wrote {' and '.join(files)}; set data.source to your data, then run: {command(config)}"

@@ -1,7 +1,7 @@
-"""`logs`: what a rank, or the supervisor, of a stage has written; readable from the login node while it runs.
+"""`logs RUN STAGE`: print the log of a rank, or of the supervisor, also while the stage runs.
 
-`jobs/STAGE/rank-N.log` grows over all attempts of the stage (in the array of shard N is the task). The supervisor's
-own words are in the log of its job, `JOB_0_log.out`: one file per job, appended to when the job is requeued.
+`jobs/STAGE/rank-N.log` contains all attempts of the stage; in the job array of shard, N is the task. The log of a
+supervisor is the output file of its job, `JOB_0_log.out`. Slurm appends to this file if it requeues the job.
 """
 
 from __future__ import annotations
@@ -11,7 +11,11 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from cli.common import RunPath
 from pipeline.base.command import command
 from pipeline.base.errors import UserError, printable
 from pipeline.base.files import open_regular
@@ -20,58 +24,74 @@ from pipeline.run.directory import Run
 from slurm.query.status import MAX_IDLE_POLLS, POLL_INTERVAL_S, StageStatus, StatusPoller
 
 SUPERVISOR = "supervisor"
-POLL_S = 0.3
+_READ_INTERVAL_S = 0.3
 
 
-def log_file(run: Run, stage: str, who: str) -> Path | None:
-    """The newest log of a rank (its number), or of the supervisor; None where there is none yet.
+def logs(
+    run: RunPath,
+    stage: Annotated[str, typer.Argument(metavar="STAGE", help="a stage of the run, such as train")],
+    rank: Annotated[str, typer.Option(help="a rank (in shard: a task of the array), or `supervisor`")] = "0",
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="continue to print until the stage ends")] = False,
+) -> None:
+    """Print the log of one rank of a stage, or of its supervisor."""
+    print_log(Run.open(run), stage, rank, follow)
 
-    Raises UserError where `who` is neither.
+
+def find_log_file(run: Run, stage: str, source: str) -> Path | None:
+    """Return the newest log of a rank (its number) or of the supervisor; None if there is none yet.
+
+    Raises:
+        UserError: `source` is neither.
     """
-    if who != SUPERVISOR and not who.isdecimal():
-        raise UserError(f"--rank {who}: give a rank's number, or {SUPERVISOR}")
-    names = "*_log.out" if who == SUPERVISOR else f"rank-{int(who)}.log"
-    return max((run.jobs_dir / stage).glob(names), key=lambda path: path.stat().st_mtime_ns, default=None)
+    if source != SUPERVISOR and not source.isdecimal():
+        raise UserError("cli.rank", f"--rank {source}: must be the number of a rank, or {SUPERVISOR}")
+    pattern = "*_log.out" if source == SUPERVISOR else f"rank-{int(source)}.log"
+    return max((run.jobs_dir / stage).glob(pattern), key=lambda path: path.stat().st_mtime_ns, default=None)
 
 
-def show(run: Run, stage: str, who: str, follow: bool) -> None:
-    """Print a log; with `follow` go on as it grows, over requeues and successors, until the stage has ended.
+def print_log(run: Run, stage: str, source: str, follow: bool) -> None:
+    """Print a log; with `follow`, continue over requeues and successors until the stage ends.
 
-    Raises UserError, saying how the stage stands, where there is nothing to print.
+    Raises:
+        UserError: there is nothing to print; the message contains the state of the stage.
     """
-    stages.load(stage)  # refuses what is none
+    stages.load(stage)  # raises UserError for an unknown stage
     if stage not in stages.own_stages(run):
-        raise UserError(
-            f"each point of the sweep has its own {stage}: {command('logs', f'{run.name}/points/000', stage)}"
-        )
+        example = command("logs", f"{run.name}/points/000", stage)
+        raise UserError("cli.sweep_stage", f"{stage} has a log for each point of the sweep, for example: {example}")
     poller = StatusPoller(run)
-    if log_file(run, stage, who) is None:
-        words = _nothing(run, stage, who, rows := poller.poll())
-        if not (follow and _goes_on(rows, stage)):
-            raise UserError(words)
-        print(words, file=sys.stderr)
-    shown, at, quiet, look_at = None, 0, 0, 0.0
+    if find_log_file(run, stage, source) is None:
+        statuses = poller.poll()
+        reason = _explain_missing_log(run, stage, source, statuses)
+        if not (follow and _can_continue(statuses, stage)):
+            raise UserError("cli.no_log", reason)
+        print(reason, file=sys.stderr)
+    printed: Path | None = None
+    offset = 0
+    idle_polls = 0
+    next_poll_time = 0.0
     with suppress(KeyboardInterrupt):
         while True:
-            if follow and time.monotonic() >= look_at:
-                look_at = time.monotonic() + POLL_INTERVAL_S
-                quiet = 0 if _goes_on(poller.poll(), stage) else quiet + 1
-            newest = log_file(run, stage, who)  # after the look: what was written before the end is shown
-            for path in filter(None, dict.fromkeys((shown, newest))):
-                if path != shown:
-                    if shown is not None:
+            if follow and time.monotonic() >= next_poll_time:
+                next_poll_time = time.monotonic() + POLL_INTERVAL_S
+                idle_polls = 0 if _can_continue(poller.poll(), stage) else idle_polls + 1
+            newest = find_log_file(run, stage, source)  # after the poll, to print all that was written before the end
+            for path in filter(None, dict.fromkeys((printed, newest))):
+                if path != printed:
+                    if printed is not None:
                         print(f"--- {path}", flush=True)
-                    shown, at = path, 0
-                at = _print_from(path, at)
-            if not follow or quiet >= MAX_IDLE_POLLS:
+                    printed = path
+                    offset = 0
+                offset = _print_from(path, offset)
+            if not follow or idle_polls >= MAX_IDLE_POLLS:
                 return
-            time.sleep(POLL_S)
+            time.sleep(_READ_INTERVAL_S)
 
 
-def _print_from(path: Path, start: int) -> int:
-    """Print what a file holds from byte `start` on, without commands to the terminal; where it ended."""
+def _print_from(path: Path, offset: int) -> int:
+    """Print a file from byte `offset` on, without control characters; return the offset of its end."""
     with open_regular(path) as file:
-        file.seek(start)
+        file.seek(offset)
         text = io.TextIOWrapper(file, encoding="utf-8", errors="replace", newline="\n")
         while part := text.read(1 << 16):
             sys.stdout.buffer.write("\r".join(map(printable, part.split("\r"))).encode())
@@ -79,20 +99,24 @@ def _print_from(path: Path, start: int) -> int:
         return file.tell()
 
 
-def _goes_on(rows: list[StageStatus], stage: str) -> bool:
-    """Whether the stage runs, or may still begin."""
-    row = next(row for row in rows if row.stage == stage)
-    return row.is_active or (row.state == "waiting" and any(other.is_active for other in rows))
+def _can_continue(statuses: list[StageStatus], stage: str) -> bool:
+    """Return whether the stage is active, or may still start."""
+    status = next(status for status in statuses if status.stage == stage)
+    return status.is_active or (status.state == "waiting" and any(other.is_active for other in statuses))
 
 
-def _nothing(run: Run, stage: str, who: str, rows: list[StageStatus]) -> str:
-    """Why there is no such log."""
-    row = next(row for row in rows if row.stage == stage)
-    if there := sorted(path.name for path in (run.jobs_dir / stage).glob("rank-*.log")):
-        return f"{stage} has no log of rank {who}; there are: {', '.join(there)}"
-    job, reason = row.cells["job"], row.cells["reason"]
-    if row.is_active and job:
-        return f"{stage} has not begun: job {job} is {row.state}" + (f" ({reason})" if reason else "")
-    started = row.cells["attempts"] != "0"
-    where = " (submitted by hand? its log is where sbatch put it)" if who == SUPERVISOR and started else ""
-    return f"{stage} has no log of {who if who == SUPERVISOR else f'rank {who}'}: it is {row.state}{where}"
+def _explain_missing_log(run: Run, stage: str, source: str, statuses: list[StageStatus]) -> str:
+    """Return why there is no log of a rank or of the supervisor."""
+    status = next(status for status in statuses if status.stage == stage)
+    if existing := sorted(path.name for path in (run.jobs_dir / stage).glob("rank-*.log")):
+        return f"{stage} has no log of rank {source}; existing logs: {', '.join(existing)}"
+    job = status.cells["job"]
+    if status.is_active and job:
+        reason = status.cells["reason"]
+        return f"{stage} has not started: job {job} is {status.state}" + (f" ({reason})" if reason else "")
+    has_started = status.cells["attempts"] != "0"
+    name = source if source == SUPERVISOR else f"rank {source}"
+    hint = ""
+    if source == SUPERVISOR and has_started:
+        hint = " (if you submitted the job by hand, its log is where your sbatch command put it)"
+    return f"{stage} has no log of {name}; its state is {status.state}{hint}"

@@ -1,72 +1,139 @@
-"""Sluice turns one YAML file into a trained and evaluated model, here or on a Slurm cluster. To begin:
+"""Sluice turns one YAML file into a trained and evaluated model, on this machine or on a Slurm cluster. To begin:
 
     python submit.py init                     write my_text.yaml to fill in
-    python submit.py my_text.yaml --dry-run   check it, say what would run
+    python submit.py my_text.yaml --dry-run   check it and print the plan
     python submit.py my_text.yaml             make the run and run its stages
 
-`sluice`, where `.venv` is activated, is the same as `python submit.py`. CONFIG is a YAML file, RUN a path such as
-runs/my-text, KEY=VALUE a key of the config such as train.steps=400. `COMMAND --help` says more of each.
+After `source .venv/bin/activate`, `sluice` is short for `python submit.py`. CONFIG is a YAML file. RUN is a run
+directory such as runs/my-text. KEY=VALUE sets a config key, such as train.steps=400. `COMMAND --help` lists the options
+of a command.
 
     Run
-    CONFIG [KEY=VALUE]…      make the run, or find it; run what is not done
-    resume RUN [KEY=VALUE]…  go on where it stood, maybe on other resources
-    cancel RUN               end it: it saves; nothing starts before resume
+    CONFIG [KEY=VALUE]…      create the run or find it; run what is not done
+    resume RUN [KEY=VALUE]…  continue a run, also with other resources
+    cancel RUN               save a checkpoint and stop, until `resume`
     init [--model]           write a small config to start from
 
-    Look
-    status [RUN] [--watch]   how the stages stand; without RUN, all runs
-    logs RUN STAGE [-f]      what a rank of a stage, or its supervisor, said
-    report RUN               hours, losses, evaluation; a page of pictures
-    profile RUN              where the next steps go
-    verify RUN               hash a checkpoint again and print its digest
-    track RUN                tell TensorBoard, W&B, MLflow … what is new
+    Monitor
+    status [RUN] [--watch]   state of each stage; without RUN: all runs
+    logs RUN STAGE [-f]      log of a rank or of the supervisor
+    report RUN               hours, losses and evaluation; report.html
+    profile RUN              trace the next steps of all ranks
+    verify RUN               check a checkpoint and print its digest
+    track RUN                update TensorBoard, W&B, MLflow …
 
     Use
-    export RUN DIR           the weights as safetensors, for transformers
-    generate RUN TEXT        how the model goes on with a text
-    data ACTION PATH…        inspect, verify or import tokens that exist
+    export RUN DIR           write the weights for transformers (safetensors)
+    generate RUN TEXT        continue a text with the model
+    data ACTION PATH…        inspect, verify or import existing tokens
 
     Plan
-    plan CONFIG              a layout's memory, communication and speed
-    doctor [FOLDER]          what this cluster, or machine, offers and lacks
-    schema                   the JSON Schema of configs, for editors
+    plan CONFIG              predict a layout's memory, communication, speed
+    doctor [FOLDER]          check what this cluster or machine supports
+    schema                   print the JSON Schema of configs, for editors
 """
-# The text above is what --help prints: in groups, whole lines of at most 80 columns, where click cuts its own list.
+# `--help` prints the text above: grouped, with lines of at most 80 columns. click's own list would truncate lines.
 
 from __future__ import annotations
 
+import gc
 import re
+import sys
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from typer.core import TyperGroup
+import typer
+import typer.core
+import typer.main
 
-from pipeline.base.errors import UserError
+from cli import VERSION
+from pipeline.base.errors import UserError, format_error, printable, storage_error
+
+COMMANDS = (
+    "submit", "resume", "cancel", "init", "status", "logs", "report", "profile", "verify", "track", "export",
+    "generate", "data", "plan", "doctor", "schema",
+)  # fmt: skip
+"""Each is the name of a module in `cli/`, and of the function in this module that is the command."""
 
 HELP = re.sub(r"\n\n(?=    )", "\n\n\b\n", __doc__ or "")
-"""For click, which would fill indented lines as it does others, were it not for the \\b."""
+"""The text above for click, which re-wraps indented lines unless `\\b` precedes them."""
 
 
-class SubmitByDefault(TyperGroup):
-    """`submit.py CONFIG` is short for `submit.py submit CONFIG`."""
+class CommandGroup(typer.core.TyperGroup):
+    """The commands; `submit.py CONFIG` is short for `submit.py submit CONFIG`.
+
+    The module of a command is imported when the command is used: imports from a cluster's shared file system are slow.
+    """
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of all commands."""
+        return [*COMMANDS]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command; None if there is no such command."""
+        if cmd_name not in COMMANDS:
+            return None
+        command = typer.Typer(add_completion=False, rich_markup_mode=None)
+        command.command(cmd_name)(getattr(import_module(f"cli.{cmd_name}"), cmd_name))
+        return typer.main.get_command(command)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Put `submit` before a first word that is no command. Raises UserError where it is no config, either."""
-        words = [a for a in args if not a.startswith("-")]
-        if words and words[0] not in self.commands:
+        """Insert `submit` before a first word that is not a command.
+
+        Raises:
+            UserError: the word is not a config either.
+        """
+        words = [arg for arg in args if not arg.startswith("-")]
+        if words and words[0] not in COMMANDS:
             if words[0] == args[0] and not ctx.resilient_parsing:
-                self._refuse_no_command(args[0])
+                _check_is_config(args[0])
             args = ["submit", *args]
         return super().parse_args(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """They stand in the text above, in groups."""
+        """Print nothing: the help text lists the commands in groups."""
 
-    def _refuse_no_command(self, word: str) -> None:
-        from difflib import get_close_matches
 
-        if Path(word).exists() or not word.replace("-", "").isalpha():  # a file's name mostly has more in it
-            return
-        near = get_close_matches(word, self.commands, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(self.commands)}"
-        raise UserError(f"{word}: there is no such command, and no such file; {hint}")
+def _check_is_config(word: str) -> None:
+    """Raise UserError if a word looks like a mistyped command: no such file, and only letters."""
+    from difflib import get_close_matches
+
+    if Path(word).exists() or not word.replace("-", "").isalpha():
+        return
+    matches = get_close_matches(word, COMMANDS, n=1)
+    hint = f"did you mean {matches[0]}?" if matches else f"the commands are {', '.join(COMMANDS)}"
+    raise UserError("cli.unknown_command", f"{word}: no such command, and no such file; {hint}")
+
+
+app = typer.Typer(
+    cls=CommandGroup, no_args_is_help=True, rich_markup_mode=None, help=HELP, pretty_exceptions_enable=False
+)
+
+
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
+        print(f"sluice {VERSION}")
+        raise typer.Exit()
+
+
+@app.callback()
+def handle_global_options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="print the version and exit")
+    ] = False,
+) -> None:
+    """Handle options that precede the command."""
+
+
+def main() -> None:
+    """Run a command. A user error ends in one message without a traceback."""
+    gc.disable()  # a short process with many imports, of which the garbage collector would take a sixth
+    try:
+        app()
+    except (UserError, OSError) as error:
+        user_error = error if isinstance(error, UserError) else storage_error(error)
+        if user_error is None:
+            raise
+        print(printable(format_error(user_error)), file=sys.stderr)
+        sys.exit(user_error.exit_code)

@@ -1,8 +1,8 @@
-"""`profile RUN`: ask the ranks of a training for profiled steps, and put the traces of all ranks into one.
+"""`profile RUN`: record the next steps of a running training, and merge the traces of all ranks.
 
-The ranks leave `profiles/step-N/rank-R.json.gz` and `parts.json` (pipeline/train/profiler.py). Here, outside of them,
-they become `profiles/step-N/trace.json.gz`, which https://ui.perfetto.dev opens: a process for each rank, times by the
-clock of rank 0 (Chrome's "Trace Event Format").
+The ranks write `profiles/step-N/rank-R.json.gz` and `parts.json` (pipeline/train/profiler.py). This command, outside
+of the ranks, merges them into `profiles/step-N/trace.json.gz`, which https://ui.perfetto.dev opens: one process for
+each rank, times by the clock of rank 0. The format is Chrome's "Trace Event Format".
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+
+from cli.common import RunPath, console
 from pipeline.base.dist_env import expand_hostlist
 from pipeline.base.errors import UserError
 from pipeline.base.files import read_json, replacing, write_json
@@ -22,100 +25,122 @@ from pipeline.run.directory import Run
 from pipeline.train.step_trace import average_ranks, describe_parts
 from slurm.query.run_jobs import list_running_work
 
-LOOK_S = 5.0
-"""How often it is looked whether the training still runs."""
+_STATUS_CHECK_S = 5.0
+"""How often this command checks that the training still runs."""
+_DAMAGED = (
+    gzip.BadGzipFile, FileNotFoundError, zlib.error, EOFError, AttributeError, LookupError, TypeError, ValueError,
+    RecursionError,
+)  # fmt: skip
+"""What reading a damaged profile raises."""
 
 
-def ask(run: Run, ranks: str, steps: int) -> Iterator[str]:
-    """Have the next steps profiled, wait for them, merge them; says what came of it, step by step.
+def profile(
+    run: RunPath,
+    ranks: Annotated[str, typer.Option(help="ranks to record, such as 0,4-7; default: all ranks")] = "",
+    steps: Annotated[
+        int, typer.Option(min=0, max=20, help="number of steps; 0: print the steps that were recorded before")
+    ] = 3,
+) -> None:
+    """Record the next steps of a running training: time by category, and a trace of all ranks for Perfetto."""
+    for line in profile_steps(Run.open(run), ranks, steps):
+        console.print(line, soft_wrap=True)
 
-    ranks: such as 0,4-7; "" for all. Without steps: what was profiled before. Raises UserError where no training runs,
-    or it ends before they are there.
+
+def profile_steps(run: Run, ranks: str, steps: int) -> Iterator[str]:
+    """Request profiled steps, wait for them, merge their traces, and yield a description of each step.
+
+    Args:
+        run: the run.
+        ranks: ranks to record, such as `0,4-7`; "" for all.
+        steps: number of steps; 0 to merge and describe what was recorded before.
+
+    Raises:
+        UserError: no training is running, it ends before the steps are recorded, or a profile is damaged.
     """
     try:
-        wanted = [int(rank) for rank in expand_hostlist(f"[{ranks}]")] if ranks else None
+        rank_numbers = [int(rank) for rank in expand_hostlist(f"[{ranks}]")] if ranks else None
     except UserError:
-        raise UserError(f"--ranks {ranks}: write ranks as 0,4-7") from None
-    before = {path: path.stat().st_mtime_ns for path in _profiled(run)} if steps else {}
+        raise UserError("cli.rank", f"--ranks {ranks}: must be a list of ranks, such as 0,4-7") from None
+    old_times = {path: path.stat().st_mtime_ns for path in _list_profiles(run)} if steps else {}
     if steps:
-        _need_training(run)
-        write_json(run.profile_file, {"ranks": wanted, "steps": steps})
-    looked = time.monotonic()
+        _require_training(run)
+        write_json(run.profile_file, {"ranks": rank_numbers, "steps": steps})
+    last_check = time.monotonic()
     while steps and (run.profile_file.exists() or run.profile_taken_file.exists()):
         time.sleep(0.2)
-        if time.monotonic() > looked + LOOK_S:
-            _need_training(run)
-            looked = time.monotonic()
-    fresh = [path for path in _profiled(run) if path.stat().st_mtime_ns != before.get(path)]
-    if not fresh:
-        who = f"maybe none of the ranks {ranks} is there; " if ranks else ""
-        raise UserError(f"{run.name}: no step was profiled; {who}the log of rank 0 may say why")
-    for path in fresh:
+        if time.monotonic() > last_check + _STATUS_CHECK_S:
+            _require_training(run)
+            last_check = time.monotonic()
+    new = [path for path in _list_profiles(run) if path.stat().st_mtime_ns != old_times.get(path)]
+    if not new:
+        hint = f"perhaps the ranks {ranks} do not exist; " if ranks else ""
+        raise UserError("run.no_profile", f"{run.name}: no step was recorded; {hint}see the log of rank 0")
+    for path in new:
         try:
-            known = read_json(path)
-            trace, error_ms = merge(path.parent, sorted(map(int, known)))
-            parts = describe_parts(average_ranks(list(known.values())))
-            said = f"{parts} (mean of {len(known)} rank{'s' * (len(known) > 1)})"
-        except (
-            gzip.BadGzipFile,
-            FileNotFoundError,
-            zlib.error,
-            EOFError,
-            AttributeError,
-            LookupError,
-            TypeError,
-            ValueError,
-            RecursionError,
-        ) as error:
-            raise UserError(f"{path.parent} is damaged ({error!r}): remove it, or the file that is") from None
-        yield f"{path.parent.name}: {said}"
-        yield f"  {trace} for https://ui.perfetto.dev, clocks within {error_ms:.2f} ms"
+            parts_by_rank = read_json(path)
+            trace, clock_error_ms = merge_traces(path.parent, sorted(map(int, parts_by_rank)))
+            description = describe_parts(average_ranks(list(parts_by_rank.values())))
+        except _DAMAGED as error:
+            message = f"{path.parent} is damaged ({error!r}): remove this folder, or the damaged file in it"
+            raise UserError("run.damaged_profile", message) from None
+        count = len(parts_by_rank)
+        yield f"{path.parent.name}: {description} (mean of {count} rank{'s' * (count > 1)})"
+        yield f"  {trace} for https://ui.perfetto.dev, clocks within {clock_error_ms:.2f} ms"
 
 
-def _profiled(run: Run) -> list[Path]:
+def _list_profiles(run: Run) -> list[Path]:
     return sorted(run.profiles_dir.glob("step-*/parts.json"))
 
 
-def _need_training(run: Run) -> None:
+def _require_training(run: Run) -> None:
     if not any(name.startswith("train") for name in list_running_work(run)):
-        raise UserError(f"{run.name} is not training now; --steps 0 shows what was profiled before")
+        raise UserError(
+            "run.not_training", f"{run.name} is not training now; --steps 0 prints the steps that were recorded before"
+        )
 
 
-def merge(folder: Path, ranks: Sequence[int]) -> tuple[Path, float]:
-    """One trace of these ranks of a profiled step; its path, and how far their clocks may be apart, in milliseconds.
+def merge_traces(folder: Path, ranks: Sequence[int]) -> tuple[Path, float]:
+    """Merge the traces of a profiled step, one rank at a time to save memory.
 
-    Rank after rank, so that one is in memory at a time.
+    Returns:
+        The path of the trace, and the largest possible difference between two ranks' clocks in milliseconds.
     """
-    origin, errors, rows = 0, [0], 0
+    origin_ns = 0
+    clock_errors_ns = [0]
+    last_row = 0
     with replacing(folder / "trace.json.gz") as new, gzip.open(new, "wt", 1) as file:
         for rank in ranks:
-            told = json.loads(gzip.decompress((folder / f"rank-{rank}.json.gz").read_bytes()))
-            errors, origin = [*errors, told["clock_error_ns"]], origin or told["begin_ns"]
-            for event in _events(told, (told["begin_ns"] - origin) / 1000, rows):
-                rows = max(rows, event["tid"])
+            trace = json.loads(gzip.decompress((folder / f"rank-{rank}.json.gz").read_bytes()))
+            clock_errors_ns.append(trace["clock_error_ns"])
+            origin_ns = origin_ns or trace["begin_ns"]
+            for event in _convert_events(trace, (trace["begin_ns"] - origin_ns) / 1000, last_row):
+                last_row = max(last_row, event["tid"])
                 file.write(("," if file.tell() else '{"displayTimeUnit": "ms", "traceEvents": [') + json.dumps(event))
         file.write("]}\n")
-    return folder / "trace.json.gz", sum(sorted(errors)[-2:]) / 1e6
+    return folder / "trace.json.gz", sum(sorted(clock_errors_ns)[-2:]) / 1e6
 
 
-def _events(told: Mapping[str, Any], later_us: float, taken: int) -> Iterator[dict[str, Any]]:
-    """A rank's events, `later_us` than its own times; numbers of rows begin behind `taken`.
+def _convert_events(trace: Mapping[str, Any], offset_us: float, last_row: int) -> Iterator[dict[str, Any]]:
+    """Yield the trace events of one rank, shifted by `offset_us`, in rows numbered from `last_row + 1`.
 
-    Operations of a group may overlap: they get as many rows as are under way at once, for a row cannot show that.
-    Process 0 is the kernel's own for Perfetto, so rank 0 is process 1.
+    Operations of a process group may overlap, and a row cannot show that. Such a group gets as many rows as operations
+    that run at the same time. Perfetto reserves process 0 for the kernel, so rank 0 is process 1.
     """
-    place = ", ".join(f"{name} {number}" for name, number in told["place"].items())
-    pid, ends, rows = told["rank"] + 1, dict[str, float](), dict[str, int]()
-    whose = {"process_name": f"rank {told['rank']} on {told['host']}: {place}"}
-    for kind, row, name, start, end in sorted(told["spans"], key=lambda span: (span[3], -span[4])):
+    coordinates = ", ".join(f"{name} {number}" for name, number in trace["place"].items())
+    process_id = trace["rank"] + 1
+    end_times: dict[str, float] = {}
+    row_numbers: dict[str, int] = {}
+    for kind, row, name, start, end in sorted(trace["spans"], key=lambda span: (span[3], -span[4])):
         if kind == "communication":
-            lanes = (f"communication {row}{f' ({n})' if n else ''}" for n in range(len(told["spans"])))
-            row = next(lane for lane in lanes if ends.get(lane, 0.0) <= start)
-            ends[row] = end
-        tid = rows.setdefault(row, taken + 1 + len(rows))
+            candidates = (f"communication {row}{f' ({n})' if n else ''}" for n in range(len(trace["spans"])))
+            row = next(candidate for candidate in candidates if end_times.get(candidate, 0.0) <= start)
+            end_times[row] = end
+        number = row_numbers.setdefault(row, last_row + 1 + len(row_numbers))
         yield {
-            "ph": "X", "name": name, "cat": kind, "pid": pid, "tid": tid, "ts": start + later_us, "dur": end - start
+            "ph": "X", "name": name, "cat": kind, "pid": process_id, "tid": number, "ts": start + offset_us,
+            "dur": end - start,
         }  # fmt: skip
-    for row, tid in rows.items():
-        for what, called in (whose | {"thread_name": row}).items():
-            yield {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": called}}
+    process_name = {"process_name": f"rank {trace['rank']} on {trace['host']}: {coordinates}"}
+    for row, number in row_numbers.items():
+        for kind, name in (process_name | {"thread_name": row}).items():
+            yield {"ph": "M", "name": kind, "pid": process_id, "tid": number, "args": {"name": name}}

@@ -1,13 +1,12 @@
-"""The rank's door: `python -m pipeline STAGE RUN`, under srun, mpirun, torchrun, our launcher or alone.
+"""Entry point of a rank: `python -m pipeline STAGE RUN`, started by srun, mpirun, torchrun, the supervisor or by hand.
 
     python -m pipeline train runs/quickstart            one stage of an existing run
-    python -m pipeline train configs/quickstart.yaml train.steps=50     makes or finds the run first
-    python -m pipeline evaluate RUN --step 100          a named checkpoint (or newest, every)
-    python -m pipeline verify|export|generate|plan|data …   what is no stage (cli/looks.py), as submit.py has it
+    python -m pipeline train configs/quickstart.yaml train.steps=50     creates or finds the run first
+    python -m pipeline evaluate RUN --step 100          one checkpoint (a step, newest or every)
 
-A rank computes, saves and leaves with a code (pipeline/base/errors.py); it never requeues. Where it fails, it leaves
-`jobs/STAGE/error-rank-N.json` for the supervisor, with the traceback and the time, so that the first failure can
-be told from those that followed it.
+A rank computes, saves and exits with a code (pipeline/base/errors.py). It never requeues. If it fails, it writes
+`jobs/STAGE/error-rank-N.json` for the supervisor, with the traceback and the time. The supervisor uses them to tell
+the first failure from those that followed from it.
 """
 
 from __future__ import annotations
@@ -16,8 +15,6 @@ import argparse
 import faulthandler
 import gc
 import os
-import resource
-import signal
 import sys
 import time
 from pathlib import Path
@@ -26,6 +23,7 @@ from typing import Any
 from pipeline.base.command import command
 from pipeline.base.dist_env import RankInfo, read_rank_info
 from pipeline.base.errors import ExitCode, UserError
+from pipeline.base.files import raise_open_file_limit
 from pipeline.base.signals import StopFlag
 from pipeline.config.read import load_config
 from pipeline.config.stages import STAGES
@@ -33,112 +31,138 @@ from pipeline.run import stages
 from pipeline.run.directory import Run
 from pipeline.run.failure import explain, leave_peers, report_error
 
-LOOKS = ("verify", "export", "generate", "plan", "data")
-"""What is no stage, and leaves the run as it is: the commands of cli/looks.py."""
-MOST_FILES = 1 << 16
-"""So many a rank may have open, if it may: Linux lets a process map no more (vm.max_map_count)."""
+CREATE_TIMEOUT_S = 120
+"""How long other ranks wait for rank 0 to create the run."""
 
 
 def main(arguments: list[str]) -> int:
-    """Run one stage; returns the exit code."""
+    """Run one stage as one rank, and return the exit code."""
     flag = StopFlag().install()
-    gc.disable()  # the collector, walking a growing heap again and again, is a fifth of the time that imports take
+    gc.disable()  # the garbage collector walks the growing heap again and again: a fifth of the time of the imports
     faulthandler.enable()
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # login nodes' 1,024 come with the job: too few for shards
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, MOST_FILES)), hard))
-    place, run, noting, watched = None, None, False, "SLUICE_SUPERVISED" in os.environ
-    began = time.monotonic()
+    raise_open_file_limit()
+    start_time = time.monotonic()
+    rank_info: RankInfo | None = None
+    run: Run | None = None
+    is_supervised = "SLUICE_SUPERVISED" in os.environ
+    writes_events = False
     try:
-        if arguments[:1] and arguments[0] in LOOKS:
-            flag.leave_at_once()
-            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader may close the pipe early, as `head` does
-            from cli.looks import app  # a rank needs no typer
-
-            app(arguments)  # and leave
-        asked = parse(arguments)
-        place = read_rank_info(os.environ)
-        found = find_run(asked.target, asked.overrides, place)
-        if not watched:  # the supervisor asked already
-            found.check_owner()
-            found.check_not_cancelled()
-        run = found
-        if not watched and place.rank == 0:
-            if run.lock_stage(asked.stage) is None:
-                raise UserError(f"{asked.stage} of {run.name} is already running ({run.lock_holder(asked.stage)})")
-            note(run, asked.stage, place, "started", ranks=place.world_size, host=os.uname().nodename, pid=os.getpid())
-        noting = not watched
-        code = stages.load(asked.stage).main(run, place, {"step": asked.step} if asked.step else {}, flag)
-        if noting and place.rank == 0:
-            note_end(run, asked.stage, place, "done" if code == ExitCode.DONE else "stopped", code, began)
+        options = parse_arguments(arguments)
+        rank_info = read_rank_info(os.environ)
+        opened = open_run(options.target, options.overrides, rank_info)
+        if not is_supervised:  # otherwise the supervisor has checked this
+            opened.check_owner()
+            opened.check_not_cancelled()
+        run = opened
+        if not is_supervised and rank_info.rank == 0:
+            if run.lock_stage(options.stage) is None:
+                raise UserError(
+                    "run.stage_running",
+                    f"{options.stage} of {run.name} is already running ({run.lock_holder(options.stage)})",
+                )
+            _write_event(
+                run,
+                options.stage,
+                rank_info,
+                "started",
+                ranks=rank_info.world_size,
+                host=os.uname().nodename,
+                pid=os.getpid(),
+            )
+        writes_events = not is_supervised
+        stage_options = {"step": options.step} if options.step else {}
+        code = stages.load(options.stage).main(run, rank_info, stage_options, flag)
+        if writes_events and rank_info.rank == 0:
+            event = "done" if code == ExitCode.DONE else "stopped"
+            _write_end_event(run, options.stage, rank_info, event, code, start_time)
         return code
     except BaseException as error:
-        if run is None and isinstance(error, SystemExit):  # a look is over, or the command line is none
+        if run is None and isinstance(error, SystemExit):  # argparse has printed the usage
             return int(error.code or 0)
         code, message = explain(error)
-        if run is not None and place is not None:
-            report_error(run, asked.stage, place, code, message, getattr(error, "host", None))
-            if noting:
-                # the culprit writes; rank 0 where the culprit could not
-                written = place.rank > 0 or [e["event"] for e in run.read_events(asked.stage)][-1:] == ["failed"]
-                if code != ExitCode.PEER_LOST or not written:
-                    where = {"rank": place.rank, "host": os.uname().nodename, "message": message}
-                    note_end(run, asked.stage, place, "failed", code, began, cause=code.name.lower(), **where)
-        if watched or place is None or place.world_size == 1:
+        if run is not None and rank_info is not None:
+            report_error(run, options.stage, rank_info, code, message, getattr(error, "host", None))
+            if writes_events:
+                # the rank that failed writes the event; rank 0 writes it if that rank could not
+                last_events = [event["event"] for event in run.read_events(options.stage)][-1:]
+                is_written = rank_info.rank > 0 or last_events == ["failed"]
+                if code != ExitCode.PEER_LOST or not is_written:
+                    facts = {"rank": rank_info.rank, "host": os.uname().nodename, "message": message}
+                    cause = code.name.lower()
+                    _write_end_event(run, options.stage, rank_info, "failed", code, start_time, cause=cause, **facts)
+        if is_supervised or rank_info is None or rank_info.world_size == 1:
             print(message, file=sys.stderr, flush=True)
         else:
-            leave_peers(place, code, message)
+            leave_peers(rank_info, code, message)
         return code
 
 
-def note(run: Run, stage: str, place: RankInfo, event: str, **facts: Any) -> None:
-    """Write what a supervisor would write, where none watches: ranks that were started by hand."""
+def _write_event(run: Run, stage: str, rank_info: RankInfo, event: str, **facts: Any) -> None:
+    """Write an event that the supervisor would write, for ranks that were started without one."""
     run.event(
-        event, stage, job_id=place.submitted_as or str(os.getpid()),
+        event,
+        stage,
+        job_id=rank_info.submitted_as or str(os.getpid()),
         attempt=run.count_attempts(stage) + (event == "started"),
-        task=None, slurm_job=place.job_id, restarts=place.restart_count, **facts,
-    )  # fmt: skip
+        task=None,
+        slurm_job=rank_info.job_id,
+        restarts=rank_info.restart_count,
+        **facts,
+    )
 
 
-def note_end(run: Run, stage: str, place: RankInfo, event: str, code: ExitCode, began: float, **facts: Any) -> None:
-    """The same of an end; `began`: when this process did."""
-    note(run, stage, place, event, exit_code=int(code), seconds=round(time.monotonic() - began, 3), **facts)
+def _write_end_event(
+    run: Run, stage: str, rank_info: RankInfo, event: str, code: ExitCode, start_time: float, **facts: Any
+) -> None:
+    """Write the event of the end of an attempt; `start_time`: start of this process by the monotonic clock."""
+    seconds = round(time.monotonic() - start_time, 3)
+    _write_event(run, stage, rank_info, event, exit_code=int(code), seconds=seconds, **facts)
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
-    """What is asked for; a mistake ends the process with the usage, and with the code of a user's mistake."""
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    """Parse the command line; for an error, argparse prints the usage and exits with ExitCode.USER_ERROR."""
     parser = argparse.ArgumentParser(
-        "python -m pipeline", allow_abbrev=False, description=__doc__,
+        "python -m pipeline",
+        allow_abbrev=False,
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    parser.add_argument("stage", choices=[*STAGES, *LOOKS], help="what to do")
+    )
+    parser.add_argument("stage", choices=[*STAGES], help="the stage to run")
     parser.add_argument("target", metavar="RUN|CONFIG", help="a run directory, or a YAML file")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="such as train.steps=50, for a CONFIG")
-    parser.add_argument("--step", metavar="N", help="which checkpoint: its step, newest or every")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="config keys, with a CONFIG: train.steps=50")
+    parser.add_argument("--step", metavar="N", help="the checkpoint: its step, newest or every")
     return parser.parse_intermixed_args(arguments)
 
 
-def find_run(target: str, overrides: list[str], place: RankInfo) -> Run:
-    """The run in directory `target`, or the one that the config `target` describes, made by rank 0."""
+def open_run(target: str, overrides: list[str], rank_info: RankInfo) -> Run:
+    """Return the run in directory `target`, or the run of the config `target`, which rank 0 creates.
+
+    Raises:
+        UserError: `overrides` for an existing run, or rank 0 did not create the run in time.
+    """
     path = Path(target)
     if path.is_dir():
         if overrides:
-            raise UserError(f"{overrides[0]}: a run's config is frozen; to change it: {command('resume', target)} …")
+            raise UserError(
+                "run.frozen_config",
+                f"{overrides[0]}: the config of a run is frozen; to change it: {command('resume', target)} …",
+            )
         return Run.open(path)
     config = load_config(path, overrides)
-    run_folder = config.run.root / config.run.name
-    if place.rank == 0:
+    folder = config.run.root / config.run.name
+    if rank_info.rank == 0:
         return Run.create(config)
-    deadline = time.monotonic() + 120
-    while not (run_folder / "config.yaml").exists():
+    deadline = time.monotonic() + CREATE_TIMEOUT_S
+    while not (folder / "config.yaml").exists():
         if time.monotonic() > deadline:
-            raise UserError(f"rank 0 has not made {run_folder} within two minutes")
+            raise UserError("run.not_created", f"rank 0 did not create {folder} within {CREATE_TIMEOUT_S} s")
         time.sleep(0.05)
-    return Run.open(run_folder)
+    return Run.open(folder)
 
 
 if __name__ == "__main__":
     exit_code = int(main(sys.argv[1:]))
     sys.stdout.flush()
     sys.stderr.flush()
-    # threads of a failed process group or save may wait for peers that are gone: never wait for them
+    # threads of a failed process group or save may wait for lost peers: exit without joining them
     os._exit(exit_code)

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from cli.submission_checks import check_submission
+from cli.submit import check_submission
 from pipeline.base.command import command
 from pipeline.base.errors import ExitCode, UserError
 from pipeline.config.read import config_from_mapping, load_config

@@ -11,18 +11,15 @@ Effective time is the closed form of planning/goodput.py, with the figures that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import accumulate, pairwise
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from traceback import extract_tb
 from typing import Any
 
-import typer
-
 from pipeline.base.errors import UserError, printable
-from pipeline.base.files import read_json, write_atomic
+from pipeline.base.files import write_atomic
 from pipeline.base.html_page import Bar, draw_curves, draw_lanes, format_page
 from pipeline.base.plot import Scale
 from pipeline.base.yaml12 import dump
@@ -305,30 +302,25 @@ def draw_failures(config: Config, every_s: float) -> list[str]:
     ]
 
 
-def write_plan_page(start: Callable[[str], typer.Exit], title: str, file: Path) -> typer.Exit:
-    """Print the plan, as without --html, and write its page; also where memory does not suffice.
-
-    `start` the child that plans, with one more option. Raises UserError for a file that is no page.
-    """
+def check_page_path(file: Path) -> None:
+    """Raise UserError if `file` does not name a page in an existing folder."""
     if file.suffix != ".html" or not file.parent.is_dir():
-        raise UserError(f"--html {file}: name a file that ends in .html, in a folder that exists")
-    with TemporaryDirectory() as folder:
-        values = Path(folder, "figures.json")
-        left = start(f"--figures={values}")
-        if not values.exists():
-            return left
-        found = read_json(values)
+        raise UserError(
+            "plan.html_path", f"--html {file}: the name must end in .html, and its folder {file.parent} must exist"
+        )
+
+
+def write_plan_page(found: Mapping[str, Any], title: str, file: Path) -> None:
+    """Write the plan with charts as one HTML page; `found`: the values of `compute_plan_figures`."""
     made, step = config_from_mapping(found["config"], "plan --html"), found.get("step")
     batch, most = made.train.global_batch, max(sum(parts.values()) for parts in found["memory"])
     batch_words = f"{batch:,} sequences, {batch * made.data.sequence_length:,} tokens"
-    found["words"] = {"ranks": f"{resolve_layout(made).world_size:,}", "global batch": batch_words} | found["words"]
+    words = {"ranks": f"{resolve_layout(made).world_size:,}", "global batch": batch_words} | found["words"]
     if limit := found["limit"]:
-        found["words"]["fullest rank"] += f" of {limit:.1f} GB: {'fits' if most <= limit else 'does not fit'}"
+        words["fullest rank"] += f" of {limit:.1f} GB: {'fits' if most <= limit else 'does not fit'}"
     drawn = {"Memory": [draw_memory(found)], "The schedule": [draw_schedule(found)]}
     if step:
         drawn["Operators"] = [draw_roofline(found)]
     drawn["Failures"] = draw_failures(made, made.checkpoint.every_steps * step["step"] if step else 0.0)
     told = ["How well this is predicted: docs/planning.md; failures and saves: plan --goodput has figures and sources."]
-    write_atomic(file, format_page(made.run.name, title, found["words"], drawn, told, dump(masked(found["config"]))))
-    print(f"with pictures: {file}", flush=True)
-    return left
+    write_atomic(file, format_page(made.run.name, title, words, drawn, told, dump(masked(found["config"]))))

@@ -225,7 +225,9 @@ def stops(*more: str) -> dict[str, Any]:
             if name == "stopped":
                 _stop_at(run, 25)
             stage("train", run)
-            digests.append(stage("verify", run).stdout.split("digest", 1)[1].split()[0])
+            command = [sys.executable, "submit.py", "verify", str(run)]
+            verified = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+            digests.append(verified.stdout.split("digest", 1)[1].split()[0])
     expect(digests[0] == digests[1], f"digests differ: {digests}")
     return {"digest": digests[0]}
 

@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import json
 import os
+import resource
 import secrets
 import shutil
 import stat
@@ -287,3 +288,13 @@ def reading(path: str, *more: type[Exception]) -> Iterator[None]:
             raise
         raise_if_too_many_open_files(error)
         raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+MAX_OPEN_FILES = 1 << 16
+"""Upper bound on open files of a process: Linux maps no more files into memory (vm.max_map_count)."""
+
+
+def raise_open_file_limit() -> None:
+    """Raise this process's soft limit on open files: a job inherits 1,024 of a login node, too few for many shards."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, MAX_OPEN_FILES)), hard))

@@ -239,7 +239,7 @@ class Chain:
         successor = self._sbatch(stage, [job], "afternotok")
         self.say(f"{stage:9} job {successor}: takes over if {job} does not end well")
 
-    # What changes something is in these methods alone: `resume --dry-run` replaces them (cli/resume_preview.py).
+    # What changes something is in these methods alone: `resume --dry-run` replaces them (cli/resume.py).
 
     def _find_jobs(self) -> list[SubmittedJob]:
         return resolve_open_submissions((self.run, *self.points), self.say)

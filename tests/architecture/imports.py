@@ -137,12 +137,12 @@ def _position(rest: str, order: tuple[str, ...]) -> str:
 def reached(start: str, root: Path = ROOT) -> dict[str, str]:
     """Return everything that is imported when `start` is, and the module that imports it.
 
-    Imports inside functions count for `start` and for the package slurm: status and submission must stay light.
+    Imports inside functions count for `start` and for the packages cli and slurm: status and submission must stay fast.
     """
     modules, found, waiting = sources(root), {start: ""}, [start]
     while waiting:
         name = waiting.pop()
-        follow_functions = name == start or name.split(".")[0] == "slurm"
+        follow_functions = name == start or name.split(".")[0] in ("cli", "slurm")
         for other in imported(modules[name], at_start=not follow_functions):
             if other not in found:
                 found[other] = name

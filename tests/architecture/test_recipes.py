@@ -74,9 +74,7 @@ def test_a_new_stage_runs_here(counting: Path, tmp_path: Path) -> None:
 @pytest.mark.story
 def test_a_new_stage_in_a_dry_run_and_in_a_sweep(counting: Path, tmp_path: Path) -> None:
     write_config(tmp_path)
-    assert ",publish,measure,count,verify," in pipeline(counting, tmp_path, "no such words").stderr, (
-        "usage is of the table"
-    )
+    assert "publish,measure,count}" in pipeline(counting, tmp_path, "no such words").stderr, "usage is of the table"
     sweep = "sweep={grid: {optimizer.lr: [0.001, 0.01]}}"
     asked = ("stages.count.time=00:07:00", "--dry-run", "--scripts", "--executor", "slurm")
     for more in ((), (sweep,)):
@@ -112,7 +110,7 @@ def test_a_new_optimizer_trains_and_goes_on(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
     run, digests = tmp_path / "runs/tiny", []
     for _ in range(2):
-        verified = pipeline(code, tmp_path, "verify", str(run))
+        verified = submit(code, tmp_path, "verify", str(run))
         digests.append(verified.stdout.splitlines()[-1])
         shutil.rmtree(run / "checkpoints/step-00000006")
         done = pipeline(code, tmp_path, "train", str(run))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cli import overview
+from cli import status as status_command
 from pipeline.base.console import PlainConsole
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
@@ -141,7 +141,7 @@ def test_points_and_the_list_of_runs_name_it_briefly(tmp_path: Path, monkeypatch
     text = console.export_text()
     assert "points 000, 002: train pending, requeued after preemption\n" in text
     assert "point 001: train pending, requeued\n" in text
-    monkeypatch.setattr(overview, "find_run_jobs", lambda runs: jobs)
+    monkeypatch.setattr(status_command, "find_run_jobs", lambda runs: jobs)
     plain = PlainConsole(width=160, record=True)
-    overview.print_runs(Path("runs"), plain)
+    status_command.print_runs(Path("runs"), plain)
     assert re.search("^runs/swept +train +pending .*requeued after preemption ", plain.export_text(), re.M)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-import submit
-from cli import overview
+from cli import status as status_command
+from cli.main import app
 from pipeline.base.console import PlainConsole
 from pipeline.base.errors import UserError
 from pipeline.config.read import load_config
@@ -38,10 +38,10 @@ def test_all_runs_with_one_question_to_slurm(tmp_path: Path, monkeypatch: pytest
         asked.append({run.path for run in runs})
         return [SubmittedJob(run.path, "prepare", run.path.name, JobState("7", "PENDING", "Priority")) for run in runs]
 
-    monkeypatch.setattr(overview, "find_run_jobs", jobs_of)
+    monkeypatch.setattr(status_command, "find_run_jobs", jobs_of)
     monkeypatch.chdir(tmp_path)
     console = PlainConsole(width=120, record=True)
-    overview.print_runs(Path("runs"), console)
+    status_command.print_runs(Path("runs"), console)
     shown = console.export_text()
     assert asked == [{waits.path, also.path}], "once, and not for what is done or never was Slurm's"
     for line in (
@@ -55,5 +55,6 @@ def test_all_runs_with_one_question_to_slurm(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_live_table_needs_a_run() -> None:
-    with pytest.raises(UserError, match="--watch: of which run"):
-        submit.app(["status", "--watch"])
+    with pytest.raises(UserError) as error:
+        app(["status", "--watch"])
+    assert error.value.code == "cli.missing_run"

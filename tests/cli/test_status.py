@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from cli import watch as watching
+from cli import status as status_command
 from data_prep.inputs.sources import Input
 from data_prep.shard import lacks
 from data_prep.text.tokenizer import train_bpe
@@ -220,10 +220,10 @@ def test_where_no_line_can_be_overwritten_the_table_comes_as_it_changes(
 
     monkeypatch.setattr(status, "uses_slurm", lambda run: True)
     monkeypatch.setattr(status, "find_run_jobs", jobs_of)
-    monkeypatch.setattr(status, "PAUSE_S", (0.0, 0.0))
-    monkeypatch.setattr(watching, "LOOK_S", 0.001)
+    monkeypatch.setattr(status, "QUERY_INTERVALS_S", (0.0, 0.0))
+    monkeypatch.setattr(status_command, "POLL_INTERVAL_S", 0.001)
     text = io.StringIO()
-    watching.watch(run, PlainConsole(file=text, width=150, force_terminal=terminal, _environ={"TERM": "dumb"}))
+    status_command.watch(run, PlainConsole(file=text, width=150, force_terminal=terminal, _environ={"TERM": "dumb"}))
     assert re.findall(r"^train +(\w+)", text.getvalue(), re.M) == ["pending", "running", "cancelled"]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cli.doctor import Finding, print_findings
-from cli.logs import show
+from cli.logs import print_log
 from pipeline.base.console import PlainConsole
 from pipeline.base.errors import printable
 from pipeline.base.files import append_line
@@ -63,7 +63,7 @@ def test_status_report_and_words_of_an_end_are_text(run: Run) -> None:
 
 def test_logs_are_text(run: Run, capsysbinary: pytest.CaptureFixture[bytes]) -> None:
     append_line(run.events_file, "")
-    show(run, "train", "0", follow=False)
+    print_log(run, "train", "0", follow=False)
     shown = capsysbinary.readouterr().out.decode()
     harmless(shown)
     assert shown.startswith("step 1\tloss 5 é\r\n?[2J?[H?]0;mine?all is done") and shown.endswith("\n\ufffd?\n")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import typer
 
-import submit
+from cli.submit import start_run
 from data_prep.inputs.folder import PACKAGE, PROGRESS, SHARED, code_sha256
 from data_prep.text.text_folder import TextFolder
 from pipeline.base.dist_env import RankInfo, read_rank_info
@@ -209,7 +209,7 @@ def test_what_is_new_since_the_shards_is_told_and_what_was_cleared_away_is_not(
         file.write('{"text": "more"}\n')
     monkeypatch.setattr("slurm.submit.local_runner.run_chain_locally", lambda run, console: ExitCode.STOPPED)
     with pytest.raises(typer.Exit):
-        submit._go(run, "local", again=True)
+        start_run(run, "local", is_resumed=True)
     assert f"note: {corpus} (2 in all) is new or has changed" in capsys.readouterr().out
     shutil.rmtree(folder)
     assert notes(run) == []

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import yaml
 
-from cli.dry_run import print_plan
+from cli.submit import print_plan
 from pipeline.base.console import PlainConsole
 from pipeline.base.errors import UserError, storage_error
 from pipeline.config.read import dump_config, load_config

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 
 from benchmarks.gpu import ALONE, ROOT
+from cli.main import main
 from examples import vit
 from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import UserError
@@ -25,7 +26,6 @@ from pipeline.parallel.mesh import resolve_layout
 from planning.memory import estimate_memory
 from planning.plan import describe_plan
 from planning.timeline import Action, draw_text_timeline, rank_actions
-from submit import main
 from tests.fake_gpu.peaks import PEAKS, RECOMPUTE
 from tests.parallel.test_parallel import FEW, LAYOUTS, TIED
 from tests.support.layouts import VOCAB, tiny_config, train
@@ -178,6 +178,7 @@ def test_the_plan_names_everything(capfd: pytest.CaptureFixture[str], monkeypatc
     assert "    5     0    1    0    1   3–3" in text
     for group in ("shard", "tensor", "pipeline"):
         assert f"{group:>10} " in text.rsplit("sends", 1)[1]
+    monkeypatch.setattr("cli.plan.prepare_for_torch", lambda: None)  # it changes the signals of this process
     monkeypatch.setattr("sys.argv", ["submit.py", "plan", str(ROOT / "configs/quickstart.yaml"), "parallel.tensor=3"])
     with pytest.raises(SystemExit) as stopped:
         main()

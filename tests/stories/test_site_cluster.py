@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from cli.doctor import Finding, examine, parse_gres, parse_mpi, parse_partitions, parse_slurm_config
+from cli.doctor import Finding, parse_gres, parse_mpi_plugins, parse_partitions, parse_slurm_config, run_checks
 from pipeline.base.errors import ExitCode, UserError
 from pipeline.base.files import read_jsonl
 from pipeline.config.read import load_config
@@ -278,17 +278,17 @@ def findings(
 ) -> dict[str, Finding]:
     for name, value in cluster.environment().items():
         monkeypatch.setenv(name, value)
-    return {finding.what: finding for finding in examine(folder, check, site)}
+    return {finding.subject: finding for finding in run_checks(folder, check, site)}
 
 
 def test_doctor_knows_this_cluster(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = findings(cluster, tmp_path / "runs", monkeypatch, check=True)
     low, high = found["partition low (default)"], found["partition high"]
-    assert low.verdict == "ok" and "REQUEUE, GraceTime 5 s" in low.found and "gpu:h100:2" in low.found
-    assert "4 nodes, time UNLIMITED" in low.found and high.meaning == "jobs here are not preempted"
-    assert found["preempt_send_user_signal"].found == "on" and "USR2" in found["preempt_send_user_signal"].meaning
-    assert found["accounting"].verdict == "note" and "pmi" in found["srun --mpi"].found
-    assert found["MaxArraySize"].found == "1001" and found["MaxJobCount"].found == "10000"
+    assert low.verdict == "ok" and "REQUEUE, GraceTime 5 s" in low.fact and "gpu:h100:2" in low.fact
+    assert "4 nodes, MaxTime UNLIMITED" in low.fact and high.meaning == "jobs here are not preempted"
+    assert found["preempt_send_user_signal"].fact == "on" and "USR2" in found["preempt_send_user_signal"].meaning
+    assert found["accounting"].verdict == "note" and "pmi" in found["srun --mpi"].fact
+    assert found["MaxArraySize"].fact == "1001" and found["MaxJobCount"].fact == "10000"
     assert found["Slurm"].verdict == "ok" and found["file locks"].verdict == "ok"
     assert found["run.root"].verdict == "ok" and "compute nodes see it" in found["run.root"].meaning
 
@@ -297,10 +297,12 @@ def test_doctor_knows_another(other: Cluster, tmp_path: Path, monkeypatch: pytes
     other.output(["scontrol", "update", "PartitionName=high", "State=DOWN"])
     found = findings(other, tmp_path, monkeypatch, check=False)
     low = found["partition low (default)"]
-    assert low.verdict == "note" and "CANCEL, GraceTime 0 s" in low.found and "is gone" in low.meaning
+    assert (
+        low.verdict == "note" and "CANCEL, GraceTime 0 s" in low.fact and "a preempted job is cancelled" in low.meaning
+    )
     assert found["partition high"].verdict == "problem" and "DOWN" in found["partition high"].meaning
-    assert found["preempt_send_user_signal"].found == "off" and "TERM" in found["preempt_send_user_signal"].meaning
-    assert found["accounting"].verdict == "ok" and "slurmdbd" in found["accounting"].found
+    assert found["preempt_send_user_signal"].fact == "off" and "TERM" in found["preempt_send_user_signal"].meaning
+    assert found["accounting"].verdict == "ok" and "slurmdbd" in found["accounting"].fact
     assert "--check-nodes" in found["run.root"].meaning
 
 
@@ -312,14 +314,14 @@ def test_doctor_sees_what_nodes_do_not_see(cluster: Cluster, monkeypatch: pytest
             seen = findings(cluster, Path(folder), monkeypatch, check=True)["run.root"]
         finally:
             subprocess.run(["umount", folder], check=True, timeout=10)
-    assert seen.verdict == "problem" and "tmpfs" in seen.found and "No such file" in seen.meaning
+    assert seen.verdict == "problem" and "tmpfs" in seen.fact and "No such file" in seen.meaning
 
 
 def test_doctor_asks_nodes_as_the_site_does_and_says_when_it_cannot(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused = findings(cluster, tmp_path, monkeypatch, True, SiteConfig(partition="none"))
-    assert refused["--check-nodes"].verdict == "note" and "invalid partition" in refused["--check-nodes"].found
+    assert refused["--check-nodes"].verdict == "note" and "invalid partition" in refused["--check-nodes"].fact
     assert "invalid" not in refused["run.root"].meaning, "srun's words say nothing about the file system"
     monkeypatch.setenv("SLURM_PARTITION", "none")  # as where the default one does not take everybody
     assert "--check-nodes" in findings(cluster, tmp_path, monkeypatch, True)
@@ -327,7 +329,7 @@ def test_doctor_asks_nodes_as_the_site_does_and_says_when_it_cannot(
     assert "--check-nodes" not in found and "compute nodes see it" in found["run.root"].meaning
     (tmp_path / "site.yaml").write_text("partition: none\n")
     done = submit(cluster, tmp_path, "doctor", "--check-nodes", "--site", "site.yaml")
-    assert "could not be asked" in done.stdout, done.stdout + done.stderr
+    assert "no node was reached" in done.stdout, done.stdout + done.stderr
     (tmp_path / "site.yaml").write_text("partitoin: none\n")
     done = submit(cluster, tmp_path, "doctor", "--site", "site.yaml")
     assert done.returncode == ExitCode.USER_ERROR and "site.yaml:1: site.partitoin" in done.stderr, done.stderr
@@ -339,7 +341,7 @@ def test_doctor_as_a_person_sees_it(cluster: Cluster, tmp_path: Path) -> None:
     none = submit(cluster, tmp_path, "doctor", PATH="/nowhere")
     assert "no scontrol on PATH" in none.stdout and "0 problems" in none.stdout and "--executor local" in none.stdout
     silent = submit(cluster, tmp_path, "doctor", SLURM_CONF="/nowhere")
-    assert "no answer" in silent.stdout and "1 problem" in silent.stdout
+    assert "no response" in silent.stdout and "1 problem" in silent.stdout
 
 
 def test_parsers_take_what_slurm_says(cluster: Cluster) -> None:
@@ -352,7 +354,7 @@ def test_parsers_take_what_slurm_says(cluster: Cluster) -> None:
     assert parse_gres(cluster.output(["sinfo", "--noheader", "--format=%R|%G"])) == dict.fromkeys(
         ["low", "high"], "gpu:h100:2"
     )
-    assert {"none", "pmi2"} <= set(parse_mpi(cluster.output(["srun", "--mpi=list"])))
+    assert {"none", "pmi2"} <= set(parse_mpi_plugins(cluster.output(["srun", "--mpi=list"])))
 
 
 NAME = st.from_regex(r"[A-Za-z]\w{0,20}", fullmatch=True)
@@ -372,4 +374,4 @@ def test_any_settings_are_read_back(settings: dict[str, str]) -> None:
 
 @given(st.text())
 def test_parsers_survive_anything(text: str) -> None:
-    parse_slurm_config(text), parse_partitions(text), parse_gres(text), parse_mpi(text)
+    parse_slurm_config(text), parse_partitions(text), parse_gres(text), parse_mpi_plugins(text)

@@ -1,6 +1,6 @@
 """The mistakes that a new user is most likely to make: what is typed, what is said, and what leads back.
 
-tests/slurm/submit/test_mistakes.py types them, in a folder with the two configs and the module below.
+tests/cli/test_user_errors.py types them, in a folder with the two configs and the module below.
 """
 
 from __future__ import annotations
@@ -305,7 +305,7 @@ LATER = [
     Mistake(
         "a command misspelt",
         "statuss",
-        "there is no such command, and no such file; did you mean status?",
+        "no such command, and no such file; did you mean status?",
         before=("tiny.yaml",),
         back="status",
     ),
@@ -339,7 +339,7 @@ LATER = [
     Mistake(
         "a run for a config",
         "runs/tiny",
-        "runs/tiny is a run, not a config; to go on with it:",
+        "runs/tiny is a run, not a config",
         before=("tiny.yaml",),
         back="printed",
     ),

@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from cli.submission_checks import check_submission
+from cli.submit import check_submission
 from pipeline.base.errors import UserError
 from pipeline.base.signals import StopFlag
 from pipeline.config.read import load_config

@@ -19,17 +19,16 @@ from pipeline.run.code import CODE_ROOT
 from planning.machine import load_machine
 from planning.memory import reserved_gpu_bytes
 from planning.plan import (
+    check_page_path,
     compute_plan_figures,
     describe_plan,
     draw_failures,
     draw_memory,
     draw_roofline,
     draw_schedule,
-    write_plan_page,
 )
 from planning.predict import _pipeline_span, predict_step
 from planning.workload import workload_from_config
-from submit import child
 
 H100 = load_machine("h100")
 PIPED = (
@@ -123,10 +122,15 @@ def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
     )
 
 
-def test_mistakes_are_told_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_in_a_missing_folder_is_refused_before_planning(tmp_path: Path) -> None:
     for wrong in (tmp_path / "plan.yaml", tmp_path / "no" / "plan.html"):
-        with pytest.raises(UserError, match=r"name a file that ends in \.html, in a folder that exists"):
-            write_plan_page(child, "", wrong)
-    monkeypatch.setattr("sys.argv", ["submit.py", "plan", str(tmp_path / "none.yaml")])
-    left = write_plan_page(child, "", tmp_path / "plan.html")
-    assert left.exit_code == 2 and not (tmp_path / "plan.html").exists()
+        with pytest.raises(UserError) as error:
+            check_page_path(wrong)
+        assert error.value.code == "plan.html_path" and str(wrong) in str(error.value)
+
+
+def test_an_unreadable_config_writes_no_page(tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    command = [sys.executable, "submit.py", "plan", str(tmp_path / "none.yaml"), f"--html={page}"]
+    done = subprocess.run(command, cwd=CODE_ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "none.yaml" in done.stderr and not page.exists()

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cli.profile import ask, merge
+from cli.profile import merge_traces, profile_steps
 from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import ExitCode, UserError
 from pipeline.base.signals import StopFlag
@@ -162,7 +162,7 @@ def test_the_traces_of_four_ranks_become_one(four: Run) -> None:
     )  # of old
     (_, of_step) = folders = sorted(four.profiles_dir.iterdir())
     assert [folder.name for folder in folders] == ["step-00000003", "step-00000006"]
-    path, error_ms = merge(of_step, range(4))
+    path, error_ms = merge_traces(of_step, range(4))
     assert 0 < error_ms < 50
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     named = {(e["pid"], e["name"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M"}
@@ -199,13 +199,13 @@ def test_profiling_changes_no_bit(four: Run, tmp_path: Path) -> None:
 
 
 def test_what_was_profiled_is_told_later(four: Run) -> None:
-    said = list(ask(four, "", 0))
+    said = list(profile_steps(four, "", 0))
     assert len(said) == 4 and said[0].startswith("step-00000003: ") and "mean of 4 ranks" in said[0]
     assert sum(int(share.split()[-2]) for share in said[0].split("(")[0].split(",")) in range(97, 104)
     with pytest.raises(UserError, match="is not training now; --steps 0"):
-        next(ask(four, "", 1))
+        next(profile_steps(four, "", 1))
     with pytest.raises(UserError, match="--ranks 1;2: write ranks as 0,4-7"):
-        next(ask(four, "1;2", 1))
+        next(profile_steps(four, "1;2", 1))
     assert not four.profile_file.exists()
 
 
@@ -218,7 +218,7 @@ def test_damaged_files_are_refused_in_words(four: Run, tmp_path: Path, damage: s
     texts = {"other": b'{"rank": 2}', "deep": b"[" * 100_000}
     file.write_bytes(gzip.compress(texts[damage]) if damage in texts else torn)
     with pytest.raises(UserError, match="step-00000003 is damaged"):
-        list(ask(Run(tmp_path), "", 0))
+        list(profile_steps(Run(tmp_path), "", 0))
     assert not (folder / "trace.json.gz").exists() or damage == "parts"
 
 

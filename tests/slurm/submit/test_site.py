@@ -19,8 +19,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cli.doctor import Facts, Finding, file_system, judge
-from cli.dry_run import print_plan
+from cli.doctor import ClusterFacts, Finding, assess_cluster, check_file_system
+from cli.submit import print_plan
 from pipeline.base.console import PlainConsole
 from pipeline.base.dist_env import granted_tasks
 from pipeline.base.errors import UserError
@@ -236,7 +236,7 @@ def test_a_dry_run_shows_all_and_hides_secrets(tmp_path: Path, monkeypatch: pyte
     assert "hunter2" not in text
     assert text.count("module load cuda/12.4") == 6 and "export WANDB_API_KEY=*****" in text
     assert text.count("#!/bin/bash") == 5 and "--array=0-1%2" in text
-    assert re.search(r"^train +2 × 2 = 4 processes, 00:20:00, after shard; asks for ", text, re.M)
+    assert re.search(r"^train +2 × 2 = 4 processes, 00:20:00, after shard; requests ", text, re.M)
     assert "sequence_length: 32" in text and "#SBATCH --nice=5" in text
     assert not (tmp_path / "runs").exists()
 
@@ -632,9 +632,9 @@ def test_a_mismatch_in_an_allocation(tmp_path: Path, monkeypatch: pytest.MonkeyP
 DBD = {"AccountingStorageType": "accounting_storage/slurmdbd", "AccountingStorageEnforce": "limits"}
 
 
-def judged(config: dict[str, str], mpi: list[str] | None = None, **partition: str) -> dict[str, Finding]:
-    facts = Facts(config, [{"PartitionName": "p", "State": "UP", **partition}], {}, mpi or [])
-    return {finding.what: finding for finding in judge(facts)}
+def assess(config: dict[str, str], mpi: list[str] | None = None, **partition: str) -> dict[str, Finding]:
+    facts = ClusterFacts(config, [{"PartitionName": "p", "State": "UP", **partition}], {}, mpi or [])
+    return {finding.subject: finding for finding in assess_cluster(facts)}
 
 
 @pytest.mark.parametrize(
@@ -652,8 +652,8 @@ def judged(config: dict[str, str], mpi: list[str] | None = None, **partition: st
     ],
 )  # fmt: skip
 def test_doctor_knows_other_clusters(config: dict[str, str], what: str, verdict: str, words: str) -> None:
-    finding = judged(config, PreemptMode="SUSPEND,GANG")[what]
-    assert finding.verdict == verdict and words in finding.meaning + finding.found
+    finding = assess(config, PreemptMode="SUSPEND,GANG")[what]
+    assert finding.verdict == verdict and words in finding.meaning + finding.fact
 
 
 @pytest.mark.parametrize(
@@ -662,14 +662,14 @@ def test_doctor_knows_other_clusters(config: dict[str, str], what: str, verdict:
      (9, "fuse.sshfs", None, "ok"), (0, "ext4", None, "ok"), (9, "", None, "problem")],
 )  # fmt: skip
 def test_doctor_judges_file_systems(tmp_path: Path, nodes: int, kind: str, unseen: str | None, verdict: str) -> None:
-    assert next(file_system(tmp_path, nodes, kind, unseen)).verdict == verdict
+    assert next(check_file_system(tmp_path, nodes, kind, unseen)).verdict == verdict
 
 
 @pytest.mark.parametrize(("kind", "shared"), [("lustre", True), ("nfs4", True), ("ext4", False)])
 def test_doctor_asks_locks_of_one_machine_only(tmp_path: Path, kind: str, shared: bool) -> None:
     """Lustre's localflock would give the same answer on every node."""
-    locks = next(found for found in file_system(tmp_path, 9, kind, "") if found.what == "file locks")
-    assert locks.meaning.startswith("on this machine") and ("not localflock" in locks.meaning) == shared
+    locks = next(found for found in check_file_system(tmp_path, 9, kind, "") if found.subject == "file locks")
+    assert locks.meaning.startswith("on one machine") and ("not localflock" in locks.meaning) == shared
 
 
 def test_doctor_says_what_a_machine_without_slurm_offers(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cli.dry_run import print_plan
+from cli.submit import print_plan
 from pipeline.base.console import PlainConsole
 from pipeline.base.errors import UserError
 from pipeline.base.files import read_jsonl

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-import submit as command_line
-from cli.resume_preview import print_resume
+from cli.main import app
+from cli.resume import preview_resume
+from cli.submit import start_run
 from pipeline.base.console import PlainConsole
 from pipeline.base.errors import UserError
 from pipeline.config.read import load_config
@@ -29,7 +30,9 @@ def files(folder: Path) -> dict[Path, tuple[int, int]]:
 def preview(run: Run, *overrides: str, slurm: bool = True, update_code: bool = False, scripts: bool = False) -> str:
     """What is printed, while nothing is written."""
     console, before = PlainConsole(width=200, record=True), files(run.path)
-    print_resume(run, overrides, update_code, "slurm" if slurm else "local", bool(overrides), console, scripts=scripts)
+    preview_resume(
+        run, overrides, update_code, "slurm" if slurm else "local", bool(overrides), console, scripts=scripts
+    )
     assert files(run.path) == before, "a dry run writes nothing"
     return console.export_text()
 
@@ -45,7 +48,7 @@ def test_changes_and_jobs_are_named_and_nothing_is_done(run: Run, queue: Queue) 
         assert f"{stage:9} job {job} would be cancelled\n" in shown
     assert "train     job new-1\n" in shown and "evaluate  job new-2, after new-1\n" in shown
     assert "shard     done: " in shown
-    assert "train     2 × 2 = 4 processes, 01:00:00" in shown and "asks for partition low" in shown
+    assert "train     2 × 2 = 4 processes, 01:00:00" in shown and "requests partition low" in shown
     assert "#!/bin/bash" not in preview(run, "stages.train.nodes=2"), "scripts come with --scripts"
     scripts = shown.split("# ---- on Slurm: ")[1:]
     assert [script.split("\n")[0] for script in scripts] == ["train", "evaluate"]
@@ -81,11 +84,11 @@ def test_points_of_a_sweep_that_are_not_made_yet(tmp_path: Path, run: Run, queue
 
 
 def test_it_warns_as_a_dry_run_of_the_config_does(run: Run, queue: Queue, capsys: pytest.CaptureFixture[str]) -> None:
-    short = "stages.train.time: 00:02:00 is short: asked to save 90 s before the end (site.signal_s)"
+    short = "stages.train.time: 00:02:00 is short: Slurm signals 90 s before the end (site.signal_s)"
     assert short in preview(run, "stages.train.time=00:02:00") and short not in preview(run)
     assert "hunter2" not in preview(run, "site.setup=[export TOKEN=hunter2]")
     run.apply_overrides(["stages.train.time=00:02:00"])
-    command_line._go(run, "slurm", again=True)
+    start_run(run, "slurm", is_resumed=True)
     assert short in capsys.readouterr().out, "resume itself says so, too"
 
 
@@ -104,9 +107,9 @@ def test_what_resume_refuses_is_refused_before_anything_is_recorded(
     (run.checkpoints_dir / "step-00000007").mkdir()
     before = files(run.path)
     for more in ([], ["--dry-run"]):
-        monkeypatch.setattr(command_line, "choose_executor", lambda executor, run: "slurm")
+        monkeypatch.setattr("cli.resume.choose_executor", lambda executor, run: "slurm")
         with pytest.raises(UserError) as refused:
-            command_line.app(["resume", str(run.path), *overrides, *more], standalone_mode=False)
+            app(["resume", str(run.path), *overrides, *more], standalone_mode=False)
         assert words in str(refused.value)
     changed = {path.name for path, seen in files(run.path).items() if before.get(path) != seen}
     assert not changed - {".creating", run.path.name}
@@ -116,7 +119,7 @@ def test_on_this_machine_stages_are_named(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
     shown = preview(run, "train.steps=40", slurm=False)
     assert "train.steps: 30 → 40\n" in shown and "shard     done: " in shown and "train     would run: 0/40" in shown
-    assert "train's 2 processes" in shown and "#!/bin/bash" not in shown
+    assert "2 processes of train with train.threads=" in shown and "#!/bin/bash" not in shown
     assert f"{run.code_dir} would be replaced" in preview(run, slurm=False, update_code=True)
 
 
@@ -128,5 +131,5 @@ def test_the_command_line_takes_it(
     monkeypatch.setattr(sys, "argv", ["submit.py", "resume"])
     before = files(run.path)
     words = ["resume", "runs/tiny", "train.steps=40", "--dry-run", "--update-code", "--executor", "local"]
-    command_line.app(words, standalone_mode=False)
+    app(words, standalone_mode=False)
     assert "train.steps: 30 → 40\n" in capsys.readouterr().out and files(run.path) == before

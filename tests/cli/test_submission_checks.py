@@ -10,8 +10,8 @@ from pathlib import Path
 import h5py
 import pytest
 
-import submit
-from cli.submission_checks import check_submission
+from cli.main import main
+from cli.submit import check_submission
 from examples import make_images
 from pipeline.base.errors import ExitCode, UserError
 from pipeline.config.read import load_config
@@ -220,6 +220,6 @@ def test_a_dry_run_in_no_allocation_is_refused_as_submit_is(
     for more in ([], ["--dry-run"]):
         monkeypatch.setattr(sys, "argv", ["submit.py", "tiny.yaml", "--executor=allocation", *more])
         with pytest.raises(SystemExit, match=str(int(ExitCode.USER_ERROR))):
-            submit.main()
+            main()
         assert "--executor allocation: this is no allocation" in capsys.readouterr().err
     assert not (folder / "runs").exists()

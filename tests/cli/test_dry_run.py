@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import typer
 
-import submit
+from cli import submit
+from cli.main import app
 from pipeline.base.console import PlainConsole
 from pipeline.base.errors import ExitCode, UserError
 from pipeline.config.read import load_config
@@ -33,7 +34,7 @@ def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     def type_(*words: str) -> str:
         monkeypatch.setattr(sys, "argv", ["submit.py", *words])
         with pytest.raises(SystemExit) as end:
-            submit.app(list(words))
+            app(list(words))
         assert end.value.code == 0
         return capsys.readouterr().out
 
@@ -60,7 +61,7 @@ def test_scripts_are_printed_on_request_behind_the_answer(typed: Callable[..., s
 def test_without_slurm_there_is_nothing_of_slurm(typed: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     shown = typed("tiny.yaml", "--dry-run", "--scripts")
-    assert "#SBATCH" not in shown and "none of Slurm's: 4 stages on this machine" in shown
+    assert "#SBATCH" not in shown and "none on Slurm: 4 stages on this machine" in shown
 
 
 @pytest.mark.parametrize("controller", [None, "UP", "DOWN"])
@@ -75,7 +76,7 @@ def test_a_controller_that_is_away_is_a_problem(
         (tools / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tools}:/usr/bin:/bin" if controller else "/nowhere")
     shown = typed("tiny.yaml", "--dry-run", "--executor", "slurm")
-    assert ("problem   submitting would be refused" in shown) == (controller != "UP"), shown
+    assert ("problem   submitting would fail" in shown) == (controller != "UP"), shown
     assert ("scontrol ping" in shown) == (controller != "UP")
 
 
@@ -113,14 +114,14 @@ def test_a_run_that_exists_is_shown_as_it_would_go_on(typed: Callable[..., str])
     assert "training  40 steps of 8" in shown and "train.steps: 30 → 40" in shown, shown
     assert "\ndone      prepare, shard\n" in shown and "\ntrain     2 processes" in shown and "\nprepare " not in shown
     assert "2 stages on this machine" in shown
-    assert "jobs      2 jobs of Slurm;" in typed("tiny.yaml", "--dry-run", "--executor", "slurm")
+    assert "jobs      2 Slurm jobs;" in typed("tiny.yaml", "--dry-run", "--executor", "slurm")
 
 
 def test_what_is_asked_of_slurm_is_summed_up(typed: Callable[..., str]) -> None:
     site = "site={partition: gpu, gpus_per_node: 4, mem_gb: 100, sbatch: {reservation: r1}}"
     train = "stages.train={nodes: 3, tasks_per_node: 4, time: '02:00:00'}"
     shown = typed("tiny.yaml", "--dry-run", "--executor", "slurm", site, train, "train.global_batch=24")
-    assert "jobs      5 jobs of Slurm, 6 with the tasks of arrays; the largest 3 nodes and 12 GPUs; " in shown
+    assert "jobs      5 Slurm jobs, 6 with the tasks of arrays; the largest 3 nodes and 12 GPUs; " in shown
     assert "10.0 node-hours, 25.0 GPU-hours at most" in shown, shown
     (line,) = [line for line in shown.splitlines() if line.startswith("train ")]
     assert "3 × 4 = 12 processes, 02:00:00, after shard" in line
@@ -171,9 +172,10 @@ def test_a_type_of_gpu_with_several_sizes_gets_a_verdict_for_each(typed: Callabl
 def test_a_machine_that_nobody_knows(typed: Callable[..., str]) -> None:
     assert "problem   GPU memory: site.machine: h101" in typed("tiny.yaml", "--dry-run", "site.machine=h101")
     with pytest.raises(UserError, match="h101: no such machine"):
-        submit.app(["tiny.yaml", "--dry-run", "--machine", "h101"])
-    with pytest.raises(UserError, match="go with --dry-run"):
-        submit.app(["tiny.yaml", "--machine", "h100"])
+        app(["tiny.yaml", "--dry-run", "--machine", "h101"])
+    with pytest.raises(UserError) as error:
+        app(["tiny.yaml", "--machine", "h100"])
+    assert error.value.code == "cli.conflict" and "--dry-run" in str(error.value)
 
 
 HUGE = "model={dim: 16384, layers: 64, heads: 128}"
@@ -266,7 +268,7 @@ def test_the_warning_is_given_when_the_run_is_submitted_too(tmp_path: Path, monk
     monkeypatch.setattr(local_runner, "run_chain_locally", lambda run, console: ExitCode.STOPPED)
     monkeypatch.setattr(Run, "copy_code", lambda self, **more: None)
     with pytest.raises(typer.Exit):
-        submit._go(Run.create(config), "local", again=False)
+        submit.start_run(Run.create(config), "local", is_resumed=False)
     assert "warning: host memory: does not fit" in out.getvalue()
 
 
@@ -282,7 +284,7 @@ def test_more_processes_than_cores_are_told(typed: Callable[..., str], monkeypat
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 3})
     assert "note " not in typed("tiny.yaml", "--dry-run", "--executor", "local"), "two on two"
     for words, told in (
-        (["stages.train.tasks_per_node=4"], "train's 4 processes, each of train.threads=1, share 2 CPU cores"),
-        (["train.threads=2"], "train's 2 processes, each of train.threads=2, share 2 CPU cores"),
+        (["stages.train.tasks_per_node=4"], "4 processes of train with train.threads=1 each share 2 CPU cores"),
+        (["train.threads=2"], "2 processes of train with train.threads=2 each share 2 CPU cores"),
     ):
         assert told in typed("tiny.yaml", "--dry-run", "--executor", "local", *words)

@@ -23,8 +23,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-import submit
-from cli.overview import print_runs
+from cli.main import main
+from cli.status import print_runs
 from pipeline.base.console import PlainConsole
 from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import ExitCode
@@ -81,7 +81,7 @@ def submit_py(words: str) -> int:
     Stages.began = False
     sys.argv = [str(CODE_ROOT / "submit.py"), *shlex.split(words)]
     with pytest.raises(SystemExit) as ended:
-        submit.main()
+        main()
     return int(ended.value.code or 0)
 
 

@@ -1,0 +1,45 @@
+"""What several commands share: their arguments, the console, and the set-up of a process that imports torch."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from pipeline.base.console import PlainConsole
+from pipeline.base.files import raise_open_file_limit
+
+RunPath = Annotated[str, typer.Argument(metavar="RUN", help="a run directory, such as runs/quickstart")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]…", help="config keys to set, such as train.steps=400")
+]
+Step = Annotated[str | None, typer.Option(help="step of the checkpoint; default: the newest checkpoint")]
+
+console = PlainConsole(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160)
+"""Output of all commands. Without a terminal, rich would wrap at 80 columns."""
+
+
+def prepare_for_torch() -> None:
+    """Set up this process for a command that imports torch or h5py. Call it before the import.
+
+    Such a command changes files only atomically, so Ctrl-C may end it anywhere, also inside a library. Its output is
+    often piped into `head`, which closes the pipe early.
+    """
+    from pipeline.run.code import CODE_ROOT, with_code
+
+    faulthandler.enable()
+    raise_open_file_limit()
+    signal.signal(signal.SIGINT, _exit_at_once)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    if str(CODE_ROOT) not in sys.path[:1]:  # another package called `pipeline` may precede ours on PYTHONPATH
+        sys.path.insert(0, str(CODE_ROOT))
+    os.environ.update(with_code(os.environ, CODE_ROOT))  # for the processes that torch and h5py start
+
+
+def _exit_at_once(number: int, frame: FrameType | None) -> None:
+    os._exit(128 + number)

@@ -1,0 +1,27 @@
+"""`export RUN DIR`: write the weights of a checkpoint in Hugging Face format."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from cli.common import RunPath, Step, prepare_for_torch
+from pipeline.run.directory import Run
+
+
+def export(
+    run: RunPath,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="a folder that does not exist yet")],
+    step: Step = None,
+    dtype: Annotated[Literal["fp32", "bf16"], typer.Option(help="data type of the weights")] = "fp32",
+) -> None:
+    """Export a checkpoint as a folder for transformers: weights (safetensors), config.json and the tokenizer."""
+    opened = Run.open(run)
+    prepare_for_torch()
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch allocates huge pages: a third less time
+    from pipeline.publish.export import export
+
+    print(export(opened, folder.absolute(), step, dtype))

@@ -1,0 +1,156 @@
+"""`plan CONFIG`: predict memory, communication and speed of a training's layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cli.common import Overrides, console, prepare_for_torch
+from pipeline.base.errors import UserError
+from pipeline.config.read import COMMAND_LINE, ConfigError, config_from_mapping, load_config, overridden
+from pipeline.config.sections import Config
+from pipeline.run.directory import Run
+
+
+def plan(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="a YAML file, or a run directory")],
+    overrides: Overrides = None,
+    machine: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE", help="also predict speed on this machine; default: site.machine")
+    ] = None,
+    best: Annotated[
+        bool, typer.Option("--best", help="list the fastest layouts that fit, instead of the config's own layout")
+    ] = False,
+    write: Annotated[
+        bool, typer.Option("--write", help="with --best: write the fastest as a config beside CONFIG")
+    ] = False,
+    goodput: Annotated[
+        bool, typer.Option("--goodput", help="predict the cost of failures and the best checkpoint interval")
+    ] = False,
+    nodes: Annotated[
+        str | None, typer.Option(metavar="N,M|N..M", help="with --best or --goodput: numbers of nodes")
+    ] = None,
+    rehearse: Annotated[
+        int | None,
+        typer.Option(metavar="RANK", help="build this rank and run a step of it here, without data and peers"),
+    ] = None,
+    measure: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="time this machine in the config's ranks, for --machine FILE")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", help="also write the plan with charts to this file")
+    ] = None,
+) -> None:
+    """Predict what a config's layout means: mesh, memory per rank, pipeline schedule, communication and speed."""
+    chosen = [
+        option
+        for option, is_chosen in {
+            "--best": best,
+            "--goodput": goodput,
+            "--rehearse": rehearse is not None,
+            "--measure": measure is not None,
+        }.items()
+        if is_chosen
+    ]
+    if len(chosen) > 1 or (chosen and html is not None):
+        raise UserError("plan.conflict", "plan: use only one of --best, --goodput, --rehearse, --measure and --html")
+    if write and not best:
+        raise UserError("plan.conflict", "plan: --write requires --best")
+    if nodes and not (best or goodput):
+        raise UserError("plan.conflict", "plan: --nodes requires --best or --goodput")
+    changes = overrides or []
+    if goodput:
+        from planning.goodput import print_goodput
+
+        print_goodput(config, changes, nodes, console)
+    elif measure is not None:
+        from planning.measuring import measure as measure_machine
+
+        raise typer.Exit(measure_machine(config, changes, measure, machine, console))
+    else:
+        _print_layout(config, changes, machine, best, write, nodes, rehearse, html)
+
+
+def _print_layout(
+    path: Path,
+    overrides: list[str],
+    machine_name: str | None,
+    best: bool,
+    write: bool,
+    node_ranges: str | None,
+    rehearsed_rank: int | None,
+    html: Path | None,
+) -> None:
+    """Print the plan of one layout, the best layouts, or the rehearsal of a rank."""
+    prepare_for_torch()
+    from planning.machine import load_machine
+
+    if html is not None:
+        from planning.plan import check_page_path
+
+        check_page_path(html)
+    config, problem = _load(path, overrides, any_layout=best)
+    name, memory_gib = machine_name or config.site.machine, config.site.gpu_memory_gib
+    machine = load_machine(name) if name else None
+    if machine is not None and (machine_name or memory_gib is None):
+        memory_gib = machine.memory_gib
+    config = config.model_copy(update={"site": config.site.model_copy(update={"gpu_memory_gib": memory_gib})})
+    if rehearsed_rank is not None:
+        from planning.rehearse import describe_rehearsal
+
+        _print_lines(describe_rehearsal(config, rehearsed_rank))
+    elif best:
+        from planning.plan import describe_best_layouts
+
+        if machine is None:
+            raise UserError("plan.no_machine", "plan: --best requires --machine NAME, or site.machine in the config")
+        if write and path.is_dir():
+            raise UserError(
+                "plan.conflict", f"plan: --write requires a CONFIG; {path} is a run, and its config is frozen"
+            )
+        _print_lines(describe_best_layouts(config, machine, node_ranges, path if write else None, overrides, problem))
+    else:
+        from planning.plan import describe_plan
+
+        if html is None:
+            _print_lines(describe_plan(config, machine))
+            return
+        from planning.plan import compute_plan_figures, write_plan_page
+
+        values = compute_plan_figures(config, machine)
+        try:
+            _print_lines(describe_plan(config, machine))
+        finally:  # also if the memory does not suffice: the page shows by how much
+            write_plan_page(values, f"the plan of {path}", html)
+            print(f"with pictures: {html}", flush=True)
+
+
+def _load(path: Path, overrides: Sequence[str], any_layout: bool) -> tuple[Config, str | None]:
+    """Load the config of a file or a run.
+
+    Returns:
+        The config, and None. With `any_layout`, a config whose own layout is invalid is loaded without it, and the
+        problem is returned.
+    """
+    if path.is_dir():
+        values = Run.open(path).config.model_dump(mode="json")
+        return config_from_mapping(overridden(values, overrides), COMMAND_LINE), None
+    try:
+        return load_config(path, overrides), None
+    except ConfigError as error:
+        if not any_layout:
+            raise
+        from planning.search import ANY_LAYOUT
+
+        try:
+            return load_config(path, [*overrides, *ANY_LAYOUT], layout=False), str(error)
+        except ConfigError:
+            raise error from None
+
+
+def _print_lines(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(line)

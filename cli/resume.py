@@ -1,0 +1,178 @@
+"""`resume RUN`: continue a run, also with a changed config or updated code.
+
+`--dry-run` prints what would change and what would be submitted. It calls the same functions as `resume`, so it
+reports the same errors and warnings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from cli.common import Overrides, RunPath, console
+from cli.submit import check_jobs, describe_stages, list_warnings, start_run
+from pipeline.base.errors import UserError
+from pipeline.config.masking import masked
+from pipeline.config.sections import Config
+from pipeline.run import stages
+from pipeline.run.changes import differences
+from pipeline.run.directory import Run
+from pipeline.run.points import make_points, points
+from slurm.query.job_states import require_response
+from slurm.query.run_jobs import SubmittedJob, find_run_jobs, list_running_work
+from slurm.submit.chain import Chain, reset_for_resume
+from slurm.submit.executor import Executor, choose_executor
+from slurm.submit.limits import check_limits
+
+
+def resume(
+    run: RunPath,
+    overrides: Overrides = None,
+    update_code: Annotated[bool, typer.Option(help="replace the run's copy of the code by the current code")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="check everything and print what would change and run; change nothing")
+    ] = False,
+    scripts: Annotated[bool, typer.Option("--scripts", help="with --dry-run: also print the sbatch scripts")] = False,
+    executor: Annotated[Executor, typer.Option(help="where to run; auto: where the run was before")] = "auto",
+) -> None:
+    """Continue a run; may change parallel.*, stages.*, site.*, recovery.*, goodput.*, publish.*, track.*,
+    checkpoint.*, data.max_rejected, data.verify, data.mixture.weights, evaluate.every, model.init_files, run.name,
+    run.root, train.log_every, train.profile_every, and enlarge train.steps; before a training has saved, any key."""
+    if scripts and not dry_run:
+        raise UserError("cli.conflict", "--scripts requires --dry-run")
+    opened = Run.open(run)
+    opened.check_owner()
+    chosen = choose_executor(executor, opened)
+    changes = overrides or []
+    replaces_jobs = any(not change.startswith(("recovery.", "goodput.")) for change in changes)
+    # a second `resume` waits for the lock, and then finds what the first one changed
+    with nullcontext() if dry_run else opened.lock_exclusively():
+        if replaces_jobs or update_code:
+            opened.check_not_running(list_running_work(opened))
+        if update_code:
+            opened.code_notes = opened.check_model_code()
+        if dry_run:
+            preview_resume(opened, changes, update_code, chosen, replaces_jobs, console, scripts=scripts)
+            return
+        if chosen == "slurm":  # before the changes are recorded
+            check_jobs(opened.with_config(opened.preview_overrides(changes, update_code)))
+        for each in (opened, *make_points(opened)):
+            each.apply_overrides(changes, update_code)
+        reset_for_resume(opened, asked_anew=replaces_jobs)
+        if update_code:
+            opened.copy_code()
+            opened.event("code_updated", commit=opened.commit)
+    start_run(opened, chosen, is_resumed=True)
+
+
+class PreviewChain(Chain):
+    """A chain that prints which jobs it would submit and cancel, and does neither."""
+
+    def __init__(self, run: Run, console: Console, sweep_points: Sequence[Run], replaces_waiting: bool) -> None:
+        """`replaces_waiting`: whether all pending jobs would be cancelled first."""
+        super().__init__(run, console, True, sweep_points)
+        self.replaces_waiting = replaces_waiting
+        self.submitted: list[tuple[str, int]] = []
+        """Stage and number of tasks of each job that would be submitted."""
+
+    def _find_jobs(self) -> list[SubmittedJob]:
+        jobs = find_run_jobs((self.run, *self.points))
+        require_response(job.state for job in jobs)
+        if not self.replaces_waiting:
+            return jobs
+        pending = [job for job in jobs if job.state.state == "PENDING"]
+        self._cancel(pending)
+        return [replace(job, state=replace(job.state, state="CANCELLED")) if job in pending else job for job in jobs]
+
+    def _cancel(self, jobs: Sequence[SubmittedJob]) -> None:
+        for job in jobs:
+            self.say(f"{job.stage:9} job {job.job_id} would be cancelled")
+
+    def _sbatch(self, stage: str, after: Sequence[str], kind: str, **more: Any) -> str:
+        self.submitted.append((stage, max(more.get("tasks", 1), len(more.get("points", ())))))
+        return f"new-{len(self.submitted)}"
+
+
+def preview_resume(
+    run: Run,
+    overrides: Sequence[str],
+    update_code: bool,
+    executor: Executor,
+    replaces_waiting: bool,
+    console: Console,
+    *,
+    scripts: bool = False,
+) -> None:
+    """Print what `resume` would do. Write, submit and cancel nothing.
+
+    Args:
+        run: the run.
+        overrides: `key=value` to change.
+        update_code: whether the run's copy of the code would be replaced.
+        executor: where the stages would run.
+        replaces_waiting: whether the changes would replace pending jobs.
+        console: where to print.
+        scripts: whether to print the sbatch scripts also.
+
+    Raises:
+        UserError: in the same cases as `resume`.
+    """
+    changed = run.with_config(run.preview_overrides(overrides, update_code))
+    changed.code_notes = run.code_notes
+    sweep_points = [
+        point.with_config(point.preview_overrides(overrides, update_code)) if point.config_file.exists() else point
+        for point in points(changed)
+    ]
+
+    def print_lines(*lines: str) -> None:
+        console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+
+    changes = [f"{key}: {change}" for key, change in differences(run.config, changed.config).items()]
+    if update_code:
+        changes.append(f"code: {run.code_dir} would be replaced by the current code")
+    for file in (run.cancelled_file, run.stop_file):
+        if file.exists():
+            changes.append(f"{file.name}: the request would be removed")
+    print_lines("# ---- what would change", *(changes or ["nothing"]))
+    if executor == "slurm":
+        _preview_jobs(changed, sweep_points, replaces_waiting, console, print_lines, scripts)
+    else:
+        print_lines("", "# ---- what would run here")
+        runs = [("", changed, stages.own_stages(changed))]
+        runs += [(f"point {point.path.name} ", point, stages.point_stages()) for point in sweep_points]
+        for prefix, each, names in runs:
+            for stage in names:
+                work = stages.load(stage)
+                state = "done" if work.missing(each) is None else "would run"
+                print_lines(f"{prefix}{stage:9} {state}: {work.progress(each).words}".removesuffix(": -"))
+    print_lines("", *list_warnings(changed, executor), "nothing was written or submitted")
+
+
+def _preview_jobs(
+    run: Run,
+    sweep_points: Sequence[Run],
+    replaces_waiting: bool,
+    console: Console,
+    print_lines: Callable[..., None],
+    scripts: bool,
+) -> None:
+    """Print the jobs that would be cancelled and submitted on Slurm."""
+    from slurm.submit.sbatch import render_batch_script
+
+    check_jobs(run)
+    print_lines("", "# ---- what would be submitted")
+    chain = PreviewChain(run, console, sweep_points, replaces_waiting)
+    chain.look()
+    check_limits(run.config, chain.planned())
+    for stage in run.config.rows:
+        chain.submit(stage)
+    masked_config = Config.model_validate(masked(run.config.model_dump(mode="json")))
+    print_lines("", *describe_stages(masked_config, len(sweep_points), True, dict(chain.submitted)))
+    for stage, tasks in dict.fromkeys(chain.submitted) if scripts else ():
+        heading = f"{stage}, {tasks} tasks" if tasks > 1 else stage
+        print_lines("", f"# ---- on Slurm: {heading}", render_batch_script(run, masked_config, stage, tasks).rstrip())

@@ -1,0 +1,293 @@
+"""`status`: the stages of one run, live with `--watch`, or one line for each run below `runs/`.
+
+What a stage has come to is determined in slurm/query/status.py. `--watch` uses the terminal's alternate screen, as an
+editor does: it never scrolls, and the previous screen comes back. Only lines that changed are sent, so that a slow
+connection carries some hundred bytes per second. If the output is not a terminal (a pipe, a log), the table is printed
+each time that a state changes.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import select
+import signal
+import statistics
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext, suppress
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated
+
+import typer
+from rich.console import Console, Group
+from rich.text import Text
+
+from cli.common import console
+from pipeline.base.command import command
+from pipeline.base.console import PlainConsole, supports_live_output
+from pipeline.base.errors import UserError, storage_error
+from pipeline.base.files import last_object
+from pipeline.run import lines
+from pipeline.run.directory import Run
+from pipeline.run.history import History
+from pipeline.run.ledger import event_timestamp
+from pipeline.run.machines import SENSORS, look, readings
+from pipeline.run.points import points
+from slurm.query.run_jobs import SubmittedJob, find_run_jobs, uses_slurm
+from slurm.query.status import (
+    MAX_IDLE_POLLS,
+    POLL_INTERVAL_S,
+    StageStatus,
+    StatusPoller,
+    build_table,
+    print_status,
+    render_status,
+)
+
+_RESIZE_CHECK_S = 0.25
+"""How often the size of the terminal is checked."""
+_BARS = "▁▂▃▄▅▆▇█"
+_MAX_HOSTS = 4
+
+
+def status(
+    run: Annotated[
+        str | None, typer.Argument(metavar="[RUN]", help="a run directory; default: all runs below runs/")
+    ] = None,
+    live: Annotated[
+        bool, typer.Option("--watch", "-w", help="update the screen until the run ends or you press q")
+    ] = False,
+) -> None:
+    """Show the state of each stage of a run; without RUN, one line for each run below runs/."""
+    if run is None and live:
+        raise UserError("cli.missing_run", "--watch requires a RUN, such as runs/quickstart")
+    if run is None:
+        print_runs(Path("runs"), console)
+    elif live:
+        watch(Run.open(run), console)
+    else:
+        print_status(Run.open(run), console)
+
+
+def print_runs(root: Path, console: Console) -> None:
+    """Print one line for each run below `root`, the last changed run last; name runs that cannot be read.
+
+    Slurm is queried once, for the jobs of all runs that are not done.
+
+    Raises:
+        OSError: `root` exists and cannot be listed.
+    """
+    statuses: dict[Run, list[StageStatus]] = {}
+    unreadable: list[Text] = []
+    for folder in _list_folders(root):
+        try:
+            run = Run(folder)
+            if run.config_file.exists():
+                statuses[run] = _read_statuses(run, [])
+        except (UserError, OSError) as error:
+            unreadable.append(Text(f"{folder} cannot be read: {storage_error(error) or error}", style="red"))
+    unfinished = [
+        run for run, each in statuses.items() if uses_slurm(run) and any(stage.state != "done" for stage in each)
+    ]
+    jobs = find_run_jobs([each for run in unfinished for each in (run, *points(run))])
+    statuses |= {run: _read_statuses(run, jobs) for run in unfinished}
+    rows = [_summarize_run(run, statuses[run]) for run in sorted(statuses, key=_last_change)]
+    if rows:
+        head = ["run", "stage", "state", "step", "loss", "last stop", "changed"]
+        columns = [column for column in zip(head, *rows, strict=True) if any(column[1:]) or column[0] != "last stop"]
+        console.print(build_table([*zip(*columns, strict=True)], console.width), soft_wrap=True)
+    elif not unreadable:
+        console.print(f"no runs below {root}; to make one: {command('CONFIG.yaml')}", soft_wrap=True)
+    for message in unreadable:
+        console.print(message, soft_wrap=True)
+
+
+def _list_folders(root: Path) -> list[Path]:
+    """Return the folders and links in `root`; [] if there is no `root`.
+
+    `Path.glob` would return nothing for a folder that cannot be read.
+    """
+    try:
+        return sorted(path for path in root.iterdir() if not path.is_file())
+    except FileNotFoundError:
+        return []
+
+
+def _read_statuses(run: Run, jobs: Sequence[SubmittedJob]) -> list[StageStatus]:
+    """Return the status of each stage of a run, and one for each point of a sweep."""
+    poller = StatusPoller(run)
+    return [*poller.statuses_from(jobs), *poller.point_statuses]
+
+
+def _summarize_run(run: Run, statuses: Sequence[StageStatus]) -> list[str]:
+    """Return the cells of one run: its first stage that is not done, else its last stage.
+
+    If that stage belongs to a point of a sweep, the step is the number of points that are done.
+    """
+    current = next((status for status in statuses if status.state != "done"), statuses[-1])
+    of_points = [status for status in statuses if status.run is not run]
+    step = current.cells["step"]
+    if current in of_points:
+        step = f"{sum(point.state == 'done' for point in of_points)}/{len(of_points)} points"
+    changed = datetime.fromtimestamp(_last_change(run)).strftime("%Y-%m-%d %H:%M")
+    return [
+        run.name, current.stage, current.state, step, current.cells["loss"], current.last_stop_summary, changed
+    ]  # fmt: skip
+
+
+def _last_change(run: Run) -> float:
+    """Return when the events of a run, or its config, were last written, in seconds since 1970."""
+    return (run.events_file if run.events_file.exists() else run.config_file).stat().st_mtime
+
+
+class Screen:
+    """The terminal's alternate screen; on exit, the previous screen and its settings come back."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._size = (0, 0)
+        self._shown: list[str] = []
+        self._keyboards = [sys.stdin.fileno()] if sys.stdin.isatty() else []
+        self._saved_modes = [termios.tcgetattr(fd) for fd in self._keyboards]
+
+    def __enter__(self) -> Screen:
+        for fd in self._keyboards:
+            mode = termios.tcgetattr(fd)
+            mode[3] &= ~(termios.ICANON | termios.ECHO)
+            mode[6][termios.VSUSP] = b"\0"  # Ctrl-Z would leave the shell on the alternate screen
+            termios.tcsetattr(fd, termios.TCSADRAIN, mode)
+        self._send("\x1b[?1049h\x1b[?25l\x1b[?7l")  # alternate screen, no cursor, no wrapping
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._send("\x1b[?7h\x1b[?25h\x1b[?1049l")
+        for fd, mode in zip(self._keyboards, self._saved_modes, strict=True):
+            termios.tcsetattr(fd, termios.TCSAFLUSH, mode)
+
+    def _send(self, text: str) -> None:
+        self.console.file.write(text)
+        self.console.file.flush()
+
+    def show(self, draw: Callable[[int, int], Sequence[str]], duration_s: float) -> bool:
+        """Show the lines that `draw(width, height)` returns for a while; draw again if the terminal is resized.
+
+        Returns:
+            Whether the user pressed q.
+        """
+        end_time = time.monotonic() + duration_s
+        is_drawn = False
+        while (remaining_s := end_time - time.monotonic()) > 0:
+            size = os.get_terminal_size(self.console.file.fileno())
+            if size != self._size:
+                self._size, self._shown, is_drawn = size, [], False
+                self._send("\x1b[2J")
+            if not is_drawn:
+                width, height = size.columns or 80, size.lines or 24
+                new = [*draw(width, height), *[""] * height][:height]
+                old = self._shown or [""] * height
+                changed = [n for n in range(height) if new[n] != old[n]]
+                self._send("".join(f"\x1b[{n + 1}H{new[n]}\x1b[K" for n in changed))
+                self._shown = new
+                is_drawn = True
+            if select.select(self._keyboards, [], [], min(remaining_s, _RESIZE_CHECK_S))[0]:
+                pressed = os.read(self._keyboards[0], 100)
+                if not pressed or b"q" in pressed.lower():
+                    return True
+        return False
+
+
+def watch(run: Run, console: Console) -> None:
+    """Show a run until it is done or none of its stages is active any more; q and Ctrl-C only stop watching."""
+    poller = StatusPoller(run)
+    is_live = supports_live_output(console)
+    history = History(run.metrics_file, lines.metric)
+    idle_polls = 0
+    shown: list[tuple[str, str, str]] = []
+    render: Callable[[int], Group] | None = None
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM also restores the previous screen
+    with Screen(console) if is_live else nullcontext() as screen, suppress(KeyboardInterrupt):
+        while idle_polls < MAX_IDLE_POLLS:
+            stages = poller.poll()
+            everything = [*stages, *poller.point_statuses]
+            states = [(status.state, status.problem, status.missing_jobs) for status in everything]
+            render = partial(render_status, run, stages, poller.point_statuses)
+            if screen is None and states != shown:
+                console.print(render(console.width), soft_wrap=True)
+            shown = states
+            if all(status.state == "done" for status in everything):
+                break
+            idle_polls = 0 if any(status.is_active for status in everything) else idle_polls + 1
+            if screen is None:
+                time.sleep(POLL_INTERVAL_S)
+            elif screen.show(partial(_draw_screen, console, render, run, history.look()), POLL_INTERVAL_S):
+                break
+    if is_live and render is not None:  # leave the last table below the command
+        console.print(render(console.width), soft_wrap=True)
+
+
+def _draw_screen(
+    console: Console, render: Callable[[int], Group], run: Run, history: History, width: int, height: int
+) -> list[str]:
+    """Return the lines of the screen; the table of stages and points is truncated if it is too long."""
+    upper = _render_lines(console, width, render(width))
+    lower = _render_lines(console, width, *(Text(line) for line in _describe_progress(run, history, width)))
+    available = height - len(lower)
+    return [*(upper if len(upper) <= available else [*upper[: available - 1], "…"]), *lower]
+
+
+def _render_lines(console: Console, width: int, *parts: Group | Text) -> list[str]:
+    """Render parts as lines of terminal output, in the colors of `console`."""
+    output = io.StringIO()
+    plain = PlainConsole(file=output, width=width, force_terminal=True, color_system=console.color_system)
+    for part in parts:
+        if isinstance(part, Text):
+            plain.print(part, no_wrap=True, overflow="ellipsis")
+        else:
+            plain.print(part)
+    return output.getvalue().split("\n")[:-1]
+
+
+def _describe_progress(run: Run, history: History, width: int) -> Iterator[str]:
+    """Yield the lines below the table: loss, speed, telemetry of the hosts and the last events."""
+    yield ""
+    if losses := history.values("loss"):
+        count = min(len(losses), max(1, width - 20))
+        means = [fmean(losses[n * len(losses) // count : (n + 1) * len(losses) // count]) for n in range(count)]
+        low = min(means)
+        span = (max(means) - low) or 1.0
+        bars = "".join(_BARS[int(7.999 * (mean - low) / span)] for mean in means)
+        yield f"loss   {bars} {losses[-1]:.4f}"
+    unit = "tokens" if history.values("tokens_per_s") else "samples"
+    if rates := history.values(f"{unit}_per_s"):
+        median = statistics.median(rates)
+        ratio = f"{rates[-1] / median:.2f} × the run's median of {median:,.0f}" if median else ""
+        yield f"speed  {rates[-1]:,.0f} {unit}/s, {ratio}"
+    yield from _describe_hosts(run)
+    for event in run.read_events()[-3:]:
+        facts = [f"{key} {event[key]}" for key in ("step", "cause", "message") if event.get(key) is not None]
+        at = datetime.fromtimestamp(event_timestamp(event)).strftime("%H:%M:%S")
+        yield f"{at}  {event.get('stage') or '':9} {event['event']}  {', '.join(facts)}".split("\n")[0]
+    yield "q: stop watching"
+
+
+def _describe_hosts(run: Run) -> Iterator[str]:
+    """Yield the newest telemetry of each host, if there is any: the mean over its GPUs, or its own values."""
+    files = sorted(run.path.glob("telemetry-*.jsonl"))
+    for file in files[:_MAX_HOSTS]:
+        sample = last_object(file, look) or {}
+        gpus = sample.get("gpus", [])
+        means = []
+        for sensor, (name, unit, *_) in SENSORS.items():
+            if sensor.startswith("gpus.") == bool(gpus) and (values := readings(sample, sensor)):
+                mean = fmean(value for _, value in values)
+                means.append(f"{'' if gpus else f'{name} '}{mean:,.0f} {unit}")
+        host = file.stem.removeprefix("telemetry-")
+        yield f"{host}  {f'{len(gpus)} GPUs, ' if gpus else ''}{', '.join(means)}"
+    if len(files) > _MAX_HOSTS:
+        yield f"… and {len(files) - _MAX_HOSTS} more hosts"

@@ -1,0 +1,427 @@
+"""`python submit.py CONFIG`: create the run of a config, or find it, and run the stages that are not done.
+
+Everything that can be known to fail is checked before anything is created or queued (:func:`check_submission`).
+`--dry-run` makes the same checks and prints what would run instead (:func:`print_plan`). Its output is meant to be
+pasted into tickets and chats, so values that may be secret are masked (pipeline/config/masking.py). The submitted
+scripts are the same, unmasked.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Container, Iterator, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import typer
+from rich.console import Console
+
+from cli.common import Overrides, console
+from pipeline.base.command import command
+from pipeline.base.errors import ExitCode, UserError, limit_lines
+from pipeline.base.ownership import replaceable
+from pipeline.config.masking import exposed, masked
+from pipeline.config.read import dump_config, load_config
+from pipeline.config.sections import Config
+from pipeline.config.site import SiteConfig
+from pipeline.config.stages import STAGES
+from pipeline.config.types import parse_time
+from pipeline.config.user_model import found_for
+from pipeline.data.manifest import steps_words
+from pipeline.parallel.mesh import describe_layout, resolve_layout
+from pipeline.run import stages
+from pipeline.run.code import CODE_ROOT
+from pipeline.run.directory import Run
+from planning.memory_check import check_memory, memory_warnings
+from slurm.query.capacity import check_capacity
+from slurm.query.job_states import is_slurm_responding
+from slurm.query.run_jobs import list_running_work, uses_slurm
+from slurm.query.site_variables import check_job_environment
+from slurm.query.stop_causes import SIGNAL_EARLY_S
+from slurm.submit.chain import reset_for_resume, submit_chain
+from slurm.submit.executor import Executor, choose_executor
+from tracking.tracker import check_tracker_packages
+
+_MAX_POINTS_SHOWN = 3
+"""Number of points of a sweep that a dry run prints."""
+STARTUP_ALLOWANCE_S = 60
+"""Seconds that a start may take: imports from a shared file system, the rendezvous, reading a checkpoint."""
+
+
+def submit(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="a YAML file, such as configs/quickstart.yaml")],
+    overrides: Overrides = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="check everything and print the plan; create and submit nothing")
+    ] = False,
+    scripts: Annotated[
+        bool, typer.Option("--scripts", help="with --dry-run: also print the resolved config and the sbatch scripts")
+    ] = False,
+    machine: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE", help="with --dry-run: check the memory of this machine's GPU")
+    ] = None,
+    executor: Annotated[
+        Executor,
+        typer.Option(help="where to run; auto: this allocation inside salloc, else Slurm if it responds, else locally"),
+    ] = "auto",
+) -> None:
+    """Create the run of a config, or find it, and run the stages that are not done."""
+    if (config / "config.yaml").is_file():
+        raise UserError(
+            "cli.run_as_config",
+            f"{config} is a run, not a config. To continue this run: {command('resume', str(config))}",
+        )
+    if (scripts or machine is not None) and not dry_run:
+        raise UserError("cli.conflict", "--scripts and --machine require --dry-run")
+    loaded = load_config(config, overrides or ())
+    existing = Run(loaded.run.root / loaded.run.name)
+    chosen = executor
+    if executor != "slurm" or not dry_run:  # a dry run for Slurm also works without a controller
+        chosen = choose_executor(executor, existing if existing.config_file.exists() and uses_slurm(existing) else None)
+    checked = check_submission(loaded, chosen == "slurm")
+    corrections = checked.corrections
+    if dry_run:
+        notes = [*describe_inputs(checked), *checked.code_notes]
+        if chosen == "local":
+            notes += note_oversubscription(checked.config)
+        # checked.config includes the changes that `resume` has made to the run
+        print_plan(checked.config, chosen, console, notes, scripts=scripts, machine=machine, corrections=corrections)
+        return
+    if corrections:
+        existing.check_not_running(list_running_work(existing))
+    run = Run.create(loaded)
+    if corrections:
+        for key, change in corrections.items():
+            console.print(f"corrected {key}: {change}", soft_wrap=True)
+        reset_for_resume(run, asked_anew=True)
+    run.code_notes = checked.code_notes
+    start_run(run, chosen, is_resumed=bool(corrections))
+
+
+def start_run(run: Run, executor: Executor, *, is_resumed: bool) -> None:
+    """Submit the chain of a run, or run it on this machine until it ends.
+
+    Raises:
+        typer.Exit: with the exit code of the first stage that failed, if the stages ran on this machine.
+    """
+    console.print(f"run {run.name}", soft_wrap=True)
+    for warning in list_warnings(run, executor):
+        console.print(warning, soft_wrap=True)
+    if executor == "slurm":
+        with run.lock_exclusively():  # a second `submit` waits, and then finds the jobs of the first one
+            submit_chain(run, console, again=is_resumed)
+        return
+    from slurm.query.status import describe_outcome
+    from slurm.submit.local_runner import run_chain_locally
+
+    code = run_chain_locally(run, console)
+    if code == ExitCode.DONE:
+        console.print(describe_outcome(run), soft_wrap=True)
+    raise typer.Exit(code)
+
+
+def check_submission(config: Config, on_slurm: bool) -> Run:
+    """Return the run of `config`, created or not, after all checks.
+
+    Inputs are checked only if they have not been read yet. Inside a container they are not checked, because paths
+    there differ.
+
+    Raises:
+        UserError: the run cannot be created or corrected, its inputs cannot be used, its jobs cannot be written, or a
+            library that `track` requires is not installed.
+    """
+    run = Run.preview(config)
+    check_tracker_packages(config)
+    if config.site.container is None:
+        stages.refuse_inputs(run)
+    if on_slurm:
+        check_jobs(run)
+    if run.will_copy_code:
+        run.code_notes = run.check_model_code()  # last, because it may take seconds
+    return run
+
+
+def check_jobs(run: Run) -> None:
+    """Raise UserError if a job of the run cannot be written, misses a variable of this shell, or exceeds every node."""
+    from slurm.submit.sbatch import (
+        build_sbatch_parameters,  # imports submitit, which local runs and dry runs do without
+    )
+
+    check_job_environment(run.config.site, os.environ)
+    for stage in run.config.rows:
+        build_sbatch_parameters(run, run.config, stage, None)
+    check_capacity(run)
+
+
+def list_warnings(run: Run, executor: Executor) -> Iterator[str]:
+    """Yield what the user should know when the run starts or resumes."""
+    yield from filter(None, (exposed(run.config), replaceable(run.path)))
+    yield from stages.notes(run)
+    yield from run.code_notes
+    if stages.load("train").missing(run):
+        yield from memory_warnings(run.config, executor)
+    if executor == "slurm":
+        yield from _warn_of_short_time_limits(run)
+    elif executor == "local":
+        yield from note_oversubscription(run.config)
+
+
+def describe_short_time_limit(config: Config, stage: str) -> str | None:
+    """Return a warning if a stage has too little time before Slurm's signal to start and save; otherwise None."""
+    signal_s = config.site.signal_s
+    remaining_s = parse_time(config.stages.of(stage).time) - signal_s - SIGNAL_EARLY_S
+    if remaining_s >= STARTUP_ALLOWANCE_S:
+        return None
+    return (
+        f"short: Slurm signals {signal_s} s before the end (site.signal_s), or up to {SIGNAL_EARLY_S:.0f} s earlier; "
+        f"that leaves {max(0, remaining_s):.0f} s to start and to train"
+    )
+
+
+def _warn_of_short_time_limits(run: Run) -> Iterator[str]:
+    """Yield a warning for each stage that is not done and whose time limit is too short."""
+    for stage in run.config.rows:
+        problem = describe_short_time_limit(run.config, stage)
+        if problem and (run.config.sweep or stages.load(stage).missing(run)):
+            yield f"warning: stages.{stage}.time: {run.config.stages.of(stage).time} is {problem}"
+
+
+def describe_inputs(run: Run) -> Iterator[str]:
+    """Yield the number and size of the input files, unless they were read already or are inside a container."""
+    try:
+        files = import_module(STAGES["prepare"].module).folder_of(run).named()
+        size = sum(map(os.path.getsize, files))
+    except (UserError, OSError):
+        return
+    if files:
+        yield f"inputs    {len(files):,} file{'s'[: len(files) - 1]}, {size:,} bytes"
+
+
+def note_oversubscription(config: Config) -> Iterator[str]:
+    """Yield a note if the threads of a training outnumber the CPU cores of this machine."""
+    ranks = config.stages.train.ranks
+    threads = config.train.threads
+    cores = len(os.sched_getaffinity(0))
+    if ranks * threads > cores:
+        yield (
+            f"note      {ranks} processes of train with train.threads={threads} each share {cores} CPU cores, which "
+            "slows all of them down; to start fewer: stages.train.tasks_per_node"
+        )
+
+
+class _Job(NamedTuple):
+    """A job, or an array of `tasks`, that submitting would queue."""
+
+    stage: str
+    heading: str
+    tasks: int
+
+
+def print_plan(
+    config: Config,
+    executor: Executor,
+    console: Console,
+    notes: Sequence[str] = (),
+    *,
+    scripts: bool = False,
+    machine: str | None = None,
+    corrections: Mapping[str, str] | None = None,
+) -> None:
+    """Print what a config would run, and whether it fits: problems, jobs, memory and layout first, on one screen.
+
+    Args:
+        config: the config.
+        executor: where its jobs would run; not `auto`.
+        console: where to print.
+        notes: more lines about the run, such as the size of its inputs.
+        scripts: whether to print the resolved config and, for Slurm, the sbatch scripts also.
+        machine: as in `check_memory`.
+        corrections: what the config corrects of an existing run: key → description.
+
+    Raises:
+        UserError: a script cannot be written, or `machine` is unknown.
+    """
+    verdicts, warning = check_memory(config, executor, machine), exposed(config)
+    config = Config.model_validate(masked(config.model_dump(mode="json")))
+    run = Run(config.run.root / config.run.name)
+    sweep_points = config.sweep.points() if config.sweep else []
+    done_stages = [] if corrections else list(_list_done_stages(run))
+    jobs = [job for job in _list_jobs(config, len(sweep_points)) if job.stage not in done_stages]
+    on_slurm = executor == "slurm"
+    changes = [f"corrects  {key}: {change}" for key, change in (corrections or {}).items()]
+    if not corrections and run.config_file.exists():
+        changes = [line for line in (run.describe_changes(),) if line]
+    problems = [f"{verdict.kind} memory: {verdict.words}" for verdict in verdicts if not verdict.fits]
+    if on_slurm:
+        problems += [*_check_controller(), *_check_time_limits(config)]
+    problems += [message.removeprefix("warning: ") for message in (warning, replaceable(run.path)) if message]
+    point_lines = [
+        f"point {number:03} {', '.join(f'{key} {value}' for key, value in point.items())}"
+        for number, point in enumerate(sweep_points)
+    ]
+    lines = [
+        f"run       {run.name}" + (" (exists)" if run.config_file.exists() else ""),
+        *limit_lines(changes, 5),
+        f"verdict   {_count(len(problems), 'problem') if problems else 'no problem found'}",
+        *(f"problem   {problem}" for problem in limit_lines(problems)),
+        *_describe_jobs(config, executor, jobs),
+        *(f"memory    {verdict.kind}: {verdict.words}" for verdict in verdicts if verdict.fits),
+        *([f"done      {', '.join(done_stages)}"] if done_stages else []),
+        *_describe_training(config, run),
+        *(
+            line if line.startswith("point ") else f"          {line} points"
+            for line in limit_lines(point_lines, _MAX_POINTS_SHOWN)
+        ),
+        *notes,
+        "",
+        *describe_stages(
+            config, len(sweep_points), on_slurm, [stage for stage in config.rows if stage not in done_stages]
+        ),
+    ]
+    console.print("\n".join(lines), soft_wrap=True)
+    if not scripts:
+        console.print(f"\nconfig{' and sbatch scripts' if on_slurm else ''}: --scripts", soft_wrap=True)
+        return
+    lines = ["", "# ---- config, resolved", dump_config(config).rstrip()]
+    if on_slurm:
+        from slurm.submit.sbatch import render_batch_script
+
+        for job in jobs:
+            lines += [
+                "",
+                f"# ---- on Slurm: {job.heading}",
+                render_batch_script(run, config, job.stage, job.tasks).rstrip(),
+            ]
+    else:
+        lines += ["", "no sbatch scripts, because no job goes to Slurm; --executor slurm prints them"]
+    console.print("\n".join(lines), soft_wrap=True)
+
+
+def _count(number: int, noun: str) -> str:
+    """Return a number and a noun: `1 job`, `3 jobs`, `2 batches`."""
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{plural if number != 1 else ''}"
+
+
+def _list_jobs(config: Config, point_count: int) -> Iterator[_Job]:
+    """Yield the jobs of a config; `point_count`: number of points of its sweep, or 0."""
+    for stage, definition in config.rows.items():
+        tasks = (point_count or 1) if definition.per_point else config.stages.of(stage).array_tasks
+        yield _Job(stage, stage, tasks)
+        if definition.array and tasks > 1:
+            yield _Job(stage, f"{stage}, after the array: completes what the array left, and validates", 1)
+        elif definition.trains and not point_count and not config.site.requeue:
+            yield _Job(stage, f"{stage}, its successor: continues the training if it does not finish", 1)
+
+
+def _list_done_stages(run: Run) -> Iterator[str]:
+    """Yield the stages of a run that are done; of a sweep, the stages that its points share."""
+    for stage in stages.own_stages(run) if run.config_file.exists() else ():
+        work = stages.load(stage)
+        if getattr(work, "missing_at_a_glance", work.missing)(run) is None:
+            yield stage
+
+
+def _check_controller() -> Iterator[str]:
+    """Yield why jobs could not be submitted from this machine now, if they could not."""
+    try:
+        if not is_slurm_responding():
+            yield "submitting would fail here: no Slurm controller responds (scontrol ping)"
+    except UserError as error:
+        yield f"submitting would fail now: {error}"
+
+
+def _check_time_limits(config: Config) -> Iterator[str]:
+    """Yield the stages whose time limit leaves no time to work."""
+    for stage in config.rows:
+        if problem := describe_short_time_limit(config, stage):
+            yield f"stages.{stage}.time: {config.stages.of(stage).time} is {problem}"
+
+
+def _describe_jobs(config: Config, executor: Executor, jobs: Sequence[_Job]) -> Iterator[str]:
+    """Yield the number of jobs, and the nodes, GPUs and hours that they use at most."""
+    if not jobs:
+        yield "jobs      none: all stages are done"
+        return
+    if executor != "slurm":
+        place = "in this allocation" if executor == "allocation" else "on this machine"
+        remaining = _count(len({job.stage for job in jobs}), "stage")
+        yield f"jobs      none on Slurm: {remaining} {place}, one after the other"
+        return
+    max_nodes = max(config.stages.of(job.stage).most_nodes for job in jobs)
+    max_gpus = max(config.stages.of(job.stage).most_nodes * config.site_of(job.stage).gpus_per_node for job in jobs)
+    hours = {"node": 0.0, "GPU": 0.0}
+    for stage, heading, tasks in jobs:
+        if stage == heading:  # the other jobs only do what these leave
+            node_hours = tasks * config.stages.of(stage).most_nodes * parse_time(config.stages.of(stage).time) / 3600
+            hours["node"] += node_hours
+            hours["GPU"] += node_hours * config.site_of(stage).gpus_per_node
+    task_count = sum(job.tasks for job in jobs)
+    count = f"{_count(len(jobs), 'Slurm job')}"
+    if task_count > len(jobs):
+        count += f", {task_count:,} with the tasks of arrays"
+    largest = f"the largest {_count(max_nodes, 'node')}" + (f" and {_count(max_gpus, 'GPU')}" if max_gpus else "")
+    max_hours = ", ".join(f"{number:,.1f} {unit}-hours" for unit, number in hours.items() if number)
+    yield f"jobs      {count}; {largest}; {max_hours} at most, if each runs once"
+
+
+def _describe_training(config: Config, run: Run) -> Iterator[str]:
+    """Yield the data, the model, the batches and the layout of the training."""
+    train, model, length = config.train, config.model, config.data.sequence_length
+    custom_model = found_for(config, [Path.cwd(), CODE_ROOT])
+    sources = ", ".join(limit_lines(config.data.sources, 3))
+    if config.data.mixture is not None:
+        sources = str(config.data.mixture)
+    contents = f"sequences of {length} tokens"
+    unit = f"sequences ({train.global_batch * length:,} tokens)"
+    architecture = f"{model.layers} layers, dim {model.dim}, {model.heads} heads ({model.num_kv_heads} kv)"
+    if custom_model is not None:
+        contents, unit = ", ".join(custom_model.arrays), "samples"
+        architecture = f"{custom_model.target} ({custom_model.root})"
+    layout = resolve_layout(config)
+    nodes = config.stages.train.most_nodes
+    split = f"{_count(layout.dp, 'replica')} × {_count(layout.micro_batches, 'micro-batch')} of {train.micro_batch}"
+    yield f"data      {sources}: {contents}"
+    yield f"model     {architecture}, {train.precision}"
+    yield f"training  {steps_words(config, run.data_dir)} of {train.global_batch} {unit}: {split}"
+    yield f"layout    {_count(layout.world_size, 'rank')} on {_count(nodes, 'node')}: {describe_layout(layout)}"
+
+
+def describe_stages(
+    config: Config, point_count: int, on_slurm: bool, chosen: Container[str] | None = None
+) -> Iterator[str]:
+    """Yield a line for each stage: its processes, time limit, parent stages, and what it requests from Slurm.
+
+    Args:
+        config: the config.
+        point_count: number of points of its sweep, or 0.
+        on_slurm: whether the stages run on Slurm.
+        chosen: the stages to describe; None for all.
+    """
+    for stage, definition in config.rows.items():
+        if chosen is not None and stage not in chosen:
+            continue
+        resources, site = config.stages.of(stage), config.site_of(stage)
+        nodes = ""
+        if resources.most_nodes > 1:
+            is_elastic = resources.fewest_nodes < resources.most_nodes
+            nodes = f"{resources.fewest_nodes} to " if is_elastic else ""
+            nodes += f"{resources.most_nodes} × {resources.per_node} = {'at most ' if is_elastic else ''}"
+        parents = "".join(f", after {parent}" for parent in definition.needs)
+        repetition = f", for each of {point_count} points" if point_count and definition.per_point else ""
+        requests = ""
+        if on_slurm and (options := _list_slurm_options(site)):
+            requests = f"; requests {', '.join(limit_lines(options, 12))}"
+        processes = f"{resources.ranks} process{'es' if resources.ranks > 1 else ''}"
+        yield f"{stage:9} {nodes}{processes}, {resources.time}{parents}{repetition}{requests}"
+
+
+def _list_slurm_options(site: SiteConfig) -> list[str]:
+    """Return what a stage's jobs request from Slurm, as `key value`."""
+    keys = ["partition", "account", "qos", "constraint", "cpus_per_task", "mem_gb"]
+    if site.gpus_per_node:
+        keys += ["gpus_per_node", "gpu_type"]
+    values = {key: value for key in keys if (value := getattr(site, key)) not in (None, 0, "")}
+    options = [f"{key} {value:g}" if key == "mem_gb" else f"{key} {value}" for key, value in values.items()]
+    return options + [f"{key} {value}" for key, value in site.sbatch.items() if value is not False]

@@ -1,0 +1,32 @@
+"""`track RUN`: bring experiment trackers up to date."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from cli.common import Overrides, RunPath
+from pipeline.base.console import PlainConsole
+from pipeline.run.directory import Run
+from pipeline.run.points import points
+from planning.goodput import describe_expected_goodput
+from tracking.follower import update_trackers
+from tracking.report import print_report
+
+
+def track(
+    run: RunPath,
+    overrides: Overrides = None,
+    to: Annotated[
+        str | None, typer.Option(help="one tracker, such as tensorboard; default: all trackers of the config")
+    ] = None,
+) -> None:
+    """Send what is new in a run directory to TensorBoard, W&B, MLflow, Prometheus …"""
+    opened = Run.open(run)
+    exit_codes = []
+    for each in [opened, *(point for point in points(opened) if point.config_file.exists())]:
+        if to == "mlflow" or (to is None and opened.config.track.mlflow):  # MLflow also stores report.html
+            print_report(each, PlainConsole(quiet=True), describe_expected_goodput)
+        exit_codes.append(update_trackers(each, to, overrides or ()))
+    raise typer.Exit(max(exit_codes))

@@ -1,0 +1,298 @@
+"""The command line: commands as typed and as printed, from any folder and with any Python, and what they import."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from configparser import ConfigParser
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from cli import VERSION
+from cli.main import COMMANDS, CommandGroup, app
+from cli.resume import resume
+from pipeline.__main__ import parse_arguments
+from pipeline.base.command import command
+from pipeline.base.errors import ExitCode, UserError
+from pipeline.run.changes import changeable_keys
+from pipeline.run.code import CODE_ROOT
+from tests.support.tiny import write_config
+
+CLEAN_ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+PYTHON_WITHOUT_PACKAGES = [sys.executable, "-S"]
+SLOW_PACKAGES = {"torch", "numpy", "h5py", "tokenizers", "safetensors", "pyarrow", "mpi4py"}
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A checkout of this code, with its `.venv`."""
+    folder = tmp_path / "checkout"
+    folder.mkdir()
+    shutil.copy(CODE_ROOT / "submit.py", folder)
+    for name in ("cli", "slurm", "tracking", "planning", "pipeline", "data_prep"):
+        (folder / name).symlink_to(CODE_ROOT / name)
+    (folder / ".venv").symlink_to(sys.prefix)
+    return folder
+
+
+@pytest.fixture
+def sluice(tmp_path: Path) -> Path:
+    """The console script that pip creates from the entry point in setup.cfg."""
+    setup = ConfigParser()
+    setup.read(CODE_ROOT / "setup.cfg")
+    name, _, target = setup["options.entry_points"]["console_scripts"].strip().partition(" = ")
+    module, _, function = target.partition(":")
+    script = tmp_path / "bin" / name
+    script.parent.mkdir()
+    script.write_text(f"#!{sys.executable}\nimport sys\nfrom {module} import {function}\nsys.exit({function}())\n")
+    script.chmod(0o755)
+    return script
+
+
+@pytest.fixture
+def group() -> CommandGroup:
+    """The commands, as typer builds them."""
+    found = get_command(app)
+    assert isinstance(found, CommandGroup)
+    return found
+
+
+def run(
+    arguments: list[str], folder: Path, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        arguments, cwd=folder, env=environment or CLEAN_ENVIRONMENT, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_submit_continues_in_the_venv_of_its_checkout(checkout: Path, tmp_path: Path) -> None:
+    done = run([*PYTHON_WITHOUT_PACKAGES, "checkout/submit.py", "status"], tmp_path)
+    assert done.returncode == 0 and "no runs below runs" in done.stdout, done.stderr
+    (checkout / ".venv").unlink()
+    done = run([*PYTHON_WITHOUT_PACKAGES, "checkout/submit.py", "status"], tmp_path)
+    assert done.returncode == ExitCode.USER_ERROR and "Traceback" not in done.stderr
+    assert "typer" in done.stderr and "make install" in done.stderr and f"{checkout}/.venv" in done.stderr
+
+
+def test_a_wrapper_script_as_the_python_of_the_venv_is_started_once(checkout: Path, tmp_path: Path) -> None:
+    """The wrapper starts an interpreter that has no packages either: an error, not an endless loop."""
+    (checkout / ".venv").unlink()
+    script = checkout / ".venv/bin/python"
+    script.parent.mkdir(parents=True)
+    script.write_text(f'#!/bin/sh\necho started >>{tmp_path}/starts\nexec {sys.executable} -S "$@"\n')
+    script.chmod(0o755)
+    done = run([*PYTHON_WITHOUT_PACKAGES, "checkout/submit.py", "status"], tmp_path)
+    assert done.returncode == ExitCode.USER_ERROR and "typer" in done.stderr and "Traceback" not in done.stderr
+    assert (tmp_path / "starts").read_text().split() == ["started"]
+
+
+@pytest.mark.parametrize("entry_point", ["in the checkout", "from another folder", "sluice", "sluice by its path"])
+def test_a_printed_command_works_when_pasted(checkout: Path, sluice: Path, tmp_path: Path, entry_point: str) -> None:
+    folder = tmp_path
+    typed = [*PYTHON_WITHOUT_PACKAGES, "checkout/submit.py"]
+    environment = CLEAN_ENVIRONMENT
+    if entry_point == "in the checkout":
+        folder = checkout
+        typed = [*PYTHON_WITHOUT_PACKAGES, "submit.py"]
+    elif entry_point.startswith("sluice"):
+        typed = [str(sluice)]
+        environment = {**CLEAN_ENVIRONMENT, "PYTHONPATH": str(CODE_ROOT)}
+    if entry_point == "sluice":
+        typed = ["sluice"]
+        environment = environment | {"PATH": f"{sluice.parent}{os.pathsep}{environment['PATH']}"}
+    # `env` searches PATH as a shell does
+    output = run(["env", *typed, "status"], folder, environment).stdout
+    printed = output.replace("\n", " ").partition("to make one: ")[2].removesuffix(" CONFIG.yaml ")
+    assert printed.split()[-1] == typed[-1], output
+    pasted = run(["bash", "-c", f"{printed} --version"], folder, environment)
+    assert pasted.stdout == f"sluice {VERSION}\n", pasted.stderr
+
+
+def test_a_printed_command_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/somewhere/slurm/__main__.py", "train"])
+    assert shlex.split(command("resume", "runs/it's")) == ["python", "submit.py", "resume", "runs/it's"]
+    monkeypatch.setattr(sys, "argv", ["/no where/submit.py"])
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    # another Python would have no packages
+    assert shlex.split(command("status")) == [sys.executable, "/no where/submit.py", "status"]
+
+
+@pytest.mark.parametrize(("word", "match"), [("statuss", "status"), ("canel", "cancel"), ("xyzzy", None)])
+def test_an_unknown_command_names_the_nearest_one(word: str, match: str | None) -> None:
+    with pytest.raises(UserError) as error:
+        app([word, "runs/tiny"])
+    assert error.value.code == "cli.unknown_command" and str(error.value).startswith(f"{word}: ")
+    for name in [match] if match else COMMANDS:
+        assert name in str(error.value).partition(";")[2]
+
+
+def test_a_file_is_not_a_mistyped_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "statuss").write_text("run: {}")
+    for words in (["statuss"], ["missing.yaml"], ["--executor", "local", "missing.yaml"], ["configs/missing"]):
+        with pytest.raises(UserError) as error:
+            app(words)
+        assert error.value.code != "cli.unknown_command"
+
+
+def test_the_shell_completes_commands(sluice: Path, tmp_path: Path) -> None:
+    request = {"PYTHONPATH": str(CODE_ROOT), "_SLUICE_COMPLETE": "complete_bash", "COMP_WORDS": "sluice re"}
+    done = run([str(sluice)], tmp_path, {**CLEAN_ENVIRONMENT, **request, "COMP_CWORD": "1"})
+    assert done.stdout.split() == ["resume", "report"], done.stderr
+
+
+def test_the_help_lists_every_command_on_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as end:
+        app(["--help"])
+    output = capsys.readouterr().out
+    assert end.value.code == 0 and max(map(len, output.splitlines())) <= 80 and "..." not in output.split("Options:")[1]
+    listed = re.findall(r"^      (\w+) .*  [a-z]", output.split("Run\n")[1], re.M)
+    assert sorted(listed) == sorted(["CONFIG", *({*COMMANDS} - {"submit"})])
+    assert "my_text.yaml --dry-run" in output
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_explains_itself_and_its_arguments(name: str, group: CommandGroup) -> None:
+    found = group.get_command(None, name)
+    assert found is not None and found.help
+    assert [parameter.name for parameter in found.params if not getattr(parameter, "help", "")] == []
+
+
+def test_every_command_has_a_module() -> None:
+    modules = {path.stem for path in (CODE_ROOT / "cli").glob("*.py")}
+    assert {*COMMANDS} <= modules
+    assert modules - {*COMMANDS} == {"__init__", "main", "common"}
+
+
+def test_the_readme_lists_every_command() -> None:
+    block = (CODE_ROOT / "README.md").read_text().split("## The commands")[1].split("```")[1]
+    assert {*re.findall(r"^python submit\.py ([a-z]+) ", block, re.M)} == {*COMMANDS} - {"submit"}
+
+
+def test_help_and_docs_list_what_resume_may_change() -> None:
+    section = (CODE_ROOT / "docs/changing.md").read_text().split("## What `resume` may change")[1]
+    rows = [line.split("|")[1] for line in section.split("It also accepts")[0].splitlines() if line.startswith("|")]
+    assert sorted(re.findall(r"`([^`]*)`", "".join(rows))) == sorted(changeable_keys())
+    listed = (resume.__doc__ or "").split("may change")[1].split("and enlarge")[0]
+    assert sorted(re.findall(r"[\w.]+\.[\w*]+", listed)) == sorted(changeable_keys())
+
+
+LIGHT_COMMANDS = {
+    "submit": ["tiny.yaml", "--dry-run", "--executor", "local"],
+    "resume": ["runs/none"],
+    "status": [],
+    "report": ["runs/none"],
+    "logs": ["runs/none", "train"],
+    "cancel": ["runs/none"],
+    "profile": ["runs/none"],
+    "track": ["runs/none"],
+    "doctor": ["--help"],
+    "init": [],
+    "schema": [],
+}
+"""Commands that never import a slow package in their own process, and arguments for each."""
+
+
+@pytest.mark.parametrize("name", LIGHT_COMMANDS)
+def test_a_light_command_imports_no_slow_package(name: str, tmp_path: Path) -> None:
+    write_config(tmp_path)
+    program = (
+        "import json, sys\n"
+        f"sys.argv = ['submit.py', {name!r}, *{LIGHT_COMMANDS[name]!r}]\n"
+        "from cli.main import main\n"
+        "try:\n"
+        "    main()\n"
+        "except SystemExit:\n"
+        "    pass\n"
+        "print(json.dumps([*sys.modules]))\n"
+    )
+    done = run([sys.executable, "-c", program], tmp_path, {**CLEAN_ENVIRONMENT, "PYTHONPATH": str(CODE_ROOT)})
+    imported = {module.split(".")[0] for module in json.loads(done.stdout.splitlines()[-1])}
+    assert f"cli.{name}" in done.stdout and SLOW_PACKAGES & imported == set(), done.stderr
+
+
+def test_help_imports_no_config_and_no_command(tmp_path: Path) -> None:
+    done = run([sys.executable, "-X", "importtime", str(CODE_ROOT / "submit.py"), "--help"], tmp_path)
+    imported = set(re.findall(r"\| +([\w.]+)$", done.stderr, re.M))
+    assert done.returncode == 0 and "cli.main" in imported
+    assert {f"cli.{name}" for name in COMMANDS} & imported == set() and "pydantic" not in imported
+
+
+def test_a_command_for_torch_prefers_our_own_packages(tmp_path: Path) -> None:
+    """A folder on PYTHONPATH may have packages with the names of ours, also for processes that torch starts."""
+    (tmp_path / "planning").mkdir()
+    (tmp_path / "planning/__init__.py").write_text("raise ImportError('not ours')\n")
+    program = (
+        "import os, sys\n"
+        "import cli.common\n"
+        f"sys.path.insert(0, {str(tmp_path)!r})\n"
+        "cli.common.prepare_for_torch()\n"
+        "import planning.machine\n"
+        "import subprocess\n"
+        "subprocess.run([sys.executable, '-c', 'import planning.machine'], check=True)\n"
+    )
+    environment = {**CLEAN_ENVIRONMENT, "PYTHONPATH": f"{CODE_ROOT}{os.pathsep}{tmp_path}"}
+    done = run([sys.executable, "-c", program], tmp_path, environment)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_command_for_torch_ends_quietly_when_its_reader_does(tmp_path: Path) -> None:
+    program = "import cli.common, sys\ncli.common.prepare_for_torch()\nwhile True:\n    print('line', flush=True)\n"
+    environment = {**CLEAN_ENVIRONMENT, "PYTHONPATH": str(CODE_ROOT)}
+    writer = subprocess.Popen(
+        [sys.executable, "-c", program], env=environment, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert writer.stdout is not None and writer.stderr is not None
+    writer.stdout.readline()
+    writer.stdout.close()
+    assert writer.wait(60) == -signal.SIGPIPE and writer.stderr.read() == b""
+
+
+def test_ctrl_c_ends_a_command_for_torch_without_a_traceback(tmp_path: Path) -> None:
+    program = "import cli.common, time\ncli.common.prepare_for_torch()\nprint('ready', flush=True)\ntime.sleep(60)\n"
+    environment = {**CLEAN_ENVIRONMENT, "PYTHONPATH": str(CODE_ROOT)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], env=environment, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.readline() == b"ready\n"
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130 and process.stderr.read() == b""
+
+
+def test_the_help_of_a_rank_explains_its_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse_arguments(["--help"])
+    assert end.value.code == 0 and "evaluate RUN --step 100" in capsys.readouterr().out
+
+
+def test_a_mistyped_option_is_a_user_error() -> None:
+    submit = [sys.executable, str(CODE_ROOT / "submit.py")]
+    missing = run([*submit, "verify"], CODE_ROOT)
+    unknown = run([*submit, "verify", "--stp=3", "x"], CODE_ROOT)
+    assert missing.returncode == unknown.returncode == ExitCode.USER_ERROR
+    assert "Traceback" not in missing.stderr + unknown.stderr
+    assert "RUN" in missing.stderr and "--stp" in unknown.stderr
+
+
+def test_a_rank_raises_its_limit_on_open_files() -> None:
+    """A job inherits the soft limit of the login node."""
+    program = (
+        "from resource import *; from pipeline.__main__ import main; main(['train', 'nowhere.yaml']); "
+        "print(getrlimit(RLIMIT_NOFILE))"
+    )
+    limited = ["sh", "-c", 'ulimit -Sn 256 && ulimit -Hn 2000 && exec "$@"', "sh", sys.executable, "-c", program]
+    done = run(limited, CODE_ROOT)
+    assert done.stdout.endswith("(2000, 2000)\n"), done.stderr
