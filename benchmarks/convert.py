@@ -38,7 +38,7 @@ def make_source(folder: Path, layers: int) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from data_prep.text.tokenizer import train_bpe
+    from data_prep.tokenizer import train_bpe
     from pipeline.config.hugging_face import section_of
     from pipeline.config.sections import ModelConfig
     from pipeline.model.decoder import Decoder

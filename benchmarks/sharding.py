@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.table import write_table
-from data_prep.inputs.listing import find_inputs
-from data_prep.text.text_folder import TextFolder
-from data_prep.text.units import cut, weights_of
+from data_prep.find_inputs import find_inputs
+from data_prep.text_folder import TextFolder
+from data_prep.work_units import cut, weights_of
 from pipeline.config.datasets import DataConfig, TokenizerConfig
 from pipeline.data.manifest import ShardEntry, load_manifest, write_manifest
 
@@ -103,10 +103,10 @@ def bare(folder: Path) -> None:
 
 def sluice(folder: Path, out: Path, task: int, tasks: int, **more: Any) -> None:
     """In a process of its own: one task of the stage, prepared before."""
-    import data_prep.text.shard_file
+    import data_prep.shard_writer
 
     data = TextFolder(config_of(folder, **more), out)
-    assert data_prep.text.shard_file and data.encoder and data.plan
+    assert data_prep.shard_writer and data.encoder and data.plan
     before = cpu_s()
     data.shard(task, tasks, lambda _: None)
     cpu = cpu_s() - before

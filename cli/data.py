@@ -28,6 +28,6 @@ def data(
 ) -> None:
     """Inspect, verify or import existing tokens (Megatron, nanoGPT, llm.c, datatrove, Arrow, WebDataset, HDF5)."""
     prepare_for_torch()
-    from data_prep.tokens.tokens_commands import main
+    from data_prep.tokens_commands import run_data_command
 
-    main(action, paths, to, tokenizer, eos_token, packed)
+    run_data_command(action, paths, to, tokenizer, eos_token, packed)

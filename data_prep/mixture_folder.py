@@ -13,10 +13,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from data_prep.inputs.folder import PACKAGE, DataFolder, Log
-from data_prep.inputs.listing import find_inputs
-from data_prep.text.text_folder import TextFolder
-from data_prep.tokens.tokens_folder import TokensFolder
+from data_prep.data_folder import PACKAGE, DataFolder, Log
+from data_prep.find_inputs import find_inputs
+from data_prep.text_folder import TextFolder
+from data_prep.tokens_folder import TokensFolder
 from pipeline.base.errors import UserError
 from pipeline.base.files import sha256_json, write_atomic
 from pipeline.config.datasets import DataConfig

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from data_prep.arrays import ArraysFolder
-from data_prep.inputs.folder import PACKAGE, DataFolder
+from data_prep.data_folder import PACKAGE, DataFolder
 from data_prep.mixture_folder import MixtureFolder, text_or_tokens
+from data_prep.samples_folder import ArraysFolder
 from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import ExitCode
 from pipeline.base.signals import StopFlag

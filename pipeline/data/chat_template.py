@@ -5,7 +5,7 @@ It runs in a child process (pipeline/data/chat_template_worker.py), in Jinja's s
 same dialogue must always give the same text. A template may mark what the assistant says by `{% generation %} …
 {% endgeneration %}`.
 
-`prepare` writes template and special tokens to `chat.json` in the data folder (data_prep/text/records.py). Nothing here
+`prepare` writes template and special tokens to `chat.json` in the data folder (data_prep/records.py). Nothing here
 needs torch or tokenizers.
 """
 

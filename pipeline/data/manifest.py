@@ -32,7 +32,7 @@ PREPARE_FIRST = (
 PREPARED = "prepare.json"
 """What the prepare stage writes, last."""
 CHAT = "chat.json"
-"""What prepare keeps of a chat template (data_prep/text/records.py)."""
+"""What prepare keeps of a chat template (data_prep/records.py)."""
 SHARDS = "shards"
 LEARNED, BEGINS = 1, 2
 """Bits of a shard's `mask`: this token carries loss; it begins a document."""

@@ -8,7 +8,7 @@ token but a shard's first is a target once. A shard of n tokens has (n - 1) // T
 shards: the (n - 1) % T tokens left at a shard's end are dropped.
 
 **A sample of a user's own arrays** is one row of each. Training and evaluation see two parts of one fixed permutation
-of the rows (data_prep/arrays.py says why), so neither keeps a list.
+of the rows (data_prep/samples_folder.py says why), so neither keeps a list.
 
 **Why it is built so** (figures in `benchmarks/results/loader.md`): a contiguous HDF5 dataset is a plain array at a
 known offset, so it is mapped without HDF5 and opened once per process; a whole batch is looked up at once and copied

@@ -135,7 +135,7 @@ def _data(run: Run) -> list[str]:
 
 
 def _sources(run: Run) -> list[str]:
-    """Each input file with its hash, where it is as it was when it was cut into units (data_prep/text/units.py)."""
+    """Each input file with its hash, where it is as it was when it was cut into units (data_prep/work_units.py)."""
     folders = run.config.data.mixture.sources if run.config.data.mixture else ("",)
     rows = [row for name in folders for row in read_json(run.data_dir / name / "units.json")["inputs"]]
     told = []

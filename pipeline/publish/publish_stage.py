@@ -14,9 +14,16 @@ wins, and a run whose weights are not those of the winner fails with an error th
 Before an existing version is registered or handed to `publish.run`, all its files are compared with SHA256SUMS. The run
 directory notes the sizes and times that they had then, so that `missing` notices a later change without reading them.
 
-Behind all that come an entry in a model registry (pipeline/publish/registry.py) and `publish.run`, a command
+Behind all that come an entry in a model registry (pipeline/publish/publish_stage.py) and `publish.run`, a command
 of the user's own; what ended well is noted in the run directory, so that a stage that is tried again does not repeat
 it.
+
+
+An entry in an MLflow model registry for each published version, by MLflow's own client.
+
+A version of the registered model has the folder as its source and says in tags what it is of, so that the same step of
+the same run is entered once, however often somebody tries. A server takes no plain path of a folder as a source (that
+is for its own artifacts), so it is written as `folder:///…`; nothing is uploaded.
 """
 
 from __future__ import annotations
@@ -275,7 +282,7 @@ def _entry(run: Run) -> str:
 
 def _register(run: Run, version: Path, step: int) -> None:
     """Enter a version into the registry. Raises UserError where that fails."""
-    from pipeline.publish.registry import register
+    from pipeline.publish.publish_stage import register
 
     mlflow, figures = _wanted(run).mlflow, get_metrics(read_result(run, step) or {})
     assert mlflow is not None
@@ -337,3 +344,36 @@ def _complete(run: Run, folder: Path, step: int, result: Mapping[str, Any] | Non
     names = sorted(path.name for path in folder.iterdir())
     write_atomic(folder / SUMS, "".join(f"{sha256_file(folder / name)}  {name}\n" for name in names))
     fsync(folder)
+
+
+_PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "60", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3"}
+"""Seconds of a request, and how often one is tried again; otherwise a server that is away takes MLflow minutes."""
+_SAME = ("run", "step", "weights_sha256")
+
+
+def register(uri: str, model: str, folder: Path, tags: Mapping[str, Any]) -> str:
+    """Enter the published `folder` as a version of `model`, unless one is there of the same run, step and weights; what
+    was done, in words. Raises UserError where MLflow is missing and, naming it, where the server does not answer or
+    refuses."""
+    for name, value in _PATIENCE.items():
+        os.environ.setdefault(name, value)
+    try:
+        from mlflow import MlflowClient
+        from mlflow.exceptions import MlflowException
+    except ImportError as error:
+        raise UserError("publish.mlflow needs MLflow's client: pip install -e '.[mlflow]'") from error
+    server, said = MlflowClient(tracking_uri=uri, registry_uri=uri), {key: str(value) for key, value in tags.items()}
+    try:
+        if not server.search_registered_models(f"name = '{model}'"):
+            try:
+                server.create_registered_model(model)
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_ALREADY_EXISTS":  # by another run, since the search
+                    raise
+        for known in server.search_model_versions(f"name = '{model}'"):
+            if all(known.tags.get(key) == said[key] for key in _SAME):
+                return f"version {known.version} of {model} at {uri} is it already"
+        entry = server.create_model_version(model, f"folder://{folder}", tags=said)
+    except MlflowException as error:
+        raise UserError(f"publish.mlflow: {uri} made no entry of {folder}, which is published: {error}") from error
+    return f"version {entry.version} of {model} at {uri}"

@@ -35,7 +35,7 @@ from pipeline.comm import groups
 from pipeline.data.loader import Batches, GlobalOrderSampler
 from pipeline.data.local_copy import LocalCopies
 from pipeline.data.manifest import Manifest, SampleManifest, steps_of
-from pipeline.data.mixture import epoch_words, mixture_of
+from pipeline.data.sample_order import epoch_words, mixture_of
 from pipeline.data.samples import MappedDataset, SampleDataset, TokenDataset
 from pipeline.data.verify_shards import verify_shards
 from pipeline.evaluate.evaluator import Evaluator

@@ -25,7 +25,6 @@ ORDER = {
         "base", "config", "parallel.mesh", "config.read", "mpi", "run", "comm", "data", "checkpoint", "resilience",
         "parallel", "model", "evaluate", "publish", "train", "",
     ),
-    "data_prep": ("inputs", "text", "tokens", ""),
     "slurm": ("query", "submit", "supervise", ""),
 }  # fmt: skip
 """Subpackages of a top-level package: each may import itself and those before it. "" is the package's own modules.

@@ -62,7 +62,7 @@ def test_every_module_has_a_docstring() -> None:
     [
         ("pipeline/base/files.py", "from pipeline.config.sections import Config", "direction"),
         ("pipeline/run/metrics.py", "from slurm.query.job_states import call", "direction"),
-        ("pipeline/parallel/traffic.py", "from data_prep.text.units import cut", "direction"),
+        ("pipeline/parallel/traffic.py", "from data_prep.work_units import cut", "direction"),
         ("slurm/query/job_states.py", "from slurm.submit.chain import submit_chain", "direction"),
         ("pipeline/config/types.py", "from pipeline.config.sections import Config", "cycle"),
         ("slurm/query/status.py", "import numpy", "slow package"),

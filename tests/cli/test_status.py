@@ -16,10 +16,15 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+<<<<<<< HEAD
 from cli import status as status_command
-from data_prep.inputs.sources import Input
+from data_prep.documents import Input
+=======
+from cli import watch as watching
+from data_prep.documents import Input
+>>>>>>> ec19a20 (data_prep: merge 33 modules into 20 and drop the nested packages)
 from data_prep.shard import lacks
-from data_prep.text.tokenizer import train_bpe
+from data_prep.tokenizer import train_bpe
 from pipeline.base.console import PlainConsole
 from pipeline.config.read import load_config
 from pipeline.data.manifest import FileEntry
@@ -124,7 +129,7 @@ def test_of_many_inputs_some_are_asked(tmp_path: Path, monkeypatch: pytest.Monke
         os.utime(source.path, ns=(0, 0))
     folder = SimpleNamespace(path=tmp_path, inputs=inputs)
     monkeypatch.setattr("data_prep.shard.seen_from_outside", lambda run: folder)
-    monkeypatch.setattr("data_prep.inputs.sources.os", SimpleNamespace(stat=stat))
+    monkeypatch.setattr("data_prep.documents.os", SimpleNamespace(stat=stat))
     assert lacks(Run(tmp_path)) is None and 80 < len(asked) <= 100
     for name in names[100:110]:
         (tmp_path / name).unlink()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import transformers
 
-from data_prep.text.records import chat_json
+from data_prep.records import chat_json
 from pipeline.base.errors import UserError
 from pipeline.base.files import write_json
 from pipeline.config.hugging_face import FolderError, along, config_json, inside, section_from, section_of

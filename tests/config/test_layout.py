@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
-from data_prep.text.tokenizer import load_encoder
+from data_prep.tokenizer import load_encoder
 from pipeline.base.errors import ConfigError, UserError
 from pipeline.parallel.mesh import AXES, LayoutError, resolve_layout, split_layers
 from tests.support.layouts import tiny_config

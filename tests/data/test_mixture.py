@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from pipeline.base.errors import UserError
 from pipeline.config.datasets import MixtureConfig
 from pipeline.data.loader import GlobalOrderSampler
-from pipeline.data.mixture import SCALE, Mixture
-from pipeline.data.sample_order import perm
+from pipeline.data.sample_order import SCALE, Mixture, perm
 from pipeline.data.samples import MappedDataset
 
 NAMES = ["web", "code", "books", "math"]

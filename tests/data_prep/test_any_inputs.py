@@ -24,13 +24,13 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_prep.arrays import ArraysFolder
-from data_prep.inputs.folder import PACKAGE, DataFolder
-from data_prep.inputs.listing import find_inputs
-from data_prep.inputs.sources import parquet_groups, read_documents
+from data_prep.data_folder import PACKAGE, DataFolder
+from data_prep.documents import parquet_groups, read_documents
+from data_prep.find_inputs import find_inputs
 from data_prep.mixture_folder import MixtureFolder
-from data_prep.text.text_folder import TextFolder
-from data_prep.tokens.tokens_folder import TokensFolder
+from data_prep.samples_folder import ArraysFolder
+from data_prep.text_folder import TextFolder
+from data_prep.tokens_folder import TokensFolder
 from pipeline.base.errors import InputError, UserError
 from pipeline.config.datasets import DataConfig, TokenizerConfig
 from pipeline.config.user_model import UserModel
@@ -107,8 +107,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def same_in_any_split(make: Callable[[Path], DataFolder[Any, Any]], folder: Path, tasks: int, draw: Random) -> None:
     """Tasks in any order, some twice, one before another has begun, write what one task writes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("data_prep.text.units.MIN_UNIT_BYTES", 256)
-        patch.setattr("data_prep.arrays._AT_ONCE", 3000)
+        patch.setattr("data_prep.work_units.MIN_UNIT_BYTES", 256)
+        patch.setattr("data_prep.samples_folder._AT_ONCE", 3000)
         patch.setattr(os, "fsync", lambda fd: None)  # slow, and no matter here
         dealt = [*range(tasks), draw.randrange(tasks)]
         draw.shuffle(dealt)

@@ -25,12 +25,9 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_prep.inputs import hdf5, objects, sources
-from data_prep.inputs.objects import DEEPEST
-from data_prep.inputs.row_files import tar_members
-from data_prep.inputs.sources import Document, Input, read_documents
-from data_prep.tokens.formats import look
-from data_prep.tokens.token_file import scan
+from data_prep import documents, hdf5_reader
+from data_prep.documents import DEEPEST, Document, Input, read_documents, tar_members
+from data_prep.token_files import inspect_token_file, scan
 from pipeline.base.errors import UserError
 from pipeline.run.worker import Worker
 from tests.model.test_user_model import VIT, new_run
@@ -38,7 +35,7 @@ from tests.model.test_user_model import VIT, new_run
 SECONDS = 120
 
 
-def documents(path: Path, file_format: str, end: int | None = None) -> list[Document]:
+def read_all_documents(path: Path, file_format: str, end: int | None = None) -> list[Document]:
     """All that is read of a file."""
     size = path.stat().st_size
     source = Input(str(path), size, path.stat().st_mtime_ns, file_format)
@@ -63,21 +60,21 @@ def test_tokens_that_are_not_all_that_is_stored_are_refused(tmp_path: Path, layo
         plist.set_layout(getattr(h5py.h5d, layout.upper()))
         space, kind = h5py.h5s.create_simple((1065,)), h5py.h5t.py_create(tokens.dtype)
         h5py.h5d.create(file.id, b"tokens", kind, space, plist).write(h5py.h5s.ALL, h5py.h5s.ALL, tokens)
-    assert scan(look(str(path)), 0, 2000).tokens == 1065
+    assert scan(inspect_token_file(str(path)), 0, 2000).tokens == 1065
     shrink(path, 1065, 41)
     words = r"tokens is uint16 of shape \(41,\).* 82 bytes.* 2,130 bytes" if layout == "contiguous" else "cannot read"
     with pytest.raises(UserError, match=words) as told:
-        look(str(path))
+        inspect_token_file(str(path))
     assert str(path) in str(told.value)
 
 
 def test_chunks_beyond_the_shape_are_refused(tmp_path: Path) -> None:
     with h5py.File(path := tmp_path / "t.h5", "w") as file:
         file.create_dataset("tokens", data=np.arange(1065, dtype="<u2"), chunks=(100,), compression="gzip")
-    assert scan(look(str(path)), 0, 2000).tokens == 1065
+    assert scan(inspect_token_file(str(path)), 0, 2000).tokens == 1065
     shrink(path, 1065, 41)
     with pytest.raises(UserError, match=r"t\.h5: tokens .*1 chunks, and 11 are stored"):
-        look(str(path))
+        inspect_token_file(str(path))
 
 
 def test_arrays_that_are_not_all_that_is_stored_are_refused(tmp_path: Path) -> None:
@@ -96,31 +93,31 @@ def test_a_library_that_fails_on_a_file_takes_nobody_along(
         file.create_dataset("tokens", data=np.arange(40, dtype="<u2"), chunks=(10,), compression="gzip")
         file.create_dataset("images", data=np.zeros((40, 1, 16, 16), np.uint8), chunks=(10, 1, 16, 16))
         file["labels"] = np.zeros(40, np.int32)
-    monkeypatch.setattr(hdf5, "_READER", reader := Worker("tests.support.failing_hdf5", 1))
-    monkeypatch.setattr("data_prep.arrays._AT_ONCE", 2560)
+    monkeypatch.setattr(hdf5_reader, "_READER", reader := Worker("tests.support.failing_hdf5", 1))
+    monkeypatch.setattr("data_prep.samples_folder._AT_ONCE", 2560)
     monkeypatch.setenv("FAIL_BY", failure)
-    blocks = hdf5.read_rows(str(path), "tokens", 10)
+    blocks = hdf5_reader.read_rows(str(path), "tokens", 10)
     with pytest.raises(UserError, match=rf"cannot read {path}: .* dataset tokens .*{words}"):
         list(blocks)
     with pytest.raises(UserError, match=rf"cannot read {path}: .* dataset images .*{words}"):
         new_run(tmp_path, "run", text=VIT)
     monkeypatch.delenv("FAIL_BY")
     reader.close()
-    assert scan(look(str(path)), 0, 2000).tokens == 40  # by another worker
+    assert scan(inspect_token_file(str(path)), 0, 2000).tokens == 40  # by another worker
     reader.close()
 
 
 def test_an_answer_that_nobody_reads_to_its_end_spoils_no_other(tmp_path: Path) -> None:
     with h5py.File(path := tmp_path / "t.h5", "w") as file:
         file["tokens"], file["input_ids"] = np.arange(40), np.arange(7)
-    first: Any = hdf5.read_rows(str(path), "tokens", 10)
-    second = hdf5.read_rows(str(path), "input_ids", 3)
+    first: Any = hdf5_reader.read_rows(str(path), "tokens", 10)
+    second = hdf5_reader.read_rows(str(path), "input_ids", 3)
     assert [next(first).tolist(), next(second).tolist()] == [[*range(10)], [0, 1, 2]]
     first.close()
     assert next(second).tolist() == [3, 4, 5]
-    assert np.concatenate([*hdf5.read_rows(str(path), "input_ids", 2)]).tolist() == [*range(7)]
+    assert np.concatenate([*hdf5_reader.read_rows(str(path), "input_ids", 2)]).tolist() == [*range(7)]
     with pytest.raises(UserError, match=r"cannot read .*t\.h5"):
-        next(hdf5.read_rows(str(path), "images", 2))
+        next(hdf5_reader.read_rows(str(path), "images", 2))
 
 
 # -- lines -------------------------------------------------------------------------------------------------
@@ -165,10 +162,10 @@ def test_a_line_or_row_that_is_too_long_is_rejected_and_the_next_is_read(
     is_json = file_format in ("jsonl", "gzip", "zstd")
     wrap: Callable[[str], bytes] = (lambda text: f'{{"text":"{text}"}}'.encode()) if is_json else str.encode
     most = len(wrap("x" * MOST))
-    monkeypatch.setattr(objects, "LONGEST", most)
+    monkeypatch.setattr(documents, "LONGEST", most)
     texts = ["one", "x" * MOST, "y" * (MOST + 1), "z" * MOST, "long" * 1000, "last"]
     path = write_lines(tmp_path / name, [wrap(text) for text in texts])
-    found = documents(path, file_format, 1 if file_format == "parquet" else None)
+    found = read_all_documents(path, file_format, 1 if file_format == "parquet" else None)
     assert [(one.line, one.text) for one in found if one.reason is None] == [
         (number, text) for number, text in enumerate(texts, 1) if len(text) <= MOST
     ]
@@ -186,8 +183,8 @@ def test_pieces_give_lines_that_are_too_long_once(
     source = Input(str(path), len(content), 0, "lines")
     found: list[str | None] = []
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(objects, "LONGEST", 3)
-        patched.setattr(objects, "_BLOCK", 2)
+        patched.setattr(documents, "LONGEST", 3)
+        patched.setattr(documents, "_BLOCK", 2)
         for start, end in pairwise(borders):
             found += [one.text if one.reason is None else None for one in read_documents(source, start, end, "text")]
     lines = content.decode().split("\n")
@@ -208,7 +205,7 @@ def test_a_small_file_does_not_fill_the_memory(tmp_path: Path, kind: str) -> Non
     assert path.stat().st_size < 300_000
     program = (
         "import sys, json\n"
-        "from data_prep.inputs.sources import Input, read_documents\n"
+        "from data_prep.documents import Input, read_documents\n"
         "found = read_documents(Input(sys.argv[1], 1, 0, 'gzip'), 0, 1, 'text')\n"
         "print(json.dumps([(one.line, one.text, one.reason) for one in found]))\n"
     )
@@ -230,7 +227,7 @@ def test_json_is_as_deep_as_may_be_whoever_calls(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", [nested(DEEPEST), nested(DEEPEST + 1), nested(500), nested(100_000)])
 
     def call(depth: int) -> list[Document]:
-        return call(depth - 1) if depth else documents(path, "jsonl")
+        return call(depth - 1) if depth else read_all_documents(path, "jsonl")
 
     for depth in (0, 500):
         found = call(depth)
@@ -240,17 +237,19 @@ def test_json_is_as_deep_as_may_be_whoever_calls(tmp_path: Path) -> None:
 
 def test_a_long_line_of_many_strings_and_few_values_is_read(tmp_path: Path) -> None:
     text = "[{,:" * 5_000_000
-    found = documents(write_lines(tmp_path / "a.jsonl", [json.dumps({"text": text, "id": 1}).encode()]), "jsonl")
+    found = read_all_documents(
+        write_lines(tmp_path / "a.jsonl", [json.dumps({"text": text, "id": 1}).encode()]), "jsonl"
+    )
     assert [one.text == text for one in found] == [True]
 
 
 def test_a_row_of_many_lines_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objects, "LONGEST", 40)
+    monkeypatch.setattr(documents, "LONGEST", 40)
     (path := tmp_path / "a.csv").write_text("id,text\n1," + '"' + "line\n" * 7 + '"\n2,next\n')
-    assert [one.text for one in documents(path, "csv")] == ["line\n" * 7, "next"]
+    assert [one.text for one in read_all_documents(path, "csv")] == ["line\n" * 7, "next"]
     (path := tmp_path / "b.csv").write_text("id,text\n" + '1,"\n",' * 100 + "\n2,next\n")
     with pytest.raises(UserError, match=rf"{path}: the row that goes on in line \d+ is longer than 40 bytes"):
-        documents(path, "csv")
+        read_all_documents(path, "csv")
 
 
 # -- tar ---------------------------------------------------------------------------------------------------
@@ -301,7 +300,7 @@ def test_headers_of_a_tar_have_bounds(tmp_path: Path, content: bytes, words: str
     path = tmp_path / "a.tar"
     path.write_bytes(gzip.compress(content, 1) if packed else content)
     with pytest.raises(UserError, match=rf"{path} is damaged.*{words}"):
-        documents(path, "tar")
+        read_all_documents(path, "tar")
 
 
 def test_ordinary_extended_headers_are_read(tmp_path: Path) -> None:
@@ -313,15 +312,15 @@ def test_ordinary_extended_headers_are_read(tmp_path: Path) -> None:
                 member = tarfile.TarInfo(f"{name}.txt")
                 member.size, member.linkname = 5, "l" * 200
                 tar.addfile(member, io.BytesIO(b"hello"))
-        assert [one.text for one in documents(path, "tar")] == ["hello", "hello"]
+        assert [one.text for one in read_all_documents(path, "tar")] == ["hello", "hello"]
 
 
 def test_a_sample_of_a_tar_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "_LARGEST_SAMPLE", 1000)
+    monkeypatch.setattr(documents, "_LARGEST_SAMPLE", 1000)
     content = b"".join(header(tarfile.REGTYPE, 5, f"a.{i}.txt") + b"hello".ljust(512, b"\0") for i in range(201))
     (path := tmp_path / "a.tar").write_bytes(content + END)
     with pytest.raises(UserError, match=rf"{path}: the members of sample 'a' have more than 1,000 bytes"):
-        documents(path, "tar")
+        read_all_documents(path, "tar")
 
 
 def test_the_headers_of_all_members_are_not_kept(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ import pytest
 import yaml
 from transformers import PreTrainedTokenizerFast
 
-from data_prep.inputs.sources import Document, Rejected
-from data_prep.text.records import Dialogues, chat_json
-from data_prep.text.tokenizer import load_encoder
+from data_prep.documents import Document, Rejected
+from data_prep.records import Dialogues, chat_json
+from data_prep.tokenizer import load_encoder
 from pipeline.base.errors import UserError
 from pipeline.base.files import write_json
 from pipeline.config.datasets import CHAT_TEMPLATES, DataConfig

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_prep.text import duplicates
-from data_prep.text.duplicates import Duplicates
-from data_prep.text.text_folder import TextFolder
+from data_prep import duplicates
+from data_prep.duplicates import Duplicates
+from data_prep.text_folder import TextFolder
 from pipeline.base.errors import UserError
 from pipeline.config.datasets import DataConfig
 from pipeline.config.read import load_config
@@ -56,7 +56,7 @@ def test_of_each_text_the_first_stays_whatever_the_tasks(
     write_jsonl(folder / "b.jsonl", documents[half:])
     data = config(str(folder / "*.jsonl"), deduplicate=True, held_out=0.0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("data_prep.text.units.MIN_UNIT_BYTES", 64)
+        patch.setattr("data_prep.work_units.MIN_UNIT_BYTES", 64)
         patch.setattr(duplicates, "_MOST", most)
         patch.setattr(os, "fsync", lambda fd: None)  # slow, and no matter here
         run_tasks(data, folder / "one", 1)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.inputs.lustre import stripe
-from data_prep.text.text_folder import TextFolder
+from data_prep.data_folder import stripe
+from data_prep.text_folder import TextFolder
 from pipeline.base.files import file_system_type
 from pipeline.config.site import StripeConfig
 from pipeline.data.manifest import load_manifest
@@ -58,7 +58,7 @@ def test_shard_sets_the_stripe_before_it_writes(
         f"#!/bin/sh\nfor last; do :; done\nls $last >> {fake_lfs}/calls\necho done >> {fake_lfs}/calls\n"
     )
     monkeypatch.setattr(
-        "data_prep.inputs.folder.stripe", lambda path, rule, log: stripe(path, rule, log, lambda _: "lustre")
+        "data_prep.data_folder.stripe", lambda path, rule, log: stripe(path, rule, log, lambda _: "lustre")
     )
     data = config([str(write_jsonl(tmp_path / "a.jsonl", texts(5)))], held_out=0.0)
     TextFolder(data, tmp_path / "data").prepare(quiet)

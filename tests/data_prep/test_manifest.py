@@ -15,8 +15,8 @@ import pytest
 import typer
 
 from cli.submit import start_run
-from data_prep.inputs.folder import PACKAGE, PROGRESS, SHARED, code_sha256
-from data_prep.text.text_folder import TextFolder
+from data_prep.data_folder import PACKAGE, PROGRESS, SHARED, code_sha256
+from data_prep.text_folder import TextFolder
 from pipeline.base.dist_env import RankInfo, read_rank_info
 from pipeline.base.errors import ExitCode, InputError, UserError
 from pipeline.base.files import seal, sha256_json
@@ -317,7 +317,7 @@ def test_key_covers_what_changes_the_bytes(change: dict[str, Any], same: bool) -
 
 
 def test_other_code_makes_everything_missing(done: Path, data: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data_prep.inputs.folder.code_sha256", lambda package: "0" * 64)
+    monkeypatch.setattr("data_prep.data_folder.code_sha256", lambda package: "0" * 64)
     assert "tokenizer or code" in str(prepare_missing(data, done))
     assert "tokenizer or code" in str(shard_missing(data, done))
 
@@ -326,10 +326,10 @@ def test_code_hash_covers_names_and_contents(tmp_path: Path) -> None:
     original, copy = code_sha256(PACKAGE), tmp_path / "data_prep"
     shutil.copytree(PACKAGE, copy)
     assert code_sha256(copy) == original
-    with open(copy / "text/units.py", "a") as file:
+    with open(copy / "work_units.py", "a") as file:
         file.write("# another rule\n")
     assert code_sha256(copy) != original
-    shutil.copy(PACKAGE / "text/units.py", copy / "text/units.py")
+    shutil.copy(PACKAGE / "work_units.py", copy / "work_units.py")
     (copy / "inputs/lustre.py").rename(copy / "inputs/other.py")
     assert code_sha256(copy) != original
 

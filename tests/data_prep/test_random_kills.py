@@ -23,12 +23,12 @@ import h5py
 import numpy as np
 import pytest
 
-from data_prep.arrays import ArraysFolder
-from data_prep.inputs.folder import PACKAGE, DataFolder
-from data_prep.text.text_folder import TextFolder
-from data_prep.text.tokenizer import train_bpe
-from data_prep.tokens import tokens_commands
-from data_prep.tokens.tokens_folder import TokensFolder
+from data_prep import tokens_commands
+from data_prep.data_folder import PACKAGE, DataFolder
+from data_prep.samples_folder import ArraysFolder
+from data_prep.text_folder import TextFolder
+from data_prep.tokenizer import train_bpe
+from data_prep.tokens_folder import TokensFolder
 from pipeline.base.errors import UserError
 from pipeline.base.files import read_jsonl
 from pipeline.config.datasets import DataConfig
@@ -45,8 +45,8 @@ WAYS = ("name", "file", "call", "clock")
 TASKS = """
 import importlib, json, os, signal, sys, threading
 from pathlib import Path
-for name in ("shard_file", "tokenizer", "duplicates", "rejected"):
-    importlib.import_module(f"data_prep.text.{name}")
+for name in ("shard_writer", "tokenizer", "duplicates", "text_folder"):
+    importlib.import_module(f"data_prep.{name}")
 from tests.data_prep.test_random_kills import KINDS
 
 os.fsync = lambda fd: None  # slow, and of no matter here
@@ -207,7 +207,7 @@ class Import(Shard):
         tokens_commands._SHARD = 300  # some of each file
         tokenizer = f"{self.source}/tokenizer.json"
         try:
-            tokens_commands.main("import", [f"{self.source}/in"], str(path / "to"), tokenizer, "<|endoftext|>", False)
+            tokens_commands.run_data_command("import", [f"{self.source}/in"], str(path / "to"), tokenizer, "<|endoftext|>", False)
         except UserError as error:
             assert "exists already" in str(error) or "another import fills" in str(error), error
         except FileNotFoundError:  # it began between the other's last look and its end

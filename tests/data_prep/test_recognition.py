@@ -23,8 +23,8 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_prep.inputs.listing import find_inputs
-from data_prep.inputs.sources import Document, parquet_groups, read_documents
+from data_prep.documents import Document, parquet_groups, read_documents
+from data_prep.find_inputs import find_inputs
 from pipeline.base.errors import UserError
 from pipeline.config.datasets import DataConfig
 from tests.data_prep.test_shards import all_bytes, config, run_tasks, texts
@@ -370,7 +370,7 @@ def test_json_that_ends_early_is_refused(content: str, told: str, tmp_path: Path
 
 @pytest.mark.parametrize("block", [1, 2, 7, 1 << 20])
 def test_json_does_not_depend_on_blocks(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data_prep.inputs.objects._BLOCK", block)
+    monkeypatch.setattr("data_prep.documents._BLOCK", block)
     values = [
         {"text": 'é\\ud83d " ] } ,' * 9},
         1.5e3,
@@ -401,8 +401,8 @@ def test_a_broken_object_is_one_rejected_document(tmp_path: Path) -> None:
 
 
 def test_a_value_or_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data_prep.inputs.objects.LONGEST", 1 << 17)
-    monkeypatch.setattr("data_prep.inputs.objects._BLOCK", 1 << 12)
+    monkeypatch.setattr("data_prep.documents.LONGEST", 1 << 17)
+    monkeypatch.setattr("data_prep.documents._BLOCK", 1 << 12)
     long = json.dumps({"text": "a" * (1 << 18)}).encode()
     for name, content in {
         "a.json": b"[" + long + b"]",
@@ -417,8 +417,8 @@ def test_a_value_or_line_without_end_is_refused(tmp_path: Path, monkeypatch: pyt
 
 
 def test_json_of_too_many_values_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data_prep.inputs.objects.MOST_VALUES", 1000)
-    monkeypatch.setattr("data_prep.inputs.objects._BLOCK", 1 << 10)
+    monkeypatch.setattr("data_prep.documents.MOST_VALUES", 1000)
+    monkeypatch.setattr("data_prep.documents._BLOCK", 1 << 10)
     (tmp_path / "a.json").write_text(
         json.dumps([{"text": "a, [b" * 4000}, {"text": "b", "more": [1] * 4000}], indent=1)
     )

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from data_prep.inputs.sources import Rejected
-from data_prep.text.records import Dialogues, chat_json
-from data_prep.text.shard_file import ShardWriter
-from data_prep.text.tokenizer import train_bpe
+from data_prep.documents import Rejected
+from data_prep.records import Dialogues, chat_json
+from data_prep.shard_writer import ShardWriter
+from data_prep.tokenizer import train_bpe
 from pipeline.base.errors import UserError
 from pipeline.base.files import write_json
 from pipeline.config.datasets import DataConfig, TokenizerConfig

@@ -22,10 +22,10 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_prep.text import units
-from data_prep.text.text_folder import TextFolder
-from data_prep.text.tokenizer import load_encoder
-from data_prep.text.units import is_held_out
+from data_prep import work_units
+from data_prep.text_folder import TextFolder
+from data_prep.tokenizer import load_encoder
+from data_prep.work_units import is_held_out
 from pipeline.base.errors import InputError, UserError
 from pipeline.config.datasets import DataConfig, TokenizerConfig
 from pipeline.data.manifest import Manifest, ShardEntry, load_manifest
@@ -145,7 +145,7 @@ def check_content(data: DataConfig, data_dir: Path, manifest: Manifest, expected
 @pytest.fixture
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a few kilobytes make several units."""
-    monkeypatch.setattr(units, "MIN_UNIT_BYTES", 64)
+    monkeypatch.setattr(work_units, "MIN_UNIT_BYTES", 64)
 
 
 def test_any_number_of_tasks_writes_the_same_bytes(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_each_document_stands_once_wherever_the_file_is_cut(
     if all(is_held_out(text.encode(), 0.2) for text in documents if text):
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("data_prep.text.prepare_text.unit_count", lambda *_: count)
+        patch.setattr("data_prep.prepare_text.unit_count", lambda *_: count)
         manifest = run_tasks(data, folder / "data")
     check_content(data, folder / "data", manifest, documents)
 
@@ -283,7 +283,7 @@ def test_a_changed_input_costs_its_own_units_and_leaves_no_trace(
     data = config(str(folder / "part-*.jsonl"), shard_tokens=size).model_copy(update={"tokenizer": tokenizer})
     run_tasks(data, folder / "data", 2)
     (folder / "data/manifest.json").unlink()  # once all is done inputs may change
-    old = units.read_plan(folder / "data/units.json")
+    old = work_units.read_plan(folder / "data/units.json")
     write_jsonl(folder / f"part-{place % len(before) + 1}.jsonl", texts(now))
     lines: list[str] = []
     prepare(data, folder / "data", quiet)
@@ -291,14 +291,14 @@ def test_a_changed_input_costs_its_own_units_and_leaves_no_trace(
     finalize(data, folder / "data", quiet)
     run_tasks(data, folder / "fresh")
     assert all_bytes(folder / "data") == all_bytes(folder / "fresh")
-    new = units.read_plan(folder / "data/units.json")
+    new = work_units.read_plan(folder / "data/units.json")
     read = [[[(plan.inputs[i], *piece) for i, *piece in unit] for unit in plan.units] for plan in (old, new)]
     kept = [unit for unit, (was, now_read) in enumerate(zip(*read, strict=False)) if was == now_read]
     assert [unit for unit, line in enumerate(lines) if "was there already" in line] == kept
 
 
 def test_input_that_changes_while_it_is_read_fails_the_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from data_prep.text.tokenizer import Encoder
+    from data_prep.tokenizer import Encoder
 
     path = write_jsonl(tmp_path / "a.jsonl", texts(5))
     data = config([str(path)])
@@ -437,7 +437,7 @@ def test_refused_write_leaves_no_half_written_names(tmp_path: Path) -> None:
     (tmp_path / "data/shards").mkdir()
     script = (
         "import resource, signal, sys; from pathlib import Path; from pipeline.config.sections import DataConfig\n"
-        "from data_prep.text.text_folder import TextFolder\n"
+        "from data_prep.text_folder import TextFolder\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "for limit in (0, 100, 2048, 4096, 20_000):\n"
         "    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))\n"
@@ -454,7 +454,7 @@ def test_refused_write_leaves_no_half_written_names(tmp_path: Path) -> None:
 def test_python_stdlib_gives_shards_without_tests_and_packages(tmp_path: Path) -> None:
     data = DataConfig(source="python-stdlib", tokenizer=TokenizerConfig(vocab_size=300, train_bytes=50_000))
     prepare(data, tmp_path / "data", quiet)
-    plan = units.read_plan(tmp_path / "data" / "units.json")
+    plan = work_units.read_plan(tmp_path / "data" / "units.json")
     assert len(plan.units) == 4
     names = [Path(source.path).parts for source in plan.inputs]
     assert not [parts for parts in names if {"site-packages", "dist-packages", "test", "tests"} & set(parts)]

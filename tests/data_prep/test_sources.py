@@ -20,12 +20,11 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_prep.inputs.listing import files_in, find_inputs
-from data_prep.inputs.sources import Document, Input, parquet_groups, read_documents
-from data_prep.text.batches import batches
-from data_prep.text.prepare_text import take_sample
-from data_prep.text.text_folder import TextFolder
-from data_prep.text.units import MIN_UNIT_BYTES, cut, unit_count, weights_of
+from data_prep.documents import Document, Input, parquet_groups, read_documents
+from data_prep.find_inputs import files_in, find_inputs
+from data_prep.prepare_text import take_sample
+from data_prep.text_folder import TextFolder, batches
+from data_prep.work_units import MIN_UNIT_BYTES, cut, unit_count, weights_of
 from pipeline.base.errors import UserError
 from pipeline.config.datasets import DataConfig, TokenizerConfig
 
@@ -169,7 +168,7 @@ def test_text_is_taken_as_it_stands(tmp_path: Path) -> None:
 
 
 def test_zstd_lines_survive_any_block_border(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data_prep.inputs.compression._BLOCK", 5)
+    monkeypatch.setattr("data_prep.file_type._BLOCK", 5)
     path = tmp_path / "a.jsonl.zst"
     content = "".join(f'{{"text": "é{i}"}}\n' for i in range(300)).encode()
     path.write_bytes(

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from data_prep.text.text_folder import TextFolder
-from data_prep.text.tokenizer import load_encoder
+from data_prep.text_folder import TextFolder
+from data_prep.tokenizer import load_encoder
 from pipeline.base.errors import UserError
 from pipeline.base.files import write_json
 from pipeline.config.datasets import DataConfig, TokenizerConfig

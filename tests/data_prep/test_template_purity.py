@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from data_prep.inputs.sources import Rejected
-from data_prep.text.records import Dialogues, chat_json
+from data_prep.documents import Rejected
+from data_prep.records import Dialogues, chat_json
 from pipeline.base.errors import UserError
 from pipeline.data import chat_template
 from pipeline.data.chat_template import ChatTemplate, ChatTemplateError, UnusableTemplateError

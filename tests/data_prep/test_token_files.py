@@ -22,15 +22,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data_prep import tokens_commands
 from data_prep.mixture_folder import MixtureFolder
-from data_prep.text.text_folder import TextFolder
-from data_prep.text.tokenizer import load_encoder, train_bpe
-from data_prep.tokens import megatron as megatron_index
-from data_prep.tokens import tokens_commands
-from data_prep.tokens.formats import look
-from data_prep.tokens.token_file import BARE, DocumentEnds, TokenFile, scan
-from data_prep.tokens.tokens_commands import main
-from data_prep.tokens.tokens_folder import TokensFolder
+from data_prep.text_folder import TextFolder
+from data_prep.token_files import BARE, DocumentEnds, TokenFile, inspect_token_file, scan
+from data_prep.tokenizer import load_encoder, train_bpe
+from data_prep.tokens_commands import main
+from data_prep.tokens_folder import TokensFolder
 from pipeline.base.errors import InputError, UserError
 from pipeline.config.datasets import DataConfig, TokenizerConfig
 from pipeline.data.manifest import ShardEntry, load_manifest
@@ -182,7 +180,7 @@ def test_each_format_is_read_as_it_was_written(
     tmp_path_factory: pytest.TempPathFactory, write: Writer, bodies: Documents
 ) -> None:
     documents = [[*one, EOS] for one in bodies]
-    file = look(str(write(tmp_path_factory.mktemp("one"), documents)))
+    file = inspect_token_file(str(write(tmp_path_factory.mktemp("one"), documents)))
     assert [one.tolist() for one in file.documents(EOS)] == documents
     assert np.concatenate(list(file.blocks())).tolist() == flat(documents)
     seen = scan(file, EOS, VOCAB)
@@ -193,9 +191,9 @@ def test_each_format_is_read_as_it_was_written(
 
 @pytest.mark.parametrize("size", [1, 3, 7])
 def test_documents_do_not_depend_on_blocks(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data_prep.tokens.token_file._BLOCK", size)
+    monkeypatch.setattr("data_prep.token_files.BLOCK", size)
     documents = [[5, 6, 7, EOS], [EOS], [], [9], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, EOS], [4, 4]]
-    file = look(str(megatron(tmp_path, documents)))
+    file = inspect_token_file(str(megatron(tmp_path, documents)))
     assert [one.tolist() for one in file.documents(EOS)] == documents
     ends = np.cumsum([len(one) for one in documents]).tolist()
     assert file.ends is not None and list(file.ends.ends(0, len(documents))) == ends
@@ -203,7 +201,7 @@ def test_documents_do_not_depend_on_blocks(size: int, tmp_path: Path, monkeypatc
         inside = file.part(start, stop).ends_in(0, stop - start)
         assert inside is not None and inside.tolist() == [end - start for end in ends if start < end <= stop]
     assert scan(file, EOS, VOCAB).unended == 2  # [9] and [4, 4]; an empty one ends nothing
-    bare = look(str(nano_gpt(tmp_path, documents)))
+    bare = inspect_token_file(str(nano_gpt(tmp_path, documents)))
     assert [len(one) for one in bare.documents(EOS)] == [4, 1, 12, 2]
 
 
@@ -247,7 +245,7 @@ def test_a_copy_holds_the_same_documents_and_a_run_takes_it(write: Writer, token
 def test_an_import_that_ended_early_goes_on_and_says_so(
     tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("data_prep.tokens.tokens_commands._SHARD", 100)
+    monkeypatch.setattr("data_prep.tokens_commands._SHARD", 100)
     (tmp_path / "in").mkdir()
     documents = encoded(tokenizer)
     paths = [tmp_path / "in" / name for name in ("a.bin", "b.bin", "c.bin")]
@@ -525,7 +523,7 @@ def test_other_files_of_llm_c_are_no_tokens(header: tuple[int, ...], told: str, 
     path = tmp_path / "hellaswag_val.bin"
     path.write_bytes(content.tobytes() + np.arange(5000, dtype="<u2").tobytes())
     with pytest.raises(UserError, match=told) as error:
-        look(str(path))
+        inspect_token_file(str(path))
     assert str(path) in str(error.value)
 
 
@@ -543,13 +541,13 @@ def test_other_files_of_llm_c_are_no_tokens(header: tuple[int, ...], told: str, 
 def test_what_has_another_mark_is_no_bare_tokens(content: bytes, told: str, tmp_path: Path) -> None:
     (path := tmp_path / "pytorch_model.bin").write_bytes(content + bytes(len(content) % 2))
     with pytest.raises(UserError, match=rf"{path} seems to be {told}"):
-        look(str(path))
+        inspect_token_file(str(path))
 
 
 @pytest.mark.parametrize("first", [(93, 0, 7, 9, 11, 0, 256), (640, 0x717D, 5), (1152, 0x295, 8), (20304, 98, 9)])
 def test_tokens_that_look_like_a_short_mark_are_read(first: tuple[int, ...], tmp_path: Path) -> None:
     np.array([*first, *range(1000)], "<u2").tofile(path := tmp_path / "a.bin")
-    assert look(str(path)).tokens == len(first) + 1000
+    assert inspect_token_file(str(path)).tokens == len(first) + 1000
 
 
 def test_of_hdf5_the_dataset_is_read_that_was_looked_at(tmp_path: Path) -> None:
@@ -557,7 +555,7 @@ def test_of_hdf5_the_dataset_is_read_that_was_looked_at(tmp_path: Path) -> None:
         file["other"] = np.arange(90, 100, dtype="<u2")
         file["tokens"] = h5py.SoftLink("/other")
         file.create_dataset("input_ids", data=np.arange(8, dtype="<u2"), chunks=(4,))
-    found = look(str(path))
+    found = inspect_token_file(str(path))
     assert found.tokens == 8 and np.concatenate(list(found.blocks())).tolist() == [*range(8)]
 
 
@@ -565,17 +563,17 @@ def test_hdf5_whose_writer_did_not_end_is_refused(tmp_path: Path) -> None:
     with h5py.File(path := tmp_path / "h.h5", "w") as file:
         file.create_dataset("tokens", (95,), "<u2", chunks=(10,))[:90] = 7
     with pytest.raises(UserError, match=r"tokens claims 95 tokens, and 180 bytes are stored: it is not whole"):
-        look(str(path))
+        inspect_token_file(str(path))
     with h5py.File(path, "a") as file:
         file["tokens"][90:] = 8
-    assert np.concatenate(list(look(str(path)).blocks())).tolist() == [7] * 90 + [8] * 5
+    assert np.concatenate(list(inspect_token_file(str(path)).blocks())).tolist() == [7] * 90 + [8] * 5
 
 
 def test_arrow_with_a_name_that_is_no_text_is_refused(tmp_path: Path) -> None:
     path = arrow(tmp_path, [[1, EOS]])
     path.write_bytes(path.read_bytes().replace(b"input_ids", b"input_\xfbds"))
     with pytest.raises(UserError, match=r"a\.arrow is damaged, or no Arrow"):
-        look(str(path))
+        inspect_token_file(str(path))
 
 
 def refused(path: Path, tokenizer: Path, words: str) -> None:
@@ -590,7 +588,7 @@ def test_rows_of_one_length_and_slices_are_read(tmp_path: Path) -> None:
         table = pyarrow.table({"input_ids": pyarrow.array([[0, 0, 0], *rows], kind)}).slice(1)
         with pyarrow.ipc.new_file(str(path := tmp_path / "a.arrow"), table.schema) as file:
             file.write_table(table, max_chunksize=2)
-        assert [one.tolist() for one in look(str(path)).documents(EOS)] == rows
+        assert [one.tolist() for one in inspect_token_file(str(path)).documents(EOS)] == rows
 
 
 @pytest.mark.parametrize("write", MAPPED)
@@ -676,10 +674,10 @@ def test_a_file_that_is_cut_short_is_refused(write: Writer, tmp_path: Path) -> N
     for missing in (3000 if write is web_tar else 4, len(whole) // 3, len(whole) - 600):
         path.write_bytes(whole[:-missing])
         with pytest.raises(UserError, match=r"cut short|damaged|do not fit|but a header|truncated"):
-            list(look(str(path)).documents(EOS))
+            list(inspect_token_file(str(path)).documents(EOS))
     (tmp_path / "odd.bin").write_bytes(b"abc")
     with pytest.raises(UserError, match="odd number"):
-        look(str(tmp_path / "odd.bin"))
+        inspect_token_file(str(tmp_path / "odd.bin"))
 
 
 def test_a_damaged_header_is_not_the_end_of_a_tar(tmp_path: Path) -> None:
@@ -688,15 +686,15 @@ def test_a_damaged_header_is_not_the_end_of_a_tar(tmp_path: Path) -> None:
     content[2048 + 150] ^= 255  # the checksum of the second array's header
     path.write_bytes(content)
     with pytest.raises(UserError, match="is damaged, or no tar"):
-        list(look(str(path)).documents(EOS))
+        list(inspect_token_file(str(path)).documents(EOS))
 
 
 @pytest.mark.parametrize("kind", ["<u4", "<i4", "<i8"])
 def test_bare_ids_that_are_wider_are_refused(kind: str, tmp_path: Path) -> None:
     (np.arange(108_000) % 100_000).astype(kind).tofile(path := tmp_path / "w.bin")
     with pytest.raises(UserError, match="every other uint16 is"):
-        look(str(path))
-    file = look(str(nano_gpt(tmp_path, [[*range(100, 300), EOS]] * 9)))
+        inspect_token_file(str(path))
+    file = inspect_token_file(str(nano_gpt(tmp_path, [[*range(100, 300), EOS]] * 9)))
     with pytest.raises(UserError, match="tokenizer has 70,000 ids"):
         scan(file, EOS, 70_000)
 
@@ -723,7 +721,7 @@ def test_an_array_of_columns_is_read_in_rows(tmp_path: Path) -> None:
         member = tarfile.TarInfo("0.npy")
         member.size = len(content.getvalue())
         tar.addfile(member, io.BytesIO(content.getvalue()))
-    assert [one.tolist() for one in look(str(path)).blocks()] == [list(range(6))]
+    assert [one.tolist() for one in inspect_token_file(str(path)).blocks()] == [list(range(6))]
 
 
 def test_held_out_tokens_are_looked_for_once_when_parts_are_made(
@@ -760,7 +758,7 @@ def test_of_an_index_a_task_reads_what_its_units_cover_and_notices_a_change(
         return found
 
     monkeypatch.setattr(DocumentEnds, "numbers", numbers)
-    monkeypatch.setattr("data_prep.tokens.token_file._BLOCK", 256)
+    monkeypatch.setattr("data_prep.token_files.BLOCK", 256)
     folder = TokensFolder(data, tmp_path / "data")
     (tmp_path / "data/shards").mkdir()
     index = next(path for path in tmp_path.iterdir() if path.suffix in (".idx", ".index"))
@@ -797,9 +795,8 @@ def test_what_ends_in_a_part_is_what_counting_says(
     head = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, count, len(borders))
     path.with_suffix(".idx").write_bytes(head + whole[34 : 34 + 12 * count] + borders.astype("<i8").tobytes())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(megatron_index, "BLOCK", 2)
-        patch.setattr("data_prep.tokens.token_file.BLOCK", 3)
-        file = look(str(path))
+        patch.setattr("data_prep.token_files.BLOCK", 3)
+        file = inspect_token_file(str(path))
     ends = np.cumsum([sum(one) for one in [*sequences, [1]]])
     start = data.draw(st.integers(0, int(ends[-1])))
     stop = data.draw(st.integers(start, int(ends[-1])))
@@ -811,7 +808,7 @@ def test_what_ends_in_a_part_is_what_counting_says(
 def test_an_index_that_is_cut_or_out_of_order_behind_its_check_is_refused(tmp_path: Path) -> None:
     path = megatron(tmp_path, [[*range(1, 9), EOS]] * 50)
     index = path.with_suffix(".idx")
-    file, whole = look(str(path)), index.read_bytes()
+    file, whole = inspect_token_file(str(path)), index.read_bytes()
     with open(index, "r+b") as disk:
         disk.seek(-8 * 26, 2)
         disk.write(struct.pack("<q", 49))
@@ -915,7 +912,7 @@ def test_damaged_files_are_refused_or_read_right(write: Writer, tmp_path: Path) 
         hurt = source.choice(sorted(files))
         hurt.write_bytes(after := mutated(files[hurt], source))
         try:
-            file: TokenFile = look(str(path))
+            file: TokenFile = inspect_token_file(str(path))
             read = [token for one in file.documents(EOS) for token in one.tolist()]
             scan(file, EOS, VOCAB)
         except UserError as error:
@@ -953,7 +950,7 @@ def test_many_small_files_share_a_unit_and_give_the_same_manifest(
     assert all(len(pieces) == 1 for pieces in single.plan.units) and single.count > 80, (
         "few parts are units of their own"
     )
-    monkeypatch.setattr("data_prep.tokens.tokens_folder.MANY_UNITS", 10)
+    monkeypatch.setattr("data_prep.tokens_folder.MANY_UNITS", 10)
     for tasks in (1, 3):
         made = TokensFolder(data, tmp_path / str(tasks))
         made.prepare(lambda _: None)

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
-from data_prep.text.prepare_text import tokenizer_and_plan
-from data_prep.text.tokenizer import Encoder, load_encoder, train_bpe
+from data_prep.prepare_text import tokenizer_and_plan
+from data_prep.tokenizer import Encoder, load_encoder, train_bpe
 from pipeline.base.errors import UserError
 from pipeline.config.datasets import DataConfig, TokenizerConfig
 from pipeline.run.code import CODE_ROOT as ROOT
@@ -55,7 +55,7 @@ def test_trained_tokenizer_has_eos_then_all_bytes(encoder: Encoder) -> None:
 
 def test_training_gives_the_same_bytes_in_every_process(encoder: Encoder) -> None:
     script = (
-        "import sys; from pathlib import Path; from data_prep.text.tokenizer import train_bpe\n"
+        "import sys; from pathlib import Path; from data_prep.tokenizer import train_bpe\n"
         f"sys.stdout.write(train_bpe([Path({__file__!r}).read_text(), {SAMPLE[1]!r}], 400, {EOS!r}))"
     )
     here = train_bpe(SAMPLE, 400, EOS)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from data_prep.text.tokenizer import train_bpe
+from data_prep.tokenizer import train_bpe
 from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import UserError
 from pipeline.base.files import write_json

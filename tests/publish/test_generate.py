@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from data_prep.text.tokenizer import train_bpe
+from data_prep.tokenizer import train_bpe
 from pipeline.base.errors import UserError, printable
 from pipeline.base.files import write_json
 from pipeline.data.chat_template import read_template

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from data_prep.text.tokenizer import train_bpe
+from data_prep.tokenizer import train_bpe
 from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import CheckpointError, ExitCode, UserError
 from pipeline.base.files import read_json, write_json

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.text.text_folder import TextFolder
+from data_prep.text_folder import TextFolder
 from pipeline.base.errors import UserError
 from pipeline.base.files import seal, sha256_json
 from pipeline.checkpoint.identity import compute_identity

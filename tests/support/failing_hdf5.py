@@ -7,7 +7,7 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
-from data_prep.inputs import hdf5
+from data_prep import hdf5_reader
 from pipeline.run.worker import Answer, serve
 
 
@@ -25,6 +25,6 @@ def blocks(dataset: Any, rows: int) -> Iterator[Answer]:
 
 
 if __name__ == "__main__":
-    read_blocks = hdf5._blocks
-    hdf5._blocks = blocks
-    serve(hdf5._answer)
+    read_blocks = hdf5_reader._blocks
+    hdf5_reader._blocks = blocks
+    serve(hdf5_reader._answer)

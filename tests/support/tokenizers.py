@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, processors
 
-from data_prep.text.tokenizer import train_bpe
+from data_prep.tokenizer import train_bpe
 
 SPECIAL = ("<|end|>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|pad|>")
 """Their special tokens; their ids follow those of the vocabulary, but for the first, which is 0."""

@@ -152,7 +152,7 @@ def test_all_that_a_bare_machine_lacks_is_packed() -> None:
     """What the rows import and what comes with it, but for what torch, numpy and h5py bring themselves."""
     heavy = "torch, torch.distributed.checkpoint, torch.distributed.pipelining, torch._dynamo, numpy, h5py"
     ours = "pipeline.train.train_stage, pipeline.train.trainer, pipeline.__main__, benchmarks.gpu.correct, submit"
-    ours += ", benchmarks.gpu.trained, data_prep.shard, data_prep.text.prepare_text, data_prep.text.shard_file"
+    ours += ", benchmarks.gpu.trained, data_prep.shard, data_prep.prepare_text, data_prep.shard_writer"
     program = f"import sys, {heavy}; had = set(sys.modules); import {ours}; print(*set(sys.modules) - had)"
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)

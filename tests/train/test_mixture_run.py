@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from data_prep.text.tokenizer import load_encoder, train_bpe
+from data_prep.tokenizer import load_encoder, train_bpe
 from pipeline.base.errors import ExitCode, UserError
 from pipeline.base.files import read_jsonl
 from pipeline.config.read import load_config

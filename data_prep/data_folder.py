@@ -14,13 +14,25 @@ the file counts as missing.
 Once all units are done the inputs may go (scratch file systems purge): they are compared with the disk only while
 there is something to make of them. A login node asks what is missing, so h5py, numpy and tokenizers are imported only
 where the work is done.
+
+
+Stripe rule of the shard folder on Lustre: as `site.stripe` says, by default one storage target for each shard.
+
+Every task writes files of its own, so parallelism comes from the number of files; striping each of them over
+several targets only makes opening dearer, until shards are so few that targets idle. `lfs setstripe -c 1 DIR` sets
+the folder's default, which files inherit when they are created, so it runs before the first shard is written
+(Lustre manual, "Managing file layout (striping)"). On other file systems, or without `lfs`, nothing happens; when
+`lfs` fails, that is a warning: a shard with another stripe count is slower, not wrong.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+import shutil
+import subprocess
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -28,17 +40,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
-from data_prep.inputs.listing import PYTHON_STDLIB, find_inputs, named_files
-from data_prep.inputs.lustre import stripe
-from data_prep.inputs.sources import Input
+from data_prep.documents import Input
+from data_prep.find_inputs import PYTHON_STDLIB, find_inputs, named_files
 from pipeline.base.command import command
 from pipeline.base.errors import InputError
-from pipeline.base.files import append_line, read_jsonl, sha256_file, sha256_json
+from pipeline.base.files import append_line, file_system_type, read_jsonl, sha256_file, sha256_json
 from pipeline.config.datasets import DataConfig
 from pipeline.config.site import StripeConfig
 from pipeline.data.manifest import SHARDS, Keyed, Manifest, SampleManifest, ShardEntry, load, refuse_no_sample
 
-PACKAGE = Path(__file__).resolve().parent.parent
+PACKAGE = Path(__file__).resolve().parent
 """The sources that shape the shards' bytes."""
 SHARED = (
     "pipeline/data/chat_template.py",
@@ -307,3 +318,30 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
         for path in (*killed, self.path / PROGRESS):
             path.unlink(missing_ok=True)
         return True
+
+
+_TIMEOUT_S = 60
+
+
+def stripe(
+    directory: Path,
+    rule: StripeConfig,
+    log: Callable[[str], None],
+    file_system: Callable[[Path], str] = file_system_type,
+) -> str:
+    """Stripe new files of `directory` by `rule` where it lies on Lustre; the options that `lfs setstripe` took, ""
+    where it took none. Never raises for what `lfs` does."""
+    lfs = shutil.which("lfs")
+    if lfs is None or file_system(directory) != "lustre":
+        return ""
+    size = [] if rule.size_mb is None else ["-S", f"{rule.size_mb}M"]
+    pool = [] if rule.pool is None else ["-p", rule.pool]
+    options = ["-c", str(rule.count), *size, *pool]
+    command = [lfs, "setstripe", *options, os.fspath(directory)]
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
+    except (OSError, subprocess.SubprocessError) as error:
+        detail = (getattr(error, "stderr", None) or str(error)).strip()
+        log(f"warning: {' '.join(command)} failed, the folder keeps its stripe count: {detail}")
+        return ""
+    return " ".join(options)

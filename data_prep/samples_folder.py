@@ -22,11 +22,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from data_prep.inputs.folder import DataFolder, Log
-from data_prep.inputs.hdf5 import describe, read_rows
-from data_prep.inputs.listing import find_inputs
-from data_prep.inputs.row_files import MOST_PACKED
-from data_prep.inputs.sources import Input
+from data_prep.data_folder import DataFolder, Log
+from data_prep.documents import MOST_PACKED, Input
+from data_prep.find_inputs import find_inputs
+from data_prep.hdf5_reader import describe, read_rows
 from pipeline.base.errors import InputError, UserError
 from pipeline.base.files import replacing, sha256_file, sha256_json
 from pipeline.config.datasets import DataConfig
@@ -84,7 +83,7 @@ class ArraysFolder(DataFolder[SampleManifest, SampleManifest]):
         """And whether the first files have the arrays, asked of h5py, elsewhere."""
         files = super().look()
         first, *more = files[:MOST_LOOKED_AT]
-        ask_child("data_prep.arrays", "look_at", first, self.model.target, str(self.model.root.parent), *more)
+        ask_child("data_prep.samples_folder", "look_at", first, self.model.target, str(self.model.root.parent), *more)
         return files
 
     def unit(self, number: int) -> SampleManifest | None:
@@ -198,7 +197,7 @@ def _unpacked(entry: SampleFile, data_dir: Path, name: str) -> SampleFile:
     """
     import h5py
 
-    from data_prep.text.shard_file import SafeFile
+    from data_prep.shard_writer import SafeFile
 
     path, arrays = data_dir / name, {}
     with replacing(path) as temporary, SafeFile(temporary, "w+") as disk:

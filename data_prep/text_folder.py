@@ -20,7 +20,11 @@ Within a unit the documents keep their order; held-out documents (by a hash of t
 own. A document that cannot be read is listed in its unit's manifest. Line numbers there count from the start of
 the piece, because no task knows how many lines stand before it; the last task knows, from the line counts of all
 pieces, and writes `rejected.jsonl` with the numbers that an editor shows.
-"""
+
+
+Documents on their way to the tokenizer: which are left out, how many go at once, and what is done meanwhile.
+
+`rejected.jsonl`: the documents that could not be read, by file and line, as an editor counts them."""
 
 from __future__ import annotations
 
@@ -29,12 +33,9 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from data_prep.inputs.filters import FILTER, Keep, load_filter, source_of
-from data_prep.inputs.folder import AGAIN, DataFolder, Log
-from data_prep.inputs.sources import FILTERED, Document, Input, Read, read_documents
-from data_prep.text.batches import ahead, batches, first
-from data_prep.text.rejected import list_rejected
-from data_prep.text.units import Piece, Plan, is_held_out, read_plan
+from data_prep.data_folder import AGAIN, DataFolder, Log
+from data_prep.documents import FILTER, FILTERED, Document, Input, Keep, Read, load_filter, read_documents, source_of
+from data_prep.work_units import Piece, Plan, is_held_out, read_plan
 from pipeline.base.errors import InputError, UserError
 from pipeline.base.files import reading, sha256_file, sha256_json, write_atomic
 from pipeline.config.datasets import LEAVE_SHARDS, DataConfig
@@ -54,8 +55,13 @@ from pipeline.run.code import ask_child
 if TYPE_CHECKING:
     import numpy as np
 
-    from data_prep.text.duplicates import Duplicates
-    from data_prep.text.tokenizer import EncodedRecord, Encoder
+    from data_prep.duplicates import Duplicates
+    from data_prep.tokenizer import EncodedRecord, Encoder
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
 
 
 class UnitManifest(Keyed):
@@ -156,7 +162,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
     @cached_property
     def encoder(self) -> Encoder:
         """The tokenizer."""
-        from data_prep.text.tokenizer import load_encoder
+        from data_prep.tokenizer import load_encoder
 
         data = self.data
         return load_encoder(self.path / "tokenizer.json", data.tokenizer.eos_token, data.add_special_tokens)
@@ -164,7 +170,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
     @cached_property
     def read(self) -> Read | None:
         """What makes records of lines."""
-        from data_prep.text.records import reader
+        from data_prep.records import reader
 
         return reader(self.data, (self.path / CHAT).read_bytes() if self.prepared.chat else None)
 
@@ -185,9 +191,9 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         if self.data.tokenizer.path is not None:
             given = (str(self.data.tokenizer.path), self.data.tokenizer.eos_token)
             adds = json.dumps(self.data.add_special_tokens)
-            ask_child("data_prep.text.tokenizer", "check_tokenizer", *given, adds)
+            ask_child("data_prep.tokenizer", "check_tokenizer", *given, adds)
             if self.data.records == "messages":
-                ask_child("data_prep.text.records", "chat_json", *given, self._chat_template)
+                ask_child("data_prep.records", "chat_json", *given, self._chat_template)
         return super().look()
 
     @property
@@ -206,7 +212,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
                 if sha256_file(given) != self.prepared.tokenizer.sha256:
                     return False
             if self.prepared.chat is not None:
-                from data_prep.text.records import chat_json
+                from data_prep.records import chat_json
 
                 chat = chat_json(given, self.data.tokenizer.eos_token, self._chat_template)
                 if chat != (self.path / CHAT).read_bytes():
@@ -215,7 +221,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
 
     def fix(self, log: Log) -> None:
         """Write `tokenizer.json`, `units.json` and, last, `prepare.json` with their sizes and hashes."""
-        from data_prep.text.prepare_text import tokenizer_and_plan
+        from data_prep.prepare_text import tokenizer_and_plan
 
         keep = None
         if self.data.filter:
@@ -263,8 +269,8 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
 
     def make(self, unit: int) -> bool:
         """Write the shards of one unit and, last, its manifest."""
-        from data_prep.text.shard_file import ShardWriter
-        from data_prep.text.tokenizer import EncodedRecord
+        from data_prep.shard_writer import ShardWriter
+        from data_prep.tokenizer import EncodedRecord
 
         if self.unit(unit, hashes=True) is not None:
             return False
@@ -333,7 +339,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         """Which documents stand before; None where nobody asks."""
         if not self.data.deduplicate:
             return None
-        from data_prep.text.duplicates import Duplicates
+        from data_prep.duplicates import Duplicates
 
         keys = [self._unit_key(number) for number in range(self.count)]
         return Duplicates(self.path / SHARDS, keys, self._texts, *self.dealt)
@@ -419,3 +425,89 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         for path in {*folder.glob("unit-*"), *hashed} - listed:
             path.unlink(missing_ok=True)
         log(f"shard: {manifest}")
+
+
+Encoded = TypeVar("Encoded")
+_BATCH = 1 << 18  # characters for each core: enough to keep the tokenizer busy, little enough for its caches
+_MOST_CORES = 16
+"""For so many a batch is made, so that memory does not grow with cores: 32 to 43 bytes a character of short documents.
+100 MB in documents of 4,000 characters peaked at 83 MB for 2 cores, 248 MB for 16, 1,502 MB for 128 without this bound
+(pretended ones: the machine had 2; the speed on more than 16 was not measured)."""
+
+
+def first(documents: Iterator[Document], kept: Sequence[bool]) -> Iterator[Document]:
+    """Those that are kept. Raises UserError where there are more, or fewer, than when they were hashed."""
+    number = 0
+    for number, document in enumerate(documents, 1):
+        if number <= len(kept) and kept[number - 1]:
+            yield document
+    if number != len(kept):
+        raise UserError(f"{len(kept)} documents were hashed, {number} read again: data.filter must say the same again")
+
+
+def ahead(
+    encode: Callable[[list[Document]], Encoded], documents: Iterator[list[Document]]
+) -> Iterator[tuple[list[Document], Encoded]]:
+    """Each batch with its tokens. One is tokenised, on all cores, while the next is read and the last one written."""
+    with ThreadPoolExecutor(1) as pool:
+        under_way = None
+        for batch in documents:
+            before, under_way = under_way, (batch, pool.submit(encode, batch))
+            if before is not None:
+                yield before[0], before[1].result()
+        if under_way is not None:
+            yield under_way[0], under_way[1].result()
+
+
+def batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
+    """Batches for the tokenizer."""
+    batch: list[Document] = []
+    size, enough = 0, _BATCH * min(len(os.sched_getaffinity(0)), _MOST_CORES)
+    for document in documents:
+        batch.append(document)
+        size += len(document.text)
+        if size >= enough:
+            yield batch
+            batch, size = [], 0
+    yield batch
+
+
+Unit = tuple[Sequence[int], Sequence[tuple[int, int, str]]]
+"""Lines that start in each of its pieces; of each document that could not be read piece, line within it and reason."""
+_ALWAYS_ALLOWED = 5
+"""As many unreadable documents are accepted on small inputs, if at least half of all documents can be read."""
+
+
+def allowed_rejections(limit: float, total: int) -> float:
+    """Return how many of `total` documents may be unreadable: the fraction `limit`, and on small inputs a few.
+
+    `limit` 0 allows none.
+    """
+    return max(limit * total, min(_ALWAYS_ALLOWED, total / 2)) if limit else 0
+
+
+def list_rejected(listing: Path, plan: Plan, units: Sequence[Unit], documents: int, limit: float) -> None:
+    """Write `rejected.jsonl`: file, line (from 1; parquet: row) and reason.
+
+    documents: those that can be read. Raises UserError if more than `allowed_rejections` cannot.
+    """
+    before = [0] * len(plan.inputs)  # lines of each input in the pieces so far: units and pieces are in its order
+    rows: list[dict[str, str | int]] = []
+    for (lines, rejected), pieces in zip(units, plan.units, strict=True):
+        starts = []
+        for piece, count in zip(pieces, lines, strict=True):
+            starts.append(before[piece.input])
+            before[piece.input] += count
+        for place, line, reason in rejected:
+            path = plan.inputs[pieces[place].input].path
+            rows.append({"file": path, "line": starts[place] + line, "reason": reason})
+    write_atomic(listing, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    total = documents + len(rows)
+    if len(rows) > allowed_rejections(limit, total):
+        first = rows[0]
+        raise UserError(
+            f"{len(rows)} of {total} documents ({len(rows) / total:.2%}) cannot be read, more than "
+            f"data.max_rejected ({limit:.2%}) allows; the first is {first['file']} line "
+            f"{first['line']}: {first['reason']}; all are in {listing}. Mend or remove them, or raise "
+            "data.max_rejected"
+        )

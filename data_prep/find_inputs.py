@@ -14,11 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from data_prep.inputs import objects
-from data_prep.inputs.compression import COMPRESSION_ENDINGS, COMPRESSIONS
-from data_prep.inputs.content import CONVERSIONS, is_mds, seems
-from data_prep.inputs.objects import Rejected, read_objects
-from data_prep.inputs.sources import ENDINGS, FORMATS, Input, compressed, value_in
+from data_prep import documents
+from data_prep.documents import ENDINGS, FORMATS, Input, Rejected, compressed, read_objects, value_in
+from data_prep.file_type import COMPRESSION_ENDINGS, COMPRESSIONS, CONVERSIONS, is_mds, seems
 from pipeline.base.errors import UserError
 from pipeline.base.files import read_json, reading
 from pipeline.config.datasets import DataConfig
@@ -44,10 +42,8 @@ def find_inputs(data: DataConfig, formats: Mapping[str, str] | None = None) -> l
             seen = os.stat(path)
         if not stat.S_ISREG(seen.st_mode):
             raise UserError(f"data.source: {path} is no ordinary file, but a pipe or a device: leave it out")
-        if file_format == "text" and seen.st_size > objects.LONGEST:
-            out = (
-                f"{objects.LONGEST:,} may be: set data.text_documents: line, where a line is one, or cut it into files"
-            )
+        if file_format == "text" and seen.st_size > documents.LONGEST:
+            out = f"{documents.LONGEST:,} may be: set data.text_documents: line, or cut it into files"
             raise UserError(f"data.source: {path} has {seen.st_size:,} bytes and would be one document; {out}")
         found.setdefault(path, Input(path, seen.st_size, seen.st_mtime_ns, file_format, beside(path)))
     return list(found.values())

@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from data_prep.inputs.sources import Document
+from data_prep.documents import Document
 from pipeline.base.errors import UserError
 from pipeline.base.files import open_regular
 from pipeline.data.manifest import BEGINS, LEARNED

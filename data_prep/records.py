@@ -21,7 +21,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from data_prep.inputs.sources import Read, Record, Rejected, text_in
+from data_prep.documents import Read, Record, Rejected, text_in
 from pipeline.base.errors import UserError
 from pipeline.base.files import read_json
 from pipeline.config.datasets import CHAT_TEMPLATES, DataConfig

@@ -1,6 +1,6 @@
 """`data inspect|verify|import PATH…`: what token files are, whether they are whole, and a copy of them as shards.
 
-A copy is a folder of HDF5 shards (data_prep/text/shard_file.py) with an end-of-text token behind each document and its
+A copy is a folder of HDF5 shards (data_prep/shard_writer.py) with an end-of-text token behind each document and its
 `documents` index: `data.source: DIR` with `data.records: tokens` takes it. It is whole, or not there: until then it is
 `.DIR.part`, with a line of notes for each file that is copied, so that the next call goes on behind these.
 """
@@ -18,12 +18,11 @@ from pathlib import Path
 
 import numpy as np
 
-from data_prep.inputs.listing import beside, file_list, files_in, stamp
-from data_prep.text.shard_file import ShardWriter
-from data_prep.text.tokenizer import Encoder, load_encoder
-from data_prep.tokens.formats import look
-from data_prep.tokens.token_file import TokenFile, scan
-from data_prep.tokens.tokens_folder import ENDINGS
+from data_prep.find_inputs import beside, file_list, files_in, stamp
+from data_prep.shard_writer import ShardWriter
+from data_prep.token_files import TokenFile, inspect_token_file, scan
+from data_prep.tokenizer import Encoder, load_encoder
+from data_prep.tokens_folder import ENDINGS
 from pipeline.base.command import command
 from pipeline.base.errors import UserError
 from pipeline.base.files import append_line, flock, fsync, open_lock, parse, reading, sha256_file, sha256_json
@@ -37,7 +36,7 @@ _NO_TOKENIZER = 1 << 32
 _SHARD = 500_000_000  # tokens of a file, as data.shard_tokens has it
 
 
-def main(action: str, paths: Sequence[str], to: str | None, tokenizer: str | None, eos: str, packed: bool) -> None:
+def run_data_command(action: str, paths: Sequence[str], to: str | None, tokenizer: str | None, eos: str, packed: bool) -> None:
     """Do one of the three. Raises UserError; for `inspect` and `verify`, after all paths were looked at."""
     encoder = load_encoder(tokenizer, eos) if tokenizer else None
     if action != "import":
@@ -64,7 +63,7 @@ def _report(action: str, paths: Sequence[str], encoder: Encoder | None) -> None:
     for path in files:
         try:
             with reading(path):
-                file = look(path)
+                file = inspect_token_file(path)
                 told = _words(file) + (_read_words(file, encoder) if action == "verify" else "")
             print(told)
             mapped, copied = mapped + (not file.why_not), copied + bool(file.why_not)
@@ -205,7 +204,7 @@ def _fill(
         key = sha256_json([number, source, encoder.eos_id, packed, stamp(path), beside(path)])
         entries, how = notes.get(key, []), "copied before"
         if not entries or not all(_is_whole(folder, entry, prefix) for entry in entries):
-            writer, file = ShardWriter(folder, prefix, _SHARD, encoder.dtype, source), look(path)
+            writer, file = ShardWriter(folder, prefix, _SHARD, encoder.dtype, source), inspect_token_file(path)
             scan(file, encoder.eos_id, encoder.vocab_size)  # complains about ids that are none
             for document in file.documents(encoder.eos_id):
                 if len(document):

@@ -24,18 +24,18 @@ from functools import cached_property
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING
 
-from data_prep.inputs.folder import Log
-from data_prep.inputs.listing import find_inputs
-from data_prep.text.text_folder import TextFolder, UnitManifest
-from data_prep.text.units import Piece, Plan, write_plan
+from data_prep.data_folder import Log
+from data_prep.find_inputs import find_inputs
+from data_prep.text_folder import TextFolder, UnitManifest
+from data_prep.work_units import Piece, Plan, write_plan
 from pipeline.base.errors import UserError
 from pipeline.base.files import sha256_file, write_atomic
 from pipeline.data.manifest import ShardEntry, write_manifest
 from pipeline.run.code import ask_child
 
 if TYPE_CHECKING:
-    from data_prep.text.tokenizer import Encoder
-    from data_prep.tokens.token_file import Seen, TokenFile
+    from data_prep.token_files import Seen, TokenFile
+    from data_prep.tokenizer import Encoder
 
 MOST_LOOKED_AT = 100
 """So many files are looked at before a run is made; `prepare` looks at all."""
@@ -70,13 +70,13 @@ class TokensFolder(TextFolder):
     def look(self) -> list[str]:
         """And whether the first files are what can be mapped, asked of h5py and numpy, elsewhere."""
         files = super().look()
-        ask_child("data_prep.tokens.formats", "look_at", *files[:MOST_LOOKED_AT])
+        ask_child("data_prep.token_files", "check_mappable", *files[:MOST_LOOKED_AT])
         return files
 
     def fix(self, log: Log) -> None:
         """List and look at the files; the tokenizer is copied. Raises UserError naming a file that will not do."""
-        from data_prep.text.tokenizer import load_encoder
-        from data_prep.tokens.formats import mappable
+        from data_prep.token_files import require_mappable
+        from data_prep.tokenizer import load_encoder
 
         given, inputs = self.data.tokenizer, find_inputs(self.data, self.endings)
         assert given.path is not None
@@ -86,7 +86,7 @@ class TokensFolder(TextFolder):
         beginnings: set[bool] = set()
         tokens, parted, pieces = 0, not self.data.held_out, list[Piece]()
         for number, source in enumerate(inputs):
-            file = mappable(source.path)
+            file = require_mappable(source.path)
             if file.note:
                 log(f"warning: {source.path}{file.note}")
             assert file.tokens is not None
@@ -98,7 +98,7 @@ class TokensFolder(TextFolder):
             parted = parted or border < file.tokens
         if not parted:
             for source in inputs:
-                self._scan(mappable(source.path), encoder.eos_id, encoder.vocab_size)  # may know a better reason
+                self._scan(require_mappable(source.path), encoder.eos_id, encoder.vocab_size)
             raise UserError(
                 f"data.held_out: no document ends near where the last {self.data.held_out:.1%} of a file begins, so "
                 "nothing could be evaluated: set data.held_out: 0, or put an end-of-text token "
@@ -140,7 +140,7 @@ class TokensFolder(TextFolder):
     def make(self, unit: int) -> bool:
         """Read one part of a file, or several small files. Raises UserError, too, for ids that are not the
         tokenizer's."""
-        from data_prep.tokens.formats import mappable
+        from data_prep.token_files import require_mappable
 
         if self.unit(unit) is not None:
             return False
@@ -149,7 +149,7 @@ class TokensFolder(TextFolder):
         self._check_inputs(pieces)
         train, held_out = list[ShardEntry](), list[ShardEntry]()
         for index, parts in groupby(pieces, lambda piece: piece.input):
-            file = mappable(self.inputs[index].path, check=False)  # `fix` found its index right
+            file = require_mappable(self.inputs[index].path, check=False)  # `fix` found its index right
             for piece in parts:
                 entry, is_held_out = self._entry(file, piece)
                 (held_out if is_held_out else train).append(entry)
@@ -169,7 +169,7 @@ class TokensFolder(TextFolder):
 
     def _entry(self, file: TokenFile, piece: Piece) -> tuple[ShardEntry, bool]:
         """Read one part of a file; its entry in the manifest, and whether it is held out."""
-        from data_prep.tokens.token_file import MAPPED
+        from data_prep.token_files import MAPPED
 
         (index, start, end), fixed = piece, self.prepared
         source = self.inputs[index]
@@ -197,7 +197,7 @@ class TokensFolder(TextFolder):
 
     def _scan(self, file: TokenFile, eos_id: int, vocab_size: int) -> Seen:
         """Read all. Raises UserError as `scan` does, and for documents of the index that do not end with `eos_id`."""
-        from data_prep.tokens.token_file import scan
+        from data_prep.token_files import scan
 
         seen = scan(file, eos_id, vocab_size)
         if seen.unended:

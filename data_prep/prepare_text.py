@@ -16,12 +16,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from data_prep.inputs.filters import Keep
-from data_prep.inputs.listing import files_in, find_inputs
-from data_prep.inputs.sources import FILTERED, Document, Input, Read, read_documents
-from data_prep.text.records import chat_json, reader
-from data_prep.text.tokenizer import Encoder, load_encoder, train_bpe
-from data_prep.text.units import Piece, Plan, Weights, cut, is_held_out, unit_count, weights_of, write_plan
+from data_prep.documents import FILTERED, Document, Input, Keep, Read, read_documents
+from data_prep.find_inputs import files_in, find_inputs
+from data_prep.records import chat_json, reader
+from data_prep.tokenizer import Encoder, load_encoder, train_bpe
+from data_prep.work_units import Piece, Plan, Weights, cut, is_held_out, unit_count, weights_of, write_plan
 from pipeline.base.errors import UserError
 from pipeline.base.files import write_atomic
 from pipeline.config.datasets import DataConfig

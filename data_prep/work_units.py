@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from data_prep.inputs.sources import Input, parquet_groups
+from data_prep.documents import Input, parquet_groups
 from pipeline.base.files import write_atomic
 
 MIN_UNITS = 4  # so that a few tasks have something to share on small data

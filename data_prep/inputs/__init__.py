@@ -1,1 +1,0 @@
-"""Input files: which there are, how documents are read from them; and what every data folder keeps."""

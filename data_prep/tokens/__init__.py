@@ -1,1 +1,0 @@
-"""Tokens that people have already: which formats there are, and a data folder that takes them where they lie."""
