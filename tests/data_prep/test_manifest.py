@@ -330,7 +330,7 @@ def test_code_hash_covers_names_and_contents(tmp_path: Path) -> None:
         file.write("# another rule\n")
     assert code_sha256(copy) != original
     shutil.copy(PACKAGE / "work_units.py", copy / "work_units.py")
-    (copy / "inputs/lustre.py").rename(copy / "inputs/other.py")
+    (copy / "duplicates.py").rename(copy / "other.py")
     assert code_sha256(copy) != original
 
 
