@@ -36,7 +36,9 @@ _NO_TOKENIZER = 1 << 32
 _SHARD = 500_000_000  # tokens of a file, as data.shard_tokens has it
 
 
-def run_data_command(action: str, paths: Sequence[str], to: str | None, tokenizer: str | None, eos: str, packed: bool) -> None:
+def run_data_command(
+    action: str, paths: Sequence[str], to: str | None, tokenizer: str | None, eos: str, packed: bool
+) -> None:
     """Do one of the three. Raises UserError; for `inspect` and `verify`, after all paths were looked at."""
     encoder = load_encoder(tokenizer, eos) if tokenizer else None
     if action != "import":

@@ -16,13 +16,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-<<<<<<< HEAD
 from cli import status as status_command
 from data_prep.documents import Input
-=======
-from cli import watch as watching
-from data_prep.documents import Input
->>>>>>> ec19a20 (data_prep: merge 33 modules into 20 and drop the nested packages)
 from data_prep.shard import lacks
 from data_prep.tokenizer import train_bpe
 from pipeline.base.console import PlainConsole

@@ -207,7 +207,9 @@ class Import(Shard):
         tokens_commands._SHARD = 300  # some of each file
         tokenizer = f"{self.source}/tokenizer.json"
         try:
-            tokens_commands.run_data_command("import", [f"{self.source}/in"], str(path / "to"), tokenizer, "<|endoftext|>", False)
+            tokens_commands.run_data_command(
+                "import", [f"{self.source}/in"], str(path / "to"), tokenizer, "<|endoftext|>", False
+            )
         except UserError as error:
             assert "exists already" in str(error) or "another import fills" in str(error), error
         except FileNotFoundError:  # it began between the other's last look and its end
