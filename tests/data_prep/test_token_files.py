@@ -27,7 +27,7 @@ from data_prep.mixture_folder import MixtureFolder
 from data_prep.text_folder import TextFolder
 from data_prep.token_files import BARE, DocumentEnds, TokenFile, inspect_token_file, scan
 from data_prep.tokenizer import load_encoder, train_bpe
-from data_prep.tokens_commands import main
+from data_prep.tokens_commands import run_data_command
 from data_prep.tokens_folder import TokensFolder
 from pipeline.base.errors import InputError, UserError
 from pipeline.config.datasets import DataConfig, TokenizerConfig
@@ -231,7 +231,7 @@ def test_a_copy_holds_the_same_documents_and_a_run_takes_it(write: Writer, token
     given_ = [one[:-1] for one in documents] if write in (megatron, datatrove, arrow, web_tar) else documents
     (tmp_path / "in").mkdir()
     path = write(tmp_path / "in", given_)
-    main("import", [str(path)], str(tmp_path / "copy"), str(tokenizer), "<|endoftext|>", packed=False)
+    run_data_command("import", [str(path)], str(tmp_path / "copy"), str(tokenizer), "<|endoftext|>", packed=False)
     with h5py.File(tmp_path / "copy/shards/tokens-00000-00.h5") as file:
         assert file["tokens"][:].tolist() == flat(documents)
         assert file["documents"][:].tolist() == [0, *np.cumsum([len(one) for one in documents]).tolist()]
@@ -239,7 +239,7 @@ def test_a_copy_holds_the_same_documents_and_a_run_takes_it(write: Writer, token
     manifest = load_manifest(folder)
     assert tokens_of(folder, manifest.train) + tokens_of(folder, manifest.held_out) == flat(documents)
     with pytest.raises(UserError, match="exists already"):
-        main("import", [str(path)], str(tmp_path / "copy"), str(tokenizer), "<|endoftext|>", packed=False)
+        run_data_command("import", [str(path)], str(tmp_path / "copy"), str(tokenizer), "<|endoftext|>", packed=False)
 
 
 def test_an_import_that_ended_early_goes_on_and_says_so(
@@ -256,7 +256,7 @@ def test_an_import_that_ended_early_goes_on_and_says_so(
         return re.findall(r"/(\w)\.bin: (copied[ a-z]*) \(", capsys.readouterr().out)
 
     def copied(to: str) -> list[Any]:
-        main("import", [*map(str, paths)], str(tmp_path / to), str(tokenizer), "<|endoftext|>", False)
+        run_data_command("import", [*map(str, paths)], str(tmp_path / to), str(tokenizer), "<|endoftext|>", False)
         return said()
 
     def files(to: str) -> dict[str, bytes]:
@@ -289,7 +289,7 @@ def test_an_import_that_ended_early_goes_on_and_says_so(
 def import_one(folder: Path, tokenizer: Path) -> None:
     """Import a file of tokens into `folder/to`."""
     nano_gpt(folder, encoded(tokenizer))
-    main("import", [str(folder / "n.bin")], str(folder / "to"), str(tokenizer), "<|endoftext|>", False)
+    run_data_command("import", [str(folder / "n.bin")], str(folder / "to"), str(tokenizer), "<|endoftext|>", False)
 
 
 def make_foreign(path: Path) -> None:
@@ -420,7 +420,7 @@ def test_notes_count_only_if_their_shards_hash_right(
     files = [str(tmp_path / "n.bin"), str(tmp_path / "b.bin")]
 
     def import_both() -> str:
-        main("import", files, str(tmp_path / "to"), str(tokenizer), "<|endoftext|>", False)
+        run_data_command("import", files, str(tmp_path / "to"), str(tokenizer), "<|endoftext|>", False)
         return capsys.readouterr().out
 
     with pytest.raises(UserError, match=f"token 0 is {VOCAB}"):
@@ -473,7 +473,7 @@ def test_a_file_that_is_named_twice_is_copied_once(
     (tmp_path / "link.bin").symlink_to(path)
     named = [str(path), str(path.with_suffix(".idx")), str(folder), str(tmp_path / "link.bin")]
     for action in ("import", "inspect", "verify"):
-        main(action, named, str(tmp_path / "copy"), str(tokenizer), "<|endoftext|>", False)
+        run_data_command(action, named, str(tmp_path / "copy"), str(tokenizer), "<|endoftext|>", False)
         said = capsys.readouterr().out
         assert [said.count(f"{one}: left out, the same tokens as {path}") for one in named] == [1, 1, 0, 1]
         assert action == "import" or said.count("Megatron .bin") == 1
@@ -481,7 +481,7 @@ def test_a_file_that_is_named_twice_is_copied_once(
         assert file["tokens"][:].tolist() == flat(documents)
     (lone := folder / "lone.idx").touch()
     with pytest.raises(UserError, match="1 of 2 files will not do"):
-        main("inspect", [str(path), str(lone), str(lone)], None, None, "<|endoftext|>", False)
+        run_data_command("inspect", [str(path), str(lone), str(lone)], None, None, "<|endoftext|>", False)
 
 
 def test_inspect_and_verify_continue_after_what_cannot_be_read(
@@ -496,7 +496,7 @@ def test_inspect_and_verify_continue_after_what_cannot_be_read(
     named = [tmp_path / "none.bin", empty, folder, tmp_path / "cut.bin", tmp_path / "a.arrow", empty / "a.npy"]
     for action in ("inspect", "verify"):
         with pytest.raises(UserError, match="4 of 6 files or folders will not do"):
-            main(action, [*map(str, named)], None, str(tokenizer), "<|endoftext|>", False)
+            run_data_command(action, [*map(str, named)], None, str(tokenizer), "<|endoftext|>", False)
         *said, last = capsys.readouterr().out.splitlines()
         assert last == "6 in all: 1 can be used where they lie, 1 to be copied, 4 refused"
         told = "\n".join(said)
@@ -504,7 +504,7 @@ def test_inspect_and_verify_continue_after_what_cannot_be_read(
         assert f"error: {empty}: no file in it ends with" in told and "  a.npy: bare tokens named .npy" in told
         assert f"error: {named[5]} is no file of tokens" in told and "rename the file to NAME.bin" in told
         assert "odd number" in told
-    main("inspect", [str(folder)], None, None, "<|endoftext|>", False)
+    run_data_command("inspect", [str(folder)], None, None, "<|endoftext|>", False)
     assert capsys.readouterr().out.splitlines()[-1].startswith("1 in all: 1 can be used")
 
 
@@ -626,7 +626,7 @@ def test_a_loss_mask_that_is_not_used_is_told(
     path = datatrove(tmp_path, encoded(tokenizer))
     (tmp_path / "d.ds.loss").write_bytes(bytes(path.stat().st_size // 4))
     words = f"{path}.loss is not used: all tokens are learned"
-    main("inspect", [str(path)], None, None, "<|endoftext|>", False)
+    run_data_command("inspect", [str(path)], None, None, "<|endoftext|>", False)
     assert words in capsys.readouterr().out
     lines: list[str] = []
     TokensFolder(config(str(path), tokenizer), tmp_path / "data").prepare(lines.append)
