@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.table import write_table
 from pipeline.base.dist_env import RankInfo
-from pipeline.config.read import config_from_mapping
+from pipeline.config.read import parse_config
 from pipeline.config.sections import Config
 from tests.support.ranks import run_ranks
 
@@ -31,7 +31,7 @@ LEVELS: list[tuple[str, dict[str, Any]]] = [
 
 
 def config_of(ranks: int, parallel: dict[str, Any]) -> Config:
-    return config_from_mapping(
+    return parse_config(
         {
             "run": {"name": "memory"},
             "data": {"sequence_length": 64, "tokenizer": {"vocab_size": VOCAB}},

@@ -31,7 +31,7 @@ import psutil
 
 from benchmarks.table import write_table
 from benchmarks.trainer import make_run
-from pipeline.base.dist_env import local_environment
+from pipeline.base.dist_env import make_local_rank_env
 from pipeline.run.directory import Run
 from tests.support.invented import Invented
 from tests.support.servers import free_port, mlflow_server
@@ -51,7 +51,7 @@ def training(run: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         for rank in range(2):
             fd = listener.fileno() if rank == 0 else None
-            environment = {**os.environ, **local_environment(rank, 2, listener.getsockname()[1], fd)}
+            environment = {**os.environ, **make_local_rank_env(rank, 2, listener.getsockname()[1], fd)}
             command = [sys.executable, "-m", "pipeline", "train", str(run)]
             fds = [fd] if fd is not None else []
             ranks.append(subprocess.Popen(command, env=environment, cwd=ROOT, pass_fds=fds, stdout=subprocess.DEVNULL))

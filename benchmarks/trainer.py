@@ -58,9 +58,9 @@ def parent(folder: Path, steps: int, pairs: int) -> None:
             with socket.create_server(("127.0.0.1", 0)) as listener:
                 port = listener.getsockname()[1]
                 for rank in range(2):
-                    from pipeline.base.dist_env import local_environment
+                    from pipeline.base.dist_env import make_local_rank_env
 
-                    place = local_environment(rank, 2, port, listener.fileno() if rank == 0 else None)
+                    place = make_local_rank_env(rank, 2, port, listener.fileno() if rank == 0 else None)
                     children.append(
                         subprocess.Popen(
                             [

@@ -30,7 +30,7 @@ def prepare_for_torch() -> None:
     Such a command changes files only atomically, so Ctrl-C may end it anywhere, also inside a library. Its output is
     often piped into `head`, which closes the pipe early.
     """
-    from pipeline.run.code import CODE_ROOT, with_code
+    from pipeline.run.code import CODE_ROOT, make_code_env
 
     faulthandler.enable()
     raise_open_file_limit()
@@ -38,7 +38,7 @@ def prepare_for_torch() -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     if str(CODE_ROOT) not in sys.path[:1]:  # another package called `pipeline` may precede ours on PYTHONPATH
         sys.path.insert(0, str(CODE_ROOT))
-    os.environ.update(with_code(os.environ, CODE_ROOT))  # for the processes that torch and h5py start
+    os.environ.update(make_code_env(os.environ, CODE_ROOT))  # for the processes that torch and h5py start
 
 
 def _exit_at_once(number: int, frame: FrameType | None) -> None:

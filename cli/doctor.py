@@ -28,10 +28,10 @@ from rich.table import Table
 from rich.text import Text
 
 from cli.common import console
-from pipeline.base.command import command
+from pipeline.base.command import format_command
 from pipeline.base.errors import UserError
-from pipeline.base.files import file_system_type
-from pipeline.base.ownership import unsafe_ancestors
+from pipeline.base.files import read_file_system_type
+from pipeline.base.ownership import find_unsafe_ancestors
 from pipeline.config.read import load_site
 from pipeline.config.site import SiteConfig
 from slurm.query.job_states import parse_key_values, parse_slurm_config, run_slurm_command
@@ -197,7 +197,7 @@ def describe_machine() -> Iterator[Finding]:
     yield Finding("CPU cores", f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}", meaning)
     size_gb = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
     free_gb = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
-    meaning = f"`{command('plan', 'CONFIG')}` predicts the memory of each rank"
+    meaning = f"`{format_command('plan', 'CONFIG')}` predicts the memory of each rank"
     yield Finding("memory", f"{size_gb:.1f} GB, {free_gb:.1f} GB of it free", meaning)
     yield from _describe_torch()
     # the mpirun of this Python's environment comes first, as in slurm/supervise/mpi_launch.py
@@ -260,7 +260,7 @@ def check_file_system(folder: Path, nodes: int, kind: str, unseen: str | None) -
 
 def check_parent_folders(folder: Path) -> Iterator[Finding]:
     """Yield the folders down to `folder` in which other users can replace a run while its jobs are pending."""
-    for parent, reason in unsafe_ancestors(folder / "RUN"):
+    for parent, reason in find_unsafe_ancestors(folder / "RUN"):
         meaning = (
             "other users can replace a run there, and your jobs would execute their code; the owner of the folder can "
             "set the sticky bit"
@@ -305,7 +305,7 @@ def run_checks(folder: Path, check_nodes: bool, site: SiteConfig) -> list[Findin
     if not folder.is_dir():
         raise UserError("cli.not_a_folder", f"{folder} is not a folder; give the folder for runs (run.root)")
     folder = folder.resolve()
-    kind = file_system_type(folder)
+    kind = read_file_system_type(folder)
     config = run_slurm_command("scontrol", "show", "config")
     if config is None:
         meaning = "runs use this machine (--executor local); on a cluster, run doctor on a login node"

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from cli.common import Step, prepare_for_torch
-from pipeline.base.errors import printable
+from pipeline.base.errors import make_printable
 
 
 def generate(
@@ -40,4 +40,4 @@ def generate(
         chat=chat,
         system=system,
     )
-    print(printable(text))
+    print(make_printable(text))

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from cli.common import console
-from pipeline.base.command import command
+from pipeline.base.command import format_command
 from pipeline.base.errors import UserError
 from pipeline.run.code import CODE_ROOT
 
@@ -43,4 +43,4 @@ def write_starter(folder: Path, model: bool) -> str:
         with open(folder / name, "x") as file:
             file.write(text)
     config = next(iter(files))
-    return f"wrote {' and '.join(files)}; set data.source to your data, then run: {command(config)}"
+    return f"wrote {' and '.join(files)}; set data.source to your data, then run: {format_command(config)}"

@@ -16,9 +16,9 @@ from typing import Annotated
 import typer
 
 from cli.common import RunPath
-from pipeline.base.command import command
-from pipeline.base.errors import UserError, printable
-from pipeline.base.files import open_regular
+from pipeline.base.command import format_command
+from pipeline.base.errors import UserError, make_printable
+from pipeline.base.files import open_regular_file
 from pipeline.run import stages
 from pipeline.run.directory import Run
 from slurm.query.status import MAX_IDLE_POLLS, POLL_INTERVAL_S, StageStatus, StatusPoller
@@ -57,7 +57,7 @@ def print_log(run: Run, stage: str, source: str, follow: bool) -> None:
     """
     stages.load(stage)  # raises UserError for an unknown stage
     if stage not in stages.own_stages(run):
-        example = command("logs", f"{run.name}/points/000", stage)
+        example = format_command("logs", f"{run.name}/points/000", stage)
         raise UserError("cli.sweep_stage", f"{stage} has a log for each point of the sweep, for example: {example}")
     poller = StatusPoller(run)
     if find_log_file(run, stage, source) is None:
@@ -90,11 +90,11 @@ def print_log(run: Run, stage: str, source: str, follow: bool) -> None:
 
 def _print_from(path: Path, offset: int) -> int:
     """Print a file from byte `offset` on, without control characters; return the offset of its end."""
-    with open_regular(path) as file:
+    with open_regular_file(path) as file:
         file.seek(offset)
         text = io.TextIOWrapper(file, encoding="utf-8", errors="replace", newline="\n")
         while part := text.read(1 << 16):
-            sys.stdout.buffer.write("\r".join(map(printable, part.split("\r"))).encode())
+            sys.stdout.buffer.write("\r".join(map(make_printable, part.split("\r"))).encode())
         sys.stdout.flush()
         return file.tell()
 

@@ -48,7 +48,7 @@ import typer.core
 import typer.main
 
 from cli import VERSION
-from pipeline.base.errors import UserError, format_error, printable, storage_error
+from pipeline.base.errors import UserError, find_storage_error, format_error, make_printable
 
 COMMANDS = (
     "submit", "resume", "cancel", "init", "status", "logs", "report", "profile", "verify", "track", "export",
@@ -132,8 +132,8 @@ def main() -> None:
     try:
         app()
     except (UserError, OSError) as error:
-        user_error = error if isinstance(error, UserError) else storage_error(error)
+        user_error = error if isinstance(error, UserError) else find_storage_error(error)
         if user_error is None:
             raise
-        print(printable(format_error(user_error)), file=sys.stderr)
+        print(make_printable(format_error(user_error)), file=sys.stderr)
         sys.exit(user_error.exit_code)

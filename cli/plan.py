@@ -10,7 +10,7 @@ import typer
 
 from cli.common import Overrides, console, prepare_for_torch
 from pipeline.base.errors import UserError
-from pipeline.config.read import COMMAND_LINE, ConfigError, config_from_mapping, load_config, overridden
+from pipeline.config.read import COMMAND_LINE, ConfigError, apply_overrides, load_config, parse_config
 from pipeline.config.sections import Config
 from pipeline.run.directory import Run
 
@@ -137,7 +137,7 @@ def _load(path: Path, overrides: Sequence[str], any_layout: bool) -> tuple[Confi
     """
     if path.is_dir():
         values = Run.open(path).config.model_dump(mode="json")
-        return config_from_mapping(overridden(values, overrides), COMMAND_LINE), None
+        return parse_config(apply_overrides(values, overrides), COMMAND_LINE), None
     try:
         return load_config(path, overrides), None
     except ConfigError as error:

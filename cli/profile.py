@@ -20,7 +20,7 @@ import typer
 from cli.common import RunPath, console
 from pipeline.base.dist_env import expand_hostlist
 from pipeline.base.errors import UserError
-from pipeline.base.files import read_json, replacing, write_json
+from pipeline.base.files import read_json, replace_atomically, write_json
 from pipeline.run.directory import Run
 from pipeline.train.step_trace import average_ranks, describe_parts
 from slurm.query.run_jobs import list_running_work
@@ -108,7 +108,7 @@ def merge_traces(folder: Path, ranks: Sequence[int]) -> tuple[Path, float]:
     origin_ns = 0
     clock_errors_ns = [0]
     last_row = 0
-    with replacing(folder / "trace.json.gz") as new, gzip.open(new, "wt", 1) as file:
+    with replace_atomically(folder / "trace.json.gz") as new, gzip.open(new, "wt", 1) as file:
         for rank in ranks:
             trace = json.loads(gzip.decompress((folder / f"rank-{rank}.json.gz").read_bytes()))
             clock_errors_ns.append(trace["clock_error_ns"])

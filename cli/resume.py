@@ -17,10 +17,10 @@ from rich.console import Console
 from cli.common import Overrides, RunPath, console
 from cli.submit import check_jobs, describe_stages, list_warnings, start_run
 from pipeline.base.errors import UserError
-from pipeline.config.masking import masked
+from pipeline.config.masking import mask_secrets
 from pipeline.config.sections import Config
 from pipeline.run import stages
-from pipeline.run.changes import differences
+from pipeline.run.changes import describe_changes
 from pipeline.run.directory import Run
 from pipeline.run.points import make_points, points
 from slurm.query.job_states import require_response
@@ -132,7 +132,7 @@ def preview_resume(
     def print_lines(*lines: str) -> None:
         console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
 
-    changes = [f"{key}: {change}" for key, change in differences(run.config, changed.config).items()]
+    changes = [f"{key}: {change}" for key, change in describe_changes(run.config, changed.config).items()]
     if update_code:
         changes.append(f"code: {run.code_dir} would be replaced by the current code")
     for file in (run.cancelled_file, run.stop_file):
@@ -169,9 +169,9 @@ def _preview_jobs(
     chain = PreviewChain(run, console, sweep_points, replaces_waiting)
     chain.look()
     check_limits(run.config, chain.planned())
-    for stage in run.config.rows:
+    for stage in run.config.active_stages:
         chain.submit(stage)
-    masked_config = Config.model_validate(masked(run.config.model_dump(mode="json")))
+    masked_config = Config.model_validate(mask_secrets(run.config.model_dump(mode="json")))
     print_lines("", *describe_stages(masked_config, len(sweep_points), True, dict(chain.submitted)))
     for stage, tasks in dict.fromkeys(chain.submitted) if scripts else ():
         heading = f"{stage}, {tasks} tasks" if tasks > 1 else stage

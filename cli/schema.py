@@ -9,6 +9,6 @@ import sys
 def schema() -> None:
     """Print the JSON Schema of configs, for completion and checks in an editor."""
     os.environ["SLUICE_DOCSTRINGS"] = "1"  # must be set before the sections are imported (pipeline/config/types.py)
-    from pipeline.config.schema import schema_text
+    from pipeline.config.schema import format_json_schema
 
-    sys.stdout.write(schema_text())
+    sys.stdout.write(format_json_schema())

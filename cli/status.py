@@ -29,10 +29,10 @@ from rich.console import Console, Group
 from rich.text import Text
 
 from cli.common import console
-from pipeline.base.command import command
+from pipeline.base.command import format_command
 from pipeline.base.console import PlainConsole, supports_live_output
-from pipeline.base.errors import UserError, storage_error
-from pipeline.base.files import last_object
+from pipeline.base.errors import UserError, find_storage_error
+from pipeline.base.files import read_last_object
 from pipeline.run import lines
 from pipeline.run.directory import Run
 from pipeline.run.history import History
@@ -91,7 +91,7 @@ def print_runs(root: Path, console: Console) -> None:
             if run.config_file.exists():
                 statuses[run] = _read_statuses(run, [])
         except (UserError, OSError) as error:
-            unreadable.append(Text(f"{folder} cannot be read: {storage_error(error) or error}", style="red"))
+            unreadable.append(Text(f"{folder} cannot be read: {find_storage_error(error) or error}", style="red"))
     unfinished = [
         run for run, each in statuses.items() if uses_slurm(run) and any(stage.state != "done" for stage in each)
     ]
@@ -103,7 +103,7 @@ def print_runs(root: Path, console: Console) -> None:
         columns = [column for column in zip(head, *rows, strict=True) if any(column[1:]) or column[0] != "last stop"]
         console.print(build_table([*zip(*columns, strict=True)], console.width), soft_wrap=True)
     elif not unreadable:
-        console.print(f"no runs below {root}; to make one: {command('CONFIG.yaml')}", soft_wrap=True)
+        console.print(f"no runs below {root}; to make one: {format_command('CONFIG.yaml')}", soft_wrap=True)
     for message in unreadable:
         console.print(message, soft_wrap=True)
 
@@ -280,7 +280,7 @@ def _describe_hosts(run: Run) -> Iterator[str]:
     """Yield the newest telemetry of each host, if there is any: the mean over its GPUs, or its own values."""
     files = sorted(run.path.glob("telemetry-*.jsonl"))
     for file in files[:_MAX_HOSTS]:
-        sample = last_object(file, look) or {}
+        sample = read_last_object(file, look) or {}
         gpus = sample.get("gpus", [])
         means = []
         for sensor, (name, unit, *_) in SENSORS.items():

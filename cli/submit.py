@@ -18,16 +18,16 @@ import typer
 from rich.console import Console
 
 from cli.common import Overrides, console
-from pipeline.base.command import command
+from pipeline.base.command import format_command
 from pipeline.base.errors import ExitCode, UserError, limit_lines
-from pipeline.base.ownership import replaceable
-from pipeline.config.masking import exposed, masked
+from pipeline.base.ownership import describe_replacement_risk
+from pipeline.config.masking import describe_exposed_setup, mask_secrets
 from pipeline.config.read import dump_config, load_config
 from pipeline.config.sections import Config
 from pipeline.config.site import SiteConfig
 from pipeline.config.stages import STAGES
-from pipeline.config.types import parse_time
-from pipeline.config.user_model import found_for
+from pipeline.config.types import parse_time_limit
+from pipeline.config.user_model import resolve_user_model
 from pipeline.data.manifest import steps_words
 from pipeline.parallel.mesh import describe_layout, resolve_layout
 from pipeline.run import stages
@@ -70,7 +70,7 @@ def submit(
     if (config / "config.yaml").is_file():
         raise UserError(
             "cli.run_as_config",
-            f"{config} is a run, not a config. To continue this run: {command('resume', str(config))}",
+            f"{config} is a run, not a config. To continue this run: {format_command('resume', str(config))}",
         )
     if (scripts or machine is not None) and not dry_run:
         raise UserError("cli.conflict", "--scripts and --machine require --dry-run")
@@ -149,14 +149,14 @@ def check_jobs(run: Run) -> None:
     )
 
     check_job_environment(run.config.site, os.environ)
-    for stage in run.config.rows:
+    for stage in run.config.active_stages:
         build_sbatch_parameters(run, run.config, stage, None)
     check_capacity(run)
 
 
 def list_warnings(run: Run, executor: Executor) -> Iterator[str]:
     """Yield what the user should know when the run starts or resumes."""
-    yield from filter(None, (exposed(run.config), replaceable(run.path)))
+    yield from filter(None, (describe_exposed_setup(run.config), describe_replacement_risk(run.path)))
     yield from stages.notes(run)
     yield from run.code_notes
     if stages.load("train").missing(run):
@@ -170,7 +170,7 @@ def list_warnings(run: Run, executor: Executor) -> Iterator[str]:
 def describe_short_time_limit(config: Config, stage: str) -> str | None:
     """Return a warning if a stage has too little time before Slurm's signal to start and save; otherwise None."""
     signal_s = config.site.signal_s
-    remaining_s = parse_time(config.stages.of(stage).time) - signal_s - SIGNAL_EARLY_S
+    remaining_s = parse_time_limit(config.stages.get_resources(stage).time) - signal_s - SIGNAL_EARLY_S
     if remaining_s >= STARTUP_ALLOWANCE_S:
         return None
     return (
@@ -181,10 +181,10 @@ def describe_short_time_limit(config: Config, stage: str) -> str | None:
 
 def _warn_of_short_time_limits(run: Run) -> Iterator[str]:
     """Yield a warning for each stage that is not done and whose time limit is too short."""
-    for stage in run.config.rows:
+    for stage in run.config.active_stages:
         problem = describe_short_time_limit(run.config, stage)
         if problem and (run.config.sweep or stages.load(stage).missing(run)):
-            yield f"warning: stages.{stage}.time: {run.config.stages.of(stage).time} is {problem}"
+            yield f"warning: stages.{stage}.time: {run.config.stages.get_resources(stage).time} is {problem}"
 
 
 def describe_inputs(run: Run) -> Iterator[str]:
@@ -242,8 +242,8 @@ def print_plan(
     Raises:
         UserError: a script cannot be written, or `machine` is unknown.
     """
-    verdicts, warning = check_memory(config, executor, machine), exposed(config)
-    config = Config.model_validate(masked(config.model_dump(mode="json")))
+    verdicts, warning = check_memory(config, executor, machine), describe_exposed_setup(config)
+    config = Config.model_validate(mask_secrets(config.model_dump(mode="json")))
     run = Run(config.run.root / config.run.name)
     sweep_points = config.sweep.points() if config.sweep else []
     done_stages = [] if corrections else list(_list_done_stages(run))
@@ -255,7 +255,9 @@ def print_plan(
     problems = [f"{verdict.kind} memory: {verdict.words}" for verdict in verdicts if not verdict.fits]
     if on_slurm:
         problems += [*_check_controller(), *_check_time_limits(config)]
-    problems += [message.removeprefix("warning: ") for message in (warning, replaceable(run.path)) if message]
+    problems += [
+        message.removeprefix("warning: ") for message in (warning, describe_replacement_risk(run.path)) if message
+    ]
     point_lines = [
         f"point {number:03} {', '.join(f'{key} {value}' for key, value in point.items())}"
         for number, point in enumerate(sweep_points)
@@ -276,7 +278,7 @@ def print_plan(
         *notes,
         "",
         *describe_stages(
-            config, len(sweep_points), on_slurm, [stage for stage in config.rows if stage not in done_stages]
+            config, len(sweep_points), on_slurm, [stage for stage in config.active_stages if stage not in done_stages]
         ),
     ]
     console.print("\n".join(lines), soft_wrap=True)
@@ -306,12 +308,12 @@ def _count(number: int, noun: str) -> str:
 
 def _list_jobs(config: Config, point_count: int) -> Iterator[_Job]:
     """Yield the jobs of a config; `point_count`: number of points of its sweep, or 0."""
-    for stage, definition in config.rows.items():
-        tasks = (point_count or 1) if definition.per_point else config.stages.of(stage).array_tasks
+    for stage, definition in config.active_stages.items():
+        tasks = (point_count or 1) if definition.is_per_point else config.stages.get_resources(stage).array_tasks
         yield _Job(stage, stage, tasks)
-        if definition.array and tasks > 1:
+        if definition.is_array and tasks > 1:
             yield _Job(stage, f"{stage}, after the array: completes what the array left, and validates", 1)
-        elif definition.trains and not point_count and not config.site.requeue:
+        elif definition.is_training and not point_count and not config.site.requeue:
             yield _Job(stage, f"{stage}, its successor: continues the training if it does not finish", 1)
 
 
@@ -334,9 +336,9 @@ def _check_controller() -> Iterator[str]:
 
 def _check_time_limits(config: Config) -> Iterator[str]:
     """Yield the stages whose time limit leaves no time to work."""
-    for stage in config.rows:
+    for stage in config.active_stages:
         if problem := describe_short_time_limit(config, stage):
-            yield f"stages.{stage}.time: {config.stages.of(stage).time} is {problem}"
+            yield f"stages.{stage}.time: {config.stages.get_resources(stage).time} is {problem}"
 
 
 def _describe_jobs(config: Config, executor: Executor, jobs: Sequence[_Job]) -> Iterator[str]:
@@ -349,14 +351,21 @@ def _describe_jobs(config: Config, executor: Executor, jobs: Sequence[_Job]) -> 
         remaining = _count(len({job.stage for job in jobs}), "stage")
         yield f"jobs      none on Slurm: {remaining} {place}, one after the other"
         return
-    max_nodes = max(config.stages.of(job.stage).most_nodes for job in jobs)
-    max_gpus = max(config.stages.of(job.stage).most_nodes * config.site_of(job.stage).gpus_per_node for job in jobs)
+    max_nodes = max(config.stages.get_resources(job.stage).max_nodes for job in jobs)
+    max_gpus = max(
+        config.stages.get_resources(job.stage).max_nodes * config.resolve_site(job.stage).gpus_per_node for job in jobs
+    )
     hours = {"node": 0.0, "GPU": 0.0}
     for stage, heading, tasks in jobs:
         if stage == heading:  # the other jobs only do what these leave
-            node_hours = tasks * config.stages.of(stage).most_nodes * parse_time(config.stages.of(stage).time) / 3600
+            node_hours = (
+                tasks
+                * config.stages.get_resources(stage).max_nodes
+                * parse_time_limit(config.stages.get_resources(stage).time)
+                / 3600
+            )
             hours["node"] += node_hours
-            hours["GPU"] += node_hours * config.site_of(stage).gpus_per_node
+            hours["GPU"] += node_hours * config.resolve_site(stage).gpus_per_node
     task_count = sum(job.tasks for job in jobs)
     count = f"{_count(len(jobs), 'Slurm job')}"
     if task_count > len(jobs):
@@ -369,7 +378,7 @@ def _describe_jobs(config: Config, executor: Executor, jobs: Sequence[_Job]) -> 
 def _describe_training(config: Config, run: Run) -> Iterator[str]:
     """Yield the data, the model, the batches and the layout of the training."""
     train, model, length = config.train, config.model, config.data.sequence_length
-    custom_model = found_for(config, [Path.cwd(), CODE_ROOT])
+    custom_model = resolve_user_model(config, [Path.cwd(), CODE_ROOT])
     sources = ", ".join(limit_lines(config.data.sources, 3))
     if config.data.mixture is not None:
         sources = str(config.data.mixture)
@@ -380,7 +389,7 @@ def _describe_training(config: Config, run: Run) -> Iterator[str]:
         contents, unit = ", ".join(custom_model.arrays), "samples"
         architecture = f"{custom_model.target} ({custom_model.root})"
     layout = resolve_layout(config)
-    nodes = config.stages.train.most_nodes
+    nodes = config.stages.train.max_nodes
     split = f"{_count(layout.dp, 'replica')} × {_count(layout.micro_batches, 'micro-batch')} of {train.micro_batch}"
     yield f"data      {sources}: {contents}"
     yield f"model     {architecture}, {train.precision}"
@@ -399,17 +408,17 @@ def describe_stages(
         on_slurm: whether the stages run on Slurm.
         chosen: the stages to describe; None for all.
     """
-    for stage, definition in config.rows.items():
+    for stage, definition in config.active_stages.items():
         if chosen is not None and stage not in chosen:
             continue
-        resources, site = config.stages.of(stage), config.site_of(stage)
+        resources, site = config.stages.get_resources(stage), config.resolve_site(stage)
         nodes = ""
-        if resources.most_nodes > 1:
-            is_elastic = resources.fewest_nodes < resources.most_nodes
-            nodes = f"{resources.fewest_nodes} to " if is_elastic else ""
-            nodes += f"{resources.most_nodes} × {resources.per_node} = {'at most ' if is_elastic else ''}"
-        parents = "".join(f", after {parent}" for parent in definition.needs)
-        repetition = f", for each of {point_count} points" if point_count and definition.per_point else ""
+        if resources.max_nodes > 1:
+            is_elastic = resources.min_nodes < resources.max_nodes
+            nodes = f"{resources.min_nodes} to " if is_elastic else ""
+            nodes += f"{resources.max_nodes} × {resources.processes_per_node} = {'at most ' if is_elastic else ''}"
+        parents = "".join(f", after {parent}" for parent in definition.depends_on)
+        repetition = f", for each of {point_count} points" if point_count and definition.is_per_point else ""
         requests = ""
         if on_slurm and (options := _list_slurm_options(site)):
             requests = f"; requests {', '.join(limit_lines(options, 12))}"

@@ -42,9 +42,9 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from data_prep.documents import Input
 from data_prep.find_inputs import PYTHON_STDLIB, find_inputs, named_files
-from pipeline.base.command import command
+from pipeline.base.command import format_command
 from pipeline.base.errors import InputError
-from pipeline.base.files import append_line, file_system_type, read_jsonl, sha256_file, sha256_json
+from pipeline.base.files import append_line, read_file_system_type, read_jsonl, sha256_file, sha256_json
 from pipeline.config.datasets import DataConfig
 from pipeline.config.site import StripeConfig
 from pipeline.data.manifest import SHARDS, Keyed, Manifest, SampleManifest, ShardEntry, load, refuse_no_sample
@@ -57,7 +57,7 @@ SHARED = (
     "pipeline/data/special_tokens.py",
 )
 """Other modules that shape them, in the folder of `PACKAGE`. Copies of older code do not have them."""
-AGAIN = f"run the prepare stage again, e.g. `{command('resume', 'RUN')}`"
+AGAIN = f"run the prepare stage again, e.g. `{format_command('resume', 'RUN')}`"
 
 PROGRESS = "progress.jsonl"
 _PACE = 100  # units that were made last tell the pace
@@ -327,7 +327,7 @@ def stripe(
     directory: Path,
     rule: StripeConfig,
     log: Callable[[str], None],
-    file_system: Callable[[Path], str] = file_system_type,
+    file_system: Callable[[Path], str] = read_file_system_type,
 ) -> str:
     """Stripe new files of `directory` by `rule` where it lies on Lustre; the options that `lfs setstripe` took, ""
     where it took none. Never raises for what `lfs` does."""

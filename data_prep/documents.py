@@ -78,9 +78,9 @@ from data_prep.file_type import (
     json_kind,
     open_decompressed,
 )
-from pipeline.base.command import command
+from pipeline.base.command import format_command
 from pipeline.base.errors import InputError, UserError
-from pipeline.base.files import reading
+from pipeline.base.files import translate_read_errors
 
 _LARGEST_SAMPLE = 1 << 28  # bytes of the members of one sample in a tar
 
@@ -151,7 +151,7 @@ class Input(NamedTuple):
 
     def problem(self) -> str | None:
         """How the file, or what is beside it, differs from what was seen, and the way out; None when it does not."""
-        out = f"put it back, or go on with what there is now: `{command('resume', 'RUN')}`"
+        out = f"put it back, or go on with what there is now: `{format_command('resume', 'RUN')}`"
         for path, *was in ((self.path, self.size, self.mtime_ns), *self.beside):
             try:
                 found = os.stat(path)
@@ -202,7 +202,7 @@ def read_documents(
     out has the reason FILTERED. Raises UserError naming the file when it cannot be read at all, and where `keep` fails.
     """
     line = 0
-    with reading(source.path):
+    with translate_read_errors(source.path):
         try:
             for document in _read(source, start, end, text_field, read, keep):
                 line = document.line
@@ -381,7 +381,7 @@ def _as_bytes(batch: Any, names: Sequence[str]) -> list[bytes | None]:
 
 def parquet_groups(path: str, column: str) -> list[int]:
     """Bytes of text in each row group, uncompressed. Raises UserError for what is no parquet file with the column."""
-    with reading(path), _parquet(path, column) as file:
+    with translate_read_errors(path), _parquet(path, column) as file:
         groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
         if file.metadata.num_columns != len(file.schema_arrow.names):  # nested columns: leaves are not columns
             return [group.total_byte_size for group in groups]
@@ -911,7 +911,7 @@ def source_of(target: str) -> Path:
     if file is None:
         raise UserError(f"data.filter: there is no {relative} in {folder}, nor in a folder of PYTHONPATH")
     try:
-        with reading(str(file)):
+        with translate_read_errors(str(file)):
             body = ast.parse(file.read_bytes(), str(file)).body
     except (SyntaxError, ValueError) as error:
         raise UserError(f"data.filter: {file} is no Python that can be read: {error}") from error

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.base.files import replacing, sha256_json
+from pipeline.base.files import replace_atomically, sha256_json
 
 _ROW = np.dtype([("hash", "S16"), ("place", "<i8")])
 _PLACE = np.dtype("<i8")
@@ -100,7 +100,7 @@ class Duplicates:
 
 
 def _write(path: Path, offsets: np.ndarray, rows: np.ndarray) -> None:
-    with replacing(path) as temporary, open(temporary, "wb") as file:
+    with replace_atomically(path) as temporary, open(temporary, "wb") as file:
         file.write(offsets.astype("<i8").tobytes())
         file.write(rows.data)
         file.flush()

@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from pipeline.base.errors import UserError
-from pipeline.base.files import open_regular
+from pipeline.base.files import open_regular_file
 
 HEAD = 1 << 16
 """Bytes that tell what a file is."""
@@ -62,7 +62,7 @@ def open_decompressed(path: str) -> Iterator[tuple[BinaryIO, bytes, str | None]]
     Raises UserError naming the file for a pipe or a device, or if pyarrow is missing for zstd; OSError or EOFError for
     damaged content.
     """
-    with open_regular(path) as file:
+    with open_regular_file(path) as file:
         head = file.read(HEAD)
         file.seek(0)
         if (name := compression_of(head)) is None:

@@ -18,7 +18,7 @@ from data_prep import documents
 from data_prep.documents import ENDINGS, FORMATS, Input, Rejected, compressed, read_objects, value_in
 from data_prep.file_type import COMPRESSION_ENDINGS, COMPRESSIONS, CONVERSIONS, is_mds, seems
 from pipeline.base.errors import UserError
-from pipeline.base.files import read_json, reading
+from pipeline.base.files import read_json, translate_read_errors
 from pipeline.config.datasets import DataConfig
 
 PYTHON_STDLIB = "python-stdlib"
@@ -38,7 +38,7 @@ def find_inputs(data: DataConfig, formats: Mapping[str, str] | None = None) -> l
     """
     found: dict[str, Input] = {}
     for path, file_format in named_files(data, formats):
-        with reading(path):
+        with translate_read_errors(path):
             seen = os.stat(path)
         if not stat.S_ISREG(seen.st_mode):
             raise UserError(f"data.source: {path} is no ordinary file, but a pipe or a device: leave it out")
@@ -125,7 +125,7 @@ class _Documents:
         """Return why a file of objects has no documents by its first record, None if it has some."""
         kind = FORMATS[file_format].kind
         try:
-            with reading(path):
+            with translate_read_errors(path):
                 records = read_objects(path, 0, os.path.getsize(path), kind, self.fields[0])
                 first = next((one.found for one in records if one.found is not None), None)
             if isinstance(first, Exception):
@@ -302,7 +302,7 @@ def _of_dataset(folder: str, names: list[str]) -> list[str]:
 
     Raises UserError where a file that it names is not there.
     """
-    with reading(state := os.path.join(folder, _STATE)):
+    with translate_read_errors(state := os.path.join(folder, _STATE)):
         told = read_json(state) if _STATE in names else None
     files = told.get("_data_files") if isinstance(told, dict) else None
     if not isinstance(files, list):
@@ -316,7 +316,7 @@ def _of_dataset(folder: str, names: list[str]) -> list[str]:
 
 
 def _refuse(error: OSError) -> None:
-    with reading(error.filename):
+    with translate_read_errors(error.filename):
         raise error
 
 

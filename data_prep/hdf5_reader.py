@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipeline.base.errors import UserError
-from pipeline.base.files import reading
+from pipeline.base.files import translate_read_errors
 from pipeline.run.worker import Answer, Worker, WorkerDiedError, serve
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def _answer(request: Any) -> Iterable[Answer]:
 
     path = request["path"]
     try:
-        with reading(path, Exception), h5py.File(path, "r", locking=False) as file:
+        with translate_read_errors(path, Exception), h5py.File(path, "r", locking=False) as file:
             if "name" in request:
                 yield from _blocks(file[request["name"]], request["rows"])
                 return

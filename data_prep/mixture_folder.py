@@ -38,7 +38,7 @@ class MixtureFolder(DataFolder[Any, Any]):
     def __init__(self, data: DataConfig, path: Path, package: Path = PACKAGE) -> None:
         super().__init__(data, path, package)
         names = data.mixture.sources if data.mixture else ()
-        self.sources = {name: text_or_tokens(data.of_source(name), path / name, package) for name in names}
+        self.sources = {name: text_or_tokens(data.for_source(name), path / name, package) for name in names}
 
     @property
     def key(self) -> str:

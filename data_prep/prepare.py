@@ -62,7 +62,7 @@ def look(run: Run) -> None:
 def main(run: Run, place: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
     """Do it; ranks beyond the first have nothing to do."""
     gc.enable()
-    flag.leave_at_once()
+    flag.exit_on_signal()
     if place.rank == 0:
         folder_of(run).prepare(log)
     return ExitCode.DONE

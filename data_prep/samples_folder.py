@@ -27,11 +27,11 @@ from data_prep.documents import MOST_PACKED, Input
 from data_prep.find_inputs import find_inputs
 from data_prep.hdf5_reader import describe, read_rows
 from pipeline.base.errors import InputError, UserError
-from pipeline.base.files import replacing, sha256_file, sha256_json
+from pipeline.base.files import replace_atomically, sha256_file, sha256_json
 from pipeline.config.datasets import DataConfig
-from pipeline.config.user_model import LENGTHS, UserModel, find
+from pipeline.config.user_model import LENGTHS_ARRAY, UserModel, find_user_model
 from pipeline.data.manifest import PACKED, SHARDS, Array, FileEntry, SampleFile, SampleManifest, write_manifest
-from pipeline.run.code import ask_child
+from pipeline.run.code import call_in_child_process
 
 MOST_LOOKED_AT = 100
 """So many files are looked at before a run is made; `prepare` looks at all."""
@@ -83,7 +83,9 @@ class ArraysFolder(DataFolder[SampleManifest, SampleManifest]):
         """And whether the first files have the arrays, asked of h5py, elsewhere."""
         files = super().look()
         first, *more = files[:MOST_LOOKED_AT]
-        ask_child("data_prep.samples_folder", "look_at", first, self.model.target, str(self.model.root.parent), *more)
+        call_in_child_process(
+            "data_prep.samples_folder", "look_at", first, self.model.target, str(self.model.root.parent), *more
+        )
         return files
 
     def unit(self, number: int) -> SampleManifest | None:
@@ -127,7 +129,7 @@ class ArraysFolder(DataFolder[SampleManifest, SampleManifest]):
 
 def look_at(path: str, target: str, folder: str, *more: str) -> None:
     """Raise UserError where a file does not have what the module `target` in `folder` takes."""
-    _look([Input(one, 0, 0, "hdf5") for one in (path, *more)], find(target, [Path(folder)]))
+    _look([Input(one, 0, 0, "hdf5") for one in (path, *more)], find_user_model(target, [Path(folder)]))
 
 
 def _look(sources: Sequence[Input], model: UserModel) -> tuple[SampleFile, ...]:
@@ -170,12 +172,12 @@ def _look_into(source: Input, model: UserModel) -> SampleFile:
         raise UserError(f"{path}: the arrays have different numbers of samples: {sizes}")
     if model.has_lengths:
         longest = min(((*arrays[name].shape, 0)[1] for name in model.padded), default=None)
-        if len(arrays[LENGTHS].shape) != 1 or found[LENGTHS].dtype.kind not in "iu":
-            raise UserError(f"{path}: {LENGTHS} should hold one integer per sample, not {arrays[LENGTHS]}")
-        blocks = [(block.min(), block.max()) for block in read_rows(path, LENGTHS, _AT_ONCE // 8)]
+        if len(arrays[LENGTHS_ARRAY].shape) != 1 or found[LENGTHS_ARRAY].dtype.kind not in "iu":
+            raise UserError(f"{path}: {LENGTHS_ARRAY} should hold one integer per sample, not {arrays[LENGTHS_ARRAY]}")
+        blocks = [(block.min(), block.max()) for block in read_rows(path, LENGTHS_ARRAY, _AT_ONCE // 8)]
         least, most = min(least for least, _ in blocks), max(most for _, most in blocks)
         if least < 1 or (longest is not None and most > longest):
-            raise UserError(f"{path}: {LENGTHS} go from {least} to {most}, not from 1 to {longest}")
+            raise UserError(f"{path}: {LENGTHS_ARRAY} go from {least} to {most}, not from 1 to {longest}")
     return SampleFile(file=path, size=source.size, mtime_ns=source.mtime_ns, samples=counts.pop(), arrays=arrays)
 
 
@@ -200,7 +202,7 @@ def _unpacked(entry: SampleFile, data_dir: Path, name: str) -> SampleFile:
     from data_prep.shard_writer import SafeFile
 
     path, arrays = data_dir / name, {}
-    with replacing(path) as temporary, SafeFile(temporary, "w+") as disk:
+    with replace_atomically(path) as temporary, SafeFile(temporary, "w+") as disk:
         with h5py.File(disk, "w", libver=("earliest", "v108")) as file:
             found, _ = describe(entry.file, [*entry.arrays])
             for key, array in entry.arrays.items():

@@ -65,7 +65,7 @@ def progress(run: Run) -> Progress:
 def main(run: Run, place: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
     """Shard this task's units; the last task to finish writes the manifest."""
     gc.enable()
-    flag.leave_at_once()
+    flag.exit_on_signal()
     folder = folder_of(run)
     task, tasks = place.array or (place.rank, place.world_size)
     folder.shard(task, tasks, log, run.config.site.stripe)

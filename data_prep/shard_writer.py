@@ -32,7 +32,7 @@ from typing import IO, Any
 import h5py
 import numpy as np
 
-from pipeline.base.files import replacing
+from pipeline.base.files import replace_atomically
 from pipeline.data.manifest import SHARDS, FileEntry, ShardEntry
 
 _BLOCK = 1 << 21  # tokens
@@ -168,7 +168,7 @@ def write_shard(
     waiting: by dataset, a file of `count` > 0 items of a type. documents: int64, shape (m + 1,). Raises OSError where
     the file system refuses, and leaves nothing then.
     """
-    with replacing(path) as temporary, SafeFile(temporary, "w+") as disk:
+    with replace_atomically(path) as temporary, SafeFile(temporary, "w+") as disk:
         with h5py.File(disk, "w", libver=("earliest", "v108")) as file:
             datasets = []
             for name, (source, kind) in waiting.items():

@@ -37,7 +37,7 @@ from data_prep.data_folder import AGAIN, DataFolder, Log
 from data_prep.documents import FILTER, FILTERED, Document, Input, Keep, Read, load_filter, read_documents, source_of
 from data_prep.work_units import Piece, Plan, is_held_out, read_plan
 from pipeline.base.errors import InputError, UserError
-from pipeline.base.files import reading, sha256_file, sha256_json, write_atomic
+from pipeline.base.files import sha256_file, sha256_json, translate_read_errors, write_atomic
 from pipeline.config.datasets import LEAVE_SHARDS, DataConfig
 from pipeline.data.manifest import (
     CHAT,
@@ -50,7 +50,7 @@ from pipeline.data.manifest import (
     ShardEntry,
     write_manifest,
 )
-from pipeline.run.code import ask_child
+from pipeline.run.code import call_in_child_process
 
 if TYPE_CHECKING:
     import numpy as np
@@ -119,7 +119,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
     @property
     def key(self) -> str:
         """The config that shapes the bytes, and the code."""
-        left = LEAVE_SHARDS - {"sequence_length"} if self.data.masked else LEAVE_SHARDS
+        left = LEAVE_SHARDS - {"sequence_length"} if self.data.has_loss_mask else LEAVE_SHARDS
         later = {key: DataConfig.model_fields[key].default for key in _LATER}
         later["add_special_tokens"] = False  # with these values not there, as for folders from before them
         left = left | {key for key, value in later.items() if getattr(self.data, key) == value}
@@ -191,9 +191,9 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         if self.data.tokenizer.path is not None:
             given = (str(self.data.tokenizer.path), self.data.tokenizer.eos_token)
             adds = json.dumps(self.data.add_special_tokens)
-            ask_child("data_prep.tokenizer", "check_tokenizer", *given, adds)
+            call_in_child_process("data_prep.tokenizer", "check_tokenizer", *given, adds)
             if self.data.records == "messages":
-                ask_child("data_prep.records", "chat_json", *given, self._chat_template)
+                call_in_child_process("data_prep.records", "chat_json", *given, self._chat_template)
         return super().look()
 
     @property
@@ -208,7 +208,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
             return False
         given = self.data.tokenizer.path
         if given is not None:
-            with reading(str(given)):
+            with translate_read_errors(str(given)):
                 if sha256_file(given) != self.prepared.tokenizer.sha256:
                     return False
             if self.prepared.chat is not None:
@@ -282,7 +282,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
             "tokenizer_sha256": self.prepared.tokenizer.sha256,
             "source": ", ".join(self.data.sources)[:1000],  # HDF5 takes 64 KB of attributes
         }
-        window = self.data.sequence_length if self.data.masked else None
+        window = self.data.sequence_length if self.data.has_loss_mask else None
         how = (self.data.shard_tokens, self.encoder.dtype, attributes, window, self.encoder.eos_id)
         writers = [ShardWriter(self.path, f"unit-{unit:05d}-{split}", *how) for split in ("train", "held_out")]
         lines, filtered, twice = [0] * len(pieces), [0] * len(pieces), 0
@@ -329,7 +329,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
 
     def _encoded(self, batch: Sequence[Document]) -> Sequence[np.ndarray | EncodedRecord]:
         """Tokens of each document; of records, with their mask."""
-        if not self.data.masked:
+        if not self.data.has_loss_mask:
             return self.encoder.encode([document.text for document in batch])
         most = self.data.sequence_length if self.data.long_dialogues == "truncate" else None
         return self.encoder.encode_records(batch, chat=self.data.records == "messages", most=most)
@@ -392,7 +392,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
             filtered_documents=sum(unit.filtered for unit in units),
             duplicate_documents=sum(unit.duplicates for unit in units),
             long_documents=sum(unit.long for unit in units),
-            long_dialogues=self.data.long_dialogues if self.data.masked else "",
+            long_dialogues=self.data.long_dialogues if self.data.has_loss_mask else "",
             train_tokens=sum(entry.tokens for entry in train),
             held_out_tokens=sum(entry.tokens for entry in held_out),
             train_bytes=sum(entry.bytes for entry in train),

@@ -79,9 +79,9 @@ import numpy.typing as npt
 from data_prep.documents import MOST_PACKED, arrow_batches, tar_members
 from data_prep.file_type import advice, binary_kind, compression_of, is_text, seems
 from data_prep.hdf5_reader import Dataset, describe, read_rows
-from pipeline.base.command import command
+from pipeline.base.command import format_command
 from pipeline.base.errors import UserError
-from pipeline.base.files import open_regular, reading
+from pipeline.base.files import open_regular_file, translate_read_errors
 
 Ids = npt.NDArray[np.integer]
 BLOCK = 1 << 22
@@ -100,7 +100,7 @@ class DocumentEnds:
     """
 
     def __init__(self, path: str, documents: int) -> None:
-        self.path, self._documents, self._file = path, documents, open_regular(path)
+        self.path, self._documents, self._file = path, documents, open_regular_file(path)
 
     def __len__(self) -> int:
         """How many documents there are."""
@@ -186,7 +186,7 @@ class TokenFile(NamedTuple):
         """Tokens [start, stop) of what lies in one piece. Raises UserError where the file is too short for that."""
         assert self.offset is not None
         kind = np.dtype(self.dtype).newbyteorder("<")
-        with open_regular(self.path) as file:
+        with open_regular_file(self.path) as file:
             found = np.fromfile(file, kind, stop - start, offset=self.offset + start * kind.itemsize)
         if len(found) < stop - start:
             raise UserError(f"{self.path} is cut short: it ends before token {stop:,} of {self.tokens:,}")
@@ -271,14 +271,14 @@ def scan(file: TokenFile, eos_id: int, vocab_size: int) -> Seen:
 
 def size_of(path: str) -> int:
     """Bytes of a file. Raises UserError for a pipe or a device."""
-    with open_regular(path) as file:
+    with open_regular_file(path) as file:
         return os.fstat(file.fileno()).st_size
 
 
 def head_of(path: str, count: int) -> bytes:
     """The first bytes of a file; b"" where there is none. Raises UserError for a pipe or a device."""
     try:
-        with open_regular(path) as file:
+        with open_regular_file(path) as file:
             return file.read(count)
     except (FileNotFoundError, IsADirectoryError):
         return b""
@@ -579,7 +579,7 @@ def inspect_token_file(path: str, check: bool = True) -> TokenFile:
 
     check: whether an index of its documents is read through for that.
     """
-    with reading(path):
+    with translate_read_errors(path):
         head = head_of(path, 512)
         if not head:
             raise UserError(f"{path} is missing or empty")
@@ -600,7 +600,7 @@ def require_mappable(path: str, check: bool = True) -> TokenFile:
     """The same of a file that a run takes where it lies. Raises UserError with the way out for another one."""
     found = inspect_token_file(path, check)
     if found.why_not:
-        words = command("data", "import", path, "--to", "DIR", "--tokenizer", "FILE")
+        words = format_command("data", "import", path, "--to", "DIR", "--tokenizer", "FILE")
         raise UserError(f"{path}: tokens cannot be mapped, for {found.why_not}: copy them, `{words}`")
     return found
 

@@ -25,7 +25,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from data_prep.documents import Document
 from pipeline.base.errors import UserError
-from pipeline.base.files import open_regular
+from pipeline.base.files import open_regular_file
 from pipeline.data.manifest import BEGINS, LEARNED
 from pipeline.data.special_tokens import added_tokens
 
@@ -142,7 +142,7 @@ def load_encoder(path: str | Path, eos_token: str, add_special_tokens: Literal["
     for the token itself, or has no special tokens to add if `add_special_tokens` is True.
     """
     try:
-        tokenizer = Tokenizer.from_str(open_regular(path).read().decode())
+        tokenizer = Tokenizer.from_str(open_regular_file(path).read().decode())
     except FileNotFoundError:
         raise UserError(f"data.tokenizer.path: there is no file {path}") from None
     except IsADirectoryError:

@@ -23,15 +23,24 @@ from data_prep.shard_writer import ShardWriter
 from data_prep.token_files import TokenFile, inspect_token_file, scan
 from data_prep.tokenizer import Encoder, load_encoder
 from data_prep.tokens_folder import ENDINGS
-from pipeline.base.command import command
+from pipeline.base.command import format_command
 from pipeline.base.errors import UserError
-from pipeline.base.files import append_line, flock, fsync, open_lock, parse, reading, sha256_file, sha256_json
-from pipeline.base.ownership import current_umask, normalise, open_own_file, own_folder, require_own_folder
+from pipeline.base.files import (
+    append_line,
+    fsync,
+    open_lock_file,
+    parse_json_or_none,
+    sha256_file,
+    sha256_json,
+    translate_read_errors,
+    try_flock,
+)
+from pipeline.base.ownership import apply_umask, check_own_folder, open_own_file, open_own_folder, read_umask
 from pipeline.data.manifest import FORMAT_VERSION, SHARDS, ShardEntry
 
 _LOCK, _NOTES = ".lock", "copied.jsonl"
 _OURS = re.compile(r"tokens-\d{5,}-\d\d+\.h5|\.tokens-\d{5,}-\d\d+\.h5\.\d+\.[0-9a-f]{8}\.tmp|tmp[a-z0-9_]{8}")
-"""Names of shards, of those that are being written (files.replacing), and of temporary files (tempfile)."""
+"""Names of shards, of those that are being written (files.replace_atomically), and of temporary files (tempfile)."""
 _NO_TOKENIZER = 1 << 32
 _SHARD = 500_000_000  # tokens of a file, as data.shard_tokens has it
 
@@ -64,7 +73,7 @@ def _report(action: str, paths: Sequence[str], encoder: Encoder | None) -> None:
     total = bad + len(files)
     for path in files:
         try:
-            with reading(path):
+            with translate_read_errors(path):
                 file = inspect_token_file(path)
                 told = _words(file) + (_read_words(file, encoder) if action == "verify" else "")
             print(told)
@@ -129,10 +138,10 @@ def copy(files: Sequence[str], to: Path, encoder: Encoder, tokenizer_sha256: str
     to.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    with own_folder(folder) as held:
+    with open_own_folder(folder) as held:
         _require_working_folder(held)
-        with open(open_lock(held / _LOCK), "rb") as lock:
-            if not flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB) or not _is_same(folder, held):
+        with open(open_lock_file(held / _LOCK), "rb") as lock:
+            if not try_flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB) or not _is_same(folder, held):
                 raise UserError(f"--to {to}: another import fills {folder}: wait for its end, or name another folder")
             _check_content(held)
             words = f"{folder} will be {to} once it is whole; should this end before, the same command goes on"
@@ -144,13 +153,13 @@ def copy(files: Sequence[str], to: Path, encoder: Encoder, tokenizer_sha256: str
                 raise UserError(f"--to {to}: cannot rename {folder} to it: {error.strerror}") from error
             if not _is_same(to, held):
                 raise UserError(f"--to {to}: this is not what the import made: {folder} was replaced meanwhile")
-            normalise(held, current_umask())
+            apply_umask(held, read_umask())
             fsync(to.parent)
             for name in (_NOTES, _LOCK):  # not before: who is killed between would copy all again
                 (held / name).unlink()
     tokens, documents = sum(one.tokens for one in made), sum(one.documents for one in made)
     print(f"{to}: {tokens:,} tokens in {documents:,} documents; of a config: data.source: {to}, data.records: tokens")
-    print(f"what they are: {command('data', 'inspect', str(to))}")
+    print(f"what they are: {format_command('data', 'inspect', str(to))}")
 
 
 def _is_same(path: Path, held: Path) -> bool:
@@ -177,7 +186,7 @@ def _check_content(folder: Path) -> None:
     shards = folder / SHARDS
     with suppress(FileExistsError):
         shards.mkdir(mode=0o700)
-    require_own_folder(shards)
+    check_own_folder(shards)
     for path in (*folder.iterdir(), *shards.iterdir()):
         is_ours = _is_own_shard(path) if path.parent == shards else path in (folder / _NOTES, shards)
         if not is_ours and not path.name.startswith("."):
@@ -232,7 +241,7 @@ def _read_notes(path: Path) -> dict[str, list[ShardEntry]]:
         path.touch(mode=0o600, exist_ok=False)
     notes: dict[str, list[ShardEntry]] = {}
     with open_own_file(path) as file:
-        for line in map(parse, file):
+        for line in map(parse_json_or_none, file):
             with suppress(TypeError, KeyError, ValueError):  # a line that a crash tore
                 notes[line["key"]] = [ShardEntry(**one) for one in line["shards"]]
     return notes

@@ -31,7 +31,7 @@ from data_prep.work_units import Piece, Plan, write_plan
 from pipeline.base.errors import UserError
 from pipeline.base.files import sha256_file, write_atomic
 from pipeline.data.manifest import ShardEntry, write_manifest
-from pipeline.run.code import ask_child
+from pipeline.run.code import call_in_child_process
 
 if TYPE_CHECKING:
     from data_prep.token_files import Seen, TokenFile
@@ -70,7 +70,7 @@ class TokensFolder(TextFolder):
     def look(self) -> list[str]:
         """And whether the first files are what can be mapped, asked of h5py and numpy, elsewhere."""
         files = super().look()
-        ask_child("data_prep.token_files", "check_mappable", *files[:MOST_LOOKED_AT])
+        call_in_child_process("data_prep.token_files", "check_mappable", *files[:MOST_LOOKED_AT])
         return files
 
     def fix(self, log: Log) -> None:

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.command import command
+from pipeline.base.command import format_command
 from pipeline.base.dist_env import RankInfo, read_rank_info
 from pipeline.base.errors import ExitCode, UserError
 from pipeline.base.files import raise_open_file_limit
@@ -145,7 +145,7 @@ def open_run(target: str, overrides: list[str], rank_info: RankInfo) -> Run:
         if overrides:
             raise UserError(
                 "run.frozen_config",
-                f"{overrides[0]}: the config of a run is frozen; to change it: {command('resume', target)} …",
+                f"{overrides[0]}: the config of a run is frozen; to change it: {format_command('resume', target)} …",
             )
         return Run.open(path)
     config = load_config(path, overrides)

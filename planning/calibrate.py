@@ -35,10 +35,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from pipeline.base.dist_env import RankInfo
-from pipeline.base.errors import ExitCode, UserError, printable
+from pipeline.base.errors import ExitCode, UserError, make_printable
 from pipeline.base.files import write_atomic
 from pipeline.base.signals import StopFlag
-from pipeline.base.yaml12 import dump
+from pipeline.base.yaml12 import dump_yaml
 from pipeline.comm.groups import World
 from pipeline.config.sections import Config
 from pipeline.config.site import MeasureConfig
@@ -151,13 +151,15 @@ def compare_steps(machine: Machine) -> Iterator[str]:
 
 def write_machine(machine: Machine, file: Path, told: Sequence[str]) -> None:
     """Write `file`, whole or not at all, with comments. Raises UserError where it exists: it is not replaced."""
-    comments = "".join(f"# {printable(' '.join(words.split()))}\n" for words in told if words)
+    comments = "".join(f"# {make_printable(' '.join(words.split()))}\n" for words in told if words)
     temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:
-        write_atomic(temporary, comments + dump(_short(json.loads(machine.model_dump_json(exclude_none=True)))))
+        write_atomic(temporary, comments + dump_yaml(_short(json.loads(machine.model_dump_json(exclude_none=True)))))
         os.link(temporary, file)
     except FileExistsError:
-        raise UserError(printable(f"{file} exists, and is not replaced: move it away, or name another file")) from None
+        raise UserError(
+            make_printable(f"{file} exists, and is not replaced: move it away, or name another file")
+        ) from None
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -287,7 +289,7 @@ def progress(run: Run) -> Progress:
 def look(run: Run) -> None:
     """Raise UserError for what cannot be measured."""
     _before(run)
-    if run.config.model.target is not None or run.config.train.precision == "fp8" or run.config.data.masked:
+    if run.config.model.target is not None or run.config.train.precision == "fp8" or run.config.data.has_loss_mask:
         raise UserError("--measure is for the decoder on text, in fp32, bf16 or fp16: no model.target, fp8, prompts")
 
 
@@ -302,7 +304,7 @@ def _before(run: Run) -> Machine | None:
 
 def main(run: Run, place: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
     """Time, fit and write. Raises UserError where the file exists."""
-    flag.leave_at_once()
+    flag.exit_on_signal()
     look(run)
     import torch
 

@@ -51,7 +51,7 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from pipeline.config.read import config_from_mapping, load_config, overridden
+from pipeline.config.read import apply_overrides, load_config, parse_config
 from pipeline.config.recovery import GoodputConfig
 from pipeline.config.sections import Config
 from pipeline.run import lines
@@ -386,14 +386,14 @@ def print_goodput(target: Path, overrides: Sequence[str], nodes: str | None, con
     own: dict[str, GoodputFigure] = {}
     if target.is_dir():
         run = Run.open(target)
-        config = config_from_mapping(overridden(run.config.model_dump(mode="json"), overrides), "command line")
+        config = parse_config(apply_overrides(run.config.model_dump(mode="json"), overrides), "command line")
         steps = History(run.metrics_file, lines.metric, keep=STEP_TIME_KEYS).look().rows
         attempts = build_ledger(run.read_events(), steps, ["train"], time.time())
         own = measure_goodput_figures(run.read_events("train"), steps, attempts, run.config.stages.train.tasks_per_node)
     else:
         config = load_config(target, overrides)
     train, figures = config.stages.train, collect_goodput_figures(config, own)
-    asked = parse_node_counts(nodes) if nodes else [train.most_nodes * factor for factor in (1, 4, 16, 64)]
+    asked = parse_node_counts(nodes) if nodes else [train.max_nodes * factor for factor in (1, 4, 16, 64)]
     for key, meaning in _MEANING.items():
         if key in figures:
             console.print(f"{figures[key].value:>10.4g}  {meaning} ({figures[key].whence})", soft_wrap=True)
@@ -411,7 +411,7 @@ def _row(config: Config, figures: Mapping[str, GoodputFigure], nodes: int) -> di
     gpus, best = nodes * train.tasks_per_node, best_interval_s(job)
     ratio, every = effective_ratio(job, best), config.checkpoint.every_steps
     as_it_is, days = "", "never" if ratio < _LEAST_RATIO else ""
-    if "step_s" in figures and nodes == train.most_nodes:
+    if "step_s" in figures and nodes == train.max_nodes:
         as_it_is = f"{100 * effective_ratio(job, every * figures['step_s'].value):.1f} %"
     row = {"nodes": f"{nodes:,}", "GPUs": f"{gpus:,}", "a failure every": format_span(1 / job.failure_rate)}
     row |= {
@@ -440,11 +440,11 @@ def _row(config: Config, figures: Mapping[str, GoodputFigure], nodes: int) -> di
 
 def _notes(config: Config, figures: Mapping[str, GoodputFigure], asked: Sequence[int]) -> Iterator[str]:
     yield "save every: the interval with the most effective time; simulated: intervals that do as well in a simulation"
-    if "step_s" in figures and config.stages.train.most_nodes in asked:
+    if "step_s" in figures and config.stages.train.max_nodes in asked:
         yield f"as it is: the effective time with checkpoint.every_steps {config.checkpoint.every_steps:,}"
     if "gpu_hours" not in figures:
         yield "whole training: of 30 days; for its own days and cost give goodput.gpu_hours or goodput.step_s, or a run"
-    elif any(size != config.stages.train.most_nodes for size in asked):
+    elif any(size != config.stages.train.max_nodes for size in asked):
         yield "days: as if twice the nodes were twice as fast; that is for the layout to show"
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import yaml
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError, model_validator
 
-from pipeline.base.errors import UserError, printable
+from pipeline.base.errors import UserError, make_printable
 from pipeline.config.types import Section
 from pipeline.run.code import CODE_ROOT
 from planning.workload import Workload
@@ -144,12 +144,14 @@ def load_machine(name: str) -> Machine:
     if not path.is_file():
         near = difflib.get_close_matches(name.lower(), known, 1, 0.5)
         told = f"; did you mean {near[0]}?" if near else ""
-        raise UserError(printable(f"{name}: no such machine or file{told or '.'} There are {', '.join(known)}"))
+        raise UserError(make_printable(f"{name}: no such machine or file{told or '.'} There are {', '.join(known)}"))
     try:
         return Machine.model_validate(yaml.safe_load(path.read_text()))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(printable(f"{path}: {error}")) from None
+        raise UserError(make_printable(f"{path}: {error}")) from None
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
-        raise UserError(printable(f"{path}: {where}: {first['msg']}; configs/machines/h100.yaml is complete")) from None
+        raise UserError(
+            make_printable(f"{path}: {where}: {first['msg']}; configs/machines/h100.yaml is complete")
+        ) from None

@@ -12,11 +12,11 @@ from typing import Any
 from rich.console import Console
 
 from cli.submit import check_submission
-from pipeline.base.command import command
+from pipeline.base.command import format_command
 from pipeline.base.errors import ExitCode, UserError
-from pipeline.config.read import config_from_mapping, load_config
+from pipeline.config.read import load_config, parse_config
 from pipeline.config.sections import Config
-from pipeline.config.types import parse_time
+from pipeline.config.types import parse_time_limit
 from pipeline.run.directory import Run
 from slurm.submit.executor import choose_executor
 
@@ -33,11 +33,11 @@ def config_of(path: Path, overrides: Sequence[str], file: Path, machine: str | N
     values["run"]["name"] = f"{values['run']['name'][:60]}-measure-{stem}-{own}"
     values["track"] = {}  # trackers hear of trainings
     values["stages"]["measure"] = stage = dict(values["stages"]["train"])
-    if parse_time(stage["time"]) > parse_time(_TIME):
+    if parse_time_limit(stage["time"]) > parse_time_limit(_TIME):
         console.print(f"time limit {_TIME}, not stages.train.time ({stage['time']}): it takes minutes", soft_wrap=True)
         stage["time"] = _TIME
     values["measure"] = {"file": str(file), "machine": machine and str(Path(machine).absolute())}
-    return config_from_mapping(values | {"publish": None, "sweep": None}, "plan --measure")
+    return parse_config(values | {"publish": None, "sweep": None}, "plan --measure")
 
 
 def measure(path: Path, overrides: Sequence[str], file: Path, machine: str | None, console: Console) -> ExitCode:
@@ -56,7 +56,7 @@ def measure(path: Path, overrides: Sequence[str], file: Path, machine: str | Non
     check_submission(config, chosen == "slurm")
     run = Run.create(config)
     console.print(f"run {run.name}: {config.stages.measure.ranks} ranks time this machine", soft_wrap=True)
-    again = command("plan", str(path), "--machine", str(file))
+    again = format_command("plan", str(path), "--machine", str(file))
     if chosen == "slurm":
         from slurm.submit.chain import submit_chain
 

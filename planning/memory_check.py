@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipeline.base.errors import UserError
-from pipeline.config.read import point_configs
+from pipeline.config.read import make_point_configs
 from pipeline.config.sections import Config
 from pipeline.parallel.mesh import Layout, resolve_layout
 from planning.memory import (
@@ -113,7 +113,7 @@ def _limit_files() -> Iterator[Path]:
 
 def requested_memory(config: Config, per_node: int) -> tuple[int, str] | None:
     """Return the bytes per node that a job of the training asks Slurm for, and the keys; None if it does not say."""
-    site = config.site_of("train")
+    site = config.resolve_site("train")
     if site.mem_gb:
         return int(site.mem_gb * 2**30), "mem_gb"
     cpus = per_node * (site.cpus_per_task or 1)
@@ -182,7 +182,7 @@ def check_memory(config: Config, executor: Executor, machine: str | None = None)
         return []
     swept = config.sweep is not None and any(key.split(".")[0] in _SWEPT for key in config.sweep.points()[0])
     found: list[MemoryVerdict] = []
-    for point in point_configs(config) if swept else [config]:
+    for point in make_point_configs(config) if swept else [config]:
         layout, vocab = resolve_layout(point), point.model.vocab_size or point.data.tokenizer.vocab_size
         found = [*_gpu_verdict(point, layout, vocab, machine), *_host_verdict(point, layout, vocab, executor)]
         if not all(one.fits for one in found):
@@ -231,7 +231,7 @@ def gpu_sizes(config: Config, machine: str | None = None) -> list[tuple[str, flo
     In this order: `machine`, `site.gpu_memory_gib`, `site.machine`, `site.gpu_type`. Empty if none says it. Raises
     UserError if there is no such machine.
     """
-    site = config.site_of("train")
+    site = config.resolve_site("train")
     if machine is None and site.gpu_memory_gib is not None:
         return [("site.gpu_memory_gib", site.gpu_memory_gib)]
     if machine is None and site.machine is None and site.gpu_type is None:
@@ -257,7 +257,7 @@ def _host_verdict(config: Config, layout: Layout, vocab: int, executor: Executor
     if config.model.target is not None:
         return
     if executor == "slurm":
-        site = config.site_of("train")
+        site = config.resolve_site("train")
         named = site.gpu_memory_gib is not None or site.machine is not None or site.gpu_type is not None
         on_gpu = site.gpus_per_node > 0 or config.parallel.backend == "nccl" or named
         limit = requested_memory(config, layout.ranks_per_node)

@@ -18,15 +18,15 @@ from pathlib import Path
 from traceback import extract_tb
 from typing import Any
 
-from pipeline.base.errors import UserError, printable
+from pipeline.base.errors import UserError, make_printable
 from pipeline.base.files import write_atomic
 from pipeline.base.html_page import Bar, draw_curves, draw_lanes, format_page
 from pipeline.base.plot import Scale
-from pipeline.base.yaml12 import dump
-from pipeline.config.masking import masked
-from pipeline.config.read import config_from_mapping
+from pipeline.base.yaml12 import dump_yaml
+from pipeline.config.masking import mask_secrets
+from pipeline.config.read import parse_config
 from pipeline.config.sections import Config
-from pipeline.config.user_model import UserModel, found_for
+from pipeline.config.user_model import UserModel, resolve_user_model
 from pipeline.data.manifest import steps_words
 from pipeline.parallel.mesh import Layout, resolve_layout
 from pipeline.parallel.traffic import count_traffic
@@ -129,7 +129,7 @@ def _own_parameters(config: Config, layout: Layout, facts: UserModel) -> Iterato
         except BaseException as error:  # it is anybody's code
             at = extract_tb(error.__traceback__)[-1]
             told = f"{facts.target} fails at {at.filename}:{at.lineno}: {type(error).__name__}: {error}"
-            raise UserError(printable(f"model.target: {told}")) from error
+            raise UserError(make_printable(f"model.target: {told}")) from error
         yield count
 
 
@@ -169,7 +169,7 @@ def describe_best_layouts(
     vocab = config.model.vocab_size or config.data.tokenizer.vocab_size
     own = predict_own_layout(config, machine, vocab) if problem is None else None
     lines, first = search_layouts(
-        config, machine, vocab, parse_node_counts(nodes or str(config.stages.train.most_nodes)), own
+        config, machine, vocab, parse_node_counts(nodes or str(config.stages.train.max_nodes)), own
     )
     yield f"layouts on {machine.gpu}; tokens/s are of one GPU, GB of its fullest"
     yield from lines
@@ -181,7 +181,7 @@ def describe_best_layouts(
 
 def describe_plan(config: Config, machine: Machine | None = None) -> Iterator[str]:
     """The lines of the plan. Raises UserError, after the memory, where that is more than `site.gpu_memory_gib`."""
-    facts = found_for(config, [Path.cwd(), CODE_ROOT])
+    facts = resolve_user_model(config, [Path.cwd(), CODE_ROOT])
     layout, vocab = resolve_layout(config), config.model.vocab_size or config.data.tokenizer.vocab_size
     zero = f", ZeRO {layout.zero} over {layout.dp_shard}" if layout.zero else ""
     yield (
@@ -290,7 +290,7 @@ def draw_roofline(found: Mapping[str, Any]) -> str:
 def draw_failures(config: Config, every_s: float) -> list[str]:
     """Effective time over GPUs, and over the checkpoint interval; `every_s`: the config's own, 0 where not known."""
     figures, train, percent = collect_goodput_figures(config, {}), config.stages.train, "effective training time, %"
-    counts = [train.most_nodes * 4**power for power in range(8)]
+    counts = [train.max_nodes * 4**power for power in range(8)]
     jobs = {count * train.tasks_per_node: job_conditions(config, figures, count) for count in counts}
     best = [(gpus, 100 * effective_ratio(job, best_interval_s(job))) for gpus, job in jobs.items()]
     minutes, marks = [1.25**power for power in range(31)], [every_s / 60] * (every_s > 0)
@@ -312,7 +312,7 @@ def check_page_path(file: Path) -> None:
 
 def write_plan_page(found: Mapping[str, Any], title: str, file: Path) -> None:
     """Write the plan with charts as one HTML page; `found`: the values of `compute_plan_figures`."""
-    made, step = config_from_mapping(found["config"], "plan --html"), found.get("step")
+    made, step = parse_config(found["config"], "plan --html"), found.get("step")
     batch, most = made.train.global_batch, max(sum(parts.values()) for parts in found["memory"])
     batch_words = f"{batch:,} sequences, {batch * made.data.sequence_length:,} tokens"
     words = {"ranks": f"{resolve_layout(made).world_size:,}", "global batch": batch_words} | found["words"]
@@ -323,4 +323,4 @@ def write_plan_page(found: Mapping[str, Any], title: str, file: Path) -> None:
         drawn["Operators"] = [draw_roofline(found)]
     drawn["Failures"] = draw_failures(made, made.checkpoint.every_steps * step["step"] if step else 0.0)
     told = ["How well this is predicted: docs/planning.md; failures and saves: plan --goodput has figures and sources."]
-    write_atomic(file, format_page(made.run.name, title, words, drawn, told, dump(masked(found["config"]))))
+    write_atomic(file, format_page(made.run.name, title, words, drawn, told, dump_yaml(mask_secrets(found["config"]))))

@@ -17,10 +17,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.errors import UserError, printable
-from pipeline.base.yaml12 import dump
+from pipeline.base.errors import UserError, make_printable
+from pipeline.base.yaml12 import dump_yaml
 from pipeline.config.parallel import DataParallel
-from pipeline.config.read import merge, overridden
+from pipeline.config.read import apply_overrides, merge_values
 from pipeline.config.sections import Config
 from pipeline.parallel.mesh import Layout, LayoutError, resolve_layout
 from planning.machine import Machine
@@ -186,7 +186,7 @@ def parse_node_counts(text: str) -> list[int]:
         ends = re.fullmatch(r"\s*(\d{1,9})(?:\.\.(\d{1,9}))?\s*", part)
         if ends is None or not 1 <= int(ends[1]) <= int(ends[2] or ends[1]) <= _MOST_NODES:
             raise UserError(
-                printable(f"--nodes {text}: write numbers from 1 to {_MOST_NODES:,} such as 16,2048, or 2..64")
+                make_printable(f"--nodes {text}: write numbers from 1 to {_MOST_NODES:,} such as 16,2048, or 2..64")
             )
         size, last = int(ends[1]), int(ends[2] or ends[1])
         while size < last:
@@ -198,15 +198,15 @@ def parse_node_counts(text: str) -> list[int]:
 
 def write_choice(choice: LayoutChoice, path: Path, overrides: Sequence[str]) -> Path:
     """A config beside `path` that extends it by a choice; `path` stays as it is. Raises UserError where one exists."""
-    said = overridden({}, overrides)
+    said = apply_overrides({}, overrides)
     if not any(override.startswith("run.root=") for override in overrides):
         said.get("run", {}).pop("root", None)  # that of `path` holds
-    values = merge(merge({"extends": path.name}, said), choice.values())
+    values = merge_values(merge_values({"extends": path.name}, said), choice.values())
     target = path.with_name(f"{path.stem}-best.yaml")
     try:
         with target.open("x") as file:
             file.write(f"# Chosen by `plan {path.name} --best`: {choice.work.words()}\n")
-            file.write(dump(json.loads(json.dumps(values))))
+            file.write(dump_yaml(json.loads(json.dumps(values))))
     except FileExistsError:
-        raise UserError(printable(f"{target} exists: move it away, and ask again")) from None
+        raise UserError(make_printable(f"{target} exists: move it away, and ask again")) from None
     return target

@@ -20,11 +20,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pipeline.base.errors import UserError, print_error
-from pipeline.base.files import flock, open_lock, write_json
+from pipeline.base.files import open_lock_file, try_flock, write_json
 from pipeline.base.signals import StopFlag
-from pipeline.config.read import config_from_mapping, overridden
+from pipeline.config.read import apply_overrides, parse_config
 from pipeline.config.track import TRACKERS
-from pipeline.run.code import CODE_ROOT, with_code
+from pipeline.run.code import CODE_ROOT, make_code_env
 from pipeline.run.directory import Run, utc_timestamp
 from tracking.tracker import (
     RunReader,
@@ -60,9 +60,9 @@ class Follower:
         Raises:
             UserError: `once` is set and another process still feeds the tracker after `LOCK_WAIT_S`.
         """
-        lock = open_lock(self._lock_file)
+        lock = open_lock_file(self._lock_file)
         deadline = time.monotonic() + LOCK_WAIT_S
-        while not flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB):
+        while not try_flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB):
             if flag:
                 return False
             if once and time.monotonic() > deadline:
@@ -183,7 +183,7 @@ def update_trackers(run: Run, tracker: str | None, overrides: Sequence[str]) -> 
     called, sweep = display_names(run)
     for name in names:
         command = [sys.executable, "-m", "tracking.follower", name, str(run.path), "--once", *enabling, *overrides]
-        exit_code = subprocess.run(command, env=with_code(os.environ, CODE_ROOT)).returncode
+        exit_code = subprocess.run(command, env=make_code_env(os.environ, CODE_ROOT)).returncode
         outcome = "up to date" if exit_code == 0 else "not up to date"
         print(f"{called + ' ' if sweep else ''}{name}: {outcome}", flush=True)
         code = max(code, abs(exit_code))  # a signal's is negative
@@ -198,8 +198,8 @@ def main(arguments: list[str]) -> int:
         run = Run.open(path)
         run.check_owner()
         if overrides := [option for option in options if "=" in option]:
-            values = overridden(run.config.model_dump(mode="json"), overrides)
-            run._config = config_from_mapping(values, "command line")  # in this process only
+            values = apply_overrides(run.config.model_dump(mode="json"), overrides)
+            run._config = parse_config(values, "command line")  # in this process only
         if name == "telemetry":
             from tracking.telemetry import sample_telemetry
 

@@ -14,7 +14,7 @@ from wsgiref.simple_server import WSGIServer
 from prometheus_client import CollectorRegistry, generate_latest, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from pipeline.base.files import last_object, replacing
+from pipeline.base.files import read_last_object, replace_atomically
 from pipeline.data.manifest import steps_of
 from pipeline.run.attempts import ENDS, GOES_ON
 from pipeline.run.directory import Run
@@ -105,7 +105,7 @@ class Prometheus(Tracker):
         """Replace the textfile."""
         if self._textfile is not None:
             self._textfile.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(self._textfile) as new:
+            with replace_atomically(self._textfile) as new:
                 new.write_bytes(generate_latest(self._registry))
                 new.chmod(self._textfile_mode)
 
@@ -146,7 +146,9 @@ class Prometheus(Tracker):
         yield from self._collect_telemetry()
 
     def _collect_telemetry(self) -> Iterator[Metric]:
-        samples = [sample for path in self.run.path.glob("telemetry-*.jsonl") if (sample := last_object(path, look))]
+        samples = [
+            sample for path in self.run.path.glob("telemetry-*.jsonl") if (sample := read_last_object(path, look))
+        ]
         samples = [sample for sample in samples if time.time() - sample["time"] < MAX_SAMPLE_AGE_S]
         for sensor, (description, _, name, factor) in SENSORS.items():
             values = [

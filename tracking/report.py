@@ -32,10 +32,10 @@ from pipeline.base.html_page import (
     format_page,
     format_table,
 )  # fmt: skip
-from pipeline.base.plot import BUCKETS, GREY, PALE, Curve, Points, Scale, format_number, means, thin
+from pipeline.base.plot import BUCKETS, GREY, PALE, Curve, Points, Scale, average_buckets, downsample, format_number
 from pipeline.base.text import format_duration
-from pipeline.base.yaml12 import dump
-from pipeline.config.masking import masked
+from pipeline.base.yaml12 import dump_yaml
+from pipeline.config.masking import mask_secrets
 from pipeline.config.sections import Config
 from pipeline.config.stages import STAGES
 from pipeline.evaluate.result import (
@@ -159,7 +159,7 @@ def read_report_data(run: Run, rows: Iterable[StageStatus]) -> ReportData:
             attempt.task = number_of_point
             data.attempts.append(attempt)
         for name in ("loss", "held_out_loss"):
-            data.curves.setdefault(name, {})[point.path.name] = thin(history.curve(name), BUCKETS)
+            data.curves.setdefault(name, {})[point.path.name] = downsample(history.curve(name), BUCKETS)
     return data
 
 
@@ -179,7 +179,7 @@ def _attempts_table(attempts: Sequence[AttemptTimes]) -> Rows:
         single = [a for a in of_stage if a.task is None]
         if array:
             ranks = {a.task: a.ranks for a in array}  # of each task's last attempt
-            name = f"{len(ranks)} points" if STAGES[stage].per_point else f"array of {len(ranks)}"
+            name = f"{len(ranks)} points" if STAGES[stage].is_per_point else f"array of {len(ranks)}"
             causes = ", ".join(sorted({a.cause for a in array}))
             groups.append((stage, name, str(sum(ranks.values())), causes, array))
         groups += [(stage, str(a.number), str(a.ranks), a.cause, [a]) for a in single]
@@ -412,13 +412,13 @@ def draw_sweep_points(points: Sequence[Mapping[str, Any]], result_name: str, res
             path.append((position / last, height))
         x = f"{100 * position / last:.2f}%"
         side = "end" if position == last else "start"
-        drawing += plot.rule(position / last, True)
+        drawing += plot.draw_grid_line(position / last, True)
         anchor = side if position in (0, last) else "middle"
-        drawing += plot.label(x, f"{-10 - 15 * (position % 2)}", key, anchor, "title")
+        drawing += plot.draw_label(x, f"{-10 - 15 * (position % 2)}", key, anchor, "title")
         for height, text in ticks:
             dx = -6 if position == last else 6
             y = f"{100 - 100 * height:.2f}%"
-            drawing += plot.label(x, y, text[:MAX_LABEL_CHARACTERS], side, dy=".35em", dx=dx)
+            drawing += plot.draw_label(x, y, text[:MAX_LABEL_CHARACTERS], side, dy=".35em", dx=dx)
     best_quarter = max(1, len(evaluated) / 4)
     curves = [
         Curve(f"point {point:03}: {result:.4f}", path, GREY if order >= best_quarter else 0 if order else 2)
@@ -489,7 +489,7 @@ def _late_losses(steps: History) -> dict[str, Points]:
     if not losses[0]:
         return {}
     training, held_out = ([point for point in curve if 2 * point[0] > losses[0][-1][0]] for curve in losses)
-    smooth = means(training)
+    smooth = average_buckets(training)
     return {"training": smooth, "held out": held_out} if smooth else {}
 
 
@@ -551,7 +551,7 @@ def _draw_machines(run: Run, attempts: Sequence[AttemptTimes]) -> list[str]:
                 if values := readings(sample, sensor):
                     sensor_points.append(((sample["time"] - begin) / size, fmean(value for _, value in values)))
         for sensor, sensor_points in points.items():
-            curves[sensor][file.stem.removeprefix("telemetry-")] = means(sensor_points, 150) or sensor_points
+            curves[sensor][file.stem.removeprefix("telemetry-")] = average_buckets(sensor_points, 150) or sensor_points
     for sensor, (title, y, *_) in SENSORS.items():
         suffix = ", mean of the host's GPUs" if sensor.startswith("gpus.") else ""
         x = f"{unit} since the start of the run"
@@ -595,7 +595,7 @@ def print_report(run: Run, console: Console, describe_goodput: DescribeGoodput |
         "Machines": _draw_machines(run, data.attempts),
     }
     summary = _summarize(run, rows, data.attempts, data.steps, points_table[:2])
-    config = dump(masked(run.config.model_dump(mode="json", exclude_defaults=True)))
+    config = dump_yaml(mask_secrets(run.config.model_dump(mode="json", exclude_defaults=True)))
     file = run.path / "report.html"
     with suppress(PermissionError):  # another user's run
         write_atomic(file, format_page(run.config.run.name, run.title, summary, sections, notes, config))

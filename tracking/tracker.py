@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Any, cast
 
 from pipeline.base.errors import UserError
-from pipeline.base.files import parse, read_json, whole_lines
-from pipeline.config.masking import masked
+from pipeline.base.files import parse_json_or_none, read_complete_lines, read_json
+from pipeline.config.masking import mask_secrets
 from pipeline.config.sections import Config
 from pipeline.config.track import TRACKERS
 from pipeline.evaluate.result import HELD_OUT_PREFIX, read_all_results
 from pipeline.run import lines, stages
 from pipeline.run.attempts import ENDS
-from pipeline.run.changes import flatten
+from pipeline.run.changes import flatten_keys
 from pipeline.run.directory import Run
 from pipeline.run.ledger import event_timestamp
 
@@ -90,8 +90,8 @@ class RunReader:
 
     def events(self, offset: int) -> Iterator[tuple[Line, int]]:
         """Yield the events from byte `offset` of events.jsonl, each with the offset of the next one."""
-        for text, end in whole_lines(self.run.events_file, offset):
-            if lines.event(event := parse(text)):
+        for text, end in read_complete_lines(self.run.events_file, offset):
+            if lines.event(event := parse_json_or_none(text)):
                 yield event, end
 
     def steps(self, after: int) -> list[Line]:
@@ -104,8 +104,8 @@ class RunReader:
             self._inode = status.st_ino
             self._offset = 0
         found: list[Line] = []
-        for text, end in whole_lines(self.run.metrics_file, self._offset):
-            line = parse(text)
+        for text, end in read_complete_lines(self.run.metrics_file, self._offset):
+            line = parse_json_or_none(text)
             if lines.metric(line) and line["step"] > after:
                 if self._lost_steps and sha256_line(line) in self._lost_steps:  # the file is not cut yet
                     self._offset = 0
@@ -263,4 +263,4 @@ def display_names(run: Run) -> tuple[str, str | None]:
 
 def flat_config(run: Run) -> dict[str, Any]:
     """Return the config by dotted keys, with secrets masked."""
-    return masked(flatten(run.config.model_dump(mode="json")))
+    return mask_secrets(flatten_keys(run.config.model_dump(mode="json")))

@@ -20,8 +20,8 @@ from email.message import EmailMessage
 from http.client import HTTPException
 from statistics import median
 
-from pipeline.base.errors import UserError, printable
-from pipeline.base.files import last_objects
+from pipeline.base.errors import UserError, make_printable
+from pipeline.base.files import read_last_objects
 from pipeline.base.text import format_duration
 from pipeline.config.track import URL
 from pipeline.data.manifest import steps_of
@@ -83,7 +83,7 @@ class Webhook(Tracker):
         hang_s = recovery.hang_s or MIN_HANG_S
         if attempt is None or 2 * quiet_s < hang_s:
             return False
-        steps = [*last_objects(self.run.metrics_file, lines.metric)]  # newest first
+        steps = [*read_last_objects(self.run.metrics_file, lines.metric)]  # newest first
         if not steps or (steps[0].get("time") or 0.0) < event_timestamp(attempt):  # no step of this attempt
             limit_s = recovery.start_s / 2
             since = "since the start"
@@ -114,7 +114,9 @@ class Webhook(Tracker):
 
     def _send_message(self, message: str, identifier: str) -> None:
         text = f"{display_names(self.run)[0]}: {message} [{self.run.path}, {HOST}, id {identifier}]"
-        self._send(" ".join(printable(text).split()), identifier)  # in one line, although a message may have several
+        self._send(
+            " ".join(make_printable(text).split()), identifier
+        )  # in one line, although a message may have several
 
     def _send(self, text: str, identifier: str) -> None:
         body = json.dumps({"text": escape_chat_text(text)}).encode()

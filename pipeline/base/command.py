@@ -13,20 +13,20 @@ import sys
 from pathlib import Path
 
 
-def command(*words: str) -> str:
+def format_command(*words: str) -> str:
     """The command with these words, such as `resume` and a run, quoted for a shell."""
     return " ".join([*_door(sys.argv[0]), *map(shlex.quote, words)])
 
 
-def command_again(*more: str) -> str:
+def format_current_command(*more: str) -> str:
     """The command that was typed, at whatever door, with more words."""
     typed = Path(sys.argv[0])
     if typed.name == "__main__.py":
         return shlex.join(["python", "-m", typed.parent.name, *sys.argv[1:], *more])
-    return command(*sys.argv[1:], *more)
+    return format_command(*sys.argv[1:], *more)
 
 
-def did_you_mean(path: Path, files: str) -> str:
+def suggest_path(path: Path, files: str) -> str:
     """A hint at what there is in place of a missing path: of a name like it, by a pattern for its folder; or ""."""
     names = {str(found.relative_to(path.parent)).removesuffix("/config.yaml") for found in path.parent.glob(files)}
     near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.8)

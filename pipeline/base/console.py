@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-from pipeline.base.errors import printable
+from pipeline.base.errors import make_printable
 
 
 class PlainConsole(Console):
@@ -21,7 +21,7 @@ class PlainConsole(Console):
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """What rich makes of something, control characters shown as `?`; its own, which move a live table, stay."""
         for segment in super().render(renderable, options):
-            yield segment if segment.control else segment._replace(text=printable(segment.text))
+            yield segment if segment.control else segment._replace(text=make_printable(segment.text))
 
 
 def supports_live_output(console: Console) -> bool:

@@ -26,8 +26,8 @@ from typing import Literal, NamedTuple
 
 from pipeline.base.errors import UserError
 
-TIME_LEFT = "SLUICE_TIME_LEFT"
-PORTS = range(20_000, 30_000)
+TIME_LEFT_VARIABLE = "SLUICE_TIME_LEFT"
+MASTER_PORTS = range(20_000, 30_000)
 """Rendezvous ports that are derived."""
 
 _FIRST_SPECIAL_STEP = 4_294_967_290
@@ -122,7 +122,7 @@ def read_rank_info(env: Env) -> RankInfo:
     if port is None:
         seed = f"{env.get('SLURM_CLUSTER_NAME', '')} {job} {env.get(names.start) or names.launcher}"
         digest = hashlib.sha256(seed.encode(errors="surrogatepass")).digest()
-        port = PORTS[(int.from_bytes(digest[:8]) + restarts) % len(PORTS)]
+        port = MASTER_PORTS[(int.from_bytes(digest[:8]) + restarts) % len(MASTER_PORTS)]
     known_as, listen_fd = env.get("SLUICE_JOB_ID") or job, _optional(env, "SLUICE_LISTEN_FD")
     return RankInfo(names.launcher, *ranks, host, port, job, restarts, known_as, array, listen_fd)
 
@@ -135,7 +135,7 @@ def _ranks(env: Env, names: _Names) -> tuple[int, int, int, int]:
         if local_world > world:
             raise UserError(f"{names.ranks[3]}={local_world} must not be more than {names.ranks[1]}={world}")
         return rank, world, local_rank, local_world
-    counts, nodes = _tasks_per_node(env, names.ranks[3]), allocated_hosts(env, names.hosts)
+    counts, nodes = _tasks_per_node(env, names.ranks[3]), read_allocated_hosts(env, names.hosts)
     node, local_rank = _int(env, "SLURM_NODEID"), _int(env, "SLURM_LOCALID")
     if len(counts) != len(nodes) or sum(counts) != world or node >= len(nodes) or local_rank >= counts[node]:
         told = ", ".join(f"{name}={env.get(name, '')}" for name in (names.hosts, *names.ranks, "SLURM_NODEID"))
@@ -144,13 +144,15 @@ def _ranks(env: Env, names: _Names) -> tuple[int, int, int, int]:
 
 
 def _master_host(env: Env, names: _Names, several_nodes: bool) -> str:
-    told = env.get("SLUICE_MASTER_HOST") or env.get("MASTER_ADDR") or "".join(allocated_hosts(env, names.hosts)[:1])
+    told = (
+        env.get("SLUICE_MASTER_HOST") or env.get("MASTER_ADDR") or "".join(read_allocated_hosts(env, names.hosts)[:1])
+    )
     if not told and several_nodes:
         _need(env, "MASTER_ADDR", f"{names.ranks[1]} is more than {names.ranks[3]}, so there are several nodes")
     return told or "localhost"
 
 
-def local_environment(rank: int, size: int, port: int, listen_fd: int | None = None) -> dict[str, str]:
+def make_local_rank_env(rank: int, size: int, port: int, listen_fd: int | None = None) -> dict[str, str]:
     """The variables that Sluice's own launcher sets for rank `rank` of `size` on this machine.
 
     `listen_fd` is for rank 0: a socket on `port` that listens already, so that nobody takes the port in between.
@@ -161,15 +163,15 @@ def local_environment(rank: int, size: int, port: int, listen_fd: int | None = N
     return {name: str(value) for name, value in told.items()}
 
 
-def time_left(env: Env) -> float | None:
+def read_time_left(env: Env) -> float | None:
     """Seconds that the job has left, counted from the start of this process; None where there is no limit.
 
     The supervisor asks Slurm and sets it for its ranks. Raises UserError where it is no number.
     """
     try:
-        return float(env[TIME_LEFT]) if env.get(TIME_LEFT) else None
+        return float(env[TIME_LEFT_VARIABLE]) if env.get(TIME_LEFT_VARIABLE) else None
     except ValueError:
-        raise UserError(f"{TIME_LEFT}={env[TIME_LEFT]!r} is no number of seconds") from None
+        raise UserError(f"{TIME_LEFT_VARIABLE}={env[TIME_LEFT_VARIABLE]!r} is no number of seconds") from None
 
 
 def expand_hostlist(text: str, name: str = "host list") -> list[str]:
@@ -240,7 +242,7 @@ def _step(env: Env) -> int | None:
     return None if step is None or step >= _FIRST_SPECIAL_STEP else step
 
 
-def step_id(env: Env) -> str | None:
+def read_step_id(env: Env) -> str | None:
     """The step this process is a task of, as scancel takes it: `1234.0`; None outside of steps."""
     step = _step(env)
     return None if step is None else f"{_int(env, 'SLURM_JOB_ID', least=1)}.{step}"
@@ -264,18 +266,18 @@ def _job(env: Env) -> tuple[str | None, tuple[int, int] | None]:
     return known_as, (number - first, count)
 
 
-def in_allocation(env: Env) -> bool:
+def is_in_allocation(env: Env) -> bool:
     """Whether srun would start a step here: inside a Slurm job, in its batch step or shell, and no step itself."""
     return bool(env.get("SLURM_JOB_ID")) and _step(env) is None and not env.get("SLUICE_RANK")
 
 
-def in_batch(env: Env) -> bool:
+def is_in_batch_job(env: Env) -> bool:
     """Whether this is a batch job's script or was started by it, and no shell of salloc's: a signal is Slurm's."""
-    return in_allocation(env) and env.get("ENVIRONMENT") == "BATCH"
+    return is_in_allocation(env) and env.get("ENVIRONMENT") == "BATCH"
 
 
 @contextmanager
-def outside_job(*keep: str) -> Iterator[None]:
+def without_job_variables(*keep: str) -> Iterator[None]:
     """Without the variables of the job that this process runs in: sbatch hands the environment on.
 
     There some would lie: `SLURM_RESTART_COUNT` and the array's are only set where they apply. Without a person's
@@ -292,17 +294,17 @@ def outside_job(*keep: str) -> Iterator[None]:
         os.environ.update(before)
 
 
-def allocated_hosts(env: Env, name: str = "SLURM_JOB_NODELIST") -> list[str]:
+def read_allocated_hosts(env: Env, name: str = "SLURM_JOB_NODELIST") -> list[str]:
     """The nodes of this allocation, in Slurm's order; none outside."""
     return expand_hostlist(env[name], name) if env.get(name) else []
 
 
-def cpus_per_task(env: Env) -> int | None:
+def read_cpus_per_task(env: Env) -> int | None:
     """How many CPUs each task of this allocation was promised; None where nobody asked for a number."""
     return _optional(env, "SLURM_CPUS_PER_TASK", least=1)
 
 
-def granted_tasks(env: Env) -> tuple[list[int], str] | None:
+def read_granted_tasks(env: Env) -> tuple[list[int], str] | None:
     """How many tasks each node of this allocation may run, and how srun would deal out ranks: `block`, `plane=2` …
 
     None where Slurm does not say. Raises UserError where it says nonsense.

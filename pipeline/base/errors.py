@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
-def printable(text: str) -> str:
+def make_printable(text: str) -> str:
     """What a terminal may get of a text that anybody may have written: control characters, which could clear the
     screen, fake what stands there or turn its direction, become `?`; tabs and line ends stay."""
     return _CONTROL.sub("?", text)
@@ -182,7 +182,7 @@ _STORAGE_ERRNOS = {
     errno.ENOTCONN: "the file system's server is not connected",
     errno.ESHUTDOWN: "the file system's server has evicted this node",
 }
-LOST_MOUNT = (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN)
+LOST_MOUNT_ERRNOS = (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN)
 """What a node answers that lost its connection to a parallel file system."""
 
 
@@ -192,10 +192,10 @@ def raise_if_too_many_open_files(error: BaseException) -> None:
         error
     ):  # h5py's
         limit = OSError(getattr(error, "errno", None) or errno.EMFILE, "", getattr(error, "filename", None))
-        raise storage_error(limit) or error from error
+        raise find_storage_error(limit) or error from error
 
 
-def storage_error(error: BaseException, path: str | Path | None = None) -> StorageError | None:
+def find_storage_error(error: BaseException, path: str | Path | None = None) -> StorageError | None:
     """The :class:`StorageError` behind `error` (or behind what caused it), None if it is something else.
 
     `path` is named where the system's own error has no file name. What merely happened before `error` is not to
@@ -208,7 +208,7 @@ def storage_error(error: BaseException, path: str | Path | None = None) -> Stora
         if isinstance(seen, OSError) and seen.errno in _STORAGE_ERRNOS:
             name = seen.filename or path
             if name or seen.errno not in (errno.ENOTCONN, errno.ESHUTDOWN):  # sockets' errors, too, but without a name
-                kind = LostMountError if seen.errno in LOST_MOUNT else StorageError
+                kind = LostMountError if seen.errno in LOST_MOUNT_ERRNOS else StorageError
                 return kind(f"cannot use {name or 'a file of the run'}: {_STORAGE_ERRNOS[seen.errno]}")
         if isinstance(seen, shutil.Error) and isinstance(seen.args[0], list):  # copytree: all files' errors, as text
             for source, copy, words in seen.args[0]:
@@ -221,6 +221,6 @@ def storage_error(error: BaseException, path: str | Path | None = None) -> Stora
 
 def print_error(error: Exception) -> int:
     """Say on stderr what ends this process, a bug with its traceback; the exit code."""
-    found = error if isinstance(error, UserError) else storage_error(error)
+    found = error if isinstance(error, UserError) else find_storage_error(error)
     print(format_error(found) if found else "".join(traceback.format_exception(error)), file=sys.stderr)
     return found.exit_code if found else ExitCode.CRASHED

@@ -27,7 +27,7 @@ from typing import Any
 
 from pipeline.base.errors import UserError, raise_if_too_many_open_files
 
-PATIENCE_S = 5.0
+LOCK_TIMEOUT_S = 5.0
 """How long an append waits for the lock, in seconds."""
 
 
@@ -45,7 +45,7 @@ class FolderExistsError(UserError):
 
 
 @contextmanager
-def new_folder(folder: Path, owner: str = "") -> Iterator[Path]:
+def create_folder_atomically(folder: Path, owner: str = "") -> Iterator[Path]:
     """A temporary folder beside `folder` to fill with files that are synced, which then takes its name by one rename.
 
     It is whole, or not there. Where the block fails nothing stays, not even of the folders above that were missing, and
@@ -88,7 +88,7 @@ def _make_inside(folder: Path) -> None:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replace_atomically(path: Path) -> Iterator[Path]:
     """A temporary name beside `path` to write and fsync a file under, which then replaces `path`, durably.
 
     Where the block fails, by Ctrl-C or SystemExit too, no half file stays, and the error goes on.
@@ -105,7 +105,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 def write_atomic(path: str | Path, content: str | bytes) -> None:
     """Replace `path` by `content`."""
-    with replacing(Path(path)) as temporary, open(temporary, "wb") as file:
+    with replace_atomically(Path(path)) as temporary, open(temporary, "wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
@@ -116,7 +116,7 @@ def write_json(path: str | Path, value: Any) -> None:
     write_atomic(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
 
 
-def flock(fd: int, operation: int) -> bool:
+def try_flock(fd: int, operation: int) -> bool:
     """flock(2); False where somebody holds it. Where the file system has no locks, nobody does."""
     try:
         fcntl.flock(fd, operation)
@@ -128,7 +128,7 @@ def flock(fd: int, operation: int) -> bool:
     return True
 
 
-def open_lock(path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> int:
+def open_lock_file(path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> int:
     """Open a lock's file: never through a link, which may lead to a file of value, and never emptying it.
 
     Raises UserError where it is a link.
@@ -150,8 +150,8 @@ def append_line(path: str | Path, line: str) -> None:
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
     try:
-        deadline = time.monotonic() + PATIENCE_S
-        while not flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB) and time.monotonic() < deadline:
+        deadline = time.monotonic() + LOCK_TIMEOUT_S
+        while not try_flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB) and time.monotonic() < deadline:
             time.sleep(0.01)
         size = os.fstat(fd).st_size
         torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
@@ -167,7 +167,7 @@ def write_line(fd: int, line: str, name: str) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
 
 
-def open_regular(path: str | Path) -> BufferedReader:
+def open_regular_file(path: str | Path) -> BufferedReader:
     """Open a file to read it. Raises UserError for a pipe or a device, which would never end, or never answer."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     mode = os.fstat(fd).st_mode
@@ -181,11 +181,11 @@ def open_regular(path: str | Path) -> BufferedReader:
 
 def read_json(path: str | Path) -> Any:
     """The value of a JSON file, as `parse` reads it."""
-    with open_regular(path) as file:
-        return parse(file.read())
+    with open_regular_file(path) as file:
+        return parse_json_or_none(file.read())
 
 
-def parse(text: bytes) -> Any:
+def parse_json_or_none(text: bytes) -> Any:
     """The JSON value of a text; None where it is none, or one too deep to be read."""
     try:
         return json.loads(text)
@@ -196,18 +196,18 @@ def parse(text: bytes) -> Any:
 def read_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:
     """The objects of a JSON-lines file, skipping lines that a crash tore; nothing where there is no file."""
     if Path(path).exists():
-        with open_regular(path) as file:
+        with open_regular_file(path) as file:
             yield from _objects(file)
 
 
 def _objects(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    return (value for value in map(parse, lines) if isinstance(value, dict))
+    return (value for value in map(parse_json_or_none, lines) if isinstance(value, dict))
 
 
-def last_objects(path: str | Path, fits: Callable[[Any], bool], tail: int = 1 << 16) -> Iterator[dict[str, Any]]:
+def read_last_objects(path: str | Path, fits: Callable[[Any], bool], tail: int = 1 << 16) -> Iterator[dict[str, Any]]:
     """The objects of a JSON-lines file that fit, the newest first, in its last `tail` bytes; none without a file."""
     try:
-        with open_regular(path) as file:
+        with open_regular_file(path) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - tail))
             lines = file.read().split(b"\n")
     except FileNotFoundError:
@@ -215,16 +215,16 @@ def last_objects(path: str | Path, fits: Callable[[Any], bool], tail: int = 1 <<
     yield from filter(fits, _objects(reversed(lines)))
 
 
-def last_object(path: str | Path, fits: Callable[[Any], bool]) -> dict[str, Any] | None:
+def read_last_object(path: str | Path, fits: Callable[[Any], bool]) -> dict[str, Any] | None:
     """The newest of these; None where there is none."""
-    return next(last_objects(path, fits), None)
+    return next(read_last_objects(path, fits), None)
 
 
-def whole_lines(path: Path, offset: int) -> Iterator[tuple[bytes, int]]:
+def read_complete_lines(path: Path, offset: int) -> Iterator[tuple[bytes, int]]:
     """The whole lines of a file from byte `offset` on, each with the offset behind it; none where there is no file."""
     if not path.exists():
         return
-    with open_regular(path) as file:
+    with open_regular_file(path) as file:
         file.seek(offset)
         for line in file:
             if not line.endswith(b"\n"):  # it is being written
@@ -236,7 +236,7 @@ def whole_lines(path: Path, offset: int) -> Iterator[tuple[bytes, int]]:
 def sha256_file(path: str | Path, part: tuple[int, int] | None = None) -> str:
     """SHA-256 of a file's content, or of its bytes [start, end), as 64 hex digits. Raises UserError for a pipe or a
     device."""
-    with open_regular(path) as file:
+    with open_regular_file(path) as file:
         if part is None:
             return hashlib.file_digest(file, "sha256").hexdigest()
         digest, left = hashlib.sha256(), part[1] - file.seek(part[0])
@@ -246,20 +246,20 @@ def sha256_file(path: str | Path, part: tuple[int, int] | None = None) -> str:
         return digest.hexdigest()
 
 
-def seal(values: Mapping[str, Any]) -> dict[str, Any]:
+def add_checksum(values: Mapping[str, Any]) -> dict[str, Any]:
     """What a manifest says, with its own hash added as `sha256`."""
     body = {key: value for key, value in values.items() if key != "sha256"}
     return {**body, "sha256": sha256_json(body)}
 
 
-def intact(values: Any) -> bool:
+def has_valid_checksum(values: Any) -> bool:
     """Whether this is the content of a sealed manifest, as it was written."""
-    return isinstance(values, dict) and seal(values)["sha256"] == values.get("sha256")
+    return isinstance(values, dict) and add_checksum(values)["sha256"] == values.get("sha256")
 
 
-def altered(values: Mapping[str, Any]) -> bool:
+def has_wrong_checksum(values: Mapping[str, Any]) -> bool:
     """Whether what was sealed is not as it was written. What was written before there were seals has none."""
-    return "sha256" in values and not intact(values)
+    return "sha256" in values and not has_valid_checksum(values)
 
 
 def sha256_json(value: Any) -> str:
@@ -267,7 +267,7 @@ def sha256_json(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def file_system_type(path: Path) -> str:
+def read_file_system_type(path: Path) -> str:
     """Type of the file system that holds `path` ("lustre", "ext4", …); "" where df(1) cannot tell."""
     try:
         command = ["df", "--output=fstype", os.fspath(path)]
@@ -278,7 +278,7 @@ def file_system_type(path: Path) -> str:
 
 
 @contextmanager
-def reading(path: str, *more: type[Exception]) -> Iterator[None]:
+def translate_read_errors(path: str, *more: type[Exception]) -> Iterator[None]:
     """Turn what reading an input may raise (no access, a broken archive, and `more`: h5py has all kinds for a file that
     is not whole) into a UserError naming the file."""
     try:

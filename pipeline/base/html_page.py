@@ -14,7 +14,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from pipeline.base import plot
-from pipeline.base.errors import printable
+from pipeline.base.errors import make_printable
 from pipeline.base.plot import BUCKETS, COLOURS, GREY, PALE, Curve, Points, Scale
 
 FIGURE_STYLE = "height:19rem"
@@ -77,7 +77,7 @@ def format_page(
     colours = "".join(f".c{number}{{--c:{colour}}}" for number, colour in enumerate(COLOURS))
     style = (_ASSETS / "report.css").read_text()
     script = (_ASSETS / "report.js").read_text()
-    return printable(
+    return make_printable(
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(name)}</title>'
         f'<meta name="viewport" content="width=device-width,initial-scale=1"><style>{colours}{style}</style></head>'
         f"<body><h1>{escape(name)}</h1><p>{escape(title)}</p><dl>{facts}</dl>{body}{paragraphs}"
@@ -132,9 +132,9 @@ def draw_curves(
     buckets = min(BUCKETS, max(8, 6000 // len(points_by_name)))
     for number, (name, points) in enumerate(points_by_name.items()):
         colour = min(number, GREY)
-        smooth = plot.means(points) if len(points_by_name) <= 2 else ()
+        smooth = plot.average_buckets(points) if len(points_by_name) <= 2 else ()
         is_marked = len(points) <= _MAX_MARKED_POINTS
-        drawn.append(Curve(name, plot.thin(points, buckets), colour, bool(smooth), dots=is_marked))
+        drawn.append(Curve(name, plot.downsample(points, buckets), colour, bool(smooth), dots=is_marked))
         if smooth:
             drawn.append(Curve(f"{name}, mean", smooth, colour))
     front = sorted(drawn, key=lambda curve: curve.faint)[::-1]
@@ -143,7 +143,9 @@ def draw_curves(
         keys = [(name, number) for number, name in enumerate(points_by_name) if number < GREY]
     if len(points_by_name) > GREY:
         keys.append((f"{len(points_by_name) - GREY} more", GREY))
-    return format_figure(heading, plot.area(x_scale, y_scale, front, marks), keys, FIGURE_STYLE, (x_scale, y_scale))
+    return format_figure(
+        heading, plot.draw_area(x_scale, y_scale, front, marks), keys, FIGURE_STYLE, (x_scale, y_scale)
+    )
 
 
 def draw_layers(
@@ -166,7 +168,7 @@ def draw_layers(
         Curve(name, [*zip(x_values, top, strict=True)], colour, filled=True)
         for (name, colour), top in zip(keys, tops, strict=True)
     ]
-    return format_figure(heading, plot.area(x_scale, y_scale, drawn[::-1]), keys, FIGURE_STYLE)
+    return format_figure(heading, plot.draw_area(x_scale, y_scale, drawn[::-1]), keys, FIGURE_STYLE)
 
 
 def draw_lanes(
@@ -191,7 +193,7 @@ def draw_lanes(
         height = 22 if name else 7
         middle = f"{down + height / 2}"
         label = name if len(name) <= MAX_LABEL_CHARACTERS else f"{name[: MAX_LABEL_CHARACTERS - 1]}…"
-        drawing += plot.label("-8", middle, label, "end", dy=".35em")
+        drawing += plot.draw_label("-8", middle, label, "end", dy=".35em")
         for bar in bars:
             start = 100 * x.at(bar.start)
             width = 100 * (x.at(bar.end) - x.at(bar.start))
@@ -204,9 +206,9 @@ def draw_lanes(
             # a character takes 0.7 % of a wide screen, and three times as much of a phone's
             if bar.text and width > 0.7 * len(bar.text):
                 kind = "in" if min_width_rem or width > 2.2 * len(bar.text) else "in wide"
-                drawing += plot.label(f"{start:.3f}%", middle, bar.text, "start", kind, ".35em", 4)
+                drawing += plot.draw_label(f"{start:.3f}%", middle, bar.text, "start", kind, ".35em", 4)
         down += height + (6 if name else 2)
     left = 1.5 + 0.55 * max((min(len(name), MAX_LABEL_CHARACTERS) for name, _ in lanes), default=0)
     omitted = [(f"{len(lanes) - _MAX_LANES} more lanes are left out", PALE)] if len(lanes) > _MAX_LANES else []
     size = f"height:calc({down}px + 4.5rem);padding-left:{left:.1f}rem;min-width:{min_width_rem}rem"
-    return format_figure(heading, plot.axis(x) + drawing, [*keys, *omitted], size) if lanes else ""
+    return format_figure(heading, plot.draw_axis(x) + drawing, [*keys, *omitted], size) if lanes else ""

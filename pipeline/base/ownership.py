@@ -30,7 +30,7 @@ _PREPARED = ("prepare.json", "filter.py", "chat.json")
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
-def refuse_foreign(run: Path) -> None:
+def check_run_ownership(run: Path) -> None:
     """Raise UserError where anybody else may have written what the run in directory `run` executes."""
     home = (run / "code").resolve().parent  # that of a point of a sweep is the sweep's
     for path, reachable in _executed(run, home):
@@ -71,14 +71,14 @@ def _executed(run: Path, home: Path) -> Iterator[tuple[Path, bool]]:
 
 
 @contextmanager
-def own_folder(path: Path) -> Iterator[Path]:
+def open_own_folder(path: Path) -> Iterator[Path]:
     """Open the folder `path`; yield a path that leads to this very folder, as `held_open` does.
 
     Raises UserError if `path` is a link or not a folder, does not belong to us, or may be written by others.
     """
     fd = _open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        with held_open(fd, path) as held:
+        with path_through_fd(fd, path) as held:
             _require_own(path, os.fstat(fd))
             yield held
     finally:
@@ -86,7 +86,7 @@ def own_folder(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def held_open(fd: int, path: Path) -> Iterator[Path]:
+def path_through_fd(fd: int, path: Path) -> Iterator[Path]:
     """Yield a path that leads to what is open as `fd`, even if `path`, by which it was opened, is renamed or replaced.
 
     Errors that are raised in the block name `path` again.
@@ -104,9 +104,9 @@ def held_open(fd: int, path: Path) -> Iterator[Path]:
         raise
 
 
-def require_own_folder(path: Path) -> None:
+def check_own_folder(path: Path) -> None:
     """Raise UserError as `own_folder` does."""
-    with own_folder(path):
+    with open_own_folder(path):
         pass
 
 
@@ -127,12 +127,12 @@ def open_own_file(path: Path) -> BufferedReader:
         raise
 
 
-def replaceable(path: Path) -> str | None:
+def describe_replacement_risk(path: Path) -> str | None:
     """Return a warning if others can rename or replace `path`, or a folder above it; None if they cannot.
 
     `path` need not exist.
     """
-    found = unsafe_ancestors(path)
+    found = find_unsafe_ancestors(path)
     if not found:
         return None
     reasons = "; ".join(f"{folder} {reason}" for folder, reason in found)
@@ -142,7 +142,7 @@ def replaceable(path: Path) -> str | None:
     )
 
 
-def unsafe_ancestors(path: Path) -> list[tuple[Path, str]]:
+def find_unsafe_ancestors(path: Path) -> list[tuple[Path, str]]:
     """Return the folders above `path`, the nearest first, in which others may rename what is not theirs, and why.
 
     These are folders that belong to neither root nor us, and those that others may write and that have no sticky bit.
@@ -176,7 +176,7 @@ def _others_write(found: os.stat_result) -> bool:
     return not (is_ours and {*group.gr_mem} <= {us.pw_name})
 
 
-def own_folders_shell(folders: Iterable[str]) -> str:
+def make_ownership_script(folders: Iterable[str]) -> str:
     """Return lines of bash that end a job unless `folders`, words of the shell, are ours and others cannot write them.
 
     The first one contains the others: if it is closed to others, they cannot reach these, whatever their modes are.
@@ -234,14 +234,14 @@ def _user(uid: int) -> str:
         return f"uid {uid}"
 
 
-def current_umask() -> int:
+def read_umask() -> int:
     """Return the umask of this process. Other threads must not create files meanwhile."""
     umask = os.umask(0o077)
     os.umask(umask)
     return umask
 
 
-def normalise(tree: Path, umask: int) -> None:
+def apply_umask(tree: Path, umask: int) -> None:
     """Give everything in `tree` the modes that new files have under `umask`; executables stay executable."""
     for folder, _, files in os.walk(tree):
         os.chmod(folder, os.stat(folder).st_mode & stat.S_ISGID | 0o777 & ~umask)

@@ -114,7 +114,7 @@ def _split_evenly(points: Points, count: int) -> list[Points]:
     return [points[n * len(points) // count : (n + 1) * len(points) // count] for n in range(count)]
 
 
-def thin(points: Points, buckets: int = BUCKETS) -> Points:
+def downsample(points: Points, buckets: int = BUCKETS) -> Points:
     """Return at most two points for each of `buckets` parts, its minimum and maximum, and both ends.
 
     Args:
@@ -128,32 +128,32 @@ def thin(points: Points, buckets: int = BUCKETS) -> Points:
     return [points[0], *(point for pair in extremes for point in pair), points[-1]]
 
 
-def means(points: Points, buckets: int = 100) -> Points:
+def average_buckets(points: Points, buckets: int = 100) -> Points:
     """Return the mean point of each of `buckets` parts; nothing if the parts have fewer than four points."""
     parts = _split_evenly(points, buckets) if len(points) >= 4 * buckets else []
     return [(math.fsum(x / len(p) for x, _ in p), math.fsum(y / len(p) for _, y in p)) for p in parts]
 
 
-def area(x: Scale, y: Scale, curves: Sequence[Curve], marks: Iterable[float] = ()) -> str:
+def draw_area(x: Scale, y: Scale, curves: Sequence[Curve], marks: Iterable[float] = ()) -> str:
     """Draw axes and curves, and vertical dashed lines at the x values `marks`."""
     rows = "".join(
-        rule(y.at(value), False) + label("-6", _percent(1 - y.at(value)), text, "end", dy=".35em")
+        draw_grid_line(y.at(value), False) + draw_label("-6", _percent(1 - y.at(value)), text, "end", dy=".35em")
         for value, text in y.ticks(7)
     )
-    mark_lines = "".join(rule(x.at(mark), True, "4") for mark in marks if x.low < mark < x.high)
+    mark_lines = "".join(draw_grid_line(x.at(mark), True, "4") for mark in marks if x.low < mark < x.high)
     layer = stretch("".join(draw_curve(x, y, curve) for curve in curves))
-    return axis(x) + rows + label("-52", "-12", y.title, "start", "title") + mark_lines + layer
+    return draw_axis(x) + rows + draw_label("-52", "-12", y.title, "start", "title") + mark_lines + layer
 
 
-def axis(x: Scale) -> str:
+def draw_axis(x: Scale) -> str:
     """Draw the x axis, with vertical lines at its ticks."""
-    return label("100%", "100%", x.title, "end", "title", "2.9em") + "".join(
-        rule(x.at(value), True) + label(_percent(x.at(value)), "100%", text, "middle", dy="1.5em")
+    return draw_label("100%", "100%", x.title, "end", "title", "2.9em") + "".join(
+        draw_grid_line(x.at(value), True) + draw_label(_percent(x.at(value)), "100%", text, "middle", dy="1.5em")
         for value, text in x.ticks()
     )
 
 
-def rule(at: float, is_vertical: bool, dashes: str = "0") -> str:
+def draw_grid_line(at: float, is_vertical: bool, dashes: str = "0") -> str:
     """Draw a line across the whole area at the position `at`, from 0 to 1."""
     if is_vertical:
         position = f'x1="{_percent(at)}" x2="{_percent(at)}" y1="0" y2="100%"'
@@ -162,7 +162,7 @@ def rule(at: float, is_vertical: bool, dashes: str = "0") -> str:
     return f'<line {position} stroke="#8885" stroke-dasharray="{dashes}"/>'
 
 
-def label(x: str, y: str, text: str, anchor: str, kind: str = "tick", dy: str = "0", dx: int = 0) -> str:
+def draw_label(x: str, y: str, text: str, anchor: str, kind: str = "tick", dy: str = "0", dx: int = 0) -> str:
     """Draw a text; `kind` is its CSS class."""
     return f'<text class="{kind}" x="{x}" y="{y}" dx="{dx}" dy="{dy}" text-anchor="{anchor}">{escape(text)}</text>'
 

@@ -20,19 +20,19 @@ from pipeline.base.errors import ConfigError
 _MOST_VALUES = 100_000
 
 
-class Key(str):
+class LocatedKey(str):
     """A key of a mapping that knows where it stands; to everybody else it is its text."""
 
     where: str
 
-    def __new__(cls, text: str, where: str) -> Key:
+    def __new__(cls, text: str, where: str) -> LocatedKey:
         """The key `text`, which stands at `where`: file and line, or the command line."""
         key = super().__new__(cls, text)
         key.where = where
         return key
 
 
-def show(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value as an error shows it: on one line and not too long."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     text = text if text.isprintable() else json.dumps(value, default=str)
@@ -82,10 +82,10 @@ class _Loader(yaml.BaseLoader):
         kind = node.tag.removeprefix(_PREFIX)
         pattern, _, convert = _SCALARS[kind]
         if not re.fullmatch(pattern, node.value):
-            self.refuse(node, f"{show(node.value)} is no {kind}")
+            self.refuse(node, f"{format_value(node.value)} is no {kind}")
         value = convert(node.value)
         if isinstance(value, int) and abs(value) >= 2**64:
-            self.refuse(node, f"{show(node.value)}: the number has more than 64 bits")
+            self.refuse(node, f"{format_value(node.value)}: the number has more than 64 bits")
         return value
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
@@ -95,9 +95,9 @@ class _Loader(yaml.BaseLoader):
             if not isinstance(key, yaml.ScalarNode):
                 self.refuse(key, "a key is a word, not a list or a mapping")
             if key.value in result:
-                self.refuse(key, f"{show(key.value)} stands twice")
+                self.refuse(key, f"{format_value(key.value)} stands twice")
             line = (value if isinstance(value, yaml.ScalarNode) else key).start_mark.line + 1
-            result[Key(key.value, self.where or f"{self.name}:{line}")] = self.construct_object(value)
+            result[LocatedKey(key.value, self.where or f"{self.name}:{line}")] = self.construct_object(value)
         return result
 
     def refuse(self, node: yaml.Node, problem: str) -> NoReturn:
@@ -123,12 +123,12 @@ for _tag, (_pattern, _first, _) in _SCALARS.items():
         _class.add_implicit_resolver(_PREFIX + _tag, re.compile(rf"(?:{_pattern})\Z"), list(_first))
 
 
-def dump(values: Any) -> str:
+def dump_yaml(values: Any) -> str:
     """Plain values as YAML; :func:`parse` gives them back."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=float("inf"))
 
 
-def parse(text: str, name: str, where: str = "") -> Any:
+def parse_yaml(text: str, name: str, where: str = "") -> Any:
     """Plain values of one YAML document, called `name`. Its keys stand at `where`; "": on its lines."""
     at: int | None = None
     try:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.base.errors import CheckpointError, UserError
-from pipeline.base.files import intact, read_json, sha256_file
+from pipeline.base.files import has_valid_checksum, read_json, sha256_file
 from pipeline.run import lines
 from pipeline.run.directory import Run
 from pipeline.run.points import points
@@ -80,7 +80,7 @@ def read_checkpoint_manifest(checkpoint: Path) -> dict[str, Any]:
         manifest = read_json(path)
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"{path} is missing") from None
-    if not intact(manifest):
+    if not has_valid_checksum(manifest):
         raise CheckpointError(f"{path} is damaged: its content does not fit its own hash")
     if not lines.checkpoint(manifest):
         raise CheckpointError(f"{path} does not say what a checkpoint's manifest says: no training wrote it")

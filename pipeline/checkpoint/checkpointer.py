@@ -46,8 +46,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from pipeline.base.device_thread import device_thread
-from pipeline.base.errors import CheckpointError, StorageError, storage_error
-from pipeline.base.files import fsync, seal, sha256_file, write_json
+from pipeline.base.errors import CheckpointError, StorageError, find_storage_error
+from pipeline.base.files import add_checksum, fsync, sha256_file, write_json
 from pipeline.checkpoint import catalog
 from pipeline.checkpoint.catalog import METADATA_FILE
 from pipeline.comm.groups import all_gather_results, broadcast_from_rank0
@@ -180,7 +180,7 @@ class Checkpointer:
             catalog.remove_old_checkpoints(self.folder, self.keep)
 
     def _commit(self, temporary: Path, target: Path, manifest: dict[str, Any]) -> None:
-        write_json(temporary / catalog.MANIFEST_FILE, seal(manifest))
+        write_json(temporary / catalog.MANIFEST_FILE, add_checksum(manifest))
         fsync(temporary)
         os.rename(temporary, target)
         fsync(self.folder)
@@ -332,7 +332,7 @@ def _readable(error: BaseException, folder: Path) -> BaseException:
     if isinstance(error, CheckpointException):
         causes = [failure[0] for failure in error.failures.values()]
     for cause in causes:
-        if (found := storage_error(cause, folder)) is not None:
+        if (found := find_storage_error(cause, folder)) is not None:
             return found
         if "inline_container" in str(cause):  # torch's own writer: it forgets the error number
             free = shutil.disk_usage(folder).free

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeline.base.errors import CheckpointError
-from pipeline.base.files import intact, read_json, sha256_json
+from pipeline.base.files import has_valid_checksum, read_json, sha256_json
 from pipeline.config.datasets import DataConfig
-from pipeline.config.masking import masked
+from pipeline.config.masking import mask_secrets
 from pipeline.config.sections import Config
 from pipeline.data.manifest import Manifest, SampleManifest
 from pipeline.data.sample_order import ORDER_VERSION
-from pipeline.run.changes import flatten
+from pipeline.run.changes import flatten_keys
 from pipeline.run.directory import Run
 
 OBSERVATION_KEYS = ("log_every", "evaluate_every", "evaluate_sequences", "profile_every")
@@ -39,7 +39,7 @@ def compute_identity(config: Config, manifest: Manifest | SampleManifest) -> dic
     values["seed"] = config.run.seed
     return {
         "config_hash": sha256_json(values),
-        "config": masked(flatten(values)),
+        "config": mask_secrets(flatten_keys(values)),
         "data_hash": sha256_json([shard.sha256 for shard in manifest.train]),
         "order_version": ORDER_VERSION,
         **weights,
@@ -55,7 +55,7 @@ def read_source(run: Run) -> dict[str, Any]:
         return {}
     file = run.path / SOURCE_FILE
     found: Any = read_json(file) if file.exists() else None
-    if not intact(found):
+    if not has_valid_checksum(found):
         raise CheckpointError(f"{file} is missing or damaged: put it back as it was, or start a new run")
     return dict(found)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from pipeline.base.files import parse, read_json
+from pipeline.base.files import parse_json_or_none, read_json
 from pipeline.checkpoint.identity import read_source
 from pipeline.data.chat_template import ChatTemplate, find_template, token_names
 from pipeline.data.manifest import CHAT, Manifest
@@ -54,7 +54,7 @@ class ModelTokens:
 
         If the training had another chat template, that of the file is left out: there is chat_template.jinja.
         """
-        values = parse(text.encode())
+        values = parse_json_or_none(text.encode())
         if not isinstance(values, dict):
             return text
         if name == GENERATION and set(_as_list(values.get("eos_token_id"))) != set(self.end_ids):
@@ -148,5 +148,5 @@ def _content(value: Any) -> str | None:
 
 def _object(text: str | None) -> dict[str, Any]:
     """Return the JSON object that a file holds; empty if it holds none."""
-    found = parse(text.encode()) if text is not None else None
+    found = parse_json_or_none(text.encode()) if text is not None else None
     return found if isinstance(found, dict) else {}

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from pipeline.config.types import Name, Section, matching
+from pipeline.config.types import Name, Section, must_match
 
 
 class CheckpointConfig(Section):
@@ -66,7 +66,7 @@ class RegistryConfig(Section):
 
     uri: Annotated[
         str,
-        matching(re.compile(r"https?://[^@\s]+"), "write http(s)://HOST:PORT, and who you are in MLflow's variables"),
+        must_match(re.compile(r"https?://[^@\s]+"), "write http(s)://HOST:PORT, and who you are in MLflow's variables"),
     ]
     """The server, such as `http://mlflow.example:5000`. Its user and password, or token, are in the variables that
     MLflow names (`MLFLOW_TRACKING_USERNAME`, …): give them by `site.pass` or `site.secrets`."""

@@ -9,10 +9,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from pipeline.config.types import FilePath, Fraction, Name, Section, matching, refuse_changed
+from pipeline.config.types import FilePath, Fraction, Name, Section, check_unused_keys, must_match
 
 FilterTarget = Annotated[
-    str, matching(re.compile(r"(?s).+:[A-Za-z_]\w*"), "write MODULE:FUNCTION, such as quality:keep")
+    str, must_match(re.compile(r"(?s).+:[A-Za-z_]\w*"), "write MODULE:FUNCTION, such as quality:keep")
 ]
 DocumentFormat = Literal["text", "jsonl", "json", "csv", "tsv", "parquet", "arrow", "tar"]
 Weight = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
@@ -98,7 +98,7 @@ class MixtureConfig(Section):
             parts.append(begin + ", ".join(f"{name} {weight:g}" for name, weight in one.weights.items()))
         return "; ".join(parts)
 
-    def begun(self, step: int) -> list[WeightsConfig]:
+    def weights_until(self, step: int) -> list[WeightsConfig]:
         """What the first `step` steps were taken by."""
         return [one for one in self.weights if one.from_step <= step]
 
@@ -180,20 +180,20 @@ class DataConfig(Section):
     def _records_fit(self) -> DataConfig:
         if self.mixture is not None:
             meant = {key for key in type(self).model_fields if key not in SourceConfig.model_fields} | {"held_out"}
-            refuse_changed(self, meant, "each source of data.mixture has its own")
+            check_unused_keys(self, meant, "each source of data.mixture has its own")
             if self.tokenizer.path is None:
                 raise ValueError(
                     "mixture: its sources share a tokenizer that exists: set tokenizer {kind: file, path: …}, such as "
                     "data/tokenizer.json of a run on one of them"
                 )
             for name in self.mixture.sources:
-                type(self).model_validate(self.of_source(name).model_dump())
+                type(self).model_validate(self.for_source(name).model_dump())
         kinds = {one.records for one in self.mixture.sources.values()} if self.mixture else {self.records}
         if kinds == {"tokens"} and (self.deduplicate or self.filter):
             raise ValueError("records: tokens are taken as they are: deduplicate and filter are for documents")
         if self.chat_template is not None and self.records != "messages":
             raise ValueError(f"chat_template is for records: messages, not for {self.records}: remove it")
-        if self.long_dialogues != "split" and not self.masked:
+        if self.long_dialogues != "split" and not self.has_loss_mask:
             raise ValueError(
                 f"long_dialogues ({self.long_dialogues}) is for records: prompts or messages, not for {self.records}: "
                 "remove it"
@@ -212,7 +212,7 @@ class DataConfig(Section):
             raise ValueError(f"records: {self.records} stand in files {kind}: name them as source")
         if self.records == "tokens" and self.tokenizer.path is None:
             raise ValueError("records: tokens needs the tokenizer that made them: {kind: file, path: tokenizer.json}")
-        if self.masked and self.shard_tokens <= self.sequence_length:
+        if self.has_loss_mask and self.shard_tokens <= self.sequence_length:
             raise ValueError(f"shard_tokens ({self.shard_tokens}) has no room for a sample of {self.sequence_length}")
         if self.records == "messages" and self.tokenizer.path is None:
             raise ValueError(
@@ -222,11 +222,11 @@ class DataConfig(Section):
         return self
 
     @property
-    def masked(self) -> bool:
+    def has_loss_mask(self) -> bool:
         """Whether a mask says what is learned."""
         return self.records in ("prompts", "messages")
 
-    def of_source(self, name: str) -> DataConfig:
+    def for_source(self, name: str) -> DataConfig:
         """The section as it is for one source of the mixture."""
         assert self.mixture is not None
         own = self.mixture.sources[name].model_dump(exclude_none=True)
@@ -238,5 +238,5 @@ class DataConfig(Section):
     def sources(self) -> list[str]:
         """The source as a list; of a mixture, all of them."""
         if self.mixture is not None:
-            return [one for name in self.mixture.sources for one in self.of_source(name).sources]
+            return [one for name in self.mixture.sources for one in self.for_source(name).sources]
         return [self.source] if isinstance(self.source, str) else list(self.source)

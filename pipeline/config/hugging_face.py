@@ -28,8 +28,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from pipeline.base.errors import UserError
-from pipeline.base.files import open_regular, parse, read_json, sha256_file, sha256_json
-from pipeline.base.ownership import held_open
+from pipeline.base.files import open_regular_file, parse_json_or_none, read_json, sha256_file, sha256_json
+from pipeline.base.ownership import path_through_fd
 from pipeline.config.sections import ModelConfig
 
 CONFIG, TOKENIZER, INDEX, WHOLE = "config.json", "tokenizer.json", "model.safetensors.index.json", "model.safetensors"
@@ -139,7 +139,7 @@ def section_from(folder: Path) -> dict[str, Any]:
     try:
         with inside(folder, CONFIG) as file:
             content = file.read_bytes()
-        ours = section_of(parse(content))
+        ours = section_of(parse_json_or_none(content))
     except OSError as error:
         words = f"{folder / CONFIG}: cannot read it: {error.strerror}; name a folder with a model's files"
         raise FolderError(words) from error
@@ -167,7 +167,7 @@ def _tokenizer(folder: Path, vocab_size: int) -> dict[str, Any]:
 
 @contextmanager
 def inside(folder: Path, name: str) -> Iterator[Path]:
-    """Open the file of this name in the folder; yield a path that leads to this very file (ownership.held_open).
+    """Open the file of this name in the folder; yield a path that leads to this very file (ownership.path_through_fd).
 
     Raises FileNotFoundError if there is none, and FolderError for a link that leads out of the folder, or for a pipe.
     In the Hub's cache, links may lead from `models--ORG--NAME/snapshots/COMMIT` to `models--ORG--NAME/blobs`.
@@ -176,10 +176,10 @@ def inside(folder: Path, name: str) -> Iterator[Path]:
     cache = root.parents[1] if root.parent.name == "snapshots" else root
     is_of_hub = cache.name.startswith("models--")
     try:
-        stream = open_regular(path)
+        stream = open_regular_file(path)
     except (UserError, IsADirectoryError):
         raise FolderError(f"{path} is no ordinary file: put one in its place") from None
-    with stream, held_open(stream.fileno(), path) as held:
+    with stream, path_through_fd(stream.fileno(), path) as held:
         opened = Path(os.readlink(held))
         if not (opened.is_relative_to(root) or (is_of_hub and opened.is_relative_to(cache / "blobs"))):
             around = cache if is_of_hub else root
@@ -190,7 +190,7 @@ def inside(folder: Path, name: str) -> Iterator[Path]:
 def read_inside(folder: Path, name: str) -> Any:
     """Return the JSON value of a file in the folder; None if there is none. Raises FolderError as `inside` does."""
     with suppress(FileNotFoundError), inside(folder, name) as file:
-        return parse(file.read_bytes())
+        return parse_json_or_none(file.read_bytes())
     return None
 
 

@@ -38,7 +38,7 @@ _USER = re.compile(r"(?<=://)\S*@")
 """User and password of a URL, as in track.mlflow.uri."""
 
 
-def mask(line: str) -> str:
+def mask_shell_line(line: str) -> str:
     """A line of shell without its values: all that follows the first word, or the first name that is set."""
     if _HARMLESS.fullmatch(line):
         return line
@@ -46,23 +46,23 @@ def mask(line: str) -> str:
     return (shown[0] if shown else "") + _MASK
 
 
-def masked(values: Any, at: str = "") -> Any:
+def mask_secrets(values: Any, at: str = "") -> Any:
     """Values of a config without secrets. `at`: the key, or dotted keys, that they stand under, and a dot."""
     if isinstance(values, list):
-        return [masked(value, at) for value in values]
+        return [mask_secrets(value, at) for value in values]
     if any(at.startswith(key) and not right.fullmatch(str(values)) for key, right in _RIGHT.items()):
         return _MASK
     if at.startswith("site.setup."):
-        return mask(values) if isinstance(values, str) else _MASK if isinstance(values, dict) else values
+        return mask_shell_line(values) if isinstance(values, str) else _MASK if isinstance(values, dict) else values
     if isinstance(values, dict):
-        return {key: masked(value, f"{at}{key}.") for key, value in values.items()}
+        return {key: mask_secrets(value, f"{at}{key}.") for key, value in values.items()}
     option = at.endswith(".") and (".sbatch." in at or ".srun." in at or at.startswith("track.webhook.url"))
     if option and _SECRET.search(f"{at[:-1]}={values}"):
         return _MASK
     return _USER.sub(f"{_MASK}@", values) if isinstance(values, str) else values
 
 
-def masked_unknown(value: Any, path: Sequence[str], meant: Sequence[str]) -> Any:
+def mask_unknown_key(value: Any, path: Sequence[str], meant: Sequence[str]) -> Any:
     """Mask the value of a key that does not exist, unless it is harmless: the user looks for a misspelt key.
 
     Args:
@@ -75,7 +75,7 @@ def masked_unknown(value: Any, path: Sequence[str], meant: Sequence[str]) -> Any
     section = "".join(f"{part}." for part in path[:-1])
     near = [key if "." in key else f"{section}{key}" for key in meant]
     if section != "site.":
-        return masked(value, f"{'site' if 'site' in near else [*near, section + path[-1]][0]}.")
+        return mask_secrets(value, f"{'site' if 'site' in near else [*near, section + path[-1]][0]}.")
     strict = any(key in _MAY_HOLD_SECRETS for key in near)
     return _masked_in_unknown(value, path[-1], strict, near[0] if near else None)
 
@@ -92,13 +92,13 @@ def _masked_in_unknown(value: Any, name: str, strict: bool, near: str | None) ->
     if not isinstance(value, str):
         return value
     if strict or _SHELL.search(value) or _RANDOM.search(value) or not (near or _WORD.fullmatch(value)):
-        return mask(value)
-    return masked(value, f"{near}.") if near else value
+        return mask_shell_line(value)
+    return mask_secrets(value, f"{near}.") if near else value
 
 
-def exposed(config: Config) -> str | None:
+def describe_exposed_setup(config: Config) -> str | None:
     """A warning where others may read the lines of `site.setup` that are masked elsewhere; None where they may not."""
-    lines = [shown for line in config.site.setup if (shown := mask(line)) != line]
+    lines = [shown for line in config.site.setup if (shown := mask_shell_line(line)) != line]
     if config.run.sharing == "private" or not lines:
         return None
     return (

@@ -25,14 +25,14 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from pipeline.base.command import did_you_mean
+from pipeline.base.command import suggest_path
 from pipeline.base.errors import ConfigError, UserError, limit_lines
-from pipeline.base.files import open_regular
-from pipeline.base.yaml12 import Key, dump, parse, show
+from pipeline.base.files import open_regular_file
+from pipeline.base.yaml12 import LocatedKey, dump_yaml, format_value, parse_yaml
 from pipeline.config.datasets import CHAT_TEMPLATES
 from pipeline.config.hugging_face import FOLDERS, filled
-from pipeline.config.masking import masked, masked_unknown
-from pipeline.config.schema import KeyPath, advice, allowed, meant, valid_keys
+from pipeline.config.masking import mask_secrets, mask_unknown_key
+from pipeline.config.schema import KeyPath, describe_allowed, describe_replacements, list_section_keys, suggest_keys
 from pipeline.config.sections import Config, RunConfig
 from pipeline.config.site import SiteConfig
 from pipeline.parallel.mesh import check_config
@@ -50,7 +50,7 @@ _PATHS = (
     ("measure", "file"), ("measure", "machine"), *FOLDERS,
 )  # fmt: skip
 _NO_PATH = "python-stdlib"
-BEFORE: dict[str, dict[str, Any]] = {"data": {"add_special_tokens": False}}
+OLDER_DEFAULTS: dict[str, dict[str, Any]] = {"data": {"add_special_tokens": False}}
 """What runs did before a key existed, if it is not the key's default. It holds for runs whose config lacks the key."""
 
 
@@ -63,23 +63,23 @@ def load_config(path: Path, overrides: Sequence[str] = (), layout: bool = True) 
     Those of a sweep's points, too: nothing can be done with a run that has a wrong one. `layout`: as in `check`.
     """
     where = f"{path}, {COMMAND_LINE}" if overrides else str(path)
-    config = config_from_mapping(overridden(_read(Path(path)), overrides), where, layout)
-    point_configs(config)
+    config = parse_config(apply_overrides(_read(Path(path)), overrides), where, layout)
+    make_point_configs(config)
     return config
 
 
 def load_run_config(path: Path) -> Config:
     """The config in the `config.yaml` of a run; raises as `load_config` does."""
     config = _run_config(path, _read(path))
-    point_configs(config)
+    make_point_configs(config)
     return config
 
 
 def _run_config(path: Path, made: Mapping[str, Any]) -> Config:
-    return config_from_mapping(_anchored(merge(BEFORE, made)), str(path))
+    return parse_config(_anchored(merge_values(OLDER_DEFAULTS, made)), str(path))
 
 
-def values_for_run(path: Path) -> Callable[[Config], dict[str, Any]]:
+def make_run_values_dumper(path: Path) -> Callable[[Config], dict[str, Any]]:
     """Return a function that gives the values of a config for the run with the `config.yaml` at `path`.
 
     Keys that this file lacks are left out if they have the value that their absence stands for: the run's copy of the
@@ -100,22 +100,22 @@ def _without_new(values: Mapping[str, Any], made: Mapping[str, Any], absent: Map
     return found
 
 
-def missing_in_run(path: Path) -> dict[str, dict[str, Any]]:
+def find_older_defaults(path: Path) -> dict[str, dict[str, Any]]:
     """The keys of BEFORE, by section, that the `config.yaml` of a run lacks."""
     made = _read(path)
     return {
         section: {key: value for key, value in keys.items() if key not in (made.get(section) or {})}
-        for section, keys in BEFORE.items()
+        for section, keys in OLDER_DEFAULTS.items()
     }
 
 
 def load_site(path: Path | None) -> SiteConfig:
     """The site profile in file `path` (None: the defaults); ConfigError lists all problems."""
     values = {"run": {"name": "any"}, "train": {"steps": 1}, "site": _read(path) if path else {}}
-    return config_from_mapping(values, str(path)).site
+    return parse_config(values, str(path)).site
 
 
-def config_from_mapping(values: Mapping[str, Any], where: str, layout: bool = True) -> Config:
+def parse_config(values: Mapping[str, Any], where: str, layout: bool = True) -> Config:
     """The config that `values` (plain YAML values) describe; keys that do not know where they stand are in `where`.
 
     Types are strict as in JSON: `"2"` is no number, `1` no boolean. Raises ConfigError with all problems.
@@ -131,7 +131,7 @@ def config_from_mapping(values: Mapping[str, Any], where: str, layout: bool = Tr
         raise ConfigError(code, f"{where}: {error}") from error
 
 
-def point_configs(config: Config) -> list[Config]:
+def make_point_configs(config: Config) -> list[Config]:
     """The config of each point. Raises ConfigError, with the point's values, for one that is wrong."""
     if config.sweep is None:
         return []
@@ -139,12 +139,12 @@ def point_configs(config: Config) -> list[Config]:
     configs = []
     for number, values in enumerate(config.sweep.points()):
         where = f"sweep, point {number:03d} ({', '.join(f'{key}={value}' for key, value in values.items())})"
-        point = merge(base, {"run": {"name": f"{number:03d}", "root": str(folder)}})
+        point = merge_values(base, {"run": {"name": f"{number:03d}", "root": str(folder)}})
         for key, value in values.items():
-            point = merge(point, _nested(key.split("."), value, where))
+            point = merge_values(point, _nested(key.split("."), value, where))
             if key == "model.init_from":  # null: the same sizes, with drawn weights
                 point["model"] |= config.sweep.sources.get(str(value), {"init_sha256": None, "init_files": None})
-        configs.append(config_from_mapping(point, where))
+        configs.append(parse_config(point, where))
     return configs
 
 
@@ -155,27 +155,29 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
         key, equals, text = override.partition("=")
         names = key.split(".")
         if not equals or not all(names) or len(names) > _DEEPEST:
-            shown = show(masked(override, "site.setup." if "setup" in key else ""))
+            shown = format_value(mask_secrets(override, "site.setup." if "setup" in key else ""))
             raise ConfigError(f"{COMMAND_LINE}: {shown}: write section.key=value")
         if text == PLACEHOLDER:
-            raise ConfigError(f"{COMMAND_LINE}: {dotted(tuple(names))}: write a value in place of {PLACEHOLDER}")
-        value = parse(text, f"{COMMAND_LINE}: {dotted(tuple(names))}", COMMAND_LINE)
-        changes = merge(changes, _nested(names, value, COMMAND_LINE))
+            raise ConfigError(
+                f"{COMMAND_LINE}: {format_key_path(tuple(names))}: write a value in place of {PLACEHOLDER}"
+            )
+        value = parse_yaml(text, f"{COMMAND_LINE}: {format_key_path(tuple(names))}", COMMAND_LINE)
+        changes = merge_values(changes, _nested(names, value, COMMAND_LINE))
     return changes
 
 
-def overridden(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """`values` with those of the command line over them, and absolute paths."""
-    return _anchored(merge(values, parse_overrides(overrides)))
+    return _anchored(merge_values(values, parse_overrides(overrides)))
 
 
-def merge(base: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+def merge_values(base: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
     """`base` changed by `extra`: mappings merge key by key, anything else of `extra` replaces what `base` has."""
     result = dict(base)
     for key, value in extra.items():
         old = result.get(key)
         if isinstance(old, Mapping) and isinstance(value, Mapping):
-            result[key] = merge(old, value)
+            result[key] = merge_values(old, value)
         else:
             result.pop(key, None)  # else the old key stays, with where it stands
             result[key] = value
@@ -212,7 +214,7 @@ def _absolute(path: Any, folder: str) -> Any:
 def _nested(names: Sequence[str], value: Any, where: str) -> dict[str, Any]:
     """`value` under the keys `names`, one in the other."""
     for name in reversed(names):
-        value = {Key(name, where): value}
+        value = {LocatedKey(name, where): value}
     return dict(value)
 
 
@@ -224,27 +226,27 @@ def _read(path: Path, by: tuple[str, ...] = ()) -> dict[str, Any]:
     name = os.path.normpath(path)
     try:
         real = os.path.realpath(path)
-        with open_regular(path) as file:
+        with open_regular_file(path) as file:
             content = file.read(_MOST_BYTES + 1)
         if len(content) > _MOST_BYTES:
             raise ValueError(f"it has more than {_MOST_BYTES:,} bytes")
         text = content.decode("utf-8-sig")
     except (OSError, ValueError, UserError) as error:
-        hint = did_you_mean(Path(name), "*.y*ml") if isinstance(error, FileNotFoundError) else ""
+        hint = suggest_path(Path(name), "*.y*ml") if isinstance(error, FileNotFoundError) else ""
         hint = "; name a YAML file in it" if isinstance(error, IsADirectoryError) else hint
         raise ConfigError(f"{name}: cannot read it: {getattr(error, 'strerror', None) or error}{hint}") from error
     if real in by or len(by) > _DEEPEST:
         raise ConfigError(f"{name}: files extend one another in a circle, or too many of them")
-    values = parse(text, name)
+    values = parse_yaml(text, name)
     if not isinstance(values, dict):
         raise ConfigError(
             f"{name}: it should hold keys and values such as `run: {{name: first}}` (`init` writes some), not "
-            + ("nothing" if values is None else show(values))
+            + ("nothing" if values is None else format_value(values))
         )
     return _extended(values, path.parent, (*by, real))
 
 
-def _extended(section: dict[Key, Any], folder: Path, by: tuple[str, ...]) -> dict[str, Any]:
+def _extended(section: dict[LocatedKey, Any], folder: Path, by: tuple[str, ...]) -> dict[str, Any]:
     """`section` with what it, and what the sections in it, extend."""
     base: dict[str, Any] = {}
     own: dict[str, Any] = {}
@@ -255,24 +257,24 @@ def _extended(section: dict[Key, Any], folder: Path, by: tuple[str, ...]) -> dic
         for file in value if isinstance(value, list) else [value]:
             try:
                 if not isinstance(file, str) or not file:
-                    raise ConfigError(f"{show(file)} should be the name of a file, or a list of names")
-                base = merge(base, _read(folder / file, by))
+                    raise ConfigError(f"{format_value(file)} should be the name of a file, or a list of names")
+                base = merge_values(base, _read(folder / file, by))
             except ConfigError as error:
                 raise ConfigError(f"{key.where}: extends: {error}") from error
-    return merge(base, own)
+    return merge_values(base, own)
 
 
 def dump_config(config: Config) -> str:
     """The whole config as YAML; `load_config` reads the same config from it."""
-    return dump(config.model_dump(mode="json"))
+    return dump_yaml(config.model_dump(mode="json"))
 
 
 # -- problems ------------------------------------------------------------------------------------------------
 
 
-def dotted(at: KeyPath) -> str:
+def format_key_path(at: KeyPath) -> str:
     """A key path as a person writes it: `data.source.0`."""
-    return ".".join(text if text.isprintable() and len(text) <= 80 else show(text) for text in map(str, at))
+    return ".".join(text if text.isprintable() and len(text) <= 80 else format_value(text) for text in map(str, at))
 
 
 def _problems(error: ValidationError, values: Any, where: str) -> list[str]:
@@ -296,25 +298,25 @@ def _problem(error: ErrorDetails, value: Any, where: str) -> tuple[KeyPath, str]
     at: KeyPath = ()
     for part in error["loc"]:
         if isinstance(value, Mapping) and part in value:
-            where = next((key.where for key in value if key == part and isinstance(key, Key)), where)
+            where = next((key.where for key in value if key == part and isinstance(key, LocatedKey)), where)
         elif not (isinstance(value, list) and isinstance(part, int) and part < len(value)):
             continue  # a branch of a union, which pydantic names in the path too
         at, value = (*at, part), value[part]
     kind, message = error["type"], error["msg"].removeprefix("Value error, ")
     if kind == "extra_forbidden":
-        shown = show(masked_unknown(value, [str(part) for part in at], meant(at)))
+        shown = format_value(mask_unknown_key(value, [str(part) for part in at], suggest_keys(at)))
     else:
-        shown = show(masked(value, f"{dotted(at)}."))
+        shown = format_value(mask_secrets(value, f"{format_key_path(at)}."))
     if kind == "missing":
         at = (*at, error["loc"][-1])
-        return at, f"{where}: {dotted(at)} is missing; it should be {allowed(at)}"
-    said = ": ".join([where, *[dotted(at)] * bool(at)])
+        return at, f"{where}: {format_key_path(at)} is missing; it should be {describe_allowed(at)}"
+    said = ": ".join([where, *[format_key_path(at)] * bool(at)])
     if kind in ("value_error", "json_invalid"):  # one between several keys has their values in its message
         return at, f"{said}: {message}" if isinstance(value, Mapping) else f"{said}: {shown}: {message}"
     if kind == "extra_forbidden":
-        section, lines = dotted(at[:-1]) or "the config", limit_lines(advice(at, value))
+        section, lines = format_key_path(at[:-1]) or "the config", limit_lines(describe_replacements(at, value))
         hint = "".join(f"{line} " if line.endswith("?") else f"{line}; " for line in lines)
-        return at, f"{said}: {shown}: there is no such key; {hint}{section} has {', '.join(valid_keys(at[:-1]))}"
-    should = allowed(at).replace("a number", "a finite number" if kind == "finite_number" else "a number")
+        return at, f"{said}: {shown}: there is no such key; {hint}{section} has {', '.join(list_section_keys(at[:-1]))}"
+    should = describe_allowed(at).replace("a number", "a finite number" if kind == "finite_number" else "a number")
     hint = "; put it in quotes" if "text" in should and isinstance(value, (bool, int, float)) else ""
     return at, f"{said}: {shown} should be {should}{hint}"

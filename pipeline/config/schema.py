@@ -32,7 +32,7 @@ def model_schema() -> dict[str, Any]:
 # -- for editors ---------------------------------------------------------------------------------------------
 
 
-def schema_text() -> str:
+def format_json_schema() -> str:
     """The JSON Schema of config files, `configs/schema.json`: the models', and `extends` in every section.
 
     No key is required in it, because any key may come from an extended file.
@@ -54,17 +54,17 @@ def schema_text() -> str:
 # -- in words ------------------------------------------------------------------------------------------------
 
 
-def allowed(at: KeyPath) -> str:
+def describe_allowed(at: KeyPath) -> str:
     """What may stand at a key path: `a whole number at least 1 or null`."""
     return " or ".join(map(_words, _schemas_at(at)))
 
 
-def valid_keys(at: KeyPath) -> list[str]:
+def list_section_keys(at: KeyPath) -> list[str]:
     """The keys of the section at a key path."""
     return [key for node in _schemas_at(at) for key in node.get("properties", {})]
 
 
-def meant(at: KeyPath) -> list[str]:
+def suggest_keys(at: KeyPath) -> list[str]:
     """The keys that may be meant by one that its section does not have.
 
     What other programs call so; else the key of that name in another section, of several (each stage has a `time`) the
@@ -73,23 +73,23 @@ def meant(at: KeyPath) -> list[str]:
     name, path = str(at[-1]), ".".join(map(str, at))
     if known := counterpart(at):
         return list(known.keys)
-    namesakes = [key for key in dotted_keys(()) if key.rpartition(".")[2] == name]
+    namesakes = [key for key in list_keys(()) if key.rpartition(".")[2] == name]
     near = difflib.get_close_matches(path, namesakes, n=1, cutoff=0.0)
-    return near + difflib.get_close_matches(name, valid_keys(at[:-1]), n=2, cutoff=0.7 if near else 0.5)
+    return near + difflib.get_close_matches(name, list_section_keys(at[:-1]), n=2, cutoff=0.7 if near else 0.5)
 
 
-def advice(at: KeyPath, value: Any) -> list[str]:
+def describe_replacements(at: KeyPath, value: Any) -> list[str]:
     """Return what to write instead of the unknown key at a key path, and instead of the keys in its `value`."""
-    known, near = counterpart(at), meant(at)
+    known, near = counterpart(at), suggest_keys(at)
     own = [known.describe()] if known and known.note else [f"did you mean {' or '.join(near)}?"] if near else []
     return own + [f"{key}: {found.describe()}" for key, found in inner_counterparts(at, value)]
 
 
 @cache
-def dotted_keys(at: KeyPath) -> list[str]:
+def list_keys(at: KeyPath) -> list[str]:
     """All keys below a key path, each with its whole path."""
-    below = [(*at, key) for key in valid_keys(at)]
-    return [found for path in below for found in (".".join(map(str, path)), *dotted_keys(path))]
+    below = [(*at, key) for key in list_section_keys(at)]
+    return [found for path in below for found in (".".join(map(str, path)), *list_keys(path))]
 
 
 def _branches(node: dict[str, Any]) -> list[dict[str, Any]]:

@@ -33,7 +33,7 @@ from pipeline.config.types import (
     RopeScaling,
     Section,
     StateConfig,
-    refuse_changed,
+    check_unused_keys,
 )
 
 
@@ -122,7 +122,9 @@ class ModelConfig(Section):
                 raise ValueError(f"target ({self.target}) is no name of a Python module such as my_package.my_model")
             if "layers" in self.options:
                 raise ValueError("options.layers is model.layers: set that")
-            refuse_changed(self, {"target", "options", "layers", "initializer_range"}, "with model.target use options")
+            check_unused_keys(
+                self, {"target", "options", "layers", "initializer_range"}, "with model.target use options"
+            )
             return self
         if self.options:
             raise ValueError("options are for a model of your own: name its module as target")
@@ -255,7 +257,7 @@ class OptimizerConfig(Section):
     @model_validator(mode="after")
     def _keys_are_used(self) -> OptimizerConfig:
         unused = set().union(*USED_BY.values()) - USED_BY[self.name]
-        refuse_changed(self, type(self).model_fields.keys() - unused, f"optimizer.name is {self.name}")
+        check_unused_keys(self, type(self).model_fields.keys() - unused, f"optimizer.name is {self.name}")
         if self.schedule == "own" and self.schedule_counts_from != 1:
             raise ValueError(
                 f"schedule_counts_from ({self.schedule_counts_from}) has no effect: schedule is own, and your "
@@ -309,18 +311,18 @@ class Config(Section):
         return self
 
     @property
-    def rows(self) -> dict[str, Stage]:
+    def active_stages(self) -> dict[str, Stage]:
         """The stages that this config has, by name, in order."""
         found = {name: row for name, row in STAGES.items() if row.section is None or getattr(self, row.section)}
         return {name: row for name, row in found.items() if row.alone} or found
 
-    def site_of(self, stage: str) -> SiteConfig:
+    def resolve_site(self, stage: str) -> SiteConfig:
         """The site as the jobs of a stage see it: over `site` stand `site.data_jobs`, where that is for it, and the
         stage's own keys. No more GPUs than ranks, of which each has one, unless the stage says so."""
-        wanted, joined = self.stages.of(stage), STAGES[stage].joined
+        wanted, joined = self.stages.get_resources(stage), STAGES[stage].is_distributed
         asked: dict[str, Any] = {"sbatch": self.site.sbatch, "gpus_per_node": 0}
         if joined:
-            asked["gpus_per_node"] = min(self.site.gpus_per_node, wanted.per_node)
+            asked["gpus_per_node"] = min(self.site.gpus_per_node, wanted.processes_per_node)
         else:
-            asked = self.site.data_jobs.over(asked)
-        return self.site.model_copy(update=wanted.over(asked))
+            asked = self.site.data_jobs.override(asked)
+        return self.site.model_copy(update=wanted.override(asked))

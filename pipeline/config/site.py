@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PositiveInt, SerializerFunctionWrapHandler, model_serializer
 
-from pipeline.config.types import NonNegativeInt, PositiveFloat, Section, matching
+from pipeline.config.types import NonNegativeInt, PositiveFloat, Section, must_match
 
 _DISTRIBUTION = re.compile(
     r"(\*|block|cyclic|plane=[1-9]\d*)(:(\*|block|cyclic|fcyclic)){0,2}(,(Pack|NoPack))?", re.IGNORECASE
@@ -104,7 +104,7 @@ class JobRequest(Request):
         """Only that, or each stage would be a column of nulls."""
         return {key: value for key, value in write(self).items() if value is not None and value != {}}
 
-    def over(self, base: Mapping[str, Any]) -> dict[str, Any]:
+    def override(self, base: Mapping[str, Any]) -> dict[str, Any]:
         """The values of `base` with what is said here in their place."""
         own = {name: getattr(self, name) for name in JobRequest.model_fields}
         said = {name: value for name, value in own.items() if value is not None}
@@ -118,21 +118,23 @@ class StripeConfig(Section):
     """Storage targets of each shard (`-c`); 1 suits many shards of 1 GB, -1 means all, 0 what the system says."""
     size_mb: PositiveInt | None = None
     """Bytes written to one target before the next, in MiB (`-S`); null: what the system says."""
-    pool: Annotated[str, matching(_POOL, "write the name of a pool, as `lfs pool_list` does")] | None = None
+    pool: Annotated[str, must_match(_POOL, "write the name of a pool, as `lfs pool_list` does")] | None = None
     """Pool of storage targets (`-p`), such as `flash`; null: any."""
 
 
 AbsolutePath = Annotated[
     Path,
-    matching(re.compile("(?s)/.*"), "write an absolute path; one with variables goes into site.setup: export TMPDIR=…"),
+    must_match(
+        re.compile("(?s)/.*"), "write an absolute path; one with variables goes into site.setup: export TMPDIR=…"
+    ),
 ]
-SecretsFile = Annotated[Path, matching(re.compile(r"(?s)(/|~/).*"), "write an absolute path, or one from ~/")]
-VariableName = Annotated[str, matching(re.compile("[A-Za-z_][A-Za-z0-9_]*"), "write names of variables, no values")]
+SecretsFile = Annotated[Path, must_match(re.compile(r"(?s)(/|~/).*"), "write an absolute path, or one from ~/")]
+VariableName = Annotated[str, must_match(re.compile("[A-Za-z_][A-Za-z0-9_]*"), "write names of variables, no values")]
 
 
 _MOUNT = re.compile(r"/[^,:\s]*(:/[^,:\s]*(:[a-z]+)?)?")
-Mount = Annotated[str, matching(_MOUNT, "write /PATH, /OUTSIDE:/INSIDE or /OUTSIDE:/INSIDE:ro")]
-ImageName = Annotated[str, matching(re.compile(r"[^-\s]\S*"), "write an image as the runtime takes it")]
+Mount = Annotated[str, must_match(_MOUNT, "write /PATH, /OUTSIDE:/INSIDE or /OUTSIDE:/INSIDE:ro")]
+ImageName = Annotated[str, must_match(re.compile(r"[^-\s]\S*"), "write an image as the runtime takes it")]
 
 
 class Container(Section):
@@ -172,13 +174,13 @@ class SiteConfig(Request):
     gpu_type: str | None = None
     """Type of GPU to ask for, such as `h100`."""
     distribution: (
-        Annotated[str, matching(_DISTRIBUTION, "write it as sbatch does: block, cyclic or plane=4")] | None
+        Annotated[str, must_match(_DISTRIBUTION, "write it as sbatch does: block, cyclic or plane=4")] | None
     ) = None
     """How ranks are spread over nodes (`--distribution`), such as `block:cyclic`; null: what the site does."""
-    switches: Annotated[str, matching(_SWITCHES, 'write "COUNT" or "COUNT@TIME", such as "1@00:05:00"')] | None = None
+    switches: Annotated[str, must_match(_SWITCHES, 'write "COUNT" or "COUNT@TIME", such as "1@00:05:00"')] | None = None
     """Most leaf switches a job may span, and how long to wait for so few (`--switches`), such as `1@00:05:00`."""
     network_interface: (
-        Annotated[str, matching(_INTERFACES, "write the name of an interface such as ib0, or ib0,ib1")] | None
+        Annotated[str, must_match(_INTERFACES, "write the name of an interface such as ib0, or ib0,ib1")] | None
     ) = None
     """Interface that ranks talk over: jobs get it as NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME."""
     scratch: AbsolutePath | None = None

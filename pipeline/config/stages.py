@@ -23,16 +23,16 @@ class Stage:
 
     module: str
     """Where its work is done, as Python names modules."""
-    needs: tuple[str, ...] = ()
+    depends_on: tuple[str, ...] = ()
     """The stages whose outputs it reads."""
-    joined: bool = False
+    is_distributed: bool = False
     """Whether its ranks are one process group, on nodes and GPUs that `site` asks for. Else processes that know nothing
     of each other, on what `site.data_jobs` asks for, without GPUs where nobody asks for some."""
-    array: bool = False
+    is_array: bool = False
     """Whether its tasks are an array on Slurm, with one job behind them that does what they left, and validates."""
-    per_point: bool = False
+    is_per_point: bool = False
     """Whether each point of a sweep has its own; else all points share it."""
-    trains: bool = False
+    is_training: bool = False
     """Whether it goes through `train.steps` on the layout of `parallel`, and leaves checkpoints: its progress is
     counted by them, its steps are in metrics.jsonl, and where jobs cannot be requeued a successor waits from the
     start."""
@@ -40,7 +40,7 @@ class Stage:
     """The section of the config without which there is no such stage; null: always."""
     alone: bool = False
     """Whether a config with that section has no other stage."""
-    patience_s: float = 60.0
+    lock_timeout_s: float = 60.0
     """How long its job waits for another one that runs the same stage of the same run."""
 
 
@@ -71,19 +71,19 @@ class Resources(JobRequest):
         return getattr(self, "nodes", 1), getattr(self, "tasks_per_node", 1), getattr(self, "tasks", 1)
 
     @property
-    def fewest_nodes(self) -> int:
+    def min_nodes(self) -> int:
         """With fewer it does not start."""
         nodes = self._asked[0]
         return nodes.min if isinstance(nodes, NodeRange) else nodes
 
     @property
-    def most_nodes(self) -> int:
+    def max_nodes(self) -> int:
         """It uses no more."""
         nodes = self._asked[0]
         return nodes.max if isinstance(nodes, NodeRange) else nodes
 
     @property
-    def per_node(self) -> int:
+    def processes_per_node(self) -> int:
         """Processes on each node."""
         return self._asked[1]
 
@@ -95,7 +95,7 @@ class Resources(JobRequest):
     @property
     def ranks(self) -> int:
         """Processes of the stage, on the most nodes, or in all tasks."""
-        return self.most_nodes * self.per_node * self.array_tasks
+        return self.max_nodes * self.processes_per_node * self.array_tasks
 
 
 class StageResources(Resources):
@@ -120,28 +120,43 @@ class StagesConfig(Section):
 
     prepare: Annotated[Resources, Stage("data_prep.prepare")] = Resources()
     """Tokenizer and work units."""
-    shard: Annotated[ShardResources, Stage("data_prep.shard", needs=("prepare",), array=True)] = ShardResources()
+    shard: Annotated[ShardResources, Stage("data_prep.shard", depends_on=("prepare",), is_array=True)] = (
+        ShardResources()
+    )
     """Documents to shards."""
     train: Annotated[
-        StageResources, Stage("pipeline.train.train_stage", needs=("shard",), joined=True, per_point=True, trains=True)
+        StageResources,
+        Stage(
+            "pipeline.train.train_stage",
+            depends_on=("shard",),
+            is_distributed=True,
+            is_per_point=True,
+            is_training=True,
+        ),
     ] = StageResources()
     """Training."""
     evaluate: Annotated[
         StageResources,
         # it may come after those of earlier checkpoints
-        Stage("pipeline.evaluate.evaluate_stage", needs=("train",), joined=True, per_point=True, patience_s=3600.0),
+        Stage(
+            "pipeline.evaluate.evaluate_stage",
+            depends_on=("train",),
+            is_distributed=True,
+            is_per_point=True,
+            lock_timeout_s=3600.0,
+        ),
     ] = StageResources()
     """Evaluation."""
-    publish: Annotated[Resources, Stage("pipeline.publish.publish_stage", needs=("evaluate",), section="publish")] = (
-        Resources()
-    )
+    publish: Annotated[
+        Resources, Stage("pipeline.publish.publish_stage", depends_on=("evaluate",), section="publish")
+    ] = Resources()
     """Publishing, where there is a section `publish`."""
-    measure: Annotated[StageResources, Stage("planning.calibrate", joined=True, section="measure", alone=True)] = (
-        StageResources()
-    )
+    measure: Annotated[
+        StageResources, Stage("planning.calibrate", is_distributed=True, section="measure", alone=True)
+    ] = StageResources()
     """Timing this machine, where there is a section `measure`; `plan --measure` asks for what the training asks for."""
 
-    def of(self, stage: str) -> Resources:
+    def get_resources(self, stage: str) -> Resources:
         """What `stage` asks for."""
         found: Resources = getattr(self, stage)
         return found

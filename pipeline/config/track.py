@@ -16,10 +16,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from pipeline.config.types import PositiveFloat, Section, matching
+from pipeline.config.types import PositiveFloat, Section, must_match
 
 URL = re.compile(r"https?://\S+")
-_Url = Annotated[str, matching(URL, "write a URL such as https://host/path")]
+_Url = Annotated[str, must_match(URL, "write a URL such as https://host/path")]
 
 
 @dataclass(frozen=True)

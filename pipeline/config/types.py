@@ -20,7 +20,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _TIME = re.compile(r"(?:(\d+)-)?(\d{1,6})(?::(\d{1,2}))?(?::(\d{1,2}))?")
 
 
-def matching(pattern: re.Pattern[str], what: str) -> Any:
+def must_match(pattern: re.Pattern[str], what: str) -> Any:
     """A check that a text is as `pattern` says; `what` tells whoever wrote another one what to write."""
 
     def check(value: Any) -> Any:
@@ -31,7 +31,7 @@ def matching(pattern: re.Pattern[str], what: str) -> Any:
     return BeforeValidator(check)
 
 
-def parse_time(value: str) -> int:
+def parse_time_limit(value: str) -> int:
     """Seconds of a Slurm time limit: `MM`, `MM:SS`, `HH:MM:SS`, `D-HH`, `D-HH:MM` or `D-HH:MM:SS`.
 
     Source: sbatch(1), `--time`. Raises ValueError for anything else.
@@ -50,14 +50,14 @@ def parse_time(value: str) -> int:
 def _time(value: Any) -> Any:
     if type(value) is int:
         raise ValueError(f"for {value} minutes write {value // 60:02}:{value % 60:02}:00")
-    if isinstance(value, str) and parse_time(value) <= 0:
+    if isinstance(value, str) and parse_time_limit(value) <= 0:
         raise ValueError("a time limit is longer than nothing")
     return value
 
 
-Name = Annotated[str, matching(_NAME, "use letters, digits, '.', '_' and '-' (it becomes a folder and a job name)")]
+Name = Annotated[str, must_match(_NAME, "use letters, digits, '.', '_' and '-' (it becomes a folder and a job name)")]
 TimeLimit = Annotated[str, BeforeValidator(_time)]
-FilePath = Annotated[Path, matching(re.compile(r"[^\0]{0,3000}"), "write a path, shorter than 3,000 characters")]
+FilePath = Annotated[Path, must_match(re.compile(r"[^\0]{0,3000}"), "write a path, shorter than 3,000 characters")]
 
 
 class Section(BaseModel):
@@ -67,7 +67,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings="SLUICE_DOCSTRINGS" in os.environ)
 
 
-def refuse_changed(section: Section, meant: set[str], why: str) -> None:
+def check_unused_keys(section: Section, meant: set[str], why: str) -> None:
     """Raise ValueError for a key of `section` that is not its default and not among those that are `meant`."""
     for key, field in type(section).model_fields.items():
         if key not in meant and getattr(section, key) != field.get_default(call_default_factory=True):
@@ -91,7 +91,7 @@ class RopeScaling(Section):
     @model_validator(mode="after")
     def _keys_fit(self) -> RopeScaling:
         if self.rope_type == "linear":
-            refuse_changed(self, {"rope_type", "factor"}, "rope_type is linear")
+            check_unused_keys(self, {"rope_type", "factor"}, "rope_type is linear")
         elif not self.original_max_position_embeddings or (self.low_freq_factor or 0) >= (self.high_freq_factor or 0):
             raise ValueError("llama3 needs original_max_position_embeddings, and low_freq_factor < high_freq_factor")
         return self

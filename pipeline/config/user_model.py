@@ -70,7 +70,7 @@ from pipeline.base.errors import UserError
 from pipeline.config.sections import Config
 
 SEE = "pipeline/config/user_model.py says what such a module offers"
-LENGTHS = "lengths"
+LENGTHS_ARRAY = "lengths"
 """The array that says how long each sample is."""
 UNREAD_OPTIONS = "model.options that no build reads: "
 """What precedes their names in the output of a process that builds a model on trial."""
@@ -92,7 +92,7 @@ class UserModel:
     @property
     def has_lengths(self) -> bool:
         """Whether samples differ in length."""
-        return LENGTHS in self.arrays
+        return LENGTHS_ARRAY in self.arrays
 
     def load(self, code: Path) -> ModuleType:
         """Import it, from the run's `code`. Raises UserError where it, or what it imports, is not installed here."""
@@ -110,7 +110,7 @@ class UserModel:
             ) from error
 
 
-def find(target: str, folders: Sequence[Path]) -> UserModel:
+def find_user_model(target: str, folders: Sequence[Path]) -> UserModel:
     """The module `target`, looked for in `folders`, then where Python itself looks; nothing is imported.
 
     Raises UserError where it is missing, is no Python source, or lacks what every such module has.
@@ -166,12 +166,12 @@ def _read(target: str, root: Path, file: Path) -> UserModel:
     model = UserModel(target, root, frozenset(names), tuple_of("ARRAYS"), tuple_of("INPUTS"), tuple_of("PADDED"))
     unknown = [name for name in (*model.inputs, *model.padded) if name not in model.arrays]
     if unknown or not model.inputs or (model.padded and not model.has_lengths):
-        what = unknown[0] if unknown else LENGTHS if model.padded else "INPUTS"
+        what = unknown[0] if unknown else LENGTHS_ARRAY if model.padded else "INPUTS"
         raise UserError(f"model.target: {what} of {file} is not among its ARRAYS {model.arrays}. {SEE}")
     return model
 
 
-def check(config: Config, model: UserModel) -> None:
+def check_user_model(config: Config, model: UserModel) -> None:
     """Raise UserError where the config asks for what the module does not offer, naming both."""
     parallel, train, recomputed = config.parallel, config.train, config.parallel.activation_checkpointing
     needs = [
@@ -196,10 +196,10 @@ def check(config: Config, model: UserModel) -> None:
         )
 
 
-def found_for(config: Config, folders: Sequence[Path]) -> UserModel | None:
+def resolve_user_model(config: Config, folders: Sequence[Path]) -> UserModel | None:
     """The checked module of a config, None where it trains the decoder. Raises UserError as `find` and `check` do."""
     if config.model.target is None:
         return None
-    model = find(config.model.target, folders)
-    check(config, model)
+    model = find_user_model(config.model.target, folders)
+    check_user_model(config, model)
     return model

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.base.errors import UserError
-from pipeline.base.files import open_regular
+from pipeline.base.files import open_regular_file
 from pipeline.config.datasets import CHAT_TEMPLATES
 from pipeline.data.chat_template_worker import MARKS
 from pipeline.run.worker import Worker, WorkerDiedError
@@ -149,7 +149,7 @@ def read_template(name: Path) -> str:
     """
     file = _FOLDER / f"{name}.jinja" if str(name) in CHAT_TEMPLATES else name
     try:
-        with open_regular(file) as stream:
+        with open_regular_file(file) as stream:
             return stream.read().decode()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error

@@ -28,8 +28,8 @@ from functools import partial
 from pathlib import Path
 
 from pipeline.base.errors import UserError
-from pipeline.base.files import file_system_type, flock, open_lock, replacing
-from pipeline.base.ownership import require_own_folder
+from pipeline.base.files import open_lock_file, read_file_system_type, replace_atomically, try_flock
+from pipeline.base.ownership import check_own_folder
 from pipeline.data.manifest import SampleFile, ShardEntry
 from pipeline.data.samples import MappedDataset
 
@@ -75,7 +75,7 @@ class LocalCopies(AbstractContextManager["LocalCopies"]):
         try:
             if not self._disk.is_absolute() or not self._disk.is_dir():
                 raise FileNotFoundError("there is no such folder on this node (site.local_disk)")
-            if file_system_type(self._disk) in ("tmpfs", "ramfs"):
+            if read_file_system_type(self._disk) in ("tmpfs", "ramfs"):
                 raise UserError("this folder is in memory, which training needs (site.local_disk)")
             users = _joined(self._folder)
             if self._tell is not None:
@@ -111,7 +111,7 @@ class LocalCopies(AbstractContextManager["LocalCopies"]):
             if disk.free - (end - start) < KEEP_FREE * disk.total:
                 left_out += 1
                 continue
-            with replacing(self._folder / name) as half:
+            with replace_atomically(self._folder / name) as half:
                 if (found := self._copied(self._data_dir / entry.file, half, start, end)) != entry.sha256:
                     raise OSError(f"{entry.file} is not what its manifest says: sha256 {found}")
             size += end - start
@@ -147,9 +147,9 @@ def _joined(folder: Path) -> int:
     while True:
         folder.mkdir(mode=0o700, exist_ok=True)
         with suppress(FileNotFoundError):  # who left last removed it just now
-            require_own_folder(folder)
-            users = open_lock(folder / "users")
-            flock(users, fcntl.LOCK_SH)
+            check_own_folder(folder)
+            users = open_lock_file(folder / "users")
+            try_flock(users, fcntl.LOCK_SH)
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(users), (folder / "users").stat()):
                     return users
@@ -161,7 +161,7 @@ def _remove_unused(folder: Path) -> None:
     with suppress(OSError):
         users = os.open(folder / "users", os.O_RDWR | os.O_NOFOLLOW)
         try:
-            if flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            if try_flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB):
                 shutil.rmtree(folder, ignore_errors=True)
         finally:
             os.close(users)

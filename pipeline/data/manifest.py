@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from pipeline.base.command import command
+from pipeline.base.command import format_command
 from pipeline.base.errors import InputError, UserError
-from pipeline.base.files import intact, read_json, seal, sha256_file, write_json
+from pipeline.base.files import add_checksum, has_valid_checksum, read_json, sha256_file, write_json
 from pipeline.config.sections import Config
 from pipeline.config.types import Section
 
@@ -24,10 +24,10 @@ FORMAT_VERSION = 1
 """Version of the layout of shards and manifests."""
 ORDER_VERSION = 1
 """Version of the rule that puts tokens in order: shards in unit order, a unit's files by their number."""
-WAY_OUT = f"run the shard stage again, e.g. `{command('resume', 'RUN')}`"
+WAY_OUT = f"run the shard stage again, e.g. `{format_command('resume', 'RUN')}`"
 PREPARE_FIRST = (
-    f"run the prepare stage first: `python -m pipeline prepare RUN`, or `{command('resume', 'RUN')}` for all that is "
-    "missing"
+    f"run the prepare stage first: `python -m pipeline prepare RUN`, or `{format_command('resume', 'RUN')}` for all "
+    "that is missing"
 )
 PREPARED = "prepare.json"
 """What the prepare stage writes, last."""
@@ -266,7 +266,7 @@ T = TypeVar("T", bound=Section)
 
 def write_manifest(path: Path, manifest: Section) -> None:
     """Write one of the manifests, sealed: a number that changes later is noticed."""
-    write_json(path, seal(manifest.model_dump()))
+    write_json(path, add_checksum(manifest.model_dump()))
 
 
 def load(path: Path, kind: type[T], way_out: str = WAY_OUT) -> T:
@@ -276,7 +276,7 @@ def load(path: Path, kind: type[T], way_out: str = WAY_OUT) -> T:
     """
     try:
         values = read_json(path)
-        sealed = intact(values)
+        sealed = has_valid_checksum(values)
         if isinstance(values, dict):
             values.pop("sha256", None)
         manifest = kind.model_validate(values)

@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from pipeline.base.errors import InputError, UserError, raise_if_too_many_open_files
-from pipeline.config.user_model import LENGTHS
+from pipeline.config.user_model import LENGTHS_ARRAY
 from pipeline.data.manifest import SPLIT_SEED, SampleFile, SampleManifest, ShardEntry, refuse_no_sample
 from pipeline.data.sample_order import Int64Array, perm
 
@@ -206,7 +206,7 @@ class SampleDataset(MappedDataset):
             self._refuse_other(first, 0, manifest.train[0].arrays)
         self._all, trained = manifest.samples, manifest.samples - manifest.held_out_samples
         self._range = range(trained, self._all) if held_out else range(trained)
-        if LENGTHS in self._arrays:
+        if LENGTHS_ARRAY in self._arrays:
             self.lengths = self._lengths
 
     def __len__(self) -> int:
@@ -252,7 +252,7 @@ class SampleDataset(MappedDataset):
             )
 
     def _lengths(self, indices: Int64Array) -> Int64Array:
-        lengths = self._arrays[LENGTHS]
+        lengths = self._arrays[LENGTHS_ARRAY]
         return np.array([_row(lengths[file], row) for file, row in self._places(indices)], dtype=np.int64)
 
     def _numbers(self, indices: Int64Array) -> Int64Array:

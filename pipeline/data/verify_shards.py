@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from pipeline.base.errors import InputError
-from pipeline.base.files import intact, read_json, reading, seal, write_json
+from pipeline.base.files import add_checksum, has_valid_checksum, read_json, translate_read_errors, write_json
 from pipeline.comm.groups import all_gather_results
 from pipeline.data.manifest import Array, Manifest, SampleFile, SampleManifest, ShardEntry, manifest_for
 from pipeline.run.directory import Run
@@ -41,7 +41,7 @@ def verify_shards(run: Run, shards: Sequence[ShardEntry | SampleFile], group: di
 
     def check() -> dict[str, Any]:
         with suppress(OSError):  # notes that cannot be read are none
-            if how == "cached" and intact(read := read_json(notes)):
+            if how == "cached" and has_valid_checksum(read := read_json(notes)):
                 known.update(read)
         seen: dict[str, Any] = {}
         for entry in shards[rank::size]:
@@ -66,14 +66,14 @@ def verify_shards(run: Run, shards: Sequence[ShardEntry | SampleFile], group: di
     found = all_gather_results(group, check)
     if how == "cached" and rank == 0:
         with suppress(OSError):  # somebody else's data: they are hashed the next time, too
-            write_json(notes, seal(known | {name: stamp for part in found for name, stamp in part.items()}))
+            write_json(notes, add_checksum(known | {name: stamp for part in found for name, stamp in part.items()}))
 
 
 def _check_arrays(run: Run, path: Path, entry: ShardEntry | SampleFile) -> None:
     """Raise InputError where an array is not what and where the manifest tells."""
     import h5py
 
-    with reading(str(path)), h5py.File(path, "r", locking=False) as file:
+    with translate_read_errors(str(path)), h5py.File(path, "r", locking=False) as file:
         for name, array in entry.arrays.items():
             dataset: Any = file.get(name)
             found = None

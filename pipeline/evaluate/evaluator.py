@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from pipeline.base.errors import CheckpointError, UserError
-from pipeline.base.files import seal, write_json
+from pipeline.base.files import add_checksum, write_json
 from pipeline.base.signals import StopFlag
 from pipeline.checkpoint import catalog
 from pipeline.checkpoint.checkpointer import load_checkpoint, load_verified_manifest
@@ -131,7 +131,7 @@ class Evaluator:
             return False
         if self.world.is_rank0:
             result = {**found, "checkpoint": sealed["sha256"]}
-            write_json(result_file(self.run, step), seal(result))
+            write_json(result_file(self.run, step), add_checksum(result))
             known = {key: result[key] for key in ("loss", "bits_per_byte") if key in result}
             self.run.event("evaluated", "evaluate", step=step, **known)
             print(format_result(result), flush=True)

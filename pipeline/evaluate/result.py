@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.base.errors import CheckpointError
-from pipeline.base.files import altered, read_json
+from pipeline.base.files import has_wrong_checksum, read_json
 from pipeline.checkpoint.catalog import checkpoint_name, list_checkpoint_steps, read_checkpoint_manifest
 from pipeline.run.directory import Run
 from pipeline.run.lines import number
@@ -36,7 +36,7 @@ def result_file(run: Run, step: int) -> Path:
 def _read(path: Path) -> dict[str, Any] | None:
     """The evaluation in a file; None where it is torn or altered."""
     result = read_json(path)
-    if not isinstance(result, dict) or altered(result):
+    if not isinstance(result, dict) or has_wrong_checksum(result):
         return None
     of_text = TEXT_METRICS if "bits_per_byte" in result else ()
     named = [key for key in result if key not in ("checkpoint", "sha256")]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.base.errors import UserError
-from pipeline.base.files import open_regular, parse
+from pipeline.base.files import open_regular_file, parse_json_or_none
 
 LINE_FORMATS = '{"prompt": text, "choices": [two texts or more], "answer": number} or {"prompt": text, "answer": text}'
 
@@ -42,8 +42,12 @@ def derive_task_names(files: Sequence[Path]) -> list[str]:
 def read_task_file(file: Path) -> list[Item]:
     """The items of a file. Raises UserError naming file and line of what is none."""
     try:
-        with open_regular(file) as stream:
-            items = [_item(parse(line), f"{file}:{number}") for number, line in enumerate(stream, 1) if line.strip()]
+        with open_regular_file(file) as stream:
+            items = [
+                _item(parse_json_or_none(line), f"{file}:{number}")
+                for number, line in enumerate(stream, 1)
+                if line.strip()
+            ]
     except OSError as error:
         raise UserError(f"evaluate.tasks: cannot read {file}: {error.strerror}") from error
     if not items:

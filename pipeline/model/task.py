@@ -28,9 +28,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pipeline.base.errors import UserError, printable
+from pipeline.base.errors import UserError, make_printable
 from pipeline.config.sections import Config
-from pipeline.config.user_model import LENGTHS, UNREAD_OPTIONS, UserModel
+from pipeline.config.user_model import LENGTHS_ARRAY, UNREAD_OPTIONS, UserModel
 from pipeline.data.loader import Batch
 from pipeline.data.manifest import BEGINS, LEARNED, Manifest, SampleManifest
 from pipeline.data.samples import SampleDataset
@@ -177,7 +177,7 @@ class DecoderTask(Task):
 
     def __init__(self, config: Config, vocab_size: int, eos_id: int = -1, end_begins_next: bool = False) -> None:
         super().__init__(config)
-        has_mask = config.data.masked
+        has_mask = config.data.has_loss_mask
         self.vocab_size = config.model.vocab_size or vocab_size
         self.sequence_length = config.data.sequence_length
         self.eos_id = eos_id
@@ -414,13 +414,13 @@ class CustomModelTask(Task):
         """Padded arrays are cut to the longest sample of their piece."""
         found = super().split_micro_batches(batch, size)
         for piece in found if self.facts.padded else ():
-            longest = int(piece[LENGTHS].max())
+            longest = int(piece[LENGTHS_ARRAY].max())
             piece.update({name: piece[name][:, :longest] for name in self.facts.padded})
         return found
 
     def count_loss_entries(self, batch: Batch) -> Tensor | None:
         """Return the sum of the samples' lengths, if they have lengths."""
-        return batch[LENGTHS].sum(dtype=torch.int64) if self.facts.has_lengths else None
+        return batch[LENGTHS_ARRAY].sum(dtype=torch.int64) if self.facts.has_lengths else None
 
     def model_inputs(self, batch: Batch) -> tuple[Tensor, ...]:
         """Return the arrays that the module's `inputs` names."""
@@ -508,7 +508,7 @@ class CustomModelTask(Task):
                 f"Sluice called it with {some}, to check that it is a sum over samples; with the whole micro-batch it "
                 f"did not fail. {_ANY_NUMBER}"
             )
-            raise UserError(printable(message)) from error
+            raise UserError(make_printable(message)) from error
 
     def _describe_wrong_sum(self, losses: _Losses, rows_per_sample: int) -> str:
         """What is wrong with a loss that is not the sum of its samples' losses, and what to do."""
@@ -544,7 +544,7 @@ class CustomModelTask(Task):
         """Lengths are those of whole samples."""
         batch = super().smallest_batch(device)
         if self.facts.has_lengths:
-            batch[LENGTHS] += max([1, *(self.sample_shapes[name][0][0] for name in self.facts.padded)])
+            batch[LENGTHS_ARRAY] += max([1, *(self.sample_shapes[name][0][0] for name in self.facts.padded)])
         return batch
 
 

@@ -23,7 +23,7 @@ from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import UserError
 from pipeline.config.hugging_face import tokenizer_ids
 from pipeline.config.sections import Config
-from pipeline.config.types import INT8_BLOCK, StateConfig, refuse_changed
+from pipeline.config.types import INT8_BLOCK, StateConfig, check_unused_keys
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -249,7 +249,7 @@ def resolve_layout(
         if suggest:
             problems.append(Problem("", _suggest_layouts(config, world_size, per_node, rows)))
         if world_size != train.ranks:
-            nodes = f"{train.most_nodes} node{'s'[: train.most_nodes - 1]} × {train.tasks_per_node}"
+            nodes = f"{train.max_nodes} node{'s'[: train.max_nodes - 1]} × {train.tasks_per_node}"
             problems.append(Problem("", f"stages.train requests {train.ranks} ranks ({nodes}), but {world_size} run"))
     _raise_problems(problems)
     dp = world_size // (pp * tp)
@@ -282,11 +282,11 @@ def count_usable_nodes(config: Config, granted: int) -> int:
     Only numbers whose ranks form a valid layout count. If none does, the result is the smallest allowed number.
     """
     train = config.stages.train
-    for nodes in range(min(granted, train.most_nodes), train.fewest_nodes, -1):
+    for nodes in range(min(granted, train.max_nodes), train.min_nodes, -1):
         with suppress(LayoutError):
             resolve_layout(config, nodes * train.tasks_per_node)
             return nodes
-    return train.fewest_nodes
+    return train.min_nodes
 
 
 def check_tensor_group_on_one_node(rank_info: RankInfo, tp: int) -> None:
@@ -319,23 +319,23 @@ def check_config(config: Config, layout: bool = True) -> None:
             raise LayoutError(
                 "config.conflict", "model.target: name the HDF5 files that contain its samples as data.source"
             )
-        refuse_changed(config.data, {"source", "held_out", "verify"}, "it is for text, not for model.target")
+        check_unused_keys(config.data, {"source", "held_out", "verify"}, "it is for text, not for model.target")
     elif "own" in (config.optimizer.name, config.optimizer.schedule):
         raise LayoutError(
             "config.conflict",
             "optimizer.name and optimizer.schedule: `own` is for a custom model: set model.target also",
         )
     train = config.stages.train
-    for nodes in {train.most_nodes, train.fewest_nodes} if layout else ():
+    for nodes in {train.max_nodes, train.min_nodes} if layout else ():
         resolve_layout(config, nodes * train.tasks_per_node)
     _raise_problems(list(_find_conflicts(config)))
-    for name, row in config.rows.items():
-        stage, gpus = config.stages.of(name), config.site_of(name).gpus_per_node
-        if row.joined and config.parallel.backend in ("auto", "nccl") and 0 < gpus < stage.per_node:
+    for name, row in config.active_stages.items():
+        stage, gpus = config.stages.get_resources(name), config.resolve_site(name).gpus_per_node
+        if row.is_distributed and config.parallel.backend in ("auto", "nccl") and 0 < gpus < stage.processes_per_node:
             key = "site" if stage.gpus_per_node is None else f"stages.{name}"
             raise LayoutError(
                 "parallel.too_few_gpus",
-                f"stages.{name}.tasks_per_node ({stage.per_node}) is more than {key}.gpus_per_node ({gpus}): "
+                f"stages.{name}.tasks_per_node ({stage.processes_per_node}) is more than {key}.gpus_per_node ({gpus}): "
                 "each rank needs its own GPU; lower it, or set parallel.backend to gloo",
             )
     if config.train.steps is not None:

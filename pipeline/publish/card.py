@@ -11,12 +11,12 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.errors import printable
+from pipeline.base.errors import make_printable
 from pipeline.base.files import read_json, sha256_file, write_atomic
-from pipeline.base.plot import Curve, Scale, area, svg_document, thin
-from pipeline.base.yaml12 import dump
+from pipeline.base.plot import Curve, Scale, downsample, draw_area, svg_document
+from pipeline.base.yaml12 import dump_yaml
 from pipeline.checkpoint.identity import read_source
-from pipeline.config.masking import masked
+from pipeline.config.masking import mask_secrets
 from pipeline.data.manifest import Manifest
 from pipeline.data.verify_shards import manifest_of
 from pipeline.evaluate.result import ITEMS_SUFFIX, STDERR_SUFFIX, get_metrics_without_errors
@@ -56,13 +56,13 @@ def write_card(run: Run, folder: Path, step: int, result: Mapping[str, Any] | No
         front["model-index"] = [{"name": name, "results": [told]}]
     sections = config.model_dump(mode="json", include=set(_TOLD), exclude_defaults=True, exclude=_PLACES)
     text = [
-        f"---\n{dump(front)}---" if front else "", f"# {escape_markdown(name)}", wanted.description or "",
+        f"---\n{dump_yaml(front)}---" if front else "", f"# {escape_markdown(name)}", wanted.description or "",
         f"Step {step:,} of the run {run.config.run.name}, trained with Sluice.",
         f"Licence of the model: {wanted.license or 'not given'}. Of the data: {wanted.data_license or 'not given'}.",
         "## Evaluation", _table(result, measures) if result else "Not evaluated.", _list("Rules that it kept:", rules),
         "## Training", _list("", _training(run, steps)), _picture(folder, steps),
         "## Data", _list("", _data(run)),
-        "## Config", f"What differs from the defaults:\n\n```yaml\n{dump(masked(sections))}```",
+        "## Config", f"What differs from the defaults:\n\n```yaml\n{dump_yaml(mask_secrets(sections))}```",
     ]  # fmt: skip
     write_atomic(folder / "README.md", "\n\n".join(part for part in text if part) + "\n")
 
@@ -112,7 +112,7 @@ def _training(run: Run, steps: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def escape_markdown(text: str) -> str:
     """Return `text`, such as the name of a file, so that Markdown shows it as it is, in one line."""
-    line = " ".join(printable(text).split())
+    line = " ".join(make_printable(text).split())
     return re.sub(r"[\\`*\[\]<>|&!#~$]|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", line)
 
 
@@ -154,5 +154,5 @@ def _picture(folder: Path, steps: Sequence[Mapping[str, Any]]) -> str:
         return ""
     numbers, losses = zip(*curve, strict=True)
     x, y = Scale.over(numbers, "optimizer steps", whole=True), Scale.over(losses, "training loss (nats)")
-    write_atomic(folder / PICTURE, svg_document(area(x, y.rounded(), [Curve("training", thin(curve))])))
+    write_atomic(folder / PICTURE, svg_document(draw_area(x, y.rounded(), [Curve("training", downsample(curve))])))
     return f"![training loss over optimizer steps]({PICTURE})"

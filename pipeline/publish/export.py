@@ -24,7 +24,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from pipeline.base.errors import UserError
-from pipeline.base.files import fsync, new_folder, parse, write_atomic, write_json
+from pipeline.base.files import create_folder_atomically, fsync, parse_json_or_none, write_atomic, write_json
 from pipeline.checkpoint.catalog import find_checkpoint, verify_checkpoint_files
 from pipeline.checkpoint.checkpointer import CheckpointReader, iterate_tensors
 from pipeline.checkpoint.identity import read_source
@@ -51,7 +51,7 @@ def export(run: Run, folder: Path, which: str | None, dtype: str) -> str:
     """
     if folder.exists():
         raise UserError(f"{folder} exists already: name a folder that does not, or remove it")
-    with new_folder(folder) as making:
+    with create_folder_atomically(folder) as making:
         return f"{folder}: {write_model(run, making, which, dtype)}"
 
 
@@ -102,7 +102,7 @@ def _write_words(run: Run, folder: Path, vocab_size: int, dtype: str) -> Sequenc
 
 def _for_both(text: str) -> str:
     """A file that goes with a tokenizer; what transformers 5 wrote and 4 does not know, in the words that both do."""
-    found = parse(text.encode())
+    found = parse_json_or_none(text.encode())
     if not isinstance(found, dict) or ("extra_special_tokens" not in found and "TokenizersBackend" not in text):
         return text
     if found.get("tokenizer_class") == "TokenizersBackend":

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from pipeline.base.errors import UserError
-from pipeline.base.files import parse, read_json, reading
+from pipeline.base.files import parse_json_or_none, read_json, translate_read_errors
 from pipeline.checkpoint.catalog import open_intact_checkpoint
 from pipeline.checkpoint.checkpointer import CheckpointReader, load_checkpoint
 from pipeline.checkpoint.identity import read_source
@@ -138,7 +138,7 @@ def _of_folder(folder: Path, prompt: Prompt, step: str | None, most: int) -> Rea
     if step is not None:
         raise UserError(f"--step: {folder} is no run and has no checkpoints: leave it out")
     config = ModelConfig(**section_from(folder))
-    with reading(str(folder / TOKENIZER)), inside(folder, TOKENIZER) as file:
+    with translate_read_errors(str(folder / TOKENIZER)), inside(folder, TOKENIZER) as file:
         tokenizer = load_tokenizer(file)
     begin = added_tokens(tokenizer)[0]
     ids, turn_ends = _encoded(tokenizer, prompt, begin, lambda: _template_in(along(folder), f"{folder}"))
@@ -173,7 +173,7 @@ def _template_of_run(run: Run) -> ChatTemplate:
 def _template_in(files: Mapping[str, str], where: str) -> ChatTemplate:
     """Return the chat template among the files that go with a tokenizer. Raises UserError if there is none."""
     names = ("special_tokens_map.json", "tokenizer_config.json")
-    mapping, settings = (parse(files.get(name, "").encode()) for name in names)
+    mapping, settings = (parse_json_or_none(files.get(name, "").encode()) for name in names)
     given = {**(mapping if isinstance(mapping, dict) else {}), **(settings if isinstance(settings, dict) else {})}
     template, tokens = find_template(given, files.get("chat_template.jinja"))
     if template is None:
@@ -191,7 +191,7 @@ def _template_in(files: Mapping[str, str], where: str) -> ChatTemplate:
 
 def _ends(config: Any, files: Mapping[str, str]) -> list[Any]:
     """The tokens that end a text, by generation_config.json among `files`, else by `config`; null: none does."""
-    said = [config, parse(files.get("generation_config.json", "").encode())]
+    said = [config, parse_json_or_none(files.get("generation_config.json", "").encode())]
     found = [one["eos_token_id"] for one in said if isinstance(one, dict) and "eos_token_id" in one]
     return (found[-1] if isinstance(found[-1], list) else found[-1:]) if found else []
 

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from pipeline.base.errors import UserError
-from pipeline.base.files import reading, seal, sha256_file, write_json
+from pipeline.base.files import add_checksum, sha256_file, translate_read_errors, write_json
 from pipeline.checkpoint.identity import SOURCE_FILE
 from pipeline.comm.groups import all_gather_results
 from pipeline.config.hugging_face import CONFIG, TOKENIZER, along, inside, pieces, stamp, token_ids
@@ -72,11 +72,11 @@ def open_weights(run: Run, task: Task, group: dist.ProcessGroup) -> OpenWeights 
     folder, rank, ranks = model.init_from, dist.get_rank(group), dist.get_world_size(group)
 
     def digest_of(name: str) -> str:
-        with reading(str(folder / name)), inside(folder, name) as file:
+        with translate_read_errors(str(folder / name)), inside(folder, name) as file:
             return sha256_file(file)
 
     def look() -> dict[str, Held]:
-        with reading(str(folder / CONFIG)), inside(folder, CONFIG) as file:
+        with translate_read_errors(str(folder / CONFIG)), inside(folder, CONFIG) as file:
             if sha256_file(file) != model.init_sha256:
                 raise UserError(f"{folder / CONFIG} was changed since this run was made from it: make a new run")
         names = pieces(folder)[rank::ranks]
@@ -106,14 +106,18 @@ def _write_source(run: Run, folder: Path, hashes: Mapping[str, str]) -> None:
     own = run.config.data.tokenizer.path == folder / TOKENIZER
     files = {CONFIG: run.config.model.init_sha256, **hashes}
     kept = {"along": along(folder), "token_ids": token_ids(folder)} if own else {"along": {}}
-    write_json(run.path / SOURCE_FILE, seal({"folder": str(folder), "files": files, **kept}))
+    write_json(run.path / SOURCE_FILE, add_checksum({"folder": str(folder), "files": files, **kept}))
 
 
 def held_by(folder: Path, file_name: str) -> Held:
     """Shape and type of each tensor of a safetensors file, by name. Raises UserError for what is none."""
     file = folder / file_name
     try:
-        with reading(str(file)), inside(folder, file_name) as path, safe_open(path, framework="pt") as content:
+        with (
+            translate_read_errors(str(file)),
+            inside(folder, file_name) as path,
+            safe_open(path, framework="pt") as content,
+        ):
             names = content.keys()
             slices = {name: content.get_slice(name) for name in names}
             return {name: (list(piece.get_shape()), str(piece.get_dtype())) for name, piece in slices.items()}

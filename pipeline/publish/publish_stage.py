@@ -42,17 +42,17 @@ from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import ExitCode, UserError
 from pipeline.base.files import (
     FolderExistsError,
+    add_checksum,
+    create_folder_atomically,
     fsync,
-    intact,
-    new_folder,
-    open_regular,
+    has_valid_checksum,
+    open_regular_file,
     read_json,
-    seal,
     sha256_file,
     write_atomic,
     write_json,
 )
-from pipeline.base.ownership import own_folder
+from pipeline.base.ownership import open_own_folder
 from pipeline.base.signals import StopFlag
 from pipeline.checkpoint.catalog import checkpoint_name, find_newest_step, read_checkpoint_manifest
 from pipeline.config.checkpoints import PublishConfig
@@ -152,7 +152,7 @@ def _make(run: Run, step: int, version: Path) -> None:
         shutil.rmtree(left)
     ours: dict[str, str] = {}
     try:
-        with new_folder(version, owner) as making:
+        with create_folder_atomically(version, owner) as making:
             print(write_model(run, making, str(step), wanted.dtype), flush=True)
             _complete(run, making, step, result, held)
             ours = _read_sums(making)
@@ -172,7 +172,7 @@ def _make(run: Run, step: int, version: Path) -> None:
 
 def _run_command(shell: str, version: Path) -> None:
     """Run `publish.run` in the published folder, which must be our own: the command may execute what is in it."""
-    with own_folder(version) as held:
+    with open_own_folder(version) as held:
         code = subprocess.run(["bash", "-c", shell], cwd=held, check=False).returncode
     if code:
         raise UserError(f"publish.run ended with code {code} in {version}, which is published: {shell}")
@@ -190,7 +190,7 @@ def _lacking(run: Run, step: int) -> str | None:
         return f"{version} is no folder: give another publish.name or move it away"
     found = _object(version / SEAL)
     checkpoint = read_checkpoint_manifest(run.checkpoints_dir / checkpoint_name(step))["sha256"]
-    if not intact(found) or found.get("checkpoint") != checkpoint:
+    if not has_valid_checksum(found) or found.get("checkpoint") != checkpoint:
         return (
             f"{version} is there already and is not of this run's checkpoint: give another publish.name or move it away"
         )
@@ -212,7 +212,7 @@ def _lacking(run: Run, step: int) -> str | None:
 
 def _read_sums(version: Path) -> dict[str, str]:
     """The hashes in SHA256SUMS by file; none where it is missing, or a line is malformed."""
-    with suppress(OSError, UserError, UnicodeDecodeError), open_regular(version / SUMS) as file:
+    with suppress(OSError, UserError, UnicodeDecodeError), open_regular_file(version / SUMS) as file:
         lines = file.read().decode().splitlines(keepends=True)
         if all(found := [_SUMS_LINE.fullmatch(line) for line in lines]):
             return {match[2]: match[1] for match in found if match}
@@ -340,7 +340,7 @@ def _complete(run: Run, folder: Path, step: int, result: Mapping[str, Any] | Non
     checkpoint = read_checkpoint_manifest(run.checkpoints_dir / checkpoint_name(step))["sha256"]
     files = {path.name: path.stat().st_size for path in folder.iterdir()}
     what = {"run": run.config.run.name, "step": step, "checkpoint": checkpoint, "rules": held, "files": files}
-    write_json(folder / SEAL, seal(what))
+    write_json(folder / SEAL, add_checksum(what))
     names = sorted(path.name for path in folder.iterdir())
     write_atomic(folder / SUMS, "".join(f"{sha256_file(folder / name)}  {name}\n" for name in names))
     fsync(folder)

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pipeline.base.errors import NonFiniteError
-from pipeline.base.files import append_line, fsync, seal
+from pipeline.base.files import add_checksum, append_line, fsync
 from pipeline.data.sample_order import position_of
 from pipeline.run.directory import Run, utc_timestamp
 
@@ -135,6 +135,6 @@ class BadStepGuard:
                 "reason": reason,
                 **more,
             }
-            append_line(self.run.decisions_file, json.dumps(seal(line)))
+            append_line(self.run.decisions_file, json.dumps(add_checksum(line)))
             fsync(self.run.decisions_file)  # a checkpoint never knows more than this file
             self.run.event(f"bad_step_{decision}", "train", step=step, position=position, reason=reason, **more)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline.base.dist_env import RankInfo
-from pipeline.base.errors import LOST_MOUNT, NodeError, PeerLostError, StorageError
+from pipeline.base.errors import LOST_MOUNT_ERRNOS, NodeError, PeerLostError, StorageError
 from pipeline.comm import groups
 from pipeline.run.directory import Run
 
@@ -74,7 +74,7 @@ def _check_files(run: Run, host: str) -> None:
         if file.read_bytes() != content:
             raise NodeError(f"{host}: what is read from {run.path} is not what was written")
     except OSError as error:
-        if error.errno in LOST_MOUNT:
+        if error.errno in LOST_MOUNT_ERRNOS:
             raise NodeError(f"{host}: {run.path} cannot be used there: {error}") from error
         raise
     finally:

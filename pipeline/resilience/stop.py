@@ -23,11 +23,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pipeline.base.signals import OWN_CLOCK, SIGNALS, StopFlag
+from pipeline.base.signals import LOCAL_DEADLINE, STOP_SIGNALS, StopFlag
 
 SPARE_S = 10.0
 """Beyond what a step and a save took so far: for leaving, and for clocks that differ."""
-REASONS = (None, OWN_CLOCK, *(number.name for number in SIGNALS))
+REASONS = (None, LOCAL_DEADLINE, *(number.name for number in STOP_SIGNALS))
 """Why ranks stop, by number; where they have different reasons, the last one here holds."""
 
 
@@ -40,7 +40,7 @@ class Deadline:
 
     def __init__(self, flag: StopFlag, left_s: float | None = None, grace_s: float | None = None) -> None:
         self.flag, self.grace_s = flag, math.inf if grace_s is None else grace_s
-        self.end = math.inf if left_s is None else flag.since + left_s
+        self.end = math.inf if left_s is None else flag.start_time + left_s
         self.step_s = 0.0
         """Longest of the last steps."""
         self.save_s = 0.0
@@ -55,7 +55,7 @@ class Deadline:
 
     def left_s(self) -> float:
         """Seconds until this rank is ended, as far as it knows."""
-        grace_ends = math.inf if self.flag.at is None else self.flag.at + self.grace_s
+        grace_ends = math.inf if self.flag.signal_time is None else self.flag.signal_time + self.grace_s
         return min(self.end, grace_ends) - time.monotonic()
 
     def needed_s(self) -> float:
@@ -91,7 +91,7 @@ class StopCoordinator:
 
     def start(self) -> None:
         """Contribute what this rank knows now."""
-        mine = self.flag.reason or (OWN_CLOCK if self.clock.due() else None)
+        mine = self.flag.reason or (LOCAL_DEADLINE if self.clock.due() else None)
         votes: list[float] = [REASONS.index(mine), self.wants_save(), self.wants_profile()]
         votes += [-self.clock.left_s(), self.clock.needed_s()]
         self._votes = torch.tensor(votes, dtype=torch.float64)

@@ -90,7 +90,7 @@ class Watchdog:
     def _watch(self) -> None:
         stood, looked, seen = 0.0, time.monotonic(), self._now
         while not self._closed.wait(every := min(1.0, self.limit_s("step") / 4)):
-            self.flag.look()
+            self.flag.poll()
             now, last = time.monotonic(), looked
             stood = (stood if seen is self._now else 0.0) + max(0.0, now - last - every - LATE_S)
             looked, seen = now, self._now

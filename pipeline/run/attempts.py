@@ -140,7 +140,7 @@ def refusal(before: Attempts, cause: ExitCode, progress: bool, limits: RecoveryC
     if not progress and fruitless > allowed:
         stage = str((before.started or {}).get("stage"))
         attempts = "this attempt" if fruitless == 1 else f"{fruitless} attempts in a row"
-        what = "no new checkpoint" if stage not in STAGES or STAGES[stage].trains else "nothing new"
+        what = "no new checkpoint" if stage not in STAGES or STAGES[stage].is_training else "nothing new"
         words = f"{attempts} brought {what}; going on would be a loop"
         if cause == ExitCode.TIME_LIMIT:
             words += f". It takes longer to start and to save than stages.{stage}.time allows"

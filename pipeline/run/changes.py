@@ -16,11 +16,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.command import command, command_again
+from pipeline.base.command import format_command, format_current_command
 from pipeline.base.errors import ConfigError, UserError, limit_lines
 from pipeline.config.datasets import LEAVE_SHARDS
-from pipeline.config.masking import masked
-from pipeline.config.read import COMMAND_LINE, config_from_mapping, overridden
+from pipeline.config.masking import mask_secrets
+from pipeline.config.read import COMMAND_LINE, apply_overrides, parse_config
 from pipeline.config.sections import Config
 
 CHANGEABLE = (
@@ -36,7 +36,7 @@ def changeable_keys() -> list[str]:
     return [f"{key}.*" if key == "publish" else f"{key}*" if key.endswith(".") else key for key in CHANGEABLE]
 
 
-def trained(run: Path) -> str | None:
+def find_training_output(run: Path) -> str | None:
     """What a training, or one of a sweep's, left that only its own config goes on with: its newest checkpoint."""
     return _newest(run, "checkpoints/step-*", "checkpoints/damaged-*", "decisions.jsonl")
 
@@ -51,7 +51,7 @@ def _step(path: Path) -> int:
     return int(found[1]) if (found := re.search(r"step-(\d+)", path.name)) else 0
 
 
-def made_with(run: Path, key: str) -> str | None:
+def find_dependent_output(run: Path, key: str) -> str | None:
     """What is in the run's folder that another value of a key would make wrong; None where nothing is."""
     section, _, name = key.partition(".")
     if key.startswith(CHANGEABLE):
@@ -62,7 +62,7 @@ def made_with(run: Path, key: str) -> str | None:
         return "data/manifest.json of the finished shards"
     if section == "evaluate":
         return _newest(run, "evaluation/step-*")
-    return trained(run)
+    return find_training_output(run)
 
 
 def _larger(old: Config, new: Config) -> str | None:
@@ -74,25 +74,25 @@ def _larger(old: Config, new: Config) -> str | None:
     return None
 
 
-def made_with_old(run: Path, key: str, old: Config, new: Config) -> str | None:
+def find_output_of_old_value(run: Path, key: str, old: Config, new: Config) -> str | None:
     """Return what the value of `key` in `new` would make wrong in the run's folder, or None.
 
-    This is `made_with`, and the weights of steps that a mixture has already been trained on.
+    This is `find_dependent_output`, and the weights of steps that a mixture has already been trained on.
     """
-    if key == "data.mixture.weights" and (made := trained(run)) and old.data.mixture and new.data.mixture:
+    if key == "data.mixture.weights" and (made := find_training_output(run)) and old.data.mixture and new.data.mixture:
         step = _step(Path(made))
-        same = old.data.mixture.begun(step) == new.data.mixture.begun(step)
+        same = old.data.mixture.weights_until(step) == new.data.mixture.weights_until(step)
         return None if same else f"{made}, and only weights of later steps may change"
-    return made_with(run, key)
+    return find_dependent_output(run, key)
 
 
-def corrections(run: Path, name: str, old: Config, new: Config) -> dict[str, str]:
+def check_corrections(run: Path, name: str, old: Config, new: Config) -> dict[str, str]:
     """What the config `new` of the run `name` in folder `run` corrects, in words by keys.
 
     Raises UserError where something was made with the old one, with what can be done instead.
     """
-    found = differences(old, new)
-    made = {key: made_with_old(run, key, old, new) for key in found}
+    found = describe_changes(old, new)
+    made = {key: find_output_of_old_value(run, key, old, new) for key in found}
     if kept := dict.fromkeys(filter(None, made.values())):
         longer = _larger(old, new)
         refused = [key for key, what in made.items() if what and key != longer]
@@ -102,7 +102,7 @@ def corrections(run: Path, name: str, old: Config, new: Config) -> dict[str, str
             "\n  ".join([f"{name} exists with another config:", *lines])
             + f"\nwhat it has was made with its own: {', '.join(limit_lines(list(kept)))}"
             + "".join(f"\n{line}" for line in _ways_to_resume(name, old, new, refused))
-            + f"\nfor another run beside it: {command_again(f'run.name={new.run.name}-{free}')}"
+            + f"\nfor another run beside it: {format_current_command(f'run.name={new.run.name}-{free}')}"
         )
     return found
 
@@ -112,19 +112,21 @@ def _ways_to_resume(name: str, old: Config, new: Config, refused: Sequence[str])
 
     The command is checked: if its keys do not make a valid config without the others, a plain `resume` is shown.
     """
-    found = differences(old, new)
-    values = flatten(new.model_dump(mode="json"))
+    found = describe_changes(old, new)
+    values = flatten_keys(new.model_dump(mode="json"))
     accepted = [key for key in found if key not in refused]
-    shown = {key: values[key] for key in accepted if key in values and values[key] == masked({key: values[key]})[key]}
+    shown = {
+        key: values[key] for key in accepted if key in values and values[key] == mask_secrets({key: values[key]})[key]
+    }
     overrides, problem, left = [f"{key}={json.dumps(value)}" for key, value in shown.items()], "", accepted
     try:
-        changed = config_from_mapping(overridden(old.model_dump(mode="json"), overrides), COMMAND_LINE)
+        changed = parse_config(apply_overrides(old.model_dump(mode="json"), overrides), COMMAND_LINE)
     except ConfigError as error:
         overrides, problem = [], str(error).split("\n")[0]
     else:
-        still = differences(changed, new)
+        still = describe_changes(changed, new)
         left = [key for key in accepted if key in still]
-    yield f"to go on with it: {command('resume', name, *overrides)}"
+    yield f"to go on with it: {format_command('resume', name, *overrides)}"
     if problem:
         yield f"{', '.join(limit_lines(accepted))}: resume accepts this only together with the rest: {problem}"
     elif left:  # a secret, or a key that is gone from a mapping
@@ -133,11 +135,11 @@ def _ways_to_resume(name: str, old: Config, new: Config, refused: Sequence[str])
         yield f"resume does not accept: {', '.join(limit_lines(list(refused)))}"
 
 
-def refuse_more(run: Path, old: Config, new: Config) -> None:
+def check_resume_changes(run: Path, old: Config, new: Config) -> None:
     """Raise UserError where `new` changes more than `resume` takes of the run in folder `run`."""
     longer = "train.steps" if old.train.epochs is None else "train.epochs"
-    for key, words in differences(old, new).items():
-        made = made_with_old(run, key, old, new)
+    for key, words in describe_changes(old, new).items():
+        made = find_output_of_old_value(run, key, old, new)
         if made and key != _larger(old, new):
             raise UserError(
                 f"{key}: {words}: resume cannot change it without changing the result: there is {made}. It takes a "
@@ -149,12 +151,12 @@ def refuse_more(run: Path, old: Config, new: Config) -> None:
 # -- from one config to the next -----------------------------------------------------------------------------
 
 
-def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+def changed_values(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     """The values of `new` that are not those of `old`: merged into `old` they give `new`, if it has all its keys."""
     values: dict[str, Any] = {}
     for key, value in new.items():
         if isinstance(value, dict) and isinstance(old.get(key), dict):
-            value = difference(old[key], value)
+            value = changed_values(old[key], value)
             if not value:
                 continue
         elif key in old and old[key] == value:
@@ -163,18 +165,18 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]
     return values
 
 
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten_keys(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """A nested mapping as dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        flat |= flatten_keys(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return flat
 
 
-def differences(old: Config, new: Config) -> dict[str, str]:
+def describe_changes(old: Config, new: Config) -> dict[str, str]:
     """Words such as `200 → 300` for every key that differs, by the dotted key; secrets are masked."""
-    before, after = (flatten(c.model_dump(mode="json")) for c in (old, new))
-    shown, then = masked(before), masked(after)
+    before, after = (flatten_keys(c.model_dump(mode="json")) for c in (old, new))
+    shown, then = mask_secrets(before), mask_secrets(after)
     keys = sorted(before.keys() | after.keys())
     return {k: f"{_short(shown.get(k))} → {_short(then.get(k))}" for k in keys if before.get(k) != after.get(k)}
 

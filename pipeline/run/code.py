@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from pipeline.base.errors import ExitCode, UserError
-from pipeline.base.ownership import normalise
+from pipeline.base.ownership import apply_umask
 from pipeline.config.user_model import UNREAD_OPTIONS, UserModel
 
 CODE_ROOT = Path(__file__).resolve().parents[2]
@@ -76,7 +76,7 @@ def copy_code(run: Path, model: UserModel | None, not_this: str, umask: int) -> 
         _remove(left)
     try:
         _compile(new, code, _fill(new, model, not_this))
-        normalise(new, umask)  # a checkout may be open to others, and its copies with it
+        apply_umask(new, umask)  # a checkout may be open to others, and its copies with it
         if code.exists():
             os.rename(code, old)
         os.rename(new, code)
@@ -191,7 +191,7 @@ def _try_model(code: Path, module: str, options: Sequence[str]) -> list[str]:
     return list(json.loads(found[-1])) if found else []
 
 
-def ask_child(module: str, function: str, *arguments: str) -> None:
+def call_in_child_process(module: str, function: str, *arguments: str) -> None:
     """Call a function of ours in a process of its own, for what it imports. Its UserError is raised here, too.
 
     Any other failure says nothing: the nodes may have a package that is missing here.
@@ -202,7 +202,7 @@ def ask_child(module: str, function: str, *arguments: str) -> None:
 
 
 def _child(code: Path, program: str, *arguments: str, slow: str) -> subprocess.CompletedProcess[str]:
-    command, env = [sys.executable, "-c", program, *arguments], with_code(os.environ, code)
+    command, env = [sys.executable, "-c", program, *arguments], make_code_env(os.environ, code)
     try:
         return subprocess.run(command, env=env, capture_output=True, text=True, timeout=IMPORT_S)
     except subprocess.TimeoutExpired:
@@ -221,7 +221,7 @@ def _git(*arguments: str) -> bytes | None:
     return done.stdout if done.returncode == 0 else None
 
 
-def with_code(env: Mapping[str, str], code: Path) -> dict[str, str]:
+def make_code_env(env: Mapping[str, str], code: Path) -> dict[str, str]:
     """The environment with the run's copy of the code first on PYTHONPATH, before what a module file put there.
 
     PYTHONSAFEPATH: without it `python -m` looks into the working directory, often a checkout, before that.
@@ -230,7 +230,7 @@ def with_code(env: Mapping[str, str], code: Path) -> dict[str, str]:
     return {**env, "PYTHONPATH": os.pathsep.join([str(code), *rest]), "PYTHONSAFEPATH": "1"}
 
 
-def start(
+def start_process(
     code: Path, words: Sequence[str], log: IO[bytes], more: Mapping[str, str], inherited: Sequence[int] = (),
     first: Callable[[], None] | None = None,
 ) -> subprocess.Popen[bytes]:  # fmt: skip
@@ -239,6 +239,6 @@ def start(
     `inherited`: descriptors that it gets, too; `first`: what it calls before anything else.
     """
     return subprocess.Popen(
-        words, env={**with_code(os.environ, code), **more}, cwd=code, pass_fds=inherited, preexec_fn=first,
+        words, env={**make_code_env(os.environ, code), **more}, cwd=code, pass_fds=inherited, preexec_fn=first,
         stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
     )  # fmt: skip

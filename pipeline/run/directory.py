@@ -34,26 +34,26 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.command import command, did_you_mean
-from pipeline.base.errors import UserError, limit_lines, storage_error
-from pipeline.base.files import append_line, flock, open_lock, open_regular, seal, write_atomic
-from pipeline.base.ownership import refuse_foreign
-from pipeline.config.masking import masked
+from pipeline.base.command import format_command, suggest_path
+from pipeline.base.errors import UserError, find_storage_error, limit_lines
+from pipeline.base.files import add_checksum, append_line, open_lock_file, open_regular_file, try_flock, write_atomic
+from pipeline.base.ownership import check_run_ownership
+from pipeline.config.masking import mask_secrets
 from pipeline.config.read import (
-    BEFORE,
-    config_from_mapping,
+    OLDER_DEFAULTS,
+    apply_overrides,
     dump_config,
+    find_older_defaults,
     load_config,
     load_run_config,
-    merge,
-    missing_in_run,
-    overridden,
-    point_configs,
-    values_for_run,
+    make_point_configs,
+    make_run_values_dumper,
+    merge_values,
+    parse_config,
 )
 from pipeline.config.sections import Config
 from pipeline.config.stages import STAGES
-from pipeline.config.user_model import UserModel, found_for
+from pipeline.config.user_model import UserModel, resolve_user_model
 from pipeline.run import changes, lines
 from pipeline.run.code import CODE_ROOT, copy_code, try_code
 
@@ -127,7 +127,7 @@ class Run:
             run.corrections = run._corrected(config)
             if run.corrections:
                 run._config = config
-                found_for(config, run._folders)
+                resolve_user_model(config, run._folders)
             return run
         there = next(path for path in (run.path, *run.path.parents) if os.path.lexists(path))
         try:
@@ -137,7 +137,7 @@ class Run:
             raise run._unmakeable(error) from error
         if there == run.path:
             run.check_owner()
-        found_for(config, _sources())
+        resolve_user_model(config, _sources())
         return run
 
     @classmethod
@@ -151,7 +151,7 @@ class Run:
         os.umask(umask)
         run = cls(config.run.root / config.run.name)
         if not run.config_file.exists():
-            found_for(config, _sources())  # what cannot work leaves nothing behind
+            resolve_user_model(config, _sources())  # what cannot work leaves nothing behind
         if not run.path.exists():
             try:
                 run.path.mkdir(parents=True, exist_ok=True)
@@ -173,14 +173,14 @@ class Run:
 
     def _unmakeable(self, error: OSError) -> UserError:
         words = f"run.root: cannot make {self.path}: {error.strerror}; choose another run.root"
-        return storage_error(OSError(error.errno, error.strerror), self.path) or UserError(words)
+        return find_storage_error(OSError(error.errno, error.strerror), self.path) or UserError(words)
 
     @classmethod
     def open(cls, path: str | Path) -> Run:
         """The run in directory `path`. Raises UserError where there is none."""
         run = cls(Path(path))
         if not run.config_file.is_file():
-            near = did_you_mean(Path(path), "*/config.yaml") or did_you_mean(Path("runs", path), "*/config.yaml")
+            near = suggest_path(Path(path), "*/config.yaml") or suggest_path(Path("runs", path), "*/config.yaml")
             hint = "it has no config.yaml" if run.path.is_dir() else f"there is no such directory{near}"
             if run.path.is_file():
                 hint = "it is a file"
@@ -213,11 +213,11 @@ class Run:
     @property
     def resume_command(self) -> str:
         """What a person types to go on."""
-        return command("resume", self.sweep_or_self.name)
+        return format_command("resume", self.sweep_or_self.name)
 
     def check_owner(self) -> None:
         """Raise UserError where somebody else may have written what is executed here. Call it before anything is."""
-        refuse_foreign(self.path)
+        check_run_ownership(self.path)
 
     # -- config ------------------------------------------------------------------------------------------
 
@@ -228,9 +228,13 @@ class Run:
             self._read_at = self._changes_stamp()
             values = load_run_config(self.config_file).model_dump(mode="json")
             for change in lines.read_all(self.changes_file, lines.change):
-                values = merge(BEFORE, change["submitted"]) if "submitted" in change else merge(values, change["set"])
+                values = (
+                    merge_values(OLDER_DEFAULTS, change["submitted"])
+                    if "submitted" in change
+                    else merge_values(values, change["set"])
+                )
             changed = f" with {self.changes_file.name}" if self.changes_file.exists() else ""
-            self._config = config_from_mapping(values, f"{self.config_file}{changed}")
+            self._config = parse_config(values, f"{self.config_file}{changed}")
         return self._config
 
     def reload_config(self) -> dict[str, str]:
@@ -242,7 +246,7 @@ class Run:
             return {}
         before, self._config = self.config, None
         self.__dict__.pop("user_model", None)
-        return changes.differences(before, self.config)
+        return changes.describe_changes(before, self.config)
 
     def _changes_stamp(self) -> tuple[int, int]:
         """Return size and modification time of changes.jsonl; zeros if there is none."""
@@ -256,7 +260,7 @@ class Run:
         stamp = self._changes_stamp()
         if stamp != self._changed[0]:
             found = (
-                changes.differences(load_run_config(self.config_file), self.config)
+                changes.describe_changes(load_run_config(self.config_file), self.config)
                 if self.changes_file.exists()
                 else {}
             )
@@ -274,7 +278,7 @@ class Run:
 
     def _as_old(self, config: Config) -> Config:
         """`config` with what this run did before a key existed, for keys that neither `config` nor the run sets."""
-        for section, keys in missing_in_run(self.config_file).items():
+        for section, keys in find_older_defaults(self.config_file).items():
             given = getattr(config, section)
             old = {key: value for key, value in keys.items() if key not in given.model_fields_set}
             config = config.model_copy(update={section: given.model_copy(update=old)}) if old else config
@@ -293,10 +297,10 @@ class Run:
         """Return the config that `apply_overrides` would record. Record nothing. Raises as `apply_overrides` does."""
         if not overrides:
             return self.config
-        config = config_from_mapping(overridden(self.config.model_dump(mode="json"), overrides), "command line")
-        changes.refuse_more(self.path, self.config, config)
-        point_configs(config)
-        found_for(config, _sources() if new_code else [self.code_dir])
+        config = parse_config(apply_overrides(self.config.model_dump(mode="json"), overrides), "command line")
+        changes.check_resume_changes(self.path, self.config, config)
+        make_point_configs(config)
+        resolve_user_model(config, _sources() if new_code else [self.code_dir])
         return config
 
     def with_config(self, config: Config) -> Run:
@@ -306,9 +310,9 @@ class Run:
         return run
 
     def _record(self, config: Config, **more: Any) -> None:
-        change = changes.difference(*(one.model_dump(mode="json") for one in (self.config, config)))
-        append_line(self.changes_file, json.dumps(seal({"time": utc_timestamp(), "set": change, **more})))
-        self.event("changed", set=masked(changes.flatten(change)))
+        change = changes.changed_values(*(one.model_dump(mode="json") for one in (self.config, config)))
+        append_line(self.changes_file, json.dumps(add_checksum({"time": utc_timestamp(), "set": change, **more})))
+        self.event("changed", set=mask_secrets(changes.flatten_keys(change)))
         self._config, self._read_at = config, self._changes_stamp()
 
     def _corrected(self, config: Config) -> dict[str, str]:
@@ -317,12 +321,10 @@ class Run:
         Raises UserError where something that is there keeps the run to its own config, with what can be done.
         """
         asked = [line["submitted"] for line in lines.read_all(self.changes_file, lines.change) if line.get("submitted")]
-        before = merge(BEFORE, asked[-1]) if asked else None
-        if config == (
-            config_from_mapping(before, str(self.changes_file)) if before else load_run_config(self.config_file)
-        ):
+        before = merge_values(OLDER_DEFAULTS, asked[-1]) if asked else None
+        if config == (parse_config(before, str(self.changes_file)) if before else load_run_config(self.config_file)):
             return {}
-        return changes.corrections(self.path, self.name, self.config, config)
+        return changes.check_corrections(self.path, self.name, self.config, config)
 
     def _correct(self, config: Config) -> None:
         """Go on as if the run had been made with `config`. Raises UserError as `_corrected` does."""
@@ -331,29 +333,33 @@ class Run:
             return
         self.check_not_running([stage for stage in STAGES if self.lock_holder(stage)])
         if config.model.target is not None and self.will_copy_code:
-            copy_code(self.path, found_for(config, _sources()), config.run.root.name, _UMASK[config.run.sharing])
+            copy_code(
+                self.path, resolve_user_model(config, _sources()), config.run.root.name, _UMASK[config.run.sharing]
+            )
         for name in ("config.yaml", "changes.jsonl"):
             for file in self.path.glob(f"points/*/{name}"):
                 file.unlink()  # they are made again, from this config
-        self._record(config, submitted=values_for_run(self.config_file)(config))
+        self._record(config, submitted=make_run_values_dumper(self.config_file)(config))
 
     def check_not_running(self, busy: Sequence[str]) -> None:
         """Raise UserError where something, in words, is `busy` with what would be replaced."""
         if busy:
             raise UserError(
                 f"{', '.join(busy)} is running with what would be replaced: wait for the end, or bring it about with "
-                f"{command('cancel', self.name)}"
+                f"{format_command('cancel', self.name)}"
             )
 
     @cached_property
     def user_model(self) -> UserModel | None:
         """The module that gives its model, in the run's code, once it is made; None where that is the decoder."""
-        return found_for(self.config, self._folders)
+        return resolve_user_model(self.config, self._folders)
 
     @property
     def will_copy_code(self) -> bool:
         """Whether its copy of the code is yet to be taken: with a corrected config maybe the module was mended, too."""
-        return not self.config_file.exists() or (bool(self.corrections) and changes.trained(self.path) is None)
+        return not self.config_file.exists() or (
+            bool(self.corrections) and changes.find_training_output(self.path) is None
+        )
 
     @property
     def _folders(self) -> list[Path]:
@@ -407,9 +413,9 @@ class Run:
         The returned descriptor is handed on to the ranks: the lock is free once the last of them is gone.
         """
         name = "lock" if task is None else f"lock-{task}"
-        fd = open_lock(self.stage_dir(stage) / name)
+        fd = open_lock_file(self.stage_dir(stage) / name)
         deadline = time.monotonic() + patience_s  # somebody who only looks (`lock_holder`) has it for a moment, too
-        while not flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB):
+        while not try_flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB):
             if time.monotonic() > deadline:
                 os.close(fd)
                 return None
@@ -425,14 +431,14 @@ class Run:
             write_atomic(probe, bytes(1 << 16))
             probe.unlink()
         except OSError as error:
-            return str(storage_error(error, self.path) or f"cannot write {self.path}: {error.strerror}")
+            return str(find_storage_error(error, self.path) or f"cannot write {self.path}: {error.strerror}")
         return None
 
     def lock_holder(self, stage: str) -> LockHolder | None:
         """Who runs the stage, or a task of its array (one of them); None where nobody does."""
         for lock in sorted((self.jobs_dir / stage).glob("lock*")):
-            with open(open_lock(lock, os.O_RDONLY), "rb") as file:
-                if not flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB):
+            with open(open_lock_file(lock, os.O_RDONLY), "rb") as file:
+                if not try_flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB):
                     pid, _, host = file.read(200).decode(errors="replace").strip().partition(" ")
                     return LockHolder(int(pid) if pid.isdigit() else 0, host)
         return None
@@ -447,8 +453,8 @@ class Run:
         After `patience_s` seconds it goes on without the lock, which a suspended process may hold.
         """
         deadline, at_once = time.monotonic() + patience_s, 0 if math.isinf(patience_s) else fcntl.LOCK_NB
-        with open(open_lock(self.path / ".creating"), "rb") as lock:
-            while not flock(lock.fileno(), fcntl.LOCK_EX | at_once) and time.monotonic() < deadline:
+        with open(open_lock_file(self.path / ".creating"), "rb") as lock:
+            while not try_flock(lock.fileno(), fcntl.LOCK_EX | at_once) and time.monotonic() < deadline:
                 time.sleep(0.2)
             self._config = None
             yield
@@ -456,8 +462,8 @@ class Run:
     @property
     def is_being_submitted(self) -> bool:
         """Whether another process makes, changes or submits it right now."""
-        with suppress(OSError), open(open_lock(self.path / ".creating", os.O_RDONLY), "rb") as lock:
-            return not flock(lock.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+        with suppress(OSError), open(open_lock_file(self.path / ".creating", os.O_RDONLY), "rb") as lock:
+            return not try_flock(lock.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
         return False
 
     def check_model_code(self) -> list[str]:
@@ -466,10 +472,10 @@ class Run:
 
         Returns a note, if any of `model.options` is never read.
         """
-        config, model = self.config, found_for(self.config, _sources())
+        config, model = self.config, resolve_user_model(self.config, _sources())
         if model is not None:
             own = config.site.python is not None or config.site.container is not None  # their packages may not be here
-            options = [] if own else [point.model.all_options for point in point_configs(config) or [config]]
+            options = [] if own else [point.model.all_options for point in make_point_configs(config) or [config]]
             if unread := try_code(self.code_dir, model, options, config.run.root.name):
                 names = ", ".join(f"model.options.{key}" for key in unread)
                 return [f"note: {model.target} never reads {names}: check the spelling, or remove it"]
@@ -485,13 +491,13 @@ class Run:
             shutil.Error, OSError: The copy cannot be written (`errors.storage_error` explains both).
         """
         config = self.config
-        copy_code(self.path, found_for(config, _sources()), config.run.root.name, _UMASK[config.run.sharing])
+        copy_code(self.path, resolve_user_model(config, _sources()), config.run.root.name, _UMASK[config.run.sharing])
 
     @property
     def commit(self) -> str | None:
         """The git commit of the run's code, with `+` where it had uncommitted changes; None outside git."""
         with suppress(FileNotFoundError):
-            with open_regular(self.code_dir / "COMMIT") as file:
+            with open_regular_file(self.code_dir / "COMMIT") as file:
                 commit = file.read().decode(errors="replace").strip()
             return commit + ("+" if (self.code_dir / "DIFF").stat().st_size else "")
         return None

@@ -14,12 +14,12 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 
-from pipeline.base.dist_env import RankInfo, step_id
-from pipeline.base.errors import ExitCode, UserError, format_error, storage_error
+from pipeline.base.dist_env import RankInfo, read_step_id
+from pipeline.base.errors import ExitCode, UserError, find_storage_error, format_error
 from pipeline.base.files import write_json
 from pipeline.config.read import PLACEHOLDER
-from pipeline.config.schema import dotted_keys, valid_keys
-from pipeline.run.changes import made_with, trained
+from pipeline.config.schema import list_keys, list_section_keys
+from pipeline.run.changes import find_dependent_output, find_training_output
 from pipeline.run.directory import Run
 from pipeline.run.stages import task_of
 
@@ -42,7 +42,7 @@ def explain(error: BaseException) -> tuple[ExitCode, str]:
     """Exit code and words for what went wrong: a message for a user's mistake, a traceback for a bug."""
     if isinstance(error, UserError):
         return error.exit_code, format_error(error)
-    if (storage := storage_error(error)) is not None:
+    if (storage := find_storage_error(error)) is not None:
         return storage.exit_code, format_error(storage)
     said, text = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
     if isinstance(error, MemoryError) or _NO_MEMORY.search(said):
@@ -73,7 +73,7 @@ def leave_peers(place: RankInfo, code: ExitCode, message: str) -> None:
     if code == ExitCode.PEER_LOST:
         time.sleep(1)
         message = f"lost another rank ({message.splitlines()[-1]})"
-    elif (step := step_id(os.environ)) is not None and place.launcher == "srun":
+    elif (step := read_step_id(os.environ)) is not None and place.launcher == "srun":
         wait_and_kill = ["sh", "-c", f'sleep {PEERS_LEAVE_S}; exec scancel --signal=KILL "$0"', step]
         null = subprocess.DEVNULL
         subprocess.Popen(wait_and_kill, stdin=null, stdout=null, stderr=null, start_new_session=True)
@@ -101,7 +101,7 @@ def once_mended(run: Run, cause: str | None, message: str = "") -> str:
 
     Args: as for `retry_command`.
     """
-    retry, made = retry_command(run, cause, message), trained(run.sweep_or_self.path)
+    retry, made = retry_command(run, cause, message), find_training_output(run.sweep_or_self.path)
     changes = _changes(run, cause, message)
     again = "correct it and give the same command again"
     if made is not None:
@@ -153,7 +153,7 @@ def _changes(run: Run, cause: str | None, message: str) -> list[str]:
         values = {key: None for key in named if _is_key(key) and not key.startswith("recovery.")}
     if len(values) == 1 and (choice := _ONLY_CHOICE.findall(message)):
         values = {key: value or (choice[0] if len(choice) == 1 else None) for key, value in values.items()}
-    free = [key for key in values if made_with(run.sweep_or_self.path, key) is None]
+    free = [key for key in values if find_dependent_output(run.sweep_or_self.path, key) is None]
     return [f"{key}={values[key] or PLACEHOLDER}" for key in free]
 
 
@@ -161,7 +161,7 @@ def _is_key(key: str) -> bool:
     """Whether it is a key of the config that a message may ask to change; a section is none."""
     if key.startswith("model.options."):
         return True
-    return not key.startswith(_NOT_TO_CHANGE) and key in dotted_keys(()) and not valid_keys(tuple(key.split(".")))
+    return not key.startswith(_NOT_TO_CHANGE) and key in list_keys(()) and not list_section_keys(tuple(key.split(".")))
 
 
 def _may_be_the_modules_fault(run: Run, cause: str | None, message: str, changes: Sequence[str]) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.files import parse, whole_lines
+from pipeline.base.files import parse_json_or_none, read_complete_lines
 from pipeline.run.lines import Check, left_out, number
 
 
@@ -38,9 +38,9 @@ class History:
         found = self.path.stat()
         if (found.st_dev, found.st_ino) != self._file or found.st_size < self._end:
             self._begin((found.st_dev, found.st_ino))
-        for text, end in whole_lines(self.path, self._end):
+        for text, end in read_complete_lines(self.path, self._end):
             self._end = end
-            if self.fits(line := parse(text)):
+            if self.fits(line := parse_json_or_none(text)):
                 self._add(line)
             else:
                 self.odd += not text.isspace()

@@ -105,13 +105,13 @@ def build_ledger(
     for stage in stages:
         row = STAGES[stage]
         own = [e for e in events if e.get("stage") == stage or e["event"] == "resumed"]
-        since = [event_timestamp(e) for e in events if e.get("stage") in row.needs and e["event"] == "done"]
+        since = [event_timestamp(e) for e in events if e.get("stage") in row.depends_on and e["event"] == "done"]
         tasks = {e.get("task") for e in own if e["event"] == "started"}
         for task in sorted(tasks, key=lambda t: math.inf if t is None else t):
             mine = [e for e in own if "task" not in e or e["task"] == task]
             if task is None:  # the job behind an array waits for all of it
                 since += [attempt.end_time for attempt in found if attempt.stage == stage]
-            found += _attempts(stage, task, mine, metrics if row.trains else (), max(since, default=0.0), jobs)
+            found += _attempts(stage, task, mine, metrics if row.is_training else (), max(since, default=0.0), jobs)
             last = found[-1]
             if stage in going and last.cause == _SILENT:
                 last.seconds["compute" if last.seconds["compute"] else "startup"] += max(0.0, now - last.end_time)
@@ -148,10 +148,10 @@ def _attempts(
         attempt = AttemptTimes(stage, task, len(found) + 1, own[0].get("ranks") or 1, begin, max(start, *ends))
         attempt.cause = _SILENT if end is None else str(end.get("cause", end["event"]))
         attempt.seconds |= {"idle": asked_at - begin, "queue": start - asked_at}
-        if STAGES[stage].trains and ready is not None:
+        if STAGES[stage].is_training and ready is not None:
             _divide(attempt, start, min(max(start, ready), attempt.end_time), kept, lost, own)
         else:
-            attempt.seconds["startup" if STAGES[stage].trains else "compute"] = attempt.end_time - start
+            attempt.seconds["startup" if STAGES[stage].is_training else "compute"] = attempt.end_time - start
         found.append(attempt)
     return found
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.base.errors import ExitCode, InputError
-from pipeline.base.files import altered, open_regular, parse, read_jsonl
+from pipeline.base.files import has_wrong_checksum, open_regular_file, parse_json_or_none, read_jsonl
 
 Check = Callable[[Any], bool]
 _EARLIEST = datetime(2020, 1, 1, tzinfo=UTC)
@@ -139,8 +139,10 @@ def odd(path: Path, fits: Check) -> str:
     """How many lines of a file do not fit, in words, but for one at the end that is being written; "" for none."""
     found = 0
     if path.exists():
-        with open_regular(path) as file:
-            found = sum(line.endswith(b"\n") and not line.isspace() and not fits(parse(line)) for line in file)
+        with open_regular_file(path) as file:
+            found = sum(
+                line.endswith(b"\n") and not line.isspace() and not fits(parse_json_or_none(line)) for line in file
+            )
     return left_out(path, found)
 
 
@@ -156,12 +158,12 @@ def read_all(path: Path, fits: Check) -> list[dict[str, Any]]:
     """
     found: list[dict[str, Any]] = []
     if path.exists():
-        with open_regular(path) as file:
-            whole = [(place, line, parse(line)) for place, line in enumerate(file, 1)]
+        with open_regular_file(path) as file:
+            whole = [(place, line, parse_json_or_none(line)) for place, line in enumerate(file, 1)]
         for place, line, value in whole:
             if value is None and not line.rstrip().endswith(b"}"):
                 continue
-            if not fits(value) or altered(value):
+            if not fits(value) or has_wrong_checksum(value):
                 raise InputError(f"{path}, line {place} is damaged: {line[:80]!r}; put the file back as it was")
             found.append(value)
     return found

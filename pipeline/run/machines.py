@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from pipeline.base.files import last_objects
+from pipeline.base.files import read_last_objects
 from pipeline.run import lines
 
 SENSORS = {
@@ -89,7 +89,7 @@ def gpus_behind(run: Path, begin: float, end: float = inf, looks: int | None = L
         if looks is None:
             told = reversed([line for line in lines.read(file, look) if begin <= line["time"] <= end])
         else:
-            told = last_objects(file, look, looks * _LINE)
+            told = read_last_objects(file, look, looks * _LINE)
         for line in takewhile(lambda line: line["time"] >= begin, told):
             if line["time"] <= end:
                 for gpu in line.get("gpus", ()):

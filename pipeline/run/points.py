@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 
 from pipeline.base.files import write_atomic
-from pipeline.base.yaml12 import dump
-from pipeline.config.read import point_configs, values_for_run
+from pipeline.base.yaml12 import dump_yaml
+from pipeline.config.read import make_point_configs, make_run_values_dumper
 from pipeline.run.directory import Run
 
 
@@ -19,7 +19,7 @@ def points(run: Run) -> list[Run]:
 
     Nothing is made: a point that is not there yet is known by the config that it will have.
     """
-    return [Run(run.path / "points" / config.run.name, config) for config in point_configs(run.config)]
+    return [Run(run.path / "points" / config.run.name, config) for config in make_point_configs(run.config)]
 
 
 def make_points(run: Run) -> list[Run]:
@@ -28,13 +28,13 @@ def make_points(run: Run) -> list[Run]:
     missing = [point for point in found if not point.config_file.exists()]
     if not missing:
         return found
-    values_of = values_for_run(run.config_file)
+    values_of = make_run_values_dumper(run.config_file)
     for point in missing:
         for folder in (point.jobs_dir, point.checkpoints_dir, point.evaluation_dir):
             folder.mkdir(parents=True, exist_ok=True)
         for link in (point.data_dir, point.code_dir):
             if not os.path.lexists(link):
                 link.symlink_to(f"../../{link.name}")
-        write_atomic(point.config_file, dump(values_of(point.config)))
+        write_atomic(point.config_file, dump_yaml(values_of(point.config)))
         point.event("created", config=str(point.config_file), sweep=run.config.run.name)
     return found

@@ -71,12 +71,14 @@ def load(stage: str) -> Work:
 
 def own_stages(run: Run) -> list[str]:
     """The stages of this run itself: those of a sweep end where its points begin."""
-    return [stage for stage, row in run.config.rows.items() if run.config.sweep is None or not row.per_point]
+    return [
+        stage for stage, row in run.config.active_stages.items() if run.config.sweep is None or not row.is_per_point
+    ]
 
 
 def point_stages() -> list[str]:
     """The stages that each point of a sweep has."""
-    return [stage for stage, row in STAGES.items() if row.per_point]
+    return [stage for stage, row in STAGES.items() if row.is_per_point]
 
 
 def refuse_inputs(run: Run) -> None:
@@ -95,14 +97,14 @@ def notes(run: Run) -> list[str]:
 
 def ranks(run: Run, stage: str, granted: int | None = None) -> int:
     """How many processes to start for a stage, on `granted` nodes where somebody counted them."""
-    wanted = run.config.stages.of(stage)
-    if granted is None or not STAGES[stage].joined:
+    wanted = run.config.stages.get_resources(stage)
+    if granted is None or not STAGES[stage].is_distributed:
         return wanted.ranks
-    fewest, most = wanted.fewest_nodes, wanted.most_nodes
-    nodes = count_usable_nodes(run.config, granted) if STAGES[stage].trains else max(fewest, min(granted, most))
-    return nodes * wanted.per_node
+    fewest, most = wanted.min_nodes, wanted.max_nodes
+    nodes = count_usable_nodes(run.config, granted) if STAGES[stage].is_training else max(fewest, min(granted, most))
+    return nodes * wanted.processes_per_node
 
 
 def task_of(stage: str, place: RankInfo) -> int | None:
     """In a stage's own array, whose tasks are one rank each of the same run: which one this is."""
-    return place.array[0] if STAGES[stage].array and place.array else None
+    return place.array[0] if STAGES[stage].is_array and place.array else None

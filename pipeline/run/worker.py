@@ -93,10 +93,13 @@ class Worker:
             _end(self._idle.pop())
 
     def _start(self) -> subprocess.Popen[bytes]:
-        from pipeline.run.code import CODE_ROOT, with_code  # the worker imports this module, too, and needs none of it
+        from pipeline.run.code import (  # the worker imports this module, too, and needs none of it
+            CODE_ROOT,
+            make_code_env,
+        )
 
         # The same hashes in each worker: the order of a set is then the same, too.
-        environment = {**with_code(os.environ, CODE_ROOT), "PYTHONHASHSEED": "0"}
+        environment = {**make_code_env(os.environ, CODE_ROOT), "PYTHONHASHSEED": "0"}
         return subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
 
     def _cause(self, process: subprocess.Popen[bytes]) -> str:

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from pipeline.base.files import open_regular, write_json
+from pipeline.base.files import open_regular_file, write_json
 from pipeline.comm.groups import World, broadcast_from_rank0
 from pipeline.mpi.work import MpiWork
 from pipeline.parallel.mesh import Layout
@@ -74,7 +74,7 @@ class Profiler:
             asked = [1, None]
             with self._careful("the request"):  # an empty file asks for one step of all ranks
                 os.replace(self.request.file, self.run.profile_taken_file)
-                with open_regular(self.run.profile_taken_file) as file:
+                with open_regular_file(self.run.profile_taken_file) as file:
                     found = json.loads(file.read() or b"{}")
                 asked = [min(max(1, int(found.get("steps", 1))), MOST_STEPS), found.get("ranks")]
             self.request.begun()

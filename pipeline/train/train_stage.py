@@ -8,12 +8,12 @@ from collections.abc import Mapping
 
 from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import ExitCode
-from pipeline.base.files import last_object
+from pipeline.base.files import read_last_object
 from pipeline.base.signals import StopFlag
 from pipeline.checkpoint.catalog import describe_missing_checkpoints, find_newest_step
 from pipeline.data.manifest import amount_words, steps_of, steps_words
 from pipeline.parallel.mesh import check_tensor_group_on_one_node
-from pipeline.run.code import ask_child
+from pipeline.run.code import call_in_child_process
 from pipeline.run.directory import Run
 from pipeline.run.lines import metric
 from pipeline.run.metrics import loss_words, speed_words
@@ -32,7 +32,7 @@ def missing(run: Run) -> str | None:
 
 def progress(run: Run) -> Progress:
     """How far it is."""
-    steps, last = steps_of(run.config, run.data_dir), last_object(run.metrics_file, metric)
+    steps, last = steps_of(run.config, run.data_dir), read_last_object(run.metrics_file, metric)
     if steps is None:
         return Progress(steps_words(run.config, run.data_dir))
     if last is None:
@@ -52,7 +52,7 @@ def note(run: Run) -> str | None:
     optimizer, steps, last = (
         run.config.optimizer,
         steps_of(run.config, run.data_dir),
-        last_object(run.metrics_file, metric),
+        read_last_object(run.metrics_file, metric),
     )
     step, before = (last["step"], last.get("lr")) if last else (0, None)
     if optimizer.schedule == "own" or not steps or step >= steps:
@@ -73,14 +73,14 @@ def look(run: Run) -> None:
     """Raise UserError for patterns of `optimizer.freeze` that do not fit the decoder, asked of torch, elsewhere."""
     if run.config.optimizer.freeze and run.user_model is None:
         patterns, model = json.dumps(run.config.optimizer.freeze), run.config.model.model_dump_json()
-        ask_child("pipeline.train.optimizer", "check_freeze", patterns, model)
+        call_in_child_process("pipeline.train.optimizer", "check_freeze", patterns, model)
 
 
 def main(run: Run, place: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
     """Train. Returns DONE at the last step and STOPPED where a signal was agreed on before."""
     check_tensor_group_on_one_node(place, run.config.parallel.tensor)
     startup_s: dict[str, float] = {}
-    since = flag.since
+    since = flag.start_time
 
     def mark(part: str) -> None:
         """Note how long a part of the start took."""

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from pipeline.base.dist_env import RankInfo, time_left
+from pipeline.base.dist_env import RankInfo, read_time_left
 from pipeline.base.errors import CheckpointError, ExitCode
-from pipeline.base.files import last_object
+from pipeline.base.files import read_last_object
 from pipeline.base.signals import StopFlag
 from pipeline.checkpoint.catalog import describe_missing_checkpoints
 from pipeline.checkpoint.checkpointer import Checkpointer, collect_versions
@@ -83,7 +83,7 @@ class Trainer:
         """What a rank sends in a step, by group, as `plan` counts."""
         own = config.optimizer.schedule == "own"
         self.learning_rate = self.task.user_module.learning_rate if own else compute_learning_rate
-        self.clock = Deadline(flag, time_left(os.environ), config.recovery.grace_s)
+        self.clock = Deadline(flag, read_time_left(os.environ), config.recovery.grace_s)
         self.agreement = StopCoordinator(flag, groups.new_control_group(), self.clock)
         self.save_request = RequestFile(run.save_file)
         self.profiler = Profiler(run, self.layout, world, self.agreement)
@@ -256,7 +256,7 @@ class Trainer:
         """Look at held-out data after the restored step, where a stop came first; False where one comes again."""
         step, lacks = self.start_step, False
         if self.evaluator is not None and step and self.world.is_rank0:
-            line = last_object(self.run.metrics_file, lines.metric) or {}
+            line = read_last_object(self.run.metrics_file, lines.metric) or {}
             lacks = line.get("step") == step and f"{HELD_OUT_PREFIX}loss" not in line
         if self.evaluator is None or not groups.broadcast_from_rank0(self.agreement.group, lacks):
             return True

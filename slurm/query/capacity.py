@@ -128,7 +128,7 @@ def check_capacity(run: Run) -> None:
     listed = run_slurm_command("sinfo", "--noheader", "--all", "--exact", f"--format={_FORMAT}", timeout_s=TIMEOUT_S)
     if not (groups := parse_nodes(listed or "")):
         return
-    for stage in run.config.rows:
+    for stage in run.config.active_stages:
         reason = unsatisfiable(run.config, stage, groups)
         if reason is None or (run.config.sweep is None and stages.load(stage).missing(run) is None):
             continue
@@ -139,7 +139,7 @@ def check_capacity(run: Run) -> None:
 
 def unsatisfiable(config: Config, stage: str, groups: Sequence[Nodes]) -> str | None:
     """Return why no nodes can satisfy what a stage asks for, with the keys to change; None if some may."""
-    site, fewest = config.site_of(stage), config.stages.of(stage).fewest_nodes
+    site, fewest = config.resolve_site(stage), config.stages.get_resources(stage).min_nodes
     named = site.partition or os.environ.get("SBATCH_PARTITION")
     # without a name the cluster chooses: its default, or what a plugin says
     partitions = named.split(",") if named else sorted({group.partition for group in groups if group.count})
@@ -169,11 +169,11 @@ def unsatisfiable(config: Config, stage: str, groups: Sequence[Nodes]) -> str | 
 
 def _needs(config: Config, stage: str) -> list[_Need]:
     """What the job of a stage asks of each node."""
-    site, wanted = config.site_of(stage), config.stages.of(stage)
+    site, wanted = config.resolve_site(stage), config.stages.get_resources(stage)
     needs = []
-    cpus = wanted.per_node * (site.cpus_per_task or 1)
+    cpus = wanted.processes_per_node * (site.cpus_per_task or 1)
     if cpus > 1 and not site.sbatch.keys() & {"overcommit", "ntasks-per-core", "ntasks-per-socket"}:
-        keys = [f"stages.{stage}.tasks_per_node: {wanted.per_node}"] if STAGES[stage].joined else []
+        keys = [f"stages.{stage}.tasks_per_node: {wanted.processes_per_node}"] if STAGES[stage].is_distributed else []
         if site.cpus_per_task:
             keys.append(f"{_key(config, stage, 'cpus_per_task')}: {site.cpus_per_task}")
         names = " or ".join(key.partition(":")[0] for key in keys)
@@ -201,8 +201,8 @@ def _needs(config: Config, stage: str) -> list[_Need]:
 
 def _key(config: Config, stage: str, name: str) -> str:
     """The key of the config that says what a stage asks for: the stage's own, that of all data jobs, or the site's."""
-    if getattr(config.stages.of(stage), name) is not None:
+    if getattr(config.stages.get_resources(stage), name) is not None:
         return f"stages.{stage}.{name}"
-    if not STAGES[stage].joined and getattr(config.site.data_jobs, name) is not None:
+    if not STAGES[stage].is_distributed and getattr(config.site.data_jobs, name) is not None:
         return f"site.data_jobs.{name}"
     return f"site.{name}"

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from pipeline.base.errors import ExitCode
-from pipeline.config.types import parse_time
+from pipeline.config.types import parse_time_limit
 from slurm.query.job_states import parse_key_values, parse_slurm_time, run_slurm_command
 
 CAUSE_BY_STATE = {
@@ -85,7 +85,7 @@ def parse_job_info(text: str) -> JobInfo:
     shown = parse_key_values(text)
     left = None
     with suppress(ValueError):  # UNLIMITED
-        left = float(parse_time(shown.get("TimeLimit", "")) - parse_time(shown.get("RunTime", "")))
+        left = float(parse_time_limit(shown.get("TimeLimit", "")) - parse_time_limit(shown.get("RunTime", "")))
     state = shown.get("JobState", "UNKNOWN")
     return JobInfo(
         state=state,

@@ -53,7 +53,7 @@ def select_bad_nodes(
 
 def excluded_nodes_at_submission(runs: Sequence[Run], stage: str) -> str | None:
     """The `--exclude` of a new job for `stage` of these runs; None where there is none."""
-    site = runs[0].config.site_of(stage)
+    site = runs[0].config.resolve_site(stage)
     own = str(site.sbatch.get("exclude") or "")
     found: list[str] = []
     if "/" not in own and any((run.path / "bad_nodes.jsonl").exists() for run in runs):  # else a file with names
@@ -68,7 +68,7 @@ def excluded_nodes_at_requeue(run: Run, stage: str, facts: JobInfo) -> str | Non
     if not noted or not (nodes := _nodes(facts.partition)):  # Slurm is silent
         return None
     ours = {_short(e["host"], nodes) for e in noted}
-    own = str(run.config.site_of(stage).sbatch.get("exclude") or "")
+    own = str(run.config.resolve_site(stage).sbatch.get("exclude") or "")
     named = expand_hostlist(own) if own and "/" not in own else []
     kept = list(dict.fromkeys([*named, *(node for node in now if node not in ours)]))
     wanted = kept + select_bad_nodes([run], time.time(), nodes, kept, _fewest(run, stage))
@@ -92,4 +92,4 @@ def _short(host: str, nodes: dict[str, bool]) -> str:
 
 
 def _fewest(run: Run, stage: str) -> int:
-    return run.config.stages.of(stage).fewest_nodes
+    return run.config.stages.get_resources(stage).min_nodes

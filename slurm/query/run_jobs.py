@@ -55,7 +55,7 @@ class SubmittedJob:
     @property
     def is_array_of_parts(self) -> bool:
         """Whether it is an array whose tasks share the work of one stage; another job behind it completes the stage."""
-        return int(self.event.get("tasks") or 1) > 1 and bool(STAGES[self.stage].array)
+        return int(self.event.get("tasks") or 1) > 1 and bool(STAGES[self.stage].is_array)
 
 
 def find_run_jobs(runs: Sequence[Run], forgotten: dict[RecordedJob, JobState] | None = None) -> list[SubmittedJob]:
@@ -111,7 +111,7 @@ def find_awaited_job(stage: str, alive: Sequence[SubmittedJob]) -> SubmittedJob 
 
     None if there is none, or only the array that shares the stage's work, without the job that completes it.
     """
-    if STAGES[stage].trains:  # behind a training are its successors
+    if STAGES[stage].is_training:  # behind a training are its successors
         return next(iter(alive), None)
     return next((job for job in reversed(alive) if not job.is_array_of_parts), None)
 

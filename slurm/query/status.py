@@ -24,7 +24,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.base.command import command
+from pipeline.base.command import format_command
 from pipeline.base.text import format_duration
 from pipeline.config.stages import STAGES
 from pipeline.evaluate.result import format_result, get_extra_metrics, get_main_metric, read_newest_result
@@ -219,7 +219,7 @@ class StatusPoller:
             what = "the job that completes it is " if any(job.is_array_of_parts for job in alive) else ""
             return f"{what}not submitted{f': {refused}' if refused else ''}"
         single = self.run.config.sweep is None and not self.run.config.site.requeue
-        if STAGES[row.stage].trains and single and last is not None and find_successor(last, alive) is None:
+        if STAGES[row.stage].is_training and single and last is not None and find_successor(last, alive) is None:
             return "" if is_job_ending(row.run, row.stage, last.state) else "its successor is not submitted"
         return ""
 
@@ -232,7 +232,7 @@ class StatusPoller:
         """These stages of a run; `before`: those of the sweep that they wait for."""
         rows: dict[str, StageStatus] = {}
         for stage in names:
-            needed = {name: rows.get(name) or before[name] for name in STAGES[stage].needs}
+            needed = {name: rows.get(name) or before[name] for name in STAGES[stage].depends_on}
             behind = next((name for name in needed if self._is_behind(name, needed[name])), None)
             row = self._done.get((run.path, stage)) or self._row(run, stage, behind)
             vain = [name for name, other in needed.items() if other.state != "done" and not other.is_active]
@@ -256,7 +256,9 @@ class StatusPoller:
     @staticmethod
     def _is_behind(stage: str, row: StageStatus) -> bool:
         """Whether what follows a stage cannot be done yet: the outputs so far may be of an earlier checkpoint."""
-        follows_training = STAGES[stage].trains or any(STAGES[name].trains for name in STAGES[stage].needs)
+        follows_training = STAGES[stage].is_training or any(
+            STAGES[name].is_training for name in STAGES[stage].depends_on
+        )
         return follows_training and row.state != "done"
 
     def _row(self, run: Run, stage: str, behind: str | None = None) -> StageStatus:
@@ -273,7 +275,7 @@ class StatusPoller:
         if state == "done" and behind:
             state, why, going = _judge_so_far(run, holder is not None, events[since + 1 :], job)
         if shown is not None and state == "failed" and not any((run.jobs_dir / stage).glob(f"{shown.job_id}*_log.out")):
-            nodes = command("doctor", str(run.path.parent), "--check-nodes")
+            nodes = format_command("doctor", str(run.path.parent), "--check-nodes")
             why += f" and left no log: do nodes see the run? {nodes}"
         if state == "waiting" and (lacks := getattr(work, "lacks", None)):
             why = lacks(run) or ""
@@ -290,7 +292,7 @@ class StatusPoller:
             "reason": active.reason if active and active.state == "PENDING" else "",
             "nodes": (active.nodes if active else "") or (holder.host if holder else ""),
             # in short: the whole words stand where a stage ends (slurm/submit/local_runner.py), and in the report
-            "step": f"{far.done}/{far.total}" if STAGES[stage].trains else re.split(_MORE, far.words)[0],
+            "step": f"{far.done}/{far.total}" if STAGES[stage].is_training else re.split(_MORE, far.words)[0],
             "loss": far.loss,
             "ETA": format_duration(far.left_s) if running and far.left_s is not None else "",
             "attempts": str(max(starts.values(), default=0)),

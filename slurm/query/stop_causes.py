@@ -60,7 +60,7 @@ def read_progress_marker(run: Run, stage: str) -> str:
     the newest checkpoint alone: one that was saved and damaged since was an advance all the same. Not the events alone:
     a rank may die between a checkpoint and its event.
     """
-    if not STAGES[stage].trains:
+    if not STAGES[stage].is_training:
         return stages.load(stage).progress(run).words
     newest, repaired = 0, 0
     damaged: set[int] = set()

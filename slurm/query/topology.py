@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Sequence
 
-from pipeline.base.dist_env import granted_tasks
+from pipeline.base.dist_env import read_granted_tasks
 from pipeline.config.sections import Config
 from pipeline.config.stages import STAGES
 from pipeline.run.directory import Run
@@ -74,7 +74,7 @@ def describe_placement_problem(
 
 def find_planned_placement_problem(config: Config) -> str | None:
     """What is wrong with the placement that the training's job would ask for; None where nothing is."""
-    wanted, nodes = config.stages.train, config.stages.train.most_nodes
+    wanted, nodes = config.stages.train, config.stages.train.max_nodes
     tasks = [wanted.tasks_per_node] * nodes
     return describe_placement_problem(
         "train", nodes, wanted.tasks_per_node, config.parallel.tensor, tasks, config.site.distribution
@@ -83,8 +83,11 @@ def find_planned_placement_problem(config: Config) -> str | None:
 
 def find_placement_problem(run: Run, stage: str, size: int) -> str | None:
     """Why this allocation does not fit `size` ranks of `stage`; None where it does, or Slurm does not say."""
-    granted = granted_tasks(os.environ)
-    if not STAGES[stage].joined or granted is None:
+    granted = read_granted_tasks(os.environ)
+    if not STAGES[stage].is_distributed or granted is None:
         return None
-    per_node, tensor = run.config.stages.of(stage).per_node, run.config.parallel.tensor if STAGES[stage].trains else 1
+    per_node, tensor = (
+        run.config.stages.get_resources(stage).processes_per_node,
+        run.config.parallel.tensor if STAGES[stage].is_training else 1,
+    )
     return describe_placement_problem(stage, size // per_node, per_node, tensor, *granted)

@@ -30,7 +30,7 @@ from typing import Any
 
 from rich.console import Console
 
-from pipeline.base.command import command
+from pipeline.base.command import format_command
 from pipeline.base.errors import UserError
 from pipeline.config.stages import STAGES
 from pipeline.run import attempts, stages
@@ -64,7 +64,7 @@ def submit_chain(run: Run, console: Console, *, again: bool) -> None:
     chain = Chain(run, console, again)
     chain.look()
     check_limits(run.config, chain.planned())
-    for number, stage in enumerate(stages_of_run := list(run.config.rows)):
+    for number, stage in enumerate(stages_of_run := list(run.config.active_stages)):
         try:
             chain.submit(stage)
         except UserError as error:
@@ -74,7 +74,7 @@ def submit_chain(run: Run, console: Console, *, again: bool) -> None:
                 chain.say(words)
             raise
     if chain.waiting:
-        chain.say(f"watch it: {command('status', run.name)}")
+        chain.say(f"watch it: {format_command('status', run.name)}")
 
 
 class Chain:
@@ -111,8 +111,8 @@ class Chain:
         for job in vain:
             if job.is_stray:
                 self.say(describe_stray_job(job))
-        for stage, row in self.run.config.rows.items():
-            everyone = self.points if self.points and row.per_point else [self.run]
+        for stage, row in self.run.config.active_stages.items():
+            everyone = self.points if self.points and row.is_per_point else [self.run]
             self.wanted[stage] = [one for one in everyone if self._lacks(one, stage)]
             for one in self.wanted[stage]:  # its jobs wait for one that is to be replaced
                 array = self.arrays.get((one.path, stage))
@@ -136,7 +136,7 @@ class Chain:
             if lacking and lacking[0] is not self.run:
                 found[stage].append(len(lacking))
             elif lacking:
-                tasks = self.run.config.stages.of(stage).array_tasks
+                tasks = self.run.config.stages.get_resources(stage).array_tasks
                 arrays = [tasks] if tasks > 1 and (self.run.path, stage) not in self.arrays else []
                 found[stage] += [*arrays, 1, *([1] if self._has_successors(stage) else [])]
         return found
@@ -148,7 +148,7 @@ class Chain:
         return queued and [
             f"in the queue: {', '.join(queued)}; not submitted, or not all of it: {', '.join(missing)}",
             f"to complete the chain: {self.run.resume_command}",
-            f"to end what is in the queue: {command('cancel', self.run.name)}",
+            f"to end what is in the queue: {format_command('cancel', self.run.name)}",
         ]
 
     def _lacks(self, one: Run, stage: str) -> bool:
@@ -184,7 +184,7 @@ class Chain:
 
     def _parents(self, one: Run, stage: str) -> list[tuple[Run, str]]:
         """What a stage reads: other stages of the same run, or of the one that all points share."""
-        return [(one if STAGES[name].per_point else self.run, name) for name in STAGES[stage].needs]
+        return [(one if STAGES[name].is_per_point else self.run, name) for name in STAGES[stage].depends_on]
 
     def _after(self, one: Run, stage: str) -> list[str]:
         keys = ((parent.path, name) for parent, name in self._parents(one, stage))
@@ -192,7 +192,7 @@ class Chain:
 
     def _has_successors(self, stage: str) -> bool:
         """Whether a successor waits behind the job of this stage from the start."""
-        return STAGES[stage].trains and not self.points and not self.run.config.site.requeue
+        return STAGES[stage].is_training and not self.points and not self.run.config.site.requeue
 
     def submit(self, stage: str) -> None:
         """Submit a stage for what lacks it: one job or, for points that wait for one job or one array, an array."""
@@ -215,7 +215,10 @@ class Chain:
         run, swept = self.run, members if self.run not in members else ()
         if not after and (ending := [self.ending[key] for one in members if (key := (one.path, stage)) in self.ending]):
             after, kind = ending, "afterany"
-        tasks, behind = run.config.stages.of(stage).array_tasks, f", after {', '.join(after)}" if after else ""
+        tasks, behind = (
+            run.config.stages.get_resources(stage).array_tasks,
+            f", after {', '.join(after)}" if after else "",
+        )
         array = self.arrays.get((run.path, stage))
         if array is not None:
             self.say(f"{stage:9} job {array}: array, in the queue already")

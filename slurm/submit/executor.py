@@ -23,12 +23,12 @@ def choose_executor(executor: Executor, run: Run | None = None) -> Executor:
 
     Raises UserError where the executor that was asked for cannot work, or `run` was in an allocation and this is none.
     """
-    from pipeline.base.dist_env import in_allocation
+    from pipeline.base.dist_env import is_in_allocation
     from pipeline.run.points import points
     from slurm.query.job_states import is_slurm_responding
     from slurm.query.run_jobs import uses_slurm
 
-    inside = in_allocation(os.environ)
+    inside = is_in_allocation(os.environ)
     if executor == "allocation" and not inside:
         raise UserError("--executor allocation: this is no allocation; start one with salloc, or leave the option out")
     if executor == "slurm" and not is_slurm_responding():

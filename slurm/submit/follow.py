@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from pipeline.base.console import supports_live_output
-from pipeline.base.files import parse, whole_lines
+from pipeline.base.files import parse_json_or_none, read_complete_lines
 from pipeline.base.text import format_duration
 from pipeline.run import lines, stages
 from pipeline.run.directory import Run
@@ -43,8 +43,8 @@ def follow_stage(run: Run, stage: str, going: Callable[[], bool], console: Conso
 
     def tell() -> None:
         nonlocal read
-        for text, end in whole_lines(run.events_file, read):
-            event, read = parse(text), end
+        for text, end in read_complete_lines(run.events_file, read):
+            event, read = parse_json_or_none(text), end
             if lines.event(event) and event.get("stage") == stage and event["event"] in _NEWS:
                 words = _NEWS[event["event"]].format_map(defaultdict(str, event)).removesuffix("; steps done again: 0")
                 console.print(f"{stage:9} {words}", soft_wrap=True)

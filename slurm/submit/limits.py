@@ -41,7 +41,7 @@ def _check_arrays(config: Config, planned: Mapping[str, Sequence[int]], settings
     for name, text in limits.items():
         for stage, sizes in planned.items():
             if text.isdigit() and max(sizes, default=0) > int(text) > 0:
-                if config.sweep is not None and STAGES[stage].per_point:
+                if config.sweep is not None and STAGES[stage].is_per_point:
                     raise UserError(
                         f"sweep: an array of {max(sizes)} points; on this cluster an array has at most {text} tasks "
                         f"({name}): use fewer"
@@ -94,7 +94,7 @@ def _check_number(config: Config, planned: Mapping[str, Sequence[int]], cluster:
 
 def _asked_for(config: Config, stage: str, name: str) -> str | None:
     """Return the account, partition or QOS that a stage's job gets: the config's, or that of the shell (SBATCH_*)."""
-    site = config.site_of(stage)
+    site = config.resolve_site(stage)
     found = getattr(site, name) or site.sbatch.get(name) or os.environ.get(f"SBATCH_{name.upper()}")
     return None if found is None else str(found)
 

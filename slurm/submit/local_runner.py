@@ -15,8 +15,8 @@ from typing import Any
 
 from rich.console import Console
 
-from pipeline.base.command import command
-from pipeline.base.dist_env import in_allocation, in_batch
+from pipeline.base.command import format_command
+from pipeline.base.dist_env import is_in_allocation, is_in_batch_job
 from pipeline.base.errors import ExitCode
 from pipeline.base.signals import StopFlag
 from pipeline.base.text import format_duration
@@ -38,7 +38,7 @@ def run_chain_locally(run: Run, console: Console) -> ExitCode:
     """
     run.check_not_cancelled()
     run.stop_file.unlink(missing_ok=True)
-    if in_allocation(os.environ) and run.config.site.setup:
+    if is_in_allocation(os.environ) and run.config.site.setup:
         console.print(SETUP_NOT_RUN, soft_wrap=True)
     flag = StopFlag().install()
     own, failed = [(run, stages.own_stages(run))], ExitCode.DONE
@@ -62,7 +62,7 @@ def run_stage_locally(run: Run, stage: str, flag: StopFlag, console: Console) ->
     from slurm.submit.submitit_job import submit_locally
 
     say = partial(console.print, soft_wrap=True)
-    work, asked, batch = stages.load(stage), False, in_batch(os.environ)
+    work, asked, batch = stages.load(stage), False, is_in_batch_job(os.environ)
     job: Any = None
 
     def going() -> bool:
@@ -73,7 +73,7 @@ def run_stage_locally(run: Run, stage: str, flag: StopFlag, console: Console) ->
             return False
         if flag and not asked and (asked := ask_to_stop(run, stage, batch)):
             say("stopping: the stage saves at its next step boundary …")
-        return batch or flag.count < 2
+        return batch or flag.signal_count < 2
 
     while True:
         run.reload_config()
@@ -86,12 +86,12 @@ def run_stage_locally(run: Run, stage: str, flag: StopFlag, console: Console) ->
         leaves = before.stopping is not None and before.end is None
         if holder:
             say(f"{stage:9} is already running ({holder}); following it")
-            watch = command("status", run.sweep_or_self.name, "--watch")
+            watch = format_command("status", run.sweep_or_self.name, "--watch")
             say(f"Ctrl-C stops it, for all who follow; only to watch: {watch}")
         job = None if holder else submit_locally(run, stage)
         seconds = follow_stage(run, stage, going, console)
         run.reload_config()
-        if flag.count > 1 and not batch:
+        if flag.signal_count > 1 and not batch:
             say(f"{stage:9} saves and ends by itself; to go on: {run.resume_command}")
             return ExitCode.STOPPED
         events = [e for e in run.read_events(stage) if job is None or e.get("job_id") == job.job_id]

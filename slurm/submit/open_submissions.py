@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.base.errors import UserError
-from pipeline.base.files import flock
+from pipeline.base.files import try_flock
 from pipeline.run.directory import Run
 from slurm.query import job_states
 from slurm.query.job_states import INTERACTIVE_TIMEOUT_S, array_job_id, list_submissions, require_response
@@ -136,7 +136,7 @@ def _wait_for_sbatch(run: Run, job: SubmittedJob, patience_s: float) -> None:
 def _is_in_sbatch(run: Run, stage: str, key: str) -> bool:
     for one in (run, run.sweep_or_self):  # a point may have been submitted with its sweep
         with suppress(FileNotFoundError), open(submission_script_path(one, stage, key), "rb") as script:
-            return not flock(script.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return not try_flock(script.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
     return False
 
 

@@ -23,13 +23,13 @@ from typing import Any
 import submitit
 from submitit.core.utils import DelayedSubmission
 
-from pipeline.base.dist_env import outside_job
+from pipeline.base.dist_env import without_job_variables
 from pipeline.base.errors import UserError
-from pipeline.base.files import flock
-from pipeline.base.ownership import own_folders_shell
+from pipeline.base.files import try_flock
+from pipeline.base.ownership import make_ownership_script
 from pipeline.config.sections import Config
 from pipeline.config.stages import STAGES
-from pipeline.config.types import parse_time
+from pipeline.config.types import parse_time_limit
 from pipeline.run.directory import Run
 from slurm.query.exclusion import excluded_nodes_at_submission
 from slurm.query.job_states import job_comment, job_identity
@@ -66,19 +66,23 @@ def job_name(config: Config, stage: str) -> str:
 
 def build_sbatch_parameters(run: Run, config: Config, stage: str, after: str | None) -> dict[str, Any]:
     """What submitit is told about a stage's job; `after`: a Slurm dependency such as `afterok:12:13`."""
-    site, wanted, single = config.site_of(stage), config.stages.of(stage), not STAGES[stage].joined
+    site, wanted, single = (
+        config.resolve_site(stage),
+        config.stages.get_resources(stage),
+        not STAGES[stage].is_distributed,
+    )
     values: dict[str, Any] = {
         "job_name": job_name(config, stage),
-        "time": math.ceil(parse_time(wanted.time) / 60),
-        "nodes": wanted.most_nodes,
-        "ntasks_per_node": wanted.per_node,
+        "time": math.ceil(parse_time_limit(wanted.time) / 60),
+        "nodes": wanted.max_nodes,
+        "ntasks_per_node": wanted.processes_per_node,
         "cpus_per_task": site.cpus_per_task,
         "partition": site.partition,
         "account": site.account,
         "qos": site.qos,
         "constraint": site.constraint or None,
         "comment": job_comment(run.path),
-        "array_parallelism": (config.sweep.at_most if config.sweep and STAGES[stage].per_point else None) or 1000,
+        "array_parallelism": (config.sweep.at_most if config.sweep and STAGES[stage].is_per_point else None) or 1000,
         "dependency": after,
         "signal_delay_s": site.signal_s,
         "stderr_to_stdout": True,
@@ -88,26 +92,26 @@ def build_sbatch_parameters(run: Run, config: Config, stage: str, after: str | N
     exports = site_environment(site)
     more: dict[str, Any] = {}
     if config.track.mail:  # END would come with each requeue, too (sbatch(1), --mail-type)
-        last = stage == list(config.rows)[-1]
+        last = stage == list(config.active_stages)[-1]
         more = {"mail-user": config.track.mail, "mail-type": f"FAIL,INVALID_DEPEND{',END' if last else ''}"}
     more |= {key: value for key, value in site.sbatch.items() if value is not False}
     more |= {"requeue" if site.requeue else "no-requeue": True, "distribution": site.distribution}
     more |= {"switches": site.switches, "mem": f"{math.ceil(site.mem_gb * 1024)}M" if site.mem_gb else None}
     more["export"] = export_option(site)
-    if wanted.fewest_nodes < wanted.most_nodes:
+    if wanted.min_nodes < wanted.max_nodes:
         # tasks per node would limit the nodes: Slurm multiplies with the fewest, and has no more nodes than tasks
         del values["ntasks_per_node"]
-        more["nodes"] = f"{wanted.fewest_nodes}-{wanted.most_nodes}"  # submitit counts with `nodes`, sbatch reads this
-        more["mincpus"] = wanted.per_node * (site.cpus_per_task or 1)
+        more["nodes"] = f"{wanted.min_nodes}-{wanted.max_nodes}"  # submitit counts with `nodes`, sbatch reads this
+        more["mincpus"] = wanted.processes_per_node * (site.cpus_per_task or 1)
     elif not single and re.match("plane=", site.distribution or "", re.IGNORECASE):
         # since 24.11 sbatch does not multiply where it counts whether the planes are filled ("Too few processes")
-        more["ntasks"] = wanted.most_nodes * wanted.per_node
+        more["ntasks"] = wanted.max_nodes * wanted.processes_per_node
     if site.gpus_per_node and site.gpus_as != "none":
         kind = f"{site.gpu_type}:" if site.gpu_type else ""
         more[site.gpus_as] = f"{'gpu:' if site.gpus_as == 'gres' else ''}{kind}{site.gpus_per_node}"
     if site.mem_gb and (other := {"mem-per-cpu", "mem-per-gpu"} & more.keys()):
         raise UserError(f"{stage}: mem_gb and sbatch.{min(other)} exclude each other: leave one out of site or stages")
-    if STAGES[stage].trains and (reason := find_planned_placement_problem(config)):
+    if STAGES[stage].is_training and (reason := find_planned_placement_problem(config)):
         raise UserError(reason)
     _refuse_awkward(run.path, {**values, **more, **exports})
     values["additional_parameters"] = {key: value for key, value in more.items() if value is not None}
@@ -116,7 +120,7 @@ def build_sbatch_parameters(run: Run, config: Config, stage: str, after: str | N
     values["setup"] += [f"export {name}={shlex.quote(value)}" for name, value in exports.items()]
     values["setup"] += secrets_script_lines(site) + site.setup
     path = f"PYTHONPATH={shlex.quote(str(run.code_dir))}${{PYTHONPATH:+:$PYTHONPATH}}"
-    values["setup"].append(f"export PYTHONSAFEPATH=1 {path}")  # as launch.with_code
+    values["setup"].append(f"export PYTHONSAFEPATH=1 {path}")  # as make_code_env
     values["setup"] += _pickle_lines(run.jobs_dir / stage)
     return {key: value for key, value in values.items() if value is not None or key == "wckey"}
 
@@ -154,7 +158,7 @@ class JobExecutor(submitit.SlurmExecutor):
     def __init__(self, run: Run, config: Config, stage: str, after: str | None = None) -> None:
         home = run.code_dir.resolve().parent  # for a point of a sweep, this is the sweep
         executed = dict.fromkeys(map(str, (home, home / "code", run.path)))
-        check = own_folders_shell(map(shlex.quote, executed))
+        check = make_ownership_script(map(shlex.quote, executed))
         # the supervisor takes the shell's place, which would die of a signal that is sent to the batch script alone
         super().__init__(run.jobs_dir / stage, python=f"{check}\nexec {shlex.quote(job_python(config.site))}")
         self.update_parameters(**build_sbatch_parameters(run, config, stage, after))
@@ -177,7 +181,7 @@ def render_batch_script(run: Run, config: Config, stage: str, tasks: int = 1) ->
 
 def kept_variables(config: Config, stage: str) -> list[str]:
     """Of a person's SBATCH_* those that name who pays or where a stage runs, where the config does not say."""
-    said = config.site_of(stage).model_dump(exclude={"sbatch"}) | config.site_of(stage).sbatch
+    said = config.resolve_site(stage).model_dump(exclude={"sbatch"}) | config.resolve_site(stage).sbatch
     return [f"SBATCH_{name.upper()}" for name in _WHO_AND_WHERE if said.get(name) is None]
 
 
@@ -260,7 +264,7 @@ def _submit(
         facts.append({"stage": stage, "after": waits, "executor": "slurm", "kind": kind, "tasks": tasks, **own})
         facts[-1] |= {"key": key} | job_identity(job_name(run.config, stage)) | dict(more)
     with open(script, "r+b") as lock:  # held by sbatch, too: it may live longer than this process
-        flock(lock.fileno(), fcntl.LOCK_EX)
+        try_flock(lock.fileno(), fcntl.LOCK_EX)
         for target, each_facts in zip(targets, facts, strict=True):
             target.event("submitting", **each_facts)
         try:
@@ -295,7 +299,7 @@ def _write_submission(
 def _call_sbatch(script: Path, key: str, variables: Sequence[str], timeout_s: float, lock: int) -> str:
     """Call sbatch; the job's id. Raises UserError if it refuses the job, _NoAnswerError if the outcome is not known."""
     try:
-        with outside_job(*variables):
+        with without_job_variables(*variables):
             done = subprocess.run(
                 ["sbatch", str(script), key],
                 stdin=subprocess.DEVNULL,

@@ -19,7 +19,7 @@ from typing import Any
 import submitit
 from submitit.local import local as submitit_local
 
-from pipeline.run.code import with_code
+from pipeline.run.code import make_code_env
 from pipeline.run.directory import Run
 
 _A_YEAR_MIN = 60 * 24 * 365
@@ -27,7 +27,7 @@ _A_YEAR_MIN = 60 * 24 * 365
 
 def become_supervisor(stage: str, run: str, code: str) -> None:
     """Replace this process by the stage's supervisor, running the run's own copy of the code."""
-    environment = {**with_code(os.environ, Path(code)), "SLUICE_JOB_ID": submitit.JobEnvironment().job_id}
+    environment = {**make_code_env(os.environ, Path(code)), "SLUICE_JOB_ID": submitit.JobEnvironment().job_id}
     os.chdir(code)
     os.execve(sys.executable, [sys.executable, "-u", "-m", "slurm", stage, run], environment)
 
@@ -38,7 +38,7 @@ class DetachedExecutor(submitit.LocalExecutor):
 
     def __init__(self, run: Run, stage: str) -> None:
         super().__init__(run.stage_dir(stage))
-        self.environment = with_code(os.environ, run.code_dir)
+        self.environment = make_code_env(os.environ, run.code_dir)
 
     def _submit_command(self, command: str) -> Any:
         popen: Any = subprocess.Popen

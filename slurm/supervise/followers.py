@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pipeline.config.stages import STAGES
 from pipeline.config.track import TRACKERS
-from pipeline.run.code import start
+from pipeline.run.code import start_process
 from pipeline.run.directory import Run
 from slurm.query.site_variables import job_python
 
@@ -37,7 +37,7 @@ def run_followers(run: Run, stage: str, nodes: Sequence[str], on_slurm: bool) ->
         on_slurm: Whether this is a Slurm job, in which `srun` starts processes on other nodes.
     """
     track = run.config.track
-    names = [name for name in track.enabled if STAGES[stage].joined or TRACKERS[name].package is None]
+    names = [name for name in track.enabled if STAGES[stage].is_distributed or TRACKERS[name].package is None]
     processes = [_start_follower(run, name, [sys.executable]) for name in names]
     if track.telemetry_s is not None:
         # --overlap lets the step share the CPUs of the ranks' step (srun(1)); a job on one node needs no step
@@ -54,7 +54,7 @@ def _start_follower(run: Run, name: str, program: Sequence[str]) -> subprocess.P
     folder: Path = run.path / "track"
     folder.mkdir(exist_ok=True)
     with open(folder / f"{name}.log", "ab") as log:
-        return start(run.code_dir, [*program, "-m", "tracking.follower", name, str(run.path)], log, {})
+        return start_process(run.code_dir, [*program, "-m", "tracking.follower", name, str(run.path)], log, {})
 
 
 def _stop_followers(processes: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -40,7 +40,7 @@ class Inside:
 
 def inside(run: Run, stage: str) -> Inside:
     """Where the ranks of a stage run in a job on Slurm. Raises UserError for a path that cannot be mounted."""
-    site = run.config.site_of(stage)
+    site = run.config.resolve_site(stage)
     given = {key: value for key, value in site.srun.items() if value is not False}
     options = [f"--{key}" if value is True else f"--{key}={value}" for key, value in given.items()]
     box, code = site.container, str(run.code_dir)

@@ -19,11 +19,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import IO
 
-from pipeline.base.dist_env import cpus_per_task, local_environment
+from pipeline.base.dist_env import make_local_rank_env, read_cpus_per_task
 from pipeline.base.errors import ExitCode
 from pipeline.config.site import SiteConfig
 from pipeline.config.stages import STAGES
-from pipeline.run.code import start
+from pipeline.run.code import start_process
 from pipeline.run.directory import Run, utc_timestamp
 from slurm.query import slurm_messages
 from slurm.query.site_variables import SETUP_NOT_RUN, check_job_environment, secrets_script_lines, site_environment
@@ -75,7 +75,7 @@ def _spawn(
 ) -> subprocess.Popen[bytes]:
     """Start `PROGRAM -m pipeline STAGE RUN`, with the run's code, `more` variables and descriptors."""
     words, told = [*program, "-m", "pipeline", stage, str(run.path)], {"SLUICE_SUPERVISED": "1", **more}
-    return start(run.code_dir, words, log, told, inherited, _die_with_parent)
+    return start_process(run.code_dir, words, log, told, inherited, _die_with_parent)
 
 
 def _die_with_parent() -> None:
@@ -134,7 +134,7 @@ class LocalRanks(Ranks):
         with socket.create_server(("127.0.0.1", 0), backlog=size + 8) as listener:
             for rank in range(size):
                 sockets = [listener.fileno()] if rank == 0 else []
-                place = local_environment(rank, size, listener.getsockname()[1], *sockets)
+                place = make_local_rank_env(rank, size, listener.getsockname()[1], *sockets)
                 with open(run.stage_dir(self._stage) / f"rank-{rank}.log", "ab") as log:
                     log.write(f"--- {utc_timestamp()} rank {rank}\n".encode())
                     log.flush()
@@ -170,9 +170,9 @@ class SrunRanks(Ranks):
         folder = self._run.stage_dir(self._stage)
         command = ["srun", f"--ntasks={self.size}", "--kill-on-bad-exit=0"]
         command += [f"--wait={SRUN_WAIT_S}", "--open-mode=append", "--unbuffered"]
-        if not STAGES[self._stage].array:  # whose tasks know nothing of each other: they sit where there is room
+        if not STAGES[self._stage].is_array:  # whose tasks know nothing of each other: they sit where there is room
             command.append(f"--nodes={self._nodes}")
-        if cpus := cpus_per_task(os.environ):  # srun(1): since Slurm 22.05 a step does not inherit it from its job
+        if cpus := read_cpus_per_task(os.environ):  # srun(1): since Slurm 22.05 a step does not inherit it from its job
             command.append(f"--cpus-per-task={cpus}")
         command += [f"--output={folder}/{self._log}", f"--chdir={self._run.code_dir}"]
         return [*command, *self.inside.srun, *self._options]

@@ -25,7 +25,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from pipeline.base.errors import ExitCode, UserError
-from pipeline.run.code import with_code
+from pipeline.run.code import make_code_env
 from pipeline.run.directory import Run
 from slurm.query import slurm_messages
 from slurm.supervise.inside import Inside, inside
@@ -109,7 +109,7 @@ class MpirunRanks(SrunRanks):
     def command(self) -> list[str]:
         """mpirun, and a shell that gives each rank its log and, on other nodes, the variables it needs."""
         log = shlex.quote(f"{self._run.stage_dir(self._stage)}/rank-")
-        variables = {"PYTHONPATH": with_code(os.environ, self._run.code_dir)["PYTHONPATH"], **self.inside.variables}
+        variables = {"PYTHONPATH": make_code_env(os.environ, self._run.code_dir)["PYTHONPATH"], **self.inside.variables}
         exports = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
         script = (
             f"cd {shlex.quote(str(self._run.code_dir))} && export SLUICE_SUPERVISED=1 {exports} && "

@@ -19,9 +19,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.dist_env import TIME_LEFT, RankInfo, allocated_hosts, granted_tasks, in_allocation, read_rank_info
+from pipeline.base.dist_env import (
+    TIME_LEFT_VARIABLE,
+    RankInfo,
+    is_in_allocation,
+    read_allocated_hosts,
+    read_granted_tasks,
+    read_rank_info,
+)
 from pipeline.base.errors import ExitCode, UserError
-from pipeline.base.signals import OWN_CLOCK, StopFlag
+from pipeline.base.signals import LOCAL_DEADLINE, StopFlag
 from pipeline.config.stages import STAGES
 from pipeline.run import attempts, stages
 from pipeline.run.directory import Run
@@ -64,7 +71,7 @@ class Supervisor:
         self.run, self.stage, self.flag = run, stage, flag
         self.work, self.row = stages.load(stage), STAGES[stage]
         self.place: RankInfo = read_rank_info(os.environ)
-        self.on_slurm, self.nodes = in_allocation(os.environ), allocated_hosts(os.environ)
+        self.on_slurm, self.nodes = is_in_allocation(os.environ), read_allocated_hosts(os.environ)
         self.task = stages.task_of(stage, self.place)
         self.job = self.place.submitted_as or str(os.getpid())
         self.evaluations = Evaluations(run)
@@ -102,7 +109,7 @@ class Supervisor:
         before = job if self.place.restart_count else stop_causes.find_predecessor(run, stage, job)
         last = (attempts.of(run, stage, self.task).started or {}).get("slurm_job")
         goes_on = self.batch and last is not None and last == before
-        patience_s = max(self.row.patience_s, LOCK_WAIT_S if goes_on else 0.0) if self.on_slurm else 0.0
+        patience_s = max(self.row.lock_timeout_s, LOCK_WAIT_S if goes_on else 0.0) if self.on_slurm else 0.0
         lock, deadline = run.lock_stage(stage, self.task), time.monotonic() + patience_s
         while lock is None and time.monotonic() < deadline and not (goes_on and (self.flag or _request(run))):
             time.sleep(LOCK_POLL_S)
@@ -152,7 +159,7 @@ class Supervisor:
         """Start the ranks, once (without the lock none), and tell how that ended. `before`: how the stage stood."""
         run, stage, place = self.run, self.stage, self.place
         size = 1 if self.task is not None else stages.ranks(run, stage, len(self.nodes) or None)
-        if self.row.array and self.on_slurm and (room := granted_tasks(os.environ)) is not None:
+        if self.row.is_array and self.on_slurm and (room := read_granted_tasks(os.environ)) is not None:
             size = min(size, sum(room[0]))  # any number will do: the job behind an array has one task
         attempt = run.count_attempts(stage) + 1
         self._tell(
@@ -167,7 +174,9 @@ class Supervisor:
             return Ended(ExitCode.USER_ERROR, facts={"attempt": attempt, "cause": "placement", "message": reason})
         started = time.monotonic()
         if self.ends is not None:
-            os.environ[TIME_LEFT] = str(max(0.0, self.ends - started))  # less with each attempt, and by the wait before
+            os.environ[TIME_LEFT_VARIABLE] = str(
+                max(0.0, self.ends - started)
+            )  # less with each attempt, and by the wait before
         try:
             ranks = self._ranks(size, lock)
         except UserError as error:  # no mpirun
@@ -209,8 +218,8 @@ class Supervisor:
     def _ranks(self, size: int, lock: int) -> Ranks:
         """The ranks, not started yet; they inherit the run's lock. Raises UserError where there is no mpirun."""
         run, stage = self.run, self.stage
-        nodes = -(-size // run.config.stages.of(stage).per_node) if self.row.joined else 1
-        if run.config.parallel.backend == "mpi" and self.row.joined:
+        nodes = -(-size // run.config.stages.get_resources(stage).processes_per_node) if self.row.is_distributed else 1
+        if run.config.parallel.backend == "mpi" and self.row.is_distributed:
             return mpi_launch.ranks(run, stage, size, nodes, lock, self.on_slurm)
         if self.on_slurm:
             return SrunRanks(run, stage, size, lock, nodes=nodes, task=self.task)
@@ -233,7 +242,7 @@ class Supervisor:
                     deadline = min(deadline, clock + grace_s)
                     print(f"stopping ({asked}): the ranks save at their next step boundary", flush=True)
                     self._note_stop(asked)
-            if self.batch and self.row.trains:
+            if self.batch and self.row.is_training:
                 self.evaluations.look()
             gone += ranks.poll()
             if not failed and (failed := [left for left in gone if left.code not in (ExitCode.DONE, ExitCode.STOPPED)]):
@@ -261,8 +270,8 @@ class Supervisor:
         """The host of each rank."""
         if not self.on_slurm:
             return [os.uname().nodename] * size
-        per_node = self.run.config.stages.of(self.stage).per_node
-        _, spread = granted_tasks(os.environ) or ([], "block")
+        per_node = self.run.config.stages.get_resources(self.stage).processes_per_node
+        _, spread = read_granted_tasks(os.environ) or ([], "block")
         return [self.nodes[n] for n in topology.assign_ranks_to_nodes([per_node] * (size // per_node), spread)]
 
     def _note_stop(self, asked: str) -> None:
@@ -293,7 +302,7 @@ class Supervisor:
         asked = self.run.read_events(self.stage, "started", "stop_requested")[-1:]
         if not asked or not str(asked[0].get("signal")).startswith("SIG"):
             return False
-        age_s = 0.0 if self.flag.at is None else time.monotonic() - self.flag.at
+        age_s = 0.0 if self.flag.signal_time is None else time.monotonic() - self.flag.signal_time
         return datetime.fromisoformat(asked[0]["time"]).timestamp() < time.time() - age_s - TOGETHER_S
 
     def _ask_slurm(self, ended: Ended) -> None:
@@ -303,7 +312,7 @@ class Supervisor:
             ended.facts["in_grace"] = True  # Slurm may start the job once more, whatever this end is
         if ended.asked not in attempts.REQUESTS:
             code, words = self._cause(ended.code, facts)
-            if code == ExitCode.STOPPED and ended.facts.get("cause") == OWN_CLOCK:
+            if code == ExitCode.STOPPED and ended.facts.get("cause") == LOCAL_DEADLINE:
                 code = ExitCode.TIME_LIMIT
             if code != ended.code:
                 ended.code, ended.facts["cause"] = code, code.name.lower()
@@ -338,7 +347,7 @@ class Supervisor:
         But for what slurm/query/preemption.py tells an exit is final and fails what waits: so it stays until it is
         killed.
         """
-        job, restarts, signals = self.place.job_id or "", self.place.restart_count, self.flag.count
+        job, restarts, signals = self.place.job_id or "", self.place.restart_count, self.flag.signal_count
         facts, asked_s = self._facts_at_last(signals)
         exclude = exclusion.excluded_nodes_at_requeue(self.run, self.stage, facts) if facts else None
         way = stop_causes.choose_next_action(facts, restarts, self.run.config.site, bool(self.flag), exclude)
@@ -375,13 +384,13 @@ class Supervisor:
         until = max(began + ANSWER_WAIT_S, (self.ends or 0.0) - NEAR_END_S)
         while (facts := slurm_job.read_job_info(job)) is None and time.monotonic() < until:
             self._rest(pause_s, signals)
-            pause_s, signals = min(2 * pause_s, ANSWER_POLL_S), self.flag.count
+            pause_s, signals = min(2 * pause_s, ANSWER_POLL_S), self.flag.signal_count
         return facts, time.monotonic() - began
 
     def _rest(self, seconds: float, signals: int) -> None:
         """Wait so long, or until there were more than so many signals."""
         deadline = time.monotonic() + seconds
-        while self.flag.count == signals and time.monotonic() < deadline:
+        while self.flag.signal_count == signals and time.monotonic() < deadline:
             time.sleep(POLL_S)
 
     def leave_nothing_waiting(self, *, done: bool) -> None:

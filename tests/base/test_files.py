@@ -56,7 +56,7 @@ def test_a_file_system_without_locks_still_takes_lines(
 
 
 def test_nobody_waits_for_ever_for_a_writer_that_sleeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(files, "LOCK_TIMEOUT_S", 0.05)
     path = tmp_path / "events.jsonl"
     append_line(path, "first")
     with open(path) as sleeper:

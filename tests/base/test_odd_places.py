@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.errors import StorageError, UserError, storage_error
-from pipeline.base.files import reading
+from pipeline.base.errors import StorageError, UserError, find_storage_error
+from pipeline.base.files import translate_read_errors
 from pipeline.config.read import load_config
 from pipeline.data.manifest import ShardEntry
 from pipeline.data.samples import map_file
@@ -50,7 +50,7 @@ def test_a_run_cannot_be_made_there(
         make(tmp_path / root / "tiny")
     with pytest.raises((UserError, OSError)) as found:
         Run.create(config)
-    error = found.value if isinstance(found.value, UserError) else storage_error(found.value)
+    error = found.value if isinstance(found.value, UserError) else find_storage_error(found.value)
     assert error is not None, repr(found.value)
     with pytest.raises(UserError, match=says):
         raise error
@@ -121,12 +121,12 @@ def test_a_limit_of_files_is_no_fault_of_the_file(tmp_path: Path) -> None:
 def _read_hdf5(path: Path) -> None:
     import h5py
 
-    with reading(str(path)), h5py.File(path, "r"):
+    with translate_read_errors(str(path)), h5py.File(path, "r"):
         pass
 
 
 def _read_text(path: Path) -> None:
-    with reading(str(path)), open(path, "rb"):
+    with translate_read_errors(str(path)), open(path, "rb"):
         pass
 
 
@@ -153,7 +153,7 @@ def test_a_limit_and_a_full_folder_are_storage_errors(
 ) -> None:
     with pytest.raises(OSError) as found:
         use(tmp_path)
-    error = storage_error(found.value)
+    error = find_storage_error(found.value)
     assert error is not None and all(fact in str(error) for fact in facts)
 
 

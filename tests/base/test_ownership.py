@@ -16,12 +16,12 @@ import pytest
 
 from pipeline.base.errors import ExitCode, UserError
 from pipeline.base.ownership import (
+    check_own_folder,
+    describe_replacement_risk,
+    find_unsafe_ancestors,
+    make_ownership_script,
     open_own_file,
-    own_folder,
-    own_folders_shell,
-    replaceable,
-    require_own_folder,
-    unsafe_ancestors,
+    open_own_folder,
 )
 from pipeline.config.read import load_config
 from pipeline.run import code as run_module
@@ -215,21 +215,21 @@ def test_the_copied_code_takes_no_modes_from_the_checkout(
 
 def test_a_folder_that_is_open_stays_the_same_and_errors_name_its_path(tmp_path: Path) -> None:
     (mine := tmp_path / "mine").mkdir()
-    with own_folder(mine) as held:
+    with open_own_folder(mine) as held:
         mine.rename(tmp_path / "moved")
         mine.mkdir()
         (held / "file").write_text("in it")
     assert (tmp_path / "moved/file").read_text() == "in it" and not list(mine.iterdir())
-    with pytest.raises(FileNotFoundError) as missing, own_folder(mine) as held:
+    with pytest.raises(FileNotFoundError) as missing, open_own_folder(mine) as held:
         (held / "none").read_text()
     assert missing.value.filename == str(mine / "none")
-    with pytest.raises(UserError, match=re.escape(f"{mine}/inside is a symbolic link")), own_folder(mine) as held:
+    with pytest.raises(UserError, match=re.escape(f"{mine}/inside is a symbolic link")), open_own_folder(mine) as held:
         (held / "inside").symlink_to(tmp_path)
-        require_own_folder(held / "inside")
+        check_own_folder(held / "inside")
     with pytest.raises(UserError, match=re.escape(f"{tmp_path}/moved/file is not a folder")):
-        require_own_folder(tmp_path / "moved/file")
+        check_own_folder(tmp_path / "moved/file")
     with pytest.raises(FileNotFoundError):
-        require_own_folder(tmp_path / "none")
+        check_own_folder(tmp_path / "none")
 
 
 def test_a_file_is_our_own_or_is_not_opened(tmp_path: Path) -> None:
@@ -278,15 +278,15 @@ def test_folders_above_a_run_in_which_others_can_replace_it_are_named(
     lab.chmod(mode)
     (tmp_path / "link").symlink_to(lab)
     for run in ("lab/tiny", "lab/me/runs/tiny", "link/me/tiny"):
-        found = unsafe_ancestors(tmp_path / run)
+        found = find_unsafe_ancestors(tmp_path / run)
         assert [folder for folder, _ in found] == ([lab] if problem else []), found
-        warning = replaceable(tmp_path / run)
+        warning = describe_replacement_risk(tmp_path / run)
         assert (warning is None) == (problem is None)
         assert warning is None or re.search(f"{lab} .*{problem}", warning)
     if problem:
         (me := lab / "me").mkdir()
         me.chmod(0o777)
-        assert [folder for folder, _ in unsafe_ancestors(me / "tiny")] == [me, lab]
+        assert [folder for folder, _ in find_unsafe_ancestors(me / "tiny")] == [me, lab]
 
 
 def test_a_group_of_ones_own_is_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,9 +300,9 @@ def test_a_group_of_ones_own_is_nobody_else(tmp_path: Path, monkeypatch: pytest.
     if os.getuid() != 0:
         lacking("giving a folder to somebody else needs root")
     os.chown(home, 1500, 1500)
-    assert home not in dict(unsafe_ancestors(home / "tiny"))
+    assert home not in dict(find_unsafe_ancestors(home / "tiny"))
     group = grp.struct_group(("ann", "x", 1500, ["ann", "bob"]))
-    assert home in dict(unsafe_ancestors(home / "tiny"))
+    assert home in dict(find_unsafe_ancestors(home / "tiny"))
 
 
 # -- a run that is replaced while its job waits ---------------------------------------------------------------
@@ -414,7 +414,9 @@ def test_a_template_starts_no_python_where_the_run_was_replaced(tmp_path: Path, 
     done = start()
     assert done.returncode == ExitCode.USER_ERROR and f"{run.path} must be a folder of your own" in done.stderr
     assert not (tmp_path / "started").exists()
-    assert own_folders_shell(['"$home"', '"$home/code"', '"$run"']) in template.read_text(), "as the jobs of submit.py"
+    assert make_ownership_script(['"$home"', '"$home/code"', '"$run"']) in template.read_text(), (
+        "as the jobs of submit.py"
+    )
 
 
 def test_submit_and_doctor_warn_of_a_folder_where_a_run_can_be_replaced(tmp_path: Path) -> None:

@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.base.dist_env import PORTS, RankInfo, expand_hostlist, local_environment, read_rank_info, time_left
+from pipeline.base.dist_env import (
+    MASTER_PORTS,
+    RankInfo,
+    expand_hostlist,
+    make_local_rank_env,
+    read_rank_info,
+    read_time_left,
+)
 from pipeline.base.errors import UserError
 
 Env = dict[str, str]
@@ -220,7 +227,7 @@ def test_pals_without_slurm() -> None:
 
 @pytest.mark.parametrize("outer", [{}, BATCH, srun(2, 1, 0), torchrun(0, 2, 0, 2, "x"), openmpi(0, 2, 0, 2)])
 def test_our_launcher_comes_first(outer: Env) -> None:
-    place = read_rank_info(outer | local_environment(5, 6, 23456))
+    place = read_rank_info(outer | make_local_rank_env(5, 6, 23456))
     assert place.launcher == "local" and numbers(place) == (5, 6, 5, 6)
     assert (place.master_host, place.master_port) == ("127.0.0.1", 23456)
 
@@ -260,10 +267,10 @@ def test_contradictions_are_named(env: Env, says: str) -> None:
 
 
 def test_time_left() -> None:
-    assert time_left({}) is None
-    assert time_left({"SLUICE_TIME_LEFT": "90.5"}) == 90.5
+    assert read_time_left({}) is None
+    assert read_time_left({"SLUICE_TIME_LEFT": "90.5"}) == 90.5
     with pytest.raises(UserError, match="SLUICE_TIME_LEFT='soon'"):
-        time_left({"SLUICE_TIME_LEFT": "soon"})
+        read_time_left({"SLUICE_TIME_LEFT": "soon"})
 
 
 def test_importing_is_light() -> None:
@@ -369,7 +376,7 @@ def test_ports(job: int, one: int, other: int, step: int) -> None:
         assert first.master_port == last.master_port
         return first.master_port
 
-    assert port(one) in PORTS and 20_000 <= port(one) <= 29_999
+    assert port(one) in MASTER_PORTS and 20_000 <= port(one) <= 29_999
     assert (port(one) == port(other)) == (one == other)
 
 
@@ -384,7 +391,7 @@ def test_ports_differ_between_jobs_and_steps() -> None:
 
 KEYS = sorted(
     {*srun(0, 0, 0), *openmpi(0, 1, 0, 1), *hydra(0, 1, 0, 1), *torchrun(0, 1, 0, 1, "x")}
-    | {*local_environment(0, 1, 1), "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"}
+    | {*make_local_rank_env(0, 1, 1), "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"}
     | {"SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_RESTART_COUNT", "SLUICE_TIME_LEFT"}
 )
 VALUES = st.one_of(
@@ -399,7 +406,7 @@ VALUES = st.one_of(
 def test_any_environment_is_understood_or_refused(env: Env) -> None:
     try:
         place = read_rank_info(env)
-        time_left(env)
+        read_time_left(env)
     except UserError as error:
         assert str(error)
         return

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pipeline.base.plot import Curve, Scale, area, format_number, means, svg_document, thin
+from pipeline.base.plot import Curve, Scale, average_buckets, downsample, draw_area, format_number, svg_document
 
 finite = st.floats(-1e300, 1e300)
 usual = st.floats(-1e9, 1e9).map(lambda x: round(x, 6))
@@ -19,7 +19,7 @@ usual = st.floats(-1e9, 1e9).map(lambda x: round(x, 6))
 @given(st.lists(usual, min_size=1, max_size=400), st.integers(2, 40))
 def test_thin_keeps_the_extremes_of_each_part_and_both_ends(values: list[float], buckets: int) -> None:
     points = [*enumerate(values)]
-    kept = thin(points, buckets)
+    kept = downsample(points, buckets)
     assert set(kept) <= set(points) and list(kept) == sorted(kept, key=lambda p: p[0])
     assert kept[0] == points[0] and kept[-1] == points[-1] and len(kept) <= max(2 * buckets + 2, 2)
     for number in range(buckets):
@@ -29,8 +29,8 @@ def test_thin_keeps_the_extremes_of_each_part_and_both_ends(values: list[float],
 
 
 def test_means_averages_equal_parts() -> None:
-    assert means([(n, n % 2) for n in range(40)], 10) == [(4 * n + 1.5, 0.5) for n in range(10)]
-    assert means([(n, n) for n in range(39)], 10) == []
+    assert average_buckets([(n, n % 2) for n in range(40)], 10) == [(4 * n + 1.5, 0.5) for n in range(10)]
+    assert average_buckets([(n, n) for n in range(39)], 10) == []
 
 
 @settings(max_examples=150, deadline=None)
@@ -42,7 +42,7 @@ def test_a_scale_exists_for_any_finite_values(values: list[float], log: bool, ro
     ticks = scale.ticks()
     assert all(-1e-6 <= scale.at(value) <= 1 + 1e-6 for value in values)
     assert len(ticks) <= 14 and [v for v, _ in ticks] == sorted({v for v, _ in ticks})
-    drawn = svg_document(area(scale, scale, [Curve("c", [(v, v) for v in values])]))
+    drawn = svg_document(draw_area(scale, scale, [Curve("c", [(v, v) for v in values])]))
     assert "nan" not in drawn and "inf" not in drawn
     ElementTree.fromstring(drawn)
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import CheckpointError
-from pipeline.base.files import seal, sha256_file
+from pipeline.base.files import add_checksum, sha256_file
 from pipeline.checkpoint import catalog as files
 from tests.support.ranks import Ranks, run_ranks
 
@@ -264,7 +264,7 @@ def forged(saved: Path, folder: Path, *, listed: bool) -> Path:
     entry = {"size": metadata.stat().st_size, "sha256": sha256_file(metadata)}
     manifest["files"] = {name: kept for name, kept in manifest["files"].items() if name != ".metadata"}
     manifest["files"] |= {".metadata": entry} if listed else {}
-    (checkpoint / "manifest.json").write_text(json.dumps(seal(manifest)))
+    (checkpoint / "manifest.json").write_text(json.dumps(add_checksum(manifest)))
     return checkpoint
 
 
@@ -321,7 +321,7 @@ SHAPES: dict[str, Any] = {
 def test_a_manifest_of_another_shape_is_refused_though_its_hash_fits(saved: Path, tmp_path: Path, shape: str) -> None:
     checkpoint = Path(shutil.copytree(saved, tmp_path / files.checkpoint_name(5)))
     manifest = json.loads((checkpoint / "manifest.json").read_text()) | SHAPES[shape]
-    (checkpoint / "manifest.json").write_text(json.dumps(seal(manifest)))
+    (checkpoint / "manifest.json").write_text(json.dumps(add_checksum(manifest)))
     assert files.find_newest_step(tmp_path) == 0
     with pytest.raises(CheckpointError, match=rf"{checkpoint}/manifest\.json does not say what a checkpoint's"):
         files.verify_checkpoint_files(checkpoint, files.read_checkpoint_manifest(checkpoint))

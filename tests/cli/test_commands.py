@@ -21,7 +21,7 @@ from cli import VERSION
 from cli.main import COMMANDS, CommandGroup, app
 from cli.resume import resume
 from pipeline.__main__ import parse_arguments
-from pipeline.base.command import command
+from pipeline.base.command import format_command
 from pipeline.base.errors import ExitCode, UserError
 from pipeline.run.changes import changeable_keys
 from pipeline.run.code import CODE_ROOT
@@ -119,11 +119,11 @@ def test_a_printed_command_works_when_pasted(checkout: Path, sluice: Path, tmp_p
 
 def test_a_printed_command_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/somewhere/slurm/__main__.py", "train"])
-    assert shlex.split(command("resume", "runs/it's")) == ["python", "submit.py", "resume", "runs/it's"]
+    assert shlex.split(format_command("resume", "runs/it's")) == ["python", "submit.py", "resume", "runs/it's"]
     monkeypatch.setattr(sys, "argv", ["/no where/submit.py"])
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
     # another Python would have no packages
-    assert shlex.split(command("status")) == [sys.executable, "/no where/submit.py", "status"]
+    assert shlex.split(format_command("status")) == [sys.executable, "/no where/submit.py", "status"]
 
 
 @pytest.mark.parametrize(("word", "match"), [("statuss", "status"), ("canel", "cancel"), ("xyzzy", None)])

@@ -54,7 +54,7 @@ def test_changes_and_jobs_are_named_and_nothing_is_done(run: Run, queue: Queue) 
     assert [script.split("\n")[0] for script in scripts] == ["train", "evaluate"]
     assert "#SBATCH --nodes=2\n" in scripts[0] and "#SBATCH --partition=low\n" in scripts[0]
     assert not queue.after and {state.state for state in queue.states.values()} == {"PENDING"}
-    assert Run.open(run.path).config.stages.train.most_nodes == 1
+    assert Run.open(run.path).config.stages.train.max_nodes == 1
     shown = preview(run)
     assert "would change\nnothing\n" in shown and "train     job 1 pending\n" in shown and "new-" not in shown
 

@@ -12,7 +12,7 @@ import pytest
 from cli.doctor import Finding, print_findings
 from cli.logs import print_log
 from pipeline.base.console import PlainConsole
-from pipeline.base.errors import printable
+from pipeline.base.errors import make_printable
 from pipeline.base.files import append_line
 from pipeline.config.read import load_config
 from pipeline.run import attempts
@@ -70,4 +70,4 @@ def test_logs_are_text(run: Run, capsysbinary: pytest.CaptureFixture[bytes]) -> 
 
 
 def test_what_is_printable_stays() -> None:
-    assert printable("é × … ▒ 漢\t\n") == "é × … ▒ 漢\t\n" and printable("\0\r\x7f\x85\u2066") == "?????"
+    assert make_printable("é × … ▒ 漢\t\n") == "é × … ▒ 漢\t\n" and make_printable("\0\r\x7f\x85\u2066") == "?????"

@@ -29,7 +29,7 @@ from pipeline.base.console import PlainConsole
 from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import ExitCode
 from pipeline.base.files import read_jsonl
-from pipeline.base.signals import SIGNALS
+from pipeline.base.signals import STOP_SIGNALS
 from pipeline.checkpoint.catalog import find_newest_step
 from pipeline.config.read import load_config
 from pipeline.run import attempts, stages
@@ -96,7 +96,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         Path(name).write_text(text)
     write_corpus(tmp_path, 60)
     arrays("inputs", "labels")()
-    umask, handlers = os.umask(0o022), {number: signal.getsignal(number) for number in SIGNALS}
+    umask, handlers = os.umask(0o022), {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield tmp_path
     os.umask(umask)
     gc.enable()

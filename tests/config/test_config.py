@@ -22,15 +22,15 @@ from pipeline.config.other_names import OTHER_NAMES
 from pipeline.config.parallel import DataParallel
 from pipeline.config.read import (
     ConfigError,
-    config_from_mapping,
     dump_config,
     load_config,
-    merge,
+    merge_values,
+    parse_config,
     parse_overrides,
 )
-from pipeline.config.schema import dotted_keys
+from pipeline.config.schema import list_keys
 from pipeline.config.sections import Config, SiteConfig, TrainConfig
-from pipeline.config.types import parse_time
+from pipeline.config.types import parse_time_limit
 from pipeline.run.code import CODE_ROOT as ROOT
 
 CONFIGS = ROOT / "configs"
@@ -237,14 +237,14 @@ MAPPINGS = st.dictionaries(st.sampled_from("abc"), VALUES)
 @given(MAPPINGS, MAPPINGS, MAPPINGS)
 def test_merge_laws(a: dict[str, Any], b: dict[str, Any], c: dict[str, Any]) -> None:
     before = repr((a, b))
-    assert merge(a, {}) == a and merge({}, a) == a and merge(a, a) == a
-    assert merge(merge(a, b), b) == merge(a, b)
+    assert merge_values(a, {}) == a and merge_values({}, a) == a and merge_values(a, a) == a
+    assert merge_values(merge_values(a, b), b) == merge_values(a, b)
     assert repr((a, b)) == before
-    merged = merge(a, b)
+    merged = merge_values(a, b)
     assert set(merged) == set(a) | set(b)
     for key, value in b.items():
         if isinstance(value, dict) and isinstance(a.get(key), dict):
-            assert merged[key] == merge(a[key], value)
+            assert merged[key] == merge_values(a[key], value)
         else:
             assert merged[key] == value
 
@@ -252,7 +252,7 @@ def test_merge_laws(a: dict[str, Any], b: dict[str, Any], c: dict[str, Any]) -> 
         return {k: shape(v) for k, v in x.items()} if isinstance(x, dict) else None
 
     if shape(a) == shape(b) == shape(c):
-        assert merge(merge(a, b), c) == merge(a, merge(b, c)) == c
+        assert merge_values(merge_values(a, b), c) == merge_values(a, merge_values(b, c)) == c
 
 
 # -- what a mistake is answered with -------------------------------------------------------------------------
@@ -437,7 +437,7 @@ def test_the_key_that_was_meant_is_named(tmp_path: Path, key: str, meant: str) -
 @pytest.mark.parametrize("name", OTHER_NAMES)
 def test_a_key_of_another_framework_is_answered_with_ours(tmp_path: Path, name: str) -> None:
     """At the top, and in a section of ours or of theirs."""
-    found, ours = OTHER_NAMES[name], set(dotted_keys(()))
+    found, ours = OTHER_NAMES[name], set(list_keys(()))
     assert set(found.keys) <= ours and (found.keys or found.note)
     for key in (f"train.{name}", name, f"trainer.args.{name}"):
         if key in ours:
@@ -463,7 +463,7 @@ def test_the_usual_keys_of_other_frameworks_are_known() -> None:
 def test_a_message_lists_twenty_problems_and_counts_the_others(tmp_path: Path) -> None:
     many = {"run": {"name": "x"}, "train": {"steps": 1} | {f"unknown_{number}": number for number in range(3000)}}
     with pytest.raises(ConfigError) as caught:
-        config_from_mapping(many, "x")
+        parse_config(many, "x")
     lines = str(caught.value).splitlines()
     assert len(lines) == 21 and lines[-1] == "and 2,980 more" and len(str(caught.value)) < 8000
     (line,) = problems(tmp_path, SMALL, f"train.{'k' * 50_000}=1")
@@ -494,13 +494,13 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_config_from_mapping() -> None:
-    config = config_from_mapping({"run": {"name": "x"}, "train": {"steps": 3}}, "config.yaml")
+    config = parse_config({"run": {"name": "x"}, "train": {"steps": 3}}, "config.yaml")
     assert config.train.steps == 3
-    assert config_from_mapping(config.model_dump(mode="json"), "config.yaml") == config
+    assert parse_config(config.model_dump(mode="json"), "config.yaml") == config
     with pytest.raises(
         ConfigError, match=r'^config.yaml: train.steps: "many" should be a whole number greater than 0 or null$'
     ):
-        config_from_mapping({"run": {"name": "x"}, "train": {"steps": "many"}}, "config.yaml")
+        parse_config({"run": {"name": "x"}, "train": {"steps": "many"}}, "config.yaml")
 
 
 KEYS = [(model, field.alias or key) for model in models() for key, field in model.model_fields.items()]
@@ -526,7 +526,7 @@ def test_a_typo_is_answered_with_the_right_key(
     for part in reversed(PATHS[model]):
         values = {part: values} if isinstance(part, str) else [values]  # type: ignore[assignment]
     with pytest.raises(ConfigError) as caught:
-        config_from_mapping(values, "x")
+        parse_config(values, "x")
     name = re.escape(".".join(map(str, (*PATHS[model], typo))))
     found = re.search(
         rf"^x: {name}: (?:1|\"\*+\"): there is no such key; did you mean (.*)\? .* has ",
@@ -626,7 +626,7 @@ def test_any_overrides_are_understood_or_refused(tmp_path: Path, overrides: list
 @given(st.dictionaries(st.sampled_from(list(Config.model_fields)), ANY_VALUE))
 def test_any_mapping_is_a_config_or_refused(values: dict[str, Any]) -> None:
     try:
-        config = config_from_mapping(values, "x")
+        config = parse_config(values, "x")
     except ConfigError as error:
         assert all(re.match(r"x: |and [\d,]+ more$", line) for line in str(error).split("\n"))
     else:
@@ -723,7 +723,7 @@ def configs(draw: st.DrawFn) -> Config:
 
 
 def test_dump_and_load_awkward_texts(tmp_path: Path) -> None:
-    config = config_from_mapping({"run": {"name": "x"}, "train": {"steps": 1}, "site": {"setup": AWKWARD}}, "x")
+    config = parse_config({"run": {"name": "x"}, "train": {"steps": 1}, "site": {"setup": AWKWARD}}, "x")
     assert load(tmp_path, dump_config(config)).site.setup == AWKWARD
     assert yaml.safe_load(dump_config(config))["site"]["setup"] == AWKWARD
 
@@ -807,4 +807,4 @@ def test_importing_is_light() -> None:
 )  # fmt: skip
 def test_time_limits_are_slurms(text: str, seconds: int) -> None:
     """The forms of sbatch(1), --time."""
-    assert parse_time(text) == seconds
+    assert parse_time_limit(text) == seconds

@@ -15,7 +15,7 @@ from data_prep.records import chat_json
 from pipeline.base.errors import UserError
 from pipeline.base.files import write_json
 from pipeline.config.hugging_face import FolderError, along, config_json, inside, section_from, section_of
-from pipeline.config.read import ConfigError, dump_config, load_config, point_configs
+from pipeline.config.read import ConfigError, dump_config, load_config, make_point_configs
 from pipeline.config.sections import ModelConfig
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -261,11 +261,11 @@ def test_a_sweep_over_folders_asks_each_of_them_once(tmp_path: Path) -> None:
     text = "run: {name: a}\ntrain: {steps: 1}\nmodel: {dropout: 0.1}\nsweep: {grid: {model.init_from: [%s]}}\n"
     file.write_text(text % "first, null, second")
     config = load_config(file)
-    found = [(p.model.init_from, p.model.dim, p.model.rope_scaling is None) for p in point_configs(config)]
+    found = [(p.model.init_from, p.model.dim, p.model.rope_scaling is None) for p in make_point_configs(config)]
     assert found == [(first, 32, False), (None, 32, False), (second, 64, True)]
-    digests = [point.model.init_sha256 for point in point_configs(config)]
+    digests = [point.model.init_sha256 for point in make_point_configs(config)]
     assert digests[1] is None and digests[0] != digests[2] and config.data.tokenizer.path == first / "tokenizer.json"
-    assert [point.model.dropout for point in point_configs(config)] == [0.1] * 3
+    assert [point.model.dropout for point in make_point_configs(config)] == [0.1] * 3
     write_json(second / "tokenizer.json", {"model": {"vocab": {"b": 0}}})
     with pytest.raises(ConfigError, match=r"model\.init_from: points of a sweep share their tokens"):
         load_config(file)
@@ -273,7 +273,7 @@ def test_a_sweep_over_folders_asks_each_of_them_once(tmp_path: Path) -> None:
     frozen.write_text(dump_config(config))
     for path in (*first.iterdir(), *second.iterdir()):
         path.unlink()
-    assert load_config(frozen) == config and point_configs(load_config(frozen)) == point_configs(config)
+    assert load_config(frozen) == config and make_point_configs(load_config(frozen)) == make_point_configs(config)
     file.write_text(text % "first, 3")
     with pytest.raises(ConfigError, match=r"model\.init_from: .*first/config\.json: cannot read it"):
         load_config(file)

@@ -8,7 +8,7 @@ import pytest
 
 from data_prep.data_folder import stripe
 from data_prep.text_folder import TextFolder
-from pipeline.base.files import file_system_type
+from pipeline.base.files import read_file_system_type
 from pipeline.config.site import StripeConfig
 from pipeline.data.manifest import load_manifest
 from tests.data_prep.test_shards import config, quiet, texts, write_jsonl
@@ -72,5 +72,5 @@ def test_shard_sets_the_stripe_before_it_writes(
 def test_file_system_type_is_that_of_the_mount(tmp_path: Path) -> None:
     kinds = {fields[1]: fields[2] for line in Path("/proc/mounts").read_text().splitlines() if (fields := line.split())}
     for folder in ("/proc", "/dev/shm", "/"):
-        assert file_system_type(Path(folder)) == kinds[folder]
-    assert file_system_type(tmp_path / "no such file") == ""
+        assert read_file_system_type(Path(folder)) == kinds[folder]
+    assert read_file_system_type(tmp_path / "no such file") == ""

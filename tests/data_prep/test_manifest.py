@@ -19,7 +19,7 @@ from data_prep.data_folder import PACKAGE, PROGRESS, SHARED, code_sha256
 from data_prep.text_folder import TextFolder
 from pipeline.base.dist_env import RankInfo, read_rank_info
 from pipeline.base.errors import ExitCode, InputError, UserError
-from pipeline.base.files import seal, sha256_json
+from pipeline.base.files import add_checksum, sha256_json
 from pipeline.config.datasets import DataConfig, TokenizerConfig
 from pipeline.config.read import load_config
 from pipeline.data.manifest import FORMAT_VERSION, load_manifest
@@ -356,7 +356,7 @@ def test_modules_of_pipeline_that_shape_shards_are_part_of_the_key(tmp_path: Pat
 def test_manifest_of_another_tokenizer_does_not_fit(done: Path, data: DataConfig) -> None:
     prepared = json.loads((done / "prepare.json").read_text())
     prepared["tokenizer"]["sha256"] = "0" * 64
-    (done / "prepare.json").write_text(json.dumps(seal(prepared)))
+    (done / "prepare.json").write_text(json.dumps(add_checksum(prepared)))
     assert "was made with another data config, tokenizer or code" in str(shard_missing(data, done))
     assert progress(data, done)[0] == 0
 
@@ -391,7 +391,7 @@ def test_ranks_compare_the_manifest_with_the_shards_themselves(tmp_path: Path, s
     entry = values[split][0]
     entry["offset"] += 2
     entry["tokens"] -= 1
-    (run.data_dir / "manifest.json").write_text(json.dumps(seal(values)))
+    (run.data_dir / "manifest.json").write_text(json.dumps(add_checksum(values)))
     shard_file = run.data_dir / entry["file"]
     words = rf"manifest\.json says of tokens in {shard_file}: offset={entry['offset']} .*there is: offset="
     with pytest.raises(AssertionError, match=words + r".*Remove .*manifest\.json and run the shard stage again"):

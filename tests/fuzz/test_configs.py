@@ -21,7 +21,7 @@ import yaml
 
 from cli.submit import print_plan
 from pipeline.base.console import PlainConsole
-from pipeline.base.errors import UserError, storage_error
+from pipeline.base.errors import UserError, find_storage_error
 from pipeline.config.read import dump_config, load_config
 from pipeline.run.code import CODE_ROOT
 
@@ -185,7 +185,7 @@ def refused_or_kept(folder: Path, number: int) -> bool:
         assert load_config(path) == config, "the frozen config is another one"
         return True
     except (UserError, OSError) as error:
-        found = error if isinstance(error, UserError) else storage_error(error)
+        found = error if isinstance(error, UserError) else find_storage_error(error)
         assert found is not None and str(found) and len(str(found)) < 200_000, repr(error)
         return False
     finally:

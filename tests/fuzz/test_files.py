@@ -20,8 +20,8 @@ import pytest
 
 from pipeline.base.console import PlainConsole
 from pipeline.base.dist_env import RankInfo
-from pipeline.base.errors import ExitCode, UserError, storage_error
-from pipeline.base.files import intact
+from pipeline.base.errors import ExitCode, UserError, find_storage_error
+from pipeline.base.files import has_valid_checksum
 from pipeline.checkpoint import catalog
 from pipeline.evaluate.result import read_newest_result
 from pipeline.run import lines
@@ -94,7 +94,7 @@ def look(path: Path) -> str:
         print_status(Run.open(path), console)
         print_report(Run.open(path), console)
     except (UserError, OSError) as error:
-        found = error if isinstance(error, UserError) else storage_error(error)
+        found = error if isinstance(error, UserError) else find_storage_error(error)
         if found is None:
             raise
         return f"error: {found}"
@@ -175,7 +175,7 @@ def numbers(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, 
         kind, found[steps] = run_ranks(1, go_on, copy)[0]
         assert kind == "numbers" and found[steps][0] == found[steps][2] == steps, found
     assert "hosts by their own time" in look(whole) and "left out" not in look(whole)
-    assert intact(json.loads((copy / "evaluation/step-00000006.json").read_text()))
+    assert has_valid_checksum(json.loads((copy / "evaluation/step-00000006.json").read_text()))
     assert lines.read_all(copy / "changes.jsonl", lines.change)
     return found
 

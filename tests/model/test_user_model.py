@@ -23,10 +23,10 @@ from hypothesis import strategies as st
 from examples import make_images
 from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import ExitCode, InputError, UserError
-from pipeline.base.files import read_jsonl, seal
+from pipeline.base.files import add_checksum, read_jsonl
 from pipeline.checkpoint.catalog import checkpoint_name
 from pipeline.config.read import load_config
-from pipeline.config.user_model import UNREAD_OPTIONS, find, found_for
+from pipeline.config.user_model import UNREAD_OPTIONS, find_user_model, resolve_user_model
 from pipeline.data.sample_order import deal
 from pipeline.publish.export import export
 from pipeline.run.code import CODE_ROOT as ROOT
@@ -424,7 +424,7 @@ def test_a_manifest_of_samples_that_changed_is_noticed_and_mended(tmp_path: Path
     assert manifest.read_text() == whole
     values = json.loads(whole)
     values["train"][0]["arrays"]["images"]["offset"] += 1
-    manifest.write_text(json.dumps(seal(values)))
+    manifest.write_text(json.dumps(add_checksum(values)))
     with pytest.raises(AssertionError, match=r"json says of images in .*a\.h5: offset=\d+ .*there is: offset="):
         run_ranks(1, stage_rank, run.path, "train")
 
@@ -904,7 +904,7 @@ def test_the_example_is_found_without_importing_it(monkeypatch: pytest.MonkeyPat
     import sys
 
     monkeypatch.delitem(sys.modules, "examples.vit", raising=False)  # other tests import it
-    found = find("examples.vit", [ROOT])
+    found = find_user_model("examples.vit", [ROOT])
     assert found.arrays == ("images", "labels") and found.inputs == ("images",) and "tensor_plan" in found.names
     assert "examples.vit" not in sys.modules
-    assert found_for(load_config(Path("configs/quickstart.yaml")), []) is None
+    assert resolve_user_model(load_config(Path("configs/quickstart.yaml")), []) is None

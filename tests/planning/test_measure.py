@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from pipeline.base.console import PlainConsole
 from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import UserError
-from pipeline.base.yaml12 import parse
+from pipeline.base.yaml12 import parse_yaml
 from pipeline.comm import groups
-from pipeline.config.read import config_from_mapping, load_config
+from pipeline.config.read import load_config, parse_config
 from pipeline.config.track import TrackConfig
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
@@ -227,14 +227,14 @@ def test_plan_takes_the_file_for_another_layout(tmp_path: Path) -> None:
 
 def measuring(folder: Path, **more: object) -> Run:
     """The run of a config that measures, not made."""
-    values = parse(Path("configs/quickstart.yaml").read_text(), "quickstart")
+    values = parse_yaml(Path("configs/quickstart.yaml").read_text(), "quickstart")
     values |= {"measure": {"file": str(folder / "own.yaml"), **more}}
-    return Run(folder / "run", config_from_mapping(values, "test"))
+    return Run(folder / "run", parse_config(values, "test"))
 
 
 def test_such_a_run_has_one_stage_and_is_done_when_the_file_is_there(tmp_path: Path) -> None:
     run = measuring(tmp_path)
-    assert list(run.config.rows) == ["measure"]
+    assert list(run.config.active_stages) == ["measure"]
     assert "is not written yet" in str(missing(run))
     (tmp_path / "own.yaml").touch()
     assert missing(run) is None

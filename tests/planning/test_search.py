@@ -13,7 +13,7 @@ import yaml
 from benchmarks.gpu import ROOT
 from cli.main import main
 from pipeline.base.errors import UserError
-from pipeline.config.read import ConfigError, config_from_mapping, load_config
+from pipeline.config.read import ConfigError, load_config, parse_config
 from pipeline.parallel import traffic
 from pipeline.parallel.mesh import resolve_layout
 from planning.machine import load_machine
@@ -60,7 +60,7 @@ def everything() -> list[tuple[float, float]]:
             "data": {"replicate": data // shard, "shard": shard}, "activation_checkpointing": kind,
         }  # fmt: skip
         try:
-            config = config_from_mapping(
+            config = parse_config(
                 BASE | {"parallel": parallel, "train": {**BASE["train"], "micro_batch": micro}}, "here"
             )
         except ConfigError:
@@ -78,7 +78,7 @@ def everything() -> list[tuple[float, float]]:
 
 
 def test_the_best_are_those_of_brute_force() -> None:
-    config = config_from_mapping(BASE, "here")
+    config = parse_config(BASE, "here")
     found, by_hand = list(enumerate_layouts(config, H100, VOCAB, 2)), everything()
     assert len(found) == len(by_hand) > 200
     tight = sorted(size for _, size in by_hand)[len(by_hand) // 4]
@@ -99,7 +99,7 @@ def test_patterns_of_frozen_weights_are_asked_once(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(traffic, "fnmatch", asks)
     freeze = {"optimizer": {"freeze": ["model.embed_tokens.*"]}}
-    found = list(enumerate_layouts(config_from_mapping(BASE | freeze, "here"), H100, VOCAB, 2))
+    found = list(enumerate_layouts(parse_config(BASE | freeze, "here"), H100, VOCAB, 2))
     fastest_that_fit(found, 80e9)
     assert len(found) > 100 and len(asked) == len(set(asked)) == 8 * 9 + 3
 
@@ -111,7 +111,7 @@ def test_a_choice_is_written_beside_the_config(tmp_path: Path) -> None:
     _, first = search_layouts(load_config(path, more), H100, VOCAB, [1, 2, 4])
     written = write_choice(first, path, more)
     made = load_config(written)
-    assert resolve_layout(made) == first.layout and made.stages.train.most_nodes * 4 == first.layout.world_size
+    assert resolve_layout(made) == first.layout and made.stages.train.max_nodes * 4 == first.layout.world_size
     assert (made.train.global_batch, made.model.layers, made.train.micro_batch) == (
         64, 4, first.config.train.micro_batch,
     )  # fmt: skip
@@ -124,7 +124,7 @@ def test_the_layout_of_the_config_has_a_row_in_any_case() -> None:
     """Marked among the best, or by itself: where it is slow, does not fit, or is none that is searched."""
 
     def own_rows(nodes: list[int], **sections: Any) -> list[str]:
-        config = config_from_mapping(BASE | sections, "here")
+        config = parse_config(BASE | sections, "here")
         lines, _ = search_layouts(config, H100, VOCAB, nodes, predict_own_layout(config, H100, VOCAB))
         return [line for line in lines if line.endswith(OWN_LAYOUT_MARK)]
 
@@ -134,7 +134,7 @@ def test_the_layout_of_the_config_has_a_row_in_any_case() -> None:
         assert row.split()[0] == "2" and "pipeline 2 × data 1 × tensor 4 gpipe" in row and "too much" not in row
     (row,) = own_rows([2], site={"gpu_memory_gib": 8})
     assert "pipeline 1 × data 8 × tensor 1, micro-batch 1" in row and "GB too much" in row
-    _, first = search_layouts(config_from_mapping(BASE, "here"), H100, VOCAB, [2])
+    _, first = search_layouts(parse_config(BASE, "here"), H100, VOCAB, [2])
     lines, _ = search_layouts(first.config, H100, VOCAB, [2], predict_own_layout(first.config, H100, VOCAB))
     assert lines[1].endswith(OWN_LAYOUT_MARK) and sum(line.endswith(OWN_LAYOUT_MARK) for line in lines) == 1, (
         "no second row for one that is there"
@@ -142,7 +142,7 @@ def test_the_layout_of_the_config_has_a_row_in_any_case() -> None:
 
 
 def test_where_nothing_fits_it_says_so() -> None:
-    config = config_from_mapping(BASE | {"site": {"gpu_memory_gib": 0.5}}, "here")
+    config = parse_config(BASE | {"site": {"gpu_memory_gib": 0.5}}, "here")
     with pytest.raises(UserError, match=r"no layout on 2 nodes fits into 0.5 GB: more nodes \(--nodes\)"):
         search_layouts(config, H100, VOCAB, [2])
 
@@ -215,7 +215,7 @@ def test_what_is_written_is_what_was_said(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_offload_leaves_the_card_to_what_is_gathered(tmp_path: Path) -> None:
-    config = config_from_mapping(BASE | {"parallel": {"zero": 3, "offload": True}}, "here")
+    config = parse_config(BASE | {"parallel": {"zero": 3, "offload": True}}, "here")
     (choice, *_), _ = fastest_that_fit(list(enumerate_layouts(config, H100, VOCAB, 1)), 1e15)
     (held,) = {
         estimate_memory(choice.config, choice.layout, 0, VOCAB, order) for order in rank_actions(choice.layout)[:1]

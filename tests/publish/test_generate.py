@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from data_prep.tokenizer import train_bpe
-from pipeline.base.errors import UserError, printable
+from pipeline.base.errors import UserError, make_printable
 from pipeline.base.files import write_json
 from pipeline.data.chat_template import read_template
 from pipeline.publish.generate import _of_folder, _of_run, chosen, further, generate
@@ -73,7 +73,7 @@ def test_a_run_and_its_export_say_the_same(tmp_path: Path) -> None:
     command += ["--max-tokens", "12", "--seed", "2", "--step", "1"]
     command += ["--greedy"]  # says more than a seed
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout) == (0, printable(text) + "\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, make_printable(text) + "\n"), done.stderr
 
 
 @pytest.mark.parametrize("kind", ["llama 3", "mistral", "with end", "qwen"])
@@ -156,7 +156,7 @@ def test_an_answer_ends_with_the_token_that_closes_answers(tmp_path: Path) -> No
     assert answer == tokenizer.decode(new[:stop].tolist())
     command = [sys.executable, str(CODE_ROOT / "submit.py"), "generate", str(tmp_path), PROMPT]
     done = subprocess.run([*command, "--chat", "--greedy", "--max-tokens", "12"], capture_output=True, timeout=120)
-    assert (done.returncode, done.stdout.decode()) == (0, printable(answer) + "\n"), done.stderr
+    assert (done.returncode, done.stdout.decode()) == (0, make_printable(answer) + "\n"), done.stderr
 
 
 def test_a_chat_without_a_template_is_refused(tmp_path: Path) -> None:

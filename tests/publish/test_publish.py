@@ -25,7 +25,7 @@ from markdown_it import MarkdownIt
 
 from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import ExitCode, UserError
-from pipeline.base.files import seal, sha256_file, write_json
+from pipeline.base.files import add_checksum, sha256_file, write_json
 from pipeline.config.read import ConfigError, load_config
 from pipeline.publish import publish_stage
 from pipeline.publish.card import escape_markdown, write_card
@@ -141,7 +141,7 @@ def test_a_rule_that_fails_says_its_number_and_leaves_nothing(wanted: Any, tmp_p
     (better / "evaluation").mkdir(parents=True)
     (better / "checkpoints").symlink_to(run.checkpoints_dir)
     result = json.loads((run.evaluation_dir / "step-00000003.json").read_text())
-    result = publish_stage.seal({**result, "bits_per_byte": result["bits_per_byte"] / 2})
+    result = publish_stage.add_checksum({**result, "bits_per_byte": result["bits_per_byte"] / 2})
     (better / "evaluation/step-00000003.json").write_text(json.dumps(result))
     with pytest.raises(UserError, match=r"bits per byte \d\.\d+, no worse than \d\.\d+ of better"):
         publish(wanted(no_worse_than=str(better), name="second"))
@@ -373,7 +373,7 @@ def replace_folder(version: Path, target: str | None = None) -> None:
 
 def forge(version: Path, **changes: Any) -> None:
     """Write another sluice.json, with a hash that fits."""
-    write_json(version / "sluice.json", seal({**json.loads((version / "sluice.json").read_text()), **changes}))
+    write_json(version / "sluice.json", add_checksum({**json.loads((version / "sluice.json").read_text()), **changes}))
 
 
 @pytest.mark.parametrize(
@@ -444,8 +444,8 @@ def test_a_version_of_an_older_sluice_stays_published(wanted: Any) -> None:
 
 def test_there_is_no_such_stage_without_its_section(tmp_path: Path) -> None:
     config = write_config(tmp_path)
-    assert "publish" not in load_config(config).rows
-    assert list(load_config(config, ["publish.to=models"]).rows)[-1] == "publish"
+    assert "publish" not in load_config(config).active_stages
+    assert list(load_config(config, ["publish.to=models"]).active_stages)[-1] == "publish"
     with pytest.raises(ConfigError, match="publish is for one training, not for a sweep"):
         load_config(config, ["publish.to=models", "sweep={grid: {optimizer.lr: [0.1, 0.2]}}"])
     with pytest.raises(ConfigError, match=r"publish.rules.loss: give max, min or both"):

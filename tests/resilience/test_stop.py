@@ -43,7 +43,7 @@ def agree_rank(place: RankInfo) -> list[Any]:
     group, found = groups.new_control_group(), []
     for signals, left, saves, _ in SAID:
         flag = StopFlag()
-        flag.since = time.monotonic()
+        flag.start_time = time.monotonic()
         flag.reason = signals.get(place.rank)
         agreement = StopCoordinator(flag, group, Deadline(flag, left.get(place.rank), None))
         agreement.wants_save = lambda asked=place.rank in saves: asked  # type: ignore[misc]
@@ -138,7 +138,7 @@ def test_the_clock_forgets_the_step_that_compiled_and_counts_the_save_in_flight(
     assert (clock.left_s(), clock.needed_s(), clock.due()) == (100.0, 8.0, False)
     now = 70.0
     assert clock.due(), "10 spare, two steps, and two saves with room: one may be in flight"
-    flag.reason, flag.at = "SIGTERM", 75.0
+    flag.reason, flag.signal_time = "SIGTERM", 75.0
     now = 80.0
     assert clock.left_s() == 15.0
     clock.saving = True
@@ -196,7 +196,7 @@ def blocked_rank(place: RankInfo) -> tuple[bool, bool]:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.5)
         seen.append(bool(flag))
-        flag.look()
+        flag.poll()
         seen.append(bool(flag))
 
     if place.rank == 0:

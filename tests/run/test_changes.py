@@ -11,7 +11,7 @@ import pytest
 from pipeline.base.console import PlainConsole
 from pipeline.base.errors import UserError
 from pipeline.config.read import load_config
-from pipeline.run.changes import differences
+from pipeline.run.changes import describe_changes
 from pipeline.run.directory import Run
 from pipeline.train import train_stage
 from slurm.query import status
@@ -55,7 +55,7 @@ def test_the_offered_command_changes_all_that_resume_accepts(run: Run) -> None:
     lines = refusal(*EVERY_KIND, "model.dim=64", "optimizer.lr=0.5")
     run.apply_overrides(offered(lines))
     wanted = load_config(Path("tiny.yaml"), EVERY_KIND)
-    assert not differences(Run.open(run.path).config, wanted)
+    assert not describe_changes(Run.open(run.path).config, wanted)
     (refused,) = [line for line in lines if line.startswith("resume does not accept: ")]
     assert refused.split(": ")[1].split(", ") == ["model.dim", "optimizer.lr"]
 

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from pipeline.base.errors import CheckpointError, InputError
-from pipeline.base.files import append_line, seal, write_json
+from pipeline.base.files import add_checksum, append_line, write_json
 from pipeline.checkpoint import catalog
 from pipeline.config.read import load_config
 from pipeline.evaluate.result import read_newest_result, result_file
@@ -60,9 +60,11 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     run.event("done", "train", job_id="1", attempt=1, task=None, exit_code=0)
     checkpoint = run.checkpoints_dir / catalog.checkpoint_name(1)
     checkpoint.mkdir()
-    write_json(checkpoint / catalog.MANIFEST_FILE, seal({"step": 1, "samples_consumed": 8, "layout": {}, "files": {}}))
+    write_json(
+        checkpoint / catalog.MANIFEST_FILE, add_checksum({"step": 1, "samples_consumed": 8, "layout": {}, "files": {}})
+    )
     sha256 = catalog.read_checkpoint_manifest(checkpoint)["sha256"]
-    write_json(result_file(run, 1), seal({**RESULT, "checkpoint": sha256}))
+    write_json(result_file(run, 1), add_checksum({**RESULT, "checkpoint": sha256}))
     return run
 
 
@@ -100,8 +102,9 @@ def test_a_line_that_is_being_written_is_not_odd(run: Run) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    ["", "{torn", "null", "[]", "{}", json.dumps(RESULT), json.dumps(seal({**RESULT, "checkpoint": 5})), "[" * 9999,
-     json.dumps(seal({**RESULT, "checkpoint": "x"})).replace('"loss": 1.0', '"loss": 1.5'),
+    ["", "{torn", "null", "[]", "{}", json.dumps(RESULT), json.dumps(add_checksum({**RESULT, "checkpoint": 5})),
+     "[" * 9999,
+     json.dumps(add_checksum({**RESULT, "checkpoint": "x"})).replace('"loss": 1.0', '"loss": 1.5'),
      json.dumps({**RESULT, "bits_per_byte": "1.4", "checkpoint": "x"})],
 )  # fmt: skip
 def test_an_odd_evaluation_is_none_and_is_told(run: Run, content: str) -> None:

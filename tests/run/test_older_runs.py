@@ -10,7 +10,7 @@ import pytest
 
 from data_prep.text_folder import TextFolder
 from pipeline.base.errors import UserError
-from pipeline.base.files import seal, sha256_json
+from pipeline.base.files import add_checksum, sha256_json
 from pipeline.checkpoint.identity import compute_identity
 from pipeline.config.read import load_config
 from pipeline.data.manifest import FORMAT_VERSION, load_manifest
@@ -30,7 +30,7 @@ def made_before(run: Run) -> Run:
         values = json.loads((run.data_dir / name).read_text())
         for key in ("bos_ids", "sha256"):
             values.pop(key)
-        (run.data_dir / name).write_text(json.dumps(seal(values)))
+        (run.data_dir / name).write_text(json.dumps(add_checksum(values)))
     return Run.open(run.path)
 
 

@@ -254,7 +254,7 @@ def test_ctrl_c_in_a_terminal_saves_and_says_how_to_go_on(tmp_path: Path, finish
         run / "code/pipeline/train/trainer.py",
         "        if why_not is None:\n            self.save(step)\n",
         "        if why_not is None:\n            time.sleep(3)\n            self.save(step)\n"
-        "        (self.run.path / f'signals-{self.world.rank}').write_text(str(self.clock.flag.count))\n",
+        "        (self.run.path / f'signals-{self.world.rank}').write_text(str(self.clock.flag.signal_count))\n",
     )
     terminal = Terminal(tmp_path, "tiny.yaml")
     wait_for_steps(run, 8)

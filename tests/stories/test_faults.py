@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.errors import ExitCode, storage_error
+from pipeline.base.errors import ExitCode, find_storage_error
 from pipeline.checkpoint.catalog import checkpoint_name, find_newest_step, list_checkpoint_steps
 from pipeline.config.read import load_config
 from pipeline.run.code import CODE_ROOT
@@ -203,12 +203,12 @@ def test_a_bug_while_a_refusal_is_handled_stays_a_bug() -> None:
         except type(error) as found:
             return found
 
-    assert storage_error(raised(KeyError("a bug"), named=False)) is None
+    assert find_storage_error(raised(KeyError("a bug"), named=False)) is None
     for found in (
         raised(RuntimeError(), named=True),
         raised(RuntimeError("[enforce fail at inline_container.cc]"), False),
     ):
-        assert "cannot use some/file: permission denied" in str(storage_error(found))
+        assert "cannot use some/file: permission denied" in str(find_storage_error(found))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pipeline.base.dist_env import RankInfo
-from pipeline.config.read import config_from_mapping
+from pipeline.config.read import parse_config
 from pipeline.config.sections import Config
 
 VOCAB, STEPS, BATCHES = 64, 10, 13
@@ -23,7 +23,7 @@ def tiny_config(ranks: int, **sections: dict[str, Any]) -> Config:
     }
     for name, values in sections.items():
         base[name] = base.get(name, {}) | values
-    return config_from_mapping(base, "tiny")
+    return parse_config(base, "tiny")
 
 
 def batches(config: Config, vocab: int = VOCAB) -> Any:

@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import pytest
 
 from pipeline.base.console import PlainConsole
-from pipeline.base.files import seal
+from pipeline.base.files import add_checksum
 from pipeline.base.html_page import draw_lanes
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
@@ -103,7 +103,7 @@ def test_a_run_with_everything_has_every_picture_with_its_units(run: Run) -> Non
             "unigram_bits_per_byte": 2.0,
         }
         result |= {"arc.accuracy": 0.4, "arc.accuracy_stderr": 0.1, "tokens": 9, "bytes": 9, "checkpoint": "x"}
-        (run.evaluation_dir / f"step-{step:08}.json").write_text(json.dumps(seal(result)))
+        (run.evaluation_dir / f"step-{step:08}.json").write_text(json.dumps(add_checksum(result)))
     (run.stage_dir("train") / "own-times.json").write_text(json.dumps({"n1": 1.0, "n2": 1.5}))
     write_lines(run.path / "telemetry-n1.jsonl", [telemetry(second) for second in (0, 10, 20)])
     text, page = report(run)

@@ -135,7 +135,7 @@ def test_an_xid_between_two_looks_is_heard(tmp_path: Path, monkeypatch: pytest.M
     assert fake.cards[0]["xids"] == [] and not (run.path / "telemetry-n1.jsonl").exists()
     while process.is_alive() and not (run.path / "telemetry-n1.jsonl").exists():
         time.sleep(0.05)
-    flag.at, flag.reason = time.monotonic(), "SIGTERM"
+    flag.signal_time, flag.reason = time.monotonic(), "SIGTERM"
     process.join(20)
     assert json_lines(run.path / "telemetry-n1.jsonl")[0]["gpus"][0]["xid"] == [63]
 
@@ -245,7 +245,7 @@ def counted_reads(patch: pytest.MonkeyPatch, read: list[int]) -> Iterator[None]:
     """How many bytes each file gives that is opened to look at."""
     from pipeline.base import files
 
-    open_regular = files.open_regular
+    open_regular_file = files.open_regular_file
 
     class Counted(io.BufferedReader):
         def read(self, size: int | None = -1, /) -> bytes:
@@ -254,7 +254,7 @@ def counted_reads(patch: pytest.MonkeyPatch, read: list[int]) -> Iterator[None]:
             return found
 
     with patch.context() as patched:
-        patched.setattr(files, "open_regular", lambda path: Counted(open_regular(path).detach()))
+        patched.setattr(files, "open_regular_file", lambda path: Counted(open_regular_file(path).detach()))
         yield
 
 

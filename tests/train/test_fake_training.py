@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.dist_env import local_environment
+from pipeline.base.dist_env import make_local_rank_env
 from tests.fake_gpu.peaks import PEAKS, RECOMPUTE
 from tests.fake_gpu.start import Start, place_of, read
 from tests.support.ranks import PORTS
@@ -124,7 +124,7 @@ def test_a_training_on_two_gpus(start: Start, prepared: Path, graphs: dict[str, 
     more = (f"train.steps={STEPS}", "checkpoint.every_steps=2", "recovery.preflight=false")
     run = make_run(start.folder, overrides=(*overrides, *more), data=prepared)
     logs, port = [start.folder / f"log-{rank}" for rank in range(2)], next(PORTS)
-    envs = [graphs | local_environment(rank, 2, port) | {"FAKE_GPU_LOG": str(log)} for rank, log in enumerate(logs)]
+    envs = [graphs | make_local_rank_env(rank, 2, port) | {"FAKE_GPU_LOG": str(log)} for rank, log in enumerate(logs)]
     start.together([("-W", "ignore", "-m", "pipeline", "train", str(run.path))] * 2, envs)
     assert [line["step"] for line in map(json.loads, run.metrics_file.read_text().splitlines())] == [1, 2, 3]
     manifest = json.loads((run.checkpoints_dir / "step-00000003/manifest.json").read_text())

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.dist_env import outside_job
+from pipeline.base.dist_env import without_job_variables
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
 from slurm.query import job_states
@@ -75,7 +75,7 @@ def test_sbatch_does_what_the_script_says(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "third").mkdir()
     assert handed_on(monkeypatch, tmp_path / "third", *said, stage="evaluate").keys() == {"SBATCH_QOS"}
     assert os.environ["SBATCH_SIGNAL"] == "1", "the shell's own stay"
-    with outside_job():
+    with without_job_variables():
         assert not [name for name in os.environ if name.startswith("SBATCH_")]
 
 

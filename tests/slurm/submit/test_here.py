@@ -58,7 +58,7 @@ def test_in_a_batch_job_a_signal_is_no_persons_stop(
     monkeypatch.setattr(Run, "lock_holder", holder)
     flag = StopFlag()
     flag._set(signal.SIGTERM)
-    flag.count = signals
+    flag.signal_count = signals
     if not batch:
         threading.Timer(2, supervisor.terminate).start()  # it reads the file
     code = local_runner.run_stage_locally(run, "prepare", flag, PlainConsole(file=io.StringIO()))

@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 from cli.doctor import ClusterFacts, Finding, assess_cluster, check_file_system
 from cli.submit import print_plan
 from pipeline.base.console import PlainConsole
-from pipeline.base.dist_env import granted_tasks
+from pipeline.base.dist_env import read_granted_tasks
 from pipeline.base.errors import UserError
-from pipeline.config.masking import exposed, mask, masked
+from pipeline.config.masking import describe_exposed_setup, mask_secrets, mask_shell_line
 from pipeline.config.read import ConfigError, dump_config, load_config
 from pipeline.config.sections import Config, SiteConfig
 from pipeline.config.site import OWN_OPTIONS
@@ -319,13 +319,13 @@ def test_what_sbatch_complains_about_is_passed_on(complaint: str, told: str) -> 
 @given(st.text(), st.sampled_from(["API_TOKEN", "db-password", "SSH_KEY", "secret"]), st.sampled_from(["=", ": ", " "]))
 @settings(deadline=None, max_examples=100)
 def test_no_value_of_a_secret_is_shown(text: str, name: str, between: str) -> None:
-    shown = mask(f"export {name}{between}<{text}>")
+    shown = mask_shell_line(f"export {name}{between}<{text}>")
     assert shown == f"export {name}{between}*****"
 
 
 @pytest.mark.parametrize("line", ["LEAK1abcdef", "EOF", "source login.sh LEAK3hunter2", ". login.sh LEAK", "LE/AK"])
 def test_what_may_be_fed_to_a_command_or_is_an_argument_is_masked(line: str) -> None:
-    assert "LEAK" not in mask(line).replace("/", "") and mask(line).endswith("*****")
+    assert "LEAK" not in mask_shell_line(line).replace("/", "") and mask_shell_line(line).endswith("*****")
 
 
 @pytest.mark.parametrize(
@@ -334,19 +334,21 @@ def test_what_may_be_fed_to_a_command_or_is_an_argument_is_masked(line: str) -> 
 )
 def test_a_value_where_a_name_should_stand_is_not_repeated(tmp_path: Path, override: str) -> None:
     refused(lambda: config(tmp_path, override), override.partition("=")[0], "*****")
-    assert masked({"site": {"pass": ["TOKEN"], "secrets": "~/s"}}) == {"site": {"pass": ["TOKEN"], "secrets": "~/s"}}
+    assert mask_secrets({"site": {"pass": ["TOKEN"], "secrets": "~/s"}}) == {
+        "site": {"pass": ["TOKEN"], "secrets": "~/s"}
+    }
     for values in (
         {"track": {"mlflow": {"uri": "http://u:p@ss/w@h:5000"}}},
         {"track.mlflow.uri": "http://u:p@ss/w@h:5000"},
     ):
-        assert "http://*****@h:5000" in str(masked(values)) and "ss/w" not in str(masked(values))
+        assert "http://*****@h:5000" in str(mask_secrets(values)) and "ss/w" not in str(mask_secrets(values))
 
 
 @pytest.mark.parametrize(
     "line", ["module load cuda/12.4 gcc", "source /sw/env.sh", ". ~/env", "conda activate x", "/sw/init.sh", ""]
 )
 def test_what_is_no_secret_is_shown(line: str) -> None:
-    assert mask(line) == line
+    assert mask_shell_line(line) == line
 
 
 # -- secrets -------------------------------------------------------------------------------------------------
@@ -417,9 +419,9 @@ def test_a_harmless_value_of_a_key_that_does_not_exist_is_shown(tmp_path: Path, 
 
 
 def test_who_may_read_the_setup_is_told(tmp_path: Path) -> None:
-    assert exposed(config(tmp_path, EXPORTS)) is None
-    assert exposed(config(tmp_path, "run.sharing=group", "site.setup=[module load cuda]")) is None
-    warning = exposed(config(tmp_path, "run.sharing=group", EXPORTS))
+    assert describe_exposed_setup(config(tmp_path, EXPORTS)) is None
+    assert describe_exposed_setup(config(tmp_path, "run.sharing=group", "site.setup=[module load cuda]")) is None
+    warning = describe_exposed_setup(config(tmp_path, "run.sharing=group", EXPORTS))
     assert warning and "(export GH_PAT=*****)" in warning and "site.secrets or site.pass" in warning
     command = [sys.executable, str(CODE_ROOT / "submit.py"), "tiny.yaml", "--dry-run", "run.sharing=group", EXPORTS]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
@@ -598,11 +600,11 @@ def test_a_mismatch_says_how_to_ask(arguments: Any, words: str) -> None:
 
 def test_what_was_granted_is_read_from_the_environment() -> None:
     plane = {"SLURM_TASKS_PER_NODE": "2(x3),1", "SLURM_DISTRIBUTION": "plane", "SLURM_DIST_PLANESIZE": "4"}
-    assert granted_tasks(plane) == ([2, 2, 2, 1], "plane=4")
-    assert granted_tasks({"SLURM_TASKS_PER_NODE": "8"}) == ([8], "block")
-    assert granted_tasks({}) is None
+    assert read_granted_tasks(plane) == ([2, 2, 2, 1], "plane=4")
+    assert read_granted_tasks({"SLURM_TASKS_PER_NODE": "8"}) == ([8], "block")
+    assert read_granted_tasks({}) is None
     with pytest.raises(UserError, match="SLURM_TASKS_PER_NODE"):
-        granted_tasks({"SLURM_TASKS_PER_NODE": "two"})
+        read_granted_tasks({"SLURM_TASKS_PER_NODE": "two"})
 
 
 def test_a_torn_placement_is_refused_before_submission(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.base.files import flock, read_jsonl
+from pipeline.base.files import read_jsonl, try_flock
 from pipeline.run.directory import Run
 from pipeline.run.points import points
 from slurm.query.exclusion import record_bad_node
@@ -72,7 +72,7 @@ def test_a_successor_waits_for_a_lock_that_goes_late(tmp_path: Path, calm: Path,
     wait_for("step 8", lambda: len(list(read_jsonl(run / "metrics.jsonl"))) >= 8)
     preempt(cluster)
     with open(run / "jobs/train/lock", "r+b") as lock:
-        wait_for("the first job's end", lambda: flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB), 60)
+        wait_for("the first job's end", lambda: try_flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB), 60)
         wait_for("the successor", lambda: job_of(run, "train") in queue(cluster, "-tR"), 90)
         time.sleep(75)
         assert events(run, "train").count("started") == 1 and job_of(run, "evaluate") in queue(cluster)

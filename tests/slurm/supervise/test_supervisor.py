@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.dist_env import TIME_LEFT
+from pipeline.base.dist_env import TIME_LEFT_VARIABLE
 from pipeline.base.errors import ExitCode, UserError
 from pipeline.base.files import write_json
 from pipeline.base.signals import StopFlag
@@ -185,10 +185,10 @@ def test_a_preemption_is_remembered_when_slurm_has_requeued_the_job(
     run.event("started", "train", attempt=1, task=None)
     if stopped_s is not None:
         run.event("stop_requested", "train", step=7, signal="SIGUSR2")
-    one.flag.reason, one.flag.at = reason, time.monotonic() + (stopped_s or 0.0)
+    one.flag.reason, one.flag.signal_time = reason, time.monotonic() + (stopped_s or 0.0)
     now = time.time() + (stopped_s or 0.0)
     monkeypatch.setattr(supervisor.time, "time", lambda: now)
-    monkeypatch.setattr(supervisor.time, "monotonic", lambda: one.flag.at)
+    monkeypatch.setattr(supervisor.time, "monotonic", lambda: one.flag.signal_time)
     if noted:
         run.event("stopping", "train", by=reason, cause=noted)
     one.place = replace(place(0, 1, 1), job_id="12")
@@ -201,7 +201,7 @@ def test_each_attempt_knows_what_time_is_left_then(run: Run, monkeypatch: pytest
     facts = JobInfo("RUNNING", 0, False, 100.0, False, submit_time=7.0)
     monkeypatch.setenv("SLURM_JOB_NAME", "by-hand")
     monkeypatch.setenv("SLURM_CLUSTER_NAME", "here")
-    monkeypatch.setenv(TIME_LEFT, "")
+    monkeypatch.setenv(TIME_LEFT_VARIABLE, "")
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     monkeypatch.setattr(supervisor.slurm_job, "read_job_info", lambda job: facts)
     one = supervised(run, monkeypatch, code=ExitCode.DONE)
@@ -210,7 +210,7 @@ def test_each_attempt_knows_what_time_is_left_then(run: Run, monkeypatch: pytest
         if one.ends is not None:
             one.ends -= waited
         one._attempt(0, "")
-        left.append(float(os.environ[TIME_LEFT]))
+        left.append(float(os.environ[TIME_LEFT_VARIABLE]))
     assert [round(seconds, -1) for seconds in left] == [100.0, 70.0, 0.0] and left[2] == 0.0
     started = run.read_events("train", "started")[-1]
     assert [started[key] for key in ("cluster", "job_name", "job_submitted")] == ["here", "by-hand", 7.0]
@@ -468,7 +468,7 @@ def test_a_signal_wakes_who_waits_for_the_controller(run: Run, monkeypatch: pyte
     one = supervised(run, monkeypatch)
 
     def signal_at_1000(second: float) -> None:
-        if second >= 1000 and not one.flag.count:
+        if second >= 1000 and not one.flag.signal_count:
             one.flag._handle(15, None)
 
     clock = Clock(monkeypatch, signal_at_1000)
