@@ -16,7 +16,7 @@ from pipeline.base.files import raise_open_file_limit
 
 RunPath = Annotated[str, typer.Argument(metavar="RUN", help="a run directory, such as runs/quickstart")]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]…", help="config keys to set, such as train.steps=400")
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="config keys to set, such as train.steps=400")
 ]
 Step = Annotated[str | None, typer.Option(help="step of the checkpoint; default: the newest checkpoint")]
 

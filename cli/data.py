@@ -16,7 +16,7 @@ def data(
             help="inspect: print format and size; verify: also read all tokens; import: copy the tokens as shards"
         ),
     ],
-    paths: Annotated[list[str], typer.Argument(metavar="PATH…", help="token files, or folders of token files")],
+    paths: Annotated[list[str], typer.Argument(metavar="PATH", help="token files, or folders of token files")],
     to: Annotated[str | None, typer.Option(metavar="DIR", help="import: a folder that does not exist yet")] = None,
     tokenizer: Annotated[
         str | None, typer.Option(metavar="FILE", help="the tokenizer.json that produced the tokens")

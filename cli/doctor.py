@@ -55,7 +55,7 @@ print(json.dumps([torch.__version__, torch.version.cuda, [f"{g.name}, {g.total_m
 
 
 def doctor(
-    folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="the folder for runs (run.root)")] = Path("runs"),
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="the folder for runs (run.root)")] = Path("runs"),
     check_nodes: Annotated[
         bool, typer.Option("--check-nodes", help="also check that compute nodes see FOLDER (a short srun on two nodes)")
     ] = False,

@@ -58,7 +58,7 @@ _MAX_HOSTS = 4
 
 def status(
     run: Annotated[
-        str | None, typer.Argument(metavar="[RUN]", help="a run directory; default: all runs below runs/")
+        str | None, typer.Argument(metavar="RUN", help="a run directory; default: all runs below runs/")
     ] = None,
     live: Annotated[
         bool, typer.Option("--watch", "-w", help="update the screen until the run ends or you press q")

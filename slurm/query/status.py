@@ -1,11 +1,11 @@
-"""`status`: how each stage of a run stands; cli/watch.py shows it live.
+"""State of the stages of a run, for `status`, `logs`, `report` and trackers. The command is in cli/status.py.
 
-What a stage has come to is judged by its outputs together with what Slurm says of its job (`judge`): a job that is
-COMPLETED while an output is missing has failed, and so has one that ended before its supervisor began. Where Slurm
-says nothing (no accounting, no controller), the run directory tells: events, locks, outputs.
+A stage is judged by its outputs together with what Slurm reports about its job (:func:`determine_state`). A job that
+is COMPLETED while an output is missing has failed, and so has a job that ended before its supervisor started. If Slurm
+reports nothing (no accounting, no controller), the run directory decides: events, locks and outputs.
 
-A table that is watched reads the run directory every two seconds, which costs nothing; Slurm is asked when the
-directory shows something new, else after 2 s, growing to 30 s while nothing changes.
+:class:`StatusPoller` reads the run directory every two seconds, which is cheap. It queries Slurm if the directory has
+new events, otherwise after 2 s, growing to 30 s while nothing changes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
@@ -29,15 +29,14 @@ from pipeline.base.text import format_duration
 from pipeline.config.stages import STAGES
 from pipeline.evaluate.result import format_result, get_extra_metrics, get_main_metric, read_newest_result
 from pipeline.run import attempts, stages
-from pipeline.run import lines as known
+from pipeline.run import lines as jsonl_lines
 from pipeline.run import points as sweep
-from pipeline.run.attempts import ENDS
+from pipeline.run.attempts import ENDS, GOES_ON
 from pipeline.run.directory import Run
 from pipeline.run.failure import retry_command
 from pipeline.run.ledger import event_timestamp
 from pipeline.run.machines import LOOKS, gpus_behind
 from slurm.query.job_states import NOT_RESPONDING, UNKNOWN, JobState, RecordedJob, find_first_submissions
-from slurm.query.last_stop import LastStop, find_last_stop
 from slurm.query.run_jobs import (
     SubmittedJob,
     describe_stray_job,
@@ -50,12 +49,18 @@ from slurm.query.run_jobs import (
 from slurm.query.slurm_messages import JOB_HELD
 from slurm.query.stop_causes import is_job_ending
 
+Event = Mapping[str, Any]
+
 POLL_INTERVAL_S = 2.0
 QUERY_INTERVALS_S = (2.0, 30.0)
-"""The shortest and the longest time between two questions to Slurm."""
-GPU_LOOK_S, _MOST_GPUS = 120.0, 3
-"""GPUs are compared by what they did in the last two minutes, or 12 looks; so many are named."""
-_LEAST_WANTED = (
+"""The shortest and the longest time between two queries of Slurm."""
+MAX_IDLE_POLLS = 5
+"""After this many polls in a row without an active stage, a run counts as ended. Between two stages, no stage may be
+active for a moment: without Slurm that takes seconds on a busy machine, and file systems may show outputs late."""
+GPU_COMPARISON_S = 120.0
+"""GPUs are compared by their telemetry of the last two minutes, or 12 samples."""
+_MAX_GPUS_NAMED = 3
+_OPTIONAL_COLUMNS = (
     "last stop",
     "idle",
     "ending",
@@ -69,277 +74,439 @@ _LEAST_WANTED = (
     "job",
     "step",
 )
-"""Columns that go where a terminal is narrow, in this order: Slurm's reason stays, and the sum of all hours."""
-MAX_IDLE_POLLS = 5
-_MORE = r"(?<=units): |; "
-"""After so many looks in a row at which nothing ran or waited in the queue it counts as ended: between two stages,
-which without Slurm takes seconds on a busy machine, and while a file system shows the outputs late, it may seem so."""
+"""Columns that are left out if the terminal is narrow, in this order; Slurm's reason and the sum of all hours stay."""
+_END_OF_SHORT_PROGRESS = r"(?<=units): |; "
+
+
+# -- last stop ---------------------------------------------------------------------------------------------------------
+
+_CAUSE_DESCRIPTIONS = {
+    "preempted": "preemption",
+    "time_limit": "its time limit",
+    "node_failure": "a node failure",
+    "bad_node": "a bad node",
+    "crashed": "a crash",
+    "out_of_memory": "running out of memory",
+    "hang": "a hang",
+    "peer_lost": "losing a rank",
+    "non_finite": "a loss that was not finite",
+    "storage": "a storage error",
+    "bad_checkpoint": "a bad checkpoint",
+    "bad_input": "bad inputs",
+    "user_error": "a user error",
+    "cancelled": "a cancellation",
+    "stop file": "a stop request",
+    "outputs": "incomplete outputs",
+    "placement": "a wrong placement of ranks",
+    "signal": "a signal",
+    "stopped": "a signal",
+}
+"""`requeued` has no description: the cause is not known."""
+_CONTINUATIONS = {"requeued": "requeued", "retried": "restarted", "handed_over": "handed over to the next job"}
+_SUBMITTED_AGAIN = "submitted again"
+
+
+@dataclass(frozen=True)
+class LastStop:
+    """The end of the newest attempt that ended before its stage was done."""
+
+    cause: str | None
+    """An exit code's name, a signal, or what requested the stop; None if unknown."""
+    step: int | None
+    """The step at which a training stopped on request, otherwise its newest checkpoint; None if there is none."""
+    is_graceful: bool
+    """Whether the training stopped at a step boundary, on request."""
+    continuation: str | None = None
+    """How the stage continues, such as `requeued`; None if it does not."""
+    attempts: int = 1
+    """Number of attempts so far."""
+
+    @property
+    def cause_phrase(self) -> str:
+        """The cause, such as `after preemption`; "" if unknown."""
+        if self.cause in (None, "requeued"):
+            return ""
+        return f"after {_CAUSE_DESCRIPTIONS.get(str(self.cause), f'a signal ({self.cause})')}"
+
+    @property
+    def details(self) -> str:
+        """The step and the number of attempts: `at step 1210 (2 attempts)`."""
+        step = ""
+        if self.step is not None:
+            step = f"at step {self.step} " if self.is_graceful else f"with a checkpoint of step {self.step} "
+        return f"{step}({self.attempts} attempt{'s'[: self.attempts - 1]})"
+
+
+def find_last_stop(events: Sequence[Event], pending_job: str | None) -> LastStop | None:
+    """Return how a stage last stopped; None if it did not stop, or is done.
+
+    Args:
+        events: all events of the stage, oldest first.
+        pending_job: the job of the stage that is pending, if there is one: then no attempt is running.
+    """
+    events_of_task: dict[Any, list[Event]] = {}
+    for event in events:
+        events_of_task.setdefault(event.get("task"), []).append(event)
+    if len(events_of_task) == 1:
+        return _find_last_stop_of_task(events, pending_job)
+    # events without a task concern the whole stage: submissions, and the job after an array
+    stops = [
+        _find_last_stop_of_task(of_task, None if task is not None else pending_job)
+        for task, of_task in events_of_task.items()
+    ]
+    return max((stop for stop in stops if stop is not None), key=lambda stop: stop.attempts, default=None)
+
+
+def _find_last_stop_of_task(events: Sequence[Event], pending_job: str | None) -> LastStop | None:
+    """`find_last_stop` for the events of one stage, or of one task of its array."""
+    last: LastStop | None = None
+    started: Event | None = None
+    """The start of the attempt that has not ended."""
+    recorded_cause: str | None = None
+    stop_step: int | None = None
+    saved_step: int | None = None
+    is_submitted_again = False
+    attempt_count = 0
+
+    def make_stop(cause: object) -> LastStop:
+        step = stop_step if stop_step is not None else saved_step
+        return LastStop(None if cause is None else str(cause), step, stop_step is not None)
+
+    for event in events:
+        name = event["event"]
+        if name == "started":
+            if started is not None:
+                last = make_stop(recorded_cause)
+            started = event
+            recorded_cause = None
+            stop_step = None
+            is_submitted_again = False
+            attempt_count += 1
+        elif name == "stopping":
+            recorded_cause = event.get("cause") or event.get("by")
+        elif name == "stop_requested":
+            stop_step = event.get("step")
+        elif name in ("saved", "restored"):
+            saved_step = event["step"]
+        elif name == "began_anew":
+            saved_step = None
+        elif name in ENDS:
+            last = None if name == "done" else make_stop(event.get("cause") or recorded_cause)
+            started = None
+        elif name in GOES_ON and last is not None:
+            last = replace(last, continuation=_CONTINUATIONS[name])
+        elif name == "submitted" and event.get("kind") != "afternotok" and "step" not in event:  # by the user
+            is_submitted_again = True
+    if started is not None and pending_job is not None:
+        is_same_job = pending_job in (started.get("slurm_job"), started.get("job_id"))
+        continuation = _CONTINUATIONS["requeued" if is_same_job else "handed_over"]
+        last = replace(make_stop(recorded_cause), continuation=continuation)
+    if last is None:
+        return None
+    return replace(
+        last, attempts=attempt_count, continuation=_SUBMITTED_AGAIN if is_submitted_again else last.continuation
+    )
+
+
+# -- state -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class StageStatus:
-    """One stage in the table."""
+    """The status of one stage: a row of the table."""
 
     run: Run
     stage: str
     state: str
-    """done, running, pending …: a word of Slurm's while its job is active, else how it ended; held: until a person lets
-    it go; never: waits in vain."""
+    """done, running, pending …: Slurm's state while its job is active, otherwise how the stage ended. held: until the
+    user or an administrator releases it; never: its dependency can no longer be satisfied."""
     problem: str
-    """What is wrong, in words; empty where nothing is."""
+    """What is wrong; "" if nothing is."""
     is_active: bool
-    """Whether it runs, or waits in the queue for something that can happen."""
+    """Whether the stage is running, or pending for something that can happen."""
     cells: Mapping[str, str]
-    """What the table shows besides stage and state, by the names of its columns."""
+    """What the table shows besides stage and state: column → text."""
     slowdowns: str
-    """Ranks that keep the others waiting, and GPUs that fall behind, in words."""
+    """Ranks that slow down the others, and GPUs that fall behind; "" if there are none."""
     last_stop: LastStop | None = None
     """How it last stopped, if it is not done."""
     missing_jobs: str = ""
-    """What of it is not in the queue, while other jobs of the run are, or is there without a record; else empty."""
+    """Jobs of this stage that are not in the queue while other jobs of the run are, and jobs without a record."""
 
     @property
     def last_stop_summary(self) -> str:
-        """How it last stopped and continues: `requeued after preemption`; "" as for `state_and_stop`."""
+        """How the stage last stopped and continues: `requeued after preemption`; "" if `problem` says more."""
         stop = self.last_stop
         if stop is None or self.state == "done" or (self.problem and not self.is_active):
             return ""
-        return _join(stop.continues or "stopped", stop.after)
+        return _join(stop.continuation or "stopped", stop.cause_phrase)
 
     @property
     def last_stop_sentence(self) -> str:
-        """State and last stop: `train pending (Priority), requeued after preemption at step 12 (2 attempts)`; "" if it
-        has not stopped, or `why` has more to say."""
+        """State and last stop: `train pending (Priority), requeued after preemption at step 12 (2 attempts)`.
+
+        "" if the stage has not stopped, or if `problem` says more.
+        """
         stop = self.last_stop
         if stop is None or not self.last_stop_summary:
             return ""
         if self.is_active:
             reason = f" ({self.cells['reason']})" if self.cells["reason"] else ""
             return _join(f"{self.stage} {self.state}{reason},", self.last_stop_summary, stop.details)
-        return _join(self.stage, self.state, "" if stop.cause == self.state else stop.after, stop.details)
+        return _join(self.stage, self.state, "" if stop.cause == self.state else stop.cause_phrase, stop.details)
 
 
 def _join(*words: str) -> str:
     return " ".join(filter(None, words))
 
 
-def determine_state(
-    missing: str | None, held: bool, events: Sequence[Mapping[str, Any]], job: JobState | None
-) -> tuple[str, str, bool]:
-    """State, what is wrong, and whether it goes on, from a stage's outputs, lock, events and newest Slurm job.
+class StageState(NamedTuple):
+    """The state of a stage; the fields are those of `StageStatus`."""
 
-    `missing`: why its outputs do not validate. `events`: its own since it was last submitted.
+    state: str
+    problem: str
+    is_active: bool
+
+
+def determine_state(missing: str | None, is_locked: bool, events: Sequence[Event], job: JobState | None) -> StageState:
+    """Return the state of a stage.
+
+    Args:
+        missing: why its outputs do not validate; None if they do.
+        is_locked: whether a process holds the lock of the stage.
+        events: its events since it was last submitted.
+        job: its newest Slurm job.
     """
-    told = attempts.read(events)
-    slurm = "" if job is None or job.state == UNKNOWN else job.state
+    recorded = attempts.read(events)
+    slurm_state = "" if job is None or job.state == UNKNOWN else job.state
     name = f"job {job.job_id}" if job else ""
-    if missing is None and (not held or told.done):
-        return "done", "", False
+    if missing is None and (not is_locked or recorded.done):
+        return StageState("done", "", False)
     if job is not None and job.is_unsatisfiable:
-        return "never", f"{name} waits for what cannot happen any more ({job.reason})", False
+        return StageState("never", f"{name} waits for a dependency that cannot be satisfied ({job.reason})", False)
     if job is not None and job.is_active and (held_by := JOB_HELD.match(job.reason)):
-        who = "" if held_by[1] == "User" else ", which takes an administrator"
-        return "held", f"until scontrol release {job.job_id} ({job.reason}{who})", True
+        by_whom = "" if held_by[1] == "User" else "; only an administrator can do this"
+        return StageState("held", f"until scontrol release {job.job_id} ({job.reason}{by_whom})", True)
     if job is not None and job.is_active:
-        return slurm.lower(), "", True
-    if held:
-        return "running", "", True
-    if slurm == "COMPLETED" or told.done:
-        return "incomplete", f"{f'{name} is COMPLETED' if slurm else 'its supervisor said done'}, but {missing}", False
-    if told.end is not None:
-        words = f"({told.end.get('cause')}): {str(told.end.get('message', '')).rstrip()}"
-        return told.end["event"], words if told.end["event"] == "failed" else "", False
-    if slurm == "CANCELLED":
-        return "cancelled", "", False
+        return StageState(slurm_state.lower(), "", True)
+    if is_locked:
+        return StageState("running", "", True)
+    if slurm_state == "COMPLETED" or recorded.done:
+        claim = f"{name} is COMPLETED" if slurm_state else "its supervisor reported done"
+        return StageState("incomplete", f"{claim}, but {missing}", False)
+    if recorded.end is not None:
+        problem = ""
+        if recorded.end["event"] == "failed":
+            problem = f"({recorded.end.get('cause')}): {str(recorded.end.get('message', '')).rstrip()}"
+        return StageState(recorded.end["event"], problem, False)
+    if slurm_state == "CANCELLED":
+        return StageState("cancelled", "", False)
     if job is not None and job.reason == NOT_RESPONDING:
-        return "unknown", NOT_RESPONDING, True  # for all we know
-    if told.started is not None:
-        how = f"{name} is {slurm}: its supervisor left no word" if slurm else "it ended without a word"
-        return "died", how, False
-    if slurm:
-        return "failed", f"{name} is {slurm}: it ended before its supervisor began", False
+        return StageState("unknown", NOT_RESPONDING, True)  # it may be running
+    if recorded.started is not None:
+        problem = "it ended without a final event"
+        if slurm_state:
+            problem = f"{name} is {slurm_state}: its supervisor wrote no final event"
+        return StageState("died", problem, False)
+    if slurm_state:
+        return StageState("failed", f"{name} is {slurm_state}: it ended before its supervisor started", False)
     if job is not None:
-        return "unknown", job.reason or f"Slurm does not know {name}", False
-    return "waiting", "", False
+        return StageState("unknown", job.reason or f"Slurm does not know {name}", False)
+    return StageState("waiting", "", False)
+
+
+def _determine_state_so_far(run: Run, is_locked: bool, events: Sequence[Event], job: JobState | None) -> StageState:
+    """Return the state of a stage that is done for all checkpoints so far, while the training is not done."""
+    if is_locked or (job is not None and (job.is_active or job.is_unsatisfiable)):
+        return determine_state("the training is not done", is_locked, events, job)
+    is_cancelled = (job is not None and job.state == "CANCELLED") or attempts.read(events).asked == "cancelled"
+    return StageState("cancelled" if is_cancelled or run.cancelled_file.exists() else "waiting", "", False)
 
 
 class StatusPoller:
-    """Looks at a run again and again, and asks Slurm as seldom as will do."""
+    """Reads the status of a run repeatedly, and queries Slurm as rarely as possible."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
         self.point_statuses: list[StageStatus] = []
-        """For each point of a sweep the first of its stages that is not done, else its last one."""
+        """For each point of a sweep, its first stage that is not done, otherwise its last stage."""
         self._forgotten: dict[RecordedJob, JobState] = {}
         self._jobs: Sequence[SubmittedJob] = ()
         self._done: dict[tuple[Path, str], StageStatus] = {}
-        self._seen: object = None
-        self._events, self._pause, self._ask_at = -1, QUERY_INTERVALS_S[0], 0.0
+        self._last_query: object = None
+        self._event_count = -1
+        self._query_interval_s = QUERY_INTERVALS_S[0]
+        self._next_query_time = 0.0
 
     def poll(self) -> list[StageStatus]:
-        """The stages as they stand now, with the config as it is now."""
+        """Return the current status of each stage, by the current config."""
         if self.run.reload_config():
             self._done.clear()
-        events = self.run.read_events()
-        if len(events) != self._events or time.monotonic() >= self._ask_at:
-            self._events = len(events)
-            self._ask_slurm()
+        event_count = len(self.run.read_events())
+        if event_count != self._event_count or time.monotonic() >= self._next_query_time:
+            self._event_count = event_count
+            self._query_slurm()
         return self.statuses_from(self._jobs)
 
     def statuses_from(self, jobs: Sequence[SubmittedJob]) -> list[StageStatus]:
-        """The stages as they stand by the run directory and by `jobs`; Slurm is not asked."""
+        """Return the status of each stage from the run directory and `jobs`, without a query of Slurm."""
         self._jobs = jobs
-        rows = self._rows(self.run, stages.own_stages(self.run), {})
-        swept = [list(self._rows(point, stages.point_stages(), rows).values()) for point in sweep.points(self.run)]
-        own = list(rows.values())
-        going = any(row.is_active for each in (own, *swept) for row in each)
-        paths = {self.run.path, *(each[0].run.path for each in swept)}
-        mine = [job for job in jobs if job.run in paths]
-        answers = not any(job.state.reason == NOT_RESPONDING for job in mine)
-        if mine and answers and going and not self.run.is_being_submitted:
-            swept = [[replace(row, missing_jobs=self._lacking(row)) for row in each] for each in swept]
-            own = [replace(row, missing_jobs=self._lacking(row)) for row in own]
-        strays = [describe_stray_job(job) for job in mine if job.is_stray and job.state.is_active]
-        own[0] = replace(own[0], missing_jobs="; ".join(filter(None, [own[0].missing_jobs, *strays])))
+        statuses = self._read_stages(self.run, stages.own_stages(self.run), {})
+        by_point = [
+            list(self._read_stages(point, stages.point_stages(), statuses).values()) for point in sweep.points(self.run)
+        ]
+        of_run = list(statuses.values())
+        is_active = any(status.is_active for each in (of_run, *by_point) for status in each)
+        paths = {self.run.path, *(each[0].run.path for each in by_point)}
+        own_jobs = [job for job in jobs if job.run in paths]
+        is_slurm_responding = not any(job.state.reason == NOT_RESPONDING for job in own_jobs)
+        if own_jobs and is_slurm_responding and is_active and not self.run.is_being_submitted:
+            by_point = [
+                [replace(status, missing_jobs=self._find_missing_jobs(status)) for status in each] for each in by_point
+            ]
+            of_run = [replace(status, missing_jobs=self._find_missing_jobs(status)) for status in of_run]
+        strays = [describe_stray_job(job) for job in own_jobs if job.is_stray and job.state.is_active]
+        of_run[0] = replace(of_run[0], missing_jobs="; ".join(filter(None, [of_run[0].missing_jobs, *strays])))
         self.point_statuses = []
-        for each in swept:
-            first = next((row for row in each if row.state != "done"), each[-1])
-            lacking = [f"{row.stage} {row.missing_jobs}" for row in each if row.missing_jobs]
-            self.point_statuses.append(replace(first, missing_jobs="; ".join(lacking)))
-        return own
+        for each in by_point:
+            current = next((status for status in each if status.state != "done"), each[-1])
+            missing_jobs = [f"{status.stage} {status.missing_jobs}" for status in each if status.missing_jobs]
+            self.point_statuses.append(replace(current, missing_jobs="; ".join(missing_jobs)))
+        return of_run
 
-    def _lacking(self, row: StageStatus) -> str:
-        """What of a stage is not in the queue: all of it, or a part."""
-        jobs = [job for job in self._jobs if (job.run, job.stage) == (row.run.path, row.stage)]
-        alive = [job for job in jobs if job.state.is_active and not job.is_stray]
-        last = find_awaited_job(row.stage, [job for job in alive if job.step is None])
-        if row.state == "waiting" or (row.is_active and alive and last is None):
-            events = row.run.read_events(row.stage, "submitted", "not_submitted")
-            refused = events[-1].get("message") if events and events[-1]["event"] == "not_submitted" else None
-            what = "the job that completes it is " if any(job.is_array_of_parts for job in alive) else ""
-            return f"{what}not submitted{f': {refused}' if refused else ''}"
-        single = self.run.config.sweep is None and not self.run.config.site.requeue
-        if STAGES[row.stage].is_training and single and last is not None and find_successor(last, alive) is None:
-            return "" if is_job_ending(row.run, row.stage, last.state) else "its successor is not submitted"
-        return ""
+    def _find_missing_jobs(self, status: StageStatus) -> str:
+        """Return which jobs of a stage are not in the queue: all of them, or some; "" if none is missing."""
+        jobs = [job for job in self._jobs if (job.run, job.stage) == (status.run.path, status.stage)]
+        active = [job for job in jobs if job.state.is_active and not job.is_stray]
+        last = find_awaited_job(status.stage, [job for job in active if job.step is None])
+        if status.state == "waiting" or (status.is_active and active and last is None):
+            events = status.run.read_events(status.stage, "submitted", "not_submitted")
+            error = events[-1].get("message") if events and events[-1]["event"] == "not_submitted" else None
+            subject = "the job that completes it is " if any(job.is_array_of_parts for job in active) else ""
+            return f"{subject}not submitted{f': {error}' if error else ''}"
+        if self.run.config.site.requeue or self.run.config.sweep is not None or not STAGES[status.stage].is_training:
+            return ""  # such a stage has no successor job
+        if last is None or find_successor(last, active) or is_job_ending(status.run, status.stage, last.state):
+            return ""
+        return "its successor is not submitted"
 
     @property
     def has_active_point(self) -> bool:
-        """Whether any point of a sweep goes on."""
-        return any(row.is_active for row in self.point_statuses)
+        """Whether any point of a sweep is active."""
+        return any(status.is_active for status in self.point_statuses)
 
-    def _rows(self, run: Run, names: Sequence[str], before: Mapping[str, StageStatus]) -> dict[str, StageStatus]:
-        """These stages of a run; `before`: those of the sweep that they wait for."""
-        rows: dict[str, StageStatus] = {}
+    def _read_stages(self, run: Run, names: Sequence[str], shared: Mapping[str, StageStatus]) -> dict[str, StageStatus]:
+        """Return the status of these stages of a run; `shared`: the stages of the sweep that they depend on."""
+        statuses: dict[str, StageStatus] = {}
         for stage in names:
-            needed = {name: rows.get(name) or before[name] for name in STAGES[stage].depends_on}
-            behind = next((name for name in needed if self._is_behind(name, needed[name])), None)
-            row = self._done.get((run.path, stage)) or self._row(run, stage, behind)
-            vain = [name for name, other in needed.items() if other.state != "done" and not other.is_active]
-            if (
-                row.is_active and row.cells["reason"] == "Dependency" and vain
-            ):  # Slurm says so of the next in a chain only
-                why = f"job {row.cells['job']} waits for {', '.join(vain)}"
-                row = replace(row, state="never", is_active=False, problem=why)
-            if row.state == "done":
-                self._done[run.path, stage] = row
-            rows[stage] = row
-        return rows
+            parents = {name: statuses.get(name) or shared[name] for name in STAGES[stage].depends_on}
+            follows_unfinished = any(self._may_change_later(name, parents[name]) for name in parents)
+            status = self._done.get((run.path, stage)) or self._read_stage(run, stage, follows_unfinished)
+            stopped = [name for name, parent in parents.items() if parent.state != "done" and not parent.is_active]
+            # Slurm reports a dependency that cannot be satisfied only for the next job in the chain
+            if status.is_active and status.cells["reason"] == "Dependency" and stopped:
+                problem = f"job {status.cells['job']} waits for {', '.join(stopped)}"
+                status = replace(status, state="never", is_active=False, problem=problem)
+            if status.state == "done":
+                self._done[run.path, stage] = status
+            statuses[stage] = status
+        return statuses
 
-    def _ask_slurm(self) -> None:
+    def _query_slurm(self) -> None:
         runs = (self.run, *sweep.points(self.run))
         self._jobs = find_run_jobs(runs, self._forgotten) if uses_slurm(self.run) else []
-        seen = (self._events, self._jobs, self.has_active_point)
-        self._pause = min(QUERY_INTERVALS_S[1], 1.5 * self._pause) if seen == self._seen else QUERY_INTERVALS_S[0]
-        self._seen, self._ask_at = seen, time.monotonic() + self._pause
+        result = (self._event_count, self._jobs, self.has_active_point)
+        shortest_s, longest_s = QUERY_INTERVALS_S
+        is_unchanged = result == self._last_query
+        self._query_interval_s = min(longest_s, 1.5 * self._query_interval_s) if is_unchanged else shortest_s
+        self._last_query = result
+        self._next_query_time = time.monotonic() + self._query_interval_s
 
     @staticmethod
-    def _is_behind(stage: str, row: StageStatus) -> bool:
-        """Whether what follows a stage cannot be done yet: the outputs so far may be of an earlier checkpoint."""
+    def _may_change_later(stage: str, status: StageStatus) -> bool:
+        """Return whether later checkpoints may still change the outputs of a stage."""
         follows_training = STAGES[stage].is_training or any(
             STAGES[name].is_training for name in STAGES[stage].depends_on
         )
-        return follows_training and row.state != "done"
+        return follows_training and status.state != "done"
 
-    def _row(self, run: Run, stage: str, behind: str | None = None) -> StageStatus:
-        """The row of a stage. `behind`: a stage before it that has checkpoints still to come."""
+    def _read_stage(self, run: Run, stage: str, follows_unfinished: bool) -> StageStatus:
+        """Return the status of a stage; `follows_unfinished`: whether a parent may still write checkpoints."""
         work, events = stages.load(stage), run.read_events(stage)
         missing = getattr(work, "missing_at_a_glance", work.missing)(run)
-        holder, far = run.lock_holder(stage), work.progress(run)
+        lock_holder, progress = run.lock_holder(stage), work.progress(run)
         jobs = [job for job in self._jobs if (job.run, job.stage) == (run.path, stage) and not job.is_stray]
-        jobs = [job for job in jobs if job.job_id or job.state.reason]  # no job of an open submission is no job
-        shown = _shown(jobs)
+        jobs = [job for job in jobs if job.job_id or job.state.reason]  # an open submission has no job yet
+        shown = _choose_job(jobs)
         job = shown.state if shown else None
-        since = max(find_first_submissions(events), default=-1)
-        state, why, going = determine_state(missing, holder is not None, events[since + 1 :], job)
-        if state == "done" and behind:
-            state, why, going = _judge_so_far(run, holder is not None, events[since + 1 :], job)
+        last_submission = max(find_first_submissions(events), default=-1)
+        recent_events = events[last_submission + 1 :]
+        is_locked = lock_holder is not None
+        state, problem, is_active = determine_state(missing, is_locked, recent_events, job)
+        if state == "done" and follows_unfinished:
+            state, problem, is_active = _determine_state_so_far(run, is_locked, recent_events, job)
         if shown is not None and state == "failed" and not any((run.jobs_dir / stage).glob(f"{shown.job_id}*_log.out")):
-            nodes = format_command("doctor", str(run.path.parent), "--check-nodes")
-            why += f" and left no log: do nodes see the run? {nodes}"
-        if state == "waiting" and (lacks := getattr(work, "lacks", None)):
-            why = lacks(run) or ""
+            check = format_command("doctor", str(run.path.parent), "--check-nodes")
+            problem += f" and wrote no log. Check that nodes see the run: {check}"
+        if state == "waiting" and (get_reason := getattr(work, "lacks", None)):
+            problem = get_reason(run) or ""
         if state == "waiting" and run.cancelled_file.exists():
-            state = "cancelled"  # before it began
-        active, running = job if going else None, state == "running"
-        spent = sum(e.get("seconds") or 0.0 for e in events if e["event"] in ENDS)
-        told = attempts.read(events)
-        if running and told.started is not None and told.end is None:
-            spent += time.time() - event_timestamp(told.started)
-        starts = Counter(e.get("task") for e in events if e["event"] == "started")
+            state = "cancelled"  # before it started
+        active_job = job if is_active else None
+        is_running = state == "running"
+        recorded = attempts.read(events)
+        seconds = sum(event.get("seconds") or 0.0 for event in events if event["event"] in ENDS)
+        if is_running and recorded.started is not None and recorded.end is None:
+            seconds += time.time() - event_timestamp(recorded.started)
+        starts_of_task = Counter(event.get("task") for event in events if event["event"] == "started")
+        # a short form; the whole text is printed where a stage ends (slurm/submit/local_runner.py) and in the report
+        short_progress = re.split(_END_OF_SHORT_PROGRESS, progress.words)[0]
         cells = {
             "job": shown.job_id if shown else "",
-            "reason": active.reason if active and active.state == "PENDING" else "",
-            "nodes": (active.nodes if active else "") or (holder.host if holder else ""),
-            # in short: the whole words stand where a stage ends (slurm/submit/local_runner.py), and in the report
-            "step": f"{far.done}/{far.total}" if STAGES[stage].is_training else re.split(_MORE, far.words)[0],
-            "loss": far.loss,
-            "ETA": format_duration(far.left_s) if running and far.left_s is not None else "",
-            "attempts": str(max(starts.values(), default=0)),
-            "time": format_duration(spent),
+            "reason": active_job.reason if active_job and active_job.state == "PENDING" else "",
+            "nodes": (active_job.nodes if active_job else "") or (lock_holder.host if lock_holder else ""),
+            "step": f"{progress.done}/{progress.total}" if STAGES[stage].is_training else short_progress,
+            "loss": progress.loss,
+            "ETA": format_duration(progress.left_s) if is_running and progress.left_s is not None else "",
+            "attempts": str(max(starts_of_task.values(), default=0)),
+            "time": format_duration(seconds),
         }
-        why = why or ("" if state == "done" else "; ".join(describe_unproven_jobs(jobs)))
-        slow = _slow(run, told.started, events) if running else ""
-        waits = job.job_id if job and job.is_active and job.state == "PENDING" else None
-        last = find_last_stop(events, waits) if state != "done" else None
-        return StageStatus(run, stage, state, why, going, cells, slow, last)
+        if not problem and state != "done":
+            problem = "; ".join(describe_unproven_jobs(jobs))
+        slowdowns = _describe_slowdowns(run, recorded.started, events) if is_running else ""
+        pending_job = job.job_id if job and job.is_active and job.state == "PENDING" else None
+        last_stop = find_last_stop(events, pending_job) if state != "done" else None
+        return StageStatus(run, stage, state, problem, is_active, cells, slowdowns, last_stop)
 
 
-def _judge_so_far(
-    run: Run, held: bool, events: Sequence[Mapping[str, Any]], job: JobState | None
-) -> tuple[str, str, bool]:
-    """Like `judge`, for a stage that is done as far as the training has come: the training itself is not done."""
-    if held or (job is not None and (job.is_active or job.is_unsatisfiable)):
-        return determine_state("the training is not done", held, events, job)
-    cancelled = (job is not None and job.state == "CANCELLED") or attempts.read(events).asked == "cancelled"
-    return "cancelled" if cancelled or run.cancelled_file.exists() else "waiting", "", False
-
-
-def _shown(jobs: Sequence[SubmittedJob]) -> SubmittedJob | None:
-    """Which of a stage's jobs to show: one that runs, the first that may, one that waits in vain, the last."""
+def _choose_job(jobs: Sequence[SubmittedJob]) -> SubmittedJob | None:
+    """Return the job of a stage to show: a running one, else the first active, an unsatisfiable, or the last one."""
     active = [job for job in jobs if job.state.is_active]
     running = [job for job in active if job.state.state != "PENDING"]
-    dead = [job for job in jobs if job.state.is_unsatisfiable]
-    return next(iter([*running, *active, *dead, *reversed(jobs)]), None)
+    unsatisfiable = [job for job in jobs if job.state.is_unsatisfiable]
+    return next(iter([*running, *active, *unsatisfiable, *reversed(jobs)]), None)
 
 
-def _slow(run: Run, started: Mapping[str, Any] | None, events: Iterable[Mapping[str, Any]]) -> str:
-    """Ranks and GPUs that fall behind now, in an attempt that runs."""
+def _describe_slowdowns(run: Run, started: Event | None, events: Iterable[Event]) -> str:
+    """Return the ranks and GPUs that fall behind now, in a running attempt."""
     ranks = [
-        f"rank {e['rank']} on {e['host']} takes {e['ratio']} × the time of its peers"
-        for e in find_current_stragglers(events)
+        f"rank {event['rank']} on {event['host']} takes {event['ratio']} × the time of its peers"
+        for event in find_current_stragglers(events)
     ]
-    every_s = run.config.track.telemetry_s or GPU_LOOK_S / LOOKS
-    span_s = max(GPU_LOOK_S, LOOKS * every_s)
+    interval_s = run.config.track.telemetry_s or GPU_COMPARISON_S / LOOKS
+    span_s = max(GPU_COMPARISON_S, LOOKS * interval_s)
     begin = max(event_timestamp(started) if started else 0.0, time.time() - span_s)
-    gpus = gpus_behind(run.path, begin, looks=math.ceil(span_s / every_s))
-    more = [f"and {len(gpus) - _MOST_GPUS} more GPUs"] if len(gpus) > _MOST_GPUS else []
-    return "; ".join([*ranks, *gpus[:_MOST_GPUS], *more])
+    gpus = gpus_behind(run.path, begin, looks=math.ceil(span_s / interval_s))
+    more = [f"and {len(gpus) - _MAX_GPUS_NAMED} more GPUs"] if len(gpus) > _MAX_GPUS_NAMED else []
+    return "; ".join([*ranks, *gpus[:_MAX_GPUS_NAMED], *more])
 
 
-def find_current_stragglers(events: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Those of the last attempt (pipeline/resilience/stragglers.py) that have not recovered, slowest first."""
-    slow: dict[int, Mapping[str, Any]] = {}
+def find_current_stragglers(events: Iterable[Event]) -> list[Event]:
+    """Return the stragglers of the last attempt that have not recovered, slowest first.
+
+    pipeline/resilience/stragglers.py writes the events.
+    """
+    slow: dict[int, Event] = {}
     for event in events:
         if event["event"] == "started":
             slow.clear()
@@ -350,110 +517,132 @@ def find_current_stragglers(events: Iterable[Mapping[str, Any]]) -> list[Mapping
     return sorted(slow.values(), key=lambda event: -float(event["ratio"]))
 
 
-def build_table(cells: Sequence[Sequence[str]], width: int | None = None) -> Table:
-    """Cells, the first row being the header, as a table for the terminal; columns of numbers end at the right.
+# -- tables ------------------------------------------------------------------------------------------------------------
 
-    What does not fit into `width` is left out, the least wanted column first; what then does not fit is not cut: print
-    with `soft_wrap`, and the terminal wraps the lines.
+
+def build_table(cells: Sequence[Sequence[str]], width: int | None = None) -> Table:
+    """Return a table for the terminal; columns of numbers are right-aligned.
+
+    Args:
+        cells: rows of cells; the first row is the header.
+        width: columns that do not fit are left out in the order of `_OPTIONAL_COLUMNS`. If that is not enough, nothing
+            is truncated: print with `soft_wrap`, and the terminal wraps the lines.
     """
     columns = {column[0]: column for column in zip(*cells, strict=True)}
 
-    def needed() -> int:
+    def required_width() -> int:
         return sum(max(map(cell_len, column)) + 2 for column in columns.values()) - 2
 
-    for name in _LEAST_WANTED:
-        if width is None or needed() <= width:
+    for name in _OPTIONAL_COLUMNS:
+        if width is None or required_width() <= width:
             break
         columns.pop(name, None)
-    drawn = Table(box=None, pad_edge=False, header_style="bold", width=needed())
+    table = Table(box=None, pad_edge=False, header_style="bold", width=required_width())
     for name, *column in columns.values():
-        drawn.add_column(name, justify="right" if re.fullmatch(r"[-\d.,:/·]*", "".join(column)) else "left")
+        table.add_column(name, justify="right" if re.fullmatch(r"[-\d.,:/·]*", "".join(column)) else "left")
     for row in [*zip(*columns.values(), strict=True)][1:]:
-        drawn.add_row(*map(Text, row))
-    return drawn
-
-
-def tabulate_points(run: Run, rows: Sequence[StageStatus]) -> list[list[str]]:
-    """The points of a sweep, header first: their values, how they stand, and what they came to; the best one first.
-
-    `rows`: one for each point (`StatusPoller.point_statuses`). Empty where the run is no sweep.
-    """
-    if run.config.sweep is None:
-        return []
-    values_of, found = run.config.sweep.points(), []
-    for row, values in zip(rows, values_of, strict=True):
-        far, result = stages.load("train").progress(row.run), read_newest_result(row.run)
-        came_to = get_main_metric(result)[1] if result else math.inf
-        state = row.state if row.state in ("done", "waiting") else f"{row.stage} {row.state}"
-        cells = [*map(str, values.values()), state, f"{far.done}/{far.total}", far.loss or "-"]
-        cells.append("-" if result is None else f"{came_to:.4f}")
-        found.append((came_to, [row.run.path.name, *cells], get_extra_metrics(result or {})))
-    compared = "bits per byte" if run.config.model.target is None else "held-out loss"
-    found.sort(key=lambda one: one[0])
-    names = list(found[0][2])  # of the best one: where that was not evaluated, none was
-    table = [["point", *values_of[0], "state", "steps", "loss", compared, *names]]
-    table += (
-        [*cells, *(f"{measured[n]:.4f}" if n in measured else "-" for n in names)] for _, cells, measured in found
-    )
+        table.add_row(*map(Text, row))
     return table
 
 
-def describe_failures(rows: Sequence[StageStatus]) -> list[str]:
-    """What is wrong with the points of a sweep, each reason once."""
-    reasons: dict[str, list[str]] = {}
-    for row in rows:
-        if row.problem:
-            reasons.setdefault(f"{row.stage} {row.state} {row.problem}", []).append(row.run.path.name)
-    return [f"point{'s'[: len(names) - 1]} {', '.join(names)}: {why}" for why, names in reasons.items()]
+def tabulate_points(run: Run, statuses: Sequence[StageStatus]) -> list[list[str]]:
+    """Return a table of the points of a sweep, header first, best point first: values, state, and results.
+
+    Args:
+        run: the run. If it is not a sweep, the table is empty.
+        statuses: one for each point (`StatusPoller.point_statuses`).
+    """
+    if run.config.sweep is None:
+        return []
+    rows = []
+    values_of_points = run.config.sweep.points()
+    for status, values in zip(statuses, values_of_points, strict=True):
+        progress, result = stages.load("train").progress(status.run), read_newest_result(status.run)
+        main_metric = get_main_metric(result)[1] if result else math.inf
+        state = status.state if status.state in ("done", "waiting") else f"{status.stage} {status.state}"
+        cells = [status.run.path.name, *map(str, values.values()), state]
+        cells += [f"{progress.done}/{progress.total}", progress.loss or "-"]
+        cells.append("-" if result is None else f"{main_metric:.4f}")
+        rows.append((main_metric, cells, get_extra_metrics(result or {})))
+    main_name = "bits per byte" if run.config.model.target is None else "held-out loss"
+    rows.sort(key=lambda row: row[0])
+    extra_names = list(rows[0][2])  # of the best point; if that was not evaluated, no point was
+    table = [["point", *values_of_points[0], "state", "steps", "loss", main_name, *extra_names]]
+    for _, cells, extra in rows:
+        table.append([*cells, *(f"{extra[name]:.4f}" if name in extra else "-" for name in extra_names)])
+    return table
 
 
-def describe_point_stops(rows: Sequence[StageStatus]) -> list[str]:
-    """How the points of a sweep last stopped, each way once."""
-    ways: dict[str, list[str]] = {}
-    for row in rows:
-        if row.last_stop_summary:
-            ways.setdefault(f"{row.stage} {row.state}, {row.last_stop_summary}", []).append(row.run.path.name)
-    return [f"point{'s'[: len(names) - 1]} {', '.join(names)}: {words}" for words, names in ways.items()]
+def _group_points(descriptions: Iterable[tuple[StageStatus, str]]) -> list[str]:
+    """Return each description once, with the points that it applies to; "" is left out."""
+    points_of: dict[str, list[str]] = {}
+    for status, description in descriptions:
+        if description:
+            points_of.setdefault(description, []).append(status.run.path.name)
+    return [
+        f"point{'s'[: len(names) - 1]} {', '.join(names)}: {description}" for description, names in points_of.items()
+    ]
 
 
-def describe_missing_jobs(run: Run, rows: Sequence[StageStatus], of_points: Sequence[StageStatus]) -> list[str]:
-    """What of the chain is not in the queue, or not as it should be, and the command that mends it."""
-    found = [f"{row.stage}: {row.missing_jobs}" for row in rows if row.missing_jobs]
-    by_reason: dict[str, list[str]] = {}
-    for row in of_points:
-        if row.missing_jobs:
-            by_reason.setdefault(row.missing_jobs, []).append(row.run.path.name)
-    found += [f"point{'s'[: len(names) - 1]} {', '.join(names)}: {lacking}" for lacking, names in by_reason.items()]
-    return [*found, f"to complete the chain: {run.resume_command}"] if found else []
+def describe_failures(statuses: Sequence[StageStatus]) -> list[str]:
+    """Return the problems of the points of a sweep, each once."""
+    return _group_points(
+        (status, f"{status.stage} {status.state} {status.problem}") for status in statuses if status.problem
+    )
+
+
+def describe_point_stops(statuses: Sequence[StageStatus]) -> list[str]:
+    """Return how the points of a sweep last stopped, each description once."""
+    return _group_points(
+        (status, f"{status.stage} {status.state}, {status.last_stop_summary}")
+        for status in statuses
+        if status.last_stop_summary
+    )
+
+
+def describe_missing_jobs(
+    run: Run, statuses: Sequence[StageStatus], point_statuses: Sequence[StageStatus]
+) -> list[str]:
+    """Return which jobs of the chain are missing or unexpected, and the command that completes the chain."""
+    messages = [f"{status.stage}: {status.missing_jobs}" for status in statuses if status.missing_jobs]
+    messages += _group_points((status, status.missing_jobs) for status in point_statuses)
+    return [*messages, f"to complete the chain: {run.resume_command}"] if messages else []
 
 
 def render_status(
-    run: Run, rows: Sequence[StageStatus], of_points: Sequence[StageStatus] = (), width: int | None = None
+    run: Run,
+    statuses: Sequence[StageStatus],
+    point_statuses: Sequence[StageStatus] = (),
+    width: int | None = None,
 ) -> Group:
-    """The table, what is wrong, and how to go on; columns that are empty everywhere are left out, or do not fit."""
-    used = [name for name in rows[0].cells if any(row.cells[name] for row in rows)]
-    cells = [["stage", "state", *used], *([row.stage, row.state, *(row.cells[name] for name in used)] for row in rows)]
-    lines = [Text(f"{row.stage} {row.state} {row.problem}", style="red") for row in rows if row.problem]
-    lines += [Text(words, style="red") for words in describe_failures(of_points)]
-    lines += [
-        Text(words) for words in [*(row.last_stop_sentence for row in rows), *describe_point_stops(of_points)] if words
-    ]
-    lines += [Text(f"{row.stage}: {row.slowdowns}", style="yellow") for row in rows if row.slowdowns]
-    lines += [Text(words, style="yellow") for words in describe_missing_jobs(run, rows, of_points)]
-    everything = [*rows, *of_points]
-    if not any(row.is_active for row in everything) and any(row.state != "done" for row in everything):
-        failed = [row for row in everything if row.state == "failed"]
-        cause, message = (failed[0].problem[1:].partition(")")[0], failed[0].problem) if failed else (None, "")
-        lines.append(Text(f"to go on: {retry_command(run, cause, message)}"))
-    lines += [Text(words) for words in (run.describe_changes(),) if words]
-    if words := known.odd(run.events_file, known.event):
-        lines.append(Text(words, style="yellow"))
-    points = tabulate_points(run, of_points)
+    """Return the table of stages, problems, how to continue, and the table of points; empty columns are left out."""
+    columns = [name for name in statuses[0].cells if any(status.cells[name] for status in statuses)]
+    cells = [["stage", "state", *columns]]
+    cells += [[status.stage, status.state, *(status.cells[name] for name in columns)] for status in statuses]
+    problems = [f"{status.stage} {status.state} {status.problem}" for status in statuses if status.problem]
+    problems += describe_failures(point_statuses)
+    stops = [status.last_stop_sentence for status in statuses if status.last_stop_sentence]
+    stops += describe_point_stops(point_statuses)
+    warnings = [f"{status.stage}: {status.slowdowns}" for status in statuses if status.slowdowns]
+    warnings += describe_missing_jobs(run, statuses, point_statuses)
+    lines = [Text(message, style="red") for message in problems]
+    lines += [Text(message) for message in stops]
+    lines += [Text(message, style="yellow") for message in warnings]
+    everything = [*statuses, *point_statuses]
+    if not any(status.is_active for status in everything) and any(status.state != "done" for status in everything):
+        failed = next((status for status in everything if status.state == "failed"), None)
+        cause, message = (failed.problem[1:].partition(")")[0], failed.problem) if failed else (None, "")
+        lines.append(Text(f"to continue: {retry_command(run, cause, message)}"))
+    if changes := run.describe_changes():
+        lines.append(Text(changes))
+    if malformed_lines := jsonl_lines.odd(run.events_file, jsonl_lines.event):
+        lines.append(Text(malformed_lines, style="yellow"))
+    points = tabulate_points(run, point_statuses)
     return Group(Text(run.title), build_table(cells, width), *lines, *([build_table(points, width)] if points else []))
 
 
 def print_status(run: Run, console: Console) -> None:
-    """How the run stands now."""
+    """Print the current status of a run."""
     poller = StatusPoller(run)
     console.print(render_status(run, poller.poll(), poller.point_statuses, console.width), soft_wrap=True)
 

@@ -123,7 +123,7 @@ class Story:
     def _type_what_status_prints(self) -> bool:
         """Go on with the command that `status` names, if it does by now."""
         shown = submit(self.cluster, self.folder, "status", str(self.run.path))
-        if (command := re.search(r"^to go on: .*submit\.py (.+)$", shown, re.MULTILINE)) is None:
+        if (command := re.search(r"^to (?:go on|continue): .*submit\.py (.+)$", shown, re.MULTILINE)) is None:
             return False
         submit(self.cluster, self.folder, *shlex.split(command[1]))
         return True

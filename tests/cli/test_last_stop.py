@@ -16,8 +16,8 @@ from pipeline.run.directory import Run
 from pipeline.run.points import make_points
 from slurm.query import status
 from slurm.query.job_states import JobState
-from slurm.query.last_stop import find_last_stop
 from slurm.query.run_jobs import SubmittedJob
+from slurm.query.status import find_last_stop
 from tests.support.tiny import make_run, write_config
 
 SUBMITTED: dict[str, Any] = {"event": "submitted", "job_id": "3", "kind": "afterok", "after": []}
@@ -114,7 +114,7 @@ def test_tasks_of_an_array_are_told_apart() -> None:
     tasks: list[dict[str, Any]] = [{"event": "started", "task": task, "job_id": f"3_{task}"} for task in (0, 1)]
     events = [SUBMITTED, *tasks, {**ended("preempted", "preempted"), "task": 1}, {**REQUEUED, "task": 1}]
     stop = find_last_stop(events, None)
-    assert stop is not None and (stop.cause, stop.attempts, stop.continues) == ("preempted", 1, "requeued")
+    assert stop is not None and (stop.cause, stop.attempts, stop.continuation) == ("preempted", 1, "requeued")
     assert find_last_stop([*events, {"event": "started", "task": 1}, {"event": "done", "task": 1}], None) is None
     assert find_last_stop([SUBMITTED, *tasks], "4") is None, "the job behind the array waits, and the tasks run"
 

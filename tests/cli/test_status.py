@@ -44,14 +44,14 @@ FAILED = {"event": "failed", "cause": "hang", "message": "rank 3"}
         (None, False, [], None, "done", "", False),
         (None, True, [STARTED], None, "running", "", True),
         ("x is missing", False, [STARTED, DONE], "COMPLETED", "incomplete", "COMPLETED, but x", False),
-        ("x is missing", False, [STARTED, DONE], None, "incomplete", "said done, but x", False),
+        ("x is missing", False, [STARTED, DONE], None, "incomplete", "reported done, but x", False),
         ("x", False, [STARTED, FAILED], "FAILED", "failed", "(hang): rank 3", False),
         ("x", False, [STARTED, FAILED], "PENDING", "pending", "", True),
-        ("x", False, [STARTED], "NODE_FAIL", "died", "NODE_FAIL: its supervisor left no word", False),
-        ("x", False, [], "FAILED", "failed", "before its supervisor began", False),
+        ("x", False, [STARTED], "NODE_FAIL", "died", "NODE_FAIL: its supervisor wrote no final event", False),
+        ("x", False, [], "FAILED", "failed", "before its supervisor started", False),
         ("x", False, [], "CANCELLED", "cancelled", "", False),
         ("x", False, [], job_states.UNKNOWN, "unknown", "does not know job 9", False),
-        ("x", False, [STARTED], job_states.UNKNOWN, "died", "without a word", False),
+        ("x", False, [STARTED], job_states.UNKNOWN, "died", "without a final event", False),
         ("x", True, [STARTED], job_states.UNKNOWN, "running", "", True),
         ("x", False, [], None, "waiting", "", False),
     ],
@@ -76,10 +76,12 @@ def test_a_job_that_waits_in_vain_and_what_waits_for_it(tmp_path: Path, monkeypa
     assert rows["evaluate"].problem == "job 4 waits for train"
     console = Console(width=150, record=True)
     status.print_status(run, console)
-    assert "to go on: python submit.py resume" in console.export_text()
+    assert "to continue: python submit.py resume" in console.export_text()
 
 
-@pytest.mark.parametrize(("reason", "who"), [("JobHeldUser", ""), ("JobHeldAdmin", ", which takes an administrator")])
+@pytest.mark.parametrize(
+    ("reason", "who"), [("JobHeldUser", ""), ("JobHeldAdmin", "; only an administrator can do this")]
+)
 def test_a_held_job_says_who_lets_it_go(reason: str, who: str) -> None:
     found = status.determine_state("x", False, [], JobState("9", "PENDING", reason))
     assert found == ("held", f"until scontrol release 9 ({reason}{who})", True)
@@ -169,7 +171,7 @@ def test_a_job_that_left_not_even_a_log_may_not_see_the_run(tmp_path: Path, monk
     jobs = [SubmittedJob(run.path, "train", "3", JobState("3", "FAILED"))]
     monkeypatch.setattr(status, "uses_slurm", lambda run: True)
     monkeypatch.setattr(status, "find_run_jobs", lambda run, forgotten: jobs)
-    hint = f"and left no log: do nodes see the run? python submit.py doctor {run.path.parent} --check-nodes"
+    hint = f"python submit.py doctor {run.path.parent} --check-nodes"
     assert hint in status.StatusPoller(run).poll()[2].problem
     (run.stage_dir("train") / "3_0_log.out").touch()
     assert hint not in status.StatusPoller(run).poll()[2].problem
