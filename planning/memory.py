@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from pipeline.config.sections import Config
 from pipeline.config.types import INT8_BLOCK, StateConfig
+from pipeline.model.spec import ParameterSpec, key_value_width, query_width
 from pipeline.parallel.mesh import SPLIT_BACKWARD, Layout
 from pipeline.parallel.traffic import (
-    ParameterShape,
     find_cross_rank_stages,
     find_trained_parameters,
     list_rank_parameters,
@@ -113,24 +113,24 @@ def describe_size(size: float) -> str:
     return f"{size / GB:.2g} GB" if size < GB else f"{size / GB:,.1f} GB" if size < 100 * GB else f"{size / GB:,.0f} GB"
 
 
-def _moment_bytes(config: Config, weight: ParameterShape, ranks: int) -> int:
+def _moment_bytes(config: Config, weight: ParameterSpec, ranks: int) -> int:
     """Bytes that the optimizer keeps of a weight on each of so many ranks."""
-    optimizer, count = config.optimizer, weight.part(ranks)
-    if optimizer.state.moments == "int8" and weight.columns:
+    optimizer, count = config.optimizer, weight.fsdp_numel(ranks)
+    if optimizer.state.moments == "int8" and weight.is_matrix:
         return 2 * (count + 4 * count // INT8_BLOCK)
-    alone = optimizer.name == "sgd" or (optimizer.name == "muon" and weight.columns > 0 and weight.block >= 0)
+    alone = optimizer.name == "sgd" or (optimizer.name == "muon" and weight.is_block_matrix)
     return (4 if alone or optimizer.state.moments == "bf16" else 8) * count
 
 
-def _updating(config: Config, layout: Layout, trained: Sequence[ParameterShape], ranks: int) -> int:
+def _updating(config: Config, layout: Layout, trained: Sequence[ParameterSpec], ranks: int) -> int:
     """Bytes that pass through the optimizer's step, of its largest weight."""
     optimizer = config.optimizer
     if optimizer.name == "muon":  # whole: weight, gradient, momentum; products in bf16
-        largest = max((weight.values for weight in trained if weight.columns and weight.block >= 0), default=0)
+        largest = max((weight.numel for weight in trained if weight.is_block_matrix), default=0)
         return largest * layout.tp * (22 if ranks * layout.tp > 1 else 10)
     if optimizer.state == StateConfig() or config.train.compile:
         return 0
-    return 40 * min(1 << 24, max((weight.part(ranks) for weight in trained), default=0))
+    return 40 * min(1 << 24, max((weight.fsdp_numel(ranks) for weight in trained), default=0))
 
 
 def _block_activations(config: Config, layout: Layout, kind: str, on_cpu: bool) -> int:
@@ -141,7 +141,7 @@ def _block_activations(config: Config, layout: Layout, kind: str, on_cpu: bool) 
     model, compiled, cut_stream = config.model, config.train.compile, layout.tp if layout.sequence_parallel else 1
     low, wide = config.train.precision != "fp32", residual_stream_bytes(config, layout)
     width = 2 if low else 4
-    query, shared = model.heads * model.head_size, model.num_kv_heads * model.head_size
+    query, shared = query_width(model), key_value_width(model)
     seen = query + 2 * (
         shared if low and not on_cpu else query
     )  # keys and values for each query, but for flash kernels
@@ -193,14 +193,14 @@ def estimate_memory(
     )
     table, kind = vocab * model.dim // tensor * width, config.parallel.activation_checkpointing
     weights = list(list_rank_parameters(config, layout, pipeline, vocab))
-    parameters = sum(weight.values for weight in weights)
+    parameters = sum(weight.numel for weight in weights)
     names, _, first = find_trained_parameters(config)
     trained = [weight for weight in weights if weight.name in names]
     whole, block = (_block_activations(config, layout, each, on_cpu) for each in ("none", kind))
     blocks = sum(len(layout.stage_layers[stage]) for stage in stages)
     copy = 0  # of a block's weights, by autocast
     if low and kept == 4 and not layout.fsdp:
-        copy = width * sum(weight.values for weight in weights if weight.block >= first) // max(1, blocks)
+        copy = width * sum(weight.numel for weight in weights if weight.layer >= first) // max(1, blocks)
     copies = copy * blocks
     if kind == "none":  # of each micro-batch that is on its way
         block, copies = block + copy, 0
@@ -208,12 +208,12 @@ def estimate_memory(
     stream = tokens * wide * model.dim // cut_stream
     passing = stream + width * tokens * (model.dim + 2 * model.ffn_size // tensor)
     if kind != "none":  # what is made again: all but the stream, and products that are kept
-        found = model.heads * model.head_size + model.num_kv_heads * model.head_size + 2 * model.ffn_size
+        found = query_width(model) + key_value_width(model) + 2 * model.ffn_size
         passing += whole + copy - stream - (width * tokens * found // tensor if kind == "selective" else 0)
     gathered = gathered_at_loss = copies
-    blockwise = width * sum(weight.values for weight in weights if weight.block >= 0) // max(1, blocks)
+    blockwise = width * sum(weight.numel for weight in weights if weight.layer >= 0) // max(1, blocks)
     if layout.fsdp:
-        gathered = gathered_at_loss = width * share * sum(weight.part(share) for weight in weights)
+        gathered = gathered_at_loss = width * share * sum(weight.fsdp_numel(share) for weight in weights)
         if layout.gathers_blocks:  # a block, and the next; a tied table stays
             gathered = min(gathered, 2 * blockwise + table * model.tie_word_embeddings)
             gathered_at_loss = table
@@ -236,7 +236,7 @@ def estimate_memory(
     if copies:  # made again by what is compiled; of others gone when backward begins
         gathered = gathered_at_loss = 0 if config.train.compile else max(0, copies - max(loss, passing))
     split = layout.fsdp and (layout.reduce_each_micro_batch or layout.micro_batches == 1)
-    every = kept * sum(weight.part(share) if split else weight.values for weight in trained)
+    every = kept * sum(weight.fsdp_numel(share) if split else weight.numel for weight in trained)
     gradients = every if layout.dp > 1 and not layout.fsdp else 0  # DDP's buckets stay
     away, back = find_cross_rank_stages(layout, pipeline)
     wanted = [stage for stage in range(layout.stages) if layout.stage_layers[stage].start > first]  # by its inputs
@@ -264,14 +264,14 @@ def estimate_memory(
             late = 0 if split else kept * (blockwise // width + (stage == 0) * table // width)
             peak = max(peak, held + max(before, gradients - late) + gathered + (kind == "none") * block + passing)
         peak = max(peak, held + gradients + gathered)
-    values = sum(weight.part(share) for weight in trained)
+    values = sum(weight.fsdp_numel(share) for weight in trained)
     moments = sum(_moment_bytes(config, weight, share) for weight in trained)
     peak = max(peak, kept * values + _updating(config, layout, trained, share))
     peak, besides = _of_replicas(config, values, kept * values + moments, peak)
     copied = 0
     if config.train.evaluate_every is not None:  # weights, for held-out data (pipeline/evaluate/evaluator.py)
         copied = parameters // (layout.dp if layout.zero == 3 or layout.pp * tensor > 1 else 1)
-    held = kept * sum(weight.part(share) for weight in weights) + 4 * copied
+    held = kept * sum(weight.fsdp_numel(share) for weight in weights) + 4 * copied
     return RankMemory(
         parameters=parameters, weights=held, gathered=gathered, gradients=every, optimizer=moments + besides,
         activations=max(0, peak - every - gathered),

@@ -40,6 +40,7 @@ from pipeline.base.errors import UserError
 from pipeline.comm.groups import World
 from pipeline.config.sections import Config
 from pipeline.model.decoder import local_tensor
+from pipeline.model.spec import hidden_state_shape
 from pipeline.model.task import DTYPES, DecoderTask
 from pipeline.parallel import data_parallel
 from pipeline.parallel.mesh import Layout, Mesh, resolve_layout
@@ -274,11 +275,11 @@ def _told_by_neighbours(config: Config, layout: Layout) -> Iterator[None]:
         from torch.distributed.pipelining.stage import PipelineStage, _StageBackwardMeta, _StageForwardMeta
     except ImportError as error:
         raise UserError(f"--rehearse: pipelines need torch 2.13; this is {torch.__version__} ({error})") from error
-    length = config.data.sequence_length // (layout.tp if layout.sequence_parallel else 1)
-    shape = (config.train.micro_batch, length, config.model.dim)
+    shards = layout.tp if layout.sequence_parallel else 1
+    shape = hidden_state_shape(config.model, config.train.micro_batch, config.data.sequence_length, shards)
     dtype = DTYPES.get(config.train.precision, torch.float32) if layout.fsdp else torch.float32
 
-    trained_from = find_trained_parameters(config).first
+    trained_from = find_trained_parameters(config).first_block
 
     def receive(stage: Any, source: int) -> Any:  # of what is frozen up to there nobody sends gradients back
         if source > stage.stage_index:

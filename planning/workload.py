@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipeline.config.sections import Config
+from pipeline.model.spec import EMBEDDING, LM_HEAD
 from pipeline.parallel.mesh import Layout
-from pipeline.parallel.traffic import EMBEDDING, HEAD, find_trained_parameters, stored_weight_bytes
+from pipeline.parallel.traffic import find_trained_parameters, stored_weight_bytes
 
 
 @dataclass(frozen=True)
@@ -193,6 +194,6 @@ def workload_from_config(config: Config, layout: Layout, vocab: int) -> Workload
         each_micro_batch=layout.reduce_each_micro_batch, low_bytes=2 if low else 4,
         reduce_bytes=4 if layout.fsdp else stored_weight_bytes(config),
         trained=shares, trained_from=first,
-        trained_tables=(EMBEDDING in names, (EMBEDDING if model.tie_word_embeddings else HEAD) in names),
+        trained_tables=(EMBEDDING in names, (EMBEDDING if model.tie_word_embeddings else LM_HEAD) in names),
         orthogonal=config.optimizer.name == "muon",
     )  # fmt: skip

@@ -64,7 +64,7 @@ def device() -> dict[str, Any]:
 
 def rates(found: dict[str, Any], model: Any, vocab: int, length: int, tokens: int) -> dict[str, Any]:
     """`found` with tokens/s and TFLOP/s by both definitions of operations per token."""
-    from pipeline.model.decoder import training_flops_per_token
+    from pipeline.model.spec import training_flops_per_token
 
     per_s = tokens / found["median_s"]
     all_of_them = training_flops_per_token(model, vocab, length)

@@ -151,13 +151,6 @@ class ModelConfig(Section):
         """Width of the SwiGLU layer, resolved."""
         return self.intermediate_size or 64 * math.ceil(self.dim * 8 / 3 / 64)
 
-    @property
-    def block_vectors(self) -> int:
-        """Values of a block's norms and biases."""
-        qkv = (self.heads + 2 * self.num_kv_heads) * self.head_size
-        biases = {"none": 0, "qkv": qkv, "all": qkv + self.dim}[self.attention_bias]
-        return 2 * self.dim + biases + (2 * self.head_size if self.qk_norm else 0)
-
 
 class TrainConfig(Section):
     """The training loop."""
@@ -183,9 +176,9 @@ class TrainConfig(Section):
     compile: bool = False
     """Compile each decoder block with torch.compile."""
     loss_chunk: PositiveInt | None = None
-    """Tokens whose logits are computed at a time, together with their loss and its gradient, so that those of a whole
-    micro-batch are never there (pipeline/model/head.py). It changes last digits; 1024 to 4096 are good sizes for large
-    vocabularies. null: whole logits."""
+    """Tokens whose logits are computed at a time, together with their loss and its gradient, so that the logits of a
+    whole micro-batch never exist (pipeline/model/decoder.py). It changes last digits; 1024 to 4096 are good sizes for
+    large vocabularies. null: whole logits."""
     log_every: PositiveInt = 10
     """Steps between two lines of progress in the log (metrics.jsonl has every step)."""
     evaluate_every: PositiveInt | None = None

@@ -46,8 +46,7 @@ from pipeline.data.special_tokens import encode_prompt, load_tokenizer
 from pipeline.data.verify_shards import verify_shards
 from pipeline.evaluate.result import ITEMS_SUFFIX, STDERR_SUFFIX, format_result, result_file
 from pipeline.evaluate.task_files import Item, read_task_file
-from pipeline.model.decoder import cross_entropy_sum
-from pipeline.model.head import IGNORE_INDEX
+from pipeline.model.decoder import IGNORE_INDEX, cross_entropy_sum
 from pipeline.model.task import DTYPES, DecoderTask, Task, make_task
 from pipeline.parallel.data_parallel import apply_fsdp
 from pipeline.resilience.stop import StopCoordinator

@@ -35,16 +35,16 @@ from pipeline.data.loader import Batch
 from pipeline.data.manifest import BEGINS, LEARNED, Manifest, SampleManifest
 from pipeline.data.samples import SampleDataset
 from pipeline.model.decoder import (
+    IGNORE_INDEX,
     Decoder,
     apply_tensor_parallel,
     cross_entropy_sum,
     init_weights,
     parameter_seed,
     sample_initial_values,
-    training_flops_per_token,
     write_parameter,
 )
-from pipeline.model.head import IGNORE_INDEX
+from pipeline.model.spec import training_flops_per_token
 from pipeline.parallel.mesh import Layout
 from pipeline.run.directory import Run
 

@@ -24,6 +24,7 @@ from pipeline.base.errors import UserError
 from pipeline.config.hugging_face import tokenizer_ids
 from pipeline.config.sections import Config
 from pipeline.config.types import INT8_BLOCK, StateConfig, check_unused_keys
+from pipeline.model.spec import block_flops_per_token, query_width
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -472,7 +473,7 @@ def _find_tensor_misfits(config: Config, world_size: int, per_node: int, vocab_s
         "data.sequence_length": config.data.sequence_length if parallel.sequence else 0,
     }
     if config.optimizer.state.moments == "int8":
-        columns = {"model.heads × size": model.heads * model.head_size, "model.intermediate_size": model.ffn_size}
+        columns = {"model.heads × size": query_width(model), "model.intermediate_size": model.ffn_size}
         divided |= {f"{name} / {INT8_BLOCK} (moments: int8)": size / INT8_BLOCK for name, size in columns.items()}
     for name, size in divided.items() if model.target is None else ():
         if size % tp:
@@ -587,8 +588,7 @@ def split_layers(config: Config, stages: int, vocab_size: int) -> tuple[range, .
     optimal for equal blocks.
     """
     model = config.model
-    heads = 2 * (model.heads + model.num_kv_heads) * model.head_size
-    block = model.dim * (heads + 3 * model.ffn_size) + model.heads * model.head_size * config.data.sequence_length
+    block = block_flops_per_token(model, config.data.sequence_length)
     extra = [0] * stages
     if model.target is None:
         extra[0] += model.dim

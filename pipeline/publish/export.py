@@ -33,7 +33,7 @@ from pipeline.config.hugging_face import ALONG, CONFIG, FORMAT, INDEX, TOKENIZER
 from pipeline.data.manifest import Manifest
 from pipeline.data.special_tokens import load_tokenizer
 from pipeline.data.verify_shards import manifest_of
-from pipeline.model.decoder import EMBEDDING
+from pipeline.model.spec import EMBEDDING
 from pipeline.run.directory import Run
 
 PIECE_BYTES = 5_000_000_000

@@ -35,7 +35,8 @@ from pipeline.data.chat_template import ChatTemplate, ChatTemplateError, find_te
 from pipeline.data.manifest import CHAT, Manifest
 from pipeline.data.special_tokens import added_tokens, encode_prompt, encode_question, end_of_turn, load_tokenizer
 from pipeline.data.verify_shards import manifest_of
-from pipeline.model.decoder import EMBEDDING, Decoder, init_weights
+from pipeline.model.decoder import Decoder, init_weights
+from pipeline.model.spec import EMBEDDING
 from pipeline.publish.open_weights import fitting, held_by
 from pipeline.run.directory import Run
 

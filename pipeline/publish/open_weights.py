@@ -28,7 +28,8 @@ from pipeline.base.files import add_checksum, sha256_file, translate_read_errors
 from pipeline.checkpoint.identity import SOURCE_FILE
 from pipeline.comm.groups import all_gather_results
 from pipeline.config.hugging_face import CONFIG, TOKENIZER, along, inside, pieces, stamp, token_ids
-from pipeline.model.decoder import HEAD, local_slices, local_tensor
+from pipeline.model.decoder import local_slices, local_tensor
+from pipeline.model.spec import LM_HEAD
 from pipeline.model.task import Task
 from pipeline.run.directory import Run
 
@@ -146,6 +147,6 @@ def fitting(folder: Path, held: Mapping[str, Held], whole: Mapping[str, nn.Param
         if kind not in _TYPES:
             raise UserError(f"{folder}: {name} is of type {kind}, not one of {', '.join(_TYPES)}: take one that is")
     unknown = sorted(name for name in tensors.keys() - whole.keys() if not name.endswith(_NO_WEIGHT))
-    if unknown and not (tied and unknown == [HEAD]):
+    if unknown and not (tied and unknown == [LM_HEAD]):
         raise UserError(f"{folder}: {CONFIG} says nothing of {unknown[0]}, so the model would not be that one")
     return OpenWeights(folder, files)

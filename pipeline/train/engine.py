@@ -29,7 +29,8 @@ from pipeline.checkpoint.checkpointer import StateDict
 from pipeline.comm.groups import World, all_gather_results
 from pipeline.config.sections import Config
 from pipeline.model.activation_checkpointing import apply_activation_checkpointing
-from pipeline.model.decoder import EMBEDDING, HEAD, full_tensor, local_tensor, parameter_seed, write_parameter
+from pipeline.model.decoder import full_tensor, local_tensor, parameter_seed, write_parameter
+from pipeline.model.spec import EMBEDDING, LM_HEAD
 from pipeline.model.task import DTYPES, Batch, Task
 from pipeline.parallel import data_parallel, float8
 from pipeline.parallel.mesh import Layout
@@ -310,7 +311,7 @@ class Engine:
         """The output layer's copy of a tied embedding that lives in another stage; None where there is none here."""
         if self._pipeline is None or not self.config.model.tie_word_embeddings or not self._pipeline.has_last_stage:
             return None
-        return self.parts[-1].get_parameter(HEAD)
+        return self.parts[-1].get_parameter(LM_HEAD)
 
     def _join_tied_gradients(self) -> None:
         """Give both copies of a tied embedding the sum of their gradients: updated alike, they stay equal."""

@@ -22,8 +22,8 @@ MAY_IMPORT = {
 """Top-level packages, and the other ones that each may import."""
 ORDER = {
     "pipeline": (
-        "base", "config", "parallel.mesh", "config.read", "mpi", "run", "comm", "data", "checkpoint", "resilience",
-        "parallel", "model", "evaluate", "publish", "train", "",
+        "base", "config", "model.spec", "parallel.mesh", "config.read", "mpi", "run", "comm", "data", "checkpoint",
+        "resilience", "parallel", "model", "evaluate", "publish", "train", "",
     ),
     "slurm": ("query", "submit", "supervise", ""),
 }  # fmt: skip

@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from pipeline.config.hugging_face import config_json
 from pipeline.config.sections import ModelConfig
 from pipeline.config.types import RopeScaling
-from pipeline.model.decoder import Decoder, cross_entropy_sum, init_weights, training_flops_per_token
+from pipeline.model.decoder import Decoder, cross_entropy_sum, init_weights
+from pipeline.model.spec import training_flops_per_token
 
 VOCAB, LENGTH = 97, 24
 CONFIGS = {

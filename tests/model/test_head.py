@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pipeline.model.decoder import cross_entropy_sum
-from pipeline.model.head import IGNORE_INDEX, LMHead
+from pipeline.model.decoder import IGNORE_INDEX, LMHead, cross_entropy_sum
 from pipeline.parallel.mesh import LayoutError, resolve_layout
 from tests.support.layouts import tiny_config
 

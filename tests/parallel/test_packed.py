@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from pipeline.base.dist_env import RankInfo
 from pipeline.config.sections import Config, ModelConfig
 from pipeline.data.manifest import BEGINS, LEARNED
-from pipeline.model.decoder import Decoder, cross_entropy_sum, init_weights
-from pipeline.model.rotary import PackedRotaryEmbedding, RotaryEmbedding
+from pipeline.model.decoder import Decoder, PackedRotaryEmbedding, RotaryEmbedding, cross_entropy_sum, init_weights
 from pipeline.model.task import DecoderTask
 from tests.support.layouts import VOCAB, tiny_config
 from tests.support.ranks import run_ranks

@@ -13,7 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.config.sections import Config
-from pipeline.model.decoder import EMBEDDING, Decoder, cross_entropy_sum
+from pipeline.model.decoder import Decoder, cross_entropy_sum
+from pipeline.model.spec import EMBEDDING
 from pipeline.model.task import DecoderTask
 from pipeline.parallel.mesh import resolve_layout
 from pipeline.train.optimizer import find_frozen_names

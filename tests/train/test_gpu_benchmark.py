@@ -19,7 +19,7 @@ from benchmarks.gpu.correct import largest
 from benchmarks.gpu.pack import PACKAGES
 from benchmarks.table import RESULTS
 from pipeline.config.read import load_config
-from pipeline.model.decoder import training_flops_per_token
+from pipeline.model.spec import training_flops_per_token
 
 RECOMPUTED = ("parallel.activation_checkpointing=full", "train.micro_batch=1", "train.compile=false")
 

@@ -152,7 +152,7 @@ def hidden_rank(place: RankInfo, config: Config) -> tuple[dict[str, float], floa
     import torch.distributed as dist
 
     from pipeline.comm.groups import World
-    from pipeline.model.decoder import EMBEDDING
+    from pipeline.model.spec import EMBEDDING
     from pipeline.train.meter import ExposedCommMeter
 
     engine = engine_of(place, config)

@@ -1,0 +1,142 @@
+"""The decoder described once: its parameters, their shapes, how they are sharded, and its FLOPs.
+
+Building (pipeline/model/decoder.py), partitioning (tensor parallelism, pipeline stages), counting
+(pipeline/parallel/traffic.py), planning and export read this description. It needs no torch, so the login node can use
+it. Names are those of Hugging Face's `LlamaForCausalLM`; tests/model/test_spec.py compares it with the built decoder.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from pipeline.config.sections import ModelConfig
+
+EMBEDDING = "model.embed_tokens.weight"
+FINAL_NORM = "model.norm.weight"
+LM_HEAD = "lm_head.weight"
+"""The output layer; it may be tied to the embedding."""
+
+
+class ParameterSpec(NamedTuple):
+    """A parameter of the decoder."""
+
+    name: str
+    """Name in the whole model."""
+    shape: tuple[int, ...]
+    tp_dim: int | None = None
+    """Dimension that tensor parallelism shards: 0 column-wise, 1 row-wise (torch's terms); None: replicated."""
+
+    @property
+    def numel(self) -> int:
+        """Number of values."""
+        return math.prod(self.shape)
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it has two dimensions; norms and biases have one."""
+        return len(self.shape) > 1
+
+    @property
+    def layer(self) -> int:
+        """Number of the block that has it; -1 if it belongs to no block."""
+        return int(self.name.split(".")[2]) if ".layers." in self.name else -1
+
+    @property
+    def is_block_matrix(self) -> bool:
+        """Whether it is a matrix of a block: not the embedding, the output layer or a vector."""
+        return self.is_matrix and self.layer >= 0
+
+    def local(self, tp: int) -> ParameterSpec:
+        """Return the shard of one of `tp` tensor parallel ranks. Sizes must divide."""
+        if self.tp_dim is None:
+            return self
+        shape = tuple(size // tp if dim == self.tp_dim else size for dim, size in enumerate(self.shape))
+        return self._replace(shape=shape)
+
+    def fsdp_numel(self, ranks: int) -> int:
+        """Return the values per rank if FSDP shards it: rows are split, and all ranks are padded to the first."""
+        return math.ceil(self.shape[0] / ranks) * math.prod(self.shape[1:])
+
+
+def query_width(model: ModelConfig) -> int:
+    """Return the width of the queries of all heads."""
+    return model.heads * model.head_size
+
+
+def key_value_width(model: ModelConfig) -> int:
+    """Return the width of the keys (or the values) of all heads."""
+    return model.num_kv_heads * model.head_size
+
+
+def block_parameters(model: ModelConfig, layer: int) -> Iterator[ParameterSpec]:
+    """Yield the parameters of one block."""
+    query, shared, ffn = query_width(model), key_value_width(model), model.ffn_size
+    prefix = f"model.layers.{layer}"
+    for projection, width in (("q_proj", query), ("k_proj", shared), ("v_proj", shared)):
+        yield ParameterSpec(f"{prefix}.self_attn.{projection}.weight", (width, model.dim), 0)
+        if model.attention_bias != "none":
+            yield ParameterSpec(f"{prefix}.self_attn.{projection}.bias", (width,), 0)
+    yield ParameterSpec(f"{prefix}.self_attn.o_proj.weight", (model.dim, query), 1)
+    if model.attention_bias == "all":
+        yield ParameterSpec(f"{prefix}.self_attn.o_proj.bias", (model.dim,))
+    if model.qk_norm:
+        yield ParameterSpec(f"{prefix}.self_attn.q_norm.weight", (model.head_size,))
+        yield ParameterSpec(f"{prefix}.self_attn.k_norm.weight", (model.head_size,))
+    yield ParameterSpec(f"{prefix}.mlp.gate_proj.weight", (ffn, model.dim), 0)
+    yield ParameterSpec(f"{prefix}.mlp.up_proj.weight", (ffn, model.dim), 0)
+    yield ParameterSpec(f"{prefix}.mlp.down_proj.weight", (model.dim, ffn), 1)
+    yield ParameterSpec(f"{prefix}.input_layernorm.weight", (model.dim,))
+    yield ParameterSpec(f"{prefix}.post_attention_layernorm.weight", (model.dim,))
+
+
+def decoder_parameters(model: ModelConfig, vocab_size: int, layers: range | None = None) -> Iterator[ParameterSpec]:
+    """Yield the parameters of the decoder, or of the part with these blocks (a pipeline stage).
+
+    The embedding belongs to the part with the first block, the last norm and the output layer to the part with the last
+    block. A tied output layer has no parameter of its own if the part has the embedding; otherwise it has a copy, under
+    the embedding's name.
+    """
+    layers = range(model.layers) if layers is None else layers
+    is_first, is_last = layers.start == 0, layers.stop == model.layers
+    if is_first:
+        yield ParameterSpec(EMBEDDING, (vocab_size, model.dim), 0)
+    for layer in layers:
+        yield from block_parameters(model, layer)
+    if is_last:
+        yield ParameterSpec(FINAL_NORM, (model.dim,))
+    if is_last and not (model.tie_word_embeddings and is_first):
+        yield ParameterSpec(EMBEDDING if model.tie_word_embeddings else LM_HEAD, (vocab_size, model.dim), 0)
+
+
+def count_block_parameters(model: ModelConfig, *, matrices_only: bool = False) -> int:
+    """Return the number of parameter values of one block."""
+    return sum(p.numel for p in block_parameters(model, 0) if p.is_matrix or not matrices_only)
+
+
+def training_flops_per_token(model: ModelConfig, vocab_size: int, sequence_length: int) -> int:
+    """Return the floating-point operations of training on one token, forward and backward: 6 N + 12 L H Q T.
+
+    Chowdhery et al., "PaLM", arXiv 2204.02311, appendix B: N parameters, L layers, H heads of width Q, T tokens of
+    context. The causal mask is not deducted and recomputation is not counted. As usual, N includes the embedding even
+    though it is only a lookup (7 % of 8.03 billion parameters with a vocabulary of 128,256).
+    """
+    tables = 1 if model.tie_word_embeddings else 2
+    parameters = model.layers * count_block_parameters(model) + model.dim + tables * vocab_size * model.dim
+    return 6 * parameters + 12 * model.layers * query_width(model) * sequence_length
+
+
+def block_flops_per_token(model: ModelConfig, sequence_length: int) -> int:
+    """Return the multiplications of one block's forward per token; attention covers half the sequence on average."""
+    return count_block_parameters(model, matrices_only=True) + query_width(model) * sequence_length
+
+
+def hidden_state_shape(
+    model: ModelConfig, micro_batch: int, sequence_length: int, sequence_shards: int = 1
+) -> tuple[int, int, int]:
+    """Return the shape (B, T, D) of the hidden states between blocks, which are also the messages between stages.
+
+    sequence_shards: number of ranks that split the sequence (sequence parallelism).
+    """
+    return micro_batch, sequence_length // sequence_shards, model.dim

@@ -1,0 +1,84 @@
+"""The torch-free description of the decoder equals the decoder that is built, on every layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from pipeline.config.sections import Config
+from pipeline.model.decoder import Decoder, apply_tensor_parallel, local_tensor
+from pipeline.model.spec import count_block_parameters, decoder_parameters
+from pipeline.parallel.mesh import Layout, LayoutError, resolve_layout
+from pipeline.parallel.traffic import list_rank_parameters
+from tests.support.layouts import tiny_config
+
+
+@st.composite
+def models(draw: st.DrawFn) -> dict[str, Any]:
+    kv_heads = draw(st.sampled_from([1, 2, 4]))
+    return {
+        "layers": draw(st.integers(1, 6)),
+        "heads": kv_heads * draw(st.sampled_from([1, 2])),
+        "kv_heads": kv_heads,
+        "head_dim": draw(st.sampled_from([2, 4])),
+        "dim": draw(st.sampled_from([8, 12])),
+        "intermediate_size": draw(st.sampled_from([8, 16, 24])),
+        "attention_bias": draw(st.sampled_from(["none", "qkv", "all"])),
+        "qk_norm": draw(st.booleans()),
+        "tie_word_embeddings": draw(st.booleans()),
+    }
+
+
+def build_stages(config: Config, layout: Layout, pp_rank: int, vocab: int) -> list[tuple[str, tuple[int, ...]]]:
+    """Return names and local shapes of the parameters that a rank of this layout builds."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.tp)
+    try:
+        mesh = init_device_mesh("cpu", (layout.tp,))
+        found = []
+        for stage in layout.stages_on_rank(pp_rank):
+            with torch.device("meta"):
+                part = Decoder(config.model, vocab, config.data.sequence_length, layout.stage_layers[stage])
+            if layout.tp > 1:
+                sequence_parallel = layout.sequence_parallel
+                apply_tensor_parallel(part, mesh, sequence_parallel=sequence_parallel, shard_logits=True)
+            found += [(name, tuple(local_tensor(p.detach()).shape)) for name, p in part.named_weights()]
+        return found
+    finally:
+        dist.destroy_process_group()
+
+
+@settings(deadline=None, max_examples=60)
+@given(models(), st.data())
+def test_described_parameters_equal_those_of_the_built_decoder(model: dict[str, Any], data: st.DataObject) -> None:
+    schedule = data.draw(st.sampled_from(["gpipe", "zbv"]))
+    pp, tp = data.draw(st.sampled_from([1, 2, 3])), data.draw(st.sampled_from([1, 2, 4]))
+    parallel = {"pipeline": pp, "tensor": tp, "schedule": schedule, "virtual_stages": 2 if schedule == "zbv" else 1}
+    vocab = 4 * data.draw(st.integers(2, 8))
+    try:
+        config = tiny_config(1, model=model)
+        changed = type(config.parallel).model_validate(parallel)
+        config = config.model_copy(update={"parallel": changed})
+        layout = resolve_layout(config, pp * tp, pp * tp, vocab)
+    except LayoutError:
+        assume(False)
+    for pp_rank in range(pp):
+        described = [(p.name, p.shape) for p in list_rank_parameters(config, layout, pp_rank, vocab)]
+        assert sorted(described) == sorted(build_stages(config, layout, pp_rank, vocab))
+
+
+@given(models())
+def test_counts_are_sums_of_the_described_parameters(model: dict[str, Any]) -> None:
+    config = tiny_config(1, model=model).model
+    total = sum(p.numel for p in decoder_parameters(config, 16))
+    tables = 1 if config.tie_word_embeddings else 2
+    assert total == config.layers * count_block_parameters(config) + config.dim + tables * 16 * config.dim
+    split = [range(stage, stage + 1) for stage in range(config.layers)]
+    parts = [p for layers in split for p in decoder_parameters(config, 16, layers)]
+    copies = 16 * config.dim if config.tie_word_embeddings and config.layers > 1 else 0
+    assert sum(p.numel for p in parts) == total + copies
