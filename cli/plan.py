@@ -37,39 +37,46 @@ def plan(
         int | None,
         typer.Option(metavar="RANK", help="build this rank and run a step of it here, without data and peers"),
     ] = None,
+    assumptions: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="with --goodput: inputs, as in configs/planning/assumptions.yaml"),
+    ] = None,
     measure: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="time this machine in the config's ranks, for --machine FILE")
+        Path | None, typer.Option(hidden=True, help="replaced by `python -m planning.calibrate`")
     ] = None,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE.html", help="also write the plan with charts to this file")
     ] = None,
 ) -> None:
     """Predict what a config's layout means: mesh, memory per rank, pipeline schedule, communication and speed."""
+    if measure is not None:
+        raise UserError(
+            "plan.measure_replaced",
+            f"plan --measure was replaced: run `python -m planning.calibrate {config} --out {measure}`, inside an "
+            "allocation to measure its nodes",
+        )
     chosen = [
         option
         for option, is_chosen in {
             "--best": best,
             "--goodput": goodput,
             "--rehearse": rehearse is not None,
-            "--measure": measure is not None,
         }.items()
         if is_chosen
     ]
     if len(chosen) > 1 or (chosen and html is not None):
-        raise UserError("plan.conflict", "plan: use only one of --best, --goodput, --rehearse, --measure and --html")
+        raise UserError("plan.conflict", "plan: use only one of --best, --goodput, --rehearse and --html")
     if write and not best:
         raise UserError("plan.conflict", "plan: --write requires --best")
     if nodes and not (best or goodput):
         raise UserError("plan.conflict", "plan: --nodes requires --best or --goodput")
+    if assumptions is not None and not goodput:
+        raise UserError("plan.conflict", "plan: --assumptions requires --goodput")
     changes = overrides or []
     if goodput:
         from planning.goodput import print_goodput
 
-        print_goodput(config, changes, nodes, console)
-    elif measure is not None:
-        from planning.measuring import measure as measure_machine
-
-        raise typer.Exit(measure_machine(config, changes, measure, machine, console))
+        print_goodput(config, changes, nodes, console, assumptions)
     else:
         _print_layout(config, changes, machine, best, write, nodes, rehearse, html)
 
@@ -120,12 +127,12 @@ def _print_layout(
             return
         from planning.plan import compute_plan_figures, write_plan_page
 
-        values = compute_plan_figures(config, machine)
+        figures = compute_plan_figures(config, machine)
         try:
             _print_lines(describe_plan(config, machine))
         finally:  # also if the memory does not suffice: the page shows by how much
-            write_plan_page(values, f"the plan of {path}", html)
-            print(f"with pictures: {html}", flush=True)
+            write_plan_page(config, figures, f"the plan of {path}", html)
+            print(f"with figures: {html}", flush=True)
 
 
 def _load(path: Path, overrides: Sequence[str], any_layout: bool) -> tuple[Config, str | None]:

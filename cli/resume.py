@@ -40,7 +40,7 @@ def resume(
     scripts: Annotated[bool, typer.Option("--scripts", help="with --dry-run: also print the sbatch scripts")] = False,
     executor: Annotated[Executor, typer.Option(help="where to run; auto: where the run was before")] = "auto",
 ) -> None:
-    """Continue a run; may change parallel.*, stages.*, site.*, recovery.*, goodput.*, publish.*, track.*,
+    """Continue a run; may change parallel.*, stages.*, site.*, recovery.*, publish.*, track.*,
     checkpoint.*, data.max_rejected, data.verify, data.mixture.weights, evaluate.every, model.init_files, run.name,
     run.root, train.log_every, train.profile_every, and enlarge train.steps; before a training has saved, any key."""
     if scripts and not dry_run:
@@ -49,7 +49,7 @@ def resume(
     opened.check_owner()
     chosen = choose_executor(executor, opened)
     changes = overrides or []
-    replaces_jobs = any(not change.startswith(("recovery.", "goodput.")) for change in changes)
+    replaces_jobs = any(not change.startswith("recovery.") for change in changes)
     # a second `resume` waits for the lock, and then finds what the first one changed
     with nullcontext() if dry_run else opened.lock_exclusively():
         if replaces_jobs or update_code:

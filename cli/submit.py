@@ -252,7 +252,7 @@ def print_plan(
     changes = [f"corrects  {key}: {change}" for key, change in (corrections or {}).items()]
     if not corrections and run.config_file.exists():
         changes = [line for line in (run.describe_changes(),) if line]
-    problems = [f"{verdict.kind} memory: {verdict.words}" for verdict in verdicts if not verdict.fits]
+    problems = [f"{verdict.kind} memory: {verdict.message}" for verdict in verdicts if not verdict.fits]
     if on_slurm:
         problems += [*_check_controller(), *_check_time_limits(config)]
     problems += [
@@ -268,7 +268,7 @@ def print_plan(
         f"verdict   {_count(len(problems), 'problem') if problems else 'no problem found'}",
         *(f"problem   {problem}" for problem in limit_lines(problems)),
         *_describe_jobs(config, executor, jobs),
-        *(f"memory    {verdict.kind}: {verdict.words}" for verdict in verdicts if verdict.fits),
+        *(f"memory    {verdict.kind}: {verdict.message}" for verdict in verdicts if verdict.fits),
         *([f"done      {', '.join(done_stages)}"] if done_stages else []),
         *_describe_training(config, run),
         *(

@@ -160,7 +160,7 @@ class MemoryVerdict(NamedTuple):
     """`GPU` or `host`."""
     fits: bool
     """False also if the config names a GPU that nobody knows; True also if nothing is known."""
-    words: str
+    message: str
 
 
 _SWEPT = ("model", "parallel", "data", "train", "stages", "site")
@@ -178,22 +178,20 @@ def check_memory(config: Config, executor: Executor, machine: str | None = None)
     Raises:
         UserError: There is no such `machine`.
     """
-    if config.measure is not None:
-        return []
     swept = config.sweep is not None and any(key.split(".")[0] in _SWEPT for key in config.sweep.points()[0])
     found: list[MemoryVerdict] = []
     for point in make_point_configs(config) if swept else [config]:
         layout, vocab = resolve_layout(point), point.model.vocab_size or point.data.tokenizer.vocab_size
         found = [*_gpu_verdict(point, layout, vocab, machine), *_host_verdict(point, layout, vocab, executor)]
         if not all(one.fits for one in found):
-            return [one._replace(words=f"point {point.run.name}: {one.words}") for one in found] if swept else found
+            return [one._replace(message=f"point {point.run.name}: {one.message}") for one in found] if swept else found
     return found
 
 
 def memory_warnings(config: Config, executor: Executor) -> list[str]:
     """Return a line for each kind of memory that a training does not fit into."""
     found = check_memory(config, executor)
-    return [f"warning: {one.kind} memory: {one.words}" for one in found if not one.fits]
+    return [f"warning: {one.kind} memory: {one.message}" for one in found if not one.fits]
 
 
 def _gpu_verdict(config: Config, layout: Layout, vocab: int, machine: str | None) -> Iterator[MemoryVerdict]:

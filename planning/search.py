@@ -175,7 +175,7 @@ def search_layouts(
 
 def _line(choice: LayoutChoice) -> str:
     found, nodes = choice.found, choice.layout.world_size // choice.layout.ranks_per_node
-    size = f"{choice.bytes_needed / GB:>6.1f}   {choice.work.words()} ({choice.why()})"
+    size = f"{choice.bytes_needed / GB:>6.1f}   {choice.work.describe_layout()} ({choice.why()})"
     return f"{nodes:>5} {found.step:>8.3f} {found.tokens_per_gpu:>9,.0f} {100 * found.mfu:>4.0f}% {size}"
 
 
@@ -205,7 +205,7 @@ def write_choice(choice: LayoutChoice, path: Path, overrides: Sequence[str]) -> 
     target = path.with_name(f"{path.stem}-best.yaml")
     try:
         with target.open("x") as file:
-            file.write(f"# Chosen by `plan {path.name} --best`: {choice.work.words()}\n")
+            file.write(f"# Chosen by `plan {path.name} --best`: {choice.work.describe_layout()}\n")
             file.write(dump_yaml(json.loads(json.dumps(values))))
     except FileExistsError:
         raise UserError(make_printable(f"{target} exists: move it away, and ask again")) from None

@@ -162,7 +162,7 @@ class Workload:
         products = blocks * (self.layers + back + sum(self.shares)) + self.vocab * self.hidden * (1 + head)
         return 2 * products + 4 * (self.layers + 2 * back) * self.heads * self.head * self.sequence
 
-    def words(self) -> str:
+    def describe_layout(self) -> str:
         """How it is split, in a few words."""
         zero = f" zero {self.zero}" + (f" over {self.shard}" if self.replicate > 1 else "") if self.zero else ""
         turns = f" {self.schedule}" + (f" × {self.virtual_stages}" if self.virtual_stages > 1 else "")

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -47,11 +48,23 @@ _PATHS = (
     ("run", "root"), ("data", "source"), ("data", "mixture", "sources", "*", "source"),
     ("data", "tokenizer", "path"), ("data", "filter"), ("data", "chat_template"), ("evaluate", "tasks"),
     ("publish", "to"), ("publish", "no_worse_than"), ("track", "prometheus", "textfile"), ("track", "jsonl"),
-    ("measure", "file"), ("measure", "machine"), *FOLDERS,
+    *FOLDERS,
 )  # fmt: skip
 _NO_PATH = "python-stdlib"
 OLDER_DEFAULTS: dict[str, dict[str, Any]] = {"data": {"add_special_tokens": False}}
 """What runs did before a key existed, if it is not the key's default. It holds for runs whose config lacks the key."""
+
+
+REMOVED_SECTIONS = {
+    "goodput": "`plan --goodput --assumptions FILE` reads its keys from a file (see configs/planning/assumptions.yaml)",
+    "measure": "`python -m planning.calibrate CONFIG --out FILE` measures a machine",
+}
+"""Former sections of the config, and what replaces them. Old configs and old runs that have them still load."""
+_GOODPUT_DEFAULTS = {
+    "preemptions": 0.0, "preempted_s": 3600.0, "repair_hours": 24.0, "together": 0.0, "nodes_together": 1
+}  # fmt: skip
+"""The values that every run of older code has in its `goodput:` section."""
+_reported_sections: set[str] = set()
 
 
 # -- configs -------------------------------------------------------------------------------------------------
@@ -120,6 +133,7 @@ def parse_config(values: Mapping[str, Any], where: str, layout: bool = True) -> 
 
     Types are strict as in JSON: `"2"` is no number, `1` no boolean. Raises ConfigError with all problems.
     """
+    values = _without_removed_sections(values, where)
     try:
         config = Config.model_validate_json(json.dumps(filled(values), default=str), strict=True)
         check_config(config, layout)
@@ -129,6 +143,21 @@ def parse_config(values: Mapping[str, Any], where: str, layout: bool = True) -> 
     except ValueError as error:
         code = error.code if isinstance(error, UserError) else "config.conflict"
         raise ConfigError(code, f"{where}: {error}") from error
+
+
+def _without_removed_sections(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return `values` without former sections; print once what replaces a section that was used."""
+    remaining = {key: value for key, value in values.items() if key not in REMOVED_SECTIONS}
+    if isinstance(stages := remaining.get("stages"), Mapping):
+        remaining["stages"] = {key: value for key, value in stages.items() if key != "measure"}
+    for name, replacement in REMOVED_SECTIONS.items():
+        used = values.get(name)
+        if isinstance(used, Mapping):
+            used = {key: value for key, value in used.items() if value not in (None, _GOODPUT_DEFAULTS.get(key))}
+        if used and name not in _reported_sections:
+            _reported_sections.add(name)
+            print(f"note: {where}: the section `{name}` is ignored: {replacement}", file=sys.stderr, flush=True)
+    return remaining
 
 
 def make_point_configs(config: Config) -> list[Config]:

@@ -1,7 +1,5 @@
-"""The `recovery:` and `goodput:` sections of the config: how often a run may go on by itself after each kind of stop,
-and when it waits too long; and how often it is expected to stop.
-
-See slurm/query/stop_causes.py for what is done with the one, planning/goodput.py with the other.
+"""The `recovery:` section of the config: how often a run may go on by itself after each kind of stop, and when it
+waits too long. See slurm/query/stop_causes.py for what is done with it.
 """
 
 from __future__ import annotations
@@ -10,11 +8,10 @@ from typing import Annotated
 
 from pydantic import Field, PositiveInt
 
-from pipeline.config.types import Fraction, NonNegativeInt, PositiveFloat, Section
+from pipeline.config.types import NonNegativeInt, PositiveFloat, Section
 
 Patience = Annotated[float, Field(gt=0.0, le=6000.0)]
 """Seconds, less than what collectives may take (pipeline/comm/groups.py)."""
-Seconds = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 
 
 class RecoveryConfig(Section):
@@ -62,37 +59,3 @@ class RecoveryConfig(Section):
     ranks. One more, and training returns to the last checkpoint and leaves those samples out."""
     spike_deviations: PositiveFloat | None = Field(default=None, ge=3.0)
     """A loss so many standard deviations above the mean of the last 100 steps counts as bad; null: never."""
-
-
-class GoodputConfig(Section):
-    """What is assumed of a machine by `plan --goodput` and `report`; null: what the run has measured, or else what
-    planning/goodput.py takes from papers. It changes nothing of what a run does."""
-
-    failures: PositiveFloat | None = None
-    """Failures that stop the job, per 1,000 node-days."""
-    restart_s: Seconds | None = None
-    """Seconds from the start of a job to its first step."""
-    wait_s: Seconds | None = None
-    """Seconds from a failure to that start: noticing it, and the queue."""
-    save_s: Seconds | None = None
-    """Seconds until a checkpoint is valid."""
-    blocked_s: Seconds | None = None
-    """Seconds of these that the training waits."""
-    step_s: PositiveFloat | None = None
-    """Seconds of a step on the config's own nodes; with train.steps it says how much work the training is."""
-    gpu_hours: PositiveFloat | None = None
-    """The same in GPU-hours (rank-hours, where there are none), for any number of nodes."""
-    preemptions: Seconds = 0.0
-    """Preemptions of the job in a day; before each there is time to save."""
-    preempted_s: Seconds = 3600.0
-    """Seconds from a preemption to the next start."""
-    spares: NonNegativeInt | None = None
-    """Nodes that stand by for those that fail; null: there are always enough. Simulated only, as what follows."""
-    repair_hours: PositiveFloat = 24.0
-    """Mean hours until a failed node is back."""
-    together: Fraction = 0.0
-    """Share of failures that take several nodes at once, as those of a switch or of a rack's power."""
-    nodes_together: PositiveInt = 1
-    """How many nodes these take."""
-    gpu_hour: PositiveFloat | None = None
-    """Price of an hour of one GPU (or of one rank, where there is none), in any currency."""

@@ -19,8 +19,8 @@ from pydantic import Field, PositiveInt, model_validator
 from pipeline.config.checkpoints import CheckpointConfig, EvaluateConfig, PublishConfig
 from pipeline.config.datasets import DataConfig
 from pipeline.config.parallel import ParallelConfig
-from pipeline.config.recovery import GoodputConfig, RecoveryConfig
-from pipeline.config.site import MeasureConfig, SiteConfig
+from pipeline.config.recovery import RecoveryConfig
+from pipeline.config.site import SiteConfig
 from pipeline.config.stages import STAGES, Stage, StagesConfig
 from pipeline.config.sweep import SweepConfig
 from pipeline.config.track import TrackConfig
@@ -280,8 +280,6 @@ class Config(Section):
     """What is evaluated."""
     recovery: RecoveryConfig = RecoveryConfig()
     """What happens after a stop."""
-    goodput: GoodputConfig = GoodputConfig()
-    """How often it is expected to stop, and what that costs."""
     site: SiteConfig = SiteConfig()
     """The cluster."""
     stages: StagesConfig = StagesConfig()
@@ -290,8 +288,6 @@ class Config(Section):
     """Many trainings that differ in a few values; null: one training."""
     publish: PublishConfig | None = None
     """Where the model goes when it is evaluated; null: nowhere."""
-    measure: MeasureConfig | None = None
-    """What `plan --measure` fills in: such a run times its machine and trains nothing."""
     track: TrackConfig = TrackConfig()
     """Who else is told how the run goes."""
 
@@ -306,8 +302,7 @@ class Config(Section):
     @property
     def active_stages(self) -> dict[str, Stage]:
         """The stages that this config has, by name, in order."""
-        found = {name: row for name, row in STAGES.items() if row.section is None or getattr(self, row.section)}
-        return {name: row for name, row in found.items() if row.alone} or found
+        return {name: row for name, row in STAGES.items() if row.section is None or getattr(self, row.section)}
 
     def resolve_site(self, stage: str) -> SiteConfig:
         """The site as the jobs of a stage see it: over `site` stand `site.data_jobs`, where that is for it, and the

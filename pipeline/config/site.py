@@ -151,15 +151,6 @@ class Container(Section):
     """The interpreter inside, with all that Sluice imports."""
 
 
-class MeasureConfig(Section):
-    """What a run does that times its machine (planning/calibrate.py)."""
-
-    file: Path
-    """The machine file that it writes."""
-    machine: Path | None = None
-    """One that was measured before: its timings stay, and this config's step is added to its steps."""
-
-
 class SiteConfig(Request):
     """The cluster. `extends: sites/mycluster.yaml` keeps it in a file of its own."""
 

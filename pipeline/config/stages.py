@@ -38,8 +38,6 @@ class Stage:
     start."""
     section: str | None = None
     """The section of the config without which there is no such stage; null: always."""
-    alone: bool = False
-    """Whether a config with that section has no other stage."""
     lock_timeout_s: float = 60.0
     """How long its job waits for another one that runs the same stage of the same run."""
 
@@ -151,10 +149,6 @@ class StagesConfig(Section):
         Resources, Stage("pipeline.publish.publish_stage", depends_on=("evaluate",), section="publish")
     ] = Resources()
     """Publishing, where there is a section `publish`."""
-    measure: Annotated[
-        StageResources, Stage("planning.calibrate", is_distributed=True, section="measure", alone=True)
-    ] = StageResources()
-    """Timing this machine, where there is a section `measure`; `plan --measure` asks for what the training asks for."""
 
     def get_resources(self, stage: str) -> Resources:
         """What `stage` asks for."""

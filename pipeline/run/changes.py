@@ -24,7 +24,7 @@ from pipeline.config.read import COMMAND_LINE, apply_overrides, parse_config
 from pipeline.config.sections import Config
 
 CHANGEABLE = (
-    "parallel.", "stages.", "site.", "recovery.", "goodput.", "publish", "track.", "checkpoint.", "data.max_rejected",
+    "parallel.", "stages.", "site.", "recovery.", "publish", "track.", "checkpoint.", "data.max_rejected",
     "data.verify", "data.mixture.weights", "evaluate.every", "model.init_files", "run.name", "run.root",
     "train.log_every", "train.profile_every",
 )  # fmt: skip

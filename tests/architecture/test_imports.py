@@ -17,16 +17,8 @@ LIGHT_COMMANDS = (
 """Modules of commands that must start fast on a login node: they never import a slow package."""
 
 
-NOT_YET_MOVED = {
-    "slurm.submit.local_runner imports tracking.report",
-    "slurm.supervise.supervisor imports tracking.sidecar",
-    "tracking.report imports planning.goodput",
-    "planning.measuring imports cli.submit",
-}
-
-
 def test_imports_run_in_one_direction() -> None:
-    assert {one for one in wrong_directions() if not one.startswith("submit imports")} <= NOT_YET_MOVED
+    assert wrong_directions() == []
 
 
 def test_no_module_imports_itself_through_others() -> None:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from planning.goodput import (
     DAY_S,
-    Conditions,
-    Pool,
+    JobConditions,
+    NodePool,
     best_interval_s,
     count_bounds,
     daly_s,
@@ -29,8 +29,8 @@ LLAMA3 = 419 / 54 / 2.048
 """Unexpected stops per 1,000 node-days: 419 in 54 days on 16,384 GPUs (arXiv 2407.21783, section 3.3.4)."""
 
 
-def job(mttf_s: float, save_s: float, blocked_s: float, restart_s: float = 300.0, **more: float) -> Conditions:
-    return Conditions(1 / mttf_s, restart_s, more.pop("wait_s", 0.0), save_s, blocked_s, **more)
+def job(mttf_s: float, save_s: float, blocked_s: float, restart_s: float = 300.0, **more: float) -> JobConditions:
+    return JobConditions(1 / mttf_s, restart_s, more.pop("wait_s", 0.0), save_s, blocked_s, **more)
 
 
 # -- published figures -----------------------------------------------------------------------------------
@@ -45,12 +45,12 @@ def test_llama_3() -> None:
     """54 days, 419 unexpected stops, more than 90 % effective; restarts of 5 to 20 minutes as on RSC-1."""
     rate = job_failure_rate(LLAMA3, 2048)
     assert 1 / rate / 3600 == pytest.approx(3.09, rel=0.01)
-    meta = Conditions(rate, 600, 60, 60, 3)
+    meta = JobConditions(rate, 600, 60, 60, 3)
     best = best_interval_s(meta)
     work = 54 * DAY_S * effective_ratio(meta, best)
-    found = simulate_trainings(meta, best, work, Pool())
+    found = simulate_trainings(meta, best, work, NodePool())
     assert found.mean_s / DAY_S == pytest.approx(54, rel=0.02)
-    assert fmean(simulate_training(meta, best, work, Pool(), seed).failures for seed in range(20)) == pytest.approx(
+    assert fmean(simulate_training(meta, best, work, NodePool(), seed).failures for seed in range(20)) == pytest.approx(
         419, rel=0.1
     )
     assert found.ratio > 0.9
@@ -59,13 +59,13 @@ def test_llama_3() -> None:
 @pytest.mark.parametrize(("per_1000", "save_s"), [(1.0, 300.0), (RSC1, 10.0)])
 def test_what_rsc_1_needs_for_nine_tenths(per_1000: float, save_s: float) -> None:
     """12,000 GPUs come to an ETTR of 0.9 with a rate of 1, or with saves of 10 s (arXiv 2410.21680, section III)."""
-    asked = Conditions(job_failure_rate(per_1000, 1500), 300, 0, save_s, save_s)
+    asked = JobConditions(job_failure_rate(per_1000, 1500), 300, 0, save_s, save_s)
     assert effective_ratio(asked, best_interval_s(asked)) == pytest.approx(0.9, abs=0.03)
 
 
 def test_hourly_saves_on_rsc_1() -> None:
     """The largest jobs that ran there for long, 2,048 to 4,096 GPUs, had 0.85 to 0.9."""
-    asked = Conditions(job_failure_rate(RSC1, 256), 600, 0, 300, 300)
+    asked = JobConditions(job_failure_rate(RSC1, 256), 600, 0, 300, 300)
     assert 0.83 < effective_ratio(asked, 3600) < 0.92
 
 
@@ -85,16 +85,16 @@ def test_with_saves_that_block_it_is_dalys(mttf: float, save: float, restart: fl
 
 
 @given(jobs, spans)
-def test_more_of_anything_bad_is_not_better(one: Conditions, interval: float) -> None:
+def test_more_of_anything_bad_is_not_better(one: JobConditions, interval: float) -> None:
     ratio = effective_ratio(one, interval)
     assert 0 <= ratio <= 1
     for key in ("failure_rate", "restart_s", "wait_s", "save_s", "blocked_s"):
-        worse = Conditions(**{**vars(one), key: 1.5 * getattr(one, key) + 1e-6})
+        worse = JobConditions(**{**vars(one), key: 1.5 * getattr(one, key) + 1e-6})
         assert effective_ratio(worse, interval) <= ratio * (1 + 1e-9), key
 
 
 @given(jobs, st.floats(0.2, 5))
-def test_no_other_interval_is_better(one: Conditions, factor: float) -> None:
+def test_no_other_interval_is_better(one: JobConditions, factor: float) -> None:
     best = best_interval_s(one)
     assert effective_ratio(one, best) >= effective_ratio(one, best * factor) - 1e-5  # searched to 1e-4 of it
 
@@ -107,8 +107,8 @@ def test_young_and_daly_are_near_the_best(mttf: float, save: float, restart: flo
 
 
 def test_without_failures_only_saves_cost() -> None:
-    assert effective_ratio(Conditions(0, 300, 0, 60, 5), 95) == pytest.approx(0.95)
-    assert effective_ratio(Conditions(0, 300, 0, 200, 5), 95) == pytest.approx(95 / 200), "a save waits for the last"
+    assert effective_ratio(JobConditions(0, 300, 0, 60, 5), 95) == pytest.approx(0.95)
+    assert effective_ratio(JobConditions(0, 300, 0, 200, 5), 95) == pytest.approx(95 / 200), "a save waits for the last"
 
 
 def test_bounds_of_a_count() -> None:
@@ -131,21 +131,23 @@ def test_simulated_is_as_the_closed_form_says(
     """Also where saves are longer than the interval, and with preemptions."""
     one = job(mttf, save, part * save, restart, wait_s=wait, preemption_rate=preempted / mttf, preempted_s=1000.0)
     ratio = effective_ratio(one, interval)
-    found = simulate_trainings(one, interval, max(300 * mttf * ratio, interval), Pool(), trainings=20)
+    found = simulate_trainings(one, interval, max(300 * mttf * ratio, interval), NodePool(), trainings=20)
     assert found.ratio == pytest.approx(ratio, abs=4 / 1.96 * found.margin + 0.01)
 
 
 def test_every_second_of_a_training_is_somewhere() -> None:
     one, work = job(5000, 60, 10, 300, wait_s=30), 2e6
-    found = simulate_training(one, 400, work, Pool(spares=1, repair_s=20_000, together=0.2, nodes_together=3), seed=7)
+    found = simulate_training(
+        one, 400, work, NodePool(spares=1, repair_s=20_000, together=0.2, nodes_together=3), seed=7
+    )
     kept = found.seconds - work - found.lost_s - found.no_node_s - 30 * found.failures
     saves, starts = 10 * work / 400, 300 * (found.failures + 1)
     assert found.no_node_s > 0 and found.failures > 300
     assert kept == pytest.approx(saves + starts, rel=0.1), "what is left are saves and restarts"
     assert (
-        simulate_training(one, 400, work, Pool(), 7)
-        == simulate_training(one, 400, work, Pool(), 7)
-        != simulate_training(one, 400, work, Pool(), 8)
+        simulate_training(one, 400, work, NodePool(), 7)
+        == simulate_training(one, 400, work, NodePool(), 7)
+        != simulate_training(one, 400, work, NodePool(), 8)
     )
 
 
@@ -155,7 +157,7 @@ def test_spares_are_what_is_in_repair() -> None:
     repairing = 24.0  # failures of a day, each a day in repair
 
     def waits(spares: int, **more: float) -> float:
-        pool = Pool(spares, DAY_S, **more)  # type: ignore[arg-type]
+        pool = NodePool(spares, DAY_S, **more)  # type: ignore[arg-type]
         found = simulate_trainings(one, 300, 30 * DAY_S, pool, trainings=5)
         return found.no_node_s / found.mean_s
 
@@ -166,19 +168,19 @@ def test_spares_are_what_is_in_repair() -> None:
 
 def test_a_pool_that_cannot_keep_up_sets_the_pace() -> None:
     """Without spares a job runs only while nothing is in repair: 1/λ up, 1/μ down, as an alternating renewal."""
-    one = Conditions(1 / 3600, 0, 0, 1e-3, 1e-3)
-    found = simulate_trainings(one, 5, 400 * 3600, Pool(spares=0, repair_s=1800), trainings=20)
+    one = JobConditions(1 / 3600, 0, 0, 1e-3, 1e-3)
+    found = simulate_trainings(one, 5, 400 * 3600, NodePool(spares=0, repair_s=1800), trainings=20)
     assert found.ratio == pytest.approx(2 / 3, abs=0.02)
 
 
 def test_131072_gpus_never_end_where_nothing_is_ever_saved() -> None:
-    one = Conditions(job_failure_rate(RSC1, 16_384), 3600, 600, 900, 900)
+    one = JobConditions(job_failure_rate(RSC1, 16_384), 3600, 600, 900, 900)
     assert effective_ratio(one, best_interval_s(one)) < 0.01
-    assert simulate_training(one, 600, 1e9, Pool(), 1).seconds == math.inf
+    assert simulate_training(one, 600, 1e9, NodePool(), 1).seconds == math.inf
 
 
 def test_intervals_that_do_as_well_hold_the_best_one() -> None:
-    one = Conditions(job_failure_rate(RSC1, 2048), 600, 60, 60, 60)
-    low, high = good_intervals_s(one, best_interval_s(one), 20 * DAY_S, Pool())
+    one = JobConditions(job_failure_rate(RSC1, 2048), 600, 60, 60, 60)
+    low, high = good_intervals_s(one, best_interval_s(one), 20 * DAY_S, NodePool())
     assert 0.5 * best_interval_s(one) < low <= 1.1 * best_interval_s(one)
     assert 0.9 * best_interval_s(one) <= high < 2 * best_interval_s(one)

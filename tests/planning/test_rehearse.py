@@ -158,7 +158,7 @@ def names_rank(place: RankInfo, configs: list[Config]) -> list[tuple[list[str], 
         heads = [next(line.split() for line in told if "gathered" in line) for told in (rehearsed, planned)]
         assert heads[0] == heads[1][2:]
         table = rehearsed[next(n for n, line in enumerate(rehearsed) if "calls" in line) + 1 :]
-        sends = planned[planned.index("a rank sends in a step") + 1 :]
+        sends = planned[planned.index("a rank sends per step") + 1 :]
         found.append((heads[0], {line.split()[0] for line in table}, {line.split()[0] for line in sends}))
     return found
 

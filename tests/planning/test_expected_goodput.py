@@ -1,9 +1,10 @@
-"""`plan --goodput` and the report's expectation: what a run has measured, where figures come from, what is refused."""
+"""`plan --goodput` and the report's expectation: measured and assumed inputs, and invalid assumptions."""
 
 from __future__ import annotations
 
 import io
 import json
+import re
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,22 +14,23 @@ import pytest
 from pipeline.base.console import PlainConsole
 from pipeline.base.errors import UserError
 from pipeline.config.read import load_config
+from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
 from planning import goodput
-from planning.goodput import format_span, print_goodput
+from planning.goodput import GoodputAssumptions, format_span, load_assumptions, print_goodput
 from tests.support.tiny import write_config
 from tracking.report import print_report
 
 HOUR = 3600.0
 
 
-def told(target: Path, *overrides: str, nodes: str | None = None) -> str:
+def goodput_text(target: Path, *overrides: str, nodes: str | None = None, assumptions: Path | None = None) -> str:
     file = io.StringIO()
-    print_goodput(target, overrides, nodes, PlainConsole(file=file, width=200))
+    print_goodput(target, overrides, nodes, PlainConsole(file=file, width=200), assumptions)
     return file.getvalue()
 
 
-def table(text: str) -> dict[str, dict[str, str]]:
+def read_table(text: str) -> dict[str, dict[str, str]]:
     """The rows by their first cell, cells by their heads: columns begin where the head, or a number's end, is."""
     rows = [line for line in text.splitlines() if "  " in line.strip()]
     heads = next(line for line in rows if line.lstrip().startswith("nodes"))
@@ -85,32 +87,35 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     return run
 
 
-def test_a_run_tells_its_own_figures(run: Run) -> None:
-    text = told(run.path)
+def test_a_run_uses_its_measured_figures(run: Run) -> None:
+    text = goodput_text(run.path)
     days = 4 * (600 + 100 * 360 + 10 * 4 + 100) / 86400
     assert f"{3000 / days:>10.4g}  failures per 1,000 node-days (measured: 3 in {days:.3g} node-days; 95 %" in text
     assert "600  seconds from start to first step (measured: mean of 4)" in text
     assert "300  seconds from a failure to that start (measured: mean of 3)" in text
     assert "50  seconds until a checkpoint is valid (measured: mean of 40)" in text
-    assert "4  seconds of these that the training waits (measured: mean of 40)" in text
-    assert "80  GPU-hours of the whole training, undisturbed (400 steps of 360 s on 2 ranks)" in text
-    (first, *_), rows = table(text), table(text)
+    assert "4  seconds of these that block the training (measured: mean of 40)" in text
+    assert "80  GPU-hours of the whole training without failures (400 steps of 360 s on 2 ranks)" in text
+    rows = read_table(text)
+    first = next(iter(rows))
     assert (first, rows["1"]["GPUs"], rows["1"]["a failure every"]) == ("1", "2", "14 h")
-    assert float(rows["1"]["as it is"].rstrip(" %")) < float(rows["1"]["effective"].rstrip(" %")), "hourly is too rare"
+    assert float(rows["1"]["as configured"].rstrip(" %")) < float(rows["1"]["effective"].rstrip(" %")), (
+        "hourly is too rare"
+    )
 
 
-def test_the_config_comes_before_the_run(run: Run) -> None:
-    text = told(run.path, "goodput.failures=6.5", "goodput.gpu_hours=10", "goodput.gpu_hour=2", nodes="1")
+def test_assumptions_replace_measured_figures(run: Run) -> None:
+    text = goodput_text(run.path, "goodput.failures=6.5", "goodput.gpu_hours=10", "goodput.gpu_hour=2", nodes="1")
     assert "6.5  failures per 1,000 node-days (goodput.failures)" in text
-    cost = float(table(text)["1"]["cost"])
+    cost = float(read_table(text)["1"]["cost"])
     assert 20 <= cost < 24, "ten hours at two, and what failures add"
 
 
-def test_report_says_what_was_expected(run: Run) -> None:
+def test_report_compares_with_the_expected_goodput(run: Run) -> None:
     file = io.StringIO()
     print_report(run, PlainConsole(file=file, width=200), goodput.describe_expected_goodput)
     (line,) = [line for line in file.getvalue().splitlines() if line.startswith("expected ")]
-    assert "0.011 failures, there were 3: 6.5 per 1,000 node-days (assumed" in line and "measured: 3 in" in line
+    assert "0.011 failures (there were 3): 6.5 per 1,000 node-days (assumed" in line and "measured: 3 in" in line
     ratio = float(line.split()[1])
     assert 0.99 < ratio < 0.997, "a start in forty hours, 4 s of an hour"
     with pytest.MonkeyPatch.context() as patch:
@@ -124,23 +129,44 @@ def test_report_says_what_was_expected(run: Run) -> None:
     assert "expected" not in file.getvalue(), "without steps nothing is known"
 
 
-def test_without_a_run_figures_are_assumed_and_say_so(tmp_path: Path) -> None:
-    text = told(write_config(tmp_path), "stages.train.tasks_per_node=8", nodes="2048,16384")
+def test_without_a_run_figures_come_from_papers(tmp_path: Path) -> None:
+    text = goodput_text(write_config(tmp_path), "stages.train.tasks_per_node=8", nodes="2048,16384")
     assert "6.5  failures per 1,000 node-days (assumed: RSC-1's, arXiv 2410.21680)" in text
-    rows = table(text)
+    rows = read_table(text)
     assert (rows["2,048"]["GPUs"], rows["2,048"]["a failure every"]) == ("16,384", "1.8 h")
     assert (rows["16,384"]["GPUs"], rows["16,384"]["a failure every"]) == ("131,072", "14 min")
     assert "waiting for nodes" not in text and "cost" not in rows["2,048"]
 
 
-def test_what_never_ends_is_said(tmp_path: Path) -> None:
-    text = told(write_config(tmp_path), "goodput.failures=1000", "goodput.save_s=3600", nodes="1,16384")
-    assert table(text)["16,384"]["days"] == "never"
+def test_a_training_that_never_ends_is_marked(tmp_path: Path) -> None:
+    text = goodput_text(write_config(tmp_path), "goodput.failures=1000", "goodput.save_s=3600", nodes="1,16384")
+    assert read_table(text)["16,384"]["days"] == "never"
 
 
-def test_typos_are_told(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"goodput.failure: .*did you mean failures"):
-        told(write_config(tmp_path), "goodput.failure=3")
+def test_an_assumptions_file_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "assumptions.yaml"
+    file.write_text("failures: 3.0\nspares: 2\n")
+    text = goodput_text(write_config(tmp_path), assumptions=file, nodes="64")
+    assert f"{3:>10.4g}  failures per 1,000 node-days" in text and "waiting for nodes" in text
+
+
+def test_the_example_of_an_assumptions_file_is_valid() -> None:
+    assert load_assumptions(CODE_ROOT / "configs/planning/assumptions.yaml") == GoodputAssumptions()
+    keys = re.findall(r"^#? ?(\w+):", (CODE_ROOT / "configs/planning/assumptions.yaml").read_text(), re.MULTILINE)
+    assert keys == list(GoodputAssumptions.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("content", "fact"), [("failure: 3", "did you mean failures"), ("spares: -1", "spares"), ("5", "")]
+)
+def test_invalid_assumptions_are_an_error(tmp_path: Path, content: str, fact: str) -> None:
+    file = tmp_path / "assumptions.yaml"
+    file.write_text(content)
+    with pytest.raises(UserError, match=fact) as error:
+        load_assumptions(file)
+    assert error.value.code == "plan.invalid_assumptions" and str(file) in str(error.value)
+    with pytest.raises(UserError, match="did you mean failures"):
+        goodput_text(write_config(tmp_path), "goodput.failure=3")
 
 
 def test_spans() -> None:
