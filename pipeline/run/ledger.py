@@ -1,30 +1,8 @@
-"""The ledger: where the hours of a run went, attempt by attempt. Arithmetic only; tracking/report.py shows it.
+"""The ledger of a run's hours: how much time each attempt spent on what. Arithmetic only; `report` prints it.
 
-Everything comes from events.jsonl and metrics.jsonl, and from `sacct` where there is one (when Slurm really started
-and ended a job). An attempt's account begins where that of the attempt before it ended; for the first one, when
-the stage was submitted and its parents were done. So the parts of all attempts add up to the stage's wall time:
-
-    ├ idle ┼─ queue ─┼ startup ┼ compute · data · communication · evaluation · checkpoint · … · lost ┼ ending ┤
-    end of    somebody   the job    the loop begins                          last step     end of this one
-    the last  wants it   starts
-
-idle           nobody had asked for the stage to go on
-queue          asked for, and waiting: for nodes, or for the delay after a requeue
-startup        start of the job → first step: health check, imports, rendezvous, reading the checkpoint
-compute        steps that count; for stages without steps all of their running time
-data           waiting for the next batch; `communication`: that which no computing hides, where it is measured
-evaluation     looking at held-out data in the training (`train.evaluate_every`)
-checkpoint     what a save keeps the loop waiting, with the last save
-profiling      what profiled steps (`train.profile_every`) took beside themselves
-lost           steps that were done again, because no checkpoint held them
-ending         from the last recorded step to the end: leaving, or hanging until somebody noticed
-
-Two figures sum it up, after Kokolis et al., "Revisiting Reliability in Large-Scale Machine Learning Research Clusters"
-(HPCA 2025, arXiv 2410.21680, the metrics of section II): the *effective training time ratio* is productive
-runtime over available wall-clock time, which is time scheduled or waiting in the queue (idle time is neither).
-Unproductive is work that is done again and what a restart costs; the paper's model of the ETTR also counts writing
-checkpoints. *Forward progress* is productive runtime over scheduled time: the same without the queue. The very
-first start-up counts as unproductive, too.
+The input is events.jsonl, metrics.jsonl, and `sacct` if it is available (when Slurm started and ended each job). The
+account of an attempt begins where the account of the previous attempt ended; the first one begins when the stage was
+submitted and its parents were done. The seconds of all attempts therefore add up to the stage's wall time.
 """
 
 from __future__ import annotations
@@ -45,22 +23,43 @@ CATEGORIES = (
     "idle", "queue", "startup", "compute", "data", "communication", "evaluation", "checkpoint", "profiling", "lost",
     "ending",
 )  # fmt: skip
+"""What the time of an attempt is spent on, in order:
+
+    ├ idle ┼─ queue ─┼ startup ┼ compute · data · communication · evaluation · checkpoint · … · lost ┼ ending ┤
+    previous   request   job       first step                                             last step     end of the
+    end                  starts                                                                         attempt
+
+idle           nobody had requested that the stage continues
+queue          requested and waiting: for nodes, or for the delay after a requeue
+startup        start of the job → first step: health check, imports, rendezvous, reading the checkpoint
+compute        steps that count; for stages without steps, all of their running time
+data           waiting for the next batch
+communication  communication that no computation hides, where it is measured
+evaluation     evaluation on held-out data during the training (`train.evaluate_every`)
+checkpoint     time that saves block the training loop, and the last save
+profiling      the overhead of profiled steps (`train.profile_every`)
+lost           steps that were repeated, because no checkpoint contained them
+ending         from the last recorded step to the end: exiting, or hanging until the hang was detected
+"""
 PRODUCTIVE_CATEGORIES = ("compute", "data", "communication", "evaluation")
 WAITING_CATEGORIES = ("idle", "queue")
-_STEPS = (*PRODUCTIVE_CATEGORIES, "checkpoint", "profiling", "lost")
-_IN_STEP = {
-    "data": "data_wait_s", "communication": "exposed_comm_s", "evaluation": "evaluate_s",
-    "checkpoint": "checkpoint_s", "profiling": "profile_s",
-}  # fmt: skip
-STEP_TIME_KEYS = ("step", "step_time_s", *_IN_STEP.values())
-"""What the ledger asks of the line of a step."""
-_ASKS = ("submitted", "resumed")
-_SILENT = "no word of its end"
+_STEP_CATEGORIES = (*PRODUCTIVE_CATEGORIES, "checkpoint", "profiling", "lost")
+_METRIC_OF_CATEGORY = {
+    "data": "data_wait_s",
+    "communication": "exposed_comm_s",
+    "evaluation": "evaluate_s",
+    "checkpoint": "checkpoint_s",
+    "profiling": "profile_s",
+}
+STEP_TIME_KEYS = ("step", "step_time_s", *_METRIC_OF_CATEGORY.values())
+"""Keys of a line of metrics.jsonl that the ledger reads."""
+_REQUESTS = ("submitted", "resumed")
+_NO_END = "no end recorded"
 
 
 @dataclass(frozen=True)
 class JobRun:
-    """One run of a Slurm job, as accounting knows it; times in seconds since 1970."""
+    """One run of a Slurm job, as accounting reports it; times in seconds since 1970."""
 
     job_id: str
     start_time: float
@@ -69,23 +68,24 @@ class JobRun:
 
 @dataclass
 class AttemptTimes:
-    """One attempt of a stage (of one task of an array); all times in seconds, `begin` and `end` since 1970."""
+    """How one attempt of a stage, or of one task of its array, spent its time."""
 
     stage: str
     task: int | None
     number: int
     ranks: int
     start_time: float
-    """Where the account before it ended."""
+    """Seconds since 1970: the end of the previous account."""
     end_time: float = 0.0
+    """Seconds since 1970."""
     cause: str = ""
     """How it ended: done, or the cause."""
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CATEGORIES, 0.0))
-    """Seconds by the names in `PARTS`; they add up to `end - begin`."""
+    """Seconds by `CATEGORIES`; they add up to `end_time - start_time`."""
 
 
 def event_timestamp(event: Event) -> float:
-    """An event's time, in seconds since 1970."""
+    """Return the time of an event in seconds since 1970."""
     return datetime.fromisoformat(event["time"]).timestamp()
 
 
@@ -94,150 +94,202 @@ def build_ledger(
     metrics: Sequence[Event],
     stages: Sequence[str],
     now: float,
-    going: Sequence[str] = (),
+    running: Sequence[str] = (),
     jobs: Sequence[JobRun] = (),
 ) -> list[AttemptTimes]:
-    """The attempts of these stages, in this order, tasks one by one.
+    """Return the attempts of some stages in this order, task by task.
 
-    `going`: the stages that run at this moment; their last attempt lasts until `now`.
+    Args:
+        events: all events of the run.
+        metrics: the lines of metrics.jsonl.
+        stages: the stages.
+        now: the current time in seconds since 1970.
+        running: the stages that are running now; their last attempt lasts until `now`.
+        jobs: runs of Slurm jobs, if accounting reports them.
     """
-    found: list[AttemptTimes] = []
+    ledger: list[AttemptTimes] = []
     for stage in stages:
-        row = STAGES[stage]
-        own = [e for e in events if e.get("stage") == stage or e["event"] == "resumed"]
-        since = [event_timestamp(e) for e in events if e.get("stage") in row.depends_on and e["event"] == "done"]
-        tasks = {e.get("task") for e in own if e["event"] == "started"}
-        for task in sorted(tasks, key=lambda t: math.inf if t is None else t):
-            mine = [e for e in own if "task" not in e or e["task"] == task]
-            if task is None:  # the job behind an array waits for all of it
-                since += [attempt.end_time for attempt in found if attempt.stage == stage]
-            found += _attempts(stage, task, mine, metrics if row.is_training else (), max(since, default=0.0), jobs)
-            last = found[-1]
-            if stage in going and last.cause == _SILENT:
+        definition = STAGES[stage]
+        of_stage = [event for event in events if event.get("stage") == stage or event["event"] == "resumed"]
+        ready_times = [
+            event_timestamp(event)
+            for event in events
+            if event.get("stage") in definition.depends_on and event["event"] == "done"
+        ]
+        tasks = {event.get("task") for event in of_stage if event["event"] == "started"}
+        for task in sorted(tasks, key=lambda task: math.inf if task is None else task):
+            of_task = [event for event in of_stage if "task" not in event or event["task"] == task]
+            if task is None:  # the job after an array waits for the whole array
+                ready_times += [attempt.end_time for attempt in ledger if attempt.stage == stage]
+            steps = metrics if definition.is_training else ()
+            ledger += _account_attempts(stage, task, of_task, steps, max(ready_times, default=0.0), jobs)
+            last = ledger[-1]
+            if stage in running and last.cause == _NO_END:
                 last.seconds["compute" if last.seconds["compute"] else "startup"] += max(0.0, now - last.end_time)
-                last.end_time, last.cause = max(now, last.end_time), "running"
-    return found
+                last.end_time = max(now, last.end_time)
+                last.cause = "running"
+    return ledger
 
 
-def _attempts(
-    stage: str, task: int | None, events: list[Event], metrics: Sequence[Event], ready_at: float, jobs: Sequence[JobRun]
+def _account_attempts(
+    stage: str,
+    task: int | None,
+    events: list[Event],
+    metrics: Sequence[Event],
+    ready_time: float,
+    jobs: Sequence[JobRun],
 ) -> list[AttemptTimes]:
-    """The attempts of a task; `ready_at`: when what it waits for was done."""
-    chunks: list[list[Event]] = [[]]  # what came before the first attempt, then what each one began with and said
+    """Return the attempts of a task; `ready_time`: when everything that it depends on was done."""
+    # the events before the first attempt, then the events of each attempt, up to the start of the next one
+    chunks: list[list[Event]] = [[]]
     for event in events:
         if event["event"] == "started":
             chunks.append([])
         chunks[-1].append(event)
-    found: list[AttemptTimes] = []
-    for (before, own), (kept, lost) in zip(pairwise(chunks), _steps_of(chunks[1:], metrics), strict=True):
-        told = event_timestamp(own[0])
-        asked = next((event_timestamp(e) for e in before if e["event"] in _ASKS), told)
-        begin = found[-1].end_time if found else min(told, max(asked, ready_at))
-        job = _job_run(jobs, own[0], told)
-        start = max(begin, min(told, job.start_time) if job else told)
-        asked_at = min(max(_asked(before, begin), begin), start)
-        ready = next((event_timestamp(e) for name in ("ready", "restored") for e in own if e["event"] == name), None)
+    is_training = STAGES[stage].is_training
+    accounts: list[AttemptTimes] = []
+    for (before, own), (kept_steps, lost_steps) in zip(
+        pairwise(chunks), _assign_steps(chunks[1:], metrics), strict=True
+    ):
+        started = event_timestamp(own[0])
+        requested = next((event_timestamp(event) for event in before if event["event"] in _REQUESTS), started)
+        begin = accounts[-1].end_time if accounts else min(started, max(requested, ready_time))
+        job = _find_job_run(jobs, own[0], started)
+        job_start = max(begin, min(started, job.start_time) if job else started)
+        queue_start = min(max(_find_request_time(before, begin), begin), job_start)
+        first_step_time = next(
+            (event_timestamp(event) for name in ("ready", "restored") for event in own if event["event"] == name), None
+        )
         end = attempts.read(own).end
         if end is not None and not end.get("noticed_later"):
-            ends = [event_timestamp(end)]
-        elif job and job.end_time:  # its supervisor died with it: Slurm's word
-            ends = [job.end_time]
+            possible_ends = [event_timestamp(end)]
+        elif job and job.end_time:  # the supervisor died with the job: Slurm knows when
+            possible_ends = [job.end_time]
         else:  # the last sign of life
-            ends = [event_timestamp(e) for e in own if not e.get("noticed_later") and e["event"] not in _ASKS]
-            ends.append(max(start, ready or 0.0) + sum(line["step_time_s"] for line in [*kept, *lost]))
-        attempt = AttemptTimes(stage, task, len(found) + 1, own[0].get("ranks") or 1, begin, max(start, *ends))
-        attempt.cause = _SILENT if end is None else str(end.get("cause", end["event"]))
-        attempt.seconds |= {"idle": asked_at - begin, "queue": start - asked_at}
-        if STAGES[stage].is_training and ready is not None:
-            _divide(attempt, start, min(max(start, ready), attempt.end_time), kept, lost, own)
+            possible_ends = [
+                event_timestamp(event)
+                for event in own
+                if not event.get("noticed_later") and event["event"] not in _REQUESTS
+            ]
+            steps_s = sum(line["step_time_s"] for line in [*kept_steps, *lost_steps])
+            possible_ends.append(max(job_start, first_step_time or 0.0) + steps_s)
+        account = AttemptTimes(
+            stage, task, len(accounts) + 1, own[0].get("ranks") or 1, begin, max(job_start, *possible_ends)
+        )
+        account.cause = _NO_END if end is None else str(end.get("cause", end["event"]))
+        account.seconds |= {"idle": queue_start - begin, "queue": job_start - queue_start}
+        if is_training and first_step_time is not None:
+            first_step_time = min(max(job_start, first_step_time), account.end_time)
+            _divide_training(account, job_start, first_step_time, kept_steps, lost_steps, own)
         else:
-            attempt.seconds["startup" if STAGES[stage].is_training else "compute"] = attempt.end_time - start
-        found.append(attempt)
-    return found
+            account.seconds["startup" if is_training else "compute"] = account.end_time - job_start
+        accounts.append(account)
+    return accounts
 
 
-def _divide(
-    attempt: AttemptTimes, start: float, ready: float, kept: list[Event], lost: list[Event], own: Sequence[Event]
+def _divide_training(
+    account: AttemptTimes,
+    job_start: float,
+    first_step_time: float,
+    kept_steps: list[Event],
+    lost_steps: list[Event],
+    events: Sequence[Event],
 ) -> None:
-    """Divide the running time of an attempt with steps."""
-    parts, left = attempt.seconds, attempt.end_time - ready
-    parts["startup"] = ready - start
-    for line in kept:
-        for part, spent in split_step_time(line).items():
-            parts[part] += spent
-    parts["lost"] = sum(line["step_time_s"] for line in lost)
-    known = sum(parts[name] for name in _STEPS)
-    if known > left:  # clocks of several hosts: what the steps took cannot be more than there was
-        for name in _STEPS:
-            parts[name] *= left / known
-        known = left
-    saved = max((event_timestamp(e) for e in own if e["event"] == "saved"), default=0.0)
-    last_save = min(max(0.0, saved - (ready + known)), left - known)
-    parts["checkpoint"] += last_save
-    parts["ending"] = left - known - last_save
+    """Divide the running time of an attempt with steps into categories."""
+    seconds = account.seconds
+    available_s = account.end_time - first_step_time
+    seconds["startup"] = first_step_time - job_start
+    for line in kept_steps:
+        for category, spent_s in split_step_time(line).items():
+            seconds[category] += spent_s
+    seconds["lost"] = sum(line["step_time_s"] for line in lost_steps)
+    steps_s = sum(seconds[name] for name in _STEP_CATEGORIES)
+    if steps_s > available_s:  # clocks of hosts differ: the steps cannot take longer than the attempt
+        for name in _STEP_CATEGORIES:
+            seconds[name] *= available_s / steps_s
+        steps_s = available_s
+    save_time = max((event_timestamp(event) for event in events if event["event"] == "saved"), default=0.0)
+    last_save_s = min(max(0.0, save_time - (first_step_time + steps_s)), available_s - steps_s)
+    seconds["checkpoint"] += last_save_s
+    seconds["ending"] = available_s - steps_s - last_save_s
 
 
 def split_step_time(line: Event) -> dict[str, float]:
-    """Where the seconds of a step went, by part; they add up to its time."""
-    parts, rest = {"compute": 0.0}, float(line["step_time_s"])
-    for part, key in _IN_STEP.items():
-        parts[part] = min(max(0.0, line.get(key) or 0.0), rest)
-        rest -= parts[part]
-    return parts | {"compute": rest}
+    """Return the seconds of a step by category; they add up to the time of the step."""
+    seconds = {"compute": 0.0}
+    remaining_s = float(line["step_time_s"])
+    for category, key in _METRIC_OF_CATEGORY.items():
+        seconds[category] = min(max(0.0, line.get(key) or 0.0), remaining_s)
+        remaining_s -= seconds[category]
+    return seconds | {"compute": remaining_s}
 
 
-def _steps_of(chunks: Sequence[list[Event]], metrics: Sequence[Event]) -> list[tuple[list[Event], list[Event]]]:
-    """For each attempt the metric lines of its steps: those that count, and those that were done again.
+def _assign_steps(chunks: Sequence[list[Event]], metrics: Sequence[Event]) -> list[tuple[list[Event], list[Event]]]:
+    """Return for each attempt the metric lines of its steps: the steps that count, and the repeated steps.
 
-    An attempt that restores step s writes lines from s + 1; lines beyond s of those before it were moved to its
-    `lost_work` event. So a line belongs to the newest attempt that began before its step.
+    An attempt that restores step s writes lines from s + 1. It moves earlier lines beyond s to its `lost_work` event.
+    A line therefore belongs to the newest attempt that began before its step.
     """
     steps: list[tuple[list[Event], list[Event]]] = [([], []) for _ in chunks]
-    began: list[float] = []
+    restored_steps: list[float] = []
 
-    def give(line: Event, again: bool) -> None:
-        made_by = next((n for n in reversed(range(len(began))) if began[n] < line["step"]), None)
-        if made_by is not None:
-            steps[made_by][again].append(line)
+    def assign(line: Event, is_lost: bool) -> None:
+        attempt = next((n for n in reversed(range(len(restored_steps))) if restored_steps[n] < line["step"]), None)
+        if attempt is not None:
+            steps[attempt][is_lost].append(line)
 
     for chunk in chunks:
-        for line in (line for event in chunk if event["event"] == "lost_work" for line in event["lines"]):
-            give(line, True)
-        firsts = [event["step"] for event in chunk if event["event"] in ("restored", "ready")]
-        began.append(firsts[-1] if firsts else math.inf)
+        for event in chunk:
+            if event["event"] == "lost_work":
+                for line in event["lines"]:
+                    assign(line, True)
+        restored = [event["step"] for event in chunk if event["event"] in ("restored", "ready")]
+        restored_steps.append(restored[-1] if restored else math.inf)
     for line in metrics:
-        give(line, False)
+        assign(line, False)
     return steps
 
 
-def _asked(before: Sequence[Event], begin: float) -> float:
-    """When somebody, or the stage itself, asked for the next attempt."""
+def _find_request_time(before: Sequence[Event], begin: float) -> float:
+    """Return when the user, or the stage itself, requested the next attempt."""
     for event in before:
         if event["event"] in GOES_ON:
             return begin
-        if event["event"] in _ASKS and event.get("kind") != "afternotok" and event_timestamp(event) >= begin:
+        if event["event"] in _REQUESTS and event.get("kind") != "afternotok" and event_timestamp(event) >= begin:
             return event_timestamp(event)
     return begin
 
 
-def _job_run(jobs: Sequence[JobRun], started: Event, start: float) -> JobRun | None:
-    """The run of its Slurm job that an attempt began in: the last one that had started by then.
+def _find_job_run(jobs: Sequence[JobRun], started: Event, start_time: float) -> JobRun | None:
+    """Return the run of its Slurm job in which an attempt began: the last run that had started by then.
 
-    One supervisor may make several attempts in one run of a job; then only the first began with it.
+    A supervisor may make several attempts in one run of a job. Only the first of them begins with the job.
     """
     job_id = started.get("slurm_job") or started.get("job_id")
-    fitting = [job for job in jobs if job.job_id == job_id and job.start_time <= start + 2]
-    return max(fitting, key=lambda job: job.start_time, default=None)
+    possible = [job for job in jobs if job.job_id == job_id and job.start_time <= start_time + 2]
+    return max(possible, key=lambda job: job.start_time, default=None)
 
 
 def sum_categories(attempts: Sequence[AttemptTimes]) -> dict[str, float]:
-    """Seconds by part, over several attempts."""
-    return {part: sum(attempt.seconds[part] for attempt in attempts) for part in CATEGORIES}
+    """Return seconds by category, over several attempts."""
+    return {category: sum(attempt.seconds[category] for attempt in attempts) for category in CATEGORIES}
 
 
-def compute_ratios(parts: Mapping[str, float]) -> tuple[float, float]:
-    """Effective training time ratio and forward progress, each from 0 to 1 (0 where no time has passed)."""
-    productive = sum(parts[name] for name in PRODUCTIVE_CATEGORIES)
-    scheduled = sum(spent for name, spent in parts.items() if name not in WAITING_CATEGORIES)
-    available = scheduled + parts["queue"]
+def compute_ratios(seconds: Mapping[str, float]) -> tuple[float, float]:
+    """Return two measures of efficiency, each from 0 to 1 (0 if no time has passed).
+
+    They follow Kokolis et al., "Revisiting Reliability in Large-Scale Machine Learning Research Clusters" (HPCA 2025,
+    arXiv 2410.21680), section II. Repeated steps and the costs of a restart are unproductive, and so is the first
+    start-up. The paper's model of the ETTR also counts the time for writing checkpoints.
+
+    Args:
+        seconds: seconds by category.
+
+    Returns:
+        The effective training time ratio: productive time over the time scheduled or in the queue, without idle time;
+        and the forward progress: productive time over scheduled time.
+    """
+    productive = sum(seconds[name] for name in PRODUCTIVE_CATEGORIES)
+    scheduled = sum(spent for name, spent in seconds.items() if name not in WAITING_CATEGORIES)
+    available = scheduled + seconds["queue"]
     return (productive / available if available else 0.0), (productive / scheduled if scheduled else 0.0)

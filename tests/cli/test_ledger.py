@@ -216,7 +216,7 @@ def test_the_last_attempt_goes_on_until_now() -> None:
         2 + 3 + 1 + 50, abs=0.01
     )
     (silent,) = build_ledger(run.events, run.lines, STAGES, run.clock + 50)
-    assert silent.cause == "no word of its end" and silent.end_time - silent.start_time == pytest.approx(6, abs=0.01)
+    assert silent.cause == "no end recorded" and silent.end_time - silent.start_time == pytest.approx(6, abs=0.01)
 
 
 def test_steps_cannot_take_longer_than_there_was_time() -> None:
