@@ -1,4 +1,4 @@
-"""The job's door: `python -m slurm STAGE RUN` supervises one stage of a run, in a job or by hand."""
+"""Entry point of a job: `python -m slurm STAGE RUN` supervises one stage of a run, in a Slurm job or by hand."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pipeline.run.directory import Run
 
 
 def main(arguments: list[str]) -> int:
-    """Supervise; returns the exit code."""
+    """Supervise a stage, and return the exit code."""
     flag = StopFlag().install()
     try:
         if len(arguments) != 2 or arguments[0].startswith("-"):
-            raise UserError(f"usage: python -m slurm {'|'.join(STAGES)} RUN")
+            raise UserError("cli.usage", f"usage: python -m slurm {'|'.join(STAGES)} RUN")
         from slurm.supervise.supervisor import supervise
 
         run = Run.open(arguments[1])

@@ -1,5 +1,4 @@
-"""The terminal as everything that is shown meets it: as text. What stands in other people's paths, configs and events
-is neither markup of rich nor a command to the terminal."""
+"""Terminal output as plain text: paths, configs and events of others may contain rich markup or control characters."""
 
 from __future__ import annotations
 
@@ -13,17 +12,17 @@ from pipeline.base.errors import make_printable
 
 
 class PlainConsole(Console):
-    """rich's console without markup, emoji and control characters."""
+    """A rich console without markup, emoji and control characters."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """What rich makes of something, control characters shown as `?`; its own, which move a live table, stay."""
+        """Render as rich does, with `?` for control characters in text; rich's own control codes stay."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=make_printable(segment.text))
 
 
 def supports_live_output(console: Console) -> bool:
-    """Whether lines can be overwritten: not in a pipe, nor with TERM=dumb, where rich shows nothing live."""
+    """Return whether lines can be overwritten: False for a pipe, and with TERM=dumb."""
     return console.is_terminal and not console.is_dumb_terminal

@@ -1,4 +1,4 @@
-"""Format values for people to read."""
+"""Format values for display."""
 
 from __future__ import annotations
 

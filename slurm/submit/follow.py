@@ -1,8 +1,8 @@
-"""Following a stage from the login node: what it shows while it runs, in a terminal and in a log.
+"""Follow a running stage from the login node, in a terminal or a log.
 
-Everything is read from the run directory, so it makes no difference who started the stage. In a terminal there is
-one live line (stage, step, loss, tokens/s, time left); elsewhere one plain line every ten seconds. That a checkpoint
-was damaged, that steps are done again, that a failed stage goes on by itself has a line that stays, as it comes.
+Everything is read from the run directory, so any process may have started the stage. A terminal has one live line:
+stage, step, loss, tokens/s and remaining time. Otherwise a plain line is printed every ten seconds. Important events
+get a line of their own that stays: a damaged checkpoint, repeated steps, an automatic retry.
 """
 
 from __future__ import annotations
@@ -21,46 +21,58 @@ from pipeline.run import lines, stages
 from pipeline.run.directory import Run
 
 POLL_S = 0.2
-LOOK_EVERY_S = 1.0
-PLAIN_EVERY_S = 10.0
-_NEWS = {
-    "restored": "restored step {step}; steps done again: {lost_steps}",
-    "damaged": "step {step} is set aside, damaged: {reason}",
-    "retried": "goes on by itself after: {cause}",
+LIVE_INTERVAL_S = 1.0
+PLAIN_INTERVAL_S = 10.0
+_EVENT_MESSAGES = {
+    "restored": "restored step {step}; repeated steps: {lost_steps}",
+    "damaged": "step {step} is damaged and was set aside: {reason}",
+    "retried": "restarts automatically after: {cause}",
 }
-"""What a person is told of events as they come."""
+"""Event → the line that is printed when it is written."""
 
 
-def follow_stage(run: Run, stage: str, going: Callable[[], bool], console: Console) -> float:
-    """Show the stage's progress while `going()`; the seconds that it took."""
-    started, live = time.monotonic(), supports_live_output(console)
-    said = TextColumn("{task.description}", markup=False)
-    columns = (TextColumn("[bold]{task.fields[stage]:9}"), BarColumn(bar_width=24), said)
-    bar = Progress(SpinnerColumn(), *columns, TimeElapsedColumn(), console=console, transient=True, disable=not live)
+def follow_stage(run: Run, stage: str, is_running: Callable[[], bool], console: Console) -> float:
+    """Print the progress of a stage while `is_running()`; return the seconds that this took."""
+    start_time = time.monotonic()
+    is_live = supports_live_output(console)
+    columns = (
+        SpinnerColumn(),
+        TextColumn("[bold]{task.fields[stage]:9}"),
+        BarColumn(bar_width=24),
+        TextColumn("{task.description}", markup=False),
+        TimeElapsedColumn(),
+    )
+    bar = Progress(*columns, console=console, transient=True, disable=not is_live)
     task = bar.add_task("starting", total=None, stage=stage)
-    next_look = started if live else started + PLAIN_EVERY_S
-    read = run.events_file.stat().st_size if run.events_file.exists() else 0
+    next_update_time = start_time if is_live else start_time + PLAIN_INTERVAL_S
+    offset = run.events_file.stat().st_size if run.events_file.exists() else 0
 
-    def tell() -> None:
-        nonlocal read
-        for text, end in read_complete_lines(run.events_file, read):
-            event, read = parse_json_or_none(text), end
-            if lines.event(event) and event.get("stage") == stage and event["event"] in _NEWS:
-                words = _NEWS[event["event"]].format_map(defaultdict(str, event)).removesuffix("; steps done again: 0")
-                console.print(f"{stage:9} {words}", soft_wrap=True)
+    def print_new_events() -> None:
+        nonlocal offset
+        for text, end in read_complete_lines(run.events_file, offset):
+            event = parse_json_or_none(text)
+            offset = end
+            if lines.event(event) and event.get("stage") == stage and event["event"] in _EVENT_MESSAGES:
+                message = _EVENT_MESSAGES[event["event"]].format_map(defaultdict(str, event))
+                console.print(f"{stage:9} {message.removesuffix('; repeated steps: 0')}", soft_wrap=True)
 
     with bar:
-        while going():
-            tell()
-            if time.monotonic() >= next_look:
-                next_look += LOOK_EVERY_S if live else PLAIN_EVERY_S
+        while is_running():
+            print_new_events()
+            if time.monotonic() >= next_update_time:
+                next_update_time += LIVE_INTERVAL_S if is_live else PLAIN_INTERVAL_S
                 for key, change in run.reload_config().items():
-                    console.print(f"{stage:9} changed from elsewhere: {key}: {change}", soft_wrap=True)
-                far = stages.load(stage).progress(run)
-                words = far.running + ("" if far.left_s is None else f"  {format_duration(far.left_s)} left")
-                bar.update(task, completed=far.done, total=far.total or None, description=words)
-                if not live:
-                    console.print(f"{stage:9} {words}", soft_wrap=True)
+                    console.print(f"{stage:9} changed by another process: {key}: {change}", soft_wrap=True)
+                progress = stages.load(stage).progress(run)
+                remaining = "" if progress.left_s is None else f"  {format_duration(progress.left_s)} left"
+                bar.update(
+                    task,
+                    completed=progress.done,
+                    total=progress.total or None,
+                    description=progress.running + remaining,
+                )
+                if not is_live:
+                    console.print(f"{stage:9} {progress.running}{remaining}", soft_wrap=True)
             time.sleep(POLL_S)
-        tell()
-    return time.monotonic() - started
+        print_new_events()
+    return time.monotonic() - start_time

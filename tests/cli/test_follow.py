@@ -19,7 +19,7 @@ from tests.support.tiny import write_config
 def test_a_way_back_is_told_once_as_it_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, live: bool) -> None:
     """Of this stage and from now on; the last words come with the end."""
     monkeypatch.setattr(Run, "copy_code", lambda self, **more: None)
-    monkeypatch.setattr(follow, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(follow, "LIVE_INTERVAL_S", 0.0)
     run = Run.create(load_config(write_config(tmp_path)))
     run.event("restored", "train", step=7, lost_steps=3)
     file = io.StringIO()
@@ -42,8 +42,8 @@ def test_a_way_back_is_told_once_as_it_comes(tmp_path: Path, monkeypatch: pytest
     shown = file.getvalue()
     told = [line[line.index("train  ") :].split() for line in shown.splitlines() if "step " in line or "after" in line]
     assert [" ".join(words) for words in told] == [
-        "train step 28 is set aside, damaged: step-00000028/NOTES.txt is not listed",
-        "train restored step 21; steps done again: 5",
-        "train goes on by itself after: crashed",
+        "train step 28 is damaged and was set aside: step-00000028/NOTES.txt is not listed",
+        "train restored step 21; repeated steps: 5",
+        "train restarts automatically after: crashed",
         "train restored step 28",
     ], shown

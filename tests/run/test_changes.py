@@ -127,7 +127,7 @@ def test_followers_notice_a_change_from_another_process(run: Run, monkeypatch: p
     """Those that had read the config before: a table that is watched, and the line of the stage that trains."""
     run.metrics_file.write_text('{"step": 31, "loss": 1.0, "step_time_s": 0.5, "tokens_per_s": 10.0}\n')
     poller, out = status.StatusPoller(run), io.StringIO()
-    monkeypatch.setattr(follow, "PLAIN_EVERY_S", 0.0)
+    monkeypatch.setattr(follow, "PLAIN_INTERVAL_S", 0.0)
     monkeypatch.setattr(follow, "POLL_S", 0.0)
     assert [row.cells["step"] for row in poller.poll() if row.stage == "train"] == ["31/30"]
     Run.open(run.path).apply_overrides(["train.steps=40"])

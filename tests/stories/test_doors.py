@@ -277,7 +277,7 @@ def test_ctrl_c_in_a_terminal_saves_and_says_how_to_go_on(tmp_path: Path, finish
 def test_where_no_line_can_be_overwritten_progress_is_plain_lines(
     finished: Path, monkeypatch: pytest.MonkeyPatch, dumb: bool
 ) -> None:
-    monkeypatch.setattr(follow, "PLAIN_EVERY_S", 0.0)
+    monkeypatch.setattr(follow, "PLAIN_INTERVAL_S", 0.0)
     monkeypatch.setattr(follow, "POLL_S", 0.0)
     console = Console(file=io.StringIO(), width=160, force_terminal=dumb, _environ={"TERM": "dumb"})
     ticks = iter([True, True, False])
@@ -335,8 +335,8 @@ def test_a_killed_rank_ends_its_peers_and_is_named(tmp_path: Path, finished: Pat
         _, alive = psutil.wait_procs(ranks.values(), timeout=15)
         assert not alive, "the peer outlived the rank that died"
     output = process.communicate(timeout=240)[0]
-    assert process.returncode == ExitCode.CRASHED and "goes on by itself after: crashed" in output
-    assert re.search(r"^train +restored step \d+; steps done again: \d+$", output, re.M), output
+    assert process.returncode == ExitCode.CRASHED and "restarts automatically after: crashed" in output
+    assert re.search(r"^train +restored step \d+; repeated steps: \d+$", output, re.M), output
     assert "rank 1" in output and "SIGKILL" in output and "resume runs/tiny" in output
     assert "recovery.crash: 1" in output, "its budget was one"
     assert submit(tmp_path, "status", "runs/tiny").stdout.count("failed") >= 1
