@@ -23,11 +23,11 @@ from pipeline.run import stages
 from pipeline.run.changes import describe_changes
 from pipeline.run.directory import Run
 from pipeline.run.points import make_points, points
+from slurm.query.capacity import check_limits
 from slurm.query.job_states import require_response
 from slurm.query.run_jobs import SubmittedJob, find_run_jobs, list_running_work
 from slurm.submit.chain import Chain, reset_for_resume
 from slurm.submit.executor import Executor, choose_executor
-from slurm.submit.limits import check_limits
 
 
 def resume(

@@ -1,23 +1,33 @@
-"""What Slurm says of the job that this process runs in, and what it can be asked to do with it.
+"""What Slurm knows about the job of this process, and how to requeue it without its bad nodes.
 
-`scontrol show job` is read when something ends, to tell why (facts seen on Slurm 22.05): from the first moment of a
-preemption's grace period it shows a `PreemptTime`; once a job is put back into the queue (by us, by a preemption
-without grace, after a node failure) `Restarts` is one more than this process was started with, and `PreemptTime` is not
-shown any more; a plain `scancel` shows neither. Until the last process of a job is gone its state is COMPLETING,
-whatever ended it: only
-accounting tells a job that was preempted with PreemptMode=CANCEL from one that a person cancelled in its grace period,
-or a time limit that came before the job's own (a reservation's end).
+`scontrol show job` is read when a stage ends, to find out why (seen on Slurm 22.05):
+
+- It shows a `PreemptTime` from the start of a preemption's grace period.
+- Once the job is requeued, `Restarts` is one more than at the start of this process, and `PreemptTime` is gone.
+- After a plain `scancel` neither is shown.
+- The state is COMPLETING until the last process is gone, whatever the cause. Only accounting then tells a preemption
+  with PreemptMode=CANCEL from `scancel` in the grace period, or a limit before the job's own (end of a reservation).
+
+- The state is COMPLETING until the last process is gone, whatever the cause. Only accounting then tells a preemption
+`--exclude`, and requeued ones by `scontrol update` of their ExcNodeList, for `recovery.exclude_hours`.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import time
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
+from pipeline.base.dist_env import expand_hostlist
 from pipeline.base.errors import ExitCode
+from pipeline.base.files import append_line
 from pipeline.config.types import parse_time_limit
+from pipeline.run import lines
+from pipeline.run.directory import Run
 from slurm.query.job_states import parse_key_values, parse_slurm_time, run_slurm_command
 
 CAUSE_BY_STATE = {
@@ -148,3 +158,79 @@ def requeue_job(job_id: str, restarts: int, exclude: str | None = None) -> bool:
     while exclude is not None and run_slurm_command(*update) is None and time.monotonic() <= deadline:
         time.sleep(0.2)
     return True
+
+
+_UNUSABLE = ("down", "drain", "fail", "maint", "unknown", "error", "future", "power")
+
+
+def record_bad_node(run: Run, host: str, cause: str) -> None:
+    """Note a node that failed the check at the start in `bad_nodes.jsonl`. (One that died Slurm itself avoids.)"""
+    append_line(run.path / "bad_nodes.jsonl", json.dumps({"time": time.time(), "host": host, "cause": cause}))
+
+
+def _noted(run: Run) -> Iterator[dict[str, Any]]:
+    return lines.read(run.path / "bad_nodes.jsonl", lines.bad_node)
+
+
+def select_bad_nodes(
+    runs: Sequence[Run], now: float, nodes: dict[str, bool], taken: Iterable[str], fewest: int
+) -> list[str]:
+    """The nodes to avoid: those of the last `exclude_hours`, at most `exclude_at_most`, the newest ones.
+
+    `nodes`: the partition's, and whether each can be used now; others are not named, for Slurm would refuse the list.
+    `taken`: those that a person excludes. `fewest`: how many the job needs, which are always left.
+    """
+    limits = runs[0].config.recovery
+    entries = sorted((e for run in runs for e in _noted(run)), key=lambda e: -e["time"])
+    fresh = [_short(e["host"], nodes) for e in entries if now - e["time"] < limits.exclude_hours * 3600]
+    usable = {node for node, can in nodes.items() if can} - set(taken)
+    found: list[str] = []
+    for node in [node for node in dict.fromkeys(fresh) if node in nodes][: limits.exclude_at_most]:
+        if node not in usable or len(usable) > fewest:
+            found.append(node)
+            usable.discard(node)
+    return found
+
+
+def excluded_nodes_at_submission(runs: Sequence[Run], stage: str) -> str | None:
+    """The `--exclude` of a new job for `stage` of these runs; None where there is none."""
+    site = runs[0].config.resolve_site(stage)
+    own = str(site.sbatch.get("exclude") or "")
+    found: list[str] = []
+    if "/" not in own and any((run.path / "bad_nodes.jsonl").exists() for run in runs):  # else a file with names
+        taken = expand_hostlist(own) if own else []
+        found = select_bad_nodes(runs, time.time(), _nodes(site.partition), taken, _fewest(runs[0], stage))
+    return ",".join(filter(None, [own, *found])) or None
+
+
+def excluded_nodes_at_requeue(run: Run, stage: str, facts: JobInfo) -> str | None:
+    """What a job's ExcNodeList must become before it runs again, maybe ""; None where it may stay as it is."""
+    now, noted = expand_hostlist(facts.excluded_nodes) if facts.excluded_nodes else [], list(_noted(run))
+    if not noted or not (nodes := _nodes(facts.partition)):  # Slurm is silent
+        return None
+    ours = {_short(e["host"], nodes) for e in noted}
+    own = str(run.config.resolve_site(stage).sbatch.get("exclude") or "")
+    named = expand_hostlist(own) if own and "/" not in own else []
+    kept = list(dict.fromkeys([*named, *(node for node in now if node not in ours)]))
+    wanted = kept + select_bad_nodes([run], time.time(), nodes, kept, _fewest(run, stage))
+    return None if set(wanted) == set(now) else ",".join(dict.fromkeys(wanted))
+
+
+def _nodes(partition: str | None) -> dict[str, bool]:
+    """The nodes of a partition (None: the default one), and whether jobs can start on them; none if Slurm is silent."""
+    command = ["sinfo", "-h", "-N", *(["-p", partition] if partition else []), "-o", "%N|%T|%P"]
+    lines = [line.split("|") for line in (run_slurm_command(*command) or "").splitlines()]
+    return {
+        name: not state.endswith("*") and not state.startswith(_UNUSABLE)
+        for name, state, which in lines
+        if partition or which.endswith("*")
+    }
+
+
+def _short(host: str, nodes: dict[str, bool]) -> str:
+    """Slurm's name of a host, which may call itself by a longer one."""
+    return host if host in nodes else host.partition(".")[0]
+
+
+def _fewest(run: Run, stage: str) -> int:
+    return run.config.stages.get_resources(stage).min_nodes

@@ -7,7 +7,7 @@ Nothing stays running on the login node. Before anything is submitted all stages
 no edge; submitted and alive → an edge; the others are submitted, parents first. A job that waits for something that
 can no longer happen is cancelled and submitted again by `resume`; one that still saves, because a person stopped it,
 has another one submitted behind its end. Jobs that an earlier call submitted without a record of it are found first
-(slurm/submit/open_submissions.py). A stage of which only a part is in the queue (the array without the job behind it,
+(slurm/submit/sbatch.py). A stage of which only a part is in the queue (the array without the job behind it,
 the training without its successor) gets the rest. If Slurm refuses a job in the middle, what is queued stays, and the
 message names it with the command that completes the chain.
 
@@ -37,6 +37,7 @@ from pipeline.run import attempts, stages
 from pipeline.run.directory import Run
 from pipeline.run.failure import once_mended
 from pipeline.run.points import make_points, points
+from slurm.query.capacity import check_limits
 from slurm.query.job_states import NOT_RESPONDING, array_job_id, cancel_jobs
 from slurm.query.run_jobs import (
     SubmittedJob,
@@ -47,8 +48,7 @@ from slurm.query.run_jobs import (
     find_successor,
 )
 from slurm.query.stop_causes import is_job_ending
-from slurm.submit.limits import check_limits
-from slurm.submit.open_submissions import resolve_open_submissions
+from slurm.submit.sbatch import resolve_open_submissions
 
 CANCEL_WAIT_S = 60.0
 """How long `cancel` waits for another process that submits the run's jobs. It stops before its next sbatch."""
@@ -68,7 +68,9 @@ def submit_chain(run: Run, console: Console, *, again: bool) -> None:
         try:
             chain.submit(stage)
         except UserError as error:
-            raise UserError("\n".join([str(error), *chain.describe_part(stages_of_run[number:])])) from error
+            raise UserError(
+                error.code, "\n".join([str(error), *chain.describe_part(stages_of_run[number:])])
+            ) from error
         except (OSError, KeyboardInterrupt):
             for words in chain.describe_part(stages_of_run[number:]):
                 chain.say(words)

@@ -1,10 +1,13 @@
-"""One stage as an sbatch job, written and submitted by submitit.
+"""Submit one stage with sbatch, and make sure that no job is lost if a submission is interrupted.
 
-The job's batch step is one process, the supervisor; it starts the ranks with srun inside the job's allocation. Events
-say before and after each sbatch that it is called, so that no job is lost (slurm/submit/open_submissions.py). A
-name, path or value of the config never becomes shell code: options are quoted by submitit, the few lines of
-set-up are quoted here, and what sbatch would still take for something else is refused (:func:`_refuse_awkward`).
-`site.setup` alone (and the file `site.secrets`, which the script only names) is shell, because that is what it is for.
+The batch step runs one process, the supervisor, which starts the ranks with srun inside the job's allocation. submitit
+writes the script (slurm/submit/submitit_job.py). Values of the config never become shell code, except `site.setup` and
+the file `site.secrets`: submitit quotes options, this module quotes the set-up lines, and :func:`_refuse_awkward`
+rejects what sbatch would still misread.
+
+Each submission has a random key. The event `submitting` is written before sbatch is called, `submitted` after it. If
+the second is missing, submit.py was killed or sbatch did not answer; the job may exist, and the submission is open.
+:func:`resolve_open_submissions` records the job if Slurm has one with this key, and otherwise gives the submission up.
 """
 
 from __future__ import annotations
@@ -16,12 +19,14 @@ import re
 import secrets
 import shlex
 import subprocess
+import sys
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
-from typing import Any
-
-import submitit
-from submitit.core.utils import DelayedSubmission
+from typing import TYPE_CHECKING, Any
 
 from pipeline.base.dist_env import without_job_variables
 from pipeline.base.errors import UserError
@@ -31,8 +36,18 @@ from pipeline.config.sections import Config
 from pipeline.config.stages import STAGES
 from pipeline.config.types import parse_time_limit
 from pipeline.run.directory import Run
-from slurm.query.exclusion import excluded_nodes_at_submission
-from slurm.query.job_states import job_comment, job_identity
+from slurm.query import job_states
+from slurm.query.capacity import find_planned_placement_problem
+from slurm.query.current_job import excluded_nodes_at_submission
+from slurm.query.job_states import (
+    INTERACTIVE_TIMEOUT_S,
+    array_job_id,
+    job_comment,
+    job_identity,
+    list_submissions,
+    require_response,
+)
+from slurm.query.run_jobs import SubmittedJob, find_run_jobs
 from slurm.query.site_variables import (
     check_job_environment,
     export_option,
@@ -41,41 +56,55 @@ from slurm.query.site_variables import (
     site_environment,
 )
 from slurm.query.slurm_messages import SBATCH_ERROR, SBATCH_NO_REPLY
-from slurm.query.topology import find_planned_placement_problem
-from slurm.submit.open_submissions import (
-    SBATCH_TIMEOUT_S,
-    SUBMISSION_KEY_VARIABLE,
-    abandon_submission,
-    print_to_log,
-    record_submission,
-    resolve_open_submissions,
-    submission_script_path,
-    wait_for_controller,
-)
-from slurm.submit.submitit_job import become_supervisor
 
-_ATTEMPTS = 2
-"""How often sbatch is called for one job, if it does not answer and Slurm did not take the job."""
-_WHO_AND_WHERE = ("account", "constraint", "partition", "qos", "reservation", "wckey")
+if TYPE_CHECKING:
+    from slurm.submit.submitit_job import BatchExecutor
+
+MAX_SBATCH_CALLS = 2
+"""How often sbatch is called for one job if it does not answer and Slurm did not take the job."""
+SBATCH_TIMEOUT_S = 300.0
+"""How long sbatch may take. It retries for two minutes if the controller is busy."""
+JOB_SBATCH_TIMEOUT_S = 60.0
+"""The same if a job calls sbatch, or waits for another process that does: the job has other work."""
+RECHECK_DELAYS_S = (1.0, 2.0, 3.0)
+"""Pauses between queries before a submission is given up. A controller that was suspended may accept the job of a
+client that no longer exists, a moment after it responds again."""
+MAX_QUERIES = 20
+"""Other processes may keep submitting jobs of the run; jobs that are new after this many queries are ignored."""
+POLL_S = 0.5
+SUBMISSION_KEY_VARIABLE = "SLUICE_SUBMISSION"
+"""The environment variable of a job that holds the key of its submission."""
+_ACCOUNT_AND_PARTITION = ("account", "constraint", "partition", "qos", "reservation", "wckey")
+"""Options whose SBATCH_* variables stay in effect if the config does not set them."""
+
+
+# ---- the batch script
 
 
 def job_name(config: Config, stage: str) -> str:
-    """The name of a stage's jobs; squeue shows eight letters."""
+    """Return the name of a stage's jobs. The stage comes first because squeue shows eight letters."""
     return f"{stage}-{config.run.name}"
 
 
 def build_sbatch_parameters(run: Run, config: Config, stage: str, after: str | None) -> dict[str, Any]:
-    """What submitit is told about a stage's job; `after`: a Slurm dependency such as `afterok:12:13`."""
-    site, wanted, single = (
-        config.resolve_site(stage),
-        config.stages.get_resources(stage),
-        not STAGES[stage].is_distributed,
-    )
+    """Return submitit's parameters for a job of a stage.
+
+    Args:
+        run: the run; its paths go into the script.
+        config: the run's config, possibly with secrets masked.
+        stage: the stage that the job runs.
+        after: a Slurm dependency such as `afterok:12:13`.
+
+    Raises:
+        UserError: if options exclude each other, or sbatch cannot represent a value.
+    """
+    site = config.resolve_site(stage)
+    resources = config.stages.get_resources(stage)
     values: dict[str, Any] = {
         "job_name": job_name(config, stage),
-        "time": math.ceil(parse_time_limit(wanted.time) / 60),
-        "nodes": wanted.max_nodes,
-        "ntasks_per_node": wanted.processes_per_node,
+        "time": math.ceil(parse_time_limit(resources.time) / 60),
+        "nodes": resources.max_nodes,
+        "ntasks_per_node": resources.processes_per_node,
         "cpus_per_task": site.cpus_per_task,
         "partition": site.partition,
         "account": site.account,
@@ -89,46 +118,58 @@ def build_sbatch_parameters(run: Run, config: Config, stage: str, after: str | N
         "use_srun": False,
         "wckey": None,
     }
-    exports = site_environment(site)
-    more: dict[str, Any] = {}
-    if config.track.mail:  # END would come with each requeue, too (sbatch(1), --mail-type)
-        last = stage == list(config.active_stages)[-1]
-        more = {"mail-user": config.track.mail, "mail-type": f"FAIL,INVALID_DEPEND{',END' if last else ''}"}
-    more |= {key: value for key, value in site.sbatch.items() if value is not False}
-    more |= {"requeue" if site.requeue else "no-requeue": True, "distribution": site.distribution}
-    more |= {"switches": site.switches, "mem": f"{math.ceil(site.mem_gb * 1024)}M" if site.mem_gb else None}
-    more["export"] = export_option(site)
-    if wanted.min_nodes < wanted.max_nodes:
-        # tasks per node would limit the nodes: Slurm multiplies with the fewest, and has no more nodes than tasks
+    options: dict[str, Any] = {}
+    if config.track.mail:  # not END for every stage: Slurm would mail at each requeue (sbatch(1), --mail-type)
+        is_last_stage = stage == list(config.active_stages)[-1]
+        options["mail-user"] = config.track.mail
+        options["mail-type"] = f"FAIL,INVALID_DEPEND{',END' if is_last_stage else ''}"
+    options |= {key: value for key, value in site.sbatch.items() if value is not False}
+    options |= {"requeue" if site.requeue else "no-requeue": True, "distribution": site.distribution}
+    options |= {"switches": site.switches, "mem": f"{math.ceil(site.mem_gb * 1024)}M" if site.mem_gb else None}
+    options["export"] = export_option(site)
+    if resources.min_nodes < resources.max_nodes:
+        # no tasks per node: Slurm would multiply them by the minimum of nodes, and grant no more nodes than tasks
         del values["ntasks_per_node"]
-        more["nodes"] = f"{wanted.min_nodes}-{wanted.max_nodes}"  # submitit counts with `nodes`, sbatch reads this
-        more["mincpus"] = wanted.processes_per_node * (site.cpus_per_task or 1)
-    elif not single and re.match("plane=", site.distribution or "", re.IGNORECASE):
-        # since 24.11 sbatch does not multiply where it counts whether the planes are filled ("Too few processes")
-        more["ntasks"] = wanted.max_nodes * wanted.processes_per_node
+        # submitit counts with `nodes` in `values`; sbatch reads this one
+        options["nodes"] = f"{resources.min_nodes}-{resources.max_nodes}"
+        options["mincpus"] = resources.processes_per_node * (site.cpus_per_task or 1)
+    elif STAGES[stage].is_distributed and re.match("plane=", site.distribution or "", re.IGNORECASE):
+        # since 24.11, sbatch counts the tasks of a plane distribution only if they are given ("Too few processes")
+        options["ntasks"] = resources.max_nodes * resources.processes_per_node
     if site.gpus_per_node and site.gpus_as != "none":
-        kind = f"{site.gpu_type}:" if site.gpu_type else ""
-        more[site.gpus_as] = f"{'gpu:' if site.gpus_as == 'gres' else ''}{kind}{site.gpus_per_node}"
-    if site.mem_gb and (other := {"mem-per-cpu", "mem-per-gpu"} & more.keys()):
-        raise UserError(f"{stage}: mem_gb and sbatch.{min(other)} exclude each other: leave one out of site or stages")
-    if STAGES[stage].is_training and (reason := find_planned_placement_problem(config)):
-        raise UserError(reason)
-    _refuse_awkward(run.path, {**values, **more, **exports})
-    values["additional_parameters"] = {key: value for key, value in more.items() if value is not None}
-    # a person's own lines come later and win, but for the code that runs
-    values["setup"] = [f'export {SUBMISSION_KEY_VARIABLE}="${{1-}}"; set --']  # no argument for what site.setup sources
-    values["setup"] += [f"export {name}={shlex.quote(value)}" for name, value in exports.items()]
-    values["setup"] += secrets_script_lines(site) + site.setup
-    path = f"PYTHONPATH={shlex.quote(str(run.code_dir))}${{PYTHONPATH:+:$PYTHONPATH}}"
-    values["setup"].append(f"export PYTHONSAFEPATH=1 {path}")  # as make_code_env
-    values["setup"] += _pickle_lines(run.jobs_dir / stage)
+        gpu_type = f"{site.gpu_type}:" if site.gpu_type else ""
+        options[site.gpus_as] = f"{'gpu:' if site.gpus_as == 'gres' else ''}{gpu_type}{site.gpus_per_node}"
+    if site.mem_gb and (other := {"mem-per-cpu", "mem-per-gpu"} & options.keys()):
+        raise UserError(
+            "slurm.conflicting_options",
+            f"{stage}: mem_gb and sbatch.{min(other)} exclude each other: remove one from site or stages",
+        )
+    if STAGES[stage].is_training and (problem := find_planned_placement_problem(config)):
+        raise UserError("slurm.bad_placement", problem)
+    exports = site_environment(site)
+    _check_representable(run.path, {**values, **options, **exports})
+    values["additional_parameters"] = {key: value for key, value in options.items() if value is not None}
+    values["setup"] = _build_setup_lines(run, config, stage, exports)
     return {key: value for key, value in values.items() if value is not None or key == "wckey"}
 
 
-def _pickle_lines(folder: Path) -> list[str]:
-    """Shell that gives the pickle of this submission the name under which submitit looks for it.
+def _build_setup_lines(run: Run, config: Config, stage: str, exports: Mapping[str, str]) -> list[str]:
+    """Return the shell lines that run before the supervisor.
 
-    The job needs nobody for that: submit.py may have been killed when sbatch had just accepted it.
+    The lines of `site.setup` follow the exports, so they take precedence. They cannot change which code runs.
+    """
+    lines = [f'export {SUBMISSION_KEY_VARIABLE}="${{1-}}"; set --']  # scripts that site.setup sources get no arguments
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in exports.items()]
+    lines += secrets_script_lines(config.resolve_site(stage)) + config.resolve_site(stage).setup
+    path = f"PYTHONPATH={shlex.quote(str(run.code_dir))}${{PYTHONPATH:+:$PYTHONPATH}}"
+    lines.append(f"export PYTHONSAFEPATH=1 {path}")  # the same as pipeline.run.code.make_code_env
+    return lines + _build_pickle_lines(run.jobs_dir / stage)
+
+
+def _build_pickle_lines(folder: Path) -> list[str]:
+    """Return shell lines that link the pickle of this submission to the name under which submitit looks for it.
+
+    The job does this by itself, because submit.py may have been killed just after sbatch accepted the job.
     """
     pickle = f'{shlex.quote(str(folder))}/"${{{SUBMISSION_KEY_VARIABLE}}}_${{SLURM_ARRAY_TASK_ID-0}}'
     job = "${SLURM_ARRAY_JOB_ID-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID+_$SLURM_ARRAY_TASK_ID}"
@@ -139,50 +180,74 @@ def _pickle_lines(folder: Path) -> list[str]:
     ]
 
 
-def _refuse_awkward(run: Path, values: Mapping[str, Any]) -> None:
-    """Raise UserError for what sbatch reads otherwise than it is written, quoted or not (measured, Slurm 22.05).
+def _check_representable(run: Path, values: Mapping[str, Any]) -> None:
+    """Raise UserError for values that sbatch misreads even if they are quoted (measured on Slurm 22.05).
 
-    A line break ends an option; a backslash is dropped; text that is no UTF-8 cannot be written; `%` in the path of
+    A line break ends an option. A backslash is dropped. Text that is not UTF-8 cannot be written. A `%` in the path of
     a log is a pattern.
     """
     for key, value in values.items():
         if isinstance(value, str) and (bad := re.search(r"[\\\x00-\x1f\x7f\ud800-\udfff]", value)):
-            raise UserError(f"{key}: {value!r} has {bad[0]!r} in it, which an sbatch script cannot hold; rename it")
+            raise UserError(
+                "slurm.invalid_character",
+                f"{key}: {value!r} contains {bad[0]!r}, which an sbatch script cannot represent: rename it",
+            )
     if "%" in str(run):
-        raise UserError(f"{run}: Slurm takes a % in the path of a log for a pattern; choose another run.root")
+        raise UserError(
+            "slurm.invalid_character",
+            f"{run}: Slurm reads % in the path of a log as a pattern: choose another run.root",
+        )
 
 
-class JobExecutor(submitit.SlurmExecutor):
-    """submitit's executor for one stage, which can write the script where there is no Slurm, too."""
+def _make_executor(run: Run, config: Config, stage: str, after: str | None = None) -> BatchExecutor:
+    """Return submitit's executor for one job of a stage; `after`: a Slurm dependency such as `afterok:12:13`."""
+    from slurm.submit.submitit_job import BatchExecutor
 
-    def __init__(self, run: Run, config: Config, stage: str, after: str | None = None) -> None:
-        home = run.code_dir.resolve().parent  # for a point of a sweep, this is the sweep
-        executed = dict.fromkeys(map(str, (home, home / "code", run.path)))
-        check = make_ownership_script(map(shlex.quote, executed))
-        # the supervisor takes the shell's place, which would die of a signal that is sent to the batch script alone
-        super().__init__(run.jobs_dir / stage, python=f"{check}\nexec {shlex.quote(job_python(config.site))}")
-        self.update_parameters(**build_sbatch_parameters(run, config, stage, after))
-
-    @classmethod
-    def affinity(cls) -> int:
-        """Whether it will do here: always."""
-        return 1
-
-    def script(self, tasks: int) -> str:
-        """The sbatch script, of an array if `tasks` are more than one, as submitit writes it."""
-        self.parameters["map_count"] = tasks if tasks > 1 else None
-        return str(self._make_submission_file_text(self._submitit_command_str, ""))
+    home = run.code_dir.resolve().parent  # for a sweep point, this is the sweep
+    executed = dict.fromkeys(map(str, (home, home / "code", run.path)))
+    ownership_check = make_ownership_script(map(shlex.quote, executed))
+    # `exec`: a shell would die of a signal that is sent to the batch script alone
+    python = f"{ownership_check}\nexec {shlex.quote(job_python(config.site))}"
+    executor = BatchExecutor(run.jobs_dir / stage, python=python)
+    executor.update_parameters(**build_sbatch_parameters(run, config, stage, after))
+    return executor
 
 
 def render_batch_script(run: Run, config: Config, stage: str, tasks: int = 1) -> str:
-    """The sbatch script of a stage (`tasks` of it as an array) as submitit writes it; needs no Slurm."""
-    return JobExecutor(run, config, stage).script(tasks)
+    """Return the sbatch script of a stage, of an array if `tasks` is more than 1. Slurm is not needed."""
+    from slurm.submit.submitit_job import render_script
+
+    return render_script(_make_executor(run, config, stage), tasks)
 
 
-def kept_variables(config: Config, stage: str) -> list[str]:
-    """Of a person's SBATCH_* those that name who pays or where a stage runs, where the config does not say."""
-    said = config.resolve_site(stage).model_dump(exclude={"sbatch"}) | config.resolve_site(stage).sbatch
-    return [f"SBATCH_{name.upper()}" for name in _WHO_AND_WHERE if said.get(name) is None]
+def list_kept_variables(config: Config, stage: str) -> list[str]:
+    """Return the user's SBATCH_* variables that stay in effect: account, partition and such that no config key sets."""
+    configured = config.resolve_site(stage).model_dump(exclude={"sbatch"}) | config.resolve_site(stage).sbatch
+    return [f"SBATCH_{name.upper()}" for name in _ACCOUNT_AND_PARTITION if configured.get(name) is None]
+
+
+# ---- submission
+
+
+class _NoReplyError(Exception):
+    """It is not known whether Slurm accepted a job."""
+
+    def __init__(self, key: str, reason: str, *, is_lost_reply: bool = True) -> None:
+        """Create the error.
+
+        Args:
+            key: the key of the submission.
+            reason: what sbatch printed.
+            is_lost_reply: False if sbatch failed with a message of its own, for example that of a site's wrapper.
+        """
+        super().__init__(reason)
+        self.key = key
+        self.is_lost_reply = is_lost_reply
+
+
+def print_to_log(message: str) -> None:
+    """Print a message to standard error, which is the log of a job."""
+    print(message, file=sys.stderr, flush=True)
 
 
 def submit_stage(
@@ -195,55 +260,45 @@ def submit_stage(
     points: Sequence[Run] = (),
     say: Callable[[str], None] = print_to_log,
     patience_s: float = SBATCH_TIMEOUT_S,
-    **more: Any,
+    **event_fields: Any,
 ) -> str:
-    """Submit a stage's supervisor (`tasks` of them as an array); the job's id.
+    """Submit a job that runs the supervisor of a stage.
 
-    `after`: ids of jobs that must end first, in the sense of `kind` (sbatch(1), --dependency). `points`: those of a
-    sweep's points that the tasks of the array are for; each notes its own. `more` facts go into the events.
-    `patience_s`: how long sbatch may take, and how long to wait for a controller that did not answer it.
+    Args:
+        run: the run; of a sweep, the sweep itself.
+        stage: the stage.
+        after: the ids of the jobs that this one waits for.
+        kind: the type of this dependency, such as `afterok` (sbatch(1), --dependency).
+        tasks: if more than 1, an array of this many supervisors.
+        points: the sweep points that the tasks of the array run. Each point records the submission.
+        say: prints a message to the user.
+        patience_s: how long sbatch may take, and how long to wait for a controller that does not respond.
+        **event_fields: further fields of the events.
 
-    Raises UserError if Slurm refuses the job, or does not answer in time.
+    Returns:
+        The id of the job.
+
+    Raises:
+        UserError: if Slurm refuses the job or does not respond in time.
     """
     targets = list(points) or [run]
-    for _ in range(_ATTEMPTS):
+    for _ in range(MAX_SBATCH_CALLS):
         try:
-            return _submit(run, stage, after, kind, tasks, targets, patience_s, more)
-        except _NoAnswerError as error:
+            return _submit_once(run, stage, after, kind, tasks, targets, patience_s, event_fields)
+        except _NoReplyError as error:
             say(f"{stage:9} sbatch got no answer ({error}); asking Slurm whether it has the job …")
-            if (job := _find_submitted(stage, targets, error, say, patience_s)) is not None:
+            if (job := _find_accepted_job(stage, targets, error, say, patience_s)) is not None:
                 return job
             reason = str(error)
-            if not error.is_lost_answer:
-                raise UserError(f"{stage}: sbatch failed: {reason}") from error
-    raise UserError(f"{stage}: sbatch got no answer ({reason}), and Slurm does not have the job: try again later")
+            if not error.is_lost_reply:
+                raise UserError("slurm.sbatch_failed", f"{stage}: sbatch failed: {reason}") from error
+    raise UserError(
+        "slurm.not_responding",
+        f"{stage}: sbatch got no answer ({reason}), and Slurm does not have the job: try again later",
+    )
 
 
-def _find_submitted(
-    stage: str, targets: Sequence[Run], error: _NoAnswerError, say: Callable[[str], None], patience_s: float
-) -> str | None:
-    """Return the id of the job of a submission that sbatch got no answer to; None if Slurm did not take it."""
-    if not wait_for_controller(patience_s, targets[0].sweep_or_self.check_not_cancelled):
-        raise UserError(
-            f"{stage}: it is not known whether Slurm took the job: sbatch got no answer ({error}), and the "
-            f"controller does not answer since. When it does (squeue --me): {targets[0].resume_command} "
-            "finds the job, or submits it"
-        )
-    resolve_open_submissions(targets, say, patience_s)
-    known = [e for e in targets[0].read_events(stage, "submitted") if e.get("key") == error.key]
-    return str(known[0]["job_id"]).split("_")[0] if known else None
-
-
-class _NoAnswerError(Exception):
-    """It is not known whether Slurm took a job."""
-
-    def __init__(self, key: str, reason: str, *, is_lost_answer: bool = True) -> None:
-        """is_lost_answer: False if sbatch failed with a message of its own, such as that of a site's wrapper."""
-        super().__init__(reason)
-        self.key, self.is_lost_answer = key, is_lost_answer
-
-
-def _submit(
+def _submit_once(
     run: Run,
     stage: str,
     after: Sequence[str],
@@ -251,53 +306,65 @@ def _submit(
     tasks: int,
     targets: Sequence[Run],
     timeout_s: float,
-    more: Mapping[str, Any],
+    event_fields: Mapping[str, Any],
 ) -> str:
-    """Submit once. Raises UserError if Slurm refuses the job, _NoAnswerError if it may have taken it."""
-    key, number = secrets.token_hex(6), len(targets)
+    """Submit once. Raise UserError if Slurm refuses the job, _NoReplyError if it may have accepted it."""
+    key = secrets.token_hex(6)
     script, variables = _write_submission(run, stage, key, after, kind, [*targets] * tasks)
-    facts: list[dict[str, Any]] = []
+    is_array_over_points = len(targets) > 1
+    events: list[dict[str, Any]] = []
     for task, _ in enumerate(targets):
-        each = f"_{task}" if number > 1 else ""
-        waits = [f"{job}{each}" for job in after] if kind == "aftercorr" else list(after)
-        own = {"array_task": task} if number > 1 else {}
-        facts.append({"stage": stage, "after": waits, "executor": "slurm", "kind": kind, "tasks": tasks, **own})
-        facts[-1] |= {"key": key} | job_identity(job_name(run.config, stage)) | dict(more)
-    with open(script, "r+b") as lock:  # held by sbatch, too: it may live longer than this process
+        suffix = f"_{task}" if is_array_over_points else ""
+        waits_for = [f"{job}{suffix}" for job in after] if kind == "aftercorr" else list(after)
+        event: dict[str, Any] = {"stage": stage, "after": waits_for, "executor": "slurm", "kind": kind, "tasks": tasks}
+        if is_array_over_points:
+            event["array_task"] = task
+        events.append(event | {"key": key} | job_identity(job_name(run.config, stage)) | dict(event_fields))
+    # sbatch inherits the lock, because it may outlive this process
+    with open(script, "r+b") as lock:
         try_flock(lock.fileno(), fcntl.LOCK_EX)
-        for target, each_facts in zip(targets, facts, strict=True):
-            target.event("submitting", **each_facts)
+        for target, event in zip(targets, events, strict=True):
+            target.event("submitting", **event)
         try:
-            array = _call_sbatch(script, key, variables, timeout_s, lock.fileno())
+            job = _call_sbatch(script, key, variables, timeout_s, lock.fileno())
         except UserError as error:
-            for target, each_facts in zip(targets, facts, strict=True):
-                abandon_submission(target, each_facts, str(error))
-            raise UserError(f"{stage}: {error}") from error
-        for task, (target, each_facts) in enumerate(zip(targets, facts, strict=True)):
-            record_submission(target, each_facts, f"{array}_{task}" if number > 1 else array)
-    return array
+            for target, event in zip(targets, events, strict=True):
+                abandon_submission(target, event, str(error))
+            raise UserError(error.code, f"{stage}: {error}") from error
+        for task, (target, event) in enumerate(zip(targets, events, strict=True)):
+            record_submission(target, event, f"{job}_{task}" if is_array_over_points else job)
+    return job
 
 
 def _write_submission(
     run: Run, stage: str, key: str, after: Sequence[str], kind: str, targets: Sequence[Run]
 ) -> tuple[Path, list[str]]:
-    """Write the batch script and the pickle of each task; the script, and which SBATCH_* variables may stay."""
-    folder, site = run.stage_dir(stage), run.config.site
-    check_job_environment(site, os.environ)
-    executor = JobExecutor(run, run.config, stage, f"{kind}:{':'.join(after)}" if after else None)
-    if (avoided := excluded_nodes_at_submission(targets, stage)) is not None:
-        executor.parameters["additional_parameters"]["exclude"] = avoided
+    """Write the batch script and one pickle for each task.
+
+    Returns:
+        The path of the script, and the names of the SBATCH_* variables that stay in effect.
+    """
+    from slurm.submit.submitit_job import render_script, write_pickle
+
+    folder = run.stage_dir(stage)
+    check_job_environment(run.config.site, os.environ)
+    executor = _make_executor(run, run.config, stage, f"{kind}:{':'.join(after)}" if after else None)
+    if (excluded := excluded_nodes_at_submission(targets, stage)) is not None:
+        executor.parameters["additional_parameters"]["exclude"] = excluded
     for task, target in enumerate(targets):
-        submission = DelayedSubmission(become_supervisor, stage, str(target.path), str(run.code_dir))
-        submission.set_timeout(executor.parameters["time"], executor.max_num_timeout)
-        submission.dump(folder / f"{key}_{task}_submitted.pkl")
+        write_pickle(executor, folder / f"{key}_{task}_submitted.pkl", stage, target, run.code_dir)
     script_path = submission_script_path(run, stage, key)
-    script_path.write_text(executor.script(len(targets)))
-    return script_path, kept_variables(run.config, stage)
+    script_path.write_text(render_script(executor, len(targets)))
+    return script_path, list_kept_variables(run.config, stage)
 
 
 def _call_sbatch(script: Path, key: str, variables: Sequence[str], timeout_s: float, lock: int) -> str:
-    """Call sbatch; the job's id. Raises UserError if it refuses the job, _NoAnswerError if the outcome is not known."""
+    """Call sbatch and return the job's id.
+
+    Raises:
+        UserError: if sbatch refuses the job.
+        _NoReplyError: if it is not known whether Slurm accepted the job.
+    """
     try:
         with without_job_variables(*variables):
             done = subprocess.run(
@@ -310,20 +377,193 @@ def _call_sbatch(script: Path, key: str, variables: Sequence[str], timeout_s: fl
                 pass_fds=[lock],
             )
     except subprocess.TimeoutExpired as error:
-        raise _NoAnswerError(key, f"it did not end within {timeout_s:.0f} s") from error
+        raise _NoReplyError(key, f"it did not end within {timeout_s:.0f} s") from error
     except OSError as error:
-        raise UserError(f"sbatch cannot be started: {error.strerror}") from error
+        raise UserError("slurm.sbatch_failed", f"sbatch cannot be started: {error.strerror}") from error
     if done.returncode == 0 and (accepted := re.search(r"job ([0-9]+)", done.stdout)):
         return accepted[1]
-    said = done.stderr.strip()
-    if done.returncode > 0 and SBATCH_ERROR.search(said) and not SBATCH_NO_REPLY.search(said):
-        raise UserError(f"sbatch refused the job: {_reason(RuntimeError(said))}")
-    reason = said or f"exit code {done.returncode}: {done.stdout.strip()}"
-    failed = done.returncode > 0 and not SBATCH_NO_REPLY.search(reason)
-    raise _NoAnswerError(key, _reason(RuntimeError(reason)), is_lost_answer=not failed)
+    message = done.stderr.strip()
+    if done.returncode > 0 and SBATCH_ERROR.search(message) and not SBATCH_NO_REPLY.search(message):
+        raise UserError("slurm.job_refused", f"sbatch refused the job: {_extract_sbatch_reason(message)}")
+    output = message or f"exit code {done.returncode}: {done.stdout.strip()}"
+    is_lost_reply = done.returncode <= 0 or SBATCH_NO_REPLY.search(output) is not None
+    raise _NoReplyError(key, _extract_sbatch_reason(output), is_lost_reply=is_lost_reply)
 
 
-def _reason(error: Exception) -> str:
-    """Return the lines in which sbatch says why; all that was printed, if none of them is sbatch's own."""
-    said = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
-    return "; ".join(SBATCH_ERROR.findall(str(error))) or said[:1000] or "it did not say why"
+def _extract_sbatch_reason(output: str) -> str:
+    """Return the lines in which sbatch names the reason, or all output if no line comes from sbatch itself."""
+    lines = "; ".join(line.strip() for line in output.splitlines() if line.strip())
+    return "; ".join(SBATCH_ERROR.findall(output)) or lines[:1000] or "it printed no reason"
+
+
+def _find_accepted_job(
+    stage: str, targets: Sequence[Run], error: _NoReplyError, say: Callable[[str], None], patience_s: float
+) -> str | None:
+    """Return the id of the job of a submission without a reply, or None if Slurm did not accept it."""
+    if not wait_for_controller(patience_s, targets[0].sweep_or_self.check_not_cancelled):
+        raise UserError(
+            "slurm.submission_unknown",
+            f"{stage}: it is not known whether Slurm accepted the job: sbatch got no answer ({error}), and the "
+            f"controller has not responded since. When it responds again (squeue --me), run: "
+            f"{targets[0].resume_command}. This finds the job or submits it",
+        )
+    resolve_open_submissions(targets, say, patience_s)
+    recorded = [e for e in targets[0].read_events(stage, "submitted") if e.get("key") == error.key]
+    return str(recorded[0]["job_id"]).split("_")[0] if recorded else None
+
+
+def wait_for_controller(patience_s: float, check: Callable[[], None]) -> bool:
+    """Wait until the controller lists jobs.
+
+    Args:
+        patience_s: how long to wait.
+        check: called between the attempts; it may raise.
+
+    Returns:
+        Whether the controller responded in time.
+    """
+    deadline = time.monotonic() + patience_s
+    while job_states.run_slurm_command("squeue", "-h", "--me", "-o", "%i", timeout_s=INTERACTIVE_TIMEOUT_S) is None:
+        check()
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+# ---- records of submissions
+
+
+def submission_script_path(run: Run, stage: str, key: str) -> Path:
+    """Return the path of a submission's batch script. While sbatch runs, it and its caller hold a lock on this file."""
+    return run.jobs_dir / stage / f"{key}_submission.sh"
+
+
+def record_submission(run: Run, submitting: Mapping[str, Any], job_id: str, **fields: Any) -> None:
+    """Write the event `submitted`. `submitting`: the event that was written before sbatch was called."""
+    omitted = ("time", "event", "stage", "array_task")
+    copied = {name: value for name, value in submitting.items() if name not in omitted}
+    run.event("submitted", str(submitting["stage"]), job_id=job_id, **copied, **fields)
+
+
+def record_own_job(run: Run, stage: str, job_id: str) -> None:
+    """Record the job of this process if submit.py could not. `job_id`: its id, such as `12` or `12_3` for a task."""
+    key = os.environ.get(SUBMISSION_KEY_VARIABLE)
+    for event, job in list_submissions(run) if key else ():
+        if job.is_open and (job.key, event["stage"]) == (key, stage):
+            task = "" if job.array_task is None else f"_{job.array_task}"
+            record_submission(run, event, array_job_id(job_id) + task, job_submitted=job.submit_time)
+
+
+def abandon_submission(run: Run, submitting: Mapping[str, Any], message: str) -> None:
+    """Write the event `not_submitted`. If a job of this submission starts later, it exits at once."""
+    stage = str(submitting["stage"])
+    key = str(submitting["key"])
+    task = submitting.get("array_task")
+    for owner in (run, run.sweep_or_self):
+        for pickle in (owner.jobs_dir / stage).glob(f"{key}_{'*' if task is None else task}_submitted.pkl"):
+            pickle.rename(pickle.with_name(pickle.name.replace("_submitted", "_given_up")))
+    run.event("not_submitted", stage, key=key, executor="slurm", message=message)
+
+
+# ---- open submissions
+
+
+def resolve_open_submissions(
+    runs: Sequence[Run],
+    say: Callable[[str], None],
+    patience_s: float = SBATCH_TIMEOUT_S,
+    known: list[SubmittedJob] | None = None,
+) -> list[SubmittedJob]:
+    """Record or give up the open submissions of `runs`, and return the jobs of `runs`.
+
+    Args:
+        runs: a run, or a sweep and its points.
+        say: prints a message to the user.
+        patience_s: how long to wait for another process that is calling sbatch.
+        known: the jobs as they are now, if the caller has just queried them.
+
+    Raises:
+        UserError: if the other process is still waiting after that, or the controller does not respond.
+    """
+    jobs = find_run_jobs(runs) if known is None else known
+    require_response(job.state for job in jobs)
+    by_path = {run.path: run for run in runs}
+    times_seen = Counter(map(_doubt_key, jobs))
+    for _ in range(MAX_QUERIES):
+        doubtful = [job for job in jobs if _doubt_key(job) and times_seen[_doubt_key(job)] <= len(RECHECK_DELAYS_S)]
+        if not doubtful:
+            break
+        for job in doubtful:
+            if _is_without_job(job):
+                _wait_for_sbatch(by_path[job.run], job, patience_s)
+        time.sleep(RECHECK_DELAYS_S[min(times_seen[_doubt_key(job)] for job in doubtful) - 1])
+        jobs = find_run_jobs(runs)
+        require_response(job.state for job in jobs)
+        times_seen.update(map(_doubt_key, jobs))
+    resolved: list[SubmittedJob] = []
+    for job in jobs:
+        if _doubt_key(job) and times_seen[_doubt_key(job)] <= len(RECHECK_DELAYS_S):
+            continue  # it appeared in the last queries: another process is submitting it
+        if _is_without_job(job):
+            abandon_submission(by_path[job.run], job.event, "no job of this submission is in the queue")
+            say(f"{job.stage:9} the submission at {job.event['time']} has no job; it is given up")
+            continue
+        if job.job_id and not job.is_recorded and not job.is_stray:
+            record_submission(by_path[job.run], job.event, job.job_id, job_submitted=_submission_time(job))
+            say(f"{job.stage:9} job {job.job_id} was submitted without a record; it is recorded now")
+        resolved.append(job)
+    return resolved
+
+
+def resolve_submissions_if_open(runs: Sequence[Run]) -> None:
+    """Resolve the open submissions of `runs` in a job that submits or cancels others.
+
+    Slurm is only queried if there is an open submission.
+
+    Raises:
+        UserError: as :func:`resolve_open_submissions`.
+    """
+    if any(job.is_open for run in runs for _, job in list_submissions(run)):
+        resolve_open_submissions(runs, print_to_log, JOB_SBATCH_TIMEOUT_S)
+
+
+def _doubt_key(job: SubmittedJob) -> str:
+    """Name what must be seen in several queries before it is believed; empty if nothing about the job is doubtful.
+
+    If another process is just submitting the job, a query may see its event without the job, or the reverse.
+    """
+    if _is_without_job(job):
+        return f"submission {job.event['key']}"
+    return f"job {job.job_id}" if job.is_stray and job.state.is_active else ""
+
+
+def _is_without_job(job: SubmittedJob) -> bool:
+    """Return True for an open submission on this cluster of which no job is found."""
+    is_on_this_cluster = job.event.get("cluster") in (None, job_states.cluster_name())
+    return not job.job_id and job.event.get("event") == "submitting" and is_on_this_cluster
+
+
+def _submission_time(job: SubmittedJob) -> float:
+    time_text = job.event.get("time")
+    return job.state.submit_time if time_text is None else datetime.fromisoformat(str(time_text)).timestamp()
+
+
+def _wait_for_sbatch(run: Run, job: SubmittedJob, patience_s: float) -> None:
+    """Wait while another process calls sbatch for this submission."""
+    deadline = time.monotonic() + patience_s
+    while _is_sbatch_running(run, job.stage, str(job.event["key"])):
+        if time.monotonic() >= deadline:
+            raise UserError(
+                "slurm.submission_in_progress",
+                f"another process is submitting {job.stage} of {run.name} (since {job.event['time']}), and sbatch has "
+                "not answered it yet: try again later",
+            )
+        time.sleep(POLL_S)
+
+
+def _is_sbatch_running(run: Run, stage: str, key: str) -> bool:
+    for owner in (run, run.sweep_or_self):  # a point may have been submitted with its sweep
+        with suppress(FileNotFoundError), open(submission_script_path(owner, stage, key), "rb") as script:
+            return not try_flock(script.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return False

@@ -1,10 +1,10 @@
-"""Submitting a stage through submitit: what runs in the job is one supervisor, `python -m slurm STAGE RUN`.
+"""Everything that uses submitit: batch scripts, pickles, and detached jobs on this machine.
 
-The callable that submitit pickles is `become`: it replaces submitit's own process by the supervisor, so that no
-handler of submitit's (its rank 0 would save from inside a signal handler, and its local executor kills after a
-second) stands between a signal and ours, and nothing travels in the pickle that the run directory can tell.
+submitit pickles a callable and runs it in the job. The callable here is :func:`become_supervisor`. It replaces
+submitit's process by the stage's supervisor, so that no signal handler of submitit runs in the job. (submitit
+would save from inside a signal handler, and its local executor kills after one second.)
 
-submitit's results are not used: whether a stage succeeded is read from its outputs.
+Results of submitit are not used: a stage has succeeded if its outputs validate.
 """
 
 from __future__ import annotations
@@ -12,53 +12,81 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import submitit
-from submitit.local import local as submitit_local
+from submitit.core.utils import DelayedSubmission
 
 from pipeline.run.code import make_code_env
 from pipeline.run.directory import Run
 
-_A_YEAR_MIN = 60 * 24 * 365
+TESTED_VERSION = "1.5.4"
+"""The version of submitit that :func:`render_script` was tested with."""
+_ONE_YEAR_MIN = 60 * 24 * 365
 
 
 def become_supervisor(stage: str, run: str, code: str) -> None:
-    """Replace this process by the stage's supervisor, running the run's own copy of the code."""
+    """Replace this process by the supervisor of a stage, which runs the run's own copy of the code."""
     environment = {**make_code_env(os.environ, Path(code)), "SLUICE_JOB_ID": submitit.JobEnvironment().job_id}
     os.chdir(code)
     os.execve(sys.executable, [sys.executable, "-u", "-m", "slurm", stage, run], environment)
 
 
-class DetachedExecutor(submitit.LocalExecutor):
-    """submitit's local executor, as a stage needs it: in a session of its own (a terminal's Ctrl-C does not reach the
-    job by itself), with the run's code, and with the GPUs that this process sees; submitit hides them."""
+class BatchExecutor(submitit.SlurmExecutor):
+    """submitit's Slurm executor, which also works on a machine without Slurm (for `--dry-run`)."""
 
-    def __init__(self, run: Run, stage: str) -> None:
-        super().__init__(run.stage_dir(stage))
-        self.environment = make_code_env(os.environ, run.code_dir)
-
-    def _submit_command(self, command: str) -> Any:
-        popen: Any = subprocess.Popen
-
-        def start(*words: Any, env: Mapping[str, str], **more: Any) -> Any:
-            told = {name: value for name, value in env.items() if name.startswith("SUBMITIT_")}
-            return popen(*words, env=self.environment | told, start_new_session=True, **more)
-
-        submitit_local.subprocess.Popen = start  # it offers no options for these
-        try:
-            return super()._submit_command(command)
-        finally:
-            submitit_local.subprocess.Popen = popen
+    @classmethod
+    def affinity(cls) -> int:
+        """Return 1: submitit then does not require Slurm's commands."""
+        return 1
 
 
-def submit_locally(run: Run, stage: str) -> Any:
-    """Start the stage's supervisor on this machine, detached; it outlives this process. Returns submitit's job."""
-    executor = DetachedExecutor(run, stage)
-    # the year: submitit's own limit would kill; time limits are the supervisor's business
-    executor.update_parameters(timeout_min=_A_YEAR_MIN, stderr_to_stdout=True)
-    job = executor.submit(become_supervisor, stage, str(run.path), str(run.code_dir))
+def render_script(executor: BatchExecutor, tasks: int) -> str:
+    """Return the sbatch script of a job, or of an array if `tasks` is more than 1.
+
+    submitit has no public function that returns the script without submitting it. This is the only place that uses
+    private members of submitit.
+    """
+    executor.parameters["map_count"] = tasks if tasks > 1 else None
+    return str(executor._make_submission_file_text(executor._submitit_command_str, ""))
+
+
+def write_pickle(executor: BatchExecutor, path: Path, stage: str, target: Run, code: Path) -> None:
+    """Write the pickle that makes one task of a job the supervisor of `stage` of the run `target`."""
+    submission = DelayedSubmission(become_supervisor, stage, str(target.path), str(code))
+    submission.set_timeout(executor.parameters["time"], executor.max_num_timeout)
+    submission.dump(path)
+
+
+def submit_locally(run: Run, stage: str) -> submitit.Job[None]:
+    """Start the supervisor of a stage on this machine. It is detached and outlives this process."""
+    executor = submitit.LocalExecutor(run.stage_dir(stage))
+    # submitit kills a job at its time limit; here the supervisor enforces limits, so this one is never reached
+    executor.update_parameters(timeout_min=_ONE_YEAR_MIN, stderr_to_stdout=True)
+    with _start_processes_detached(make_code_env(os.environ, run.code_dir)):
+        job = executor.submit(become_supervisor, stage, str(run.path), str(run.code_dir))
     run.event("submitted", stage, job_id=job.job_id, executor="local")
     return job
+
+
+@contextmanager
+def _start_processes_detached(environment: Mapping[str, str]) -> Iterator[None]:
+    """Start child processes in a session of their own, with `environment` and submitit's own variables.
+
+    submitit has no options for this. In its own session, a job does not receive the terminal's Ctrl-C. submitit would
+    also set CUDA_VISIBLE_DEVICES to nothing and hide the GPUs that this process may use.
+    """
+    popen: Any = subprocess.Popen
+
+    def start(*args: Any, env: Mapping[str, str], **options: Any) -> Any:
+        variables = {name: value for name, value in env.items() if name.startswith("SUBMITIT_")}
+        return popen(*args, env={**environment, **variables}, start_new_session=True, **options)
+
+    subprocess.Popen = start  # type: ignore[assignment, misc]
+    try:
+        yield
+    finally:
+        subprocess.Popen = popen  # type: ignore[misc]

@@ -60,8 +60,7 @@ class Evaluations:
         newest = next(iter(list_checkpoint_steps(self.run.checkpoints_dir)), 0)
         if not self._last_step < newest < (steps_of(self.run.config, self.run.data_dir) or 0):
             return
-        from slurm.submit.open_submissions import JOB_SBATCH_TIMEOUT_S, resolve_submissions_if_open
-        from slurm.submit.sbatch import submit_stage
+        from slurm.submit.sbatch import JOB_SBATCH_TIMEOUT_S, resolve_submissions_if_open, submit_stage
 
         resolve_submissions_if_open([self.run])
         before = [(e, one) for e, one in list_recorded_jobs(self.run) if e["stage"] == "evaluate" and "step" in e]

@@ -37,7 +37,7 @@ def _waiting(run: Run, job: str, *, further: bool = True) -> list[tuple[JobState
 
     What waits for its end only (`afterany`), however that is, can do without.
     """
-    from slurm.submit.open_submissions import resolve_submissions_if_open
+    from slurm.submit.sbatch import resolve_submissions_if_open
 
     try:
         resolve_submissions_if_open((run, *points(run)))
@@ -95,8 +95,7 @@ def take_over(run: Run, stage: str, place: RankInfo) -> str | None:
 
 def hand_over(run: Run, stage: str, job: str) -> str | None:
     """See to it that `job` has a successor; the reason where Slurm takes no job from here."""
-    from slurm.submit.open_submissions import JOB_SBATCH_TIMEOUT_S, resolve_submissions_if_open
-    from slurm.submit.sbatch import submit_stage
+    from slurm.submit.sbatch import JOB_SBATCH_TIMEOUT_S, resolve_submissions_if_open, submit_stage
 
     if _has_successor(run, stage, job):
         return None

@@ -32,11 +32,11 @@ from pipeline.base.signals import LOCAL_DEADLINE, StopFlag
 from pipeline.config.stages import STAGES
 from pipeline.run import attempts, stages
 from pipeline.run.directory import Run
+from slurm.query import capacity, current_job, stop_causes
 from slurm.query import current_job as slurm_job
-from slurm.query import exclusion, stop_causes, topology
 from slurm.query.job_states import job_identity
 from slurm.query.stop_causes import NextAction
-from slurm.submit.open_submissions import record_own_job
+from slurm.submit.sbatch import record_own_job
 from slurm.supervise import mpi_launch, succession
 from slurm.supervise.evaluations import Evaluations
 from slurm.supervise.failures import Ended, find_failure, log_sizes, reports, who_hangs
@@ -170,7 +170,7 @@ class Supervisor:
             return self._locked_out(attempt)
         for report in reports(run, stage, "*", self.task):
             report.unlink()
-        if self.on_slurm and (reason := topology.find_placement_problem(run, stage, size)) is not None:
+        if self.on_slurm and (reason := capacity.find_placement_problem(run, stage, size)) is not None:
             return Ended(ExitCode.USER_ERROR, facts={"attempt": attempt, "cause": "placement", "message": reason})
         started = time.monotonic()
         if self.ends is not None:
@@ -272,7 +272,7 @@ class Supervisor:
             return [os.uname().nodename] * size
         per_node = self.run.config.stages.get_resources(self.stage).processes_per_node
         _, spread = read_granted_tasks(os.environ) or ([], "block")
-        return [self.nodes[n] for n in topology.assign_ranks_to_nodes([per_node] * (size // per_node), spread)]
+        return [self.nodes[n] for n in capacity.assign_ranks_to_nodes([per_node] * (size // per_node), spread)]
 
     def _note_stop(self, asked: str) -> None:
         """Write at once why a stop came: this process may be killed before the ranks have left."""
@@ -319,7 +319,7 @@ class Supervisor:
             if words:
                 ended.facts["message"] = "\n".join(filter(None, [words, ended.facts.get("message")]))
         if ended.code == ExitCode.BAD_NODE:
-            exclusion.record_bad_node(self.run, ended.facts["host"], ended.facts["message"])
+            current_job.record_bad_node(self.run, ended.facts["host"], ended.facts["message"])
 
     def _tell(self, event: str, **facts: Any) -> None:
         self.run.event(event, self.stage, job_id=self.job, task=self.task, **facts)
@@ -349,7 +349,7 @@ class Supervisor:
         """
         job, restarts, signals = self.place.job_id or "", self.place.restart_count, self.flag.signal_count
         facts, asked_s = self._facts_at_last(signals)
-        exclude = exclusion.excluded_nodes_at_requeue(self.run, self.stage, facts) if facts else None
+        exclude = current_job.excluded_nodes_at_requeue(self.run, self.stage, facts) if facts else None
         way = stop_causes.choose_next_action(facts, restarts, self.run.config.site, bool(self.flag), exclude)
         why_not = None
         if way == NextAction.CANCELLED:

@@ -15,9 +15,8 @@ from pipeline.config.read import load_config
 from pipeline.resilience.stragglers import StragglerDetector
 from pipeline.run.directory import Run
 from pipeline.run.metrics import own_times_file
-from slurm.query import exclusion
-from slurm.query.current_job import JobInfo
-from slurm.query.exclusion import record_bad_node, select_bad_nodes
+from slurm.query import current_job
+from slurm.query.current_job import JobInfo, record_bad_node, select_bad_nodes
 from tests.support.ranks import run_ranks
 from tests.support.tiny import make_run, stage_rank, write_config
 from tracking.report import print_report
@@ -76,27 +75,27 @@ def test_nodes_to_avoid_expire_and_never_starve_the_job(tmp_path: Path) -> None:
 
 def test_a_persons_list_stays_and_expired_nodes_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = config_run(tmp_path, "site.sbatch.exclude=n[0-1]", "recovery.exclude_hours=2")
-    monkeypatch.setattr(exclusion, "run_slurm_command", lambda *words: "".join(f"n{n}|idle|low*\n" for n in range(9)))
+    monkeypatch.setattr(current_job, "run_slurm_command", lambda *words: "".join(f"n{n}|idle|low*\n" for n in range(9)))
     facts = JobInfo("RUNNING", 0, False, None, True, partition="low", excluded_nodes="n[0-1]")
-    assert exclusion.excluded_nodes_at_submission([run], "train") == "n[0-1]"
+    assert current_job.excluded_nodes_at_submission([run], "train") == "n[0-1]"
     with monkeypatch.context() as silent:
-        silent.setattr(exclusion, "run_slurm_command", lambda *words: pytest.fail("the whole partition is asked for"))
-        assert exclusion.excluded_nodes_at_requeue(run, "train", facts) is None
+        silent.setattr(current_job, "run_slurm_command", lambda *words: pytest.fail("the whole partition is asked for"))
+        assert current_job.excluded_nodes_at_requeue(run, "train", facts) is None
     record_bad_node(run, "n1", "device memory")
     record_bad_node(run, "n5", "device memory")
-    assert set(str(exclusion.excluded_nodes_at_submission([run], "train")).split(",")) == {"n[0-1]", "n5", "n1"}
-    assert exclusion.excluded_nodes_at_requeue(run, "train", facts) == "n0,n1,n5"
+    assert set(str(current_job.excluded_nodes_at_submission([run], "train")).split(",")) == {"n[0-1]", "n5", "n1"}
+    assert current_job.excluded_nodes_at_requeue(run, "train", facts) == "n0,n1,n5"
     later = time.time() + 2 * 3600 + 60
-    monkeypatch.setattr(exclusion.time, "time", lambda: later)
+    monkeypatch.setattr(current_job.time, "time", lambda: later)
     there = replace(facts, excluded_nodes="n[0-1,5,8]")  # n8: by a script's own option
-    assert exclusion.excluded_nodes_at_requeue(run, "train", there) == "n0,n1,n8"
+    assert current_job.excluded_nodes_at_requeue(run, "train", there) == "n0,n1,n8"
     plain = config_run(tmp_path / "plain")
     record_bad_node(plain, "n5", "device memory")
-    monkeypatch.setattr(exclusion.time, "time", lambda: later + 86400)
-    assert exclusion.excluded_nodes_at_requeue(plain, "train", replace(facts, excluded_nodes="n5")) == "", (
+    monkeypatch.setattr(current_job.time, "time", lambda: later + 86400)
+    assert current_job.excluded_nodes_at_requeue(plain, "train", replace(facts, excluded_nodes="n5")) == "", (
         "the list is emptied"
     )
-    assert exclusion.excluded_nodes_at_submission([plain], "train") is None
+    assert current_job.excluded_nodes_at_submission([plain], "train") is None
 
 
 def judge_of(run: Run, peers: list[int], hosts: list[str]) -> StragglerDetector:

@@ -16,7 +16,7 @@ from pipeline.base.errors import ExitCode
 from pipeline.base.files import read_jsonl
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
-from slurm.query import exclusion, preemption
+from slurm.query import current_job, preemption
 from slurm.query.current_job import JobInfo, parse_job_info
 from slurm.query.stop_causes import read_progress_marker
 from tests.cluster import Cluster
@@ -109,7 +109,7 @@ def test_a_supervisor_leaves_or_asks(
 ) -> None:  # fmt: skip
     run = Run.create(load_config(write_config(tmp_path)))
     slurm_is(monkeypatch, version)
-    monkeypatch.setattr(exclusion, "excluded_nodes_at_requeue", lambda *words: exclude)
+    monkeypatch.setattr(current_job, "excluded_nodes_at_requeue", lambda *words: exclude)
     assert leave(run, [facts], monkeypatch) == (ExitCode.OUT_OF_MEMORY, asked)
     told = run.read_events("train")[-1]
     assert told["event"] == "requeued" and told.get("by") == (None if asked else "slurm")

@@ -29,7 +29,7 @@ from slurm.query.job_states import (
 from slurm.query.run_jobs import find_run_jobs
 from slurm.query.status import print_status
 from slurm.query.stop_causes import find_predecessor
-from slurm.submit import open_submissions, sbatch
+from slurm.submit import sbatch
 from slurm.submit.chain import cancel_run, reset_for_resume, submit_chain
 from slurm.supervise import evaluations, succession
 from tests.support.fake_slurm import CLUSTER, FakeSlurm
@@ -51,7 +51,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     monkeypatch.setenv("PATH", f"{fake.folder}:{os.environ['PATH']}")
     monkeypatch.setattr(job_states, "_clusters", {})
     monkeypatch.setattr(job_states, "_silent_until", {})
-    monkeypatch.setattr(open_submissions, "LOOK_AGAIN_S", (0.1, 0.2, 0.3))
+    monkeypatch.setattr(sbatch, "RECHECK_DELAYS_S", (0.1, 0.2, 0.3))
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     return fake
 
@@ -153,8 +153,9 @@ def test_a_controller_that_stays_away_leaves_the_outcome_open(
     slurm.plan(call_4=["timeout"])
     with pytest.raises(UserError) as caught:
         submit(run)
-    for words in ("not known whether Slurm took the job", "resume", "prepare (1)", "shard (2, 3)", "train, evaluate"):
-        assert words in str(caught.value)
+    assert caught.value.code == "slurm.submission_unknown"
+    for fact in ("resume", "prepare (1)", "shard (2, 3)", "train, evaluate"):
+        assert fact in str(caught.value)
     [one] = [one for _, one in list_submissions(run) if one.is_open]
     (slurm.folder / "silent").touch()
     with pytest.raises(UserError, match=job_states.NOT_RESPONDING):
@@ -172,7 +173,7 @@ def test_a_job_that_appears_after_its_submission_was_given_up_ends_at_once(
         kill_at(1, patch, accepted=False)
         submit(run)
     [(_, one)] = list_submissions(run)
-    script = open_submissions.submission_script_path(run, "prepare", one.key)
+    script = sbatch.submission_script_path(run, "prepare", one.key)
     program = tmp_path / "python"
     program.write_text(f"#!/bin/sh\necho ran >> {tmp_path}/log\n")
     program.chmod(0o755)
@@ -249,12 +250,12 @@ def test_a_job_that_starts_records_itself_before_its_start(run: Run, slurm: Fake
         submit(run)
     [(event, one)] = [pair for pair in list_submissions(run) if pair[1].is_open]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(open_submissions.SUBMISSION_KEY_VARIABLE, one.key)
-        open_submissions.record_own_job(run, "train", "4")
+        patch.setenv(sbatch.SUBMISSION_KEY_VARIABLE, one.key)
+        sbatch.record_own_job(run, "train", "4")
         run.event("started", "train", job_id="4", slurm_job="4", cluster=CLUSTER)
-        open_submissions.record_own_job(run, "train", "4")
+        sbatch.record_own_job(run, "train", "4")
     assert [e["job_id"] for e in run.read_events("train", "submitted")] == ["4"]
-    open_submissions.record_submission(run, event, "4")
+    sbatch.record_submission(run, event, "4")
     assert [e["event"] for e in events_since_submission(run.read_events("train"), "4")] == [
         "submitted",
         "started",
@@ -285,19 +286,19 @@ def test_a_submission_that_another_process_makes_is_waited_for(
         kill_at(1, patch, accepted=False)
         submit(run)
     [(_, one)] = list_submissions(run)
-    script = open_submissions.submission_script_path(run, "prepare", one.key)
+    script = sbatch.submission_script_path(run, "prepare", one.key)
     with open(script, "r+b") as lock:
         fcntl.flock(lock.fileno(), fcntl.LOCK_EX)
         with pytest.raises(UserError, match="another process is submitting prepare"):
-            open_submissions.resolve_open_submissions([run], print, patience_s=0.1)
+            sbatch.resolve_open_submissions([run], print, patience_s=0.1)
 
         def end_of_sbatch(seconds: float) -> None:
             lock.close()
             slurm.add(name="prepare-tiny", comment=job_comment(run.path), command=f"{script} {one.key}")
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(open_submissions.time, "sleep", end_of_sbatch)
-            open_submissions.resolve_open_submissions([run], print)
+            patch.setattr(sbatch.time, "sleep", end_of_sbatch)
+            sbatch.resolve_open_submissions([run], print)
     assert [one.job_id for _, one in list_recorded_jobs(run)] == ["1"]
 
 
@@ -317,9 +318,9 @@ def test_submissions_that_appear_one_after_the_other_are_not_given_up(
 
     waiting = iter(keys[1:])
     begin(keys[0])
-    monkeypatch.setattr(open_submissions, "time", SimpleNamespace(sleep=other_process, monotonic=time.monotonic))
-    monkeypatch.setattr(open_submissions, "MOST_LOOKS", 4)
-    open_submissions.resolve_open_submissions([run], print)
+    monkeypatch.setattr(sbatch, "time", SimpleNamespace(sleep=other_process, monotonic=time.monotonic))
+    monkeypatch.setattr(sbatch, "MAX_QUERIES", 4)
+    sbatch.resolve_open_submissions([run], print)
     assert run.read_events("train", "not_submitted") == []
 
 
@@ -334,8 +335,8 @@ def test_a_job_that_an_older_code_copy_is_recording_is_left_alone(
         if not run.read_events("evaluate", "submitted"):
             run.event("submitted", "evaluate", executor="slurm", job_id=job, cluster=CLUSTER, job_name="evaluate-tiny")
 
-    monkeypatch.setattr(open_submissions.time, "sleep", record)
-    [found] = open_submissions.resolve_open_submissions([run], print)
+    monkeypatch.setattr(sbatch.time, "sleep", record)
+    [found] = sbatch.resolve_open_submissions([run], print)
     assert found.job_id == job and found.is_recorded
 
 

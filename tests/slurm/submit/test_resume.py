@@ -18,10 +18,10 @@ from pipeline.config.read import ConfigError, load_config
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
 from pipeline.run.points import points
-from slurm.query import job_states, run_jobs
+from slurm.query import capacity, job_states, run_jobs
 from slurm.query.job_states import JobState, RecordedJob
 from slurm.query.status import StatusPoller
-from slurm.submit import chain, limits, sbatch
+from slurm.submit import chain, sbatch
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.stories.test_slurm import evaluated, events, job_of, prepared, submit, wait_for
@@ -41,7 +41,7 @@ class Queue:
         monkeypatch.setattr(run_jobs, "find_jobs", self.look_up)
         monkeypatch.setattr(job_states, "run_slurm_command", self.call)
         monkeypatch.setattr(job_states, "cluster_name", lambda: "pretended")
-        monkeypatch.setattr(limits, "cluster_settings", dict)
+        monkeypatch.setattr(capacity, "cluster_settings", dict)
         monkeypatch.setattr(sbatch, "_write_submission", self.write)
         monkeypatch.setattr(sbatch, "_call_sbatch", lambda *_: max(self.after))
 

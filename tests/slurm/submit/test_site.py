@@ -30,10 +30,10 @@ from pipeline.config.sections import Config, SiteConfig
 from pipeline.config.site import OWN_OPTIONS
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
-from slurm.query import exclusion, topology
+from slurm.query import capacity, current_job
+from slurm.query.capacity import assign_ranks_to_nodes, describe_placement_problem
 from slurm.query.site_variables import check_job_environment
-from slurm.query.topology import assign_ranks_to_nodes, describe_placement_problem
-from slurm.submit.sbatch import _reason, build_sbatch_parameters, render_batch_script
+from slurm.submit.sbatch import _extract_sbatch_reason, build_sbatch_parameters, render_batch_script
 from slurm.supervise.launch import use_site
 from tests.support.tiny import write_config
 
@@ -152,9 +152,9 @@ def test_bad_nodes_are_those_of_the_stages_own_partition(tmp_path: Path, monkeyp
         asked.append(partition)
         return {}
 
-    monkeypatch.setattr(exclusion, "_nodes", nodes)
-    exclusion.record_bad_node(run, "n1", "no")
-    assert [exclusion.excluded_nodes_at_submission([run], stage) for stage in ("train", "evaluate")] == [None, None]
+    monkeypatch.setattr(current_job, "_nodes", nodes)
+    current_job.record_bad_node(run, "n1", "no")
+    assert [current_job.excluded_nodes_at_submission([run], stage) for stage in ("train", "evaluate")] == [None, None]
     assert asked == ["big", "small"]
 
 
@@ -309,11 +309,11 @@ def test_two_ways_to_ask_for_memory_are_refused(tmp_path: Path) -> None:
             "invalid partition specified: x; Batch job submission failed: Invalid",
         ),
         ("no budget is left\n\nMore help: https://hpc.example", "no budget is left; More help: https://hpc.example"),
-        ("", "it did not say why"),
+        ("", "it printed no reason"),
     ],
 )
 def test_what_sbatch_complains_about_is_passed_on(complaint: str, told: str) -> None:
-    assert _reason(RuntimeError(complaint)) == told
+    assert _extract_sbatch_reason(complaint) == told
 
 
 @given(st.text(), st.sampled_from(["API_TOKEN", "db-password", "SSH_KEY", "secret"]), st.sampled_from(["=", ": ", " "]))
@@ -620,12 +620,12 @@ def test_a_torn_placement_is_refused_before_submission(tmp_path: Path) -> None:
 def test_a_mismatch_in_an_allocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run.create(config(tmp_path, "stages.train.nodes=2"))
     monkeypatch.setenv("SLURM_TASKS_PER_NODE", "2")
-    assert "--nodes=2 --ntasks-per-node=2" in str(topology.find_placement_problem(run, "train", 4))
-    assert topology.find_placement_problem(run, "shard", 2) is None
+    assert "--nodes=2 --ntasks-per-node=2" in str(capacity.find_placement_problem(run, "train", 4))
+    assert capacity.find_placement_problem(run, "shard", 2) is None
     monkeypatch.setenv("SLURM_TASKS_PER_NODE", "4(x3)")
-    assert topology.find_placement_problem(run, "train", 4) is None
+    assert capacity.find_placement_problem(run, "train", 4) is None
     monkeypatch.delenv("SLURM_TASKS_PER_NODE")
-    assert topology.find_placement_problem(run, "train", 4) is None
+    assert capacity.find_placement_problem(run, "train", 4) is None
 
 
 # -- doctor --------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 from pipeline.base.files import read_jsonl, try_flock
 from pipeline.run.directory import Run
 from pipeline.run.points import points
-from slurm.query.exclusion import record_bad_node
+from slurm.query.current_job import record_bad_node
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.stories.test_slurm import evaluated, events, job_of, preempt, prepared, submit, wait_for

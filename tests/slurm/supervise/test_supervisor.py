@@ -253,7 +253,7 @@ def in_job(one: Supervisor, monkeypatch: pytest.MonkeyPatch, job: str, restarts:
     one.place = replace(place(0, 1, 1), job_id=job, restart_count=restarts)
     monkeypatch.setattr(supervisor, "use_site", lambda *words: None)
     monkeypatch.setattr(supervisor.slurm_job, "read_job_info", lambda *words: None)
-    monkeypatch.setattr(supervisor.topology, "find_placement_problem", lambda *words: None)
+    monkeypatch.setattr(supervisor.capacity, "find_placement_problem", lambda *words: None)
     monkeypatch.setattr(supervisor, "SrunRanks", lambda *words, **more: supervisor.LocalRanks(*words[:4]))
     monkeypatch.setattr(supervisor.succession, "take_over", lambda *words: None)
     monkeypatch.setattr(supervisor.succession, "not_needed", lambda *words, done: did.append("cancelled what waits"))
@@ -455,7 +455,7 @@ def test_a_controller_that_is_away_is_asked_until_the_job_must_end(
     one.place, one.ends = replace(place(0, 1, 1), job_id="5"), left_s
     monkeypatch.setattr(supervisor.slurm_job, "read_job_info", facts)
     monkeypatch.setattr(supervisor.slurm_job, "requeue_job", lambda *words: clock.now >= back_s)
-    monkeypatch.setattr(supervisor.exclusion, "excluded_nodes_at_requeue", lambda *words: None)
+    monkeypatch.setattr(supervisor.slurm_job, "excluded_nodes_at_requeue", lambda *words: None)
     monkeypatch.setattr("slurm.query.stop_causes.preemption.is_requeued_on_exit", lambda *words: False)
     assert one._leave(supervisor.Ended(ExitCode.CRASHED), True) == ExitCode.CRASHED
     told = run.read_events("train")[-1]
@@ -489,7 +489,7 @@ def test_a_controller_that_goes_away_between_two_questions_is_asked_anew(
     away = lambda: bool(requeues) and clock.now < 1000  # noqa: E731
     monkeypatch.setattr(supervisor.slurm_job, "read_job_info", lambda job: None if away() else RUNNING)
     monkeypatch.setattr(supervisor.slurm_job, "requeue_job", requeue)
-    monkeypatch.setattr(supervisor.exclusion, "excluded_nodes_at_requeue", lambda *words: None)
+    monkeypatch.setattr(supervisor.slurm_job, "excluded_nodes_at_requeue", lambda *words: None)
     monkeypatch.setattr("slurm.query.stop_causes.preemption.is_requeued_on_exit", lambda *words: False)
     assert one._leave(supervisor.Ended(ExitCode.CRASHED), True) == ExitCode.CRASHED
     assert run.read_events("train")[-1]["event"] == "requeued" and len(requeues) == 2
