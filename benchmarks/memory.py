@@ -62,7 +62,7 @@ def measure(place: RankInfo, config: Config) -> tuple[int, int, int, int]:
     world = groups.join_process_group(place, config)
     layout = resolve_layout(config)
     engine = Engine(config, layout, world, DecoderTask(config, VOCAB))
-    state = engine.state()
+    state = engine.state_dict()
     between: list[tuple[int, int]] = []
 
     states = {id(m._get_fsdp_state()): m for m in engine.model.modules() if isinstance(m, FSDPModule)}
@@ -83,7 +83,7 @@ def measure(place: RankInfo, config: Config) -> tuple[int, int, int, int]:
     for step in (1, 2):
         tokens = torch.zeros((2, config.data.sequence_length + 1), dtype=torch.int64)
         engine.backward({"tokens": tokens}, step, look)
-        engine.update(engine.clip(1.0).item())
+        engine.update_weights(engine.clip_gradients(1.0).item())
     gradients, gathered = between[-3]  # forward, backward, *forward*, backward, reduce
     weights = sum(local_bytes(t) for name, t in state.items() if name.startswith("model."))
     optimizer = sum(local_bytes(t) for name, t in state.items() if "exp_avg" in name)

@@ -47,12 +47,12 @@ def agree(where: RankInfo, steps: int) -> tuple[list[float], list[float], list[f
 
     from pipeline.base.signals import StopFlag
     from pipeline.comm import groups
-    from pipeline.resilience.stop import StopCoordinator
+    from pipeline.resilience.stop import SAVE_REQUEST, StopCoordinator
 
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", where.master_port, where.world_size, where.rank == 0)
     dist.init_process_group("gloo", store=store, rank=where.rank, world_size=where.world_size)
-    agreement = StopCoordinator(StopFlag(), groups.new_control_group())
+    coordinator = StopCoordinator(StopFlag(), groups.new_control_group())
     a_MM, gradients_P = torch.randn(256, 256), torch.zeros(100_000)
 
     def reduced(number: float) -> float:
@@ -66,23 +66,23 @@ def agree(where: RankInfo, steps: int) -> tuple[list[float], list[float], list[f
     product_s = (time.perf_counter() - started) / 400
     found: tuple[list[float], list[float], list[float]] = ([], [], [])
     draw = random.Random(1)
+    kind = 0
+    coordinator.add_request(SAVE_REQUEST, lambda: kind == 2)
     for step in range(steps + WARM_UP):
         kind = draw.choices((0, 1, 2), (48, 48, 4))[0]
-        agreement.wants_save = lambda: kind == 2  # noqa: B023  (called within the step)
         started = time.perf_counter()
         for _ in range(max(1, round(STEP_S / product_s))):
             a_MM @ a_MM
         dist.all_reduce(gradients_P)
-        if math.isnan(reduced(math.nan if kind and agreement.hand() else 1.0)):
-            agreement.start()
-            agreement.stop()
+        if math.isnan(reduced(math.nan if kind and coordinator.wants_attention() else 1.0)):
+            coordinator.exchange()
             reduced(1.0)
         if step >= WARM_UP:
             found[kind].append(time.perf_counter() - started)
-    agreement.wants_save = lambda: False
+    kind = 0
     cpu = time.process_time()
     for _ in range(20_000):
-        math.isnan(math.nan if agreement.hand() else 1.0)
+        math.isnan(math.nan if coordinator.wants_attention() else 1.0)
     return *found, (time.process_time() - cpu) / 20_000
 
 

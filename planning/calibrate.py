@@ -174,7 +174,7 @@ def time_step(config: Config, layout: Layout, world: World, work: Workload) -> S
 
     def run_step() -> None:
         engine.backward({"tokens": tokens_BT}, next(step_numbers))
-        engine.update(float(engine.clip(config.optimizer.clip_norm)))
+        engine.update_weights(float(engine.clip_gradients(config.optimizer.clip_norm)))
 
     seconds = median_time_s(world.device, run_step)
     return Step(work=work, ranks_per_node=layout.ranks_per_node, seconds=seconds)

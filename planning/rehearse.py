@@ -301,8 +301,8 @@ def account_step(engine: Any, account: TensorAccount, step: int, batch: dict[str
     for parameter in (parameter for part in engine.parts for parameter in part.parameters()):
         account.is_for("weights", parameter.detach())
         account.is_for("gradients", parameter.grad)
-    engine.clip(engine.config.optimizer.clip_norm)
-    engine.update(1.0)
+    engine.clip_gradients(engine.config.optimizer.clip_norm)
+    engine.update_weights(1.0)
     for state in engine.optimizer.state.values():
         for tensor in state.values():
             account.is_for("optimizer", tensor)
@@ -370,7 +370,7 @@ def rehearse_rank(
             )
             task = DecoderTask(config, vocab)
             begin(f"building rank {rank}: {sum(len(layout.stage_layers[stage]) for stage in stages)} blocks")
-            engine = engines.Engine(config, layout, world, task, fresh=False)
+            engine = engines.Engine(config, layout, world, task, from_scratch=False)
             rows = config.train.global_batch // layout.dp
             batch = {
                 name: torch.zeros((rows, *shape), dtype=getattr(torch, kind))

@@ -279,9 +279,9 @@ def saves(small: bool = False) -> dict[str, Any]:
         for number in range(1, 7):
             ours.backward(batch, number)
             norm = float(ours.clip(config.optimizer.clip_norm))
-            saver.wait_staged()
+            saver.wait_until_staged()
             if number == 4:
-                saver.finish()
+                saver.wait_until_saved()
                 if cuda():
                     torch.cuda._sleep(2_000_000_000)  # cycles
             ours.update(norm)
@@ -290,9 +290,9 @@ def saves(small: bool = False) -> dict[str, Any]:
                 began = time.perf_counter()
                 saver.save(ours.state(), step=number, samples_consumed=0, extra={})
                 stall = time.perf_counter() - began
-        saver.finish()
+        saver.wait_until_saved()
         read = {name: torch.zeros_like(value) for name, value in wanted.items()}
-        saver.read(4, read)
+        saver.read_tensors(4, read)
         moved = sum(not torch.equal(value, wanted[name]) for name, value in ours.state().items())
         saver.close()
     torn = [name for name, value in read.items() if not torch.equal(value, wanted[name])]

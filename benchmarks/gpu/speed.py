@@ -115,9 +115,9 @@ def measure(config_file: str, overrides: list[str], steps: int) -> dict[str, Any
 
     def step(number: int) -> float:
         loss = engine.backward({"tokens": tokens_BT1}, number)
-        norm = engine.clip(config.optimizer.clip_norm)
+        norm = engine.clip_gradients(config.optimizer.clip_norm)
         values: list[float] = torch.stack([loss, norm.double()]).tolist()
-        engine.update(values[1])
+        engine.update_weights(values[1])
         return values[0]
 
     found = timed(step, steps)

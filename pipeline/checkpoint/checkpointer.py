@@ -3,14 +3,14 @@
 A save, on every rank, at the same step boundary:
 
 1. *stage*: copy the state to cached host buffers (DCP's stager, on a GPU on a stream of our own, which waits
-   for the optimizer's last kernel; `wait_staged` must be called before the optimizer changes the weights again);
+   for the optimizer's last kernel; `wait_until_staged` must be called before the optimizer changes the weights again);
 2. *write*: `dcp.save` into a fresh `.tmp-` directory, each rank its share of the tensors;
 3. *hash*: each rank hashes the files it wrote;
 4. *commit*: rank 0 gathers the hashes, writes `manifest.json`, syncs, renames. Only then is it "saved".
 
 With `mode: async` all of this runs in a background thread, beside the next forward and backward, on a Gloo group of
 its own, so that it never waits for, or disturbs, the training's collectives. One save is in flight at most. A failed
-save (a full disk) raises at the next `save` or `finish`, and the checkpoints before it stay.
+save (a full disk) raises at the next `save` or `wait_until_saved`, and the checkpoints before it stay.
 
 A restore takes the newest checkpoint whose files pass their hashes: every file is read once in all, split
 over the ranks, and all ranks agree on the verdict; a damaged one is set aside and the one before is tried.
@@ -91,7 +91,7 @@ class Checkpointer:
 
         Raises StorageError where this save, or the one before it, could not be written.
         """
-        self.finish()
+        self.wait_until_saved()
         started = time.monotonic()
         manifest = {
             "version": 1,
@@ -116,7 +116,7 @@ class Checkpointer:
                 del state  # what training replaces need not stay for as long as the write takes
                 staged.set_result(copied)
                 self._write(copied, manifest, started)
-            except BaseException as error:  # raised again by finish(), in the trainer's own thread
+            except BaseException as error:  # raised again by wait_until_saved(), in the trainer's own thread
                 self._error = error
                 if not staged.done():
                     staged.set_exception(error)
@@ -126,17 +126,17 @@ class Checkpointer:
             self._writer.start()
         else:
             stage_and_write()
-            self.finish()
+            self.wait_until_saved()
 
-    def wait_staged(self) -> None:
+    def wait_until_staged(self) -> None:
         """Wait until the state was copied. Call before anything changes the weights."""
         if self._staged is not None:
             self._staged.result()
             self._staged = None
 
-    def finish(self) -> None:
+    def wait_until_saved(self) -> None:
         """Wait for the save in flight. Raises StorageError (or what else went wrong) where it failed."""
-        self.wait_staged()
+        self.wait_until_staged()
         if self._writer is not None:
             self._writer.join()
             self._writer = None
@@ -147,7 +147,7 @@ class Checkpointer:
     def close(self) -> None:
         """Wait for the save in flight and free the staging buffers."""
         try:
-            self.finish()
+            self.wait_until_saved()
         finally:
             self._stager.close()
 
@@ -187,7 +187,7 @@ class Checkpointer:
 
     # -- restoring ---------------------------------------------------------------------------------------
 
-    def found(self) -> bool:
+    def has_checkpoint(self) -> bool:
         """Whether there is any checkpoint: then `restore` loads one, or raises. The same on all ranks."""
         return broadcast_from_rank0(self.group, bool(catalog.list_checkpoint_steps(self.folder)))
 
@@ -232,7 +232,7 @@ class Checkpointer:
             )
         return None
 
-    def read(self, step: int, state: StateDict) -> None:
+    def read_tensors(self, step: int, state: StateDict) -> None:
         """Fill `state`, which may differ from rank to rank, from the checkpoint that was just restored."""
         if state:
             load_checkpoint(state, self.folder / catalog.checkpoint_name(step), None)

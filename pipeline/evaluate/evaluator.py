@@ -75,7 +75,7 @@ class Evaluator:
     ) -> None:
         self.run, self.world, self.watchdog, self.within = run, world, watchdog, within
         self.group = groups.new_control_group()
-        self.agreement = within or StopCoordinator(flag, groups.new_control_group())
+        self.coordinator = within or StopCoordinator(flag, groups.new_control_group())
         config = run.config
         verify_shards(run, manifest.held_out, self.group, how=config.data.verify)
         self.identity = compute_identity(config, manifest)
@@ -137,21 +137,21 @@ class Evaluator:
         return True
 
     @torch.no_grad()
-    def measure(self, step: int, *, to_the_end: bool = False) -> dict[str, Any] | None:
+    def measure(self, step: int, *, ignore_stop: bool = False) -> dict[str, Any] | None:
         """The result, on every rank, of the weights that `model` has now, those after `step`.
 
-        None where the ranks agreed to stop, unless it goes `to_the_end`.
+        None where the ranks agreed to stop, unless it goes `ignore_stop`.
         """
-        found = self._measured(self.held_out, self.batch, step, to_the_end)
+        found = self._measured(self.held_out, self.batch, step, ignore_stop)
         for task in self.tasks:
             if found is not None:
-                more = self._measured(task, task.batch, step, to_the_end)
+                more = self._measured(task, task.batch, step, ignore_stop)
                 found = None if more is None else found | more
-        self.watchdog.enter(step, "start")  # what comes now, another checkpoint too, depends on storage
+        self.watchdog.enter_phase(step, "start")  # what comes now, another checkpoint too, depends on storage
         return None if found is None else {"step": step, **found}
 
     def _measured(
-        self, held_out: TextHeldOut | SampleHeldOut | TaskFile, size: int, step: int, to_the_end: bool
+        self, held_out: TextHeldOut | SampleHeldOut | TaskFile, size: int, step: int, ignore_stop: bool
     ) -> dict[str, Any] | None:
         """What the sums of all batches of `size` come to; None where the ranks agreed to stop."""
         count = held_out.count
@@ -159,17 +159,17 @@ class Evaluator:
         mine: dict[int, dict[str, float]] = {}
         for first in range(0, batches, self.world.size):
             began = time.monotonic()
-            self.watchdog.enter(step, "batch")
-            self.agreement.start()
+            self.watchdog.enter_phase(step, "batch")
+            self.coordinator.start_exchange()
             number = first + self.world.rank
             if number < batches:
                 mine[number] = held_out.sums(self.model, number * size, min((number + 1) * size, count))
             elif self.split:  # the others gather weights from this rank too
                 held_out.sums(self.model, 0, 1)
-            if self.agreement.stop() and not to_the_end:
+            if self.coordinator.finish_exchange() and not ignore_stop:
                 return None
             if self.within is None:  # the limits of a training follow its steps
-                self.watchdog.stepped(time.monotonic() - began)
+                self.watchdog.record_step(time.monotonic() - began)
                 if self.world.is_rank0 and first // self.world.size % 10 == 0:
                     print(f"evaluating step {step}: batch {first}/{batches}", flush=True)
         merged: dict[int, dict[str, float]] = {}

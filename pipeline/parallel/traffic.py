@@ -2,7 +2,7 @@
 
 Parameters are counted exactly, bytes from shapes (pipeline/model/spec.py). Traffic is what one rank sends with ring
 algorithms: an all-reduce of n bytes over r ranks sends 2·n·(r−1)/r, an all-gather or a reduce-scatter half of that. The
-trainer writes it next to its measurements (pipeline/train/meter.py), and `plan` shows it before anything runs.
+trainer writes it next to its measurements (pipeline/train/metrics.py), and `plan` shows it before anything runs.
 """
 
 from __future__ import annotations

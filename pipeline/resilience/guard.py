@@ -1,17 +1,17 @@
-"""Bad numbers: a loss or gradient that is not finite, or a loss far above its neighbours.
+"""Bad steps: a loss or gradient that is not finite, or a loss far above the previous ones.
 
-A bad step is left out by all ranks together: its samples count as consumed, weights and optimizer stay. All ranks see
-the same loss and norm, so they decide alike without asking each other. When too many steps in a row are bad,
-the training returns to its last checkpoint and leaves the samples of those steps out of its order. So no checkpoint is
-taken inside such a row: it would count samples as consumed that the order then jumps over.
+All ranks skip a bad step together: its samples count as consumed, weights and optimizer do not change. All ranks see
+the same loss and norm, so they decide alike without communication. If too many consecutive steps are bad, the training
+returns to its last checkpoint and excludes the samples of those steps. No checkpoint is saved between consecutive bad
+steps, because it would count samples as consumed that the order then excludes.
 
 Every decision is a line of `decisions.jsonl`, written before it takes effect:
 
     {"decision": "skip", "position": P, "step": k, "reason": …}          no update for the batch that starts at P
-    {"decision": "leave_out", "position": P, "samples": n, "step": k, …}  the order goes on after those n samples
+    {"decision": "leave_out", "position": P, "samples": n, "step": k, …}  the order excludes n samples from P on
 
-`position` counts run-global samples (sample_order.py), left out ones included. A rerun, or another run with
-the same file, repeats the decisions exactly: also where a cause was a passing one (a flipped bit, a bad device).
+`position` counts run-global samples (sample_order.py), including excluded ones. A rerun, or another run with the same
+file, repeats the decisions exactly, even if the cause was temporary (a flipped bit, a bad device).
 """
 
 from __future__ import annotations
@@ -23,101 +23,140 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch.distributed as dist
+
 from pipeline.base.errors import NonFiniteError
 from pipeline.base.files import add_checksum, append_line, fsync
+from pipeline.comm.groups import all_gather_results
 from pipeline.data.sample_order import position_of
+from pipeline.run import lines
 from pipeline.run.directory import Run, utc_timestamp
+from pipeline.train.callback import Callback, TrainerContext
 
-WINDOW = 100
-LEAST = 20
-"""How many losses the deviation is taken of, at most and at least."""
+MAX_LOSSES = 100
+MIN_LOSSES = 20
+"""The deviation is computed from at most and at least so many losses."""
 
 
 def merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same positions as sorted (position, count) ranges that do not overlap."""
+    """Return the same positions as sorted (position, count) ranges that do not overlap."""
     result: list[tuple[int, int]] = []
     for start, count in sorted(ranges):
         if result and start <= sum(result[-1]):
             first, before = result.pop()
-            start, count = first, max(before, start + count - first)
+            count = max(before, start + count - first)
+            start = first
         result.append((start, count))
     return result
 
 
 def select_recent_metrics(metrics: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The last lines of metrics.jsonl with all the losses that :class:`Guard` compares with."""
-    lines = list(metrics)
-    good = [number for number, line in enumerate(lines) if "skipped" not in line]
-    return lines[good[-WINDOW] :] if len(good) > WINDOW else lines
+    """Return the last lines of metrics.jsonl that contain the losses that `BadStepGuard` compares with."""
+    all_lines = list(metrics)
+    good = [number for number, line in enumerate(all_lines) if "skipped" not in line]
+    return all_lines[good[-MAX_LOSSES] :] if len(good) > MAX_LOSSES else all_lines
 
 
-class BadStepGuard:
-    """Judges each step; the same answers on all ranks."""
+class BadStepGuard(Callback):
+    """Decides whether a step is bad; all ranks decide alike.
+
+    Args:
+        decisions: lines of decisions.jsonl.
+        metrics: lines of metrics.jsonl up to the restored step; like `decisions` the same on all ranks.
+        writes: whether this rank writes decisions.jsonl.
+    """
 
     def __init__(
         self, run: Run, *, decisions: Iterable[Mapping[str, Any]], metrics: Iterable[Mapping[str, Any]], writes: bool
     ) -> None:
-        """`decisions` and `metrics`: the lines of their files up to the step that was restored, the same on all ranks.
-        `writes`: whether this rank keeps the file."""
-        self.run, self.limits, self.writes = run, run.config.recovery, writes
-        batch = run.config.train.global_batch
-        self._skips: dict[int, str] = {}
-        ranges = []
+        self.run = run
+        self.limits = run.config.recovery
+        self.writes = writes
+        self._skip_reasons: dict[int, str] = {}
+        excluded = []
         for line in decisions:
             if line["decision"] == "skip":
-                self._skips[int(line["position"])] = str(line["reason"])
+                self._skip_reasons[int(line["position"])] = str(line["reason"])
             else:
-                ranges.append((int(line["position"]), int(line["samples"])))
-        self.left_out = merge_ranges(ranges)
-        """Ranges of positions that the order jumps over: (position, number of samples), sorted and apart."""
-        self._losses: deque[float] = deque(maxlen=WINDOW)
-        self._row: list[int] = []
-        """Positions of the bad steps in a row, up to now."""
+                excluded.append((int(line["position"]), int(line["samples"])))
+        self.excluded_ranges = merge_ranges(excluded)
+        """Ranges of positions that the order excludes: (position, number of samples), sorted and disjoint."""
+        self._losses: deque[float] = deque(maxlen=MAX_LOSSES)
+        self._bad_positions: list[int] = []
+        """Positions of the latest consecutive bad steps."""
+        batch = run.config.train.global_batch
         for line in metrics:
             if "skipped" in line:
-                self._row.append(position_of((line["step"] - 1) * batch, self.left_out))
+                self._bad_positions.append(position_of((line["step"] - 1) * batch, self.excluded_ranges))
             else:
-                self._row.clear()
+                self._bad_positions.clear()
                 self._losses.append(line["loss"])
 
+    @classmethod
+    def load(cls, run: Run, group: dist.ProcessGroup) -> BadStepGuard:
+        """Return the guard for the steps that follow the restored one, from files that rank 0 reads.
+
+        group: a Gloo group of all ranks, which call this together.
+        """
+        is_first = dist.get_rank(group) == 0
+
+        def read_files() -> tuple[list[Any], list[Any]]:
+            if not is_first:
+                return [], []
+            metrics = select_recent_metrics(lines.read(run.metrics_file, lines.metric))
+            return lines.read_all(run.decisions_file, lines.decision), metrics
+
+        decisions, metrics = all_gather_results(group, read_files)[0]
+        return cls(run, decisions=decisions, metrics=metrics, writes=is_first)
+
     @property
-    def in_a_row(self) -> int:
-        """How many steps in a row were bad."""
-        return len(self._row)
+    def consecutive_bad_steps(self) -> int:
+        """How many of the latest steps were bad, without a good one between them."""
+        return len(self._bad_positions)
 
-    def judge(self, step: int, loss: float, grad_norm: float) -> str | None:
-        """Why this step must not change the weights; None for a good one.
+    def on_before_optimizer_step(self, trainer: TrainerContext, step: int, loss: float, grad_norm: float) -> str | None:
+        """Check the step."""
+        return self.check_step(step, loss, grad_norm)
 
-        `loss`: mean over the global batch; `grad_norm`: of the whole model before clipping. Raises NonFiniteError, on
-        all ranks, where too many in a row are bad: the decision is on disk by then.
+    def check_step(self, step: int, loss: float, grad_norm: float) -> str | None:
+        """Return why this step must not change the weights; None for a good step.
+
+        Raises NonFiniteError on all ranks if too many consecutive steps are bad. The decision is on disk by then.
+
+        Args:
+            loss: mean over the global batch.
+            grad_norm: norm of the whole model's gradient before clipping.
         """
         batch = self.run.config.train.global_batch
-        position = position_of((step - 1) * batch, self.left_out)
-        reason = self._skips.get(position) or self._judge(loss, grad_norm)
+        position = position_of((step - 1) * batch, self.excluded_ranges)
+        reason = self._skip_reasons.get(position) or self._find_problem(loss, grad_norm)
         if reason is None:
             self._losses.append(loss)
-            self._row.clear()
+            self._bad_positions.clear()
             return None
-        self._row.append(position)
-        if len(self._row) > self.limits.skip_bad_steps:
-            first, count = self._row[0], position + batch - self._row[0]
-            self._write("leave_out", first, step, reason, samples=count)
+        self._bad_positions.append(position)
+        if len(self._bad_positions) > self.limits.skip_bad_steps:
+            first = self._bad_positions[0]
+            count = position + batch - first
+            self._write_decision("leave_out", first, step, reason, samples=count)
             raise NonFiniteError(
-                f"step {step}: {reason}, bad step number {len(self._row)} in a row. The training returns to its last "
-                f"checkpoint and leaves out samples {first} to {first + count - 1}. If it comes again: lower "
-                "optimizer.lr, raise optimizer.warmup_steps, or look at those samples"
+                "train.bad_steps",
+                f"step {step}: {reason}; this is bad step number {len(self._bad_positions)} in a row. The training "
+                f"returns to its last checkpoint and excludes samples {first} to {first + count - 1}. If this happens "
+                "again, lower optimizer.lr, raise optimizer.warmup_steps, or inspect those samples",
             )
-        if position not in self._skips:
-            self._write("skip", position, step, reason)
+        if position not in self._skip_reasons:
+            self._write_decision("skip", position, step, reason)
         return reason
 
-    def _judge(self, loss: float, grad_norm: float) -> str | None:
+    def _find_problem(self, loss: float, grad_norm: float) -> str | None:
+        """Return what is wrong with these numbers; None if nothing is."""
         if not math.isfinite(loss):
             return f"the loss is {loss}"
         if not math.isfinite(grad_norm):
             return f"the gradient norm is {grad_norm}"
         limit = self.limits.spike_deviations
-        if limit is None or len(self._losses) < LEAST:
+        if limit is None or len(self._losses) < MIN_LOSSES:
             return None
         mean = statistics.fmean(self._losses)
         deviation = statistics.pstdev(self._losses, mean)
@@ -125,7 +164,7 @@ class BadStepGuard:
             return f"the loss {loss:.4f} is {(loss - mean) / max(deviation, 1e-12):.1f} deviations above {mean:.4f}"
         return None
 
-    def _write(self, decision: str, position: int, step: int, reason: str, **more: int) -> None:
+    def _write_decision(self, decision: str, position: int, step: int, reason: str, **fields: int) -> None:
         if self.writes:
             line = {
                 "time": utc_timestamp(),
@@ -133,8 +172,8 @@ class BadStepGuard:
                 "position": position,
                 "step": step,
                 "reason": reason,
-                **more,
+                **fields,
             }
             append_line(self.run.decisions_file, json.dumps(add_checksum(line)))
-            fsync(self.run.decisions_file)  # a checkpoint never knows more than this file
-            self.run.event(f"bad_step_{decision}", "train", step=step, position=position, reason=reason, **more)
+            fsync(self.run.decisions_file)  # a checkpoint must never know more than this file
+            self.run.event(f"bad_step_{decision}", "train", step=step, position=position, reason=reason, **fields)

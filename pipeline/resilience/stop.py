@@ -1,14 +1,13 @@
-"""Stopping together: the ranks agree at a step boundary, and everybody leaves alike.
+"""Coordinated stopping: all ranks save and exit after the same optimizer step.
 
-A signal may reach one rank, some, or all, at different moments; a rank that simply left would hang the others
-in their next collective. So a signal only sets a flag (pipeline/base/signals.py), and a rank with something to say
-raises its hand: in the all-reduce of the loss, which a step has anyway, it gives NaN instead of its part. All ranks
-read NaN then, tell each other on a small Gloo group what they know (:meth:`Agreement.start`, :meth:`Agreement.stop`),
-and take the sum of the loss again. So a step in which nobody has anything to say pays nothing; an exchange in each step
-cost a rank 0.5 ms of processor time. Where one rank wants to stop, all stop after the same step and save together.
+A signal may reach some ranks before others. A rank that exited alone would leave the others blocked in a collective.
 
-Ranks do not only wait for signals: a job knows when it ends (:class:`Clock`), and stops while there is time for the
-save that it has measured. A save that cannot end in time any more is left out: the one before it counts.
+1. A signal handler only sets a flag (pipeline/base/signals.py).
+2. A rank with a pending request contributes NaN to the all-reduce of the loss, which every step performs anyway. A
+   step without requests therefore costs nothing; an exchange in each step would cost 0.5 ms of processor time.
+3. If the reduced loss is NaN, all ranks exchange their requests on a small Gloo group and reduce the loss again.
+4. If any rank requested a stop, all ranks save a checkpoint and exit. If a save can no longer finish in time
+   (`Deadline`), it is skipped, and the previous checkpoint remains the newest one.
 """
 
 from __future__ import annotations
@@ -16,137 +15,199 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from pipeline.base.signals import LOCAL_DEADLINE, STOP_SIGNALS, StopFlag
+from pipeline.train.callback import Callback, TrainerContext
 
-SPARE_S = 10.0
-"""Beyond what a step and a save took so far: for leaving, and for clocks that differ."""
-REASONS = (None, LOCAL_DEADLINE, *(number.name for number in STOP_SIGNALS))
-"""Why ranks stop, by number; where they have different reasons, the last one here holds."""
+SAFETY_MARGIN_S = 10.0
+"""Extra time reserved for process exit and clock differences between nodes."""
+STOP_REASONS = (None, LOCAL_DEADLINE, *(number.name for number in STOP_SIGNALS))
+"""Reasons to stop, by number. If ranks have different reasons, the last one in this tuple counts."""
+SAVE_REQUEST = "save"
+PROFILE_REQUEST = "profile"
+EARLY_STOP_REQUEST = "early_stop"
 
 
-class Deadline:
-    """The time that is left to this job, by the monotonic clock: those of nodes need not agree on the hour.
+class Deadline(Callback):
+    """Time remaining until this job is killed, by the monotonic clock, since the clocks of nodes may differ.
 
-    `left_s`: seconds from the start of this process to the end of the time limit; `grace_s`: how long the job has after
-    a signal.
+    Args:
+        flag: knows when this process started and when a signal came.
+        time_limit_s: seconds from process start to the job's time limit; None if unlimited.
+        grace_period_s: seconds between a termination signal and SIGKILL; None if unknown.
     """
 
-    def __init__(self, flag: StopFlag, left_s: float | None = None, grace_s: float | None = None) -> None:
-        self.flag, self.grace_s = flag, math.inf if grace_s is None else grace_s
-        self.end = math.inf if left_s is None else flag.start_time + left_s
-        self.step_s = 0.0
-        """Longest of the last steps."""
-        self.save_s = 0.0
-        """Longest save so far; known to rank 0, which measures it."""
-        self.saving = False
-        """Whether a save is in flight; the next one begins after it."""
-        self._steps = 0
+    def __init__(self, flag: StopFlag, time_limit_s: float | None = None, grace_period_s: float | None = None) -> None:
+        self.flag = flag
+        self.longest_step_s = 0.0
+        """Longest of the latest steps."""
+        self.longest_save_s = 0.0
+        """Longest save so far. Only rank 0 measures it."""
+        self.is_saving = False
+        """Whether a save is in progress. The next save starts after it."""
+        self._grace_period_s = math.inf if grace_period_s is None else grace_period_s
+        self._time_limit = math.inf if time_limit_s is None else flag.start_time + time_limit_s
+        self._step_count = 0
 
-    def due(self, before_s: float = 0.0) -> bool:
-        """Whether the job must stop now to save within its time limit; or that it must after so many seconds."""
-        return time.monotonic() + before_s + 2 * self.step_s + 2.5 * self.save_s + SPARE_S >= self.end
+    def should_stop(self, after_s: float = 0.0) -> bool:
+        """Return True if the job must stop now, or after `after_s` seconds, to save within its time limit."""
+        reserve_s = 2 * self.longest_step_s + 2.5 * self.longest_save_s + SAFETY_MARGIN_S
+        return time.monotonic() + after_s + reserve_s >= self._time_limit
 
-    def left_s(self) -> float:
-        """Seconds until this rank is ended, as far as it knows."""
-        grace_ends = math.inf if self.flag.signal_time is None else self.flag.signal_time + self.grace_s
-        return min(self.end, grace_ends) - time.monotonic()
+    def time_remaining_s(self) -> float:
+        """Return the seconds until this process is killed, as far as this rank knows."""
+        grace_period_end = math.inf if self.flag.signal_time is None else self.flag.signal_time + self._grace_period_s
+        return min(self._time_limit, grace_period_end) - time.monotonic()
 
-    def needed_s(self) -> float:
-        """Seconds that a save takes which is asked for now."""
-        return 2 * self.save_s if self.saving else self.save_s
+    def save_duration_s(self) -> float:
+        """Return the seconds that a save would take if it were requested now."""
+        return 2 * self.longest_save_s if self.is_saving else self.longest_save_s
 
-    def stepped(self, seconds: float) -> None:
-        """Count a step. Old ones fade, and the first one of a start, which compiles, with the next."""
-        self.step_s = seconds if self._steps < 2 else max(seconds, 0.9 * self.step_s)
-        self._steps += 1
+    def record_step(self, seconds: float) -> None:
+        """Count a step. Earlier steps fade; the first one, which compiles, is replaced by the second."""
+        self.longest_step_s = seconds if self._step_count < 2 else max(seconds, 0.9 * self.longest_step_s)
+        self._step_count += 1
+
+    def on_metrics(self, trainer: TrainerContext, step: int, metrics: Mapping[str, Any]) -> None:
+        """Measure the step."""
+        self.record_step(trainer.step_s)
+
+    def on_save(self, trainer: TrainerContext, step: int) -> None:
+        """Note that a save is in progress."""
+        self.is_saving = True
+
+    def on_saved(self, trainer: TrainerContext, step: int, seconds: float) -> None:
+        """Measure the save."""
+        self.longest_save_s = max(self.longest_save_s, seconds)
+        self.is_saving = False
 
 
 class StopCoordinator:
-    """What any rank knows, known to all: every rank calls `start`, and some time later `stop`."""
+    """Exchanges the requests of all ranks.
 
-    def __init__(self, flag: StopFlag, group: dist.ProcessGroup, clock: Deadline | None = None) -> None:
-        self.flag, self.group = flag, group
-        self.clock = clock or Deadline(flag)
-        self.wants_save: Callable[[], bool] = lambda: False
-        """Asked once a step: whether this rank knows of a request to save."""
-        self.wants_profile: Callable[[], bool] = lambda: False
-        """The same of a request to profile."""
-        self.reason: str | None = None
-        """Why the ranks stop: a signal's name, or `OWN_CLOCK`; None while none wants to."""
-        self.save = self.profile = self.too_late = False
-        """Whether any rank wanted a save, or a profile; whether a save would be cut off on any."""
+    Every rank calls `start_exchange`, and some time later `finish_exchange`.
+    """
+
+    def __init__(self, flag: StopFlag, group: dist.ProcessGroup, deadline: Deadline | None = None) -> None:
+        """Use `group`, a Gloo group of all ranks."""
+        self.flag = flag
+        self.group = group
+        self.deadline = deadline or Deadline(flag)
+        self.stop_reason: str | None = None
+        """Why the ranks stop: the name of a signal, or `LOCAL_DEADLINE`; None if no rank requested a stop."""
+        self.is_too_late_to_save = False
+        """Whether any rank would be killed during a save."""
+        self.agreed_requests: set[str] = set()
+        """Other requests that any rank had at the latest exchange."""
+        self._pending: dict[str, Callable[[], bool]] = {}
         self._votes: torch.Tensor | None = None
         self._work: dist.Work | None = None
 
-    def hand(self) -> bool:
-        """Whether this rank has something to say; costs microseconds."""
-        return bool(self.flag) or self.clock.due() or self.wants_save() or self.wants_profile()
+    def add_request(self, name: str, is_pending: Callable[[], bool]) -> None:
+        """Exchange one more request. All ranks must add the same names in the same order."""
+        self._pending[name] = is_pending
 
-    def start(self) -> None:
-        """Contribute what this rank knows now."""
-        mine = self.flag.reason or (LOCAL_DEADLINE if self.clock.due() else None)
-        votes: list[float] = [REASONS.index(mine), self.wants_save(), self.wants_profile()]
-        votes += [-self.clock.left_s(), self.clock.needed_s()]
+    def wants_attention(self) -> bool:
+        """Return True if this rank has a request. Costs microseconds."""
+        if self.flag or self.deadline.should_stop():
+            return True
+        return any(is_pending() for is_pending in self._pending.values())
+
+    def start_exchange(self) -> None:
+        """Contribute what this rank requests now."""
+        reason = self.flag.reason or (LOCAL_DEADLINE if self.deadline.should_stop() else None)
+        votes = [float(STOP_REASONS.index(reason))]
+        votes += [float(is_pending()) for is_pending in self._pending.values()]
+        votes += [-self.deadline.time_remaining_s(), self.deadline.save_duration_s()]
         self._votes = torch.tensor(votes, dtype=torch.float64)
         self._work = dist.all_reduce(self._votes, dist.ReduceOp.MAX, group=self.group, async_op=True)
 
-    def stop(self) -> bool:
-        """Whether any rank wanted to stop when it called `start`; sets `reason`, `save` and `too_late`."""
-        assert self._votes is not None and self._work is not None, "start first"
+    def finish_exchange(self) -> bool:
+        """Return True if any rank requested a stop when it called `start_exchange`.
+
+        Sets `stop_reason`, `agreed_requests` and `is_too_late_to_save`.
+        """
+        assert self._votes is not None and self._work is not None, "call start_exchange first"
         self._work.wait()
-        reason, save, profile, minus_left_s, needed_s = self._votes.tolist()
-        self.reason, self.too_late = REASONS[int(reason)], needed_s >= -minus_left_s
-        self.save, self.profile = save > 0, profile > 0
-        return self.reason is not None
+        reason, *requests, minus_remaining_s, save_s = self._votes.tolist()
+        self.stop_reason = STOP_REASONS[int(reason)]
+        self.is_too_late_to_save = save_s >= -minus_remaining_s
+        self.agreed_requests = {name for name, vote in zip(self._pending, requests, strict=True) if vote > 0}
+        return self.stop_reason is not None
+
+    def exchange(self) -> bool:
+        """Exchange the requests of all ranks; return True if any rank requested a stop."""
+        self.start_exchange()
+        return self.finish_exchange()
 
 
 class RequestFile:
-    """A file in the run directory by which anybody who may write there asks for something; rank 0 looks.
+    """A file in the run directory that requests something from a running training; rank 0 checks for it.
 
-    `save` asks for a checkpoint, `profile` for profiled steps.
+    The file `save` requests a checkpoint, `profile` requests profiled steps. A failure to read it never ends a
+    training.
     """
 
-    EVERY_S = 1.0
+    CHECK_INTERVAL_S = 1.0
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        self._next = 0.0
-        self._asked = False
-        self._answering: int | None = None
-        """When the file was written that what is done now answers (ns, by the file system)."""
+        self._next_check = 0.0
+        self._is_pending = False
+        self._accepted_mtime_ns: int | None = None
+        """Modification time of the file whose request is being carried out, by the clock of the file system."""
 
-    def __call__(self) -> bool:
-        """Whether there is a request; asks the file system once a second at most."""
+    def is_pending(self) -> bool:
+        """Return True if there is a request. Queries the file system once a second at most."""
         now = time.monotonic()
-        if not self._asked and self._answering is None and now >= self._next:
-            self._next = now + self.EVERY_S
-            self._asked = os.path.exists(self.file)  # unlike Path.exists quiet where a file server stutters
-        return self._asked
+        if not self._is_pending and self._accepted_mtime_ns is None and now >= self._next_check:
+            self._next_check = now + self.CHECK_INTERVAL_S
+            # unlike Path.exists, this raises nothing if a file server fails
+            self._is_pending = os.path.exists(self.file)
+        return self._is_pending
 
-    def begun(self) -> None:
-        """What answers a request begins."""
-        self._answering = self._written() if self._asked else None
-        self._asked = False
+    def accept(self) -> None:
+        """Start to carry out the request."""
+        self._accepted_mtime_ns = self._read_mtime_ns() if self._is_pending else None
+        self._is_pending = False
 
-    def leave(self) -> None:
-        """Leave it, and what may come, to the next attempt."""
-        self._asked, self._next = False, math.inf
+    def defer(self) -> None:
+        """Leave this request, and later ones, to the next attempt."""
+        self._is_pending = False
+        self._next_check = math.inf
 
-    def done(self) -> None:
-        """It is done: the request that it answers is forgotten, and not before. No file is worth a training."""
-        if self._answering is not None and self._answering == self._written():  # else there is a newer one
+    def complete(self) -> None:
+        """Remove the request that was carried out, unless a newer one has replaced it."""
+        if self._accepted_mtime_ns is not None and self._accepted_mtime_ns == self._read_mtime_ns():
             with suppress(OSError):
                 self.file.unlink()
-        self._answering = None
+        self._accepted_mtime_ns = None
 
-    def _written(self) -> int | None:
+    def _read_mtime_ns(self) -> int | None:
         with suppress(OSError):
             return self.file.stat().st_mtime_ns
         return None
+
+
+class SaveRequests(Callback):
+    """Requests a checkpoint if the file `save` appears in the run directory (`submit.py save`)."""
+
+    def __init__(self, file: Path, coordinator: StopCoordinator, *, checks_file: bool) -> None:
+        """Check for `file` on the rank with `checks_file`."""
+        self._request = RequestFile(file)
+        coordinator.add_request(SAVE_REQUEST, self._request.is_pending if checks_file else lambda: False)
+
+    def on_save(self, trainer: TrainerContext, step: int) -> None:
+        """Accept the request: this checkpoint answers it."""
+        self._request.accept()
+
+    def on_saved(self, trainer: TrainerContext, step: int, seconds: float) -> None:
+        """Remove the request: it was answered."""
+        self._request.complete()

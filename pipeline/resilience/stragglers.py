@@ -1,18 +1,19 @@
-"""Which rank is slow by itself. Step times cannot tell: in a collective everybody waits for the slowest.
+"""Straggler detection: find ranks that are slow themselves.
 
-Each rank measures its own part of a step, mostly before any rank waits for another: waiting for data, and the forward
-passes. (With ZeRO 3 and tensor parallelism a forward pass has collectives itself: ranks that share them look alike.)
-Every `log_every` steps the ranks gather that time. A rank that took 1.3 times the median of its peers (those that hold
-the same pipeline stages) three times in a row is a straggler: events.jsonl has it with its host, and again when it has
-recovered, which takes three times in a row below 1.15. `status` names those that have not. `jobs/train/own-times.json`
-ranks the hosts of the newest attempt, once a minute, for `report`.
+Step times do not show them, because in a collective all ranks wait for the slowest one. Each rank therefore measures
+its local compute time: waiting for data, and forward passes. (With ZeRO 3 and tensor parallelism a forward pass
+contains collectives, so ranks that share them look alike.) Every `train.log_every` steps the ranks gather these times.
+
+A rank is a straggler if its time is 1.3 times the median of its peers (ranks with the same pipeline stages) three times
+in a row. It has recovered after three times in a row below 1.15. Both are events with the host. `status` names current
+stragglers. `jobs/train/own-times.json` rates the hosts of the newest attempt, once a minute, for `report`.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from socket import gethostname
 from typing import Any
 
@@ -20,94 +21,123 @@ import torch
 import torch.distributed as dist
 
 from pipeline.base.files import write_json
-from pipeline.comm import groups
+from pipeline.comm.groups import all_gather_results
 from pipeline.run.directory import Run
 from pipeline.run.metrics import own_times_file
+from pipeline.train.callback import Callback, TrainerContext
 
-RATIO, RECOVERED, IN_A_ROW, RANK_EVERY_S = 1.3, 1.15, 3, 60.0
-"""From what ratio on a rank is slow, and up to what it no longer is, if so many times in a row."""
+SLOW_RATIO = 1.3
+"""A rank is slow from this ratio to the median of its peers on."""
+RECOVERED_RATIO = 1.15
+"""A straggler is no longer slow up to this ratio."""
+CONSECUTIVE_CHECKS = 3
+"""How often in a row a rank must be slow, or no longer slow, before its state changes."""
+HOST_FILE_INTERVAL_S = 60.0
 
 
 class LocalComputeTimer:
-    """Seconds that a rank spent on its own work since the last :meth:`take`; on CUDA by the device's own clock."""
+    """Seconds that this rank spent on its own work; on CUDA measured by the device's clock.
+
+    A context manager measures what runs inside it.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._is_cuda = device.type == "cuda"
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._seconds = 0.0
-        self._begun: Any = None
+        self._start_time = 0.0
+        self._start_event: torch.cuda.Event | None = None
 
-    def add(self, seconds: float) -> None:
-        """Count time that was measured elsewhere."""
+    def add_seconds(self, seconds: float) -> None:
+        """Add time that was measured elsewhere."""
         self._seconds += seconds
 
     def __enter__(self) -> None:
-        if self._cuda:
-            self._begun = torch.cuda.Event(enable_timing=True)
-            self._begun.record()
+        if self._is_cuda:
+            self._start_event = torch.cuda.Event(enable_timing=True)
+            self._start_event.record()
         else:
-            self._begun = time.perf_counter()
+            self._start_time = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
-        if self._cuda:
-            end = torch.cuda.Event(enable_timing=True)
-            end.record()
-            self._events.append((self._begun, end))
+        if self._start_event is not None:
+            end_event = torch.cuda.Event(enable_timing=True)
+            end_event.record()
+            self._events.append((self._start_event, end_event))
         else:
-            self._seconds += time.perf_counter() - self._begun
+            self._seconds += time.perf_counter() - self._start_time
 
-    def take(self) -> float:
-        """The seconds, and start anew. On CUDA the steps they belong to must have ended."""
+    def read_and_reset(self) -> float:
+        """Return the seconds since the last call. On CUDA the measured steps must have ended."""
         seconds = self._seconds + sum(start.elapsed_time(end) for start, end in self._events) / 1000
         self._seconds = 0.0
         self._events.clear()
         return seconds
 
 
-class StragglerDetector:
-    """On every rank: gathers; on rank 0: ranks the hosts and writes events."""
+class StragglerDetector(Callback):
+    """Gathers the local compute times of all ranks; rank 0 writes events and rates the hosts.
 
-    def __init__(self, run: Run, group: dist.ProcessGroup, peers: Sequence[int]) -> None:
-        """`group`: a Gloo group of all ranks whose other users take turns with this one.
+    Args:
+        group: a Gloo group of all ranks, used only from the thread that trains.
+        peers: for each rank a number that ranks with the same work share.
+        timer: measures this rank.
+    """
 
-        `peers`: for each rank something that those with the same work share.
-        """
-        self.run, self.group, self.peers = run, group, peers
-        self.hosts = groups.all_gather_results(group, gethostname)
-        self._slow: set[int] = set()
-        self._otherwise: dict[int, int] = {}
-        """For each rank how many times in a row it was not as it is known."""
+    def __init__(self, run: Run, group: dist.ProcessGroup, peers: Sequence[int], timer: LocalComputeTimer) -> None:
+        self.run = run
+        self.group = group
+        self.peers = peers
+        self.timer = timer
+        self.hosts = all_gather_results(group, gethostname)
+        self._log_every = run.config.train.log_every
+        self._stragglers: set[int] = set()
+        self._changed_checks: dict[int, int] = {}
+        """For each rank how many times in a row its speed contradicted its state."""
         self._sums: dict[str, list[float]] = {}
-        self._next = 0.0
+        """For each host the sums of its ranks' times and of their peers' medians."""
+        self._next_host_file = 0.0
 
-    def gather(self, step: int, seconds: float) -> None:
-        """Compare this rank's own time with the others'. Every rank must call it at the same steps."""
+    def on_metrics(self, trainer: TrainerContext, step: int, metrics: Mapping[str, Any]) -> None:
+        """Add the time that the rank waited for data; compare the ranks every `train.log_every` steps."""
+        self.timer.add_seconds(trainer.data_wait_s)
+        if step % self._log_every == 0:
+            self.compare_ranks(step, self.timer.read_and_reset())
+
+    def compare_ranks(self, step: int, seconds: float) -> None:
+        """Compare this rank's time with the others'. All ranks call it at the same steps."""
         times = [torch.zeros(1) for _ in self.hosts]
         dist.all_gather(times, torch.tensor([seconds], dtype=torch.float32), group=self.group)
         if dist.get_rank(self.group) == 0:
-            self.judge(step, [float(t) for t in times])
+            self.update_stragglers(step, [float(t) for t in times])
 
-    def judge(self, step: int, seconds: Sequence[float]) -> None:
-        """Count the ranks that are slow, and name those that stay so."""
-        for rank, own in enumerate(seconds):
-            like = [s for s, peer in zip(seconds, self.peers, strict=True) if peer == self.peers[rank]]
-            median, host = statistics.median_low(like), self.hosts[rank]  # of two ranks the faster one's
+    def update_stragglers(self, step: int, seconds: Sequence[float]) -> None:
+        """Write an event for each rank that became a straggler or recovered.
+
+        Args:
+            seconds: local compute time of each rank.
+        """
+        for rank, own_s in enumerate(seconds):
+            peer_seconds = [s for s, peer in zip(seconds, self.peers, strict=True) if peer == self.peers[rank]]
+            median_s = statistics.median_low(peer_seconds)  # of two ranks that of the faster one
+            host = self.hosts[rank]
             sums = self._sums.setdefault(host, [0.0, 0.0])
-            sums[0], sums[1] = sums[0] + own, sums[1] + median
-            known = rank in self._slow
-            slow = median > 0 and own > (RECOVERED if known else RATIO) * median
-            self._otherwise[rank] = 0 if slow == known else self._otherwise.get(rank, 0) + 1
-            if self._otherwise[rank] < IN_A_ROW:
+            sums[0] += own_s
+            sums[1] += median_s
+            was_straggler = rank in self._stragglers
+            is_slow = median_s > 0 and own_s > (RECOVERED_RATIO if was_straggler else SLOW_RATIO) * median_s
+            self._changed_checks[rank] = 0 if is_slow == was_straggler else self._changed_checks.get(rank, 0) + 1
+            if self._changed_checks[rank] < CONSECUTIVE_CHECKS:
                 continue
-            self._otherwise[rank] = 0
-            self._slow ^= {rank}
-            if known:
+            self._changed_checks[rank] = 0
+            self._stragglers ^= {rank}
+            if was_straggler:
                 self.run.event("recovered", "train", step=step, rank=rank, host=host)
                 continue
-            ratio = round(own / median, 2)
+            ratio = round(own_s / median_s, 2)
             self.run.event("straggler", "train", step=step, rank=rank, host=host, ratio=ratio)
             print(f"straggler: rank {rank} on {host} takes {ratio} × the median of its peers", flush=True)
-        if time.monotonic() >= self._next:
-            self._next = time.monotonic() + RANK_EVERY_S
-            ratios = {host: own / median for host, (own, median) in self._sums.items() if median > 0}
+        if time.monotonic() >= self._next_host_file:
+            self._next_host_file = time.monotonic() + HOST_FILE_INTERVAL_S
+            ratios = {host: own_s / median_s for host, (own_s, median_s) in self._sums.items() if median_s > 0}
             write_json(self.run.stage_dir("train") / own_times_file(self.run).name, ratios)

@@ -1,15 +1,14 @@
-"""Noticing that a rank is stuck, which its main thread cannot: a thread looks at what the rank does, and how long.
+"""Watchdog: end a rank that hangs, from a thread, because the main thread cannot notice it.
 
-A stage says what it does (`enter`): training in each step, evaluation in each batch. A phase that outlasts its limit
-ends the process: the stacks of all its threads and the phase go to `jobs/STAGE/hang-rank-N.json`, and the rank leaves
-with HANG. The ranks notice at about the same moment, since in a collective one that is stuck stops all. Who caused it
-is the one that is *behind*: the least (step, phase); a rank that cannot even write its file (stopped, its node gone) is
-found by its absence (slurm/supervise/failures.py).
+A stage announces each phase (`enter_phase`): training in each step, evaluation in each batch. If a phase exceeds its
+limit, the watchdog writes the phase and the stacks of all threads to `jobs/STAGE/hang-rank-N.json` and exits with HANG.
+All ranks notice at about the same time, because one stuck rank blocks the others in a collective. The rank at fault is
+the one that is behind: the smallest (step, phase). A rank that cannot write its file (stopped, its node lost) is
+recognized by the missing file (slurm/supervise/failures.py).
 
-Limits: start-up and saves have their own, so that slow storage never looks like a hang; a phase of a step may take 20
-times the longest of the last steps, at least five minutes (`recovery.hang_s` sets it by hand), and always less than a
-collective may take before it fails by itself. Time in which the whole process stood (Slurm suspended the job) is not
-counted.
+Limits: start-up and saves have their own, so that slow storage never looks like a hang. A phase of a step may take 20
+times the longest of the latest steps, at least five minutes (`recovery.hang_s` overrides this), and always less than
+the time-out of a collective. Time in which the whole process was suspended by Slurm is not counted.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -30,48 +30,68 @@ from pipeline.base.files import write_json
 from pipeline.base.signals import StopFlag
 from pipeline.run.directory import Run
 from pipeline.run.failure import report_error
+from pipeline.train.callback import Callback, TrainerContext
 
-LEAST_S, TIMES, MOST_S = 300.0, 20.0, 6000.0
-LATE_S = 1.0
-"""A thread that wakes later than so was stopped with its process (`scontrol suspend`): that time counts for nothing."""
-OTHERS_S = 3.0
-"""How long, beyond the longest step, a rank that noticed waits before it leaves: the others then write their files, too
-(one that is stuck early in a step has been in its phase for longer than those that wait for it)."""
-_RECORDED = {
+MIN_LIMIT_S = 300.0
+MAX_LIMIT_S = 6000.0
+LIMIT_PER_STEP_S = 20.0
+"""Limit of a phase, as a multiple of the longest step."""
+SUSPENSION_S = 1.0
+"""If the thread wakes later than this, its process was suspended (`scontrol suspend`)."""
+EXIT_DELAY_S = 3.0
+"""Time between report and exit, in addition to the longest step.
+
+It lets the other ranks write their reports: a rank that is stuck early in a step entered its phase before those that
+wait for it.
+"""
+_FLIGHT_RECORDER_KEYS = {
     "operation": "profiling_name", "number": "collective_seq_id", "sizes": "input_sizes", "state": "state",
     "time_ns": "time_created_ns",
 }  # fmt: skip
-"""What we say of a collective, and what torch's flight recorder calls it."""
-REPORT_S = 30.0
-"""How long the report may take: the file system may be what hangs."""
+"""Our name of each fact about a collective, and that of torch's flight recorder."""
+REPORT_TIMEOUT_S = 30.0
+"""Limit for writing the report: the file system may be what hangs."""
 
 
-class Watchdog:
-    """One rank's. `enter` costs a few hundred nanoseconds."""
+class Watchdog(Callback):
+    """Watches the phases of one rank. `enter_phase` costs a few hundred nanoseconds."""
 
-    def __init__(self, run: Run, stage: str, place: RankInfo, flag: StopFlag) -> None:
-        self.run, self.stage, self.place, self.flag = run, stage, place, flag
+    def __init__(self, run: Run, stage: str, rank_info: RankInfo, flag: StopFlag) -> None:
+        self.run = run
+        self.stage = stage
+        self.rank_info = rank_info
+        self.flag = flag
         self.limits = run.config.recovery
-        self.file = run.stage_dir(stage) / f"hang-rank-{place.rank}.json"
-        self._longest_s, self._steps = 0.0, 0
-        self._now = (0, 0, "start", time.monotonic())  # step, phase's number in it, name, since: replaced as a whole
+        self.file = run.stage_dir(stage) / f"hang-rank-{rank_info.rank}.json"
+        self._longest_step_s = 0.0
+        self._step_count = 0
+        # step, number of the phase in it, its name, start time; replaced as a whole, since two threads use it
+        self._phase = (0, 0, "start", time.monotonic())
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="sluice-watchdog", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch; the phase is start-up."""
+        """Start to watch, in the phase `start`."""
         self.file.unlink(missing_ok=True)
         self._thread.start()
 
-    def enter(self, step: int, phase: str) -> None:
-        """This rank begins `phase` of `step`."""
-        last, number, _, _ = self._now
-        self._now = (step, number + 1 if step == last else 0, phase, time.monotonic())
+    def enter_phase(self, step: int, phase: str) -> None:
+        """Note that this rank begins `phase` of `step`."""
+        previous_step, number, _, _ = self._phase
+        self._phase = (step, number + 1 if step == previous_step else 0, phase, time.monotonic())
 
-    def stepped(self, seconds: float) -> None:
-        """A step took so long; the limit follows the longest of the last ones, but for the first, which compiles."""
-        self._longest_s = seconds if self._steps < 2 else max(seconds, 0.95 * self._longest_s)
-        self._steps += 1
+    def on_phase(self, trainer: TrainerContext, step: int, phase: str) -> None:
+        """Note the phase."""
+        self.enter_phase(step, phase)
+
+    def record_step(self, seconds: float) -> None:
+        """Adapt the limit to the longest of the latest steps; the second one replaces the first, which compiles."""
+        self._longest_step_s = seconds if self._step_count < 2 else max(seconds, 0.95 * self._longest_step_s)
+        self._step_count += 1
+
+    def on_metrics(self, trainer: TrainerContext, step: int, metrics: Mapping[str, Any]) -> None:
+        """Adapt the limit to the step."""
+        self.record_step(trainer.step_s)
 
     def close(self) -> None:
         """Stop watching."""
@@ -80,27 +100,32 @@ class Watchdog:
             self._thread.join()
 
     def limit_s(self, phase: str) -> float:
-        """How long a phase may take."""
+        """Return the number of seconds that a phase may take."""
         if phase == "start":
             return self.limits.start_s
         if phase == "save":
             return self.limits.save_s
-        return self.limits.hang_s or min(MOST_S, max(LEAST_S, TIMES * self._longest_s))
+        return self.limits.hang_s or min(MAX_LIMIT_S, max(MIN_LIMIT_S, LIMIT_PER_STEP_S * self._longest_step_s))
 
     def _watch(self) -> None:
-        stood, looked, seen = 0.0, time.monotonic(), self._now
-        while not self._closed.wait(every := min(1.0, self.limit_s("step") / 4)):
+        suspended_s = 0.0
+        last_check = time.monotonic()
+        last_phase = self._phase
+        while not self._closed.wait(interval_s := min(1.0, self.limit_s("step") / 4)):
             self.flag.poll()
-            now, last = time.monotonic(), looked
-            stood = (stood if seen is self._now else 0.0) + max(0.0, now - last - every - LATE_S)
-            looked, seen = now, self._now
-            step, number, phase, since = seen
-            seconds = now - since - stood
+            now = time.monotonic()
+            if last_phase is not self._phase:
+                suspended_s = 0.0
+            suspended_s += max(0.0, now - last_check - interval_s - SUSPENSION_S)
+            last_check = now
+            last_phase = self._phase
+            step, number, phase, start_time = last_phase
+            seconds = now - start_time - suspended_s
             if seconds > self.limit_s(phase):
                 report = threading.Thread(target=self._report, args=(step, number, phase, seconds), daemon=True)
                 report.start()
-                report.join(REPORT_S)
-                time.sleep(OTHERS_S + self._longest_s)
+                report.join(REPORT_TIMEOUT_S)
+                time.sleep(EXIT_DELAY_S + self._longest_step_s)
                 os._exit(ExitCode.HANG)
 
     def _report(self, step: int, number: int, phase: str, seconds: float) -> None:
@@ -108,29 +133,30 @@ class Watchdog:
             faulthandler.dump_traceback(stacks.fileno(), all_threads=True)
             stacks.seek(0)
             text = stacks.read().decode(errors="replace")
-        facts = {"rank": self.place.rank, "host": os.uname().nodename, "step": step, "number": number, "phase": phase}
+        rank = self.rank_info.rank
+        facts = {"rank": rank, "host": os.uname().nodename, "step": step, "number": number, "phase": phase}
         facts |= {"seconds": round(seconds, 1), "limit_s": self.limit_s(phase), "stacks": text}
         write_json(self.file, {**facts, "collectives": list_recent_collectives()})
-        message = f"rank {self.place.rank} was in phase '{phase}' of step {step} for {seconds:.0f} s:\n{text}"
+        message = f"rank {rank} was in phase '{phase}' of step {step} for {seconds:.0f} s:\n{text}"
         print(message, file=sys.stderr, flush=True)
-        report_error(self.run, self.stage, self.place, ExitCode.HANG, message)
+        report_error(self.run, self.stage, self.rank_info, ExitCode.HANG, message)
 
 
 def list_recent_collectives(count: int = 3) -> list[dict[str, Any]]:
-    """The last collectives that this rank entered, oldest first: of torch's flight recorder, and of our MPI groups.
+    """Return the last `count` collectives that this rank entered, oldest first.
 
-    `state` is `scheduled`, `started` or `completed` (Gloo, too, is recorded, but only as `scheduled`). Source: torch
-    documentation, "Flight Recorder for Debugging Stuck Jobs".
+    They come from torch's flight recorder and from MPI groups. `state` is `scheduled`, `started` or `completed`; those
+    of Gloo are always `scheduled`. Source: torch documentation, "Flight Recorder for Debugging Stuck Jobs".
     """
-    engine = sys.modules.get("pipeline.mpi.worker_thread")
-    found: list[dict[str, Any]] = engine.last_collectives() if engine is not None else []
-    # where there is no recorder
+    worker_thread = sys.modules.get("pipeline.mpi.worker_thread")
+    collectives: list[dict[str, Any]] = worker_thread.last_collectives() if worker_thread is not None else []
+    # torch may have no recorder
     with suppress(ImportError, AttributeError, TypeError, ValueError, KeyError, IndexError, RuntimeError):
         from torch._C import _distributed_c10d as c10d
 
-        # torch 2.13 gave it a name without NCCL
+        # its name since torch 2.13
         name = "_dump_fr_trace_json" if hasattr(c10d, "_dump_fr_trace_json") else "_dump_nccl_trace_json"
         for entry in json.loads(getattr(c10d, name)(True, False))["entries"][-count:]:
-            known = {ours: entry[theirs] for ours, theirs in _RECORDED.items()}
-            found.append({**known, "group": entry["process_group"][-1]})
-    return sorted(found, key=lambda entry: entry["time_ns"])[-count:]
+            facts = {ours: entry[theirs] for ours, theirs in _FLIGHT_RECORDER_KEYS.items()}
+            collectives.append({**facts, "group": entry["process_group"][-1]})
+    return sorted(collectives, key=lambda entry: entry["time_ns"])[-count:]

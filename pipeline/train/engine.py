@@ -2,8 +2,8 @@
 
 An engine builds this rank's part of the model and composes the parallelisms around it, from the inside out: cut by
 tensor, recomputing, compiled, sharded by data, staged by pipeline. It offers what a step needs: `backward` (all
-micro-batches of a step, the loss on all ranks), `clip` (over the whole model) and `state` by names and DTensors that
-know nothing of the layout, so that any layout loads what any other saved.
+micro-batches of a step, the loss on all ranks), `clip_gradients` (over the whole model) and `state_dict` by names and
+DTensors that know nothing of the layout, so that any layout loads what any other saved.
 
 Initial weights are drawn by name (pipeline/model/decoder.py): every layout starts from the same ones. Random numbers of
 a step are seeded by (seed, step, place): a rerun on the same layout draws the same ones, and tensor parallel ranks that
@@ -67,12 +67,12 @@ class Engine:
         task: Task,
         own: AbstractContextManager[None] | None = None,
         *,
-        fresh: bool = True,
+        from_scratch: bool = True,
         source: OpenWeights | None = None,
     ) -> None:
         """`own` is entered around forward passes: this rank's own work, before it waits for others.
 
-        fresh: whether the training begins; where a checkpoint is loaded at once, weights need not be drawn.
+        from_scratch: whether the training begins; where a checkpoint is loaded at once, weights need not be drawn.
         source: what it begins with instead of drawn weights.
         """
         self.own: AbstractContextManager[None] = own or nullcontext()
@@ -90,7 +90,7 @@ class Engine:
         self._loss = torch.zeros((), dtype=torch.float64, device=world.device)
         self._batch: Batch = {}
         # a user's optimizer, and hooks that keep what they saw, may look at the weights before they are loaded
-        self._draw = fresh or config.optimizer.name == "own" or parallel.hook.kind in HOOKS_WITH_RESIDUALS
+        self._draw = from_scratch or config.optimizer.name == "own" or parallel.hook.kind in HOOKS_WITH_RESIDUALS
         self._frozen = find_frozen_names(config.optimizer.freeze, task)
         numbers = layout.stages_on_rank(layout.coordinates(world.rank).pp)
         self.parts = [self._build(layout.stage_layers[number], mesh, source) for number in numbers]
@@ -163,16 +163,20 @@ class Engine:
         self,
         batch: Batch,
         step: int,
-        enter: Callable[[str], None] = lambda phase: None,
-        hand: Callable[[], bool] = bool,
+        enter_phase: Callable[[str], None] = lambda phase: None,
+        wants_attention: Callable[[], bool] = bool,
     ) -> Tensor:
-        """Forward and backward of this rank's part of the batch; gradients are left in the parameters, reduced.
+        """Run forward and backward of this rank's part of the batch; leave reduced gradients in the parameters.
 
-        batch: global_batch / data parallel size samples, by array, such as `tokens` (int64, (B, T + 1)), the same on
-        all ranks of a pipeline and of a tensor parallel group. `enter` is called with the name of each phase that
-        begins. Returns the mean loss over the global batch's tokens (samples, entries): float64, 0-d, the same on all
-        ranks; NaN where `hand()` was true on any rank (pipeline/resilience/stop.py), and `loss_again` has the loss
-        then.
+        Args:
+            batch: global_batch / data parallel size samples, by array, such as `tokens` (int64, (B, T + 1)); the same
+                on all ranks of a pipeline and of a tensor parallel group.
+            enter_phase: called with the name of each phase that begins.
+            wants_attention: whether this rank has a request (pipeline/resilience/stop.py).
+
+        Returns:
+            The mean loss over the global batch's tokens (samples, entries): float64, 0-d, the same on all ranks. NaN if
+            any rank wants attention; then `reduce_loss_again` returns the loss.
         """
         if (entries := self.task.count_loss_entries(batch)) is not None:
             dist.all_reduce(entries)
@@ -180,17 +184,17 @@ class Engine:
         self.replica_sync.begin_step(step)
         with loss_parallel() if self._cut_logits else nullcontext():  # cross-entropy on logits that are cut
             run = self._run_pipeline if self._pipeline else self._accumulate
-            self._loss = run(batch, step, enter)
-        enter("reduce")
+            self._loss = run(batch, step, enter_phase)
+        enter_phase("reduce")
         self.replica_sync.reduce_gradients()
-        loss = self._mean(self._loss * math.nan if hand() else self._loss)
+        loss = self._mean(self._loss * math.nan if wants_attention() else self._loss)
         if self.layout.tp > 1:
             self._settle_gradients()
         self._join_tied_gradients()
         return loss
 
-    def loss_again(self) -> Tensor:
-        """What `backward` would have returned had nobody raised a hand; all ranks call it."""
+    def reduce_loss_again(self) -> Tensor:
+        """Return the loss that `backward` returns if no rank wants attention. All ranks call it."""
         return self._mean(self._loss)
 
     def _mean(self, part: Tensor) -> Tensor:
@@ -199,27 +203,27 @@ class Engine:
         dist.all_reduce(total)
         return total / (self.layout.tp * self._entries)
 
-    def _accumulate(self, batch: Batch, step: int, enter: Callable[[str], None]) -> Tensor:
+    def _accumulate(self, batch: Batch, step: int, enter_phase: Callable[[str], None]) -> Tensor:
         """One micro-batch after another through the whole model; this rank's summed loss."""
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         micro_batches = self.task.split_micro_batches(batch, self.config.train.micro_batch)
         for micro, piece in enumerate(micro_batches):
             torch.manual_seed(compute_step_seed(self.config.run.seed, step, self._place, micro))
             with data_parallel.gradient_sync(self.model, self.layout, micro == len(micro_batches) - 1):
-                enter("forward")
+                enter_phase("forward")
                 with self.own:
                     loss = self._loss_of(piece)
-                enter("backward")
+                enter_phase("backward")
                 # gradients are averaged over data parallel ranks: their number makes it the global batch's mean loss
                 (loss * self._weight()).backward()
             total += full_tensor(loss.detach())
         return total
 
-    def _run_pipeline(self, batch: Batch, step: int, enter: Callable[[str], None]) -> Tensor:
+    def _run_pipeline(self, batch: Batch, step: int, enter_phase: Callable[[str], None]) -> Tensor:
         """All micro-batches through the pipeline; the summed loss on ranks with the last stage, elsewhere 0."""
         assert self._pipeline is not None
         torch.manual_seed(compute_step_seed(self.config.run.seed, step, self._place, 0))
-        enter("pipeline")
+        enter_phase("pipeline")
         self._batch, inputs = batch, self.task.model_inputs(batch)
         rows = torch.arange(len(inputs[0]), device=self.world.device)
         losses = self._pipeline.run_step(
@@ -248,7 +252,7 @@ class Engine:
             if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
                 parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
 
-    def clip(self, limit: float | None) -> Tensor:
+    def clip_gradients(self, limit: float | None) -> Tensor:
         """Norm of the whole model's gradient, before it is clipped to `limit`; the same on all ranks.
 
         With fp16 gradients are unscaled here; where any rank's overflowed, the norm is not finite, on all ranks.
@@ -285,14 +289,18 @@ class Engine:
         dist.all_reduce(squares)
         return squares.sqrt().float()
 
-    def update(self, norm: float, *, good: bool = True) -> None:
-        """One step of the optimizer, where it is `good` and its gradient, of the `norm` that `clip` returned, has not
-        overflowed; gradients are gone then."""
-        good = good and (self.scaler is None or self.scaler.see(norm))
-        if good:
+    def update_weights(self, norm: float, *, is_good: bool = True) -> None:
+        """Perform one optimizer step, and clear the gradients.
+
+        Args:
+            norm: what `clip_gradients` returned. If it has overflowed in fp16, the step is skipped.
+            is_good: whether to change the weights.
+        """
+        is_good = is_good and (self.scaler is None or self.scaler.update_scale(norm))
+        if is_good:
             self.optimizer.step()
         data_parallel.clear_gradients(self.model, self.optimizer)
-        self.replica_sync.end_step(good)
+        self.replica_sync.end_step(is_good)
 
     def _fix_buckets(self) -> None:
         """Make DDP rebuild its gradient buckets now, not after the first step.
@@ -334,7 +342,7 @@ class Engine:
 
     # -- state -------------------------------------------------------------------------------------------
 
-    def state(self) -> StateDict:
+    def state_dict(self) -> StateDict:
         """This rank's weights and optimizer state by layout-independent names; loading fills them in place."""
         state: StateDict = {}
         if self.config.optimizer.name == "own" and not self.optimizer.state:
@@ -348,22 +356,22 @@ class Engine:
                         state[f"optimizer.{name}.{key}"] = value
         return state
 
-    def begin_anew(self) -> None:
-        """Call after `state()` where there was nothing to fill it with: an optimizer of the user's own begins empty."""
+    def reset_custom_optimizer(self) -> None:
+        """Clear the state of a custom optimizer. Call after `state_dict()` if there is no checkpoint to load."""
         if self._tried_out:
             self.optimizer.state.clear()
 
-    def saved_state(self) -> tuple[StateDict, dict[str, Any]]:
+    def checkpoint_state(self) -> tuple[StateDict, dict[str, Any]]:
         """What a checkpoint keeps: tensors, and what a restore must know of replicas that differ. All ranks call it."""
-        return self.replica_sync.checkpoint_state(self.state()), self.replica_sync.describe_state()
+        return self.replica_sync.checkpoint_state(self.state_dict()), self.replica_sync.describe_state()
 
     @torch.no_grad()
-    def copy_weights(self, model: nn.Module, group: dist.ProcessGroup) -> None:
+    def copy_weights_to(self, model: nn.Module, group: dist.ProcessGroup) -> None:
         """Give `model`, whole or split in whatever way, the weights that a checkpoint would hold now.
 
         All ranks call it; `group`: a Gloo group of all. Memory: one whole parameter at a time.
         """
-        state, _ = self.saved_state()
+        state, _ = self.checkpoint_state()
         owners: dict[str, int] = {}
         if self.layout.pp > 1:  # each stage has its own: the first rank that has one sends it to all
             for rank, names in reversed(list(enumerate(all_gather_results(group, lambda: list(state))))):
@@ -379,13 +387,17 @@ class Engine:
             write_parameter(values, parameter)
 
     @torch.no_grad()
-    def loaded(
+    def finish_loading(
         self, kept: Mapping[str, Any] | None = None, read: Callable[[StateDict], None] | None = None
     ) -> str | None:
-        """Call after `state()` was filled: a tied copy that it does not name follows its original.
+        """Complete the state after the tensors of `state_dict()` were filled, such as a tied copy of the embedding.
 
-        `kept`: what `saved_state` said of the replicas; `read` fills tensors by the names of `saved_state`. Returns in
-        words what of the replicas' own state is not as it was.
+        Args:
+            kept: what `checkpoint_state` returned about the replicas.
+            read: fills tensors by the names of `checkpoint_state`.
+
+        Returns:
+            A description of what differs in the replicas' own state; None if nothing does.
         """
         copy = self._tied_copy()
         if copy is not None and self._pipeline is not None and self._pipeline.has_first_stage:
@@ -394,7 +406,7 @@ class Engine:
             for key, value in self.optimizer.state.get(embedding, {}).items():
                 self.optimizer.state[copy][key].copy_(value)
         if read is not None:
-            self.replica_sync.restore_state(self.state(), kept or {}, read)
+            self.replica_sync.restore_state(self.state_dict(), kept or {}, read)
         return _not_kept(kept or {}, self.replica_sync.describe_state())
 
 

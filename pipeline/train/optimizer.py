@@ -409,7 +409,7 @@ class LossScaler:
         self.scale = 2.0**16
         self._good = 0
 
-    def see(self, norm: float) -> bool:
+    def update_scale(self, norm: float) -> bool:
         """Whether a gradient with this norm is finite; sets the next step's scale."""
         finite = math.isfinite(norm)
         self._good = self._good + 1 if finite else 0
@@ -419,12 +419,12 @@ class LossScaler:
             self.scale, self._good = self.scale * 2, 0
         return finite
 
-    def state(self) -> dict[str, float]:
+    def state_dict(self) -> dict[str, float]:
         """What a checkpoint keeps."""
         return {"scale": self.scale, "good": self._good}
 
-    def load(self, state: Mapping[str, float]) -> None:
-        """Take up what `state` returned."""
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Take up what `state_dict` returned."""
         self.scale, self._good = float(state["scale"]), int(state["good"])
 
 

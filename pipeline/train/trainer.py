@@ -1,9 +1,12 @@
-"""The training loop, from top to bottom: build, restore, step, save, stop.
+"""The training loop: build, restore, step, save, stop.
 
-`Trainer.step` is one optimizer step and fits on a screen. What makes a run exact (contract 3) stands here in
-three places: the batch of a step is a function of `samples_consumed` alone (pipeline/data/sample_order.py); a step's
-gradients are a function of weights, batch, step number and layout (engine.py); and a checkpoint is taken at step
-boundaries only, by all ranks together.
+A run is exact because of three properties (contract 3 in docs/architecture.md):
+
+- the batch of a step is a function of `samples_consumed` alone (pipeline/data/sample_order.py);
+- the gradients of a step are a function of weights, batch, step number and layout (pipeline/train/engine.py);
+- all ranks save a checkpoint together, only between steps.
+
+What happens around a step is in callbacks (`Trainer._make_callbacks`).
 """
 
 from __future__ import annotations
@@ -13,15 +16,15 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from pipeline.base.dist_env import RankInfo, read_time_left
 from pipeline.base.errors import CheckpointError, ExitCode
-from pipeline.base.files import read_last_object
 from pipeline.base.signals import StopFlag
 from pipeline.checkpoint.catalog import describe_missing_checkpoints
 from pipeline.checkpoint.checkpointer import Checkpointer, collect_versions
@@ -39,369 +42,433 @@ from pipeline.data.sample_order import epoch_words, mixture_of
 from pipeline.data.samples import MappedDataset, SampleDataset, TokenDataset
 from pipeline.data.verify_shards import verify_shards
 from pipeline.evaluate.evaluator import Evaluator
-from pipeline.evaluate.result import HELD_OUT_PREFIX, format_held_out, get_extra_metrics
 from pipeline.model.task import Batch, DecoderTask, make_task
 from pipeline.parallel.mesh import check_warmup, describe_layout_identity, resolve_layout
 from pipeline.parallel.traffic import count_traffic
 from pipeline.publish.open_weights import open_weights
-from pipeline.resilience.guard import BadStepGuard, select_recent_metrics
-from pipeline.resilience.stop import Deadline, RequestFile, StopCoordinator
+from pipeline.resilience.guard import BadStepGuard
+from pipeline.resilience.stop import EARLY_STOP_REQUEST, SAVE_REQUEST, Deadline, SaveRequests, StopCoordinator
 from pipeline.resilience.stragglers import LocalComputeTimer, StragglerDetector
 from pipeline.resilience.watchdog import Watchdog
 from pipeline.run import lines
 from pipeline.run.directory import Run
-from pipeline.run.metrics import Metrics, lost_lines, rewind
+from pipeline.run.metrics import lost_lines, rewind
+from pipeline.train.callback import Callback, CallbackList, make_user_callbacks
 from pipeline.train.engine import Engine
 from pipeline.train.lr_schedule import compute_learning_rate
-from pipeline.train.meter import ExposedCommMeter, measure_peak_memory
+from pipeline.train.metrics import (
+    ExposedCommMeter,
+    HeldOutEvaluation,
+    MetricsWriter,
+    PeakMemory,
+    ProgressLog,
+    measure_peak_memory,
+)
 from pipeline.train.optimizer import set_learning_rate
 from pipeline.train.profiler import Profiler
 
 
 class Trainer:
-    """One rank of one attempt of one training."""
+    """One rank of one attempt of a training.
+
+    Building it restores the newest checkpoint. All ranks call all methods together.
+
+    Args:
+        world: this rank's place in the process group that it has joined.
+        flag: set by signals that request a stop.
+        watchdog: a watchdog that was started; if None, nothing watches this rank.
+    """
 
     def __init__(
         self,
         run: Run,
         manifest: Manifest | SampleManifest,
-        place: RankInfo,
+        rank_info: RankInfo,
         world: groups.World,
         flag: StopFlag,
         watchdog: Watchdog | None = None,
     ) -> None:
-        """Build everything and restore the newest checkpoint. `watchdog`: one that was started; none watches here."""
         config = run.config
-        self.run, self.config, self.place, self.world = run, config, place, world
-        vocab = manifest.vocab_size if isinstance(manifest, Manifest) else None
-        self.layout = resolve_layout(config, world.size, place.local_world_size, vocab)
+        self.run = run
+        self.config = config
+        self.rank_info = rank_info
+        self.world = world
+        self.rank = world.rank
+        self.device = world.device
+        self.manifest = manifest
+        vocab_size = manifest.vocab_size if isinstance(manifest, Manifest) else None
+        self.layout = resolve_layout(config, world.size, rank_info.local_world_size, vocab_size)
         self.task = make_task(run, manifest)
-        counted: Iterable[tuple[str, int, str]] = ()
-        if isinstance(self.task, DecoderTask):  # nothing is known about the shapes of a custom model
-            counted = count_traffic(config, self.layout, self.task.vocab_size)
-        self.sent_bytes = {group: size for group, size, _ in counted}
-        """What a rank sends in a step, by group, as `plan` counts."""
-        own = config.optimizer.schedule == "own"
-        self.learning_rate = self.task.user_module.learning_rate if own else compute_learning_rate
-        self.clock = Deadline(flag, read_time_left(os.environ), config.recovery.grace_s)
-        self.agreement = StopCoordinator(flag, groups.new_control_group(), self.clock)
-        self.save_request = RequestFile(run.save_file)
-        self.profiler = Profiler(run, self.layout, world, self.agreement)
-        if world.is_rank0:
-            self.agreement.wants_save, self.agreement.wants_profile = self.save_request, self.profiler.request
-        self.watchdog = watchdog or Watchdog(run, "train", place, flag)
-        self.own = LocalComputeTimer(world.device)
-        peers = [self.layout.coordinates(rank).pp for rank in range(world.size)]
-        self.stragglers = StragglerDetector(run, self.agreement.group, peers)
-        self.checkpointer = Checkpointer(
-            run.checkpoints_dir,
-            groups.new_control_group(),
-            keep=config.checkpoint.keep,
-            background=config.checkpoint.mode == "async",
-            describe={
-                "layout": describe_layout_identity(self.layout, config, world.backend, world.device.type),
-                **compute_identity(config, manifest),
-            },
-            on_saved=self._log_saved,
-        )
-        verify_shards(run, manifest.train, self.checkpointer.group, how=config.data.verify)
-        self.dataset: MappedDataset
-        if isinstance(manifest, SampleManifest):
-            self.dataset = SampleDataset(manifest, run.data_dir, transform=self.task.transform, seed=config.run.seed)
-        else:
-            self.dataset = TokenDataset(manifest.train, config.data.sequence_length, run.data_dir)
         self.steps = steps_of(config, run.data_dir) or 0
         check_warmup(config, self.steps)
-        fresh = not self.checkpointer.found()
-        if fresh:
-            groups.all_gather_results(self.checkpointer.group, self._refuse_gone)
-        source = open_weights(run, self.task, self.checkpointer.group) if fresh else None
-        self.engine = Engine(config, self.layout, world, self.task, self.own, fresh=fresh, source=source)
+        custom_schedule = config.optimizer.schedule == "own"
+        self.learning_rate = self.task.user_module.learning_rate if custom_schedule else compute_learning_rate
+        self.deadline = Deadline(flag, read_time_left(os.environ), config.recovery.grace_s)
+        self.coordinator = StopCoordinator(flag, groups.new_control_group(), self.deadline)
+        self.watchdog = watchdog or Watchdog(run, "train", rank_info, flag)
+        self.compute_timer = LocalComputeTimer(world.device)
+        self.checkpointer = self._make_checkpointer()
+        verify_shards(run, manifest.train, self.checkpointer.group, how=config.data.verify)
+        self.dataset = self._make_dataset()
+        from_scratch = not self.checkpointer.has_checkpoint()
+        self.engine = self._make_engine(from_scratch)
+        self.samples_consumed = 0
+        self.step_s = 0.0
+        self.data_wait_s = 0.0
+        self.overhead_s: dict[str, float] = {}
+        self.startup_s: Mapping[str, float] = {}
+        """Duration of each part of rank 0's start, in seconds."""
+        self.stop_request: str | None = None
+        """Why a callback requested to complete the training early; None if none did."""
+        self.early_stop: Mapping[str, Any] | None = None
+        """Reason and planned steps of a training that was completed early."""
+        self.start_step, callback_states = self._restore(from_scratch)
+        self.guard = BadStepGuard.load(run, self.coordinator.group)
+        self.mixture = mixture_of(config, manifest, self.guard.excluded_ranges)
+        self.callbacks = CallbackList(self, self._make_callbacks(flag))
+        self.callbacks.load_state_dict(callback_states)
+
+    # -- parts -------------------------------------------------------------------------------------------
+
+    def _make_callbacks(self, flag: StopFlag) -> list[Callback]:
+        """Return all callbacks in the order in which their hooks are called; those of the user's module come last."""
+        run, world = self.run, self.world
+        train = self.config.train
+        peers = [self.layout.coordinates(rank).pp for rank in range(world.size)]
+        self.coordinator.add_request(EARLY_STOP_REQUEST, lambda: self.stop_request is not None)
+        callbacks: list[Callback] = [
+            self.watchdog,
+            self.deadline,
+            ExposedCommMeter(self.engine.model, world),
+            PeakMemory(),
+            self.guard,
+            Profiler(run, self.layout, world, self.coordinator),
+        ]
+        if train.evaluate_every is not None:
+            evaluator = Evaluator(run, self.manifest, world, flag, self.watchdog, self.coordinator)
+            copy_weights = partial(self.engine.copy_weights_to, evaluator.model, evaluator.group)
+            callbacks.append(HeldOutEvaluation(run, evaluator, self.coordinator, copy_weights))
+        callbacks += [
+            MetricsWriter(run, self.task),
+            StragglerDetector(run, self.coordinator.group, peers, self.compute_timer),
+            ProgressLog(self.task, train.log_every),
+            SaveRequests(run.save_file, self.coordinator, checks_file=world.is_rank0),
+        ]
+        return callbacks + make_user_callbacks(self.task.user_module, self.config)
+
+    def _make_checkpointer(self) -> Checkpointer:
+        layout = describe_layout_identity(self.layout, self.config, self.world.backend, self.device.type)
+        return Checkpointer(
+            self.run.checkpoints_dir,
+            groups.new_control_group(),
+            keep=self.config.checkpoint.keep,
+            background=self.config.checkpoint.mode == "async",
+            describe={"layout": layout, **compute_identity(self.config, self.manifest)},
+            on_saved=self._report_saved,
+        )
+
+    def _make_dataset(self) -> MappedDataset:
+        if isinstance(self.manifest, SampleManifest):
+            seed = self.config.run.seed
+            return SampleDataset(self.manifest, self.run.data_dir, transform=self.task.transform, seed=seed)
+        return TokenDataset(self.manifest.train, self.config.data.sequence_length, self.run.data_dir)
+
+    def _make_engine(self, from_scratch: bool) -> Engine:
+        """Build the model, with initial weights if the training starts `from_scratch`.
+
+        Raises CheckpointError if there were checkpoints that have disappeared.
+        """
+        source = None
+        if from_scratch:
+            groups.all_gather_results(self.checkpointer.group, self._check_no_checkpoint_is_missing)
+            source = open_weights(self.run, self.task, self.checkpointer.group)
+        engine = Engine(
+            self.config,
+            self.layout,
+            self.world,
+            self.task,
+            self.compute_timer,
+            from_scratch=from_scratch,
+            source=source,
+        )
         if source is not None:
             source.note()
-        self.checkpointer.describe |= compute_source_identity(run)
-        self.evaluator: Evaluator | None = None
-        if config.train.evaluate_every is not None:
-            self.evaluator = Evaluator(run, manifest, world, flag, self.watchdog, self.agreement)
-        self.meter = ExposedCommMeter(self.engine.model, world)
-        self.samples_consumed = 0
-        self.start_step = self._restore(fresh)
-        self.guard = self._make_guard()
-        self.mixture = mixture_of(config, manifest, self.guard.left_out)
-        self.metrics = Metrics(run.metrics_file if world.is_rank0 else None)
-        self._checkpoint_s = self._evaluate_s = 0.0
-        self.startup_s: Mapping[str, float] = {}
-        """What the start of rank 0 took, by part."""
+        self.checkpointer.describe |= compute_source_identity(self.run)
+        return engine
+
+    def _check_no_checkpoint_is_missing(self) -> None:
+        """Raise CheckpointError, on rank 0, if checkpoints were saved and have disappeared."""
+        if self.world.is_rank0 and (problem := describe_missing_checkpoints(self.run)):
+            raise CheckpointError("checkpoint.disappeared", problem)
+
+    @contextlib.contextmanager
+    def _open_batches(self) -> Iterator[Batches]:
+        """Read this rank's part of each global batch, from the first sample that was not consumed."""
+        sampler = GlobalOrderSampler(
+            self.dataset,
+            global_batch=self.config.train.global_batch,
+            seed=self.config.run.seed,
+            samples_consumed=self.samples_consumed,
+            left_out=self.guard.excluded_ranges,
+            num_replicas=self.layout.dp,
+            rank=self.layout.coordinates(self.rank).dp,
+            order=self.mixture.indices if self.mixture else None,
+        )
+        key = groups.broadcast_from_rank0(self.coordinator.group, secrets.token_hex(8))
+        write_event = partial(self.run.event, stage="train") if self.rank_info.local_rank == 0 else None
+        copies = LocalCopies(self.dataset, self.run.data_dir, self.config.site.local_disk, key, write_event)
+        with copies, contextlib.closing(Batches(self.dataset, sampler, self.device)) as batches:
+            yield batches
 
     # -- one step ----------------------------------------------------------------------------------------
 
     def step(self, step: int, batch: Batch) -> dict[str, Any]:
-        """Optimizer step number `step` (from 1) on this rank's part of the global batch; the step's line of metrics.
+        """Perform optimizer step number `step`, counted from 1; return its metrics.
 
-        batch: global_batch / data parallel size samples, by array, such as `tokens` (int64, shape (B, T + 1)).
+        Args:
+            batch: this rank's part of the global batch: global_batch / data parallel size samples, by array, such as
+                `tokens` (int64, shape (B, T + 1)).
         """
         config, engine = self.config, self.engine
         lr = self.learning_rate(config.optimizer, step, self.steps)
         set_learning_rate(engine.optimizer, lr)
-        measure_peak_memory(self.world.device)  # of the start, of a look at held-out data, of a save
-        mean_loss = engine.backward(batch, step, lambda phase: self._enter(step, phase), self.agreement.hand)
-        self.meter.reduced()
-        grad_norm = engine.clip(config.optimizer.clip_norm)
-        # the one moment at which a GPU is waited for: nothing may change the weights before the numbers are known
+        mean_loss = engine.backward(batch, step, partial(self.enter_phase, step), self.coordinator.wants_attention)
+        self.callbacks.on_backward_end(step)
+        grad_norm = engine.clip_gradients(config.optimizer.clip_norm)
+        # The only time that the CPU waits for a GPU: nothing may change the weights before these numbers are checked.
         loss, norm = torch.stack([mean_loss, grad_norm.double()]).tolist()
-        self.agreement.save = self.agreement.profile = False
-        if math.isnan(loss):  # on all ranks alike: one of them has something to say, or the loss is not a number
-            self.agreement.start()
-            self.agreement.stop()
-            loss = engine.loss_again().item()
-        scaled = engine.scaler is not None and engine.scaler.scale > 1
-        overflow = scaled and not math.isfinite(norm)  # the scaler leaves such a step out, and tries a smaller scale
-        bad = self.guard.judge(step, loss, 0.0 if overflow else norm)
-        self.checkpointer.wait_staged()
-        engine.update(norm, good=bad is None)
+        self.coordinator.agreed_requests.clear()
+        if math.isnan(loss):  # on all ranks: either a rank has a request, or the loss itself is NaN
+            self.coordinator.exchange()
+            loss = engine.reduce_loss_again().item()
+        is_scaled = engine.scaler is not None and engine.scaler.scale > 1
+        has_overflowed = is_scaled and not math.isfinite(norm)  # the scaler skips the step and reduces its scale
+        skip_reason = self.callbacks.on_before_optimizer_step(step, loss, 0.0 if has_overflowed else norm)
+        self.checkpointer.wait_until_staged()
+        engine.update_weights(norm, is_good=skip_reason is None)
         self.samples_consumed += config.train.global_batch
-        line = {"step": step, "loss": loss, "grad_norm": norm, "lr": lr, "samples_consumed": self.samples_consumed}
-        line |= {self.task.unit: step * self.task.units_per_step, **self.meter.take()}
-        line |= measure_peak_memory(self.world.device)
-        return line if bad is None else {**line, "skipped": bad}
-
-    def _enter(self, step: int, phase: str) -> None:
-        """Tell the watchdog; the first step after a start compiles, and belongs to the start-up."""
-        self.watchdog.enter(step, "start" if step == self.start_step + 1 else phase)
+        metrics = {"step": step, "loss": loss, "grad_norm": norm, "lr": lr, "samples_consumed": self.samples_consumed}
+        metrics[self.task.unit] = step * self.task.units_per_step
+        if skip_reason is not None:
+            metrics["skipped"] = skip_reason
+        return metrics
 
     # -- the loop ----------------------------------------------------------------------------------------
 
     def fit(self) -> ExitCode:
-        """Train from where the run stands to the last step, or until all ranks agree to stop."""
-        config = self.config.train
-        if self.start_step >= self.steps:
-            return ExitCode.DONE
-        self.agreement.start()
-        if self.agreement.stop():  # asked to stop during start-up: nothing new to save
-            return ExitCode.STOPPED
-        sampler = GlobalOrderSampler(
-            self.dataset,
-            global_batch=config.global_batch,
-            seed=self.config.run.seed,
-            samples_consumed=self.samples_consumed,
-            left_out=self.guard.left_out,
-            num_replicas=self.layout.dp,
-            rank=self.layout.coordinates(self.world.rank).dp,
-            order=self.mixture.indices if self.mixture else None,
-        )
-        key = groups.broadcast_from_rank0(self.agreement.group, secrets.token_hex(8))
-        tell = partial(self.run.event, stage="train") if self.place.local_rank == 0 else None
-        copies = LocalCopies(self.dataset, self.run.data_dir, self.config.site.local_disk, key, tell)
-        with copies, contextlib.closing(Batches(self.dataset, sampler, self.world.device)) as batches:
-            return self._loop(iter(batches), batches)
+        """Train until the last step, or until all ranks agree to stop.
 
-    def _loop(self, ready: Iterator[Batch], batches: Batches) -> ExitCode:
-        steps, every = self.steps, self.config.checkpoint.every_steps
-        if self.world.is_rank0:
-            how = {"communication": self.world.transport, "sent_bytes": self.sent_bytes}
-            told = {key: value for key, value in how.items() if value} | measure_peak_memory(self.world.device)
-            if self.mixture:
-                at_end = self.mixture.epochs(self.config.train.global_batch * steps)
-                now, weights = self.mixture.epochs(self.samples_consumed), self.mixture.weights.model_dump()["weights"]
-                self.run.event("mixture", "train", weights=weights, epochs=now, epochs_at_the_end=at_end)
-                self._print(f"epochs of each source by step {steps}: {epoch_words(at_end)}; so far: {epoch_words(now)}")
-            self.run.event("ready", "train", step=self.start_step, startup_s=self.startup_s, **told)
-        previous_end = time.perf_counter()
-        if not self._make_up():
+        Returns DONE if the training is complete, STOPPED if a later job has to continue it.
+        """
+        if self.start_step >= self.steps or self.early_stop is not None:
+            return ExitCode.DONE
+        if self.coordinator.exchange():  # requested during start-up: there is nothing new to save
             return ExitCode.STOPPED
-        for step in range(self.start_step + 1, steps + 1):
-            self._enter(step, "data")
-            self.profiler.begin(step)
-            line = self.step(step, next(ready))
-            line |= self.profiler.end(step, kept=self.agreement.reason is None)
-            line |= self._held_out(step)
-            end, other_s = time.perf_counter(), self._checkpoint_s + self._evaluate_s + self.profiler.seconds
-            self.metrics.write(line | self._rates(end - previous_end, batches.data_wait_s))
-            self._look_back(step, end - previous_end - other_s, batches.data_wait_s, line)
-            previous_end = end
-            if self.agreement.profile:
-                self.profiler.ask()
-            if self.agreement.reason is not None and step < steps:
-                return self._leave(step)
-            due = step % every == 0 or self.agreement.save
-            if step == steps or (due and not self.guard.in_a_row):  # a row of bad steps may end in a return
-                self.save(step)
-        self.watchdog.enter(steps, "save")
-        self.checkpointer.close()
+        with self._open_batches() as batches:
+            self._report_ready()
+            previous_end = time.perf_counter()
+            self.callbacks.on_start()
+            if self.coordinator.stop_reason is not None:
+                return ExitCode.STOPPED
+            batch_iterator = iter(batches)
+            for step in range(self.start_step + 1, self.steps + 1):
+                self.enter_phase(step, "data")
+                self.callbacks.on_step_begin(step)
+                metrics = self.step(step, next(batch_iterator))
+                self.callbacks.on_step_end(step, metrics)
+                end = time.perf_counter()
+                self.step_s = end - previous_end - sum(self.overhead_s.values())
+                self.data_wait_s = batches.data_wait_s
+                self.callbacks.on_metrics(step, metrics)
+                self.overhead_s.clear()
+                previous_end = end
+                if (exit_code := self._after_step(step)) is not None:
+                    return exit_code
         return ExitCode.DONE
 
-    def _held_out(self, step: int) -> dict[str, float]:
-        """What the line of `step` says of held-out data; nothing where it is not due, or where all agreed to stop.
-
-        Nobody comes back to the last step: it is looked at in any case.
-        """
-        every, last = self.config.train.evaluate_every, step == self.steps
-        if self.evaluator is None or every is None or step % every or (self.agreement.reason is not None and not last):
-            return {}
-        started = time.perf_counter()
-        self._enter(step, "held-out")
-        self.engine.copy_weights(self.evaluator.model, self.evaluator.group)
-        found = self.evaluator.measure(step, to_the_end=last)
-        self._evaluate_s += time.perf_counter() - started
-        if found is None:
-            return {}
-        line = {
-            f"{HELD_OUT_PREFIX}{name}": value
-            for name, value in {"loss": found["loss"], **get_extra_metrics(found)}.items()
-        }
-        self._print(f"step {step}: {format_held_out(line)}")
-        return line
-
-    def _make_up(self) -> bool:
-        """Look at held-out data after the restored step, where a stop came first; False where one comes again."""
-        step, lacks = self.start_step, False
-        if self.evaluator is not None and step and self.world.is_rank0:
-            line = read_last_object(self.run.metrics_file, lines.metric) or {}
-            lacks = line.get("step") == step and f"{HELD_OUT_PREFIX}loss" not in line
-        if self.evaluator is None or not groups.broadcast_from_rank0(self.agreement.group, lacks):
-            return True
-        if (more := self._held_out(step)) and self.world.is_rank0:
-            self.run.event("held_out", "train", step=step, **more)  # first: who reads on takes the figures from it
-            rewind(self.run.metrics_file, step, more)
-            self.metrics = Metrics(self.run.metrics_file)  # it is a new file
-        return self.agreement.reason is None
-
-    def _look_back(self, step: int, seconds: float, data_wait_s: float, line: Mapping[str, Any]) -> None:
-        """What a step leaves behind beside its line: limits that follow its time, stragglers, words in the log."""
-        self.clock.stepped(seconds)
-        self.watchdog.stepped(seconds)
-        self.own.add(data_wait_s)
-        if step % self.config.train.log_every == 0:
-            self.stragglers.gather(step, self.own.take())
-        if "skipped" in line:
-            self._print(f"step {step} is left out: {line['skipped']}")
-        elif step % self.config.train.log_every == 0 or step == 1:
-            speed = f"{self.task.units_per_step / seconds:,.0f} {self.task.unit}/s"
-            self._print(
-                f"step {step}/{self.steps}  loss {line['loss']:.4f}  grad norm {line['grad_norm']:.3f}  "
-                f"lr {line['lr']:.2e}  {speed}"
-            )
-
-    def _leave(self, step: int) -> ExitCode:
-        """The ranks agreed to stop after `step`: save, where there is time for it."""
-        why_not = None
-        if self.agreement.too_late:
-            why_not = f"too late to save: a save takes {self.clock.save_s:.1f} s"
-        elif self.guard.in_a_row:
-            why_not = "in a row of bad steps, which may end in a return"
-        if self.world.is_rank0:
-            self.run.event("stop_requested", "train", step=step, signal=self.agreement.reason)
-            if why_not is not None:
-                self.run.event("save_skipped", "train", step=step, reason=why_not)
-        if why_not is None:
+    def _after_step(self, step: int) -> ExitCode | None:
+        """Save or stop if it is time to; return the exit code if the training ends after `step`."""
+        requests = self.coordinator.agreed_requests
+        # The training may return to before consecutive bad steps, so it must not save or complete between them.
+        may_save = not self.guard.consecutive_bad_steps
+        if step == self.steps:
             self.save(step)
-        self.watchdog.enter(step, "save")
-        self.checkpointer.close()
-        self._print(f"stopped after step {step}, " + (f"{why_not}; the last checkpoint counts" if why_not else "saved"))
-        return ExitCode.STOPPED
+            self._finish_saving(step)
+            return ExitCode.DONE
+        if EARLY_STOP_REQUEST in requests and may_save and not self.coordinator.is_too_late_to_save:
+            self._complete_early(step)
+            return ExitCode.DONE
+        if self.coordinator.stop_reason is not None:
+            self._save_and_stop(step, self.coordinator.stop_reason)
+            return ExitCode.STOPPED
+        if may_save and (step % self.config.checkpoint.every_steps == 0 or SAVE_REQUEST in requests):
+            self.save(step)
+        return None
 
-    def _rates(self, step_s: float, data_wait_s: float) -> dict[str, Any]:
-        per_s = self.task.units_per_step / step_s
-        values = {
-            "time": round(time.time(), 3),
-            "step_time_s": round(step_s, 6),
-            "data_wait_s": round(data_wait_s, 6),
-            f"{self.task.unit}_per_s": round(per_s, 1),
-            **({"tflops": round(per_s * self.task.flops_per_unit / 1e12, 6)} if self.task.flops_per_unit else {}),
-        }
-        spent = {"checkpoint_s": self._checkpoint_s, "evaluate_s": self._evaluate_s, "profile_s": self.profiler.seconds}
-        values |= {name: round(seconds, 6) for name, seconds in spent.items() if seconds}
-        self._checkpoint_s = self._evaluate_s = self.profiler.seconds = 0.0
-        return values
+    def _save_and_stop(self, step: int, reason: str) -> None:
+        """Stop after `step`, as the ranks agreed, and save if there is time for it."""
+        skip_reason = None
+        if self.coordinator.is_too_late_to_save:
+            skip_reason = f"too late to save: a save takes {self.deadline.longest_save_s:.1f} s"
+        elif self.guard.consecutive_bad_steps:
+            skip_reason = "after a bad step, from which the training may have to return"
+        if self.world.is_rank0:
+            self.run.event("stop_requested", "train", step=step, signal=reason)
+            if skip_reason is not None:
+                self.run.event("save_skipped", "train", step=step, reason=skip_reason)
+        self.callbacks.on_stop(step, reason)
+        if skip_reason is None:
+            self.save(step)
+        self._finish_saving(step)
+        outcome = f"{skip_reason}; the last checkpoint counts" if skip_reason else "saved"
+        self.log(f"stopped after step {step}, {outcome}")
+
+    def _complete_early(self, step: int) -> None:
+        """Save the final checkpoint after `step`, because a callback requested to stop."""
+        reason = self._agree_on_stop_request()
+        assert reason is not None
+        self.early_stop = {"reason": reason, "steps": self.steps}
+        if self.world.is_rank0:
+            self.run.event("stopped_early", "train", step=step, reason=reason)
+        self.callbacks.on_stop(step, reason)
+        self.save(step)
+        self._finish_saving(step)
+        self.log(f"complete after step {step} of {self.steps}: {reason}")
+
+    # -- what callbacks use ------------------------------------------------------------------------------
+
+    def enter_phase(self, step: int, phase: str) -> None:
+        """Announce a phase. The first step after a start compiles, so all of it counts as start-up."""
+        self.callbacks.on_phase(step, "start" if step == self.start_step + 1 else phase)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield this rank's parameters with their names in the whole model."""
+        for part in self.engine.parts:
+            yield from self.task.named_weights(part)
+
+    def request_stop(self, reason: str) -> None:
+        """Complete the training early: all ranks finish the next step, save and exit. One rank may call it."""
+        if self.stop_request is None:
+            self.stop_request = reason
+
+    def log(self, message: str) -> None:
+        """Print a line on rank 0."""
+        if self.world.is_rank0:
+            print(message, flush=True)
 
     # -- state -------------------------------------------------------------------------------------------
 
     def save(self, step: int) -> None:
-        """Begin a checkpoint of the state after `step`; the step's metrics are written first."""
-        started = time.perf_counter()
-        self._enter(step, "save")
-        self.metrics.sync()
-        self.checkpointer.finish()
-        self.clock.saving = True
-        self.save_request.begun()
-        state, replicas = self.engine.saved_state()
-        extra = {"scaler": self.engine.scaler.state() if self.engine.scaler else {}, "replicas": replicas}
+        """Start to save the state after `step`, whose metrics are already written."""
+        start_time = time.perf_counter()
+        self.enter_phase(step, "save")
+        self.checkpointer.wait_until_saved()
+        self.callbacks.on_save(step)
+        state, replicas = self.engine.checkpoint_state()
+        extra: dict[str, Any] = {
+            "scaler": self.engine.scaler.state_dict() if self.engine.scaler else {},
+            "replicas": replicas,
+        }
+        if callback_states := self.callbacks.state_dict():
+            extra["callbacks"] = callback_states
+        if self.early_stop is not None:
+            extra["early_stop"] = self.early_stop
+        elif reason := self._agree_on_stop_request():
+            extra["stop_request"] = reason
         self.checkpointer.save(state, step=step, samples_consumed=self.samples_consumed, extra=extra)
-        self._checkpoint_s += time.perf_counter() - started
+        self.overhead_s["checkpoint_s"] = self.overhead_s.get("checkpoint_s", 0.0) + time.perf_counter() - start_time
 
-    def _refuse_gone(self) -> None:
-        """Raise CheckpointError, on rank 0, where a training would begin anew because its checkpoints went away."""
-        if not self.world.is_rank0:
-            return
-        if words := describe_missing_checkpoints(self.run):
-            raise CheckpointError(words)
+    def _agree_on_stop_request(self) -> str | None:
+        """Return why any rank requested to complete the training early, the same on all ranks."""
+        if not hasattr(self.task.user_module, "callbacks"):
+            return None
+        reasons = groups.all_gather_results(self.coordinator.group, lambda: self.stop_request)
+        self.stop_request = next((reason for reason in reasons if reason is not None), None)
+        return self.stop_request
 
-    def _restore(self, fresh: bool) -> int:
-        """Take up the newest intact checkpoint; the step it holds, 0 for a `fresh` start."""
+    def _finish_saving(self, step: int) -> None:
+        """Wait for the save in progress."""
+        self.watchdog.enter_phase(step, "save")
+        self.checkpointer.close()
 
-        def on_damaged(step: int, reason: str) -> None:
-            self._print(f"WARNING: {reason}; step {step} is set aside, trying the one before")
-            self.run.event("damaged", "train", step=step, reason=reason)
-
-        fits = partial(
-            check_identity, now=self.checkpointer.describe
-        )  # first: other weights may not even have its shape
-        started = time.perf_counter()
-        notes: dict[str, str | None] = {}
-        manifest: Mapping[str, Any] | None = self.checkpointer.restore(self.engine.state(), on_damaged, fits)
+    def _restore(self, from_scratch: bool) -> tuple[int, Mapping[str, Any]]:
+        """Load the newest intact checkpoint; return its step (0 if there is none) and the states of callbacks."""
+        start_time = time.perf_counter()
+        check = partial(check_identity, now=self.checkpointer.describe)  # other weights may have another shape
+        manifest = self.checkpointer.restore(self.engine.state_dict(), self._report_damaged, check)
         step = int(manifest["step"]) if manifest else 0
+        extra: Mapping[str, Any] = manifest["extra"] if manifest else {}
+        notes: dict[str, str | None] = {}
         if manifest is None:
-            if not fresh:  # weights were not drawn
+            if not from_scratch:  # the weights were not initialized
                 raise CheckpointError(
-                    f"the checkpoints in {self.run.checkpoints_dir} went away during the start; try again"
+                    "checkpoint.disappeared",
+                    f"the checkpoints in {self.run.checkpoints_dir} disappeared during the start; try again",
                 )
-            self.engine.begin_anew()
+            self.engine.reset_custom_optimizer()
             if self.world.is_rank0 and self.run.read_events("train", "saved", "restored"):
                 self.run.event("began_anew", "train")
         else:
             self.samples_consumed = int(manifest["samples_consumed"])
-            read = partial(self.checkpointer.read, step)
-            notes["replicas"] = self.engine.loaded(manifest["extra"].get("replicas"), read)
+            read_tensors = partial(self.checkpointer.read_tensors, step)
+            notes["replicas"] = self.engine.finish_loading(extra.get("replicas"), read_tensors)
             notes["versions"] = describe_version_changes(manifest["versions"], collect_versions())
-            if manifest["extra"]["scaler"] and self.engine.scaler is not None:
-                self.engine.scaler.load(manifest["extra"]["scaler"])
+            if extra["scaler"] and self.engine.scaler is not None:
+                self.engine.scaler.load_state_dict(extra["scaler"])
+            self.stop_request = extra.get("stop_request")
+            early_stop = extra.get("early_stop")
+            if early_stop and early_stop["steps"] == self.steps:
+                self.early_stop = early_stop
         if self.world.is_rank0:
-            saves = [event.get("seconds") for event in self.run.read_events("train", "saved")]
-            self.clock.save_s = next((seconds for seconds in reversed(saves) if seconds), 0.0)
-            if words := lines.odd(self.run.metrics_file, lines.metric):
-                self._print(f"WARNING: {words}")
-            lost = lost_lines(self.run.metrics_file, step)
-            if lost:  # noted before it is cut, so that no crash in between loses it twice
-                self.run.event("lost_work", "train", steps=[line["step"] for line in lost], lines=lost)
-            rewind(self.run.metrics_file, step)
-            if step:
-                seconds = round(time.perf_counter() - started, 3)
-                more = {name: note for name, note in notes.items() if note}
-                self.run.event("restored", "train", step=step, seconds=seconds, lost_steps=len(lost), **more)
-                again = f", {len(lost)} steps are done again" if lost else ""
-                self._print("; ".join([f"restored step {step}{again}", *more.values()]))
-        return step
+            self._rewind_metrics(step, start_time, notes)
+        return step, extra.get("callbacks", {})
 
-    # -- words -------------------------------------------------------------------------------------------
+    def _rewind_metrics(self, step: int, start_time: float, notes: Mapping[str, str | None]) -> None:
+        """Remove the metrics after the restored `step`, and report lost work and what differs; on rank 0."""
+        saves = [event.get("seconds") for event in self.run.read_events("train", "saved")]
+        self.deadline.longest_save_s = next((seconds for seconds in reversed(saves) if seconds), 0.0)
+        if problem := lines.odd(self.run.metrics_file, lines.metric):
+            self.log(f"WARNING: {problem}")
+        lost = lost_lines(self.run.metrics_file, step)
+        if lost:  # written before the lines are removed, so that a crash in between does not lose them
+            self.run.event("lost_work", "train", steps=[line["step"] for line in lost], lines=lost)
+        rewind(self.run.metrics_file, step)
+        if step:
+            seconds = round(time.perf_counter() - start_time, 3)
+            facts = {name: note for name, note in notes.items() if note}
+            self.run.event("restored", "train", step=step, seconds=seconds, lost_steps=len(lost), **facts)
+            repeated = f", {len(lost)} steps are repeated" if lost else ""
+            self.log("; ".join([f"restored step {step}{repeated}", *facts.values()]))
 
-    def _make_guard(self) -> BadStepGuard:
-        """The judge of bad numbers, from what rank 0 reads of the steps before."""
+    # -- reports -----------------------------------------------------------------------------------------
 
-        def read() -> tuple[list[Any], list[Any]]:
-            if not self.world.is_rank0:
-                return [], []
-            metrics = select_recent_metrics(lines.read(self.run.metrics_file, lines.metric))
-            return lines.read_all(self.run.decisions_file, lines.decision), metrics
+    def _report_ready(self) -> None:
+        """Write the events `mixture` and `ready`, on rank 0."""
+        if not self.world.is_rank0:
+            return
+        if self.mixture:
+            at_end = self.mixture.epochs(self.config.train.global_batch * self.steps)
+            now = self.mixture.epochs(self.samples_consumed)
+            weights = self.mixture.weights.model_dump()["weights"]
+            self.run.event("mixture", "train", weights=weights, epochs=now, epochs_at_the_end=at_end)
+            self.log(f"epochs of each source by step {self.steps}: {epoch_words(at_end)}; so far: {epoch_words(now)}")
+        facts: dict[str, Any] = {"communication": self.world.transport, "sent_bytes": self._count_sent_bytes()}
+        facts = {name: value for name, value in facts.items() if value} | measure_peak_memory(self.device)
+        self.run.event("ready", "train", step=self.start_step, startup_s=self.startup_s, **facts)
 
-        decisions, metrics = groups.all_gather_results(self.agreement.group, read)[0]
-        return BadStepGuard(self.run, decisions=decisions, metrics=metrics, writes=self.world.is_rank0)
+    def _count_sent_bytes(self) -> dict[str, int]:
+        """Return the bytes that a rank sends in a step, by group; empty for a custom model, whose sizes are unknown."""
+        if not isinstance(self.task, DecoderTask):
+            return {}
+        return {group: size for group, size, _ in count_traffic(self.config, self.layout, self.task.vocab_size)}
 
-    def _log_saved(self, step: int, seconds: float) -> None:
-        self.clock.save_s, self.clock.saving = max(self.clock.save_s, seconds), False
-        self.save_request.done()
+    def _report_saved(self, step: int, seconds: float) -> None:
+        """Report a committed checkpoint; called on rank 0 in the thread that writes it."""
+        self.callbacks.on_saved(step, seconds)
         self.run.event("saved", "train", step=step, seconds=round(seconds, 3))
-        self._print(f"saved step {step} ({seconds:.2f} s)")
+        self.log(f"saved step {step} ({seconds:.2f} s)")
 
-    def _print(self, text: str) -> None:
-        if self.world.is_rank0:
-            print(text, flush=True)
+    def _report_damaged(self, step: int, reason: str) -> None:
+        """Report a checkpoint that was set aside; called on rank 0."""
+        self.log(f"WARNING: {reason}; step {step} is set aside, trying the previous checkpoint")
+        self.run.event("damaged", "train", step=step, reason=reason)

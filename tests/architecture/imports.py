@@ -23,7 +23,7 @@ MAY_IMPORT = {
 ORDER = {
     "pipeline": (
         "base", "config", "model.spec", "parallel.mesh", "config.read", "mpi", "run", "comm", "data", "checkpoint",
-        "resilience", "parallel", "model", "evaluate", "publish", "train", "",
+        "train.callback", "resilience", "parallel", "model", "evaluate", "publish", "train", "",
     ),
     "slurm": ("query", "submit", "supervise", ""),
 }  # fmt: skip

@@ -52,7 +52,7 @@ def save_rank(place: RankInfo, folder: Path, background: bool) -> str:
 
     saver = checkpointer(place, folder, background)
     saver.save(make_state(), step=5, samples_consumed=40, extra={})
-    saver.finish()
+    saver.wait_until_saved()
     return compute_digest(folder / files.checkpoint_name(5))
 
 
@@ -107,7 +107,7 @@ def background_rank(place: RankInfo, folder: Path) -> bool:
     for step in (1, 2, 3):
         state = make_state(step)
         saver.save(state, step=step, samples_consumed=step, extra={})
-        saver.wait_staged()
+        saver.wait_until_staged()
         for tensor in state.values():
             tensor.fill_(-1)
     saver.close()
@@ -136,7 +136,7 @@ def writing_rank(place: RankInfo, folder: Path) -> tuple[int, bool]:
     state = make_state()
     alive = [weakref.ref(tensor) for tensor in state.values()]
     saver.save(state, step=1, samples_consumed=1, extra={})
-    saver.wait_staged()
+    saver.wait_until_staged()
     del state
     kept = any(tensor() is not None for tensor in alive)
     looked.set()

@@ -23,7 +23,7 @@ from pipeline.model.task import DecoderTask
 from pipeline.parallel import replica_sync
 from pipeline.parallel.mesh import resolve_layout
 from pipeline.train.engine import Engine
-from pipeline.train.meter import measure_peak_memory
+from pipeline.train.metrics import measure_peak_memory
 from tests.support.layouts import VOCAB, batches, tiny_config
 from tests.support.ranks import place
 
@@ -69,7 +69,7 @@ def checkpoint(mode: str, folder: str) -> None:
         weights.add_(1)
         note("save")
         saver.save({"model.weights": weights}, step=step, samples_consumed=0, extra={})
-        saver.wait_staged()
+        saver.wait_until_staged()
         note("staged")
         weights.add_(1)
     saver.close()
@@ -149,7 +149,7 @@ def powersgd(rank: str, port: str) -> None:
         taken = [one for one in read if any(one[0] in _bytes(other) or _bytes(other)[0] in one for other in new)]
         note(f"backward: {len(read)} read, {len(taken)} taken")
         del new
-        engine.update(1.0)
+        engine.update_weights(1.0)
 
 
 def lean(chunk: str) -> None:
@@ -158,12 +158,12 @@ def lean(chunk: str) -> None:
     config = tiny_config(1, train=low, optimizer={"state": {"moments": "bf16", "master": "none"}})
     device = (world := join()).device
     engine = Engine(config, resolve_layout(config, 1, 1, LARGE), world, DecoderTask(config, LARGE))
-    engine.state()
+    engine.state_dict()
     for step, batch in enumerate(batches(config)[:3].to(device), 1):
         note("step")
         engine.backward({"tokens": batch}, step)
-        engine.clip(1.0)
-        engine.update(1.0)
+        engine.clip_gradients(1.0)
+        engine.update_weights(1.0)
         note(f"updated {torch.cuda.max_memory_allocated()}")
 
 
@@ -177,8 +177,8 @@ def compiled(recompute: str) -> None:
     engine = Engine(config, resolve_layout(config, 1, 1, VOCAB), world, DecoderTask(config, VOCAB))
     for step, batch in enumerate(batches(config)[:2].to(device), 1):
         engine.backward({"tokens": batch}, step)
-        engine.clip(1.0)
-        engine.update(1.0)
+        engine.clip_gradients(1.0)
+        engine.update_weights(1.0)
     assert len(engine.task.blocks(engine.parts[0])) == 4
     note(f"graphs {counters['stats']['unique_graphs']} breaks {counters['graph_break'].total()}")
 

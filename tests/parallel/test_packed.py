@@ -112,8 +112,8 @@ def packed_rank(where: RankInfo, configs: list[Config]) -> list[list[tuple[float
         for step, batch in enumerate(packed(config), 1):
             own = {name: array.chunk(layout.dp)[part] for name, array in batch.items()}
             loss = engine.backward(own, step)
-            norm = engine.clip(config.optimizer.clip_norm)
-            engine.update(norm.item())
+            norm = engine.clip_gradients(config.optimizer.clip_norm)
+            engine.update_weights(norm.item())
             found.append((loss.item(), norm.item()))
         results.append(found)
     return results

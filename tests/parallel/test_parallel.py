@@ -531,7 +531,7 @@ def gradients_rank(place: RankInfo, configs: list[Config]) -> list[dict[str, Any
         engine.backward(
             {"tokens": batches(config)[0].chunk(engine.layout.dp)[engine.layout.coordinates(place.rank).dp]}, 1
         )
-        engine.clip(None)  # takes the scale of fp16 out
+        engine.clip_gradients(None)  # takes the scale of fp16 out
         weights = [named for part in engine.parts for named in engine.task.named_weights(part)]
         whole = {name: w.grad.full_tensor() if config.parallel.zero else w.grad for name, w in weights}
         results.append({name: gradient.numpy() for name, gradient in whole.items()})
@@ -576,7 +576,7 @@ def overflow_rank(place: Any, config: Config) -> tuple[bool, float]:
     if world.rank == 1:
         gradient = next(engine.parts[0].parameters()).grad
         getattr(gradient, "_local_tensor", gradient).view(-1)[0] = torch.inf
-    engine.update(engine.clip(0.5).item())
+    engine.update_weights(engine.clip_gradients(0.5).item())
     after = [getattr(p, "_local_tensor", p) for p in engine.parts[0].parameters()]
     return any(not torch.equal(a, b) for a, b in zip(weights, after, strict=True)), engine.scaler.scale
 

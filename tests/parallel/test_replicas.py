@@ -77,10 +77,10 @@ def hooked_rank(place: RankInfo, config: Config) -> dict[str, Any]:
         engine.backward({"tokens": batch.chunk(place.world_size)[place.rank]}, step)
         names = {parameter: name for name, parameter in engine.parts[0].named_weights()}
         reduced.append({name: parameter.grad.clone() for parameter, name in names.items()})
-        norm = engine.clip(limit).item()
+        norm = engine.clip_gradients(limit).item()
         assert limit is None or norm > limit
-        engine.update(norm)
-    state = {name: tensor.clone() for name, tensor in engine.state().items() if name.startswith("model.")}
+        engine.update_weights(norm)
+    state = {name: tensor.clone() for name, tensor in engine.state_dict().items() if name.startswith("model.")}
     return plain({"state": state, "reduced": reduced, "residual": getattr(engine.replica_sync, "residual", {})})
 
 
@@ -197,10 +197,10 @@ def local_rank(place: RankInfo, config: Config) -> dict[str, Any]:
     dist.all_reduce = bounded
     for step, batch in list(enumerate(batches(config), 1))[:STEPS]:
         engine.backward({"tokens": batch.chunk(place.world_size)[place.rank]}, step)
-        norm = engine.clip(config.optimizer.clip_norm).item()
-        engine.update(norm)
-    mine = {name: tensor.clone() for name, tensor in engine.state().items() if name.startswith("model.")}
-    return plain({"state": mine, "norm": norm, "saved": engine.saved_state()[0]})
+        norm = engine.clip_gradients(config.optimizer.clip_norm).item()
+        engine.update_weights(norm)
+    mine = {name: tensor.clone() for name, tensor in engine.state_dict().items() if name.startswith("model.")}
+    return plain({"state": mine, "norm": norm, "saved": engine.checkpoint_state()[0]})
 
 
 def local_reference_rank(place: RankInfo, config: Config, replicas: int) -> dict[str, Any]:
@@ -245,7 +245,7 @@ def local_reference_rank(place: RankInfo, config: Config, replicas: int) -> dict
                 for own in weights:
                     for parameter, theta in zip(own, at, strict=True):
                         parameter.copy_(theta)
-    states = [{n: t.clone() for n, t in e.state().items() if n.startswith("model.")} for e in engines]
+    states = [{n: t.clone() for n, t in e.state_dict().items() if n.startswith("model.")} for e in engines]
     return plain({"states": states, "norm": (squares / replicas) ** 0.5})
 
 
@@ -323,20 +323,22 @@ def kept_rank(place: RankInfo, config: Config, folder: Path, trained: int) -> di
         describe={"layout": {}},
         on_saved=lambda *_: None,
     )
-    manifest, note = saver.restore(engine.state(), lambda *_: None), None
+    manifest, note = saver.restore(engine.state_dict(), lambda *_: None), None
     first = int(manifest["step"]) if manifest else 0
     if manifest:
-        note = engine.loaded(manifest["extra"]["replicas"], partial(saver.read, first))
+        note = engine.finish_loading(manifest["extra"]["replicas"], partial(saver.read_tensors, first))
 
     def state() -> dict[str, Any]:
         residual = getattr(engine.replica_sync, "residual", {})
-        return {n: t.clone() for n, t in (engine.state() | {f"residual.{n}": t for n, t in residual.items()}).items()}
+        return {
+            n: t.clone() for n, t in (engine.state_dict() | {f"residual.{n}": t for n, t in residual.items()}).items()
+        }
 
     before = state()
     for step, batch in list(enumerate(batches(config), 1))[first : first + trained]:
         engine.backward({"tokens": batch.chunk(place.world_size)[place.rank]}, step)
-        engine.update(engine.clip(None).item())
-    tensors, extra = engine.saved_state()
+        engine.update_weights(engine.clip_gradients(None).item())
+    tensors, extra = engine.checkpoint_state()
     if trained:
         saver.save(tensors, step=first + trained, samples_consumed=0, extra={"replicas": extra})
     saver.close()
@@ -401,7 +403,7 @@ def changed_rank(place: RankInfo, folder: Path) -> dict[tuple[str, str], tuple[s
         saver = Checkpointer(
             folder / before, group, keep=9, background=False, describe={"layout": {}}, on_saved=lambda *_: None
         )
-        tensors, extra = engine.saved_state()
+        tensors, extra = engine.checkpoint_state()
         saver.save(tensors, step=1, samples_consumed=0, extra={})
         saver.close()
         own = {name for name in tensors if not name.startswith(("model.", "optimizer."))}
@@ -410,10 +412,10 @@ def changed_rank(place: RankInfo, folder: Path) -> dict[tuple[str, str], tuple[s
 
             def take(state: Any, read: set[str] = read, saver: Checkpointer = saver) -> None:
                 read.update(state)
-                saver.read(1, state)
+                saver.read_tensors(1, state)
 
             saver.restore(other.state(), lambda *_: None)
-            found[before, now] = other.loaded(extra, take), own, read
+            found[before, now] = other.finish_loading(extra, take), own, read
     return found
 
 
@@ -445,8 +447,8 @@ def left_out_rank(place: RankInfo, config: Config) -> bool:
             with torch.no_grad():
                 engine.parts[0].get_parameter("lm_head.weight")[0, 0] = float("nan")
         engine.backward({"tokens": batch.chunk(place.world_size)[place.rank]}, step)
-        norm = engine.clip(None).item()
-        engine.update(norm, good=step != 3)
+        norm = engine.clip_gradients(None).item()
+        engine.update_weights(norm, is_good=step != 3)
         same = all(torch.equal(tensor, before[name]) for name, tensor in (hook.residual | hook.start).items())
         if step == 3:
             return same and norm != norm
@@ -474,7 +476,7 @@ def held_rank(place: RankInfo, config: Config) -> tuple[int, int, int]:
     replica_sync._pack = noted
     engine.backward({"tokens": batches(config)[0].chunk(place.world_size)[place.rank]}, 1)
     after = sum(one() is not None for one in made)
-    engine.update(engine.clip(None).item())
+    engine.update_weights(engine.clip_gradients(None).item())
     deadline = time.monotonic() + 30  # Gloo's own threads may let go of theirs a moment later
     while (left := sum(one() is not None for one in made)) and time.monotonic() < deadline:
         time.sleep(0.01)

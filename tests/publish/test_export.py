@@ -59,7 +59,7 @@ def save_rank(where: RankInfo, path: Path) -> list[list[float]]:
         run.checkpoints_dir, groups.new_control_group(), keep=1, background=False,
         describe=trainer.checkpointer.describe, on_saved=lambda *_: None,
     )  # fmt: skip
-    saver.save(trainer.engine.state(), step=1, samples_consumed=0, extra={"scaler": {}})
+    saver.save(trainer.engine.state_dict(), step=1, samples_consumed=0, extra={"scaler": {}})
     with torch.no_grad():
         return trainer.engine.parts[0].eval()(tokens())[0].tolist()
 

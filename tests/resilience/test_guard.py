@@ -143,10 +143,10 @@ def test_a_spike_is_a_loss_far_above_the_last_hundred(losses: list[float], devia
     mean, deviation = statistics.fmean(losses[-100:]), statistics.pstdev(losses[-100:])
     if abs(deviations - 5) < 1e-6 or deviation < 1e-6:
         return
-    reason = guard.judge(len(losses) + 1, mean + deviations * deviation, 1.0)
+    reason = guard.check_step(len(losses) + 1, mean + deviations * deviation, 1.0)
     assert (reason is not None) == (deviations > 5)
     assert reason is None or f"{deviations:.1f} deviations above" in reason
-    assert guard.in_a_row == (deviations > 5)
+    assert bool(guard.consecutive_bad_steps) == (deviations > 5)
 
 
 def test_few_losses_know_no_spike() -> None:
@@ -154,7 +154,7 @@ def test_few_losses_know_no_spike() -> None:
     run = SimpleNamespace(config=config)
     metrics = [{"step": i, "loss": 1.0 + i / 100} for i in range(1, 20)]
     guard = BadStepGuard(run, decisions=[], metrics=metrics, writes=False)  # type: ignore[arg-type]
-    assert guard.judge(20, 1000.0, 1.0) is None
+    assert guard.check_step(20, 1000.0, 1.0) is None
 
 
 def test_fp16_gradients_that_stay_bad_are_no_overflow(tmp_path: Path, data: Path) -> None:

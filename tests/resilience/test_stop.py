@@ -37,7 +37,7 @@ def agree_rank(place: RankInfo) -> list[Any]:
     """What each of SAID leads to on this rank, and whether it raised its hand."""
     from pipeline.base.signals import StopFlag
     from pipeline.comm import groups
-    from pipeline.resilience.stop import Deadline, StopCoordinator
+    from pipeline.resilience.stop import SAVE_REQUEST, Deadline, StopCoordinator
 
     groups.join_process_group(place, tiny_config(3, train={"global_batch": 12}))
     group, found = groups.new_control_group(), []
@@ -45,13 +45,12 @@ def agree_rank(place: RankInfo) -> list[Any]:
         flag = StopFlag()
         flag.start_time = time.monotonic()
         flag.reason = signals.get(place.rank)
-        agreement = StopCoordinator(flag, group, Deadline(flag, left.get(place.rank), None))
-        agreement.wants_save = lambda asked=place.rank in saves: asked  # type: ignore[misc]
-        hand = agreement.hand()
-        agreement.start()
-        stopping = agreement.stop()
-        assert stopping == (agreement.reason is not None)
-        found.append(((agreement.reason, agreement.save, agreement.too_late), hand))
+        coordinator = StopCoordinator(flag, group, Deadline(flag, left.get(place.rank), None))
+        coordinator.add_request(SAVE_REQUEST, lambda wants_save=place.rank in saves: wants_save)  # type: ignore[misc]
+        wants_attention = coordinator.wants_attention()
+        assert coordinator.exchange() == (coordinator.stop_reason is not None)
+        wants_save = SAVE_REQUEST in coordinator.agreed_requests
+        found.append(((coordinator.stop_reason, wants_save, coordinator.is_too_late_to_save), wants_attention))
     return found
 
 
@@ -78,10 +77,10 @@ def hand_rank(place: RankInfo, configs: list[Config]) -> list[list[tuple[float, 
         mine = {"tokens": batches(config)[0].chunk(layout.dp)[layout.coordinates(place.rank).dp]}
         found.append([])
         for up in HANDS:
-            loss = engine.backward(mine, 1, hand=lambda up=up: place.rank in up)  # type: ignore[misc]
-            norm = engine.clip(None).item()
+            loss = engine.backward(mine, 1, wants_attention=lambda up=up: place.rank in up)  # type: ignore[misc]
+            norm = engine.clip_gradients(None).item()
             engine.optimizer.zero_grad(set_to_none=True)
-            found[-1].append((loss.item(), engine.loss_again().item(), norm))
+            found[-1].append((loss.item(), engine.reduce_loss_again().item(), norm))
     return found
 
 
@@ -100,25 +99,27 @@ def test_a_raised_hand_is_seen_by_all_and_changes_no_bit() -> None:
 def test_a_request_to_save_stands_until_it_is_honoured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path)
     request = RequestFile(run.save_file)
-    assert not request()
+    assert not request.is_pending()
     run.save_file.touch()
-    assert not request(), "the file system is asked once a second"
-    monkeypatch.setattr(RequestFile, "EVERY_S", 0.0)
+    assert not request.is_pending(), "the file system is asked once a second"
+    monkeypatch.setattr(RequestFile, "CHECK_INTERVAL_S", 0.0)
     request = RequestFile(run.save_file)
-    assert request() and request()
-    request.begun()
-    assert run.save_file.exists() and not request(), "its save is under way; killed now, the next start would find it"
-    request.done()
-    assert not run.save_file.exists() and not request()
+    assert request.is_pending() and request.is_pending()
+    request.accept()
+    assert run.save_file.exists() and not request.is_pending(), (
+        "its save is under way; killed now, the next start would find it"
+    )
+    request.complete()
+    assert not run.save_file.exists() and not request.is_pending()
     run.save_file.touch()
-    request.done()
-    assert run.save_file.exists() and request(), "one that no save has answered"
-    request.begun()
+    request.complete()
+    assert run.save_file.exists() and request.is_pending(), "one that no save has answered"
+    request.accept()
     run.save_file.unlink()
     time.sleep(0.01)
     run.save_file.touch()
-    request.done()
-    assert run.save_file.exists() and request(), "one that came while the save was under way"
+    request.complete()
+    assert run.save_file.exists() and request.is_pending(), "one that came while the save was under way"
 
 
 def test_the_clock_forgets_the_step_that_compiled_and_counts_the_save_in_flight(
@@ -130,19 +131,19 @@ def test_the_clock_forgets_the_step_that_compiled_and_counts_the_save_in_flight(
     now = 0.0
     monkeypatch.setattr(stop.time, "monotonic", lambda: now)
     flag = StopFlag()
-    clock = stop.Deadline(flag, 100.0, 20.0)
+    deadline = stop.Deadline(flag, 100.0, 20.0)
     for seconds, longest in [(60.0, 60.0), (1.0, 1.0), (3.0, 3.0), (1.0, 2.7)]:
-        clock.stepped(seconds)
-        assert clock.step_s == pytest.approx(longest)
-    clock.save_s = 8.0
-    assert (clock.left_s(), clock.needed_s(), clock.due()) == (100.0, 8.0, False)
+        deadline.record_step(seconds)
+        assert deadline.longest_step_s == pytest.approx(longest)
+    deadline.longest_save_s = 8.0
+    assert (deadline.time_remaining_s(), deadline.save_duration_s(), deadline.should_stop()) == (100.0, 8.0, False)
     now = 70.0
-    assert clock.due(), "10 spare, two steps, and two saves with room: one may be in flight"
+    assert deadline.should_stop(), "10 spare, two steps, and two saves with room: one may be in flight"
     flag.reason, flag.signal_time = "SIGTERM", 75.0
     now = 80.0
-    assert clock.left_s() == 15.0
-    clock.saving = True
-    assert clock.needed_s() == 16.0
+    assert deadline.time_remaining_s() == 15.0
+    deadline.is_saving = True
+    assert deadline.save_duration_s() == 16.0
 
 
 def told_rank(place: RankInfo, path: Path, moment: str) -> int:

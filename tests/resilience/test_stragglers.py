@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
+import torch
+import torch.distributed as dist
 from rich.console import Console
 
 from pipeline.base.dist_env import RankInfo
 from pipeline.config.read import load_config
-from pipeline.resilience.stragglers import StragglerDetector
+from pipeline.resilience import stragglers
+from pipeline.resilience.stragglers import LocalComputeTimer, StragglerDetector
 from pipeline.run.directory import Run
 from pipeline.run.metrics import own_times_file
 from slurm.query import current_job
@@ -98,16 +103,20 @@ def test_a_persons_list_stays_and_expired_nodes_come_back(tmp_path: Path, monkey
     assert current_job.excluded_nodes_at_submission([plain], "train") is None
 
 
-def judge_of(run: Run, peers: list[int], hosts: list[str]) -> StragglerDetector:
-    """Rank 0's part alone."""
-    judge = StragglerDetector.__new__(StragglerDetector)
-    judge.run, judge.peers, judge.hosts, judge._slow = run, peers, hosts, set()
-    judge._otherwise, judge._sums, judge._next = {}, {}, 0.0
-    return judge
+@pytest.fixture
+def make_detector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[int], str], StragglerDetector]:
+    """Return a function that makes the detector of rank 0 from the peers and hosts of all ranks."""
+
+    def make(peers: Sequence[int], hosts: str) -> StragglerDetector:
+        monkeypatch.setattr(stragglers, "all_gather_results", lambda *_: list(hosts))
+        timer = LocalComputeTimer(torch.device("cpu"))
+        return StragglerDetector(config_run(tmp_path), cast(dist.ProcessGroup, None), peers, timer)
+
+    return make
 
 
 @pytest.mark.parametrize(
-    ("ratios", "told"),
+    ("ratios", "events"),
     [
         ([1.4, 1.2] * 20, []),
         ([1.4] * 3 + [1.0, 1.4, 1.4, 1.0] * 20, ["straggler"]),
@@ -116,23 +125,26 @@ def judge_of(run: Run, peers: list[int], hosts: list[str]) -> StragglerDetector:
         ([1.4] * 3 + [1.1] * 3 + [1.4] * 2 + [1.1] + [1.4] * 3, ["straggler", "recovered", "straggler"]),
     ],
 )
-def test_a_rank_on_the_edge_is_not_named_again_and_again(tmp_path: Path, ratios: list[float], told: list[str]) -> None:
-    run = config_run(tmp_path)
-    judge = judge_of(run, [0, 0, 0], ["a", "b", "c"])
+def test_a_rank_near_the_limits_is_not_reported_repeatedly(
+    make_detector: Callable[[Sequence[int], str], StragglerDetector], ratios: list[float], events: list[str]
+) -> None:
+    detector = make_detector([0, 0, 0], "abc")
     for step, ratio in enumerate(ratios):
-        judge.judge(step, [1.0, 1.0, ratio])
-    assert [e["event"] for e in run.read_events("train")] == told
+        detector.update_stragglers(step, [1.0, 1.0, ratio])
+    assert [e["event"] for e in detector.run.read_events("train")] == events
 
 
 @pytest.mark.parametrize(
     ("own", "named"), [([1, 1, 1, 2], [3]), ([1, 1, 2, 2], []), ([5, 1, 2, 2], [0]), ([4, 1, 2, 9], [0, 3])]
 )
-def test_only_ranks_with_the_same_work_are_compared(tmp_path: Path, own: list[float], named: list[int]) -> None:
-    """Ranks 0 and 1 hold one pipeline stage, 2 and 3 another; of two peers the faster one counts."""
-    run = config_run(tmp_path)
-    judge = judge_of(run, [0, 0, 1, 1], ["a", "b", "c", "d"])
+def test_only_ranks_with_the_same_work_are_compared(
+    make_detector: Callable[[Sequence[int], str], StragglerDetector], own: list[float], named: list[int]
+) -> None:
+    """Ranks 0 and 1 have one pipeline stage, 2 and 3 another; of two peers the faster one counts."""
+    detector = make_detector([0, 0, 1, 1], "abcd")
+    run = detector.run
     for step in (1, 2, 3, 4):
-        judge.judge(step, own)
+        detector.update_stragglers(step, own)
     assert [e["rank"] for e in run.read_events("train") if e["event"] == "straggler"] == named
     medians = [min(own[:2])] * 2 + [min(own[2:])] * 2
     ratios = {host: time / median for host, time, median in zip("abcd", own, medians, strict=True)}

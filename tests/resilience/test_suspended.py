@@ -24,7 +24,7 @@ def in_a_phase(place: RankInfo, path: Path, begun: Path, seconds: float) -> None
     """One rank, so long in one phase by the sleeps that it counts, not by the clock."""
     watchdog = Watchdog(Run.open(path), "train", place, StopFlag())
     watchdog.start()
-    watchdog.enter(1, "forward")
+    watchdog.enter_phase(1, "forward")
     begun.touch()
     for _ in range(round(10 * seconds)):
         time.sleep(0.1)

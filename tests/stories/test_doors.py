@@ -252,9 +252,9 @@ def test_ctrl_c_in_a_terminal_saves_and_says_how_to_go_on(tmp_path: Path, finish
     run = slowed_run(tmp_path, finished)
     change(
         run / "code/pipeline/train/trainer.py",
-        "        if why_not is None:\n            self.save(step)\n",
-        "        if why_not is None:\n            time.sleep(3)\n            self.save(step)\n"
-        "        (self.run.path / f'signals-{self.world.rank}').write_text(str(self.clock.flag.signal_count))\n",
+        "        if skip_reason is None:\n            self.save(step)\n",
+        "        if skip_reason is None:\n            time.sleep(3)\n            self.save(step)\n"
+        "        (self.run.path / f'signals-{self.world.rank}').write_text(str(self.deadline.flag.signal_count))\n",
     )
     terminal = Terminal(tmp_path, "tiny.yaml")
     wait_for_steps(run, 8)
@@ -308,7 +308,7 @@ def test_sigterm_to_submit_stops_the_stage_and_all_who_follow_it(tmp_path: Path,
 @pytest.mark.story
 def test_who_comes_while_it_saves_goes_on(tmp_path: Path, finished: Path) -> None:
     run = slowed_run(tmp_path, finished)
-    slow_save = "        if why_not is None:\n            time.sleep(3)\n            self.save(step)\n"
+    slow_save = "        if skip_reason is None:\n            time.sleep(3)\n            self.save(step)\n"
     change(run / "code/pipeline/train/trainer.py", slow_save.replace("            time.sleep(3)\n", ""), slow_save)
     process = subprocess.Popen([*SUBMIT, "tiny.yaml"], cwd=tmp_path, stdout=subprocess.DEVNULL)
     wait_for_steps(run, 5)

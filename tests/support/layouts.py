@@ -87,11 +87,11 @@ def move_rank(
             on_saved=lambda *_: None,
         )
         if number:
-            for tensor in engine.state().values():
+            for tensor in engine.state_dict().values():
                 getattr(tensor, "_local_tensor", tensor).fill_(-1)
-            assert saver.restore(engine.state(), lambda *_: None) is not None
-            engine.loaded()
-        saver.save(engine.state(), step=number + 1, samples_consumed=0, extra={})
+            assert saver.restore(engine.state_dict(), lambda *_: None) is not None
+            engine.finish_loading()
+        saver.save(engine.state_dict(), step=number + 1, samples_consumed=0, extra={})
         results.append(
             (compute_digest(folder / catalog.checkpoint_name(number + 1)), train_on(engine, place, trained, steps))
         )
@@ -116,7 +116,7 @@ def saved_again_rank(place: RankInfo, path: Any, folder: Any) -> str:
     saver = Checkpointer(
         folder, groups.new_control_group(), keep=1, background=False, describe={"layout": {}}, on_saved=lambda *_: None
     )
-    saver.save(trainer.engine.state(), step=1, samples_consumed=0, extra={})
+    saver.save(trainer.engine.state_dict(), step=1, samples_consumed=0, extra={})
     return compute_digest(folder / catalog.checkpoint_name(1))
 
 
@@ -127,10 +127,10 @@ def train_on(engine: Any, place: RankInfo, done: int, steps: int) -> list[tuple[
     results = []
     for step, batch in list(enumerate(batches(engine.config, engine.task.vocab_size), 1))[done : done + steps]:
         loss = engine.backward({"tokens": batch.chunk(engine.layout.dp)[part]}, step)
-        norm = engine.clip(limit)
+        norm = engine.clip_gradients(limit)
         clipped = engine._norm([p for piece in engine.parts for p in piece.parameters() if p.grad is not None])
         clipped *= getattr(engine.optimizer, "factor", 1.0)  # of one that clips in its update
         assert abs(clipped - min(norm, limit)) <= 1e-4 * limit or not norm.isfinite(), (clipped, norm)
-        engine.update(norm.item())
+        engine.update_weights(norm.item())
         results.append((loss.item(), norm.item()))
     return results

@@ -32,10 +32,11 @@ def profiled(folder: Path, rank: int, side: dist.ProcessGroup, computes: bool = 
     """Of a step in which rank 1 calls an all-reduce late, and rank 0 `computes` for a part of the time in which it is
     under way: seconds by part as the profile says, and as this rank measured."""
     config = tiny_config(2, train={"profile_every": 1})
-    agreement, world = StopCoordinator(StopFlag(), side), World(rank, 2, torch.device("cpu"), "")
-    profiler = Profiler(Run(folder, config), resolve_layout(config, 2, 2, 64), world, agreement)
+    coordinator = StopCoordinator(StopFlag(), side)
+    world = World(rank, 2, torch.device("cpu"), "")
+    profiler = Profiler(Run(folder, config), resolve_layout(config, 2, 2, 64), world, coordinator)
     compute(0.1)
-    profiler.begin(1)
+    profiler.begin_step(1)
     began, computed = time.perf_counter(), 0.0
     if rank == 1:
         time.sleep(LATE_S)
@@ -49,7 +50,7 @@ def profiled(folder: Path, rank: int, side: dist.ProcessGroup, computes: bool = 
     time.sleep(REST_S)
     whole = time.perf_counter() - began
     known = {"compute": computed, "communication_exposed": waited, "copy": 0.0, "bubble": 0.0}
-    profiler.end(1, kept=True)
+    profiler.end_step(1, save=True)
     (found,) = profiled_parts(folder, rank)
     return found, known | {"idle": whole - computed - waited}
 

@@ -61,7 +61,7 @@ def weights_rank(where: RankInfo, configs: list[Config]) -> list[tuple[Any, dict
             for part in engine.parts
             for name, p in engine.task.named_weights(part)
         }
-        found.append((losses, weights, list(engine.state())))
+        found.append((losses, weights, list(engine.state_dict())))
     return found
 
 

@@ -279,16 +279,16 @@ def late_rank(place: RankInfo, path: Path, room_s: float) -> int:
     """A rank of a job that must stop when anything takes longer than `room_s`; a profile takes half a second."""
     from pipeline.train import profiler
 
-    profiler.LEAST_S = 0.1
-    keep = profiler.Profiler._keep
+    profiler.MIN_DURATION_S = 0.1
+    save_trace = profiler.Profiler._save_trace
 
     def slow(self: profiler.Profiler, *more: Any) -> dict[str, Any]:
         time.sleep(0.5)
-        return keep(self, *more)
+        return save_trace(self, *more)
 
-    profiler.Profiler._keep = slow  # type: ignore[method-assign,assignment]
-    # rank 0's word counts
-    Deadline.due = lambda self, before_s=0.0: place.rank == 0 and before_s > room_s  # type: ignore[method-assign]
+    profiler.Profiler._save_trace = slow  # type: ignore[method-assign,assignment]
+    # the deadline of rank 0 counts
+    Deadline.should_stop = lambda self, after_s=0.0: place.rank == 0 and after_s > room_s  # type: ignore[method-assign]
     return stage_rank(place, path, "train")
 
 
@@ -336,7 +336,7 @@ def test_clocks_are_compared_within_what_is_said() -> None:
 def few_rank(place: RankInfo, path: Path) -> int:
     from pipeline.train import profiler
 
-    profiler.MOST_STEPS = 2
+    profiler.MAX_STEPS = 2
     return stage_rank(place, path, "train")
 
 

@@ -262,7 +262,7 @@ def test_new_values_reach_what_waits_and_a_save_is_waited_for(tmp_path: Path, ru
     (path / "data").rmdir()
     (path / "data").symlink_to(run.data_dir)
     trainer = path / "code/pipeline/train/trainer.py"  # a save takes long enough to come in between
-    save = "        if why_not is None:\n            self.save(step)\n"
+    save = "        if skip_reason is None:\n            self.save(step)\n"
     assert trainer.read_text().count(save) == 1
     slow = save.replace("self.save", "time.sleep(4)\n            self.save")
     trainer.write_text(trainer.read_text().replace(save, slow))

@@ -31,7 +31,7 @@ def second_step(place: RankInfo, config: Config, world: Any, enter: Callable[[st
     """Train two steps, the second one inside `around`, with a meter on: its line, and how long it took."""
     from pipeline.model.task import DecoderTask
     from pipeline.train.engine import Engine
-    from pipeline.train.meter import ExposedCommMeter
+    from pipeline.train.metrics import ExposedCommMeter
 
     layout = resolve_layout(config, world.size, place.local_world_size, VOCAB)
     engine = Engine(config, layout, world, DecoderTask(config, VOCAB))
@@ -39,15 +39,15 @@ def second_step(place: RankInfo, config: Config, world: Any, enter: Callable[[st
 
     def train(step: int, batch: Any, enter: Callable[[str], None]) -> None:
         engine.backward({"tokens": batch.chunk(layout.dp)[layout.coordinates(place.rank).dp]}, step, enter)
-        meter.reduced()
-        engine.update(engine.clip(1.0).item())
+        meter.record_backward_end()
+        engine.update_weights(engine.clip_gradients(1.0).item())
 
     first, second = batches(config)[:2]
     train(1, first, lambda _: None)
     with around:
         started = time.perf_counter()
         train(2, second, enter)
-        return meter.take(), time.perf_counter() - started
+        return meter.read_metrics(), time.perf_counter() - started
 
 
 # -- bytes -----------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ def hidden_rank(place: RankInfo, config: Config) -> tuple[dict[str, float], floa
 
     from pipeline.comm.groups import World
     from pipeline.model.spec import EMBEDDING
-    from pipeline.train.meter import ExposedCommMeter
+    from pipeline.train.metrics import ExposedCommMeter
 
     engine = engine_of(place, config)
     meter = ExposedCommMeter(engine.model, World(place.rank, 2, torch.device("cpu"), "gloo"))
@@ -173,8 +173,8 @@ def hidden_rank(place: RankInfo, config: Config) -> tuple[dict[str, float], floa
         engine.parts[0].get_parameter(EMBEDDING).register_hook(compute)
     dist.barrier()
     engine.backward({"tokens": next(iter(batches(config))).chunk(2)[place.rank]}, 1, enter)
-    meter.reduced()
-    return meter.take(), computed
+    meter.record_backward_end()
+    return meter.read_metrics(), computed
 
 
 def test_what_computing_hides_is_not_exposed() -> None:
@@ -185,7 +185,7 @@ def test_what_computing_hides_is_not_exposed() -> None:
 
 @pytest.mark.story
 def test_over_mpi() -> None:
-    done = mpirun(2, "tests.train.test_meter", timeout=240)
+    done = mpirun(2, "tests.train.test_metrics", timeout=240)
     assert done.returncode == 0 and done.stdout.count("good") == 2, done.stdout
 
 

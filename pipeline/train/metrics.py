@@ -1,0 +1,215 @@
+"""Callbacks that measure a training: exposed communication, memory, held-out loss, and the line of each step.
+
+`exposed_comm_s` is the time of a step in which whole replicas on CPUs only waited for other ranks. The waits of DDP
+happen inside torch, over Gloo or MPI. So the time is measured from the last gradient until the loss of all ranks is
+reduced. In between, DDP waits for its buckets, the loss for its sum, and a hook compresses the last bucket. Other
+layouts, and GPUs, need a profile (pipeline/train/profiler.py), which costs more than reading the clock. The bytes that
+a rank sends follow from the layout (pipeline/parallel/traffic.py).
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pipeline.base.errors import UserError
+from pipeline.base.files import read_last_object
+from pipeline.comm.groups import World, broadcast_from_rank0
+from pipeline.evaluate.evaluator import Evaluator
+from pipeline.evaluate.result import HELD_OUT_PREFIX, format_held_out, get_extra_metrics
+from pipeline.model.task import Task
+from pipeline.resilience.stop import EARLY_STOP_REQUEST, StopCoordinator
+from pipeline.run import lines
+from pipeline.run.directory import Run
+from pipeline.run.metrics import Metrics, rewind
+from pipeline.train.callback import Callback, CallbackList, TrainerContext
+
+OVERHEADS = ("checkpoint_s", "evaluate_s", "profile_s")
+"""Times between steps, in the order in which a line has them."""
+
+
+class ExposedCommMeter(Callback):
+    """Adds `exposed_comm_s` to a step's metrics, if it can be measured."""
+
+    def __init__(self, model: nn.Module, world: World) -> None:
+        """Measure the gradients of `model`, the module whose forward is called."""
+        is_ddp = isinstance(model, DistributedDataParallel)
+        self._is_measurable = world.size > 1 and world.device.type == "cpu" and is_ddp
+        self._last_gradient_time = 0.0
+        self._exposed_s = 0.0
+        for parameter in model.parameters() if self._is_measurable else ():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._on_gradient)
+
+    def _on_gradient(self, _: Tensor) -> None:
+        self._last_gradient_time = time.perf_counter()
+
+    def record_backward_end(self) -> None:
+        """Note that the loss of all ranks is reduced."""
+        self._exposed_s = time.perf_counter() - self._last_gradient_time
+
+    def read_metrics(self) -> dict[str, float]:
+        """Return the step's exposed time; empty if it cannot be measured."""
+        return {"exposed_comm_s": round(self._exposed_s, 6)} if self._is_measurable else {}
+
+    def on_backward_end(self, trainer: TrainerContext, step: int) -> None:
+        """Stop the measurement."""
+        self.record_backward_end()
+
+    def on_step_end(self, trainer: TrainerContext, step: int, metrics: dict[str, Any]) -> None:
+        """Add the exposed time."""
+        metrics.update(self.read_metrics())
+
+
+def measure_peak_memory(device: torch.device) -> dict[str, float]:
+    """Return the peak memory in GB, and reset the peak on a GPU.
+
+    On a GPU: the peak since the last call, of tensors and of torch's allocator, which reserves memory for them. On a
+    CPU: the peak of the process since it started.
+    """
+    if device.type == "cpu":
+        return {"memory_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 3)}
+    allocated = torch.cuda.max_memory_allocated(device)
+    reserved = torch.cuda.max_memory_reserved(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return {"memory_gb": round(allocated / 1e9, 3), "memory_reserved_gb": round(reserved / 1e9, 3)}
+
+
+class PeakMemory(Callback):
+    """Adds the peak memory of a step to its metrics."""
+
+    def on_step_begin(self, trainer: TrainerContext, step: int) -> None:
+        """Forget the peaks of start-up, evaluations and saves."""
+        measure_peak_memory(trainer.device)
+
+    def on_step_end(self, trainer: TrainerContext, step: int, metrics: dict[str, Any]) -> None:
+        """Add the peak."""
+        metrics.update(measure_peak_memory(trainer.device))
+
+
+class HeldOutEvaluation(Callback):
+    """Measures the loss on held-out data every `train.evaluate_every` steps, and after the last step if it is due."""
+
+    def __init__(
+        self,
+        run: Run,
+        evaluator: Evaluator,
+        coordinator: StopCoordinator,
+        copy_weights: Callable[[], None],
+    ) -> None:
+        """`copy_weights` copies the trained weights into the model of `evaluator`; all ranks call it."""
+        self.run = run
+        self.evaluator = evaluator
+        self.coordinator = coordinator
+        self.callbacks: CallbackList | None = None
+        """Callbacks whose `on_evaluation` is called."""
+        self._copy_weights = copy_weights
+        every = run.config.train.evaluate_every
+        assert every is not None
+        self._every = every
+
+    def on_start(self, trainer: TrainerContext) -> None:
+        """Evaluate the restored step, if a stop prevented it, and complete its line in metrics.jsonl."""
+        step = trainer.start_step
+        is_missing = False
+        if step and trainer.rank == 0:
+            line = read_last_object(self.run.metrics_file, lines.metric) or {}
+            is_missing = line.get("step") == step and f"{HELD_OUT_PREFIX}loss" not in line
+        if not broadcast_from_rank0(self.coordinator.group, is_missing):
+            return
+        metrics = self._evaluate_if_due(trainer, step)
+        if metrics and trainer.rank == 0:
+            self.run.event("held_out", "train", step=step, **metrics)  # first: followers take the metrics from it
+            rewind(self.run.metrics_file, step, metrics)
+
+    def on_step_end(self, trainer: TrainerContext, step: int, metrics: dict[str, Any]) -> None:
+        """Evaluate the step if it is due."""
+        metrics.update(self._evaluate_if_due(trainer, step))
+
+    def _evaluate_if_due(self, trainer: TrainerContext, step: int) -> dict[str, float]:
+        """Return the metrics of `step`; empty if it is not due or the ranks agreed to stop.
+
+        No later job evaluates the last step, so it is evaluated even if the ranks agreed to stop.
+        """
+        is_last = step == trainer.steps or EARLY_STOP_REQUEST in self.coordinator.agreed_requests
+        if step % self._every or (self.coordinator.stop_reason is not None and not is_last):
+            return {}
+        start_time = time.perf_counter()
+        trainer.enter_phase(step, "held-out")
+        self._copy_weights()
+        result = self.evaluator.measure(step, ignore_stop=is_last)
+        trainer.overhead_s["evaluate_s"] = trainer.overhead_s.get("evaluate_s", 0.0) + time.perf_counter() - start_time
+        if result is None:
+            return {}
+        found = {"loss": result["loss"], **get_extra_metrics(result)}
+        metrics = {f"{HELD_OUT_PREFIX}{name}": value for name, value in found.items()}
+        trainer.log(f"step {step}: {format_held_out(metrics)}")
+        if self.callbacks is not None:
+            self.callbacks.on_evaluation(step, metrics)
+        return metrics
+
+
+class MetricsWriter(Callback):
+    """Writes the line of each step to metrics.jsonl, on rank 0."""
+
+    def __init__(self, run: Run, task: Task) -> None:
+        self.run = run
+        self.task = task
+        self._metrics = Metrics(None)
+
+    def on_start(self, trainer: TrainerContext) -> None:
+        """Open the file, which a restore or an evaluation may have replaced."""
+        if trainer.rank == 0:
+            self._metrics = Metrics(self.run.metrics_file)
+
+    def on_metrics(self, trainer: TrainerContext, step: int, metrics: Mapping[str, Any]) -> None:
+        """Write the metrics with the times and rates of the step."""
+        step_s = trainer.step_s + sum(trainer.overhead_s.values())
+        units_per_s = self.task.units_per_step / step_s
+        line = {
+            **metrics,
+            "time": round(time.time(), 3),
+            "step_time_s": round(step_s, 6),
+            "data_wait_s": round(trainer.data_wait_s, 6),
+            f"{self.task.unit}_per_s": round(units_per_s, 1),
+        }
+        if self.task.flops_per_unit:
+            line["tflops"] = round(units_per_s * self.task.flops_per_unit / 1e12, 6)
+        line |= {name: round(trainer.overhead_s[name], 6) for name in OVERHEADS if trainer.overhead_s.get(name)}
+        try:
+            self._metrics.write(line)
+        except TypeError as error:
+            raise UserError(
+                "model.callback_metric",
+                f"model.target: a callback added a metric to step {step} that is not JSON: {error}. Convert tensors "
+                "with .item()",
+            ) from error
+
+    def on_save(self, trainer: TrainerContext, step: int) -> None:
+        """Sync the file, so that a checkpoint never knows more steps than it."""
+        self._metrics.sync()
+
+
+class ProgressLog(Callback):
+    """Prints a line about every `train.log_every` steps, and about each skipped step."""
+
+    def __init__(self, task: Task, log_every: int) -> None:
+        self.task = task
+        self.log_every = log_every
+
+    def on_metrics(self, trainer: TrainerContext, step: int, metrics: Mapping[str, Any]) -> None:
+        """Print the line."""
+        if "skipped" in metrics:
+            trainer.log(f"step {step} is left out: {metrics['skipped']}")
+        elif step % self.log_every == 0 or step == 1:
+            speed = f"{self.task.units_per_step / trainer.step_s:,.0f} {self.task.unit}/s"
+            trainer.log(
+                f"step {step}/{trainer.steps}  loss {metrics['loss']:.4f}  grad norm {metrics['grad_norm']:.3f}  "
+                f"lr {metrics['lr']:.2e}  {speed}"
+            )
