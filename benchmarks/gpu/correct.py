@@ -179,9 +179,9 @@ def layouts() -> dict[str, Any]:
         set_learning_rate(ours.optimizer, 1e-3)
         for step in range(1, 6):
             loss = ours.backward(batch, step)
-            norm = ours.clip(config.optimizer.clip_norm)
+            norm = ours.clip_gradients(config.optimizer.clip_norm)
             value, length = torch.stack([loss, norm.double()]).tolist()
-            ours.update(length)
+            ours.update_weights(length)
             losses[name].append(value)
     plain = losses["plain"]
     far = {name: largest(map(off, found, plain)) for name, found in losses.items()}
@@ -278,22 +278,22 @@ def saves(small: bool = False) -> dict[str, Any]:
         )
         for number in range(1, 7):
             ours.backward(batch, number)
-            norm = float(ours.clip(config.optimizer.clip_norm))
+            norm = float(ours.clip_gradients(config.optimizer.clip_norm))
             saver.wait_until_staged()
             if number == 4:
                 saver.wait_until_saved()
                 if cuda():
                     torch.cuda._sleep(2_000_000_000)  # cycles
-            ours.update(norm)
+            ours.update_weights(norm)
             if number in (2, 4):
-                wanted = {name: value.detach().clone() for name, value in ours.state().items()}
+                wanted = {name: value.detach().clone() for name, value in ours.state_dict().items()}
                 began = time.perf_counter()
-                saver.save(ours.state(), step=number, samples_consumed=0, extra={})
+                saver.save(ours.state_dict(), step=number, samples_consumed=0, extra={})
                 stall = time.perf_counter() - began
         saver.wait_until_saved()
         read = {name: torch.zeros_like(value) for name, value in wanted.items()}
         saver.read_tensors(4, read)
-        moved = sum(not torch.equal(value, wanted[name]) for name, value in ours.state().items())
+        moved = sum(not torch.equal(value, wanted[name]) for name, value in ours.state_dict().items())
         saver.close()
     torn = [name for name, value in read.items() if not torch.equal(value, wanted[name])]
     expect(not torn, f"{len(torn)} of {len(read)} tensors are not those of their step: {torn[:3]}")

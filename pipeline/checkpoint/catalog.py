@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,15 @@ def find_newest_step(folder: Path) -> int:
             continue
         return step
     return 0
+
+
+def read_early_stop(folder: Path, step: int) -> Mapping[str, Any] | None:
+    """Return `reason` and planned `steps` of a training that a callback completed at `step`; None for any other."""
+    with suppress(CheckpointError):
+        extra = read_checkpoint_manifest(folder / checkpoint_name(step)).get("extra")
+        early_stop = extra.get("early_stop") if isinstance(extra, dict) else None
+        return early_stop if isinstance(early_stop, dict) else None
+    return None
 
 
 def describe_missing_checkpoints(run: Run) -> str | None:

@@ -42,6 +42,8 @@ types, with the samples along the first dimension:
                                        groups alike. Whole replicas (DDP) only
     learning_rate(config, step, steps) optional (optimizer.schedule: own): the rate of `step`, from 1 to `steps`; a
                                        function of these alone, or a run that is stopped becomes another one
+    callbacks(config) -> list          optional: objects derived from `pipeline.train.callback.Callback`, with hooks
+                                       that the trainer calls; `config` is the whole config (docs/models.md)
     tensor_plan(options) -> dict       optional (parallel.tensor > 1): a `parallelize_module` plan. It must name every
                                        module with parameters; `pipeline.tensor_parallel.Replicated()` leaves one whole
 

@@ -1,4 +1,4 @@
-"""Stage train: from where the checkpoints stand to the last step, in all ranks together."""
+"""Stage train: all ranks together train from the newest checkpoint to the last step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import ExitCode
 from pipeline.base.files import read_last_object
 from pipeline.base.signals import StopFlag
-from pipeline.checkpoint.catalog import describe_missing_checkpoints, find_newest_step
+from pipeline.checkpoint.catalog import describe_missing_checkpoints, find_newest_step, read_early_stop
 from pipeline.data.manifest import amount_words, steps_of, steps_words
 from pipeline.parallel.mesh import check_tensor_group_on_one_node
 from pipeline.run.code import call_in_child_process
@@ -22,51 +22,65 @@ from pipeline.train.lr_schedule import compute_learning_rate
 
 
 def missing(run: Run) -> str | None:
-    """Why training is not done; None when the checkpoint of the last step is there."""
-    step, steps = find_newest_step(run.checkpoints_dir), steps_of(run.config, run.data_dir)
-    if steps and step >= steps:
+    """Return why the training is not done; None if its final checkpoint exists."""
+    step = find_newest_step(run.checkpoints_dir)
+    steps = steps_of(run.config, run.data_dir)
+    if steps and (step >= steps or is_complete_early(run, step, steps)):
         return None
-    words = f"the newest checkpoint is step {step} of {steps or 'an unknown number'}"
-    return words if step else describe_missing_checkpoints(run) or words
+    message = f"the newest checkpoint is step {step} of {steps or 'an unknown number'}"
+    return message if step else describe_missing_checkpoints(run) or message
+
+
+def is_complete_early(run: Run, step: int, steps: int) -> bool:
+    """Return True if a callback completed this training of `steps` steps at `step`."""
+    early_stop = read_early_stop(run.checkpoints_dir, step)
+    return early_stop is not None and early_stop.get("steps") == steps
 
 
 def progress(run: Run) -> Progress:
-    """How far it is."""
-    steps, last = steps_of(run.config, run.data_dir), read_last_object(run.metrics_file, metric)
+    """Return how many steps are done."""
+    steps = steps_of(run.config, run.data_dir)
+    last = read_last_object(run.metrics_file, metric)
     if steps is None:
         return Progress(steps_words(run.config, run.data_dir))
     if last is None:
         return Progress(f"0/{steps} steps", 0, steps, "starting")
-    step, loss = last["step"], "-" if last["loss"] is None else f"{last['loss']:.4f}"
+    step = last["step"]
+    loss = "-" if last["loss"] is None else f"{last['loss']:.4f}"
     running = f"step {step}/{steps}  {loss_words(last)}  {speed_words(last)}"
-    left_s = (steps - step) * last["step_time_s"]
-    amount = amount_words(run.config, run.data_dir, step) if step == steps else ""
-    return Progress(f"{step}/{steps} steps, {loss_words(last)}{amount}", step, steps, running, loss, left_s)
+    remaining_s = (steps - step) * last["step_time_s"]
+    is_complete = step == steps or is_complete_early(run, step, steps)
+    amount = amount_words(run.config, run.data_dir, step) if is_complete else ""
+    early = ", completed early" if is_complete and step < steps else ""
+    message = f"{step}/{steps} steps{early}, {loss_words(last)}{amount}"
+    return Progress(message, step, steps, running, loss, remaining_s)
 
 
 def note(run: Run) -> str | None:
-    """What the learning rate does that a person may not expect: the last step is at 0, or the rate rises again.
+    """Return a note about an unexpected learning rate: it is 0 in the last step, or it increases again.
 
-    It rises after a larger `train.steps`, because the schedule goes by the last step.
+    It increases if `train.steps` is raised, because the schedule depends on the number of the last step.
     """
-    optimizer, steps, last = (
-        run.config.optimizer,
-        steps_of(run.config, run.data_dir),
-        read_last_object(run.metrics_file, metric),
-    )
-    step, before = (last["step"], last.get("lr")) if last else (0, None)
+    optimizer = run.config.optimizer
+    steps = steps_of(run.config, run.data_dir)
+    last = read_last_object(run.metrics_file, metric)
+    step = last["step"] if last else 0
+    previous_lr = last.get("lr") if last else None
     if optimizer.schedule == "own" or not steps or step >= steps:
         return None
     if last is None and steps > 1 and compute_learning_rate(optimizer, steps, steps) == 0:
         return (
-            f"note: step {steps}, the last one, has learning rate 0 and changes no weight; if that is not intended: "
-            "optimizer.schedule_counts_from=0, as in transformers, or a larger optimizer.min_lr_ratio"
+            f"note: step {steps}, the last one, has learning rate 0 and changes no weight; if that is not intended, "
+            "set optimizer.schedule_counts_from=0, as in transformers, or a larger optimizer.min_lr_ratio"
         )
-    if not before or step < optimizer.warmup_steps + 1 - optimizer.schedule_counts_from:
+    if not previous_lr or step < optimizer.warmup_steps + 1 - optimizer.schedule_counts_from:
         return None
-    if (lr := compute_learning_rate(optimizer, step + 1, steps)) <= before * (1 + 1e-9):
+    if (lr := compute_learning_rate(optimizer, step + 1, steps)) <= previous_lr * (1 + 1e-9):
         return None
-    return f"note: the learning rate goes from {before:.3g} (step {step}) to {lr:.3g}: its schedule now ends at {steps}"
+    return (
+        f"note: the learning rate goes from {previous_lr:.3g} (step {step}) to {lr:.3g}: its schedule now ends at "
+        f"{steps}"
+    )
 
 
 def look(run: Run) -> None:

@@ -278,6 +278,50 @@ def test_an_optimizer_and_a_schedule_of_ones_own(tmp_path: Path) -> None:
             trained(new_run(tmp_path, f"bad{len(new)}", *more), 1)
 
 
+def read_callback_example() -> str:
+    """Return the code of the example in docs/models.md."""
+    (section,) = re.findall(r"^## Callbacks$(.*?)^## ", (ROOT / "docs/models.md").read_text(), re.M | re.S)
+    (code,) = re.findall(r"^```python\n(.*?)^```$", section, re.M | re.S)
+    return str(code)
+
+
+def read_averages(run: Run) -> list[tuple[int, float, float]]:
+    return [(line["step"], line["loss"], line["loss_average"]) for line in read_jsonl(run.metrics_file)]
+
+
+def test_a_callback_adds_a_metric_and_completes_the_training_at_the_same_step_after_stops(tmp_path: Path) -> None:
+    """The example of the documentation, on 1 and 2 ranks; the learning rate is too small for any progress."""
+    make_images.main(tmp_path / "a.h5", 150)
+    (tmp_path / "own.py").write_text(
+        Path(make_images.__file__).with_name("vit.py").read_text() + "\n\n" + read_callback_example()
+    )
+    overrides = ("model.target=own", "optimizer.lr=1e-7", "train.steps=200")
+    undisturbed = new_run(tmp_path, "undisturbed", *overrides, ranks=2)
+    trained(undisturbed, 2)
+    averages = read_averages(undisturbed)
+    last = averages[-1][0]
+    assert 51 <= last < 200 and averages[0][1] == averages[0][2]
+    assert load("train").missing(undisturbed) is None
+    assert [event["step"] for event in undisturbed.read_events("train", "stopped_early")] == [last]
+    trained(undisturbed, 2)
+    assert read_averages(undisturbed) == averages, "a training that is complete is not continued"
+
+    stopped = new_run(tmp_path, "stopped", *overrides, ranks=2)
+    assert set(interrupted(stopped, 2, signal.SIGTERM, 20, [1])) == {ExitCode.STOPPED}
+    assert 20 <= len(read_averages(stopped)) < last and load("train").missing(stopped) is not None
+    trained(stopped, 2)
+    assert read_averages(stopped) == averages and digest(stopped) == digest(undisturbed)
+
+    alone = new_run(tmp_path, "alone", *overrides, "checkpoint.every_steps=1", "checkpoint.keep=2")
+    trained(alone, 1)
+    averages_alone = read_averages(alone)
+    digest_alone = digest(alone)
+    assert averages_alone[-1][0] == last
+    shutil.rmtree(alone.checkpoints_dir / checkpoint_name(last))  # the stop is requested, but not carried out
+    trained(alone, 1)
+    assert read_averages(alone) == averages_alone and digest(alone) == digest_alone
+
+
 @pytest.mark.story
 def test_moved_to_another_layout_the_weights_stay(pictures: Path, tmp_path: Path) -> None:
     """Loaded under the new layout and saved again they are the same; losses go on as those of an unmoved run."""

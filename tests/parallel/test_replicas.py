@@ -414,7 +414,7 @@ def changed_rank(place: RankInfo, folder: Path) -> dict[tuple[str, str], tuple[s
                 read.update(state)
                 saver.read_tensors(1, state)
 
-            saver.restore(other.state(), lambda *_: None)
+            saver.restore(other.state_dict(), lambda *_: None)
             found[before, now] = other.finish_loading(extra, take), own, read
     return found
 
