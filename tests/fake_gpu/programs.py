@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.checkpoint.checkpointer import Checkpointer, collect_versions
-from pipeline.comm import gpu_assignment, groups
+from pipeline.comm import groups
 from pipeline.data.loader import Batches
 from pipeline.data.manifest import ShardEntry
 from pipeline.data.samples import TokenDataset
@@ -37,7 +37,7 @@ def note(text: str) -> None:
 
 def join(**parallel: Any) -> groups.World:
     """The only rank, but on the second GPU."""
-    gpu_assignment.assign_gpus = lambda everyone, alone: [1]
+    groups.assign_gpus = lambda ranks, exclusive: [1]
     return groups.join_process_group(place(0, 1, 1), tiny_config(1, parallel=parallel))
 
 

@@ -300,7 +300,7 @@ def test_the_check_at_the_start_names_what_is_broken(tmp_path: Path, data: Path)
     host = os.uname().nodename
     assert f"BAD_NODE: {host}" in run_ranks(1, broken_node_rank, run.path, "file system")[0]
     assert "multiplies wrongly" in run_ranks(1, broken_node_rank, run.path, "device")[0]
-    assert "is taken by another program" in run_ranks(1, broken_node_rank, run.path, "port")[0]
+    assert "is in use by another program" in run_ranks(1, broken_node_rank, run.path, "port")[0]
     words = run_ranks(3, broken_node_rank, run.path, "a rank that does not come")
     assert words[0].startswith("BAD_NODE") and "rank 2 did not come" in words[0], words
     assert words[2] == "slept"
