@@ -1,4 +1,4 @@
-"""A stage that was added by its recipe, on a real Slurm: in the chain, and beside the points of a sweep."""
+"""A stage added by its how-to, on a real Slurm: in the chain of a run and of a sweep."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.architecture.test_recipes import applied, counted
+from tests.architecture.test_how_tos import apply_how_to, read_token_count
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.support.tiny import write_config
@@ -25,7 +25,8 @@ SMALL = ("train.steps=4", "stages.train.tasks_per_node=1")
 
 
 def test_a_new_stage_on_the_cluster(cluster: Cluster, tmp_path: Path) -> None:
-    code, folder = applied("Add a stage", tmp_path / "code"), tmp_path / "work"
+    code = apply_how_to("Add a stage", tmp_path / "code")
+    folder = tmp_path / "work"
     folder.mkdir()
     write_config(folder)
 
@@ -45,5 +46,5 @@ def test_a_new_stage_on_the_cluster(cluster: Cluster, tmp_path: Path) -> None:
         while not re.search(r"^count +done", shown := submit("status", f"runs/{run}"), re.M):
             assert time.monotonic() < deadline, shown
             time.sleep(1)
-        assert counted(folder / "runs" / run)
+        assert read_token_count(folder / "runs" / run)
         assert "tokens of 1 files" in shown and "count" in submit("report", f"runs/{run}")

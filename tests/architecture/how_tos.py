@@ -1,0 +1,77 @@
+"""The how-tos of docs/development.md as data: the files that each of them names, and its edits.
+
+A how-to is a section `### Title` with a line `Files: …`. Each edit is a line that names the file, optionally a place in
+it (`above`, `below` or `instead of` a piece of text), followed by a block of code.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.architecture.imports import ROOT
+
+_EDIT = re.compile(r"^`([\w/.]+)`(?:, (above|below|instead of) `([^`\n]+)`)?:\n\n```python\n(.*?)```$", re.M | re.S)
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One edit of a file."""
+
+    file: str
+    place: str
+    """`above`, `below` or `instead of` the anchor; "" for a new file."""
+    anchor: str
+    text: str
+
+
+@dataclass(frozen=True)
+class HowTo:
+    """One how-to."""
+
+    title: str
+    files: frozenset[str]
+    edits: tuple[Edit, ...]
+
+    def apply(self, checkout: Path) -> None:
+        """Apply the edits to a copy of the code."""
+        for edit in self.edits:
+            path = checkout / edit.file
+            if not edit.place:
+                assert not path.exists(), f"{self.title}: {edit.file} exists already"
+                path.write_text(edit.text)
+                continue
+            before = path.read_text()
+            count = before.count(edit.anchor)
+            assert count == 1, f"{self.title}: {edit.file} contains this {count} times: {edit.anchor}"
+            replacement = {
+                "above": edit.text + edit.anchor,
+                "below": f"{edit.anchor}\n{edit.text.rstrip()}",
+                "instead of": edit.text.rstrip("\n"),
+            }[edit.place]
+            path.write_text(before.replace(edit.anchor, replacement))
+
+
+def read_how_tos() -> dict[str, HowTo]:
+    """Return all how-tos by title."""
+    page = (ROOT / "docs/development.md").read_text()
+    how_tos = {}
+    for section in re.split(r"^### ", page[page.index("## How-tos") :], flags=re.M)[1:]:
+        title = section.splitlines()[0]
+        (files,) = re.findall(r"^Files: (.*?)\.$", section, re.M | re.S)
+        edits = tuple(Edit(match[1], match[2] or "", match[3] or "", match[4]) for match in _EDIT.finditer(section))
+        assert len(edits) == section.count("```python\n"), f"{title}: the format of an edit is wrong"
+        how_tos[title] = HowTo(title, frozenset(re.findall(r"`([\w/.]+)`", files)), edits)
+    return how_tos
+
+
+def copy_product(folder: Path) -> Path:
+    """Copy the product into `folder`, to apply a how-to there; return `folder`."""
+    folder.mkdir(exist_ok=True)
+    for name in ("cli", "slurm", "tracking", "planning", "pipeline", "data_prep", "configs"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("submit.py", "setup.py", "setup.cfg"):
+        shutil.copy(ROOT / name, folder)
+    return folder
