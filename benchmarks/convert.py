@@ -65,7 +65,7 @@ def make_run(folder: Path, source: Path) -> Path:
     """A run that begins with it, its few shards ready."""
     from pipeline.config.read import load_config
     from pipeline.run.directory import Run
-    from pipeline.run.stages import load
+    from pipeline.run.stages import load_stage_module
     from tests.support.ranks import place
     from tests.support.tiny import HarmlessFlag, write_corpus
 
@@ -76,7 +76,7 @@ def make_run(folder: Path, source: Path) -> Path:
     )
     run = Run.create(load_config(file))
     for stage in ("prepare", "shard"):
-        load(stage).main(run, place(0, 1, 1), {}, HarmlessFlag())
+        load_stage_module(stage).run_stage(run, place(0, 1, 1), {}, HarmlessFlag())
     return run.path
 
 

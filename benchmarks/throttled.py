@@ -29,7 +29,7 @@ from benchmarks.table import write_table
 from pipeline.base.files import read_jsonl
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
-from pipeline.run.stages import load
+from pipeline.run.stages import load_stage_module
 from tests.support.ranks import place
 from tests.support.slow_mount import SlowMount, cannot, slow_mount
 from tests.support.tiny import HarmlessFlag, make_run, write_config
@@ -54,7 +54,7 @@ def run_on(mount: SlowMount, folder: Path, name: str, tokens: int, *overrides: s
     )
     run = Run.create(load_config(write_config(folder, name), (*data, *more, *overrides)))
     for stage in ("prepare", "shard"):
-        load(stage).main(run, place(0, 1, 1), {}, HarmlessFlag())
+        load_stage_module(stage).run_stage(run, place(0, 1, 1), {}, HarmlessFlag())
     return run
 
 

@@ -140,7 +140,7 @@ def sluice(run: Path, steps: int) -> None:
     from pipeline.run import stages
 
     marks: list[float] = []
-    load = stages.load
+    load = stages.load_stage_module
 
     def noting(name: str) -> Any:
         from pipeline.train.trainer import Trainer
@@ -155,7 +155,7 @@ def sluice(run: Path, steps: int) -> None:
         Trainer.step = wrapped  # type: ignore
         return load(name)
 
-    stages.load = noting  # type: ignore
+    stages.load_stage_module = noting  # type: ignore
     code = entry_point.main(["train", str(run)])
     marks.append(clock())  # what the last save cost belongs to the steps
     if code == 0:

@@ -55,8 +55,8 @@ def print_log(run: Run, stage: str, source: str, follow: bool) -> None:
     Raises:
         UserError: there is nothing to print; the message contains the state of the stage.
     """
-    stages.load(stage)  # raises UserError for an unknown stage
-    if stage not in stages.own_stages(run):
+    stages.load_stage_module(stage)  # raises UserError for an unknown stage
+    if stage not in stages.list_run_stages(run):
         example = format_command("logs", f"{run.name}/points/000", stage)
         raise UserError("cli.sweep_stage", f"{stage} has a log for each point of the sweep, for example: {example}")
     poller = StatusPoller(run)

@@ -22,7 +22,7 @@ from pipeline.config.sections import Config
 from pipeline.run import stages
 from pipeline.run.changes import describe_changes
 from pipeline.run.directory import Run
-from pipeline.run.points import make_points, points
+from pipeline.run.points import create_points, list_points
 from slurm.query.capacity import check_limits
 from slurm.query.job_states import require_response
 from slurm.query.run_jobs import SubmittedJob, find_run_jobs, list_running_work
@@ -61,7 +61,7 @@ def resume(
             return
         if chosen == "slurm":  # before the changes are recorded
             check_jobs(opened.with_config(opened.preview_overrides(changes, update_code)))
-        for each in (opened, *make_points(opened)):
+        for each in (opened, *create_points(opened)):
             each.apply_overrides(changes, update_code)
         reset_for_resume(opened, asked_anew=replaces_jobs)
         if update_code:
@@ -126,7 +126,7 @@ def preview_resume(
     changed.code_notes = run.code_notes
     sweep_points = [
         point.with_config(point.preview_overrides(overrides, update_code)) if point.config_file.exists() else point
-        for point in points(changed)
+        for point in list_points(changed)
     ]
 
     def print_lines(*lines: str) -> None:
@@ -143,13 +143,13 @@ def preview_resume(
         _preview_jobs(changed, sweep_points, replaces_waiting, console, print_lines, scripts)
     else:
         print_lines("", "# ---- what would run here")
-        runs = [("", changed, stages.own_stages(changed))]
-        runs += [(f"point {point.path.name} ", point, stages.point_stages()) for point in sweep_points]
+        runs = [("", changed, stages.list_run_stages(changed))]
+        runs += [(f"point {point.path.name} ", point, stages.list_point_stages()) for point in sweep_points]
         for prefix, each, names in runs:
             for stage in names:
-                work = stages.load(stage)
-                state = "done" if work.missing(each) is None else "would run"
-                print_lines(f"{prefix}{stage:9} {state}: {work.progress(each).words}".removesuffix(": -"))
+                work = stages.load_stage_module(stage)
+                state = "done" if work.missing_outputs(each) is None else "would run"
+                print_lines(f"{prefix}{stage:9} {state}: {work.progress(each).description}".removesuffix(": -"))
     print_lines("", *list_warnings(changed, executor), "nothing was written or submitted")
 
 

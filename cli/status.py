@@ -35,10 +35,10 @@ from pipeline.base.errors import UserError, find_storage_error
 from pipeline.base.files import read_last_object
 from pipeline.run import lines
 from pipeline.run.directory import Run
-from pipeline.run.history import History
+from pipeline.run.history import LineHistory
 from pipeline.run.ledger import event_timestamp
-from pipeline.run.machines import SENSORS, look, readings
-from pipeline.run.points import points
+from pipeline.run.machines import SENSORS, get_sensor_values, is_telemetry_line
+from pipeline.run.points import list_points
 from slurm.query.run_jobs import SubmittedJob, find_run_jobs, uses_slurm
 from slurm.query.status import (
     MAX_IDLE_POLLS,
@@ -95,7 +95,7 @@ def print_runs(root: Path, console: Console) -> None:
     unfinished = [
         run for run, each in statuses.items() if uses_slurm(run) and any(stage.state != "done" for stage in each)
     ]
-    jobs = find_run_jobs([each for run in unfinished for each in (run, *points(run))])
+    jobs = find_run_jobs([each for run in unfinished for each in (run, *list_points(run))])
     statuses |= {run: _read_statuses(run, jobs) for run in unfinished}
     rows = [_summarize_run(run, statuses[run]) for run in sorted(statuses, key=_last_change)]
     if rows:
@@ -206,7 +206,7 @@ def watch(run: Run, console: Console) -> None:
     """Show a run until it is done or none of its stages is active any more; q and Ctrl-C only stop watching."""
     poller = StatusPoller(run)
     is_live = supports_live_output(console)
-    history = History(run.metrics_file, lines.metric)
+    history = LineHistory(run.metrics_file, lines.is_step_line)
     idle_polls = 0
     shown: list[tuple[str, str, str]] = []
     render: Callable[[int], Group] | None = None
@@ -225,14 +225,14 @@ def watch(run: Run, console: Console) -> None:
             idle_polls = 0 if any(status.is_active for status in everything) else idle_polls + 1
             if screen is None:
                 time.sleep(POLL_INTERVAL_S)
-            elif screen.show(partial(_draw_screen, console, render, run, history.look()), POLL_INTERVAL_S):
+            elif screen.show(partial(_draw_screen, console, render, run, history.read_new_lines()), POLL_INTERVAL_S):
                 break
     if is_live and render is not None:  # leave the last table below the command
         console.print(render(console.width), soft_wrap=True)
 
 
 def _draw_screen(
-    console: Console, render: Callable[[int], Group], run: Run, history: History, width: int, height: int
+    console: Console, render: Callable[[int], Group], run: Run, history: LineHistory, width: int, height: int
 ) -> list[str]:
     """Return the lines of the screen; the table of stages and points is truncated if it is too long."""
     upper = _render_lines(console, width, render(width))
@@ -253,7 +253,7 @@ def _render_lines(console: Console, width: int, *parts: Group | Text) -> list[st
     return output.getvalue().split("\n")[:-1]
 
 
-def _describe_progress(run: Run, history: History, width: int) -> Iterator[str]:
+def _describe_progress(run: Run, history: LineHistory, width: int) -> Iterator[str]:
     """Yield the lines below the table: loss, speed, telemetry of the hosts and the last events."""
     yield ""
     if losses := history.values("loss"):
@@ -280,11 +280,11 @@ def _describe_hosts(run: Run) -> Iterator[str]:
     """Yield the newest telemetry of each host, if there is any: the mean over its GPUs, or its own values."""
     files = sorted(run.path.glob("telemetry-*.jsonl"))
     for file in files[:_MAX_HOSTS]:
-        sample = read_last_object(file, look) or {}
+        sample = read_last_object(file, is_telemetry_line) or {}
         gpus = sample.get("gpus", [])
         means = []
         for sensor, (name, unit, *_) in SENSORS.items():
-            if sensor.startswith("gpus.") == bool(gpus) and (values := readings(sample, sensor)):
+            if sensor.startswith("gpus.") == bool(gpus) and (values := get_sensor_values(sample, sensor)):
                 mean = fmean(value for _, value in values)
                 means.append(f"{'' if gpus else f'{name} '}{mean:,.0f} {unit}")
         host = file.stem.removeprefix("telemetry-")

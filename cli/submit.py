@@ -134,7 +134,7 @@ def check_submission(config: Config, on_slurm: bool) -> Run:
     run = Run.preview(config)
     check_tracker_packages(config)
     if config.site.container is None:
-        stages.refuse_inputs(run)
+        stages.check_stage_inputs(run)
     if on_slurm:
         check_jobs(run)
     if run.will_copy_code:
@@ -157,9 +157,9 @@ def check_jobs(run: Run) -> None:
 def list_warnings(run: Run, executor: Executor) -> Iterator[str]:
     """Yield what the user should know when the run starts or resumes."""
     yield from filter(None, (describe_exposed_setup(run.config), describe_replacement_risk(run.path)))
-    yield from stages.notes(run)
+    yield from stages.list_resume_notes(run)
     yield from run.code_notes
-    if stages.load("train").missing(run):
+    if stages.load_stage_module("train").missing_outputs(run):
         yield from memory_warnings(run.config, executor)
     if executor == "slurm":
         yield from _warn_of_short_time_limits(run)
@@ -183,7 +183,7 @@ def _warn_of_short_time_limits(run: Run) -> Iterator[str]:
     """Yield a warning for each stage that is not done and whose time limit is too short."""
     for stage in run.config.active_stages:
         problem = describe_short_time_limit(run.config, stage)
-        if problem and (run.config.sweep or stages.load(stage).missing(run)):
+        if problem and (run.config.sweep or stages.load_stage_module(stage).missing_outputs(run)):
             yield f"warning: stages.{stage}.time: {run.config.stages.get_resources(stage).time} is {problem}"
 
 
@@ -319,9 +319,8 @@ def _list_jobs(config: Config, point_count: int) -> Iterator[_Job]:
 
 def _list_done_stages(run: Run) -> Iterator[str]:
     """Yield the stages of a run that are done; of a sweep, the stages that its points share."""
-    for stage in stages.own_stages(run) if run.config_file.exists() else ():
-        work = stages.load(stage)
-        if getattr(work, "missing_at_a_glance", work.missing)(run) is None:
+    for stage in stages.list_run_stages(run) if run.config_file.exists() else ():
+        if stages.quick_missing_outputs(run, stage) is None:
             yield stage
 
 

@@ -9,7 +9,7 @@ import typer
 from cli.common import Overrides, RunPath
 from pipeline.base.console import PlainConsole
 from pipeline.run.directory import Run
-from pipeline.run.points import points
+from pipeline.run.points import list_points
 from planning.goodput import describe_expected_goodput
 from tracking.follower import update_trackers
 from tracking.report import print_report
@@ -25,7 +25,7 @@ def track(
     """Send what is new in a run directory to TensorBoard, W&B, MLflow, Prometheus …"""
     opened = Run.open(run)
     exit_codes = []
-    for each in [opened, *(point for point in points(opened) if point.config_file.exists())]:
+    for each in [opened, *(point for point in list_points(opened) if point.config_file.exists())]:
         if to == "mlflow" or (to is None and opened.config.track.mlflow):  # MLflow also stores report.html
             print_report(each, PlainConsole(quiet=True), describe_expected_goodput)
         exit_codes.append(update_trackers(each, to, overrides or ()))

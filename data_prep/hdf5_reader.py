@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipeline.base.errors import UserError
 from pipeline.base.files import translate_read_errors
-from pipeline.run.worker import Answer, Worker, WorkerDiedError, serve
+from pipeline.run.worker import AnswerPart, WorkerDiedError, WorkerPool, serve_requests
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _CPU_S = 600
 """Seconds of processor time for what a file holds, and for each block of rows: damaged metadata can be a circle."""
-_READER = Worker(__name__, _CPU_S)
+_READER = WorkerPool(__name__, _CPU_S)
 
 
 class Dataset(NamedTuple):
@@ -109,7 +109,7 @@ def read_rows(path: str, name: str, rows: int) -> Iterator[npt.NDArray[Any]]:
 
 def _ask(path: str, what: str, request: Any) -> Any:
     try:
-        answer = _READER.ask(request)
+        answer = _READER.request(request)
     except WorkerDiedError as error:
         raise _crashed(path, what, error) from None
     if "error" in answer:
@@ -124,7 +124,7 @@ def _crashed(path: str, what: str, error: WorkerDiedError) -> UserError:
     )
 
 
-def _answer(request: Any) -> Iterable[Answer]:
+def _answer(request: Any) -> Iterable[AnswerPart]:
     """What the worker answers."""
     import h5py
 
@@ -135,17 +135,17 @@ def _answer(request: Any) -> Iterable[Answer]:
                 yield from _blocks(file[request["name"]], request["rows"])
                 return
             found = [_described(file, name, request["follow_links"]) for name in request["names"]]
-            yield Answer({"datasets": [one for one in found if one is not None], "there": [*file]})
+            yield AnswerPart({"datasets": [one for one in found if one is not None], "there": [*file]})
     except UserError as error:
-        yield Answer({"error": str(error)})
+        yield AnswerPart({"error": str(error)})
 
 
-def _blocks(dataset: Any, rows: int) -> Iterator[Answer]:
+def _blocks(dataset: Any, rows: int) -> Iterator[AnswerPart]:
     import numpy as np
 
     for start in range(0, max(1, len(dataset)), rows):
         block = np.ascontiguousarray(dataset[start : start + rows])
-        yield Answer({"kind": block.dtype.str, "shape": block.shape}, block.tobytes())
+        yield AnswerPart({"kind": block.dtype.str, "shape": block.shape}, block.tobytes())
 
 
 def _described(file: Any, name: str, follow_links: bool) -> dict[str, Any] | None:
@@ -173,4 +173,4 @@ def _described(file: Any, name: str, follow_links: bool) -> dict[str, Any] | Non
 
 
 if __name__ == "__main__":
-    serve(_answer)
+    serve_requests(_answer)

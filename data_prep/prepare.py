@@ -38,12 +38,12 @@ def log(text: str) -> None:
     print(text, flush=True)
 
 
-def missing(run: Run) -> str | None:
+def missing_outputs(run: Run) -> str | None:
     """Why prepare is not done; None when what it fixes validates."""
     return seen_from_outside(run).prepare_missing()
 
 
-def missing_at_a_glance(run: Run) -> str | None:
+def quick_missing_outputs(run: Run) -> str | None:
     """The same of what it fixed alone: no input is asked whether it changed."""
     return seen_from_outside(run).prepare_missing(ask_inputs=False)
 
@@ -54,12 +54,12 @@ def progress(run: Run) -> Progress:
     return Progress(folder.fixed if folder.prepare_missing(ask_inputs=False) is None else "-")
 
 
-def look(run: Run) -> None:
+def check_inputs(run: Run) -> None:
     """Raise UserError where `main` would at first sight."""
     folder_of(run).look()
 
 
-def main(run: Run, place: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
+def run_stage(run: Run, place: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
     """Do it; ranks beyond the first have nothing to do."""
     gc.enable()
     flag.exit_on_signal()

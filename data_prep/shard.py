@@ -22,12 +22,12 @@ from pipeline.run.stages import Progress
 MOST_ASKED = 100
 
 
-def missing(run: Run) -> str | None:
+def missing_outputs(run: Run) -> str | None:
     """Why shard is not done; None when the manifest and every shard validate (by size)."""
     return seen_from_outside(run).shard_missing()
 
 
-def lacks(run: Run) -> str | None:
+def missing_inputs(run: Run) -> str | None:
     """Which file it would not find as it was, where it has not begun: of its inputs some are asked, spread over all."""
     folder = seen_from_outside(run)
     with suppress(InputError, OSError):  # the stage before says why; or it is another one's, who looks here
@@ -38,7 +38,7 @@ def lacks(run: Run) -> str | None:
     return None
 
 
-def note(run: Run) -> str | None:
+def resume_note(run: Run) -> str | None:
     """What the source has that finished shards were not made of; None for what is gone: nobody needs it any more."""
     folder = seen_from_outside(run)
     with suppress(UserError, OSError):
@@ -59,10 +59,10 @@ def progress(run: Run) -> Progress:
     folder = seen_from_outside(run)
     done, total, left_s = folder.progress()
     words = f"{done}/{total} units"
-    return Progress(words + folder.remark(), done, total, words, left_s=left_s)
+    return Progress(words + folder.remark(), done, total, words, remaining_s=left_s)
 
 
-def main(run: Run, place: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
+def run_stage(run: Run, place: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
     """Shard this task's units; the last task to finish writes the manifest."""
     gc.enable()
     flag.exit_on_signal()

@@ -29,7 +29,7 @@ from pipeline.config.read import load_config
 from pipeline.config.stages import STAGES
 from pipeline.run import stages
 from pipeline.run.directory import Run
-from pipeline.run.failure import explain, leave_peers, report_error
+from pipeline.run.failure import abort_peers, explain_error, write_error_report
 
 CREATE_TIMEOUT_S = 120
 """How long other ranks wait for rank 0 to create the run."""
@@ -71,7 +71,7 @@ def main(arguments: list[str]) -> int:
             )
         writes_events = not is_supervised
         stage_options = {"step": options.step} if options.step else {}
-        code = stages.load(options.stage).main(run, rank_info, stage_options, flag)
+        code = stages.load_stage_module(options.stage).run_stage(run, rank_info, stage_options, flag)
         if writes_events and rank_info.rank == 0:
             event = "done" if code == ExitCode.DONE else "stopped"
             _write_end_event(run, options.stage, rank_info, event, code, start_time)
@@ -79,9 +79,9 @@ def main(arguments: list[str]) -> int:
     except BaseException as error:
         if run is None and isinstance(error, SystemExit):  # argparse has printed the usage
             return int(error.code or 0)
-        code, message = explain(error)
+        code, message = explain_error(error)
         if run is not None and rank_info is not None:
-            report_error(run, options.stage, rank_info, code, message, getattr(error, "host", None))
+            write_error_report(run, options.stage, rank_info, code, message, getattr(error, "host", None))
             if writes_events:
                 # the rank that failed writes the event; rank 0 writes it if that rank could not
                 last_events = [event["event"] for event in run.read_events(options.stage)][-1:]
@@ -93,7 +93,7 @@ def main(arguments: list[str]) -> int:
         if is_supervised or rank_info is None or rank_info.world_size == 1:
             print(message, file=sys.stderr, flush=True)
         else:
-            leave_peers(rank_info, code, message)
+            abort_peers(rank_info, code, message)
         return code
 
 

@@ -444,7 +444,7 @@ def start_ranks(config: Config, arguments: Sequence[str]) -> int:
             process.wait()
 
 
-def main(arguments: Sequence[str]) -> int:
+def run_stage(arguments: Sequence[str]) -> int:
     """Run the command. Return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m planning.calibrate", description="Measure this machine with the ranks of a training."
@@ -467,4 +467,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_stage(sys.argv[1:]))

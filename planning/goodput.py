@@ -33,7 +33,7 @@ from pipeline.config.sections import Config
 from pipeline.config.types import Fraction, NonNegativeInt, PositiveFloat, Section
 from pipeline.run import lines
 from pipeline.run.directory import Run
-from pipeline.run.history import History
+from pipeline.run.history import LineHistory
 from pipeline.run.ledger import (
     PRODUCTIVE_CATEGORIES,
     STEP_TIME_KEYS,
@@ -529,7 +529,7 @@ def print_goodput(
     if target.is_dir():
         run = Run.open(target)
         config = parse_config(apply_overrides(run.config.model_dump(mode="json"), overrides), COMMAND_LINE)
-        steps = History(run.metrics_file, lines.metric, keep=STEP_TIME_KEYS).look().rows
+        steps = LineHistory(run.metrics_file, lines.is_step_line, keep=STEP_TIME_KEYS).read_new_lines().rows
         attempts = build_ledger(run.read_events(), steps, ["train"], time.time())
         per_node = run.config.stages.train.tasks_per_node
         measured = measure_goodput_figures(run.read_events("train"), steps, attempts, per_node)

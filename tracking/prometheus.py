@@ -16,10 +16,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from pipeline.base.files import read_last_object, replace_atomically
 from pipeline.data.manifest import steps_of
-from pipeline.run.attempts import ENDS, GOES_ON
+from pipeline.run.attempts import END_EVENTS, RETRY_EVENTS
 from pipeline.run.directory import Run
 from pipeline.run.ledger import event_timestamp
-from pipeline.run.machines import SENSORS, look, readings
+from pipeline.run.machines import SENSORS, get_sensor_values, is_telemetry_line
 from slurm.query.status import find_current_stragglers
 from tracking.tracker import Line, RunReader, Tracker, TrackerState, display_names
 
@@ -86,7 +86,12 @@ class Prometheus(Tracker):
         """Return how long jobs have waited to start."""
         queued_since = total = 0.0
         for event in self._events:
-            if event["event"] in ("submitted", "resumed", *GOES_ON, "done"):  # after "done", dependent jobs may start
+            if event["event"] in (
+                "submitted",
+                "resumed",
+                *RETRY_EVENTS,
+                "done",
+            ):  # after "done", dependent jobs may start
                 queued_since = event_timestamp(event)
             elif event["event"] == "started":
                 total += max(0.0, event_timestamp(event) - queued_since) if queued_since else 0.0
@@ -125,7 +130,7 @@ class Prometheus(Tracker):
                 yield self._family(name, description, [([], value)], is_counter=True)
         if self._total_steps:
             yield self._family("steps", "Steps of the whole training", [([], self._total_steps)])
-        ends = [event for event in self._events if event["event"] in ENDS and event["event"] != "done"]
+        ends = [event for event in self._events if event["event"] in END_EVENTS and event["event"] != "done"]
         stops = Counter(str(event.get("cause", event["event"])) for event in ends)
         starts = Counter(event["stage"] for event in self._events if event["event"] == "started")
         for name, description, label, counts in (
@@ -147,12 +152,16 @@ class Prometheus(Tracker):
 
     def _collect_telemetry(self) -> Iterator[Metric]:
         samples = [
-            sample for path in self.run.path.glob("telemetry-*.jsonl") if (sample := read_last_object(path, look))
+            sample
+            for path in self.run.path.glob("telemetry-*.jsonl")
+            if (sample := read_last_object(path, is_telemetry_line))
         ]
         samples = [sample for sample in samples if time.time() - sample["time"] < MAX_SAMPLE_AGE_S]
         for sensor, (description, _, name, factor) in SENSORS.items():
             values = [
-                ([sample["host"], gpu], value * factor) for sample in samples for gpu, value in readings(sample, sensor)
+                ([sample["host"], gpu], value * factor)
+                for sample in samples
+                for gpu, value in get_sensor_values(sample, sensor)
             ]
             if sensor.startswith("gpus."):
                 yield self._family(name, description, values, "host", "gpu")

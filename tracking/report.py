@@ -50,7 +50,7 @@ from pipeline.parallel.mesh import Layout, resolve_layout
 from pipeline.run import lines, stages
 from pipeline.run import points as sweep
 from pipeline.run.directory import Run
-from pipeline.run.history import History
+from pipeline.run.history import LineHistory
 from pipeline.run.ledger import (
     CATEGORIES,
     PRODUCTIVE_CATEGORIES,
@@ -64,9 +64,9 @@ from pipeline.run.ledger import (
     split_step_time,
     sum_categories,
 )  # fmt: skip
-from pipeline.run.lines import number
-from pipeline.run.machines import SENSORS, energy_kwh, gpus_behind, look, readings
-from pipeline.run.metrics import own_times
+from pipeline.run.lines import is_number
+from pipeline.run.machines import SENSORS, get_sensor_values, is_telemetry_line, list_slow_gpus, sum_gpu_energy_kwh
+from pipeline.run.metrics import read_compute_times
 from pipeline.train import step_trace
 from slurm.query.job_states import (
     RecordedJob,
@@ -118,7 +118,7 @@ class ReportData:
 
     attempts: list[AttemptTimes]
     """Attempts of the run; then those of each sweep point, with the point's number as their task."""
-    steps: History
+    steps: LineHistory
     """The run's own steps."""
     curves: dict[str, dict[str, Points]]
     """For a sweep: `loss` and `held_out_loss` over steps, by name of the point."""
@@ -141,19 +141,19 @@ def read_job_times(jobs: Iterable[RecordedJob]) -> list[JobRun]:
 
 def read_report_data(run: Run, rows: Iterable[StageStatus]) -> ReportData:
     """Read a run whose stages have the states `rows`, and its sweep points."""
-    points = sweep.points(run)
+    points = sweep.list_points(run)
     submitted = [job for each in (run, *points) for _, job in list_recorded_jobs(each)] if uses_slurm(run) else []
     jobs = read_job_times(submitted)
     now = time.time()
     events = run.read_events()
     running = [row.stage for row in rows if row.state in ("running", "completing")]
-    steps = History(run.metrics_file, lines.metric, keep=STEP_TIME_KEYS).look()
-    data = ReportData(build_ledger(events, steps.rows, stages.own_stages(run), now, running, jobs), steps, {})
+    steps = LineHistory(run.metrics_file, lines.is_step_line, keep=STEP_TIME_KEYS).read_new_lines()
+    data = ReportData(build_ledger(events, steps.rows, stages.list_run_stages(run), now, running, jobs), steps, {})
     shared_events = [event for event in events if event["event"] == "done"]  # the points waited for these stages
-    point_stages = stages.point_stages()
+    point_stages = stages.list_point_stages()
     for number_of_point, point in enumerate(points):
         running = [stage for stage in point_stages if point.lock_holder(stage)]
-        history = History(point.metrics_file, lines.metric, keep=STEP_TIME_KEYS).look()
+        history = LineHistory(point.metrics_file, lines.is_step_line, keep=STEP_TIME_KEYS).read_new_lines()
         point_events = [*shared_events, *point.read_events()]
         for attempt in build_ledger(point_events, history.rows, point_stages, now, running, jobs):
             attempt.task = number_of_point
@@ -221,7 +221,7 @@ def _summarize(
     run: Run,
     rows: Sequence[StageStatus],
     attempts: Sequence[AttemptTimes],
-    steps: History,
+    steps: LineHistory,
     points: Sequence[Sequence[str]],
 ) -> dict[str, str]:
     """Return the summary at the top of the page: what was trained, how good it is, how long it took, what it cost.
@@ -229,10 +229,10 @@ def _summarize(
     points: for a sweep, the header of its table and the best point.
     """
     model = run.config.model
-    train = stages.load("train")
+    train = stages.load_stage_module("train")
     what = [model.target or f"a decoder of {model.layers} layers, {model.dim} wide, {model.heads} heads"]
     if run.config.sweep is None:
-        what += [train.progress(run).words, *(f"{tokens:,.0f} tokens" for tokens in steps.values("tokens")[-1:])]
+        what += [train.progress(run).description, *(f"{tokens:,.0f} tokens" for tokens in steps.values("tokens")[-1:])]
     else:
         what.append(f"a sweep of {len(run.config.sweep.points())} points")
     with suppress(UserError, OSError):
@@ -250,7 +250,9 @@ def _summarize(
         a.ranks * (a.end_time - a.start_time - sum(a.seconds[part] for part in WAITING_CATEGORIES)) for a in attempts
     )
     spans = [(a.start_time, a.end_time) for a in attempts]
-    energies = [kwh for each in (run, *sweep.points(run)) if (kwh := energy_kwh(each.path, spans)) is not None]
+    energies = [
+        kwh for each in (run, *sweep.list_points(run)) if (kwh := sum_gpu_energy_kwh(each.path, spans)) is not None
+    ]
     energy = f"{sum(energies):.3g} kWh of GPUs; " if energies else ""
     begin = min((a.start_time for a in attempts), default=0.0)
     duration = format_duration(max((a.end_time for a in attempts), default=0.0) - begin)
@@ -273,7 +275,8 @@ def _describe_training(
     """Yield the lines about the training, the evaluation, slow hosts and GPUs, and malformed lines."""
     if run.config.sweep is None:
         repeated = sum(len(e.get("steps", ())) for e in run.read_events("train", "lost_work"))
-        yield f"training: {stages.load('train').progress(run).words}; {repeated} steps were lost and repeated"
+        progress = stages.load_stage_module("train").progress(run)
+        yield f"training: {progress.description}; {repeated} steps were lost and repeated"
     if training:
         effective, forward = compute_ratios(sum_categories(training))
         yield f"effective training time ratio {effective:.3f}, forward progress {forward:.3f} (arXiv 2410.21680)"
@@ -286,16 +289,18 @@ def _describe_training(
     if profiled := data.steps.values("profile.compute"):
         parts = {name: fmean(data.steps.values(f"profile.{name}")) for name in step_trace.STEP_PARTS}
         yield f"{len(profiled)} profiled steps: {step_trace.describe_parts(parts)}"
-    if host_ratios := own_times(run):
+    if host_ratios := read_compute_times(run):
         slowest = sorted(host_ratios.items(), key=lambda item: -item[1])[:8]
         hosts = ", ".join(f"{host} {ratio:.2f}" for host, ratio in slowest)
         yield f"local compute time per step by host, as a multiple of the median, slowest first: {hosts}"
     span = (
         (max(training[-1].end_time - 600, training[-1].start_time), training[-1].end_time) if training else (0.0, 0.0)
     )
-    if slow_gpus := gpus_behind(run.path, *span, looks=None):
+    if slow_gpus := list_slow_gpus(run.path, *span, looks=None):
         yield f"GPUs behind others of their kind in the last 10 minutes of training: {'; '.join(slow_gpus[:8])}"
-    yield from filter(None, (lines.odd(run.events_file, lines.event), data.steps.odd_words))
+    yield from filter(
+        None, (lines.describe_malformed_lines(run.events_file, lines.is_event), data.steps.malformed_description)
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------ figures
@@ -397,10 +402,10 @@ def draw_sweep_points(points: Sequence[Mapping[str, Any]], result_name: str, res
     paths = list[list[tuple[float, float]]]([] for _ in evaluated)
     last = len(columns) - 1
     for position, (key, values) in enumerate(columns.items()):
-        distinct = sorted(set(values), key=lambda value: (value if number(value) else inf, str(value)))
-        if key != result_name and (len(distinct) <= _MAX_EVEN_VALUES or not all(map(number, distinct))):
+        distinct = sorted(set(values), key=lambda value: (value if is_number(value) else inf, str(value)))
+        if key != result_name and (len(distinct) <= _MAX_EVEN_VALUES or not all(map(is_number, distinct))):
             ticks = [
-                (n / max(1, len(distinct) - 1), format_number(value) if number(value) else str(value))
+                (n / max(1, len(distinct) - 1), format_number(value) if is_number(value) else str(value))
                 for n, value in enumerate(distinct)
             ]
             heights = [ticks[distinct.index(value)][0] for value in values]
@@ -430,7 +435,7 @@ def draw_sweep_points(points: Sequence[Mapping[str, Any]], result_name: str, res
     return format_figure("Values and results", content, keys, f"{FIGURE_STYLE};padding-top:44px")
 
 
-def draw_training(run: Run, steps: History) -> list[str]:
+def draw_training(run: Run, steps: LineHistory) -> list[str]:
     """Draw everything over steps. Vertical lines mark steps at which an attempt resumed from a checkpoint."""
     marks = [event["step"] for event in run.read_events("train", "restored")]
     unit, loss_unit = ("tokens", "nats per token") if "samples_per_s" not in steps.names else ("samples", "loss")
@@ -461,7 +466,7 @@ def draw_training(run: Run, steps: History) -> list[str]:
     ]
 
 
-def _mean_step_parts(steps: History) -> tuple[list[float], dict[str, list[float]]]:
+def _mean_step_parts(steps: LineHistory) -> tuple[list[float], dict[str, list[float]]]:
     """Return the mean step of each slice of the training, and the mean seconds of each part of a step there."""
     size = max(1, ceil(len(steps.rows) / _SLICES))
     slices = [steps.rows[start : start + size] for start in range(0, len(steps.rows), size)]
@@ -474,7 +479,7 @@ def _mean_step_parts(steps: History) -> tuple[list[float], dict[str, list[float]
     return middles, parts
 
 
-def _profiled_shares(steps: History) -> tuple[list[float], dict[str, list[float]]]:
+def _profiled_shares(steps: LineHistory) -> tuple[list[float], dict[str, list[float]]]:
     """Return the profiled steps, and the share of each part in per cent."""
     parts = {name: dict(steps.curve(f"profile.{name}")) for name in step_trace.STEP_PARTS}
     profiled = sorted({step for curve in parts.values() for step in curve})
@@ -483,7 +488,7 @@ def _profiled_shares(steps: History) -> tuple[list[float], dict[str, list[float]
     return profiled, shares
 
 
-def _late_losses(steps: History) -> dict[str, Points]:
+def _late_losses(steps: LineHistory) -> dict[str, Points]:
     """Return the losses in the second half, whose detail the first steps and spikes would hide; {} if too few."""
     losses = [steps.curve(name) for name in ("loss", f"{HELD_OUT_PREFIX}loss")]
     if not losses[0]:
@@ -537,7 +542,7 @@ def _draw_sweep(run: Run, rows: Sequence[StageStatus], curves: Mapping[str, Mapp
 
 def _draw_machines(run: Run, attempts: Sequence[AttemptTimes]) -> list[str]:
     """Draw the config's layout, the hosts by local compute time, and each host's telemetry."""
-    figures = [_draw_hosts(own_times(run))]
+    figures = [_draw_hosts(read_compute_times(run))]
     with suppress(UserError, OSError):  # for example, its tokenizer was removed
         figures.append(draw_mesh(resolve_layout(run.config)))
     curves: dict[str, dict[str, Points]] = defaultdict(dict)
@@ -546,9 +551,9 @@ def _draw_machines(run: Run, attempts: Sequence[AttemptTimes]) -> list[str]:
     unit, size = pick_time_unit(end - begin)
     for file in sorted(run.path.glob("telemetry-*.jsonl")):
         points: dict[str, list[tuple[float, float]]] = {sensor: [] for sensor in SENSORS}
-        for sample in lines.read(file, look):
+        for sample in lines.read_valid_lines(file, is_telemetry_line):
             for sensor, sensor_points in points.items():
-                if values := readings(sample, sensor):
+                if values := get_sensor_values(sample, sensor):
                     sensor_points.append(((sample["time"] - begin) / size, fmean(value for _, value in values)))
         for sensor, sensor_points in points.items():
             curves[sensor][file.stem.removeprefix("telemetry-")] = average_buckets(sensor_points, 150) or sensor_points

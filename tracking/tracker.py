@@ -26,7 +26,7 @@ from pipeline.config.sections import Config
 from pipeline.config.track import TRACKERS
 from pipeline.evaluate.result import HELD_OUT_PREFIX, read_all_results
 from pipeline.run import lines, stages
-from pipeline.run.attempts import ENDS
+from pipeline.run.attempts import END_EVENTS
 from pipeline.run.changes import flatten_keys
 from pipeline.run.directory import Run
 from pipeline.run.ledger import event_timestamp
@@ -85,13 +85,13 @@ class RunReader:
         elif event.get("stage") == "train" and event["event"] == "started":
             self._starts.append((event_timestamp(event), event))
             self.running_attempt = event
-        elif event.get("stage") == "train" and event["event"] in (*ENDS, "stopping", "stop_requested"):
+        elif event.get("stage") == "train" and event["event"] in (*END_EVENTS, "stopping", "stop_requested"):
             self.running_attempt = None
 
     def events(self, offset: int) -> Iterator[tuple[Line, int]]:
         """Yield the events from byte `offset` of events.jsonl, each with the offset of the next one."""
         for text, end in read_complete_lines(self.run.events_file, offset):
-            if lines.event(event := parse_json_or_none(text)):
+            if lines.is_event(event := parse_json_or_none(text)):
                 yield event, end
 
     def steps(self, after: int) -> list[Line]:
@@ -106,7 +106,7 @@ class RunReader:
         found: list[Line] = []
         for text, end in read_complete_lines(self.run.metrics_file, self._offset):
             line = parse_json_or_none(text)
-            if lines.metric(line) and line["step"] > after:
+            if lines.is_step_line(line) and line["step"] > after:
                 if self._lost_steps and sha256_line(line) in self._lost_steps:  # the file is not cut yet
                     self._offset = 0
                     return [step for step in found if step["step"] < min(self._lost_steps.values())]
@@ -125,7 +125,7 @@ class RunReader:
             return []
         new = [result for result in read_all_results(self.run)[0] if result["step"] not in known_steps]
         return [
-            {key: value for key, value in result.items() if lines.number(value)} for result in islice(new, MAX_STEPS)
+            {key: value for key, value in result.items() if lines.is_number(value)} for result in islice(new, MAX_STEPS)
         ]
 
     def attempt_of(self, line: Line) -> Line:
@@ -165,12 +165,12 @@ class TrackerState:
     def _is_valid(key: str, value: Any) -> bool:
         """Return whether `value` is possible for this attribute."""
         if key in ("step", "events"):
-            return lines.count(value)
+            return lines.is_count(value)
         if key == "evaluations":
-            return isinstance(value, list) and all(map(lines.count, value))
+            return isinstance(value, list) and all(map(lines.is_count, value))
         if key == "stall":
-            return lines.text(value)
-        return lines.duration(value)
+            return lines.is_text(value)
+        return lines.is_duration(value)
 
 
 class Tracker:
@@ -240,7 +240,7 @@ def flatten_numbers(line: Mapping[str, Any], prefix: str = "") -> Iterator[tuple
     for key, value in line.items():
         if isinstance(value, Mapping):
             yield from flatten_numbers(value, f"{prefix}{key}/")
-        elif lines.number(value) and key not in ("step", "time"):
+        elif lines.is_number(value) and key not in ("step", "time"):
             yield prefix + key, float(value)
 
 
@@ -252,7 +252,7 @@ def tracker_run_id(run: Run) -> str:
 
 def last_stage(run: Run) -> str:
     """Return the last stage of the run, or of a point of a sweep."""
-    return (stages.own_stages(run) if run.sweep_or_self is run else stages.point_stages())[-1]
+    return (stages.list_run_stages(run) if run.sweep_or_self is run else stages.list_point_stages())[-1]
 
 
 def display_names(run: Run) -> tuple[str, str | None]:

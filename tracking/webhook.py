@@ -83,7 +83,7 @@ class Webhook(Tracker):
         hang_s = recovery.hang_s or MIN_HANG_S
         if attempt is None or 2 * quiet_s < hang_s:
             return False
-        steps = [*read_last_objects(self.run.metrics_file, lines.metric)]  # newest first
+        steps = [*read_last_objects(self.run.metrics_file, lines.is_step_line)]  # newest first
         if not steps or (steps[0].get("time") or 0.0) < event_timestamp(attempt):  # no step of this attempt
             limit_s = recovery.start_s / 2
             since = "since the start"

@@ -22,7 +22,7 @@ from pipeline.base.errors import CheckpointError, UserError
 from pipeline.base.files import has_valid_checksum, read_json, sha256_file
 from pipeline.run import lines
 from pipeline.run.directory import Run
-from pipeline.run.points import points
+from pipeline.run.points import list_points
 
 MANIFEST_FILE = "manifest.json"
 METADATA_FILE = ".metadata"
@@ -92,7 +92,7 @@ def read_checkpoint_manifest(checkpoint: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is missing") from None
     if not has_valid_checksum(manifest):
         raise CheckpointError(f"{path} is damaged: its content does not fit its own hash")
-    if not lines.checkpoint(manifest):
+    if not lines.is_checkpoint_manifest(manifest):
         raise CheckpointError(f"{path} does not say what a checkpoint's manifest says: no training wrote it")
     if (named := _STEP.fullmatch(checkpoint.name)) and int(named[1]) != manifest.get("step"):
         raise CheckpointError(f"{path} is of step {manifest.get('step')}: this folder had another name")
@@ -177,7 +177,7 @@ def find_checkpoint(run: Run, which: str | None) -> tuple[Path, dict[str, Any]]:
 
     Raises CheckpointError where there is none, UserError for a sweep and for a step that is not there.
     """
-    if found := points(run):
+    if found := list_points(run):
         raise UserError(
             f"{run.name} is a sweep, and each of its points has checkpoints: verify {found[0].name} and so on, up to "
             f"{found[-1].path.name}"

@@ -20,7 +20,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import open_regular_file
 from pipeline.config.datasets import CHAT_TEMPLATES
 from pipeline.data.chat_template_worker import MARKS
-from pipeline.run.worker import Worker, WorkerDiedError
+from pipeline.run.worker import WorkerDiedError, WorkerPool
 
 _AT_ONCE = 16
 """Beginnings of a dialogue that are rendered in one request, because a request takes longer than most templates."""
@@ -31,7 +31,7 @@ _CPU_S = 60
 depend on the machine, so they must not decide which dialogues are taken."""
 _MEMORY = 1 << 31
 """Bytes of memory of one request."""
-_RENDERER = Worker("pipeline.data.chat_template_worker", _CPU_S, _MEMORY)
+_RENDERER = WorkerPool("pipeline.data.chat_template_worker", _CPU_S, _MEMORY)
 _FOLDER = Path(__file__).parent / "chat_templates"
 """Templates for training of the families of models that a run can start from. They mark answers."""
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
@@ -85,7 +85,7 @@ class ChatTemplate:
     def _ask(self, messages: Sequence[Mapping[str, str]], beginnings: Sequence[tuple[int, bool]]) -> list[str]:
         request = {"source": self._source, "tokens": self._tokens, "messages": [*messages], "beginnings": beginnings}
         try:
-            answer = _RENDERER.ask(request)
+            answer = _RENDERER.request(request)
         except WorkerDiedError as error:
             raise UnusableTemplateError(f"the process that ran it failed: {error}") from None
         if "unusable" in answer:

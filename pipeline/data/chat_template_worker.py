@@ -26,7 +26,7 @@ from jinja2.runtime import BlockReference, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Cycler, Joiner
 
-from pipeline.run.worker import Answer, serve
+from pipeline.run.worker import AnswerPart, serve_requests
 
 MARKS = ("\ufdd0", "\ufdd1")
 """Around marked text: characters that Unicode reserves for programs."""
@@ -209,7 +209,7 @@ def _render(template: Template, values: Mapping[str, Any]) -> str:
     return text
 
 
-def _answer(request: Mapping[str, Any]) -> Iterable[Answer]:
+def _answer(request: Mapping[str, Any]) -> Iterable[AnswerPart]:
     """The texts of the beginnings of a dialogue, or why there are none."""
     found: dict[str, Any]
     is_compiled = False
@@ -227,8 +227,8 @@ def _answer(request: Mapping[str, Any]) -> Iterable[Answer]:
         found = {"unusable": "it needs too much memory for one dialogue (2 GiB are the limit)"}
     except Exception as error:  # a template is a foreign program and may raise anything
         found = {"failed" if is_compiled else "unusable": shorten(str(error), 200)}
-    yield Answer(found)
+    yield AnswerPart(found)
 
 
 if __name__ == "__main__":
-    serve(_answer)
+    serve_requests(_answer)

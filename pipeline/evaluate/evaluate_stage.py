@@ -37,7 +37,7 @@ def wanted(run: Run, which: str | None) -> list[int]:
     return [int(which)]
 
 
-def missing(run: Run) -> str | None:
+def missing_outputs(run: Run) -> str | None:
     """Why evaluation is not done; None when every wanted checkpoint has its result."""
     if run.config.data.held_out == 0:
         return None
@@ -48,7 +48,7 @@ def missing(run: Run) -> str | None:
     return f"step {without[0]} is not evaluated" if without else None
 
 
-def look(run: Run) -> None:
+def check_inputs(run: Run) -> None:
     """Raise UserError for tasks that are none."""
     files = run.config.evaluate.task_files
     for _, file in zip(derive_task_names(files), files, strict=True):
@@ -66,7 +66,7 @@ def progress(run: Run) -> Progress:
     return Progress(f"step {result['step']}: {name} {value:.3f}")
 
 
-def main(run: Run, place: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
+def run_stage(run: Run, place: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
     """Evaluate what is wanted and not there yet. Raises CheckpointError where there is no checkpoint at all."""
     from pipeline.comm import groups
     from pipeline.data.verify_shards import manifest_of

@@ -14,7 +14,7 @@ from pipeline.base.errors import CheckpointError
 from pipeline.base.files import has_wrong_checksum, read_json
 from pipeline.checkpoint.catalog import checkpoint_name, list_checkpoint_steps, read_checkpoint_manifest
 from pipeline.run.directory import Run
-from pipeline.run.lines import number
+from pipeline.run.lines import is_number
 
 TEXT_METRICS = ("perplexity", "bits_per_byte", "unigram_bits_per_byte")
 """What an evaluation on text has besides its loss."""
@@ -40,7 +40,7 @@ def _read(path: Path) -> dict[str, Any] | None:
         return None
     of_text = TEXT_METRICS if "bits_per_byte" in result else ()
     named = [key for key in result if key not in ("checkpoint", "sha256")]
-    whole = all(number(result.get(key)) for key in ("step", "loss", *of_text, *named))
+    whole = all(is_number(result.get(key)) for key in ("step", "loss", *of_text, *named))
     return result if whole and isinstance(result.get("checkpoint"), str) else None
 
 

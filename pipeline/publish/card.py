@@ -22,7 +22,7 @@ from pipeline.data.verify_shards import manifest_of
 from pipeline.evaluate.result import ITEMS_SUFFIX, STDERR_SUFFIX, get_metrics_without_errors
 from pipeline.run import lines
 from pipeline.run.directory import Run
-from pipeline.run.machines import energy_kwh
+from pipeline.run.machines import sum_gpu_energy_kwh
 
 PICTURE = "loss.svg"
 _TOLD = ("model", "data", "train", "optimizer", "parallel")
@@ -38,7 +38,11 @@ _FILES = 100
 
 def write_card(run: Run, folder: Path, step: int, result: Mapping[str, Any] | None, rules: Sequence[str]) -> None:
     """Write README.md and, where steps are recorded, loss.svg into `folder`."""
-    found = {line["step"]: line for line in lines.read(run.metrics_file, lines.metric) if line["step"] <= step}
+    found = {
+        line["step"]: line
+        for line in lines.read_valid_lines(run.metrics_file, lines.is_step_line)
+        if line["step"] <= step
+    }
     steps = [found[number] for number in sorted(found)]
     config, wanted = run.config, run.config.publish
     assert wanted is not None
@@ -101,7 +105,7 @@ def _training(run: Run, steps: Sequence[Mapping[str, Any]]) -> list[str]:
         seconds, ranks = sum(line["step_time_s"] for line in steps), run.config.stages.train.ranks
         told.append(f"{len(steps):,} steps, last loss {steps[-1]['loss']:.4f}")
         told.append(f"{seconds / 3600:.3g} hours of steps, each counted once; ranks: {ranks}, as the config asks")
-    energy = energy_kwh(run.path, [(0.0, inf)])
+    energy = sum_gpu_energy_kwh(run.path, [(0.0, inf)])
     told.append("energy: not measured" if energy is None else f"{energy:.3g} kWh of the GPUs, by their own sensors")
     start, folder = read_source(run).get("files", {}), run.config.model.init_from
     return told + [

@@ -69,7 +69,7 @@ _SUMS_LINE = re.compile(r"([0-9a-f]{64})  ([^/\n]+)\n")
 _NOT_YET = {"registered": "publish.mlflow has no entry yet", "version": "publish.run has not ended well yet"}
 
 
-def missing(run: Run) -> str | None:
+def missing_outputs(run: Run) -> str | None:
     """Why the stage is not done; None when the newest checkpoint is published and all ended well that comes behind."""
     step = find_newest_step(run.checkpoints_dir)
     if not step:
@@ -88,7 +88,7 @@ def progress(run: Run) -> Progress:
     return Progress(str(_version(run, step)) if step and published else "-")
 
 
-def look(run: Run) -> None:
+def check_inputs(run: Run) -> None:
     """Raise UserError for rules that can never be looked at."""
     wanted = _wanted(run)
     figures = [name for name, bounds in wanted.rules.items() if bounds is not None]
@@ -103,7 +103,7 @@ def look(run: Run) -> None:
         _bar(wanted.no_worse_than)
 
 
-def main(run: Run, place: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
+def run_stage(run: Run, place: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
     """Publish the newest checkpoint. Raises UserError where a rule fails, CheckpointError for a damaged one."""
     wanted, step = _wanted(run), find_newest_step(run.checkpoints_dir)
     if not step:

@@ -103,8 +103,8 @@ class BadStepGuard(Callback):
         def read_files() -> tuple[list[Any], list[Any]]:
             if not is_first:
                 return [], []
-            metrics = select_recent_metrics(lines.read(run.metrics_file, lines.metric))
-            return lines.read_all(run.decisions_file, lines.decision), metrics
+            metrics = select_recent_metrics(lines.read_valid_lines(run.metrics_file, lines.is_step_line))
+            return lines.read_required_lines(run.decisions_file, lines.is_decision), metrics
 
         decisions, metrics = all_gather_results(group, read_files)[0]
         return cls(run, decisions=decisions, metrics=metrics, writes=is_first)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from pipeline.base.files import write_json
 from pipeline.comm.groups import all_gather_results
 from pipeline.run.directory import Run
-from pipeline.run.metrics import own_times_file
+from pipeline.run.metrics import get_compute_times_file
 from pipeline.train.callback import Callback, TrainerContext
 
 SLOW_RATIO = 1.3
@@ -140,4 +140,4 @@ class StragglerDetector(Callback):
         if time.monotonic() >= self._next_host_file:
             self._next_host_file = time.monotonic() + HOST_FILE_INTERVAL_S
             ratios = {host: own_s / median_s for host, (own_s, median_s) in self._sums.items() if median_s > 0}
-            write_json(self.run.stage_dir("train") / own_times_file(self.run).name, ratios)
+            write_json(self.run.stage_dir("train") / get_compute_times_file(self.run).name, ratios)

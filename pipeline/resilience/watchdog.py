@@ -29,7 +29,7 @@ from pipeline.base.errors import ExitCode
 from pipeline.base.files import write_json
 from pipeline.base.signals import StopFlag
 from pipeline.run.directory import Run
-from pipeline.run.failure import report_error
+from pipeline.run.failure import write_error_report
 from pipeline.train.callback import Callback, TrainerContext
 
 MIN_LIMIT_S = 300.0
@@ -139,7 +139,7 @@ class Watchdog(Callback):
         write_json(self.file, {**facts, "collectives": list_recent_collectives()})
         message = f"rank {rank} was in phase '{phase}' of step {step} for {seconds:.0f} s:\n{text}"
         print(message, file=sys.stderr, flush=True)
-        report_error(self.run, self.stage, self.rank_info, ExitCode.HANG, message)
+        write_error_report(self.run, self.stage, self.rank_info, ExitCode.HANG, message)
 
 
 def list_recent_collectives(count: int = 3) -> list[dict[str, Any]]:

@@ -227,7 +227,7 @@ class Run:
         if self._config is None:
             self._read_at = self._changes_stamp()
             values = load_run_config(self.config_file).model_dump(mode="json")
-            for change in lines.read_all(self.changes_file, lines.change):
+            for change in lines.read_required_lines(self.changes_file, lines.is_config_change):
                 values = (
                     merge_values(OLDER_DEFAULTS, change["submitted"])
                     if "submitted" in change
@@ -320,7 +320,11 @@ class Run:
 
         Raises UserError where something that is there keeps the run to its own config, with what can be done.
         """
-        asked = [line["submitted"] for line in lines.read_all(self.changes_file, lines.change) if line.get("submitted")]
+        asked = [
+            line["submitted"]
+            for line in lines.read_required_lines(self.changes_file, lines.is_config_change)
+            if line.get("submitted")
+        ]
         before = merge_values(OLDER_DEFAULTS, asked[-1]) if asked else None
         if config == (parse_config(before, str(self.changes_file)) if before else load_run_config(self.config_file)):
             return {}
@@ -376,7 +380,11 @@ class Run:
 
     def read_events(self, stage: str | None = None, *names: str) -> list[dict[str, Any]]:
         """All events, or those of one stage, or of these names; oldest first. Lines that are none are left out."""
-        events = (e for e in lines.read(self.events_file, lines.event) if stage is None or e.get("stage") == stage)
+        events = (
+            e
+            for e in lines.read_valid_lines(self.events_file, lines.is_event)
+            if stage is None or e.get("stage") == stage
+        )
         return [e for e in events if not names or e["event"] in names]
 
     def count_attempts(self, stage: str) -> int:

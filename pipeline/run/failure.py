@@ -21,13 +21,13 @@ from pipeline.config.read import PLACEHOLDER
 from pipeline.config.schema import list_keys, list_section_keys
 from pipeline.run.changes import find_dependent_output, find_training_output
 from pipeline.run.directory import Run
-from pipeline.run.stages import task_of
+from pipeline.run.stages import get_array_task
 
 PEERS_LEAVE_S = 5
 """How long ranks that were started by hand may take to leave after one of them failed."""
 
 _NO_MEMORY = re.compile(r"^\w*OutOfMemory|can't allocate memory")
-BROKEN_GPU = re.compile(
+GPU_FAILURE_PATTERN = re.compile(
     r"uncorrectable (ECC|NVLink) error|fallen off the bus|GPU is lost|hardware stack error|or a hardware error"
     r"|device\(s\) is/are busy or unavailable|system not yet initialized"
     r"|Xid \([^)]*\): (48|6[1-4]|74|79|92|94|95|119|120|140)\b"
@@ -38,7 +38,7 @@ _PEER_LOST = re.compile(r"^Dist(Backend|Network)Error|\bgloo/|Connection closed 
 """What torch's backends say, which through C++ have no types of their own: Gloo names a file of its sources."""
 
 
-def explain(error: BaseException) -> tuple[ExitCode, str]:
+def explain_error(error: BaseException) -> tuple[ExitCode, str]:
     """Exit code and words for what went wrong: a message for a user's mistake, a traceback for a bug."""
     if isinstance(error, UserError):
         return error.exit_code, format_error(error)
@@ -47,24 +47,26 @@ def explain(error: BaseException) -> tuple[ExitCode, str]:
     said, text = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
     if isinstance(error, MemoryError) or _NO_MEMORY.search(said):
         return ExitCode.OUT_OF_MEMORY, text
-    if BROKEN_GPU.search(said):
+    if GPU_FAILURE_PATTERN.search(said):
         return ExitCode.BAD_NODE, text
     lost = _PEER_LOST.search(said) and "address already in use" not in said
     return ExitCode.PEER_LOST if lost else ExitCode.CRASHED, text
 
 
-def report_error(run: Run, stage: str, place: RankInfo, code: ExitCode, message: str, host: str | None = None) -> None:
+def write_error_report(
+    run: Run, stage: str, place: RankInfo, code: ExitCode, message: str, host: str | None = None
+) -> None:
     """Leave the error for the supervisor; where even that cannot be written, the log has to do."""
     if code == ExitCode.STOPPED:
         return
-    task, host = task_of(stage, place), host or os.uname().nodename
+    task, host = get_array_task(stage, place), host or os.uname().nodename
     rank = place.rank if task is None else task  # in an array each is rank 0 of its own job
     entry = {"time": time.time(), "rank": rank, "code": int(code), "cause": code.name.lower(), "message": message}
     with suppress(OSError):
         write_json(run.stage_dir(stage) / f"error-rank-{rank}.json", {**entry, "host": host})
 
 
-def leave_peers(place: RankInfo, code: ExitCode, message: str) -> None:
+def abort_peers(place: RankInfo, code: ExitCode, message: str) -> None:
     """Say what failed, where no supervisor sorts it: the culprit at once, ranks that only lost it later, in one line.
 
     torchrun and mpirun end the other ranks by themselves. srun does not by default, and with NCCL they may hang for
@@ -96,7 +98,7 @@ def retry_command(run: Run, cause: str | None, message: str = "") -> str:
     return " ".join([run.resume_command, *update, *changes])
 
 
-def once_mended(run: Run, cause: str | None, message: str = "") -> str:
+def describe_remedy(run: Run, cause: str | None, message: str = "") -> str:
     """Return what the user has to do after a failure and the command that continues then, in lines.
 
     Args: as for `retry_command`.

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.base.files import parse_json_or_none, read_complete_lines
-from pipeline.run.lines import Check, left_out, number
+from pipeline.run.lines import LineCheck, format_malformed_count, is_number
 
 
-class History:
+class LineHistory:
     """One such file, as far as it was read."""
 
-    def __init__(self, path: Path, fits: Check, along: str = "step", keep: Sequence[str] = ()) -> None:
+    def __init__(self, path: Path, fits: LineCheck, along: str = "step", keep: Sequence[str] = ()) -> None:
         """`along`: what curves are drawn over; `keep`: what is also kept line by line, in `rows`."""
-        self.path, self.fits, self.along, self.keep = path, fits, along, keep
+        self.path, self.is_valid, self.x_key, self.row_keys = path, fits, along, keep
         self._begin((0, 0))
 
     def _begin(self, file: tuple[int, int]) -> None:
@@ -28,10 +28,10 @@ class History:
         self._columns: dict[str, tuple[array[float], array[float]]] = {}
         self._file, self._end = file, 0
         self.rows: list[dict[str, Any]] = []
-        self.odd = 0
+        self.malformed_count = 0
         """Lines that do not fit."""
 
-    def look(self) -> History:
+    def read_new_lines(self) -> LineHistory:
         """Read what was appended since the last look. Nothing where there is no file."""
         if not self.path.exists():
             return self
@@ -40,10 +40,10 @@ class History:
             self._begin((found.st_dev, found.st_ino))
         for text, end in read_complete_lines(self.path, self._end):
             self._end = end
-            if self.fits(line := parse_json_or_none(text)):
+            if self.is_valid(line := parse_json_or_none(text)):
                 self._add(line)
             else:
-                self.odd += not text.isspace()
+                self.malformed_count += not text.isspace()
         return self
 
     def _add(self, line: dict[str, Any]) -> None:
@@ -51,10 +51,10 @@ class History:
             column = self._columns.get(name)
             if column is None:
                 column = self._columns[name] = array("d"), array("d")
-            column[0].append(line[self.along])
+            column[0].append(line[self.x_key])
             column[1].append(value)
-        if self.keep:
-            self.rows.append({key: line[key] for key in self.keep if line.get(key) is not None})
+        if self.row_keys:
+            self.rows.append({key: line[key] for key in self.row_keys if line.get(key) is not None})
 
     @property
     def names(self) -> list[str]:
@@ -70,14 +70,14 @@ class History:
         return list(zip(*self._columns[name], strict=True)) if name in self._columns else []
 
     @property
-    def odd_words(self) -> str:
+    def malformed_description(self) -> str:
         """How many lines were left out, in words; "" for none."""
-        return left_out(self.path, self.odd)
+        return format_malformed_count(self.path, self.malformed_count)
 
 
 def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
     for key, one in value.items() if isinstance(value, dict) else enumerate(value):
-        if number(one):
+        if is_number(one):
             yield f"{name}{key}", one
         elif isinstance(one, dict | list):
             yield from _numbers(one, f"{name}{key}.")

@@ -16,7 +16,7 @@ from typing import Any
 
 from pipeline.config.stages import STAGES
 from pipeline.run import attempts
-from pipeline.run.attempts import GOES_ON
+from pipeline.run.attempts import RETRY_EVENTS
 
 Event = Mapping[str, Any]
 CATEGORIES = (
@@ -160,7 +160,7 @@ def _account_attempts(
         first_step_time = next(
             (event_timestamp(event) for name in ("ready", "restored") for event in own if event["event"] == name), None
         )
-        end = attempts.read(own).end
+        end = attempts.read_stage_state(own).end_event
         if end is not None and not end.get("noticed_later"):
             possible_ends = [event_timestamp(end)]
         elif job and job.end_time:  # the supervisor died with the job: Slurm knows when
@@ -253,7 +253,7 @@ def _assign_steps(chunks: Sequence[list[Event]], metrics: Sequence[Event]) -> li
 def _find_request_time(before: Sequence[Event], begin: float) -> float:
     """Return when the user, or the stage itself, requested the next attempt."""
     for event in before:
-        if event["event"] in GOES_ON:
+        if event["event"] in RETRY_EVENTS:
             return begin
         if event["event"] in _REQUESTS and event.get("kind") != "afternotok" and event_timestamp(event) >= begin:
             return event_timestamp(event)

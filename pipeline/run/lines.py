@@ -15,30 +15,30 @@ from typing import Any
 from pipeline.base.errors import ExitCode, InputError
 from pipeline.base.files import has_wrong_checksum, open_regular_file, parse_json_or_none, read_jsonl
 
-Check = Callable[[Any], bool]
+LineCheck = Callable[[Any], bool]
 _EARLIEST = datetime(2020, 1, 1, tzinfo=UTC)
-LONGEST_S = 1e10
+MAX_DURATION_S = 1e10
 """More seconds than this (three hundred years) are none that anything took."""
 
 
-def text(value: Any) -> bool:
+def is_text(value: Any) -> bool:
     """Whether it is text."""
     return isinstance(value, str)
 
 
-def count(value: Any) -> bool:
+def is_count(value: Any) -> bool:
     """Whether it is a whole number from 0 on, of a size that something can have."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**48
 
 
-def number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
     """Whether it is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300
 
 
-def duration(value: Any) -> bool:
+def is_duration(value: Any) -> bool:
     """Whether it is a number of seconds."""
-    return number(value) and 0 <= value <= LONGEST_S
+    return is_number(value) and 0 <= value <= MAX_DURATION_S
 
 
 def _stamp(value: Any) -> bool:
@@ -54,11 +54,11 @@ def _mapping(value: Any) -> bool:
     return isinstance(value, dict)
 
 
-def _list_of(check: Check) -> Check:
+def _list_of(check: LineCheck) -> LineCheck:
     return lambda value: isinstance(value, list) and all(map(check, value))
 
 
-def _fits(line: Any, needs: Mapping[str, Check], may: Mapping[str, Check]) -> bool:
+def _fits(line: Any, needs: Mapping[str, LineCheck], may: Mapping[str, LineCheck]) -> bool:
     """Whether `line` has what it needs; what it `may` have may be null, too."""
     return (
         isinstance(line, dict)
@@ -67,30 +67,61 @@ def _fits(line: Any, needs: Mapping[str, Check], may: Mapping[str, Check]) -> bo
     )
 
 
-_STEP = {"step": count, "step_time_s": duration}
+_STEP = {"step": is_count, "step_time_s": is_duration}
 _OF_A_STEP = {
-    "loss": number, "tokens_per_s": number, "samples_per_s": number, "data_wait_s": number, "exposed_comm_s": number,
-    "checkpoint_s": number, "evaluate_s": number, "held_out_loss": number, "skipped": text, "time": number,
-    "profile": _mapping, "profile_s": number,
-}  # fmt: skip
+    "loss": is_number,
+    "tokens_per_s": is_number,
+    "samples_per_s": is_number,
+    "data_wait_s": is_number,
+    "exposed_comm_s": is_number,
+    "checkpoint_s": is_number,
+    "evaluate_s": is_number,
+    "held_out_loss": is_number,
+    "skipped": is_text,
+    "time": is_number,
+    "profile": _mapping,
+    "profile_s": is_number,
+}
 
 
-def metric(line: Any) -> bool:
+def is_step_line(line: Any) -> bool:
     """Whether it is the line of a step. The loss of one that was left out may be no number."""
-    if not _fits(line, _STEP, _OF_A_STEP) or not number(line.get("tokens_per_s", line.get("samples_per_s"))):
+    if not _fits(line, _STEP, _OF_A_STEP) or not is_number(line.get("tokens_per_s", line.get("samples_per_s"))):
         return False
-    return number(line.get("loss")) or (line.get("skipped") is not None and "loss" in line)
+    return is_number(line.get("loss")) or (line.get("skipped") is not None and "loss" in line)
 
 
-_ANY_EVENT = {"time": _stamp, "event": text}
+_ANY_EVENT = {"time": _stamp, "event": is_text}
 _OF_AN_EVENT = {
-    "stage": text, "task": count, "step": count, "rank": count, "ranks": count, "attempt": count, "restarts": count,
-    "host": text, "seconds": duration, "job_id": text, "slurm_job": text, "cluster": text, "job_name": text,
-    "kind": text, "key": text, "array_task": count, "tasks": count, "after": _list_of(text),
-    "children": _list_of(text), "job_submitted": number, "ratio": number,
-    "steps": _list_of(count), "lines": _list_of(metric), "message": text, "cause": text, "by": text, "uid": count,
-    "exit_code": lambda value: count(value) and value in set(ExitCode),
-}  # fmt: skip
+    "stage": is_text,
+    "task": is_count,
+    "step": is_count,
+    "rank": is_count,
+    "ranks": is_count,
+    "attempt": is_count,
+    "restarts": is_count,
+    "host": is_text,
+    "seconds": is_duration,
+    "job_id": is_text,
+    "slurm_job": is_text,
+    "cluster": is_text,
+    "job_name": is_text,
+    "kind": is_text,
+    "key": is_text,
+    "array_task": is_count,
+    "tasks": is_count,
+    "after": _list_of(is_text),
+    "children": _list_of(is_text),
+    "job_submitted": is_number,
+    "ratio": is_number,
+    "steps": _list_of(is_count),
+    "lines": _list_of(is_step_line),
+    "message": is_text,
+    "cause": is_text,
+    "by": is_text,
+    "uid": is_count,
+    "exit_code": lambda value: is_count(value) and value in set(ExitCode),
+}
 _NEEDED = {
     "submitting": ("stage", "key"), "submitted": ("stage", "job_id"), "not_submitted": ("stage", "key"),
     "started": ("stage",), "saved": ("step",), "restored": ("step",),
@@ -99,7 +130,7 @@ _NEEDED = {
 }  # fmt: skip
 
 
-def event(line: Any) -> bool:
+def is_event(line: Any) -> bool:
     """Whether it says what an event of its name says."""
     if not _fits(line, _ANY_EVENT, _OF_AN_EVENT):
         return False
@@ -107,35 +138,35 @@ def event(line: Any) -> bool:
     return all(line.get(key) is not None for key in needed)
 
 
-def bad_node(line: Any) -> bool:
+def is_bad_node(line: Any) -> bool:
     """Whether it names a node that failed."""
-    return _fits(line, {"time": number, "host": text}, {})
+    return _fits(line, {"time": is_number, "host": is_text}, {})
 
 
-def change(line: Any) -> bool:
+def is_config_change(line: Any) -> bool:
     """Whether it is a change of the config."""
     return _fits(line, {"set": _mapping}, {"submitted": _mapping})
 
 
-def checkpoint(manifest: Any) -> bool:
+def is_checkpoint_manifest(manifest: Any) -> bool:
     """Whether it is the manifest of a checkpoint."""
-    needs = {"step": count, "samples_consumed": count, "layout": _mapping, "files": _mapping}
-    file = {"size": count, "sha256": text}
+    needs = {"step": is_count, "samples_consumed": is_count, "layout": _mapping, "files": _mapping}
+    file = {"size": is_count, "sha256": is_text}
     return _fits(manifest, needs, {}) and all(_fits(entry, file, {}) for entry in manifest["files"].values())
 
 
-def decision(line: Any) -> bool:
+def is_decision(line: Any) -> bool:
     """Whether it says which samples a training leaves out."""
-    needs = {"decision": lambda value: value in ("skip", "leave_out"), "position": count, "reason": text}
-    return _fits(line, needs, {"samples": count}) and ("samples" in line or line["decision"] == "skip")
+    needs = {"decision": lambda value: value in ("skip", "leave_out"), "position": is_count, "reason": is_text}
+    return _fits(line, needs, {"samples": is_count}) and ("samples" in line or line["decision"] == "skip")
 
 
-def read(path: Path, fits: Check) -> Iterator[dict[str, Any]]:
+def read_valid_lines(path: Path, fits: LineCheck) -> Iterator[dict[str, Any]]:
     """The lines of a file that fit; nothing where there is no file."""
     return filter(fits, read_jsonl(path))
 
 
-def odd(path: Path, fits: Check) -> str:
+def describe_malformed_lines(path: Path, fits: LineCheck) -> str:
     """How many lines of a file do not fit, in words, but for one at the end that is being written; "" for none."""
     found = 0
     if path.exists():
@@ -143,15 +174,15 @@ def odd(path: Path, fits: Check) -> str:
             found = sum(
                 line.endswith(b"\n") and not line.isspace() and not fits(parse_json_or_none(line)) for line in file
             )
-    return left_out(path, found)
+    return format_malformed_count(path, found)
 
 
-def left_out(path: Path, found: int) -> str:
+def format_malformed_count(path: Path, found: int) -> str:
     """That so many lines of a file were left out, in words; "" for none."""
     return f"{path.name}: {found} line{'s' * (found != 1)} left out, torn or not as Sluice writes them" if found else ""
 
 
-def read_all(path: Path, fits: Check) -> list[dict[str, Any]]:
+def read_required_lines(path: Path, fits: LineCheck) -> list[dict[str, Any]]:
     """All lines of a file that nobody may leave out. Raises InputError, naming the line, for one that does not fit.
 
     What a crash tore, before anything was done by it, has lost its end, and is left out here, too.

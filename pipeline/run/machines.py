@@ -32,34 +32,34 @@ _BEHIND = {"sm_clock_mhz": ("clock", "MHz", 0.85), "utilization_percent": ("util
 """Figures by which a GPU falls behind: name and unit, and the share of what is usual that is too little."""
 _IN_USE = 0.1
 """With less than this share of the memory that the fullest of its kind uses, a GPU is taken for none of the job's."""
-LOOKS, _LEAST_LOOKS, _LINE = 12, 6, 2730
+DEFAULT_SAMPLE_COUNT, _LEAST_LOOKS, _LINE = 12, 6, 2730
 """Lines of a host that are read by default; fewer than the second say nothing of how fast a GPU is; bytes of one of 8
 GPUs."""
 _OF_PROGRAMS = (13, 31, 43, 45, 68, 109)
 """Xids that a program causes, or that follow its end, as a rule (NVIDIA, XID Errors)."""
 
 
-def look(line: Any) -> bool:
+def is_telemetry_line(line: Any) -> bool:
     """Whether it is such a line."""
     return (
         isinstance(line, dict)
-        and lines.number(line.get("time"))
-        and lines.text(line.get("host"))
-        and all(lines.number(line.get(key, 0)) for key in ("cpu_percent", "memory_gb", "energy_j"))
+        and lines.is_number(line.get("time"))
+        and lines.is_text(line.get("host"))
+        and all(lines.is_number(line.get(key, 0)) for key in ("cpu_percent", "memory_gb", "energy_j"))
         and isinstance(line.get("gpus", []), list)
-        and all(isinstance(gpu, dict) and lines.count(gpu.get("index")) for gpu in line.get("gpus", []))
+        and all(isinstance(gpu, dict) and lines.is_count(gpu.get("index")) for gpu in line.get("gpus", []))
         and all(isinstance(gpu.get(key, []), list) for gpu in line.get("gpus", []) for key in ("throttled", "xid"))
     )
 
 
-def readings(line: Mapping[str, Any], sensor: str) -> list[tuple[str, float]]:
+def get_sensor_values(line: Mapping[str, Any], sensor: str) -> list[tuple[str, float]]:
     """What a line says by a sensor: a value for each GPU, by its number, or one of the host, or none."""
     rows = line.get("gpus", ()) if sensor.startswith("gpus.") else [line]
     key = sensor.removeprefix("gpus.")
-    return [(str(row.get("index", "")), row[key]) for row in rows if lines.number(row.get(key))]
+    return [(str(row.get("index", "")), row[key]) for row in rows if lines.is_number(row.get(key))]
 
 
-def energy_kwh(run: Path, spans: Sequence[tuple[float, float]]) -> float | None:
+def sum_gpu_energy_kwh(run: Path, spans: Sequence[tuple[float, float]]) -> float | None:
     """What the GPUs took within these spans of time (seconds since 1970); None where no power was measured.
 
     Between two looks of a node the mean of both counts; a gap of more than 5 minutes counts nothing.
@@ -67,8 +67,8 @@ def energy_kwh(run: Path, spans: Sequence[tuple[float, float]]) -> float | None:
     joules, measured = 0.0, False
     for file in run.glob("telemetry-*.jsonl"):
         before: tuple[float, float] | None = None
-        for line in lines.read(file, look):
-            if not (watts := readings(line, "gpus.power_w")):
+        for line in lines.read_valid_lines(file, is_telemetry_line):
+            if not (watts := get_sensor_values(line, "gpus.power_w")):
                 continue
             measured, now = True, (line["time"], sum(value for _, value in watts))
             if before and 0 < now[0] - before[0] < 300 and any(begin <= now[0] <= end for begin, end in spans):
@@ -77,7 +77,7 @@ def energy_kwh(run: Path, spans: Sequence[tuple[float, float]]) -> float | None:
     return joules / 3.6e6 if measured else None
 
 
-def gpus_behind(run: Path, begin: float, end: float = inf, looks: int | None = LOOKS) -> list[str]:
+def list_slow_gpus(run: Path, begin: float, end: float = inf, looks: int | None = DEFAULT_SAMPLE_COUNT) -> list[str]:
     """The GPUs that fall behind those of their model between two times (seconds since 1970), in words, worst first.
 
     A GPU does where its median of a figure is below the share in `_BEHIND` of the median of all that are in use. Told
@@ -87,16 +87,18 @@ def gpus_behind(run: Path, begin: float, end: float = inf, looks: int | None = L
     rows_of: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)  # the newest first
     for file in run.glob("telemetry-*.jsonl"):
         if looks is None:
-            told = reversed([line for line in lines.read(file, look) if begin <= line["time"] <= end])
+            told = reversed(
+                [line for line in lines.read_valid_lines(file, is_telemetry_line) if begin <= line["time"] <= end]
+            )
         else:
-            told = read_last_objects(file, look, looks * _LINE)
+            told = read_last_objects(file, is_telemetry_line, looks * _LINE)
         for line in takewhile(lambda line: line["time"] >= begin, told):
             if line["time"] <= end:
                 for gpu in line.get("gpus", ()):
                     rows_of[line["host"], gpu["index"]].append(gpu)
     kinds: dict[str, dict[tuple[str, int], Mapping[str, float]]] = defaultdict(dict)
     for gpu, rows in rows_of.items():
-        known = {key: [row[key] for row in rows if lines.number(row.get(key))] for key in ("memory_gb", *_BEHIND)}
+        known = {key: [row[key] for row in rows if lines.is_number(row.get(key))] for key in ("memory_gb", *_BEHIND)}
         enough = {key: 1 if key == "memory_gb" else _LEAST_LOOKS for key in known}
         medians = {key: median(values) for key, values in known.items() if len(values) >= enough[key]}
         kinds[next((str(row["name"]) for row in rows if "name" in row), "")][gpu] = medians

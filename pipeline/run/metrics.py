@@ -19,7 +19,7 @@ from pipeline.run import lines
 from pipeline.run.directory import Run
 
 
-class Metrics:
+class MetricsFile:
     """Writes the lines, on rank 0 (`path` is None elsewhere)."""
 
     def __init__(self, path: Path | None) -> None:
@@ -38,39 +38,39 @@ class Metrics:
             os.fsync(self._file.fileno())
 
 
-def loss_words(line: Mapping[str, Any]) -> str:
+def format_loss(line: Mapping[str, Any]) -> str:
     """A step's loss, for people; that of a bad step may be no number."""
     return "left out" if "skipped" in line else f"loss {line['loss']:.4f}"
 
 
-def speed_words(line: Mapping[str, Any]) -> str:
+def format_speed(line: Mapping[str, Any]) -> str:
     """How fast a step was: what its line counts per second."""
     unit = "tokens" if "tokens_per_s" in line else "samples"
     return f"{line[f'{unit}_per_s']:,.0f} {unit}/s"
 
 
-def lost_lines(path: Path, step: int) -> list[dict[str, Any]]:
+def list_lost_lines(path: Path, step: int) -> list[dict[str, Any]]:
     """The lines beyond `step`: work that a restore of `step` loses."""
-    return [line for line in lines.read(path, lines.metric) if line["step"] > step]
+    return [line for line in lines.read_valid_lines(path, lines.is_step_line) if line["step"] > step]
 
 
-def rewind(path: Path, step: int, more: Mapping[str, Any] | None = None) -> None:
+def rewind_metrics(path: Path, step: int, more: Mapping[str, Any] | None = None) -> None:
     """Cut metrics.jsonl after `step`, whose line gets `more`; mend a torn tail; lines that fit no step go, too."""
-    kept = {line["step"]: line for line in lines.read(path, lines.metric) if line["step"] <= step}
+    kept = {line["step"]: line for line in lines.read_valid_lines(path, lines.is_step_line) if line["step"] <= step}
     kept.get(step, {}).update(more or {})
     text = "".join(json.dumps(kept[s]) + "\n" for s in sorted(kept))
     if path.exists() and path.read_text(errors="replace") != text:
         write_atomic(path, text)
 
 
-def own_times_file(run: Run) -> Path:
+def get_compute_times_file(run: Run) -> Path:
     """For each host of the newest attempt its ranks' own time, divided by their peers'
     (pipeline/resilience/stragglers.py)."""
     return run.jobs_dir / "train/own-times.json"  # whoever only reads makes no folder
 
 
-def own_times(run: Run) -> dict[str, float]:
+def read_compute_times(run: Run) -> dict[str, float]:
     """What stands there; nothing where there is no such file, or another one."""
-    file = own_times_file(run)
+    file = get_compute_times_file(run)
     found = read_json(file) if file.exists() else {}
-    return found if isinstance(found, dict) and all(map(lines.number, found.values())) else {}
+    return found if isinstance(found, dict) and all(map(lines.is_number, found.values())) else {}

@@ -14,7 +14,7 @@ from pipeline.config.read import make_point_configs, make_run_values_dumper
 from pipeline.run.directory import Run
 
 
-def points(run: Run) -> list[Run]:
+def list_points(run: Run) -> list[Run]:
     """The runs of a sweep's points, where the sweep lies now; none where `run` is no sweep.
 
     Nothing is made: a point that is not there yet is known by the config that it will have.
@@ -22,9 +22,9 @@ def points(run: Run) -> list[Run]:
     return [Run(run.path / "points" / config.run.name, config) for config in make_point_configs(run.config)]
 
 
-def make_points(run: Run) -> list[Run]:
+def create_points(run: Run) -> list[Run]:
     """The same, those that are missing made: for whoever writes into them."""
-    found = points(run)
+    found = list_points(run)
     missing = [point for point in found if not point.config_file.exists()]
     if not missing:
         return found

@@ -1,19 +1,9 @@
-"""What a stage's module offers, and what the rows of the table (pipeline/config/stages.py) mean for a run.
+"""Stage modules: the interface between a stage's code and the rest of Sluice.
 
-The module is light: importing it loads no torch, numpy or h5py, so that the login node can ask it questions; heavy
-imports stand inside `main`. It has:
+The table of stages (pipeline/config/stages.py) names the module of each stage. Importing such a module loads no torch,
+numpy or h5py, because the login node asks it for missing outputs and progress. Heavy imports belong inside `run_stage`.
 
-    def missing(run) -> str | None                why the stage is not done; None when its outputs validate
-    def progress(run) -> Progress                 how far it is
-    def main(run, place, options, flag) -> ExitCode   do it: in every rank, from wherever the run stands
-    def missing_at_a_glance(run) -> str | None    optional: `missing` for whoever only shows it, and asks few files
-    def lacks(run) -> str | None                  optional: which file is gone that it would read, in words, the way
-                                                  out with them, where it has not begun
-    def note(run) -> str | None                   optional: what a person should know who goes on with what is done
-    def look(run) -> None                         optional: raise UserError for inputs that `main` would refuse at
-                                                  first sight, before the run is made
-
-A stage is done when its outputs validate, never because a job exited 0.
+A stage is done when its outputs validate, never because a job exited with 0.
 """
 
 from __future__ import annotations
@@ -35,76 +25,110 @@ from pipeline.run.directory import Run
 class Progress:
     """How far a stage is."""
 
-    words: str
-    """In a phrase."""
-    done: int = 0
-    """So many of what it counts (units, steps)."""
+    description: str
+    """The progress in a phrase, such as `120/200 steps`."""
+    completed: int = 0
+    """Number of units or steps that are complete."""
     total: int = 0
-    """Of so many; 0 where it counts nothing."""
-    running: str = "running"
-    """In a phrase, while it runs."""
-    loss: str = ""
-    """Of its last step."""
-    left_s: float | None = None
-    """Seconds that it still takes, at the pace of its last step."""
+    """Number of units or steps in total; 0 if the stage does not count anything."""
+    running_description: str = "running"
+    """The phrase to show while the stage runs."""
+    loss_description: str = ""
+    """The loss of the last step."""
+    remaining_s: float | None = None
+    """Estimated seconds until the stage is done, at the pace of its last step."""
 
 
-class Work(Protocol):
-    """What a stage's module offers."""
+class StageModule(Protocol):
+    """The functions of a stage's module.
 
-    def missing(self, run: Run) -> str | None:
-        """Why the stage is not done; None when its outputs validate (sizes; hashes are checked by its users)."""
+    A module may also define these optional functions. Use the functions of this file to call them.
+
+    - `quick_missing_outputs(run) -> str | None`: a cheap version of `missing_outputs` for commands that only show a
+      run. It opens few files.
+    - `missing_inputs(run) -> str | None`: which input file of a stage that has not started is gone, and the remedy.
+    - `resume_note(run) -> str | None`: what a user should know before continuing from existing outputs.
+    - `check_inputs(run) -> None`: raise UserError for inputs that `run_stage` would reject, before the run exists.
+    """
+
+    def missing_outputs(self, run: Run) -> str | None:
+        """Return why the stage is not done; None if its outputs validate (sizes; their readers verify hashes)."""
 
     def progress(self, run: Run) -> Progress:
-        """How far it is."""
+        """Return how far the stage is."""
 
-    def main(self, run: Run, place: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
-        """Do the stage's work as rank `place.rank` of `place.world_size`; leave soon once `flag` is set."""
+    def run_stage(self, run: Run, place: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
+        """Do the stage's work as rank `place.rank` of `place.world_size`. Return soon after `flag` is set."""
 
 
-def load(stage: str) -> Work:
-    """The module of a stage. Raises UserError for a name that is none."""
+def load_stage_module(stage: str) -> StageModule:
+    """Import the module of a stage. Raises UserError if there is no such stage."""
     if stage not in STAGES:
-        raise UserError(f"{stage}: no such stage; there are {', '.join(STAGES)}")
-    return cast(Work, importlib.import_module(STAGES[stage].module))
+        raise UserError("cli.unknown_stage", f"{stage}: no such stage; choose one of {', '.join(STAGES)}")
+    return cast(StageModule, importlib.import_module(STAGES[stage].module))
 
 
-def own_stages(run: Run) -> list[str]:
-    """The stages of this run itself: those of a sweep end where its points begin."""
+def quick_missing_outputs(run: Run, stage: str) -> str | None:
+    """Return why the stage is not done, by its cheap check if it has one; None if it seems done."""
+    module = load_stage_module(stage)
+    check = getattr(module, "quick_missing_outputs", module.missing_outputs)
+    reason: str | None = check(run)
+    return reason
+
+
+def missing_inputs(run: Run, stage: str) -> str | None:
+    """Return which input file of the stage is gone, with the remedy; None if all exist or the stage has no check."""
+    check = getattr(load_stage_module(stage), "missing_inputs", None)
+    reason: str | None = check(run) if check is not None else None
+    return reason
+
+
+def check_stage_inputs(run: Run) -> None:
+    """Raise UserError if a stage that is not done would reject its inputs. The run may not exist yet."""
+    for stage in list_run_stages(run):
+        module = load_stage_module(stage)
+        check = getattr(module, "check_inputs", None)
+        if check is not None and module.missing_outputs(run) is not None:
+            check(run)
+
+
+def list_resume_notes(run: Run) -> list[str]:
+    """Return what a user should know before continuing the run, one note per stage that has any."""
+    checks = [getattr(load_stage_module(stage), "resume_note", None) for stage in list_run_stages(run)]
+    notes = [check(run) for check in checks if check is not None]
+    return [note for note in notes if note]
+
+
+def list_run_stages(run: Run) -> list[str]:
+    """Return the stages of this run. A sweep's own run ends before the stages that each sweep point has."""
     return [
-        stage for stage, row in run.config.active_stages.items() if run.config.sweep is None or not row.is_per_point
+        stage for stage, entry in run.config.active_stages.items() if run.config.sweep is None or not entry.is_per_point
     ]
 
 
-def point_stages() -> list[str]:
-    """The stages that each point of a sweep has."""
-    return [stage for stage, row in STAGES.items() if row.is_per_point]
+def list_point_stages() -> list[str]:
+    """Return the stages that each point of a sweep has."""
+    return [stage for stage, entry in STAGES.items() if entry.is_per_point]
 
 
-def refuse_inputs(run: Run) -> None:
-    """Raise UserError where a stage of the run, made or not, has yet to be done and would refuse its inputs."""
-    for stage in own_stages(run):
-        work = load(stage)
-        if (look := getattr(work, "look", None)) is not None and work.missing(run) is not None:
-            look(run)
+def count_ranks(run: Run, stage: str, granted_nodes: int | None = None) -> int:
+    """Return the number of processes to start for a stage.
+
+    Args:
+        run: The run.
+        stage: The stage.
+        granted_nodes: The number of nodes in the allocation; None if it is unknown.
+    """
+    resources = run.config.stages.get_resources(stage)
+    if granted_nodes is None or not STAGES[stage].is_distributed:
+        return resources.ranks
+    if STAGES[stage].is_training:
+        nodes = count_usable_nodes(run.config, granted_nodes)
+    else:
+        nodes = max(resources.min_nodes, min(granted_nodes, resources.max_nodes))
+    return nodes * resources.processes_per_node
 
 
-def notes(run: Run) -> list[str]:
-    """What a person should know who goes on with the run."""
-    asked = [getattr(load(stage), "note", None) for stage in own_stages(run)]
-    return [told for note in asked if note and (told := note(run))]
-
-
-def ranks(run: Run, stage: str, granted: int | None = None) -> int:
-    """How many processes to start for a stage, on `granted` nodes where somebody counted them."""
-    wanted = run.config.stages.get_resources(stage)
-    if granted is None or not STAGES[stage].is_distributed:
-        return wanted.ranks
-    fewest, most = wanted.min_nodes, wanted.max_nodes
-    nodes = count_usable_nodes(run.config, granted) if STAGES[stage].is_training else max(fewest, min(granted, most))
-    return nodes * wanted.processes_per_node
-
-
-def task_of(stage: str, place: RankInfo) -> int | None:
-    """In a stage's own array, whose tasks are one rank each of the same run: which one this is."""
-    return place.array[0] if STAGES[stage].is_array and place.array else None
+def get_array_task(stage: str, rank_info: RankInfo) -> int | None:
+    """Return the index of this task in the stage's job array; None if the stage has no array or this is no task."""
+    return rank_info.array[0] if STAGES[stage].is_array and rank_info.array else None

@@ -31,14 +31,14 @@ class WorkerDiedError(Exception):
     """A worker died while it answered; the text says of what."""
 
 
-class Answer(NamedTuple):
+class AnswerPart(NamedTuple):
     """A part of an answer."""
 
     value: Any
     content: bytes = b""
 
 
-class Worker:
+class WorkerPool:
     """The workers of one module: started when they are needed, and kept for the next request."""
 
     def __init__(self, module: str, cpu_s: int, memory: int | None = None) -> None:
@@ -53,12 +53,12 @@ class Worker:
         self._owner = os.getpid()
         atexit.register(self.close)
 
-    def ask(self, request: Any) -> Any:
+    def request(self, request: Any) -> Any:
         """The value of an answer in one part. Raises WorkerDiedError."""
         (answer,) = self.stream(request)
         return answer.value
 
-    def stream(self, request: Any) -> Iterator[Answer]:
+    def stream(self, request: Any) -> Iterator[AnswerPart]:
         """The parts of an answer. Raises WorkerDiedError."""
         if self._owner != os.getpid():  # the pipes of a process that forked are not for its child
             self._idle, self._owner = [], os.getpid()
@@ -82,7 +82,7 @@ class Worker:
                 is_end = head["end"]
                 if is_end:
                     self._idle.append(process)
-                yield Answer(head["value"], content)
+                yield AnswerPart(head["value"], content)
         finally:
             if process not in self._idle:  # it died, or the caller wants no more of the answer
                 _end(process)
@@ -121,7 +121,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def serve(answer: Callable[[Any], Iterable[Answer]]) -> None:
+def serve_requests(answer: Callable[[Any], Iterable[AnswerPart]]) -> None:
     """Answer the requests on stdin until it ends: what a worker's module calls. Each answer has one part at least."""
     for number in _STOPPED_BY_CALLER:
         signal.signal(number, signal.SIG_IGN)
@@ -146,7 +146,7 @@ def serve(answer: Callable[[Any], Iterable[Answer]]) -> None:
         _send(output, before, is_end=True)
 
 
-def _send(output: IO[bytes], part: Answer, is_end: bool) -> None:
+def _send(output: IO[bytes], part: AnswerPart, is_end: bool) -> None:
     head = {"end": is_end, "bytes": len(part.content), "value": part.value}
     output.write(json.dumps(head).encode() + b"\n")
     output.write(part.content)

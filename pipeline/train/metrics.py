@@ -27,7 +27,7 @@ from pipeline.model.task import Task
 from pipeline.resilience.stop import EARLY_STOP_REQUEST, StopCoordinator
 from pipeline.run import lines
 from pipeline.run.directory import Run
-from pipeline.run.metrics import Metrics, rewind
+from pipeline.run.metrics import MetricsFile, rewind_metrics
 from pipeline.train.callback import Callback, CallbackList, TrainerContext
 
 OVERHEADS = ("checkpoint_s", "evaluate_s", "profile_s")
@@ -119,14 +119,14 @@ class HeldOutEvaluation(Callback):
         step = trainer.start_step
         is_missing = False
         if step and trainer.rank == 0:
-            line = read_last_object(self.run.metrics_file, lines.metric) or {}
+            line = read_last_object(self.run.metrics_file, lines.is_step_line) or {}
             is_missing = line.get("step") == step and f"{HELD_OUT_PREFIX}loss" not in line
         if not broadcast_from_rank0(self.coordinator.group, is_missing):
             return
         metrics = self._evaluate_if_due(trainer, step)
         if metrics and trainer.rank == 0:
             self.run.event("held_out", "train", step=step, **metrics)  # first: followers take the metrics from it
-            rewind(self.run.metrics_file, step, metrics)
+            rewind_metrics(self.run.metrics_file, step, metrics)
 
     def on_step_end(self, trainer: TrainerContext, step: int, metrics: dict[str, Any]) -> None:
         """Evaluate the step if it is due."""
@@ -161,12 +161,12 @@ class MetricsWriter(Callback):
     def __init__(self, run: Run, task: Task) -> None:
         self.run = run
         self.task = task
-        self._metrics = Metrics(None)
+        self._metrics = MetricsFile(None)
 
     def on_start(self, trainer: TrainerContext) -> None:
         """Open the file, which a restore or an evaluation may have replaced."""
         if trainer.rank == 0:
-            self._metrics = Metrics(self.run.metrics_file)
+            self._metrics = MetricsFile(self.run.metrics_file)
 
     def on_metrics(self, trainer: TrainerContext, step: int, metrics: Mapping[str, Any]) -> None:
         """Write the metrics with the times and rates of the step."""

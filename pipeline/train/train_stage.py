@@ -15,13 +15,13 @@ from pipeline.data.manifest import amount_words, steps_of, steps_words
 from pipeline.parallel.mesh import check_tensor_group_on_one_node
 from pipeline.run.code import call_in_child_process
 from pipeline.run.directory import Run
-from pipeline.run.lines import metric
-from pipeline.run.metrics import loss_words, speed_words
+from pipeline.run.lines import is_step_line
+from pipeline.run.metrics import format_loss, format_speed
 from pipeline.run.stages import Progress
 from pipeline.train.lr_schedule import compute_learning_rate
 
 
-def missing(run: Run) -> str | None:
+def missing_outputs(run: Run) -> str | None:
     """Return why the training is not done; None if its final checkpoint exists."""
     step = find_newest_step(run.checkpoints_dir)
     steps = steps_of(run.config, run.data_dir)
@@ -40,30 +40,30 @@ def is_complete_early(run: Run, step: int, steps: int) -> bool:
 def progress(run: Run) -> Progress:
     """Return how many steps are done."""
     steps = steps_of(run.config, run.data_dir)
-    last = read_last_object(run.metrics_file, metric)
+    last = read_last_object(run.metrics_file, is_step_line)
     if steps is None:
         return Progress(steps_words(run.config, run.data_dir))
     if last is None:
         return Progress(f"0/{steps} steps", 0, steps, "starting")
     step = last["step"]
     loss = "-" if last["loss"] is None else f"{last['loss']:.4f}"
-    running = f"step {step}/{steps}  {loss_words(last)}  {speed_words(last)}"
+    running = f"step {step}/{steps}  {format_loss(last)}  {format_speed(last)}"
     remaining_s = (steps - step) * last["step_time_s"]
     is_complete = step == steps or is_complete_early(run, step, steps)
     amount = amount_words(run.config, run.data_dir, step) if is_complete else ""
     early = ", completed early" if is_complete and step < steps else ""
-    message = f"{step}/{steps} steps{early}, {loss_words(last)}{amount}"
+    message = f"{step}/{steps} steps{early}, {format_loss(last)}{amount}"
     return Progress(message, step, steps, running, loss, remaining_s)
 
 
-def note(run: Run) -> str | None:
+def resume_note(run: Run) -> str | None:
     """Return a note about an unexpected learning rate: it is 0 in the last step, or it increases again.
 
     It increases if `train.steps` is raised, because the schedule depends on the number of the last step.
     """
     optimizer = run.config.optimizer
     steps = steps_of(run.config, run.data_dir)
-    last = read_last_object(run.metrics_file, metric)
+    last = read_last_object(run.metrics_file, is_step_line)
     step = last["step"] if last else 0
     previous_lr = last.get("lr") if last else None
     if optimizer.schedule == "own" or not steps or step >= steps:
@@ -83,14 +83,14 @@ def note(run: Run) -> str | None:
     )
 
 
-def look(run: Run) -> None:
+def check_inputs(run: Run) -> None:
     """Raise UserError for patterns of `optimizer.freeze` that do not fit the decoder, asked of torch, elsewhere."""
     if run.config.optimizer.freeze and run.user_model is None:
         patterns, model = json.dumps(run.config.optimizer.freeze), run.config.model.model_dump_json()
         call_in_child_process("pipeline.train.optimizer", "check_freeze", patterns, model)
 
 
-def main(run: Run, place: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
+def run_stage(run: Run, place: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
     """Train. Returns DONE at the last step and STOPPED where a signal was agreed on before."""
     check_tensor_group_on_one_node(place, run.config.parallel.tensor)
     startup_s: dict[str, float] = {}

@@ -52,7 +52,7 @@ from pipeline.resilience.stragglers import LocalComputeTimer, StragglerDetector
 from pipeline.resilience.watchdog import Watchdog
 from pipeline.run import lines
 from pipeline.run.directory import Run
-from pipeline.run.metrics import lost_lines, rewind
+from pipeline.run.metrics import list_lost_lines, rewind_metrics
 from pipeline.train.callback import Callback, CallbackList, make_user_callbacks
 from pipeline.train.engine import Engine
 from pipeline.train.lr_schedule import compute_learning_rate
@@ -427,12 +427,12 @@ class Trainer:
         """Remove the metrics after the restored `step`, and report lost work and what differs; on rank 0."""
         saves = [event.get("seconds") for event in self.run.read_events("train", "saved")]
         self.deadline.longest_save_s = next((seconds for seconds in reversed(saves) if seconds), 0.0)
-        if problem := lines.odd(self.run.metrics_file, lines.metric):
+        if problem := lines.describe_malformed_lines(self.run.metrics_file, lines.is_step_line):
             self.log(f"WARNING: {problem}")
-        lost = lost_lines(self.run.metrics_file, step)
+        lost = list_lost_lines(self.run.metrics_file, step)
         if lost:  # written before the lines are removed, so that a crash in between does not lose them
             self.run.event("lost_work", "train", steps=[line["step"] for line in lost], lines=lost)
-        rewind(self.run.metrics_file, step)
+        rewind_metrics(self.run.metrics_file, step)
         if step:
             seconds = round(time.perf_counter() - start_time, 3)
             facts = {name: note for name, note in notes.items() if note}

@@ -138,7 +138,9 @@ def check_capacity(run: Run) -> None:
         return
     for stage in run.config.active_stages:
         reason = unsatisfiable(run.config, stage, groups)
-        if reason is None or (run.config.sweep is None and stages.load(stage).missing(run) is None):
+        if reason is None or (
+            run.config.sweep is None and stages.load_stage_module(stage).missing_outputs(run) is None
+        ):
             continue
         if read_slurm_config(TIMEOUT_S).get("ResumeProgram", "(null)") not in ("", "(null)"):
             return  # nodes of a cloud are not shown while they are off

@@ -169,7 +169,7 @@ def record_bad_node(run: Run, host: str, cause: str) -> None:
 
 
 def _noted(run: Run) -> Iterator[dict[str, Any]]:
-    return lines.read(run.path / "bad_nodes.jsonl", lines.bad_node)
+    return lines.read_valid_lines(run.path / "bad_nodes.jsonl", lines.is_bad_node)
 
 
 def select_bad_nodes(

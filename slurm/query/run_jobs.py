@@ -11,7 +11,7 @@ from typing import Any
 
 from pipeline.config.stages import STAGES
 from pipeline.run.directory import Run
-from pipeline.run.points import points
+from pipeline.run.points import list_points
 from slurm.query.job_states import (
     NOT_RESPONDING,
     SUBMISSION_EVENTS,
@@ -138,7 +138,7 @@ def list_running_work(run: Run) -> list[str]:
 
     Raises UserError where Slurm cannot be asked about its jobs.
     """
-    everyone = (run, *points(run))
+    everyone = (run, *list_points(run))
     held = [f"{stage} of {one.name}" for one in everyone for stage in STAGES if one.lock_holder(stage)]
     jobs = find_run_jobs(everyone)
     require_response(job.state for job in jobs)
@@ -149,7 +149,8 @@ def list_running_work(run: Run) -> list[str]:
 def uses_slurm(run: Run) -> bool:
     """Whether the run was last submitted to Slurm: `resume` keeps a run's executor."""
     return (
-        _last_executor(e for one in (run, *points(run)) for e in one.read_events(None, *SUBMISSION_EVENTS)) == "slurm"
+        _last_executor(e for one in (run, *list_points(run)) for e in one.read_events(None, *SUBMISSION_EVENTS))
+        == "slurm"
     )
 
 

@@ -31,11 +31,11 @@ from pipeline.evaluate.result import format_result, get_extra_metrics, get_main_
 from pipeline.run import attempts, stages
 from pipeline.run import lines as jsonl_lines
 from pipeline.run import points as sweep
-from pipeline.run.attempts import ENDS, GOES_ON
+from pipeline.run.attempts import END_EVENTS, RETRY_EVENTS
 from pipeline.run.directory import Run
 from pipeline.run.failure import retry_command
 from pipeline.run.ledger import event_timestamp
-from pipeline.run.machines import LOOKS, gpus_behind
+from pipeline.run.machines import DEFAULT_SAMPLE_COUNT, list_slow_gpus
 from slurm.query.job_states import NOT_RESPONDING, UNKNOWN, JobState, RecordedJob, find_first_submissions
 from slurm.query.run_jobs import (
     SubmittedJob,
@@ -190,10 +190,10 @@ def _find_last_stop_of_task(events: Sequence[Event], pending_job: str | None) ->
             saved_step = event["step"]
         elif name == "began_anew":
             saved_step = None
-        elif name in ENDS:
+        elif name in END_EVENTS:
             last = None if name == "done" else make_stop(event.get("cause") or recorded_cause)
             started = None
-        elif name in GOES_ON and last is not None:
+        elif name in RETRY_EVENTS and last is not None:
             last = replace(last, continuation=_CONTINUATIONS[name])
         elif name == "submitted" and event.get("kind") != "afternotok" and "step" not in event:  # by the user
             is_submitted_again = True
@@ -277,10 +277,10 @@ def determine_state(missing: str | None, is_locked: bool, events: Sequence[Event
         events: its events since it was last submitted.
         job: its newest Slurm job.
     """
-    recorded = attempts.read(events)
+    recorded = attempts.read_stage_state(events)
     slurm_state = "" if job is None or job.state == UNKNOWN else job.state
     name = f"job {job.job_id}" if job else ""
-    if missing is None and (not is_locked or recorded.done):
+    if missing is None and (not is_locked or recorded.is_done):
         return StageState("done", "", False)
     if job is not None and job.is_unsatisfiable:
         return StageState("never", f"{name} waits for a dependency that cannot be satisfied ({job.reason})", False)
@@ -291,19 +291,19 @@ def determine_state(missing: str | None, is_locked: bool, events: Sequence[Event
         return StageState(slurm_state.lower(), "", True)
     if is_locked:
         return StageState("running", "", True)
-    if slurm_state == "COMPLETED" or recorded.done:
+    if slurm_state == "COMPLETED" or recorded.is_done:
         claim = f"{name} is COMPLETED" if slurm_state else "its supervisor reported done"
         return StageState("incomplete", f"{claim}, but {missing}", False)
-    if recorded.end is not None:
+    if recorded.end_event is not None:
         problem = ""
-        if recorded.end["event"] == "failed":
-            problem = f"({recorded.end.get('cause')}): {str(recorded.end.get('message', '')).rstrip()}"
-        return StageState(recorded.end["event"], problem, False)
+        if recorded.end_event["event"] == "failed":
+            problem = f"({recorded.end_event.get('cause')}): {str(recorded.end_event.get('message', '')).rstrip()}"
+        return StageState(recorded.end_event["event"], problem, False)
     if slurm_state == "CANCELLED":
         return StageState("cancelled", "", False)
     if job is not None and job.reason == NOT_RESPONDING:
         return StageState("unknown", NOT_RESPONDING, True)  # it may be running
-    if recorded.started is not None:
+    if recorded.start_event is not None:
         problem = "it ended without a final event"
         if slurm_state:
             problem = f"{name} is {slurm_state}: its supervisor wrote no final event"
@@ -319,7 +319,9 @@ def _determine_state_so_far(run: Run, is_locked: bool, events: Sequence[Event], 
     """Return the state of a stage that is done for all checkpoints so far, while the training is not done."""
     if is_locked or (job is not None and (job.is_active or job.is_unsatisfiable)):
         return determine_state("the training is not done", is_locked, events, job)
-    is_cancelled = (job is not None and job.state == "CANCELLED") or attempts.read(events).asked == "cancelled"
+    is_cancelled = (job is not None and job.state == "CANCELLED") or attempts.read_stage_state(
+        events
+    ).user_request == "cancelled"
     return StageState("cancelled" if is_cancelled or run.cancelled_file.exists() else "waiting", "", False)
 
 
@@ -351,9 +353,10 @@ class StatusPoller:
     def statuses_from(self, jobs: Sequence[SubmittedJob]) -> list[StageStatus]:
         """Return the status of each stage from the run directory and `jobs`, without a query of Slurm."""
         self._jobs = jobs
-        statuses = self._read_stages(self.run, stages.own_stages(self.run), {})
+        statuses = self._read_stages(self.run, stages.list_run_stages(self.run), {})
         by_point = [
-            list(self._read_stages(point, stages.point_stages(), statuses).values()) for point in sweep.points(self.run)
+            list(self._read_stages(point, stages.list_point_stages(), statuses).values())
+            for point in sweep.list_points(self.run)
         ]
         of_run = list(statuses.values())
         is_active = any(status.is_active for each in (of_run, *by_point) for status in each)
@@ -413,7 +416,7 @@ class StatusPoller:
         return statuses
 
     def _query_slurm(self) -> None:
-        runs = (self.run, *sweep.points(self.run))
+        runs = (self.run, *sweep.list_points(self.run))
         self._jobs = find_run_jobs(runs, self._forgotten) if uses_slurm(self.run) else []
         result = (self._event_count, self._jobs, self.has_active_point)
         shortest_s, longest_s = QUERY_INTERVALS_S
@@ -432,8 +435,8 @@ class StatusPoller:
 
     def _read_stage(self, run: Run, stage: str, follows_unfinished: bool) -> StageStatus:
         """Return the status of a stage; `follows_unfinished`: whether a parent may still write checkpoints."""
-        work, events = stages.load(stage), run.read_events(stage)
-        missing = getattr(work, "missing_at_a_glance", work.missing)(run)
+        work, events = stages.load_stage_module(stage), run.read_events(stage)
+        missing = stages.quick_missing_outputs(run, stage)
         lock_holder, progress = run.lock_holder(stage), work.progress(run)
         jobs = [job for job in self._jobs if (job.run, job.stage) == (run.path, stage) and not job.is_stray]
         jobs = [job for job in jobs if job.job_id or job.state.reason]  # an open submission has no job yet
@@ -454,26 +457,26 @@ class StatusPoller:
             state = "cancelled"  # before it started
         active_job = job if is_active else None
         is_running = state == "running"
-        recorded = attempts.read(events)
-        seconds = sum(event.get("seconds") or 0.0 for event in events if event["event"] in ENDS)
-        if is_running and recorded.started is not None and recorded.end is None:
-            seconds += time.time() - event_timestamp(recorded.started)
+        recorded = attempts.read_stage_state(events)
+        seconds = sum(event.get("seconds") or 0.0 for event in events if event["event"] in END_EVENTS)
+        if is_running and recorded.start_event is not None and recorded.end_event is None:
+            seconds += time.time() - event_timestamp(recorded.start_event)
         starts_of_task = Counter(event.get("task") for event in events if event["event"] == "started")
         # a short form; the whole text is printed where a stage ends (slurm/submit/local_runner.py) and in the report
-        short_progress = re.split(_END_OF_SHORT_PROGRESS, progress.words)[0]
+        short_progress = re.split(_END_OF_SHORT_PROGRESS, progress.description)[0]
         cells = {
             "job": shown.job_id if shown else "",
             "reason": active_job.reason if active_job and active_job.state == "PENDING" else "",
             "nodes": (active_job.nodes if active_job else "") or (lock_holder.host if lock_holder else ""),
-            "step": f"{progress.done}/{progress.total}" if STAGES[stage].is_training else short_progress,
-            "loss": progress.loss,
-            "ETA": format_duration(progress.left_s) if is_running and progress.left_s is not None else "",
+            "step": f"{progress.completed}/{progress.total}" if STAGES[stage].is_training else short_progress,
+            "loss": progress.loss_description,
+            "ETA": format_duration(progress.remaining_s) if is_running and progress.remaining_s is not None else "",
             "attempts": str(max(starts_of_task.values(), default=0)),
             "time": format_duration(seconds),
         }
         if not problem and state != "done":
             problem = "; ".join(describe_unproven_jobs(jobs))
-        slowdowns = _describe_slowdowns(run, recorded.started, events) if is_running else ""
+        slowdowns = _describe_slowdowns(run, recorded.start_event, events) if is_running else ""
         pending_job = job.job_id if job and job.is_active and job.state == "PENDING" else None
         last_stop = find_last_stop(events, pending_job) if state != "done" else None
         return StageStatus(run, stage, state, problem, is_active, cells, slowdowns, last_stop)
@@ -493,10 +496,10 @@ def _describe_slowdowns(run: Run, started: Event | None, events: Iterable[Event]
         f"rank {event['rank']} on {event['host']} takes {event['ratio']} × the time of its peers"
         for event in find_current_stragglers(events)
     ]
-    interval_s = run.config.track.telemetry_s or GPU_COMPARISON_S / LOOKS
-    span_s = max(GPU_COMPARISON_S, LOOKS * interval_s)
+    interval_s = run.config.track.telemetry_s or GPU_COMPARISON_S / DEFAULT_SAMPLE_COUNT
+    span_s = max(GPU_COMPARISON_S, DEFAULT_SAMPLE_COUNT * interval_s)
     begin = max(event_timestamp(started) if started else 0.0, time.time() - span_s)
-    gpus = gpus_behind(run.path, begin, looks=math.ceil(span_s / interval_s))
+    gpus = list_slow_gpus(run.path, begin, looks=math.ceil(span_s / interval_s))
     more = [f"and {len(gpus) - _MAX_GPUS_NAMED} more GPUs"] if len(gpus) > _MAX_GPUS_NAMED else []
     return "; ".join([*ranks, *gpus[:_MAX_GPUS_NAMED], *more])
 
@@ -557,11 +560,11 @@ def tabulate_points(run: Run, statuses: Sequence[StageStatus]) -> list[list[str]
     rows = []
     values_of_points = run.config.sweep.points()
     for status, values in zip(statuses, values_of_points, strict=True):
-        progress, result = stages.load("train").progress(status.run), read_newest_result(status.run)
+        progress, result = stages.load_stage_module("train").progress(status.run), read_newest_result(status.run)
         main_metric = get_main_metric(result)[1] if result else math.inf
         state = status.state if status.state in ("done", "waiting") else f"{status.stage} {status.state}"
         cells = [status.run.path.name, *map(str, values.values()), state]
-        cells += [f"{progress.done}/{progress.total}", progress.loss or "-"]
+        cells += [f"{progress.completed}/{progress.total}", progress.loss_description or "-"]
         cells.append("-" if result is None else f"{main_metric:.4f}")
         rows.append((main_metric, cells, get_extra_metrics(result or {})))
     main_name = "bits per byte" if run.config.model.target is None else "held-out loss"
@@ -635,7 +638,7 @@ def render_status(
         lines.append(Text(f"to continue: {retry_command(run, cause, message)}"))
     if changes := run.describe_changes():
         lines.append(Text(changes))
-    if malformed_lines := jsonl_lines.odd(run.events_file, jsonl_lines.event):
+    if malformed_lines := jsonl_lines.describe_malformed_lines(run.events_file, jsonl_lines.is_event):
         lines.append(Text(malformed_lines, style="yellow"))
     points = tabulate_points(run, point_statuses)
     return Group(Text(run.title), build_table(cells, width), *lines, *([build_table(points, width)] if points else []))
@@ -661,4 +664,8 @@ def describe_result(run: Run) -> str:
     """Return the newest evaluation in one line, or why there is none yet."""
     if result := read_newest_result(run):
         return format_result(result)
-    return "not evaluated yet" if run.config.data.held_out else stages.load("evaluate").progress(run).words
+    return (
+        "not evaluated yet"
+        if run.config.data.held_out
+        else stages.load_stage_module("evaluate").progress(run).description
+    )

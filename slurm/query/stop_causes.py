@@ -27,7 +27,7 @@ from pipeline.checkpoint.catalog import list_checkpoint_steps
 from pipeline.config.site import SiteConfig
 from pipeline.config.stages import STAGES
 from pipeline.run import attempts, stages
-from pipeline.run.attempts import Attempts, budget_of, ending, refusal
+from pipeline.run.attempts import StageState, explain_no_retry, get_budget_key, get_end_event
 from pipeline.run.directory import Run
 from slurm.query import preemption
 from slurm.query.current_job import CAUSE_BY_STATE, JobInfo, find_failed_nodes, query_accounted_state, read_job_info
@@ -47,10 +47,12 @@ SIGNAL_EARLY_S = 70.0
 def is_job_ending(run: Run, stage: str, job: JobState) -> bool:
     """Whether a job that Slurm still shows ends for good: a person stopped it, or it has said its last word."""
     spoken = events_since_submission(run.read_events(stage), job.job_id)
-    told = attempts.read(e for e in spoken if f"{e.get('job_id')}_".startswith(f"{job.job_id}_"))  # or its tasks
-    if job.state == "PENDING" or told.goes_on is not None:
+    told = attempts.read_stage_state(
+        e for e in spoken if f"{e.get('job_id')}_".startswith(f"{job.job_id}_")
+    )  # or its tasks
+    if job.state == "PENDING" or told.retry_event is not None:
         return False
-    return job.state == "COMPLETING" or told.end is not None or told.asked is not None
+    return job.state == "COMPLETING" or told.end_event is not None or told.user_request is not None
 
 
 def read_progress_marker(run: Run, stage: str) -> str:
@@ -61,7 +63,7 @@ def read_progress_marker(run: Run, stage: str) -> str:
     a rank may die between a checkpoint and its event.
     """
     if not STAGES[stage].is_training:
-        return stages.load(stage).progress(run).words
+        return stages.load_stage_module(stage).progress(run).description
     newest, repaired = 0, 0
     damaged: set[int] = set()
     for event in run.read_events(stage):
@@ -168,29 +170,29 @@ def close_open_attempt(run: Run, stage: str, place: RankInfo, task: int | None) 
     the cause and the reason where they forbid that, or where the stage has ended and Slurm alone puts the job back.
     None where it may start, and where a person asked for it.
     """
-    before = attempts.of(run, stage, task)
-    started, end = before.started, before.end
-    if started is None or before.goes_on is not None:
+    before = attempts.load_stage_state(run, stage, task)
+    started, end = before.start_event, before.end_event
+    if started is None or before.retry_event is not None:
         return None
     job = started.get("slurm_job")
     same = job is not None and job == place.job_id and started in events_since_submission(run.read_events(stage), job)
     times = place.restart_count - (started.get("restarts") or 0) if same else 0
     requeued = times > 0
     once_more = times == 1 and _preempted(run, stage, started) and preemption.requeues_preempted_jobs()
-    if before.done:
+    if before.is_done:
         return (ExitCode.DONE, "it is done") if once_more else None
     inherited = job is not None and find_predecessor(run, stage, place.job_id or "") == job
-    by_itself = (requeued or inherited) and not before.asked_anew
+    by_itself = (requeued or inherited) and not before.resumed_by_user
     progress = read_progress_marker(run, stage) != started.get("standing")
     if end is None:
         cause = _cause_of_silence(before, None if job is None else read_recorded_job(run, started), requeued)
         message = f"attempt {started.get('attempt')} ended without a word of its supervisor (on {started.get('host')})"
     else:
         cause, message = ExitCode(end["exit_code"]), str(end.get("message", end["event"])).rstrip()
-    asked = before.asked or (cause.name.lower() if cause == ExitCode.CANCELLED else None)
+    asked = before.user_request or (cause.name.lower() if cause == ExitCode.CANCELLED else None)
     why_not = None
     if by_itself:
-        why_not = "a person stopped it" if asked else refusal(before, cause, progress, run.config.recovery)
+        why_not = "a person stopped it" if asked else explain_no_retry(before, cause, progress, run.config.recovery)
     if why_not is not None and requeued and end is not None:  # it was told so before
         # a person put the job back all the same, or Slurm did so because it was preempted
         return (cause, why_not) if once_more else None
@@ -198,11 +200,11 @@ def close_open_attempt(run: Run, stage: str, place: RankInfo, task: int | None) 
     if end is None or (why_not is not None and not end.get("final")):
         message += f"\nnot tried again: {why_not}" if why_not else ""
         facts = {"cause": asked or cause.name.lower(), "exit_code": int(cause), "message": message}
-        name = ending(cause, final=why_not is not None and not asked)
+        name = get_end_event(cause, final=why_not is not None and not asked)
         run.event(name, stage, **common, **facts, final=why_not is not None)
     if by_itself and why_not is None:
         how = "requeued" if requeued else "handed_over"
-        run.event(how, stage, **common, cause=cause.name.lower(), budget=budget_of(cause), progress=progress)
+        run.event(how, stage, **common, cause=cause.name.lower(), budget=get_budget_key(cause), progress=progress)
     return None if why_not is None else (cause, why_not)
 
 
@@ -221,11 +223,11 @@ def find_predecessor(run: Run, stage: str, job: str) -> str | None:
     return None
 
 
-def _cause_of_silence(before: Attempts, job: RecordedJob | None, requeued: bool) -> ExitCode:
+def _cause_of_silence(before: StageState, job: RecordedJob | None, requeued: bool) -> ExitCode:
     """Why an attempt ended whose supervisor did not say: from its last word of a stop, else from what Slurm says."""
-    if before.asked:
-        return ExitCode.CANCELLED if before.asked == "cancelled" else ExitCode.STOPPED
-    word = ExitCode.__members__.get(str(before.told.get("cause")).upper())
+    if before.user_request:
+        return ExitCode.CANCELLED if before.user_request == "cancelled" else ExitCode.STOPPED
+    word = ExitCode.__members__.get(str(before.last_stop_event.get("cause")).upper())
     if requeued:  # so it was not cancelled, whatever it looked like
         return ExitCode.NODE_FAILURE if word in (None, ExitCode.CANCELLED) else word
     if job is None:

@@ -35,8 +35,8 @@ from pipeline.base.errors import UserError
 from pipeline.config.stages import STAGES
 from pipeline.run import attempts, stages
 from pipeline.run.directory import Run
-from pipeline.run.failure import once_mended
-from pipeline.run.points import make_points, points
+from pipeline.run.failure import describe_remedy
+from pipeline.run.points import create_points, list_points
 from slurm.query.capacity import check_limits
 from slurm.query.job_states import NOT_RESPONDING, array_job_id, cancel_jobs
 from slurm.query.run_jobs import (
@@ -84,7 +84,7 @@ class Chain:
 
     def __init__(self, run: Run, console: Console, again: bool, points: Sequence[Run] | None = None) -> None:
         """`points`: those of a sweep; None: they are made if they are missing."""
-        self.run, self.points, self.again = run, make_points(run) if points is None else points, again
+        self.run, self.points, self.again = run, create_points(run) if points is None else points, again
         self.say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
         self.alive: dict[tuple[Path, str], list[SubmittedJob]] = {}
         """The jobs that run or may still run, by run and stage, as what follows."""
@@ -155,11 +155,11 @@ class Chain:
 
     def _lacks(self, one: Run, stage: str) -> bool:
         """Whether a stage of the run, or of a point, is to be submitted: it is not done, and no job does it."""
-        work, alive = stages.load(stage), self.alive.get((one.path, stage), [])
+        work, alive = stages.load_stage_module(stage), self.alive.get((one.path, stage), [])
         replaced = any(parent in self.wanted[name] for parent, name in self._parents(one, stage))
-        if work.missing(one) is None and not replaced and not self._after(one, stage):
+        if work.missing_outputs(one) is None and not replaced and not self._after(one, stage):
             if one is self.run:  # points are counted
-                self.say(f"{stage:9} done: {work.progress(one).words}")
+                self.say(f"{stage:9} done: {work.progress(one).description}")
             return False
         if (job := find_awaited_job(stage, alive)) is not None:
             if is_job_ending(one, stage, job.state):
@@ -175,12 +175,12 @@ class Chain:
             self.ending[one.path, stage] = alive[-1].job_id
         elif alive and (not replaced or any(other.state.state != "PENDING" for other in alive)):
             self.arrays[one.path, stage] = alive[-1].job_id
-        told = attempts.read(one.read_events(stage))
-        if told.failed and not self.again:
-            end = told.told
+        told = attempts.read_stage_state(one.read_events(stage))
+        if told.has_failed and not self.again:
+            end = told.last_stop_event
             raise UserError(
                 f"{stage} of {one.name} failed ({end.get('cause')}): {str(end.get('message', '')).rstrip()}\n"
-                f"{once_mended(one, end.get('cause'), end.get('message') or '')}"
+                f"{describe_remedy(one, end.get('cause'), end.get('message') or '')}"
             )
         return True
 
@@ -266,7 +266,7 @@ class Chain:
 
 def reset_for_resume(run: Run, *, asked_anew: bool) -> None:
     """Forget stops and failures: a person said to go on. `asked_anew`: with other values than Slurm was asked with."""
-    for one in (run, *make_points(run)):
+    for one in (run, *create_points(run)):
         one.clear_requests()
         one.event("resumed")
     if asked_anew:
@@ -275,7 +275,7 @@ def reset_for_resume(run: Run, *, asked_anew: bool) -> None:
 
 def cancel_run(run: Run) -> list[str]:
     """Ask what runs to save and leave, and cancel what waits; what is to be said of it."""
-    everyone, held = (run, *make_points(run)), []
+    everyone, held = (run, *create_points(run)), []
     for one in everyone:
         one.write_request(one.cancelled_file)
         one.event("cancel_requested")
@@ -298,7 +298,7 @@ def cancel_pending_jobs(run: Run) -> tuple[list[str], list[str]]:
 
     The ids, and what is to be said of jobs that are left alone.
     """
-    everyone, more = (run, *points(run)), list[str]()
+    everyone, more = (run, *list_points(run)), list[str]()
     known = find_run_jobs(everyone)
     if not any(job.state.reason == NOT_RESPONDING for job in known):
         try:

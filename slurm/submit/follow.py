@@ -52,7 +52,7 @@ def follow_stage(run: Run, stage: str, is_running: Callable[[], bool], console: 
         for text, end in read_complete_lines(run.events_file, offset):
             event = parse_json_or_none(text)
             offset = end
-            if lines.event(event) and event.get("stage") == stage and event["event"] in _EVENT_MESSAGES:
+            if lines.is_event(event) and event.get("stage") == stage and event["event"] in _EVENT_MESSAGES:
                 message = _EVENT_MESSAGES[event["event"]].format_map(defaultdict(str, event))
                 console.print(f"{stage:9} {message.removesuffix('; repeated steps: 0')}", soft_wrap=True)
 
@@ -63,16 +63,16 @@ def follow_stage(run: Run, stage: str, is_running: Callable[[], bool], console: 
                 next_update_time += LIVE_INTERVAL_S if is_live else PLAIN_INTERVAL_S
                 for key, change in run.reload_config().items():
                     console.print(f"{stage:9} changed by another process: {key}: {change}", soft_wrap=True)
-                progress = stages.load(stage).progress(run)
-                remaining = "" if progress.left_s is None else f"  {format_duration(progress.left_s)} left"
+                progress = stages.load_stage_module(stage).progress(run)
+                remaining = "" if progress.remaining_s is None else f"  {format_duration(progress.remaining_s)} left"
                 bar.update(
                     task,
-                    completed=progress.done,
+                    completed=progress.completed,
                     total=progress.total or None,
-                    description=progress.running + remaining,
+                    description=progress.running_description + remaining,
                 )
                 if not is_live:
-                    console.print(f"{stage:9} {progress.running}{remaining}", soft_wrap=True)
+                    console.print(f"{stage:9} {progress.running_description}{remaining}", soft_wrap=True)
             time.sleep(POLL_S)
         print_new_events()
     return time.monotonic() - start_time

@@ -21,10 +21,10 @@ from pipeline.base.errors import ExitCode
 from pipeline.base.signals import StopFlag
 from pipeline.base.text import format_duration
 from pipeline.run import attempts, stages
-from pipeline.run.attempts import Attempts
+from pipeline.run.attempts import StageState
 from pipeline.run.directory import Run
-from pipeline.run.failure import once_mended
-from pipeline.run.points import make_points
+from pipeline.run.failure import describe_remedy
+from pipeline.run.points import create_points
 from slurm.query.site_variables import SETUP_NOT_RUN
 from slurm.query.status import describe_outcome
 from slurm.submit.follow import follow_stage
@@ -41,8 +41,8 @@ def run_chain_locally(run: Run, console: Console) -> ExitCode:
     if is_in_allocation(os.environ) and run.config.site.setup:
         console.print(SETUP_NOT_RUN, soft_wrap=True)
     flag = StopFlag().install()
-    own, failed = [(run, stages.own_stages(run))], ExitCode.DONE
-    for one, names in own + [(point, stages.point_stages()) for point in make_points(run)]:
+    own, failed = [(run, stages.list_run_stages(run))], ExitCode.DONE
+    for one, names in own + [(point, stages.list_point_stages()) for point in create_points(run)]:
         if one is not run:
             console.print(f"point {one.path.name}")
         for stage in names:
@@ -62,7 +62,7 @@ def run_stage_locally(run: Run, stage: str, flag: StopFlag, console: Console) ->
     from slurm.submit.submitit_job import submit_locally
 
     say = partial(console.print, soft_wrap=True)
-    work, asked, batch = stages.load(stage), False, is_in_batch_job(os.environ)
+    work, asked, batch = stages.load_stage_module(stage), False, is_in_batch_job(os.environ)
     job: Any = None
 
     def going() -> bool:
@@ -79,11 +79,11 @@ def run_stage_locally(run: Run, stage: str, flag: StopFlag, console: Console) ->
         run.reload_config()
         run.check_not_cancelled()
         holder = run.lock_holder(stage)
-        if holder is None and work.missing(run) is None:
-            say(f"{stage:9} done: {work.progress(run).words}")
+        if holder is None and work.missing_outputs(run) is None:
+            say(f"{stage:9} done: {work.progress(run).description}")
             return ExitCode.DONE
-        before = attempts.read(run.read_events(stage))
-        leaves = before.stopping is not None and before.end is None
+        before = attempts.read_stage_state(run.read_events(stage))
+        leaves = before.stopping_event is not None and before.end_event is None
         if holder:
             say(f"{stage:9} is already running ({holder}); following it")
             watch = format_command("status", run.sweep_or_self.name, "--watch")
@@ -95,10 +95,12 @@ def run_stage_locally(run: Run, stage: str, flag: StopFlag, console: Console) ->
             say(f"{stage:9} saves and ends by itself; to go on: {run.resume_command}")
             return ExitCode.STOPPED
         events = [e for e in run.read_events(stage) if job is None or e.get("job_id") == job.job_id]
-        told = attempts.read(events)
-        if told.end is None and (work.missing(run) is None or (job and not told.started and run.lock_holder(stage))):
+        told = attempts.read_stage_state(events)
+        if told.end_event is None and (
+            work.missing_outputs(run) is None or (job and not told.start_event and run.lock_holder(stage))
+        ):
             continue  # it is done, or somebody else's attempt began in the same moment: join that one
-        if told.end and told.end["event"] == "stopped" and job is None and not asked and leaves:
+        if told.end_event and told.end_event["event"] == "stopped" and job is None and not asked and leaves:
             continue  # it was stopping already when we joined it; we were asked to go on
         return report_stage_end(run, stage, told, seconds, job, say)
 
@@ -117,9 +119,9 @@ def ask_to_stop(run: Run, stage: str, batch: bool) -> bool:
     return holder is not None or not batch
 
 
-def report_stage_end(run: Run, stage: str, told: Attempts, seconds: float, job: Any, say: Any) -> ExitCode:
+def report_stage_end(run: Run, stage: str, told: StageState, seconds: float, job: Any, say: Any) -> ExitCode:
     """Say how the stage ended and what to do next; returns its exit code. `job`: None where it was not ours."""
-    end, words = told.end, stages.load(stage).progress(run).words
+    end, words = told.end_event, stages.load_stage_module(stage).progress(run).description
     if end is None:
         log = job.paths.stdout if job else run.jobs_dir / stage
         say(f"{stage:9} ended without a word of its supervisor; its log: {log}", style="red")
@@ -135,5 +137,5 @@ def report_stage_end(run: Run, stage: str, told: Attempts, seconds: float, job: 
         say(f"{stage:9} {end['event']}: {words}\nto go on: {run.resume_command}")
         return ExitCode.STOPPED
     say(f"{stage:9} failed ({end.get('cause', 'unknown')}): {end.get('message', '').rstrip()}", style="red")
-    say(f"logs: {run.jobs_dir / stage}\n{once_mended(run, end.get('cause'), end.get('message') or '')}")
+    say(f"logs: {run.jobs_dir / stage}\n{describe_remedy(run, end.get('cause'), end.get('message') or '')}")
     return ExitCode(end["exit_code"])

@@ -19,7 +19,7 @@ from typing import Any
 
 from pipeline.base.errors import ExitCode
 from pipeline.run.directory import Run
-from pipeline.run.failure import BROKEN_GPU
+from pipeline.run.failure import GPU_FAILURE_PATTERN
 from slurm.supervise.launch import Left
 
 
@@ -60,7 +60,7 @@ def _broken_gpu(log: Path, begins: int) -> str | None:
     with suppress(OSError), open(log, "rb") as file:
         file.seek(begins)
         for line in file:
-            if BROKEN_GPU.search(words := line.decode(errors="replace")):
+            if GPU_FAILURE_PATTERN.search(words := line.decode(errors="replace")):
                 return words.strip()
     return None
 

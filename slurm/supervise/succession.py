@@ -23,7 +23,7 @@ from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import ExitCode, UserError
 from pipeline.run import attempts
 from pipeline.run.directory import Run
-from pipeline.run.points import points
+from pipeline.run.points import list_points
 from slurm.query import job_states
 from slurm.query.job_states import UNKNOWN, JobState, RecordedJob, events_since_submission
 from slurm.query.stop_causes import find_predecessor
@@ -40,14 +40,14 @@ def _waiting(run: Run, job: str, *, further: bool = True) -> list[tuple[JobState
     from slurm.submit.sbatch import resolve_submissions_if_open
 
     try:
-        resolve_submissions_if_open((run, *points(run)))
+        resolve_submissions_if_open((run, *list_points(run)))
     except (UserError, OSError) as error:
         print(f"jobs that were submitted without a record are not seen: {error}", file=sys.stderr, flush=True)
     kinds = {job: ""}
     needed = kinds.keys() if further else {job}
     told = events_since_submission(run.read_events(None, "submitted", "took_over"), job)
     since = str(told[0]["time"]) if told else ""
-    for point in points(run):
+    for point in list_points(run):
         told += [e for e in point.read_events(None, "submitted", "took_over") if str(e["time"]) >= since]
     for event in told:
         if event["event"] == "took_over" and event["job_id"] in needed:
@@ -65,7 +65,7 @@ def _waiting(run: Run, job: str, *, further: bool = True) -> list[tuple[JobState
 def _claims(run: Run) -> dict[str, RecordedJob]:
     """The newest job of each id in the events of a run and the points of its sweep, as far as this cluster's."""
     started = [job_states.read_recorded_job(run, e) for e in run.read_events(None, "started") if e.get("slurm_job")]
-    submitted = [one for each in (run, *points(run)) for _, one in job_states.list_recorded_jobs(each)]
+    submitted = [one for each in (run, *list_points(run)) for _, one in job_states.list_recorded_jobs(each)]
     here = job_states.cluster_name()
     return {one.job_id: one for one in (*started, *submitted) if here is None or one.cluster in (None, here)}
 
@@ -119,7 +119,9 @@ def _cancelled(run: Run, stage: str, job: str) -> bool:
     one = _claims(run).get(job)
     state = job_states.query_job_states([one])[one].state if one is not None else UNKNOWN
     spoken = [e for e in events_since_submission(run.read_events(stage), job) if e.get("job_id") == job]
-    return state == "CANCELLED" or (state == UNKNOWN and attempts.read(spoken).told.get("cause") == "cancelled")
+    return state == "CANCELLED" or (
+        state == UNKNOWN and attempts.read_stage_state(spoken).last_stop_event.get("cause") == "cancelled"
+    )
 
 
 def not_needed(run: Run, stage: str, place: RankInfo, *, done: bool) -> None:

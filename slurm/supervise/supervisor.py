@@ -69,10 +69,10 @@ class Supervisor:
 
     def __init__(self, run: Run, stage: str, flag: StopFlag) -> None:
         self.run, self.stage, self.flag = run, stage, flag
-        self.work, self.row = stages.load(stage), STAGES[stage]
+        self.work, self.row = stages.load_stage_module(stage), STAGES[stage]
         self.place: RankInfo = read_rank_info(os.environ)
         self.on_slurm, self.nodes = is_in_allocation(os.environ), read_allocated_hosts(os.environ)
-        self.task = stages.task_of(stage, self.place)
+        self.task = stages.get_array_task(stage, self.place)
         self.job = self.place.submitted_as or str(os.getpid())
         self.evaluations = Evaluations(run)
         self.batch = self.on_slurm and os.environ.get("ENVIRONMENT") == "BATCH"
@@ -107,7 +107,7 @@ class Supervisor:
         """
         run, stage, job = self.run, self.stage, self.place.job_id or ""
         before = job if self.place.restart_count else stop_causes.find_predecessor(run, stage, job)
-        last = (attempts.of(run, stage, self.task).started or {}).get("slurm_job")
+        last = (attempts.load_stage_state(run, stage, self.task).start_event or {}).get("slurm_job")
         goes_on = self.batch and last is not None and last == before
         patience_s = max(self.row.lock_timeout_s, LOCK_WAIT_S if goes_on else 0.0) if self.on_slurm else 0.0
         lock, deadline = run.lock_stage(stage, self.task), time.monotonic() + patience_s
@@ -128,8 +128,8 @@ class Supervisor:
         refused = stop_causes.close_open_attempt(run, stage, self.place, self.task)
         if refused is None and self.batch and (reason := succession.take_over(run, stage, self.place)) is not None:
             refused = ExitCode.CANCELLED, reason
-        if refused is None and not self._one_of_many() and self.work.missing(run) is None:
-            refused = ExitCode.DONE, self.work.progress(run).words  # a person's own job, or one submitted twice
+        if refused is None and not self._one_of_many() and self.work.missing_outputs(run) is None:
+            refused = ExitCode.DONE, self.work.progress(run).description  # a person's own job, or one submitted twice
         if refused is not None:
             print(f"{stage} is not tried again ({refused[0].name.lower()}): {refused[1]}", flush=True)
             self.leave_nothing_waiting(done=refused[0] == ExitCode.DONE)
@@ -138,14 +138,14 @@ class Supervisor:
             before = stop_causes.read_progress_marker(run, stage)
             ended = self._attempt(lock, before)
             progress, why_not = stop_causes.read_progress_marker(run, stage) != before, None
-            ends_here = ended.code in (ExitCode.DONE, ExitCode.CANCELLED) or ended.asked in attempts.REQUESTS
+            ends_here = ended.code in (ExitCode.DONE, ExitCode.CANCELLED) or ended.asked in attempts.USER_REQUESTS
             if not self.batch:  # here, or inside salloc: an allocation that is taken away has no second attempt
                 ends_here |= ended.code in (ExitCode.STOPPED, ExitCode.PREEMPTED, ExitCode.TIME_LIMIT) or bool(
                     self.flag
                 )
             if not ends_here:
-                so_far = attempts.of(run, stage, self.task)
-                why_not = attempts.refusal(so_far, ended.code, progress, run.config.recovery)
+                so_far = attempts.load_stage_state(run, stage, self.task)
+                why_not = attempts.explain_no_retry(so_far, ended.code, progress, run.config.recovery)
             self._write_end(ended, why_not)
             if ends_here or why_not is not None:
                 self.leave_nothing_waiting(done=ended.code == ExitCode.DONE)
@@ -158,7 +158,7 @@ class Supervisor:
     def _attempt(self, lock: int | None, before: str) -> Ended:
         """Start the ranks, once (without the lock none), and tell how that ended. `before`: how the stage stood."""
         run, stage, place = self.run, self.stage, self.place
-        size = 1 if self.task is not None else stages.ranks(run, stage, len(self.nodes) or None)
+        size = 1 if self.task is not None else stages.count_ranks(run, stage, len(self.nodes) or None)
         if self.row.is_array and self.on_slurm and (room := read_granted_tasks(os.environ)) is not None:
             size = min(size, sum(room[0]))  # any number will do: the job behind an array has one task
         attempt = run.count_attempts(stage) + 1
@@ -188,12 +188,16 @@ class Supervisor:
         finally:
             ranks.kill()  # none is left, unless something failed here
             late = _take_request(run)
-        if late is not None and ended.asked not in attempts.REQUESTS:
+        if late is not None and ended.asked not in attempts.USER_REQUESTS:
             ended.asked = late  # it came after another stop was noticed, or with a failure: nothing goes on
             if ended.code == ExitCode.STOPPED:
                 ended.facts["cause"] = late
         # one of many does its part only; the job behind them validates the whole
-        if ended.code == ExitCode.DONE and not self._one_of_many() and (reason := self.work.missing(run)) is not None:
+        if (
+            ended.code == ExitCode.DONE
+            and not self._one_of_many()
+            and (reason := self.work.missing_outputs(run)) is not None
+        ):
             facts = {"cause": "outputs", "message": f"all ranks left with 0, but {reason}"}
             ended = Ended(ExitCode.CRASHED, ended.asked, facts)
         elif self.on_slurm:
@@ -277,7 +281,7 @@ class Supervisor:
     def _note_stop(self, asked: str) -> None:
         """Write at once why a stop came: this process may be killed before the ranks have left."""
         more: dict[str, Any] = {}
-        if self.on_slurm and asked not in attempts.REQUESTS:
+        if self.on_slurm and asked not in attempts.USER_REQUESTS:
             facts = slurm_job.read_job_info(self.place.job_id or "")
             more["cause"] = self._cause(ExitCode.STOPPED, facts)[0].name.lower()
         with suppress(OSError):  # the ranks may still save
@@ -294,7 +298,7 @@ class Supervisor:
         A preemption with grace time signals the ranks first, and the batch script with the signal of `--signal=B:`.
         `scontrol requeue` sends TERM to all of them at once.
         """
-        noted = (attempts.of(self.run, self.stage, self.task).stopping or {}).get("cause")
+        noted = (attempts.load_stage_state(self.run, self.stage, self.task).stopping_event or {}).get("cause")
         if noted in ("preempted", "time_limit"):
             return bool(noted == "preempted")
         if self.flag.reason in (signal.SIGUSR1.name, signal.SIGUSR2.name):
@@ -310,7 +314,7 @@ class Supervisor:
         facts = slurm_job.read_job_info(self.place.job_id or "")
         if facts is not None and facts.is_preempted:
             ended.facts["in_grace"] = True  # Slurm may start the job once more, whatever this end is
-        if ended.asked not in attempts.REQUESTS:
+        if ended.asked not in attempts.USER_REQUESTS:
             code, words = self._cause(ended.code, facts)
             if code == ExitCode.STOPPED and ended.facts.get("cause") == LOCAL_DEADLINE:
                 code = ExitCode.TIME_LIMIT
@@ -326,7 +330,7 @@ class Supervisor:
 
     def _write_end(self, ended: Ended, why_not: str | None) -> None:
         """Write how the attempt ended, and why the stage does not go on where that is so."""
-        name = attempts.ending(ended.code, final=why_not is not None)
+        name = attempts.get_end_event(ended.code, final=why_not is not None)
         if name == "stopped" and self.run.cancelled_file.exists():
             name = "cancelled"
         facts = ended.facts if name == "done" else {"cause": ended.code.name.lower(), **ended.facts}
@@ -339,7 +343,7 @@ class Supervisor:
         self._tell(name, exit_code=int(ended.code), **facts)
 
     def _write_goes_on(self, event: str, cause: ExitCode, progress: bool, **more: Any) -> None:
-        self._tell(event, cause=cause.name.lower(), budget=attempts.budget_of(cause), progress=progress, **more)
+        self._tell(event, cause=cause.name.lower(), budget=attempts.get_budget_key(cause), progress=progress, **more)
 
     def _leave(self, ended: Ended, progress: bool) -> ExitCode:
         """Put this job back into the queue, or leave the stage to its successor; returns when this run of it ends.

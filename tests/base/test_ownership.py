@@ -27,7 +27,7 @@ from pipeline.config.read import load_config
 from pipeline.run import code as run_module
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
-from pipeline.run.points import make_points
+from pipeline.run.points import create_points
 from slurm.submit.sbatch import render_batch_script
 from tests.checkpoint.test_checkpoint import save_rank
 from tests.support.needs import lacking
@@ -372,7 +372,7 @@ def test_the_code_of_a_point_is_that_of_its_sweep(tmp_path: Path) -> None:
     python.chmod(0o755)
     grid = "sweep={grid: {optimizer.lr: [1.0e-3, 2.0e-3]}}"
     sweep = Run.create(load_config(write_config(tmp_path), [grid, "run.sharing=all", f"site.python={python}"]))
-    point = make_points(sweep)[1]
+    point = create_points(sweep)[1]
     assert point.code_dir.is_symlink()
     job = render_batch_script(point, point.config, "train")
 

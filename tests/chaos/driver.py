@@ -21,7 +21,7 @@ from typing import Any
 from pipeline.base.files import read_jsonl
 from pipeline.checkpoint.catalog import find_newest_step
 from pipeline.config.read import load_config
-from pipeline.run.attempts import ENDS, GOES_ON
+from pipeline.run.attempts import END_EVENTS, RETRY_EVENTS
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
 from tests.chaos.faults import QUICK, SLOW, Scene
@@ -131,7 +131,7 @@ class Story:
     def _ending(self, before: int) -> str | None:
         """The cause that was told since event number `before`."""
         for event in self.run.read_events("train")[before:]:
-            if event["event"] in GOES_ON or event.get("cause") == "storage" or event.get("noticed_later"):
+            if event["event"] in RETRY_EVENTS or event.get("cause") == "storage" or event.get("noticed_later"):
                 return str(event["cause"])
             if event["event"] == "failed" and "not tried again" in str(event.get("message")):
                 return f"gave up: {event['cause']}"
@@ -154,7 +154,7 @@ class Story:
             starts = [i for i, e in enumerate(events) if e["event"] == "started"]
             since = events[starts[-1] :] if starts else []
             names = {e["event"] for e in since}
-            return "saved" in names and names.isdisjoint((*GOES_ON, *ENDS, "resumed"))
+            return "saved" in names and names.isdisjoint((*RETRY_EVENTS, *END_EVENTS, "resumed"))
 
         scene.wait("progress", progressed)
 

@@ -17,7 +17,7 @@ from pipeline.checkpoint.catalog import (
 )
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
-from pipeline.run.stages import load
+from pipeline.run.stages import load_stage_module
 from slurm.query.stop_causes import read_progress_marker
 from tests.support.ranks import run_ranks
 from tests.support.tiny import make_run, stage_rank, write_config
@@ -33,7 +33,7 @@ def test_no_training_begins_anew_by_itself(tmp_path: Path, what: str) -> None:
     for folder in list(run.path.glob(what)):
         shutil.rmtree(folder)
     words = f"step 4 was saved, and {run.checkpoints_dir} has no checkpoint"
-    assert words in str(load("train").missing(run)), "status says so"
+    assert words in str(load_stage_module("train").missing_outputs(run)), "status says so"
     with pytest.raises(AssertionError, match=rf"(?s)CheckpointError: {words}.*to train from zero .* remove "):
         run_ranks(2, stage_rank, run.path, "train")
     assert run.metrics_file.read_bytes() == kept and not run.read_events("train", "began_anew")

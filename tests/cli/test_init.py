@@ -17,7 +17,7 @@ from pipeline.base.files import read_jsonl
 from pipeline.config.read import load_config
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
-from pipeline.run.stages import load
+from pipeline.run.stages import load_stage_module
 from tests.support.ranks import place, run_ranks
 from tests.support.tiny import HarmlessFlag, stage_rank, write_corpus
 
@@ -39,7 +39,7 @@ def write_data(folder: Path) -> None:
 def trained(folder: Path, config: str, *more: str) -> Run:
     run = Run.create(load_config(folder / config, (*SMALLER, *more)))
     for stage in ("prepare", "shard"):
-        assert load(stage).main(run, place(0, 1, 1), {}, HarmlessFlag()) == ExitCode.DONE
+        assert load_stage_module(stage).run_stage(run, place(0, 1, 1), {}, HarmlessFlag()) == ExitCode.DONE
     for stage in ("train", "evaluate"):
         assert run_ranks(2, stage_rank, run.path, stage) == [ExitCode.DONE] * 2
     assert [line["step"] for line in read_jsonl(run.metrics_file)] == [1, 2, 3]

@@ -13,7 +13,7 @@ from cli import status as status_command
 from pipeline.base.console import PlainConsole
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
-from pipeline.run.points import make_points
+from pipeline.run.points import create_points
 from slurm.query import status
 from slurm.query.job_states import JobState
 from slurm.query.run_jobs import SubmittedJob
@@ -123,7 +123,7 @@ def test_points_and_the_list_of_runs_name_it_briefly(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     data = make_run(tmp_path).data_dir
     swept = make_run(tmp_path, "swept", ("sweep={grid: {optimizer.lr: [0.001, 0.01, 0.1]}}",), data)
-    points, jobs = make_points(swept), []
+    points, jobs = create_points(swept), []
     for number, point in enumerate(points):
         job = {"job_id": f"3_{number}", "executor": "slurm"}
         point.event("submitted", "train", kind="afterok", after=[], **job)

@@ -15,7 +15,7 @@ from pipeline.base.errors import UserError
 from pipeline.config.read import load_config
 from pipeline.config.stages import STAGES
 from pipeline.run.directory import Run
-from pipeline.run.stages import load
+from pipeline.run.stages import load_stage_module
 from slurm.query.job_states import JobState
 from slurm.query.run_jobs import SubmittedJob
 from tests.support.tiny import write_config
@@ -27,8 +27,8 @@ def test_all_runs_with_one_question_to_slurm(tmp_path: Path, monkeypatch: pytest
     _, done, waits, also = (Run.create(load_config(write_config(tmp_path, name))) for name in names)
     for run in (done, waits, also):
         run.event("submitted", "prepare", job_id=run.path.name, executor="slurm")
-    for work in map(load, STAGES):
-        for name in {"missing", "missing_at_a_glance"} & set(dir(work)):
+    for work in map(load_stage_module, STAGES):
+        for name in {"missing_outputs", "quick_missing_outputs"} & set(dir(work)):
             monkeypatch.setattr(work, name, lambda run: None if run.path == done.path else "nothing there")
     (tmp_path / "runs/broken").mkdir()
     (tmp_path / "runs/broken/config.yaml").write_text("run: {nam: x}")

@@ -15,7 +15,7 @@ from pipeline.base.console import PlainConsole
 from pipeline.base.errors import UserError
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
-from pipeline.run.points import make_points
+from pipeline.run.points import create_points
 from tests.slurm.submit.test_resume import SWEEP, Queue, queue, run, submitted
 from tests.support.tiny import make_run, write_config
 
@@ -77,7 +77,7 @@ def test_points_of_a_sweep_that_are_not_made_yet(tmp_path: Path, run: Run, queue
     swept = make_run(tmp_path, "swept", (SWEEP,), run.data_dir)
     assert "train     job new-1: array over 2 points\n" in preview(swept, "stages.train.nodes=2")
     assert not (swept.path / "points").exists()
-    make_points(swept)
+    create_points(swept)
     shown = preview(swept, "stages.train.nodes=2", scripts=True)
     assert "evaluate  job new-2: array over 2 points, after new-1, task by task\n" in shown
     assert "train, 2 tasks\n" in shown and "#SBATCH --nodes=2\n" in shown

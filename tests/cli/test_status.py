@@ -18,13 +18,13 @@ from rich.console import Console
 
 from cli import status as status_command
 from data_prep.documents import Input
-from data_prep.shard import lacks
+from data_prep.shard import missing_inputs
 from data_prep.tokenizer import train_bpe
 from pipeline.base.console import PlainConsole
 from pipeline.config.read import load_config
 from pipeline.data.manifest import FileEntry
 from pipeline.run.directory import Run
-from pipeline.run.stages import load
+from pipeline.run.stages import load_stage_module
 from slurm.query import job_states, status
 from slurm.query.job_states import JobState, RecordedJob
 from slurm.query.run_jobs import SubmittedJob
@@ -105,7 +105,7 @@ def test_of_a_stage_that_has_not_begun_what_is_gone_is_named(tmp_path: Path, mon
     found = status.StatusPoller(run).poll()[:2]
     gone = f"input {corpus} is gone since it was prepared: put it back, or go on with what there is now: `"
     assert [row.state for row in found] == ["done", "waiting"] and found[1].problem.startswith(gone)
-    assert str(load("prepare").missing(run)).startswith(gone)
+    assert str(load_stage_module("prepare").missing_outputs(run)).startswith(gone)
     asked.clear()
     run.event("submitted", "shard", job_id="1", executor="local")
     run.event("started", "shard", job_id="1")
@@ -127,10 +127,10 @@ def test_of_many_inputs_some_are_asked(tmp_path: Path, monkeypatch: pytest.Monke
     folder = SimpleNamespace(path=tmp_path, inputs=inputs)
     monkeypatch.setattr("data_prep.shard.seen_from_outside", lambda run: folder)
     monkeypatch.setattr("data_prep.documents.os", SimpleNamespace(stat=stat))
-    assert lacks(Run(tmp_path)) is None and 80 < len(asked) <= 100
+    assert missing_inputs(Run(tmp_path)) is None and 80 < len(asked) <= 100
     for name in names[100:110]:
         (tmp_path / name).unlink()
-    assert "is gone" in str(lacks(Run(tmp_path)))
+    assert "is gone" in str(missing_inputs(Run(tmp_path)))
 
 
 def test_parts_of_a_file_are_asked_for_once_and_what_is_gone_of_a_finished_stage_is_told(
@@ -145,7 +145,7 @@ def test_parts_of_a_file_are_asked_for_once_and_what_is_gone_of_a_finished_stage
     np.tile(np.array([5, 6, 7, 0], "<u2"), 5000).tofile(path)
     run = Run.create(load_config(tmp_path / "one.yaml"))
     for stage in ("prepare", "shard"):
-        load(stage).main(run, place(0, 1, 1), {}, HarmlessFlag())
+        load_stage_module(stage).run_stage(run, place(0, 1, 1), {}, HarmlessFlag())
     asked: list[Path] = []
     real = FileEntry.problem
 
@@ -331,7 +331,7 @@ def test_an_evaluation_is_not_done_before_the_training(
 ) -> None:
     """Each checkpoint so far has its evaluation, and more checkpoints are to come."""
     run = make_run(tmp_path)
-    monkeypatch.setattr(load("evaluate"), "missing", lambda run: None)
+    monkeypatch.setattr(load_stage_module("evaluate"), "missing_outputs", lambda run: None)
     trains = SubmittedJob(run.path, "train", "3", JobState("3", "RUNNING"))
     jobs = [trains] if job is None else [trains, SubmittedJob(run.path, "evaluate", "4", job)]
     poller = status.StatusPoller(run)
@@ -339,7 +339,7 @@ def test_an_evaluation_is_not_done_before_the_training(
     if job is None:
         run.write_request(run.cancelled_file)
         assert [row.state for row in poller.statuses_from([])] == ["done", "done", "cancelled", "cancelled"]
-        monkeypatch.setattr(load("train"), "missing", lambda run: None)
+        monkeypatch.setattr(load_stage_module("train"), "missing_outputs", lambda run: None)
         assert [row.state for row in poller.statuses_from([])] == ["done"] * 4
 
 

@@ -52,7 +52,7 @@ def test_status_report_and_words_of_an_end_are_text(run: Run) -> None:
     print_status(run, console)
     print_report(run, console)
     said = partial(console.print, soft_wrap=True)
-    report_stage_end(run, "train", attempts.of(run, "train", None), 1.0, None, said)
+    report_stage_end(run, "train", attempts.load_stage_state(run, "train", None), 1.0, None, said)
     print_findings([Finding(EVIL, EVIL, EVIL)], console)
     shown = file.getvalue()
     harmless(shown)

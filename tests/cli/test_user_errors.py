@@ -35,8 +35,8 @@ from pipeline.config.read import load_config
 from pipeline.run import attempts, stages
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
-from pipeline.run.failure import explain
-from pipeline.run.points import make_points
+from pipeline.run.failure import explain_error
+from pipeline.run.points import create_points
 from slurm.submit import local_runner
 from tests.support.mistakes import AT_THE_DOOR, LATER, MODULE, OWN, TEXT, Mistake, arrays
 from tests.support.other_user import other_user
@@ -55,7 +55,7 @@ class Stages:
     @classmethod
     def stage(cls, run: Run, stage: str, flag: object, console: Console) -> ExitCode:
         cls.began = True
-        if not cls.run or stages.load(stage).missing(run) is None:
+        if not cls.run or stages.load_stage_module(stage).missing_outputs(run) is None:
             return ExitCode.DONE
         for event in ("submitted", "started"):
             run.event(event, stage, job_id=stage, executor="local")
@@ -65,7 +65,9 @@ class Stages:
         words = {"cause": ExitCode(code).name.lower(), "exit_code": code, "message": message}
         run.event("failed", stage, job_id=stage, **words)
         say = partial(console.print, soft_wrap=True)
-        return local_runner.report_stage_end(run, stage, attempts.read(run.read_events(stage)), 0.0, None, say)
+        return local_runner.report_stage_end(
+            run, stage, attempts.read_stage_state(run.read_events(stage)), 0.0, None, say
+        )
 
 
 def in_a_rank(where: RankInfo, path: Path, stage: str) -> tuple[int, str]:
@@ -73,7 +75,7 @@ def in_a_rank(where: RankInfo, path: Path, stage: str) -> tuple[int, str]:
     try:
         return stage_rank(where, path, stage), ""
     except Exception as error:
-        return explain(error)
+        return explain_error(error)
 
 
 def submit_py(words: str) -> int:
@@ -250,7 +252,7 @@ def test_the_code_of_a_point_is_replaced_again_and_again_and_by_its_sweeps(folde
     """Its link to that of its sweep is no folder; a killed replacement may have left one, too."""
     config = load_config(Path("own.yaml"), ["sweep={grid: {model.options.width: [4, 8, 16]}}"])
     whole = Run.create(config)
-    point = make_points(whole)[1]
+    point = create_points(whole)[1]
     assert point.sweep_or_self.path == whole.path and whole.sweep_or_self is whole
     for number in range(2):
         Path("own.py").write_text(f"{MODULE}# {number}\n")

@@ -15,14 +15,14 @@ from pipeline.config.read import load_config
 from pipeline.data.manifest import load_manifest
 from pipeline.data.samples import TokenDataset
 from pipeline.run.directory import Run
-from pipeline.run.stages import load
+from pipeline.run.stages import load_stage_module
 from tests.support.ranks import place
 from tests.support.tiny import HarmlessFlag, make_run, write_config
 
 
 def filled(run: Run) -> Run:
     for stage in ("prepare", "shard"):
-        load(stage).main(run, place(0, 1, 1), {}, HarmlessFlag())
+        load_stage_module(stage).run_stage(run, place(0, 1, 1), {}, HarmlessFlag())
     return run
 
 
@@ -64,14 +64,17 @@ def test_before_that_samples_are_cut_anew(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     before = load_manifest(run.data_dir)
     run.apply_overrides(["data.sequence_length=48"])
-    assert load("shard").missing(run) is None and load_manifest(run.data_dir) == before
+    assert load_stage_module("shard").missing_outputs(run) is None and load_manifest(run.data_dir) == before
     assert TokenDataset(before.train, 48, run.data_dir).read(np.array([0]))["tokens"].shape == (1, 49)
     (tmp_path / "prompts").mkdir()
     run = prompts_run(tmp_path / "prompts")
     before = load_manifest(run.data_dir)
     run.apply_overrides(["data.sequence_length=48"])
-    assert load("shard").missing(run) is not None
-    assert load_manifest(filled(run).data_dir).train != before.train and load("shard").missing(run) is None
+    assert load_stage_module("shard").missing_outputs(run) is not None
+    assert (
+        load_manifest(filled(run).data_dir).train != before.train
+        and load_stage_module("shard").missing_outputs(run) is None
+    )
 
 
 def test_a_config_that_was_changed_by_hand_is_told_by_key_and_values(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from data_prep import documents, hdf5_reader
 from data_prep.documents import DEEPEST, Document, Input, read_documents, tar_members
 from data_prep.token_files import inspect_token_file, scan
 from pipeline.base.errors import UserError
-from pipeline.run.worker import Worker
+from pipeline.run.worker import WorkerPool
 from tests.model.test_user_model import VIT, new_run
 
 SECONDS = 120
@@ -93,7 +93,7 @@ def test_a_library_that_fails_on_a_file_takes_nobody_along(
         file.create_dataset("tokens", data=np.arange(40, dtype="<u2"), chunks=(10,), compression="gzip")
         file.create_dataset("images", data=np.zeros((40, 1, 16, 16), np.uint8), chunks=(10, 1, 16, 16))
         file["labels"] = np.zeros(40, np.int32)
-    monkeypatch.setattr(hdf5_reader, "_READER", reader := Worker("tests.support.failing_hdf5", 1))
+    monkeypatch.setattr(hdf5_reader, "_READER", reader := WorkerPool("tests.support.failing_hdf5", 1))
     monkeypatch.setattr("data_prep.samples_folder._AT_ONCE", 2560)
     monkeypatch.setenv("FAIL_BY", failure)
     blocks = hdf5_reader.read_rows(str(path), "tokens", 10)

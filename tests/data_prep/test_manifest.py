@@ -25,7 +25,7 @@ from pipeline.config.read import load_config
 from pipeline.data.manifest import FORMAT_VERSION, load_manifest
 from pipeline.run.code import CODE_ROOT as ROOT
 from pipeline.run.directory import Run
-from pipeline.run.stages import load, notes
+from pipeline.run.stages import list_resume_notes, load_stage_module
 from tests.data_prep.test_shards import config, finalize, prepare, progress, quiet, run_tasks, shard, texts, write_jsonl
 from tests.support.ranks import run_ranks
 from tests.support.tiny import HarmlessFlag, make_run, write_config
@@ -164,13 +164,13 @@ def test_rejected_documents_are_told_at_the_end_of_shard(tmp_path: Path) -> None
         file.write("{\n")
     run = Run.create(load_config(config, ["data.max_rejected=0.1"]))
     for stage in ("prepare", "shard"):
-        load(stage).main(run, read_rank_info({}), {}, HarmlessFlag())
-    told = load("shard").progress(run)
+        load_stage_module(stage).run_stage(run, read_rank_info({}), {}, HarmlessFlag())
+    told = load_stage_module("shard").progress(run)
     assert re.fullmatch(
         r"(\d)/\1 units: 300 documents, 33,270 \+ 6,022 held-out tokens, 1 documents rejected \(data/rejected\.jsonl\)",
-        told.words,
+        told.description,
     ), told
-    assert re.fullmatch(r"(\d)/\1 units", told.running)
+    assert re.fullmatch(r"(\d)/\1 units", told.running_description)
 
 
 def test_what_a_folder_holds_besides_is_told_by_prepare(tmp_path: Path) -> None:
@@ -180,9 +180,9 @@ def test_what_a_folder_holds_besides_is_told_by_prepare(tmp_path: Path) -> None:
         (tmp_path / "folder" / name).write_text("x")
     (tmp_path / "corpus.jsonl").rename(tmp_path / "folder/corpus.jsonl")
     run = Run.create(load_config(config, [f"data.source={tmp_path}/folder"]))
-    assert load("prepare").progress(run).words == "-"
-    load("prepare").main(run, read_rank_info({}), {}, HarmlessFlag())
-    told = load("prepare").progress(run).words
+    assert load_stage_module("prepare").progress(run).description == "-"
+    load_stage_module("prepare").run_stage(run, read_rank_info({}), {}, HarmlessFlag())
+    told = load_stage_module("prepare").progress(run).description
     wanted = r"1 file, about [\d,]+ bytes; left out 4 of other kinds: \.json, \.md, no ending"
     assert re.fullmatch(wanted, told), told
 
@@ -197,12 +197,12 @@ def test_what_is_new_since_the_shards_is_told_and_what_was_cleared_away_is_not(
     run = Run.create(load_config(config, [f"data.source={folder}"]))
     corpus.touch()
     for stage in ("prepare", "shard"):
-        assert notes(run) == []  # while there are shards to make, they are made of what there is
-        load(stage).main(run, read_rank_info({}), {}, HarmlessFlag())
+        assert list_resume_notes(run) == []  # while there are shards to make, they are made of what there is
+        load_stage_module(stage).run_stage(run, read_rank_info({}), {}, HarmlessFlag())
     (folder / "gone.jsonl").unlink()
-    assert notes(run) == []
+    assert list_resume_notes(run) == []
     (folder / "more.jsonl").touch()
-    assert [re.split(r"\. |note: ", told)[1] for told in notes(run)] == [
+    assert [re.split(r"\. |note: ", told)[1] for told in list_resume_notes(run)] == [
         f"{folder}/more.jsonl (1 in all) is new or has changed since the shards were made"
     ]
     with open(corpus, "a") as file:
@@ -212,18 +212,18 @@ def test_what_is_new_since_the_shards_is_told_and_what_was_cleared_away_is_not(
         start_run(run, "local", is_resumed=True)
     assert f"note: {corpus} (2 in all) is new or has changed" in capsys.readouterr().out
     shutil.rmtree(folder)
-    assert notes(run) == []
+    assert list_resume_notes(run) == []
 
 
 def test_too_little_text_to_train_on_is_refused_by_shard_and_mended_by_resume(tmp_path: Path) -> None:
     run = Run.create(load_config(write_config(tmp_path), ["data.sequence_length=40000", "data.shard_tokens=50000"]))
-    load("prepare").main(run, read_rank_info({}), {}, HarmlessFlag())
+    load_stage_module("prepare").run_stage(run, read_rank_info({}), {}, HarmlessFlag())
     with pytest.raises(UserError, match=r"no training sample: one takes 40001 tokens .* lower data\.sequence_length"):
-        load("shard").main(run, read_rank_info({}), {}, HarmlessFlag())
-    assert load("shard").missing(run) is not None
+        load_stage_module("shard").run_stage(run, read_rank_info({}), {}, HarmlessFlag())
+    assert load_stage_module("shard").missing_outputs(run) is not None
     run.apply_overrides(["data.sequence_length=10000"])
-    load("shard").main(run, read_rank_info({}), {}, HarmlessFlag())
-    assert load("shard").missing(run) is None
+    load_stage_module("shard").run_stage(run, read_rank_info({}), {}, HarmlessFlag())
+    assert load_stage_module("shard").missing_outputs(run) is None
 
 
 def test_damaged_shard_is_named_with_the_way_out(done: Path, data: DataConfig) -> None:
@@ -398,7 +398,7 @@ def test_ranks_compare_the_manifest_with_the_shards_themselves(tmp_path: Path, s
         run_ranks(1, checked_rank, run.path, split)
     assert shard_file.exists() and run.read_events(None, "damaged") == []
     (run.data_dir / "manifest.json").unlink()
-    load("shard").main(run, read_rank_info({}), {}, HarmlessFlag())
+    load_stage_module("shard").run_stage(run, read_rank_info({}), {}, HarmlessFlag())
     run_ranks(1, checked_rank, run.path, split)
 
 

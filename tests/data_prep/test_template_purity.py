@@ -17,7 +17,7 @@ from pipeline.base.errors import UserError
 from pipeline.data import chat_template
 from pipeline.data.chat_template import ChatTemplate, ChatTemplateError, UnusableTemplateError
 from pipeline.data.chat_template_worker import MOST_CHARACTERS
-from pipeline.run.worker import Worker
+from pipeline.run.worker import WorkerPool
 from tests.data_prep.test_records import CHATML, PLAIN, config, folder_of, write_lines
 from tests.data_prep.test_shards import run_tasks
 
@@ -144,7 +144,7 @@ def test_what_is_refused_for_one_dialogue_is_refused_in_the_same_words_by_anothe
 )  # fmt: skip
 def test_time_and_memory_have_bounds(monkeypatch: pytest.MonkeyPatch, source: str, words: str) -> None:
     """To exceed them ends the stage: they must not decide which dialogues are taken."""
-    renderer = Worker("pipeline.data.chat_template_worker", 1, chat_template._MEMORY)
+    renderer = WorkerPool("pipeline.data.chat_template_worker", 1, chat_template._MEMORY)
     monkeypatch.setattr(chat_template, "_RENDERER", renderer)
     with pytest.raises(UnusableTemplateError, match=words):
         ChatTemplate(source, {}).render(MESSAGES)

@@ -13,7 +13,7 @@ from pipeline.base.errors import ExitCode, UserError
 from pipeline.data.samples import SampleDataset
 from pipeline.data.verify_shards import manifest_of
 from pipeline.run.directory import Run
-from pipeline.run.stages import load
+from pipeline.run.stages import load_stage_module
 from tests.model.test_user_model import VIT, new_run, prepared, trained
 from tests.support.ranks import run_ranks
 from tests.support.tiny import stage_rank
@@ -65,13 +65,13 @@ def test_a_harmed_one_is_made_again_and_no_other(tmp_path: Path, way: str) -> No
     shards = [run.data_dir / entry.file for entry in manifest_of(run).train]
     before = [(path.read_bytes(), path.stat().st_ino) for path in shards]
     shards[1].unlink()
-    assert "unit-00001.h5 is missing" in str(load("shard").missing(run))
+    assert "unit-00001.h5 is missing" in str(load_stage_module("shard").missing_outputs(run))
     prepared(run)
     assert shards[0].stat().st_ino == before[0][1] and [path.read_bytes() for path in shards] == [b for b, _ in before]
     shards[0].write_bytes(before[0][0][:-1] + b"x")
     with pytest.raises(AssertionError, match="is damaged"):
         run_ranks(1, stage_rank, run.path, "train")
-    assert load("shard").missing(run) is not None
+    assert load_stage_module("shard").missing_outputs(run) is not None
     prepared(run)
     assert [path.read_bytes() for path in shards] == [b for b, _ in before]
 
@@ -80,7 +80,7 @@ def test_files_that_changed_are_unpacked_again(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", {"a": WAYS["gzip"]})
     (run.data_dir / "manifest.json").unlink()
     write(tmp_path / "run/a.h5", chunks=(10, 1, 16, 16))
-    assert "has changed since" in str(load("prepare").missing(run))
+    assert "has changed since" in str(load_stage_module("prepare").missing_outputs(run))
     prepared(run)
     with h5py.File(tmp_path / "run/a.h5") as file, h5py.File(run.data_dir / "shards/unit-00000.h5") as made:
         assert np.array_equal(file["images"][...], made["images"][...])

@@ -15,7 +15,7 @@ from pipeline.base.errors import ExitCode, UserError
 from pipeline.checkpoint.catalog import checkpoint_name, list_checkpoint_steps
 from pipeline.evaluate.evaluate_stage import wanted
 from pipeline.run.directory import Run
-from pipeline.run.stages import load
+from pipeline.run.stages import load_stage_module
 from tests.support.ranks import run_ranks
 from tests.support.tiny import make_run, stage_rank
 
@@ -124,9 +124,9 @@ def test_which_checkpoints_are_evaluated(trained: Run) -> None:
     evaluate(trained, 2, "every")
     assert [p.name for p in sorted(trained.evaluation_dir.iterdir())] == [f"{checkpoint_name(s)}.json" for s in steps]
     assert evaluate(trained, 1, str(steps[0]))["step"] == steps[0]
-    assert load("evaluate").missing(trained) is not None, "the newest one is not evaluated"
+    assert load_stage_module("evaluate").missing_outputs(trained) is not None, "the newest one is not evaluated"
     assert evaluate(trained, 1)["step"] == steps[-1]
-    assert load("evaluate").missing(trained) is None
+    assert load_stage_module("evaluate").missing_outputs(trained) is None
     for wrong in ("²", "-1", "22", ""):
         with pytest.raises(UserError, match="--step"):
             wanted(trained, wrong)
@@ -137,6 +137,6 @@ def test_a_result_of_another_checkpoint_does_not_count(trained: Run) -> None:
     path = trained.evaluation_dir / f"{checkpoint_name(21)}.json"
     result = json.loads(path.read_text())
     path.write_text(json.dumps({**result, "checkpoint": "0" * 64}))
-    assert load("evaluate").missing(trained) is not None
+    assert load_stage_module("evaluate").missing_outputs(trained) is not None
     path.write_text("{torn")
-    assert load("evaluate").missing(trained) is not None
+    assert load_stage_module("evaluate").missing_outputs(trained) is not None

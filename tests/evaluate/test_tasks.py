@@ -252,7 +252,7 @@ def test_lines_that_are_no_items_are_named(tmp_path: Path, line: str, words: str
 def test_tasks_are_looked_at_before_anything_is_made(tmp_path: Path) -> None:
     run = make_run(tmp_path, "tiny", ("evaluate.tasks=missing.jsonl",))
     with pytest.raises(UserError, match=r"evaluate.tasks: cannot read .*missing.jsonl: No such file"):
-        evaluate_stage.look(run)
+        evaluate_stage.check_inputs(run)
     with pytest.raises(UserError, match="two files are called a"):
         derive_task_names([Path("x/a.jsonl"), Path("y/a.jsonl")])
     with pytest.raises(ConfigError, match=r"not with data\.held_out 0"):

@@ -63,7 +63,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def go_on(place: RankInfo, path: Path) -> tuple[str, Any]:
     """In a rank: train to the end, evaluate, verify. The numbers; or the words in which it was refused."""
     from pipeline.checkpoint.checkpointer import verify_checkpoint
-    from pipeline.run.failure import explain
+    from pipeline.run.failure import explain_error
     from planning.plan import describe_plan
 
     try:
@@ -83,7 +83,7 @@ def go_on(place: RankInfo, path: Path) -> tuple[str, Any]:
             result["loss"],
         )
     except BaseException as error:
-        code, words = explain(error)
+        code, words = explain_error(error)
         return ("refused" if words.startswith("error: ") and code != ExitCode.CRASHED else "traceback"), words
 
 
@@ -176,7 +176,7 @@ def numbers(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, 
         assert kind == "numbers" and found[steps][0] == found[steps][2] == steps, found
     assert "hosts by their own time" in look(whole) and "left out" not in look(whole)
     assert has_valid_checksum(json.loads((copy / "evaluation/step-00000006.json").read_text()))
-    assert lines.read_all(copy / "changes.jsonl", lines.change)
+    assert lines.read_required_lines(copy / "changes.jsonl", lines.is_config_change)
     return found
 
 

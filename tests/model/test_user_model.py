@@ -31,7 +31,7 @@ from pipeline.data.sample_order import deal
 from pipeline.publish.export import export
 from pipeline.run.code import CODE_ROOT as ROOT
 from pipeline.run.directory import Run
-from pipeline.run.stages import load
+from pipeline.run.stages import load_stage_module
 from planning.plan import describe_plan
 from tests.support.layouts import saved_again_rank
 from tests.support.ranks import place, run_ranks
@@ -67,8 +67,8 @@ def new_run(folder: Path, name: str, *more: str, text: str = VIT, ranks: int = 1
 
 def prepared(run: Run) -> Run:
     for stage in ("prepare", "shard"):
-        assert load(stage).main(run, place(0, 1, 1), {}, HarmlessFlag()) == ExitCode.DONE
-        assert load(stage).missing(run) is None
+        assert load_stage_module(stage).run_stage(run, place(0, 1, 1), {}, HarmlessFlag()) == ExitCode.DONE
+        assert load_stage_module(stage).missing_outputs(run) is None
     return run
 
 
@@ -211,7 +211,10 @@ def test_it_learns_and_a_stop_changes_nothing(pictures: Path) -> None:
         found.append(json.loads((calm.evaluation_dir / f"{checkpoint_name(60)}.json").read_text()))
     assert found[0] == found[1], "equal to the last bit"
     assert found[0]["samples"] == 24 and 0 < found[0]["accuracy"] <= 1 and "perplexity" not in found[0]
-    assert load("evaluate").missing(calm) is None and "held-out loss" in load("evaluate").progress(calm).words
+    assert (
+        load_stage_module("evaluate").missing_outputs(calm) is None
+        and "held-out loss" in load_stage_module("evaluate").progress(calm).description
+    )
     assert {"samples", "samples_per_s"} <= next(iter(read_jsonl(calm.metrics_file))).keys()
 
 
@@ -301,14 +304,14 @@ def test_a_callback_adds_a_metric_and_completes_the_training_at_the_same_step_af
     averages = read_averages(undisturbed)
     last = averages[-1][0]
     assert 51 <= last < 200 and averages[0][1] == averages[0][2]
-    assert load("train").missing(undisturbed) is None
+    assert load_stage_module("train").missing_outputs(undisturbed) is None
     assert [event["step"] for event in undisturbed.read_events("train", "stopped_early")] == [last]
     trained(undisturbed, 2)
     assert read_averages(undisturbed) == averages, "a training that is complete is not continued"
 
     stopped = new_run(tmp_path, "stopped", *overrides, ranks=2)
     assert set(interrupted(stopped, 2, signal.SIGTERM, 20, [1])) == {ExitCode.STOPPED}
-    assert 20 <= len(read_averages(stopped)) < last and load("train").missing(stopped) is not None
+    assert 20 <= len(read_averages(stopped)) < last and load_stage_module("train").missing_outputs(stopped) is not None
     trained(stopped, 2)
     assert read_averages(stopped) == averages and digest(stopped) == digest(undisturbed)
 
@@ -452,9 +455,9 @@ def test_a_file_that_changed_is_noticed_and_left_alone(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"a\.h5 is damaged: .*put the file back"):
         run_ranks(1, stage_rank, run.path, "train")
     (tmp_path / "a.h5").write_bytes(content[:-1])
-    assert "bytes, its manifest says" in str(load("shard").missing(run))
+    assert "bytes, its manifest says" in str(load_stage_module("shard").missing_outputs(run))
     (tmp_path / "a.h5").write_bytes(content)
-    assert load("shard").missing(run) is None and len(trained(run, 1)) == 10
+    assert load_stage_module("shard").missing_outputs(run) is None and len(trained(run, 1)) == 10
 
 
 def test_a_manifest_of_samples_that_changed_is_noticed_and_mended(tmp_path: Path) -> None:
@@ -463,7 +466,9 @@ def test_a_manifest_of_samples_that_changed_is_noticed_and_mended(tmp_path: Path
     manifest = run.data_dir / "manifest.json"
     whole = manifest.read_text()
     manifest.write_text(whole.replace('"held_out_samples": 10', '"held_out_samples": 12'))
-    assert "manifest.json is damaged: its content does not fit its own hash" in str(load("shard").missing(run))
+    assert "manifest.json is damaged: its content does not fit its own hash" in str(
+        load_stage_module("shard").missing_outputs(run)
+    )
     prepared(run)
     assert manifest.read_text() == whole
     values = json.loads(whole)
@@ -479,9 +484,9 @@ def test_a_file_that_changes_before_it_is_hashed_is_prepared_again(tmp_path: Pat
     (run.data_dir / "manifest.json").unlink()
     (run.data_dir / "shards/unit-00000.json").unlink()
     make_images.main(tmp_path / "a.h5", 50)
-    assert "has changed since" in str(load("prepare").missing(run))
+    assert "has changed since" in str(load_stage_module("prepare").missing_outputs(run))
     with pytest.raises(InputError, match="has changed since"):
-        load("shard").main(run, place(0, 1, 1), {}, HarmlessFlag())
+        load_stage_module("shard").run_stage(run, place(0, 1, 1), {}, HarmlessFlag())
     prepared(run)
     assert json.loads((run.data_dir / "manifest.json").read_text())["train"][0]["samples"] == 50
 

@@ -23,7 +23,7 @@ from pipeline.evaluate.evaluator import TaskFile
 from pipeline.publish.export import export
 from pipeline.publish.generate import _of_folder, _of_run, generate
 from pipeline.run.directory import Run
-from pipeline.run.stages import load
+from pipeline.run.stages import load_stage_module
 from tests.publish.test_export import exported, save_rank
 from tests.publish.test_open_weights import save
 from tests.support.ranks import place, run_ranks
@@ -116,7 +116,7 @@ def chat_run(
     config.write_text(CONFIG.format(root=folder / "runs", source=source, model=model, records=records))
     run = Run.create(load_config(config, overrides))
     for stage in ("prepare", "shard"):
-        load(stage).main(run, place(0, 1, 1), {}, HarmlessFlag())
+        load_stage_module(stage).run_stage(run, place(0, 1, 1), {}, HarmlessFlag())
     run_ranks(1, save_rank, run.path)
     return run
 

@@ -23,7 +23,7 @@ from pipeline.config.sections import Config
 from pipeline.publish.card import write_card
 from pipeline.publish.generate import _of_run
 from pipeline.run.directory import Run
-from pipeline.run.stages import load
+from pipeline.run.stages import load_stage_module
 from tests.support.layouts import BATCHES, STEPS, VOCAB, batches, tiny_config, train_on
 from tests.support.ranks import place, run_ranks
 from tests.support.tiny import CONFIG, WORDS, HarmlessFlag, digest, stage_rank, write_corpus
@@ -309,7 +309,7 @@ def make_run(folder: Path, name: str, source: Path, steps: int) -> Run:
     (folder / f"{name}.yaml").write_text(text)
     run = Run.create(load_config(folder / f"{name}.yaml"))
     for stage in ("prepare", "shard"):
-        load(stage).main(run, place(0, 1, 1), {}, HarmlessFlag())
+        load_stage_module(stage).run_stage(run, place(0, 1, 1), {}, HarmlessFlag())
     return run
 
 

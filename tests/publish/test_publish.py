@@ -60,7 +60,7 @@ def wanted(trained: Run, tmp_path: Path) -> Any:
 
 
 def publish(run: Run) -> ExitCode:
-    return publish_stage.main(run, place(0, 1, 1), {}, HarmlessFlag())
+    return publish_stage.run_stage(run, place(0, 1, 1), {}, HarmlessFlag())
 
 
 def test_a_version_is_whole_and_tells_what_it_is(wanted: Any, tmp_path: Path) -> None:
@@ -68,13 +68,13 @@ def test_a_version_is_whole_and_tells_what_it_is(wanted: Any, tmp_path: Path) ->
 
     rules = {"bits_per_byte": {"max": 50}, "loss": {"min": 0.1}}
     run = wanted(license="apache-2.0", data_license="CC0", description="A test.", rules=rules, name="small")
-    assert publish_stage.missing(run) == "step 3 is not published"
+    assert publish_stage.missing_outputs(run) == "step 3 is not published"
     looks = [{"time": float(second), "host": "n1", "gpus": [{"index": 0, "power_w": 360e3}]} for second in (100, 110)]
     (run.path / "telemetry-n1.jsonl").write_text("".join(json.dumps(look) + "\n" for look in looks))
     assert publish(run) == ExitCode.DONE
-    assert publish_stage.missing(run) is None
+    assert publish_stage.missing_outputs(run) is None
     version = tmp_path / "models/small/step-00000003"
-    assert publish_stage.progress(run).words == str(version)
+    assert publish_stage.progress(run).description == str(version)
     checked = subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=version, capture_output=True, timeout=30)
     assert checked.returncode == 0
     named = {line.split("  ")[1] for line in (version / "SHA256SUMS").read_text().splitlines()}
@@ -146,7 +146,7 @@ def test_a_rule_that_fails_says_its_number_and_leaves_nothing(wanted: Any, tmp_p
     with pytest.raises(UserError, match=r"bits per byte \d\.\d+, no worse than \d\.\d+ of better"):
         publish(wanted(no_worse_than=str(better), name="second"))
     with pytest.raises(UserError, match="has no evaluation"):
-        publish_stage.look(wanted(no_worse_than=str(tmp_path)))
+        publish_stage.check_inputs(wanted(no_worse_than=str(tmp_path)))
 
 
 def killed_rank(where: RankInfo, path: Path, after: int) -> int:
@@ -182,7 +182,7 @@ def test_killed_anywhere_there_is_one_version_or_none(wanted: Any, tmp_path: Pat
             break
         assert code == KILLED and whole in ([], ["step-00000003"])
         if whole:
-            assert publish_stage.missing(run) is None
+            assert publish_stage.missing_outputs(run) is None
         died += 1
     assert died > 12 and names == ["step-00000003"]
     assert (
@@ -195,9 +195,9 @@ def test_a_command_of_ones_own_runs_once_it_is_published_until_it_ends_well(want
     run = wanted(run=command)
     with pytest.raises(UserError, match=r"publish.run ended with code 1 in .*step-00000003, which is published"):
         publish(run)
-    assert publish_stage.missing(run) == "publish.run has not ended well yet"
+    assert publish_stage.missing_outputs(run) == "publish.run has not ended well yet"
     (tmp_path / "works").touch()
-    assert publish(run) == publish(run) == ExitCode.DONE and publish_stage.missing(run) is None
+    assert publish(run) == publish(run) == ExitCode.DONE and publish_stage.missing_outputs(run) is None
     assert (tmp_path / "calls").read_text() == "x\nx\n"
 
 
@@ -238,11 +238,11 @@ def test_a_version_is_entered_into_the_registry_once(wanted: Any, registry: str,
             publish(run)
     version = tmp_path / "models/tiny/step-00000003"
     before = {path.name: path.stat().st_mtime_ns for path in version.iterdir()}
-    assert publish_stage.missing(run) == "publish.mlflow has no entry yet" and "SHA256SUMS" in before
+    assert publish_stage.missing_outputs(run) == "publish.mlflow has no entry yet" and "SHA256SUMS" in before
     run.change([f"publish.mlflow.uri={registry}"])
     run = Run.open(run.path)
     for _ in range(2):
-        assert publish(run) == ExitCode.DONE and publish_stage.missing(run) is None
+        assert publish(run) == ExitCode.DONE and publish_stage.missing_outputs(run) is None
         (run.path / "published.json").unlink()  # as if it had been killed before that was noted
     assert before == {path.name: path.stat().st_mtime_ns for path in version.iterdir()}
     server = MlflowClient(tracking_uri=registry, registry_uri=registry)
@@ -280,7 +280,7 @@ def test_the_command_is_not_run_in_a_folder_that_others_could_have_filled(
         version.chmod(0o775)
     with pytest.raises(UserError, match=rf"{version} .*(belongs to uid 1234|may be written by others)"):
         publish(run)
-    assert not (tmp_path / "executed").exists() and publish_stage.missing(run) is not None
+    assert not (tmp_path / "executed").exists() and publish_stage.missing_outputs(run) is not None
 
 
 def test_what_is_in_the_way_is_left_alone(wanted: Any, tmp_path: Path) -> None:
@@ -297,11 +297,11 @@ def test_what_lost_a_file_is_no_version(wanted: Any, tmp_path: Path) -> None:
     assert publish(run) == ExitCode.DONE
     (tmp_path / "models/tiny/step-00000003/model.safetensors").write_bytes(b"torn")
     told = "model.safetensors is not as it was published: move the version away"
-    assert told in (publish_stage.missing(run) or "") and publish_stage.progress(run).words == "-"
+    assert told in (publish_stage.missing_outputs(run) or "") and publish_stage.progress(run).description == "-"
     with pytest.raises(UserError, match=re.escape(told)):
         publish(run)
     with pytest.raises(UserError, match=r"rules.acuracy: .*no such figure; it has loss, perplexity"):
-        publish_stage.look(wanted(rules={"acuracy": {"min": 0.5}}))
+        publish_stage.check_inputs(wanted(rules={"acuracy": {"min": 0.5}}))
 
 
 def publish_together(where: RankInfo, runs: list[Path], folder: Path) -> str:
@@ -339,7 +339,7 @@ def test_runs_that_publish_to_one_place_at_once(wanted: Any, tmp_path: Path, dty
     winner = "bf16" if won.get("dtype", won.get("torch_dtype")) == "bfloat16" else "fp32"
     for path, dtype, error in zip(copies, dtypes, told, strict=True):
         if dtype == winner:
-            assert error == "" and publish_stage.missing(Run.open(path)) is None
+            assert error == "" and publish_stage.missing_outputs(Run.open(path)) is None
         else:
             assert str(folder / "step-00000003") in error and "publish.name" in error
     done = subprocess.run(["sha256sum", "--status", "-c", "SHA256SUMS"], cwd=folder / "step-00000003", timeout=30)
@@ -397,7 +397,7 @@ def test_a_seal_that_is_malformed_or_forged_is_no_version(wanted: Any, tmp_path:
     run = wanted()
     assert publish(run) == ExitCode.DONE
     harm(version := tmp_path / "models/tiny/step-00000003")
-    assert re.search(match, publish_stage.missing(run) or "") and publish_stage.progress(run).words == "-"
+    assert re.search(match, publish_stage.missing_outputs(run) or "") and publish_stage.progress(run).description == "-"
     with pytest.raises(UserError, match=match) as told:
         publish(run)
     assert str(version) in str(told.value) and "move" in str(told.value)
@@ -417,20 +417,20 @@ def test_altered_weights_of_the_same_size_are_not_registered(wanted: Any, tmp_pa
     if keep_time:
         os.utime(weights, ns=(seen.st_atime_ns, seen.st_mtime_ns))
     else:
-        assert f"{weights} has changed" in (publish_stage.missing(run) or "")
+        assert f"{weights} has changed" in (publish_stage.missing_outputs(run) or "")
     (tmp_path / "works").touch()
     with pytest.raises(UserError, match=r"model\.safetensors is not as it was published.*SHA256SUMS"):
         publish(run)
     assert not (tmp_path / "called").exists()
     content[-1] ^= 1
     weights.write_bytes(content)  # put back: only the time differs
-    assert publish(run) == ExitCode.DONE and publish_stage.missing(run) is None
+    assert publish(run) == ExitCode.DONE and publish_stage.missing_outputs(run) is None
     os.utime(weights)
-    assert publish_stage.missing(run) is not None
-    assert publish(run) == ExitCode.DONE and publish_stage.missing(run) is None
+    assert publish_stage.missing_outputs(run) is not None
+    assert publish(run) == ExitCode.DONE and publish_stage.missing_outputs(run) is None
     content[-1] ^= 1
     weights.write_bytes(content)  # after all was done
-    assert publish_stage.missing(run) is not None
+    assert publish_stage.missing_outputs(run) is not None
     with pytest.raises(UserError, match="is not as it was published"):
         publish(run)
 
@@ -439,7 +439,7 @@ def test_a_version_of_an_older_sluice_stays_published(wanted: Any) -> None:
     run = wanted()
     assert publish(run) == ExitCode.DONE
     (run.path / "published.json").unlink(missing_ok=True)  # it noted no sizes and times
-    assert publish_stage.missing(run) is None and publish(run) == ExitCode.DONE
+    assert publish_stage.missing_outputs(run) is None and publish(run) == ExitCode.DONE
 
 
 def test_there_is_no_such_stage_without_its_section(tmp_path: Path) -> None:

@@ -93,12 +93,12 @@ def poisoned_rank(place: RankInfo, path: Path, steps: list[int], sticky: bool) -
         return real(self, number, tokens)
 
     setattr(module.Trainer, "step", step)  # noqa: B010
-    from pipeline.run.failure import explain
+    from pipeline.run.failure import explain_error
 
     try:
         return stage_rank(place, path, "train")
     except BaseException as error:
-        return int(explain(error)[0])
+        return int(explain_error(error)[0])
 
 
 def test_a_bad_step_is_left_out_by_all_and_a_rerun_repeats_it(tmp_path: Path, data: Path) -> None:

@@ -19,7 +19,7 @@ from pipeline.config.read import load_config
 from pipeline.resilience import stragglers
 from pipeline.resilience.stragglers import LocalComputeTimer, StragglerDetector
 from pipeline.run.directory import Run
-from pipeline.run.metrics import own_times_file
+from pipeline.run.metrics import get_compute_times_file
 from slurm.query import current_job
 from slurm.query.current_job import JobInfo, record_bad_node, select_bad_nodes
 from tests.support.ranks import run_ranks
@@ -148,7 +148,7 @@ def test_only_ranks_with_the_same_work_are_compared(
     assert [e["rank"] for e in run.read_events("train") if e["event"] == "straggler"] == named
     medians = [min(own[:2])] * 2 + [min(own[2:])] * 2
     ratios = {host: time / median for host, time, median in zip("abcd", own, medians, strict=True)}
-    assert json.loads(own_times_file(run).read_bytes()) == ratios
+    assert json.loads(get_compute_times_file(run).read_bytes()) == ratios
     console = Console(width=200, record=True)
     print_report(run, console)
     worst = max(ratios, key=lambda host: ratios[host])

@@ -141,7 +141,7 @@ def test_followers_notice_a_change_from_another_process(run: Run, monkeypatch: p
 
 
 def test_a_stage_that_was_done_is_asked_again_after_a_change(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_stage, "newest_step", lambda folder: 30)
+    monkeypatch.setattr(train_stage, "find_newest_step", lambda folder: 30)
     poller = status.StatusPoller(run)
     before = {row.stage: row.state for row in poller.poll()}
     Run.open(run.path).apply_overrides(["train.steps=40"])

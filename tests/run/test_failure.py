@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.config.read import ConfigError, load_config
 from pipeline.run.directory import Run
-from pipeline.run.failure import once_mended, retry_command
+from pipeline.run.failure import describe_remedy, retry_command
 from tests.support.mistakes import MODULE, OWN
 from tests.support.tiny import write_config
 
@@ -57,15 +57,15 @@ def test_the_command_after_a_user_error_has_the_key_that_the_message_names(
 ) -> None:
     command = f"{RESUME} {changes}".strip()
     assert retry_command(run, "user_error", message) == command
-    ending = once_mended(run, "user_error", message)
+    ending = describe_remedy(run, "user_error", message)
     assert f": {command}\n" in ending and "give the same command again" in ending
 
 
 def test_a_key_that_resume_no_longer_takes_is_not_offered(run: Run) -> None:
     save_step(run)
-    ending = once_mended(run, "user_error", "lower train.global_batch, or set stages.train.time")
+    ending = describe_remedy(run, "user_error", "lower train.global_batch, or set stages.train.time")
     assert f"{RESUME} stages.train.time=…" in ending and "global_batch=" not in ending
-    ending = once_mended(run, "user_error", "lower train.global_batch")
+    ending = describe_remedy(run, "user_error", "lower train.global_batch")
     assert f"{RESUME}\n" in ending and "under another run.name" in ending
 
 
@@ -86,7 +86,7 @@ def test_what_stands_for_a_value_is_no_value(run: Run) -> None:
     ],
 )
 def test_after_a_full_disk_the_folder_to_free_space_in_is_named(run: Run, message: str, place: str) -> None:
-    ending = once_mended(run, "storage", message.format(run=run.path))
+    ending = describe_remedy(run, "storage", message.format(run=run.path))
     assert ending == f"free space in {place.format(run=run.path)}, then: {RESUME}"
 
 
@@ -103,7 +103,7 @@ def test_after_a_full_disk_the_folder_to_free_space_in_is_named(run: Run, messag
 )
 def test_what_is_no_fault_of_the_config_does_not_blame_it(run: Run, cause: str, words: str) -> None:
     save_step(run)
-    ending = once_mended(run, cause, "error: something")
+    ending = describe_remedy(run, cause, "error: something")
     assert words in ending and ending.endswith(f": {RESUME}") and "config" not in ending
 
 
@@ -112,7 +112,7 @@ def test_a_bug_in_a_filter_asks_to_correct_the_filter(tmp_path: Path, monkeypatc
     (tmp_path / "keep.py").write_text("def keep(document):\n    return document['lang'] == 'en'\n")
     run = Run.create(load_config(write_config(tmp_path), ["data.filter=keep.py:keep"]))
     message = "rank 0 on n1:\nerror: data.filter: /c.jsonl, record 1: it raised KeyError: 'lang'"
-    ending = once_mended(run, "user_error", message)
+    ending = describe_remedy(run, "user_error", message)
     assert "correct the function" in ending and "keep.py:keep" in ending and ending.endswith(f": {RESUME}")
 
 
@@ -129,7 +129,7 @@ def test_a_bug_in_the_users_module_is_named_with_its_line(own: Run, saved: bool)
         f'Traceback\n  File "/x/torch/nn.py", line 3, in f\n  File "{own.code_dir}/own.py", line 9, in loss\n'
         f'  File "{own.code_dir}/own.py", line 10, in inner\n  File "/x/torch/nn.py", line 4, in g\nIndexError: target'
     )
-    ending = once_mended(own, "crashed", f"rank 0 on n1:\n{trace}")
+    ending = describe_remedy(own, "crashed", f"rank 0 on n1:\n{trace}")
     assert "correct own.py, line 10, then: python submit.py resume runs/own --update-code\n" in ending
     assert str(own.code_dir) in ending and ("continues from checkpoints/step-00000007" in ending) == saved
     assert ("give the same command again" in ending) != saved
@@ -137,16 +137,16 @@ def test_a_bug_in_the_users_module_is_named_with_its_line(own: Run, saved: bool)
 
 def test_a_crash_that_is_not_the_modules_does_not_ask_to_correct_it(own: Run, run: Run) -> None:
     killed = "rank 1 on n1 was killed by SIGKILL (out of memory, or somebody's kill); its log: x"
-    assert once_mended(own, "crashed", killed).startswith("to try again: python submit.py resume runs/own\n")
-    assert once_mended(run, "crashed", killed).startswith(f"to try again: {RESUME}\n")
-    elsewhere = once_mended(own, "crashed", 'Traceback\n  File "/x/torch/nn.py", line 3, in f\nIndexError')
+    assert describe_remedy(own, "crashed", killed).startswith("to try again: python submit.py resume runs/own\n")
+    assert describe_remedy(run, "crashed", killed).startswith(f"to try again: {RESUME}\n")
+    elsewhere = describe_remedy(own, "crashed", 'Traceback\n  File "/x/torch/nn.py", line 3, in f\nIndexError')
     assert (
         elsewhere.startswith("if the fault is in the module own, correct it, then: ") and "--update-code" in elsewhere
     )
 
 
 def test_an_error_of_the_module_that_names_no_key_takes_the_corrected_module(own: Run) -> None:
-    ending = once_mended(own, "user_error", "own: loss is a mean. Leave the mean out")
+    ending = describe_remedy(own, "user_error", "own: loss is a mean. Leave the mean out")
     assert "resume runs/own --update-code" in ending
-    ending = once_mended(own, "user_error", "labels go up to 2: set model.options.classes")
+    ending = describe_remedy(own, "user_error", "labels go up to 2: set model.options.classes")
     assert "resume runs/own model.options.classes=…" in ending and "--update-code" not in ending

@@ -16,7 +16,7 @@ from pipeline.config.read import load_config
 from pipeline.evaluate.result import read_newest_result, result_file
 from pipeline.run import lines
 from pipeline.run.directory import Run
-from pipeline.run.metrics import lost_lines, own_times_file, rewind
+from pipeline.run.metrics import get_compute_times_file, list_lost_lines, rewind_metrics
 from pipeline.train.train_stage import progress
 from slurm.query.status import print_status
 from tests.support.tiny import write_config
@@ -87,17 +87,21 @@ def test_odd_events_are_left_out_and_counted(run: Run) -> None:
 def test_odd_steps_are_left_out_and_counted(run: Run) -> None:
     for line in ODD_STEPS:
         append_line(run.metrics_file, line)
-    assert progress(run).words.startswith("1/30 steps, loss 5.0000")
+    assert progress(run).description.startswith("1/30 steps, loss 5.0000")
     assert f"metrics.jsonl: {len(ODD_STEPS)} lines left out" in shown(run)
-    assert lost_lines(run.metrics_file, 0) == [STEP] and not lost_lines(run.metrics_file, 1)
-    rewind(run.metrics_file, 1)
+    assert list_lost_lines(run.metrics_file, 0) == [STEP] and not list_lost_lines(run.metrics_file, 1)
+    rewind_metrics(run.metrics_file, 1)
     assert run.metrics_file.read_text() == json.dumps(STEP) + "\n"
 
 
 def test_a_line_that_is_being_written_is_not_odd(run: Run) -> None:
     with open(run.events_file, "a") as file:
         file.write('{"time": "20')
-    assert lines.odd(run.events_file, lines.event) == lines.odd(run.path / "none", lines.event) == ""
+    assert (
+        lines.describe_malformed_lines(run.events_file, lines.is_event)
+        == lines.describe_malformed_lines(run.path / "none", lines.is_event)
+        == ""
+    )
 
 
 @pytest.mark.parametrize(
@@ -116,7 +120,7 @@ def test_an_odd_evaluation_is_none_and_is_told(run: Run, content: str) -> None:
 
 @pytest.mark.parametrize("content", ["", "{torn", "[1]", '{"n1": null}', '{"n1": "fast"}', "\xff"])
 def test_odd_times_of_hosts_are_left_out(run: Run, content: str) -> None:
-    (run.stage_dir("train") / own_times_file(run).name).write_text(content, encoding="latin-1")
+    (run.stage_dir("train") / get_compute_times_file(run).name).write_text(content, encoding="latin-1")
     assert "hosts by their own time" not in shown(run)
 
 
@@ -133,10 +137,10 @@ def test_an_odd_change_of_the_config_is_refused_and_a_torn_one_left_out(run: Run
 @pytest.mark.parametrize("line", [{}, {"decision": "skip"}, {"decision": "leave_out", "position": 8, "reason": "x"}])
 def test_an_odd_decision_is_refused(run: Run, line: dict[str, Any]) -> None:
     append_line(run.decisions_file, json.dumps({"decision": "skip", "position": 8, "reason": "x"}))
-    assert len(lines.read_all(run.decisions_file, lines.decision)) == 1
+    assert len(lines.read_required_lines(run.decisions_file, lines.is_decision)) == 1
     append_line(run.decisions_file, json.dumps(line))
     with pytest.raises(InputError, match=r"decisions\.jsonl, line 2 is damaged"):
-        lines.read_all(run.decisions_file, lines.decision)
+        lines.read_required_lines(run.decisions_file, lines.is_decision)
 
 
 def test_a_checkpoint_under_the_name_of_another_step_is_none(run: Run) -> None:

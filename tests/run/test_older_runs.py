@@ -15,7 +15,7 @@ from pipeline.checkpoint.identity import compute_identity
 from pipeline.config.read import load_config
 from pipeline.data.manifest import FORMAT_VERSION, load_manifest
 from pipeline.run.directory import Run
-from pipeline.run.points import make_points
+from pipeline.run.points import create_points
 from tests.support.tiny import make_run, write_config
 
 KEY = "data.add_special_tokens"
@@ -73,9 +73,9 @@ def test_the_same_config_file_goes_on_with_a_run_without_the_key(tmp_path: Path)
 def test_points_of_a_sweep_without_the_key_do_not_get_it(tmp_path: Path) -> None:
     sweep = load_config(write_config(tmp_path), ["sweep={grid: {optimizer.lr: [0.001, 0.01]}}"])
     run = made_before(Run.create(sweep))
-    first, _ = make_points(run)
+    first, _ = create_points(run)
     assert first.config.data.add_special_tokens is False and "add_special_tokens" not in first.config_file.read_text()
-    new, _ = make_points(
+    new, _ = create_points(
         Run.create(load_config(write_config(tmp_path, "new"), ["sweep={grid: {optimizer.lr: [1, 2]}}"]))
     )
     assert load_config(new.config_file) == new.config and "add_special_tokens: auto" in new.config_file.read_text()

@@ -171,7 +171,7 @@ def test_the_login_node_imports_nothing_heavy(finished: Path, arguments: list[st
         "names = {m.name for p in packages for m in pkgutil.walk_packages(p.__path__, f'{p.__name__}.')}\n"
         "assert own < names\n"
         "for name in names - own: importlib.import_module(name)\n"
-        "for stage in stages.STAGES: stages.load(stage)\n"
+        "for stage in stages.STAGES: stages.load_stage_module(stage)\n"
         "heavy = {'torch', 'numpy', 'h5py', 'tokenizers', 'pyarrow'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )

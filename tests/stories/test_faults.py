@@ -21,7 +21,7 @@ from pipeline.checkpoint.catalog import checkpoint_name, find_newest_step, list_
 from pipeline.config.read import load_config
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
-from pipeline.run.failure import explain
+from pipeline.run.failure import explain_error
 from tests.support.ranks import Ranks, run_ranks
 from tests.support.tiny import digest, make_run, stage_rank, write_config
 from tests.train.test_exact import STEPS, interrupted, lines, new_run
@@ -50,14 +50,14 @@ def stopped(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Run:
 
 def door_rank(place: Any, path: Path, stage: str) -> tuple[int, str]:
     """The rank's door with its errors explained, inside a forked rank: exit code and message."""
-    from pipeline.__main__ import explain, report_error
+    from pipeline.__main__ import explain_error, write_error_report
 
     run = Run.open(path)
     try:
         return stage_rank(place, path, stage), ""
     except BaseException as error:
-        code, message = explain(error)
-        report_error(run, stage, place, code, message)
+        code, message = explain_error(error)
+        write_error_report(run, stage, place, code, message)
         return int(code), message
 
 
@@ -89,9 +89,9 @@ def test_a_damaged_shard_is_named_set_aside_and_written_again(tmp_path: Path, da
     for code, message in run_ranks(2, door_rank, run.path, "train"):
         assert code == ExitCode.BAD_INPUT
         assert shard.name in message and "Traceback" not in message and "resume" in message
-    from pipeline.run.stages import load
+    from pipeline.run.stages import load_stage_module
 
-    assert load("shard").missing(run) is not None
+    assert load_stage_module("shard").missing_outputs(run) is not None
     assert run_ranks(2, stage_rank, run.path, "shard") == [ExitCode.DONE, ExitCode.DONE]
     assert shard.read_bytes() == whole
     assert run_ranks(2, stage_rank, run.path, "train") == [ExitCode.DONE, ExitCode.DONE]
@@ -221,7 +221,7 @@ def test_a_bug_while_a_refusal_is_handled_stays_a_bug() -> None:
     ],
 )
 def test_a_node_that_lost_its_file_system_is_a_bad_node(number: int, name: str | None, code: ExitCode) -> None:
-    found, message = explain(OSError(number, os.strerror(number), name))
+    found, message = explain_error(OSError(number, os.strerror(number), name))
     assert found == code and (name is None or name in message)
 
 

@@ -10,7 +10,7 @@ import pytest
 from pipeline.base.files import read_jsonl
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
-from pipeline.run.points import points as points_of
+from pipeline.run.points import list_points as points_of
 from tests.cluster import Cluster
 from tests.cluster.config import NODES
 from tests.cluster.fixture import cluster_fixture

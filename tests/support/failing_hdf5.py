@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from data_prep import hdf5_reader
-from pipeline.run.worker import Answer, serve
+from pipeline.run.worker import AnswerPart, serve_requests
 
 
-def blocks(dataset: Any, rows: int) -> Iterator[Answer]:
+def blocks(dataset: Any, rows: int) -> Iterator[AnswerPart]:
     """One block, and what a damaged file does to libhdf5; all blocks of another dataset."""
     found = read_blocks(dataset, rows)
     failure = os.environ.get("FAIL_BY", "")
@@ -27,4 +27,4 @@ def blocks(dataset: Any, rows: int) -> Iterator[Answer]:
 if __name__ == "__main__":
     read_blocks = hdf5_reader._blocks
     hdf5_reader._blocks = blocks
-    serve(hdf5_reader._answer)
+    serve_requests(hdf5_reader._answer)

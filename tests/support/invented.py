@@ -12,7 +12,7 @@ from pipeline.base.files import write_json
 from pipeline.config.read import load_config
 from pipeline.run import lines
 from pipeline.run.directory import Run
-from pipeline.run.metrics import Metrics, lost_lines, rewind
+from pipeline.run.metrics import MetricsFile, list_lost_lines, rewind_metrics
 from tests.support.tiny import write_config
 
 
@@ -47,7 +47,7 @@ class Invented:
         """An attempt begins."""
         self.attempt += 1
         self.run.event("started", "train", job_id=str(self.attempt), attempt=self.attempt, ranks=2)
-        self._metrics = Metrics(self.run.metrics_file)
+        self._metrics = MetricsFile(self.run.metrics_file)
 
     def steps(self, number: int) -> None:
         """Go so many steps."""
@@ -73,14 +73,14 @@ class Invented:
         self.to_cut = True
         self.run.event("failed", "train", job_id=str(self.attempt), cause="crashed", exit_code=1, message="oh")
         self.begin()
-        if lost := lost_lines(self.run.metrics_file, self._saved):
+        if lost := list_lost_lines(self.run.metrics_file, self._saved):
             self.run.event("lost_work", "train", steps=[line["step"] for line in lost], lines=lost)
 
     def cut(self) -> None:
         """It cuts, and goes on from there."""
-        rewind(self.run.metrics_file, self._saved)
+        rewind_metrics(self.run.metrics_file, self._saved)
         self.step, self.to_cut = self._saved, False
-        self._metrics = Metrics(self.run.metrics_file)
+        self._metrics = MetricsFile(self.run.metrics_file)
         self.run.event("restored", "train", step=self.step, seconds=0.1)
 
     def crash(self) -> None:
@@ -95,8 +95,8 @@ class Invented:
 
     def write(self) -> None:
         """And its line gets the figure, too."""
-        rewind(self.run.metrics_file, self.step, self._late)
-        self._metrics = Metrics(self.run.metrics_file)
+        rewind_metrics(self.run.metrics_file, self.step, self._late)
+        self._metrics = MetricsFile(self.run.metrics_file)
 
     def late(self) -> None:
         """Both."""
@@ -111,7 +111,7 @@ class Invented:
     def losses(self, name: str = "loss") -> dict[int, float]:
         """What counts of metrics.jsonl now."""
         last = self._saved if self.to_cut else self.step
-        found = lines.read(self.run.metrics_file, lines.metric)
+        found = lines.read_valid_lines(self.run.metrics_file, lines.is_step_line)
         return {line["step"]: line[name] for line in found if line["step"] <= last and name in line}
 
 

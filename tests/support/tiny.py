@@ -10,7 +10,7 @@ from pipeline.base.dist_env import RankInfo
 from pipeline.base.signals import StopFlag
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
-from pipeline.run.stages import load
+from pipeline.run.stages import load_stage_module
 from tests.support.ranks import place, run_ranks
 
 WORDS = ["the", "model", "rank", "step", "loss", "shard", "token", "save", "run", "when", "then", "each", "of", "and"]
@@ -57,7 +57,7 @@ def make_run(folder: Path, name: str = "tiny", overrides: tuple[str, ...] = (), 
         run.data_dir.symlink_to(data)
         return run
     for stage in ("prepare", "shard"):
-        load(stage).main(run, place(0, 1, 1), {}, HarmlessFlag())
+        load_stage_module(stage).run_stage(run, place(0, 1, 1), {}, HarmlessFlag())
     return run
 
 
@@ -70,7 +70,7 @@ class HarmlessFlag(StopFlag):
 
 def stage_rank(where: RankInfo, path: Path, stage: str, options: dict[str, str] | None = None) -> int:
     """What `python -m pipeline STAGE RUN` does, inside a forked rank."""
-    return int(load(stage).main(Run.open(path), where, options or {}, StopFlag().install()))
+    return int(load_stage_module(stage).run_stage(Run.open(path), where, options or {}, StopFlag().install()))
 
 
 def slowed(run: Run, seconds: float = 0.5) -> Run:

@@ -18,10 +18,10 @@ from pipeline.base.files import add_checksum
 from pipeline.base.html_page import draw_lanes
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
-from pipeline.run.history import History
+from pipeline.run.history import LineHistory
 from pipeline.run.ledger import CATEGORIES, AttemptTimes
-from pipeline.run.lines import metric
-from pipeline.run.lines import read as read_lines
+from pipeline.run.lines import is_step_line
+from pipeline.run.lines import read_valid_lines as read_lines
 from tests.support.tiny import write_config
 from tracking.report import draw_mesh, draw_sweep_points, draw_timeline, draw_training, print_report
 
@@ -178,7 +178,7 @@ def test_a_hundred_thousand_steps_are_less_than_3_mb_and_keep_their_spikes(run: 
         for step in range(1, 100_001):
             loss = spike.get(step, 2 + math.sin(step) / 9)
             file.write(line.format(step, loss, loss * 3, 1000 + step % 99))
-    history = History(run.metrics_file, metric, keep=("step", "step_time_s")).look()
+    history = LineHistory(run.metrics_file, is_step_line, keep=("step", "step_time_s")).read_new_lines()
     drawn = draw_training(run, history)
     assert sum(map(len, drawn)) < 3_000_000 / 10, "ten times as much is allowed for the page"
     (x, y) = (list(map(float, re.search(rf'data-{axis}="([^"]+)"', drawn[0])[1].split())) for axis in "xy")  # type: ignore[index]
@@ -195,26 +195,29 @@ def test_history_reads_each_line_once_and_all_again_after_a_restore(tmp_path: Pa
 
     def fits(line: Any) -> bool:
         parsed.append(line)
-        return metric(line)
+        return is_step_line(line)
 
-    history = History(file, fits, keep=("step",))
-    assert history.look().curve("loss") == []
+    history = LineHistory(file, fits, keep=("step",))
+    assert history.read_new_lines().curve("loss") == []
     write_lines(file, [step_line(1), step_line(2)])
-    assert [step for step, _ in history.look().curve("loss")] == [1, 2] and len(parsed) == 2
+    assert [step for step, _ in history.read_new_lines().curve("loss")] == [1, 2] and len(parsed) == 2
     with open(file, "a") as more:
         more.write(json.dumps(step_line(3)) + "\nnonsense\n" + json.dumps(step_line(4))[:20])
         more.flush()
-        assert [row["step"] for row in history.look().rows] == [1, 2, 3] and history.odd == 1
-        assert history.odd_words == "metrics.jsonl: 1 line left out, torn or not as Sluice writes them"
+        assert [row["step"] for row in history.read_new_lines().rows] == [1, 2, 3] and history.malformed_count == 1
+        assert history.malformed_description == "metrics.jsonl: 1 line left out, torn or not as Sluice writes them"
         more.write(json.dumps(step_line(4))[20:] + "\n")
     parsed.clear()
-    assert len(history.look().rows) == 4 and [line["step"] for line in parsed] == [4]
-    assert history.curve("loss") == [(line["step"], line["loss"]) for line in read_lines(file, metric)]
+    assert len(history.read_new_lines().rows) == 4 and [line["step"] for line in parsed] == [4]
+    assert history.curve("loss") == [(line["step"], line["loss"]) for line in read_lines(file, is_step_line)]
     write_lines(tmp_path / "new", [step_line(1), *[step_line(step, loss=1.0) for step in range(2, 9)]])
     (tmp_path / "new").replace(file)  # as a restore does
-    assert history.look().curve("loss") == [(1, 7.0), *((step, 1.0) for step in range(2, 9))] and history.odd == 0
+    assert (
+        history.read_new_lines().curve("loss") == [(1, 7.0), *((step, 1.0) for step in range(2, 9))]
+        and history.malformed_count == 0
+    )
     file.write_text(json.dumps(step_line(1)) + "\n")
-    assert history.look().values("loss").tolist() == [7.0]  # type: ignore[attr-defined]
+    assert history.read_new_lines().values("loss").tolist() == [7.0]  # type: ignore[attr-defined]
 
 
 def test_the_timeline_names_every_stop_and_many_lanes_stay_small() -> None:

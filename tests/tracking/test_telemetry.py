@@ -19,7 +19,7 @@ import pytest
 from pipeline.base.console import PlainConsole
 from pipeline.base.signals import StopFlag
 from pipeline.run.directory import Run
-from pipeline.run.machines import energy_kwh, gpus_behind
+from pipeline.run.machines import list_slow_gpus, sum_gpu_energy_kwh
 from slurm.query.status import print_status
 from tests.support.invented import json_lines
 from tests.support.tiny import make_run
@@ -164,7 +164,7 @@ class Node:
 
 
 def behind(folder: Path, last_s: float = 120.0) -> list[str]:
-    return gpus_behind(folder, time.time() - last_s)
+    return list_slow_gpus(folder, time.time() - last_s)
 
 
 def test_a_slow_gpu_is_told_and_those_of_another_kind_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,8 +346,8 @@ def test_energy_is_the_power_between_looks(tmp_path: Path) -> None:
         looks = [{"time": 1000.0 + 10 * n, "host": host, "gpus": [{"index": 0, "power_w": watts}]} for n in range(361)]
         looks[200:200] = [{"time": "x"}]
         (tmp_path / f"telemetry-{host}.jsonl").write_text("".join(json.dumps(look) + "\n" for look in looks))
-    assert energy_kwh(tmp_path, [(0.0, 1e10)]) == pytest.approx(0.4)
-    assert energy_kwh(tmp_path, [(1000.0, 1000.0 + 900), (1000.0 + 1800, 1000.0 + 2700)]) == pytest.approx(
+    assert sum_gpu_energy_kwh(tmp_path, [(0.0, 1e10)]) == pytest.approx(0.4)
+    assert sum_gpu_energy_kwh(tmp_path, [(1000.0, 1000.0 + 900), (1000.0 + 1800, 1000.0 + 2700)]) == pytest.approx(
         0.2, rel=0.01
     )
-    assert energy_kwh(tmp_path / "none", [(0.0, 1e10)]) is None
+    assert sum_gpu_energy_kwh(tmp_path / "none", [(0.0, 1e10)]) is None

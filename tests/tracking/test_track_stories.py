@@ -23,7 +23,7 @@ import pytest
 from pipeline.base.files import write_atomic
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
-from pipeline.run.points import make_points
+from pipeline.run.points import create_points
 from tests.support.invented import Invented, json_lines
 from tests.support.servers import free_port, mlflow_server, prometheus_server
 from tests.support.tiny import write_config
@@ -294,7 +294,7 @@ def test_a_sweep_has_a_curve_for_each_point(tmp_path: Path, mlflow: str) -> None
     track = f"track={{tensorboard: true, wandb: {{project: p}}, mlflow: {{uri: '{mlflow}', experiment: sweep}}}}"
     sweep = "sweep={grid: {optimizer.lr: [0.001, 0.002], run.seed: [4, 5]}}"
     run = Run.create(load_config(write_config(tmp_path), [track, sweep]))
-    for number, point in enumerate(make_points(run)):
+    for number, point in enumerate(create_points(run)):
         one = Invented.of(point)
         one.steps(number + 3)
         one.crash()

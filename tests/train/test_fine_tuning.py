@@ -20,7 +20,7 @@ from pipeline.config.read import load_config
 from pipeline.data.manifest import BEGINS, LEARNED, load_manifest
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
-from pipeline.run.stages import load
+from pipeline.run.stages import load_stage_module
 from tests.support.ranks import place, run_ranks
 from tests.support.tiny import HarmlessFlag, digest, make_run, stage_rank
 from tests.train.test_exact import interrupted, lines
@@ -43,7 +43,7 @@ def made(folder: Path, *more: str) -> Run:
     given = (f"run.root={folder}", f"data.source={source}", *SMALL, *more)
     run = Run.create(load_config(CODE_ROOT / "configs/fine-tune.yaml", given))
     for stage in ("prepare", "shard"):
-        load(stage).main(run, place(0, 1, 1), {}, HarmlessFlag())
+        load_stage_module(stage).run_stage(run, place(0, 1, 1), {}, HarmlessFlag())
     return run
 
 

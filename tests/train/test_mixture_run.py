@@ -15,7 +15,7 @@ from pipeline.base.files import read_jsonl
 from pipeline.config.read import load_config
 from pipeline.data.manifest import load_manifest
 from pipeline.run.directory import Run
-from pipeline.run.stages import load
+from pipeline.run.stages import load_stage_module
 from tests.data_prep.test_token_files import megatron
 from tests.support.ranks import place, run_ranks
 from tests.support.tiny import HarmlessFlag, digest, stage_rank, write_config
@@ -41,10 +41,10 @@ def make_run(folder: Path, name: str) -> Run:
         text.replace("{vocab_size: 300, train_bytes: 50000}", json.dumps({"kind": "file", "path": str(tokenizer)}))
     )
     run = Run.create(load_config(config))
-    load("prepare").main(run, place(0, 1, 1), {}, HarmlessFlag())
+    load_stage_module("prepare").run_stage(run, place(0, 1, 1), {}, HarmlessFlag())
     for task in (2, 0, 1):
-        load("shard").main(run, place(task, 3, 3), {}, HarmlessFlag())
-    assert load("shard").missing(run) is None
+        load_stage_module("shard").run_stage(run, place(task, 3, 3), {}, HarmlessFlag())
+    assert load_stage_module("shard").missing_outputs(run) is None
     return run
 
 
@@ -69,7 +69,10 @@ def test_sources_keep_their_own_shards_and_one_manifest_has_them_all(trained: Ru
     assert manifest.documents == web.documents + code.documents == 380
     assert {Path(entry.file).parts[0] for entry in web.train} == {"shards"}
     assert manifest.train[-1].file.endswith("m.bin") and manifest.train[0].file.startswith("web/shards/")
-    assert load("prepare").missing(trained) is None and load("shard").progress(trained).done
+    assert (
+        load_stage_module("prepare").missing_outputs(trained) is None
+        and load_stage_module("shard").progress(trained).completed
+    )
 
 
 def test_is_the_same_after_a_return(trained: Run) -> None:
@@ -133,7 +136,7 @@ def test_a_file_of_the_users_own_that_changed_is_named_and_left_where_it_is(trai
     (tmp_path / "m.bin").unlink()
     with pytest.raises(AssertionError, match=r"m\.bin is missing: put the file back"):
         train(run, 1)
-    assert "m.bin is missing" in (load("shard").missing(run) or "")
+    assert "m.bin is missing" in (load_stage_module("shard").missing_outputs(run) or "")
     content[20] ^= 1
     (tmp_path / "m.bin").write_bytes(content)
     assert train(run, 1) == [ExitCode.DONE] and sorted(path.name for path in tmp_path.glob("m.*")) == ["m.bin", "m.idx"]

@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.data.manifest import load_manifest
 from pipeline.run.directory import Run
-from pipeline.run.stages import load, notes
+from pipeline.run.stages import list_resume_notes, load_stage_module
 from pipeline.train.lr_schedule import compute_learning_rate
 from tests.support.tiny import make_run
 
@@ -24,15 +24,15 @@ def trained(run: Run, step: int, steps: int) -> None:
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
 def test_a_rise_of_the_learning_rate_is_told_and_no_other_course(tmp_path: Path, schedule: str) -> None:
     run = make_run(tmp_path, overrides=(f"optimizer.schedule={schedule}", "stages.shard.tasks=1"))
-    assert notes(run) == []
+    assert list_resume_notes(run) == []
     for step in (1, 2, 3, 29, 30):  # in the warm-up it rises by itself
         trained(run, step, 30)
-        assert notes(run) == []
+        assert list_resume_notes(run) == []
     run.apply_overrides(["train.steps=60"])
     if schedule == "constant":
-        assert notes(run) == []
+        assert list_resume_notes(run) == []
         return
-    (told,) = notes(run)
+    (told,) = list_resume_notes(run)
     lr = compute_learning_rate(run.config.optimizer, 31, 60)
     assert told == f"note: the learning rate goes from 0.001 (step 30) to {lr:.3g}: its schedule now ends at 60"
     assert lr > 0.005
@@ -42,25 +42,25 @@ def test_a_rise_of_the_learning_rate_is_told_and_no_other_course(tmp_path: Path,
 def test_a_last_step_without_effect_is_noted_before_the_training(tmp_path: Path, schedule: str) -> None:
     keys = (f"optimizer.schedule={schedule}", "stages.shard.tasks=1", "optimizer.min_lr_ratio=0.0")
     run = make_run(tmp_path, "at_0", keys)
-    (told,) = notes(run)
+    (told,) = list_resume_notes(run)
     assert "step 30" in told and "schedule_counts_from=0" in told
     trained(run, 3, 30)
-    assert notes(run) == []
+    assert list_resume_notes(run) == []
     as_transformers = make_run(tmp_path, "above_0", (*keys, "optimizer.schedule_counts_from=0"))
-    assert notes(as_transformers) == []
+    assert list_resume_notes(as_transformers) == []
     warmup = as_transformers.config.optimizer.warmup_steps
     for step in (warmup, warmup + 1):  # the peak is one step later, which is no rise to be noted
         trained(as_transformers, step, 30)
-        assert warmup and notes(as_transformers) == []
+        assert warmup and list_resume_notes(as_transformers) == []
 
 
 def test_a_finished_training_says_how_much_it_read(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     trained(run, 29, 30)
-    assert load("train").progress(run).words == "29/30 steps, loss 2.5000"
+    assert load_stage_module("train").progress(run).description == "29/30 steps, loss 2.5000"
     trained(run, 30, 30)
     samples = load_manifest(run.data_dir).training_samples(32)
     wanted = f"30/30 steps, loss 2.5000, 7,680 tokens, {30 * 8 / samples:.3g} epochs"
-    assert load("train").progress(run).words == wanted
+    assert load_stage_module("train").progress(run).description == wanted
     (run.data_dir / "manifest.json").unlink()
-    assert load("train").progress(run).words == "30/30 steps, loss 2.5000"
+    assert load_stage_module("train").progress(run).description == "30/30 steps, loss 2.5000"

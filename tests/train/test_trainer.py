@@ -20,7 +20,7 @@ from pipeline.data.samples import TokenDataset
 from pipeline.parallel.mesh import resolve_layout
 from pipeline.parallel.traffic import count_traffic
 from pipeline.run.directory import Run
-from pipeline.run.stages import load
+from pipeline.run.stages import load_stage_module
 from tests.support.layouts import tiny_config
 from tests.support.ranks import run_ranks
 from tests.support.tiny import digest, make_run, stage_rank
@@ -298,7 +298,7 @@ def test_epochs_are_whole_steps_and_the_samples_of_as_many_steps(tmp_path: Path,
     samples = len(TokenDataset(load_manifest(data).train, run.config.data.sequence_length, data))
     steps = steps_of(run.config, run.data_dir)
     assert steps is not None and 100 * (steps - 1) < 2 * samples < 100 * steps, "the last batch is filled up"
-    assert load("train").progress(run).words == f"0/{steps} steps"
+    assert load_stage_module("train").progress(run).description == f"0/{steps} steps"
     assert set(run_ranks(1, stage_rank, run.path, "train")) == {ExitCode.DONE}
     told = new_run(tmp_path, "steps", data, *EPOCHS, "train.epochs=null", f"train.steps={steps}")
     assert set(run_ranks(1, stage_rank, told.path, "train")) == {ExitCode.DONE}
@@ -309,13 +309,13 @@ def test_epochs_are_whole_steps_and_the_samples_of_as_many_steps(tmp_path: Path,
     }.items():
         with pytest.raises(UserError, match=says):
             run.apply_overrides([wrong])
-    assert load("train").missing(run) is None
+    assert load_stage_module("train").missing_outputs(run) is None
     run.apply_overrides(["train.epochs=3"])
-    assert f"of {-(-3 * samples // 100)}" in (load("train").missing(run) or "")
+    assert f"of {-(-3 * samples // 100)}" in (load_stage_module("train").missing_outputs(run) or "")
 
 
 def test_epochs_before_there_are_shards(tmp_path: Path) -> None:
     (tmp_path / "none").mkdir()
     run = make_run(tmp_path, "unsharded", EPOCHS, tmp_path / "none")
-    assert load("train").progress(run).words == "2 epochs (steps known after shard)"
-    assert "unknown" in (load("train").missing(run) or "")
+    assert load_stage_module("train").progress(run).description == "2 epochs (steps known after shard)"
+    assert "unknown" in (load_stage_module("train").missing_outputs(run) or "")

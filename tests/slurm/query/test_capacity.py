@@ -10,7 +10,7 @@ from pipeline.base.errors import UserError
 from pipeline.config.read import load_config
 from pipeline.config.sections import Config
 from pipeline.run.directory import Run
-from pipeline.run.stages import load
+from pipeline.run.stages import load_stage_module
 from slurm.query import capacity
 from slurm.query.capacity import check_capacity, has_features, parse_nodes, unsatisfiable
 from tests.support.tiny import write_config
@@ -132,7 +132,7 @@ def test_a_stage_that_is_done_and_nodes_of_a_cloud_are_left_alone(
     with pytest.raises(UserError, match=r"prepare: no node of partition low has 8 CPUs"):
         check_capacity(run)
     for stage in ("prepare", "shard"):
-        monkeypatch.setattr(load(stage), "missing", lambda run: None)
+        monkeypatch.setattr(load_stage_module(stage), "missing_outputs", lambda run: None)
     check_capacity(run)
     run = Run.create(config(tmp_path, "run.name=other", "site.partition=low", "site.cpus_per_task=8"))
     with pytest.raises(UserError, match="train: no node"):

@@ -23,10 +23,10 @@ from pipeline.config.read import load_config
 from pipeline.config.recovery import RecoveryConfig
 from pipeline.config.site import SiteConfig
 from pipeline.run import attempts
-from pipeline.run.attempts import budget_of, refusal
+from pipeline.run.attempts import explain_no_retry, get_budget_key
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
-from pipeline.run.failure import explain, report_error
+from pipeline.run.failure import explain_error, write_error_report
 from slurm.query import current_job, slurm_messages
 from slurm.query import stop_causes as recovery
 from slurm.query.current_job import JobInfo, find_failed_nodes, parse_job_info
@@ -125,7 +125,7 @@ def test_a_requeue_that_somebody_asked_for_is_no_preemption(
     where = replace(place(0, 1, 1), job_id="12")
     found, said = recovery.refine_stop_cause(code, facts, where, "n1", "Start1", SiteConfig(), preempted=preempted)
     assert found == cause and (said is None) == (code == ExitCode.STOPPED)
-    assert budget_of(found) in ("preempted", "node_failure"), "a requeue is no crash"
+    assert get_budget_key(found) in ("preempted", "node_failure"), "a requeue is no crash"
 
 
 @pytest.mark.parametrize(
@@ -273,11 +273,11 @@ def test_a_stage_goes_on_within_its_budgets_and_never_loops(
     used: dict[str, int] = {}
     row = 0
     for cause, progress in stops:
-        key = budget_of(cause)
+        key = get_budget_key(cause)
         row = 0 if progress else row + 1
         blameless = cause in (ExitCode.PREEMPTED, ExitCode.REQUEUED, ExitCode.NODE_FAILURE)
         may = used.get(key, 0) < getattr(limits, key) and (progress or (blameless and row <= fruitless))
-        assert (refusal(attempts.read(events), cause, progress, limits) is None) == may
+        assert (explain_no_retry(attempts.read_stage_state(events), cause, progress, limits) is None) == may
         events.append({"event": "failed", "cause": cause.name.lower()})
         if not may:
             break
@@ -287,15 +287,17 @@ def test_a_stage_goes_on_within_its_budgets_and_never_loops(
 
 def test_every_failure_has_a_budget() -> None:
     for code in ExitCode:
-        assert isinstance(getattr(RecoveryConfig(), budget_of(code)), int)
-    assert refusal(attempts.read([]), ExitCode.STORAGE, True, RecoveryConfig()) == "", "a person has to mend it"
-    assert refusal(attempts.read([]), ExitCode.PREEMPTED, False, RecoveryConfig()) is None
-    begun = attempts.read([{"event": "started", "stage": "train"}])
-    words = refusal(begun, ExitCode.TIME_LIMIT, False, RecoveryConfig()) or ""
+        assert isinstance(getattr(RecoveryConfig(), get_budget_key(code)), int)
+    assert explain_no_retry(attempts.read_stage_state([]), ExitCode.STORAGE, True, RecoveryConfig()) == "", (
+        "a person has to mend it"
+    )
+    assert explain_no_retry(attempts.read_stage_state([]), ExitCode.PREEMPTED, False, RecoveryConfig()) is None
+    begun = attempts.read_stage_state([{"event": "started", "stage": "train"}])
+    words = explain_no_retry(begun, ExitCode.TIME_LIMIT, False, RecoveryConfig()) or ""
     assert "no new checkpoint" in words
     assert "loop. It takes longer to start and to save than stages.train.time allows" in words
-    begun = attempts.read([{"event": "started", "stage": "publish"}])
-    assert "brought nothing new" in (refusal(begun, ExitCode.CRASHED, False, RecoveryConfig()) or "")
+    begun = attempts.read_stage_state([{"event": "started", "stage": "publish"}])
+    assert "brought nothing new" in (explain_no_retry(begun, ExitCode.CRASHED, False, RecoveryConfig()) or "")
 
 
 def test_an_advance_is_a_new_step_a_repaired_one_or_a_decision(tmp_path: Path) -> None:
@@ -371,10 +373,10 @@ def test_a_bug_in_ones_own_module_is_shown_by_its_own_frames(tmp_path: Path, tar
         for name in ("pipeline/train/engine.py", "owner.py", f"{target.replace('.', '/')}.py", "/torch/nn/linear.py")
     ]
     head, tail = "Traceback (most recent call last):\n", "RuntimeError: mat1 and mat2\n  with shapes (1x3 and 64x64)\n"
-    report_error(run, "train", place(0, 2, 1), ExitCode.CRASHED, "".join([head, *frames, tail]))
+    write_error_report(run, "train", place(0, 2, 1), ExitCode.CRASHED, "".join([head, *frames, tail]))
     message = find_failure(run, "train", [Left(0, ExitCode.CRASHED)]).facts["message"]
     assert message.partition("\n")[2] == head + frames[2] + tail
-    report_error(run, "train", place(0, 2, 1), ExitCode.CRASHED, "".join([head, *frames[:2], tail]))
+    write_error_report(run, "train", place(0, 2, 1), ExitCode.CRASHED, "".join([head, *frames[:2], tail]))
     message = find_failure(run, "train", [Left(0, ExitCode.CRASHED)]).facts["message"]
     assert message.partition("\n")[2] == head + "".join(frames[:2]) + tail
 
@@ -401,10 +403,10 @@ def test_out_of_memory_as_slurm_tells_it(tmp_path: Path, messages: str) -> None:
     assert left == Left(1, ExitCode.OUT_OF_MEMORY, "n1")
     run = Run.create(load_config(write_config(tmp_path)))
     for rank, code in ((0, ExitCode.CRASHED), (2, ExitCode.PEER_LOST)):  # what the peers made of it
-        report_error(run, "train", place(rank, 3, 1), code, "lost it")
+        write_error_report(run, "train", place(rank, 3, 1), code, "lost it")
     failure = find_failure(run, "train", [left])
     assert (failure.code, failure.facts["rank"], failure.facts["host"]) == (ExitCode.OUT_OF_MEMORY, 1, "n1")
-    report_error(run, "train", place(1, 3, 1), ExitCode.OUT_OF_MEMORY, "CUDA out of memory")
+    write_error_report(run, "train", place(1, 3, 1), ExitCode.OUT_OF_MEMORY, "CUDA out of memory")
     assert find_failure(run, "train", [Left(0, ExitCode.CRASHED)]).facts["rank"] == 0, "the earliest report"
 
 
@@ -424,7 +426,7 @@ ECC = "CUDA error: uncorrectable ECC error encountered"
     ],
 )
 def test_a_gpu_that_fails_is_its_nodes_fault(words: str, code: ExitCode) -> None:
-    assert explain(RuntimeError(words))[0] == code
+    assert explain_error(RuntimeError(words))[0] == code
 
 
 def test_a_gpu_that_fails_shows_in_the_log_where_nccl_aborts(tmp_path: Path) -> None:
@@ -437,7 +439,7 @@ def test_a_gpu_that_fails_shows_in_the_log_where_nccl_aborts(tmp_path: Path) -> 
     assert find_failure(run, "train", aborted, begins=begins).code == ExitCode.CRASHED
     with open(logs[1], "a") as more:
         more.write(f"terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  {ECC}\n")
-    report_error(run, "train", place(2, 3, 1), ExitCode.PEER_LOST, "lost it")
+    write_error_report(run, "train", place(2, 3, 1), ExitCode.PEER_LOST, "lost it")
     failure = find_failure(run, "train", aborted, begins=begins)
     assert failure.code == ExitCode.BAD_NODE
     assert failure.facts == {"rank": 1, "host": "n2", "message": f"rank 1 on n2:\nwhat():  {ECC}"}

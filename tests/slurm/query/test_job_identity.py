@@ -358,7 +358,7 @@ def test_an_evaluation_of_a_checkpoint_waits_for_none_but_its_own_runs(
     answers(monkeypatch, squeue=f"7|RUNNING|None|n1|here|1000|{AT}|tiny-evaluate|{comment}\n")
     asked: list[Sequence[str]] = []
     monkeypatch.setattr("slurm.submit.sbatch.submit_stage", lambda run, stage, after, **more: asked.append(after))
-    monkeypatch.setattr(evaluations, "saved_steps", lambda folder: [2])
+    monkeypatch.setattr(evaluations, "list_checkpoint_steps", lambda folder: [2])
     one = evaluations.Evaluations(run)
     one.wanted = True
     one.look()

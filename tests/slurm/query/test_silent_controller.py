@@ -139,7 +139,7 @@ def test_nor_of_the_jobs_of_a_sweeps_points(tmp_path: Path, asked: Path, monkeyp
     silent = JobState("1", UNKNOWN, NOT_RESPONDING)
     monkeypatch.setattr(run_jobs, "find_jobs", lambda claims, *_: (dict.fromkeys(claims, silent), None))
     run = Run.create(load_config(write_config(tmp_path), ["sweep.grid={optimizer.lr: [0.1, 0.2]}"]))
-    for point in points_module.make_points(run):
+    for point in points_module.create_points(run):
         point.event("submitted", "train", job_id="1", executor="slurm", cluster="here", job_name="train-tiny")
     with pytest.raises(UserError, match=NOT_RESPONDING):
         submit_chain(run, Console(file=io.StringIO()), again=True)

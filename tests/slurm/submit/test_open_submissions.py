@@ -17,7 +17,7 @@ import pytest
 from pipeline.base.console import PlainConsole
 from pipeline.base.errors import UserError
 from pipeline.run.directory import Run
-from pipeline.run.points import points
+from pipeline.run.points import list_points
 from slurm.query import job_states
 from slurm.query.job_states import (
     events_since_submission,
@@ -238,7 +238,7 @@ def test_points_of_an_array_that_was_recorded_for_some_of_them_only(tmp_path: Pa
         submit(swept)
     submit(swept)
     assert slurm.queue() == [("train", ""), ("evaluate", "aftercorr:0")]
-    assert [list_recorded_jobs(point)[0][1].job_id for point in points(swept)] == ["1_0", "1_1", "1_2"]
+    assert [list_recorded_jobs(point)[0][1].job_id for point in list_points(swept)] == ["1_0", "1_1", "1_2"]
     cancel_run(swept)
     assert slurm.queue() == []
 
@@ -343,10 +343,10 @@ def test_a_job_that_an_older_code_copy_is_recording_is_left_alone(
 def test_an_unknown_task_does_not_cancel_the_others_of_its_array(tmp_path: Path, slurm: FakeSlurm) -> None:
     swept = make_run(tmp_path, overrides=(SWEEP,))
     submit(swept)
-    lost = points(swept)[2]
+    lost = list_points(swept)[2]
     lines = [line for line in lost.events_file.read_text().splitlines() if '"train"' not in line]
     lost.events_file.write_text("".join(f"{line}\n" for line in lines))
-    strays = [job.job_id for job in find_run_jobs((swept, *points(swept))) if job.is_stray]
+    strays = [job.job_id for job in find_run_jobs((swept, *list_points(swept))) if job.is_stray]
     assert strays == ["1_2"]
 
 
@@ -379,14 +379,14 @@ def test_a_successor_without_a_record_is_not_submitted_twice(
 def test_an_evaluation_without_a_record_is_not_submitted_twice(
     training: Run, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(evaluations, "saved_steps", lambda folder: [7])
+    monkeypatch.setattr(evaluations, "list_checkpoint_steps", lambda folder: [7])
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
         kill_at(1, patch, accepted=True)
         evaluations.Evaluations(training)._submit_newest()
     one = evaluations.Evaluations(training)
     one._submit_newest()
     assert len(slurm.jobs()) == 4 and one._last_step == 7 and one.one_of_many("4")
-    monkeypatch.setattr(evaluations, "saved_steps", lambda folder: [14])
+    monkeypatch.setattr(evaluations, "list_checkpoint_steps", lambda folder: [14])
     one._submit_newest()
     assert [job["dependency"] for job in slurm.jobs()[4:]] == ["afterany:4"]
     submit(training)

@@ -17,7 +17,7 @@ from pipeline.base.files import read_jsonl
 from pipeline.config.read import ConfigError, load_config
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
-from pipeline.run.points import points
+from pipeline.run.points import list_points
 from slurm.query import capacity, job_states, run_jobs
 from slurm.query.job_states import JobState, RecordedJob
 from slurm.query.status import StatusPoller
@@ -160,7 +160,7 @@ def test_points_wait_for_new_shards_and_behind_those_that_still_save(tmp_path: P
 def test_points_that_were_stopped_are_submitted_behind_their_end(tmp_path: Path, run: Run, queue: Queue) -> None:
     swept = make_run(tmp_path, "swept", (SWEEP,), run.data_dir)
     queue.resume(swept)
-    first, second = points(swept)
+    first, second = list_points(swept)
     for job, point in (("100_0", first), ("100_1", second)):
         point.event("started", "train", job_id=job)
         queue.set(job, "RUNNING")
@@ -180,7 +180,7 @@ def test_points_are_arrays_as_far_as_they_wait_for_one(tmp_path: Path, run: Run,
         queue.set(job, "FAILED")
     assert "3 points: 0 done, 0 under way" in queue.resume(swept), "the first one lacks its evaluation"
     assert list(queue.after.values())[2:] == ["", "afterok:100_0", "aftercorr:102"]
-    submitted = [e["job_id"] for point in points(swept) for e in point.read_events("evaluate", "submitted")[1:]]
+    submitted = [e["job_id"] for point in list_points(swept) for e in point.read_events("evaluate", "submitted")[1:]]
     assert submitted == ["103", "104_0", "104_1"] and queue.states["100_0"].state == "RUNNING"
     assert "0 done, 3 under way" in queue.resume(swept) and len(queue.after) == 5
 
@@ -193,8 +193,8 @@ def test_everything_that_runs_is_found(tmp_path: Path, run: Run, queue: Queue) -
     assert run_jobs.list_running_work(swept) == [], "what waits does not run"
     queue.set("100_1", "RUNNING")
     assert run_jobs.list_running_work(swept) == ["train (job 100_1)"], "its supervisor has no lock yet"
-    lock = points(swept)[1].lock_stage("train")
-    assert lock is not None and run_jobs.list_running_work(swept) == [f"train of {points(swept)[1].name}"]
+    lock = list_points(swept)[1].lock_stage("train")
+    assert lock is not None and run_jobs.list_running_work(swept) == [f"train of {list_points(swept)[1].name}"]
     os.close(lock)
     lock = run.lock_stage("shard", 1)
     assert lock is not None and run_jobs.list_running_work(run) == [f"shard of {run.name}"]
@@ -251,7 +251,7 @@ def test_a_wrong_point_is_refused_before_anything_is_made(tmp_path: Path) -> Non
     run = Run.create(load_config(tmp_path / "tiny.yaml", overrides))
     with pytest.raises(ConfigError, match=r"point 001 .*kv_heads"):
         run.apply_overrides(["parallel.tensor=4"])
-    assert not run.changes_file.exists() and len(points(run)) == 2
+    assert not run.changes_file.exists() and len(list_points(run)) == 2
 
 
 @pytest.mark.timeout(900)

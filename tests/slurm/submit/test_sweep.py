@@ -23,7 +23,7 @@ from pipeline.config.read import ConfigError, load_config
 from pipeline.config.sweep import Range, SweepConfig
 from pipeline.run.directory import Run
 from pipeline.run.ledger import event_timestamp
-from pipeline.run.points import make_points, points
+from pipeline.run.points import create_points, list_points
 from slurm.query import status
 from slurm.query.status import StageStatus, StatusPoller, print_status, tabulate_points
 from tests.cluster import Cluster
@@ -101,26 +101,26 @@ def test_draws_lie_in_their_range(low: float, times: float, scale: Literal["line
 )
 def test_what_cannot_be_swept_is_named(tmp_path: Path, value: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        points(Run.create(load_config(write_config(tmp_path), [value])))
+        list_points(Run.create(load_config(write_config(tmp_path), [value])))
     assert said in str(caught.value)
 
 
 def test_the_hours_of_the_points_are_in_the_ledger(tmp_path: Path, data: Path) -> None:
     run = swept(tmp_path, data)
     run.event("done", "shard", job_id="1")
-    for number, point in enumerate(make_points(run)):
+    for number, point in enumerate(create_points(run)):
         point.event("submitted", "train", job_id=f"2_{number}", executor="local")
         point.event("started", "train", job_id=f"2_{number}", ranks=1)
         point.event("done", "train", job_id=f"2_{number}")
     attempts = read_report_data(run, StatusPoller(run).poll()).attempts
     assert [(a.stage, a.task, a.cause) for a in attempts] == [("train", number, "done") for number in range(4)]
-    for point, attempt in zip(points(run), attempts, strict=True):
+    for point, attempt in zip(list_points(run), attempts, strict=True):
         assert attempt.end_time == event_timestamp(point.read_events("train", "done")[0])
 
 
 def test_a_point_that_failed_is_named_with_its_reason(tmp_path: Path, data: Path) -> None:
     run = swept(tmp_path, data)
-    for point in make_points(run)[1:3]:
+    for point in create_points(run)[1:3]:
         point.event("started", "train", job_id="1", attempt=1, ranks=1)
         point.event("failed", "train", job_id="1", attempt=1, cause="crashed", exit_code=1, message="[Errno 5] oh")
     for show in (print_status, print_report):
@@ -134,7 +134,7 @@ def test_a_point_that_failed_is_named_with_its_reason(tmp_path: Path, data: Path
 
 def test_the_page_of_a_sweep_has_the_curve_of_each_point(tmp_path: Path, data: Path) -> None:
     run = swept(tmp_path, data)
-    for number, point in enumerate(make_points(run)):
+    for number, point in enumerate(create_points(run)):
         lines = ({"step": s, "loss": 5 - s / 9 - number, "step_time_s": 1.0, "tokens_per_s": 1.0} for s in range(1, 25))
         point.metrics_file.write_text("".join(json.dumps(line) + "\n" for line in lines if number < 3))
     print_report(run, PlainConsole(width=150, record=True))
@@ -165,7 +165,7 @@ def test_the_table_of_points_has_the_metrics_of_ones_own_model(
     run = swept(tmp_path, data)
     found = {"000": {"step": 9, "loss": 2.0, "accuracy": 0.5}, "002": {"step": 9, "loss": 1.0, "accuracy": 0.75}}
     monkeypatch.setattr(status, "newest_result", lambda point: found.get(point.path.name))
-    rows = [StageStatus(point, "evaluate", "waiting", "", False, {}, "") for point in points(run)]
+    rows = [StageStatus(point, "evaluate", "waiting", "", False, {}, "") for point in list_points(run)]
     table = tabulate_points(run, rows)
     assert table[0][-2:] == ["bits per byte", "accuracy"]
     assert [(row[0], *row[-2:]) for row in table[1:3]] == [("002", "1.0000", "0.7500"), ("000", "2.0000", "0.5000")]
@@ -181,7 +181,7 @@ def test_four_points_on_slurm_and_one_is_preempted(tmp_path: Path, data: Path, c
         planned = dry.partition(f"# ---- on Slurm: {stage}\n")[2].partition("\n\n# ---- ")[0].rstrip()
         assert [line for line in written.splitlines() if "--dependency" not in line] == planned.splitlines()
     assert done.returncode == 0 and "array over 4 points" in done.stdout, done.stdout + done.stderr
-    found = points(run)
+    found = list_points(run)
     wait_for("step 8 of all", lambda: all(len(list(read_jsonl(p.metrics_file))) >= 8 for p in found))
     node = next(e for e in found[0].read_events("train") if e["event"] == "started")["host"]  # a CPU for each of four
     wanted = ["-phigh", f"-w{node}", "-n1", "-c1", "-o", "/dev/null", "--wrap", "sleep 1"]
@@ -208,7 +208,7 @@ def test_four_points_on_slurm_and_one_is_preempted(tmp_path: Path, data: Path, c
     (tmp_path / "alone").mkdir()
     alone = swept(tmp_path / "alone", data)
     assert submit(None, tmp_path / "alone", "tiny.yaml", SWEEP, *SMALL, "--executor", "local").returncode == 0
-    for here, there in zip(points(alone), found, strict=True):
+    for here, there in zip(list_points(alone), found, strict=True):
         assert digest(here) == digest(there)
 
 
@@ -240,6 +240,6 @@ def test_whoever_looks_at_a_sweep_makes_nothing_and_a_moved_one_stays_where_it_i
     shown = io.StringIO()
     print_status(Run.open(moved.path), PlainConsole(file=shown, width=160))
     assert "0/30" in shown.getvalue() and not (moved.path / "points").exists()
-    assert [one.config.optimizer.lr for one in make_points(moved)] == [0.1, 0.2]
-    assert [one.path for one in points(moved)] == [moved.path / f"points/{number:03d}" for number in range(2)]
-    assert points(moved)[1].data_dir.resolve() == moved.data_dir and not run.path.exists()
+    assert [one.config.optimizer.lr for one in create_points(moved)] == [0.1, 0.2]
+    assert [one.path for one in list_points(moved)] == [moved.path / f"points/{number:03d}" for number in range(2)]
+    assert list_points(moved)[1].data_dir.resolve() == moved.data_dir and not run.path.exists()

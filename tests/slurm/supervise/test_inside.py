@@ -18,7 +18,7 @@ import pytest
 from pipeline.base.errors import UserError
 from pipeline.config.read import ConfigError, load_config
 from pipeline.run.directory import Run
-from pipeline.run.points import make_points
+from pipeline.run.points import create_points
 from slurm.query.job_states import cluster_name
 from slurm.query.site_variables import check_job_environment, job_python
 from slurm.submit.sbatch import render_batch_script
@@ -173,7 +173,7 @@ def test_mpirun_starts_ranks_in_an_image(tmp_path: Path, called: Path, monkeypat
 
 def test_a_point_of_a_sweep_sees_what_it_links_to(tmp_path: Path) -> None:
     sweep = make(tmp_path, APPTAINER, "sweep={grid: {run.seed: [1, 2]}}")
-    point = make_points(sweep)[0]
+    point = create_points(sweep)[0]
     [bind] = [word for word in inside(point, "train").program if word.startswith("--bind=")]
     assert bind == f"--bind={point.path}:{point.path},{sweep.path}:{sweep.path},{sweep.data_dir}:{sweep.data_dir}"
 

@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.base.files import read_jsonl, try_flock
 from pipeline.run.directory import Run
-from pipeline.run.points import points
+from pipeline.run.points import list_points
 from slurm.query.current_job import record_bad_node
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
@@ -86,7 +86,7 @@ def test_a_preempted_point_of_a_sweep_gets_a_successor(tmp_path: Path, calm: Pat
     overrides = (*sweep, "stages.train.tasks_per_node=1", "stages.evaluate.tasks_per_node=1")
     run = shared(tmp_path, calm, overrides)
     assert submit(cluster, tmp_path, "tiny.yaml", *overrides).returncode == 0
-    both = points(Run.open(run))
+    both = list_points(Run.open(run))
     wait_for("step 8 of both", lambda: all(len(list(read_jsonl(point.metrics_file))) >= 8 for point in both))
     preempt(cluster)
     wait_for("their evaluations", lambda: all(evaluated(point.path) for point in both), 150)

@@ -20,7 +20,7 @@ from pipeline.base.files import write_json
 from pipeline.base.signals import StopFlag
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
-from pipeline.run.failure import report_error
+from pipeline.run.failure import write_error_report
 from pipeline.run.stages import Progress
 from slurm.query.current_job import JobInfo
 from slurm.query.job_states import JobState
@@ -72,7 +72,9 @@ def test_a_stage_that_is_done_is_not_started_again(
 ) -> None:
     """As when train.sbatch is given a finished run."""
     one = supervised(run, monkeypatch, code=ExitCode.CRASHED)
-    monkeypatch.setattr(one, "work", SimpleNamespace(missing=lambda run: None, progress=lambda run: Progress("30/30")))
+    monkeypatch.setattr(
+        one, "work", SimpleNamespace(missing_outputs=lambda run: None, progress=lambda run: Progress("30/30"))
+    )
     assert one.supervise() == ExitCode.DONE
     assert "train is not tried again (done): 30/30" in capsys.readouterr().out and not run.read_events("train")
 
@@ -223,7 +225,7 @@ def test_a_hang_names_the_rank_that_did_not_arrive(run: Run, monkeypatch: pytest
         for rank, number in ((0, 3), (1, 1)):
             told = {"rank": rank, "host": f"n{rank}", "step": 5, "number": number, "phase": "reduce", "stacks": "here"}
             write_json(run.stage_dir("train") / f"hang-rank-{rank}.json", {**told, "collectives": []})
-        report_error(run, "train", place(0, 2, 1), ExitCode.HANG, "rank 0 was in phase 'reduce'")
+        write_error_report(run, "train", place(0, 2, 1), ExitCode.HANG, "rank 0 was in phase 'reduce'")
 
     one = supervised(run, monkeypatch, code=ExitCode.HANG, act=write_reports)
     assert one.supervise() == ExitCode.HANG
@@ -337,7 +339,7 @@ def test_a_file_system_that_is_away_for_a_while_stops_no_rank(
     one = supervised(
         run, monkeypatch, looks=30, code=ExitCode.DONE, act=lambda look: away.append(away.pop() and look < 30)
     )
-    monkeypatch.setattr(one, "work", SimpleNamespace(missing=lambda run: "no" if away[0] else None))
+    monkeypatch.setattr(one, "work", SimpleNamespace(missing_outputs=lambda run: "no" if away[0] else None))
     monkeypatch.setattr(Path, "stat", evicted)
     monkeypatch.setattr(Run, "check_not_cancelled", lambda self: None)  # which was before
     assert one.supervise() == ExitCode.DONE
@@ -384,7 +386,7 @@ def test_an_evaluation_that_cannot_be_submitted_ends_no_training_and_is_tried_ag
             raise fails.pop(0)
 
     monkeypatch.setattr(evaluations, "time", supervisor.time)
-    monkeypatch.setattr(evaluations, "saved_steps", lambda folder: [2])
+    monkeypatch.setattr(evaluations, "list_checkpoint_steps", lambda folder: [2])
     monkeypatch.setattr(evaluations, "steps_of", lambda *words: 9)
     monkeypatch.setattr("slurm.submit.sbatch.submit_stage", submit)
     one.wanted = True
