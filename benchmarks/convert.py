@@ -39,13 +39,13 @@ def make_source(folder: Path, layers: int) -> None:
     from safetensors.torch import save_file
 
     from data_prep.tokenizer import train_bpe
-    from pipeline.config.hugging_face import section_of
+    from pipeline.config.hugging_face import parse_model_config
     from pipeline.config.sections import ModelConfig
     from pipeline.model.decoder import Decoder
 
     config = {**SIZES, "num_hidden_layers": layers}
     with torch.device("meta"):
-        model = Decoder(ModelConfig(**section_of(config)), 128256, 64)
+        model = Decoder(ModelConfig(**parse_model_config(config)), 128256, 64)
     pieces: dict[str, dict[str, Any]] = {}
     for name, weight in model.named_weights():
         number = int(name.split(".")[2]) // 4 + 1 if ".layers." in name else 0
@@ -103,17 +103,17 @@ def import_and_save(path: Path, results: dict[str, float]) -> None:
     from pipeline.checkpoint.checkpointer import Checkpointer
     from pipeline.checkpoint.identity import compute_source_identity
     from pipeline.comm import groups
-    from pipeline.data.verify_shards import manifest_of
+    from pipeline.data.verify_shards import load_run_manifest
     from pipeline.model.task import make_task
-    from pipeline.publish.open_weights import open_weights
+    from pipeline.publish.open_weights import open_initial_weights
     from pipeline.run.directory import Run
     from tests.support.ranks import PORTS, place
 
     run = Run.open(path)
     world = groups.join_process_group(place(0, 1, next(PORTS)), run.config)
-    task, group = make_task(run, manifest_of(run)), groups.new_control_group()
+    task, group = make_task(run, load_run_manifest(run)), groups.new_control_group()
     with measured(results, "import"):
-        source = open_weights(run, task, group)
+        source = open_initial_weights(run, task, group)
         part = task.build(range(run.config.model.layers)).to(torch.bfloat16).to_empty(device=world.device)
         part.tie_weights()  # type: ignore[operator]
         assert source is not None
@@ -129,11 +129,11 @@ def import_and_save(path: Path, results: dict[str, float]) -> None:
 
 
 def export_again(path: Path, results: dict[str, float]) -> None:
-    from pipeline.publish.export import export
+    from pipeline.publish.export import export_checkpoint
     from pipeline.run.directory import Run
 
     with measured(results, "export"):
-        print(export(Run.open(path), path.parent / "exported", None, "bf16"), file=sys.stderr)
+        print(export_checkpoint(Run.open(path), path.parent / "exported", None, "bf16"), file=sys.stderr)
 
 
 CHILDREN: dict[str, Callable[[Path, dict[str, float]], None]] = {"import": import_and_save, "export": export_again}

@@ -37,9 +37,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.loader_peers import BATCH, LENGTH, PEERS, SAMPLES, pairs
 from benchmarks.table import write_table
-from pipeline.data.loader import Batches, GlobalOrderSampler
+from pipeline.data.loader import BatchLoader, GlobalOrderSampler
 from pipeline.data.manifest import ShardEntry
-from pipeline.data.sample_order import sample_indices
+from pipeline.data.sample_order import compute_index_range
 from pipeline.data.samples import TokenDataset
 
 SHARDS = 8
@@ -90,7 +90,7 @@ class WholeBatch(PerSample):
         return widened(self.tokens[np.array(indices)[:, None] * LENGTH + np.arange(LENGTH + 1)])
 
 
-class Threaded(Batches):
+class Threaded(BatchLoader):
     """Its thread reads for a consumer in a hurry, too."""
 
     HURRIED_S = 0.0
@@ -99,14 +99,14 @@ class Threaded(Batches):
 def loaders(spans: list[ShardEntry], flat: Path) -> dict[tuple[str, str], Callable[[], Iterator[Any]]]:
     """Each reads one epoch when it is called: (what it delivers, name) to iterator over batches."""
     dataset, tokens = TokenDataset(spans, LENGTH), np.memmap(flat, np.uint16, "r")
-    order = sample_indices(1, 0, SAMPLES, SAMPLES).reshape(-1, BATCH)
+    order = compute_index_range(1, 0, SAMPLES, SAMPLES).reshape(-1, BATCH)
     per_sample, whole_batch = PerSample(tokens), WholeBatch(tokens)
 
     def stacked(indices: np.ndarray) -> Pair:
         inputs, targets = zip(*(per_sample[i] for i in indices), strict=True)
         return torch.stack(inputs), torch.stack(targets)
 
-    def batches(kind: type[Batches] = Batches) -> Iterator[Pair]:
+    def batches(kind: type[BatchLoader] = BatchLoader) -> Iterator[Pair]:
         sampler = GlobalOrderSampler(dataset, global_batch=BATCH, seed=1, num_replicas=1, rank=0)
         with kind(dataset, sampler, CPU) as reader:
             for batch in islice(reader, len(sampler)):
@@ -138,7 +138,7 @@ def beside_steps(spans: list[ShardEntry], read: Callable[[], Iterator[Pair]], re
     dataset = TokenDataset(spans, LENGTH)
     sampler = GlobalOrderSampler(dataset, global_batch=BATCH, seed=1, num_replicas=1, rank=0)
     found: list[list[float]] = []
-    with Batches(dataset, sampler, CPU) as reader:
+    with BatchLoader(dataset, sampler, CPU) as reader:
         ours = ((batch["tokens"][:, :-1], batch["tokens"][:, 1:]) for batch in reader)
         for _ in range(repetitions + 1):
             found.append([])
@@ -211,7 +211,7 @@ def first_batches(folder: Path, pairs: int = 40) -> tuple[float, float, float]:
             sampler = GlobalOrderSampler(
                 dataset, global_batch=BATCH, seed=1, samples_consumed=consumed, num_replicas=1, rank=0
             )
-            with Batches(dataset, sampler, CPU) as reader:
+            with BatchLoader(dataset, sampler, CPU) as reader:
                 next(reader)
                 pair.append(time.process_time() - start)
         seconds.append((pair[0], pair[1]))

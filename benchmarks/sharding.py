@@ -29,7 +29,7 @@ from typing import Any
 from benchmarks.table import write_table
 from data_prep.find_inputs import find_inputs
 from data_prep.text_folder import TextFolder
-from data_prep.work_units import cut, weights_of
+from data_prep.work_units import measure_inputs, split_into_units
 from pipeline.config.datasets import DataConfig, TokenizerConfig
 from pipeline.data.manifest import ShardEntry, load_manifest, write_manifest
 
@@ -201,7 +201,7 @@ def at_size(folder: Path) -> list[list[str]]:
         (folder / f"many/{number // 1000:03d}/{number:06d}.txt").write_text("some text")
     began = time.process_time(), time.monotonic()
     inputs = find_inputs(DataConfig(source=str(folder / "many")))
-    cut(inputs, weights_of(inputs, "text"), 1000)
+    split_into_units(inputs, measure_inputs(inputs, "text"), 1000)
     planned = time.process_time() - began[0], time.monotonic() - began[1]
     synced, os.fsync = os.fsync, lambda fd: None  # of the making, not of what is measured
     small = max(1024, int((folder / "text.jsonl").stat().st_size / 3.5 / 0.9 / UNITS))

@@ -22,6 +22,6 @@ def export(
     opened = Run.open(run)
     prepare_for_torch()
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch allocates huge pages: a third less time
-    from pipeline.publish.export import export
+    from pipeline.publish.export import export_checkpoint
 
-    print(export(opened, folder.absolute(), step, dtype))
+    print(export_checkpoint(opened, folder.absolute(), step, dtype))

@@ -27,9 +27,9 @@ def generate(
 ) -> None:
     """Continue a text, or answer a message, on this machine with a trained model."""
     prepare_for_torch()
-    from pipeline.publish.generate import generate
+    from pipeline.publish.generate import generate_text
 
-    text = generate(
+    text = generate_text(
         target,
         prompt,
         step=step,

@@ -28,7 +28,7 @@ from pipeline.config.site import SiteConfig
 from pipeline.config.stages import STAGES
 from pipeline.config.types import parse_time_limit
 from pipeline.config.user_model import resolve_user_model
-from pipeline.data.manifest import steps_words
+from pipeline.data.manifest import format_training_length
 from pipeline.parallel.mesh import describe_layout, resolve_layout
 from pipeline.run import stages
 from pipeline.run.code import CODE_ROOT
@@ -392,7 +392,7 @@ def _describe_training(config: Config, run: Run) -> Iterator[str]:
     split = f"{_count(layout.dp, 'replica')} × {_count(layout.micro_batches, 'micro-batch')} of {train.micro_batch}"
     yield f"data      {sources}: {contents}"
     yield f"model     {architecture}, {train.precision}"
-    yield f"training  {steps_words(config, run.data_dir)} of {train.global_batch} {unit}: {split}"
+    yield f"training  {format_training_length(config, run.data_dir)} of {train.global_batch} {unit}: {split}"
     yield f"layout    {_count(layout.world_size, 'rank')} on {_count(nodes, 'node')}: {describe_layout(layout)}"
 
 

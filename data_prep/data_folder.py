@@ -41,13 +41,21 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from data_prep.documents import Input
-from data_prep.find_inputs import PYTHON_STDLIB, find_inputs, named_files
+from data_prep.find_inputs import PYTHON_STDLIB, find_inputs, find_named_files
 from pipeline.base.command import format_command
 from pipeline.base.errors import InputError
 from pipeline.base.files import append_line, read_file_system_type, read_jsonl, sha256_file, sha256_json
 from pipeline.config.datasets import DataConfig
 from pipeline.config.site import StripeConfig
-from pipeline.data.manifest import SHARDS, Keyed, Manifest, SampleManifest, ShardEntry, load, refuse_no_sample
+from pipeline.data.manifest import (
+    SHARDS_DIR,
+    KeyedManifest,
+    Manifest,
+    SampleManifest,
+    ShardEntry,
+    check_has_sample,
+    load_sealed,
+)
 
 PACKAGE = Path(__file__).resolve().parent
 """The sources that shape the shards' bytes."""
@@ -63,10 +71,10 @@ PROGRESS = "progress.jsonl"
 _PACE = 100  # units that were made last tell the pace
 
 Log = Callable[[str], None]
-Kind = TypeVar("Kind", bound=Keyed)
-Prepared = TypeVar("Prepared", bound=Keyed)
+Kind = TypeVar("Kind", bound=KeyedManifest)
+Prepared = TypeVar("Prepared", bound=KeyedManifest)
 """`prepare.json`."""
-Unit = TypeVar("Unit", bound=Keyed)
+Unit = TypeVar("Unit", bound=KeyedManifest)
 """The manifest of a unit."""
 
 
@@ -155,13 +163,13 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
 
     def unit_path(self, unit: int) -> Path:
         """The manifest of a work unit."""
-        return self.path / SHARDS / f"unit-{unit:05d}.json"
+        return self.path / SHARDS_DIR / f"unit-{unit:05d}.json"
 
     @cached_property
     def _left_over(self) -> dict[int, list[Path]]:
         """What killed tasks had under way, by unit, when this one began: one look at a folder of many."""
         found: dict[int, list[Path]] = {}
-        for path in (self.path / SHARDS).glob(".unit-*.tmp"):
+        for path in (self.path / SHARDS_DIR).glob(".unit-*.tmp"):
             if known := re.match(r"\.unit-(\d+)(-train|-held_out|\.json|\.h5)", path.name):
                 found.setdefault(int(known[1]), []).append(path)
         return found
@@ -173,7 +181,7 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
 
     def fitting(self, path: Path, kind: type[Kind], key: str) -> Kind:
         """The manifest at `path`. Raises InputError where it is missing, damaged or was made from something else."""
-        found = load(path, kind, AGAIN)
+        found = load_sealed(path, kind, AGAIN)
         if found.key != key:
             what = "another data config, tokenizer or code, or from other inputs"
             raise InputError(f"{path} was made with {what}: {AGAIN}")
@@ -249,7 +257,7 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
         """
         named = [source for source in self.data.sources if source != PYTHON_STDLIB]
         asked = self.data.model_copy(update={"source": named})
-        return [path for path, _ in named_files(asked, self.endings)]
+        return [path for path, _ in find_named_files(asked, self.endings)]
 
     @property
     def fixed(self) -> str:
@@ -293,12 +301,12 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
 
     def make_room(self, log: Log, striping: StripeConfig) -> None:
         """Make the folder of shards, striped by the rule."""
-        (self.path / SHARDS).mkdir(exist_ok=True)
-        self.striped = stripe(self.path / SHARDS, striping, log)
+        (self.path / SHARDS_DIR).mkdir(exist_ok=True)
+        self.striped = stripe_folder(self.path / SHARDS_DIR, striping, log)
 
-    def refuse_unusable(self, train: Sequence[ShardEntry]) -> None:
+    def check_usable(self, train: Sequence[ShardEntry]) -> None:
         """Raise UserError where there is no sample to train on: its ranks would, after hours in a queue."""
-        refuse_no_sample(train, self.length)
+        check_has_sample(train, self.length)
 
     def finalize(self, log: Log) -> bool:
         """Write the manifest of all units; False where some are not made, which other tasks do. Raises what `whole`
@@ -323,7 +331,7 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
 _TIMEOUT_S = 60
 
 
-def stripe(
+def stripe_folder(
     directory: Path,
     rule: StripeConfig,
     log: Callable[[str], None],

@@ -69,13 +69,13 @@ from typing import Any, BinaryIO, NamedTuple, cast
 from data_prep.file_type import (
     BOM,
     COMPRESSIONS,
-    HEAD,
+    HEAD_BYTES,
     UTF16,
-    UTF16_ADVICE,
-    Seems,
-    binary_kind,
+    UTF16_HINT,
+    FileType,
+    detect_binary_format,
+    detect_json_kind,
     is_text,
-    json_kind,
     open_decompressed,
 )
 from pipeline.base.command import format_command
@@ -85,7 +85,7 @@ from pipeline.base.files import translate_read_errors
 _LARGEST_SAMPLE = 1 << 28  # bytes of the members of one sample in a tar
 
 
-class Format(NamedTuple):
+class InputFormat(NamedTuple):
     """What a file is by its name, and how it is planned."""
 
     kind: str
@@ -96,7 +96,7 @@ class Format(NamedTuple):
     """Bytes of text for each byte of a file: rough, but only the balance between units depends on it."""
 
 
-def compressed(kind: str, ending: str) -> str:
+def compressed_format(kind: str, ending: str) -> str:
     """Return the name of the format of a kind's compressed files, such as `csv.gz`."""
     return {"jsonl.gz": "gzip", "jsonl.zst": "zstd"}.get(kind + ending, kind + ending)  # as old folders name them
 
@@ -109,17 +109,17 @@ _KINDS = {
     "tsv": [".tsv"],
 }
 """The kinds whose files may be compressed, and their endings."""
-FORMATS = {kind: Format(kind, splits=kind in ("lines", "jsonl", "json")) for kind in (*_KINDS, "lines")}
+FORMATS = {kind: InputFormat(kind, splits=kind in ("lines", "jsonl", "json")) for kind in (*_KINDS, "lines")}
 FORMATS |= {
-    compressed(kind, ending): Format(kind, expansion=expansion)
+    compressed_format(kind, ending): InputFormat(kind, expansion=expansion)
     for kind in (*_KINDS, "lines")
     for ending, expansion in COMPRESSIONS.items()
 }
-FORMATS |= {kind: Format(kind) for kind in ("parquet", "arrow", "tar")}
+FORMATS |= {kind: InputFormat(kind) for kind in ("parquet", "arrow", "tar")}
 """The formats of inputs, by the names that `units.json` has for them."""
 ENDINGS = {ending: kind for kind, endings in _KINDS.items() for ending in endings}
 ENDINGS |= {
-    ending + packed: compressed(kind, packed)
+    ending + packed: compressed_format(kind, packed)
     for kind, endings in _KINDS.items()
     for ending in endings
     for packed in COMPRESSIONS
@@ -189,12 +189,17 @@ FILTERED = "left out by data.filter"
 
 Record = tuple[str, Spans]
 """The text that a line's object comes to, and what is learned of it."""
-Read = Callable[[dict[str, Any]], Record]
+RecordReader = Callable[[dict[str, Any]], Record]
 """From a line's object; raises Rejected for one that is no such record."""
 
 
 def read_documents(
-    source: Input, start: int, end: int, text_field: str, read: Read | None = None, keep: Keep | None = None
+    source: Input,
+    start: int,
+    end: int,
+    text_field: str,
+    read: RecordReader | None = None,
+    keep: DocumentFilter | None = None,
 ) -> Iterator[Document]:
     """One :class:`Document` for each line, row or file of the piece, in order; blank ones too (text "").
 
@@ -212,15 +217,17 @@ def read_documents(
             raise UserError(f"data.filter: {source.path}, {place}: {error}") from error
 
 
-def _read(source: Input, start: int, end: int, field: str, read: Read | None, keep: Keep | None) -> Iterator[Document]:
+def _read(
+    source: Input, start: int, end: int, field: str, read: RecordReader | None, keep: DocumentFilter | None
+) -> Iterator[Document]:
     kind, packed = FORMATS[source.format].kind, FORMATS[source.format].expansion > 1
-    if kind in OBJECTS:
-        plain = read or (lambda value: (text_in(value, field), ()))
+    if kind in OBJECT_KINDS:
+        plain = read or (lambda value: (get_text_field(value, field), ()))
 
         def kept(value: dict[str, Any]) -> Record:
             found = plain(value)
             if keep is not None and found[0] and not keep(value):
-                raise Rejected(FILTERED)
+                raise RejectedError(FILTERED)
             return found
 
         records = read_objects(source.path, start, end, kind, field if read is None else None, packed)
@@ -235,7 +242,7 @@ def _read(source: Input, start: int, end: int, field: str, read: Read | None, ke
         yield document._replace(text="", reason=FILTERED) if left_out else document
 
 
-OBJECTS = ("jsonl", "json", "csv", "tsv")
+OBJECT_KINDS = ("jsonl", "json", "csv", "tsv")
 """Kinds whose records are objects (data_prep/documents.py)."""
 
 
@@ -249,7 +256,7 @@ def _document(line: int, found: Any, text_of: Callable[[Any], str | Record]) -> 
         return Document(line, text, learned=learned)
     except UnicodeDecodeError as error:
         return Document(line, "", _bad_byte(error))
-    except Rejected as error:
+    except RejectedError as error:
         return Document(line, "", str(error))
 
 
@@ -264,56 +271,56 @@ def _bad_byte(error: UnicodeDecodeError) -> str:
 
 def _text_documents(path: str, start: int, end: int, packed: bool) -> Iterator[Document]:
     with open_decompressed(path) as (stream, head, compression):
-        check_packed(path, head, compression, packed)
-        content = head if len(head) < HEAD else stream.read(LONGEST + 1)
-    if len(content) > LONGEST:
-        yield Document(1, "", f"{too_long()}: set data.text_documents: line, or cut it into files")
+        check_compression(path, head, compression, packed)
+        content = head if len(head) < HEAD_BYTES else stream.read(MAX_DOCUMENT_BYTES + 1)
+    if len(content) > MAX_DOCUMENT_BYTES:
+        yield Document(1, "", f"{describe_too_long()}: set data.text_documents: line, or cut it into files")
         return
     content = content.removeprefix(BOM)
     try:
         yield Document(1, content.decode())
     except UnicodeDecodeError as error:
         reason = _bad_byte(error)
-        if known := binary_kind(head):
-            reason = f"no text, but what seems to be {Seems(known, compression)}"
+        if known := detect_binary_format(head):
+            reason = f"no text, but what seems to be {FileType(known, compression)}"
         if head.startswith(UTF16):
-            reason = UTF16_ADVICE
+            reason = UTF16_HINT
         yield Document(content.count(b"\n", 0, error.start) + 1, "", reason)
 
 
 def _line_documents(path: str, start: int, end: int, packed: bool) -> Iterator[Document]:
     with open_decompressed(path) as (stream, head, compression):
-        check_packed(path, head, compression, packed)
+        check_compression(path, head, compression, packed)
         check_text(path, head, compression)
-        yield from _documents(lines_of(stream, start, end, compression), _line_text)
+        yield from _documents(read_lines(stream, start, end, compression), _line_text)
 
 
 def _line_text(line: bytes | None) -> str:
     if line is None:
-        raise Rejected(too_long())
+        raise RejectedError(describe_too_long())
     return line.removesuffix(b"\n").removesuffix(b"\r").decode()
 
 
-def value_in(value: Mapping[str, Any], field: str) -> Any:
+def get_field(value: Mapping[str, Any], field: str) -> Any:
     """Return what is in a field of an object; `a.b` is field `b` of the object in field `a`, unless there is a field
     `a.b`. Raises Rejected if there is no such field."""
     found: Any = value
     for name in [field] if field in value else field.split("."):
         if not isinstance(found, Mapping) or name not in found:
-            raise Rejected(f"no field {field!r}; there are {shorten(', '.join(map(repr, value)), 200) or 'none'}")
+            raise RejectedError(f"no field {field!r}; there are {shorten(', '.join(map(repr, value)), 200) or 'none'}")
         found = found[name]
     return found
 
 
-def text_in(value: Mapping[str, Any], field: str) -> str:
+def get_text_field(value: Mapping[str, Any], field: str) -> str:
     """Return the text in a field of an object. Raises Rejected if there is none."""
-    text = value_in(value, field)
+    text = get_field(value, field)
     if not isinstance(text, str):
-        raise Rejected(f"field {field!r} is no string but {type(text).__name__}")
+        raise RejectedError(f"field {field!r} is no string but {type(text).__name__}")
     try:
         text.encode()
     except UnicodeEncodeError:  # JSON's \ud800 can name half a character
-        raise Rejected(f"field {field!r} holds a lone surrogate") from None
+        raise RejectedError(f"field {field!r} holds a lone surrogate") from None
     return text
 
 
@@ -379,7 +386,7 @@ def _as_bytes(batch: Any, names: Sequence[str]) -> list[bytes | None]:
     return found
 
 
-def parquet_groups(path: str, column: str) -> list[int]:
+def read_row_group_sizes(path: str, column: str) -> list[int]:
     """Bytes of text in each row group, uncompressed. Raises UserError for what is no parquet file with the column."""
     with translate_read_errors(path), _parquet(path, column) as file:
         groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
@@ -403,26 +410,26 @@ def _parquet_documents(path: str, start: int, end: int, column: str) -> Iterator
 
 def _row_documents(batches: Iterable[Any], names: Sequence[str]) -> Iterator[Document]:
     """The documents of the column with these names, batch by batch."""
-    null = Rejected(f"field {'.'.join(names)!r} is null")
+    null = RejectedError(f"field {'.'.join(names)!r} is null")
     rows = (null if row is None else row for batch in batches for row in _as_bytes(batch, names))
     return _documents(rows, _text_of)
 
 
 def _text_of(content: bytes | None) -> str:
     """The text of a row, or of a tar's member that is None if it is too long."""
-    if content is None or len(content) > LONGEST:
-        raise Rejected(too_long())
+    if content is None or len(content) > MAX_DOCUMENT_BYTES:
+        raise RejectedError(describe_too_long())
     return content.decode()
 
 
 def _arrow_documents(path: str, start: int, end: int, column: str) -> Iterator[Document]:
-    schema, batches = arrow_batches(path)
+    schema, batches = read_arrow_batches(path)
     yield from _row_documents(batches, _column(path, schema, column))
 
 
 def _tar_documents(path: str, start: int, end: int, field: str) -> Iterator[Document]:
     number = 0
-    members = tar_members(path, (".txt", ".json"), LONGEST)
+    members = read_tar_members(path, (".txt", ".json"), MAX_DOCUMENT_BYTES)
     for key, same in groupby(members, lambda member: _sample_of(member[0])):
         texts: list[bytes | None] = []
         values: list[bytes | None] = []
@@ -437,7 +444,9 @@ def _tar_documents(path: str, start: int, end: int, field: str) -> Iterator[Docu
         if texts:
             documents = _documents(texts, _text_of)
         else:
-            documents = _documents(map(object_in, values), lambda value: "" if value is None else text_in(value, field))
+            documents = _documents(
+                map(parse_object, values), lambda value: "" if value is None else get_text_field(value, field)
+            )
         for one in documents:
             yield one._replace(line=(number := number + 1))
 
@@ -456,13 +465,13 @@ _READERS: dict[str, Callable[[str, int, int, str], Iterator[Document]]] = {
 """The documents of a piece [start, end) of the file at a path, by `text_field`."""
 
 
-LONGEST = 1 << 26
+MAX_DOCUMENT_BYTES = 1 << 26
 """Bytes of one document: each takes some 140 of memory to tokenise (measured up to 32 MB). Also of one line."""
-MOST_VALUES = 1 << 22
+MAX_JSON_VALUES = 1 << 22
 """Names and values in one JSON object: each takes up to 240 bytes of memory."""
-DEEPEST = 100
+MAX_JSON_DEPTH = 100
 """Arrays and objects within each other in one JSON object. Python's own limit depends on who calls."""
-_TOO_DEEP = f"JSON that nests more than {DEEPEST} deep"
+_TOO_DEEP = f"JSON that nests more than {MAX_JSON_DEPTH} deep"
 _NESTS = (dict, list)
 _STRING = re.compile('"[^"]*"')
 _BLOCK = 1 << 20
@@ -474,7 +483,7 @@ Found = dict[str, Any] | Exception | None
 """An object; the exception that says why there is none; None for a blank line."""
 
 
-class Rejected(ValueError):
+class RejectedError(ValueError):
     """Why there is no document in a line or row."""
 
 
@@ -498,21 +507,21 @@ def read_objects(
     ends within a record.
     """
     with open_decompressed(path) as (stream, head, compression):
-        check_packed(path, head, compression, packed)
+        check_compression(path, head, compression, packed)
         check_text(path, head, compression)
-        if packed and compression is None and head and kind in ("jsonl", "json") and json_kind(head) is None:
+        if packed and compression is None and head and kind in ("jsonl", "json") and detect_json_kind(head) is None:
             raise UserError(f"cannot read {path}: it is not compressed, as its name says, and no JSON")
         if kind in _DELIMITERS:
             if start == 0:
                 yield from _csv_rows(path, stream, _DELIMITERS[kind], field)
         elif is_json_lines(head, kind):
-            for number, line in enumerate(lines_of(stream, start, end, compression), 1):
-                yield ObjectRecord(number, object_in(line))
+            for number, line in enumerate(read_lines(stream, start, end, compression), 1):
+                yield ObjectRecord(number, parse_object(line))
         elif start == 0:
             yield from _json_values(path, stream)
 
 
-def check_packed(path: str, head: bytes, compression: str | None, packed: bool) -> None:
+def check_compression(path: str, head: bytes, compression: str | None, packed: bool) -> None:
     """Raise UserError if a file that is called compressed (`packed`) is not, and no text either: it may be damaged."""
     if packed and compression is None and not is_text(head):
         raise UserError(f"cannot read {path}: it is damaged, or not compressed as its name says")
@@ -521,23 +530,23 @@ def check_packed(path: str, head: bytes, compression: str | None, packed: bool) 
 def check_text(path: str, head: bytes, compression: str | None) -> None:
     """Raise UserError if these first bytes are of a binary format, or of UTF-16."""
     if head.startswith(UTF16):
-        raise UserError(f"cannot read {path}: it is {UTF16_ADVICE}")
-    if known := binary_kind(head):
-        found = Seems(known, compression)
+        raise UserError(f"cannot read {path}: it is {UTF16_HINT}")
+    if known := detect_binary_format(head):
+        found = FileType(known, compression)
         raise UserError(f"cannot read {path}: it seems to be {found}, not text: rename it, or set data.format")
 
 
 def is_json_lines(head: bytes, kind: str) -> bool:
     """Return whether a file that is named like JSON Lines (kind `jsonl`) or JSON (`json`) holds an object a line."""
-    return json_kind(head) == "JSON Lines" if kind == "json" else json_kind(head) != "JSON"
+    return detect_json_kind(head) == "JSON Lines" if kind == "json" else detect_json_kind(head) != "JSON"
 
 
-def too_long() -> str:
+def describe_too_long() -> str:
     """Return the reason to reject what is longer than a document may be."""
-    return f"longer than {LONGEST:,} bytes, the most that a document may have"
+    return f"longer than {MAX_DOCUMENT_BYTES:,} bytes, the most that a document may have"
 
 
-def lines_of(stream: BinaryIO, start: int, end: int, compression: str | None) -> Iterator[bytes | None]:
+def read_lines(stream: BinaryIO, start: int, end: int, compression: str | None) -> Iterator[bytes | None]:
     """Yield the lines that start at bytes [start, end) of a plain file, each with its line end; None for a long one.
 
     A byte order mark is left out. Of a compressed stream yield all lines if `start` is 0, otherwise none.
@@ -549,9 +558,9 @@ def lines_of(stream: BinaryIO, start: int, end: int, compression: str | None) ->
     elif start > 0:
         stream.seek(start - 1)
         start += _skip_line(stream) - 1  # the rest of a line that started before; just its "\n" if none did
-    while start < end and (line := stream.readline(LONGEST + 1)):
+    while start < end and (line := stream.readline(MAX_DOCUMENT_BYTES + 1)):
         length = len(line)
-        if length > LONGEST and not line.endswith(b"\n"):
+        if length > MAX_DOCUMENT_BYTES and not line.endswith(b"\n"):
             length += _skip_line(stream)
             yield None
         else:
@@ -569,21 +578,21 @@ def _skip_line(stream: BinaryIO) -> int:
     return length
 
 
-def object_in(line: bytes | None) -> Found:
+def parse_object(line: bytes | None) -> Found:
     """Return the JSON object in a line, or in a whole small file; None for a line that is too long."""
     if line is None:
-        return Rejected(too_long())
+        return RejectedError(describe_too_long())
     try:
         source = line.strip(_JSON_SPACE.encode()).decode()
         if not source:
             return None
-        if len(source) > MOST_VALUES and _count_values(source) > MOST_VALUES:
-            return Rejected(f"JSON with more than {MOST_VALUES:,} values")
+        if len(source) > MAX_JSON_VALUES and _count_values(source) > MAX_JSON_VALUES:
+            return RejectedError(f"JSON with more than {MAX_JSON_VALUES:,} values")
         return _check_object(json.loads(source))
     except UnicodeDecodeError as error:
         return error
     except (ValueError, RecursionError) as error:
-        return Rejected(_describe_broken_json(error))
+        return RejectedError(_describe_broken_json(error))
 
 
 def _describe_broken_json(error: ValueError | RecursionError) -> str:
@@ -592,14 +601,14 @@ def _describe_broken_json(error: ValueError | RecursionError) -> str:
 
 def _check_object(value: Any) -> Found:
     if not isinstance(value, dict):
-        return Rejected(f"not a JSON object but {type(value).__name__}")
-    return Rejected(_TOO_DEEP) if _is_too_deep(value) else value
+        return RejectedError(f"not a JSON object but {type(value).__name__}")
+    return RejectedError(_TOO_DEEP) if _is_too_deep(value) else value
 
 
 def _count_values(source: str) -> int:
     """About how many names and values there are in a JSON text, or in its beginning; any number if it is no JSON."""
     marks = "[{,:"
-    if sum(map(source.count, marks)) <= MOST_VALUES:  # those in strings count, too
+    if sum(map(source.count, marks)) <= MAX_JSON_VALUES:  # those in strings count, too
         return 0
     plain = _STRING.sub("", source.replace("\\\\", "").replace('\\"', ""))
     return sum(map(plain.partition('"')[0].count, marks))
@@ -607,7 +616,7 @@ def _count_values(source: str) -> int:
 
 def _is_too_deep(value: dict[str, Any]) -> bool:
     level = [one for one in value.values() if isinstance(one, _NESTS)]
-    for _ in range(DEEPEST - 1):
+    for _ in range(MAX_JSON_DEPTH - 1):
         if not level:
             return False
         children = (child for one in level for child in (one.values() if isinstance(one, dict) else one))
@@ -657,10 +666,10 @@ class _JsonText:
                 if self.ended or not cut:
                     raise
             waiting = len(self.text) - self.at
-            if waiting > LONGEST:
-                raise UserError(f"cannot read {self.path}: a value is {too_long()}")
-            if waiting > MOST_VALUES and _count_values(self.text[self.at :]) > MOST_VALUES:
-                raise UserError(f"cannot read {self.path}: a value has more than {MOST_VALUES:,} values")
+            if waiting > MAX_DOCUMENT_BYTES:
+                raise UserError(f"cannot read {self.path}: a value is {describe_too_long()}")
+            if waiting > MAX_JSON_VALUES and _count_values(self.text[self.at :]) > MAX_JSON_VALUES:
+                raise UserError(f"cannot read {self.path}: a value has more than {MAX_JSON_VALUES:,} values")
             self.more(waiting)
 
 
@@ -692,7 +701,7 @@ def _json_values(path: str, stream: BinaryIO) -> Iterator[ObjectRecord]:
                     f"cannot read {path}: value {number:,} is {broken}: repair the file. If it has an object in each "
                     "line, set data.format: jsonl"
                 ) from error
-            yield ObjectRecord(1, Rejected(broken))
+            yield ObjectRecord(1, RejectedError(broken))
             return
         yield ObjectRecord(number, _utf8_error(source) or _check_object(value))
         if is_array:
@@ -731,15 +740,15 @@ def _csv_rows(path: str, stream: BinaryIO, delimiters: str, field: str | None) -
 
     def lines() -> Iterator[str]:
         nonlocal read, size
-        for line in lines_of(stream, 0, sys.maxsize, None):
+        for line in read_lines(stream, 0, sys.maxsize, None):
             read += 1
             if line is None:
-                raise UserError(f"cannot read {path}: line {read:,} is {too_long()}")
-            if (size := size + len(line)) > LONGEST + 1:  # with its line end
-                raise UserError(f"cannot read {path}: the row that goes on in line {read:,} is {too_long()}")
+                raise UserError(f"cannot read {path}: line {read:,} is {describe_too_long()}")
+            if (size := size + len(line)) > MAX_DOCUMENT_BYTES + 1:  # with its line end
+                raise UserError(f"cannot read {path}: the row that goes on in line {read:,} is {describe_too_long()}")
             yield line.decode(errors="surrogateescape")
 
-    csv.field_size_limit(LONGEST)
+    csv.field_size_limit(MAX_DOCUMENT_BYTES)
     first = next(source := lines(), "")
     delimiter = next(
         (one for one in delimiters if field in _csv_header(csv.reader([first], delimiter=one))), delimiters[0]
@@ -756,10 +765,12 @@ def _csv_rows(path: str, stream: BinaryIO, delimiters: str, field: str | None) -
             row = next(rows, None)
         except csv.Error as error:
             if "field limit" in str(error):
-                raise UserError(f"cannot read {path}: a field of the row in line {line:,} is {too_long()}") from None
+                raise UserError(
+                    f"cannot read {path}: a field of the row in line {line:,} is {describe_too_long()}"
+                ) from None
             if "unexpected end of data" in str(error):
                 raise UserError(f"cannot read {path}: the row in line {line:,} has an unclosed quote") from None
-            yield ObjectRecord(line, Rejected(f"broken CSV: {error}"))
+            yield ObjectRecord(line, RejectedError(f"broken CSV: {error}"))
             continue
         if row is None:
             return
@@ -778,14 +789,14 @@ def _csv_object(header: list[str], row: list[str]) -> Found:
     if not row:
         return None
     if len(row) != len(header):
-        return Rejected(f"{len(row)} fields, where the header has {len(header)}")
+        return RejectedError(f"{len(row)} fields, where the header has {len(header)}")
     for field in row:
         if not field.isascii() and (error := _utf8_error(field)):
             return error
     return dict(zip(header, row, strict=True))
 
 
-MOST_PACKED = 1 << 14
+MAX_COMPRESSION_RATIO = 1 << 14
 """Times that arrays may be as large as what is stored of them: deflate comes to 1032 (zlib.net/zlib_tech.html)."""
 _MAX_MEMBER_BYTES = 1 << 30  # bytes of one member
 _LONGEST_HEADER = 1 << 16
@@ -802,7 +813,7 @@ _EXTENDED = (
 )
 
 
-def arrow_batches(path: str) -> tuple[Any, Iterator[Any]]:
+def read_arrow_batches(path: str) -> tuple[Any, Iterator[Any]]:
     """The schema of an Arrow stream or file, and its record batches, one at a time.
 
     Raises UserError where pyarrow is not there, and for what is no such file.
@@ -867,7 +878,7 @@ class _StrictTarInfo(tarfile.TarInfo):
         raise ReadError(f"{next.name} has holes (GNU's sparse format): write the archive without --sparse")
 
 
-def tar_members(
+def read_tar_members(
     path: str, endings: tuple[str, ...], most: int = _MAX_MEMBER_BYTES
 ) -> Iterator[tuple[str, bytes | None]]:
     """Name and content of each ordinary file with such an ending, in order; no content of one with more than `most`
@@ -894,15 +905,15 @@ def tar_members(
         raise UserError(f"{path} is damaged, or no tar that can be read: {error}") from error
 
 
-FILTER = "filter.py"
-Keep = Callable[[Mapping[str, Any]], bool]
+FILTER_FILE = "filter.py"
+DocumentFilter = Callable[[Mapping[str, Any]], bool]
 
 
 class FilterError(Exception):
     """What a filter raised, or gave that is neither True nor False."""
 
 
-def source_of(target: str) -> Path:
+def find_filter_file(target: str) -> Path:
     """The file of a filter `FOLDER/MODULE:FUNCTION`. Raises UserError where it is missing or lacks the function."""
     module, _, function = target.rpartition(":")
     folder, name = os.path.split(module)
@@ -920,7 +931,7 @@ def source_of(target: str) -> Path:
     return file
 
 
-def load_filter(file: Path, target: str) -> Keep:
+def load_filter(file: Path, target: str) -> DocumentFilter:
     """The function, of a copy of its file. It raises FilterError; this raises UserError where the file does."""
     function = target.rpartition(":")[2]
     spec = importlib.util.spec_from_file_location("sluice_filter", file)

@@ -29,7 +29,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 from pipeline.base.errors import UserError
 from pipeline.base.files import open_regular_file
 
-HEAD = 1 << 16
+HEAD_BYTES = 1 << 16
 """Bytes that tell what a file is."""
 COMPRESSION_ENDINGS = {"gzip": ".gz", "zstd": ".zst", "bzip2": ".bz2", "xz": ".xz"}
 COMPRESSIONS = {".gz": 4, ".zst": 4, ".zstd": 4, ".bz2": 5, ".xz": 5}
@@ -45,7 +45,7 @@ _BLOCK = 1 << 20
 _MOST_MEMORY = 1 << 31  # of a decompressor of xz: `xz -9` needs 65 MiB
 
 
-def compression_of(head: bytes) -> str | None:
+def detect_compression(head: bytes) -> str | None:
     """Return `gzip`, `zstd`, `bzip2` or `xz` for the first bytes of a file, None if it is not compressed by these."""
     if head[:1] not in _FIRST:
         return None
@@ -63,15 +63,15 @@ def open_decompressed(path: str) -> Iterator[tuple[BinaryIO, bytes, str | None]]
     damaged content.
     """
     with open_regular_file(path) as file:
-        head = file.read(HEAD)
+        head = file.read(HEAD_BYTES)
         file.seek(0)
-        if (name := compression_of(head)) is None:
+        if (name := detect_compression(head)) is None:
             yield file, head, None
             return
         stream = _OPEN[name](path, file)
         try:
             content = io.BufferedReader(stream, _BLOCK)
-            head = content.read(HEAD)
+            head = content.read(HEAD_BYTES)
             yield cast(BinaryIO, io.BufferedReader(_Prefixed(head, content), _BLOCK)), head, name
         finally:
             stream.close()
@@ -154,7 +154,7 @@ _OPEN = {"gzip": _open_gzip, "zstd": _open_zstd, "bzip2": _open_bzip2, "xz": _op
 
 BOM = codecs.BOM_UTF8
 UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-UTF16_ADVICE = "text in UTF-16: convert it, iconv -f UTF-16 -t UTF-8 FILE > NEW"
+UTF16_HINT = "text in UTF-16: convert it, iconv -f UTF-16 -t UTF-8 FILE > NEW"
 
 _BINARY: list[tuple[str, bytes | re.Pattern[bytes]]] = [
     ("Parquet", re.compile(rb"PAR1[\x00-\x08\x0e-\x1f]")),  # PAR1 is a protein, too
@@ -219,7 +219,7 @@ CONVERSIONS = {
 """What is not read, or not without a word of the user's, and what to do about it."""
 
 
-class Seems(NamedTuple):
+class FileType(NamedTuple):
     """What a file seems to be."""
 
     kind: str
@@ -230,12 +230,12 @@ class Seems(NamedTuple):
         return f"{self.kind}, compressed with {self.compression}" if self.compression else self.kind
 
 
-def advice(kind: str) -> str:
+def format_conversion_hint(kind: str) -> str:
     """Return how to convert files of a kind, behind a colon; "" if nothing is known."""
     return f". To convert it: {CONVERSIONS[kind]}" if kind in CONVERSIONS else ""
 
 
-def binary_kind(head: bytes) -> str | None:
+def detect_binary_format(head: bytes) -> str | None:
     """Return the name of the binary format that a file with these first bytes has, None if there is no known mark."""
     for name, mark in _BINARY:
         if head.startswith(mark) if isinstance(mark, bytes) else mark.match(head):
@@ -243,15 +243,15 @@ def binary_kind(head: bytes) -> str | None:
     return "TFRecord" if _is_tfrecord(head) else None
 
 
-def seems(path: str) -> Seems:
+def detect_file_type(path: str) -> FileType:
     """Return what a file seems to be. Never raises for its content, or for a file that cannot be read."""
     try:
         with open_decompressed(path) as (_, head, compression):
-            return Seems(_detect_kind(path, head), compression)
+            return FileType(_detect_kind(path, head), compression)
     except UserError as error:
-        return Seems(str(error).removeprefix(f"{path}: "))
+        return FileType(str(error).removeprefix(f"{path}: "))
     except (OSError, EOFError, zlib.error, ValueError) as error:
-        return Seems(f"not readable: {getattr(error, 'strerror', None) or error}")
+        return FileType(f"not readable: {getattr(error, 'strerror', None) or error}")
 
 
 def _detect_kind(path: str, head: bytes) -> str:
@@ -259,7 +259,7 @@ def _detect_kind(path: str, head: bytes) -> str:
         return "empty"
     if is_mds(path):
         return "MosaicML MDS"
-    if known := binary_kind(head):
+    if known := detect_binary_format(head):
         return known
     if ".npy" in os.path.basename(path):
         return "bare tokens named .npy"
@@ -273,7 +273,7 @@ def _detect_kind(path: str, head: bytes) -> str:
     if re.match(rb"<(\?xml|!doctype|html)", start, re.IGNORECASE):
         return "XML or HTML"
     columns = {".csv": "CSV", ".tsv": "TSV"}.get(os.path.splitext(path)[1])
-    return columns or json_kind(head) or "text"
+    return columns or detect_json_kind(head) or "text"
 
 
 def is_mds(path: str) -> bool:
@@ -287,13 +287,13 @@ def is_mds(path: str) -> bool:
 def is_text(head: bytes) -> bool:
     """Return whether these first bytes of a file are UTF-8 without control characters."""
     try:
-        codecs.getincrementaldecoder("utf-8")().decode(head, final=len(head) < HEAD)
+        codecs.getincrementaldecoder("utf-8")().decode(head, final=len(head) < HEAD_BYTES)
     except UnicodeDecodeError:
         return False
     return not _CONTROL.search(head)
 
 
-def json_kind(head: bytes) -> str | None:
+def detect_json_kind(head: bytes) -> str | None:
     """Return `JSON Lines`, `JSON` (an array, or objects of several lines) or None for the first bytes of a text."""
     start = head.removeprefix(BOM).decode(errors="ignore").lstrip()
     if not start.startswith(("{", "[")):
@@ -314,7 +314,7 @@ def json_kind(head: bytes) -> str | None:
         return "JSON" if several else "JSON Lines"
     except (ValueError, RecursionError):
         # The first line is broken, or longer than what was read.
-        is_long = not rest and len(head) >= HEAD
+        is_long = not rest and len(head) >= HEAD_BYTES
         return (
             "JSON Lines"
             if is_long or any(isinstance(_parse_line(one), dict) for one in rest if one[:1] == "{")

@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from data_prep import documents
-from data_prep.documents import ENDINGS, FORMATS, Input, Rejected, compressed, read_objects, value_in
-from data_prep.file_type import COMPRESSION_ENDINGS, COMPRESSIONS, CONVERSIONS, is_mds, seems
+from data_prep.documents import ENDINGS, FORMATS, Input, RejectedError, compressed_format, get_field, read_objects
+from data_prep.file_type import COMPRESSION_ENDINGS, COMPRESSIONS, CONVERSIONS, detect_file_type, is_mds
 from pipeline.base.errors import UserError
 from pipeline.base.files import read_json, translate_read_errors
 from pipeline.config.datasets import DataConfig
@@ -37,30 +37,30 @@ def find_inputs(data: DataConfig, formats: Mapping[str, str] | None = None) -> l
     file for one that cannot be read, or a text that is too long for one document.
     """
     found: dict[str, Input] = {}
-    for path, file_format in named_files(data, formats):
+    for path, file_format in find_named_files(data, formats):
         with translate_read_errors(path):
             seen = os.stat(path)
         if not stat.S_ISREG(seen.st_mode):
             raise UserError(f"data.source: {path} is no ordinary file, but a pipe or a device: leave it out")
-        if file_format == "text" and seen.st_size > documents.LONGEST:
-            out = f"{documents.LONGEST:,} may be: set data.text_documents: line, or cut it into files"
+        if file_format == "text" and seen.st_size > documents.MAX_DOCUMENT_BYTES:
+            out = f"{documents.MAX_DOCUMENT_BYTES:,} may be: set data.text_documents: line, or cut it into files"
             raise UserError(f"data.source: {path} has {seen.st_size:,} bytes and would be one document; {out}")
-        found.setdefault(path, Input(path, seen.st_size, seen.st_mtime_ns, file_format, beside(path)))
+        found.setdefault(path, Input(path, seen.st_size, seen.st_mtime_ns, file_format, stamp_index_files(path)))
     return list(found.values())
 
 
-def stamp(path: str) -> list[str | int]:
+def stamp_file(path: str) -> list[str | int]:
     """Path, size and time of a file."""
     return [path, (seen := os.stat(path)).st_size, seen.st_mtime_ns]
 
 
-def beside(path: str) -> list[list[str | int]]:
+def stamp_index_files(path: str) -> list[list[str | int]]:
     """Those of what is read with a file of tokens."""
     root, ending = os.path.splitext(path)
-    return [*map(stamp, filter(os.path.isfile, (root + other for other in _BESIDE.get(ending, ()))))]
+    return [*map(stamp_file, filter(os.path.isfile, (root + other for other in _BESIDE.get(ending, ()))))]
 
 
-def named_files(data: DataConfig, formats: Mapping[str, str] | None = None) -> Iterator[tuple[str, str]]:
+def find_named_files(data: DataConfig, formats: Mapping[str, str] | None = None) -> Iterator[tuple[str, str]]:
     """Path and format of each file that the config names, sorted by path within each item of `data.source`.
 
     formats: the endings that files may have, and their formats; None: those of documents. Names tell. Of files of
@@ -103,7 +103,7 @@ class _Documents:
             found = _by_ending(path, self.endings)
         else:
             packed = next((ending for ending in COMPRESSIONS if path.endswith(ending)), "")
-            found = compressed(kind, packed) if packed and compressed(kind, packed) in FORMATS else kind
+            found = compressed_format(kind, packed) if packed and compressed_format(kind, packed) in FORMATS else kind
         return found and self._lines(found)
 
     def _lines(self, found: str) -> str:
@@ -112,13 +112,13 @@ class _Documents:
 
     def by_content(self, path: str) -> str | None:
         """Return the format of a file by its content, None if it is not clear that documents are in it."""
-        found = seems(path)
+        found = detect_file_type(path)
         kind = _BY_CONTENT.get(found.kind)
         if kind not in self.kinds:
             return None
         if found.compression is None or kind == "tar":
             return kind
-        packed = compressed(kind, COMPRESSION_ENDINGS[found.compression])
+        packed = compressed_format(kind, COMPRESSION_ENDINGS[found.compression])
         return packed if packed in FORMATS else None
 
     def why_not(self, path: str, file_format: str) -> str | None:
@@ -133,8 +133,8 @@ class _Documents:
             if first is None:
                 return None if kind in ("csv", "tsv") else "no object in it"  # a header is all right
             if not any(field in first for field in self.fields):
-                value_in(first, self.fields[0])
-        except (UserError, Rejected) as error:
+                get_field(first, self.fields[0])
+        except (UserError, RejectedError) as error:
             return str(error).removeprefix(f"{path}: ")
         return None
 
@@ -151,20 +151,20 @@ Found = tuple[dict[str, str], dict[str, str]]
 def _in_folder(folder: str, documents: _Documents | None, endings: Mapping[str, str]) -> Found:
     """The files of a folder; if none is taken, the first of them."""
     if documents is None:
-        found = {path: _by_ending(path, endings) or "" for path in _absolute(files_in(folder, endings))}
+        found = {path: _by_ending(path, endings) or "" for path in _absolute(list_files(folder, endings))}
         return found, {}
     if documents.data.format is not None:
         kind = documents.data.format
         own = [ending for ending, known in ENDINGS.items() if FORMATS[known].kind == kind]
-        paths = _absolute(files_in(folder, own) or files_in(folder, [""]))
+        paths = _absolute(list_files(folder, own) or list_files(folder, [""]))
         return {path: documents.by_name(path) or "" for path in paths}, {}
-    named = {path: documents.by_name(path) or "" for path in _absolute(files_in(folder, documents.endings))}
+    named = {path: documents.by_name(path) or "" for path in _absolute(list_files(folder, documents.endings))}
     doubtful = [path for path, known in named.items() if FORMATS[known].kind in ("json", "csv", "tsv")]
     reasons = _each(lambda path: documents.why_not(path, named[path]), doubtful)
     left_out = {path: reason for path, reason in reasons.items() if reason}
     if taken := {path: known for path, known in named.items() if path not in left_out}:
         return taken, {}
-    paths = sorted({*_absolute(files_in(folder, [""]))} - {*named})
+    paths = sorted({*_absolute(list_files(folder, [""]))} - {*named})
     known = _each(documents.by_content, paths[:_MOST_NAMED])
     if any(known.values()):
         known |= _each(documents.by_content, paths[_MOST_NAMED:])
@@ -181,7 +181,7 @@ def _of_glob(paths: Sequence[str], documents: _Documents | None, endings: Mappin
         unknown = [path for path, kind in named.items() if kind is None]
         named |= dict.fromkeys(filter(is_mds, paths))
         for path, kind in _each(documents.by_content, unknown).items():
-            named[path] = kind or ("jsonl" if seems(path).kind == "empty" and len(paths) > 1 else None)
+            named[path] = kind or ("jsonl" if detect_file_type(path).kind == "empty" and len(paths) > 1 else None)
     return {path: kind for path, kind in named.items() if kind}, {path: "" for path, kind in named.items() if not kind}
 
 
@@ -226,7 +226,7 @@ def _unrecognised(
             listed = f"The folder {folder} has:" if others else f"The folder {folder} has no files."
         else:
             listed = f"There is no folder {folder}."
-    rows = file_list(others, folder)
+    rows = format_file_list(others, folder)
     if documents and documents.data.records != "text":
         rows.append(f"data.records: {documents.data.records} is read from objects of JSON.")
     elif documents and any(row.endswith(": text") for row in rows):
@@ -234,11 +234,11 @@ def _unrecognised(
     return UserError("\n".join([f"data.source: {source!r}{what}", listed, *rows]))
 
 
-def file_list(files: Iterable[str] | Mapping[str, str], folder: str) -> list[str]:
+def format_file_list(files: Iterable[str] | Mapping[str, str], folder: str) -> list[str]:
     """Return lines that name the first files, what they seem to be (a mapping: and why they are not taken), and how to
     convert that. Paths are relative to `folder`, if it is one."""
     shown = sorted(files)[:_MOST_NAMED]
-    kinds = _each(seems, shown)
+    kinds = _each(detect_file_type, shown)
     reasons = files if isinstance(files, Mapping) else {}
     rows = []
     for path in shown:
@@ -273,7 +273,7 @@ def _check_listable(source: str, pattern: str) -> None:
         return  # it does not exist, or is a file
 
 
-def files_in(folder: str, endings: Iterable[str]) -> list[str]:
+def list_files(folder: str, endings: Iterable[str]) -> list[str]:
     """The files in a folder, and in the folders in it, with such an ending; one look at each folder, none at the files.
 
     A folder that links lead to as well counts once. Raises UserError for one that cannot be listed, and for the folder

@@ -76,7 +76,9 @@ class Dataset(NamedTuple):
             raise UserError(f"{what}, which is {self.grid:,} chunks, and {self.stored_chunks:,} are stored: {out}")
 
 
-def describe(path: str, names: Sequence[str], follow_links: bool = True) -> tuple[dict[str, Dataset], list[str]]:
+def describe_datasets(
+    path: str, names: Sequence[str], follow_links: bool = True
+) -> tuple[dict[str, Dataset], list[str]]:
     """The datasets of these names that a file has, checked, and the names of all that is at its top level.
 
     follow_links: whether a name may be a soft or external link. Raises UserError, naming the file, if it cannot be

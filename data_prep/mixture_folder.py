@@ -21,10 +21,10 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import sha256_json, write_atomic
 from pipeline.config.datasets import DataConfig
 from pipeline.config.site import StripeConfig
-from pipeline.data.manifest import Manifest, Part, ShardEntry, load_manifest, write_manifest
+from pipeline.data.manifest import Manifest, MixturePart, ShardEntry, load_manifest, write_manifest
 
 
-def text_or_tokens(data: DataConfig, path: Path, package: Path = PACKAGE) -> TextFolder:
+def open_source_folder(data: DataConfig, path: Path, package: Path = PACKAGE) -> TextFolder:
     """The data folder of one source."""
     return (TokensFolder if data.records == "tokens" else TextFolder)(data, path, package)
 
@@ -38,7 +38,7 @@ class MixtureFolder(DataFolder[Any, Any]):
     def __init__(self, data: DataConfig, path: Path, package: Path = PACKAGE) -> None:
         super().__init__(data, path, package)
         names = data.mixture.sources if data.mixture else ()
-        self.sources = {name: text_or_tokens(data.for_source(name), path / name, package) for name in names}
+        self.sources = {name: open_source_folder(data.for_source(name), path / name, package) for name in names}
 
     @property
     def key(self) -> str:
@@ -119,7 +119,7 @@ class MixtureFolder(DataFolder[Any, Any]):
             mine = [unit for unit, (other, _) in zip(units, self._where, strict=True) if other is folder]
             folder.whole(mine, lambda text, name=name: log(f"{name}: {text}"))  # type: ignore[misc]
             manifests.append(one := load_manifest(folder.path))
-            parts.append(Part(name=name, train=len(one.train), held_out=len(one.held_out)))
+            parts.append(MixturePart(name=name, train=len(one.train), held_out=len(one.held_out)))
             train += [_inside(name, entry) for entry in one.train]
             held_out += [_inside(name, entry) for entry in one.held_out]
         first = manifests[0]
@@ -138,7 +138,7 @@ class MixtureFolder(DataFolder[Any, Any]):
         }
         lists = {"source": tuple(self.data.sources), "train": tuple(train), "held_out": tuple(held_out)}
         whole = first.model_copy(update={**sums, **lists, "parts": tuple(parts), "key": self.whole_key})
-        self.refuse_unusable(train)
+        self.check_usable(train)
         write_atomic(self.path / "tokenizer.json", (self.path / parts[0].name / "tokenizer.json").read_bytes())
         write_manifest(self.path / "manifest.json", whole)
 

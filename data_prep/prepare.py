@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.data_folder import PACKAGE, DataFolder
-from data_prep.mixture_folder import MixtureFolder, text_or_tokens
-from data_prep.samples_folder import ArraysFolder
+from data_prep.mixture_folder import MixtureFolder, open_source_folder
+from data_prep.samples_folder import SamplesFolder
 from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import ExitCode
 from pipeline.base.signals import StopFlag
@@ -20,17 +20,17 @@ from pipeline.run.directory import Run
 from pipeline.run.stages import Progress
 
 
-def folder_of(run: Run, package: Path = PACKAGE) -> DataFolder[Any, Any]:
+def open_data_folder(run: Run, package: Path = PACKAGE) -> DataFolder[Any, Any]:
     """The run's data folder: of text, or of its own model's arrays. `package`: the code that fills it."""
     if run.user_model is None:
-        kind = text_or_tokens if run.config.data.mixture is None else MixtureFolder
+        kind = open_source_folder if run.config.data.mixture is None else MixtureFolder
         return kind(run.config.data, run.data_dir, package)
-    return ArraysFolder(run.config.data, run.data_dir, package, run.user_model)
+    return SamplesFolder(run.config.data, run.data_dir, package, run.user_model)
 
 
-def seen_from_outside(run: Run) -> DataFolder[Any, Any]:
+def open_finished_data_folder(run: Run) -> DataFolder[Any, Any]:
     """The same for whoever only looks: it is filled by the run's own copy of the code."""
-    return folder_of(run, run.code_dir / "data_prep")
+    return open_data_folder(run, run.code_dir / "data_prep")
 
 
 def log(text: str) -> None:
@@ -40,23 +40,23 @@ def log(text: str) -> None:
 
 def missing_outputs(run: Run) -> str | None:
     """Why prepare is not done; None when what it fixes validates."""
-    return seen_from_outside(run).prepare_missing()
+    return open_finished_data_folder(run).prepare_missing()
 
 
 def quick_missing_outputs(run: Run) -> str | None:
     """The same of what it fixed alone: no input is asked whether it changed."""
-    return seen_from_outside(run).prepare_missing(ask_inputs=False)
+    return open_finished_data_folder(run).prepare_missing(ask_inputs=False)
 
 
 def progress(run: Run) -> Progress:
     """How far it is."""
-    folder = seen_from_outside(run)
+    folder = open_finished_data_folder(run)
     return Progress(folder.fixed if folder.prepare_missing(ask_inputs=False) is None else "-")
 
 
 def check_inputs(run: Run) -> None:
     """Raise UserError where `main` would at first sight."""
-    folder_of(run).look()
+    open_data_folder(run).look()
 
 
 def run_stage(run: Run, place: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
@@ -64,5 +64,5 @@ def run_stage(run: Run, place: RankInfo, options: Mapping[str, str], flag: StopF
     gc.enable()
     flag.exit_on_signal()
     if place.rank == 0:
-        folder_of(run).prepare(log)
+        open_data_folder(run).prepare(log)
     return ExitCode.DONE

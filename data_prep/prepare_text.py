@@ -16,17 +16,26 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from data_prep.documents import FILTERED, Document, Input, Keep, Read, read_documents
-from data_prep.find_inputs import files_in, find_inputs
-from data_prep.records import chat_json, reader
+from data_prep.documents import FILTERED, Document, DocumentFilter, Input, RecordReader, read_documents
+from data_prep.find_inputs import find_inputs, list_files
+from data_prep.records import build_chat_json, make_record_reader
 from data_prep.tokenizer import Encoder, load_encoder, train_bpe
-from data_prep.work_units import Piece, Plan, Weights, cut, is_held_out, unit_count, weights_of, write_plan
+from data_prep.work_units import (
+    InputRange,
+    Weights,
+    WorkPlan,
+    count_units,
+    is_held_out,
+    measure_inputs,
+    split_into_units,
+    write_plan,
+)
 from pipeline.base.errors import UserError
 from pipeline.base.files import write_atomic
 from pipeline.config.datasets import DataConfig
 from pipeline.data.chat_template import ChatTemplate
-from pipeline.data.manifest import CHAT
-from pipeline.data.special_tokens import end_of_turn
+from pipeline.data.manifest import CHAT_FILE
+from pipeline.data.special_tokens import find_end_of_turn
 
 _SLICES = 256  # places of the source where a sample is taken
 _LOOKED_AT = 64  # times what places are to give: so much is read for what a filter takes
@@ -34,8 +43,8 @@ _ESTIMATE_BYTES = 1 << 20  # what bytes per token are estimated on
 _MOST_UNKNOWN = 0.01  # of the tokens
 
 
-def tokenizer_and_plan(
-    data: DataConfig, folder: Path, log: Callable[[str], None], keep: Keep | None
+def prepare_tokenizer_and_units(
+    data: DataConfig, folder: Path, log: Callable[[str], None], keep: DocumentFilter | None
 ) -> tuple[Encoder, int, str]:
     """Write `tokenizer.json`, `units.json` and, for dialogues, `chat.json`; the tokenizer, the number of units, and
     what a person should know of the inputs.
@@ -43,21 +52,23 @@ def tokenizer_and_plan(
     Raises UserError for a source or tokenizer that cannot be used.
     """
     inputs = find_inputs(data)
-    weights = weights_of(inputs, data.text_field)
+    weights = measure_inputs(inputs, data.text_field)
     total = sum(map(sum, weights))
     if total == 0:
         raise UserError(f"data.source: the {len(inputs)} files of {', '.join(data.sources)} hold no text")
     told = f"{len(inputs):,} file{'s' * (len(inputs) != 1)}, about {total:,} bytes"
     folders = filter(os.path.isdir, map(os.path.expanduser, data.sources))
-    if others := {os.path.abspath(path) for one in folders for path in files_in(one, [""])} - {i.path for i in inputs}:
+    if others := {os.path.abspath(path) for one in folders for path in list_files(one, [""])} - {
+        i.path for i in inputs
+    }:
         kinds = sorted({os.path.splitext(path)[1] or "no ending" for path in others})
         told += f"; left out {len(others):,} of other kinds: {', '.join(kinds[:5])}" + ", …" * (len(kinds) > 5)
 
     wanted, chat = data.tokenizer, None
     if data.records == "messages" and wanted.path is not None:
-        chat = chat_json(wanted.path, wanted.eos_token, str(data.chat_template or ""))
-        write_atomic(folder / CHAT, chat)
-    read = reader(data, chat)
+        chat = build_chat_json(wanted.path, wanted.eos_token, str(data.chat_template or ""))
+        write_atomic(folder / CHAT_FILE, chat)
+    read = make_record_reader(data, chat)
     sample = take_sample(
         data, inputs, weights, wanted.train_bytes if wanted.path is None else _ESTIMATE_BYTES, read, keep
     )
@@ -85,7 +96,9 @@ def tokenizer_and_plan(
                 "write data.tokenizer: {kind: byte_bpe}, which knows any"
             )
         told += f"; {lost}, so bits per byte are too low"
-    plan = Plan(tuple(inputs), cut(inputs, weights, unit_count(total, data.shard_tokens, bytes_per_token)))
+    plan = WorkPlan(
+        tuple(inputs), split_into_units(inputs, weights, count_units(total, data.shard_tokens, bytes_per_token))
+    )
     write_plan(folder / "units.json", plan)
     log(f"prepare: {told}; {encoder.vocab_size} ids, {bytes_per_token:.2f} bytes per token, {len(plan.units)} units")
     return encoder, len(plan.units), told
@@ -93,7 +106,7 @@ def tokenizer_and_plan(
 
 def _log_end_of_turn(encoder: Encoder, chat: Mapping[str, Any], log: Callable[[str], None]) -> None:
     """Say which token a model that learns these dialogues ends its answers with, or why it will not end them."""
-    turn = end_of_turn(ChatTemplate(chat["template"], chat["tokens"]), encoder.tokenizer)
+    turn = find_end_of_turn(ChatTemplate(chat["template"], chat["tokens"]), encoder.tokenizer)
     if turn.problem:
         log(
             f"warning: {turn.problem}. The model does not learn to end an answer: let the chat template write one "
@@ -108,8 +121,8 @@ def take_sample(
     inputs: Sequence[Input],
     weights: Weights,
     limit: int,
-    read: Read | None = None,
-    keep: Keep | None = None,
+    read: RecordReader | None = None,
+    keep: DocumentFilter | None = None,
 ) -> list[str]:
     """Texts of at most `limit` bytes in all, from places spread evenly over the inputs, without held-out ones.
 
@@ -123,7 +136,7 @@ def take_sample(
         asked += len(str(document))
         return keep is not None and keep(document)
 
-    slices = cut(inputs, weights, 1 if sum(map(sum, weights)) <= limit else _SLICES)
+    slices = split_into_units(inputs, weights, 1 if sum(map(sum, weights)) <= limit else _SLICES)
     sample: list[str] = []
     left = limit
     for index, pieces in enumerate(slices):
@@ -141,7 +154,11 @@ def take_sample(
 
 
 def _read(
-    data: DataConfig, inputs: Sequence[Input], pieces: Sequence[Piece], read: Read | None, keep: Keep | None
+    data: DataConfig,
+    inputs: Sequence[Input],
+    pieces: Sequence[InputRange],
+    read: RecordReader | None,
+    keep: DocumentFilter | None,
 ) -> Iterator[tuple[Input, Document]]:
     """The documents of some pieces, in order, each with its input."""
     for index, start, end in pieces:
@@ -150,10 +167,10 @@ def _read(
 
 
 def _why_nothing(
-    data: DataConfig, inputs: Sequence[Input], weights: Weights, read: Read | None, keep: Keep | None
+    data: DataConfig, inputs: Sequence[Input], weights: Weights, read: RecordReader | None, keep: DocumentFilter | None
 ) -> str:
     """Words for a source without one document to train on, from its first unreadable document, if any."""
-    for source, document in _read(data, inputs, cut(inputs, weights, 1)[0], read, keep):
+    for source, document in _read(data, inputs, split_into_units(inputs, weights, 1)[0], read, keep):
         if document.reason and document.reason != FILTERED:
             key = f"data.text_field ({data.text_field!r})" if read is None else f"data.records ({data.records})"
             out = f"Mend the files, or set {key}"

@@ -21,11 +21,11 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from data_prep.documents import Read, Record, Rejected, text_in
+from data_prep.documents import Record, RecordReader, RejectedError, get_text_field
 from pipeline.base.errors import UserError
 from pipeline.base.files import read_json
 from pipeline.config.datasets import CHAT_TEMPLATES, DataConfig
-from pipeline.config.hugging_face import check_added_tokens, inside, read_inside
+from pipeline.config.hugging_face import check_added_tokens, open_inside, read_inside
 from pipeline.data.chat_template import (
     MARKS,
     ChatTemplate,
@@ -33,15 +33,15 @@ from pipeline.data.chat_template import (
     UnusableTemplateError,
     allows_undefined,
     find_template,
-    read_template,
+    load_template,
+    read_special_tokens,
     split_marks,
-    token_names,
-    uses_name,
+    uses_variable,
 )
-from pipeline.data.special_tokens import added_tokens, load_tokenizer
+from pipeline.data.special_tokens import get_added_tokens, load_tokenizer
 
 
-def chat_json(tokenizer: str | Path, eos_token: str, chat_template: str = "") -> bytes:
+def build_chat_json(tokenizer: str | Path, eos_token: str, chat_template: str = "") -> bytes:
     """Return the content of `chat.json`: the chat template, and the special tokens beside a `tokenizer.json`.
 
     chat_template: `data.chat_template`; empty: the template is that of the tokenizer's folder. The same files give the
@@ -53,9 +53,9 @@ def chat_json(tokenizer: str | Path, eos_token: str, chat_template: str = "") ->
     try:
         known, jinja = read_inside(folder, settings.name), None
         if chat_template:
-            jinja, source = read_template(Path(chat_template)), f"data.chat_template: {chat_template}"
+            jinja, source = load_template(Path(chat_template)), f"data.chat_template: {chat_template}"
         else:
-            with suppress(FileNotFoundError), inside(folder, file.name) as opened:
+            with suppress(FileNotFoundError), open_inside(folder, file.name) as opened:
                 jinja = opened.read_bytes().decode()
         template, tokens = find_template(known, jinja)
         if template is None:
@@ -80,7 +80,7 @@ def _used_tokens(template: str, tokenizer: Path, settings: Any, eos_token: str) 
     They are what the files beside `tokenizer.json` say; else the one token that it puts before a text, and
     `data.tokenizer.eos_token`. settings: the content of tokenizer_config.json. Raises UserError if one is nowhere.
     """
-    used = [name for name in ("bos_token", "eos_token") if uses_name(template, name)]
+    used = [name for name in ("bos_token", "eos_token") if uses_variable(template, name)]
     if not used:
         return {}
     folder, file = tokenizer.parent, "special_tokens_map.json"
@@ -90,13 +90,13 @@ def _used_tokens(template: str, tokenizer: Path, settings: Any, eos_token: str) 
         raise UserError(f"{folder / file} cannot be read: {error}") from None
     settings = settings if isinstance(settings, dict) else {}
     mapping = mapping if isinstance(mapping, dict) else {}
-    named = {**token_names(settings), **token_names(settings, mapping)}
+    named = {**read_special_tokens(settings), **read_special_tokens(settings, mapping)}
     found = {name: named[name] for name in used if name in named}
     if "eos_token" in used:
         found.setdefault("eos_token", eos_token)
     if "bos_token" in used and "bos_token" not in found:
         loaded = load_tokenizer(tokenizer)
-        begin, _ = added_tokens(loaded)
+        begin, _ = get_added_tokens(loaded)
         bos_token = loaded.id_to_token(begin[0]) if len(begin) == 1 else None
         if bos_token is not None:
             found["bos_token"] = bos_token
@@ -109,7 +109,7 @@ def _used_tokens(template: str, tokenizer: Path, settings: Any, eos_token: str) 
     return found
 
 
-def reader(data: DataConfig, chat: bytes | None) -> Read | None:
+def make_record_reader(data: DataConfig, chat: bytes | None) -> RecordReader | None:
     """What makes a record of a line's object; None for text. `chat`: the content of `chat.json`, for messages."""
     if data.records == "messages":
         return Dialogues(json.loads(chat or b"")).read
@@ -117,9 +117,9 @@ def reader(data: DataConfig, chat: bytes | None) -> Read | None:
 
 
 def _pair(value: Mapping[str, Any]) -> Record:
-    prompt, response = text_in(value, "prompt"), text_in(value, "response")
+    prompt, response = get_text_field(value, "prompt"), get_text_field(value, "response")
     if not response:
-        raise Rejected("field 'response' is empty")
+        raise RejectedError("field 'response' is empty")
     return prompt + response, ((len(prompt), len(prompt) + len(response)),)
 
 
@@ -153,37 +153,39 @@ class Dialogues:
         if not self.template.has_marks:
             learned = self._spans(text, answers, parts)
         if not learned:
-            raise Rejected("no message of the role 'assistant': nothing to learn")
+            raise RejectedError("no message of the role 'assistant': nothing to learn")
         return text, tuple(learned)
 
     def _checked(self, value: Mapping[str, Any]) -> list[dict[str, str]]:
         messages = value.get("messages")
         if not isinstance(messages, list) or not messages:
-            raise Rejected(f"no field 'messages' with a list of them; there are {shorten(str(list(value)), 200)}")
+            raise RejectedError(f"no field 'messages' with a list of them; there are {shorten(str(list(value)), 200)}")
         if value.get("tools"):
-            raise Rejected("field 'tools' is not supported")
+            raise RejectedError("field 'tools' is not supported")
         found = []
         for number, message in enumerate(messages, 1):
             if not isinstance(message, dict):
-                raise Rejected(f"message {number} is no object but {type(message).__name__}")
+                raise RejectedError(f"message {number} is no object but {type(message).__name__}")
             try:
-                found.append({field: text_in(message, field) for field in ("role", "content")})
-            except Rejected as error:
-                raise Rejected(f"message {number}: {error}") from None
+                found.append({field: get_text_field(message, field) for field in ("role", "content")})
+            except RejectedError as error:
+                raise RejectedError(f"message {number}: {error}") from None
             if more := [key for key, one in message.items() if one is not None and key not in found[-1]]:
-                raise Rejected(f"message {number}: field {more[0]!r} is not supported")
+                raise RejectedError(f"message {number}: field {more[0]!r} is not supported")
             for text in found[-1].values():
                 if taken := [token for token in self.forbidden if token in text]:
-                    raise Rejected(f"message {number} holds {taken[0]!r}, which would be taken for a special token")
+                    raise RejectedError(
+                        f"message {number} holds {taken[0]!r}, which would be taken for a special token"
+                    )
         return found
 
     def _written(self, messages: Sequence[Mapping[str, str]], beginnings: Sequence[tuple[int, bool]]) -> list[str]:
         try:
-            return self.template.render_beginnings(messages, beginnings)
+            return self.template.render_prefixes(messages, beginnings)
         except UnusableTemplateError as error:
             raise UserError(f"data.records messages: the chat template cannot be used: {error}") from None
         except ChatTemplateError as error:
-            raise Rejected(f"the chat template does not take it: {error}") from None
+            raise RejectedError(f"the chat template does not take it: {error}") from None
 
     @staticmethod
     def _spans(text: str, answers: Sequence[int], parts: Sequence[str]) -> list[tuple[int, int]]:
@@ -191,7 +193,7 @@ class Dialogues:
         found = []
         for number, before, after in zip(answers, parts[::2], parts[1::2], strict=True):
             if not text.startswith(before) or not text.startswith(after) or len(before) >= len(after):
-                raise Rejected(
+                raise RejectedError(
                     f"the chat template writes message {number + 1}, or what leads to it, otherwise where more "
                     "follow (Qwen3's leaves out earlier thinking): set data.chat_template to a template that marks "
                     "answers by {% generation %} … {% endgeneration %}, such as qwen3 or chatml, which come with Sluice"

@@ -23,14 +23,22 @@ from pathlib import Path
 from typing import ClassVar
 
 from data_prep.data_folder import DataFolder, Log
-from data_prep.documents import MOST_PACKED, Input
+from data_prep.documents import MAX_COMPRESSION_RATIO, Input
 from data_prep.find_inputs import find_inputs
-from data_prep.hdf5_reader import describe, read_rows
+from data_prep.hdf5_reader import describe_datasets, read_rows
 from pipeline.base.errors import InputError, UserError
 from pipeline.base.files import replace_atomically, sha256_file, sha256_json
 from pipeline.config.datasets import DataConfig
 from pipeline.config.user_model import LENGTHS_ARRAY, UserModel, find_user_model
-from pipeline.data.manifest import PACKED, SHARDS, Array, FileEntry, SampleFile, SampleManifest, write_manifest
+from pipeline.data.manifest import (
+    NOT_MAPPABLE,
+    SHARDS_DIR,
+    ArrayEntry,
+    FileEntry,
+    SampleFile,
+    SampleManifest,
+    write_manifest,
+)
 from pipeline.run.code import call_in_child_process
 
 MOST_LOOKED_AT = 100
@@ -42,7 +50,7 @@ _FEW = 1 << 28
 _TYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
 
 
-class ArraysFolder(DataFolder[SampleManifest, SampleManifest]):
+class SamplesFolder(DataFolder[SampleManifest, SampleManifest]):
     """The data folder of a run with a model of its own."""
 
     words = "files of samples"
@@ -84,7 +92,12 @@ class ArraysFolder(DataFolder[SampleManifest, SampleManifest]):
         files = super().look()
         first, *more = files[:MOST_LOOKED_AT]
         call_in_child_process(
-            "data_prep.samples_folder", "look_at", first, self.model.target, str(self.model.root.parent), *more
+            "data_prep.samples_folder",
+            "check_sample_files",
+            first,
+            self.model.target,
+            str(self.model.root.parent),
+            *more,
         )
         return files
 
@@ -108,7 +121,7 @@ class ArraysFolder(DataFolder[SampleManifest, SampleManifest]):
         seen = self.prepared.train[unit]
         self.inputs[unit].check()
         if seen.packed:
-            entry = _unpacked(seen, self.path, f"{SHARDS}/unit-{unit:05d}.h5")
+            entry = _unpacked(seen, self.path, f"{SHARDS_DIR}/unit-{unit:05d}.h5")
         else:
             entry = seen.model_copy(update={"sha256": sha256_file(seen.file)})
         self.inputs[unit].check()
@@ -127,7 +140,7 @@ class ArraysFolder(DataFolder[SampleManifest, SampleManifest]):
         log(f"shard: {samples - held_out:,} samples to train on, {held_out:,} held out")
 
 
-def look_at(path: str, target: str, folder: str, *more: str) -> None:
+def check_sample_files(path: str, target: str, folder: str, *more: str) -> None:
     """Raise UserError where a file does not have what the module `target` in `folder` takes."""
     _look([Input(one, 0, 0, "hdf5") for one in (path, *more)], find_user_model(target, [Path(folder)]))
 
@@ -149,8 +162,8 @@ def _look(sources: Sequence[Input], model: UserModel) -> tuple[SampleFile, ...]:
 def _look_into(source: Input, model: UserModel) -> SampleFile:
     """What stands in one file. Raises UserError naming the dataset that will not do."""
     path = source.path
-    found, there = describe(path, [*model.arrays])
-    arrays: dict[str, Array] = {}
+    found, there = describe_datasets(path, [*model.arrays])
+    arrays: dict[str, ArrayEntry] = {}
     for name in model.arrays:
         dataset = found.get(name)
         if dataset is None or not dataset.shape or not dataset.shape[0]:
@@ -159,13 +172,13 @@ def _look_into(source: Input, model: UserModel) -> SampleFile:
             )
         if dataset.dtype.name not in _TYPES or dataset.dtype.byteorder == ">":
             raise UserError(f"{path}: {name} is {dataset.dtype}; supported are, little-endian, {', '.join(_TYPES)}")
-        if not dataset.is_virtual and dataset.nbytes > max(_FEW, MOST_PACKED * dataset.stored):
+        if not dataset.is_virtual and dataset.nbytes > max(_FEW, MAX_COMPRESSION_RATIO * dataset.stored):
             raise UserError(
                 f"{path}: {name} claims {dataset.nbytes:,} bytes, and {dataset.stored:,} are stored: it is damaged, "
                 "or nearly empty: write it anew"
             )
-        offset = PACKED if dataset.offset is None else dataset.offset
-        arrays[name] = Array(offset=offset, dtype=dataset.dtype.name, shape=dataset.shape)
+        offset = NOT_MAPPABLE if dataset.offset is None else dataset.offset
+        arrays[name] = ArrayEntry(offset=offset, dtype=dataset.dtype.name, shape=dataset.shape)
     counts = {array.shape[0] for array in arrays.values()}
     if len(counts) > 1:
         sizes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
@@ -199,12 +212,12 @@ def _unpacked(entry: SampleFile, data_dir: Path, name: str) -> SampleFile:
     """
     import h5py
 
-    from data_prep.shard_writer import SafeFile
+    from data_prep.shard_writer import DeferredErrorFile
 
     path, arrays = data_dir / name, {}
-    with replace_atomically(path) as temporary, SafeFile(temporary, "w+") as disk:
+    with replace_atomically(path) as temporary, DeferredErrorFile(temporary, "w+") as disk:
         with h5py.File(disk, "w", libver=("earliest", "v108")) as file:
-            found, _ = describe(entry.file, [*entry.arrays])
+            found, _ = describe_datasets(entry.file, [*entry.arrays])
             for key, array in entry.arrays.items():
                 made = file.create_dataset(key, array.shape, array.dtype, track_times=False)
                 rows, row_bytes = (found[key].chunks or (1,))[0], max(1, found[key].nbytes // array.shape[0])

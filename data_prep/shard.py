@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 
-from data_prep.prepare import folder_of, log, seen_from_outside
+from data_prep.prepare import log, open_data_folder, open_finished_data_folder
 from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import ExitCode, InputError, UserError
 from pipeline.base.signals import StopFlag
@@ -24,12 +24,12 @@ MOST_ASKED = 100
 
 def missing_outputs(run: Run) -> str | None:
     """Why shard is not done; None when the manifest and every shard validate (by size)."""
-    return seen_from_outside(run).shard_missing()
+    return open_finished_data_folder(run).shard_missing()
 
 
 def missing_inputs(run: Run) -> str | None:
     """Which file it would not find as it was, where it has not begun: of its inputs some are asked, spread over all."""
-    folder = seen_from_outside(run)
+    folder = open_finished_data_folder(run)
     with suppress(InputError, OSError):  # the stage before says why; or it is another one's, who looks here
         if (folder.path / "manifest.json").exists():
             return folder.shard_missing()
@@ -40,7 +40,7 @@ def missing_inputs(run: Run) -> str | None:
 
 def resume_note(run: Run) -> str | None:
     """What the source has that finished shards were not made of; None for what is gone: nobody needs it any more."""
-    folder = seen_from_outside(run)
+    folder = open_finished_data_folder(run)
     with suppress(UserError, OSError):
         if folder.shard_missing() is None:
             known = folder.inputs
@@ -56,7 +56,7 @@ def resume_note(run: Run) -> str | None:
 
 def progress(run: Run) -> Progress:
     """How far it is."""
-    folder = seen_from_outside(run)
+    folder = open_finished_data_folder(run)
     done, total, left_s = folder.progress()
     words = f"{done}/{total} units"
     return Progress(words + folder.remark(), done, total, words, remaining_s=left_s)
@@ -66,7 +66,7 @@ def run_stage(run: Run, place: RankInfo, options: Mapping[str, str], flag: StopF
     """Shard this task's units; the last task to finish writes the manifest."""
     gc.enable()
     flag.exit_on_signal()
-    folder = folder_of(run)
+    folder = open_data_folder(run)
     task, tasks = place.array or (place.rank, place.world_size)
     folder.shard(task, tasks, log, run.config.site.stripe)
     folder.length = run.config.data.sequence_length

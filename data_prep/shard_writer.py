@@ -33,7 +33,7 @@ import h5py
 import numpy as np
 
 from pipeline.base.files import replace_atomically
-from pipeline.data.manifest import SHARDS, FileEntry, ShardEntry
+from pipeline.data.manifest import SHARDS_DIR, FileEntry, ShardEntry
 
 _BLOCK = 1 << 21  # tokens
 
@@ -61,7 +61,7 @@ class ShardWriter:
         self._limit = limit if window is None else (limit - 1) // window * window
         kinds = {"tokens": np.dtype(dtype).newbyteorder("<")} | ({} if window is None else {"mask": np.dtype(np.uint8)})
         self._waiting = {
-            name: (tempfile.TemporaryFile(dir=data_dir / SHARDS, buffering=1 << 20), kind)  # noqa: SIM115
+            name: (tempfile.TemporaryFile(dir=data_dir / SHARDS_DIR, buffering=1 << 20), kind)  # noqa: SIM115
             for name, kind in kinds.items()
         }
         self._filled = 0
@@ -104,7 +104,7 @@ class ShardWriter:
         return tuple(self._entries)
 
     def _write(self) -> None:
-        name = f"{SHARDS}/{self._prefix}-{len(self._entries):02d}.h5"
+        name = f"{SHARDS_DIR}/{self._prefix}-{len(self._entries):02d}.h5"
         if self._window is not None:
             self._fill(-self._filled % self._window + 1)
         documents = np.array([*self._starts, self._filled], dtype="<i8")
@@ -126,7 +126,7 @@ class ShardWriter:
         self._filled, self._starts, self._bytes = 0, array("q"), 0
 
 
-class SafeFile(io.FileIO):
+class DeferredErrorFile(io.FileIO):
     """A file that swallows the writes after one that failed, and keeps that first error.
 
     HDF5 writes late, also while it closes a file. An error there is none of h5py's OSErrors, and the file stays
@@ -168,7 +168,7 @@ def write_shard(
     waiting: by dataset, a file of `count` > 0 items of a type. documents: int64, shape (m + 1,). Raises OSError where
     the file system refuses, and leaves nothing then.
     """
-    with replace_atomically(path) as temporary, SafeFile(temporary, "w+") as disk:
+    with replace_atomically(path) as temporary, DeferredErrorFile(temporary, "w+") as disk:
         with h5py.File(disk, "w", libver=("earliest", "v108")) as file:
             datasets = []
             for name, (source, kind) in waiting.items():

@@ -34,18 +34,28 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from data_prep.data_folder import AGAIN, DataFolder, Log
-from data_prep.documents import FILTER, FILTERED, Document, Input, Keep, Read, load_filter, read_documents, source_of
-from data_prep.work_units import Piece, Plan, is_held_out, read_plan
+from data_prep.documents import (
+    FILTER_FILE,
+    FILTERED,
+    Document,
+    DocumentFilter,
+    Input,
+    RecordReader,
+    find_filter_file,
+    load_filter,
+    read_documents,
+)
+from data_prep.work_units import InputRange, WorkPlan, is_held_out, read_plan
 from pipeline.base.errors import InputError, UserError
 from pipeline.base.files import sha256_file, sha256_json, translate_read_errors, write_atomic
 from pipeline.config.datasets import LEAVE_SHARDS, DataConfig
 from pipeline.data.manifest import (
-    CHAT,
+    CHAT_FILE,
     FORMAT_VERSION,
-    LEARNED,
-    SHARDS,
+    MASK_LEARNED,
+    SHARDS_DIR,
     FileEntry,
-    Keyed,
+    KeyedManifest,
     Manifest,
     ShardEntry,
     write_manifest,
@@ -64,7 +74,7 @@ from pathlib import Path
 from typing import TypeVar
 
 
-class UnitManifest(Keyed):
+class UnitManifest(KeyedManifest):
     """`shards/unit-NNNNN.json`: what one work unit became."""
 
     unit: int
@@ -87,7 +97,7 @@ class UnitManifest(Keyed):
     held_out: tuple[ShardEntry, ...]
 
 
-class TextPrepared(Keyed):
+class TextPrepared(KeyedManifest):
     """`prepare.json`: what `prepare` fixed."""
 
     tokenizer: FileEntry
@@ -135,10 +145,15 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         return sha256_json(known | {name: entry.sha256 for name, entry in more.items() if entry})
 
     @cached_property
-    def plan(self) -> Plan:
+    def plan(self) -> WorkPlan:
         """The work units. Raises InputError where they, or the tokenizer, are missing or damaged."""
         fixed = self.prepared
-        named = {"tokenizer.json": fixed.tokenizer, "units.json": fixed.units, CHAT: fixed.chat, FILTER: fixed.filter}
+        named = {
+            "tokenizer.json": fixed.tokenizer,
+            "units.json": fixed.units,
+            CHAT_FILE: fixed.chat,
+            FILTER_FILE: fixed.filter,
+        }
         for name, entry in named.items():
             if entry is not None and (problem := entry.problem(self.path / name)):
                 raise InputError(f"{problem}: {AGAIN}")
@@ -168,16 +183,16 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         return load_encoder(self.path / "tokenizer.json", data.tokenizer.eos_token, data.add_special_tokens)
 
     @cached_property
-    def read(self) -> Read | None:
+    def read(self) -> RecordReader | None:
         """What makes records of lines."""
-        from data_prep.records import reader
+        from data_prep.records import make_record_reader
 
-        return reader(self.data, (self.path / CHAT).read_bytes() if self.prepared.chat else None)
+        return make_record_reader(self.data, (self.path / CHAT_FILE).read_bytes() if self.prepared.chat else None)
 
     @cached_property
-    def keep(self) -> Keep | None:
+    def keep(self) -> DocumentFilter | None:
         """The user's filter."""
-        return load_filter(self.path / FILTER, self.data.filter) if self.data.filter else None
+        return load_filter(self.path / FILTER_FILE, self.data.filter) if self.data.filter else None
 
     @property
     def _chat_template(self) -> str:
@@ -187,13 +202,13 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
     def look(self) -> list[str]:
         """And whether the filter is there, and the given tokenizer can be used, asked of its package, elsewhere."""
         if self.data.filter:
-            source_of(self.data.filter)
+            find_filter_file(self.data.filter)
         if self.data.tokenizer.path is not None:
             given = (str(self.data.tokenizer.path), self.data.tokenizer.eos_token)
             adds = json.dumps(self.data.add_special_tokens)
             call_in_child_process("data_prep.tokenizer", "check_tokenizer", *given, adds)
             if self.data.records == "messages":
-                call_in_child_process("data_prep.records", "chat_json", *given, self._chat_template)
+                call_in_child_process("data_prep.records", "build_chat_json", *given, self._chat_template)
         return super().look()
 
     @property
@@ -204,7 +219,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
     def same_inputs(self) -> bool:
         """And the given tokenizer and filter are still the same."""
         was = self.prepared.filter
-        if self.data.filter and was and was.problem(source_of(self.data.filter)):
+        if self.data.filter and was and was.problem(find_filter_file(self.data.filter)):
             return False
         given = self.data.tokenizer.path
         if given is not None:
@@ -212,22 +227,22 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
                 if sha256_file(given) != self.prepared.tokenizer.sha256:
                     return False
             if self.prepared.chat is not None:
-                from data_prep.records import chat_json
+                from data_prep.records import build_chat_json
 
-                chat = chat_json(given, self.data.tokenizer.eos_token, self._chat_template)
-                if chat != (self.path / CHAT).read_bytes():
+                chat = build_chat_json(given, self.data.tokenizer.eos_token, self._chat_template)
+                if chat != (self.path / CHAT_FILE).read_bytes():
                     return False
         return super().same_inputs()
 
     def fix(self, log: Log) -> None:
         """Write `tokenizer.json`, `units.json` and, last, `prepare.json` with their sizes and hashes."""
-        from data_prep.prepare_text import tokenizer_and_plan
+        from data_prep.prepare_text import prepare_tokenizer_and_units
 
         keep = None
         if self.data.filter:
-            write_atomic(self.path / FILTER, source_of(self.data.filter).read_bytes())
-            keep = load_filter(self.path / FILTER, self.data.filter)
-        self.note_prepared(*tokenizer_and_plan(self.data, self.path, log, keep))
+            write_atomic(self.path / FILTER_FILE, find_filter_file(self.data.filter).read_bytes())
+            keep = load_filter(self.path / FILTER_FILE, self.data.filter)
+        self.note_prepared(*prepare_tokenizer_and_units(self.data, self.path, log, keep))
 
     def note_prepared(self, encoder: Encoder, units: int, told: str) -> None:
         """Write `prepare.json`, of what is beside it."""
@@ -241,8 +256,8 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
             eos_id=encoder.eos_id,
             bos_ids=encoder.bos_ids,
             dtype=encoder.dtype,
-            chat=FileEntry.of(self.path / CHAT) if self.data.records == "messages" else None,
-            filter=FileEntry.of(self.path / FILTER) if self.data.filter else None,
+            chat=FileEntry.of(self.path / CHAT_FILE) if self.data.records == "messages" else None,
+            filter=FileEntry.of(self.path / FILTER_FILE) if self.data.filter else None,
         )
         write_manifest(self.path / "prepare.json", prepared)
 
@@ -291,9 +306,9 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         if self._duplicates is not None:
             kept = self._duplicates.kept(unit)
             twice = int(len(kept) - kept.sum())
-            documents = first(documents, kept.tolist())
+            documents = select_kept(documents, kept.tolist())
         long = left_out = 0
-        for batch, encoded in ahead(self._encoded, batches(documents)):
+        for batch, encoded in encode_ahead(self._encoded, make_batches(documents)):
             for document, record in zip(batch, encoded, strict=True):
                 utf8 = document.text.encode()
                 writer = writers[is_held_out(utf8, self.data.held_out)]
@@ -302,7 +317,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
                     continue
                 if record.length > self.data.sequence_length:
                     long += 1
-                    cut = self.data.long_dialogues == "truncate" and not (record.mask & LEARNED).any()
+                    cut = self.data.long_dialogues == "truncate" and not (record.mask & MASK_LEARNED).any()
                     if cut or self.data.long_dialogues == "drop":
                         left_out += 1
                         continue
@@ -342,7 +357,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         from data_prep.duplicates import Duplicates
 
         keys = [self._unit_key(number) for number in range(self.count)]
-        return Duplicates(self.path / SHARDS, keys, self._texts, *self.dealt)
+        return Duplicates(self.path / SHARDS_DIR, keys, self._texts, *self.dealt)
 
     def _texts(self, unit: int) -> Iterator[bytes]:
         """The documents of a unit, each by its UTF-8 bytes. Raises InputError where an input changes meanwhile."""
@@ -350,12 +365,16 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         yield from (one.text.encode() for one in self._documents(pieces, [0] * len(pieces), [0] * len(pieces), []))
         self._check_inputs(pieces)
 
-    def _check_inputs(self, pieces: tuple[Piece, ...]) -> None:
+    def _check_inputs(self, pieces: tuple[InputRange, ...]) -> None:
         for index in {piece.input for piece in pieces}:
             self.inputs[index].check()
 
     def _documents(
-        self, pieces: tuple[Piece, ...], lines: list[int], filtered: list[int], rejected: list[tuple[int, int, str]]
+        self,
+        pieces: tuple[InputRange, ...],
+        lines: list[int],
+        filtered: list[int],
+        rejected: list[tuple[int, int, str]],
     ) -> Iterator[Document]:
         """The documents of these pieces in order; on the way counts lines, and what the filter left out, by piece, and
         lists rejected documents."""
@@ -416,11 +435,11 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
                 f"{self.data.held_out}, so nothing could be evaluated: set a larger fraction, add documents, "
                 "or set 0"
             )
-        self.refuse_unusable(train)
+        self.check_usable(train)
         write_manifest(self.path / "manifest.json", manifest)
         listed = {self.path / entry.file for entry in (*train, *held_out)}
         listed |= {self.unit_path(number) for number in range(self.count)}
-        folder = self.path / SHARDS
+        folder = self.path / SHARDS_DIR
         hashed = (path for ending in ("hashes", "twice") for path in folder.glob(f".unit-*.{ending}.*.tmp"))
         for path in {*folder.glob("unit-*"), *hashed} - listed:
             path.unlink(missing_ok=True)
@@ -435,7 +454,7 @@ _MOST_CORES = 16
 (pretended ones: the machine had 2; the speed on more than 16 was not measured)."""
 
 
-def first(documents: Iterator[Document], kept: Sequence[bool]) -> Iterator[Document]:
+def select_kept(documents: Iterator[Document], kept: Sequence[bool]) -> Iterator[Document]:
     """Those that are kept. Raises UserError where there are more, or fewer, than when they were hashed."""
     number = 0
     for number, document in enumerate(documents, 1):
@@ -445,7 +464,7 @@ def first(documents: Iterator[Document], kept: Sequence[bool]) -> Iterator[Docum
         raise UserError(f"{len(kept)} documents were hashed, {number} read again: data.filter must say the same again")
 
 
-def ahead(
+def encode_ahead(
     encode: Callable[[list[Document]], Encoded], documents: Iterator[list[Document]]
 ) -> Iterator[tuple[list[Document], Encoded]]:
     """Each batch with its tokens. One is tokenised, on all cores, while the next is read and the last one written."""
@@ -459,7 +478,7 @@ def ahead(
             yield under_way[0], under_way[1].result()
 
 
-def batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
+def make_batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
     """Batches for the tokenizer."""
     batch: list[Document] = []
     size, enough = 0, _BATCH * min(len(os.sched_getaffinity(0)), _MOST_CORES)
@@ -486,7 +505,7 @@ def allowed_rejections(limit: float, total: int) -> float:
     return max(limit * total, min(_ALWAYS_ALLOWED, total / 2)) if limit else 0
 
 
-def list_rejected(listing: Path, plan: Plan, units: Sequence[Unit], documents: int, limit: float) -> None:
+def list_rejected(listing: Path, plan: WorkPlan, units: Sequence[Unit], documents: int, limit: float) -> None:
     """Write `rejected.jsonl`: file, line (from 1; parquet: row) and reason.
 
     documents: those that can be read. Raises UserError if more than `allowed_rejections` cannot.

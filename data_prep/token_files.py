@@ -76,19 +76,25 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from data_prep.documents import MOST_PACKED, arrow_batches, tar_members
-from data_prep.file_type import advice, binary_kind, compression_of, is_text, seems
-from data_prep.hdf5_reader import Dataset, describe, read_rows
+from data_prep.documents import MAX_COMPRESSION_RATIO, read_arrow_batches, read_tar_members
+from data_prep.file_type import (
+    detect_binary_format,
+    detect_compression,
+    detect_file_type,
+    format_conversion_hint,
+    is_text,
+)
+from data_prep.hdf5_reader import Dataset, describe_datasets, read_rows
 from pipeline.base.command import format_command
 from pipeline.base.errors import UserError
 from pipeline.base.files import open_regular_file, translate_read_errors
 
 Ids = npt.NDArray[np.integer]
 BLOCK = 1 << 22
-BARE = "nanoGPT .bin"
-LONGEST = 1 << 28
+NANO_GPT = "nanoGPT .bin"
+MAX_DOCUMENT_TOKENS = 1 << 28
 """Tokens of one document: beyond that its end was missed."""
-MAPPED = {"uint16": "uint16", "uint32": "uint32", "int32": "uint32"}
+MAPPABLE_TYPES = {"uint16": "uint16", "uint32": "uint32", "int32": "uint32"}
 """Types that a loader takes, and as what; ids are checked to be no negative ones."""
 
 
@@ -168,7 +174,7 @@ class TokenFile(NamedTuple):
         """Why no loader can map it; None where one can."""
         if self.offset is None:
             return f"{self.format} does not hold them in one piece"
-        return None if self.dtype in MAPPED else f"they are {self.dtype}"
+        return None if self.dtype in MAPPABLE_TYPES else f"they are {self.dtype}"
 
     def part(self, start: int, stop: int) -> TokenFile:
         """Tokens [start, stop) of what lies in one piece, as if they were all; a document counts where it ends."""
@@ -221,14 +227,14 @@ class TokenFile(NamedTuple):
                 parts, waiting, start = [], 0, end
             if start < len(block):
                 parts, waiting = [*parts, block[start:]], waiting + len(block) - start
-            if waiting > LONGEST:
+            if waiting > MAX_DOCUMENT_TOKENS:
                 raise UserError(f"{self.path}: no token {eos_id} within {waiting:,} tokens: name their own tokenizer")
             before += len(block)
         if parts:
             yield np.concatenate(parts)
 
 
-class Seen(NamedTuple):
+class TokenStatistics(NamedTuple):
     """What reading all tokens told."""
 
     tokens: int
@@ -239,11 +245,11 @@ class Seen(NamedTuple):
     """Documents of the index that do not end with one."""
 
 
-def scan(file: TokenFile, eos_id: int, vocab_size: int) -> Seen:
+def scan_tokens(file: TokenFile, eos_id: int, vocab_size: int) -> TokenStatistics:
     """Read all tokens. Raises UserError naming the place of the first id outside
     [0, vocab_size), for no token, and for bare uint16 where the tokenizer (below 2**32 ids) has more.
     """
-    if file.format == BARE and 1 << 16 < vocab_size < 1 << 32:
+    if file.format == NANO_GPT and 1 << 16 < vocab_size < 1 << 32:
         raise UserError(
             f"{file.path}: a bare .bin is read as uint16, and the tokenizer has {vocab_size:,} ids: put Megatron's "
             ".idx beside it, or write the tokens to HDF5, as a dataset `tokens` of uint32"
@@ -266,16 +272,16 @@ def scan(file: TokenFile, eos_id: int, vocab_size: int) -> Seen:
         tokens += len(block)
     if not tokens:
         raise UserError(f"{file.path} holds no tokens: leave it out")
-    return Seen(tokens, largest, ended, unended)
+    return TokenStatistics(tokens, largest, ended, unended)
 
 
-def size_of(path: str) -> int:
+def read_file_size(path: str) -> int:
     """Bytes of a file. Raises UserError for a pipe or a device."""
     with open_regular_file(path) as file:
         return os.fstat(file.fileno()).st_size
 
 
-def head_of(path: str, count: int) -> bytes:
+def read_head(path: str, count: int) -> bytes:
     """The first bytes of a file; b"" where there is none. Raises UserError for a pipe or a device."""
     try:
         with open_regular_file(path) as file:
@@ -296,7 +302,8 @@ def _megatron_index_path(path: str) -> str:
 def _is_megatron(path: str, head: bytes) -> bool:
     """Whether it is one of the two files."""
     return (
-        path.endswith((".bin", ".idx")) and head_of(_megatron_index_path(path), len(_MEGATRON_MAGIC)) == _MEGATRON_MAGIC
+        path.endswith((".bin", ".idx"))
+        and read_head(_megatron_index_path(path), len(_MEGATRON_MAGIC)) == _MEGATRON_MAGIC
     )
 
 
@@ -304,8 +311,8 @@ def _inspect_megatron(path: str) -> TokenFile:
     """Read the index's header. Raises UserError where the index is not as long as that says."""
     index = _megatron_index_path(path)
     data = f"{index.removesuffix('.idx')}.bin"
-    size, whole = size_of(index), size_of(data)
-    head = head_of(index, _MEGATRON_HEADER.size)
+    size, whole = read_file_size(index), read_file_size(data)
+    head = read_head(index, _MEGATRON_HEADER.size)
     if len(head) < _MEGATRON_HEADER.size:
         raise UserError(f"{index} is cut short: it has {size} bytes, its header {_MEGATRON_HEADER.size}")
     _, version, code, count, documents = _MEGATRON_HEADER.unpack(head)
@@ -381,7 +388,7 @@ def _inspect_llm_c(path: str) -> TokenFile:
         raise UserError(f"{path} is {what} of llm.c's, and no tokens to train on: leave it out")
     if (dtype := _LLM_C_TYPES.get((magic, version))) is None:
         raise UserError(f"{path}: version {version} of llm.c's format {magic} is not known")
-    size, wanted = size_of(path), _LLM_C_HEADER_BYTES + tokens * int(dtype[4:]) // 8
+    size, wanted = read_file_size(path), _LLM_C_HEADER_BYTES + tokens * int(dtype[4:]) // 8
     if tokens < 0 or size != wanted:
         raise UserError(f"{path} has {size} bytes, but a header and {tokens} tokens take {wanted}")
     return TokenFile(path, "llm.c .bin", dtype, tokens, _LLM_C_HEADER_BYTES)
@@ -397,7 +404,7 @@ def _is_hdf5(path: str, head: bytes) -> bool:
 
 def _inspect_hdf5(path: str) -> TokenFile:
     """Find the dataset. Raises UserError where there is none that holds tokens."""
-    found, there = describe(path, _HDF5_DATASETS, follow_links=False)
+    found, there = describe_datasets(path, _HDF5_DATASETS, follow_links=False)
     dataset = next((found[name] for name in _HDF5_DATASETS if name in found), None)
     if dataset is None:
         raise UserError(f"{path}: no dataset {' or '.join(_HDF5_DATASETS)}; there are {', '.join(there) or 'none'}")
@@ -406,7 +413,7 @@ def _inspect_hdf5(path: str) -> TokenFile:
         raise UserError(f"{path}: {name} is {kind} of shape {shape}; tokens are integers in one or two axes")
     tokens, stored = dataset.nbytes // kind.itemsize, dataset.stored
     # A chunk that was never written would be read as zeros.
-    if dataset.stored_chunks < dataset.grid or dataset.nbytes > MOST_PACKED * stored:
+    if dataset.stored_chunks < dataset.grid or dataset.nbytes > MAX_COMPRESSION_RATIO * stored:
         raise UserError(f"{path}: {name} claims {tokens:,} tokens, and {stored:,} bytes are stored: it is not whole")
     mapped = dataset.offset if kind.byteorder != ">" else None
     if dataset.chunks and np.prod(dataset.chunks) > 8 * BLOCK:
@@ -432,12 +439,12 @@ def _is_datatrove(path: str, head: bytes) -> bool:
 
 def _inspect_datatrove(path: str) -> TokenFile:
     """Read what stands beside it. Raises UserError where that does not fit the file."""
-    size, ends = size_of(path), None
+    size, ends = read_file_size(path), None
     if os.path.exists(f"{path}.index"):
-        if (held := size_of(f"{path}.index")) % 8:
+        if (held := read_file_size(f"{path}.index")) % 8:
             raise UserError(f"{path}.index is cut short: it is no row of 8-byte numbers")
         ends = DocumentEnds(f"{path}.index", held // 8)
-    told = _DATATROVE_METADATA.fullmatch(head_of(f"{path}.metadata", 1 << 16))
+    told = _DATATROVE_METADATA.fullmatch(read_head(f"{path}.metadata", 1 << 16))
     if told is None and os.path.exists(f"{path}.metadata"):
         raise UserError(f"{path}.metadata is damaged: its second line should be the number of tokens")
     last = ends[len(ends) - 1] if ends else 0
@@ -461,7 +468,7 @@ def _inspect_arrow(path: str) -> TokenFile:
     """Read the schema. Raises UserError where no column holds ids."""
     import pyarrow
 
-    schema, _ = arrow_batches(path)
+    schema, _ = read_arrow_batches(path)
     for name in _ARROW_COLUMNS:
         kind = schema.field(name).type if name in schema.names else pyarrow.null()
         types = pyarrow.types
@@ -475,7 +482,7 @@ def _inspect_arrow(path: str) -> TokenFile:
 
 
 def _arrow_rows(path: str, name: str) -> Iterator[Ids]:
-    for batch in arrow_batches(path)[1]:
+    for batch in read_arrow_batches(path)[1]:
         column = batch.column(batch.schema.names.index(name))
         values, lengths = column.flatten(), column.value_lengths()
         if column.null_count or values.null_count:
@@ -498,7 +505,7 @@ def _inspect_web_dataset(path: str) -> TokenFile:
 
 
 def _web_dataset_rows(path: str) -> Iterator[Ids]:
-    for name, content in tar_members(path, (".npy",)):
+    for name, content in read_tar_members(path, (".npy",)):
         if name.endswith((".tokens.npy", ".input_ids.npy")) or name.rpartition("/")[2].count(".") == 1:
             if content is None:
                 raise UserError(f"{path}: {name} is too large to be read at once: write smaller arrays")
@@ -534,13 +541,15 @@ def _inspect_raw(path: str) -> TokenFile:
     """Count them. Raises UserError for an odd number of bytes, for an index beside it that is none, for text, for what
     has another format's mark, or where every other word of the first megabyte is next to nothing: the upper half of a
     wider id."""
-    size, index = size_of(path), f"{path.removesuffix('.bin')}.idx"
+    size, index = read_file_size(path), f"{path.removesuffix('.bin')}.idx"
     if os.path.exists(index):
         raise UserError(f"{path}: {index} beside it is damaged, or no index of Megatron's")
-    head = head_of(path, 1 << 20)
-    packed = compression_of(head) if not head.startswith(b"\x5d") else None  # xz's old mark is two likely tokens
-    if known := binary_kind(head) or packed or ("text" if len(head) >= 64 and is_text(head[:1024]) else None):
-        raise UserError(f"{path} seems to be {known}, and no uint16 tokens: leave it out{advice(known)}")
+    head = read_head(path, 1 << 20)
+    packed = detect_compression(head) if not head.startswith(b"\x5d") else None  # xz's old mark is two likely tokens
+    if known := detect_binary_format(head) or packed or ("text" if len(head) >= 64 and is_text(head[:1024]) else None):
+        raise UserError(
+            f"{path} seems to be {known}, and no uint16 tokens: leave it out{format_conversion_hint(known)}"
+        )
     if size % 2:
         raise UserError(f"{path} has {size} bytes, an odd number: it is cut short, or no uint16 tokens")
     words = np.frombuffer(head[: len(head) // 2 * 2], "<u2")
@@ -550,7 +559,7 @@ def _inspect_raw(path: str) -> TokenFile:
             f"{path}: every other uint16 is (nearly) 0, as in ids of 4 or 8 bytes, and nothing beside it says so: put "
             "Megatron's .idx beside it, or write them to HDF5, as a dataset `tokens` of uint32"
         )
-    return TokenFile(path, BARE, "uint16", size // 2, 0)
+    return TokenFile(path, NANO_GPT, "uint16", size // 2, 0)
 
 
 class TokenFormat(NamedTuple):
@@ -580,7 +589,7 @@ def inspect_token_file(path: str, check: bool = True) -> TokenFile:
     check: whether an index of its documents is read through for that.
     """
     with translate_read_errors(path):
-        head = head_of(path, 512)
+        head = read_head(path, 512)
         if not head:
             raise UserError(f"{path} is missing or empty")
         for known in TOKEN_FORMATS:
@@ -589,10 +598,10 @@ def inspect_token_file(path: str, check: bool = True) -> TokenFile:
                 if check and found.ends is not None:
                     found.ends.check()
                 return found
-    kind = seems(path)
+    kind = detect_file_type(path)
     raise UserError(
         f"{path} is no file of tokens that is known (docs/data.md has the formats); it seems to be {kind}"
-        f"{advice(kind.kind)}"
+        f"{format_conversion_hint(kind.kind)}"
     )
 
 

@@ -26,8 +26,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from data_prep.documents import Document
 from pipeline.base.errors import UserError
 from pipeline.base.files import open_regular_file
-from pipeline.data.manifest import BEGINS, LEARNED
-from pipeline.data.special_tokens import added_tokens
+from pipeline.data.manifest import MASK_DOCUMENT_START, MASK_LEARNED
+from pipeline.data.special_tokens import get_added_tokens
 
 
 def train_bpe(texts: Sequence[str], vocab_size: int, eos_token: str) -> str:
@@ -120,9 +120,9 @@ class Encoder:
             starts, ends = np.array(offsets).reshape(-1, 2).T
             mask = np.zeros(len(tokens), np.uint8)
             for first, last in record.learned:
-                mask[(starts < last) & (ends > first)] = LEARNED
-            mask[len(tokens) - len(end) :] = LEARNED
-            mask[:1] = BEGINS
+                mask[(starts < last) & (ends > first)] = MASK_LEARNED
+            mask[len(tokens) - len(end) :] = MASK_LEARNED
+            mask[:1] = MASK_DOCUMENT_START
             length, covered = len(tokens), len(record.text)
             if most is not None and length > most:
                 tokens, mask, covered = tokens[:most], mask[:most], int(ends[:most].max())
@@ -165,7 +165,7 @@ def load_encoder(path: str | Path, eos_token: str, add_special_tokens: Literal["
             "document; set data.tokenizer.eos_token to a token that only marks the end"
         )
     vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-    begin, end = added_tokens(tokenizer) if add_special_tokens else ((), ())
+    begin, end = get_added_tokens(tokenizer) if add_special_tokens else ((), ())
     if add_special_tokens is True and not begin and not end:
         raise UserError(
             f"data.add_special_tokens: the post-processor of {path} adds none to a text: set auto or false, or put a "

@@ -18,11 +18,11 @@ from pathlib import Path
 
 import numpy as np
 
-from data_prep.find_inputs import beside, file_list, files_in, stamp
+from data_prep.find_inputs import format_file_list, list_files, stamp_file, stamp_index_files
 from data_prep.shard_writer import ShardWriter
-from data_prep.token_files import TokenFile, inspect_token_file, scan
+from data_prep.token_files import TokenFile, inspect_token_file, scan_tokens
 from data_prep.tokenizer import Encoder, load_encoder
-from data_prep.tokens_folder import ENDINGS
+from data_prep.tokens_folder import TOKEN_ENDINGS
 from pipeline.base.command import format_command
 from pipeline.base.errors import UserError
 from pipeline.base.files import (
@@ -36,7 +36,7 @@ from pipeline.base.files import (
     try_flock,
 )
 from pipeline.base.ownership import apply_umask, check_own_folder, open_own_file, open_own_folder, read_umask
-from pipeline.data.manifest import FORMAT_VERSION, SHARDS, ShardEntry
+from pipeline.data.manifest import FORMAT_VERSION, SHARDS_DIR, ShardEntry
 
 _LOCK, _NOTES = ".lock", "copied.jsonl"
 _OURS = re.compile(r"tokens-\d{5,}-\d\d+\.h5|\.tokens-\d{5,}-\d\d+\.h5\.\d+\.[0-9a-f]{8}\.tmp|tmp[a-z0-9_]{8}")
@@ -56,7 +56,7 @@ def run_data_command(
     files = _unique(file for path in paths for file in _files(path))
     if to is None or encoder is None or tokenizer is None:
         raise UserError("data import: say where to, --to DIR, and by what they were made, --tokenizer FILE")
-    copy(files, Path(to).absolute(), encoder, sha256_file(tokenizer), packed)
+    import_tokens(files, Path(to).absolute(), encoder, sha256_file(tokenizer), packed)
 
 
 def _report(action: str, paths: Sequence[str], encoder: Encoder | None) -> None:
@@ -92,10 +92,10 @@ def _files(path: str) -> list[str]:
         if not os.path.lexists(path):
             raise UserError(f"{path}: there is no such file or folder")
         return [str(Path(path).absolute())]
-    found = sorted(map(os.path.abspath, files_in(path, ENDINGS)))
+    found = sorted(map(os.path.abspath, list_files(path, TOKEN_ENDINGS)))
     if not found:
-        rows = file_list(sorted(files_in(path, [""])), path)
-        raise UserError("\n".join([f"{path}: no file in it ends with {', '.join(ENDINGS)}", *rows]))
+        rows = format_file_list(sorted(list_files(path, [""])), path)
+        raise UserError("\n".join([f"{path}: no file in it ends with {', '.join(TOKEN_ENDINGS)}", *rows]))
     return found
 
 
@@ -120,12 +120,12 @@ def _words(file: TokenFile) -> str:
 
 def _read_words(file: TokenFile, encoder: Encoder | None) -> str:
     """What reading all of it told."""
-    seen = scan(file, encoder.eos_id if encoder else -1, encoder.vocab_size if encoder else _NO_TOKENIZER)
+    seen = scan_tokens(file, encoder.eos_id if encoder else -1, encoder.vocab_size if encoder else _NO_TOKENIZER)
     ended = f", {seen.ended:,} end-of-text tokens, {seen.unended:,} documents without" if encoder else ""
     return f"; {seen.tokens:,} read, largest id {seen.largest}{ended}, sha256 {sha256_file(file.path)}"
 
 
-def copy(files: Sequence[str], to: Path, encoder: Encoder, tokenizer_sha256: str, packed: bool) -> None:
+def import_tokens(files: Sequence[str], to: Path, encoder: Encoder, tokenizer_sha256: str, packed: bool) -> None:
     """Write the tokens of `files` as shards in a new folder `to`; documents get their end-of-text token, where they
     have none and are not `packed`: rows that go on in the next. Files that were copied before an early end are kept.
 
@@ -173,8 +173,8 @@ def _is_same(path: Path, held: Path) -> bool:
 def _require_working_folder(folder: Path) -> None:
     """Raise UserError if the folder holds something, but not the lock that an import makes first."""
     if not os.path.lexists(folder / _LOCK):
-        for path in (*folder.iterdir(), *folder.glob(f"{SHARDS}/*")):
-            if path != folder / SHARDS:
+        for path in (*folder.iterdir(), *folder.glob(f"{SHARDS_DIR}/*")):
+            if path != folder / SHARDS_DIR:
                 raise _not_of_import(path)
 
 
@@ -183,7 +183,7 @@ def _check_content(folder: Path) -> None:
 
     Names that begin with a dot are never data.
     """
-    shards = folder / SHARDS
+    shards = folder / SHARDS_DIR
     with suppress(FileExistsError):
         shards.mkdir(mode=0o700)
     check_own_folder(shards)
@@ -212,11 +212,11 @@ def _fill(
     notes, made = _read_notes(folder / _NOTES), list[ShardEntry]()
     for number, path in enumerate(files):
         source, prefix = origin | {"source": path[-1000:]}, f"tokens-{number:05d}"
-        key = sha256_json([number, source, encoder.eos_id, packed, stamp(path), beside(path)])
+        key = sha256_json([number, source, encoder.eos_id, packed, stamp_file(path), stamp_index_files(path)])
         entries, how = notes.get(key, []), "copied before"
         if not entries or not all(_is_whole(folder, entry, prefix) for entry in entries):
             writer, file = ShardWriter(folder, prefix, _SHARD, encoder.dtype, source), inspect_token_file(path)
-            scan(file, encoder.eos_id, encoder.vocab_size)  # complains about ids that are none
+            scan_tokens(file, encoder.eos_id, encoder.vocab_size)  # complains about ids that are none
             for document in file.documents(encoder.eos_id):
                 if len(document):
                     ended = packed or document[-1] == encoder.eos_id
@@ -226,7 +226,7 @@ def _fill(
             append_line(folder / _NOTES, json.dumps({"key": key, "shards": [one.model_dump() for one in entries]}))
         made += entries
         print(f"{path}: {how} ({number + 1} of {len(files)})", flush=True)
-    for left_over in {*(folder / SHARDS).iterdir()} - {folder / one.file for one in made}:
+    for left_over in {*(folder / SHARDS_DIR).iterdir()} - {folder / one.file for one in made}:
         if _is_own_shard(left_over):
             left_over.unlink()
     return made
@@ -250,5 +250,5 @@ def _read_notes(path: Path) -> dict[str, list[ShardEntry]]:
 def _is_whole(folder: Path, entry: ShardEntry, prefix: str) -> bool:
     """Whether a shard that the notes name is there, is one of ours, and has its size and hash."""
     path = folder / entry.file
-    is_named_so = re.fullmatch(rf"{SHARDS}/{prefix}-\d+\.h5", entry.file) is not None
+    is_named_so = re.fullmatch(rf"{SHARDS_DIR}/{prefix}-\d+\.h5", entry.file) is not None
     return is_named_so and path.exists() and _is_own_shard(path) and entry.problem(path) is None

@@ -27,29 +27,29 @@ from typing import TYPE_CHECKING
 from data_prep.data_folder import Log
 from data_prep.find_inputs import find_inputs
 from data_prep.text_folder import TextFolder, UnitManifest
-from data_prep.work_units import Piece, Plan, write_plan
+from data_prep.work_units import InputRange, WorkPlan, write_plan
 from pipeline.base.errors import UserError
 from pipeline.base.files import sha256_file, write_atomic
 from pipeline.data.manifest import ShardEntry, write_manifest
 from pipeline.run.code import call_in_child_process
 
 if TYPE_CHECKING:
-    from data_prep.token_files import Seen, TokenFile
+    from data_prep.token_files import TokenFile, TokenStatistics
     from data_prep.tokenizer import Encoder
 
 MOST_LOOKED_AT = 100
 """So many files are looked at before a run is made; `prepare` looks at all."""
-ENDINGS = dict.fromkeys((".bin", ".ds", ".h5", ".hdf5", ".arrow", ".tar", ".tar.gz"), "tokens")
+TOKEN_ENDINGS = dict.fromkeys((".bin", ".ds", ".h5", ".hdf5", ".arrow", ".tar", ".tar.gz"), "tokens")
 _BLOCK = 1 << 20
 MANY_UNITS = 512
 """If there are more parts of files than this, small ones share a unit: each unit costs a synced file."""
 
 
-def gather(pieces: Sequence[Piece], tokens: int) -> tuple[tuple[Piece, ...], ...]:
+def group_into_units(pieces: Sequence[InputRange], tokens: int) -> tuple[tuple[InputRange, ...], ...]:
     """Lay parts of files into units, in order: each in its own, or, if they are many, several of at most `tokens`."""
     if len(pieces) <= MANY_UNITS:
         return tuple((piece,) for piece in pieces)
-    units: list[list[Piece]] = []
+    units: list[list[InputRange]] = []
     filled = 0
     for piece in pieces:
         size = piece.end - piece.start
@@ -65,7 +65,7 @@ class TokensFolder(TextFolder):
     """The data folder of a run on tokens."""
 
     words = "files of tokens"
-    endings = ENDINGS
+    endings = TOKEN_ENDINGS
 
     def look(self) -> list[str]:
         """And whether the first files are what can be mapped, asked of h5py and numpy, elsewhere."""
@@ -84,7 +84,7 @@ class TokensFolder(TextFolder):
         encoder = load_encoder(given.path, given.eos_token, self.data.add_special_tokens)
         formats: set[str] = set()
         beginnings: set[bool] = set()
-        tokens, parted, pieces = 0, not self.data.held_out, list[Piece]()
+        tokens, parted, pieces = 0, not self.data.held_out, list[InputRange]()
         for number, source in enumerate(inputs):
             file = require_mappable(source.path)
             if file.note:
@@ -94,7 +94,7 @@ class TokensFolder(TextFolder):
             tokens, formats, border = tokens + file.tokens, formats | {file.format}, self._border(file, encoder.eos_id)
             borders = [*self._cut(0, border), *self._cut(border, file.tokens), file.tokens]
             spans = [span for span in pairwise(borders) if span[0] < span[1]] or [(0, 0)]  # no tokens: refused later
-            pieces += [Piece(number, *span) for span in spans]
+            pieces += [InputRange(number, *span) for span in spans]
             parted = parted or border < file.tokens
         if not parted:
             for source in inputs:
@@ -105,8 +105,8 @@ class TokensFolder(TextFolder):
                 f"({encoder.eos_id}, {given.eos_token}) behind each document"
             )
         write_atomic(self.path / "tokenizer.json", given.path.read_bytes())
-        units = gather(pieces, min(self.data.shard_tokens, tokens // MANY_UNITS))
-        write_plan(self.path / "units.json", Plan(tuple(inputs), units))
+        units = group_into_units(pieces, min(self.data.shard_tokens, tokens // MANY_UNITS))
+        write_plan(self.path / "units.json", WorkPlan(tuple(inputs), units))
         told = f"{tokens:,} tokens in {len(inputs)} file{'s' * (len(inputs) != 1)}, {', '.join(sorted(formats))}"
         self.note_prepared(replace(encoder, bos_ids=self._bos_ids(encoder, beginnings, log)), len(units), told)
         log(f"prepare: {told}")
@@ -167,9 +167,9 @@ class TokensFolder(TextFolder):
         write_manifest(self.unit_path(unit), manifest)
         return True
 
-    def _entry(self, file: TokenFile, piece: Piece) -> tuple[ShardEntry, bool]:
+    def _entry(self, file: TokenFile, piece: InputRange) -> tuple[ShardEntry, bool]:
         """Read one part of a file; its entry in the manifest, and whether it is held out."""
-        from data_prep.token_files import MAPPED
+        from data_prep.token_files import MAPPABLE_TYPES
 
         (index, start, end), fixed = piece, self.prepared
         source = self.inputs[index]
@@ -191,15 +191,15 @@ class TokensFolder(TextFolder):
             documents=seen.ended,
             bytes=self._text_bytes(part) if held_out else 0,
             offset=part.offset or 0,
-            dtype=MAPPED[file.dtype],
+            dtype=MAPPABLE_TYPES[file.dtype],
         )
         return entry, held_out
 
-    def _scan(self, file: TokenFile, eos_id: int, vocab_size: int) -> Seen:
+    def _scan(self, file: TokenFile, eos_id: int, vocab_size: int) -> TokenStatistics:
         """Read all. Raises UserError as `scan` does, and for documents of the index that do not end with `eos_id`."""
-        from data_prep.token_files import scan
+        from data_prep.token_files import scan_tokens
 
-        seen = scan(file, eos_id, vocab_size)
+        seen = scan_tokens(file, eos_id, vocab_size)
         if seen.unended:
             raise UserError(
                 f"{file.path}: {seen.unended:,} documents of its index do not end with the token {eos_id} "

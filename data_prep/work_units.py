@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from data_prep.documents import Input, parquet_groups
+from data_prep.documents import Input, read_row_group_sizes
 from pipeline.base.files import write_atomic
 
 MIN_UNITS = 4  # so that a few tasks have something to share on small data
@@ -33,7 +33,7 @@ Weights = Sequence[Sequence[int]]
 """Bytes of text of each part of each input that is not cut further (a row group of parquet; else all of it)."""
 
 
-class Piece(NamedTuple):
+class InputRange(NamedTuple):
     """A stretch of an input: bytes [start, end); of parquet row groups, of files of tokens these."""
 
     input: int
@@ -42,11 +42,11 @@ class Piece(NamedTuple):
     end: int
 
 
-class Plan(NamedTuple):
+class WorkPlan(NamedTuple):
     """The inputs and the work units, each a list of pieces in the order of the inputs."""
 
     inputs: tuple[Input, ...]
-    units: tuple[tuple[Piece, ...], ...]
+    units: tuple[tuple[InputRange, ...], ...]
 
 
 def is_held_out(text: bytes, fraction: float) -> bool:
@@ -57,18 +57,20 @@ def is_held_out(text: bytes, fraction: float) -> bool:
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") < fraction * 2**64
 
 
-def unit_count(total_bytes: int, shard_tokens: int, bytes_per_token: float) -> int:
+def count_units(total_bytes: int, shard_tokens: int, bytes_per_token: float) -> int:
     """How many units: each about one shard, but a few at least when there is enough for them."""
     full = total_bytes / (shard_tokens * bytes_per_token * _FILL)
     return max(1, int(full) + 1, min(MIN_UNITS, total_bytes // MIN_UNIT_BYTES))
 
 
-def weights_of(inputs: Sequence[Input], text_field: str) -> Weights:
+def measure_inputs(inputs: Sequence[Input], text_field: str) -> Weights:
     """About how many bytes of text each input holds; of parquet, each row group. Raises UserError as reading does."""
-    return [parquet_groups(one.path, text_field) if one.format == "parquet" else [one.text_bytes] for one in inputs]
+    return [
+        read_row_group_sizes(one.path, text_field) if one.format == "parquet" else [one.text_bytes] for one in inputs
+    ]
 
 
-def cut(inputs: Sequence[Input], weights: Weights, count: int) -> tuple[tuple[Piece, ...], ...]:
+def split_into_units(inputs: Sequence[Input], weights: Weights, count: int) -> tuple[tuple[InputRange, ...], ...]:
     """Cut the inputs into at most `count` units; units that own nothing are left out.
 
     The pieces of one input never overlap and cover it; empty inputs have none.
@@ -76,7 +78,7 @@ def cut(inputs: Sequence[Input], weights: Weights, count: int) -> tuple[tuple[Pi
     total = sum(map(sum, weights))
     borders = [total * unit // count for unit in range(count + 1)]
     grid = 1 << max(0, (total // count).bit_length() - 7)
-    units: list[list[Piece]] = [[] for _ in range(count)]
+    units: list[list[InputRange]] = [[] for _ in range(count)]
     position = 0
     for index, source in enumerate(inputs):
         for number, weight in enumerate(weights[index]):
@@ -88,7 +90,7 @@ def cut(inputs: Sequence[Input], weights: Weights, count: int) -> tuple[tuple[Pi
                     start = (low - position) // grid * grid
                     end = weight if high == stop else (high - position) // grid * grid
                     if start < end:
-                        units[unit].append(Piece(index, start, end))
+                        units[unit].append(InputRange(index, start, end))
                     if high == stop:
                         break
             elif source.format == "parquet":
@@ -96,21 +98,21 @@ def cut(inputs: Sequence[Input], weights: Weights, count: int) -> tuple[tuple[Pi
                 pieces = units[min(first, count - 1)]
                 goes_on = bool(pieces) and (pieces[-1].input, pieces[-1].end) == (index, number)
                 start = pieces.pop().start if goes_on else number
-                pieces.append(Piece(index, start, number + 1))
+                pieces.append(InputRange(index, start, number + 1))
             elif weight:
-                units[first].append(Piece(index, 0, source.size))
+                units[first].append(InputRange(index, 0, source.size))
             position += weight
     return tuple(tuple(unit) for unit in units if unit)
 
 
-def write_plan(path: Path, plan: Plan) -> None:
+def write_plan(path: Path, plan: WorkPlan) -> None:
     """Write `units.json`, atomically and the same bytes for the same plan: a line for each input and unit."""
     inputs, units = (",\n".join(map(json.dumps, rows)) for rows in plan)
     write_atomic(path, f'{{"inputs": [\n{inputs}\n],\n"units": [\n{units}\n]}}\n')
 
 
-def read_plan(path: Path) -> Plan:
+def read_plan(path: Path) -> WorkPlan:
     """Read `units.json` (whose hash the caller has checked)."""
     value = json.loads(path.read_bytes())
-    units = tuple(tuple(Piece(*piece) for piece in unit) for unit in value["units"])
-    return Plan(tuple(Input(*row) for row in value["inputs"]), units)
+    units = tuple(tuple(InputRange(*piece) for piece in unit) for unit in value["units"])
+    return WorkPlan(tuple(Input(*row) for row in value["inputs"]), units)

@@ -20,7 +20,7 @@ from pipeline.base.yaml12 import dump_yaml
 from pipeline.config.masking import mask_secrets
 from pipeline.config.sections import Config
 from pipeline.config.user_model import UserModel, resolve_user_model
-from pipeline.data.manifest import steps_words
+from pipeline.data.manifest import format_training_length
 from pipeline.parallel.mesh import Layout, resolve_layout
 from pipeline.parallel.traffic import count_traffic
 from pipeline.run.code import CODE_ROOT
@@ -91,7 +91,7 @@ def describe_plan(config: Config, machine: Machine | None = None) -> Iterator[st
     tokens = f" of {length:,} tokens: {batch * length:,}" if custom_model is None else ""
     yield f"a step: {batch:,} samples{tokens}"
     if config.train.epochs is not None:
-        yield steps_words(config, config.run.root / config.run.name / "data")
+        yield format_training_length(config, config.run.root / config.run.name / "data")
     if config.data.tokenizer.kind == "file" and config.model.vocab_size is None:
         yield f"the tokenizer's size is not known yet: assuming {vocab} ids (data.tokenizer.vocab_size)"
     yield ""

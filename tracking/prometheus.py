@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, generate_latest, start_http_ser
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from pipeline.base.files import read_last_object, replace_atomically
-from pipeline.data.manifest import steps_of
+from pipeline.data.manifest import count_training_steps
 from pipeline.run.attempts import END_EVENTS, RETRY_EVENTS
 from pipeline.run.directory import Run
 from pipeline.run.ledger import event_timestamp
@@ -58,7 +58,7 @@ class Prometheus(Tracker):
         self._textfile = config.textfile / f"sluice-{name}.prom" if config.textfile else None
         self._textfile_mode = _FILE_MODES[config.textfile_sharing or run.config.run.sharing]
         self._labels = {"run": name, "sweep": sweep or ""}
-        self._total_steps = steps_of(run.config, run.data_dir)
+        self._total_steps = count_training_steps(run.config, run.data_dir)
         self._newest: Line = {}
         self._events: list[Line] = []
         self._evaluation: dict[str, float] = {}

@@ -24,7 +24,7 @@ from pipeline.base.errors import UserError, make_printable
 from pipeline.base.files import read_last_objects
 from pipeline.base.text import format_duration
 from pipeline.config.track import URL
-from pipeline.data.manifest import steps_of
+from pipeline.data.manifest import count_training_steps
 from pipeline.evaluate.result import format_result, read_newest_result
 from pipeline.run import lines
 from pipeline.run.directory import Run
@@ -91,7 +91,7 @@ class Webhook(Tracker):
             limit_s = self._step_limit_s(steps, hang_s)
             since = f"since step {steps[0]['step']}"
         identifier = sha256_line({"stall": since, "start": attempt["time"]})[:12]
-        is_last_save = steps and steps[0]["step"] == steps_of(self.run.config, self.run.data_dir)
+        is_last_save = steps and steps[0]["step"] == count_training_steps(self.run.config, self.run.data_dir)
         if quiet_s < limit_s or identifier == self.state.stall or is_last_save:
             return False
         self._send_message(f"train seems to stall: no step for {format_duration(quiet_s)}, {since}", identifier)

@@ -16,9 +16,9 @@ from tokenizers import Tokenizer
 
 from pipeline.base.files import parse_json_or_none, read_json
 from pipeline.checkpoint.identity import read_source
-from pipeline.data.chat_template import ChatTemplate, find_template, token_names
-from pipeline.data.manifest import CHAT, Manifest
-from pipeline.data.special_tokens import EndOfTurn, added_tokens, end_of_turn
+from pipeline.data.chat_template import ChatTemplate, find_template, read_special_tokens
+from pipeline.data.manifest import CHAT_FILE, Manifest
+from pipeline.data.special_tokens import EndOfTurn, find_end_of_turn, get_added_tokens
 from pipeline.run.directory import Run
 
 GENERATION = "generation_config.json"
@@ -81,13 +81,13 @@ def model_tokens(run: Run, manifest: Manifest, tokenizer: Tokenizer) -> ModelTok
     source, eos_token = read_source(run), run.config.data.tokenizer.eos_token
     along: Mapping[str, str] = source.get("along", {})
     settings, mapping, generation = (_object(along.get(name)) for name in (*_NAMES, GENERATION))
-    chat = read_json(run.data_dir / CHAT) if run.config.data.records == "messages" else None
-    names = token_names(settings, mapping) if along else token_names((chat or {}).get("tokens", {}))
+    chat = read_json(run.data_dir / CHAT_FILE) if run.config.data.records == "messages" else None
+    names = read_special_tokens(settings, mapping) if along else read_special_tokens((chat or {}).get("tokens", {}))
     names = {key: text for key, text in names.items() if text}
 
     turn = EndOfTurn((), "")
     if chat is not None:
-        turn = end_of_turn(ChatTemplate(chat["template"], chat["tokens"]), tokenizer)
+        turn = find_end_of_turn(ChatTemplate(chat["template"], chat["tokens"]), tokenizer)
         explicit = names.get("eos_token") not in (None, eos_token)
         written = chat["tokens"].get("eos_token") if "eos_token" in chat["template"] else None
         if written is not None:
@@ -103,7 +103,7 @@ def model_tokens(run: Run, manifest: Manifest, tokenizer: Tokenizer) -> ModelTok
         known = theirs(f"{name}_id")
         return known if isinstance(known, int) else tokenizer.token_to_id(names.get(name, ""))
 
-    begin, behind = added_tokens(tokenizer)
+    begin, behind = get_added_tokens(tokenizer)
     bos_id, pad_id = id_of("bos_token"), id_of("pad_token")
     if bos_id is None and len(begin) == 1 and (name := tokenizer.id_to_token(begin[0])) is not None:
         bos_id, names["bos_token"] = begin[0], name

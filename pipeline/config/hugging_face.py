@@ -32,17 +32,24 @@ from pipeline.base.files import open_regular_file, parse_json_or_none, read_json
 from pipeline.base.ownership import path_through_fd
 from pipeline.config.sections import ModelConfig
 
-CONFIG, TOKENIZER, INDEX, WHOLE = "config.json", "tokenizer.json", "model.safetensors.index.json", "model.safetensors"
-"""The files' names."""
+CONFIG_FILE = "config.json"
+TOKENIZER_FILE = "tokenizer.json"
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_WEIGHTS_FILE = "model.safetensors"
 _LONGEST_NAME = 255
 """Bytes that the name of a file may have (NAME_MAX of Linux)."""
-FORMAT = "5.0.0"
+TRANSFORMERS_VERSION = "5.0.0"
 """`transformers_version` of an export. transformers 4.57.3 and later take a tokenizer beside a config.json without a
 version, or with an older one, for one with a wrong regular expression of Mistral's, and warn of "incorrect
 tokenization". The keys are those that 4 knows as well."""
-ALONG = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
+TOKENIZER_SIDE_FILES = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
 """What goes with a tokenizer, and is the same after a training: an export takes it along."""
-FOLDERS = (("model", "init_from"), ("sweep", "grid", "model.init_from"), ("sweep", "random", "model.init_from"))
+FOLDER_KEYS = (("model", "init_from"), ("sweep", "grid", "model.init_from"), ("sweep", "random", "model.init_from"))
 """Keys of a config that name such folders."""
 _QWEN = {
     "num_key_value_heads": 32, "sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28,
@@ -87,11 +94,11 @@ _ROPE = {
 """Which keys a kind of stretched positions has."""
 
 
-class FolderError(UserError):
+class ModelFolderError(UserError):
     """A folder that a model cannot come from; the message names file and key."""
 
 
-def filled(values: Mapping[str, Any]) -> dict[str, Any]:
+def fill_from_folder(values: Mapping[str, Any]) -> dict[str, Any]:
     """The config `values` with what the folder `model.init_from` says, and each that a sweep has in its place, where
     they were not asked before; without a folder of its own the sweep itself is as its first point.
 
@@ -99,7 +106,7 @@ def filled(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     try:
         return _filled(values)
-    except FolderError as error:
+    except ModelFolderError as error:
         raise ValueError(f"model.init_from: {error}") from error
 
 
@@ -113,9 +120,9 @@ def _filled(values: Mapping[str, Any]) -> dict[str, Any]:
     folders = [folder for folder in [model.get("init_from"), *swept] if isinstance(folder, str)]
     if not folders or model.get("target") is not None or model.get("init_sha256") is not None:
         return dict(values)
-    sections = {folder: section_from(Path(folder)) for folder in folders}
+    sections = {folder: read_model_section(Path(folder)) for folder in folders}
     for folder, section in sections.items():
-        place = f"{Path(folder, CONFIG)} of model.init_from"
+        place = f"{Path(folder, CONFIG_FILE)} of model.init_from"
         for key, value in section.items():
             if key in model and model[key] != value:
                 raise ValueError(
@@ -130,43 +137,43 @@ def _filled(values: Mapping[str, Any]) -> dict[str, Any]:
         tokenizers = [_tokenizer(Path(folder), section["vocab_size"]) for folder, section in sections.items()]
         found["data"] = {**data, "tokenizer": tokenizers[0]}
         if len({(sha256_file(one["path"]), one["eos_token"]) for one in tokenizers}) > 1:
-            raise FolderError("points of a sweep share their tokens, and these folders have several tokenizers")
+            raise ModelFolderError("points of a sweep share their tokens, and these folders have several tokenizers")
     return found
 
 
-def section_from(folder: Path) -> dict[str, Any]:
+def read_model_section(folder: Path) -> dict[str, Any]:
     """What the section `model` gets from the folder: all keys but those that are the user's. Raises FolderError."""
     try:
-        with inside(folder, CONFIG) as file:
+        with open_inside(folder, CONFIG_FILE) as file:
             content = file.read_bytes()
-        ours = section_of(parse_json_or_none(content))
+        ours = parse_model_config(parse_json_or_none(content))
     except OSError as error:
-        words = f"{folder / CONFIG}: cannot read it: {error.strerror}; name a folder with a model's files"
-        raise FolderError(words) from error
+        words = f"{folder / CONFIG_FILE}: cannot read it: {error.strerror}; name a folder with a model's files"
+        raise ModelFolderError(words) from error
     except (ValueError, TypeError) as error:  # the latter of lists where names should be
-        raise FolderError(f"{folder / CONFIG}: {error}") from error
-    return {**ours, "init_sha256": hashlib.sha256(content).hexdigest(), "init_files": stamp(folder)}
+        raise ModelFolderError(f"{folder / CONFIG_FILE}: {error}") from error
+    return {**ours, "init_sha256": hashlib.sha256(content).hexdigest(), "init_files": hash_weight_stats(folder)}
 
 
-def stamp(folder: Path) -> str:
+def hash_weight_stats(folder: Path) -> str:
     """A hash of the names, sizes and times of the files with the weights, which costs no reading. Raises FolderError.
 
     Times in whole seconds: not every file system tells more, and not to every host.
     """
-    files = {name: (folder / name).stat() for name in pieces(folder)}
+    files = {name: (folder / name).stat() for name in list_weight_files(folder)}
     return sha256_json({name: [file.st_size, int(file.st_mtime)] for name, file in files.items()})
 
 
 def _tokenizer(folder: Path, vocab_size: int) -> dict[str, Any]:
     """The section `data.tokenizer` for the folder's tokenizer. Raises FolderError."""
-    given, end = folder / TOKENIZER, _end_token(folder)
-    if (ids := tokenizer_ids(given)) is not None and ids > vocab_size:
-        raise FolderError(f"{folder / CONFIG}: vocab_size {vocab_size} is less than the {ids} ids of {given}")
+    given, end = folder / TOKENIZER_FILE, _end_token(folder)
+    if (ids := count_tokenizer_ids(given)) is not None and ids > vocab_size:
+        raise ModelFolderError(f"{folder / CONFIG_FILE}: vocab_size {vocab_size} is less than the {ids} ids of {given}")
     return {"kind": "file", "path": str(given), "eos_token": end}
 
 
 @contextmanager
-def inside(folder: Path, name: str) -> Iterator[Path]:
+def open_inside(folder: Path, name: str) -> Iterator[Path]:
     """Open the file of this name in the folder; yield a path that leads to this very file (ownership.path_through_fd).
 
     Raises FileNotFoundError if there is none, and FolderError for a link that leads out of the folder, or for a pipe.
@@ -178,30 +185,30 @@ def inside(folder: Path, name: str) -> Iterator[Path]:
     try:
         stream = open_regular_file(path)
     except (UserError, IsADirectoryError):
-        raise FolderError(f"{path} is no ordinary file: put one in its place") from None
+        raise ModelFolderError(f"{path} is no ordinary file: put one in its place") from None
     with stream, path_through_fd(stream.fileno(), path) as held:
         opened = Path(os.readlink(held))
         if not (opened.is_relative_to(root) or (is_of_hub and opened.is_relative_to(cache / "blobs"))):
             around = cache if is_of_hub else root
-            raise FolderError(f"{path} is a link that leads out of {around}: put the file itself in its place")
+            raise ModelFolderError(f"{path} is a link that leads out of {around}: put the file itself in its place")
         yield held
 
 
 def read_inside(folder: Path, name: str) -> Any:
     """Return the JSON value of a file in the folder; None if there is none. Raises FolderError as `inside` does."""
-    with suppress(FileNotFoundError), inside(folder, name) as file:
+    with suppress(FileNotFoundError), open_inside(folder, name) as file:
         return parse_json_or_none(file.read_bytes())
     return None
 
 
 def _is_there(folder: Path, name: str) -> bool:
     """Whether there is such a file. Raises FolderError as `inside` does."""
-    with suppress(FileNotFoundError), inside(folder, name):
+    with suppress(FileNotFoundError), open_inside(folder, name):
         return True
     return False
 
 
-def section_of(theirs: Any) -> dict[str, Any]:
+def parse_model_config(theirs: Any) -> dict[str, Any]:
     """The section `model` as the content of a config.json says it, null where it says nothing of a key.
 
     Raises ValueError, naming the key, for what is missing or not supported.
@@ -260,7 +267,7 @@ def _rope(known: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_theta": theta, "rope_scaling": {"rope_type": kind, **{n: given.get(n) for n in _ROPE[kind]}}}
 
 
-def config_json(
+def build_config_json(
     model: ModelConfig, vocab_size: int, sequence_length: int, eos_id: int | list[int], dtype: str
 ) -> dict[str, Any]:
     """The content of a config.json for a trained decoder, which transformers 4 and 5 read alike.
@@ -285,7 +292,7 @@ def config_json(
     theirs = {name: resolved[key] for key, name in _SAME.items()}
     theirs |= {"architectures": [FAMILIES[family][0]], "model_type": family, "hidden_act": "silu", "use_cache": True}
     theirs |= {"attention_dropout": 0.0, "bos_token_id": None, "eos_token_id": eos_id, "torch_dtype": dtype}
-    theirs |= {"rope_theta": model.rope_theta, "rope_scaling": scaling, "transformers_version": FORMAT}
+    theirs |= {"rope_theta": model.rope_theta, "rope_scaling": scaling, "transformers_version": TRANSFORMERS_VERSION}
     if family in ("llama", "qwen3"):
         theirs["attention_bias"] = biased
     if family.startswith("qwen"):
@@ -296,25 +303,25 @@ def config_json(
     return dict(sorted(theirs.items()))
 
 
-def pieces(folder: Path) -> list[str]:
+def list_weight_files(folder: Path) -> list[str]:
     """The names of the files with the weights. Raises FolderError where none is there, or one is missing or outside."""
-    if _is_there(folder, INDEX):
-        index = read_inside(folder, INDEX)
+    if _is_there(folder, INDEX_FILE):
+        index = read_inside(folder, INDEX_FILE)
         table = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(table, dict) or not table or not all(isinstance(name, str) for name in table.values()):
-            raise FolderError(f"{folder / INDEX} has no weight_map from tensors to files")
+            raise ModelFolderError(f"{folder / INDEX_FILE} has no weight_map from tensors to files")
         names = sorted(set(table.values()))
         if wrong := [name for name in names if not _is_name_of_weights(name)]:
             shown = wrong[0] if len(wrong[0]) <= 80 else f"{wrong[0][:80]}…"
-            raise FolderError(f"{folder / INDEX} names {shown!r}: no safetensors file in that folder")
-    elif _is_there(folder, WHOLE):
-        names = [WHOLE]
+            raise ModelFolderError(f"{folder / INDEX_FILE} names {shown!r}: no safetensors file in that folder")
+    elif _is_there(folder, SINGLE_WEIGHTS_FILE):
+        names = [SINGLE_WEIGHTS_FILE]
     else:
         found = sorted(path.name for ending in ("bin", "pt", "pth", "ckpt") for path in folder.glob(f"*.{ending}"))
         pickle = f"{found[0]} is a pickle, which may execute anything and is not opened" if found else "none is there"
-        raise FolderError(f"{folder} needs {WHOLE}, or {INDEX} and its pieces; {pickle}")
+        raise ModelFolderError(f"{folder} needs {SINGLE_WEIGHTS_FILE}, or {INDEX_FILE} and its pieces; {pickle}")
     if missing := [name for name in names if not _is_there(folder, name)]:
-        raise FolderError(f"{folder / missing[0]} is missing: fetch the folder again")
+        raise ModelFolderError(f"{folder / missing[0]} is missing: fetch the folder again")
     return names
 
 
@@ -324,39 +331,41 @@ def _is_name_of_weights(name: str) -> bool:
     return is_possible and name.endswith(".safetensors")
 
 
-def along(folder: Path) -> dict[str, str]:
+def read_tokenizer_files(folder: Path) -> dict[str, str]:
     """The texts of the files in the folder that go with its tokenizer, by name. Raises FolderError."""
     texts = {}
-    for name in ALONG:
-        with suppress(FileNotFoundError), inside(folder, name) as file:
+    for name in TOKENIZER_SIDE_FILES:
+        with suppress(FileNotFoundError), open_inside(folder, name) as file:
             texts[name] = file.read_text("utf-8", "replace")
     return texts
 
 
-def token_ids(folder: Path) -> dict[str, Any]:
+def read_token_ids(folder: Path) -> dict[str, Any]:
     """What config.json says of the tokens that begin, end and fill up a text."""
-    values = read_inside(folder, CONFIG) or {}
+    values = read_inside(folder, CONFIG_FILE) or {}
     return {key: values[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in values}
 
 
 def _end_token(folder: Path) -> str:
     """The token that ends a text: tokenizer_config.json's, else that of config.json's id. Raises FolderError."""
-    place = f"{folder / TOKENIZER}"
-    if not _is_there(folder, TOKENIZER):
-        raise FolderError(f"{place} is missing: let transformers' AutoTokenizer save one there, or set data.tokenizer")
+    place = f"{folder / TOKENIZER_FILE}"
+    if not _is_there(folder, TOKENIZER_FILE):
+        raise ModelFolderError(
+            f"{place} is missing: let transformers' AutoTokenizer save one there, or set data.tokenizer"
+        )
     known = read_inside(folder, "tokenizer_config.json")
     end = known.get("eos_token") if isinstance(known, dict) else None
     end = end.get("content") if isinstance(end, dict) else end
     wanted = None
     if end is None:
-        ids = (read_inside(folder, CONFIG) or {}).get("eos_token_id")
+        ids = (read_inside(folder, CONFIG_FILE) or {}).get("eos_token_id")
         wanted = ids[0] if isinstance(ids, list) and ids else ids
-        added = check_added_tokens(folder / TOKENIZER, read_inside(folder, TOKENIZER))
+        added = check_added_tokens(folder / TOKENIZER_FILE, read_inside(folder, TOKENIZER_FILE))
         end = next((token["content"] for token in added if token["id"] == wanted), None)
     if not isinstance(end, str):
         no_word = "neither tokenizer_config.json nor config.json says which token ends a text"
         why = no_word if wanted is None else f"config.json's eos_token_id {json.dumps(wanted)} is none of added_tokens"
-        raise FolderError(f"{place}: {why}: set data.tokenizer")
+        raise ModelFolderError(f"{place}: {why}: set data.tokenizer")
     return end
 
 
@@ -369,7 +378,7 @@ def check_added_tokens(tokenizer: Path, content: Any) -> list[dict[str, Any]]:
     for number, token in enumerate(added if isinstance(added, list) else [added] if added else []):
         fields = token if isinstance(token, dict) else {}
         if type(fields.get("id")) is not int or not isinstance(fields.get("content"), str):
-            raise FolderError(
+            raise ModelFolderError(
                 f"{tokenizer}: entry {number} of added_tokens has no whole number `id` and text `content`: let "
                 "transformers' AutoTokenizer save the file again"
             )
@@ -377,7 +386,7 @@ def check_added_tokens(tokenizer: Path, content: Any) -> list[dict[str, Any]]:
 
 
 @cache
-def tokenizer_ids(tokenizer: Path) -> int | None:
+def count_tokenizer_ids(tokenizer: Path) -> int | None:
     """The largest id of a `tokenizer.json` plus one, read without the package that it is for.
 
     None where that cannot be told: the stage prepare says what is wrong with it.

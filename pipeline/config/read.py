@@ -31,7 +31,7 @@ from pipeline.base.errors import ConfigError, UserError, limit_lines
 from pipeline.base.files import open_regular_file
 from pipeline.base.yaml12 import LocatedKey, dump_yaml, format_value, parse_yaml
 from pipeline.config.datasets import CHAT_TEMPLATES
-from pipeline.config.hugging_face import FOLDERS, filled
+from pipeline.config.hugging_face import FOLDER_KEYS, fill_from_folder
 from pipeline.config.masking import mask_secrets, mask_unknown_key
 from pipeline.config.schema import KeyPath, describe_allowed, describe_replacements, list_section_keys, suggest_keys
 from pipeline.config.sections import Config, RunConfig
@@ -48,7 +48,7 @@ _PATHS = (
     ("run", "root"), ("data", "source"), ("data", "mixture", "sources", "*", "source"),
     ("data", "tokenizer", "path"), ("data", "filter"), ("data", "chat_template"), ("evaluate", "tasks"),
     ("publish", "to"), ("publish", "no_worse_than"), ("track", "prometheus", "textfile"), ("track", "jsonl"),
-    *FOLDERS,
+    *FOLDER_KEYS,
 )  # fmt: skip
 _NO_PATH = "python-stdlib"
 OLDER_DEFAULTS: dict[str, dict[str, Any]] = {"data": {"add_special_tokens": False}}
@@ -135,7 +135,7 @@ def parse_config(values: Mapping[str, Any], where: str, layout: bool = True) -> 
     """
     values = _without_removed_sections(values, where)
     try:
-        config = Config.model_validate_json(json.dumps(filled(values), default=str), strict=True)
+        config = Config.model_validate_json(json.dumps(fill_from_folder(values), default=str), strict=True)
         check_config(config, layout)
         return config
     except ValidationError as error:

@@ -61,10 +61,10 @@ class ChatTemplate:
         Raises ChatTemplateError if the template fails on it, UnusableTemplateError if it would on any: it is not a
         template, uses what is not there for templates, or exceeds the limits.
         """
-        (text,) = self.render_beginnings(messages, [(len(messages), add_generation_prompt)])
+        (text,) = self.render_prefixes(messages, [(len(messages), add_generation_prompt)])
         return text
 
-    def render_beginnings(
+    def render_prefixes(
         self, messages: Sequence[Mapping[str, str]], beginnings: Sequence[tuple[int, bool]]
     ) -> list[str]:
         """Return what `render` does of the first messages of a dialogue, for each (how many, add_generation_prompt).
@@ -117,10 +117,10 @@ def find_template(settings: Any, jinja: str | None) -> tuple[str | None, dict[st
         named = [one for one in template if isinstance(one, dict) and one.get("name") == "default"]
         template = named[0].get("template") if named else None
     found = template if jinja is None else jinja
-    return found if isinstance(found, str) else None, token_names(settings)
+    return found if isinstance(found, str) else None, read_special_tokens(settings)
 
 
-def token_names(settings: Mapping[str, Any], mapping: Mapping[str, Any] | None = None) -> dict[str, str]:
+def read_special_tokens(settings: Mapping[str, Any], mapping: Mapping[str, Any] | None = None) -> dict[str, str]:
     """Return a tokenizer's special tokens by name, such as `eos_token`, as transformers reads them.
 
     settings: the content of tokenizer_config.json; mapping: that of special_tokens_map.json beside it, which is read
@@ -131,7 +131,7 @@ def token_names(settings: Mapping[str, Any], mapping: Mapping[str, Any] | None =
     return {key: one for key, one in texts.items() if key.endswith("_token") and isinstance(one, str)}
 
 
-def uses_name(template: str, name: str) -> bool:
+def uses_variable(template: str, name: str) -> bool:
     """Whether a template uses a variable, other than in a comment."""
     return re.search(rf"\b{name}\b", _COMMENT.sub("", template)) is not None
 
@@ -142,7 +142,7 @@ def allows_undefined(template: str, name: str) -> bool:
     return re.search(asks, _COMMENT.sub("", template)) is not None
 
 
-def read_template(name: Path) -> str:
+def load_template(name: Path) -> str:
     """Return the text of `data.chat_template`: of a file, or of a template that comes with Sluice, by its name.
 
     Raises UserError if the file cannot be read.

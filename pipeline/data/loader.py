@@ -26,7 +26,7 @@ from torch.utils.data import DistributedSampler
 
 from pipeline.base.device_thread import device_thread
 from pipeline.base.errors import UserError
-from pipeline.data.sample_order import Int64Array, deal, indices_of
+from pipeline.data.sample_order import Int64Array, assign_to_ranks, compute_indices
 from pipeline.data.samples import MappedDataset
 
 Batch = dict[str, Tensor]
@@ -72,8 +72,8 @@ class GlobalOrderSampler(DistributedSampler[Int64Array]):
             raise UserError(f"train.global_batch ({global_batch}) is no multiple of {ranks} data parallel ranks")
         self.global_batch = global_batch
         self.samples_consumed, self.left_out = samples_consumed, sorted(left_out)
-        self.lengths, self.numbered, self._size = dataset.lengths, dataset.numbered, len(dataset)
-        self.order = order or partial(indices_of, seed, n=self._size)
+        self.lengths, self.needs_positions, self._size = dataset.lengths, dataset.needs_positions, len(dataset)
+        self.order = order or partial(compute_indices, seed, n=self._size)
 
     def __len__(self) -> int:
         """Optimizer steps of one epoch, a last partial one counted: ceil(n / G). Iterating does not end there."""
@@ -90,12 +90,12 @@ class GlobalOrderSampler(DistributedSampler[Int64Array]):
                 positions[positions >= start] += count
             for batch in np.stack([self.order(positions), positions], axis=1):
                 if self.lengths:
-                    batch = batch[:, deal(self.lengths(batch[0]), self.num_replicas)[self.rank]]
-                yield batch if self.numbered else batch[0]
+                    batch = batch[:, assign_to_ranks(self.lengths(batch[0]), self.num_replicas)[self.rank]]
+                yield batch if self.needs_positions else batch[0]
             first += steps * self.global_batch
 
 
-class Batches(AbstractContextManager["Batches"], Iterator[Batch]):
+class BatchLoader(AbstractContextManager["BatchLoader"], Iterator[Batch]):
     """Iterator over a rank's batches on `device`; tokens are int64 there.
 
     A thread reads what `sampler` yields ahead into (on CUDA page-locked) host memory, with numpy only: no torch

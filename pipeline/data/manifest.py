@@ -24,17 +24,17 @@ FORMAT_VERSION = 1
 """Version of the layout of shards and manifests."""
 ORDER_VERSION = 1
 """Version of the rule that puts tokens in order: shards in unit order, a unit's files by their number."""
-WAY_OUT = f"run the shard stage again, e.g. `{format_command('resume', 'RUN')}`"
-PREPARE_FIRST = (
+RERUN_SHARD_HINT = f"run the shard stage again, e.g. `{format_command('resume', 'RUN')}`"
+RUN_PREPARE_HINT = (
     f"run the prepare stage first: `python -m pipeline prepare RUN`, or `{format_command('resume', 'RUN')}` for all "
     "that is missing"
 )
-PREPARED = "prepare.json"
+PREPARE_FILE = "prepare.json"
 """What the prepare stage writes, last."""
-CHAT = "chat.json"
+CHAT_FILE = "chat.json"
 """What prepare keeps of a chat template (data_prep/records.py)."""
-SHARDS = "shards"
-LEARNED, BEGINS = 1, 2
+SHARDS_DIR = "shards"
+MASK_LEARNED, MASK_DOCUMENT_START = 1, 2
 """Bits of a shard's `mask`: this token carries loss; it begins a document."""
 
 
@@ -63,10 +63,10 @@ class FileEntry(Section):
         return None if found == self.sha256 else f"{path} is damaged: its sha256 is {found}, not {self.sha256}"
 
 
-PACKED = -1
+NOT_MAPPABLE = -1
 
 
-class Array(Section):
+class ArrayEntry(Section):
     """One dataset of a file."""
 
     offset: int
@@ -96,7 +96,7 @@ class DataFile(FileEntry):
     @property
     def way_out(self) -> str:
         """What to do about one that is not what it was."""
-        return "put the file back as it was, or start a new run on what there is now" if self.own else WAY_OUT
+        return "put the file back as it was, or start a new run on what there is now" if self.own else RERUN_SHARD_HINT
 
     def check(self, data_dir: Path, hashes: bool) -> None:
         """Compare the file with this: its size, and with `hashes` its sha256 too (which reads all of it).
@@ -130,22 +130,22 @@ class ShardEntry(DataFile):
     """Where the data of `mask` starts in the file, a byte for each token; null: all tokens are learned."""
 
     @property
-    def arrays(self) -> dict[str, Array]:
+    def arrays(self) -> dict[str, ArrayEntry]:
         """What is read of it."""
-        found = {"tokens": Array(offset=self.offset, dtype=self.dtype, shape=(self.tokens,))}
+        found = {"tokens": ArrayEntry(offset=self.offset, dtype=self.dtype, shape=(self.tokens,))}
         if self.mask_offset is not None:
-            found["mask"] = Array(offset=self.mask_offset, dtype="uint8", shape=(self.tokens,))
+            found["mask"] = ArrayEntry(offset=self.mask_offset, dtype="uint8", shape=(self.tokens,))
         return found
 
 
-class Keyed(Section):
+class KeyedManifest(Section):
     """A manifest of what was made."""
 
     key: str
     """Hash of all that it was made from."""
 
 
-class Part(Section):
+class MixturePart(Section):
     """One source of a mixture."""
 
     name: str
@@ -154,7 +154,7 @@ class Part(Section):
     held_out: int
 
 
-class Manifest(Keyed):
+class Manifest(KeyedManifest):
     """`manifest.json`: all shards of a run, in unit order."""
 
     format_version: int = FORMAT_VERSION
@@ -186,7 +186,7 @@ class Manifest(Keyed):
     held_out: tuple[ShardEntry, ...]
     stripe: str = ""
     """Options by which `lfs setstripe` striped the folder of the shards; empty where it is not on Lustre."""
-    parts: tuple[Part, ...] = ()
+    parts: tuple[MixturePart, ...] = ()
     """The sources of a mixture, in the order in which their shards stand; none where there is one source."""
 
     def __str__(self) -> str:
@@ -199,7 +199,7 @@ class Manifest(Keyed):
             told += f", {self.long_documents:,} longer than a sample (data.long_dialogues: {self.long_dialogues})"
         return told
 
-    def training_samples(self, length: int) -> int:
+    def count_training_samples(self, length: int) -> int:
         """How many samples of `length` tokens there are to train on (pipeline/data/samples.py says which)."""
         return sum((shard.tokens - 1) // length for shard in self.train)
 
@@ -213,7 +213,7 @@ class SampleFile(DataFile):
 
     mtime_ns: int
     samples: int
-    arrays: dict[str, Array]
+    arrays: dict[str, ArrayEntry]
     sha256: str = ""
     """SHA-256 of the file, as 64 hex digits; empty until the shard stage has read it."""
     unpacked: str = ""
@@ -222,10 +222,10 @@ class SampleFile(DataFile):
     @property
     def packed(self) -> bool:
         """Whether it cannot be mapped."""
-        return any(array.offset == PACKED for array in self.arrays.values())
+        return any(array.offset == NOT_MAPPABLE for array in self.arrays.values())
 
 
-class SampleManifest(Keyed):
+class SampleManifest(KeyedManifest):
     """What `prepare` found, what one task has hashed, or the whole."""
 
     train: tuple[SampleFile, ...]
@@ -233,14 +233,14 @@ class SampleManifest(Keyed):
 
     def __str__(self) -> str:
         """`9,000 + 1,000 held-out samples`."""
-        return f"{self.training_samples(0):,} + {self.held_out_samples:,} held-out samples"
+        return f"{self.count_training_samples(0):,} + {self.held_out_samples:,} held-out samples"
 
     @property
     def samples(self) -> int:
         """All of them, held-out ones included."""
         return sum(entry.samples for entry in self.train)
 
-    def training_samples(self, length: int) -> int:
+    def count_training_samples(self, length: int) -> int:
         """How many samples there are to train on, whatever the `length` of a text's."""
         return self.samples - self.held_out_samples
 
@@ -250,7 +250,7 @@ class SampleManifest(Keyed):
         return self.train if self.held_out_samples else ()
 
 
-def refuse_no_sample(shards: Sequence[ShardEntry], length: int) -> None:
+def check_has_sample(shards: Sequence[ShardEntry], length: int) -> None:
     """Raise UserError where no shard has the tokens of one sample of `length`."""
     longest = max((one.tokens for one in shards), default=0)
     if longest <= length:
@@ -269,7 +269,7 @@ def write_manifest(path: Path, manifest: Section) -> None:
     write_json(path, add_checksum(manifest.model_dump()))
 
 
-def load(path: Path, kind: type[T], way_out: str = WAY_OUT) -> T:
+def load_sealed(path: Path, kind: type[T], way_out: str = RERUN_SHARD_HINT) -> T:
     """Read one manifest. Raises InputError, naming the file, when it is missing, torn, altered or of another shape.
 
     One without its seal counts as altered: every manifest is written with one.
@@ -284,49 +284,49 @@ def load(path: Path, kind: type[T], way_out: str = WAY_OUT) -> T:
             raise InputError(f"{path} is damaged: its content does not fit its own hash: {way_out}")
         return manifest
     except FileNotFoundError:
-        before = path.with_name(PREPARED).exists()
-        raise InputError(f"{path} is missing: {way_out if before else PREPARE_FIRST}") from None
+        before = path.with_name(PREPARE_FILE).exists()
+        raise InputError(f"{path} is missing: {way_out if before else RUN_PREPARE_HINT}") from None
     except ValueError:  # pydantic's, too
         raise InputError(f"{path} is torn or no manifest of this version: {way_out}") from None
 
 
 def load_manifest(data_dir: Path) -> Manifest:
     """The manifest of all shards. Raises InputError, naming the file, when it is missing or torn."""
-    return load(data_dir / "manifest.json", Manifest)
+    return load_sealed(data_dir / "manifest.json", Manifest)
 
 
-def manifest_for(config: Config, data_dir: Path) -> Manifest | SampleManifest:
+def load_data_manifest(config: Config, data_dir: Path) -> Manifest | SampleManifest:
     """What the shard stage left for this config. Raises InputError, naming the file, when it is missing or torn."""
     kind: type[Manifest | SampleManifest] = Manifest if config.model.target is None else SampleManifest
-    return load(data_dir / "manifest.json", kind)
+    return load_sealed(data_dir / "manifest.json", kind)
 
 
-def steps_of(config: Config, data_dir: Path) -> int | None:
+def count_training_steps(config: Config, data_dir: Path) -> int | None:
     """Optimizer steps of the whole training; None where `train.epochs` counts them and there are no shards yet."""
     train = config.train
     if train.epochs is None:
         return train.steps
     try:
-        samples = manifest_for(config, data_dir).training_samples(config.data.sequence_length)
+        samples = load_data_manifest(config, data_dir).count_training_samples(config.data.sequence_length)
     except InputError:
         return None
     return -(-train.epochs * samples // train.global_batch)
 
 
-def amount_words(config: Config, data_dir: Path, step: int) -> str:
+def format_amount_read(config: Config, data_dir: Path, step: int) -> str:
     """What a training has read after so many steps: `, 819,200 tokens, 0.24 epochs`; "" where there are no shards."""
     samples, length = step * config.train.global_batch, config.data.sequence_length
     try:
-        epochs = samples / manifest_for(config, data_dir).training_samples(length)
+        epochs = samples / load_data_manifest(config, data_dir).count_training_samples(length)
     except InputError:
         return ""
     what = f"{samples * length:,} tokens" if config.model.target is None else f"{samples:,} samples"
     return f", {what}, {epochs:.3g} epochs"
 
 
-def steps_words(config: Config, data_dir: Path) -> str:
+def format_training_length(config: Config, data_dir: Path) -> str:
     """How long the training is: `200 steps`, or epochs and what they come to."""
-    steps, epochs = steps_of(config, data_dir), config.train.epochs
+    steps, epochs = count_training_steps(config, data_dir), config.train.epochs
     if epochs is None:
         return f"{steps} steps"
     return f"{epochs} epoch{'s'[: epochs - 1]} ({'steps known after shard' if steps is None else f'{steps} steps'})"

@@ -64,7 +64,7 @@ ORDER_VERSION = 1
 _ROUNDS = 12  # fewer leave the smallest domains (n below about 10) visibly uneven
 
 
-def perm(seed: int, epoch: int, positions: Int64Array, n: int) -> Int64Array:
+def permute(seed: int, epoch: int, positions: Int64Array, n: int) -> Int64Array:
     """Dataset indices that stand at `positions` of epoch `epoch`'s order.
 
     `positions` is int64 of any shape with values in [0, n); the result is int64 of the same shape. For fixed
@@ -86,7 +86,7 @@ def perm(seed: int, epoch: int, positions: Int64Array, n: int) -> Int64Array:
     return values.astype(np.int64).reshape(positions.shape)
 
 
-def indices_of(seed: int, samples: Int64Array, n: int) -> Int64Array:
+def compute_indices(seed: int, samples: Int64Array, n: int) -> Int64Array:
     """Dataset indices, int64 and of the same shape, of run-global sample numbers `samples` (int64, >= 0).
 
     Sample s is `perm(seed, s // n)[s % n]`; `n` is the number of samples of the dataset.
@@ -94,20 +94,20 @@ def indices_of(seed: int, samples: Int64Array, n: int) -> Int64Array:
     epochs, positions = np.divmod(samples, n)
     first, last = (int(epochs.min()), int(epochs.max())) if samples.size else (0, 0)
     if first == last:
-        return perm(seed, first, positions, n)
+        return permute(seed, first, positions, n)
     indices = np.empty_like(samples)
     for epoch in range(first, last + 1):
         here = epochs == epoch
-        indices[here] = perm(seed, epoch, positions[here], n)
+        indices[here] = permute(seed, epoch, positions[here], n)
     return indices
 
 
-def sample_indices(seed: int, start: int, count: int, n: int) -> Int64Array:
+def compute_index_range(seed: int, start: int, count: int, n: int) -> Int64Array:
     """Dataset indices, int64 of shape (count,), of the run-global samples `start` to `start + count - 1`."""
-    return indices_of(seed, np.arange(start, start + count, dtype=np.int64), n)
+    return compute_indices(seed, np.arange(start, start + count, dtype=np.int64), n)
 
 
-def position_of(consumed: int, left_out: Iterable[tuple[int, int]]) -> int:
+def skip_excluded(consumed: int, left_out: Iterable[tuple[int, int]]) -> int:
     """Position of the sample that comes after `consumed` ones; `left_out`: sorted, apart (position, count) ranges."""
     position = consumed
     for start, count in left_out:
@@ -116,7 +116,7 @@ def position_of(consumed: int, left_out: Iterable[tuple[int, int]]) -> int:
     return position
 
 
-def deal(lengths: Int64Array, ranks: int) -> Int64Array:
+def assign_to_ranks(lengths: Int64Array, ranks: int) -> Int64Array:
     """Which positions of a global batch each rank takes: int64 of shape (ranks, G / ranks), the longest sample first.
 
     `lengths`: int64 of shape (G,). Longest processing time first (Graham, "Bounds on multiprocessing timing
@@ -162,7 +162,7 @@ def _mix(z: UInt64Array) -> UInt64Array:
     return z ^ (z >> np.uint64(31))
 
 
-SCALE = 1 << 20
+WEIGHT_SCALE = 1 << 20
 """What weights add up to: products with sample numbers below 2**41 stay exact."""
 
 
@@ -189,11 +189,11 @@ class Mixture:
         for part in weights.weights:
             if empty := [name for name, size in sizes.items() if not size and part.weights[name]]:
                 raise UserError(f"data.mixture: {empty[0]} has no sample to train on, and its weight is not 0")
-            start = position_of((part.from_step - 1) * global_batch, left_out)
+            start = skip_excluded((part.from_step - 1) * global_batch, left_out)
             if self._starts:
                 self._before.append(self.counts(np.array([start]))[:, 0])
             whole = sum(part.weights.values())
-            wanted = [part.weights[name] / whole * SCALE for name in sizes]
+            wanted = [part.weights[name] / whole * WEIGHT_SCALE for name in sizes]
             self._starts.append(start)
             self._shares.append([max(round(one), int(one > 0)) for one in wanted])
 
@@ -207,7 +207,7 @@ class Mixture:
         found = np.empty((len(self.sizes), len(samples)), np.int64)
         for part in np.unique(parts).tolist():
             here = parts == part
-            inside = _dealt(samples[here] - self._starts[part] + more, self._shares[part])
+            inside = _count_by_source(samples[here] - self._starts[part] + more, self._shares[part])
             found[:, here] = self._before[part][:, None] + inside
         return found
 
@@ -219,7 +219,7 @@ class Mixture:
         for source, size in enumerate(self.sizes.values()):
             here = after[source] > before[source]
             if here.any():
-                indices[here] = self._firsts[source] + indices_of(self._seeds[source], before[source, here], size)
+                indices[here] = self._firsts[source] + compute_indices(self._seeds[source], before[source, here], size)
         return indices.reshape(samples.shape)
 
     def epochs(self, samples: int) -> dict[str, float]:
@@ -228,12 +228,12 @@ class Mixture:
         return {name: count / max(1, self.sizes[name]) for name, count in zip(self.sizes, counts, strict=True)}
 
 
-def epoch_words(epochs: Mapping[str, float]) -> str:
+def format_epochs(epochs: Mapping[str, float]) -> str:
     """What :meth:`Mixture.epochs` tells, in words."""
     return ", ".join(f"{name} {count:.2f}" for name, count in epochs.items())
 
 
-def _dealt(samples: Int64Array, shares: Sequence[int]) -> Int64Array:
+def _count_by_source(samples: Int64Array, shares: Sequence[int]) -> Int64Array:
     """How many of the first `samples` each source gave, by weights that do not change: int64, (sources, …)."""
     found = np.empty((len(shares), *samples.shape), np.int64)
     left, whole = samples.copy(), sum(shares)
@@ -244,7 +244,7 @@ def _dealt(samples: Int64Array, shares: Sequence[int]) -> Int64Array:
     return found
 
 
-def mixture_of(
+def build_mixture(
     config: Config, manifest: Manifest | SampleManifest, left_out: Sequence[tuple[int, int]] = ()
 ) -> Mixture | None:
     """The mixture of a run; None where it has one source."""

@@ -36,8 +36,8 @@ from torch.utils.data import Dataset
 
 from pipeline.base.errors import InputError, UserError, raise_if_too_many_open_files
 from pipeline.config.user_model import LENGTHS_ARRAY
-from pipeline.data.manifest import SPLIT_SEED, SampleFile, SampleManifest, ShardEntry, refuse_no_sample
-from pipeline.data.sample_order import Int64Array, perm
+from pipeline.data.manifest import SPLIT_SEED, SampleFile, SampleManifest, ShardEntry, check_has_sample
+from pipeline.data.sample_order import Int64Array, permute
 
 Arrays = dict[str, Any]
 """numpy arrays by name, of shape (B, …)."""
@@ -47,14 +47,14 @@ Transform = Callable[[Arrays, Generator | None], Arrays]
 _TORCH_TYPES = {"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"}
 
 
-def map_whole(path: Path) -> mmap.mmap:
+def map_whole_file(path: Path) -> mmap.mmap:
     """All bytes of a file."""
     with open(path, "rb") as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
-def map_file(
-    entry: ShardEntry | SampleFile, path: Path, whole: Callable[[Path], mmap.mmap] = map_whole
+def map_arrays(
+    entry: ShardEntry | SampleFile, path: Path, whole: Callable[[Path], mmap.mmap] = map_whole_file
 ) -> dict[str, np.ndarray]:
     """The arrays as they lie in the file `path`. Raises InputError, naming it, where it is missing or too short.
 
@@ -89,12 +89,12 @@ class MappedDataset(Dataset[Arrays]):
 
     lengths: Lengths | None = None
     """How long samples are, by their indices (int64, and the result of the same shape); None: all alike."""
-    numbered = False
+    needs_positions = False
     """Whether `read` also wants each sample's position in the run's order: int64 of shape (2, B), indices first."""
 
     def __init__(self, entries: Sequence[ShardEntry | SampleFile], data_dir: Path = Path()) -> None:
         self.entries = entries
-        whole = cache(map_whole)
+        whole = cache(map_whole_file)
         files = [self._map(entry, data_dir / entry.file, whole) for entry in entries]
         # files may differ in the width of their tokens: a batch has the widest
         self._kinds = {name: np.result_type(*{arrays[name].dtype for arrays in files}) for name in files[0]}
@@ -104,7 +104,7 @@ class MappedDataset(Dataset[Arrays]):
 
     def _map(self, entry: ShardEntry | SampleFile, *place: Any) -> Arrays:
         """The file's arrays, samples along the first dimension; `place` as map_file has it."""
-        return map_file(entry, *place)
+        return map_arrays(entry, *place)
 
     def move(self, number: int, path: Path) -> None:
         """Read the file of entry `number` at `path` from now on; another thread may be reading."""
@@ -166,7 +166,7 @@ class TokenDataset(MappedDataset):
     """
 
     def __init__(self, shards: Sequence[ShardEntry], sequence_length: int, data_dir: Path = Path()) -> None:
-        refuse_no_sample(shards, sequence_length)
+        check_has_sample(shards, sequence_length)
         usable = [shard for shard in shards if shard.tokens > sequence_length]
         kinds = {shard.dtype: shard.file for shard in usable}
         if not kinds.keys() <= {"uint16", "uint32"}:
@@ -178,7 +178,7 @@ class TokenDataset(MappedDataset):
     def _map(self, entry: ShardEntry | SampleFile, *place: Any) -> Arrays:
         # a view of shape (samples, T + 1) on each shard's bytes; rows overlap by one token
         cut = partial(np.lib.stride_tricks.sliding_window_view, window_shape=self._length + 1)
-        return {name: cut(array)[:: self._length] for name, array in map_file(entry, *place).items()}
+        return {name: cut(array)[:: self._length] for name, array in map_arrays(entry, *place).items()}
 
 
 class SampleDataset(MappedDataset):
@@ -198,7 +198,7 @@ class SampleDataset(MappedDataset):
         seed: int = 0,
     ) -> None:
         super().__init__(manifest.train, data_dir)
-        self._transform, self._seed, self.numbered = transform, seed, transform is not None and not held_out
+        self._transform, self._seed, self.needs_positions = transform, seed, transform is not None and not held_out
         if transform is not None:
             first = self._transformed(transform, 0, 0, None, index=0)
             self._first = {name: np.asarray(array)[None] for name, array in first.items()}
@@ -221,7 +221,7 @@ class SampleDataset(MappedDataset):
         """As MappedDataset's, or transformed. Raises UserError where the transform gives other arrays than before."""
         if self._transform is None:
             return super().read(indices, out)
-        indices, numbers = indices if self.numbered else (indices, None)
+        indices, numbers = indices if self.needs_positions else (indices, None)
         out = out or {name: array.numpy() for name, array in self.buffer(len(indices)).items()}
         for i, (file, row) in enumerate(self._places(indices)):
             number, index = None if numbers is None else int(numbers[i]), int(indices[i])
@@ -257,4 +257,4 @@ class SampleDataset(MappedDataset):
 
     def _numbers(self, indices: Int64Array) -> Int64Array:
         # a run's own orders are epochs from 0 on
-        return perm(SPLIT_SEED, -1, indices + self._range.start, self._all)
+        return permute(SPLIT_SEED, -1, indices + self._range.start, self._all)

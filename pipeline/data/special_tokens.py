@@ -40,7 +40,7 @@ def load_tokenizer(file: Path, eos_token: str | None = None) -> Tokenizer:
     return tokenizer
 
 
-def added_tokens(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def get_added_tokens(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the ids that the tokenizer's post-processor puts before a text, and those that it puts behind it."""
     probe = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))  # knows any text; the ids are the post-processor's own
     if tokenizer.post_processor is not None:
@@ -59,7 +59,9 @@ def encode_prompt(tokenizer: Tokenizer, text: str, bos_ids: Sequence[int]) -> li
     return ids if ids[: len(bos_ids)] == list(bos_ids) else [*bos_ids, *ids]
 
 
-def encode_question(tokenizer: Tokenizer, template: ChatTemplate, messages: Sequence[Mapping[str, str]]) -> list[int]:
+def encode_chat_prompt(
+    tokenizer: Tokenizer, template: ChatTemplate, messages: Sequence[Mapping[str, str]]
+) -> list[int]:
     """Return the tokens of a dialogue up to where an answer begins, as `apply_chat_template` of transformers does.
 
     Names of special tokens become these tokens, also in a message. Raises UserError if the template fails on it.
@@ -82,7 +84,7 @@ class EndOfTurn(NamedTuple):
     """Why a model does not learn to stop there; empty if it does."""
 
 
-def end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> EndOfTurn:
+def find_end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> EndOfTurn:
     """Find the token that closes the assistant's answers in what the template writes."""
     found: dict[int, None] = {}
     problems: dict[str, None] = {}

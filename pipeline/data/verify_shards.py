@@ -16,16 +16,16 @@ import torch.distributed as dist
 from pipeline.base.errors import InputError
 from pipeline.base.files import add_checksum, has_valid_checksum, read_json, translate_read_errors, write_json
 from pipeline.comm.groups import all_gather_results
-from pipeline.data.manifest import Array, Manifest, SampleFile, SampleManifest, ShardEntry, manifest_for
+from pipeline.data.manifest import ArrayEntry, Manifest, SampleFile, SampleManifest, ShardEntry, load_data_manifest
 from pipeline.run.directory import Run
 
-NOTES = "verified.json"
+VERIFIED_FILE = "verified.json"
 """In the data folder: what each file was when its hash was last found right."""
 
 
-def manifest_of(run: Run) -> Manifest | SampleManifest:
+def load_run_manifest(run: Run) -> Manifest | SampleManifest:
     """What the shard stage left. Raises InputError, naming the file, when it is missing or torn."""
-    return manifest_for(run.config, run.data_dir)
+    return load_data_manifest(run.config, run.data_dir)
 
 
 def verify_shards(run: Run, shards: Sequence[ShardEntry | SampleFile], group: dist.ProcessGroup, *, how: str) -> None:
@@ -36,7 +36,7 @@ def verify_shards(run: Run, shards: Sequence[ShardEntry | SampleFile], group: di
     read again as long as it has them.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    notes = run.data_dir / NOTES
+    notes = run.data_dir / VERIFIED_FILE
     known: dict[str, Any] = {}
 
     def check() -> dict[str, Any]:
@@ -78,7 +78,7 @@ def _check_arrays(run: Run, path: Path, entry: ShardEntry | SampleFile) -> None:
             dataset: Any = file.get(name)
             found = None
             if isinstance(dataset, h5py.Dataset) and (offset := dataset.id.get_offset()) is not None:
-                found = Array(offset=offset, dtype=dataset.dtype.name, shape=dataset.shape)
+                found = ArrayEntry(offset=offset, dtype=dataset.dtype.name, shape=dataset.shape)
             if found != array:
                 manifest = run.data_dir / "manifest.json"
                 raise InputError(

@@ -69,7 +69,7 @@ def progress(run: Run) -> Progress:
 def run_stage(run: Run, place: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
     """Evaluate what is wanted and not there yet. Raises CheckpointError where there is no checkpoint at all."""
     from pipeline.comm import groups
-    from pipeline.data.verify_shards import manifest_of
+    from pipeline.data.verify_shards import load_run_manifest
     from pipeline.evaluate.evaluator import Evaluator
     from pipeline.resilience.watchdog import Watchdog
 
@@ -78,7 +78,7 @@ def run_stage(run: Run, place: RankInfo, options: Mapping[str, str], flag: StopF
         return ExitCode.DONE
     watchdog = Watchdog(run, "evaluate", place, flag)
     watchdog.start()
-    manifest = manifest_of(run)
+    manifest = load_run_manifest(run)
     groups.configure_determinism(run.config)
     world = groups.join_process_group(place, run.config)
     steps = groups.broadcast_from_rank0(groups.new_control_group(), wanted(run, options.get("step")))

@@ -39,9 +39,9 @@ from pipeline.checkpoint.checkpointer import load_checkpoint, load_verified_mani
 from pipeline.checkpoint.identity import check_identity, compute_identity, compute_source_identity
 from pipeline.checkpoint.model_tokens import model_tokens
 from pipeline.comm import groups
-from pipeline.config.hugging_face import TOKENIZER
-from pipeline.data.manifest import LEARNED, Manifest, SampleManifest, ShardEntry
-from pipeline.data.samples import SampleDataset, map_file, map_whole
+from pipeline.config.hugging_face import TOKENIZER_FILE
+from pipeline.data.manifest import MASK_LEARNED, Manifest, SampleManifest, ShardEntry
+from pipeline.data.samples import SampleDataset, map_arrays, map_whole_file
 from pipeline.data.special_tokens import encode_prompt, load_tokenizer
 from pipeline.data.verify_shards import verify_shards
 from pipeline.evaluate.result import ITEMS_SUFFIX, STDERR_SUFFIX, format_result, result_file
@@ -102,10 +102,10 @@ class Evaluator:
             self.held_out = SampleHeldOut(run, task, manifest, limit, world.device)
         self.tasks: list[TaskFile] = []
         if within is None and isinstance(manifest, Manifest) and config.evaluate.task_files:
-            tokenizer = load_tokenizer(run.data_dir / TOKENIZER)
+            tokenizer = load_tokenizer(run.data_dir / TOKENIZER_FILE)
             length, most = config.data.sequence_length, config.evaluate.answer_tokens
             options = tokenizer, manifest.eos_id, length, self.batch, most, self.split
-            with_end = load_tokenizer(run.data_dir / TOKENIZER, config.data.tokenizer.eos_token)
+            with_end = load_tokenizer(run.data_dir / TOKENIZER_FILE, config.data.tokenizer.eos_token)
             bos_ids, end_ids = manifest.bos_ids, model_tokens(run, manifest, with_end).end_ids
             self.tasks = [
                 TaskFile(file, *options, bos_ids=bos_ids, end_ids=end_ids) for file in config.evaluate.task_files
@@ -235,8 +235,8 @@ class TextHeldOut:
         self._shards = [shard for shard, _ in taken]
         self._starts = list(accumulate((count for _, count in taken), initial=0))
         self.count = self._starts[-1]
-        whole = cache(map_whole)
-        self._arrays = {shard.name: map_file(shard, run.data_dir / shard.file, whole) for shard in self._shards}
+        whole = cache(map_whole_file)
+        self._arrays = {shard.name: map_arrays(shard, run.data_dir / shard.file, whole) for shard in self._shards}
         self._covered = [(shard, min(count * length, shard.tokens)) for shard, count in taken]
         """The files, and how many of its tokens the windows cover."""
 
@@ -282,7 +282,7 @@ class TextHeldOut:
             arrays, whole = self._arrays[shard.name], shard.tokens
             found = arrays["tokens"][:covered]
             if "mask" in arrays:
-                learned = arrays["mask"] & LEARNED != 0
+                learned = arrays["mask"] & MASK_LEARNED != 0
                 found, whole = found[learned[:covered]], max(1, int(learned.sum()))
             for start in range(0, len(found), _BLOCK):  # each is widened to int64
                 counts += np.bincount(found[start : start + _BLOCK], minlength=self.vocab_size)

@@ -32,7 +32,7 @@ from pipeline.base.errors import UserError, make_printable
 from pipeline.config.sections import Config
 from pipeline.config.user_model import LENGTHS_ARRAY, UNREAD_OPTIONS, UserModel
 from pipeline.data.loader import Batch
-from pipeline.data.manifest import BEGINS, LEARNED, Manifest, SampleManifest
+from pipeline.data.manifest import MASK_DOCUMENT_START, MASK_LEARNED, Manifest, SampleManifest
 from pipeline.data.samples import SampleDataset
 from pipeline.model.decoder import (
     IGNORE_INDEX,
@@ -260,7 +260,7 @@ class DecoderTask(Task):
         if self._all_tokens_have_loss:
             return targets_BT
         if "mask" in batch:
-            return targets_BT.where((batch["mask"][:, 1:] & LEARNED).ne(0), IGNORE_INDEX)
+            return targets_BT.where((batch["mask"][:, 1:] & MASK_LEARNED).ne(0), IGNORE_INDEX)
         return targets_BT.where(tokens[:, :-1].ne(self.eos_id), IGNORE_INDEX)
 
     def document_boundaries(self, batch: Batch) -> dict[str, Tensor]:
@@ -268,7 +268,7 @@ class DecoderTask(Task):
         if not self.config.data.document_mask:
             return {}
         if "mask" in batch:
-            return {"starts_BT": (batch["mask"][:, :-1] & BEGINS).ne(0)}
+            return {"starts_BT": (batch["mask"][:, :-1] & MASK_DOCUMENT_START).ne(0)}
         if self._end_begins_next:
             return {"starts_BT": batch["tokens"][:, :-1].eq(self.eos_id)}
         # the token after each end; the first input starts a document in any case

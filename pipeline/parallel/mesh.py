@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import UserError
-from pipeline.config.hugging_face import tokenizer_ids
+from pipeline.config.hugging_face import count_tokenizer_ids
 from pipeline.config.sections import Config
 from pipeline.config.types import INT8_BLOCK, StateConfig, check_unused_keys
 from pipeline.model.spec import block_flops_per_token, query_width
@@ -237,7 +237,7 @@ def resolve_layout(
     if tokenizer.path is None:
         vocab_size = vocab_size or tokenizer.vocab_size
     elif pp * tp > 1 and config.model.vocab_size is None:  # otherwise the size changes nothing here
-        vocab_size = vocab_size or tokenizer_ids(tokenizer.path.expanduser())
+        vocab_size = vocab_size or count_tokenizer_ids(tokenizer.path.expanduser())
     rows = config.model.vocab_size or vocab_size
     if (vocab_size or 0) > (rows or 0):
         raise LayoutError(

@@ -18,7 +18,7 @@ from pipeline.base.yaml12 import dump_yaml
 from pipeline.checkpoint.identity import read_source
 from pipeline.config.masking import mask_secrets
 from pipeline.data.manifest import Manifest
-from pipeline.data.verify_shards import manifest_of
+from pipeline.data.verify_shards import load_run_manifest
 from pipeline.evaluate.result import ITEMS_SUFFIX, STDERR_SUFFIX, get_metrics_without_errors
 from pipeline.run import lines
 from pipeline.run.directory import Run
@@ -122,7 +122,7 @@ def escape_markdown(text: str) -> str:
 
 def _data(run: Run) -> list[str]:
     """What it was trained on, by hashes."""
-    manifest = manifest_of(run)
+    manifest = load_run_manifest(run)
     if isinstance(manifest, Manifest):
         return [
             f"{manifest.documents:,} documents",

@@ -29,10 +29,18 @@ from pipeline.checkpoint.catalog import find_checkpoint, verify_checkpoint_files
 from pipeline.checkpoint.checkpointer import CheckpointReader, iterate_tensors
 from pipeline.checkpoint.identity import read_source
 from pipeline.checkpoint.model_tokens import GENERATION, model_tokens
-from pipeline.config.hugging_face import ALONG, CONFIG, FORMAT, INDEX, TOKENIZER, WHOLE, config_json
+from pipeline.config.hugging_face import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    SINGLE_WEIGHTS_FILE,
+    TOKENIZER_FILE,
+    TOKENIZER_SIDE_FILES,
+    TRANSFORMERS_VERSION,
+    build_config_json,
+)
 from pipeline.data.manifest import Manifest
 from pipeline.data.special_tokens import load_tokenizer
-from pipeline.data.verify_shards import manifest_of
+from pipeline.data.verify_shards import load_run_manifest
 from pipeline.model.spec import EMBEDDING
 from pipeline.run.directory import Run
 
@@ -44,7 +52,7 @@ _PREFIX = "model."
 """Before the names of weights in a checkpoint."""
 
 
-def export(run: Run, folder: Path, which: str | None, dtype: str) -> str:
+def export_checkpoint(run: Run, folder: Path, which: str | None, dtype: str) -> str:
     """Write the weights of one checkpoint (the newest without `which`) in the type `dtype`; what was done, in words.
 
     Raises UserError where `folder` exists, or no format has such a model; CheckpointError as `verify` does.
@@ -52,10 +60,10 @@ def export(run: Run, folder: Path, which: str | None, dtype: str) -> str:
     if folder.exists():
         raise UserError(f"{folder} exists already: name a folder that does not, or remove it")
     with create_folder_atomically(folder) as making:
-        return f"{folder}: {write_model(run, making, which, dtype)}"
+        return f"{folder}: {write_model_files(run, making, which, dtype)}"
 
 
-def write_model(run: Run, folder: Path, which: str | None, dtype: str) -> str:
+def write_model_files(run: Run, folder: Path, which: str | None, dtype: str) -> str:
     """What `export` writes, into an empty `folder`; what was done, in words. Raises as `export` does."""
     checkpoint, manifest = find_checkpoint(run, which)
     entries = CheckpointReader(checkpoint).read_metadata().state_dict_metadata
@@ -79,24 +87,24 @@ def write_model(run: Run, folder: Path, which: str | None, dtype: str) -> str:
 
 def _write_words(run: Run, folder: Path, vocab_size: int, dtype: str) -> Sequence[str]:
     """The decoder's config and its tokenizer; what a user of them has to know."""
-    manifest, config = manifest_of(run), run.config
+    manifest, config = load_run_manifest(run), run.config
     assert isinstance(manifest, Manifest)
     length, eos_token = config.data.sequence_length, config.data.tokenizer.eos_token
-    tokens = model_tokens(run, manifest, load_tokenizer(run.data_dir / TOKENIZER, eos_token))
-    theirs = config_json(config.model, vocab_size, length, tokens.ids["eos_token_id"], TYPES[dtype][2])
-    write_json(folder / CONFIG, dict(sorted({**theirs, **tokens.ids}.items())))
+    tokens = model_tokens(run, manifest, load_tokenizer(run.data_dir / TOKENIZER_FILE, eos_token))
+    theirs = build_config_json(config.model, vocab_size, length, tokens.ids["eos_token_id"], TYPES[dtype][2])
+    write_json(folder / CONFIG_FILE, dict(sorted({**theirs, **tokens.ids}.items())))
     known = {key: value for key, value in tokens.ids.items() if value is not None}
-    write_json(folder / GENERATION, {**known, "transformers_version": FORMAT})
+    write_json(folder / GENERATION, {**known, "transformers_version": TRANSFORMERS_VERSION})
     kind = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": length, "eos_token": tokens.eos_token}
     write_json(folder / "tokenizer_config.json", {**kind, **tokens.names, "clean_up_tokenization_spaces": False})
     kept = read_source(run).get("along", {})
-    for name in ALONG:
+    for name in TOKENIZER_SIDE_FILES:
         if name in kept:
             write_atomic(folder / name, _for_both(tokens.corrected(name, kept[name])))
     if tokens.chat_template is not None:
         write_atomic(folder / "chat_template.jinja", tokens.chat_template)
-    shutil.copyfile(run.data_dir / TOKENIZER, folder / TOKENIZER)
-    fsync(folder / TOKENIZER)
+    shutil.copyfile(run.data_dir / TOKENIZER_FILE, folder / TOKENIZER_FILE)
+    fsync(folder / TOKENIZER_FILE)
     return tokens.notes
 
 
@@ -122,12 +130,15 @@ def _write_weights(folder: Path, shapes: Mapping[str, list[int]], checkpoint: Pa
             pieces.append([])
         pieces[-1].append(name)
     many, total = len(pieces), sum(sizes.values())
-    files = [f"model-{number:05}-of-{many:05}.safetensors" if many > 1 else WHOLE for number in range(1, many + 1)]
+    files = [
+        f"model-{number:05}-of-{many:05}.safetensors" if many > 1 else SINGLE_WEIGHTS_FILE
+        for number in range(1, many + 1)
+    ]
     for file, names in zip(files, pieces, strict=True):
         _write_piece(folder / file, {name: (code, shapes[name], sizes[name]) for name in names}, checkpoint, kind)
     if many > 1:
         table = {name: file for file, names in zip(files, pieces, strict=True) for name in names}
-        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": table})
+        write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": table})
     return total
 
 

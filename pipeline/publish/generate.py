@@ -29,15 +29,29 @@ from pipeline.checkpoint.catalog import open_intact_checkpoint
 from pipeline.checkpoint.checkpointer import CheckpointReader, load_checkpoint
 from pipeline.checkpoint.identity import read_source
 from pipeline.checkpoint.model_tokens import model_tokens
-from pipeline.config.hugging_face import CONFIG, TOKENIZER, along, inside, pieces, read_inside, section_from
+from pipeline.config.hugging_face import (
+    CONFIG_FILE,
+    TOKENIZER_FILE,
+    list_weight_files,
+    open_inside,
+    read_inside,
+    read_model_section,
+    read_tokenizer_files,
+)
 from pipeline.config.sections import ModelConfig
 from pipeline.data.chat_template import ChatTemplate, ChatTemplateError, find_template
-from pipeline.data.manifest import CHAT, Manifest
-from pipeline.data.special_tokens import added_tokens, encode_prompt, encode_question, end_of_turn, load_tokenizer
-from pipeline.data.verify_shards import manifest_of
+from pipeline.data.manifest import CHAT_FILE, Manifest
+from pipeline.data.special_tokens import (
+    encode_chat_prompt,
+    encode_prompt,
+    find_end_of_turn,
+    get_added_tokens,
+    load_tokenizer,
+)
+from pipeline.data.verify_shards import load_run_manifest
 from pipeline.model.decoder import Decoder, init_weights
 from pipeline.model.spec import EMBEDDING
-from pipeline.publish.open_weights import fitting, held_by
+from pipeline.publish.open_weights import match_tensors, read_tensor_specs
 from pipeline.run.directory import Run
 
 Ready = tuple[Decoder, Tokenizer, list[int], list[int]]
@@ -48,7 +62,7 @@ Prompt = str | Sequence[Mapping[str, str]]
 """A text to continue, or the messages of a dialogue to answer."""
 
 
-def generate(
+def generate_text(
     target: Path,
     prompt: str,
     *,
@@ -77,10 +91,12 @@ def generate(
     if chat:
         first = [] if system is None else [{"role": "system", "content": _as_text(system)}]
         asked = [*first, {"role": "user", "content": _as_text(prompt)}]
-    of_run = (target / "config.yaml").exists() or not (target / CONFIG).exists()
+    of_run = (target / "config.yaml").exists() or not (target / CONFIG_FILE).exists()
     model, tokenizer, ends, ids = (_of_run if of_run else _of_folder)(target, asked, step, most)
     generator = torch.Generator().manual_seed(seed)
-    new = further(model, ids, most, ends, lambda logits_V: chosen(logits_V, temperature, top_p, generator))
+    new = generate_tokens(
+        model, ids, most, ends, lambda logits_V: choose_token(logits_V, temperature, top_p, generator)
+    )
     text: str = tokenizer.decode(new if chat else [*ids, *new])  # without special tokens
     return text
 
@@ -90,7 +106,7 @@ def _as_text(argument: str) -> str:
     return argument.encode(errors="replace").decode()
 
 
-def chosen(logits_V: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
+def choose_token(logits_V: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
     """The next token, from its logits (fp32): the likeliest where `temperature` is 0, else a drawn one."""
     if temperature == 0:
         return int(logits_V.argmax())
@@ -101,7 +117,7 @@ def chosen(logits_V: Tensor, temperature: float, top_p: float, generator: torch.
 
 
 @torch.inference_mode()
-def further(
+def generate_tokens(
     model: Decoder, ids: Sequence[int], most: int, ends: Sequence[int], choose: Callable[[Tensor], int]
 ) -> list[int]:
     """At most `most` tokens after `ids`, each chosen from its logits (fp32, shape (V,)); the last may be an end."""
@@ -124,7 +140,7 @@ def _of_run(path: Path, prompt: Prompt, step: str | None, most: int) -> Ready:
     if run.config.model.target is not None:
         raise UserError(f"{run.name} trains a model of its own ({run.config.model.target}), which generates no text")
     eos_token = run.config.data.tokenizer.eos_token
-    manifest, tokenizer = manifest_of(run), load_tokenizer(run.data_dir / TOKENIZER, eos_token)
+    manifest, tokenizer = load_run_manifest(run), load_tokenizer(run.data_dir / TOKENIZER_FILE, eos_token)
     assert isinstance(manifest, Manifest)
     ids, turn_ends = _encoded(tokenizer, prompt, manifest.bos_ids, lambda: _template_of_run(run))
     checkpoint, _ = open_intact_checkpoint(run, step)
@@ -138,16 +154,16 @@ def _of_folder(folder: Path, prompt: Prompt, step: str | None, most: int) -> Rea
     """Of a folder in Hugging Face's format."""
     if step is not None:
         raise UserError(f"--step: {folder} is no run and has no checkpoints: leave it out")
-    config = ModelConfig(**section_from(folder))
-    with translate_read_errors(str(folder / TOKENIZER)), inside(folder, TOKENIZER) as file:
+    config = ModelConfig(**read_model_section(folder))
+    with translate_read_errors(str(folder / TOKENIZER_FILE)), open_inside(folder, TOKENIZER_FILE) as file:
         tokenizer = load_tokenizer(file)
-    begin = added_tokens(tokenizer)[0]
-    ids, turn_ends = _encoded(tokenizer, prompt, begin, lambda: _template_in(along(folder), f"{folder}"))
+    begin = get_added_tokens(tokenizer)[0]
+    ids, turn_ends = _encoded(tokenizer, prompt, begin, lambda: _template_in(read_tokenizer_files(folder), f"{folder}"))
     model = _decoder(config, config.vocab_size or 0, ids, most)
-    held = {name: held_by(folder, name) for name in pieces(folder)}
-    source = fitting(folder, held, dict(model.named_weights()), tied=config.tie_word_embeddings)
+    held = {name: read_tensor_specs(folder, name) for name in list_weight_files(folder)}
+    source = match_tensors(folder, held, dict(model.named_weights()), tied=config.tie_word_embeddings)
     source.fill(_made(model, config).named_weights())
-    return model, tokenizer, [*_ends(read_inside(folder, CONFIG), along(folder)), *turn_ends], ids
+    return model, tokenizer, [*_ends(read_inside(folder, CONFIG_FILE), read_tokenizer_files(folder)), *turn_ends], ids
 
 
 def _encoded(
@@ -157,7 +173,7 @@ def _encoded(
     if isinstance(prompt, str):
         return encode_prompt(tokenizer, prompt, bos_ids), ()
     found = template()
-    return encode_question(tokenizer, found, prompt), end_of_turn(found, tokenizer).ids
+    return encode_chat_prompt(tokenizer, found, prompt), find_end_of_turn(found, tokenizer).ids
 
 
 def _template_of_run(run: Run) -> ChatTemplate:
@@ -166,7 +182,7 @@ def _template_of_run(run: Run) -> ChatTemplate:
     Raises UserError if there is none.
     """
     if run.config.data.records == "messages":
-        chat = read_json(run.data_dir / CHAT)
+        chat = read_json(run.data_dir / CHAT_FILE)
         return ChatTemplate(chat["template"], chat["tokens"])
     return _template_in(read_source(run).get("along", {}), run.name)
 

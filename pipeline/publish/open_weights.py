@@ -27,7 +27,15 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import add_checksum, sha256_file, translate_read_errors, write_json
 from pipeline.checkpoint.identity import SOURCE_FILE
 from pipeline.comm.groups import all_gather_results
-from pipeline.config.hugging_face import CONFIG, TOKENIZER, along, inside, pieces, stamp, token_ids
+from pipeline.config.hugging_face import (
+    CONFIG_FILE,
+    TOKENIZER_FILE,
+    hash_weight_stats,
+    list_weight_files,
+    open_inside,
+    read_token_ids,
+    read_tokenizer_files,
+)
 from pipeline.model.decoder import local_slices, local_tensor
 from pipeline.model.spec import LM_HEAD
 from pipeline.model.task import Task
@@ -56,11 +64,11 @@ class OpenWeights:
         for name, parameter in weights:
             part = local_tensor(parameter)
             if part.numel():
-                with inside(self.folder, self.files[name]) as path, safe_open(path, framework="pt") as file:
+                with open_inside(self.folder, self.files[name]) as path, safe_open(path, framework="pt") as file:
                     part.copy_(file.get_slice(name)[local_slices(parameter)])
 
 
-def open_weights(run: Run, task: Task, group: dist.ProcessGroup) -> OpenWeights | None:
+def open_initial_weights(run: Run, task: Task, group: dist.ProcessGroup) -> OpenWeights | None:
     """What the run's decoder starts from; None where its weights are drawn.
 
     All ranks of the Gloo `group` call it. Raises UserError, on all of them, naming file and tensor, for a folder that
@@ -73,24 +81,24 @@ def open_weights(run: Run, task: Task, group: dist.ProcessGroup) -> OpenWeights 
     folder, rank, ranks = model.init_from, dist.get_rank(group), dist.get_world_size(group)
 
     def digest_of(name: str) -> str:
-        with translate_read_errors(str(folder / name)), inside(folder, name) as file:
+        with translate_read_errors(str(folder / name)), open_inside(folder, name) as file:
             return sha256_file(file)
 
     def look() -> dict[str, Held]:
-        with translate_read_errors(str(folder / CONFIG)), inside(folder, CONFIG) as file:
+        with translate_read_errors(str(folder / CONFIG_FILE)), open_inside(folder, CONFIG_FILE) as file:
             if sha256_file(file) != model.init_sha256:
-                raise UserError(f"{folder / CONFIG} was changed since this run was made from it: make a new run")
-        names = pieces(folder)[rank::ranks]
-        if model.init_files not in (None, stamp(folder)):
+                raise UserError(f"{folder / CONFIG_FILE} was changed since this run was made from it: make a new run")
+        names = list_weight_files(folder)[rank::ranks]
+        if model.init_files not in (None, hash_weight_stats(folder)):
             raise UserError(
                 f"{folder}: files with its weights were changed since this run was made from it, by size or time: make "
                 "a new run"
             )
-        return {name: held_by(folder, name) for name in names}
+        return {name: read_tensor_specs(folder, name) for name in names}
 
     seen = {name: found for part in all_gather_results(group, look) for name, found in part.items()}
     whole = dict(task.named_weights(task.build(range(model.layers))))
-    source = fitting(folder, seen, whole, tied=model.tie_word_embeddings)
+    source = match_tensors(folder, seen, whole, tied=model.tie_word_embeddings)
     threads = ThreadPoolExecutor(4)
     digests = {name: threads.submit(digest_of, name) for name in sorted(seen)[rank::ranks]}
 
@@ -104,19 +112,19 @@ def open_weights(run: Run, task: Task, group: dist.ProcessGroup) -> OpenWeights 
 
 def _write_source(run: Run, folder: Path, hashes: Mapping[str, str]) -> None:
     """Note what the training begins with."""
-    own = run.config.data.tokenizer.path == folder / TOKENIZER
-    files = {CONFIG: run.config.model.init_sha256, **hashes}
-    kept = {"along": along(folder), "token_ids": token_ids(folder)} if own else {"along": {}}
+    own = run.config.data.tokenizer.path == folder / TOKENIZER_FILE
+    files = {CONFIG_FILE: run.config.model.init_sha256, **hashes}
+    kept = {"along": read_tokenizer_files(folder), "token_ids": read_token_ids(folder)} if own else {"along": {}}
     write_json(run.path / SOURCE_FILE, add_checksum({"folder": str(folder), "files": files, **kept}))
 
 
-def held_by(folder: Path, file_name: str) -> Held:
+def read_tensor_specs(folder: Path, file_name: str) -> Held:
     """Shape and type of each tensor of a safetensors file, by name. Raises UserError for what is none."""
     file = folder / file_name
     try:
         with (
             translate_read_errors(str(file)),
-            inside(folder, file_name) as path,
+            open_inside(folder, file_name) as path,
             safe_open(path, framework="pt") as content,
         ):
             names = content.keys()
@@ -129,7 +137,9 @@ def held_by(folder: Path, file_name: str) -> Held:
         ) from error
 
 
-def fitting(folder: Path, held: Mapping[str, Held], whole: Mapping[str, nn.Parameter], *, tied: bool) -> OpenWeights:
+def match_tensors(
+    folder: Path, held: Mapping[str, Held], whole: Mapping[str, nn.Parameter], *, tied: bool
+) -> OpenWeights:
     """The folder, of whose files this is `held`. Raises UserError where that is not the `whole` model's tensors."""
     files: dict[str, str] = {}
     tensors: dict[str, tuple[list[int], str]] = {}
@@ -143,10 +153,12 @@ def fitting(folder: Path, held: Mapping[str, Held], whole: Mapping[str, nn.Param
         if shape is None:
             raise UserError(f"{folder}: there is no tensor {name} in its safetensors files: fetch the folder again")
         if shape != list(parameter.shape):
-            raise UserError(f"{folder}: {name} has the shape {shape}, and {CONFIG} asks for {list(parameter.shape)}")
+            raise UserError(
+                f"{folder}: {name} has the shape {shape}, and {CONFIG_FILE} asks for {list(parameter.shape)}"
+            )
         if kind not in _TYPES:
             raise UserError(f"{folder}: {name} is of type {kind}, not one of {', '.join(_TYPES)}: take one that is")
     unknown = sorted(name for name in tensors.keys() - whole.keys() if not name.endswith(_NO_WEIGHT))
     if unknown and not (tied and unknown == [LM_HEAD]):
-        raise UserError(f"{folder}: {CONFIG} says nothing of {unknown[0]}, so the model would not be that one")
+        raise UserError(f"{folder}: {CONFIG_FILE} says nothing of {unknown[0]}, so the model would not be that one")
     return OpenWeights(folder, files)

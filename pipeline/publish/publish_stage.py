@@ -143,7 +143,7 @@ def _version(run: Run, step: int) -> Path:
 def _make(run: Run, step: int, version: Path) -> None:
     """Write the version, which is not there. Raises UserError if a rule fails, and if another run published different
     weights under this name in the meantime."""
-    from pipeline.publish.export import write_model
+    from pipeline.publish.export import write_model_files
 
     wanted, result = _wanted(run), read_result(run, step)
     held = _held_rules(wanted, result, step)
@@ -153,7 +153,7 @@ def _make(run: Run, step: int, version: Path) -> None:
     ours: dict[str, str] = {}
     try:
         with create_folder_atomically(version, owner) as making:
-            print(write_model(run, making, str(step), wanted.dtype), flush=True)
+            print(write_model_files(run, making, str(step), wanted.dtype), flush=True)
             _complete(run, making, step, result, held)
             ours = _read_sums(making)
         print(f"published {version}", flush=True)
@@ -282,14 +282,14 @@ def _entry(run: Run) -> str:
 
 def _register(run: Run, version: Path, step: int) -> None:
     """Enter a version into the registry. Raises UserError where that fails."""
-    from pipeline.publish.publish_stage import register
+    from pipeline.publish.publish_stage import register_version
 
     mlflow, figures = _wanted(run).mlflow, get_metrics(read_result(run, step) or {})
     assert mlflow is not None
     sums = [line for line in (version / SUMS).read_text().splitlines(keepends=True) if ".safetensors" in line]
     weights = sha256("".join(sums).encode()).hexdigest()
     tags = {"run": run.config.run.name, "step": step, "weights_sha256": weights, **figures}
-    print(register(mlflow.uri, _entry(run), version, tags), flush=True)
+    print(register_version(mlflow.uri, _entry(run), version, tags), flush=True)
 
 
 def _bar(other: Path) -> tuple[str, float]:
@@ -351,7 +351,7 @@ _PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "60", "MLFLOW_HTTP_REQUEST_MAX_RETRI
 _SAME = ("run", "step", "weights_sha256")
 
 
-def register(uri: str, model: str, folder: Path, tags: Mapping[str, Any]) -> str:
+def register_version(uri: str, model: str, folder: Path, tags: Mapping[str, Any]) -> str:
     """Enter the published `folder` as a version of `model`, unless one is there of the same run, step and weights; what
     was done, in words. Raises UserError where MLflow is missing and, naming it, where the server does not answer or
     refuses."""

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from pipeline.base.errors import NonFiniteError
 from pipeline.base.files import add_checksum, append_line, fsync
 from pipeline.comm.groups import all_gather_results
-from pipeline.data.sample_order import position_of
+from pipeline.data.sample_order import skip_excluded
 from pipeline.run import lines
 from pipeline.run.directory import Run, utc_timestamp
 from pipeline.train.callback import Callback, TrainerContext
@@ -87,7 +87,7 @@ class BadStepGuard(Callback):
         batch = run.config.train.global_batch
         for line in metrics:
             if "skipped" in line:
-                self._bad_positions.append(position_of((line["step"] - 1) * batch, self.excluded_ranges))
+                self._bad_positions.append(skip_excluded((line["step"] - 1) * batch, self.excluded_ranges))
             else:
                 self._bad_positions.clear()
                 self._losses.append(line["loss"])
@@ -128,7 +128,7 @@ class BadStepGuard(Callback):
             grad_norm: norm of the whole model's gradient before clipping.
         """
         batch = self.run.config.train.global_batch
-        position = position_of((step - 1) * batch, self.excluded_ranges)
+        position = skip_excluded((step - 1) * batch, self.excluded_ranges)
         reason = self._skip_reasons.get(position) or self._find_problem(loss, grad_norm)
         if reason is None:
             self._losses.append(loss)

@@ -11,7 +11,7 @@ from pipeline.base.errors import ExitCode
 from pipeline.base.files import read_last_object
 from pipeline.base.signals import StopFlag
 from pipeline.checkpoint.catalog import describe_missing_checkpoints, find_newest_step, read_early_stop
-from pipeline.data.manifest import amount_words, steps_of, steps_words
+from pipeline.data.manifest import count_training_steps, format_amount_read, format_training_length
 from pipeline.parallel.mesh import check_tensor_group_on_one_node
 from pipeline.run.code import call_in_child_process
 from pipeline.run.directory import Run
@@ -24,7 +24,7 @@ from pipeline.train.lr_schedule import compute_learning_rate
 def missing_outputs(run: Run) -> str | None:
     """Return why the training is not done; None if its final checkpoint exists."""
     step = find_newest_step(run.checkpoints_dir)
-    steps = steps_of(run.config, run.data_dir)
+    steps = count_training_steps(run.config, run.data_dir)
     if steps and (step >= steps or is_complete_early(run, step, steps)):
         return None
     message = f"the newest checkpoint is step {step} of {steps or 'an unknown number'}"
@@ -39,10 +39,10 @@ def is_complete_early(run: Run, step: int, steps: int) -> bool:
 
 def progress(run: Run) -> Progress:
     """Return how many steps are done."""
-    steps = steps_of(run.config, run.data_dir)
+    steps = count_training_steps(run.config, run.data_dir)
     last = read_last_object(run.metrics_file, is_step_line)
     if steps is None:
-        return Progress(steps_words(run.config, run.data_dir))
+        return Progress(format_training_length(run.config, run.data_dir))
     if last is None:
         return Progress(f"0/{steps} steps", 0, steps, "starting")
     step = last["step"]
@@ -50,7 +50,7 @@ def progress(run: Run) -> Progress:
     running = f"step {step}/{steps}  {format_loss(last)}  {format_speed(last)}"
     remaining_s = (steps - step) * last["step_time_s"]
     is_complete = step == steps or is_complete_early(run, step, steps)
-    amount = amount_words(run.config, run.data_dir, step) if is_complete else ""
+    amount = format_amount_read(run.config, run.data_dir, step) if is_complete else ""
     early = ", completed early" if is_complete and step < steps else ""
     message = f"{step}/{steps} steps{early}, {format_loss(last)}{amount}"
     return Progress(message, step, steps, running, loss, remaining_s)
@@ -62,7 +62,7 @@ def resume_note(run: Run) -> str | None:
     It increases if `train.steps` is raised, because the schedule depends on the number of the last step.
     """
     optimizer = run.config.optimizer
-    steps = steps_of(run.config, run.data_dir)
+    steps = count_training_steps(run.config, run.data_dir)
     last = read_last_object(run.metrics_file, is_step_line)
     step = last["step"] if last else 0
     previous_lr = last.get("lr") if last else None
@@ -102,7 +102,7 @@ def run_stage(run: Run, place: RankInfo, options: Mapping[str, str], flag: StopF
         startup_s[part], since = round(time.monotonic() - since, 3), time.monotonic()
 
     from pipeline.comm import groups
-    from pipeline.data.verify_shards import manifest_of
+    from pipeline.data.verify_shards import load_run_manifest
     from pipeline.resilience import health
     from pipeline.resilience.watchdog import Watchdog
     from pipeline.train.trainer import Trainer
@@ -111,7 +111,7 @@ def run_stage(run: Run, place: RankInfo, options: Mapping[str, str], flag: StopF
 
     watchdog = Watchdog(run, "train", place, flag)
     watchdog.start()
-    manifest = manifest_of(run)
+    manifest = load_run_manifest(run)
     groups.configure_determinism(run.config)
     world = groups.join_process_group(place, run.config)
     mark("rendezvous")

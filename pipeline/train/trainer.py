@@ -35,17 +35,17 @@ from pipeline.checkpoint.identity import (
     describe_version_changes,
 )
 from pipeline.comm import groups
-from pipeline.data.loader import Batches, GlobalOrderSampler
+from pipeline.data.loader import BatchLoader, GlobalOrderSampler
 from pipeline.data.local_copy import LocalCopies
-from pipeline.data.manifest import Manifest, SampleManifest, steps_of
-from pipeline.data.sample_order import epoch_words, mixture_of
+from pipeline.data.manifest import Manifest, SampleManifest, count_training_steps
+from pipeline.data.sample_order import build_mixture, format_epochs
 from pipeline.data.samples import MappedDataset, SampleDataset, TokenDataset
 from pipeline.data.verify_shards import verify_shards
 from pipeline.evaluate.evaluator import Evaluator
 from pipeline.model.task import Batch, DecoderTask, make_task
 from pipeline.parallel.mesh import check_warmup, describe_layout_identity, resolve_layout
 from pipeline.parallel.traffic import count_traffic
-from pipeline.publish.open_weights import open_weights
+from pipeline.publish.open_weights import open_initial_weights
 from pipeline.resilience.guard import BadStepGuard
 from pipeline.resilience.stop import EARLY_STOP_REQUEST, SAVE_REQUEST, Deadline, SaveRequests, StopCoordinator
 from pipeline.resilience.stragglers import LocalComputeTimer, StragglerDetector
@@ -99,7 +99,7 @@ class Trainer:
         vocab_size = manifest.vocab_size if isinstance(manifest, Manifest) else None
         self.layout = resolve_layout(config, world.size, rank_info.local_world_size, vocab_size)
         self.task = make_task(run, manifest)
-        self.steps = steps_of(config, run.data_dir) or 0
+        self.steps = count_training_steps(config, run.data_dir) or 0
         check_warmup(config, self.steps)
         custom_schedule = config.optimizer.schedule == "own"
         self.learning_rate = self.task.user_module.learning_rate if custom_schedule else compute_learning_rate
@@ -124,7 +124,7 @@ class Trainer:
         """Reason and planned steps of a training that was completed early."""
         self.start_step, callback_states = self._restore(from_scratch)
         self.guard = BadStepGuard.load(run, self.coordinator.group)
-        self.mixture = mixture_of(config, manifest, self.guard.excluded_ranges)
+        self.mixture = build_mixture(config, manifest, self.guard.excluded_ranges)
         self.callbacks = CallbackList(self, self._make_callbacks(flag))
         self.callbacks.load_state_dict(callback_states)
 
@@ -181,7 +181,7 @@ class Trainer:
         source = None
         if from_scratch:
             groups.all_gather_results(self.checkpointer.group, self._check_no_checkpoint_is_missing)
-            source = open_weights(self.run, self.task, self.checkpointer.group)
+            source = open_initial_weights(self.run, self.task, self.checkpointer.group)
         engine = Engine(
             self.config,
             self.layout,
@@ -202,7 +202,7 @@ class Trainer:
             raise CheckpointError("checkpoint.disappeared", problem)
 
     @contextlib.contextmanager
-    def _open_batches(self) -> Iterator[Batches]:
+    def _open_batches(self) -> Iterator[BatchLoader]:
         """Read this rank's part of each global batch, from the first sample that was not consumed."""
         sampler = GlobalOrderSampler(
             self.dataset,
@@ -217,7 +217,7 @@ class Trainer:
         key = groups.broadcast_from_rank0(self.coordinator.group, secrets.token_hex(8))
         write_event = partial(self.run.event, stage="train") if self.rank_info.local_rank == 0 else None
         copies = LocalCopies(self.dataset, self.run.data_dir, self.config.site.local_disk, key, write_event)
-        with copies, contextlib.closing(Batches(self.dataset, sampler, self.device)) as batches:
+        with copies, contextlib.closing(BatchLoader(self.dataset, sampler, self.device)) as batches:
             yield batches
 
     # -- one step ----------------------------------------------------------------------------------------
@@ -451,7 +451,9 @@ class Trainer:
             now = self.mixture.epochs(self.samples_consumed)
             weights = self.mixture.weights.model_dump()["weights"]
             self.run.event("mixture", "train", weights=weights, epochs=now, epochs_at_the_end=at_end)
-            self.log(f"epochs of each source by step {self.steps}: {epoch_words(at_end)}; so far: {epoch_words(now)}")
+            self.log(
+                f"epochs of each source by step {self.steps}: {format_epochs(at_end)}; so far: {format_epochs(now)}"
+            )
         facts: dict[str, Any] = {"communication": self.world.transport, "sent_bytes": self._count_sent_bytes()}
         facts = {name: value for name, value in facts.items() if value} | measure_peak_memory(self.device)
         self.run.event("ready", "train", step=self.start_step, startup_s=self.startup_s, **facts)

@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from pipeline.base.errors import UserError
 from pipeline.checkpoint.catalog import list_checkpoint_steps
-from pipeline.data.manifest import steps_of
+from pipeline.data.manifest import count_training_steps
 from pipeline.run.directory import Run
 from slurm.query.job_states import events_since_submission, list_recorded_jobs, query_job_states
 
@@ -58,7 +58,7 @@ class Evaluations:
 
     def _submit_newest(self) -> None:
         newest = next(iter(list_checkpoint_steps(self.run.checkpoints_dir)), 0)
-        if not self._last_step < newest < (steps_of(self.run.config, self.run.data_dir) or 0):
+        if not self._last_step < newest < (count_training_steps(self.run.config, self.run.data_dir) or 0):
             return
         from slurm.submit.sbatch import JOB_SBATCH_TIMEOUT_S, resolve_submissions_if_open, submit_stage
 

@@ -16,7 +16,7 @@ from pipeline.base.errors import StorageError, UserError, find_storage_error
 from pipeline.base.files import translate_read_errors
 from pipeline.config.read import load_config
 from pipeline.data.manifest import ShardEntry
-from pipeline.data.samples import map_file
+from pipeline.data.samples import map_arrays
 from pipeline.run.directory import Run
 from tests.support.tiny import write_config
 
@@ -113,7 +113,7 @@ def test_a_limit_of_files_is_no_fault_of_the_file(tmp_path: Path) -> None:
     )  # fmt: skip
     path = tmp_path / entry.file
     with no_more_files():
-        for use in (lambda: map_file(entry, path), lambda: _read_hdf5(shard), lambda: _read_text(shard)):
+        for use in (lambda: map_arrays(entry, path), lambda: _read_hdf5(shard), lambda: _read_text(shard)):
             with pytest.raises(StorageError, match=r"too many files are open: raise the limit \(`ulimit -n`\)"):
                 use()
 
@@ -167,4 +167,4 @@ def test_too_many_maps_are_no_fault_of_the_file(tmp_path: Path, monkeypatch: pyt
     entry = ShardEntry.model_construct(file="shard", tokens=8, offset=0, dtype="uint16", part=None)
     monkeypatch.setattr(mmap, "mmap", full)
     with pytest.raises(StorageError, match=r"too many files are mapped \(vm.max_map_count\): have fewer"):
-        map_file(entry, tmp_path / "shard")
+        map_arrays(entry, tmp_path / "shard")

@@ -125,7 +125,7 @@ def test_of_many_inputs_some_are_asked(tmp_path: Path, monkeypatch: pytest.Monke
         Path(source.path).touch()
         os.utime(source.path, ns=(0, 0))
     folder = SimpleNamespace(path=tmp_path, inputs=inputs)
-    monkeypatch.setattr("data_prep.shard.seen_from_outside", lambda run: folder)
+    monkeypatch.setattr("data_prep.shard.open_finished_data_folder", lambda run: folder)
     monkeypatch.setattr("data_prep.documents.os", SimpleNamespace(stat=stat))
     assert missing_inputs(Run(tmp_path)) is None and 80 < len(asked) <= 100
     for name in names[100:110]:

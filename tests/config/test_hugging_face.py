@@ -11,10 +11,17 @@ from typing import Any
 import pytest
 import transformers
 
-from data_prep.records import chat_json
+from data_prep.records import build_chat_json
 from pipeline.base.errors import UserError
 from pipeline.base.files import write_json
-from pipeline.config.hugging_face import FolderError, along, config_json, inside, section_from, section_of
+from pipeline.config.hugging_face import (
+    ModelFolderError,
+    build_config_json,
+    open_inside,
+    parse_model_config,
+    read_model_section,
+    read_tokenizer_files,
+)
 from pipeline.config.read import ConfigError, dump_config, load_config, make_point_configs
 from pipeline.config.sections import ModelConfig
 
@@ -88,12 +95,12 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_models_are_read_and_written_back(name: str) -> None:
     theirs, means = PUBLISHED[name]
-    section = section_of(theirs)
+    section = parse_model_config(theirs)
     assert section | means == section
     model = ModelConfig(**section)
-    written = config_json(model, theirs["vocab_size"], 64, theirs["eos_token_id"], "bfloat16")
+    written = build_config_json(model, theirs["vocab_size"], 64, theirs["eos_token_id"], "bfloat16")
     said = {key: value for key, value in section.items() if value is not None}
-    assert section_of(written) | said == section_of(written)  # the width of a head may be new in words
+    assert parse_model_config(written) | said == parse_model_config(written)  # the width of a head may be new in words
     # transformers 5 takes both spellings to mean the same
     before, after = (transformers.AutoConfig.for_model(**config).to_dict() for config in (theirs, written))
     told = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
@@ -107,20 +114,20 @@ def test_what_transformers_5_saves_is_read(tmp_path: Path, family: str) -> None:
     rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 77.0}
     sizes = {**SIZES, "num_key_value_heads": 2, "vocab_size": 300}
     getattr(transformers, f"{family}Config")(**sizes, rope_parameters=rope).save_pretrained(tmp_path)
-    section = section_of(json.loads((tmp_path / "config.json").read_bytes()))
+    section = parse_model_config(json.loads((tmp_path / "config.json").read_bytes()))
     assert section["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
     assert (section["rope_theta"], section["dim"], section["vocab_size"]) == (77.0, 32, 300)
 
 
 def test_keys_that_are_left_out_have_their_familys_defaults() -> None:
     bare = {**SIZES, "vocab_size": 300}
-    assert section_of({**bare, "model_type": "llama"})["kv_heads"] is None  # as many as heads
-    assert section_of({**bare, "model_type": "llama"})["rms_norm_eps"] == 1e-6
+    assert parse_model_config({**bare, "model_type": "llama"})["kv_heads"] is None  # as many as heads
+    assert parse_model_config({**bare, "model_type": "llama"})["rms_norm_eps"] == 1e-6
     eight = {**bare, "num_attention_heads": 8}
-    assert section_of({**eight, "model_type": "mistral"})["kv_heads"] == 8
-    assert section_of({**eight, "model_type": "mistral"})["sliding_window"] == 4096
+    assert parse_model_config({**eight, "model_type": "mistral"})["kv_heads"] == 8
+    assert parse_model_config({**eight, "model_type": "mistral"})["sliding_window"] == 4096
     wide = {**bare, "num_attention_heads": 32, "model_type": "qwen3"}
-    assert (section_of(wide)["kv_heads"], section_of(wide)["head_dim"]) == (32, 128)
+    assert (parse_model_config(wide)["kv_heads"], parse_model_config(wide)["head_dim"]) == (32, 128)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +163,7 @@ def test_keys_that_are_left_out_have_their_familys_defaults() -> None:
 )
 def test_what_is_not_supported_is_refused_by_its_key(change: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError) as error:
-        section_of({**SMALL, **change})
+        parse_model_config({**SMALL, **change})
     assert told in str(error.value)
 
 
@@ -166,7 +173,7 @@ def test_odd_values_are_refused_too() -> None:
         for value in ([["a"]], {"type": ["a"]}, "text", -1, 1.5, float("nan")):
             for family in ("llama", "qwen3"):
                 with contextlib.suppress(ValueError, TypeError):  # what a person is told; anything else is a bug
-                    ModelConfig(**section_of({**SMALL, "model_type": family, key: value}))
+                    ModelConfig(**parse_model_config({**SMALL, "model_type": family, key: value}))
 
 
 @pytest.mark.parametrize(
@@ -186,14 +193,14 @@ def test_a_sliding_window_is_written_as_it_was_read(
     more: dict[str, Any], window: int | None, first: int | None
 ) -> None:
     theirs = {**SMALL, "model_type": "qwen2", **more}
-    section = section_of(theirs)
+    section = parse_model_config(theirs)
     assert (section["sliding_window"], section["max_window_layers"]) == (window, first)
     if "layer_types" in more and first is None:
         with pytest.raises(UserError, match="which layers have it"):
-            config_json(ModelConfig(**section), 300, 64, 2, "float32")
+            build_config_json(ModelConfig(**section), 300, 64, 2, "float32")
         return
-    written = config_json(ModelConfig(**section), 300, 64, 2, "float32")
-    assert section_of(written) | {"head_dim": None, "max_position_embeddings": None} == section
+    written = build_config_json(ModelConfig(**section), 300, 64, 2, "float32")
+    assert parse_model_config(written) | {"head_dim": None, "max_position_embeddings": None} == section
     before, after = (transformers.AutoConfig.for_model(**config) for config in (theirs, written))
     assert getattr(before, "layer_types", None) == getattr(after, "layer_types", None)
 
@@ -322,41 +329,41 @@ def test_links_below_snapshots_lead_to_the_blobs_of_a_cache_of_the_hub_only(
     (folder / "config.json").rename(file)
     (folder / "config.json").symlink_to(file)
     if is_allowed:
-        assert section_from(folder)["dim"] == 32
+        assert read_model_section(folder)["dim"] == 32
     else:
-        with pytest.raises(FolderError, match=r"config\.json is a link that leads out of"):
-            section_from(folder)
+        with pytest.raises(ModelFolderError, match=r"config\.json is a link that leads out of"):
+            read_model_section(folder)
 
 
 @pytest.mark.parametrize("name", ["chat_template.jinja", "generation_config.json"])
 def test_what_belongs_to_a_tokenizer_is_no_link_out_of_the_folder(tmp_path: Path, name: str) -> None:
     folder = folder_with(tmp_path / "open")
     (folder / name).write_text("theirs")
-    assert along(folder)[name] == "theirs"
+    assert read_tokenizer_files(folder)[name] == "theirs"
     (folder / name).unlink()
     (tmp_path / "secret").write_text("mine")
     (folder / name).symlink_to(tmp_path / "secret")
-    with pytest.raises(FolderError, match=f"{name} is a link that leads out of {folder}"):
-        along(folder)
+    with pytest.raises(ModelFolderError, match=f"{name} is a link that leads out of {folder}"):
+        read_tokenizer_files(folder)
     (folder / name).unlink()
     os.mkfifo(folder / name)
-    with pytest.raises(FolderError, match=f"{name} is no ordinary file"):
-        along(folder)
+    with pytest.raises(ModelFolderError, match=f"{name} is no ordinary file"):
+        read_tokenizer_files(folder)
 
 
 def test_what_was_checked_is_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that is replaced by a link behind the check: the file that was opened is read."""
     (tmp_path / "secret").write_text('{"model_type": "mine"}')
     folder, original = folder_with(tmp_path / "open"), os.path.realpath
-    with inside(folder, "config.json") as file:
+    with open_inside(folder, "config.json") as file:
         (folder / "config.json").unlink()
         (folder / "config.json").symlink_to(tmp_path / "secret")
         assert json.loads(file.read_text())["model_type"] != "mine"
     monkeypatch.setattr(
         os.path, "realpath", lambda path: str(folder) if str(path).startswith(str(folder)) else original(path)
     )
-    with pytest.raises(FolderError, match="leads out of"):
-        section_from(folder)
+    with pytest.raises(ModelFolderError, match="leads out of"):
+        read_model_section(folder)
 
 
 @pytest.mark.parametrize(
@@ -410,5 +417,5 @@ def test_malformed_added_tokens_are_named(tmp_path: Path, added: Any) -> None:
     assert f"{folder}/tokenizer.json" in str(error.value) and "added_tokens" in str(error.value)
     write_json(folder / "tokenizer_config.json", {"chat_template": "{{ messages }}"})
     with pytest.raises(UserError) as refused:
-        chat_json(folder / "tokenizer.json", "</s>")
+        build_chat_json(folder / "tokenizer.json", "</s>")
     assert f"{folder}/tokenizer.json" in str(refused.value) and "added_tokens" in str(refused.value)

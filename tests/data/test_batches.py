@@ -19,7 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.loader import Batches
+from pipeline.data.loader import BatchLoader
 from pipeline.data.samples import TokenDataset
 from tests.support.shards import write_shards
 
@@ -49,11 +49,11 @@ def endless() -> Iterator[np.ndarray]:
 @pytest.fixture
 def two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """However fast the consumer is, no more blocks wait, and the thread reads them."""
-    monkeypatch.setattr(Batches, "AHEAD_BYTES", 0)
-    monkeypatch.setattr(Batches, "HURRIED_S", 0.0)
+    monkeypatch.setattr(BatchLoader, "AHEAD_BYTES", 0)
+    monkeypatch.setattr(BatchLoader, "HURRIED_S", 0.0)
 
 
-def wait_until_full(batches: Batches, depth: int = 2) -> None:
+def wait_until_full(batches: BatchLoader, depth: int = 2) -> None:
     deadline = time.monotonic() + 240
     while batches._ready.qsize() < depth and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -69,7 +69,7 @@ def test_it_reads_ahead_and_no_further(dataset: TokenDataset) -> None:
             asked.append(indices)
             yield indices
 
-    with Batches(dataset, sampler(), CPU) as batches:
+    with BatchLoader(dataset, sampler(), CPU) as batches:
         wait_until_full(batches)
         time.sleep(0.05)
         assert batches._ready.qsize() == 2
@@ -81,7 +81,7 @@ def test_it_reads_ahead_and_no_further(dataset: TokenDataset) -> None:
 @pytest.mark.usefixtures("two_blocks")
 @pytest.mark.parametrize("taken", [0, 1, 5])
 def test_close_ends_a_blocked_thread(dataset: TokenDataset, taken: int) -> None:
-    batches = Batches(dataset, endless(), CPU)
+    batches = BatchLoader(dataset, endless(), CPU)
     for _ in range(taken):
         next(batches)
     wait_until_full(batches)
@@ -99,19 +99,19 @@ def test_errors_of_the_thread_reach_the_consumer(dataset: TokenDataset) -> None:
         yield np.array([1])
         raise OSError(5, "the storage failed")
 
-    with Batches(dataset, broken(), CPU) as batches:
+    with BatchLoader(dataset, broken(), CPU) as batches:
         assert next(batches)["tokens"].shape == (1, 11)
         for _ in range(2):
             with pytest.raises(OSError, match="the storage failed"):
                 next(batches)
-    with Batches(dataset, [np.array([0]), np.array([10])], CPU) as batches:
+    with BatchLoader(dataset, [np.array([0]), np.array([10])], CPU) as batches:
         next(batches)
         with pytest.raises(IndexError, match="there are 10"):
             next(batches)
 
 
 def test_a_finite_sampler_ends_the_iteration(dataset: TokenDataset) -> None:
-    with Batches(dataset, [np.array([k]) for k in range(5)], CPU) as batches:
+    with BatchLoader(dataset, [np.array([k]) for k in range(5)], CPU) as batches:
         assert [batch["tokens"][0].tolist() for batch in batches] == dataset.read(np.arange(5))["tokens"].tolist()
         assert list(batches) == []
 
@@ -128,7 +128,7 @@ def test_a_block_is_the_consumers_once_it_is_handed_over(
                 item.clear()
 
     monkeypatch.setattr("pipeline.data.loader.queue.SimpleQueue", Greedy)
-    with Batches(dataset, [np.array([k]) for k in range(5)], CPU) as batches:
+    with BatchLoader(dataset, [np.array([k]) for k in range(5)], CPU) as batches:
         assert [batch["tokens"][0].tolist() for batch in batches] == dataset.read(np.arange(5))["tokens"].tolist()
 
 
@@ -138,7 +138,7 @@ def test_waiting_is_measured(dataset: TokenDataset) -> None:
         time.sleep(0.2)
         yield from endless()
 
-    with Batches(dataset, slow(), CPU) as batches:
+    with BatchLoader(dataset, slow(), CPU) as batches:
         next(batches)
         first = batches.data_wait_s
         wait_until_full(batches)
@@ -151,7 +151,7 @@ def test_a_read_of_five_seconds_stops_nobody(dataset: TokenDataset, monkeypatch:
     """At 50 ms a step, by a clock of the test's: 200 batches are ready, where two blocks are 32 at most."""
     now, stuck, goes_on = 0.0, threading.Event(), threading.Event()
     monkeypatch.setattr("pipeline.data.loader.time", SimpleNamespace(perf_counter=lambda: now))
-    monkeypatch.setattr(Batches, "BLOCK_BYTES", 16 * 1024)
+    monkeypatch.setattr(BatchLoader, "BLOCK_BYTES", 16 * 1024)
     read = dataset.read
 
     def slow(indices: np.ndarray, out: Any = None) -> Any:
@@ -160,7 +160,7 @@ def test_a_read_of_five_seconds_stops_nobody(dataset: TokenDataset, monkeypatch:
         return read(indices, out)
 
     monkeypatch.setattr(dataset, "read", slow)
-    with Batches(dataset, (np.array([k % 10]) for k in count()), CPU) as batches:
+    with BatchLoader(dataset, (np.array([k % 10]) for k in count()), CPU) as batches:
         for _ in range(40):
             assert next(batches)["tokens"].shape == (1, 11)
             now += 0.05
@@ -180,7 +180,7 @@ def test_the_thread_starts_no_other_threads(tmp_path: Path) -> None:
     torch.set_num_threads(4)
     dataset = TokenDataset(write_shards(tmp_path, [(400_001, 0)], "uint16")[0], 100_000)
     before = len(os.listdir("/proc/self/task"))
-    with Batches(dataset, (np.arange(4) for _ in range(9)), CPU) as batches:
+    with BatchLoader(dataset, (np.arange(4) for _ in range(9)), CPU) as batches:
         wait_until_full(batches)
         assert len(os.listdir("/proc/self/task")) == before + 1
 
@@ -189,8 +189,8 @@ def test_a_consumer_in_a_hurry_reads_himself(dataset: TokenDataset, monkeypatch:
     """The thread rests meanwhile, and goes on as soon as a step takes time; by a clock of the test's."""
     now, readers = 0.0, []
     monkeypatch.setattr("pipeline.data.loader.time", SimpleNamespace(perf_counter=lambda: now))
-    monkeypatch.setattr(Batches, "BLOCK_BYTES", 1)
-    monkeypatch.setattr(Batches, "AHEAD_BYTES", 0)
+    monkeypatch.setattr(BatchLoader, "BLOCK_BYTES", 1)
+    monkeypatch.setattr(BatchLoader, "AHEAD_BYTES", 0)
     read = dataset.read
 
     def noted(indices: np.ndarray, out: Any = None) -> Any:
@@ -198,11 +198,11 @@ def test_a_consumer_in_a_hurry_reads_himself(dataset: TokenDataset, monkeypatch:
         return read(indices, out)
 
     monkeypatch.setattr(dataset, "read", noted)
-    with Batches(dataset, (np.array([k % 10]) for k in count()), CPU) as batches:
+    with BatchLoader(dataset, (np.array([k % 10]) for k in count()), CPU) as batches:
         for _ in range(9):
             next(batches)
-        assert readers.count(batches._thread) <= Batches.DEPTH + 2, "those that it had begun"
-        assert readers.count(threading.main_thread()) >= 9 - Batches.DEPTH - 2
+        assert readers.count(batches._thread) <= BatchLoader.DEPTH + 2, "those that it had begun"
+        assert readers.count(threading.main_thread()) >= 9 - BatchLoader.DEPTH - 2
         now += 1.0
         next(batches)
         wait_until_full(batches)
@@ -221,11 +221,11 @@ def test_whoever_reads_batches_come_in_their_order(steps: list[float], there: in
 
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         patch.setattr("pipeline.data.loader.time", SimpleNamespace(perf_counter=lambda: now))
-        patch.setattr(Batches, "BLOCK_BYTES", 4 * 1024)  # of at most four batches
+        patch.setattr(BatchLoader, "BLOCK_BYTES", 4 * 1024)  # of at most four batches
         dataset = TokenDataset(write_shards(Path(folder), [(101, 6)], "uint16")[0], 10)
         expected = [dataset.read(indices)["tokens"].tolist() for indices in islice(sampler(), min(there, len(steps)))]
         found: list[Any] = []
-        with Batches(dataset, sampler(), CPU) as batches:
+        with BatchLoader(dataset, sampler(), CPU) as batches:
             for step in steps:
                 try:
                     found.append(next(batches)["tokens"].tolist())

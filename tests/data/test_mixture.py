@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pipeline.base.errors import UserError
 from pipeline.config.datasets import MixtureConfig
 from pipeline.data.loader import GlobalOrderSampler
-from pipeline.data.sample_order import SCALE, Mixture, perm
+from pipeline.data.sample_order import WEIGHT_SCALE, Mixture, permute
 from pipeline.data.samples import MappedDataset
 
 NAMES = ["web", "code", "books", "math"]
@@ -34,7 +34,7 @@ def reference(seed: int, sizes: dict[str, int], wanted: MixtureConfig, batch: in
     for sample in range(samples):
         phase = [one for one in wanted.weights if (one.from_step - 1) * batch <= sample][-1]
         whole = sum(phase.weights.values())
-        shares = [phase.weights[name] / whole * SCALE for name in names]
+        shares = [phase.weights[name] / whole * WEIGHT_SCALE for name in names]
         units = [max(round(share), int(share > 0)) for share in shares]
         inside = sample - (phase.from_step - 1) * batch
         left, rest, source = inside, sum(units), names[-1]
@@ -48,7 +48,7 @@ def reference(seed: int, sizes: dict[str, int], wanted: MixtureConfig, batch: in
             rest -= share
         epoch, place = divmod(taken[source], sizes[source])
         key = int.from_bytes(hashlib.sha256(f"{seed} {source}".encode()).digest()[:8])
-        found.append(first[source] + int(perm(key, epoch, np.array([place]), sizes[source])[0]))
+        found.append(first[source] + int(permute(key, epoch, np.array([place]), sizes[source])[0]))
         taken[source] += 1
     return found
 
@@ -84,7 +84,7 @@ def test_no_source_is_ever_far_from_its_share(weights: list[float], samples: int
     counts = Mixture(1, sizes, config([(1, weights)]), 8).counts(np.array([samples]))[:, 0]
     assert counts.sum() == samples
     for count, weight in zip(counts.tolist(), weights, strict=True):
-        assert abs(count - samples * weight / sum(weights)) <= len(weights) + samples * len(weights) / SCALE
+        assert abs(count - samples * weight / sum(weights)) <= len(weights) + samples * len(weights) / WEIGHT_SCALE
 
 
 class _Data(MappedDataset):

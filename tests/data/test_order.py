@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.sample_order import ORDER_VERSION, indices_of, perm, sample_indices
+from pipeline.data.sample_order import ORDER_VERSION, compute_index_range, compute_indices, permute
 
 EDGES = [1, 2, 3, 4, 5, 7, 8, 9, 13, 15, 16, 17, 31, 33, 63, 64, 65, 97, 255, 256, 257, 997, 1023, 1025, 4097, 65537]
 
@@ -20,7 +20,7 @@ GOLDEN_LARGE = [965273089618, 973923986883, 123771676308, 1772204661]
 
 
 def whole(seed: int, epoch: int, n: int) -> np.ndarray:
-    return perm(seed, epoch, np.arange(n, dtype=np.int64), n)
+    return permute(seed, epoch, np.arange(n, dtype=np.int64), n)
 
 
 def reference(seed: int, epoch: int, x: int, n: int) -> int:
@@ -47,7 +47,7 @@ def reference(seed: int, epoch: int, x: int, n: int) -> int:
 def test_it_is_what_plain_integers_give(data: st.DataObject, n: int, seed: int, epoch: int) -> None:
     positions = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=20))
     expected = [reference(seed, epoch, position, n) for position in positions]
-    assert perm(seed, epoch, np.array(positions, dtype=np.int64), n).tolist() == expected
+    assert permute(seed, epoch, np.array(positions, dtype=np.int64), n).tolist() == expected
 
 
 @pytest.mark.parametrize("n", EDGES)
@@ -67,7 +67,7 @@ def test_every_index_once(n: int, seed: int, epoch: int) -> None:
 def test_asking_for_parts_gives_the_parts_of_the_whole() -> None:
     order = whole(3, 2, 1000)
     some = np.random.default_rng(0).integers(0, 1000, (7, 11))
-    assert np.array_equal(perm(3, 2, some, 1000), order[some])
+    assert np.array_equal(permute(3, 2, some, 1000), order[some])
 
 
 def test_seed_and_epoch_change_the_order() -> None:
@@ -106,33 +106,33 @@ def test_neighbours_do_not_stay_together() -> None:
 def test_epochs_follow_one_another_without_a_seam() -> None:
     n, seed = 10, 5
     orders = np.concatenate([whole(seed, epoch, n) for epoch in range(4)])
-    assert np.array_equal(sample_indices(seed, 0, 40, n), orders)
-    assert np.array_equal(sample_indices(seed, 8, 4, n), orders[8:12])  # an epoch's end and the next one's start
-    assert np.array_equal(sample_indices(seed, 7, 25, n), orders[7:32])  # a batch that is larger than the dataset
-    assert sample_indices(seed, 3, 0, n).shape == (0,)
+    assert np.array_equal(compute_index_range(seed, 0, 40, n), orders)
+    assert np.array_equal(compute_index_range(seed, 8, 4, n), orders[8:12])  # an epoch's end and the next one's start
+    assert np.array_equal(compute_index_range(seed, 7, 25, n), orders[7:32])  # a batch that is larger than the dataset
+    assert compute_index_range(seed, 3, 0, n).shape == (0,)
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 40), st.integers(0, 10**6), st.integers(1, 60))
 def test_batches_cover_epochs_exactly(n: int, start: int, count: int) -> None:
-    expected = [perm(1, s // n, np.array([s % n]), n)[0] for s in range(start, start + count)]
-    assert sample_indices(1, start, count, n).tolist() == expected
+    expected = [permute(1, s // n, np.array([s % n]), n)[0] for s in range(start, start + count)]
+    assert compute_index_range(1, start, count, n).tolist() == expected
     backwards = np.arange(start, start + count)[::-1].copy()
-    assert indices_of(1, backwards, n).tolist() == expected[::-1]
+    assert compute_indices(1, backwards, n).tolist() == expected[::-1]
 
 
 def test_the_order_never_changes() -> None:
     """If this fails, runs that stopped before your change would go on with other samples: raise ORDER_VERSION."""
     assert ORDER_VERSION == 1
-    assert perm(1, 0, np.arange(12), 1000).tolist() == GOLDEN_FIRST
+    assert permute(1, 0, np.arange(12), 1000).tolist() == GOLDEN_FIRST
     assert hashlib.sha256(whole(1, 0, 1000).astype("<i8").tobytes()).hexdigest() == GOLDEN_HASH
-    assert perm(1, 3, np.arange(4), 10**12).tolist() == GOLDEN_LARGE
+    assert permute(1, 3, np.arange(4), 10**12).tolist() == GOLDEN_LARGE
 
 
 def test_memory_does_not_grow_with_the_dataset() -> None:
     tracemalloc.start()
     try:
-        order = perm(1, 0, np.arange(10), 10**12)
+        order = permute(1, 0, np.arange(10), 10**12)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -145,4 +145,4 @@ def test_memory_does_not_grow_with_the_dataset() -> None:
 @pytest.mark.parametrize(("positions", "n"), [([0], 0), ([5], 5), ([-1], 5), ([0], 2**63)])
 def test_what_cannot_be_asked(positions: list[int], n: int) -> None:
     with pytest.raises(ValueError, match=r"allowed|needs"):
-        perm(1, 0, np.array(positions, dtype=np.int64), n)
+        permute(1, 0, np.array(positions, dtype=np.int64), n)

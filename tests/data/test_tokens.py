@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
 from pipeline.base.errors import InputError, UserError
-from pipeline.data.loader import Batches, GlobalOrderSampler
-from pipeline.data.sample_order import sample_indices
+from pipeline.data.loader import BatchLoader, GlobalOrderSampler
+from pipeline.data.sample_order import compute_index_range
 from pipeline.data.samples import TokenDataset
 from tests.support.shards import span, write_shards
 
@@ -67,7 +67,7 @@ def test_reads_what_a_naive_reader_reads(
         assert batch.shape == (len(indices), length + 1)
         assert batch.tolist() == [samples[i] for i in indices]
         assert dataset.read(np.array([len(samples) - 1]))["tokens"][0].tolist() == samples[-1]
-        with Batches(dataset, [np.array(indices, dtype=np.int64)], CPU) as batches:
+        with BatchLoader(dataset, [np.array(indices, dtype=np.int64)], CPU) as batches:
             tokens_BT1 = next(batches)["tokens"]
         assert tokens_BT1.dtype == torch.int64
         assert tokens_BT1.tolist() == [samples[i] for i in indices]
@@ -78,7 +78,7 @@ def test_large_token_ids_survive(tmp_path: Path) -> None:
         path = tmp_path / dtype
         path.write_bytes(np.array(ids, dtype=dtype).tobytes())
         dataset = TokenDataset([span(path, 4, 0, dtype)], 3)
-        with Batches(dataset, [np.array([0])], CPU) as batches:
+        with BatchLoader(dataset, [np.array([0])], CPU) as batches:
             assert next(batches)["tokens"].tolist() == [ids]
 
 
@@ -97,7 +97,7 @@ def test_hdf5_shards_are_opened_once(tmp_path: Path) -> None:
     try:
         dataset = TokenDataset(spans, 10)
         sampler = GlobalOrderSampler(dataset, global_batch=4, seed=1, num_replicas=1, rank=0)
-        with Batches(dataset, sampler, CPU) as batches:
+        with BatchLoader(dataset, sampler, CPU) as batches:
             read = [next(batches)["tokens"] for _ in range(20)]  # more than two epochs
     finally:
         opened, _opened = _opened, None
@@ -105,7 +105,7 @@ def test_hdf5_shards_are_opened_once(tmp_path: Path) -> None:
     held = [os.readlink(path) for path in _descriptors()]  # Python's mmap keeps one descriptor
     assert [held.count(one.file) for one in spans] == [1, 1, 1]
     samples = naive_samples(contents, 10)
-    assert torch.cat(read).tolist() == [samples[i] for i in sample_indices(1, 0, 80, 30)]
+    assert torch.cat(read).tolist() == [samples[i] for i in compute_index_range(1, 0, 80, 30)]
 
 
 def test_parts_of_one_file_share_its_descriptor_and_a_copy_takes_one_of_them(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_shards_of_two_widths_come_in_the_wider_one(tmp_path: Path) -> None:
     dataset = TokenDataset([narrow, wide], 5)
     found = dataset.read(np.arange(4))["tokens"]
     assert found.dtype == "uint32" and found.tolist() == naive_samples([small, large], 5)
-    with Batches(dataset, [np.arange(4)], CPU) as batches:
+    with BatchLoader(dataset, [np.arange(4)], CPU) as batches:
         assert next(batches)["tokens"].tolist() == found.tolist()
 
 
@@ -174,7 +174,7 @@ def test_a_sample_that_is_not_there(tmp_path: Path, index: int) -> None:
 @given(st.integers(1, 40), st.integers(1, 3), st.integers(0, 300), st.integers(0, 9))
 def test_ranks_split_the_same_global_batches(n: int, quarter: int, consumed: int, seed: int) -> None:
     batch, steps = 4 * quarter, 3
-    expected = sample_indices(seed, consumed, steps * batch, n).reshape(steps, batch)
+    expected = compute_index_range(seed, consumed, steps * batch, n).reshape(steps, batch)
     with tempfile.TemporaryDirectory() as folder:
         dataset = TokenDataset(write_shards(Path(folder), [(n + 1, 0)], "uint16")[0], 1)
         for world in (1, 2, 4):
@@ -205,6 +205,6 @@ def test_sampler_past_its_blocks_and_its_length(tmp_path: Path) -> None:
     assert len(sampler) == 7
     sampler.set_epoch(5)
     for k, indices in zip(range(100), sampler, strict=False):
-        assert np.array_equal(indices, sample_indices(3, 16 * k + 8, 8, 100)), k
+        assert np.array_equal(indices, compute_index_range(3, 16 * k + 8, 8, 100)), k
     with pytest.raises(UserError, match=r"global_batch \(16\).*3 data parallel"):
         GlobalOrderSampler(dataset, global_batch=16, seed=3, num_replicas=3, rank=1)

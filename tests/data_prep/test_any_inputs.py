@@ -25,16 +25,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_prep.data_folder import PACKAGE, DataFolder
-from data_prep.documents import parquet_groups, read_documents
+from data_prep.documents import read_documents, read_row_group_sizes
 from data_prep.find_inputs import find_inputs
 from data_prep.mixture_folder import MixtureFolder
-from data_prep.samples_folder import ArraysFolder
+from data_prep.samples_folder import SamplesFolder
 from data_prep.text_folder import TextFolder
 from data_prep.tokens_folder import TokensFolder
 from pipeline.base.errors import InputError, UserError
 from pipeline.config.datasets import DataConfig, TokenizerConfig
 from pipeline.config.user_model import UserModel
-from pipeline.data.manifest import SampleManifest, load, load_manifest
+from pipeline.data.manifest import SampleManifest, load_manifest, load_sealed
 from pipeline.data.samples import SampleDataset
 from tests.data_prep.test_shards import all_bytes, config, prepare, quiet, texts
 from tests.data_prep.test_token_files import MAPPED, encoded, flat, mutated, tokens_of
@@ -192,8 +192,8 @@ def test_any_split_of_files_of_samples(
     for number, options in enumerate(ways):
         write_samples(folder / f"{number}.h5", **options)
     data = DataConfig(source=f"{folder}/*.h5", held_out=0)
-    same_in_any_split(lambda path: ArraysFolder(data, path, PACKAGE, MODEL), folder, tasks, draw)
-    read = SampleDataset(load(folder / "many/manifest.json", SampleManifest), folder / "many").read(
+    same_in_any_split(lambda path: SamplesFolder(data, path, PACKAGE, MODEL), folder, tasks, draw)
+    read = SampleDataset(load_sealed(folder / "many/manifest.json", SampleManifest), folder / "many").read(
         np.arange(50 * len(ways))
     )
     for name, found in read.items():
@@ -232,7 +232,7 @@ def test_damaged_texts_are_refused_or_read(ending: str, tmp_path: Path) -> None:
         path.write_bytes(content := mutated(whole, source))
         try:
             (found,) = find_inputs(DataConfig(source=str(path)))
-            end = len(parquet_groups(str(path), "text")) if ending == ".parquet" else len(content)
+            end = len(read_row_group_sizes(str(path), "text")) if ending == ".parquet" else len(content)
             read = list(read_documents(found, 0, end, "text"))
         except UserError as error:
             assert str(path) in str(error)
@@ -254,12 +254,12 @@ def test_damaged_samples_are_refused_or_read(way: str, tmp_path: Path) -> None:
     data = DataConfig(source=str(path), held_out=0)
     for number in range(150):
         path.write_bytes(mutated(whole, source))
-        folder = ArraysFolder(data, tmp_path / str(number), PACKAGE, MODEL)
+        folder = SamplesFolder(data, tmp_path / str(number), PACKAGE, MODEL)
         try:
             folder.prepare(quiet)
             folder.shard(0, 1, quiet)
             assert folder.finalize(quiet)
-            samples = SampleDataset(load(folder.path / "manifest.json", SampleManifest), folder.path)
+            samples = SampleDataset(load_sealed(folder.path / "manifest.json", SampleManifest), folder.path)
             assert len(samples) <= 100
             samples.read(np.arange(len(samples)))
         except (UserError, InputError) as error:

@@ -26,8 +26,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_prep import documents, hdf5_reader
-from data_prep.documents import DEEPEST, Document, Input, read_documents, tar_members
-from data_prep.token_files import inspect_token_file, scan
+from data_prep.documents import MAX_JSON_DEPTH, Document, Input, read_documents, read_tar_members
+from data_prep.token_files import inspect_token_file, scan_tokens
 from pipeline.base.errors import UserError
 from pipeline.run.worker import WorkerPool
 from tests.model.test_user_model import VIT, new_run
@@ -60,7 +60,7 @@ def test_tokens_that_are_not_all_that_is_stored_are_refused(tmp_path: Path, layo
         plist.set_layout(getattr(h5py.h5d, layout.upper()))
         space, kind = h5py.h5s.create_simple((1065,)), h5py.h5t.py_create(tokens.dtype)
         h5py.h5d.create(file.id, b"tokens", kind, space, plist).write(h5py.h5s.ALL, h5py.h5s.ALL, tokens)
-    assert scan(inspect_token_file(str(path)), 0, 2000).tokens == 1065
+    assert scan_tokens(inspect_token_file(str(path)), 0, 2000).tokens == 1065
     shrink(path, 1065, 41)
     words = r"tokens is uint16 of shape \(41,\).* 82 bytes.* 2,130 bytes" if layout == "contiguous" else "cannot read"
     with pytest.raises(UserError, match=words) as told:
@@ -71,7 +71,7 @@ def test_tokens_that_are_not_all_that_is_stored_are_refused(tmp_path: Path, layo
 def test_chunks_beyond_the_shape_are_refused(tmp_path: Path) -> None:
     with h5py.File(path := tmp_path / "t.h5", "w") as file:
         file.create_dataset("tokens", data=np.arange(1065, dtype="<u2"), chunks=(100,), compression="gzip")
-    assert scan(inspect_token_file(str(path)), 0, 2000).tokens == 1065
+    assert scan_tokens(inspect_token_file(str(path)), 0, 2000).tokens == 1065
     shrink(path, 1065, 41)
     with pytest.raises(UserError, match=r"t\.h5: tokens .*1 chunks, and 11 are stored"):
         inspect_token_file(str(path))
@@ -103,7 +103,7 @@ def test_a_library_that_fails_on_a_file_takes_nobody_along(
         new_run(tmp_path, "run", text=VIT)
     monkeypatch.delenv("FAIL_BY")
     reader.close()
-    assert scan(inspect_token_file(str(path)), 0, 2000).tokens == 40  # by another worker
+    assert scan_tokens(inspect_token_file(str(path)), 0, 2000).tokens == 40  # by another worker
     reader.close()
 
 
@@ -162,7 +162,7 @@ def test_a_line_or_row_that_is_too_long_is_rejected_and_the_next_is_read(
     is_json = file_format in ("jsonl", "gzip", "zstd")
     wrap: Callable[[str], bytes] = (lambda text: f'{{"text":"{text}"}}'.encode()) if is_json else str.encode
     most = len(wrap("x" * MOST))
-    monkeypatch.setattr(documents, "LONGEST", most)
+    monkeypatch.setattr(documents, "MAX_DOCUMENT_BYTES", most)
     texts = ["one", "x" * MOST, "y" * (MOST + 1), "z" * MOST, "long" * 1000, "last"]
     path = write_lines(tmp_path / name, [wrap(text) for text in texts])
     found = read_all_documents(path, file_format, 1 if file_format == "parquet" else None)
@@ -183,7 +183,7 @@ def test_pieces_give_lines_that_are_too_long_once(
     source = Input(str(path), len(content), 0, "lines")
     found: list[str | None] = []
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(documents, "LONGEST", 3)
+        patched.setattr(documents, "MAX_DOCUMENT_BYTES", 3)
         patched.setattr(documents, "_BLOCK", 2)
         for start, end in pairwise(borders):
             found += [one.text if one.reason is None else None for one in read_documents(source, start, end, "text")]
@@ -224,7 +224,9 @@ def test_json_is_as_deep_as_may_be_whoever_calls(tmp_path: Path) -> None:
     def nested(depth: int) -> bytes:
         return b'{"text": "x", "more": ' + b"[" * (depth - 1) + b"]" * (depth - 1) + b"}"
 
-    path = write_lines(tmp_path / "a.jsonl", [nested(DEEPEST), nested(DEEPEST + 1), nested(500), nested(100_000)])
+    path = write_lines(
+        tmp_path / "a.jsonl", [nested(MAX_JSON_DEPTH), nested(MAX_JSON_DEPTH + 1), nested(500), nested(100_000)]
+    )
 
     def call(depth: int) -> list[Document]:
         return call(depth - 1) if depth else read_all_documents(path, "jsonl")
@@ -232,7 +234,7 @@ def test_json_is_as_deep_as_may_be_whoever_calls(tmp_path: Path) -> None:
     for depth in (0, 500):
         found = call(depth)
         assert [one.text for one in found] == ["x", "", "", ""]
-        assert {one.reason for one in found[1:]} == {f"JSON that nests more than {DEEPEST} deep"}
+        assert {one.reason for one in found[1:]} == {f"JSON that nests more than {MAX_JSON_DEPTH} deep"}
 
 
 def test_a_long_line_of_many_strings_and_few_values_is_read(tmp_path: Path) -> None:
@@ -244,7 +246,7 @@ def test_a_long_line_of_many_strings_and_few_values_is_read(tmp_path: Path) -> N
 
 
 def test_a_row_of_many_lines_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(documents, "LONGEST", 40)
+    monkeypatch.setattr(documents, "MAX_DOCUMENT_BYTES", 40)
     (path := tmp_path / "a.csv").write_text("id,text\n1," + '"' + "line\n" * 7 + '"\n2,next\n')
     assert [one.text for one in read_all_documents(path, "csv")] == ["line\n" * 7, "next"]
     (path := tmp_path / "b.csv").write_text("id,text\n" + '1,"\n",' * 100 + "\n2,next\n")
@@ -325,6 +327,6 @@ def test_a_sample_of_a_tar_has_a_bound(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_the_headers_of_all_members_are_not_kept(tmp_path: Path) -> None:
     (path := tmp_path / "a.tar").write_bytes(header(tarfile.REGTYPE, 0, "a.bin") * 1000 + MEMBER + END)
-    members = tar_members(str(path), (".txt",))
+    members = read_tar_members(str(path), (".txt",))
     assert next(members) == ("a.txt", b"hello")
     assert sum(isinstance(one, tarfile.TarInfo) for one in gc.get_objects()) < 50

@@ -11,16 +11,16 @@ import pytest
 import yaml
 from transformers import PreTrainedTokenizerFast
 
-from data_prep.documents import Document, Rejected
-from data_prep.records import Dialogues, chat_json
+from data_prep.documents import Document, RejectedError
+from data_prep.records import Dialogues, build_chat_json
 from data_prep.tokenizer import load_encoder
 from pipeline.base.errors import UserError
 from pipeline.base.files import write_json
 from pipeline.config.datasets import CHAT_TEMPLATES, DataConfig
 from pipeline.config.read import load_config
 from pipeline.data import chat_template
-from pipeline.data.chat_template import ChatTemplate, read_template, split_marks
-from pipeline.data.manifest import LEARNED
+from pipeline.data.chat_template import ChatTemplate, load_template, split_marks
+from pipeline.data.manifest import MASK_LEARNED
 from tests.data_prep.test_records import CHATML, LENGTH, config, dialogue, documents_in, folder_of, words, write_lines
 from tests.data_prep.test_shards import run_tasks
 from tests.support.tokenizers import byte_tokenizer, save_tokenizer, with_post_processor
@@ -83,7 +83,7 @@ def two_questions(system: bool) -> list[dict[str, str]]:
 
 
 def loaded(name: str) -> ChatTemplate:
-    return ChatTemplate(read_template(Path(name)), TOKENS)
+    return ChatTemplate(load_template(Path(name)), TOKENS)
 
 
 def test_all_that_are_named_come_with_sluice() -> None:
@@ -112,8 +112,8 @@ def test_tokens_and_mask_are_those_of_transformers(tmp_path: Path, name: str) ->
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer), **TOKENS)
     theirs.add_special_tokens({"additional_special_tokens": SPECIAL})
     theirs.save_pretrained(tokenizer.parent)
-    theirs.chat_template = read_template(Path(name))
-    dialogues = Dialogues(json.loads(chat_json(tokenizer, "<|im_end|>", name)))
+    theirs.chat_template = load_template(Path(name))
+    dialogues = Dialogues(json.loads(build_chat_json(tokenizer, "<|im_end|>", name)))
     encoder, draw = load_encoder(tokenizer, "<|im_end|>"), random.Random(7)
     for _ in range(40):
         messages = dialogue(draw)
@@ -122,7 +122,7 @@ def test_tokens_and_mask_are_those_of_transformers(tmp_path: Path, name: str) ->
         options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
         made = theirs.apply_chat_template(messages, **options)
         assert found.tokens.tolist() == made["input_ids"]
-        assert [bool(one & LEARNED) for one in found.mask] == [bool(one) for one in made["assistant_masks"]]
+        assert [bool(one & MASK_LEARNED) for one in found.mask] == [bool(one) for one in made["assistant_masks"]]
 
 
 def test_thinking_is_kept_in_each_answer_of_qwen3() -> None:
@@ -145,8 +145,8 @@ def test_qwen3s_own_template_is_refused_with_the_key_and_another_one_is_taken(tm
     tokenizer = folder_of(tmp_path / "tokenizer", QWEN3_OWN)
     with pytest.raises(UserError, match=r"a\.jsonl line 1: .*data\.chat_template.*qwen3"):
         run_tasks(config(source, "messages", tokenizer), tmp_path / "own")
-    with pytest.raises(Rejected, match=r"data\.chat_template"):
-        Dialogues(json.loads(chat_json(tokenizer, "<|im_end|>"))).read({"messages": two_questions(False)})
+    with pytest.raises(RejectedError, match=r"data\.chat_template"):
+        Dialogues(json.loads(build_chat_json(tokenizer, "<|im_end|>"))).read({"messages": two_questions(False)})
     made = {}
     for name in ("qwen3", "chatml", str(tmp_path / "own.jinja")):
         (tmp_path / "own.jinja").write_text(CHATML)
@@ -175,10 +175,10 @@ def test_keys_of_the_config(tmp_path: Path) -> None:
     assert loaded_with(chat_template="qwen3").chat_template == Path("qwen3")
     assert loaded_with(chat_template="./qwen3").chat_template == tmp_path / "qwen3"
     with pytest.raises(UserError, match=r"data\.chat_template: cannot read .*/qwen9: No such file.* chatml, llama2"):
-        chat_json(tokenizer, "<|im_end|>", str(loaded_with(chat_template="qwen9").chat_template))
+        build_chat_json(tokenizer, "<|im_end|>", str(loaded_with(chat_template="qwen9").chat_template))
     (tmp_path / "mine.jinja").write_text("{% for %}")
     with pytest.raises(UserError, match=r"data\.chat_template: .*mine\.jinja: no chat template that can be used"):
-        chat_json(tokenizer, "<|im_end|>", str(tmp_path / "mine.jinja"))
+        build_chat_json(tokenizer, "<|im_end|>", str(tmp_path / "mine.jinja"))
     with pytest.raises(UserError, match="chat_template is for records: messages, not for prompts"):
         loaded_with(records="prompts", chat_template="qwen3")
     with pytest.raises(UserError, match=r"long_dialogues \(drop\) is for records: prompts or messages, not for text"):
@@ -189,30 +189,30 @@ def test_keys_of_the_config(tmp_path: Path) -> None:
 def test_special_tokens_of_a_template_are_found_wherever_they_are_named(tmp_path: Path, name: str) -> None:
     tokenizer = save_tokenizer(tmp_path, with_post_processor(byte_tokenizer(), "llama 3"))
     plain = save_tokenizer(tmp_path / "plain", byte_tokenizer())
-    expected = ChatTemplate(read_template(Path(name)), {"bos_token": "<s>", "eos_token": "</s>"}).render(
+    expected = ChatTemplate(load_template(Path(name)), {"bos_token": "<s>", "eos_token": "</s>"}).render(
         two_questions(False)
     )
 
     def text_of(file: Path) -> str:
-        return Dialogues(json.loads(chat_json(file, "</s>", name))).read({"messages": two_questions(False)})[0]
+        return Dialogues(json.loads(build_chat_json(file, "</s>", name))).read({"messages": two_questions(False)})[0]
 
     assert text_of(tokenizer) == split_marks(expected)[0], "of the post-processor"
     mapping = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "pad_token": "<|pad|>"}
     write_json(plain.with_name("special_tokens_map.json"), mapping)
     assert text_of(plain) == split_marks(expected)[0], "of special_tokens_map.json"
-    chat = json.loads(chat_json(plain, "</s>", name))
-    assert "pad_token" not in chat["tokens"] and json.loads(chat_json(plain, "</s>", "chatml"))["tokens"] == {}
+    chat = json.loads(build_chat_json(plain, "</s>", name))
+    assert "pad_token" not in chat["tokens"] and json.loads(build_chat_json(plain, "</s>", "chatml"))["tokens"] == {}
     plain.with_name("special_tokens_map.json").unlink()
     with pytest.raises(UserError, match=r"tokenizer_config\.json: no bos_token"):
-        chat_json(plain, "</s>", name)
+        build_chat_json(plain, "</s>", name)
 
 
 def test_a_template_may_do_without_a_special_token_that_is_nowhere(tmp_path: Path) -> None:
     for number, template in enumerate(("{% if bos_token %}{{ bos_token }}{% endif %}x", "{# bos_token #}x")):
         tokenizer = save_tokenizer(tmp_path / str(number), byte_tokenizer(), template)
-        assert json.loads(chat_json(tokenizer, "</s>"))["tokens"] == {}
+        assert json.loads(build_chat_json(tokenizer, "</s>"))["tokens"] == {}
     none = save_tokenizer(tmp_path / "none", byte_tokenizer(), "{{ bos_token }}x", bos_token=None)
-    assert json.loads(chat_json(none, "</s>"))["tokens"] == {}, "there is none, as in transformers"
+    assert json.loads(build_chat_json(none, "</s>"))["tokens"] == {}, "there is none, as in transformers"
 
 
 # -- dialogues longer than a sample --------------------------------------------------------------------------

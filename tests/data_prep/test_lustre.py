@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.data_folder import stripe
+from data_prep.data_folder import stripe_folder
 from data_prep.text_folder import TextFolder
 from pipeline.base.files import read_file_system_type
 from pipeline.config.site import StripeConfig
@@ -30,10 +30,12 @@ def fake_lfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_one_stripe_is_set_on_lustre_only(fake_lfs: Path, tmp_path: Path) -> None:
     lines: list[str] = []
-    assert stripe(tmp_path, StripeConfig(), lines.append, file_system=lambda _: "ext4") == ""
+    assert stripe_folder(tmp_path, StripeConfig(), lines.append, file_system=lambda _: "ext4") == ""
     assert not (fake_lfs / "calls").exists()
-    stripe(tmp_path, StripeConfig(), lines.append, file_system=lambda _: "lustre")
-    stripe(tmp_path, StripeConfig(count=-1, size_mb=16, pool="flash"), lines.append, file_system=lambda _: "lustre")
+    stripe_folder(tmp_path, StripeConfig(), lines.append, file_system=lambda _: "lustre")
+    stripe_folder(
+        tmp_path, StripeConfig(count=-1, size_mb=16, pool="flash"), lines.append, file_system=lambda _: "lustre"
+    )
     calls = (fake_lfs / "calls").read_text().splitlines()
     assert calls == [f"setstripe -c 1 {tmp_path}", f"setstripe -c -1 -S 16M -p flash {tmp_path}"]
     assert lines == []
@@ -42,13 +44,13 @@ def test_one_stripe_is_set_on_lustre_only(fake_lfs: Path, tmp_path: Path) -> Non
 def test_failing_lfs_is_a_warning(fake_lfs: Path, tmp_path: Path) -> None:
     (fake_lfs / "code").write_text("2")
     lines: list[str] = []
-    stripe(tmp_path, StripeConfig(), lines.append, file_system=lambda _: "lustre")
+    stripe_folder(tmp_path, StripeConfig(), lines.append, file_system=lambda _: "lustre")
     assert len(lines) == 1 and lines[0].startswith("warning: ") and "no such pool" in lines[0]
 
 
 def test_nothing_happens_without_lfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    stripe(tmp_path, StripeConfig(), lambda line: pytest.fail(line), file_system=lambda _: "lustre")
+    stripe_folder(tmp_path, StripeConfig(), lambda line: pytest.fail(line), file_system=lambda _: "lustre")
 
 
 def test_shard_sets_the_stripe_before_it_writes(
@@ -58,7 +60,8 @@ def test_shard_sets_the_stripe_before_it_writes(
         f"#!/bin/sh\nfor last; do :; done\nls $last >> {fake_lfs}/calls\necho done >> {fake_lfs}/calls\n"
     )
     monkeypatch.setattr(
-        "data_prep.data_folder.stripe", lambda path, rule, log: stripe(path, rule, log, lambda _: "lustre")
+        "data_prep.data_folder.stripe_folder",
+        lambda path, rule, log: stripe_folder(path, rule, log, lambda _: "lustre"),
     )
     data = config([str(write_jsonl(tmp_path / "a.jsonl", texts(5)))], held_out=0.0)
     TextFolder(data, tmp_path / "data").prepare(quiet)

@@ -429,12 +429,12 @@ def test_cached_hashes_are_not_taken_again_while_a_file_is_as_it_was(tmp_path: P
 def checked_rank(where: RankInfo, path: Path, split: str, how: str = "hashes") -> None:
     import torch.distributed as dist
 
-    from pipeline.data.verify_shards import manifest_of, verify_shards
+    from pipeline.data.verify_shards import load_run_manifest, verify_shards
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     run = Run.open(path)
     assert dist.group.WORLD is not None
-    verify_shards(run, getattr(manifest_of(run), split), dist.group.WORLD, how=how)
+    verify_shards(run, getattr(load_run_manifest(run), split), dist.group.WORLD, how=how)
 
 
 def test_manifest_module_imports_nothing_heavy() -> None:

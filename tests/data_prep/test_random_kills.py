@@ -25,7 +25,7 @@ import pytest
 
 from data_prep import tokens_commands
 from data_prep.data_folder import PACKAGE, DataFolder
-from data_prep.samples_folder import ArraysFolder
+from data_prep.samples_folder import SamplesFolder
 from data_prep.text_folder import TextFolder
 from data_prep.tokenizer import train_bpe
 from data_prep.tokens_folder import TokensFolder
@@ -180,7 +180,7 @@ class Arrays(Shard):
 
     def folder(self, path: Path) -> DataFolder[Any, Any]:
         model = UserModel("own", Path("own.py"), frozenset(), ("x", "y"), ("x",), ())
-        return ArraysFolder(self.data, path, PACKAGE, model)
+        return SamplesFolder(self.data, path, PACKAGE, model)
 
 
 class Import(Shard):

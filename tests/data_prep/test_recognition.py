@@ -23,7 +23,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_prep.documents import Document, parquet_groups, read_documents
+from data_prep.documents import Document, read_documents, read_row_group_sizes
 from data_prep.find_inputs import find_inputs
 from pipeline.base.errors import UserError
 from pipeline.config.datasets import DataConfig
@@ -56,7 +56,7 @@ def documents_of(path: Path | str, **how: Any) -> list[Document]:
     data = DataConfig(source=str(path), **how)
     found = []
     for one in find_inputs(data):
-        end = len(parquet_groups(one.path, data.text_field)) if one.format == "parquet" else one.size
+        end = len(read_row_group_sizes(one.path, data.text_field)) if one.format == "parquet" else one.size
         found += list(read_documents(one, 0, end, data.text_field))
     return found
 
@@ -401,7 +401,7 @@ def test_a_broken_object_is_one_rejected_document(tmp_path: Path) -> None:
 
 
 def test_a_value_or_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data_prep.documents.LONGEST", 1 << 17)
+    monkeypatch.setattr("data_prep.documents.MAX_DOCUMENT_BYTES", 1 << 17)
     monkeypatch.setattr("data_prep.documents._BLOCK", 1 << 12)
     long = json.dumps({"text": "a" * (1 << 18)}).encode()
     for name, content in {
@@ -417,7 +417,7 @@ def test_a_value_or_line_without_end_is_refused(tmp_path: Path, monkeypatch: pyt
 
 
 def test_json_of_too_many_values_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data_prep.documents.MOST_VALUES", 1000)
+    monkeypatch.setattr("data_prep.documents.MAX_JSON_VALUES", 1000)
     monkeypatch.setattr("data_prep.documents._BLOCK", 1 << 10)
     (tmp_path / "a.json").write_text(
         json.dumps([{"text": "a, [b" * 4000}, {"text": "b", "more": [1] * 4000}], indent=1)

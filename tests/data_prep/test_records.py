@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from data_prep.documents import Rejected
-from data_prep.records import Dialogues, chat_json
+from data_prep.documents import RejectedError
+from data_prep.records import Dialogues, build_chat_json
 from data_prep.shard_writer import ShardWriter
 from data_prep.tokenizer import train_bpe
 from pipeline.base.errors import UserError
 from pipeline.base.files import write_json
 from pipeline.config.datasets import DataConfig, TokenizerConfig
-from pipeline.data.manifest import BEGINS, LEARNED, Manifest
+from pipeline.data.manifest import MASK_DOCUMENT_START, MASK_LEARNED, Manifest
 from tests.data_prep.test_shards import all_bytes, run_tasks, small_units
 
 __all__ = ["small_units"]
@@ -90,13 +90,13 @@ def documents_in(data_dir: Path, manifest: Manifest) -> list[tuple[list[int], li
             np.fromfile(data_dir / entry.file, array.dtype, entry.tokens, offset=array.offset)
             for array in (entry.arrays["tokens"], entry.arrays["mask"])
         )
-        starts = np.flatnonzero(mask & BEGINS).tolist()
-        assert len(starts) == entry.documents and not mask[starts].__and__(LEARNED).any()
+        starts = np.flatnonzero(mask & MASK_DOCUMENT_START).tolist()
+        assert len(starts) == entry.documents and not mask[starts].__and__(MASK_LEARNED).any()
         for start, after in zip(starts, [*starts[1:], entry.tokens], strict=True):
             end = after
-            while not mask[end - 1] & (LEARNED | BEGINS) and tokens[end - 1] == manifest.eos_id:
+            while not mask[end - 1] & (MASK_LEARNED | MASK_DOCUMENT_START) and tokens[end - 1] == manifest.eos_id:
                 end -= 1  # filled up
-            found.append((tokens[start:end].tolist(), (mask[start:end] & LEARNED).astype(bool).tolist()))
+            found.append((tokens[start:end].tolist(), (mask[start:end] & MASK_LEARNED).astype(bool).tolist()))
     return found
 
 
@@ -153,8 +153,8 @@ def test_documents_lie_whole_in_windows(
     (folder / "shards").mkdir()
     writer = ShardWriter(folder, "unit", window + more, "uint16", {}, window, 7)
     for number, size in enumerate(sizes):
-        mask = np.full(size, LEARNED, np.uint8)
-        mask[0] = BEGINS
+        mask = np.full(size, MASK_LEARNED, np.uint8)
+        mask[0] = MASK_DOCUMENT_START
         writer.add(np.full(size, 100 + number, np.uint16), size, mask)
     seen: list[int] = []
     for entry in writer.close():
@@ -167,7 +167,7 @@ def test_documents_lie_whole_in_windows(
             places = np.flatnonzero(tokens == number)
             if sizes[number - 100] <= window:
                 assert places[0] // window == places[-1] // window, "a document is cut that need not be"
-            elif mask[places[0]] & BEGINS:
+            elif mask[places[0]] & MASK_DOCUMENT_START:
                 assert places[0] % window == 0
         seen += tokens[tokens != 7].tolist()
     assert seen == [100 + number for number, size in enumerate(sizes) for _ in range(size)]
@@ -261,7 +261,9 @@ def test_what_a_template_cannot_tell_is_refused_in_words(tmp_path: Path) -> None
     for template in (forgetful, thinking):
         dialogues = Dialogues({"template": template, "tokens": {}, "special": []})
         assert dialogues.read({"messages": two[:2]})[1]
-        with pytest.raises(Rejected, match=r"message \d, or what leads to it, otherwise where more follow.*generation"):
+        with pytest.raises(
+            RejectedError, match=r"message \d, or what leads to it, otherwise where more follow.*generation"
+        ):
             dialogues.read({"messages": two})
     silent = "{% generation %}{% endgeneration %}{{ messages[0].content }}"
     for template, match in (
@@ -269,7 +271,7 @@ def test_what_a_template_cannot_tell_is_refused_in_words(tmp_path: Path) -> None
         ("{{ messages.append(1) }}", "does not take it.*"),
         ("{{ ''.__class__.__mro__ }}", "does not take it.*unsafe"),
     ):
-        with pytest.raises(Rejected, match=match):
+        with pytest.raises(RejectedError, match=match):
             Dialogues({"template": template, "tokens": {}, "special": []}).read({"messages": two})
     cases: tuple[tuple[str, Any, str], ...] = (
         ("broken", "{% for %}", r"broken/tokenizer_config.json: no chat template that can be used"),
@@ -278,9 +280,9 @@ def test_what_a_template_cannot_tell_is_refused_in_words(tmp_path: Path) -> None
     )
     for name, given_one, match in cases:
         with pytest.raises(UserError, match=match):
-            chat_json(folder_of(tmp_path / name, given_one), "<|im_end|>")
+            build_chat_json(folder_of(tmp_path / name, given_one), "<|im_end|>")
     named = folder_of(tmp_path / "named", [{"name": "tools", "template": "{% x"}, {"name": "default", "template": "a"}])
-    assert json.loads(chat_json(named, "<|im_end|>"))["template"] == "a"
+    assert json.loads(build_chat_json(named, "<|im_end|>"))["template"] == "a"
 
 
 @pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
@@ -289,7 +291,7 @@ def test_a_template_is_no_link_out_of_the_folder(tmp_path: Path, name: str) -> N
     (tmp_path / "open" / name).rename(tmp_path / "secret")
     (tmp_path / "open" / name).symlink_to(tmp_path / "secret")
     with pytest.raises(UserError, match=f"{name} is a link that leads out of {tmp_path}/open"):
-        chat_json(tokenizer, "<|im_end|>")
+        build_chat_json(tokenizer, "<|im_end|>")
 
 
 def test_files_and_tokenizers_that_hold_no_records_are_refused(tmp_path: Path) -> None:

@@ -205,7 +205,7 @@ def test_each_document_stands_once_wherever_the_file_is_cut(
     if all(is_held_out(text.encode(), 0.2) for text in documents if text):
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("data_prep.prepare_text.unit_count", lambda *_: count)
+        patch.setattr("data_prep.prepare_text.count_units", lambda *_: count)
         manifest = run_tasks(data, folder / "data")
     check_content(data, folder / "data", manifest, documents)
 

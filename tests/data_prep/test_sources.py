@@ -20,11 +20,11 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_prep.documents import Document, Input, parquet_groups, read_documents
-from data_prep.find_inputs import files_in, find_inputs
+from data_prep.documents import Document, Input, read_documents, read_row_group_sizes
+from data_prep.find_inputs import find_inputs, list_files
 from data_prep.prepare_text import take_sample
-from data_prep.text_folder import TextFolder, batches
-from data_prep.work_units import MIN_UNIT_BYTES, cut, unit_count, weights_of
+from data_prep.text_folder import TextFolder, make_batches
+from data_prep.work_units import MIN_UNIT_BYTES, count_units, measure_inputs, split_into_units
 from pipeline.base.errors import UserError
 from pipeline.config.datasets import DataConfig, TokenizerConfig
 
@@ -77,7 +77,7 @@ def test_units_cover_every_input_once_and_in_order(files: list[tuple[str, list[i
     inputs = [Input(f"f{index}", sizes[0], 0, kind) for index, (kind, sizes) in enumerate(files)]
     groups = {index: sizes for index, (kind, sizes) in enumerate(files) if kind == "parquet"}
     weights = [groups.get(index, [source.text_bytes]) for index, source in enumerate(inputs)]
-    units = cut(inputs, weights, count)
+    units = split_into_units(inputs, weights, count)
     assert len(units) <= count and all(units)
     pieces = [piece for unit in units for piece in unit]
     assert pieces == sorted(pieces)
@@ -102,7 +102,10 @@ def test_a_file_that_grows_a_little_moves_no_cut_in_the_others() -> None:
     before = [Input(f"f{index}", 1_000_003 * (index + 1), 0, "jsonl") for index in range(9)]
     after = [source._replace(size=source.size + 40 * (source.path == "f4")) for source in before]
     old, new = (
-        [[piece for piece in unit if piece.input != 4] for unit in cut(inputs, weights_of(inputs, "text"), 23)]
+        [
+            [piece for piece in unit if piece.input != 4]
+            for unit in split_into_units(inputs, measure_inputs(inputs, "text"), 23)
+        ]
         for inputs in (before, after)
     )
     assert old == new
@@ -111,8 +114,8 @@ def test_a_file_that_grows_a_little_moves_no_cut_in_the_others() -> None:
 def test_ten_terabytes_in_one_file_are_cut_by_the_size_alone() -> None:
     """The file is not there: nothing may open it."""
     inputs = [Input("/nowhere/all.jsonl", 10**13, 0, "jsonl")]
-    weights = weights_of(inputs, "text")
-    units = cut(inputs, weights, unit_count(sum(map(sum, weights)), 500_000_000, 4.0))
+    weights = measure_inputs(inputs, "text")
+    units = split_into_units(inputs, weights, count_units(sum(map(sum, weights)), 500_000_000, 4.0))
     pieces = [piece for unit in units for piece in unit]
     assert 4_000 < len(units) < 8_000 and [piece.start for piece in pieces[1:]] == [piece.end for piece in pieces[:-1]]
     assert (pieces[0].start, pieces[-1].end) == (0, 10**13)
@@ -120,10 +123,10 @@ def test_ten_terabytes_in_one_file_are_cut_by_the_size_alone() -> None:
 
 
 def test_unit_count_follows_the_shard_size_and_is_a_few_at_least() -> None:
-    assert unit_count(10, 1_000_000, 4.0) == 1
-    assert unit_count(2 * MIN_UNIT_BYTES, 1_000_000, 4.0) == 2
-    assert unit_count(4_000_000, 10_000_000, 4.0) == 4
-    assert unit_count(4_000_000_000, 10_000_000, 4.0) == 112  # 100 full shards, each with a tenth of room
+    assert count_units(10, 1_000_000, 4.0) == 1
+    assert count_units(2 * MIN_UNIT_BYTES, 1_000_000, 4.0) == 2
+    assert count_units(4_000_000, 10_000_000, 4.0) == 4
+    assert count_units(4_000_000_000, 10_000_000, 4.0) == 112  # 100 full shards, each with a tenth of room
 
 
 def test_globs_are_sorted_and_a_file_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +197,7 @@ def test_broken_archive_is_an_error_that_names_it(tmp_path: Path, ending: str, d
         {"cut": whole[:-20], "flip": whole[:middle] + b"\0\1\2" * 9 + whole[middle + 27 :], "other": b"x"}[damage]
     )
     with pytest.raises(UserError, match=rf"cannot read {path}: \w"):
-        end = len(parquet_groups(str(path), "text")) if ending == ".parquet" else path.stat().st_size
+        end = len(read_row_group_sizes(str(path), "text")) if ending == ".parquet" else path.stat().st_size
         list(read_documents(listed(path, {".gz": "gzip", ".zst": "zstd"}.get(path.suffix, "parquet")), 0, end, "text"))
 
 
@@ -202,15 +205,15 @@ def test_parquet_without_a_text_column_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"id": [1], "body": ["x"]}), path)
     with pytest.raises(UserError, match=r"a\.parquet: no column 'text' \(data\.text_field\); there are id, body"):
-        parquet_groups(str(path), "text")
+        read_row_group_sizes(str(path), "text")
     with pytest.raises(UserError, match=r"a\.parquet: column 'id' \(data\.text_field\) holds int64, not text"):
-        parquet_groups(str(path), "id")
+        read_row_group_sizes(str(path), "id")
 
 
 def sample_of(data: DataConfig, limit: int) -> list[str]:
     """A sample of everything."""
     inputs = find_inputs(data)
-    return take_sample(data, inputs, weights_of(inputs, "text"), limit)
+    return take_sample(data, inputs, measure_inputs(inputs, "text"), limit)
 
 
 def test_sample_is_spread_over_the_source_and_leaves_out_what_is_held_out(tmp_path: Path) -> None:
@@ -218,7 +221,7 @@ def test_sample_is_spread_over_the_source_and_leaves_out_what_is_held_out(tmp_pa
     path.write_text("".join(f"line {i:05d}\n" for i in range(10_000)))
     data = DataConfig(source=str(path), text_documents="line", held_out=0.0, tokenizer=TokenizerConfig(vocab_size=300))
     inputs = find_inputs(data)
-    weights = weights_of(inputs, "text")
+    weights = measure_inputs(inputs, "text")
     sample = take_sample(data, inputs, weights, 11_000)
     assert 9_000 < sum(map(len, sample)) <= 11_000
     places = [int(text[5:]) for text in sample if len(text) == 10]
@@ -251,7 +254,7 @@ def test_a_filter_that_takes_little_costs_no_reading_of_everything(tmp_path: Pat
             asked.append(document["text"])
             return document["text"] in wanted
 
-        return take_sample(data, inputs, weights_of(inputs, "text"), 3072, keep=keep)
+        return take_sample(data, inputs, measure_inputs(inputs, "text"), 3072, keep=keep)
 
     assert sample_by({"line 00300"}) == ["line 00300"] and len(asked) < 10_000
     assert sample_by({"line 19990"}) == ["line 19990"]  # where nothing was found yet, it goes on
@@ -267,7 +270,7 @@ def test_a_dataset_dict_is_refused_with_its_parts(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=wanted):
         find_inputs(DataConfig(source=str(tmp_path / "set")))
     with pytest.raises(UserError, match=wanted):
-        files_in(str(tmp_path), (".arrow",))
+        list_files(str(tmp_path), (".arrow",))
     assert [one.path for one in find_inputs(DataConfig(source=str(tmp_path / "set/train")))] == [
         str(tmp_path / "set/train/data-0.arrow")
     ]
@@ -350,7 +353,7 @@ def test_what_map_and_filter_leave_beside_a_dataset_is_left_out(
         (tmp_path / "state.json").write_text(state)
     wanted = [str(tmp_path / name) for name in taken]
     assert [one.path for one in find_inputs(DataConfig(source=str(tmp_path)))] == wanted
-    assert sorted(files_in(str(tmp_path), (".arrow",))) == wanted
+    assert sorted(list_files(str(tmp_path), (".arrow",))) == wanted
 
 
 @pytest.mark.parametrize("name", ['"data-1.arrow"', "null", "[1]", '"../data-0.arrow"'])
@@ -358,7 +361,7 @@ def test_a_dataset_that_lacks_a_file_of_its_own_is_refused(name: str, tmp_path: 
     (tmp_path / "data-0.arrow").write_bytes(b"x")
     (tmp_path / "state.json").write_text(f'{{"_data_files": [{{"filename": "data-0.arrow"}}, {{"filename": {name}}}]}}')
     with pytest.raises(UserError, match=r"state\.json names .*, which is not in its folder: put it there"):
-        files_in(str(tmp_path), (".arrow",))
+        list_files(str(tmp_path), (".arrow",))
 
 
 def test_a_text_that_is_too_long_for_one_document_is_refused_by_its_size(tmp_path: Path) -> None:
@@ -377,7 +380,7 @@ def test_batches_for_the_tokenizer_do_not_grow_with_cores_without_end(monkeypatc
     sizes = {}
     for cores in (1, 16, 128):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: range(cores))
-        made = list(batches(iter(documents)))
+        made = list(make_batches(iter(documents)))
         assert [one for batch in made for one in batch] == documents
         sizes[cores] = max(sum(len(one.text) for one in batch) for batch in made)
     assert sizes[1] < (1 << 18) + 40_000 and sizes[16] == sizes[128] < (1 << 22) + 40_000

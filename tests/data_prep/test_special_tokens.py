@@ -16,7 +16,7 @@ from data_prep.tokenizer import load_encoder
 from pipeline.base.errors import UserError
 from pipeline.base.files import write_json
 from pipeline.config.datasets import DataConfig, TokenizerConfig
-from pipeline.data.special_tokens import added_tokens, encode_prompt, load_tokenizer
+from pipeline.data.special_tokens import encode_prompt, get_added_tokens, load_tokenizer
 from tests.data_prep.test_records import documents_in, words
 from tests.data_prep.test_shards import run_tasks
 from tests.support.tokenizers import byte_tokenizer, id_of, save_tokenizer, with_post_processor, write_records
@@ -78,7 +78,7 @@ def test_a_prompt_begins_once_and_an_answer_ends_once(tmp_path: Path, kind: str)
     data = config(write_records(tmp_path / "a.jsonl", lines), file, records="prompts")
     manifest = run_tasks(data, tmp_path / "data")
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(file), split_special_tokens=True)
-    before, behind = added_tokens(load_tokenizer(file))
+    before, behind = get_added_tokens(load_tokenizer(file))
     assert manifest.bos_ids == before != ()
     expected = []
     for line in lines:

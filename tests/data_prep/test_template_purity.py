@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from data_prep.documents import Rejected
-from data_prep.records import Dialogues, chat_json
+from data_prep.documents import RejectedError
+from data_prep.records import Dialogues, build_chat_json
 from pipeline.base.errors import UserError
 from pipeline.data import chat_template
 from pipeline.data.chat_template import ChatTemplate, ChatTemplateError, UnusableTemplateError
@@ -62,16 +62,16 @@ def test_what_changes_from_one_call_to_the_next_is_refused_before_the_run(tmp_pa
         ChatTemplate(source, {}).render(MESSAGES)
     tokenizer = folder_of(tmp_path / "tokenizer", source)
     with pytest.raises(UserError, match=r"tokenizer_config\.json: no chat template that can be used: "):
-        chat_json(tokenizer, "<|im_end|>")
+        build_chat_json(tokenizer, "<|im_end|>")
     with pytest.raises(UserError, match=r"the chat template cannot be used"):  # also one that an older prepare took
         Dialogues({"template": source, "tokens": {}, "special": []}).read({"messages": MESSAGES})
 
 
 def test_the_function_and_the_way_out_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"calls strftime_now.*data\.chat_template"):
-        chat_json(folder_of(tmp_path / "a", "{{ strftime_now('%Y') }}"), "<|im_end|>")
+        build_chat_json(folder_of(tmp_path / "a", "{{ strftime_now('%Y') }}"), "<|im_end|>")
     with pytest.raises(UserError, match=r"line 2 .* filter random.*data\.chat_template"):
-        chat_json(folder_of(tmp_path / "b", "\n{{ [1] | random }}"), "<|im_end|>")
+        build_chat_json(folder_of(tmp_path / "b", "\n{{ [1] | random }}"), "<|im_end|>")
     source = write_lines(tmp_path / "a.jsonl", [{"messages": MESSAGES}] * 50)
     tokenizer = folder_of(tmp_path / "c", "{{ messages[0].content }}{{ ['a', 'b'] | random }}")
     with pytest.raises(UserError, match="filter random"):
@@ -156,7 +156,7 @@ def test_a_text_that_is_too_long_is_an_error_of_its_dialogue() -> None:
     dialogues = Dialogues({"template": CHATML, "tokens": {}, "special": []})
     room = MOST_CHARACTERS - len(dialogues.read({"messages": MESSAGES})[0]) - 100
     assert len(dialogues.read({"messages": [*MESSAGES, {"role": "user", "content": "x" * room}]})[0]) > room
-    with pytest.raises(Rejected, match=f"more than {MOST_CHARACTERS:,} characters"):
+    with pytest.raises(RejectedError, match=f"more than {MOST_CHARACTERS:,} characters"):
         dialogues.read({"messages": [*MESSAGES, {"role": "user", "content": "x" * (room + 200)}]})
     with pytest.raises(ChatTemplateError, match="more than"):
         ChatTemplate("{% for i in range(9999) %}{{ messages[0].content }}{% endfor %}", {}).render(

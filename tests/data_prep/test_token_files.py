@@ -25,14 +25,14 @@ from hypothesis import strategies as st
 from data_prep import tokens_commands
 from data_prep.mixture_folder import MixtureFolder
 from data_prep.text_folder import TextFolder
-from data_prep.token_files import BARE, DocumentEnds, TokenFile, inspect_token_file, scan
+from data_prep.token_files import NANO_GPT, DocumentEnds, TokenFile, inspect_token_file, scan_tokens
 from data_prep.tokenizer import load_encoder, train_bpe
 from data_prep.tokens_commands import run_data_command
 from data_prep.tokens_folder import TokensFolder
 from pipeline.base.errors import InputError, UserError
 from pipeline.config.datasets import DataConfig, TokenizerConfig
 from pipeline.data.manifest import ShardEntry, load_manifest
-from pipeline.data.samples import map_file
+from pipeline.data.samples import map_arrays
 from tests.support.needs import lacking
 from tests.support.tokenizers import byte_tokenizer, save_tokenizer, with_post_processor
 
@@ -170,7 +170,7 @@ def sharded(data: DataConfig, folder: Path, kind: type[TextFolder] = TokensFolde
 
 
 def tokens_of(folder: Path, entries: tuple[ShardEntry, ...]) -> list[int]:
-    return [token for entry in entries for token in map_file(entry, folder / entry.file)["tokens"].tolist()]
+    return [token for entry in entries for token in map_arrays(entry, folder / entry.file)["tokens"].tolist()]
 
 
 @settings(max_examples=25, deadline=None)
@@ -183,7 +183,7 @@ def test_each_format_is_read_as_it_was_written(
     file = inspect_token_file(str(write(tmp_path_factory.mktemp("one"), documents)))
     assert [one.tolist() for one in file.documents(EOS)] == documents
     assert np.concatenate(list(file.blocks())).tolist() == flat(documents)
-    seen = scan(file, EOS, VOCAB)
+    seen = scan_tokens(file, EOS, VOCAB)
     assert (seen.tokens, seen.ended, seen.unended) == (len(flat(documents)), len(documents), 0)
     assert seen.largest == max(flat(documents))
     assert (file.why_not is None) is (write in MAPPED)
@@ -200,7 +200,7 @@ def test_documents_do_not_depend_on_blocks(size: int, tmp_path: Path, monkeypatc
     for start, stop in ((0, 5), (4, 6), (5, 5), (3, 18)):
         inside = file.part(start, stop).ends_in(0, stop - start)
         assert inside is not None and inside.tolist() == [end - start for end in ends if start < end <= stop]
-    assert scan(file, EOS, VOCAB).unended == 2  # [9] and [4, 4]; an empty one ends nothing
+    assert scan_tokens(file, EOS, VOCAB).unended == 2  # [9] and [4, 4]; an empty one ends nothing
     bare = inspect_token_file(str(nano_gpt(tmp_path, documents)))
     assert [len(one) for one in bare.documents(EOS)] == [4, 1, 12, 2]
 
@@ -604,7 +604,7 @@ def test_parts_of_a_large_file_are_hashed_apart_and_hold_it_all(write: Writer, t
     assert max(entry.tokens for entry in (*parts.train, *parts.held_out)) <= 1024
     for manifest in manifests:
         entries = (*manifest.train, *manifest.held_out)
-        read = [map_file(entry, Path(entry.file))["tokens"].tolist() for entry in entries]
+        read = [map_arrays(entry, Path(entry.file))["tokens"].tolist() for entry in entries]
         assert flat(read) == flat(documents)
         assert sum(entry.documents for entry in entries) == len(documents)
         borders = [border for entry in entries for border in entry.part or ()]
@@ -696,7 +696,7 @@ def test_bare_ids_that_are_wider_are_refused(kind: str, tmp_path: Path) -> None:
         inspect_token_file(str(path))
     file = inspect_token_file(str(nano_gpt(tmp_path, [[*range(100, 300), EOS]] * 9)))
     with pytest.raises(UserError, match="tokenizer has 70,000 ids"):
-        scan(file, EOS, 70_000)
+        scan_tokens(file, EOS, 70_000)
 
 
 def test_held_out_ends_near_and_a_file_without_such_an_end_is_trained_on_whole(tokenizer: Path, tmp_path: Path) -> None:
@@ -813,10 +813,10 @@ def test_an_index_that_is_cut_or_out_of_order_behind_its_check_is_refused(tmp_pa
         disk.seek(-8 * 26, 2)
         disk.write(struct.pack("<q", 49))
     with pytest.raises(UserError, match=r"m\.idx is damaged: documents end one after another"):
-        scan(file, EOS, VOCAB)
+        scan_tokens(file, EOS, VOCAB)
     index.write_bytes(whole[:600])
     with pytest.raises(UserError, match=r"m\.idx is cut short"):
-        scan(file, EOS, VOCAB)
+        scan_tokens(file, EOS, VOCAB)
 
 
 def test_documents_of_a_mixture_are_filtered_beside_tokens(tokenizer: Path, tmp_path: Path) -> None:
@@ -914,12 +914,12 @@ def test_damaged_files_are_refused_or_read_right(write: Writer, tmp_path: Path) 
         try:
             file: TokenFile = inspect_token_file(str(path))
             read = [token for one in file.documents(EOS) for token in one.tolist()]
-            scan(file, EOS, VOCAB)
+            scan_tokens(file, EOS, VOCAB)
         except UserError as error:
             assert str(tmp_path) in str(error)
             refusals += 1
             continue
-        if file.format == BARE:  # nothing says how long it should be
+        if file.format == NANO_GPT:  # nothing says how long it should be
             assert write is nano_gpt or len(after) < 1024, "of llm.c's no header is left"
             assert read == np.frombuffer(after, "<u2").tolist()
             continue

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
-from data_prep.prepare_text import tokenizer_and_plan
+from data_prep.prepare_text import prepare_tokenizer_and_units
 from data_prep.tokenizer import Encoder, load_encoder, train_bpe
 from pipeline.base.errors import UserError
 from pipeline.config.datasets import DataConfig, TokenizerConfig
@@ -127,8 +127,8 @@ def test_text_that_the_tokenizer_does_not_know_is_told_or_refused(tmp_path: Path
             data, said = DataConfig(source=str(known), tokenizer=tokenizer, held_out=0), list[str]()
             if told == "refused":
                 with pytest.raises(UserError, match=r"1\.66% of the tokens .* \{kind: byte_bpe\}, which knows any"):
-                    tokenizer_and_plan(data, tmp_path, said.append, None)
+                    prepare_tokenizer_and_units(data, tmp_path, said.append, None)
                 continue
-            tokenizer_and_plan(data, tmp_path, said.append, None)
+            prepare_tokenizer_and_units(data, tmp_path, said.append, None)
             heard = "\n".join(said)
             assert ("does not know" in heard) == bool(told) and re.search(told, heard), heard

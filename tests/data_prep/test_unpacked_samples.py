@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.base.errors import ExitCode, UserError
 from pipeline.data.samples import SampleDataset
-from pipeline.data.verify_shards import manifest_of
+from pipeline.data.verify_shards import load_run_manifest
 from pipeline.run.directory import Run
 from pipeline.run.stages import load_stage_module
 from tests.model.test_user_model import VIT, new_run, prepared, trained
@@ -48,12 +48,12 @@ def make_run(folder: Path, ways: dict[str, dict[str, Any]], *more: str) -> Run:
 def test_a_training_on_them_is_that_on_files_in_one_piece(tmp_path: Path) -> None:
     plain = make_run(tmp_path / "plain", {name: {} for name in WAYS})
     packed = make_run(tmp_path / "packed", {**WAYS, "single": {}})
-    first, second = (manifest_of(run).train for run in (plain, packed))
+    first, second = (load_run_manifest(run).train for run in (plain, packed))
     assert [entry.own for entry in first] == [True] * 3
     assert [entry.file for entry in second] == [  # the one in one piece is used where it lies
         "shards/unit-00000.h5", str(tmp_path / "packed/single.h5"), "shards/unit-00002.h5",
     ]  # fmt: skip
-    found = [SampleDataset(manifest_of(run), run.data_dir).read(np.arange(135)) for run in (plain, packed)]  # type: ignore[arg-type]
+    found = [SampleDataset(load_run_manifest(run), run.data_dir).read(np.arange(135)) for run in (plain, packed)]  # type: ignore[arg-type]
     assert all(np.array_equal(found[0][name], found[1][name]) for name in ("images", "labels"))
     assert trained(plain, 1) == trained(packed, 1)
     assert set(run_ranks(2, stage_rank, packed.path, "evaluate")) == {ExitCode.DONE}
@@ -62,7 +62,7 @@ def test_a_training_on_them_is_that_on_files_in_one_piece(tmp_path: Path) -> Non
 @pytest.mark.parametrize("way", WAYS)
 def test_a_harmed_one_is_made_again_and_no_other(tmp_path: Path, way: str) -> None:
     run = make_run(tmp_path / "run", {"a": WAYS[way], "b": WAYS[way]})
-    shards = [run.data_dir / entry.file for entry in manifest_of(run).train]
+    shards = [run.data_dir / entry.file for entry in load_run_manifest(run).train]
     before = [(path.read_bytes(), path.stat().st_ino) for path in shards]
     shards[1].unlink()
     assert "unit-00001.h5 is missing" in str(load_stage_module("shard").missing_outputs(run))

@@ -20,7 +20,7 @@ from pipeline.evaluate import evaluate_stage
 from pipeline.evaluate.evaluator import TaskFile
 from pipeline.evaluate.result import format_result
 from pipeline.evaluate.task_files import derive_task_names, read_task_file
-from pipeline.publish.export import export
+from pipeline.publish.export import export_checkpoint
 from pipeline.publish.generate import _of_folder
 from pipeline.run.directory import Run
 from tests.publish.test_export import exported
@@ -118,7 +118,7 @@ def test_every_answer_is_that_of_lm_eval(trained: Run, tmp_path: Path) -> None:
     file, folder = tmp_path / "choices.jsonl", tmp_path / "out"
     file.write_text("".join(json.dumps({**line, "prompt": line["prompt"].rstrip()}) + "\n" for line in lines))
     (tmp_path / "ours.yaml").write_text(TASK.replace("FILE", str(file)))
-    export(trained, folder, None, "fp32")
+    export_checkpoint(trained, folder, None, "fp32")
     done = subprocess.run(
         [python, "-c", LM_EVAL, str(folder), str(tmp_path)], capture_output=True, text=True, timeout=500, cwd=tmp_path,
         env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")},
@@ -138,7 +138,7 @@ def test_every_answer_is_that_of_lm_eval(trained: Run, tmp_path: Path) -> None:
 
 
 def test_choices_are_those_of_a_plain_reference(trained: Run, tmp_path: Path) -> None:
-    export(trained, tmp_path / "out", None, "fp32")
+    export_checkpoint(trained, tmp_path / "out", None, "fp32")
     assert run_ranks(1, stage_rank, trained.path, "evaluate") == [ExitCode.DONE]
     file = next(trained.evaluation_dir.glob("*.json"))
     result = json.loads(file.read_text())
@@ -210,7 +210,7 @@ def test_a_free_answer_is_what_greedy_decoding_says(trained: Run, tmp_path: Path
     """A file whose answers are what transformers says, but for one."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    export(trained, tmp_path / "out", None, "fp32")
+    export_checkpoint(trained, tmp_path / "out", None, "fp32")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     lines = [json.loads(line) for line in trained.config.evaluate.task_files[1].read_text().splitlines()]

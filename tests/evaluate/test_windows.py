@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.data.manifest import Part, ShardEntry
+from pipeline.data.manifest import MixturePart, ShardEntry
 from pipeline.evaluate.evaluator import TextHeldOut
 
 
@@ -35,7 +35,8 @@ def held_out(folder: Path, sizes: list[tuple[str, int]], limit: int | None) -> T
         for start, (_, size) in zip(starts, sizes, strict=False)
     ]  # fmt: skip
     parts = [
-        Part(name=name, train=0, held_out=len(list(some))) for name, some in groupby(sizes, key=lambda size: size[0])
+        MixturePart(name=name, train=0, held_out=len(list(some)))
+        for name, some in groupby(sizes, key=lambda size: size[0])
     ]
     manifest: Any = SimpleNamespace(held_out=entries, parts=parts if parts[1:] else (), vocab_size=4000, eos_id=0)
     run: Any = SimpleNamespace(data_dir=folder, config=SimpleNamespace(data=SimpleNamespace(sequence_length=8)))

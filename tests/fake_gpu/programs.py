@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.checkpoint.checkpointer import Checkpointer, collect_versions
 from pipeline.comm import groups
-from pipeline.data.loader import Batches
+from pipeline.data.loader import BatchLoader
 from pipeline.data.manifest import ShardEntry
 from pipeline.data.samples import TokenDataset
 from pipeline.model.task import DecoderTask
@@ -89,7 +89,7 @@ def loader(folder: str) -> None:
     file.write_bytes(bytes(800))
     shard = ShardEntry.model_construct(file=str(file), tokens=400, offset=0, dtype="uint16")
     dataset = Noting([shard], 8)
-    with Batches(dataset, iter(torch.arange(40).view(10, 4).numpy()), device) as ready:
+    with BatchLoader(dataset, iter(torch.arange(40).view(10, 4).numpy()), device) as ready:
         for _ in range(10):
             assert next(ready)["tokens"].device == device
 

@@ -13,10 +13,10 @@ import torch
 
 from examples import make_images
 from pipeline.base.errors import ExitCode, UserError
-from pipeline.data.loader import Batches, GlobalOrderSampler
-from pipeline.data.sample_order import perm, sample_indices
+from pipeline.data.loader import BatchLoader, GlobalOrderSampler
+from pipeline.data.sample_order import compute_index_range, permute
 from pipeline.data.samples import SampleDataset
-from pipeline.data.verify_shards import manifest_of
+from pipeline.data.verify_shards import load_run_manifest
 from pipeline.run.directory import Run
 from tests.model.test_user_model import VIT, new_run, trained
 from tests.support.ranks import run_ranks
@@ -53,7 +53,7 @@ def loaded(pictures: Path) -> tuple[Any, Any]:
     """A run's manifest, and its module."""
     run = new_run(pictures, "read", text=TEXT)
     assert run.user_model is not None
-    return manifest_of(run), run.user_model.load(run.code_dir)
+    return load_run_manifest(run), run.user_model.load(run.code_dir)
 
 
 def cropped(image: Any, random: Any) -> Any:
@@ -67,17 +67,17 @@ def test_batches_are_those_of_a_plain_reader(pictures: Path, loaded: tuple[Any, 
     manifest, module = loaded
     with h5py.File(pictures / "a.h5") as file:
         images: Any = file["images"][...]
-    kept = perm(0, -1, np.arange(135), 150)
+    kept = permute(0, -1, np.arange(135), 150)
     for ranks, start in itertools.product((1, 4), (0, 128)):  # over the end of an epoch
         for rank in range(ranks):
             dataset = SampleDataset(manifest, transform=module.transform, seed=-7)
             sampler = GlobalOrderSampler(
                 dataset, global_batch=16, seed=3, samples_consumed=start, num_replicas=ranks, rank=rank
             )
-            with Batches(dataset, sampler, torch.device("cpu")) as batches:
+            with BatchLoader(dataset, sampler, torch.device("cpu")) as batches:
                 for step in range(3):
                     first = start + 16 * step + rank * (16 // ranks)
-                    order = kept[sample_indices(3, first, 16 // ranks, 135)]
+                    order = kept[compute_index_range(3, first, 16 // ranks, 135)]
                     batch = next(batches)
                     for i, index in enumerate(order):
                         random = np.random.Generator(np.random.Philox(key=np.array([2**64 - 7, first + i], np.uint64)))

@@ -27,8 +27,8 @@ from pipeline.base.files import add_checksum, read_jsonl
 from pipeline.checkpoint.catalog import checkpoint_name
 from pipeline.config.read import load_config
 from pipeline.config.user_model import UNREAD_OPTIONS, find_user_model, resolve_user_model
-from pipeline.data.sample_order import deal
-from pipeline.publish.export import export
+from pipeline.data.sample_order import assign_to_ranks
+from pipeline.publish.export import export_checkpoint
 from pipeline.run.code import CODE_ROOT as ROOT
 from pipeline.run.directory import Run
 from pipeline.run.stages import load_stage_module
@@ -102,8 +102,8 @@ def plain_rank(place: RankInfo, path: Path, steps: int) -> list[tuple[float, flo
     """Loss and gradient norm of each step by the plainest code: whole batch at once, arrays read by h5py."""
     import torch
 
-    from pipeline.data.sample_order import perm, sample_indices
-    from pipeline.data.verify_shards import manifest_of
+    from pipeline.data.sample_order import compute_index_range, permute
+    from pipeline.data.verify_shards import load_run_manifest
     from pipeline.model.task import make_task
     from pipeline.train.lr_schedule import compute_learning_rate
 
@@ -116,8 +116,8 @@ def plain_rank(place: RankInfo, path: Path, steps: int) -> list[tuple[float, flo
             for name, arrays in samples.items():
                 arrays += list(file[name][...])
     count = len(samples[facts.arrays[0]])
-    kept = perm(0, -1, np.arange(count - round(count * config.data.held_out)), count)
-    module, task = facts.load(run.code_dir), make_task(run, manifest_of(run))
+    kept = permute(0, -1, np.arange(count - round(count * config.data.held_out)), count)
+    module, task = facts.load(run.code_dir), make_task(run, load_run_manifest(run))
     assert str(module.__file__).startswith(str(run.code_dir)), "the run's own copy"
     model = task.build(range(config.model.layers)).to_empty(device="cpu")
     task.init_weights(model, torch.device("cpu"))
@@ -133,7 +133,7 @@ def plain_rank(place: RankInfo, path: Path, steps: int) -> list[tuple[float, flo
     results = []
     for step in range(1, steps + 1):
         size = config.train.global_batch
-        chosen = kept[sample_indices(config.run.seed, (step - 1) * size, size, len(kept))]
+        chosen = kept[compute_index_range(config.run.seed, (step - 1) * size, size, len(kept))]
         batch = {name: torch.from_numpy(np.stack([arrays[i] for i in chosen])) for name, arrays in samples.items()}
         for group, factor in zip(optimizer.param_groups, factors, strict=True):
             group["lr"] = factor * rate(config.optimizer, step, config.train.steps or 0)
@@ -368,7 +368,7 @@ def test_evaluation_of_different_lengths(series: Path) -> None:
     assert result["samples"] == 12 and result["entries"] > 12 and 0 < result["loss"] < 100
     # the weights leave by name, and another model's `init` takes them up, under another layout
     out = series / "weights"
-    assert "4 tensors" in export(run, out, None, "fp32")
+    assert "4 tensors" in export_checkpoint(run, out, None, "fp32")
     assert [path.name for path in out.iterdir()] == ["model.safetensors"]
     module = (ROOT / "tests/support/ragged.py").read_text()
     assert module.count("    values.normal_(0.0, 0.3)") == 1
@@ -385,12 +385,12 @@ def test_evaluation_of_different_lengths(series: Path) -> None:
 
 def test_ranks_read_the_same_global_batch_with_even_sums(series: Path) -> None:
     from pipeline.data.loader import GlobalOrderSampler
-    from pipeline.data.sample_order import sample_indices
+    from pipeline.data.sample_order import compute_index_range
     from pipeline.data.samples import SampleDataset
-    from pipeline.data.verify_shards import manifest_of
+    from pipeline.data.verify_shards import load_run_manifest
 
     run = new_run(series, "dealt", text=RAGGED)
-    dataset: Any = SampleDataset(manifest_of(run))  # type: ignore[arg-type]
+    dataset: Any = SampleDataset(load_run_manifest(run))  # type: ignore[arg-type]
     hands = []
     for rank in range(4):
         steps = iter(
@@ -399,7 +399,7 @@ def test_ranks_read_the_same_global_batch_with_even_sums(series: Path) -> None:
         hands.append([next(steps) for _ in range(9)])
     better = 0
     for step, dealt in enumerate(zip(*hands, strict=True)):
-        expected = sample_indices(3, 32 + 16 * step, 16, len(dataset))
+        expected = compute_index_range(3, 32 + 16 * step, 16, len(dataset))
         assert sorted(np.concatenate(dealt)) == sorted(expected)
         sums = [int(dataset.lengths(hand).sum()) for hand in dealt]
         plain = [int(dataset.lengths(hand).sum()) for hand in expected.reshape(4, 4)]
@@ -414,9 +414,9 @@ def test_a_deal_is_fair_and_never_worse(data: st.DataObject, ranks: int, room: i
     size = ranks * room
     values = data.draw(st.lists(st.integers(1, 1000), min_size=size, max_size=size))
     lengths = np.array(values, dtype=np.int64)
-    hands = deal(lengths, ranks)
+    hands = assign_to_ranks(lengths, ranks)
     assert hands.shape == (ranks, room) and sorted(hands.ravel()) == list(range(size))
-    assert (deal(lengths, ranks) == hands).all()
+    assert (assign_to_ranks(lengths, ranks) == hands).all()
     assert lengths[hands].sum(1).max() <= lengths.reshape(ranks, room).sum(1).max()
     assert (np.diff(lengths[hands], axis=1) <= 0).all(), "the longest first, so that micro-batches hold like lengths"
 
@@ -428,7 +428,7 @@ def test_a_deal_of_skewed_lengths_is_nearly_even(seed: int, ranks: int, room: in
     batches = np.random.default_rng(seed).lognormal(4, 1, (20, ranks * room)).astype(np.int64) + 1
     better = 0
     for lengths in batches:
-        dealt = lengths[deal(lengths, ranks)].sum(1)
+        dealt = lengths[assign_to_ranks(lengths, ranks)].sum(1)
         assert np.ptp(dealt) <= lengths.max()
         better += np.ptp(dealt) < np.ptp(lengths.reshape(ranks, room).sum(1))
     assert better >= 16
@@ -437,7 +437,7 @@ def test_a_deal_of_skewed_lengths_is_nearly_even(seed: int, ranks: int, room: in
 def test_a_greedy_deal_that_would_be_worse_is_not_taken() -> None:
     lengths = np.array([6, 1, 1, 4, 4, 4], dtype=np.int64)
     greedy = 4 + 4 + 4
-    hands = deal(lengths, 2)
+    hands = assign_to_ranks(lengths, 2)
     assert lengths[hands].sum(1).max() <= min(greedy, 12)
 
 

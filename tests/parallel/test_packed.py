@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pipeline.base.dist_env import RankInfo
 from pipeline.config.sections import Config, ModelConfig
-from pipeline.data.manifest import BEGINS, LEARNED
+from pipeline.data.manifest import MASK_DOCUMENT_START, MASK_LEARNED
 from pipeline.model.decoder import Decoder, PackedRotaryEmbedding, RotaryEmbedding, cross_entropy_sum, init_weights
 from pipeline.model.task import DecoderTask
 from tests.support.layouts import VOCAB, tiny_config
@@ -52,7 +52,7 @@ def packed(config: Config) -> list[dict[str, torch.Tensor]]:
         learned = torch.rand(shape, generator=generator) < torch.linspace(0.9, 0.05, size).unsqueeze(1)
         batch = {"tokens": tokens}
         if config.data.records != "text":
-            batch["mask"] = (begins * BEGINS + (learned & ~begins) * LEARNED).to(torch.uint8)
+            batch["mask"] = (begins * MASK_DOCUMENT_START + (learned & ~begins) * MASK_LEARNED).to(torch.uint8)
         found.append(batch)
     return found
 
@@ -70,14 +70,14 @@ def one_by_one(config: Config) -> list[tuple[float, float]]:
         total, counted = torch.zeros(()), 0
         for row, tokens in enumerate(batch["tokens"]):
             if "mask" in batch:
-                borders = (batch["mask"][row] & BEGINS).nonzero().flatten().tolist()
+                borders = (batch["mask"][row] & MASK_DOCUMENT_START).nonzero().flatten().tolist()
             else:
                 borders = [place + 1 for place in (tokens == EOS).nonzero().flatten().tolist()]
             borders = [0, *(place for place in borders if 0 < place < len(tokens)), len(tokens)]
             for start, end in pairwise(borders):
                 targets = tokens[start + 1 : end].clone()
                 if "mask" in batch:
-                    targets[batch["mask"][row, start + 1 : end] & LEARNED == 0] = -100
+                    targets[batch["mask"][row, start + 1 : end] & MASK_LEARNED == 0] = -100
                 counted += int((targets != -100).sum())
                 if len(targets):
                     total = total + cross_entropy_sum(model(tokens[None, start : end - 1]), targets[None])

@@ -18,10 +18,10 @@ from pipeline.base.errors import ExitCode
 from pipeline.base.files import read_json, write_json
 from pipeline.config.read import load_config
 from pipeline.data.chat_template import ChatTemplate
-from pipeline.data.special_tokens import end_of_turn
+from pipeline.data.special_tokens import find_end_of_turn
 from pipeline.evaluate.evaluator import TaskFile
-from pipeline.publish.export import export
-from pipeline.publish.generate import _of_folder, _of_run, generate
+from pipeline.publish.export import export_checkpoint
+from pipeline.publish.generate import _of_folder, _of_run, generate_text
 from pipeline.run.directory import Run
 from pipeline.run.stages import load_stage_module
 from tests.publish.test_export import exported, save_rank
@@ -68,7 +68,7 @@ stages: {{train: {{tasks_per_node: 1}}}}
     ],
 )
 def test_the_token_that_closes_an_answer_is_found(template: str, ids: tuple[int, ...], problem: str) -> None:
-    found = end_of_turn(ChatTemplate(template, {"bos_token": "<s>", "eos_token": "</s>"}), TOKENIZER)
+    found = find_end_of_turn(ChatTemplate(template, {"bos_token": "<s>", "eos_token": "</s>"}), TOKENIZER)
     assert found.ids == ids
     assert bool(found.problem) is bool(problem) and problem in found.problem
 
@@ -81,7 +81,7 @@ def test_a_closing_token_that_takes_the_blanks_behind_it_is_learned_as_in_traini
     for token in content["added_tokens"]:
         token["rstrip"] = token["content"] == "<|im_end|>"
     template = template.replace("\n{% endfor %}", "{{ '\n' }}{% endfor %}")  # Jinja drops a newline behind a block
-    found = end_of_turn(ChatTemplate(template, {}), Tokenizer.from_str(json.dumps(content)))
+    found = find_end_of_turn(ChatTemplate(template, {}), Tokenizer.from_str(json.dumps(content)))
     assert found.ids == (IM_END,)
     assert (found.problem == "") is is_learned
 
@@ -139,7 +139,7 @@ def test_a_base_model_tuned_on_dialogues_stops_where_answers_end(
 ) -> None:
     run = chat_run(tmp_path, CHATML, {})
     assert "<|im_end|>" in capsys.readouterr().out
-    said = export(run, tmp_path / "out", None, "fp32")
+    said = export_checkpoint(run, tmp_path / "out", None, "fp32")
     assert "warning" not in said
     both = [IM_END, END]
     assert ends_in(tmp_path / "out") == {"config.json": both, "generation_config.json": both, "tokenizer": "<|im_end|>"}
@@ -173,7 +173,7 @@ def test_a_free_answer_of_a_task_ends_where_answers_of_dialogues_end(tmp_path: P
 def test_an_end_token_of_the_config_stays_the_tokenizers(tmp_path: Path) -> None:
     given = f"data.tokenizer={{kind: file, path: {tmp_path}/model/tokenizer.json, eos_token: </s>}}"
     run = chat_run(tmp_path, CHATML, {}, given, in_config=[END, PAD])
-    export(run, tmp_path / "out", None, "fp32")
+    export_checkpoint(run, tmp_path / "out", None, "fp32")
     ends = [CLOSE, IM_END, END, PAD]
     assert ends_in(tmp_path / "out") == {"config.json": ends, "generation_config.json": ends, "tokenizer": "</s>"}
     assert _of_run(run.path, "the model", None, 3)[2] == ends
@@ -181,7 +181,7 @@ def test_an_end_token_of_the_config_stays_the_tokenizers(tmp_path: Path) -> None
 
 def test_the_template_goes_on_to_write_the_token_that_it_wrote_in_training(tmp_path: Path) -> None:
     given = f"data.tokenizer={{kind: file, path: {tmp_path}/model/tokenizer.json, eos_token: </s>}}"
-    export(chat_run(tmp_path, MISTRAL, {}, given), tmp_path / "out", None, "fp32")
+    export_checkpoint(chat_run(tmp_path, MISTRAL, {}, given), tmp_path / "out", None, "fp32")
     both = [END, CLOSE]
     assert ends_in(tmp_path / "out") == {"config.json": both, "generation_config.json": both, "tokenizer": "<|end|>"}
 
@@ -190,7 +190,7 @@ def test_the_template_of_the_training_is_exported(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     (template := tmp_path / "own.jinja").write_text(CHATML)
-    export(chat_run(tmp_path, MISTRAL, {}, f"data.chat_template={template}"), tmp_path / "out", None, "fp32")
+    export_checkpoint(chat_run(tmp_path, MISTRAL, {}, f"data.chat_template={template}"), tmp_path / "out", None, "fp32")
     messages = [{"role": "user", "content": "a"}]
     text = AutoTokenizer.from_pretrained(tmp_path / "out").apply_chat_template(messages, tokenize=False)
     assert text == "<|im_start|>user\na<|im_end|>\n"
@@ -204,18 +204,18 @@ def test_a_run_and_its_export_answer_alike(tmp_path: Path) -> None:
     cases = (("messages", "data.chat_template=qwen3"), ("prompts", "data.records=prompts"))
     for records, override in cases:
         run = chat_run(tmp_path / records, CHATML, {}, override, records=records)
-        export(run, tmp_path / records / "out", None, "fp32")
+        export_checkpoint(run, tmp_path / records / "out", None, "fp32")
         question = [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]
         asked = [_of_run(run.path, question, None, 6), _of_folder(tmp_path / records / "out", question, None, 6)]
         assert asked[0][3] == asked[1][3] and IM_END in asked[0][2] and set(asked[0][2]) == set(asked[1][2])
         assert asked[0][1].decode(asked[0][3], skip_special_tokens=False).endswith("<|im_start|>assistant\n")
-        answers = [generate(path, "a", system="s", **options) for path in (run.path, tmp_path / records / "out")]
+        answers = [generate_text(path, "a", system="s", **options) for path in (run.path, tmp_path / records / "out")]
         assert answers[0] == answers[1]
 
 
 def test_what_already_agrees_stays_as_it_is(tmp_path: Path) -> None:
     run = chat_run(tmp_path, MISTRAL, {})
-    export(run, tmp_path / "out", None, "fp32")
+    export_checkpoint(run, tmp_path / "out", None, "fp32")
     assert not (tmp_path / "out/chat_template.jinja").exists(), "it is in tokenizer_config.json"
     for name in ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "model" / name).read_bytes(), name
@@ -227,7 +227,7 @@ def test_answers_that_nothing_closes_are_told(
     tmp_path: Path, template: str, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = chat_run(tmp_path, template, {})
-    for said in (capsys.readouterr().out, export(run, tmp_path / "out", None, "fp32")):
+    for said in (capsys.readouterr().out, export_checkpoint(run, tmp_path / "out", None, "fp32")):
         (line,) = (line for line in said.splitlines() if line.startswith("warning"))
         assert told in line and "chat template" in line
 
@@ -235,7 +235,7 @@ def test_answers_that_nothing_closes_are_told(
 def test_pairs_end_with_the_token_of_the_config(tmp_path: Path) -> None:
     given = f"data.tokenizer={{kind: file, path: {tmp_path}/model/tokenizer.json, eos_token: </s>}}"
     run = chat_run(tmp_path, CHATML, {}, given, "data.add_special_tokens=false", records="prompts", kind="bert")
-    said = export(run, tmp_path / "out", None, "fp32").splitlines()
+    said = export_checkpoint(run, tmp_path / "out", None, "fp32").splitlines()
     assert any("<s>" in line and "add_special_tokens=False" in line for line in said), "the training had none"
     assert any("</s> behind a text" in line for line in said), "transformers ends a prompt"
     both = [CLOSE, END]

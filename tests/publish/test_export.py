@@ -48,13 +48,13 @@ def save_rank(where: RankInfo, path: Path) -> list[list[float]]:
     """Save what the run begins with as step 1, no step taken: the logits of its first held-out tokens."""
     from pipeline.checkpoint.checkpointer import Checkpointer
     from pipeline.comm import groups
-    from pipeline.data.verify_shards import manifest_of
+    from pipeline.data.verify_shards import load_run_manifest
     from pipeline.train.trainer import Trainer
     from tests.support.tiny import HarmlessFlag
 
     run = Run.open(path)
     world = groups.join_process_group(where, run.config)
-    trainer = Trainer(run, manifest_of(run), where, world, HarmlessFlag())
+    trainer = Trainer(run, load_run_manifest(run), where, world, HarmlessFlag())
     saver = Checkpointer(
         run.checkpoints_dir, groups.new_control_group(), keep=1, background=False,
         describe=trainer.checkpointer.describe, on_saved=lambda *_: None,
@@ -72,7 +72,7 @@ def exported(folder: Path, data: Path, name: str, *overrides: str) -> tuple[Path
     """The export of a run that was saved as it began, and our logits."""
     run = make_run(folder, name, overrides, data)
     logits = run_ranks(1, save_rank, run.path)[0]
-    words = module.export(run, folder / f"{name}-out", None, "fp32")
+    words = module.export_checkpoint(run, folder / f"{name}-out", None, "fp32")
     assert words.startswith(str(folder / f"{name}-out")) and words.splitlines()[0].endswith("step-00000001")
     return folder / f"{name}-out", torch.tensor(logits)
 
@@ -112,7 +112,7 @@ def test_transformers_reads_what_is_exported_and_so_do_we(tmp_path: Path, data: 
     run.data_dir.rmdir()
     run.data_dir.symlink_to(data)
     assert run_ranks(1, save_rank, run.path)[0] == logits.tolist()
-    module.export(run, tmp_path / "second", None, "fp32")
+    module.export_checkpoint(run, tmp_path / "second", None, "fp32")
     names = {path.name for path in first.iterdir()}
     assert names == {path.name for path in (tmp_path / "second").iterdir()} and "model.safetensors" in names
     # config.json agrees with those files
@@ -148,9 +148,9 @@ def test_pieces_types_and_what_is_in_the_way(tmp_path: Path, data: Path, monkeyp
     folder, _ = exported(tmp_path, data, "run")
     run, whole = Run.open(tmp_path / "runs/run"), load_file(folder / "model.safetensors")
     with pytest.raises(UserError, match="exists already"):
-        module.export(run, folder, None, "fp32")
+        module.export_checkpoint(run, folder, None, "fp32")
     monkeypatch.setattr(module, "PIECE_BYTES", 20_000)
-    module.export(run, tmp_path / "pieces", "1", "bf16")
+    module.export_checkpoint(run, tmp_path / "pieces", "1", "bf16")
     index = json.loads((tmp_path / "pieces/model.safetensors.index.json").read_bytes())
     files = sorted(path.name for path in (tmp_path / "pieces").glob("*.safetensors"))
     assert len(files) > 1 and files[0] == f"model-00001-of-{len(files):05}.safetensors"
@@ -168,7 +168,7 @@ def test_pieces_types_and_what_is_in_the_way(tmp_path: Path, data: Path, monkeyp
     monkeypatch.setattr(module, "_write_piece", lambda *_: 1 / 0)
     before = sorted(tmp_path.iterdir())
     with pytest.raises(ZeroDivisionError):
-        module.export(run, tmp_path / "not/there/broken", None, "fp32")
+        module.export_checkpoint(run, tmp_path / "not/there/broken", None, "fp32")
     assert sorted(tmp_path.iterdir()) == before
     # by the login node's door, from a checkpoint that is damaged
     checkpoint = run.checkpoints_dir / catalog.checkpoint_name(1)

@@ -16,8 +16,8 @@ import torch
 from data_prep.tokenizer import train_bpe
 from pipeline.base.errors import UserError, make_printable
 from pipeline.base.files import write_json
-from pipeline.data.chat_template import read_template
-from pipeline.publish.generate import _of_folder, _of_run, chosen, further, generate
+from pipeline.data.chat_template import load_template
+from pipeline.publish.generate import _of_folder, _of_run, choose_token, generate_text, generate_tokens
 from pipeline.run.code import CODE_ROOT
 from tests.publish.test_export import exported
 from tests.publish.test_open_weights import FAMILIES, save
@@ -48,14 +48,14 @@ def test_greedy_is_what_transformers_generates(tmp_path: Path, family: str) -> N
     assert len(ids) > 3 and ends == [None]
     passes: list[int] = []
     model.model.register_forward_pre_hook(lambda _, given: passes.append(given[0].shape[1]))
-    ours = further(model, ids, 40, ends, lambda logits: int(logits.argmax()))
+    ours = generate_tokens(model, ids, 40, ends, lambda logits: int(logits.argmax()))
     expected = theirs.generate(torch.tensor([ids]), max_new_tokens=40, do_sample=False, eos_token_id=None)
     assert [*ids, *ours] == expected[0].tolist() and len(set(ours)) > 5
     assert passes == [len(ids)] + [1] * 39
     # a token that ends a text ends it
     end = ours[7]
     write_json(tmp_path / "generation_config.json", {"eos_token_id": [299, end]})
-    text = generate(tmp_path, PROMPT, most=40, **GREEDY)
+    text = generate_text(tmp_path, PROMPT, most=40, **GREEDY)
     assert text == tokenizer.decode([*ids, *ours[: ours.index(end) + 1]])
 
 
@@ -63,12 +63,14 @@ def test_a_run_and_its_export_say_the_same(tmp_path: Path) -> None:
     data = make_run(tmp_path, "data").data_dir
     folder, _ = exported(tmp_path, data, "run", "model.initializer_range=0.2", "model.rope_theta=500.0")
     run = tmp_path / "runs/run"
-    text = generate(run, PROMPT, most=12, **GREEDY)
+    text = generate_text(run, PROMPT, most=12, **GREEDY)
     assert text.startswith(PROMPT) and len(text) > len(PROMPT)
-    assert generate(folder, PROMPT, most=12, **GREEDY) == text
-    drawn = {seed: generate(run, PROMPT, most=12, **{**GREEDY, "temperature": 1.0, "seed": seed}) for seed in (1, 2)}
+    assert generate_text(folder, PROMPT, most=12, **GREEDY) == text
+    drawn = {
+        seed: generate_text(run, PROMPT, most=12, **{**GREEDY, "temperature": 1.0, "seed": seed}) for seed in (1, 2)
+    }
     assert drawn[1] != drawn[2] and text not in drawn.values()
-    assert generate(run, PROMPT, most=12, **{**GREEDY, "temperature": 1.0}) == drawn[1]
+    assert generate_text(run, PROMPT, most=12, **{**GREEDY, "temperature": 1.0}) == drawn[1]
     command = [sys.executable, str(CODE_ROOT / "submit.py"), "generate", "runs/run", PROMPT]
     command += ["--max-tokens", "12", "--seed", "2", "--step", "1"]
     command += ["--greedy"]  # says more than a seed
@@ -93,7 +95,7 @@ def test_a_prompt_for_a_folder_begins_as_from_transformers(tmp_path: Path, kind:
         model, _, _, ours = _of_folder(tmp_path, prompt, None, 12)
         if kind != "qwen" or prompt == PROMPT:
             assert ours == ids
-            new = further(model, ours, 12, [], lambda logits: int(logits.argmax()))
+            new = generate_tokens(model, ours, 12, [], lambda logits: int(logits.argmax()))
             assert [*ours, *new] == expected[0].tolist()
 
 
@@ -110,8 +112,8 @@ def test_a_prompt_for_a_run_begins_as_its_documents(tmp_path: Path) -> None:
         ids = _of_run(tmp_path / f"runs/run{number}", PROMPT, None, 12)[3]
         assert ids == [*expected, *tokenizer.encode(PROMPT, add_special_tokens=False).ids]
         if expected:
-            text = generate(tmp_path / f"runs/run{number}", PROMPT, most=12, **GREEDY)
-            assert generate(folder, PROMPT, most=12, **GREEDY) == text
+            text = generate_text(tmp_path / f"runs/run{number}", PROMPT, most=12, **GREEDY)
+            assert generate_text(folder, PROMPT, most=12, **GREEDY) == text
 
 
 @pytest.mark.parametrize("name", ["chatml", "llama3", "mistral-v0.1", "qwen3"])
@@ -123,7 +125,7 @@ def test_a_message_is_answered_as_by_transformers(tmp_path: Path, name: str, sys
     theirs = saved(tmp_path, "llama")
     tokenizer = with_post_processor(byte_tokenizer(" ".join(WORDS), 280), "llama 3")
     tokenizer.add_special_tokens(["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"])
-    template = read_template(Path(name))
+    template = load_template(Path(name))
     save_tokenizer(tmp_path, tokenizer, template, eos_token="</s>", bos_token="<s>")
     messages = [{"role": role, "content": text} for role, text in (("system", system), ("user", PROMPT)) if text]
     made = AutoTokenizer.from_pretrained(tmp_path)
@@ -134,13 +136,13 @@ def test_a_message_is_answered_as_by_transformers(tmp_path: Path, name: str, sys
     assert ends[-1] == tokenizer.token_to_id(close)
     new = theirs.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=None)[0, len(ids) :]
     options: dict[str, Any] = {"most": 12, **GREEDY, "chat": True, "system": system}
-    assert generate(tmp_path, PROMPT, **options) == made.decode(new, skip_special_tokens=True)
+    assert generate_text(tmp_path, PROMPT, **options) == made.decode(new, skip_special_tokens=True)
 
 
 def test_an_answer_ends_with_the_token_that_closes_answers(tmp_path: Path) -> None:
     """Which only the chat template names; neither it nor the message is printed."""
     theirs = saved(tmp_path, "llama")
-    tokenizer, template = byte_tokenizer(" ".join(WORDS), 280), read_template(Path("mistral-v0.1"))
+    tokenizer, template = byte_tokenizer(" ".join(WORDS), 280), load_template(Path("mistral-v0.1"))
     file = save_tokenizer(tmp_path, tokenizer, template, eos_token="</s>", bos_token="<s>")
     messages = [{"role": "user", "content": PROMPT}]
     ids = _of_folder(tmp_path, messages, None, 12)[3]
@@ -152,7 +154,7 @@ def test_an_answer_ends_with_the_token_that_closes_answers(tmp_path: Path) -> No
     save_config = {"chat_template": template, "eos_token": name, "bos_token": "<s>"}
     write_json(tmp_path / "tokenizer_config.json", save_config)
     assert _of_folder(tmp_path, messages, None, 12)[3] == ids
-    answer = generate(tmp_path, PROMPT, most=12, chat=True, **GREEDY)
+    answer = generate_text(tmp_path, PROMPT, most=12, chat=True, **GREEDY)
     assert answer == tokenizer.decode(new[:stop].tolist())
     command = [sys.executable, str(CODE_ROOT / "submit.py"), "generate", str(tmp_path), PROMPT]
     done = subprocess.run([*command, "--chat", "--greedy", "--max-tokens", "12"], capture_output=True, timeout=120)
@@ -164,15 +166,15 @@ def test_a_chat_without_a_template_is_refused(tmp_path: Path) -> None:
     run = make_run(tmp_path, "text")
     for target, where in ((tmp_path / "none", "none"), (run.path, "text")):
         with pytest.raises(UserError, match=rf"--chat: .*{where} has no chat template"):
-            generate(target, PROMPT, most=3, chat=True, **GREEDY)
+            generate_text(target, PROMPT, most=3, chat=True, **GREEDY)
     with pytest.raises(UserError, match=r"--system: .* add --chat"):
-        generate(tmp_path / "none", PROMPT, most=3, system="x", **GREEDY)
+        generate_text(tmp_path / "none", PROMPT, most=3, system="x", **GREEDY)
     (tmp_path / "none/chat_template.jinja").write_text("{{ raise_exception('no user') }}")
     with pytest.raises(UserError, match="--chat: the chat template does not take these messages: no user"):
-        generate(tmp_path / "none", PROMPT, most=3, chat=True, **GREEDY)
+        generate_text(tmp_path / "none", PROMPT, most=3, chat=True, **GREEDY)
     (tmp_path / "none/chat_template.jinja").write_text("{% for %}")
     with pytest.raises(UserError, match=r"--chat: the chat template of .*none cannot be used"):
-        generate(tmp_path / "none", PROMPT, most=3, chat=True, **GREEDY)
+        generate_text(tmp_path / "none", PROMPT, most=3, chat=True, **GREEDY)
 
 
 def test_draws_are_as_likely_as_asked() -> None:
@@ -184,7 +186,7 @@ def test_draws_are_as_likely_as_asked() -> None:
         (0.5, 1.0, None),
         (1e-320, 1.0, [0, 0, 1]),
     ):
-        found = Counter(chosen(logits, temperature, top_p, generator) for _ in range(3000))
+        found = Counter(choose_token(logits, temperature, top_p, generator) for _ in range(3000))
         likely = expected or (torch.tensor([0.09, 0.04, 0.25]) / 0.38).tolist()
         for token, share in enumerate(likely):
             assert found[token] / 3000 == pytest.approx(share, abs=0.04) and (found[token] > 0) == (share > 0)
@@ -204,10 +206,10 @@ def test_what_cannot_be_generated_is_refused(tmp_path: Path) -> None:
         ({"most": 17}, r"tokens are more than model\.sliding_window \(16\)"),
     ):
         with pytest.raises(UserError, match=told):
-            generate(folder, **{"prompt": PROMPT, "most": 5, **GREEDY, **change})
-    assert generate(folder, "a \udcff b", most=1, **GREEDY).startswith("a ? b")
+            generate_text(folder, **{"prompt": PROMPT, "most": 5, **GREEDY, **change})
+    assert generate_text(folder, "a \udcff b", most=1, **GREEDY).startswith("a ? b")
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match=r"tokenizer\.json is no tokenizer\.json that can be read"):
-        generate(folder, PROMPT, most=5, **GREEDY)
+        generate_text(folder, PROMPT, most=5, **GREEDY)
     with pytest.raises(UserError, match="is not a run: there is no such directory"):
-        generate(tmp_path / "nothing", PROMPT, most=5, **GREEDY)
+        generate_text(tmp_path / "nothing", PROMPT, most=5, **GREEDY)

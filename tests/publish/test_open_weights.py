@@ -117,7 +117,7 @@ def start_rank(where: RankInfo, path: Path, configs: list[Config]) -> list[tuple
     opened, results = module.safe_open, []
     for config in configs:
         layout, task, read = resolve_layout(config, world.size, where.local_world_size), DecoderTask(config, VOCAB), [0]
-        source = module.open_weights(Run(path, config), task, groups.new_control_group())
+        source = module.open_initial_weights(Run(path, config), task, groups.new_control_group())
 
         class Counting:
             def __init__(self, *given: Any, **more: Any) -> None:
@@ -206,13 +206,13 @@ def refused_rank(where: RankInfo, path: Path, configs: list[Config]) -> list[str
     """What opening the folder of each config says."""
     from pipeline.comm import groups
     from pipeline.model.task import DecoderTask
-    from pipeline.publish.open_weights import open_weights
+    from pipeline.publish.open_weights import open_initial_weights
 
     groups.join_process_group(where, configs[0])
     told = []
     for config in configs:
         try:
-            open_weights(Run(path, config), DecoderTask(config, VOCAB), groups.new_control_group())
+            open_initial_weights(Run(path, config), DecoderTask(config, VOCAB), groups.new_control_group())
         except UserError as error:
             told.append(str(error))
         else:
@@ -353,7 +353,7 @@ def memory_rank(where: RankInfo, path: Path, configs: list[Config]) -> dict[str,
     from pipeline.model.decoder import local_tensor
     from pipeline.model.task import DecoderTask
     from pipeline.parallel.mesh import resolve_layout
-    from pipeline.publish.open_weights import open_weights
+    from pipeline.publish.open_weights import open_initial_weights
     from pipeline.train.engine import Engine
 
     results: dict[str, float] = {}
@@ -361,7 +361,7 @@ def memory_rank(where: RankInfo, path: Path, configs: list[Config]) -> dict[str,
     for config in configs:
         task, layout = DecoderTask(config, VOCAB), resolve_layout(config, world.size, where.local_world_size)
         with measured(results, "import"):
-            source = open_weights(Run(path, config), task, groups.new_control_group())
+            source = open_initial_weights(Run(path, config), task, groups.new_control_group())
             engine = Engine(config, layout, world, task, source=source)
             assert source is not None and engine.parts
             source.note()

@@ -21,7 +21,7 @@ from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import ExitCode
 from pipeline.base.files import read_jsonl
 from pipeline.config.read import load_config
-from pipeline.data.sample_order import position_of
+from pipeline.data.sample_order import skip_excluded
 from pipeline.resilience.guard import BadStepGuard, merge_ranges
 from pipeline.run.code import CODE_ROOT as ROOT
 from pipeline.run.directory import Run
@@ -44,7 +44,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_positions_are_those_of_a_list_with_the_ranges_deleted(left_out: list[tuple[int, int]], consumed: int) -> None:
     gone = {p for start, count in left_out for p in range(start, start + count)}
     kept = [p for p in range(1000) if p not in gone]
-    assert position_of(consumed, merge_ranges(left_out)) == kept[consumed]
+    assert skip_excluded(consumed, merge_ranges(left_out)) == kept[consumed]
 
 
 @settings(deadline=None, max_examples=50)
@@ -53,7 +53,7 @@ def test_the_sampler_jumps_over_them(left_out: list[tuple[int, int]], step: int,
     import numpy as np
 
     from pipeline.data.loader import GlobalOrderSampler
-    from pipeline.data.sample_order import indices_of
+    from pipeline.data.sample_order import compute_indices
 
     class Numbers:
         """97 samples of one length."""
@@ -73,7 +73,7 @@ def test_the_sampler_jumps_over_them(left_out: list[tuple[int, int]], step: int,
             num_replicas=ranks, rank=rank,
         )  # fmt: skip
         found += next(iter(sampler)).tolist()
-    expected = indices_of(3, np.array(kept[8 * step : 8 * step + 8]), 97)
+    expected = compute_indices(3, np.array(kept[8 * step : 8 * step + 8]), 97)
     assert found == expected.tolist()
 
 

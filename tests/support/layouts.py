@@ -104,14 +104,14 @@ def saved_again_rank(place: RankInfo, path: Any, folder: Any) -> str:
     from pipeline.checkpoint import catalog
     from pipeline.checkpoint.checkpointer import Checkpointer, compute_digest
     from pipeline.comm import groups
-    from pipeline.data.verify_shards import manifest_of
+    from pipeline.data.verify_shards import load_run_manifest
     from pipeline.run.directory import Run
     from pipeline.train.trainer import Trainer
     from tests.support.tiny import HarmlessFlag
 
     run = Run.open(path)
     world = groups.join_process_group(place, run.config)
-    trainer = Trainer(run, manifest_of(run), place, world, HarmlessFlag())
+    trainer = Trainer(run, load_run_manifest(run), place, world, HarmlessFlag())
     assert trainer.start_step
     saver = Checkpointer(
         folder, groups.new_control_group(), keep=1, background=False, describe={"layout": {}}, on_saved=lambda *_: None

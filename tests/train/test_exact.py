@@ -22,7 +22,7 @@ from pipeline.base.errors import ExitCode
 from pipeline.base.files import append_line, read_jsonl
 from pipeline.checkpoint.catalog import find_newest_step
 from pipeline.data.manifest import load_manifest
-from pipeline.data.sample_order import sample_indices
+from pipeline.data.sample_order import compute_index_range
 from pipeline.run.directory import Run
 from tests.support.ranks import Ranks, run_ranks
 from tests.support.tiny import digest, make_run, stage_rank
@@ -144,7 +144,7 @@ def samples_of(run: Run, step: int) -> list[list[int]]:
     for shard in manifest.train:
         tokens = np.fromfile(run.data_dir / shard.file, shard.dtype, shard.tokens, offset=shard.offset)
         samples += [tokens[i : i + length + 1].tolist() for i in range(0, len(tokens) - length, length)]
-    return [samples[i] for i in sample_indices(config.run.seed, (step - 1) * size, size, len(samples))]
+    return [samples[i] for i in compute_index_range(config.run.seed, (step - 1) * size, size, len(samples))]
 
 
 def test_other_numbers_of_ranks_see_the_same_samples_and_losses(tmp_path: Path, data: Path) -> None:

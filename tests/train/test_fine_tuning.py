@@ -17,7 +17,7 @@ from pipeline.base.errors import ExitCode
 from pipeline.base.files import read_jsonl
 from pipeline.checkpoint.catalog import checkpoint_name, list_checkpoint_steps
 from pipeline.config.read import load_config
-from pipeline.data.manifest import BEGINS, LEARNED, load_manifest
+from pipeline.data.manifest import MASK_DOCUMENT_START, MASK_LEARNED, load_manifest
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
 from pipeline.run.stages import load_stage_module
@@ -77,11 +77,11 @@ def alone_rank(where: RankInfo, path: Path) -> tuple[float, int]:
             np.fromfile(run.data_dir / shard.file, array.dtype, shard.tokens, offset=array.offset).astype(np.int64)
             for array in (shard.arrays["tokens"], shard.arrays["mask"])
         )
-        starts = np.flatnonzero(mask & BEGINS).tolist()
+        starts = np.flatnonzero(mask & MASK_DOCUMENT_START).tolist()
         for start, end in zip(starts, [*starts[1:], shard.tokens], strict=True):
-            targets = torch.from_numpy(np.where(mask & LEARNED, tokens, -100)[start + 1 : end])
+            targets = torch.from_numpy(np.where(mask & MASK_LEARNED, tokens, -100)[start + 1 : end])
             document = torch.from_numpy(tokens[start : end - 1])[None]
-            length = int(np.flatnonzero(mask[start:end] & LEARNED)[-1])  # what fills up is left out
+            length = int(np.flatnonzero(mask[start:end] & MASK_LEARNED)[-1])  # what fills up is left out
             with torch.no_grad():
                 logits = model(document[:, :length])[0]
             total += torch.nn.functional.cross_entropy(logits, targets[:length], reduction="sum").item()

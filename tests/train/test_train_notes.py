@@ -59,7 +59,7 @@ def test_a_finished_training_says_how_much_it_read(tmp_path: Path) -> None:
     trained(run, 29, 30)
     assert load_stage_module("train").progress(run).description == "29/30 steps, loss 2.5000"
     trained(run, 30, 30)
-    samples = load_manifest(run.data_dir).training_samples(32)
+    samples = load_manifest(run.data_dir).count_training_samples(32)
     wanted = f"30/30 steps, loss 2.5000, 7,680 tokens, {30 * 8 / samples:.3g} epochs"
     assert load_stage_module("train").progress(run).description == wanted
     (run.data_dir / "manifest.json").unlink()

@@ -15,7 +15,7 @@ from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import ExitCode, UserError
 from pipeline.base.files import read_jsonl
 from pipeline.config.sections import Config
-from pipeline.data.manifest import load_manifest, steps_of
+from pipeline.data.manifest import count_training_steps, load_manifest
 from pipeline.data.samples import TokenDataset
 from pipeline.parallel.mesh import resolve_layout
 from pipeline.parallel.traffic import count_traffic
@@ -39,7 +39,7 @@ def plain_rank(place: RankInfo, path: Path, steps: int) -> list[tuple[float, flo
     from torch.nn.functional import cross_entropy
 
     from pipeline.data.manifest import load_manifest
-    from pipeline.data.sample_order import sample_indices
+    from pipeline.data.sample_order import compute_index_range
     from pipeline.model.decoder import Decoder, init_weights
     from pipeline.train.lr_schedule import compute_learning_rate
 
@@ -67,7 +67,7 @@ def plain_rank(place: RankInfo, path: Path, steps: int) -> list[tuple[float, flo
     results = []
     for step in range(1, steps + 1):
         size = config.train.global_batch
-        chosen = sample_indices(config.run.seed, (step - 1) * size, size, len(samples))
+        chosen = compute_index_range(config.run.seed, (step - 1) * size, size, len(samples))
         batch = torch.from_numpy(np.stack([samples[i] for i in chosen]))
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["lr"] = compute_learning_rate(config.optimizer, step, steps)
@@ -296,7 +296,7 @@ EPOCHS = ("train.steps=null", "train.epochs=2", "train.global_batch=100", "train
 def test_epochs_are_whole_steps_and_the_samples_of_as_many_steps(tmp_path: Path, data: Path) -> None:
     run = new_run(tmp_path, "epochs", data, *EPOCHS)
     samples = len(TokenDataset(load_manifest(data).train, run.config.data.sequence_length, data))
-    steps = steps_of(run.config, run.data_dir)
+    steps = count_training_steps(run.config, run.data_dir)
     assert steps is not None and 100 * (steps - 1) < 2 * samples < 100 * steps, "the last batch is filled up"
     assert load_stage_module("train").progress(run).description == f"0/{steps} steps"
     assert set(run_ranks(1, stage_rank, run.path, "train")) == {ExitCode.DONE}
