@@ -44,6 +44,11 @@ def run_rank(code: Path, folder: Path, *arguments: str) -> subprocess.CompletedP
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
 
 
+@pytest.mark.parametrize("title", HOW_TOS)
+def test_the_edits_of_a_how_to_fit_the_code(title: str, tmp_path: Path) -> None:
+    apply_how_to(title, tmp_path / "code")
+
+
 @pytest.fixture(scope="module")
 def code_with_count_stage(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return apply_how_to("Add a stage", tmp_path_factory.mktemp("code"))
@@ -74,7 +79,7 @@ def test_a_new_stage_runs_without_slurm(code_with_count_stage: Path, tmp_path: P
 @pytest.mark.story
 def test_a_new_stage_in_a_dry_run_and_in_a_sweep(code_with_count_stage: Path, tmp_path: Path) -> None:
     write_config(tmp_path)
-    assert "publish,measure,count}" in run_rank(code_with_count_stage, tmp_path, "no such words").stderr, (
+    assert "publish,count}" in run_rank(code_with_count_stage, tmp_path, "no such words").stderr, (
         "the usage lists the new stage"
     )
     sweep = "sweep={grid: {optimizer.lr: [0.001, 0.01]}}"
