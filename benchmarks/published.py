@@ -18,6 +18,9 @@ from planning.machine import Link, Machine, load_machine
 from planning.predict import predict_step
 from planning.workload import Workload
 
+OTHER_MACHINES = Path(__file__).parent / "machines"
+"""Machines that published runs used and that Sluice does not support: TPUs and Gaudi."""
+
 
 class Refused(ValueError):
     """A row that cannot be taken, in words."""
@@ -92,7 +95,8 @@ def _machine(row: dict[str, str]) -> Machine:
     name = next((name for pattern, name in GPUS if re.search(pattern, gpu, re.IGNORECASE)), None)
     if name is None:
         raise Refused(f"no machine file for {row['gpu']}")
-    machine = load_machine(name)
+    own_file = OTHER_MACHINES / f"{name}.yaml"
+    machine = load_machine(str(own_file) if own_file.exists() else name)
     inside = _number(row, "intra_bw_GBps", machine.inside.bandwidth / 1e9) * 1e9
     between = _number(row, "inter_bw_GBps_per_gpu", machine.between.bandwidth / 1e9) * 1e9
     node = int(_number(row, "gpus_per_node", machine.gpus_per_node))

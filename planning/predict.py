@@ -339,8 +339,8 @@ def predict_step(
         span, busy = _pipeline_span(work.schedule, work.pipeline, work.virtual_stages, micro, ahead, back)
     else:
         span = busy = micro * (sum(ahead) + sum(back))
-    if machine.crowd > 1:  # whoever waits leaves its core to others
-        span = max(span, machine.crowd * micro * (sum(ahead) + sum(back)) / work.pipeline)
+    if machine.ranks_per_core > 1:  # whoever waits leaves its core to others
+        span = max(span, machine.ranks_per_core * micro * (sum(ahead) + sum(back)) / work.pipeline)
     if work.hide_data and machine.cores is None:
         sent = gathered * work.layers + sum(sent for *_, sent in blocks[first:])
         taken = sent / work.pipeline  # of the last micro-batch's time
@@ -351,7 +351,7 @@ def predict_step(
     fused = work.fused or machine.measured  # what was measured is Sluice's own: one kernel, compiled or not
     optimizer = rank.moved(local * 30) * (1 if fused else constants.eager) + rank.update()
     nodes = max(1, work.world / machine.gpus_per_node)
-    step = (span + machine.crowd * (data + optimizer)) * (1 + constants.jitter * log2(nodes))
+    step = (span + machine.ranks_per_core * (data + optimizer)) * (1 + constants.jitter * log2(nodes))
     tokens = work.global_batch * work.sequence / work.world / step
     through = max(rank.by_rank([n >= first for n in range(work.layers)])) * (2 if work.recompute == "full" else 1)
     times, messages = micro * (work.layers / work.pipeline + through), micro * (1 + (first < work.layers)) * waited

@@ -210,7 +210,7 @@ def test_plan_takes_the_file_for_another_layout(tmp_path: Path) -> None:
     config = load_config(Path("configs/quickstart.yaml"), ["parallel.pipeline=2"])
     told = "\n".join(describe_plan(config, load_machine(str(tmp_path / "own.yaml"))))
     assert "predicted for CPU: 0." in told
-    with pytest.raises(UserError, match="CPU has no bf16; it has fp32"):
+    with pytest.raises(UserError, match=r"CPU.*bf16.*fp32"):
         list(describe_plan(config.model_copy(update={"train": config.train.model_copy(update={"precision": "bf16"})}),
                   load_machine(str(tmp_path / "own.yaml"))))  # fmt: skip
 
@@ -267,17 +267,10 @@ def test_a_run_of_older_code_loads_without_a_note(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err == ""
 
 
-def test_a_machine_that_is_none_is_refused_in_sentences() -> None:
-    for name, told in (
-        ("nowhere", r"no such machine or file\. There are .*h100"),
-        ("h10", r"did you mean h100\? There"),
-    ):
-        with pytest.raises(UserError, match=told):
-            load_machine(name)
-
-
-def bound_facts(place: RankInfo, each: dict[int, set[int]], per_node: int) -> tuple[str, float, int, int | None]:
-    """What a rank says of its machine that may run on these CPUs."""
+def read_facts_with_cpus(
+    place: RankInfo, each: dict[int, set[int]], per_node: int
+) -> tuple[str, float, int, int | None]:
+    """Read the facts as a rank that may use only the CPUs `each[rank]`."""
     os.sched_getaffinity = lambda pid: each[place.rank]
     return read_device_facts(
         groups.join_process_group(place, load_config(Path("configs/quickstart.yaml"))), 1, per_node
@@ -289,7 +282,7 @@ def test_cores_are_those_of_all_ranks_of_a_node() -> None:
     for each, per_node, cores in (
         ([{0}, {1}, {2}, {4}], 4, [4, 4, 4, 4]), ([{0, 1}, {1}, {0}, {0}], 2, [2, 2, 1, 1]),
     ):  # fmt: skip
-        found = run_ranks(4, bound_facts, dict(enumerate(each)), per_node)
+        found = run_ranks(4, read_facts_with_cpus, dict(enumerate(each)), per_node)
         assert [facts[-1] for facts in found] == cores
 
 

@@ -248,15 +248,30 @@ def test_machines_that_come_along_can_be_predicted_for(name: str) -> None:
     assert 0.1 < predict_step(PIPED, machine).mfu < 0.9
 
 
-def test_a_wrong_machine_is_refused_in_words(tmp_path: Path) -> None:
-    for text, told in (("gpu: x", "memory_gib: Field required"), ("[", "while parsing"), ("- 1", "the file: ")):
-        (tmp_path / "m.yaml").write_text(text)
-        with pytest.raises(UserError, match=told):
-            load_machine(str(tmp_path / "m.yaml"))
-    with pytest.raises(UserError, match=r"h1000: no such machine or file; did you mean h100\? There are a100-40"):
-        load_machine("h1000")
-    with pytest.raises(UserError, match="A100 SXM4 40 GB has no fp8; it has bf16, fp32"):
+def test_an_invalid_machine_file_is_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "m.yaml"
+    for text, code, fact in (
+        ("gpu: x", "plan.invalid_machine", "memory_gib"),
+        ("[", "plan.unreadable_file", "m.yaml"),
+        ("- 1", "plan.invalid_machine", "m.yaml"),
+    ):
+        file.write_text(text)
+        with pytest.raises(UserError, match=fact) as error:
+            load_machine(str(file))
+        assert error.value.code == code
+
+
+def test_an_unknown_machine_is_an_error() -> None:
+    for name, fact in (("nowhere", "a100-40, .*h100"), ("h1000", "did you mean h100"), ("h10", "did you mean h100")):
+        with pytest.raises(UserError, match=fact) as error:
+            load_machine(name)
+        assert error.value.code == "plan.no_such_machine" and name in str(error.value)
+
+
+def test_an_unsupported_precision_is_an_error() -> None:
+    with pytest.raises(UserError, match=r"A100 SXM4 40 GB.*fp8.*bf16, fp32") as error:
         predict_step(replace(SMALL, precision="fp8"), load_machine("a100-40"))
+    assert error.value.code == "plan.unsupported_precision"
 
 
 def test_a_login_node_predicts_without_torch() -> None:

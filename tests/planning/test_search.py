@@ -116,7 +116,7 @@ def test_a_choice_is_written_beside_the_config(tmp_path: Path) -> None:
         64, 4, first.config.train.micro_batch,
     )  # fmt: skip
     assert path.read_text() == before
-    with pytest.raises(UserError, match=r"my-best.yaml exists: move it away"):
+    with pytest.raises(UserError, match=r"my-best.yaml"):
         write_choice(first, path, more)
 
 
@@ -133,7 +133,7 @@ def test_the_layout_of_the_config_has_a_row_in_any_case() -> None:
         (row,) = own_rows(nodes, parallel=slow)
         assert row.split()[0] == "2" and "pipeline 2 × data 1 × tensor 4 gpipe" in row and "too much" not in row
     (row,) = own_rows([2], site={"gpu_memory_gib": 8})
-    assert "pipeline 1 × data 8 × tensor 1, micro-batch 1" in row and "GB too much" in row
+    assert "pipeline 1 × data 8 × tensor 1, micro-batch 1" in row and "GB too large" in row
     _, first = search_layouts(parse_config(BASE, "here"), H100, VOCAB, [2])
     lines, _ = search_layouts(first.config, H100, VOCAB, [2], predict_own_layout(first.config, H100, VOCAB))
     assert lines[1].endswith(OWN_LAYOUT_MARK) and sum(line.endswith(OWN_LAYOUT_MARK) for line in lines) == 1, (
@@ -141,10 +141,11 @@ def test_the_layout_of_the_config_has_a_row_in_any_case() -> None:
     )
 
 
-def test_where_nothing_fits_it_says_so() -> None:
+def test_no_layout_that_fits_is_an_error() -> None:
     config = parse_config(BASE | {"site": {"gpu_memory_gib": 0.5}}, "here")
-    with pytest.raises(UserError, match=r"no layout on 2 nodes fits into 0.5 GB: more nodes \(--nodes\)"):
+    with pytest.raises(UserError, match=r"2 nodes.* 0\.5 GB.*--nodes") as error:
         search_layouts(config, H100, VOCAB, [2])
+    assert error.value.code == "plan.no_layout_fits"
 
 
 @pytest.mark.parametrize(
@@ -155,9 +156,10 @@ def test_counts_of_nodes(text: str, counts: list[int]) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "0", "a", "4..2", "1.5", "1..", "..4", "9999999999", "-3", "2...4"])
-def test_wrong_counts_of_nodes_are_refused(text: str) -> None:
-    with pytest.raises(UserError, match="write numbers from 1 to"):
+def test_invalid_node_counts_are_an_error(text: str) -> None:
+    with pytest.raises(UserError) as error:
         parse_node_counts(text)
+    assert error.value.code == "plan.invalid_nodes"
 
 
 def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +174,7 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypa
         return (int(stopped.value.code or 0), *capfd.readouterr())
 
     code, out, _ = run("train.global_batch=64")
-    assert code == 0 and "predicted for H100 SXM5 80 GB: a step in" in out
+    assert code == 0 and "predicted for H100 SXM5 80 GB: " in out
     code, out, _ = run("--best", "--nodes=1", "--write", "--machine", "a100-80")
     assert code == 0 and "layouts on A100 SXM4 80 GB" in out and f"written: {tmp_path}/my-best.yaml" in out
     # its own layout need not fit, other things must
