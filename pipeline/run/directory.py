@@ -172,8 +172,10 @@ class Run:
         return run
 
     def _unmakeable(self, error: OSError) -> UserError:
-        words = f"run.root: cannot make {self.path}: {error.strerror}; choose another run.root"
-        return find_storage_error(OSError(error.errno, error.strerror), self.path) or UserError(words)
+        message = f"run.root: cannot make {self.path}: {error.strerror}; choose another run.root"
+        return find_storage_error(OSError(error.errno, error.strerror), self.path) or UserError(
+            "run.not_writable", message
+        )
 
     @classmethod
     def open(cls, path: str | Path) -> Run:
@@ -187,7 +189,7 @@ class Run:
                 with suppress(UserError):
                     of = load_config(Path(path)).run
                     hint = f"it is a config, that of the run {cls(of.root / of.name).name}"
-            raise UserError(f"{path} is not a run: {hint} (a run is a path such as runs/quickstart)")
+            raise UserError("run.not_a_run", f"{path} is not a run: {hint} (a run is a path such as runs/quickstart)")
         os.umask(_UMASK[run.config.run.sharing])
         return run
 
@@ -349,8 +351,9 @@ class Run:
         """Raise UserError where something, in words, is `busy` with what would be replaced."""
         if busy:
             raise UserError(
+                "run.stage_running",
                 f"{', '.join(busy)} is running with what would be replaced: wait for the end, or bring it about with "
-                f"{format_command('cancel', self.name)}"
+                f"{format_command('cancel', self.name)}",
             )
 
     @cached_property
@@ -400,7 +403,7 @@ class Run:
     def check_not_cancelled(self) -> None:
         """Raise UserError where a person cancelled the run."""
         if self.cancelled_file.exists():
-            raise UserError(f"{self.name} was cancelled; to go on all the same: {self.resume_command}")
+            raise UserError("run.cancelled", f"{self.name} was cancelled; to continue it: {self.resume_command}")
 
     def clear_requests(self) -> None:
         """Forget stop and cancel requests: a person said to go on."""

@@ -195,6 +195,8 @@ def read_required_lines(path: Path, fits: LineCheck) -> list[dict[str, Any]]:
             if value is None and not line.rstrip().endswith(b"}"):
                 continue
             if not fits(value) or has_wrong_checksum(value):
-                raise InputError(f"{path}, line {place} is damaged: {line[:80]!r}; put the file back as it was")
+                raise InputError(
+                    "run.damaged_file", f"{path}, line {place} is damaged: {line[:80]!r}; put the file back as it was"
+                )
             found.append(value)
     return found

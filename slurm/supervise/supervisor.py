@@ -115,7 +115,7 @@ class Supervisor:
             time.sleep(LOCK_POLL_S)
             lock = run.lock_stage(stage, self.task, 0.0)
         if lock is None and not goes_on:
-            raise UserError(f"{stage} of {run.name} is already running ({run.lock_holder(stage)})")
+            raise UserError("run.stage_running", f"{stage} of {run.name} is already running ({run.lock_holder(stage)})")
         return lock
 
     def _attempts(self, lock: int | None) -> tuple[Ended, bool | None]:

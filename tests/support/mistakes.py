@@ -346,7 +346,7 @@ LATER = [
     Mistake(
         "a cancelled run",
         "tiny.yaml",
-        "runs/tiny was cancelled; to go on all the same:",
+        "runs/tiny was cancelled; to continue it:",
         before=("tiny.yaml", "cancel runs/tiny"),
         back="printed",
     ),
