@@ -1,16 +1,16 @@
-"""What the events of a stage mean: one pure function from them to a small record, used by everybody who asks.
+"""What the events of a stage mean: its state, and whether it may be retried.
 
-    started ──────────► open ── stopping ──► open, with a word of why
+    started ──────────► open ── stopping ──► open, with the reason of the stop
                          │
                          ├─ done · stopped · cancelled · preempted · failed ──► ended
                          │                                                       │
-                         └──────────── requeued · retried · handed_over ◄────────┘   it goes on by itself
+                         └──────────── requeued · retried · handed_over ◄────────┘   Sluice retries the stage
                                                      │
                                                   started …
 
-An attempt that stays open ended without a word of its supervisor, unless somebody holds the stage's lock or Slurm shows
-its job: :func:`read` does not ask them, its callers do (slurm/query/status.py, slurm/query/stop_causes.py). A person's
-`resumed` gives every budget back; what went on by itself since is charged to them.
+An attempt without an end event is either running or its supervisor died. :func:`read_stage_state` cannot tell which.
+Its callers check the stage's lock and the job in Slurm (slurm/query/status.py, slurm/query/stop_causes.py). The event
+`resumed` (a user ran `resume`) resets every retry budget.
 """
 
 from __future__ import annotations
@@ -29,62 +29,62 @@ Event = Mapping[str, Any]
 END_EVENTS = ("done", "stopped", "cancelled", "preempted", "failed")
 """Events that end an attempt."""
 RETRY_EVENTS = ("requeued", "retried", "handed_over")
-"""Events that say that the stage goes on by itself."""
+"""Events that announce a retry without a user."""
 USER_REQUESTS = {"cancelled", "stop file"}
-"""Who asked for a stop, where it was a person."""
+"""Reasons of a stop that a user requested."""
 _SHARED_BUDGETS = {
     ExitCode.STOPPED: "preempted",
     ExitCode.REQUEUED: "preempted",
     ExitCode.CRASHED: "crash",
     ExitCode.PEER_LOST: "crash",
 }
-"""Of causes that have none of their own name."""
-_BLAMELESS = (ExitCode.PREEMPTED, ExitCode.REQUEUED, ExitCode.STOPPED, ExitCode.NODE_FAILURE, ExitCode.BAD_NODE)
+"""Keys of `recovery:` for causes without a budget of the same name."""
+_NOT_CAUSED_BY_RUN = (ExitCode.PREEMPTED, ExitCode.REQUEUED, ExitCode.STOPPED, ExitCode.NODE_FAILURE, ExitCode.BAD_NODE)
 
 
 @dataclass(frozen=True)
 class StageState:
-    """How a stage stands by its events."""
+    """The state of a stage according to its events."""
 
     start_event: Event | None = None
-    """The start of the newest attempt."""
+    """The `started` event of the newest attempt."""
     stopping_event: Event | None = None
-    """The newest attempt's last word of a stop that was noticed."""
+    """The newest attempt's last `stopping` event: the supervisor noticed a stop."""
     end_event: Event | None = None
-    """How the newest attempt ended; None while it is open."""
+    """The end event of the newest attempt; None while it is open."""
     retry_event: Event | None = None
-    """That the stage goes on by itself behind that end."""
+    """The event that announces a retry after that end."""
     used_budgets: Mapping[str, int] = field(default_factory=Counter)
-    """How often it went on by itself since a person last said `resume`, by the budgets of `recovery:`."""
+    """Number of retries since the last `resume`, by key of `recovery:`."""
     restarts_without_progress: int = 0
-    """How many attempts in a row, up to the last one that it went on after, brought nothing new."""
+    """Number of consecutive retried attempts that made no progress."""
     resumed_by_user: bool = False
-    """Whether a person said `resume` since all of that."""
+    """Whether the user ran `resume` after the newest attempt."""
 
     @property
     def has_failed(self) -> bool:
-        """Whether it ended as failed, and does not go on by itself."""
+        """Whether the newest attempt failed and is not retried."""
         return self.end_event is not None and self.end_event["event"] == "failed" and self.retry_event is None
 
     @property
     def is_done(self) -> bool:
-        """Whether the newest attempt said that all is there."""
+        """Whether the newest attempt ended with the event `done`."""
         return self.end_event is not None and self.end_event["event"] == "done"
 
     @property
     def last_stop_event(self) -> Event:
-        """The newest attempt's last word of why it ends; {} where there is none."""
+        """The newest attempt's last event about its end; an empty mapping if there is none."""
         return self.end_event or self.stopping_event or {}
 
     @property
     def user_request(self) -> str | None:
-        """The person's request that the newest attempt ends, or ended, for."""
-        who = self.last_stop_event.get("by" if self.end_event is None else "cause")
-        return str(who) if who in USER_REQUESTS else None
+        """The user's request that stopped, or is stopping, the newest attempt; None if no user stopped it."""
+        reason = self.last_stop_event.get("by" if self.end_event is None else "cause")
+        return str(reason) if reason in USER_REQUESTS else None
 
 
 def read_stage_state(events: Iterable[Event]) -> StageState:
-    """What `events` say, oldest first: those of one stage, or of one task of its array, or of one job."""
+    """Return the state that follows from `events`, oldest first: those of one stage, array task or job."""
     state = StageState()
     for event in events:
         name = event["event"]
@@ -111,47 +111,59 @@ def read_stage_state(events: Iterable[Event]) -> StageState:
 
 
 def load_stage_state(run: Run, stage: str, task: int | None) -> StageState:
-    """How a stage of a run stands, or a task of its array."""
-    mine = (stage, task)
+    """Return the state of a stage, or of one task of its job array."""
+    key = (stage, task)
     return read_stage_state(
-        e for e in run.read_events() if (e.get("stage"), e.get("task")) == mine or e["event"] == "resumed"
+        e for e in run.read_events() if (e.get("stage"), e.get("task")) == key or e["event"] == "resumed"
     )
 
 
 def get_budget_key(cause: ExitCode) -> str:
-    """The key of `recovery:` that a cause is charged to; `user_error` where a person has to mend it."""
+    """Return the key of `recovery:` that limits retries after a cause; `user_error` if only a user can repair it."""
     key = _SHARED_BUDGETS.get(cause, cause.name.lower())
     return key if key in RecoveryConfig.model_fields else "user_error"
 
 
 def get_end_event(cause: ExitCode, *, final: bool) -> str:
-    """The event that ends an attempt; `final`: the stage would have gone on by itself, and may not."""
+    """Return the name of the event that ends an attempt.
+
+    Args:
+        cause: Why the attempt ended.
+        final: Whether the stage would have been retried but its budget or its lack of progress forbids it.
+    """
     if final and cause != ExitCode.CANCELLED:
         return "failed"
     name = "stopped" if cause in (ExitCode.TIME_LIMIT, ExitCode.REQUEUED) else cause.name.lower()
     return name if name in END_EVENTS else "failed"
 
 
-def explain_no_retry(before: StageState, cause: ExitCode, progress: bool, limits: RecoveryConfig) -> str | None:
-    """Why a stage that stopped for `cause` may not go on by itself; None where it may, "" where nobody expects it to.
+def explain_no_retry(before: StageState, cause: ExitCode, has_progress: bool, limits: RecoveryConfig) -> str | None:
+    """Return why a stopped stage is not retried; None if it is, "" if its cause is never retried.
 
-    `progress`: whether this attempt brought something new.
+    Args:
+        before: The state of the stage before this attempt ended.
+        cause: Why the attempt ended.
+        has_progress: Whether the attempt made progress, such as a new checkpoint.
+        limits: The budgets of the run.
     """
     key = get_budget_key(cause)
-    used, limit = before.used_budgets.get(key, 0), getattr(limits, key)
+    used = before.used_budgets.get(key, 0)
+    limit = getattr(limits, key)
     if limit == 0:
         return ""
     if used >= limit:
         times = f"{used} time{'s' if used != 1 else ''}"
-        return f"its budget is used up (recovery.{key}: {limit}; it went on {times} after this before)"
-    fruitless = before.restarts_without_progress + 1
-    allowed = limits.fruitless if cause in _BLAMELESS else 0
-    if not progress and fruitless > allowed:
-        stage = str((before.start_event or {}).get("stage"))
-        attempts = "this attempt" if fruitless == 1 else f"{fruitless} attempts in a row"
-        what = "no new checkpoint" if stage not in STAGES or STAGES[stage].is_training else "nothing new"
-        words = f"{attempts} brought {what}; going on would be a loop"
-        if cause == ExitCode.TIME_LIMIT:
-            words += f". It takes longer to start and to save than stages.{stage}.time allows"
-        return words
-    return None
+        return (
+            f"its budget is used up (recovery.{key}: {limit}; the stage was already retried {times} after this cause)"
+        )
+    count = before.restarts_without_progress + 1
+    max_count = limits.fruitless if cause in _NOT_CAUSED_BY_RUN else 0
+    if has_progress or count <= max_count:
+        return None
+    stage = str((before.start_event or {}).get("stage"))
+    attempts = "this attempt" if count == 1 else f"{count} attempts in a row"
+    missing = "no new checkpoint" if stage not in STAGES or STAGES[stage].is_training else "nothing new"
+    reason = f"{attempts} brought {missing}; another attempt would be a loop"
+    if cause == ExitCode.TIME_LIMIT:
+        reason += f". It takes longer to start and to save than stages.{stage}.time allows"
+    return reason
