@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,78 +38,89 @@ CAUSE_BY_STATE = {
     "CANCELLED": ExitCode.CANCELLED,
     "OUT_OF_MEMORY": ExitCode.OUT_OF_MEMORY,
 }
-"""States in which Slurm ends jobs, as accounting has them."""
+"""Causes by the states in which Slurm ends jobs, as accounting names them."""
+UNUSABLE_NODE_STATES = ("down", "drain", "fail", "maint", "unknown", "error", "future", "power")
+"""Prefixes of the states of nodes on which no job can start (sinfo(1))."""
 
 
 @dataclass(frozen=True)
 class JobInfo:
-    """One job, as the controller sees it now."""
+    """The state of one job, as the controller shows it."""
 
     state: str
     """Such as RUNNING, COMPLETING, CANCELLED, PREEMPTED, TIMEOUT, NODE_FAIL."""
     restarts: int
-    """How often it was put back into the queue."""
+    """How often the job was requeued."""
     is_preempted: bool
-    """Whether a preemption has begun (or was how it ended)."""
+    """Whether a preemption has started, or ended the job."""
     time_left_s: float | None
-    """Seconds until its time limit ends, by the controller's clock; None without a limit, or before it has begun."""
+    """Seconds until the time limit, by the controller's clock; None without a limit, or before the job has started."""
     is_batch: bool
-    """Whether it was submitted with sbatch: nothing else can be requeued."""
+    """Whether it was submitted with sbatch. Only batch jobs can be requeued."""
     start: str = ""
     """When it started, as Slurm writes it."""
     exit_code: int = 0
-    """What its batch script left with, once it has."""
+    """The exit code of its batch script; 0 before it exits."""
     partition: str = ""
     qos: str = ""
     may_requeue: bool = True
-    """Whether it may be put back into the queue."""
+    """Whether it may be requeued (sbatch --requeue)."""
     excluded_nodes: str = ""
     """The nodes that it may not run on, as a host list."""
     submit_time: float = 0.0
-    """When it was submitted, or last put back into the queue."""
+    """When it was submitted or last requeued, in seconds since 1970."""
 
 
 def read_job_info(job_id: str, patience_s: float = 0.5) -> JobInfo | None:
-    """The facts of a job (`12`, or `12_3` for a task of an array); None where the controller does not say for so long.
+    """Return what the controller shows of a job.
 
-    A busy one refuses now and then, and a cause would be told wrong for it.
+    A busy controller refuses now and then, so the query is repeated for `patience_s` seconds. Without the answer, the
+    cause of a stop could be reported wrongly.
+
+    Args:
+        job_id: the id of a job (`12`) or of a task of an array (`12_3`).
+        patience_s: how long to repeat the query.
+
+    Returns:
+        The job; None if the controller does not respond in time.
     """
     deadline = time.monotonic() + patience_s
-    while (text := run_slurm_command("scontrol", "show", "job", job_id)) is None:
+    while (output := run_slurm_command("scontrol", "show", "job", job_id)) is None:
         if time.monotonic() >= deadline:
             print(f"scontrol show job {job_id}: no answer", file=sys.stderr, flush=True)
             return None
         time.sleep(0.5)
-    facts = parse_job_info(text)
-    if facts.state == "COMPLETING":
-        states = (
-            run_slurm_command("sacct", "-n", "-P", "-X", "-j", job_id, "-o", "State") or ""
-        ).split()  # such as CANCELLED by 0
-        if states and states[0] in CAUSE_BY_STATE:  # it lags: RUNNING says nothing
-            facts = replace(facts, state=states[0])
-    return facts
+    info = parse_job_info(output)
+    if info.state == "COMPLETING":
+        # such as `CANCELLED by 0`; accounting may lag and still show RUNNING, which is ignored
+        states = (run_slurm_command("sacct", "-n", "-P", "-X", "-j", job_id, "-o", "State") or "").split()
+        if states and states[0] in CAUSE_BY_STATE:
+            info = replace(info, state=states[0])
+    return info
 
 
-def parse_job_info(text: str) -> JobInfo:
-    """Read the output of `scontrol show job`."""
-    shown = parse_key_values(text)
-    left = None
+def parse_job_info(output: str) -> JobInfo:
+    """Parse the output of `scontrol show job`."""
+    shown = parse_key_values(output)
+    time_left_s = None
     with suppress(ValueError):  # UNLIMITED
-        left = float(parse_time_limit(shown.get("TimeLimit", "")) - parse_time_limit(shown.get("RunTime", "")))
+        time_left_s = float(parse_time_limit(shown.get("TimeLimit", "")) - parse_time_limit(shown.get("RunTime", "")))
     state = shown.get("JobState", "UNKNOWN")
+    exit_code = shown.get("ExitCode", "").split(":")[0]
+    excluded_nodes = shown.get("ExcNodeList", "")
     return JobInfo(
         state=state,
         restarts=int(shown["Restarts"]) if shown.get("Restarts", "").isdigit() else 0,
         is_preempted=state == "PREEMPTED" or shown.get("PreemptTime", "None") not in ("None", "Unknown", "(null)"),
-        time_left_s=left,
-        is_batch=shown.get("BatchFlag", "0") != "0",  # 2 and more: Slurm has put it back so often after it had ended
+        time_left_s=time_left_s,
+        is_batch=shown.get("BatchFlag", "0") != "0",  # more than 1 if Slurm has requeued the job after its end
         start=shown.get("StartTime", ""),
         partition=shown.get("Partition", ""),
         qos=shown.get("QOS", ""),
         may_requeue=shown.get("Requeue") != "0",
-        excluded_nodes=hosts if (hosts := shown.get("ExcNodeList", "")) != "(null)" else "",
+        excluded_nodes=excluded_nodes if excluded_nodes != "(null)" else "",
         submit_time=parse_slurm_time(shown.get("SubmitTime", "")),
-        exit_code=int(code) if (code := shown.get("ExitCode", "").split(":")[0]).isdigit() else 0,
+        exit_code=int(exit_code) if exit_code.isdigit() else 0,
     )
 
 
@@ -117,120 +128,147 @@ def query_accounted_state(job_id: str, start: str) -> str | None:
     """Return the state of one run of a job in accounting, such as PREEMPTED or REQUEUED; None if it has none.
 
     Args:
-        job_id: The job, or the task of an array, that was requeued since: it has a row for each of its runs.
-        start: When that run started, as Slurm writes it.
+        job_id: the job, or the task of an array, that was requeued since. It has one row for each of its runs.
+        start: when that run started, as Slurm writes it.
     """
-    listed = run_slurm_command("sacct", "-n", "-P", "-X", "-D", "-j", job_id, "-o", "Start,State") or ""
-    rows = (line.split("|") for line in listed.splitlines())
+    output = run_slurm_command("sacct", "-n", "-P", "-X", "-D", "-j", job_id, "-o", "Start,State") or ""
+    rows = (line.split("|") for line in output.splitlines())
     states = [cells[1].split(" ")[0] for cells in rows if len(cells) == 2 and cells[0] == start]
     return states[-1] if states else None
 
 
 def find_failed_nodes(nodes: str, since: str = "") -> list[str]:
-    """Those of `nodes` (a host list) that the controller holds for down or that do not answer it.
+    """Return the nodes that are down or do not respond to the controller.
 
-    With `since` (a time as Slurm writes it) also those whose slurmd started later: they were away, and are back.
+    Args:
+        nodes: the nodes to check, as a host list.
+        since: a time as Slurm writes it. If it is given, nodes whose slurmd started later are also returned: they had
+            failed and are up again.
     """
-    found = set()
-    for line in (
-        (run_slurm_command("scontrol", "show", "node", "--oneliner", nodes) if nodes else None) or ""
-    ).splitlines():
+    failed = set()
+    output = run_slurm_command("scontrol", "show", "node", "--oneliner", nodes) if nodes else None
+    for line in (output or "").splitlines():
         shown = parse_key_values(line)
-        state, up = shown.get("State", ""), shown.get("SlurmdStartTime", "")
-        if "DOWN" in state or "*" in state or "NOT_RESPONDING" in state or (since and up[:1].isdigit() and up > since):
-            found.add(shown["NodeName"])
-    return sorted(found)
+        state = shown.get("State", "")
+        slurmd_start = shown.get("SlurmdStartTime", "")
+        is_down = "DOWN" in state or "*" in state or "NOT_RESPONDING" in state
+        has_restarted = bool(since) and slurmd_start[:1].isdigit() and slurmd_start > since
+        if is_down or has_restarted:
+            failed.add(shown["NodeName"])
+    return sorted(failed)
 
 
 def requeue_job(job_id: str, restarts: int, exclude: str | None = None) -> bool:
-    """Put this process's own job back into the queue, to run without the nodes `exclude`; whether Slurm agreed.
+    """Requeue the job of this process.
 
-    `restarts`: how often it was put back before. `exclude`: None leaves the list as it is. Slurm then ends this run of
-    the job: it sends TERM, and KILL after KillWait. The TERM may reach the scontrol that asked for it before that has
-    left with 0, so a failure is only believed once Slurm says that the job was not put back. In the time before KILL,
-    not before, the job's list of excluded nodes can be changed.
+    Slurm then ends this run of the job: it sends TERM, and KILL after KillWait. The TERM may kill `scontrol` before it
+    reports success. Therefore a failure counts only if Slurm shows that the job was not requeued. The list of excluded
+    nodes can only be changed in the time before KILL.
+
+    Args:
+        job_id: the job.
+        restarts: how often it was requeued before.
+        exclude: the new list of excluded nodes; None leaves it as it is.
+
+    Returns:
+        Whether Slurm requeued the job.
     """
     if run_slurm_command("scontrol", "requeue", job_id) is None:
-        facts = read_job_info(job_id, patience_s=4.0)
-        if facts is None or facts.restarts <= restarts:
+        info = read_job_info(job_id, patience_s=4.0)
+        if info is None or info.restarts <= restarts:
             return False
-    deadline, update = time.monotonic() + 4, ("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={exclude}")
-    while exclude is not None and run_slurm_command(*update) is None and time.monotonic() <= deadline:
-        time.sleep(0.2)
+    if exclude is not None:
+        deadline = time.monotonic() + 4
+        update = ("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={exclude}")
+        while run_slurm_command(*update) is None and time.monotonic() <= deadline:
+            time.sleep(0.2)
     return True
 
 
-_UNUSABLE = ("down", "drain", "fail", "maint", "unknown", "error", "future", "power")
-
-
 def record_bad_node(run: Run, host: str, cause: str) -> None:
-    """Note a node that failed the check at the start in `bad_nodes.jsonl`. (One that died Slurm itself avoids.)"""
+    """Record a node that failed the check at the start of a job. (Slurm itself avoids a node that died.)"""
     append_line(run.path / "bad_nodes.jsonl", json.dumps({"time": time.time(), "host": host, "cause": cause}))
 
 
-def _noted(run: Run) -> Iterator[dict[str, Any]]:
-    return lines.read_valid_lines(run.path / "bad_nodes.jsonl", lines.is_bad_node)
-
-
 def select_bad_nodes(
-    runs: Sequence[Run], now: float, nodes: dict[str, bool], taken: Iterable[str], fewest: int
+    runs: Sequence[Run], now: float, nodes: Mapping[str, bool], already_excluded: Iterable[str], min_nodes: int
 ) -> list[str]:
-    """The nodes to avoid: those of the last `exclude_hours`, at most `exclude_at_most`, the newest ones.
+    """Return the bad nodes to exclude: the newest ones of the last `exclude_hours`, at most `exclude_at_most`.
 
-    `nodes`: the partition's, and whether each can be used now; others are not named, for Slurm would refuse the list.
-    `taken`: those that a person excludes. `fewest`: how many the job needs, which are always left.
+    Args:
+        runs: the runs whose records count.
+        now: the current time, in seconds since 1970.
+        nodes: the nodes of the partition, and whether jobs can start on them. Slurm refuses a list with other nodes.
+        already_excluded: nodes that the user excludes.
+        min_nodes: the number of nodes that the job needs; so many usable nodes always remain.
     """
     limits = runs[0].config.recovery
-    entries = sorted((e for run in runs for e in _noted(run)), key=lambda e: -e["time"])
-    fresh = [_short(e["host"], nodes) for e in entries if now - e["time"] < limits.exclude_hours * 3600]
-    usable = {node for node, can in nodes.items() if can} - set(taken)
-    found: list[str] = []
-    for node in [node for node in dict.fromkeys(fresh) if node in nodes][: limits.exclude_at_most]:
-        if node not in usable or len(usable) > fewest:
-            found.append(node)
+    records = sorted((record for run in runs for record in _read_bad_nodes(run)), key=lambda record: -record["time"])
+    recent = [_node_name(r["host"], nodes) for r in records if now - r["time"] < limits.exclude_hours * 3600]
+    usable = {node for node, is_usable in nodes.items() if is_usable} - set(already_excluded)
+    selected: list[str] = []
+    for node in [node for node in dict.fromkeys(recent) if node in nodes][: limits.exclude_at_most]:
+        if node not in usable or len(usable) > min_nodes:
+            selected.append(node)
             usable.discard(node)
-    return found
+    return selected
 
 
 def excluded_nodes_at_submission(runs: Sequence[Run], stage: str) -> str | None:
-    """The `--exclude` of a new job for `stage` of these runs; None where there is none."""
+    """Return the `--exclude` option of a new job for `stage` of these runs; None if it excludes no nodes."""
     site = runs[0].config.resolve_site(stage)
-    own = str(site.sbatch.get("exclude") or "")
-    found: list[str] = []
-    if "/" not in own and any((run.path / "bad_nodes.jsonl").exists() for run in runs):  # else a file with names
-        taken = expand_hostlist(own) if own else []
-        found = select_bad_nodes(runs, time.time(), _nodes(site.partition), taken, _fewest(runs[0], stage))
-    return ",".join(filter(None, [own, *found])) or None
+    configured = str(site.sbatch.get("exclude") or "")
+    bad_nodes: list[str] = []
+    is_file = "/" in configured  # a file with node names (sbatch(1), --exclude)
+    if not is_file and any((run.path / "bad_nodes.jsonl").exists() for run in runs):
+        already_excluded = expand_hostlist(configured) if configured else []
+        nodes = _list_nodes(site.partition)
+        bad_nodes = select_bad_nodes(runs, time.time(), nodes, already_excluded, _min_nodes(runs[0], stage))
+    return ",".join(filter(None, [configured, *bad_nodes])) or None
 
 
-def excluded_nodes_at_requeue(run: Run, stage: str, facts: JobInfo) -> str | None:
-    """What a job's ExcNodeList must become before it runs again, maybe ""; None where it may stay as it is."""
-    now, noted = expand_hostlist(facts.excluded_nodes) if facts.excluded_nodes else [], list(_noted(run))
-    if not noted or not (nodes := _nodes(facts.partition)):  # Slurm is silent
+def excluded_nodes_at_requeue(run: Run, stage: str, info: JobInfo) -> str | None:
+    """Return the new ExcNodeList of a job that is requeued.
+
+    It may be empty, because nodes return after `exclude_hours`. Nodes that the user excludes stay in the list.
+
+    Returns:
+        The new list; None if it does not change or Slurm does not respond.
+    """
+    current = expand_hostlist(info.excluded_nodes) if info.excluded_nodes else []
+    records = list(_read_bad_nodes(run))
+    if not records or not (nodes := _list_nodes(info.partition)):
         return None
-    ours = {_short(e["host"], nodes) for e in noted}
-    own = str(run.config.resolve_site(stage).sbatch.get("exclude") or "")
-    named = expand_hostlist(own) if own and "/" not in own else []
-    kept = list(dict.fromkeys([*named, *(node for node in now if node not in ours)]))
-    wanted = kept + select_bad_nodes([run], time.time(), nodes, kept, _fewest(run, stage))
-    return None if set(wanted) == set(now) else ",".join(dict.fromkeys(wanted))
+    recorded = {_node_name(record["host"], nodes) for record in records}
+    configured = str(run.config.resolve_site(stage).sbatch.get("exclude") or "")
+    by_user = expand_hostlist(configured) if configured and "/" not in configured else []
+    kept = list(dict.fromkeys([*by_user, *(node for node in current if node not in recorded)]))
+    new_list = kept + select_bad_nodes([run], time.time(), nodes, kept, _min_nodes(run, stage))
+    return None if set(new_list) == set(current) else ",".join(dict.fromkeys(new_list))
 
 
-def _nodes(partition: str | None) -> dict[str, bool]:
-    """The nodes of a partition (None: the default one), and whether jobs can start on them; none if Slurm is silent."""
+def _read_bad_nodes(run: Run) -> Iterator[dict[str, Any]]:
+    return lines.read_valid_lines(run.path / "bad_nodes.jsonl", lines.is_bad_node)
+
+
+def _list_nodes(partition: str | None) -> dict[str, bool]:
+    """Return the nodes of a partition (None: the default one), and whether jobs can start on each.
+
+    The result is empty if Slurm does not respond.
+    """
     command = ["sinfo", "-h", "-N", *(["-p", partition] if partition else []), "-o", "%N|%T|%P"]
-    lines = [line.split("|") for line in (run_slurm_command(*command) or "").splitlines()]
+    rows = [line.split("|") for line in (run_slurm_command(*command) or "").splitlines()]
     return {
-        name: not state.endswith("*") and not state.startswith(_UNUSABLE)
-        for name, state, which in lines
-        if partition or which.endswith("*")
+        name: not state.endswith("*") and not state.startswith(UNUSABLE_NODE_STATES)
+        for name, state, partition_name in rows
+        if partition or partition_name.endswith("*")
     }
 
 
-def _short(host: str, nodes: dict[str, bool]) -> str:
-    """Slurm's name of a host, which may call itself by a longer one."""
+def _node_name(host: str, nodes: Mapping[str, bool]) -> str:
+    """Return Slurm's name of a host, whose own name may be longer."""
     return host if host in nodes else host.partition(".")[0]
 
 
-def _fewest(run: Run, stage: str) -> int:
+def _min_nodes(run: Run, stage: str) -> int:
     return run.config.stages.get_resources(stage).min_nodes

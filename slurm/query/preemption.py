@@ -1,17 +1,22 @@
-"""What becomes of a preempted job that ends by itself in its grace time: that depends on the controller's version.
+"""Whether Slurm requeues a preempted job that exits in its grace period.
 
-Until 23.11 it has ended, and whoever wants it to go on asks for that (`scontrol requeue`). Since 24.05 slurmctld puts
-it back itself, whatever it left with, where PreemptMode is REQUEUE and the job may be requeued: it marks the job at the
-start of the grace time, and the end of a marked job is a requeue (commit a689104d15, GRACE_PREEMPT in proc_req.c). Only
-that end takes the mark away. `scontrol requeue`, or Slurm's own at the end of the grace time, leaves it: then the job's
-next end, maybe hours later, is one requeue too many (ticket 25682, mended in the course of 26.05). So a job in its
-grace time had better just leave, and a stage has to know when it is started after its end (:func:`puts_back`).
+The answer depends on the controller's version:
 
-Each such end counts as a failed launch, though, and the fifth one (MaxBatchRequeue) leaves the job held for ever
-(`launch failure limit exceeded requeued held`; seen on 24.11). So a job leaves by itself a few times only, and asks to
-be put back from then on: a start too many at its end is better than none.
+- Until 23.11 such a job has ended. To continue, it must request that (`scontrol requeue`).
+- Since 24.05 slurmctld requeues it, whatever its exit code, if PreemptMode is REQUEUE and the job may be requeued. It
+  marks the job at the start of the grace period, and requeues a marked job at its end (commit a689104d15,
+  GRACE_PREEMPT in proc_req.c).
 
-    python -m slurm.query.preemption JOB    for a template: fails where that job has to ask
+Only an end of the job by itself removes the mark. After `scontrol requeue`, or Slurm's own requeue at the end of the
+grace period, the mark remains: the next end of the job, maybe hours later, causes one surplus requeue (ticket 25682,
+fixed during 26.05). Therefore a job in its grace period should exit by itself, and a stage must recognize a start after
+its end (:func:`requeues_preempted_jobs`).
+
+However, each such exit counts as a failed launch. The fifth one (MaxBatchRequeue) leaves the job held forever (`launch
+failure limit exceeded requeued held`; seen on 24.11). So a job exits by itself only a few times, and then requests to
+be requeued: one surplus start at the end is better than none.
+
+    python -m slurm.query.preemption JOB    # for batch scripts: fails if this job must request a requeue
 """
 
 from __future__ import annotations
@@ -23,55 +28,65 @@ from collections.abc import Mapping
 from slurm.query.current_job import JobInfo, read_job_info
 from slurm.query.job_states import parse_key_values, read_slurm_config, run_slurm_command
 
-SINCE = (24, 5)
-"""From this version on Slurm puts back what ends in its grace time."""
-NEEDED = 2
-"""How many such ends must be left: this one, and the last one, if that is to be the requeue too many."""
+REQUEUES_SINCE = (24, 5)
+"""From this version on, Slurm requeues a preempted job that exits in its grace period."""
+MIN_REMAINING_EXITS = 2
+"""How many such exits must remain: this one, and the last one in case it causes the surplus requeue."""
 
 
 def controller_version(config: Mapping[str, str]) -> tuple[int, ...]:
-    """The controller's, as (24, 11): that of `scontrol` itself may be another one."""
+    """Return the version of the controller, such as (24, 11). `scontrol` itself may have another version."""
     return tuple(int(part) for part in re.findall(r"\d+", config.get("SLURM_VERSION", ""))[:2])
 
 
-def should_exit_to_requeue(config: Mapping[str, str], mode: str, facts: JobInfo) -> bool:
-    """Whether a job that is to go on had better end than ask to be put back. `mode`: how it would be preempted."""
-    allowed = config.get("MaxBatchRequeue", "5")
-    left = (int(allowed) if allowed.isdigit() else 0) - 1 - facts.restarts  # some of them were no such ends: let it be
-    requeued = facts.is_preempted and facts.may_requeue and set(mode.upper().split(",")) - {"GANG"} == {"REQUEUE"}
-    return requeued and controller_version(config) >= SINCE and left >= NEEDED
+def should_exit_to_requeue(config: Mapping[str, str], mode: str, info: JobInfo) -> bool:
+    """Return True if a job should exit in order to be requeued, rather than request it.
 
-
-def is_requeued_on_exit(facts: JobInfo, exclude: str | None) -> bool:
-    """:func:`leaves_by_itself`, of this job and its controller; False where that does not answer.
-
-    `exclude`: what its list of excluded nodes must become, which can only be changed once it was put back.
+    Args:
+        config: the controller's configuration.
+        mode: the PreemptMode that applies to the job.
+        info: the job.
     """
-    if not facts.is_preempted or exclude is not None:
+    limit = config.get("MaxBatchRequeue", "5")
+    # counts every restart as such an exit, although some were not; this errs on the safe side
+    remaining = (int(limit) if limit.isdigit() else 0) - 1 - info.restarts
+    will_be_requeued = info.is_preempted and info.may_requeue and set(mode.upper().split(",")) - {"GANG"} == {"REQUEUE"}
+    is_new_enough = controller_version(config) >= REQUEUES_SINCE
+    return will_be_requeued and is_new_enough and remaining >= MIN_REMAINING_EXITS
+
+
+def is_requeued_on_exit(info: JobInfo, exclude: str | None) -> bool:
+    """Return :func:`should_exit_to_requeue` for this job and its controller; False if it does not respond.
+
+    Args:
+        info: the job.
+        exclude: the new list of excluded nodes, which can only be changed after a requested requeue; None for no
+            change.
+    """
+    if not info.is_preempted or exclude is not None:
         return False
     config = read_slurm_config()
-    return should_exit_to_requeue(config, _mode(config, facts), facts)
+    return should_exit_to_requeue(config, _read_preempt_mode(config, info), info)
 
 
 def requeues_preempted_jobs() -> bool:
-    """Whether this controller may put back a job that has ended for good, because it was preempted once."""
-    return controller_version(read_slurm_config()) >= SINCE
+    """Return True if this controller may requeue a job that has ended permanently, because it was preempted before."""
+    return controller_version(read_slurm_config()) >= REQUEUES_SINCE
 
 
-def _mode(config: Mapping[str, str], facts: JobInfo) -> str:
-    """The PreemptMode of a job: its partition's, or its QOS's (slurm.conf(5), PreemptType)."""
-    by = config.get("PreemptType")
-    if by == "preempt/partition_prio":
-        return parse_key_values(
-            run_slurm_command("scontrol", "--oneliner", "show", "partition", facts.partition) or ""
-        ).get("PreemptMode", "")
-    if by == "preempt/qos":
-        listing = ("sacctmgr", "--noheader", "--parsable2", "show", "qos", facts.qos, "format=PreemptMode")
-        mode = (run_slurm_command(*listing) or "").strip()
+def _read_preempt_mode(config: Mapping[str, str], info: JobInfo) -> str:
+    """Return the PreemptMode of the job's partition or QOS (slurm.conf(5), PreemptType)."""
+    preempt_type = config.get("PreemptType")
+    if preempt_type == "preempt/partition_prio":
+        output = run_slurm_command("scontrol", "--oneliner", "show", "partition", info.partition)
+        return parse_key_values(output or "").get("PreemptMode", "")
+    if preempt_type == "preempt/qos":
+        command = ("sacctmgr", "--noheader", "--parsable2", "show", "qos", info.qos, "format=PreemptMode")
+        mode = (run_slurm_command(*command) or "").strip()
         return config.get("PreemptMode", "") if mode == "cluster" else mode
     return ""
 
 
 if __name__ == "__main__":
-    asked = read_job_info(sys.argv[1])
-    sys.exit(0 if asked is not None and is_requeued_on_exit(asked, None) else 1)
+    own_job = read_job_info(sys.argv[1])
+    sys.exit(0 if own_job is not None and is_requeued_on_exit(own_job, None) else 1)

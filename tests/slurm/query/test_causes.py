@@ -632,7 +632,7 @@ def facts(state: str = "RUNNING", restarts: int = 0, **more: Any) -> JobInfo:
         (facts("COMPLETING", left_s=0.0), True, True, NextAction.REQUEUE),
         (None, True, True, NextAction.UNKNOWN),  # a job that is cancelled gets a signal
         (None, True, False, NextAction.REQUEUE),
-        (facts(preempted=True, may_may_requeue=True), True, True, NextAction.EXIT),
+        (facts(preempted=True, may_requeue=True), True, True, NextAction.EXIT),
         (facts(preempted=True, may_requeue=True, restarts=1), True, True, NextAction.ALREADY_REQUEUED),
         (facts(preempted=True, may_requeue=True), False, True, NextAction.SUCCESSOR),
     ],

@@ -152,7 +152,7 @@ def test_bad_nodes_are_those_of_the_stages_own_partition(tmp_path: Path, monkeyp
         asked.append(partition)
         return {}
 
-    monkeypatch.setattr(current_job, "_nodes", nodes)
+    monkeypatch.setattr(current_job, "_list_nodes", nodes)
     current_job.record_bad_node(run, "n1", "no")
     assert [current_job.excluded_nodes_at_submission([run], stage) for stage in ("train", "evaluate")] == [None, None]
     assert asked == ["big", "small"]
