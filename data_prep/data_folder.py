@@ -184,7 +184,7 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
         found = load_sealed(path, kind, AGAIN)
         if found.key != key:
             what = "another data config, tokenizer or code, or from other inputs"
-            raise InputError(f"{path} was made with {what}: {AGAIN}")
+            raise InputError("data.outdated", f"{path} was made with {what}: {AGAIN}")
         return found
 
     @cached_property

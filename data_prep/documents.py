@@ -164,7 +164,7 @@ class Input(NamedTuple):
     def check(self) -> None:
         """Raise InputError, naming the file, when it is not what was seen."""
         if problem := self.problem():
-            raise InputError(problem)
+            raise InputError("data.input_changed", problem)
 
 
 Spans = tuple[tuple[int, int], ...]
@@ -214,7 +214,7 @@ def read_documents(
                 yield document
         except FilterError as error:
             place = f"record {line + 1}" + (f" of those from {start:,} on" if start else "")
-            raise UserError(f"data.filter: {source.path}, {place}: {error}") from error
+            raise UserError("data.filter_failed", f"data.filter: {source.path}, {place}: {error}") from error
 
 
 def _read(
@@ -330,11 +330,13 @@ def _parquet(path: str, column: str) -> Any:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise UserError(f"{path}: .parquet needs the package pyarrow: pip install pyarrow") from None
+        raise UserError(
+            "data.missing_package", f"{path}: .parquet needs the package pyarrow: pip install pyarrow"
+        ) from None
     try:
         file = pyarrow.parquet.ParquetFile(path)
     except pyarrow.ArrowException as error:
-        raise UserError(f"cannot read {path}: {error}") from error
+        raise UserError("data.damaged_file", f"cannot read {path}: {error}") from error
     _column(path, file.schema_arrow, column)
     return file
 
@@ -354,17 +356,23 @@ def _column(path: str, schema: Any, column: str) -> list[str]:
             there = ", ".join(inside)
             part = ".".join(names[:number])
             raise UserError(
-                f"{path}: no column {column!r} (data.text_field); there are {there}" + (f" in {part}" if part else "")
+                "data.no_column",
+                f"{path}: no column {column!r} (data.text_field); there are {there}" + (f" in {part}" if part else ""),
             )
         kind = inside[name]
         if number + 1 < len(names) and not types.is_struct(kind):
             outer = ".".join(names[: number + 1])
-            raise UserError(f"{path}: column {outer!r} holds {kind}, which has no fields (data.text_field: {column})")
+            raise UserError(
+                "data.wrong_column_type",
+                f"{path}: column {outer!r} holds {kind}, which has no fields (data.text_field: {column})",
+            )
     value = kind.value_type if types.is_dictionary(kind) else kind
     if str(value) not in _TEXTS:
         has_fields = types.is_struct(kind) and kind.num_fields
         out = f": name one of its fields, such as {column}.{kind[0].name}" if has_fields else ""
-        raise UserError(f"{path}: column {column!r} (data.text_field) holds {kind}, not text{out}")
+        raise UserError(
+            "data.wrong_column_type", f"{path}: column {column!r} (data.text_field) holds {kind}, not text{out}"
+        )
     return names
 
 
@@ -405,7 +413,7 @@ def _parquet_documents(path: str, start: int, end: int, column: str) -> Iterator
         try:
             yield from _row_documents(batches, names)
         except pyarrow.ArrowException as error:
-            raise UserError(f"cannot read {path}: {error}") from error
+            raise UserError("data.damaged_file", f"cannot read {path}: {error}") from error
 
 
 def _row_documents(batches: Iterable[Any], names: Sequence[str]) -> Iterator[Document]:
@@ -438,8 +446,9 @@ def _tar_documents(path: str, start: int, end: int, field: str) -> Iterator[Docu
             (texts if name.endswith(".txt") else values).append(content and content.removeprefix(BOM))
             if (size := size + len(content or b"")) > _LARGEST_SAMPLE:
                 raise UserError(
+                    "data.too_large",
                     f"{path}: the members of sample {key!r} have more than {_LARGEST_SAMPLE:,} bytes: give samples "
-                    "different names, or fewer members"
+                    "different names, or fewer members",
                 )
         if texts:
             documents = _documents(texts, _text_of)
@@ -510,7 +519,9 @@ def read_objects(
         check_compression(path, head, compression, packed)
         check_text(path, head, compression)
         if packed and compression is None and head and kind in ("jsonl", "json") and detect_json_kind(head) is None:
-            raise UserError(f"cannot read {path}: it is not compressed, as its name says, and no JSON")
+            raise UserError(
+                "data.damaged_file", f"cannot read {path}: it is not compressed, as its name says, and no JSON"
+            )
         if kind in _DELIMITERS:
             if start == 0:
                 yield from _csv_rows(path, stream, _DELIMITERS[kind], field)
@@ -524,16 +535,18 @@ def read_objects(
 def check_compression(path: str, head: bytes, compression: str | None, packed: bool) -> None:
     """Raise UserError if a file that is called compressed (`packed`) is not, and no text either: it may be damaged."""
     if packed and compression is None and not is_text(head):
-        raise UserError(f"cannot read {path}: it is damaged, or not compressed as its name says")
+        raise UserError("data.damaged_file", f"cannot read {path}: it is damaged, or not compressed as its name says")
 
 
 def check_text(path: str, head: bytes, compression: str | None) -> None:
     """Raise UserError if these first bytes are of a binary format, or of UTF-16."""
     if head.startswith(UTF16):
-        raise UserError(f"cannot read {path}: it is {UTF16_HINT}")
+        raise UserError("data.wrong_encoding", f"cannot read {path}: it is {UTF16_HINT}")
     if known := detect_binary_format(head):
         found = FileType(known, compression)
-        raise UserError(f"cannot read {path}: it seems to be {found}, not text: rename it, or set data.format")
+        raise UserError(
+            "data.wrong_format", f"cannot read {path}: it seems to be {found}, not text: rename it, or set data.format"
+        )
 
 
 def is_json_lines(head: bytes, kind: str) -> bool:
@@ -667,9 +680,11 @@ class _JsonText:
                     raise
             waiting = len(self.text) - self.at
             if waiting > MAX_DOCUMENT_BYTES:
-                raise UserError(f"cannot read {self.path}: a value is {describe_too_long()}")
+                raise UserError("data.too_large", f"cannot read {self.path}: a value is {describe_too_long()}")
             if waiting > MAX_JSON_VALUES and _count_values(self.text[self.at :]) > MAX_JSON_VALUES:
-                raise UserError(f"cannot read {self.path}: a value has more than {MAX_JSON_VALUES:,} values")
+                raise UserError(
+                    "data.too_large", f"cannot read {self.path}: a value has more than {MAX_JSON_VALUES:,} values"
+                )
             self.more(waiting)
 
 
@@ -698,8 +713,9 @@ def _json_values(path: str, stream: BinaryIO) -> Iterator[ObjectRecord]:
             broken = _describe_broken_json(error)
             if is_array or number > 1 or not text.ended:
                 raise UserError(
+                    "data.damaged_file",
                     f"cannot read {path}: value {number:,} is {broken}: repair the file. If it has an object in each "
-                    "line, set data.format: jsonl"
+                    "line, set data.format: jsonl",
                 ) from error
             yield ObjectRecord(1, RejectedError(broken))
             return
@@ -712,16 +728,23 @@ def _json_values(path: str, stream: BinaryIO) -> Iterator[ObjectRecord]:
                 return
             if after != ",":
                 what = f"{after!r} follows value {number:,}" if after else f"it ends after value {number:,}"
-                raise UserError(f"cannot read {path}: {what} of the array, where ',' or ']' should be: repair the file")
+                raise UserError(
+                    "data.damaged_file",
+                    f"cannot read {path}: {what} of the array, where ',' or ']' should be: repair the file",
+                )
     if is_array:
-        raise UserError(f"cannot read {path}: it ends within the array, after value {number:,}: repair the file")
+        raise UserError(
+            "data.damaged_file",
+            f"cannot read {path}: it ends within the array, after value {number:,}: repair the file",
+        )
 
 
 def _check_end(text: _JsonText, what: str) -> None:
     if after := text.next():
         raise UserError(
+            "data.damaged_file",
             f"cannot read {text.path}: {after!r} follows the end of {what}: a file is one array of objects, or has an "
-            "object in each line"
+            "object in each line",
         )
 
 
@@ -743,9 +766,12 @@ def _csv_rows(path: str, stream: BinaryIO, delimiters: str, field: str | None) -
         for line in read_lines(stream, 0, sys.maxsize, None):
             read += 1
             if line is None:
-                raise UserError(f"cannot read {path}: line {read:,} is {describe_too_long()}")
+                raise UserError("data.too_large", f"cannot read {path}: line {read:,} is {describe_too_long()}")
             if (size := size + len(line)) > MAX_DOCUMENT_BYTES + 1:  # with its line end
-                raise UserError(f"cannot read {path}: the row that goes on in line {read:,} is {describe_too_long()}")
+                raise UserError(
+                    "data.too_large",
+                    f"cannot read {path}: the row that goes on in line {read:,} is {describe_too_long()}",
+                )
             yield line.decode(errors="surrogateescape")
 
     csv.field_size_limit(MAX_DOCUMENT_BYTES)
@@ -758,7 +784,10 @@ def _csv_rows(path: str, stream: BinaryIO, delimiters: str, field: str | None) -
     if field is not None and header.count(field) != 1:
         what = "no column" if field not in header else "more than one column"
         names = shorten(", ".join(map(repr, header)), 200)
-        raise UserError(f"{path}: {what} {field!r} (data.text_field) in the first line, which has {names or 'nothing'}")
+        raise UserError(
+            "data.no_column",
+            f"{path}: {what} {field!r} (data.text_field) in the first line, which has {names or 'nothing'}",
+        )
     while True:
         line, size = read + 1, 0
         try:
@@ -766,10 +795,13 @@ def _csv_rows(path: str, stream: BinaryIO, delimiters: str, field: str | None) -
         except csv.Error as error:
             if "field limit" in str(error):
                 raise UserError(
-                    f"cannot read {path}: a field of the row in line {line:,} is {describe_too_long()}"
+                    "data.too_large",
+                    f"cannot read {path}: a field of the row in line {line:,} is {describe_too_long()}",
                 ) from None
             if "unexpected end of data" in str(error):
-                raise UserError(f"cannot read {path}: the row in line {line:,} has an unclosed quote") from None
+                raise UserError(
+                    "data.damaged_file", f"cannot read {path}: the row in line {line:,} has an unclosed quote"
+                ) from None
             yield ObjectRecord(line, RejectedError(f"broken CSV: {error}"))
             continue
         if row is None:
@@ -821,7 +853,9 @@ def read_arrow_batches(path: str) -> tuple[Any, Iterator[Any]]:
     try:
         import pyarrow
     except ImportError:
-        raise UserError(f"{path}: Arrow needs the package pyarrow: pip install pyarrow") from None
+        raise UserError(
+            "data.missing_package", f"{path}: Arrow needs the package pyarrow: pip install pyarrow"
+        ) from None
 
     def batches() -> Iterator[Any]:
         """The schema first."""
@@ -836,7 +870,7 @@ def read_arrow_batches(path: str) -> tuple[Any, Iterator[Any]]:
                 one.validate(full=True)
                 yield one
         except (pyarrow.ArrowException, OSError, ValueError, MemoryError, IndexError) as error:
-            raise UserError(f"{path} is damaged, or no Arrow that can be read: {error}") from error
+            raise UserError("data.damaged_file", f"{path} is damaged, or no Arrow that can be read: {error}") from error
 
     found = batches()
     return next(found), found
@@ -892,17 +926,20 @@ def read_tar_members(
                 cast(Any, tar).members = []  # it keeps the headers of all that it has read
                 if member.isfile() and member.name.endswith(endings):
                     if member.issparse():
-                        raise UserError(f"{path}: {member.name} has holes: write the archive without --sparse")
+                        raise UserError(
+                            "data.unsupported_file",
+                            f"{path}: {member.name} has holes: write the archive without --sparse",
+                        )
                     if member.size > most:
                         yield member.name, None
                         continue
                     file = tar.extractfile(member)
                     content = file.read() if file else b""
                     if len(content) < member.size:
-                        raise UserError(f"{path} is cut short in {member.name}")
+                        raise UserError("data.damaged_file", f"{path} is cut short in {member.name}")
                     yield member.name, content
     except (tarfile.TarError, EOFError, ValueError, OverflowError, zlib.error, lzma.LZMAError) as error:
-        raise UserError(f"{path} is damaged, or no tar that can be read: {error}") from error
+        raise UserError("data.damaged_file", f"{path} is damaged, or no tar that can be read: {error}") from error
 
 
 FILTER_FILE = "filter.py"
@@ -920,14 +957,16 @@ def find_filter_file(target: str) -> Path:
     relative = name.removesuffix(".py").replace(".", os.sep) + ".py"
     file = next((path for place in (folder, *sys.path) if (path := Path(place, relative)).is_file()), None)
     if file is None:
-        raise UserError(f"data.filter: there is no {relative} in {folder}, nor in a folder of PYTHONPATH")
+        raise UserError(
+            "data.no_filter", f"data.filter: there is no {relative} in {folder}, nor in a folder of PYTHONPATH"
+        )
     try:
         with translate_read_errors(str(file)):
             body = ast.parse(file.read_bytes(), str(file)).body
     except (SyntaxError, ValueError) as error:
-        raise UserError(f"data.filter: {file} is no Python that can be read: {error}") from error
+        raise UserError("data.invalid_filter", f"data.filter: {file} is no Python that can be read: {error}") from error
     if not any(isinstance(node, ast.FunctionDef) and node.name == function for node in body):
-        raise UserError(f"data.filter: {file} has no function {function!r} at its top level")
+        raise UserError("data.invalid_filter", f"data.filter: {file} has no function {function!r} at its top level")
     return file
 
 
@@ -940,7 +979,9 @@ def load_filter(file: Path, target: str) -> DocumentFilter:
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # whatever a program of others raises
-        raise UserError(f"data.filter: {target} cannot be imported: {type(error).__name__}: {error}") from error
+        raise UserError(
+            "data.invalid_filter", f"data.filter: {target} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
     called = getattr(module, function)
 
     def keep(document: Mapping[str, Any]) -> bool:

@@ -145,7 +145,9 @@ def _open_zstd(path: str, file: BinaryIO) -> Any:
     try:
         import pyarrow
     except ImportError:
-        raise UserError(f"{path}: zstd needs the package pyarrow: pip install pyarrow") from None
+        raise UserError(
+            "data.missing_package", f"{path}: zstd needs the package pyarrow: pip install pyarrow"
+        ) from None
     return pyarrow.input_stream(path, compression="zstd")  # all frames; one that is cut short is an error
 
 

@@ -41,10 +41,14 @@ def find_inputs(data: DataConfig, formats: Mapping[str, str] | None = None) -> l
         with translate_read_errors(path):
             seen = os.stat(path)
         if not stat.S_ISREG(seen.st_mode):
-            raise UserError(f"data.source: {path} is no ordinary file, but a pipe or a device: leave it out")
+            raise UserError(
+                "data.not_a_file", f"data.source: {path} is no ordinary file, but a pipe or a device: leave it out"
+            )
         if file_format == "text" and seen.st_size > documents.MAX_DOCUMENT_BYTES:
             out = f"{documents.MAX_DOCUMENT_BYTES:,} may be: set data.text_documents: line, or cut it into files"
-            raise UserError(f"data.source: {path} has {seen.st_size:,} bytes and would be one document; {out}")
+            raise UserError(
+                "data.too_large", f"data.source: {path} has {seen.st_size:,} bytes and would be one document; {out}"
+            )
         found.setdefault(path, Input(path, seen.st_size, seen.st_mtime_ns, file_format, stamp_index_files(path)))
     return list(found.values())
 
@@ -231,7 +235,7 @@ def _unrecognised(
         rows.append(f"data.records: {documents.data.records} is read from objects of JSON.")
     elif documents and any(row.endswith(": text") for row in rows):
         rows.append("To read files of other names as text set data.format: text.")
-    return UserError("\n".join([f"data.source: {source!r}{what}", listed, *rows]))
+    return UserError("data.no_files", "\n".join([f"data.source: {source!r}{what}", listed, *rows]))
 
 
 def format_file_list(files: Iterable[str] | Mapping[str, str], folder: str) -> list[str]:
@@ -267,7 +271,9 @@ def _check_listable(source: str, pattern: str) -> None:
         os.listdir(fixed or os.curdir)
     except PermissionError as error:
         raise UserError(
-            f"data.source: {source!r}: {fixed or os.curdir}: permission denied: check the owner and mode of the folders"
+            "data.permission_denied",
+            f"data.source: {source!r}: {fixed or os.curdir}: permission denied: check the owner and mode of the "
+            "folders",
         ) from error
     except OSError:
         return  # it does not exist, or is a file
@@ -288,7 +294,10 @@ def list_files(folder: str, endings: Iterable[str]) -> list[str]:
             seen.add(real)
             if _DATASET_DICT in names:
                 parts = ", ".join(os.path.join(inside, name) for name in sorted(folders)) or "a folder in it"
-                raise UserError(f"{inside} holds a DatasetDict of parts, such as train and test: name one: {parts}")
+                raise UserError(
+                    "data.ambiguous_dataset",
+                    f"{inside} holds a DatasetDict of parts, such as train and test: name one: {parts}",
+                )
             folders[:] = sorted(name for name in folders if not name.startswith("."))
             left += filter(os.path.islink, (os.path.join(inside, name) for name in folders))
             names = _of_dataset(inside, names)
@@ -310,7 +319,8 @@ def _of_dataset(folder: str, names: list[str]) -> list[str]:
     own = [one.get("filename") for one in files if isinstance(one, dict)]
     if gone := [name for name in own if name not in names]:
         raise UserError(
-            f"{state} names {gone[0]!r}, which is not in its folder: put it there, or save the dataset again"
+            "data.missing_file",
+            f"{state} names {gone[0]!r}, which is not in its folder: put it there, or save the dataset again",
         )
     return [name for name in names if name in own]
 
@@ -327,5 +337,5 @@ def _stdlib_files(root: str) -> list[str]:
         names[:] = [name for name in names if name not in _NO_LIBRARY]
         paths += [os.path.relpath(os.path.join(folder, name), root) for name in files if name.endswith(".py")]
     if not paths:
-        raise UserError(f"data.source: {PYTHON_STDLIB}: no .py file under {root}; name other files")
+        raise UserError("data.no_files", f"data.source: {PYTHON_STDLIB}: no .py file under {root}; name other files")
     return [os.path.join(root, path) for path in sorted(paths)]

@@ -69,11 +69,19 @@ class Dataset(NamedTuple):
         what = f"{self.path}: {self.name} is {self.dtype} of shape {self.shape}"
         out = "it is damaged or was not written to its end: write the file again"
         if self.chunks is None and self.stored not in (0, self.nbytes):  # 0: never written, it is read as zeros
-            raise UserError(f"{what}, which is {self.nbytes:,} bytes, and {self.stored:,} bytes are stored: {out}")
+            raise UserError(
+                "data.damaged_file",
+                f"{what}, which is {self.nbytes:,} bytes, and {self.stored:,} bytes are stored: {out}",
+            )
         if self.offset is not None and self.offset + self.nbytes > (size := os.stat(self.path).st_size):
-            raise UserError(f"{what} and goes to byte {self.offset + self.nbytes:,} of {size:,}: {out}")
+            raise UserError(
+                "data.damaged_file", f"{what} and goes to byte {self.offset + self.nbytes:,} of {size:,}: {out}"
+            )
         if self.stored_chunks > self.grid:
-            raise UserError(f"{what}, which is {self.grid:,} chunks, and {self.stored_chunks:,} are stored: {out}")
+            raise UserError(
+                "data.damaged_file",
+                f"{what}, which is {self.grid:,} chunks, and {self.stored_chunks:,} are stored: {out}",
+            )
 
 
 def describe_datasets(
@@ -103,7 +111,7 @@ def read_rows(path: str, name: str, rows: int) -> Iterator[npt.NDArray[Any]]:
     try:
         for value, content in _READER.stream({"path": path, "name": name, "rows": rows}):
             if "error" in value:
-                raise UserError(value["error"])
+                raise UserError("data.damaged_file", value["error"])
             yield np.frombuffer(content, value["kind"]).reshape(value["shape"])
     except WorkerDiedError as error:
         raise _crashed(path, f"dataset {name}", error) from None
@@ -115,14 +123,15 @@ def _ask(path: str, what: str, request: Any) -> Any:
     except WorkerDiedError as error:
         raise _crashed(path, what, error) from None
     if "error" in answer:
-        raise UserError(answer["error"])
+        raise UserError("data.damaged_file", answer["error"])
     return answer
 
 
 def _crashed(path: str, what: str, error: WorkerDiedError) -> UserError:
     return UserError(
+        "data.damaged_file",
         f"cannot read {path}: the process that read its {what} by the HDF5 library failed: {error}. The file is "
-        "probably damaged: write it again"
+        "probably damaged: write it again",
     )
 
 

@@ -87,7 +87,8 @@ class MixtureFolder(DataFolder[Any, Any]):
             for source in find_inputs(folder.data, folder.endings):
                 if seen.setdefault(path := os.path.realpath(source.path), name) != name:
                     raise UserError(
-                        f"data.mixture.sources: {path} is in {seen[path]} and in {name}: leave it out of one"
+                        "data.duplicate_source",
+                        f"data.mixture.sources: {path} is in {seen[path]} and in {name}: leave it out of one",
                     )
         for name, folder in self.sources.items():
             folder.prepare(lambda text, name=name: log(f"{name}: {text}"))  # type: ignore[misc]
@@ -124,7 +125,10 @@ class MixtureFolder(DataFolder[Any, Any]):
             held_out += [_inside(name, entry) for entry in one.held_out]
         first = manifests[0]
         if any(one.tokenizer_sha256 != first.tokenizer_sha256 for one in manifests):
-            raise UserError("data.mixture: the tokenizer changed while its sources were prepared: start a new run")
+            raise UserError(
+                "data.tokenizer_changed",
+                "data.mixture: the tokenizer changed while its sources were prepared: start a new run",
+            )
         if len({one.bos_ids for one in manifests}) > 1:
             log(
                 "warning: data.mixture: documents of some sources begin with the tokens that the tokenizer adds, those "

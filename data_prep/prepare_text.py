@@ -55,7 +55,9 @@ def prepare_tokenizer_and_units(
     weights = measure_inputs(inputs, data.text_field)
     total = sum(map(sum, weights))
     if total == 0:
-        raise UserError(f"data.source: the {len(inputs)} files of {', '.join(data.sources)} hold no text")
+        raise UserError(
+            "data.no_text", f"data.source: the {len(inputs)} files of {', '.join(data.sources)} hold no text"
+        )
     told = f"{len(inputs):,} file{'s' * (len(inputs) != 1)}, about {total:,} bytes"
     folders = filter(os.path.isdir, map(os.path.expanduser, data.sources))
     if others := {os.path.abspath(path) for one in folders for path in list_files(one, [""])} - {
@@ -73,7 +75,7 @@ def prepare_tokenizer_and_units(
         data, inputs, weights, wanted.train_bytes if wanted.path is None else _ESTIMATE_BYTES, read, keep
     )
     if not sample:
-        raise UserError(_why_nothing(data, inputs, weights, read, keep))
+        raise UserError("data.no_documents", _why_nothing(data, inputs, weights, read, keep))
     if wanted.path is None:
         content = train_bpe(sample, wanted.vocab_size, wanted.eos_token).encode()
     else:
@@ -92,8 +94,9 @@ def prepare_tokenizer_and_units(
         lost = f"{unknown:.2%} of the tokens stand for text that {wanted.path} does not know, and which is lost"
         if unknown > _MOST_UNKNOWN:
             raise UserError(
+                "data.unknown_text",
                 f"data.tokenizer.path: {lost}: bits per byte would say nothing. Name one that knows this text, or "
-                "write data.tokenizer: {kind: byte_bpe}, which knows any"
+                "write data.tokenizer: {kind: byte_bpe}, which knows any",
             )
         told += f"; {lost}, so bits per byte are too low"
     plan = WorkPlan(

@@ -60,8 +60,9 @@ def build_chat_json(tokenizer: str | Path, eos_token: str, chat_template: str = 
         template, tokens = find_template(known, jinja)
         if template is None:
             raise UserError(
+                "data.no_chat_template",
                 f"data.records messages needs a chat template: there is no {file}, nor one in {settings}; set "
-                f"data.chat_template to a file, or to one of {', '.join(CHAT_TEMPLATES)}"
+                f"data.chat_template to a file, or to one of {', '.join(CHAT_TEMPLATES)}",
             )
         tokens |= _used_tokens(template, Path(tokenizer), known, eos_token)
         added = check_added_tokens(Path(tokenizer), read_json(tokenizer))
@@ -70,7 +71,7 @@ def build_chat_json(tokenizer: str | Path, eos_token: str, chat_template: str = 
         content = json.dumps(chat, ensure_ascii=False, sort_keys=True).encode()
         Dialogues(chat).check()
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{source}: no chat template that can be used: {error}") from None
+        raise UserError("data.invalid_chat_template", f"{source}: no chat template that can be used: {error}") from None
     return content + b"\n"
 
 
@@ -87,7 +88,7 @@ def _used_tokens(template: str, tokenizer: Path, settings: Any, eos_token: str) 
     try:
         mapping = read_inside(folder, file)
     except ValueError as error:
-        raise UserError(f"{folder / file} cannot be read: {error}") from None
+        raise UserError("data.damaged_file", f"{folder / file} cannot be read: {error}") from None
     settings = settings if isinstance(settings, dict) else {}
     mapping = mapping if isinstance(mapping, dict) else {}
     named = {**read_special_tokens(settings), **read_special_tokens(settings, mapping)}
@@ -102,9 +103,10 @@ def _used_tokens(template: str, tokenizer: Path, settings: Any, eos_token: str) 
             found["bos_token"] = bos_token
         elif "bos_token" not in {**settings, **mapping} and not allows_undefined(template, "bos_token"):
             raise UserError(
+                "data.no_bos_token",
                 f"{folder / 'tokenizer_config.json'}: no bos_token, which the chat template writes, and {tokenizer} "
                 "does not put a single token before a text: set bos_token there, or null if dialogues are to begin "
-                "without one, or set data.chat_template to a template that does not use it"
+                "without one, or set data.chat_template to a template that does not use it",
             )
     return found
 
@@ -183,7 +185,9 @@ class Dialogues:
         try:
             return self.template.render_prefixes(messages, beginnings)
         except UnusableTemplateError as error:
-            raise UserError(f"data.records messages: the chat template cannot be used: {error}") from None
+            raise UserError(
+                "data.invalid_chat_template", f"data.records messages: the chat template cannot be used: {error}"
+            ) from None
         except ChatTemplateError as error:
             raise RejectedError(f"the chat template does not take it: {error}") from None
 

@@ -133,7 +133,10 @@ class SamplesFolder(DataFolder[SampleManifest, SampleManifest]):
         samples = self.prepared.samples
         held_out = max(1, round(self.data.held_out * samples)) if self.data.held_out else 0
         if held_out >= samples:
-            raise UserError(f"data.held_out {self.data.held_out} of {samples} samples leaves none to train on")
+            raise UserError(
+                "data.no_training_sample",
+                f"data.held_out {self.data.held_out} of {samples} samples leaves none to train on",
+            )
         files = tuple(entry for unit in units for entry in unit.train)
         whole = SampleManifest(key=self.prepared.key, train=files, held_out_samples=held_out)
         write_manifest(self.path / "manifest.json", whole)
@@ -153,8 +156,9 @@ def _look(sources: Sequence[Input], model: UserModel) -> tuple[SampleFile, ...]:
             first = files[0].arrays[name]
             if (array.dtype, array.shape[1:]) != (first.dtype, first.shape[1:]):
                 raise UserError(
+                    "data.shape_mismatch",
                     f"{entry.file}: {name} is {array.dtype} {array.shape}, in {files[0].file} it is {first.dtype} "
-                    f"{first.shape}: all files need the same type and, but for the number of samples, shape"
+                    f"{first.shape}: all files need the same type and, but for the number of samples, shape",
                 )
     return files
 
@@ -168,29 +172,39 @@ def _look_into(source: Input, model: UserModel) -> SampleFile:
         dataset = found.get(name)
         if dataset is None or not dataset.shape or not dataset.shape[0]:
             raise UserError(
-                f"{path}: {model.target} wants samples in a dataset {name!r}; there are: {', '.join(there) or 'none'}"
+                "data.no_array",
+                f"{path}: {model.target} wants samples in a dataset {name!r}; there are: {', '.join(there) or 'none'}",
             )
         if dataset.dtype.name not in _TYPES or dataset.dtype.byteorder == ">":
-            raise UserError(f"{path}: {name} is {dataset.dtype}; supported are, little-endian, {', '.join(_TYPES)}")
+            raise UserError(
+                "data.wrong_type",
+                f"{path}: {name} is {dataset.dtype}; supported are, little-endian, {', '.join(_TYPES)}",
+            )
         if not dataset.is_virtual and dataset.nbytes > max(_FEW, MAX_COMPRESSION_RATIO * dataset.stored):
             raise UserError(
+                "data.damaged_file",
                 f"{path}: {name} claims {dataset.nbytes:,} bytes, and {dataset.stored:,} are stored: it is damaged, "
-                "or nearly empty: write it anew"
+                "or nearly empty: write it anew",
             )
         offset = NOT_MAPPABLE if dataset.offset is None else dataset.offset
         arrays[name] = ArrayEntry(offset=offset, dtype=dataset.dtype.name, shape=dataset.shape)
     counts = {array.shape[0] for array in arrays.values()}
     if len(counts) > 1:
         sizes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
-        raise UserError(f"{path}: the arrays have different numbers of samples: {sizes}")
+        raise UserError("data.shape_mismatch", f"{path}: the arrays have different numbers of samples: {sizes}")
     if model.has_lengths:
         longest = min(((*arrays[name].shape, 0)[1] for name in model.padded), default=None)
         if len(arrays[LENGTHS_ARRAY].shape) != 1 or found[LENGTHS_ARRAY].dtype.kind not in "iu":
-            raise UserError(f"{path}: {LENGTHS_ARRAY} should hold one integer per sample, not {arrays[LENGTHS_ARRAY]}")
+            raise UserError(
+                "data.wrong_type",
+                f"{path}: {LENGTHS_ARRAY} should hold one integer per sample, not {arrays[LENGTHS_ARRAY]}",
+            )
         blocks = [(block.min(), block.max()) for block in read_rows(path, LENGTHS_ARRAY, _AT_ONCE // 8)]
         least, most = min(least for least, _ in blocks), max(most for _, most in blocks)
         if least < 1 or (longest is not None and most > longest):
-            raise UserError(f"{path}: {LENGTHS_ARRAY} go from {least} to {most}, not from 1 to {longest}")
+            raise UserError(
+                "data.out_of_range", f"{path}: {LENGTHS_ARRAY} go from {least} to {most}, not from 1 to {longest}"
+            )
     return SampleFile(file=path, size=source.size, mtime_ns=source.mtime_ns, samples=counts.pop(), arrays=arrays)
 
 

@@ -156,7 +156,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         }
         for name, entry in named.items():
             if entry is not None and (problem := entry.problem(self.path / name)):
-                raise InputError(f"{problem}: {AGAIN}")
+                raise InputError("data.damaged_file", f"{problem}: {AGAIN}")
         return read_plan(self.path / "units.json")
 
     @property
@@ -425,15 +425,17 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         list_rejected(self.path / "rejected.jsonl", self.plan, told, readable, self.data.max_rejected)
         if not manifest.documents and manifest.long_documents:
             raise UserError(
+                "data.all_too_long",
                 f"data.long_dialogues: {self.data.long_dialogues}: nothing is left of all {manifest.long_documents:,} "
                 f"documents, which have more than data.sequence_length ({self.data.sequence_length}) tokens: set a "
-                "larger sequence_length, or long_dialogues: split"
+                "larger sequence_length, or long_dialogues: split",
             )
         if self.data.held_out and not held_out:
             raise UserError(
+                "data.no_held_out",
                 f"data.held_out: none of {manifest.documents} documents falls into the held-out fraction "
                 f"{self.data.held_out}, so nothing could be evaluated: set a larger fraction, add documents, "
-                "or set 0"
+                "or set 0",
             )
         self.check_usable(train)
         write_manifest(self.path / "manifest.json", manifest)
@@ -461,7 +463,10 @@ def select_kept(documents: Iterator[Document], kept: Sequence[bool]) -> Iterator
         if number <= len(kept) and kept[number - 1]:
             yield document
     if number != len(kept):
-        raise UserError(f"{len(kept)} documents were hashed, {number} read again: data.filter must say the same again")
+        raise UserError(
+            "data.filter_not_repeatable",
+            f"{len(kept)} documents were hashed, {number} read again: data.filter must say the same again",
+        )
 
 
 def encode_ahead(
@@ -525,8 +530,9 @@ def list_rejected(listing: Path, plan: WorkPlan, units: Sequence[Unit], document
     if len(rows) > allowed_rejections(limit, total):
         first = rows[0]
         raise UserError(
+            "data.too_many_rejected",
             f"{len(rows)} of {total} documents ({len(rows) / total:.2%}) cannot be read, more than "
             f"data.max_rejected ({limit:.2%}) allows; the first is {first['file']} line "
             f"{first['line']}: {first['reason']}; all are in {listing}. Mend or remove them, or raise "
-            "data.max_rejected"
+            "data.max_rejected",
         )

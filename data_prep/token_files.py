@@ -134,7 +134,9 @@ class DocumentEnds:
     def ordered(self, found: Ids, least: int, most: int) -> Ids:
         """What was found. Raises UserError where one is less than the one before, or beyond the bounds."""
         if len(found) and (found[0] < least or found[-1] > most or (found[1:] < found[:-1]).any()):
-            raise UserError(f"{self.path} is damaged: documents end one after another, and not beyond the file")
+            raise UserError(
+                "data.damaged_file", f"{self.path} is damaged: documents end one after another, and not beyond the file"
+            )
         return found
 
     def numbers(self, at: int, start: int, stop: int, kind: str = "<i8") -> Ids:
@@ -142,7 +144,7 @@ class DocumentEnds:
         size = np.dtype(kind).itemsize
         found = os.pread(self._file.fileno(), (stop - start) * size, at + start * size)
         if len(found) < (stop - start) * size:
-            raise UserError(f"{self.path} is cut short: it ends before byte {at + stop * size:,}")
+            raise UserError("data.damaged_file", f"{self.path} is cut short: it ends before byte {at + stop * size:,}")
         return np.frombuffer(found, kind)
 
 
@@ -195,7 +197,9 @@ class TokenFile(NamedTuple):
         with open_regular_file(self.path) as file:
             found = np.fromfile(file, kind, stop - start, offset=self.offset + start * kind.itemsize)
         if len(found) < stop - start:
-            raise UserError(f"{self.path} is cut short: it ends before token {stop:,} of {self.tokens:,}")
+            raise UserError(
+                "data.damaged_file", f"{self.path} is cut short: it ends before token {stop:,} of {self.tokens:,}"
+            )
         return found
 
     def blocks(self) -> Iterator[Ids]:
@@ -228,7 +232,10 @@ class TokenFile(NamedTuple):
             if start < len(block):
                 parts, waiting = [*parts, block[start:]], waiting + len(block) - start
             if waiting > MAX_DOCUMENT_TOKENS:
-                raise UserError(f"{self.path}: no token {eos_id} within {waiting:,} tokens: name their own tokenizer")
+                raise UserError(
+                    "data.no_document_end",
+                    f"{self.path}: no token {eos_id} within {waiting:,} tokens: name their own tokenizer",
+                )
             before += len(block)
         if parts:
             yield np.concatenate(parts)
@@ -251,8 +258,9 @@ def scan_tokens(file: TokenFile, eos_id: int, vocab_size: int) -> TokenStatistic
     """
     if file.format == NANO_GPT and 1 << 16 < vocab_size < 1 << 32:
         raise UserError(
+            "data.wrong_token_width",
             f"{file.path}: a bare .bin is read as uint16, and the tokenizer has {vocab_size:,} ids: put Megatron's "
-            ".idx beside it, or write the tokens to HDF5, as a dataset `tokens` of uint32"
+            ".idx beside it, or write the tokens to HDF5, as a dataset `tokens` of uint32",
         )
     tokens = largest = ended = unended = 0
     for block in file.blocks():
@@ -260,8 +268,9 @@ def scan_tokens(file: TokenFile, eos_id: int, vocab_size: int) -> TokenStatistic
             bad = int(np.flatnonzero((block < 0) | (block >= vocab_size))[0])
             place = file.before + tokens + bad
             raise UserError(
+                "data.token_out_of_range",
                 f"{file.path}: token {place:,} is {block[bad]}, and the tokenizer has the ids 0 to "
-                f"{vocab_size - 1}: the file is damaged, no {file.format}, or of another tokenizer"
+                f"{vocab_size - 1}: the file is damaged, no {file.format}, or of another tokenizer",
             )
         largest = max(largest, int(block.max())) if len(block) else largest
         ended += int(np.count_nonzero(block == eos_id))
@@ -271,7 +280,7 @@ def scan_tokens(file: TokenFile, eos_id: int, vocab_size: int) -> TokenStatistic
             unended += int(np.count_nonzero(block[np.unique(ends) - 1] != eos_id))  # no empty ones
         tokens += len(block)
     if not tokens:
-        raise UserError(f"{file.path} holds no tokens: leave it out")
+        raise UserError("data.no_tokens", f"{file.path} holds no tokens: leave it out")
     return TokenStatistics(tokens, largest, ended, unended)
 
 
@@ -314,13 +323,20 @@ def _inspect_megatron(path: str) -> TokenFile:
     size, whole = read_file_size(index), read_file_size(data)
     head = read_head(index, _MEGATRON_HEADER.size)
     if len(head) < _MEGATRON_HEADER.size:
-        raise UserError(f"{index} is cut short: it has {size} bytes, its header {_MEGATRON_HEADER.size}")
+        raise UserError(
+            "data.damaged_file", f"{index} is cut short: it has {size} bytes, its header {_MEGATRON_HEADER.size}"
+        )
     _, version, code, count, documents = _MEGATRON_HEADER.unpack(head)
     if version != 1 or code not in _MEGATRON_TYPES:
-        raise UserError(f"{index}: version {version} with tokens of type {code} is no index that is known")
+        raise UserError(
+            "data.unsupported_file", f"{index}: version {version} with tokens of type {code} is no index that is known"
+        )
     wanted = _MEGATRON_HEADER.size + 12 * count + 8 * documents
     if not documents or size not in (wanted, wanted + count):
-        raise UserError(f"{index} has {size} bytes, but {count} sequences and {documents} borders take {wanted}")
+        raise UserError(
+            "data.damaged_file",
+            f"{index} has {size} bytes, but {count} sequences and {documents} borders take {wanted}",
+        )
     width = np.dtype(_MEGATRON_TYPES[code]).itemsize
     ends = _MegatronDocumentEnds(index, documents - 1, data, whole, count, width)
     return TokenFile(data, "Megatron .bin", _MEGATRON_TYPES[code], whole // width, 0, ends)
@@ -341,7 +357,7 @@ class _MegatronDocumentEnds(DocumentEnds):
 
     def check(self) -> None:
         what = f"its sequences are not what {self._whole} bytes hold"
-        damaged, end = UserError(f"{self.path} is damaged, or not that of {self._data}: {what}"), 0
+        damaged, end = UserError("data.damaged_file", f"{self.path} is damaged, or not that of {self._data}: {what}"), 0
         for start in range(0, self._count, BLOCK):
             stop = min(start + BLOCK, self._count)
             lengths, starts = (
@@ -355,7 +371,9 @@ class _MegatronDocumentEnds(DocumentEnds):
         if end != self._whole:
             raise damaged
         if [self.numbers(self._firsts, place, place + 1)[0] for place in (0, len(self))] != [0, self._count]:
-            raise UserError(f"{self.path} is damaged: its documents do not go from sequence 0 to {self._count}")
+            raise UserError(
+                "data.damaged_file", f"{self.path} is damaged: its documents do not go from sequence 0 to {self._count}"
+            )
         super().check()
 
 
@@ -385,12 +403,12 @@ def _inspect_llm_c(path: str) -> TokenFile:
         magic, version, tokens = struct.unpack("<3i", file.read(12))
     if magic not in {known for known, _ in _LLM_C_TYPES}:
         what = _LLM_C_OTHER_FILES.get(magic, f"a file with the number {magic}")
-        raise UserError(f"{path} is {what} of llm.c's, and no tokens to train on: leave it out")
+        raise UserError("data.not_tokens", f"{path} is {what} of llm.c's, and no tokens to train on: leave it out")
     if (dtype := _LLM_C_TYPES.get((magic, version))) is None:
-        raise UserError(f"{path}: version {version} of llm.c's format {magic} is not known")
+        raise UserError("data.unsupported_file", f"{path}: version {version} of llm.c's format {magic} is not known")
     size, wanted = read_file_size(path), _LLM_C_HEADER_BYTES + tokens * int(dtype[4:]) // 8
     if tokens < 0 or size != wanted:
-        raise UserError(f"{path} has {size} bytes, but a header and {tokens} tokens take {wanted}")
+        raise UserError("data.damaged_file", f"{path} has {size} bytes, but a header and {tokens} tokens take {wanted}")
     return TokenFile(path, "llm.c .bin", dtype, tokens, _LLM_C_HEADER_BYTES)
 
 
@@ -407,17 +425,27 @@ def _inspect_hdf5(path: str) -> TokenFile:
     found, there = describe_datasets(path, _HDF5_DATASETS, follow_links=False)
     dataset = next((found[name] for name in _HDF5_DATASETS if name in found), None)
     if dataset is None:
-        raise UserError(f"{path}: no dataset {' or '.join(_HDF5_DATASETS)}; there are {', '.join(there) or 'none'}")
+        raise UserError(
+            "data.no_array", f"{path}: no dataset {' or '.join(_HDF5_DATASETS)}; there are {', '.join(there) or 'none'}"
+        )
     name, kind, shape = dataset.name, dataset.dtype, dataset.shape
     if kind.kind not in "iu" or len(shape) not in (1, 2) or dataset.is_virtual or dataset.is_external:
-        raise UserError(f"{path}: {name} is {kind} of shape {shape}; tokens are integers in one or two axes")
+        raise UserError(
+            "data.wrong_type", f"{path}: {name} is {kind} of shape {shape}; tokens are integers in one or two axes"
+        )
     tokens, stored = dataset.nbytes // kind.itemsize, dataset.stored
     # A chunk that was never written would be read as zeros.
     if dataset.stored_chunks < dataset.grid or dataset.nbytes > MAX_COMPRESSION_RATIO * stored:
-        raise UserError(f"{path}: {name} claims {tokens:,} tokens, and {stored:,} bytes are stored: it is not whole")
+        raise UserError(
+            "data.damaged_file",
+            f"{path}: {name} claims {tokens:,} tokens, and {stored:,} bytes are stored: it is not whole",
+        )
     mapped = dataset.offset if kind.byteorder != ">" else None
     if dataset.chunks and np.prod(dataset.chunks) > 8 * BLOCK:
-        raise UserError(f"{path}: {name} has chunks of {dataset.chunks}, too large to be read one by one: repack it")
+        raise UserError(
+            "data.too_large",
+            f"{path}: {name} has chunks of {dataset.chunks}, too large to be read one by one: repack it",
+        )
     rows = None if mapped is not None else partial(_hdf5_rows, dataset)
     return TokenFile(path, "HDF5", kind.name, tokens, mapped, rows=rows, row_is_document=False)
 
@@ -442,16 +470,20 @@ def _inspect_datatrove(path: str) -> TokenFile:
     size, ends = read_file_size(path), None
     if os.path.exists(f"{path}.index"):
         if (held := read_file_size(f"{path}.index")) % 8:
-            raise UserError(f"{path}.index is cut short: it is no row of 8-byte numbers")
+            raise UserError("data.damaged_file", f"{path}.index is cut short: it is no row of 8-byte numbers")
         ends = DocumentEnds(f"{path}.index", held // 8)
     told = _DATATROVE_METADATA.fullmatch(read_head(f"{path}.metadata", 1 << 16))
     if told is None and os.path.exists(f"{path}.metadata"):
-        raise UserError(f"{path}.metadata is damaged: its second line should be the number of tokens")
+        raise UserError(
+            "data.damaged_file", f"{path}.metadata is damaged: its second line should be the number of tokens"
+        )
     last = ends[len(ends) - 1] if ends else 0
     tokens = int(told[2]) if told else last
     width = int(told[1]) if told and told[1] else size // max(1, tokens)
     if width not in (2, 4) or tokens * width != size or (ends and last != tokens):
-        raise UserError(f"{path} has {size} bytes, which its index and metadata do not fit: {tokens} tokens")
+        raise UserError(
+            "data.damaged_file", f"{path} has {size} bytes, which its index and metadata do not fit: {tokens} tokens"
+        )
     note = f"; {path}.loss is not used: all tokens are learned" if os.path.exists(f"{path}.loss") else ""
     return TokenFile(path, "datatrove .ds", f"uint{8 * width}", tokens, 0, ends, note=note)
 
@@ -476,8 +508,9 @@ def _inspect_arrow(path: str) -> TokenFile:
         if any(test(kind) for test in lists) and pyarrow.types.is_integer(kind.value_type):
             return TokenFile(path, "Arrow", str(kind.value_type), rows=partial(_arrow_rows, path, name))
     raise UserError(
+        "data.no_column",
         f"{path}: no column {' or '.join(_ARROW_COLUMNS)} with lists of integers; there are {schema.names}. "
-        "Where it is text, name it in data.source of a run, with data.text_field"
+        "Where it is text, name it in data.source of a run, with data.text_field",
     )
 
 
@@ -486,7 +519,7 @@ def _arrow_rows(path: str, name: str) -> Iterator[Ids]:
         column = batch.column(batch.schema.names.index(name))
         values, lengths = column.flatten(), column.value_lengths()
         if column.null_count or values.null_count:
-            raise UserError(f"{path}: a row of {name} is null: filter it out")
+            raise UserError("data.null_value", f"{path}: a row of {name} is null: filter it out")
         ids, ends = np.asarray(values), np.cumsum(lengths)
         yield from (ids[start:end] for start, end in pairwise([0, *ends.tolist()]))
 
@@ -500,7 +533,9 @@ def _inspect_web_dataset(path: str) -> TokenFile:
     """Read up to the first array. Raises UserError where there is none."""
     first = next(_web_dataset_rows(path), None)
     if first is None:
-        raise UserError(f"{path}: no member .npy with ids; where it holds texts, name it in data.source of a run")
+        raise UserError(
+            "data.not_tokens", f"{path}: no member .npy with ids; where it holds texts, name it in data.source of a run"
+        )
     return TokenFile(path, "WebDataset tar", first.dtype.name, rows=lambda: _web_dataset_rows(path))
 
 
@@ -508,7 +543,9 @@ def _web_dataset_rows(path: str) -> Iterator[Ids]:
     for name, content in read_tar_members(path, (".npy",)):
         if name.endswith((".tokens.npy", ".input_ids.npy")) or name.rpartition("/")[2].count(".") == 1:
             if content is None:
-                raise UserError(f"{path}: {name} is too large to be read at once: write smaller arrays")
+                raise UserError(
+                    "data.too_large", f"{path}: {name} is too large to be read at once: write smaller arrays"
+                )
             yield _parse_npy(f"{path}: {name}", content)
 
 
@@ -524,12 +561,14 @@ def _parse_npy(where: str, content: bytes) -> Ids:
             or len(shape) > 2
             or np.prod(shape, dtype=object) * kind.itemsize != len(rest := content[file.tell() :])
         ):
-            raise UserError(f"{where} claims {kind} of shape {shape}, and is no array of so many ids")
+            raise UserError(
+                "data.damaged_file", f"{where} claims {kind} of shape {shape}, and is no array of so many ids"
+            )
         return np.frombuffer(rest, kind).reshape(shape, order="F" if columns else "C").ravel()
     except UserError:
         raise
     except Exception as error:  # numpy reads the header as Python, and has all kinds for what is none
-        raise UserError(f"{where} is no .npy that can be read: {error}") from error
+        raise UserError("data.damaged_file", f"{where} is no .npy that can be read: {error}") from error
 
 
 def _is_raw(path: str, head: bytes) -> bool:
@@ -543,21 +582,25 @@ def _inspect_raw(path: str) -> TokenFile:
     wider id."""
     size, index = read_file_size(path), f"{path.removesuffix('.bin')}.idx"
     if os.path.exists(index):
-        raise UserError(f"{path}: {index} beside it is damaged, or no index of Megatron's")
+        raise UserError("data.damaged_file", f"{path}: {index} beside it is damaged, or no index of Megatron's")
     head = read_head(path, 1 << 20)
     packed = detect_compression(head) if not head.startswith(b"\x5d") else None  # xz's old mark is two likely tokens
     if known := detect_binary_format(head) or packed or ("text" if len(head) >= 64 and is_text(head[:1024]) else None):
         raise UserError(
-            f"{path} seems to be {known}, and no uint16 tokens: leave it out{format_conversion_hint(known)}"
+            "data.not_tokens",
+            f"{path} seems to be {known}, and no uint16 tokens: leave it out{format_conversion_hint(known)}",
         )
     if size % 2:
-        raise UserError(f"{path} has {size} bytes, an odd number: it is cut short, or no uint16 tokens")
+        raise UserError(
+            "data.damaged_file", f"{path} has {size} bytes, an odd number: it is cut short, or no uint16 tokens"
+        )
     words = np.frombuffer(head[: len(head) // 2 * 2], "<u2")
     low, high = words[: len(words) // 2 * 2].reshape(-1, 2).T
     if len(high) >= 32 and np.mean(high < 16) >= 0.99 and low.mean() > 8 * high.mean():
         raise UserError(
+            "data.wrong_token_width",
             f"{path}: every other uint16 is (nearly) 0, as in ids of 4 or 8 bytes, and nothing beside it says so: put "
-            "Megatron's .idx beside it, or write them to HDF5, as a dataset `tokens` of uint32"
+            "Megatron's .idx beside it, or write them to HDF5, as a dataset `tokens` of uint32",
         )
     return TokenFile(path, NANO_GPT, "uint16", size // 2, 0)
 
@@ -591,7 +634,7 @@ def inspect_token_file(path: str, check: bool = True) -> TokenFile:
     with translate_read_errors(path):
         head = read_head(path, 512)
         if not head:
-            raise UserError(f"{path} is missing or empty")
+            raise UserError("data.missing_file", f"{path} is missing or empty")
         for known in TOKEN_FORMATS:
             if known.matches(path, head):
                 found = known.inspect(path)
@@ -600,8 +643,9 @@ def inspect_token_file(path: str, check: bool = True) -> TokenFile:
                 return found
     kind = detect_file_type(path)
     raise UserError(
+        "data.unknown_format",
         f"{path} is no file of tokens that is known (docs/data.md has the formats); it seems to be {kind}"
-        f"{format_conversion_hint(kind.kind)}"
+        f"{format_conversion_hint(kind.kind)}",
     )
 
 
@@ -610,7 +654,9 @@ def require_mappable(path: str, check: bool = True) -> TokenFile:
     found = inspect_token_file(path, check)
     if found.why_not:
         words = format_command("data", "import", path, "--to", "DIR", "--tokenizer", "FILE")
-        raise UserError(f"{path}: tokens cannot be mapped, for {found.why_not}: copy them, `{words}`")
+        raise UserError(
+            "data.not_mappable", f"{path}: tokens cannot be mapped, for {found.why_not}: copy them, `{words}`"
+        )
     return found
 
 

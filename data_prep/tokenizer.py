@@ -144,36 +144,44 @@ def load_encoder(path: str | Path, eos_token: str, add_special_tokens: Literal["
     try:
         tokenizer = Tokenizer.from_str(open_regular_file(path).read().decode())
     except FileNotFoundError:
-        raise UserError(f"data.tokenizer.path: there is no file {path}") from None
+        raise UserError("data.no_tokenizer", f"data.tokenizer.path: there is no file {path}") from None
     except IsADirectoryError:
-        raise UserError(f"data.tokenizer.path: {path} is a folder: name the tokenizer.json in it") from None
+        raise UserError(
+            "data.no_tokenizer", f"data.tokenizer.path: {path} is a folder: name the tokenizer.json in it"
+        ) from None
     except Exception as error:  # the package raises bare Exception for a file that it does not understand
         raise UserError(
+            "data.invalid_tokenizer",
             f"{path} is no tokenizer.json that can be read: {error}. Of a SentencePiece model, or vocab.json with "
-            "merges.txt, transformers writes one: AutoTokenizer.from_pretrained(its folder).save_pretrained(…)"
+            "merges.txt, transformers writes one: AutoTokenizer.from_pretrained(its folder).save_pretrained(…)",
         ) from error
     eos_id = tokenizer.token_to_id(eos_token)
     if eos_id is None:
-        raise UserError(f"{path} has no token {eos_token!r}; set data.tokenizer.eos_token to one that it has")
+        raise UserError(
+            "data.no_eos_token", f"{path} has no token {eos_token!r}; set data.tokenizer.eos_token to one that it has"
+        )
     tokenizer.add_special_tokens([AddedToken(eos_token, special=True, normalized=False)])  # keeps its id
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
     tokenizer.no_padding()
     if eos_id in tokenizer.encode(eos_token, add_special_tokens=False).ids:
         raise UserError(
+            "data.ambiguous_eos_token",
             f"{path} gives the token {eos_token!r} to text that contains its name, so that text could end a "
-            "document; set data.tokenizer.eos_token to a token that only marks the end"
+            "document; set data.tokenizer.eos_token to a token that only marks the end",
         )
     vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
     begin, end = get_added_tokens(tokenizer) if add_special_tokens else ((), ())
     if add_special_tokens is True and not begin and not end:
         raise UserError(
+            "data.no_special_tokens",
             f"data.add_special_tokens: the post-processor of {path} adds none to a text: set auto or false, or put a "
-            "TemplateProcessing that adds one into the file"
+            "TemplateProcessing that adds one into the file",
         )
     if unknown := [token for token in (*begin, *end) if tokenizer.id_to_token(token) is None]:
         raise UserError(
+            "data.invalid_tokenizer",
             f"{path}: its post-processor adds the id {unknown[0]}, which is no token of it: mend the file, or set "
-            "data.add_special_tokens: false"
+            "data.add_special_tokens: false",
         )
     return Encoder(tokenizer, eos_id, vocab_size, "uint16" if vocab_size <= 1 << 16 else "uint32", begin, end)

@@ -24,7 +24,7 @@ from data_prep.token_files import TokenFile, inspect_token_file, scan_tokens
 from data_prep.tokenizer import Encoder, load_encoder
 from data_prep.tokens_folder import TOKEN_ENDINGS
 from pipeline.base.command import format_command
-from pipeline.base.errors import UserError
+from pipeline.base.errors import UserError, format_error
 from pipeline.base.files import (
     append_line,
     fsync,
@@ -55,7 +55,9 @@ def run_data_command(
         return
     files = _unique(file for path in paths for file in _files(path))
     if to is None or encoder is None or tokenizer is None:
-        raise UserError("data import: say where to, --to DIR, and by what they were made, --tokenizer FILE")
+        raise UserError(
+            "data.missing_option", "data import: say where to, --to DIR, and by what they were made, --tokenizer FILE"
+        )
     import_tokens(files, Path(to).absolute(), encoder, sha256_file(tokenizer), packed)
 
 
@@ -68,7 +70,7 @@ def _report(action: str, paths: Sequence[str], encoder: Encoder | None) -> None:
             files += _files(path)
         except UserError as error:
             bad += 1
-            print(f"error: {error}")
+            print(format_error(error))
     files = _unique(files)
     total = bad + len(files)
     for path in files:
@@ -80,22 +82,26 @@ def _report(action: str, paths: Sequence[str], encoder: Encoder | None) -> None:
             mapped, copied = mapped + (not file.why_not), copied + bool(file.why_not)
         except UserError as error:
             bad += 1
-            print(f"error: {error}")
+            print(format_error(error))
     print(f"{total:,} in all: {mapped:,} can be used where they lie, {copied:,} to be copied, {bad:,} refused")
     if bad:
-        raise UserError(f"{bad} of {total} files {'or folders ' * (total > len(files))}will not do")
+        raise UserError(
+            "data.unusable_files", f"{bad} of {total} files {'or folders ' * (total > len(files))}will not do"
+        )
 
 
 def _files(path: str) -> list[str]:
     """A file, or all of a folder that may hold tokens. Raises UserError for what is not there, or a folder without."""
     if not os.path.isdir(path):
         if not os.path.lexists(path):
-            raise UserError(f"{path}: there is no such file or folder")
+            raise UserError("data.missing_file", f"{path}: there is no such file or folder")
         return [str(Path(path).absolute())]
     found = sorted(map(os.path.abspath, list_files(path, TOKEN_ENDINGS)))
     if not found:
         rows = format_file_list(sorted(list_files(path, [""])), path)
-        raise UserError("\n".join([f"{path}: no file in it ends with {', '.join(TOKEN_ENDINGS)}", *rows]))
+        raise UserError(
+            "data.no_files", "\n".join([f"{path}: no file in it ends with {', '.join(TOKEN_ENDINGS)}", *rows])
+        )
     return found
 
 
@@ -133,7 +139,7 @@ def import_tokens(files: Sequence[str], to: Path, encoder: Encoder, tokenizer_sh
     as `look` and `scan` do.
     """
     if os.path.lexists(to):
-        raise UserError(f"--to {to}: it exists already: name a new folder")
+        raise UserError("data.folder_exists", f"--to {to}: it exists already: name a new folder")
     folder = to.with_name(f".{to.name}.part")
     to.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
@@ -142,7 +148,10 @@ def import_tokens(files: Sequence[str], to: Path, encoder: Encoder, tokenizer_sh
         _require_working_folder(held)
         with open(open_lock_file(held / _LOCK), "rb") as lock:
             if not try_flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB) or not _is_same(folder, held):
-                raise UserError(f"--to {to}: another import fills {folder}: wait for its end, or name another folder")
+                raise UserError(
+                    "data.import_running",
+                    f"--to {to}: another import fills {folder}: wait for its end, or name another folder",
+                )
             _check_content(held)
             words = f"{folder} will be {to} once it is whole; should this end before, the same command goes on"
             print(words, flush=True)
@@ -150,9 +159,14 @@ def import_tokens(files: Sequence[str], to: Path, encoder: Encoder, tokenizer_sh
             try:
                 os.rename(folder, to)
             except OSError as error:
-                raise UserError(f"--to {to}: cannot rename {folder} to it: {error.strerror}") from error
+                raise UserError(
+                    "data.import_failed", f"--to {to}: cannot rename {folder} to it: {error.strerror}"
+                ) from error
             if not _is_same(to, held):
-                raise UserError(f"--to {to}: this is not what the import made: {folder} was replaced meanwhile")
+                raise UserError(
+                    "data.import_replaced",
+                    f"--to {to}: this is not what the import made: {folder} was replaced meanwhile",
+                )
             apply_umask(held, read_umask())
             fsync(to.parent)
             for name in (_NOTES, _LOCK):  # not before: who is killed between would copy all again
@@ -194,7 +208,7 @@ def _check_content(folder: Path) -> None:
 
 
 def _not_of_import(path: Path) -> UserError:
-    return UserError(f"{path} was not written by an import: move it away, or choose another --to")
+    return UserError("data.foreign_file", f"{path} was not written by an import: move it away, or choose another --to")
 
 
 def _is_own_shard(path: Path) -> bool:

@@ -100,9 +100,10 @@ class TokensFolder(TextFolder):
             for source in inputs:
                 self._scan(require_mappable(source.path), encoder.eos_id, encoder.vocab_size)
             raise UserError(
+                "data.no_held_out",
                 f"data.held_out: no document ends near where the last {self.data.held_out:.1%} of a file begins, so "
                 "nothing could be evaluated: set data.held_out: 0, or put an end-of-text token "
-                f"({encoder.eos_id}, {given.eos_token}) behind each document"
+                f"({encoder.eos_id}, {given.eos_token}) behind each document",
             )
         write_atomic(self.path / "tokenizer.json", given.path.read_bytes())
         units = group_into_units(pieces, min(self.data.shard_tokens, tokens // MANY_UNITS))
@@ -174,7 +175,9 @@ class TokensFolder(TextFolder):
         (index, start, end), fixed = piece, self.prepared
         source = self.inputs[index]
         if file.tokens is None or end > file.tokens or file.offset is None:
-            raise UserError(f"{source.path} has {file.tokens:,} tokens, not the {end:,} that were prepared")
+            raise UserError(
+                "data.input_changed", f"{source.path} has {file.tokens:,} tokens, not the {end:,} that were prepared"
+            )
         part = file.part(start, end)
         seen = self._scan(part, fixed.eos_id, fixed.vocab_size)
         if source.path not in self._borders:
@@ -202,8 +205,9 @@ class TokensFolder(TextFolder):
         seen = scan_tokens(file, eos_id, vocab_size)
         if seen.unended:
             raise UserError(
+                "data.unended_documents",
                 f"{file.path}: {seen.unended:,} documents of its index do not end with the token {eos_id} "
-                f"({self.data.tokenizer.eos_token}), so nothing would part them: `data import` copies them with one"
+                f"({self.data.tokenizer.eos_token}), so nothing would part them: `data import` copies them with one",
             )
         return seen
 

@@ -137,7 +137,10 @@ def _filled(values: Mapping[str, Any]) -> dict[str, Any]:
         tokenizers = [_tokenizer(Path(folder), section["vocab_size"]) for folder, section in sections.items()]
         found["data"] = {**data, "tokenizer": tokenizers[0]}
         if len({(sha256_file(one["path"]), one["eos_token"]) for one in tokenizers}) > 1:
-            raise ModelFolderError("points of a sweep share their tokens, and these folders have several tokenizers")
+            raise ModelFolderError(
+                "model.tokenizer_conflict",
+                "points of a sweep share their tokens, and these folders have several tokenizers",
+            )
     return found
 
 
@@ -149,9 +152,9 @@ def read_model_section(folder: Path) -> dict[str, Any]:
         ours = parse_model_config(parse_json_or_none(content))
     except OSError as error:
         words = f"{folder / CONFIG_FILE}: cannot read it: {error.strerror}; name a folder with a model's files"
-        raise ModelFolderError(words) from error
+        raise ModelFolderError("model.unreadable_folder", words) from error
     except (ValueError, TypeError) as error:  # the latter of lists where names should be
-        raise ModelFolderError(f"{folder / CONFIG_FILE}: {error}") from error
+        raise ModelFolderError("model.unsupported_config", f"{folder / CONFIG_FILE}: {error}") from error
     return {**ours, "init_sha256": hashlib.sha256(content).hexdigest(), "init_files": hash_weight_stats(folder)}
 
 
@@ -168,7 +171,10 @@ def _tokenizer(folder: Path, vocab_size: int) -> dict[str, Any]:
     """The section `data.tokenizer` for the folder's tokenizer. Raises FolderError."""
     given, end = folder / TOKENIZER_FILE, _end_token(folder)
     if (ids := count_tokenizer_ids(given)) is not None and ids > vocab_size:
-        raise ModelFolderError(f"{folder / CONFIG_FILE}: vocab_size {vocab_size} is less than the {ids} ids of {given}")
+        raise ModelFolderError(
+            "model.tokenizer_conflict",
+            f"{folder / CONFIG_FILE}: vocab_size {vocab_size} is less than the {ids} ids of {given}",
+        )
     return {"kind": "file", "path": str(given), "eos_token": end}
 
 
@@ -185,12 +191,15 @@ def open_inside(folder: Path, name: str) -> Iterator[Path]:
     try:
         stream = open_regular_file(path)
     except (UserError, IsADirectoryError):
-        raise ModelFolderError(f"{path} is no ordinary file: put one in its place") from None
+        raise ModelFolderError("model.not_a_file", f"{path} is no ordinary file: put one in its place") from None
     with stream, path_through_fd(stream.fileno(), path) as held:
         opened = Path(os.readlink(held))
         if not (opened.is_relative_to(root) or (is_of_hub and opened.is_relative_to(cache / "blobs"))):
             around = cache if is_of_hub else root
-            raise ModelFolderError(f"{path} is a link that leads out of {around}: put the file itself in its place")
+            raise ModelFolderError(
+                "model.link_outside_folder",
+                f"{path} is a link that leads out of {around}: put the file itself in its place",
+            )
         yield held
 
 
@@ -280,10 +289,14 @@ def build_config_json(
         family = "mistral"
     biased, windowed = model.attention_bias != "none", model.sliding_window is not None
     if (family == "qwen3" and model.attention_bias == "qkv") or (family == "mistral" and biased):
-        raise UserError(f"no open model's format has model.attention_bias {model.attention_bias} as {family} would be")
+        raise UserError(
+            "export.unsupported_model",
+            f"no open model's format has model.attention_bias {model.attention_bias} as {family} would be",
+        )
     if family.startswith("qwen") and windowed and model.max_window_layers is None:
         raise UserError(
-            f"model.sliding_window: {family}'s format also says which layers have it: set model.max_window_layers"
+            "export.unsupported_model",
+            f"model.sliding_window: {family}'s format also says which layers have it: set model.max_window_layers",
         )
     resolved = {**model.model_dump(mode="json"), "kv_heads": model.num_kv_heads, "head_dim": model.head_size}
     resolved |= {"intermediate_size": model.ffn_size, "vocab_size": vocab_size}
@@ -309,19 +322,25 @@ def list_weight_files(folder: Path) -> list[str]:
         index = read_inside(folder, INDEX_FILE)
         table = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(table, dict) or not table or not all(isinstance(name, str) for name in table.values()):
-            raise ModelFolderError(f"{folder / INDEX_FILE} has no weight_map from tensors to files")
+            raise ModelFolderError(
+                "model.damaged_index", f"{folder / INDEX_FILE} has no weight_map from tensors to files"
+            )
         names = sorted(set(table.values()))
         if wrong := [name for name in names if not _is_name_of_weights(name)]:
             shown = wrong[0] if len(wrong[0]) <= 80 else f"{wrong[0][:80]}…"
-            raise ModelFolderError(f"{folder / INDEX_FILE} names {shown!r}: no safetensors file in that folder")
+            raise ModelFolderError(
+                "model.damaged_index", f"{folder / INDEX_FILE} names {shown!r}: no safetensors file in that folder"
+            )
     elif _is_there(folder, SINGLE_WEIGHTS_FILE):
         names = [SINGLE_WEIGHTS_FILE]
     else:
         found = sorted(path.name for ending in ("bin", "pt", "pth", "ckpt") for path in folder.glob(f"*.{ending}"))
         pickle = f"{found[0]} is a pickle, which may execute anything and is not opened" if found else "none is there"
-        raise ModelFolderError(f"{folder} needs {SINGLE_WEIGHTS_FILE}, or {INDEX_FILE} and its pieces; {pickle}")
+        raise ModelFolderError(
+            "model.no_weights", f"{folder} needs {SINGLE_WEIGHTS_FILE}, or {INDEX_FILE} and its pieces; {pickle}"
+        )
     if missing := [name for name in names if not _is_there(folder, name)]:
-        raise ModelFolderError(f"{folder / missing[0]} is missing: fetch the folder again")
+        raise ModelFolderError("model.missing_file", f"{folder / missing[0]} is missing: fetch the folder again")
     return names
 
 
@@ -351,7 +370,8 @@ def _end_token(folder: Path) -> str:
     place = f"{folder / TOKENIZER_FILE}"
     if not _is_there(folder, TOKENIZER_FILE):
         raise ModelFolderError(
-            f"{place} is missing: let transformers' AutoTokenizer save one there, or set data.tokenizer"
+            "model.no_tokenizer",
+            f"{place} is missing: let transformers' AutoTokenizer save one there, or set data.tokenizer",
         )
     known = read_inside(folder, "tokenizer_config.json")
     end = known.get("eos_token") if isinstance(known, dict) else None
@@ -365,7 +385,7 @@ def _end_token(folder: Path) -> str:
     if not isinstance(end, str):
         no_word = "neither tokenizer_config.json nor config.json says which token ends a text"
         why = no_word if wanted is None else f"config.json's eos_token_id {json.dumps(wanted)} is none of added_tokens"
-        raise ModelFolderError(f"{place}: {why}: set data.tokenizer")
+        raise ModelFolderError("model.no_eos_token", f"{place}: {why}: set data.tokenizer")
     return end
 
 
@@ -379,8 +399,9 @@ def check_added_tokens(tokenizer: Path, content: Any) -> list[dict[str, Any]]:
         fields = token if isinstance(token, dict) else {}
         if type(fields.get("id")) is not int or not isinstance(fields.get("content"), str):
             raise ModelFolderError(
+                "model.invalid_tokenizer",
                 f"{tokenizer}: entry {number} of added_tokens has no whole number `id` and text `content`: let "
-                "transformers' AutoTokenizer save the file again"
+                "transformers' AutoTokenizer save the file again",
             )
     return added or []
 

@@ -154,5 +154,6 @@ def load_template(name: Path) -> str:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(
-            f"data.chat_template: cannot read {file}: {reason}; name a file, or one of {', '.join(CHAT_TEMPLATES)}"
+            "data.no_chat_template",
+            f"data.chat_template: cannot read {file}: {reason}; name a file, or one of {', '.join(CHAT_TEMPLATES)}",
         ) from None

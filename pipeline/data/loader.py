@@ -69,7 +69,9 @@ class GlobalOrderSampler(DistributedSampler[Int64Array]):
         super().__init__(dataset, num_replicas=num_replicas, rank=rank, shuffle=True, seed=seed)
         if global_batch % self.num_replicas:
             ranks = self.num_replicas
-            raise UserError(f"train.global_batch ({global_batch}) is no multiple of {ranks} data parallel ranks")
+            raise UserError(
+                "config.conflict", f"train.global_batch ({global_batch}) is no multiple of {ranks} data parallel ranks"
+            )
         self.global_batch = global_batch
         self.samples_consumed, self.left_out = samples_consumed, sorted(left_out)
         self.lengths, self.needs_positions, self._size = dataset.lengths, dataset.needs_positions, len(dataset)

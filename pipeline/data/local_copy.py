@@ -76,7 +76,9 @@ class LocalCopies(AbstractContextManager["LocalCopies"]):
             if not self._disk.is_absolute() or not self._disk.is_dir():
                 raise FileNotFoundError("there is no such folder on this node (site.local_disk)")
             if read_file_system_type(self._disk) in ("tmpfs", "ramfs"):
-                raise UserError("this folder is in memory, which training needs (site.local_disk)")
+                raise UserError(
+                    "data.local_disk_in_memory", "this folder is in memory, which training needs (site.local_disk)"
+                )
             users = _joined(self._folder)
             if self._tell is not None:
                 self._sweep()

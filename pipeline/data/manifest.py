@@ -105,7 +105,7 @@ class DataFile(FileEntry):
         written for the stage's quick look: a caller that finds a damaged one sets it aside under another name.
         """
         if problem := self.problem(data_dir / self.file, hashes):
-            raise InputError(f"{problem}: {self.way_out}")
+            raise InputError("data.damaged_file", f"{problem}: {self.way_out}")
 
 
 class ShardEntry(DataFile):
@@ -255,9 +255,10 @@ def check_has_sample(shards: Sequence[ShardEntry], length: int) -> None:
     longest = max((one.tokens for one in shards), default=0)
     if longest <= length:
         raise UserError(
+            "data.no_training_sample",
             f"no training sample: one takes {length + 1} tokens of one shard (data.sequence_length {length}, and one "
             f"more), but there are {sum(one.tokens for one in shards)} tokens in {len(shards)} shards, at most "
-            f"{longest} in one; add text or lower data.sequence_length"
+            f"{longest} in one; add text or lower data.sequence_length",
         )
 
 
@@ -281,13 +282,17 @@ def load_sealed(path: Path, kind: type[T], way_out: str = RERUN_SHARD_HINT) -> T
             values.pop("sha256", None)
         manifest = kind.model_validate(values)
         if not sealed:
-            raise InputError(f"{path} is damaged: its content does not fit its own hash: {way_out}")
+            raise InputError(
+                "data.damaged_manifest", f"{path} is damaged: its content does not fit its own hash: {way_out}"
+            )
         return manifest
     except FileNotFoundError:
         before = path.with_name(PREPARE_FILE).exists()
-        raise InputError(f"{path} is missing: {way_out if before else RUN_PREPARE_HINT}") from None
+        raise InputError(
+            "data.missing_manifest", f"{path} is missing: {way_out if before else RUN_PREPARE_HINT}"
+        ) from None
     except ValueError:  # pydantic's, too
-        raise InputError(f"{path} is torn or no manifest of this version: {way_out}") from None
+        raise InputError("data.damaged_manifest", f"{path} is torn or no manifest of this version: {way_out}") from None
 
 
 def load_manifest(data_dir: Path) -> Manifest:

@@ -188,7 +188,9 @@ class Mixture:
         self._before: list[Int64Array] = [np.zeros(len(self.sizes), np.int64)]
         for part in weights.weights:
             if empty := [name for name, size in sizes.items() if not size and part.weights[name]]:
-                raise UserError(f"data.mixture: {empty[0]} has no sample to train on, and its weight is not 0")
+                raise UserError(
+                    "data.empty_source", f"data.mixture: {empty[0]} has no sample to train on, and its weight is not 0"
+                )
             start = skip_excluded((part.from_step - 1) * global_batch, left_out)
             if self._starts:
                 self._before.append(self.counts(np.array([start]))[:, 0])

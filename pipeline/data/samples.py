@@ -68,7 +68,7 @@ def map_arrays(
         }
     except (OSError, ValueError) as error:
         raise_if_too_many_open_files(error)
-        raise InputError(f"cannot map {path}: {error}; {entry.way_out}") from error
+        raise InputError("data.damaged_file", f"cannot map {path}: {error}; {entry.way_out}") from error
 
 
 _LOCKED = 500
@@ -171,7 +171,7 @@ class TokenDataset(MappedDataset):
         kinds = {shard.dtype: shard.file for shard in usable}
         if not kinds.keys() <= {"uint16", "uint32"}:
             found = ", ".join(f"{dtype} ({file})" for dtype, file in kinds.items())
-            raise InputError(f"shards hold uint16 or uint32 tokens; found {found}: shard again")
+            raise InputError("data.wrong_type", f"shards hold uint16 or uint32 tokens; found {found}: shard again")
         self._length = sequence_length
         super().__init__(usable, data_dir)
 
@@ -239,7 +239,9 @@ class SampleDataset(MappedDataset):
             random = Generator(Philox(key=np.array([self._seed % 2**64, number], np.uint64)))
         found = transform({name: _row(arrays[file], row) for name, arrays in self._arrays.items()}, random)
         if not isinstance(found, dict):
-            raise UserError(f"transform of sample {index} gives {type(found).__name__}, no dict of arrays")
+            raise UserError(
+                "data.invalid_transform", f"transform of sample {index} gives {type(found).__name__}, no dict of arrays"
+            )
         return found
 
     def _refuse_other(self, found: Arrays, index: int, names: Iterable[str]) -> None:
@@ -247,8 +249,9 @@ class SampleDataset(MappedDataset):
         told = {name: (np.shape(array), np.asarray(array).dtype.name) for name, array in found.items()}
         if told.keys() != set(names) or told != self.shapes or not {kind for _, kind in told.values()} <= _TORCH_TYPES:
             raise UserError(
+                "data.invalid_transform",
                 f"transform of sample {index} gives {told}, of the first one {self.shapes}: it should give "
-                f"{', '.join(names)}, for all samples in the same shapes and types ({', '.join(sorted(_TORCH_TYPES))})"
+                f"{', '.join(names)}, for all samples in the same shapes and types ({', '.join(sorted(_TORCH_TYPES))})",
             )
 
     def _lengths(self, indices: Int64Array) -> Int64Array:

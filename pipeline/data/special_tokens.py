@@ -32,7 +32,7 @@ def load_tokenizer(file: Path, eos_token: str | None = None) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_str(file.read_text())
     except Exception as error:  # the package raises bare Exception for a file that it does not understand
-        raise UserError(f"{file} is no tokenizer.json that can be read: {error}") from error
+        raise UserError("data.invalid_tokenizer", f"{file} is no tokenizer.json that can be read: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     if eos_token is not None and tokenizer.token_to_id(eos_token) is not None:
@@ -69,7 +69,9 @@ def encode_chat_prompt(
     try:
         text, _ = split_marks(template.render(messages, add_generation_prompt=True))
     except ChatTemplateError as error:
-        raise UserError(f"--chat: the chat template does not take these messages: {error}") from None
+        raise UserError(
+            "data.unusable_dialogue", f"--chat: the chat template does not take these messages: {error}"
+        ) from None
     tokenizer.encode_special_tokens = False
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
     return ids

@@ -82,6 +82,7 @@ def _check_arrays(run: Run, path: Path, entry: ShardEntry | SampleFile) -> None:
             if found != array:
                 manifest = run.data_dir / "manifest.json"
                 raise InputError(
+                    "data.array_mismatch",
                     f"{manifest} says of {name} in {path}: {array}; there is: {found or 'no such array'}. Remove "
-                    f"{manifest} and run the shard stage again, e.g. `{run.resume_command}`"
+                    f"{manifest} and run the shard stage again, e.g. `{run.resume_command}`",
                 )

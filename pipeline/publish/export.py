@@ -58,7 +58,7 @@ def export_checkpoint(run: Run, folder: Path, which: str | None, dtype: str) -> 
     Raises UserError where `folder` exists, or no format has such a model; CheckpointError as `verify` does.
     """
     if folder.exists():
-        raise UserError(f"{folder} exists already: name a folder that does not, or remove it")
+        raise UserError("export.folder_exists", f"{folder} exists already: name a folder that does not, or remove it")
     with create_folder_atomically(folder) as making:
         return f"{folder}: {write_model_files(run, making, which, dtype)}"
 

@@ -82,11 +82,12 @@ def generate_text(
     """
     if most < 1 or not 0 <= temperature < float("inf") or not 0 < top_p <= 1 or not 0 <= seed < 2**63:
         raise UserError(
+            "cli.out_of_range",
             f"--max-tokens {most} --temperature {temperature} --top-p {top_p} --seed {seed}: the first is at least 1, "
-            "the second not negative, the third above 0 and at most 1, the last from 0 to 2^63 - 1"
+            "the second not negative, the third above 0 and at most 1, the last from 0 to 2^63 - 1",
         )
     if system is not None and not chat:
-        raise UserError("--system: a system message is for --chat: add --chat, or leave it out")
+        raise UserError("cli.conflict", "--system: a system message is for --chat: add --chat, or leave it out")
     asked: Prompt = _as_text(prompt)
     if chat:
         first = [] if system is None else [{"role": "system", "content": _as_text(system)}]
@@ -138,7 +139,10 @@ def _of_run(path: Path, prompt: Prompt, step: str | None, most: int) -> Ready:
     """Of a run's checkpoint."""
     run = Run.open(path)
     if run.config.model.target is not None:
-        raise UserError(f"{run.name} trains a model of its own ({run.config.model.target}), which generates no text")
+        raise UserError(
+            "model.no_text",
+            f"{run.name} trains a model of its own ({run.config.model.target}), which generates no text",
+        )
     eos_token = run.config.data.tokenizer.eos_token
     manifest, tokenizer = load_run_manifest(run), load_tokenizer(run.data_dir / TOKENIZER_FILE, eos_token)
     assert isinstance(manifest, Manifest)
@@ -153,7 +157,7 @@ def _of_run(path: Path, prompt: Prompt, step: str | None, most: int) -> Ready:
 def _of_folder(folder: Path, prompt: Prompt, step: str | None, most: int) -> Ready:
     """Of a folder in Hugging Face's format."""
     if step is not None:
-        raise UserError(f"--step: {folder} is no run and has no checkpoints: leave it out")
+        raise UserError("cli.conflict", f"--step: {folder} is no run and has no checkpoints: leave it out")
     config = ModelConfig(**read_model_section(folder))
     with translate_read_errors(str(folder / TOKENIZER_FILE)), open_inside(folder, TOKENIZER_FILE) as file:
         tokenizer = load_tokenizer(file)
@@ -195,14 +199,17 @@ def _template_in(files: Mapping[str, str], where: str) -> ChatTemplate:
     template, tokens = find_template(given, files.get("chat_template.jinja"))
     if template is None:
         raise UserError(
+            "data.no_chat_template",
             f"--chat: {where} has no chat template, neither in chat_template.jinja nor in tokenizer_config.json: leave "
-            "--chat out and write the whole prompt"
+            "--chat out and write the whole prompt",
         )
     found = ChatTemplate(template, tokens)
     try:
         found.compile()
     except ChatTemplateError as error:
-        raise UserError(f"--chat: the chat template of {where} cannot be used: {error}") from None
+        raise UserError(
+            "data.invalid_chat_template", f"--chat: the chat template of {where} cannot be used: {error}"
+        ) from None
     return found
 
 
@@ -218,10 +225,14 @@ def _decoder(config: ModelConfig, vocab_size: int, ids: Sequence[int], most: int
     length = len(ids) + most
     if not ids or max(ids) >= vocab_size:
         raise UserError(
-            f"the prompt has {len(ids)} tokens, and the model knows the ids below {vocab_size}: write another"
+            "model.prompt_out_of_range",
+            f"the prompt has {len(ids)} tokens, and the model knows the ids below {vocab_size}: write another",
         )
     if config.sliding_window is not None and length > config.sliding_window:
-        raise UserError(f"--max-tokens: {length} tokens are more than model.sliding_window ({config.sliding_window})")
+        raise UserError(
+            "model.prompt_too_long",
+            f"--max-tokens: {length} tokens are more than model.sliding_window ({config.sliding_window})",
+        )
     with torch.device("meta"):
         return Decoder(config, vocab_size, length)
 

@@ -87,12 +87,16 @@ def open_initial_weights(run: Run, task: Task, group: dist.ProcessGroup) -> Open
     def look() -> dict[str, Held]:
         with translate_read_errors(str(folder / CONFIG_FILE)), open_inside(folder, CONFIG_FILE) as file:
             if sha256_file(file) != model.init_sha256:
-                raise UserError(f"{folder / CONFIG_FILE} was changed since this run was made from it: make a new run")
+                raise UserError(
+                    "model.folder_changed",
+                    f"{folder / CONFIG_FILE} was changed since this run was made from it: make a new run",
+                )
         names = list_weight_files(folder)[rank::ranks]
         if model.init_files not in (None, hash_weight_stats(folder)):
             raise UserError(
+                "model.folder_changed",
                 f"{folder}: files with its weights were changed since this run was made from it, by size or time: make "
-                "a new run"
+                "a new run",
             )
         return {name: read_tensor_specs(folder, name) for name in names}
 
@@ -132,8 +136,9 @@ def read_tensor_specs(folder: Path, file_name: str) -> Held:
             return {name: (list(piece.get_shape()), str(piece.get_dtype())) for name, piece in slices.items()}
     except SafetensorError as error:
         raise UserError(
+            "model.not_safetensors",
             f"{file} is no safetensors file ({error}): nothing of it was executed; fetch it again, or let transformers "
-            "save the model as safetensors"
+            "save the model as safetensors",
         ) from error
 
 
@@ -145,20 +150,33 @@ def match_tensors(
     tensors: dict[str, tuple[list[int], str]] = {}
     for name, content in sorted(held.items()):
         if twice := sorted(content.keys() & files.keys()):
-            raise UserError(f"{folder}: {twice[0]} stands in {files[twice[0]]} and in {name}: keep one of them")
+            raise UserError(
+                "model.duplicate_tensor",
+                f"{folder}: {twice[0]} stands in {files[twice[0]]} and in {name}: keep one of them",
+            )
         files |= dict.fromkeys(content, name)
         tensors |= content
     for name, parameter in whole.items():
         shape, kind = tensors.get(name, (None, None))
         if shape is None:
-            raise UserError(f"{folder}: there is no tensor {name} in its safetensors files: fetch the folder again")
+            raise UserError(
+                "model.missing_tensor",
+                f"{folder}: there is no tensor {name} in its safetensors files: fetch the folder again",
+            )
         if shape != list(parameter.shape):
             raise UserError(
-                f"{folder}: {name} has the shape {shape}, and {CONFIG_FILE} asks for {list(parameter.shape)}"
+                "model.wrong_shape",
+                f"{folder}: {name} has the shape {shape}, and {CONFIG_FILE} asks for {list(parameter.shape)}",
             )
         if kind not in _TYPES:
-            raise UserError(f"{folder}: {name} is of type {kind}, not one of {', '.join(_TYPES)}: take one that is")
+            raise UserError(
+                "model.wrong_type",
+                f"{folder}: {name} is of type {kind}, not one of {', '.join(_TYPES)}: take one that is",
+            )
     unknown = sorted(name for name in tensors.keys() - whole.keys() if not name.endswith(_NO_WEIGHT))
     if unknown and not (tied and unknown == [LM_HEAD]):
-        raise UserError(f"{folder}: {CONFIG_FILE} says nothing of {unknown[0]}, so the model would not be that one")
+        raise UserError(
+            "model.unexpected_tensor",
+            f"{folder}: {CONFIG_FILE} says nothing of {unknown[0]}, so the model would not be that one",
+        )
     return OpenWeights(folder, files)

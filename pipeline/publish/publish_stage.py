@@ -93,12 +93,18 @@ def check_inputs(run: Run) -> None:
     wanted = _wanted(run)
     figures = [name for name, bounds in wanted.rules.items() if bounds is not None]
     if (figures or wanted.no_worse_than) and run.config.data.held_out == 0:
-        raise UserError("publish.rules and publish.no_worse_than need an evaluation, and data.held_out is 0")
+        raise UserError(
+            "publish.no_evaluation",
+            "publish.rules and publish.no_worse_than need an evaluation, and data.held_out is 0",
+        )
     tasks = [f"{file.stem}." for file in run.config.evaluate.task_files]
     for name in figures if run.config.model.target is None else ():
         if name not in ("loss", *TEXT_METRICS) and not name.startswith(tuple(tasks)):
             there = ", ".join(["loss", *TEXT_METRICS, *(f"{task}accuracy" for task in tasks)])
-            raise UserError(f"publish.rules.{name}: the evaluation will have no such figure; it has {there}")
+            raise UserError(
+                "publish.unknown_metric",
+                f"publish.rules.{name}: the evaluation will have no such figure; it has {there}",
+            )
     if wanted.no_worse_than is not None:
         _bar(wanted.no_worse_than)
 
@@ -107,10 +113,12 @@ def run_stage(run: Run, place: RankInfo, options: Mapping[str, str], flag: StopF
     """Publish the newest checkpoint. Raises UserError where a rule fails, CheckpointError for a damaged one."""
     wanted, step = _wanted(run), find_newest_step(run.checkpoints_dir)
     if not step:
-        raise UserError(f"{run.checkpoints_dir} holds no intact checkpoint to publish; train first")
+        raise UserError(
+            "publish.no_checkpoint", f"{run.checkpoints_dir} holds no intact checkpoint to publish; train first"
+        )
     version = _version(run, step)
     if lacking := _lacking(run, step):
-        raise UserError(lacking)
+        raise UserError("publish.version_conflict", lacking)
     if lacking is None:
         _compare_hashes(version)
     else:
@@ -131,7 +139,7 @@ def run_stage(run: Run, place: RankInfo, options: Mapping[str, str], flag: StopF
 def _wanted(run: Run) -> PublishConfig:
     wanted = run.config.publish
     if wanted is None:
-        raise UserError("the config has no section publish: give at least publish.to")
+        raise UserError("publish.no_section", "the config has no section publish: give at least publish.to")
     return wanted
 
 
@@ -159,12 +167,13 @@ def _make(run: Run, step: int, version: Path) -> None:
         print(f"published {version}", flush=True)
     except FolderExistsError:
         if lacking := _lacking(run, step):
-            raise UserError(lacking) from None
+            raise UserError("publish.version_conflict", lacking) from None
         theirs = _read_sums(version)
         if _weights_of(theirs) != _weights_of(ours):
             raise UserError(
+                "publish.version_conflict",
                 f"{version} was published by another run in the meantime, with other weights: give another "
-                "publish.name, or the same publish.dtype"
+                "publish.name, or the same publish.dtype",
             ) from None
         _compare_hashes(version)
         print(f"{version} was published by another run in the meantime, with the same weights", flush=True)
@@ -175,7 +184,9 @@ def _run_command(shell: str, version: Path) -> None:
     with open_own_folder(version) as held:
         code = subprocess.run(["bash", "-c", shell], cwd=held, check=False).returncode
     if code:
-        raise UserError(f"publish.run ended with code {code} in {version}, which is published: {shell}")
+        raise UserError(
+            "publish.command_failed", f"publish.run ended with code {code} in {version}, which is published: {shell}"
+        )
 
 
 def _lacking(run: Run, step: int) -> str | None:
@@ -229,8 +240,9 @@ def _compare_hashes(version: Path) -> None:
     for name, digest in sorted(_read_sums(version).items()):
         if sha256_file(version / name) != digest:
             raise UserError(
+                "publish.version_changed",
                 f"{version / name} is not as it was published: its hash is not that in {SUMS}. Move the version away, "
-                "and it is made again"
+                "and it is made again",
             )
 
 
@@ -296,7 +308,7 @@ def _bar(other: Path) -> tuple[str, float]:
     """What the newest evaluation of the run in folder `other` is judged by. Raises UserError where it has none."""
     result = read_newest_result(Run(other))
     if result is None:
-        raise UserError(f"publish.no_worse_than: {other} has no evaluation")
+        raise UserError("publish.no_evaluation", f"publish.no_worse_than: {other} has no evaluation")
     return get_main_metric(result)
 
 
@@ -306,14 +318,19 @@ def _held_rules(wanted: PublishConfig, result: Mapping[str, Any] | None, step: i
     failed: list[str] = []
     if result is None:
         if any(wanted.rules.values()) or wanted.no_worse_than:
-            raise UserError(f"nothing was published: step {step} is not evaluated, and publish has rules")
+            raise UserError(
+                "publish.no_evaluation", f"nothing was published: step {step} is not evaluated, and publish has rules"
+            )
         return held
     figures = get_metrics(result)
     for name, bounds in wanted.rules.items():
         if bounds is None:
             continue
         if name not in figures:
-            raise UserError(f"publish.rules.{name}: the evaluation has no such figure; it has {', '.join(figures)}")
+            raise UserError(
+                "publish.unknown_metric",
+                f"publish.rules.{name}: the evaluation has no such figure; it has {', '.join(figures)}",
+            )
         for key, bound, good in (
             ("max", bounds.max, bounds.max is None or figures[name] <= bounds.max),
             ("min", bounds.min, bounds.min is None or figures[name] >= bounds.min),
@@ -324,11 +341,17 @@ def _held_rules(wanted: PublishConfig, result: Mapping[str, Any] | None, step: i
         (name, ours), (theirs_name, theirs) = get_main_metric(result), _bar(wanted.no_worse_than)
         other = wanted.no_worse_than.name
         if name != theirs_name:
-            raise UserError(f"publish.no_worse_than: this run is judged by {name}, {other} by {theirs_name}")
+            raise UserError(
+                "publish.metric_mismatch",
+                f"publish.no_worse_than: this run is judged by {name}, {other} by {theirs_name}",
+            )
         words = f"{name} {ours:.6g}, no worse than {theirs:.6g} of {other}"
         (held if ours <= theirs else failed).append(words)
     if failed:
-        raise UserError(f"nothing was published, step {step} does not keep publish's rules: {'; '.join(failed)}")
+        raise UserError(
+            "publish.rules_failed",
+            f"nothing was published, step {step} does not keep publish's rules: {'; '.join(failed)}",
+        )
     return held
 
 
@@ -361,7 +384,9 @@ def register_version(uri: str, model: str, folder: Path, tags: Mapping[str, Any]
         from mlflow import MlflowClient
         from mlflow.exceptions import MlflowException
     except ImportError as error:
-        raise UserError("publish.mlflow needs MLflow's client: pip install -e '.[mlflow]'") from error
+        raise UserError(
+            "publish.missing_package", "publish.mlflow needs MLflow's client: pip install -e '.[mlflow]'"
+        ) from error
     server, said = MlflowClient(tracking_uri=uri, registry_uri=uri), {key: str(value) for key, value in tags.items()}
     try:
         if not server.search_registered_models(f"name = '{model}'"):
@@ -375,5 +400,7 @@ def register_version(uri: str, model: str, folder: Path, tags: Mapping[str, Any]
                 return f"version {known.version} of {model} at {uri} is it already"
         entry = server.create_model_version(model, f"folder://{folder}", tags=said)
     except MlflowException as error:
-        raise UserError(f"publish.mlflow: {uri} made no entry of {folder}, which is published: {error}") from error
+        raise UserError(
+            "publish.registry_failed", f"publish.mlflow: {uri} made no entry of {folder}, which is published: {error}"
+        ) from error
     return f"version {entry.version} of {model} at {uri}"

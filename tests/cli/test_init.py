@@ -73,7 +73,7 @@ def test_the_command_writes_what_can_be_shown_and_never_overwrites(
 
     assert sluice(*words).returncode == 0
     early = sluice(config, "--dry-run")
-    assert early.returncode == ExitCode.USER_ERROR and "error: data.source: " in early.stderr, (
+    assert early.returncode == ExitCode.USER_ERROR and "error[data.no_files]: data.source: " in early.stderr, (
         "its data are not named yet"
     )
     write_data(tmp_path)

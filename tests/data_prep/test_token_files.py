@@ -500,9 +500,9 @@ def test_inspect_and_verify_continue_after_what_cannot_be_read(
         *said, last = capsys.readouterr().out.splitlines()
         assert last == "6 in all: 1 can be used where they lie, 1 to be copied, 4 refused"
         told = "\n".join(said)
-        assert f"error: {named[0]}: there is no such file" in told and "nanoGPT .bin" in told and "Arrow" in told
-        assert f"error: {empty}: no file in it ends with" in told and "  a.npy: bare tokens named .npy" in told
-        assert f"error: {named[5]} is no file of tokens" in told and "rename the file to NAME.bin" in told
+        assert f"error[data.missing_file]: {named[0]}: " in told and "nanoGPT .bin" in told and "Arrow" in told
+        assert f"error[data.no_files]: {empty}: " in told and "  a.npy: bare tokens named .npy" in told
+        assert f"error[data.unknown_format]: {named[5]} " in told and "rename the file to NAME.bin" in told
         assert "odd number" in told
     run_data_command("inspect", [str(folder)], None, None, "<|endoftext|>", False)
     assert capsys.readouterr().out.splitlines()[-1].startswith("1 in all: 1 can be used")

@@ -84,7 +84,7 @@ def go_on(place: RankInfo, path: Path) -> tuple[str, Any]:
         )
     except BaseException as error:
         code, words = explain_error(error)
-        return ("refused" if words.startswith("error: ") and code != ExitCode.CRASHED else "traceback"), words
+        return ("refused" if words.startswith("error") and code != ExitCode.CRASHED else "traceback"), words
 
 
 def look(path: Path) -> str:
