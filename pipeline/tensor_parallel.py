@@ -1,3 +1,3 @@
-"""The name that a tensor plan of a user's own model imports: `pipeline.tensor_parallel.Replicated()`."""
+"""Public names for the tensor plan of a custom model: `pipeline.tensor_parallel.Replicated()`."""
 
 from pipeline.parallel.tensor_parallel import Replicated as Replicated

@@ -1,4 +1,4 @@
-"""Activation checkpointing: what backward computes again instead of keeping it (Chen et al., arXiv 1604.06174)."""
+"""Activation checkpointing: backward recomputes activations instead of storing them (Chen et al., arXiv 1604.06174)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ _SUMS = (torch.ops._c10d_functional.reduce_scatter_tensor.default, torch.ops._c1
 
 
 def apply_activation_checkpointing(block: nn.Module, kind: str) -> None:
-    """Let backward compute the block again instead of keeping it: `full`, `selective` (not what is dear) or `none`."""
+    """Let backward recompute the activations of `block`, in place.
+
+    kind: `full` recomputes everything, `selective` everything except expensive operations, `none` nothing.
+    """
     if kind == "none":
         return
     layer = block.forward
@@ -24,21 +27,22 @@ def apply_activation_checkpointing(block: nn.Module, kind: str) -> None:
             return layer(*inputs)
         options: dict[str, Any] = {}
         if kind == "selective":
-            options["context_fn"] = _selective  # of the module, not a closure: that one torch.compile refuses
+            options["context_fn"] = _selective_contexts  # a function of the module: torch.compile rejects a closure
         return checkpoint.checkpoint(layer, *inputs, use_reentrant=False, **options)
 
     block.forward = forward
 
 
-def _selective() -> Any:
-    return checkpoint.create_selective_checkpoint_contexts(_keep_products)
+def _selective_contexts() -> Any:
+    return checkpoint.create_selective_checkpoint_contexts(_save_expensive)
 
 
-def _keep_products(context: Any, op: Any, *inputs: Any, **__: Any) -> checkpoint.CheckpointPolicy:
-    """Keep what is dear to compute; elementwise work is cheap to do again.
+def _save_expensive(context: Any, op: Any, *inputs: Any, **__: Any) -> checkpoint.CheckpointPolicy:
+    """Save the results of matrix products and attention; element-wise operations are cheap to recompute.
 
-    Of a product that is summed over tensor parallel ranks, the sum: it is a rank's part, and dear to send.
+    If a product is summed over tensor parallel ranks, its sum is saved instead: that is a shard, and expensive to
+    communicate again.
     """
-    summed = op in _PRODUCTS and isinstance(inputs[-1], DTensor) and inputs[-1].placements[-1].is_shard(0)
-    keep = (op in _PRODUCTS and not summed) or op in _SUMS or "scaled_dot_product" in str(op)
-    return checkpoint.CheckpointPolicy.MUST_SAVE if keep else checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
+    is_summed = op in _PRODUCTS and isinstance(inputs[-1], DTensor) and inputs[-1].placements[-1].is_shard(0)
+    is_expensive = (op in _PRODUCTS and not is_summed) or op in _SUMS or "scaled_dot_product" in str(op)
+    return checkpoint.CheckpointPolicy.MUST_SAVE if is_expensive else checkpoint.CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,17 +1,17 @@
-"""Data parallelism: every rank its own part of the batch; gradients are averaged, state may be split.
+"""Data parallelism: every rank processes its own part of the batch; gradients are averaged and state may be sharded.
 
-- `zero: 0` on whole models: `DistributedDataParallel`, which reduces gradients in buckets during backward.
-- anything else: FSDP2 (`fully_shard`; Zhao et al., arXiv 2304.11277) over the mesh dimensions replicate × shard. It
-  keeps parameters, gradients and optimizer state as DTensors, split along `shard`; what differs between the levels is
-  how long things are whole during a step:
+- `zero: 0` on whole models: `DistributedDataParallel` reduces gradients in buckets during backward.
+- Otherwise: FSDP2 (`fully_shard`; Zhao et al., arXiv 2304.11277) over the axes dp_replicate × dp_shard. It stores
+  parameters, gradients and optimizer state as DTensors, sharded along `dp_shard`. The ZeRO levels differ in how long
+  parameters and gradients are whole during a step:
 
-        level   parameters are whole             gradients are reduced
-        0       always (shard is 1)              once per step
-        1       from first use to end of step    once per step; whole until then
-        2       from first use to end of step    after each micro-batch, or once per step
-        3       while a block computes           after each micro-batch, or once per step
+        level   parameters are whole                gradients are reduced
+        0       always (dp_shard is 1)              once per step
+        1       from first use to end of step       once per step; whole until then
+        2       from first use to end of step       after each micro-batch, or once per step
+        3       while a block computes              after each micro-batch, or once per step
 
-  Under a pipeline torch's stages hold parameters whole during a step and reduce once, at its end.
+  In a pipeline, torch's stages have whole parameters during a step and reduce gradients once, at its end.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.parallel.mesh import Layout
 
-# a model's only buffers are constant tables; torch 2.13 gave the option that says so another name
+# The only buffers of a model are constant tables. torch 2.13 renamed the option that disables their synchronization.
 _NO_BUFFER_SYNC: dict[str, Any] = {
     "forward_sync_buffers"
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
@@ -38,7 +38,7 @@ _NO_BUFFER_SYNC: dict[str, Any] = {
 
 
 def wrap_with_ddp(model: nn.Module, device: torch.device, bucket_mb: int) -> DistributedDataParallel:
-    """`model` with gradients averaged over all ranks in backward; weights must be equal already."""
+    """Return `model` wrapped so that backward averages gradients over all ranks. Weights must be equal already."""
     return DistributedDataParallel(
         model,
         device_ids=[device.index] if device.type == "cuda" else None,
@@ -58,10 +58,16 @@ def apply_fsdp(
     free_after_forward: bool,
     offload: bool = False,
 ) -> None:
-    """Let FSDP2 keep `part` split over `mesh` (replicate × shard, or shard alone), in place.
+    """Shard `part` with FSDP2, in place.
 
-    `groups` are gathered one by one, each with whether `free_after_forward` holds for it, the rest together. With
-    `dtype` parameters are gathered in that type; gradients are always reduced in fp32.
+    Args:
+        part: the model, or a pipeline stage.
+        groups: modules that are gathered together, and whether `free_after_forward` applies to them. Everything else is
+            gathered with the root.
+        mesh: dp_replicate × dp_shard, or dp_shard alone.
+        dtype: type in which parameters are gathered; None: their own. Gradients are always reduced in fp32.
+        free_after_forward: whether parameters are freed between forward and backward.
+        offload: whether shards stay in host memory.
     """
     policy = MixedPrecisionPolicy()
     if dtype is not None:
@@ -71,26 +77,33 @@ def apply_fsdp(
         "mp_policy": policy,
         "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy(),
     }
-    for modules, free in groups:
-        fully_shard(modules, **options, reshard_after_forward=free_after_forward and free)
+    for modules, may_free in groups:
+        fully_shard(modules, **options, reshard_after_forward=free_after_forward and may_free)
     fully_shard(part, **options, reshard_after_forward=free_after_forward)
 
 
-def gradient_sync(model: nn.Module, layout: Layout, last: bool) -> contextlib.AbstractContextManager[None]:
-    """Around one micro-batch: whether its backward reduces gradients. `last`: it is the step's last one."""
-    if isinstance(model, DistributedDataParallel) and not last:
+def gradient_sync(model: nn.Module, layout: Layout, is_last: bool) -> contextlib.AbstractContextManager[None]:
+    """Return the context of one micro-batch, which determines whether its backward reduces gradients.
+
+    is_last: whether it is the last micro-batch of the step.
+    """
+    if isinstance(model, DistributedDataParallel) and not is_last:
         context: contextlib.AbstractContextManager[None] = model.no_sync()
         return context
     if isinstance(model, FSDPModule):
-        # where nothing is reduced yet FSDP may forget the order of a forward, or the next one gathers its end once more
-        model.set_is_last_backward(last or not layout.reduce_each_micro_batch)
-        model.set_requires_gradient_sync(last or layout.reduce_each_micro_batch)
-        model.set_requires_all_reduce(last)
+        # If nothing is reduced yet, FSDP may forget the order of a forward; otherwise the next forward would gather the
+        # end of this one again.
+        model.set_is_last_backward(is_last or not layout.reduce_each_micro_batch)
+        model.set_requires_gradient_sync(is_last or layout.reduce_each_micro_batch)
+        model.set_requires_all_reduce(is_last)
         if layout.zero < 3:
-            model.set_reshard_after_backward(last)
+            model.set_reshard_after_backward(is_last)
     return contextlib.nullcontext()
 
 
 def clear_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """After a step. DDP's stay in its buckets, as zeros: the next micro-batches would add up in others beside them."""
+    """Clear the gradients after a step.
+
+    With DDP they become zeros in its buckets; otherwise the next micro-batches would allocate others next to them.
+    """
     optimizer.zero_grad(set_to_none=not isinstance(model, DistributedDataParallel))

@@ -1,11 +1,11 @@
-"""Matrix products of the blocks in float8, by torchao, for GPUs of compute capability 8.9 and later (Hopper, Ada).
+"""Matrix products of the blocks in float8, by torchao, for GPUs of compute capability 8.9 or later (Hopper, Ada).
 
 Inputs, weights and gradients are rounded to e4m3 (Micikevicius et al., "FP8 formats for deep learning", arXiv
-2209.05433), each row, or each tensor, with a scale taken from what is at hand: torchao's recipes `rowwise` and
-`tensorwise`. Nothing is kept between steps, so checkpoints and exactness are those of bf16. Weights, their gradients
-and the optimizer's state stay fp32, the rest of the model computes in bf16; evaluation does all in bf16.
+2209.05433). Each row, or each tensor, has a scale that is computed from its current values: torchao's recipes `rowwise`
+and `tensorwise`. Nothing is stored between steps, so checkpoints and exactness are those of bf16. Weights, their
+gradients and the optimizer state stay fp32, and the rest of the model computes in bf16. Evaluation computes in bf16.
 
-Without a GPU the products are emulated: right to the rounding, and slow. That is what the tests run.
+Without a GPU the products are emulated: correct up to rounding, and slow. The tests use that.
 """
 
 from __future__ import annotations
@@ -19,33 +19,44 @@ from torch import nn
 from pipeline.base.errors import UserError
 
 SIZE_MULTIPLE = 16
-"""Both sizes of a matrix must be multiples of it (torch._scaled_mm); other linears stay bf16."""
+"""Both sizes of a matrix must be multiples of this (torch._scaled_mm); other linear layers stay bf16."""
 MIN_CAPABILITY = (8, 9)
+"""Lowest compute capability with float8 products."""
 
 
-def convert_to_float8(blocks: Iterable[nn.Module], device: torch.device, tensor: int, scales: str = "rowwise") -> None:
-    """Let the linears of `blocks` multiply in float8, in place; call before they are cut over `tensor` ranks.
+def convert_to_float8(blocks: Iterable[nn.Module], device: torch.device, tp: int, scales: str = "rowwise") -> None:
+    """Convert the linear layers of `blocks` to float8, in place. Call it before tensor parallelism is applied.
 
-    Raises UserError where torchao is missing or the GPU cannot do it.
+    Args:
+        blocks: modules whose linear layers are converted.
+        device: where they will compute.
+        tp: tensor parallel size, which divides the sizes of a layer.
+        scales: torchao's recipe, `rowwise` or `tensorwise`.
+
+    Raises:
+        UserError: if torchao is missing or the GPU does not support float8.
     """
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError as error:
         raise UserError(
-            f"train.precision: fp8 needs torchao, and importing it says: {error}; pip install -e '.[fp8]', or take bf16"
+            "model.no_torchao",
+            f"train.precision: fp8 needs torchao, whose import fails: {error}; pip install -e '.[fp8]', or use bf16",
         ) from error
-    if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < MIN_CAPABILITY:
+    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < MIN_CAPABILITY:
         name = torch.cuda.get_device_name(device)
         raise UserError(
-            f"train.precision: fp8 needs compute capability 8.9 and {name} has {found[0]}.{found[1]}; take bf16"
+            "model.no_float8",
+            f"train.precision: fp8 needs compute capability 8.9, but {name} has {capability[0]}.{capability[1]}; "
+            "use bf16",
         )
     recipe = Float8LinearConfig.from_recipe_name(scales)
     if device.type != "cuda":
         recipe = replace(recipe, emulate=True)
 
-    def fits(module: nn.Module, _: str) -> bool:
+    def has_float8_sizes(module: nn.Module, _: str) -> bool:
         assert isinstance(module, nn.Linear)
-        return all(size % (tensor * SIZE_MULTIPLE) == 0 for size in (module.in_features, module.out_features))
+        return all(size % (tp * SIZE_MULTIPLE) == 0 for size in (module.in_features, module.out_features))
 
     for block in blocks:
-        convert_to_float8_training(block, module_filter_fn=fits, config=recipe)
+        convert_to_float8_training(block, module_filter_fn=has_float8_sizes, config=recipe)

@@ -28,7 +28,7 @@ def block(width: int = 64) -> Any:
 def test_only_matrices_that_the_kernels_take_become_float8() -> None:
     part = block(96)
     weight = part.fits.weight
-    float8.convert_to_float8([part], CPU, tensor=2)
+    float8.convert_to_float8([part], CPU, tp=2)
     assert {name: type(child).__name__ for name, child in part.named_children()} == {
         "fits": "Float8Linear",
         "odd": "Linear",
@@ -36,7 +36,7 @@ def test_only_matrices_that_the_kernels_take_become_float8() -> None:
     }
     assert part.fits.weight is weight, "the parameters stay: checkpoints do not see it"
     part = block(96)
-    float8.convert_to_float8([part], CPU, tensor=4)  # 96 / 4 = 24 columns on a rank
+    float8.convert_to_float8([part], CPU, tp=4)  # 96 / 4 = 24 columns on a rank
     assert type(part.fits).__name__ == "Linear"
 
 
@@ -45,7 +45,7 @@ def test_products_are_rounded_to_e4m3_and_no_more(scales: str) -> None:
     part, x_ND = block(), torch.randn(32, 64, requires_grad=True)
     exact = part.fits(x_ND)
     (want,) = torch.autograd.grad(exact.square().sum(), x_ND)
-    float8.convert_to_float8([part], CPU, tensor=1, scales=scales)
+    float8.convert_to_float8([part], CPU, tp=1, scales=scales)
     rounded = part.fits(x_ND)
     (got,) = torch.autograd.grad(rounded.square().sum(), x_ND)
     for ours, theirs in ((rounded, exact), (got, want)):
@@ -53,14 +53,16 @@ def test_products_are_rounded_to_e4m3_and_no_more(scales: str) -> None:
         assert 1e-3 < error < 0.08, "e4m3 has three bits after the point: rounding errors up to 1/16"
 
 
-def test_without_torchao_or_such_a_gpu_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_float8_and_a_missing_torchao_are_user_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "fake A100")
-    with pytest.raises(UserError, match=r"capability 8.9 and fake A100 has 8.0; take bf16"):
-        float8.convert_to_float8([], torch.device("cuda"), tensor=1)
+    with pytest.raises(UserError) as raised:
+        float8.convert_to_float8([], torch.device("cuda"), tp=1)
+    assert raised.value.code == "model.no_float8" and "fake A100 has 8.0" in str(raised.value)
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
-    with pytest.raises(UserError, match=r"pip install -e '.\[fp8\]', or take bf16"):
-        float8.convert_to_float8([], CPU, tensor=1)
+    with pytest.raises(UserError) as raised:
+        float8.convert_to_float8([], CPU, tp=1)
+    assert raised.value.code == "model.no_torchao" and "pip install -e '.[fp8]'" in str(raised.value)
 
 
 def float8_rank(place: RankInfo, configs: list[Config]) -> list[list[tuple[float, float]]]:
