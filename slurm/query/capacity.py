@@ -144,7 +144,7 @@ def check_capacity(run: Run) -> None:
             continue
         if read_slurm_config(TIMEOUT_S).get("ResumeProgram", "(null)") not in ("", "(null)"):
             return  # nodes of a cloud are not shown while they are off
-        raise UserError(reason)
+        raise UserError("slurm.unsatisfiable_request", reason)
 
 
 def unsatisfiable(config: Config, stage: str, groups: Sequence[Nodes]) -> str | None:
@@ -317,12 +317,14 @@ def _check_arrays(config: Config, planned: Mapping[str, Sequence[int]], settings
             if text.isdigit() and max(sizes, default=0) > int(text) > 0:
                 if config.sweep is not None and STAGES[stage].is_per_point:
                     raise UserError(
+                        "slurm.array_too_large",
                         f"sweep: an array of {max(sizes)} points; on this cluster an array has at most {text} tasks "
-                        f"({name}): use fewer"
+                        f"({name}): use fewer",
                     )
                 raise UserError(
+                    "slurm.array_too_large",
                     f"stages.{stage}.tasks: {max(sizes)}; on this cluster an array has at most {text} tasks ({name}): "
-                    f"set stages.{stage}.tasks={text} or less"
+                    f"set stages.{stage}.tasks={text} or less",
                 )
 
 
@@ -360,9 +362,10 @@ def _check_number(config: Config, planned: Mapping[str, Sequence[int]], cluster:
         if queued[key] + number > limits[key] and not any(map(_has_qos, parts)):
             each = ", ".join(f"{stage} {sum(sizes)}" for stage, sizes in planned.items() if sizes)
             raise UserError(
+                "slurm.too_many_jobs",
                 f"this needs {number} more jobs ({each}; each task of an array is one). {key[0]} {key[1]} allows you "
                 f"{limits[key]} jobs at a time (MaxSubmitJobs), and {queued[key]} are in the queue. Wait until fewer "
-                "are, or ask for fewer: stages.shard.tasks=1, fewer points of a sweep"
+                "are, or ask for fewer: stages.shard.tasks=1, fewer points of a sweep",
             )
 
 

@@ -168,7 +168,8 @@ def is_slurm_responding() -> bool:
         answers, silent = False, True
     if silent:
         raise UserError(
-            f"{NOT_RESPONDING} (scontrol ping): try again later, or say --executor local to train on this machine"
+            "slurm.not_responding",
+            f"{NOT_RESPONDING} (scontrol ping): try again later, or use --executor local to train on this machine",
         )
     return answers  # where a machine merely has Slurm's commands, nothing is said of a controller
 
@@ -177,8 +178,9 @@ def require_response(states: Iterable[JobState]) -> None:
     """Raise UserError where a look found no controller that answers."""
     if any(state.reason == NOT_RESPONDING for state in states):
         raise UserError(
+            "slurm.not_responding",
             f"{NOT_RESPONDING} (scontrol ping, squeue): the jobs of this run cannot be seen, so nothing is submitted "
-            "or changed; try again later"
+            "or changed; try again later",
         )
 
 

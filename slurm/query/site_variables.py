@@ -37,8 +37,9 @@ def require_single_cluster(env: Mapping[str, str]) -> None:
     for name in ("SLURM_CLUSTERS", "SBATCH_CLUSTERS"):
         if (value := env.get(name, "")) not in ("", env.get("SLURM_CLUSTER_NAME")):
             raise UserError(
-                f"{name}={value}: the jobs of a run are all on one cluster, and seen from there only: unset it, and "
-                "log in where they are to run (sbatch -M is not supported)"
+                "slurm.other_cluster",
+                f"{name}={value}: all jobs of a run are on one cluster and visible only there: unset the variable and "
+                "log in to that cluster (sbatch -M is not supported)",
             )
 
 
@@ -55,10 +56,11 @@ def check_job_environment(site: SiteConfig, env: Mapping[str, str]) -> None:
     And where `env` leads to another cluster.
     """
     require_single_cluster(env)
-    if lacking := [name for name in site.pass_ if not env.get(name)]:
+    if missing := [name for name in site.pass_ if not env.get(name)]:
         raise UserError(
-            f"site.pass: {', '.join(lacking)} not set in this environment: export it, and say the same again; or take "
-            "it out of site.pass"
+            "site.variable_not_set",
+            f"site.pass: {', '.join(missing)} not set in this environment: export it and repeat the command, or "
+            "remove it from site.pass",
         )
     if site.secrets is None:
         return
@@ -66,10 +68,14 @@ def check_job_environment(site: SiteConfig, env: Mapping[str, str]) -> None:
     try:
         found = path.stat()
     except OSError as error:
-        raise UserError(f"site.secrets: {path}: {error.strerror}: make it, or take it out of the config") from error
+        raise UserError(
+            "site.unreadable_secrets", f"site.secrets: {path}: {error.strerror}: create it or remove it from the config"
+        ) from error
     mode = stat.S_IMODE(found.st_mode)
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or mode not in _PRIVATE:
-        raise UserError(f"{_refusal(path)} (it is of uid {found.st_uid}, mode {mode:o})")
+        raise UserError(
+            "site.exposed_secrets", f"{_describe_exposure(path)} (its owner is uid {found.st_uid}, its mode {mode:o})"
+        )
 
 
 def secrets_script_lines(site: SiteConfig) -> list[str]:
@@ -81,7 +87,7 @@ def secrets_script_lines(site: SiteConfig) -> list[str]:
     if site.secrets is None:
         return []
     path = site.secrets.expanduser()
-    quoted, words = shlex.quote(str(path)), shlex.quote(f"error: {_refusal(path)}")
+    quoted, words = shlex.quote(str(path)), shlex.quote(f"error: {_describe_exposure(path)}")
     return [
         f"{{ [[ -f {quoted} ]] && exec {{sluice_fd}}< {quoted} && "
         # our own, an ordinary file (81..), mode 0600 or 0400
@@ -91,5 +97,5 @@ def secrets_script_lines(site: SiteConfig) -> list[str]:
     ]
 
 
-def _refusal(path: Path) -> str:
+def _describe_exposure(path: Path) -> str:
     return f"site.secrets: {path} must be a file of your own that nobody else can read: chmod 600 {path}"

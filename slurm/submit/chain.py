@@ -179,8 +179,9 @@ class Chain:
         if told.has_failed and not self.again:
             end = told.last_stop_event
             raise UserError(
+                "run.stage_failed",
                 f"{stage} of {one.name} failed ({end.get('cause')}): {str(end.get('message', '')).rstrip()}\n"
-                f"{describe_remedy(one, end.get('cause'), end.get('message') or '')}"
+                f"{describe_remedy(one, end.get('cause'), end.get('message') or '')}",
             )
         return True
 

@@ -30,9 +30,15 @@ def choose_executor(executor: Executor, run: Run | None = None) -> Executor:
 
     inside = is_in_allocation(os.environ)
     if executor == "allocation" and not inside:
-        raise UserError("--executor allocation: this is no allocation; start one with salloc, or leave the option out")
+        raise UserError(
+            "slurm.no_allocation",
+            "--executor allocation: this process is not in an allocation: start one with salloc, or omit the option",
+        )
     if executor == "slurm" and not is_slurm_responding():
-        raise UserError("--executor slurm: no Slurm controller answers (scontrol ping); use --executor local")
+        raise UserError(
+            "slurm.not_responding",
+            "--executor slurm: no Slurm controller answers (scontrol ping); use --executor local",
+        )
     if executor != "auto":
         return executor
     if run is not None and uses_slurm(run):
@@ -45,7 +51,8 @@ def choose_executor(executor: Executor, run: Run | None = None) -> Executor:
     job = max(started, key=lambda event: str(event["time"]), default={}).get("slurm_job")
     if job and is_slurm_responding():
         raise UserError(
-            f"{run.name} ran inside job {job} (salloc, or a script): go on inside such a one, or say --executor slurm "
-            "for jobs of its own, --executor local for this machine"
+            "run.allocation_ended",
+            f"{run.name} ran inside job {job} (salloc or a script): resume it inside an allocation, or use --executor "
+            "slurm to submit jobs or --executor local for this machine",
         )
     return "local"

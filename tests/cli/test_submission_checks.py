@@ -221,5 +221,5 @@ def test_a_dry_run_in_no_allocation_is_refused_as_submit_is(
         monkeypatch.setattr(sys, "argv", ["submit.py", "tiny.yaml", "--executor=allocation", *more])
         with pytest.raises(SystemExit, match=str(int(ExitCode.USER_ERROR))):
             main()
-        assert "--executor allocation: this is no allocation" in capsys.readouterr().err
+        assert "error[slurm.no_allocation]" in capsys.readouterr().err
     assert not (folder / "runs").exists()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import submitit
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -33,6 +34,7 @@ from pipeline.run.directory import Run
 from slurm.query import capacity, current_job
 from slurm.query.capacity import assign_ranks_to_nodes, describe_placement_problem
 from slurm.query.site_variables import check_job_environment
+from slurm.submit import submitit_job
 from slurm.submit.sbatch import _extract_sbatch_reason, build_sbatch_parameters, render_batch_script
 from slurm.supervise.launch import use_site
 from tests.support.tiny import write_config
@@ -716,3 +718,10 @@ def test_submit_without_slurm_still_plans(tmp_path: Path) -> None:
         command, cwd=tmp_path, env={**os.environ, "PATH": "/nowhere"}, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0 and "export TMPDIR='/with space'" in done.stdout, done.stderr
+
+
+def test_private_members_of_submitit_were_tested_with_the_installed_version() -> None:
+    """`render_script` uses two private members. If this fails, compare the scripts and set TESTED_VERSION."""
+    assert submitit.__version__ == submitit_job.TESTED_VERSION
+    for name in ("_make_submission_file_text", "_submitit_command_str"):
+        assert hasattr(submitit.SlurmExecutor, name)
