@@ -209,7 +209,7 @@ def at_size(folder: Path) -> list[list[str]]:
     data = TextFolder(config, folder / "units")
     data.prepare(lambda _: None)
     (folder / "units/shards").mkdir()
-    data.make(0)
+    data.build_unit(0)
     first = data.unit(0)
     assert first is not None
     units = data.count
@@ -225,7 +225,8 @@ def at_size(folder: Path) -> list[list[str]]:
         write_manifest(data.unit_path(unit), made)
     (folder / "units/progress.jsonl").write_text(
         "".join(
-            json.dumps({"key": data.whole_key, "unit": unit, "time": 1, "seconds": 1}) + "\n" for unit in range(units)
+            json.dumps({"key": data.manifest_key, "unit": unit, "time": 1, "seconds": 1}) + "\n"
+            for unit in range(units)
         )
     )
     os.fsync = synced

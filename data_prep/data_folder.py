@@ -87,26 +87,26 @@ def code_sha256(package: Path) -> str:
 
 
 class DataFolder(ABC, Generic[Prepared, Unit]):
-    """What stands in a data folder, and how it comes there. An object reads what `prepare` fixed once."""
+    """The content of a data folder and how it is produced. An object reads the result of `prepare` once."""
 
     words: ClassVar[str]
-    """What `prepare` fixes."""
+    """A short description of what `prepare` writes, for messages."""
     prepared_kind: type[Prepared]
     manifest_kind: ClassVar[type[Manifest | SampleManifest]]
     endings: ClassVar[Mapping[str, str] | None] = None
-    """The endings that inputs may have, and their formats; None: those of text."""
+    """Formats of inputs by file name ending; None: those of text."""
 
-    striped = ""
-    """By which options `lfs setstripe` striped the shards' folder; "" where it is not on Lustre."""
+    stripe_options = ""
+    """Options of the `lfs setstripe` that striped the folder of the shards; empty if it is not on Lustre."""
 
-    dealt: tuple[int, int] = (0, 1)
-    """Which task of how many this is."""
+    task_of_tasks: tuple[int, int] = (0, 1)
+    """The number of this task, and how many tasks there are."""
 
     length = -1
-    """Tokens that a shard must have more than, or nothing could be trained on."""
+    """`data.sequence_length`; a shard must have more tokens to contain a training sample."""
 
     def __init__(self, data: DataConfig, path: Path, package: Path = PACKAGE) -> None:
-        """`package`: the copy of this package that does the work: a run's own, where another copy asks about it."""
+        """`package`: the copy of `data_prep` that fills the folder, such as the one in a run's `code/`."""
         self.data, self.path, self.package = data, path, package
 
     # -- what differs ------------------------------------------------------------------------------------
@@ -114,13 +114,15 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
     @property
     @abstractmethod
     def key(self) -> str:
-        """Of `prepare.json`: config and code."""
+        """Key of `prepare.json`: a hash of config and code."""
 
     @property
     @abstractmethod
     def inputs(self) -> Sequence[Input]:
-        """The inputs as `prepare` saw them. Raises InputError where what it fixed is missing, damaged or of another
-        config or code."""
+        """The inputs as `prepare` recorded them.
+
+        Raises InputError if its output is missing, damaged, or from another config or code.
+        """
 
     @property
     @abstractmethod
@@ -129,58 +131,58 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
 
     @property
     def total(self) -> int:
-        """The same for whoever only looks."""
+        """Number of units, without reading the plan if possible."""
         return self.count
 
     @abstractmethod
     def unit(self, number: int) -> Unit | None:
-        """The manifest of a unit; None where it is not made, not whole (by the sizes of its files) or does not fit."""
+        """Return the manifest of a unit; None if it is missing, incomplete (by file sizes) or outdated."""
 
     @abstractmethod
-    def fix(self, log: Log) -> None:
-        """Do the work of `prepare`. Raises UserError for inputs that cannot be used."""
+    def prepare_inputs(self, log: Log) -> None:
+        """Do the work of `prepare`. Raises UserError for unusable inputs."""
 
     @abstractmethod
-    def make(self, unit: int) -> bool:
-        """Make one unit; False when it was there and valid.
+    def build_unit(self, unit: int) -> bool:
+        """Build one unit. Return False if a valid one existed.
 
-        Raises InputError naming an input that is not what `prepare` saw, UserError for one that cannot be read,
-        OSError where the file system refuses.
+        Raises InputError for an input that changed since `prepare`, UserError for one that cannot be read, and OSError
+        if the file system refuses.
         """
 
     @abstractmethod
-    def whole(self, units: Sequence[Unit], log: Log) -> None:
-        """Write the manifest of all units. Raises UserError where the whole is not to be used."""
+    def combine_units(self, units: Sequence[Unit], log: Log) -> None:
+        """Write the manifest of all units. Raises UserError if the data cannot be used for training."""
 
     # -- what is the same --------------------------------------------------------------------------------
 
     @cached_property
     def code(self) -> str:
-        """Hash of the code that does the work."""
+        """Hash of the code that fills the folder."""
         found, others = code_sha256(self.package), [self.package.parent / name for name in SHARED]
         shared = [sha256_file(path) for path in others if path.exists()]
         return sha256_json([found, *shared]) if shared else found
 
     def unit_path(self, unit: int) -> Path:
-        """The manifest of a work unit."""
+        """Return the path of the manifest of a work unit."""
         return self.path / SHARDS_DIR / f"unit-{unit:05d}.json"
 
     @cached_property
     def _left_over(self) -> dict[int, list[Path]]:
-        """What killed tasks had under way, by unit, when this one began: one look at a folder of many."""
+        """Temporary files of killed tasks by unit, listed once when this task starts."""
         found: dict[int, list[Path]] = {}
         for path in (self.path / SHARDS_DIR).glob(".unit-*.tmp"):
             if known := re.match(r"\.unit-(\d+)(-train|-held_out|\.json|\.h5)", path.name):
                 found.setdefault(int(known[1]), []).append(path)
         return found
 
-    def sweep(self, unit: int) -> None:
-        """Remove what killed tasks left of a unit: it is this task's."""
+    def remove_leftovers(self, unit: int) -> None:
+        """Remove temporary files that killed tasks left of a unit of this task."""
         for path in self._left_over.pop(unit, ()):
             path.unlink(missing_ok=True)
 
-    def fitting(self, path: Path, kind: type[Kind], key: str) -> Kind:
-        """The manifest at `path`. Raises InputError where it is missing, damaged or was made from something else."""
+    def load_matching(self, path: Path, kind: type[Kind], key: str) -> Kind:
+        """Return the manifest at `path`. Raises InputError if it is missing, damaged, or its key differs."""
         found = load_sealed(path, kind, AGAIN)
         if found.key != key:
             what = "another data config, tokenizer or code, or from other inputs"
@@ -189,49 +191,54 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
 
     @cached_property
     def prepared(self) -> Prepared:
-        """What `prepare` fixed. Raises InputError where that is missing, damaged or of another config or code."""
-        return self.fitting(self.path / "prepare.json", self.prepared_kind, self.key)
+        """The content of `prepare.json`.
+
+        Raises InputError if it is missing, damaged, or from another config or code.
+        """
+        return self.load_matching(self.path / "prepare.json", self.prepared_kind, self.key)
 
     @property
-    def whole_key(self) -> str:
+    def manifest_key(self) -> str:
         """Key of `manifest.json`. Raises InputError as `prepared` does."""
         return self.prepared.key
 
-    def prepare_missing(self, *, ask_inputs: bool = True) -> str | None:
-        """Why prepare is not done; None when all that it fixes is there, whole, and made for this config and code.
+    def find_prepare_problem(self, *, check_inputs: bool = True) -> str | None:
+        """Return why prepare is not done; None if its output is complete and made for this config and code.
 
-        While there are units to make, the inputs must also be what `prepare` saw: with `ask_inputs` each is asked.
+        While units are missing, the inputs must also be unchanged since `prepare`. `check_inputs`: check each of them.
         """
         try:
             inputs = self.inputs
         except InputError as error:
             return str(error)
-        if not ask_inputs or self.shard_missing() is None:
+        if not check_inputs or self.find_shard_problem() is None:
             return None
         return next(filter(None, (source.problem() for source in inputs)), None)
 
-    def shard_missing(self, *, ask_users: bool = True) -> str | None:
-        """Why the shards are not done; None when all are there with their recorded sizes, for this config and code.
+    def find_shard_problem(self, *, check_user_files: bool = True) -> str | None:
+        """Return why the shards are not done; None if all exist with their recorded sizes, for this config and code.
 
-        A file of many parts is asked once, one of the user's own with `ask_users` only.
+        A file of many parts is checked once. `check_user_files`: also check files that the user owns.
         """
         try:
-            manifest = self.fitting(self.path / "manifest.json", self.manifest_kind, self.whole_key)
+            manifest = self.load_matching(self.path / "manifest.json", self.manifest_kind, self.manifest_key)
             for entry in {entry.file: entry for entry in (*manifest.train, *manifest.held_out)}.values():
-                if ask_users or not entry.own:
+                if check_user_files or not entry.own:
                     entry.check(self.path, hashes=False)
         except InputError as error:
             return str(error)
         return None
 
     def progress(self) -> tuple[int, int, float | None]:
-        """Units that are done, units in all, and seconds that the others still take, of all tasks together, where that
-        is known; (0, 0, None) before `prepare`. While tasks work, one file tells."""
+        """Return the finished units, all units, and the estimated remaining seconds of all tasks (None if unknown).
+
+        Returns (0, 0, None) before `prepare`. While tasks run, only `progress.jsonl` is read.
+        """
         try:
-            told, total = self._told(), self.total
+            told, total = self._read_progress(), self.total
         except InputError:
             return 0, 0, None
-        if (self.path / "manifest.json").exists() and self.shard_missing(ask_users=False) is None:
+        if (self.path / "manifest.json").exists() and self.find_shard_problem(check_user_files=False) is None:
             return total, total, None
         if not told and (self.path / "manifest.json").exists():  # something of what was whole is missing
             return sum(self.unit(number) is not None for number in range(total)), total, None
@@ -241,19 +248,22 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
         began = min(line["time"] - line["seconds"] for line in made)
         return len(told), total, (total - len(told)) * (made[-1]["time"] - began) / len(made)
 
-    def _told(self) -> dict[int, dict[str, Any]]:
-        """The last line of `progress.jsonl` of each unit."""
-        lines, key = read_jsonl(self.path / PROGRESS), self.whole_key
+    def _read_progress(self) -> dict[int, dict[str, Any]]:
+        """Return the last line of `progress.jsonl` of each unit."""
+        lines, key = read_jsonl(self.path / PROGRESS), self.manifest_key
         return {line["unit"]: line for line in lines if line.get("key") == key}
 
     def look(self) -> list[str]:
-        """`named`, for whoever asks before there is a run. Raises UserError where `fix` would at first sight."""
-        return self.named()
+        """Check the inputs quickly and return the named files, before a run exists.
 
-    def named(self) -> list[str]:
-        """The files that the config names, as `named_files` finds them; the library's own are left out.
+        Raises UserError for unusable inputs.
+        """
+        return self.list_named_files()
 
-        Raises UserError where there are none.
+    def list_named_files(self) -> list[str]:
+        """Return the files that the config names (`find_named_files`), without those of Python's standard library.
+
+        Raises UserError if there are none.
         """
         named = [source for source in self.data.sources if source != PYTHON_STDLIB]
         asked = self.data.model_copy(update={"source": named})
@@ -261,66 +271,69 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
 
     @property
     def fixed(self) -> str:
-        """What `prepare` fixed, in words. Raises InputError as `prepared` does."""
+        """Description of the output of `prepare`. Raises InputError as `prepared` does."""
         return f"{self.words} fixed"
 
-    def remark(self) -> str:
-        """What a person should know of the finished whole: how much it is."""
+    def describe_result(self) -> str:
+        """Return a description of the finished data, such as `: 731 documents, …`; empty if it is not finished."""
         try:
-            return f": {self.fitting(self.path / 'manifest.json', self.manifest_kind, self.whole_key)}"
+            return f": {self.load_matching(self.path / 'manifest.json', self.manifest_kind, self.manifest_key)}"
         except InputError:
             return ""
 
-    def same_inputs(self) -> bool:
-        """Whether the source names the same unchanged files as before."""
+    def has_same_inputs(self) -> bool:
+        """Return whether the source names the same unchanged files as before."""
         return list(self.inputs) == find_inputs(self.data, self.endings)
 
     def prepare(self, log: Log) -> None:
-        """Fix what units are made from; returns at once when that was done and holds.
+        """Write what units are built from. Returns at once if that is done and still valid.
 
-        Lists the inputs again as long as there are units to make, and starts over when they have changed.
+        While units are missing, lists the inputs again and starts over if they have changed.
         """
-        if self.prepare_missing() is None and (self.shard_missing() is None or self.same_inputs()):
+        if self.find_prepare_problem() is None and (self.find_shard_problem() is None or self.has_same_inputs()):
             return
         self.path.mkdir(parents=True, exist_ok=True)
-        self.fix(log)
+        self.prepare_inputs(log)
 
     def shard(self, task: int, tasks: int, log: Log, striping: StripeConfig = StripeConfig()) -> None:
-        """Make the units of task `task` of `tasks` that are missing. Raises what `make` raises."""
-        units, self.dealt = range(task, self.count, tasks), (task, tasks)
-        self.make_room(log, striping)
-        told = self._told()
+        """Build the missing units of task `task` of `tasks`. Raises what `build_unit` raises."""
+        units, self.task_of_tasks = range(task, self.count, tasks), (task, tasks)
+        self.create_shards_dir(log, striping)
+        told = self._read_progress()
         for number, unit in enumerate(units, 1):
             began = time.monotonic()
-            made = self.make(unit)
+            made = self.build_unit(unit)
             seconds = time.monotonic() - began if made else 0
             if made or unit not in told:
-                line = {"key": self.whole_key, "unit": unit, "time": time.time(), "seconds": seconds}
-                append_line(self.path / PROGRESS, json.dumps(line | {"stripe": self.striped}))
+                line = {"key": self.manifest_key, "unit": unit, "time": time.time(), "seconds": seconds}
+                append_line(self.path / PROGRESS, json.dumps(line | {"stripe": self.stripe_options}))
             log(f"shard: unit {unit} {'written' if made else 'was there already'} ({number} of {len(units)})")
 
-    def make_room(self, log: Log, striping: StripeConfig) -> None:
-        """Make the folder of shards, striped by the rule."""
+    def create_shards_dir(self, log: Log, striping: StripeConfig) -> None:
+        """Create the folder of shards, striped by the rule."""
         (self.path / SHARDS_DIR).mkdir(exist_ok=True)
-        self.striped = stripe_folder(self.path / SHARDS_DIR, striping, log)
+        self.stripe_options = stripe_folder(self.path / SHARDS_DIR, striping, log)
 
     def check_usable(self, train: Sequence[ShardEntry]) -> None:
-        """Raise UserError where there is no sample to train on: its ranks would, after hours in a queue."""
+        """Raise UserError if there is no training sample; the ranks would, after hours in a queue."""
         check_has_sample(train, self.length)
 
     def finalize(self, log: Log) -> bool:
-        """Write the manifest of all units; False where some are not made, which other tasks do. Raises what `whole`
-        raises. Sizes are checked here; hashes are those of the writing tasks."""
-        told, made = self._told(), {}
+        """Write the manifest of all units. Return False if units are missing, which other tasks build.
+
+        File sizes are checked here; the hashes are those of the tasks that wrote the shards. Raises what
+        `combine_units` raises.
+        """
+        told, made = self._read_progress(), {}
         for number in sorted(range(self.count), key=lambda one: one in told):  # a line may be lost, a unit is not
             if (unit := self.unit(number)) is None:  # as a rule the first: few tasks read what all of them made
                 return False
             made[number] = unit
-        self.striped = next(filter(None, (line.get("stripe") for line in told.values())), self.striped)
+        self.stripe_options = next(filter(None, (line.get("stripe") for line in told.values())), self.stripe_options)
         try:
-            self.whole([made[number] for number in range(self.count)], log)
+            self.combine_units([made[number] for number in range(self.count)], log)
         except FileNotFoundError:  # another task was first, and took this one's file for a killed one's
-            if self.shard_missing() is not None:
+            if self.find_shard_problem() is not None:
                 raise
         killed = (path for names in (".*.tmp", "*/.[mr]*.tmp") for path in self.path.glob(names))  # a source's, too
         for path in (*killed, self.path / PROGRESS):

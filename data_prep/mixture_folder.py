@@ -46,9 +46,9 @@ class MixtureFolder(DataFolder[Any, Any]):
         return sha256_json({name: folder.key for name, folder in self.sources.items()})
 
     @property
-    def whole_key(self) -> str:
+    def manifest_key(self) -> str:
         """Those of what the sources' shards are made from. Raises InputError as `inputs` does."""
-        return sha256_json({name: folder.whole_key for name, folder in self.sources.items()})
+        return sha256_json({name: folder.manifest_key for name, folder in self.sources.items()})
 
     @property
     def inputs(self) -> list[Any]:
@@ -75,12 +75,12 @@ class MixtureFolder(DataFolder[Any, Any]):
         folder, own = self._where[number]
         return folder.unit(own)
 
-    def make(self, unit: int) -> bool:
+    def build_unit(self, unit: int) -> bool:
         """Make it in the folder of its source."""
         folder, own = self._where[unit]
-        return folder.make(own)
+        return folder.build_unit(own)
 
-    def fix(self, log: Log) -> None:
+    def prepare_inputs(self, log: Log) -> None:
         """Prepare each source. Raises UserError for a file of two: what one holds out the other would train on."""
         seen: dict[str, str] = {}
         for name, folder in self.sources.items():
@@ -93,32 +93,32 @@ class MixtureFolder(DataFolder[Any, Any]):
         for name, folder in self.sources.items():
             folder.prepare(lambda text, name=name: log(f"{name}: {text}"))  # type: ignore[misc]
 
-    def same_inputs(self) -> bool:
+    def has_same_inputs(self) -> bool:
         """Those of each source."""
-        return all(folder.same_inputs() for folder in self.sources.values())
+        return all(folder.has_same_inputs() for folder in self.sources.values())
 
     def look(self) -> list[str]:
         """The files of each source."""
         return [path for folder in self.sources.values() for path in folder.look()]
 
-    def named(self) -> list[str]:
+    def list_named_files(self) -> list[str]:
         """Those of each source."""
-        return [path for folder in self.sources.values() for path in folder.named()]
+        return [path for folder in self.sources.values() for path in folder.list_named_files()]
 
     def shard(self, task: int, tasks: int, log: Log, striping: StripeConfig = StripeConfig()) -> None:
         """The units of all sources are dealt out as those of one."""
         for folder in self.sources.values():
-            folder.make_room(log, striping)
-            folder.dealt = task, tasks
+            folder.create_shards_dir(log, striping)
+            folder.task_of_tasks = task, tasks
         super().shard(task, tasks, log, striping)
 
-    def whole(self, units: Sequence[Any], log: Log) -> None:
+    def combine_units(self, units: Sequence[Any], log: Log) -> None:
         """Write each source's manifest, then that of all. Raises UserError for tokenizers that are not the same."""
         parts, train, held_out, manifests = [], [], [], []
         for name, folder in self.sources.items():
-            folder.striped = self.striped
+            folder.stripe_options = self.stripe_options
             mine = [unit for unit, (other, _) in zip(units, self._where, strict=True) if other is folder]
-            folder.whole(mine, lambda text, name=name: log(f"{name}: {text}"))  # type: ignore[misc]
+            folder.combine_units(mine, lambda text, name=name: log(f"{name}: {text}"))  # type: ignore[misc]
             manifests.append(one := load_manifest(folder.path))
             parts.append(MixturePart(name=name, train=len(one.train), held_out=len(one.held_out)))
             train += [_inside(name, entry) for entry in one.train]
@@ -141,7 +141,7 @@ class MixtureFolder(DataFolder[Any, Any]):
             if field.annotation is int and key.endswith(("documents", "tokens", "bytes"))
         }
         lists = {"source": tuple(self.data.sources), "train": tuple(train), "held_out": tuple(held_out)}
-        whole = first.model_copy(update={**sums, **lists, "parts": tuple(parts), "key": self.whole_key})
+        whole = first.model_copy(update={**sums, **lists, "parts": tuple(parts), "key": self.manifest_key})
         self.check_usable(train)
         write_atomic(self.path / "tokenizer.json", (self.path / parts[0].name / "tokenizer.json").read_bytes())
         write_manifest(self.path / "manifest.json", whole)

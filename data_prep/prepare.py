@@ -40,18 +40,18 @@ def log(text: str) -> None:
 
 def missing_outputs(run: Run) -> str | None:
     """Why prepare is not done; None when what it fixes validates."""
-    return open_finished_data_folder(run).prepare_missing()
+    return open_finished_data_folder(run).find_prepare_problem()
 
 
 def quick_missing_outputs(run: Run) -> str | None:
     """The same of what it fixed alone: no input is asked whether it changed."""
-    return open_finished_data_folder(run).prepare_missing(ask_inputs=False)
+    return open_finished_data_folder(run).find_prepare_problem(check_inputs=False)
 
 
 def progress(run: Run) -> Progress:
     """How far it is."""
     folder = open_finished_data_folder(run)
-    return Progress(folder.fixed if folder.prepare_missing(ask_inputs=False) is None else "-")
+    return Progress(folder.fixed if folder.find_prepare_problem(check_inputs=False) is None else "-")
 
 
 def check_inputs(run: Run) -> None:

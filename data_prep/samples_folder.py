@@ -78,7 +78,7 @@ class SamplesFolder(DataFolder[SampleManifest, SampleManifest]):
         """A unit is a file."""
         return len(self.prepared.train)
 
-    def fix(self, log: Log) -> None:
+    def prepare_inputs(self, log: Log) -> None:
         """List the files and look at their arrays. Raises UserError naming the file and dataset that will not do."""
         files = _look(find_inputs(self.data, self.endings), self.model)
         found = SampleManifest(key=self.key, train=files)
@@ -104,7 +104,7 @@ class SamplesFolder(DataFolder[SampleManifest, SampleManifest]):
     def unit(self, number: int) -> SampleManifest | None:
         """One file's entry with its hash, None where no task has made it, or the file is another one now."""
         try:
-            made = self.fitting(self.unit_path(number), SampleManifest, self.prepared.key)
+            made = self.load_matching(self.unit_path(number), SampleManifest, self.prepared.key)
             seen, (entry,) = self.prepared.train[number], made.train
             if seen.packed:
                 entry.check(self.path, hashes=False)
@@ -113,11 +113,11 @@ class SamplesFolder(DataFolder[SampleManifest, SampleManifest]):
             return None
         return made if entry.model_copy(update={"sha256": ""}) == seen else None
 
-    def make(self, unit: int) -> bool:
+    def build_unit(self, unit: int) -> bool:
         """Hash one file, or unpack it."""
         if self.unit(unit) is not None:
             return False
-        self.sweep(unit)
+        self.remove_leftovers(unit)
         seen = self.prepared.train[unit]
         self.inputs[unit].check()
         if seen.packed:
@@ -128,7 +128,7 @@ class SamplesFolder(DataFolder[SampleManifest, SampleManifest]):
         write_manifest(self.unit_path(unit), SampleManifest(key=self.prepared.key, train=(entry,)))
         return True
 
-    def whole(self, units: Sequence[SampleManifest], log: Log) -> None:
+    def combine_units(self, units: Sequence[SampleManifest], log: Log) -> None:
         """Put all files into one manifest. Raises UserError where no sample is left to train on."""
         samples = self.prepared.samples
         held_out = max(1, round(self.data.held_out * samples)) if self.data.held_out else 0

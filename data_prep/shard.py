@@ -24,7 +24,7 @@ MOST_ASKED = 100
 
 def missing_outputs(run: Run) -> str | None:
     """Why shard is not done; None when the manifest and every shard validate (by size)."""
-    return open_finished_data_folder(run).shard_missing()
+    return open_finished_data_folder(run).find_shard_problem()
 
 
 def missing_inputs(run: Run) -> str | None:
@@ -32,7 +32,7 @@ def missing_inputs(run: Run) -> str | None:
     folder = open_finished_data_folder(run)
     with suppress(InputError, OSError):  # the stage before says why; or it is another one's, who looks here
         if (folder.path / "manifest.json").exists():
-            return folder.shard_missing()
+            return folder.find_shard_problem()
         some = folder.inputs[:: len(folder.inputs) // MOST_ASKED + 1]
         return next(filter(None, (one.problem() for one in some)), None)
     return None
@@ -42,11 +42,13 @@ def resume_note(run: Run) -> str | None:
     """What the source has that finished shards were not made of; None for what is gone: nobody needs it any more."""
     folder = open_finished_data_folder(run)
     with suppress(UserError, OSError):
-        if folder.shard_missing() is None:
+        if folder.find_shard_problem() is None:
             known = folder.inputs
             some = [one for one in known[:: len(known) // 1000 + 1] if os.path.exists(one.path)]
             changed = [one.path for one in some if one.problem()]
-            if changed := sorted({*changed, *folder.named()} - {one.path for one in known if one.path not in changed}):
+            if changed := sorted(
+                {*changed, *folder.list_named_files()} - {one.path for one in known if one.path not in changed}
+            ):
                 return (
                     f"note: {changed[0]} ({len(changed):,} in all) is new or has changed since the shards were made. "
                     "This run keeps its shards; for what is new start one under another run.name"
@@ -59,7 +61,7 @@ def progress(run: Run) -> Progress:
     folder = open_finished_data_folder(run)
     done, total, left_s = folder.progress()
     words = f"{done}/{total} units"
-    return Progress(words + folder.remark(), done, total, words, remaining_s=left_s)
+    return Progress(words + folder.describe_result(), done, total, words, remaining_s=left_s)
 
 
 def run_stage(run: Run, place: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:

@@ -137,7 +137,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         return sha256_json({"format": FORMAT_VERSION, "config": config, "code": self.code})
 
     @property
-    def whole_key(self) -> str:
+    def manifest_key(self) -> str:
         """Everything that is made from this tokenizer and these units."""
         fixed = self.prepared
         known = {"prepare": fixed.key, "tokenizer": fixed.tokenizer.sha256, "units": fixed.units.sha256}
@@ -216,7 +216,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         """Of what."""
         return self.prepared.told or super().fixed
 
-    def same_inputs(self) -> bool:
+    def has_same_inputs(self) -> bool:
         """And the given tokenizer and filter are still the same."""
         was = self.prepared.filter
         if self.data.filter and was and was.problem(find_filter_file(self.data.filter)):
@@ -232,9 +232,9 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
                 chat = build_chat_json(given, self.data.tokenizer.eos_token, self._chat_template)
                 if chat != (self.path / CHAT_FILE).read_bytes():
                     return False
-        return super().same_inputs()
+        return super().has_same_inputs()
 
-    def fix(self, log: Log) -> None:
+    def prepare_inputs(self, log: Log) -> None:
         """Write `tokenizer.json`, `units.json` and, last, `prepare.json` with their sizes and hashes."""
         from data_prep.prepare_text import prepare_tokenizer_and_units
 
@@ -242,9 +242,9 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         if self.data.filter:
             write_atomic(self.path / FILTER_FILE, find_filter_file(self.data.filter).read_bytes())
             keep = load_filter(self.path / FILTER_FILE, self.data.filter)
-        self.note_prepared(*prepare_tokenizer_and_units(self.data, self.path, log, keep))
+        self.write_prepared(*prepare_tokenizer_and_units(self.data, self.path, log, keep))
 
-    def note_prepared(self, encoder: Encoder, units: int, told: str) -> None:
+    def write_prepared(self, encoder: Encoder, units: int, told: str) -> None:
         """Write `prepare.json`, of what is beside it."""
         prepared = TextPrepared(
             key=self.key,
@@ -275,14 +275,14 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
     def unit(self, number: int, hashes: bool = False) -> UnitManifest | None:
         """The manifest of a unit whose shards are whole (sizes; with `hashes` their sha256 too), else None."""
         try:
-            made = self.fitting(self.unit_path(number), UnitManifest, self._unit_key(number))
+            made = self.load_matching(self.unit_path(number), UnitManifest, self._unit_key(number))
             for entry in (*made.train, *made.held_out):
                 entry.check(self.path, hashes)
         except InputError:
             return None
         return made
 
-    def make(self, unit: int) -> bool:
+    def build_unit(self, unit: int) -> bool:
         """Write the shards of one unit and, last, its manifest."""
         from data_prep.shard_writer import ShardWriter
         from data_prep.tokenizer import EncodedRecord
@@ -290,7 +290,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         if self.unit(unit, hashes=True) is not None:
             return False
         pieces = self.plan.units[unit]
-        self.sweep(unit)
+        self.remove_leftovers(unit)
         self._check_inputs(pieces)
         attributes: dict[str, str | int] = {
             "format_version": FORMAT_VERSION,
@@ -325,22 +325,48 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
                 writer.add(record.tokens, sum(len(text.encode()) for text in learned), record.mask)
         train, held_out = (writer.close() for writer in writers)
         self._check_inputs(pieces)  # one that changed while it was read fits no manifest
-        manifest = UnitManifest(
-            key=self._unit_key(unit),
-            unit=unit,
-            documents=sum(entry.documents for entry in (*train, *held_out)),
-            held_out_documents=sum(entry.documents for entry in held_out),
+        self._write_unit_manifest(
+            unit,
+            train,
+            held_out,
             lines=tuple(lines),
             filtered=sum(filtered),
             duplicates=twice,
             long=long,
             long_left_out=left_out,
             rejected=tuple(rejected),
-            train=train,
-            held_out=held_out,
+        )
+        return True
+
+    def _write_unit_manifest(
+        self,
+        unit: int,
+        train: Sequence[ShardEntry],
+        held_out: Sequence[ShardEntry],
+        *,
+        lines: tuple[int, ...],
+        filtered: int = 0,
+        duplicates: int = 0,
+        long: int = 0,
+        long_left_out: int = 0,
+        rejected: tuple[tuple[int, int, str], ...] = (),
+    ) -> None:
+        """Write the manifest of a unit whose shards are complete. The arguments are the fields of `UnitManifest`."""
+        manifest = UnitManifest(
+            key=self._unit_key(unit),
+            unit=unit,
+            documents=sum(entry.documents for entry in (*train, *held_out)),
+            held_out_documents=sum(entry.documents for entry in held_out),
+            lines=lines,
+            filtered=filtered,
+            duplicates=duplicates,
+            long=long,
+            long_left_out=long_left_out,
+            rejected=rejected,
+            train=tuple(train),
+            held_out=tuple(held_out),
         )
         write_manifest(self.unit_path(unit), manifest)
-        return True
 
     def _encoded(self, batch: Sequence[Document]) -> Sequence[np.ndarray | EncodedRecord]:
         """Tokens of each document; of records, with their mask."""
@@ -357,7 +383,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         from data_prep.duplicates import Duplicates
 
         keys = [self._unit_key(number) for number in range(self.count)]
-        return Duplicates(self.path / SHARDS_DIR, keys, self._texts, *self.dealt)
+        return Duplicates(self.path / SHARDS_DIR, keys, self._texts, *self.task_of_tasks)
 
     def _texts(self, unit: int) -> Iterator[bytes]:
         """The documents of a unit, each by its UTF-8 bytes. Raises InputError where an input changes meanwhile."""
@@ -389,7 +415,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
                 elif document.text:
                     yield document
 
-    def whole(self, units: Sequence[UnitManifest], log: Log) -> None:
+    def combine_units(self, units: Sequence[UnitManifest], log: Log) -> None:
         """Write `rejected.jsonl` and `manifest.json`, and remove files that no unit lists.
 
         Raises UserError when more documents are unreadable than `data.max_rejected` allows, none is held out, or
@@ -398,7 +424,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         train = tuple(entry for unit in units for entry in unit.train)
         held_out = tuple(entry for unit in units for entry in unit.held_out)
         manifest = Manifest(
-            key=self.whole_key,
+            key=self.manifest_key,
             source=tuple(self.data.sources),
             tokenizer_sha256=self.prepared.tokenizer.sha256,
             vocab_size=self.prepared.vocab_size,
@@ -418,7 +444,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
             held_out_bytes=sum(entry.bytes for entry in held_out),
             train=train,
             held_out=held_out,
-            stripe=self.striped,
+            stripe=self.stripe_options,
         )
         told = [(unit.lines, unit.rejected) for unit in units]
         readable = manifest.documents + sum(unit.long_left_out for unit in units)

@@ -344,7 +344,7 @@ def _inspect_megatron(path: str) -> TokenFile:
 
 class _MegatronDocumentEnds(DocumentEnds):
     def __init__(self, index: str, documents: int, data: str, whole: int, count: int, width: int) -> None:
-        """`count` sequences of the `whole` bytes of `data`, `width` bytes a token."""
+        """`count` sequences of the `combine_units` bytes of `data`, `width` bytes a token."""
         super().__init__(index, documents)
         self._data, self._whole, self._count, self._width = data, whole, count, width
         self._offsets, self._firsts = _MEGATRON_HEADER.size + 4 * count, _MEGATRON_HEADER.size + 12 * count

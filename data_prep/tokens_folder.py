@@ -30,7 +30,7 @@ from data_prep.text_folder import TextFolder, UnitManifest
 from data_prep.work_units import InputRange, WorkPlan, write_plan
 from pipeline.base.errors import UserError
 from pipeline.base.files import sha256_file, write_atomic
-from pipeline.data.manifest import ShardEntry, write_manifest
+from pipeline.data.manifest import ShardEntry
 from pipeline.run.code import call_in_child_process
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class TokensFolder(TextFolder):
         call_in_child_process("data_prep.token_files", "check_mappable", *files[:MOST_LOOKED_AT])
         return files
 
-    def fix(self, log: Log) -> None:
+    def prepare_inputs(self, log: Log) -> None:
         """List and look at the files; the tokenizer is copied. Raises UserError naming a file that will not do."""
         from data_prep.token_files import require_mappable
         from data_prep.tokenizer import load_encoder
@@ -109,7 +109,7 @@ class TokensFolder(TextFolder):
         units = group_into_units(pieces, min(self.data.shard_tokens, tokens // MANY_UNITS))
         write_plan(self.path / "units.json", WorkPlan(tuple(inputs), units))
         told = f"{tokens:,} tokens in {len(inputs)} file{'s' * (len(inputs) != 1)}, {', '.join(sorted(formats))}"
-        self.note_prepared(replace(encoder, bos_ids=self._bos_ids(encoder, beginnings, log)), len(units), told)
+        self.write_prepared(replace(encoder, bos_ids=self._bos_ids(encoder, beginnings, log)), len(units), told)
         log(f"prepare: {told}")
 
     def _begins_so(self, file: TokenFile, encoder: Encoder) -> bool:
@@ -138,34 +138,24 @@ class TokensFolder(TextFolder):
         parts = max(1, -(-(stop - start) // self.data.shard_tokens))
         return [start + (stop - start) * part // parts for part in range(parts)]
 
-    def make(self, unit: int) -> bool:
+    def build_unit(self, unit: int) -> bool:
         """Read one part of a file, or several small files. Raises UserError, too, for ids that are not the
         tokenizer's."""
         from data_prep.token_files import require_mappable
 
         if self.unit(unit) is not None:
             return False
-        self.sweep(unit)
+        self.remove_leftovers(unit)
         pieces = self.plan.units[unit]
         self._check_inputs(pieces)
         train, held_out = list[ShardEntry](), list[ShardEntry]()
         for index, parts in groupby(pieces, lambda piece: piece.input):
-            file = require_mappable(self.inputs[index].path, check=False)  # `fix` found its index right
+            file = require_mappable(self.inputs[index].path, check=False)  # `prepare_inputs` found its index right
             for piece in parts:
                 entry, is_held_out = self._entry(file, piece)
                 (held_out if is_held_out else train).append(entry)
         self._check_inputs(pieces)  # one that changed while it was read fits no manifest
-        manifest = UnitManifest(
-            key=self._unit_key(unit),
-            unit=unit,
-            documents=sum(entry.documents for entry in (*train, *held_out)),
-            held_out_documents=sum(entry.documents for entry in held_out),
-            lines=(0,) * len(pieces),
-            rejected=(),
-            train=tuple(train),
-            held_out=tuple(held_out),
-        )
-        write_manifest(self.unit_path(unit), manifest)
+        self._write_unit_manifest(unit, train, held_out, lines=(0,) * len(pieces))
         return True
 
     def _entry(self, file: TokenFile, piece: InputRange) -> tuple[ShardEntry, bool]:
@@ -233,12 +223,12 @@ class TokensFolder(TextFolder):
                 return int(min(found, key=lambda border: abs(border - wanted)))
         return file.tokens
 
-    def whole(self, units: Sequence[UnitManifest], log: Log) -> None:
+    def combine_units(self, units: Sequence[UnitManifest], log: Log) -> None:
         """And tell which files are trained on whole though a part was wanted."""
         cut = {entry.file for unit in units for entry in unit.held_out}
         if self.data.held_out and (files := [one.path for one in self.inputs if one.path not in cut]):
             log(f"shard: nothing is held out of {len(files)} files, no document ends where it should: {files[0]}, …")
-        super().whole(units, log)
+        super().combine_units(units, log)
 
     def _text_bytes(self, part: TokenFile) -> int:
         """The UTF-8 bytes of what is held out: what bits per byte are of."""

@@ -48,9 +48,8 @@ def endless() -> Iterator[np.ndarray]:
 
 @pytest.fixture
 def two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However fast the consumer is, no more blocks wait, and the thread reads them."""
+    """Read ahead two blocks at most, at any pace of the consumer."""
     monkeypatch.setattr(BatchLoader, "AHEAD_BYTES", 0)
-    monkeypatch.setattr(BatchLoader, "HURRIED_S", 0.0)
 
 
 def wait_until_full(batches: BatchLoader, depth: int = 2) -> None:
@@ -185,33 +184,9 @@ def test_the_thread_starts_no_other_threads(tmp_path: Path) -> None:
         assert len(os.listdir("/proc/self/task")) == before + 1
 
 
-def test_a_consumer_in_a_hurry_reads_himself(dataset: TokenDataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread rests meanwhile, and goes on as soon as a step takes time; by a clock of the test's."""
-    now, readers = 0.0, []
-    monkeypatch.setattr("pipeline.data.loader.time", SimpleNamespace(perf_counter=lambda: now))
-    monkeypatch.setattr(BatchLoader, "BLOCK_BYTES", 1)
-    monkeypatch.setattr(BatchLoader, "AHEAD_BYTES", 0)
-    read = dataset.read
-
-    def noted(indices: np.ndarray, out: Any = None) -> Any:
-        readers.append(threading.current_thread())
-        return read(indices, out)
-
-    monkeypatch.setattr(dataset, "read", noted)
-    with BatchLoader(dataset, (np.array([k % 10]) for k in count()), CPU) as batches:
-        for _ in range(9):
-            next(batches)
-        assert readers.count(batches._thread) <= BatchLoader.DEPTH + 2, "those that it had begun"
-        assert readers.count(threading.main_thread()) >= 9 - BatchLoader.DEPTH - 2
-        now += 1.0
-        next(batches)
-        wait_until_full(batches)
-        assert readers[-1] is batches._thread
-
-
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.sampled_from([0.0, 1e-4, 1.0]), min_size=1, max_size=40), st.integers(0, 40), st.booleans())
-def test_whoever_reads_batches_come_in_their_order(steps: list[float], there: int, fails: bool) -> None:
+def test_batches_arrive_in_order_at_any_pace_of_the_consumer(steps: list[float], there: int, fails: bool) -> None:
     now = 0.0
 
     def sampler() -> Iterator[np.ndarray]:

@@ -38,11 +38,11 @@ def finalize_quietly(data: DataConfig, folder: Path) -> bool:
 
 
 def prepare_missing(data: DataConfig, folder: Path) -> str | None:
-    return TextFolder(data, folder).prepare_missing()
+    return TextFolder(data, folder).find_prepare_problem()
 
 
 def shard_missing(data: DataConfig, folder: Path) -> str | None:
-    return TextFolder(data, folder).shard_missing()
+    return TextFolder(data, folder).find_shard_problem()
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_missing_and_progress_follow_the_stages(tmp_path: Path, data: DataConfig
     assert shard_missing(data, folder) is None and prepare_missing(data, folder) is None
     assert load_manifest(folder) == written
     assert written.train_tokens == sum(entry.tokens for entry in written.train)
-    assert TextFolder(data, folder).remark() == (
+    assert TextFolder(data, folder).describe_result() == (
         f": {written.documents} documents, {written.train_tokens:,} + {written.held_out_tokens:,} held-out tokens"
     )
 

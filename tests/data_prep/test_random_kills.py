@@ -318,7 +318,7 @@ def test_what_a_killed_task_left_of_a_manifest_goes_and_who_loses_it_to_another_
 
     monkeypatch.setattr(os, "replace", replaced)
     assert first.finalize(quiet) and len(asked) == 3
-    assert not [*path.rglob("*.tmp")] and first.shard_missing() is None
+    assert not [*path.rglob("*.tmp")] and first.find_shard_problem() is None
 
     def gone(old: Any, new: Any) -> None:
         raise FileNotFoundError(old)

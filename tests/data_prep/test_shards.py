@@ -82,7 +82,7 @@ def finalize(data: DataConfig, data_dir: Path, log: Callable[[str], None]) -> Ma
 def make(data: DataConfig, data_dir: Path, unit: int) -> bool:
     """One unit of a task."""
     (data_dir / "shards").mkdir(exist_ok=True)
-    return TextFolder(data, data_dir).make(unit)
+    return TextFolder(data, data_dir).build_unit(unit)
 
 
 def progress(data: DataConfig, data_dir: Path) -> tuple[int, int]:
@@ -363,7 +363,9 @@ def test_rejected_documents_are_listed_with_file_and_line(tmp_path: Path, small_
     for row, (_, _, reason) in zip(rows, wanted, strict=True):
         assert row["reason"].startswith(reason)
     assert (manifest.rejected_documents, manifest.documents) == (10, 44)
-    assert TextFolder(data, tmp_path / "data").remark().endswith(", 10 documents rejected (data/rejected.jsonl)")
+    assert (
+        TextFolder(data, tmp_path / "data").describe_result().endswith(", 10 documents rejected (data/rejected.jsonl)")
+    )
     check_content(data, tmp_path / "data", manifest, [*good, "one", "three", "ok", "漢"])
 
     strict = data.model_copy(update={"max_rejected": 0.18})  # 10 of 54 are 18.5 %
@@ -441,7 +443,7 @@ def test_refused_write_leaves_no_half_written_names(tmp_path: Path) -> None:
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "for limit in (0, 100, 2048, 4096, 20_000):\n"
         "    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))\n"
-        "    try: TextFolder(DataConfig.model_validate_json(sys.argv[1]), Path(sys.argv[2])).make(0)\n"
+        "    try: TextFolder(DataConfig.model_validate_json(sys.argv[1]), Path(sys.argv[2])).build_unit(0)\n"
         "    except OSError as error: print(limit, error.errno)\n"
     )
     command = [sys.executable, "-c", script, data.model_dump_json(), str(tmp_path / "data")]

@@ -222,7 +222,7 @@ def test_a_run_takes_them_where_they_lie(write: Writer, tokenizer: Path, tmp_pat
     assert {entry.file for entry in manifest.train} == {str(path)} and path.read_bytes() == before
     assert not list((folder / "shards").glob("*.h5")), "nothing was copied"
     path.write_bytes(before[:-2])
-    assert "put the file back" in (TokensFolder(config(str(path), tokenizer), folder).shard_missing() or "")
+    assert "put the file back" in (TokensFolder(config(str(path), tokenizer), folder).find_shard_problem() or "")
 
 
 @pytest.mark.parametrize("write", WRITERS)
@@ -763,7 +763,7 @@ def test_of_an_index_a_task_reads_what_its_units_cover_and_notices_a_change(
     (tmp_path / "data/shards").mkdir()
     index = next(path for path in tmp_path.iterdir() if path.suffix in (".idx", ".index"))
     units = folder.count
-    assert units > 40 and folder.make(units // 2)
+    assert units > 40 and folder.build_unit(units // 2)
     assert sum(read) < index.stat().st_size / 8, "of the index little more than its part was read"
     inside = json.loads(folder.unit_path(units // 2).read_bytes())["train"][0]
     ends = np.cumsum([len(one) for one in documents])
@@ -771,9 +771,9 @@ def test_of_an_index_a_task_reads_what_its_units_cover_and_notices_a_change(
     assert inside["documents"] == np.count_nonzero((ends > start) & (ends <= start + inside["tokens"]))
 
     index.write_bytes(index.read_bytes())
-    assert f"input {index} has changed since" in str(folder.prepare_missing())
+    assert f"input {index} has changed since" in str(folder.find_prepare_problem())
     with pytest.raises(InputError, match=rf"{index.name} has changed since .* put it back, or go on with"):
-        folder.make(0)
+        folder.build_unit(0)
     assert folder.unit(units // 2) is not None
     TokensFolder(data, tmp_path / "data").prepare(print)
     again = TokensFolder(data, tmp_path / "data")
@@ -969,4 +969,4 @@ def test_many_small_files_share_a_unit_and_give_the_same_manifest(
     unit = next(number for number, pieces in enumerate(shared.plan.units) if 7 in {piece.input for piece in pieces})
     with pytest.raises(InputError, match=r"07\.bin has changed since"):
         shared.unit_path(unit).unlink()
-        TokensFolder(data, tmp_path / "3").make(unit)
+        TokensFolder(data, tmp_path / "3").build_unit(unit)

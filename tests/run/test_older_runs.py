@@ -44,7 +44,7 @@ def test_a_run_without_the_key_means_what_it_meant(tmp_path: Path) -> None:
     assert folder.key == sha256_json(
         {"format": FORMAT_VERSION, "config": {**then, "source": data.sources}, "code": folder.code}
     )
-    assert folder.prepare_missing() is None and folder.shard_missing() is None
+    assert folder.find_prepare_problem() is None and folder.find_shard_problem() is None
     assert load_manifest(old.data_dir).bos_ids == ()
     now = compute_identity(load_config(tmp_path / "tiny.yaml"), load_manifest(old.data_dir))
     assert compute_identity(old.config, load_manifest(old.data_dir)) == now, "checkpoints of before would be refused"
