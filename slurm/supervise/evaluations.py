@@ -27,7 +27,7 @@ class Evaluations:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.wanted = run.config.evaluate.every == "checkpoint" and run.config.data.held_out > 0
+        self.is_enabled = run.config.evaluate.every == "checkpoint" and run.config.data.held_out > 0
         before = [e for e in run.read_events("evaluate", "submitted") if "step" in e]
         self._last_step = max((int(e["step"]) for e in before), default=0)
         self._next, self._again_s, self._told = 0.0, AGAIN_S, ""
@@ -39,9 +39,9 @@ class Evaluations:
             return False
         return "step" in events_since_submission(told, job_id)[0]
 
-    def look(self) -> None:
+    def submit_new_evaluation(self) -> None:
         """Submit one job if there is a new checkpoint; called often, looks seldom. What fails is tried again later."""
-        if not self.wanted or time.monotonic() < self._next:
+        if not self.is_enabled or time.monotonic() < self._next:
             return
         self._next = time.monotonic() + LOOK_EVERY_S
         try:

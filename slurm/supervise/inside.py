@@ -27,7 +27,7 @@ _IF_THERE = 'test -d "$0" && set -- "--bind=$0:$0" "$@"; exec apptainer exec "$@
 
 
 @dataclass(frozen=True)
-class Inside:
+class RankCommand:
     """How the program of a rank is started."""
 
     program: tuple[str, ...]
@@ -38,14 +38,14 @@ class Inside:
     """What it must find in its environment."""
 
 
-def inside(run: Run, stage: str) -> Inside:
+def get_rank_command(run: Run, stage: str) -> RankCommand:
     """Where the ranks of a stage run in a job on Slurm. Raises UserError for a path that cannot be mounted."""
     site = run.config.resolve_site(stage)
     given = {key: value for key, value in site.srun.items() if value is not False}
     options = [f"--{key}" if value is True else f"--{key}={value}" for key, value in given.items()]
     box, code = site.container, str(run.code_dir)
     if box is None:
-        return Inside((job_python(site),), tuple(options))
+        return RankCommand((job_python(site),), tuple(options))
     disk = Path(os.path.expandvars(site.local_disk or ""))
     folders = dict.fromkeys((run.path, run.code_dir.resolve().parent, run.data_dir.resolve(), site.scratch))
     own = [str(folder) for folder in folders if folder is not None]
@@ -61,8 +61,8 @@ def inside(run: Run, stage: str) -> Inside:
     if box.runtime == "pyxis":
         mounted = ",".join(mounts + [f"{path}:{path}:nofail" for path in local])
         options += [f"--container-image={box.image}", f"--container-mounts={mounted}", f"--container-workdir={code}"]
-        return Inside((box.python,), (*options, f"--container-env={','.join(variables)}"), variables)
+        return RankCommand((box.python,), (*options, f"--container-env={','.join(variables)}"), variables)
     program = ["sh", "-c", _IF_THERE, *local] if local else ["apptainer", "exec"]
     program += [*(["--nv"] if site.gpus_per_node else []), f"--bind={','.join(mounts)}", f"--pwd={code}"]
     variables |= {f"APPTAINERENV_{name}": value for name, value in variables.items()}
-    return Inside((*program, box.image, box.python), tuple(options), variables)
+    return RankCommand((*program, box.image, box.python), tuple(options), variables)

@@ -27,7 +27,7 @@ from pipeline.run.code import start_process
 from pipeline.run.directory import Run, utc_timestamp
 from slurm.query import slurm_messages
 from slurm.query.site_variables import SETUP_NOT_RUN, check_job_environment, secrets_script_lines, site_environment
-from slurm.supervise.inside import inside
+from slurm.supervise.inside import get_rank_command
 
 SRUN_WAIT_S = 60
 """How long srun lets the other tasks of a step go on after the first one left; a save takes less."""
@@ -35,13 +35,13 @@ _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
-class Left:
+class RankExit:
     """A rank that is gone: its exit code (negative: the signal that killed it)."""
 
     rank: int
     code: int
     host: str = ""
-    told: str = ""
+    description: str = ""
     """What the launcher said, where it named no rank: it may have started none."""
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ class Left:
         return f"was killed by {signal.Signals(-self.code).name}"
 
 
-def use_site(site: SiteConfig, job_id: str | None) -> None:
+def apply_site_environment(site: SiteConfig, job_id: str | None) -> None:
     """Set the variables of the site profile here where no script has: in salloc, and in jobs that a person wrote.
 
     Raises UserError where those that it wants are not there, or not ours alone.
@@ -95,9 +95,9 @@ class Ranks:
         """Start all ranks."""
         raise NotImplementedError
 
-    def poll(self) -> list[Left]:
+    def poll(self) -> list[RankExit]:
         """The ranks that left since the last call, in the order of their numbers."""
-        gone = [Left(rank, p.returncode) for rank, p in self._alive.items() if p.poll() is not None]
+        gone = [RankExit(rank, p.returncode) for rank, p in self._alive.items() if p.poll() is not None]
         for item in gone:
             del self._alive[item.rank]
         return gone
@@ -159,7 +159,7 @@ class SrunRanks(Ranks):
         `task`: which task of the array of shard this is; its files bear that number, for there are others beside it.
         """
         super().__init__(run, stage, size, lock)
-        self._nodes, self._options, self.inside = nodes, options, inside(run, stage)
+        self._nodes, self._options, self.inside = nodes, options, get_rank_command(run, stage)
         self._log = "rank-%t.log" if task is None else f"rank-{task}.log"
         part = "" if task is None else f"-{task}"
         self.messages = run.stage_dir(stage) / f"{self.launcher}{part}.log"
@@ -183,20 +183,20 @@ class SrunRanks(Ranks):
             program, told = [*self.command(), *self.inside.program], {**self.settings, **self.inside.variables}
             self._alive[0] = _spawn(self._run, self._stage, program, log, told, self._lock)
 
-    def poll(self) -> list[Left]:
+    def poll(self) -> list[RankExit]:
         """The whole step, once it has ended: as the task that ended badly first, or as task 0."""
         return [self._explained(left) for left in super().poll()]
 
-    def _explained(self, left: Left) -> Left:
+    def _explained(self, left: RankExit) -> RankExit:
         if left.code in (ExitCode.DONE, ExitCode.STOPPED):
             return left
         messages = self.messages.read_bytes()[self._from :].decode(errors="replace")
         end = "\n".join(messages.splitlines()[-10:])
         told = f"{self.launcher} {left} and named no rank; the end of {self.messages}:\n{end}"
-        return self.first_bad(messages, left.code) or replace(left, told=told)
+        return self.first_bad(messages, left.code) or replace(left, description=told)
 
     @staticmethod
-    def first_bad(messages: str, code: int) -> Left | None:
+    def first_bad(messages: str, code: int) -> RankExit | None:
         """The task that ended badly first, by srun's messages, but for those that only lost a peer; `code`: srun's.
 
         None where they name none. One that the kernel killed for its memory has `OUT_OF_MEMORY`: srun says so, or
@@ -210,7 +210,7 @@ class SrunRanks(Ranks):
                 if slurm_messages.SRUN_OUT_OF_MEMORY.search(told) or (killed == -signal.SIGKILL and starved):
                     killed = int(ExitCode.OUT_OF_MEMORY)
                 exited = slurm_messages.SRUN_EXITED.search(told)
-                found.append(Left(int(task), killed or (int(exited[1]) if exited else code), host))
+                found.append(RankExit(int(task), killed or (int(exited[1]) if exited else code), host))
         return next((left for left in found if left.code != ExitCode.PEER_LOST), next(iter(found), None))
 
     def send(self, number: signal.Signals) -> None:

@@ -28,8 +28,8 @@ from pipeline.base.errors import ExitCode, UserError
 from pipeline.run.code import make_code_env
 from pipeline.run.directory import Run
 from slurm.query import slurm_messages
-from slurm.supervise.inside import Inside, inside
-from slurm.supervise.launch import Left, Ranks, SrunRanks
+from slurm.supervise.inside import RankCommand, get_rank_command
+from slurm.supervise.launch import RankExit, Ranks, SrunRanks
 
 TRIAL_S = 60.0
 LOOK_S = 1.0
@@ -65,9 +65,9 @@ def mpirun_command(size: int, local: bool = True) -> tuple[list[str], dict[str, 
     return [mpirun, "-n", str(size)], {name: os.environ.get(name, value) for name, value in settings.items()}
 
 
-def ranks(run: Run, stage: str, size: int, nodes: int, lock: int, on_slurm: bool) -> SrunRanks:
+def build_mpi_ranks(run: Run, stage: str, size: int, nodes: int, lock: int, on_slurm: bool) -> SrunRanks:
     """The ranks of a stage, not started yet, started as this site's MPI wants it."""
-    if on_slurm and (plugin := slurm_plugin(inside(run, stage))) is not None:
+    if on_slurm and (plugin := slurm_plugin(get_rank_command(run, stage))) is not None:
         # one that fails takes the others along: they would wait for it
         return SrunRanks(run, stage, size, lock, f"--mpi={plugin}", "--kill-on-bad-exit=1", nodes=nodes)
     box = run.config.site.container
@@ -79,7 +79,7 @@ def ranks(run: Run, stage: str, size: int, nodes: int, lock: int, on_slurm: bool
     return MpirunRanks(run, stage, size, lock, local=not on_slurm)
 
 
-def slurm_plugin(inside: Inside) -> str | None:
+def slurm_plugin(inside: RankCommand) -> str | None:
     """The `--mpi` of srun with which MPI works in this job; None where mpirun must start the ranks."""
     if chosen := os.environ.get("SLURM_MPI_TYPE"):
         return None if chosen == "none" else chosen
@@ -105,7 +105,7 @@ class MpirunRanks(SrunRanks):
     def __init__(self, run: Run, stage: str, size: int, lock: int, local: bool) -> None:
         super().__init__(run, stage, size, lock)
         if local:  # what a site says is for its jobs
-            self.inside = Inside((sys.executable,))
+            self.inside = RankCommand((sys.executable,))
         self._mpirun, self.settings = mpirun_command(size, local)
         self._next_look, self._last_seen = 0.0, math.inf
         self._had_ranks = self._lingered = False
@@ -122,7 +122,7 @@ class MpirunRanks(SrunRanks):
         )
         return [*self._mpirun, "sh", "-c", script, "sh"]
 
-    def poll(self) -> list[Left]:
+    def poll(self) -> list[RankExit]:
         """All ranks, once mpirun has ended. One that does not, though its ranks have, is killed: it waits for itself.
 
         Seen of Open MPI 5.0.11, now and then, where it had passed a signal on (openpmix/prrte, issue 1839).
@@ -140,24 +140,24 @@ class MpirunRanks(SrunRanks):
                 self._alive[0].kill()
         return super().poll()
 
-    def _explained(self, left: Left) -> Left:
+    def _explained(self, left: RankExit) -> RankExit:
         """As of any step. Before an mpirun lingers it has said which rank left with another code than 0, if any."""
         said = super()._explained(left)
-        if said.told and (match := slurm_messages.HYDRA_EXITED.search(said.told)):
+        if said.description and (match := slurm_messages.HYDRA_EXITED.search(said.description)):
             process, host, code = match[1], match[2], int(match[3])
             for log in self._run.stage_dir(self._stage).glob("rank-*.log"):
                 line = rf"^{_RANK} (\d+), process {process} on {re.escape(host)}$"
                 if rank := re.findall(line, log.read_text(errors="replace"), re.MULTILINE):
-                    return Left(int(rank[-1]), -code if code in _SIGNALS else code, host)
-        return Left(0, ExitCode.DONE) if self._lingered and said.told else said
+                    return RankExit(int(rank[-1]), -code if code in _SIGNALS else code, host)
+        return RankExit(0, ExitCode.DONE) if self._lingered and said.description else said
 
     @staticmethod
-    def first_bad(messages: str, code: int) -> Left | None:
+    def first_bad(messages: str, code: int) -> RankExit | None:
         """The rank that ended badly first, by mpirun's messages; `code` is mpirun's own. None where they name none."""
         if killed := slurm_messages.MPIRUN_KILLED.search(messages):
-            return Left(int(killed[1]), -int(killed[3]), killed[2])
+            return RankExit(int(killed[1]), -int(killed[3]), killed[2])
         if exited := slurm_messages.MPIRUN_EXITED.search(messages):
-            return Left(int(exited[1]), int(exited[2]))
+            return RankExit(int(exited[1]), int(exited[2]))
         return None
 
     def send(self, number: signal.Signals) -> None:

@@ -124,7 +124,7 @@ def _cancelled(run: Run, stage: str, job: str) -> bool:
     )
 
 
-def not_needed(run: Run, stage: str, place: RankInfo, *, done: bool) -> None:
+def cancel_unneeded_jobs(run: Run, stage: str, place: RankInfo, *, done: bool) -> None:
     """Cancel what waits in vain: the successor of this job where the stage is done, everything where it ends for good.
 
     The newest first: a job may wait for the end of another one that is cancelled with it (`afterany`), and would start.

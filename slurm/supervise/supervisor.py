@@ -39,9 +39,9 @@ from slurm.query.stop_causes import NextAction
 from slurm.submit.sbatch import record_own_job
 from slurm.supervise import mpi_launch, succession
 from slurm.supervise.evaluations import Evaluations
-from slurm.supervise.failures import Ended, find_failure, log_sizes, reports, who_hangs
+from slurm.supervise.failures import AttemptEnd, find_failure, find_hung_rank, list_reports, measure_log_sizes
 from slurm.supervise.followers import run_followers
-from slurm.supervise.launch import Left, LocalRanks, Ranks, SrunRanks, use_site
+from slurm.supervise.launch import LocalRanks, RankExit, Ranks, SrunRanks, apply_site_environment
 
 POLL_S = 0.05
 LOCK_POLL_S = 1.0
@@ -118,13 +118,13 @@ class Supervisor:
             raise UserError("run.stage_running", f"{stage} of {run.name} is already running ({run.lock_holder(stage)})")
         return lock
 
-    def _attempts(self, lock: int | None) -> tuple[Ended, bool | None]:
+    def _attempts(self, lock: int | None) -> tuple[AttemptEnd, bool | None]:
         """How the last attempt ended and, where the stage is to go on by the queue, whether that brought something new;
         None where it ends here."""
         run, stage = self.run, self.stage
         run.check_not_cancelled()
         if self.on_slurm:
-            use_site(run.config.site, self.place.job_id)
+            apply_site_environment(run.config.site, self.place.job_id)
         refused = stop_causes.close_open_attempt(run, stage, self.place, self.task)
         if refused is None and self.batch and (reason := succession.take_over(run, stage, self.place)) is not None:
             refused = ExitCode.CANCELLED, reason
@@ -132,13 +132,13 @@ class Supervisor:
             refused = ExitCode.DONE, self.work.progress(run).description  # a person's own job, or one submitted twice
         if refused is not None:
             print(f"{stage} is not tried again ({refused[0].name.lower()}): {refused[1]}", flush=True)
-            self.leave_nothing_waiting(done=refused[0] == ExitCode.DONE)
-            return Ended(refused[0]), None
+            self.cancel_waiting_jobs(done=refused[0] == ExitCode.DONE)
+            return AttemptEnd(refused[0]), None
         while True:
             before = stop_causes.read_progress_marker(run, stage)
             ended = self._attempt(lock, before)
             progress, why_not = stop_causes.read_progress_marker(run, stage) != before, None
-            ends_here = ended.code in (ExitCode.DONE, ExitCode.CANCELLED) or ended.asked in attempts.USER_REQUESTS
+            ends_here = ended.code in (ExitCode.DONE, ExitCode.CANCELLED) or ended.stop_reason in attempts.USER_REQUESTS
             if not self.batch:  # here, or inside salloc: an allocation that is taken away has no second attempt
                 ends_here |= ended.code in (ExitCode.STOPPED, ExitCode.PREEMPTED, ExitCode.TIME_LIMIT) or bool(
                     self.flag
@@ -148,14 +148,14 @@ class Supervisor:
                 why_not = attempts.explain_no_retry(so_far, ended.code, progress, run.config.recovery)
             self._write_end(ended, why_not)
             if ends_here or why_not is not None:
-                self.leave_nothing_waiting(done=ended.code == ExitCode.DONE)
+                self.cancel_waiting_jobs(done=ended.code == ExitCode.DONE)
                 return ended, None
             if self.batch:
                 return ended, progress
             self._write_goes_on("retried", ended.code, progress)
             print(f"{stage}: {ended.code.name.lower()}; going on from where the run stands", flush=True)
 
-    def _attempt(self, lock: int | None, before: str) -> Ended:
+    def _attempt(self, lock: int | None, before: str) -> AttemptEnd:
         """Start the ranks, once (without the lock none), and tell how that ended. `before`: how the stage stood."""
         run, stage, place = self.run, self.stage, self.place
         size = 1 if self.task is not None else stages.count_ranks(run, stage, len(self.nodes) or None)
@@ -168,10 +168,10 @@ class Supervisor:
         )  # fmt: skip
         if lock is None:
             return self._locked_out(attempt)
-        for report in reports(run, stage, "*", self.task):
+        for report in list_reports(run, stage, "*", self.task):
             report.unlink()
         if self.on_slurm and (reason := capacity.find_placement_problem(run, stage, size)) is not None:
-            return Ended(ExitCode.USER_ERROR, facts={"attempt": attempt, "cause": "placement", "message": reason})
+            return AttemptEnd(ExitCode.USER_ERROR, facts={"attempt": attempt, "cause": "placement", "message": reason})
         started = time.monotonic()
         if self.ends is not None:
             os.environ[TIME_LEFT_VARIABLE] = str(
@@ -180,16 +180,16 @@ class Supervisor:
         try:
             ranks = self._ranks(size, lock)
         except UserError as error:  # no mpirun
-            return Ended(ExitCode.USER_ERROR, facts={"attempt": attempt, "message": str(error)})
-        self._begins = log_sizes(run, stage)
+            return AttemptEnd(ExitCode.USER_ERROR, facts={"attempt": attempt, "message": str(error)})
+        self._begins = measure_log_sizes(run, stage)
         try:
             ranks.start()
             ended = self._watch(ranks)
         finally:
             ranks.kill()  # none is left, unless something failed here
             late = _take_request(run)
-        if late is not None and ended.asked not in attempts.USER_REQUESTS:
-            ended.asked = late  # it came after another stop was noticed, or with a failure: nothing goes on
+        if late is not None and ended.stop_reason not in attempts.USER_REQUESTS:
+            ended.stop_reason = late  # it came after another stop was noticed, or with a failure: nothing goes on
             if ended.code == ExitCode.STOPPED:
                 ended.facts["cause"] = late
         # one of many does its part only; the job behind them validates the whole
@@ -199,19 +199,19 @@ class Supervisor:
             and (reason := self.work.missing_outputs(run)) is not None
         ):
             facts = {"cause": "outputs", "message": f"all ranks left with 0, but {reason}"}
-            ended = Ended(ExitCode.CRASHED, ended.asked, facts)
+            ended = AttemptEnd(ExitCode.CRASHED, ended.stop_reason, facts)
         elif self.on_slurm:
             self._ask_slurm(ended)
         ended.facts = {"attempt": attempt, **ended.facts, "seconds": round(time.monotonic() - started, 3)}
         return ended
 
-    def _locked_out(self, attempt: int) -> Ended:
+    def _locked_out(self, attempt: int) -> AttemptEnd:
         """The attempt before did not let go: a person or Slurm stopped the wait, or its node is taken for dead."""
         asked = _take_request(self.run) or self.flag.reason
         holder = self.run.lock_holder(self.stage) or "nobody any more"
         message = f"no ranks were started: those of the attempt before had not left the stage ({holder})"
         facts = {"attempt": attempt, "message": message} | ({"cause": asked} if asked else {})
-        ended = Ended(ExitCode.STOPPED if asked else ExitCode.NODE_FAILURE, asked, facts)
+        ended = AttemptEnd(ExitCode.STOPPED if asked else ExitCode.NODE_FAILURE, asked, facts)
         self._ask_slurm(ended)
         return ended
 
@@ -224,16 +224,16 @@ class Supervisor:
         run, stage = self.run, self.stage
         nodes = -(-size // run.config.stages.get_resources(stage).processes_per_node) if self.row.is_distributed else 1
         if run.config.parallel.backend == "mpi" and self.row.is_distributed:
-            return mpi_launch.ranks(run, stage, size, nodes, lock, self.on_slurm)
+            return mpi_launch.build_mpi_ranks(run, stage, size, nodes, lock, self.on_slurm)
         if self.on_slurm:
             return SrunRanks(run, stage, size, lock, nodes=nodes, task=self.task)
         return LocalRanks(run, stage, size, lock)
 
-    def _watch(self, ranks: Ranks) -> Ended:
+    def _watch(self, ranks: Ranks) -> AttemptEnd:
         """Wait for all ranks, pass requests and signals on to them, and tell how they ended."""
         run, stage = self.run, self.stage
-        gone: list[Left] = []
-        failed: list[Left] = []
+        gone: list[RankExit] = []
+        failed: list[RankExit] = []
         asked: str | None = None
         deadline, next_look, grace_s = math.inf, 0.0, STOP_GRACE_S + run.config.recovery.save_s
         while ranks.running:
@@ -247,7 +247,7 @@ class Supervisor:
                     print(f"stopping ({asked}): the ranks save at their next step boundary", flush=True)
                     self._note_stop(asked)
             if self.batch and self.row.is_training:
-                self.evaluations.look()
+                self.evaluations.submit_new_evaluation()
             gone += ranks.poll()
             if not failed and (failed := [left for left in gone if left.code not in (ExitCode.DONE, ExitCode.STOPPED)]):
                 deadline = min(deadline, clock + PEERS_LEAVE_S)
@@ -255,20 +255,22 @@ class Supervisor:
                 ranks.kill()
                 if not failed:
                     words = f"the ranks were asked to stop, had not left after {grace_s:.0f} s, and were killed"
-                    return Ended(ExitCode.HANG, asked, {"message": words})
+                    return AttemptEnd(ExitCode.HANG, asked, {"message": words})
             time.sleep(POLL_S)
         if asked is not None and any(left.code == -signal.SIGTERM for left in failed):
-            return Ended(ExitCode.STOPPED, asked, {"cause": asked})  # in its first milliseconds, before it could listen
+            return AttemptEnd(
+                ExitCode.STOPPED, asked, {"cause": asked}
+            )  # in its first milliseconds, before it could listen
         if failed:
             ended = find_failure(run, stage, failed, self.task, self._begins)
             if ended.code == ExitCode.HANG:
-                ended.facts |= who_hangs(run, stage, self._hosts(ranks.size)) or {}
-            ended.asked = asked
+                ended.facts |= find_hung_rank(run, stage, self._hosts(ranks.size)) or {}
+            ended.stop_reason = asked
             return ended
         if any(left.code == ExitCode.STOPPED for left in gone):
             told = [{}, *run.read_events(stage, "started", "stop_requested")][-1]  # of this attempt
-            return Ended(ExitCode.STOPPED, asked, {"cause": asked or told.get("signal", "signal")})
-        return Ended(ExitCode.DONE, asked)
+            return AttemptEnd(ExitCode.STOPPED, asked, {"cause": asked or told.get("signal", "signal")})
+        return AttemptEnd(ExitCode.DONE, asked)
 
     def _hosts(self, size: int) -> list[str]:
         """The host of each rank."""
@@ -309,12 +311,12 @@ class Supervisor:
         age_s = 0.0 if self.flag.signal_time is None else time.monotonic() - self.flag.signal_time
         return datetime.fromisoformat(asked[0]["time"]).timestamp() < time.time() - age_s - TOGETHER_S
 
-    def _ask_slurm(self, ended: Ended) -> None:
+    def _ask_slurm(self, ended: AttemptEnd) -> None:
         """Refine the cause by what Slurm knows, where no person is the cause, and remember nodes that failed."""
         facts = slurm_job.read_job_info(self.place.job_id or "")
         if facts is not None and facts.is_preempted:
             ended.facts["in_grace"] = True  # Slurm may start the job once more, whatever this end is
-        if ended.asked not in attempts.USER_REQUESTS:
+        if ended.stop_reason not in attempts.USER_REQUESTS:
             code, words = self._cause(ended.code, facts)
             if code == ExitCode.STOPPED and ended.facts.get("cause") == LOCAL_DEADLINE:
                 code = ExitCode.TIME_LIMIT
@@ -328,7 +330,7 @@ class Supervisor:
     def _tell(self, event: str, **facts: Any) -> None:
         self.run.event(event, self.stage, job_id=self.job, task=self.task, **facts)
 
-    def _write_end(self, ended: Ended, why_not: str | None) -> None:
+    def _write_end(self, ended: AttemptEnd, why_not: str | None) -> None:
         """Write how the attempt ended, and why the stage does not go on where that is so."""
         name = attempts.get_end_event(ended.code, final=why_not is not None)
         if name == "stopped" and self.run.cancelled_file.exists():
@@ -345,7 +347,7 @@ class Supervisor:
     def _write_goes_on(self, event: str, cause: ExitCode, progress: bool, **more: Any) -> None:
         self._tell(event, cause=cause.name.lower(), budget=attempts.get_budget_key(cause), progress=progress, **more)
 
-    def _leave(self, ended: Ended, progress: bool) -> ExitCode:
+    def _leave(self, ended: AttemptEnd, progress: bool) -> ExitCode:
         """Put this job back into the queue, or leave the stage to its successor; returns when this run of it ends.
 
         But for what slurm/query/preemption.py tells an exit is final and fails what waits: so it stays until it is
@@ -358,7 +360,7 @@ class Supervisor:
         why_not = None
         if way == NextAction.CANCELLED:
             message = "Slurm ends the job without putting it back: it was cancelled, and does not go on by itself"
-            ended, why_not = Ended(ExitCode.CANCELLED, facts={"message": message}), ""
+            ended, why_not = AttemptEnd(ExitCode.CANCELLED, facts={"message": message}), ""
         elif way == NextAction.UNKNOWN:
             why_not = f"Slurm did not say within {asked_s:.0f} s whether the job was cancelled"
         elif way == NextAction.SUCCESSOR and not self._one_of_many():
@@ -372,7 +374,7 @@ class Supervisor:
                 why_not = "Slurm refused to requeue the job; where the site forbids it, set site.requeue: false"
         if why_not is not None:
             self._write_end(ended, why_not)
-            self.leave_nothing_waiting(done=False)
+            self.cancel_waiting_jobs(done=False)
             return ended.code
         by_slurm = {"by": "slurm"} if way in (NextAction.ALREADY_REQUEUED, NextAction.EXIT) else {}
         event = "handed_over" if way == NextAction.SUCCESSOR else "requeued"
@@ -397,10 +399,10 @@ class Supervisor:
         while self.flag.signal_count == signals and time.monotonic() < deadline:
             time.sleep(POLL_S)
 
-    def leave_nothing_waiting(self, *, done: bool) -> None:
+    def cancel_waiting_jobs(self, *, done: bool) -> None:
         """This job's stage ends for good. A task of the array of shard has others beside it, and a job behind them."""
         if self.batch and self.task is None:
-            succession.not_needed(self.run, self.stage, self.place, done=done)
+            succession.cancel_unneeded_jobs(self.run, self.stage, self.place, done=done)
 
 
 def supervise(run: Run, stage: str, flag: StopFlag) -> ExitCode:
@@ -409,7 +411,7 @@ def supervise(run: Run, stage: str, flag: StopFlag) -> ExitCode:
     try:
         return one.supervise()
     except Exception:  # it may not start: no successor may try the same for ever
-        one.leave_nothing_waiting(done=False)
+        one.cancel_waiting_jobs(done=False)
         raise
 
 

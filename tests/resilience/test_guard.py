@@ -25,7 +25,7 @@ from pipeline.data.sample_order import skip_excluded
 from pipeline.resilience.guard import BadStepGuard, merge_ranges
 from pipeline.run.code import CODE_ROOT as ROOT
 from pipeline.run.directory import Run
-from slurm.supervise.failures import blame
+from slurm.supervise.failures import describe_hung_rank
 from tests.support.ranks import Ranks, run_ranks
 from tests.support.tiny import digest, make_run, stage_rank
 from tests.train.test_exact import lines, new_run
@@ -221,11 +221,11 @@ def hang(rank: int, step: int, number: int, phase: str) -> dict[str, Any]:
 def test_who_did_not_arrive() -> None:
     hosts = ["n0", "n1", "n2"]
     behind = [hang(0, 5, 3, "reduce"), hang(1, 5, 1, "forward"), hang(2, 5, 3, "reduce")]
-    rank, host, words = blame(behind, hosts, ()).values()
+    rank, host, words = describe_hung_rank(behind, hosts, ()).values()
     assert (rank, host) == (1, "n1") and "'forward' of step 5" in words and "its stack" in words and "number 7" in words
-    rank, host, words = blame(behind[:1] + behind[2:], hosts, ()).values()
+    rank, host, words = describe_hung_rank(behind[:1] + behind[2:], hosts, ()).values()
     assert (rank, host) == (1, "n1") and "no sign of life" in words
-    rank, _, words = blame([hang(r, 5, 2, "reduce") for r in range(3)], hosts, ()).values()
+    rank, _, words = describe_hung_rank([hang(r, 5, 2, "reduce") for r in range(3)], hosts, ()).values()
     assert "all ranks were stuck" in words
 
 

@@ -38,8 +38,8 @@ from slurm.query.stop_causes import (
     infer_stop_cause,
     read_progress_marker,
 )
-from slurm.supervise.failures import find_failure, log_of, log_sizes
-from slurm.supervise.launch import Left, SrunRanks
+from slurm.supervise.failures import find_failure, get_rank_log, measure_log_sizes
+from slurm.supervise.launch import RankExit, SrunRanks
 from tests.support.ranks import place
 from tests.support.tiny import write_config
 
@@ -175,7 +175,7 @@ def leave(
     monkeypatch.setattr(supervisor.time, "sleep", lambda seconds: None)
     one = supervisor.Supervisor(run, "train", StopFlag())
     one.place, one.flag.reason = place(0, 1, 1), "SIGTERM" if signalled else None
-    code = one._leave(supervisor.Ended(ExitCode.OUT_OF_MEMORY, facts={"message": "rank 1"}), progress=True)
+    code = one._leave(supervisor.AttemptEnd(ExitCode.OUT_OF_MEMORY, facts={"message": "rank 1"}), progress=True)
     return code, asked
 
 
@@ -208,7 +208,7 @@ def test_a_job_that_is_not_put_back_sees_to_a_successor(tmp_path: Path, monkeypa
         run.event("submitted", stage, job_id="8", after=list(after), kind=kind)
 
     monkeypatch.setattr(sbatch, "submit_stage", submit)
-    monkeypatch.setattr(supervisor.Supervisor, "leave_nothing_waiting", lambda self, done: ended.append(done))
+    monkeypatch.setattr(supervisor.Supervisor, "cancel_waiting_jobs", lambda self, done: ended.append(done))
     assert leave(run, [shown()], monkeypatch) == (ExitCode.OUT_OF_MEMORY, [])
     told = run.read_events("train")[-1]
     assert told["event"] == "failed" and "no successor" in told["message"] and ended == [False]
@@ -326,9 +326,9 @@ def test_the_first_rank_that_failed_by_itself_is_blamed() -> None:
         f"srun: error: n{n}: task {n}: {words}\n"
         for n, words in [(1, "Exited with exit code 76"), (0, "Exited with exit code 21"), (2, "Killed")]
     )
-    assert SrunRanks.first_bad(lost + full + killed, 76) == Left(0, 21, "n0")
-    assert SrunRanks.first_bad(lost + killed, 76) == Left(2, -9, "n2")
-    assert SrunRanks.first_bad(lost, 76) == Left(1, 76, "n1")
+    assert SrunRanks.first_bad(lost + full + killed, 76) == RankExit(0, 21, "n0")
+    assert SrunRanks.first_bad(lost + killed, 76) == RankExit(2, -9, "n2")
+    assert SrunRanks.first_bad(lost, 76) == RankExit(1, 76, "n1")
     assert SrunRanks.first_bad("nothing", 1) is None
 
 
@@ -374,10 +374,10 @@ def test_a_bug_in_ones_own_module_is_shown_by_its_own_frames(tmp_path: Path, tar
     ]
     head, tail = "Traceback (most recent call last):\n", "RuntimeError: mat1 and mat2\n  with shapes (1x3 and 64x64)\n"
     write_error_report(run, "train", place(0, 2, 1), ExitCode.CRASHED, "".join([head, *frames, tail]))
-    message = find_failure(run, "train", [Left(0, ExitCode.CRASHED)]).facts["message"]
+    message = find_failure(run, "train", [RankExit(0, ExitCode.CRASHED)]).facts["message"]
     assert message.partition("\n")[2] == head + frames[2] + tail
     write_error_report(run, "train", place(0, 2, 1), ExitCode.CRASHED, "".join([head, *frames[:2], tail]))
-    message = find_failure(run, "train", [Left(0, ExitCode.CRASHED)]).facts["message"]
+    message = find_failure(run, "train", [RankExit(0, ExitCode.CRASHED)]).facts["message"]
     assert message.partition("\n")[2] == head + "".join(frames[:2]) + tail
 
 
@@ -400,14 +400,14 @@ def test_slurms_words_stand_in_one_table() -> None:
 )
 def test_out_of_memory_as_slurm_tells_it(tmp_path: Path, messages: str) -> None:
     left = SrunRanks.first_bad("srun: error: n0: task 0: Exited with exit code 76\n" + messages, 137)
-    assert left == Left(1, ExitCode.OUT_OF_MEMORY, "n1")
+    assert left == RankExit(1, ExitCode.OUT_OF_MEMORY, "n1")
     run = Run.create(load_config(write_config(tmp_path)))
     for rank, code in ((0, ExitCode.CRASHED), (2, ExitCode.PEER_LOST)):  # what the peers made of it
         write_error_report(run, "train", place(rank, 3, 1), code, "lost it")
     failure = find_failure(run, "train", [left])
     assert (failure.code, failure.facts["rank"], failure.facts["host"]) == (ExitCode.OUT_OF_MEMORY, 1, "n1")
     write_error_report(run, "train", place(1, 3, 1), ExitCode.OUT_OF_MEMORY, "CUDA out of memory")
-    assert find_failure(run, "train", [Left(0, ExitCode.CRASHED)]).facts["rank"] == 0, "the earliest report"
+    assert find_failure(run, "train", [RankExit(0, ExitCode.CRASHED)]).facts["rank"] == 0, "the earliest report"
 
 
 ECC = "CUDA error: uncorrectable ECC error encountered"
@@ -431,11 +431,11 @@ def test_a_gpu_that_fails_is_its_nodes_fault(words: str, code: ExitCode) -> None
 
 def test_a_gpu_that_fails_shows_in_the_log_where_nccl_aborts(tmp_path: Path) -> None:
     run = Run.create(load_config(write_config(tmp_path)))
-    logs = [log_of(run, "train", rank) for rank in range(3)]
+    logs = [get_rank_log(run, "train", rank) for rank in range(3)]
     for log in logs:
         log.write_text(f"what(): {ECC}, in an attempt before\n")
-    begins = log_sizes(run, "train")
-    aborted = [Left(0, -6), Left(1, -6, "n2")]
+    begins = measure_log_sizes(run, "train")
+    aborted = [RankExit(0, -6), RankExit(1, -6, "n2")]
     assert find_failure(run, "train", aborted, begins=begins).code == ExitCode.CRASHED
     with open(logs[1], "a") as more:
         more.write(f"terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  {ECC}\n")
@@ -443,7 +443,9 @@ def test_a_gpu_that_fails_shows_in_the_log_where_nccl_aborts(tmp_path: Path) -> 
     failure = find_failure(run, "train", aborted, begins=begins)
     assert failure.code == ExitCode.BAD_NODE
     assert failure.facts == {"rank": 1, "host": "n2", "message": f"rank 1 on n2:\nwhat():  {ECC}"}
-    assert find_failure(run, "train", [Left(1, -9, "n2")], begins=begins).code == ExitCode.CRASHED, "killed by somebody"
+    assert find_failure(run, "train", [RankExit(1, -9, "n2")], begins=begins).code == ExitCode.CRASHED, (
+        "killed by somebody"
+    )
 
 
 def test_a_full_disk_shows_even_where_no_rank_could_say_so(small_disk: Path) -> None:

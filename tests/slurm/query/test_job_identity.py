@@ -89,8 +89,8 @@ def test_jobs_of_another_run_that_have_the_ids_of_this_one_are_left_alone(
     speak_to(here, monkeypatch)
     assert succession.take_over(run, "train", place("2", 1)) is None
     assert [e["children"] for e in run.read_events("train", "took_over")] == ([[]] if lost else [])
-    succession.not_needed(run, "train", place("1"), done=False)
-    succession.not_needed(run, "train", place("1"), done=True)
+    succession.cancel_unneeded_jobs(run, "train", place("1"), done=False)
+    succession.cancel_unneeded_jobs(run, "train", place("1"), done=True)
     assert submit(here, tmp_path, "cancel", "runs/tiny").returncode == 0
     assert queue(here, ids) == before
     done = submit(here, tmp_path, "resume", "runs/tiny", "stages.train.time=00:20:00")
@@ -360,8 +360,8 @@ def test_an_evaluation_of_a_checkpoint_waits_for_none_but_its_own_runs(
     monkeypatch.setattr("slurm.submit.sbatch.submit_stage", lambda run, stage, after, **more: asked.append(after))
     monkeypatch.setattr(evaluations, "list_checkpoint_steps", lambda folder: [2])
     one = evaluations.Evaluations(run)
-    one.wanted = True
-    one.look()
+    one.is_enabled = True
+    one.submit_new_evaluation()
     assert asked == [["7"] if ours else []]
     assert one.one_of_many("7")
     submitted(run, "evaluate", "7")

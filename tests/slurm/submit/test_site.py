@@ -36,7 +36,7 @@ from slurm.query.capacity import assign_ranks_to_nodes, describe_placement_probl
 from slurm.query.site_variables import check_job_environment
 from slurm.submit import submitit_job
 from slurm.submit.sbatch import _extract_sbatch_reason, build_sbatch_parameters, render_batch_script
-from slurm.supervise.launch import use_site
+from slurm.supervise.launch import apply_site_environment
 from tests.support.tiny import write_config
 
 PROFILES = CODE_ROOT / "configs" / "sites"
@@ -543,10 +543,10 @@ def test_a_job_of_ones_own_gets_the_secrets_too(tmp_path: Path, secrets: Path, m
     monkeypatch.setenv("SLURM_EXPORT_ENV", "NONE")
     monkeypatch.setenv("GH_PAT", "x")
     site = config(tmp_path, f"site.secrets={secrets}", "site.pass=[GH_PAT]").site
-    use_site(site, "5")
+    apply_site_environment(site, "5")
     assert os.environ["WANDB_API_KEY"] == "hunter2 $x" and "SLURM_EXPORT_ENV" not in os.environ
     secrets.chmod(0o644)
-    refused(lambda: use_site(site, "5"), "chmod 600")
+    refused(lambda: apply_site_environment(site, "5"), "chmod 600")
 
 
 # -- placement -----------------------------------------------------------------------------------------------

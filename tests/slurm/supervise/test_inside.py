@@ -23,7 +23,7 @@ from slurm.query.job_states import cluster_name
 from slurm.query.site_variables import check_job_environment, job_python
 from slurm.submit.sbatch import render_batch_script
 from slurm.supervise import mpi_launch
-from slurm.supervise.inside import inside
+from slurm.supervise.inside import get_rank_command
 from slurm.supervise.launch import Ranks, SrunRanks
 from tests.support.tiny import write_config
 
@@ -132,7 +132,7 @@ def test_the_nodes_own_disk_is_seen_in_an_image_by_the_same_name(
     run = make(tmp_path, box, f"site.local_disk={tmp_path}/local/${{TEST_JOB}}")
     own = ",".join(f"{path}:{path}" for path in (run.path, run.data_dir))
     [(words, _)] = started(srun_ranks(run), called)
-    told = inside(run, "train")
+    told = get_rank_command(run, "train")
     if box == PYXIS:
         assert f"--container-mounts={own},/data:/in:ro,/more:/more,{disk}:{disk}:nofail" in words
         assert told.variables["TEST_JOB"] == "7" and "--container-env=PYTHONPATH,PYTHONSAFEPATH,TEST_JOB" in words
@@ -147,13 +147,13 @@ def test_the_nodes_own_disk_is_seen_in_an_image_by_the_same_name(
             if there:
                 disk.rmdir()
     monkeypatch.delenv("TEST_JOB")
-    assert not any("TEST_JOB" in word for word in inside(run, "train").srun)
+    assert not any("TEST_JOB" in word for word in get_rank_command(run, "train").srun)
 
 
 def test_a_scratch_that_is_the_nodes_disk_is_mounted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # as site.scratch has it in jobs
     run = make(tmp_path, APPTAINER, f"site.scratch={tmp_path}", "site.local_disk=$TMPDIR")
-    [bind] = [word for word in inside(run, "train").program if word.startswith("--bind=")]
+    [bind] = [word for word in get_rank_command(run, "train").program if word.startswith("--bind=")]
     assert bind == f"--bind={run.path}:{run.path},{run.data_dir}:{run.data_dir},{tmp_path}:{tmp_path}"
 
 
@@ -162,19 +162,19 @@ def test_mpirun_starts_ranks_in_an_image(tmp_path: Path, called: Path, monkeypat
     monkeypatch.setattr(mpi_launch, "mpirun_command", lambda *_: (["mpirun", "-n", "2"], {}))
     (tmp_path / "pyxis").mkdir()
     run, lock = make(tmp_path, APPTAINER, "parallel.backend=mpi"), os.open(tmp_path, os.O_RDONLY)
-    _, (words, variables) = started(mpi_launch.ranks(run, "train", 2, 1, lock, on_slurm=True), called)
+    _, (words, variables) = started(mpi_launch.build_mpi_ranks(run, "train", 2, 1, lock, on_slurm=True), called)
     assert words[1] == "exec" and words[-5:] == ["/opt/bin/python", "-m", "pipeline", "train", str(run.path)]
     assert variables["PYTHONPATH"] == variables["APPTAINERENV_PYTHONPATH"] == str(run.code_dir)
-    here: Any = mpi_launch.ranks(run, "train", 2, 1, lock, on_slurm=False)
+    here: Any = mpi_launch.build_mpi_ranks(run, "train", 2, 1, lock, on_slurm=False)
     assert here.inside.program == (sys.executable,), "a site is for its jobs"
     with pytest.raises(UserError, match="take apptainer"):
-        mpi_launch.ranks(make(tmp_path / "pyxis", PYXIS), "train", 2, 1, lock, on_slurm=True)
+        mpi_launch.build_mpi_ranks(make(tmp_path / "pyxis", PYXIS), "train", 2, 1, lock, on_slurm=True)
 
 
 def test_a_point_of_a_sweep_sees_what_it_links_to(tmp_path: Path) -> None:
     sweep = make(tmp_path, APPTAINER, "sweep={grid: {run.seed: [1, 2]}}")
     point = create_points(sweep)[0]
-    [bind] = [word for word in inside(point, "train").program if word.startswith("--bind=")]
+    [bind] = [word for word in get_rank_command(point, "train").program if word.startswith("--bind=")]
     assert bind == f"--bind={point.path}:{point.path},{sweep.path}:{sweep.path},{sweep.data_dir}:{sweep.data_dir}"
 
 
@@ -201,7 +201,7 @@ def test_what_a_profile_may_not_say(tmp_path: Path, override: str, words: str) -
 def test_a_path_that_no_mount_can_hold_is_refused(tmp_path: Path) -> None:
     run = make(tmp_path, APPTAINER, f"run.root='{tmp_path}/a,b'")
     with pytest.raises(UserError, match=r"a,b/tiny cannot be mounted"):
-        inside(run, "train")
+        get_rank_command(run, "train")
 
 
 @pytest.mark.parametrize("name", ["SLURM_CLUSTERS", "SBATCH_CLUSTERS"])

@@ -19,8 +19,8 @@ from pipeline.base.files import read_jsonl
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
 from slurm.supervise import mpi_launch
-from slurm.supervise.inside import Inside
-from slurm.supervise.launch import Left
+from slurm.supervise.inside import RankCommand
+from slurm.supervise.launch import RankExit
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.support.mpirun import mpirun, processes_with, wait_until_gone
@@ -141,15 +141,18 @@ def test_ranks_that_mpi_does_not_know_are_told_how_to_start(tmp_path: Path, calm
     [
         (
             "prterun noticed that process rank 1 with PID 271 on node n2 exited on\nsignal 9 (Killed).",
-            Left(1, -9, "n2"),
+            RankExit(1, -9, "n2"),
         ),
-        ("mpirun noticed that process rank 3 with PID 0 on node vm exited on signal 11 (Segm).", Left(3, -11, "vm")),
-        ("to do so was:\n\n   Process name: [prterun-vm-27247@1,1]\n   Exit code:    3\n---", Left(1, 3)),
-        ("to do so was:\n\n  Process name: [[390,1],2]\n  Exit code:    21\n---", Left(2, 21)),
+        (
+            "mpirun noticed that process rank 3 with PID 0 on node vm exited on signal 11 (Segm).",
+            RankExit(3, -11, "vm"),
+        ),
+        ("to do so was:\n\n   Process name: [prterun-vm-27247@1,1]\n   Exit code:    3\n---", RankExit(1, 3)),
+        ("to do so was:\n\n  Process name: [[390,1],2]\n  Exit code:    21\n---", RankExit(2, 21)),
         ("nothing of the kind", None),
     ],
 )
-def test_what_mpirun_says_about_a_dead_rank(messages: str, left: Left | None) -> None:
+def test_what_mpirun_says_about_a_dead_rank(messages: str, left: RankExit | None) -> None:
     """Words of Open MPI 5 and 4."""
     assert mpi_launch.MpirunRanks.first_bad(messages, 1) == left
 
@@ -163,10 +166,10 @@ def test_the_way_to_start_is_tried_not_believed(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     for works, plugin in (("pmix", "pmix"), ("pmi2", "pmi2"), ("nothing", None)):
         monkeypatch.setenv("WORKS", works)
-        assert mpi_launch.slurm_plugin(Inside((sys.executable,))) == plugin
+        assert mpi_launch.slurm_plugin(RankCommand((sys.executable,))) == plugin
     for chosen, plugin in (("none", None), ("pmix_v4", "pmix_v4")):
         monkeypatch.setenv("SLURM_MPI_TYPE", chosen)
-        assert mpi_launch.slurm_plugin(Inside((sys.executable,))) == plugin
+        assert mpi_launch.slurm_plugin(RankCommand((sys.executable,))) == plugin
 
 
 @pytest.mark.parametrize("said", ["   Process name: [x@1,0]\\n   Exit code:    75", ""])
@@ -182,7 +185,7 @@ def test_an_mpirun_that_does_not_end_after_its_ranks_is_killed(
     monkeypatch.setattr(mpi_launch, "LINGERS_S", 2.0)
     ranks = mpi_launch.MpirunRanks(calm, "train", 1, os.open(tmp_path, os.O_RDONLY), local=True)
     ranks.start()
-    started, gone = time.monotonic(), list[Left]()
+    started, gone = time.monotonic(), list[RankExit]()
     while ranks.running and time.monotonic() < started + 60:
         gone += ranks.poll()
         time.sleep(0.05)

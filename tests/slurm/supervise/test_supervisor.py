@@ -25,7 +25,7 @@ from pipeline.run.stages import Progress
 from slurm.query.current_job import JobInfo
 from slurm.query.job_states import JobState
 from slurm.supervise import evaluations, succession, supervisor
-from slurm.supervise.launch import Left
+from slurm.supervise.launch import RankExit
 from slurm.supervise.supervisor import Supervisor
 from tests.support.ranks import place
 from tests.support.tiny import write_config
@@ -47,11 +47,11 @@ class Pretended:
 
     def kill(self) -> None: ...
 
-    def poll(self) -> list[Left]:
+    def poll(self) -> list[RankExit]:
         self._looks += 1
         self.act(self._looks)
         self.running = self._looks < self.looks
-        return [] if self.running else [Left(0, self.code)]
+        return [] if self.running else [RankExit(0, self.code)]
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_what_waits_in_vain_is_cancelled(
     monkeypatch.setattr(job_states, "run_slurm_command", lambda *words: calls.append(" ".join(words)))
     monkeypatch.setattr(job_states, "cluster_name", lambda: None)
     stage = {"11": "prepare", "13": "shard", "30": "evaluate"}.get(job, "train")
-    succession.not_needed(run, stage, replace(place(0, 1, 1), job_id=job), done=done)
+    succession.cancel_unneeded_jobs(run, stage, replace(place(0, 1, 1), job_id=job), done=done)
     assert calls == ([f"scancel {cancelled}"] if cancelled else [])
 
 
@@ -253,14 +253,16 @@ def in_job(one: Supervisor, monkeypatch: pytest.MonkeyPatch, job: str, restarts:
     one.on_slurm = one.batch = True
     one.nodes, one.job = ["n1"], job
     one.place = replace(place(0, 1, 1), job_id=job, restart_count=restarts)
-    monkeypatch.setattr(supervisor, "use_site", lambda *words: None)
+    monkeypatch.setattr(supervisor, "apply_site_environment", lambda *words: None)
     monkeypatch.setattr(supervisor.slurm_job, "read_job_info", lambda *words: None)
     monkeypatch.setattr(supervisor.capacity, "find_placement_problem", lambda *words: None)
     monkeypatch.setattr(supervisor, "SrunRanks", lambda *words, **more: supervisor.LocalRanks(*words[:4]))
     monkeypatch.setattr(supervisor.succession, "take_over", lambda *words: None)
-    monkeypatch.setattr(supervisor.succession, "not_needed", lambda *words, done: did.append("cancelled what waits"))
+    monkeypatch.setattr(
+        supervisor.succession, "cancel_unneeded_jobs", lambda *words, done: did.append("cancelled what waits")
+    )
 
-    def leave(self: Supervisor, ended: supervisor.Ended, progress: bool) -> ExitCode:
+    def leave(self: Supervisor, ended: supervisor.AttemptEnd, progress: bool) -> ExitCode:
         did.append((ended.code.name, progress))
         return ended.code
 
@@ -387,11 +389,11 @@ def test_an_evaluation_that_cannot_be_submitted_ends_no_training_and_is_tried_ag
 
     monkeypatch.setattr(evaluations, "time", supervisor.time)
     monkeypatch.setattr(evaluations, "list_checkpoint_steps", lambda folder: [2])
-    monkeypatch.setattr(evaluations, "steps_of", lambda *words: 9)
+    monkeypatch.setattr(evaluations, "count_training_steps", lambda *words: 9)
     monkeypatch.setattr("slurm.submit.sbatch.submit_stage", submit)
-    one.wanted = True
+    one.is_enabled = True
     while clock.now < 7200:
-        one.look()
+        one.submit_new_evaluation()
         clock.sleep(1.0)
     assert tried == [0, 60, 180, 420, 900, 1860], "a minute later, then ever later, until it goes"
     told = [e["message"] for e in run.read_events("evaluate", "evaluation_not_submitted")]
@@ -459,7 +461,7 @@ def test_a_controller_that_is_away_is_asked_until_the_job_must_end(
     monkeypatch.setattr(supervisor.slurm_job, "requeue_job", lambda *words: clock.now >= back_s)
     monkeypatch.setattr(supervisor.slurm_job, "excluded_nodes_at_requeue", lambda *words: None)
     monkeypatch.setattr("slurm.query.stop_causes.preemption.is_requeued_on_exit", lambda *words: False)
-    assert one._leave(supervisor.Ended(ExitCode.CRASHED), True) == ExitCode.CRASHED
+    assert one._leave(supervisor.AttemptEnd(ExitCode.CRASHED), True) == ExitCode.CRASHED
     told = run.read_events("train")[-1]
     assert ends in f"{told['event']} {told.get('message')}"
     assert "refused" not in told.get("message", "") and len(asked) < 20 + clock.now / 60
@@ -493,8 +495,8 @@ def test_a_controller_that_goes_away_between_two_questions_is_asked_anew(
     monkeypatch.setattr(supervisor.slurm_job, "requeue_job", requeue)
     monkeypatch.setattr(supervisor.slurm_job, "excluded_nodes_at_requeue", lambda *words: None)
     monkeypatch.setattr("slurm.query.stop_causes.preemption.is_requeued_on_exit", lambda *words: False)
-    assert one._leave(supervisor.Ended(ExitCode.CRASHED), True) == ExitCode.CRASHED
+    assert one._leave(supervisor.AttemptEnd(ExitCode.CRASHED), True) == ExitCode.CRASHED
     assert run.read_events("train")[-1]["event"] == "requeued" and len(requeues) == 2
     monkeypatch.setattr(supervisor.slurm_job, "requeue_job", lambda *words: False)
-    one._leave(supervisor.Ended(ExitCode.CRASHED), True)
+    one._leave(supervisor.AttemptEnd(ExitCode.CRASHED), True)
     assert "refused to requeue" in run.read_events("train")[-1]["message"]
