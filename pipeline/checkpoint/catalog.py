@@ -1,12 +1,12 @@
-"""Checkpoints as files: names, manifests, what is intact, what is old. No torch, so the login node may look.
+"""Checkpoints as files: names, manifests, verification, retention. Imports no torch, so the login node may use it.
 
     checkpoints/step-00000100/     .metadata, __0_0.distcp … (torch's distributed checkpoint) and manifest.json
     checkpoints/.tmp-…             being written, or left by a crash: never read, removed at the next start
-    checkpoints/damaged-step-…     failed its hashes at a restore; set aside, never removed
+    checkpoints/damaged-step-…     failed verification during a restore; set aside, never removed
 
-`manifest.json` is written last, and the whole directory takes its final name by one rename after everything
-was synced: a directory called `step-…` was once complete. It holds the step, `samples_consumed`, the layout,
-a hash of the config, versions, and size and SHA-256 of each file; its own `sha256` field covers the rest of it.
+`manifest.json` is written last. After everything was synced, one rename gives the directory its final name, so a
+directory named `step-…` was complete at that time. The manifest holds the step, `samples_consumed`, the layout, a hash
+of the config, versions, and size and SHA-256 of each file. Its `sha256` field covers the rest of it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _STEP = re.compile(r"step-(\d{8,})")
 
 
 def checkpoint_name(step: int) -> str:
-    """Directory name of a step, such as `step-00000100`."""
+    """Return the directory name of a step, such as `step-00000100`."""
     return f"step-{step:08d}"
 
 
 def list_checkpoint_steps(folder: Path) -> list[int]:
-    """Steps whose directories bear their final name, newest first."""
+    """Return the steps whose directories have their final name, newest first."""
     try:
         names = [entry.name for entry in folder.iterdir()]
     except FileNotFoundError:
@@ -44,7 +44,7 @@ def list_checkpoint_steps(folder: Path) -> list[int]:
 
 
 def find_newest_step(folder: Path) -> int:
-    """The newest saved step whose files have their recorded sizes; 0 where there is none."""
+    """Return the newest step whose files have their recorded sizes; 0 if there is none."""
     for step in list_checkpoint_steps(folder):
         try:
             manifest = read_checkpoint_manifest(folder / checkpoint_name(step))
@@ -65,7 +65,10 @@ def read_early_stop(folder: Path, step: int) -> Mapping[str, Any] | None:
 
 
 def describe_missing_checkpoints(run: Run) -> str | None:
-    """Which checkpoint was saved where none is left, and the ways out; None where one is, or its metrics went, too."""
+    """Return a message if checkpoints were saved and have disappeared; None otherwise.
+
+    A run without metrics.jsonl is new, or its user removed the file to restart from scratch.
+    """
     if (
         list_checkpoint_steps(run.checkpoints_dir)
         or any(run.checkpoints_dir.glob("damaged-*"))
@@ -73,75 +76,88 @@ def describe_missing_checkpoints(run: Run) -> str | None:
     ):
         return None
     step = 0
-    for event in run.read_events("train", "saved", "restored", "began_anew"):  # by their order: nodes' clocks differ
+    for event in run.read_events("train", "saved", "restored", "began_anew"):  # in file order: clocks differ
         step = 0 if event["event"] == "began_anew" else event["step"]
     if not step:
         return None
     return (
-        f"step {step} was saved, and {run.checkpoints_dir} has no checkpoint: purged, moved, or not mounted? Bring one "
-        f"back; or, to train from zero all the same, remove {run.metrics_file}"
+        f"step {step} was saved, but {run.checkpoints_dir} has no checkpoint. It may have been purged or moved, or is "
+        f"not mounted. Restore a checkpoint; or, to train from scratch, remove {run.metrics_file}"
     )
 
 
 def read_checkpoint_manifest(checkpoint: Path) -> dict[str, Any]:
-    """The manifest of one checkpoint. Raises CheckpointError where it is missing, torn, altered or of another shape."""
+    """Return the manifest of a checkpoint. Raises CheckpointError if it is missing, altered or malformed."""
     path = checkpoint / MANIFEST_FILE
     try:
         manifest = read_json(path)
     except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(f"{path} is missing") from None
+        raise CheckpointError("checkpoint.missing_file", f"{path} is missing") from None
     if not has_valid_checksum(manifest):
-        raise CheckpointError(f"{path} is damaged: its content does not fit its own hash")
+        raise CheckpointError("checkpoint.damaged_file", f"{path} is damaged: its content does not match its own hash")
     if not lines.is_checkpoint_manifest(manifest):
-        raise CheckpointError(f"{path} does not say what a checkpoint's manifest says: no training wrote it")
+        raise CheckpointError("checkpoint.malformed", f"{path} is not the manifest of a checkpoint")
     if (named := _STEP.fullmatch(checkpoint.name)) and int(named[1]) != manifest.get("step"):
-        raise CheckpointError(f"{path} is of step {manifest.get('step')}: this folder had another name")
+        raise CheckpointError(
+            "checkpoint.renamed", f"{path} is of step {manifest.get('step')}: rename its directory back"
+        )
     return dict(manifest)
 
 
 def verify_checkpoint_files(
     checkpoint: Path, manifest: Mapping[str, Any], *, hashes: bool = True, part: int = 0, parts: int = 1
 ) -> None:
-    """Compare files with the manifest; of `parts` checkers each reads every `parts`-th file.
+    """Compare the files of a checkpoint with its manifest.
 
-    Raises CheckpointError naming the first file that is missing, not listed, has another size or another SHA-256. An
-    OSError (no rights, a storage that fails) is no damage and passes as it is.
+    Args:
+        hashes: whether to compare SHA-256, in addition to sizes.
+        part: index of this caller among `parts` callers, each of which checks every `parts`-th file.
+
+    Raises:
+        CheckpointError: a file is missing, not listed, or has another size or SHA-256.
+        OSError: a file cannot be read, which is no damage.
     """
     if part == 0:
         _check_names(checkpoint, manifest)
     for name in sorted(manifest["files"])[part::parts]:
-        path, want = checkpoint / name, manifest["files"][name]
+        path = checkpoint / name
+        expected = manifest["files"][name]
         try:
             size = path.stat().st_size
-            if size != want["size"]:
-                raise CheckpointError(f"{path} is damaged: {size} bytes instead of {want['size']}")
-            if hashes and sha256_file(path) != want["sha256"]:
-                raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one recorded when it was saved")
+            if size != expected["size"]:
+                raise CheckpointError(
+                    "checkpoint.damaged_file", f"{path} is damaged: {size} bytes instead of {expected['size']}"
+                )
+            if hashes and sha256_file(path) != expected["sha256"]:
+                raise CheckpointError(
+                    "checkpoint.damaged_file", f"{path} is damaged: its SHA-256 is not the one recorded by the save"
+                )
         except FileNotFoundError:
-            raise CheckpointError(f"{path} is missing") from None
+            raise CheckpointError("checkpoint.missing_file", f"{path} is missing") from None
         except UserError as error:  # a pipe or a device
-            raise CheckpointError(str(error)) from None
+            raise CheckpointError("checkpoint.damaged_file", str(error)) from None
 
 
 def _check_names(checkpoint: Path, manifest: Mapping[str, Any]) -> None:
-    """Raise CheckpointError where the manifest lists other files than there are, or not the one that is a pickle."""
+    """Raise CheckpointError unless the manifest lists the existing files, including the one that is a pickle."""
     try:
-        there = {path.name for path in checkpoint.iterdir()} - {MANIFEST_FILE}
+        names = {path.name for path in checkpoint.iterdir()} - {MANIFEST_FILE}
     except FileNotFoundError:
-        raise CheckpointError(f"{checkpoint} is missing") from None
+        raise CheckpointError("checkpoint.missing_file", f"{checkpoint} is missing") from None
     listed = manifest["files"]
     if METADATA_FILE not in listed:
-        raise CheckpointError(f"{checkpoint / MANIFEST_FILE} does not list {METADATA_FILE}: no training wrote it")
-    if missing := sorted(listed.keys() - there):  # also a name with a separator: it is none of a file here
-        raise CheckpointError(f"{checkpoint}/{missing[0]} is missing")
-    if unknown := sorted(there - listed.keys()):
+        raise CheckpointError("checkpoint.malformed", f"{checkpoint / MANIFEST_FILE} does not list {METADATA_FILE}")
+    if missing := sorted(listed.keys() - names):  # also a name with a separator
+        raise CheckpointError("checkpoint.missing_file", f"{checkpoint}/{missing[0]} is missing")
+    if unknown := sorted(names - listed.keys()):
         raise CheckpointError(
-            f"{checkpoint / unknown[0]} is not listed in {MANIFEST_FILE}: no save wrote it; move it away"
+            "checkpoint.unlisted_file",
+            f"{checkpoint / unknown[0]} is not listed in {MANIFEST_FILE}: no save wrote it; move it away",
         )
 
 
 def set_checkpoint_aside(folder: Path, step: int) -> None:
-    """Rename a damaged checkpoint so that nothing takes it again."""
+    """Rename a damaged checkpoint to `damaged-step-…`, so that it is not used again."""
     number = 0
     while (target := folder / f"damaged-{checkpoint_name(step)}{f'-{number}' if number else ''}").exists():
         number += 1
@@ -149,13 +165,13 @@ def set_checkpoint_aside(folder: Path, step: int) -> None:
 
 
 def remove_partial_checkpoints(folder: Path) -> None:
-    """Remove what a crash left half-written. Call it only when nobody is saving."""
+    """Remove what a crash left incomplete. Call it only while no process saves."""
     for path in folder.glob(".tmp-*"):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def remove_old_checkpoints(folder: Path, keep: int) -> None:
-    """Remove all but the `keep` newest checkpoints, each renamed first so that none is ever half there."""
+    """Remove all except the `keep` newest checkpoints. Each is renamed first, so that none is ever incomplete."""
     for step in list_checkpoint_steps(folder)[keep:]:
         trash = folder / f".tmp-old-{checkpoint_name(step)}"
         (folder / checkpoint_name(step)).rename(trash)
@@ -163,9 +179,14 @@ def remove_old_checkpoints(folder: Path, keep: int) -> None:
 
 
 def open_intact_checkpoint(run: Run, which: str | None) -> tuple[Path, dict[str, Any]]:
-    """The checkpoint of the step `which` (None: the newest) with its manifest, each file compared with its hash.
+    """Return the checkpoint of a step and its manifest, after comparing each file with its hash.
 
-    Raises CheckpointError naming what is damaged, and what `find_checkpoint` does.
+    Args:
+        which: the step, as the user typed it; None or `newest` for the newest one.
+
+    Raises:
+        CheckpointError: a file is damaged, or there is no checkpoint.
+        UserError: the run is a sweep, or the step does not exist.
     """
     checkpoint, manifest = find_checkpoint(run, which)
     verify_checkpoint_files(checkpoint, manifest)
@@ -173,22 +194,21 @@ def open_intact_checkpoint(run: Run, which: str | None) -> tuple[Path, dict[str,
 
 
 def find_checkpoint(run: Run, which: str | None) -> tuple[Path, dict[str, Any]]:
-    """The same, its files not looked at.
-
-    Raises CheckpointError where there is none, UserError for a sweep and for a step that is not there.
-    """
-    if found := list_points(run):
+    """Do the same as `open_intact_checkpoint` without reading the files."""
+    if sweep_points := list_points(run):
         raise UserError(
-            f"{run.name} is a sweep, and each of its points has checkpoints: verify {found[0].name} and so on, up to "
-            f"{found[-1].path.name}"
+            "run.is_a_sweep",
+            f"{run.name} is a sweep; its points have checkpoints, from {sweep_points[0].name} to "
+            f"{sweep_points[-1].path.name}. Name one of them",
         )
     steps = list_checkpoint_steps(run.checkpoints_dir)
     if not steps:
-        raise CheckpointError(f"{run.checkpoints_dir} holds no checkpoint")
+        raise CheckpointError("checkpoint.none_saved", f"{run.checkpoints_dir} has no checkpoint")
     step = steps[0]
     if which not in (None, "newest"):
         if not which.isdecimal() or int(which) not in steps:
-            raise UserError(f"--step {which}: no such checkpoint; there are: {', '.join(map(str, steps))}")
+            saved = ", ".join(map(str, steps))
+            raise UserError("checkpoint.no_such_step", f"--step {which}: no such checkpoint; saved steps: {saved}")
         step = int(which)
     checkpoint = run.checkpoints_dir / checkpoint_name(step)
     return checkpoint, read_checkpoint_manifest(checkpoint)

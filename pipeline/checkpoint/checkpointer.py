@@ -1,25 +1,24 @@
-"""Saving and restoring: torch's distributed checkpoint (DCP) inside a commit that can be trusted.
+"""Save and restore checkpoints: torch's distributed checkpoint (DCP) with verification and an atomic commit.
 
-A save, on every rank, at the same step boundary:
+A save runs on every rank, between the same two steps:
 
-1. *stage*: copy the state to cached host buffers (DCP's stager, on a GPU on a stream of our own, which waits
-   for the optimizer's last kernel; `wait_until_staged` must be called before the optimizer changes the weights again);
-2. *write*: `dcp.save` into a fresh `.tmp-` directory, each rank its share of the tensors;
-3. *hash*: each rank hashes the files it wrote;
-4. *commit*: rank 0 gathers the hashes, writes `manifest.json`, syncs, renames. Only then is it "saved".
+1. *stage*: copy the state to cached host buffers. On a GPU this uses a stream of its own, which waits for the
+   optimizer's last kernel. Call `wait_until_staged` before the optimizer changes the weights again.
+2. *write*: `dcp.save` into a new `.tmp-` directory; each rank writes its share of the tensors.
+3. *hash*: each rank hashes the files that it wrote.
+4. *commit*: rank 0 gathers the hashes, writes `manifest.json`, syncs and renames. Only then is it saved.
 
-With `mode: async` all of this runs in a background thread, beside the next forward and backward, on a Gloo group of
-its own, so that it never waits for, or disturbs, the training's collectives. One save is in flight at most. A failed
-save (a full disk) raises at the next `save` or `wait_until_saved`, and the checkpoints before it stay.
+With `checkpoint.mode: async` all of this runs in a background thread during the next steps, on a Gloo group of its own,
+so that it does not interfere with the training's collectives. Only one save is in progress at a time. If a save fails
+(full disk), the next `save` or `wait_until_saved` raises, and earlier checkpoints remain.
 
-A restore takes the newest checkpoint whose files pass their hashes: every file is read once in all, split
-over the ranks, and all ranks agree on the verdict; a damaged one is set aside and the one before is tried.
-Where there are checkpoints but none is intact, that is an error: never a silent start from zero; nor where they are
-gone (`catalog.describe_missing_checkpoints`).
+A restore uses the newest checkpoint whose files match their hashes. Every file is read once in total, split over the
+ranks, and all ranks agree on the result. A damaged checkpoint is set aside, and the previous one is tried. If there are
+checkpoints and none is intact, or they have disappeared, that is an error: a run never silently starts from scratch.
 
-The state is a flat dict of tensors with layout-independent names: `model.<parameter>` and
-`optimizer.<parameter>.<state>`; what replicas have of their own has other names, outside the digest. DCP hashes nothing
-by itself, and its `CheckpointException` is no `Exception`.
+The state is a flat dict of tensors with names that do not depend on the layout: `model.<parameter>` and
+`optimizer.<parameter>.<state>`. State of replicas has other names and is not part of the digest. DCP itself hashes
+nothing. Its `CheckpointException` does not derive from `Exception`. Its `.metadata` is a pickle (`CheckpointReader`).
 """
 
 from __future__ import annotations
@@ -57,10 +56,14 @@ StateDict = dict[str, torch.Tensor]
 
 
 class Checkpointer:
-    """Saves and restores one training's state; the same calls, in the same order, on every rank.
+    """Saves and restores the state of a training. All ranks make the same calls in the same order.
 
-    `group` is a Gloo group of all ranks that nothing else uses; `describe` goes into each manifest; `on_saved`
-    is called on rank 0 after each commit with the step and the seconds the save took.
+    Args:
+        group: a Gloo group of all ranks that nothing else uses.
+        keep: the number of checkpoints to keep.
+        background: whether saves are written in a background thread.
+        describe: entries of each manifest.
+        on_saved: called on rank 0 after each commit with the step and the duration of the save in seconds.
     """
 
     def __init__(
@@ -73,11 +76,15 @@ class Checkpointer:
         describe: Mapping[str, Any],
         on_saved: Callable[[int, float], None],
     ) -> None:
-        self.folder, self.group, self.keep, self.background = folder, group, keep, background
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.describe, self.on_saved = dict(describe), on_saved
-        # DCP's `DefaultStager` is this one with a thread and a stream that wait for no other, on GPU 0; and that of
-        # torch 2.11 forgets its buffers with each save, so that all host memory would be pinned anew
+        self.folder = folder
+        self.group = group
+        self.keep = keep
+        self.background = background
+        self.rank = dist.get_rank(group)
+        self.describe = dict(describe)
+        self.on_saved = on_saved
+        # DCP's `DefaultStager` adds a thread and a stream on GPU 0 that do not wait for other streams. That of torch
+        # 2.11 also drops its buffers after each save, so that all host memory would have to be pinned again.
         self._stager = StateDictStager(pin_memory=torch.cuda.is_available())
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
         self._staged: Future[StateDict] | None = None
@@ -87,12 +94,12 @@ class Checkpointer:
     # -- saving ------------------------------------------------------------------------------------------
 
     def save(self, state: StateDict, *, step: int, samples_consumed: int, extra: Mapping[str, Any]) -> None:
-        """Start saving `state`; with background writing, return while it is staged and written.
+        """Start to save `state`. In the background mode, return before it is staged and written.
 
-        Raises StorageError where this save, or the one before it, could not be written.
+        Raises StorageError if this save or the previous one could not be written.
         """
         self.wait_until_saved()
-        started = time.monotonic()
+        start_time = time.monotonic()
         manifest = {
             "version": 1,
             "step": step,
@@ -103,20 +110,20 @@ class Checkpointer:
         }
         staged = self._staged = Future()
         stream = self._stream
-        # the kernels that made this state may still be queued
-        made = torch.cuda.current_stream().record_event() if stream is not None else None
+        # the kernels that compute this state may still be queued
+        computed = torch.cuda.current_stream().record_event() if stream is not None else None
 
         def stage_and_write() -> None:
             nonlocal state
             try:
                 with torch.cuda.stream(stream):  # None changes nothing
-                    if stream is not None and made is not None:
-                        stream.wait_event(made)
+                    if stream is not None and computed is not None:
+                        stream.wait_event(computed)
                     copied = cast(StateDict, self._stager.stage(state))
-                del state  # what training replaces need not stay for as long as the write takes
+                del state  # frees tensors that the training replaces during the write
                 staged.set_result(copied)
-                self._write(copied, manifest, started)
-            except BaseException as error:  # raised again by wait_until_saved(), in the trainer's own thread
+                self._write(copied, manifest, start_time)
+            except BaseException as error:  # wait_until_saved() raises it in the trainer's thread
                 self._error = error
                 if not staged.done():
                     staged.set_exception(error)
@@ -129,30 +136,30 @@ class Checkpointer:
             self.wait_until_saved()
 
     def wait_until_staged(self) -> None:
-        """Wait until the state was copied. Call before anything changes the weights."""
+        """Wait until the state is copied. Call it before the weights change."""
         if self._staged is not None:
             self._staged.result()
             self._staged = None
 
     def wait_until_saved(self) -> None:
-        """Wait for the save in flight. Raises StorageError (or what else went wrong) where it failed."""
+        """Wait for the save in progress. Raises StorageError, or another error, if it failed."""
         self.wait_until_staged()
         if self._writer is not None:
             self._writer.join()
             self._writer = None
         if self._error is not None:
             error, self._error = self._error, None
-            raise _readable(error, self.folder) from error
+            raise _explain_save_error(error, self.folder) from error
 
     def close(self) -> None:
-        """Wait for the save in flight and free the staging buffers."""
+        """Wait for the save in progress and free the staging buffers."""
         try:
             self.wait_until_saved()
         finally:
             self._stager.close()
 
-    def _write(self, state: StateDict, manifest: dict[str, Any], started: float) -> None:
-        """Steps 2 to 4, on every rank. An error on any rank is an error on all."""
+    def _write(self, state: StateDict, manifest: dict[str, Any], start_time: float) -> None:
+        """Perform parts 2 to 4 of a save. An error on any rank is raised on all ranks."""
         step = manifest["step"]
         target = self.folder / catalog.checkpoint_name(step)
         temporary = self.folder / f".tmp-{target.name}"
@@ -160,7 +167,7 @@ class Checkpointer:
             shutil.rmtree(temporary, ignore_errors=True)
         dist.barrier(self.group)
         try:
-            # what it writes is in host memory: it need not copy ahead, for which it would wait for a GPU
+            # The tensors are in host memory. Copying ahead would wait for a GPU.
             writer = dcp.FileSystemWriter(
                 temporary, single_file_per_rank=True, sync_files=True, per_thread_copy_ahead=0
             )
@@ -171,12 +178,12 @@ class Checkpointer:
             all_gather_results(
                 self.group, lambda: self._commit(temporary, target, manifest) if self.rank == 0 else None
             )
-        except BaseException:  # DCP's CheckpointException is no Exception; nothing half stays, and the error goes on
+        except BaseException:  # DCP's CheckpointException does not derive from Exception
             if self.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
         if self.rank == 0:
-            self.on_saved(step, time.monotonic() - started)
+            self.on_saved(step, time.monotonic() - start_time)
             catalog.remove_old_checkpoints(self.folder, self.keep)
 
     def _commit(self, temporary: Path, target: Path, manifest: dict[str, Any]) -> None:
@@ -188,7 +195,7 @@ class Checkpointer:
     # -- restoring ---------------------------------------------------------------------------------------
 
     def has_checkpoint(self) -> bool:
-        """Whether there is any checkpoint: then `restore` loads one, or raises. The same on all ranks."""
+        """Return True, on all ranks, if there is any checkpoint. Then `restore` loads one or raises."""
         return broadcast_from_rank0(self.group, bool(catalog.list_checkpoint_steps(self.folder)))
 
     def restore(
@@ -197,11 +204,14 @@ class Checkpointer:
         on_damaged: Callable[[int, str], None],
         check: Callable[[Mapping[str, Any]], None] = lambda manifest: None,
     ) -> dict[str, Any] | None:
-        """Load the newest intact checkpoint into `state`, in place; its manifest, or None where there is none yet.
+        """Load the newest intact checkpoint into `state`, in place; return its manifest, or None if there is none.
 
-        `on_damaged(step, reason)` is called on rank 0 for each checkpoint that had to be set aside; `check`, before
-        anything is loaded, with the manifest, and may raise on all ranks. Raises
-        CheckpointError where there are checkpoints and none is intact.
+        Args:
+            on_damaged: called on rank 0 with step and reason for each checkpoint that is set aside.
+            check: called with the manifest before anything is loaded; may raise on all ranks.
+
+        Raises:
+            CheckpointError: there are checkpoints, and none is intact.
         """
         if self.rank == 0:
             catalog.remove_partial_checkpoints(self.folder)
@@ -220,26 +230,27 @@ class Checkpointer:
                     on_damaged(step, str(error))
                 continue
             check(manifest)
-            load_checkpoint(state, checkpoint, self.group)  # its files are intact: what fails here is no damage
+            load_checkpoint(state, checkpoint, self.group)  # its files are intact, so an error here is no damage
             return manifest
-        left = broadcast_from_rank0(self.group, sorted(path.name for path in self.folder.glob("damaged-*")))
-        if left:
+        set_aside = broadcast_from_rank0(self.group, sorted(path.name for path in self.folder.glob("damaged-*")))
+        if set_aside:
             raise CheckpointError(
-                "no checkpoint is intact, and starting from zero would throw work away:\n  "
-                + "\n  ".join(damaged or left)
-                + f"\nput an intact copy of one into {self.folder} under its step-… name, or, to train from zero "
-                f"all the same, remove {self.folder}/damaged-* and the run's metrics.jsonl"
+                "checkpoint.none_intact",
+                "no checkpoint is intact, and a start from scratch would discard work:\n  "
+                + "\n  ".join(damaged or set_aside)
+                + f"\nPut an intact copy of one into {self.folder} under its name step-…; or, to train from scratch, "
+                f"remove {self.folder}/damaged-* and the run's metrics.jsonl",
             )
         return None
 
     def read_tensors(self, step: int, state: StateDict) -> None:
-        """Fill `state`, which may differ from rank to rank, from the checkpoint that was just restored."""
+        """Fill `state`, which may differ between ranks, from the restored checkpoint of `step`."""
         if state:
             load_checkpoint(state, self.folder / catalog.checkpoint_name(step), None)
 
 
 def load_verified_manifest(checkpoint: Path, group: dist.ProcessGroup) -> dict[str, Any]:
-    """The manifest, once every file passed its hash on one of the ranks; CheckpointError on all ranks if not."""
+    """Return the manifest after the ranks together verified every file. Raises CheckpointError on all ranks."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
 
     def check() -> dict[str, Any]:
@@ -251,7 +262,7 @@ def load_verified_manifest(checkpoint: Path, group: dist.ProcessGroup) -> dict[s
 
 
 def load_checkpoint(state: StateDict, checkpoint: Path, group: dist.ProcessGroup | None) -> None:
-    """Fill the tensors of `state` from `checkpoint`, whatever layout saved it.
+    """Fill the tensors of `state` from `checkpoint`, which any layout may have saved.
 
     Raises CheckpointError, on all ranks, where its metadata is not DCP's ; RuntimeError
     where it does not hold them. DCP's own exception is no `Exception`.
@@ -263,7 +274,7 @@ def load_checkpoint(state: StateDict, checkpoint: Path, group: dist.ProcessGroup
         all_gather_results(group, lambda: reader.read_metadata() and None)
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # meant: one process reads
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # intended: one process reads
             dcp.load(state, storage_reader=reader, process_group=group, no_dist=group is None)
     except CheckpointException as error:
         reasons = "; ".join(sorted({str(failure[0]) for failure in error.failures.values()}))
@@ -271,10 +282,10 @@ def load_checkpoint(state: StateDict, checkpoint: Path, group: dist.ProcessGroup
 
 
 def compute_digest(checkpoint: Path, *, batch_bytes: int = 1 << 29) -> str:
-    """SHA-256 over weights and optimizer state, independent of the layout that saved them; 64 hex digits.
+    """Return the SHA-256 of weights and optimizer state, 64 hex digits, independent of the layout that saved them.
 
-    Per tensor, in the order of the names: name, dtype and shape as one line, then its bytes. Tensors are read
-    whole, one after another, at most `batch_bytes` (or one tensor) at a time.
+    It covers for each tensor, in the order of the names: name, dtype and shape as one line, then its bytes. At most
+    `batch_bytes`, or one tensor, are in memory at a time.
     """
     metadata = CheckpointReader(checkpoint).read_metadata().state_dict_metadata
     names = sorted(
@@ -292,10 +303,10 @@ def compute_digest(checkpoint: Path, *, batch_bytes: int = 1 << 29) -> str:
 def iterate_tensors(
     checkpoint: Path, names: Sequence[str], *, batch_bytes: int = 1 << 29
 ) -> Iterator[tuple[str, Tensor]]:
-    """These tensors of a checkpoint, whole, with their names, in this order; at most `batch_bytes` are there at a time,
-    or one tensor."""
+    """Yield names and full tensors of a checkpoint in this order; at most `batch_bytes`, or one tensor, at a time."""
     metadata: Any = CheckpointReader(checkpoint).read_metadata().state_dict_metadata
-    batch, size = cast(StateDict, {}), 0
+    batch: StateDict = {}
+    size = 0
     for name in names:
         batch[name] = torch.empty(metadata[name].size, dtype=metadata[name].properties.dtype)
         size += batch[name].nbytes
@@ -307,7 +318,7 @@ def iterate_tensors(
 
 
 def collect_versions() -> dict[str, str]:
-    """What must be equal for a bit-identical continuation; the GPU is this rank's."""
+    """Return the versions that a bit-identical continuation requires, and the model of this rank's GPU."""
     found = {"torch": str(torch.__version__), "python": platform.python_version()}
     if torch.cuda.is_available():
         found |= {
@@ -320,23 +331,24 @@ def collect_versions() -> dict[str, str]:
 
 
 def _hash_own_files(folder: Path, rank: int) -> dict[str, dict[str, Any]]:
-    own = sorted(folder.glob(f"__{rank}_*.distcp")) + ([folder / catalog.METADATA_FILE] if rank == 0 else [])
-    for path in own:
+    files = sorted(folder.glob(f"__{rank}_*.distcp")) + ([folder / catalog.METADATA_FILE] if rank == 0 else [])
+    for path in files:
         fsync(path)
-    return {path.name: {"size": path.stat().st_size, "sha256": sha256_file(path)} for path in own}
+    return {path.name: {"size": path.stat().st_size, "sha256": sha256_file(path)} for path in files}
 
 
-def _readable(error: BaseException, folder: Path) -> BaseException:
-    """What a person should see of a failed save: a StorageError where the disk is to blame."""
+def _explain_save_error(error: BaseException, folder: Path) -> BaseException:
+    """Return the error to show for a failed save: a StorageError if the disk is the cause."""
     causes = [error]
     if isinstance(error, CheckpointException):
         causes = [failure[0] for failure in error.failures.values()]
     for cause in causes:
         if (found := find_storage_error(cause, folder)) is not None:
             return found
-        if "inline_container" in str(cause):  # torch's own writer: it forgets the error number
+        if "inline_container" in str(cause):  # raised by torch's writer, which drops the error number
             free = shutil.disk_usage(folder).free
-            return StorageError(f"cannot write {folder}: no space is left, it seems ({free:,} bytes are free)")
+            message = f"cannot write {folder}: probably no space is left ({free:,} bytes are free)"
+            return StorageError("storage.full", message)
     return RuntimeError(f"saving failed: {causes[0]!r}")
 
 
@@ -352,19 +364,24 @@ _ALLOWED = {
     "pathlib": {"PosixPath"},
     "pathlib._local": {"PosixPath"},
 }  # fmt: skip
-"""What `.metadata` may name, by module; types of numbers (`torch.float32`) besides."""
+"""What `.metadata` may name, by module, in addition to dtypes such as `torch.float32`."""
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         number_type = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if name not in _ALLOWED.get(module, ()) and not number_type:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
+            raise pickle.UnpicklingError(f"it refers to {module}.{name}, which no checkpoint needs")
         return super().find_class(module, name)
 
 
 class CheckpointReader(dcp.FileSystemReader):
-    """DCP's own reader of a checkpoint's files, with a `.metadata` that was read with care and only once."""
+    """DCP's reader of a checkpoint's files, except that `.metadata`, a pickle, is read safely and only once.
+
+    Unpickling executes code. Hashes show that a file is unchanged, not who wrote it. Therefore the pickle may name only
+    the classes of DCP's own metadata (the same in torch 2.11 and 2.13), and the tensors' files that it names must be in
+    the checkpoint. DCP reads the tensors themselves with `weights_only`.
+    """
 
     def __init__(self, checkpoint: Path) -> None:
         super().__init__(checkpoint)
@@ -372,7 +389,7 @@ class CheckpointReader(dcp.FileSystemReader):
         self._metadata: Metadata | None = None
 
     def read_metadata(self) -> Metadata:  # without arguments: DCP then asks for no other file
-        """The metadata. Raises CheckpointError, naming the file and what it asks for, where DCP did not write it."""
+        """Return the metadata. Raises CheckpointError if DCP did not write it, naming the file and the reason."""
         if self._metadata is None:
             self._metadata = _read(self._file)
             self._metadata.storage_meta = self._metadata.storage_meta or StorageMeta()
@@ -393,14 +410,15 @@ def _read(file: Path) -> Metadata:
         raise
     except Exception as error:  # a crafted pickle may raise anything
         raise CheckpointError(
-            f"{file} was not written by a training ({error}): nothing of it was executed; put an intact copy of this "
-            f"checkpoint in its place, or move {file.parent} away"
+            "checkpoint.unsafe_metadata",
+            f"{file} was not written by a training ({error}). It was not executed. Put an intact copy of this "
+            f"checkpoint in its place, or move {file.parent} away",
         ) from error
     return found
 
 
 def verify_checkpoint(run: Run, which: str | None) -> None:
-    """Check one checkpoint and say so. Raises what `catalog.open_intact_checkpoint` does."""
+    """Verify a checkpoint; print a summary and its digest. Raises as `catalog.open_intact_checkpoint` does."""
     checkpoint, manifest = catalog.open_intact_checkpoint(run, which)
     total = sum(entry["size"] for entry in manifest["files"].values())
     layout = ", ".join(f"{key} {value}" for key, value in manifest["layout"].items())

@@ -1,5 +1,7 @@
-"""What makes a training this training, wherever and however long it runs: kept in each checkpoint, compared before one
-is used. So nobody goes on with, or evaluates, the weights of another config or other data."""
+"""The identity of a training: hashes of its config and data, saved in each checkpoint and compared before it is loaded.
+
+It prevents a run from continuing with, or evaluating, weights of another config or other data.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +19,25 @@ from pipeline.run.changes import flatten_keys
 from pipeline.run.directory import Run
 
 OBSERVATION_KEYS = ("log_every", "evaluate_every", "evaluate_sequences", "profile_every")
-"""Keys of `train` that change nothing of what is trained."""
+"""Keys of `train` that do not affect the weights."""
 SOURCE_FILE = "source.json"
-"""In the run directory: what the weights of an open model were that the training began with."""
+"""File in the run directory that describes the open weights from which the training started."""
 
 
 def compute_identity(config: Config, manifest: Manifest | SampleManifest) -> dict[str, Any]:
-    """Hashes of the config and the data, the values that the first is of, and the version of the order of samples."""
-    adds = {"add_special_tokens": DataConfig.model_fields["add_special_tokens"].default}  # the tokens have their hash
-    config = config.model_copy(update={"data": config.data.model_copy(update=adds)})
+    """Return hashes of config and data, the values of the former, and the version of the sample order."""
+    default = {
+        "add_special_tokens": DataConfig.model_fields["add_special_tokens"].default
+    }  # the tokens are hashed instead
+    config = config.model_copy(update={"data": config.data.model_copy(update=default)})
     values = config.model_dump(mode="json", include={"data", "model", "train", "optimizer"}, exclude_defaults=True)
-    unlike = {"train": ("steps", "epochs", *OBSERVATION_KEYS), "data": ("verify", "max_rejected", "source")}
-    unlike["model"] = ("init_from", "init_files")
+    ignored = {"train": ("steps", "epochs", *OBSERVATION_KEYS), "data": ("verify", "max_rejected", "source")}
+    ignored["model"] = ("init_from", "init_files")
     mixture: dict[str, Any] = values.get("data", {}).get("mixture") or {}
     weights = {"weights": mixture.pop("weights")} if mixture else {}
     for source in mixture.get("sources", {}).values():
         source.pop("source")
-    for section, keys in unlike.items():
+    for section, keys in ignored.items():
         for key in keys:
             values.get(section, {}).pop(key, None)
     values["seed"] = config.run.seed
@@ -47,49 +51,59 @@ def compute_identity(config: Config, manifest: Manifest | SampleManifest) -> dic
 
 
 def read_source(run: Run) -> dict[str, Any]:
-    """What `source.json` says that the training began with; nothing where its weights were drawn.
+    """Return the content of `source.json`; empty if the training started from initialized weights.
 
-    Raises CheckpointError where it is missing or damaged.
+    Raises CheckpointError if the file is missing or damaged.
     """
     if run.config.model.init_from is None:
         return {}
     file = run.path / SOURCE_FILE
     found: Any = read_json(file) if file.exists() else None
     if not has_valid_checksum(found):
-        raise CheckpointError(f"{file} is missing or damaged: put it back as it was, or start a new run")
+        raise CheckpointError(
+            "checkpoint.damaged_source", f"{file} is missing or damaged: restore the file, or start a new run"
+        )
     return dict(found)
 
 
 def compute_source_identity(run: Run) -> dict[str, Any]:
-    """The hash of what a training began with, of files that nobody asks again; nothing where its weights were drawn.
+    """Return the hash of the open weights from which a training started; empty if there are none.
 
-    Raises CheckpointError as `source_of` does.
+    Raises CheckpointError as `read_source` does.
     """
     source = read_source(run)
     return {"source_hash": sha256_json(source["files"])} if source else {}
 
 
 def check_identity(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise CheckpointError where the manifest of a checkpoint is not of the training with the identity `now`."""
-    was = saved.get("config") or now["config"]  # older ones have none
-    both = {key: (was.get(key, "unset"), now["config"].get(key, "unset")) for key in sorted({**was, **now["config"]})}
-    other = "".join(f", {key} {old} → {new}" for key, (old, new) in both.items() if old != new)
+    """Raise CheckpointError if the manifest `saved` does not belong to the training with the identity `now`."""
+    saved_config = saved.get("config") or now["config"]  # older checkpoints have none
+    keys = sorted({**saved_config, **now["config"]})
+    values = {key: (saved_config.get(key, "unset"), now["config"].get(key, "unset")) for key in keys}
+    changes = "".join(f", {key} {old} → {new}" for key, (old, new) in values.items() if old != new)
     for key in ("config_hash", "data_hash", "order_version", "source_hash"):
         if saved.get(key) != now.get(key):
             raise CheckpointError(
-                f"checkpoint {saved['step']} has another {key} than this run now{other}: its config, shards or code "
-                "were changed by hand; going on would be another training. Undo that, or start a new run"
+                "checkpoint.other_training",
+                f"checkpoint {saved['step']} has another {key} than this run now{changes}. The config, shards or code "
+                "were changed by hand, so that it would continue as another training. Undo the change, or start a new "
+                "run",
             )
-    before, after = ([one for one in each.get("weights", []) if one.get("from_step", 1) <= saved["step"]]
-                     for each in (saved, now))  # fmt: skip
+
+    def effective_weights(identity: Mapping[str, Any]) -> list[Any]:
+        return [entry for entry in identity.get("weights", []) if entry.get("from_step", 1) <= saved["step"]]
+
+    before = effective_weights(saved)
+    after = effective_weights(now)
     if before != after:
         raise CheckpointError(
-            f"checkpoint {saved['step']} was trained with the weights {before} of data.mixture, not with {after}: "
-            "change those of steps to come alone, or start a new run"
+            "checkpoint.other_training",
+            f"checkpoint {saved['step']} was trained with the weights {before} of data.mixture, not with {after}. Only "
+            "change weights of later steps, or start a new run",
         )
 
 
 def describe_version_changes(saved: Mapping[str, str], now: Mapping[str, str]) -> str | None:
-    """In words what a checkpoint was made with and this start has otherwise, by which last digits may differ."""
+    """Describe which versions differ from those of a checkpoint, because results may then differ in the last digits."""
     names = [name for name in {**saved, **now} if saved.get(name) != now.get(name)]
     return "; ".join(f"{name} {saved.get(name)} → {now.get(name)}" for name in names) or None

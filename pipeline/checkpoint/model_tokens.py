@@ -71,7 +71,7 @@ class ModelTokens:
 
 
 def model_tokens(run: Run, manifest: Manifest, tokenizer: Tokenizer) -> ModelTokens:
-    """Return the special tokens of the run's model. Raises CheckpointError as `source_of` does.
+    """Return the special tokens of the run's model. Raises CheckpointError as `read_source` does.
 
     Texts end with the run's end token, with the token that closes answers if dialogues were trained, and with those of
     the model that training started from. The tokenizer's own `eos_token` is what the chat template writes by that name,

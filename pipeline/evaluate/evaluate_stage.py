@@ -1,6 +1,6 @@
-"""Stage evaluate: held-out loss, perplexity and bits per byte of checkpoints, in all ranks together.
+"""Stage evaluate: all ranks together compute held-out loss, perplexity and bits per byte of checkpoints.
 
-Options of the rank door: `--step N`, `--step newest` or `--step every`; without it, what `evaluate.every` says.
+Option of a rank: `--step N`, `--step newest` or `--step every`; the default is `evaluate.every`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pipeline.run.directory import Run
 from pipeline.run.stages import Progress
 
 
-def wanted(run: Run, which: str | None) -> list[int]:
-    """The steps to evaluate: `which` is a number, `newest`, `every`, or None for what the config says.
+def select_steps(run: Run, which: str | None) -> list[int]:
+    """Return the steps to evaluate: `which` is a number, `newest`, `every`, or None for `evaluate.every`.
 
-    Raises UserError where it is none of these, or there is no such checkpoint.
+    Raises UserError for anything else, and if there is no such checkpoint.
     """
     steps = list_checkpoint_steps(run.checkpoints_dir)
     if which is None:
@@ -30,18 +30,19 @@ def wanted(run: Run, which: str | None) -> list[int]:
     if which == "newest":
         return [newest] if (newest := find_newest_step(run.checkpoints_dir)) else []
     if not which.isdecimal():
-        raise UserError(f"--step {which}: give a step's number, newest or every")
+        raise UserError("cli.invalid_value", f"--step {which}: expected the number of a step, newest or every")
     if int(which) not in steps:
-        there = ", ".join(map(str, steps)) or "none"
-        raise UserError(f"--step {which}: no such checkpoint in {run.checkpoints_dir}; there are: {there}")
+        saved = ", ".join(map(str, steps)) or "none"
+        message = f"--step {which}: no such checkpoint in {run.checkpoints_dir}; saved steps: {saved}"
+        raise UserError("checkpoint.no_such_step", message)
     return [int(which)]
 
 
 def missing_outputs(run: Run) -> str | None:
-    """Why evaluation is not done; None when every wanted checkpoint has its result."""
+    """Return why the evaluation is not done; None if every selected checkpoint has a result."""
     if run.config.data.held_out == 0:
         return None
-    steps = wanted(run, None)
+    steps = select_steps(run, None)
     without = [step for step in steps if read_result(run, step) is None]
     if not steps:
         return "there is no checkpoint yet"
@@ -49,14 +50,14 @@ def missing_outputs(run: Run) -> str | None:
 
 
 def check_inputs(run: Run) -> None:
-    """Raise UserError for tasks that are none."""
+    """Raise UserError for malformed task files."""
     files = run.config.evaluate.task_files
     for _, file in zip(derive_task_names(files), files, strict=True):
         read_task_file(file)
 
 
 def progress(run: Run) -> Progress:
-    """How far it is."""
+    """Return the newest result."""
     if run.config.data.held_out == 0:
         return Progress("nothing is held out (data.held_out: 0)")
     result = read_newest_result(run)
@@ -67,7 +68,7 @@ def progress(run: Run) -> Progress:
 
 
 def run_stage(run: Run, place: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
-    """Evaluate what is wanted and not there yet. Raises CheckpointError where there is no checkpoint at all."""
+    """Evaluate the selected checkpoints that have no result. Raises CheckpointError if there is no checkpoint."""
     from pipeline.comm import groups
     from pipeline.data.verify_shards import load_run_manifest
     from pipeline.evaluate.evaluator import Evaluator
@@ -81,9 +82,10 @@ def run_stage(run: Run, place: RankInfo, options: Mapping[str, str], flag: StopF
     manifest = load_run_manifest(run)
     groups.configure_determinism(run.config)
     world = groups.join_process_group(place, run.config)
-    steps = groups.broadcast_from_rank0(groups.new_control_group(), wanted(run, options.get("step")))
+    steps = groups.broadcast_from_rank0(groups.new_control_group(), select_steps(run, options.get("step")))
     if not steps:
-        raise CheckpointError(f"{run.checkpoints_dir} holds no intact checkpoint to evaluate; train first")
+        message = f"{run.checkpoints_dir} has no intact checkpoint to evaluate; train first"
+        raise CheckpointError("checkpoint.none_saved", message)
     steps = groups.broadcast_from_rank0(
         groups.new_control_group(), [step for step in steps if read_result(run, step) is None]
     )

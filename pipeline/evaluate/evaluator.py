@@ -1,17 +1,17 @@
-"""Held-out loss of a checkpoint, the same number whatever the number of ranks.
+"""Evaluation of a model on held-out data and on tasks; the same numbers for any number of ranks.
 
-The held-out tokens are cut into windows of `sequence_length`, the windows into batches of `evaluate.batch`, or of as
-many as have 2 GiB of logits: a vocabulary of 128k and windows of 8k take 4.2 GB for each window.
-Batch b belongs to rank b mod ranks, so a batch holds the same windows on any layout and its loss is the same
-bits; the sums are gathered and added in batch order, in double precision. Each token is predicted once: the
-first of a file from the end-of-text token, the first of any other window from the last token before it.
-Where training splits the model, one rank may not hold it, and evaluation splits it too: by ZeRO 3, on all ranks.
+The held-out tokens are split into windows of `sequence_length`, and the windows into batches of `evaluate.batch`, or of
+as many as have 2 GiB of logits (a vocabulary of 128k and windows of 8k need 4.2 GB for each window). Batch b belongs to
+rank b mod ranks. A batch therefore contains the same windows on any layout, and its loss is bit-identical. The sums are
+gathered and added in batch order, in double precision. Each token is predicted once: the first of a file from the
+end-of-text token, the first of any other window from the last token before it. If training splits the model because one
+rank may not hold it, evaluation splits it by ZeRO 3 on all ranks.
 
-A model of the user's own is evaluated the same way on its held-out samples (pipeline/data/samples.py).
+Bits per byte (the loss in bits per byte of UTF-8 text) does not depend on the tokenizer. For comparison there is the
+unigram entropy: the best that a model could reach that knows the frequencies of the held-out tokens, but not their
+order. A custom model is evaluated the same way on its held-out samples (pipeline/data/samples.py).
 
-Bits per byte (loss in bits, per byte of UTF-8 text) does not depend on the tokenizer. Beside it stands the
-unigram figure: the entropy of the held-out tokens' own frequencies, in bits per byte: what a model that knew the
-frequencies of tokens, and nothing of their order, could reach at best.
+Tasks follow EleutherAI's lm-evaluation-harness (`multiple_choice`, `acc` and `acc_norm`; docs/evaluation.md).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from pipeline.data.samples import SampleDataset, map_arrays, map_whole_file
 from pipeline.data.special_tokens import encode_prompt, load_tokenizer
 from pipeline.data.verify_shards import verify_shards
 from pipeline.evaluate.result import ITEMS_SUFFIX, STDERR_SUFFIX, format_result, result_file
-from pipeline.evaluate.task_files import Item, read_task_file
+from pipeline.evaluate.task_files import TaskItem, read_task_file
 from pipeline.model.decoder import IGNORE_INDEX, cross_entropy_sum
 from pipeline.model.task import DTYPES, DecoderTask, Task, make_task
 from pipeline.parallel.data_parallel import apply_fsdp
@@ -54,14 +54,15 @@ from pipeline.resilience.watchdog import Watchdog
 from pipeline.run.directory import Run
 
 LOGITS_BYTES = 2 << 30
-"""Of one forward pass, in fp32; with the model's own and the softmax it takes 2 to 3 times as much."""
+"""Size of the logits of one forward pass in fp32; the model's own and the softmax need 2 to 3 times as much."""
 
 
 class Evaluator:
-    """One rank of an evaluation; builds the model once and loads one checkpoint after another into it.
+    """One rank of an evaluation. It builds the model once and loads one checkpoint after another into it.
 
-    In a training (`within`: its agreement) it measures what the trainer puts into `model`, on so much of what is held
-    out as `train.evaluate_sequences` says.
+    Args:
+        within: the coordinator of a training. The trainer then copies weights into `model`, and
+            `train.evaluate_sequences` limits the held-out data.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class Evaluator:
             ]
 
     def evaluate(self, step: int) -> bool:
-        """Evaluate the checkpoint of `step` and write its file; False where the ranks agreed to stop before."""
+        """Evaluate the checkpoint of `step` and write the result; return False if the ranks agreed to stop before."""
         checkpoint = self.run.checkpoints_dir / catalog.checkpoint_name(step)
         try:
             sealed = load_verified_manifest(checkpoint, self.group)
@@ -138,9 +139,9 @@ class Evaluator:
 
     @torch.no_grad()
     def measure(self, step: int, *, ignore_stop: bool = False) -> dict[str, Any] | None:
-        """The result, on every rank, of the weights that `model` has now, those after `step`.
+        """Return the result of the weights in `model`, those after `step`, on every rank.
 
-        None where the ranks agreed to stop, unless it goes `ignore_stop`.
+        None if the ranks agreed to stop, unless `ignore_stop` is set.
         """
         found = self._measured(self.held_out, self.batch, step, ignore_stop)
         for task in self.tasks:
@@ -153,7 +154,7 @@ class Evaluator:
     def _measured(
         self, held_out: TextHeldOut | SampleHeldOut | TaskFile, size: int, step: int, ignore_stop: bool
     ) -> dict[str, Any] | None:
-        """What the sums of all batches of `size` come to; None where the ranks agreed to stop."""
+        """Return the result from the sums of all batches of `size`; None if the ranks agreed to stop."""
         count = held_out.count
         batches = -(-count // size)
         mine: dict[int, dict[str, float]] = {}
@@ -179,11 +180,11 @@ class Evaluator:
 
 
 _BLOCK = 1 << 24
-_TAKEN = {"step", "loss", "entries", "samples", "checkpoint"}
+_RESERVED_NAMES = {"step", "loss", "entries", "samples", "checkpoint"}
 
 
 class SampleHeldOut:
-    """The held-out samples; `sums` and `result` are what the evaluator asks."""
+    """Held-out samples of a custom model."""
 
     def __init__(self, run: Run, task: Task, manifest: SampleManifest, limit: int | None, device: torch.device) -> None:
         self.task, self.device = task, device
@@ -191,19 +192,21 @@ class SampleHeldOut:
         self.count = min(len(self.dataset), limit or len(self.dataset))
 
     def sums(self, model: nn.Module, start: int, stop: int) -> dict[str, float]:
-        """Summed loss and metrics of these samples, and what they are sums over."""
+        """Return summed loss and metrics of these samples, and the number of their entries."""
         arrays = self.dataset.read(np.arange(start, stop, dtype=np.int64))
         whole = {name: torch.from_numpy(array).to(self.device) for name, array in arrays.items()}
         (batch,) = self.task.split_micro_batches(whole, stop - start)
         outputs = model(*self.task.model_inputs(batch))
         entries, metrics = self.task.count_loss_entries(batch), self.task.metrics(outputs, batch)
-        if taken := _TAKEN & metrics.keys():
-            raise UserError(f"metrics: {min(taken)} has a meaning of its own in an evaluation; choose another name")
-        loss, counted = self.task.loss(outputs, batch), stop - start if entries is None else entries
+        if reserved := _RESERVED_NAMES & metrics.keys():
+            message = f"model.target: the metric name {min(reserved)} is reserved in an evaluation; choose another name"
+            raise UserError("model.reserved_metric", message)
+        loss = self.task.loss(outputs, batch)
+        counted = stop - start if entries is None else entries
         return {name: float(value) for name, value in {"loss": loss, "entries": counted, **metrics}.items()}
 
     def result(self, sums: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-        """Means over all held-out samples, or over their entries, from the sums of all batches."""
+        """Return means over all held-out samples, or over their entries, from the sums of all batches."""
         totals = {name: math.fsum(part[name] for part in sums) for name in sums[0]}
         entries = totals.pop("entries")
         means = {name: total / entries for name, total in totals.items()}
@@ -211,7 +214,7 @@ class SampleHeldOut:
 
 
 class TextHeldOut:
-    """The held-out windows of text, the first `limit` of them."""
+    """Held-out windows of text, at most `limit` of them."""
 
     def __init__(
         self, run: Run, task: DecoderTask, manifest: Manifest, limit: int | None, device: torch.device
@@ -220,7 +223,7 @@ class TextHeldOut:
         self.length = length = run.config.data.sequence_length
         names = [part.name for part in manifest.parts for _ in range(part.held_out)]
         self._sources = dict(zip((shard.name for shard in manifest.held_out), names, strict=False))
-        """Of a mixture, the source of each file."""
+        """Source of each file of a mixture."""
         by_source: dict[str | None, list[ShardEntry]] = {}
         for shard in manifest.held_out:
             by_source.setdefault(self._sources.get(shard.name), []).append(shard)
@@ -238,15 +241,15 @@ class TextHeldOut:
         whole = cache(map_whole_file)
         self._arrays = {shard.name: map_arrays(shard, run.data_dir / shard.file, whole) for shard in self._shards}
         self._covered = [(shard, min(count * length, shard.tokens)) for shard, count in taken]
-        """The files, and how many of its tokens the windows cover."""
+        """Files, and how many of their tokens the windows cover."""
 
     def _window(self, number: int) -> tuple[ShardEntry, int]:
-        """The file of a window, and its first token there."""
+        """Return the file of a window, and the index of its first token in it."""
         at = bisect_right(self._starts, number) - 1
         return self._shards[at], (number - self._starts[at]) * self.length
 
     def sums(self, model: nn.Module, start: int, stop: int) -> dict[str, float]:
-        """Summed loss of these windows, and how many tokens it is of."""
+        """Return the summed loss of these windows, and the number of their tokens; the same for each source."""
         shape = stop - start, self.length + 1
         arrays: dict[str, Any] = {"tokens": np.full(shape, self.eos_id, np.int64), "mask": np.zeros(shape, np.uint8)}
         beyond_BT = np.ones((stop - start, self.length), np.bool_)
@@ -272,10 +275,10 @@ class TextHeldOut:
         return found
 
     def result(self, sums: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-        """Mean loss and what follows from it, from the sums of all batches.
+        """Return the mean loss and derived metrics from the sums of all batches.
 
-        Bytes are those of what is learned. First tokens of documents that see no other, which nothing predicts, count
-        in bits per byte as the mean.
+        Bytes are those of learned text. If documents are masked from each other, nothing predicts their first tokens;
+        in bits per byte these count with the mean loss.
         """
         counts, text_bytes = np.zeros(self.vocab_size, np.int64), 0
         for shard, covered in self._covered:
@@ -306,7 +309,17 @@ class TextHeldOut:
 
 
 class TaskFile:
-    """One file of items; `sums` and `result` are what the evaluator asks, `batch` how many items at once."""
+    """Scores one task file; `batch` items are evaluated at once.
+
+    - Multiple choice uses the log-likelihood of each choice after the prompt. `accuracy_norm` divides it by the
+      length of the choice in characters. The tokens of a choice are those of prompt and choice without those of the
+      prompt. If they do not fit into a window, its beginning is dropped.
+    - A prompt begins with the special tokens with which the training documents begin.
+    - A free answer is decoded greedily until the end of its line, or a token that ends an answer, as `generate` does.
+      It is correct if it equals the expected answer, except for surrounding blanks.
+
+    The standard error is that of a mean of zeros and ones: sqrt(p (1 - p) / (n - 1)).
+    """
 
     def __init__(
         self,
@@ -320,11 +333,15 @@ class TaskFile:
         bos_ids: Sequence[int] = (),
         end_ids: Sequence[int] = (),
     ) -> None:
-        """`end`: the token that ends a text; `rows` of at most `length` tokens go through the model at once.
+        """Read the items.
 
-        bos_ids: what stands before each prompt, as before the documents of the training.
-        end_ids: other tokens that end an answer, such as the one that closes the answers of a dialogue.
-        together: whether all ranks must call the model equally often, for each has only a part of it.
+        Args:
+            end: the token that ends a text.
+            length: the maximum number of tokens of a sequence.
+            rows: the number of sequences in one forward pass.
+            together: whether all ranks must call the model equally often, because it is split over them.
+            bos_ids: tokens before each prompt, as before the training documents.
+            end_ids: other tokens that end an answer, such as the one that closes the answers of a dialogue.
         """
         self.name, self.items = file.stem, read_task_file(file)
         self.tokenizer, self.end, self.length, self.together = tokenizer, end, length, together
@@ -332,12 +349,13 @@ class TaskFile:
         self.width = max(1, *(len(item.choices) for item in self.items))
         self.count, self.batch = len(self.items), max(1, rows // self.width)
         if not self.items[0].choices and answer_tokens >= length:
-            raise UserError(f"evaluate.answer_tokens ({answer_tokens}) must be below data.sequence_length ({length})")
+            message = f"evaluate.answer_tokens ({answer_tokens}) must be below data.sequence_length ({length})"
+            raise UserError("evaluate.too_long", message)
         if self.items[0].choices:
             self._pairs = [[self._pair(item, choice) for choice in item.choices] for item in self.items]
 
     def sums(self, model: nn.Module, start: int, stop: int) -> dict[str, float]:
-        """How many of these items are right."""
+        """Return how many of these items are answered correctly."""
         items = self.items[start:stop]
         if items[0].choices:
             return self._chosen(model, start, stop)
@@ -346,7 +364,7 @@ class TaskFile:
         return {"accuracy": float(right)}
 
     def result(self, sums: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-        """Figures by the file's name."""
+        """Return the metrics, prefixed with the name of the file."""
         found: dict[str, Any] = {ITEMS_SUFFIX: self.count}
         for key in sums[0]:
             share = math.fsum(part[key] for part in sums) / self.count
@@ -359,8 +377,8 @@ class TaskFile:
     def _ids(self, text: str) -> list[int]:
         return encode_prompt(self.tokenizer, text, self.bos_ids)
 
-    def _pair(self, item: Item, choice: str) -> tuple[list[int], int]:
-        """Tokens of prompt and choice, and how many of them are the choice's."""
+    def _pair(self, item: TaskItem, choice: str) -> tuple[list[int], int]:
+        """Return the tokens of prompt and choice, and the number of the latter."""
         prompt = item.prompt.rstrip()  # a token may hold the blank that comes before a word
         before = self._ids(prompt) or [self.end]
         whole = self._ids(item.prompt + ("" if item.prompt[-1:].isspace() else " ") + choice)
@@ -368,20 +386,21 @@ class TaskFile:
         count = len(whole) - len(before)
         if not 0 < count <= self.length:
             raise UserError(
+                "evaluate.too_long",
                 f"evaluate.tasks: {self.name}: a choice of {count} tokens does not fit into data.sequence_length "
-                f"({self.length}): {choice[:60]!r}"
+                f"({self.length}): {choice[:60]!r}",
             )
         return whole[-self.length - 1 :], count
 
     def _logits(self, model: nn.Module, rows: Sequence[Sequence[int]]) -> Tensor:
-        """Of rows of tokens, padded behind, which nothing before can see: `logits_BTV`."""
+        """Return `logits_BTV` of sequences of tokens, which are padded at the end."""
         longest = max(map(len, rows))
         tokens_BT = torch.tensor([[*row, *[self.end] * (longest - len(row))] for row in rows])
         logits_BTV: Tensor = model(tokens_BT.to(next(model.parameters()).device))
         return logits_BTV
 
     def _chosen(self, model: nn.Module, start: int, stop: int) -> dict[str, float]:
-        """By the likeliest choice, and by the likeliest for its length; a fixed number of passes."""
+        """Count correct choices by log-likelihood, with and without length normalization; a fixed number of passes."""
         pairs = [pair for item in self._pairs[start:stop] for pair in item]
         scores: list[float] = []
         for first in range(0, self.batch * self.width, self.rows):
@@ -394,15 +413,15 @@ class TaskFile:
                 scores.append(at_TV.gather(1, torch.tensor(ids[-count:], device=at_TV.device)[:, None]).sum().item())
         right, right_norm, at = 0, 0, 0
         for item in self.items[start:stop]:
-            own = scores[at : at + len(item.choices)]
+            item_scores = scores[at : at + len(item.choices)]
             at += len(item.choices)
-            normed = [score / len(choice) for score, choice in zip(own, item.choices, strict=True)]
-            right += own.index(max(own)) == item.right
-            right_norm += normed.index(max(normed)) == item.right
+            normed = [score / len(choice) for score, choice in zip(item_scores, item.choices, strict=True)]
+            right += item_scores.index(max(item_scores)) == item.correct_choice
+            right_norm += normed.index(max(normed)) == item.correct_choice
         return {"accuracy": float(right), "accuracy_norm": float(right_norm)}
 
-    def _answers(self, model: nn.Module, items: Sequence[Item]) -> list[str]:
-        """What the model says, greedily, to the end of a line or text."""
+    def _answers(self, model: nn.Module, items: Sequence[TaskItem]) -> list[str]:
+        """Return the greedily decoded answers, up to the end of a line or text."""
         rows = [(self._ids(item.prompt) or [self.end])[-self.length + self.answer_tokens :] for item in items]
         begun = [len(row) for row in rows]
         said = [""] * len(rows)

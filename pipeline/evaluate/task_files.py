@@ -1,9 +1,9 @@
-"""Tasks of an evaluation as files: jsonl, one item a line. The login node checks them, so nothing here is heavy.
+"""Task files of an evaluation: JSON Lines, one item per line. Imports no torch: the login node checks these files.
 
     {"prompt": "The capital of France is", "choices": ["Rome", "Paris"], "answer": 1}     multiple choice
     {"prompt": "Q: 3 + 4?\\nA:", "answer": "7"}                                           a free answer
 
-All lines of a file are of one kind. A blank stands between a prompt and a choice, unless the prompt ends with one.
+All lines of a file are of one kind. Prompt and choice are separated by a blank, unless the prompt ends with one.
 """
 
 from __future__ import annotations
@@ -20,57 +20,65 @@ LINE_FORMATS = '{"prompt": text, "choices": [two texts or more], "answer": numbe
 
 
 @dataclass(frozen=True)
-class Item:
-    """A question. `choices` is empty where the answer is free."""
+class TaskItem:
+    """A question. `choices` is empty if the answer is free."""
 
     prompt: str
     choices: tuple[str, ...]
-    right: int
-    """Which choice is right; means nothing of a free answer."""
+    correct_choice: int
+    """Index of the correct choice; unused for a free answer."""
     answer: str
-    """The right one."""
+    """Text of the correct answer."""
 
 
 def derive_task_names(files: Sequence[Path]) -> list[str]:
-    """How figures of each file begin: its name without its ending. Raises UserError where two are alike."""
-    found = [file.stem for file in files]
-    if twins := [name for name in found if found.count(name) > 1]:
-        raise UserError(f"evaluate.tasks: two files are called {twins[0]}, and figures have their names: rename one")
-    return found
+    """Return the prefix of each file's metrics: its name without suffix. Raises UserError if two are equal."""
+    names = [file.stem for file in files]
+    if duplicates := [name for name in names if names.count(name) > 1]:
+        raise UserError(
+            "evaluate.duplicate_task",
+            f"evaluate.tasks: two files are called {duplicates[0]}, and metrics have their names: rename one",
+        )
+    return names
 
 
-def read_task_file(file: Path) -> list[Item]:
-    """The items of a file. Raises UserError naming file and line of what is none."""
+def read_task_file(file: Path) -> list[TaskItem]:
+    """Return the items of a file. Raises UserError, with file and line, if a line is malformed."""
     try:
         with open_regular_file(file) as stream:
             items = [
-                _item(parse_json_or_none(line), f"{file}:{number}")
+                _parse_item(parse_json_or_none(line), f"{file}:{number}")
                 for number, line in enumerate(stream, 1)
                 if line.strip()
             ]
     except OSError as error:
-        raise UserError(f"evaluate.tasks: cannot read {file}: {error.strerror}") from error
+        raise UserError("evaluate.unreadable_task", f"evaluate.tasks: cannot read {file}: {error.strerror}") from error
     if not items:
-        raise UserError(f"evaluate.tasks: {file} has no items; a line is {LINE_FORMATS}")
+        raise UserError("evaluate.empty_task", f"evaluate.tasks: {file} has no items; a line is {LINE_FORMATS}")
     if len({bool(item.choices) for item in items}) > 1:
-        raise UserError(f"evaluate.tasks: {file} has items with and without choices: make two files of it")
+        message = f"evaluate.tasks: {file} has items with and without choices: split it into two files"
+        raise UserError("evaluate.mixed_task", message)
     return items
 
 
-def _item(value: Any, where: str) -> Item:
-    known = {"prompt", "choices", "answer"}
+def _parse_item(value: Any, where: str) -> TaskItem:
+    def malformed(problem: str) -> UserError:
+        return UserError("evaluate.malformed_item", f"evaluate.tasks: {where}: {problem}")
+
+    keys = {"prompt", "choices", "answer"}
     if not isinstance(value, dict) or not isinstance(value.get("prompt"), str):
-        raise UserError(f"evaluate.tasks: {where}: a line is {LINE_FORMATS}")
-    if odd := value.keys() - known:
-        raise UserError(f"evaluate.tasks: {where}: there is no key {min(odd)}; a line is {LINE_FORMATS}")
-    choices, answer = value.get("choices"), value.get("answer")
+        raise malformed(f"a line is {LINE_FORMATS}")
+    if unknown := value.keys() - keys:
+        raise malformed(f"there is no key {min(unknown)}; a line is {LINE_FORMATS}")
+    choices = value.get("choices")
+    answer = value.get("answer")
     if choices is None:
         if not isinstance(answer, str) or not answer.strip():
-            raise UserError(f"evaluate.tasks: {where}: answer should be a text; a line is {LINE_FORMATS}")
-        return Item(value["prompt"], (), 0, answer.strip())
-    texts = isinstance(choices, list) and len(choices) > 1 and all(isinstance(one, str) and one for one in choices)
-    if not texts:
-        raise UserError(f"evaluate.tasks: {where}: choices should be a list of two texts or more")
+            raise malformed(f"answer should be a text; a line is {LINE_FORMATS}")
+        return TaskItem(value["prompt"], (), 0, answer.strip())
+    are_texts = isinstance(choices, list) and len(choices) > 1 and all(isinstance(one, str) and one for one in choices)
+    if not are_texts:
+        raise malformed("choices should be a list of two texts or more")
     if type(answer) is not int or not 0 <= answer < len(choices):
-        raise UserError(f"evaluate.tasks: {where}: answer should be the number of a choice, 0 to {len(choices) - 1}")
-    return Item(value["prompt"], tuple(choices), answer, choices[answer])
+        raise malformed(f"answer should be the number of a choice, 0 to {len(choices) - 1}")
+    return TaskItem(value["prompt"], tuple(choices), answer, choices[answer])

@@ -106,8 +106,9 @@ def _zero_scales(parameter: Tensor) -> Tensor:
         in_rows = getattr(placement, "dim", 0) > 0
         if in_rows and (parameter.ndim > 2 or -(-parameter.shape[1] // size) % INT8_BLOCK):
             raise UserError(
+                "parallel.split_int8_block",
                 f"optimizer.state.moments int8: {INT8_BLOCK} entries of a row share a scale; rows of a parameter of "
-                f"shape {tuple(parameter.shape)} are cut elsewhere over {size} ranks: take bf16, or cut otherwise"
+                f"shape {tuple(parameter.shape)} are split elsewhere over {size} ranks. Use bf16, or another layout",
             )
     whole = torch.Size((len(parameter), -(-math.prod(parameter.shape[1:]) // INT8_BLOCK)))
     made = DTensor.from_local(scales, mesh, placements, run_check=False, shape=whole, stride=(whole[1], 1))
@@ -336,10 +337,11 @@ def make_custom_optimizer(
     optimizer = make([(name, parameter) for name, parameter in named if parameter.requires_grad], config)
     groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
     taken = {id(parameter) for group in groups for parameter in group["params"]}
-    if lacking := [name for name, parameter in named if parameter.requires_grad and id(parameter) not in taken]:
+    if missing := [name for name, parameter in named if parameter.requires_grad and id(parameter) not in taken]:
         raise UserError(
+            "model.incomplete_optimizer",
             "optimizer of model.target must return a torch.optim.Optimizer over all parameters that it is given; "
-            f"{lacking[0]} is in none of its groups"
+            f"{missing[0]} is in none of its groups",
         )
     for group in groups:
         group["lr_factor"] = group["lr"] / config.lr
@@ -366,19 +368,24 @@ def initialize_custom_state(optimizer: torch.optim.Optimizer) -> None:
     try:
         optimizer.step()
     except TypeError as error:
-        raise UserError(f"optimizer of model.target must make a step without a closure: {error}") from None
+        message = f"optimizer of model.target must perform a step without a closure: {error}"
+        raise UserError("model.optimizer_needs_closure", message) from None
     for group, values in zip(optimizer.param_groups, settings, strict=True):
         if kept := [key for key, value in _settings(group).items() if values.get(key) != value]:
             raise UserError(
+                "model.optimizer_state",
                 f"optimizer of model.target counts in its groups ({kept[0]}), which checkpoints do not hold: after a "
-                "stop it would not go on as before; let it keep a tensor in its state for each parameter"
+                "restart it would not continue as before. Keep a tensor in its state for each parameter",
             )
     optimizer.zero_grad(set_to_none=True)
     for parameter, values in zip(parameters, before, strict=True):
         parameter.copy_(values)
         for key, value in optimizer.state[parameter].items():
             if not isinstance(value, Tensor):
-                raise UserError(f"optimizer of model.target keeps {key}, no tensor, so checkpoints cannot hold it")
+                message = (
+                    f"optimizer of model.target has the state {key}, which is not a tensor: checkpoints cannot save it"
+                )
+                raise UserError("model.optimizer_state", message)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -387,7 +394,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     Raises UserError for what is no number: it may be the user's own.
     """
     if not isinstance(lr, int | float) or not math.isfinite(lr):
-        raise UserError(f"learning_rate of model.target must return a finite number; it returned {lr!r}")
+        message = f"learning_rate of model.target must return a finite number; it returned {lr!r}"
+        raise UserError("model.invalid_learning_rate", message)
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_factor", 1.0)
 
@@ -468,9 +476,11 @@ def _matching(patterns: Sequence[str], names: Collection[str]) -> set[str]:
     for pattern in patterns:
         matched = fnmatch.filter(names, pattern)
         if not matched:
-            there = shorten(", ".join(names), 300, placeholder=" …")
-            raise UserError(f"optimizer.freeze: {pattern!r} matches no parameter; there are {there}")
+            existing = shorten(", ".join(names), 300, placeholder=" …")
+            message = f"optimizer.freeze: {pattern!r} matches no parameter; there are {existing}"
+            raise UserError("model.no_such_parameter", message)
         found.update(matched)
     if found == set(names):
-        raise UserError("optimizer.freeze: all parameters match, so nothing would be trained: leave some out")
+        message = "optimizer.freeze: the patterns match all parameters, so that nothing would be trained: remove some"
+        raise UserError("model.all_frozen", message)
     return found

@@ -13,7 +13,7 @@ import pytest
 from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import ExitCode, UserError
 from pipeline.checkpoint.catalog import checkpoint_name, list_checkpoint_steps
-from pipeline.evaluate.evaluate_stage import wanted
+from pipeline.evaluate.evaluate_stage import select_steps
 from pipeline.run.directory import Run
 from pipeline.run.stages import load_stage_module
 from tests.support.ranks import run_ranks
@@ -128,8 +128,9 @@ def test_which_checkpoints_are_evaluated(trained: Run) -> None:
     assert evaluate(trained, 1)["step"] == steps[-1]
     assert load_stage_module("evaluate").missing_outputs(trained) is None
     for wrong in ("²", "-1", "22", ""):
-        with pytest.raises(UserError, match="--step"):
-            wanted(trained, wrong)
+        with pytest.raises(UserError) as caught:
+            select_steps(trained, wrong)
+        assert caught.value.code in ("cli.invalid_value", "checkpoint.no_such_step") and "--step" in str(caught.value)
 
 
 def test_a_result_of_another_checkpoint_does_not_count(trained: Run) -> None:

@@ -229,31 +229,34 @@ def test_a_free_answer_is_what_greedy_decoding_says(trained: Run, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("line", "code", "fact"),
     [
-        ("[]", r"task.jsonl:2: a line is"),
-        ('{"prompt": 3, "answer": "x"}', r"task.jsonl:2: a line is"),
-        ('{"prompt": "a", "choices": ["x"], "answer": 0}', "choices should be a list of two texts or more"),
-        ('{"prompt": "a", "choices": ["x", "y"], "answer": 2}', "the number of a choice, 0 to 1"),
-        ('{"prompt": "a", "choices": ["x", "y"], "answer": true}', "the number of a choice, 0 to 1"),
-        ('{"prompt": "a", "answer": " "}', "answer should be a text"),
-        ('{"prompt": "a", "answer": "b", "label": 1}', "there is no key label"),
-        ('{"prompt": "a", "answer": "b"}', "with and without choices: make two files"),
-        ('{"prompt": "a", "choices": ["x', "a line is"),
+        ("[]", "malformed_item", "task.jsonl:2"),
+        ('{"prompt": 3, "answer": "x"}', "malformed_item", "task.jsonl:2"),
+        ('{"prompt": "a", "choices": ["x"], "answer": 0}', "malformed_item", "choices"),
+        ('{"prompt": "a", "choices": ["x", "y"], "answer": 2}', "malformed_item", "0 to 1"),
+        ('{"prompt": "a", "choices": ["x", "y"], "answer": true}', "malformed_item", "0 to 1"),
+        ('{"prompt": "a", "answer": " "}', "malformed_item", "answer"),
+        ('{"prompt": "a", "answer": "b", "label": 1}', "malformed_item", "label"),
+        ('{"prompt": "a", "answer": "b"}', "mixed_task", "task.jsonl"),
+        ('{"prompt": "a", "choices": ["x', "malformed_item", "task.jsonl:2"),
     ],
 )
-def test_lines_that_are_no_items_are_named(tmp_path: Path, line: str, words: str) -> None:
+def test_malformed_items_are_reported_with_file_and_line(tmp_path: Path, line: str, code: str, fact: str) -> None:
     file = tmp_path / "task.jsonl"
     file.write_text('{"prompt": "a", "choices": ["x", "y"], "answer": 1}\n' + line)
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError) as caught:
         read_task_file(file)
+    assert caught.value.code == f"evaluate.{code}" and fact in str(caught.value)
 
 
-def test_tasks_are_looked_at_before_anything_is_made(tmp_path: Path) -> None:
+def test_task_files_are_checked_before_a_run_is_created(tmp_path: Path) -> None:
     run = make_run(tmp_path, "tiny", ("evaluate.tasks=missing.jsonl",))
-    with pytest.raises(UserError, match=r"evaluate.tasks: cannot read .*missing.jsonl: No such file"):
+    with pytest.raises(UserError) as caught:
         evaluate_stage.check_inputs(run)
-    with pytest.raises(UserError, match="two files are called a"):
+    assert caught.value.code == "evaluate.unreadable_task" and "missing.jsonl" in str(caught.value)
+    with pytest.raises(UserError) as caught:
         derive_task_names([Path("x/a.jsonl"), Path("y/a.jsonl")])
+    assert caught.value.code == "evaluate.duplicate_task"
     with pytest.raises(ConfigError, match=r"not with data\.held_out 0"):
         load_config(tmp_path / "tiny.yaml", ["evaluate.tasks=a.jsonl", "data.held_out=0"])

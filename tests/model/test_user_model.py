@@ -272,7 +272,7 @@ def test_an_optimizer_and_a_schedule_of_ones_own(tmp_path: Path) -> None:
             "Kind = Counting",
             r"optimizer of model\.target counts in its groups \(k\), which",
         ),
-        ("    matrices", lbfgs, r"optimizer of model\.target must make a step without a closure"),
+        ("    matrices", lbfgs, r"optimizer of model\.target must perform a step without a closure"),
         ('{"params": matrices}, ', "", r"optimizer of model\.target must return .* is in none of its groups"),
         ("config.lr / step", "None", r"learning_rate of model\.target must return a finite number; it returned None"),
     ):

@@ -291,16 +291,16 @@ def broken_node_rank(place: RankInfo, path: Path, what: str) -> str:
                 return "slept"
             health.check_all_ranks(world, group, hosts)
     except UserError as error:
-        return f"{error.exit_code.name}: {error}"
+        return f"{error.exit_code.name} {error.code}: {error}"
     return "passed"
 
 
 def test_the_check_at_the_start_names_what_is_broken(tmp_path: Path, data: Path) -> None:
     run = new_run(tmp_path, "node", data)
     host = os.uname().nodename
-    assert f"BAD_NODE: {host}" in run_ranks(1, broken_node_rank, run.path, "file system")[0]
-    assert "multiplies wrongly" in run_ranks(1, broken_node_rank, run.path, "device")[0]
-    assert "is in use by another program" in run_ranks(1, broken_node_rank, run.path, "port")[0]
+    assert f"BAD_NODE node.wrong_data: {host}" in run_ranks(1, broken_node_rank, run.path, "file system")[0]
+    assert "node.wrong_result" in run_ranks(1, broken_node_rank, run.path, "device")[0]
+    assert "is taken by another program" in run_ranks(1, broken_node_rank, run.path, "port")[0]
     words = run_ranks(3, broken_node_rank, run.path, "a rank that does not come")
-    assert words[0].startswith("BAD_NODE") and "rank 2 did not come" in words[0], words
+    assert words[0].startswith("BAD_NODE node.not_responding") and "rank 2" in words[0], words
     assert words[2] == "slept"

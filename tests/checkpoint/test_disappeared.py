@@ -1,7 +1,8 @@
-"""Checkpoints that went away: a purge, a link, a mount that is not there. A training never begins anew by itself."""
+"""Checkpoints that disappeared (purged, a link, a missing mount): a training never restarts from scratch by itself."""
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -26,18 +27,18 @@ STEPS = ("train.steps=4", "checkpoint.every_steps=2")
 
 
 @pytest.mark.parametrize("what", ["checkpoints", "checkpoints/*"])
-def test_no_training_begins_anew_by_itself(tmp_path: Path, what: str) -> None:
+def test_a_training_does_not_restart_from_scratch_if_its_checkpoints_disappear(tmp_path: Path, what: str) -> None:
     run = make_run(tmp_path, overrides=STEPS)
     assert run_ranks(2, stage_rank, run.path, "train") == [ExitCode.DONE] * 2
-    kept = run.metrics_file.read_bytes()
+    metrics = run.metrics_file.read_bytes()
     for folder in list(run.path.glob(what)):
         shutil.rmtree(folder)
-    words = f"step 4 was saved, and {run.checkpoints_dir} has no checkpoint"
-    assert words in str(load_stage_module("train").missing_outputs(run)), "status says so"
-    with pytest.raises(AssertionError, match=rf"(?s)CheckpointError: {words}.*to train from zero .* remove "):
+    message = str(load_stage_module("train").missing_outputs(run))
+    assert "step 4" in message and str(run.checkpoints_dir) in message and str(run.metrics_file) in message
+    with pytest.raises(AssertionError, match=f"CheckpointError: {re.escape(message)}"):
         run_ranks(2, stage_rank, run.path, "train")
-    assert run.metrics_file.read_bytes() == kept and not run.read_events("train", "began_anew")
-    run.metrics_file.unlink()  # the way out that is told
+    assert run.metrics_file.read_bytes() == metrics and not run.read_events("train", "began_anew")
+    run.metrics_file.unlink()  # as the message suggests
     assert describe_missing_checkpoints(run) is None
     assert run_ranks(2, stage_rank, run.path, "train") == [ExitCode.DONE] * 2
     assert find_newest_step(run.checkpoints_dir) == 4 and len(list(read_jsonl(run.metrics_file))) == 4
@@ -78,13 +79,13 @@ def test_a_corrected_config_is_no_leave_to_begin_anew(tmp_path: Path) -> None:
         assert corrected.path == run.path and describe_missing_checkpoints(corrected) is not None
 
 
-def test_damaged_checkpoints_alone_begin_nothing(tmp_path: Path) -> None:
-    """Nor is it said that something began; who removes what is told begins anew."""
+def test_a_training_does_not_start_from_scratch_if_all_checkpoints_are_damaged(tmp_path: Path) -> None:
+    """No event says that it started; after the user removed what the message names, it starts from scratch."""
     run = make_run(tmp_path, overrides=STEPS)
     assert run_ranks(2, stage_rank, run.path, "train") == [ExitCode.DONE] * 2
     for step in list_checkpoint_steps(run.checkpoints_dir):
         set_checkpoint_aside(run.checkpoints_dir, step)
-    with pytest.raises(AssertionError, match=r"(?s)no checkpoint is intact.* remove .*damaged-\* and .*metrics.jsonl"):
+    with pytest.raises(AssertionError, match=r"(?s)CheckpointError: .*remove .*damaged-\* and .*metrics.jsonl"):
         run_ranks(2, stage_rank, run.path, "train")
     assert not run.read_events("train", "began_anew")
     for folder in run.checkpoints_dir.glob("damaged-*"):
