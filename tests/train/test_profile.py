@@ -202,9 +202,9 @@ def test_what_was_profiled_is_told_later(four: Run) -> None:
     said = list(profile_steps(four, "", 0))
     assert len(said) == 4 and said[0].startswith("step-00000003: ") and "mean of 4 ranks" in said[0]
     assert sum(int(share.split()[-2]) for share in said[0].split("(")[0].split(",")) in range(97, 104)
-    with pytest.raises(UserError, match="is not training now; --steps 0"):
+    with pytest.raises(UserError, match="--steps 0"):
         next(profile_steps(four, "", 1))
-    with pytest.raises(UserError, match="--ranks 1;2: write ranks as 0,4-7"):
+    with pytest.raises(UserError, match="--ranks 1;2"):
         next(profile_steps(four, "1;2", 1))
     assert not four.profile_file.exists()
 
