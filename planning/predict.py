@@ -1,15 +1,12 @@
-"""How long collectives take: α seconds per hop and β per byte, for the algorithm and the links that a group has.
+"""Predict the step time of a training on a machine from first principles, in milliseconds and without torch.
 
-A ring over ranks of several nodes passes each node boundary once in each of its channels, so all ranks of the group in
-one node send through their own network cards together: r of them have r times one card's bandwidth, up to that of the
-links inside (Thakur, Rabenseifner and Gropp 2005; Hu et al., arXiv 2507.04786, for NCCL's).
-
-Step time of a training on a machine, from first principles: no torch, no measurement, milliseconds to compute.
-
-Each operator takes the longer of its arithmetic and its memory traffic (Williams, Waterman and Patterson 2009); each
-collective α·hops + bytes/β (collectives.py). A block's operators add up, forward and backward, to the durations with
-which the pipeline's own timeline is replayed (timeline.py). What runs beside computing costs what is longer than it.
-`Constants` are all that is fitted; docs/planning.md says to what, and how well that does.
+An operator takes the longer of its arithmetic and its memory traffic (Williams, Waterman and Patterson 2009). A
+collective takes α seconds per hop and β per byte. A ring over several nodes passes each node boundary once per channel,
+so r ranks of a group in one node have r times the bandwidth of one network card, up to that of the links inside
+(Thakur, Rabenseifner and Gropp 2005; Hu et al., arXiv 2507.04786, for NCCL). The durations of a block's forward and
+backward are the durations of the pipeline's actions, whose schedule is replayed (planning/timeline.py). Overlapping
+communication and computation take as long as the longer one. Only `Constants` are fitted; docs/planning.md lists the
+data and the accuracy.
 """
 
 from __future__ import annotations
@@ -27,33 +24,33 @@ from planning.workload import Workload
 
 @dataclass(frozen=True)
 class CommGroup:
-    """Ranks that talk: how many, and how many of them share a node."""
+    """A group of ranks that communicate: how many, and how many of them share a node."""
 
     ranks: int
     in_node: int
 
     @classmethod
     def of(cls, ranks: int, stride: int, machine: Machine) -> CommGroup:
-        """The group of `ranks` ranks with numbers `stride` apart."""
+        """Return the group of `ranks` ranks whose numbers are `stride` apart."""
         return cls(ranks, max(1, min(ranks, machine.gpus_per_node // stride)))
 
     @property
     def nodes(self) -> int:
-        """Nodes that it is on."""
+        """Number of nodes of the group."""
         return ceil(self.ranks / self.in_node)
 
 
 def ring_bandwidth(group: CommGroup, machine: Machine, share: float = 1.0) -> float:
-    """Bytes per second that a rank of a ring sends; `share`: what protocols leave of the links' figures."""
+    """Return the bytes per second that a rank of a ring sends; `share`: achievable share of a link's bandwidth."""
     if group.nodes == 1:
         return machine.inside.bandwidth * share
     return min(machine.inside.bandwidth, machine.between.bandwidth * group.in_node) * share
 
 
 def all_gather_time(size: float, group: CommGroup, machine: Machine, share: float = 1.0) -> float:
-    """Seconds of an all-gather, or a reduce-scatter, of `size` bytes (the whole, not a shard), by a ring.
+    """Return the seconds of a ring all-gather or reduce-scatter of `size` bytes (of the whole, not of a shard).
 
-    Its latency: every hop of a node's ring, and between nodes a tree's, which NCCL has taken for many nodes since 2.23.
+    Latency: each hop of the ring inside a node; between nodes, those of a tree (NCCL since 2.23).
     """
     if group.ranks == 1:
         return 0.0
@@ -62,12 +59,12 @@ def all_gather_time(size: float, group: CommGroup, machine: Machine, share: floa
 
 
 def all_reduce_time(size: float, group: CommGroup, machine: Machine, share: float = 1.0) -> float:
-    """Seconds of an all-reduce of `size` bytes: a reduce-scatter and an all-gather."""
+    """Return the seconds of an all-reduce of `size` bytes: a reduce-scatter and an all-gather."""
     return 2 * all_gather_time(size, group, machine, share)
 
 
 def send_time(size: float, neighbours: CommGroup, machine: Machine, share: float = 1.0) -> float:
-    """Seconds of a message to the next rank of a group."""
+    """Return the seconds of a message to the next rank of a group."""
     link = machine.between if neighbours.in_node == 1 else machine.inside
     return (link.latency + size / (link.bandwidth * share)) * (neighbours.ranks > 1)
 
@@ -80,7 +77,7 @@ TILE = 128 * 256
 
 @dataclass(frozen=True)
 class Constants:
-    """What data sheets do not say. Fitted by `python -m benchmarks.plan`, which starts at what is known of kernels."""
+    """Factors that data sheets do not contain, fitted by `python -m benchmarks.plan`."""
 
     matmul: float = 0.87
     """Share of `achievable` that products of a training get: real values heat more, shapes are no ideal ones."""
@@ -132,7 +129,7 @@ class StepPrediction:
 
 @dataclass(frozen=True)
 class RankModel:
-    """A workload on a machine: durations of the pieces of its step."""
+    """The durations of the parts of a step on one rank of a machine."""
 
     work: Workload
     machine: Machine
@@ -140,25 +137,27 @@ class RankModel:
 
     @property
     def tokens(self) -> float:
-        """Of one micro-batch."""
+        """Tokens of one micro-batch."""
         return self.work.micro_batch * self.work.sequence / self.work.context
 
     @property
     def call(self) -> float:
-        """Host time of a collective of tensor parallelism, ZeRO 3 or a pipeline, where it was measured."""
+        """Host time of a collective of tensor parallelism, ZeRO 3 or a pipeline; 0 unless it was measured."""
         return self.machine.measured.call if self.machine.measured else 0.0
 
     def group(self, ranks: int, stride: int) -> CommGroup:
-        """So many ranks, with numbers so far apart."""
+        """Return the group of `ranks` ranks whose numbers are `stride` apart."""
         return CommGroup.of(ranks, stride, self.machine)
 
     def moved(self, size: float) -> float:
-        """Seconds in which `size` bytes are read or written."""
+        """Return the seconds to read or write `size` bytes of memory."""
         return size / (self.machine.bandwidth * self.constants.memory)
 
     def product(self, rows: float, columns: float, inner: float, precision: str) -> float:
-        """Seconds of a matrix product; on average half of a last wave of tiles is idle."""
-        mature = self.machine.attention.portable == self.machine.attention.native  # any framework's kernels are as good
+        """Return the seconds of a matrix product. On average, half of the last wave of tiles is idle."""
+        mature = (
+            self.machine.attention.portable == self.machine.attention.native
+        )  # all frameworks' kernels are equally fast
         native = 1.0 if self.work.native or mature else self.constants.portable
         rate = self.machine.rate(precision) * self.constants.matmul * native
         waves = 0.5 * self.machine.multiprocessors * TILE + rows * columns
@@ -167,7 +166,7 @@ class RankModel:
         return max(2 * waves * inner / rate, self.moved(size))
 
     def attention(self) -> float:
-        """Forward of one block; backward takes 2.5 times as many FLOPs (Dao, arXiv 2307.08691, section 3.1.2)."""
+        """Return the seconds of one forward. Backward takes 2.5 times the FLOPs (arXiv 2307.08691, section 3.1.2)."""
         work, figures = self.work, self.machine.attention
         rate = (figures.native if work.native else figures.portable) * self.constants.attention
         rate *= 1.25 * work.head / (work.head + 32) / (1 + 512 / work.sequence)  # exponentials; blocks half masked
@@ -175,7 +174,7 @@ class RankModel:
         return 2 * self.tokens * work.sequence * work.heads * work.head / work.tensor / rate + self.moved(moved)
 
     def between(self) -> float:
-        """What is between products in the forward of one block: norms, sums, activation, rotation, casts."""
+        """Return the seconds between the products of one block's forward: norms, sums, activation, rotation, casts."""
         work = self.work
         stream = work.hidden / (work.tensor if work.split_sequence else 1)
         acted = (work.matrices if work.matrices == 3 else 2) * work.ffn * work.active
@@ -187,17 +186,17 @@ class RankModel:
         return self.moved(size * self.tokens)
 
     def launches(self) -> float:
-        """Host time of one block's forward."""
+        """Return the host time of one block's forward in seconds."""
         kernels = (20 if self.work.fused else 45) + 10 * (self.work.tensor > 1) + 10 * (self.work.zero == 3)
         return kernels * self.constants.launch
 
     def block(self, trained: float = 1.0) -> tuple[float, float]:
-        """Computing of one block, of which so much is trained: forward, backward with what is made again."""
+        """Return the computing time of a block: forward, and backward with recomputation. `trained`: trained share."""
         shapes, precision = self.work.products, self.work.precision
         forward = sum(self.product(m, n, k, precision) * times for m, n, k, times in shapes)
         inputs = sum(self.product(m, k, n, precision) * times for m, n, k, times in shapes)
         weights = sum(self.product(k, n, m, precision) * times for m, n, k, times in shapes)
-        m, n, k, times = shapes[-1]  # which no backward wants again
+        m, n, k, times = shapes[-1]  # not needed again by any backward
         attention, between = self.attention(), self.between()
         again = {"attention": attention, "selective": between, "half": between + forward / 2}
         again["full"] = between + forward - self.product(m, n, k, precision) * times + attention
@@ -206,11 +205,11 @@ class RankModel:
         return first, self.with_host(second, 2 * self.launches())
 
     def with_host(self, kernels: float, host: float) -> float:
-        """Seconds of both: a GPU works while the host goes ahead, a CPU is the host."""
+        """Return the seconds of kernels and host time: concurrent on a GPU, one after the other on a CPU."""
         return kernels + host if self.machine.cores else max(kernels, host)
 
     def head(self) -> tuple[float, float]:
-        """Output layer and loss: forward, backward."""
+        """Return the seconds of output layer and loss: forward, backward."""
         work, columns = self.work, self.work.vocab / self.work.tensor
         precision = work.precision if work.precision == "fp32" else "bf16"
         shape = (self.tokens, columns, float(work.hidden))
@@ -221,14 +220,14 @@ class RankModel:
         return self.product(m, n, k, precision) + loss / 2, inputs + weights + loss / 2
 
     def tensor(self) -> float:
-        """Communication of one block's forward between tensor parallel ranks that nothing hides; backward as much."""
+        """Return the exposed tensor parallel communication of one block's forward; backward has as much."""
         work, group = self.work, self.group(self.work.tensor, 1)
         size = self.tokens * work.hidden * work.low_bytes
         time = 4 * (all_gather_time(size, group, self.machine, self.constants.link) + self.call * (work.tensor > 1))
         return time * (1 - self.constants.hidden if work.hide_tensor else 1)
 
     def sent(self) -> float:
-        """One message between pipeline stages, where the rank waits for it."""
+        """Return the seconds of a message between pipeline stages that the rank waits for."""
         work = self.work
         size = self.tokens * work.hidden * work.low_bytes / (work.tensor if work.split_sequence else 1)
         stride = work.tensor * work.context * work.data
@@ -236,7 +235,7 @@ class RankModel:
         return send_time(size, neighbours, self.machine, self.constants.link) + self.call
 
     def update(self) -> float:
-        """Gathering of Muon's matrices, gradients and momenta, in fp32."""
+        """Return the seconds to gather Muon's matrices, gradients and momenta in fp32."""
         work, link = self.work, self.constants.link
         size = 12 * max(self.by_rank(work.shares)) * (work.attention_weights + work.expert_weights)
         shards = self.group(work.shard if work.zero else 1, work.tensor)
@@ -244,39 +243,39 @@ class RankModel:
         return (time + all_gather_time(size, self.group(work.tensor, 1), self.machine, link)) * work.orthogonal
 
     def by_rank(self, values: Sequence[float]) -> list[float]:
-        """Of each pipeline rank the sum of its blocks' values, as if every rank had as many blocks."""
+        """Return the sum of the blocks' values of each pipeline rank, scaled as if all had equally many blocks."""
         work, ends = self.work, (0, *accumulate(self.work.stages))
         stages = [values[start:end] for start, end in pairwise(ends)]
         ranks = ([one for stage in stages[rank :: work.pipeline] for one in stage] for rank in range(work.pipeline))
         return [work.layers / work.pipeline * (sum(rank) / max(1, len(rank))) for rank in ranks]
 
     def block_weights(self) -> float:
-        """Of one block, after tensor and expert parallelism."""
+        """Return the weights of one block per rank, after tensor and expert parallelism."""
         work = self.work
         return (work.attention_weights + work.expert_weights * max(1, work.experts) / work.expert) / work.tensor
 
     @cached_property
     def trained_weights(self) -> float:
-        """Of the pipeline rank that trains most, after tensor and expert parallelism."""
+        """Weights of the pipeline rank that trains most, after tensor and expert parallelism."""
         work, block, blocks = self.work, self.block_weights(), self.by_rank(self.work.shares)
         table = work.vocab * work.hidden / work.tensor
         return max(block * share + table * sum(work.tables(rank)) for rank, share in enumerate(blocks))
 
     def talk(self, size: float, calls: float = 1.0) -> float:
-        """Of an all-gather or a reduce-scatter: FSDP copies to join weights before, or part them after it."""
+        """Return the seconds of an all-gather or reduce-scatter of FSDP, including its copies on CPUs."""
         copied = self.moved(2 * size) if self.machine.cores else 0.0
         group = self.group(self.work.shard * self.work.context, self.work.tensor)
         return all_gather_time(size, group, self.machine, self.constants.link) + copied + calls * self.call
 
 
 Others = Callable[[RankModel, float], float]
-"""Of a rank, and the computing of a block's forward."""
+"""Returns extra exposed communication of a block's forward, from a rank and the forward's computing time."""
 
 
 def replay_step(
     schedule: str, ranks: int, virtual: int, batches: int, forward: tuple[float, ...], backward: tuple[float, ...]
 ) -> tuple[list[list[tuple[Action, float]]], Callable[[Action], float], int]:
-    """The first rounds of a step: each rank's actions with their starts, how long one takes, and the micro-batches."""
+    """Return each rank's timed actions of the first rounds, the duration function, and the replayed micro-batches."""
     turn = batches // max(1, batches // ranks)
     most = min(batches, REPLAYED * turn + batches % turn)
     half = {"F": 0.0, "B": 1.0, "I": 0.5, "W": 0.5}
@@ -291,7 +290,7 @@ def replay_step(
 def _pipeline_span(
     schedule: str, ranks: int, virtual: int, batches: int, forward: tuple[float, ...], backward: tuple[float, ...]
 ) -> tuple[float, float]:
-    """Of one step: the time from its start to its end, and the busy time of its busiest rank."""
+    """Return the duration of one step, and the busy time of its busiest rank."""
     done, duration, most = replay_step(schedule, ranks, virtual, batches, forward, backward)
     starts = [made[0][1] for made in done]
     ends = [made[-1][1] + duration(made[-1][0]) for made in done]
@@ -305,9 +304,9 @@ def _pipeline_span(
 def predict_step(
     work: Workload, machine: Machine, constants: Constants = DEFAULT, others: Others = lambda rank, forward: 0.0
 ) -> StepPrediction:
-    """Step time and what it is made of. Raises UserError where the machine lacks the precision.
+    """Predict the step time and its parts. Raises UserError if the machine does not support the precision.
 
-    `others`: seconds that a block's forward waits for communication beyond Sluice's (benchmarks/others.py).
+    `others`: seconds that a block's forward waits for communication that Sluice does not have (benchmarks/others.py).
     """
     rank, stages = make_rank_model(work, machine, constants), work.stages
     constants, first, micro = rank.constants, work.trained_from, work.micro_batches
@@ -321,11 +320,11 @@ def predict_step(
     data, alone = _data(rank)
     # each micro-batch gathers, or reduces, every block while its neighbour computes
     gathered = rank.talk(rank.block_weights() * work.low_bytes) * work.gathers_blocks
-    forward, wait = _beside(forward, gathered, constants)
+    forward, wait = _overlap(forward, gathered, constants)
     kinds = {}  # of a block's backward: seconds, how many of them wait, and those of what is sent
     for share, (_, backward) in computing.items():
         sent = rank.talk(rank.block_weights() * work.reduce_bytes * share) * work.reduces_blocks * (share > 0)
-        kinds[share] = *_beside(backward, gathered + sent, constants), gathered + sent
+        kinds[share] = *_overlap(backward, gathered + sent, constants), gathered + sent
     blocks = [kinds[share] for share in work.shares]
     passed = [blocks[max(first, start) : end] for start, end in pairwise((0, *accumulate(stages)))]
     exposed = (wait * work.layers + sum(wait for _, wait, _ in blocks[first:])) / work.pipeline * micro
@@ -339,7 +338,7 @@ def predict_step(
         span, busy = _pipeline_span(work.schedule, work.pipeline, work.virtual_stages, micro, ahead, back)
     else:
         span = busy = micro * (sum(ahead) + sum(back))
-    if machine.ranks_per_core > 1:  # whoever waits leaves its core to others
+    if machine.ranks_per_core > 1:  # a waiting rank leaves its core to others
         span = max(span, machine.ranks_per_core * micro * (sum(ahead) + sum(back)) / work.pipeline)
     if work.hide_data and machine.cores is None:
         sent = gathered * work.layers + sum(sent for *_, sent in blocks[first:])
@@ -363,7 +362,7 @@ def predict_step(
 
 
 def make_rank_model(work: Workload, machine: Machine, constants: Constants = DEFAULT) -> RankModel:
-    """A rank; figures that were measured on this machine are reached, whatever `constants` say."""
+    """Return the model of a rank. Measured figures of the machine are used unscaled, regardless of `constants`."""
     if machine.measured is not None:
         beside = 1.0 if machine.cores else constants.beside  # a CPU adds up and copies what it sends
         constants = replace(constants, matmul=1.0, portable=1.0, attention=1.0, memory=1.0, link=1.0, beside=beside)
@@ -371,14 +370,14 @@ def make_rank_model(work: Workload, machine: Machine, constants: Constants = DEF
     return RankModel(work, machine, constants)
 
 
-def _beside(compute: float, communication: float, constants: Constants) -> tuple[float, float]:
-    """Computing with communication beside it: how long both take, and how much of that is waiting."""
+def _overlap(compute: float, communication: float, constants: Constants) -> tuple[float, float]:
+    """Return the seconds of computation overlapped with communication, and how much of them is waiting."""
     slow = compute + constants.beside * min(compute, communication)
     return max(slow, communication), max(0.0, communication - slow)
 
 
 def _data(rank: RankModel) -> tuple[float, float]:
-    """Data parallel communication of a step besides what the blocks send: once, and what nothing runs beside."""
+    """Return the data parallel communication of a step outside the blocks: overlapping, and not overlapping."""
     work, machine, link = rank.work, rank.machine, rank.constants.link
     reduced = rank.trained_weights * work.reduce_bytes
     if not work.zero:
@@ -390,9 +389,9 @@ def _data(rank: RankModel) -> tuple[float, float]:
     calls = sum(share > 0 for share in work.shares) / work.pipeline + sum(tables)
     once += rank.talk(reduced, calls) * (not work.reduces_blocks)
     once += all_reduce_time(reduced / shards, rank.group(work.replicate, work.tensor * shards), machine, link)
-    # an embedding's weights are the first to be wanted, its gradients the last to come: nothing runs beside them
+    # the embedding's weights are needed first, its gradients come last: neither overlaps with computation
     gathers, reduces = work.micro_batches, int(tables[0])
-    if machine.cores:  # nor beside anything else: it is wanted for backward, too, and so is the output layer's
+    if machine.cores:  # nothing overlaps on CPUs: it is also needed for backward, as is the output layer's
         gathers *= len(tables) + (work.trained_from == 0)
         reduces = work.micro_batches * sum(tables)
     alone = gathers * rank.talk(table * work.low_bytes) * work.gathers_blocks

@@ -1,14 +1,12 @@
-"""`plan CONFIG --rehearse RANK`: one rank of the real run, built and stepped here, without its values and its peers.
+"""Rehearse one rank of a run on this machine, without values and peers: `plan CONFIG --rehearse RANK`.
 
-The engine that trains is the one that is rehearsed (pipeline/train/engine.py), with torch's own parallel code. Tensors
-are torch's fake ones (`FakeTensorMode`: shape, type, device, no memory), collectives those of a fake process group that
-answers at once: so one core is any rank of 16,384, and what would fail there after a day in the queue fails here. Two
-steps are made; the second one is told, for the first also sets up.
+The real training engine (pipeline/train/engine.py) is built and runs two steps, so an error that would otherwise
+appear after a day in the queue appears here. Tensors are torch's fake ones (`FakeTensorMode`: shape, type and device,
+but no memory), and collectives are those of a fake process group, which returns at once. One core can therefore be any
+rank of 16,384. The second step is reported, because the first one also sets up.
 
-What only values could tell is stood in for, in `_stand_ins`: a number that is asked of a tensor is 1 or 0, DDP keeps
-its first buckets (torch sends the order of new ones), a pipeline stage is told the shapes that its neighbours would
-have sent, and groups of other ranks are not made. Kernels are those of the CPU, not compiled, and what they take
-inside, and fragmentation, is not seen.
+`_stand_ins` replaces what needs values or peers. Kernels are those of the CPU and are not compiled; their workspace
+and fragmentation are not counted.
 """
 
 from __future__ import annotations
@@ -63,7 +61,7 @@ _OPERATIONS = {
 
 
 class _Storage:
-    """Memory of one or several tensors."""
+    """The memory of one or several tensors."""
 
     def __init__(self) -> None:
         self.size, self.kind = 0, KINDS[-1]
@@ -88,14 +86,14 @@ class TensorAccount(TorchDispatchMode):
         """Calls and bytes that this rank sends with ring algorithms, by group, its number of ranks, and operation."""
 
     def by_kind(self) -> dict[str, int]:
-        """Bytes at the peak by what they are for."""
+        """Return the bytes at the peak by kind."""
         found = dict.fromkeys(KINDS, 0)
         for storage, size in self._at_peak:
             found[storage.kind] += size
         return found
 
     def is_for(self, kind: str, tensor: Any) -> None:
-        """Say what a tensor is for."""
+        """Set the kind of a tensor."""
         if (
             isinstance(tensor, Tensor)
             and (one := self._live.get(local_tensor(tensor).untyped_storage()._cdata)) is not None
@@ -144,11 +142,11 @@ class TensorAccount(TorchDispatchMode):
         return result
 
     def counts(self, tensor: Tensor) -> bool:
-        """Whether it takes memory: wrappers of others take none, and DTensor asks for shapes with fake ones."""
+        """Return whether a tensor takes memory. Wrappers do not, nor do fake tensors for shape inference of DTensor."""
         return not (tensor.is_meta or isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor))
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Do what an operator does."""
+        """Run an operator."""
         return func(*args, **kwargs)
 
     def _sends(self, operation: str, args: Any, results: Any) -> None:
@@ -191,7 +189,7 @@ class _Fake(TensorAccount):
         return work if len(func._schema.returns) == 1 else (args[0], work)
 
     def _held_until_waited_for(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A real collective keeps what it reads until somebody waits for what it gives; that is no copy."""
+        """Keep the input of a collective until its result is waited for, as a real one does; this is not a copy."""
         if func is torch.ops._c10d_functional.wait_tensor.default:
             self._held.pop(args[0].untyped_storage()._cdata, None)
             return args[0]
@@ -201,7 +199,7 @@ class _Fake(TensorAccount):
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """All tensors of a tensor, a list, or a list of lists."""
+    """Return all tensors of a tensor, a list, or a list of lists."""
     if isinstance(value, Tensor):
         return [value]
     return [tensor for part in value for tensor in _tensors(part)] if isinstance(value, list | tuple) else []
@@ -209,7 +207,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 @contextmanager
 def _stand_ins(account: _Fake, config: Config, layout: Layout) -> Iterator[None]:
-    """What is done otherwise than on a real rank, because it asks for values or for peers."""
+    """Replace what needs values or peers inside the block."""
 
     def outside(function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -274,7 +272,8 @@ def _told_by_neighbours(config: Config, layout: Layout) -> Iterator[None]:
         from torch.distributed.pipelining._utils import _TensorMeta
         from torch.distributed.pipelining.stage import PipelineStage, _StageBackwardMeta, _StageForwardMeta
     except ImportError as error:
-        raise UserError(f"--rehearse: pipelines need torch 2.13; this is {torch.__version__} ({error})") from error
+        message = f"--rehearse: pipelines require torch 2.13, but this is {torch.__version__} ({error})"
+        raise UserError("plan.torch_too_old", message) from error
     shards = layout.tp if layout.sequence_parallel else 1
     shape = hidden_state_shape(config.model, config.train.micro_batch, config.data.sequence_length, shards)
     dtype = DTYPES.get(config.train.precision, torch.float32) if layout.fsdp else torch.float32
@@ -309,7 +308,7 @@ def account_step(engine: Any, account: TensorAccount, step: int, batch: dict[str
 
 
 class Progress:
-    """Says on stderr what a rehearsal does, and every few seconds how long it has done so."""
+    """Prints the phase of a rehearsal to stderr, and every few seconds its duration."""
 
     EVERY_S = 10.0
 
@@ -326,7 +325,7 @@ class Progress:
         self._thread.join()
 
     def begin(self, phase: str) -> None:
-        """Say that `phase` begins."""
+        """Print that `phase` starts."""
         self._phase = phase
         self._print()
 
@@ -348,14 +347,16 @@ def rehearse_rank(
     size, layout = config.stages.train.ranks, resolve_layout(config)
     if not 0 <= rank < size:
         raise UserError(
-            f"--rehearse {rank}: ranks are numbered from 0 to {size - 1} (stages.train: nodes × tasks_per_node)"
+            "plan.no_such_rank",
+            f"--rehearse {rank}: ranks are numbered from 0 to {size - 1} (stages.train: nodes × tasks_per_node)",
         )
     if config.model.target is not None:
-        raise UserError("--rehearse: a model of your own is not rehearsed: what it takes is known from its data alone")
+        raise UserError("plan.unsupported_model", "--rehearse supports only the decoder, not model.target")
     if config.optimizer.state.master == "none":
         raise UserError(
-            "--rehearse: optimizer.state.master none is not rehearsed, for torch gives no parameter a fake tensor as "
-            "its data; with master fp32, which may be rehearsed, weights between steps take twice as much"
+            "plan.unsupported_option",
+            "--rehearse does not support optimizer.state.master none, because torch parameters cannot have fake data; "
+            "rehearse with master fp32, whose weights between steps take twice as much memory",
         )
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -385,7 +386,8 @@ def rehearse_rank(
         own = [at for at in extract_tb(error.__traceback__) if "site-packages" not in at.filename]
         where = next((at for at in reversed(own) if at.filename != __file__), own[-1])
         place = f"{Path(where.filename).name}:{where.lineno}"
-        raise UserError(f"rank {rank} fails in {where.name} ({place}): {type(error).__name__}: {error}") from error
+        message = f"rank {rank} fails in {where.name} ({place}): {type(error).__name__}: {error}"
+        raise UserError("plan.rank_fails", message) from error
     finally:
         dist.destroy_process_group()
     return account
@@ -436,6 +438,7 @@ def describe_rehearsal(config: Config, rank: int) -> Iterator[str]:
     room = (config.site.gpu_memory_gib or math.inf) * 2**30
     if account.peak > room and not config.parallel.offload:
         raise UserError(
+            "plan.not_enough_memory",
             f"rank {rank} needs {account.peak / GB:.1f} GB for its tensors, and a GPU has {room / GB:.1f} "
-            f"({config.site.gpu_memory_gib:g} GiB, by --machine or site.gpu_memory_gib)"
+            f"({config.site.gpu_memory_gib:g} GiB, by --machine or site.gpu_memory_gib)",
         )
