@@ -20,7 +20,7 @@ from pipeline.base.errors import UserError
 from pipeline.config.masking import mask_secrets
 from pipeline.config.sections import Config
 from pipeline.run import stages
-from pipeline.run.changes import describe_changes
+from pipeline.run.changes import changeable_keys, describe_changes
 from pipeline.run.directory import Run
 from pipeline.run.points import create_points, list_points
 from slurm.query.capacity import check_limits
@@ -40,9 +40,7 @@ def resume(
     scripts: Annotated[bool, typer.Option("--scripts", help="with --dry-run: also print the sbatch scripts")] = False,
     executor: Annotated[Executor, typer.Option(help="where to run; auto: where the run was before")] = "auto",
 ) -> None:
-    """Continue a run; may change parallel.*, stages.*, site.*, recovery.*, publish.*, track.*,
-    checkpoint.*, data.max_rejected, data.verify, data.mixture.weights, evaluate.every, model.init_files, run.name,
-    run.root, train.log_every, train.profile_every, and enlarge train.steps; before a training has saved, any key."""
+    """Continue a run, also with a changed config."""
     if scripts and not dry_run:
         raise UserError("cli.conflict", "--scripts requires --dry-run")
     opened = Run.open(run)
@@ -68,6 +66,12 @@ def resume(
             opened.copy_code()
             opened.event("code_updated", commit=opened.commit)
     start_run(opened, chosen, is_resumed=True)
+
+
+resume.__doc__ = (
+    "Continue a run, also with a changed config. KEY=VALUE may change "
+    f"{', '.join(changeable_keys())}, and increase train.steps; before a training has saved a checkpoint, any key."
+)
 
 
 class PreviewChain(Chain):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Container, Iterator, Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -25,7 +24,6 @@ from pipeline.config.masking import describe_exposed_setup, mask_secrets
 from pipeline.config.read import dump_config, load_config
 from pipeline.config.sections import Config
 from pipeline.config.site import SiteConfig
-from pipeline.config.stages import STAGES
 from pipeline.config.types import parse_time_limit
 from pipeline.config.user_model import resolve_user_model
 from pipeline.data.manifest import format_training_length
@@ -189,8 +187,10 @@ def _warn_of_short_time_limits(run: Run) -> Iterator[str]:
 
 def describe_inputs(run: Run) -> Iterator[str]:
     """Yield the number and size of the input files, unless they were read already or are inside a container."""
+    from data_prep.prepare import open_data_folder
+
     try:
-        files = import_module(STAGES["prepare"].module).folder_of(run).named()
+        files = open_data_folder(run).named()
         size = sum(map(os.path.getsize, files))
     except (UserError, OSError):
         return
