@@ -74,7 +74,7 @@ def check_job_environment(site: SiteConfig, env: Mapping[str, str]) -> None:
     mode = stat.S_IMODE(found.st_mode)
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or mode not in _PRIVATE:
         raise UserError(
-            "site.exposed_secrets", f"{_describe_exposure(path)} (its owner is uid {found.st_uid}, its mode {mode:o})"
+            "site.secrets_readable", f"{_describe_exposure(path)} (it is of uid {found.st_uid}, mode {mode:o})"
         )
 
 
