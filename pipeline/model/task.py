@@ -1,9 +1,8 @@
-"""What a training trains, behind one door: the decoder on tokens, or a model of the user's own on arrays.
+"""What a training needs to know about its model: the decoder on tokens, or a custom model on arrays.
 
-The engine composes the parallelisms, the trainer the loop, the evaluator the sums; all that they need to know of the
-model is here: how a part of it is built, cut, filled and named, what it takes of a batch, what the loss is. A batch is
-what the loader gives, a dict of arrays: for the decoder `tokens` (int64, shape (B, sequence_length + 1)) and, of
-prompts and dialogues, `mask` (uint8, the same shape).
+The engine composes the parallelisms, the trainer runs the loop and the evaluator sums results. All of them use a
+`Task` to build, parallelize and initialize the model, to read a batch and to compute the loss. A batch is a dict of
+arrays from the data loader. `DecoderTask` trains the decoder, `CustomModelTask` a model of the user's module.
 """
 
 from __future__ import annotations
@@ -376,8 +375,9 @@ class CustomModelTask(Task):
         for name, parameter in part.named_parameters():
             if not isinstance(parameter, DTensor):
                 raise UserError(
-                    f"tensor_plan of {self.facts.target} says nothing of {name}; "
-                    "pipeline.tensor_parallel.Replicated() keeps a module whole on all ranks"
+                    "model.incomplete_tensor_plan",
+                    f"tensor_plan of {self.facts.target} does not cover {name}; "
+                    "pipeline.tensor_parallel.Replicated() keeps a module whole on all ranks",
                 )
 
     @torch.no_grad()
@@ -394,7 +394,7 @@ class CustomModelTask(Task):
                 parameter.zero_()
 
     def _initial(self, name: str, shape: torch.Size, device: torch.device) -> Tensor:
-        """The whole parameter's initial values: fp32."""
+        """Return the initial values of a whole parameter: fp32."""
         seed = self.config.run.seed
         if "init" in self.facts.names:  # which may copy from anywhere, and knows the CPU only
             values = torch.empty(shape, dtype=torch.float32, device="cpu")
@@ -440,7 +440,10 @@ class CustomModelTask(Task):
                 )
             raise
         if not isinstance(loss, Tensor) or loss.ndim:
-            raise UserError(f"loss of {self.facts.target} must return a tensor without dimensions: the batch's sum")
+            raise UserError(
+                "model.wrong_loss",
+                f"loss of {self.facts.target} must return a tensor without dimensions: the batch's sum",
+            )
         self._is_sum = self._is_sum or self._check_sum(outputs, batch)
         return loss.float()
 
@@ -481,7 +484,9 @@ class CustomModelTask(Task):
             return self._print_unchecked("it draws random numbers")
         if losses.has_constant and not losses.is_mean and len(arrays) < len(leaves):
             return self._print_unchecked("outputs have a number that is of no single sample")
-        raise UserError(self._describe_wrong_sum(losses, max(len(leaf) for leaf in arrays) // count))
+        raise UserError(
+            "model.loss_not_a_sum", self._describe_wrong_sum(losses, max(len(leaf) for leaf in arrays) // count)
+        )
 
     def _print_unchecked(self, reason: str) -> bool:
         print(f"{self.facts.target}: whether its loss is a sum over samples was not checked: {reason}")
@@ -508,10 +513,10 @@ class CustomModelTask(Task):
                 f"Sluice called it with {some}, to check that it is a sum over samples; with the whole micro-batch it "
                 f"did not fail. {_ANY_NUMBER}"
             )
-            raise UserError(make_printable(message)) from error
+            raise UserError("model.loss_fails", make_printable(message)) from error
 
     def _describe_wrong_sum(self, losses: _Losses, rows_per_sample: int) -> str:
-        """What is wrong with a loss that is not the sum of its samples' losses, and what to do."""
+        """Describe what is wrong with a loss that is not the sum of its samples' losses, and what to do."""
         name = f"loss of {self.facts.target}"
         compared = (
             f"{len(losses.each)} samples (the first one twice) have {losses.together:.6g} together and "
@@ -576,7 +581,7 @@ class _Made(TorchFunctionMode):
 
 
 def build_user_model(target: str, module: ModuleType, options: dict[str, Any], layers: range) -> nn.Module:
-    """The part of a user's model with these blocks, on `meta`.
+    """Build the part of a custom model that has these blocks, on the `meta` device.
 
     Raises UserError for weights that it loads, which would be lost, and for buffers and ties that would not be the same
     on every layout.
@@ -585,27 +590,35 @@ def build_user_model(target: str, module: ModuleType, options: dict[str, Any], l
     with torch.device("meta"), _Copies(given), _Made(given):
         part = module.build(options, layers)
     if not isinstance(part, nn.Module):
-        raise UserError(f"build of {target} must return a torch.nn.Module; it returns {part!r}")
+        raise UserError("model.wrong_build", f"build of {target} must return a torch.nn.Module; it returns {part!r}")
     lost = {tensor.untyped_storage()._cdata for tensor in given}
     seen: dict[int, str] = {}
     for name, parameter in part.named_parameters(remove_duplicate=False):
         if not parameter.is_meta or parameter.untyped_storage()._cdata in lost:
             raise UserError(
-                f"{target}: build gives {name} values, which would be lost: each rank fills its part of the model by "
-                "init(name, values, options). Let that copy them, such as values.copy_(weights[name])"
+                "model.weights_in_build",
+                f"{target}: build assigns values to {name}, which would be lost: "
+                "each rank fills its part of the model with "
+                "init(name, values, options). Let that copy them, such as values.copy_(weights[name])",
             )
         if seen.setdefault(id(parameter), name) != name:
             raise UserError(
+                "model.tied_parameters",
                 f"{target}: {name} and {seen[id(parameter)]} are one parameter under two names; keep it "
-                "in one module and call torch.nn.functional with it where else it is used"
+                "in one module and call torch.nn.functional with it where else it is used",
             )
     for name, child in part.named_modules():
         for buffer in _buffers(child):
             where = f"{target}: buffer {name}.{buffer}"
             if buffer not in child._non_persistent_buffers_set:
-                raise UserError(f"{where} is kept and would differ between layouts; take GroupNorm for BatchNorm")
+                raise UserError(
+                    "model.persistent_buffer",
+                    f"{where} is kept and would differ between layouts; take GroupNorm for BatchNorm",
+                )
             if not hasattr(child, "reset_buffers"):
-                raise UserError(f"{where}: its module needs a method reset_buffers() that fills it")
+                raise UserError(
+                    "model.no_reset_buffers", f"{where}: its module needs a method reset_buffers() that fills it"
+                )
     return part
 
 
@@ -704,7 +717,7 @@ def _buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def make_task(run: Run, manifest: Manifest | SampleManifest) -> Task:
-    """What the run trains. Raises UserError where the user's module cannot be imported, or does not hold its word."""
+    """Return the task of a run. Raises UserError if the user's module cannot be imported or breaks its contract."""
     if isinstance(manifest, Manifest):
         return DecoderTask(run.config, manifest.vocab_size, manifest.eos_id, manifest.bos_ids == (manifest.eos_id,))
     assert run.user_model is not None

@@ -310,7 +310,7 @@ def check_config(config: Config, layout: bool = True) -> None:
 
     Args:
         config: a config whose sections are valid on their own.
-        layout: whether the numbers of ranks must fit, too.
+        layout: whether the numbers of ranks must fit also.
 
     Raises:
         LayoutError: names the keys that cannot work together.
