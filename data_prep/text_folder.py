@@ -48,7 +48,9 @@ from data_prep.documents import (
 from data_prep.work_units import InputRange, WorkPlan, is_held_out, read_plan
 from pipeline.base.errors import InputError, UserError
 from pipeline.base.files import sha256_file, sha256_json, translate_read_errors, write_atomic
-from pipeline.config.datasets import LEAVE_SHARDS, DataConfig
+from pipeline.config.datasets import DataConfig
+from pipeline.config.sections import list_keys_with
+from pipeline.config.types import Policy
 from pipeline.data.manifest import (
     CHAT_FILE,
     FORMAT_VERSION,
@@ -129,7 +131,9 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
     @property
     def key(self) -> str:
         """The config that shapes the bytes, and the code."""
-        left = LEAVE_SHARDS - {"sequence_length"} if self.data.has_loss_mask else LEAVE_SHARDS
+        left = {key.removeprefix("data.") for key in list_keys_with(Policy.KEEPS_SHARDS)}
+        if self.data.has_loss_mask:
+            left.remove("sequence_length")
         later = {key: DataConfig.model_fields[key].default for key in _LATER}
         later["add_special_tokens"] = False  # with these values not there, as for folders from before them
         left = left | {key for key, value in later.items() if getattr(self.data, key) == value}

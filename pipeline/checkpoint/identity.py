@@ -12,14 +12,13 @@ from pipeline.base.errors import CheckpointError
 from pipeline.base.files import has_valid_checksum, read_json, sha256_json
 from pipeline.config.datasets import DataConfig
 from pipeline.config.masking import mask_secrets
-from pipeline.config.sections import Config
+from pipeline.config.sections import Config, list_keys_with, remove_key
+from pipeline.config.types import Policy
 from pipeline.data.manifest import Manifest, SampleManifest
 from pipeline.data.sample_order import ORDER_VERSION
 from pipeline.run.changes import flatten_keys
 from pipeline.run.directory import Run
 
-OBSERVATION_KEYS = ("log_every", "evaluate_every", "evaluate_sequences", "profile_every")
-"""Keys of `train` that do not affect the weights."""
 SOURCE_FILE = "source.json"
 """File in the run directory that describes the open weights from which the training started."""
 
@@ -31,15 +30,10 @@ def compute_identity(config: Config, manifest: Manifest | SampleManifest) -> dic
     }  # the tokens are hashed instead
     config = config.model_copy(update={"data": config.data.model_copy(update=default)})
     values = config.model_dump(mode="json", include={"data", "model", "train", "optimizer"}, exclude_defaults=True)
-    ignored = {"train": ("steps", "epochs", *OBSERVATION_KEYS), "data": ("verify", "max_rejected", "source")}
-    ignored["model"] = ("init_from", "init_files")
     mixture: dict[str, Any] = values.get("data", {}).get("mixture") or {}
     weights = {"weights": mixture.pop("weights")} if mixture else {}
-    for source in mixture.get("sources", {}).values():
-        source.pop("source")
-    for section, keys in ignored.items():
-        for key in keys:
-            values.get(section, {}).pop(key, None)
+    for path in list_keys_with(Policy.NOT_IN_IDENTITY):
+        remove_key(values, path.split("."))
     values["seed"] = config.run.seed
     return {
         "config_hash": sha256_json(values),

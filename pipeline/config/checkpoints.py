@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from pipeline.config.types import Name, Section, must_match
+from pipeline.config.types import Name, Policy, Section, must_match
 
 
 class CheckpointConfig(Section):
@@ -28,14 +28,14 @@ class CheckpointConfig(Section):
 class EvaluateConfig(Section):
     """What is evaluated on the held-out documents."""
 
-    every: Literal["end", "checkpoint"] = "end"
+    every: Annotated[Literal["end", "checkpoint"], Policy.CHANGEABLE] = "end"
     """`end`: the newest checkpoint once training is done; `checkpoint`: every checkpoint that is kept."""
     batch: PositiveInt = 8
     """Most sequences of one forward pass, fewer (one at least) where their fp32 logits would take more than 2 GiB; it
     does not change the result's meaning, only its last digits."""
     max_sequences: PositiveInt | None = None
     """Evaluate at most so many sequences; null: all held-out text."""
-    tasks: Path | list[Path] = Field(default_factory=list)
+    tasks: Annotated[Path | list[Path], Policy.PATH] = Field(default_factory=list)
     """Files of questions with choices or answers, jsonl (pipeline/evaluate/task_files.py); figures have their names."""
     answer_tokens: PositiveInt = 32
     """Most tokens of a free answer."""
@@ -77,7 +77,7 @@ class RegistryConfig(Section):
 class PublishConfig(Section):
     """What becomes of the newest checkpoint when it is evaluated: `TO/NAME/step-…`, whole or not at all."""
 
-    to: Path
+    to: Annotated[Path, Policy.PATH]
     """Folder of all that is published; made where there is none."""
     name: Name | None = None
     """The model's folder in it; null: the run's name."""
@@ -86,7 +86,7 @@ class PublishConfig(Section):
     rules: dict[str, Bounds | None] = Field(default_factory=dict)
     """What the evaluation must have found, by the names of its figures: `{bits_per_byte: {max: 1.9}}`; null takes a
     rule back."""
-    no_worse_than: Path | None = None
+    no_worse_than: Annotated[Path | None, Policy.PATH] = None
     """Directory of a run whose newest evaluation this one must reach: bits per byte of text, else the loss."""
     license: str | None = None
     """The model's licence, as the Hub writes it, such as `apache-2.0`; null: the card says that none is given."""

@@ -9,13 +9,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from pipeline.config.types import FilePath, Fraction, Name, Section, check_unused_keys, must_match
+from pipeline.config.types import FilePath, Fraction, Name, Policy, Section, check_unused_keys, must_match
 
 FilterTarget = Annotated[
     str, must_match(re.compile(r"(?s).+:[A-Za-z_]\w*"), "write MODULE:FUNCTION, such as quality:keep")
 ]
 DocumentFormat = Literal["text", "jsonl", "json", "csv", "tsv", "parquet", "arrow", "tar"]
 Weight = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+
+Sources = str | Annotated[list[str], Field(min_length=1)]
 
 
 class TokenizerConfig(Section):
@@ -25,7 +27,7 @@ class TokenizerConfig(Section):
     """`byte_bpe` trains a byte-level BPE on the source; `file` takes a `tokenizer.json`."""
     vocab_size: Annotated[int, Field(ge=257, le=2**32 - 1)] = 4096
     """Number of token ids of a trained tokenizer (256 bytes, one end-of-text token, merges)."""
-    path: FilePath | None = None
+    path: Annotated[FilePath | None, Policy.PATH] = None
     """The `tokenizer.json` of kind `file`."""
     eos_token: str = "<|endoftext|>"
     """The token that ends each document; it must exist in a given `tokenizer.json`."""
@@ -42,7 +44,7 @@ class TokenizerConfig(Section):
 class SourceConfig(Section):
     """One source of a mixture: the keys of `data` that may differ between them."""
 
-    source: str | Annotated[list[str], Field(min_length=1)]
+    source: Annotated[Sources, Policy.PATH, Policy.NOT_IN_IDENTITY]
     """As `data.source`."""
     records: Literal["text", "tokens"] = "text"
     """As `data.records`."""
@@ -76,7 +78,7 @@ class MixtureConfig(Section):
 
     sources: Annotated[dict[Name, SourceConfig], Field(min_length=1)]
     """What is mixed, by name."""
-    weights: Annotated[list[WeightsConfig], Field(min_length=1)]
+    weights: Annotated[Annotated[list[WeightsConfig], Field(min_length=1)], Policy.CHANGEABLE]
     """Weights from step 1 on, and where they change. `resume` may change those of steps to come."""
 
     @model_validator(mode="after")
@@ -116,8 +118,6 @@ CHAT_TEMPLATES = (
     "smollm2",
 )
 """The names of the chat templates for training that come with Sluice (pipeline/data/chat_templates)."""
-LEAVE_SHARDS = {"sequence_length", "verify", "max_rejected", "document_mask"}
-"""The keys of `data` that leave the shards' bytes as they are."""
 
 
 class DataConfig(Section):
@@ -125,7 +125,7 @@ class DataConfig(Section):
 
     mixture: MixtureConfig | None = None
     """Several sources with weights, instead of `source`; null: one."""
-    source: str | Annotated[list[str], Field(min_length=1)] = "python-stdlib"
+    source: Annotated[Sources, Policy.PATH, Policy.NOT_IN_IDENTITY] = "python-stdlib"
     """`python-stdlib` (the running interpreter's own library sources), or one or more globs, or folders, of .txt,
     .jsonl, .json, .csv, .tsv, .parquet, .arrow or .tar files; all but .parquet and .arrow may be compressed (.gz, .zst,
     .bz2, .xz)."""
@@ -143,13 +143,13 @@ class DataConfig(Section):
     these only what is answered is learned, and documents are laid into samples whole. `tokens`: files of tokens that
     `tokenizer.path` made elsewhere, taken where they lie: Megatron's .bin with .idx, datatrove's .ds, llm.c's and
     nanoGPT's .bin, HDF5; the end of each file is held out. `data import` copies what else there is."""
-    chat_template: FilePath | None = None
+    chat_template: Annotated[FilePath | None, Policy.PATH] = None
     """The chat template of `records: messages`, instead of the tokenizer's own: a Jinja file, or the name of one that
     comes with Sluice: chatml, llama2, llama3, llama3.1, mistral-v0.1, mistral-v0.3, qwen2, qwen2.5, qwen3, smollm2."""
     long_dialogues: Literal["split", "truncate", "drop"] = "split"
     """What happens to `prompts` and `messages` of more than `sequence_length` tokens: `split` puts the rest into the
     next samples, without what stands before; `truncate` leaves the rest out; `drop` leaves all of it out."""
-    document_mask: bool = False
+    document_mask: Annotated[bool, Policy.KEEPS_SHARDS] = False
     """Whether the documents of a sample are apart: none sees another, and in each positions start again."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     """The tokenizer."""
@@ -157,7 +157,7 @@ class DataConfig(Section):
     """Whether documents and prompts get the tokens that the tokenizer's post-processor adds to a text, such as Llama's
     beginning-of-sequence token: `auto` as the post-processor says (of `tokens`: if the files' documents begin so);
     true: it must add some; false: none. A chat template writes its own."""
-    sequence_length: PositiveInt = 1024
+    sequence_length: Annotated[PositiveInt, Policy.KEEPS_SHARDS] = 1024
     """Tokens of one training sample."""
     shard_tokens: Annotated[int, Field(ge=1024)] = 500_000_000
     """Most tokens of one HDF5 shard (500 M tokens of two bytes make 1 GB)."""
@@ -166,13 +166,15 @@ class DataConfig(Section):
     deduplicate: bool = False
     """Whether of documents with the same text (of one source) only the first is taken. Inputs are read twice then, or
     more often."""
-    filter: FilterTarget | None = None
+    filter: Annotated[FilterTarget | None, Policy.PATH] = None
     """A Python function of your own, `MODULE:FUNCTION`, that is called with each document as a dict (the object of a
     line, or `text_field` and text); True keeps it. The module is one file, beside the config file or on the path."""
-    max_rejected: Fraction = 0.001
+    max_rejected: Annotated[Fraction, Policy.CHANGEABLE, Policy.NOT_IN_IDENTITY, Policy.KEEPS_SHARDS] = 0.001
     """Largest fraction of unreadable documents (invalid UTF-8, broken JSON, no text field) to accept. On small inputs 5
     are accepted, if at least half of all documents can be read; 0 accepts none."""
-    verify: Literal["hashes", "cached", "sizes"] = "hashes"
+    verify: Annotated[
+        Literal["hashes", "cached", "sizes"], Policy.CHANGEABLE, Policy.NOT_IN_IDENTITY, Policy.KEEPS_SHARDS
+    ] = "hashes"
     """What is checked of every shard when a training starts: its hash; `cached`: not again of a file that still has the
     size, time and inode that it had when it was right; `sizes`, where reading all data even once costs too much."""
 

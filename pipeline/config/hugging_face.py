@@ -49,8 +49,8 @@ TOKENIZER_SIDE_FILES = (
     "generation_config.json",
 )
 """What goes with a tokenizer, and is the same after a training: an export takes it along."""
-FOLDER_KEYS = (("model", "init_from"), ("sweep", "grid", "model.init_from"), ("sweep", "random", "model.init_from"))
-"""Keys of a config that name such folders."""
+SWEPT_FOLDERS = (("sweep", "grid", "model.init_from"), ("sweep", "random", "model.init_from"))
+"""Keys of a sweep that name such folders."""
 _QWEN = {
     "num_key_value_heads": 32, "sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28,
 }  # fmt: skip

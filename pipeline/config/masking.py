@@ -15,19 +15,24 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from pipeline.config.sections import Config
+from pipeline.config.sections import Config, has_policy, list_keys_with, walk_fields
+from pipeline.config.types import Policy, SecretReference
 
 _MASK = "*****"
 _HARMLESS = re.compile(
     r"((module|ml|spack load|(conda|micromamba) activate|ulimit|umask|unset|cd)(\s+[\w./+~@%-]+)+"
     r"|(source|\.)\s+[\w./+~@%-]+|[.~]*/[\w./-]+)?\s*"
 )
-_RIGHT = {"site.pass.": re.compile(r"[A-Za-z_]\w*"), "site.secrets.": re.compile("None|~?/.*")}
-"""What names a secret and is none; anything else in its place may be one."""
+_SECRET_REFERENCES = {
+    key: re.compile(mark.pattern)
+    for key, field in walk_fields()
+    for mark in field.metadata
+    if isinstance(mark, SecretReference)
+}
+_OPTION_MAPPINGS = {key.rpartition(".")[2] for key in list_keys_with(Policy.OPTIONS)}
 _BEFORE_VALUE = re.compile(r"\s*(export\s+)?[\w./-]+(\s*[=:]\s*|\s+)(?=\S)")
 _SECRET_NAME = r"(token|secret|pass|pwd|(?<![a-z])pat(?![a-z])|key|credential|auth|bearer|cookie|login|webhook)"
 _SECRET = re.compile(rf"{_SECRET_NAME}[\w.-]*[\"']?\s*[=:\s]\s*\S|://", re.IGNORECASE)
-_MAY_HOLD_SECRETS = ("site.setup", "site.secrets", "site.pass")
 _SHELL = re.compile(r"[\s=]|://")
 """What a line of shell, or a URL, has in it and the name of a partition has not."""
 _RANDOM = re.compile(r"(?=\w*\d)(?=\w*[A-Za-z])\w{16,}")
@@ -50,14 +55,14 @@ def mask_secrets(values: Any, at: str = "") -> Any:
     """Values of a config without secrets. `at`: the key, or dotted keys, that they stand under, and a dot."""
     if isinstance(values, list):
         return [mask_secrets(value, at) for value in values]
-    if any(at.startswith(key) and not right.fullmatch(str(values)) for key, right in _RIGHT.items()):
+    if any(at.startswith(f"{key}.") and not form.fullmatch(str(values)) for key, form in _SECRET_REFERENCES.items()):
         return _MASK
-    if at.startswith("site.setup."):
+    if at.endswith(".") and has_policy(at[:-1], Policy.SHELL):
         return mask_shell_line(values) if isinstance(values, str) else _MASK if isinstance(values, dict) else values
     if isinstance(values, dict):
         return {key: mask_secrets(value, f"{at}{key}.") for key, value in values.items()}
-    option = at.endswith(".") and (".sbatch." in at or ".srun." in at or at.startswith("track.webhook.url"))
-    if option and _SECRET.search(f"{at[:-1]}={values}"):
+    is_option = any(f".{name}." in at for name in _OPTION_MAPPINGS) or has_policy(at[:-1], Policy.SECRET_VALUE)
+    if at.endswith(".") and is_option and _SECRET.search(f"{at[:-1]}={values}"):
         return _MASK
     return _USER.sub(f"{_MASK}@", values) if isinstance(values, str) else values
 
@@ -76,7 +81,7 @@ def mask_unknown_key(value: Any, path: Sequence[str], meant: Sequence[str]) -> A
     near = [key if "." in key else f"{section}{key}" for key in meant]
     if section != "site.":
         return mask_secrets(value, f"{'site' if 'site' in near else [*near, section + path[-1]][0]}.")
-    strict = any(key in _MAY_HOLD_SECRETS for key in near)
+    strict = any(has_policy(key, Policy.SHELL) or key in _SECRET_REFERENCES for key in near)
     return _masked_in_unknown(value, path[-1], strict, near[0] if near else None)
 
 

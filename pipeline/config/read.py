@@ -31,11 +31,12 @@ from pipeline.base.errors import ConfigError, UserError, limit_lines
 from pipeline.base.files import open_regular_file
 from pipeline.base.yaml12 import LocatedKey, dump_yaml, format_value, parse_yaml
 from pipeline.config.datasets import CHAT_TEMPLATES
-from pipeline.config.hugging_face import FOLDER_KEYS, fill_from_folder
+from pipeline.config.hugging_face import SWEPT_FOLDERS, fill_from_folder
 from pipeline.config.masking import mask_secrets, mask_unknown_key
 from pipeline.config.schema import KeyPath, describe_allowed, describe_replacements, list_section_keys, suggest_keys
-from pipeline.config.sections import Config, RunConfig
+from pipeline.config.sections import Config, RunConfig, list_keys_with
 from pipeline.config.site import SiteConfig
+from pipeline.config.types import Policy
 from pipeline.parallel.mesh import check_config
 
 COMMAND_LINE = "command line"
@@ -44,12 +45,6 @@ PLACEHOLDER = "…"
 _MOST_BYTES = 1 << 22
 _MOST_PROBLEMS = 1000
 _DEEPEST = 20
-_PATHS = (
-    ("run", "root"), ("data", "source"), ("data", "mixture", "sources", "*", "source"),
-    ("data", "tokenizer", "path"), ("data", "filter"), ("data", "chat_template"), ("evaluate", "tasks"),
-    ("publish", "to"), ("publish", "no_worse_than"), ("track", "prometheus", "textfile"), ("track", "jsonl"),
-    *FOLDER_KEYS,
-)  # fmt: skip
 _NO_PATH = "python-stdlib"
 OLDER_DEFAULTS: dict[str, dict[str, Any]] = {"data": {"add_special_tokens": False}}
 """What runs did before a key existed, if it is not the key's default. It holds for runs whose config lacks the key."""
@@ -217,7 +212,7 @@ def _anchored(values: dict[str, Any]) -> dict[str, Any]:
     """`values` with absolute paths; those that are no text are left to the check of types."""
     if isinstance(run := values.get("run"), dict):
         run.setdefault("root", str(RunConfig.model_fields["root"].default))
-    for *sections, name in _PATHS:
+    for *sections, name in (*(key.split(".") for key in list_keys_with(Policy.PATH)), *SWEPT_FOLDERS):
         found: list[Any] = [values]
         for inner in sections:
             there = [section for section in found if isinstance(section, dict)]

@@ -9,12 +9,17 @@ Nothing here imports torch, numpy or h5py: the login node reads configs too.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import random
+from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import Field, PositiveInt, model_validator
+from pydantic.fields import FieldInfo
 
 from pipeline.config.checkpoints import CheckpointConfig, EvaluateConfig, PublishConfig
 from pipeline.config.datasets import DataConfig
@@ -22,13 +27,13 @@ from pipeline.config.parallel import ParallelConfig
 from pipeline.config.recovery import RecoveryConfig
 from pipeline.config.site import SiteConfig
 from pipeline.config.stages import STAGES, Stage, StagesConfig
-from pipeline.config.sweep import SweepConfig
 from pipeline.config.track import TrackConfig
 from pipeline.config.types import (
     FilePath,
     Fraction,
     Name,
     NonNegativeInt,
+    Policy,
     PositiveFloat,
     RopeScaling,
     Section,
@@ -40,12 +45,12 @@ from pipeline.config.types import (
 class RunConfig(Section):
     """Which run this is and where it lives."""
 
-    name: Name
+    name: Annotated[Name, Policy.CHANGEABLE]
     """Name of the run: the folder `root/name` and the prefix of its Slurm jobs."""
-    root: FilePath = Path("runs")
+    root: Annotated[FilePath, Policy.CHANGEABLE, Policy.PATH] = Path("runs")
     """Folder that holds the runs; on a cluster a path that all nodes share. Relative paths, here and in `data`, start
     from the file that says them; this default, and what the command line says, from the working directory."""
-    seed: NonNegativeInt = 1
+    seed: Annotated[NonNegativeInt, Policy.SWEEPABLE] = 1
     """Seed of everything random: weights, order of the samples, dropout."""
     sharing: Literal["private", "group", "all"] = "private"
     """Who may read the run's files: `private` (0700/0600), `group` (0750/0640) or `all` (0755/0644)."""
@@ -54,16 +59,16 @@ class RunConfig(Section):
 class ModelConfig(Section):
     """A Llama-style decoder; keys beyond the sizes are those of Hugging Face's `LlamaConfig`. Or your own."""
 
-    init_from: FilePath | None = None
+    init_from: Annotated[FilePath | None, Policy.PATH, Policy.NOT_IN_IDENTITY] = None
     """A folder of an open model in Hugging Face's format (config.json, safetensors, tokenizer): training starts from
     its weights, this section is filled from its config.json, `data.tokenizer` from its tokenizer. null: drawn ones."""
     init_sha256: str | None = None
     """SHA-256 of the config.json that filled this section. Sluice writes it; leave it out."""
-    init_files: str | None = None
+    init_files: Annotated[str | None, Policy.CHANGEABLE, Policy.NOT_IN_IDENTITY] = None
     """A hash of names, sizes and times of the files with the weights, by which another's are noticed when training
     begins. Sluice writes it; leave it out."""
 
-    target: str | None = None
+    target: Annotated[str | None, Policy.NOT_SWEEPABLE] = None
     """A Python module, such as `my_package.my_model`, that gives a model of your own (pipeline/config/user_model.py
     says how); null: the decoder. Beside it only `options`, `layers` and `initializer_range` mean something."""
     options: dict[str, Any] = Field(default_factory=dict)
@@ -155,9 +160,9 @@ class ModelConfig(Section):
 class TrainConfig(Section):
     """The training loop."""
 
-    steps: PositiveInt | None = None
+    steps: Annotated[PositiveInt | None, Policy.NOT_IN_IDENTITY] = None
     """Optimizer steps of the whole training; null: as many as `epochs` say. Exactly one of the two is given."""
-    epochs: PositiveInt | None = None
+    epochs: Annotated[PositiveInt | None, Policy.NOT_IN_IDENTITY] = None
     """How often the training sees each sample. The number of steps follows from the data, once it is sharded: whole
     ones, the last filled up with the first samples of the next epoch."""
     global_batch: Annotated[PositiveInt, Field(le=2**24)] = 16
@@ -169,7 +174,7 @@ class TrainConfig(Section):
     the blocks' matrix products in float8 (pipeline/parallel/float8.py: needs torchao, and a GPU such as an H100)."""
     fp8_scales: Literal["rowwise", "tensorwise"] = "rowwise"
     """What shares a scale in float8: a row, or a whole tensor, which is faster and less exact."""
-    threads: PositiveInt = 1
+    threads: Annotated[PositiveInt, Policy.NOT_SWEEPABLE] = 1
     """CPU threads per rank; part of what makes a result bit-identical."""
     deterministic: bool = True
     """Refuse kernels whose results vary from run to run."""
@@ -179,14 +184,14 @@ class TrainConfig(Section):
     """Tokens whose logits are computed at a time, together with their loss and its gradient, so that the logits of a
     whole micro-batch never exist (pipeline/model/decoder.py). It changes last digits; 1024 to 4096 are good sizes for
     large vocabularies. null: whole logits."""
-    log_every: PositiveInt = 10
+    log_every: Annotated[PositiveInt, Policy.CHANGEABLE, Policy.NOT_IN_IDENTITY] = 10
     """Steps between two lines of progress in the log (metrics.jsonl has every step)."""
-    evaluate_every: PositiveInt | None = None
+    evaluate_every: Annotated[PositiveInt | None, Policy.NOT_IN_IDENTITY] = None
     """Steps between two looks at held-out data by the ranks that train: `held_out_loss` in metrics.jsonl, a second
     curve in report.html. null: none; what `evaluate` says of checkpoints is done in any case."""
-    evaluate_sequences: PositiveInt = 64
+    evaluate_sequences: Annotated[PositiveInt, Policy.NOT_IN_IDENTITY] = 64
     """How many held-out sequences (samples) such a look takes, always the same ones."""
-    profile_every: PositiveInt | None = None
+    profile_every: Annotated[PositiveInt | None, Policy.CHANGEABLE, Policy.NOT_IN_IDENTITY] = None
     """Steps between two that all ranks record with torch.profiler: where they went, in metrics.jsonl, and traces in
     `profiles/` for `submit.py profile` (docs/profiling.md). null: none; that command can ask for some at any time."""
 
@@ -259,6 +264,84 @@ class OptimizerConfig(Section):
         return self
 
 
+MOST_POINTS = 5000
+"""Each is a folder with a config, and all of them are checked before anything is submitted."""
+
+
+class Range(Section):
+    """Numbers to draw from."""
+
+    low: PositiveFloat
+    """Least value."""
+    high: PositiveFloat
+    """Greatest value."""
+    scale: Literal["linear", "log"] = "log"
+    """Drawn uniformly on this scale."""
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Range:
+        if self.low >= self.high:
+            raise ValueError(f"low ({self.low}) is not less than high ({self.high})")
+        return self
+
+    def draw(self, source: random.Random) -> float:
+        """One value, to four digits: it is a name in tables, too."""
+        if self.scale == "linear":
+            value = source.uniform(self.low, self.high)
+        else:
+            value = math.exp(source.uniform(math.log(self.low), math.log(self.high)))
+        return float(f"{value:.4g}")
+
+
+Values = Annotated[list[Any], Field(min_length=1)]
+
+
+class SweepConfig(Section):
+    """Which points there are: every combination of `grid`, each with every draw of `random`."""
+
+    grid: dict[str, Values] = Field(default_factory=dict)
+    """Dot keys and the values that each takes, such as `optimizer.lr: [1.0e-3, 3.0e-3]`."""
+    random: dict[str, Values | Range] = Field(default_factory=dict)
+    """Dot keys, each with a list to choose from or a range `{low, high, scale}`."""
+    samples: PositiveInt = 8
+    """How often the keys of `random` are drawn."""
+    seed: NonNegativeInt = 0
+    """Seed of the draws."""
+    at_most: PositiveInt | None = None
+    """How many points may run at the same time; null: no limit."""
+    sources: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """What the folders of a swept `model.init_from` say of `model`, by folder. Sluice writes it; leave it out."""
+
+    @model_validator(mode="after")
+    def _keys_are_free(self) -> SweepConfig:
+        if not self.grid and not self.random:
+            raise ValueError("give `grid`, `random` or both: there is nothing to vary")
+        if both := self.grid.keys() & self.random.keys():
+            raise ValueError(f"{min(both)} stands in grid and in random")
+        count = math.prod(map(len, self.grid.values())) * (self.samples if self.random else 1)
+        if count > MOST_POINTS:
+            raise ValueError(f"these are {count:,} points; a sweep may have {MOST_POINTS:,}: make several sweeps of it")
+        for key in (*self.grid, *self.random):
+            if not has_policy(key, Policy.SWEEPABLE) or has_policy(key, Policy.NOT_SWEEPABLE):
+                raise ValueError(
+                    f"{key} cannot be swept, because all points share the shards and the resources: a sweep may vary "
+                    f"{', '.join(format_key_patterns(Policy.SWEEPABLE))}"
+                )
+        return self
+
+    def points(self) -> list[dict[str, Any]]:
+        """The values of each point, by dot key; always the same points in the same order."""
+        source = random.Random(self.seed)
+        draws: list[dict[str, Any]] = [{}]
+        if self.random:
+            draws = [
+                {k: v.draw(source) if isinstance(v, Range) else source.choice(v) for k, v in self.random.items()}
+                for _ in range(self.samples)
+            ]
+        combinations = [dict(zip(self.grid, values, strict=True)) for values in itertools.product(*self.grid.values())]
+        return [{**combination, **draw} for combination in combinations for draw in draws]
+
+
 class Config(Section):
     """One run of the pipeline."""
 
@@ -266,29 +349,29 @@ class Config(Section):
     """Which run this is and where it lives."""
     data: DataConfig = DataConfig()
     """From documents to shards of tokens."""
-    model: ModelConfig = ModelConfig()
+    model: Annotated[ModelConfig, Policy.SWEEPABLE] = ModelConfig()
     """The model."""
-    parallel: ParallelConfig = ParallelConfig()
+    parallel: Annotated[ParallelConfig, Policy.CHANGEABLE] = ParallelConfig()
     """How the ranks split the work."""
-    train: TrainConfig
+    train: Annotated[TrainConfig, Policy.SWEEPABLE]
     """The training loop."""
-    optimizer: OptimizerConfig = OptimizerConfig()
+    optimizer: Annotated[OptimizerConfig, Policy.SWEEPABLE] = OptimizerConfig()
     """The optimizer and its learning rate."""
-    checkpoint: CheckpointConfig = CheckpointConfig()
+    checkpoint: Annotated[CheckpointConfig, Policy.CHANGEABLE, Policy.SWEEPABLE] = CheckpointConfig()
     """When the training saves and what it keeps."""
-    evaluate: EvaluateConfig = EvaluateConfig()
+    evaluate: Annotated[EvaluateConfig, Policy.SWEEPABLE] = EvaluateConfig()
     """What is evaluated."""
-    recovery: RecoveryConfig = RecoveryConfig()
+    recovery: Annotated[RecoveryConfig, Policy.CHANGEABLE] = RecoveryConfig()
     """What happens after a stop."""
-    site: SiteConfig = SiteConfig()
+    site: Annotated[SiteConfig, Policy.CHANGEABLE] = SiteConfig()
     """The cluster."""
-    stages: StagesConfig = StagesConfig()
+    stages: Annotated[StagesConfig, Policy.CHANGEABLE] = StagesConfig()
     """Resources by stage."""
     sweep: SweepConfig | None = None
     """Many trainings that differ in a few values; null: one training."""
-    publish: PublishConfig | None = None
+    publish: Annotated[PublishConfig | None, Policy.CHANGEABLE] = None
     """Where the model goes when it is evaluated; null: nowhere."""
-    track: TrackConfig = TrackConfig()
+    track: Annotated[TrackConfig, Policy.CHANGEABLE] = TrackConfig()
     """Who else is told how the run goes."""
 
     @model_validator(mode="after")
@@ -314,3 +397,57 @@ class Config(Section):
         else:
             asked = self.site.data_jobs.override(asked)
         return self.site.model_copy(update=wanted.override(asked))
+
+
+# -- policies ------------------------------------------------------------------------------------------------
+
+
+def walk_fields(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Yield each key below `section`, dotted, with its field. `*` stands for the names in a mapping of sections."""
+    for name, field in section.model_fields.items():
+        key = f"{prefix}{field.alias or name}"
+        yield key, field
+        for inner, suffix in _inner_sections(field.annotation):
+            yield from walk_fields(inner, f"{key}{suffix}.")
+
+
+def _inner_sections(annotation: Any) -> Iterator[tuple[type[Section], str]]:
+    """Yield the sections that a value of this type may contain, with `.*` for those in a mapping or a list."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        yield annotation, ""
+        return
+    inner = get_args(annotation)
+    if get_origin(annotation) is Annotated:
+        inner = inner[:1]
+    suffix = ".*" if get_origin(annotation) in (dict, list) else ""
+    for kind in inner:
+        for found, rest in _inner_sections(kind):
+            yield found, suffix + rest
+
+
+@cache
+def list_keys_with(policy: Policy) -> tuple[str, ...]:
+    """Return the keys whose fields have the policy, dotted, in the order of the config."""
+    return tuple(key for key, field in walk_fields() if policy in field.metadata)
+
+
+def remove_key(values: dict[str, Any], path: Sequence[str]) -> None:
+    """Remove the key at `path` from nested mappings, if it is there; `*` stands for every name."""
+    name, *rest = path
+    if not rest:
+        values.pop(name, None)
+        return
+    for inner in values.values() if name == "*" else [values.get(name)]:
+        if isinstance(inner, dict):
+            remove_key(inner, rest)
+
+
+def has_policy(key: str, policy: Policy) -> bool:
+    """Return True if the dotted key, or a section around it, has the policy."""
+    return any(key == one or key.startswith(f"{one}.") for one in list_keys_with(policy))
+
+
+def format_key_patterns(policy: Policy) -> list[str]:
+    """Return the keys with the policy as messages write them: `site.*` for a section, `train.log_every` for a key."""
+    sections = {key.rpartition(".")[0] for key, _ in walk_fields()}
+    return [f"{key}.*" if key in sections else key for key in list_keys_with(policy)]

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PositiveInt, SerializerFunctionWrapHandler, model_serializer
 
-from pipeline.config.types import NonNegativeInt, PositiveFloat, Section, must_match
+from pipeline.config.types import NonNegativeInt, Policy, PositiveFloat, SecretReference, Section, must_match
 
 _DISTRIBUTION = re.compile(
     r"(\*|block|cyclic|plane=[1-9]\d*)(:(\*|block|cyclic|fcyclic)){0,2}(,(Pack|NoPack))?", re.IGNORECASE
@@ -87,7 +87,7 @@ class Request(Section):
     """CPUs of each process (rank); the tokenizer uses them all."""
     mem_gb: PositiveFloat | None = None
     """Memory per node in GB."""
-    sbatch: SbatchOptions = Field(default_factory=dict)
+    sbatch: Annotated[SbatchOptions, Policy.OPTIONS] = Field(default_factory=dict)
     """More options of sbatch, by their long names: a value, `true` for an option without one, `false` for one that is
     not given after all. A stage's come on top of the site's."""
 
@@ -188,20 +188,20 @@ class SiteConfig(Request):
     null: the one that submits."""
     container: Container | None = None
     """What ranks run in; null: nothing but the node."""
-    srun: SrunOptions = Field(default_factory=dict)
+    srun: Annotated[SrunOptions, Policy.OPTIONS] = Field(default_factory=dict)
     """More options of the srun that starts the ranks, by their long names, such as `cpu-bind: cores`."""
     signal_s: Annotated[int, Field(ge=10, le=65535)] = 90
     """How many seconds before the time limit Slurm tells the ranks to save and leave."""
     requeue: bool = True
     """Whether jobs may be put back into the queue; false where the site refuses `--requeue` or its preemption cancels:
     then a successor job waits for the training's end and takes over. (Jobs ask for it: JobRequeue=0 is no obstacle.)"""
-    setup: list[str] = Field(default_factory=list)
+    setup: Annotated[list[str], Policy.SHELL] = Field(default_factory=list)
     """Shell lines run in each job before anything else (modules, variables). No place for secrets: they would stand in
     config.yaml; take `secrets` or `pass`."""
-    secrets: SecretsFile | None = None
+    secrets: Annotated[SecretsFile | None, SecretReference("None|~?/.*")] = None
     """A shell file of your own that nobody else can read (mode 0600); each job runs it before `setup`, and exports all
     variables that it sets."""
-    pass_: list[VariableName] = Field(default_factory=list, alias="pass")
+    pass_: Annotated[list[VariableName], SecretReference(r"[A-Za-z_]\w*")] = Field(default_factory=list, alias="pass")
     """Variables such as WANDB_API_KEY that jobs get from the shell that submits them, by sbatch's own `--export`: their
     values are written nowhere. Nothing is submitted, or resumed, from a shell that has not all of them."""
     export: Literal["all", "none"] = "all"

@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from pipeline.config.types import PositiveFloat, Section, must_match
+from pipeline.config.types import Policy, PositiveFloat, Section, must_match
 
 URL = re.compile(r"https?://\S+")
 _Url = Annotated[str, must_match(URL, "write a URL such as https://host/path")]
@@ -57,7 +57,7 @@ class MlflowConfig(Section):
 class PrometheusConfig(Section):
     """The newest step as gauges, in a textfile, on a port, or both."""
 
-    textfile: Path | None = None
+    textfile: Annotated[Path | None, Policy.PATH] = None
     """Folder of node_exporter's textfile collector; sluice-RUN.prom is written there."""
     textfile_sharing: Literal["private", "group", "all"] | None = None
     """Who may read that file; null: as `run.sharing`. A collector that runs as another user needs `group` or `all`."""
@@ -74,7 +74,7 @@ class PrometheusConfig(Section):
 class WebhookConfig(Section):
     """Messages to a chat if a stage fails or stalls, and when the run ends, in Slack's format: {"text": …}."""
 
-    url: _Url | None = None
+    url: Annotated[_Url | None, Policy.SECRET_VALUE] = None
     """URL of the webhook. Anybody who knows it can post there."""
     variable: str | None = None
     """The environment variable of the job that contains the URL (see site.pass, site.secrets), instead of `url`."""
@@ -99,7 +99,7 @@ class TrackConfig(Section):
         PrometheusConfig | None, TrackerEntry("tracking.prometheus", "Prometheus", "prometheus_client")
     ] = None
     """Prometheus."""
-    jsonl: Annotated[Path | None, TrackerEntry("tracking.jsonl_file", "JsonlFile")] = None
+    jsonl: Annotated[Annotated[Path | None, TrackerEntry("tracking.jsonl_file", "JsonlFile")], Policy.PATH] = None
     """A file for log collectors, which several runs may share. It receives each line of metrics.jsonl and
     events.jsonl, with the run, job and attempt that it belongs to."""
     webhook: Annotated[WebhookConfig | None, TrackerEntry("tracking.webhook", "Webhook")] = None

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import dataclass
+from enum import Enum, auto
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -58,6 +60,40 @@ def _time(value: Any) -> Any:
 Name = Annotated[str, must_match(_NAME, "use letters, digits, '.', '_' and '-' (it becomes a folder and a job name)")]
 TimeLimit = Annotated[str, BeforeValidator(_time)]
 FilePath = Annotated[Path, must_match(re.compile(r"[^\0]{0,3000}"), "write a path, shorter than 3,000 characters")]
+
+
+class Policy(Enum):
+    """What is special about a key, as an annotation of its field: `name: Annotated[str, Policy.PATH]`.
+
+    A policy of a section holds for every key in it. `list_keys_with` (pipeline/config/schema.py) finds the keys.
+    """
+
+    CHANGEABLE = auto()
+    """`resume` may change the key at any time, because it affects no result."""
+    PATH = auto()
+    """The value is a path, relative to the file that contains the key."""
+    NOT_IN_IDENTITY = auto()
+    """Checkpoints stay valid if the value changes (pipeline/checkpoint/identity.py)."""
+    KEEPS_SHARDS = auto()
+    """Finished shards stay valid if the value changes."""
+    SWEEPABLE = auto()
+    """A sweep may vary the key."""
+    NOT_SWEEPABLE = auto()
+    """A sweep may not vary the key, although it may vary the others of the section."""
+    SHELL = auto()
+    """The value is lines of shell, which may contain secrets."""
+    OPTIONS = auto()
+    """The value is a mapping of options of another program, which may contain secrets."""
+    SECRET_VALUE = auto()
+    """The value itself may be a secret."""
+
+
+@dataclass(frozen=True)
+class SecretReference:
+    """Annotation of a field whose value says where a secret is: a variable, or a file."""
+
+    pattern: str
+    """The regular expression of such a value. Anything else in its place may be the secret itself, and is masked."""
 
 
 class Section(BaseModel):

@@ -18,22 +18,15 @@ from typing import Any
 
 from pipeline.base.command import format_command, format_current_command
 from pipeline.base.errors import ConfigError, UserError, limit_lines
-from pipeline.config.datasets import LEAVE_SHARDS
 from pipeline.config.masking import mask_secrets
 from pipeline.config.read import COMMAND_LINE, apply_overrides, parse_config
-from pipeline.config.sections import Config
-
-CHANGEABLE = (
-    "parallel.", "stages.", "site.", "recovery.", "publish", "track.", "checkpoint.", "data.max_rejected",
-    "data.verify", "data.mixture.weights", "evaluate.every", "model.init_files", "run.name", "run.root",
-    "train.log_every", "train.profile_every",
-)  # fmt: skip
-"""Beginnings of the keys that shape no result: `resume` accepts them at any time, and also a longer training."""
+from pipeline.config.sections import Config, format_key_patterns, has_policy
+from pipeline.config.types import Policy
 
 
 def changeable_keys() -> list[str]:
     """Return what `resume` may change at any time, as messages and docs write it: `site.*`, `train.log_every`."""
-    return [f"{key}.*" if key == "publish" else f"{key}*" if key.endswith(".") else key for key in CHANGEABLE]
+    return format_key_patterns(Policy.CHANGEABLE)
 
 
 def find_training_output(run: Path) -> str | None:
@@ -53,12 +46,12 @@ def _step(path: Path) -> int:
 
 def find_dependent_output(run: Path, key: str) -> str | None:
     """What is in the run's folder that another value of a key would make wrong; None where nothing is."""
-    section, _, name = key.partition(".")
-    if key.startswith(CHANGEABLE):
+    section = key.partition(".")[0]
+    if has_policy(key, Policy.CHANGEABLE):
         return None
     if key == "run.sharing":
         return "config.yaml with the mode that it says"
-    if section == "data" and name not in LEAVE_SHARDS and (run / "data/manifest.json").exists():
+    if section == "data" and not has_policy(key, Policy.KEEPS_SHARDS) and (run / "data/manifest.json").exists():
         return "data/manifest.json of the finished shards"
     if section == "evaluate":
         return _newest(run, "evaluation/step-*")

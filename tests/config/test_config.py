@@ -29,8 +29,8 @@ from pipeline.config.read import (
     parse_overrides,
 )
 from pipeline.config.schema import list_keys
-from pipeline.config.sections import Config, SiteConfig, TrainConfig
-from pipeline.config.types import parse_time_limit
+from pipeline.config.sections import Config, SiteConfig, TrainConfig, has_policy, list_keys_with
+from pipeline.config.types import Policy, parse_time_limit
 from pipeline.run.code import CODE_ROOT as ROOT
 
 CONFIGS = ROOT / "configs"
@@ -808,3 +808,47 @@ def test_importing_is_light() -> None:
 def test_time_limits_are_slurms(text: str, seconds: int) -> None:
     """The forms of sbatch(1), --time."""
     assert parse_time_limit(text) == seconds
+
+
+# -- policies of the keys ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        (
+            Policy.CHANGEABLE,
+            "run.name run.root data.mixture.weights data.max_rejected data.verify model.init_files parallel "
+            "train.log_every train.profile_every checkpoint evaluate.every recovery site stages publish track",
+        ),
+        (
+            Policy.PATH,
+            "run.root data.mixture.sources.*.source data.source data.chat_template data.tokenizer.path data.filter "
+            "model.init_from evaluate.tasks publish.to publish.no_worse_than track.prometheus.textfile "
+            "track.jsonl",
+        ),
+        (
+            Policy.NOT_IN_IDENTITY,
+            "data.mixture.sources.*.source data.source data.max_rejected data.verify model.init_from model.init_files "
+            "train.steps train.epochs train.log_every train.evaluate_every train.evaluate_sequences "
+            "train.profile_every",
+        ),
+        (Policy.KEEPS_SHARDS, "data.document_mask data.sequence_length data.max_rejected data.verify"),
+        (Policy.SWEEPABLE, "run.seed model train optimizer checkpoint evaluate"),
+        (Policy.NOT_SWEEPABLE, "model.target train.threads"),
+        (Policy.SHELL, "site.setup"),
+        (Policy.SECRET_VALUE, "track.webhook.url"),
+    ],
+)
+def test_keys_keep_their_policies(policy: Policy, expected: str) -> None:
+    assert list(list_keys_with(policy)) == expected.split()
+
+
+def test_every_mapping_of_slurm_options_may_contain_secrets() -> None:
+    options = {key for key in list_keys(()) if key.endswith((".sbatch", ".srun"))}
+    assert {*list_keys_with(Policy.OPTIONS)} == options
+
+
+def test_a_policy_of_a_section_holds_for_its_keys() -> None:
+    assert has_policy("site.partition", Policy.CHANGEABLE) and has_policy("publish", Policy.CHANGEABLE)
+    assert not has_policy("sites", Policy.CHANGEABLE) and not has_policy("run", Policy.CHANGEABLE)

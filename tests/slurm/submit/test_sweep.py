@@ -20,7 +20,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import read_jsonl
 from pipeline.checkpoint.checkpointer import verify_checkpoint
 from pipeline.config.read import ConfigError, load_config
-from pipeline.config.sweep import Range, SweepConfig
+from pipeline.config.sections import Range, SweepConfig
 from pipeline.run.directory import Run
 from pipeline.run.ledger import event_timestamp
 from pipeline.run.points import create_points, list_points
@@ -90,8 +90,8 @@ def test_draws_lie_in_their_range(low: float, times: float, scale: Literal["line
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ("sweep={grid: {stages.train.nodes: [1, 2]}}", "share their shards"),
-        ("sweep={grid: {data.sequence_length: [16, 32]}}", "share their shards"),
+        ("sweep={grid: {stages.train.nodes: [1, 2]}}", "stages.train.nodes cannot be swept"),
+        ("sweep={grid: {data.sequence_length: [16, 32]}}", "data.sequence_length cannot be swept"),
         ("sweep={grid: {}}", "nothing to vary"),
         ("sweep={grid: {optimizer.lr: [1]}, random: {optimizer.lr: [2]}}", "in grid and in random"),
         ("sweep={grid: {optimizer.lrr: [1]}}", "point 000 (optimizer.lrr=1)"),
