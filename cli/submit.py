@@ -190,7 +190,7 @@ def describe_inputs(run: Run) -> Iterator[str]:
     from data_prep.prepare import open_data_folder
 
     try:
-        files = open_data_folder(run).named()
+        files = open_data_folder(run).list_named_files()
         size = sum(map(os.path.getsize, files))
     except (UserError, OSError):
         return
