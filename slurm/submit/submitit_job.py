@@ -1,8 +1,9 @@
 """Everything that uses submitit: batch scripts, pickles, and detached jobs on this machine.
 
-submitit pickles a callable and runs it in the job. The callable here is :func:`become_supervisor`. It replaces
-submitit's process by the stage's supervisor, so that no signal handler of submitit runs in the job. (submitit
-would save from inside a signal handler, and its local executor kills after one second.)
+submitit pickles a callable and runs it in the job. The callable here is `exec`, with a short program that replaces
+submitit's process by the stage's supervisor. No signal handler of submitit then runs in the job: submitit would save
+from inside a signal handler, and its local executor kills after one second. A function of this package would be pickled
+by its name, which the run's own copy of the code may not have if another version made it.
 
 Results of submitit are not used: a stage has succeeded if its outputs validate.
 """
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,11 +28,20 @@ TESTED_VERSION = "1.5.4"
 _ONE_YEAR_MIN = 60 * 24 * 365
 
 
-def become_supervisor(stage: str, run: str, code: str) -> None:
-    """Replace this process by the supervisor of a stage, which runs the run's own copy of the code."""
-    environment = {**make_code_env(os.environ, Path(code)), "SLUICE_JOB_ID": submitit.JobEnvironment().job_id}
-    os.chdir(code)
-    os.execve(sys.executable, [sys.executable, "-u", "-m", "slurm", stage, run], environment)
+BECOME_SUPERVISOR = """
+import os, sys, submitit
+other_paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != code]
+environment = {
+    **os.environ,
+    "PYTHONPATH": os.pathsep.join([code, *other_paths]),
+    "PYTHONSAFEPATH": "1",
+    "SLUICE_JOB_ID": submitit.JobEnvironment().job_id,
+}
+os.chdir(code)
+os.execve(sys.executable, [sys.executable, "-u", "-m", "slurm", stage, run], environment)
+"""
+"""Replace the process by the supervisor of `stage` of `run`, which runs the copy of the code in `code`. The environment
+is that of :func:`pipeline.run.code.make_code_env`."""
 
 
 class BatchExecutor(submitit.SlurmExecutor):
@@ -54,9 +63,14 @@ def render_script(executor: BatchExecutor, tasks: int) -> str:
     return str(executor._make_submission_file_text(executor._submitit_command_str, ""))
 
 
+def _make_names(stage: str, run: Run, code: Path) -> dict[str, Any]:
+    """Return the names that :data:`BECOME_SUPERVISOR` uses."""
+    return {"stage": stage, "run": str(run.path), "code": str(code)}
+
+
 def write_pickle(executor: BatchExecutor, path: Path, stage: str, target: Run, code: Path) -> None:
     """Write the pickle that makes one task of a job the supervisor of `stage` of the run `target`."""
-    submission = DelayedSubmission(become_supervisor, stage, str(target.path), str(code))
+    submission = DelayedSubmission(exec, BECOME_SUPERVISOR, _make_names(stage, target, code))
     submission.set_timeout(executor.parameters["time"], executor.max_num_timeout)
     submission.dump(path)
 
@@ -67,7 +81,7 @@ def submit_locally(run: Run, stage: str) -> submitit.Job[None]:
     # submitit kills a job at its time limit; here the supervisor enforces limits, so this one is never reached
     executor.update_parameters(timeout_min=_ONE_YEAR_MIN, stderr_to_stdout=True)
     with _start_processes_detached(make_code_env(os.environ, run.code_dir)):
-        job = executor.submit(become_supervisor, stage, str(run.path), str(run.code_dir))
+        job = executor.submit(exec, BECOME_SUPERVISOR, _make_names(stage, run, run.code_dir))
     run.event("submitted", stage, job_id=job.job_id, executor="local")
     return job
 
