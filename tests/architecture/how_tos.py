@@ -1,4 +1,4 @@
-"""The how-tos of docs/development.md as data: the files that each of them names, and its edits.
+"""The how-tos of CONTRIBUTING.md as data: the files that each of them names, and its edits.
 
 A how-to is a section `### Title` with a line `Files: …`. Each edit is a line that names the file, optionally a place in
 it (`above`, `below` or `instead of` a piece of text), followed by a block of code.
@@ -56,7 +56,7 @@ class HowTo:
 
 def read_how_tos() -> dict[str, HowTo]:
     """Return all how-tos by title."""
-    page = (ROOT / "docs/development.md").read_text()
+    page = (ROOT / "CONTRIBUTING.md").read_text()
     how_tos = {}
     for section in re.split(r"^### ", page[page.index("## How-tos") :], flags=re.M)[1:]:
         title = section.splitlines()[0]

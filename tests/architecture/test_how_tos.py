@@ -1,4 +1,4 @@
-"""The how-tos of docs/development.md, applied literally to a copy of the code: the result runs."""
+"""The how-tos of CONTRIBUTING.md, applied literally to a copy of the code: the result runs."""
 
 from __future__ import annotations
 
