@@ -198,8 +198,8 @@ def find_checkpoint(run: Run, which: str | None) -> tuple[Path, dict[str, Any]]:
     if sweep_points := list_points(run):
         raise UserError(
             "run.is_a_sweep",
-            f"{run.name} is a sweep; its points have checkpoints, from {sweep_points[0].name} to "
-            f"{sweep_points[-1].path.name}. Name one of them",
+            f"{run.name} is a sweep, and its points have the checkpoints. Name one of them, for example "
+            f"{sweep_points[0].path}; the last one is {sweep_points[-1].path.name}",
         )
     steps = list_checkpoint_steps(run.checkpoints_dir)
     if not steps:

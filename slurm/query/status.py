@@ -451,8 +451,8 @@ class StatusPoller:
         if shown is not None and state == "failed" and not any((run.jobs_dir / stage).glob(f"{shown.job_id}*_log.out")):
             check = format_command("doctor", str(run.path.parent), "--check-nodes")
             problem += f" and wrote no log. Check that nodes see the run: {check}"
-        if state == "waiting" and (get_reason := getattr(work, "lacks", None)):
-            problem = get_reason(run) or ""
+        if state == "waiting" and hasattr(work, "missing_inputs"):
+            problem = stages.missing_inputs(run, stage) or ""
         if state == "waiting" and run.cancelled_file.exists():
             state = "cancelled"  # before it started
         active_job = job if is_active else None

@@ -201,7 +201,7 @@ def test_the_copied_code_takes_no_modes_from_the_checkout(
         shutil.copytree(CODE_ROOT / name, checkout / name)
     shutil.copy(CODE_ROOT / "submit.py", checkout)
     for path in (checkout, *checkout.rglob("*")):
-        path.chmod(0o777 if path.is_dir() or path.name == "submit.py" else 0o666)
+        path.chmod(0o777 if path.is_dir() or path == checkout / "submit.py" else 0o666)
     monkeypatch.setattr(run_module, "CODE_ROOT", checkout)
     run = Run.create(load_config(write_config(tmp_path), [f"run.sharing={sharing}"]))
     os.umask(0)

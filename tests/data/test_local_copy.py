@@ -30,7 +30,7 @@ LENGTH = 10
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(LocalCopies, "every_s", 0.01)
-    monkeypatch.setattr(local_copy, "file_system_type", lambda _: "ext4")
+    monkeypatch.setattr(local_copy, "read_file_system_type", lambda _: "ext4")
     before = set(threading.enumerate())
     yield
     assert set(threading.enumerate()) == before
@@ -182,7 +182,7 @@ def test_what_fails_is_told_by_one_rank(tmp_path: Path, disk: Path, monkeypatch:
 
 def test_a_folder_in_memory_is_refused(tmp_path: Path, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = Told()
-    monkeypatch.setattr(local_copy, "file_system_type", lambda _: "tmpfs")
+    monkeypatch.setattr(local_copy, "read_file_system_type", lambda _: "tmpfs")
     with copies(make_dataset(tmp_path / "shared"), tmp_path / "shared", disk, told):
         until(lambda: bool(told))
     assert "in memory" in told[0]["error"] and not list(disk.iterdir())

@@ -402,7 +402,7 @@ def test_an_import_whose_folder_is_replaced_meanwhile_writes_and_deletes_nothing
             (tmp_path / ".to.part").symlink_to(thesis.parent)
         return original(*arguments)
 
-    name = "look" if moment == "before the first shard" else "append_line"
+    name = "inspect_token_file" if moment == "before the first shard" else "append_line"
     original = getattr(tokens_commands, name)
     monkeypatch.setattr(tokens_commands, name, replaced)
     with pytest.raises(UserError, match=r"/to: .*replaced"):

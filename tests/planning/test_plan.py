@@ -41,7 +41,7 @@ def held_rank(place: RankInfo, configs: list[Config]) -> list[tuple[int, int]]:
     world = groups.join_process_group(place, configs[0])
     results = []
     for config in configs:
-        state = train(place, config, world, 0)[0].state()
+        state = train(place, config, world, 0)[0].state_dict()
         local = {name: getattr(t, "_local_tensor", t).nbytes for name, t in state.items()}
         weights = sum(n for name, n in local.items() if name.startswith("model."))
         moments = sum(n for name, n in local.items() if "exp_avg" in name or "momentum" in name)

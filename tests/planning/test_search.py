@@ -180,7 +180,7 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypa
     # its own layout need not fit, other things must
     code, out, _ = run("--best", "--nodes=1,2", "parallel.tensor=3", "parallel.zero=3", "train.micro_batch=7")
     assert code == 0 and "layouts on H100 SXM5 80 GB" in out and "none of" not in out
-    assert "the config's own layout cannot work: " in out and "is no multiple of micro_batch (7)" in out
+    assert "the config's own layout is invalid: " in out and "is no multiple of micro_batch (7)" in out
     code, out, _ = run("--best", "train.global_batch=2")  # for fewer replicas than ranks, and than nodes
     assert code == 0 and "× data 2 × tensor" in out and "× data 8" not in out
     code, _, err = run("--best", "train.global_batch=2", "parallel.reduce=micro_batch", "train.precision=fp32")

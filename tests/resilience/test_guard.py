@@ -58,7 +58,8 @@ def test_the_sampler_jumps_over_them(left_out: list[tuple[int, int]], step: int,
     class Numbers:
         """97 samples of one length."""
 
-        lengths, numbered = None, False
+        lengths = None
+        needs_positions = False
 
         def __len__(self) -> int:
             return 97
@@ -300,7 +301,7 @@ def test_the_check_at_the_start_names_what_is_broken(tmp_path: Path, data: Path)
     host = os.uname().nodename
     assert f"BAD_NODE node.wrong_data: {host}" in run_ranks(1, broken_node_rank, run.path, "file system")[0]
     assert "node.wrong_result" in run_ranks(1, broken_node_rank, run.path, "device")[0]
-    assert "is taken by another program" in run_ranks(1, broken_node_rank, run.path, "port")[0]
+    assert "node.port_in_use" in run_ranks(1, broken_node_rank, run.path, "port")[0]
     words = run_ranks(3, broken_node_rank, run.path, "a rank that does not come")
     assert words[0].startswith("BAD_NODE node.not_responding") and "rank 2" in words[0], words
     assert words[2] == "slept"

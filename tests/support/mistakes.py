@@ -297,7 +297,7 @@ AT_THE_DOOR = [
     Mistake(
         "Python's library for a model of one's own",
         "own.yaml data.source=python-stdlib",
-        "name the HDF5 files with its samples as data.source",
+        "name the HDF5 files that contain its samples as data.source",
         back="own.yaml data.source=arrays.h5",
     ),
 ]

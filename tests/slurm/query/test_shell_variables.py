@@ -88,7 +88,7 @@ def test_a_run_of_very_many_jobs_is_seen(tmp_path: Path, monkeypatch: pytest.Mon
     if known == "sacct":
         row = row.replace("RUNNING", "COMPLETED")
         monkeypatch.setenv("TZ", "UTC")
-        monkeypatch.setattr(job_states, "seconds", lambda text: 1.0)
+        monkeypatch.setattr(job_states, "parse_slurm_time", lambda text: 1.0)
     listing = f"words = sys.argv\nfor job in [*range({ids[0]}, {ids[-1]} + 1), 7]:\n    print(f'{{job}}{row}')\n"
     asked = f"for job in sys.argv[sys.argv.index('-j') + 1].split(','):\n    print(f'{{job}}{row}')\n"
     tool(tmp_path, "squeue", listing if known == "squeue" else "", monkeypatch)

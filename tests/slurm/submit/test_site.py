@@ -266,7 +266,9 @@ def test_a_dry_run_shows_arrays_as_wide_as_they_are_submitted(tmp_path: Path) ->
 
 def test_a_dry_run_shows_the_successor(tmp_path: Path) -> None:
     found = planned(config(tmp_path, "site.requeue=false"))
-    assert found["train, its successor: takes over if it does not end well"].rstrip() == found["train"].rstrip()
+    assert (
+        found["train, its successor: continues the training if it does not finish"].rstrip() == found["train"].rstrip()
+    )
     assert "no-requeue" in options(found["train"]) and len(planned(config(tmp_path))) == len(found) - 1
 
 
@@ -275,7 +277,7 @@ def test_a_dry_run_says_that_a_time_limit_is_too_short(tmp_path: Path, time: str
     out = io.StringIO()
     print_plan(config(tmp_path, f"stages.train.time='{time}'"), "slurm", PlainConsole(file=out, width=200))
     told = re.findall(
-        rf"^problem +stages.train.time: {time} is short: .*save 90 s before .* leaves (\d+ s)", out.getvalue(), re.M
+        rf"^problem +stages.train.time: {time} is short: .* 90 s before .* leaves (\d+ s)", out.getvalue(), re.M
     )
     assert told == ([left] if left else [])
 
@@ -530,7 +532,9 @@ def test_nothing_is_done_from_a_shell_without_the_variables(tmp_path: Path) -> N
     for words in (["tiny.yaml", wanted], ["resume", "runs/tiny"]):
         command = [sys.executable, str(CODE_ROOT / "submit.py"), *words, "--executor=slurm"]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
-        assert done.returncode == 2 and done.stderr.startswith("error: site.pass: WANDB_API_KEY not set"), done.stderr
+        assert done.returncode == 2 and done.stderr.startswith(
+            "error[site.variable_not_set]: site.pass: WANDB_API_KEY not set"
+        ), done.stderr
         assert (tmp_path / "runs").exists() == (words[0] == "resume"), "nothing was made"
         run = Run.create(cfg)
     assert [event["event"] for event in run.read_events()] == ["created"] and not (tmp_path / "asked").exists()

@@ -431,7 +431,7 @@ def test_what_an_unclear_sbatch_said_is_in_the_message(
     (tmp_path / "bin/sbatch").write_text(f"#!/bin/sh\n{sbatch}\n")
     (tmp_path / "bin/sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin", prepend=":")
-    with pytest.raises(UserError, match=rf"not known whether Slurm took the job.*{words}"):
+    with pytest.raises(UserError, match=rf"not known whether Slurm accepted the job.*{words}"):
         submit_stage(run, "train", [], kind="afternotok", patience_s=0.5)
 
 
