@@ -67,7 +67,7 @@ def training(run: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
 @contextmanager
 def followers(run: Path, names: Sequence[str]) -> Iterator[dict[str, psutil.Process]]:
     """The followers of a run's config, as the supervisor starts them."""
-    command = [sys.executable, "-m", "tracking"]
+    command = [sys.executable, "-m", "tracking.follower"]
     (run / "track").mkdir(exist_ok=True)
     started = {}
     for name in names:

@@ -78,7 +78,7 @@ class Process:
 
     @classmethod
     def follower(cls, run: Run, name: str) -> Process:
-        return cls(run.path / f"{name}.log", "tracking", name, str(run.path))
+        return cls(run.path / f"{name}.log", "tracking.follower", name, str(run.path))
 
     def start(self) -> None:
         """Start it, where none runs."""
