@@ -239,7 +239,7 @@ def test_a_version_is_entered_into_the_registry_once(wanted: Any, registry: str,
     version = tmp_path / "models/tiny/step-00000003"
     before = {path.name: path.stat().st_mtime_ns for path in version.iterdir()}
     assert publish_stage.missing_outputs(run) == "publish.mlflow has no entry yet" and "SHA256SUMS" in before
-    run.change([f"publish.mlflow.uri={registry}"])
+    run.apply_overrides([f"publish.mlflow.uri={registry}"])
     run = Run.open(run.path)
     for _ in range(2):
         assert publish(run) == ExitCode.DONE and publish_stage.missing_outputs(run) is None

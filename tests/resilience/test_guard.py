@@ -85,7 +85,7 @@ def poisoned_rank(place: RankInfo, path: Path, steps: list[int], sticky: bool) -
     real = module.Trainer.step
 
     def step(self: Any, number: int, tokens: Any) -> Any:
-        if place.rank == 1 and number in steps and (not sticky or not self.guard.left_out):
+        if place.rank == 1 and number in steps and (not sticky or not self.guard.excluded_ranges):
             hook = next(iter(self.engine.model.parameters())).register_hook(lambda grad: grad * float("nan"))
             try:
                 return real(self, number, tokens)
@@ -176,7 +176,7 @@ def clocked_rank(place: RankInfo, path: Path, left_s: float | None, save_s: floa
     def step(self: Any, number: int, tokens: Any) -> Any:
         time.sleep(0.1 if left_s is None else 1.2)
         if place.rank == 0:  # who measures saves; the signal comes to the other
-            self.clock.save_s = max(self.clock.save_s, save_s)
+            self.deadline.longest_save_s = max(self.deadline.longest_save_s, save_s)
         if left_s is None and number == 20 and place.rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return real(self, number, tokens)

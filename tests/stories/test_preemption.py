@@ -176,8 +176,8 @@ def submitted(folder: Path, data: Path, cluster: Cluster, steps: int, seconds: f
     if asks:
         rule = run.code_dir / "slurm/query/preemption.py"
         text = rule.read_text()
-        assert text.count("NEEDED = 2\n") == 1
-        rule.write_text(text.replace("NEEDED = 2\n", "NEEDED = 99\n"))
+        assert text.count("MIN_REMAINING_EXITS = 2\n") == 1
+        rule.write_text(text.replace("MIN_REMAINING_EXITS = 2\n", "MIN_REMAINING_EXITS = 99\n"))
     done = submit(cluster, folder, str(config), *NODES)
     assert done.returncode == 0, done.stdout + done.stderr
     return run.path

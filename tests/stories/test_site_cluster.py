@@ -235,8 +235,9 @@ def test_sbatch_takes_ranks_in_planes(tmp_path: Path, cluster: Cluster, nodes: i
 )
 def test_ranks_sit_where_the_check_says(cluster: Cluster, options: str) -> None:
     program = (
-        "import os; from pipeline.base.dist_env import granted_tasks; from slurm.query.capacity import nodes_of_ranks;"
-        "print(nodes_of_ranks(*granted_tasks(os.environ)), flush=True)"
+        "import os; from pipeline.base.dist_env import read_granted_tasks;"
+        "from slurm.query.capacity import assign_ranks_to_nodes;"
+        "print(assign_ranks_to_nodes(*read_granted_tasks(os.environ)), flush=True)"
     )
     show = f"cd {CODE_ROOT}; {sys.executable} -c '{program}'; srun bash -c 'echo $SLURM_PROCID $SLURM_NODEID' | sort -n"
     first, *lines = cluster.output(["salloc", "--quiet", *options.split(), "bash", "-c", show]).splitlines()
@@ -262,8 +263,9 @@ def test_an_allocation_that_does_not_fit_is_refused(tmp_path: Path, cluster: Clu
 def test_what_the_check_passes_srun_lays_out_evenly(cluster: Cluster, options: str, fits: bool) -> None:
     """2 × 2 ranks in more room than they need: some distributions fill what is there."""
     program = (
-        "import os; from pipeline.base.dist_env import granted_tasks; from slurm.query.capacity import problem;"
-        "print(problem('train', 2, 2, 1, *granted_tasks(os.environ)) is None, flush=True)"
+        "import os; from pipeline.base.dist_env import read_granted_tasks;"
+        "from slurm.query.capacity import describe_placement_problem;"
+        "print(describe_placement_problem('train', 2, 2, 1, *read_granted_tasks(os.environ)) is None, flush=True)"
     )
     show = f"cd {CODE_ROOT}; {sys.executable} -c \"{program}\"; srun -N2 -n4 bash -c 'echo $SLURM_STEP_TASKS_PER_NODE'"
     verdict, *lines = cluster.output(["salloc", "--quiet", *options.split(), "bash", "-c", show]).splitlines()

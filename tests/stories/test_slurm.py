@@ -157,7 +157,7 @@ def test_a_node_that_crashes_under_an_array_of_shard_leaves_no_trace(tmp_path: P
     more = ("stages.shard.tasks=8", "data.shard_tokens=1500", "optimizer.warmup_steps=1")
     spread = (*more, "site.data_jobs={cpus_per_task: 2}")
     run, gate = prepared(tmp_path, config, spread), tmp_path / "gate"
-    code, line = run / "code/pipeline/data/manifest.py", "    write_json(path, seal(manifest.model_dump()))"
+    code, line = run / "code/pipeline/data/manifest.py", "    write_json(path, add_checksum(manifest.model_dump()))"
     assert code.read_text().count(line) == 1, "the manifest has changed"
     later = "path.parent.name == 'shards' and int(path.stem[5:]) >= 8"
     wait = f"    while {later} and not Path({str(gate)!r}).exists():\n        __import__('time').sleep(0.1)\n"

@@ -32,7 +32,7 @@ from tracking.follower import Follower
 from tracking.tracker import tracker_run_id
 from tracking.wandb import read_offline_steps
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.story
 __all__ = ["chat"]  # a fixture
 

@@ -87,8 +87,10 @@ def patch_checkpoint(module):
 
 def patch_run(module):
     if SKEWED:
-        true_now = module.now
-        module.now = lambda: (datetime.fromisoformat(true_now()) + timedelta(hours=1)).strftime("%FT%T.000Z")
+        true_timestamp = module.utc_timestamp
+        module.utc_timestamp = lambda: (datetime.fromisoformat(true_timestamp()) + timedelta(hours=1)).strftime(
+            "%FT%T.000Z"
+        )
 
 
 PATCHES = {
