@@ -65,7 +65,7 @@ def create_folder_atomically(folder: Path, owner: str = "") -> Iterator[Path]:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise
             raise FolderExistsError(f"{folder} exists already: another process made it in the meantime") from error
-    except BaseException:
+    except BaseException:  # also Ctrl-C and SystemExit: an unfinished folder must not remain; always raised again
         shutil.rmtree(temporary, ignore_errors=True)
         with suppress(OSError):  # somebody else has put something there
             for path in above:
@@ -97,7 +97,7 @@ def replace_atomically(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException:  # also Ctrl-C and SystemExit: half a file must not remain; always raised again
         temporary.unlink(missing_ok=True)
         raise
     fsync(path.parent)

@@ -105,7 +105,7 @@ def path_through_fd(fd: int, path: Path) -> Iterator[Path]:
 
 
 def check_own_folder(path: Path) -> None:
-    """Raise UserError as `own_folder` does."""
+    """Raise UserError as :func:`open_own_folder` does."""
     with open_own_folder(path):
         pass
 
@@ -122,7 +122,7 @@ def open_own_file(path: Path) -> BufferedReader:
             raise UserError(f"{path} is not an ordinary file: remove it")
         _require_own(path, found)
         return os.fdopen(fd, "rb")
-    except BaseException:
+    except BaseException:  # also Ctrl-C: nothing else closes the descriptor; always raised again
         os.close(fd)
         raise
 

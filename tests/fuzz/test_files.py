@@ -174,7 +174,7 @@ def numbers(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, 
             (copy / "changes.jsonl").unlink()
         kind, found[steps] = run_ranks(1, go_on, copy)[0]
         assert kind == "numbers" and found[steps][0] == found[steps][2] == steps, found
-    assert "hosts by local compute time" in look(whole) and "left out" not in look(whole)
+    assert "local compute time per step by host" in look(whole) and "left out" not in look(whole)
     assert has_valid_checksum(json.loads((copy / "evaluation/step-00000006.json").read_text()))
     assert lines.read_required_lines(copy / "changes.jsonl", lines.is_config_change)
     return found

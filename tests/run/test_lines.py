@@ -121,7 +121,7 @@ def test_an_odd_evaluation_is_none_and_is_told(run: Run, content: str) -> None:
 @pytest.mark.parametrize("content", ["", "{torn", "[1]", '{"n1": null}', '{"n1": "fast"}', "\xff"])
 def test_odd_times_of_hosts_are_left_out(run: Run, content: str) -> None:
     (run.stage_dir("train") / get_compute_times_file(run).name).write_text(content, encoding="latin-1")
-    assert "hosts by local compute time" not in shown(run)
+    assert "local compute time per step by host" not in shown(run)
 
 
 @pytest.mark.parametrize("content", ["{}", '{"set": 5}', '{"set": {"train": {"steps": 50}}, }', "[]"])

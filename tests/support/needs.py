@@ -1,4 +1,4 @@
-"""What a test needs and this machine lacks."""
+"""Skip a test if this machine lacks what it needs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 
 
 def lacking(reason: str) -> NoReturn:
-    """Skip the test, with the reason: a person's machine may lack root or a package. Under CI=true it fails."""
+    """Skip the test: a contributor's machine may lack root or a package. With CI=true, fail instead."""
     if os.environ.get("CI") == "true":
         pytest.fail(f"{reason}; under CI nothing may be skipped")
-    # A stranger's laptop has no root, no Debian packages: there the rest of the suite is still worth running. Who calls
-    # this names what is lacking and where it comes from; CI, which installs all of it, cannot come here.
+    # A contributor's laptop may have no root and no Debian packages; the rest of the suite is still useful there. The
+    # reason names what is missing and how to get it. CI installs everything and fails above, so it never skips.
     pytest.skip(reason)
