@@ -43,7 +43,6 @@ from typing import Any
 from pipeline.base.errors import UserError
 from pipeline.run.directory import Run
 from slurm.query import slurm_messages
-from slurm.query.site_variables import require_single_cluster
 
 TIMEOUT_S = 30
 INTERACTIVE_TIMEOUT_S = 10.0
@@ -210,6 +209,18 @@ def cluster_name() -> str | None:
         return own
     require_single_cluster(os.environ)
     return cluster_settings().get("ClusterName")
+
+
+def require_single_cluster(env: Mapping[str, str]) -> None:
+    """Raise UserError if variables in `env` send Slurm's commands to another cluster than the local one."""
+
+    for name in ("SLURM_CLUSTERS", "SBATCH_CLUSTERS"):
+        if (value := env.get(name, "")) not in ("", env.get("SLURM_CLUSTER_NAME")):
+            raise UserError(
+                "slurm.other_cluster",
+                f"{name}={value}: all jobs of a run are on one cluster and visible only there: unset the variable and "
+                "log in to that cluster (sbatch -M is not supported)",
+            )
 
 
 def cluster_settings() -> dict[str, str]:

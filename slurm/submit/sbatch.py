@@ -48,14 +48,14 @@ from slurm.query.job_states import (
     require_response,
 )
 from slurm.query.run_jobs import SubmittedJob, find_run_jobs
-from slurm.query.site_variables import (
+from slurm.query.slurm_messages import SBATCH_ERROR, SBATCH_NO_REPLY
+from slurm.submit.site_environment import (
     check_job_environment,
     export_option,
     job_python,
     secrets_script_lines,
     site_environment,
 )
-from slurm.query.slurm_messages import SBATCH_ERROR, SBATCH_NO_REPLY
 
 if TYPE_CHECKING:
     from slurm.submit.submitit_job import BatchExecutor

@@ -19,7 +19,7 @@ from pipeline.config.stages import STAGES
 from pipeline.config.track import TRACKERS
 from pipeline.run.code import start_process
 from pipeline.run.directory import Run
-from slurm.query.site_variables import job_python
+from slurm.submit.site_environment import job_python
 
 DRAIN_S = 10.0
 

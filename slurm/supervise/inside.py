@@ -21,7 +21,7 @@ from pathlib import Path
 
 from pipeline.base.errors import UserError
 from pipeline.run.directory import Run
-from slurm.query.site_variables import job_python
+from slurm.submit.site_environment import job_python
 
 _IF_THERE = 'test -d "$0" && set -- "--bind=$0:$0" "$@"; exec apptainer exec "$@"'
 

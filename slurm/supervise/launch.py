@@ -26,7 +26,7 @@ from pipeline.config.stages import STAGES
 from pipeline.run.code import start_process
 from pipeline.run.directory import Run, utc_timestamp
 from slurm.query import slurm_messages
-from slurm.query.site_variables import SETUP_NOT_RUN, check_job_environment, secrets_script_lines, site_environment
+from slurm.submit.site_environment import SETUP_NOT_RUN, check_job_environment, secrets_script_lines, site_environment
 from slurm.supervise.inside import get_rank_command
 
 SRUN_WAIT_S = 60

@@ -11,7 +11,7 @@ import pytest
 from pipeline.base.console import PlainConsole
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
-from slurm.submit import follow
+from slurm.submit import local_runner
 from tests.support.tiny import write_config
 
 
@@ -19,7 +19,7 @@ from tests.support.tiny import write_config
 def test_a_way_back_is_told_once_as_it_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, live: bool) -> None:
     """Of this stage and from now on; the last words come with the end."""
     monkeypatch.setattr(Run, "copy_code", lambda self, **more: None)
-    monkeypatch.setattr(follow, "LIVE_INTERVAL_S", 0.0)
+    monkeypatch.setattr(local_runner, "LIVE_INTERVAL_S", 0.0)
     run = Run.create(load_config(write_config(tmp_path)))
     run.event("restored", "train", step=7, lost_steps=3)
     file = io.StringIO()
@@ -38,7 +38,7 @@ def test_a_way_back_is_told_once_as_it_comes(tmp_path: Path, monkeypatch: pytest
         yield False
 
     ticks = going()
-    follow.follow_stage(run, "train", lambda: next(ticks), console)
+    local_runner.follow_stage(run, "train", lambda: next(ticks), console)
     shown = file.getvalue()
     told = [line[line.index("train  ") :].split() for line in shown.splitlines() if "step " in line or "after" in line]
     assert [" ".join(words) for words in told] == [

@@ -15,7 +15,7 @@ from pipeline.run.changes import describe_changes
 from pipeline.run.directory import Run
 from pipeline.train import train_stage
 from slurm.query import status
-from slurm.submit import follow
+from slurm.submit import local_runner
 from tests.support.tiny import write_config
 from tracking.report import print_report
 
@@ -127,16 +127,17 @@ def test_followers_notice_a_change_from_another_process(run: Run, monkeypatch: p
     """Those that had read the config before: a table that is watched, and the line of the stage that trains."""
     run.metrics_file.write_text('{"step": 31, "loss": 1.0, "step_time_s": 0.5, "tokens_per_s": 10.0}\n')
     poller, out = status.StatusPoller(run), io.StringIO()
-    monkeypatch.setattr(follow, "PLAIN_INTERVAL_S", 0.0)
-    monkeypatch.setattr(follow, "POLL_S", 0.0)
+    monkeypatch.setattr(local_runner, "PLAIN_INTERVAL_S", 0.0)
+    monkeypatch.setattr(local_runner, "POLL_S", 0.0)
     assert [row.cells["step"] for row in poller.poll() if row.stage == "train"] == ["31/30"]
     Run.open(run.path).apply_overrides(["train.steps=40"])
     turns = iter([True, True, False])
-    follow.follow_stage(Run.open(run.path), "train", lambda: next(turns), PlainConsole(file=io.StringIO(), width=200))
+    console = PlainConsole(file=io.StringIO(), width=200)
+    local_runner.follow_stage(Run.open(run.path), "train", lambda: next(turns), console)
     assert [row.cells["step"] for row in poller.poll() if row.stage == "train"] == ["31/40"]
     Run.open(run.path).apply_overrides(["train.steps=50"])
     turns = iter([True, True, False])
-    follow.follow_stage(run, "train", lambda: next(turns), PlainConsole(file=out, width=200))
+    local_runner.follow_stage(run, "train", lambda: next(turns), PlainConsole(file=out, width=200))
     assert "train.steps: 40 → 50" in out.getvalue() and "step 31/50" in out.getvalue(), out.getvalue()
 
 

@@ -28,7 +28,7 @@ from pipeline.checkpoint.catalog import find_newest_step
 from pipeline.config.read import load_config
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
-from slurm.submit import follow
+from slurm.submit import local_runner
 from tests.support.tiny import digest, slowed, write_config
 
 SUBMIT = [sys.executable, str(CODE_ROOT / "submit.py")]
@@ -277,11 +277,11 @@ def test_ctrl_c_in_a_terminal_saves_and_says_how_to_go_on(tmp_path: Path, finish
 def test_where_no_line_can_be_overwritten_progress_is_plain_lines(
     finished: Path, monkeypatch: pytest.MonkeyPatch, dumb: bool
 ) -> None:
-    monkeypatch.setattr(follow, "PLAIN_INTERVAL_S", 0.0)
-    monkeypatch.setattr(follow, "POLL_S", 0.0)
+    monkeypatch.setattr(local_runner, "PLAIN_INTERVAL_S", 0.0)
+    monkeypatch.setattr(local_runner, "POLL_S", 0.0)
     console = Console(file=io.StringIO(), width=160, force_terminal=dumb, _environ={"TERM": "dumb"})
     ticks = iter([True, True, False])
-    follow.follow_stage(Run.open(finished / "runs/tiny"), "train", lambda: next(ticks), console)
+    local_runner.follow_stage(Run.open(finished / "runs/tiny"), "train", lambda: next(ticks), console)
     shown = cast(io.StringIO, console.file).getvalue()
     assert re.fullmatch(r"(train +step 60/60  loss \d\.\d{4}  [\d,]+ tokens/s  00:00 left\n){2}", shown), shown
 

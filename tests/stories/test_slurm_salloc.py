@@ -14,7 +14,7 @@ from pipeline.base.files import read_jsonl
 from pipeline.config.read import load_config
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
-from slurm.query.site_variables import SETUP_NOT_RUN
+from slurm.submit.site_environment import SETUP_NOT_RUN
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.stories.test_slurm import events, prepared, submit

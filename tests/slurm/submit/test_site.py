@@ -33,9 +33,9 @@ from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
 from slurm.query import capacity, current_job
 from slurm.query.capacity import assign_ranks_to_nodes, describe_placement_problem
-from slurm.query.site_variables import check_job_environment
 from slurm.submit import submitit_job
 from slurm.submit.sbatch import _extract_sbatch_reason, build_sbatch_parameters, render_batch_script
+from slurm.submit.site_environment import check_job_environment
 from slurm.supervise.launch import apply_site_environment
 from tests.support.tiny import write_config
 

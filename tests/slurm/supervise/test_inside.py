@@ -20,8 +20,8 @@ from pipeline.config.read import ConfigError, load_config
 from pipeline.run.directory import Run
 from pipeline.run.points import create_points
 from slurm.query.job_states import cluster_name
-from slurm.query.site_variables import check_job_environment, job_python
 from slurm.submit.sbatch import render_batch_script
+from slurm.submit.site_environment import check_job_environment, job_python
 from slurm.supervise import mpi_launch
 from slurm.supervise.inside import get_rank_command
 from slurm.supervise.launch import Ranks, SrunRanks

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from pipeline.base.errors import ExitCode, UserError
 from pipeline.config.site import SiteConfig
+from slurm.query.job_states import require_single_cluster
 
 SETUP_NOT_RUN = "site.setup is not run here: put its lines into the shell or script that this was started from"
 _PRIVATE = (0o600, 0o400)
@@ -30,17 +31,6 @@ def job_python(site: SiteConfig) -> str:
         return sys.executable
     program = re.fullmatch(r"python[\d.]*", site.python.name) and not site.python.is_dir()
     return str(site.python if program else site.python / "bin/python")
-
-
-def require_single_cluster(env: Mapping[str, str]) -> None:
-    """Raise UserError where variables send Slurm's commands to other clusters than the one that they are called on."""
-    for name in ("SLURM_CLUSTERS", "SBATCH_CLUSTERS"):
-        if (value := env.get(name, "")) not in ("", env.get("SLURM_CLUSTER_NAME")):
-            raise UserError(
-                "slurm.other_cluster",
-                f"{name}={value}: all jobs of a run are on one cluster and visible only there: unset the variable and "
-                "log in to that cluster (sbatch -M is not supported)",
-            )
 
 
 def export_option(site: SiteConfig) -> str | None:
