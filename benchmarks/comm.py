@@ -128,7 +128,7 @@ def rank_main(only_hooks: bool) -> None:
     from pipeline.mpi import backend as mpi
     from pipeline.mpi.worker_thread import CollectiveThread
     from pipeline.parallel.replica_sync import GradientHook
-    from tests.support.sent import Sent
+    from tests.support.communication_counter import CommunicationCounter
 
     torch.set_num_threads(1)
     mpi.start_mpi(read_rank_info(os.environ), timedelta(minutes=5))
@@ -195,7 +195,7 @@ def rank_main(only_hooks: bool) -> None:
         for bucket in HOOK_BUCKETS_MB:
             steps = {b: step_of(group, bucket, hook) for b, group in groups.items()}
             measured = pairs(2, steps)
-            with Sent() as sent:
+            with CommunicationCounter() as sent:
                 steps["gloo"]()
             found.append((hook, bucket, sum(sent.bytes.values()), [(row[0], row[2]) for row in measured]))
     for bucket in () if only_hooks else BUCKETS_MB:

@@ -66,7 +66,7 @@ def make_run(folder: Path, source: Path) -> Path:
     from pipeline.config.read import load_config
     from pipeline.run.directory import Run
     from pipeline.run.stages import load_stage_module
-    from tests.support.ranks import place
+    from tests.support.ranks import make_rank_info
     from tests.support.tiny import HarmlessFlag, write_corpus
 
     file = folder / "run.yaml"
@@ -76,7 +76,7 @@ def make_run(folder: Path, source: Path) -> Path:
     )
     run = Run.create(load_config(file))
     for stage in ("prepare", "shard"):
-        load_stage_module(stage).run_stage(run, place(0, 1, 1), {}, HarmlessFlag())
+        load_stage_module(stage).run_stage(run, make_rank_info(0, 1, 1), {}, HarmlessFlag())
     return run.path
 
 
@@ -107,10 +107,10 @@ def import_and_save(path: Path, results: dict[str, float]) -> None:
     from pipeline.model.task import make_task
     from pipeline.publish.open_weights import open_initial_weights
     from pipeline.run.directory import Run
-    from tests.support.ranks import PORTS, place
+    from tests.support.ranks import PORTS, make_rank_info
 
     run = Run.open(path)
-    world = groups.join_process_group(place(0, 1, next(PORTS)), run.config)
+    world = groups.join_process_group(make_rank_info(0, 1, next(PORTS)), run.config)
     task, group = make_task(run, load_run_manifest(run)), groups.new_control_group()
     with measured(results, "import"):
         source = open_initial_weights(run, task, group)

@@ -15,8 +15,8 @@ from typing import Any
 
 from benchmarks.table import write_table
 from tests.parallel.test_parallel import FEW, HYBRID, LAYOUTS, SCHEDULES, moving, one_process
-from tests.support.layouts import STEPS, move_rank, tiny_config, train_rank
 from tests.support.ranks import run_ranks
+from tests.support.tiny_training import STEPS, change_layout_rank, tiny_config, train_rank
 
 ALL = {"pipeline": 2, "tensor": 2}
 CASES: dict[int, list[dict[str, Any]]] = {
@@ -61,7 +61,7 @@ def main() -> None:
     first, *others = [moving(parallel, {}) for parallel in LAYOUTS]
     with tempfile.TemporaryDirectory() as folder:
         arguments = (first, [*others, first], Path(folder), 3, STEPS)
-        (digest, expected), *moves = run_ranks(4, move_rank, *arguments, timeout=LIMIT_S)[0]
+        (digest, expected), *moves = run_ranks(4, change_layout_rank, *arguments, timeout=LIMIT_S)[0]
     for before, after, (again, trained) in zip(LAYOUTS, [*LAYOUTS[1:], LAYOUTS[0]], moves, strict=True):
         same = "the same" if again == digest else "DIFFERENT"
         rows.append(["4", f"{words(before)} → {words(after)}", *largest(trained, expected), same])

@@ -33,8 +33,8 @@ from benchmarks.table import write_table
 from benchmarks.trainer import make_run
 from pipeline.base.dist_env import make_local_rank_env
 from pipeline.run.directory import Run
-from tests.support.invented import Invented
-from tests.support.servers import free_port, mlflow_server
+from tests.support.fake_run import FakeRun
+from tests.support.servers import find_free_port, mlflow_server
 
 ROOT = Path(__file__).resolve().parent.parent
 STEP_50_MS = (
@@ -146,8 +146,8 @@ def shares(folder: Path, seconds: float) -> list[list[str]]:
     names = ("tensorboard", "telemetry", "jsonl", "prometheus", "wandb", "mlflow")
     with mlflow_server(folder / "server") as uri:
         track = f"{{tensorboard: true, telemetry_s: 10, jsonl: {folder}/lines.jsonl, wandb: {{project: p}}, "
-        track += f"prometheus: {{port: {free_port()}}}, mlflow: {{uri: '{uri}'}}}}"
-        invented = Invented(folder, f"track={track}")
+        track += f"prometheus: {{port: {find_free_port()}}}, mlflow: {{uri: '{uri}'}}}}"
+        invented = FakeRun(folder, f"track={track}")
         run, before = invented.run.path, dict[str, float]()
         with followers(run, names) as processes:
             due, marked = time.monotonic(), 0.0

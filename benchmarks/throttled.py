@@ -30,8 +30,8 @@ from pipeline.base.files import read_jsonl
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
 from pipeline.run.stages import load_stage_module
-from tests.support.ranks import place
-from tests.support.slow_mount import SlowMount, cannot, slow_mount
+from tests.support.ranks import make_rank_info
+from tests.support.slow_mount import SlowMount, find_slow_mount_problem, slow_mount
 from tests.support.tiny import HarmlessFlag, make_run, write_config
 
 LIMIT_S = 400.0
@@ -54,7 +54,7 @@ def run_on(mount: SlowMount, folder: Path, name: str, tokens: int, *overrides: s
     )
     run = Run.create(load_config(write_config(folder, name), (*data, *more, *overrides)))
     for stage in ("prepare", "shard"):
-        load_stage_module(stage).run_stage(run, place(0, 1, 1), {}, HarmlessFlag())
+        load_stage_module(stage).run_stage(run, make_rank_info(0, 1, 1), {}, HarmlessFlag())
     return run
 
 
@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rate", type=float, default=8, help="MB/s")
     arguments = parser.parse_args()
-    if reason := cannot():
+    if reason := find_slow_mount_problem():
         raise SystemExit(reason)
     tokens, rate = 96_000_000, int(arguments.rate * 1e6)
     sizes = ["data.sequence_length=128", "train.global_batch=64", "train.micro_batch=64", "train.threads=1"]

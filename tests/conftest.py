@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.cluster import Cluster
-from tests.support.needs import lacking
+from tests.support.requirements import skip_or_fail_in_ci
 
 LONGEST_FIRST = (
     "test_chaos", "test_doors", "test_slurm", "test_sweep", "test_slurm_parallel", "test_slurm_views",
@@ -67,7 +67,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of nine megabytes: a copy of the code, and a few tiny checkpoints."""
     if os.geteuid() != 0:
-        lacking("mounting a small tmpfs needs root")
+        skip_or_fail_in_ci("mounting a small tmpfs needs root")
     folder = tmp_path / "disk"
     folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=9m", "tmpfs", str(folder)], check=True, timeout=10)

@@ -30,8 +30,8 @@ from pipeline.run.directory import Run
 from pipeline.run.points import create_points
 from slurm.submit.sbatch import render_batch_script
 from tests.checkpoint.test_checkpoint import save_rank
-from tests.support.needs import lacking
 from tests.support.ranks import run_ranks
+from tests.support.requirements import skip_or_fail_in_ci
 from tests.support.tiny import write_config
 
 NOBODY = 65534
@@ -70,7 +70,7 @@ def only_read(folder: Path, before: Sequence[str] = ()) -> None:
 
 def belongs_to(run: Run, uid: int) -> None:
     if os.geteuid() != 0:
-        lacking("giving a run to somebody else needs root")
+        skip_or_fail_in_ci("giving a run to somebody else needs root")
     for path in (run.path, *run.path.rglob("*")):
         os.chown(path, uid, uid)
 
@@ -109,7 +109,7 @@ def test_a_single_file_of_somebody_elses_in_our_run_is_refused(tmp_path: Path, p
     (run.path / place).touch()
     run.check_owner()
     if os.geteuid() != 0:
-        lacking("giving a file to somebody else needs root")
+        skip_or_fail_in_ci("giving a file to somebody else needs root")
     os.chown(run.path / place, NOBODY, NOBODY)
     with pytest.raises(UserError, match=rf"{place} belongs to \w+ \(uid {NOBODY}\)"):
         run.check_owner()
@@ -246,7 +246,7 @@ def test_a_file_is_our_own_or_is_not_opened(tmp_path: Path) -> None:
         open_own_file(mine)
     mine.chmod(0o600)
     if os.geteuid() != 0:
-        lacking("giving a file to somebody else needs root")
+        skip_or_fail_in_ci("giving a file to somebody else needs root")
     os.chown(mine, NOBODY, NOBODY)
     with pytest.raises(UserError, match=rf"{mine} belongs to \w+ \(uid {NOBODY}\)"):
         open_own_file(mine)
@@ -271,7 +271,7 @@ def test_folders_above_a_run_in_which_others_can_replace_it_are_named(
     (lab := tmp_path / "lab").mkdir()
     if uid:
         if os.geteuid() != 0:
-            lacking("giving a folder to somebody else needs root")
+            skip_or_fail_in_ci("giving a folder to somebody else needs root")
         os.chown(lab, uid, uid)
     elif os.geteuid() == 0:
         os.chown(lab, 0, 1)
@@ -298,7 +298,7 @@ def test_a_group_of_ones_own_is_nobody_else(tmp_path: Path, monkeypatch: pytest.
     (home := tmp_path / "ann").mkdir()
     home.chmod(0o775)
     if os.getuid() != 0:
-        lacking("giving a folder to somebody else needs root")
+        skip_or_fail_in_ci("giving a folder to somebody else needs root")
     os.chown(home, 1500, 1500)
     assert home not in dict(find_unsafe_ancestors(home / "tiny"))
     group = grp.struct_group(("ann", "x", 1500, ["ann", "bob"]))
@@ -310,7 +310,7 @@ def test_a_group_of_ones_own_is_nobody_else(tmp_path: Path, monkeypatch: pytest.
 
 def foreign(path: Path) -> None:
     if os.geteuid() != 0:
-        lacking("giving a run to somebody else needs root")
+        skip_or_fail_in_ci("giving a run to somebody else needs root")
     os.chown(path, NOBODY, NOBODY)
 
 

@@ -26,7 +26,7 @@ from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
 from tests.chaos.faults import QUICK, SLOW, Scene
 from tests.cluster import Cluster
-from tests.support.tiny import digest, write_config
+from tests.support.tiny import compute_run_digest, write_config
 
 STEPS_PER_FAULT = 22
 SLOW_S = "0.15"
@@ -191,7 +191,7 @@ class Story:
         skipped = {line["position"] for line in self.decisions() if line["decision"] == "skip"}
         if len(skipped) != self.scene.poisoned:
             wrong.append(f"{len(skipped)} steps were left out, {self.scene.poisoned} were poisoned")
-        if (found := digest(self.run)) != undisturbed:
+        if (found := compute_run_digest(self.run)) != undisturbed:
             wrong.append(f"the digest is {found}, undisturbed {undisturbed}")
         return wrong
 
@@ -213,7 +213,7 @@ def undisturbed(folder: Path, like: Story, cluster: Cluster | None = None) -> st
     deadline = time.monotonic() + 240
     while find_newest_step(run.checkpoints_dir) < like.steps and time.monotonic() < deadline:
         time.sleep(0.2)
-    return digest(run)
+    return compute_run_digest(run)
 
 
 def draw(seed: int, count: int) -> list[Callable[[Scene], str | None]]:

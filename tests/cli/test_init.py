@@ -18,7 +18,7 @@ from pipeline.config.read import load_config
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
 from pipeline.run.stages import load_stage_module
-from tests.support.ranks import place, run_ranks
+from tests.support.ranks import make_rank_info, run_ranks
 from tests.support.tiny import HarmlessFlag, stage_rank, write_corpus
 
 SMALLER = ("train.steps=3", "optimizer.warmup_steps=1", "train.global_batch=4", "train.micro_batch=2")
@@ -39,7 +39,7 @@ def write_data(folder: Path) -> None:
 def trained(folder: Path, config: str, *more: str) -> Run:
     run = Run.create(load_config(folder / config, (*SMALLER, *more)))
     for stage in ("prepare", "shard"):
-        assert load_stage_module(stage).run_stage(run, place(0, 1, 1), {}, HarmlessFlag()) == ExitCode.DONE
+        assert load_stage_module(stage).run_stage(run, make_rank_info(0, 1, 1), {}, HarmlessFlag()) == ExitCode.DONE
     for stage in ("train", "evaluate"):
         assert run_ranks(2, stage_rank, run.path, stage) == [ExitCode.DONE] * 2
     assert [line["step"] for line in read_jsonl(run.metrics_file)] == [1, 2, 3]

@@ -28,7 +28,7 @@ from pipeline.run.stages import load_stage_module
 from slurm.query import job_states, status
 from slurm.query.job_states import JobState, RecordedJob
 from slurm.query.run_jobs import SubmittedJob
-from tests.support.ranks import place
+from tests.support.ranks import make_rank_info
 from tests.support.tiny import CONFIG, HarmlessFlag, make_run
 from tracking.report import print_report
 
@@ -145,7 +145,7 @@ def test_parts_of_a_file_are_asked_for_once_and_what_is_gone_of_a_finished_stage
     np.tile(np.array([5, 6, 7, 0], "<u2"), 5000).tofile(path)
     run = Run.create(load_config(tmp_path / "one.yaml"))
     for stage in ("prepare", "shard"):
-        load_stage_module(stage).run_stage(run, place(0, 1, 1), {}, HarmlessFlag())
+        load_stage_module(stage).run_stage(run, make_rank_info(0, 1, 1), {}, HarmlessFlag())
     asked: list[Path] = []
     real = FileEntry.problem
 

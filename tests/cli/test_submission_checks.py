@@ -17,8 +17,8 @@ from pipeline.base.errors import ExitCode, UserError
 from pipeline.config.read import load_config
 from pipeline.run.code import CODE_ROOT
 from slurm.query import capacity
-from tests.support.needs import lacking
-from tests.support.other_user import other_user
+from tests.support.other_user import as_other_user
+from tests.support.requirements import skip_or_fail_in_ci
 from tests.support.tiny import make_run, write_config
 
 OWN = """\
@@ -90,7 +90,7 @@ def test_jobs_that_no_node_can_run_are_told_before_the_first_is_queued(
 def test_a_folder_that_is_not_ones_own_to_write_in(folder: Path) -> None:
     """Asked as another user, for root may write everywhere."""
     if os.geteuid() != 0:
-        lacking("being somebody else needs root")
+        skip_or_fail_in_ci("being somebody else needs root")
     config = load_config(Path("tiny.yaml"), ["run.root=/usr/none"])
     os.seteuid(1234)
     try:
@@ -107,7 +107,7 @@ def test_a_folder_of_texts_that_may_not_be_read(folder: Path, source: str) -> No
     config = load_config(Path("tiny.yaml"), [f"data.source={folder}/{source}", "run.root=/tmp"])
     check_submission(config, False)
     (folder / "texts").chmod(0o700)
-    with other_user(folder), pytest.raises(UserError, match=r"texts.*ermission denied"):
+    with as_other_user(folder), pytest.raises(UserError, match=r"texts.*ermission denied"):
         check_submission(config, False)
 
 

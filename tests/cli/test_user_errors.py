@@ -1,4 +1,4 @@
-"""The mistakes of tests/support/mistakes.py: what is said, and that what it says leads to a training.
+"""The mistakes of tests/support/user_mistakes.py: what is said, and that what it says leads to a training.
 
 What is typed first is refused, or a stage fails, with the words of the row; what is mended by hand is put right; then
 the printed command, or the same one again, gets through. submit.py runs in this process, and in place of jobs each
@@ -38,10 +38,18 @@ from pipeline.run.directory import Run
 from pipeline.run.failure import explain_error
 from pipeline.run.points import create_points
 from slurm.submit import local_runner
-from tests.support.mistakes import AT_THE_DOOR, LATER, MODULE, OWN, TEXT, Mistake, arrays
-from tests.support.other_user import other_user
+from tests.support.other_user import as_other_user
 from tests.support.ranks import run_ranks
-from tests.support.tiny import digest, stage_rank, write_corpus
+from tests.support.tiny import compute_run_digest, stage_rank, write_corpus
+from tests.support.user_mistakes import (
+    CUSTOM_CONFIG,
+    CUSTOM_MODULE,
+    LATER_MISTAKES,
+    SUBMISSION_MISTAKES,
+    TINY_CONFIG,
+    Mistake,
+    write_arrays,
+)
 
 
 class Stages:
@@ -94,10 +102,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(local_runner, "run_stage_locally", Stages.stage)
     monkeypatch.setattr(Stages, "run", False)
-    for name, text in (("tiny.yaml", TEXT), ("own.yaml", OWN), ("own.py", MODULE)):
+    for name, text in (("tiny.yaml", TINY_CONFIG), ("own.yaml", CUSTOM_CONFIG), ("own.py", CUSTOM_MODULE)):
         Path(name).write_text(text)
     write_corpus(tmp_path, 60)
-    arrays("inputs", "labels")()
+    write_arrays("inputs", "labels")()
     umask, handlers = os.umask(0o022), {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield tmp_path
     os.umask(umask)
@@ -120,7 +128,7 @@ def told(row: Mistake, said: str) -> None:
     assert row.trains or "Traceback" not in said
 
 
-@pytest.mark.parametrize("row", AT_THE_DOOR, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", SUBMISSION_MISTAKES, ids=lambda row: row.name)
 def test_what_is_refused_at_the_door_says_what_opens_it(row: Mistake, capsys: pytest.CaptureFixture[str]) -> None:
     row.first()
     assert submit_py(row.typed) == ExitCode.USER_ERROR
@@ -138,7 +146,7 @@ QUICK = {"a wrong text_field", "more steps after the end"}
     "row",
     [
         pytest.param(row, id=row.name, marks=[pytest.mark.story] if row.trains and row.name not in QUICK else [])
-        for row in LATER
+        for row in LATER_MISTAKES
     ],
 )
 def test_what_fails_later_leads_back_to_a_training(row: Mistake, capsys: pytest.CaptureFixture[str]) -> None:
@@ -178,7 +186,7 @@ def test_a_corrected_run_is_one_that_was_right_from_the_start(capsys: pytest.Cap
     Path("own.yaml").write_text(right.replace("width: 4", "width: 8"))
     for name in ("own", "own", "calm"):
         assert submit_py(f"own.yaml run.name={name}") == ExitCode.DONE, answer(capsys)
-    assert digest(Run(Path("runs/own"))) == digest(Run(Path("runs/calm")))
+    assert compute_run_digest(Run(Path("runs/own"))) == compute_run_digest(Run(Path("runs/calm")))
     assert len(Path("runs/own/changes.jsonl").read_text().splitlines()) == 1
     shutil.rmtree("runs/own/checkpoints")
     Path("own.yaml").write_text(right.replace("width: 4", "width: 4, classes: 2").replace("steps: 2", "steps: 3"))
@@ -200,7 +208,7 @@ def init(name, values, options):
 def test_a_point_that_failed_leads_back_to_the_whole_sweep(capsys: pytest.CaptureFixture[str]) -> None:
     """The others train all the same; the command that is printed can be given twice, for the point alone, too."""
     Stages.run = True
-    Path("own.py").write_text(MODULE + EIGHT)
+    Path("own.py").write_text(CUSTOM_MODULE + EIGHT)
     assert submit_py(SWEPT) == ExitCode.CRASHED
     said = answer(capsys)
     points = Path("runs/own/points")
@@ -214,7 +222,7 @@ def test_a_point_that_failed_leads_back_to_the_whole_sweep(capsys: pytest.Captur
     assert back == "resume runs/own --update-code"
     for command in (f"{back.replace('own ', 'own/points/001 ')}", f"{back.replace('own ', 'own/points/001 ')}", back):
         assert submit_py(command) == ExitCode.CRASHED, answer(capsys)
-    Path("own.py").write_text(MODULE + EIGHT.replace("== 8", "== 9"))
+    Path("own.py").write_text(CUSTOM_MODULE + EIGHT.replace("== 8", "== 9"))
     for _ in range(2):
         assert submit_py(back) == ExitCode.DONE, answer(capsys)
     assert find_newest_step(points / "001/checkpoints") == 2 and (points / "001/evaluation/step-00000002.json").exists()
@@ -255,11 +263,11 @@ def test_the_code_of_a_point_is_replaced_again_and_again_and_by_its_sweeps(folde
     point = create_points(whole)[1]
     assert point.sweep_or_self.path == whole.path and whole.sweep_or_self is whole
     for number in range(2):
-        Path("own.py").write_text(f"{MODULE}# {number}\n")
+        Path("own.py").write_text(f"{CUSTOM_MODULE}# {number}\n")
         (point.path / ".code.old").symlink_to("../../code")
         point.copy_code()
         assert not point.code_dir.is_symlink() and (point.code_dir / "own.py").read_text().endswith(f"# {number}\n")
-        assert (whole.code_dir / "own.py").read_text() == MODULE and not (point.path / ".code.old").is_symlink()
+        assert (whole.code_dir / "own.py").read_text() == CUSTOM_MODULE and not (point.path / ".code.old").is_symlink()
     whole.copy_code()
     assert point.code_dir.is_symlink() and (point.code_dir / "own.py").read_text().endswith("# 1\n")
 
@@ -268,7 +276,7 @@ def test_a_folder_that_may_not_be_read(folder: Path, capsys: pytest.CaptureFixtu
     submit_py("tiny.yaml")
     submit_py("status runs/tiny")  # it imports what that user may not read, where Python is root's
     answer(capsys)
-    with other_user(folder):
+    with as_other_user(folder):
         assert submit_py("status runs/tiny") == ExitCode.STORAGE
     assert "runs/tiny/config.yaml: permission denied: check the owner and mode of the folder" in answer(capsys)
     assert submit_py("status runs/tiny") == ExitCode.DONE
@@ -280,13 +288,13 @@ def test_runs_that_may_not_be_read_are_not_taken_for_none(folder: Path, capsys: 
     submit_py("status")
     answer(capsys)
     Path("runs").chmod(0o711)
-    with other_user(folder):
+    with as_other_user(folder):
         assert submit_py("status") == ExitCode.STORAGE
     shown = answer(capsys)
     assert "runs: permission denied" in shown and "no runs" not in shown
     Path("runs").chmod(0o755)
     console = PlainConsole(width=160, record=True)
-    with other_user(folder):
+    with as_other_user(folder):
         print_runs(Path("runs"), console)
     shown = console.export_text()
     assert "runs/tiny cannot be read" in shown and "permission denied" in shown and "no runs" not in shown

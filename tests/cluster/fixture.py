@@ -22,13 +22,13 @@ import pytest
 
 from tests.cluster.cluster import Cluster, missing
 from tests.cluster.config import Options
-from tests.support.needs import lacking
+from tests.support.requirements import skip_or_fail_in_ci
 
 
 def require(options: Options) -> None:
     """Skip the tests, with the reason, where such a cluster cannot run; fail them with CI=true."""
     if reason := missing(options):
-        lacking(reason)
+        skip_or_fail_in_ci(reason)
 
 
 def cluster_fixture(**options: Any) -> Any:

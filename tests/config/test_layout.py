@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models
 from data_prep.tokenizer import load_encoder
 from pipeline.base.errors import ConfigError, UserError
 from pipeline.parallel.mesh import AXES, LayoutError, resolve_layout, split_layers
-from tests.support.layouts import tiny_config
+from tests.support.tiny_training import tiny_config
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipe_v"]
 

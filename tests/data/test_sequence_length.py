@@ -16,13 +16,13 @@ from pipeline.data.manifest import load_manifest
 from pipeline.data.samples import TokenDataset
 from pipeline.run.directory import Run
 from pipeline.run.stages import load_stage_module
-from tests.support.ranks import place
+from tests.support.ranks import make_rank_info
 from tests.support.tiny import HarmlessFlag, make_run, write_config
 
 
 def filled(run: Run) -> Run:
     for stage in ("prepare", "shard"):
-        load_stage_module(stage).run_stage(run, place(0, 1, 1), {}, HarmlessFlag())
+        load_stage_module(stage).run_stage(run, make_rank_info(0, 1, 1), {}, HarmlessFlag())
     return run
 
 

@@ -20,7 +20,7 @@ from pipeline.base.errors import InputError, UserError
 from pipeline.data.loader import BatchLoader, GlobalOrderSampler
 from pipeline.data.sample_order import compute_index_range
 from pipeline.data.samples import TokenDataset
-from tests.support.shards import span, write_shards
+from tests.support.shards import make_shard_entry, write_shards
 
 CPU = torch.device("cpu")
 SHARDS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 40)), min_size=1, max_size=6)
@@ -77,7 +77,7 @@ def test_large_token_ids_survive(tmp_path: Path) -> None:
     for dtype, ids in (("uint16", [0, 32767, 32768, 65535]), ("uint32", [0, 2**31 - 1, 2**31, 2**32 - 1])):
         path = tmp_path / dtype
         path.write_bytes(np.array(ids, dtype=dtype).tobytes())
-        dataset = TokenDataset([span(path, 4, 0, dtype)], 3)
+        dataset = TokenDataset([make_shard_entry(path, 4, 0, dtype)], 3)
         with BatchLoader(dataset, [np.array([0])], CPU) as batches:
             assert next(batches)["tokens"].tolist() == [ids]
 
@@ -91,7 +91,7 @@ def test_hdf5_shards_are_opened_once(tmp_path: Path) -> None:
         with h5py.File(path, "w") as file:
             file["documents"] = np.arange(7)
             shard = file.create_dataset("tokens", data=content)
-            spans.append(span(path, len(content), shard.id.get_offset(), str(shard.dtype)))
+            spans.append(make_shard_entry(path, len(content), shard.id.get_offset(), str(shard.dtype)))
         contents.append(content)
     _opened = []
     try:
@@ -112,7 +112,7 @@ def test_parts_of_one_file_share_its_descriptor_and_a_copy_takes_one_of_them(tmp
     path, copy = tmp_path / "tokens.bin", tmp_path / "copy"
     np.arange(3000, dtype=np.uint16).tofile(path)
     copy.write_bytes(path.read_bytes())
-    parts = [span(path, 10, 20 * part, "uint16") for part in range(300)]
+    parts = [make_shard_entry(path, 10, 20 * part, "uint16") for part in range(300)]
     dataset = TokenDataset(parts, 9)
     assert [os.readlink(one) for one in _descriptors()].count(str(path)) == 1
     dataset.move(7, copy)
@@ -124,7 +124,7 @@ def test_parts_of_one_file_share_its_descriptor_and_a_copy_takes_one_of_them(tmp
 def test_a_short_row_is_read_without_the_file_around_it(tmp_path: Path) -> None:
     path, tokens = tmp_path / "tokens.bin", 1 << 22
     np.arange(tokens, dtype=np.uint32).tofile(path)
-    dataset = TokenDataset([span(path, tokens, 0, "uint32")], 100)
+    dataset = TokenDataset([make_shard_entry(path, tokens, 0, "uint32")], 100)
     tracemalloc.start()
     try:
         assert dataset.read(np.array([9, 40_000]))["tokens"][:, 0].tolist() == [900, 4_000_000]
@@ -140,11 +140,11 @@ def _descriptors() -> list[str]:
 def test_wrong_shards_are_named(tmp_path: Path) -> None:
     spans, _ = write_shards(tmp_path, [(30, 8), (30, 8)], "uint16")
     with pytest.raises(InputError, match=r"gone\.h5"):
-        TokenDataset([spans[0], span(tmp_path / "gone.h5", 30, 0, "uint16")], 5)
+        TokenDataset([spans[0], make_shard_entry(tmp_path / "gone.h5", 30, 0, "uint16")], 5)
     with pytest.raises(InputError, match=r"1\.h5"):
-        TokenDataset([spans[0], span(Path(spans[1].file), 300, 8, "uint16")], 5)
+        TokenDataset([spans[0], make_shard_entry(Path(spans[1].file), 300, 8, "uint16")], 5)
     with pytest.raises(InputError, match="float32"):
-        TokenDataset([span(Path(spans[1].file), 15, 8, "float32")], 5)
+        TokenDataset([make_shard_entry(Path(spans[1].file), 15, 8, "float32")], 5)
     with pytest.raises(UserError, match="60 tokens in 2 shards, at most 30 in one"):
         TokenDataset(spans, 30)
     with pytest.raises(UserError, match="no training sample"):

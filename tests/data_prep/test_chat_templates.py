@@ -23,7 +23,7 @@ from pipeline.data.chat_template import ChatTemplate, load_template, split_marks
 from pipeline.data.manifest import MASK_LEARNED
 from tests.data_prep.test_records import CHATML, LENGTH, config, dialogue, documents_in, folder_of, words, write_lines
 from tests.data_prep.test_shards import run_tasks
-from tests.support.tokenizers import byte_tokenizer, save_tokenizer, with_post_processor
+from tests.support.tokenizers import add_post_processor, make_byte_tokenizer, save_tokenizer
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
@@ -187,8 +187,8 @@ def test_keys_of_the_config(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["llama2", "llama3", "mistral-v0.1", "mistral-v0.3"])
 def test_special_tokens_of_a_template_are_found_wherever_they_are_named(tmp_path: Path, name: str) -> None:
-    tokenizer = save_tokenizer(tmp_path, with_post_processor(byte_tokenizer(), "llama 3"))
-    plain = save_tokenizer(tmp_path / "plain", byte_tokenizer())
+    tokenizer = save_tokenizer(tmp_path, add_post_processor(make_byte_tokenizer(), "llama 3"))
+    plain = save_tokenizer(tmp_path / "plain", make_byte_tokenizer())
     expected = ChatTemplate(load_template(Path(name)), {"bos_token": "<s>", "eos_token": "</s>"}).render(
         two_questions(False)
     )
@@ -209,9 +209,9 @@ def test_special_tokens_of_a_template_are_found_wherever_they_are_named(tmp_path
 
 def test_a_template_may_do_without_a_special_token_that_is_nowhere(tmp_path: Path) -> None:
     for number, template in enumerate(("{% if bos_token %}{{ bos_token }}{% endif %}x", "{# bos_token #}x")):
-        tokenizer = save_tokenizer(tmp_path / str(number), byte_tokenizer(), template)
+        tokenizer = save_tokenizer(tmp_path / str(number), make_byte_tokenizer(), template)
         assert json.loads(build_chat_json(tokenizer, "</s>"))["tokens"] == {}
-    none = save_tokenizer(tmp_path / "none", byte_tokenizer(), "{{ bos_token }}x", bos_token=None)
+    none = save_tokenizer(tmp_path / "none", make_byte_tokenizer(), "{{ bos_token }}x", bos_token=None)
     assert json.loads(build_chat_json(none, "</s>"))["tokens"] == {}, "there is none, as in transformers"
 
 

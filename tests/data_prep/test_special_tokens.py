@@ -19,11 +19,17 @@ from pipeline.config.datasets import DataConfig, TokenizerConfig
 from pipeline.data.special_tokens import encode_prompt, get_added_tokens, load_tokenizer
 from tests.data_prep.test_records import documents_in, words
 from tests.data_prep.test_shards import run_tasks
-from tests.support.tokenizers import byte_tokenizer, id_of, save_tokenizer, with_post_processor, write_records
+from tests.support.tokenizers import (
+    add_post_processor,
+    get_token_id,
+    make_byte_tokenizer,
+    save_tokenizer,
+    write_records,
+)
 
 KINDS = ("qwen", "llama 3", "mistral", "with end", "end alone", "two before", "bert", "roberta")
 END = "<|end|>"
-BOS = id_of(byte_tokenizer("the model of"), "<s>")
+BOS = get_token_id(make_byte_tokenizer("the model of"), "<s>")
 TEXTS = ["the model of the", " a <s> in a text", "", "漢字 é"]
 CHAT = (
     "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -32,7 +38,7 @@ CHAT = (
 
 
 def saved(folder: Path, kind: str, **settings: Any) -> Path:
-    return save_tokenizer(folder, with_post_processor(byte_tokenizer("the model of"), kind), **settings)
+    return save_tokenizer(folder, add_post_processor(make_byte_tokenizer("the model of"), kind), **settings)
 
 
 def config(source: Path, tokenizer: Path, **more: Any) -> DataConfig:
@@ -115,7 +121,7 @@ def test_one_token_that_ends_a_document_and_begins_the_next_stands_once(tmp_path
 
 
 def test_a_prompt_gets_the_tokens_before_it_once() -> None:
-    tokenizer = with_post_processor(byte_tokenizer("the model of"), "bert")
+    tokenizer = add_post_processor(make_byte_tokenizer("the model of"), "bert")
     plain = tokenizer.encode("a b", add_special_tokens=False).ids
     assert encode_prompt(tokenizer, "a b", (BOS,)) == [BOS, *plain] == encode_prompt(tokenizer, "<s>a b", (BOS,))
     assert encode_prompt(tokenizer, "a b", ()) == plain and encode_prompt(tokenizer, "", (BOS,)) == [BOS]

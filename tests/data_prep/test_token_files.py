@@ -33,8 +33,8 @@ from pipeline.base.errors import InputError, UserError
 from pipeline.config.datasets import DataConfig, TokenizerConfig
 from pipeline.data.manifest import ShardEntry, load_manifest
 from pipeline.data.samples import map_arrays
-from tests.support.needs import lacking
-from tests.support.tokenizers import byte_tokenizer, save_tokenizer, with_post_processor
+from tests.support.requirements import skip_or_fail_in_ci
+from tests.support.tokenizers import add_post_processor, make_byte_tokenizer, save_tokenizer
 
 NOBODY = 65534
 EOS = 0
@@ -147,7 +147,7 @@ def config(source: object, tokenizer: Path, **more: object) -> DataConfig:
 def test_tokens_say_whether_documents_begin_with_a_special_token(
     tmp_path: Path, adds: object, files: tuple[bool, bool], expected: bool, warned: bool
 ) -> None:
-    tokenizer = save_tokenizer(tmp_path, with_post_processor(byte_tokenizer("a text"), "mistral"))
+    tokenizer = save_tokenizer(tmp_path, add_post_processor(make_byte_tokenizer("a text"), "mistral"))
     for number, begin in enumerate(files):
         encoder = load_encoder(tokenizer, "<|end|>", begin)
         (tmp_path / str(number)).mkdir()
@@ -294,7 +294,7 @@ def import_one(folder: Path, tokenizer: Path) -> None:
 
 def make_foreign(path: Path) -> None:
     if os.geteuid() != 0:
-        lacking("giving a file to another user needs root")
+        skip_or_fail_in_ci("giving a file to another user needs root")
     os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
 
 

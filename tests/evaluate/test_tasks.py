@@ -27,7 +27,7 @@ from tests.publish.test_export import exported
 from tests.publish.test_generate import saved
 from tests.support.ranks import run_ranks
 from tests.support.tiny import WORDS, make_run, stage_rank
-from tests.support.tokenizers import byte_tokenizer, id_of, save_tokenizer, with_post_processor
+from tests.support.tokenizers import add_post_processor, get_token_id, make_byte_tokenizer, save_tokenizer
 
 TRAIN = ("train.steps=60", "stages.train.tasks_per_node=1", "model.dropout=0.0", "evaluate.answer_tokens=3")
 
@@ -162,12 +162,12 @@ def test_choices_are_those_of_a_plain_reference(trained: Run, tmp_path: Path) ->
 @pytest.mark.parametrize("kind", ["mistral", "qwen"])
 def test_prompts_begin_with_the_special_tokens_of_the_training(tmp_path: Path, kind: str) -> None:
     saved(tmp_path / "model", "qwen2")
-    tokenizer = with_post_processor(byte_tokenizer(" ".join(WORDS)), kind)
+    tokenizer = add_post_processor(make_byte_tokenizer(" ".join(WORDS)), kind)
     save_tokenizer(tmp_path / "model", tokenizer, eos_token="<|end|>")
     chosen, _ = write_tasks(tmp_path)
     items = [json.loads(line) for line in chosen.read_text().splitlines()]
     model, ours = _of_folder(tmp_path / "model", "the", None, 40)[:2]
-    for bos_ids in ((), (id_of(tokenizer, "<s>"),)):
+    for bos_ids in ((), (get_token_id(tokenizer, "<s>"),)):
         task = TaskFile(chosen, ours, 0, 32, 8, 3, together=False, bos_ids=bos_ids)
         with torch.no_grad():
             sums = [task.sums(model, number, number + 1) for number in range(task.count)]
@@ -178,7 +178,7 @@ def test_prompts_begin_with_the_special_tokens_of_the_training(tmp_path: Path, k
 
 
 def test_the_evaluation_of_a_run_puts_them_before_prompts(tmp_path: Path) -> None:
-    tokenizer = save_tokenizer(tmp_path, with_post_processor(byte_tokenizer(" ".join(WORDS)), "llama 3"))
+    tokenizer = save_tokenizer(tmp_path, add_post_processor(make_byte_tokenizer(" ".join(WORDS)), "llama 3"))
     chosen, _ = write_tasks(tmp_path)
     given = f"data.tokenizer={{kind: file, path: {tokenizer}, eos_token: <|end|>}}"
     more = (given, f"evaluate.tasks={chosen}", "model.initializer_range=0.2")

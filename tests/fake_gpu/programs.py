@@ -24,8 +24,8 @@ from pipeline.parallel import replica_sync
 from pipeline.parallel.mesh import resolve_layout
 from pipeline.train.engine import Engine
 from pipeline.train.metrics import measure_peak_memory
-from tests.support.layouts import VOCAB, batches, tiny_config
-from tests.support.ranks import place
+from tests.support.ranks import make_rank_info
+from tests.support.tiny_training import VOCAB, make_batches, tiny_config
 
 LARGE = 8192
 """A vocabulary beside which the rest is small."""
@@ -38,14 +38,14 @@ def note(text: str) -> None:
 def join(**parallel: Any) -> groups.World:
     """The only rank, but on the second GPU."""
     groups.assign_gpus = lambda ranks, exclusive: [1]
-    return groups.join_process_group(place(0, 1, 1), tiny_config(1, parallel=parallel))
+    return groups.join_process_group(make_rank_info(0, 1, 1), tiny_config(1, parallel=parallel))
 
 
 def closest(rank: str, port: str) -> None:
     """Ranks 4 and 5 of 8 on a node, bound to the two GPUs of their socket."""
     import torch.distributed as dist
 
-    here = dataclasses.replace(place(int(rank), 2, int(port)), local_rank=4 + int(rank), local_world_size=8)
+    here = dataclasses.replace(make_rank_info(int(rank), 2, int(port)), local_rank=4 + int(rank), local_world_size=8)
     device = groups.join_process_group(here, tiny_config(2)).device
     assert dist.group.WORLD is not None and dist.group.WORLD.bound_device_id == device
     assert collect_versions().items() > {"gpu": "NVIDIA H200 (fake)", "cuda": torch.version.cuda}.items()
@@ -130,7 +130,7 @@ def memory() -> None:
 def powersgd(rank: str, port: str) -> None:
     """Three steps; after each backward it asks for memory in the sizes that the hook's callbacks read."""
     config = tiny_config(2, parallel={"hook": {"kind": "powersgd", "rank": 2, "warmup_steps": 0}})
-    here = place(int(rank), 2, int(port))
+    here = make_rank_info(int(rank), 2, int(port))
     world = groups.join_process_group(here, config)
     engine = Engine(config, resolve_layout(config, 2, 2, VOCAB), world, DecoderTask(config, VOCAB))
     read: list[range] = []  # bytes
@@ -142,7 +142,7 @@ def powersgd(rank: str, port: str) -> None:
         return made
 
     replica_sync._pack = noted
-    for step, batch in enumerate(batches(config)[:3], 1):
+    for step, batch in enumerate(make_batches(config)[:3], 1):
         read.clear()
         engine.backward({"tokens": batch.chunk(2)[here.rank].to(world.device)}, step)
         new = [torch.empty(len(one), dtype=torch.uint8, device=world.device) for one in read for _ in range(500)]
@@ -159,7 +159,7 @@ def lean(chunk: str) -> None:
     device = (world := join()).device
     engine = Engine(config, resolve_layout(config, 1, 1, LARGE), world, DecoderTask(config, LARGE))
     engine.state_dict()
-    for step, batch in enumerate(batches(config)[:3].to(device), 1):
+    for step, batch in enumerate(make_batches(config)[:3].to(device), 1):
         note("step")
         engine.backward({"tokens": batch}, step)
         engine.clip_gradients(1.0)
@@ -175,7 +175,7 @@ def compiled(recompute: str) -> None:
     config = tiny_config(1, train=train, parallel={"activation_checkpointing": recompute})
     device = (world := join()).device
     engine = Engine(config, resolve_layout(config, 1, 1, VOCAB), world, DecoderTask(config, VOCAB))
-    for step, batch in enumerate(batches(config)[:2].to(device), 1):
+    for step, batch in enumerate(make_batches(config)[:2].to(device), 1):
         engine.backward({"tokens": batch}, step)
         engine.clip_gradients(1.0)
         engine.update_weights(1.0)
@@ -199,7 +199,7 @@ def attention() -> None:
         config = tiny_config(1, train={"precision": precision}, model=model)
         engine = Engine(config, resolve_layout(config, 1, 1, VOCAB), world, DecoderTask(config, VOCAB))
         with Noting():
-            engine.backward({"tokens": batches(config)[0][:2].to(world.device)}, 1)
+            engine.backward({"tokens": make_batches(config)[0][:2].to(world.device)}, 1)
 
 
 def _bytes(tensor: torch.Tensor) -> range:

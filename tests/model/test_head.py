@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from pipeline.model.decoder import IGNORE_INDEX, LMHead, cross_entropy_sum
 from pipeline.parallel.mesh import LayoutError, resolve_layout
-from tests.support.layouts import tiny_config
+from tests.support.tiny_training import tiny_config
 
 TOKENS, WIDTH, VOCAB = (3, 10), 16, 50
 

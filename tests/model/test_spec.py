@@ -16,7 +16,7 @@ from pipeline.model.decoder import Decoder, apply_tensor_parallel, local_tensor
 from pipeline.model.spec import count_block_parameters, decoder_parameters
 from pipeline.parallel.mesh import Layout, LayoutError, resolve_layout
 from pipeline.parallel.traffic import list_rank_parameters
-from tests.support.layouts import tiny_config
+from tests.support.tiny_training import tiny_config
 
 
 @st.composite

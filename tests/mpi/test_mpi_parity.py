@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.parallel.test_parallel import FEW, SCHEDULES, STEPS, TIED, one_process
-from tests.support.mpirun import mpirun
+from tests.support.mpirun import run_mpirun
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -19,7 +19,7 @@ def check(ranks: int, folder: Path, *layouts: dict[str, Any], **sections: dict[s
     """Train under each of `layouts` with `sections`, all in one world of `ranks` MPI ranks."""
     cases = [{**sections, "parallel": {"backend": "mpi", **layout}} for layout in layouts]
     (folder / "cases.json").write_text(json.dumps(cases))
-    done = mpirun(ranks, "tests.support.mpi_parity", str(folder), timeout=1100)
+    done = run_mpirun(ranks, "tests.support.mpi_parity", str(folder), timeout=1100)
     assert done.returncode == 0, done.stdout
     found = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
     expected = one_process(sections)

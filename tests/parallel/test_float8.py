@@ -14,8 +14,8 @@ from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import UserError
 from pipeline.config.sections import Config
 from pipeline.parallel import float8
-from tests.support.layouts import tiny_config, train
 from tests.support.ranks import run_ranks
+from tests.support.tiny_training import tiny_config, train_steps
 
 CPU = torch.device("cpu")
 
@@ -71,7 +71,7 @@ def float8_rank(place: RankInfo, configs: list[Config]) -> list[list[tuple[float
 
     groups.configure_determinism(configs[0])
     world = groups.join_process_group(place, configs[0])
-    return [train(place, config, world, 3)[1] for config in configs]
+    return [train_steps(place, config, world, 3)[1] for config in configs]
 
 
 @pytest.mark.story

@@ -66,7 +66,7 @@ def test_a_node_without_gpus_is_a_bad_node() -> None:
 def join_with_one_gpu(rank_info: RankInfo) -> tuple[str, str]:
     """Return the exit code and the error code of an NCCL rank if both ranks see the same single GPU."""
     from pipeline.comm import groups
-    from tests.support.layouts import tiny_config
+    from tests.support.tiny_training import tiny_config
 
     groups.read_visible_gpus = lambda rank_info: VisibleGpus("n1", rank_info.local_rank, [A])
     try:

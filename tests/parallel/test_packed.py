@@ -16,8 +16,8 @@ from pipeline.config.sections import Config, ModelConfig
 from pipeline.data.manifest import MASK_DOCUMENT_START, MASK_LEARNED
 from pipeline.model.decoder import Decoder, PackedRotaryEmbedding, RotaryEmbedding, cross_entropy_sum, init_weights
 from pipeline.model.task import DecoderTask
-from tests.support.layouts import VOCAB, tiny_config
 from tests.support.ranks import run_ranks
+from tests.support.tiny_training import VOCAB, tiny_config
 
 STEPS, EOS = 3, 0
 MASKED: dict[str, Any] = {"records": "prompts", "document_mask": True, "source": "a.jsonl"}

@@ -19,9 +19,9 @@ from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import ExitCode
 from pipeline.config.sections import Config
 from pipeline.train.optimizer import compute_total_norm
-from tests.support.layouts import STEPS, move_rank, tiny_config, train_rank
 from tests.support.ranks import run_ranks
-from tests.support.tiny import digest, make_run, stage_rank
+from tests.support.tiny import compute_run_digest, make_run, stage_rank
+from tests.support.tiny_training import STEPS, change_layout_rank, tiny_config, train_rank
 from tests.train.test_exact import interrupted, lines, new_run
 
 pytestmark = pytest.mark.timeout(1000)
@@ -323,7 +323,7 @@ def test_checkpoints_move_from_layout_to_layout(tmp_path: Path, model: dict[str,
     Two steps more: the first shows the weights, the second the optimizer's state.
     """
     first, *others = [moving(parallel, model) for parallel in LAYOUTS]
-    check_moves(run_ranks(4, move_rank, first, [*others, first], tmp_path, 3, 2, timeout=LIMIT_S), 2)
+    check_moves(run_ranks(4, change_layout_rank, first, [*others, first], tmp_path, 3, 2, timeout=LIMIT_S), 2)
 
 
 @pytest.mark.long
@@ -333,7 +333,7 @@ def test_any_layout_loads_what_any_other_saved(tmp_path: Path, saved: int) -> No
     for loaded, config in enumerate(configs):
         folder = tmp_path / str(loaded)
         folder.mkdir()
-        check_moves(run_ranks(4, move_rank, configs[saved], [config], folder, 3, 10, timeout=LIMIT_S), 10)
+        check_moves(run_ranks(4, change_layout_rank, configs[saved], [config], folder, 3, 10, timeout=LIMIT_S), 10)
 
 
 @pytest.mark.story
@@ -343,7 +343,7 @@ def test_muon_takes_whole_matrices_wherever_they_lie(tmp_path: Path) -> None:
     muon = {"name": "muon", "lr": 2e-2, "clip_norm": 0.1}
     alone = run_ranks(1, train_rank, [tiny_config(1, train=FEW, optimizer=muon)])[0][0]
     first, *others = [tiny_config(4, train=FEW, optimizer=muon, parallel=parallel) for parallel in layouts]
-    moved = run_ranks(4, move_rank, first, others, tmp_path, 3, 2, timeout=LIMIT_S)[0]
+    moved = run_ranks(4, change_layout_rank, first, others, tmp_path, 3, 2, timeout=LIMIT_S)[0]
     for found, trained in moved:
         assert found == moved[0][0], "the digest of weights and momentum, saved again"
         for (loss, norm), (its_loss, its_norm) in zip(trained, alone[3:5], strict=True):
@@ -367,7 +367,7 @@ def test_what_is_rounded_at_random_is_the_same_wherever_it_lies(tmp_path: Path, 
     more["model"] = TIED | sections.get("model", {})
     alone = run_ranks(1, train_rank, [tiny_config(1, **more)])[0][0]
     first, *others = [tiny_config(4, **more, parallel=parallel) for parallel in layouts]
-    moved = run_ranks(4, move_rank, first, others, tmp_path, 3, 2, timeout=LIMIT_S)[0]
+    moved = run_ranks(4, change_layout_rank, first, others, tmp_path, 3, 2, timeout=LIMIT_S)[0]
     limits = LOW["bf16"] if low else (1e-5, 1e-5)
     if sections is INT8:  # other last digits of a gradient may take the next of 127 levels
         limits = (1e-4, 1e-4)
@@ -383,12 +383,12 @@ def places_rank(place: RankInfo, configs: list[Config]) -> list[int]:
     from pipeline.comm import groups
     from pipeline.model.decoder import full_tensor, local_tensor
     from pipeline.train.optimizer import _places
-    from tests.support.layouts import train
+    from tests.support.tiny_training import train_steps
 
     world = groups.join_process_group(place, configs[0])
     found = []
     for config in configs:
-        engine, _ = train(place, config, world, 0)
+        engine, _ = train_steps(place, config, world, 0)
         cut = [p for p in engine.parts[0].parameters() if local_tensor(p) is not p]
         for parameter in cut:
             first, *rest = _places(parameter, 7)
@@ -449,7 +449,7 @@ def test_a_stop_changes_no_bit_under_any_parallelism(tmp_path: Path, data: Path,
     assert set(interrupted(run, ranks, signal.SIGTERM, 3, [ranks - 1])) == {ExitCode.STOPPED}
     assert len(lines(run)) < len(lines(calm))
     assert set(run_ranks(ranks, stage_rank, run.path, "train")) == {ExitCode.DONE}
-    assert lines(run) == lines(calm) and digest(run) == digest(calm)
+    assert lines(run) == lines(calm) and compute_run_digest(run) == compute_run_digest(calm)
 
 
 def test_a_run_stops_on_one_layout_and_goes_on_with_another(tmp_path: Path, data: Path) -> None:
@@ -522,14 +522,14 @@ def test_low_precision_stays_near_fp32(precision: str) -> None:
 def gradients_rank(place: RankInfo, configs: list[Config]) -> list[dict[str, Any]]:
     """This rank's stages' gradients of the first step, whole, by parameter name, under each config."""
     from pipeline.comm import groups
-    from tests.support.layouts import batches, train
+    from tests.support.tiny_training import make_batches, train_steps
 
     world = groups.join_process_group(place, configs[0])
     results: list[dict[str, Any]] = []
     for config in configs:
-        engine, _ = train(place, config, world, 0)
+        engine, _ = train_steps(place, config, world, 0)
         engine.backward(
-            {"tokens": batches(config)[0].chunk(engine.layout.dp)[engine.layout.coordinates(place.rank).dp]}, 1
+            {"tokens": make_batches(config)[0].chunk(engine.layout.dp)[engine.layout.coordinates(place.rank).dp]}, 1
         )
         engine.clip_gradients(None)  # takes the scale of fp16 out
         weights = [named for part in engine.parts for named in engine.task.named_weights(part)]
@@ -564,14 +564,14 @@ def overflow_rank(place: Any, config: Config) -> tuple[bool, float]:
     import torch
 
     from pipeline.comm import groups
-    from tests.support.layouts import train
+    from tests.support.tiny_training import train_steps
 
     world = groups.join_process_group(place, config)
-    engine, _ = train(place, config, world, 1)
-    from tests.support.layouts import batches
+    engine, _ = train_steps(place, config, world, 1)
+    from tests.support.tiny_training import make_batches
 
     part = engine.layout.coordinates(world.rank).dp
-    engine.backward({"tokens": batches(config)[1].chunk(engine.layout.dp)[part]}, 2)
+    engine.backward({"tokens": make_batches(config)[1].chunk(engine.layout.dp)[part]}, 2)
     weights = [getattr(p, "_local_tensor", p).clone() for p in engine.parts[0].parameters()]
     if world.rank == 1:
         gradient = next(engine.parts[0].parameters()).grad

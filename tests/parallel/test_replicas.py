@@ -14,9 +14,9 @@ import pytest
 from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import ExitCode
 from pipeline.config.sections import Config
-from tests.support.layouts import VOCAB, batches, tiny_config
 from tests.support.ranks import run_ranks
-from tests.support.tiny import digest, make_run
+from tests.support.tiny import compute_run_digest, make_run
+from tests.support.tiny_training import VOCAB, make_batches, tiny_config
 from tests.train.test_exact import interrupted, lines, new_run
 
 STEPS = 5
@@ -73,7 +73,7 @@ def hooked_rank(place: RankInfo, config: Config) -> dict[str, Any]:
     """What one replica has after STEPS steps, and the reduced gradients of each."""
     engine, limit = engine_of(place, config), config.optimizer.clip_norm
     reduced = []
-    for step, batch in list(enumerate(batches(config), 1))[:STEPS]:
+    for step, batch in list(enumerate(make_batches(config), 1))[:STEPS]:
         engine.backward({"tokens": batch.chunk(place.world_size)[place.rank]}, step)
         names = {parameter: name for name, parameter in engine.parts[0].named_weights()}
         reduced.append({name: parameter.grad.clone() for parameter, name in names.items()})
@@ -99,7 +99,7 @@ def reference_rank(place: RankInfo, config: Config, replicas: int) -> dict[str, 
         n: _sample_matrix(p[0].numel(), hook.rank, f"{config.run.seed}/{n}") for n, p in weights.items() if p.ndim > 1
     }
     reduced, means = [], []
-    for step, batch in list(enumerate(batches(config), 1))[:STEPS]:
+    for step, batch in list(enumerate(make_batches(config), 1))[:STEPS]:
         gradients: list[dict[str, Any]] = []
         for part in batch.chunk(replicas):
             for micro in part.split(2):
@@ -195,7 +195,7 @@ def local_rank(place: RankInfo, config: Config) -> dict[str, Any]:
         return all_reduce(tensor, *arguments, **options)
 
     dist.all_reduce = bounded
-    for step, batch in list(enumerate(batches(config), 1))[:STEPS]:
+    for step, batch in list(enumerate(make_batches(config), 1))[:STEPS]:
         engine.backward({"tokens": batch.chunk(place.world_size)[place.rank]}, step)
         norm = engine.clip_gradients(config.optimizer.clip_norm).item()
         engine.update_weights(norm)
@@ -216,7 +216,7 @@ def local_reference_rank(place: RankInfo, config: Config, replicas: int) -> dict
     weights = [list(engine.parts[0].parameters()) for engine in engines]
     at = [p.detach().clone() for p in weights[0]]
     outer = torch.optim.SGD(at, local.outer_lr, local.outer_momentum, nesterov=local.outer_momentum > 0)
-    for step, batch in list(enumerate(batches(config), 1))[:STEPS]:
+    for step, batch in list(enumerate(make_batches(config), 1))[:STEPS]:
         squares = 0.0
         for engine, part in zip(engines, batch.chunk(replicas), strict=True):
             for micro in part.split(2):
@@ -295,7 +295,7 @@ def test_stopped_and_resumed_is_undisturbed(tmp_path: Path, data: Path, size: in
     interrupted(run, size, signal.SIGTERM, 18, [size - 1])
     assert 18 <= len(lines(run)) < 32
     assert set(run_ranks(size, stage, run.path)) == {ExitCode.DONE}
-    assert digest(run) == digest(calm) and lines(run) == lines(calm)
+    assert compute_run_digest(run) == compute_run_digest(calm) and lines(run) == lines(calm)
     losses = [line[1] for line in lines(calm)]
     assert losses[-1] < losses[0] - 1.0
 
@@ -335,7 +335,7 @@ def kept_rank(place: RankInfo, config: Config, folder: Path, trained: int) -> di
         }
 
     before = state()
-    for step, batch in list(enumerate(batches(config), 1))[first : first + trained]:
+    for step, batch in list(enumerate(make_batches(config), 1))[first : first + trained]:
         engine.backward({"tokens": batch.chunk(place.world_size)[place.rank]}, step)
         engine.update_weights(engine.clip_gradients(None).item())
     tensors, extra = engine.checkpoint_state()
@@ -440,7 +440,7 @@ def left_out_rank(place: RankInfo, config: Config) -> bool:
     import torch
 
     engine = engine_of(place, config)
-    for step, batch in list(enumerate(batches(config), 1))[:3]:
+    for step, batch in list(enumerate(make_batches(config), 1))[:3]:
         hook = engine.replica_sync
         before = {name: tensor.clone() for name, tensor in (hook.residual | hook.start).items()}
         if step == 3:
@@ -474,7 +474,7 @@ def held_rank(place: RankInfo, config: Config) -> tuple[int, int, int]:
         return one
 
     replica_sync._pack = noted
-    engine.backward({"tokens": batches(config)[0].chunk(place.world_size)[place.rank]}, 1)
+    engine.backward({"tokens": make_batches(config)[0].chunk(place.world_size)[place.rank]}, 1)
     after = sum(one() is not None for one in made)
     engine.update_weights(engine.clip_gradients(None).item())
     deadline = time.monotonic() + 30  # Gloo's own threads may let go of theirs a moment later

@@ -17,8 +17,8 @@ from pipeline.parallel.mesh import LayoutError, resolve_layout
 from pipeline.parallel.traffic import count_rank_traffic
 from planning.memory import estimate_memory
 from planning.timeline import rank_actions
-from tests.support.layouts import tiny_config
 from tests.support.ranks import run_ranks
+from tests.support.tiny_training import tiny_config
 
 VOCAB = 2048
 SIZES = {"dim": 256, "layers": 4, "heads": 8, "intermediate_size": 768}

@@ -23,7 +23,7 @@ from planning.machine import Attention, Link, Step
 from planning.predict import predict_step
 from planning.workload import Workload, workload_from_config
 from tests.planning.test_predict import IDEAL, PERFECT
-from tests.support.layouts import tiny_config
+from tests.support.tiny_training import tiny_config
 
 VOCAB, LAYERS, LENGTH, BATCH = 512, 4, 16, 2
 TABLE, HEAD, NORM = "model.embed_tokens.*", "lm_head.*", "model.norm.*"

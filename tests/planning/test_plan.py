@@ -28,8 +28,8 @@ from planning.plan import describe_plan
 from planning.timeline import Action, draw_text_timeline, rank_actions
 from tests.fake_gpu.peaks import PEAKS, RECOMPUTE
 from tests.parallel.test_parallel import FEW, LAYOUTS, TIED
-from tests.support.layouts import VOCAB, tiny_config, train
 from tests.support.ranks import run_ranks
+from tests.support.tiny_training import VOCAB, tiny_config, train_steps
 
 
 def held_rank(place: RankInfo, configs: list[Config]) -> list[tuple[int, int]]:
@@ -41,7 +41,7 @@ def held_rank(place: RankInfo, configs: list[Config]) -> list[tuple[int, int]]:
     world = groups.join_process_group(place, configs[0])
     results = []
     for config in configs:
-        state = train(place, config, world, 0)[0].state_dict()
+        state = train_steps(place, config, world, 0)[0].state_dict()
         local = {name: getattr(t, "_local_tensor", t).nbytes for name, t in state.items()}
         weights = sum(n for name, n in local.items() if name.startswith("model."))
         moments = sum(n for name, n in local.items() if "exp_avg" in name or "momentum" in name)

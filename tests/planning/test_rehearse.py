@@ -9,8 +9,8 @@ import pytest
 
 from pipeline.base.dist_env import RankInfo
 from pipeline.config.sections import Config
-from tests.support.layouts import VOCAB, tiny_config
 from tests.support.ranks import run_ranks
+from tests.support.tiny_training import VOCAB, tiny_config
 
 SIZES = {"dim": 128, "intermediate_size": 256}
 Found = dict[str, Any]
@@ -43,8 +43,8 @@ def real_rank(place: RankInfo, configs: list[Config]) -> list[Found]:
     from pipeline.parallel.mesh import resolve_layout
     from pipeline.train.engine import Engine
     from planning.rehearse import TensorAccount, account_step
-    from tests.support.layouts import batches
-    from tests.support.sent import Sent
+    from tests.support.communication_counter import CommunicationCounter
+    from tests.support.tiny_training import make_batches
 
     class WithoutGloos(TensorAccount):
         """Gloo reduce-scatters a copy that it makes itself; it is first seen when it is cut."""
@@ -64,9 +64,9 @@ def real_rank(place: RankInfo, configs: list[Config]) -> list[Found]:
         layout = resolve_layout(config, world.size, place.local_world_size, VOCAB)
         with WithoutGloos() as account:
             engine = Engine(config, layout, world, DecoderTask(config, VOCAB))
-            own = batches(config)[0].chunk(layout.dp)[layout.coordinates(place.rank).dp].clone()
+            own = make_batches(config)[0].chunk(layout.dp)[layout.coordinates(place.rank).dp].clone()
             for step in (1, 2):
-                with Sent() as sent:
+                with CommunicationCounter() as sent:
                     account_step(engine, account, step, {"tokens": own})
         found.append(told(account) | {"independent": {k.removeprefix("mesh_"): v for k, v in sent.bytes.items()}})
         del engine

@@ -26,9 +26,15 @@ from pipeline.run.directory import Run
 from pipeline.run.stages import load_stage_module
 from tests.publish.test_export import exported, save_rank
 from tests.publish.test_open_weights import save
-from tests.support.ranks import place, run_ranks
+from tests.support.ranks import make_rank_info, run_ranks
 from tests.support.tiny import WORDS, HarmlessFlag, make_run, stage_rank
-from tests.support.tokenizers import byte_tokenizer, id_of, save_tokenizer, with_post_processor, write_records
+from tests.support.tokenizers import (
+    add_post_processor,
+    get_token_id,
+    make_byte_tokenizer,
+    save_tokenizer,
+    write_records,
+)
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -41,8 +47,10 @@ MISTRAL = (
 PLAIN = "{% for m in messages %}### {{ m.role }}:\n{{ m.content }}\n\n{% endfor %}"
 UNMARKED_END = CHATML.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}")
 MARKED_END = UNMARKED_END.replace("{% endgeneration %}<|im_end|>", "<|im_end|>{% endgeneration %}")
-TOKENIZER = byte_tokenizer(" ".join(WORDS))
-END, CLOSE, IM_END, BOS, PAD = (id_of(TOKENIZER, one) for one in ("<|end|>", "</s>", "<|im_end|>", "<s>", "<|pad|>"))
+TOKENIZER = make_byte_tokenizer(" ".join(WORDS))
+END, CLOSE, IM_END, BOS, PAD = (
+    get_token_id(TOKENIZER, one) for one in ("<|end|>", "</s>", "<|im_end|>", "<s>", "<|pad|>")
+)
 CONFIG = """\
 run: {{name: chat, root: {root}}}
 data: {{source: {source}, records: {records}, sequence_length: 64, shard_tokens: 4096, held_out: 0.2}}
@@ -99,7 +107,7 @@ def chat_run(
 
     in_config: the end tokens of its config.json, instead of those in its generation_config.json.
     """
-    model, tokenizer = folder / "model", with_post_processor(byte_tokenizer(" ".join(WORDS)), kind)
+    model, tokenizer = folder / "model", add_post_processor(make_byte_tokenizer(" ".join(WORDS)), kind)
     save(model, "qwen2", vocab_size=tokenizer.get_vocab_size(), eos_token_id=in_config)
     save_tokenizer(model, tokenizer, template, **{"eos_token": "<|end|>", "bos_token": "<s>", **settings})
     write_json(model / "special_tokens_map.json", {"eos_token": {"content": "<|end|>", "lstrip": False}})
@@ -116,7 +124,7 @@ def chat_run(
     config.write_text(CONFIG.format(root=folder / "runs", source=source, model=model, records=records))
     run = Run.create(load_config(config, overrides))
     for stage in ("prepare", "shard"):
-        load_stage_module(stage).run_stage(run, place(0, 1, 1), {}, HarmlessFlag())
+        load_stage_module(stage).run_stage(run, make_rank_info(0, 1, 1), {}, HarmlessFlag())
     run_ranks(1, save_rank, run.path)
     return run
 
@@ -152,8 +160,8 @@ def test_a_base_model_tuned_on_dialogues_stops_where_answers_end(
 
 def evaluate_rank(where: RankInfo, path: Path) -> int:
     """Evaluate, where the model answers `a`, closes the answer and goes on with other text."""
-    answer = id_of(TOKENIZER, "a")
-    following = {answer: IM_END, IM_END: id_of(TOKENIZER, "b")}
+    answer = get_token_id(TOKENIZER, "a")
+    following = {answer: IM_END, IM_END: get_token_id(TOKENIZER, "b")}
 
     def logits(task: TaskFile, model: nn.Module, rows: Sequence[Sequence[int]]) -> torch.Tensor:
         ids = torch.tensor([following.get(row[-1], answer) for row in rows])
@@ -247,7 +255,7 @@ def test_a_tokenizer_of_its_own_goes_along_with_its_template(tmp_path: Path) -> 
 
     first = chat_run(tmp_path / "a", CHATML, {}, "model.dropout=0")
     tokenizer = save_tokenizer(
-        tmp_path / "own", with_post_processor(TOKENIZER, "mistral"), CHATML, eos_token="<|end|>", pad_token="<|pad|>"
+        tmp_path / "own", add_post_processor(TOKENIZER, "mistral"), CHATML, eos_token="<|end|>", pad_token="<|pad|>"
     )
     given = f"data.tokenizer={{kind: file, path: {tokenizer}, eos_token: <|end|>}}"
     overrides = (given, f"data.source={first.config.data.sources[0]}", "data.records=messages")
@@ -266,7 +274,7 @@ def test_transformers_warns_of_nothing_when_it_loads_a_large_tokenizer(tmp_path:
     """One of more than 100,000 ids beside a config.json without a version is taken for a damaged one of Mistral's."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    content = json.loads(with_post_processor(byte_tokenizer(" ".join(WORDS)), "mistral").to_str())
+    content = json.loads(add_post_processor(make_byte_tokenizer(" ".join(WORDS)), "mistral").to_str())
     content["model"]["vocab"] |= {token["content"]: token["id"] for token in content["added_tokens"]}
     vocabulary = content["model"]["vocab"]
     vocabulary |= {f"unused {number}": number for number in range(len(vocabulary), 100_300)}

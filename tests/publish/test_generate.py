@@ -22,7 +22,7 @@ from pipeline.run.code import CODE_ROOT
 from tests.publish.test_export import exported
 from tests.publish.test_open_weights import FAMILIES, save
 from tests.support.tiny import WORDS, make_run
-from tests.support.tokenizers import byte_tokenizer, id_of, save_tokenizer, with_post_processor
+from tests.support.tokenizers import add_post_processor, get_token_id, make_byte_tokenizer, save_tokenizer
 
 GREEDY: dict[str, Any] = {"step": None, "temperature": 0.0, "top_p": 1.0, "seed": 1}
 PROMPT = "the model of the"
@@ -83,7 +83,7 @@ def test_a_prompt_for_a_folder_begins_as_from_transformers(tmp_path: Path, kind:
     from transformers import AutoTokenizer
 
     theirs = saved(tmp_path, "llama")
-    tokenizer = with_post_processor(byte_tokenizer(" ".join(WORDS), 280), kind)
+    tokenizer = add_post_processor(make_byte_tokenizer(" ".join(WORDS), 280), kind)
     tokenizer.enable_padding(length=64)
     tokenizer.enable_truncation(3)
     save_tokenizer(tmp_path, tokenizer, eos_token="<|end|>")
@@ -100,8 +100,8 @@ def test_a_prompt_for_a_folder_begins_as_from_transformers(tmp_path: Path, kind:
 
 
 def test_a_prompt_for_a_run_begins_as_its_documents(tmp_path: Path) -> None:
-    tokenizer = with_post_processor(byte_tokenizer(" ".join(WORDS), 280), "llama 3")
-    file, begin = save_tokenizer(tmp_path / "tokenizer", tokenizer), id_of(tokenizer, "<s>")
+    tokenizer = add_post_processor(make_byte_tokenizer(" ".join(WORDS), 280), "llama 3")
+    file, begin = save_tokenizer(tmp_path / "tokenizer", tokenizer), get_token_id(tokenizer, "<s>")
     given = (f"data.tokenizer={{kind: file, path: {file}, eos_token: <|end|>}}", "model.initializer_range=0.2")
     for number, (adds, expected) in enumerate((("auto", [begin]), ("true", [begin]), ("false", []))):
         more = (*given, f"data.add_special_tokens={adds}")
@@ -123,7 +123,7 @@ def test_a_message_is_answered_as_by_transformers(tmp_path: Path, name: str, sys
     from transformers import AutoTokenizer
 
     theirs = saved(tmp_path, "llama")
-    tokenizer = with_post_processor(byte_tokenizer(" ".join(WORDS), 280), "llama 3")
+    tokenizer = add_post_processor(make_byte_tokenizer(" ".join(WORDS), 280), "llama 3")
     tokenizer.add_special_tokens(["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"])
     template = load_template(Path(name))
     save_tokenizer(tmp_path, tokenizer, template, eos_token="</s>", bos_token="<s>")
@@ -142,7 +142,7 @@ def test_a_message_is_answered_as_by_transformers(tmp_path: Path, name: str, sys
 def test_an_answer_ends_with_the_token_that_closes_answers(tmp_path: Path) -> None:
     """Which only the chat template names; neither it nor the message is printed."""
     theirs = saved(tmp_path, "llama")
-    tokenizer, template = byte_tokenizer(" ".join(WORDS), 280), load_template(Path("mistral-v0.1"))
+    tokenizer, template = make_byte_tokenizer(" ".join(WORDS), 280), load_template(Path("mistral-v0.1"))
     file = save_tokenizer(tmp_path, tokenizer, template, eos_token="</s>", bos_token="<s>")
     messages = [{"role": "user", "content": PROMPT}]
     ids = _of_folder(tmp_path, messages, None, 12)[3]

@@ -24,9 +24,9 @@ from pipeline.publish.card import write_card
 from pipeline.publish.generate import _of_run
 from pipeline.run.directory import Run
 from pipeline.run.stages import load_stage_module
-from tests.support.layouts import BATCHES, STEPS, VOCAB, batches, tiny_config, train_on
-from tests.support.ranks import place, run_ranks
-from tests.support.tiny import CONFIG, WORDS, HarmlessFlag, digest, stage_rank, write_corpus
+from tests.support.ranks import make_rank_info, run_ranks
+from tests.support.tiny import CONFIG, WORDS, HarmlessFlag, compute_run_digest, stage_rank, write_corpus
+from tests.support.tiny_training import BATCHES, STEPS, VOCAB, continue_training, make_batches, tiny_config
 
 SIZES = {
     "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -87,7 +87,7 @@ def first_step(engine: Any, where: RankInfo) -> tuple[Any, Arrays]:
         return loss(outputs, batch)
 
     task.loss = watched
-    batch = batches(engine.config)
+    batch = make_batches(engine.config)
     engine.backward({"tokens": batch[0].chunk(engine.layout.dp)[part]}, 1)
     task.loss = loss
     named = [each for piece in engine.parts for each in task.named_weights(piece)]
@@ -143,7 +143,7 @@ def start_rank(where: RankInfo, path: Path, configs: list[Config]) -> list[tuple
         engine = Engine(config, layout, world, task, source=source)
         module.safe_open = opened  # type: ignore[misc]
         first = first_step(engine, where)
-        results.append((train_on(engine, where, 0, STEPS), read[0], first))
+        results.append((continue_training(engine, where, 0, STEPS), read[0], first))
     return results
 
 
@@ -154,7 +154,7 @@ def theirs_alone(model: Any, config: Config) -> tuple[list[tuple[float, float]],
     by_decay = [[p for p in model.parameters() if (p.ndim > 1) == matrix] for matrix in (True, False)]
     groups = [{"params": by_decay[0], "weight_decay": options.weight_decay}, {"params": by_decay[1], "weight_decay": 0}]
     optimizer = torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps)
-    for batch in batches(config)[:STEPS]:
+    for batch in make_batches(config)[:STEPS]:
         optimizer.zero_grad()
         logits = model(batch[:, :-1]).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
@@ -309,7 +309,7 @@ def make_run(folder: Path, name: str, source: Path, steps: int) -> Run:
     (folder / f"{name}.yaml").write_text(text)
     run = Run.create(load_config(folder / f"{name}.yaml"))
     for stage in ("prepare", "shard"):
-        load_stage_module(stage).run_stage(run, place(0, 1, 1), {}, HarmlessFlag())
+        load_stage_module(stage).run_stage(run, make_rank_info(0, 1, 1), {}, HarmlessFlag())
     return run
 
 
@@ -328,7 +328,7 @@ def test_a_run_goes_on_without_the_folder_that_it_came_from(tmp_path: Path) -> N
     run = Run.open(run.path)
     run.apply_overrides(["train.steps=8"])
     assert run_ranks(2, stage_rank, run.path, "train") == [ExitCode.DONE] * 2
-    assert digest(run) == digest(calm)
+    assert compute_run_digest(run) == compute_run_digest(calm)
     assert run_ranks(1, stage_rank, run.path, "evaluate") == [ExitCode.DONE]
     assert _of_run(run.path, "the model", None, 5)[2] == [0, 7], "its text ends where the open model's ends"
     # the weights that it began with are part of what it is

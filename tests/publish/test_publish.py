@@ -30,8 +30,8 @@ from pipeline.config.read import ConfigError, load_config
 from pipeline.publish import publish_stage
 from pipeline.publish.card import escape_markdown, write_card
 from pipeline.run.directory import Run
-from tests.support.needs import lacking
-from tests.support.ranks import PORTS, place, run_ranks
+from tests.support.ranks import PORTS, make_rank_info, run_ranks
+from tests.support.requirements import skip_or_fail_in_ci
 from tests.support.tiny import HarmlessFlag, make_run, stage_rank, write_config
 
 KILLED = 9
@@ -60,7 +60,7 @@ def wanted(trained: Run, tmp_path: Path) -> Any:
 
 
 def publish(run: Run) -> ExitCode:
-    return publish_stage.run_stage(run, place(0, 1, 1), {}, HarmlessFlag())
+    return publish_stage.run_stage(run, make_rank_info(0, 1, 1), {}, HarmlessFlag())
 
 
 def test_a_version_is_whole_and_tells_what_it_is(wanted: Any, tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_killed_anywhere_there_is_one_version_or_none(wanted: Any, tmp_path: Pat
     while True:
         child = os.fork()
         if child == 0:
-            os._exit(killed_rank(place(0, 1, 1), run.path, died))
+            os._exit(killed_rank(make_rank_info(0, 1, 1), run.path, died))
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         names = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
         whole = [name for name in names if not name.startswith(".")]
@@ -274,7 +274,7 @@ def test_the_command_is_not_run_in_a_folder_that_others_could_have_filled(
     (tmp_path / "executed").unlink()
     if whose == "not ours":
         if os.geteuid() != 0:
-            lacking("giving a folder to somebody else needs root")
+            skip_or_fail_in_ci("giving a folder to somebody else needs root")
         os.chown(version, 1234, 1234)
     else:
         version.chmod(0o775)

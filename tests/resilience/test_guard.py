@@ -27,7 +27,7 @@ from pipeline.run.code import CODE_ROOT as ROOT
 from pipeline.run.directory import Run
 from slurm.supervise.failures import describe_hung_rank
 from tests.support.ranks import Ranks, run_ranks
-from tests.support.tiny import digest, make_run, stage_rank
+from tests.support.tiny import compute_run_digest, make_run, stage_rank
 from tests.train.test_exact import lines, new_run
 
 QUICKSTART = ROOT / "configs/quickstart.yaml"
@@ -112,10 +112,10 @@ def test_a_bad_step_is_left_out_by_all_and_a_rerun_repeats_it(tmp_path: Path, da
     again = new_run(tmp_path, "again", data)
     shutil.copy(run.decisions_file, again.decisions_file)
     assert set(run_ranks(2, stage_rank, again.path, "train")) == {ExitCode.DONE}
-    assert digest(again) == digest(run)
+    assert compute_run_digest(again) == compute_run_digest(run)
     calm = new_run(tmp_path, "calm", data)
     run_ranks(2, stage_rank, calm.path, "train")
-    assert digest(calm) != digest(run), "the steps were really left out"
+    assert compute_run_digest(calm) != compute_run_digest(run), "the steps were really left out"
 
 
 @pytest.mark.story
@@ -129,7 +129,7 @@ def test_too_many_in_a_row_return_and_leave_the_samples_out(tmp_path: Path, data
     again = new_run(tmp_path, "again", data)
     shutil.copy(run.decisions_file, again.decisions_file)
     assert set(run_ranks(2, stage_rank, again.path, "train")) == {ExitCode.DONE}
-    assert digest(again) == digest(run) and lines(again) == lines(run)
+    assert compute_run_digest(again) == compute_run_digest(run) and lines(again) == lines(run)
 
 
 @settings(deadline=None, max_examples=100)
@@ -200,7 +200,7 @@ def test_ranks_stop_by_their_own_clock_and_save_where_there_is_time(tmp_path: Pa
     assert set(run_ranks(2, stage_rank, run.path, "train")) == {ExitCode.DONE}
     calm = new_run(tmp_path, "calm", data)
     run_ranks(2, stage_rank, calm.path, "train")
-    assert digest(run) == digest(calm)
+    assert compute_run_digest(run) == compute_run_digest(calm)
 
 
 def test_the_save_file_makes_one_checkpoint(tmp_path: Path, data: Path) -> None:

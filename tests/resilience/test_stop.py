@@ -16,9 +16,9 @@ from pipeline.checkpoint.catalog import list_checkpoint_steps
 from pipeline.config.sections import Config
 from pipeline.resilience.stop import RequestFile
 from pipeline.run.directory import Run
-from tests.support.layouts import tiny_config
 from tests.support.ranks import run_ranks
-from tests.support.tiny import digest, make_run, stage_rank
+from tests.support.tiny import compute_run_digest, make_run, stage_rank
+from tests.support.tiny_training import tiny_config
 
 SAID: list[tuple[dict[int, str], dict[int, float], set[int], tuple[str | None, bool, bool]]] = [
     # signals by rank, seconds left by rank, ranks that want a save; what all must know: reason, save, too late
@@ -67,14 +67,14 @@ def hand_rank(place: RankInfo, configs: list[Config]) -> list[list[tuple[float, 
     from pipeline.model.task import DecoderTask
     from pipeline.parallel.mesh import resolve_layout
     from pipeline.train.engine import Engine
-    from tests.support.layouts import VOCAB, batches
+    from tests.support.tiny_training import VOCAB, make_batches
 
     world = groups.join_process_group(place, configs[0])
     found: list[list[tuple[float, float, float]]] = []
     for config in configs:
         layout = resolve_layout(config, world.size, place.local_world_size, VOCAB)
         engine = Engine(config, layout, world, DecoderTask(config, VOCAB))
-        mine = {"tokens": batches(config)[0].chunk(layout.dp)[layout.coordinates(place.rank).dp]}
+        mine = {"tokens": make_batches(config)[0].chunk(layout.dp)[layout.coordinates(place.rank).dp]}
         found.append([])
         for up in HANDS:
             loss = engine.backward(mine, 1, wants_attention=lambda up=up: place.rank in up)  # type: ignore[misc]
@@ -176,7 +176,7 @@ def test_told_at_the_start_in_the_first_step_and_in_an_evaluation(tmp_path: Path
     assert set(run_ranks(2, stage_rank, run.path, "evaluate")) == {ExitCode.DONE}
     calm = make_run(tmp_path, "calm", data=run.data_dir)
     run_ranks(2, stage_rank, calm.path, "train")
-    assert digest(run) == digest(calm)
+    assert compute_run_digest(run) == compute_run_digest(calm)
 
 
 def blocked_rank(place: RankInfo) -> tuple[bool, bool]:

@@ -9,8 +9,8 @@ import pytest
 from pipeline.config.read import ConfigError, load_config
 from pipeline.run.directory import Run
 from pipeline.run.failure import describe_remedy, retry_command
-from tests.support.mistakes import MODULE, OWN
 from tests.support.tiny import write_config
+from tests.support.user_mistakes import CUSTOM_CONFIG, CUSTOM_MODULE
 
 RESUME = "python submit.py resume runs/tiny"
 
@@ -25,8 +25,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """A run with a module of the user's own."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "own.yaml").write_text(OWN)
-    (tmp_path / "own.py").write_text(MODULE)
+    (tmp_path / "own.yaml").write_text(CUSTOM_CONFIG)
+    (tmp_path / "own.py").write_text(CUSTOM_MODULE)
     return Run.create(load_config(tmp_path / "own.yaml"))
 
 

@@ -29,7 +29,7 @@ from pipeline.config.read import load_config
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
 from slurm.submit import local_runner
-from tests.support.tiny import digest, slowed, write_config
+from tests.support.tiny import compute_run_digest, slow_down_steps, write_config
 
 SUBMIT = [sys.executable, str(CODE_ROOT / "submit.py")]
 
@@ -243,7 +243,7 @@ def change(path: Path, old: str, new: str) -> None:
 
 def slowed_run(folder: Path, finished: Path, *overrides: str) -> Path:
     """The run of `shared_config`; a step takes a tenth of a second more: it still trains when something comes to it."""
-    return slowed(Run.create(load_config(shared_config(folder, finished), overrides)), 0.1).path
+    return slow_down_steps(Run.create(load_config(shared_config(folder, finished), overrides)), 0.1).path
 
 
 @pytest.mark.story
@@ -270,7 +270,7 @@ def test_ctrl_c_in_a_terminal_saves_and_says_how_to_go_on(tmp_path: Path, finish
     assert not processes_of(run)
     done = submit(tmp_path, "resume", "runs/tiny")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert digest(Run(tmp_path / "runs/tiny")) == undisturbed(finished)
+    assert compute_run_digest(Run(tmp_path / "runs/tiny")) == undisturbed(finished)
 
 
 @pytest.mark.parametrize("dumb", [False, True])
@@ -318,7 +318,7 @@ def test_who_comes_while_it_saves_goes_on(tmp_path: Path, finished: Path) -> Non
     assert done.returncode == 0 and "following it" in done.stdout, done.stdout + done.stderr
     assert process.wait(240) == ExitCode.STOPPED
     assert [e["event"] for e in Run.open(run).read_events("train")].count("started") == 2
-    assert digest(Run(run)) == undisturbed(finished)
+    assert compute_run_digest(Run(run)) == undisturbed(finished)
 
 
 @pytest.mark.story
@@ -341,7 +341,7 @@ def test_a_killed_rank_ends_its_peers_and_is_named(tmp_path: Path, finished: Pat
     assert "recovery.crash: 1" in output, "its budget was one"
     assert submit(tmp_path, "status", "runs/tiny").stdout.count("failed") >= 1
     assert submit(tmp_path, "resume", "runs/tiny").returncode == 0
-    assert digest(Run(tmp_path / "runs/tiny")) == undisturbed(finished)
+    assert compute_run_digest(Run(tmp_path / "runs/tiny")) == undisturbed(finished)
 
 
 @pytest.mark.story
@@ -375,7 +375,7 @@ def test_cancel_ends_the_run_until_resume(tmp_path: Path, finished: Path) -> Non
     by_hand = subprocess.run(command, cwd=CODE_ROOT, capture_output=True, text=True, timeout=240)
     assert by_hand.returncode == ExitCode.USER_ERROR and "was cancelled" in by_hand.stderr
     assert submit(tmp_path, "resume", "runs/tiny", "stages.evaluate.tasks_per_node=2").returncode == 0
-    assert digest(Run(tmp_path / "runs/tiny")) == undisturbed(finished)
+    assert compute_run_digest(Run(tmp_path / "runs/tiny")) == undisturbed(finished)
 
 
 @pytest.mark.story
@@ -446,7 +446,7 @@ def test_two_submits_at_once_share_one_run(tmp_path: Path, finished: Path) -> No
     run = Run.open(tmp_path / "runs/tiny")
     assert [e["event"] for e in run.read_events()].count("created") == 1
     assert [e["event"] for e in run.read_events("train")].count("started") == 1
-    assert digest(Run(tmp_path / "runs/tiny")) == undisturbed(finished)
+    assert compute_run_digest(Run(tmp_path / "runs/tiny")) == undisturbed(finished)
 
 
 @pytest.mark.story
@@ -465,7 +465,7 @@ def test_a_killed_supervisor_leaves_no_rank_behind(tmp_path: Path, finished: Pat
     assert process.returncode == ExitCode.CRASHED and "resume runs/tiny" in output
     assert find_newest_step(run / "checkpoints") == len(list(read_jsonl(run / "metrics.jsonl"))), "they saved and left"
     assert submit(tmp_path, "resume", "runs/tiny").returncode == 0
-    assert digest(Run(tmp_path / "runs/tiny")) == undisturbed(finished)
+    assert compute_run_digest(Run(tmp_path / "runs/tiny")) == undisturbed(finished)
 
 
 @pytest.mark.story
@@ -478,7 +478,7 @@ def test_submit_may_be_killed_and_the_stage_goes_on(tmp_path: Path, finished: Pa
     done = submit(tmp_path, "tiny.yaml")  # joins the training that goes on, or finds it done
     assert done.returncode == 0, done.stdout + done.stderr
     assert [e["event"] for e in Run.open(run).read_events("train")].count("started") == 1
-    assert digest(Run(tmp_path / "runs/tiny")) == undisturbed(finished)
+    assert compute_run_digest(Run(tmp_path / "runs/tiny")) == undisturbed(finished)
 
 
 @pytest.mark.story
@@ -490,7 +490,7 @@ def test_a_rank_by_hand_does_not_join_a_running_stage(tmp_path: Path, finished: 
     by_hand = subprocess.run(command, cwd=CODE_ROOT, capture_output=True, text=True, timeout=240)
     assert by_hand.returncode == ExitCode.USER_ERROR and "already running (pid" in by_hand.stderr
     assert process.wait(240) == 0
-    assert digest(Run(tmp_path / "runs/tiny")) == undisturbed(finished)
+    assert compute_run_digest(Run(tmp_path / "runs/tiny")) == undisturbed(finished)
 
 
 @pytest.mark.story

@@ -13,7 +13,7 @@ from pipeline.run.directory import Run
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.stories.test_slurm import events, submit, wait_for
-from tests.support.tiny import slowed, write_config
+from tests.support.tiny import slow_down_steps, write_config
 
 cluster = cluster_fixture(grace=5)
 
@@ -47,7 +47,7 @@ def test_it_shrinks_and_grows(tmp_path: Path, cluster: Cluster) -> None:
     run = Run.create(load_config(config, ELASTIC))
     run.data_dir.rmdir()
     run.data_dir.symlink_to(calm.data_dir)
-    slowed(run)
+    slow_down_steps(run)
     done = submit(cluster, tmp_path, str(tmp_path / "tiny.yaml"), *ELASTIC)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -23,7 +23,7 @@ from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
 from pipeline.run.failure import explain_error
 from tests.support.ranks import Ranks, run_ranks
-from tests.support.tiny import digest, make_run, stage_rank, write_config
+from tests.support.tiny import compute_run_digest, make_run, stage_rank, write_config
 from tests.train.test_exact import STEPS, interrupted, lines, new_run
 
 
@@ -37,7 +37,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory, data: Path) -> tuple[str, lis
     """Digest and metrics of a run that nothing disturbed."""
     run = new_run(tmp_path_factory.mktemp("calm"), "calm", data)
     assert set(run_ranks(2, stage_rank, run.path, "train")) == {ExitCode.DONE}
-    return digest(run), lines(run)
+    return compute_run_digest(run), lines(run)
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_taken(
     assert victim.name in next(e["reason"] for e in events if e["event"] == "damaged")
     assert [e["step"] for e in events if e["event"] == "restored"] == [before]
     assert (run.checkpoints_dir / f"damaged-{checkpoint_name(newest)}").is_dir(), "set aside, not removed"
-    assert (digest(run), lines(run)) == calm
+    assert (compute_run_digest(run), lines(run)) == calm
 
 
 def test_no_intact_checkpoint_is_an_error_not_a_start_from_zero(tmp_path: Path, data: Path) -> None:
@@ -157,7 +157,7 @@ def test_a_full_disk_is_named_and_the_checkpoints_before_it_stay(
     assert find_newest_step(run.checkpoints_dir) == saved
     filler.unlink()
     assert set(run_ranks(2, stage_rank, run.path, "train")) == {ExitCode.DONE}
-    assert (digest(run), lines(run)) == calm
+    assert (compute_run_digest(run), lines(run)) == calm
 
 
 def test_a_read_only_run_is_named(tmp_path: Path, data: Path, small_disk: Path) -> None:

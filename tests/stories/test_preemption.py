@@ -23,7 +23,7 @@ from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.slurm.query.test_causes import close, leave, shown, silent
 from tests.stories.test_slurm import evaluated, events, job_of, preempt, submit, wait_for
-from tests.support.tiny import make_run, slowed, write_config
+from tests.support.tiny import make_run, slow_down_steps, write_config
 
 cluster = cluster_fixture(accounting=True, grace=20)  # a job that ends with 0 later than that is a TIMEOUT for 22.05
 
@@ -170,7 +170,7 @@ def submitted(folder: Path, data: Path, cluster: Cluster, steps: int, seconds: f
     """A training of slow steps on this data; `asks`: it never leaves the requeue to Slurm."""
     cluster.clear()  # of what a test before left that failed
     config = write_config(folder, steps=steps)
-    run = slowed(Run.create(load_config(config, NODES)), seconds)
+    run = slow_down_steps(Run.create(load_config(config, NODES)), seconds)
     run.data_dir.rmdir()
     run.data_dir.symlink_to(data)
     if asks:

@@ -17,7 +17,7 @@ from pipeline.base.files import read_jsonl
 from pipeline.config.read import load_config
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
-from tests.support.tiny import slowed, write_config
+from tests.support.tiny import slow_down_steps, write_config
 
 SUBMIT = [sys.executable, str(CODE_ROOT / "submit.py")]
 
@@ -28,7 +28,7 @@ def submit(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.story
 def test_steps_of_a_running_training_are_profiled(tmp_path: Path) -> None:
-    run = slowed(Run.create(load_config(write_config(tmp_path, steps=1000))), 0.1)
+    run = slow_down_steps(Run.create(load_config(write_config(tmp_path, steps=1000))), 0.1)
     process = subprocess.Popen([*SUBMIT, "tiny.yaml"], cwd=tmp_path, stdout=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 240

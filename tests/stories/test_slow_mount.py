@@ -15,9 +15,9 @@ import pytest
 from benchmarks.throttled import copied, run_on, start, steps_of
 from pipeline.base.errors import ExitCode
 from pipeline.run.code import CODE_ROOT
-from tests.support.needs import lacking
-from tests.support.slow_mount import SlowMount, cannot, slow_mount
-from tests.support.tiny import slowed
+from tests.support.requirements import skip_or_fail_in_ci
+from tests.support.slow_mount import SlowMount, find_slow_mount_problem, slow_mount
+from tests.support.tiny import slow_down_steps
 
 pytestmark = [pytest.mark.story, pytest.mark.timeout(600)]
 
@@ -26,8 +26,8 @@ TOKENS, STEPS, STEP_S = 16_000_000, 160, 0.15  # a reader is ten seconds ahead: 
 
 @pytest.fixture
 def mount() -> Iterator[SlowMount]:
-    if reason := cannot():
-        lacking(reason)
+    if reason := find_slow_mount_problem():
+        skip_or_fail_in_ci(reason)
     with slow_mount(2 * TOKENS) as made:
         yield made
 
@@ -36,7 +36,7 @@ def test_what_is_copied_is_not_read_from_shared_storage_again(tmp_path: Path, mo
     """Once the copies are there, the mount gives a byte a second: who asked it for one would wait for minutes."""
     (tmp_path / "disk").mkdir()
     more = (f"site.local_disk={tmp_path}/disk", f"train.steps={STEPS}", "train.threads=1")
-    run = slowed(run_on(mount, tmp_path, "run", TOKENS, *more), STEP_S)
+    run = slow_down_steps(run_on(mount, tmp_path, "run", TOKENS, *more), STEP_S)
     mount.forget()
     mount.limit(8_000_000)
     before, process = mount.bytes_read(), start(mount, run, tmp_path / "log")

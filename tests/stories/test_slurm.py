@@ -29,8 +29,8 @@ from tests.cluster.fixture import cluster_fixture
 from tests.cluster.machines import Machine
 from tests.data_prep.test_shards import all_bytes
 from tests.stories.test_doors import broken_code
-from tests.support.needs import lacking
-from tests.support.tiny import digest, slowed, write_config
+from tests.support.requirements import skip_or_fail_in_ci
+from tests.support.tiny import compute_run_digest, slow_down_steps, write_config
 from tests.tracking.test_followers import curve, in_float32
 
 cluster = cluster_fixture(grace=5)
@@ -242,7 +242,7 @@ def prepared(folder: Path, config: Path, overrides: Sequence[str] = NODES) -> Pa
     """The run of a config, made and slowed down before anything is submitted."""
     from pipeline.config.read import load_config
 
-    return slowed(Run.create(load_config(config, overrides))).path
+    return slow_down_steps(Run.create(load_config(config, overrides))).path
 
 
 def test_preempted_it_requeues_itself_and_ends_with_the_same_digest(
@@ -281,7 +281,7 @@ def test_preempted_it_requeues_itself_and_ends_with_the_same_digest(
     restored = [e for e in Run.open(run).read_events("train") if e["event"] == "restored"]
     assert restored and restored[0]["lost_steps"] == 0, "the save was agreed: nothing is done again"
     assert [line["step"] for line in read_jsonl(run / "metrics.jsonl")] == list(range(1, 41))
-    assert digest(Run(tmp_path / "runs/low")) == digest(Run(calm / "runs/tiny"))
+    assert compute_run_digest(Run(tmp_path / "runs/low")) == compute_run_digest(Run(calm / "runs/tiny"))
     losses = {line["step"]: line["loss"] for line in read_jsonl(run / "metrics.jsonl")}
     assert curve(run, "train/loss") == in_float32(losses.items())
     looks = {path.name: len(list(read_jsonl(path))) for path in run.glob("telemetry-*.jsonl")}
@@ -366,7 +366,7 @@ def test_a_chain_that_an_admin_puts_back_goes_on(tmp_path: Path, calm: Path, clu
     told = Run.open(run).read_events("train")
     assert "stop file" not in [e.get("by") for e in told] + [e.get("cause") for e in told]
     assert [e["restarts"] for e in told if e["event"] == "started"] == [0, 1]
-    assert digest(Run(tmp_path / "runs/chained")) == digest(Run(calm / "runs/tiny"))
+    assert compute_run_digest(Run(tmp_path / "runs/chained")) == compute_run_digest(Run(calm / "runs/tiny"))
 
 
 def preempt(cluster: Cluster) -> None:
@@ -388,12 +388,12 @@ def test_the_train_template_requeues_itself_where_only_the_batch_script_is_told(
     wait_for("the end", lambda: "done" in events(run, "train"), 120)
     told = [(e["by"], e["cause"]) for e in Run.open(run).read_events("train") if e["event"] == "stopping"]
     assert told == [("SIGUSR1", "preempted")]
-    assert digest(Run(tmp_path / "runs/template")) == digest(Run(calm / "runs/tiny"))
+    assert compute_run_digest(Run(tmp_path / "runs/template")) == compute_run_digest(Run(calm / "runs/tiny"))
 
 
 def test_templates_are_clean_shell() -> None:
     if shutil.which("shellcheck") is None:
-        lacking("shellcheck is not installed (.ci/install-packages does that)")
+        skip_or_fail_in_ci("shellcheck is not installed (.ci/install-packages does that)")
     for path in sorted((CODE_ROOT / "slurm/templates").glob("*.sbatch")):
         done = subprocess.run(["shellcheck", str(path)], capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stdout

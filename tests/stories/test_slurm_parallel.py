@@ -13,9 +13,9 @@ from pipeline.run.directory import Run
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.stories.test_slurm import events, submit, wait_for
-from tests.support.layouts import saved_again_rank
 from tests.support.ranks import run_ranks
-from tests.support.tiny import digest, slowed, write_config
+from tests.support.tiny import compute_run_digest, slow_down_steps, write_config
+from tests.support.tiny_training import resave_rank
 
 cluster = cluster_fixture(grace=5)
 
@@ -40,7 +40,7 @@ def test_two_by_two_by_two_goes_on_as_one_by_four_by_two(tmp_path: Path, cluster
     run = Run.create(load_config(config, LAYOUT))
     run.data_dir.rmdir()
     run.data_dir.symlink_to(calm.data_dir)
-    slowed(run)
+    slow_down_steps(run)
 
     def reached(step: int) -> bool:
         return len(list(read_jsonl(run.metrics_file))) >= step
@@ -53,12 +53,12 @@ def test_two_by_two_by_two_goes_on_as_one_by_four_by_two(tmp_path: Path, cluster
     wait_for("step 12", lambda: reached(12))
     run.stop_file.touch()
     wait_for("the stop", lambda: "stopped" in events(run.path, "train"))
-    before = digest(Run(tmp_path / "runs/tiny"))
+    before = compute_run_digest(Run(tmp_path / "runs/tiny"))
     moved, again = tmp_path / "moved", tmp_path / "again"
     shutil.copytree(run.path, moved, symlinks=True)
     again.mkdir()
     Run.open(moved).apply_overrides(["parallel.pipeline=1"])
-    (found,) = set(run_ranks(8, saved_again_rank, moved, again))  # loaded under the new layout, and saved again
+    (found,) = set(run_ranks(8, resave_rank, moved, again))  # loaded under the new layout, and saved again
     assert found == before
     resumed = submit(cluster, tmp_path, "resume", "runs/tiny", "parallel.pipeline=1")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr

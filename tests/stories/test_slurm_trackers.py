@@ -16,7 +16,7 @@ from tests.cluster.config import NODES
 from tests.cluster.fixture import cluster_fixture
 from tests.stories.test_slurm import events, submit, wait_for
 from tests.support.servers import mlflow_server
-from tests.support.tiny import make_run, slowed, write_config
+from tests.support.tiny import make_run, slow_down_steps, write_config
 from tests.tracking.test_followers import curve, in_float32
 from tests.tracking.test_track_stories import curve_of_mlflow, curve_of_wandb, mlflow_run
 
@@ -48,7 +48,7 @@ def test_a_sweep_preempted_onto_another_layout_is_one_curve_a_point(
     run = Run.create(load_config(write_config(tmp_path, steps=STEPS), more))
     run.data_dir.rmdir()
     run.data_dir.symlink_to(data)
-    slowed(run, 0.4)
+    slow_down_steps(run, 0.4)
     done = submit(cluster, tmp_path, str(tmp_path / "tiny.yaml"), *more)
     assert done.returncode == 0, done.stdout + done.stderr
     points = points_of(run)

@@ -26,7 +26,7 @@ from tests.cluster.fixture import cluster_fixture
 from tests.cluster.machines import Machine
 from tests.stories.test_doors import Terminal
 from tests.stories.test_slurm import events, job_of, sbatch, submit, wait_for
-from tests.support.tiny import digest, slowed, write_config
+from tests.support.tiny import compute_run_digest, slow_down_steps, write_config
 from tracking.report import read_report_data
 
 cluster = cluster_fixture(grace=5, accounting=True, min_job_age=2)
@@ -61,7 +61,7 @@ def copy(folder: Path, calm: Path, name: str, *more: str, slowly: bool = False) 
     run.data_dir.rmdir()
     subprocess.run(["cp", "-r", str(calm / "runs/tiny/data"), str(run.data_dir)], check=True, timeout=240)
     if slowly:
-        slowed(run)
+        slow_down_steps(run)
     return run.path
 
 
@@ -180,7 +180,7 @@ def test_two_runs_side_by_side_and_one_is_followed_over_a_requeue(
     assert re.search(r"train +running +\d+", table.text) and re.search(r"train +done", table.text)
     assert "ETA" in table.text and "BeginTime" in table.text, "Slurm's reason for the wait after a requeue"
     for name in runs:
-        assert digest(Run(tmp_path / f"runs/{name}")) == digest(Run(calm / "runs/tiny"))
+        assert compute_run_digest(Run(tmp_path / f"runs/{name}")) == compute_run_digest(Run(calm / "runs/tiny"))
     left = Run.open(runs["left"])
     first, second = (a for a in read_report_data(left, StatusPoller(left).poll()).attempts if a.stage == "train")
     assert first.cause != "done" == second.cause and second.seconds["queue"] > 4, "it waits 6 s after a requeue"
@@ -202,7 +202,7 @@ def test_a_job_that_dies_before_its_supervisor_is_named(calm: Path, cluster: Clu
     assert "resume runs/broken" in status
     assert submit(cluster, tmp_path, "resume", "runs/broken", "site.setup=[]").returncode == 0
     wait_for("the end", lambda: "done" in events(run, "evaluate"))
-    assert digest(Run(tmp_path / "runs/broken")) == digest(Run(calm / "runs/tiny"))
+    assert compute_run_digest(Run(tmp_path / "runs/broken")) == compute_run_digest(Run(calm / "runs/tiny"))
 
 
 def test_the_torchrun_template(calm: Path, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +212,9 @@ def test_the_torchrun_template(calm: Path, cluster: Cluster, tmp_path: Path, mon
     wait_for("its end", lambda: "done" in events(run, "train") or cluster.job_state(job) == "FAILED")
     started = next(e for e in Run.open(run).read_events("train") if e["event"] == "started")
     assert started["ranks"] == 2 and started["slurm_job"] == job
-    assert digest(Run(tmp_path / "runs/torchrun")) == digest(Run(calm / "runs/tiny")), "the same layout"
+    assert compute_run_digest(Run(tmp_path / "runs/torchrun")) == compute_run_digest(Run(calm / "runs/tiny")), (
+        "the same layout"
+    )
 
 
 def test_srun_by_hand_shows_the_first_traceback_and_ends_all(calm: Path, cluster: Cluster, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from pipeline.base.dist_env import read_rank_info
-from tests.support.layouts import tiny_config, train
+from tests.support.tiny_training import tiny_config, train_steps
 
 
 def main(folder: Path) -> None:
@@ -28,7 +28,7 @@ def main(folder: Path) -> None:
     from pipeline.mpi.process_group import MpiProcessGroup
 
     assert MpiProcessGroup.accurate == configs[0].parallel.accurate_sums and "MPI" in str(world.transport)
-    found = [train(place, config, world)[1] for config in configs]
+    found = [train_steps(place, config, world)[1] for config in configs]
     (folder / f"rank-{place.rank}.json").write_text(json.dumps(found))
     groups.leave_process_group()
 

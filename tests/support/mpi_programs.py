@@ -31,7 +31,7 @@ from mpi4py import MPI
 from pipeline.base.dist_env import read_rank_info
 from pipeline.mpi import backend as mpi
 from pipeline.mpi.process_group import MpiProcessGroup
-from tests.support import mpi_parallel, overlap
+from tests.support import mpi_parallel, profiled_step
 
 TIMEOUT = timedelta(seconds=30)
 REDUCING = (
@@ -399,7 +399,7 @@ def profile() -> None:
     assert isinstance(side, dist.ProcessGroup)
     box: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(box, src=0)
-    overlap.check(*overlap.profiled(Path(box[0]), dist.get_rank(), side))
+    profiled_step.check_profile(*profiled_step.run_profiled_step(Path(box[0]), dist.get_rank(), side))
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(box[0])

@@ -20,12 +20,12 @@ from pipeline.run.code import CODE_ROOT
 from slurm.supervise.mpi_launch import mpirun_command
 
 
-def mpirun(
+def run_mpirun(
     ranks: int, module: str, *arguments: str, timeout: float = 240, env: Mapping[str, str] | None = None,
     program: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:  # fmt: skip
     """Run `python -W ignore -m module arguments` in `ranks` MPI ranks on this machine; `program`: another mpirun."""
-    process = start(ranks, module, *arguments, env=env, program=program)
+    process = start_mpirun(ranks, module, *arguments, env=env, program=program)
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -35,7 +35,7 @@ def mpirun(
     return subprocess.CompletedProcess(process.args, process.returncode, output)
 
 
-def start(
+def start_mpirun(
     ranks: int, module: str, *arguments: str, env: Mapping[str, str] | None = None, program: Path | None = None
 ) -> subprocess.Popen[str]:
     """The same, without waiting; both outputs come through one pipe."""
@@ -52,13 +52,13 @@ def start(
     )
 
 
-def debian_mpirun() -> Path | None:
+def find_debian_mpirun() -> Path | None:
     """The mpirun of the system's packages, where it is installed."""
     found = shutil.which("mpirun", path="/usr/bin")
     return Path(found) if found else None
 
 
-def processes_with(text: str) -> list[int]:
+def find_processes(text: str) -> list[int]:
     """Processes of this machine whose command line contains `text`, without this one."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
@@ -71,9 +71,9 @@ def processes_with(text: str) -> list[int]:
     return found
 
 
-def wait_until_gone(text: str, seconds: float) -> list[int]:
+def wait_until_processes_exit(text: str, seconds: float) -> list[int]:
     """What `processes_with(text)` still finds after at most `seconds`."""
     deadline = time.monotonic() + seconds
-    while (left := processes_with(text)) and time.monotonic() < deadline:
+    while (left := find_processes(text)) and time.monotonic() < deadline:
         time.sleep(0.1)
     return left

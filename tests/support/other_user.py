@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.support.needs import lacking
+from tests.support.requirements import skip_or_fail_in_ci
 
 OTHER_UID = 1234
 
 
 @contextmanager
-def other_user(folder: Path) -> Iterator[None]:
+def as_other_user(folder: Path) -> Iterator[None]:
     """Run the block as another user, who may reach `folder`; modes and user are restored afterwards."""
     if os.geteuid() != 0:
-        lacking("being another user needs root")
+        skip_or_fail_in_ci("being another user needs root")
     modes = {parent: parent.stat().st_mode for parent in (folder, *folder.parents) if not parent.stat().st_mode & 1}
     try:
         for parent in modes:

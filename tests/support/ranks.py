@@ -20,7 +20,7 @@ from typing import Any, cast
 
 from pipeline.base.dist_env import RankInfo
 
-PEERS_MAY_TAKE_S = 30.0
+PEER_TIMEOUT_S = 30.0
 """From the first failure of a rank to the answers of the others."""
 PRELOAD = [
     "torch", "torch.distributed.checkpoint", "pipeline.train.trainer", "pipeline.evaluate.evaluator",
@@ -44,7 +44,7 @@ def _ports() -> Iterator[int]:
 PORTS = _ports()
 
 
-def place(rank: int, size: int, port: int) -> RankInfo:
+def make_rank_info(rank: int, size: int, port: int) -> RankInfo:
     return RankInfo(
         launcher="local",
         rank=rank,
@@ -60,7 +60,7 @@ def place(rank: int, size: int, port: int) -> RankInfo:
 
 def _child(rank: int, size: int, port: int, pipe: Connection, function: Callable[..., Any], arguments: Any) -> None:
     try:
-        pipe.send((True, function(place(rank, size, port), *arguments)))
+        pipe.send((True, function(make_rank_info(rank, size, port), *arguments)))
     except BaseException:  # whatever ends a rank is shown by the test, SystemExit and CheckpointException too
         pipe.send((False, traceback.format_exc()))
     pipe.close()
@@ -102,7 +102,7 @@ class Ranks:
                         results[rank] = value
                     else:
                         failures.append(f"rank {rank}:\n{value}")
-                        deadline = min(deadline, time.monotonic() + PEERS_MAY_TAKE_S)
+                        deadline = min(deadline, time.monotonic() + PEER_TIMEOUT_S)
             if waiting:
                 silent = ", ".join(map(str, sorted(waiting.values())))
                 raise AssertionError("\n".join([*failures, f"ranks {silent} gave no answer within {timeout:.0f} s"]))

@@ -17,14 +17,16 @@ from pathlib import Path
 START_S = 120.0
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     """A port that nobody listens on now."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
 
 
 @contextmanager
-def serving(folder: Path, command: Sequence[str], health: str, more: Mapping[str, str] | None = None) -> Iterator[None]:
+def run_server(
+    folder: Path, command: Sequence[str], health: str, more: Mapping[str, str] | None = None
+) -> Iterator[None]:
     """While the block runs, `command` does, and the address `health` has answered; its log is `folder/log`."""
     with open(folder / "log", "wb") as log:
         server = subprocess.Popen(
@@ -48,11 +50,11 @@ def serving(folder: Path, command: Sequence[str], health: str, more: Mapping[str
 @contextmanager
 def mlflow_server(folder: Path) -> Iterator[str]:
     """MLflow's own server with SQLite; its address."""
-    uri = f"http://127.0.0.1:{free_port()}"
+    uri = f"http://127.0.0.1:{find_free_port()}"
     command = [sys.executable, "-m", "mlflow", "server", f"--backend-store-uri=sqlite:///{folder}/mlflow.sqlite"]
     command += [f"--artifacts-destination={folder}/artifacts", "--host=127.0.0.1", f"--port={uri.rsplit(':')[-1]}"]
     more = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-    with serving(folder, [*command, "--workers=1"], f"{uri}/health", more):
+    with run_server(folder, [*command, "--workers=1"], f"{uri}/health", more):
         yield uri
 
 
@@ -63,7 +65,7 @@ def prometheus_server(folder: Path, port: int) -> Iterator[str]:
         "scrape_configs:\n  - job_name: sluice\n    scrape_interval: 1s\n    static_configs:\n"
         f"      - targets: ['127.0.0.1:{port}']\n"
     )
-    uri = f"http://127.0.0.1:{free_port()}"
+    uri = f"http://127.0.0.1:{find_free_port()}"
     command = ["prometheus", f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
-    with serving(folder, [*command, f"--web.listen-address={uri.removeprefix('http://')}"], f"{uri}/-/ready"):
+    with run_server(folder, [*command, f"--web.listen-address={uri.removeprefix('http://')}"], f"{uri}/-/ready"):
         yield uri

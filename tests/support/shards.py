@@ -9,7 +9,7 @@ import numpy as np
 from pipeline.data.manifest import ShardEntry
 
 
-def span(path: Path, tokens: int, offset: int, dtype: str) -> ShardEntry:
+def make_shard_entry(path: Path, tokens: int, offset: int, dtype: str) -> ShardEntry:
     """What a loader needs to know of a shard."""
     return ShardEntry.model_construct(file=str(path), tokens=tokens, offset=offset, dtype=dtype)
 
@@ -22,6 +22,6 @@ def write_shards(folder: Path, sizes: list[tuple[int, int]], dtype: str) -> tupl
         content = random.integers(0, np.iinfo(dtype).max, tokens, dtype=dtype, endpoint=True)
         path = folder / f"{i}.h5"
         path.write_bytes(b"x" * offset + content.tobytes() + b"y" * 5)
-        spans.append(span(path, tokens, offset, dtype))
+        spans.append(make_shard_entry(path, tokens, offset, dtype))
         contents.append(content)
     return spans, contents

@@ -17,7 +17,7 @@ from pathlib import Path
 GROUPS = Path("/sys/fs/cgroup/blkio")
 
 
-def cannot() -> str | None:
+def find_slow_mount_problem() -> str | None:
     """Why this machine cannot have one, None if it can."""
     if os.geteuid() != 0:
         return "a slow mount needs root (for a loop device and a control group)"

@@ -11,7 +11,7 @@ from pipeline.base.signals import StopFlag
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
 from pipeline.run.stages import load_stage_module
-from tests.support.ranks import place, run_ranks
+from tests.support.ranks import make_rank_info, run_ranks
 
 WORDS = ["the", "model", "rank", "step", "loss", "shard", "token", "save", "run", "when", "then", "each", "of", "and"]
 
@@ -57,14 +57,14 @@ def make_run(folder: Path, name: str = "tiny", overrides: tuple[str, ...] = (), 
         run.data_dir.symlink_to(data)
         return run
     for stage in ("prepare", "shard"):
-        load_stage_module(stage).run_stage(run, place(0, 1, 1), {}, HarmlessFlag())
+        load_stage_module(stage).run_stage(run, make_rank_info(0, 1, 1), {}, HarmlessFlag())
     return run
 
 
 class HarmlessFlag(StopFlag):
     """Leaves the test process's own signal handlers alone."""
 
-    def leave_at_once(self) -> None:
+    def exit_on_signal(self) -> None:
         pass
 
 
@@ -73,7 +73,7 @@ def stage_rank(where: RankInfo, path: Path, stage: str, options: dict[str, str] 
     return int(load_stage_module(stage).run_stage(Run.open(path), where, options or {}, StopFlag().install()))
 
 
-def slowed(run: Run, seconds: float = 0.5) -> Run:
+def slow_down_steps(run: Run, seconds: float = 0.5) -> Run:
     """The run, each step so much longer in its own copy of the code: what comes to a training finds it at work."""
     trainer, line = run.code_dir / "pipeline/train/trainer.py", "        lr = self.learning_rate("
     text = trainer.read_text()
@@ -82,7 +82,7 @@ def slowed(run: Run, seconds: float = 0.5) -> Run:
     return run
 
 
-def digest(run: Run) -> str:
+def compute_run_digest(run: Run) -> str:
     """What `verify` prints of the newest checkpoint, its files checked: by a forked rank, in a tenth of a second."""
     return str(run_ranks(1, _digest, run.path)[0])
 

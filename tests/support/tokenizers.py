@@ -15,23 +15,23 @@ SPECIAL = ("<|end|>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|pad|>")
 """Their special tokens; their ids follow those of the vocabulary, but for the first, which is 0."""
 
 
-def byte_tokenizer(text: str = "", size: int = 270) -> Tokenizer:
+def make_byte_tokenizer(text: str = "", size: int = 270) -> Tokenizer:
     """A byte-level BPE with all of SPECIAL, and no post-processor."""
     tokenizer = Tokenizer.from_str(train_bpe([text], size, SPECIAL[0]))
     tokenizer.add_special_tokens(list(SPECIAL[1:]))
     return tokenizer
 
 
-def id_of(tokenizer: Tokenizer, token: str) -> int:
+def get_token_id(tokenizer: Tokenizer, token: str) -> int:
     """The id of a token that the tokenizer has."""
     found = tokenizer.token_to_id(token)
     assert found is not None, token
     return found
 
 
-def with_post_processor(tokenizer: Tokenizer, kind: str) -> Tokenizer:
+def add_post_processor(tokenizer: Tokenizer, kind: str) -> Tokenizer:
     """The tokenizer, adding tokens to a text as one of this kind does."""
-    ids = {token: id_of(tokenizer, token) for token in SPECIAL}
+    ids = {token: get_token_id(tokenizer, token) for token in SPECIAL}
 
     def template(single: str) -> processors.TemplateProcessing:
         used = [(token, ids[token]) for token in SPECIAL if token in single.split()]

@@ -26,8 +26,8 @@ from cli.submit import check_submission
 from pipeline.base.errors import UserError
 from pipeline.base.signals import StopFlag
 from pipeline.config.read import load_config
-from tests.support.invented import Invented, json_lines
-from tests.support.servers import free_port
+from tests.support.fake_run import FakeRun, read_json_lines
+from tests.support.servers import find_free_port
 from tests.support.tiny import write_config
 from tracking import follower, tracker, webhook
 from tracking.follower import Follower
@@ -60,15 +60,15 @@ WAYS = st.lists(
 
 
 @pytest.fixture(scope="module")
-def invented(tmp_path_factory: pytest.TempPathFactory) -> Invented:
+def invented(tmp_path_factory: pytest.TempPathFactory) -> FakeRun:
     folder = tmp_path_factory.mktemp("track")
-    return Invented(folder, f"track={{tensorboard: true, jsonl: {folder}/all.jsonl}}")
+    return FakeRun(folder, f"track={{tensorboard: true, jsonl: {folder}/all.jsonl}}")
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(ways=WAYS, number=st.integers(1, 9))
 def test_each_step_stands_once(
-    invented: Invented, monkeypatch: pytest.MonkeyPatch, ways: list[str], number: int
+    invented: FakeRun, monkeypatch: pytest.MonkeyPatch, ways: list[str], number: int
 ) -> None:
     """TensorBoard ends with what metrics.jsonl ends with; a file for log collectors has the first value of each."""
     one = invented.anew()
@@ -97,9 +97,9 @@ def test_each_step_stands_once(
     assert found == in_float32(one.losses().items())
     if made_up := one.losses("held_out_loss"):
         assert curve(one.run.path, "train/held_out_loss") == [*made_up.items()]
-    told = [(line["step"], line["loss"]) for line in json_lines(file) if line["kind"] == "step"]
+    told = [(line["step"], line["loss"]) for line in read_json_lines(file) if line["kind"] == "step"]
     assert dict(told) == first and len(told) == len(first)
-    late = {line["step"]: line["held_out_loss"] for line in json_lines(file) if "held_out_loss" in line}
+    late = {line["step"]: line["held_out_loss"] for line in read_json_lines(file) if "held_out_loss" in line}
     assert made_up.items() <= late.items()
 
 
@@ -108,7 +108,7 @@ def _die(*_: object) -> None:
 
 
 def test_a_sink_that_fails_is_tried_again_and_no_other_waits(
-    invented: Invented, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    invented: FakeRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one = invented.anew()
     one.steps(3)
@@ -156,7 +156,7 @@ def chat() -> Iterator[str]:
 
 
 def test_a_chat_hears_of_failure_stall_and_end(tmp_path: Path, chat: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = Invented(tmp_path, "track={webhook: {variable: CHAT}}")
+    one = FakeRun(tmp_path, "track={webhook: {variable: CHAT}}")
     with pytest.raises(UserError, match="CHAT"):
         one.crash()
         Follower(one.run, "webhook").catch_up()
@@ -179,7 +179,7 @@ def test_a_chat_hears_of_failure_stall_and_end(tmp_path: Path, chat: str, monkey
 
 
 def test_a_message_to_a_chat_calls_nobody_and_is_one_line(tmp_path: Path, chat: str) -> None:
-    one = Invented(tmp_path, f"track={{webhook: {{url: '{chat}'}}}}")
+    one = FakeRun(tmp_path, f"track={{webhook: {{url: '{chat}'}}}}")
     message = "<!channel> & <https://evil.example|log in> @here me@here.example\rsecond\u2028third\x0bfourth"
     one.run.event("failed", "train", job_id="2", cause="crashed", exit_code=1, message=message)
     Follower(one.run, "webhook").catch_up()
@@ -191,18 +191,18 @@ def test_a_message_to_a_chat_calls_nobody_and_is_one_line(tmp_path: Path, chat: 
 
 @pytest.mark.parametrize("key", ["step", "events", "heard"])
 def test_a_memory_with_a_negative_number_counts_as_none(tmp_path: Path, key: str) -> None:
-    one = Invented(tmp_path, f"track={{jsonl: {tmp_path}/all.jsonl}}")
+    one = FakeRun(tmp_path, f"track={{jsonl: {tmp_path}/all.jsonl}}")
     one.steps(2)
     Follower(one.run, "jsonl").catch_up()
     file = one.run.path / "track/jsonl.json"
     file.write_text(json.dumps(json.loads(file.read_bytes()) | {key: -7}))
     (tmp_path / "all.jsonl").unlink()
     Follower(one.run, "jsonl").catch_up()
-    assert [line["step"] for line in json_lines(tmp_path / "all.jsonl") if line["kind"] == "step"] == [1, 2]
+    assert [line["step"] for line in read_json_lines(tmp_path / "all.jsonl") if line["kind"] == "step"] == [1, 2]
 
 
 def test_a_chat_that_takes_few_at_a_time_hears_each_once(tmp_path: Path, chat: str) -> None:
-    one = Invented(tmp_path, f"track={{webhook: {{url: '{chat}'}}}}")
+    one = FakeRun(tmp_path, f"track={{webhook: {{url: '{chat}'}}}}")
     for _ in range(3):
         one.crash()
     for Chat.most in (1, 2, 3):
@@ -217,7 +217,7 @@ def test_a_chat_that_takes_few_at_a_time_hears_each_once(tmp_path: Path, chat: s
 def test_a_wrong_url_of_a_chat_stays_out_of_the_log(
     tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one = Invented(tmp_path, "track={webhook: {variable: CHAT}}")
+    one = FakeRun(tmp_path, "track={webhook: {variable: CHAT}}")
     one.crash()
     monkeypatch.setenv("CHAT", url)
     assert not Follower(one.run, "webhook").follow(lambda: False)
@@ -225,7 +225,7 @@ def test_a_wrong_url_of_a_chat_stays_out_of_the_log(
     assert "secret" not in told and ("CHAT" in told or "InvalidURL" in told)
 
 
-def quiet(one: Invented, name: str, seconds: float) -> Follower:
+def quiet(one: FakeRun, name: str, seconds: float) -> Follower:
     """A follower that is up to date, and has heard nothing for so long."""
     Follower(one.run, name).catch_up()
     file = one.run.path / "track" / f"{name}.json"
@@ -242,7 +242,7 @@ def long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("long_ago")
 def test_a_chat_hears_of_a_stall_before_the_watchdog_ends_it(tmp_path: Path, chat: str) -> None:
     """Once for each; not of a long start, nor while it ends; through a chat that is out of order, and kills."""
-    one = Invented(tmp_path, f"track={{webhook: {{url: '{chat}'}}}}")
+    one = FakeRun(tmp_path, f"track={{webhook: {{url: '{chat}'}}}}")
 
     def heard(seconds: float) -> list[str]:
         feed, before = quiet(one, "webhook", seconds), len(Chat.heard)
@@ -272,7 +272,7 @@ def test_a_chat_hears_of_a_stall_before_the_watchdog_ends_it(tmp_path: Path, cha
 @pytest.mark.usefixtures("long_ago")
 def test_what_is_slow_is_no_stall(tmp_path: Path, chat: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten steps as they are here, a save as long as those before, a last save; the job before that left no word."""
-    one = Invented(tmp_path, f"track={{webhook: {{url: '{chat}'}}}}", "train.steps=8")
+    one = FakeRun(tmp_path, f"track={{webhook: {{url: '{chat}'}}}}", "train.steps=8")
     for step_s, save_s, told in ((40.0, 0.0, 0), (1.0, 200.0, 0), (1.0, 0.0, 1)):
         one.anew()
         one.step_s, one.save_s = step_s, save_s
@@ -293,7 +293,7 @@ def test_what_is_slow_is_no_stall(tmp_path: Path, chat: str, monkeypatch: pytest
 def test_a_save_or_look_that_is_due_is_no_stall(tmp_path: Path, chat: str) -> None:
     """Also where the one before is no longer in the tail of metrics.jsonl, and the first one; a wrong one is told."""
     due = "checkpoint.every_steps=300", "train.evaluate_every=1000", "data.held_out=0.1", "train.steps=3000"
-    one = Invented(tmp_path, f"track={{webhook: {{url: '{chat}'}}}}", *due)
+    one = FakeRun(tmp_path, f"track={{webhook: {{url: '{chat}'}}}}", *due)
 
     def told(seconds: float) -> bool:
         before = len(Chat.heard)
@@ -318,7 +318,7 @@ def test_a_save_or_look_that_is_due_is_no_stall(tmp_path: Path, chat: str) -> No
 
 @pytest.mark.usefixtures("long_ago")
 def test_a_job_that_was_suspended_does_not_stall(tmp_path: Path, chat: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = Invented(tmp_path, f"track={{webhook: {{url: '{chat}'}}}}")
+    one = FakeRun(tmp_path, f"track={{webhook: {{url: '{chat}'}}}}")
     one.steps(3)
     feed, start = Follower(one.run, "webhook"), time.time()
     feed.catch_up()
@@ -330,7 +330,7 @@ def test_a_job_that_was_suspended_does_not_stall(tmp_path: Path, chat: str, monk
 
 @pytest.mark.usefixtures("long_ago")
 def test_a_stall_is_mailed_by_the_nodes_own_sendmail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = Invented(tmp_path, "track={mail: me@example.org}")
+    one = FakeRun(tmp_path, "track={mail: me@example.org}")
     one.steps(2)
     with monkeypatch.context() as patch:
         patch.setattr(webhook.shutil, "which", lambda name, path: None)
@@ -357,8 +357,8 @@ def scraped(port: int) -> str:
 
 
 def test_prometheus_has_the_newest_step_with_units(tmp_path: Path) -> None:
-    port = free_port()
-    one = Invented(tmp_path, f"track={{prometheus: {{port: {port}, textfile: {tmp_path}/prom}}}}")
+    port = find_free_port()
+    one = FakeRun(tmp_path, f"track={{prometheus: {{port: {port}, textfile: {tmp_path}/prom}}}}")
     feed = Follower(one.run, "prometheus")
     one.steps(5)
     gpu = {"index": 3, "power_w": 512.5, "utilization_percent": 50, "memory_gb": 2.5, "sm_clock_mhz": 1980}
@@ -399,7 +399,7 @@ def test_what_is_not_installed_is_told_before_anything_is_made(tmp_path: Path, m
 
 
 def test_a_sink_that_others_feed_is_told_to_who_waits_for_the_end(
-    invented: Invented, monkeypatch: pytest.MonkeyPatch
+    invented: FakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, flag = invented.anew(), StopFlag()
     assert Follower(one.run, "jsonl").wait_for_lock(flag, True)
@@ -408,7 +408,7 @@ def test_a_sink_that_others_feed_is_told_to_who_waits_for_the_end(
         Follower(one.run, "jsonl").wait_for_lock(flag, True)
 
 
-def test_what_was_killed_is_not_up_to_date(invented: Invented, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_killed_is_not_up_to_date(invented: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follower.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], -9))
     assert follower.update_trackers(invented.anew().run, "jsonl", ()) == 9
 
@@ -416,7 +416,7 @@ def test_what_was_killed_is_not_up_to_date(invented: Invented, monkeypatch: pyte
 def test_a_sweep_tells_its_own_events_and_its_points_the_end(
     tmp_path: Path, chat: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sweep = Invented(tmp_path, "sweep={grid: {optimizer.lr: [1e-3, 2e-3]}}", f"track={{webhook: {{url: '{chat}'}}}}")
+    sweep = FakeRun(tmp_path, "sweep={grid: {optimizer.lr: [1e-3, 2e-3]}}", f"track={{webhook: {{url: '{chat}'}}}}")
     for stage in ("prepare", "shard"):
         sweep.run.event("done", stage)
     sweep.run.event("failed", "shard", cause="data", message="no room")
@@ -435,7 +435,7 @@ def test_a_sweep_tells_its_own_events_and_its_points_the_end(
 
 
 def test_a_collector_may_read_the_textfile_of_a_private_run(tmp_path: Path) -> None:
-    one = Invented(tmp_path, f"track={{prometheus: {{textfile: {tmp_path}/prom, textfile_sharing: all}}}}")
+    one = FakeRun(tmp_path, f"track={{prometheus: {{textfile: {tmp_path}/prom, textfile_sharing: all}}}}")
     one.steps(1)
     for _ in range(2):
         Follower(one.run, "prometheus").catch_up()

@@ -21,7 +21,7 @@ from pipeline.base.signals import StopFlag
 from pipeline.run.directory import Run
 from pipeline.run.machines import list_slow_gpus, sum_gpu_energy_kwh
 from slurm.query.status import print_status
-from tests.support.invented import json_lines
+from tests.support.fake_run import read_json_lines
 from tests.support.tiny import make_run
 from tracking import telemetry
 from tracking.report import print_report
@@ -137,7 +137,7 @@ def test_an_xid_between_two_looks_is_heard(tmp_path: Path, monkeypatch: pytest.M
         time.sleep(0.05)
     flag.signal_time, flag.reason = time.monotonic(), "SIGTERM"
     process.join(20)
-    assert json_lines(run.path / "telemetry-n1.jsonl")[0]["gpus"][0]["xid"] == [63]
+    assert read_json_lines(run.path / "telemetry-n1.jsonl")[0]["gpus"][0]["xid"] == [63]
 
 
 class Node:

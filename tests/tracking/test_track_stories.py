@@ -24,8 +24,8 @@ from pipeline.base.files import write_atomic
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
 from pipeline.run.points import create_points
-from tests.support.invented import Invented, json_lines
-from tests.support.servers import free_port, mlflow_server, prometheus_server
+from tests.support.fake_run import FakeRun, read_json_lines
+from tests.support.servers import find_free_port, mlflow_server, prometheus_server
 from tests.support.tiny import write_config
 from tests.tracking.test_followers import Chat, chat, curve, in_float32, scraped
 from tracking.follower import Follower
@@ -105,16 +105,16 @@ class Process:
 
 
 class Listener(Process):
-    """A receiver of webhooks that is killed, stopped and in bad moods (tests/support/receiver.py)."""
+    """A receiver of webhooks that is killed, stopped and in bad moods (tests/support/webhook_receiver.py)."""
 
     MOODS = ("well", "refuse", "hang", "lose")
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
-        self._mood, self._heard, port = folder / "mood", folder / "heard.jsonl", free_port()
+        self._mood, self._heard, port = folder / "mood", folder / "heard.jsonl", find_free_port()
         self._mood.write_text("well")
         self.url = f"http://127.0.0.1:{port}/secret"
-        super().__init__(folder / "log", "tests.support.receiver", str(port), str(folder))
+        super().__init__(folder / "log", "tests.support.webhook_receiver", str(port), str(folder))
 
     def hurt(self, way: str) -> None:
         """Also: change its mood."""
@@ -124,25 +124,25 @@ class Listener(Process):
 
     def heard(self) -> list[tuple[str, str]]:
         """Id and words of what it took, without how long and where."""
-        found = json_lines(self._heard) if self._heard.exists() else []
+        found = read_json_lines(self._heard) if self._heard.exists() else []
         assert all(f"id {one['id']}]" in one["text"] for one in found), "the id stands in the text, too"
         return [(one["id"], re.sub(r" for [\d:]+,| \[.*", "", one["text"])) for one in found]
 
 
-def note(one: Invented, values: dict[int, set[float]]) -> None:
+def note(one: FakeRun, values: dict[int, set[float]]) -> None:
     """Add what each step's loss is now to what it was before."""
     for step, loss in one.losses().items():
         values[step].add(round(loss, 9))
 
 
-def make_up(one: Invented) -> None:
+def make_up(one: FakeRun) -> None:
     """A stop comes before a look at held-out data is done; the next attempt makes up for it."""
     one.save()
     one.crash()
     one.late()
 
 
-def fail(one: Invented, draw: random.Random, blow: int) -> str:
+def fail(one: FakeRun, draw: random.Random, blow: int) -> str:
     """An attempt fails, and the next one begins; what a chat is to hear of it."""
     cause = draw.choice(["crashed", "hang"])
     one.run.event("failed", "train", job_id=str(one.attempt), cause=cause, exit_code=1, message=f"blow {blow}")
@@ -153,10 +153,10 @@ def fail(one: Invented, draw: random.Random, blow: int) -> str:
 def test_each_step_stands_once_and_each_word_is_heard_through_twenty_blows(tmp_path: Path, mlflow: str) -> None:
     seed = int(os.environ.get("SLUICE_SEED") or random.SystemRandom().randrange(10**6))
     print(f"again with SLUICE_SEED={seed}")
-    draw, port, chat = random.Random(seed), free_port(), Listener(tmp_path / "chat")
+    draw, port, chat = random.Random(seed), find_free_port(), Listener(tmp_path / "chat")
     track = f"track={{tensorboard: true, wandb: {{project: p}}, mlflow: {{uri: '{mlflow}'}}"
     track += f", prometheus: {{port: {port}}}, webhook: {{url: '{chat.url}'}}}}"
-    one = Invented(tmp_path, track, "train.steps=100000", "recovery.hang_s=20")
+    one = FakeRun(tmp_path, track, "train.steps=100000", "recovery.hang_s=20")
     names, values = ("tensorboard", "wandb", "mlflow", "prometheus", "webhook"), defaultdict[int, set[float]](set)
     feeds, to_hear = {name: Process.follower(one.run, name) for name in names}, []
     try:
@@ -233,7 +233,7 @@ def test_one_curve_over_a_stop_and_another_layout(tmp_path: Path, mlflow: str) -
     done = sluice("resume", str(path), "stages.train.tasks_per_node=1")
     assert done.returncode == 0, done.stdout + done.stderr
     run = Run.open(path)
-    losses = {line["step"]: line["loss"] for line in json_lines(run.metrics_file)}
+    losses = {line["step"]: line["loss"] for line in read_json_lines(run.metrics_file)}
     assert [*losses] == [*range(1, 121)]
     done = sluice("track", str(path))
     assert done.returncode == 0 and done.stdout.count("up to date") == 3, done.stdout + done.stderr
@@ -248,11 +248,11 @@ def test_one_curve_over_a_stop_and_another_layout(tmp_path: Path, mlflow: str) -
         "evaluation",
         "report.html",
     }
-    looks = json_lines(next(path.glob("telemetry-*.jsonl")))
+    looks = read_json_lines(next(path.glob("telemetry-*.jsonl")))
     assert len(looks) > 3 and all(0 <= look["cpu_percent"] <= 100 and look["memory_gb"] > 0 for look in looks)
     done = sluice("track", str(path), "--to", "jsonl", f"track.jsonl={tmp_path}/all.jsonl")
     assert done.returncode == 0, done.stdout + done.stderr
-    steps = [line for line in json_lines(tmp_path / "all.jsonl") if line["kind"] == "step"]
+    steps = [line for line in read_json_lines(tmp_path / "all.jsonl") if line["kind"] == "step"]
     assert [line["step"] for line in steps] == [*losses] and {line["attempt"] for line in steps} == {1, 2}
 
 
@@ -295,7 +295,7 @@ def test_a_sweep_has_a_curve_for_each_point(tmp_path: Path, mlflow: str) -> None
     sweep = "sweep={grid: {optimizer.lr: [0.001, 0.002], run.seed: [4, 5]}}"
     run = Run.create(load_config(write_config(tmp_path), [track, sweep]))
     for number, point in enumerate(create_points(run)):
-        one = Invented.of(point)
+        one = FakeRun.of(point)
         one.steps(number + 3)
         one.crash()
         one.steps(number + 7)
@@ -319,8 +319,8 @@ def queries(board: Any) -> Iterator[str]:
 
 def test_each_query_of_the_dashboard_has_data(tmp_path: Path) -> None:
     board = json.loads((ROOT / "dashboards/sluice.json").read_text())
-    port = free_port()
-    one = Invented(tmp_path, f"track={{prometheus: {{port: {port}}}}}")
+    port = find_free_port()
+    one = FakeRun(tmp_path, f"track={{prometheus: {{port: {port}}}}}")
     gpu = {"index": 0, "power_w": 512.5, "utilization_percent": 50, "memory_gb": 2.5, "sm_clock_mhz": 1980}
     gpu["temperature_c"] = 61
     looks = [{"time": time.time(), "host": "node7", "cpu_percent": 50.0, "memory_gb": 1.5, "gpus": [gpu]}]

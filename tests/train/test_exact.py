@@ -25,7 +25,7 @@ from pipeline.data.manifest import load_manifest
 from pipeline.data.sample_order import compute_index_range
 from pipeline.run.directory import Run
 from tests.support.ranks import Ranks, run_ranks
-from tests.support.tiny import digest, make_run, stage_rank
+from tests.support.tiny import compute_run_digest, make_run, stage_rank
 
 STEPS = 60
 
@@ -51,7 +51,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, data: Path) -> dict[in
     for size in (1, 2, 4):
         run = new_run(folder, f"calm{size}", data)
         assert set(run_ranks(size, stage_rank, run.path, "train")) == {ExitCode.DONE}
-        results[size] = digest(run), lines(run)
+        results[size] = compute_run_digest(run), lines(run)
     return results
 
 
@@ -91,7 +91,7 @@ def test_three_sigterms_change_nothing(tmp_path: Path, data: Path, undisturbed: 
         stops += codes[0] == ExitCode.STOPPED
     assert stops == 3
     assert set(run_ranks(size, stage_rank, run.path, "train")) == {ExitCode.DONE}
-    assert digest(run) == undisturbed[size][0]
+    assert compute_run_digest(run) == undisturbed[size][0]
     assert lines(run) == undisturbed[size][1]
     assert [step for step, *_ in lines(run)] == list(range(1, STEPS + 1))
     assert not [e for e in run.read_events("train") if e["event"] == "lost_work"], "a stop that saves loses nothing"
@@ -112,7 +112,7 @@ def test_three_sigkills_lose_only_what_was_not_saved(
         interrupted(run, size, signal.SIGKILL, len(lines(run)) + draw.randint(8, 16), victims)
         left.append((find_newest_step(run.checkpoints_dir), lines(run)[-1][0]))
     assert set(run_ranks(size, stage_rank, run.path, "train")) == {ExitCode.DONE}
-    assert digest(run) == undisturbed[size][0]
+    assert compute_run_digest(run) == undisturbed[size][0]
     assert lines(run) == undisturbed[size][1]
     restored = [(e["step"], e["lost_steps"]) for e in run.read_events("train") if e["event"] == "restored"]
     assert restored, "at least one attempt went on from a checkpoint"

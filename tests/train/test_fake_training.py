@@ -13,7 +13,7 @@ from pipeline.base.dist_env import make_local_rank_env
 from tests.fake_gpu.peaks import PEAKS, RECOMPUTE
 from tests.fake_gpu.start import Start, place_of, read
 from tests.support.ranks import PORTS
-from tests.support.tiny import digest, make_run
+from tests.support.tiny import compute_run_digest, make_run
 
 pytestmark = pytest.mark.gpu_fake
 
@@ -128,7 +128,7 @@ def test_a_training_on_two_gpus(start: Start, prepared: Path, graphs: dict[str, 
     start.together([("-W", "ignore", "-m", "pipeline", "train", str(run.path))] * 2, envs)
     assert [line["step"] for line in map(json.loads, run.metrics_file.read_text().splitlines())] == [1, 2, 3]
     manifest = json.loads((run.checkpoints_dir / "step-00000003/manifest.json").read_text())
-    assert digest(run) and bool(manifest["extra"]["scaler"]) == (name == "fp16")
+    assert compute_run_digest(run) and bool(manifest["extra"]["scaler"]) == (name == "fp16")
     for rank, calls in enumerate(map(read, logs)):
         assert {call.device for call in calls} == {rank}
         sent: Counter[tuple[str, str]] = Counter()

@@ -21,8 +21,8 @@ from pipeline.data.manifest import MASK_DOCUMENT_START, MASK_LEARNED, load_manif
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
 from pipeline.run.stages import load_stage_module
-from tests.support.ranks import place, run_ranks
-from tests.support.tiny import HarmlessFlag, digest, make_run, stage_rank
+from tests.support.ranks import make_rank_info, run_ranks
+from tests.support.tiny import HarmlessFlag, compute_run_digest, make_run, stage_rank
 from tests.train.test_exact import interrupted, lines
 
 SMALL = (
@@ -43,7 +43,7 @@ def made(folder: Path, *more: str) -> Run:
     given = (f"run.root={folder}", f"data.source={source}", *SMALL, *more)
     run = Run.create(load_config(CODE_ROOT / "configs/fine-tune.yaml", given))
     for stage in ("prepare", "shard"):
-        load_stage_module(stage).run_stage(run, place(0, 1, 1), {}, HarmlessFlag())
+        load_stage_module(stage).run_stage(run, make_rank_info(0, 1, 1), {}, HarmlessFlag())
     return run
 
 
@@ -108,7 +108,7 @@ def test_a_stop_changes_no_bit_and_another_layout_no_order(example: Run, tmp_pat
     stopped = made(tmp_path, "run.name=stopped", "train.evaluate_every=4")
     interrupted(stopped, 2, signal.SIGUSR1, 3, [1])
     assert set(run_ranks(2, stage_rank, stopped.path, "train")) == {ExitCode.DONE}
-    assert digest(stopped) == digest(example)
+    assert compute_run_digest(stopped) == compute_run_digest(example)
     assert [line["held_out_loss"] > 0 for line in read_jsonl(stopped.metrics_file) if "held_out_loss" in line] == [
         True
     ] * 3
@@ -132,4 +132,4 @@ def test_text_whose_documents_are_apart_trains_and_evaluates(tmp_path: Path) -> 
     )
     assert results[0]["tokens"] == results[1]["tokens"] - ends, "first tokens are not predicted"
     assert results[0]["bytes"] == results[1]["bytes"] and results[0]["loss"] != results[1]["loss"]
-    assert digest(apart) != digest(together)
+    assert compute_run_digest(apart) != compute_run_digest(together)

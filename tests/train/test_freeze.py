@@ -14,8 +14,16 @@ from pipeline.config.sections import Config
 from pipeline.model.decoder import Decoder, cross_entropy_sum, full_tensor, init_weights
 from pipeline.model.task import DecoderTask
 from pipeline.train.optimizer import check_freeze, find_frozen_names
-from tests.support.layouts import STEPS, VOCAB, batches, move_rank, tiny_config, train, train_rank
 from tests.support.ranks import run_ranks
+from tests.support.tiny_training import (
+    STEPS,
+    VOCAB,
+    change_layout_rank,
+    make_batches,
+    tiny_config,
+    train_rank,
+    train_steps,
+)
 
 HALF = ["model.embed_tokens.*", "model.layers.[01].*", "*norm.weight"]
 """On two stages the first has nothing to train."""
@@ -38,7 +46,7 @@ def plain(config: Config, frozen: set[str]) -> tuple[list[tuple[float, float]], 
     by_decay = [[p for p in trained if (p.ndim > 1) == matrix] for matrix in (True, False)]
     groups = [{"params": by_decay[0], "weight_decay": options.weight_decay}, {"params": by_decay[1], "weight_decay": 0}]
     optimizer = torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps)
-    for batch in batches(config)[:STEPS]:
+    for batch in make_batches(config)[:STEPS]:
         optimizer.zero_grad()
         loss = cross_entropy_sum(model(batch[:, :-1]), batch[:, 1:]) / batch[:, 1:].numel()
         loss.backward()
@@ -55,7 +63,7 @@ def weights_rank(where: RankInfo, configs: list[Config]) -> list[tuple[Any, dict
     groups.configure_determinism(configs[0])
     world, found = groups.join_process_group(where, configs[0]), []
     for config in configs:
-        engine, losses = train(where, config, world)
+        engine, losses = train_steps(where, config, world)
         weights = {
             name: full_tensor(p.detach()).numpy()
             for part in engine.parts
@@ -126,7 +134,7 @@ def test_four_ranks_and_rounded_moments() -> None:
 def test_checkpoints_move_between_layouts(tmp_path: Path) -> None:
     layouts: list[dict[str, Any]] = [{"zero": 3}, {"pipeline": 2}, {"tensor": 2}]
     first, *others = [config(2, HALF, parallel=parallel, train={"micro_batch": 8}) for parallel in layouts]
-    results = run_ranks(2, move_rank, first, others, tmp_path, 3, 4, timeout=600)
+    results = run_ranks(2, change_layout_rank, first, others, tmp_path, 3, 4, timeout=600)
     digests = {digest for digest, _ in results[0]}
     assert len(digests) == 1
     for _, losses in results[0][1:]:

@@ -16,7 +16,7 @@ from pipeline.base.files import read_jsonl
 from pipeline.checkpoint.catalog import list_checkpoint_steps
 from pipeline.run.directory import Run
 from tests.support.ranks import run_ranks
-from tests.support.tiny import digest, make_run, stage_rank
+from tests.support.tiny import compute_run_digest, make_run, stage_rank
 from tests.tracking.test_followers import curve as tensorboard
 from tests.tracking.test_followers import in_float32
 from tests.train.test_exact import interrupted, lines, new_run
@@ -57,7 +57,7 @@ def test_the_curve_is_that_of_the_checkpoints_and_changes_nothing(tmp_path: Path
     looking = new_run(tmp_path, "looking", data, *SHORT, *more, ranks, *LOOKS)
     for run in (plain, looking):
         assert set(run_ranks(size, stage_rank, run.path, "train")) == {ExitCode.DONE}
-    assert digest(looking) == digest(plain) and lines(looking) == lines(plain)
+    assert compute_run_digest(looking) == compute_run_digest(plain) and lines(looking) == lines(plain)
     assert not curve(plain) and set(curve(looking)) == set(list_checkpoint_steps(looking.checkpoints_dir)) == {4, 8}
     assert run_ranks(1, stage_rank, looking.path, "evaluate", {"step": "every"}) == [ExitCode.DONE]
     evaluated = [json.loads(path.read_text()) for path in looking.evaluation_dir.iterdir()]
@@ -95,7 +95,7 @@ def test_stops_leave_the_curve_as_it_is(tmp_path: Path, data: Path) -> None:
     interrupted(run, 2, signal.SIGTERM, 10, [1])
     interrupted(run, 2, signal.SIGKILL, 15, [0])
     assert run_ranks(2, stopped_in_a_look_rank, run.path, "train", 24) == [ExitCode.DONE] * 2
-    assert digest(run) == digest(calm) and lines(run) == lines(calm)
+    assert compute_run_digest(run) == compute_run_digest(calm) and lines(run) == lines(calm)
     assert curve(run) == curve(calm) and set(curve(run)) == {4, 8, 12, 16, 20, 24}
     assert [event["step"] for event in run.read_events("train", "held_out")] == [8]
     Follower(run, "tensorboard").catch_up()

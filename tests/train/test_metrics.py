@@ -13,9 +13,9 @@ from pipeline.config.sections import Config
 from pipeline.parallel.mesh import resolve_layout
 from pipeline.parallel.traffic import count_traffic
 from tests.parallel.test_replicas import engine_of
-from tests.support.layouts import VOCAB, batches, tiny_config
-from tests.support.mpirun import mpirun
+from tests.support.mpirun import run_mpirun
 from tests.support.ranks import run_ranks
+from tests.support.tiny_training import VOCAB, make_batches, tiny_config
 
 SIZES = {"dim": 64, "intermediate_size": 128}
 LATE_S = 1.5
@@ -42,7 +42,7 @@ def second_step(place: RankInfo, config: Config, world: Any, enter: Callable[[st
         meter.record_backward_end()
         engine.update_weights(engine.clip_gradients(1.0).item())
 
-    first, second = batches(config)[:2]
+    first, second = make_batches(config)[:2]
     train(1, first, lambda _: None)
     with around:
         started = time.perf_counter()
@@ -55,11 +55,11 @@ def second_step(place: RankInfo, config: Config, world: Any, enter: Callable[[st
 
 def sent_rank(place: RankInfo, configs: list[Config]) -> list[dict[str, int]]:
     """What this rank sends in the second step of each config, by group."""
-    from tests.support.sent import Sent
+    from tests.support.communication_counter import CommunicationCounter
 
     world, found = join(place, configs[0]), []
     for config in configs:
-        with_it = Sent()
+        with_it = CommunicationCounter()
         second_step(place, config, world, lambda _: None, with_it)
         found.append(dict(with_it.bytes))
     return found
@@ -172,7 +172,7 @@ def hidden_rank(place: RankInfo, config: Config) -> tuple[dict[str, float], floa
     if place.rank == 0:  # the last gradient of a backward
         engine.parts[0].get_parameter(EMBEDDING).register_hook(compute)
     dist.barrier()
-    engine.backward({"tokens": next(iter(batches(config))).chunk(2)[place.rank]}, 1, enter)
+    engine.backward({"tokens": next(iter(make_batches(config))).chunk(2)[place.rank]}, 1, enter)
     meter.record_backward_end()
     return meter.read_metrics(), computed
 
@@ -185,7 +185,7 @@ def test_what_computing_hides_is_not_exposed() -> None:
 
 @pytest.mark.story
 def test_over_mpi() -> None:
-    done = mpirun(2, "tests.train.test_metrics", timeout=240)
+    done = run_mpirun(2, "tests.train.test_metrics", timeout=240)
     assert done.returncode == 0 and done.stdout.count("good") == 2, done.stdout
 
 

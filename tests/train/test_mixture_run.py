@@ -17,8 +17,8 @@ from pipeline.data.manifest import load_manifest
 from pipeline.run.directory import Run
 from pipeline.run.stages import load_stage_module
 from tests.data_prep.test_token_files import megatron
-from tests.support.ranks import place, run_ranks
-from tests.support.tiny import HarmlessFlag, digest, stage_rank, write_config
+from tests.support.ranks import make_rank_info, run_ranks
+from tests.support.tiny import HarmlessFlag, compute_run_digest, stage_rank, write_config
 
 WEIGHTS = [{"from_step": 1, "weights": {"web": 3, "code": 1}}, {"from_step": 9, "weights": {"web": 1, "code": 1}}]
 
@@ -41,9 +41,9 @@ def make_run(folder: Path, name: str) -> Run:
         text.replace("{vocab_size: 300, train_bytes: 50000}", json.dumps({"kind": "file", "path": str(tokenizer)}))
     )
     run = Run.create(load_config(config))
-    load_stage_module("prepare").run_stage(run, place(0, 1, 1), {}, HarmlessFlag())
+    load_stage_module("prepare").run_stage(run, make_rank_info(0, 1, 1), {}, HarmlessFlag())
     for task in (2, 0, 1):
-        load_stage_module("shard").run_stage(run, place(task, 3, 3), {}, HarmlessFlag())
+        load_stage_module("shard").run_stage(run, make_rank_info(task, 3, 3), {}, HarmlessFlag())
     assert load_stage_module("shard").missing_outputs(run) is None
     return run
 
@@ -76,11 +76,11 @@ def test_sources_keep_their_own_shards_and_one_manifest_has_them_all(trained: Ru
 
 
 def test_is_the_same_after_a_return(trained: Run) -> None:
-    whole, metrics = digest(trained), list(read_jsonl(trained.metrics_file))
+    whole, metrics = compute_run_digest(trained), list(read_jsonl(trained.metrics_file))
     for step in (14, 16):
         shutil.rmtree(trained.checkpoints_dir / f"step-{step:08}")
     assert set(train(trained, 2)) == {ExitCode.DONE}
-    assert digest(trained) == whole
+    assert compute_run_digest(trained) == whole
     again = list(read_jsonl(trained.metrics_file))
     assert [line["loss"] for line in again] == [line["loss"] for line in metrics]
     told = trained.read_events("train", "mixture")

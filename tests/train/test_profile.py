@@ -22,10 +22,10 @@ from pipeline.base.signals import StopFlag
 from pipeline.resilience.stop import Deadline, StopCoordinator
 from pipeline.run.directory import Run
 from pipeline.train.step_trace import PIPELINE, STEP, STEP_PARTS, Span, average_ranks, divide_step, parse_trace
-from tests.support.layouts import tiny_config
-from tests.support.mpirun import mpirun
+from tests.support.mpirun import run_mpirun
 from tests.support.ranks import run_ranks
-from tests.support.tiny import digest, make_run, stage_rank
+from tests.support.tiny import compute_run_digest, make_run, stage_rank
+from tests.support.tiny_training import tiny_config
 
 WIDE = 40
 KINDS = [("compute", "training"), ("compute", "stream 7"), ("wait", "training"), ("copy", "stream 9"), ("host", "x")]
@@ -111,24 +111,24 @@ def test_a_mean_is_of_all_ranks() -> None:
 
 def known_rank(place: RankInfo, folder: Path) -> tuple[Any, Any]:
     from pipeline.comm import groups
-    from tests.support import overlap
+    from tests.support import profiled_step
 
     groups.join_process_group(place, tiny_config(2))
-    return overlap.profiled(folder, place.rank, groups.new_control_group())
+    return profiled_step.run_profiled_step(folder, place.rank, groups.new_control_group())
 
 
 def test_shares_over_gloo_are_those_that_were_made(tmp_path: Path) -> None:
-    from tests.support.overlap import COMPUTE_S, check
+    from tests.support.profiled_step import COMPUTE_S, check_profile
 
     ranks = run_ranks(2, known_rank, tmp_path)
     for found, known in ranks:
-        check(found, known)
+        check_profile(found, known)
     assert ranks[0][1]["compute"] >= COMPUTE_S and ranks[0][0]["communication_exposed"] > 0.2, "a part is exposed"
     assert ranks[1][0]["idle"] > 1.0, "who comes late does not wait"
 
 
 def test_shares_over_mpi_are_those_that_were_made() -> None:
-    done = mpirun(2, "tests.support.mpi_programs", "profile")
+    done = run_mpirun(2, "tests.support.mpi_programs", "profile")
     assert done.stdout.count("good") == 2, done.stdout
 
 
@@ -195,7 +195,7 @@ def test_profiling_changes_no_bit(four: Run, tmp_path: Path) -> None:
     layout = ("parallel.pipeline=2", "stages.train.tasks_per_node=4", "train.steps=7")
     plain = make_run(tmp_path, overrides=layout, data=four.data_dir)
     assert run_ranks(4, stage_rank, plain.path, "train") == [ExitCode.DONE] * 4
-    assert digest(plain) == digest(four) and not plain.profiles_dir.exists()
+    assert compute_run_digest(plain) == compute_run_digest(four) and not plain.profiles_dir.exists()
 
 
 def test_what_was_profiled_is_told_later(four: Run) -> None:

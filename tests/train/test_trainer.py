@@ -21,9 +21,9 @@ from pipeline.parallel.mesh import resolve_layout
 from pipeline.parallel.traffic import count_traffic
 from pipeline.run.directory import Run
 from pipeline.run.stages import load_stage_module
-from tests.support.layouts import tiny_config
 from tests.support.ranks import run_ranks
-from tests.support.tiny import digest, make_run, stage_rank
+from tests.support.tiny import compute_run_digest, make_run, stage_rank
+from tests.support.tiny_training import tiny_config
 from tests.train.test_exact import interrupted, lines, new_run
 
 
@@ -126,7 +126,7 @@ def test_other_precisions_train_and_resume_exactly(tmp_path: Path, data: Path, p
     interrupted(run, 2, signal.SIGTERM, 5, [1])
     assert len(lines(run)) < 14
     assert set(run_ranks(2, stage_rank, run.path, "train")) == {ExitCode.DONE}
-    assert digest(run) == digest(calm) and lines(run) == lines(calm)
+    assert compute_run_digest(run) == compute_run_digest(calm) and lines(run) == lines(calm)
     losses = [line[1] for line in lines(calm)]
     assert losses[-1] < losses[0] - 1.0
 
@@ -249,7 +249,7 @@ def test_a_resume_and_an_evaluation_draw_no_weights(tmp_path: Path, data: Path, 
     run.apply_overrides(["train.steps=5"])
     for stage in ("train", "evaluate"):
         assert set(run_ranks(size, undrawn_rank, run.path, stage)) == {ExitCode.DONE}
-    assert digest(run) == digest(calm) and lines(run) == lines(calm)
+    assert compute_run_digest(run) == compute_run_digest(calm) and lines(run) == lines(calm)
     assert [line.get("held_out_loss") for line in read_jsonl(run.metrics_file)] == [
         line.get("held_out_loss") for line in read_jsonl(calm.metrics_file)
     ]
@@ -285,7 +285,7 @@ def test_copies_on_the_nodes_disk_change_nothing_and_go(tmp_path: Path, data: Pa
     calm, run = (new_run(tmp_path, name, data, "train.steps=6", *options) for name, options in more.items())
     assert set(run_ranks(2, stage_rank, calm.path, "train")) == {ExitCode.DONE}
     assert set(run_ranks(2, copying_rank, run.path, "train")) == {ExitCode.DONE}
-    assert digest(run) == digest(calm) and lines(run) == lines(calm)
+    assert compute_run_digest(run) == compute_run_digest(calm) and lines(run) == lines(calm)
     (told,) = run.read_events("train", "local_copy")
     assert told["files"] == len(load_manifest(data).train) and not list((tmp_path / "disk").iterdir())
 
@@ -302,7 +302,9 @@ def test_epochs_are_whole_steps_and_the_samples_of_as_many_steps(tmp_path: Path,
     assert set(run_ranks(1, stage_rank, run.path, "train")) == {ExitCode.DONE}
     told = new_run(tmp_path, "steps", data, *EPOCHS, "train.epochs=null", f"train.steps={steps}")
     assert set(run_ranks(1, stage_rank, told.path, "train")) == {ExitCode.DONE}
-    assert digest(run) == digest(told) and lines(run) == lines(told) and len(lines(run)) == steps
+    assert (
+        compute_run_digest(run) == compute_run_digest(told) and lines(run) == lines(told) and len(lines(run)) == steps
+    )
     for wrong, says in {
         "train.epochs=1": "larger train.epochs",
         "train.steps=99": "steps and epochs are both given",

@@ -40,7 +40,7 @@ from slurm.query.stop_causes import (
 )
 from slurm.supervise.failures import find_failure, get_rank_log, measure_log_sizes
 from slurm.supervise.launch import RankExit, SrunRanks
-from tests.support.ranks import place
+from tests.support.ranks import make_rank_info
 from tests.support.tiny import write_config
 
 # what scontrol of Slurm 22.05 printed; the comment was chosen to mislead
@@ -122,7 +122,7 @@ def test_a_requeue_that_somebody_asked_for_is_no_preemption(
         current_job, "run_slurm_command", lambda *words, **_: accounting if words[0] == "sacct" else None
     )
     facts = shown(state="COMPLETING", restarts=1)
-    where = replace(place(0, 1, 1), job_id="12")
+    where = replace(make_rank_info(0, 1, 1), job_id="12")
     found, said = recovery.refine_stop_cause(code, facts, where, "n1", "Start1", SiteConfig(), preempted=preempted)
     assert found == cause and (said is None) == (code == ExitCode.STOPPED)
     assert get_budget_key(found) in ("preempted", "node_failure"), "a requeue is no crash"
@@ -174,7 +174,7 @@ def leave(
     monkeypatch.setattr(supervisor.time, "monotonic", lambda: float(next(now)))
     monkeypatch.setattr(supervisor.time, "sleep", lambda seconds: None)
     one = supervisor.Supervisor(run, "train", StopFlag())
-    one.place, one.flag.reason = place(0, 1, 1), "SIGTERM" if signalled else None
+    one.place, one.flag.reason = make_rank_info(0, 1, 1), "SIGTERM" if signalled else None
     code = one._leave(supervisor.AttemptEnd(ExitCode.OUT_OF_MEMORY, facts={"message": "rank 1"}), progress=True)
     return code, asked
 
@@ -241,7 +241,7 @@ def test_a_cancelled_job_has_no_successor_even_when_slurm_has_forgotten_it(
     )
     monkeypatch.setattr(succession.job_states, "run_slurm_command", lambda *words, **_: "")
     monkeypatch.setattr(sbatch, "submit_stage", lambda *words, **more: "8")
-    reason = succession.take_over(run, "train", replace(place(0, 1, 1), job_id="7"))
+    reason = succession.take_over(run, "train", replace(make_rank_info(0, 1, 1), job_id="7"))
     assert (reason is None) == goes_on and ("took_over" in [e["event"] for e in run.read_events("train")]) == goes_on
 
 
@@ -373,10 +373,10 @@ def test_a_bug_in_ones_own_module_is_shown_by_its_own_frames(tmp_path: Path, tar
         for name in ("pipeline/train/engine.py", "owner.py", f"{target.replace('.', '/')}.py", "/torch/nn/linear.py")
     ]
     head, tail = "Traceback (most recent call last):\n", "RuntimeError: mat1 and mat2\n  with shapes (1x3 and 64x64)\n"
-    write_error_report(run, "train", place(0, 2, 1), ExitCode.CRASHED, "".join([head, *frames, tail]))
+    write_error_report(run, "train", make_rank_info(0, 2, 1), ExitCode.CRASHED, "".join([head, *frames, tail]))
     message = find_failure(run, "train", [RankExit(0, ExitCode.CRASHED)]).facts["message"]
     assert message.partition("\n")[2] == head + frames[2] + tail
-    write_error_report(run, "train", place(0, 2, 1), ExitCode.CRASHED, "".join([head, *frames[:2], tail]))
+    write_error_report(run, "train", make_rank_info(0, 2, 1), ExitCode.CRASHED, "".join([head, *frames[:2], tail]))
     message = find_failure(run, "train", [RankExit(0, ExitCode.CRASHED)]).facts["message"]
     assert message.partition("\n")[2] == head + "".join(frames[:2]) + tail
 
@@ -403,10 +403,10 @@ def test_out_of_memory_as_slurm_tells_it(tmp_path: Path, messages: str) -> None:
     assert left == RankExit(1, ExitCode.OUT_OF_MEMORY, "n1")
     run = Run.create(load_config(write_config(tmp_path)))
     for rank, code in ((0, ExitCode.CRASHED), (2, ExitCode.PEER_LOST)):  # what the peers made of it
-        write_error_report(run, "train", place(rank, 3, 1), code, "lost it")
+        write_error_report(run, "train", make_rank_info(rank, 3, 1), code, "lost it")
     failure = find_failure(run, "train", [left])
     assert (failure.code, failure.facts["rank"], failure.facts["host"]) == (ExitCode.OUT_OF_MEMORY, 1, "n1")
-    write_error_report(run, "train", place(1, 3, 1), ExitCode.OUT_OF_MEMORY, "CUDA out of memory")
+    write_error_report(run, "train", make_rank_info(1, 3, 1), ExitCode.OUT_OF_MEMORY, "CUDA out of memory")
     assert find_failure(run, "train", [RankExit(0, ExitCode.CRASHED)]).facts["rank"] == 0, "the earliest report"
 
 
@@ -439,7 +439,7 @@ def test_a_gpu_that_fails_shows_in_the_log_where_nccl_aborts(tmp_path: Path) -> 
     assert find_failure(run, "train", aborted, begins=begins).code == ExitCode.CRASHED
     with open(logs[1], "a") as more:
         more.write(f"terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  {ECC}\n")
-    write_error_report(run, "train", place(2, 3, 1), ExitCode.PEER_LOST, "lost it")
+    write_error_report(run, "train", make_rank_info(2, 3, 1), ExitCode.PEER_LOST, "lost it")
     failure = find_failure(run, "train", aborted, begins=begins)
     assert failure.code == ExitCode.BAD_NODE
     assert failure.facts == {"rank": 1, "host": "n2", "message": f"rank 1 on n2:\nwhat():  {ECC}"}
@@ -522,7 +522,9 @@ def silent(folder: Path, *told: tuple[str, dict[str, Any]], overrides: Sequence[
 def close(run: Run, job_id: str, restarts: int = 0) -> tuple[ExitCode | None, str | None, list[dict[str, Any]]]:
     """What a supervisor in that job finds, and writes."""
     before = len(run.read_events("train"))
-    refused = close_open_attempt(run, "train", replace(place(0, 1, 1), job_id=job_id, restart_count=restarts), None)
+    refused = close_open_attempt(
+        run, "train", replace(make_rank_info(0, 1, 1), job_id=job_id, restart_count=restarts), None
+    )
     return *(refused or (None, None)), run.read_events("train")[before:]
 
 
@@ -602,7 +604,7 @@ def test_a_budget_is_charged_where_the_supervisor_died_before_it_could(tmp_path:
 
 def test_a_point_of_a_sweep_has_its_attempts_closed_though_it_is_a_task_of_an_array(tmp_path: Path) -> None:
     run = silent(tmp_path)
-    close_open_attempt(run, "train", replace(place(0, 1, 1), job_id="6", restart_count=1, array=(3, 4)), None)
+    close_open_attempt(run, "train", replace(make_rank_info(0, 1, 1), job_id="6", restart_count=1, array=(3, 4)), None)
     assert [e["event"] for e in run.read_events("train")[-2:]] == ["failed", "requeued"]
 
 

@@ -29,7 +29,7 @@ from slurm.query.status import StageStatus, StatusPoller, print_status, tabulate
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.stories.test_slurm import events, submit, wait_for
-from tests.support.tiny import digest, make_run, slowed, write_config
+from tests.support.tiny import compute_run_digest, make_run, slow_down_steps, write_config
 from tracking.report import print_report, read_report_data
 
 cluster = cluster_fixture(grace=1)
@@ -173,7 +173,7 @@ def test_the_table_of_points_has_the_metrics_of_ones_own_model(
 
 
 def test_four_points_on_slurm_and_one_is_preempted(tmp_path: Path, data: Path, cluster: Cluster) -> None:
-    run = slowed(swept(tmp_path, data))
+    run = slow_down_steps(swept(tmp_path, data))
     dry = submit(cluster, tmp_path, "tiny.yaml", SWEEP, *SMALL, "--dry-run", "--scripts").stdout
     done = submit(cluster, tmp_path, "tiny.yaml", SWEEP, *SMALL)
     for stage in ("train", "evaluate"):
@@ -209,7 +209,7 @@ def test_four_points_on_slurm_and_one_is_preempted(tmp_path: Path, data: Path, c
     alone = swept(tmp_path / "alone", data)
     assert submit(None, tmp_path / "alone", "tiny.yaml", SWEEP, *SMALL, "--executor", "local").returncode == 0
     for here, there in zip(list_points(alone), found, strict=True):
-        assert digest(here) == digest(there)
+        assert compute_run_digest(here) == compute_run_digest(there)
 
 
 def test_each_checkpoint_is_evaluated_as_it_appears(tmp_path: Path, data: Path, cluster: Cluster) -> None:

@@ -23,9 +23,9 @@ from slurm.supervise.inside import RankCommand
 from slurm.supervise.launch import RankExit
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
-from tests.support.mpirun import mpirun, processes_with, wait_until_gone
+from tests.support.mpirun import find_processes, run_mpirun, wait_until_processes_exit
 from tests.support.ranks import run_ranks
-from tests.support.tiny import digest, make_run, slowed, stage_rank
+from tests.support.tiny import compute_run_digest, make_run, slow_down_steps, stage_rank
 
 pytestmark = pytest.mark.timeout(900)
 cluster = cluster_fixture()
@@ -50,9 +50,9 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def test_mpirun_by_hand_trains_as_gloo_does(calm: Run, tmp_path: Path) -> None:
     run = make_run(tmp_path, overrides=("parallel.backend=mpi",), data=calm.data_dir)
-    done = mpirun(2, "pipeline", "train", str(run.path))
+    done = run_mpirun(2, "pipeline", "train", str(run.path))
     assert done.returncode == 0, done.stdout
-    assert numbers(run) == numbers(calm) and digest(run) == digest(calm)
+    assert numbers(run) == numbers(calm) and compute_run_digest(run) == compute_run_digest(calm)
 
 
 @pytest.mark.story
@@ -68,8 +68,8 @@ def test_a_killed_rank_is_named_and_training_goes_on(calm: Run, tmp_path: Path) 
     assert supervisor.wait(240) == ExitCode.DONE, supervisor.communicate()
     failed = next(event for event in run.read_events("train") if event["event"] == "failed")
     assert failed["rank"] == 1 and "SIGKILL" in failed["message"], failed
-    assert numbers(run) == numbers(calm) and digest(run) == digest(calm)
-    assert not wait_until_gone(str(run.path), 5)
+    assert numbers(run) == numbers(calm) and compute_run_digest(run) == compute_run_digest(calm)
+    assert not wait_until_processes_exit(str(run.path), 5)
 
 
 def wait_for_step(run: Run, step: int, still_runs: Callable[[], bool]) -> None:
@@ -95,9 +95,9 @@ def test_four_ranks_stopped_and_resumed_are_undisturbed(calm: Run, tmp_path: Pat
     """Through mpirun: the request by USR2, the code 75. With four ranks a sum has many orders."""
     more = ("parallel.backend=mpi", "stages.train.tasks_per_node=4", WAYS[way])
     undisturbed, run = (make_run(tmp_path, name, more, calm.data_dir) for name in ("undisturbed", "stopped"))
-    done = mpirun(4, "pipeline", "train", str(undisturbed.path))
+    done = run_mpirun(4, "pipeline", "train", str(undisturbed.path))
     assert done.returncode == 0, done.stdout
-    first = supervise(slowed(run, 0.1))
+    first = supervise(slow_down_steps(run, 0.1))
     wait_for_step(run, 8, lambda: first.poll() is None)
     first.send_signal(signal.SIGTERM)
     assert first.wait(240) == ExitCode.STOPPED, first.communicate()
@@ -106,14 +106,14 @@ def test_four_ranks_stopped_and_resumed_are_undisturbed(calm: Run, tmp_path: Pat
     assert second.wait(240) == ExitCode.DONE, second.communicate()
     restored = [event for event in run.read_events("train") if event["event"] == "restored"]
     assert [(event["lost_steps"], event.get("replicas")) for event in restored] == [(0, None)]
-    assert numbers(run) == numbers(undisturbed) and digest(run) == digest(undisturbed)
+    assert numbers(run) == numbers(undisturbed) and compute_run_digest(run) == compute_run_digest(undisturbed)
     assert len(numbers(run)) == 30
 
 
 def rank_processes(run: Run) -> dict[int, int]:
     """Processes of the ranks of a run's training, by rank."""
     found = {}
-    for pid in processes_with(f"-m\0pipeline\0train\0{run.path}"):
+    for pid in find_processes(f"-m\0pipeline\0train\0{run.path}"):
         try:
             environment = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -220,7 +220,7 @@ SOON = ("recovery.start_s=90", "recovery.hang_s=60")
 def preempted(name: str, cluster: Cluster, run: Run, folder: Path) -> tuple[subprocess.CompletedProcess[str], str]:
     """`submit_template`, and its job is preempted once, in the middle."""
     with ThreadPoolExecutor(1) as pool:
-        job = pool.submit(submit_template, name, cluster, slowed(run, 0.25), folder, {})
+        job = pool.submit(submit_template, name, cluster, slow_down_steps(run, 0.25), folder, {})
         wait_for_step(run, 5, lambda: not job.done())
         cluster.output(["sbatch", "-phigh", "-N4", "-c4", "-o", "/dev/null", "--wrap", "sleep 1"])
         done, log = job.result()
@@ -233,7 +233,7 @@ def test_the_template_trains_on_two_nodes_and_comes_back(cluster: Cluster, calm:
     run = make_run(tmp_path, overrides=(*TWO_NODES, *SOON), data=calm.data_dir)
     done, log = preempted("mpirun", cluster, run, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr + log
-    assert numbers(run) == numbers(calm) and digest(run) == digest(calm)
+    assert numbers(run) == numbers(calm) and compute_run_digest(run) == compute_run_digest(calm)
 
 
 @pytest.mark.parametrize(("chosen", "launcher"), [("", "srun"), ("none", "mpirun")])
@@ -249,4 +249,4 @@ def test_the_supervisor_trains_on_two_nodes(
     logs = {path.name: path.read_text() for path in (run.path / "jobs/train").glob("*.log")}
     assert done.returncode == 0, done.stdout + done.stderr + log + "".join(logs.values())
     assert f"{launcher}.log" in logs and {"srun", "mpirun"} & {name[:-4] for name in logs} == {launcher}
-    assert numbers(run) == numbers(calm) and digest(run) == digest(calm)
+    assert numbers(run) == numbers(calm) and compute_run_digest(run) == compute_run_digest(calm)

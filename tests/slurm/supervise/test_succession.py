@@ -17,7 +17,7 @@ from slurm.query.current_job import record_bad_node
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.stories.test_slurm import evaluated, events, job_of, preempt, prepared, submit, wait_for
-from tests.support.tiny import digest, write_config
+from tests.support.tiny import compute_run_digest, write_config
 
 cluster = cluster_fixture(grace=5, preempt="CANCEL")
 
@@ -62,7 +62,7 @@ def test_a_successor_takes_over_from_a_preempted_job(tmp_path: Path, calm: Path,
     heirs = [e for e in Run.open(run).read_events("train") if e["event"] == "submitted"]
     assert heirs[0]["job_id"] == first and len(heirs) == 3, "the job, its successor, the successor's own"
     assert [line["step"] for line in read_jsonl(run / "metrics.jsonl")] == list(range(1, 41))
-    assert digest(Run(tmp_path / "runs/tiny")) == digest(Run(calm / "runs/tiny"))
+    assert compute_run_digest(Run(tmp_path / "runs/tiny")) == compute_run_digest(Run(calm / "runs/tiny"))
 
 
 def test_a_successor_waits_for_a_lock_that_goes_late(tmp_path: Path, calm: Path, cluster: Cluster) -> None:

@@ -27,7 +27,7 @@ from slurm.query.job_states import JobState
 from slurm.supervise import evaluations, succession, supervisor
 from slurm.supervise.launch import RankExit
 from slurm.supervise.supervisor import Supervisor
-from tests.support.ranks import place
+from tests.support.ranks import make_rank_info
 from tests.support.tiny import write_config
 
 
@@ -132,7 +132,7 @@ def test_what_waits_in_vain_is_cancelled(
     monkeypatch.setattr(job_states, "run_slurm_command", lambda *words: calls.append(" ".join(words)))
     monkeypatch.setattr(job_states, "cluster_name", lambda: None)
     stage = {"11": "prepare", "13": "shard", "30": "evaluate"}.get(job, "train")
-    succession.cancel_unneeded_jobs(run, stage, replace(place(0, 1, 1), job_id=job), done=done)
+    succession.cancel_unneeded_jobs(run, stage, replace(make_rank_info(0, 1, 1), job_id=job), done=done)
     assert calls == ([f"scancel {cancelled}"] if cancelled else [])
 
 
@@ -151,7 +151,7 @@ def test_a_successor_takes_over_what_waited_for_its_predecessor_only(run: Run, m
     monkeypatch.setattr(succession.job_states, "run_slurm_command", lambda *words: calls.append(" ".join(words)))
     monkeypatch.setattr(succession.job_states, "cluster_name", lambda: None)
     monkeypatch.setattr(sbatch, "submit_stage", lambda *words, **more: "16")
-    assert succession.take_over(run, "prepare", replace(place(0, 1, 1), job_id="15")) is None
+    assert succession.take_over(run, "prepare", replace(make_rank_info(0, 1, 1), job_id="15")) is None
     assert calls == ["scontrol update JobId=12 Dependency=afterok:15"]
 
 
@@ -193,7 +193,7 @@ def test_a_preemption_is_remembered_when_slurm_has_requeued_the_job(
     monkeypatch.setattr(supervisor.time, "monotonic", lambda: one.flag.signal_time)
     if noted:
         run.event("stopping", "train", by=reason, cause=noted)
-    one.place = replace(place(0, 1, 1), job_id="12")
+    one.place = replace(make_rank_info(0, 1, 1), job_id="12")
     requeued = JobInfo("COMPLETING", 1, False, 100.0, True)
     cause = one._cause(ExitCode.STOPPED, requeued)[0]
     assert cause == (ExitCode.PREEMPTED if preempted else ExitCode.REQUEUED)
@@ -225,7 +225,7 @@ def test_a_hang_names_the_rank_that_did_not_arrive(run: Run, monkeypatch: pytest
         for rank, number in ((0, 3), (1, 1)):
             told = {"rank": rank, "host": f"n{rank}", "step": 5, "number": number, "phase": "reduce", "stacks": "here"}
             write_json(run.stage_dir("train") / f"hang-rank-{rank}.json", {**told, "collectives": []})
-        write_error_report(run, "train", place(0, 2, 1), ExitCode.HANG, "rank 0 was in phase 'reduce'")
+        write_error_report(run, "train", make_rank_info(0, 2, 1), ExitCode.HANG, "rank 0 was in phase 'reduce'")
 
     one = supervised(run, monkeypatch, code=ExitCode.HANG, act=write_reports)
     assert one.supervise() == ExitCode.HANG
@@ -252,7 +252,7 @@ def in_job(one: Supervisor, monkeypatch: pytest.MonkeyPatch, job: str, restarts:
     did: list[Any] = []
     one.on_slurm = one.batch = True
     one.nodes, one.job = ["n1"], job
-    one.place = replace(place(0, 1, 1), job_id=job, restart_count=restarts)
+    one.place = replace(make_rank_info(0, 1, 1), job_id=job, restart_count=restarts)
     monkeypatch.setattr(supervisor, "apply_site_environment", lambda *words: None)
     monkeypatch.setattr(supervisor.slurm_job, "read_job_info", lambda *words: None)
     monkeypatch.setattr(supervisor.capacity, "find_placement_problem", lambda *words: None)
@@ -414,7 +414,7 @@ def test_a_successor_trains_without_one_of_its_own_and_asks_for_it_at_the_end(
     monkeypatch.setattr("slurm.submit.sbatch.submit_stage", submit)
     monkeypatch.setattr(succession.job_states, "query_job_states", lambda jobs: {})
     monkeypatch.setattr(succession, "_cancelled", lambda *words: False)
-    assert succession.take_over(run, "train", replace(place(0, 1, 1), job_id="15")) is None, "it trains"
+    assert succession.take_over(run, "train", replace(make_rank_info(0, 1, 1), job_id="15")) is None, "it trains"
     assert "too many jobs" in capsys.readouterr().err and run.read_events("train")[-1]["event"] == "took_over"
     assert succession.hand_over(run, "train", "15") is None and submitted == [("train", ["15"], "afternotok")]
 
@@ -456,7 +456,7 @@ def test_a_controller_that_is_away_is_asked_until_the_job_must_end(
         return RUNNING if clock.now >= back_s else None
 
     one = supervised(run, monkeypatch)
-    one.place, one.ends = replace(place(0, 1, 1), job_id="5"), left_s
+    one.place, one.ends = replace(make_rank_info(0, 1, 1), job_id="5"), left_s
     monkeypatch.setattr(supervisor.slurm_job, "read_job_info", facts)
     monkeypatch.setattr(supervisor.slurm_job, "requeue_job", lambda *words: clock.now >= back_s)
     monkeypatch.setattr(supervisor.slurm_job, "excluded_nodes_at_requeue", lambda *words: None)
@@ -484,7 +484,7 @@ def test_a_controller_that_goes_away_between_two_questions_is_asked_anew(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, clock, requeues = supervised(run, monkeypatch), Clock(monkeypatch), list[float]()
-    one.place = replace(place(0, 1, 1), job_id="5")
+    one.place = replace(make_rank_info(0, 1, 1), job_id="5")
 
     def requeue(*words: object) -> bool:
         requeues.append(clock.now)

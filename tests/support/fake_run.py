@@ -16,7 +16,7 @@ from pipeline.run.metrics import MetricsFile, list_lost_lines, rewind_metrics
 from tests.support.tiny import write_config
 
 
-class Invented:
+class FakeRun:
     """Writes steps, saves, restores: what a trainer writes, in its order (pipeline/train/trainer.py)."""
 
     step_s, save_s, evaluate_s = 0.01, 0.002, 0.0
@@ -26,13 +26,13 @@ class Invented:
         self.anew()
 
     @classmethod
-    def of(cls, run: Run) -> Invented:
+    def of(cls, run: Run) -> FakeRun:
         """Written into a run that is made, such as a point of a sweep."""
         one = cls.__new__(cls)
         one.run = run
         return one.anew()
 
-    def anew(self) -> Invented:
+    def anew(self) -> FakeRun:
         """As if nothing had been done."""
         for name in ("track", "tensorboard", "evaluation"):
             shutil.rmtree(self.run.path / name, ignore_errors=True)
@@ -115,6 +115,6 @@ class Invented:
         return {line["step"]: line[name] for line in found if line["step"] <= last and name in line}
 
 
-def json_lines(path: Path) -> list[dict[str, Any]]:
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """The lines of a file."""
     return [json.loads(line) for line in path.read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""A receiver of webhooks that misbehaves: `python -m tests.support.receiver PORT FOLDER`.
+"""A receiver of webhooks that misbehaves: `python -m tests.support.webhook_receiver PORT FOLDER`.
 
 What it takes it adds to `FOLDER/heard.jsonl` as `{"id": ..., "text": ...}`. How it takes a request stands in
 `FOLDER/mood`: `well`; `refuse` (500, nothing kept); `hang` (nothing kept, no answer); `lose` (kept, and the answer is

@@ -21,19 +21,19 @@ KINDS = ("reduce_scatter", "allreduce", "all_reduce", "allgather", "all_gather",
 """How the names of operators that send begin."""
 
 
-def ring(kind: str, size: int, ranks: int) -> int:
+def count_ring_bytes(kind: str, size: int, ranks: int) -> int:
     """Bytes that one rank of `ranks` sends, by ring algorithms; `size`: bytes of the operation's results on a rank."""
     if kind in ("broadcast", "send"):
         return size
     return {"reduce_scatter": ranks, "allreduce": 2, "all_reduce": 2}.get(kind, 1) * size * (ranks - 1) // ranks
 
 
-def tensors(value: Any) -> list[torch.Tensor]:
+def flatten_tensors(value: Any) -> list[torch.Tensor]:
     """All tensors of a tensor, a list, or a list of lists."""
-    return [value] if isinstance(value, torch.Tensor) else [t for part in value for t in tensors(part)]
+    return [value] if isinstance(value, torch.Tensor) else [t for part in value for t in flatten_tensors(part)]
 
 
-class Sent(TorchDispatchMode):
+class CommunicationCounter(TorchDispatchMode):
     """Counts by group. DTensor's operations are seen as the functional ones that it makes of them."""
 
     def __init__(self) -> None:
@@ -52,6 +52,6 @@ class Sent(TorchDispatchMode):
                 group: Any = dist.ProcessGroup.unbox(next(a for a in args if isinstance(a, torch.ScriptObject)))
             else:
                 results, group = outcome, dist.distributed_c10d._resolve_process_group(args[-1])
-            size = sum(tensor.nbytes for tensor in tensors(results))
-            self.bytes[group.group_desc] += ring(kind, size, group.size())
+            size = sum(tensor.nbytes for tensor in flatten_tensors(results))
+            self.bytes[group.group_desc] += count_ring_bytes(kind, size, group.size())
         return outcome

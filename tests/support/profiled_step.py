@@ -15,12 +15,12 @@ from pipeline.parallel.mesh import resolve_layout
 from pipeline.resilience.stop import StopCoordinator
 from pipeline.run.directory import Run
 from pipeline.train.profiler import Profiler
-from tests.support.layouts import tiny_config
+from tests.support.tiny_training import tiny_config
 
 COMPUTE_S, LATE_S, REST_S = 0.6, 1.0, 0.3
 
 
-def compute(seconds: float) -> float:
+def compute_for(seconds: float) -> float:
     """Multiply matrices for so long; how long it was."""
     began, one = time.perf_counter(), torch.rand(500, 500)
     while time.perf_counter() < began + seconds:
@@ -28,14 +28,14 @@ def compute(seconds: float) -> float:
     return time.perf_counter() - began
 
 
-def profiled(folder: Path, rank: int, side: dist.ProcessGroup, computes: bool = True) -> tuple[Any, Any]:
+def run_profiled_step(folder: Path, rank: int, side: dist.ProcessGroup, computes: bool = True) -> tuple[Any, Any]:
     """Of a step in which rank 1 calls an all-reduce late, and rank 0 `computes` for a part of the time in which it is
     under way: seconds by part as the profile says, and as this rank measured."""
     config = tiny_config(2, train={"profile_every": 1})
     coordinator = StopCoordinator(StopFlag(), side)
     world = World(rank, 2, torch.device("cpu"), "")
     profiler = Profiler(Run(folder, config), resolve_layout(config, 2, 2, 64), world, coordinator)
-    compute(0.1)
+    compute_for(0.1)
     profiler.begin_step(1)
     began, computed = time.perf_counter(), 0.0
     if rank == 1:
@@ -44,18 +44,18 @@ def profiled(folder: Path, rank: int, side: dist.ProcessGroup, computes: bool = 
     work = dist.all_reduce(torch.ones(1000), async_op=True)
     assert work is not None
     if rank == 0 and computes:
-        computed = compute(COMPUTE_S)
+        computed = compute_for(COMPUTE_S)
     work.wait()
     waited = time.perf_counter() - called - computed
     time.sleep(REST_S)
     whole = time.perf_counter() - began
     known = {"compute": computed, "communication_exposed": waited, "copy": 0.0, "bubble": 0.0}
     profiler.end_step(1, save=True)
-    (found,) = profiled_parts(folder, rank)
+    (found,) = read_profiled_parts(folder, rank)
     return found, known | {"idle": whole - computed - waited}
 
 
-def profiled_parts(folder: Path, rank: int) -> list[dict[str, Any]]:
+def read_profiled_parts(folder: Path, rank: int) -> list[dict[str, Any]]:
     """What a rank of a profiled step says of it, read back from its spans."""
     import gzip
     import json
@@ -66,7 +66,7 @@ def profiled_parts(folder: Path, rank: int) -> list[dict[str, Any]]:
     return [divide_step([Span(*span) for span in one["spans"]], one["step_us"]) for one in told]
 
 
-def check(found: dict[str, Any], known: dict[str, float], group: str = "world") -> None:
+def check_profile(found: dict[str, Any], known: dict[str, float], group: str = "world") -> None:
     """Raise AssertionError where a part is not what it was, within 5 points of the step: on busy cores 3 were seen."""
     whole = sum(known.values())
     for part, seconds in known.items():

@@ -15,7 +15,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-TEXT = """\
+TINY_CONFIG = """\
 run: {name: tiny, root: runs, seed: 3}
 data:
   source: corpus.jsonl
@@ -27,13 +27,13 @@ model: {dim: 32, layers: 2, heads: 4, kv_heads: 2}
 train: {steps: 2, global_batch: 8, micro_batch: 4}
 optimizer: {lr: 1.0e-2, warmup_steps: 1}
 """
-OWN = """\
+CUSTOM_CONFIG = """\
 run: {name: own, root: runs}
 data: {source: arrays.h5, held_out: 0.2}
 model: {target: own, layers: 1, options: {width: 4}}
 train: {steps: 2, global_batch: 8, micro_batch: 4}
 """
-MODULE = """\
+CUSTOM_MODULE = """\
 ARRAYS = ("inputs", "labels")
 INPUTS = ("inputs",)
 def build(options, layers):
@@ -47,10 +47,10 @@ def metrics(outputs, batch):
     return {"right": (outputs.argmax(-1) == batch["labels"]).sum()}
 """
 """It imports torch where it needs it, so that the door, which imports the module, is soon through."""
-Act = Callable[[], object]
+Action = Callable[[], object]
 
 
-def edit(file: str, old: str, new: str) -> Act:
+def replace_text(file: str, old: str, new: str) -> Action:
     """Text of a file in the working directory, replaced."""
 
     def act() -> None:
@@ -61,7 +61,7 @@ def edit(file: str, old: str, new: str) -> Act:
     return act
 
 
-def arrays(*names: str) -> Act:
+def write_arrays(*names: str) -> Action:
     """A file of samples with these arrays."""
 
     def act() -> None:
@@ -82,8 +82,8 @@ class Mistake:
     typed: str
     told: str
     """Words of the answer, all of which must be in it, separated by ` … `."""
-    first: Act = lambda: None
-    mended: Act = lambda: None
+    first: Action = lambda: None
+    mended: Action = lambda: None
     back: str = ""
     """What is typed then; "": what was typed at first; `printed`: the last command that was printed."""
     before: tuple[str, ...] = ()
@@ -92,7 +92,7 @@ class Mistake:
     """Whether stages run; otherwise the door is all there is to it."""
 
 
-AT_THE_DOOR = [
+SUBMISSION_MISTAKES = [
     Mistake(
         "a key misspelt",
         "tiny.yaml train.global_bach=8",
@@ -130,8 +130,8 @@ AT_THE_DOOR = [
         "a number in quotes",
         "tiny.yaml",
         'tiny.yaml:9: train.steps: "2" should be a whole number',
-        edit("tiny.yaml", "steps: 2", 'steps: "2"'),
-        edit("tiny.yaml", '"2"', "2"),
+        replace_text("tiny.yaml", "steps: 2", 'steps: "2"'),
+        replace_text("tiny.yaml", '"2"', "2"),
     ),
     Mistake(
         "a glob that matches nothing",
@@ -197,8 +197,8 @@ AT_THE_DOOR = [
         "tabs",
         "tiny.yaml",
         "tiny.yaml:2:1: cannot be read as YAML: found character '\\t' … indent with blanks",
-        edit("tiny.yaml", "run: {name: tiny,", "run:\n\t{name: tiny,"),
-        edit("tiny.yaml", "\n\t{", " {"),
+        replace_text("tiny.yaml", "run: {name: tiny,", "run:\n\t{name: tiny,"),
+        replace_text("tiny.yaml", "\n\t{", " {"),
     ),
     Mistake(
         "an empty config",
@@ -218,8 +218,8 @@ AT_THE_DOOR = [
         "a config that extends what is not there",
         "tiny.yaml",
         "tiny.yaml:1: extends: base.yaml: cannot read it: No such file",
-        edit("tiny.yaml", "run: {name", "extends: base.yaml\nrun: {name"),
-        edit("tiny.yaml", "extends: base.yaml\n", ""),
+        replace_text("tiny.yaml", "run: {name", "extends: base.yaml\nrun: {name"),
+        replace_text("tiny.yaml", "extends: base.yaml\n", ""),
     ),
     Mistake(
         "a config misspelt",
@@ -243,36 +243,36 @@ AT_THE_DOOR = [
         "a module that is no Python",
         "own.yaml",
         "own.py is no Python that 3",
-        edit("own.py", "return nn.", "return return nn."),
-        edit("own.py", "return return", "return"),
+        replace_text("own.py", "return nn.", "return return nn."),
+        replace_text("own.py", "return return", "return"),
     ),
     Mistake(
         "a wrong name among the options",
         "own.yaml",
         "own cannot be imported or built here … KeyError: 'width'",
-        edit("own.yaml", "width:", "widht:"),
-        edit("own.yaml", "widht:", "width:"),
+        replace_text("own.yaml", "width:", "widht:"),
+        replace_text("own.yaml", "widht:", "width:"),
     ),
     Mistake(
         "BatchNorm",
         "own.yaml",
         "would differ between layouts; take GroupNorm for BatchNorm",
-        edit("own.py", "nn.GELU()", "nn.BatchNorm1d(width)"),
-        edit("own.py", "BatchNorm1d(width)", "GroupNorm(1, width)"),
+        replace_text("own.py", "nn.GELU()", "nn.BatchNorm1d(width)"),
+        replace_text("own.py", "BatchNorm1d(width)", "GroupNorm(1, width)"),
     ),
     Mistake(
         "a module that imports what is not there",
         "own.yaml",
         "own cannot be imported or built here, and no job could: … No module named 'not_there'",
-        edit("own.py", "ARRAYS", "import not_there\nARRAYS"),
-        edit("own.py", "import not_there\n", ""),
+        replace_text("own.py", "ARRAYS", "import not_there\nARRAYS"),
+        replace_text("own.py", "import not_there\n", ""),
     ),
     Mistake(
         "a module without a loss",
         "own.yaml",
         "own.py lacks loss at its top level",
-        edit("own.py", "def loss", "def lost"),
-        edit("own.py", "def lost", "def loss"),
+        replace_text("own.py", "def loss", "def lost"),
+        replace_text("own.py", "def lost", "def loss"),
     ),
     Mistake(
         "a module that is not here",
@@ -285,14 +285,14 @@ AT_THE_DOOR = [
         "own.yaml",
         "cannot read … arrays.h5",
         lambda: Path("arrays.h5").write_text("1, 2"),
-        arrays("inputs", "labels"),
+        write_arrays("inputs", "labels"),
     ),
     Mistake(
         "a file without an array",
         "own.yaml",
         "own wants samples in a dataset 'labels'; there are: inputs",
-        arrays("inputs"),
-        arrays("inputs", "labels"),
+        write_arrays("inputs"),
+        write_arrays("inputs", "labels"),
     ),
     Mistake(
         "Python's library for a model of one's own",
@@ -301,7 +301,7 @@ AT_THE_DOOR = [
         back="own.yaml data.source=arrays.h5",
     ),
 ]
-LATER = [
+LATER_MISTAKES = [
     Mistake(
         "a command misspelt",
         "statuss",
@@ -371,16 +371,16 @@ LATER = [
         "tiny.yaml",
         "no field 'body'; there are 'text'. … resume runs/tiny data.text_field=text … the config is wrong: correct "
         "it and give the same command again",
-        edit("tiny.yaml", "text_field: text", "text_field: body"),
-        edit("tiny.yaml", "text_field: body", "text_field: text"),
+        replace_text("tiny.yaml", "text_field: text", "text_field: body"),
+        replace_text("tiny.yaml", "text_field: body", "text_field: text"),
         trains=True,
     ),
     Mistake(
         "a number of classes that the labels do not have",
         "own.yaml",
         "Target 2 is out of bounds … correct it and give the same command again",
-        edit("own.yaml", "width: 4", "width: 4, classes: 2"),
-        edit("own.yaml", "classes: 2", "classes: 3"),
+        replace_text("own.yaml", "width: 4", "width: 4, classes: 2"),
+        replace_text("own.yaml", "classes: 2", "classes: 3"),
         trains=True,
     ),
     Mistake(
@@ -401,8 +401,8 @@ LATER = [
         "a loss that is a mean",
         "own.yaml",
         'Leave the mean out (reduction="sum" in torch.nn.functional)',
-        edit("own.py", ', reduction="sum"', ""),
-        edit("own.py", '["labels"])\ndef metrics', '["labels"], reduction="sum")\ndef metrics'),
+        replace_text("own.py", ', reduction="sum"', ""),
+        replace_text("own.py", '["labels"])\ndef metrics', '["labels"], reduction="sum")\ndef metrics'),
         back="printed",
         trains=True,
     ),
@@ -411,8 +411,8 @@ LATER = [
         "own.yaml",
         "NameError: … correct own.py, line 11, then: … --update-code replaces it and continues from "
         "checkpoints/step-00000002",
-        edit("own.py", '{"right"', "{right"),
-        edit("own.py", "{right", '{"right"'),
+        replace_text("own.py", '{"right"', "{right"),
+        replace_text("own.py", "{right", '{"right"'),
         back="printed",
         trains=True,
     ),

@@ -8,7 +8,7 @@ from typing import NoReturn
 import pytest
 
 
-def lacking(reason: str) -> NoReturn:
+def skip_or_fail_in_ci(reason: str) -> NoReturn:
     """Skip the test: a contributor's machine may lack root or a package. With CI=true, fail instead."""
     if os.environ.get("CI") == "true":
         pytest.fail(f"{reason}; under CI nothing may be skipped")

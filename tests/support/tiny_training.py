@@ -26,7 +26,7 @@ def tiny_config(ranks: int, **sections: dict[str, Any]) -> Config:
     return parse_config(base, "tiny")
 
 
-def batches(config: Config, vocab: int = VOCAB) -> Any:
+def make_batches(config: Config, vocab: int = VOCAB) -> Any:
     """Global batches of random tokens, int64 of shape (BATCHES, global_batch, T + 1); the same in every call."""
     import torch
 
@@ -34,7 +34,7 @@ def batches(config: Config, vocab: int = VOCAB) -> Any:
     return torch.randint(0, vocab, shape, generator=torch.Generator().manual_seed(1))
 
 
-def train(
+def train_steps(
     place: RankInfo, config: Config, world: Any, steps: int = STEPS, vocab: int = VOCAB
 ) -> tuple[Any, list[tuple[float, float]]]:
     """The engine after `steps` steps, and each step's loss and gradient norm."""
@@ -44,7 +44,7 @@ def train(
 
     layout = resolve_layout(config, world.size, place.local_world_size, vocab)
     engine = Engine(config, layout, world, DecoderTask(config, vocab))
-    return engine, train_on(engine, place, 0, steps)
+    return engine, continue_training(engine, place, 0, steps)
 
 
 def train_rank(place: RankInfo, configs: list[Config], vocab: int = VOCAB) -> list[list[tuple[float, float]]]:
@@ -56,10 +56,10 @@ def train_rank(place: RankInfo, configs: list[Config], vocab: int = VOCAB) -> li
     warnings.filterwarnings("error", message="FSDP2-wrapped module")  # torch 2.13's, of outputs that are views
     groups.configure_determinism(configs[0])
     world = groups.join_process_group(place, configs[0])
-    return [train(place, config, world, vocab=vocab)[1] for config in configs]
+    return [train_steps(place, config, world, vocab=vocab)[1] for config in configs]
 
 
-def move_rank(
+def change_layout_rank(
     place: RankInfo, first: Config, others: list[Config], folder: Any, trained: int, steps: int
 ) -> list[tuple[str, list[tuple[float, float]]]]:
     """Train `trained` steps under `first` and save; load under each of `others` in turn, save again, and train on.
@@ -77,7 +77,7 @@ def move_rank(
     world = groups.join_process_group(place, first)
     results = []
     for number, config in enumerate([first, *others]):
-        engine, _ = train(place, config, world, trained if number == 0 else 0)
+        engine, _ = train_steps(place, config, world, trained if number == 0 else 0)
         saver = Checkpointer(
             folder,
             dist.new_group(backend="gloo"),
@@ -93,13 +93,16 @@ def move_rank(
             engine.finish_loading()
         saver.save(engine.state_dict(), step=number + 1, samples_consumed=0, extra={})
         results.append(
-            (compute_digest(folder / catalog.checkpoint_name(number + 1)), train_on(engine, place, trained, steps))
+            (
+                compute_digest(folder / catalog.checkpoint_name(number + 1)),
+                continue_training(engine, place, trained, steps),
+            )
         )
         saver.close()
     return results
 
 
-def saved_again_rank(place: RankInfo, path: Any, folder: Any) -> str:
+def resave_rank(place: RankInfo, path: Any, folder: Any) -> str:
     """Restore a run under the layout that its config has now, and save to `folder` without a step: the digest."""
     from pipeline.checkpoint import catalog
     from pipeline.checkpoint.checkpointer import Checkpointer, compute_digest
@@ -120,12 +123,12 @@ def saved_again_rank(place: RankInfo, path: Any, folder: Any) -> str:
     return compute_digest(folder / catalog.checkpoint_name(1))
 
 
-def train_on(engine: Any, place: RankInfo, done: int, steps: int) -> list[tuple[float, float]]:
+def continue_training(engine: Any, place: RankInfo, done: int, steps: int) -> list[tuple[float, float]]:
     """Losses and gradient norms of `steps` more steps; clipping is checked here, since AdamW hardly shows it."""
     limit = engine.config.optimizer.clip_norm
     part = engine.layout.coordinates(place.rank).dp
     results = []
-    for step, batch in list(enumerate(batches(engine.config, engine.task.vocab_size), 1))[done : done + steps]:
+    for step, batch in list(enumerate(make_batches(engine.config, engine.task.vocab_size), 1))[done : done + steps]:
         loss = engine.backward({"tokens": batch.chunk(engine.layout.dp)[part]}, step)
         norm = engine.clip_gradients(limit)
         clipped = engine._norm([p for piece in engine.parts for p in piece.parameters() if p.grad is not None])
