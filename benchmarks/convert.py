@@ -104,8 +104,8 @@ def import_and_save(path: Path, results: dict[str, float]) -> None:
     from pipeline.checkpoint.identity import compute_source_identity
     from pipeline.comm import groups
     from pipeline.data.verify_shards import load_run_manifest
+    from pipeline.model.open_weights import open_initial_weights
     from pipeline.model.task import make_task
-    from pipeline.publish.open_weights import open_initial_weights
     from pipeline.run.directory import Run
     from tests.support.ranks import PORTS, make_rank_info
 
@@ -117,8 +117,8 @@ def import_and_save(path: Path, results: dict[str, float]) -> None:
         part = task.build(range(run.config.model.layers)).to(torch.bfloat16).to_empty(device=world.device)
         part.tie_weights()  # type: ignore[operator]
         assert source is not None
-        source.fill(task.named_weights(part))
-        source.note()
+        source.copy_into(task.named_weights(part))
+        source.write_source()
     saver = Checkpointer(
         run.checkpoints_dir, group, keep=1, background=False, describe={"layout": {}, **compute_source_identity(run)},
         on_saved=lambda *_: None,

@@ -36,9 +36,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.loader_peers import BATCH, LENGTH, PEERS, SAMPLES, pairs
 from benchmarks.table import write_table
-from pipeline.data.loader import BatchLoader, GlobalOrderSampler
+from pipeline.data.loader import BatchLoader
 from pipeline.data.manifest import ShardEntry
-from pipeline.data.sample_order import compute_index_range
+from pipeline.data.sample_order import GlobalOrderSampler, compute_index_range
 from pipeline.data.samples import TokenDataset
 
 SHARDS = 8
@@ -166,7 +166,8 @@ def asked_of_the_disk(folder: Path) -> str:
     code = f"""
 import torch
 from itertools import islice
-from pipeline.data.loader import BatchLoader, GlobalOrderSampler
+from pipeline.data.loader import BatchLoader
+from pipeline.data.sample_order import GlobalOrderSampler
 from pipeline.data.manifest import ShardEntry
 from pipeline.data.samples import TokenDataset
 files = {{{names}}}

@@ -54,7 +54,7 @@ from pipeline.data.manifest import (
     SampleManifest,
     ShardEntry,
     check_has_sample,
-    load_sealed,
+    read_manifest_file,
 )
 
 PACKAGE = Path(__file__).resolve().parent
@@ -183,7 +183,7 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
 
     def load_matching(self, path: Path, kind: type[Kind], key: str) -> Kind:
         """Return the manifest at `path`. Raises InputError if it is missing, damaged, or its key differs."""
-        found = load_sealed(path, kind, AGAIN)
+        found = read_manifest_file(path, kind, AGAIN)
         if found.key != key:
             what = "another data config, tokenizer or code, or from other inputs"
             raise InputError("data.outdated", f"{path} was made with {what}: {AGAIN}")
@@ -223,7 +223,7 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
         try:
             manifest = self.load_matching(self.path / "manifest.json", self.manifest_kind, self.manifest_key)
             for entry in {entry.file: entry for entry in (*manifest.train, *manifest.held_out)}.values():
-                if check_user_files or not entry.own:
+                if check_user_files or not entry.is_user_file:
                     entry.check(self.path, hashes=False)
         except InputError as error:
             return str(error)

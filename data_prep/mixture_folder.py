@@ -149,4 +149,4 @@ class MixtureFolder(DataFolder[Any, Any]):
 
 def _inside(name: str, entry: ShardEntry) -> ShardEntry:
     """The entry of a source's shard in the manifest of all."""
-    return entry if entry.own else entry.model_copy(update={"file": f"{name}/{entry.file}"})
+    return entry if entry.is_user_file else entry.model_copy(update={"file": f"{name}/{entry.file}"})

@@ -84,7 +84,7 @@ class SamplesFolder(DataFolder[SampleManifest, SampleManifest]):
         found = SampleManifest(key=self.key, train=files)
         write_manifest(self.path / "prepare.json", found)
         log(f"prepare: {found.samples:,} samples in {len(files)} files: {', '.join(self.model.arrays)}")
-        if packed := [_bytes_of(entry) for entry in files if entry.packed]:
+        if packed := [_bytes_of(entry) for entry in files if entry.is_packed]:
             log(f"prepare: {len(packed)} of them in chunks: the shard stage unpacks {sum(packed) / 1e9:,.3f} GB")
 
     def look(self) -> list[str]:
@@ -106,7 +106,7 @@ class SamplesFolder(DataFolder[SampleManifest, SampleManifest]):
         try:
             made = self.load_matching(self.unit_path(number), SampleManifest, self.prepared.key)
             seen, (entry,) = self.prepared.train[number], made.train
-            if seen.packed:
+            if seen.is_packed:
                 entry.check(self.path, hashes=False)
                 return made if entry.unpacked == _identity(seen) else None
         except InputError:
@@ -120,7 +120,7 @@ class SamplesFolder(DataFolder[SampleManifest, SampleManifest]):
         self.remove_leftovers(unit)
         seen = self.prepared.train[unit]
         self.inputs[unit].check()
-        if seen.packed:
+        if seen.is_packed:
             entry = _unpacked(seen, self.path, f"{SHARDS_DIR}/unit-{unit:05d}.h5")
         else:
             entry = seen.model_copy(update={"sha256": sha256_file(seen.file)})
@@ -244,5 +244,5 @@ def _unpacked(entry: SampleFile, data_dir: Path, name: str) -> SampleFile:
         if disk.error is not None:
             raise disk.error
         os.fsync(disk.fileno())
-    told = FileEntry.of(path).model_dump() | {"mtime_ns": entry.mtime_ns, "samples": entry.samples}
+    told = FileEntry.from_path(path).model_dump() | {"mtime_ns": entry.mtime_ns, "samples": entry.samples}
     return SampleFile(file=name, arrays=arrays, unpacked=_identity(entry), **told)

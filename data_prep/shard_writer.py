@@ -111,7 +111,7 @@ class ShardWriter:
         path = self._data_dir / name
         offset, *mask_offset = write_shard(path, self._waiting, self._filled, documents, self._attributes)
         entry = ShardEntry(
-            **FileEntry.of(path).model_dump(),
+            **FileEntry.from_path(path).model_dump(),
             file=name,
             tokens=self._filled,
             documents=len(self._starts),

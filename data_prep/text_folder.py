@@ -159,7 +159,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
             FILTER_FILE: fixed.filter,
         }
         for name, entry in named.items():
-            if entry is not None and (problem := entry.problem(self.path / name)):
+            if entry is not None and (problem := entry.find_problem(self.path / name)):
                 raise InputError("data.damaged_file", f"{problem}: {AGAIN}")
         return read_plan(self.path / "units.json")
 
@@ -223,7 +223,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
     def has_same_inputs(self) -> bool:
         """And the given tokenizer and filter are still the same."""
         was = self.prepared.filter
-        if self.data.filter and was and was.problem(find_filter_file(self.data.filter)):
+        if self.data.filter and was and was.find_problem(find_filter_file(self.data.filter)):
             return False
         given = self.data.tokenizer.path
         if given is not None:
@@ -252,16 +252,16 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         """Write `prepare.json`, of what is beside it."""
         prepared = TextPrepared(
             key=self.key,
-            tokenizer=FileEntry.of(self.path / "tokenizer.json"),
-            units=FileEntry.of(self.path / "units.json"),
+            tokenizer=FileEntry.from_path(self.path / "tokenizer.json"),
+            units=FileEntry.from_path(self.path / "units.json"),
             unit_count=units,
             told=told,
             vocab_size=encoder.vocab_size,
             eos_id=encoder.eos_id,
             bos_ids=encoder.bos_ids,
             dtype=encoder.dtype,
-            chat=FileEntry.of(self.path / CHAT_FILE) if self.data.records == "messages" else None,
-            filter=FileEntry.of(self.path / FILTER_FILE) if self.data.filter else None,
+            chat=FileEntry.from_path(self.path / CHAT_FILE) if self.data.records == "messages" else None,
+            filter=FileEntry.from_path(self.path / FILTER_FILE) if self.data.filter else None,
         )
         write_manifest(self.path / "prepare.json", prepared)
 

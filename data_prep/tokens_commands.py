@@ -265,4 +265,4 @@ def _is_whole(folder: Path, entry: ShardEntry, prefix: str) -> bool:
     """Whether a shard that the notes name is there, is one of ours, and has its size and hash."""
     path = folder / entry.file
     is_named_so = re.fullmatch(rf"{SHARDS_DIR}/{prefix}-\d+\.h5", entry.file) is not None
-    return is_named_so and path.exists() and _is_own_shard(path) and entry.problem(path) is None
+    return is_named_so and path.exists() and _is_own_shard(path) and entry.find_problem(path) is None

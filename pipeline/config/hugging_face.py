@@ -7,7 +7,7 @@
 A training that starts from such a folder (`model.init_from`) has its section `model` filled from config.json when its
 config is first read; what fills it is frozen in the run's config.yaml, with the hash of config.json beside it, and the
 folder is not asked again. What config.json asks for and the decoder does not have is refused by the key that asks: a
-model that differs in silence is worse than none. Weights are read by pipeline/publish/open_weights.py.
+model that differs in silence is worse than none. Weights are read by pipeline/model/open_weights.py.
 
 Keys and their defaults are those of transformers' configuration classes (4.57 and 5.23: configuration_llama.py and so
 on), which leave out none of those that are needed; rotary positions stand in `rope_parameters` (5) or in `rope_theta`

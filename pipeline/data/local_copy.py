@@ -102,7 +102,7 @@ class LocalCopies(AbstractContextManager["LocalCopies"]):
 
     def _move(self, name: str) -> None:
         for number in self._waiting.pop(name, ()):
-            self._dataset.move(number, self._folder / name)
+            self._dataset.remap_file(number, self._folder / name)
 
     def _copy(self, tell: Callable[..., None]) -> None:
         """Copy each file for which there is room. Raises OSError where one is not what it should be."""

@@ -47,11 +47,11 @@ class FileEntry(Section):
     """The bytes [start, end) that the hash is of: what of a large file one task, or rank, reads; null: all."""
 
     @classmethod
-    def of(cls, path: Path) -> FileEntry:
+    def from_path(cls, path: Path) -> FileEntry:
         """What stands at `path` now."""
         return FileEntry(size=path.stat().st_size, sha256=sha256_file(path))
 
-    def problem(self, path: Path, hashes: bool = True) -> str | None:
+    def find_problem(self, path: Path, hashes: bool = True) -> str | None:
         """How a file differs from its entry: by its size or, with `hashes`, by its content; None where it does not."""
         try:
             size = path.stat().st_size
@@ -89,14 +89,14 @@ class DataFile(FileEntry):
         return self.file if self.part is None else f"{self.file} from byte {self.part[0]}"
 
     @property
-    def own(self) -> bool:
+    def is_user_file(self) -> bool:
         """Whether the user made it: nobody else mends, moves or removes it."""
         return Path(self.file).is_absolute()
 
     @property
-    def way_out(self) -> str:
-        """What to do about one that is not what it was."""
-        return "put the file back as it was, or start a new run on what there is now" if self.own else RERUN_SHARD_HINT
+    def remedy(self) -> str:
+        """What to do if the file has changed."""
+        return "restore the file, or start a new run on the current data" if self.is_user_file else RERUN_SHARD_HINT
 
     def check(self, data_dir: Path, hashes: bool) -> None:
         """Compare the file with this: its size, and with `hashes` its sha256 too (which reads all of it).
@@ -104,8 +104,8 @@ class DataFile(FileEntry):
         Raises InputError naming the file, what differs and the way out. A shard of the right size counts as
         written for the stage's quick look: a caller that finds a damaged one sets it aside under another name.
         """
-        if problem := self.problem(data_dir / self.file, hashes):
-            raise InputError("data.damaged_file", f"{problem}: {self.way_out}")
+        if problem := self.find_problem(data_dir / self.file, hashes):
+            raise InputError("data.damaged_file", f"{problem}: {self.remedy}")
 
 
 class ShardEntry(DataFile):
@@ -220,7 +220,7 @@ class SampleFile(DataFile):
     """Hash of the entry of the user's file that this one was unpacked from."""
 
     @property
-    def packed(self) -> bool:
+    def is_packed(self) -> bool:
         """Whether it cannot be mapped."""
         return any(array.offset == NOT_MAPPABLE for array in self.arrays.values())
 
@@ -270,7 +270,7 @@ def write_manifest(path: Path, manifest: Section) -> None:
     write_json(path, add_checksum(manifest.model_dump()))
 
 
-def load_sealed(path: Path, kind: type[T], way_out: str = RERUN_SHARD_HINT) -> T:
+def read_manifest_file(path: Path, kind: type[T], way_out: str = RERUN_SHARD_HINT) -> T:
     """Read one manifest. Raises InputError, naming the file, when it is missing, torn, altered or of another shape.
 
     One without its seal counts as altered: every manifest is written with one.
@@ -297,13 +297,13 @@ def load_sealed(path: Path, kind: type[T], way_out: str = RERUN_SHARD_HINT) -> T
 
 def load_manifest(data_dir: Path) -> Manifest:
     """The manifest of all shards. Raises InputError, naming the file, when it is missing or torn."""
-    return load_sealed(data_dir / "manifest.json", Manifest)
+    return read_manifest_file(data_dir / "manifest.json", Manifest)
 
 
 def load_data_manifest(config: Config, data_dir: Path) -> Manifest | SampleManifest:
     """What the shard stage left for this config. Raises InputError, naming the file, when it is missing or torn."""
     kind: type[Manifest | SampleManifest] = Manifest if config.model.target is None else SampleManifest
-    return load_sealed(data_dir / "manifest.json", kind)
+    return read_manifest_file(data_dir / "manifest.json", kind)
 
 
 def count_training_steps(config: Config, data_dir: Path) -> int | None:

@@ -1,54 +1,26 @@
-"""The order of the samples: a pure function, so that a run may stop, move and grow without losing its place.
+"""The order of the training samples, as a pure function of the seed and of a sample's number.
 
-Most loaders draw `randperm(n)` once an epoch and remember where they are. That takes memory that grows with
-the data, and the place in it belongs to one layout of ranks and workers. Here a sample's index is *computed*:
-run-global sample number s (the s-th sample that the whole run consumes, counted from 0 over all ranks and
-epochs) is dataset index `perm(seed, s // n)[s % n]`. One integer says where a run is, and any rank of any
-layout can ask for any part of the order.
+Most loaders draw `randperm(n)` once per epoch and remember a position. Its memory grows with the data, and the position
+belongs to one layout of ranks and workers. Here any rank of any layout computes any part of the order, so one integer
+(the samples consumed) says where a run is. Sample number s is the s-th sample that the whole run consumes, counted from
+0 over all ranks and epochs. This file reads from top to bottom:
 
-`perm` is a keyed permutation of [0, n), the way block ciphers are built:
-
-- A **Feistel network** splits a number into two halves and, round after round, replaces (left, right) by
-  (right, left XOR f(right)). Whatever f is, this can be undone, so it permutes all numbers of 2h bits. With f
-  keyed and random-looking the permutation is too: Luby and Rackoff, "How to construct pseudorandom permutations
-  from pseudorandom functions", SIAM J. Comput. 17 (1988).
-- **Cycle walking** cuts it down to [0, n): apply it again until the result is below n. The numbers below n keep
-  distinct results: Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002. The domain is the
-  smallest even number of bits that holds n, thus at most 4n numbers, and a walk has at most 4 steps on average.
-
-f is the finalizer of splitmix64 (Steele, Lea and Flood, OOPSLA 2014) over the half plus a round key; the round
-keys come from SHA-256 of (seed, epoch, round). Good mixing is the aim here, not secrecy.
-
-**An epoch's last partial batch** is filled with the first samples of the next epoch: batches are cut from the
-endless sequence of sample numbers and never drop or repeat a sample. A global batch may even exceed n.
-
-Any change of the results is a change of :data:`ORDER_VERSION`, which checkpoints keep in their manifest.
-
-
-The order of samples of several sources with weights: a pure function, too, of seed and sample number.
-
-**Which source.** Of the first s samples under weights w, source 1 gets round(s·w1), source 2 its part of the rest in
-the same way, and so on: at each level of this chain a count grows by 0 or 1 from s to s + 1, so exactly one source
-takes sample s, and no source is ever more than a sample per level away from its share (Bresenham's line, once a level).
-All is integer arithmetic, weights taken to a millionth. So how many samples each source gave before s needs no scan.
-
-**Which sample of it.** Its j-th sample is `perm(seed of the source, j // n)[j % n]` (sample_order.py), with
-a seed that depends on the run's and on the source's name. So each source has epochs of its own, and its order does not
-depend on the others.
-
-**Where weights change**, at the samples of a step, counts go on from those of all steps before.
-
-A dataset index is that of a mixture's manifest: sources one behind the other.
+1. `permute`, `compute_indices`: sample number to dataset index, for one source.
+2. `Mixture`: the same for several sources with weights.
+3. `GlobalOrderSampler`: which of these samples this rank reads in each step.
 """
 
 from __future__ import annotations
 
 import hashlib
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from torch.utils.data import Dataset, DistributedSampler
 
 from pipeline.base.errors import UserError
 from pipeline.config.datasets import MixtureConfig
@@ -59,37 +31,91 @@ Int64Array = npt.NDArray[np.int64]
 UInt64Array = npt.NDArray[np.uint64]
 
 ORDER_VERSION = 1
-"""Version of the order; two runs have the same order only if they have the same version."""
+"""Version of the order, saved in the manifest of each checkpoint. Increase it if any result of this module changes."""
 
-_ROUNDS = 12  # fewer leave the smallest domains (n below about 10) visibly uneven
+# -- one source ----------------------------------------------------------------------------------------------
+#
+# `permute` is a keyed permutation of [0, n), built like a block cipher:
+#
+# - A Feistel network splits a number into two halves. Each round replaces (left, right) by (right, left XOR f(right)).
+#   Every round can be undone, whatever f is, so the network permutes all numbers of 2h bits. If f is keyed and looks
+#   random, so does the permutation: Luby and Rackoff, "How to construct pseudorandom permutations from pseudorandom
+#   functions", SIAM J. Comput. 17 (1988).
+# - Cycle walking restricts it to [0, n): the network is applied again until the result is below n. Results stay
+#   distinct: Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002. The network's domain is the
+#   smallest even number of bits that can represent n - 1. It has at most 4n numbers, so a walk takes at most 4 rounds
+#   of the network on average.
+#
+# f is the finalizer of splitmix64 (Steele, Lea and Flood, OOPSLA 2014) of the half plus a round key. Round keys are the
+# SHA-256 of (seed, epoch, round). The aim is good mixing, not secrecy.
+
+_ROUNDS = 12  # With fewer rounds the order of very small datasets (n below about 10) is visibly uneven.
 
 
 def permute(seed: int, epoch: int, positions: Int64Array, n: int) -> Int64Array:
-    """Dataset indices that stand at `positions` of epoch `epoch`'s order.
+    """Return the dataset indices at `positions` of the order of an epoch.
 
-    `positions` is int64 of any shape with values in [0, n); the result is int64 of the same shape. For fixed
-    (seed, epoch, n) it is a bijection of [0, n). Time and memory depend on the number of positions, not on n.
-    Raises ValueError for n < 1 or beyond 2**62 and for positions outside [0, n).
+    For a fixed (seed, epoch, n) this is a bijection of [0, n). Time and memory depend on the number of positions only.
+
+    Args:
+        positions: int64 of any shape, values in [0, n).
+        n: number of samples, from 1 to 2**62.
+
+    Returns: int64 of the same shape.
+
+    Raises ValueError if `n` or a position is out of range.
     """
     if not 1 <= n <= 2**62:
         raise ValueError(f"a permutation needs 1 <= n <= 2**62, not n = {n}")
     if positions.size and (int(positions.min()) < 0 or int(positions.max()) >= n):
         raise ValueError(f"positions reach from {positions.min()} to {positions.max()}; allowed are 0 to {n - 1}")
     half_bits = max(1, ((n - 1).bit_length() + 1) // 2)
-    keys = _round_keys(seed, epoch)
-    values = _feistel(positions.astype(np.uint64).ravel(), keys, half_bits)
+    keys = _compute_round_keys(seed, epoch)
+    values = _apply_feistel(positions.astype(np.uint64).ravel(), keys, half_bits)
     outside = np.flatnonzero(values >= n)
     while outside.size:
-        walked = _feistel(values[outside], keys, half_bits)
+        walked = _apply_feistel(values[outside], keys, half_bits)
         values[outside] = walked
         outside = outside[walked >= n]
     return values.astype(np.int64).reshape(positions.shape)
 
 
-def compute_indices(seed: int, samples: Int64Array, n: int) -> Int64Array:
-    """Dataset indices, int64 and of the same shape, of run-global sample numbers `samples` (int64, >= 0).
+def _compute_round_keys(seed: int, epoch: int) -> UInt64Array:
+    """Return one uint64 key per round."""
+    texts = (f"sluice order {ORDER_VERSION} seed {seed} epoch {epoch} round {i}" for i in range(_ROUNDS))
+    digests = b"".join(hashlib.sha256(text.encode()).digest()[:8] for text in texts)
+    return np.frombuffer(digests, dtype="<u8").astype(np.uint64)
 
-    Sample s is `perm(seed, s // n)[s % n]`; `n` is the number of samples of the dataset.
+
+def _apply_feistel(values: UInt64Array, keys: UInt64Array, half_bits: int) -> UInt64Array:
+    """Apply a balanced Feistel network to each number: a permutation of the numbers of 2 * half_bits bits."""
+    shift = np.uint64(half_bits)
+    mask = np.uint64(2**half_bits - 1)
+    left = values >> shift
+    right = values & mask
+    for key in keys:
+        left, right = right, left ^ (_mix_bits(right + key) & mask)
+    return (left << shift) | right
+
+
+def _mix_bits(z: UInt64Array) -> UInt64Array:
+    """Apply the finalizer of splitmix64, modulo 2**64: each input bit affects each output bit."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def compute_indices(seed: int, samples: Int64Array, n: int) -> Int64Array:
+    """Return the dataset indices of sample numbers: `permute(seed, s // n)[s % n]` for each s.
+
+    The last partial batch of an epoch is therefore filled with the first samples of the next epoch. Batches never drop
+    or repeat a sample, and a global batch may be larger than n.
+
+    Args:
+        samples: sample numbers of the run, int64 of any shape, at least 0.
+        n: number of samples of the dataset.
+
+    Returns: int64 of the same shape.
     """
     epochs, positions = np.divmod(samples, n)
     first, last = (int(epochs.min()), int(epochs.max())) if samples.size else (0, 0)
@@ -97,77 +123,47 @@ def compute_indices(seed: int, samples: Int64Array, n: int) -> Int64Array:
         return permute(seed, first, positions, n)
     indices = np.empty_like(samples)
     for epoch in range(first, last + 1):
-        here = epochs == epoch
-        indices[here] = permute(seed, epoch, positions[here], n)
+        in_epoch = epochs == epoch
+        indices[in_epoch] = permute(seed, epoch, positions[in_epoch], n)
     return indices
 
 
 def compute_index_range(seed: int, start: int, count: int, n: int) -> Int64Array:
-    """Dataset indices, int64 of shape (count,), of the run-global samples `start` to `start + count - 1`."""
+    """Return the dataset indices of sample numbers `start` to `start + count - 1`: int64, shape (count,)."""
     return compute_indices(seed, np.arange(start, start + count, dtype=np.int64), n)
 
 
-def skip_excluded(consumed: int, left_out: Iterable[tuple[int, int]]) -> int:
-    """Position of the sample that comes after `consumed` ones; `left_out`: sorted, apart (position, count) ranges."""
-    position = consumed
-    for start, count in left_out:
-        if position >= start:
-            position += count
-    return position
-
-
-def assign_to_ranks(lengths: Int64Array, ranks: int) -> Int64Array:
-    """Which positions of a global batch each rank takes: int64 of shape (ranks, G / ranks), the longest sample first.
-
-    `lengths`: int64 of shape (G,). Longest processing time first (Graham, "Bounds on multiprocessing timing
-    anomalies", SIAM J. Appl. Math. 17 (1969)), with as many samples for each rank: from the longest to the shortest,
-    each goes to the rank with the least so far that has room, ties to the lower number. Where the greedy deal's largest
-    sum of lengths is larger than that of equal runs of positions (room makes that possible), those are taken.
-    """
-    room = len(lengths) // ranks
-    order = np.argsort(-lengths, kind="stable")
-    hands: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [(0, rank) for rank in range(ranks)]
-    for position in order.tolist():
-        load, rank = heapq.heappop(loads)
-        hands[rank].append(position)
-        if len(hands[rank]) < room:
-            heapq.heappush(loads, (load + int(lengths[position]), rank))
-    dealt, plain = np.array(hands, dtype=np.int64), np.sort(order).reshape(ranks, room)
-    if lengths[dealt].sum(1).max() <= lengths[plain].sum(1).max():
-        return dealt
-    return np.take_along_axis(plain, np.argsort(-lengths[plain], axis=1, kind="stable"), axis=1)
-
-
-def _round_keys(seed: int, epoch: int) -> UInt64Array:
-    """One uint64 key per round."""
-    texts = (f"sluice order {ORDER_VERSION} seed {seed} epoch {epoch} round {i}" for i in range(_ROUNDS))
-    digests = b"".join(hashlib.sha256(text.encode()).digest()[:8] for text in texts)
-    return np.frombuffer(digests, dtype="<u8").astype(np.uint64)
-
-
-def _feistel(values: UInt64Array, keys: UInt64Array, half_bits: int) -> UInt64Array:
-    """Balanced Feistel network: a permutation of the numbers of 2 * half_bits bits, element by element."""
-    shift, mask = np.uint64(half_bits), np.uint64(2**half_bits - 1)
-    left, right = values >> shift, values & mask
-    for key in keys:
-        left, right = right, left ^ (_mix(right + key) & mask)
-    return (left << shift) | right
-
-
-def _mix(z: UInt64Array) -> UInt64Array:
-    """splitmix64's finalizer: every bit of the argument moves every bit of the result (arithmetic mod 2**64)."""
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
-
+# -- several sources -----------------------------------------------------------------------------------------
 
 WEIGHT_SCALE = 1 << 20
-"""What weights add up to: products with sample numbers below 2**41 stay exact."""
+"""Sum of the integer weights. Products with sample numbers below 2**41 stay exact."""
 
 
 class Mixture:
-    """The order of one mixture."""
+    """The order of the samples of several sources with weights: a pure function of seed and sample number.
+
+    *Which source?* Of the first s samples, source 1 contributes round(s * w1), source 2 its share of the rest, and so
+    on. From s to s + 1 each of these counts grows by 0 or 1, so exactly one source contributes sample s. A source is
+    never more than one sample per level of this chain away from its exact share (Bresenham's line algorithm at each
+    level). All arithmetic is on integers, with weights rounded to multiples of 1 / `WEIGHT_SCALE`. The counts before
+    any s are computed directly, without a scan.
+
+    *Which sample of the source?* Its j-th sample is `permute(source seed, j // n)[j % n]`. The source seed depends on
+    the run's seed and on the source's name, so each source has its own epochs and an order independent of the others.
+
+    If the weights change at a step, counts continue from those of all earlier steps.
+
+    A dataset index counts through the sources in the order of the manifest.
+
+    Args:
+        seed: of the run.
+        sizes: number of training samples of each source.
+        weights: of each source, from given steps on.
+        global_batch: samples per optimizer step, which converts steps to sample numbers.
+        excluded_ranges: as for `GlobalOrderSampler`; steps count the remaining samples only.
+
+    Raises UserError if a source with a weight above 0 has no sample.
+    """
 
     def __init__(
         self,
@@ -175,86 +171,240 @@ class Mixture:
         sizes: Mapping[str, int],
         weights: MixtureConfig,
         global_batch: int,
-        left_out: Sequence[tuple[int, int]] = (),
+        excluded_ranges: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """`sizes`: samples of each source; `left_out`: as of GlobalOrderSampler, weights change behind them.
-
-        Raises UserError for a source that has none and should give some."""
-        self.sizes, self.weights = dict(sizes), weights
+        self.sizes = dict(sizes)
+        self.weights = weights
         self._seeds = [int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8]) for name in sizes]
-        self._firsts = np.cumsum([0, *sizes.values()])
-        self._starts: list[int] = []
-        self._shares: list[list[int]] = []
-        self._before: list[Int64Array] = [np.zeros(len(self.sizes), np.int64)]
-        for part in weights.weights:
-            if empty := [name for name, size in sizes.items() if not size and part.weights[name]]:
+        self._first_indices = np.cumsum([0, *sizes.values()])
+        self._phase_starts: list[int] = []  # sample number from which on each set of weights applies
+        self._phase_shares: list[list[int]] = []  # integer weights of each source in each phase
+        self._counts_before_phase: list[Int64Array] = [np.zeros(len(self.sizes), np.int64)]
+        for phase in weights.weights:
+            if empty := [name for name, size in sizes.items() if not size and phase.weights[name]]:
                 raise UserError(
-                    "data.empty_source", f"data.mixture: {empty[0]} has no sample to train on, and its weight is not 0"
+                    "data.empty_source",
+                    f"data.mixture: source {empty[0]} has no training sample, but its weight is not 0: add data to it "
+                    "or set its weight to 0",
                 )
-            start = skip_excluded((part.from_step - 1) * global_batch, left_out)
-            if self._starts:
-                self._before.append(self.counts(np.array([start]))[:, 0])
-            whole = sum(part.weights.values())
-            wanted = [part.weights[name] / whole * WEIGHT_SCALE for name in sizes]
-            self._starts.append(start)
-            self._shares.append([max(round(one), int(one > 0)) for one in wanted])
+            start = skip_excluded((phase.from_step - 1) * global_batch, excluded_ranges)
+            if self._phase_starts:
+                self._counts_before_phase.append(self.count_by_source(np.array([start]))[:, 0])
+            total = sum(phase.weights.values())
+            scaled = [phase.weights[name] / total * WEIGHT_SCALE for name in sizes]
+            self._phase_starts.append(start)
+            self._phase_shares.append([max(round(share), int(share > 0)) for share in scaled])
 
-    def counts(self, samples: Int64Array) -> Int64Array:
-        """How many of the first s samples each source gave, for each s of `samples`: int64, (n,) to (sources, n)."""
-        return self._counts(samples, 0)
+    def count_by_source(self, samples: Int64Array) -> Int64Array:
+        """Return how many of the first s samples each source contributes, for each s in `samples`.
 
-    def _counts(self, samples: Int64Array, more: int) -> Int64Array:
-        """The same of the first s + `more`, by the weights of sample s."""
-        parts = np.searchsorted(self._starts, samples, side="right") - 1
-        found = np.empty((len(self.sizes), len(samples)), np.int64)
-        for part in np.unique(parts).tolist():
-            here = parts == part
-            inside = _count_by_source(samples[here] - self._starts[part] + more, self._shares[part])
-            found[:, here] = self._before[part][:, None] + inside
-        return found
+        Args:
+            samples: int64, shape (n,).
 
-    def indices(self, samples: Int64Array) -> Int64Array:
-        """Dataset indices of run-global sample numbers: int64, of the same shape."""
+        Returns: int64, shape (sources, n).
+        """
+        return self._count_with_offset(samples, 0)
+
+    def _count_with_offset(self, samples: Int64Array, offset: int) -> Int64Array:
+        """Return the counts of the first s + `offset` samples, with the weights that apply to sample s."""
+        phases = np.searchsorted(self._phase_starts, samples, side="right") - 1
+        counts = np.empty((len(self.sizes), len(samples)), np.int64)
+        for phase in np.unique(phases).tolist():
+            in_phase = phases == phase
+            phase_samples = samples[in_phase] - self._phase_starts[phase] + offset
+            counts[:, in_phase] = self._counts_before_phase[phase][:, None] + _split_by_shares(
+                phase_samples, self._phase_shares[phase]
+            )
+        return counts
+
+    def compute_indices(self, samples: Int64Array) -> Int64Array:
+        """Return the dataset indices of sample numbers: int64, the shape of `samples`."""
         flat = samples.ravel()
-        before, after = self._counts(flat, 0), self._counts(flat, 1)
+        before = self._count_with_offset(flat, 0)
+        after = self._count_with_offset(flat, 1)
         indices = np.empty_like(flat)
         for source, size in enumerate(self.sizes.values()):
-            here = after[source] > before[source]
-            if here.any():
-                indices[here] = self._firsts[source] + compute_indices(self._seeds[source], before[source, here], size)
+            from_source = after[source] > before[source]
+            if from_source.any():
+                indices[from_source] = self._first_indices[source] + compute_indices(
+                    self._seeds[source], before[source, from_source], size
+                )
         return indices.reshape(samples.shape)
 
-    def epochs(self, samples: int) -> dict[str, float]:
-        """How often each source was read after so many samples."""
-        counts = self.counts(np.array([samples]))[:, 0].tolist()
+    def count_epochs(self, samples: int) -> dict[str, float]:
+        """Return how many times each source has been read after `samples` samples of the run."""
+        counts = self.count_by_source(np.array([samples]))[:, 0].tolist()
         return {name: count / max(1, self.sizes[name]) for name, count in zip(self.sizes, counts, strict=True)}
 
 
+def _split_by_shares(samples: Int64Array, shares: Sequence[int]) -> Int64Array:
+    """Return how many of the first s samples each source contributes, for constant integer weights.
+
+    Args:
+        samples: int64 of any shape.
+        shares: weight of each source.
+
+    Returns: int64, shape (sources, *samples.shape).
+    """
+    counts = np.empty((len(shares), *samples.shape), np.int64)
+    remaining = samples.copy()
+    remaining_share = sum(shares)
+    for source, share in enumerate(shares):
+        counts[source] = (2 * remaining * share + remaining_share) // (2 * remaining_share) if share else 0
+        remaining -= counts[source]
+        remaining_share -= share
+    return counts
+
+
 def format_epochs(epochs: Mapping[str, float]) -> str:
-    """What :meth:`Mixture.epochs` tells, in words."""
+    """Format the result of :meth:`Mixture.count_epochs`, such as `web 1.50, code 0.25`."""
     return ", ".join(f"{name} {count:.2f}" for name, count in epochs.items())
 
 
-def _count_by_source(samples: Int64Array, shares: Sequence[int]) -> Int64Array:
-    """How many of the first `samples` each source gave, by weights that do not change: int64, (sources, …)."""
-    found = np.empty((len(shares), *samples.shape), np.int64)
-    left, whole = samples.copy(), sum(shares)
-    for source, share in enumerate(shares):
-        found[source] = (2 * left * share + whole) // (2 * whole) if share else 0
-        left -= found[source]
-        whole -= share
-    return found
-
-
 def build_mixture(
-    config: Config, manifest: Manifest | SampleManifest, left_out: Sequence[tuple[int, int]] = ()
+    config: Config, manifest: Manifest | SampleManifest, excluded_ranges: Sequence[tuple[int, int]] = ()
 ) -> Mixture | None:
-    """The mixture of a run; None where it has one source."""
-    wanted = config.data.mixture
-    if wanted is None or not isinstance(manifest, Manifest):
+    """Return the mixture of a run; None if it has one source."""
+    weights = config.data.mixture
+    if weights is None or not isinstance(manifest, Manifest):
         return None
-    length, first, sizes = config.data.sequence_length, 0, {}
+    length = config.data.sequence_length
+    sizes: dict[str, int] = {}
+    first = 0
     for part in manifest.parts:
         shards = manifest.train[first : first + part.train]
-        sizes[part.name], first = sum((shard.tokens - 1) // length for shard in shards), first + part.train
-    return Mixture(config.run.seed, sizes, wanted, config.train.global_batch, left_out)
+        sizes[part.name] = sum((shard.tokens - 1) // length for shard in shards)
+        first += part.train
+    return Mixture(config.run.seed, sizes, weights, config.train.global_batch, excluded_ranges)
+
+
+# -- the samples of a rank -----------------------------------------------------------------------------------
+
+_SAMPLES_AHEAD = 4096  # Sample numbers are computed in groups of this size, which amortizes numpy's cost per call.
+
+
+class IndexedDataset(Dataset[dict[str, Any]]):
+    """What `GlobalOrderSampler` needs to know of a dataset."""
+
+    lengths: Callable[[Int64Array], Int64Array] | None = None
+    """Returns the lengths of samples, int64 of the shape of their indices; None if all samples have the same length."""
+    needs_positions = False
+    """Whether reading a sample also requires its position in the order of the run."""
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        raise NotImplementedError
+
+
+class GlobalOrderSampler(DistributedSampler[Int64Array]):
+    """Yield the sample indices that this rank reads in each optimizer step; endless.
+
+    Step k of the run takes the sample numbers [k * G, (k + 1) * G), G = `global_batch`. Rank r of W takes the positions
+    [r * G / W, (r + 1) * G / W) of them. The layout therefore only splits a batch: the ranks' samples together are
+    always the same global batch.
+
+    Each item is an int64 array of dataset indices, shape (G / W,). If the dataset needs positions, the shape is
+    (2, G / W): indices, then positions in the order. If the dataset has lengths, the samples of a global batch are
+    assigned to ranks so that the sums of their lengths are balanced (`assign_to_ranks`).
+
+    Epochs follow each other without a call of `set_epoch`, which has no effect.
+
+    Args:
+        dataset: the samples.
+        global_batch: G, the samples of an optimizer step over all ranks.
+        seed: of the order, for data of one source.
+        samples_consumed: number of the first sample.
+        excluded_ranges: (position, count) ranges of the order to skip (pipeline/resilience/guard.py).
+        num_replicas, rank: data parallel size and rank; None: those of the default process group.
+        order: returns the dataset indices of sample numbers; None: the order of one source with this `seed`.
+
+    Raises UserError if W does not divide G.
+    """
+
+    def __init__(
+        self,
+        dataset: IndexedDataset,
+        *,
+        global_batch: int,
+        seed: int,
+        samples_consumed: int = 0,
+        excluded_ranges: Sequence[tuple[int, int]] = (),
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        order: Callable[[Int64Array], Int64Array] | None = None,
+    ) -> None:
+        super().__init__(dataset, num_replicas=num_replicas, rank=rank, shuffle=True, seed=seed)
+        if global_batch % self.num_replicas:
+            raise UserError(
+                "config.conflict",
+                f"train.global_batch ({global_batch}) is not a multiple of the {self.num_replicas} data parallel ranks",
+            )
+        self.global_batch = global_batch
+        self.samples_consumed = samples_consumed
+        self.excluded_ranges = sorted(excluded_ranges)
+        self.lengths = dataset.lengths
+        self.needs_positions = dataset.needs_positions
+        self._size = len(dataset)
+        self.order = order or partial(compute_indices, seed, n=self._size)
+
+    def __len__(self) -> int:
+        """Return the optimizer steps of one epoch, ceil(n / G). Iteration does not end there."""
+        return -(-self._size // self.global_batch)
+
+    def __iter__(self) -> Iterator[Int64Array]:
+        # If samples have lengths, each rank computes the whole global batch and then selects its share.
+        local = self.global_batch // (1 if self.lengths else self.num_replicas)
+        steps = max(1, min(_SAMPLES_AHEAD // local, len(self)))  # at most one epoch at once
+        first = self.samples_consumed + (0 if self.lengths else self.rank * local)
+        offsets = self.global_batch * np.arange(steps, dtype=np.int64)[:, None] + np.arange(local, dtype=np.int64)
+        while True:
+            positions = first + offsets
+            for start, count in self.excluded_ranges:
+                positions[positions >= start] += count
+            for batch in np.stack([self.order(positions), positions], axis=1):
+                if self.lengths:
+                    batch = batch[:, assign_to_ranks(self.lengths(batch[0]), self.num_replicas)[self.rank]]
+                yield batch if self.needs_positions else batch[0]
+            first += steps * self.global_batch
+
+
+def skip_excluded(consumed: int, excluded_ranges: Iterable[tuple[int, int]]) -> int:
+    """Return the position in the order of the sample that follows `consumed` samples.
+
+    Args:
+        excluded_ranges: (position, count) ranges to skip, sorted and disjoint.
+    """
+    position = consumed
+    for start, count in excluded_ranges:
+        if position >= start:
+            position += count
+    return position
+
+
+def assign_to_ranks(lengths: Int64Array, ranks: int) -> Int64Array:
+    """Assign the positions of a global batch to ranks so that the sums of their lengths are balanced.
+
+    Longest processing time first (Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17 (1969)),
+    with the same number of samples for each rank. From the longest sample to the shortest, each goes to the rank with
+    the smallest sum that is not full yet; ties go to the lower rank. Because ranks can be full, the largest sum may
+    exceed that of contiguous ranges of positions. In that case the contiguous ranges are used.
+
+    Args:
+        lengths: int64, shape (G,).
+
+    Returns: positions, int64, shape (ranks, G / ranks), the longest sample of each rank first.
+    """
+    samples_per_rank = len(lengths) // ranks
+    order = np.argsort(-lengths, kind="stable")
+    assigned: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [(0, rank) for rank in range(ranks)]
+    for position in order.tolist():
+        load, rank = heapq.heappop(loads)
+        assigned[rank].append(position)
+        if len(assigned[rank]) < samples_per_rank:
+            heapq.heappush(loads, (load + int(lengths[position]), rank))
+    balanced = np.array(assigned, dtype=np.int64)
+    contiguous = np.sort(order).reshape(ranks, samples_per_rank)
+    if lengths[balanced].sum(1).max() <= lengths[contiguous].sum(1).max():
+        return balanced
+    return np.take_along_axis(contiguous, np.argsort(-lengths[contiguous], axis=1, kind="stable"), axis=1)

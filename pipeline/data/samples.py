@@ -32,16 +32,14 @@ import numpy as np
 import torch
 from numpy.random import Generator, Philox
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from pipeline.base.errors import InputError, UserError, raise_if_too_many_open_files
 from pipeline.config.user_model import LENGTHS_ARRAY
 from pipeline.data.manifest import SPLIT_SEED, SampleFile, SampleManifest, ShardEntry, check_has_sample
-from pipeline.data.sample_order import Int64Array, permute
+from pipeline.data.sample_order import IndexedDataset, Int64Array, permute
 
 Arrays = dict[str, Any]
 """numpy arrays by name, of shape (B, …)."""
-Lengths = Callable[[Int64Array], Int64Array]
 Transform = Callable[[Arrays, Generator | None], Arrays]
 """A sample's arrays of its arrays in the file (pipeline/config/user_model.py)."""
 _TORCH_TYPES = {"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"}
@@ -68,7 +66,7 @@ def map_arrays(
         }
     except (OSError, ValueError) as error:
         raise_if_too_many_open_files(error)
-        raise InputError("data.damaged_file", f"cannot map {path}: {error}; {entry.way_out}") from error
+        raise InputError("data.damaged_file", f"cannot map {path}: {error}; {entry.remedy}") from error
 
 
 _LOCKED = 500
@@ -81,16 +79,11 @@ def _row(array: np.ndarray, row: int) -> np.ndarray:
     return array[row] if array[:1].size > _LOCKED else array[row : row + 1].take(0, axis=0)
 
 
-class MappedDataset(Dataset[Arrays]):
+class MappedDataset(IndexedDataset):
     """Samples of several files of the same arrays; every file is opened once, here, and stays mapped.
 
     Raises InputError as `map_file` does.
     """
-
-    lengths: Lengths | None = None
-    """How long samples are, by their indices (int64, and the result of the same shape); None: all alike."""
-    needs_positions = False
-    """Whether `read` also wants each sample's position in the run's order: int64 of shape (2, B), indices first."""
 
     def __init__(self, entries: Sequence[ShardEntry | SampleFile], data_dir: Path = Path()) -> None:
         self.entries = entries
@@ -106,7 +99,7 @@ class MappedDataset(Dataset[Arrays]):
         """The file's arrays, samples along the first dimension; `place` as map_file has it."""
         return map_arrays(entry, *place)
 
-    def move(self, number: int, path: Path) -> None:
+    def remap_file(self, number: int, path: Path) -> None:
         """Read the file of entry `number` at `path` from now on; another thread may be reading."""
         for name, array in self._map(self.entries[number], path).items():
             self._arrays[name][number] = array
@@ -115,7 +108,7 @@ class MappedDataset(Dataset[Arrays]):
         """Number of samples."""
         return int(self._starts[-1])
 
-    def buffer(self, rows: int, pin: bool = False) -> dict[str, Tensor]:
+    def allocate_batch(self, rows: int, pin: bool = False) -> dict[str, Tensor]:
         """Host memory for so many samples in the files' types, page-locked with `pin`."""
         return {
             name: torch.empty((rows, *array.shape[1:]), dtype=getattr(torch, self._kinds[name].name), pin_memory=pin)
@@ -222,7 +215,7 @@ class SampleDataset(MappedDataset):
         if self._transform is None:
             return super().read(indices, out)
         indices, numbers = indices if self.needs_positions else (indices, None)
-        out = out or {name: array.numpy() for name, array in self.buffer(len(indices)).items()}
+        out = out or {name: array.numpy() for name, array in self.allocate_batch(len(indices)).items()}
         for i, (file, row) in enumerate(self._places(indices)):
             number, index = None if numbers is None else int(numbers[i]), int(indices[i])
             found = self._transformed(self._transform, file, row, number, index=index)

@@ -53,12 +53,12 @@ def verify_shards(run: Run, shards: Sequence[ShardEntry | SampleFile], group: di
                 entry.check(run.data_dir, how != "sizes" and again)
                 seen[entry.name] = stamp
             except InputError as error:
-                if not entry.own:
+                if not entry.is_user_file:
                     with suppress(OSError):  # missing already, or not ours to rename: the error below says enough
                         path.rename(path.with_name(f"{path.name}.damaged"))
                     run.event("damaged", file=str(path), reason=str(error))
                 raise
-            if not entry.own or isinstance(entry, SampleFile):  # of the user's tokens the hash says enough
+            if not entry.is_user_file or isinstance(entry, SampleFile):  # of the user's tokens the hash says enough
                 _check_arrays(run, path, entry)
 
         return seen

@@ -50,8 +50,8 @@ from pipeline.data.special_tokens import (
 )
 from pipeline.data.verify_shards import load_run_manifest
 from pipeline.model.decoder import Decoder, init_weights
+from pipeline.model.open_weights import match_tensors, read_tensor_specs
 from pipeline.model.spec import EMBEDDING
-from pipeline.publish.open_weights import match_tensors, read_tensor_specs
 from pipeline.run.directory import Run
 
 Ready = tuple[Decoder, Tokenizer, list[int], list[int]]
@@ -166,7 +166,7 @@ def _of_folder(folder: Path, prompt: Prompt, step: str | None, most: int) -> Rea
     model = _decoder(config, config.vocab_size or 0, ids, most)
     held = {name: read_tensor_specs(folder, name) for name in list_weight_files(folder)}
     source = match_tensors(folder, held, dict(model.named_weights()), tied=config.tie_word_embeddings)
-    source.fill(_made(model, config).named_weights())
+    source.copy_into(_made(model, config).named_weights())
     return model, tokenizer, [*_ends(read_inside(folder, CONFIG_FILE), read_tokenizer_files(folder)), *turn_ends], ids
 
 

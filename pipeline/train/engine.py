@@ -30,12 +30,12 @@ from pipeline.comm.groups import World, all_gather_results
 from pipeline.config.sections import Config
 from pipeline.model.activation_checkpointing import apply_activation_checkpointing
 from pipeline.model.decoder import full_tensor, local_tensor, parameter_seed, write_parameter
+from pipeline.model.open_weights import OpenWeights
 from pipeline.model.spec import EMBEDDING, LM_HEAD
 from pipeline.model.task import DTYPES, Batch, Task
 from pipeline.parallel import data_parallel, float8
 from pipeline.parallel.mesh import Layout
 from pipeline.parallel.replica_sync import HOOKS_WITH_RESIDUALS, GradientHook, LocalSgd, ReplicaSync
-from pipeline.publish.open_weights import OpenWeights
 from pipeline.train.optimizer import (
     LeanAdamW,
     LossScaler,
@@ -154,7 +154,7 @@ class Engine:
         part.to_empty(device="cpu" if config.parallel.offload else self.world.device)
         task.init_weights(part, self.world.device, self._draw and source is None)
         if source is not None:
-            source.fill(task.named_weights(part))
+            source.copy_into(task.named_weights(part))
         return part
 
     # -- a step ------------------------------------------------------------------------------------------

@@ -35,17 +35,17 @@ from pipeline.checkpoint.identity import (
     describe_version_changes,
 )
 from pipeline.comm import groups
-from pipeline.data.loader import BatchLoader, GlobalOrderSampler
+from pipeline.data.loader import BatchLoader
 from pipeline.data.local_copy import LocalCopies
 from pipeline.data.manifest import Manifest, SampleManifest, count_training_steps
-from pipeline.data.sample_order import build_mixture, format_epochs
+from pipeline.data.sample_order import GlobalOrderSampler, build_mixture, format_epochs
 from pipeline.data.samples import MappedDataset, SampleDataset, TokenDataset
 from pipeline.data.verify_shards import verify_shards
 from pipeline.evaluate.evaluator import Evaluator
+from pipeline.model.open_weights import open_initial_weights
 from pipeline.model.task import Batch, DecoderTask, make_task
 from pipeline.parallel.mesh import check_warmup, describe_layout_identity, resolve_layout
 from pipeline.parallel.traffic import count_traffic
-from pipeline.publish.open_weights import open_initial_weights
 from pipeline.resilience.guard import BadStepGuard
 from pipeline.resilience.stop import EARLY_STOP_REQUEST, SAVE_REQUEST, Deadline, SaveRequests, StopCoordinator
 from pipeline.resilience.stragglers import LocalComputeTimer, StragglerDetector
@@ -192,7 +192,7 @@ class Trainer:
             source=source,
         )
         if source is not None:
-            source.note()
+            source.write_source()
         self.checkpointer.describe |= compute_source_identity(self.run)
         return engine
 
@@ -209,10 +209,10 @@ class Trainer:
             global_batch=self.config.train.global_batch,
             seed=self.config.run.seed,
             samples_consumed=self.samples_consumed,
-            left_out=self.guard.excluded_ranges,
+            excluded_ranges=self.guard.excluded_ranges,
             num_replicas=self.layout.dp,
             rank=self.layout.coordinates(self.rank).dp,
-            order=self.mixture.indices if self.mixture else None,
+            order=self.mixture.compute_indices if self.mixture else None,
         )
         key = groups.broadcast_from_rank0(self.coordinator.group, secrets.token_hex(8))
         write_event = partial(self.run.event, stage="train") if self.rank_info.local_rank == 0 else None
@@ -447,8 +447,8 @@ class Trainer:
         if not self.world.is_rank0:
             return
         if self.mixture:
-            at_end = self.mixture.epochs(self.config.train.global_batch * self.steps)
-            now = self.mixture.epochs(self.samples_consumed)
+            at_end = self.mixture.count_epochs(self.config.train.global_batch * self.steps)
+            now = self.mixture.count_epochs(self.samples_consumed)
             weights = self.mixture.weights.model_dump()["weights"]
             self.run.event("mixture", "train", weights=weights, epochs=now, epochs_at_the_end=at_end)
             self.log(

@@ -147,13 +147,13 @@ def test_parts_of_a_file_are_asked_for_once_and_what_is_gone_of_a_finished_stage
     for stage in ("prepare", "shard"):
         load_stage_module(stage).run_stage(run, make_rank_info(0, 1, 1), {}, HarmlessFlag())
     asked: list[Path] = []
-    real = FileEntry.problem
+    real = FileEntry.find_problem
 
     def problem(entry: FileEntry, path: Path, hashes: bool = True) -> str | None:
         asked.append(path)
         return real(entry, path, hashes)
 
-    monkeypatch.setattr(FileEntry, "problem", problem)
+    monkeypatch.setattr(FileEntry, "find_problem", problem)
     row = status.StatusPoller(run).poll()[1]
     assert (row.state, row.cells["step"]) == (
         "done",

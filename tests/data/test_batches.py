@@ -164,7 +164,7 @@ def test_a_read_of_five_seconds_stops_nobody(dataset: TokenDataset, monkeypatch:
             assert next(batches)["tokens"].shape == (1, 11)
             now += 0.05
         deadline = time.monotonic() + 60
-        while batches._waiting < 200 and time.monotonic() < deadline:
+        while batches._waiting_batches < 200 and time.monotonic() < deadline:
             time.sleep(0.001)
         stuck.set()
         for _ in range(100):  # would wait for ever

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from pipeline.base.errors import UserError
 from pipeline.config.datasets import MixtureConfig
-from pipeline.data.loader import GlobalOrderSampler
-from pipeline.data.sample_order import WEIGHT_SCALE, Mixture, permute
+from pipeline.data.sample_order import WEIGHT_SCALE, GlobalOrderSampler, Mixture, permute
 from pipeline.data.samples import MappedDataset
 
 NAMES = ["web", "code", "books", "math"]
@@ -69,19 +68,19 @@ def test_is_the_reference_at_every_index(mixture: tuple[dict[str, int], MixtureC
     sizes, wanted, batch = mixture
     order = Mixture(seed, sizes, wanted, batch)
     expected = reference(seed, sizes, wanted, batch, 300)
-    assert order.indices(np.arange(300)).tolist() == expected
+    assert order.compute_indices(np.arange(300)).tolist() == expected
     shuffled = np.random.default_rng(seed).permutation(300).reshape(20, 15)  # any positions, in any order
-    assert order.indices(shuffled).tolist() == np.array(expected)[shuffled].tolist()
+    assert order.compute_indices(shuffled).tolist() == np.array(expected)[shuffled].tolist()
     borders = np.cumsum([0, *sizes.values()])
     drawn = np.bincount(np.searchsorted(borders, expected, side="right") - 1, minlength=len(sizes))
-    assert order.counts(np.array([300]))[:, 0].tolist() == drawn.tolist()
+    assert order.count_by_source(np.array([300]))[:, 0].tolist() == drawn.tolist()
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.floats(0.001, 1), min_size=2, max_size=4), st.integers(0, 10**9))
 def test_no_source_is_ever_far_from_its_share(weights: list[float], samples: int) -> None:
     sizes = dict.fromkeys(NAMES[: len(weights)], 1000)
-    counts = Mixture(1, sizes, config([(1, weights)]), 8).counts(np.array([samples]))[:, 0]
+    counts = Mixture(1, sizes, config([(1, weights)]), 8).count_by_source(np.array([samples]))[:, 0]
     assert counts.sum() == samples
     for count, weight in zip(counts.tolist(), weights, strict=True):
         assert abs(count - samples * weight / sum(weights)) <= len(weights) + samples * len(weights) / WEIGHT_SCALE
@@ -106,7 +105,7 @@ def test_ranks_and_resumes_split_the_same_order(ranks: int, begin: int) -> None:
     def taken(rank: int) -> list[list[int]]:
         sampler = GlobalOrderSampler(
             _Data(37), global_batch=8, seed=5, samples_consumed=begin, num_replicas=ranks, rank=rank,
-            order=order.indices,
+            order=order.compute_indices,
         )  # fmt: skip
         steps = iter(sampler)
         return [next(steps).tolist() for _ in range(10)]
@@ -118,13 +117,13 @@ def test_ranks_and_resumes_split_the_same_order(ranks: int, begin: int) -> None:
 
 def test_each_epoch_of_a_source_has_each_sample_once_and_sources_do_not_depend_on_others() -> None:
     sizes = {"web": 30, "code": 7}
-    order = Mixture(3, sizes, config([(1, [3, 1])]), 8).indices(np.arange(280))
+    order = Mixture(3, sizes, config([(1, [3, 1])]), 8).compute_indices(np.arange(280))
     code = order[order >= 30] - 30
     assert all(sorted(code[start : start + 7]) == list(range(7)) for start in range(0, len(code) - 6, 7))
-    other = Mixture(3, {**sizes, "books": 99}, config([(1, [3, 1, 2])]), 8).indices(np.arange(560))
+    other = Mixture(3, {**sizes, "books": 99}, config([(1, [3, 1, 2])]), 8).compute_indices(np.arange(560))
     again = other[(other >= 30) & (other < 37)] - 30
     assert again[: len(code)].tolist() == code[: len(again)].tolist()
-    assert Mixture(3, sizes, config([(1, [3, 1])]), 8).epochs(280) == {"web": 7.0, "code": 10.0}
+    assert Mixture(3, sizes, config([(1, [3, 1])]), 8).count_epochs(280) == {"web": 7.0, "code": 10.0}
 
 
 def test_weights_change_with_the_step_where_samples_were_left_out_too() -> None:
@@ -132,9 +131,9 @@ def test_weights_change_with_the_step_where_samples_were_left_out_too() -> None:
     sizes, left_out = {"web": 30, "code": 7}, [(16, 16)]
     order = Mixture(5, sizes, config([(1, [3, 1]), (6, [0, 1])]), 8, left_out)
     old = Mixture(5, sizes, config([(1, [3, 1])]), 8)
-    assert order.indices(np.arange(56)).tolist() == old.indices(np.arange(56)).tolist()
+    assert order.compute_indices(np.arange(56)).tolist() == old.compute_indices(np.arange(56)).tolist()
     sampler = GlobalOrderSampler(
-        _Data(37), global_batch=8, seed=5, left_out=left_out, num_replicas=1, rank=0, order=order.indices
+        _Data(37), global_batch=8, seed=5, excluded_ranges=left_out, num_replicas=1, rank=0, order=order.compute_indices
     )
     steps = iter(sampler)
     web = [int((next(steps) < 30).sum()) for _ in range(7)]
@@ -147,19 +146,19 @@ def test_far_positions_are_exact() -> None:
     far, change = 9 * 10**11, (10**6 - 1) * 512
     taken: dict[str, int] = {}
     for phase, samples in ((0, change), (1, far - change)):
-        left, rest, shares = samples, sum(order._shares[phase]), order._shares[phase]
+        left, rest, shares = samples, sum(order._phase_shares[phase]), order._phase_shares[phase]
         for name, share in zip(order.sizes, shares, strict=True):
             count = int(Fraction(left * share, rest) + Fraction(1, 2))
             taken[name] = taken.get(name, 0) + count
             left, rest = left - count, rest - share
-    assert order.counts(np.array([far]))[:, 0].tolist() == list(taken.values()) and sum(taken.values()) == far
-    assert len(set(order.indices(np.arange(far, far + 4096)).tolist())) > 2000
+    assert order.count_by_source(np.array([far]))[:, 0].tolist() == list(taken.values()) and sum(taken.values()) == far
+    assert len(set(order.compute_indices(np.arange(far, far + 4096)).tolist())) > 2000
 
 
 def test_a_source_without_samples_and_weights_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(UserError, match="code has no sample"):
+    with pytest.raises(UserError, match="source code has no training sample"):
         Mixture(1, {"web": 5, "code": 0}, config([(1, [1, 1])]), 8)
-    assert Mixture(1, {"web": 5, "code": 0}, config([(1, [1, 0])]), 8).indices(np.arange(50)).max() < 5
+    assert Mixture(1, {"web": 5, "code": 0}, config([(1, [1, 0])]), 8).compute_indices(np.arange(50)).max() < 5
     for bad in ([(2, [1, 1])], [(1, [1, 1]), (1, [1, 2])], [(1, [0, 0])], [(1, [-1, 2])], [(1, [1e308, 1e308])]):
         with pytest.raises(ValueError, match=r"from_step|weight|greater"):
             config(bad)

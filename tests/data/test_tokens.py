@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
 from pipeline.base.errors import InputError, UserError
-from pipeline.data.loader import BatchLoader, GlobalOrderSampler
-from pipeline.data.sample_order import compute_index_range
+from pipeline.data.loader import BatchLoader
+from pipeline.data.sample_order import GlobalOrderSampler, compute_index_range
 from pipeline.data.samples import TokenDataset
 from tests.support.shards import make_shard_entry, write_shards
 
@@ -115,7 +115,7 @@ def test_parts_of_one_file_share_its_descriptor_and_a_copy_takes_one_of_them(tmp
     parts = [make_shard_entry(path, 10, 20 * part, "uint16") for part in range(300)]
     dataset = TokenDataset(parts, 9)
     assert [os.readlink(one) for one in _descriptors()].count(str(path)) == 1
-    dataset.move(7, copy)
+    dataset.remap_file(7, copy)
     held = [os.readlink(one) for one in _descriptors()]
     assert (held.count(str(path)), held.count(str(copy))) == (1, 1)
     assert dataset.read(np.arange(300))["tokens"].ravel().tolist() == list(range(3000))

@@ -34,7 +34,7 @@ from data_prep.tokens_folder import TokensFolder
 from pipeline.base.errors import InputError, UserError
 from pipeline.config.datasets import DataConfig, TokenizerConfig
 from pipeline.config.user_model import UserModel
-from pipeline.data.manifest import SampleManifest, load_manifest, load_sealed
+from pipeline.data.manifest import SampleManifest, load_manifest, read_manifest_file
 from pipeline.data.samples import SampleDataset
 from tests.data_prep.test_shards import all_bytes, config, prepare, quiet, texts
 from tests.data_prep.test_token_files import MAPPED, encoded, flat, mutated, tokens_of
@@ -193,7 +193,7 @@ def test_any_split_of_files_of_samples(
         write_samples(folder / f"{number}.h5", **options)
     data = DataConfig(source=f"{folder}/*.h5", held_out=0)
     same_in_any_split(lambda path: SamplesFolder(data, path, PACKAGE, MODEL), folder, tasks, draw)
-    read = SampleDataset(load_sealed(folder / "many/manifest.json", SampleManifest), folder / "many").read(
+    read = SampleDataset(read_manifest_file(folder / "many/manifest.json", SampleManifest), folder / "many").read(
         np.arange(50 * len(ways))
     )
     for name, found in read.items():
@@ -259,7 +259,7 @@ def test_damaged_samples_are_refused_or_read(way: str, tmp_path: Path) -> None:
             folder.prepare(quiet)
             folder.shard(0, 1, quiet)
             assert folder.finalize(quiet)
-            samples = SampleDataset(load_sealed(folder.path / "manifest.json", SampleManifest), folder.path)
+            samples = SampleDataset(read_manifest_file(folder.path / "manifest.json", SampleManifest), folder.path)
             assert len(samples) <= 100
             samples.read(np.arange(len(samples)))
         except (UserError, InputError) as error:

@@ -135,8 +135,8 @@ class Shard:
         for unit in range(whole.count):
             made = whole.unit(unit)
             entries = [*made.train, *made.held_out] if made else []
-            if made and not any(entry.problem(path / entry.file) for entry in entries):
-                own = [path / entry.file for entry in entries if not entry.own]
+            if made and not any(entry.find_problem(path / entry.file) for entry in entries):
+                own = [path / entry.file for entry in entries if not entry.is_user_file]
                 found |= stamps([whole.unit_path(unit), *own])
         return found
 
@@ -220,7 +220,7 @@ class Import(Shard):
             return stamps([*(path / "to/shards").iterdir()])
         lines = read_jsonl(path / ".to.part/copied.jsonl")
         entries = [ShardEntry(**one) for line in lines for one in line["shards"]]
-        assert not [words for one in entries if (words := one.problem(path / ".to.part" / one.file))]
+        assert not [words for one in entries if (words := one.find_problem(path / ".to.part" / one.file))]
         return stamps([path / ".to.part" / one.file for one in entries])
 
     def files(self, path: Path) -> dict[str, bytes]:

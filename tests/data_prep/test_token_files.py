@@ -616,7 +616,7 @@ def test_parts_of_a_large_file_are_hashed_apart_and_hold_it_all(write: Writer, t
     content[-1] ^= 1
     content[parts.train[2].offset] ^= 1
     path.write_bytes(content)
-    bad = [entry for entry in (*parts.train, *parts.held_out) if entry.problem(path)]
+    bad = [entry for entry in (*parts.train, *parts.held_out) if entry.find_problem(path)]
     assert bad == [parts.train[2], parts.held_out[1]]
 
 

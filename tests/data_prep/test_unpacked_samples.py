@@ -49,7 +49,7 @@ def test_a_training_on_them_is_that_on_files_in_one_piece(tmp_path: Path) -> Non
     plain = make_run(tmp_path / "plain", {name: {} for name in WAYS})
     packed = make_run(tmp_path / "packed", {**WAYS, "single": {}})
     first, second = (load_run_manifest(run).train for run in (plain, packed))
-    assert [entry.own for entry in first] == [True] * 3
+    assert [entry.is_user_file for entry in first] == [True] * 3
     assert [entry.file for entry in second] == [  # the one in one piece is used where it lies
         "shards/unit-00000.h5", str(tmp_path / "packed/single.h5"), "shards/unit-00002.h5",
     ]  # fmt: skip

@@ -80,9 +80,9 @@ def loader(folder: str) -> None:
     """A few batches; its thread says where it is."""
 
     class Noting(TokenDataset):
-        def buffer(self, rows: int, pin: bool = False) -> dict[str, torch.Tensor]:
+        def allocate_batch(self, rows: int, pin: bool = False) -> dict[str, torch.Tensor]:
             note("read")
-            return super().buffer(rows, pin)
+            return super().allocate_batch(rows, pin)
 
     device = join().device
     file = Path(folder, "0.h5")

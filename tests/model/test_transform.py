@@ -13,8 +13,8 @@ import torch
 
 from examples import make_images
 from pipeline.base.errors import ExitCode, UserError
-from pipeline.data.loader import BatchLoader, GlobalOrderSampler
-from pipeline.data.sample_order import compute_index_range, permute
+from pipeline.data.loader import BatchLoader
+from pipeline.data.sample_order import GlobalOrderSampler, compute_index_range, permute
 from pipeline.data.samples import SampleDataset
 from pipeline.data.verify_shards import load_run_manifest
 from pipeline.run.directory import Run

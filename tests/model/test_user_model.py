@@ -384,8 +384,7 @@ def test_evaluation_of_different_lengths(series: Path) -> None:
 
 
 def test_ranks_read_the_same_global_batch_with_even_sums(series: Path) -> None:
-    from pipeline.data.loader import GlobalOrderSampler
-    from pipeline.data.sample_order import compute_index_range
+    from pipeline.data.sample_order import GlobalOrderSampler, compute_index_range
     from pipeline.data.samples import SampleDataset
     from pipeline.data.verify_shards import load_run_manifest
 

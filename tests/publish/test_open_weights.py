@@ -107,9 +107,9 @@ def start_rank(where: RankInfo, path: Path, configs: list[Config]) -> list[tuple
     """Losses and gradient norms of each config in turn, how many numbers this rank read of its folder, and what
     `first_step` says."""
     from pipeline.comm import groups
+    from pipeline.model import open_weights as module
     from pipeline.model.task import DecoderTask
     from pipeline.parallel.mesh import resolve_layout
-    from pipeline.publish import open_weights as module
     from pipeline.train.engine import Engine
 
     groups.configure_determinism(configs[0])
@@ -205,8 +205,8 @@ def test_ten_steps_are_those_of_transformers_on_every_layout(tmp_path: Path, fam
 def refused_rank(where: RankInfo, path: Path, configs: list[Config]) -> list[str]:
     """What opening the folder of each config says."""
     from pipeline.comm import groups
+    from pipeline.model.open_weights import open_initial_weights
     from pipeline.model.task import DecoderTask
-    from pipeline.publish.open_weights import open_initial_weights
 
     groups.join_process_group(where, configs[0])
     told = []
@@ -351,9 +351,9 @@ def memory_rank(where: RankInfo, path: Path, configs: list[Config]) -> dict[str,
     from benchmarks.convert import measured
     from pipeline.comm import groups
     from pipeline.model.decoder import local_tensor
+    from pipeline.model.open_weights import open_initial_weights
     from pipeline.model.task import DecoderTask
     from pipeline.parallel.mesh import resolve_layout
-    from pipeline.publish.open_weights import open_initial_weights
     from pipeline.train.engine import Engine
 
     results: dict[str, float] = {}
@@ -364,7 +364,7 @@ def memory_rank(where: RankInfo, path: Path, configs: list[Config]) -> dict[str,
             source = open_initial_weights(Run(path, config), task, groups.new_control_group())
             engine = Engine(config, layout, world, task, source=source)
             assert source is not None and engine.parts
-            source.note()
+            source.write_source()
     return {
         **results,
         "share": 3 * sum(local_tensor(p).nbytes for part in engine.parts for p in part.parameters()) / 1e9,

@@ -52,8 +52,7 @@ def test_positions_are_those_of_a_list_with_the_ranges_deleted(left_out: list[tu
 def test_the_sampler_jumps_over_them(left_out: list[tuple[int, int]], step: int, ranks: int) -> None:
     import numpy as np
 
-    from pipeline.data.loader import GlobalOrderSampler
-    from pipeline.data.sample_order import compute_indices
+    from pipeline.data.sample_order import GlobalOrderSampler, compute_indices
 
     class Numbers:
         """97 samples of one length."""
@@ -70,7 +69,7 @@ def test_the_sampler_jumps_over_them(left_out: list[tuple[int, int]], step: int,
     found: list[int] = []
     for rank in range(ranks):
         sampler = GlobalOrderSampler(
-            dataset, global_batch=8, seed=3, samples_consumed=8 * step, left_out=merge_ranges(left_out),
+            dataset, global_batch=8, seed=3, samples_consumed=8 * step, excluded_ranges=merge_ranges(left_out),
             num_replicas=ranks, rank=rank,
         )  # fmt: skip
         found += next(iter(sampler)).tolist()

@@ -55,11 +55,11 @@ class OpenWeights:
     folder: Path
     files: Mapping[str, str]
     """The file of each tensor."""
-    note: Callable[[], object] = lambda: None
+    write_source: Callable[[], object] = lambda: None
     """Write `source.json`, once all files are hashed; all ranks call it when they are filled."""
 
     @torch.no_grad()
-    def fill(self, weights: Iterable[tuple[str, nn.Parameter]]) -> None:
+    def copy_into(self, weights: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Copy into each parameter, by its name in the whole model, what this rank holds of it; in its own type."""
         for name, parameter in weights:
             part = local_tensor(parameter)
@@ -106,12 +106,12 @@ def open_initial_weights(run: Run, task: Task, group: dist.ProcessGroup) -> Open
     threads = ThreadPoolExecutor(4)
     digests = {name: threads.submit(digest_of, name) for name in sorted(seen)[rank::ranks]}
 
-    def note() -> None:
+    def write_source() -> None:
         parts = all_gather_results(group, lambda: {name: digest.result() for name, digest in digests.items()})
         hashes = dict(sorted(each for part in parts for each in part.items()))
         all_gather_results(group, lambda: _write_source(run, folder, hashes) if rank == 0 else None)
 
-    return replace(source, note=note)
+    return replace(source, write_source=write_source)
 
 
 def _write_source(run: Run, folder: Path, hashes: Mapping[str, str]) -> None:
