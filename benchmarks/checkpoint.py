@@ -24,7 +24,7 @@ EVERY = 8
 SKIP = 4
 
 
-def train(place: RankInfo, run_path: Path, mode: str, steps: int) -> tuple[float, float]:
+def train(rank_info: RankInfo, run_path: Path, mode: str, steps: int) -> tuple[float, float]:
     """Seconds per step, and seconds in which the trainer was inside `save`, per save."""
     from pipeline.base.signals import StopFlag
     from pipeline.comm import groups
@@ -34,8 +34,8 @@ def train(place: RankInfo, run_path: Path, mode: str, steps: int) -> tuple[float
 
     run = Run.open(run_path)
     groups.configure_determinism(run.config)
-    world = groups.join_process_group(place, run.config)
-    trainer = Trainer(run, load_manifest(run.data_dir), place, world, StopFlag())
+    world = groups.join_process_group(rank_info, run.config)
+    trainer = Trainer(run, load_manifest(run.data_dir), rank_info, world, StopFlag())
     marks, inside = [], []
     step, save = trainer.step, trainer.save
 

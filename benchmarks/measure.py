@@ -42,13 +42,13 @@ def config_of(ranks: int, overrides: tuple[str, ...]) -> Config:
     return load_config(CONFIG, [f"stages.train.tasks_per_node={ranks}", *overrides])
 
 
-def step_of(place: RankInfo, config: Config) -> float:
+def step_of(rank_info: RankInfo, config: Config) -> float:
     """Seconds of a real step, on one rank of those that make it."""
     from pipeline.comm import groups
     from planning.calibrate import time_step
 
     groups.configure_determinism(config)
-    world, layout = groups.join_process_group(place, config), resolve_layout(config)
+    world, layout = groups.join_process_group(rank_info, config), resolve_layout(config)
     work = workload_from_config(config, layout, config.data.tokenizer.vocab_size)
     return time_step(config, layout, world, work).seconds
 

@@ -48,7 +48,7 @@ def local_bytes(tensor: Any) -> int:
     return 0 if tensor is None else int(getattr(tensor, "_local_tensor", tensor).nbytes)
 
 
-def measure(place: RankInfo, config: Config) -> tuple[int, int, int, int]:
+def measure(rank_info: RankInfo, config: Config) -> tuple[int, int, int, int]:
     """Bytes of weights, optimizer, gradients, gathered weights."""
     import torch
     from torch.distributed.fsdp import FSDPModule
@@ -59,7 +59,7 @@ def measure(place: RankInfo, config: Config) -> tuple[int, int, int, int]:
     from pipeline.train.engine import Engine
 
     groups.configure_determinism(config)
-    world = groups.join_process_group(place, config)
+    world = groups.join_process_group(rank_info, config)
     layout = resolve_layout(config)
     engine = Engine(config, layout, world, DecoderTask(config, VOCAB))
     state = engine.state_dict()

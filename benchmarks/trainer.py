@@ -60,7 +60,7 @@ def parent(folder: Path, steps: int, pairs: int) -> None:
                 for rank in range(2):
                     from pipeline.base.dist_env import make_local_rank_env
 
-                    place = make_local_rank_env(rank, 2, port, listener.fileno() if rank == 0 else None)
+                    rank_env = make_local_rank_env(rank, 2, port, listener.fileno() if rank == 0 else None)
                     children.append(
                         subprocess.Popen(
                             [
@@ -73,7 +73,7 @@ def parent(folder: Path, steps: int, pairs: int) -> None:
                                 "--steps",
                                 str(steps),
                             ],
-                            env={**os.environ, **place},
+                            env={**os.environ, **rank_env},
                             cwd=ROOT,
                             stdout=subprocess.PIPE,
                             text=True,

@@ -59,10 +59,10 @@ def check_inputs(run: Run) -> None:
     open_data_folder(run).look()
 
 
-def run_stage(run: Run, place: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
+def run_stage(run: Run, rank_info: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
     """Do it; ranks beyond the first have nothing to do."""
     gc.enable()
     flag.exit_on_signal()
-    if place.rank == 0:
+    if rank_info.rank == 0:
         open_data_folder(run).prepare(log)
     return ExitCode.DONE

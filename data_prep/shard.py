@@ -64,12 +64,12 @@ def progress(run: Run) -> Progress:
     return Progress(words + folder.describe_result(), done, total, words, remaining_s=left_s)
 
 
-def run_stage(run: Run, place: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
+def run_stage(run: Run, rank_info: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
     """Shard this task's units; the last task to finish writes the manifest."""
     gc.enable()
     flag.exit_on_signal()
     folder = open_data_folder(run)
-    task, tasks = place.array or (place.rank, place.world_size)
+    task, tasks = rank_info.array or (rank_info.rank, rank_info.world_size)
     folder.shard(task, tasks, log, run.config.site.stripe)
     folder.length = run.config.data.sequence_length
     folder.finalize(log)

@@ -67,7 +67,7 @@ def progress(run: Run) -> Progress:
     return Progress(f"step {result['step']}: {name} {value:.3f}")
 
 
-def run_stage(run: Run, place: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
+def run_stage(run: Run, rank_info: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
     """Evaluate the selected checkpoints that have no result. Raises CheckpointError if there is no checkpoint."""
     from pipeline.comm import groups
     from pipeline.data.verify_shards import load_run_manifest
@@ -77,11 +77,11 @@ def run_stage(run: Run, place: RankInfo, options: Mapping[str, str], flag: StopF
     if run.config.data.held_out == 0:
         print("evaluate: nothing is held out (data.held_out: 0)", flush=True)
         return ExitCode.DONE
-    watchdog = Watchdog(run, "evaluate", place, flag)
+    watchdog = Watchdog(run, "evaluate", rank_info, flag)
     watchdog.start()
     manifest = load_run_manifest(run)
     groups.configure_determinism(run.config)
-    world = groups.join_process_group(place, run.config)
+    world = groups.join_process_group(rank_info, run.config)
     steps = groups.broadcast_from_rank0(groups.new_control_group(), select_steps(run, options.get("step")))
     if not steps:
         message = f"{run.checkpoints_dir} has no intact checkpoint to evaluate; train first"

@@ -47,13 +47,13 @@ GOODBYE_S = 10.0
 T = TypeVar("T")
 
 
-def start_mpi(place: RankInfo, timeout: timedelta, accurate: bool = False) -> None:
+def start_mpi(rank_info: RankInfo, timeout: timedelta, accurate: bool = False) -> None:
     """Make the default process group of all MPI ranks.
 
     accurate: sums of fp16 and bf16 are taken in fp32, in all groups. Raises UserError where MPI and the launcher do
     not agree on who this process is, or MPI cannot serve several threads.
     """
-    _agree(place)
+    _agree(rank_info)
     world = MPI.COMM_WORLD
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise UserError("parallel.backend: mpi: this MPI library was built without MPI_THREAD_MULTIPLE")
@@ -65,22 +65,22 @@ def start_mpi(place: RankInfo, timeout: timedelta, accurate: bool = False) -> No
     store_at = functools.partial(dist.TCPStore, world_size=world.size, wait_for_workers=False, timeout=timeout)
     store = store_at("localhost", 0, is_master=True) if world.rank == 0 else None
     port = world.bcast(store and store.port)
-    store = store or store_at(place.master_host, port, is_master=False)
+    store = store or store_at(rank_info.master_host, port, is_master=False)
     dist.init_process_group(BACKEND_NAME, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
 
 
-def all_gather_objects(place: RankInfo, value: T) -> list[T]:
+def all_gather_objects(rank_info: RankInfo, value: T) -> list[T]:
     """All ranks' values, in rank order; all call it, before `start` or after. Raises UserError as that does."""
-    _agree(place)
+    _agree(rank_info)
     return MPI.COMM_WORLD.allgather(value)
 
 
-def _agree(place: RankInfo) -> None:
+def _agree(rank_info: RankInfo) -> None:
     world = MPI.COMM_WORLD
-    if (world.rank, world.size) != (place.rank, place.world_size):
+    if (world.rank, world.size) != (rank_info.rank, rank_info.world_size):
         raise UserError(
-            f"parallel.backend: mpi: MPI says rank {world.rank} of {world.size}, but {place.launcher} says "
-            f"{place.rank} of {place.world_size}: start the ranks with the mpirun of {mpi_library()}, or with "
+            f"parallel.backend: mpi: MPI says rank {world.rank} of {world.size}, but {rank_info.launcher} says "
+            f"{rank_info.rank} of {rank_info.world_size}: start the ranks with the mpirun of {mpi_library()}, or with "
             "srun --mpi=pmix (or pmi2); where there are several, MPI4PY_LIBMPI=/path/libmpi.so names another library"
         )
 

@@ -109,7 +109,7 @@ def check_inputs(run: Run) -> None:
         _bar(wanted.no_worse_than)
 
 
-def run_stage(run: Run, place: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
+def run_stage(run: Run, rank_info: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
     """Publish the newest checkpoint. Raises UserError where a rule fails, CheckpointError for a damaged one."""
     wanted, step = _wanted(run), find_newest_step(run.checkpoints_dir)
     if not step:

@@ -32,16 +32,16 @@ MIN_FREE_INODES = 100
 _MATRIX_SIZE = 256
 
 
-def check_health(run: Run, place: RankInfo, world: groups.World) -> None:
+def check_health(run: Run, rank_info: RankInfo, world: groups.World) -> None:
     """Check node and process group on all ranks. Raises NodeError, StorageError or PeerLostError."""
     group = groups.new_control_group(GROUP_TIMEOUT)
     # Exchanged first, because a bad device may block a rank forever.
     hosts = groups.all_gather_results(group, gethostname)
-    check_this_rank(run, place, world.device)
+    check_this_rank(run, rank_info, world.device)
     check_all_ranks(world, group, hosts)
 
 
-def check_this_rank(run: Run, place: RankInfo, device: torch.device) -> None:
+def check_this_rank(run: Run, rank_info: RankInfo, device: torch.device) -> None:
     """Check this rank's device and, on the first rank of a node, the file system. Raises NodeError or StorageError."""
     host = gethostname()
     try:
@@ -62,7 +62,7 @@ def check_this_rank(run: Run, place: RankInfo, device: torch.device) -> None:
             )
     except RuntimeError as error:  # what CUDA raises for a broken device
         raise NodeError("node.device_failed", f"{host}: {device} does not work: {error}") from error
-    if place.local_rank == 0:
+    if rank_info.local_rank == 0:
         _check_files(run, host)
 
 

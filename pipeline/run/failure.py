@@ -54,19 +54,19 @@ def explain_error(error: BaseException) -> tuple[ExitCode, str]:
 
 
 def write_error_report(
-    run: Run, stage: str, place: RankInfo, code: ExitCode, message: str, host: str | None = None
+    run: Run, stage: str, rank_info: RankInfo, code: ExitCode, message: str, host: str | None = None
 ) -> None:
     """Leave the error for the supervisor; where even that cannot be written, the log has to do."""
     if code == ExitCode.STOPPED:
         return
-    task, host = get_array_task(stage, place), host or os.uname().nodename
-    rank = place.rank if task is None else task  # in an array each is rank 0 of its own job
+    task, host = get_array_task(stage, rank_info), host or os.uname().nodename
+    rank = rank_info.rank if task is None else task  # in an array each is rank 0 of its own job
     entry = {"time": time.time(), "rank": rank, "code": int(code), "cause": code.name.lower(), "message": message}
     with suppress(OSError):
         write_json(run.stage_dir(stage) / f"error-rank-{rank}.json", {**entry, "host": host})
 
 
-def abort_peers(place: RankInfo, code: ExitCode, message: str) -> None:
+def abort_peers(rank_info: RankInfo, code: ExitCode, message: str) -> None:
     """Say what failed, where no supervisor sorts it: the culprit at once, ranks that only lost it later, in one line.
 
     torchrun and mpirun end the other ranks by themselves. srun does not by default, and with NCCL they may hang for
@@ -75,11 +75,11 @@ def abort_peers(place: RankInfo, code: ExitCode, message: str) -> None:
     if code == ExitCode.PEER_LOST:
         time.sleep(1)
         message = f"lost another rank ({message.splitlines()[-1]})"
-    elif (step := read_step_id(os.environ)) is not None and place.launcher == "srun":
+    elif (step := read_step_id(os.environ)) is not None and rank_info.launcher == "srun":
         wait_and_kill = ["sh", "-c", f'sleep {PEERS_LEAVE_S}; exec scancel --signal=KILL "$0"', step]
         null = subprocess.DEVNULL
         subprocess.Popen(wait_and_kill, stdin=null, stdout=null, stderr=null, start_new_session=True)
-    print(f"rank {place.rank} on {os.uname().nodename}: {message}", file=sys.stderr, flush=True)
+    print(f"rank {rank_info.rank} on {os.uname().nodename}: {message}", file=sys.stderr, flush=True)
 
 
 def retry_command(run: Run, cause: str | None, message: str = "") -> str:

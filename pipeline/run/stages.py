@@ -57,8 +57,8 @@ class StageModule(Protocol):
     def progress(self, run: Run) -> Progress:
         """Return how far the stage is."""
 
-    def run_stage(self, run: Run, place: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
-        """Do the stage's work as rank `place.rank` of `place.world_size`. Return soon after `flag` is set."""
+    def run_stage(self, run: Run, rank_info: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
+        """Do the stage's work as rank `rank_info.rank` of `rank_info.world_size`. Return soon after `flag` is set."""
 
 
 def load_stage_module(stage: str) -> StageModule:

@@ -90,9 +90,9 @@ def check_inputs(run: Run) -> None:
         call_in_child_process("pipeline.train.optimizer", "check_freeze", patterns, model)
 
 
-def run_stage(run: Run, place: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
+def run_stage(run: Run, rank_info: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
     """Train. Returns DONE at the last step and STOPPED where a signal was agreed on before."""
-    check_tensor_group_on_one_node(place, run.config.parallel.tensor)
+    check_tensor_group_on_one_node(rank_info, run.config.parallel.tensor)
     startup_s: dict[str, float] = {}
     since = flag.start_time
 
@@ -109,16 +109,16 @@ def run_stage(run: Run, place: RankInfo, options: Mapping[str, str], flag: StopF
 
     mark("imports")
 
-    watchdog = Watchdog(run, "train", place, flag)
+    watchdog = Watchdog(run, "train", rank_info, flag)
     watchdog.start()
     manifest = load_run_manifest(run)
     groups.configure_determinism(run.config)
-    world = groups.join_process_group(place, run.config)
+    world = groups.join_process_group(rank_info, run.config)
     mark("rendezvous")
     if run.config.recovery.preflight:
-        health.check_health(run, place, world)
+        health.check_health(run, rank_info, world)
         mark("preflight")
-    trainer = Trainer(run, manifest, place, world, flag, watchdog)
+    trainer = Trainer(run, manifest, rank_info, world, flag, watchdog)
     groups.finish_startup(world.device)
     mark("build_and_load")
     trainer.startup_s = startup_s

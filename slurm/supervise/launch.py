@@ -134,11 +134,11 @@ class LocalRanks(Ranks):
         with socket.create_server(("127.0.0.1", 0), backlog=size + 8) as listener:
             for rank in range(size):
                 sockets = [listener.fileno()] if rank == 0 else []
-                place = make_local_rank_env(rank, size, listener.getsockname()[1], *sockets)
+                rank_env = make_local_rank_env(rank, size, listener.getsockname()[1], *sockets)
                 with open(run.stage_dir(self._stage) / f"rank-{rank}.log", "ab") as log:
                     log.write(f"--- {utc_timestamp()} rank {rank}\n".encode())
                     log.flush()
-                    self._alive[rank] = _spawn(run, self._stage, [sys.executable], log, place, self._lock, *sockets)
+                    self._alive[rank] = _spawn(run, self._stage, [sys.executable], log, rank_env, self._lock, *sockets)
 
 
 class SrunRanks(Ranks):

@@ -70,13 +70,13 @@ def _claims(run: Run) -> dict[str, RecordedJob]:
     return {one.job_id: one for one in (*started, *submitted) if here is None or one.cluster in (None, here)}
 
 
-def take_over(run: Run, stage: str, place: RankInfo) -> str | None:
+def take_over(run: Run, stage: str, rank_info: RankInfo) -> str | None:
     """What a successor does first; a reason where it must not go on. Nothing in a job that is none.
 
     Its own successor is submitted before anything else: this job, too, may die at any moment. Where Slurm takes none
     now, the job trains all the same, and asks once more when it is stopped (:func:`hand_over`).
     """
-    job = place.job_id or ""
+    job = rank_info.job_id or ""
     if (predecessor := find_predecessor(run, stage, job)) is None:
         return None
     if _cancelled(run, stage, predecessor):
@@ -85,7 +85,7 @@ def take_over(run: Run, stage: str, place: RankInfo) -> str | None:
         return f"job {predecessor}, which this one would have succeeded, was cancelled by a person"
     waiting = _waiting(run, predecessor, further=False)
     children = [waits.job_id for waits, kind in waiting if kind != "afternotok"]
-    if place.restart_count == 0 and (why_not := hand_over(run, stage, job)) is not None:
+    if rank_info.restart_count == 0 and (why_not := hand_over(run, stage, job)) is not None:
         print(f"{stage}: {why_not}; asking again when this job is stopped", file=sys.stderr, flush=True)
     for child in children:
         job_states.run_slurm_command("scontrol", "update", f"JobId={child}", f"Dependency=afterok:{job}")
@@ -124,12 +124,12 @@ def _cancelled(run: Run, stage: str, job: str) -> bool:
     )
 
 
-def cancel_unneeded_jobs(run: Run, stage: str, place: RankInfo, *, done: bool) -> None:
+def cancel_unneeded_jobs(run: Run, stage: str, rank_info: RankInfo, *, done: bool) -> None:
     """Cancel what waits in vain: the successor of this job where the stage is done, everything where it ends for good.
 
     The newest first: a job may wait for the end of another one that is cancelled with it (`afterany`), and would start.
     """
-    job = place.job_id or ""
+    job = rank_info.job_id or ""
     waiting = [waits for waits, _ in _waiting(run, job if done else find_predecessor(run, stage, job) or job)]
     heirs = [waits for waits in waiting if find_predecessor(run, stage, waits.job_id) == job]
     job_states.cancel_jobs(heirs if done else reversed(waiting))

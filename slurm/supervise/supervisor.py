@@ -70,17 +70,17 @@ class Supervisor:
     def __init__(self, run: Run, stage: str, flag: StopFlag) -> None:
         self.run, self.stage, self.flag = run, stage, flag
         self.work, self.row = stages.load_stage_module(stage), STAGES[stage]
-        self.place: RankInfo = read_rank_info(os.environ)
+        self.rank_info: RankInfo = read_rank_info(os.environ)
         self.on_slurm, self.nodes = is_in_allocation(os.environ), read_allocated_hosts(os.environ)
-        self.task = stages.get_array_task(stage, self.place)
-        self.job = self.place.submitted_as or str(os.getpid())
+        self.task = stages.get_array_task(stage, self.rank_info)
+        self.job = self.rank_info.submitted_as or str(os.getpid())
         self.evaluations = Evaluations(run)
         self.batch = self.on_slurm and os.environ.get("ENVIRONMENT") == "BATCH"
         self.since, self.identity = "", dict[str, Any]()
         self._begins: dict[Path, int] = {}
         self.ends: float | None = None
         """The end of the job's time; not the hour, for clocks of nodes may differ."""
-        facts = slurm_job.read_job_info(self.place.job_id) if self.on_slurm and self.place.job_id else None
+        facts = slurm_job.read_job_info(self.rank_info.job_id) if self.on_slurm and self.rank_info.job_id else None
         if facts is not None:
             self.batch, self.since = facts.is_batch, facts.start
             self.identity = job_identity(os.environ.get("SLURM_JOB_NAME", ""), job_submitted=facts.submit_time)
@@ -92,7 +92,7 @@ class Supervisor:
         run, stage = self.run, self.stage
         if self.on_slurm:
             with suppress(OSError):
-                record_own_job(run, stage, self.place.job_id or "")
+                record_own_job(run, stage, self.rank_info.job_id or "")
         lock = self._lock()
         with nullcontext() if self._one_of_many() else run_followers(run, stage, self.nodes, self.on_slurm):
             ended, progress = self._attempts(lock)
@@ -105,8 +105,8 @@ class Supervisor:
 
         Raises UserError where somebody else has it.
         """
-        run, stage, job = self.run, self.stage, self.place.job_id or ""
-        before = job if self.place.restart_count else stop_causes.find_predecessor(run, stage, job)
+        run, stage, job = self.run, self.stage, self.rank_info.job_id or ""
+        before = job if self.rank_info.restart_count else stop_causes.find_predecessor(run, stage, job)
         last = (attempts.load_stage_state(run, stage, self.task).start_event or {}).get("slurm_job")
         goes_on = self.batch and last is not None and last == before
         patience_s = max(self.row.lock_timeout_s, LOCK_WAIT_S if goes_on else 0.0) if self.on_slurm else 0.0
@@ -124,9 +124,9 @@ class Supervisor:
         run, stage = self.run, self.stage
         run.check_not_cancelled()
         if self.on_slurm:
-            apply_site_environment(run.config.site, self.place.job_id)
-        refused = stop_causes.close_open_attempt(run, stage, self.place, self.task)
-        if refused is None and self.batch and (reason := succession.take_over(run, stage, self.place)) is not None:
+            apply_site_environment(run.config.site, self.rank_info.job_id)
+        refused = stop_causes.close_open_attempt(run, stage, self.rank_info, self.task)
+        if refused is None and self.batch and (reason := succession.take_over(run, stage, self.rank_info)) is not None:
             refused = ExitCode.CANCELLED, reason
         if refused is None and not self._one_of_many() and self.work.missing_outputs(run) is None:
             refused = ExitCode.DONE, self.work.progress(run).description  # a person's own job, or one submitted twice
@@ -157,14 +157,14 @@ class Supervisor:
 
     def _attempt(self, lock: int | None, before: str) -> AttemptEnd:
         """Start the ranks, once (without the lock none), and tell how that ended. `before`: how the stage stood."""
-        run, stage, place = self.run, self.stage, self.place
+        run, stage, rank_info = self.run, self.stage, self.rank_info
         size = 1 if self.task is not None else stages.count_ranks(run, stage, len(self.nodes) or None)
         if self.row.is_array and self.on_slurm and (room := read_granted_tasks(os.environ)) is not None:
             size = min(size, sum(room[0]))  # any number will do: the job behind an array has one task
         attempt = run.count_attempts(stage) + 1
         self._tell(
-            "started", attempt=attempt, ranks=size, host=os.uname().nodename, pid=os.getpid(), slurm_job=place.job_id,
-            restarts=place.restart_count, standing=before, **self.identity,
+            "started", attempt=attempt, ranks=size, host=os.uname().nodename, pid=os.getpid(),
+            slurm_job=rank_info.job_id, restarts=rank_info.restart_count, standing=before, **self.identity,
         )  # fmt: skip
         if lock is None:
             return self._locked_out(attempt)
@@ -284,7 +284,7 @@ class Supervisor:
         """Write at once why a stop came: this process may be killed before the ranks have left."""
         more: dict[str, Any] = {}
         if self.on_slurm and asked not in attempts.USER_REQUESTS:
-            facts = slurm_job.read_job_info(self.place.job_id or "")
+            facts = slurm_job.read_job_info(self.rank_info.job_id or "")
             more["cause"] = self._cause(ExitCode.STOPPED, facts)[0].name.lower()
         with suppress(OSError):  # the ranks may still save
             self._tell("stopping", by=asked, **more)
@@ -292,7 +292,7 @@ class Supervisor:
     def _cause(self, code: ExitCode, facts: slurm_job.JobInfo | None) -> tuple[ExitCode, str | None]:
         nodes, site = ",".join(self.nodes), self.run.config.site
         signs = self._saw_preemption()
-        return stop_causes.refine_stop_cause(code, facts, self.place, nodes, self.since, site, preempted=signs)
+        return stop_causes.refine_stop_cause(code, facts, self.rank_info, nodes, self.since, site, preempted=signs)
 
     def _saw_preemption(self) -> bool:
         """Whether this attempt saw a preemption, of which Slurm shows nothing once it has requeued the job.
@@ -313,7 +313,7 @@ class Supervisor:
 
     def _ask_slurm(self, ended: AttemptEnd) -> None:
         """Refine the cause by what Slurm knows, where no person is the cause, and remember nodes that failed."""
-        facts = slurm_job.read_job_info(self.place.job_id or "")
+        facts = slurm_job.read_job_info(self.rank_info.job_id or "")
         if facts is not None and facts.is_preempted:
             ended.facts["in_grace"] = True  # Slurm may start the job once more, whatever this end is
         if ended.stop_reason not in attempts.USER_REQUESTS:
@@ -353,7 +353,7 @@ class Supervisor:
         But for what slurm/query/preemption.py tells an exit is final and fails what waits: so it stays until it is
         killed.
         """
-        job, restarts, signals = self.place.job_id or "", self.place.restart_count, self.flag.signal_count
+        job, restarts, signals = self.rank_info.job_id or "", self.rank_info.restart_count, self.flag.signal_count
         facts, asked_s = self._facts_at_last(signals)
         exclude = current_job.excluded_nodes_at_requeue(self.run, self.stage, facts) if facts else None
         way = stop_causes.choose_next_action(facts, restarts, self.run.config.site, bool(self.flag), exclude)
@@ -386,7 +386,7 @@ class Supervisor:
     def _facts_at_last(self, signals: int) -> tuple[slurm_job.JobInfo | None, float]:
         """What Slurm says of the job, asked until it answers; for how many seconds that was. A signal, as a controller
         that is back sends, is a reason to ask at once."""
-        job, began, pause_s = self.place.job_id or "", time.monotonic(), 0.5
+        job, began, pause_s = self.rank_info.job_id or "", time.monotonic(), 0.5
         until = max(began + ANSWER_WAIT_S, (self.ends or 0.0) - NEAR_END_S)
         while (facts := slurm_job.read_job_info(job)) is None and time.monotonic() < until:
             self._rest(pause_s, signals)
@@ -402,7 +402,7 @@ class Supervisor:
     def cancel_waiting_jobs(self, *, done: bool) -> None:
         """This job's stage ends for good. A task of the array of shard has others beside it, and a job behind them."""
         if self.batch and self.task is None:
-            succession.cancel_unneeded_jobs(self.run, self.stage, self.place, done=done)
+            succession.cancel_unneeded_jobs(self.run, self.stage, self.rank_info, done=done)
 
 
 def supervise(run: Run, stage: str, flag: StopFlag) -> ExitCode:

@@ -33,32 +33,32 @@ def make_state(seed: int = 0) -> dict[str, torch.Tensor]:
     return state
 
 
-def checkpointer(place: RankInfo, folder: Path, background: bool = False, keep: int = 3) -> Any:
+def checkpointer(rank_info: RankInfo, folder: Path, background: bool = False, keep: int = 3) -> Any:
     import torch.distributed as dist
 
     from pipeline.checkpoint.checkpointer import Checkpointer
 
     if not dist.is_initialized():
-        store = dist.TCPStore("127.0.0.1", place.master_port, place.world_size, is_master=place.rank == 0)
-        dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size)
+        store = dist.TCPStore("127.0.0.1", rank_info.master_port, rank_info.world_size, is_master=rank_info.rank == 0)
+        dist.init_process_group("gloo", store=store, rank=rank_info.rank, world_size=rank_info.world_size)
     group = dist.new_group(backend="gloo")
     return Checkpointer(
         folder, group, keep=keep, background=background, describe={"layout": {}}, on_saved=lambda *_: None
     )
 
 
-def save_rank(place: RankInfo, folder: Path, background: bool) -> str:
+def save_rank(rank_info: RankInfo, folder: Path, background: bool) -> str:
     from pipeline.checkpoint.checkpointer import compute_digest
 
-    saver = checkpointer(place, folder, background)
+    saver = checkpointer(rank_info, folder, background)
     saver.save(make_state(), step=5, samples_consumed=40, extra={})
     saver.wait_until_saved()
     return compute_digest(folder / files.checkpoint_name(5))
 
 
-def load_rank(place: RankInfo, folder: Path) -> bool:
+def load_rank(rank_info: RankInfo, folder: Path) -> bool:
     state = {name: torch.zeros_like(tensor) for name, tensor in make_state().items()}
-    manifest = checkpointer(place, folder).restore(state, lambda step, reason: None)
+    manifest = checkpointer(rank_info, folder).restore(state, lambda step, reason: None)
     assert manifest is not None and manifest["step"] == 5 and manifest["samples_consumed"] == 40
     return all(torch.equal(state[name], tensor) for name, tensor in make_state().items())
 
@@ -74,7 +74,7 @@ def test_any_number_of_ranks_saves_and_loads_the_same(tmp_path: Path) -> None:
     assert len(digests) == 1
 
 
-def digest_rank(place: RankInfo, folder: Path, change: str | None) -> str:
+def digest_rank(rank_info: RankInfo, folder: Path, change: str | None) -> str:
     from pipeline.checkpoint.checkpointer import compute_digest
 
     state = make_state()
@@ -86,7 +86,7 @@ def digest_rank(place: RankInfo, folder: Path, change: str | None) -> str:
         state["model.other"] = state.pop("model.half")
     elif change == "beside":
         state["residual.layer0"] = torch.ones(3)  # no weight and no optimizer state: outside the digest
-    saver = checkpointer(place, folder)
+    saver = checkpointer(rank_info, folder)
     saver.save(state, step=1, samples_consumed=0, extra={})
     return compute_digest(folder / files.checkpoint_name(1))
 
@@ -101,9 +101,9 @@ def test_the_digest_covers_weights_optimizer_and_names_and_nothing_else(tmp_path
     assert len({digests[c] for c in (None, "value", "optimizer", "name")}) == 4
 
 
-def background_rank(place: RankInfo, folder: Path) -> bool:
+def background_rank(rank_info: RankInfo, folder: Path) -> bool:
     """Change the weights as soon as staging is done, long before the files are written."""
-    saver = checkpointer(place, folder, background=True)
+    saver = checkpointer(rank_info, folder, background=True)
     for step in (1, 2, 3):
         state = make_state(step)
         saver.save(state, step=step, samples_consumed=step, extra={})
@@ -112,7 +112,7 @@ def background_rank(place: RankInfo, folder: Path) -> bool:
             tensor.fill_(-1)
     saver.close()
     state = {name: torch.zeros_like(tensor) for name, tensor in make_state().items()}
-    manifest = checkpointer(place, folder).restore(state, lambda step, reason: None)
+    manifest = checkpointer(rank_info, folder).restore(state, lambda step, reason: None)
     return manifest["step"] == 3 and all(torch.equal(state[n], t) for n, t in make_state(3).items())
 
 
@@ -120,11 +120,11 @@ def test_a_background_save_holds_the_moment_it_was_asked_for(tmp_path: Path) -> 
     assert all(run_ranks(2, background_rank, tmp_path))
 
 
-def writing_rank(place: RankInfo, folder: Path) -> tuple[int, bool]:
+def writing_rank(rank_info: RankInfo, folder: Path) -> tuple[int, bool]:
     """How far the writer copies ahead, and whether what it writes keeps the state itself alive."""
     from pipeline.checkpoint import checkpointer as checkpoint
 
-    saver, looked, ahead = checkpointer(place, folder, background=True), threading.Event(), []
+    saver, looked, ahead = checkpointer(rank_info, folder, background=True), threading.Event(), []
     save = checkpoint.dcp.save
 
     def late(state: Any, *, storage_writer: Any, **options: Any) -> Any:
@@ -149,8 +149,8 @@ def test_the_writer_needs_neither_a_gpu_nor_the_state(tmp_path: Path) -> None:
     assert run_ranks(1, writing_rank, tmp_path) == [(0, False)]
 
 
-def retention_rank(place: RankInfo, folder: Path) -> None:
-    saver = checkpointer(place, folder, keep=2)
+def retention_rank(rank_info: RankInfo, folder: Path) -> None:
+    saver = checkpointer(rank_info, folder, keep=2)
     for step in range(1, 6):
         saver.save(make_state(step), step=step, samples_consumed=step, extra={})
 
@@ -161,17 +161,17 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == [files.checkpoint_name(4), files.checkpoint_name(5)]
 
 
-def slow_phase_rank(place: RankInfo, folder: Path, phase: str) -> None:
+def slow_phase_rank(rank_info: RankInfo, folder: Path, phase: str) -> None:
     """Save step 1, then die inside one phase of saving step 2 (the parent kills us there)."""
     import torch.distributed.checkpoint as dcp
 
     from pipeline.checkpoint import checkpointer as checkpoint
 
-    saver = checkpointer(place, folder)
+    saver = checkpointer(rank_info, folder)
     saver.save(make_state(1), step=1, samples_consumed=1, extra={})
 
     def hang(*_: Any, **__: Any) -> None:
-        (folder / f"reached-{place.rank}").touch()
+        (folder / f"reached-{rank_info.rank}").touch()
         time.sleep(60)
 
     class Half(dcp.FileSystemWriter):
@@ -207,9 +207,9 @@ def test_killed_in_any_phase_of_a_save(tmp_path: Path, phase: str) -> None:
     assert not list(tmp_path.glob(".tmp-*")), "what the crash left is cleared at the next start"
 
 
-def newest_rank(place: RankInfo, folder: Path) -> int:
+def newest_rank(rank_info: RankInfo, folder: Path) -> int:
     state = {name: torch.zeros_like(tensor) for name, tensor in make_state().items()}
-    manifest = checkpointer(place, folder).restore(state, lambda step, reason: None)
+    manifest = checkpointer(rank_info, folder).restore(state, lambda step, reason: None)
     assert all(torch.equal(state[n], t) for n, t in make_state(manifest["step"]).items())
     return int(manifest["step"])
 
@@ -269,11 +269,11 @@ def forged(saved: Path, folder: Path, *, listed: bool) -> Path:
     return checkpoint
 
 
-def doors_rank(place: RankInfo, checkpoint: Path) -> list[str]:
+def doors_rank(rank_info: RankInfo, checkpoint: Path) -> list[str]:
     """What all that reads a checkpoint says to it, after the files were compared with the manifest."""
     from pipeline.checkpoint.checkpointer import compute_digest, load_checkpoint, load_verified_manifest
 
-    saver = checkpointer(place, checkpoint.parent)
+    saver = checkpointer(rank_info, checkpoint.parent)
     told = []
     for read, *arguments in (
         (load_checkpoint, make_state(), checkpoint, saver.group),

@@ -36,7 +36,7 @@ def evaluate(run: Run, size: int, step: str | None = None) -> dict[str, Any]:
     return dict(json.loads(newest.read_text()))
 
 
-def reference_rank(place: RankInfo, path: Path) -> tuple[float, int, float]:
+def reference_rank(rank_info: RankInfo, path: Path) -> tuple[float, int, float]:
     """Loss sum, tokens and unigram bits by the plainest code: one window at a time, one process."""
     import torch
 
@@ -80,7 +80,7 @@ def test_the_number_is_right_and_the_same_on_any_number_of_ranks(trained: Run) -
     assert result["bytes"] == load_manifest(trained.data_dir).held_out_bytes
 
 
-def narrow_rank(place: RankInfo, path: Path, windows: int) -> int:
+def narrow_rank(rank_info: RankInfo, path: Path, windows: int) -> int:
     """Evaluate where the logits of so many windows have room; how many the largest forward pass had."""
     from pipeline.data.manifest import load_manifest
     from pipeline.evaluate import evaluator
@@ -95,7 +95,7 @@ def narrow_rank(place: RankInfo, path: Path, windows: int) -> int:
 
     evaluator.LOGITS_BYTES = windows * 4 * run.config.data.sequence_length * load_manifest(run.data_dir).vocab_size + 3
     evaluator.TextHeldOut.sums = sums  # type: ignore[method-assign]
-    assert stage_rank(place, path, "evaluate") == ExitCode.DONE
+    assert stage_rank(rank_info, path, "evaluate") == ExitCode.DONE
     return largest
 
 

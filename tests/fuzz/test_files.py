@@ -60,7 +60,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run.path
 
 
-def go_on(place: RankInfo, path: Path) -> tuple[str, Any]:
+def go_on(rank_info: RankInfo, path: Path) -> tuple[str, Any]:
     """In a rank: train to the end, evaluate, verify. The numbers; or the words in which it was refused."""
     from pipeline.checkpoint.checkpointer import verify_checkpoint
     from pipeline.run.failure import explain_error
@@ -68,7 +68,7 @@ def go_on(place: RankInfo, path: Path) -> tuple[str, Any]:
 
     try:
         for stage in ("train", "evaluate"):
-            assert stage_rank(place, path, stage) == ExitCode.DONE
+            assert stage_rank(rank_info, path, stage) == ExitCode.DONE
         run = Run.open(path)
         verify_checkpoint(run, None)
         list(describe_plan(run.config))

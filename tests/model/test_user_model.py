@@ -98,7 +98,7 @@ def series(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def plain_rank(place: RankInfo, path: Path, steps: int) -> list[tuple[float, float]]:
+def plain_rank(rank_info: RankInfo, path: Path, steps: int) -> list[tuple[float, float]]:
     """Loss and gradient norm of each step by the plainest code: whole batch at once, arrays read by h5py."""
     import torch
 
@@ -726,13 +726,13 @@ def test_a_module_that_fails_is_named_by_plan(
         list(describe_plan(load_config(tmp_path / "x.yaml")))
 
 
-def build_rank(place: RankInfo, path: Path, text: str | None) -> str:
+def build_rank(rank_info: RankInfo, path: Path, text: str | None) -> str:
     """What the trainer says of a module whose source is `text`; None: as it is."""
     run = Run.open(path)
     if text is not None:
         (run.code_dir / "ragged.py").write_text(text)
     try:
-        stage_rank(place, path, "train")
+        stage_rank(rank_info, path, "train")
     except UserError as error:
         return str(error)
     return "nothing"
@@ -858,10 +858,10 @@ def test_what_is_wrong_with_a_loss_is_what_is_said(
         assert "Leave the mean out" not in said
 
 
-def failing_rank(place: RankInfo, path: Path) -> str:
+def failing_rank(rank_info: RankInfo, path: Path) -> str:
     """The traceback of the error that ends a training."""
     try:
-        stage_rank(place, path, "train")
+        stage_rank(rank_info, path, "train")
     except Exception as error:
         return "".join(traceback.format_exception(error))
     return "nothing"

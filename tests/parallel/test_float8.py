@@ -65,13 +65,13 @@ def test_a_gpu_without_float8_and_a_missing_torchao_are_user_errors(monkeypatch:
     assert raised.value.code == "model.no_torchao" and "pip install -e '.[fp8]'" in str(raised.value)
 
 
-def float8_rank(place: RankInfo, configs: list[Config]) -> list[list[tuple[float, float]]]:
+def float8_rank(rank_info: RankInfo, configs: list[Config]) -> list[list[tuple[float, float]]]:
     """Losses and gradient norms of three steps under each config."""
     from pipeline.comm import groups
 
     groups.configure_determinism(configs[0])
-    world = groups.join_process_group(place, configs[0])
-    return [train_steps(place, config, world, 3)[1] for config in configs]
+    world = groups.join_process_group(rank_info, configs[0])
+    return [train_steps(rank_info, config, world, 3)[1] for config in configs]
 
 
 @pytest.mark.story

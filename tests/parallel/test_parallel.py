@@ -378,17 +378,17 @@ def test_what_is_rounded_at_random_is_the_same_wherever_it_lies(tmp_path: Path, 
                 assert mine == pytest.approx(its, rel=limit), "(loss, norm)"
 
 
-def places_rank(place: RankInfo, configs: list[Config]) -> list[int]:
+def places_rank(rank_info: RankInfo, configs: list[Config]) -> list[int]:
     """How many parameters each config cuts whose entries, gathered, draw what those of a whole one do."""
     from pipeline.comm import groups
     from pipeline.model.decoder import full_tensor, local_tensor
     from pipeline.train.optimizer import _places
     from tests.support.tiny_training import train_steps
 
-    world = groups.join_process_group(place, configs[0])
+    world = groups.join_process_group(rank_info, configs[0])
     found = []
     for config in configs:
-        engine, _ = train_steps(place, config, world, 0)
+        engine, _ = train_steps(rank_info, config, world, 0)
         cut = [p for p in engine.parts[0].parameters() if local_tensor(p) is not p]
         for parameter in cut:
             first, *rest = _places(parameter, 7)
@@ -478,7 +478,7 @@ LOW = {"bf16": (1e-4, 5e-3), "fp16": (2e-5, 1e-3)}
 """Largest relative difference of loss and norm from fp32; one process has 3.5e-5 and 6e-4, 6e-6 and 2e-4."""
 
 
-def casts_rank(place: RankInfo, config: Config) -> tuple[int, list[tuple[float, float]]]:
+def casts_rank(rank_info: RankInfo, config: Config) -> tuple[int, list[tuple[float, float]]]:
     """How often the MLP's first matrices, of 32 × 16, are cast to bf16 by themselves, and what the steps give."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -492,7 +492,7 @@ def casts_rank(place: RankInfo, config: Config) -> tuple[int, list[tuple[float, 
             return found
 
     with Casts() as casts:
-        (trained,) = train_rank(place, [config])
+        (trained,) = train_rank(rank_info, [config])
     return casts.seen, trained
 
 
@@ -519,17 +519,17 @@ def test_low_precision_stays_near_fp32(precision: str) -> None:
                 assert mine == pytest.approx(exact, rel=limit), f"{case}: (loss, norm)"
 
 
-def gradients_rank(place: RankInfo, configs: list[Config]) -> list[dict[str, Any]]:
+def gradients_rank(rank_info: RankInfo, configs: list[Config]) -> list[dict[str, Any]]:
     """This rank's stages' gradients of the first step, whole, by parameter name, under each config."""
     from pipeline.comm import groups
     from tests.support.tiny_training import make_batches, train_steps
 
-    world = groups.join_process_group(place, configs[0])
+    world = groups.join_process_group(rank_info, configs[0])
     results: list[dict[str, Any]] = []
     for config in configs:
-        engine, _ = train_steps(place, config, world, 0)
+        engine, _ = train_steps(rank_info, config, world, 0)
         engine.backward(
-            {"tokens": make_batches(config)[0].chunk(engine.layout.dp)[engine.layout.coordinates(place.rank).dp]}, 1
+            {"tokens": make_batches(config)[0].chunk(engine.layout.dp)[engine.layout.coordinates(rank_info.rank).dp]}, 1
         )
         engine.clip_gradients(None)  # takes the scale of fp16 out
         weights = [named for part in engine.parts for named in engine.task.named_weights(part)]
@@ -559,15 +559,15 @@ def test_low_precision_does_not_add_up_over_micro_batches(precision: str) -> Non
         assert 1e-6 < error < (7e-3 if precision == "bf16" else 1e-3), (case, error)
 
 
-def overflow_rank(place: Any, config: Config) -> tuple[bool, float]:
+def overflow_rank(rank_info: Any, config: Config) -> tuple[bool, float]:
     """One gradient overflows on one rank only: whether this rank's weights moved, and its scale then."""
     import torch
 
     from pipeline.comm import groups
     from tests.support.tiny_training import train_steps
 
-    world = groups.join_process_group(place, config)
-    engine, _ = train_steps(place, config, world, 1)
+    world = groups.join_process_group(rank_info, config)
+    engine, _ = train_steps(rank_info, config, world, 1)
     from tests.support.tiny_training import make_batches
 
     part = engine.layout.coordinates(world.rank).dp

@@ -40,7 +40,7 @@ def config_of(ranks: int, clip: float | None = None, **parallel: Any) -> Config:
     )
 
 
-def engine_of(place: RankInfo, config: Config) -> Any:
+def engine_of(rank_info: RankInfo, config: Config) -> Any:
     """An engine whose gradients travel in many small buckets."""
     import torch.distributed as dist
 
@@ -50,13 +50,13 @@ def engine_of(place: RankInfo, config: Config) -> Any:
     from pipeline.parallel.mesh import resolve_layout
     from pipeline.train.engine import Engine
 
-    world = groups.World(place.rank, place.world_size, __import__("torch").device("cpu"), "gloo")
+    world = groups.World(rank_info.rank, rank_info.world_size, __import__("torch").device("cpu"), "gloo")
     if not dist.is_initialized():
         groups.configure_determinism(config)
-        world = groups.join_process_group(place, config)
+        world = groups.join_process_group(rank_info, config)
         whole = data_parallel.wrap_with_ddp
         data_parallel.wrap_with_ddp = lambda model, device, bucket_mb: whole(model, device, 0.02)  # type: ignore[arg-type]
-    layout = resolve_layout(config, world.size, place.local_world_size, VOCAB)
+    layout = resolve_layout(config, world.size, rank_info.local_world_size, VOCAB)
     return Engine(config, layout, world, DecoderTask(config, VOCAB))
 
 
@@ -69,12 +69,12 @@ def plain(value: Any) -> Any:
     return value.numpy() if hasattr(value, "numpy") else value
 
 
-def hooked_rank(place: RankInfo, config: Config) -> dict[str, Any]:
+def hooked_rank(rank_info: RankInfo, config: Config) -> dict[str, Any]:
     """What one replica has after STEPS steps, and the reduced gradients of each."""
-    engine, limit = engine_of(place, config), config.optimizer.clip_norm
+    engine, limit = engine_of(rank_info, config), config.optimizer.clip_norm
     reduced = []
     for step, batch in list(enumerate(make_batches(config), 1))[:STEPS]:
-        engine.backward({"tokens": batch.chunk(place.world_size)[place.rank]}, step)
+        engine.backward({"tokens": batch.chunk(rank_info.world_size)[rank_info.rank]}, step)
         names = {parameter: name for name, parameter in engine.parts[0].named_weights()}
         reduced.append({name: parameter.grad.clone() for parameter, name in names.items()})
         norm = engine.clip_gradients(limit).item()
@@ -84,7 +84,7 @@ def hooked_rank(place: RankInfo, config: Config) -> dict[str, Any]:
     return plain({"state": state, "reduced": reduced, "residual": getattr(engine.replica_sync, "residual", {})})
 
 
-def reference_rank(place: RankInfo, config: Config, replicas: int) -> dict[str, Any]:
+def reference_rank(rank_info: RankInfo, config: Config, replicas: int) -> dict[str, Any]:
     """The same in one process that plays all replicas, each algorithm written out on whole tensors."""
     import torch
 
@@ -92,7 +92,7 @@ def reference_rank(place: RankInfo, config: Config, replicas: int) -> dict[str, 
     from pipeline.parallel.replica_sync import _sample_matrix
 
     alone = config.model_copy(update={"parallel": config_of(1).parallel})
-    engine, hook = engine_of(place, alone), config.parallel.hook
+    engine, hook = engine_of(rank_info, alone), config.parallel.hook
     weights = dict(engine.parts[0].named_weights())
     residual = [{name: torch.zeros_like(p) for name, p in weights.items()} for _ in range(replicas)]
     begin = {
@@ -181,13 +181,13 @@ def test_hooks_do_what_a_plain_reference_does(case: str) -> None:
         assert abs(sent + left - sum(mean[name] for mean in expected["means"])).max() <= 1e-6
 
 
-def local_rank(place: RankInfo, config: Config) -> dict[str, Any]:
+def local_rank(rank_info: RankInfo, config: Config) -> dict[str, Any]:
     """What one replica has after STEPS steps and would save; averages are taken in pieces."""
     import torch.distributed as dist
 
     from pipeline.parallel import replica_sync
 
-    engine, all_reduce = engine_of(place, config), dist.all_reduce
+    engine, all_reduce = engine_of(rank_info, config), dist.all_reduce
     replica_sync.MAX_REDUCED_ELEMENTS = PIECE
 
     def bounded(tensor: Any, *arguments: Any, **options: Any) -> Any:
@@ -196,14 +196,14 @@ def local_rank(place: RankInfo, config: Config) -> dict[str, Any]:
 
     dist.all_reduce = bounded
     for step, batch in list(enumerate(make_batches(config), 1))[:STEPS]:
-        engine.backward({"tokens": batch.chunk(place.world_size)[place.rank]}, step)
+        engine.backward({"tokens": batch.chunk(rank_info.world_size)[rank_info.rank]}, step)
         norm = engine.clip_gradients(config.optimizer.clip_norm).item()
         engine.update_weights(norm)
     mine = {name: tensor.clone() for name, tensor in engine.state_dict().items() if name.startswith("model.")}
     return plain({"state": mine, "norm": norm, "saved": engine.checkpoint_state()[0]})
 
 
-def local_reference_rank(place: RankInfo, config: Config, replicas: int) -> dict[str, Any]:
+def local_reference_rank(rank_info: RankInfo, config: Config, replicas: int) -> dict[str, Any]:
     """Each replica alone on its part of each batch; torch's own SGD as the outer optimizer."""
     import torch
 
@@ -212,7 +212,7 @@ def local_reference_rank(place: RankInfo, config: Config, replicas: int) -> dict
     local = config.parallel.local_sgd
     assert local is not None
     alone = config.model_copy(update={"parallel": config_of(1).parallel})
-    engines = [engine_of(place, alone) for _ in range(replicas)]
+    engines = [engine_of(rank_info, alone) for _ in range(replicas)]
     weights = [list(engine.parts[0].parameters()) for engine in engines]
     at = [p.detach().clone() for p in weights[0]]
     outer = torch.optim.SGD(at, local.outer_lr, local.outer_momentum, nesterov=local.outer_momentum > 0)
@@ -300,13 +300,13 @@ def test_stopped_and_resumed_is_undisturbed(tmp_path: Path, data: Path, size: in
     assert losses[-1] < losses[0] - 1.0
 
 
-def stage(place: RankInfo, path: Path) -> int:
+def stage(rank_info: RankInfo, path: Path) -> int:
     from tests.support.tiny import stage_rank
 
-    return stage_rank(place, path, "train")
+    return stage_rank(rank_info, path, "train")
 
 
-def kept_rank(place: RankInfo, config: Config, folder: Path, trained: int) -> dict[str, Any]:
+def kept_rank(rank_info: RankInfo, config: Config, folder: Path, trained: int) -> dict[str, Any]:
     """Restore what is there, train on, save; the state after the restore and at the end."""
     from functools import partial
 
@@ -314,7 +314,7 @@ def kept_rank(place: RankInfo, config: Config, folder: Path, trained: int) -> di
 
     from pipeline.checkpoint.checkpointer import Checkpointer
 
-    engine = engine_of(place, config)
+    engine = engine_of(rank_info, config)
     saver = Checkpointer(
         folder,
         dist.new_group(backend="gloo"),
@@ -336,7 +336,7 @@ def kept_rank(place: RankInfo, config: Config, folder: Path, trained: int) -> di
 
     before = state()
     for step, batch in list(enumerate(make_batches(config), 1))[first : first + trained]:
-        engine.backward({"tokens": batch.chunk(place.world_size)[place.rank]}, step)
+        engine.backward({"tokens": batch.chunk(rank_info.world_size)[rank_info.rank]}, step)
         engine.update_weights(engine.clip_gradients(None).item())
     tensors, extra = engine.checkpoint_state()
     if trained:
@@ -391,13 +391,13 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def changed_rank(place: RankInfo, folder: Path) -> dict[tuple[str, str], tuple[str | None, set[str], set[str]]]:
+def changed_rank(rank_info: RankInfo, folder: Path) -> dict[tuple[str, str], tuple[str | None, set[str], set[str]]]:
     """For each pair of ways what a resume says of the change, what this replica had saved, and what it read again."""
     import torch.distributed as dist
 
     from pipeline.checkpoint.checkpointer import Checkpointer
 
-    engines = {way: engine_of(place, config_of(2, **parallel)) for way, parallel in WAYS.items()}
+    engines = {way: engine_of(rank_info, config_of(2, **parallel)) for way, parallel in WAYS.items()}
     group, found = dist.new_group(backend="gloo"), {}
     for before, engine in engines.items():
         saver = Checkpointer(
@@ -435,18 +435,18 @@ def test_a_resume_tells_what_of_the_replicas_it_drops(tmp_path: Path) -> None:
         assert (pair[0] in ("none", "bf16") or pair[0] == pair[1]) <= (note is None), (pair, note)
 
 
-def left_out_rank(place: RankInfo, config: Config) -> bool:
+def left_out_rank(rank_info: RankInfo, config: Config) -> bool:
     """A step that is left out, its gradient not finite, leaves residuals and Q as they were."""
     import torch
 
-    engine = engine_of(place, config)
+    engine = engine_of(rank_info, config)
     for step, batch in list(enumerate(make_batches(config), 1))[:3]:
         hook = engine.replica_sync
         before = {name: tensor.clone() for name, tensor in (hook.residual | hook.start).items()}
         if step == 3:
             with torch.no_grad():
                 engine.parts[0].get_parameter("lm_head.weight")[0, 0] = float("nan")
-        engine.backward({"tokens": batch.chunk(place.world_size)[place.rank]}, step)
+        engine.backward({"tokens": batch.chunk(rank_info.world_size)[rank_info.rank]}, step)
         norm = engine.clip_gradients(None).item()
         engine.update_weights(norm, is_good=step != 3)
         same = all(torch.equal(tensor, before[name]) for name, tensor in (hook.residual | hook.start).items())
@@ -462,11 +462,11 @@ def test_steps_that_are_left_out_leave_no_residual(kind: str) -> None:
     assert run_ranks(2, left_out_rank, config) == [True, True]
 
 
-def held_rank(place: RankInfo, config: Config) -> tuple[int, int, int]:
+def held_rank(rank_info: RankInfo, config: Config) -> tuple[int, int, int]:
     """What PowerSGD packed in one backward: how many tensors, how many are alive after it, and after the update."""
     from pipeline.parallel import replica_sync
 
-    engine, packed, made = engine_of(place, config), replica_sync._pack, []
+    engine, packed, made = engine_of(rank_info, config), replica_sync._pack, []
 
     def noted(tensors: Any) -> Any:
         one = packed(tensors)
@@ -474,7 +474,7 @@ def held_rank(place: RankInfo, config: Config) -> tuple[int, int, int]:
         return one
 
     replica_sync._pack = noted
-    engine.backward({"tokens": make_batches(config)[0].chunk(place.world_size)[place.rank]}, 1)
+    engine.backward({"tokens": make_batches(config)[0].chunk(rank_info.world_size)[rank_info.rank]}, 1)
     after = sum(one() is not None for one in made)
     engine.update_weights(engine.clip_gradients(None).item())
     deadline = time.monotonic() + 30  # Gloo's own threads may let go of theirs a moment later

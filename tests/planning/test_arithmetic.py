@@ -43,7 +43,7 @@ def config_of(case: dict[str, Any]) -> Config:
     return tiny_config(8, parallel=case, train=train, data=text, model=model, stages=stages, **more)
 
 
-def rehearsed_ranks(place: RankInfo, cases: list[tuple[Config, int]]) -> list[tuple[int, dict[str, int]]]:
+def rehearsed_ranks(rank_info: RankInfo, cases: list[tuple[Config, int]]) -> list[tuple[int, dict[str, int]]]:
     """Peak and bytes by group of each."""
     from planning.rehearse import rehearse_rank
 

@@ -268,12 +268,12 @@ def test_a_run_of_older_code_loads_without_a_note(capsys: pytest.CaptureFixture[
 
 
 def read_facts_with_cpus(
-    place: RankInfo, each: dict[int, set[int]], per_node: int
+    rank_info: RankInfo, each: dict[int, set[int]], per_node: int
 ) -> tuple[str, float, int, int | None]:
     """Read the facts as a rank that may use only the CPUs `each[rank]`."""
-    os.sched_getaffinity = lambda pid: each[place.rank]
+    os.sched_getaffinity = lambda pid: each[rank_info.rank]
     return read_device_facts(
-        groups.join_process_group(place, load_config(Path("configs/quickstart.yaml"))), 1, per_node
+        groups.join_process_group(rank_info, load_config(Path("configs/quickstart.yaml"))), 1, per_node
     )
 
 
@@ -286,14 +286,14 @@ def test_cores_are_those_of_all_ranks_of_a_node() -> None:
         assert [facts[-1] for facts in found] == cores
 
 
-def small_exchanges(place: RankInfo) -> list[Exchange]:
+def small_exchanges(rank_info: RankInfo) -> list[Exchange]:
     """Of fewer bytes than there are ranks of four bytes each."""
     from planning import calibrate
 
     calibrate._COLLECTIVE_BYTES = (4,)  # type: ignore[assignment]
     found = [
         *calibrate.time_exchanges(
-            groups.join_process_group(place, load_config(Path("configs/quickstart.yaml"))), place.world_size
+            groups.join_process_group(rank_info, load_config(Path("configs/quickstart.yaml"))), rank_info.world_size
         )
     ]
     dist.barrier()  # who leaves takes the store along

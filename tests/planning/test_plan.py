@@ -32,16 +32,16 @@ from tests.support.ranks import run_ranks
 from tests.support.tiny_training import VOCAB, tiny_config, train_steps
 
 
-def held_rank(place: RankInfo, configs: list[Config]) -> list[tuple[int, int]]:
+def held_rank(rank_info: RankInfo, configs: list[Config]) -> list[tuple[int, int]]:
     """How many bytes of weights, and of the optimizer's moments, this rank holds under each config."""
     import torch.distributed as dist
 
     from pipeline.comm import groups
 
-    world = groups.join_process_group(place, configs[0])
+    world = groups.join_process_group(rank_info, configs[0])
     results = []
     for config in configs:
-        state = train_steps(place, config, world, 0)[0].state_dict()
+        state = train_steps(rank_info, config, world, 0)[0].state_dict()
         local = {name: getattr(t, "_local_tensor", t).nbytes for name, t in state.items()}
         weights = sum(n for name, n in local.items() if name.startswith("model."))
         moments = sum(n for name, n in local.items() if "exp_avg" in name or "momentum" in name)

@@ -34,7 +34,7 @@ def told(account: Any) -> Found:
     return {"sent": sent, "groups": groups, "peak": account.peak, "kinds": account.by_kind()}
 
 
-def real_rank(place: RankInfo, configs: list[Config]) -> list[Found]:
+def real_rank(rank_info: RankInfo, configs: list[Config]) -> list[Found]:
     """What the second step of this rank takes and sends, by the same account and by an independent one."""
     import torch
 
@@ -59,12 +59,12 @@ def real_rank(place: RankInfo, configs: list[Config]) -> list[Found]:
         def counts(self, tensor: Any) -> bool:
             return not self.gloos and super().counts(tensor)
 
-    world, found = groups.join_process_group(place, configs[0]), []
+    world, found = groups.join_process_group(rank_info, configs[0]), []
     for config in configs:
-        layout = resolve_layout(config, world.size, place.local_world_size, VOCAB)
+        layout = resolve_layout(config, world.size, rank_info.local_world_size, VOCAB)
         with WithoutGloos() as account:
             engine = Engine(config, layout, world, DecoderTask(config, VOCAB))
-            own = make_batches(config)[0].chunk(layout.dp)[layout.coordinates(place.rank).dp].clone()
+            own = make_batches(config)[0].chunk(layout.dp)[layout.coordinates(rank_info.rank).dp].clone()
             for step in (1, 2):
                 with CommunicationCounter() as sent:
                     account_step(engine, account, step, {"tokens": own})
@@ -73,7 +73,7 @@ def real_rank(place: RankInfo, configs: list[Config]) -> list[Found]:
     return found
 
 
-def fake_rank(place: RankInfo, ranks: list[int], configs: list[Config]) -> list[list[Found]]:
+def fake_rank(rank_info: RankInfo, ranks: list[int], configs: list[Config]) -> list[list[Found]]:
     """The same of rehearsed ranks."""
     from planning.rehearse import rehearse_rank
 
@@ -129,7 +129,7 @@ def lines(config: Config, rank: int) -> list[str]:
     return list(describe_rehearsal(config, rank))
 
 
-def lines_rank(place: RankInfo, config: Config, rank: int) -> list[str]:
+def lines_rank(rank_info: RankInfo, config: Config, rank: int) -> list[str]:
     return lines(config, rank)
 
 
@@ -147,7 +147,7 @@ def test_it_tells_what_a_rank_takes_and_sends() -> None:
     assert len(rehearsed) == len(plan) == len(heads)
 
 
-def names_rank(place: RankInfo, configs: list[Config]) -> list[tuple[list[str], set[str], set[str]]]:
+def names_rank(rank_info: RankInfo, configs: list[Config]) -> list[tuple[list[str], set[str], set[str]]]:
     """The columns of memory in a rehearsal's table, and the groups in it and in `plan`; both as printed."""
     from planning.plan import describe_plan
     from planning.rehearse import describe_rehearsal
@@ -174,7 +174,7 @@ def test_its_columns_have_the_names_of_plan() -> None:
         assert heads[-1] == "sum" and planned <= groups <= {*planned, "all"}, parallel
 
 
-def phases_rank(place: RankInfo, config: Config) -> list[str]:
+def phases_rank(rank_info: RankInfo, config: Config) -> list[str]:
     from planning.rehearse import rehearse_rank
 
     phases: list[str] = []
@@ -200,7 +200,7 @@ def test_a_long_phase_is_told_again(capsys: pytest.CaptureFixture[str], monkeypa
     assert said.count("step 1 of 2") >= 3
 
 
-def failing_rank(place: RankInfo, config: Config, rank: int) -> str:
+def failing_rank(rank_info: RankInfo, config: Config, rank: int) -> str:
     """What a rehearsal is refused with."""
     from pipeline.base.errors import UserError
 
@@ -234,7 +234,7 @@ def test_what_fails_on_the_rank_is_told_with_its_place() -> None:
     assert told == "rank 0 fails in forward (test_rehearse.py:LINE): ValueError: out of order"
 
 
-def broken_rank(place: RankInfo, config: Config) -> str:
+def broken_rank(rank_info: RankInfo, config: Config) -> str:
     """A block that does not work."""
     import re
 
@@ -244,4 +244,4 @@ def broken_rank(place: RankInfo, config: Config) -> str:
         raise ValueError("out of order")
 
     decoder.MLP.forward = forward  # type: ignore[assignment, method-assign]
-    return re.sub(r":\d+", ":LINE", failing_rank(place, config, 0))
+    return re.sub(r":\d+", ":LINE", failing_rank(rank_info, config, 0))

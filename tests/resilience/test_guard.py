@@ -77,14 +77,14 @@ def test_the_sampler_jumps_over_them(left_out: list[tuple[int, int]], step: int,
     assert found == expected.tolist()
 
 
-def poisoned_rank(place: RankInfo, path: Path, steps: list[int], sticky: bool) -> int:
+def poisoned_rank(rank_info: RankInfo, path: Path, steps: list[int], sticky: bool) -> int:
     """A rank of a training in which rank 1's loss is no number in some steps (`sticky`: for samples that it knows)."""
     import pipeline.train.trainer as module
 
     real = module.Trainer.step
 
     def step(self: Any, number: int, tokens: Any) -> Any:
-        if place.rank == 1 and number in steps and (not sticky or not self.guard.excluded_ranges):
+        if rank_info.rank == 1 and number in steps and (not sticky or not self.guard.excluded_ranges):
             hook = next(iter(self.engine.model.parameters())).register_hook(lambda grad: grad * float("nan"))
             try:
                 return real(self, number, tokens)
@@ -96,7 +96,7 @@ def poisoned_rank(place: RankInfo, path: Path, steps: list[int], sticky: bool) -
     from pipeline.run.failure import explain_error
 
     try:
-        return stage_rank(place, path, "train")
+        return stage_rank(rank_info, path, "train")
     except BaseException as error:
         return int(explain_error(error)[0])
 
@@ -164,7 +164,7 @@ def test_fp16_gradients_that_stay_bad_are_no_overflow(tmp_path: Path, data: Path
     assert judged == [("skip", 21), ("skip", 22), ("leave_out", 23)], "16 halvings of the scale come first"
 
 
-def clocked_rank(place: RankInfo, path: Path, left_s: float | None, save_s: float) -> int:
+def clocked_rank(rank_info: RankInfo, path: Path, left_s: float | None, save_s: float) -> int:
     """A rank whose job has `left_s` seconds left; without, it is told to leave in step 20, and saves take `save_s`."""
     import pipeline.train.trainer as module
 
@@ -174,14 +174,14 @@ def clocked_rank(place: RankInfo, path: Path, left_s: float | None, save_s: floa
 
     def step(self: Any, number: int, tokens: Any) -> Any:
         time.sleep(0.1 if left_s is None else 1.2)
-        if place.rank == 0:  # who measures saves; the signal comes to the other
+        if rank_info.rank == 0:  # who measures saves; the signal comes to the other
             self.deadline.longest_save_s = max(self.deadline.longest_save_s, save_s)
-        if left_s is None and number == 20 and place.rank == 1:
+        if left_s is None and number == 20 and rank_info.rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return real(self, number, tokens)
 
     setattr(module.Trainer, "step", step)  # noqa: B010
-    return stage_rank(place, path, "train")
+    return stage_rank(rank_info, path, "train")
 
 
 @pytest.mark.story
@@ -229,7 +229,7 @@ def test_who_did_not_arrive() -> None:
     assert "all ranks were stuck" in words
 
 
-def sleepy_rank(place: RankInfo, path: Path) -> int:
+def sleepy_rank(rank_info: RankInfo, path: Path) -> int:
     """A rank of an evaluation in which rank 1 sleeps for ever in its second batch."""
     from pipeline.evaluate import evaluator
     from pipeline.resilience import watchdog
@@ -239,12 +239,12 @@ def sleepy_rank(place: RankInfo, path: Path) -> int:
 
     def sums(self: Any, *arguments: Any) -> Any:
         calls.append(1)
-        if place.rank == 1 and len(calls) == 2:
+        if rank_info.rank == 1 and len(calls) == 2:
             time.sleep(600)
         return real(self, *arguments)
 
     setattr(evaluator.TextHeldOut, "sums", sums)  # noqa: B010
-    return stage_rank(place, path, "evaluate")
+    return stage_rank(rank_info, path, "evaluate")
 
 
 def test_a_hang_in_an_evaluation_is_told_with_its_stacks(tmp_path: Path, data: Path) -> None:
@@ -257,7 +257,7 @@ def test_a_hang_in_an_evaluation_is_told_with_its_stacks(tmp_path: Path, data: P
     assert json.loads((folder / "error-rank-1.json").read_text())["code"] == ExitCode.HANG
 
 
-def broken_node_rank(place: RankInfo, path: Path, what: str) -> str:
+def broken_node_rank(rank_info: RankInfo, path: Path, what: str) -> str:
     """The check at the start on a node where something is broken; the error's words."""
     import torch
 
@@ -270,23 +270,25 @@ def broken_node_rank(place: RankInfo, path: Path, what: str) -> str:
         if what == "file system":
             real = Path.read_bytes
             Path.read_bytes = lambda self: real(self)[::-1]  # type: ignore[method-assign]
-            health.check_this_rank(run, place, torch.device("cpu"))
+            health.check_this_rank(run, rank_info, torch.device("cpu"))
         elif what == "device":
             torch.Tensor.__matmul__ = lambda self, other: torch.zeros(2, 2)  # type: ignore[method-assign]
-            health.check_this_rank(run, place, torch.device("cpu"))
+            health.check_this_rank(run, rank_info, torch.device("cpu"))
         elif what == "port":
             with socket.socket() as other:
                 other.bind(("0.0.0.0", 0))
                 other.listen()
-                groups.join_process_group(replace(place, world_size=2, master_port=other.getsockname()[1]), run.config)
+                groups.join_process_group(
+                    replace(rank_info, world_size=2, master_port=other.getsockname()[1]), run.config
+                )
         else:
-            world = groups.join_process_group(place, run.config)
+            world = groups.join_process_group(rank_info, run.config)
             from datetime import timedelta
 
             health.BARRIER_TIMEOUT = timedelta(seconds=2)
             group = groups.new_control_group(timedelta(seconds=30))
             hosts = groups.all_gather_results(group, health.gethostname)
-            if place.rank == 2:
+            if rank_info.rank == 2:
                 time.sleep(6)
                 return "slept"
             health.check_all_ranks(world, group, hosts)

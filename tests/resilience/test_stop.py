@@ -33,20 +33,20 @@ SAID: list[tuple[dict[int, str], dict[int, float], set[int], tuple[str | None, b
 HANDS = [set(), {0}, {3}, {1, 2}, {0, 1, 2, 3}]
 
 
-def agree_rank(place: RankInfo) -> list[Any]:
+def agree_rank(rank_info: RankInfo) -> list[Any]:
     """What each of SAID leads to on this rank, and whether it raised its hand."""
     from pipeline.base.signals import StopFlag
     from pipeline.comm import groups
     from pipeline.resilience.stop import SAVE_REQUEST, Deadline, StopCoordinator
 
-    groups.join_process_group(place, tiny_config(3, train={"global_batch": 12}))
+    groups.join_process_group(rank_info, tiny_config(3, train={"global_batch": 12}))
     group, found = groups.new_control_group(), []
     for signals, left, saves, _ in SAID:
         flag = StopFlag()
         flag.start_time = time.monotonic()
-        flag.reason = signals.get(place.rank)
-        coordinator = StopCoordinator(flag, group, Deadline(flag, left.get(place.rank), None))
-        coordinator.add_request(SAVE_REQUEST, lambda wants_save=place.rank in saves: wants_save)  # type: ignore[misc]
+        flag.reason = signals.get(rank_info.rank)
+        coordinator = StopCoordinator(flag, group, Deadline(flag, left.get(rank_info.rank), None))
+        coordinator.add_request(SAVE_REQUEST, lambda wants_save=rank_info.rank in saves: wants_save)  # type: ignore[misc]
         wants_attention = coordinator.wants_attention()
         assert coordinator.exchange() == (coordinator.stop_reason is not None)
         wants_save = SAVE_REQUEST in coordinator.agreed_requests
@@ -61,7 +61,7 @@ def test_all_ranks_know_what_any_of_them_knew() -> None:
             assert hand == (rank in signals or rank in saves or left.get(rank, 1000.0) < 10)
 
 
-def hand_rank(place: RankInfo, configs: list[Config]) -> list[list[tuple[float, float, float]]]:
+def hand_rank(rank_info: RankInfo, configs: list[Config]) -> list[list[tuple[float, float, float]]]:
     """For each config and each of HANDS: the loss of a step with those hands up, the loss again, and the norm."""
     from pipeline.comm import groups
     from pipeline.model.task import DecoderTask
@@ -69,15 +69,15 @@ def hand_rank(place: RankInfo, configs: list[Config]) -> list[list[tuple[float, 
     from pipeline.train.engine import Engine
     from tests.support.tiny_training import VOCAB, make_batches
 
-    world = groups.join_process_group(place, configs[0])
+    world = groups.join_process_group(rank_info, configs[0])
     found: list[list[tuple[float, float, float]]] = []
     for config in configs:
-        layout = resolve_layout(config, world.size, place.local_world_size, VOCAB)
+        layout = resolve_layout(config, world.size, rank_info.local_world_size, VOCAB)
         engine = Engine(config, layout, world, DecoderTask(config, VOCAB))
-        mine = {"tokens": make_batches(config)[0].chunk(layout.dp)[layout.coordinates(place.rank).dp]}
+        mine = {"tokens": make_batches(config)[0].chunk(layout.dp)[layout.coordinates(rank_info.rank).dp]}
         found.append([])
         for up in HANDS:
-            loss = engine.backward(mine, 1, wants_attention=lambda up=up: place.rank in up)  # type: ignore[misc]
+            loss = engine.backward(mine, 1, wants_attention=lambda up=up: rank_info.rank in up)  # type: ignore[misc]
             norm = engine.clip_gradients(None).item()
             engine.optimizer.zero_grad(set_to_none=True)
             found[-1].append((loss.item(), engine.reduce_loss_again().item(), norm))
@@ -146,14 +146,14 @@ def test_the_clock_forgets_the_step_that_compiled_and_counts_the_save_in_flight(
     assert deadline.save_duration_s() == 16.0
 
 
-def told_rank(place: RankInfo, path: Path, moment: str) -> int:
+def told_rank(rank_info: RankInfo, path: Path, moment: str) -> int:
     """A rank of a stage in which rank 1 gets a signal at some moment."""
     from pipeline.evaluate import evaluator
     from pipeline.train import trainer
 
     def then_told(real: Any) -> Any:
         def call(*arguments: Any, **options: Any) -> Any:
-            if place.rank == 1:
+            if rank_info.rank == 1:
                 os.kill(os.getpid(), signal.SIGUSR1)
             return real(*arguments, **options)
 
@@ -162,7 +162,7 @@ def told_rank(place: RankInfo, path: Path, moment: str) -> int:
     owner: Any = {"build": trainer, "first step": trainer.Trainer, "evaluation": evaluator.TextHeldOut}[moment]
     name = {"build": "TokenDataset", "first step": "step", "evaluation": "sums"}[moment]
     setattr(owner, name, then_told(getattr(owner, name)))
-    return stage_rank(place, path, "evaluate" if moment == "evaluation" else "train")
+    return stage_rank(rank_info, path, "evaluate" if moment == "evaluation" else "train")
 
 
 def test_told_at_the_start_in_the_first_step_and_in_an_evaluation(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_told_at_the_start_in_the_first_step_and_in_an_evaluation(tmp_path: Path
     assert compute_run_digest(run) == compute_run_digest(calm)
 
 
-def blocked_rank(place: RankInfo) -> tuple[bool, bool]:
+def blocked_rank(rank_info: RankInfo) -> tuple[bool, bool]:
     """Rank 1 waits in a collective for rank 0 and gets a signal: what its flag says to another thread, before and
     after that looks."""
     import threading
@@ -190,7 +190,7 @@ def blocked_rank(place: RankInfo) -> tuple[bool, bool]:
     from pipeline.comm import groups
 
     flag, seen = StopFlag().install(), []
-    groups.join_process_group(place, tiny_config(2))
+    groups.join_process_group(rank_info, tiny_config(2))
 
     def watch() -> None:
         time.sleep(1)
@@ -200,7 +200,7 @@ def blocked_rank(place: RankInfo) -> tuple[bool, bool]:
         flag.poll()
         seen.append(bool(flag))
 
-    if place.rank == 0:
+    if rank_info.rank == 0:
         time.sleep(3)
         seen = [False, True]
     else:

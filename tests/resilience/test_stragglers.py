@@ -27,7 +27,7 @@ from tests.support.tiny import make_run, stage_rank, write_config
 from tracking.report import print_report
 
 
-def train_with_a_slow_rank(place: RankInfo, path: Path, slow: int, until: int) -> int:
+def train_with_a_slow_rank(rank_info: RankInfo, path: Path, slow: int, until: int) -> int:
     """Rank `slow` takes 60 ms more for its forward pass in steps before `until`."""
     from pipeline.model import task
 
@@ -37,12 +37,12 @@ def train_with_a_slow_rank(place: RankInfo, path: Path, slow: int, until: int) -
     def delayed(*arguments: object) -> object:
         nonlocal calls
         calls += 1
-        if place.rank == slow and calls <= until * 2:  # two micro-batches a step
+        if rank_info.rank == slow and calls <= until * 2:  # two micro-batches a step
             time.sleep(0.06)
         return cross_entropy_sum(*arguments)  # type: ignore[arg-type]
 
     task.cross_entropy_sum = delayed  # type: ignore[assignment]
-    return stage_rank(place, path, "train")
+    return stage_rank(rank_info, path, "train")
 
 
 def test_the_slow_rank_is_named_with_its_host_and_its_recovery(tmp_path: Path) -> None:

@@ -20,9 +20,9 @@ from tests.support.tiny import make_run
 HANG_S = 6
 
 
-def in_a_phase(place: RankInfo, path: Path, begun: Path, seconds: float) -> None:
+def in_a_phase(rank_info: RankInfo, path: Path, begun: Path, seconds: float) -> None:
     """One rank, so long in one phase by the sleeps that it counts, not by the clock."""
-    watchdog = Watchdog(Run.open(path), "train", place, StopFlag())
+    watchdog = Watchdog(Run.open(path), "train", rank_info, StopFlag())
     watchdog.start()
     watchdog.enter_phase(1, "forward")
     begun.touch()

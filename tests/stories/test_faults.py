@@ -48,16 +48,16 @@ def stopped(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Run:
     return run
 
 
-def door_rank(place: Any, path: Path, stage: str) -> tuple[int, str]:
+def door_rank(rank_info: Any, path: Path, stage: str) -> tuple[int, str]:
     """The rank's door with its errors explained, inside a forked rank: exit code and message."""
     from pipeline.__main__ import explain_error, write_error_report
 
     run = Run.open(path)
     try:
-        return stage_rank(place, path, stage), ""
+        return stage_rank(rank_info, path, stage), ""
     except BaseException as error:
         code, message = explain_error(error)
-        write_error_report(run, stage, place, code, message)
+        write_error_report(run, stage, rank_info, code, message)
         return int(code), message
 
 

@@ -20,16 +20,16 @@ def main(folder: Path) -> None:
     from pipeline.comm import groups
 
     torch.set_num_threads(1)
-    place = read_rank_info(os.environ)
+    rank_info = read_rank_info(os.environ)
     cases = json.loads((folder / "cases.json").read_text())
-    configs = [tiny_config(place.world_size, **case) for case in cases]
+    configs = [tiny_config(rank_info.world_size, **case) for case in cases]
     groups.configure_determinism(configs[0])
-    world = groups.join_process_group(place, configs[0])
+    world = groups.join_process_group(rank_info, configs[0])
     from pipeline.mpi.process_group import MpiProcessGroup
 
     assert MpiProcessGroup.accurate == configs[0].parallel.accurate_sums and "MPI" in str(world.transport)
-    found = [train_steps(place, config, world)[1] for config in configs]
-    (folder / f"rank-{place.rank}.json").write_text(json.dumps(found))
+    found = [train_steps(rank_info, config, world)[1] for config in configs]
+    (folder / f"rank-{rank_info.rank}.json").write_text(json.dumps(found))
     groups.leave_process_group()
 
 

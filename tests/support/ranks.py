@@ -1,6 +1,6 @@
 """Ranks for tests: processes forked from a server that has imported torch already (0.1 s instead of seconds).
 
-`run_ranks(4, function, *arguments)` calls `function(place, *arguments)` in four processes that can rendezvous and
+`run_ranks(4, function, *arguments)` calls `function(rank_info, *arguments)` in four processes that can rendezvous and
 returns their results in rank order. A rank that raises, dies or outlasts the time-out fails the test, with the
 first traceback. `function` must stand at the top level of a module (it is pickled by name).
 """
@@ -118,5 +118,5 @@ class Ranks:
 
 
 def run_ranks(size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 240.0) -> list[Any]:
-    """Run `function(place, *arguments)` on `size` ranks and return their results."""
+    """Run `function(rank_info, *arguments)` on `size` ranks and return their results."""
     return Ranks(size, function, *arguments).results(timeout)

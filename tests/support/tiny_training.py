@@ -35,19 +35,19 @@ def make_batches(config: Config, vocab: int = VOCAB) -> Any:
 
 
 def train_steps(
-    place: RankInfo, config: Config, world: Any, steps: int = STEPS, vocab: int = VOCAB
+    rank_info: RankInfo, config: Config, world: Any, steps: int = STEPS, vocab: int = VOCAB
 ) -> tuple[Any, list[tuple[float, float]]]:
     """The engine after `steps` steps, and each step's loss and gradient norm."""
     from pipeline.model.task import DecoderTask
     from pipeline.parallel.mesh import resolve_layout
     from pipeline.train.engine import Engine
 
-    layout = resolve_layout(config, world.size, place.local_world_size, vocab)
+    layout = resolve_layout(config, world.size, rank_info.local_world_size, vocab)
     engine = Engine(config, layout, world, DecoderTask(config, vocab))
-    return engine, continue_training(engine, place, 0, steps)
+    return engine, continue_training(engine, rank_info, 0, steps)
 
 
-def train_rank(place: RankInfo, configs: list[Config], vocab: int = VOCAB) -> list[list[tuple[float, float]]]:
+def train_rank(rank_info: RankInfo, configs: list[Config], vocab: int = VOCAB) -> list[list[tuple[float, float]]]:
     """Losses and gradient norms of each config in turn."""
     import warnings
 
@@ -55,12 +55,12 @@ def train_rank(place: RankInfo, configs: list[Config], vocab: int = VOCAB) -> li
 
     warnings.filterwarnings("error", message="FSDP2-wrapped module")  # torch 2.13's, of outputs that are views
     groups.configure_determinism(configs[0])
-    world = groups.join_process_group(place, configs[0])
-    return [train_steps(place, config, world, vocab=vocab)[1] for config in configs]
+    world = groups.join_process_group(rank_info, configs[0])
+    return [train_steps(rank_info, config, world, vocab=vocab)[1] for config in configs]
 
 
 def change_layout_rank(
-    place: RankInfo, first: Config, others: list[Config], folder: Any, trained: int, steps: int
+    rank_info: RankInfo, first: Config, others: list[Config], folder: Any, trained: int, steps: int
 ) -> list[tuple[str, list[tuple[float, float]]]]:
     """Train `trained` steps under `first` and save; load under each of `others` in turn, save again, and train on.
 
@@ -74,10 +74,10 @@ def change_layout_rank(
     from pipeline.comm import groups
 
     groups.configure_determinism(first)
-    world = groups.join_process_group(place, first)
+    world = groups.join_process_group(rank_info, first)
     results = []
     for number, config in enumerate([first, *others]):
-        engine, _ = train_steps(place, config, world, trained if number == 0 else 0)
+        engine, _ = train_steps(rank_info, config, world, trained if number == 0 else 0)
         saver = Checkpointer(
             folder,
             dist.new_group(backend="gloo"),
@@ -95,14 +95,14 @@ def change_layout_rank(
         results.append(
             (
                 compute_digest(folder / catalog.checkpoint_name(number + 1)),
-                continue_training(engine, place, trained, steps),
+                continue_training(engine, rank_info, trained, steps),
             )
         )
         saver.close()
     return results
 
 
-def resave_rank(place: RankInfo, path: Any, folder: Any) -> str:
+def resave_rank(rank_info: RankInfo, path: Any, folder: Any) -> str:
     """Restore a run under the layout that its config has now, and save to `folder` without a step: the digest."""
     from pipeline.checkpoint import catalog
     from pipeline.checkpoint.checkpointer import Checkpointer, compute_digest
@@ -113,8 +113,8 @@ def resave_rank(place: RankInfo, path: Any, folder: Any) -> str:
     from tests.support.tiny import HarmlessFlag
 
     run = Run.open(path)
-    world = groups.join_process_group(place, run.config)
-    trainer = Trainer(run, load_run_manifest(run), place, world, HarmlessFlag())
+    world = groups.join_process_group(rank_info, run.config)
+    trainer = Trainer(run, load_run_manifest(run), rank_info, world, HarmlessFlag())
     assert trainer.start_step
     saver = Checkpointer(
         folder, groups.new_control_group(), keep=1, background=False, describe={"layout": {}}, on_saved=lambda *_: None
@@ -123,10 +123,10 @@ def resave_rank(place: RankInfo, path: Any, folder: Any) -> str:
     return compute_digest(folder / catalog.checkpoint_name(1))
 
 
-def continue_training(engine: Any, place: RankInfo, done: int, steps: int) -> list[tuple[float, float]]:
+def continue_training(engine: Any, rank_info: RankInfo, done: int, steps: int) -> list[tuple[float, float]]:
     """Losses and gradient norms of `steps` more steps; clipping is checked here, since AdamW hardly shows it."""
     limit = engine.config.optimizer.clip_norm
-    part = engine.layout.coordinates(place.rank).dp
+    part = engine.layout.coordinates(rank_info.rank).dp
     results = []
     for step, batch in list(enumerate(make_batches(engine.config, engine.task.vocab_size), 1))[done : done + steps]:
         loss = engine.backward({"tokens": batch.chunk(engine.layout.dp)[part]}, step)

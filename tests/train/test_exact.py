@@ -121,7 +121,7 @@ def test_three_sigkills_lose_only_what_was_not_saved(
     assert all(reached - saved <= 2 * 7 for saved, reached in left)
 
 
-def recording_rank(place: Any, path: Path, stage: str) -> int:
+def recording_rank(rank_info: Any, path: Path, stage: str) -> int:
     """A rank that notes which samples it trains on."""
     from pipeline.train.trainer import Trainer
 
@@ -129,12 +129,12 @@ def recording_rank(place: Any, path: Path, stage: str) -> int:
 
     def step(self: Any, number: int, batch: Any) -> dict[str, Any]:
         line = real(self, number, batch)
-        samples = {"step": number, "rank": place.rank, "samples": batch["tokens"].tolist()}
+        samples = {"step": number, "rank": rank_info.rank, "samples": batch["tokens"].tolist()}
         append_line(path / "samples.jsonl", json.dumps(samples))
         return line
 
     setattr(Trainer, "step", step)  # noqa: B010
-    return stage_rank(place, path, stage)
+    return stage_rank(rank_info, path, stage)
 
 
 def samples_of(run: Run, step: int) -> list[list[int]]:

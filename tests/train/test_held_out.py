@@ -67,19 +67,19 @@ def test_the_curve_is_that_of_the_checkpoints_and_changes_nothing(tmp_path: Path
         assert line.get("evaluate_s", 0) < line["step_time_s"]
 
 
-def stopped_in_a_look_rank(place: RankInfo, path: Path, stage: str, at: int) -> int:
+def stopped_in_a_look_rank(rank_info: RankInfo, path: Path, stage: str, at: int) -> int:
     """Like `stage_rank`, but rank 1 is asked to stop while all look at held-out data after step `at`."""
     from pipeline.evaluate.evaluator import Evaluator
 
     measure = Evaluator.measure
 
     def asked(self: Any, step: int, **more: Any) -> Any:
-        if step == at and place.rank == 1:
+        if step == at and rank_info.rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return measure(self, step, **more)
 
     setattr(Evaluator, "measure", asked)  # noqa: B010
-    return stage_rank(place, path, stage)
+    return stage_rank(rank_info, path, stage)
 
 
 def test_stops_leave_the_curve_as_it_is(tmp_path: Path, data: Path) -> None:

@@ -21,24 +21,24 @@ SIZES = {"dim": 64, "intermediate_size": 128}
 LATE_S = 1.5
 
 
-def join(place: RankInfo, config: Config) -> Any:
+def join(rank_info: RankInfo, config: Config) -> Any:
     from pipeline.comm import groups
 
-    return groups.join_process_group(place, config)
+    return groups.join_process_group(rank_info, config)
 
 
-def second_step(place: RankInfo, config: Config, world: Any, enter: Callable[[str], None], around: Any) -> Any:
+def second_step(rank_info: RankInfo, config: Config, world: Any, enter: Callable[[str], None], around: Any) -> Any:
     """Train two steps, the second one inside `around`, with a meter on: its line, and how long it took."""
     from pipeline.model.task import DecoderTask
     from pipeline.train.engine import Engine
     from pipeline.train.metrics import ExposedCommMeter
 
-    layout = resolve_layout(config, world.size, place.local_world_size, VOCAB)
+    layout = resolve_layout(config, world.size, rank_info.local_world_size, VOCAB)
     engine = Engine(config, layout, world, DecoderTask(config, VOCAB))
     meter = ExposedCommMeter(engine.model, world)
 
     def train(step: int, batch: Any, enter: Callable[[str], None]) -> None:
-        engine.backward({"tokens": batch.chunk(layout.dp)[layout.coordinates(place.rank).dp]}, step, enter)
+        engine.backward({"tokens": batch.chunk(layout.dp)[layout.coordinates(rank_info.rank).dp]}, step, enter)
         meter.record_backward_end()
         engine.update_weights(engine.clip_gradients(1.0).item())
 
@@ -53,14 +53,14 @@ def second_step(place: RankInfo, config: Config, world: Any, enter: Callable[[st
 # -- bytes -----------------------------------------------------------------------------------------------
 
 
-def sent_rank(place: RankInfo, configs: list[Config]) -> list[dict[str, int]]:
+def sent_rank(rank_info: RankInfo, configs: list[Config]) -> list[dict[str, int]]:
     """What this rank sends in the second step of each config, by group."""
     from tests.support.communication_counter import CommunicationCounter
 
-    world, found = join(place, configs[0]), []
+    world, found = join(rank_info, configs[0]), []
     for config in configs:
         with_it = CommunicationCounter()
-        second_step(place, config, world, lambda _: None, with_it)
+        second_step(rank_info, config, world, lambda _: None, with_it)
         found.append(dict(with_it.bytes))
     return found
 
@@ -108,21 +108,21 @@ def test_bytes_are_those_of_the_plan() -> None:
 # -- exposed time ----------------------------------------------------------------------------------------
 
 
-def late_rank(place: RankInfo, config: Config) -> tuple[dict[str, float], float]:
-    return late(place, config, join(place, config))
+def late_rank(rank_info: RankInfo, config: Config) -> tuple[dict[str, float], float]:
+    return late(rank_info, config, join(rank_info, config))
 
 
-def late(place: RankInfo, config: Config, world: Any) -> tuple[dict[str, float], float]:
+def late(rank_info: RankInfo, config: Config, world: Any) -> tuple[dict[str, float], float]:
     """The line of a step in which the last rank comes late to its backward, and how long the step took."""
     from contextlib import nullcontext
 
-    sleeping = [LATE_S] if place.rank == world.size - 1 else []
+    sleeping = [LATE_S] if rank_info.rank == world.size - 1 else []
 
     def enter(phase: str) -> None:
         if phase in ("backward", "pipeline") and sleeping:
             time.sleep(sleeping.pop())
 
-    return second_step(place, config, world, enter, nullcontext())
+    return second_step(rank_info, config, world, enter, nullcontext())
 
 
 def check_late(line: dict[str, float], seconds: float, was_late: bool) -> None:
@@ -146,7 +146,7 @@ def test_what_cannot_be_seen_is_not_told(parallel: dict[str, Any]) -> None:
     assert [line for line, _ in run_ranks(2, late_rank, config)] == [{}, {}]
 
 
-def hidden_rank(place: RankInfo, config: Config) -> tuple[dict[str, float], float]:
+def hidden_rank(rank_info: RankInfo, config: Config) -> tuple[dict[str, float], float]:
     """A step of several buckets: rank 1 comes late to the first one, and rank 0 computes meanwhile, for this long."""
     import torch
     import torch.distributed as dist
@@ -155,8 +155,8 @@ def hidden_rank(place: RankInfo, config: Config) -> tuple[dict[str, float], floa
     from pipeline.model.spec import EMBEDDING
     from pipeline.train.metrics import ExposedCommMeter
 
-    engine = engine_of(place, config)
-    meter = ExposedCommMeter(engine.model, World(place.rank, 2, torch.device("cpu"), "gloo"))
+    engine = engine_of(rank_info, config)
+    meter = ExposedCommMeter(engine.model, World(rank_info.rank, 2, torch.device("cpu"), "gloo"))
     computed = 0.0
 
     def compute(_: Any) -> None:
@@ -166,13 +166,13 @@ def hidden_rank(place: RankInfo, config: Config) -> tuple[dict[str, float], floa
         computed += time.perf_counter() - started
 
     def enter(phase: str) -> None:
-        if phase == "backward" and place.rank == 1:
+        if phase == "backward" and rank_info.rank == 1:
             time.sleep(LATE_S)
 
-    if place.rank == 0:  # the last gradient of a backward
+    if rank_info.rank == 0:  # the last gradient of a backward
         engine.parts[0].get_parameter(EMBEDDING).register_hook(compute)
     dist.barrier()
-    engine.backward({"tokens": next(iter(make_batches(config))).chunk(2)[place.rank]}, 1, enter)
+    engine.backward({"tokens": next(iter(make_batches(config))).chunk(2)[rank_info.rank]}, 1, enter)
     meter.record_backward_end()
     return meter.read_metrics(), computed
 
@@ -196,14 +196,14 @@ def over_mpi() -> None:
     from pipeline.base.dist_env import read_rank_info
     from pipeline.comm import groups
 
-    place = read_rank_info(os.environ)
+    rank_info = read_rank_info(os.environ)
     configs = [
         tiny_config(2, parallel={**parallel, "backend": "mpi"}, model=SIZES)
         for parallel in ({}, {"hook": {"kind": "bf16"}})
     ]
-    world = groups.join_process_group(place, configs[0])
+    world = groups.join_process_group(rank_info, configs[0])
     for config in configs:
-        check_late(*late(place, config, world), place.rank == 1)
+        check_late(*late(rank_info, config, world), rank_info.rank == 1)
     groups.leave_process_group()
     print("good", flush=True)
 

@@ -109,12 +109,12 @@ def test_a_mean_is_of_all_ranks() -> None:
 # -- known times -----------------------------------------------------------------------------------------
 
 
-def known_rank(place: RankInfo, folder: Path) -> tuple[Any, Any]:
+def known_rank(rank_info: RankInfo, folder: Path) -> tuple[Any, Any]:
     from pipeline.comm import groups
     from tests.support import profiled_step
 
-    groups.join_process_group(place, tiny_config(2))
-    return profiled_step.run_profiled_step(folder, place.rank, groups.new_control_group())
+    groups.join_process_group(rank_info, tiny_config(2))
+    return profiled_step.run_profiled_step(folder, rank_info.rank, groups.new_control_group())
 
 
 def test_shares_over_gloo_are_those_that_were_made(tmp_path: Path) -> None:
@@ -225,24 +225,24 @@ def test_damaged_files_are_refused_in_words(four: Run, tmp_path: Path, damage: s
 FOLDER = b"a folder in place of the file"
 
 
-def failing_rank(place: RankInfo, path: Path, request: bytes) -> int:
+def failing_rank(rank_info: RankInfo, path: Path, request: bytes) -> int:
     """A rank whose profiles cannot be read, and who finds this request."""
     from pipeline.train import profiler
 
     def fail(*_: Any) -> Any:
         raise OSError("no space left on device")
 
-    if place.rank == 1:
+    if rank_info.rank == 1:
         profiler.gzip = SimpleNamespace(compress=fail)  # type: ignore[assignment]
-    if place.rank == 0:
+    if rank_info.rank == 0:
         run = Run.open(path)
         run.profile_taken_file.write_bytes(b'{"steps": 3}')  # an attempt before this one did not survive it
         if request == FOLDER:
             run.profile_file.mkdir()
         else:
             run.profile_file.write_bytes(request)
-    with open(path / f"said-{place.rank}", "w") as said, redirect_stderr(said):
-        return stage_rank(place, path, "train")
+    with open(path / f"said-{rank_info.rank}", "w") as said, redirect_stderr(said):
+        return stage_rank(rank_info, path, "train")
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ def test_a_profile_that_fails_stops_nothing(
     run.apply_overrides(["train.profile_every=2"])  # also of a training that has saved
 
 
-def late_rank(place: RankInfo, path: Path, room_s: float) -> int:
+def late_rank(rank_info: RankInfo, path: Path, room_s: float) -> int:
     """A rank of a job that must stop when anything takes longer than `room_s`; a profile takes half a second."""
     from pipeline.train import profiler
 
@@ -288,8 +288,8 @@ def late_rank(place: RankInfo, path: Path, room_s: float) -> int:
 
     profiler.Profiler._save_trace = slow  # type: ignore[method-assign,assignment]
     # the deadline of rank 0 counts
-    Deadline.should_stop = lambda self, after_s=0.0: place.rank == 0 and after_s > room_s  # type: ignore[method-assign]
-    return stage_rank(place, path, "train")
+    Deadline.should_stop = lambda self, after_s=0.0: rank_info.rank == 0 and after_s > room_s  # type: ignore[method-assign]
+    return stage_rank(rank_info, path, "train")
 
 
 @pytest.mark.parametrize(("room_s", "profiled"), [(0.4, 1), (0.05, 0)])
@@ -311,17 +311,17 @@ def test_no_profile_begins_that_a_save_has_no_time_for(
 # -- clocks ----------------------------------------------------------------------------------------------
 
 
-def shifted_rank(place: RankInfo, shift_ns: int) -> tuple[int, int]:
+def shifted_rank(rank_info: RankInfo, shift_ns: int) -> tuple[int, int]:
     """What is found of a clock that goes so much ahead on rank 1."""
     from pipeline.comm import groups
     from pipeline.parallel.mesh import resolve_layout
     from pipeline.train import profiler
 
     config = tiny_config(3, train={"global_batch": 12})
-    world = groups.join_process_group(place, config)
+    world = groups.join_process_group(rank_info, config)
     agreement = StopCoordinator(StopFlag(), groups.new_control_group())
     one = profiler.Profiler(Run(Path("/nowhere"), config), resolve_layout(config, 3, 3, 64), world, agreement)
-    if place.rank == 1:
+    if rank_info.rank == 1:
         profiler.time = SimpleNamespace(time_ns=lambda: time.time_ns() + shift_ns)  # type: ignore[assignment]
     return one._compare_clocks()
 
@@ -333,11 +333,11 @@ def test_clocks_are_compared_within_what_is_said() -> None:
     assert abs(found + shift) <= error < 50e6 and abs(small) <= other < 50e6
 
 
-def few_rank(place: RankInfo, path: Path) -> int:
+def few_rank(rank_info: RankInfo, path: Path) -> int:
     from pipeline.train import profiler
 
     profiler.MAX_STEPS = 2
-    return stage_rank(place, path, "train")
+    return stage_rank(rank_info, path, "train")
 
 
 def test_old_profiles_go(four: Run, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_run(tmp_path_factory.mktemp("data")).data_dir
 
 
-def plain_rank(place: RankInfo, path: Path, steps: int) -> list[tuple[float, float]]:
+def plain_rank(rank_info: RankInfo, path: Path, steps: int) -> list[tuple[float, float]]:
     """Loss and gradient norm of each step by the plainest code: whole batch at once, no DDP, no micro-batches."""
     import numpy as np
     import torch
@@ -131,7 +131,7 @@ def test_other_precisions_train_and_resume_exactly(tmp_path: Path, data: Path, p
     assert losses[-1] < losses[0] - 1.0
 
 
-def scale_rank(place: RankInfo, path: Path) -> float:
+def scale_rank(rank_info: RankInfo, path: Path) -> float:
     newest = sorted((Run.open(path).checkpoints_dir).glob("step-*"))[-1]
     return float(json.loads((newest / "manifest.json").read_text())["extra"]["scaler"]["scale"])
 
@@ -142,7 +142,7 @@ def test_the_fp16_scale_is_kept_in_the_checkpoint(tmp_path: Path, data: Path) ->
     assert scale_rank(None, run.path) > 1.0  # type: ignore[arg-type]
 
 
-def no_sync_rank(place: RankInfo, path: Path) -> int:
+def no_sync_rank(rank_info: RankInfo, path: Path) -> int:
     """How many gradient reductions one step of four micro-batches makes."""
     import torch
     import torch.distributed as dist
@@ -153,8 +153,8 @@ def no_sync_rank(place: RankInfo, path: Path) -> int:
     from pipeline.train.trainer import Trainer
 
     run = Run.open(path)
-    world = groups.join_process_group(place, run.config)
-    trainer = Trainer(run, load_manifest(run.data_dir), place, world, StopFlag())
+    world = groups.join_process_group(rank_info, run.config)
+    trainer = Trainer(run, load_manifest(run.data_dir), rank_info, world, StopFlag())
     reductions = 0
 
     def count(state: Any, bucket: Any) -> Any:
@@ -185,7 +185,7 @@ def test_compiled_blocks_give_the_same_losses(tmp_path: Path, data: Path) -> Non
         assert ours[1] == pytest.approx(theirs[1], rel=1e-5) and ours[2] == pytest.approx(theirs[2], rel=1e-4)
 
 
-def deterministic_rank(place: RankInfo, *configs: Config) -> list[tuple[bool | str | None, ...]]:
+def deterministic_rank(rank_info: RankInfo, *configs: Config) -> list[tuple[bool | str | None, ...]]:
     """Whether torch, and whether its compiler, may only do what gives the same bits again, and NCCL's part of it."""
     import torch
     from torch._inductor import config as compiler
@@ -206,13 +206,13 @@ def test_kernels_and_compiler_are_held_to_the_same_bits() -> None:
     assert found == [(False, False, None, None), (True, False, "Ring", "0"), (True, True, "Ring", "0")]
 
 
-def other_gpu_rank(place: RankInfo, path: Path) -> int:
+def other_gpu_rank(rank_info: RankInfo, path: Path) -> int:
     """A training on another GPU than that of the checkpoint, by its words."""
     from pipeline.train import trainer
 
     own = trainer.collect_versions()
     trainer.collect_versions = lambda: {**own, "gpu": "NVIDIA H200", "torch": "3.0"}
-    return stage_rank(place, path, "train")
+    return stage_rank(rank_info, path, "train")
 
 
 def test_a_resume_with_other_versions_says_so(tmp_path: Path, data: Path) -> None:
@@ -229,7 +229,7 @@ def test_a_resume_with_other_versions_says_so(tmp_path: Path, data: Path) -> Non
     assert other["versions"] == f"torch {torch.__version__} → 3.0; gpu None → NVIDIA H200"
 
 
-def undrawn_rank(place: RankInfo, path: Path, stage: str) -> int:
+def undrawn_rank(rank_info: RankInfo, path: Path, stage: str) -> int:
     """A stage that may draw no weights, for a checkpoint brings them."""
     from pipeline.model import decoder, task
 
@@ -237,7 +237,7 @@ def undrawn_rank(place: RankInfo, path: Path, stage: str) -> int:
         raise AssertionError("weights are drawn")
 
     decoder.sample_initial_values = task.sample_initial_values = refuse  # type: ignore[assignment]
-    return stage_rank(place, path, stage)
+    return stage_rank(rank_info, path, stage)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -255,7 +255,7 @@ def test_a_resume_and_an_evaluation_draw_no_weights(tmp_path: Path, data: Path, 
     ]
 
 
-def copying_rank(place: RankInfo, path: Path, stage: str) -> int:
+def copying_rank(rank_info: RankInfo, path: Path, stage: str) -> int:
     """A stage that trains on copies from its second step on at the latest."""
     from pipeline.data.local_copy import LocalCopies
     from pipeline.train.trainer import Trainer
@@ -276,7 +276,7 @@ def copying_rank(place: RankInfo, path: Path, stage: str) -> int:
         return step(self, number, batch)
 
     LocalCopies.every_s, LocalCopies.__init__, Trainer.step = 0.01, init, waits  # type: ignore
-    return stage_rank(place, path, stage)
+    return stage_rank(rank_info, path, stage)
 
 
 def test_copies_on_the_nodes_disk_change_nothing_and_go(tmp_path: Path, data: Path) -> None:

@@ -174,7 +174,7 @@ def leave(
     monkeypatch.setattr(supervisor.time, "monotonic", lambda: float(next(now)))
     monkeypatch.setattr(supervisor.time, "sleep", lambda seconds: None)
     one = supervisor.Supervisor(run, "train", StopFlag())
-    one.place, one.flag.reason = make_rank_info(0, 1, 1), "SIGTERM" if signalled else None
+    one.rank_info, one.flag.reason = make_rank_info(0, 1, 1), "SIGTERM" if signalled else None
     code = one._leave(supervisor.AttemptEnd(ExitCode.OUT_OF_MEMORY, facts={"message": "rank 1"}), progress=True)
     return code, asked
 

@@ -193,7 +193,7 @@ def test_a_preemption_is_remembered_when_slurm_has_requeued_the_job(
     monkeypatch.setattr(supervisor.time, "monotonic", lambda: one.flag.signal_time)
     if noted:
         run.event("stopping", "train", by=reason, cause=noted)
-    one.place = replace(make_rank_info(0, 1, 1), job_id="12")
+    one.rank_info = replace(make_rank_info(0, 1, 1), job_id="12")
     requeued = JobInfo("COMPLETING", 1, False, 100.0, True)
     cause = one._cause(ExitCode.STOPPED, requeued)[0]
     assert cause == (ExitCode.PREEMPTED if preempted else ExitCode.REQUEUED)
@@ -252,7 +252,7 @@ def in_job(one: Supervisor, monkeypatch: pytest.MonkeyPatch, job: str, restarts:
     did: list[Any] = []
     one.on_slurm = one.batch = True
     one.nodes, one.job = ["n1"], job
-    one.place = replace(make_rank_info(0, 1, 1), job_id=job, restart_count=restarts)
+    one.rank_info = replace(make_rank_info(0, 1, 1), job_id=job, restart_count=restarts)
     monkeypatch.setattr(supervisor, "apply_site_environment", lambda *words: None)
     monkeypatch.setattr(supervisor.slurm_job, "read_job_info", lambda *words: None)
     monkeypatch.setattr(supervisor.capacity, "find_placement_problem", lambda *words: None)
@@ -456,7 +456,7 @@ def test_a_controller_that_is_away_is_asked_until_the_job_must_end(
         return RUNNING if clock.now >= back_s else None
 
     one = supervised(run, monkeypatch)
-    one.place, one.ends = replace(make_rank_info(0, 1, 1), job_id="5"), left_s
+    one.rank_info, one.ends = replace(make_rank_info(0, 1, 1), job_id="5"), left_s
     monkeypatch.setattr(supervisor.slurm_job, "read_job_info", facts)
     monkeypatch.setattr(supervisor.slurm_job, "requeue_job", lambda *words: clock.now >= back_s)
     monkeypatch.setattr(supervisor.slurm_job, "excluded_nodes_at_requeue", lambda *words: None)
@@ -484,7 +484,7 @@ def test_a_controller_that_goes_away_between_two_questions_is_asked_anew(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, clock, requeues = supervised(run, monkeypatch), Clock(monkeypatch), list[float]()
-    one.place = replace(make_rank_info(0, 1, 1), job_id="5")
+    one.rank_info = replace(make_rank_info(0, 1, 1), job_id="5")
 
     def requeue(*words: object) -> bool:
         requeues.append(clock.now)

@@ -107,43 +107,43 @@ def torchrun(rank: int, size: int, local: int, local_size: int, host: str) -> En
     }
 
 
-def numbers(place: RankInfo) -> tuple[int, int, int, int]:
-    return place.rank, place.world_size, place.local_rank, place.local_world_size
+def numbers(rank_info: RankInfo) -> tuple[int, int, int, int]:
+    return rank_info.rank, rank_info.world_size, rank_info.local_rank, rank_info.local_world_size
 
 
 def test_alone_outside_slurm() -> None:
-    place = read_rank_info({"HOME": "/root", "MASTER_ADDR": "elsewhere", "WORLD_SIZE": "8"})
-    assert place.launcher == "alone" and numbers(place) == (0, 1, 0, 1)
-    assert place.master_host == "localhost"
-    assert place.job_id is None and place.restart_count == 0
+    rank_info = read_rank_info({"HOME": "/root", "MASTER_ADDR": "elsewhere", "WORLD_SIZE": "8"})
+    assert rank_info.launcher == "alone" and numbers(rank_info) == (0, 1, 0, 1)
+    assert rank_info.master_host == "localhost"
+    assert rank_info.job_id is None and rank_info.restart_count == 0
 
 
 @pytest.mark.parametrize("step", [None, "4294967290", "4294967291", "4294967292"])
 def test_no_rank_in_batch_script_and_salloc(step: str | None) -> None:
     env = BATCH | ({"SLURM_STEP_ID": step} if step else {})
-    place = read_rank_info(env)
-    assert place.launcher == "alone" and numbers(place) == (0, 1, 0, 1)
-    assert place.job_id == "4711" and place.restart_count == 0
+    rank_info = read_rank_info(env)
+    assert rank_info.launcher == "alone" and numbers(rank_info) == (0, 1, 0, 1)
+    assert rank_info.job_id == "4711" and rank_info.restart_count == 0
 
 
 def test_array_task_that_was_requeued() -> None:
     env = BATCH | {"SLURM_ARRAY_JOB_ID": "4700", "SLURM_ARRAY_TASK_ID": "0", "SLURM_RESTART_COUNT": "2"}
-    place = read_rank_info(env)
-    assert place.job_id == "4700_0" and place.restart_count == 2
+    rank_info = read_rank_info(env)
+    assert rank_info.job_id == "4700_0" and rank_info.restart_count == 2
 
 
 def test_srun() -> None:
-    place = read_rank_info(srun(3, 1, 1, SLURM_RESTART_COUNT="1"))
-    assert place.launcher == "srun" and numbers(place) == (3, 4, 1, 2)
-    assert place.master_host == "n1"
-    assert place.job_id == "4711" and place.restart_count == 1
+    rank_info = read_rank_info(srun(3, 1, 1, SLURM_RESTART_COUNT="1"))
+    assert rank_info.launcher == "srun" and numbers(rank_info) == (3, 4, 1, 2)
+    assert rank_info.master_host == "n1"
+    assert rank_info.job_id == "4711" and rank_info.restart_count == 1
 
 
 def test_srun_on_fewer_nodes_and_tasks_than_the_job_has() -> None:
     part = {"SLURM_STEP_NODELIST": "n2", "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "3"}
-    place = read_rank_info(srun(2, 0, 2, **part))
-    assert numbers(place) == (2, 3, 2, 3)
-    assert place.master_host == "n2"
+    rank_info = read_rank_info(srun(2, 0, 2, **part))
+    assert numbers(rank_info) == (2, 3, 2, 3)
+    assert rank_info.master_host == "n2"
 
 
 @pytest.mark.parametrize("kind", ["pmi2", "pmix", "cray_shasta"])
@@ -157,39 +157,39 @@ def test_srun_with_an_mpi_plugin_stays_srun(kind: str) -> None:
 
 
 def test_sluice_may_name_the_master() -> None:
-    place = read_rank_info(srun(0, 0, 0, MASTER_ADDR="n2", SLUICE_MASTER_HOST="10.0.0.1", MASTER_PORT="1234"))
-    assert (place.master_host, place.master_port) == ("10.0.0.1", 1234)
+    rank_info = read_rank_info(srun(0, 0, 0, MASTER_ADDR="n2", SLUICE_MASTER_HOST="10.0.0.1", MASTER_PORT="1234"))
+    assert (rank_info.master_host, rank_info.master_port) == ("10.0.0.1", 1234)
     assert read_rank_info(srun(0, 0, 0, MASTER_ADDR="n2")).master_host == "n2"
 
 
 def test_torchrun_inside_srun() -> None:
-    place = read_rank_info(srun(1, 1, 0) | torchrun(2, 4, 0, 2, "n1"))
-    assert place.launcher == "torchrun" and numbers(place) == (2, 4, 0, 2)
-    assert (place.master_host, place.master_port, place.job_id) == ("n1", 29500, "4711")
+    rank_info = read_rank_info(srun(1, 1, 0) | torchrun(2, 4, 0, 2, "n1"))
+    assert rank_info.launcher == "torchrun" and numbers(rank_info) == (2, 4, 0, 2)
+    assert (rank_info.master_host, rank_info.master_port, rank_info.job_id) == ("n1", 29500, "4711")
 
 
 def test_mpirun_inside_a_job() -> None:
     """Ranks on the first node have the batch script's variables, the others those of the daemons' step."""
-    places = [read_rank_info(BATCH | openmpi(rank, 4, rank, 2)) for rank in (0, 1)]
-    places += [read_rank_info(orted(1) | openmpi(rank, 4, rank - 2, 2)) for rank in (2, 3)]
-    assert [numbers(place) for place in places] == [(r, 4, r % 2, 2) for r in range(4)]
-    assert {place.launcher for place in places} == {"openmpi"}
-    assert {(place.master_host, place.job_id) for place in places} == {("n1", "4711")}
-    assert len({place.master_port for place in places}) == 1
+    rank_infos = [read_rank_info(BATCH | openmpi(rank, 4, rank, 2)) for rank in (0, 1)]
+    rank_infos += [read_rank_info(orted(1) | openmpi(rank, 4, rank - 2, 2)) for rank in (2, 3)]
+    assert [numbers(rank_info) for rank_info in rank_infos] == [(r, 4, r % 2, 2) for r in range(4)]
+    assert {rank_info.launcher for rank_info in rank_infos} == {"openmpi"}
+    assert {(rank_info.master_host, rank_info.job_id) for rank_info in rank_infos} == {("n1", "4711")}
+    assert len({rank_info.master_port for rank_info in rank_infos}) == 1
     another = read_rank_info(BATCH | openmpi(0, 4, 0, 2) | {"PMIX_NAMESPACE": "3158966274"})
-    assert another.master_port != places[0].master_port
+    assert another.master_port != rank_infos[0].master_port
 
 
 def test_mpirun_with_uneven_nodes_inside_a_job() -> None:
-    places = [read_rank_info(BATCH | openmpi(rank, 3, rank, 2)) for rank in (0, 1)] + [
+    rank_infos = [read_rank_info(BATCH | openmpi(rank, 3, rank, 2)) for rank in (0, 1)] + [
         read_rank_info(orted(1) | openmpi(2, 3, 0, 1))
     ]
-    assert [numbers(place) for place in places] == [(0, 3, 0, 2), (1, 3, 1, 2), (2, 3, 0, 1)]
+    assert [numbers(rank_info) for rank_info in rank_infos] == [(0, 3, 0, 2), (1, 3, 1, 2), (2, 3, 0, 1)]
 
 
 def test_mpirun_on_one_machine() -> None:
-    place = read_rank_info(openmpi(1, 2, 1, 2))
-    assert numbers(place) == (1, 2, 1, 2) and place.master_host == "localhost"
+    rank_info = read_rank_info(openmpi(1, 2, 1, 2))
+    assert numbers(rank_info) == (1, 2, 1, 2) and rank_info.master_host == "localhost"
     assert numbers(read_rank_info(openmpi(1, 8, 2, 8))) == (1, 8, 2, 8), "as Open MPI 5 numbers them"
 
 
@@ -199,37 +199,37 @@ def test_mpirun_on_several_machines_needs_a_master(environment: object) -> None:
     env = environment(2, 4, 0, 2)
     with pytest.raises(UserError, match="MASTER_ADDR is not set"):
         read_rank_info(env)
-    place = read_rank_info(env | {"MASTER_ADDR": "a1"})
-    assert numbers(place) == (2, 4, 0, 2) and place.master_host == "a1"
+    rank_info = read_rank_info(env | {"MASTER_ADDR": "a1"})
+    assert numbers(rank_info) == (2, 4, 0, 2) and rank_info.master_host == "a1"
 
 
 def test_hydra_inside_a_job() -> None:
     """Hydra hands the first node's variables to all ranks, SLURMD_NODENAME too."""
-    places = [read_rank_info(BATCH | hydra(rank, 4, rank % 2, 2)) for rank in range(4)]
-    assert [numbers(place) for place in places] == [(r, 4, r % 2, 2) for r in range(4)]
-    assert {(place.launcher, place.master_host, place.master_port) for place in places} == {
-        ("pmi", "n1", places[0].master_port)
+    rank_infos = [read_rank_info(BATCH | hydra(rank, 4, rank % 2, 2)) for rank in range(4)]
+    assert [numbers(rank_info) for rank_info in rank_infos] == [(r, 4, r % 2, 2) for r in range(4)]
+    assert {(rank_info.launcher, rank_info.master_host, rank_info.master_port) for rank_info in rank_infos} == {
+        ("pmi", "n1", rank_infos[0].master_port)
     }
 
 
 def test_hydra_in_a_step_of_its_proxies() -> None:
-    place = read_rank_info(
+    rank_info = read_rank_info(
         srun(1, 1, 0, SLURM_STEP_NUM_TASKS="2", SLURM_STEP_TASKS_PER_NODE="1(x2)") | hydra(3, 4, 1, 2)
     )
-    assert place.launcher == "pmi" and numbers(place) == (3, 4, 1, 2)
+    assert rank_info.launcher == "pmi" and numbers(rank_info) == (3, 4, 1, 2)
 
 
 def test_pals_without_slurm() -> None:
     pals = {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2"}
-    place = read_rank_info(pals)
-    assert place.launcher == "pmi" and numbers(place) == (1, 2, 1, 2)
+    rank_info = read_rank_info(pals)
+    assert rank_info.launcher == "pmi" and numbers(rank_info) == (1, 2, 1, 2)
 
 
 @pytest.mark.parametrize("outer", [{}, BATCH, srun(2, 1, 0), torchrun(0, 2, 0, 2, "x"), openmpi(0, 2, 0, 2)])
 def test_our_launcher_comes_first(outer: Env) -> None:
-    place = read_rank_info(outer | make_local_rank_env(5, 6, 23456))
-    assert place.launcher == "local" and numbers(place) == (5, 6, 5, 6)
-    assert (place.master_host, place.master_port) == ("127.0.0.1", 23456)
+    rank_info = read_rank_info(outer | make_local_rank_env(5, 6, 23456))
+    assert rank_info.launcher == "local" and numbers(rank_info) == (5, 6, 5, 6)
+    assert (rank_info.master_host, rank_info.master_port) == ("127.0.0.1", 23456)
 
 
 @pytest.mark.parametrize(
@@ -359,12 +359,12 @@ def test_uneven_tasks_per_node(counts: list[int]) -> None:
         "SLURM_STEP_NODELIST": f"n[1-{len(counts)}]",
     }
     where = [(node, local) for node, count in enumerate(counts) for local in range(count)]
-    places = [
+    rank_infos = [
         read_rank_info(env | {"SLURM_PROCID": str(rank), "SLURM_NODEID": str(node), "SLURM_LOCALID": str(local)})
         for rank, (node, local) in enumerate(where)
     ]
-    assert [numbers(p) for p in places] == [(r, world, local, counts[n]) for r, (n, local) in enumerate(where)]
-    assert len({(p.master_host, p.master_port) for p in places}) == 1
+    assert [numbers(p) for p in rank_infos] == [(r, world, local, counts[n]) for r, (n, local) in enumerate(where)]
+    assert len({(p.master_host, p.master_port) for p in rank_infos}) == 1
 
 
 @settings(deadline=None, max_examples=100)
@@ -405,16 +405,16 @@ VALUES = st.one_of(
 @given(st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=20))
 def test_any_environment_is_understood_or_refused(env: Env) -> None:
     try:
-        place = read_rank_info(env)
+        rank_info = read_rank_info(env)
         read_time_left(env)
     except UserError as error:
         assert str(error)
         return
-    assert 0 <= place.rank < place.world_size
-    assert 0 <= place.local_rank < place.local_world_size <= place.world_size
-    assert place.master_host
-    assert 1 <= place.master_port <= 65535
-    assert place.restart_count >= 0
+    assert 0 <= rank_info.rank < rank_info.world_size
+    assert 0 <= rank_info.local_rank < rank_info.local_world_size <= rank_info.world_size
+    assert rank_info.master_host
+    assert 1 <= rank_info.master_port <= 65535
+    assert rank_info.restart_count >= 0
 
 
 @settings(deadline=None, max_examples=200)
