@@ -155,7 +155,7 @@ def shares(folder: Path, seconds: float) -> list[list[str]]:
             while (now := time.monotonic()) < end:
                 if not marked and now > end - seconds:
                     before, marked = {name: cpu_seconds(one) for name, one in processes.items()}, now
-                invented.steps(1)
+                invented.write_steps(1)
                 due += 0.1
                 time.sleep(max(0.0, due - time.monotonic()))
             spent = {name: cpu_seconds(one) - before[name] for name, one in processes.items()}

@@ -60,7 +60,7 @@ def run_on(mount: SlowMount, folder: Path, name: str, tokens: int, *overrides: s
 
 def start(mount: SlowMount, run: Run, log: Path) -> subprocess.Popen[bytes]:
     """The training, by the run's own copy of the code, as a process that reads the mount slowly."""
-    command = mount.inside([sys.executable, "-m", "pipeline", "train", str(run.path)])
+    command = mount.run_in_group([sys.executable, "-m", "pipeline", "train", str(run.path)])
     with open(log, "wb") as out:
         environment = {**os.environ, "PYTHONPATH": str(run.code_dir)}
         return subprocess.Popen(command, cwd=run.code_dir, env=environment, stdout=out, stderr=subprocess.STDOUT)
@@ -81,22 +81,22 @@ def copied(run: Run) -> bool:
 
 def waited(mount: SlowMount, run: Run, rate: int, log: Path) -> tuple[list[dict[str, float]], int, int]:
     """The training's steps, how many were done when the copies were there, and bytes of the slow device since."""
-    mount.forget()
-    mount.limit(rate)
+    mount.drop_page_cache()
+    mount.limit_reads(rate)
     process, moved, read = start(mount, run, log), 0, 0
     deadline = time.monotonic() + LIMIT_S
     try:
         while process.poll() is None and time.monotonic() < deadline:
             if not moved and copied(run):
                 moved = len(steps_of(run)) + 1
-                mount.forget()
-                read = mount.bytes_read()
+                mount.drop_page_cache()
+                read = mount.count_bytes_read()
             time.sleep(0.02)
         if process.poll() != 0:
             raise RuntimeError(log.read_text()[-2000:])
-        return steps_of(run), moved, mount.bytes_read() - read
+        return steps_of(run), moved, mount.count_bytes_read() - read
     finally:
-        mount.limit(0)
+        mount.limit_reads(0)
         process.kill()
         process.wait(60)
 

@@ -37,26 +37,26 @@ def test_what_is_copied_is_not_read_from_shared_storage_again(tmp_path: Path, mo
     (tmp_path / "disk").mkdir()
     more = (f"site.local_disk={tmp_path}/disk", f"train.steps={STEPS}", "train.threads=1")
     run = slow_down_steps(run_on(mount, tmp_path, "run", TOKENS, *more), STEP_S)
-    mount.forget()
-    mount.limit(8_000_000)
-    before, process = mount.bytes_read(), start(mount, run, tmp_path / "log")
+    mount.drop_page_cache()
+    mount.limit_reads(8_000_000)
+    before, process = mount.count_bytes_read(), start(mount, run, tmp_path / "log")
     try:
         deadline = time.monotonic() + 240
         while not copied(run):
             assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
             time.sleep(0.02)
-        mount.limit(1)
-        mount.forget()
-        done, read = len(steps_of(run)), mount.bytes_read()
+        mount.limit_reads(1)
+        mount.drop_page_cache()
+        done, read = len(steps_of(run)), mount.count_bytes_read()
         assert read - before >= 2 * TOKENS * 0.95, "the copies were made from there, not from the page cache"
         # each row brings 64 KiB of the file, which stay where they are mapped; of 32 MB most is left then
         assert done < 60, "too late: what is left may have been read before"
-        reader = subprocess.Popen(mount.inside(["cat", str(mount.folder / "tokens.bin")]), stdout=subprocess.DEVNULL)
+        reader = subprocess.Popen(mount.run_in_group(["cat", f"{mount.folder}/tokens.bin"]), stdout=subprocess.DEVNULL)
         assert process.wait(120) == ExitCode.DONE, (tmp_path / "log").read_text()
-        assert reader.poll() is None and mount.bytes_read() == read, "who reads the mount still waits"
+        assert reader.poll() is None and mount.count_bytes_read() == read, "who reads the mount still waits"
         assert [line["step"] for line in steps_of(run)] == list(range(1, STEPS + 1))
     finally:
-        mount.limit(0)
+        mount.limit_reads(0)
         process.kill()
         process.wait(60)
     assert reader.wait(60) == 0
@@ -90,9 +90,9 @@ def test_a_slow_read_of_short_rows_lets_other_threads_run(mount: SlowMount, row:
     """numpy's plain copies of few numbers hold Python's lock while a page comes, and with it the step."""
     file = mount.folder / "rows"
     np.arange(1 << 20, dtype=np.uint16).tofile(file)
-    mount.forget()
-    mount.limit(200_000)
-    command = mount.inside([sys.executable, "-c", READS, str(file), *row])
+    mount.drop_page_cache()
+    mount.limit_reads(200_000)
+    command = mount.run_in_group([sys.executable, "-c", READS, str(file), *row])
     done = subprocess.run(command, cwd=CODE_ROOT, check=True, capture_output=True, text=True, timeout=120)
     longest, took = map(float, done.stdout.split())
     assert took > 3 and longest < took / 4, "a read stops the other threads"

@@ -1,4 +1,4 @@
-"""A run whose files are written as a training would, without one: for tests of what reads them."""
+"""Write the files of a run as a training would, without training: for tests of what reads these files."""
 
 from __future__ import annotations
 
@@ -17,41 +17,45 @@ from tests.support.tiny import write_config
 
 
 class FakeRun:
-    """Writes steps, saves, restores: what a trainer writes, in its order (pipeline/train/trainer.py)."""
+    """Write steps, saves and restores in the order in which the trainer writes them (pipeline/train/trainer.py)."""
 
-    step_s, save_s, evaluate_s = 0.01, 0.002, 0.0
+    step_s = 0.01
+    save_s = 0.002
+    evaluate_s = 0.0
 
     def __init__(self, folder: Path, *overrides: str) -> None:
         self.run = Run.create(load_config(write_config(folder), overrides))
-        self.anew()
+        self.reset()
 
     @classmethod
-    def of(cls, run: Run) -> FakeRun:
-        """Written into a run that is made, such as a point of a sweep."""
-        one = cls.__new__(cls)
-        one.run = run
-        return one.anew()
+    def from_run(cls, run: Run) -> FakeRun:
+        """Write into an existing run, such as a point of a sweep."""
+        fake = cls.__new__(cls)
+        fake.run = run
+        return fake.reset()
 
-    def anew(self) -> FakeRun:
-        """As if nothing had been done."""
+    def reset(self) -> FakeRun:
+        """Remove everything that was written and start the first attempt."""
         for name in ("track", "tensorboard", "evaluation"):
             shutil.rmtree(self.run.path / name, ignore_errors=True)
         self.run.evaluation_dir.mkdir()
         self.run.metrics_file.unlink(missing_ok=True)
         self.run.events_file.unlink(missing_ok=True)
-        self.step, self.attempt, self._saved, self.to_cut = 0, 0, 0, False
-        self.begin()
+        self.step = 0
+        self.attempt = 0
+        self.has_lines_to_remove = False
+        self._saved_step = 0
+        self.start_attempt()
         return self
 
-    def begin(self) -> None:
-        """An attempt begins."""
+    def start_attempt(self) -> None:
         self.attempt += 1
         self.run.event("started", "train", job_id=str(self.attempt), attempt=self.attempt, ranks=2)
         self._metrics = MetricsFile(self.run.metrics_file)
 
-    def steps(self, number: int) -> None:
-        """Go so many steps."""
-        for _ in range(number):
+    def write_steps(self, count: int) -> None:
+        """Write the lines of the next `count` steps."""
+        for _ in range(count):
             self.step += 1
             loss = 10.0 / self.step + self.attempt
             line = {
@@ -64,57 +68,60 @@ class FakeRun:
             self._metrics.write(line)
 
     def save(self) -> None:
-        """A checkpoint of the newest step is there."""
-        self._saved = self.step
+        """Record a checkpoint of the newest step."""
+        self._saved_step = self.step
         self.run.event("saved", "train", step=self.step, seconds=0.1)
 
-    def lose(self) -> None:
-        """The next attempt begins, and notes what it will cut; until it does, nothing behind the save counts."""
-        self.to_cut = True
+    def fail_and_restart(self) -> None:
+        """End this attempt with a crash and start the next one, which records the steps that it will remove.
+
+        From now on, lines after the newest checkpoint no longer count.
+        """
+        self.has_lines_to_remove = True
         self.run.event("failed", "train", job_id=str(self.attempt), cause="crashed", exit_code=1, message="oh")
-        self.begin()
-        if lost := list_lost_lines(self.run.metrics_file, self._saved):
+        self.start_attempt()
+        if lost := list_lost_lines(self.run.metrics_file, self._saved_step):
             self.run.event("lost_work", "train", steps=[line["step"] for line in lost], lines=lost)
 
-    def cut(self) -> None:
-        """It cuts, and goes on from there."""
-        rewind_metrics(self.run.metrics_file, self._saved)
-        self.step, self.to_cut = self._saved, False
+    def restore(self) -> None:
+        """Remove the lines after the newest checkpoint and continue from it."""
+        rewind_metrics(self.run.metrics_file, self._saved_step)
+        self.step = self._saved_step
+        self.has_lines_to_remove = False
         self._metrics = MetricsFile(self.run.metrics_file)
         self.run.event("restored", "train", step=self.step, seconds=0.1)
 
     def crash(self) -> None:
-        """Both."""
-        self.lose()
-        self.cut()
+        """Crash, restart and restore."""
+        self.fail_and_restart()
+        self.restore()
 
-    def announce(self) -> None:
-        """After a restore a look at held-out data is made up for; its step's line may have been read."""
-        self._late = {"held_out_loss": 5.0 + self.step}
-        self.run.event("held_out", "train", step=self.step, **self._late)
+    def announce_held_out_loss(self) -> None:
+        """Record a held-out evaluation that was run after a restore. A reader may have read its step's line already."""
+        self._late_values = {"held_out_loss": 5.0 + self.step}
+        self.run.event("held_out", "train", step=self.step, **self._late_values)
 
-    def write(self) -> None:
-        """And its line gets the figure, too."""
-        rewind_metrics(self.run.metrics_file, self.step, self._late)
+    def add_held_out_loss(self) -> None:
+        """Add the announced loss to the line of its step."""
+        rewind_metrics(self.run.metrics_file, self.step, self._late_values)
         self._metrics = MetricsFile(self.run.metrics_file)
 
-    def late(self) -> None:
-        """Both."""
-        self.announce()
-        self.write()
+    def evaluate_late(self) -> None:
+        """Announce the held-out loss and add it to its step's line."""
+        self.announce_held_out_loss()
+        self.add_held_out_loss()
 
-    def evaluate(self) -> None:
-        """The newest step was evaluated."""
+    def write_evaluation(self) -> None:
+        """Write the evaluation file of the newest step."""
         file = self.run.evaluation_dir / f"step-{self.step:08d}.json"
         write_json(file, {"step": self.step, "loss": 2.5, "checkpoint": "none"})
 
-    def losses(self, name: str = "loss") -> dict[int, float]:
-        """What counts of metrics.jsonl now."""
-        last = self._saved if self.to_cut else self.step
-        found = lines.read_valid_lines(self.run.metrics_file, lines.is_step_line)
-        return {line["step"]: line[name] for line in found if line["step"] <= last and name in line}
+    def read_values(self, name: str = "loss") -> dict[int, float]:
+        """Return the value `name` by step, from the lines of metrics.jsonl that count now."""
+        last_step = self._saved_step if self.has_lines_to_remove else self.step
+        valid_lines = lines.read_valid_lines(self.run.metrics_file, lines.is_step_line)
+        return {line["step"]: line[name] for line in valid_lines if line["step"] <= last_step and name in line}
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file."""
     return [json.loads(line) for line in path.read_text().splitlines()]

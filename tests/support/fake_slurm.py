@@ -1,7 +1,10 @@
-"""A queue in a folder that answers as Slurm does: sbatch, squeue, scancel, scontrol, sacct and sacctmgr for PATH.
+"""Fake Slurm commands over a folder: sbatch, squeue, scancel, scontrol, sacct and sacctmgr for PATH.
 
-Nothing runs. What sbatch does at its n-th call is in `plan` (JSON: {"2": ["refuse", "words"]}); other answers are in
-files of the folder that a test may write.
+No job runs. The file `plan` of the folder says what sbatch does at its n-th call (JSON: {"2": ["refuse", "reason"]}).
+The outcomes are: `accept`; `refuse` and `fail` (no job); `hang` (no answer, and the job is accepted after 600 s);
+`timeout` (accepted, but the client reports a time-out); `lose` (time-out and no job); `late` (time-out, and the job is
+accepted some seconds later). A test may write other answers to files of the folder: `config`, `sacct.out`,
+`sacctmgr.out`, `not_responding`.
 """
 
 from __future__ import annotations
@@ -17,51 +20,58 @@ from pathlib import Path
 from typing import Any
 
 CLUSTER = "fake"
-NAMES = ("sbatch", "squeue", "scancel", "scontrol", "sacct", "sacctmgr")
-NO_ANSWER = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
+COMMANDS = ("sbatch", "squeue", "scancel", "scontrol", "sacct", "sacctmgr")
+TIMEOUT_MESSAGE = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
 
 
 class FakeSlurm:
-    """The queue, from the outside: for a test."""
+    """The fake queue, as a test controls and reads it. Put `folder` first in PATH."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         (folder / "jobs").mkdir(parents=True)
-        for name in NAMES:
+        for name in COMMANDS:
             program = folder / name
             program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "{__file__}" {name} "{folder}" "$@"\n')
             program.chmod(0o755)
         self.set_config(ClusterName=CLUSTER, MaxArraySize="1001")
 
     def set_config(self, **settings: str) -> None:
-        """What `scontrol show config` shows."""
+        """Set what `scontrol show config` prints."""
         (self.folder / "config").write_text("".join(f"{name} = {value}\n" for name, value in settings.items()))
 
-    def plan(self, **calls: list[str]) -> None:
-        """What sbatch does at which call (`call_2=["refuse", "words"]`), counted from now on."""
-        (self.folder / "plan").write_text(json.dumps({name.removeprefix("call_"): do for name, do in calls.items()}))
+    def set_sbatch_outcomes(self, **calls: list[str]) -> None:
+        """Set the outcome of sbatch by call (`call_2=["refuse", "reason"]`), counted from now on."""
+        outcomes = {name.removeprefix("call_"): outcome for name, outcome in calls.items()}
+        (self.folder / "plan").write_text(json.dumps(outcomes))
         (self.folder / "calls").unlink(missing_ok=True)
 
-    def calls(self) -> int:
-        """How often sbatch was called since the last plan."""
+    def count_sbatch_calls(self) -> int:
+        """Return the number of calls of sbatch since outcomes were set."""
         calls = self.folder / "calls"
         return len(calls.read_text().split()) if calls.exists() else 0
 
-    def jobs(self) -> list[dict[str, Any]]:
-        """All jobs, oldest first."""
+    def list_jobs(self) -> list[dict[str, Any]]:
+        """Return all jobs, oldest first."""
         return read_jobs(self.folder)
 
-    def add(self, **facts: Any) -> str:
-        """Put a job into the queue; its id."""
+    def add_job(self, **facts: Any) -> str:
+        """Add a pending job and return its ID."""
         return add_job(self.folder, **facts)
 
-    def queue(self) -> list[tuple[str, str]]:
-        """Name and dependency of what is pending or runs, oldest first; ids are replaced by places in this list."""
-        alive = [job for job in self.jobs() if job["state"] in ("PENDING", "RUNNING")]
-        places = {job["id"]: str(place) for place, job in enumerate(alive)}
+    def list_queue(self) -> list[tuple[str, str]]:
+        """Return name and dependency of each pending or running job, oldest first.
+
+        An ID in a dependency is replaced by the job's index in this list, or put in brackets if it is not in the list.
+        """
+        active = [job for job in self.list_jobs() if job["state"] in ("PENDING", "RUNNING")]
+        index_by_id = {job["id"]: str(index) for index, job in enumerate(active)}
         return [
-            (job["name"].split("-")[0], re.sub(r"\d+", lambda m: places.get(m[0], f"[{m[0]}]"), job["dependency"]))
-            for job in alive
+            (
+                job["name"].split("-")[0],
+                re.sub(r"\d+", lambda match: index_by_id.get(match[0], f"[{match[0]}]"), job["dependency"]),
+            )
+            for job in active
         ]
 
 
@@ -72,77 +82,94 @@ def read_jobs(folder: Path) -> list[dict[str, Any]]:
 
 def add_job(folder: Path, **facts: Any) -> str:
     jobs = folder / "jobs"
-    number = str(max((int(file.name) for file in jobs.iterdir()), default=0) + 1)
+    job_id = str(max((int(file.name) for file in jobs.iterdir()), default=0) + 1)
     job: dict[str, Any] = {
-        "id": number,
+        "id": job_id,
         "state": "PENDING",
         "name": "",
         "comment": "",
         "command": "(null)",
         "dependency": "",
+        "tasks": 0,
+        "at": time.strftime("%Y-%m-%dT%H:%M:%S"),
     }
-    job |= {"tasks": 0}
-    (jobs / number).write_text(json.dumps(job | {"at": time.strftime("%Y-%m-%dT%H:%M:%S")} | facts))
-    return number
+    (jobs / job_id).write_text(json.dumps(job | facts))
+    return job_id
 
 
-def sbatch(folder: Path, script: str, *arguments: str) -> int:
+def run_sbatch(folder: Path, script: str, *arguments: str) -> int:
     with (folder / "calls").open("a") as calls:
         calls.write("call\n")
-    number = len((folder / "calls").read_text().split())
+    call_number = len((folder / "calls").read_text().split())
     plan = json.loads((folder / "plan").read_text()) if (folder / "plan").exists() else {}
-    do, *words = plan.get(str(number), ["accept"])
-    if do == "refuse":
-        print(f"sbatch: error: Batch job submission failed: {words[0]}", file=sys.stderr)
+    outcome, *details = plan.get(str(call_number), ["accept"])
+    if outcome == "refuse":
+        print(f"sbatch: error: Batch job submission failed: {details[0]}", file=sys.stderr)
         return 1
-    if do == "fail":  # as a site's wrapper
-        print(words[0], file=sys.stderr)
+    if outcome == "fail":  # the message of a site's wrapper of sbatch
+        print(details[0], file=sys.stderr)
         return 1
-    if do == "hang":
+    if outcome == "hang":
         time.sleep(600)
-    if do == "late":  # the controller takes the job when the client has gone
+    if outcome == "late":  # the controller accepts the job after the client has exited
         if os.fork():
-            print(NO_ANSWER, file=sys.stderr)
+            print(TIMEOUT_MESSAGE, file=sys.stderr)
             return 1
         for descriptor in range(1, 64):
             with contextlib.suppress(OSError):
                 os.close(descriptor)
-        time.sleep(float(words[0]))
-    if do != "lose":
+        time.sleep(float(details[0]))
+    if outcome != "lose":
         lines = Path(script).read_text().splitlines()
         options = dict(shlex.split(line[8:])[0].partition("=")[::2] for line in lines if line.startswith("#SBATCH "))
-        tasks = int(match[1]) + 1 if (match := re.match(r"0-(\d+)", options.get("--array", ""))) else 0
-        facts = {"name": options["--job-name"], "comment": options["--comment"], "tasks": tasks}
-        facts |= {"dependency": options.get("--dependency", ""), "command": " ".join([script, *arguments])}
-        job = add_job(folder, **facts)
-    if do == "late":
+        array = re.match(r"0-(\d+)", options.get("--array", ""))
+        job_id = add_job(
+            folder,
+            name=options["--job-name"],
+            comment=options["--comment"],
+            tasks=int(array[1]) + 1 if array else 0,
+            dependency=options.get("--dependency", ""),
+            command=" ".join([script, *arguments]),
+        )
+    if outcome == "late":
         os._exit(0)
-    if do in ("timeout", "lose"):
-        print(NO_ANSWER, file=sys.stderr)
+    if outcome in ("timeout", "lose"):
+        print(TIMEOUT_MESSAGE, file=sys.stderr)
         return 1
-    print(f"Submitted batch job {job}")
+    print(f"Submitted batch job {job_id}")
     return 0
 
 
-def rows(folder: Path, form: str, expand: bool) -> None:
+def print_jobs(folder: Path, line_format: str, expand_arrays: bool) -> None:
+    """Print the jobs in a format of `squeue -o`; with `expand_arrays`, one line per array task."""
     for job in read_jobs(folder):
-        tasks = [f"_{task}" for task in range(job["tasks"])] if expand and job["tasks"] else [""]
+        tasks = [f"_{task}" for task in range(job["tasks"])] if expand_arrays and job["tasks"] else [""]
         for task in tasks:
-            values = {"%i": job["id"] + task, "%T": job["state"], "%r": job.get("reason", "None"), "%N": ""}
-            values |= {"%U": str(os.getuid()), "%V": job["at"], "%j": job["name"], "%k": job["comment"]}
-            values |= {"%o": job["command"], "%q": "normal", "%a": "root"}
-            print("".join(str(values.get(part, part)) for part in re.split("(%[a-zA-Z])", form)))
+            values = {
+                "%i": job["id"] + task,
+                "%T": job["state"],
+                "%r": job.get("reason", "None"),
+                "%N": "",
+                "%U": str(os.getuid()),
+                "%V": job["at"],
+                "%j": job["name"],
+                "%k": job["comment"],
+                "%o": job["command"],
+                "%q": "normal",
+                "%a": "root",
+            }
+            print("".join(str(values.get(part, part)) for part in re.split("(%[a-zA-Z])", line_format)))
 
 
-def squeue(folder: Path, *arguments: str) -> int:
-    if (folder / "silent").exists():
+def run_squeue(folder: Path, *arguments: str) -> int:
+    if (folder / "not_responding").exists():
         print("slurm_load_jobs error: Socket timed out on send/recv operation", file=sys.stderr)
         return 1
-    rows(folder, arguments[arguments.index("-o") + 1], "-r" in arguments)
+    print_jobs(folder, arguments[arguments.index("-o") + 1], "-r" in arguments)
     return 0
 
 
-def scancel(folder: Path, *jobs: str) -> int:
+def run_scancel(folder: Path, *jobs: str) -> int:
     for job in jobs:
         file = folder / "jobs" / job.split("_")[0]
         file.write_text(json.dumps(json.loads(file.read_text()) | {"state": "CANCELLED"}))
@@ -151,11 +178,11 @@ def scancel(folder: Path, *jobs: str) -> int:
 
 def main(name: str, folder: Path, *arguments: str) -> int:
     if name == "sbatch":
-        return sbatch(folder, *arguments)
+        return run_sbatch(folder, *arguments)
     if name == "squeue":
-        return squeue(folder, *arguments)
+        return run_squeue(folder, *arguments)
     if name == "scancel":
-        return scancel(folder, *arguments)
+        return run_scancel(folder, *arguments)
     answer = folder / ("config" if name == "scontrol" else name + ".out")
     if name == "scontrol" and "partition" in arguments:
         print("PartitionName=low AllowGroups=ALL Default=YES QoS=N/A State=UP")
@@ -163,10 +190,10 @@ def main(name: str, folder: Path, *arguments: str) -> int:
     if name == "scontrol" and "config" not in arguments:
         return 1
     if not answer.exists():
-        print(f"{name}: error: it is not here", file=sys.stderr)
+        print(f"{name}: error: not available", file=sys.stderr)
         return 1
     lines = answer.read_text().splitlines(keepends=True)
-    if name == "sacctmgr":  # lines begin with what is to be shown
+    if name == "sacctmgr":  # the first word of a line names the entity that it answers
         lines = [line.partition(" ")[2] for line in lines if line.partition(" ")[0] in arguments]
     sys.stdout.writelines(lines)
     return 0

@@ -1,4 +1,4 @@
-"""Doing something as a user without root's rights, who may not read what root keeps for itself."""
+"""Run code of a test as a user without the rights of root."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ OTHER_UID = 1234
 
 @contextmanager
 def as_other_user(folder: Path) -> Iterator[None]:
-    """Run the block as another user, who may reach `folder`; modes and user are restored afterwards."""
+    """Run the block as another user, who may enter `folder`. Afterwards, restore the modes and the user."""
     if os.geteuid() != 0:
-        skip_or_fail_in_ci("being another user needs root")
+        skip_or_fail_in_ci("running as another user needs root")
     modes = {parent: parent.stat().st_mode for parent in (folder, *folder.parents) if not parent.stat().st_mode & 1}
     try:
         for parent in modes:

@@ -1,4 +1,4 @@
-"""Skip a test if this machine lacks what it needs."""
+"""Skip a test if this machine lacks what the test needs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ import pytest
 
 
 def skip_or_fail_in_ci(reason: str) -> NoReturn:
-    """Skip the test: a contributor's machine may lack root or a package. With CI=true, fail instead."""
+    """Skip the test; fail instead if CI=true.
+
+    A contributor's laptop may have no root and no Debian packages. The rest of the suite is still useful there. CI
+    installs everything, so a test that cannot run there is a failure.
+
+    Args:
+        reason: what is missing and how to get it.
+    """
     if os.environ.get("CI") == "true":
-        pytest.fail(f"{reason}; under CI nothing may be skipped")
-    # A contributor's laptop may have no root and no Debian packages; the rest of the suite is still useful there. The
-    # reason names what is missing and how to get it. CI installs everything and fails above, so it never skips.
+        pytest.fail(f"{reason}; no test may be skipped in CI")
     pytest.skip(reason)

@@ -1,4 +1,4 @@
-"""Shards of tokens as a loader finds them, written without a stage."""
+"""Token shards in the format that the loader reads, written without a stage."""
 
 from __future__ import annotations
 
@@ -10,18 +10,23 @@ from pipeline.data.manifest import ShardEntry
 
 
 def make_shard_entry(path: Path, tokens: int, offset: int, dtype: str) -> ShardEntry:
-    """What a loader needs to know of a shard."""
+    """Return the manifest entry of a shard, with only the fields that the loader reads."""
     return ShardEntry.model_construct(file=str(path), tokens=tokens, offset=offset, dtype=dtype)
 
 
 def write_shards(folder: Path, sizes: list[tuple[int, int]], dtype: str) -> tuple[list[ShardEntry], list[np.ndarray]]:
-    """Shards of (tokens, byte offset) as raw files, with tokens over the whole range of the type."""
+    """Write a shard for each (token count, byte offset), with tokens over the whole range of `dtype`.
+
+    Returns:
+        The manifest entries and the tokens of each shard.
+    """
     random = np.random.default_rng(len(sizes))
-    spans, contents = [], []
+    entries = []
+    contents = []
     for i, (tokens, offset) in enumerate(sizes):
         content = random.integers(0, np.iinfo(dtype).max, tokens, dtype=dtype, endpoint=True)
         path = folder / f"{i}.h5"
         path.write_bytes(b"x" * offset + content.tobytes() + b"y" * 5)
-        spans.append(make_shard_entry(path, tokens, offset, dtype))
+        entries.append(make_shard_entry(path, tokens, offset, dtype))
         contents.append(content)
-    return spans, contents
+    return entries, contents

@@ -1,7 +1,8 @@
-"""A file system that is slow to read, as shared storage of a busy cluster is: ext4 on a loop device, and a control
-group of processes that may read so many bytes a second of it (cgroup v1, blkio.throttle.read_bps_device).
+"""A file system that is slow to read, as the shared storage of a busy cluster is.
 
-Others read it at full speed, and what the page cache holds costs nobody anything: `forget` empties that.
+It is ext4 on a loop device. A control group limits how many bytes per second its processes read from the device
+(cgroup v1, blkio.throttle.read_bps_device). Processes outside the group read at full speed. Reads from the page cache
+are not limited; `SlowMount.drop_page_cache` empties the cache.
 """
 
 from __future__ import annotations
@@ -18,52 +19,55 @@ GROUPS = Path("/sys/fs/cgroup/blkio")
 
 
 def find_slow_mount_problem() -> str | None:
-    """Why this machine cannot have one, None if it can."""
+    """Return why this machine cannot provide a slow mount; None if it can."""
     if os.geteuid() != 0:
         return "a slow mount needs root (for a loop device and a control group)"
     if not (GROUPS / "blkio.throttle.read_bps_device").exists():
         return f"a slow mount needs the blkio controller of cgroup v1 at {GROUPS}"
-    if absent := [name for name in ("losetup", "mkfs.ext4", "mount") if not shutil.which(name)]:
-        return f"a slow mount lacks {', '.join(absent)} (util-linux and e2fsprogs)"
-    found = subprocess.run(["losetup", "--find"], capture_output=True, text=True, timeout=60)
-    return f"no loop device: {found.stderr.strip()}" if found.returncode else None
+    if missing := [name for name in ("losetup", "mkfs.ext4", "mount") if not shutil.which(name)]:
+        return f"a slow mount needs {', '.join(missing)} (packages util-linux and e2fsprogs)"
+    result = subprocess.run(["losetup", "--find"], capture_output=True, text=True, timeout=60)
+    return f"no loop device is available: {result.stderr.strip()}" if result.returncode else None
 
 
 class SlowMount:
-    """What is mounted at `folder`, while :func:`slow_mount` lasts."""
+    """A slow file system mounted at `folder`. Made by :func:`slow_mount`."""
 
     def __init__(self, folder: Path, device: str, group: Path) -> None:
-        self.folder, self.group = folder, group
-        self._device, self._state = device, Path("/sys/block") / Path(device).name
+        self.folder = folder
+        self.group = group
+        self._device_state = Path("/sys/block") / Path(device).name
 
-    def limit(self, bytes_per_s: int) -> None:
-        """Let the processes of the group read so much a second from now on; 0: as much as they like."""
-        number = (self._state / "dev").read_text().strip()
-        (self.group / "blkio.throttle.read_bps_device").write_text(f"{number} {bytes_per_s}")
+    def limit_reads(self, bytes_per_s: int) -> None:
+        """Limit what the processes of the group read per second, from now on. 0 removes the limit."""
+        device_number = (self._device_state / "dev").read_text().strip()
+        (self.group / "blkio.throttle.read_bps_device").write_text(f"{device_number} {bytes_per_s}")
 
-    def inside(self, command: list[str]) -> list[str]:
-        """The command, as one that runs in the group."""
+    def run_in_group(self, command: list[str]) -> list[str]:
+        """Return a command that runs `command` in the group."""
         return ["sh", "-c", f'echo $$ > "{self.group}/cgroup.procs" && exec "$@"', "sh", *command]
 
-    def forget(self) -> None:
-        """Let the page cache hold nothing that is on the device, but for pages that somebody has mapped."""
+    def drop_page_cache(self) -> None:
+        """Remove the files of the mount from the page cache, except pages that a process has mapped."""
         subprocess.run(["sync", "-f", str(self.folder)], check=True, timeout=60)
         for path in filter(Path.is_file, self.folder.rglob("*")):
             with open(path, "rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def bytes_read(self) -> int:
-        """What the device was asked for so far (Documentation/block/stat.rst: sectors of 512 bytes)."""
-        return int((self._state / "stat").read_text().split()[2]) * 512
+    def count_bytes_read(self) -> int:
+        """Return the bytes read from the device so far (Documentation/block/stat.rst: sectors of 512 bytes)."""
+        return int((self._device_state / "stat").read_text().split()[2]) * 512
 
 
 @contextmanager
 def slow_mount(size: int) -> Iterator[SlowMount]:
-    """An empty one with room for about `size` bytes, and no limit yet."""
+    """Mount an empty file system with room for about `size` bytes, at first without a limit."""
     with tempfile.TemporaryDirectory(dir="/var/tmp") as name:
-        image, folder, group = Path(name) / "image", Path(name) / "mount", GROUPS / Path(name).name
+        image = Path(name) / "image"
+        folder = Path(name) / "mount"
+        group = GROUPS / Path(name).name
         with open(image, "wb") as file:
-            file.truncate(size * 5 // 4 + (32 << 20))  # the journal, what is kept for root
+            file.truncate(size * 5 // 4 + (32 << 20))  # extra room for the journal and the blocks reserved for root
         subprocess.run(["mkfs.ext4", "-q", "-F", str(image)], check=True, timeout=60)
         command = ["losetup", "--find", "--show", str(image)]
         device = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.strip()
@@ -75,7 +79,7 @@ def slow_mount(size: int) -> Iterator[SlowMount]:
             yield mount
         finally:
             with suppress(OSError, UnboundLocalError):
-                mount.limit(0)  # or unmounting would wait for what is left to write
+                mount.limit_reads(0)  # otherwise unmounting waits for the limited requests
             with suppress(OSError):
                 group.rmdir()
             subprocess.run(["umount", "-l", str(folder)], check=False, timeout=60)

@@ -1,8 +1,12 @@
-"""A receiver of webhooks that misbehaves: `python -m tests.support.webhook_receiver PORT FOLDER`.
+"""A webhook server that can misbehave: `python -m tests.support.webhook_receiver PORT FOLDER`.
 
-What it takes it adds to `FOLDER/heard.jsonl` as `{"id": ..., "text": ...}`. How it takes a request stands in
-`FOLDER/mood`: `well`; `refuse` (500, nothing kept); `hang` (nothing kept, no answer); `lose` (kept, and the answer is
-lost, so that the sender must say it again).
+It appends each message that it takes to `FOLDER/received.jsonl` as `{"id": ..., "text": ...}`. The file
+`FOLDER/behavior` selects how it handles a request:
+
+- `well`: store the message and answer 200.
+- `refuse`: answer 500, store nothing.
+- `hang`: give no answer, store nothing.
+- `lose`: store the message, but send no answer, so that the sender must repeat it.
 """
 
 from __future__ import annotations
@@ -18,28 +22,28 @@ HANG_S = 30.0
 
 
 class Receiver(BaseHTTPRequestHandler):
-    """One request."""
+    """Handle one request."""
 
     folder: Path
 
     def do_GET(self) -> None:
-        """Say that it is there."""
+        """Answer 200, so that a test can wait for the server."""
         self.send_response(200)
         self.end_headers()
 
     def do_POST(self) -> None:
-        """Take a message, or not."""
+        """Handle a message as `behavior` says."""
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        mood = (self.folder / "mood").read_text()
-        if mood == "refuse":
+        behavior = (self.folder / "behavior").read_text()
+        if behavior == "refuse":
             self.send_error(500)
             return
-        if mood == "hang":
+        if behavior == "hang":
             time.sleep(HANG_S)
             return
-        with open(self.folder / "heard.jsonl", "a") as file:
+        with open(self.folder / "received.jsonl", "a") as file:
             file.write(json.dumps({"id": self.headers["Idempotency-Key"], "text": body["text"]}) + "\n")
-        if mood != "lose":
+        if behavior != "lose":
             self.do_GET()
 
 

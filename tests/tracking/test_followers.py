@@ -51,16 +51,17 @@ class Killed(Exception):
 
 WAYS = st.lists(
     st.sampled_from([
-        "steps", "steps", "look", "look", "save", "crash", "lose look cut", "kill", "torn kill",
-        "steps save crash late", "steps save look crash late", "steps save look crash announce look write",
-        "steps save crash announce torn kill write",
+        "steps", "steps", "look", "look", "save", "crash", "fail_and_restart look restore", "kill", "torn kill",
+        "steps save crash evaluate_late", "steps save look crash evaluate_late",
+        "steps save look crash announce_held_out_loss look add_held_out_loss",
+        "steps save crash announce_held_out_loss torn kill add_held_out_loss",
     ]),
     min_size=4, max_size=14,
 )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def invented(tmp_path_factory: pytest.TempPathFactory) -> FakeRun:
+def fake_run(tmp_path_factory: pytest.TempPathFactory) -> FakeRun:
     folder = tmp_path_factory.mktemp("track")
     return FakeRun(folder, f"track={{tensorboard: true, jsonl: {folder}/all.jsonl}}")
 
@@ -68,10 +69,10 @@ def invented(tmp_path_factory: pytest.TempPathFactory) -> FakeRun:
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(ways=WAYS, number=st.integers(1, 9))
 def test_each_step_stands_once(
-    invented: FakeRun, monkeypatch: pytest.MonkeyPatch, ways: list[str], number: int
+    fake_run: FakeRun, monkeypatch: pytest.MonkeyPatch, ways: list[str], number: int
 ) -> None:
     """TensorBoard ends with what metrics.jsonl ends with; a file for log collectors has the first value of each."""
-    one = invented.anew()
+    one = fake_run.reset()
     file = one.run.config.track.jsonl
     assert file is not None
     file.unlink(missing_ok=True)
@@ -80,11 +81,11 @@ def test_each_step_stands_once(
     feeds = {name: Follower(one.run, name) for name in names}
     for way in " ".join([*ways, "crash steps look"]).split():
         if way == "steps":
-            one.steps(number)
+            one.write_steps(number)
         elif way == "look":
             for feed in feeds.values():
                 feed.catch_up()
-            first = one.losses() | first
+            first = one.read_values() | first
         elif way == "kill":
             feeds = {name: Follower(one.run, name) for name in names}
         elif way == "torn":  # handed over, and not remembered: a kill follows
@@ -94,8 +95,8 @@ def test_each_step_stands_once(
         else:
             getattr(one, way)()
     found = curve(one.run.path, "train/loss")
-    assert found == in_float32(one.losses().items())
-    if made_up := one.losses("held_out_loss"):
+    assert found == in_float32(one.read_values().items())
+    if made_up := one.read_values("held_out_loss"):
         assert curve(one.run.path, "train/held_out_loss") == [*made_up.items()]
     told = [(line["step"], line["loss"]) for line in read_json_lines(file) if line["kind"] == "step"]
     assert dict(told) == first and len(told) == len(first)
@@ -108,10 +109,10 @@ def _die(*_: object) -> None:
 
 
 def test_a_sink_that_fails_is_tried_again_and_no_other_waits(
-    invented: FakeRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    fake_run: FakeRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one = invented.anew()
-    one.steps(3)
+    one = fake_run.reset()
+    one.write_steps(3)
     monkeypatch.setattr(follower, "POLL_S", 0.05)
     make, fails = follower.create_tracker, iter([True, True])
     monkeypatch.setattr(follower, "create_tracker", lambda *a: _die() if next(fails, False) else make(*a))
@@ -192,7 +193,7 @@ def test_a_message_to_a_chat_calls_nobody_and_is_one_line(tmp_path: Path, chat: 
 @pytest.mark.parametrize("key", ["step", "events", "heard"])
 def test_a_memory_with_a_negative_number_counts_as_none(tmp_path: Path, key: str) -> None:
     one = FakeRun(tmp_path, f"track={{jsonl: {tmp_path}/all.jsonl}}")
-    one.steps(2)
+    one.write_steps(2)
     Follower(one.run, "jsonl").catch_up()
     file = one.run.path / "track/jsonl.json"
     file.write_text(json.dumps(json.loads(file.read_bytes()) | {key: -7}))
@@ -253,17 +254,17 @@ def test_a_chat_hears_of_a_stall_before_the_watchdog_ends_it(tmp_path: Path, cha
 
     stall = "train seems to stall: no step for"
     assert heard(800) == [], "a start takes longer"
-    one.steps(3)
+    one.write_steps(3)
     assert heard(140) == [], "not yet"
     Chat.failing = 1
     assert heard(160) == [f"{stall} 02:40, since step 3"]
     assert heard(160) == [], "it was told"
-    one.steps(1)
+    one.write_steps(1)
     assert heard(160) == [f"{stall} 02:40, since step 4"]
     one.crash()
     Follower(one.run, "webhook").catch_up()
     assert heard(910) == [f"{stall} 15:10, since the start"]
-    one.steps(1)
+    one.write_steps(1)
     one.run.event("stopping", "train", job_id="2", by="USR2")
     assert heard(1000) == []
     assert len({name for name, _ in Chat.heard}) == len(Chat.heard) == 4
@@ -274,16 +275,16 @@ def test_what_is_slow_is_no_stall(tmp_path: Path, chat: str, monkeypatch: pytest
     """Ten steps as they are here, a save as long as those before, a last save; the job before that left no word."""
     one = FakeRun(tmp_path, f"track={{webhook: {{url: '{chat}'}}}}", "train.steps=8")
     for step_s, save_s, told in ((40.0, 0.0, 0), (1.0, 200.0, 0), (1.0, 0.0, 1)):
-        one.anew()
+        one.reset()
         one.step_s, one.save_s = step_s, save_s
-        one.steps(3)
+        one.write_steps(3)
         quiet(one, "webhook", 300).catch_up()
         assert len(Chat.heard) == told, (step_s, save_s)
-    one.steps(5)
+    one.write_steps(5)
     quiet(one, "webhook", 300).catch_up()
     assert len(Chat.heard) == 1, "the last step, and its save"
-    one.anew()
-    one.steps(3)
+    one.reset()
+    one.write_steps(3)
     monkeypatch.setattr(webhook, "_PROCESS_START", time.time())  # the next job's follower, before `started`
     quiet(one, "webhook", 300).catch_up()
     assert len(Chat.heard) == 1
@@ -300,18 +301,18 @@ def test_a_save_or_look_that_is_due_is_no_stall(tmp_path: Path, chat: str) -> No
         quiet(one, "webhook", seconds).catch_up()
         return len(Chat.heard) > before
 
-    one.steps(300)
+    one.write_steps(300)
     assert not told(850), "the first save"
     assert told(950)
-    one.steps(1)
+    one.write_steps(1)
     assert told(160), "no save"
-    one.steps(698)
+    one.write_steps(698)
     assert not told(850), "the first look"
     one.evaluate_s = 1000.0
-    one.steps(1)
+    one.write_steps(1)
     Follower(one.run, "webhook").catch_up()
     one.evaluate_s = 0.0
-    one.steps(999)
+    one.write_steps(999)
     assert not told(1100), "a look as long as the one a thousand steps ago"
     assert told(1200)
 
@@ -319,7 +320,7 @@ def test_a_save_or_look_that_is_due_is_no_stall(tmp_path: Path, chat: str) -> No
 @pytest.mark.usefixtures("long_ago")
 def test_a_job_that_was_suspended_does_not_stall(tmp_path: Path, chat: str, monkeypatch: pytest.MonkeyPatch) -> None:
     one = FakeRun(tmp_path, f"track={{webhook: {{url: '{chat}'}}}}")
-    one.steps(3)
+    one.write_steps(3)
     feed, start = Follower(one.run, "webhook"), time.time()
     feed.catch_up()
     for seconds, told in ((5000, 0), *((at, 0) for at in range(5020, 5141, 20)), (5152, 1)):
@@ -331,7 +332,7 @@ def test_a_job_that_was_suspended_does_not_stall(tmp_path: Path, chat: str, monk
 @pytest.mark.usefixtures("long_ago")
 def test_a_stall_is_mailed_by_the_nodes_own_sendmail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = FakeRun(tmp_path, "track={mail: me@example.org}")
-    one.steps(2)
+    one.write_steps(2)
     with monkeypatch.context() as patch:
         patch.setattr(webhook.shutil, "which", lambda name, path: None)
         with pytest.raises(UserError, match="tiny: train seems to stall: no step for 05:00, since s"):
@@ -360,14 +361,14 @@ def test_prometheus_has_the_newest_step_with_units(tmp_path: Path) -> None:
     port = find_free_port()
     one = FakeRun(tmp_path, f"track={{prometheus: {{port: {port}, textfile: {tmp_path}/prom}}}}")
     feed = Follower(one.run, "prometheus")
-    one.steps(5)
+    one.write_steps(5)
     gpu = {"index": 3, "power_w": 512.5, "utilization_percent": 50, "memory_gb": 2.5, "sm_clock_mhz": 1980}
     look = {"time": time.time(), "host": "node7", "cpu_percent": 50.0, "memory_gb": 1.5, "gpus": [gpu]}
     (one.run.path / "telemetry-node7.jsonl").write_text(json.dumps(look) + "\n")
     feed.catch_up()
     one.crash()
-    one.evaluate()
-    one.steps(2)
+    one.write_evaluation()
+    one.write_steps(2)
     feed.catch_up()
     text = scraped(port)
     assert text == (tmp_path / "prom/sluice-tiny.prom").read_text()
@@ -399,18 +400,18 @@ def test_what_is_not_installed_is_told_before_anything_is_made(tmp_path: Path, m
 
 
 def test_a_sink_that_others_feed_is_told_to_who_waits_for_the_end(
-    invented: FakeRun, monkeypatch: pytest.MonkeyPatch
+    fake_run: FakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, flag = invented.anew(), StopFlag()
+    one, flag = fake_run.reset(), StopFlag()
     assert Follower(one.run, "jsonl").wait_for_lock(flag, True)
     monkeypatch.setattr(follower, "LOCK_WAIT_S", 0.0)
     with pytest.raises(UserError, match="jsonl"):
         Follower(one.run, "jsonl").wait_for_lock(flag, True)
 
 
-def test_what_was_killed_is_not_up_to_date(invented: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_killed_is_not_up_to_date(fake_run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follower.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], -9))
-    assert follower.update_trackers(invented.anew().run, "jsonl", ()) == 9
+    assert follower.update_trackers(fake_run.reset().run, "jsonl", ()) == 9
 
 
 def test_a_sweep_tells_its_own_events_and_its_points_the_end(
@@ -436,7 +437,7 @@ def test_a_sweep_tells_its_own_events_and_its_points_the_end(
 
 def test_a_collector_may_read_the_textfile_of_a_private_run(tmp_path: Path) -> None:
     one = FakeRun(tmp_path, f"track={{prometheus: {{textfile: {tmp_path}/prom, textfile_sharing: all}}}}")
-    one.steps(1)
+    one.write_steps(1)
     for _ in range(2):
         Follower(one.run, "prometheus").catch_up()
         assert stat.S_IMODE((tmp_path / "prom/sluice-tiny.prom").stat().st_mode) == 0o644

@@ -111,7 +111,7 @@ class Listener(Process):
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
-        self._mood, self._heard, port = folder / "mood", folder / "heard.jsonl", find_free_port()
+        self._mood, self._heard, port = folder / "behavior", folder / "received.jsonl", find_free_port()
         self._mood.write_text("well")
         self.url = f"http://127.0.0.1:{port}/secret"
         super().__init__(folder / "log", "tests.support.webhook_receiver", str(port), str(folder))
@@ -131,7 +131,7 @@ class Listener(Process):
 
 def note(one: FakeRun, values: dict[int, set[float]]) -> None:
     """Add what each step's loss is now to what it was before."""
-    for step, loss in one.losses().items():
+    for step, loss in one.read_values().items():
         values[step].add(round(loss, 9))
 
 
@@ -139,7 +139,7 @@ def make_up(one: FakeRun) -> None:
     """A stop comes before a look at held-out data is done; the next attempt makes up for it."""
     one.save()
     one.crash()
-    one.late()
+    one.evaluate_late()
 
 
 def fail(one: FakeRun, draw: random.Random, blow: int) -> str:
@@ -161,7 +161,7 @@ def test_each_step_stands_once_and_each_word_is_heard_through_twenty_blows(tmp_p
     feeds, to_hear = {name: Process.follower(one.run, name) for name in names}, []
     try:
         for blow in range(20):
-            one.steps(draw.randint(5, 40))
+            one.write_steps(draw.randint(5, 40))
             note(one, values)
             time.sleep(draw.choice([0.2, 1.0, 2.5, 4.0]))
             feeds[names[blow % 5]].hurt(draw.choice(["kill", "kill", "stop", "go on"]))
@@ -172,7 +172,7 @@ def test_each_step_stands_once_and_each_word_is_heard_through_twenty_blows(tmp_p
                 one.save()
             else:
                 to_hear.append(fail(one, draw, blow))
-        one.steps(10 if (one.step + 10) % one.run.config.checkpoint.every_steps else 11)  # a save would be no stall
+        one.write_steps(10 if (one.step + 10) % one.run.config.checkpoint.every_steps else 11)  # no save
         note(one, values)
         for feed in feeds.values():
             feed.hurt("go on")
@@ -200,8 +200,8 @@ def test_each_step_stands_once_and_each_word_is_heard_through_twenty_blows(tmp_p
     assert [by_id[name] for name, _ in chat.heard()] == [words for _, words in chat.heard()], "an id, a message"
     failures = [words for words in by_id.values() if "seems" not in words]
     assert len(failures) == 1 + sum(event["event"] == "failed" for event in one.run.read_events("train"))
-    assert curve(one.run.path, "train/loss") == in_float32(one.losses().items())
-    made_up = [*one.losses("held_out_loss").items()]
+    assert curve(one.run.path, "train/loss") == in_float32(one.read_values().items())
+    made_up = [*one.read_values("held_out_loss").items()]
     assert made_up and curve(one.run.path, "train/held_out_loss") == made_up
     late = curve_of_mlflow(mlflow, one.run, "held_out_loss")
     assert set(late) >= set(made_up) and len(dict(late)) == len(late), "each step once"
@@ -295,13 +295,13 @@ def test_a_sweep_has_a_curve_for_each_point(tmp_path: Path, mlflow: str) -> None
     sweep = "sweep={grid: {optimizer.lr: [0.001, 0.002], run.seed: [4, 5]}}"
     run = Run.create(load_config(write_config(tmp_path), [track, sweep]))
     for number, point in enumerate(create_points(run)):
-        one = FakeRun.of(point)
-        one.steps(number + 3)
+        one = FakeRun.from_run(point)
+        one.write_steps(number + 3)
         one.crash()
-        one.steps(number + 7)
+        one.write_steps(number + 7)
         for name in ("tensorboard", "wandb", "mlflow"):
             assert Follower(point, name).follow(lambda: False)
-        losses = [*one.losses().items()]
+        losses = [*one.read_values().items()]
         assert curve(point.path, "train/loss") == in_float32(losses) and len(losses) == number + 7
         assert [step for step, _ in curve_of_wandb(point)] == [step for step, _ in losses]
         assert curve_of_mlflow(mlflow, point) == losses
@@ -325,11 +325,11 @@ def test_each_query_of_the_dashboard_has_data(tmp_path: Path) -> None:
     gpu["temperature_c"] = 61
     looks = [{"time": time.time(), "host": "node7", "cpu_percent": 50.0, "memory_gb": 1.5, "gpus": [gpu]}]
     (one.run.path / "telemetry-node7.jsonl").write_text(json.dumps(looks[0]) + "\n")
-    one.steps(5)
+    one.write_steps(5)
     one.crash()
     one.run.event("straggler", "train", rank=3, host="node7", ratio=1.5, step=3)
-    one.steps(3)
-    one.evaluate()
+    one.write_steps(3)
+    one.write_evaluation()
     feed = Process.follower(one.run, "prometheus")
     asked = [query.replace("$run", "tiny").replace("$__rate_interval", "1m") for query in queries(board)]
     assert len(asked) >= 10
@@ -338,7 +338,7 @@ def test_each_query_of_the_dashboard_has_data(tmp_path: Path) -> None:
             deadline, empty = time.monotonic() + 90, asked
             while empty and time.monotonic() < deadline:
                 time.sleep(1)
-                one.steps(1)
+                one.write_steps(1)
                 empty = [query for query in empty if not answered(uri, query)]
             assert not empty, "no data"
     finally:

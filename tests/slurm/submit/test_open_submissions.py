@@ -98,14 +98,14 @@ def test_after_a_kill_the_next_submit_makes_one_chain(run: Run, slurm: FakeSlurm
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
         kill_at(number, patch, accepted=accepted)
         submit(run)
-    assert len(slurm.queue()) == number - (not accepted)
-    assert ("held" in status(run) or "pending" in status(run)) == bool(slurm.queue())
+    assert len(slurm.list_queue()) == number - (not accepted)
+    assert ("held" in status(run) or "pending" in status(run)) == bool(slurm.list_queue())
     submit(run)
-    assert slurm.queue() == CHAIN and slurm.calls() == len(CHAIN)
+    assert slurm.list_queue() == CHAIN and slurm.count_sbatch_calls() == len(CHAIN)
     assert [one.job_id for _, one in list_recorded_jobs(run)] == ["1", "2", "3", "4", "5"]
     assert not any(one.is_open for _, one in list_submissions(run))
     submit(run)
-    assert slurm.queue() == CHAIN
+    assert slurm.list_queue() == CHAIN
 
 
 def test_a_copy_of_a_run_does_not_take_the_jobs_of_the_other(run: Run, slurm: FakeSlurm) -> None:
@@ -117,7 +117,7 @@ def test_a_copy_of_a_run_does_not_take_the_jobs_of_the_other(run: Run, slurm: Fa
     submit(copy)
     assert [one.job_id for _, one in list_recorded_jobs(copy)] == ["2", "3", "4", "5", "6"]
     cancel_run(copy)
-    assert slurm.queue() == CHAIN[:1]
+    assert slurm.list_queue() == CHAIN[:1]
 
 
 @pytest.mark.parametrize("number", [1, 2, 4])
@@ -126,7 +126,7 @@ def test_after_a_kill_cancel_leaves_an_empty_queue(run: Run, slurm: FakeSlurm, n
         kill_at(number, patch, accepted=True)
         submit(run)
     said = "\n".join(cancel_run(run))
-    assert slurm.queue() == [] and str(number) in said, said
+    assert slurm.list_queue() == [] and str(number) in said, said
     with pytest.raises(UserError, match="cancelled"):
         submit(run)
 
@@ -139,31 +139,31 @@ def test_a_submission_without_an_answer_is_looked_for(
     real = sbatch.submit_stage
     if outcome == "hang":
         monkeypatch.setattr("slurm.submit.sbatch.submit_stage", lambda *a, **more: real(*a, **more, patience_s=1.5))
-    slurm.plan(call_4=[outcome, "0.4"])
+    slurm.set_sbatch_outcomes(call_4=[outcome, "0.4"])
     said = submit(run)
     assert "train     sbatch got no answer" in said, said
-    assert slurm.queue() == CHAIN and not any(one.is_open for _, one in list_submissions(run))
-    assert slurm.calls() == len(CHAIN) + (outcome in ("lose", "hang"))
+    assert slurm.list_queue() == CHAIN and not any(one.is_open for _, one in list_submissions(run))
+    assert slurm.count_sbatch_calls() == len(CHAIN) + (outcome in ("lose", "hang"))
 
 
 def test_a_controller_that_stays_away_leaves_the_outcome_open(
     run: Run, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sbatch, "wait_for_controller", lambda patience_s, check: False)
-    slurm.plan(call_4=["timeout"])
+    slurm.set_sbatch_outcomes(call_4=["timeout"])
     with pytest.raises(UserError) as caught:
         submit(run)
     assert caught.value.code == "slurm.submission_unknown"
     for fact in ("resume", "prepare (1)", "shard (2, 3)", "train, evaluate"):
         assert fact in str(caught.value)
     [one] = [one for _, one in list_submissions(run) if one.is_open]
-    (slurm.folder / "silent").touch()
+    (slurm.folder / "not_responding").touch()
     with pytest.raises(UserError, match=job_states.NOT_RESPONDING):
         submit(run)
     assert [one] == [one for _, one in list_submissions(run) if one.is_open], "nothing is decided while nobody answers"
-    (slurm.folder / "silent").unlink()
+    (slurm.folder / "not_responding").unlink()
     submit(run)
-    assert slurm.queue() == CHAIN
+    assert slurm.list_queue() == CHAIN
 
 
 def test_a_job_that_appears_after_its_submission_was_given_up_ends_at_once(
@@ -190,10 +190,10 @@ def test_a_job_that_appears_after_its_submission_was_given_up_ends_at_once(
     assert (run.jobs_dir / "prepare/7_submitted.pkl").resolve() == run.jobs_dir / f"prepare/{one.key}_0_submitted.pkl"
     submit(run)
     assert "taken the place" in start("8") and (tmp_path / "log").read_text() == "ran\n"
-    late = slurm.add(name="prepare-tiny", comment=job_comment(run.path), command=f"{script} {one.key}")
+    late = slurm.add_job(name="prepare-tiny", comment=job_comment(run.path), command=f"{script} {one.key}")
     assert f"job {late}" in status(run)
     submit(run)
-    assert slurm.queue() == CHAIN, "and one that waits is cancelled"
+    assert slurm.list_queue() == CHAIN, "and one that waits is cancelled"
 
 
 @pytest.mark.parametrize("state", ["PENDING", "RUNNING"])
@@ -202,25 +202,25 @@ def test_a_job_with_the_comment_of_the_run_that_it_knows_nothing_of_is_ended(
     run: Run, slurm: FakeSlurm, state: str, does: str
 ) -> None:
     """As an earlier version left it, or an earlier run in this directory. Those of other runs are none of ours."""
-    other = slurm.add(name="train-tiny", comment=f"{job_comment(run.path)}/points/000", state=state)
-    stray = slurm.add(name="train-tiny", comment=job_comment(run.path), state=state, tasks=2)
+    other = slurm.add_job(name="train-tiny", comment=f"{job_comment(run.path)}/points/000", state=state)
+    stray = slurm.add_job(name="train-tiny", comment=job_comment(run.path), state=state, tasks=2)
     if does == "cancel":
         cancel_run(run)
     else:
         if does == "resume":
             reset_for_resume(run, asked_anew=True)
         assert f"job {stray}" in submit(run) or does == "resume"
-    states_ = {job["id"]: job["state"] for job in slurm.jobs()}
+    states_ = {job["id"]: job["state"] for job in slurm.list_jobs()}
     assert (states_[other], states_[stray]) == (state, "CANCELLED")
-    assert len(slurm.queue()) == 1 + (0 if does == "cancel" else len(CHAIN))
+    assert len(slurm.list_queue()) == 1 + (0 if does == "cancel" else len(CHAIN))
 
 
 def test_a_job_that_has_started_without_a_record_goes_on(run: Run, slurm: FakeSlurm) -> None:
     """An earlier version noted its start only."""
-    job = slurm.add(name="prepare-tiny", comment=job_comment(run.path), state="RUNNING")
+    job = slurm.add_job(name="prepare-tiny", comment=job_comment(run.path), state="RUNNING")
     run.event("started", "prepare", job_id=job, slurm_job=job, cluster=CLUSTER, attempt=1, ranks=1)
     assert f"prepare   job {job} running" in submit(run)
-    assert slurm.queue() == CHAIN and slurm.calls() == len(CHAIN) - 1
+    assert slurm.list_queue() == CHAIN and slurm.count_sbatch_calls() == len(CHAIN) - 1
 
 
 def test_points_of_an_array_that_was_recorded_for_some_of_them_only(tmp_path: Path, slurm: FakeSlurm) -> None:
@@ -237,10 +237,10 @@ def test_points_of_an_array_that_was_recorded_for_some_of_them_only(tmp_path: Pa
         patch.setattr(sbatch, "record_submission", record)
         submit(swept)
     submit(swept)
-    assert slurm.queue() == [("train", ""), ("evaluate", "aftercorr:0")]
+    assert slurm.list_queue() == [("train", ""), ("evaluate", "aftercorr:0")]
     assert [list_recorded_jobs(point)[0][1].job_id for point in list_points(swept)] == ["1_0", "1_1", "1_2"]
     cancel_run(swept)
-    assert slurm.queue() == []
+    assert slurm.list_queue() == []
 
 
 def test_a_job_that_starts_records_itself_before_its_start(run: Run, slurm: FakeSlurm) -> None:
@@ -269,7 +269,7 @@ def test_an_ended_job_is_found_in_accounting(run: Run, slurm: FakeSlurm) -> None
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
         kill_at(1, patch, accepted=True)
         submit(run)
-    [job] = slurm.jobs()
+    [job] = slurm.list_jobs()
     (slurm.folder / "jobs/1").unlink()
     line = f"1|FAILED|None|n1|{CLUSTER}|{os.getuid()}|{job['at']}|prepare-tiny|sbatch {job['command']}\n"
     (slurm.folder / "sacct.out").write_text(line)
@@ -294,7 +294,7 @@ def test_a_submission_that_another_process_makes_is_waited_for(
 
         def end_of_sbatch(seconds: float) -> None:
             lock.close()
-            slurm.add(name="prepare-tiny", comment=job_comment(run.path), command=f"{script} {one.key}")
+            slurm.add_job(name="prepare-tiny", comment=job_comment(run.path), command=f"{script} {one.key}")
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sbatch.time, "sleep", end_of_sbatch)
@@ -327,7 +327,7 @@ def test_submissions_that_appear_one_after_the_other_are_not_given_up(
 def test_a_job_that_an_older_code_copy_is_recording_is_left_alone(
     run: Run, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = slurm.add(name="evaluate-tiny", comment=job_comment(run.path))
+    job = slurm.add_job(name="evaluate-tiny", comment=job_comment(run.path))
     [seen] = find_run_jobs([run])
     assert seen.is_stray
 
@@ -351,10 +351,10 @@ def test_an_unknown_task_does_not_cancel_the_others_of_its_array(tmp_path: Path,
 
 
 def test_the_message_of_a_sites_wrapper_is_shown_whole_and_sbatch_is_called_once(run: Run, slurm: FakeSlurm) -> None:
-    slurm.plan(call_1=["fail", "ERROR: no budget is left\nMore help: https://hpc.example"])
+    slurm.set_sbatch_outcomes(call_1=["fail", "ERROR: no budget is left\nMore help: https://hpc.example"])
     with pytest.raises(UserError, match=r"no budget is left.*More help"):
         submit(run)
-    assert slurm.calls() == 1 and not any(one.is_open for _, one in list_submissions(run))
+    assert slurm.count_sbatch_calls() == 1 and not any(one.is_open for _, one in list_submissions(run))
 
 
 @pytest.fixture
@@ -362,7 +362,7 @@ def training(tmp_path: Path, slurm: FakeSlurm) -> Iterator[Run]:
     """A run without requeue whose training, job 1, runs; its successor and its evaluation wait."""
     run = make_run(tmp_path, overrides=("site.requeue=false", "evaluate.every=checkpoint"))
     submit(run)
-    assert slurm.queue() == [("train", ""), ("train", "afternotok:0"), ("evaluate", "afterok:0")]
+    assert slurm.list_queue() == [("train", ""), ("train", "afternotok:0"), ("evaluate", "afterok:0")]
     yield run
 
 
@@ -373,7 +373,7 @@ def test_a_successor_without_a_record_is_not_submitted_twice(
         kill_at(1, patch, accepted=True)
         succession.hand_over(training, "train", "2")
     assert succession.hand_over(training, "train", "2") is None
-    assert slurm.queue()[3:] == [("train", "afternotok:1")] and find_predecessor(training, "train", "4") == "2"
+    assert slurm.list_queue()[3:] == [("train", "afternotok:1")] and find_predecessor(training, "train", "4") == "2"
 
 
 def test_an_evaluation_without_a_record_is_not_submitted_twice(
@@ -385,12 +385,12 @@ def test_an_evaluation_without_a_record_is_not_submitted_twice(
         evaluations.Evaluations(training)._submit_newest()
     one = evaluations.Evaluations(training)
     one._submit_newest()
-    assert len(slurm.jobs()) == 4 and one._last_step == 7 and one.one_of_many("4")
+    assert len(slurm.list_jobs()) == 4 and one._last_step == 7 and one.one_of_many("4")
     monkeypatch.setattr(evaluations, "list_checkpoint_steps", lambda folder: [14])
     one._submit_newest()
-    assert [job["dependency"] for job in slurm.jobs()[4:]] == ["afterany:4"]
+    assert [job["dependency"] for job in slurm.list_jobs()[4:]] == ["afterany:4"]
     submit(training)
-    assert len(slurm.jobs()) == 5, "the chain's own evaluation is in the queue"
+    assert len(slurm.list_jobs()) == 5, "the chain's own evaluation is in the queue"
 
 
 # -- half a chain --------------------------------------------------------------------------------------------
@@ -400,41 +400,41 @@ def test_an_evaluation_without_a_record_is_not_submitted_twice(
 def test_what_is_queued_is_named_if_a_job_is_refused_and_the_next_submit_completes_the_graph(
     run: Run, slurm: FakeSlurm, number: int
 ) -> None:
-    slurm.plan(**{f"call_{number}": ["refuse", "QOSMaxSubmitJobPerUserLimit"]})
+    slurm.set_sbatch_outcomes(**{f"call_{number}": ["refuse", "QOSMaxSubmitJobPerUserLimit"]})
     with pytest.raises(UserError) as caught:
         submit(run)
     refused, said = CHAIN[number - 1][0], str(caught.value)
     assert f"{refused}: sbatch refused the job" in said and "QOSMaxSubmitJobPerUserLimit" in said
-    assert slurm.queue() == CHAIN[: number - 1]
+    assert slurm.list_queue() == CHAIN[: number - 1]
     shown = status(run)
     assert (run.resume_command in said) == (number > 1) and run.resume_command in shown
     if number > 1:
         assert f"prepare (1{')' if number < 7 else ''}" in said and refused in said.partition("not submitted")[2]
         assert f"{refused}: " in shown and "QOSMaxSubmitJobPerUserLimit" in shown
         assert "the job that completes it is not submitted" in shown or number != 3
-    slurm.plan()
+    slurm.set_sbatch_outcomes()
     submit(run)
-    assert slurm.queue() == CHAIN and run.resume_command not in status(run)
+    assert slurm.list_queue() == CHAIN and run.resume_command not in status(run)
 
 
 def test_a_successor_that_was_refused_is_submitted_later(training: Run, slurm: FakeSlurm) -> None:
     job_states.cancel_jobs([job_states.JobState("2", "PENDING")])
     assert "train: its successor is not submitted" in status(training)
     submit(training)
-    assert slurm.queue() == [("train", ""), ("evaluate", "afterok:0"), ("train", "afternotok:0")]
+    assert slurm.list_queue() == [("train", ""), ("evaluate", "afterok:0"), ("train", "afternotok:0")]
     assert "successor is" not in status(training)
 
 
 def test_points_of_which_a_part_was_refused(tmp_path: Path, slurm: FakeSlurm) -> None:
     swept = make_run(tmp_path, overrides=(SWEEP,))
-    slurm.plan(call_2=["refuse", "no more"])
+    slurm.set_sbatch_outcomes(call_2=["refuse", "no more"])
     with pytest.raises(UserError, match=r"train \(1\).*evaluate"):
         submit(swept)
     shown = status(swept)
     assert "points 000, 001, 002: evaluate not submitted: " in shown and swept.resume_command in shown
-    slurm.plan()
+    slurm.set_sbatch_outcomes()
     submit(swept)
-    assert slurm.queue() == [("train", ""), ("evaluate", "aftercorr:0")]
+    assert slurm.list_queue() == [("train", ""), ("evaluate", "aftercorr:0")]
 
 
 def test_an_array_that_is_too_large_is_refused_before_anything_is_submitted(
@@ -445,14 +445,14 @@ def test_an_array_that_is_too_large_is_refused_before_anything_is_submitted(
     cancel_run(run)
     run.clear_requests()
     monkeypatch.setattr(job_states, "_clusters", {})
-    slurm.plan()
+    slurm.set_sbatch_outcomes()
     slurm.set_config(ClusterName=CLUSTER, MaxArraySize="1")
     with pytest.raises(UserError, match=r"stages.shard.tasks: 2.*MaxArraySize.*stages.shard.tasks=1"):
         submit(run)
     swept = make_run(tmp_path, "swept", (SWEEP,))
     with pytest.raises(UserError, match=r"sweep: .* 3 points.*MaxArraySize"):
         submit(swept)
-    assert slurm.calls() == 0
+    assert slurm.count_sbatch_calls() == 0
 
 
 def test_limits_count_for_what_is_submitted_and_where_the_shell_sends_it(
@@ -465,10 +465,10 @@ def test_limits_count_for_what_is_submitted_and_where_the_shell_sends_it(
         submit(run)
     monkeypatch.setenv("SBATCH_QOS", "big")
     submit(run)
-    assert slurm.queue() == CHAIN
+    assert slurm.list_queue() == CHAIN
     limits.write_text("user root|root||normal|\nqos normal|2\nqos big|2\n")
     submit(run)  # nothing is missing
-    assert slurm.queue() == CHAIN
+    assert slurm.list_queue() == CHAIN
 
 
 @pytest.mark.parametrize(
@@ -491,8 +491,8 @@ def test_more_jobs_than_a_user_may_have_are_refused_before_anything_is_submitted
     if refused:
         with pytest.raises(UserError, match=rf"6 more jobs \(prepare 1, shard 3, .*{refused}.*MaxSubmitJobs"):
             submit(run)
-        assert slurm.calls() == 0
+        assert slurm.count_sbatch_calls() == 0
         monkeypatch.setattr(job_states, "_clusters", {})
         slurm.set_config(ClusterName=CLUSTER, MaxArraySize="1001", AccountingStorageEnforce="none")
     submit(run)
-    assert slurm.queue() == CHAIN
+    assert slurm.list_queue() == CHAIN
