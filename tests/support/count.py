@@ -1,4 +1,4 @@
-"""Count what a reader meets: lines of code and files by package, config keys and commands.
+"""Count the size of the project: lines of code and files by package, config keys and commands.
 
     python -m tests.support.count
 
@@ -26,7 +26,7 @@ NOT_CODE = {
 
 
 def count_code_lines(source: str) -> int:
-    """Return the number of lines of Python source that hold code."""
+    """Return the number of lines of Python source that contain code."""
     documentation = {
         line
         for node in ast.walk(ast.parse(source))
@@ -43,7 +43,7 @@ def iter_config_keys(schema: Mapping[str, Any], node: Mapping[str, Any], prefix:
     for name, field in node.get("properties", {}).items():
         branches = [field, *field.get("anyOf", ()), *field.get("allOf", ())]
         references = [branch["$ref"].rpartition("/")[2] for branch in branches if "$ref" in branch]
-        sections = [schema["$defs"][one] for one in references if "properties" in schema["$defs"][one]]
+        sections = [schema["$defs"][name] for name in references if "properties" in schema["$defs"][name]]
         if not sections:
             yield prefix + name
         for section in sections:

@@ -1,4 +1,4 @@
-"""A step whose parts are known: ranks that compute, communicate and rest for times that they measure themselves."""
+"""A profiled step whose parts have known durations, because the ranks measure them themselves."""
 
 from __future__ import annotations
 
@@ -17,58 +17,81 @@ from pipeline.run.directory import Run
 from pipeline.train.profiler import Profiler
 from tests.support.tiny_training import tiny_config
 
-COMPUTE_S, LATE_S, REST_S = 0.6, 1.0, 0.3
+COMPUTE_S = 0.6
+LATE_S = 1.0
+REST_S = 0.3
 
 
 def compute_for(seconds: float) -> float:
-    """Multiply matrices for so long; how long it was."""
-    began, one = time.perf_counter(), torch.rand(500, 500)
-    while time.perf_counter() < began + seconds:
-        one = (one @ one).clamp(0, 1)
-    return time.perf_counter() - began
+    """Multiply matrices for `seconds`; return the time that it really took."""
+    start = time.perf_counter()
+    matrix = torch.rand(500, 500)
+    while time.perf_counter() < start + seconds:
+        matrix = (matrix @ matrix).clamp(0, 1)
+    return time.perf_counter() - start
 
 
-def run_profiled_step(folder: Path, rank: int, side: dist.ProcessGroup, computes: bool = True) -> tuple[Any, Any]:
-    """Of a step in which rank 1 calls an all-reduce late, and rank 0 `computes` for a part of the time in which it is
-    under way: seconds by part as the profile says, and as this rank measured."""
+def run_profiled_step(
+    folder: Path, rank: int, control_group: dist.ProcessGroup, computes: bool = True
+) -> tuple[Any, Any]:
+    """Profile a step in which rank 1 calls an all-reduce LATE_S late and rank 0 computes during the all-reduce.
+
+    Args:
+        folder: run directory for the profile.
+        rank: this rank, 0 or 1.
+        control_group: Gloo group of the stop coordinator.
+        computes: if False, rank 0 waits instead of computing.
+
+    Returns:
+        Seconds by part as the profile reports them, and as this rank measured them.
+    """
     config = tiny_config(2, train={"profile_every": 1})
-    coordinator = StopCoordinator(StopFlag(), side)
+    coordinator = StopCoordinator(StopFlag(), control_group)
     world = World(rank, 2, torch.device("cpu"), "")
     profiler = Profiler(Run(folder, config), resolve_layout(config, 2, 2, 64), world, coordinator)
     compute_for(0.1)
     profiler.begin_step(1)
-    began, computed = time.perf_counter(), 0.0
+    step_start = time.perf_counter()
+    compute_s = 0.0
     if rank == 1:
         time.sleep(LATE_S)
-    called = time.perf_counter()
+    call_time = time.perf_counter()
     work = dist.all_reduce(torch.ones(1000), async_op=True)
     assert work is not None
     if rank == 0 and computes:
-        computed = compute_for(COMPUTE_S)
+        compute_s = compute_for(COMPUTE_S)
     work.wait()
-    waited = time.perf_counter() - called - computed
+    wait_s = time.perf_counter() - call_time - compute_s
     time.sleep(REST_S)
-    whole = time.perf_counter() - began
-    known = {"compute": computed, "communication_exposed": waited, "copy": 0.0, "bubble": 0.0}
+    step_s = time.perf_counter() - step_start
     profiler.end_step(1, save=True)
-    (found,) = read_profiled_parts(folder, rank)
-    return found, known | {"idle": whole - computed - waited}
+    measured = {
+        "compute": compute_s,
+        "communication_exposed": wait_s,
+        "copy": 0.0,
+        "bubble": 0.0,
+        "idle": step_s - compute_s - wait_s,
+    }
+    (profiled,) = read_profiled_parts(folder, rank)
+    return profiled, measured
 
 
 def read_profiled_parts(folder: Path, rank: int) -> list[dict[str, Any]]:
-    """What a rank of a profiled step says of it, read back from its spans."""
+    """Return the parts of each profiled step of a rank, computed from the spans in its profile."""
     import gzip
     import json
 
     from pipeline.train.step_trace import Span, divide_step
 
-    told = [json.loads(gzip.decompress(path.read_bytes())) for path in folder.glob(f"profiles/*/rank-{rank}.json.gz")]
-    return [divide_step([Span(*span) for span in one["spans"]], one["step_us"]) for one in told]
+    paths = folder.glob(f"profiles/*/rank-{rank}.json.gz")
+    profiles = [json.loads(gzip.decompress(path.read_bytes())) for path in paths]
+    return [divide_step([Span(*span) for span in profile["spans"]], profile["step_us"]) for profile in profiles]
 
 
-def check_profile(found: dict[str, Any], known: dict[str, float], group: str = "world") -> None:
-    """Raise AssertionError where a part is not what it was, within 5 points of the step: on busy cores 3 were seen."""
-    whole = sum(known.values())
-    for part, seconds in known.items():
-        assert abs(found[part] - seconds) < 0.05 * whole, (part, found, known)
-    assert abs(found["exposed_by_group"][group] - known["communication_exposed"]) < 0.05 * whole, found
+def check_profile(profiled: dict[str, Any], measured: dict[str, float], group: str = "world") -> None:
+    """Raise AssertionError if a part differs by more than 5 % of the step. On busy cores, 3 % were observed."""
+    tolerance = 0.05 * sum(measured.values())
+    for part, seconds in measured.items():
+        assert abs(profiled[part] - seconds) < tolerance, (part, profiled, measured)
+    exposed = profiled["exposed_by_group"][group]
+    assert abs(exposed - measured["communication_exposed"]) < tolerance, profiled

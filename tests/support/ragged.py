@@ -1,4 +1,4 @@
-"""A model of one's own on samples of different lengths: the running sum of a series, from a causal convolution."""
+"""A custom model on samples of different lengths: it predicts the running sum of a series by a causal convolution."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Ranks for tests: processes forked from a server that has imported torch already (0.1 s instead of seconds).
+"""Ranks for tests: processes forked from a server that has already imported torch (0.1 s instead of seconds).
 
-`run_ranks(4, function, *arguments)` calls `function(rank_info, *arguments)` in four processes that can rendezvous and
-returns their results in rank order. A rank that raises, dies or outlasts the time-out fails the test, with the
-first traceback. `function` must stand at the top level of a module (it is pickled by name).
+`run_ranks(4, function, *arguments)` calls `function(rank_info, *arguments)` in four processes that can rendezvous. It
+returns their results in rank order. If a rank raises, dies or exceeds the time-out, the test fails with the first
+traceback. `function` must be defined at the top level of a module, because it is pickled by name.
 """
 
 from __future__ import annotations
@@ -21,30 +21,31 @@ from typing import Any, cast
 from pipeline.base.dist_env import RankInfo
 
 PEER_TIMEOUT_S = 30.0
-"""From the first failure of a rank to the answers of the others."""
+"""Time that the other ranks have to answer after the first rank failed."""
 PRELOAD = [
     "torch", "torch.distributed.checkpoint", "pipeline.train.trainer", "pipeline.evaluate.evaluator",
     "pipeline.parallel.pipeline_parallel", "pipeline.resilience.health", "torch._dynamo", "torch._inductor",
     "tests.support.ranks",
 ]  # fmt: skip
-"""What the server imports. The optimizer's first step imports torch._dynamo: in each rank that took half a second."""
+"""What the server imports. The optimizer's first step imports torch._dynamo: that took half a second in each rank."""
 
 
-def _ports() -> Iterator[int]:
-    """Ports below those that the kernel gives to connections, and above well-known ones; other ones in each worker."""
+def _iter_free_ports() -> Iterator[int]:
+    """Yield free ports between the well-known and the ephemeral ones, from another range in each test worker."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    own = range(10_000 + worker % 8 * 600, 10_600 + worker % 8 * 600)
-    for port in cycle(own[os.getpid() % 600 :]):
+    worker_range = range(10_000 + worker % 8 * 600, 10_600 + worker % 8 * 600)
+    for port in cycle(worker_range[os.getpid() % 600 :]):
         with socket.socket() as probe:
-            free = probe.connect_ex(("127.0.0.1", port)) != 0
-        if free:
+            is_free = probe.connect_ex(("127.0.0.1", port)) != 0
+        if is_free:
             yield port
 
 
-PORTS = _ports()
+PORTS = _iter_free_ports()
 
 
 def make_rank_info(rank: int, size: int, port: int) -> RankInfo:
+    """Return the description of a rank of `size` local ranks; `port` is that of the rendezvous."""
     return RankInfo(
         launcher="local",
         rank=rank,
@@ -58,54 +59,64 @@ def make_rank_info(rank: int, size: int, port: int) -> RankInfo:
     )
 
 
-def _child(rank: int, size: int, port: int, pipe: Connection, function: Callable[..., Any], arguments: Any) -> None:
+def _run_rank(rank: int, size: int, port: int, pipe: Connection, function: Callable[..., Any], arguments: Any) -> None:
     try:
         pipe.send((True, function(make_rank_info(rank, size, port), *arguments)))
-    except BaseException:  # whatever ends a rank is shown by the test, SystemExit and CheckpointException too
+    except BaseException:  # the test shows whatever ended the rank, including SystemExit and CheckpointException
         pipe.send((False, traceback.format_exc()))
     pipe.close()
-    os._exit(0)  # threads of a process group may outlive a failure
+    os._exit(0)  # threads of a process group may survive a failure and block a normal exit
 
 
 class Ranks:
-    """Started ranks; `results()` waits for all of them."""
+    """Running ranks. `results()` waits for all of them."""
 
     def __init__(self, size: int, function: Callable[..., Any], *arguments: Any) -> None:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         port = next(PORTS)
-        self.processes, self._pipes = [], []
+        self.processes = []
+        self._pipes = []
         for rank in range(size):
-            mine, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_child, args=(rank, size, port, theirs, function, arguments), daemon=True)
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_run_rank, args=(rank, size, port, sender, function, arguments), daemon=True
+            )
             process.start()
-            theirs.close()
+            sender.close()
             self.processes.append(process)
-            self._pipes.append(mine)
+            self._pipes.append(receiver)
 
     @property
     def pids(self) -> list[int]:
         return [int(p.pid or 0) for p in self.processes]
 
     def results(self, timeout: float = 240.0, failures_expected: bool = False) -> list[Any]:
-        """Each rank's result; None for a rank that was killed. Raises AssertionError with the tracebacks."""
+        """Wait for the ranks and return each rank's result; None for a rank that was killed.
+
+        Raises:
+            AssertionError: ranks failed (with their tracebacks), or did not answer within `timeout` seconds.
+        """
         deadline = time.monotonic() + timeout
         results: list[Any] = [None] * len(self._pipes)
-        waiting, failures = {pipe: rank for rank, pipe in enumerate(self._pipes)}, []
+        rank_by_pipe = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        failures = []
         try:
-            while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
+            while rank_by_pipe and (ready := wait(list(rank_by_pipe), max(0.0, deadline - time.monotonic()))):
                 for pipe in cast(list[Connection], ready):
-                    rank, good, value = waiting.pop(pipe), True, None
-                    with suppress(EOFError):  # one that was killed
-                        good, value = pipe.recv()
-                    if good:
+                    rank = rank_by_pipe.pop(pipe)
+                    succeeded = True
+                    value = None
+                    with suppress(EOFError):  # the rank was killed
+                        succeeded, value = pipe.recv()
+                    if succeeded:
                         results[rank] = value
                     else:
                         failures.append(f"rank {rank}:\n{value}")
                         deadline = min(deadline, time.monotonic() + PEER_TIMEOUT_S)
-            if waiting:
-                silent = ", ".join(map(str, sorted(waiting.values())))
-                raise AssertionError("\n".join([*failures, f"ranks {silent} gave no answer within {timeout:.0f} s"]))
+            if rank_by_pipe:
+                ranks = ", ".join(map(str, sorted(rank_by_pipe.values())))
+                raise AssertionError("\n".join([*failures, f"ranks {ranks} did not answer within {timeout:.0f} s"]))
         finally:
             for process in self.processes:
                 process.join(max(0.1, min(5.0, deadline - time.monotonic())))
@@ -118,5 +129,5 @@ class Ranks:
 
 
 def run_ranks(size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 240.0) -> list[Any]:
-    """Run `function(rank_info, *arguments)` on `size` ranks and return their results."""
+    """Call `function(rank_info, *arguments)` in `size` ranks and return their results."""
     return Ranks(size, function, *arguments).results(timeout)

@@ -1,4 +1,4 @@
-"""A tiny run for tests: some generated text, a small tokenizer, a decoder of two layers; prepared in a second."""
+"""A tiny run for tests: generated text, a small tokenizer and a decoder of two layers, prepared in a second."""
 
 from __future__ import annotations
 
@@ -32,25 +32,32 @@ stages: {{shard: {{tasks: 2}}, train: {{tasks_per_node: 2}}, evaluate: {{tasks_p
 
 
 def write_corpus(folder: Path, documents: int = 300) -> Path:
-    """A .jsonl of random sentences; the same for every call."""
-    source = random.Random(0)
+    """Write a .jsonl file of random sentences, the same in every call, and return its path."""
+    generator = random.Random(0)
     path = folder / "corpus.jsonl"
     with open(path, "w") as file:
         for _ in range(documents):
-            text = " ".join(source.choice(WORDS) for _ in range(source.randint(20, 200)))
+            text = " ".join(generator.choice(WORDS) for _ in range(generator.randint(20, 200)))
             file.write(json.dumps({"text": text}) + "\n")
     return path
 
 
 def write_config(folder: Path, name: str = "tiny", steps: int = 30) -> Path:
-    """The config of a tiny run, and its corpus."""
+    """Write the config of a tiny run and its corpus; return the path of the config."""
     path = folder / f"{name}.yaml"
     path.write_text(CONFIG.format(name=name, root=folder / "runs", source=write_corpus(folder), steps=steps))
     return path
 
 
 def make_run(folder: Path, name: str = "tiny", overrides: tuple[str, ...] = (), data: Path | None = None) -> Run:
-    """A run whose prepare and shard stages are done; `data`: another run's, to share."""
+    """Create a run whose stages prepare and shard are done.
+
+    Args:
+        folder: where the config, the corpus and the run directory are written.
+        name: name of the run.
+        overrides: overrides of config keys.
+        data: data directory of another run, to use instead of preparing data.
+    """
     run = Run.create(load_config(write_config(folder, name), overrides))
     if data is not None:
         run.data_dir.rmdir()
@@ -62,20 +69,24 @@ def make_run(folder: Path, name: str = "tiny", overrides: tuple[str, ...] = (), 
 
 
 class HarmlessFlag(StopFlag):
-    """Leaves the test process's own signal handlers alone."""
+    """A stop flag that leaves the signal handlers of the test process unchanged."""
 
     def exit_on_signal(self) -> None:
         pass
 
 
-def stage_rank(where: RankInfo, path: Path, stage: str, options: dict[str, str] | None = None) -> int:
-    """What `python -m pipeline STAGE RUN` does, inside a forked rank."""
-    return int(load_stage_module(stage).run_stage(Run.open(path), where, options or {}, StopFlag().install()))
+def stage_rank(rank_info: RankInfo, path: Path, stage: str, options: dict[str, str] | None = None) -> int:
+    """Do what `python -m pipeline STAGE RUN` does, inside a forked rank, and return the exit code."""
+    return int(load_stage_module(stage).run_stage(Run.open(path), rank_info, options or {}, StopFlag().install()))
 
 
 def slow_down_steps(run: Run, seconds: float = 0.5) -> Run:
-    """The run, each step so much longer in its own copy of the code: what comes to a training finds it at work."""
-    trainer, line = run.code_dir / "pipeline/train/trainer.py", "        lr = self.learning_rate("
+    """Add `seconds` of sleep to each step, in the run's copy of the code, and return the run.
+
+    A test can then send a signal or a request while the training runs.
+    """
+    trainer = run.code_dir / "pipeline/train/trainer.py"
+    line = "        lr = self.learning_rate("
     text = trainer.read_text()
     assert text.count(line) == 1, "the trainer has changed"
     trainer.write_text(text.replace(line, f"        time.sleep({seconds})\n{line}"))
@@ -83,15 +94,18 @@ def slow_down_steps(run: Run, seconds: float = 0.5) -> Run:
 
 
 def compute_run_digest(run: Run) -> str:
-    """What `verify` prints of the newest checkpoint, its files checked: by a forked rank, in a tenth of a second."""
-    return str(run_ranks(1, _digest, run.path)[0])
+    """Verify the newest checkpoint and return its digest, as `verify` prints it.
+
+    A forked rank does it in a tenth of a second; the command would import torch first.
+    """
+    return str(run_ranks(1, _compute_digest_rank, run.path)[0])
 
 
-def _digest(where: RankInfo, path: Path) -> str:
-    from pipeline.checkpoint import catalog as checkpoint_files
-    from pipeline.checkpoint import checkpointer as checkpoint
+def _compute_digest_rank(_: RankInfo, path: Path) -> str:
+    from pipeline.checkpoint import catalog
+    from pipeline.checkpoint.checkpointer import compute_digest
 
     folder = Run.open(path).checkpoints_dir
-    newest = folder / checkpoint_files.checkpoint_name(checkpoint_files.list_checkpoint_steps(folder)[0])
-    checkpoint_files.verify_checkpoint_files(newest, checkpoint_files.read_checkpoint_manifest(newest))
-    return checkpoint.compute_digest(newest)
+    newest = folder / catalog.checkpoint_name(catalog.list_checkpoint_steps(folder)[0])
+    catalog.verify_checkpoint_files(newest, catalog.read_checkpoint_manifest(newest))
+    return compute_digest(newest)

@@ -1,4 +1,4 @@
-"""Train a tiny model on random tokens under one layout after another, inside ranks that are forked once."""
+"""Train a tiny model on random tokens with one layout after another, in ranks that are forked once."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from pipeline.base.dist_env import RankInfo
 from pipeline.config.read import parse_config
 from pipeline.config.sections import Config
 
-VOCAB, STEPS, BATCHES = 64, 10, 13
+VOCAB = 64
+STEPS = 10
+BATCHES = 13
 
 
 def tiny_config(ranks: int, **sections: dict[str, Any]) -> Config:
-    """A config of `ranks` processes; `sections` are merged into it, one level deep."""
+    """Return a config for `ranks` processes; `sections` are merged into it, one level deep."""
     base: dict[str, dict[str, Any]] = {
         "run": {"name": "tiny", "seed": 5},
         "data": {"sequence_length": 16, "tokenizer": {"vocab_size": 512}},
@@ -27,7 +29,7 @@ def tiny_config(ranks: int, **sections: dict[str, Any]) -> Config:
 
 
 def make_batches(config: Config, vocab: int = VOCAB) -> Any:
-    """Global batches of random tokens, int64 of shape (BATCHES, global_batch, T + 1); the same in every call."""
+    """Return global batches of random tokens, int64 of shape (BATCHES, global_batch, T + 1), the same in every call."""
     import torch
 
     shape = (BATCHES, config.train.global_batch, config.data.sequence_length + 1)
@@ -37,7 +39,7 @@ def make_batches(config: Config, vocab: int = VOCAB) -> Any:
 def train_steps(
     rank_info: RankInfo, config: Config, world: Any, steps: int = STEPS, vocab: int = VOCAB
 ) -> tuple[Any, list[tuple[float, float]]]:
-    """The engine after `steps` steps, and each step's loss and gradient norm."""
+    """Train `steps` steps; return the engine and the loss and gradient norm of each step."""
     from pipeline.model.task import DecoderTask
     from pipeline.parallel.mesh import resolve_layout
     from pipeline.train.engine import Engine
@@ -48,12 +50,12 @@ def train_steps(
 
 
 def train_rank(rank_info: RankInfo, configs: list[Config], vocab: int = VOCAB) -> list[list[tuple[float, float]]]:
-    """Losses and gradient norms of each config in turn."""
+    """Train with each config in turn; return the losses and gradient norms of each."""
     import warnings
 
     from pipeline.comm import groups
 
-    warnings.filterwarnings("error", message="FSDP2-wrapped module")  # torch 2.13's, of outputs that are views
+    warnings.filterwarnings("error", message="FSDP2-wrapped module")  # torch 2.13 warns if an output is a view
     groups.configure_determinism(configs[0])
     world = groups.join_process_group(rank_info, configs[0])
     return [train_steps(rank_info, config, world, vocab=vocab)[1] for config in configs]
@@ -62,10 +64,20 @@ def train_rank(rank_info: RankInfo, configs: list[Config], vocab: int = VOCAB) -
 def change_layout_rank(
     rank_info: RankInfo, first: Config, others: list[Config], folder: Any, trained: int, steps: int
 ) -> list[tuple[str, list[tuple[float, float]]]]:
-    """Train `trained` steps under `first` and save; load under each of `others` in turn, save again, and train on.
+    """Train with `first` and save; then load, save and train with each of `others`.
 
-    Each takes what the one before it had saved, before that trained on. Returns for each layout, `first` included, the
-    digest of its checkpoint and the losses and gradient norms of its next `steps` steps.
+    Each config loads the checkpoint that the previous one saved before it trained its own `steps` steps.
+
+    Args:
+        rank_info: this rank.
+        first: config of the first training.
+        others: configs with other layouts.
+        folder: where checkpoints are saved.
+        trained: number of steps before the first save.
+        steps: number of steps that each config trains after its save.
+
+    Returns:
+        For each config: the digest of its checkpoint, and the losses and gradient norms of its `steps` steps.
     """
     import torch.distributed as dist
 
@@ -103,7 +115,7 @@ def change_layout_rank(
 
 
 def resave_rank(rank_info: RankInfo, path: Any, folder: Any) -> str:
-    """Restore a run under the layout that its config has now, and save to `folder` without a step: the digest."""
+    """Restore a run with the layout of its current config, save to `folder` without a step, return the digest."""
     from pipeline.checkpoint import catalog
     from pipeline.checkpoint.checkpointer import Checkpointer, compute_digest
     from pipeline.comm import groups
@@ -124,15 +136,18 @@ def resave_rank(rank_info: RankInfo, path: Any, folder: Any) -> str:
 
 
 def continue_training(engine: Any, rank_info: RankInfo, done: int, steps: int) -> list[tuple[float, float]]:
-    """Losses and gradient norms of `steps` more steps; clipping is checked here, since AdamW hardly shows it."""
+    """Train `steps` more steps after `done`; return their losses and gradient norms.
+
+    Clipping is checked here, because it hardly changes the update of AdamW.
+    """
     limit = engine.config.optimizer.clip_norm
-    part = engine.layout.coordinates(rank_info.rank).dp
+    dp_rank = engine.layout.coordinates(rank_info.rank).dp
     results = []
     for step, batch in list(enumerate(make_batches(engine.config, engine.task.vocab_size), 1))[done : done + steps]:
-        loss = engine.backward({"tokens": batch.chunk(engine.layout.dp)[part]}, step)
+        loss = engine.backward({"tokens": batch.chunk(engine.layout.dp)[dp_rank]}, step)
         norm = engine.clip_gradients(limit)
-        clipped = engine._norm([p for piece in engine.parts for p in piece.parameters() if p.grad is not None])
-        clipped *= getattr(engine.optimizer, "factor", 1.0)  # of one that clips in its update
+        clipped = engine._norm([p for part in engine.parts for p in part.parameters() if p.grad is not None])
+        clipped *= getattr(engine.optimizer, "factor", 1.0)  # an optimizer may clip in its update
         assert abs(clipped - min(norm, limit)) <= 1e-4 * limit or not norm.isfinite(), (clipped, norm)
         engine.update_weights(norm.item())
         results.append((loss.item(), norm.item()))
