@@ -136,7 +136,9 @@ def count_rank_traffic(config: Config, layout: Layout, vocab: int, pipeline: int
         if last:  # the largest logit, the sum of exponentials, the target's logit
             cut = config.parallel.loss_parallel or config.train.loss_chunk is not None
             each += 2 * 3 * 4 * tokens if cut else width * tokens * vocab
-        norms = sum(weight.numel for weight in trained if weight.tp_dim is None) if layout.sequence_parallel else 0
+        # gradients of what each rank applies to its part of the sequence; a row-wise bias sees the whole sequence
+        norms = sum(p.numel for p in trained if p.tp_dim is None and not p.name.endswith("o_proj.bias"))
+        norms = norms if layout.sequence_parallel else 0
         update = whole * sum(each.fsdp_numel(shard if zero and each in rows else 1) for each in orthogonal)
         size = _ring(each * micro + 2 * 4 * norms + update, layout.tp)
         yield "tensor", size, f"hidden states, {kind} before and after attention and MLP, forward and backward"

@@ -105,6 +105,37 @@ def test_the_plan_counts_what_a_rehearsed_rank_takes_and_sends() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"tensor": 2, "data": 2},
+        {"tensor": 2, "data": 2, "zero": 1, "more": {"optimizer": {"freeze": ["*.bias"]}}},
+        {"tensor": 2, "more": {"optimizer": {"freeze": ["*layernorm*"]}}},
+        {"data": 8, "zero": 3},
+    ],
+)
+def test_norms_and_biases_are_counted_one_by_one(case: dict[str, Any]) -> None:
+    more = case.get("more", {}) | {"model": {"attention_bias": "all", "qk_norm": True}}
+    config = config_of(case | {"more": more})
+    (((weights, sent),),) = run_ranks(1, rehearsed_weights, config)
+    layout = resolve_layout(config)
+    assert estimate_memory(config, layout, 0, VOCAB, rank_actions(layout)[0], on_cpu=True).weights == weights
+    for group, size, _ in count_rank_traffic(config, layout, VOCAB, 0):
+        name = GROUPS[group] if GROUPS[group] in sent else "default_pg"
+        assert abs(size - sent[name]) <= SENT_FOR_LOSS_AND_NORM
+
+
+def rehearsed_weights(rank_info: RankInfo, config: Config) -> list[tuple[int, dict[str, int]]]:
+    """Bytes of the weights of rank 0, and what it sends by group."""
+    from planning.rehearse import rehearse_rank
+
+    account = rehearse_rank(config, 0, VOCAB)
+    sent: dict[str, int] = {}
+    for (group, _, _), (_, size) in account.sent.items():
+        sent[group] = sent.get(group, 0) + size
+    return [(account.by_kind()["weights"], sent)]
+
+
 def any_case(draw: random.Random) -> tuple[Config, int] | None:
     """A layout at random, and a rank of it; None where a config may not be so."""
     schedule = draw.choice(["1f1b", "gpipe", "interleaved_1f1b", "zbv"])
