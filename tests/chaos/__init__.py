@@ -1,12 +1,12 @@
-"""Chaos: a small training on the real test cluster, to which everything happens that happens on a shared one.
+"""Chaos test: random faults of a shared cluster hit a small training on the real test cluster.
 
-    python -m tests.chaos --seeds 7 --faults 8       one sequence, with what was drawn and how each fault was told
+    python -m tests.chaos --seeds 7 --faults 8       one sequence; prints each fault and the cause that was recorded
 
-`driver.py` runs a training and draws faults from a seed, `faults.py` holds one function per kind of fault, and
-`inject/` is a folder for PYTHONPATH whose `sitecustomize.py` brings faults into the ranks that nobody can cause
-from outside (a death in a certain phase of a save, a number that is no number, a rank that sleeps, a skewed clock).
+`driver.py` runs a training and chooses faults by a seed. `faults.py` has one function per kind of fault. `inject/` is
+a folder for PYTHONPATH: its `sitecustomize.py` brings about faults inside the ranks that cannot be caused from outside
+(death in a phase of a save, a NaN loss, a hanging rank, a skewed clock).
 
-After each sequence: the digest is that of an undisturbed run of the same layout (where steps were left out: of one that
-was given the same decisions), every step and every sample is there once, no damaged checkpoint was loaded, and
-every cause was told right.
+After each sequence, the test checks that the digest equals that of an undisturbed run with the same layout and the same
+recorded decisions, that every step and every sample occurs once, that no damaged checkpoint was loaded, and that every
+cause was recorded correctly.
 """

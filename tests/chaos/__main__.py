@@ -1,6 +1,6 @@
-"""Sequences of faults from the shell: `python -m tests.chaos --seeds 1-13 --faults 8 [--only kill_a_rank …] [--write]`.
+"""Run sequences of faults: `python -m tests.chaos --seeds 1-13 --faults 8 [--only kill_a_rank …] [--write]`.
 
-Each seed is a training and a cluster of its own. `--write` puts its line into the table tests/chaos/results.md.
+Each seed has its own training and its own cluster. `--write` adds its line to the table in tests/chaos/results.md.
 """
 
 from __future__ import annotations
@@ -11,67 +11,87 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 from tests.chaos import faults
-from tests.chaos.driver import Story, Told, draw, small_disk, undisturbed
+from tests.chaos.driver import ChaosRun, FaultResult, choose_faults, compute_undisturbed_digest, mount_small_disk
 from tests.cluster import Cluster, Options
 
 RESULTS = Path(__file__).with_name("results.md")
 
 
-def one(seed: int, count: int, only: list[str] | None) -> tuple[list[Told], list[str]]:
-    """One sequence: what was told of each fault, and everything that was wrong."""
-    chosen = [getattr(faults, name) for name in only] if only else draw(seed, count)
-    netns = faults.cut_a_network in chosen
+def run_sequence(seed: int, count: int, names: list[str] | None) -> tuple[list[FaultResult], list[str]]:
+    """Run one sequence of faults.
+
+    Args:
+        seed: seed of the training and of the choice of faults.
+        count: number of faults, unless they are named.
+        names: names of the faults, in their order; None: choose them by the seed.
+
+    Returns:
+        The result of each fault, and all problems.
+    """
+    sequence = [getattr(faults, name) for name in names] if names else choose_faults(seed, count)
+    needs_network = faults.disconnect_a_node in sequence
     directory = Path(tempfile.mkdtemp(prefix="sluice-cluster-", dir="/tmp"))
-    options = Options(grace=1, user_signal=False, slurmd_timeout=5, netns=netns)
-    with small_disk() as folder, Cluster(directory).up(options) as cluster:
-        story = Story(cluster, folder, seed, len(chosen))
+    options = Options(grace=1, user_signal=False, slurmd_timeout=5, netns=needs_network)
+    with mount_small_disk() as folder, Cluster(directory).up(options) as cluster:
+        chaos_run = ChaosRun(cluster, folder, seed, len(sequence))
         try:
-            told = story.go(chosen)
-            return told, story.check(told, undisturbed(folder / "calm", story))
+            results = chaos_run.run_faults(sequence)
+            return results, chaos_run.find_problems(results, compute_undisturbed_digest(folder / "calm", chaos_run))
         finally:
-            kept = directory.with_name(f"{directory.name}-run")
-            shutil.copytree(story.run.path, kept, symlinks=True)
-            print(f"seed {seed}: a copy of the run: {kept}", flush=True)
+            copy = directory.with_name(f"{directory.name}-run")
+            shutil.copytree(chaos_run.run.path, copy, symlinks=True)
+            print(f"seed {seed}: a copy of the run: {copy}", flush=True)
+
+
+def write_results(line_by_seed: Mapping[int, str], faults_per_seed: int) -> None:
+    """Write the table of results, one line per seed."""
+    table = "\n".join(line_by_seed[seed] for seed in sorted(line_by_seed))
+    count_by_fault = Counter(re.findall(r"(\w+) \(", table))
+    paragraphs = [
+        "# Random faults and their outcome",
+        f"`python -m tests.chaos --seeds 1-13 --faults {faults_per_seed} --write`: one training of 4 nodes × 1 rank "
+        "for each seed. The recorded cause of each fault is in parentheses. *equal*: the digest of the weights and of "
+        "the optimizer's state equals that of an undisturbed run, every step and every sample was processed once, no "
+        "damaged checkpoint was loaded, and every cause was recorded correctly.",
+        "| seed | faults (recorded cause) | outcome |\n| --- | --- | --- |\n" + table,
+        f"{count_by_fault.total()} faults: "
+        + ", ".join(f"{count} {fault}" for fault, count in sorted(count_by_fault.items()))
+        + ".",
+    ]
+    RESULTS.write_text("\n\n".join(paragraphs) + "\n")
 
 
 def main() -> int:
-    """Run them; 1 where something is wrong."""
+    """Run the sequences; return 1 if there is any problem."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", default="1", help="a number, or the first and the last one: 1-13")
-    parser.add_argument("--faults", type=int, default=8)
-    parser.add_argument("--only", nargs="*", help="these kinds, in this order")
+    parser.add_argument("--seeds", default="1", help="a seed, or the first and the last one: 1-13")
+    parser.add_argument("--faults", type=int, default=8, help="number of faults per seed")
+    parser.add_argument("--only", nargs="*", help="run these faults, in this order")
     parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name}")
     arguments = parser.parse_args()
     first, _, last = arguments.seeds.partition("-")
-    lines = {}
+    line_by_seed = {}
     if RESULTS.exists():
-        lines = {int(line.split("|")[1]): line for line in RESULTS.read_text().splitlines() if re.match(r"\| \d", line)}
-    wrong: list[str] = []
+        lines = [line for line in RESULTS.read_text().splitlines() if re.match(r"\| \d", line)]
+        line_by_seed = {int(line.split("|")[1]): line for line in lines}
+    all_problems: list[str] = []
     for seed in range(int(first), int(last or first) + 1):
-        told, problems = one(seed, arguments.faults, arguments.only)
-        for t in told:
-            print(f"{seed:3} {t.fault:30} {t.expected or '-':14} {t.told or '-':14} {t.seconds:6.1f} s", flush=True)
-        print(f"{seed:3} {'; '.join(problems) or 'all well'}", flush=True)
-        wrong += problems
-        drawn = ", ".join(f"{t.fault} ({t.told or 'no stop'})" for t in told)
-        lines[seed] = f"| {seed} | {drawn} | {'; '.join(problems) or 'equal'} |"
+        results, problems = run_sequence(seed, arguments.faults, arguments.only)
+        for result in results:
+            expected = result.expected_cause or "-"
+            recorded = result.recorded_cause or "-"
+            print(f"{seed:3} {result.fault:30} {expected:14} {recorded:14} {result.seconds:6.1f} s", flush=True)
+        print(f"{seed:3} {'; '.join(problems) or 'no problems'}", flush=True)
+        all_problems += problems
+        fault_list = ", ".join(f"{result.fault} ({result.recorded_cause or 'no stop'})" for result in results)
+        line_by_seed[seed] = f"| {seed} | {fault_list} | {'; '.join(problems) or 'equal'} |"
         if arguments.write:
-            rows = [lines[number] for number in sorted(lines)]
-            kinds = Counter(re.findall(r"(\w+) \(", "\n".join(rows)))
-            text = [
-                "# Drawn faults and what became of them",
-                f"`python -m tests.chaos --seeds 1-13 --faults {arguments.faults} --write`: for each seed one training "
-                "of 4 nodes × 1 rank. In brackets what was told of each fault. *equal*: the digest of the "
-                "weights and the optimizer's state is the undisturbed run's, every step and sample was taken once, no "
-                "damaged checkpoint was loaded, every cause was told right.",
-                "| seed | faults (told as) | outcome |\n| --- | --- | --- |\n" + "\n".join(rows),
-                f"{sum(kinds.values())} faults: " + ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items())) + ".",
-            ]
-            RESULTS.write_text("\n\n".join(text) + "\n")
-    return 1 if wrong else 0
+            write_results(line_by_seed, arguments.faults)
+    return 1 if all_problems else 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Runs one training through a sequence of faults and checks what it came to."""
+"""Run one training through a sequence of faults and check its outcome."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from pipeline.base.files import read_jsonl
 from pipeline.checkpoint.catalog import find_newest_step
@@ -24,13 +23,13 @@ from pipeline.config.read import load_config
 from pipeline.run.attempts import END_EVENTS, RETRY_EVENTS
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
-from tests.chaos.faults import QUICK, SLOW, Scene
+from tests.chaos.faults import QUICK_FAULTS, SLOW_FAULTS, Fault, FaultContext
 from tests.cluster import Cluster
 from tests.support.tiny import compute_run_digest, write_config
 
 STEPS_PER_FAULT = 22
-SLOW_S = "0.15"
-"""How much longer each step takes: time enough for faults to fall into it."""
+STEP_DELAY_S = "0.15"
+"""Delay added to each step, so that faults can happen within a step."""
 OVERRIDES = (
     "stages.train.nodes=4", "stages.train.tasks_per_node=1", "stages.evaluate.tasks_per_node=1",
     "checkpoint.every_steps=4", "train.log_every=5", "recovery.hang_s=15", "evaluate.max_sequences=2",
@@ -39,8 +38,8 @@ OVERRIDES = (
 
 
 @contextlib.contextmanager
-def small_disk() -> Iterator[Path]:
-    """A folder on a file system of its own that a fault may fill. Enter it before the cluster: nodes see it then."""
+def mount_small_disk() -> Iterator[Path]:
+    """Mount a separate file system, which a fault may fill. Call this before the cluster starts: its nodes see it."""
     folder = Path(tempfile.mkdtemp(prefix="sluice-chaos-", dir="/tmp"))
     mount = ["mount", "-t", "tmpfs", "-o", "size=300m,mode=755", "sluice-chaos", str(folder)]
     subprocess.run(mount, check=True, timeout=10)
@@ -52,17 +51,17 @@ def small_disk() -> Iterator[Path]:
 
 
 @dataclass
-class Told:
-    """One fault and what was made of it."""
+class FaultResult:
+    """One fault, the cause that the run should record for it, and the cause that it recorded. None: no stop."""
 
     fault: str
-    expected: str | None
-    told: str | None
+    expected_cause: str | None
+    recorded_cause: str | None
     seconds: float
 
 
-def submit(cluster: Cluster | None, folder: Path, *arguments: str) -> str:
-    """Run submit.py, with the faults' folder where a rank can find it; its output. Raises RuntimeError if it fails."""
+def run_submit(cluster: Cluster | None, folder: Path, *arguments: str) -> str:
+    """Run submit.py with `inject/` in PYTHONPATH and return its output. Raises RuntimeError if it fails."""
     path = os.pathsep.join([str(Path(__file__).parent / "inject"), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "CHAOS": str(folder / "chaos")}
     environment |= cluster.environment() if cluster else {}
@@ -73,151 +72,167 @@ def submit(cluster: Cluster | None, folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
-class Story:
-    """A training and its faults in `folder` (which all nodes see); `data`: shards to use, made here where None."""
+class ChaosRun:
+    """A training in `folder`, which all nodes see, and the faults that hit it.
 
-    def __init__(self, cluster: Cluster, folder: Path, seed: int, count: int, data: Path | None = None) -> None:
-        self.cluster, self.folder, self.seed = cluster, folder, seed
+    Args:
+        cluster: where it runs.
+        folder: folder of the config, the run and the injected faults.
+        seed: seed of random choices.
+        count: number of faults; the training is long enough for them.
+    """
+
+    def __init__(self, cluster: Cluster, folder: Path, seed: int, count: int) -> None:
+        self.cluster = cluster
+        self.folder = folder
         self.random = random.Random(seed)
         self.steps = STEPS_PER_FAULT * (count + 1)
-        self.count = count
         self.config = write_config(folder, "chaos", self.steps)
         (folder / "chaos").mkdir()
-        (folder / "chaos/slow").write_text(SLOW_S)
+        (folder / "chaos/delay").write_text(STEP_DELAY_S)
         self.run = Run.create(load_config(self.config, OVERRIDES))
-        if data is not None:
-            self.run.data_dir.rmdir()
-            shutil.copytree(data, self.run.data_dir)
+        self.context = FaultContext(cluster, self.run, folder / "chaos", self.random)
 
-    def go(self, faults: Sequence[Callable[[Scene], str | None]]) -> list[Told]:
-        """Submit the training, bring about the faults one after another, wait for the end; what was told of each."""
-        scene = self.scene = Scene(self.cluster, self.run, self.folder / "chaos", self.random)
-        submit(self.cluster, self.folder, str(self.config), *OVERRIDES)
-        told: list[Told] = []
+    def run_faults(self, faults: Sequence[Fault]) -> list[FaultResult]:
+        """Submit the training, cause the faults one after another, wait until the training is done."""
+        context = self.context
+        run_submit(self.cluster, self.folder, str(self.config), *OVERRIDES)
+        results: list[FaultResult] = []
         for fault in faults:
-            self._wait_for_progress(scene)
+            self._wait_for_progress()
             time.sleep(self.random.uniform(0, 1.0))
-            self._wait_for_progress(scene)  # something of the fault before may have come late
-            before = len(self.run.read_events("train"))
-            started = time.monotonic()
-            expected = fault(scene)
+            self._wait_for_progress()  # a late effect of the previous fault may have stopped the training again
+            event_count = len(self.run.read_events("train"))
+            start = time.monotonic()
+            expected = fault(context)
             cause = None
-            if scene.stands:  # only then can anything be told
-                scene.wait("what status prints", self._type_what_status_prints)
-                scene.stands = False
+            if context.needs_resume:  # the cause is recorded only when the user resumes the run
+                context.wait_until("status prints a command", self._run_command_of_status)
+                context.needs_resume = False
             if expected is not None:
-                scene.wait(f"an end after {fault.__name__}", partial(self._ending, before))
-                cause = self._ending(before)
-            scene.slow(float(SLOW_S))
-            told.append(Told(fault.__name__, expected, cause, time.monotonic() - started))
-        (self.folder / "chaos/slow").write_text("0.0")
+                find_cause = partial(self._find_recorded_cause, event_count)
+                context.wait_until(f"the training stops after {fault.__name__}", find_cause)
+                cause = find_cause()
+            context.set_step_delay(float(STEP_DELAY_S))
+            results.append(FaultResult(fault.__name__, expected, cause, time.monotonic() - start))
+        (self.folder / "chaos/delay").write_text("0.0")
 
-        def over() -> bool:
-            self._undrain()
+        def has_last_checkpoint() -> bool:
+            self._resume_drained_nodes()
             return find_newest_step(self.run.checkpoints_dir) == self.steps
 
-        scene.wait("the end of the training", over, 240)
-        scene.wait("its last event", lambda: self.run.read_events("train")[-1]["event"] == "done", 60)
-        return told
+        context.wait_until("the training is complete", has_last_checkpoint, 240)
+        context.wait_until("the stage is done", lambda: self.run.read_events("train")[-1]["event"] == "done", 60)
+        return results
 
-    def _type_what_status_prints(self) -> bool:
-        """Go on with the command that `status` names, if it does by now."""
-        shown = submit(self.cluster, self.folder, "status", str(self.run.path))
-        if (command := re.search(r"^to (?:go on|continue): .*submit\.py (.+)$", shown, re.MULTILINE)) is None:
+    def _run_command_of_status(self) -> bool:
+        """Run the command that `status` prints to continue. Return False if it prints none yet."""
+        output = run_submit(self.cluster, self.folder, "status", str(self.run.path))
+        if (command := re.search(r"^to (?:go on|continue): .*submit\.py (.+)$", output, re.MULTILINE)) is None:
             return False
-        submit(self.cluster, self.folder, *shlex.split(command[1]))
+        run_submit(self.cluster, self.folder, *shlex.split(command[1]))
         return True
 
-    def _ending(self, before: int) -> str | None:
-        """The cause that was told since event number `before`."""
-        for event in self.run.read_events("train")[before:]:
+    def _find_recorded_cause(self, event_count: int) -> str | None:
+        """Return the cause of the first stop that was recorded after the first `event_count` events."""
+        for event in self.run.read_events("train")[event_count:]:
             if event["event"] in RETRY_EVENTS or event.get("cause") == "storage" or event.get("noticed_later"):
                 return str(event["cause"])
             if event["event"] == "failed" and "not tried again" in str(event.get("message")):
                 return f"gave up: {event['cause']}"
         return None
 
-    def _wait_for_progress(self, scene: Scene) -> None:
-        """Until the attempt that runs has saved something, so that the next stop is not a fruitless one.
+    def _wait_for_progress(self) -> None:
+        """Wait until the running attempt has saved a checkpoint, so that the next stop is not one without progress.
 
-        Raises RuntimeError where there is no attempt any more.
+        Raises:
+            RuntimeError: the training's job has ended.
         """
 
-        def progressed() -> bool:
+        def has_saved_checkpoint() -> bool:
             events = self.run.read_events("train")
-            state = self.cluster.job_state(scene.job)
+            state = self.cluster.job_state(self.context.job)
             if state in ("FAILED", "COMPLETED", "CANCELLED", "TIMEOUT"):
-                raise RuntimeError(f"the training's job is {state} before its time: {events[-3:]}")
+                raise RuntimeError(f"the training's job ended early as {state}: {events[-3:]}")
             if state != "RUNNING":
-                self._undrain()
+                self._resume_drained_nodes()
                 return False
-            starts = [i for i, e in enumerate(events) if e["event"] == "started"]
-            since = events[starts[-1] :] if starts else []
-            names = {e["event"] for e in since}
+            starts = [i for i, event in enumerate(events) if event["event"] == "started"]
+            attempt_events = events[starts[-1] :] if starts else []
+            names = {event["event"] for event in attempt_events}
             return "saved" in names and names.isdisjoint((*RETRY_EVENTS, *END_EVENTS, "resumed"))
 
-        scene.wait("progress", progressed)
+        self.context.wait_until("the training makes progress", has_saved_checkpoint)
 
-    def _undrain(self) -> None:
-        """What an administrator does: Slurm 24.11 drains a node that still has the job that a frozen controller, awake
-        again, starts anew ("Duplicate jobid")."""
+    def _resume_drained_nodes(self) -> None:
+        """Return drained nodes to service, as an administrator does.
+
+        Slurm 24.11 drains a node if the controller, after a freeze, starts a job that the node still runs
+        ("Duplicate jobid").
+        """
         for node in self.cluster.output(["sinfo", "-hN", "--states=drain", "--format=%N"]).split():
             self.cluster.run(["scontrol", "update", f"nodename={node}", "state=resume"])
 
-    # -- what it came to -----------------------------------------------------------------------------------
-
-    def check(self, told: Sequence[Told], undisturbed: str) -> list[str]:
-        """Everything that is wrong with the outcome; nothing is what we want."""
-        wrong = [f"{t.fault}: told as {t.told}" for t in told if t.told != t.expected]
+    def find_problems(self, results: Sequence[FaultResult], undisturbed_digest: str) -> list[str]:
+        """Return everything that is wrong with the outcome."""
+        problems = [
+            f"{result.fault}: recorded as {result.recorded_cause}, expected {result.expected_cause}"
+            for result in results
+            if result.recorded_cause != result.expected_cause
+        ]
         lines = list(read_jsonl(self.run.metrics_file))
         if [line["step"] for line in lines] != list(range(1, self.steps + 1)):
-            wrong.append("not every step stands once in metrics.jsonl")
+            problems.append("metrics.jsonl does not contain every step once")
         batch = self.run.config.train.global_batch
         if [line["samples_consumed"] for line in lines] != [batch * (i + 1) for i in range(self.steps)]:
-            wrong.append("not every sample was consumed once")
+            problems.append("not every sample was consumed once")
         events = self.run.read_events("train")
-        damaged: set[int] = set()
+        damaged_steps: set[int] = set()
         for event in events:
             if event["event"] == "damaged":
-                damaged.add(event["step"])
+                damaged_steps.add(event["step"])
             elif event["event"] == "saved":
-                damaged.discard(event["step"])
-            elif event["event"] == "restored" and event["step"] in damaged:
-                wrong.append(f"the damaged checkpoint {event['step']} was loaded")
-        if unseen := set(self.scene.damaged) - {event["step"] for event in events if event["event"] == "damaged"}:
-            wrong.append(f"damage to the checkpoints {sorted(unseen)} was not seen")
-        if touched := [job for job in self.scene.foreign if self.cluster.job_state(job) != "PENDING"]:
-            wrong.append(f"jobs of others were touched: {', '.join(touched)}")
-        skipped = {line["position"] for line in self.decisions() if line["decision"] == "skip"}
-        if len(skipped) != self.scene.poisoned:
-            wrong.append(f"{len(skipped)} steps were left out, {self.scene.poisoned} were poisoned")
-        if (found := compute_run_digest(self.run)) != undisturbed:
-            wrong.append(f"the digest is {found}, undisturbed {undisturbed}")
-        return wrong
-
-    def decisions(self) -> list[dict[str, Any]]:
-        """The steps that were left out."""
-        return list(read_jsonl(self.run.decisions_file))
+                damaged_steps.discard(event["step"])
+            elif event["event"] == "restored" and event["step"] in damaged_steps:
+                problems.append(f"the damaged checkpoint {event['step']} was loaded")
+        reported_steps = {event["step"] for event in events if event["event"] == "damaged"}
+        if unreported := set(self.context.damaged_steps) - reported_steps:
+            problems.append(f"damage to the checkpoints {sorted(unreported)} was not reported")
+        if changed := [job for job in self.context.foreign_jobs if self.cluster.job_state(job) != "PENDING"]:
+            problems.append(f"jobs of others are no longer pending: {', '.join(changed)}")
+        decisions = read_jsonl(self.run.decisions_file)
+        skipped = {line["position"] for line in decisions if line["decision"] == "skip"}
+        if len(skipped) != self.context.nan_count:
+            problems.append(f"{len(skipped)} steps were skipped, {self.context.nan_count} had a NaN loss")
+        if (digest := compute_run_digest(self.run)) != undisturbed_digest:
+            problems.append(f"the digest is {digest}, that of the undisturbed run {undisturbed_digest}")
+        return problems
 
 
-def undisturbed(folder: Path, like: Story, cluster: Cluster | None = None) -> str:
-    """The digest of an undisturbed run of the same layout and recorded decisions; no `cluster`: on this machine."""
-    run = Run.create(load_config(like.config, [*OVERRIDES, f"run.root={folder}"]))
+def compute_undisturbed_digest(folder: Path, chaos_run: ChaosRun, cluster: Cluster | None = None) -> str:
+    """Train an undisturbed run with the same layout and recorded decisions and return its digest.
+
+    Args:
+        folder: where the run is made.
+        chaos_run: the run that it repeats.
+        cluster: where it runs; None: on this machine.
+    """
+    run = Run.create(load_config(chaos_run.config, [*OVERRIDES, f"run.root={folder}"]))
     run.data_dir.rmdir()
-    run.data_dir.symlink_to(like.run.data_dir)
-    if like.run.decisions_file.exists():
-        shutil.copy(like.run.decisions_file, run.decisions_file)
-    (like.folder / "chaos/inject.json").unlink(missing_ok=True)
-    where = [] if cluster else ["--executor", "local"]
-    submit(cluster, like.folder, str(like.config), *OVERRIDES, f"run.root={folder}", *where)
+    run.data_dir.symlink_to(chaos_run.run.data_dir)
+    if chaos_run.run.decisions_file.exists():
+        shutil.copy(chaos_run.run.decisions_file, run.decisions_file)
+    (chaos_run.folder / "chaos/inject.json").unlink(missing_ok=True)
+    executor = [] if cluster else ["--executor", "local"]
+    run_submit(cluster, chaos_run.folder, str(chaos_run.config), *OVERRIDES, f"run.root={folder}", *executor)
     deadline = time.monotonic() + 240
-    while find_newest_step(run.checkpoints_dir) < like.steps and time.monotonic() < deadline:
+    while find_newest_step(run.checkpoints_dir) < chaos_run.steps and time.monotonic() < deadline:
         time.sleep(0.2)
     return compute_run_digest(run)
 
 
-def draw(seed: int, count: int) -> list[Callable[[Scene], str | None]]:
-    """A sequence of faults; the slow kinds are drawn less often."""
-    chooser = random.Random(seed)
-    kinds = [*QUICK, *QUICK, *SLOW]
-    return [chooser.choice(kinds) for _ in range(count)]
+def choose_faults(seed: int, count: int) -> list[Fault]:
+    """Choose a random sequence of faults; slow kinds are half as likely."""
+    generator = random.Random(seed)
+    kinds = [*QUICK_FAULTS, *QUICK_FAULTS, *SLOW_FAULTS]
+    return [generator.choice(kinds) for _ in range(count)]

@@ -1,4 +1,7 @@
-"""One function per kind of fault. Each brings it about and returns what must be told: a name, or None for no stop."""
+"""One function per kind of fault. Each causes the fault and returns the cause that the run must record.
+
+None means that the fault must not stop the training.
+"""
 
 from __future__ import annotations
 
@@ -24,266 +27,278 @@ RANKS = 4
 
 
 @dataclass
-class Scene:
-    """What faults act on."""
+class FaultContext:
+    """The training that a fault hits, and what the faults did to it."""
 
     cluster: Cluster
     run: Run
     folder: Path
-    """Where `inject/` looks."""
+    """The folder that `inject/` reads."""
     random: random.Random
-    stands: bool = False
-    """The run does not go on by itself: a person types what `status` prints."""
-    foreign: list[str] = field(default_factory=list)
-    """Jobs of somebody else, which nobody may touch."""
-    poisoned: int = 0
-    damaged: list[int] = field(default_factory=list)
-    """What was really done: steps poisoned; steps of checkpoints that were damaged."""
+    needs_resume: bool = False
+    """If True, the run does not continue by itself; the user runs the command that `status` prints."""
+    foreign_jobs: list[str] = field(default_factory=list)
+    """IDs of jobs of other users, which must not be changed."""
+    nan_count: int = 0
+    """Number of steps that had a NaN loss."""
+    damaged_steps: list[int] = field(default_factory=list)
+    """Steps of the checkpoints that were damaged."""
 
     @property
     def job(self) -> str:
-        """The training's job."""
-        submitted = [e for e in self.run.read_events("train") if e["event"] == "submitted"]
+        """The ID of the training's newest job."""
+        submitted = [event for event in self.run.read_events("train") if event["event"] == "submitted"]
         return str(submitted[-1]["job_id"])
 
-    def ranks(self) -> dict[int, psutil.Process]:
-        """The rank processes that run now."""
-        found = {}
-        for process in self._processes("-m", "pipeline", "train"):
+    def find_ranks(self) -> dict[int, psutil.Process]:
+        """Return the running rank processes by rank."""
+        process_by_rank = {}
+        for process in self._find_processes("-m", "pipeline", "train"):
             with contextlib.suppress(psutil.Error, KeyError):
-                found[int(process.environ()["SLURM_PROCID"])] = process
-        return found
+                process_by_rank[int(process.environ()["SLURM_PROCID"])] = process
+        return process_by_rank
 
-    def supervisor(self) -> psutil.Process:
-        """The job's batch step."""
-        return self._processes("-m", "slurm", "train")[0]
+    def find_supervisor(self) -> psutil.Process:
+        """Return the process of the job's batch step."""
+        return self._find_processes("-m", "slurm", "train")[0]
 
-    def _processes(self, *words: str) -> list[psutil.Process]:
-        """The processes of Python that run so and belong to this run."""
-        found = []
+    def _find_processes(self, *arguments: str) -> list[psutil.Process]:
+        """Return the Python processes of this run whose command line begins with these arguments."""
+        processes = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                line = process.cmdline()
-                if [w for w in line[1:] if w != "-u"][: len(words)] == list(words) and any(
-                    word.startswith(str(self.run.path)) for word in line
-                ):
-                    found.append(process)
-        return found
+                command = process.cmdline()
+                has_arguments = [word for word in command[1:] if word != "-u"][: len(arguments)] == list(arguments)
+                if has_arguments and any(word.startswith(str(self.run.path)) for word in command):
+                    processes.append(process)
+        return processes
 
-    def inject(self, kind: str, **more: object) -> None:
-        """Leave a fault for a rank; it happens once."""
-        rank = 0 if kind == "skew" or "rename" in str(more.get("phase")) else self.random.randrange(RANKS)
+    def inject(self, kind: str, **details: object) -> None:
+        """Order a fault inside a random rank; it happens once. Rank 0 alone writes events and renames checkpoints."""
+        is_of_rank0 = kind == "skew" or "rename" in str(details.get("phase"))
+        rank = 0 if is_of_rank0 else self.random.randrange(RANKS)
         (self.folder / "done.json").unlink(missing_ok=True)
         temporary = self.folder / "inject.tmp"
-        temporary.write_text(json.dumps({"kind": kind, "rank": rank, **more}))
+        temporary.write_text(json.dumps({"kind": kind, "rank": rank, **details}))
         temporary.rename(self.folder / "inject.json")
 
-    def wait(self, what: str, happened: Callable[[], object], timeout: float = 300) -> None:
-        """Wait for something. Raises TimeoutError."""
+    def wait_until(self, description: str, condition: Callable[[], object], timeout: float = 300) -> None:
+        """Wait until the condition is true. Raises TimeoutError with the description after `timeout` seconds."""
         deadline = time.monotonic() + timeout
-        while not happened():
+        while not condition():
             if time.monotonic() > deadline:
                 log = (self.cluster.directory / "log/slurmctld.log").read_text().splitlines()[-60:]
-                facts = [f"{what} did not happen within {timeout:.0f} s", f"job {self.job}:"]
+                facts = [f"waited {timeout:.0f} s until {description}", f"job {self.job}:"]
                 facts += [self.cluster.output(["squeue", "--states=all"]), *log]
                 raise TimeoutError("\n".join(facts))
             time.sleep(0.2)
 
-    def runs(self) -> bool:
-        """Whether Slurm has the training's job running; it is SIGNALING for a moment while it is told of its end."""
+    def is_running(self) -> bool:
+        """Return True if the training's job runs. Its state is SIGNALING while Slurm signals a preemption."""
         return self.cluster.job_state(self.job) in ("RUNNING", "SIGNALING")
 
-    def slow(self, seconds: float) -> None:
-        """Let each step take so much longer from now on."""
-        temporary = self.folder / "slow.tmp"
+    def set_step_delay(self, seconds: float) -> None:
+        """Delay each step by `seconds` from now on."""
+        temporary = self.folder / "delay.tmp"
         temporary.write_text(str(seconds))
-        temporary.rename(self.folder / "slow")
+        temporary.rename(self.folder / "delay")
 
-    def happened(self) -> bool:
-        """Whether the injected fault was committed."""
+    def was_injected(self) -> bool:
+        """Return True if the ordered fault has happened."""
         return (self.folder / "done.json").exists()
 
 
-def kill_a_rank(scene: Scene) -> str:
-    """SIGKILL of one rank at any moment."""
-    ranks = scene.ranks()
-    ranks[scene.random.choice(sorted(ranks))].kill()
+Fault = Callable[[FaultContext], str | None]
+
+
+def kill_a_rank(context: FaultContext) -> str:
+    """Kill one rank with SIGKILL at a random moment."""
+    ranks = context.find_ranks()
+    ranks[context.random.choice(sorted(ranks))].kill()
     return "crashed"
 
 
-def preempt(scene: Scene) -> str:
-    """A job of a higher partition wants all nodes."""
-    scene.cluster.output(["sbatch", "--parsable", "-phigh", "-N4", "-c4", "-o", "/dev/null", "--wrap", "sleep 1"])
+def preempt(context: FaultContext) -> str:
+    """Submit a job to a partition of higher priority that needs all nodes."""
+    context.cluster.output(["sbatch", "--parsable", "-phigh", "-N4", "-c4", "-o", "/dev/null", "--wrap", "sleep 1"])
     return "preempted"
 
 
-def preempt_without_grace(scene: Scene) -> str:
-    """The same where the site gives no time at all. Without accounting nothing tells it from `scontrol requeue`."""
-    scene.cluster.output(["scontrol", "update", "PartitionName=low", "GraceTime=0"])
-    preempt(scene)
-    scene.wait("the preemption", lambda: not scene.runs(), 60)
-    scene.cluster.output(["scontrol", "update", "PartitionName=low", "GraceTime=1"])
+def preempt_without_grace(context: FaultContext) -> str:
+    """Preempt at a site without grace time. Without accounting, this looks like `scontrol requeue`."""
+    context.cluster.output(["scontrol", "update", "PartitionName=low", "GraceTime=0"])
+    preempt(context)
+    context.wait_until("the job is preempted", lambda: not context.is_running(), 60)
+    context.cluster.output(["scontrol", "update", "PartitionName=low", "GraceTime=1"])
     return "requeued"
 
 
-def crash_a_node(scene: Scene) -> str:
-    """A power failure of any node of the job, the first one (with the supervisor) included."""
-    node = scene.random.choice(["n1", "n2", "n3", "n4"])
-    scene.cluster.crash(node)
-    scene.wait("Slurm's notice", lambda: not scene.runs(), 90)
-    scene.cluster.boot(node)
+def crash_a_node(context: FaultContext) -> str:
+    """Crash a random node of the job, possibly the first one, which runs the supervisor."""
+    node = context.random.choice(["n1", "n2", "n3", "n4"])
+    context.cluster.crash(node)
+    context.wait_until("Slurm notices the crash", lambda: not context.is_running(), 90)
+    context.cluster.boot(node)
     return "node_failure"
 
 
-def time_limit(scene: Scene) -> str:
-    """The time limit comes near: Slurm signals the steps."""
-    shown = scene.cluster.output(["scontrol", "show", "job", scene.job])
-    ran = shown.split("RunTime=")[1].split()[0].split(":")
-    minutes = int(ran[-3].split("-")[-1]) * 60 + int(ran[-2]) + 1 + (int(ran[-1]) > 40)
-    scene.slow(1.5)  # Slurm looks at limits twice a minute
-    scene.cluster.output(["scontrol", "update", f"JobId={scene.job}", f"TimeLimit={minutes}"])
-    scene.wait("the end of this start", lambda: not scene.runs(), 120)
-    scene.cluster.output(["scontrol", "update", f"JobId={scene.job}", "TimeLimit=60"])  # the next one has time again
+def reach_the_time_limit(context: FaultContext) -> str:
+    """Lower the time limit to the next minute, so that Slurm signals the steps."""
+    job_info = context.cluster.output(["scontrol", "show", "job", context.job])
+    hours, run_minutes, seconds = job_info.split("RunTime=")[1].split()[0].split(":")[-3:]
+    minutes = int(hours.split("-")[-1]) * 60 + int(run_minutes) + 1 + (int(seconds) > 40)
+    context.set_step_delay(1.5)  # Slurm checks limits twice a minute
+    context.cluster.output(["scontrol", "update", f"JobId={context.job}", f"TimeLimit={minutes}"])
+    context.wait_until("the attempt ends", lambda: not context.is_running(), 120)
+    context.cluster.output(
+        ["scontrol", "update", f"JobId={context.job}", "TimeLimit=60"]
+    )  # enough for the next attempt
     return "time_limit"
 
 
-def send_a_signal(scene: Scene) -> str:
-    """scancel --signal, as colleagues and scripts do."""
-    name = scene.random.choice(["USR1", "USR2", "TERM"])
-    scene.cluster.output(["scancel", f"--signal={name}", scene.job])
+def send_a_signal(context: FaultContext) -> str:
+    """Signal the job with scancel --signal, as users and scripts do."""
+    name = context.random.choice(["USR1", "USR2", "TERM"])
+    context.cluster.output(["scancel", f"--signal={name}", context.job])
     return "stopped"
 
 
-def die_in_a_save(scene: Scene) -> str:
-    """SIGKILL of a rank in a certain phase of a save."""
-    scene.inject("die_in_save", phase=scene.random.choice(PHASES))
-    scene.wait("the death in a save", scene.happened)
+def kill_a_rank_in_a_save(context: FaultContext) -> str:
+    """Kill a rank with SIGKILL in a random phase of a save."""
+    context.inject("die_in_save", phase=context.random.choice(PHASES))
+    context.wait_until("a rank dies in a save", context.was_injected)
     return "crashed"
 
 
-def damage_the_newest_checkpoint(scene: Scene) -> str:
-    """A file of the newest checkpoint is truncated, flipped or gone when the training starts again."""
-    scene.wait("a second checkpoint", lambda: len(list_checkpoint_steps(scene.run.checkpoints_dir)) > 1)
-    ranks = scene.ranks()
+def damage_the_newest_checkpoint(context: FaultContext) -> str:
+    """Truncate, delete or flip a bit of a file of the newest checkpoint, then kill the ranks."""
+    context.wait_until("two checkpoints exist", lambda: len(list_checkpoint_steps(context.run.checkpoints_dir)) > 1)
+    ranks = context.find_ranks()
     for process in ranks.values():
-        process.send_signal(signal.SIGSTOP)  # nothing is saved while it is being damaged
-    step = find_newest_step(scene.run.checkpoints_dir)
-    file = scene.random.choice(sorted((scene.run.checkpoints_dir / checkpoint_name(step)).iterdir()))
+        process.send_signal(signal.SIGSTOP)  # so that no other checkpoint becomes the newest one meanwhile
+    step = find_newest_step(context.run.checkpoints_dir)
+    file = context.random.choice(sorted((context.run.checkpoints_dir / checkpoint_name(step)).iterdir()))
     size = file.stat().st_size
-    how = scene.random.choice(["truncated", "flipped", "missing"])
-    if how == "missing":
+    damage = context.random.choice(["truncated", "flipped", "missing"])
+    if damage == "missing":
         file.unlink()
-    elif how == "truncated":
+    elif damage == "truncated":
         os.truncate(file, size // 2)
     else:
         content = bytearray(file.read_bytes())
-        content[scene.random.randrange(size)] ^= 1 << scene.random.randrange(8)
+        content[context.random.randrange(size)] ^= 1 << context.random.randrange(8)
         file.write_bytes(content)
-    scene.damaged.append(step)
+    context.damaged_steps.append(step)
     for process in ranks.values():
         process.kill()
     return "crashed"
 
 
-def fill_the_disk(scene: Scene) -> str:
-    """The file system fills up before the next save; a person frees it."""
-    space = os.statvfs(scene.run.path)
+def fill_the_disk(context: FaultContext) -> str:
+    """Fill the file system before the next save; when the job has failed, free it again."""
+    space = os.statvfs(context.run.path)
     if space.f_blocks * space.f_frsize > 1 << 30:
-        raise RuntimeError(f"{scene.run.path} is on a large disk, which is not for filling (driver.small_disk)")
-    filler = scene.run.path.parent / "filler"
+        raise RuntimeError(f"{context.run.path} is on a large disk; use driver.mount_small_disk")
+    filler = context.run.path.parent / "filler"
     with open(filler, "wb") as file:
         try:
             while True:
                 os.write(file.fileno(), b"x" * 65536)
         except OSError:
             pass
-    scene.wait("the job's end", lambda: scene.cluster.job_state(scene.job) == "FAILED")
+    context.wait_until("the job has failed", lambda: context.cluster.job_state(context.job) == "FAILED")
     filler.unlink()
-    scene.stands = True
+    context.needs_resume = True
     return "storage"
 
 
-def poison_a_step(scene: Scene) -> None:
-    """The loss of one rank is no number, once."""
-    decided = len(list(read_jsonl(scene.run.decisions_file)))
-    scene.inject("nan")
-    scene.wait("the bad step", scene.happened)
-    scene.wait("the decision", lambda: len(list(read_jsonl(scene.run.decisions_file))) > decided, 20)
-    scene.poisoned += 1
+def make_a_loss_nan(context: FaultContext) -> None:
+    """Make the loss of one rank NaN in one step."""
+    decision_count = len(list(read_jsonl(context.run.decisions_file)))
+    context.inject("nan")
+    context.wait_until("a step has a NaN loss", context.was_injected)
+    context.wait_until(
+        "the step is skipped", lambda: len(list(read_jsonl(context.run.decisions_file))) > decision_count, 20
+    )
+    context.nan_count += 1
 
 
-def sleep_for_ever(scene: Scene) -> str:
-    """One rank does not go on, and says nothing."""
-    scene.inject("sleep")
-    scene.wait("the sleep", scene.happened)
+def hang_a_rank(context: FaultContext) -> str:
+    """Let one rank sleep in a step."""
+    context.inject("sleep")
+    context.wait_until("a rank hangs", context.was_injected)
     return "hang"
 
 
-def skew_a_clock(scene: Scene) -> str:
-    """The clock of rank 0, which writes what happens, goes an hour ahead in the next start."""
-    scene.inject("skew")
-    kill_a_rank(scene)
+def skew_a_clock(context: FaultContext) -> str:
+    """Set the clock of rank 0, which writes the events, an hour ahead in the next attempt."""
+    context.inject("skew")
+    kill_a_rank(context)
     return "crashed"
 
 
-def cut_a_network(scene: Scene) -> str:
-    """A node's cable is pulled, and put back once Slurm gave the node up. Needs a cluster with netns."""
-    node = scene.random.choice(["n2", "n3", "n4"])
-    scene.cluster.cut(node)
-    scene.wait("Slurm's notice", lambda: not scene.runs(), 150)
-    scene.cluster.heal(node)
+def disconnect_a_node(context: FaultContext) -> str:
+    """Disconnect a node from the network until Slurm considers it lost. Needs a cluster with netns."""
+    node = context.random.choice(["n2", "n3", "n4"])
+    context.cluster.cut(node)
+    context.wait_until("Slurm considers the node lost", lambda: not context.is_running(), 150)
+    context.cluster.heal(node)
     return "node_failure"
 
 
-def kill_the_supervisor(scene: Scene) -> str:
-    """SIGKILL of the batch step: nobody is left to say why it ended, and to put the job back.
+def kill_the_supervisor(context: FaultContext) -> str:
+    """Kill the batch step with SIGKILL, so that no process records why it ended or requeues the job.
 
-    Since 24.05 Slurm does, once, where the job was preempted in its grace time before; that looks like a node's end.
+    Since 24.05, Slurm itself requeues the job once if it was preempted in its grace time before. That looks like a node
+    failure.
     """
-    scene.supervisor().kill()
-    scene.wait("the job's end", lambda: not scene.runs())
-    scene.wait("what comes of it", lambda: scene.cluster.job_state(scene.job) in ("FAILED", "PENDING", "RUNNING"))
-    scene.stands = scene.cluster.job_state(scene.job) == "FAILED"
-    return "crashed" if scene.stands else "node_failure"
+    context.find_supervisor().kill()
+    context.wait_until("the job ends", lambda: not context.is_running())
+    context.wait_until(
+        "the job has failed or is requeued",
+        lambda: context.cluster.job_state(context.job) in ("FAILED", "PENDING", "RUNNING"),
+    )
+    context.needs_resume = context.cluster.job_state(context.job) == "FAILED"
+    return "crashed" if context.needs_resume else "node_failure"
 
 
-def freeze_the_controller(scene: Scene) -> str:
-    """A rank dies while the controller answers nobody."""
-    with scene.cluster.frozen():
-        kill_a_rank(scene)
-        time.sleep(scene.random.uniform(5, 25))
+def freeze_the_controller(context: FaultContext) -> str:
+    """Kill a rank while the controller does not respond."""
+    with context.cluster.frozen():
+        kill_a_rank(context)
+        time.sleep(context.random.uniform(5, 25))
     return "crashed"
 
 
-def lose_the_state(scene: Scene) -> str:
-    """The controller forgets every job, ends those that it finds, and gives their ids to other people's jobs."""
-    held = ["sbatch", "--parsable", "--hold", "--output=/dev/null", "--wrap=true"]
-    last = int(scene.job)
-    scene.cluster.lose_state()
-    while not scene.foreign or int(scene.foreign[-1]) < last:
-        scene.foreign.append(scene.cluster.output(held))
-    scene.wait("the end of what ran", lambda: not scene.ranks())
-    scene.stands = True
+def lose_the_controller_state(context: FaultContext) -> str:
+    """Make the controller lose all jobs, end those that still run, and reuse their IDs for jobs of other users."""
+    submit_held_job = ["sbatch", "--parsable", "--hold", "--output=/dev/null", "--wrap=true"]
+    last_id = int(context.job)
+    context.cluster.lose_state()
+    while not context.foreign_jobs or int(context.foreign_jobs[-1]) < last_id:
+        context.foreign_jobs.append(context.cluster.output(submit_held_job))
+    context.wait_until("all ranks have ended", lambda: not context.find_ranks())
+    context.needs_resume = True
     return "crashed"
 
 
-QUICK: tuple[Callable[[Scene], str | None], ...] = (
+QUICK_FAULTS: tuple[Fault, ...] = (
     kill_a_rank,
     preempt,
     preempt_without_grace,
     send_a_signal,
-    die_in_a_save,
+    kill_a_rank_in_a_save,
     damage_the_newest_checkpoint,
-    poison_a_step,
-    sleep_for_ever,
+    make_a_loss_nan,
+    hang_a_rank,
     skew_a_clock,
     kill_the_supervisor,
 )
-SLOW: tuple[Callable[[Scene], str | None], ...] = (
+SLOW_FAULTS: tuple[Fault, ...] = (
     crash_a_node,
-    time_limit,
+    reach_the_time_limit,
     fill_the_disk,
-    cut_a_network,
+    disconnect_a_node,
     freeze_the_controller,
-    lose_the_state,
+    lose_the_controller_state,
 )

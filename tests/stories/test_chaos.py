@@ -1,81 +1,88 @@
-"""Every kind of fault, and what must hold after it: one story of all kinds, and drawn ones (`make test-long`)."""
+"""Trainings that survive faults: one with each kind of fault, and random sequences (`make test-long`)."""
 
 from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.chaos import faults
-from tests.chaos.driver import Story, Told, draw, small_disk, undisturbed
-from tests.chaos.faults import Scene
+from tests.chaos.driver import ChaosRun, FaultResult, choose_faults, compute_undisturbed_digest, mount_small_disk
+from tests.chaos.faults import Fault
 from tests.cluster import Cluster, Options
 from tests.cluster.fixture import require
 
-SHORT = (
+ALL_FAULTS = (
     faults.kill_a_rank,
     faults.preempt,
-    faults.poison_a_step,
+    faults.make_a_loss_nan,
     faults.preempt_without_grace,
-    faults.die_in_a_save,
-    faults.sleep_for_ever,
+    faults.kill_a_rank_in_a_save,
+    faults.hang_a_rank,
     faults.damage_the_newest_checkpoint,
     faults.skew_a_clock,
     faults.send_a_signal,
     faults.kill_the_supervisor,
     faults.freeze_the_controller,
-    faults.lose_the_state,
+    faults.lose_the_controller_state,
     faults.fill_the_disk,
-    faults.time_limit,
+    faults.reach_the_time_limit,
     faults.crash_a_node,
-    faults.cut_a_network,
+    faults.disconnect_a_node,
 )
 
 
-def live_through(
-    keep: Path,
-    chosen: Sequence[Callable[[Scene], str | None]],
+def survive_faults(
+    copy_folder: Path,
+    sequence: Sequence[Fault],
     seed: int,
     netns: bool = False,
     compare_on_cluster: bool = False,
-) -> list[Told]:
-    """A training through these faults on a cluster of its own; fails with everything that is wrong afterwards.
+) -> list[FaultResult]:
+    """Run a training through these faults on a new cluster; fail with all problems of the outcome.
 
-    A copy of the run stays in `keep`. The undisturbed run is made on this machine, or on the cluster too.
+    Args:
+        copy_folder: where a copy of the run is kept.
+        sequence: the faults.
+        seed: seed of random choices.
+        netns: give each node its own network, for `disconnect_a_node`.
+        compare_on_cluster: run the undisturbed training on the cluster too, not on this machine.
     """
     options = Options(grace=1, user_signal=False, slurmd_timeout=5, netns=netns)
     require(options)
     directory = Path(tempfile.mkdtemp(prefix="sluice-cluster-", dir="/tmp"))
-    with small_disk() as folder, Cluster(directory).up(options) as cluster:
-        story = Story(cluster, folder, seed, len(chosen))
+    with mount_small_disk() as folder, Cluster(directory).up(options) as cluster:
+        chaos_run = ChaosRun(cluster, folder, seed, len(sequence))
         try:
-            told = story.go(chosen)
-            wrong = story.check(told, undisturbed(folder / "calm", story, cluster if compare_on_cluster else None))
+            results = chaos_run.run_faults(sequence)
+            digest = compute_undisturbed_digest(folder / "calm", chaos_run, cluster if compare_on_cluster else None)
+            problems = chaos_run.find_problems(results, digest)
         finally:
-            shutil.copytree(story.run.path, keep / "run", symlinks=True)
-    assert not wrong, "\n".join(wrong)
-    return told
+            shutil.copytree(chaos_run.run.path, copy_folder / "run", symlinks=True)
+    assert not problems, "\n".join(problems)
+    return results
 
 
 @pytest.mark.story
 @pytest.mark.timeout(1500)
-def test_one_of_each_kind(tmp_path: Path) -> None:
-    told = live_through(tmp_path, SHORT, seed=11, netns=True)
-    assert {t.fault for t in told} == {f.__name__ for f in (*faults.QUICK, *faults.SLOW)}
+def test_a_training_survives_each_kind_of_fault(tmp_path: Path) -> None:
+    results = survive_faults(tmp_path, ALL_FAULTS, seed=11, netns=True)
+    kinds = (*faults.QUICK_FAULTS, *faults.SLOW_FAULTS)
+    assert {result.fault for result in results} == {fault.__name__ for fault in kinds}
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("seed", range(1, 14))
-def test_drawn_faults(tmp_path: Path, seed: int) -> None:
-    chosen = draw(seed, 8)
-    live_through(tmp_path, chosen, seed, netns=faults.cut_a_network in chosen)
+def test_a_training_survives_random_faults(tmp_path: Path, seed: int) -> None:
+    sequence = choose_faults(seed, 8)
+    survive_faults(tmp_path, sequence, seed, netns=faults.disconnect_a_node in sequence)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1500)
-def test_preempted_three_times_on_four_nodes(tmp_path: Path) -> None:
-    live_through(tmp_path, [faults.preempt] * 3, seed=5, compare_on_cluster=True)
+def test_a_training_survives_three_preemptions_on_four_nodes(tmp_path: Path) -> None:
+    survive_faults(tmp_path, [faults.preempt] * 3, seed=5, compare_on_cluster=True)

@@ -1,4 +1,4 @@
-"""Every kind of parallel training that torch offers, over MPI, against one process: losses and gradient norms."""
+"""Compare each kind of parallel training of torch over MPI with one process: losses and gradient norms."""
 
 from __future__ import annotations
 
@@ -18,26 +18,29 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-WIDTH, HIDDEN, BATCH, STEPS = 16, 48, 48, 3
+WIDTH = 16
+HIDDEN = 48
+BATCH = 48
+STEPS = 3
 
 
-def layers(count: int) -> nn.Sequential:
-    """`count` blocks, the same in every rank."""
+def make_layers(count: int) -> nn.Sequential:
+    """Return `count` blocks with the same weights in every rank."""
     torch.manual_seed(1)
     blocks = [nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, WIDTH)) for _ in range(count)]
     return nn.Sequential(*blocks)
 
 
-def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+def make_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
     return torch.randn(BATCH, WIDTH, generator=generator), torch.randn(BATCH, WIDTH, generator=generator)
 
 
-def mean_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def compute_mean_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return ((output - target) ** 2).mean()
 
 
-def norm_squared(parameters: Any) -> torch.Tensor:
+def compute_squared_norm(parameters: Any) -> torch.Tensor:
     total = torch.zeros(())
     for parameter in parameters:
         grad = parameter.grad
@@ -45,110 +48,122 @@ def norm_squared(parameters: Any) -> torch.Tensor:
     return total
 
 
-def train(model: nn.Module, part: slice = slice(None), group: Any = None) -> list[float]:
-    """Losses and gradient norms of some steps on this rank's `part` of the batch; means over `group`."""
-    numbers = []
+def train_model(model: nn.Module, samples: slice = slice(None), group: Any = None) -> list[float]:
+    """Train on `samples` of each batch; return loss and gradient norm of each step, the loss averaged over `group`."""
+    results = []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for step in range(STEPS):
-        x, y = (tensor[part] for tensor in batch(step))
-        loss = mean_loss(model(x), y)
+        x, y = (tensor[samples] for tensor in make_batch(step))
+        loss = compute_mean_loss(model(x), y)
         loss.backward()
         loss = loss.detach().clone()
         if group is not None:
             dist.all_reduce(loss, dist.ReduceOp.AVG, group=group)
-        numbers += [loss.item(), norm_squared(model.parameters()).sqrt().item()]
+        results += [loss.item(), compute_squared_norm(model.parameters()).sqrt().item()]
         optimizer.step()
         optimizer.zero_grad()
-    return numbers
+    return results
 
 
-def close(name: str, got: list[float], expected: list[float]) -> None:
-    for a, b in zip(got, expected, strict=True):
-        assert abs(a - b) <= 1e-5 * abs(b), f"{name}: {got}, one process {expected}"
+def check_close(name: str, actual: list[float], expected: list[float]) -> None:
+    for a, b in zip(actual, expected, strict=True):
+        assert abs(a - b) <= 1e-5 * abs(b), f"{name}: {actual}, one process {expected}"
 
 
-def own_part(rank: int, size: int) -> slice:
+def select_samples(rank: int, size: int) -> slice:
+    """Return the samples of a batch that data parallel rank `rank` of `size` trains on."""
     return slice(rank * BATCH // size, (rank + 1) * BATCH // size)
 
 
-def data_parallel() -> None:
-    rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-    expected = train(layers(2))
-    close("DDP", train(DistributedDataParallel(layers(2), bucket_cap_mb=1), own_part(rank, size), world), expected)
+def check_data_parallel() -> None:
+    """Compare DDP, FSDP and (with an even number of ranks) HSDP with one process."""
+    size = dist.get_world_size()
+    world = dist.group.WORLD
+    samples = select_samples(dist.get_rank(), size)
+    expected = train_model(make_layers(2))
+    ddp = DistributedDataParallel(make_layers(2), bucket_cap_mb=1)
+    check_close("DDP", train_model(ddp, samples, world), expected)
     meshes = {"FSDP": init_device_mesh("cpu", (size,))}
     if size % 2 == 0:
         meshes["HSDP"] = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
     for name, mesh in meshes.items():
-        model = layers(2)
+        model = make_layers(2)
         for layer in model:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        close(name, train(model, own_part(rank, size), world), expected)
-        checkpoint(model)
+        check_close(name, train_model(model, samples, world), expected)
+        check_checkpoint(model)
 
 
-def checkpoint(model: nn.Module) -> None:
-    """Save a sharded model, spoil it, load it."""
-    box = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(box, src=0)
+def check_checkpoint(model: nn.Module) -> None:
+    """Save a sharded model, set its weights to zero, load it and compare."""
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder, src=0)
     before = [parameter.to_local().clone() for parameter in model.parameters() if isinstance(parameter, DTensor)]
-    dcp.save(model.state_dict(), checkpoint_id=Path(box[0]) / "saved")
+    dcp.save(model.state_dict(), checkpoint_id=Path(folder[0]) / "saved")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
     state = model.state_dict()
-    dcp.load(state, checkpoint_id=Path(box[0]) / "saved")
+    dcp.load(state, checkpoint_id=Path(folder[0]) / "saved")
     for parameter, old in zip(model.parameters(), before, strict=True):
         assert isinstance(parameter, DTensor) and torch.equal(parameter.to_local(), old)
 
 
-def tensor_parallel() -> None:
+def check_tensor_parallel() -> None:
+    """Compare tensor parallelism, with FSDP if the number of ranks is a multiple of 4, with one process."""
     size = dist.get_world_size()
-    data = 2 if size % 4 == 0 else 1
-    mesh = init_device_mesh("cpu", (data, size // data), mesh_dim_names=("data", "tensor"))
-    model = layers(2)
+    dp_size = 2 if size % 4 == 0 else 1
+    mesh = init_device_mesh("cpu", (dp_size, size // dp_size), mesh_dim_names=("data", "tensor"))
+    model = make_layers(2)
     for layer in model:
         parallelize_module(layer, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
         fully_shard(layer, mesh=mesh["data"])
     group = mesh.get_group("data")
-    close("TP", train(model, own_part(dist.get_rank(group), data), group), train(layers(2)))
+    samples = select_samples(dist.get_rank(group), dp_size)
+    check_close("TP", train_model(model, samples, group), train_model(make_layers(2)))
 
 
-def pipeline() -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    whole = layers(2 * size)
+def check_pipeline_parallel() -> None:
+    """Compare pipeline schedules with one process."""
+    rank = dist.get_rank()
+    size = dist.get_world_size()
+    full_model = make_layers(2 * size)
     expected = []
     for step in range(STEPS):
-        loss = mean_loss(whole(batch(step)[0]), batch(step)[1])
+        x, y = make_batch(step)
+        loss = compute_mean_loss(full_model(x), y)
         loss.backward()
-        expected += [loss.item(), norm_squared(whole.parameters()).sqrt().item()]
-        whole.zero_grad()
+        expected += [loss.item(), compute_squared_norm(full_model.parameters()).sqrt().item()]
+        full_model.zero_grad()
     for name, chunks, schedule in (("1F1B", 1, Schedule1F1B), ("zero bubble", 2, ScheduleInterleavedZeroBubble)):
-        everything, stages = layers(2 * size), []
+        layers = list(make_layers(2 * size))
+        layers_per_stage = 2 // chunks
+        stages = []
         for chunk in range(chunks):
-            number, each = rank + chunk * size, 2 // chunks
-            module = nn.Sequential(*list(everything)[number * each : (number + 1) * each])
+            number = rank + chunk * size
+            module = nn.Sequential(*layers[number * layers_per_stage : (number + 1) * layers_per_stage])
             stages.append(PipelineStage(module, number, size * chunks, torch.device("cpu"), group=dist.group.WORLD))
-        made: Any = schedule
-        runner = made(stages if chunks > 1 else stages[0], n_microbatches=2 * size, loss_fn=mean_loss)
-        numbers = []
+        make_schedule: Any = schedule
+        runner = make_schedule(stages if chunks > 1 else stages[0], n_microbatches=2 * size, loss_fn=compute_mean_loss)
+        results = []
         for step in range(STEPS):
-            x, y = batch(step)
+            x, y = make_batch(step)
             losses: list[torch.Tensor] = []
             inputs = [x] if rank == 0 else []
             outputs: dict[str, Any] = {"target": y, "losses": losses} if rank == size - 1 else {}
             runner.step(*inputs, **outputs)
             total = torch.stack(losses).mean().detach() if losses else torch.zeros(())
-            squares = torch.stack([norm_squared(stage.submod.parameters()) for stage in stages]).sum()
-            both = torch.stack([total, squares])
-            dist.all_reduce(both)
-            numbers += [both[0].item(), both[1].sqrt().item()]
+            squared_norm = torch.stack([compute_squared_norm(stage.submod.parameters()) for stage in stages]).sum()
+            sums = torch.stack([total, squared_norm])
+            dist.all_reduce(sums)
+            results += [sums[0].item(), sums[1].sqrt().item()]
             for stage in stages:
                 stage.submod.zero_grad()
-        close(name, numbers, expected)
+        check_close(name, results, expected)
 
 
-def run_all() -> None:
-    cases: list[Callable[[], None]] = [data_parallel, tensor_parallel, pipeline]
+def check_all() -> None:
+    cases: list[Callable[[], None]] = [check_data_parallel, check_tensor_parallel, check_pipeline_parallel]
     for case in cases:
         case()

@@ -1,4 +1,4 @@
-"""Sluice's own engine over MPI: trains each case of FOLDER/cases.json and writes what came of it (all ranks alike).
+"""Train each case of FOLDER/cases.json over MPI and write losses and gradient norms to FOLDER/rank-N.json.
 
 python -m tests.support.mpi_parity FOLDER        under mpirun, in every rank
 """
@@ -28,8 +28,8 @@ def main(folder: Path) -> None:
     from pipeline.mpi.process_group import MpiProcessGroup
 
     assert MpiProcessGroup.accurate == configs[0].parallel.accurate_sums and "MPI" in str(world.transport)
-    found = [train_steps(rank_info, config, world)[1] for config in configs]
-    (folder / f"rank-{rank_info.rank}.json").write_text(json.dumps(found))
+    results = [train_steps(rank_info, config, world)[1] for config in configs]
+    (folder / f"rank-{rank_info.rank}.json").write_text(json.dumps(results))
     groups.leave_process_group()
 
 

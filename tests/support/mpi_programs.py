@@ -1,9 +1,9 @@
-"""What MPI ranks run in tests: communication programs that must give the same over MPI and over Gloo, bit for bit.
+"""Communication programs whose results over MPI and over Gloo must be equal bit for bit.
 
     python -m tests.support.mpi_programs sweep random parallel …        under mpirun, in every rank
 
 A program is a list of `Call`s. Each rank makes its inputs from (seed, rank), runs the program over both backends and
-compares. Values are small integers, so that sums and products are exact in every type, whatever the order.
+compares the results. Values are small integers, so sums and products are exact in every type and every order.
 """
 
 from __future__ import annotations
@@ -43,17 +43,18 @@ MOVING = (
     *("all_to_all_single", "exchange", "to_root", "all_gather_in_place"),
     *("old_all_gather_single", "old_all_gather_coalesced", "old_all_to_all_single"),
 )
-"""`old_`: under the names that torch 2.11 calls."""
+"""`old_`: the methods of a process group that torch 2.11 calls."""
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.uint16)
 TYPES = (*FLOATS, *INTEGERS, torch.bool, torch.float8_e4m3fn)
-GLOO_LACKS = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.float8_e4m3fn: torch.float32}
+GLOO_SUBSTITUTES = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.float8_e4m3fn: torch.float32}
+"""Types that Gloo does not support, and the types that replace them."""
 SIZES = (1, 3, 0, 17, 1000, 4097, 70001)
 
 
 @dataclass(frozen=True)
 class Call:
-    """One communication: what, over which group, of which type and size."""
+    """One communication call: its kind, type, size, reduction and group."""
 
     kind: str
     dtype: torch.dtype
@@ -65,33 +66,34 @@ class Call:
     strided: bool = False
 
 
-class Unaliased:
-    """A communicator that refuses buffers that share memory, as MPICH does, and the standard demands."""
+class AliasCheckingComm:
+    """A communicator that rejects buffers that share memory, as MPICH does and the MPI standard requires."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
 
     def __getattr__(self, name: str) -> Any:
-        call = getattr(self._comm, name)
+        member = getattr(self._comm, name)
 
-        def checked(*arguments: Any) -> Any:
-            memory = [a[0] for a in arguments if isinstance(a, list) and isinstance(a[0], MPI.buffer)]
-            spans = sorted((part.address, part.address + part.nbytes) for part in memory if part.nbytes)
+        def call_with_check(*arguments: Any) -> Any:
+            buffers = [a[0] for a in arguments if isinstance(a, list) and isinstance(a[0], MPI.buffer)]
+            spans = sorted((buffer.address, buffer.address + buffer.nbytes) for buffer in buffers if buffer.nbytes)
             for (_, end), (start, _) in itertools.pairwise(spans):
                 assert end <= start, f"{name}: its buffers share memory"
-            return call(*arguments)
+            return member(*arguments)
 
-        return checked if callable(call) and not isinstance(call, MPI.Group) else call
+        return call_with_check if callable(member) and not isinstance(member, MPI.Group) else member
 
 
-class UnaliasedGroup(MpiProcessGroup):
-    """The process group, on such a communicator."""
+class AliasCheckingGroup(MpiProcessGroup):
+    """The MPI process group on an AliasCheckingComm."""
 
     def __init__(self, comm: Any, *rest: Any) -> None:
-        super().__init__(Unaliased(comm), *rest)  # type: ignore[arg-type]
+        super().__init__(AliasCheckingComm(comm), *rest)  # type: ignore[arg-type]
 
 
-def operations(dtype: torch.dtype) -> tuple[str, ...]:
+def list_reductions(dtype: torch.dtype) -> tuple[str, ...]:
+    """Return the reductions that MPI supports for this type."""
     if dtype == torch.float8_e4m3fn:
         return ()
     if dtype.is_floating_point:
@@ -99,27 +101,34 @@ def operations(dtype: torch.dtype) -> tuple[str, ...]:
     return ("SUM", "PRODUCT", "MIN", "MAX")
 
 
-def group_shapes(size: int) -> list[list[int]]:
-    """All ranks, the even ones, the last two, one alone, all but one."""
+def list_groups(size: int) -> list[list[int]]:
+    """Return the ranks of each group: all, the even ones, the last two, only the last, all except the first."""
     return [list(range(size)), list(range(0, size, 2)), [size - 2, size - 1], [size - 1], list(range(1, size))]
 
 
-def values(call: Call, count: int, *key: object) -> torch.Tensor:
-    """`count` small integers of the call's type, the same for the same key."""
+def make_values(call: Call, count: int, *key: object) -> torch.Tensor:
+    """Return `count` small integers of the call's type, the same for the same key."""
     generator = torch.Generator().manual_seed(random.Random(str(key)).getrandbits(40))
     low = 0 if call.dtype in (torch.uint8, torch.uint16, torch.bool) else -2
     return torch.randint(low, 3, (count,), generator=generator).to(call.dtype)
 
 
 class Runner:
-    """Runs calls over one backend; `groups[i]` is None where this rank is not a member."""
+    """Run calls over one backend.
 
-    def __init__(self, groups: list[Any], lacks: dict[torch.dtype, torch.dtype]) -> None:
-        self.groups, self.lacks = groups, lacks
-        self.members = group_shapes(dist.get_world_size())
+    Args:
+        groups: one process group for each of `list_groups`; None if this rank is not a member.
+        substitutes: types that the backend does not support, with the types that replace them. Empty for MPI.
+    """
+
+    def __init__(self, groups: list[Any], substitutes: dict[torch.dtype, torch.dtype]) -> None:
+        self.groups = groups
+        self.substitutes = substitutes
+        self.is_gloo = bool(substitutes)
+        self.members = list_groups(dist.get_world_size())
 
     def run(self, program: list[Call], seed: int) -> list[list[torch.Tensor]]:
-        """The outputs of each call; works are waited for in an order of this rank's own."""
+        """Run the program and return the outputs of each call. Each rank waits for its works in another order."""
         outputs: list[list[torch.Tensor]] = []
         works: list[tuple[int, Any]] = []
         for number, call in enumerate(program):
@@ -127,63 +136,75 @@ class Runner:
             if group is None:
                 outputs.append([])
                 continue
-            work, made = self.start(call, group, (seed, number))
-            outputs.append(made)
-            if work is not None and call.asynchronous:
-                works += [(number, item) for item in work]
+            call_works, call_outputs = self.start_call(call, group, (seed, number))
+            outputs.append(call_outputs)
+            if call_works is not None and call.asynchronous:
+                works += [(number, work) for work in call_works]
             else:
-                for item in work or []:
-                    item.wait()
+                for work in call_works or []:
+                    work.wait()
         random.Random(seed * 100 + dist.get_rank()).shuffle(works)
         for number, work in works:
-            if number % 2 and not self.lacks:
-                self.poll(work)
+            if number % 2 and not self.is_gloo:
+                self.poll_until_complete(work)
             work.wait()
-        return [[self.back(call, o) for o in made] for call, made in zip(program, outputs, strict=True)]
+        return [
+            [self.convert_output(call, output) for output in call_outputs]
+            for call, call_outputs in zip(program, outputs, strict=True)
+        ]
 
     @staticmethod
-    def poll(work: Any) -> None:
-        """Ask until the work is over, and its future, too."""
+    def poll_until_complete(work: Any) -> None:
+        """Poll the work until it is complete, and check its future."""
         deadline = time.monotonic() + TIMEOUT.total_seconds()
         for part in getattr(work, "works", [work]):
             while not part.is_completed():
-                assert time.monotonic() < deadline, f"{part} never tells that it is over"
+                assert time.monotonic() < deadline, f"{part} is never complete"
                 time.sleep(0.0005)
             assert part.is_success() and part.exception() is None
             part.get_future().wait()
 
     @staticmethod
-    def back(call: Call, output: torch.Tensor) -> torch.Tensor:
+    def convert_output(call: Call, output: torch.Tensor) -> torch.Tensor:
+        """Convert an output to the type of the call."""
         if call.dtype == torch.bool:
             return output.view(torch.uint8) != 0  # Gloo adds bytes, so true may be 2
         return output.to(call.dtype)
 
-    def start(self, call: Call, group: Any, key: tuple[int, int]) -> tuple[list[Any] | None, list[torch.Tensor]]:
-        """Begin one call: works (None where it is over) and the tensors that hold its outputs in the end."""
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
-        dtype, n = self.lacks.get(call.dtype, call.dtype), call.size
-        op, root = getattr(dist.ReduceOp, call.op), self.members[call.group][call.root % size]
-        at_root = dist.get_rank() == root
-        old, kind = call.kind.startswith("old_") and not self.lacks, call.kind.removeprefix("old_")
+    def start_call(self, call: Call, group: Any, key: tuple[int, int]) -> tuple[list[Any] | None, list[torch.Tensor]]:
+        """Start one call.
+
+        Returns:
+            The works (None if the call is complete), and the tensors that contain the outputs afterwards.
+        """
+        rank = dist.get_rank(group)
+        size = dist.get_world_size(group)
+        dtype = self.substitutes.get(call.dtype, call.dtype)
+        n = call.size
+        op = getattr(dist.ReduceOp, call.op)
+        root = self.members[call.group][call.root % size]
+        is_root = dist.get_rank() == root
+        old = call.kind.startswith("old_") and not self.is_gloo
+        kind = call.kind.removeprefix("old_")
         reduce = dist.ReduceScatterOptions()
         reduce.reduceOp = op
 
-        def laid(tensor: torch.Tensor) -> torch.Tensor:  # Gloo wants contiguous tensors
-            return torch.stack([tensor, tensor], dim=1)[:, 0] if call.strided and not self.lacks else tensor
+        def set_strides(tensor: torch.Tensor) -> torch.Tensor:  # Gloo requires contiguous tensors
+            return torch.stack([tensor, tensor], dim=1)[:, 0] if call.strided and not self.is_gloo else tensor
 
-        def mine(count: int, *more: object, who: int = rank) -> torch.Tensor:
-            return laid(values(call, count, *key, who, *more).to(dtype))
+        def make_input(count: int, *more: object) -> torch.Tensor:
+            return set_strides(make_values(call, count, *key, rank, *more).to(dtype))
 
         def empty(count: int) -> torch.Tensor:
-            return laid(torch.full((count,), 1, dtype=dtype))
+            return set_strides(torch.full((count,), 1, dtype=dtype))
 
         tail: dict[str, Any] = {"group": group, "async_op": True}
-        x = mine(n)
+        x = make_input(n)
         if kind == "all_reduce":
             return [dist.all_reduce(x, op, **tail)], [x]
         if kind == "all_reduce_coalesced":
-            parts = [mine(n, part) for part in range(3)]
-            if self.lacks:  # Gloo coalesces nothing
+            parts = [make_input(n, part) for part in range(3)]
+            if self.is_gloo:  # Gloo does not coalesce
                 return [dist.all_reduce(part, op, **tail) for part in parts], parts
             with dist._coalescing_manager(group, async_ops=True) as manager:
                 for part in parts:
@@ -201,12 +222,13 @@ class Runner:
             return [dist.all_gather_into_tensor(out, x, **tail)], [out]
         if kind == "all_gather_in_place":  # as FSDP2 does
             out = empty(n * size)
-            own = out[rank * n : (rank + 1) * n]
-            own.copy_(x)
-            return [dist.all_gather_into_tensor(out, own, **tail)], [out]
+            own_part = out[rank * n : (rank + 1) * n]
+            own_part.copy_(x)
+            return [dist.all_gather_into_tensor(out, own_part, **tail)], [out]
         if kind == "all_gather_coalesced":
-            outs, parts = [empty(n * size), empty(size)], [x, mine(1, "second")]
-            if self.lacks:
+            outs = [empty(n * size), empty(size)]
+            parts = [x, make_input(1, "second")]
+            if self.is_gloo:
                 return [dist.all_gather_into_tensor(o, p, **tail) for o, p in zip(outs, parts, strict=True)], outs
             if old:
                 return [group.allgather_into_tensor_coalesced(outs, parts)], outs
@@ -215,20 +237,21 @@ class Runner:
                     dist.all_gather_into_tensor(out, part, group=group)
             return [manager], outs
         if kind == "gather":
-            parts = [empty(n) for _ in range(size)] if at_root else []
-            return [dist.gather(x, parts if at_root else None, root, **tail)], parts
+            parts = [empty(n) for _ in range(size)] if is_root else []
+            return [dist.gather(x, parts if is_root else None, root, **tail)], parts
         if kind == "scatter":
             out = empty(n)
-            rows = [mine(n, part) for part in range(size)] if at_root else None
+            rows = [make_input(n, part) for part in range(size)] if is_root else None
             return [dist.scatter(out, rows, root, **tail)], [out]
         if kind == "reduce_scatter_single":
             out = empty(n)
             if old:
-                return [group._reduce_scatter_base(out, mine(n * size), reduce)], [out]
-            return [dist.reduce_scatter_tensor(out, mine(n * size), op, **tail)], [out]
+                return [group._reduce_scatter_base(out, make_input(n * size), reduce)], [out]
+            return [dist.reduce_scatter_tensor(out, make_input(n * size), op, **tail)], [out]
         if kind == "reduce_scatter_coalesced":
-            outs, parts = [empty(n), empty(1)], [mine(n * size), mine(size, "second")]
-            if self.lacks:
+            outs = [empty(n), empty(1)]
+            parts = [make_input(n * size), make_input(size, "second")]
+            if self.is_gloo:
                 return [dist.reduce_scatter_tensor(o, p, op, **tail) for o, p in zip(outs, parts, strict=True)], outs
             if old:
                 return [group.reduce_scatter_tensor_coalesced(outs, parts, reduce)], outs
@@ -237,21 +260,25 @@ class Runner:
                     dist.reduce_scatter_tensor(out, part, op, group=group)
             return [manager], outs
         if kind == "all_to_all_single":  # rank a sends a + b rows to rank b
-            out, give = empty(sum(rank + b for b in range(size))), [rank + b for b in range(size)]
+            sizes = [rank + b for b in range(size)]
+            out = empty(sum(sizes))
             if old:
-                return [group.alltoall_base(out, mine(sum(give)), give, give)], [out]
-            return [dist.all_to_all_single(out, mine(sum(give)), give, give, **tail)], [out]
-        if kind == "exchange":  # everybody with its neighbours, sends first
+                return [group.alltoall_base(out, make_input(sum(sizes)), sizes, sizes)], [out]
+            return [dist.all_to_all_single(out, make_input(sum(sizes)), sizes, sizes, **tail)], [out]
+        if kind == "exchange":  # every rank sends to the next and receives from the previous one, sends first
             ranks = self.members[call.group]
-            out, after, before = empty(n), ranks[(rank + 1) % size], ranks[rank - 1]
+            out = empty(n)
+            next_rank = ranks[(rank + 1) % size]
+            previous_rank = ranks[rank - 1]
             if size == 1:
                 return None, [x]
-            sends = [dist.P2POp(dist.isend, x, after, group), dist.P2POp(dist.irecv, out, before, group)]
+            sends = [dist.P2POp(dist.isend, x, next_rank, group), dist.P2POp(dist.irecv, out, previous_rank, group)]
             return dist.batch_isend_irecv(sends), [out]
-        if kind == "to_root":  # the root takes one message from everyone, the last rank's first
-            tag, n = 7 + key[1], max(1, n)  # Gloo sends nothing that is empty
-            if not at_root:
-                return [dist.isend(mine(n), root, group, tag)], []
+        if kind == "to_root":  # the root receives one message from each rank, the last rank's first
+            tag = 7 + key[1]
+            n = max(1, n)  # Gloo does not send empty tensors
+            if not is_root:
+                return [dist.isend(make_input(n), root, group, tag)], []
             parts = [empty(n) for _ in range(size)]
             for sender in reversed(range(size)):
                 if sender != rank:
@@ -260,61 +287,64 @@ class Runner:
         raise ValueError(call.kind)
 
 
-def both() -> tuple[Runner, Runner]:
-    """The same groups over MPI and over Gloo."""
+def make_runners() -> tuple[Runner, Runner]:
+    """Return a runner over MPI and one over Gloo, with the same groups."""
     runners = []
-    for backend, lacks in ((mpi.BACKEND_NAME, {}), ("gloo", GLOO_LACKS)):
+    for backend, substitutes in ((mpi.BACKEND_NAME, {}), ("gloo", GLOO_SUBSTITUTES)):
         groups = []
-        for ranks in group_shapes(dist.get_world_size()):
+        for ranks in list_groups(dist.get_world_size()):
             group = dist.new_group(ranks, backend=backend, timeout=TIMEOUT)
             groups.append(group if dist.get_rank() in ranks else None)
-        runners.append(Runner(groups, lacks))
+        runners.append(Runner(groups, substitutes))
     return runners[0], runners[1]
 
 
-def difference(runners: tuple[Runner, Runner], program: list[Call], seed: int) -> str | None:
-    """What differs on this rank, or what failed."""
+def find_difference(runners: tuple[Runner, Runner], program: list[Call], seed: int) -> str | None:
+    """Run the program over both backends; return the first difference or the error of this rank, or None."""
     try:
-        over_mpi, over_gloo = (runner.run(program, seed) for runner in runners)
-    except Exception:  # any error of a random program is a finding: all ranks agree on it, and fail
-        traceback.print_exc()  # at once: the others may have to wait for their time-out
+        mpi_outputs, gloo_outputs = (runner.run(program, seed) for runner in runners)
+    except Exception:  # any error of a random program is a failure, which all ranks then share
+        traceback.print_exc()  # now, because the other ranks may wait for their time-out first
         return traceback.format_exc()
-    for call, got, expected in zip(program, over_mpi, over_gloo, strict=True):
-        for a, b in zip(got, expected, strict=True):
+    for call, actual, expected in zip(program, mpi_outputs, gloo_outputs, strict=True):
+        for a, b in zip(actual, expected, strict=True):
             if not torch.equal(a.float(), b.float()):
                 return f"{call}: MPI {a.flatten()[:8].tolist()}, Gloo {b.flatten()[:8].tolist()}"
     return None
 
 
-def agree(runners: tuple[Runner, Runner], words: str | None) -> None:
-    """Raise on every rank what any rank found."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, words, group=runners[1].groups[0])
-    for rank, found in enumerate(everyone):
-        if found:
-            raise AssertionError(f"rank {rank}: {found}")
+def raise_on_all_ranks(runners: tuple[Runner, Runner], problem: str | None) -> None:
+    """Exchange the problems of all ranks and raise the first of them on every rank."""
+    problems: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem, group=runners[1].groups[0])
+    for rank, rank_problem in enumerate(problems):
+        if rank_problem:
+            raise AssertionError(f"rank {rank}: {rank_problem}")
 
 
-def sweep(everything: bool = False) -> None:
-    """Every kind × type × operation; sizes, groups, roots and asynchrony in turn, or all combinations."""
-    runners, count = both(), 0
+def check_sweep(all_combinations: bool = False) -> None:
+    """Run every kind × type × reduction, with sizes and groups in turn or in all combinations."""
+    runners = make_runners()
+    count = 0
     shapes = list(itertools.product(SIZES, range(5)))
     random.Random(0).shuffle(shapes)
-    turn = itertools.cycle(shapes)
+    next_shapes = itertools.cycle(shapes)
     for kind in (*REDUCING, *MOVING):
         program = []
         for dtype in TYPES:
-            for op in operations(dtype) if kind in REDUCING else ("SUM",):
-                for size, group in shapes if everything else [next(turn)]:
+            for op in list_reductions(dtype) if kind in REDUCING else ("SUM",):
+                for size, group in shapes if all_combinations else [next(next_shapes)]:
                     program.append(Call(kind, dtype, size, op, group, count % 8, count % 3 == 0, count % 4 == 0))
                     count += 1
-        agree(runners, difference(runners, program, count))
+        raise_on_all_ranks(runners, find_difference(runners, program, count))
     if dist.get_rank() == 0:
         print(f"sweep: {count} calls")
 
 
 CALLS = st.builds(
-    lambda kind, dtype, op, **rest: Call(kind, dtype, op=operations(dtype)[op % len(operations(dtype))], **rest),
+    lambda kind, dtype, op, **rest: Call(
+        kind, dtype, op=list_reductions(dtype)[op % len(list_reductions(dtype))], **rest
+    ),
     st.sampled_from((*REDUCING, *MOVING)),
     st.sampled_from(TYPES[:-1]),
     st.integers(0, 4),
@@ -326,54 +356,59 @@ CALLS = st.builds(
 )
 
 
-def random_programs(examples: int) -> None:
-    """Rank 0 draws programs (and shrinks one that fails); all ranks run them."""
-    runners = both()
+def check_random_programs(examples: int) -> None:
+    """Rank 0 generates programs with Hypothesis (and shrinks one that fails); all ranks run them."""
+    runners = make_runners()
 
-    def together(drawn: Any) -> None:
-        box = [drawn]
-        dist.broadcast_object_list(box, src=0, group=runners[1].groups[0])
-        if box[0] is not None:
-            agree(runners, difference(runners, *box[0]))
+    def run_on_all_ranks(program_and_seed: Any) -> None:
+        message = [program_and_seed]
+        dist.broadcast_object_list(message, src=0, group=runners[1].groups[0])
+        if message[0] is not None:
+            raise_on_all_ranks(runners, find_difference(runners, *message[0]))
 
     if dist.get_rank() != 0:
         while True:
-            box: list[Any] = [None]
-            dist.broadcast_object_list(box, src=0, group=runners[1].groups[0])
-            if box[0] is None:
+            message: list[Any] = [None]
+            dist.broadcast_object_list(message, src=0, group=runners[1].groups[0])
+            if message[0] is None:
                 return
-            words = difference(runners, *box[0])
-            everyone: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, words, group=runners[1].groups[0])
+            problem = find_difference(runners, *message[0])
+            problems: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(problems, problem, group=runners[1].groups[0])
 
     @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(st.lists(CALLS, min_size=1, max_size=12), st.integers(0, 1000))
-    def check(program: list[Call], seed: int) -> None:
-        together((program, seed))
+    def run_program(program: list[Call], seed: int) -> None:
+        run_on_all_ranks((program, seed))
 
     try:
-        check()
+        run_program()
     finally:
-        together(None)
+        run_on_all_ranks(None)
 
 
-def objects() -> None:
-    """Collectives of Python objects, which checkpoints use."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    everyone: list[Any] = [None] * size
-    dist.all_gather_object(everyone, {"rank": rank, "more": "x" * rank})
-    assert [item["rank"] for item in everyone] == list(range(size))
-    box = [["from", 0] if rank == 0 else None]
-    dist.broadcast_object_list(box, src=0)
-    assert box == [["from", 0]]
-    mine: list[Any] = [None]
-    dist.scatter_object_list(mine, list(range(size)) if rank == 0 else None, src=0)
-    assert mine == [rank]
+def check_objects() -> None:
+    """Check the collectives of Python objects, which checkpoints use."""
+    rank = dist.get_rank()
+    size = dist.get_world_size()
+    gathered: list[Any] = [None] * size
+    dist.all_gather_object(gathered, {"rank": rank, "more": "x" * rank})
+    assert [item["rank"] for item in gathered] == list(range(size))
+    message = [["from", 0] if rank == 0 else None]
+    dist.broadcast_object_list(message, src=0)
+    assert message == [["from", 0]]
+    received: list[Any] = [None]
+    dist.scatter_object_list(received, list(range(size)) if rank == 0 else None, src=0)
+    assert received == [rank]
 
 
-def accurate() -> None:
-    """16-bit sums: `accurate` rounds once. The terms have few bits and various exponents: exact in fp32, not in 16."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+def check_accurate_sums() -> None:
+    """Check that sums of 16-bit values are rounded once if the group is `accurate`.
+
+    The terms have few bits and various exponents, so their sum is exact in fp32 but not in 16 bits.
+    """
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     generator = torch.Generator().manual_seed(rank)
     x = torch.randint(-128, 128, (1000 * size,), generator=generator) * 0.5 ** torch.randint(
         0, 7, (1000 * size,), generator=generator
@@ -382,44 +417,46 @@ def accurate() -> None:
     dist.all_gather(gathered, x)
     exact = torch.stack(gathered).sum(0)
     for dtype in (torch.float16, torch.bfloat16):
-        UnaliasedGroup.accurate = True
-        y, z, out = x.to(dtype), x.to(dtype), torch.empty(1000, dtype=dtype)
-        dist.all_reduce(y, dist.ReduceOp.AVG)
-        dist.all_reduce_coalesced([z])
-        dist.reduce_scatter_tensor(out, x.to(dtype))
-        UnaliasedGroup.accurate = False
-        assert torch.equal(y, (exact / size).to(dtype)), dtype
-        assert torch.equal(z, exact.to(dtype)), dtype
-        assert torch.equal(out, exact[rank * 1000 : (rank + 1) * 1000].to(dtype)), dtype
+        AliasCheckingGroup.accurate = True
+        average = x.to(dtype)
+        total = x.to(dtype)
+        part = torch.empty(1000, dtype=dtype)
+        dist.all_reduce(average, dist.ReduceOp.AVG)
+        dist.all_reduce_coalesced([total])
+        dist.reduce_scatter_tensor(part, x.to(dtype))
+        AliasCheckingGroup.accurate = False
+        assert torch.equal(average, (exact / size).to(dtype)), dtype
+        assert torch.equal(total, exact.to(dtype)), dtype
+        assert torch.equal(part, exact[rank * 1000 : (rank + 1) * 1000].to(dtype)), dtype
 
 
-def profile() -> None:
-    """Parts of a profiled step whose times are known."""
-    side = dist.new_group(backend="gloo")
-    assert isinstance(side, dist.ProcessGroup)
-    box: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(box, src=0)
-    profiled_step.check_profile(*profiled_step.run_profiled_step(Path(box[0]), dist.get_rank(), side))
+def check_profiled_step() -> None:
+    """Check the profile of a step whose parts have known durations."""
+    control_group = dist.new_group(backend="gloo")
+    assert isinstance(control_group, dist.ProcessGroup)
+    folder: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder, src=0)
+    profiled_step.check_profile(*profiled_step.run_profiled_step(Path(folder[0]), dist.get_rank(), control_group))
     dist.barrier()
     if dist.get_rank() == 0:
-        shutil.rmtree(box[0])
+        shutil.rmtree(folder[0])
 
 
 CASES: dict[str, Callable[[], None]] = {
-    "sweep": sweep,
-    "everything": lambda: sweep(everything=True),
-    "random": lambda: random_programs(25),
-    "many_random": lambda: random_programs(300),
-    "objects": objects,
-    "accurate": accurate,
-    "parallel": mpi_parallel.run_all,
-    "profile": profile,
+    "sweep": check_sweep,
+    "everything": lambda: check_sweep(all_combinations=True),
+    "random": lambda: check_random_programs(25),
+    "many_random": lambda: check_random_programs(300),
+    "objects": check_objects,
+    "accurate": check_accurate_sums,
+    "parallel": mpi_parallel.check_all,
+    "profile": check_profiled_step,
 }
 
 
 def main(names: list[str]) -> None:
     torch.set_num_threads(1)
-    mpi.MpiProcessGroup = UnaliasedGroup  # type: ignore[assignment,misc]
+    mpi.MpiProcessGroup = AliasCheckingGroup  # type: ignore[assignment,misc]
     mpi.start_mpi(read_rank_info(os.environ), TIMEOUT)
     for name in names:
         CASES[name]()

@@ -1,9 +1,8 @@
-"""Ranks for MPI tests: programs that mpirun starts, and the groups, over MPI and over Gloo, that they compare.
+"""Start programs under mpirun for MPI tests, and find their processes.
 
-    mpirun(4, "tests.support.mpi_programs", "sweep")   # `python -m tests.support.mpi_programs sweep` in four ranks
+    run_mpirun(4, "tests.support.mpi_programs", "sweep")   # `python -m tests.support.mpi_programs sweep` in 4 ranks
 
-Importing torch takes a rank two seconds, so one world runs many cases. In a rank, `worlds()` gives the same set of
-groups twice: made by the MPI backend, and by Gloo.
+A rank needs two seconds to import torch, so one program runs many cases.
 """
 
 from __future__ import annotations
@@ -24,24 +23,34 @@ def run_mpirun(
     ranks: int, module: str, *arguments: str, timeout: float = 240, env: Mapping[str, str] | None = None,
     program: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:  # fmt: skip
-    """Run `python -W ignore -m module arguments` in `ranks` MPI ranks on this machine; `program`: another mpirun."""
+    """Run `python -W ignore -m module arguments` in `ranks` MPI ranks on this machine and wait for them.
+
+    Args:
+        ranks: number of ranks.
+        module: module that each rank runs.
+        arguments: its arguments.
+        timeout: seconds after which the program is ended and the test fails with its output.
+        env: further environment variables.
+        program: another mpirun than that of the installed wheel.
+    """
     process = start_mpirun(ranks, module, *arguments, env=env, program=program)
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        process.terminate()  # it ends its ranks
+        process.terminate()  # mpirun ends its ranks
         output, _ = process.communicate(timeout=240)
-        raise AssertionError(f"not over within {timeout:g} s:\n{output}") from None
+        raise AssertionError(f"did not end within {timeout:g} s:\n{output}") from None
     return subprocess.CompletedProcess(process.args, process.returncode, output)
 
 
 def start_mpirun(
     ranks: int, module: str, *arguments: str, env: Mapping[str, str] | None = None, program: Path | None = None
 ) -> subprocess.Popen[str]:
-    """The same, without waiting; both outputs come through one pipe."""
+    """Start what `run_mpirun` runs, without waiting. stdout and stderr share one pipe."""
     command, environment = mpirun_command(ranks)
-    if program is not None:  # its library must be loaded then, not that of the wheel
-        command[0], environment["MPI4PY_LIBMPI"] = str(program), "/usr/lib/x86_64-linux-gnu/libmpi.so.40"
+    if program is not None:  # mpi4py must load the library of this mpirun, not that of the wheel
+        command[0] = str(program)
+        environment["MPI4PY_LIBMPI"] = "/usr/lib/x86_64-linux-gnu/libmpi.so.40"
     return subprocess.Popen(
         [*command, sys.executable, "-W", "ignore", "-m", module, *arguments],
         env={**os.environ, **environment, **(env or {})},
@@ -53,27 +62,27 @@ def start_mpirun(
 
 
 def find_debian_mpirun() -> Path | None:
-    """The mpirun of the system's packages, where it is installed."""
-    found = shutil.which("mpirun", path="/usr/bin")
-    return Path(found) if found else None
+    """Return the mpirun of the system's packages; None if it is not installed."""
+    path = shutil.which("mpirun", path="/usr/bin")
+    return Path(path) if path else None
 
 
 def find_processes(text: str) -> list[int]:
-    """Processes of this machine whose command line contains `text`, without this one."""
-    found = []
+    """Return the PIDs of other processes of this machine whose command line contains `text`."""
+    pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            line = (folder / "cmdline").read_bytes().decode(errors="replace")
+            command_line = (folder / "cmdline").read_bytes().decode(errors="replace")
         except OSError:
             continue
-        if text in line and int(folder.name) != os.getpid():
-            found.append(int(folder.name))
-    return found
+        if text in command_line and int(folder.name) != os.getpid():
+            pids.append(int(folder.name))
+    return pids
 
 
 def wait_until_processes_exit(text: str, seconds: float) -> list[int]:
-    """What `processes_with(text)` still finds after at most `seconds`."""
+    """Wait up to `seconds` for all processes with `text` to exit; return the PIDs of those that still run."""
     deadline = time.monotonic() + seconds
-    while (left := find_processes(text)) and time.monotonic() < deadline:
+    while (pids := find_processes(text)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    return left
+    return pids

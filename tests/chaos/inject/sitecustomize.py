@@ -1,7 +1,8 @@
-"""Faults from inside a rank; Python imports this by itself where the folder is on PYTHONPATH.
+"""Faults inside a rank. Python imports this file by itself if its folder is in PYTHONPATH.
 
-`CHAOS` names a folder. `inject.json` in it is the next fault: {"kind", "rank", "step"?, "phase"?}; the rank that
-commits it removes the file first, so that it happens once. `slow` holds seconds that each step takes longer.
+The environment variable `CHAOS` names a folder. Its file `inject.json` is the next fault: {"kind", "rank", "phase"?}.
+The rank renames the file before it causes the fault, so that it happens once. The file `delay` contains the seconds
+that are added to each step.
 """
 
 import importlib.abc
@@ -18,32 +19,32 @@ FOLDER = Path(os.environ.get("CHAOS", "/nonexistent"))
 RANK = int(os.environ.get("SLURM_PROCID", os.environ.get("SLUICE_RANK", "0")))
 
 
-def due(kind, **wanted):
-    """Whether this rank is to commit a fault of this kind now; it is then forgotten."""
+def take_fault(kind, **details):
+    """Return True if this rank must cause a fault of this kind now, and remove the order."""
     try:
         fault = json.loads((FOLDER / "inject.json").read_text())
     except (FileNotFoundError, ValueError):
         return False
-    if fault["kind"] != kind or fault["rank"] != RANK or any(fault.get(k) != v for k, v in wanted.items()):
+    if fault["kind"] != kind or fault["rank"] != RANK or any(fault.get(k) != v for k, v in details.items()):
         return False
     (FOLDER / "inject.json").rename(FOLDER / "done.json")
     return True
 
 
-def die(phase):
-    if due("die_in_save", phase=phase):
+def die_if_ordered(phase):
+    if take_fault("die_in_save", phase=phase):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def patch_trainer(module):
-    step_of_trainer = module.Trainer.step
+    trainer_step = module.Trainer.step
 
     def step(self, number, tokens):
-        time.sleep(float((FOLDER / "slow").read_text()))
-        if due("sleep"):
+        time.sleep(float((FOLDER / "delay").read_text()))
+        if take_fault("sleep"):
             time.sleep(3600)
-        module.Trainer.poisoned = due("nan")
-        return step_of_trainer(self, number, tokens)
+        module.Trainer.has_nan_loss = take_fault("nan")
+        return trainer_step(self, number, tokens)
 
     module.Trainer.step = step
 
@@ -51,38 +52,41 @@ def patch_trainer(module):
 def patch_model(module):
     cross_entropy_sum = module.cross_entropy_sum
 
-    def poisoned_cross_entropy_sum(*arguments):
+    def cross_entropy_sum_or_nan(*arguments):
         loss = cross_entropy_sum(*arguments)
         trainer = getattr(sys.modules.get("pipeline.train.trainer"), "Trainer", None)
-        return loss * float("nan") if getattr(trainer, "poisoned", False) else loss
+        return loss * float("nan") if getattr(trainer, "has_nan_loss", False) else loss
 
-    module.cross_entropy_sum = poisoned_cross_entropy_sum
+    module.cross_entropy_sum = cross_entropy_sum_or_nan
 
 
 def patch_checkpoint(module):
-    save, write, hash_files, commit = (
-        module.Checkpointer.save, module.dcp.save, module._hash_own_files, module.Checkpointer._commit,
-    )  # fmt: skip
+    save = module.Checkpointer.save
+    write = module.dcp.save
+    hash_files = module._hash_own_files
+    commit = module.Checkpointer._commit
 
-    def dying_save(self, *arguments, **options):
-        die("staging")
+    def save_or_die(self, *arguments, **options):
+        die_if_ordered("staging")
         return save(self, *arguments, **options)
 
-    def dying_write(*arguments, **options):
-        die("writing")
+    def write_or_die(*arguments, **options):
+        die_if_ordered("writing")
         return write(*arguments, **options)
 
-    def dying_hash(*arguments):
-        die("hashing")
+    def hash_or_die(*arguments):
+        die_if_ordered("hashing")
         return hash_files(*arguments)
 
-    def dying_commit(self, *arguments):
-        die("before the rename")
+    def commit_or_die(self, *arguments):
+        die_if_ordered("before the rename")
         commit(self, *arguments)
-        die("after the rename")
+        die_if_ordered("after the rename")
 
-    module.Checkpointer.save, module._hash_own_files = dying_save, dying_hash
-    module.dcp.save, module.Checkpointer._commit = dying_write, dying_commit
+    module.Checkpointer.save = save_or_die
+    module.dcp.save = write_or_die
+    module._hash_own_files = hash_or_die
+    module.Checkpointer._commit = commit_or_die
 
 
 def patch_run(module):
@@ -101,8 +105,8 @@ PATCHES = {
 }
 
 
-class Finder(importlib.abc.MetaPathFinder):
-    """Lets the others find a module, and patches it once it was executed."""
+class PatchingFinder(importlib.abc.MetaPathFinder):
+    """Let the other finders find a module, and patch it after it has been executed."""
 
     def find_spec(self, name, path, target=None):
         if name not in PATCHES:
@@ -123,8 +127,8 @@ class Finder(importlib.abc.MetaPathFinder):
 
 
 if FOLDER.is_dir() and "pipeline" in sys.orig_argv:
-    sys.meta_path.insert(0, Finder())
-    SKEWED = due("skew")
+    sys.meta_path.insert(0, PatchingFinder())
+    SKEWED = take_fault("skew")
     if SKEWED:
         true_time = time.time
         time.time = lambda: true_time() + 3600
