@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from cli.common import Overrides, console, prepare_for_torch
-from pipeline.base.errors import UserError
-from pipeline.config.read import COMMAND_LINE, ConfigError, apply_overrides, load_config, parse_config
+from pipeline.base.errors import ConfigError, UserError
+from pipeline.config.read import COMMAND_LINE, apply_overrides, load_config, parse_config
 from pipeline.config.sections import Config
 from pipeline.run.directory import Run
 

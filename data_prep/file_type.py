@@ -344,4 +344,4 @@ def _is_tfrecord(head: bytes) -> bool:
         for _ in range(8):
             crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
     crc ^= 0xFFFFFFFF
-    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF == masked
+    return bool(((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF == masked)

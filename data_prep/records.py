@@ -27,7 +27,6 @@ from pipeline.base.files import read_json
 from pipeline.config.datasets import CHAT_TEMPLATES, DataConfig
 from pipeline.config.hugging_face import check_added_tokens, open_inside, read_inside
 from pipeline.data.chat_template import (
-    MARKS,
     ChatTemplate,
     ChatTemplateError,
     UnusableTemplateError,
@@ -38,6 +37,7 @@ from pipeline.data.chat_template import (
     split_marks,
     uses_variable,
 )
+from pipeline.data.chat_template_worker import MARKS
 from pipeline.data.special_tokens import get_added_tokens, load_tokenizer
 
 

@@ -36,7 +36,8 @@ class Patches(nn.Module):
         """Cut, flatten, project."""
         pixels = images.to(self.place.dtype) / 127.5 - 1
         patches = pixels.unflatten(3, (-1, self.patch)).unflatten(2, (-1, self.patch))  # B, C, rows, p, columns, p
-        return self.proj(patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)) + self.place
+        embedded: Tensor = self.proj(patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)) + self.place
+        return embedded
 
 
 class Block(nn.Module):
@@ -55,7 +56,8 @@ class Block(nn.Module):
         y = self.norm1(x)
         q, k, v = (layer(y).unflatten(-1, (-1, self.head)).transpose(1, 2) for layer in (self.q, self.k, self.v))
         x = x + self.dropout(self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)))
-        return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
+        hidden: Tensor = self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
+        return x + hidden
 
 
 class ViT(nn.Module):

@@ -71,7 +71,7 @@ class TensorAccount(TorchDispatchMode):
     """Memory that tensors take, and what is sent, while it is entered; on real ranks as in a rehearsal."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._live: dict[int, _Storage] = {}
         self.now = 0
         """Bytes of all tensors."""
@@ -108,12 +108,12 @@ class TensorAccount(TorchDispatchMode):
                 self._took(storage)
 
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *details: Any) -> None:
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        super().__exit__(*details)
+        super().__exit__(*details)  # type: ignore[no-untyped-call]
 
     def _took(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()

@@ -44,7 +44,7 @@ def sha256_line(line: Mapping[str, Any]) -> str:
 
 def is_late_held_out(event: Line) -> bool:
     """Return whether an event has the held-out figures of a step whose line was written before."""
-    return event["event"] == "held_out"
+    return bool(event["event"] == "held_out")
 
 
 class RunReader:
@@ -263,4 +263,5 @@ def display_names(run: Run) -> tuple[str, str | None]:
 
 def flat_config(run: Run) -> dict[str, Any]:
     """Return the config by dotted keys, with secrets masked."""
-    return mask_secrets(flatten_keys(run.config.model_dump(mode="json")))
+    config: dict[str, Any] = mask_secrets(flatten_keys(run.config.model_dump(mode="json")))
+    return config

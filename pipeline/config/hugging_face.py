@@ -416,6 +416,6 @@ def count_tokenizer_ids(tokenizer: Path) -> int | None:
         content = read_json(tokenizer)
         vocabulary = content["model"]["vocab"]  # Unigram: a list by id; all others: ids by token
         ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-        return 1 + max([*ids, *(token["id"] for token in content.get("added_tokens", ()))])
+        return 1 + int(max([*ids, *(token["id"] for token in content.get("added_tokens", ()))]))
     except (OSError, ValueError, KeyError, TypeError, UserError):
         return None

@@ -76,7 +76,8 @@ _LOCKED = 500
 
 def _row(array: np.ndarray, row: int) -> np.ndarray:
     """A row; a short one is copied already, so that other threads run while its page comes."""
-    return array[row] if array[:1].size > _LOCKED else array[row : row + 1].take(0, axis=0)
+    values: np.ndarray = array[row] if array[:1].size > _LOCKED else array[row : row + 1].take(0, axis=0)
+    return values
 
 
 class MappedDataset(IndexedDataset):

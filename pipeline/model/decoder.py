@@ -34,7 +34,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from pipeline.config.sections import ModelConfig, RopeScaling
+from pipeline.config.sections import ModelConfig
+from pipeline.config.types import RopeScaling
 from pipeline.model.spec import EMBEDDING, LM_HEAD, ParameterSpec, block_parameters
 from pipeline.parallel.tensor_parallel import Replicated, VocabParallelEmbedding
 
@@ -190,11 +191,13 @@ class Attention(nn.Module):
         out_BHTK = F.scaled_dot_product_attention(
             q_BHTK, k_BHTK, v_BHTK, mask, is_causal=is_causal, enable_gqa=enable_gqa
         )
-        return self.o_proj(out_BHTK.transpose(1, 2).flatten(2))
+        out_BTD: Tensor = self.o_proj(out_BHTK.transpose(1, 2).flatten(2))
+        return out_BTD
 
     def _split_heads(self, x_BTD: Tensor) -> Tensor:
         """Reshape (B, T, heads * K) to (B, heads, T, K); a tensor parallel rank has only some of the heads."""
-        return x_BTD.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+        x_BHTK: Tensor = x_BTD.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+        return x_BHTK
 
 
 class MLP(nn.Module):
@@ -209,7 +212,8 @@ class MLP(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Transform each position independently."""
-        return self.down_proj(F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD))
+        out_BTD: Tensor = self.down_proj(F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD))
+        return out_BTD
 
 
 class Block(nn.Module):
@@ -227,7 +231,8 @@ class Block(nn.Module):
     def forward(self, x_BTD: Tensor, rotary: RotaryEmbedding | PackedRotaryEmbedding) -> Tensor:
         """Add the outputs of attention and MLP to the residual stream."""
         x_BTD = x_BTD + self.dropout(self.self_attn(self.input_layernorm(x_BTD), rotary))
-        return x_BTD + self.dropout(self.mlp(self.post_attention_layernorm(x_BTD)))
+        out_BTD: Tensor = x_BTD + self.dropout(self.mlp(self.post_attention_layernorm(x_BTD)))
+        return out_BTD
 
 
 class Backbone(nn.Module):
@@ -294,7 +299,8 @@ class LMHead(nn.Linear):
         x_ND, weight_VD = x_BTD.flatten(0, 1).to(dtype), weight.to(dtype)
         loss, grad_x, grad_weight = _chunked_loss(x_ND, weight_VD, targets_BT.flatten(), self.chunk, group)
         # two nodes with one input each: schedules of torch 2.11 that split backward cannot split a Python node
-        loss = loss + _KnownGradient.apply(x_ND, grad_x) + _KnownGradient.apply(weight_VD, grad_weight)
+        loss = loss + _KnownGradient.apply(x_ND, grad_x)  # type: ignore[no-untyped-call]
+        loss = loss + _KnownGradient.apply(weight_VD, grad_weight)  # type: ignore[no-untyped-call]
         return loss if mesh is None else DTensor.from_local(loss, mesh, [Replicate()], run_check=False)
 
 
@@ -406,10 +412,14 @@ class Decoder(nn.Module):
             starts_BT: bool, where documents start. Attention is masked across documents; every part needs it.
         """
         with torch.autocast(x.device.type, self.compute_dtype, enabled=self.compute_dtype is not None):
-            x_BTD = self.model(x, starts_BT)
-            if self.lm_head is None or targets_BT is None:
-                return x_BTD if self.lm_head is None else self.lm_head(x_BTD)
-        return self.lm_head(x_BTD, targets_BT=targets_BT)  # autocast has freed its copies of weights here
+            x_BTD: Tensor = self.model(x, starts_BT)
+            if self.lm_head is None:
+                return x_BTD
+            if targets_BT is None:
+                logits_BTV: Tensor = self.lm_head(x_BTD)
+                return logits_BTV
+        loss: Tensor = self.lm_head(x_BTD, targets_BT=targets_BT)  # autocast has freed its copies of weights here
+        return loss
 
 
 # -- initial weights -------------------------------------------------------------------------------------

@@ -276,7 +276,8 @@ class DecoderTask(Task):
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
         """Return the cross-entropy summed over tokens: an fp32 scalar."""
         if outputs.ndim == 0:  # the loss itself, because of `loss_inputs`
-            return outputs
+            loss: Tensor = outputs
+            return loss
         return cross_entropy_sum(outputs, self.next_tokens(batch))
 
 
@@ -557,7 +558,7 @@ class _Copies(TorchDispatchMode):
     """Notes what is copied from memory into tensors that have none."""
 
     def __init__(self, into: list[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.into = into
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -43,7 +43,7 @@ class _Stage(PipelineStage):
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         with self.forward_context:
-            return super().forward_maybe_with_nosync(*args, **kwargs)
+            return super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def _shape_inference(self, *args: Any, **kwargs: Any) -> Any:
         """Infer shapes without changing the random state: torch 2.11 does it by a real forward, dropout included."""

@@ -69,7 +69,7 @@ class LocalComputeTimer:
 
     def read_and_reset(self) -> float:
         """Return the seconds since the last call. On CUDA the measured steps must have ended."""
-        seconds = self._seconds + sum(start.elapsed_time(end) for start, end in self._events) / 1000
+        seconds: float = self._seconds + sum(start.elapsed_time(end) for start, end in self._events) / 1000
         self._seconds = 0.0
         self._events.clear()
         return seconds

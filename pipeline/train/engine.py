@@ -28,11 +28,12 @@ from torch.distributed.tensor.parallel import loss_parallel
 from pipeline.checkpoint.checkpointer import StateDict
 from pipeline.comm.groups import World, all_gather_results
 from pipeline.config.sections import Config
+from pipeline.data.loader import Batch
 from pipeline.model.activation_checkpointing import apply_activation_checkpointing
 from pipeline.model.decoder import full_tensor, local_tensor, parameter_seed, write_parameter
 from pipeline.model.open_weights import OpenWeights
 from pipeline.model.spec import EMBEDDING, LM_HEAD
-from pipeline.model.task import DTYPES, Batch, Task
+from pipeline.model.task import DTYPES, Task
 from pipeline.parallel import data_parallel, float8
 from pipeline.parallel.mesh import Layout
 from pipeline.parallel.replica_sync import HOOKS_WITH_RESIDUALS, GradientHook, LocalSgd, ReplicaSync

@@ -246,7 +246,7 @@ class _Muon(torch.optim.Muon):
                 matrix.grad = full_tensor(parameter.grad)
                 self.state[matrix] = {key: full_tensor(self.state[parameter][key])}
                 self.param_groups = [{**group, "params": [matrix]}]
-                super().step()
+                super().step()  # type: ignore[no-untyped-call]
                 write_parameter(matrix, parameter)
                 write_parameter(self.state.pop(matrix)[key], self.state[parameter][key])
         self.param_groups = groups
@@ -334,7 +334,9 @@ def make_custom_optimizer(
     make: Callable[..., Any], named: Sequence[tuple[str, nn.Parameter]], config: OptimizerConfig
 ) -> torch.optim.Optimizer:
     """What `make`, of the user's module, makes. Raises UserError for what is no optimizer of all parameters."""
-    optimizer = make([(name, parameter) for name, parameter in named if parameter.requires_grad], config)
+    optimizer: torch.optim.Optimizer = make(
+        [(name, parameter) for name, parameter in named if parameter.requires_grad], config
+    )
     groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
     taken = {id(parameter) for group in groups for parameter in group["params"]}
     if missing := [name for name, parameter in named if parameter.requires_grad and id(parameter) not in taken]:
@@ -451,7 +453,8 @@ def compute_total_norm(gradients: list[Tensor]) -> Tensor:
         return nn.utils.get_total_norm(gradients)
     # torch would round each tensor's norm to its type
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
-    return torch.linalg.vector_norm(torch.stack(norms))
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return total
 
 
 def find_frozen_names(patterns: Sequence[str], task: Task) -> set[str]:

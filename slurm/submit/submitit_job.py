@@ -44,7 +44,7 @@ os.execve(sys.executable, [sys.executable, "-u", "-m", "slurm", stage, run], env
 is that of :func:`pipeline.run.code.make_code_env`."""
 
 
-class BatchExecutor(submitit.SlurmExecutor):
+class BatchExecutor(submitit.SlurmExecutor):  # type: ignore[misc]
     """submitit's Slurm executor, which also works on a machine without Slurm (for `--dry-run`)."""
 
     @classmethod
