@@ -1,157 +1,185 @@
-"""HDF5 files of the user's, read in a child process: a damaged one can crash libhdf5, and with it whoever called it.
+"""Read HDF5 files of the user in a child process, because a damaged file can crash libhdf5 and the calling process.
 
-A contiguous dataset is described here and mapped elsewhere; chunked and compressed ones are read here.
+Contiguous datasets are only described here; the caller maps them into memory. Chunked and compressed ones are read here.
+An error that says nothing about the file (no h5py, no memory, a killed process) is not reported as a damaged file.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import signal
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pipeline.base.errors import UserError
+from pipeline.base.errors import StorageError, UserError
 from pipeline.base.files import translate_read_errors
 from pipeline.run.worker import AnswerPart, WorkerDiedError, WorkerPool, serve_requests
 
 if TYPE_CHECKING:
+    import h5py
     import numpy as np
     import numpy.typing as npt
 
-_CPU_S = 600
-"""Seconds of processor time for what a file holds, and for each block of rows: damaged metadata can be a circle."""
-_READER = WorkerPool(__name__, _CPU_S)
+_CPU_LIMIT_S = 600
+"""Processor time to describe a file, or to read one block of rows. Damaged metadata can make libhdf5 loop forever."""
+_READER = WorkerPool(__name__, _CPU_LIMIT_S)
+_CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGPROF)
+"""Signals by which a damaged file ends its reader: libhdf5 crashes, or the processor time is used up (SIGPROF)."""
 
 
 class Dataset(NamedTuple):
-    """A dataset as the file describes it."""
+    """A dataset as its file describes it."""
 
     path: str
-    """Of the file."""
+    """Path of the file."""
     name: str
     kind: str
-    """Its type as numpy's `dtype.str`, such as `<u2`; `|O` for what numpy has no type for."""
+    """Element type as numpy's `dtype.str`, such as `<u2`; `|O` if numpy has no such type."""
     shape: tuple[int, ...]
     chunks: tuple[int, ...] | None
-    """The shape of a chunk; None for a dataset in one piece."""
+    """Shape of a chunk; None if the dataset is contiguous."""
     stored_chunks: int
-    """How many chunks were written."""
+    """Number of chunks in the file."""
     offset: int | None
-    """Where it lies in the file, in bytes; None unless it lies there in one piece."""
+    """Byte offset of the data in the file; None if they are not contiguous."""
     stored: int
-    """Bytes that are stored of it, compressed ones as they are."""
+    """Size of the data in the file in bytes, after compression."""
     is_virtual: bool
     is_external: bool
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Its type."""
+        """Element type."""
         import numpy as np
 
         return np.dtype(self.kind)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that type and shape come to."""
+        """Size in memory in bytes, by element type and shape."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def grid(self) -> int:
-        """How many chunks the shape comes to; 0 for a dataset in one piece."""
+        """Number of chunks that the shape needs; 0 if the dataset is contiguous."""
         if self.chunks is None:
             return 0
         return math.prod(-(-size // step) for size, step in zip(self.shape, self.chunks, strict=True))
 
     def check(self) -> None:
-        """Raise UserError if type and shape are not what is stored."""
+        """Raise UserError if the file stores more or less than type and shape require."""
         if self.is_virtual or self.is_external:
             return
-        what = f"{self.path}: {self.name} is {self.dtype} of shape {self.shape}"
-        out = "it is damaged or was not written to its end: write the file again"
-        if self.chunks is None and self.stored not in (0, self.nbytes):  # 0: never written, it is read as zeros
+        description = f"{self.path}: {self.name} is {self.dtype} of shape {self.shape}"
+        advice = "it is damaged or incomplete: write the file again"
+        if self.chunks is None and self.stored not in (0, self.nbytes):  # 0: never written, reads as zeros
             raise UserError(
                 "data.damaged_file",
-                f"{what}, which is {self.nbytes:,} bytes, and {self.stored:,} bytes are stored: {out}",
+                f"{description}, which needs {self.nbytes:,} bytes, but {self.stored:,} bytes are stored: {advice}",
             )
-        if self.offset is not None and self.offset + self.nbytes > (size := os.stat(self.path).st_size):
-            raise UserError(
-                "data.damaged_file", f"{what} and goes to byte {self.offset + self.nbytes:,} of {size:,}: {out}"
-            )
+        if self.offset is not None:
+            end = self.offset + self.nbytes
+            size = os.stat(self.path).st_size
+            if end > size:
+                raise UserError(
+                    "data.damaged_file", f"{description} and ends at byte {end:,}, but the file has {size:,}: {advice}"
+                )
         if self.stored_chunks > self.grid:
             raise UserError(
                 "data.damaged_file",
-                f"{what}, which is {self.grid:,} chunks, and {self.stored_chunks:,} are stored: {out}",
+                f"{description}, which needs {self.grid:,} chunks, but {self.stored_chunks:,} are stored: {advice}",
             )
 
 
 def describe_datasets(
     path: str, names: Sequence[str], follow_links: bool = True
 ) -> tuple[dict[str, Dataset], list[str]]:
-    """The datasets of these names that a file has, checked, and the names of all that is at its top level.
+    """Describe datasets at the top level of a file, and check that they are complete.
 
-    follow_links: whether a name may be a soft or external link. Raises UserError, naming the file, if it cannot be
-    read, and for a dataset that is not whole.
+    Args:
+        names: the datasets to describe; names that the file does not have are left out.
+        follow_links: whether a name may be a soft or external link.
+
+    Returns: the datasets by name, and the names of everything at the top level.
+
+    Raises UserError, naming the file, if it cannot be read or a dataset is incomplete.
     """
     request = {"path": path, "names": [*names], "follow_links": follow_links}
-    answer = _ask(path, f"dataset {' or '.join(names)}", request)
-    found = {}
-    for values in answer["datasets"]:
-        values["shape"] = tuple(values["shape"])
-        values["chunks"] = values["chunks"] and tuple(values["chunks"])
-        found[values["name"]] = Dataset(path=path, **values)
-    for dataset in found.values():
+    try:
+        answer = _READER.request(request)
+    except WorkerDiedError as error:
+        raise _explain_worker_death(path, f"dataset {' or '.join(names)}", error) from None
+    _raise_reported_error(answer)
+    datasets = {}
+    for fields in answer["datasets"]:
+        fields["shape"] = tuple(fields["shape"])
+        fields["chunks"] = fields["chunks"] and tuple(fields["chunks"])
+        datasets[fields["name"]] = Dataset(path=path, **fields)
+    for dataset in datasets.values():
         dataset.check()
-    return found, answer["there"]
+    return datasets, answer["top_level"]
 
 
 def read_rows(path: str, name: str, rows: int) -> Iterator[npt.NDArray[Any]]:
-    """The rows of a dataset, so many at once. Raises UserError naming file and dataset if it cannot be read."""
+    """Yield the rows of a dataset in blocks of `rows`. Raises UserError, naming the file, if it cannot be read."""
     import numpy as np
 
     try:
         for value, content in _READER.stream({"path": path, "name": name, "rows": rows}):
-            if "error" in value:
-                raise UserError("data.damaged_file", value["error"])
+            _raise_reported_error(value)
             yield np.frombuffer(content, value["kind"]).reshape(value["shape"])
     except WorkerDiedError as error:
-        raise _crashed(path, f"dataset {name}", error) from None
+        raise _explain_worker_death(path, f"dataset {name}", error) from None
 
 
-def _ask(path: str, what: str, request: Any) -> Any:
-    try:
-        answer = _READER.request(request)
-    except WorkerDiedError as error:
-        raise _crashed(path, what, error) from None
+def _raise_reported_error(answer: dict[str, Any]) -> None:
+    """Raise the error that the child process reported, if it reported one."""
     if "error" in answer:
-        raise UserError("data.damaged_file", answer["error"])
-    return answer
+        raise (StorageError if answer["is_storage_error"] else UserError)(answer["code"], answer["error"])
 
 
-def _crashed(path: str, what: str, error: WorkerDiedError) -> UserError:
-    return UserError(
-        "data.damaged_file",
-        f"cannot read {path}: the process that read its {what} by the HDF5 library failed: {error}. The file is "
-        "probably damaged: write it again",
-    )
+def _explain_worker_death(path: str, what: str, error: WorkerDiedError) -> UserError:
+    """Return the error for a child process that died while it read `what`: only a crash means a damaged file."""
+    message = f"cannot read {path}: the process that read its {what} with the HDF5 library failed: {error}"
+    if error.signal in _CRASH_SIGNALS:
+        return UserError("data.damaged_file", f"{message}. The file is probably damaged: write it again")
+    return UserError("data.reader_failed", f"{message}. This says nothing about the file: try again")
 
 
-def _answer(request: Any) -> Iterable[AnswerPart]:
-    """What the worker answers."""
-    import h5py
+# -- in the child process --------------------------------------------------------------------------------
 
+
+def _answer_request(request: Any) -> Iterable[AnswerPart]:
+    """Answer one request of `describe_datasets` or `read_rows`."""
     path = request["path"]
     try:
+        import h5py
+
         with translate_read_errors(path, Exception), h5py.File(path, "r", locking=False) as file:
             if "name" in request:
-                yield from _blocks(file[request["name"]], request["rows"])
+                yield from _read_blocks(file[request["name"]], request["rows"])
                 return
-            found = [_described(file, name, request["follow_links"]) for name in request["names"]]
-            yield AnswerPart({"datasets": [one for one in found if one is not None], "there": [*file]})
+            described = [_describe_dataset(file, name, request["follow_links"]) for name in request["names"]]
+            datasets = [fields for fields in described if fields is not None]
+            yield AnswerPart({"datasets": datasets, "top_level": [*file]})
+    except ImportError as error:
+        message = f"cannot read {path}: h5py cannot be imported: {error}: install Sluice's requirements again"
+        yield _report_error("data.missing_package", message)
+    except MemoryError as error:
+        advice = "request more memory for this stage, or write the file with smaller chunks"
+        yield _report_error("data.out_of_memory", f"cannot read {path}: no memory is left: {error}: {advice}")
     except UserError as error:
-        yield AnswerPart({"error": str(error)})
+        yield _report_error(error.code, str(error), isinstance(error, StorageError))
 
 
-def _blocks(dataset: Any, rows: int) -> Iterator[AnswerPart]:
+def _report_error(code: str, message: str, is_storage_error: bool = False) -> AnswerPart:
+    """Return the answer that makes the calling process raise an error."""
+    return AnswerPart({"code": code, "error": message, "is_storage_error": is_storage_error})
+
+
+def _read_blocks(dataset: h5py.Dataset, rows: int) -> Iterator[AnswerPart]:
+    """Yield a dataset in blocks of `rows` rows; an empty dataset as one empty block."""
     import numpy as np
 
     for start in range(0, max(1, len(dataset)), rows):
@@ -159,15 +187,15 @@ def _blocks(dataset: Any, rows: int) -> Iterator[AnswerPart]:
         yield AnswerPart({"kind": block.dtype.str, "shape": block.shape}, block.tobytes())
 
 
-def _described(file: Any, name: str, follow_links: bool) -> dict[str, Any] | None:
-    """The values of a :class:`Dataset`, but for its path; None if there is no dataset of this name."""
+def _describe_dataset(file: h5py.File, name: str, follow_links: bool) -> dict[str, Any] | None:
+    """Return the fields of a :class:`Dataset` except its path; None if the file has no dataset of this name."""
     import h5py
 
     if not follow_links and not isinstance(file.get(name, getlink=True), h5py.HardLink):
         return None
     if name not in file:
         return None
-    dataset = file[name]  # not `get`, which takes one that is damaged for none
+    dataset = file[name]  # `file.get` would return None for a damaged dataset
     if not isinstance(dataset, h5py.Dataset) or dataset.shape is None:
         return None
     return {
@@ -184,4 +212,4 @@ def _described(file: Any, name: str, follow_links: bool) -> dict[str, Any] | Non
 
 
 if __name__ == "__main__":
-    serve_requests(_answer)
+    serve_requests(_answer_request)

@@ -279,15 +279,27 @@ def read_file_system_type(path: Path) -> str:
 
 @contextmanager
 def translate_read_errors(path: str, *more: type[Exception]) -> Iterator[None]:
-    """Turn what reading an input may raise (no access, a broken archive, and `more`: h5py has all kinds for a file that
-    is not whole) into a UserError naming the file."""
+    """Raise UserError, naming the file, instead of the errors that reading an input may raise.
+
+    Translates OSError (`data.unreadable_file` if the system refused, otherwise `data.damaged_file`) and errors of
+    compressed data (`data.damaged_file`). Errors that say nothing about the file, such as a lack of memory or of a
+    package, pass unchanged.
+
+    Args:
+        path: the file.
+        more: further exceptions that mean a damaged file. h5py, for example, raises many kinds.
+    """
     try:
         yield
+    except (UserError, MemoryError, ImportError):
+        raise
     except Exception as error:
-        if isinstance(error, UserError) or not isinstance(error, (OSError, EOFError, zlib.error, *more)):
+        if not isinstance(error, (OSError, EOFError, zlib.error, *more)):
             raise
         raise_if_too_many_open_files(error)
-        raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+        is_refused = isinstance(error, OSError) and error.errno is not None
+        code = "data.unreadable_file" if is_refused else "data.damaged_file"
+        raise UserError(code, f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 MAX_OPEN_FILES = 1 << 16

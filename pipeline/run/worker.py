@@ -28,7 +28,16 @@ _STOPPED_BY_CALLER = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUS
 
 
 class WorkerDiedError(Exception):
-    """A worker died while it answered; the text says of what."""
+    """A worker died while it answered.
+
+    Args:
+        message: the cause of death.
+        signal: the number of the signal that killed it; None if it exited by itself.
+    """
+
+    def __init__(self, message: str, signal: int | None = None) -> None:
+        super().__init__(message)
+        self.signal = signal
 
 
 class AnswerPart(NamedTuple):
@@ -69,7 +78,7 @@ class WorkerPool:
                 process.stdin.write(json.dumps(request).encode() + b"\n")
                 process.stdin.flush()
             except BrokenPipeError:
-                raise WorkerDiedError(self._cause(process)) from None
+                raise self._describe_death(process) from None
             is_end = False
             while not is_end:
                 try:
@@ -78,7 +87,7 @@ class WorkerPool:
                 except ValueError:
                     head, content = {"bytes": -1}, b""
                 if len(content) != head["bytes"]:
-                    raise WorkerDiedError(self._cause(process))
+                    raise self._describe_death(process)
                 is_end = head["end"]
                 if is_end:
                     self._idle.append(process)
@@ -102,14 +111,17 @@ class WorkerPool:
         environment = {**make_code_env(os.environ, CODE_ROOT), "PYTHONHASHSEED": "0"}
         return subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
 
-    def _cause(self, process: subprocess.Popen[bytes]) -> str:
-        """What a worker whose output ended died of."""
+    def _describe_death(self, process: subprocess.Popen[bytes]) -> WorkerDiedError:
+        """Return the error that says why a worker whose output ended has died."""
         code = process.wait()
+        if code >= 0:
+            return WorkerDiedError(f"it ended with exit code {code}")
+        message = f"it ended with {signal.Signals(-code).name}"
         if code == -signal.SIGPROF:
-            return f"it took more than {self._cpu_s} s of processor time"
-        if code == -signal.SIGKILL:
-            return "it was killed (SIGKILL), perhaps because no memory was left"
-        return f"it ended with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
+            message = f"it took more than {self._cpu_s} s of processor time"
+        elif code == -signal.SIGKILL:
+            message = "it was killed (SIGKILL), perhaps because no memory was left"
+        return WorkerDiedError(message, -code)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

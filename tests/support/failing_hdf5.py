@@ -1,34 +1,47 @@
 """An HDF5 reading process that fails in the middle of a dataset, as the environment variable FAIL_BY says.
 
-It runs the real reader (data_prep/hdf5_reader.py). FAIL_BY=crash: it dies by SIGSEGV after one block, as libhdf5 does
-with a damaged file. FAIL_BY=loop: it never returns after one block. Otherwise it reads all blocks.
+It runs the real reader (data_prep/hdf5_reader.py), which sends one block and then fails:
+
+    crash     it dies by SIGSEGV, as libhdf5 does with a damaged file
+    kill      it dies by SIGKILL
+    loop      it never returns
+    memory    no memory is left
+    import    h5py cannot be imported; no block is sent
+
+Without FAIL_BY it sends all blocks.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 from data_prep import hdf5_reader
 from pipeline.run.worker import AnswerPart, serve_requests
 
+FAILURE = os.environ.get("FAIL_BY", "")
+
 
 def read_blocks_and_fail(dataset: Any, rows: int) -> Iterator[AnswerPart]:
     """Yield one block and fail, or yield all blocks if FAIL_BY is empty."""
     blocks = read_blocks(dataset, rows)
-    failure = os.environ.get("FAIL_BY", "")
-    if failure:
+    if FAILURE:
         yield next(blocks)
-    if failure == "crash":
-        os.kill(os.getpid(), signal.SIGSEGV)
-    while failure == "loop":
+    if FAILURE == "memory":
+        raise MemoryError
+    if FAILURE in ("crash", "kill"):
+        os.kill(os.getpid(), signal.SIGSEGV if FAILURE == "crash" else signal.SIGKILL)
+    while FAILURE == "loop":
         pass
     yield from blocks
 
 
 if __name__ == "__main__":
-    read_blocks = hdf5_reader._blocks
-    hdf5_reader._blocks = read_blocks_and_fail
-    serve_requests(hdf5_reader._answer)
+    if FAILURE == "import":
+        sys.modules["h5py"] = None  # type: ignore[assignment]  # makes `import h5py` raise ImportError
+    read_blocks = hdf5_reader._read_blocks
+    hdf5_reader._read_blocks = read_blocks_and_fail
+    serve_requests(hdf5_reader._answer_request)
