@@ -213,7 +213,7 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
             return str(error)
         if not check_inputs or self.find_shard_problem() is None:
             return None
-        return next(filter(None, (source.problem() for source in inputs)), None)
+        return next(filter(None, (source.find_problem() for source in inputs)), None)
 
     def find_shard_problem(self, *, check_user_files: bool = True) -> str | None:
         """Return why the shards are not done; None if all exist with their recorded sizes, for this config and code.

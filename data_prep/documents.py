@@ -1,49 +1,22 @@
-"""Sources: the documents that stand in files (data_prep/find_inputs.py says in which).
+"""Read the documents of input files. `data_prep/find_inputs.py` decides which files these are.
 
-:func:`read_documents` reads one piece of one input:
+:func:`read_documents` reads an input range: a part of one file that a work unit owns.
 
-    kind        files                           a document is                        a piece is
-    text        .txt, the library's .py files   the whole file                       the whole file
-    lines       .txt, `text_documents: line`    a line without its line end          bytes [start, end)
-    jsonl       .jsonl, .ndjson                 a line's object: its `text_field`,   bytes [start, end)
-                                                or what `data.records` says
-    json        .json                           an object of the array, or of the    bytes [start, end)
-                                                file; JSON Lines are read as above
-    csv, tsv    .csv, .tsv                      a row: its column `text_field`       the whole file
-    parquet     .parquet                        a row of column `text_field`         row groups [start, end)
-    arrow       .arrow, of Hugging Face         a row of column `text_field`         the whole file
-    tar         .tar, .tar.gz, … (WebDataset)   a member .txt; of a sample (KEY.*)   the whole file
-                                                without one, .json's field
+    kind        files                         a document is                              a range is
+    text        .txt, Python's own .py files  the whole file                             the whole file
+    lines       .txt, `text_documents: line`  a line without its line end                bytes [start, end)
+    jsonl       .jsonl, .ndjson               the object of a line: its `text_field`,    bytes [start, end)
+                                              or as `data.records` describes
+    json        .json                         an object of the array, or of the file     bytes [start, end)
+    csv, tsv    .csv, .tsv                    the column `text_field` of a row           the whole file
+    parquet     .parquet                      the column `text_field` of a row           row groups [start, end)
+    arrow       .arrow (Hugging Face)         the column `text_field` of a row           the whole file
+    tar         .tar, .tar.gz (WebDataset)    a .txt member, or the field of a .json     the whole file
 
-All but Parquet and Arrow may be compressed (.gz, .zst, .bz2, .xz); then a piece is the whole file. The name tells how a
-file is planned, its content how it is read: if a file with pieces turns out to be compressed, or to be one JSON array,
-the piece from byte 0 on has all of its documents and the other pieces have none.
+The file name decides how a file is split into ranges. Its content decides how it is read: if a file of several ranges
+turns out to be compressed, or to be one JSON array, the range from byte 0 has all documents and the others have none.
 
-A byte range stands for the lines that *start* in it, so that any cut of a file gives each line once.
-
-Text is taken as it stands: strict UTF-8, no translation of line ends, nothing stripped but a byte order mark at the
-beginning of a file. Empty documents and blank lines are no documents: they are neither used nor counted.
-
-A line, row or member has a bound, and so has a JSON object (data_prep/documents.py). What exceeds it is rejected
-as a document, without holding it in memory: a small compressed file may have lines of any length.
-
-
-Files whose records are objects: JSON Lines, JSON (an array of objects, or objects one after another), CSV and TSV.
-
-Each reader gives, record by record, the line where it begins (of JSON: the number of the value) and the object, or the
-reason why there is none. Files are read in blocks: memory depends on the longest record, not on the file.
-
-
-Containers of rows: Arrow's record batches, and the members of a tar; of text, and of tokens (data_prep/tokens).
-
-`data.filter: MODULE:FUNCTION`: a Python function of the user's own that says which documents are taken.
-
-    def keep(document: dict) -> bool:      the object of a line of .jsonl; of other formats {data.text_field: text}
-        return len(document["text"]) > 200
-
-It is called with each document that has text, maybe more than once, so it must say the same again. The module is one
-file, beside the config file or on Python's path. `prepare` copies it to `data/filter.py`, which the tasks run, and
-whose hash is part of what the shards are made from: a function that changed gives new shards, never mixed ones.
+Text is strict UTF-8 and used unchanged, except that a byte order mark at the start of a file is removed.
 """
 
 from __future__ import annotations
@@ -64,7 +37,7 @@ from itertools import chain, groupby
 from pathlib import Path
 from tarfile import HeaderError, ReadError
 from textwrap import shorten
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, cast
 
 from data_prep.file_type import (
     BOM,
@@ -82,115 +55,143 @@ from pipeline.base.command import format_command
 from pipeline.base.errors import InputError, UserError
 from pipeline.base.files import translate_read_errors
 
-_LARGEST_SAMPLE = 1 << 28  # bytes of the members of one sample in a tar
+if TYPE_CHECKING:
+    import pyarrow
+    import pyarrow.parquet
+
+MAX_DOCUMENT_BYTES = 1 << 26
+"""Maximum size of a document or line. Tokenizing takes about 140 bytes of memory per byte (measured up to 32 MB)."""
+MAX_JSON_VALUES = 1 << 22
+"""Maximum number of names and values in one JSON object. Each takes up to 240 bytes of memory."""
+MAX_JSON_DEPTH = 100
+"""Maximum nesting of arrays and objects in a JSON object. Python's own limit depends on the depth of the call stack."""
+MAX_COMPRESSION_RATIO = 1 << 14
+"""An array that is this many times larger than what is stored of it is damaged. Deflate reaches 1032
+(zlib.net/zlib_tech.html)."""
+_BLOCK_BYTES = 1 << 20
+"""Bytes that are read at once."""
+
+
+# -- inputs ----------------------------------------------------------------------------------------------
 
 
 class InputFormat(NamedTuple):
-    """What a file is by its name, and how it is planned."""
+    """The format of a file by its name, and how the file is split into ranges."""
 
     kind: str
-    """How it is read, see above."""
+    """How the file is read; see the table above."""
     splits: bool = False
-    """Whether any byte range of a file is a piece; else the whole file is one."""
+    """Whether any range of bytes is an input range. Otherwise the whole file is one."""
     expansion: int = 1
-    """Bytes of text for each byte of a file: rough, but only the balance between units depends on it."""
+    """Estimated bytes of text per byte of the file. Only the balance between work units depends on it."""
 
 
 def compressed_format(kind: str, ending: str) -> str:
-    """Return the name of the format of a kind's compressed files, such as `csv.gz`."""
-    return {"jsonl.gz": "gzip", "jsonl.zst": "zstd"}.get(kind + ending, kind + ending)  # as old folders name them
+    """Return the name of the format of compressed files of a kind, such as `csv.gz`."""
+    return {"jsonl.gz": "gzip", "jsonl.zst": "zstd"}.get(kind + ending, kind + ending)  # names in older data folders
 
 
-_KINDS = {
+_KIND_ENDINGS = {
     "text": [".txt"],
     "jsonl": [".jsonl", ".ndjson"],
     "json": [".json"],
     "csv": [".csv"],
     "tsv": [".tsv"],
 }
-"""The kinds whose files may be compressed, and their endings."""
-FORMATS = {kind: InputFormat(kind, splits=kind in ("lines", "jsonl", "json")) for kind in (*_KINDS, "lines")}
+"""File name endings of the kinds whose files may be compressed."""
+FORMATS = {kind: InputFormat(kind, splits=kind in ("lines", "jsonl", "json")) for kind in (*_KIND_ENDINGS, "lines")}
 FORMATS |= {
     compressed_format(kind, ending): InputFormat(kind, expansion=expansion)
-    for kind in (*_KINDS, "lines")
+    for kind in (*_KIND_ENDINGS, "lines")
     for ending, expansion in COMPRESSIONS.items()
 }
 FORMATS |= {kind: InputFormat(kind) for kind in ("parquet", "arrow", "tar")}
-"""The formats of inputs, by the names that `units.json` has for them."""
-ENDINGS = {ending: kind for kind, endings in _KINDS.items() for ending in endings}
+"""The formats by their names in `units.json`."""
+ENDINGS = {ending: kind for kind, endings in _KIND_ENDINGS.items() for ending in endings}
 ENDINGS |= {
-    ending + packed: compressed_format(kind, packed)
-    for kind, endings in _KINDS.items()
+    ending + compression: compressed_format(kind, compression)
+    for kind, endings in _KIND_ENDINGS.items()
     for ending in endings
-    for packed in COMPRESSIONS
+    for compression in COMPRESSIONS
 }
 ENDINGS |= {".parquet": "parquet", ".pq": "parquet", ".arrow": "arrow", ".feather": "arrow", ".tgz": "tar"}
 ENDINGS |= {f".tar{ending}": "tar" for ending in ("", *COMPRESSIONS)}
-"""What the files of an ending are; a .txt file may also be `lines`."""
+"""The format of each file name ending. A .txt file may also have the format `lines`."""
 
 
 class Input(NamedTuple):
-    """One input file as it was when it was listed: absolute path, size in bytes, time in ns, format (see above), and
-    path, size and time of what else is read with it: an index."""
+    """An input file as it was when `prepare` listed it."""
 
     path: str
+    """Absolute path."""
     size: int
+    """Size in bytes."""
     mtime_ns: int
+    """Modification time in nanoseconds."""
     format: str
-    beside: Sequence[Sequence[Any]] = []
+    """A name in `FORMATS`, or the format of a file of tokens or samples."""
+    index_files: Sequence[Sequence[Any]] = []
+    """Path, size and modification time of files that are read together with this one, such as an index."""
 
     @property
     def splits(self) -> bool:
-        """Whether any byte range of the file is a piece."""
+        """Whether any range of bytes is an input range."""
         return FORMATS[self.format].splits
 
     @property
     def text_bytes(self) -> int:
-        """About how many bytes of text it holds."""
+        """Estimated bytes of text in the file."""
         return self.size * FORMATS[self.format].expansion
 
-    def problem(self) -> str | None:
-        """How the file, or what is beside it, differs from what was seen, and the way out; None when it does not."""
-        out = f"put it back, or go on with what there is now: `{format_command('resume', 'RUN')}`"
-        for path, *was in ((self.path, self.size, self.mtime_ns), *self.beside):
+    def find_problem(self) -> str | None:
+        """Return how the file or one of its index files has changed and what to do; None if they are unchanged."""
+        advice = (
+            f"restore the file, or prepare the data again from the present files: {format_command('resume', 'RUN')}"
+        )
+        for path, *recorded in ((self.path, self.size, self.mtime_ns), *self.index_files):
             try:
-                found = os.stat(path)
+                status = os.stat(path)
             except FileNotFoundError:
-                return f"input {path} is gone since it was prepared: {out}"
-            if [found.st_size, found.st_mtime_ns] != was:
-                return f"input {path} has changed since it was prepared: {out}"
+                return f"input {path} has been removed since it was prepared: {advice}"
+            if [status.st_size, status.st_mtime_ns] != recorded:
+                return f"input {path} has changed since it was prepared: {advice}"
         return None
 
     def check(self) -> None:
-        """Raise InputError, naming the file, when it is not what was seen."""
-        if problem := self.problem():
+        """Raise InputError, naming the file, if it has changed."""
+        if problem := self.find_problem():
             raise InputError("data.input_changed", problem)
 
+
+# -- documents -------------------------------------------------------------------------------------------
 
 Spans = tuple[tuple[int, int], ...]
 
 
 class Document(NamedTuple):
-    """One line, row or whole file: its text, or the reason why there is none."""
+    """A line, row or whole file: its text, or the reason why it is rejected."""
 
     line: int
-    """Line (parquet: row) within the piece, from 1. Of an unreadable whole file: where the bad byte stands."""
+    """Line (for Parquet: row) within the input range, from 1. For a whole file: the line of the first invalid byte."""
     text: str
-    """The text; empty for a blank line or a rejected document."""
+    """The text; empty for a blank line and for a rejected document."""
     reason: str | None = None
-    """Why the document is rejected."""
+    """Why the document is rejected; None if it is not."""
     learned: Spans = ()
-    """Of a record, the characters [start, end) that are learned; of a text, all are."""
+    """For a record (`data.records`): the character spans [start, end) that contribute to the loss. For text: unused."""
 
 
 FILTERED = "left out by data.filter"
-"""The reason that is no fault of the document's."""
-
+"""The `reason` of a document that the user's filter excluded. Such a document does not count as unreadable."""
 
 Record = tuple[str, Spans]
-"""The text that a line's object comes to, and what is learned of it."""
+"""The text of a record such as a dialogue, and the spans of it that contribute to the loss."""
 RecordReader = Callable[[dict[str, Any]], Record]
-"""From a line's object; raises Rejected for one that is no such record."""
+"""Makes the record from the object of a line. Raises RejectedError if the object has another form."""
+
+
+class RejectedError(ValueError):
+    """Why a line or row has no document."""
 
 
 def read_documents(
@@ -198,379 +199,198 @@ def read_documents(
     start: int,
     end: int,
     text_field: str,
-    read: RecordReader | None = None,
-    keep: DocumentFilter | None = None,
+    read_record: RecordReader | None = None,
+    keeps: DocumentFilter | None = None,
 ) -> Iterator[Document]:
-    """One :class:`Document` for each line, row or file of the piece, in order; blank ones too (text "").
+    """Yield a :class:`Document` for each line, row or file of an input range, in order. Blank lines have empty text.
 
-    read: makes a record of a line's object, where lines hold more than text. keep: the user's filter; what it leaves
-    out has the reason FILTERED. Raises UserError naming the file when it cannot be read at all, and where `keep` fails.
+    Args:
+        source: the file.
+        start, end: the range, in bytes or row groups. It contains the lines that start in [start, end), so every way
+            to split a file yields each line once.
+        text_field: `data.text_field`.
+        read_record: makes a record of an object, if objects have more than one text.
+        keeps: the user's filter. What it excludes is yielded with the reason `FILTERED`.
+
+    Raises UserError, naming the file, if it cannot be read at all or `keeps` fails.
     """
     line = 0
     with translate_read_errors(source.path):
         try:
-            for document in _read(source, start, end, text_field, read, keep):
+            for document in _read_unchecked(source, start, end, text_field, read_record, keeps):
                 line = document.line
                 yield document
         except FilterError as error:
-            place = f"record {line + 1}" + (f" of those from {start:,} on" if start else "")
-            raise UserError("data.filter_failed", f"data.filter: {source.path}, {place}: {error}") from error
-
-
-def _read(
-    source: Input, start: int, end: int, field: str, read: RecordReader | None, keep: DocumentFilter | None
-) -> Iterator[Document]:
-    kind, packed = FORMATS[source.format].kind, FORMATS[source.format].expansion > 1
-    if kind in OBJECT_KINDS:
-        plain = read or (lambda value: (get_text_field(value, field), ()))
-
-        def kept(value: dict[str, Any]) -> Record:
-            found = plain(value)
-            if keep is not None and found[0] and not keep(value):
-                raise RejectedError(FILTERED)
-            return found
-
-        records = read_objects(source.path, start, end, kind, field if read is None else None, packed)
-        yield from (Document(line, "") if found is None else _document(line, found, kept) for line, found in records)
-        return
-    if kind in ("text", "lines"):
-        documents = (_text_documents if kind == "text" else _line_documents)(source.path, start, end, packed)
-    else:
-        documents = _READERS[kind](source.path, start, end, field)
-    for document in documents:
-        left_out = keep is not None and document.text and not keep({field: document.text})
-        yield document._replace(text="", reason=FILTERED) if left_out else document
+            position = f"record {line + 1}" + (f" after byte {start:,}" if start else "")
+            raise UserError("data.filter_failed", f"data.filter: {source.path}, {position}: {error}") from error
 
 
 OBJECT_KINDS = ("jsonl", "json", "csv", "tsv")
-"""Kinds whose records are objects (data_prep/documents.py)."""
+"""The kinds whose records are objects."""
 
 
-def _document(line: int, found: Any, text_of: Callable[[Any], str | Record]) -> Document:
-    """The document in what stands in a line; `text_of` and `found` say why there is none."""
+def _read_unchecked(
+    source: Input, start: int, end: int, field: str, read_record: RecordReader | None, keeps: DocumentFilter | None
+) -> Iterator[Document]:
+    """Do the work of `read_documents`, without translating errors."""
+    kind = FORMATS[source.format].kind
+    has_compressed_name = FORMATS[source.format].expansion > 1
+    if kind in OBJECT_KINDS:
+
+        def make_record(value: dict[str, Any]) -> Record:
+            record = read_record(value) if read_record else (get_text_field(value, field), ())
+            if keeps is not None and record[0] and not keeps(value):
+                raise RejectedError(FILTERED)
+            return record
+
+        required_column = field if read_record is None else None
+        for line, result in read_objects(source.path, start, end, kind, required_column, has_compressed_name):
+            yield Document(line, "") if result is None else _make_document(line, result, make_record)
+        return
+    if kind == "text":
+        documents = _read_text_file(source.path, has_compressed_name)
+    elif kind == "lines":
+        documents = _read_text_lines(source.path, start, end, has_compressed_name)
+    elif kind == "parquet":
+        documents = _read_parquet(source.path, start, end, field)
+    elif kind == "arrow":
+        documents = _read_arrow(source.path, field)
+    else:
+        documents = _read_tar(source.path, field)
+    for document in documents:
+        is_filtered = keeps is not None and document.text and not keeps({field: document.text})
+        yield document._replace(text="", reason=FILTERED) if is_filtered else document
+
+
+def _make_document(line: int, content: Any, extract: Callable[[Any], str | Record]) -> Document:
+    """Return the document of a line or row.
+
+    Args:
+        content: the line or row, or the exception that says why it could not be read.
+        extract: returns its text or record. Raises RejectedError or UnicodeDecodeError if there is none.
+    """
     try:
-        if isinstance(found, Exception):
-            raise found
-        made = text_of(found)
-        text, learned = (made, ()) if isinstance(made, str) else made
+        if isinstance(content, Exception):
+            raise content
+        extracted = extract(content)
+        text, learned = (extracted, ()) if isinstance(extracted, str) else extracted
         return Document(line, text, learned=learned)
     except UnicodeDecodeError as error:
-        return Document(line, "", _bad_byte(error))
+        return Document(line, "", _describe_invalid_byte(error))
     except RejectedError as error:
         return Document(line, "", str(error))
 
 
-def _documents(contents: Iterable[Any], text_of: Callable[[Any], str | Record]) -> Iterator[Document]:
-    """A document for each line or row; `text_of` raises Rejected or UnicodeDecodeError where there is none."""
-    return (_document(number, content, text_of) for number, content in enumerate(contents, 1))
+def _number_documents(contents: Iterable[Any], extract: Callable[[Any], str | Record]) -> Iterator[Document]:
+    """Yield the document of each line or row, numbered from 1."""
+    return (_make_document(number, content, extract) for number, content in enumerate(contents, 1))
 
 
-def _bad_byte(error: UnicodeDecodeError) -> str:
+def _describe_invalid_byte(error: UnicodeDecodeError) -> str:
     return f"invalid UTF-8: byte 0x{error.object[error.start]:02x} at byte {error.start}"
 
 
-def _text_documents(path: str, start: int, end: int, packed: bool) -> Iterator[Document]:
+def describe_too_long() -> str:
+    """Return the reason to reject a document or line that is too long."""
+    return f"longer than {MAX_DOCUMENT_BYTES:,} bytes, the most that a document may have"
+
+
+def get_field(value: Mapping[str, Any], field: str) -> Any:
+    """Return the value of a field of an object. Raises RejectedError if there is no such field.
+
+    `a.b` is the field `a.b` if there is one, otherwise field `b` of the object in field `a`.
+    """
+    current: Any = value
+    for name in [field] if field in value else field.split("."):
+        if not isinstance(current, Mapping) or name not in current:
+            raise RejectedError(f"no field {field!r}; there are {shorten(', '.join(map(repr, value)), 200) or 'none'}")
+        current = current[name]
+    return current
+
+
+def get_text_field(value: Mapping[str, Any], field: str) -> str:
+    """Return the text in a field of an object. Raises RejectedError if there is none."""
+    text = get_field(value, field)
+    if not isinstance(text, str):
+        raise RejectedError(f"field {field!r} is not a string but {type(text).__name__}")
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # JSON's \ud800 is only half a character
+        raise RejectedError(f"field {field!r} contains a lone surrogate") from None
+    return text
+
+
+# -- text files ------------------------------------------------------------------------------------------
+
+
+def _read_text_file(path: str, has_compressed_name: bool) -> Iterator[Document]:
+    """Yield the one document of a text file."""
     with open_decompressed(path) as (stream, head, compression):
-        check_compression(path, head, compression, packed)
+        check_compression(path, head, compression, has_compressed_name)
         content = head if len(head) < HEAD_BYTES else stream.read(MAX_DOCUMENT_BYTES + 1)
     if len(content) > MAX_DOCUMENT_BYTES:
-        yield Document(1, "", f"{describe_too_long()}: set data.text_documents: line, or cut it into files")
+        yield Document(1, "", f"{describe_too_long()}: set data.text_documents: line, or split it into files")
         return
     content = content.removeprefix(BOM)
     try:
         yield Document(1, content.decode())
     except UnicodeDecodeError as error:
-        reason = _bad_byte(error)
-        if known := detect_binary_format(head):
-            reason = f"no text, but what seems to be {FileType(known, compression)}"
+        reason = _describe_invalid_byte(error)
+        if binary_format := detect_binary_format(head):
+            reason = f"not text; it seems to be {FileType(binary_format, compression)}"
         if head.startswith(UTF16):
             reason = UTF16_HINT
         yield Document(content.count(b"\n", 0, error.start) + 1, "", reason)
 
 
-def _line_documents(path: str, start: int, end: int, packed: bool) -> Iterator[Document]:
+def _read_text_lines(path: str, start: int, end: int, has_compressed_name: bool) -> Iterator[Document]:
+    """Yield a document for each line that starts in [start, end)."""
     with open_decompressed(path) as (stream, head, compression):
-        check_compression(path, head, compression, packed)
+        check_compression(path, head, compression, has_compressed_name)
         check_text(path, head, compression)
-        yield from _documents(read_lines(stream, start, end, compression), _line_text)
+        yield from _number_documents(read_lines(stream, start, end, compression), _decode_line)
 
 
-def _line_text(line: bytes | None) -> str:
+def _decode_line(line: bytes | None) -> str:
+    """Return the text of a line without its line end. `line` is None if it is too long."""
     if line is None:
         raise RejectedError(describe_too_long())
     return line.removesuffix(b"\n").removesuffix(b"\r").decode()
 
 
-def get_field(value: Mapping[str, Any], field: str) -> Any:
-    """Return what is in a field of an object; `a.b` is field `b` of the object in field `a`, unless there is a field
-    `a.b`. Raises Rejected if there is no such field."""
-    found: Any = value
-    for name in [field] if field in value else field.split("."):
-        if not isinstance(found, Mapping) or name not in found:
-            raise RejectedError(f"no field {field!r}; there are {shorten(', '.join(map(repr, value)), 200) or 'none'}")
-        found = found[name]
-    return found
-
-
-def get_text_field(value: Mapping[str, Any], field: str) -> str:
-    """Return the text in a field of an object. Raises Rejected if there is none."""
-    text = get_field(value, field)
-    if not isinstance(text, str):
-        raise RejectedError(f"field {field!r} is no string but {type(text).__name__}")
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # JSON's \ud800 can name half a character
-        raise RejectedError(f"field {field!r} holds a lone surrogate") from None
-    return text
-
-
-def _parquet(path: str, column: str) -> Any:
-    """An open parquet file that has the text column. Raises UserError naming the file otherwise."""
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
+def check_compression(path: str, head: bytes, compression: str | None, has_compressed_name: bool) -> None:
+    """Raise UserError if a file has the name of a compressed file, but is neither compressed nor text."""
+    if has_compressed_name and compression is None and not is_text(head):
         raise UserError(
-            "data.missing_package", f"{path}: .parquet needs the package pyarrow: pip install pyarrow"
-        ) from None
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-    except pyarrow.ArrowException as error:
-        raise UserError("data.damaged_file", f"cannot read {path}: {error}") from error
-    _column(path, file.schema_arrow, column)
-    return file
-
-
-def _column(path: str, schema: Any, column: str) -> list[str]:
-    """Return the names that lead to a column of text, from the outer to the inner one: `a.b` is `b` in the struct `a`.
-
-    Raises UserError naming the file if there is no such column, or it holds no text.
-    """
-    from pyarrow import types
-
-    names = [column] if column in schema.names else column.split(".")
-    kind: Any = None
-    for number, name in enumerate(names):
-        inside = {one.name: one.type for one in (schema if number == 0 else kind)}
-        if name not in inside:
-            there = ", ".join(inside)
-            part = ".".join(names[:number])
-            raise UserError(
-                "data.no_column",
-                f"{path}: no column {column!r} (data.text_field); there are {there}" + (f" in {part}" if part else ""),
-            )
-        kind = inside[name]
-        if number + 1 < len(names) and not types.is_struct(kind):
-            outer = ".".join(names[: number + 1])
-            raise UserError(
-                "data.wrong_column_type",
-                f"{path}: column {outer!r} holds {kind}, which has no fields (data.text_field: {column})",
-            )
-    value = kind.value_type if types.is_dictionary(kind) else kind
-    if str(value) not in _TEXTS:
-        has_fields = types.is_struct(kind) and kind.num_fields
-        out = f": name one of its fields, such as {column}.{kind[0].name}" if has_fields else ""
-        raise UserError(
-            "data.wrong_column_type", f"{path}: column {column!r} (data.text_field) holds {kind}, not text{out}"
+            "data.damaged_file", f"cannot read {path}: it is damaged, or not compressed although its name says so"
         )
-    return names
-
-
-_TEXTS = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
-"""Arrow's types of text. Binary ones: Arrow does not check that a column of strings holds UTF-8."""
-
-
-def _as_bytes(batch: Any, names: Sequence[str]) -> list[bytes | None]:
-    """The texts of a batch's column, as bytes: one bad row must not take its whole batch along."""
-    import pyarrow
-    import pyarrow.compute
-
-    column = batch.column(batch.schema.names.index(names[0]))
-    if len(names) > 1:
-        column = pyarrow.compute.struct_field(column, names[1:])
-    if pyarrow.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
-    found: list[bytes | None] = column.cast(pyarrow.large_binary()).to_pylist()
-    return found
-
-
-def read_row_group_sizes(path: str, column: str) -> list[int]:
-    """Bytes of text in each row group, uncompressed. Raises UserError for what is no parquet file with the column."""
-    with translate_read_errors(path), _parquet(path, column) as file:
-        groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
-        if file.metadata.num_columns != len(file.schema_arrow.names):  # nested columns: leaves are not columns
-            return [group.total_byte_size for group in groups]
-        place = file.schema_arrow.names.index(_column(path, file.schema_arrow, column)[0])
-        return [group.column(place).total_uncompressed_size for group in groups]
-
-
-def _parquet_documents(path: str, start: int, end: int, column: str) -> Iterator[Document]:
-    import pyarrow
-
-    with _parquet(path, column) as file:
-        names = _column(path, file.schema_arrow, column)
-        batches = file.iter_batches(batch_size=1024, row_groups=list(range(start, end)), columns=[column])
-        try:
-            yield from _row_documents(batches, names)
-        except pyarrow.ArrowException as error:
-            raise UserError("data.damaged_file", f"cannot read {path}: {error}") from error
-
-
-def _row_documents(batches: Iterable[Any], names: Sequence[str]) -> Iterator[Document]:
-    """The documents of the column with these names, batch by batch."""
-    null = RejectedError(f"field {'.'.join(names)!r} is null")
-    rows = (null if row is None else row for batch in batches for row in _as_bytes(batch, names))
-    return _documents(rows, _text_of)
-
-
-def _text_of(content: bytes | None) -> str:
-    """The text of a row, or of a tar's member that is None if it is too long."""
-    if content is None or len(content) > MAX_DOCUMENT_BYTES:
-        raise RejectedError(describe_too_long())
-    return content.decode()
-
-
-def _arrow_documents(path: str, start: int, end: int, column: str) -> Iterator[Document]:
-    schema, batches = read_arrow_batches(path)
-    yield from _row_documents(batches, _column(path, schema, column))
-
-
-def _tar_documents(path: str, start: int, end: int, field: str) -> Iterator[Document]:
-    number = 0
-    members = read_tar_members(path, (".txt", ".json"), MAX_DOCUMENT_BYTES)
-    for key, same in groupby(members, lambda member: _sample_of(member[0])):
-        texts: list[bytes | None] = []
-        values: list[bytes | None] = []
-        size = 0
-        for name, content in same:
-            (texts if name.endswith(".txt") else values).append(content and content.removeprefix(BOM))
-            if (size := size + len(content or b"")) > _LARGEST_SAMPLE:
-                raise UserError(
-                    "data.too_large",
-                    f"{path}: the members of sample {key!r} have more than {_LARGEST_SAMPLE:,} bytes: give samples "
-                    "different names, or fewer members",
-                )
-        if texts:
-            documents = _documents(texts, _text_of)
-        else:
-            documents = _documents(
-                map(parse_object, values), lambda value: "" if value is None else get_text_field(value, field)
-            )
-        for one in documents:
-            yield one._replace(line=(number := number + 1))
-
-
-def _sample_of(name: str) -> str:
-    """The key of a WebDataset's sample: a member's name up to the first dot behind its folder."""
-    folder, slash, base = name.rpartition("/")
-    return folder + slash + base.partition(".")[0]
-
-
-_READERS: dict[str, Callable[[str, int, int, str], Iterator[Document]]] = {
-    "parquet": _parquet_documents,
-    "arrow": _arrow_documents,
-    "tar": _tar_documents,
-}
-"""The documents of a piece [start, end) of the file at a path, by `text_field`."""
-
-
-MAX_DOCUMENT_BYTES = 1 << 26
-"""Bytes of one document: each takes some 140 of memory to tokenise (measured up to 32 MB). Also of one line."""
-MAX_JSON_VALUES = 1 << 22
-"""Names and values in one JSON object: each takes up to 240 bytes of memory."""
-MAX_JSON_DEPTH = 100
-"""Arrays and objects within each other in one JSON object. Python's own limit depends on who calls."""
-_TOO_DEEP = f"JSON that nests more than {MAX_JSON_DEPTH} deep"
-_NESTS = (dict, list)
-_STRING = re.compile('"[^"]*"')
-_BLOCK = 1 << 20
-_JSON_SPACE = " \t\r\n"  # RFC 8259, section 2
-_DECODER = json.JSONDecoder()
-_SPACES = re.compile(r"[ \t\r\n]*")
-_DELIMITERS = {"csv": ",;\t|", "tsv": "\t"}
-Found = dict[str, Any] | Exception | None
-"""An object; the exception that says why there is none; None for a blank line."""
-
-
-class RejectedError(ValueError):
-    """Why there is no document in a line or row."""
-
-
-class ObjectRecord(NamedTuple):
-    """One line, value or row."""
-
-    line: int
-    found: Found
-
-
-def read_objects(
-    path: str, start: int, end: int, kind: str, field: str | None, packed: bool = False
-) -> Iterator[ObjectRecord]:
-    """Yield the records of a piece [start, end) of a file.
-
-    kind: `jsonl`, `json`, `csv` or `tsv`. A plain file of JSON Lines has a piece for any range of bytes; of every other
-    file the piece from byte 0 on has all records, and other pieces have none. field: a column that a CSV must have.
-    packed: the name says that the file is compressed.
-
-    Raises UserError naming the file for content of another kind, for a record that is too long, and for a file that
-    ends within a record.
-    """
-    with open_decompressed(path) as (stream, head, compression):
-        check_compression(path, head, compression, packed)
-        check_text(path, head, compression)
-        if packed and compression is None and head and kind in ("jsonl", "json") and detect_json_kind(head) is None:
-            raise UserError(
-                "data.damaged_file", f"cannot read {path}: it is not compressed, as its name says, and no JSON"
-            )
-        if kind in _DELIMITERS:
-            if start == 0:
-                yield from _csv_rows(path, stream, _DELIMITERS[kind], field)
-        elif is_json_lines(head, kind):
-            for number, line in enumerate(read_lines(stream, start, end, compression), 1):
-                yield ObjectRecord(number, parse_object(line))
-        elif start == 0:
-            yield from _json_values(path, stream)
-
-
-def check_compression(path: str, head: bytes, compression: str | None, packed: bool) -> None:
-    """Raise UserError if a file that is called compressed (`packed`) is not, and no text either: it may be damaged."""
-    if packed and compression is None and not is_text(head):
-        raise UserError("data.damaged_file", f"cannot read {path}: it is damaged, or not compressed as its name says")
 
 
 def check_text(path: str, head: bytes, compression: str | None) -> None:
-    """Raise UserError if these first bytes are of a binary format, or of UTF-16."""
+    """Raise UserError if the first bytes of a file are those of a binary format or of UTF-16."""
     if head.startswith(UTF16):
         raise UserError("data.wrong_encoding", f"cannot read {path}: it is {UTF16_HINT}")
-    if known := detect_binary_format(head):
-        found = FileType(known, compression)
+    if binary_format := detect_binary_format(head):
+        found = FileType(binary_format, compression)
         raise UserError(
             "data.wrong_format", f"cannot read {path}: it seems to be {found}, not text: rename it, or set data.format"
         )
 
 
-def is_json_lines(head: bytes, kind: str) -> bool:
-    """Return whether a file that is named like JSON Lines (kind `jsonl`) or JSON (`json`) holds an object a line."""
-    return detect_json_kind(head) == "JSON Lines" if kind == "json" else detect_json_kind(head) != "JSON"
-
-
-def describe_too_long() -> str:
-    """Return the reason to reject what is longer than a document may be."""
-    return f"longer than {MAX_DOCUMENT_BYTES:,} bytes, the most that a document may have"
-
-
 def read_lines(stream: BinaryIO, start: int, end: int, compression: str | None) -> Iterator[bytes | None]:
-    """Yield the lines that start at bytes [start, end) of a plain file, each with its line end; None for a long one.
+    """Yield the lines that start at bytes [start, end) of an uncompressed file, with their line ends.
 
-    A byte order mark is left out. Of a compressed stream yield all lines if `start` is 0, otherwise none.
+    A line that is longer than `MAX_DOCUMENT_BYTES` is yielded as None. A byte order mark is removed. Of a compressed
+    stream, yield all lines if `start` is 0, otherwise none.
     """
     if compression:
         if start > 0:
             return
         end = sys.maxsize
     elif start > 0:
+        # Skip the rest of a line that started before `start`. If none did, this skips only the "\n" before `start`.
         stream.seek(start - 1)
-        start += _skip_line(stream) - 1  # the rest of a line that started before; just its "\n" if none did
+        start += _skip_line(stream) - 1
     while start < end and (line := stream.readline(MAX_DOCUMENT_BYTES + 1)):
         length = len(line)
         if length > MAX_DOCUMENT_BYTES and not line.endswith(b"\n"):
@@ -582,113 +402,209 @@ def read_lines(stream: BinaryIO, start: int, end: int, compression: str | None) 
 
 
 def _skip_line(stream: BinaryIO) -> int:
-    """Read to the end of a line; how many bytes that were."""
+    """Read to the end of the line, and return the number of bytes read."""
     length = 0
-    while part := stream.readline(_BLOCK):
+    while part := stream.readline(_BLOCK_BYTES):
         length += len(part)
         if part.endswith(b"\n"):
             break
     return length
 
 
+# -- files of objects: JSON Lines, JSON, CSV and TSV -----------------------------------------------------
+#
+# They are read in blocks, so that memory depends on the longest record and not on the file.
+
+Found = dict[str, Any] | Exception | None
+"""An object; the exception that says why there is none; or None for a blank line."""
+
+
+class ObjectRecord(NamedTuple):
+    """A record of a file of objects."""
+
+    line: int
+    """The line where the record begins, from 1. For JSON: the number of the value."""
+    found: Found
+
+
+_DELIMITERS = {"csv": ",;\t|", "tsv": "\t"}
+"""The delimiters that a file of each kind may have."""
+
+
+def read_objects(
+    path: str, start: int, end: int, kind: str, required_column: str | None, has_compressed_name: bool = False
+) -> Iterator[ObjectRecord]:
+    """Yield the records of an input range.
+
+    Args:
+        path: the file.
+        start, end: the range in bytes. Only uncompressed JSON Lines are split. Of any other file the range from byte 0
+            has all records and the others have none.
+        kind: `jsonl`, `json`, `csv` or `tsv`.
+        required_column: a column that a CSV or TSV file must have.
+        has_compressed_name: whether the file name is that of a compressed file.
+
+    Raises UserError, naming the file, if the content is of another kind, a record is too long, or the file ends within
+    a record.
+    """
+    with open_decompressed(path) as (stream, head, compression):
+        check_compression(path, head, compression, has_compressed_name)
+        check_text(path, head, compression)
+        is_json = kind in ("jsonl", "json")
+        if has_compressed_name and compression is None and head and is_json and detect_json_kind(head) is None:
+            raise UserError(
+                "data.damaged_file",
+                f"cannot read {path}: it is not compressed although its name says so, and it is not JSON",
+            )
+        if kind in _DELIMITERS:
+            if start == 0:
+                yield from _read_csv_rows(path, stream, _DELIMITERS[kind], required_column)
+        elif is_json_lines(head, kind):
+            for number, line in enumerate(read_lines(stream, start, end, compression), 1):
+                yield ObjectRecord(number, parse_object(line))
+        elif start == 0:
+            yield from _read_json_values(path, stream)
+
+
+def is_json_lines(head: bytes, kind: str) -> bool:
+    """Return whether a file has one object per line, by its first bytes and the kind that its name says.
+
+    If the bytes do not decide, a file of kind `jsonl` has one object per line and a file of kind `json` has not.
+    """
+    return detect_json_kind(head) == "JSON Lines" if kind == "json" else detect_json_kind(head) != "JSON"
+
+
+_JSON_SPACE = " \t\r\n"  # RFC 8259, section 2
+_TOO_DEEP = f"JSON that nests more than {MAX_JSON_DEPTH} deep"
+
+
 def parse_object(line: bytes | None) -> Found:
-    """Return the JSON object in a line, or in a whole small file; None for a line that is too long."""
+    """Return the JSON object in a line or small file. `line` is None if it is too long."""
     if line is None:
         return RejectedError(describe_too_long())
     try:
         source = line.strip(_JSON_SPACE.encode()).decode()
         if not source:
             return None
-        if len(source) > MAX_JSON_VALUES and _count_values(source) > MAX_JSON_VALUES:
+        if len(source) > MAX_JSON_VALUES and _estimate_value_count(source) > MAX_JSON_VALUES:
             return RejectedError(f"JSON with more than {MAX_JSON_VALUES:,} values")
         return _check_object(json.loads(source))
     except UnicodeDecodeError as error:
         return error
     except (ValueError, RecursionError) as error:
-        return RejectedError(_describe_broken_json(error))
+        return RejectedError(_describe_invalid_json(error))
 
 
-def _describe_broken_json(error: ValueError | RecursionError) -> str:
+def _describe_invalid_json(error: ValueError | RecursionError) -> str:
     return _TOO_DEEP if isinstance(error, RecursionError) else f"broken JSON: {getattr(error, 'msg', error)}"
 
 
 def _check_object(value: Any) -> Found:
+    """Return a parsed value if it is an object that is not nested too deeply, otherwise the reason to reject it."""
     if not isinstance(value, dict):
         return RejectedError(f"not a JSON object but {type(value).__name__}")
     return RejectedError(_TOO_DEEP) if _is_too_deep(value) else value
 
 
-def _count_values(source: str) -> int:
-    """About how many names and values there are in a JSON text, or in its beginning; any number if it is no JSON."""
+_STRING = re.compile('"[^"]*"')
+
+
+def _estimate_value_count(source: str) -> int:
+    """Return about how many names and values a JSON text has. The result is arbitrary if the text is not JSON.
+
+    Returns 0 if there are certainly no more than `MAX_JSON_VALUES`.
+    """
     marks = "[{,:"
-    if sum(map(source.count, marks)) <= MAX_JSON_VALUES:  # those in strings count, too
+    if sum(map(source.count, marks)) <= MAX_JSON_VALUES:  # an upper bound: it includes marks within strings
         return 0
-    plain = _STRING.sub("", source.replace("\\\\", "").replace('\\"', ""))
-    return sum(map(plain.partition('"')[0].count, marks))
+    without_strings = _STRING.sub("", source.replace("\\\\", "").replace('\\"', ""))
+    return sum(map(without_strings.partition('"')[0].count, marks))
 
 
 def _is_too_deep(value: dict[str, Any]) -> bool:
-    level = [one for one in value.values() if isinstance(one, _NESTS)]
+    """Return whether an object is nested deeper than `MAX_JSON_DEPTH`."""
+    containers = (dict, list)
+    level = [one for one in value.values() if isinstance(one, containers)]
     for _ in range(MAX_JSON_DEPTH - 1):
         if not level:
             return False
         children = (child for one in level for child in (one.values() if isinstance(one, dict) else one))
-        level = [child for child in children if isinstance(child, _NESTS)]
+        level = [child for child in children if isinstance(child, containers)]
     return bool(level)
 
 
-class _JsonText:
-    """The text of a stream from a place on, of which more is read as it is needed."""
+_DECODER = json.JSONDecoder()
+_SPACES = re.compile(f"[{_JSON_SPACE}]*")
+
+
+class _JsonReader:
+    """Reads JSON values one after another from a stream of any length.
+
+    `text` is the part of the stream in memory, and `position` is the next character in it.
+    """
 
     def __init__(self, path: str, stream: BinaryIO) -> None:
-        self.path, self.text, self.at, self.ended, self.invalid = path, "", 0, False, False
-        self._stream, self._decoder = stream, codecs.getincrementaldecoder("utf-8-sig")("surrogateescape")
+        self.path = path
+        self.text = ""
+        self.position = 0
+        self.is_at_end = False
+        self.has_invalid_utf8 = False
+        self._stream = stream
+        self._decoder = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape")
 
-    def more(self, least: int = 0) -> bool:
-        """Read a block more, or `least` bytes, and forget what lies before `at`; False at the end of the stream."""
-        if self.ended:
+    def read_more(self, min_bytes: int = 0) -> bool:
+        """Read another block of at least `min_bytes`, and drop the text before `position`. Return False at the end."""
+        if self.is_at_end:
             return False
-        count = max(_BLOCK, least)
+        count = max(_BLOCK_BYTES, min_bytes)
         block = self._stream.read(count)
-        self.ended = len(block) < count
-        text = self._decoder.decode(block, final=self.ended)
-        self.invalid = self.invalid or not (text.isascii() or _is_unicode(text))
-        self.text, self.at = self.text[self.at :] + text, 0
+        self.is_at_end = len(block) < count
+        text = self._decoder.decode(block, final=self.is_at_end)
+        self.has_invalid_utf8 = self.has_invalid_utf8 or not (text.isascii() or _is_encodable(text))
+        self.text = self.text[self.position :] + text
+        self.position = 0
         return True
 
-    def next(self) -> str:
-        """The next character that is no space, "" at the end; `at` is its place."""
+    def skip_spaces(self) -> str:
+        """Move to the next character that is not a space, and return it; "" at the end of the stream."""
         while True:
-            if (place := _SPACES.match(self.text, self.at)) is not None:
-                self.at = place.end()
-            if self.at < len(self.text):
-                return self.text[self.at]
-            if not self.more():
+            if (spaces := _SPACES.match(self.text, self.position)) is not None:
+                self.position = spaces.end()
+            if self.position < len(self.text):
+                return self.text[self.position]
+            if not self.read_more():
                 return ""
 
-    def value(self) -> tuple[Any, str]:
-        """The JSON value at `at`, and its source. Raises ValueError or RecursionError if it is broken."""
+    def read_value(self) -> tuple[Any, str]:
+        """Read the JSON value at `position`.
+
+        Returns: the value, and its source if the stream has invalid UTF-8, otherwise "".
+
+        Raises ValueError or RecursionError if the value is invalid, and UserError if it is too large.
+        """
         while True:
             try:
-                value, end = _DECODER.raw_decode(self.text, self.at)
-                if end < len(self.text) or self.ended:  # a number might go on
-                    source, self.at = self.text[self.at : end] if self.invalid else "", end
+                value, end = _DECODER.raw_decode(self.text, self.position)
+                if end < len(self.text) or self.is_at_end:  # otherwise a number may continue in the next block
+                    source = self.text[self.position : end] if self.has_invalid_utf8 else ""
+                    self.position = end
                     return value, source
             except json.JSONDecodeError as error:
-                cut = error.msg.startswith("Unterminated string") or error.pos > len(self.text) - 16
-                if self.ended or not cut:
+                is_incomplete = error.msg.startswith("Unterminated string") or error.pos > len(self.text) - 16
+                if self.is_at_end or not is_incomplete:
                     raise
-            waiting = len(self.text) - self.at
-            if waiting > MAX_DOCUMENT_BYTES:
+            pending = len(self.text) - self.position
+            if pending > MAX_DOCUMENT_BYTES:
                 raise UserError("data.too_large", f"cannot read {self.path}: a value is {describe_too_long()}")
-            if waiting > MAX_JSON_VALUES and _count_values(self.text[self.at :]) > MAX_JSON_VALUES:
+            if pending > MAX_JSON_VALUES and _estimate_value_count(self.text[self.position :]) > MAX_JSON_VALUES:
                 raise UserError(
                     "data.too_large", f"cannot read {self.path}: a value has more than {MAX_JSON_VALUES:,} values"
                 )
-            self.more(waiting)
+            self.read_more(pending)
 
 
-def _is_unicode(text: str) -> bool:
+def _is_encodable(text: str) -> bool:
+    """Return whether a text can be encoded as UTF-8, which text with replaced invalid bytes cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -696,41 +612,42 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _json_values(path: str, stream: BinaryIO) -> Iterator[ObjectRecord]:
-    """The values of an array, or those of a file that are parted by space alone."""
-    text, number = _JsonText(path, stream), 0
-    is_array = text.next() == "["
-    text.at += is_array
-    if is_array and text.next() == "]":
-        text.at += 1
-        _check_end(text, "the array")
+def _read_json_values(path: str, stream: BinaryIO) -> Iterator[ObjectRecord]:
+    """Yield the values of one array, or the values of a file that are separated by white space only."""
+    reader = _JsonReader(path, stream)
+    number = 0
+    is_array = reader.skip_spaces() == "["
+    reader.position += is_array
+    if is_array and reader.skip_spaces() == "]":
+        reader.position += 1
+        _check_end_of_file(reader, "the array")
         return
-    while text.next():
+    while reader.skip_spaces():
         number += 1
         try:
-            value, source = text.value()
+            value, source = reader.read_value()
         except (ValueError, RecursionError) as error:
-            broken = _describe_broken_json(error)
-            if is_array or number > 1 or not text.ended:
+            problem = _describe_invalid_json(error)
+            if is_array or number > 1 or not reader.is_at_end:
                 raise UserError(
                     "data.damaged_file",
-                    f"cannot read {path}: value {number:,} is {broken}: repair the file. If it has an object in each "
+                    f"cannot read {path}: value {number:,} is {problem}: repair the file. If it has one object per "
                     "line, set data.format: jsonl",
                 ) from error
-            yield ObjectRecord(1, RejectedError(broken))
+            yield ObjectRecord(1, RejectedError(problem))
             return
-        yield ObjectRecord(number, _utf8_error(source) or _check_object(value))
+        yield ObjectRecord(number, _find_utf8_error(source) or _check_object(value))
         if is_array:
-            after = text.next()
-            text.at += 1
-            if after == "]":
-                _check_end(text, "the array")
+            separator = reader.skip_spaces()
+            reader.position += 1
+            if separator == "]":
+                _check_end_of_file(reader, "the array")
                 return
-            if after != ",":
-                what = f"{after!r} follows value {number:,}" if after else f"it ends after value {number:,}"
+            if separator != ",":
+                what = f"{separator!r} follows value {number:,}" if separator else f"it ends after value {number:,}"
                 raise UserError(
                     "data.damaged_file",
-                    f"cannot read {path}: {what} of the array, where ',' or ']' should be: repair the file",
+                    f"cannot read {path}: {what} of the array instead of ',' or ']': repair the file",
                 )
     if is_array:
         raise UserError(
@@ -739,17 +656,18 @@ def _json_values(path: str, stream: BinaryIO) -> Iterator[ObjectRecord]:
         )
 
 
-def _check_end(text: _JsonText, what: str) -> None:
-    if after := text.next():
+def _check_end_of_file(reader: _JsonReader, what: str) -> None:
+    """Raise UserError if anything follows the end of `what`."""
+    if following := reader.skip_spaces():
         raise UserError(
             "data.damaged_file",
-            f"cannot read {text.path}: {after!r} follows the end of {what}: a file is one array of objects, or has an "
-            "object in each line",
+            f"cannot read {reader.path}: {following!r} follows the end of {what}: a file must have one array of "
+            "objects, or one object per line",
         )
 
 
-def _utf8_error(source: str) -> UnicodeDecodeError | None:
-    """The error in the source of a value that is no UTF-8."""
+def _find_utf8_error(source: str) -> UnicodeDecodeError | None:
+    """Return the first UTF-8 error in text that was decoded with `surrogateescape`; None if there is none."""
     try:
         source.encode("utf-8", "surrogateescape").decode()
     except UnicodeDecodeError as error:
@@ -757,39 +675,56 @@ def _utf8_error(source: str) -> UnicodeDecodeError | None:
     return None
 
 
-def _csv_rows(path: str, stream: BinaryIO, delimiters: str, field: str | None) -> Iterator[ObjectRecord]:
-    """The rows of a CSV as objects by its header. Quoted fields may hold line ends."""
-    read = size = 0
+class _CsvLines:
+    """Iterates over the lines of a CSV file, counts them, and limits the size of a row.
 
-    def lines() -> Iterator[str]:
-        nonlocal read, size
-        for line in read_lines(stream, 0, sys.maxsize, None):
-            read += 1
+    A row has several lines if a quoted field contains line ends.
+    """
+
+    def __init__(self, path: str, stream: BinaryIO) -> None:
+        self.path = path
+        self.count = 0
+        self.row_bytes = 0
+        self._lines = read_lines(stream, 0, sys.maxsize, None)
+
+    def __iter__(self) -> Iterator[str]:
+        for line in self._lines:
+            self.count += 1
             if line is None:
-                raise UserError("data.too_large", f"cannot read {path}: line {read:,} is {describe_too_long()}")
-            if (size := size + len(line)) > MAX_DOCUMENT_BYTES + 1:  # with its line end
+                raise UserError(
+                    "data.too_large", f"cannot read {self.path}: line {self.count:,} is {describe_too_long()}"
+                )
+            self.row_bytes += len(line)
+            if self.row_bytes > MAX_DOCUMENT_BYTES + 1:  # 1: the line end
                 raise UserError(
                     "data.too_large",
-                    f"cannot read {path}: the row that goes on in line {read:,} is {describe_too_long()}",
+                    f"cannot read {self.path}: the row that continues in line {self.count:,} is {describe_too_long()}",
                 )
             yield line.decode(errors="surrogateescape")
 
+
+def _read_csv_rows(path: str, stream: BinaryIO, delimiters: str, required_column: str | None) -> Iterator[ObjectRecord]:
+    """Yield the rows of a CSV file as objects with the names of its header.
+
+    The delimiter is the first one of `delimiters` with which the header has the required column.
+    """
+    counter = _CsvLines(path, stream)
+    lines = iter(counter)
     csv.field_size_limit(MAX_DOCUMENT_BYTES)
-    first = next(source := lines(), "")
-    delimiter = next(
-        (one for one in delimiters if field in _csv_header(csv.reader([first], delimiter=one))), delimiters[0]
-    )
-    rows = csv.reader(chain([first], source), delimiter=delimiter, strict=True)
-    header = _csv_header(rows)
-    if field is not None and header.count(field) != 1:
-        what = "no column" if field not in header else "more than one column"
+    first_line = next(lines, "")
+    matching = (one for one in delimiters if required_column in _read_header(csv.reader([first_line], delimiter=one)))
+    rows = csv.reader(chain([first_line], lines), delimiter=next(matching, delimiters[0]), strict=True)
+    header = _read_header(rows)
+    if required_column is not None and header.count(required_column) != 1:
+        what = "no column" if required_column not in header else "more than one column"
         names = shorten(", ".join(map(repr, header)), 200)
         raise UserError(
             "data.no_column",
-            f"{path}: {what} {field!r} (data.text_field) in the first line, which has {names or 'nothing'}",
+            f"{path}: {what} {required_column!r} (data.text_field) in the first line, which has {names or 'nothing'}",
         )
     while True:
-        line, size = read + 1, 0
+        line = counter.count + 1
+        counter.row_bytes = 0
         try:
             row = next(rows, None)
         except csv.Error as error:
@@ -806,49 +741,153 @@ def _csv_rows(path: str, stream: BinaryIO, delimiters: str, field: str | None) -
             continue
         if row is None:
             return
-        yield ObjectRecord(line, _csv_object(header, row))
+        yield ObjectRecord(line, _make_row_object(header, row))
 
 
-def _csv_header(rows: Iterable[list[str]]) -> list[str]:
-    """The names of the columns, by the first row; none if it is broken."""
+def _read_header(rows: Iterable[list[str]]) -> list[str]:
+    """Return the first row; an empty list if there is none or it is invalid."""
     try:
         return next(iter(rows), [])
     except csv.Error:
         return []
 
 
-def _csv_object(header: list[str], row: list[str]) -> Found:
+def _make_row_object(header: list[str], row: list[str]) -> Found:
+    """Return the object of a row of a CSV file."""
     if not row:
         return None
     if len(row) != len(header):
-        return RejectedError(f"{len(row)} fields, where the header has {len(header)}")
+        return RejectedError(f"{len(row)} fields, but the header has {len(header)}")
     for field in row:
-        if not field.isascii() and (error := _utf8_error(field)):
+        if not field.isascii() and (error := _find_utf8_error(field)):
             return error
     return dict(zip(header, row, strict=True))
 
 
-MAX_COMPRESSION_RATIO = 1 << 14
-"""Times that arrays may be as large as what is stored of them: deflate comes to 1032 (zlib.net/zlib_tech.html)."""
-_MAX_MEMBER_BYTES = 1 << 30  # bytes of one member
-_LONGEST_HEADER = 1 << 16
-"""Bytes of one of tar's extended headers (pax, GNU's long names), and of the global ones of an archive together: a long
-path is 4 KiB, an attribute of a file 64 KiB at most."""
-_MOST_HEADERS = 16
-"""Extended headers in front of one member: two as a rule."""
-_EXTENDED = (
-    tarfile.XHDTYPE,
-    tarfile.XGLTYPE,
-    tarfile.SOLARIS_XHDTYPE,
-    tarfile.GNUTYPE_LONGNAME,
-    tarfile.GNUTYPE_LONGLINK,
-)
+# -- tables: Parquet and Arrow ---------------------------------------------------------------------------
+
+_TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
+"""Arrow's types of text. They include binary ones, because Arrow does not check that strings are UTF-8."""
 
 
-def read_arrow_batches(path: str) -> tuple[Any, Iterator[Any]]:
-    """The schema of an Arrow stream or file, and its record batches, one at a time.
+def _open_parquet(path: str, column: str) -> pyarrow.parquet.ParquetFile:
+    """Open a Parquet file. Raises UserError, naming the file, if it does not have the text column."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise UserError(
+            "data.missing_package", f"{path}: .parquet needs the package pyarrow: pip install pyarrow"
+        ) from None
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+    except pyarrow.ArrowException as error:
+        raise UserError("data.damaged_file", f"cannot read {path}: {error}") from error
+    _find_text_column(path, file.schema_arrow, column)
+    return file
 
-    Raises UserError where pyarrow is not there, and for what is no such file.
+
+def _find_text_column(path: str, schema: pyarrow.Schema, column: str) -> list[str]:
+    """Return the path of names to a column of text: `a.b` is field `b` of the struct `a`, unless a column is so named.
+
+    Raises UserError, naming the file, if there is no such column or it does not have text.
+    """
+    from pyarrow import types
+
+    names = [column] if column in schema.names else column.split(".")
+    arrow_type: Any = None
+    for number, name in enumerate(names):
+        fields = {field.name: field.type for field in (schema if number == 0 else arrow_type)}
+        if name not in fields:
+            outer = ".".join(names[:number])
+            raise UserError(
+                "data.no_column",
+                f"{path}: no column {column!r} (data.text_field); there are {', '.join(fields)}"
+                + (f" in {outer}" if outer else ""),
+            )
+        arrow_type = fields[name]
+        if number + 1 < len(names) and not types.is_struct(arrow_type):
+            outer = ".".join(names[: number + 1])
+            raise UserError(
+                "data.wrong_column_type",
+                f"{path}: column {outer!r} has type {arrow_type}, which has no fields (data.text_field: {column})",
+            )
+    value_type = arrow_type.value_type if types.is_dictionary(arrow_type) else arrow_type
+    if str(value_type) not in _TEXT_TYPES:
+        has_fields = types.is_struct(arrow_type) and arrow_type.num_fields
+        advice = f": use one of its fields, such as {column}.{arrow_type[0].name}" if has_fields else ""
+        raise UserError(
+            "data.wrong_column_type",
+            f"{path}: column {column!r} (data.text_field) has type {arrow_type}, not text{advice}",
+        )
+    return names
+
+
+def read_row_group_sizes(path: str, column: str) -> list[int]:
+    """Return the uncompressed bytes of the text column in each row group.
+
+    If the table has nested columns, return the bytes of all columns. Raises UserError if the file is not Parquet or
+    does not have the column.
+    """
+    with translate_read_errors(path), _open_parquet(path, column) as file:
+        groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
+        if file.metadata.num_columns != len(file.schema_arrow.names):  # counts leaves, not columns of the table
+            return [group.total_byte_size for group in groups]
+        index = file.schema_arrow.names.index(_find_text_column(path, file.schema_arrow, column)[0])
+        return [group.column(index).total_uncompressed_size for group in groups]
+
+
+def _read_parquet(path: str, start: int, end: int, column: str) -> Iterator[Document]:
+    """Yield the rows of row groups [start, end)."""
+    import pyarrow
+
+    with _open_parquet(path, column) as file:
+        names = _find_text_column(path, file.schema_arrow, column)
+        batches = file.iter_batches(batch_size=1024, row_groups=list(range(start, end)), columns=[column])
+        try:
+            yield from _read_rows(batches, names)
+        except pyarrow.ArrowException as error:
+            raise UserError("data.damaged_file", f"cannot read {path}: {error}") from error
+
+
+def _read_arrow(path: str, column: str) -> Iterator[Document]:
+    """Yield the rows of an Arrow file."""
+    schema, batches = read_arrow_batches(path)
+    yield from _read_rows(batches, _find_text_column(path, schema, column))
+
+
+def _read_rows(batches: Iterable[pyarrow.RecordBatch], names: Sequence[str]) -> Iterator[Document]:
+    """Yield the documents of the column with this path of names."""
+    null = RejectedError(f"field {'.'.join(names)!r} is null")
+    rows = (null if row is None else row for batch in batches for row in _read_column_bytes(batch, names))
+    return _number_documents(rows, _decode_content)
+
+
+def _read_column_bytes(batch: pyarrow.RecordBatch, names: Sequence[str]) -> list[bytes | None]:
+    """Return a column as bytes, because decoding it as strings would fail for the whole batch if one row is invalid."""
+    import pyarrow
+    import pyarrow.compute
+
+    column = batch.column(batch.schema.names.index(names[0]))
+    if len(names) > 1:
+        column = pyarrow.compute.struct_field(column, names[1:])
+    if pyarrow.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    rows: list[bytes | None] = column.cast(pyarrow.large_binary()).to_pylist()
+    return rows
+
+
+def _decode_content(content: bytes | None) -> str:
+    """Return the text of a row or of a tar member. `content` is None if a member is too long."""
+    if content is None or len(content) > MAX_DOCUMENT_BYTES:
+        raise RejectedError(describe_too_long())
+    return content.decode()
+
+
+def read_arrow_batches(path: str) -> tuple[pyarrow.Schema, Iterator[pyarrow.RecordBatch]]:
+    """Return the schema of an Arrow stream or file, and an iterator over its record batches.
+
+    Raises UserError if pyarrow is not installed or the file cannot be read.
     """
     try:
         import pyarrow
@@ -857,53 +896,117 @@ def read_arrow_batches(path: str) -> tuple[Any, Iterator[Any]]:
             "data.missing_package", f"{path}: Arrow needs the package pyarrow: pip install pyarrow"
         ) from None
 
-    def batches() -> Iterator[Any]:
-        """The schema first."""
+    def read_schema_and_batches() -> Iterator[Any]:
         try:
             file = pyarrow.OSFile(path)
-            whole = file.read(6) == b"ARROW1"  # with an index at its end
+            is_random_access = file.read(6) == b"ARROW1"  # the file format, not the streaming format
             file.seek(0)
-            reader = (pyarrow.ipc.open_file if whole else pyarrow.ipc.open_stream)(file)
-            list(reader.schema.names)  # raises for what is no UTF-8
+            reader = (pyarrow.ipc.open_file if is_random_access else pyarrow.ipc.open_stream)(file)
+            list(reader.schema.names)  # raises if a name is not UTF-8
             yield reader.schema
-            for one in map(reader.get_batch, range(reader.num_record_batches)) if whole else reader:
-                one.validate(full=True)
-                yield one
+            batches = map(reader.get_batch, range(reader.num_record_batches)) if is_random_access else reader
+            for batch in batches:
+                batch.validate(full=True)
+                yield batch
         except (pyarrow.ArrowException, OSError, ValueError, MemoryError, IndexError) as error:
-            raise UserError("data.damaged_file", f"{path} is damaged, or no Arrow that can be read: {error}") from error
+            # MemoryError: a damaged file may claim buffers of any size.
+            raise UserError(
+                "data.damaged_file", f"{path} is damaged, or not an Arrow file that can be read: {error}"
+            ) from error
 
-    found = batches()
-    return next(found), found
+    iterator = read_schema_and_batches()
+    return next(iterator), iterator
+
+
+# -- tar -------------------------------------------------------------------------------------------------
+
+_MAX_SAMPLE_BYTES = 1 << 28
+"""Maximum size of all members of one WebDataset sample."""
+_MAX_MEMBER_BYTES = 1 << 30
+_MAX_HEADER_BYTES = 1 << 16
+"""Maximum size of an extended header (pax, GNU long names), and of all global headers of an archive. A long path has
+4 KiB, an extended attribute of a file at most 64 KiB."""
+_MAX_EXTENDED_HEADERS = 16
+"""Maximum number of extended headers before one member. There are usually at most two."""
+_EXTENDED_TYPES = (
+    tarfile.XHDTYPE,
+    tarfile.XGLTYPE,
+    tarfile.SOLARIS_XHDTYPE,
+    tarfile.GNUTYPE_LONGNAME,
+    tarfile.GNUTYPE_LONGLINK,
+)
+
+
+def _read_tar(path: str, field: str) -> Iterator[Document]:
+    """Yield the documents of the samples of a WebDataset tar.
+
+    They are a sample's .txt members, or, if it has none, the field of its .json members.
+    """
+    number = 0
+    members = read_tar_members(path, (".txt", ".json"), MAX_DOCUMENT_BYTES)
+    for key, sample in groupby(members, lambda member: _get_sample_key(member[0])):
+        texts: list[bytes | None] = []
+        objects: list[bytes | None] = []
+        size = 0
+        for name, content in sample:
+            (texts if name.endswith(".txt") else objects).append(content and content.removeprefix(BOM))
+            size += len(content or b"")
+            if size > _MAX_SAMPLE_BYTES:
+                raise UserError(
+                    "data.too_large",
+                    f"{path}: the members of sample {key!r} have more than {_MAX_SAMPLE_BYTES:,} bytes: give samples "
+                    "different names, or fewer members",
+                )
+        if texts:
+            documents = _number_documents(texts, _decode_content)
+        else:
+            documents = _number_documents(
+                map(parse_object, objects), lambda value: "" if value is None else get_text_field(value, field)
+            )
+        for document in documents:
+            number += 1
+            yield document._replace(line=number)
+
+
+def _get_sample_key(name: str) -> str:
+    """Return the key of a WebDataset sample: the member's path up to the first dot of its file name."""
+    folder, slash, base = name.rpartition("/")
+    return folder + slash + base.partition(".")[0]
 
 
 class _StrictTarInfo(tarfile.TarInfo):
-    """A header. (tarfile takes one that is damaged, or missing at the end, for the end of the archive, and reads one of
-    any length into memory.)"""
+    """A tar header that limits sizes and reports damage.
+
+    tarfile treats a damaged header, or one missing at the end, as the end of the archive. It also reads extended
+    headers of any length into memory.
+    """
 
     @classmethod
     def fromtarfile(cls, tarfile: Any) -> Any:
-        before = getattr(tarfile, "headers_before", 0)  # it calls itself for what follows an extended header
-        if before > _MOST_HEADERS:
-            raise ReadError(f"more than {_MOST_HEADERS} extended headers before one member")
-        tarfile.headers_before = before + 1
+        """Read the next header."""
+        count = getattr(tarfile, "extended_headers", 0)  # the method calls itself after an extended header
+        if count > _MAX_EXTENDED_HEADERS:
+            raise ReadError(f"more than {_MAX_EXTENDED_HEADERS} extended headers before one member")
+        tarfile.extended_headers = count + 1
         try:
-            found = super().fromtarfile(tarfile)
+            header = super().fromtarfile(tarfile)
         except HeaderError as error:
-            if type(error).__name__ == "EOFHeaderError":  # two blocks of zeros
+            if type(error).__name__ == "EOFHeaderError":  # the regular end of an archive: two blocks of zeros
                 raise
             raise ReadError(f"after {tarfile.offset:,} bytes: {error}") from error
         finally:
-            tarfile.headers_before = before
-        if sum(map(len, (*tarfile.pax_headers, *tarfile.pax_headers.values()))) > _LONGEST_HEADER:
-            raise ReadError(f"global headers of more than {_LONGEST_HEADER:,} bytes")
-        return found
+            tarfile.extended_headers = count
+        if sum(map(len, (*tarfile.pax_headers, *tarfile.pax_headers.values()))) > _MAX_HEADER_BYTES:
+            raise ReadError(f"global headers of more than {_MAX_HEADER_BYTES:,} bytes")
+        return header
 
     @classmethod
     def frombuf(cls, buf: Any, encoding: str, errors: str) -> Any:
-        found = super().frombuf(buf, encoding, errors)
-        if found.type in _EXTENDED and not 0 <= found.size <= _LONGEST_HEADER:
-            raise ReadError(f"an extended header of {found.size:,} bytes, more than {_LONGEST_HEADER:,}")
-        return found
+        """Parse a header block."""
+        header = super().frombuf(buf, encoding, errors)
+        if header.type in _EXTENDED_TYPES and not 0 <= header.size <= _MAX_HEADER_BYTES:
+            raise ReadError(f"an extended header of {header.size:,} bytes, more than {_MAX_HEADER_BYTES:,}")
+        return header
 
     def _proc_sparse(self, tarfile: Any) -> Any:
         raise ReadError(f"{self.name} has holes (GNU's sparse format): write the archive without --sparse")
@@ -913,84 +1016,109 @@ class _StrictTarInfo(tarfile.TarInfo):
 
 
 def read_tar_members(
-    path: str, endings: tuple[str, ...], most: int = _MAX_MEMBER_BYTES
+    path: str, endings: tuple[str, ...], max_bytes: int = _MAX_MEMBER_BYTES
 ) -> Iterator[tuple[str, bytes | None]]:
-    """Name and content of each ordinary file with such an ending, in order; no content of one with more than `most`
-    bytes. Raises UserError for a damaged tar."""
+    """Yield name and content of each regular file with one of these endings, in the order of the archive.
+
+    The content is None if it has more than `max_bytes`. Raises UserError if the archive is damaged.
+    """
     try:
         with (
             open_decompressed(path) as (stream, _, _),
             tarfile.open(fileobj=stream, mode="r|", tarinfo=_StrictTarInfo) as tar,
         ):
             while (member := tar.next()) is not None:
-                cast(Any, tar).members = []  # it keeps the headers of all that it has read
-                if member.isfile() and member.name.endswith(endings):
-                    if member.issparse():
-                        raise UserError(
-                            "data.unsupported_file",
-                            f"{path}: {member.name} has holes: write the archive without --sparse",
-                        )
-                    if member.size > most:
-                        yield member.name, None
-                        continue
-                    file = tar.extractfile(member)
-                    content = file.read() if file else b""
-                    if len(content) < member.size:
-                        raise UserError("data.damaged_file", f"{path} is cut short in {member.name}")
-                    yield member.name, content
+                cast(Any, tar).members = []  # tarfile keeps all headers in memory
+                if not member.isfile() or not member.name.endswith(endings):
+                    continue
+                if member.issparse():
+                    raise UserError(
+                        "data.unsupported_file",
+                        f"{path}: {member.name} has holes: write the archive without --sparse",
+                    )
+                if member.size > max_bytes:
+                    yield member.name, None
+                    continue
+                file = tar.extractfile(member)
+                content = file.read() if file else b""
+                if len(content) < member.size:
+                    raise UserError("data.damaged_file", f"{path} ends within its member {member.name}")
+                yield member.name, content
     except (tarfile.TarError, EOFError, ValueError, OverflowError, zlib.error, lzma.LZMAError) as error:
-        raise UserError("data.damaged_file", f"{path} is damaged, or no tar that can be read: {error}") from error
+        raise UserError("data.damaged_file", f"{path} is damaged, or not a tar that can be read: {error}") from error
 
+
+# -- the user's filter -----------------------------------------------------------------------------------
+#
+# `data.filter: MODULE:FUNCTION` names a Python function that returns whether a document is used:
+#
+#     def keep(document: dict) -> bool:      # an object of a .jsonl file; for other formats {data.text_field: text}
+#         return len(document["text"]) > 200
+#
+# It may be called more than once for a document, and must return the same result each time. The module is one file,
+# beside the config or on Python's path. `prepare` copies it to `data/filter.py`. The tasks run the copy, and its hash
+# is part of the key of the shards.
 
 FILTER_FILE = "filter.py"
 DocumentFilter = Callable[[Mapping[str, Any]], bool]
 
 
 class FilterError(Exception):
-    """What a filter raised, or gave that is neither True nor False."""
+    """The user's filter raised an exception, or returned neither True nor False."""
 
 
 def find_filter_file(target: str) -> Path:
-    """The file of a filter `FOLDER/MODULE:FUNCTION`. Raises UserError where it is missing or lacks the function."""
+    """Return the file of a filter `FOLDER/MODULE:FUNCTION`.
+
+    Raises UserError if there is no such file, or it does not define the function.
+    """
     module, _, function = target.rpartition(":")
     folder, name = os.path.split(module)
     relative = name.removesuffix(".py").replace(".", os.sep) + ".py"
     file = next((path for place in (folder, *sys.path) if (path := Path(place, relative)).is_file()), None)
     if file is None:
         raise UserError(
-            "data.no_filter", f"data.filter: there is no {relative} in {folder}, nor in a folder of PYTHONPATH"
+            "data.no_filter", f"data.filter: there is no {relative} in {folder} or in a folder of PYTHONPATH"
         )
     try:
         with translate_read_errors(str(file)):
             body = ast.parse(file.read_bytes(), str(file)).body
     except (SyntaxError, ValueError) as error:
-        raise UserError("data.invalid_filter", f"data.filter: {file} is no Python that can be read: {error}") from error
+        raise UserError("data.invalid_filter", f"data.filter: {file} is not valid Python: {error}") from error
     if not any(isinstance(node, ast.FunctionDef) and node.name == function for node in body):
         raise UserError("data.invalid_filter", f"data.filter: {file} has no function {function!r} at its top level")
     return file
 
 
 def load_filter(file: Path, target: str) -> DocumentFilter:
-    """The function, of a copy of its file. It raises FilterError; this raises UserError where the file does."""
-    function = target.rpartition(":")[2]
+    """Return the filter function of a module, wrapped so that it raises FilterError.
+
+    Args:
+        file: the copy of the module.
+        target: the value of `data.filter`, which names the function.
+
+    Raises UserError if the module cannot be imported.
+    """
+    function_name = target.rpartition(":")[2]
     spec = importlib.util.spec_from_file_location("sluice_filter", file)
     assert spec is not None and spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where dataclasses look
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up here
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # whatever a program of others raises
+    except Exception as error:  # the user's code may raise anything
         raise UserError(
             "data.invalid_filter", f"data.filter: {target} cannot be imported: {type(error).__name__}: {error}"
         ) from error
-    called = getattr(module, function)
+    function = getattr(module, function_name)
 
-    def keep(document: Mapping[str, Any]) -> bool:
+    def keeps_document(document: Mapping[str, Any]) -> bool:
         try:
-            found = called(document)
+            result = function(document)
         except Exception as error:
             raise FilterError(f"it raised {type(error).__name__}: {shorten(str(error), 300)}") from error
-        if type(found).__name__ not in ("bool", "bool_"):  # Python's, or NumPy's
-            raise FilterError(f"it returned {shorten(repr(found), 100)}, neither True nor False")
-        return bool(found)
+        if type(result).__name__ not in ("bool", "bool_"):  # Python's or NumPy's
+            raise FilterError(f"it returned {shorten(repr(result), 100)}, neither True nor False")
+        return bool(result)
 
-    return keep
+    return keeps_document

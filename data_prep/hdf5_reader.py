@@ -1,6 +1,6 @@
 """Read HDF5 files of the user in a child process, because a damaged file can crash libhdf5 and the calling process.
 
-Contiguous datasets are only described here; the caller maps them into memory. Chunked and compressed ones are read here.
+Contiguous datasets are only described here; the caller maps them. Chunked and compressed ones are read here.
 An error that says nothing about the file (no h5py, no memory, a killed process) is not reported as a damaged file.
 """
 

@@ -34,7 +34,7 @@ def missing_inputs(run: Run) -> str | None:
         if (folder.path / "manifest.json").exists():
             return folder.find_shard_problem()
         some = folder.inputs[:: len(folder.inputs) // MOST_ASKED + 1]
-        return next(filter(None, (one.problem() for one in some)), None)
+        return next(filter(None, (one.find_problem() for one in some)), None)
     return None
 
 
@@ -45,7 +45,7 @@ def resume_note(run: Run) -> str | None:
         if folder.find_shard_problem() is None:
             known = folder.inputs
             some = [one for one in known[:: len(known) // 1000 + 1] if os.path.exists(one.path)]
-            changed = [one.path for one in some if one.problem()]
+            changed = [one.path for one in some if one.find_problem()]
             if changed := sorted(
                 {*changed, *folder.list_named_files()} - {one.path for one in known if one.path not in changed}
             ):

@@ -92,18 +92,18 @@ def test_of_a_stage_that_has_not_begun_what_is_gone_is_named(tmp_path: Path, mon
     run = make_run(tmp_path)
     (run.data_dir / "manifest.json").unlink()
     asked: list[Input] = []
-    problem = Input.problem
+    problem = Input.find_problem
 
     def ask(one: Input) -> str | None:
         asked.append(one)
         return problem(one)
 
-    monkeypatch.setattr(Input, "problem", ask)
+    monkeypatch.setattr(Input, "find_problem", ask)
     found = status.StatusPoller(run).poll()[:2]
     assert [(row.state, row.problem) for row in found] == [("done", ""), ("waiting", "")] and len(asked) == 1
     (corpus := tmp_path / "corpus.jsonl").unlink()
     found = status.StatusPoller(run).poll()[:2]
-    gone = f"input {corpus} is gone since it was prepared: put it back, or go on with what there is now: `"
+    gone = f"input {corpus} has been removed"
     assert [row.state for row in found] == ["done", "waiting"] and found[1].problem.startswith(gone)
     assert str(load_stage_module("prepare").missing_outputs(run)).startswith(gone)
     asked.clear()
@@ -130,7 +130,7 @@ def test_of_many_inputs_some_are_asked(tmp_path: Path, monkeypatch: pytest.Monke
     assert missing_inputs(Run(tmp_path)) is None and 80 < len(asked) <= 100
     for name in names[100:110]:
         (tmp_path / name).unlink()
-    assert "is gone" in str(missing_inputs(Run(tmp_path)))
+    assert "removed" in str(missing_inputs(Run(tmp_path)))
 
 
 def test_parts_of_a_file_are_asked_for_once_and_what_is_gone_of_a_finished_stage_is_told(

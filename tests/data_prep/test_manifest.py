@@ -287,13 +287,13 @@ def test_changed_input_counts_until_the_shards_are_written(tmp_path: Path, data:
     source, folder = tmp_path / "a.jsonl", tmp_path / "data"
     prepare(data, folder, quiet)
     source.write_bytes(source.read_bytes() + b"\n")
-    assert str(prepare_missing(data, folder)).startswith(f"input {source} has changed since it was prepared: put it")
+    assert str(prepare_missing(data, folder)).startswith(f"input {source} has changed")
     run_tasks(data, folder)
     assert prepare_missing(data, folder) is None
     source.unlink()
     assert prepare_missing(data, folder) is None
     (folder / "manifest.json").unlink()
-    assert str(prepare_missing(data, folder)).startswith(f"input {source} is gone since it was prepared: put it back")
+    assert str(prepare_missing(data, folder)).startswith(f"input {source} has been removed")
 
 
 @pytest.mark.parametrize(

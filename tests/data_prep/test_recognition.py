@@ -28,6 +28,7 @@ from data_prep.find_inputs import find_inputs
 from pipeline.base.errors import UserError
 from pipeline.config.datasets import DataConfig
 from tests.data_prep.test_shards import all_bytes, config, run_tasks, texts
+from tests.support.errors import raises_error
 
 TEXTS = ["first", 'a "quoted", text\nof two lines', "dritter: äöü 漢字 😀", "\ufeff no mark here"]
 LINES = "".join(json.dumps({"id": number, "text": text}) + "\n" for number, text in enumerate(TEXTS)).encode()
@@ -289,11 +290,11 @@ def test_columns_of_any_text_are_read(ending: str, column: pyarrow.Array, tmp_pa
     for field in ("text", "a.b", "chat.message.content"):
         assert read(tmp_path, text_field=field) == TEXTS
     told = refusal(tmp_path, text_field="chat.message")
-    assert "column 'chat.message' (data.text_field) holds struct" in told and "such as chat.message.content" in told
-    assert "no column 'chat.other' (data.text_field); there are message in chat" in refusal(
-        tmp_path, text_field="chat.other"
-    )
-    assert "column 'id' holds int64, which has no fields" in refusal(tmp_path, text_field="id.text")
+    assert "'chat.message'" in told and "struct" in told and "chat.message.content" in told
+    with raises_error("data.no_column", "'chat.other'", "message in chat"):
+        read(tmp_path, text_field="chat.other")
+    with raises_error("data.wrong_column_type", "'id'", "int64"):
+        read(tmp_path, text_field="id.text")
 
 
 def write_table(table: pyarrow.Table, path: Path, rows: int = 2) -> None:
@@ -334,7 +335,7 @@ def test_rows_of_csv_that_are_wrong(name: str, tmp_path: Path) -> None:
     found = {one.line: (one.text, one.reason) for one in documents_of(path)}
     assert [line for line, (_, reason) in found.items() if reason] == [3, 4, 5, 7]
     assert {line: text for line, (text, _) in found.items() if text} == {2: "good", 8: "two\nlines", 10: "last"}
-    assert "3 fields, where the header has 2" in str(found[3]) and "invalid UTF-8: byte 0xe9" in str(found[7])
+    assert "3 fields" in str(found[3]) and "invalid UTF-8: byte 0xe9" in str(found[7])
 
 
 @pytest.mark.parametrize(
@@ -349,7 +350,7 @@ def test_csv_that_cannot_be_read_is_refused(content: str, told: str, tmp_path: P
     (tmp_path / "a.csv").write_text(content)
     assert told in refusal(tmp_path / "a.csv") and "a.csv" in refusal(tmp_path / "a.csv")
     (tmp_path / "b.csv").write_text("")
-    with pytest.raises(UserError, match=r"b\.csv: no column 'text'"):
+    with raises_error("data.no_column", tmp_path / "b.csv", "'text'"):
         read(tmp_path / "b.csv")
 
 
@@ -370,7 +371,7 @@ def test_json_that_ends_early_is_refused(content: str, told: str, tmp_path: Path
 
 @pytest.mark.parametrize("block", [1, 2, 7, 1 << 20])
 def test_json_does_not_depend_on_blocks(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data_prep.documents._BLOCK", block)
+    monkeypatch.setattr("data_prep.documents._BLOCK_BYTES", block)
     values = [
         {"text": 'é\\ud83d " ] } ,' * 9},
         1.5e3,
@@ -402,7 +403,7 @@ def test_a_broken_object_is_one_rejected_document(tmp_path: Path) -> None:
 
 def test_a_value_or_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("data_prep.documents.MAX_DOCUMENT_BYTES", 1 << 17)
-    monkeypatch.setattr("data_prep.documents._BLOCK", 1 << 12)
+    monkeypatch.setattr("data_prep.documents._BLOCK_BYTES", 1 << 12)
     long = json.dumps({"text": "a" * (1 << 18)}).encode()
     for name, content in {
         "a.json": b"[" + long + b"]",
@@ -418,7 +419,7 @@ def test_a_value_or_line_without_end_is_refused(tmp_path: Path, monkeypatch: pyt
 
 def test_json_of_too_many_values_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("data_prep.documents.MAX_JSON_VALUES", 1000)
-    monkeypatch.setattr("data_prep.documents._BLOCK", 1 << 10)
+    monkeypatch.setattr("data_prep.documents._BLOCK_BYTES", 1 << 10)
     (tmp_path / "a.json").write_text(
         json.dumps([{"text": "a, [b" * 4000}, {"text": "b", "more": [1] * 4000}], indent=1)
     )

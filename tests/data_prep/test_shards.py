@@ -30,6 +30,7 @@ from pipeline.base.errors import InputError, UserError
 from pipeline.config.datasets import DataConfig, TokenizerConfig
 from pipeline.data.manifest import Manifest, ShardEntry, load_manifest
 from pipeline.run.code import CODE_ROOT as ROOT
+from tests.support.errors import raises_error
 
 
 def quiet(_: str) -> None:
@@ -258,7 +259,7 @@ def test_changed_input_is_named_and_prepared_again(tmp_path: Path, small_units: 
     data = config([str(tmp_path / "*.jsonl")])
     prepare(data, tmp_path / "data", quiet)
     path.write_bytes(path.read_bytes() + b'{"text": "one more"}\n')
-    with pytest.raises(InputError, match=rf"input {path} has changed since it was prepared"):
+    with raises_error("data.input_changed", path, kind=InputError):
         shard(data, tmp_path / "data", 0, 1, quiet)
     write_jsonl(tmp_path / "b.jsonl", ["from a new file"])
     manifest = run_tasks(data, tmp_path / "data")
@@ -334,9 +335,9 @@ def test_rejected_documents_are_listed_with_file_and_line(tmp_path: Path, small_
         0: (b"\xff", "invalid UTF-8: byte 0xff at byte 0"),
         7: (b'{"text": "cut', "broken JSON: Unterminated string"),
         8: (b'{"id": 3, "bo\\ud800dy": ""}', "no field 'text'; there are 'id', 'bo\\ud800dy'"),
-        20: (b'{"text": null}', "field 'text' is no string but NoneType"),
+        20: (b'{"text": null}', "field 'text' is not a string but NoneType"),
         33: (b'["text"]', "not a JSON object but list"),
-        44: (b'{"text": "\\ud800"}', "field 'text' holds a lone surrogate"),
+        44: (b'{"text": "\\ud800"}', "field 'text' contains a lone surrogate"),
         45: (b"[" * 100_000, "JSON that nests more than 100 deep"),
     }
     for place in sorted(bad):
