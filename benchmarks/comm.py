@@ -101,9 +101,9 @@ def figures(pairs: list[tuple[float, float]], scale: float) -> list[str]:
 
 def run(ranks: int, what: str) -> Any:
     """Start the ranks; rank 0's findings."""
-    from slurm.supervise.mpi_launch import mpirun_command
+    from slurm.supervise.launch import build_mpirun_command
 
-    command, environment = mpirun_command(ranks)
+    command, environment = build_mpirun_command(ranks)
     done = subprocess.run(
         [*command, sys.executable, "-W", "ignore", "-m", "benchmarks.comm", what],
         env={**os.environ, **environment},

@@ -200,7 +200,7 @@ def describe_machine() -> Iterator[Finding]:
     meaning = f"`{format_command('plan', 'CONFIG')}` predicts the memory of each rank"
     yield Finding("memory", f"{size_gb:.1f} GB, {free_gb:.1f} GB of it free", meaning)
     yield from _describe_torch()
-    # the mpirun of this Python's environment comes first, as in slurm/supervise/mpi_launch.py
+    # the mpirun of this Python's environment comes first, as in slurm/supervise/launch.py
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
     if mpirun := shutil.which("mpirun", path=path):
         version = (run_slurm_command(mpirun, "--version") or "unknown version").splitlines()[0]

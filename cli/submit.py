@@ -35,10 +35,10 @@ from planning.memory_check import check_memory, memory_warnings
 from slurm.query.capacity import check_capacity
 from slurm.query.job_states import is_slurm_responding
 from slurm.query.run_jobs import list_running_work, uses_slurm
-from slurm.query.stop_causes import SIGNAL_EARLY_S
 from slurm.submit.chain import reset_for_resume, submit_chain
 from slurm.submit.executor import Executor, choose_executor
 from slurm.submit.site_environment import check_job_environment
+from slurm.supervise.decision import SIGNAL_EARLY_S
 from tracking.tracker import check_tracker_packages
 
 _MAX_POINTS_SHOWN = 3

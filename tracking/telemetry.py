@@ -1,6 +1,6 @@
 """Telemetry: samples of one node's GPUs, CPUs, memory and disk every few seconds, in `telemetry-HOST.jsonl`.
 
-One process per node, in a Slurm step that overlaps the ranks' (slurm/supervise/followers.py). GPUs are read through
+One process per node, in a Slurm step that overlaps the ranks' (slurm/supervise/background.py). GPUs are read through
 NVML, by NVIDIA's nvidia-ml-py; values that a card does not support are left out. Xids, the error codes of NVIDIA's
 driver, are NVML events. A line has about 300 bytes plus 200 for each GPU: 7 MB per day for a node of 8 GPUs at 10 s.
 """

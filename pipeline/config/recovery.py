@@ -1,5 +1,5 @@
 """The `recovery:` section of the config: how often a run may go on by itself after each kind of stop, and when it
-waits too long. See slurm/query/stop_causes.py for what is done with it.
+waits too long. See slurm/supervise/decision.py for what is done with it.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ ImageName = Annotated[str, must_match(re.compile(r"[^-\s]\S*"), "write an image 
 
 
 class Container(Section):
-    """An image that ranks run in; their supervisor runs outside (slurm/supervise/inside.py)."""
+    """An image that ranks run in; their supervisor runs outside (slurm/supervise/launch.py)."""
 
     runtime: Literal["pyxis", "apptainer"]
     """What starts it: the plugin of srun, or `apptainer exec`."""

@@ -4,7 +4,7 @@ A stage announces each phase (`enter_phase`): training in each step, evaluation 
 limit, the watchdog writes the phase and the stacks of all threads to `jobs/STAGE/hang-rank-N.json` and exits with HANG.
 All ranks notice at about the same time, because one stuck rank blocks the others in a collective. The rank at fault is
 the one that is behind: the smallest (step, phase). A rank that cannot write its file (stopped, its node lost) is
-recognized by the missing file (slurm/supervise/failures.py).
+recognized by the missing file (slurm/supervise/attempt_end.py).
 
 Limits: start-up and saves have their own, so that slow storage never looks like a hang. A phase of a step may take 20
 times the longest of the latest steps, at least five minutes (`recovery.hang_s` overrides this), and always less than

@@ -9,8 +9,8 @@
                                                   started …
 
 An attempt without an end event is either running or its supervisor died. :func:`read_stage_state` cannot tell which.
-Its callers check the stage's lock and the job in Slurm (slurm/query/status.py, slurm/query/stop_causes.py). The event
-`resumed` (a user ran `resume`) resets every retry budget.
+Its callers check the lock of the stage and the job in Slurm (slurm/query/status.py, slurm/supervise/attempt_end.py).
+The event `resumed` (a user ran `resume`) resets every retry budget.
 """
 
 from __future__ import annotations

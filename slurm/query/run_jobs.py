@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.stages import STAGES
+from pipeline.run import attempts
 from pipeline.run.directory import Run
 from pipeline.run.points import list_points
 from slurm.query.job_states import (
@@ -20,6 +21,7 @@ from slurm.query.job_states import (
     JobState,
     RecordedJob,
     array_job_id,
+    events_since_submission,
     find_jobs,
     job_comment,
     list_submissions,
@@ -38,7 +40,7 @@ class SubmittedJob:
     """Empty if the submission is open and no job of it is found."""
     state: JobState
     step: int | None = None
-    """The checkpoint that it evaluates (slurm/supervise/evaluations.py): nothing in the chain waits for it."""
+    """The checkpoint that it evaluates (slurm/supervise/background.py): nothing in the chain waits for it."""
     event: Mapping[str, Any] = field(default_factory=dict)
     """`submitted`, or `submitting` if the submission is open; empty for a job that no event names."""
 
@@ -157,3 +159,14 @@ def uses_slurm(run: Run) -> bool:
 def _last_executor(events: Iterable[Mapping[str, Any]]) -> str | None:
     """Where the last submission went; None if there is none."""
     return max(events, key=lambda event: str(event["time"]), default={}).get("executor")
+
+
+def is_job_ending(run: Run, stage: str, job: JobState) -> bool:
+    """Return True if a job that Slurm still lists will end without a retry, by a request or after its final event."""
+    events = events_since_submission(run.read_events(stage), job.job_id)
+    # an event of the job itself, or of a task of this array
+    job_events = (e for e in events if f"{e.get('job_id')}_".startswith(f"{job.job_id}_"))
+    state = attempts.read_stage_state(job_events)
+    if job.state == "PENDING" or state.retry_event is not None:
+        return False
+    return job.state == "COMPLETING" or state.end_event is not None or state.user_request is not None

@@ -44,10 +44,10 @@ from slurm.query.run_jobs import (
     find_awaited_job,
     find_run_jobs,
     find_successor,
+    is_job_ending,
     uses_slurm,
 )
 from slurm.query.slurm_messages import JOB_HELD
-from slurm.query.stop_causes import is_job_ending
 
 Event = Mapping[str, Any]
 

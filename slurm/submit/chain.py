@@ -46,8 +46,8 @@ from slurm.query.run_jobs import (
     find_awaited_job,
     find_run_jobs,
     find_successor,
+    is_job_ending,
 )
-from slurm.query.stop_causes import is_job_ending
 from slurm.submit.sbatch import resolve_open_submissions
 
 CANCEL_WAIT_S = 60.0

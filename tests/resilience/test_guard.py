@@ -25,7 +25,7 @@ from pipeline.data.sample_order import skip_excluded
 from pipeline.resilience.guard import BadStepGuard, merge_ranges
 from pipeline.run.code import CODE_ROOT as ROOT
 from pipeline.run.directory import Run
-from slurm.supervise.failures import describe_hung_rank
+from slurm.supervise.attempt_end import describe_hung_rank
 from tests.support.ranks import Ranks, run_ranks
 from tests.support.tiny import compute_run_digest, make_run, stage_rank
 from tests.train.test_exact import lines, new_run

@@ -18,7 +18,7 @@ from pipeline.config.read import load_config
 from pipeline.run.directory import Run
 from slurm.query import current_job, preemption
 from slurm.query.current_job import JobInfo, parse_job_info
-from slurm.query.stop_causes import read_progress_marker
+from slurm.supervise.attempt_end import read_progress_marker
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.slurm.query.test_causes import close, leave, shown, silent

@@ -20,7 +20,7 @@ from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
 from slurm.query.job_states import NOT_RESPONDING, UNKNOWN, JobState, RecordedJob, list_recorded_jobs, query_job_states
 from slurm.query.status import StatusPoller
-from slurm.supervise.launch import SrunRanks
+from slurm.supervise.launch import SrunLauncher
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.cluster.machines import Machine
@@ -128,7 +128,7 @@ def test_srun_says_which_signal_killed_a_task(cluster: Cluster, number: signal.S
     """In words of this version's own (slurm/query/slurm_messages.py)."""
     shell = f"[ $SLURM_PROCID = 0 ] || kill -{int(number)} $$"
     done = cluster.run(["srun", "-N2", "-n2", "--kill-on-bad-exit=0", "sh", "-c", shell], timeout=60)
-    left = SrunRanks.first_bad(done.stderr, done.returncode)
+    left = SrunLauncher.find_first_failure(done.stderr, done.returncode)
     assert left is not None and (left.rank, left.code) == (1, -number) and left.host[0] == "n", done.stderr
 
 

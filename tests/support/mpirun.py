@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pipeline.run.code import CODE_ROOT
-from slurm.supervise.mpi_launch import mpirun_command
+from slurm.supervise.launch import build_mpirun_command
 
 
 def run_mpirun(
@@ -47,7 +47,7 @@ def start_mpirun(
     ranks: int, module: str, *arguments: str, env: Mapping[str, str] | None = None, program: Path | None = None
 ) -> subprocess.Popen[str]:
     """Start what `run_mpirun` runs, without waiting. stdout and stderr share one pipe."""
-    command, environment = mpirun_command(ranks)
+    command, environment = build_mpirun_command(ranks)
     if program is not None:  # mpi4py must load the library of this mpirun, not that of the wheel
         command[0] = str(program)
         environment["MPI4PY_LIBMPI"] = "/usr/lib/x86_64-linux-gnu/libmpi.so.40"

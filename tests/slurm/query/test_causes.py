@@ -28,18 +28,25 @@ from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
 from pipeline.run.failure import explain_error, write_error_report
 from slurm.query import current_job, slurm_messages
-from slurm.query import stop_causes as recovery
 from slurm.query.current_job import JobInfo, find_failed_nodes, parse_job_info
 from slurm.query.job_states import UNKNOWN, JobState
-from slurm.query.stop_causes import (
-    NextAction,
-    choose_next_action,
+from slurm.supervise import attempt_end
+from slurm.supervise.attempt_end import (
     close_open_attempt,
-    infer_stop_cause,
+    find_failure,
+    get_rank_log,
+    measure_log_sizes,
     read_progress_marker,
 )
-from slurm.supervise.failures import find_failure, get_rank_log, measure_log_sizes
-from slurm.supervise.launch import RankExit, SrunRanks
+from slurm.supervise.decision import (
+    JobFacts,
+    NextAction,
+    StopFacts,
+    choose_next_action,
+    determine_cause,
+    infer_stop_cause,
+)
+from slurm.supervise.launch import RankExit, SrunLauncher
 from tests.support.ranks import make_rank_info
 from tests.support.tiny import write_config
 
@@ -93,12 +100,12 @@ def test_facts_are_read_from_the_first_of_each_key() -> None:
     ],
 )
 def test_why_slurm_stopped_a_job(facts: JobInfo | None, cause: ExitCode) -> None:
-    assert infer_stop_cause(facts, 0, SiteConfig()) == cause
+    assert infer_stop_cause(JobFacts(SiteConfig(), facts)) == cause
 
 
 def test_what_is_preempted_ends_without_being_put_back_where_the_site_cancels() -> None:
     facts = shown(state="COMPLETING", preempt="2026-11-21T05:42:25")
-    assert infer_stop_cause(facts, 0, SiteConfig(requeue=False)) == ExitCode.PREEMPTED
+    assert infer_stop_cause(JobFacts(SiteConfig(requeue=False), facts)) == ExitCode.PREEMPTED
 
 
 @pytest.mark.parametrize(
@@ -121,9 +128,10 @@ def test_a_requeue_that_somebody_asked_for_is_no_preemption(
     monkeypatch.setattr(
         current_job, "run_slurm_command", lambda *words, **_: accounting if words[0] == "sacct" else None
     )
-    facts = shown(state="COMPLETING", restarts=1)
-    where = replace(make_rank_info(0, 1, 1), job_id="12")
-    found, said = recovery.refine_stop_cause(code, facts, where, "n1", "Start1", SiteConfig(), preempted=preempted)
+    info = shown(state="COMPLETING", restarts=1)
+    state = current_job.query_accounted_state("12", "Start1")
+    job = JobFacts(SiteConfig(), info, accounted_state=state, saw_preemption=preempted)
+    found, said = determine_cause(code, job)
     assert found == cause and (said is None) == (code == ExitCode.STOPPED)
     assert get_budget_key(found) in ("preempted", "node_failure"), "a requeue is no crash"
 
@@ -174,8 +182,19 @@ def leave(
     monkeypatch.setattr(supervisor.time, "monotonic", lambda: float(next(now)))
     monkeypatch.setattr(supervisor.time, "sleep", lambda seconds: None)
     one = supervisor.Supervisor(run, "train", StopFlag())
-    one.rank_info, one.flag.reason = make_rank_info(0, 1, 1), "SIGTERM" if signalled else None
-    code = one._leave(supervisor.AttemptEnd(ExitCode.OUT_OF_MEMORY, facts={"message": "rank 1"}), progress=True)
+    one.rank_info = make_rank_info(0, 1, 1)
+    one.flag.reason = "SIGTERM" if signalled else None
+    facts = StopFacts(
+        cause=ExitCode.OUT_OF_MEMORY,
+        stop_reason=None,
+        has_progress=True,
+        state=attempts.StageState(),
+        limits=run.config.recovery,
+        is_batch=True,
+        was_signalled=signalled,
+        job=JobFacts(run.config.site),
+    )
+    code = one._exit_for_retry(supervisor.AttemptEnd(ExitCode.OUT_OF_MEMORY, fields={"message": "rank 1"}), facts)
     return code, asked
 
 
@@ -187,7 +206,7 @@ def test_what_was_cancelled_after_its_cause_was_told_is_not_requeued(
     assert run.read_events("train")[-1]["event"] == "cancelled"
     found = leave(run, [None], monkeypatch, signalled=True)
     assert found == (ExitCode.OUT_OF_MEMORY, []), "a blind requeue may revive a cancelled job"
-    assert "did not say" in run.read_events("train")[-1]["message"]
+    assert "did not report" in run.read_events("train")[-1]["message"]
     assert leave(run, [None], monkeypatch) == (ExitCode.OUT_OF_MEMORY, ["requeue"]), "a cancelled one had got a signal"
     assert leave(run, [None, shown()], monkeypatch) == (ExitCode.OUT_OF_MEMORY, ["requeue"])
     assert run.read_events("train")[-1]["event"] == "requeued"
@@ -208,7 +227,7 @@ def test_a_job_that_is_not_put_back_sees_to_a_successor(tmp_path: Path, monkeypa
         run.event("submitted", stage, job_id="8", after=list(after), kind=kind)
 
     monkeypatch.setattr(sbatch, "submit_stage", submit)
-    monkeypatch.setattr(supervisor.Supervisor, "cancel_waiting_jobs", lambda self, done: ended.append(done))
+    monkeypatch.setattr(supervisor.Supervisor, "cancel_unneeded_jobs", lambda self, is_done: ended.append(is_done))
     assert leave(run, [shown()], monkeypatch) == (ExitCode.OUT_OF_MEMORY, [])
     told = run.read_events("train")[-1]
     assert told["event"] == "failed" and "no successor" in told["message"] and ended == [False]
@@ -326,10 +345,10 @@ def test_the_first_rank_that_failed_by_itself_is_blamed() -> None:
         f"srun: error: n{n}: task {n}: {words}\n"
         for n, words in [(1, "Exited with exit code 76"), (0, "Exited with exit code 21"), (2, "Killed")]
     )
-    assert SrunRanks.first_bad(lost + full + killed, 76) == RankExit(0, 21, "n0")
-    assert SrunRanks.first_bad(lost + killed, 76) == RankExit(2, -9, "n2")
-    assert SrunRanks.first_bad(lost, 76) == RankExit(1, 76, "n1")
-    assert SrunRanks.first_bad("nothing", 1) is None
+    assert SrunLauncher.find_first_failure(lost + full + killed, 76) == RankExit(0, 21, "n0")
+    assert SrunLauncher.find_first_failure(lost + killed, 76) == RankExit(2, -9, "n2")
+    assert SrunLauncher.find_first_failure(lost, 76) == RankExit(1, 76, "n1")
+    assert SrunLauncher.find_first_failure("nothing", 1) is None
 
 
 SAMPLES = {
@@ -374,10 +393,10 @@ def test_a_bug_in_ones_own_module_is_shown_by_its_own_frames(tmp_path: Path, tar
     ]
     head, tail = "Traceback (most recent call last):\n", "RuntimeError: mat1 and mat2\n  with shapes (1x3 and 64x64)\n"
     write_error_report(run, "train", make_rank_info(0, 2, 1), ExitCode.CRASHED, "".join([head, *frames, tail]))
-    message = find_failure(run, "train", [RankExit(0, ExitCode.CRASHED)]).facts["message"]
+    message = find_failure(run, "train", [RankExit(0, ExitCode.CRASHED)]).fields["message"]
     assert message.partition("\n")[2] == head + frames[2] + tail
     write_error_report(run, "train", make_rank_info(0, 2, 1), ExitCode.CRASHED, "".join([head, *frames[:2], tail]))
-    message = find_failure(run, "train", [RankExit(0, ExitCode.CRASHED)]).facts["message"]
+    message = find_failure(run, "train", [RankExit(0, ExitCode.CRASHED)]).fields["message"]
     assert message.partition("\n")[2] == head + "".join(frames[:2]) + tail
 
 
@@ -399,15 +418,15 @@ def test_slurms_words_stand_in_one_table() -> None:
     ],
 )
 def test_out_of_memory_as_slurm_tells_it(tmp_path: Path, messages: str) -> None:
-    left = SrunRanks.first_bad("srun: error: n0: task 0: Exited with exit code 76\n" + messages, 137)
+    left = SrunLauncher.find_first_failure("srun: error: n0: task 0: Exited with exit code 76\n" + messages, 137)
     assert left == RankExit(1, ExitCode.OUT_OF_MEMORY, "n1")
     run = Run.create(load_config(write_config(tmp_path)))
     for rank, code in ((0, ExitCode.CRASHED), (2, ExitCode.PEER_LOST)):  # what the peers made of it
         write_error_report(run, "train", make_rank_info(rank, 3, 1), code, "lost it")
     failure = find_failure(run, "train", [left])
-    assert (failure.code, failure.facts["rank"], failure.facts["host"]) == (ExitCode.OUT_OF_MEMORY, 1, "n1")
+    assert (failure.cause, failure.fields["rank"], failure.fields["host"]) == (ExitCode.OUT_OF_MEMORY, 1, "n1")
     write_error_report(run, "train", make_rank_info(1, 3, 1), ExitCode.OUT_OF_MEMORY, "CUDA out of memory")
-    assert find_failure(run, "train", [RankExit(0, ExitCode.CRASHED)]).facts["rank"] == 0, "the earliest report"
+    assert find_failure(run, "train", [RankExit(0, ExitCode.CRASHED)]).fields["rank"] == 0, "the earliest report"
 
 
 ECC = "CUDA error: uncorrectable ECC error encountered"
@@ -436,14 +455,14 @@ def test_a_gpu_that_fails_shows_in_the_log_where_nccl_aborts(tmp_path: Path) -> 
         log.write_text(f"what(): {ECC}, in an attempt before\n")
     begins = measure_log_sizes(run, "train")
     aborted = [RankExit(0, -6), RankExit(1, -6, "n2")]
-    assert find_failure(run, "train", aborted, begins=begins).code == ExitCode.CRASHED
+    assert find_failure(run, "train", aborted, log_sizes=begins).cause == ExitCode.CRASHED
     with open(logs[1], "a") as more:
         more.write(f"terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  {ECC}\n")
     write_error_report(run, "train", make_rank_info(2, 3, 1), ExitCode.PEER_LOST, "lost it")
-    failure = find_failure(run, "train", aborted, begins=begins)
-    assert failure.code == ExitCode.BAD_NODE
-    assert failure.facts == {"rank": 1, "host": "n2", "message": f"rank 1 on n2:\nwhat():  {ECC}"}
-    assert find_failure(run, "train", [RankExit(1, -9, "n2")], begins=begins).code == ExitCode.CRASHED, (
+    failure = find_failure(run, "train", aborted, log_sizes=begins)
+    assert failure.cause == ExitCode.BAD_NODE
+    assert failure.fields == {"rank": 1, "host": "n2", "message": f"rank 1 on n2:\nwhat():  {ECC}"}
+    assert find_failure(run, "train", [RankExit(1, -9, "n2")], log_sizes=begins).cause == ExitCode.CRASHED, (
         "killed by somebody"
     )
 
@@ -531,9 +550,9 @@ def close(run: Run, job_id: str, restarts: int = 0) -> tuple[ExitCode | None, st
 @pytest.fixture
 def slurm_says(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     def say(state: str) -> None:
-        monkeypatch.setattr(recovery, "read_job_info", lambda job: None)
+        monkeypatch.setattr(attempt_end, "read_job_info", lambda job: None)
         monkeypatch.setattr(
-            recovery, "query_job_states", lambda jobs: {job: JobState(job.job_id, state) for job in jobs}
+            attempt_end, "query_job_states", lambda jobs: {job: JobState(job.job_id, state) for job in jobs}
         )
 
     return say
@@ -625,24 +644,34 @@ def facts(state: str = "RUNNING", restarts: int = 0, **more: Any) -> JobInfo:
     [
         (facts(), True, False, NextAction.REQUEUE),  # a crash, a hang: it asks
         (facts(), True, True, NextAction.REQUEUE),
-        (facts(restarts=1), True, True, NextAction.ALREADY_REQUEUED),
-        (facts(restarts=1), False, True, NextAction.ALREADY_REQUEUED),
-        (facts(), False, True, NextAction.SUCCESSOR),
-        (facts("COMPLETING"), False, True, NextAction.SUCCESSOR),  # it sees how its predecessor ended
-        (None, False, True, NextAction.SUCCESSOR),
-        (facts("CANCELLED"), False, True, NextAction.CANCELLED),
-        (facts("CANCELLED"), True, True, NextAction.CANCELLED),
-        (facts("COMPLETING"), True, True, NextAction.CANCELLED),
+        (facts(restarts=1), True, True, NextAction.AWAIT_REQUEUE),
+        (facts(restarts=1), False, True, NextAction.AWAIT_REQUEUE),
+        (facts(), False, True, NextAction.HAND_OVER),
+        (facts("COMPLETING"), False, True, NextAction.HAND_OVER),  # it sees how its predecessor ended
+        (None, False, True, NextAction.HAND_OVER),
+        (facts("CANCELLED"), False, True, NextAction.CANCEL),
+        (facts("CANCELLED"), True, True, NextAction.CANCEL),
+        (facts("COMPLETING"), True, True, NextAction.CANCEL),
         (facts("COMPLETING", left_s=0.0), True, True, NextAction.REQUEUE),
-        (None, True, True, NextAction.UNKNOWN),  # a job that is cancelled gets a signal
+        (None, True, True, NextAction.QUERY_JOB),  # a job that is cancelled gets a signal
         (None, True, False, NextAction.REQUEUE),
         (facts(preempted=True, may_requeue=True), True, True, NextAction.EXIT),
-        (facts(preempted=True, may_requeue=True, restarts=1), True, True, NextAction.ALREADY_REQUEUED),
-        (facts(preempted=True, may_requeue=True), False, True, NextAction.SUCCESSOR),
+        (facts(preempted=True, may_requeue=True, restarts=1), True, True, NextAction.AWAIT_REQUEUE),
+        (facts(preempted=True, may_requeue=True), False, True, NextAction.HAND_OVER),
     ],
 )
 def test_how_a_job_leaves_that_is_to_go_on(
-    monkeypatch: pytest.MonkeyPatch, seen: JobInfo | None, requeue: bool, signalled: bool, way: NextAction
+    seen: JobInfo | None, requeue: bool, signalled: bool, way: NextAction
 ) -> None:
-    monkeypatch.setattr("slurm.query.preemption.is_requeued_on_exit", lambda facts, exclude: facts.is_preempted)
-    assert choose_next_action(seen, 0, SiteConfig(requeue=requeue), signalled, None) == way
+    site = SiteConfig(requeue=requeue)
+    facts = StopFacts(
+        cause=ExitCode.PREEMPTED,
+        stop_reason=None,
+        has_progress=True,
+        state=attempts.StageState(),
+        limits=RecoveryConfig(),
+        is_batch=True,
+        was_signalled=signalled,
+        job=JobFacts(site, seen, is_requeued_on_exit=seen is not None and seen.is_preempted),
+    )
+    assert choose_next_action(facts).action == way

@@ -16,10 +16,9 @@ from pipeline.base.errors import ExitCode
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
 from slurm.query import current_job as slurm_job
-from slurm.query import job_states
-from slurm.query import stop_causes as recovery
+from slurm.query import job_states, run_jobs
 from slurm.query.job_states import UNKNOWN, JobState, RecordedJob, list_recorded_jobs, query_job_states
-from slurm.supervise import evaluations, succession
+from slurm.supervise import attempt_end, background, succession
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.stories.test_slurm import submit, wait_for
@@ -89,8 +88,8 @@ def test_jobs_of_another_run_that_have_the_ids_of_this_one_are_left_alone(
     speak_to(here, monkeypatch)
     assert succession.take_over(run, "train", place("2", 1)) is None
     assert [e["children"] for e in run.read_events("train", "took_over")] == ([[]] if lost else [])
-    succession.cancel_unneeded_jobs(run, "train", place("1"), done=False)
-    succession.cancel_unneeded_jobs(run, "train", place("1"), done=True)
+    succession.cancel_unneeded_jobs(run, "train", place("1"), is_done=False)
+    succession.cancel_unneeded_jobs(run, "train", place("1"), is_done=True)
     assert submit(here, tmp_path, "cancel", "runs/tiny").returncode == 0
     assert queue(here, ids) == before
     done = submit(here, tmp_path, "resume", "runs/tiny", "stages.train.time=00:20:00")
@@ -265,7 +264,7 @@ def test_only_a_job_that_was_requeued_is_the_same_one(run: Run, now: str) -> Non
     run.event("started", "train", job_id="6", slurm_job="6", attempt=1, restarts=0, standing="step 0", **before)
     if now == "an earlier life":
         submitted(run, "train", "6")
-    recovery.close_open_attempt(run, "train", place("6", 1), None)
+    attempt_end.close_open_attempt(run, "train", place("6", 1), None)
     told = [e["event"] for e in run.read_events("train")]
     assert ("requeued" in told) == (now == "requeued"), told
 
@@ -281,7 +280,7 @@ def test_the_end_of_a_silent_attempt_is_not_another_jobs(run: Run, monkeypatch: 
         answers(monkeypatch, of_all=LISTED.format(state="TIMEOUT", at=AT, comment=comment).replace("r-train", name))
         facts = {"attempt": 1, "restarts": 0, "standing": "", "cluster": cluster, **identity}
         run.event("started", "train", job_id="1", slurm_job="1", **facts)
-        recovery.close_open_attempt(run, "train", place("9"), None)
+        attempt_end.close_open_attempt(run, "train", place("9"), None)
         assert run.read_events("train")[-1]["cause"] == cause.name.lower(), (comment, name, cluster)
 
 
@@ -295,18 +294,18 @@ def test_the_code_that_a_job_left_with_is_not_that_of_another_one_of_its_id(
         shown = f"JobId=1 JobName=r-train\n   JobState=FAILED ExitCode={int(ExitCode.STORAGE)}:0\n   SubmitTime={at}\n"
         monkeypatch.setattr(slurm_job, "run_slurm_command", lambda *command, shown=shown: shown)
         run.event("started", "train", job_id="1", slurm_job="1", attempt=1, restarts=0, standing="", **identity)
-        recovery.close_open_attempt(run, "train", place("9"), None)
+        attempt_end.close_open_attempt(run, "train", place("9"), None)
         assert run.read_events("train")[-1]["cause"] == cause.name.lower()
 
 
 def test_a_successor_is_told_from_an_earlier_job_of_its_id_and_from_another_clusters(run: Run) -> None:
     submitted(run, "train", "4")
     submitted(run, "train", "5", "afternotok", "4")
-    assert recovery.find_predecessor(run, "train", "5") == "4"
+    assert succession.find_predecessor(run, "train", "5") == "4"
     submitted(run, "evaluate", "5", cluster="there")
-    assert recovery.find_predecessor(run, "train", "5") == "4"
+    assert succession.find_predecessor(run, "train", "5") == "4"
     submitted(run, "train", "5")
-    assert recovery.find_predecessor(run, "train", "5") is None
+    assert succession.find_predecessor(run, "train", "5") is None
 
 
 def test_what_waited_for_an_earlier_job_of_that_id_does_not_wait_for_this_one(
@@ -320,11 +319,11 @@ def test_what_waited_for_an_earlier_job_of_that_id_does_not_wait_for_this_one(
     monkeypatch.setattr(
         succession.job_states, "query_job_states", lambda jobs: {one: JobState(one.job_id, "PENDING") for one in jobs}
     )
-    assert [state.job_id for state, _ in succession._waiting(run, "4")] == ["5"]
+    assert [state.job_id for state, _ in succession._list_waiting_jobs(run, "4")] == ["5"]
     run.event("failed", "train", job_id="4", cause="crashed")
-    assert recovery.is_job_ending(run, "train", JobState("4", "RUNNING"))
+    assert run_jobs.is_job_ending(run, "train", JobState("4", "RUNNING"))
     submitted(run, "train", "4")
-    assert not recovery.is_job_ending(run, "train", JobState("4", "RUNNING")), "that was said by the one before"
+    assert not run_jobs.is_job_ending(run, "train", JobState("4", "RUNNING")), "that was said by the one before"
 
 
 def test_an_earlier_job_of_that_id_was_cancelled_and_had_a_successor(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,10 +334,10 @@ def test_an_earlier_job_of_that_id_was_cancelled_and_had_a_successor(run: Run, m
     monkeypatch.setattr("slurm.submit.sbatch.submit_stage", lambda run, stage, after, **more: heirs.extend(after))
     answers(monkeypatch)
     assert succession.hand_over(run, "train", "4") is None and heirs == []
-    assert succession._cancelled(run, "train", "4")
+    assert succession._was_cancelled(run, "train", "4")
     submitted(run, "train", "4")
     assert succession.hand_over(run, "train", "4") is None and heirs == ["4"]
-    assert not succession._cancelled(run, "train", "4")
+    assert not succession._was_cancelled(run, "train", "4")
 
 
 def test_the_hours_of_another_job_of_that_id_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,11 +357,11 @@ def test_an_evaluation_of_a_checkpoint_waits_for_none_but_its_own_runs(
     answers(monkeypatch, squeue=f"7|RUNNING|None|n1|here|1000|{AT}|tiny-evaluate|{comment}\n")
     asked: list[Sequence[str]] = []
     monkeypatch.setattr("slurm.submit.sbatch.submit_stage", lambda run, stage, after, **more: asked.append(after))
-    monkeypatch.setattr(evaluations, "list_checkpoint_steps", lambda folder: [2])
-    one = evaluations.Evaluations(run)
+    monkeypatch.setattr(background, "list_checkpoint_steps", lambda folder: [2])
+    one = background.EvaluationSubmitter(run)
     one.is_enabled = True
-    one.submit_new_evaluation()
+    one.poll()
     assert asked == [["7"] if ours else []]
-    assert one.one_of_many("7")
+    assert background.evaluates_one_checkpoint(run, "7")
     submitted(run, "evaluate", "7")
-    assert not one.one_of_many("7"), "the chain's own, of an id that came again"
+    assert not background.evaluates_one_checkpoint(run, "7"), "the chain's own, of an id that came again"

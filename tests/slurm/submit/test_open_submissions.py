@@ -28,10 +28,10 @@ from slurm.query.job_states import (
 )
 from slurm.query.run_jobs import find_run_jobs
 from slurm.query.status import print_status
-from slurm.query.stop_causes import find_predecessor
 from slurm.submit import sbatch
 from slurm.submit.chain import cancel_run, reset_for_resume, submit_chain
-from slurm.supervise import evaluations, succession
+from slurm.supervise import background, succession
+from slurm.supervise.succession import find_predecessor
 from tests.support.fake_slurm import CLUSTER, FakeSlurm
 from tests.support.tiny import make_run, write_config
 
@@ -379,14 +379,14 @@ def test_a_successor_without_a_record_is_not_submitted_twice(
 def test_an_evaluation_without_a_record_is_not_submitted_twice(
     training: Run, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(evaluations, "list_checkpoint_steps", lambda folder: [7])
+    monkeypatch.setattr(background, "list_checkpoint_steps", lambda folder: [7])
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
         kill_at(1, patch, accepted=True)
-        evaluations.Evaluations(training)._submit_newest()
-    one = evaluations.Evaluations(training)
+        background.EvaluationSubmitter(training)._submit_newest()
+    one = background.EvaluationSubmitter(training)
     one._submit_newest()
-    assert len(slurm.list_jobs()) == 4 and one._last_step == 7 and one.one_of_many("4")
-    monkeypatch.setattr(evaluations, "list_checkpoint_steps", lambda folder: [14])
+    assert len(slurm.list_jobs()) == 4 and one._last_step == 7 and background.evaluates_one_checkpoint(training, "4")
+    monkeypatch.setattr(background, "list_checkpoint_steps", lambda folder: [14])
     one._submit_newest()
     assert [job["dependency"] for job in slurm.list_jobs()[4:]] == ["afterany:4"]
     submit(training)

@@ -35,8 +35,7 @@ from slurm.query import capacity, current_job
 from slurm.query.capacity import assign_ranks_to_nodes, describe_placement_problem
 from slurm.submit import submitit_job
 from slurm.submit.sbatch import _extract_sbatch_reason, build_sbatch_parameters, render_batch_script
-from slurm.submit.site_environment import check_job_environment
-from slurm.supervise.launch import apply_site_environment
+from slurm.submit.site_environment import apply_site_environment, check_job_environment
 from tests.support.tiny import write_config
 
 PROFILES = CODE_ROOT / "configs" / "sites"

@@ -18,9 +18,8 @@ from pipeline.base.errors import ExitCode, UserError
 from pipeline.base.files import read_jsonl
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
-from slurm.supervise import mpi_launch
-from slurm.supervise.inside import RankCommand
-from slurm.supervise.launch import RankExit
+from slurm.supervise import launch
+from slurm.supervise.launch import RankCommand, RankExit
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.support.mpirun import find_processes, run_mpirun, wait_until_processes_exit
@@ -154,7 +153,7 @@ def test_ranks_that_mpi_does_not_know_are_told_how_to_start(tmp_path: Path, calm
 )
 def test_what_mpirun_says_about_a_dead_rank(messages: str, left: RankExit | None) -> None:
     """Words of Open MPI 5 and 4."""
-    assert mpi_launch.MpirunRanks.first_bad(messages, 1) == left
+    assert launch.MpirunLauncher.find_first_failure(messages, 1) == left
 
 
 def test_the_way_to_start_is_tried_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,10 +165,10 @@ def test_the_way_to_start_is_tried_not_believed(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     for works, plugin in (("pmix", "pmix"), ("pmi2", "pmi2"), ("nothing", None)):
         monkeypatch.setenv("WORKS", works)
-        assert mpi_launch.slurm_plugin(RankCommand((sys.executable,))) == plugin
+        assert launch.find_mpi_plugin(RankCommand((sys.executable,))) == plugin
     for chosen, plugin in (("none", None), ("pmix_v4", "pmix_v4")):
         monkeypatch.setenv("SLURM_MPI_TYPE", chosen)
-        assert mpi_launch.slurm_plugin(RankCommand((sys.executable,))) == plugin
+        assert launch.find_mpi_plugin(RankCommand((sys.executable,))) == plugin
 
 
 @pytest.mark.parametrize("said", ["   Process name: [x@1,0]\\n   Exit code:    75", ""])
@@ -180,16 +179,16 @@ def test_an_mpirun_that_does_not_end_after_its_ranks_is_killed(
     fake = tmp_path / "fake-mpirun"
     fake.write_text(f"#!/bin/sh\nsleep 1.5 & wait $!\nprintf '{said}'\nexec sleep 1000\n")
     fake.chmod(0o755)
-    monkeypatch.setattr(mpi_launch, "mpirun_command", lambda *_: ([str(fake)], {}))
-    monkeypatch.setattr(mpi_launch, "LOOK_S", 0.1)
-    monkeypatch.setattr(mpi_launch, "LINGERS_S", 2.0)
-    ranks = mpi_launch.MpirunRanks(calm, "train", 1, os.open(tmp_path, os.O_RDONLY), local=True)
+    monkeypatch.setattr(launch, "build_mpirun_command", lambda *_: ([str(fake)], {}))
+    monkeypatch.setattr(launch, "MPIRUN_CHECK_INTERVAL_S", 0.1)
+    monkeypatch.setattr(launch, "MPIRUN_EXIT_TIMEOUT_S", 2.0)
+    ranks = launch.MpirunLauncher(calm, "train", 1, os.open(tmp_path, os.O_RDONLY), local=True)
     ranks.start()
     started, gone = time.monotonic(), list[RankExit]()
-    while ranks.running and time.monotonic() < started + 60:
+    while ranks.is_running and time.monotonic() < started + 60:
         gone += ranks.poll()
         time.sleep(0.05)
-    assert [(left.rank, left.code) for left in gone] == [(0, 75 if said else 0)] and not ranks.running
+    assert [(left.rank, left.code) for left in gone] == [(0, 75 if said else 0)] and not ranks.is_running
     assert time.monotonic() - started > 3, "its rank was let alone"
 
 
@@ -197,7 +196,7 @@ def test_no_mpirun_is_a_users_error(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     with pytest.raises(UserError, match=re.escape("no mpirun on PATH")):
-        mpi_launch.mpirun_command(2)
+        launch.build_mpirun_command(2)
 
 
 def submit_template(

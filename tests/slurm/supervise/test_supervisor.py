@@ -16,15 +16,18 @@ import pytest
 
 from pipeline.base.dist_env import TIME_LEFT_VARIABLE
 from pipeline.base.errors import ExitCode, UserError
-from pipeline.base.files import write_json
+from pipeline.base.files import add_checksum, write_json
 from pipeline.base.signals import StopFlag
+from pipeline.checkpoint.catalog import MANIFEST_FILE, checkpoint_name
 from pipeline.config.read import load_config
+from pipeline.run.attempts import StageState
 from pipeline.run.directory import Run
 from pipeline.run.failure import write_error_report
 from pipeline.run.stages import Progress
 from slurm.query.current_job import JobInfo
 from slurm.query.job_states import JobState
-from slurm.supervise import evaluations, succession, supervisor
+from slurm.supervise import background, succession, supervisor
+from slurm.supervise.decision import JobFacts, StopFacts, determine_cause
 from slurm.supervise.launch import RankExit
 from slurm.supervise.supervisor import Supervisor
 from tests.support.ranks import make_rank_info
@@ -39,19 +42,19 @@ class Pretended:
     act: Callable[[int], None] = staticmethod(lambda look: None)
 
     def __init__(self, run: Run, stage: str, size: int, lock: int) -> None:
-        self.size, self.running, self._looks = size, True, 0
+        self.size, self.is_running, self._looks = size, True, 0
 
     def start(self) -> None: ...
 
-    def send(self, number: int) -> None: ...
+    def send_signal(self, number: int) -> None: ...
 
     def kill(self) -> None: ...
 
     def poll(self) -> list[RankExit]:
         self._looks += 1
         self.act(self._looks)
-        self.running = self._looks < self.looks
-        return [] if self.running else [RankExit(0, self.code)]
+        self.is_running = self._looks < self.looks
+        return [] if self.is_running else [RankExit(0, self.code)]
 
 
 @pytest.fixture
@@ -62,7 +65,9 @@ def run(tmp_path: Path) -> Run:
 def supervised(run: Run, monkeypatch: pytest.MonkeyPatch, flag: StopFlag | None = None, **pretend: Any) -> Supervisor:
     """A supervisor of `train` with such ranks."""
     ranks = type("Ranks", (Pretended,), {k: staticmethod(v) if callable(v) else v for k, v in pretend.items()})
-    monkeypatch.setattr(supervisor, "LocalRanks", ranks)
+    monkeypatch.setattr(
+        supervisor, "create_launcher", lambda run, stage, size, lock, **more: ranks(run, stage, size, lock)
+    )
     monkeypatch.setattr(supervisor, "REQUEST_POLL_S", 0.0)
     return Supervisor(run, "train", flag or StopFlag())
 
@@ -73,7 +78,7 @@ def test_a_stage_that_is_done_is_not_started_again(
     """As when train.sbatch is given a finished run."""
     one = supervised(run, monkeypatch, code=ExitCode.CRASHED)
     monkeypatch.setattr(
-        one, "work", SimpleNamespace(missing_outputs=lambda run: None, progress=lambda run: Progress("30/30"))
+        one, "stage_module", SimpleNamespace(missing_outputs=lambda run: None, progress=lambda run: Progress("30/30"))
     )
     assert one.supervise() == ExitCode.DONE
     assert "train is not tried again (done): 30/30" in capsys.readouterr().out and not run.read_events("train")
@@ -88,8 +93,8 @@ def test_a_stop_file_is_not_lost_behind_another_stop(
     flag = StopFlag()
     flag._set(15)
     one = supervised(run, monkeypatch, flag, code=code, act=lambda n: run.stop_file.touch() if n == look else None)
-    one.batch = True  # it would be requeued
-    monkeypatch.setattr(Supervisor, "_leave", lambda *words: pytest.fail("a person said stop"))
+    one.is_batch = True  # it would be requeued
+    monkeypatch.setattr(Supervisor, "_exit_for_retry", lambda *words: pytest.fail("a person said stop"))
     assert one.supervise() == code
     assert run.read_events("train")[-1]["cause"] == cause and not run.stop_file.exists()
 
@@ -132,7 +137,7 @@ def test_what_waits_in_vain_is_cancelled(
     monkeypatch.setattr(job_states, "run_slurm_command", lambda *words: calls.append(" ".join(words)))
     monkeypatch.setattr(job_states, "cluster_name", lambda: None)
     stage = {"11": "prepare", "13": "shard", "30": "evaluate"}.get(job, "train")
-    succession.cancel_unneeded_jobs(run, stage, replace(make_rank_info(0, 1, 1), job_id=job), done=done)
+    succession.cancel_unneeded_jobs(run, stage, replace(make_rank_info(0, 1, 1), job_id=job), is_done=done)
     assert calls == ([f"scancel {cancelled}"] if cancelled else [])
 
 
@@ -195,7 +200,7 @@ def test_a_preemption_is_remembered_when_slurm_has_requeued_the_job(
         run.event("stopping", "train", by=reason, cause=noted)
     one.rank_info = replace(make_rank_info(0, 1, 1), job_id="12")
     requeued = JobInfo("COMPLETING", 1, False, 100.0, True)
-    cause = one._cause(ExitCode.STOPPED, requeued)[0]
+    cause, _ = determine_cause(ExitCode.STOPPED, one._gather_job_facts(requeued, ExitCode.STOPPED))
     assert cause == (ExitCode.PREEMPTED if preempted else ExitCode.REQUEUED)
 
 
@@ -205,13 +210,13 @@ def test_each_attempt_knows_what_time_is_left_then(run: Run, monkeypatch: pytest
     monkeypatch.setenv("SLURM_CLUSTER_NAME", "here")
     monkeypatch.setenv(TIME_LEFT_VARIABLE, "")
     monkeypatch.setenv("SLURM_JOB_ID", "5")
-    monkeypatch.setattr(supervisor.slurm_job, "read_job_info", lambda job: facts)
+    monkeypatch.setattr(supervisor.current_job, "read_job_info", lambda job: facts)
     one = supervised(run, monkeypatch, code=ExitCode.DONE)
     one.on_slurm, left = False, []
     for waited in (0.0, 30.0, 100.0):  # for the lock, or the attempts before
-        if one.ends is not None:
-            one.ends -= waited
-        one._attempt(0, "")
+        if one.job_end_time is not None:
+            one.job_end_time -= waited
+        one._run_attempt(0, "")
         left.append(float(os.environ[TIME_LEFT_VARIABLE]))
     assert [round(seconds, -1) for seconds in left] == [100.0, 70.0, 0.0] and left[2] == 0.0
     started = run.read_events("train", "started")[-1]
@@ -250,23 +255,22 @@ class Clock:
 def in_job(one: Supervisor, monkeypatch: pytest.MonkeyPatch, job: str, restarts: int = 0) -> list[Any]:
     """Make it one of a batch job; what it did with what waits for that, and how it left for another attempt."""
     did: list[Any] = []
-    one.on_slurm = one.batch = True
-    one.nodes, one.job = ["n1"], job
+    one.on_slurm = one.is_batch = True
+    one.nodes, one.job_id = ["n1"], job
     one.rank_info = replace(make_rank_info(0, 1, 1), job_id=job, restart_count=restarts)
     monkeypatch.setattr(supervisor, "apply_site_environment", lambda *words: None)
-    monkeypatch.setattr(supervisor.slurm_job, "read_job_info", lambda *words: None)
+    monkeypatch.setattr(supervisor.current_job, "read_job_info", lambda *words: None)
     monkeypatch.setattr(supervisor.capacity, "find_placement_problem", lambda *words: None)
-    monkeypatch.setattr(supervisor, "SrunRanks", lambda *words, **more: supervisor.LocalRanks(*words[:4]))
     monkeypatch.setattr(supervisor.succession, "take_over", lambda *words: None)
     monkeypatch.setattr(
-        supervisor.succession, "cancel_unneeded_jobs", lambda *words, done: did.append("cancelled what waits")
+        supervisor.succession, "cancel_unneeded_jobs", lambda *words, is_done: did.append("cancelled what waits")
     )
 
-    def leave(self: Supervisor, ended: supervisor.AttemptEnd, progress: bool) -> ExitCode:
-        did.append((ended.code.name, progress))
-        return ended.code
+    def leave(self: Supervisor, ended: supervisor.AttemptEnd, facts: StopFacts) -> ExitCode:
+        did.append((ended.cause.name, facts.has_progress))
+        return ended.cause
 
-    monkeypatch.setattr(Supervisor, "_leave", leave)
+    monkeypatch.setattr(Supervisor, "_exit_for_retry", leave)
     return did
 
 
@@ -341,22 +345,22 @@ def test_a_file_system_that_is_away_for_a_while_stops_no_rank(
     one = supervised(
         run, monkeypatch, looks=30, code=ExitCode.DONE, act=lambda look: away.append(away.pop() and look < 30)
     )
-    monkeypatch.setattr(one, "work", SimpleNamespace(missing_outputs=lambda run: "no" if away[0] else None))
+    monkeypatch.setattr(one, "stage_module", SimpleNamespace(missing_outputs=lambda run: "no" if away[0] else None))
     monkeypatch.setattr(Path, "stat", evicted)
     monkeypatch.setattr(Run, "check_not_cancelled", lambda self: None)  # which was before
     assert one.supervise() == ExitCode.DONE
-    assert capsys.readouterr().err.count("whether a stop was asked for") == 1, "said once"
+    assert capsys.readouterr().err.count("whether a stop was requested") == 1, "said once"
 
 
 def test_a_stop_is_passed_on_though_its_event_cannot_be_written(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, tell = supervised(run, monkeypatch), Supervisor._tell
+    one, tell = supervised(run, monkeypatch), Supervisor._write_event
 
     def full(self: Supervisor, event: str, **facts: Any) -> None:
         if event == "stopping":
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         tell(self, event, **facts)
 
-    monkeypatch.setattr(Supervisor, "_tell", full)
+    monkeypatch.setattr(Supervisor, "_write_event", full)
     one.flag._set(15)
     assert one.supervise() == ExitCode.STOPPED
 
@@ -376,7 +380,7 @@ def test_ranks_that_were_asked_to_stop_may_save_for_as_long_as_a_save_may_take(
 def test_an_evaluation_that_cannot_be_submitted_ends_no_training_and_is_tried_again(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, clock, tried = evaluations.Evaluations(run), Clock(monkeypatch), list[float]()
+    one, clock, tried = background.EvaluationSubmitter(run), Clock(monkeypatch), list[float]()
     fails: list[Exception] = [
         UserError("sbatch refused"), FileNotFoundError(2, "no sbatch"), RuntimeError("no sense"), OSError(116, "stale"),
         OSError(116, "stale"),
@@ -387,13 +391,13 @@ def test_an_evaluation_that_cannot_be_submitted_ends_no_training_and_is_tried_ag
         if fails:
             raise fails.pop(0)
 
-    monkeypatch.setattr(evaluations, "time", supervisor.time)
-    monkeypatch.setattr(evaluations, "list_checkpoint_steps", lambda folder: [2])
-    monkeypatch.setattr(evaluations, "count_training_steps", lambda *words: 9)
+    monkeypatch.setattr(background, "time", supervisor.time)
+    monkeypatch.setattr(background, "list_checkpoint_steps", lambda folder: [2])
+    monkeypatch.setattr(background, "count_training_steps", lambda *words: 9)
     monkeypatch.setattr("slurm.submit.sbatch.submit_stage", submit)
     one.is_enabled = True
     while clock.now < 7200:
-        one.submit_new_evaluation()
+        one.poll()
         clock.sleep(1.0)
     assert tried == [0, 60, 180, 420, 900, 1860], "a minute later, then ever later, until it goes"
     told = [e["message"] for e in run.read_events("evaluate", "evaluation_not_submitted")]
@@ -413,7 +417,7 @@ def test_a_successor_trains_without_one_of_its_own_and_asks_for_it_at_the_end(
 
     monkeypatch.setattr("slurm.submit.sbatch.submit_stage", submit)
     monkeypatch.setattr(succession.job_states, "query_job_states", lambda jobs: {})
-    monkeypatch.setattr(succession, "_cancelled", lambda *words: False)
+    monkeypatch.setattr(succession, "_was_cancelled", lambda *words: False)
     assert succession.take_over(run, "train", replace(make_rank_info(0, 1, 1), job_id="15")) is None, "it trains"
     assert "too many jobs" in capsys.readouterr().err and run.read_events("train")[-1]["event"] == "took_over"
     assert succession.hand_over(run, "train", "15") is None and submitted == [("train", ["15"], "afternotok")]
@@ -438,11 +442,26 @@ def test_what_an_unclear_sbatch_said_is_in_the_message(
 RUNNING = JobInfo("RUNNING", 0, False, None, True)
 
 
+def leave_after_crash(one: Supervisor) -> ExitCode:
+    """Exit after a crash that may be retried."""
+    facts = StopFacts(
+        cause=ExitCode.CRASHED,
+        stop_reason=None,
+        has_progress=True,
+        state=StageState(),
+        limits=one.run.config.recovery,
+        is_batch=True,
+        was_signalled=False,
+        job=JobFacts(one.run.config.site),
+    )
+    return one._exit_for_retry(supervisor.AttemptEnd(ExitCode.CRASHED), facts)
+
+
 @pytest.mark.parametrize(
     ("left_s", "back_s", "ends"),
     [
-        (None, 3000.0, "requeued"), (None, math.inf, "did not answer for 36"), (600.0, 3000.0, "requeued"),
-        (36000.0, 30000.0, "requeued"), (36000.0, math.inf, "did not answer for 357"),
+        (None, 3000.0, "requeued"), (None, math.inf, "did not respond for 36"), (600.0, 3000.0, "requeued"),
+        (36000.0, 30000.0, "requeued"), (36000.0, math.inf, "did not respond for 357"),
     ],
 )  # fmt: skip
 def test_a_controller_that_is_away_is_asked_until_the_job_must_end(
@@ -456,12 +475,12 @@ def test_a_controller_that_is_away_is_asked_until_the_job_must_end(
         return RUNNING if clock.now >= back_s else None
 
     one = supervised(run, monkeypatch)
-    one.rank_info, one.ends = replace(make_rank_info(0, 1, 1), job_id="5"), left_s
-    monkeypatch.setattr(supervisor.slurm_job, "read_job_info", facts)
-    monkeypatch.setattr(supervisor.slurm_job, "requeue_job", lambda *words: clock.now >= back_s)
-    monkeypatch.setattr(supervisor.slurm_job, "excluded_nodes_at_requeue", lambda *words: None)
-    monkeypatch.setattr("slurm.query.stop_causes.preemption.is_requeued_on_exit", lambda *words: False)
-    assert one._leave(supervisor.AttemptEnd(ExitCode.CRASHED), True) == ExitCode.CRASHED
+    one.rank_info, one.job_end_time = replace(make_rank_info(0, 1, 1), job_id="5"), left_s
+    monkeypatch.setattr(supervisor.current_job, "read_job_info", facts)
+    monkeypatch.setattr(supervisor.current_job, "requeue_job", lambda *words: clock.now >= back_s)
+    monkeypatch.setattr(supervisor.current_job, "excluded_nodes_at_requeue", lambda *words: None)
+    monkeypatch.setattr("slurm.query.preemption.is_requeued_on_exit", lambda *words: False)
+    assert leave_after_crash(one) == ExitCode.CRASHED
     told = run.read_events("train")[-1]
     assert ends in f"{told['event']} {told.get('message')}"
     assert "refused" not in told.get("message", "") and len(asked) < 20 + clock.now / 60
@@ -476,8 +495,8 @@ def test_a_signal_wakes_who_waits_for_the_controller(run: Run, monkeypatch: pyte
             one.flag._handle(15, None)
 
     clock = Clock(monkeypatch, signal_at_1000)
-    monkeypatch.setattr(supervisor.slurm_job, "read_job_info", lambda job: RUNNING if clock.now >= 1000 else None)
-    assert one._facts_at_last(0)[0] == RUNNING and clock.now < 1001
+    monkeypatch.setattr(supervisor.current_job, "read_job_info", lambda job: RUNNING if clock.now >= 1000 else None)
+    assert one._wait_for_job_info(0)[0] == RUNNING and clock.now < 1001
 
 
 def test_a_controller_that_goes_away_between_two_questions_is_asked_anew(
@@ -491,12 +510,30 @@ def test_a_controller_that_goes_away_between_two_questions_is_asked_anew(
         return clock.now >= 1000
 
     away = lambda: bool(requeues) and clock.now < 1000  # noqa: E731
-    monkeypatch.setattr(supervisor.slurm_job, "read_job_info", lambda job: None if away() else RUNNING)
-    monkeypatch.setattr(supervisor.slurm_job, "requeue_job", requeue)
-    monkeypatch.setattr(supervisor.slurm_job, "excluded_nodes_at_requeue", lambda *words: None)
-    monkeypatch.setattr("slurm.query.stop_causes.preemption.is_requeued_on_exit", lambda *words: False)
-    assert one._leave(supervisor.AttemptEnd(ExitCode.CRASHED), True) == ExitCode.CRASHED
+    monkeypatch.setattr(supervisor.current_job, "read_job_info", lambda job: None if away() else RUNNING)
+    monkeypatch.setattr(supervisor.current_job, "requeue_job", requeue)
+    monkeypatch.setattr(supervisor.current_job, "excluded_nodes_at_requeue", lambda *words: None)
+    monkeypatch.setattr("slurm.query.preemption.is_requeued_on_exit", lambda *words: False)
+    assert leave_after_crash(one) == ExitCode.CRASHED
     assert run.read_events("train")[-1]["event"] == "requeued" and len(requeues) == 2
-    monkeypatch.setattr(supervisor.slurm_job, "requeue_job", lambda *words: False)
-    one._leave(supervisor.AttemptEnd(ExitCode.CRASHED), True)
+    monkeypatch.setattr(supervisor.current_job, "requeue_job", lambda *words: False)
+    leave_after_crash(one)
     assert "refused to requeue" in run.read_events("train")[-1]["message"]
+
+
+@pytest.mark.parametrize(("early_stop", "submitted"), [({"steps": 40}, []), ({"steps": 30}, [7]), (None, [7])])
+def test_the_final_checkpoint_is_left_to_the_evaluation_of_the_chain(
+    run: Run, monkeypatch: pytest.MonkeyPatch, early_stop: dict[str, int] | None, submitted: list[int]
+) -> None:
+    """A callback may complete a training before `train.steps`: its last checkpoint says so."""
+    manifest = {"step": 7, "samples_consumed": 28, "layout": {}, "files": {}, "extra": {"early_stop": early_stop}}
+    checkpoint = run.checkpoints_dir / checkpoint_name(7)
+    checkpoint.mkdir()
+    write_json(checkpoint / MANIFEST_FILE, add_checksum(manifest))
+    steps: list[int] = []
+    monkeypatch.setattr("slurm.submit.sbatch.submit_stage", lambda *arguments, **options: steps.append(options["step"]))
+    monkeypatch.setattr(background, "count_training_steps", lambda *arguments: 40)
+    evaluations = background.EvaluationSubmitter(run)
+    evaluations.is_enabled = True
+    evaluations.poll()
+    assert steps == submitted and not run.read_events("evaluate", "evaluation_not_submitted")

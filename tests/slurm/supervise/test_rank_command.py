@@ -22,9 +22,8 @@ from pipeline.run.points import create_points
 from slurm.query.job_states import cluster_name
 from slurm.submit.sbatch import render_batch_script
 from slurm.submit.site_environment import check_job_environment, job_python
-from slurm.supervise import mpi_launch
-from slurm.supervise.inside import get_rank_command
-from slurm.supervise.launch import Ranks, SrunRanks
+from slurm.supervise import launch
+from slurm.supervise.launch import RankLauncher, SrunLauncher, build_rank_command
 from tests.support.tiny import write_config
 
 RECORD = """#!{python} -S
@@ -54,19 +53,19 @@ def make(folder: Path, *overrides: str) -> Run:
     return Run.create(load_config(write_config(folder), overrides))
 
 
-def started(ranks: Ranks, called: Path) -> list[tuple[list[str], dict[str, str | None]]]:
+def started(ranks: RankLauncher, called: Path) -> list[tuple[list[str], dict[str, str | None]]]:
     """The calls that starting these ranks made: words and variables."""
     ranks.start()
     deadline = time.monotonic() + 60
-    while ranks.running and time.monotonic() < deadline:
+    while ranks.is_running and time.monotonic() < deadline:
         ranks.poll()
         time.sleep(0.01)
-    assert not ranks.running
+    assert not ranks.is_running
     return [tuple(json.loads(line)) for line in called.read_text().splitlines()]
 
 
-def srun_ranks(run: Run, stage: str = "train") -> SrunRanks:
-    return SrunRanks(run, stage, 2, os.open(run.path, os.O_RDONLY), nodes=1)
+def srun_ranks(run: Run, stage: str = "train") -> SrunLauncher:
+    return SrunLauncher(run, stage, 2, os.open(run.path, os.O_RDONLY), nodes=1)
 
 
 def test_ranks_start_with_the_sites_python_and_options(tmp_path: Path, called: Path) -> None:
@@ -132,7 +131,7 @@ def test_the_nodes_own_disk_is_seen_in_an_image_by_the_same_name(
     run = make(tmp_path, box, f"site.local_disk={tmp_path}/local/${{TEST_JOB}}")
     own = ",".join(f"{path}:{path}" for path in (run.path, run.data_dir))
     [(words, _)] = started(srun_ranks(run), called)
-    told = get_rank_command(run, "train")
+    told = build_rank_command(run, "train")
     if box == PYXIS:
         assert f"--container-mounts={own},/data:/in:ro,/more:/more,{disk}:{disk}:nofail" in words
         assert told.variables["TEST_JOB"] == "7" and "--container-env=PYTHONPATH,PYTHONSAFEPATH,TEST_JOB" in words
@@ -147,34 +146,35 @@ def test_the_nodes_own_disk_is_seen_in_an_image_by_the_same_name(
             if there:
                 disk.rmdir()
     monkeypatch.delenv("TEST_JOB")
-    assert not any("TEST_JOB" in word for word in get_rank_command(run, "train").srun)
+    assert not any("TEST_JOB" in word for word in build_rank_command(run, "train").srun)
 
 
 def test_a_scratch_that_is_the_nodes_disk_is_mounted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # as site.scratch has it in jobs
     run = make(tmp_path, APPTAINER, f"site.scratch={tmp_path}", "site.local_disk=$TMPDIR")
-    [bind] = [word for word in get_rank_command(run, "train").program if word.startswith("--bind=")]
+    [bind] = [word for word in build_rank_command(run, "train").program if word.startswith("--bind=")]
     assert bind == f"--bind={run.path}:{run.path},{run.data_dir}:{run.data_dir},{tmp_path}:{tmp_path}"
 
 
 def test_mpirun_starts_ranks_in_an_image(tmp_path: Path, called: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_MPI_TYPE", "none")
-    monkeypatch.setattr(mpi_launch, "mpirun_command", lambda *_: (["mpirun", "-n", "2"], {}))
+    monkeypatch.setattr(launch, "build_mpirun_command", lambda *_: (["mpirun", "-n", "2"], {}))
     (tmp_path / "pyxis").mkdir()
     run, lock = make(tmp_path, APPTAINER, "parallel.backend=mpi"), os.open(tmp_path, os.O_RDONLY)
-    _, (words, variables) = started(mpi_launch.build_mpi_ranks(run, "train", 2, 1, lock, on_slurm=True), called)
+    _, (words, variables) = started(launch.create_mpi_launcher(run, "train", 2, 1, lock, on_slurm=True), called)
     assert words[1] == "exec" and words[-5:] == ["/opt/bin/python", "-m", "pipeline", "train", str(run.path)]
     assert variables["PYTHONPATH"] == variables["APPTAINERENV_PYTHONPATH"] == str(run.code_dir)
-    here: Any = mpi_launch.build_mpi_ranks(run, "train", 2, 1, lock, on_slurm=False)
-    assert here.inside.program == (sys.executable,), "a site is for its jobs"
-    with pytest.raises(UserError, match="take apptainer"):
-        mpi_launch.build_mpi_ranks(make(tmp_path / "pyxis", PYXIS), "train", 2, 1, lock, on_slurm=True)
+    here: Any = launch.create_mpi_launcher(run, "train", 2, 1, lock, on_slurm=False)
+    assert here.rank_command.program == (sys.executable,), "a site is for its jobs"
+    with pytest.raises(UserError) as raised:
+        launch.create_mpi_launcher(make(tmp_path / "pyxis", PYXIS), "train", 2, 1, lock, on_slurm=True)
+    assert raised.value.code == "mpi.no_srun_plugin" and "apptainer" in str(raised.value)
 
 
 def test_a_point_of_a_sweep_sees_what_it_links_to(tmp_path: Path) -> None:
     sweep = make(tmp_path, APPTAINER, "sweep={grid: {run.seed: [1, 2]}}")
     point = create_points(sweep)[0]
-    [bind] = [word for word in get_rank_command(point, "train").program if word.startswith("--bind=")]
+    [bind] = [word for word in build_rank_command(point, "train").program if word.startswith("--bind=")]
     assert bind == f"--bind={point.path}:{point.path},{sweep.path}:{sweep.path},{sweep.data_dir}:{sweep.data_dir}"
 
 
@@ -200,8 +200,9 @@ def test_what_a_profile_may_not_say(tmp_path: Path, override: str, words: str) -
 
 def test_a_path_that_no_mount_can_hold_is_refused(tmp_path: Path) -> None:
     run = make(tmp_path, APPTAINER, f"run.root='{tmp_path}/a,b'")
-    with pytest.raises(UserError, match=r"a,b/tiny cannot be mounted"):
-        get_rank_command(run, "train")
+    with pytest.raises(UserError) as raised:
+        build_rank_command(run, "train")
+    assert raised.value.code == "site.unmountable_path" and "a,b/tiny" in str(raised.value)
 
 
 @pytest.mark.parametrize("name", ["SLURM_CLUSTERS", "SBATCH_CLUSTERS"])
