@@ -1,14 +1,12 @@
-"""The tokenizer: train a byte-level BPE or take a given `tokenizer.json`, then encode documents.
+"""The tokenizer: train a byte-level BPE or load a `tokenizer.json`, then encode documents.
 
-Byte-level BPE (Sennrich et al., arXiv 1508.07909, on bytes as in GPT-2): the alphabet is all 256 bytes, so any
-text has tokens and comes back exactly. Training and encoding are those of the package `tokenizers`.
+Byte-level BPE (Sennrich et al., arXiv 1508.07909, on bytes as in GPT-2): the alphabet is all 256 bytes, so any text can
+be encoded and decoded exactly. Training and encoding use the package `tokenizers`.
 
-A document's tokens are followed by the end-of-text token, and that id means the end of a document and nothing
-else: text that happens to contain the token's name (the sources of Sluice do) is encoded as plain characters.
-`tokenizers` calls this `encode_special_tokens`; it is a switch of the loaded object, not of the file.
-
-Around each document stand the special tokens that the tokenizer's post-processor adds (`data.add_special_tokens`), as
-transformers encodes a text by default: Llama's and Mistral's beginning-of-sequence token, for example.
+The end-of-text token follows each document, and its id means nothing else: if a text contains the token's name, the
+name is encoded as plain characters. (`tokenizers` calls this `encode_special_tokens`, a property of the loaded object,
+not of the file.) With `data.add_special_tokens`, documents also get the special tokens of the tokenizer's
+post-processor, as in transformers: Llama's and Mistral's beginning-of-sequence token, for example.
 """
 
 from __future__ import annotations
@@ -31,9 +29,10 @@ from pipeline.data.special_tokens import get_added_tokens
 
 
 def train_bpe(texts: Sequence[str], vocab_size: int, eos_token: str) -> str:
-    """Train a byte-level BPE; the JSON of the tokenizer, the same for the same texts in the same order.
+    """Train a byte-level BPE and return its JSON, which is the same for the same texts in the same order.
 
-    Id 0 is the end-of-text token, ids 1 to 256 are the bytes. Little text gives fewer tokens than `vocab_size`.
+    Id 0 is the end-of-text token, ids 1 to 256 are the bytes. If there is little text, the vocabulary has fewer tokens
+    than `vocab_size`.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -52,11 +51,13 @@ class EncodedRecord(NamedTuple):
     """The tokens of a prompt with its response, or of a dialogue."""
 
     tokens: np.ndarray
+    """Integers of the encoder's `dtype`, shape (tokens,)."""
     mask: np.ndarray
-    length: int
-    """How many tokens the whole record has."""
-    covered: int
-    """How many characters of its text `tokens` cover."""
+    """The `mask` of a shard (pipeline/data/manifest.py): uint8, shape (tokens,)."""
+    full_length: int
+    """Number of tokens of the whole record, before truncation."""
+    covered_characters: int
+    """Number of characters of the text that `tokens` cover."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,78 +69,90 @@ class Encoder:
     vocab_size: int
     """Largest token id plus one."""
     dtype: str
-    """`uint16` where the ids fit, else `uint32`."""
+    """`uint16` if the ids fit, otherwise `uint32`."""
     bos_ids: tuple[int, ...] = ()
-    """Tokens that stand before each document."""
+    """Tokens added before each document."""
     closing_ids: tuple[int, ...] = ()
-    """Tokens that the tokenizer's post-processor adds behind each document."""
+    """Tokens that the tokenizer's post-processor adds after each document."""
 
     @property
-    def end(self) -> tuple[int, ...]:
-        """Tokens that end a document: those that the tokenizer adds, and the end-of-text token once."""
+    def end_ids(self) -> tuple[int, ...]:
+        """Tokens that end a document: `closing_ids`, and the end-of-text token once."""
         return self.closing_ids if self.closing_ids[-1:] == (self.eos_id,) else (*self.closing_ids, self.eos_id)
 
     @cached_property
     def unknown_id(self) -> int | None:
-        """The token that stands for what the tokenizer does not know, whose text is lost; None where there is none."""
-        model = json.loads(self.tokenizer.to_str())["model"]  # a Unigram's has no attribute
+        """The id for text that the tokenizer cannot encode; None if there is no such token."""
+        model = json.loads(self.tokenizer.to_str())["model"]  # the object of a Unigram model has no such attribute
         name = model.get("unk_token")
         return model.get("unk_id") if name is None else self.tokenizer.token_to_id(name)
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """Tokens of each text with its special tokens, the end-of-text token last: 1-d arrays of `dtype`.
+        """Return the tokens of each text with its special tokens, the end-of-text token last: 1-d arrays of `dtype`.
 
-        If the token that begins a document is also the one that ends it, the end of the document before serves as both.
+        If the same token begins and ends a document, it is written once between two documents.
         """
-        begin, end = () if self.bos_ids == (self.eos_id,) else self.bos_ids, self.end
-        found = []
+        bos_ids = () if self.bos_ids == (self.eos_id,) else self.bos_ids
+        end_ids = self.end_ids
+        documents = []
         for encoding in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False):
             ids = encoding.ids
-            ids[:0] = begin
-            ids += end
-            found.append(np.fromiter(ids, self.dtype, len(ids)))  # half of what np.array costs
-        return found
+            ids[:0] = bos_ids
+            ids += end_ids
+            documents.append(np.fromiter(ids, self.dtype, len(ids)))  # twice as fast as np.array
+        return documents
 
     def encode_records(
-        self, records: Sequence[Document], *, chat: bool, most: int | None = None
+        self, records: Sequence[Document], *, chat: bool, max_tokens: int | None = None
     ) -> list[EncodedRecord]:
-        """Tokens of each record and their `mask` (pipeline/data/manifest.py): of `dtype` and uint8, shape (tokens,).
-        Tokens from number `most` on are left out.
+        """Encode records with their masks.
 
-        A token that has a character of what is learned is learned, but for the first: nothing is before it. With
-        `chat` names of special tokens are these tokens, and the text begins and ends as it does. Otherwise special
-        tokens are added as to any text, and those that end it are learned.
+        A token that overlaps a learned span of characters is learned, except the first token of a record, which has
+        nothing before it.
+
+        Args:
+            records: prompts with responses, or dialogues.
+            chat: the chat template has written all special tokens, by their names, so none are added. Otherwise special
+                tokens are added as to any text, and those at the end are learned.
+            max_tokens: number of tokens after which a record is truncated; None: never.
         """
-        begin, end = ((), ()) if chat else (self.bos_ids, self.end)
+        bos_ids, end_ids = ((), ()) if chat else (self.bos_ids, self.end_ids)
         self.tokenizer.encode_special_tokens = not chat
         encodings = self.tokenizer.encode_batch([record.text for record in records], add_special_tokens=False)
-        found = []
+        encoded = []
         for record, encoding in zip(records, encodings, strict=True):
-            tokens = np.array([*begin, *encoding.ids, *end], dtype=self.dtype)
-            offsets = [*[(0, 0)] * len(begin), *encoding.offsets, *[(0, 0)] * len(end)]
-            starts, ends = np.array(offsets).reshape(-1, 2).T
+            tokens = np.array([*bos_ids, *encoding.ids, *end_ids], dtype=self.dtype)
+            offsets = [*[(0, 0)] * len(bos_ids), *encoding.offsets, *[(0, 0)] * len(end_ids)]
+            starts, ends = np.array(offsets).reshape(-1, 2).T  # characters of each token; (0, 0) for added ones
             mask = np.zeros(len(tokens), np.uint8)
             for first, last in record.learned:
                 mask[(starts < last) & (ends > first)] = MASK_LEARNED
-            mask[len(tokens) - len(end) :] = MASK_LEARNED
+            mask[len(tokens) - len(end_ids) :] = MASK_LEARNED
             mask[:1] = MASK_DOCUMENT_START
-            length, covered = len(tokens), len(record.text)
-            if most is not None and length > most:
-                tokens, mask, covered = tokens[:most], mask[:most], int(ends[:most].max())
-            found.append(EncodedRecord(tokens, mask, length, covered))
-        return found
+            full_length = len(tokens)
+            covered_characters = len(record.text)
+            if max_tokens is not None and full_length > max_tokens:
+                tokens = tokens[:max_tokens]
+                mask = mask[:max_tokens]
+                covered_characters = int(ends[:max_tokens].max())
+            encoded.append(EncodedRecord(tokens, mask, full_length, covered_characters))
+        return encoded
 
 
 def check_tokenizer(path: str, eos_token: str, add_special_tokens: str) -> None:
-    """Raise UserError as `load_encoder` does. `add_special_tokens`: as JSON."""
+    """Raise UserError as `load_encoder` does; `add_special_tokens` is given as JSON."""
     load_encoder(path, eos_token, json.loads(add_special_tokens))
 
 
 def load_encoder(path: str | Path, eos_token: str, add_special_tokens: Literal["auto"] | bool = False) -> Encoder:
-    """Load a `tokenizer.json`; `add_special_tokens` as in the section `data` of a config.
+    """Load a `tokenizer.json`.
 
-    Raises UserError naming the file when it cannot be read, lacks `eos_token`, would take the token's name in a text
-    for the token itself, or has no special tokens to add if `add_special_tokens` is True.
+    Args:
+        eos_token: name of the end-of-text token.
+        add_special_tokens: as `data.add_special_tokens`.
+
+    Raises UserError, naming the file, if it cannot be read, has no `eos_token`, encodes the token's name in a text as
+    the token itself, or if `add_special_tokens` is True and it has no special tokens to add.
     """
     try:
         tokenizer = Tokenizer.from_str(open_regular_file(path).read().decode())
@@ -152,13 +165,13 @@ def load_encoder(path: str | Path, eos_token: str, add_special_tokens: Literal["
     except Exception as error:  # the package raises bare Exception for a file that it does not understand
         raise UserError(
             "data.invalid_tokenizer",
-            f"{path} is no tokenizer.json that can be read: {error}. Of a SentencePiece model, or vocab.json with "
+            f"{path} is not a readable tokenizer.json: {error}. For a SentencePiece model, or vocab.json with "
             "merges.txt, transformers writes one: AutoTokenizer.from_pretrained(its folder).save_pretrained(…)",
         ) from error
     eos_id = tokenizer.token_to_id(eos_token)
     if eos_id is None:
         raise UserError(
-            "data.no_eos_token", f"{path} has no token {eos_token!r}; set data.tokenizer.eos_token to one that it has"
+            "data.no_eos_token", f"{path} has no token {eos_token!r}: set data.tokenizer.eos_token to one that it has"
         )
     tokenizer.add_special_tokens([AddedToken(eos_token, special=True, normalized=False)])  # keeps its id
     tokenizer.encode_special_tokens = True
@@ -167,21 +180,21 @@ def load_encoder(path: str | Path, eos_token: str, add_special_tokens: Literal["
     if eos_id in tokenizer.encode(eos_token, add_special_tokens=False).ids:
         raise UserError(
             "data.ambiguous_eos_token",
-            f"{path} gives the token {eos_token!r} to text that contains its name, so that text could end a "
-            "document; set data.tokenizer.eos_token to a token that only marks the end",
+            f"{path} encodes the text {eos_token!r} as the token of this name, so a text could end a document: set "
+            "data.tokenizer.eos_token to a token that only marks the end",
         )
     vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-    begin, end = get_added_tokens(tokenizer) if add_special_tokens else ((), ())
-    if add_special_tokens is True and not begin and not end:
+    bos_ids, closing_ids = get_added_tokens(tokenizer) if add_special_tokens else ((), ())
+    if add_special_tokens is True and not bos_ids and not closing_ids:
         raise UserError(
             "data.no_special_tokens",
-            f"data.add_special_tokens: the post-processor of {path} adds none to a text: set auto or false, or put a "
-            "TemplateProcessing that adds one into the file",
+            f"data.add_special_tokens: the post-processor of {path} adds no token to a text: set auto or false, or add "
+            "a TemplateProcessing to the file",
         )
-    if unknown := [token for token in (*begin, *end) if tokenizer.id_to_token(token) is None]:
+    if unknown := [token for token in (*bos_ids, *closing_ids) if tokenizer.id_to_token(token) is None]:
         raise UserError(
             "data.invalid_tokenizer",
-            f"{path}: its post-processor adds the id {unknown[0]}, which is no token of it: mend the file, or set "
-            "data.add_special_tokens: false",
+            f"{path}: its post-processor adds the id {unknown[0]}, which is not in its vocabulary: repair the file, or "
+            "set data.add_special_tokens: false",
         )
-    return Encoder(tokenizer, eos_id, vocab_size, "uint16" if vocab_size <= 1 << 16 else "uint32", begin, end)
+    return Encoder(tokenizer, eos_id, vocab_size, "uint16" if vocab_size <= 1 << 16 else "uint32", bos_ids, closing_ids)

@@ -1,8 +1,9 @@
-"""`data inspect|verify|import PATH…`: what token files are, whether they are whole, and a copy of them as shards.
+"""The commands `data inspect|verify|import PATH…`: describe files of tokens, check them, and copy them into shards.
 
-A copy is a folder of HDF5 shards (data_prep/shard_writer.py) with an end-of-text token behind each document and its
-`documents` index: `data.source: DIR` with `data.records: tokens` takes it. It is whole, or not there: until then it is
-`.DIR.part`, with a line of notes for each file that is copied, so that the next call goes on behind these.
+The copy is a folder of HDF5 shards (data_prep/shard_writer.py) with an end-of-text token after each document and an
+index `documents`. A run uses it with `data.source: DIR` and `data.records: tokens`. It is built in `.DIR.part` and
+renamed when it is complete. `.DIR.part` has a note for each file that was copied, so a repeated command continues after
+these files.
 """
 
 from __future__ import annotations
@@ -38,105 +39,127 @@ from pipeline.base.files import (
 from pipeline.base.ownership import apply_umask, check_own_folder, open_own_file, open_own_folder, read_umask
 from pipeline.data.manifest import FORMAT_VERSION, SHARDS_DIR, ShardEntry
 
-_LOCK, _NOTES = ".lock", "copied.jsonl"
-_OURS = re.compile(r"tokens-\d{5,}-\d\d+\.h5|\.tokens-\d{5,}-\d\d+\.h5\.\d+\.[0-9a-f]{8}\.tmp|tmp[a-z0-9_]{8}")
-"""Names of shards, of those that are being written (files.replace_atomically), and of temporary files (tempfile)."""
-_NO_TOKENIZER = 1 << 32
-_SHARD = 500_000_000  # tokens of a file, as data.shard_tokens has it
+_LOCK = ".lock"
+_NOTES = "copied.jsonl"
+_OUR_FILE_NAMES = re.compile(
+    r"tokens-\d{5,}-\d\d+\.h5|\.tokens-\d{5,}-\d\d+\.h5\.\d+\.[0-9a-f]{8}\.tmp|tmp[a-z0-9_]{8}"
+)
+"""Names of shards, of shards that are being written (files.replace_atomically), and of temporary files (tempfile)."""
+_ANY_VOCAB_SIZE = 1 << 32
+"""Without a tokenizer all ids are valid."""
+_SHARD_TOKENS = 500_000_000
+"""Tokens per file, the default of data.shard_tokens."""
 
 
 def run_data_command(
     action: str, paths: Sequence[str], to: str | None, tokenizer: str | None, eos: str, packed: bool
 ) -> None:
-    """Do one of the three. Raises UserError; for `inspect` and `verify`, after all paths were looked at."""
+    """Run `inspect`, `verify` or `import`.
+
+    Raises UserError; for `inspect` and `verify` only after all paths have been examined.
+    """
     encoder = load_encoder(tokenizer, eos) if tokenizer else None
     if action != "import":
-        _report(action, paths, encoder)
+        _print_report(action, paths, encoder)
         return
-    files = _unique(file for path in paths for file in _files(path))
+    files = _remove_repeated(file for path in paths for file in _list_token_files(path))
     if to is None or encoder is None or tokenizer is None:
         raise UserError(
-            "data.missing_option", "data import: say where to, --to DIR, and by what they were made, --tokenizer FILE"
+            "data.missing_option",
+            "data import: --to DIR (the new folder) and --tokenizer FILE (the one that made the tokens) are required",
         )
     import_tokens(files, Path(to).absolute(), encoder, sha256_file(tokenizer), packed)
 
 
-def _report(action: str, paths: Sequence[str], encoder: Encoder | None) -> None:
-    """Print what each file is, and at the end how many are usable. Raises UserError if some path or file is not."""
+def _print_report(action: str, paths: Sequence[str], encoder: Encoder | None) -> None:
+    """Print a description of each file, then the number of usable ones. Raises UserError if a path is not usable."""
     files: list[str] = []
-    bad = mapped = copied = 0
+    unusable = mappable = to_copy = 0
     for path in paths:
         try:
-            files += _files(path)
+            files += _list_token_files(path)
         except UserError as error:
-            bad += 1
+            unusable += 1
             print(format_error(error))
-    files = _unique(files)
-    total = bad + len(files)
+    files = _remove_repeated(files)
+    total = unusable + len(files)
     for path in files:
         try:
             with translate_read_errors(path):
                 file = inspect_token_file(path)
-                told = _words(file) + (_read_words(file, encoder) if action == "verify" else "")
-            print(told)
-            mapped, copied = mapped + (not file.why_not), copied + bool(file.why_not)
+                description = _describe_file(file) + (_describe_content(file, encoder) if action == "verify" else "")
+            print(description)
+            if file.unmappable_reason:
+                to_copy += 1
+            else:
+                mappable += 1
         except UserError as error:
-            bad += 1
+            unusable += 1
             print(format_error(error))
-    print(f"{total:,} in all: {mapped:,} can be used where they lie, {copied:,} to be copied, {bad:,} refused")
-    if bad:
-        raise UserError(
-            "data.unusable_files", f"{bad} of {total} files {'or folders ' * (total > len(files))}will not do"
-        )
+    print(f"{total:,} in total: {mappable:,} usable in place, {to_copy:,} must be copied, {unusable:,} unusable")
+    if unusable:
+        folders = "or folders " * (total > len(files))
+        raise UserError("data.unusable_files", f"{unusable} of {total} files {folders}cannot be used, see above")
 
 
-def _files(path: str) -> list[str]:
-    """A file, or all of a folder that may hold tokens. Raises UserError for what is not there, or a folder without."""
+def _list_token_files(path: str) -> list[str]:
+    """Return a file, or all files of a folder whose names may be those of token files. Raises UserError if none."""
     if not os.path.isdir(path):
         if not os.path.lexists(path):
             raise UserError("data.missing_file", f"{path}: there is no such file or folder")
         return [str(Path(path).absolute())]
-    found = sorted(map(os.path.abspath, list_files(path, TOKEN_ENDINGS)))
-    if not found:
-        rows = format_file_list(sorted(list_files(path, [""])), path)
+    files = sorted(map(os.path.abspath, list_files(path, TOKEN_ENDINGS)))
+    if not files:
+        lines = format_file_list(sorted(list_files(path, [""])), path)
         raise UserError(
-            "data.no_files", "\n".join([f"{path}: no file in it ends with {', '.join(TOKEN_ENDINGS)}", *rows])
+            "data.no_files", "\n".join([f"{path}: no file in it ends with {', '.join(TOKEN_ENDINGS)}", *lines])
         )
-    return found
+    return files
 
 
-def _unique(files: Iterable[str]) -> list[str]:
-    """Each once, by the file that holds the tokens: of Megatron's two that is the .bin, whichever is named."""
-    found: dict[str, str] = {}
+def _remove_repeated(files: Iterable[str]) -> list[str]:
+    """Return each token file once, and print those that are left out. Megatron's .idx stands for its .bin."""
+    by_real_path: dict[str, str] = {}
     for path in files:
-        index = path.endswith(".idx") and os.path.isfile(path)
-        if (real := os.path.realpath(f"{path.removesuffix('.idx')}.bin" if index else path)) in found:
-            print(f"{path}: left out, the same tokens as {found[real]}")
-        found.setdefault(real, path)
-    return [*found.values()]
+        is_index = path.endswith(".idx") and os.path.isfile(path)
+        real_path = os.path.realpath(f"{path.removesuffix('.idx')}.bin" if is_index else path)
+        if real_path in by_real_path:
+            print(f"{path}: left out, the same tokens as {by_real_path[real_path]}")
+        by_real_path.setdefault(real_path, path)
+    return [*by_real_path.values()]
 
 
-def _words(file: TokenFile) -> str:
-    """A file by its header and index."""
+def _describe_file(file: TokenFile) -> str:
+    """Describe a file by its header and index."""
     count = "" if file.tokens is None else f"{file.tokens:,} "
-    documents = "" if file.ends is None else f" in {len(file.ends):,} documents"
-    how = f"to be copied ({file.why_not})" if file.why_not else f"can be used where they lie, from byte {file.offset}"
-    return f"{file.path}: {file.format}, {count}{file.dtype} tokens{documents}; {how}{file.note}"
+    documents = "" if file.document_ends is None else f" in {len(file.document_ends):,} documents"
+    reason = file.unmappable_reason
+    use = f"must be copied ({reason})" if reason else f"usable in place, from byte {file.offset}"
+    return f"{file.path}: {file.format}, {count}{file.dtype} tokens{documents}; {use}{file.note}"
 
 
-def _read_words(file: TokenFile, encoder: Encoder | None) -> str:
-    """What reading all of it told."""
-    seen = scan_tokens(file, encoder.eos_id if encoder else -1, encoder.vocab_size if encoder else _NO_TOKENIZER)
-    ended = f", {seen.ended:,} end-of-text tokens, {seen.unended:,} documents without" if encoder else ""
-    return f"; {seen.tokens:,} read, largest id {seen.largest}{ended}, sha256 {sha256_file(file.path)}"
+def _describe_content(file: TokenFile, encoder: Encoder | None) -> str:
+    """Read all of a file and describe its content."""
+    eos_id, vocab_size = (encoder.eos_id, encoder.vocab_size) if encoder else (-1, _ANY_VOCAB_SIZE)
+    statistics = scan_tokens(file, eos_id, vocab_size)
+    ends = ""
+    if encoder:
+        ends = f", {statistics.eos_tokens:,} end-of-text tokens, {statistics.unended_documents:,} documents without"
+    digest = sha256_file(file.path)
+    return f"; {statistics.tokens:,} read, largest id {statistics.max_id}{ends}, sha256 {digest}"
 
 
 def import_tokens(files: Sequence[str], to: Path, encoder: Encoder, tokenizer_sha256: str, packed: bool) -> None:
-    """Write the tokens of `files` as shards in a new folder `to`; documents get their end-of-text token, where they
-    have none and are not `packed`: rows that go on in the next. Files that were copied before an early end are kept.
+    """Write the tokens of `files` as shards in a new folder `to`.
 
-    Raises UserError for a folder that exists, or is being made, for a working folder that others may have filled, and
-    as `look` and `scan` do.
+    Args:
+        packed: rows continue in the next row. Otherwise each row is a document and gets an end-of-text token if it has
+            none.
+
+    If an earlier call with the same arguments was interrupted, the files that it copied are kept.
+
+    Raises UserError if `to` exists, if another process is building it, if the working folder may contain files of
+    other programs or users, and if a file is damaged.
     """
     if os.path.lexists(to):
         raise UserError("data.folder_exists", f"--to {to}: it exists already: name a new folder")
@@ -144,58 +167,62 @@ def import_tokens(files: Sequence[str], to: Path, encoder: Encoder, tokenizer_sh
     to.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    with open_own_folder(folder) as held:
-        _require_working_folder(held)
-        with open(open_lock_file(held / _LOCK), "rb") as lock:
-            if not try_flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB) or not _is_same(folder, held):
+    # `opened` is a path to the open folder: it stays the same folder even if another one is moved to `folder`.
+    with open_own_folder(folder) as opened:
+        _require_working_folder(opened)
+        with open(open_lock_file(opened / _LOCK), "rb") as lock:
+            if not try_flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB) or not _is_same_folder(folder, opened):
                 raise UserError(
                     "data.import_running",
-                    f"--to {to}: another import fills {folder}: wait for its end, or name another folder",
+                    f"--to {to}: another import is writing to {folder}: wait until it ends, or name another folder",
                 )
-            _check_content(held)
-            words = f"{folder} will be {to} once it is whole; should this end before, the same command goes on"
-            print(words, flush=True)
-            made = _fill(held, files, encoder, tokenizer_sha256, packed)
+            _check_content(opened)
+            print(
+                f"{folder} becomes {to} when it is complete; if this is interrupted, the same command continues",
+                flush=True,
+            )
+            shards = _copy_files(opened, files, encoder, tokenizer_sha256, packed)
             try:
                 os.rename(folder, to)
             except OSError as error:
                 raise UserError(
                     "data.import_failed", f"--to {to}: cannot rename {folder} to it: {error.strerror}"
                 ) from error
-            if not _is_same(to, held):
+            if not _is_same_folder(to, opened):
                 raise UserError(
                     "data.import_replaced",
-                    f"--to {to}: this is not what the import made: {folder} was replaced meanwhile",
+                    f"--to {to}: this is not the folder that the import wrote: {folder} was replaced meanwhile",
                 )
-            apply_umask(held, read_umask())
+            apply_umask(opened, read_umask())
             fsync(to.parent)
-            for name in (_NOTES, _LOCK):  # not before: who is killed between would copy all again
-                (held / name).unlink()
-    tokens, documents = sum(one.tokens for one in made), sum(one.documents for one in made)
-    print(f"{to}: {tokens:,} tokens in {documents:,} documents; of a config: data.source: {to}, data.records: tokens")
-    print(f"what they are: {format_command('data', 'inspect', str(to))}")
+            for name in (_NOTES, _LOCK):  # last, because an import that is killed before needs its notes
+                (opened / name).unlink()
+    tokens = sum(shard.tokens for shard in shards)
+    documents = sum(shard.documents for shard in shards)
+    print(f"{to}: {tokens:,} tokens in {documents:,} documents; in a config: data.source: {to}, data.records: tokens")
+    print(f"to describe its files: {format_command('data', 'inspect', str(to))}")
 
 
-def _is_same(path: Path, held: Path) -> bool:
-    """Whether `path` itself, not followed, is the folder that `held` leads to."""
+def _is_same_folder(path: Path, opened: Path) -> bool:
+    """Return whether `path`, without following a link, is the folder that is open as `opened`."""
     try:
-        return os.path.samestat(path.lstat(), held.stat())
+        return os.path.samestat(path.lstat(), opened.stat())
     except FileNotFoundError:
         return False
 
 
 def _require_working_folder(folder: Path) -> None:
-    """Raise UserError if the folder holds something, but not the lock that an import makes first."""
+    """Raise UserError if the folder has content but not the lock file that an import creates first."""
     if not os.path.lexists(folder / _LOCK):
         for path in (*folder.iterdir(), *folder.glob(f"{SHARDS_DIR}/*")):
             if path != folder / SHARDS_DIR:
-                raise _not_of_import(path)
+                raise _foreign_file_error(path)
 
 
 def _check_content(folder: Path) -> None:
-    """Raise UserError for what no import writes into its working folder: it would become data, or be deleted.
+    """Raise UserError for a file that no import writes: it would become data or be deleted.
 
-    Names that begin with a dot are never data.
+    Files whose names begin with a dot never become data.
     """
     shards = folder / SHARDS_DIR
     with suppress(FileExistsError):
@@ -204,65 +231,73 @@ def _check_content(folder: Path) -> None:
     for path in (*folder.iterdir(), *shards.iterdir()):
         is_ours = _is_own_shard(path) if path.parent == shards else path in (folder / _NOTES, shards)
         if not is_ours and not path.name.startswith("."):
-            raise _not_of_import(path)
+            raise _foreign_file_error(path)
 
 
-def _not_of_import(path: Path) -> UserError:
+def _foreign_file_error(path: Path) -> UserError:
     return UserError("data.foreign_file", f"{path} was not written by an import: move it away, or choose another --to")
 
 
 def _is_own_shard(path: Path) -> bool:
-    """Whether this is an ordinary file of ours with a name that an import gives to shards and temporary files."""
-    found = path.lstat()
-    return bool(_OURS.fullmatch(path.name)) and stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+    """Return whether this is a regular file of this user with a name that an import gives to its files."""
+    status = path.lstat()
+    is_own_name = _OUR_FILE_NAMES.fullmatch(path.name) is not None
+    return is_own_name and stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
 
 
-def _fill(
+def _copy_files(
     folder: Path, files: Sequence[str], encoder: Encoder, tokenizer_sha256: str, packed: bool
 ) -> list[ShardEntry]:
-    """Copy what an earlier call did not copy, delete the shards that belong to none of `files`; return all shards."""
-    kind, eos_id = np.dtype(encoder.dtype), np.array([encoder.eos_id], encoder.dtype)
-    origin: dict[str, str | int] = {"format_version": FORMAT_VERSION, "tokenizer_sha256": tokenizer_sha256}
-    notes, made = _read_notes(folder / _NOTES), list[ShardEntry]()
+    """Copy the files that an earlier call did not copy, delete shards of other files, and return all shards."""
+    dtype = np.dtype(encoder.dtype)
+    eos = np.array([encoder.eos_id], encoder.dtype)
+    attributes: dict[str, str | int] = {"format_version": FORMAT_VERSION, "tokenizer_sha256": tokenizer_sha256}
+    notes = _read_notes(folder / _NOTES)
+    shards = list[ShardEntry]()
     for number, path in enumerate(files):
-        source, prefix = origin | {"source": path[-1000:]}, f"tokens-{number:05d}"
+        source = attributes | {"source": path[-1000:]}
+        prefix = f"tokens-{number:05d}"
         key = sha256_json([number, source, encoder.eos_id, packed, stamp_file(path), stamp_index_files(path)])
-        entries, how = notes.get(key, []), "copied before"
-        if not entries or not all(_is_whole(folder, entry, prefix) for entry in entries):
-            writer, file = ShardWriter(folder, prefix, _SHARD, encoder.dtype, source), inspect_token_file(path)
-            scan_tokens(file, encoder.eos_id, encoder.vocab_size)  # complains about ids that are none
-            for document in file.documents(encoder.eos_id):
+        entries = notes.get(key, [])
+        result = "copied before"
+        if not entries or not all(_is_intact_shard(folder, entry, prefix) for entry in entries):
+            writer = ShardWriter(folder, prefix, _SHARD_TOKENS, encoder.dtype, source)
+            file = inspect_token_file(path)
+            scan_tokens(file, encoder.eos_id, encoder.vocab_size)  # raises for ids outside the vocabulary
+            for document in file.iterate_documents(encoder.eos_id):
                 if len(document):
-                    ended = packed or document[-1] == encoder.eos_id
-                    whole = document.astype(kind) if ended else np.concatenate([document.astype(kind), eos_id])
-                    writer.add(whole, 0)
-            entries, how = [*writer.close()], "copied"
+                    tokens = document.astype(dtype)
+                    if not packed and document[-1] != encoder.eos_id:
+                        tokens = np.concatenate([tokens, eos])
+                    writer.add(tokens, 0)
+            entries = [*writer.close()]
+            result = "copied"
             append_line(folder / _NOTES, json.dumps({"key": key, "shards": [one.model_dump() for one in entries]}))
-        made += entries
-        print(f"{path}: {how} ({number + 1} of {len(files)})", flush=True)
-    for left_over in {*(folder / SHARDS_DIR).iterdir()} - {folder / one.file for one in made}:
+        shards += entries
+        print(f"{path}: {result} ({number + 1} of {len(files)})", flush=True)
+    for left_over in {*(folder / SHARDS_DIR).iterdir()} - {folder / one.file for one in shards}:
         if _is_own_shard(left_over):
             left_over.unlink()
-    return made
+    return shards
 
 
 def _read_notes(path: Path) -> dict[str, list[ShardEntry]]:
-    """Return the shards of each file that an earlier call copied, by the key of the file; make the notes if missing.
+    """Return the shards of each file that an earlier call copied, by the key of the file; create missing notes.
 
-    Raises UserError if others may have written them.
+    Raises UserError if another user may have written them.
     """
     with suppress(FileExistsError):
         path.touch(mode=0o600, exist_ok=False)
     notes: dict[str, list[ShardEntry]] = {}
     with open_own_file(path) as file:
         for line in map(parse_json_or_none, file):
-            with suppress(TypeError, KeyError, ValueError):  # a line that a crash tore
+            with suppress(TypeError, KeyError, ValueError):  # a line that was not written completely
                 notes[line["key"]] = [ShardEntry(**one) for one in line["shards"]]
     return notes
 
 
-def _is_whole(folder: Path, entry: ShardEntry, prefix: str) -> bool:
-    """Whether a shard that the notes name is there, is one of ours, and has its size and hash."""
+def _is_intact_shard(folder: Path, entry: ShardEntry, prefix: str) -> bool:
+    """Return whether a shard of the notes exists, is one of ours, and has its size and hash."""
     path = folder / entry.file
-    is_named_so = re.fullmatch(rf"{SHARDS_DIR}/{prefix}-\d+\.h5", entry.file) is not None
-    return is_named_so and path.exists() and _is_own_shard(path) and entry.find_problem(path) is None
+    has_shard_name = re.fullmatch(rf"{SHARDS_DIR}/{prefix}-\d+\.h5", entry.file) is not None
+    return has_shard_name and path.exists() and _is_own_shard(path) and entry.find_problem(path) is None

@@ -1,18 +1,13 @@
-"""The data folder of a run on tokens that exist (`data.records: tokens`): files are taken where they lie, not copied.
+"""The data folder of a run on existing tokens (`data.records: tokens`): files are used in place, not copied.
 
-    data_dir/tokenizer.json, units.json, prepare.json   as for text; a unit is a part of a file
+    data_dir/tokenizer.json, units.json, prepare.json   as for text; a unit is a range of tokens of a file
     data_dir/shards/unit-00003.json                     its sha256, and where it is in the file
     data_dir/manifest.json                              all of them
 
-A part is of `data.shard_tokens` tokens at most, so that several tasks read a large file, and several ranks hash it
-before a training. Many small files share a unit. Each is read twice: its ids compared with the tokenizer's and its
-documents counted, then hashed; what is held out once more, to count its text. **Held out** is the end of each file:
-the last `data.held_out` of its tokens, in parts too, cut at the nearest end of a document; where that would be twice as
-much, or there is none (a file of one document), it is trained on whole. A part is an entry of the manifest that says
-from which byte on the file is mapped, as for a shard of our own.
-
-Documents are parted by their end-of-text token, in training too, so a file whose index knows of documents that do not
-end with one is refused; a copy (`data import`) has them.
+A range has at most `data.shard_tokens` tokens, so that several tasks can read a large file and several ranks can verify
+it. Many small files share a unit. Held out is the end of each file: the last `data.held_out` of its tokens, starting at
+the nearest end of a document. Training separates documents by their end-of-text token. A file whose index has documents
+without this token is therefore an error; `data import` copies it and adds the token.
 """
 
 from __future__ import annotations
@@ -37,27 +32,27 @@ if TYPE_CHECKING:
     from data_prep.token_files import TokenFile, TokenStatistics
     from data_prep.tokenizer import Encoder
 
-MOST_LOOKED_AT = 100
-"""So many files are looked at before a run is made; `prepare` looks at all."""
+MAX_FILES_CHECKED_EARLY = 100
+"""Number of files that are checked before the run is created; `prepare` checks all."""
 TOKEN_ENDINGS = dict.fromkeys((".bin", ".ds", ".h5", ".hdf5", ".arrow", ".tar", ".tar.gz"), "tokens")
-_BLOCK = 1 << 20
+_SEARCH_BLOCK = 1 << 20  # tokens that are searched at once for the end of a document
 MANY_UNITS = 512
-"""If there are more parts of files than this, small ones share a unit: each unit costs a synced file."""
+"""If there are more ranges than this, small ones share a unit, because each unit costs a file and an fsync."""
 
 
-def group_into_units(pieces: Sequence[InputRange], tokens: int) -> tuple[tuple[InputRange, ...], ...]:
-    """Lay parts of files into units, in order: each in its own, or, if they are many, several of at most `tokens`."""
-    if len(pieces) <= MANY_UNITS:
-        return tuple((piece,) for piece in pieces)
+def group_into_units(ranges: Sequence[InputRange], max_tokens: int) -> tuple[tuple[InputRange, ...], ...]:
+    """Group ranges into units, in order: one per unit, or, if there are many, several of `max_tokens` in total."""
+    if len(ranges) <= MANY_UNITS:
+        return tuple((one,) for one in ranges)
     units: list[list[InputRange]] = []
-    filled = 0
-    for piece in pieces:
-        size = piece.end - piece.start
-        if not units or filled + size > tokens:
+    unit_tokens = 0
+    for one in ranges:
+        tokens = one.end - one.start
+        if not units or unit_tokens + tokens > max_tokens:
             units.append([])
-            filled = 0
-        units[-1].append(piece)
-        filled += size
+            unit_tokens = 0
+        units[-1].append(one)
+        unit_tokens += tokens
     return tuple(map(tuple, units))
 
 
@@ -68,170 +63,190 @@ class TokensFolder(TextFolder):
     endings = TOKEN_ENDINGS
 
     def look(self) -> list[str]:
-        """And whether the first files are what can be mapped, asked of h5py and numpy, elsewhere."""
+        """Also check, in a child process with h5py and numpy, that the first files can be mapped."""
         files = super().look()
-        call_in_child_process("data_prep.token_files", "check_mappable", *files[:MOST_LOOKED_AT])
+        call_in_child_process("data_prep.token_files", "check_mappable", *files[:MAX_FILES_CHECKED_EARLY])
         return files
 
     def prepare_inputs(self, log: Log) -> None:
-        """List and look at the files; the tokenizer is copied. Raises UserError naming a file that will not do."""
+        """Check all files, split them into ranges and copy the tokenizer. Raises UserError for an unusable file."""
         from data_prep.token_files import require_mappable
         from data_prep.tokenizer import load_encoder
 
-        given, inputs = self.data.tokenizer, find_inputs(self.data, self.endings)
-        assert given.path is not None
-        # complains about the file that the user named
-        encoder = load_encoder(given.path, given.eos_token, self.data.add_special_tokens)
+        tokenizer = self.data.tokenizer
+        assert tokenizer.path is not None
+        inputs = find_inputs(self.data, self.endings)
+        # Load the user's file, not the copy, so that errors name it.
+        encoder = load_encoder(tokenizer.path, tokenizer.eos_token, self.data.add_special_tokens)
         formats: set[str] = set()
-        beginnings: set[bool] = set()
-        tokens, parted, pieces = 0, not self.data.held_out, list[InputRange]()
+        have_bos: set[bool] = set()
+        total_tokens = 0
+        is_split = not self.data.held_out
+        ranges = list[InputRange]()
         for number, source in enumerate(inputs):
             file = require_mappable(source.path)
             if file.note:
                 log(f"warning: {source.path}{file.note}")
             assert file.tokens is not None
-            beginnings.add(self._begins_so(file, encoder))
-            tokens, formats, border = tokens + file.tokens, formats | {file.format}, self._border(file, encoder.eos_id)
-            borders = [*self._cut(0, border), *self._cut(border, file.tokens), file.tokens]
-            spans = [span for span in pairwise(borders) if span[0] < span[1]] or [(0, 0)]  # no tokens: refused later
-            pieces += [InputRange(number, *span) for span in spans]
-            parted = parted or border < file.tokens
-        if not parted:
+            have_bos.add(self._starts_with_bos(file, encoder))
+            total_tokens += file.tokens
+            formats.add(file.format)
+            split = self._find_held_out_start(file, encoder.eos_id)
+            starts = [*self._list_range_starts(0, split), *self._list_range_starts(split, file.tokens), file.tokens]
+            # A file without tokens has one empty range, which is an error when it is read.
+            spans = [span for span in pairwise(starts) if span[0] < span[1]] or [(0, 0)]
+            ranges += [InputRange(number, *span) for span in spans]
+            is_split = is_split or split < file.tokens
+        if not is_split:
             for source in inputs:
-                self._scan(require_mappable(source.path), encoder.eos_id, encoder.vocab_size)
+                self._scan_tokens(require_mappable(source.path), encoder.eos_id, encoder.vocab_size)
             raise UserError(
                 "data.no_held_out",
-                f"data.held_out: no document ends near where the last {self.data.held_out:.1%} of a file begins, so "
-                "nothing could be evaluated: set data.held_out: 0, or put an end-of-text token "
-                f"({encoder.eos_id}, {given.eos_token}) behind each document",
+                f"data.held_out: no document ends near the start of the last {self.data.held_out:.1%} of any file, so "
+                "there would be nothing to evaluate: set data.held_out: 0, or add an end-of-text token "
+                f"({encoder.eos_id}, {tokenizer.eos_token}) after each document",
             )
-        write_atomic(self.path / "tokenizer.json", given.path.read_bytes())
-        units = group_into_units(pieces, min(self.data.shard_tokens, tokens // MANY_UNITS))
+        write_atomic(self.path / "tokenizer.json", tokenizer.path.read_bytes())
+        units = group_into_units(ranges, min(self.data.shard_tokens, total_tokens // MANY_UNITS))
         write_plan(self.path / "units.json", WorkPlan(tuple(inputs), units))
-        told = f"{tokens:,} tokens in {len(inputs)} file{'s' * (len(inputs) != 1)}, {', '.join(sorted(formats))}"
-        self.write_prepared(replace(encoder, bos_ids=self._bos_ids(encoder, beginnings, log)), len(units), told)
-        log(f"prepare: {told}")
+        files = f"{len(inputs)} file{'s' * (len(inputs) != 1)}"
+        summary = f"{total_tokens:,} tokens in {files}, {', '.join(sorted(formats))}"
+        self.write_prepared(replace(encoder, bos_ids=self._choose_bos_ids(encoder, have_bos, log)), len(units), summary)
+        log(f"prepare: {summary}")
 
-    def _begins_so(self, file: TokenFile, encoder: Encoder) -> bool:
-        """Whether the file's first document begins with the tokens that the tokenizer would put there."""
+    def _starts_with_bos(self, file: TokenFile, encoder: Encoder) -> bool:
+        """Return whether the file's first document starts with the tokens that the tokenizer adds there."""
         assert file.tokens is not None
         count = len(encoder.bos_ids)
-        first = file.read(0, min(count + 1, file.tokens)).tolist()
-        if first[:1] == [encoder.eos_id] != list(encoder.bos_ids[:1]):  # llm.c puts it in front of documents
+        first = file.read_tokens(0, min(count + 1, file.tokens)).tolist()
+        if first[:1] == [encoder.eos_id] != list(encoder.bos_ids[:1]):  # llm.c starts documents with it
             first = first[1:]
         return tuple(first[:count]) == encoder.bos_ids
 
-    def _bos_ids(self, encoder: Encoder, beginnings: Set[bool], log: Log) -> tuple[int, ...]:
-        """Return the tokens that the documents begin with; `beginnings`: whether files begin with the tokenizer's."""
-        wanted = self.data.add_special_tokens
-        if encoder.bos_ids and (False in beginnings if wanted is True else len(beginnings) > 1):
+    def _choose_bos_ids(self, encoder: Encoder, have_bos: Set[bool], log: Log) -> tuple[int, ...]:
+        """Return the tokens that documents start with; `have_bos`: whether files start with those of the tokenizer."""
+        setting = self.data.add_special_tokens
+        if encoder.bos_ids and (False in have_bos if setting is True else len(have_bos) > 1):
             names = " ".join(str(encoder.tokenizer.id_to_token(one)) for one in encoder.bos_ids)
             log(
-                f"warning: some files do not begin with {names}, which the tokenizer puts before a text. Prompts of "
-                f"tasks and of `generate` get {'it' if wanted is True else 'nothing'} all the same: "
-                f"data.add_special_tokens: {json.dumps(wanted)}"
+                f"warning: some files do not start with {names}, which the tokenizer adds before a text. Prompts of "
+                f"evaluation tasks and of `generate` get {'it' if setting is True else 'nothing'} anyway "
+                f"(data.add_special_tokens: {json.dumps(setting)})"
             )
-        return encoder.bos_ids if wanted is True or beginnings == {True} else ()
+        return encoder.bos_ids if setting is True or have_bos == {True} else ()
 
-    def _cut(self, start: int, stop: int) -> list[int]:
-        """Where parts of these tokens begin."""
-        parts = max(1, -(-(stop - start) // self.data.shard_tokens))
-        return [start + (stop - start) * part // parts for part in range(parts)]
+    def _list_range_starts(self, start: int, stop: int) -> list[int]:
+        """Return the starts of equal ranges of at most `data.shard_tokens` tokens that cover [start, stop)."""
+        count = max(1, -(-(stop - start) // self.data.shard_tokens))
+        return [start + (stop - start) * number // count for number in range(count)]
 
     def build_unit(self, unit: int) -> bool:
-        """Read one part of a file, or several small files. Raises UserError, too, for ids that are not the
-        tokenizer's."""
+        """Check the ranges of one unit and write its manifest. Also raises UserError for ids outside the vocabulary."""
         from data_prep.token_files import require_mappable
 
         if self.unit(unit) is not None:
             return False
         self.remove_leftovers(unit)
-        pieces = self.plan.units[unit]
-        self._check_inputs(pieces)
-        train, held_out = list[ShardEntry](), list[ShardEntry]()
-        for index, parts in groupby(pieces, lambda piece: piece.input):
-            file = require_mappable(self.inputs[index].path, check=False)  # `prepare_inputs` found its index right
-            for piece in parts:
-                entry, is_held_out = self._entry(file, piece)
+        ranges = self.plan.units[unit]
+        self._check_inputs(ranges)
+        train = list[ShardEntry]()
+        held_out = list[ShardEntry]()
+        for index, ranges_of_file in groupby(ranges, lambda one: one.input):
+            file = require_mappable(self.inputs[index].path, check=False)  # `prepare_inputs` has checked its index
+            for one in ranges_of_file:
+                entry, is_held_out = self._describe_range(file, one)
                 (held_out if is_held_out else train).append(entry)
-        self._check_inputs(pieces)  # one that changed while it was read fits no manifest
-        self._write_unit_manifest(unit, train, held_out, lines=(0,) * len(pieces))
+        self._check_inputs(ranges)  # an input that changed meanwhile must not get a manifest
+        self._write_unit_manifest(unit, train, held_out, lines=(0,) * len(ranges))
         return True
 
-    def _entry(self, file: TokenFile, piece: InputRange) -> tuple[ShardEntry, bool]:
-        """Read one part of a file; its entry in the manifest, and whether it is held out."""
+    def _describe_range(self, file: TokenFile, input_range: InputRange) -> tuple[ShardEntry, bool]:
+        """Read a range of tokens; return its entry of the manifest, and whether it is held out."""
         from data_prep.token_files import MAPPABLE_TYPES
 
-        (index, start, end), fixed = piece, self.prepared
+        index, start, end = input_range
         source = self.inputs[index]
         if file.tokens is None or end > file.tokens or file.offset is None:
             raise UserError(
-                "data.input_changed", f"{source.path} has {file.tokens:,} tokens, not the {end:,} that were prepared"
+                "data.input_changed", f"{source.path} has {file.tokens:,} tokens, but `prepare` found at least {end:,}"
             )
-        part = file.part(start, end)
-        seen = self._scan(part, fixed.eos_id, fixed.vocab_size)
-        if source.path not in self._borders:
-            self._borders[source.path] = self._border(file, fixed.eos_id)
-        held_out = self._borders[source.path] <= start < file.tokens
-        behind = file.part(end, end).offset if end < file.tokens else source.size
-        bounds = part.offset or 0 if start else 0, behind or 0  # what stands before and behind all tokens, too
+        tokens = file.select_range(start, end)
+        statistics = self._scan_tokens(tokens, self.prepared.eos_id, self.prepared.vocab_size)
+        if source.path not in self._held_out_starts:
+            self._held_out_starts[source.path] = self._find_held_out_start(file, self.prepared.eos_id)
+        held_out = self._held_out_starts[source.path] <= start < file.tokens
+        # The hash of the first range also covers what precedes the tokens in the file, that of the last what follows.
+        first_byte = tokens.offset or 0 if start else 0
+        end_byte = (file.select_range(end, end).offset if end < file.tokens else source.size) or 0
         entry = ShardEntry(
             file=source.path,
             size=source.size,
-            sha256=sha256_file(source.path, bounds),
-            part=None if bounds == (0, source.size) else bounds,
+            sha256=sha256_file(source.path, (first_byte, end_byte)),
+            part=None if (first_byte, end_byte) == (0, source.size) else (first_byte, end_byte),
             tokens=end - start,
-            documents=seen.ended,
-            bytes=self._text_bytes(part) if held_out else 0,
-            offset=part.offset or 0,
+            documents=statistics.eos_tokens,
+            bytes=self._count_text_bytes(tokens) if held_out else 0,
+            offset=tokens.offset or 0,
             dtype=MAPPABLE_TYPES[file.dtype],
         )
         return entry, held_out
 
-    def _scan(self, file: TokenFile, eos_id: int, vocab_size: int) -> TokenStatistics:
-        """Read all. Raises UserError as `scan` does, and for documents of the index that do not end with `eos_id`."""
+    def _scan_tokens(self, file: TokenFile, eos_id: int, vocab_size: int) -> TokenStatistics:
+        """Read all tokens. Also raises UserError for documents of the index that do not end with `eos_id`."""
         from data_prep.token_files import scan_tokens
 
-        seen = scan_tokens(file, eos_id, vocab_size)
-        if seen.unended:
+        statistics = scan_tokens(file, eos_id, vocab_size)
+        if statistics.unended_documents:
             raise UserError(
                 "data.unended_documents",
-                f"{file.path}: {seen.unended:,} documents of its index do not end with the token {eos_id} "
-                f"({self.data.tokenizer.eos_token}), so nothing would part them: `data import` copies them with one",
+                f"{file.path}: {statistics.unended_documents:,} documents of its index do not end with the token "
+                f"{eos_id} ({self.data.tokenizer.eos_token}), so training could not separate them: copy the file with "
+                "`data import`, which adds the token",
             )
-        return seen
+        return statistics
 
     @cached_property
-    def _borders(self) -> dict[str, int]:
-        """`_border` of files, found once for all their parts."""
+    def _held_out_starts(self) -> dict[str, int]:
+        """Results of `_find_held_out_start` by file, found once for all its ranges."""
         return {}
 
-    def _border(self, file: TokenFile, eos_id: int) -> int:
-        """Where held-out tokens begin: at the end of a document that is nearest to the wanted place; at the file's end
-        where nothing is wanted, or that would hold out twice as much."""
+    def _find_held_out_start(self, file: TokenFile, eos_id: int) -> int:
+        """Return the token at which held-out data starts: the end of the document nearest to the desired position.
+
+        Return the number of tokens (nothing is held out) if `data.held_out` is 0, or if even the nearest end would hold
+        out twice as much as desired or nothing.
+        """
         import numpy as np
 
         assert file.tokens is not None
-        part = int(file.tokens * self.data.held_out)
-        wanted, last = file.tokens - part, file.tokens - 1  # the last token ends nothing that could be held out
-        for near in range(0, part, _BLOCK):
-            far, found = min(near + _BLOCK, part), []
-            for start, stop in ((max(0, wanted - far), wanted - near), (wanted + near, min(wanted + far, last))):
+        held_out_tokens = int(file.tokens * self.data.held_out)
+        desired = file.tokens - held_out_tokens
+        last = file.tokens - 1  # an end-of-text token here leaves nothing to hold out
+        for near in range(0, held_out_tokens, _SEARCH_BLOCK):
+            far = min(near + _SEARCH_BLOCK, held_out_tokens)
+            ends: list[int] = []
+            for start, stop in (
+                (max(0, desired - far), desired - near),
+                (desired + near, min(desired + far, last)),
+            ):
                 if start < stop:
-                    found += (np.flatnonzero(file.read(start, stop) == eos_id) + start + 1).tolist()
-            if found:
-                return int(min(found, key=lambda border: abs(border - wanted)))
+                    ends += (np.flatnonzero(file.read_tokens(start, stop) == eos_id) + start + 1).tolist()
+            if ends:
+                return int(min(ends, key=lambda end: abs(end - desired)))
         return file.tokens
 
     def combine_units(self, units: Sequence[UnitManifest], log: Log) -> None:
-        """And tell which files are trained on whole though a part was wanted."""
-        cut = {entry.file for unit in units for entry in unit.held_out}
-        if self.data.held_out and (files := [one.path for one in self.inputs if one.path not in cut]):
-            log(f"shard: nothing is held out of {len(files)} files, no document ends where it should: {files[0]}, …")
+        """Also log the files of which nothing is held out although `data.held_out` is not 0."""
+        split_files = {entry.file for unit in units for entry in unit.held_out}
+        if self.data.held_out and (files := [one.path for one in self.inputs if one.path not in split_files]):
+            log(
+                f"shard: nothing is held out of {len(files)} files, because no document ends at a suitable place: "
+                f"{files[0]}, …"
+            )
         super().combine_units(units, log)
 
-    def _text_bytes(self, part: TokenFile) -> int:
-        """The UTF-8 bytes of what is held out: what bits per byte are of."""
+    def _count_text_bytes(self, tokens: TokenFile) -> int:
+        """Return the UTF-8 bytes of the text of held-out tokens, for bits per byte."""
         decode = self.encoder.tokenizer.decode
-        documents = part._replace(ends=None).documents(self.prepared.eos_id)
+        documents = tokens._replace(document_ends=None).iterate_documents(self.prepared.eos_id)
         return sum(len(decode(one.tolist(), skip_special_tokens=True).encode()) for one in documents)

@@ -37,8 +37,8 @@ from pipeline.config.user_model import UserModel
 from pipeline.data.manifest import SampleManifest, load_manifest, read_manifest_file
 from pipeline.data.samples import SampleDataset
 from tests.data_prep.test_shards import all_bytes, config, prepare, quiet, texts
-from tests.data_prep.test_token_files import MAPPED, encoded, flat, mutated, tokens_of
-from tests.data_prep.test_token_files import config as tokens_config
+from tests.data_prep.test_token_files import MAPPABLE, encode_documents, flatten, mutate, read_entries
+from tests.data_prep.test_token_files import make_config as make_tokens_config
 from tests.data_prep.test_unpacked_samples import WAYS
 from tests.data_prep.test_unpacked_samples import write as write_samples
 
@@ -160,9 +160,9 @@ def test_any_split_of_any_inputs_gives_the_same_bytes(
 
 def tokens_in(folder: Path, tokenizer: Path, count: int) -> list[int]:
     """Files of each format that is used where it lies; all their tokens, by the files' names."""
-    documents = encoded(tokenizer, count)
-    found = {write(folder, documents[number:]): documents[number:] for number, write in enumerate(MAPPED)}
-    return [token for path in sorted(found) for token in flat(found[path])]
+    documents = encode_documents(tokenizer, count)
+    found = {write(folder, documents[number:]): documents[number:] for number, write in enumerate(MAPPABLE)}
+    return [token for path in sorted(found) for token in flatten(found[path])]
 
 
 @few
@@ -174,12 +174,12 @@ def test_any_split_of_files_of_tokens(
     folder = tmp_path_factory.mktemp("inputs")
     (folder / "in").mkdir()
     everything = tokens_in(folder / "in", tokenizer, count)
-    data = tokens_config(str(folder / "in"), tokenizer, shard_tokens=limit)
+    data = make_tokens_config(str(folder / "in"), tokenizer, shard_tokens=limit)
     same_in_any_split(lambda path: TokensFolder(data, path), folder, tasks, draw)
     manifest = load_manifest(folder / "many")
-    assert len(manifest.train) >= 2 * len(MAPPED)
+    assert len(manifest.train) >= 2 * len(MAPPABLE)
     entries = sorted((*manifest.train, *manifest.held_out), key=lambda entry: (entry.file, entry.offset))
-    assert tokens_of(folder / "many", (*entries,)) == everything
+    assert read_entries(folder / "many", (*entries,)) == everything
 
 
 @few
@@ -229,7 +229,7 @@ def test_damaged_texts_are_refused_or_read(ending: str, tmp_path: Path) -> None:
     whole, refused, checked = FORMATS[ending](documents), 0, ending.endswith((".gz", ".zst", ".bz2", ".xz"))
     path = tmp_path / f"a{ending}"
     for _ in range(150):
-        path.write_bytes(content := mutated(whole, source))
+        path.write_bytes(content := mutate(whole, source))
         try:
             (found,) = find_inputs(DataConfig(source=str(path)))
             end = len(read_row_group_sizes(str(path), "text")) if ending == ".parquet" else len(content)
@@ -253,7 +253,7 @@ def test_damaged_samples_are_refused_or_read(way: str, tmp_path: Path) -> None:
     source, whole, refused = Random(way), path.read_bytes(), 0
     data = DataConfig(source=str(path), held_out=0)
     for number in range(150):
-        path.write_bytes(mutated(whole, source))
+        path.write_bytes(mutate(whole, source))
         folder = SamplesFolder(data, tmp_path / str(number), PACKAGE, MODEL)
         try:
             folder.prepare(quiet)

@@ -36,8 +36,8 @@ from pipeline.config.user_model import UserModel
 from pipeline.data.manifest import ShardEntry
 from pipeline.run.code import CODE_ROOT
 from tests.data_prep.test_shards import config, quiet, small_units, texts, write_jsonl
-from tests.data_prep.test_token_files import TEXTS, VOCAB, encoded, megatron
-from tests.data_prep.test_token_files import config as tokens_config
+from tests.data_prep.test_token_files import TEXTS, VOCAB, encode_documents, write_megatron
+from tests.data_prep.test_token_files import make_config as make_tokens_config
 
 __all__ = ["small_units"]
 
@@ -158,8 +158,8 @@ class Tokens(Shard):
     @classmethod
     def new(cls, folder: Path) -> Shard:
         (tokenizer := folder / "tokenizer.json").write_text(train_bpe(TEXTS * 20, VOCAB, "<|endoftext|>"))
-        source = str(megatron(folder, encoded(tokenizer, 4500)))
-        return cls(tokens_config(source, tokenizer, shard_tokens=1024).model_dump_json())
+        source = str(write_megatron(folder, encode_documents(tokenizer, 4500)))
+        return cls(make_tokens_config(source, tokenizer, shard_tokens=1024).model_dump_json())
 
     def folder(self, path: Path) -> DataFolder[Any, Any]:
         return TokensFolder(self.data, path)
@@ -194,17 +194,17 @@ class Import(Shard):
     @classmethod
     def new(cls, folder: Path) -> Shard:
         (tokenizer := folder / "tokenizer.json").write_text(train_bpe(TEXTS * 20, VOCAB, "<|endoftext|>"))
-        documents = encoded(tokenizer, 600)
+        documents = encode_documents(tokenizer, 600)
         for number in range(20):
             (inside := folder / "in" / f"{number:02}").mkdir(parents=True)
-            megatron(inside, [one[:-1] for one in documents[30 * number : 30 * (number + 1)]])
+            write_megatron(inside, [one[:-1] for one in documents[30 * number : 30 * (number + 1)]])
         return cls(str(folder))
 
     def prepare(self, path: Path) -> None:
         path.mkdir()
 
     def work(self, path: Path, number: int, tasks: int) -> None:
-        tokens_commands._SHARD = 300  # some of each file
+        tokens_commands._SHARD_TOKENS = 300  # some of each file
         tokenizer = f"{self.source}/tokenizer.json"
         try:
             tokens_commands.run_data_command(

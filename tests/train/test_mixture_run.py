@@ -16,7 +16,7 @@ from pipeline.config.read import load_config
 from pipeline.data.manifest import load_manifest
 from pipeline.run.directory import Run
 from pipeline.run.stages import load_stage_module
-from tests.data_prep.test_token_files import megatron
+from tests.data_prep.test_token_files import write_megatron
 from tests.support.ranks import make_rank_info, run_ranks
 from tests.support.tiny import HarmlessFlag, compute_run_digest, stage_rank, write_config
 
@@ -30,7 +30,7 @@ def make_run(folder: Path, name: str) -> Run:
     texts = [json.loads(line)["text"] for line in corpus.read_text().splitlines()]
     tokenizer.write_text(train_bpe(texts, 300, "<|endoftext|>"))
     documents = load_encoder(tokenizer, "<|endoftext|>").encode([text[::-1] for text in texts[:80]])
-    megatron(folder, [one.tolist() for one in documents])
+    write_megatron(folder, [one.tolist() for one in documents])
     mixture = {
         "sources": {"web": {"source": "corpus.jsonl"}, "code": {"source": "m.bin", "records": "tokens"}},
         "weights": WEIGHTS,
