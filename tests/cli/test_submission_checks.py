@@ -61,7 +61,7 @@ def refusal(*overrides: str, on_slurm: bool = False, config: str = "tiny.yaml") 
         ("data.source=none/*.jsonl", "none/*.jsonl' matches no file; name .txt, .jsonl"),
         ("data.source=[corpus.jsonl, tiny.yaml]", "tiny.yaml: text"),
         ("data.tokenizer={kind: file, path: none.json}", "data.tokenizer.path: there is no file"),
-        ("data.tokenizer={kind: file, path: corpus.jsonl}", "corpus.jsonl is no tokenizer.json that can be read"),
+        ("data.tokenizer={kind: file, path: corpus.jsonl}", "corpus.jsonl is not a readable tokenizer.json"),
         ("run.root=tiny.yaml", "cannot use {}/tiny.yaml/tiny: a part of the path is a file"),
         ("run.root=/proc", "run.root: cannot make /proc/tiny"),
     ],

@@ -23,6 +23,7 @@ from pipeline.data.chat_template import ChatTemplate, load_template, split_marks
 from pipeline.data.manifest import MASK_LEARNED
 from tests.data_prep.test_records import CHATML, LENGTH, config, dialogue, documents_in, folder_of, words, write_lines
 from tests.data_prep.test_shards import run_tasks
+from tests.support.errors import raises_error
 from tests.support.tokenizers import add_post_processor, make_byte_tokenizer, save_tokenizer
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -248,7 +249,7 @@ def test_long_dialogues_are_split_truncated_or_dropped_and_counted(tmp_path: Pat
     assert len(found["truncate"]) < 61, "of the last one nothing that is learned is left"
     for mode, line in zip(found, logged, strict=True):
         assert f"{long} longer than a sample (data.long_dialogues: {mode})" in line
-    with pytest.raises(UserError, match=r"data\.long_dialogues: drop: .*sequence_length \(4\)"):
+    with raises_error("data.all_too_long", "data.long_dialogues: drop", "sequence_length (4)"):
         run_tasks(config(source, records, tokenizer, long_dialogues="drop", sequence_length=4), tmp_path / "none")
 
 

@@ -211,7 +211,7 @@ class Import(Shard):
                 "import", [f"{self.source}/in"], str(path / "to"), tokenizer, "<|endoftext|>", False
             )
         except UserError as error:
-            assert "exists already" in str(error) or "another import fills" in str(error), error
+            assert error.code in ("data.folder_exists", "data.import_running"), error
         except FileNotFoundError:  # it began between the other's last look and its end
             assert tasks > 1 and (path / "to").exists()
 

@@ -451,7 +451,7 @@ def test_a_file_that_changed_is_noticed_and_left_alone(tmp_path: Path) -> None:
     assert manifest["train"][0]["arrays"]["images"]["shape"] == [100, 1, 16, 16]
     content = (tmp_path / "a.h5").read_bytes()
     (tmp_path / "a.h5").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    with pytest.raises(AssertionError, match=r"a\.h5 is damaged: .*put the file back"):
+    with pytest.raises(AssertionError, match=r"a\.h5 is damaged: .*restore the file"):
         run_ranks(1, stage_rank, run.path, "train")
     (tmp_path / "a.h5").write_bytes(content[:-1])
     assert "bytes, its manifest says" in str(load_stage_module("shard").missing_outputs(run))

@@ -131,10 +131,10 @@ def test_a_file_of_the_users_own_that_changed_is_named_and_left_where_it_is(trai
     content = bytearray((tmp_path / "m.bin").read_bytes())
     content[20] ^= 1
     (tmp_path / "m.bin").write_bytes(content)
-    with pytest.raises(AssertionError, match=r"m\.bin is damaged.*put the file back as it was"):
+    with pytest.raises(AssertionError, match=r"m\.bin is damaged.*restore the file"):
         train(run, 1)
     (tmp_path / "m.bin").unlink()
-    with pytest.raises(AssertionError, match=r"m\.bin is missing: put the file back"):
+    with pytest.raises(AssertionError, match=r"m\.bin is missing: restore the file"):
         train(run, 1)
     assert "m.bin is missing" in (load_stage_module("shard").missing_outputs(run) or "")
     content[20] ^= 1
