@@ -1,14 +1,13 @@
-"""Memory of one rank: weights, gradients, optimizer counted exactly; activations from shapes.
+"""Estimate the memory of one rank: weights, gradients and optimizer state exactly, activations from shapes.
 
-`memory` follows a rank through its step: what a forward keeps, what passes through a block's backward and the loss,
-when gradients come, what ZeRO has gathered then; the most of all moments is what it holds. What torch keeps of each
-operator was read off rehearsed ranks; tests/planning/test_arithmetic.py holds it to them, test_plan.py to what torch's
-allocator counts on a GPU.
+`estimate_memory` follows a rank through the actions of its step and returns the peak. What torch saves for the backward
+pass of each operator was read off rehearsed ranks (planning/rehearse.py). tests/planning/test_arithmetic.py compares
+the estimate with them, test_plan.py with torch's allocator on a GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,253 +25,395 @@ from pipeline.parallel.traffic import (
 from planning.timeline import Action, rank_actions
 
 GB = 1e9
-CONTEXT = 400_000_000
-"""Bytes of CUDA's context, its kernels loaded when wanted: some 400 MB (github.com/pytorch/pytorch/issues/109888)."""
-COMMUNICATOR = 688 * 2**20
-"""And of NCCL's buffers for each group: 688 MB between more than two of four A100 (github.com/NVIDIA/nccl/issues/964);
-context and a first group of eight H100 were 1.06 GB together (issue 1685)."""
+CUDA_CONTEXT = 400_000_000
+"""Bytes of CUDA's context, with kernels loaded lazily: about 400 MB (github.com/pytorch/pytorch/issues/109888)."""
+NCCL_COMMUNICATOR = 688 * 2**20
+"""Bytes of NCCL's buffers for each group: 688 MB between three or more A100 (github.com/NVIDIA/nccl/issues/964).
+
+The context and the first group of eight H100 took 1.06 GB together (issue 1685).
+"""
 
 
 def reserved_gpu_bytes(layout: Layout) -> int:
-    """Bytes of a GPU that are there for no tensor. Groups: all ranks, and each dimension of the mesh."""
+    """Return the bytes of a GPU that CUDA and NCCL take: one group of all ranks, and one for each mesh axis."""
     groups = sum(size > 1 for size in (layout.pp, layout.dp_replicate, layout.dp_shard, layout.tp))
-    return CONTEXT + COMMUNICATOR * (groups + (groups > 1))
+    return CUDA_CONTEXT + NCCL_COMMUNICATOR * (groups + (groups > 1))
 
 
 MEMORY_KINDS = ("weights", "gathered", "gradients", "optimizer", "activations")
-"""The parts of `Memory`, as tables name them."""
+"""The fields of `RankMemory` in bytes, as tables name them."""
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of one rank."""
+    """Memory of one rank in bytes."""
 
     parameters: int
-    """Parameter values of this rank's stages, after tensor parallelism; a count, no bytes."""
+    """Number of parameter values in this rank's stages, after tensor parallelism; not bytes."""
     weights: int
-    """Weights between steps: in fp32, or without a master in bf16."""
+    """Weights between steps: in fp32, or in bf16 if there are no master weights."""
     gathered: int
-    """Weights that ZeRO holds whole beside its shard during a step; without ZeRO, their copies in the low precision."""
+    """Weights that ZeRO gathers during a step, beside its shard; without ZeRO, autocast's low-precision copies."""
     gradients: int
     optimizer: int
-    """Its moments; and what replicas have of their own: residuals, weights of the last average."""
+    """Moments, and what differs between replicas: residuals of compression, weights at the last average."""
     activations: int
-    """Most of a step, estimated."""
+    """The rest of the peak, estimated."""
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of all kinds."""
         return self.weights + self.gathered + self.gradients + self.optimizer + self.activations
 
     def on_gpu(self, config: Config) -> int:
-        """What of it is not in host memory."""
+        """Return the bytes that are not in host memory."""
         return self.gathered + self.activations if config.parallel.offload else self.total
 
 
 class GpuFit(NamedTuple):
-    """How the fullest rank of a layout fits into a GPU; sizes in bytes."""
+    """How the fullest rank of a layout fits into a GPU. Sizes are in bytes."""
 
     rank: int
     """The pipeline rank that needs most."""
     needed: int
-    """What its tensors take."""
+    """Its tensors."""
     reserved: int
-    """What CUDA and NCCL take."""
+    """CUDA and NCCL."""
     size: float
-    """What the GPU has."""
+    """Memory of the GPU."""
 
     @property
     def fits(self) -> bool:
-        """Whether there is enough."""
+        """Whether the GPU's memory is enough."""
         return self.needed + self.reserved <= self.size
 
 
 def check_gpu_fit(config: Config, layout: Layout, ranks: Sequence[RankMemory], gib: float) -> GpuFit:
-    """Return how a layout, whose pipeline ranks hold `ranks`, fits into GPUs of so many GiB."""
-    needs = [part.on_gpu(config) for part in ranks]
+    """Return how the pipeline ranks of a layout fit into GPUs of `gib` GiB."""
+    needs = [rank.on_gpu(config) for rank in ranks]
     return GpuFit(needs.index(max(needs)), max(needs), reserved_gpu_bytes(layout), gib * 2**30)
 
 
-def describe_overflow(config: Config, fit: GpuFit, whence: str) -> str:
-    """Return what does not fit, and what to change. `whence`: where the GPU's size is from."""
+def describe_overflow(config: Config, fit: GpuFit, source: str) -> str:
+    """Describe what does not fit, and what to change. `source`: where the GPU's size is from."""
     return (
-        f"rank {fit.rank} of the pipeline needs {fit.needed / GB:.1f} GB, CUDA's context and NCCL some "
-        f"{fit.reserved / GB:.1f}, and a GPU has {fit.size / GB:.1f} ({whence}): lower train.micro_batch "
-        f"({config.train.micro_batch}), let parallel.activation_checkpointing be selective or full, set "
-        "train.loss_chunk or optimizer.state, or cut the model over more ranks (parallel.zero, tensor, pipeline)"
+        f"rank {fit.rank} of the pipeline needs {fit.needed / GB:.1f} GB, CUDA and NCCL about "
+        f"{fit.reserved / GB:.1f}, and a GPU has {fit.size / GB:.1f} ({source}): lower train.micro_batch "
+        f"({config.train.micro_batch}), set parallel.activation_checkpointing to selective or full, set "
+        "train.loss_chunk or optimizer.state, or split the model over more ranks (parallel.zero, tensor, pipeline)"
     )
 
 
 def needs_torch(layout: Layout) -> bool:
-    """Return whether the actions of the layout's schedule are torch's own: `actions` imports torch for it."""
+    """Return whether `rank_actions` imports torch for this layout, because torch defines the schedule."""
     return layout.pp > 1 and layout.schedule in SPLIT_BACKWARD
 
 
 def describe_size(size: float) -> str:
-    """Return bytes in GB with two digits or three: 0.35 GB, 12.5 GB, 1,300 GB."""
+    """Return bytes in GB with two or three digits: 0.35 GB, 12.5 GB, 1,300 GB."""
     return f"{size / GB:.2g} GB" if size < GB else f"{size / GB:,.1f} GB" if size < 100 * GB else f"{size / GB:,.0f} GB"
 
 
-def _moment_bytes(config: Config, weight: ParameterSpec, ranks: int) -> int:
-    """Bytes that the optimizer keeps of a weight on each of so many ranks."""
-    optimizer, count = config.optimizer, weight.fsdp_numel(ranks)
-    if optimizer.state.moments == "int8" and weight.is_matrix:
-        return 2 * (count + 4 * count // INT8_BLOCK)
-    alone = optimizer.name == "sgd" or (optimizer.name == "muon" and weight.is_block_matrix)
-    return (4 if alone or optimizer.state.moments == "bf16" else 8) * count
-
-
-def _updating(config: Config, layout: Layout, trained: Sequence[ParameterSpec], ranks: int) -> int:
-    """Bytes that pass through the optimizer's step, of its largest weight."""
-    optimizer = config.optimizer
-    if optimizer.name == "muon":  # whole: weight, gradient, momentum; products in bf16
-        largest = max((weight.numel for weight in trained if weight.is_block_matrix), default=0)
-        return largest * layout.tp * (22 if ranks * layout.tp > 1 else 10)
-    if optimizer.state == StateConfig() or config.train.compile:
-        return 0
-    return 40 * min(1 << 24, max((weight.fsdp_numel(ranks) for weight in trained), default=0))
-
-
-def _block_activations(config: Config, layout: Layout, kind: str, on_cpu: bool) -> int:
-    """Bytes that one block keeps for the backward pass of one micro-batch, by what torch was seen to save.
-
-    `kind`: of activation checkpointing. `on_cpu`: by its kernels, which share no heads and norm in several steps.
-    """
-    model, compiled, cut_stream = config.model, config.train.compile, layout.tp if layout.sequence_parallel else 1
-    low, wide = config.train.precision != "fp32", residual_stream_bytes(config, layout)
-    width = 2 if low else 4
-    query, shared = query_width(model), key_value_width(model)
-    seen = query + 2 * (
-        shared if low and not on_cpu else query
-    )  # keys and values for each query, but for flash kernels
-    casts = 3 if low and wide == 4 and layout.tp == 1 else 0  # of a wide input, for each matrix; compiled, made again
-    # of width wide: the stream; of the other: inputs of products, whole even where the stream is cut; what is cut
-    streams, sums, whole, cut = {
-        "none": (1, 0, 3, seen + query + 3 * model.ffn_size)
-        if compiled
-        else (2, 0, 2 + casts, seen + query + 4 * model.ffn_size),
-        "selective": (1, 1 if compiled else 2, 0, 2 * query + 2 * shared + 2 * model.ffn_size),
-        "full": (1, 0, 0, 0),
-    }[kind]
-    norms = 2 * 4 + 2 * (4 - wide) if on_cpu and kind == "none" else 0
-    found = (wide * streams + width * sums + norms) * model.dim // cut_stream
-    found += width * (whole * model.dim + cut // layout.tp) + (kind != "full") * 4 * model.heads // layout.tp
-    return config.train.micro_batch * config.data.sequence_length * found
-
-
 def estimate_memory_of_ranks(config: Config, layout: Layout, vocab: int) -> list[RankMemory]:
-    """What each pipeline rank holds."""
-    return [estimate_memory(config, layout, rank, vocab, order) for rank, order in enumerate(rank_actions(layout))]
-
-
-def _of_replicas(config: Config, values: int, state: int, peak: int) -> tuple[int, int]:
-    """The most of all moments, and bytes between steps, with what replicas have that differ, of so many values each."""
-    parallel = config.parallel
-    if parallel.hook.kind in ("topk", "powersgd"):  # residuals, and this step's
-        return peak + 4 * values, 4 * values
-    if parallel.local_sgd is None:
-        return peak, 0
-    outer = parallel.local_sgd.outer_lr != 1 or parallel.local_sgd.outer_momentum > 0
-    return max(peak, state), 8 * values * outer  # a save makes means of the whole state
+    """Estimate the memory of each pipeline rank."""
+    return [estimate_memory(config, layout, rank, vocab, actions) for rank, actions in enumerate(rank_actions(layout))]
 
 
 def estimate_memory(
-    config: Config, layout: Layout, pipeline: int, vocab: int, order: Sequence[Action], on_cpu: bool = False
+    config: Config, layout: Layout, pp_rank: int, vocab: int, actions: Sequence[Action], on_cpu: bool = False
 ) -> RankMemory:
-    """What a rank of this pipeline position holds; `on_cpu`: by its kernels, as in a rehearsal."""
-    stages, model, chunk = layout.stages_on_rank(pipeline), config.model, config.train.loss_chunk
-    low, kept, wide = (
-        config.train.precision != "fp32",
-        stored_weight_bytes(config),
-        residual_stream_bytes(config, layout),
-    )
-    width, share, tensor = 2 if low else 4, layout.dp_shard if layout.zero else 1, layout.tp
-    tokens, cut_stream = (
-        config.train.micro_batch * config.data.sequence_length,
-        tensor if layout.sequence_parallel else 1,
-    )
-    table, kind = vocab * model.dim // tensor * width, config.parallel.activation_checkpointing
-    weights = list(list_rank_parameters(config, layout, pipeline, vocab))
-    parameters = sum(weight.numel for weight in weights)
-    names, _, first = find_trained_parameters(config)
-    trained = [weight for weight in weights if weight.name in names]
-    whole, block = (_block_activations(config, layout, each, on_cpu) for each in ("none", kind))
-    blocks = sum(len(layout.stage_layers[stage]) for stage in stages)
-    copy = 0  # of a block's weights, by autocast
-    if low and kept == 4 and not layout.fsdp:
-        copy = width * sum(weight.numel for weight in weights if weight.layer >= first) // max(1, blocks)
-    copies = copy * blocks
-    if kind == "none":  # of each micro-batch that is on its way
-        block, copies = block + copy, 0
-    # what passes through a block's backward: what is made again, gradients of the stream and of the MLP's widest
-    stream = tokens * wide * model.dim // cut_stream
-    passing = stream + width * tokens * (model.dim + 2 * model.ffn_size // tensor)
-    if kind != "none":  # what is made again: all but the stream, and products that are kept
-        found = query_width(model) + key_value_width(model) + 2 * model.ffn_size
-        passing += whole + copy - stream - (width * tokens * found // tensor if kind == "selective" else 0)
-    gathered = gathered_at_loss = copies
-    blockwise = width * sum(weight.numel for weight in weights if weight.layer >= 0) // max(1, blocks)
-    if layout.fsdp:
-        gathered = gathered_at_loss = width * share * sum(weight.fsdp_numel(share) for weight in weights)
-        if layout.gathers_blocks:  # a block, and the next; a tied table stays
-            gathered = min(gathered, 2 * blockwise + table * model.tie_word_embeddings)
-            gathered_at_loss = table
-        # what is reduced, in fp32; a pipeline does so at the end
-        passing += 4 * blockwise // width if layout.pp == 1 and layout.dp > 1 else 0
-    tail = loss = 0
-    if layout.stages - 1 in stages:  # of the log-softmax in fp32; for a while three times that, four where it is cut
-        cut = tensor if config.parallel.loss_parallel else 1
-        tail, loss = (4 * tokens * vocab // cut, (12 if cut > 1 else 8) * tokens * vocab // cut)
-        if chunk is not None:  # its logits, or the chunk's share of the weights' gradient; hidden states
-            rows, dim = min(chunk, tokens), model.dim
-            tail = width * (vocab // tensor + tokens) * dim
-            loss = (
-                4 * dim + max((4 + width) * rows, width * (rows + dim))
-            ) * vocab // tensor + 2 * width * tokens * dim
-            loss -= tail
-        tail += width * tokens * model.dim + stream + (tokens * (8 - wide) * model.dim // cut_stream if on_cpu else 0)
-        tail += table if copy else 0
-        tail += width * tokens * vocab // cut if chunk is None and layout.pp > 1 else 0  # logits, its output
-    if copies:  # made again by what is compiled; of others gone when backward begins
-        gathered = gathered_at_loss = 0 if config.train.compile else max(0, copies - max(loss, passing))
-    split = layout.fsdp and (layout.reduce_each_micro_batch or layout.micro_batches == 1)
-    every = kept * sum(weight.fsdp_numel(share) if split else weight.numel for weight in trained)
-    gradients = every if layout.dp > 1 and not layout.fsdp else 0  # DDP's buckets stay
-    away, back = find_cross_rank_stages(layout, pipeline)
-    wanted = [stage for stage in range(layout.stages) if layout.stage_layers[stage].start > first]  # by its inputs
-    held = stream * layout.micro_batches * (len(back) + sum(stage + 1 in wanted for stage in away))  # what comes
-    waiting = 4 * table // width if split and layout.micro_batches > 1 else 0  # the last to be reduced
-    peak, seen = 0, set[int]()
-    for kind_of, stage, _ in order:
-        count = sum(number >= first for number in layout.stage_layers[stage])
-        at_end = stage == layout.stages - 1
-        through = tail * at_end + stream * (not at_end) * (layout.pp > 1) - stream * (stage in back)
-        if kind_of == "F":
-            held += count * block + through
-            continue
-        if kind_of != "W":
-            if at_end:
-                peak = max(peak, held + gradients + loss + gathered_at_loss + waiting * (stage in seen))
-            peak = max(peak, held + gradients + gathered - through + (passing if kind_of == "B" else 0))
-            before, gradients = gradients, gradients if stage in seen else min(every, gradients + every // len(stages))
-            seen.add(stage)
-        if kind_of != "B" and kind == "full":  # I and W each make it again, and torch keeps both to the end of the step
-            held += count * (whole + copy)
-        elif kind_of != "I":
-            held -= count * block + through
-        if kind_of == "B":  # in that of its first block, whose gradients, and the embedding's, are still to come
-            late = 0 if split else kept * (blockwise // width + (stage == 0) * table // width)
-            peak = max(peak, held + max(before, gradients - late) + gathered + (kind == "none") * block + passing)
-        peak = max(peak, held + gradients + gathered)
-    values = sum(weight.fsdp_numel(share) for weight in trained)
-    moments = sum(_moment_bytes(config, weight, share) for weight in trained)
-    peak = max(peak, kept * values + _updating(config, layout, trained, share))
-    peak, besides = _of_replicas(config, values, kept * values + moments, peak)
-    copied = 0
-    if config.train.evaluate_every is not None:  # weights, for held-out data (pipeline/evaluate/evaluator.py)
-        copied = parameters // (layout.dp if layout.zero == 3 or layout.pp * tensor > 1 else 1)
-    held = kept * sum(weight.fsdp_numel(share) for weight in weights) + 4 * copied
-    return RankMemory(
-        parameters=parameters, weights=held, gathered=gathered, gradients=every, optimizer=moments + besides,
-        activations=max(0, peak - every - gathered),
-    )  # fmt: skip
+    """Estimate the memory of a rank.
+
+    Args:
+        config: The config.
+        layout: Its layout.
+        pp_rank: Position in the pipeline.
+        vocab: Size of the vocabulary.
+        actions: The rank's actions in one step; empty if the peak of activations is not needed.
+        on_cpu: Whether the rank uses the CPU's kernels, as in a rehearsal.
+    """
+    return _RankEstimate(config, layout, pp_rank, vocab, on_cpu).estimate(actions)
+
+
+class _LossMemory(NamedTuple):
+    """Memory of the last norm, the output layer and the loss, in bytes for one micro-batch."""
+
+    saved: int
+    """Kept from forward to backward."""
+    temporary: int
+    """More, while the loss is computed."""
+
+
+class _RankEstimate:
+    """The memory of one rank by its parts. Names with `_bytes` are in bytes.
+
+    Arguments are those of `estimate_memory`.
+    """
+
+    def __init__(self, config: Config, layout: Layout, pp_rank: int, vocab: int, on_cpu: bool) -> None:
+        self.config = config
+        self.layout = layout
+        self.pp_rank = pp_rank
+        self.vocab = vocab
+        self.on_cpu = on_cpu
+        self.stages = layout.stages_on_rank(pp_rank)
+        self.checkpointing = config.parallel.activation_checkpointing
+        self.tokens = config.train.micro_batch * config.data.sequence_length
+        """Tokens of one micro-batch."""
+        self.sequence_shards = layout.tp if layout.sequence_parallel else 1
+        self.fsdp_ranks = layout.dp_shard if layout.zero else 1
+
+        self.is_mixed_precision = config.train.precision != "fp32"
+        self.compute_bytes = 2 if self.is_mixed_precision else 4
+        """Of a value in matrix products."""
+        self.stored_bytes = stored_weight_bytes(config)
+        """Of a weight between steps, and of its gradient."""
+        self.stream_value_bytes = residual_stream_bytes(config, layout)
+        """Of a value of the residual stream."""
+        self.stream_bytes = self.tokens * self.stream_value_bytes * config.model.dim // self.sequence_shards
+        """Of the hidden states between two blocks, for one micro-batch."""
+        self.table_bytes = vocab * config.model.dim // layout.tp * self.compute_bytes
+        """Of the embedding, or of the output layer, in the precision of products."""
+
+        trained_names, _, self.first_trained = find_trained_parameters(config)
+        self.parameters = list(list_rank_parameters(config, layout, pp_rank, vocab))
+        self.trained = [parameter for parameter in self.parameters if parameter.name in trained_names]
+        self.blocks = sum(len(layout.stage_layers[stage]) for stage in self.stages)
+        self.block_weight_bytes = self._per_block(p.numel for p in self.parameters if p.layer >= 0)
+        """Of a block's weights in the precision of products, on average."""
+        self.cast_bytes = 0
+        """Of the copies of a block's weights that autocast makes."""
+        if self.is_mixed_precision and self.stored_bytes == 4 and not layout.fsdp:
+            self.cast_bytes = self._per_block(p.numel for p in self.parameters if p.layer >= self.first_trained)
+        self.keeps_sharded_gradients = layout.fsdp and (layout.reduce_each_micro_batch or layout.micro_batches == 1)
+        self.gradient_bytes = self.stored_bytes * sum(
+            p.fsdp_numel(self.fsdp_ranks) if self.keeps_sharded_gradients else p.numel for p in self.trained
+        )
+
+    def _per_block(self, numels: Iterable[int]) -> int:
+        return self.compute_bytes * sum(numels) // max(1, self.blocks)
+
+    def estimate(self, actions: Sequence[Action]) -> RankMemory:
+        """Return the memory of the rank, with the peak over these actions and the update of the weights."""
+        loss = self._loss_bytes()
+        temporary = self._block_backward_bytes()
+        gathered, gathered_at_loss = self._gathered_bytes(loss.temporary, temporary)
+        peak = self._peak_of_actions(actions, loss, temporary, gathered, gathered_at_loss)
+        trained_values = sum(parameter.fsdp_numel(self.fsdp_ranks) for parameter in self.trained)
+        moments = sum(self._moment_bytes(parameter) for parameter in self.trained)
+        peak = max(peak, self.stored_bytes * trained_values + self._update_bytes())
+        state = self.stored_bytes * trained_values + moments
+        peak, replica_state = self._add_replica_state(trained_values, state, peak)
+        values = sum(parameter.numel for parameter in self.parameters)
+        weights = self.stored_bytes * sum(parameter.fsdp_numel(self.fsdp_ranks) for parameter in self.parameters)
+        if self.config.train.evaluate_every is not None:  # a copy in fp32 (pipeline/evaluate/evaluator.py)
+            is_split = self.layout.zero == 3 or self.layout.pp * self.layout.tp > 1
+            weights += 4 * (values // (self.layout.dp if is_split else 1))
+        return RankMemory(
+            parameters=values,
+            weights=weights,
+            gathered=gathered,
+            gradients=self.gradient_bytes,
+            optimizer=moments + replica_state,
+            activations=max(0, peak - self.gradient_bytes - gathered),
+        )
+
+    # -------------------------------------------------------------------------------------------------------- forward
+
+    def _saved_block_bytes(self, checkpointing: str) -> int:
+        """Return the bytes that a block saves for the backward pass of one micro-batch, as observed with torch."""
+        model = self.config.model
+        is_compiled = self.config.train.compile
+        query = query_width(model)
+        key_value = key_value_width(model)
+        # flash attention shares keys and values between query heads; other kernels repeat them for each query head
+        shares_key_value = self.is_mixed_precision and not self.on_cpu
+        attention = query + 2 * (key_value if shares_key_value else query)
+        # without compilation, each product saves a cast of its wide input
+        has_casts = self.is_mixed_precision and self.stream_value_bytes == 4 and self.layout.tp == 1
+        casts = 3 if has_casts else 0
+        # number of saved tensors of width `dim`: in the stream's type; in compute precision and split like the stream;
+        # in compute precision and whole. Then the total width of the tensors that tensor parallelism splits.
+        if checkpointing == "full":
+            streams, sums, whole, split_width = 1, 0, 0, 0
+        elif checkpointing == "selective":
+            streams, sums, whole = 1, 1 if is_compiled else 2, 0
+            split_width = 2 * query + 2 * key_value + 2 * model.ffn_size
+        elif is_compiled:
+            streams, sums, whole = 1, 0, 3
+            split_width = attention + query + 3 * model.ffn_size
+        else:
+            streams, sums, whole = 2, 0, 2 + casts
+            split_width = attention + query + 4 * model.ffn_size
+        norms = 0  # the CPU computes a norm in several operators
+        if self.on_cpu and checkpointing == "none":
+            norms = 2 * 4 + 2 * (4 - self.stream_value_bytes)
+        per_token = self.stream_value_bytes * streams + self.compute_bytes * sums + norms
+        per_token = per_token * model.dim // self.sequence_shards
+        per_token += self.compute_bytes * (whole * model.dim + split_width // self.layout.tp)
+        if checkpointing != "full":
+            per_token += 4 * model.heads // self.layout.tp  # log-sum-exp of attention, in fp32
+        return self.tokens * per_token
+
+    def _loss_bytes(self) -> _LossMemory:
+        """Return the memory of the last norm, the output layer and the loss for one micro-batch."""
+        layout = self.layout
+        if layout.stages - 1 not in self.stages:
+            return _LossMemory(0, 0)
+        dim = self.config.model.dim
+        chunk = self.config.train.loss_chunk
+        vocab_shards = layout.tp if self.config.parallel.loss_parallel else 1
+        if chunk is None:
+            # the log-softmax in fp32; for a while three times as much, or four times if it is split
+            saved = 4 * self.tokens * self.vocab // vocab_shards
+            temporary = (12 if vocab_shards > 1 else 8) * self.tokens * self.vocab // vocab_shards
+        else:
+            # gradients of the weights and of the hidden states; a chunk's logits, or its share of the weights' gradient
+            rows = min(chunk, self.tokens)
+            saved = self.compute_bytes * (self.vocab // layout.tp + self.tokens) * dim
+            in_chunk = max((4 + self.compute_bytes) * rows, self.compute_bytes * (rows + dim))
+            temporary = (4 * dim + in_chunk) * self.vocab // layout.tp + 2 * self.compute_bytes * self.tokens * dim
+            temporary -= saved
+        saved += self.compute_bytes * self.tokens * dim + self.stream_bytes
+        if self.on_cpu:
+            saved += self.tokens * (8 - self.stream_value_bytes) * dim // self.sequence_shards
+        if self.cast_bytes:
+            saved += self.table_bytes
+        if chunk is None and layout.pp > 1:  # the logits are the output of the stage
+            saved += self.compute_bytes * self.tokens * self.vocab // vocab_shards
+        return _LossMemory(saved, temporary)
+
+    # ------------------------------------------------------------------------------------------------------- backward
+
+    def _block_backward_bytes(self) -> int:
+        """Return the bytes of temporaries in a block's backward pass: recomputed activations and gradients."""
+        model = self.config.model
+        # gradients of the stream, of an input, and of the two widest tensors of the MLP
+        size = self.stream_bytes + self.compute_bytes * self.tokens * (model.dim + 2 * model.ffn_size // self.layout.tp)
+        if self.checkpointing != "none":  # everything but the stream and the saved products is recomputed
+            size += self._saved_block_bytes("none") + self.cast_bytes - self.stream_bytes
+        if self.checkpointing == "selective":
+            saved_width = query_width(model) + key_value_width(model) + 2 * model.ffn_size
+            size -= self.compute_bytes * self.tokens * saved_width // self.layout.tp
+        # FSDP reduces gradients in fp32; in a pipeline it does so at the end of the step
+        if self.layout.fsdp and self.layout.pp == 1 and self.layout.dp > 1:
+            size += 4 * self.block_weight_bytes // self.compute_bytes
+        return size
+
+    def _gathered_bytes(self, loss_temporary: int, block_temporary: int) -> tuple[int, int]:
+        """Return the bytes of gathered or cast weights in a block's backward pass, and while the loss is computed."""
+        if self.layout.fsdp:
+            values = sum(parameter.fsdp_numel(self.fsdp_ranks) for parameter in self.parameters)
+            gathered = self.compute_bytes * self.fsdp_ranks * values
+            if not self.layout.gathers_blocks:
+                return gathered, gathered
+            # a block and the next one; a tied table is used at both ends and stays
+            tied_table = self.table_bytes * self.config.model.tie_word_embeddings
+            return min(gathered, 2 * self.block_weight_bytes + tied_table), self.table_bytes
+        # compiled blocks recompute casts; otherwise autocast frees them when the backward pass starts
+        casts = 0 if self.checkpointing == "none" or self.config.train.compile else self.cast_bytes * self.blocks
+        casts = max(0, casts - max(loss_temporary, block_temporary))
+        return casts, casts
+
+    def _peak_of_actions(
+        self, actions: Sequence[Action], loss: _LossMemory, temporary: int, gathered: int, gathered_at_loss: int
+    ) -> int:
+        """Return the peak of activations, gradients and gathered weights over the actions of a step.
+
+        Args:
+            actions: The actions of this rank, in order.
+            loss: Memory of the output layer and the loss.
+            temporary: Bytes of temporaries in a block's backward pass.
+            gathered: Bytes of gathered weights during a block's backward pass.
+            gathered_at_loss: The same while the loss is computed.
+        """
+        layout = self.layout
+        is_saving_all = self.checkpointing == "none"
+        saved_block = self._saved_block_bytes(self.checkpointing)
+        if is_saving_all:
+            saved_block += self.cast_bytes  # each micro-batch in flight keeps its own casts
+        sending, receiving = find_cross_rank_stages(layout, self.pp_rank)
+        # stages whose inputs need gradients
+        needing_gradients = [
+            stage for stage in range(layout.stages) if layout.stage_layers[stage].start > self.first_trained
+        ]
+        # received hidden states and gradients: torch allocates a buffer for each micro-batch
+        buffers = len(receiving) + sum(stage + 1 in needing_gradients for stage in sending)
+        held = self.stream_bytes * layout.micro_batches * buffers
+        gradients = self.gradient_bytes if layout.dp > 1 and not layout.fsdp else 0  # DDP's buckets are permanent
+        # the output layer's gradient in fp32, which FSDP reduces last
+        unreduced_table = 0
+        if self.keeps_sharded_gradients and layout.micro_batches > 1:
+            unreduced_table = 4 * self.table_bytes // self.compute_bytes
+        peak = 0
+        stages_with_gradients = set[int]()
+        for kind, stage, _ in actions:
+            trained_blocks = sum(number >= self.first_trained for number in layout.stage_layers[stage])
+            is_last_stage = stage == layout.stages - 1
+            output = loss.saved if is_last_stage else self.stream_bytes * (layout.pp > 1)
+            output -= self.stream_bytes * (stage in receiving)  # its input is in a buffer already
+            if kind == "F":
+                held += trained_blocks * saved_block + output
+                continue
+            gradients_before = gradients
+            if kind != "W":
+                if is_last_stage:
+                    table = unreduced_table * (stage in stages_with_gradients)
+                    peak = max(peak, held + gradients + loss.temporary + gathered_at_loss + table)
+                first_temporary = temporary if kind == "B" else 0
+                peak = max(peak, held + gradients + gathered - output + first_temporary)
+                if stage not in stages_with_gradients:
+                    gradients = min(self.gradient_bytes, gradients + self.gradient_bytes // len(self.stages))
+                stages_with_gradients.add(stage)
+            if kind != "B" and self.checkpointing == "full":
+                # I and W each recompute the block, and torch keeps both until the end of the step
+                held += trained_blocks * (self._saved_block_bytes("none") + self.cast_bytes)
+            elif kind != "I":
+                held -= trained_blocks * saved_block + output
+            if kind == "B":  # backward pass of its first block, before the gradients of that block and the embedding
+                late = 0
+                if not self.keeps_sharded_gradients:
+                    late_bytes = self.block_weight_bytes // self.compute_bytes
+                    late_bytes += (stage == 0) * self.table_bytes // self.compute_bytes
+                    late = self.stored_bytes * late_bytes
+                current = held + max(gradients_before, gradients - late) + gathered + temporary
+                peak = max(peak, current + is_saving_all * saved_block)
+            peak = max(peak, held + gradients + gathered)
+        return peak
+
+    # ------------------------------------------------------------------------------------------------------- optimizer
+
+    def _moment_bytes(self, parameter: ParameterSpec) -> int:
+        """Return the bytes of the optimizer's state of a parameter on this rank."""
+        optimizer = self.config.optimizer
+        count = parameter.fsdp_numel(self.fsdp_ranks)
+        if optimizer.state.moments == "int8" and parameter.is_matrix:
+            return 2 * (count + 4 * count // INT8_BLOCK)
+        has_one_moment = optimizer.name == "sgd" or (optimizer.name == "muon" and parameter.is_block_matrix)
+        return (4 if has_one_moment or optimizer.state.moments == "bf16" else 8) * count
+
+    def _update_bytes(self) -> int:
+        """Return the bytes of temporaries when the optimizer updates its largest parameter."""
+        optimizer = self.config.optimizer
+        if optimizer.name == "muon":  # the whole weight, gradient and momentum; products in bf16
+            largest = max((p.numel for p in self.trained if p.is_block_matrix), default=0)
+            return largest * self.layout.tp * (22 if self.fsdp_ranks * self.layout.tp > 1 else 10)
+        if optimizer.state == StateConfig() or self.config.train.compile:
+            return 0
+        return 40 * min(1 << 24, max((p.fsdp_numel(self.fsdp_ranks) for p in self.trained), default=0))
+
+    def _add_replica_state(self, values: int, state: int, peak: int) -> tuple[int, int]:
+        """Return the new peak, and the bytes between steps, of what differs between data parallel replicas.
+
+        Args:
+            values: Number of trained values on this rank.
+            state: Bytes of their weights and moments.
+            peak: Peak of a step without it, in bytes.
+        """
+        parallel = self.config.parallel
+        if parallel.hook.kind in ("topk", "powersgd"):  # the residuals, and during a step its new ones
+            return peak + 4 * values, 4 * values
+        if parallel.local_sgd is None:
+            return peak, 0
+        has_outer_optimizer = parallel.local_sgd.outer_lr != 1 or parallel.local_sgd.outer_momentum > 0
+        return max(peak, state), 8 * values * has_outer_optimizer  # a save averages the whole state
