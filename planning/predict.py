@@ -30,7 +30,7 @@ class CommGroup:
     in_node: int
 
     @classmethod
-    def of(cls, ranks: int, stride: int, machine: Machine) -> CommGroup:
+    def place(cls, ranks: int, stride: int, machine: Machine) -> CommGroup:
         """Return the group of `ranks` ranks whose numbers are `stride` apart."""
         return cls(ranks, max(1, min(ranks, machine.gpus_per_node // stride)))
 
@@ -69,7 +69,7 @@ def send_time(size: float, neighbours: CommGroup, machine: Machine, share: float
     return (link.latency + size / (link.bandwidth * share)) * (neighbours.ranks > 1)
 
 
-REPLAYED = 2
+REPLAYED_ROUNDS = 2
 """Rounds of micro-batches (one per pipeline rank) that are replayed; further ones repeat the steady state."""
 TILE = 128 * 256
 """Outputs of a matrix product that one multiprocessor computes at a time."""
@@ -80,25 +80,25 @@ class Constants:
     """Factors that data sheets do not contain, fitted by `python -m benchmarks.plan`."""
 
     matmul: float = 0.87
-    """Share of `achievable` that products of a training get: real values heat more, shapes are no ideal ones."""
+    """Share of `achievable` that products reach in a training: real values draw more power, shapes are not ideal."""
     portable: float = 0.89
-    """And that libraries not made for this GPU get of that."""
+    """Share of that which libraries written for an older GPU reach."""
     attention: float = 0.6
-    """Share of the machine's attention figure over forward and backward."""
+    """Share of the machine's attention figure that forward and backward reach."""
     memory: float = 0.93
-    """Share of the memory's bandwidth."""
+    """Achieved share of the memory's bandwidth."""
     eager: float = 1.74
-    """Times that unfused operators move what fused ones do."""
+    """Memory traffic of unfused operators, as a multiple of that of fused ones."""
     link: float = 0.78
-    """Share of a link's bandwidth."""
+    """Achieved share of a link's bandwidth."""
     launch: float = 6e-6
     """Seconds of host time per kernel."""
     hidden: float = 0.64
-    """Share of tensor parallel communication that runs beside products where it is cut into pieces."""
+    """Share of tensor parallel communication that overlaps with products, if it is split."""
     beside: float = 0.15
-    """Slow-down of computing while a collective runs beside it, for it takes multiprocessors and memory."""
+    """Slow-down of computation that overlaps with a collective, which uses multiprocessors and memory bandwidth."""
     jitter: float = 0.01
-    """Step time that each doubling of the nodes adds: the slowest rank is waited for."""
+    """Share of the step time that each doubling of the nodes adds, because all wait for the slowest rank."""
 
 
 DEFAULT = Constants()
@@ -112,19 +112,20 @@ class StepPrediction:
     tokens_per_gpu: float
     """Tokens per second of one GPU."""
     mfu: float
-    """Model FLOP/s as a share of the GPU's bf16 peak, attention counted whole."""
+    """Model FLOP/s as a share of the GPU's bf16 peak; attention is counted without the causal mask."""
     compute: float
     tensor: float
-    """Exposed communication of each group: nothing runs beside it."""
+    """Exposed tensor parallel communication, which overlaps with nothing. The same for `pipeline` and `data`."""
     pipeline: float
     data: float
     bubble: float
     optimizer: float
     others: float
-    """Exposed communication of what Sluice has not: experts, context parallel."""
+    """Exposed communication that Sluice does not have: experts, context parallelism."""
     forward: tuple[float, ...] = ()
-    """Of one micro-batch by stage, with what it waits for; backward as well."""
+    """Forward of one micro-batch by stage, including exposed communication."""
     backward: tuple[float, ...] = ()
+    """Backward of one micro-batch by stage, including exposed communication."""
 
 
 @dataclass(frozen=True)
@@ -141,68 +142,78 @@ class RankModel:
         return self.work.micro_batch * self.work.sequence / self.work.context
 
     @property
-    def call(self) -> float:
-        """Host time of a collective of tensor parallelism, ZeRO 3 or a pipeline; 0 unless it was measured."""
+    def call_time(self) -> float:
+        """Host time in seconds of a collective of tensor parallelism, ZeRO 3 or a pipeline; 0 unless measured."""
         return self.machine.measured.call if self.machine.measured else 0.0
 
     def group(self, ranks: int, stride: int) -> CommGroup:
         """Return the group of `ranks` ranks whose numbers are `stride` apart."""
-        return CommGroup.of(ranks, stride, self.machine)
+        return CommGroup.place(ranks, stride, self.machine)
 
-    def moved(self, size: float) -> float:
+    def memory_time(self, size: float) -> float:
         """Return the seconds to read or write `size` bytes of memory."""
         return size / (self.machine.bandwidth * self.constants.memory)
 
     def product(self, rows: float, columns: float, inner: float, precision: str) -> float:
         """Return the seconds of a matrix product. On average, half of the last wave of tiles is idle."""
-        mature = (
-            self.machine.attention.portable == self.machine.attention.native
-        )  # all frameworks' kernels are equally fast
-        native = 1.0 if self.work.native or mature else self.constants.portable
+        # if both attention figures are equal, the kernels of all frameworks are equally fast
+        is_mature = self.machine.attention.portable == self.machine.attention.native
+        native = 1.0 if self.work.native or is_mature else self.constants.portable
         rate = self.machine.rate(precision) * self.constants.matmul * native
         waves = 0.5 * self.machine.multiprocessors * TILE + rows * columns
         width = {"fp8": 1, "fp4": 0.5, "fp32": 4}.get(precision, 2)
         size = width * (rows * inner + inner * columns) + self.work.low_bytes * rows * columns
-        return max(2 * waves * inner / rate, self.moved(size))
+        return max(2 * waves * inner / rate, self.memory_time(size))
 
     def attention(self) -> float:
         """Return the seconds of one forward. Backward takes 2.5 times the FLOPs (arXiv 2307.08691, section 3.1.2)."""
-        work, figures = self.work, self.machine.attention
+        work = self.work
+        figures = self.machine.attention
         rate = (figures.native if work.native else figures.portable) * self.constants.attention
-        rate *= 1.25 * work.head / (work.head + 32) / (1 + 512 / work.sequence)  # exponentials; blocks half masked
-        moved = 8 * self.tokens * work.sequence * work.heads / work.tensor if work.scores else 0.0
-        return 2 * self.tokens * work.sequence * work.heads * work.head / work.tensor / rate + self.moved(moved)
+        # exponentials cost more relative to small heads; blocks on the diagonal are half masked
+        rate *= 1.25 * work.head / (work.head + 32) / (1 + 512 / work.sequence)
+        score_bytes = 8 * self.tokens * work.sequence * work.heads / work.tensor if work.scores else 0.0
+        flops = 2 * self.tokens * work.sequence * work.heads * work.head / work.tensor
+        return flops / rate + self.memory_time(score_bytes)
 
-    def between(self) -> float:
-        """Return the seconds between the products of one block's forward: norms, sums, activation, rotation, casts."""
+    def elementwise_time(self) -> float:
+        """Return the seconds of the operators between the products of a block's forward.
+
+        They are norms, sums, the activation function, the rotation of positions, and casts.
+        """
         work = self.work
         stream = work.hidden / (work.tensor if work.split_sequence else 1)
-        acted = (work.matrices if work.matrices == 3 else 2) * work.ffn * work.active
-        turned = 2 * (work.heads + work.kv_heads) * work.head
-        size = 10 * stream + (acted + turned) / work.tensor
+        activation = (work.matrices if work.matrices == 3 else 2) * work.ffn * work.active
+        rotation = 2 * (work.heads + work.kv_heads) * work.head
+        size = 10 * stream + (activation + rotation) / work.tensor
         size *= work.low_bytes * (1 if work.fused else self.constants.eager)
         if work.precision in ("fp8", "fp4"):  # inputs of products are read and written as a row and as a column
             size += 4 * (2 * work.hidden + (work.heads * work.head + work.ffn * work.active) / work.tensor)
-        return self.moved(size * self.tokens)
+        return self.memory_time(size * self.tokens)
 
-    def launches(self) -> float:
-        """Return the host time of one block's forward in seconds."""
+    def launch_time(self) -> float:
+        """Return the host time in seconds that launches the kernels of a block's forward."""
         kernels = (20 if self.work.fused else 45) + 10 * (self.work.tensor > 1) + 10 * (self.work.zero == 3)
         return kernels * self.constants.launch
 
     def block(self, trained: float = 1.0) -> tuple[float, float]:
         """Return the computing time of a block: forward, and backward with recomputation. `trained`: trained share."""
-        shapes, precision = self.work.products, self.work.precision
-        forward = sum(self.product(m, n, k, precision) * times for m, n, k, times in shapes)
-        inputs = sum(self.product(m, k, n, precision) * times for m, n, k, times in shapes)
-        weights = sum(self.product(k, n, m, precision) * times for m, n, k, times in shapes)
-        m, n, k, times = shapes[-1]  # not needed again by any backward
-        attention, between = self.attention(), self.between()
-        again = {"attention": attention, "selective": between, "half": between + forward / 2}
-        again["full"] = between + forward - self.product(m, n, k, precision) * times + attention
-        first = self.with_host(forward + attention + between, self.launches())
-        second = inputs + weights * trained + 2.5 * attention + 2 * between + again.get(self.work.recompute, 0.0)
-        return first, self.with_host(second, 2 * self.launches())
+        products = self.work.products
+        precision = self.work.precision
+        forward = sum(self.product(m, n, k, precision) * count for m, n, k, count in products)
+        input_gradients = sum(self.product(m, k, n, precision) * count for m, n, k, count in products)
+        weight_gradients = sum(self.product(k, n, m, precision) * count for m, n, k, count in products)
+        attention = self.attention()
+        elementwise = self.elementwise_time()
+        recomputed = {"attention": attention, "selective": elementwise, "half": elementwise + forward / 2}
+        m, n, k, count = products[-1]  # no backward needs the output of the last product
+        recomputed["full"] = elementwise + forward - self.product(m, n, k, precision) * count + attention
+        backward = input_gradients + weight_gradients * trained + 2.5 * attention + 2 * elementwise
+        backward += recomputed.get(self.work.recompute, 0.0)
+        return (
+            self.with_host(forward + attention + elementwise, self.launch_time()),
+            self.with_host(backward, 2 * self.launch_time()),
+        )
 
     def with_host(self, kernels: float, host: float) -> float:
         """Return the seconds of kernels and host time: concurrent on a GPU, one after the other on a CPU."""
@@ -210,62 +221,75 @@ class RankModel:
 
     def head(self) -> tuple[float, float]:
         """Return the seconds of output layer and loss: forward, backward."""
-        work, columns = self.work, self.work.vocab / self.work.tensor
+        work = self.work
+        columns = work.vocab / work.tensor
+        hidden = float(work.hidden)
         precision = work.precision if work.precision == "fp32" else "bf16"
-        shape = (self.tokens, columns, float(work.hidden))
-        loss = self.moved(self.tokens * columns * (10 if work.fused else 10 * self.constants.eager))
-        m, n, k = shape
-        inputs = self.product(m, k, n, precision) * (work.trained_from <= work.layers)
-        weights = self.product(k, n, m, precision) * work.trained_tables[1]
-        return self.product(m, n, k, precision) + loss / 2, inputs + weights + loss / 2
+        loss = self.memory_time(self.tokens * columns * (10 if work.fused else 10 * self.constants.eager))
+        output = self.product(self.tokens, columns, hidden, precision)
+        input_gradient = self.product(self.tokens, hidden, columns, precision) * (work.trained_from <= work.layers)
+        weight_gradient = self.product(hidden, columns, self.tokens, precision) * work.trained_tables[1]
+        return output + loss / 2, input_gradient + weight_gradient + loss / 2
 
     def tensor(self) -> float:
-        """Return the exposed tensor parallel communication of one block's forward; backward has as much."""
-        work, group = self.work, self.group(self.work.tensor, 1)
+        """Return the exposed tensor parallel communication of a block's forward; backward has as much."""
+        work = self.work
         size = self.tokens * work.hidden * work.low_bytes
-        time = 4 * (all_gather_time(size, group, self.machine, self.constants.link) + self.call * (work.tensor > 1))
+        collective = all_gather_time(size, self.group(work.tensor, 1), self.machine, self.constants.link)
+        time = 4 * (collective + self.call_time * (work.tensor > 1))
         return time * (1 - self.constants.hidden if work.hide_tensor else 1)
 
-    def sent(self) -> float:
-        """Return the seconds of a message between pipeline stages that the rank waits for."""
+    def stage_message_time(self) -> float:
+        """Return the seconds of a message between pipeline stages, during which the rank waits."""
         work = self.work
         size = self.tokens * work.hidden * work.low_bytes / (work.tensor if work.split_sequence else 1)
         stride = work.tensor * work.context * work.data
         neighbours = self.group(work.pipeline, stride)
-        return send_time(size, neighbours, self.machine, self.constants.link) + self.call
+        return send_time(size, neighbours, self.machine, self.constants.link) + self.call_time
 
-    def update(self) -> float:
-        """Return the seconds to gather Muon's matrices, gradients and momenta in fp32."""
-        work, link = self.work, self.constants.link
-        size = 12 * max(self.by_rank(work.shares)) * (work.attention_weights + work.expert_weights)
+    def muon_gather_time(self) -> float:
+        """Return the seconds in which Muon gathers matrices, gradients and momenta in fp32; 0 for other optimizers."""
+        work = self.work
+        link = self.constants.link
+        size = 12 * max(self.rank_sums(work.shares)) * (work.attention_weights + work.expert_weights)
         shards = self.group(work.shard if work.zero else 1, work.tensor)
         time = all_gather_time(size / work.tensor, shards, self.machine, link)
         return (time + all_gather_time(size, self.group(work.tensor, 1), self.machine, link)) * work.orthogonal
 
-    def by_rank(self, values: Sequence[float]) -> list[float]:
+    def rank_sums(self, values: Sequence[float]) -> list[float]:
         """Return the sum of the blocks' values of each pipeline rank, scaled as if all had equally many blocks."""
-        work, ends = self.work, (0, *accumulate(self.work.stages))
-        stages = [values[start:end] for start, end in pairwise(ends)]
-        ranks = ([one for stage in stages[rank :: work.pipeline] for one in stage] for rank in range(work.pipeline))
-        return [work.layers / work.pipeline * (sum(rank) / max(1, len(rank))) for rank in ranks]
+        work = self.work
+        stages = [values[start:end] for start, end in pairwise((0, *accumulate(work.stages)))]
+        sums = []
+        for rank in range(work.pipeline):
+            blocks = [value for stage in stages[rank :: work.pipeline] for value in stage]
+            sums.append(work.layers / work.pipeline * (sum(blocks) / max(1, len(blocks))))
+        return sums
 
     def block_weights(self) -> float:
-        """Return the weights of one block per rank, after tensor and expert parallelism."""
+        """Return the weights of a block per rank, after tensor and expert parallelism."""
         work = self.work
         return (work.attention_weights + work.expert_weights * max(1, work.experts) / work.expert) / work.tensor
 
     @cached_property
     def trained_weights(self) -> float:
         """Weights of the pipeline rank that trains most, after tensor and expert parallelism."""
-        work, block, blocks = self.work, self.block_weights(), self.by_rank(self.work.shares)
+        work = self.work
+        block = self.block_weights()
         table = work.vocab * work.hidden / work.tensor
-        return max(block * share + table * sum(work.tables(rank)) for rank, share in enumerate(blocks))
+        shares = self.rank_sums(work.shares)
+        return max(block * share + table * sum(work.tables(rank)) for rank, share in enumerate(shares))
 
-    def talk(self, size: float, calls: float = 1.0) -> float:
-        """Return the seconds of an all-gather or reduce-scatter of FSDP, including its copies on CPUs."""
-        copied = self.moved(2 * size) if self.machine.cores else 0.0
+    def fsdp_time(self, size: float, calls: float = 1.0) -> float:
+        """Return the seconds of `calls` all-gathers or reduce-scatters of FSDP, including their copies on CPUs.
+
+        Args:
+            size: Bytes of all of them together.
+            calls: Their number.
+        """
+        copies = self.memory_time(2 * size) if self.machine.cores else 0.0
         group = self.group(self.work.shard * self.work.context, self.work.tensor)
-        return all_gather_time(size, group, self.machine, self.constants.link) + copied + calls * self.call
+        return all_gather_time(size, group, self.machine, self.constants.link) + copies + calls * self.call_time
 
 
 Others = Callable[[RankModel, float], float]
@@ -273,100 +297,178 @@ Others = Callable[[RankModel, float], float]
 
 
 def replay_step(
-    schedule: str, ranks: int, virtual: int, batches: int, forward: tuple[float, ...], backward: tuple[float, ...]
+    schedule: str,
+    ranks: int,
+    virtual_stages: int,
+    micro_batches: int,
+    forward: tuple[float, ...],
+    backward: tuple[float, ...],
 ) -> tuple[list[list[tuple[Action, float]]], Callable[[Action], float], int]:
-    """Return each rank's timed actions of the first rounds, the duration function, and the replayed micro-batches."""
-    turn = batches // max(1, batches // ranks)
-    most = min(batches, REPLAYED * turn + batches % turn)
-    half = {"F": 0.0, "B": 1.0, "I": 0.5, "W": 0.5}
+    """Replay the first rounds of a step.
+
+    Args:
+        schedule: Name of the pipeline schedule.
+        ranks: Number of pipeline ranks.
+        virtual_stages: Stages per rank.
+        micro_batches: Micro-batches of the step.
+        forward: Seconds of a micro-batch's forward by stage.
+        backward: Seconds of its backward by stage.
+
+    Returns:
+        Each rank's actions with their start times; a function that returns the seconds of an action; and the number of
+        micro-batches that were replayed.
+    """
+    turn = micro_batches // max(1, micro_batches // ranks)
+    replayed = min(micro_batches, REPLAYED_ROUNDS * turn + micro_batches % turn)
+    backward_share = {"F": 0.0, "B": 1.0, "I": 0.5, "W": 0.5}
 
     def duration(action: Action) -> float:
-        return forward[action.stage] if action.kind == "F" else half[action.kind] * backward[action.stage]
+        if action.kind == "F":
+            return forward[action.stage]
+        return backward_share[action.kind] * backward[action.stage]
 
-    return replay_schedule(build_schedule(schedule, ranks, virtual, most), len(forward), duration), duration, most
+    actions = build_schedule(schedule, ranks, virtual_stages, replayed)
+    return replay_schedule(actions, len(forward), duration), duration, replayed
 
 
 @lru_cache(maxsize=4096)
 def _pipeline_span(
-    schedule: str, ranks: int, virtual: int, batches: int, forward: tuple[float, ...], backward: tuple[float, ...]
+    schedule: str,
+    ranks: int,
+    virtual_stages: int,
+    micro_batches: int,
+    forward: tuple[float, ...],
+    backward: tuple[float, ...],
 ) -> tuple[float, float]:
-    """Return the duration of one step, and the busy time of its busiest rank."""
-    done, duration, most = replay_step(schedule, ranks, virtual, batches, forward, backward)
-    starts = [made[0][1] for made in done]
-    ends = [made[-1][1] + duration(made[-1][0]) for made in done]
-    busy = max(sum(duration(action) for action, _ in made) for made in done)
+    """Return the duration of one step, and the busy time of its busiest rank. Arguments are those of `replay_step`."""
+    timed, duration, replayed = replay_step(schedule, ranks, virtual_stages, micro_batches, forward, backward)
+    starts = [actions[0][1] for actions in timed]
+    ends = [actions[-1][1] + duration(actions[-1][0]) for actions in timed]
+    busy = max(sum(duration(action) for action, _ in actions) for actions in timed)
     span = max(ends) - min(starts)
-    if schedule == "zb2p":  # its ranks do not wait for each other between steps (section 4 there)
+    if schedule == "zb2p":  # its ranks do not wait for each other between steps (arXiv 2401.10241, section 4)
         span = max(end - start for start, end in zip(starts, ends, strict=True))
-    return span + busy * (batches - most) / most, busy * batches / most
+    return span + busy * (micro_batches - replayed) / replayed, busy * micro_batches / replayed
 
 
 def predict_step(
     work: Workload, machine: Machine, constants: Constants = DEFAULT, others: Others = lambda rank, forward: 0.0
 ) -> StepPrediction:
-    """Predict the step time and its parts. Raises UserError if the machine does not support the precision.
+    """Predict the step time and its parts.
 
-    `others`: seconds that a block's forward waits for communication that Sluice does not have (benchmarks/others.py).
+    Args:
+        work: The training.
+        machine: The machine.
+        constants: Fitted factors; unused if the machine's figures were measured.
+        others: Returns the seconds that a block's forward waits for communication that Sluice does not have
+            (benchmarks/others.py).
+
+    Raises:
+        UserError: The machine does not support the precision.
     """
-    rank, stages = make_rank_model(work, machine, constants), work.stages
-    constants, first, micro = rank.constants, work.trained_from, work.micro_batches
+    rank = make_rank_model(work, machine, constants)
+    constants = rank.constants
+    stages = work.stages
+    first_trained = work.trained_from
+    micro_batches = work.micro_batches
+
+    # a block's computation and communication
     computing = {share: rank.block(share) for share in {1.0, *work.shares}}
     forward = computing[1.0][0]
-    tensor, more = rank.tensor(), others(rank, forward)
-    talk = tensor + more
-    again = talk if work.recompute == "full" else 0.0
-    head_forward, head_backward = rank.head()
-    waited = rank.sent() if work.pipeline > 1 and work.virtual_stages == 1 else 0.0
-    data, alone = _data(rank)
-    # each micro-batch gathers, or reduces, every block while its neighbour computes
-    gathered = rank.talk(rank.block_weights() * work.low_bytes) * work.gathers_blocks
-    forward, wait = _overlap(forward, gathered, constants)
-    kinds = {}  # of a block's backward: seconds, how many of them wait, and those of what is sent
+    tensor = rank.tensor()
+    extra = others(rank, forward)
+    exposed = tensor + extra
+    recomputed_exposed = exposed if work.recompute == "full" else 0.0
+    # each micro-batch gathers, or reduces, every block while the next one computes
+    gather = rank.fsdp_time(rank.block_weights() * work.low_bytes) * work.gathers_blocks
+    forward, forward_wait = _overlap(forward, gather, constants)
+    backwards = {}  # by trained share: seconds, how many of them wait, and seconds of communication
     for share, (_, backward) in computing.items():
-        sent = rank.talk(rank.block_weights() * work.reduce_bytes * share) * work.reduces_blocks * (share > 0)
-        kinds[share] = *_overlap(backward, gathered + sent, constants), gathered + sent
-    blocks = [kinds[share] for share in work.shares]
-    passed = [blocks[max(first, start) : end] for start, end in pairwise((0, *accumulate(stages)))]
-    exposed = (wait * work.layers + sum(wait for _, wait, _ in blocks[first:])) / work.pipeline * micro
+        reduce = rank.fsdp_time(rank.block_weights() * work.reduce_bytes * share) * work.reduces_blocks * (share > 0)
+        backwards[share] = *_overlap(backward, gather + reduce, constants), gather + reduce
+    block_backwards = [backwards[share] for share in work.shares]
+    data_wait = forward_wait * work.layers + sum(wait for _, wait, _ in block_backwards[first_trained:])
+    data_exposed = data_wait / work.pipeline * micro_batches
+
+    # a stage's forward and backward for one micro-batch
+    head_forward, head_backward = rank.head()
+    message = rank.stage_message_time() if work.pipeline > 1 and work.virtual_stages == 1 else 0.0
     last = len(stages) - 1
-    ahead = tuple(n * (forward + talk) + waited + (at == last) * head_forward for at, n in enumerate(stages))
-    back = tuple(
-        sum(time + talk + again for time, _, _ in some) + waited * bool(some) + (at == last) * head_backward
-        for at, some in enumerate(passed)
+    stage_forward = tuple(
+        blocks * (forward + exposed) + message + (stage == last) * head_forward for stage, blocks in enumerate(stages)
     )
+    with_backward = [
+        block_backwards[max(first_trained, start) : end] for start, end in pairwise((0, *accumulate(stages)))
+    ]
+    stage_backward = tuple(
+        sum(time + exposed + recomputed_exposed for time, _, _ in blocks)
+        + message * bool(blocks)
+        + (stage == last) * head_backward
+        for stage, blocks in enumerate(with_backward)
+    )
+
+    # all micro-batches
     if work.pipeline > 1:
-        span, busy = _pipeline_span(work.schedule, work.pipeline, work.virtual_stages, micro, ahead, back)
+        span, busy = _pipeline_span(
+            work.schedule, work.pipeline, work.virtual_stages, micro_batches, stage_forward, stage_backward
+        )
     else:
-        span = busy = micro * (sum(ahead) + sum(back))
-    if machine.ranks_per_core > 1:  # a waiting rank leaves its core to others
-        span = max(span, machine.ranks_per_core * micro * (sum(ahead) + sum(back)) / work.pipeline)
+        span = busy = micro_batches * (sum(stage_forward) + sum(stage_backward))
+    if machine.ranks_per_core > 1:  # while a rank waits, another one uses its core
+        all_stages = micro_batches * (sum(stage_forward) + sum(stage_backward))
+        span = max(span, machine.ranks_per_core * all_stages / work.pipeline)
+
+    # communication at the end of the step, and the update
+    data, data_not_overlapping = _data_parallel_time(rank)
     if work.hide_data and machine.cores is None:
-        sent = gathered * work.layers + sum(sent for *_, sent in blocks[first:])
-        taken = sent / work.pipeline  # of the last micro-batch's time
-        data = max(data - max(0.0, busy / micro - taken), 0.1 * data)
-    data += alone
-    exposed += data
-    local = rank.trained_weights / (work.shard * work.context if work.zero else 1)
-    fused = work.fused or machine.measured  # what was measured is Sluice's own: one kernel, compiled or not
-    optimizer = rank.moved(local * 30) * (1 if fused else constants.eager) + rank.update()
+        block_communication = gather * work.layers + sum(time for *_, time in block_backwards[first_trained:])
+        link_busy = block_communication / work.pipeline  # during the last micro-batch, which `data` overlaps with
+        data = max(data - max(0.0, busy / micro_batches - link_busy), 0.1 * data)
+    data += data_not_overlapping
+    data_exposed += data
+    local_weights = rank.trained_weights / (work.shard * work.context if work.zero else 1)
+    is_fused = (
+        work.fused or machine.measured
+    )  # a measured machine was measured with Sluice, which updates in one kernel
+    optimizer = rank.memory_time(local_weights * 30) * (1 if is_fused else constants.eager) + rank.muon_gather_time()
     nodes = max(1, work.world / machine.gpus_per_node)
     step = (span + machine.ranks_per_core * (data + optimizer)) * (1 + constants.jitter * log2(nodes))
-    tokens = work.global_batch * work.sequence / work.world / step
-    through = max(rank.by_rank([n >= first for n in range(work.layers)])) * (2 if work.recompute == "full" else 1)
-    times, messages = micro * (work.layers / work.pipeline + through), micro * (1 + (first < work.layers)) * waited
-    mfu, compute = tokens * work.flops_per_token / machine.peak_bf16, busy - times * talk - exposed + data - messages
+
+    # parts of the step
+    tokens_per_gpu = work.global_batch * work.sequence / work.world / step
+    backward_blocks = max(rank.rank_sums([layer >= first_trained for layer in range(work.layers)]))
+    backward_blocks *= 2 if work.recompute == "full" else 1
+    block_passes = micro_batches * (work.layers / work.pipeline + backward_blocks)
+    messages = micro_batches * (1 + (first_trained < work.layers)) * message
     return StepPrediction(
-        step=step, tokens_per_gpu=tokens, mfu=mfu, compute=compute, tensor=times * tensor, pipeline=messages,
-        data=exposed, bubble=span - busy, optimizer=optimizer, others=times * more, forward=ahead, backward=back,
-    )  # fmt: skip
+        step=step,
+        tokens_per_gpu=tokens_per_gpu,
+        mfu=tokens_per_gpu * work.flops_per_token / machine.peak_bf16,
+        compute=busy - block_passes * exposed - data_exposed + data - messages,
+        tensor=block_passes * tensor,
+        pipeline=messages,
+        data=data_exposed,
+        bubble=span - busy,
+        optimizer=optimizer,
+        others=block_passes * extra,
+        forward=stage_forward,
+        backward=stage_backward,
+    )
 
 
 def make_rank_model(work: Workload, machine: Machine, constants: Constants = DEFAULT) -> RankModel:
     """Return the model of a rank. Measured figures of the machine are used unscaled, regardless of `constants`."""
     if machine.measured is not None:
-        beside = 1.0 if machine.cores else constants.beside  # a CPU adds up and copies what it sends
-        constants = replace(constants, matmul=1.0, portable=1.0, attention=1.0, memory=1.0, link=1.0, beside=beside)
-        constants = replace(constants, eager=machine.measured.eager)
+        constants = replace(
+            constants,
+            matmul=1.0,
+            portable=1.0,
+            attention=1.0,
+            memory=1.0,
+            link=1.0,
+            eager=machine.measured.eager,
+            beside=1.0 if machine.cores else constants.beside,  # a CPU itself copies and sums what it sends
+        )
     return RankModel(work, machine, constants)
 
 
@@ -376,23 +478,32 @@ def _overlap(compute: float, communication: float, constants: Constants) -> tupl
     return max(slow, communication), max(0.0, communication - slow)
 
 
-def _data(rank: RankModel) -> tuple[float, float]:
+def _data_parallel_time(rank: RankModel) -> tuple[float, float]:
     """Return the data parallel communication of a step outside the blocks: overlapping, and not overlapping."""
-    work, machine, link = rank.work, rank.machine, rank.constants.link
-    reduced = rank.trained_weights * work.reduce_bytes
+    work = rank.work
+    machine = rank.machine
+    link = rank.constants.link
+    gradients = rank.trained_weights * work.reduce_bytes
     if not work.zero:
-        return all_reduce_time(reduced, rank.group(work.data * work.context, work.tensor), machine, link), 0.0
-    shards, tables, layers = work.shard * work.context, work.tables(0), work.layers / work.pipeline
+        return all_reduce_time(gradients, rank.group(work.data * work.context, work.tensor), machine, link), 0.0
+    shards = work.shard * work.context
+    tables = work.tables(0)
+    layers = work.layers / work.pipeline
     table = work.vocab * work.hidden / work.tensor
-    weights = layers * rank.block_weights() + len(tables) * table
-    once = rank.talk(weights * work.low_bytes, layers + len(tables)) * (not work.gathers_blocks)
-    calls = sum(share > 0 for share in work.shares) / work.pipeline + sum(tables)
-    once += rank.talk(reduced, calls) * (not work.reduces_blocks)
-    once += all_reduce_time(reduced / shards, rank.group(work.replicate, work.tensor * shards), machine, link)
+    overlapping = 0.0
+    if not work.gathers_blocks:
+        weights = layers * rank.block_weights() + len(tables) * table
+        overlapping += rank.fsdp_time(weights * work.low_bytes, layers + len(tables))
+    if not work.reduces_blocks:
+        calls = sum(share > 0 for share in work.shares) / work.pipeline + sum(tables)
+        overlapping += rank.fsdp_time(gradients, calls)
+    overlapping += all_reduce_time(gradients / shards, rank.group(work.replicate, work.tensor * shards), machine, link)
     # the embedding's weights are needed first, its gradients come last: neither overlaps with computation
-    gathers, reduces = work.micro_batches, int(tables[0])
-    if machine.cores:  # nothing overlaps on CPUs: it is also needed for backward, as is the output layer's
+    gathers = work.micro_batches
+    reduces = int(tables[0])
+    if machine.cores:  # nothing overlaps on CPUs: the gathers for backward and those of the output layer also count
         gathers *= len(tables) + (work.trained_from == 0)
         reduces = work.micro_batches * sum(tables)
-    alone = gathers * rank.talk(table * work.low_bytes) * work.gathers_blocks
-    return once, alone + reduces * rank.talk(table * work.reduce_bytes) * work.reduces_blocks
+    not_overlapping = gathers * rank.fsdp_time(table * work.low_bytes) * work.gathers_blocks
+    not_overlapping += reduces * rank.fsdp_time(table * work.reduce_bytes) * work.reduces_blocks
+    return overlapping, not_overlapping

@@ -50,24 +50,26 @@ class LayoutChoice:
     config: Config
     layout: Layout
     work: Workload
-    found: StepPrediction
+    prediction: StepPrediction
 
     @cached_property
     def bytes_needed(self) -> float:
         """Bytes of the fullest rank, including fragmentation and libraries."""
-        found = estimate_memory_of_ranks(self.config, self.layout, self.work.vocab)
-        return FRAGMENTATION_FACTOR * max(part.on_gpu(self.config) for part in found) + reserved_gpu_bytes(self.layout)
+        ranks = estimate_memory_of_ranks(self.config, self.layout, self.work.vocab)
+        fullest = max(rank.on_gpu(self.config) for rank in ranks)
+        return FRAGMENTATION_FACTOR * fullest + reserved_gpu_bytes(self.layout)
 
     def describe_losses(self) -> str:
         """Return the shares of a step that are not computation."""
-        found = self.found
+        step = self.prediction
         names = ("tensor", "pipeline", "data", "bubble", "optimizer")
-        lost = sorted(((getattr(found, name) / found.step, name) for name in names), reverse=True)
-        return ", ".join(f"{name} {100 * share:.0f} %" for share, name in lost if share >= 0.005) or "computing only"
+        shares = sorted(((getattr(step, name) / step.step, name) for name in names), reverse=True)
+        return ", ".join(f"{name} {100 * share:.0f} %" for share, name in shares if share >= 0.005) or "computing only"
 
     def config_values(self) -> dict[str, Any]:
         """Return the config keys that select this layout."""
-        parallel, layout = self.config.parallel, self.layout
+        parallel = self.config.parallel
+        layout = self.layout
         data: Any = "auto"
         if layout.dp_replicate > 1 and layout.dp_shard > 1:
             data = {"replicate": layout.dp_replicate, "shard": layout.dp_shard}
@@ -81,32 +83,38 @@ class LayoutChoice:
 
 def enumerate_layouts(config: Config, machine: Machine, vocab: int, nodes: int) -> Iterator[LayoutChoice]:
     """Yield every valid layout on `nodes` nodes with its prediction, in no particular order."""
-    per_node, batch = config.stages.train.tasks_per_node, config.train.global_batch
-    world, machine = nodes * per_node, machine.in_nodes_of(per_node)
-    tensors, pipelines = _divisors(world, per_node), _divisors(world, config.model.layers)
-    for tensor, pipeline in product(tensors, pipelines):
-        data, left = divmod(world, tensor * pipeline)
+    per_node = config.stages.train.tasks_per_node
+    world_size = nodes * per_node
+    machine = machine.in_nodes_of(per_node)
+    for tensor, pipeline in product(_divisors(world_size, per_node), _divisors(world_size, config.model.layers)):
+        data, remainder = divmod(world_size, tensor * pipeline)
         shards = {data, per_node // tensor} if per_node % tensor == 0 and data * tensor % per_node == 0 else {data}
         schedules = SCHEDULES if pipeline > 1 else (("1f1b", 1),)
         levels = (1, 2, 3) if pipeline == 1 else (1,)  # a pipeline keeps weights and gradients whole during a step
         zeros = [(0, 1), *product(levels, (shard for shard in shards if shard > 1))]
-        every = product(MICRO_BATCHES, zeros, schedules, ("none", "selective", "full"))
-        for micro, (zero, shard), (schedule, virtual), kind in every:
-            if left or batch % (data * micro) or pipeline * virtual > config.model.layers:
+        combinations = product(MICRO_BATCHES, zeros, schedules, ("none", "selective", "full"))
+        for micro_batch, (zero, shard), (schedule, virtual_stages), checkpointing in combinations:
+            is_divisible = remainder == 0 and config.train.global_batch % (data * micro_batch) == 0
+            if not is_divisible or pipeline * virtual_stages > config.model.layers:
                 continue
-            made: Any = DataParallel(replicate=data // shard, shard=shard) if 1 < shard < data else "auto"
+            is_hybrid = 1 < shard < data
             parallel = config.parallel.model_copy(
                 update={
-                    "tensor": tensor, "pipeline": pipeline, "data": made, "zero": zero, "schedule": schedule,
-                    "virtual_stages": virtual, "activation_checkpointing": kind,
+                    "tensor": tensor,
+                    "pipeline": pipeline,
+                    "data": DataParallel(replicate=data // shard, shard=shard) if is_hybrid else "auto",
+                    "zero": zero,
+                    "schedule": schedule,
+                    "virtual_stages": virtual_stages,
+                    "activation_checkpointing": checkpointing,
                 }
-            )  # fmt: skip
-            train = config.train.model_copy(update={"micro_batch": micro})
-            other = config.model_copy(update={"parallel": parallel, "train": train})
+            )
+            train = config.train.model_copy(update={"micro_batch": micro_batch})
+            candidate = config.model_copy(update={"parallel": parallel, "train": train})
             with suppress(LayoutError):
-                layout = resolve_layout(other, world, per_node, vocab, suggest=False)
-                work = workload_from_config(other, layout, vocab)
-                yield LayoutChoice(other, layout, work, predict_step(work, machine))
+                layout = resolve_layout(candidate, world_size, per_node, vocab, suggest=False)
+                work = workload_from_config(candidate, layout, vocab)
+                yield LayoutChoice(candidate, layout, work, predict_step(work, machine))
 
 
 def predict_own_layout(config: Config, machine: Machine, vocab: int) -> LayoutChoice:
@@ -116,25 +124,25 @@ def predict_own_layout(config: Config, machine: Machine, vocab: int) -> LayoutCh
     return LayoutChoice(config, layout, work, predict_step(work, machine.in_nodes_of(layout.ranks_per_node)))
 
 
-def _divisors(number: int, most: int) -> list[int]:
-    return [size for size in range(1, min(number, most) + 1) if number % size == 0]
+def _divisors(number: int, maximum: int) -> list[int]:
+    return [size for size in range(1, min(number, maximum) + 1) if number % size == 0]
 
 
 def fastest_that_fit(
-    found: Sequence[LayoutChoice], limit: float, most: int = MAX_SHOWN
+    choices: Sequence[LayoutChoice], limit: float, max_count: int = MAX_SHOWN
 ) -> tuple[list[LayoutChoice], list[LayoutChoice]]:
     """Return the fastest layouts that fit, and the faster ones that do not.
 
     Args:
-        found: Layouts in any order.
+        choices: Layouts in any order.
         limit: Bytes of a GPU.
-        most: Maximum number of layouts that fit.
+        max_count: Maximum number of layouts that fit.
     """
     fit: list[LayoutChoice] = []
     over: list[LayoutChoice] = []
-    for choice in sorted(found, key=lambda made: -made.found.tokens_per_gpu):
+    for choice in sorted(choices, key=lambda choice: -choice.prediction.tokens_per_gpu):
         (fit if choice.bytes_needed <= limit else over).append(choice)
-        if len(fit) == most:
+        if len(fit) == max_count:
             break
     return fit, over
 
@@ -155,49 +163,53 @@ def search_layouts(
         UserError: No layout fits.
     """
     limit = (config.site.gpu_memory_gib or machine.memory_gib) * 2**30
-    lines, firsts = [], []
-    is_shown = False
+    lines: list[str] = []
+    fastest: list[LayoutChoice] = []
+    is_own_shown = False
 
-    def line(choice: LayoutChoice) -> str:
-        nonlocal is_shown
+    def format_choice(choice: LayoutChoice) -> str:
+        nonlocal is_own_shown
         is_own = own is not None and (choice.layout, choice.work) == (own.layout, own.work)
-        is_shown |= is_own
-        over = choice.bytes_needed - limit
-        text = _line(choice) + (f": {over / GB:.1f} GB too large" if over > 0 else "")
+        is_own_shown |= is_own
+        excess = choice.bytes_needed - limit
+        text = _format_line(choice) + (f": {excess / GB:.1f} GB too large" if excess > 0 else "")
         return text + f"  {OWN_LAYOUT_MARK}" * is_own
 
     for count in nodes:
-        found = list(enumerate_layouts(config, machine, vocab, count))
-        fit, over = fastest_that_fit(found, limit, MAX_SHOWN if len(nodes) == 1 else 1)
+        choices = list(enumerate_layouts(config, machine, vocab, count))
+        fit, over = fastest_that_fit(choices, limit, MAX_SHOWN if len(nodes) == 1 else 1)
         if fit:
-            firsts.append(fit[0])
-        lines += [line(choice) for choice in fit] or [f"{count} nodes: none of {len(found)} layouts fits"]
-        if len(nodes) == 1:
-            near = sorted(over, key=lambda choice: choice.bytes_needed)[: MAX_SHOWN // 2]
-            lines += ["", f"faster or equally fast layouts that do not fit into {limit / GB:.1f} GB"] if near else []
-            lines += [line(choice) for choice in near]
-    if not firsts:
+            fastest.append(fit[0])
+        lines += [format_choice(choice) for choice in fit] or [f"{count} nodes: none of {len(choices)} layouts fits"]
+        if len(nodes) == 1 and over:
+            smallest = sorted(over, key=lambda choice: choice.bytes_needed)[: MAX_SHOWN // 2]
+            lines += ["", f"faster or equally fast layouts that do not fit into {limit / GB:.1f} GB"]
+            lines += [format_choice(choice) for choice in smallest]
+    if not fastest:
         raise UserError(
             "plan.no_layout_fits",
             f"no layout on {', '.join(map(str, nodes))} nodes fits into {limit / GB:.1f} GB: use more nodes (--nodes), "
             "change train.global_batch, or set train.loss_chunk or optimizer.state",
         )
-    if own is not None and not is_shown:
-        lines += ["", line(own)]
+    if own is not None and not is_own_shown:
+        lines += ["", format_choice(own)]
     columns = f"{'nodes':>5} {'step s':>8} {'tokens/s':>9} {'MFU':>5} {'GB':>6}"
     header = f"{columns}   layout (shares of the step other than computation)"
-    return [header, *lines], max(firsts, key=lambda choice: choice.found.tokens_per_gpu * choice.layout.world_size)
+    best = max(fastest, key=lambda choice: choice.prediction.tokens_per_gpu * choice.layout.world_size)
+    return [header, *lines], best
 
 
-def _line(choice: LayoutChoice) -> str:
-    found, nodes = choice.found, choice.layout.world_size // choice.layout.ranks_per_node
-    size = f"{choice.bytes_needed / GB:>6.1f}   {choice.work.describe_layout()} ({choice.describe_losses()})"
-    return f"{nodes:>5} {found.step:>8.3f} {found.tokens_per_gpu:>9,.0f} {100 * found.mfu:>4.0f}% {size}"
+def _format_line(choice: LayoutChoice) -> str:
+    step = choice.prediction
+    nodes = choice.layout.world_size // choice.layout.ranks_per_node
+    speed = f"{nodes:>5} {step.step:>8.3f} {step.tokens_per_gpu:>9,.0f} {100 * step.mfu:>4.0f}%"
+    layout = f"{choice.work.describe_layout()} ({choice.describe_losses()})"
+    return f"{speed} {choice.bytes_needed / GB:>6.1f}   {layout}"
 
 
 def parse_node_counts(text: str) -> list[int]:
     """Parse numbers of nodes: `16,2048`, or `2..64` for 2, 4, 8, …, 64. Raises UserError for anything else."""
-    found: list[int] = []
+    counts: list[int] = []
     for part in text.split(","):
         ends = re.fullmatch(r"\s*(\d{1,9})(?:\.\.(\d{1,9}))?\s*", part)
         if ends is None or not 1 <= int(ends[1]) <= int(ends[2] or ends[1]) <= _MAX_NODES:
@@ -205,12 +217,13 @@ def parse_node_counts(text: str) -> list[int]:
                 "plan.invalid_nodes",
                 make_printable(f"--nodes {text}: write numbers from 1 to {_MAX_NODES:,} such as 16,2048, or 2..64"),
             )
-        size, last = int(ends[1]), int(ends[2] or ends[1])
-        while size < last:
-            found.append(size)
-            size *= 2
-        found.append(last)
-    return found
+        count = int(ends[1])
+        last = int(ends[2] or ends[1])
+        while count < last:
+            counts.append(count)
+            count *= 2
+        counts.append(last)
+    return counts
 
 
 def write_choice(choice: LayoutChoice, path: Path, overrides: Sequence[str]) -> Path:

@@ -85,7 +85,7 @@ def test_the_best_are_those_of_brute_force() -> None:
     for limit in (tight, 80e9):
         fit, over = fastest_that_fit(found, limit)
         wanted = sorted((tokens for tokens, size in by_hand if size <= limit), reverse=True)[:10]
-        assert [choice.found.tokens_per_gpu for choice in fit] == pytest.approx(wanted)
+        assert [choice.prediction.tokens_per_gpu for choice in fit] == pytest.approx(wanted)
         assert all(choice.bytes_needed > limit for choice in over)
     assert not over  # 80 GB are enough for all that is fast
 
