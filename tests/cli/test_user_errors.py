@@ -1,9 +1,8 @@
-"""The mistakes of tests/support/user_mistakes.py: what is said, and that what it says leads to a training.
+"""User mistakes of tests/support/user_mistakes.py: the error contains the facts, and its correction works.
 
-What is typed first is refused, or a stage fails, with the words of the row; what is mended by hand is put right; then
-the printed command, or the same one again, gets through. submit.py runs in this process, and in place of jobs each
-stage is one forked rank. Where a config is refused at the door, `--dry-run`, which checks what submit checks, says that
-the door is open now; the rows that stop later train two steps.
+A mistake is rejected at submission, or a stage fails. After the correction, the printed command (or the same command)
+must succeed. submit.py runs in this process, and each stage is one forked rank instead of a job. For mistakes that are
+rejected at submission, `--dry-run`, which performs the same checks, must succeed afterwards.
 """
 
 from __future__ import annotations
@@ -120,60 +119,63 @@ def answer(capsys: pytest.CaptureFixture[str]) -> str:
     return str(seen.out + seen.err)
 
 
-def told(row: Mistake, said: str) -> None:
-    at = 0
-    for words in row.told.split(" … "):
-        at = said.find(words, at)
-        assert at >= 0, f"{words!r} is not said, or not in this order:\n{said}"
-    assert row.trains or "Traceback" not in said
+def check_output(mistake: Mistake, output: str) -> None:
+    for fact in mistake.facts:
+        assert fact in output, f"{fact!r} is missing:\n{output}"
+    assert not mistake.code or f"error[{mistake.code}]" in output, output
+    assert mistake.runs_stages or "Traceback" not in output
 
 
-@pytest.mark.parametrize("row", SUBMISSION_MISTAKES, ids=lambda row: row.name)
-def test_what_is_refused_at_the_door_says_what_opens_it(row: Mistake, capsys: pytest.CaptureFixture[str]) -> None:
-    row.first()
-    assert submit_py(row.typed) == ExitCode.USER_ERROR
-    told(row, answer(capsys))
-    assert not Path("runs").exists(), "nothing is left of it"
-    row.mended()
-    assert submit_py(f"{row.back or row.typed} --dry-run") == ExitCode.DONE, answer(capsys)
+@pytest.mark.parametrize("mistake", SUBMISSION_MISTAKES, ids=lambda mistake: mistake.name)
+def test_a_rejected_submission_names_its_correction(mistake: Mistake, capsys: pytest.CaptureFixture[str]) -> None:
+    mistake.prepare()
+    assert submit_py(mistake.command) == ExitCode.USER_ERROR
+    check_output(mistake, answer(capsys))
+    assert not Path("runs").exists(), "a rejected submission leaves no run"
+    mistake.fix()
+    assert submit_py(f"{mistake.retry_command or mistake.command} --dry-run") == ExitCode.DONE, answer(capsys)
 
 
-QUICK = {"a wrong text_field", "more steps after the end"}
-"""Of those that train, these are tried before each commit."""
+QUICK = {"a wrong text_field", "more steps after the training"}
+"""Mistakes that run stages and are tested without the marker `story`."""
 
 
 @pytest.mark.parametrize(
-    "row",
+    "mistake",
     [
-        pytest.param(row, id=row.name, marks=[pytest.mark.story] if row.trains and row.name not in QUICK else [])
-        for row in LATER_MISTAKES
+        pytest.param(
+            mistake,
+            id=mistake.name,
+            marks=[pytest.mark.story] if mistake.runs_stages and mistake.name not in QUICK else [],
+        )
+        for mistake in LATER_MISTAKES
     ],
 )
-def test_what_fails_later_leads_back_to_a_training(row: Mistake, capsys: pytest.CaptureFixture[str]) -> None:
-    Stages.run = row.trains
-    for words in row.before:
-        assert submit_py(words) == ExitCode.DONE
-    row.first()
+def test_a_later_failure_names_its_correction(mistake: Mistake, capsys: pytest.CaptureFixture[str]) -> None:
+    Stages.run = mistake.runs_stages
+    for command in mistake.earlier_commands:
+        assert submit_py(command) == ExitCode.DONE
+    mistake.prepare()
     answer(capsys)
-    assert submit_py(row.typed) != ExitCode.DONE
-    said = answer(capsys)
-    told(row, said)
-    row.mended()
-    back = row.back or row.typed
-    if back == "printed":
-        back = re.findall(r"submit\.py (.+)$", said, re.M)[-1]
-    assert submit_py(back) == ExitCode.DONE, f"{back}: {answer(capsys)}"
-    if row.trains and not row.back:
+    assert submit_py(mistake.command) != ExitCode.DONE
+    output = answer(capsys)
+    check_output(mistake, output)
+    mistake.fix()
+    retry_command = mistake.retry_command or mistake.command
+    if retry_command == "printed":
+        retry_command = re.findall(r"submit\.py (.+)$", output, re.M)[-1]
+    assert submit_py(retry_command) == ExitCode.DONE, f"{retry_command}: {answer(capsys)}"
+    if mistake.runs_stages and not mistake.retry_command:
         run = Run.open(next(Path("runs").iterdir()))
-        assert run.config == load_config(Path(row.typed.split()[0])), "all of the corrected config, and nothing else"
-    if row.trains:
+        assert run.config == load_config(Path(mistake.command.split()[0])), "the run has exactly the corrected config"
+    if mistake.runs_stages:
         newest = max(Path().glob("runs/*/metrics.jsonl"), key=lambda file: file.stat().st_mtime_ns)
         steps = [line["step"] for line in read_jsonl(newest)]
         assert steps == list(range(1, len(steps) + 1)) and len(steps) >= 2
         assert find_newest_step(newest.parent / "checkpoints") == len(steps)
         assert (newest.parent / f"evaluation/step-{len(steps):08d}.json").exists()
     else:
-        assert Stages.began or back == "status"
+        assert Stages.began or retry_command == "status"
 
 
 @pytest.mark.story

@@ -1,18 +1,16 @@
-"""A GPU that is not there: what a CUDA build of torch does with devices, streams, events and memory, without a GPU.
+"""A fake GPU: run a CUDA build of torch without a GPU and log what it does with devices, streams and memory.
 
-`runtime.c` stands in for CUDA's runtime and driver, cuBLAS, cuDNN and NCCL. Preloaded into Python, it makes torch and
-Triton see `FAKE_GPUS` (1) devices and writes a log of who does what on which device and stream (its words: there).
+`runtime.c` replaces CUDA's runtime and driver, cuBLAS, cuDNN and NCCL. Preloaded into Python, it makes torch and Triton
+see `FAKE_GPUS` (default 1) devices. It logs each call with its thread, device and stream.
 
-Real are torch's own parts (caching allocator, dispatch, autograd, DDP, FSDP, futures, which stream waits for what),
-memory that is counted per device, which thread makes a context where, and torch.compile down to ptxas' binaries. Not
-real are kernels and collectives: they do nothing, and copies of more than 64 KiB neither. So it shows orders, devices
-and memory, what is compiled, sent and chosen, of models of any size; it shows nothing of numbers or speed, and finds no
-fault that only a driver, a kernel or NCCL would show. What libraries would take of a GPU's memory for themselves is not
-known: cuDNN's workspaces and NCCL's buffers count nothing.
+- Real: torch's own parts (caching allocator, dispatch, autograd, DDP, FSDP, futures, stream waits), memory counted per
+  device, the creation of contexts by threads, torch.compile including the binaries of ptxas.
+- Not real: kernels, collectives, and copies of more than 64 KiB do nothing. Values and speed mean nothing, and faults
+  of drivers, kernels and NCCL do not show. cuDNN's workspaces and NCCL's buffers are not counted as memory.
 
-    make test-gpu-fake                              tests/train/test_fake_*.py, in .venv-cuda, which it makes (5 GB)
-    make test-gpu-fake CUDA_PYTHON=…/bin/python     the same with a Python that has a CUDA build of torch already
-    python -m tests.fake_gpu …/bin/python …         anything that this Python can run
+    make test-gpu-fake                              tests/train/test_fake_*.py in .venv-cuda, which it creates (5 GB)
+    make test-gpu-fake CUDA_PYTHON=…/bin/python     the same with a Python that already has a CUDA build of torch
+    python -m tests.fake_gpu …/bin/python …         any program of this Python
 
-`build.py` compiles it against that torch with gcc (and nm); `programs.py` is what the tests run on it, by `start.py`.
+`build.py` compiles the library for that torch with gcc and nm. `start.py` runs `programs.py` on it for the tests.
 """

@@ -1,4 +1,4 @@
-"""Python on a machine with one fake H200: `python -m tests.fake_gpu PYTHON …`, where PYTHON has a CUDA build of torch.
+"""Run a Python program with one fake H200: `python -m tests.fake_gpu PYTHON …`. PYTHON has a CUDA build of torch.
 
 python -m tests.fake_gpu .venv-cuda/bin/python -m benchmarks.gpu 8b --out FOLDER      a rehearsal at full size
 """
@@ -11,10 +11,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.fake_gpu.build import build
-from tests.fake_gpu.start import environment
+from tests.fake_gpu.build import build_fake_gpu
+from tests.fake_gpu.start import fake_gpu_environment
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory(prefix="sluice-") as made:
-        preload = build(Path(sys.argv[1]), Path(made))
-        sys.exit(subprocess.run(sys.argv[1:], env=os.environ | environment(preload, gpus=1)).returncode)
+    with tempfile.TemporaryDirectory(prefix="sluice-") as folder:
+        preload = build_fake_gpu(Path(sys.argv[1]), Path(folder))
+        sys.exit(subprocess.run(sys.argv[1:], env=os.environ | fake_gpu_environment(preload, gpus=1)).returncode)

@@ -1,7 +1,8 @@
-"""Peaks of a step's tensors, as torch's allocator counted them on a fake H200: torch 2.11.0, CUDA 13, in GiB.
+"""Peak memory of a step's tensors in GiB, as torch's allocator counted it on a fake H200 (torch 2.11.0, CUDA 13).
 
-`python -m benchmarks.gpu.speed 1 CONFIG …` of a config that comes along with these changes: one rank, 32,768 tokens a
-step. `plan` is held against them; `make test-gpu-fake` against what they are today.
+Each entry is a peak, the name of a config in configs/, and overrides. It was measured with
+`python -m benchmarks.gpu.speed 1 CONFIG …`: one rank, 32,768 tokens per step. A test compares the predictions of `plan`
+with these peaks, and `make test-gpu-fake` checks that the peaks are still the same.
 """
 
 from __future__ import annotations

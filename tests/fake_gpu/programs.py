@@ -1,6 +1,7 @@
-"""What the tests run on a fake GPU: parts of the pipeline as a rank uses them, on GPU 1 of 2, with notes in the log.
+"""Programs that tests run on a fake GPU: parts of the pipeline as a rank uses them, on GPU 1 of 2.
 
-`python -m tests.fake_gpu.programs NAME ARGUMENT …` calls one of these functions. Numbers mean nothing here.
+`python -m tests.fake_gpu.programs NAME ARGUMENT …` calls one of these functions. They write notes into the log, so that
+a test can find the calls in between. Values mean nothing, because kernels compute nothing.
 """
 
 from __future__ import annotations
@@ -27,36 +28,39 @@ from pipeline.train.metrics import measure_peak_memory
 from tests.support.ranks import make_rank_info
 from tests.support.tiny_training import VOCAB, make_batches, tiny_config
 
-LARGE = 8192
-"""A vocabulary beside which the rest is small."""
+LARGE_VOCAB = 8192
+"""A vocabulary whose logits need much more memory than the rest of the tiny model."""
 
 
-def note(text: str) -> None:
+def write_note(text: str) -> None:
+    """Write a note into the log of the fake GPU."""
     ctypes.CDLL(None).fake_gpu_note(text.encode())
 
 
-def join(**parallel: Any) -> groups.World:
-    """The only rank, but on the second GPU."""
+def join_on_gpu1(**parallel: Any) -> groups.World:
+    """Join a process group of one rank, which uses the second GPU."""
     groups.assign_gpus = lambda ranks, exclusive: [1]
     return groups.join_process_group(make_rank_info(0, 1, 1), tiny_config(1, parallel=parallel))
 
 
 def closest(rank: str, port: str) -> None:
-    """Ranks 4 and 5 of 8 on a node, bound to the two GPUs of their socket."""
+    """Join as local rank 4 or 5 of 8, bound to the two GPUs of their socket."""
     import torch.distributed as dist
 
-    here = dataclasses.replace(make_rank_info(int(rank), 2, int(port)), local_rank=4 + int(rank), local_world_size=8)
-    device = groups.join_process_group(here, tiny_config(2)).device
+    rank_info = make_rank_info(int(rank), 2, int(port))
+    rank_info = dataclasses.replace(rank_info, local_rank=4 + int(rank), local_world_size=8)
+    device = groups.join_process_group(rank_info, tiny_config(2)).device
     assert dist.group.WORLD is not None and dist.group.WORLD.bound_device_id == device
     assert collect_versions().items() > {"gpu": "NVIDIA H200 (fake)", "cuda": torch.version.cuda}.items()
     assert collect_versions().keys() > {"cudnn", "nccl"}
-    note(f"joined {device.index}")
-    dist.barrier(groups.new_control_group())  # the fake's NCCL waits for nobody, and rank 0 takes the store along
+    write_note(f"joined {device.index}")
+    # The fake NCCL does not wait for other ranks. Without this barrier, rank 0 could exit early and end the store.
+    dist.barrier(groups.new_control_group())
 
 
 def checkpoint(mode: str, folder: str) -> None:
-    """Two saves, each after a kernel that changes the weights and before another one."""
-    weights = torch.zeros(1 << 20, device=join().device)
+    """Save twice, each time after a kernel that changes the weights and before another one."""
+    weights = torch.zeros(1 << 20, device=join_on_gpu1().device)
     saver = Checkpointer(
         Path(folder),
         groups.new_control_group(),
@@ -67,38 +71,38 @@ def checkpoint(mode: str, folder: str) -> None:
     )
     for step in (1, 2):
         weights.add_(1)
-        note("save")
+        write_note("save")
         saver.save({"model.weights": weights}, step=step, samples_consumed=0, extra={})
         saver.wait_until_staged()
-        note("staged")
+        write_note("staged")
         weights.add_(1)
     saver.close()
-    note("closed")
+    write_note("closed")
 
 
 def loader(folder: str) -> None:
-    """A few batches; its thread says where it is."""
+    """Load a few batches; the loader's thread notes each read."""
 
-    class Noting(TokenDataset):
+    class NotingDataset(TokenDataset):
         def allocate_batch(self, rows: int, pin: bool = False) -> dict[str, torch.Tensor]:
-            note("read")
+            write_note("read")
             return super().allocate_batch(rows, pin)
 
-    device = join().device
+    device = join_on_gpu1().device
     file = Path(folder, "0.h5")
     file.write_bytes(bytes(800))
     shard = ShardEntry.model_construct(file=str(file), tokens=400, offset=0, dtype="uint16")
-    dataset = Noting([shard], 8)
-    with BatchLoader(dataset, iter(torch.arange(40).view(10, 4).numpy()), device) as ready:
+    dataset = NotingDataset([shard], 8)
+    with BatchLoader(dataset, iter(torch.arange(40).view(10, 4).numpy()), device) as batches:
         for _ in range(10):
-            assert next(ready)["tokens"].device == device
+            assert next(batches)["tokens"].device == device
 
 
 def mpi() -> None:
-    """A collective with a callback, as DDP has it, and a message to this rank itself."""
+    """Run a collective with a callback, as DDP does, and send a message to this rank itself."""
     import torch.distributed as dist
 
-    device = join(backend="mpi").device
+    device = join_on_gpu1(backend="mpi").device
     tensor = torch.ones(1000, device=device)
     work = dist.all_reduce(tensor, async_op=True)
     work.get_future().then(lambda done: done.value()[0].mul_(2)).wait()
@@ -107,102 +111,117 @@ def mpi() -> None:
         message.wait()
 
 
-def draw() -> None:
-    """The initial weights of a tiny model."""
-    config, world = tiny_config(1), join()
-    note("build")
+def initialize_weights() -> None:
+    """Generate the initial weights of a tiny model."""
+    config = tiny_config(1)
+    world = join_on_gpu1()
+    write_note("build")
     Engine(config, resolve_layout(config, 1, 1, VOCAB), world, DecoderTask(config, VOCAB))
-    note(f"built {4 * VOCAB * config.model.dim}")
+    write_note(f"built {4 * VOCAB * config.model.dim}")
 
 
 def memory() -> None:
-    """Peaks of two phases: one takes 1 GB and frees it, the next takes 0.1."""
-    device = join().device
+    """Check the peaks of two phases: the first allocates 1 GB and frees it, the second allocates 0.1 GB."""
+    device = join_on_gpu1().device
     measure_peak_memory(device)
-    for size, most in ((1e9, 1.0), (1e8, 0.1)):
-        taken = torch.empty(int(size), dtype=torch.uint8, device=device)
-        del taken
-        found = measure_peak_memory(device)
-        assert most <= found["memory_gb"] < most + 0.05, found
-        assert found["memory_reserved_gb"] >= 1.0, "the allocator keeps what was freed"
+    for size, peak_gb in ((1e9, 1.0), (1e8, 0.1)):
+        allocated = torch.empty(int(size), dtype=torch.uint8, device=device)
+        del allocated
+        measured = measure_peak_memory(device)
+        assert peak_gb <= measured["memory_gb"] < peak_gb + 0.05, measured
+        assert measured["memory_reserved_gb"] >= 1.0, "the allocator keeps freed memory"
 
 
 def powersgd(rank: str, port: str) -> None:
-    """Three steps; after each backward it asks for memory in the sizes that the hook's callbacks read."""
+    """Train three steps; after each backward, allocate tensors of the sizes that the hook's callbacks read.
+
+    The write_note has the number of buffers that callbacks read, and how many of them were allocated again too early.
+    """
     config = tiny_config(2, parallel={"hook": {"kind": "powersgd", "rank": 2, "warmup_steps": 0}})
-    here = make_rank_info(int(rank), 2, int(port))
-    world = groups.join_process_group(here, config)
+    rank_info = make_rank_info(int(rank), 2, int(port))
+    world = groups.join_process_group(rank_info, config)
     engine = Engine(config, resolve_layout(config, 2, 2, VOCAB), world, DecoderTask(config, VOCAB))
-    read: list[range] = []  # bytes
-    packed = replica_sync._pack
+    read_ranges: list[range] = []
+    pack = replica_sync._pack
 
-    def noted(tensors: Any) -> torch.Tensor:
-        made = packed(tensors)
-        read.append(_bytes(made))
-        return made
+    def pack_and_record(tensors: Any) -> torch.Tensor:
+        packed = pack(tensors)
+        read_ranges.append(_address_range(packed))
+        return packed
 
-    replica_sync._pack = noted
+    replica_sync._pack = pack_and_record
     for step, batch in enumerate(make_batches(config)[:3], 1):
-        read.clear()
-        engine.backward({"tokens": batch.chunk(2)[here.rank].to(world.device)}, step)
-        new = [torch.empty(len(one), dtype=torch.uint8, device=world.device) for one in read for _ in range(500)]
-        taken = [one for one in read if any(one[0] in _bytes(other) or _bytes(other)[0] in one for other in new)]
-        note(f"backward: {len(read)} read, {len(taken)} taken")
-        del new
+        read_ranges.clear()
+        engine.backward({"tokens": batch.chunk(2)[rank_info.rank].to(world.device)}, step)
+        new_tensors = [
+            torch.empty(len(addresses), dtype=torch.uint8, device=world.device)
+            for addresses in read_ranges
+            for _ in range(500)
+        ]
+        new_ranges = [_address_range(tensor) for tensor in new_tensors]
+        reused = [
+            addresses
+            for addresses in read_ranges
+            if any(addresses[0] in new_range or new_range[0] in addresses for new_range in new_ranges)
+        ]
+        write_note(f"backward: {len(read_ranges)} read, {len(reused)} taken")
+        del new_tensors
         engine.update_weights(1.0)
 
 
-def lean(chunk: str) -> None:
-    """Steps of a bf16 training that keeps no master, with or without chunks of its loss, and the peak of each."""
-    low = {"precision": "bf16", "loss_chunk": int(chunk) or None, "global_batch": 64, "micro_batch": 64}
-    config = tiny_config(1, train=low, optimizer={"state": {"moments": "bf16", "master": "none"}})
-    device = (world := join()).device
-    engine = Engine(config, resolve_layout(config, 1, 1, LARGE), world, DecoderTask(config, LARGE))
+def low_memory(chunk: str) -> None:
+    """Train steps in bf16 without master weights, with or without chunks of the loss; note the peaks."""
+    train = {"precision": "bf16", "loss_chunk": int(chunk) or None, "global_batch": 64, "micro_batch": 64}
+    config = tiny_config(1, train=train, optimizer={"state": {"moments": "bf16", "master": "none"}})
+    world = join_on_gpu1()
+    device = world.device
+    engine = Engine(config, resolve_layout(config, 1, 1, LARGE_VOCAB), world, DecoderTask(config, LARGE_VOCAB))
     engine.state_dict()
     for step, batch in enumerate(make_batches(config)[:3].to(device), 1):
-        note("step")
+        write_note("step")
         engine.backward({"tokens": batch}, step)
         engine.clip_gradients(1.0)
         engine.update_weights(1.0)
-        note(f"updated {torch.cuda.max_memory_allocated()}")
+        write_note(f"updated {torch.cuda.max_memory_allocated()}")
 
 
-def compiled(recompute: str) -> None:
-    """Steps of four compiled blocks: how many graphs were compiled."""
+def compile_blocks(activation_checkpointing: str) -> None:
+    """Train steps with four compiled blocks and note the number of compiled graphs."""
     from torch._dynamo.utils import counters
 
     train = {"precision": "bf16", "compile": True}
-    config = tiny_config(1, train=train, parallel={"activation_checkpointing": recompute})
-    device = (world := join()).device
+    config = tiny_config(1, train=train, parallel={"activation_checkpointing": activation_checkpointing})
+    world = join_on_gpu1()
+    device = world.device
     engine = Engine(config, resolve_layout(config, 1, 1, VOCAB), world, DecoderTask(config, VOCAB))
     for step, batch in enumerate(make_batches(config)[:2].to(device), 1):
         engine.backward({"tokens": batch}, step)
         engine.clip_gradients(1.0)
         engine.update_weights(1.0)
     assert len(engine.task.blocks(engine.parts[0])) == 4
-    note(f"graphs {counters['stats']['unique_graphs']} breaks {counters['graph_break'].total()}")
+    write_note(f"graphs {counters['stats']['unique_graphs']} breaks {counters['graph_break'].total()}")
 
 
 def attention() -> None:
-    """Which of torch's attentions each precision takes, forward and backward."""
+    """Note the attention kernels that torch chooses for each precision, forward and backward."""
 
-    class Noting(TorchDispatchMode):
+    class NotingMode(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if "scaled_dot_product" in str(func):
-                note(f"{precision} {func._schema.name.removeprefix('aten::')}")
+                write_note(f"{precision} {func._schema.name.removeprefix('aten::')}")
             return func(*args, **(kwargs or {}))
 
-    world = join()
+    world = join_on_gpu1()
     model = {"dim": 256, "heads": 4, "kv_heads": 2, "layers": 1}
     for precision, cudnn in (("bf16", True), ("fp16", True), ("fp32", True), ("bf16", False)):
         torch.backends.cuda.enable_cudnn_sdp(cudnn)
         config = tiny_config(1, train={"precision": precision}, model=model)
         engine = Engine(config, resolve_layout(config, 1, 1, VOCAB), world, DecoderTask(config, VOCAB))
-        with Noting():
+        with NotingMode():
             engine.backward({"tokens": make_batches(config)[0][:2].to(world.device)}, 1)
 
 
-def _bytes(tensor: torch.Tensor) -> range:
+def _address_range(tensor: torch.Tensor) -> range:
     return range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
 
 

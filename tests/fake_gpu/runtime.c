@@ -1,25 +1,25 @@
-/* The fake GPU: CUDA's runtime, the driver and the few library calls that torch and Triton need an answer from.
+/* The fake GPU: the functions of CUDA's runtime and driver and of other libraries whose results torch and Triton need.
 
-   Everything else that torch asks for does nothing and returns 0 (build.py writes those). What is kept track of:
-   memory on each device and page-locked memory, the current device of each thread, which devices have a context, and
-   handles of streams and events, which are numbers. Copies and fills of up to 64 KiB are made; larger ones are not, nor
-   do kernels do anything: a device's memory is address space that host memory hardly ever stands behind.
+   All other functions that torch calls do nothing and return 0 (build.py generates them). Memory on each device,
+   page-locked memory, the current device of each thread and the devices with a context are recorded. Handles of streams
+   and events are numbers. Copies and fills of up to 64 KiB are made; larger ones are not. Kernels do nothing. Device
+   memory is address space that is hardly ever backed by host memory.
 
-   The log (FAKE_GPU_LOG, appended to) has one line per call: thread, its current device, word, rest. Words:
-     context               the first call that needs one: the driver makes a context here, with its memory
-     use                   cudaSetDevice, which makes a context, too
-     alloc ADDRESS BYTES   alloc and pin are real; what torch's caching allocator has at hand it does not ask for
-     pin ADDRESS BYTES
-     launch STREAM         a kernel, Triton's too (cuBLAS and cuDNN take a stream at another time, and are not noted)
+   The log (FAKE_GPU_LOG, appended to) has one line per call: thread, its current device, word, details. Words:
+     context               the first call that needs a context on this device; the driver creates it, with its memory
+     use                   cudaSetDevice, which creates a context too
+     alloc ADDRESS BYTES   an allocation of the driver; torch's caching allocator often needs none
+     pin ADDRESS BYTES     an allocation of page-locked memory
+     launch STREAM         a kernel, also one of Triton (cuBLAS and cuDNN get their stream earlier and are not logged)
      copy STREAM TO FROM BYTES   TO and FROM: device, pinned or host
      fill STREAM BYTES
-     stream STREAM         made
+     stream STREAM         a stream is created
      record EVENT STREAM
-     wait STREAM EVENT     the stream, not the host
+     wait STREAM EVENT     the stream waits, not the host
      sync-stream STREAM, sync-event EVENT, sync-device     the host waits
-     all-reduce, all-gather, reduce-scatter COUNT TYPE STREAM   of NCCL; COUNT: entries that a rank gives, or gets
-     note TEXT             the program's own words (fake_gpu_note)
-   A stream of 0 is the default stream of the line's device. */
+     all-reduce, all-gather, reduce-scatter COUNT TYPE STREAM   NCCL; COUNT: elements that a rank sends or receives
+     note TEXT             a note of the program (fake_gpu_note)
+   Stream 0 is the default stream of the line's device. */
 
 #define _GNU_SOURCE
 #include <cuda.h>
@@ -38,10 +38,10 @@
 #define CALL __attribute__((visibility("default")))
 #define DEVICES 8
 #define MEGABYTE (1ull << 20)
-#define TOTAL (143771 * MEGABYTE) /* what nvidia-smi shows of an H200 */
+#define TOTAL (143771 * MEGABYTE) /* as nvidia-smi shows for an H200 */
 #define CONTEXT (600 * MEGABYTE)
 #define REGIONS (1 << 16)
-#define MOVED (64u << 10) /* bytes: more are not copied */
+#define MOVED (64u << 10) /* bytes; larger copies are not made */
 
 enum { UNKNOWN, DEVICE, PINNED };
 static const char *kinds[] = {"host", "device", "pinned"};
@@ -72,10 +72,10 @@ static void say(const char *format, ...) {
     va_end(rest);
     if (length > (int)sizeof line - 2) length = sizeof line - 2;
     line[length++] = '\n';
-    if (write(file, line, length) != length) abort(); /* one write per line: threads do not mix */
+    if (write(file, line, length) != length) abort(); /* one write per line, so that lines of threads do not mix */
 }
 
-/* Of each call that needs a context on the current device. */
+/* Called by each function that needs a context on the current device. */
 static void touch(void) {
     pthread_mutex_lock(&lock);
     int first = !contexts[current];
@@ -131,7 +131,7 @@ CALL cudaError_t cudaMalloc(void **address, size_t bytes) {
     return cudaSuccess;
 }
 
-CALL cudaError_t cudaFree(void *address) { /* the address space stays taken: a use after free is not a crash */
+CALL cudaError_t cudaFree(void *address) { /* the address space stays mapped, so that a use after free does not crash */
     struct region was = find(address, 1);
     if (was.start) madvise(was.start, was.bytes, MADV_DONTNEED);
     pthread_mutex_lock(&lock);
@@ -345,7 +345,7 @@ CALL cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blo
     return cudaSuccess;
 }
 
-/* -- the driver: torch asks it which devices have a context, to touch no other; Triton starts its kernels by it */
+/* -- the driver: torch asks it which devices have a context; Triton launches its kernels with it */
 
 CALL CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *active) {
     *flags = 0;
@@ -403,7 +403,7 @@ CALL cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **funct
     return cudaSuccess;
 }
 
-/* -- libraries: handles, or torch takes what it finds for a failure */
+/* -- libraries: nonzero handles, because torch considers 0 a failure */
 
 CALL cudnnStatus_t cudnnCreate(cudnnHandle_t *made) { *made = handle(); return CUDNN_STATUS_SUCCESS; }
 
@@ -412,7 +412,7 @@ CALL cudnnStatus_t cudnnBackendCreateDescriptor(cudnnBackendDescriptorType_t typ
     return CUDNN_STATUS_SUCCESS;
 }
 
-/* One engine for every graph, without workspace: what cuDNN's own kernels would ask for is not known here. */
+/* One engine for every graph, without workspace: the workspaces of cuDNN's real kernels are not known here. */
 CALL cudnnStatus_t cudnnBackendGetAttribute(cudnnBackendDescriptor_t of, cudnnBackendAttributeName_t name,
         cudnnBackendAttributeType_t type, int64_t most, int64_t *count, void *into) {
     int one = name == CUDNN_ATTR_ENGINEHEUR_RESULTS || name == CUDNN_ATTR_ENGINECFG_ENGINE

@@ -1,4 +1,4 @@
-"""Starting programs on a machine with fake GPUs, and reading the log of what they did there."""
+"""Start programs on fake GPUs and read the logs of their calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeline.run.code import CODE_ROOT
 
 @dataclass(frozen=True)
 class Call:
-    """A line of the log."""
+    """A line of the log: a call of CUDA or NCCL (see runtime.c)."""
 
     thread: int
     device: int
@@ -22,40 +22,57 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Start:
-    """Programs on a machine with two fake GPUs."""
+class FakeGpuRunner:
+    """Run programs with two fake GPUs.
+
+    Args:
+        python: Python with a CUDA build of torch.
+        preload: library of the fake GPU.
+        folder: folder for logs.
+    """
 
     python: Path
     preload: Path
     folder: Path
 
     def __call__(self, *rank_arguments: tuple[str, ...], **more: str) -> list[list[Call]]:
-        """One process for each tuple of a name in tests/fake_gpu/programs.py and arguments; their logs.
+        """Run one process for each tuple of a function name of tests/fake_gpu/programs.py and its arguments.
 
-        more: of an environment.
+        Args:
+            rank_arguments: the tuples.
+            more: further environment variables.
+
+        Returns:
+            The calls of each process.
         """
         logs = [self.folder / f"log-{number}" for number in range(len(rank_arguments))]
         commands = [("-W", "ignore", "-m", "tests.fake_gpu.programs", *arguments) for arguments in rank_arguments]
-        self.together(commands, [{**more, "FAKE_GPU_LOG": str(log)} for log in logs])
-        return [read(log) for log in logs]
+        self.run_commands(commands, [{**more, "FAKE_GPU_LOG": str(log)} for log in logs])
+        return [read_log(log) for log in logs]
 
-    def together(
+    def run_commands(
         self, commands: Sequence[Sequence[str]], more: Sequence[Mapping[str, str]], timeout: float = 240.0
     ) -> list[str]:
-        """What processes with these arguments for Python, and more of an environment, print; all must end well."""
-        started = [self._start(arguments, env) for arguments, env in zip(commands, more, strict=True)]
+        """Run processes at the same time and return their outputs. Each must exit with code 0.
+
+        Args:
+            commands: arguments of Python for each process.
+            more: further environment variables of each process.
+            timeout: seconds.
+        """
+        processes = [self._start(arguments, env) for arguments, env in zip(commands, more, strict=True)]
         try:
-            said = [process.communicate(timeout=timeout)[0] for process in started]
+            outputs = [process.communicate(timeout=timeout)[0] for process in processes]
         finally:
-            for process in started:
+            for process in processes:
                 process.kill()
-        assert [process.returncode for process in started] == [0] * len(started), "\n".join(said)
-        return said
+        assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(outputs)
+        return outputs
 
     def _start(self, arguments: Sequence[str], more: Mapping[str, str]) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [self.python, *arguments],
-            env={**os.environ, **environment(self.preload), **more},
+            env={**os.environ, **fake_gpu_environment(self.preload), **more},
             cwd=CODE_ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -63,8 +80,8 @@ class Start:
         )
 
 
-def environment(preload: Path, gpus: int = 2) -> dict[str, str]:
-    """What makes a CUDA build of torch, and Triton, see fake GPUs."""
+def fake_gpu_environment(preload: Path, gpus: int = 2) -> dict[str, str]:
+    """Return the environment variables with which a CUDA build of torch and Triton see fake GPUs."""
     return {
         "LD_PRELOAD": str(preload),
         "TRITON_LIBCUDA_PATH": str(preload.parent),
@@ -73,12 +90,12 @@ def environment(preload: Path, gpus: int = 2) -> dict[str, str]:
     }
 
 
-def read(log: Path) -> list[Call]:
-    """A process's calls in order."""
+def read_log(log: Path) -> list[Call]:
+    """Return the calls of a process in order."""
     lines = [line.split() for line in log.read_text().splitlines()]
     return [Call(int(thread), int(device), word, tuple(rest)) for thread, device, word, *rest in lines]
 
 
-def place_of(calls: list[Call], word: str, *rest: str) -> list[int]:
-    """Where the log has calls that begin like this."""
-    return [place for place, call in enumerate(calls) if call.word == word and call.rest[: len(rest)] == rest]
+def find_calls(calls: list[Call], word: str, *rest: str) -> list[int]:
+    """Return the indices of the calls with this word and these first arguments."""
+    return [index for index, call in enumerate(calls) if call.word == word and call.rest[: len(rest)] == rest]

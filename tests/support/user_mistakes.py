@@ -1,6 +1,6 @@
-"""The mistakes that a new user is most likely to make: what is typed, what is said, and what leads back.
+"""The mistakes that a new user is most likely to make, the facts that the error must contain, and the correction.
 
-tests/cli/test_user_errors.py types them, in a folder with the two configs and the module below.
+tests/cli/test_user_errors.py makes each of them in a folder with the two configs and the module below.
 """
 
 from __future__ import annotations
@@ -46,398 +46,427 @@ def loss(outputs, batch):
 def metrics(outputs, batch):
     return {"right": (outputs.argmax(-1) == batch["labels"]).sum()}
 """
-"""It imports torch where it needs it, so that the door, which imports the module, is soon through."""
+"""It imports torch inside its functions, because the submit command imports the module and must stay fast."""
 Action = Callable[[], object]
 
 
 def replace_text(file: str, old: str, new: str) -> Action:
-    """Text of a file in the working directory, replaced."""
+    """Return an action that replaces text in a file of the working directory."""
 
-    def act() -> None:
+    def replace() -> None:
         text = Path(file).read_text()
         assert text.count(old) == 1, f"{old} in {file}"
         Path(file).write_text(text.replace(old, new))
 
-    return act
+    return replace
 
 
 def write_arrays(*names: str) -> Action:
-    """A file of samples with these arrays."""
+    """Return an action that writes a file of samples with these arrays."""
 
-    def act() -> None:
-        draw = np.random.default_rng(0)
-        values = {"inputs": draw.normal(size=(60, 4)).astype(np.float32), "labels": draw.integers(0, 3, 60)}
+    def write() -> None:
+        generator = np.random.default_rng(0)
+        values = {"inputs": generator.normal(size=(60, 4)).astype(np.float32), "labels": generator.integers(0, 3, 60)}
         with h5py.File("arrays.h5", "w") as file:
             for name in names:
                 file[name] = values[name]
 
-    return act
+    return write
 
 
 @dataclass
 class Mistake:
-    """What is done wrong and typed, what is said, and what leads back."""
+    """A mistake, the expected error, and what corrects it."""
 
     name: str
-    typed: str
-    told: str
-    """Words of the answer, all of which must be in it, separated by ` … `."""
-    first: Action = lambda: None
-    mended: Action = lambda: None
-    back: str = ""
-    """What is typed then; "": what was typed at first; `printed`: the last command that was printed."""
-    before: tuple[str, ...] = ()
-    """What was typed before `first`, and got through."""
-    trains: bool = False
-    """Whether stages run; otherwise the door is all there is to it."""
+    command: str
+    """Arguments of submit.py that must fail."""
+    facts: tuple[str, ...]
+    """Texts that the output must contain: the key, the value, the file, the suggestion."""
+    code: str = ""
+    """Code of the error; "" if the mistake shows as a failed stage."""
+    prepare: Action = lambda: None
+    """Done before `command`."""
+    fix: Action = lambda: None
+    """Done after `command`."""
+    retry_command: str = ""
+    """Arguments that must succeed afterwards. "": those of `command`; `printed`: the last command that was printed."""
+    earlier_commands: tuple[str, ...] = ()
+    """Arguments that must succeed before `prepare`."""
+    runs_stages: bool = False
+    """If True, stages run; otherwise submission is checked only."""
 
 
 SUBMISSION_MISTAKES = [
     Mistake(
-        "a key misspelt",
+        "a misspelt key",
         "tiny.yaml train.global_bach=8",
-        "did you mean global_batch",
-        back="tiny.yaml train.global_batch=8",
+        ("train.global_bach", "global_batch"),
+        retry_command="tiny.yaml train.global_batch=8",
     ),
     Mistake(
         "a key of another section",
         "tiny.yaml train.lr=0.1",
-        "train.lr … did you mean optimizer.lr?",
-        back="tiny.yaml optimizer.lr=0.1",
+        ("train.lr", "optimizer.lr"),
+        retry_command="tiny.yaml optimizer.lr=0.1",
     ),
     Mistake(
-        "another program's key",
+        "a key of another program",
         "tiny.yaml train.batch_size=8",
-        "did you mean train.global_batch?",
-        back="tiny.yaml train.global_batch=8",
+        ("train.batch_size", "train.global_batch"),
+        retry_command="tiny.yaml train.global_batch=8",
     ),
     Mistake(
-        "a key without its section", "tiny.yaml steps=2", "did you mean train.steps", back="tiny.yaml train.steps=2"
+        "a key without its section",
+        "tiny.yaml steps=2",
+        ("steps", "train.steps"),
+        retry_command="tiny.yaml train.steps=2",
     ),
     Mistake(
         "no equals sign",
         "tiny.yaml train.steps 2",
-        '"train.steps": write section.key=value',
-        back="tiny.yaml train.steps=2",
+        ("train.steps", "section.key=value"),
+        retry_command="tiny.yaml train.steps=2",
     ),
     Mistake(
-        "a word for a number",
+        "a word instead of a number",
         "tiny.yaml train.steps=two",
-        'train.steps: "two" should be a whole number',
-        back="tiny.yaml train.steps=2",
+        ("train.steps", '"two"', "whole number"),
+        retry_command="tiny.yaml train.steps=2",
     ),
     Mistake(
         "a number in quotes",
         "tiny.yaml",
-        'tiny.yaml:9: train.steps: "2" should be a whole number',
-        replace_text("tiny.yaml", "steps: 2", 'steps: "2"'),
-        replace_text("tiny.yaml", '"2"', "2"),
+        ("tiny.yaml:9", "train.steps", '"2"', "whole number"),
+        prepare=replace_text("tiny.yaml", "steps: 2", 'steps: "2"'),
+        fix=replace_text("tiny.yaml", '"2"', "2"),
     ),
     Mistake(
-        "a glob that matches nothing",
+        "a glob that matches no file",
         "tiny.yaml data.source=texts/*.jsonl",
-        "data.source: … texts/*.jsonl' matches no file; name .txt, .jsonl",
-        back="tiny.yaml data.source=c*.jsonl",
+        ("data.source", "texts/*.jsonl", ".txt, .jsonl"),
+        code="data.no_files",
+        retry_command="tiny.yaml data.source=c*.jsonl",
     ),
     Mistake(
-        "a glob that YAML takes for something else",
+        "a glob that YAML reads as an alias",
         "tiny.yaml data.source=*.jsonl",
-        "command line: data.source: cannot be read as YAML: … (while scanning an alias); put it in quotes",
-        back="""tiny.yaml 'data.source="*.jsonl"'""",
+        ("command line", "data.source", "YAML", "alias", "quotes"),
+        retry_command="tiny.yaml 'data.source=\"*.jsonl\"'",
     ),
     Mistake(
-        "files of another kind",
+        "files of an unsupported type",
         "tiny.yaml data.source=tiny.yaml",
-        "no supported ending",
-        back="tiny.yaml data.source=corpus.jsonl",
+        ("data.source", "tiny.yaml", ".jsonl"),
+        code="data.no_files",
+        retry_command="tiny.yaml data.source=corpus.jsonl",
     ),
     Mistake(
-        "a tokenizer that is not there",
+        "a missing tokenizer",
         "tiny.yaml 'data.tokenizer={kind: file, path: none.json}'",
-        "data.tokenizer.path: there is no file",
-        back="tiny.yaml data.tokenizer.kind=byte_bpe",
+        ("data.tokenizer.path", "none.json"),
+        retry_command="tiny.yaml data.tokenizer.kind=byte_bpe",
     ),
     Mistake(
-        "a batch that the micro-batch does not divide",
+        "a batch that is not a multiple of the micro-batch",
         "tiny.yaml train.micro_batch=3",
-        "global_batch (8) is no multiple of micro_batch (3)",
-        back="tiny.yaml train.micro_batch=2",
+        ("global_batch", "8", "micro_batch", "3"),
+        retry_command="tiny.yaml train.micro_batch=2",
     ),
     Mistake(
-        "a batch that the ranks do not divide",
+        "a batch that is not divisible by the ranks",
         "tiny.yaml stages.train.tasks_per_node=3",
-        "there may be 1, 2",
-        back="tiny.yaml stages.train.tasks_per_node=2",
+        ("train.global_batch", "train.micro_batch (4)", "1, 2"),
+        code="parallel.indivisible_batch",
+        retry_command="tiny.yaml stages.train.tasks_per_node=2",
     ),
     Mistake(
         "more tensor parallel ranks than heads",
         "tiny.yaml parallel.tensor=8 stages.train.tasks_per_node=8 train.micro_batch=1",
-        "model.heads, 4, is not a multiple of parallel.tensor (8) … layouts of 8 ranks that fit: pipeline 1 × data",
-        back="tiny.yaml parallel.tensor=2 stages.train.tasks_per_node=2",
+        ("model.heads", "parallel.tensor (8)", "layouts of 8 ranks"),
+        code="parallel.indivisible_size",
+        retry_command="tiny.yaml parallel.tensor=2 stages.train.tasks_per_node=2",
     ),
     Mistake(
         "more ranks than GPUs",
         "tiny.yaml site.gpus_per_node=1 stages.train.tasks_per_node=2",
-        "each rank needs its own GPU; lower it, or set parallel.backend to gloo",
-        back="tiny.yaml site.gpus_per_node=1 stages.train.tasks_per_node=2 parallel.backend=gloo",
+        ("stages.train.tasks_per_node (2)", "site.gpus_per_node (1)", "parallel.backend"),
+        code="parallel.too_few_gpus",
+        retry_command="tiny.yaml site.gpus_per_node=1 stages.train.tasks_per_node=2 parallel.backend=gloo",
     ),
     Mistake(
         "a warm-up longer than the training",
         "tiny.yaml optimizer.warmup_steps=9",
-        "optimizer.warmup_steps (9) is more than train.steps (2)",
-        back="tiny.yaml optimizer.warmup_steps=2",
+        ("optimizer.warmup_steps (9)", "train.steps (2)"),
+        code="config.out_of_range",
+        retry_command="tiny.yaml optimizer.warmup_steps=2",
     ),
     Mistake(
-        "options without a model for them",
+        "options without a custom model",
         "tiny.yaml model.options.width=3",
-        "options are for a model of your own",
-        back="tiny.yaml",
+        ("tiny.yaml:8", "options", "target"),
+        retry_command="tiny.yaml",
     ),
     Mistake(
-        "tabs",
+        "a tab in the config",
         "tiny.yaml",
-        "tiny.yaml:2:1: cannot be read as YAML: found character '\\t' … indent with blanks",
-        replace_text("tiny.yaml", "run: {name: tiny,", "run:\n\t{name: tiny,"),
-        replace_text("tiny.yaml", "\n\t{", " {"),
+        ("tiny.yaml:2:1", "YAML", "'\\\\t'", "blanks"),
+        prepare=replace_text("tiny.yaml", "run: {name: tiny,", "run:\n\t{name: tiny,"),
+        fix=replace_text("tiny.yaml", "\n\t{", " {"),
     ),
     Mistake(
         "an empty config",
         "empty.yaml",
-        "it should hold keys and values such as `run: {name: first}` (`init` writes some)",
-        Path("empty.yaml").touch,
-        lambda: shutil.copy("tiny.yaml", "empty.yaml"),
+        ("empty.yaml", "run: {name: first}", "`init`"),
+        prepare=Path("empty.yaml").touch,
+        fix=lambda: shutil.copy("tiny.yaml", "empty.yaml"),
     ),
     Mistake(
-        "half a config",
+        "an incomplete config",
         "half.yaml",
-        "half.yaml: train is missing; it should be a section with the keys steps",
-        lambda: Path("half.yaml").write_text("run: {name: x}"),
-        lambda: Path("half.yaml").write_text("run: {name: x}\ntrain: {steps: 2}"),
+        ("half.yaml", "train", "steps"),
+        prepare=lambda: Path("half.yaml").write_text("run: {name: x}"),
+        fix=lambda: Path("half.yaml").write_text("run: {name: x}\ntrain: {steps: 2}"),
     ),
     Mistake(
-        "a config that extends what is not there",
+        "a config that extends a missing file",
         "tiny.yaml",
-        "tiny.yaml:1: extends: base.yaml: cannot read it: No such file",
-        replace_text("tiny.yaml", "run: {name", "extends: base.yaml\nrun: {name"),
-        replace_text("tiny.yaml", "extends: base.yaml\n", ""),
+        ("tiny.yaml:1", "extends", "base.yaml", "No such file"),
+        prepare=replace_text("tiny.yaml", "run: {name", "extends: base.yaml\nrun: {name"),
+        fix=replace_text("tiny.yaml", "extends: base.yaml\n", ""),
     ),
     Mistake(
-        "a config misspelt",
+        "a misspelt config file",
         "tinny.yaml",
-        "tinny.yaml: cannot read it: No such file or directory; did you mean tiny.yaml?",
-        back="tiny.yaml",
+        ("tinny.yaml", "No such file", "did you mean tiny.yaml?"),
+        retry_command="tiny.yaml",
     ),
     Mistake(
-        "a folder that cannot be made",
+        "a run directory that cannot be created",
         "tiny.yaml run.root=/proc",
-        "run.root: cannot make /proc/tiny: … choose another run.root",
-        back="tiny.yaml run.root=runs",
+        ("run.root", "/proc/tiny"),
+        code="run.not_writable",
+        retry_command="tiny.yaml run.root=runs",
     ),
     Mistake(
-        "Slurm where there is none",
+        "Slurm on a machine without Slurm",
         "tiny.yaml --executor=slurm",
-        "no Slurm controller answers (scontrol ping); use --executor local",
-        back="tiny.yaml --executor=local",
+        ("--executor", "scontrol ping", "--executor local"),
+        code="slurm.not_responding",
+        retry_command="tiny.yaml --executor=local",
     ),
     Mistake(
-        "a module that is no Python",
+        "a module with a syntax error",
         "own.yaml",
-        "own.py is no Python that 3",
-        replace_text("own.py", "return nn.", "return return nn."),
-        replace_text("own.py", "return return", "return"),
+        ("model.target", "own.py", "line 6"),
+        prepare=replace_text("own.py", "return nn.", "return return nn."),
+        fix=replace_text("own.py", "return return", "return"),
     ),
     Mistake(
-        "a wrong name among the options",
+        "a misspelt option of a custom model",
         "own.yaml",
-        "own cannot be imported or built here … KeyError: 'width'",
-        replace_text("own.yaml", "width:", "widht:"),
-        replace_text("own.yaml", "widht:", "width:"),
+        ("model.target", "own", "KeyError: 'width'"),
+        prepare=replace_text("own.yaml", "width:", "widht:"),
+        fix=replace_text("own.yaml", "widht:", "width:"),
     ),
     Mistake(
         "BatchNorm",
         "own.yaml",
-        "would differ between layouts; take GroupNorm for BatchNorm",
-        replace_text("own.py", "nn.GELU()", "nn.BatchNorm1d(width)"),
-        replace_text("own.py", "BatchNorm1d(width)", "GroupNorm(1, width)"),
+        ("own", "running_mean", "GroupNorm"),
+        prepare=replace_text("own.py", "nn.GELU()", "nn.BatchNorm1d(width)"),
+        fix=replace_text("own.py", "BatchNorm1d(width)", "GroupNorm(1, width)"),
     ),
     Mistake(
-        "a module that imports what is not there",
+        "a module that imports a missing module",
         "own.yaml",
-        "own cannot be imported or built here, and no job could: … No module named 'not_there'",
-        replace_text("own.py", "ARRAYS", "import not_there\nARRAYS"),
-        replace_text("own.py", "import not_there\n", ""),
+        ("model.target", "No module named 'not_there'"),
+        prepare=replace_text("own.py", "ARRAYS", "import not_there\nARRAYS"),
+        fix=replace_text("own.py", "import not_there\n", ""),
     ),
     Mistake(
         "a module without a loss",
         "own.yaml",
-        "own.py lacks loss at its top level",
-        replace_text("own.py", "def loss", "def lost"),
-        replace_text("own.py", "def lost", "def loss"),
+        ("model.target", "own.py", "loss"),
+        prepare=replace_text("own.py", "def loss", "def lost"),
+        fix=replace_text("own.py", "def lost", "def loss"),
     ),
     Mistake(
-        "a module that is not here",
+        "a missing module",
         "own.yaml model.target=mine",
-        "there is no module mine … start from the folder that holds it",
-        back="own.yaml",
+        ("model.target", "mine", "PYTHONPATH"),
+        retry_command="own.yaml",
     ),
     Mistake(
-        "a file that is no HDF5",
+        "a file that is not HDF5",
         "own.yaml",
-        "cannot read … arrays.h5",
-        lambda: Path("arrays.h5").write_text("1, 2"),
-        write_arrays("inputs", "labels"),
+        ("arrays.h5", "file signature not found"),
+        prepare=lambda: Path("arrays.h5").write_text("1, 2"),
+        fix=write_arrays("inputs", "labels"),
     ),
     Mistake(
-        "a file without an array",
+        "a file without a required array",
         "own.yaml",
-        "own wants samples in a dataset 'labels'; there are: inputs",
-        write_arrays("inputs"),
-        write_arrays("inputs", "labels"),
+        ("arrays.h5", "'labels'", "inputs"),
+        prepare=write_arrays("inputs"),
+        fix=write_arrays("inputs", "labels"),
     ),
     Mistake(
-        "Python's library for a model of one's own",
+        "text for a custom model",
         "own.yaml data.source=python-stdlib",
-        "name the HDF5 files that contain its samples as data.source",
-        back="own.yaml data.source=arrays.h5",
+        ("model.target", "HDF5", "data.source"),
+        code="config.conflict",
+        retry_command="own.yaml data.source=arrays.h5",
     ),
 ]
 LATER_MISTAKES = [
     Mistake(
-        "a command misspelt",
+        "a misspelt command",
         "statuss",
-        "no such command, and no such file; did you mean status?",
-        before=("tiny.yaml",),
-        back="status",
+        ("statuss", "did you mean status?"),
+        code="cli.unknown_command",
+        retry_command="status",
+        earlier_commands=("tiny.yaml",),
     ),
     Mistake(
-        "a run misspelt",
+        "a misspelt run",
         "resume runs/tinny",
-        "runs/tinny is not a run: there is no such directory; did you mean runs/tiny?",
-        before=("tiny.yaml",),
-        back="resume runs/tiny",
+        ("runs/tinny", "did you mean runs/tiny?"),
+        code="run.not_a_run",
+        retry_command="resume runs/tiny",
+        earlier_commands=("tiny.yaml",),
     ),
     Mistake(
-        "a run by its name alone",
+        "the name of a run instead of its path",
         "resume tiny",
-        "tiny is not a run: there is no such directory; did you mean runs/tiny?",
-        before=("tiny.yaml",),
-        back="resume runs/tiny",
+        ("tiny", "did you mean runs/tiny?"),
+        code="run.not_a_run",
+        retry_command="resume runs/tiny",
+        earlier_commands=("tiny.yaml",),
     ),
     Mistake(
         "a time limit as a number",
         "tiny.yaml stages.train.time=30",
-        "command line: stages.train.time: 30: for 30 minutes write 00:30:00",
-        back="tiny.yaml stages.train.time=00:30:00",
+        ("stages.train.time", "30 minutes", "00:30:00"),
+        retry_command="tiny.yaml stages.train.time=00:30:00",
     ),
     Mistake(
-        "a config for a run",
+        "a config instead of a run",
         "resume tiny.yaml",
-        "tiny.yaml is not a run: it is a config, that of the run runs/tiny",
-        before=("tiny.yaml",),
-        back="resume runs/tiny",
+        ("tiny.yaml", "runs/tiny"),
+        code="run.not_a_run",
+        retry_command="resume runs/tiny",
+        earlier_commands=("tiny.yaml",),
     ),
     Mistake(
-        "a run for a config",
+        "a run instead of a config",
         "runs/tiny",
-        "runs/tiny is a run, not a config",
-        before=("tiny.yaml",),
-        back="printed",
+        ("runs/tiny", "resume runs/tiny"),
+        code="cli.run_as_config",
+        retry_command="printed",
+        earlier_commands=("tiny.yaml",),
     ),
     Mistake(
         "a cancelled run",
         "tiny.yaml",
-        "runs/tiny was cancelled; to continue it:",
-        before=("tiny.yaml", "cancel runs/tiny"),
-        back="printed",
+        ("runs/tiny", "resume runs/tiny"),
+        code="run.cancelled",
+        retry_command="printed",
+        earlier_commands=("tiny.yaml", "cancel runs/tiny"),
     ),
     Mistake(
-        "a run that was moved",
+        "a moved run",
         "resume runs/tiny",
-        "runs/tiny is not a run: there is no such directory",
-        partial(os.rename, "runs", "old"),
-        before=("tiny.yaml",),
-        back="resume old/tiny",
+        ("runs/tiny",),
+        code="run.not_a_run",
+        prepare=partial(os.rename, "runs", "old"),
+        retry_command="resume old/tiny",
+        earlier_commands=("tiny.yaml",),
     ),
     Mistake(
-        "a run that was deleted",
+        "a deleted run",
         "resume runs/tiny",
-        "runs/tiny is not a run: there is no such directory",
-        partial(shutil.rmtree, "runs"),
-        before=("tiny.yaml",),
-        back="tiny.yaml",
+        ("runs/tiny",),
+        code="run.not_a_run",
+        prepare=partial(shutil.rmtree, "runs"),
+        retry_command="tiny.yaml",
+        earlier_commands=("tiny.yaml",),
     ),
     Mistake(
         "a wrong text_field",
         "tiny.yaml",
-        "no field 'body'; there are 'text'. … resume runs/tiny data.text_field=text … the config is wrong: correct "
-        "it and give the same command again",
-        replace_text("tiny.yaml", "text_field: text", "text_field: body"),
-        replace_text("tiny.yaml", "text_field: body", "text_field: text"),
-        trains=True,
+        (
+            "error[data.no_documents]",
+            "corpus.jsonl line 1",
+            "'body'",
+            "'text'",
+            "resume runs/tiny data.text_field=text",
+        ),
+        prepare=replace_text("tiny.yaml", "text_field: text", "text_field: body"),
+        fix=replace_text("tiny.yaml", "text_field: body", "text_field: text"),
+        runs_stages=True,
     ),
     Mistake(
-        "a number of classes that the labels do not have",
+        "fewer classes than the labels have",
         "own.yaml",
-        "Target 2 is out of bounds … correct it and give the same command again",
-        replace_text("own.yaml", "width: 4", "width: 4, classes: 2"),
-        replace_text("own.yaml", "classes: 2", "classes: 3"),
-        trains=True,
+        ("Target 2 is out of bounds", "own.py, line 9"),
+        prepare=replace_text("own.yaml", "width: 4", "width: 4, classes: 2"),
+        fix=replace_text("own.yaml", "classes: 2", "classes: 3"),
+        runs_stages=True,
     ),
     Mistake(
-        "the same, mended by resume",
+        "fewer classes than the labels have, corrected by resume",
         "own.yaml model.options.classes=2",
-        "Target 2 is out of bounds",
-        back="resume runs/own model.options.classes=3",
-        trains=True,
+        ("Target 2 is out of bounds",),
+        retry_command="resume runs/own model.options.classes=3",
+        runs_stages=True,
     ),
     Mistake(
         "sequences longer than the text",
         "tiny.yaml data.sequence_length=900000",
-        "add text or lower data.sequence_length … resume runs/tiny data.sequence_length=…",
-        back="tiny.yaml",
-        trains=True,
+        ("error[data.no_training_sample]", "data.sequence_length 900000", "resume runs/tiny data.sequence_length=…"),
+        retry_command="tiny.yaml",
+        runs_stages=True,
     ),
     Mistake(
         "a loss that is a mean",
         "own.yaml",
-        'Leave the mean out (reduction="sum" in torch.nn.functional)',
-        replace_text("own.py", ', reduction="sum"', ""),
-        replace_text("own.py", '["labels"])\ndef metrics', '["labels"], reduction="sum")\ndef metrics'),
-        back="printed",
-        trains=True,
+        ("error[model.loss_not_a_sum]", 'reduction="sum"', "resume runs/own --update-code"),
+        prepare=replace_text("own.py", ', reduction="sum"', ""),
+        fix=replace_text("own.py", '["labels"])\ndef metrics', '["labels"], reduction="sum")\ndef metrics'),
+        retry_command="printed",
+        runs_stages=True,
     ),
     Mistake(
-        "a bug that shows after the training",
+        "a bug in the evaluation",
         "own.yaml",
-        "NameError: … correct own.py, line 11, then: … --update-code replaces it and continues from "
-        "checkpoints/step-00000002",
-        replace_text("own.py", '{"right"', "{right"),
-        replace_text("own.py", "{right", '{"right"'),
-        back="printed",
-        trains=True,
+        ("NameError", "own.py, line 11", "--update-code", "checkpoints/step-00000002"),
+        prepare=replace_text("own.py", '{"right"', "{right"),
+        fix=replace_text("own.py", "{right", '{"right"'),
+        retry_command="printed",
+        runs_stages=True,
     ),
     Mistake(
         "another config after the training",
         "own.yaml optimizer.lr=0.1",
-        "runs/own exists with another config: … optimizer.lr: 0.0003 → 0.1 … checkpoints/step-00000002",
-        before=("own.yaml",),
-        back="printed",
-        trains=True,
+        ("runs/own", "optimizer.lr: 0.0003 → 0.1", "checkpoints/step-00000002"),
+        retry_command="printed",
+        earlier_commands=("own.yaml",),
+        runs_stages=True,
     ),
     Mistake(
-        "more steps after the end",
+        "more steps after the training",
         "own.yaml train.steps=3",
-        "train.steps: 2 → 3 … to go on with it: … resume runs/own train.steps=3",
-        before=("own.yaml",),
-        back="resume runs/own train.steps=3",
-        trains=True,
+        ("train.steps: 2 → 3", "resume runs/own train.steps=3"),
+        retry_command="resume runs/own train.steps=3",
+        earlier_commands=("own.yaml",),
+        runs_stages=True,
     ),
     Mistake(
-        "a key that resume does not take",
+        "a key that resume cannot change",
         "resume runs/own optimizer.lr=0.1",
-        "optimizer.lr: 0.0003 → 0.1: resume cannot change it … there is checkpoints/step-00000002 … another run.name",
-        before=("own.yaml",),
-        back="own.yaml optimizer.lr=0.1 run.name=fast",
-        trains=True,
+        ("optimizer.lr: 0.0003 → 0.1", "checkpoints/step-00000002", "another run.name"),
+        retry_command="own.yaml optimizer.lr=0.1 run.name=fast",
+        earlier_commands=("own.yaml",),
+        runs_stages=True,
     ),
 ]

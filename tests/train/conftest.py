@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.fake_gpu.build import build
-from tests.fake_gpu.start import Start
+from tests.fake_gpu.build import build_fake_gpu
+from tests.fake_gpu.start import FakeGpuRunner
 
 
 @pytest.fixture(scope="session")
@@ -20,9 +20,9 @@ def python() -> Path:
 
 @pytest.fixture(scope="session")
 def library(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(python, tmp_path_factory.mktemp("fake_gpu"))
+    return build_fake_gpu(python, tmp_path_factory.mktemp("fake_gpu"))
 
 
 @pytest.fixture
-def start(python: Path, library: Path, tmp_path: Path) -> Start:
-    return Start(python, library, tmp_path)
+def start(python: Path, library: Path, tmp_path: Path) -> FakeGpuRunner:
+    return FakeGpuRunner(python, library, tmp_path)

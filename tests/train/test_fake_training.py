@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.base.dist_env import make_local_rank_env
 from tests.fake_gpu.peaks import PEAKS, RECOMPUTE
-from tests.fake_gpu.start import Start, place_of, read
+from tests.fake_gpu.start import FakeGpuRunner, find_calls, read_log
 from tests.support.ranks import PORTS
 from tests.support.tiny import compute_run_digest, make_run
 
@@ -26,19 +26,19 @@ def graphs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.mark.parametrize(("peak", "name", "more"), PEAKS)
 def test_the_most_memory_that_a_step_takes(
-    start: Start, graphs: dict[str, str], peak: float, name: str, more: tuple[str, ...]
+    start: FakeGpuRunner, graphs: dict[str, str], peak: float, name: str, more: tuple[str, ...]
 ) -> None:
     command = ["-W", "ignore", "-m", "benchmarks.gpu.speed", "1", f"configs/{name}.yaml", *more]
-    (said,) = start.together([command], [graphs], timeout=400.0)
+    (said,) = start.run_commands([command], [graphs], timeout=400.0)
     found = json.loads(next(line for line in said.splitlines() if line.startswith("{")))
     assert found["allocated_gib"] == pytest.approx(peak, rel=0.01)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_blocks_are_compiled_once_and_for_this_gpu(start: Start, recompute: str) -> None:
+def test_blocks_are_compiled_once_and_for_this_gpu(start: FakeGpuRunner, recompute: str) -> None:
     cache = start.folder / "graphs"
-    (calls,) = start(("compiled", recompute), TORCHINDUCTOR_CACHE_DIR=str(cache))
-    (counted,) = place_of(calls, "note")
+    (calls,) = start(("compile_blocks", recompute), TORCHINDUCTOR_CACHE_DIR=str(cache))
+    (counted,) = find_calls(calls, "note")
     assert calls[counted].rest == ("graphs", "1", "breaks", "0"), "four blocks are one kind"
     binaries = list(cache.rglob("*.cubin"))
     assert len(binaries) >= 4
@@ -50,7 +50,7 @@ def test_blocks_are_compiled_once_and_for_this_gpu(start: Start, recompute: str)
         assert flags[content[8] >= 8] == 90 and ".target sm_90" in binary.with_suffix(".ptx").read_text()
 
 
-def test_attention_is_never_the_one_that_holds_all_scores(start: Start) -> None:
+def test_attention_is_never_the_one_that_holds_all_scores(start: FakeGpuRunner) -> None:
     (calls,) = start(("attention",))
     taken = [call.rest for call in calls if call.word == "note"]
     ways = [("bf16", "cudnn"), ("fp16", "cudnn"), ("fp32", "efficient"), ("bf16", "flash")]  # the last without cuDNN's
@@ -118,18 +118,18 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", TRAININGS)
-def test_a_training_on_two_gpus(start: Start, prepared: Path, graphs: dict[str, str], name: str) -> None:
+def test_a_training_on_two_gpus(start: FakeGpuRunner, prepared: Path, graphs: dict[str, str], name: str) -> None:
     """Through its own door, `python -m pipeline train RUN`; without the check of devices, for nothing multiplies."""
     overrides, wanted = TRAININGS[name]
     more = (f"train.steps={STEPS}", "checkpoint.every_steps=2", "recovery.preflight=false")
     run = make_run(start.folder, overrides=(*overrides, *more), data=prepared)
     logs, port = [start.folder / f"log-{rank}" for rank in range(2)], next(PORTS)
     envs = [graphs | make_local_rank_env(rank, 2, port) | {"FAKE_GPU_LOG": str(log)} for rank, log in enumerate(logs)]
-    start.together([("-W", "ignore", "-m", "pipeline", "train", str(run.path))] * 2, envs)
+    start.run_commands([("-W", "ignore", "-m", "pipeline", "train", str(run.path))] * 2, envs)
     assert [line["step"] for line in map(json.loads, run.metrics_file.read_text().splitlines())] == [1, 2, 3]
     manifest = json.loads((run.checkpoints_dir / "step-00000003/manifest.json").read_text())
     assert compute_run_digest(run) and bool(manifest["extra"]["scaler"]) == (name == "fp16")
-    for rank, calls in enumerate(map(read, logs)):
+    for rank, calls in enumerate(map(read_log, logs)):
         assert {call.device for call in calls} == {rank}
         sent: Counter[tuple[str, str]] = Counter()
         for call in calls:
