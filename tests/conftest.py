@@ -15,7 +15,7 @@ from tests.cluster import Cluster
 from tests.support.requirements import skip_or_fail_in_ci
 
 SLOW_FILES = (
-    "test_chaos", "test_doors", "test_slurm", "test_sweep", "test_slurm_parallel", "test_slurm_views",
+    "test_chaos", "test_local_runs", "test_slurm", "test_sweep", "test_slurm_parallel", "test_slurm_views",
     "test_slurm_salloc", "test_preemption", "test_resume", "test_succession", "test_mpi_launch",
     "test_site_cluster", "test_parallel",
 )  # fmt: skip

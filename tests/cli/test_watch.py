@@ -17,7 +17,7 @@ import pytest
 from rich.cells import cell_len, set_cell_size
 
 from pipeline.run.directory import Run
-from tests.stories.test_doors import Terminal
+from tests.stories.test_local_runs import Terminal
 from tests.support.tiny import make_run
 
 pytestmark = pytest.mark.timeout(300)

@@ -135,7 +135,7 @@ def memory() -> None:
 def powersgd(rank: str, port: str) -> None:
     """Train three steps; after each backward, allocate tensors of the sizes that the hook's callbacks read.
 
-    The write_note has the number of buffers that callbacks read, and how many of them were allocated again too early.
+    The note has the number of buffers that callbacks read, and how many of them were allocated again too early.
     """
     config = tiny_config(2, parallel={"hook": {"kind": "powersgd", "rank": 2, "warmup_steps": 0}})
     rank_info = make_rank_info(int(rank), 2, int(port))

@@ -12,7 +12,7 @@ from pipeline.parallel.mesh import count_usable_nodes
 from pipeline.run.directory import Run
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
-from tests.stories.test_slurm import events, submit, wait_for
+from tests.support.cluster_runs import list_event_names, run_submit, wait_for
 from tests.support.tiny import slow_down_steps, write_config
 
 cluster = cluster_fixture(grace=5)
@@ -39,7 +39,7 @@ def test_it_shrinks_and_grows(tmp_path: Path, cluster: Cluster) -> None:
     (tmp_path / "calm").mkdir()
     write_config(tmp_path / "calm", steps=40)
     calm = Run(tmp_path / "calm/runs/tiny")
-    done = submit(None, tmp_path / "calm", "tiny.yaml", *ELASTIC, "--executor", "local")
+    done = run_submit(None, tmp_path / "calm", "tiny.yaml", *ELASTIC, "--executor", "local")
     assert done.returncode == 0, done.stdout + done.stderr
 
     config = write_config(tmp_path, steps=40)
@@ -48,7 +48,7 @@ def test_it_shrinks_and_grows(tmp_path: Path, cluster: Cluster) -> None:
     run.data_dir.rmdir()
     run.data_dir.symlink_to(calm.data_dir)
     slow_down_steps(run)
-    done = submit(cluster, tmp_path, str(tmp_path / "tiny.yaml"), *ELASTIC)
+    done = run_submit(cluster, tmp_path, str(tmp_path / "tiny.yaml"), *ELASTIC)
     assert done.returncode == 0, done.stdout + done.stderr
 
     def reached(step: int) -> bool:
@@ -57,11 +57,11 @@ def test_it_shrinks_and_grows(tmp_path: Path, cluster: Cluster) -> None:
     wait_for("step 5", lambda: reached(5))
     cluster.drain("n3")
     preempt(cluster, 3)
-    wait_for("the second start", lambda: events(run.path, "train").count("started") == 2)
+    wait_for("the second start", lambda: list_event_names(run.path, "train").count("started") == 2)
     wait_for("step 14", lambda: reached(14))
     cluster.undrain("n3")
     preempt(cluster, 4)
-    wait_for("the evaluation", lambda: "done" in events(run.path, "evaluate"), 150)
+    wait_for("the evaluation", lambda: "done" in list_event_names(run.path, "evaluate"), 150)
     started = [e["ranks"] for e in Run.open(run.path).read_events("train") if e["event"] == "started"]
     assert started == [4, 2, 4]
     lines, undisturbed = list(read_jsonl(run.metrics_file)), list(read_jsonl(calm.metrics_file))

@@ -17,7 +17,7 @@ from pipeline.base.errors import ExitCode
 from pipeline.run.code import CODE_ROOT
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
-from tests.stories.test_slurm import submit, wait_for
+from tests.support.cluster_runs import run_submit, wait_for
 from tests.support.tiny import write_config
 
 cluster = cluster_fixture()
@@ -192,16 +192,16 @@ def test_limits_are_asked_for_before_a_chain_and_half_a_chain_is_completed(tmp_p
         time.sleep(1)  # slurmdbd tells the controller
 
     limit("user", "root", "set", "MaxSubmitJobs=5")
-    done = submit(limited, tmp_path, *words)
+    done = run_submit(limited, tmp_path, *words)
     assert done.returncode == ExitCode.USER_ERROR and "allows you 5 jobs" in done.stderr, done.stdout + done.stderr
     assert queue(limited) == [] and "sbatch" not in done.stderr
     limit("user", "root", "set", "MaxSubmitJobs=-1")
     limit("account", "root", "set", "GrpSubmitJobs=4")
-    done = submit(limited, tmp_path, *words)
+    done = run_submit(limited, tmp_path, *words)
     assert done.returncode == ExitCode.USER_ERROR and queue(limited) == CHAIN[:3], done.stdout + done.stderr
-    for said in (done.stderr, submit(limited, tmp_path, "status", "runs/tiny").stdout):
+    for said in (done.stderr, run_submit(limited, tmp_path, "status", "runs/tiny").stdout):
         assert re.search("train: .*sbatch refused the job: .*Limit", said), said
         assert "submit.py resume runs/tiny" in said, said
     limit("account", "root", "set", "GrpSubmitJobs=-1")
-    assert submit(limited, tmp_path, "resume", "runs/tiny").returncode == 0 and queue(limited) == CHAIN
-    assert submit(limited, tmp_path, "cancel", "runs/tiny").returncode == 0 and queue(limited) == []
+    assert run_submit(limited, tmp_path, "resume", "runs/tiny").returncode == 0 and queue(limited) == CHAIN
+    assert run_submit(limited, tmp_path, "cancel", "runs/tiny").returncode == 0 and queue(limited) == []

@@ -22,7 +22,14 @@ from slurm.supervise.attempt_end import read_progress_marker
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.slurm.query.test_causes import close, leave, shown, silent
-from tests.stories.test_slurm import evaluated, events, job_of, preempt, submit, wait_for
+from tests.support.cluster_runs import (
+    get_job_id,
+    has_evaluation,
+    list_event_names,
+    preempt_all_nodes,
+    run_submit,
+    wait_for,
+)
 from tests.support.tiny import make_run, slow_down_steps, write_config
 
 cluster = cluster_fixture(accounting=True, grace=20)  # a job that ends with 0 later than that is a TIMEOUT for 22.05
@@ -178,7 +185,7 @@ def submitted(folder: Path, data: Path, cluster: Cluster, steps: int, seconds: f
         text = rule.read_text()
         assert text.count("MIN_REMAINING_EXITS = 2\n") == 1
         rule.write_text(text.replace("MIN_REMAINING_EXITS = 2\n", "MIN_REMAINING_EXITS = 99\n"))
-    done = submit(cluster, folder, str(config), *NODES)
+    done = run_submit(cluster, folder, str(config), *NODES)
     assert done.returncode == 0, done.stdout + done.stderr
     return run.path
 
@@ -208,16 +215,19 @@ def test_a_preempted_training_starts_once_more_each_time(
     """It must not even where a requeue that it asked for in its grace time lets Slurm start it after its end."""
     run = submitted(tmp_path, data, cluster, 8 * times + 8, 0.5, asks)
     for number in range(times):
-        wait_for("some steps", lambda: len(steps_of(run)) >= 8 * number + 4 and events(run, "train")[-1] != "requeued")  # noqa: B023
-        preempt(cluster)
-        wait_for("the requeue", lambda: events(run, "train").count("requeued") > number, 60)  # noqa: B023
-        wait_for("the next start", lambda: events(run, "train").count("started") > number + 1, 120)  # noqa: B023
-    wait_for("the evaluation", lambda: evaluated(run), 150)
+        wait_for(
+            "some steps",
+            lambda: len(steps_of(run)) >= 8 * number + 4 and list_event_names(run, "train")[-1] != "requeued",  # noqa: B023
+        )
+        preempt_all_nodes(cluster)
+        wait_for("the requeue", lambda: list_event_names(run, "train").count("requeued") > number, 60)  # noqa: B023
+        wait_for("the next start", lambda: list_event_names(run, "train").count("started") > number + 1, 120)  # noqa: B023
+    wait_for("the evaluation", lambda: has_evaluation(run), 150)
     at_rest(cluster)
-    told = events(run, "train")
+    told = list_event_names(run, "train")
     assert (told.count("started"), told.count("requeued"), told.count("done")) == (times + 1, times, 1), told
     assert steps_of(run) == list(range(1, 8 * times + 9))
-    assert accounted(cluster, job_of(run, "train")) == ("COMPLETED", "0:0")
+    assert accounted(cluster, get_job_id(run, "train")) == ("COMPLETED", "0:0")
 
 
 @pytest.mark.long
@@ -226,14 +236,14 @@ def test_a_training_that_is_still_at_work_when_its_grace_time_ends(
 ) -> None:
     """Slurm ends it and puts it back: the mark stays, too."""
     run = submitted(tmp_path, data, cluster, 2, 40.0)
-    wait_for("its work", lambda: "ready" in events(run, "train"))
-    preempt(cluster)
-    wait_for("the evaluation", lambda: evaluated(run), 300)
+    wait_for("its work", lambda: "ready" in list_event_names(run, "train"))
+    preempt_all_nodes(cluster)
+    wait_for("the evaluation", lambda: has_evaluation(run), 300)
     at_rest(cluster)
     train = Run.open(run).read_events("train")
     told = [e["event"] for e in train if e["event"] in ("started", "done", "requeued")]
     assert told == ["started", "requeued", "started", "done"], told
-    assert accounted(cluster, job_of(run, "train")) == ("COMPLETED", "0:0")
+    assert accounted(cluster, get_job_id(run, "train")) == ("COMPLETED", "0:0")
 
 
 def test_a_training_that_ends_in_its_grace_time_does_not_start_again(
@@ -241,13 +251,13 @@ def test_a_training_that_ends_in_its_grace_time_does_not_start_again(
 ) -> None:
     run = submitted(tmp_path, data, cluster, 4, 4.0)
     wait_for("its last step", lambda: len(steps_of(run)) == 3)
-    preempt(cluster)
-    wait_for("the evaluation", lambda: evaluated(run), 150)
+    preempt_all_nodes(cluster)
+    wait_for("the evaluation", lambda: has_evaluation(run), 150)
     at_rest(cluster)
     train = Run.open(run).read_events("train")
     assert [e["event"] for e in train if e["event"] in ("started", "done", "requeued")] == ["started", "done"]
     assert next(e for e in train if e["event"] == "done")["in_grace"], "the test came too late"
-    assert accounted(cluster, job_of(run, "train")) == ("COMPLETED", "0:0")
+    assert accounted(cluster, get_job_id(run, "train")) == ("COMPLETED", "0:0")
 
 
 def test_a_training_that_a_person_stops_in_its_grace_time_does_not_start_again(
@@ -255,15 +265,15 @@ def test_a_training_that_a_person_stops_in_its_grace_time_does_not_start_again(
 ) -> None:
     run = submitted(tmp_path, data, cluster, 40, 4.0)
     wait_for("a step", lambda: steps_of(run))
-    preempt(cluster)
+    preempt_all_nodes(cluster)
     (run / "stop").touch()
-    wait_for("its end", lambda: "stopped" in events(run, "train"), 60)
+    wait_for("its end", lambda: "stopped" in list_event_names(run, "train"), 60)
     at_rest(cluster)
     train = Run.open(run).read_events("train")
     assert [e["event"] for e in train if e["event"] in ("started", "requeued", "stopped")] == ["started", "stopped"]
     assert next(e for e in train if e["event"] == "stopped")["in_grace"], "it had left before it was preempted"
-    assert accounted(cluster, job_of(run, "train")) == ("FAILED", f"{int(ExitCode.STOPPED)}:0")
-    assert not evaluated(run)
+    assert accounted(cluster, get_job_id(run, "train")) == ("FAILED", f"{int(ExitCode.STOPPED)}:0")
+    assert not has_evaluation(run)
 
 
 def test_a_requeue_that_an_administrator_asks_for_is_not_called_a_preemption(
@@ -271,15 +281,15 @@ def test_a_requeue_that_an_administrator_asks_for_is_not_called_a_preemption(
 ) -> None:
     run = submitted(tmp_path, data, cluster, 60, 0.5)
     wait_for("some steps", lambda: len(steps_of(run)) >= 3)
-    cluster.output(["scontrol", "requeue", job_of(run, "train")])
-    wait_for("the requeue", lambda: "requeued" in events(run, "train"), 60)
+    cluster.output(["scontrol", "requeue", get_job_id(run, "train")])
+    wait_for("the requeue", lambda: "requeued" in list_event_names(run, "train"), 60)
     told = Run.open(run).read_events("train")
     assert [e["cause"] for e in told if e["event"] in ("stopped", "preempted", "failed")] == ["requeued"], told
-    shown = submit(cluster, tmp_path, "status", str(run)).stdout
+    shown = run_submit(cluster, tmp_path, "status", str(run)).stdout
     assert re.search(r"^train \w+( \(\w+\))?, requeued at step \d+ \(1 attempt\)$", shown, re.M), shown
-    wait_for("the next start", lambda: events(run, "train").count("started") == 2, 120)
-    preempt(cluster)
-    wait_for("the preemption", lambda: "preempted" in events(run, "train"), 60)
-    shown = submit(cluster, tmp_path, "status", str(run)).stdout
+    wait_for("the next start", lambda: list_event_names(run, "train").count("started") == 2, 120)
+    preempt_all_nodes(cluster)
+    wait_for("the preemption", lambda: "preempted" in list_event_names(run, "train"), 60)
+    shown = run_submit(cluster, tmp_path, "status", str(run)).stdout
     assert re.search(r"^train \w+.* after preemption .*\(2 attempts\)$", shown, re.M), shown
     cluster.clear()

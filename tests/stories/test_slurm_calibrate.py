@@ -10,7 +10,7 @@ import pytest
 from planning.machine import load_machine
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
-from tests.stories.test_slurm import submit
+from tests.support.cluster_runs import run_submit
 from tests.support.tiny import write_config
 
 cluster = cluster_fixture(grace=5)
@@ -28,5 +28,5 @@ def test_an_allocation_measures_its_nodes(tmp_path: Path, cluster: Cluster) -> N
     machine = load_machine(str(file))
     assert machine.gpus_per_node == 2 and machine.timings is not None
     assert {(one.ranks, one.between) for one in machine.timings.exchanges} == {(2, False), (2, True)}
-    plan = submit(cluster, tmp_path, "plan", "tiny.yaml", f"--machine={file}", "stages.train.nodes=4")
+    plan = run_submit(cluster, tmp_path, "plan", "tiny.yaml", f"--machine={file}", "stages.train.nodes=4")
     assert "predicted for CPU" in plan.stdout

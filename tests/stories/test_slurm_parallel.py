@@ -12,7 +12,7 @@ from pipeline.config.read import load_config
 from pipeline.run.directory import Run
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
-from tests.stories.test_slurm import events, submit, wait_for
+from tests.support.cluster_runs import list_event_names, run_submit, wait_for
 from tests.support.ranks import run_ranks
 from tests.support.tiny import compute_run_digest, slow_down_steps, write_config
 from tests.support.tiny_training import resave_rank
@@ -32,7 +32,7 @@ def test_two_by_two_by_two_goes_on_as_one_by_four_by_two(tmp_path: Path, cluster
     (tmp_path / "calm").mkdir()
     write_config(tmp_path / "calm", steps=STEPS)
     calm = Run(tmp_path / "calm/runs/tiny")
-    done = submit(None, tmp_path / "calm", "tiny.yaml", *ALONE, "--executor", "local")
+    done = run_submit(None, tmp_path / "calm", "tiny.yaml", *ALONE, "--executor", "local")
     assert done.returncode == 0, done.stdout + done.stderr
 
     config = write_config(tmp_path, steps=STEPS)
@@ -45,14 +45,14 @@ def test_two_by_two_by_two_goes_on_as_one_by_four_by_two(tmp_path: Path, cluster
     def reached(step: int) -> bool:
         return len(list(read_jsonl(run.metrics_file))) >= step
 
-    assert submit(cluster, tmp_path, str(config), *LAYOUT).returncode == 0
+    assert run_submit(cluster, tmp_path, str(config), *LAYOUT).returncode == 0
     wait_for("step 5", lambda: reached(5))
     high = ["sbatch", "--parsable", "-phigh", "-N4", "-c4", "-o", "/dev/null", "--wrap", "sleep 1"]
     cluster.output(high, timeout=60)
-    wait_for("the requeue", lambda: events(run.path, "train").count("started") == 2)
+    wait_for("the requeue", lambda: list_event_names(run.path, "train").count("started") == 2)
     wait_for("step 12", lambda: reached(12))
     run.stop_file.touch()
-    wait_for("the stop", lambda: "stopped" in events(run.path, "train"))
+    wait_for("the stop", lambda: "stopped" in list_event_names(run.path, "train"))
     before = compute_run_digest(Run(tmp_path / "runs/tiny"))
     moved, again = tmp_path / "moved", tmp_path / "again"
     shutil.copytree(run.path, moved, symlinks=True)
@@ -60,10 +60,10 @@ def test_two_by_two_by_two_goes_on_as_one_by_four_by_two(tmp_path: Path, cluster
     Run.open(moved).apply_overrides(["parallel.pipeline=1"])
     (found,) = set(run_ranks(8, resave_rank, moved, again))  # loaded under the new layout, and saved again
     assert found == before
-    resumed = submit(cluster, tmp_path, "resume", "runs/tiny", "parallel.pipeline=1")
+    resumed = run_submit(cluster, tmp_path, "resume", "runs/tiny", "parallel.pipeline=1")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    wait_for("the restore", lambda: events(run.path, "train").count("restored") == 2)
-    wait_for("the evaluation", lambda: "done" in events(run.path, "evaluate"), 150)
+    wait_for("the restore", lambda: list_event_names(run.path, "train").count("restored") == 2)
+    wait_for("the evaluation", lambda: "done" in list_event_names(run.path, "evaluate"), 150)
     told = Run.open(run.path).read_events("train")
     assert [e["ranks"] for e in told if e["event"] == "started"] == [8, 8, 8]
     lines, undisturbed = list(read_jsonl(run.metrics_file)), list(read_jsonl(calm.metrics_file))

@@ -17,7 +17,7 @@ from pipeline.run.directory import Run
 from slurm.submit.site_environment import SETUP_NOT_RUN
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
-from tests.stories.test_slurm import events, prepared, submit
+from tests.support.cluster_runs import create_slow_run, list_event_names, run_submit
 from tests.support.tiny import make_run, write_config
 
 cluster = cluster_fixture()
@@ -48,7 +48,7 @@ def supervise(stage: str, run: Run) -> str:
 
 def test_a_run_inside_salloc_shows_its_steps_and_its_failures(tmp_path: Path, cluster: Cluster) -> None:
     config, overrides = write_config(tmp_path, steps=12), ("stages.train.nodes=2", "stages.evaluate.nodes=2")
-    run = prepared(tmp_path, config, overrides)
+    run = create_slow_run(tmp_path, config, overrides)
     trainer = run / "code/pipeline/train/trainer.py"
     good, anchor = trainer.read_text(), "        lr = self.learning_rate("
     bug = "        if self.world.rank == 3 and step == 6:\n            raise ValueError('a bug of rank three')\n"
@@ -61,12 +61,12 @@ def test_a_run_inside_salloc_shows_its_steps_and_its_failures(tmp_path: Path, cl
     started = next(e for e in Run.open(run).read_events("train") if e["event"] == "started")
     assert started["ranks"] == 4
     trainer.write_text(good)
-    refused = submit(cluster, tmp_path, "resume", "runs/tiny")
+    refused = run_submit(cluster, tmp_path, "resume", "runs/tiny")
     assert refused.returncode == ExitCode.USER_ERROR and "--executor slurm" in refused.stderr, "this is a login node"
-    assert "resumed" not in events(run)
+    assert "resumed" not in list_event_names(run)
     done = inside(cluster, tmp_path, two, *SUBMIT, "resume", "runs/tiny")
     assert done.returncode == 0 and "evaluate  done" in done.stdout, done.stdout + done.stderr
-    assert submit(cluster, tmp_path, "resume", "runs/tiny", "--executor", "local").returncode == 0
+    assert run_submit(cluster, tmp_path, "resume", "runs/tiny", "--executor", "local").returncode == 0
 
 
 @pytest.mark.parametrize(("options", "cpus", "ranks"), [("-N2", "1", 2), ("-N3 -n5 -c2", "2", 5)])

@@ -14,7 +14,7 @@ from pipeline.run.points import list_points as points_of
 from tests.cluster import Cluster
 from tests.cluster.config import NODES
 from tests.cluster.fixture import cluster_fixture
-from tests.stories.test_slurm import events, submit, wait_for
+from tests.support.cluster_runs import list_event_names, run_submit, wait_for
 from tests.support.servers import mlflow_server
 from tests.support.tiny import make_run, slow_down_steps, write_config
 from tests.tracking.test_followers import curve, in_float32
@@ -49,7 +49,7 @@ def test_a_sweep_preempted_onto_another_layout_is_one_curve_a_point(
     run.data_dir.rmdir()
     run.data_dir.symlink_to(data)
     slow_down_steps(run, 0.4)
-    done = submit(cluster, tmp_path, str(tmp_path / "tiny.yaml"), *more)
+    done = run_submit(cluster, tmp_path, str(tmp_path / "tiny.yaml"), *more)
     assert done.returncode == 0, done.stdout + done.stderr
     points = points_of(run)
     first = points[0]
@@ -58,13 +58,13 @@ def test_a_sweep_preempted_onto_another_layout_is_one_curve_a_point(
     for node in {*NODES} - {host}:
         cluster.drain(node)
     cluster.output(["sbatch", "-phigh", f"-w{host}", "-n1", "-c4", "-o", "/dev/null", "--wrap", "sleep 1"])
-    wait_for("the next start", lambda: events(first.path, "train").count("started") == 2)
+    wait_for("the next start", lambda: list_event_names(first.path, "train").count("started") == 2)
     for node in {*NODES} - {host}:
         cluster.undrain(node)
-    wait_for("all evaluations", lambda: all("done" in events(one.path, "evaluate") for one in points))
-    assert "preempted" in events(first.path, "train")
+    wait_for("all evaluations", lambda: all("done" in list_event_names(one.path, "evaluate") for one in points))
+    assert "preempted" in list_event_names(first.path, "train")
     assert [event["ranks"] for event in first.read_events("train", "started")] == [2, 1]
-    done = submit(cluster, tmp_path, "track", "runs/tiny")  # what the last ten seconds of a job were too short for
+    done = run_submit(cluster, tmp_path, "track", "runs/tiny")  # what the last ten seconds of a job were too short for
     assert done.returncode == 0, done.stdout + done.stderr
     for point in points:
         losses = [(line["step"], line["loss"]) for line in read_jsonl(point.metrics_file)]

@@ -24,8 +24,8 @@ from slurm.supervise.launch import SrunLauncher
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.cluster.machines import Machine
-from tests.stories.test_doors import Terminal
-from tests.stories.test_slurm import events, job_of, sbatch, submit, wait_for
+from tests.stories.test_local_runs import Terminal
+from tests.support.cluster_runs import get_job_id, list_event_names, run_submit, submit_template, wait_for
 from tests.support.tiny import compute_run_digest, slow_down_steps, write_config
 from tracking.report import read_report_data
 
@@ -47,9 +47,9 @@ def calm(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with an undisturbed run on two nodes, and what was said of its training while it waited."""
     folder = tmp_path_factory.mktemp("calm")
     write_config(folder, steps=20)
-    assert submit(cluster, folder, "tiny.yaml", *NODES).returncode == 0
-    (folder / "pending").write_text(submit(cluster, folder, "logs", "runs/tiny", "train").stderr)
-    wait_for("the end", lambda: "done" in events(folder / "runs/tiny", "evaluate"))
+    assert run_submit(cluster, folder, "tiny.yaml", *NODES).returncode == 0
+    (folder / "pending").write_text(run_submit(cluster, folder, "logs", "runs/tiny", "train").stderr)
+    wait_for("the end", lambda: "done" in list_event_names(folder / "runs/tiny", "evaluate"))
     return folder
 
 
@@ -99,7 +99,7 @@ def test_the_end_of_a_job_is_known_from_sacct_squeue_or_the_run(
     states = query_job_states([jobs[0], held])
     assert (states[held].state, states[held].reason) == ("PENDING", "JobHeldUser"), "squeue, asked for one job"
     assert states[jobs[0]].state == UNKNOWN
-    status = submit(cluster, calm, "status", "runs/tiny").stdout
+    status = run_submit(cluster, calm, "status", "runs/tiny").stdout
     assert len(re.findall(r"^(prepare|shard|train|evaluate) +done", status, re.M)) == 4, "the run directory tells"
     cluster.output(["scancel", held.job_id])
 
@@ -137,24 +137,24 @@ def test_a_completed_job_without_its_output_has_failed(calm: Path, cluster: Clus
     kept = manifest.read_bytes()
     manifest.unlink()
     try:
-        status = submit(cluster, calm, "status", "runs/tiny").stdout
+        status = run_submit(cluster, calm, "status", "runs/tiny").stdout
     finally:
         manifest.write_bytes(kept)
-    job = job_of(calm / "runs/tiny", "shard")
+    job = get_job_id(calm / "runs/tiny", "shard")
     assert re.search(r"^shard +incomplete", status, re.M), status
     assert re.search(rf"shard incomplete job {job} is COMPLETED, but .*manifest\.json", status), status
 
 
 def test_each_task_of_the_array_has_its_own_log(calm: Path, cluster: Cluster) -> None:
     folder = calm / "runs/tiny/jobs/shard"
-    logs = [submit(cluster, calm, "logs", "runs/tiny", "shard", "--rank", str(task)).stdout for task in (0, 1)]
+    logs = [run_submit(cluster, calm, "logs", "runs/tiny", "shard", "--rank", str(task)).stdout for task in (0, 1)]
     units = [set(re.findall(r"unit (\d+) written", text)) for text in logs]
     assert units[0] and units[1] and not units[0] & units[1], logs
     assert (folder / "srun-0.log").exists() and (folder / "srun-1.log").exists()
     assert "has not started: job" in (calm / "pending").read_text() and "Dependency" in (calm / "pending").read_text()
-    no_rank = submit(cluster, calm, "logs", "runs/tiny", "train", "--rank=7")
+    no_rank = run_submit(cluster, calm, "logs", "runs/tiny", "train", "--rank=7")
     assert "existing logs: rank-0.log, rank-1.log" in no_rank.stderr
-    assert submit(cluster, calm, "logs", "runs/tiny", "train", "--rank", "supervisor").returncode == 0
+    assert run_submit(cluster, calm, "logs", "runs/tiny", "train", "--rank", "supervisor").returncode == 0
 
 
 def test_two_runs_side_by_side_and_one_is_followed_over_a_requeue(
@@ -162,7 +162,7 @@ def test_two_runs_side_by_side_and_one_is_followed_over_a_requeue(
 ) -> None:
     runs = {name: copy(tmp_path, calm, name, slowly=True) for name in ("left", "right")}
     for name in runs:
-        assert submit(cluster, tmp_path, f"{name}.yaml", *NODES).returncode == 0
+        assert run_submit(cluster, tmp_path, f"{name}.yaml", *NODES).returncode == 0
     with ThreadPoolExecutor() as pool:
         log = pool.submit(subprocess.run, [sys.executable, str(CODE_ROOT / "submit.py"), "logs", "runs/left",
                           "train", "--follow"], cwd=tmp_path, capture_output=True, text=True, timeout=240)  # fmt: skip
@@ -171,10 +171,10 @@ def test_two_runs_side_by_side_and_one_is_followed_over_a_requeue(
         table = Terminal(tmp_path, "status", "runs/left", "--watch")
         for run in runs.values():
             wait_for("step 4", lambda run=run: len(list(read_jsonl(run / "metrics.jsonl"))) >= 4)  # type: ignore[misc]
-        cluster.output(["scancel", "--signal=USR2", job_of(runs["left"], "train")])
+        cluster.output(["scancel", "--signal=USR2", get_job_id(runs["left"], "train")])
         assert table.wait(240) == 0
         for run in runs.values():
-            wait_for("the end", lambda run=run: "done" in events(run, "evaluate"))  # type: ignore[misc]
+            wait_for("the end", lambda run=run: "done" in list_event_names(run, "evaluate"))  # type: ignore[misc]
         shown = log.result()
     assert "stopped after step" in shown.stdout and "restored step" in shown.stdout and "step 20/20" in shown.stdout
     assert re.search(r"train +running +\d+", table.text) and re.search(r"train +done", table.text)
@@ -186,7 +186,7 @@ def test_two_runs_side_by_side_and_one_is_followed_over_a_requeue(
     assert first.cause != "done" == second.cause and second.seconds["queue"] > 4, "it waits 6 s after a requeue"
     assert sum(sum(a.seconds.values()) for a in (first, second)) == pytest.approx(second.end_time - first.start_time)
     assert first.seconds["compute"] > 1 and second.seconds["compute"] > 3 and second.seconds["startup"] > 0.5
-    report = submit(cluster, tmp_path, "report", "runs/left").stdout
+    report = run_submit(cluster, tmp_path, "report", "runs/left").stdout
     assert "effective training time ratio" in report and re.search(r"train +all", report), report
     page = (runs["left"] / "report.html").read_text()
     assert "<svg" in page and "http" not in page, "it needs nothing from elsewhere"
@@ -194,22 +194,24 @@ def test_two_runs_side_by_side_and_one_is_followed_over_a_requeue(
 
 def test_a_job_that_dies_before_its_supervisor_is_named(calm: Path, cluster: Cluster, tmp_path: Path) -> None:
     run = copy(tmp_path, calm, "broken", "site.setup=[exit 9]")
-    assert submit(cluster, tmp_path, "broken.yaml", *NODES, "site.setup=[exit 9]").returncode == 0
-    job = job_of(run, "train")
+    assert run_submit(cluster, tmp_path, "broken.yaml", *NODES, "site.setup=[exit 9]").returncode == 0
+    job = get_job_id(run, "train")
     wait_for("sacct", lambda: "FAILED" in cluster.output(["sacct", "-nXj", job, "-o", "State"]), 30)
-    status = submit(cluster, tmp_path, "status", "runs/broken").stdout
+    status = run_submit(cluster, tmp_path, "status", "runs/broken").stdout
     assert re.search(r"^train +failed", status, re.M) and re.search(r"^evaluate +never", status, re.M), status
     assert "resume runs/broken" in status
-    assert submit(cluster, tmp_path, "resume", "runs/broken", "site.setup=[]").returncode == 0
-    wait_for("the end", lambda: "done" in events(run, "evaluate"))
+    assert run_submit(cluster, tmp_path, "resume", "runs/broken", "site.setup=[]").returncode == 0
+    wait_for("the end", lambda: "done" in list_event_names(run, "evaluate"))
     assert compute_run_digest(Run(tmp_path / "runs/broken")) == compute_run_digest(Run(calm / "runs/tiny"))
 
 
 def test_the_torchrun_template(calm: Path, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = copy(tmp_path, calm, "torchrun")
     monkeypatch.setenv("RANKS_PER_NODE", "1")
-    job = sbatch(cluster, tmp_path, "-N2", f"--output={tmp_path}/log", "slurm/templates/torchrun.sbatch", str(run))
-    wait_for("its end", lambda: "done" in events(run, "train") or cluster.job_state(job) == "FAILED")
+    job = submit_template(
+        cluster, tmp_path, "-N2", f"--output={tmp_path}/log", "slurm/templates/torchrun.sbatch", str(run)
+    )
+    wait_for("its end", lambda: "done" in list_event_names(run, "train") or cluster.job_state(job) == "FAILED")
     started = next(e for e in Run.open(run).read_events("train") if e["event"] == "started")
     assert started["ranks"] == 2 and started["slurm_job"] == job
     assert compute_run_digest(Run(tmp_path / "runs/torchrun")) == compute_run_digest(Run(calm / "runs/tiny")), (
@@ -240,4 +242,4 @@ def test_srun_by_hand_shows_the_first_traceback_and_ends_all(calm: Path, cluster
     trainer.write_text(good)
     done = subprocess.run(command, cwd=run / "code", capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    assert re.search(r"^train +done .* 2 ", submit(cluster, tmp_path, "status", "runs/hand").stdout, re.M)
+    assert re.search(r"^train +done .* 2 ", run_submit(cluster, tmp_path, "status", "runs/hand").stdout, re.M)

@@ -21,7 +21,7 @@ from slurm.query.job_states import UNKNOWN, JobState, RecordedJob, list_recorded
 from slurm.supervise import attempt_end, background, succession
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
-from tests.stories.test_slurm import submit, wait_for
+from tests.support.cluster_runs import run_submit, wait_for
 from tests.support.tiny import make_run, write_config
 from tracking import report
 
@@ -47,7 +47,7 @@ def speak_to(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
 def waiting(folder: Path, cluster: Cluster) -> tuple[Run, list[str]]:
     """A run whose training, its successor and its evaluation are held in the queue, and their ids."""
     run = make_run(folder, overrides=HELD)
-    done = submit(cluster, folder, "tiny.yaml", *HELD)
+    done = run_submit(cluster, folder, "tiny.yaml", *HELD)
     assert done.returncode == 0, done.stdout + done.stderr
     return run, [one.job_id for _, one in list_recorded_jobs(run)]
 
@@ -75,7 +75,7 @@ def test_jobs_of_another_run_that_have_the_ids_of_this_one_are_left_alone(
     cluster.lose_state()
     run, ids = waiting(tmp_path, cluster)
     assert ids == ["1", "2", "3"], "training, successor, evaluation"
-    assert re.search(r"^train +held +1 ", submit(cluster, tmp_path, "status", "runs/tiny").stdout, re.M)
+    assert re.search(r"^train +held +1 ", run_submit(cluster, tmp_path, "status", "runs/tiny").stdout, re.M)
     here = cluster if lost else other
     here.lose_state()
     comments = ["sluice /b/runs/tiny"] * 3
@@ -83,27 +83,27 @@ def test_jobs_of_another_run_that_have_the_ids_of_this_one_are_left_alone(
     before = queue(here, ids)
     assert [line.split()[1] for line in before].count("PENDING") == 2
 
-    status = submit(here, tmp_path, "status", "runs/tiny").stdout
+    status = run_submit(here, tmp_path, "status", "runs/tiny").stdout
     assert not re.search(r"^(train|evaluate) +(running|pending|held)", status, re.M), status
     speak_to(here, monkeypatch)
     assert succession.take_over(run, "train", place("2", 1)) is None
     assert [e["children"] for e in run.read_events("train", "took_over")] == ([[]] if lost else [])
     succession.cancel_unneeded_jobs(run, "train", place("1"), is_done=False)
     succession.cancel_unneeded_jobs(run, "train", place("1"), is_done=True)
-    assert submit(here, tmp_path, "cancel", "runs/tiny").returncode == 0
+    assert run_submit(here, tmp_path, "cancel", "runs/tiny").returncode == 0
     assert queue(here, ids) == before
-    done = submit(here, tmp_path, "resume", "runs/tiny", "stages.train.time=00:20:00")
+    done = run_submit(here, tmp_path, "resume", "runs/tiny", "stages.train.time=00:20:00")
     assert done.returncode == 0, done.stdout + done.stderr
     new = [one.job_id for _, one in list_recorded_jobs(run)][3:]
     assert new == ["4", "5", "6"] and "after 4" in done.stdout, done.stdout
     assert queue(here, ids) == before
-    done = submit(here, tmp_path, "cancel", "runs/tiny")
+    done = run_submit(here, tmp_path, "cancel", "runs/tiny")
     assert {line.split()[1] for line in queue(here, new)} == {"CANCELLED"} and queue(here, ids) == before
     if not lost:
         names = [c.output(["scontrol", "show", "config"]).split("ClusterName")[1].split()[1] for c in (cluster, other)]
         assert f"jobs of cluster {names[0]} are not seen from {names[1]}" in done.stdout
         assert {line.split()[1] for line in queue(cluster, ids)} == {"PENDING"}
-        assert submit(cluster, tmp_path, "cancel", "runs/tiny").returncode == 0
+        assert run_submit(cluster, tmp_path, "cancel", "runs/tiny").returncode == 0
         assert {line.split()[1] for line in queue(cluster, ids)} == {"CANCELLED"}, "there they are ours"
     here.clear()
 
@@ -113,11 +113,11 @@ def test_a_job_that_lost_its_comment_is_left_alone_and_named(tmp_path: Path, clu
     run, (train, heir, evaluate) = waiting(tmp_path, cluster)
     comment = f"sluice {run.path}"[:12] if cut else "a plugin was here"
     cluster.output(["scontrol", "update", f"JobId={train}", f"Comment={comment}"])
-    done = submit(cluster, tmp_path, "cancel", "runs/tiny")
+    done = run_submit(cluster, tmp_path, "cancel", "runs/tiny")
     assert f"to end it: scancel {train}" in done.stdout and f"(sluice {run.path})" in done.stdout, done.stdout
     assert [cluster.job_state(job) for job in (train, heir, evaluate)] == ["PENDING", "CANCELLED", "CANCELLED"]
-    assert f"scancel {train}" in submit(cluster, tmp_path, "status", "runs/tiny").stdout
-    assert f"scancel {train}" in submit(cluster, tmp_path, "resume", "runs/tiny").stdout
+    assert f"scancel {train}" in run_submit(cluster, tmp_path, "status", "runs/tiny").stdout
+    assert f"scancel {train}" in run_submit(cluster, tmp_path, "resume", "runs/tiny").stdout
     assert cluster.job_state(train) == "PENDING"
     cluster.clear()
 

@@ -27,7 +27,7 @@ from slurm.submit.chain import submit_chain
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.slurm.query.test_job_identity import HELD, queue
-from tests.stories.test_slurm import submit
+from tests.support.cluster_runs import run_submit
 from tests.support.tiny import make_run, write_config
 
 cluster = cluster_fixture()
@@ -37,11 +37,11 @@ pytestmark = pytest.mark.timeout(900)
 
 def test_a_frozen_controller(tmp_path: Path, cluster: Cluster) -> None:
     run = make_run(tmp_path, overrides=HELD)
-    assert submit(cluster, tmp_path, "tiny.yaml", *HELD).returncode == 0
+    assert run_submit(cluster, tmp_path, "tiny.yaml", *HELD).returncode == 0
     ids = [one.job_id for _, one in list_recorded_jobs(run)]
     before = queue(cluster, ids)
     with cluster.frozen():
-        status = submit(cluster, tmp_path, "status", "runs/tiny")
+        status = run_submit(cluster, tmp_path, "status", "runs/tiny")
         assert (
             status.returncode == 0
             and f"train unknown {NOT_RESPONDING}" in status.stdout
@@ -52,16 +52,16 @@ def test_a_frozen_controller(tmp_path: Path, cluster: Cluster) -> None:
             ["resume", "runs/tiny"],
             ["resume", "runs/tiny", "stages.train.time=1:00:00"],
         ):
-            refused = submit(cluster, tmp_path, *again)
+            refused = run_submit(cluster, tmp_path, *again)
             assert refused.returncode == ExitCode.USER_ERROR and NOT_RESPONDING in refused.stderr, (
                 again,
                 refused.stdout,
             )
         assert not run.metrics_file.exists() and not run.changes_file.exists(), "nothing was trained here, or changed"
-        cancelled = submit(cluster, tmp_path, "cancel", "runs/tiny").stdout
+        cancelled = run_submit(cluster, tmp_path, "cancel", "runs/tiny").stdout
         assert "they stay in the queue" in cancelled and NOT_RESPONDING in cancelled
     assert queue(cluster, ids) == before and len(cluster.output(["squeue", "-h"]).splitlines()) == len(ids)
-    assert "jobs" in submit(cluster, tmp_path, "cancel", "runs/tiny").stdout
+    assert "jobs" in run_submit(cluster, tmp_path, "cancel", "runs/tiny").stdout
     assert {line.split()[1] for line in queue(cluster, ids)} == {"CANCELLED"}
 
 

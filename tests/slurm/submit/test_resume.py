@@ -24,7 +24,14 @@ from slurm.query.status import StatusPoller
 from slurm.submit import chain, sbatch
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
-from tests.stories.test_slurm import evaluated, events, job_of, prepared, submit, wait_for
+from tests.support.cluster_runs import (
+    create_slow_run,
+    get_job_id,
+    has_evaluation,
+    list_event_names,
+    run_submit,
+    wait_for,
+)
 from tests.support.tiny import make_run, write_config
 
 cluster = cluster_fixture()
@@ -198,7 +205,7 @@ def test_everything_that_runs_is_found(tmp_path: Path, run: Run, queue: Queue) -
     os.close(lock)
     lock = run.lock_stage("shard", 1)
     assert lock is not None and run_jobs.list_running_work(run) == [f"shard of {run.name}"]
-    done = submit(None, tmp_path, "resume", "runs/tiny", "--update-code")
+    done = run_submit(None, tmp_path, "resume", "runs/tiny", "--update-code")
     assert done.returncode == ExitCode.USER_ERROR and "shard of runs/tiny is running" in done.stderr
     os.close(lock)
     assert run_jobs.list_running_work(run) == []
@@ -244,7 +251,7 @@ def test_a_sweep_and_its_points_are_one_question(
 def test_a_wrong_point_is_refused_before_anything_is_made(tmp_path: Path) -> None:
     write_config(tmp_path)
     for more in ([], ["--dry-run"]):
-        done = submit(None, tmp_path, "tiny.yaml", "sweep={grid: {optimizer.lrr: [1, 2]}}", *more)
+        done = run_submit(None, tmp_path, "tiny.yaml", "sweep={grid: {optimizer.lrr: [1, 2]}}", *more)
         assert done.returncode == ExitCode.USER_ERROR and "point 000 (optimizer.lrr=1)" in done.stderr, done.stderr
     assert not (tmp_path / "runs").exists()
     overrides = ["model.kv_heads=4", "sweep={grid: {model.kv_heads: [4, 2]}}", "stages.train.tasks_per_node=4"]
@@ -258,7 +265,7 @@ def test_a_wrong_point_is_refused_before_anything_is_made(tmp_path: Path) -> Non
 def test_new_values_reach_what_waits_and_a_save_is_waited_for(tmp_path: Path, run: Run, cluster: Cluster) -> None:
     config = write_config(tmp_path, "held", steps=60)
     held = ("stages.train.nodes=4", "site.sbatch={hold: true}")
-    path = prepared(tmp_path, config, held)
+    path = create_slow_run(tmp_path, config, held)
     (path / "data").rmdir()
     (path / "data").symlink_to(run.data_dir)
     trainer = path / "code/pipeline/train/trainer.py"  # a save takes long enough to come in between
@@ -266,24 +273,24 @@ def test_new_values_reach_what_waits_and_a_save_is_waited_for(tmp_path: Path, ru
     assert trainer.read_text().count(save) == 1
     slow = save.replace("self.save", "time.sleep(4)\n            self.save")
     trainer.write_text(trainer.read_text().replace(save, slow))
-    assert submit(cluster, tmp_path, "held.yaml", *held).returncode == 0
-    old = [job_of(path, stage) for stage in ("train", "evaluate")]
-    done = submit(cluster, tmp_path, "resume", "runs/held", "stages.train.nodes=2", "site.sbatch={hold: false}")
+    assert run_submit(cluster, tmp_path, "held.yaml", *held).returncode == 0
+    old = [get_job_id(path, stage) for stage in ("train", "evaluate")]
+    done = run_submit(cluster, tmp_path, "resume", "runs/held", "stages.train.nodes=2", "site.sbatch={hold: false}")
     assert done.returncode == 0, done.stdout + done.stderr
-    job = job_of(path, "train")
+    job = get_job_id(path, "train")
     assert [cluster.job_state(one) for one in old] == ["CANCELLED"] * 2 and job not in old
     wait_for("step 3", lambda: len(list(read_jsonl(path / "metrics.jsonl"))) >= 3)
-    done = submit(cluster, tmp_path, "resume", "runs/held", "stages.train.nodes=4")
+    done = run_submit(cluster, tmp_path, "resume", "runs/held", "stages.train.nodes=4")
     assert done.returncode == ExitCode.USER_ERROR and "cancel runs/held" in done.stderr
     assert Run.open(path).config.stages.train.nodes == 2
-    assert submit(cluster, tmp_path, "cancel", "runs/held").returncode == 0
-    wait_for("the save", lambda: "stopping" in events(path, "train"))
+    assert run_submit(cluster, tmp_path, "cancel", "runs/held").returncode == 0
+    wait_for("the save", lambda: "stopping" in list_event_names(path, "train"))
     trainer.write_text(trainer.read_text().replace("time.sleep(0.5)", "pass"))  # fast from here on
-    done = submit(cluster, tmp_path, "resume", "runs/held")
+    done = run_submit(cluster, tmp_path, "resume", "runs/held")
     assert f"after {job}\n" in done.stdout, done.stdout + done.stderr
-    wait_for("the evaluation", lambda: evaluated(path))
+    wait_for("the evaluation", lambda: has_evaluation(path))
     wait_for("an empty queue", lambda: not cluster.output(["squeue", "-h"]))
-    assert events(path, "train").count("started") == 2 and "stopped" in events(path, "train")
+    assert list_event_names(path, "train").count("started") == 2 and "stopped" in list_event_names(path, "train")
     assert [line["step"] for line in read_jsonl(path / "metrics.jsonl")] == list(range(1, 61))
 
 
@@ -292,13 +299,13 @@ def test_a_sweep_whose_first_job_died_is_mended(tmp_path: Path, cluster: Cluster
     write_config(tmp_path)
     small = ("stages.train.tasks_per_node=1", "stages.evaluate.tasks_per_node=1", "train.steps=6")
     setup = f"site.setup=[test -e {tmp_path}/mended || exit 9]"
-    assert submit(cluster, tmp_path, "tiny.yaml", SWEEP, *small, setup).returncode == 0
+    assert run_submit(cluster, tmp_path, "tiny.yaml", SWEEP, *small, setup).returncode == 0
     path = tmp_path / "runs/tiny"
-    wait_for("the death", lambda: cluster.job_state(job_of(path, "prepare")) == "FAILED")
+    wait_for("the death", lambda: cluster.job_state(get_job_id(path, "prepare")) == "FAILED")
     (tmp_path / "mended").touch()
-    done = submit(cluster, tmp_path, "resume", "runs/tiny")
+    done = run_submit(cluster, tmp_path, "resume", "runs/tiny")
     assert "0 done, 0 under way" in done.stdout, done.stdout + done.stderr
-    wait_for("both evaluations", lambda: all(map(evaluated, (path / "points/000", path / "points/001"))))
+    wait_for("both evaluations", lambda: all(map(has_evaluation, (path / "points/000", path / "points/001"))))
     wait_for("an empty queue", lambda: not cluster.output(["squeue", "-h"]))
 
 
@@ -307,14 +314,14 @@ def test_a_sweep_whose_first_job_died_is_mended(tmp_path: Path, cluster: Cluster
 def test_a_corrected_config_replaces_what_waits(tmp_path: Path, cluster: Cluster, sweep: tuple[str, ...]) -> None:
     write_config(tmp_path, steps=6)
     small = ("stages.train.tasks_per_node=1", "stages.evaluate.tasks_per_node=1", *sweep)
-    held = submit(cluster, tmp_path, "tiny.yaml", *small, "optimizer.weight_decay=0.5", "site.sbatch={hold: true}")
+    held = run_submit(cluster, tmp_path, "tiny.yaml", *small, "optimizer.weight_decay=0.5", "site.sbatch={hold: true}")
     assert held.returncode == 0, held.stdout + held.stderr
     waiting = set(cluster.output(["squeue", "-h", "--format=%A"]).split())
-    done = submit(cluster, tmp_path, "tiny.yaml", *small, "optimizer.weight_decay=0.25")
+    done = run_submit(cluster, tmp_path, "tiny.yaml", *small, "optimizer.weight_decay=0.25")
     assert "corrected optimizer.weight_decay: 0.5 → 0.25" in done.stdout, done.stdout + done.stderr
     assert len(waiting) >= 4 and {*" ".join(map(cluster.job_state, waiting)).split()} == {"CANCELLED"}
     path = tmp_path / "runs/tiny"
     trained = [path / "points/000", path / "points/001"] if sweep else [path]
-    wait_for("the evaluation", lambda: all(map(evaluated, trained)))
+    wait_for("the evaluation", lambda: all(map(has_evaluation, trained)))
     assert {Run.open(run).config.optimizer.weight_decay for run in trained} == {0.25}
     wait_for("an empty queue", lambda: not cluster.output(["squeue", "-h"]))

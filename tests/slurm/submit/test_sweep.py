@@ -28,7 +28,7 @@ from slurm.query import status
 from slurm.query.status import StageStatus, StatusPoller, print_status, tabulate_points
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
-from tests.stories.test_slurm import events, submit, wait_for
+from tests.support.cluster_runs import list_event_names, run_submit, wait_for
 from tests.support.tiny import compute_run_digest, make_run, slow_down_steps, write_config
 from tracking.report import print_report, read_report_data
 
@@ -174,8 +174,8 @@ def test_the_table_of_points_has_the_metrics_of_ones_own_model(
 
 def test_four_points_on_slurm_and_one_is_preempted(tmp_path: Path, data: Path, cluster: Cluster) -> None:
     run = slow_down_steps(swept(tmp_path, data))
-    dry = submit(cluster, tmp_path, "tiny.yaml", SWEEP, *SMALL, "--dry-run", "--scripts").stdout
-    done = submit(cluster, tmp_path, "tiny.yaml", SWEEP, *SMALL)
+    dry = run_submit(cluster, tmp_path, "tiny.yaml", SWEEP, *SMALL, "--dry-run", "--scripts").stdout
+    done = run_submit(cluster, tmp_path, "tiny.yaml", SWEEP, *SMALL)
     for stage in ("train", "evaluate"):
         (written,) = (path.read_text() for path in (run.jobs_dir / stage).glob("*_submission.sh"))
         planned = dry.partition(f"# ---- on Slurm: {stage}\n")[2].partition("\n\n# ---- ")[0].rstrip()
@@ -188,26 +188,26 @@ def test_four_points_on_slurm_and_one_is_preempted(tmp_path: Path, data: Path, c
     cluster.output(["sbatch", "--parsable", *wanted])
     assert under_way(run), "its own stages are done, and its points go on"
     wait_for("all evaluations", lambda: all(any(p.evaluation_dir.glob("step-*.json")) for p in found), 150)
-    requeued = [p for p in found if "requeued" in events(p.path, "train")]
+    requeued = [p for p in found if "requeued" in list_event_names(p.path, "train")]
     assert len(requeued) == 1, "one point was preempted; the others went on"
-    assert events(requeued[0].path, "train").count("started") == 2
-    assert all(events(p.path, "train").count("started") == 1 for p in found if p is not requeued[0])
+    assert list_event_names(requeued[0].path, "train").count("started") == 2
+    assert all(list_event_names(p.path, "train").count("started") == 1 for p in found if p is not requeued[0])
     for point in found:
         assert [line["step"] for line in read_jsonl(point.metrics_file)] == list(range(1, 25))
-    table = submit(cluster, tmp_path, "report", "runs/tiny").stdout
+    table = run_submit(cluster, tmp_path, "report", "runs/tiny").stdout
     rows = [line.split() for line in table.splitlines() if line.strip()[:3] in ("000", "001", "002", "003")]
     assert len(rows) == 4 and [float(row[-1]) for row in rows] == sorted(float(row[-1]) for row in rows)
     assert re.search(r"^train +4 points +4 +done, preempted ", table, re.M) and "training time ratio" in table, table
     training = [a for a in read_report_data(run, StatusPoller(run).poll()).attempts if a.stage == "train"]
     assert sum(a.seconds["compute"] for a in training) > 40, "96 steps of half a second"
     wait_for("the end of the watching", lambda: not under_way(run))
-    watched = submit(cluster, tmp_path, "status", "runs/tiny", "--watch")
+    watched = run_submit(cluster, tmp_path, "status", "runs/tiny", "--watch")
     assert watched.returncode == 0 and "003" in watched.stdout, watched.stdout + watched.stderr
-    again = submit(cluster, tmp_path, "resume", "runs/tiny")
+    again = run_submit(cluster, tmp_path, "resume", "runs/tiny")
     assert "4 points: 4 done" in again.stdout, again.stdout + again.stderr
     (tmp_path / "alone").mkdir()
     alone = swept(tmp_path / "alone", data)
-    assert submit(None, tmp_path / "alone", "tiny.yaml", SWEEP, *SMALL, "--executor", "local").returncode == 0
+    assert run_submit(None, tmp_path / "alone", "tiny.yaml", SWEEP, *SMALL, "--executor", "local").returncode == 0
     for here, there in zip(list_points(alone), found, strict=True):
         assert compute_run_digest(here) == compute_run_digest(there)
 
@@ -226,12 +226,12 @@ def test_each_checkpoint_is_evaluated_as_it_appears(tmp_path: Path, data: Path, 
     )
     text = trainer.read_text().replace(anchor, f"{waiting}\n            time.sleep(0.1)\n{anchor}", 1)
     trainer.write_text(text)  # the training waits for an evaluation that must come while it goes on
-    assert submit(cluster, tmp_path, "tiny.yaml", *overrides).returncode == 0
+    assert run_submit(cluster, tmp_path, "tiny.yaml", *overrides).returncode == 0
     wait_for("the first evaluation", early.exists)
     wait_for("the last evaluation", (run.evaluation_dir / "step-00000024.json").exists)
     wait_for("an empty queue", lambda: not cluster.output(["squeue", "-h"]))
     assert [json.loads(p.read_text())["step"] for p in sorted(run.evaluation_dir.glob("*.json"))] == [8, 16, 24]
-    assert "failed" not in events(run.path, "evaluate")
+    assert "failed" not in list_event_names(run.path, "evaluate")
 
 
 def test_whoever_looks_at_a_sweep_makes_nothing_and_a_moved_one_stays_where_it_is(tmp_path: Path) -> None:

@@ -412,7 +412,7 @@ def test_a_number_that_is_none_is_no_traceback(finished: Path) -> None:
         )
 
 
-def broken_code(folder: Path) -> None:
+def write_broken_packages(folder: Path) -> None:
     """Packages as a checkout has them, in the middle of a bad edit."""
     for package in ("slurm", "pipeline"):
         (folder / package).mkdir()
@@ -423,7 +423,7 @@ def broken_code(folder: Path) -> None:
 @pytest.mark.story
 def test_a_run_uses_its_own_code_and_not_the_working_directory(finished: Path, tmp_path: Path) -> None:
     shutil.copytree(finished / "runs/tiny", tmp_path / "runs/tiny")
-    broken_code(tmp_path)
+    write_broken_packages(tmp_path)
     assert verified(tmp_path) == undisturbed(finished)
     (tmp_path / "runs/tiny/evaluation/step-00000060.json").unlink()
     done = submit(tmp_path, "resume", "runs/tiny")

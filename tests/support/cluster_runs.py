@@ -1,0 +1,89 @@
+"""Runs on the test cluster, for stories: submit them, wait for them, preempt them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeline.base.files import read_jsonl
+from pipeline.config.read import load_config
+from pipeline.run.code import CODE_ROOT
+from pipeline.run.directory import Run
+from tests.cluster import Cluster
+from tests.support.tiny import slow_down_steps, write_config
+
+NODES = ("stages.train.nodes=4", "stages.train.tasks_per_node=1", "stages.evaluate.nodes=2")
+
+
+def run_submit(cluster: Cluster | None, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run submit.py in `folder`, with the Slurm of `cluster` if there is one."""
+    command = [sys.executable, str(CODE_ROOT / "submit.py"), *arguments]
+    environment = {**os.environ, **(cluster.environment() if cluster else {}), "COLUMNS": "200"}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+
+
+def wait_for(description: str, condition: Callable[[], Any], timeout: float = 300) -> None:
+    """Wait until the condition is true. The time-out is long, because the machine may be busy."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"{description} did not happen within {timeout:.0f} s"
+        time.sleep(0.3)
+
+
+def wait_for_empty_queue(cluster: Cluster, timeout: float = 240) -> None:
+    """Wait until no job is pending or running."""
+    wait_for("an empty queue", lambda: not cluster.run(["squeue", "-h"], timeout=60).stdout.strip(), timeout)
+
+
+def list_event_names(run: Path, stage: str | None = None) -> list[str]:
+    return [event["event"] for event in Run.open(run).read_events(stage)]
+
+
+def count_steps(run: Path) -> int:
+    """Return the number of steps in metrics.jsonl."""
+    return len(list(read_jsonl(run / "metrics.jsonl")))
+
+
+def has_evaluation(run: Path) -> bool:
+    return any((run / "evaluation").glob("step-*.json"))
+
+
+def get_job_id(run: Path, stage: str) -> str:
+    """Return the ID of the newest job of a stage."""
+    return str(Run.open(run).read_events(stage, "submitted")[-1]["job_id"])
+
+
+def write_config_on_data(folder: Path, calm: Path, name: str) -> Path:
+    """Write the config of a training of 40 steps with a copy of the data of the undisturbed run in `calm`."""
+    text = write_config(folder, name, steps=40).read_text()
+    path = folder / f"{name}.yaml"
+    path.write_text(text.replace(str(folder / "corpus.jsonl"), str(calm / "corpus.jsonl")))
+    (folder / "runs" / name).mkdir(parents=True)
+    subprocess.run(["cp", "-r", str(calm / "runs/tiny/data"), str(folder / "runs" / name / "data")], check=True)
+    return path
+
+
+def create_slow_run(folder: Path, config: Path, overrides: Sequence[str] = NODES) -> Path:
+    """Create the run of a config with slow steps, before it is submitted, and return its path."""
+    return slow_down_steps(Run.create(load_config(config, overrides))).path
+
+
+def submit_template(cluster: Cluster, folder: Path, *arguments: str) -> str:
+    """Submit a template of slurm/templates with sbatch, as a user does, and return the job ID."""
+    environment = {**os.environ, **cluster.environment(), "PYTHON": sys.executable}
+    command = ["sbatch", "--parsable", *arguments]
+    done = subprocess.run(command, cwd=CODE_ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def preempt_all_nodes(cluster: Cluster) -> None:
+    """Submit a short job to a partition of higher priority that needs all nodes."""
+    command = ["sbatch", "--parsable", "-phigh", "-N4", "-c4", "-o", "/dev/null", "--wrap", "sleep 3"]
+    submitted = cluster.run(command, timeout=60)
+    assert submitted.returncode == 0, submitted.stderr
