@@ -157,7 +157,7 @@ def test_what_is_not_replayed_repeats(schedule: str, virtual: int, monkeypatch: 
     forward = tuple(1 + 0.1 * (stage % 3) for stage in range(4 * virtual))
     times = (schedule, 4, virtual, 24, forward, tuple(2 * time for time in forward))
     short = predicting._pipeline_span(*times)
-    monkeypatch.setattr(predicting, "REPLAYED", 100)
+    monkeypatch.setattr(predicting, "REPLAYED_ROUNDS", 100)
     assert short == pytest.approx(predicting._pipeline_span.__wrapped__(*times), rel=0.02)
 
 
