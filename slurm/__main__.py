@@ -1,4 +1,4 @@
-"""Entry point of a job: `python -m slurm STAGE RUN` supervises one stage of a run, in a Slurm job or by hand."""
+"""Entry point of a job: `python -m slurm STAGE RUN` supervises a stage of a run, in a Slurm job or on this machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipeline.run.directory import Run
 
 
 def main(arguments: list[str]) -> int:
-    """Supervise a stage, and return the exit code."""
+    """Supervise the stage that the command line names. Return the exit code."""
     flag = StopFlag().install()
     try:
         if len(arguments) != 2 or arguments[0].startswith("-"):

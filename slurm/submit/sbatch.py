@@ -50,11 +50,11 @@ from slurm.query.job_states import (
 from slurm.query.run_jobs import SubmittedJob, find_run_jobs
 from slurm.query.slurm_messages import SBATCH_ERROR, SBATCH_NO_REPLY
 from slurm.submit.site_environment import (
+    build_export_option,
+    build_site_environment,
     check_job_environment,
-    export_option,
-    job_python,
+    get_job_python,
     secrets_script_lines,
-    site_environment,
 )
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def build_sbatch_parameters(run: Run, config: Config, stage: str, after: str | N
     options |= {key: value for key, value in site.sbatch.items() if value is not False}
     options |= {"requeue" if site.requeue else "no-requeue": True, "distribution": site.distribution}
     options |= {"switches": site.switches, "mem": f"{math.ceil(site.mem_gb * 1024)}M" if site.mem_gb else None}
-    options["export"] = export_option(site)
+    options["export"] = build_export_option(site)
     if resources.min_nodes < resources.max_nodes:
         # no tasks per node: Slurm would multiply them by the minimum of nodes, and grant no more nodes than tasks
         del values["ntasks_per_node"]
@@ -146,7 +146,7 @@ def build_sbatch_parameters(run: Run, config: Config, stage: str, after: str | N
         )
     if STAGES[stage].is_training and (problem := find_planned_placement_problem(config)):
         raise UserError("slurm.bad_placement", problem)
-    exports = site_environment(site)
+    exports = build_site_environment(site)
     _check_representable(run.path, {**values, **options, **exports})
     values["additional_parameters"] = {key: value for key, value in options.items() if value is not None}
     values["setup"] = _build_setup_lines(run, config, stage, exports)
@@ -207,7 +207,7 @@ def _make_executor(run: Run, config: Config, stage: str, after: str | None = Non
     executed = dict.fromkeys(map(str, (home, home / "code", run.path)))
     ownership_check = make_ownership_script(map(shlex.quote, executed))
     # `exec`: a shell would die of a signal that is sent to the batch script alone
-    python = f"{ownership_check}\nexec {shlex.quote(job_python(config.site))}"
+    python = f"{ownership_check}\nexec {shlex.quote(get_job_python(config.site))}"
     executor = BatchExecutor(run.jobs_dir / stage, python=python)
     executor.update_parameters(**build_sbatch_parameters(run, config, stage, after))
     return executor

@@ -1,4 +1,8 @@
-"""What a site's profile puts into a job's environment, and what must be there for it when a job is submitted."""
+"""The environment of a site's jobs: variables, secrets and Python, as the site profile (`site:`) defines them.
+
+:func:`check_job_environment` checks them when a job is submitted. The batch script sets them (slurm/submit/sbatch.py).
+If no such script has run, :func:`apply_site_environment` sets them in the process itself.
+"""
 
 from __future__ import annotations
 
@@ -16,74 +20,91 @@ from pipeline.config.site import SiteConfig
 from slurm.query.job_states import require_single_cluster
 
 SETUP_NOT_RUN = "site.setup is not run here: put its lines into the shell or script that this was started from"
-_PRIVATE = (0o600, 0o400)
+_PRIVATE_MODES = (0o600, 0o400)
 
 
-def site_environment(site: SiteConfig) -> dict[str, str]:
-    """What the site profile puts into a job's environment (NCCL's and Gloo's manuals; tempfile's TMPDIR)."""
-    interface = site.network_interface
-    named = {} if interface is None else {"NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface}
-    return named if site.scratch is None else {**named, "TMPDIR": str(site.scratch)}
+def build_site_environment(site: SiteConfig) -> dict[str, str]:
+    """Return the variables that the site profile sets: the network interface of NCCL and Gloo, and TMPDIR."""
+    environment: dict[str, str] = {}
+    if site.network_interface is not None:
+        environment |= dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), site.network_interface)
+    if site.scratch is not None:
+        environment["TMPDIR"] = str(site.scratch)
+    return environment
 
 
-def job_python(site: SiteConfig) -> str:
-    """The Python of the site's jobs. A folder that only the nodes have is told from a file by its name."""
+def get_job_python(site: SiteConfig) -> str:
+    """Return the Python interpreter of the site's jobs.
+
+    `site.python` is an interpreter or a virtual environment. It may exist on the compute nodes only. A path whose last
+    part looks like `python3.11` is an interpreter, unless it is a directory here.
+    """
     if site.python is None:
         return sys.executable
-    program = re.fullmatch(r"python[\d.]*", site.python.name) and not site.python.is_dir()
-    return str(site.python if program else site.python / "bin/python")
+    is_interpreter = re.fullmatch(r"python[\d.]*", site.python.name) and not site.python.is_dir()
+    return str(site.python if is_interpreter else site.python / "bin/python")
 
 
-def export_option(site: SiteConfig) -> str | None:
-    """The `--export` of the site's jobs (sbatch(1)); None where nothing is to be said of it."""
+def build_export_option(site: SiteConfig) -> str | None:
+    """Return sbatch's option `--export` for the site's jobs; None for the default, which exports all variables."""
     if not site.pass_:
         return None if site.export == "all" else "NONE"
     return ",".join([*(["ALL"] if site.export == "all" else ["HOME", "PATH", "USER"]), *site.pass_])
 
 
 def check_job_environment(site: SiteConfig, env: Mapping[str, str]) -> None:
-    """Raise UserError where a variable of `site.pass` is not set in `env`, or `site.secrets` is not ours alone.
+    """Check that a job with this environment can start.
 
-    And where `env` leads to another cluster.
+    Args:
+        site: the site's config.
+        env: the environment in which the job is submitted.
+
+    Raises:
+        UserError: if a variable of `site.pass` is not set, another user can read `site.secrets`, or `env` selects
+            another cluster.
     """
     require_single_cluster(env)
-    if missing := [name for name in site.pass_ if not env.get(name)]:
+    if unset := [name for name in site.pass_ if not env.get(name)]:
         raise UserError(
             "site.variable_not_set",
-            f"site.pass: {', '.join(missing)} not set in this environment: export it and repeat the command, or "
+            f"site.pass: {', '.join(unset)} not set in this environment: export it and repeat the command, or "
             "remove it from site.pass",
         )
     if site.secrets is None:
         return
     path = site.secrets.expanduser()
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError as error:
         raise UserError(
             "site.unreadable_secrets", f"site.secrets: {path}: {error.strerror}: create it or remove it from the config"
         ) from error
-    mode = stat.S_IMODE(found.st_mode)
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or mode not in _PRIVATE:
+    mode = stat.S_IMODE(status.st_mode)
+    is_own_file = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+    if not is_own_file or mode not in _PRIVATE_MODES:
         raise UserError(
-            "site.secrets_readable", f"{_describe_exposure(path)} (it is of uid {found.st_uid}, mode {mode:o})"
+            "site.secrets_readable",
+            f"{_describe_exposure(path)} (its owner has uid {status.st_uid}, its mode is {mode:o})",
         )
 
 
 def secrets_script_lines(site: SiteConfig) -> list[str]:
-    """Shell that runs `site.secrets` and exports what it sets; it ends the job where the file is not its user's alone.
+    """Return shell lines that run `site.secrets` and export the variables that it sets.
 
-    :func:`refuse_unready` looked before, but the job may start days later. The file is opened once: what is checked
-    is what is run, whatever the path leads to meanwhile.
+    The lines end the job if the file is not private to its user. :func:`check_job_environment` checks this at
+    submission, but the job may start days later. The file is opened once, so that the checked file is the one that
+    runs, even if the path is replaced in between.
     """
     if site.secrets is None:
         return []
     path = site.secrets.expanduser()
-    quoted, words = shlex.quote(str(path)), shlex.quote(f"error: {_describe_exposure(path)}")
+    quoted = shlex.quote(str(path))
+    message = shlex.quote(f"error: {_describe_exposure(path)}")
     return [
         f"{{ [[ -f {quoted} ]] && exec {{sluice_fd}}< {quoted} && "
-        # our own, an ordinary file (81..), mode 0600 or 0400
+        # owned by this user, a regular file (81..), mode 0600 or 0400
         """[[ $(stat -Lc '%u %f' "/proc/self/fd/$sluice_fd") == "$EUID 81"[08]0 ]]; } || """
-        f"{{ echo {words} >&2; exit {int(ExitCode.USER_ERROR)}; }}",
+        f"{{ echo {message} >&2; exit {int(ExitCode.USER_ERROR)}; }}",
         'set -a; . "/proc/self/fd/$sluice_fd"; set +a; exec {sluice_fd}<&-; unset sluice_fd',
     ]
 
@@ -104,7 +125,7 @@ def apply_site_environment(site: SiteConfig, job_id: str | None) -> None:
     check_job_environment(site, os.environ)
     if os.environ.get("SLUICE_JOB_ID") == job_id:  # the batch script did this, and ran site.setup after it
         return
-    os.environ.update(site_environment(site))
+    os.environ.update(build_site_environment(site))
     if script_lines := secrets_script_lines(site):
         shell = ["bash", "-c", "\n".join([*script_lines, "env -0"])]
         output = subprocess.run(shell, stdout=subprocess.PIPE, text=True, timeout=60, check=True).stdout
@@ -116,4 +137,4 @@ def apply_site_environment(site: SiteConfig, job_id: str | None) -> None:
 
 
 def _describe_exposure(path: Path) -> str:
-    return f"site.secrets: {path} must be a file of your own that nobody else can read: chmod 600 {path}"
+    return f"site.secrets: {path} must be your own file and readable only by you: chmod 600 {path}"

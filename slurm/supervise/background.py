@@ -26,7 +26,7 @@ from pipeline.run.code import start_process
 from pipeline.run.directory import Run
 from pipeline.train.train_stage import is_complete_early
 from slurm.query.job_states import events_since_submission, list_recorded_jobs, query_job_states
-from slurm.submit.site_environment import job_python
+from slurm.submit.site_environment import get_job_python
 
 FOLLOWER_DRAIN_S = 10.0
 """How long followers may hand over the rest when the stage's job ends. The next follower, or `submit.py track RUN`,
@@ -58,7 +58,7 @@ def run_followers(run: Run, stage: str, nodes: Sequence[str], on_slurm: bool) ->
     if track.telemetry_s is not None:
         # --overlap lets the step share the CPUs of the ranks' step (srun(1)); a job on one node needs no step
         step = ["srun", "--overlap", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1"]
-        step += ["--cpus-per-task=1", "--mem=0", f"--chdir={run.code_dir}", job_python(run.config.site)]
+        step += ["--cpus-per-task=1", "--mem=0", f"--chdir={run.code_dir}", get_job_python(run.config.site)]
         processes.append(_start_follower(run, "telemetry", step if on_slurm and len(nodes) > 1 else [sys.executable]))
     try:
         yield

@@ -34,7 +34,7 @@ from pipeline.config.stages import STAGES
 from pipeline.run.code import make_code_env, start_process
 from pipeline.run.directory import Run, utc_timestamp
 from slurm.query import slurm_messages
-from slurm.submit.site_environment import job_python
+from slurm.submit.site_environment import get_job_python
 
 SRUN_WAIT_S = 60
 """How long srun lets the other tasks of a step run after the first one exited. A save takes less time."""
@@ -221,7 +221,7 @@ def build_rank_command(run: Run, stage: str) -> RankCommand:
     container = site.container
     code_dir = str(run.code_dir)
     if container is None:
-        return RankCommand((job_python(site),), tuple(options))
+        return RankCommand((get_job_python(site),), tuple(options))
     disk = Path(os.path.expandvars(site.local_disk or ""))
     folders = dict.fromkeys((run.path, run.code_dir.resolve().parent, run.data_dir.resolve(), site.scratch))
     shared = [str(folder) for folder in folders if folder is not None]

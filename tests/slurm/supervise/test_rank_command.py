@@ -21,7 +21,7 @@ from pipeline.run.directory import Run
 from pipeline.run.points import create_points
 from slurm.query.job_states import cluster_name
 from slurm.submit.sbatch import render_batch_script
-from slurm.submit.site_environment import check_job_environment, job_python
+from slurm.submit.site_environment import check_job_environment, get_job_python
 from slurm.supervise import launch
 from slurm.supervise.launch import RankLauncher, SrunLauncher, build_rank_command
 from tests.support.tiny import write_config
@@ -90,7 +90,7 @@ def test_ranks_start_with_the_sites_python_and_options(tmp_path: Path, called: P
 def test_an_environment_is_told_from_an_interpreter(tmp_path: Path, python: str, program: str) -> None:
     (tmp_path / "python3").mkdir()
     site = load_config(write_config(tmp_path), [f"site.python={python.format(here=tmp_path)}"]).site
-    assert job_python(site) == program.format(here=tmp_path)
+    assert get_job_python(site) == program.format(here=tmp_path)
 
 
 def test_pyxis_starts_ranks_in_an_image(tmp_path: Path, called: Path) -> None:
