@@ -182,8 +182,8 @@ def make_ownership_script(folders: Iterable[str]) -> str:
     The first one contains the others: if it is closed to others, they cannot reach these, whatever their modes are.
     """
     return f"""\
-# others may have replaced the run while the job waited: what it executes must still be your own
-( # in a subshell: its variables are not yours
+# another user may have replaced the run while the job waited: the code that runs must still be yours
+( # a subshell, so that its variables do not remain set
   closed=
   for folder in {" ".join(folders)}; do
     found=$(stat -c '%u %f' -- "$folder" 2>&1) || :
