@@ -150,11 +150,11 @@ def rank_main(only_hooks: bool) -> None:
         return measured[1:]
 
     parts = {"meeting": 0.0, "moving data": 0.0}  # seconds of the group's own thread, summed over a step's buckets
-    meet = CollectiveThread._meet
+    meet = CollectiveThread._wait_for_all_ranks
 
-    def timed_meet(lane: CollectiveThread, item: Any) -> None:
+    def timed_meet(thread: CollectiveThread, item: Any) -> None:
         finish, started = item.work.finish, time.perf_counter()
-        meet(lane, item)
+        meet(thread, item)
         met = time.perf_counter()
 
         def timed_finish(error: BaseException | None = None) -> None:
@@ -164,7 +164,7 @@ def rank_main(only_hooks: bool) -> None:
         item.work.finish = timed_finish
         parts["meeting"] += met - started
 
-    CollectiveThread._meet = timed_meet  # type: ignore[assignment,method-assign]
+    CollectiveThread._wait_for_all_ranks = timed_meet  # type: ignore[assignment,method-assign]
     result: dict[str, Any] = {"raw": {}, "ddp": {}, "cpu": {}, "parts": {}}
     for name, count in {} if only_hooks else RAW.items():
         reduce = {b: functools.partial(dist.all_reduce, torch.ones(count), group=group) for b, group in groups.items()}

@@ -1,1 +1,1 @@
-"""A process group over MPI for the stock torch wheel."""
+"""A torch.distributed process group over MPI, for torch wheels without MPI."""

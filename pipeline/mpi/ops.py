@@ -1,12 +1,13 @@
-"""Tensors and reductions in MPI's words: datatypes, buffers, operations, and host copies of what MPI cannot read.
+"""Map tensors and reductions to MPI: datatypes, operations, buffers, and host copies if MPI cannot use a tensor.
 
-MPI knows most of torch's types. It has no 16-bit floats, so their reductions are operations of our own that run in
-torch (`MPI.Op.Create`), rounding at every hop as Gloo and NCCL do; `accurate` sums in fp32 and rounds once, at
-twice the bytes. Types that MPI cannot reduce (float8) still travel. AVG is a sum and a division.
+MPI has datatypes for most of torch's types. It has none for 16-bit floats, so these are reduced by custom operations
+that run in torch (`MPI.Op.Create`). They round at every hop, as Gloo and NCCL do; with `accurate_sums` they sum in fp32
+and round once, at twice the bytes. Types that MPI cannot reduce (float8) can still be sent. AVG is a sum and a
+division.
 
-What MPI cannot use in place goes through a contiguous copy in host memory, pinned for a GPU (`Staged`): strided tensors
-and lists of tensors, those on a GPU where MPI is not CUDA-aware, and there 16-bit floats to reduce, for our operations
-read host memory. Copies are over when they return: MPI knows nothing of streams.
+`HostBuffer` copies to contiguous host memory, pinned for a GPU, what MPI cannot use in place: strided tensors, lists of
+tensors, and GPU tensors if MPI is not CUDA-aware. 16-bit floats on a GPU are copied for a reduction, because the custom
+operations read host memory. Copies are synchronous, because MPI does not know CUDA streams.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from mpi4py import MPI
 
 Operand = torch.Tensor | Sequence[torch.Tensor]
-"""What an operation reads or writes: a tensor, one per rank, or nothing."""
+"""What an operation reads or writes: a tensor, one tensor per rank, or nothing."""
 _FLOATS_16 = (torch.float16, torch.bfloat16)
 _TYPES = {
     torch.float32: MPI.FLOAT,
@@ -39,84 +40,94 @@ _OPS: dict[str, tuple[MPI.Op, MPI.Op, Callable[..., torch.Tensor]]] = {
     "MIN": (MPI.MIN, MPI.LAND, torch.minimum),
     "MAX": (MPI.MAX, MPI.LOR, torch.maximum),
 }
-"""What reduces numbers, booleans, and, in torch, 16-bit floats."""
+"""MPI's operation on numbers, MPI's operation on booleans, and torch's function for 16-bit floats."""
 
 
 def mpi_reduction(op: Any, dtype: torch.dtype) -> MPI.Op:
-    """The MPI operation of a `dist.ReduceOp.RedOpType`. Raises ValueError for one that the type does not have."""
+    """Return the MPI operation for a `dist.ReduceOp.RedOpType`. Raise ValueError if it does not support `dtype`."""
     if dtype not in _TYPES or op.name not in _OPS or (op.name == "AVG" and not dtype.is_floating_point):
         raise ValueError(f"the MPI backend cannot reduce {dtype} with {op.name}")
-    numbers, booleans, combine = _OPS[op.name]
+    number_op, boolean_op, torch_function = _OPS[op.name]
     if dtype in _FLOATS_16:
-        return _op_16(combine, dtype)
-    return booleans if dtype == torch.bool else numbers
+        return _make_16_bit_op(torch_function, dtype)
+    return boolean_op if dtype == torch.bool else number_op
 
 
 @functools.cache
-def _op_16(combine: Callable[..., torch.Tensor], dtype: torch.dtype) -> MPI.Op:
-    """An operation on 16-bit floats; made once per kind, for MPI has room for few."""
+def _make_16_bit_op(torch_function: Callable[..., torch.Tensor], dtype: torch.dtype) -> MPI.Op:
+    """Create an operation on 16-bit floats. The result is cached, because MPI supports only a few operations."""
 
     def reduce(source: Any, target: Any, _: MPI.Datatype) -> None:
-        if len(target):  # some algorithms reduce empty pieces
-            a, b = (torch.frombuffer(memory, dtype=dtype) for memory in (source, target))
-            combine(a, b, out=b)
+        if len(target):  # some algorithms reduce empty parts
+            source_values = torch.frombuffer(source, dtype=dtype)
+            target_values = torch.frombuffer(target, dtype=dtype)
+            torch_function(source_values, target_values, out=target_values)
 
     return MPI.Op.Create(reduce, commute=True)
 
 
-def list_tensors(side: Operand) -> Sequence[torch.Tensor]:
-    """The tensors of one side of an operation."""
-    return [side] if isinstance(side, torch.Tensor) else side
+def list_tensors(operand: Operand) -> Sequence[torch.Tensor]:
+    """Return the tensors of an operand."""
+    return [operand] if isinstance(operand, torch.Tensor) else operand
 
 
 class HostBuffer:
-    """Tensors as MPI can read and write them: `host` is the tensor itself, or a contiguous copy in host memory."""
+    """Memory that MPI can read and write: `host` is the tensor itself, or a contiguous copy in host memory.
 
-    def __init__(self, tensors: Operand, read: bool = True, reduces: bool = False, accurate: bool = False) -> None:
-        """`tensors`: one, or a list for a copy of them all, one after the other; they share their type.
+    Args:
+        tensors: a tensor, or tensors of one type that are concatenated.
+        read: whether MPI reads the current values.
+        reduces: whether MPI computes with the values.
+        accurate_sums: whether it computes with 16-bit floats as fp32.
+    """
 
-        read: whether MPI reads what they hold now. reduces: whether it computes with it, 16-bit floats, where
-        `accurate`, as fp32.
-        """
+    def __init__(self, tensors: Operand, read: bool = True, reduces: bool = False, accurate_sums: bool = False) -> None:
         parts = list_tensors(tensors)
-        one = parts[0] if parts else torch.empty(0)
+        first = parts[0] if parts else torch.empty(0)
         self.counts = [tensor.numel() for tensor in parts]
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        small = reduces and one.dtype in _FLOATS_16
-        kind = torch.float32 if small and accurate else one.dtype
-        reachable = not one.is_cuda or (is_cuda_aware() and not small)
-        if reachable and one is tensors and one.is_contiguous() and kind == one.dtype:
-            self.host = one.detach()
+        uses_16_bit_op = reduces and first.dtype in _FLOATS_16
+        dtype = torch.float32 if uses_16_bit_op and accurate_sums else first.dtype
+        is_accessible = not first.is_cuda or (is_cuda_aware() and not uses_16_bit_op)
+        if is_accessible and first is tensors and first.is_contiguous() and dtype == first.dtype:
+            self.host = first.detach()
             return
-        self.host = torch.empty(sum(self.counts), dtype=kind, pin_memory=one.is_cuda)
+        self.host = torch.empty(sum(self.counts), dtype=dtype, pin_memory=first.is_cuda)
         for part, tensor in zip(self.host.split(self.counts), parts, strict=True):
             self._copies.append((part.view(tensor.shape), tensor.detach()))
             if read:
                 part.view(tensor.shape).copy_(tensor.detach())
 
-    def spec(self, counts: Sequence[int] = ()) -> list[Any] | None:
-        """mpi4py's buffer argument, None without tensors.
+    def buffer_spec(self, counts: Sequence[int] = ()) -> list[Any] | None:
+        """Return mpi4py's buffer specification; None without tensors.
 
-        counts: elements to or from each rank, one number where ranks are alike; by default all of each tensor. mpi4py
-        checks no bounds: a wrong count overwrites memory.
+        Args:
+            counts: elements to or from each rank, a single number if all ranks have the same; by default the size of
+                each tensor. mpi4py does not check bounds: a wrong count overwrites memory.
         """
         if not self.counts:
             return None
-        kind = _TYPES.get(self.host.dtype)
-        numbers = [count * (1 if kind else self.host.element_size()) for count in counts or self.counts]
+        datatype = _TYPES.get(self.host.dtype)
+        units = [count * (1 if datatype else self.host.element_size()) for count in counts or self.counts]
         memory = MPI.buffer.fromaddress(self.host.data_ptr(), self.host.nbytes)
-        return [memory, numbers if len(numbers) > 1 else numbers[0], kind or MPI.BYTE]
+        return [memory, units if len(units) > 1 else units[0], datatype or MPI.BYTE]
 
-    def back(self) -> None:
-        """After MPI wrote `host`: bring it to the tensors."""
+    def copy_back(self) -> None:
+        """Copy what MPI wrote to `host` into the tensors."""
         for part, tensor in self._copies:
             tensor.copy_(part)
 
 
 def split_rows(tensor: torch.Tensor, splits: Sequence[int], ranks: int) -> list[int]:
-    """Elements that go to, or come from, each rank when `splits` are its rows; without splits, equal parts.
+    """Return the number of elements for each rank.
 
-    Raises ValueError where rows and splits do not go together.
+    Args:
+        tensor: its first dimension is split.
+        splits: rows for each rank; empty for equal parts.
+        ranks: number of ranks.
+
+    Raises:
+        ValueError: if the splits do not add up to the number of rows.
     """
     count = tensor.shape[0] if tensor.dim() else 1
     if not splits and count % ranks == 0:
@@ -125,20 +136,20 @@ def split_rows(tensor: torch.Tensor, splits: Sequence[int], ranks: int) -> list[
         raise ValueError(
             f"all_to_all_single: {count} rows over {ranks} ranks cannot be split as {splits or 'equal parts'}"
         )
-    row = tensor.numel() // count if count else 0
-    return [split * row for split in splits]
+    row_size = tensor.numel() // count if count else 0
+    return [split * row_size for split in splits]
 
 
 def describe_tensors(tensors: Sequence[torch.Tensor]) -> str:
-    """Types and numbers of elements; shapes may differ between ranks where sizes do not."""
+    """Return types and numbers of elements. Shapes are left out, because they may differ between ranks."""
     return " ".join(f"{str(tensor.dtype)[6:]}x{tensor.numel()}" for tensor in tensors)
 
 
 @functools.cache
 def is_cuda_aware() -> bool:
-    """Whether MPI reads GPU memory itself, as it says (MPIX_Query_cuda_support of Open MPI, MPICH and Cray's MPICH).
+    """Return whether MPI reads GPU memory (MPIX_Query_cuda_support of Open MPI, MPICH and Cray MPICH).
 
-    What cannot be asked (Intel MPI) gets copies in host memory, which any MPI takes: so no library is refused.
+    It is False for a library without this function, such as Intel MPI: copies in host memory work with any library.
     """
     query = getattr(ctypes.CDLL(MPI.__file__), "MPIX_Query_cuda_support", None)
     return bool(query is not None and query())

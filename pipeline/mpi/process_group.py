@@ -1,11 +1,10 @@
 # mypy: disable-error-code="override, assignment"
-"""`MpiGroup`: a torch.distributed process group on an MPI communicator of its own.
+"""`MpiProcessGroup`: a torch.distributed process group with its own MPI communicator.
 
-It has every operation that DDP, FSDP2, DTensor, pipelines, checkpoints and object collectives call, under the names
-of torch 2.11 (`_allgather_base`, …) and of 2.13 (`all_gather_single`, …). torch calls these methods from Python
-and, through pybind11's trampolines (torch/csrc/distributed/c10d/PyProcessGroup.hpp), from C++. A method only checks
-its arguments and describes the MPI call; pipeline/mpi/worker_thread.py says when that runs. Groups are made in
-pipeline/mpi/backend.py.
+It implements every operation that torch's parallelisms, checkpoints and object collectives call. Each has its name in
+torch 2.11 (`_allgather_base`, …) and in 2.13 (`all_gather_single`, …). torch calls these methods from Python
+and, through pybind11's trampolines (torch/csrc/distributed/c10d/PyProcessGroup.hpp), from C++. A method only checks its
+arguments and describes the MPI call, which a thread runs (pipeline/mpi/worker_thread.py).
 """
 
 from __future__ import annotations
@@ -24,28 +23,39 @@ from pipeline.mpi.work import MpiError, MpiWork
 from pipeline.mpi.worker_thread import CollectiveThread, MessageWatcher, PendingMessage
 
 BACKEND_NAME = "mpi4py"
-"""The backend's name in torch; `mpi` is torch's own."""
+"""Name of the backend in torch. The name `mpi` is taken by torch's own backend."""
 
 MESSAGE_WATCHER = MessageWatcher()
-"""All point-to-point messages of this process."""
+"""Completes all point-to-point messages of this process."""
 
 MAX_ELEMENTS = 2**31 - 1
-"""The most elements that a rank may give to one MPI call, which counts in C's int."""
+"""Maximum number of elements of one rank in an MPI call, whose counts are of C's type int."""
 
 
 class MpiProcessGroup(dist.ProcessGroup):
-    """A process group with an MPI communicator of its own.
+    """A process group with its own MPI communicator.
 
-    Signatures are torch's (torch/csrc/distributed/c10d/ProcessGroup.hpp); each returns an `MpiWork`. Buffers are
-    kept alive until the work is done. Tensors may be strided, and of any type where nothing is reduced.
+    Signatures are torch's (torch/csrc/distributed/c10d/ProcessGroup.hpp); each operation returns an `MpiWork`. Buffers
+    stay alive until the work is complete. Tensors may be strided; if nothing is reduced, they may be of any type.
+
+    Args:
+        comm: the communicator, which no other group uses.
+        name: torch's name of the group.
+        store: a store that only this group uses.
+        ranks: global ranks of the group.
+        timeout: default timeout of operations.
     """
 
-    accurate = False
+    accurate_sums = False
+    """Whether fp16 and bf16 are summed in fp32."""
 
     def __init__(self, comm: MPI.Intracomm, name: str, store: dist.Store, ranks: list[int], timeout: timedelta) -> None:
         super().__init__(comm.rank, comm.size)  # type: ignore[call-arg]
-        self.comm, self._ranks, self._timeout = comm, ranks, timeout
-        self.lane = CollectiveThread(comm, name, store, ranks)
+        self.comm = comm
+        self._name = name
+        self._ranks = ranks
+        self._timeout = timeout
+        self.collective_thread = CollectiveThread(comm, name, store, ranks)
 
     # -- collectives -------------------------------------------------------------------------------------
 
@@ -53,108 +63,111 @@ class MpiProcessGroup(dist.ProcessGroup):
         """Reduce each tensor over the ranks, in place."""
         op: Any = opts.reduceOp.op if opts else dist.ReduceOp.SUM
 
-        def call(both: HostBuffer, _: HostBuffer) -> None:
-            self.comm.Allreduce(MPI.IN_PLACE, both.spec(), mpi_reduction(op, both.host.dtype))
+        def call(buffer: HostBuffer, _: HostBuffer) -> None:
+            self.comm.Allreduce(MPI.IN_PLACE, buffer.buffer_spec(), mpi_reduction(op, buffer.host.dtype))
 
         pairs = [(tensor, tensor) for tensor in tensors]
-        return self._collective("all_reduce", call, pairs, opts, f"{op} {describe_tensors(tensors)}", op)
+        return self._submit("all_reduce", call, pairs, opts, f"{op} {describe_tensors(tensors)}", op)
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> MpiWork:
-        """Rank `opts.rootRank`'s tensors, everywhere."""
+        """Send the tensors of rank `opts.rootRank` to all ranks."""
         root = opts.rootRank if opts else 0
 
         def call(source: HostBuffer, target: HostBuffer) -> None:
-            self.comm.Bcast(source.spec() or target.spec(), root)
+            self.comm.Bcast(source.buffer_spec() or target.buffer_spec(), root)
 
         pairs: list[tuple[Operand, Operand]] = [(t, ()) if self.rank() == root else ((), t) for t in tensors]
-        return self._collective("broadcast", call, pairs, opts, f"from {root} {describe_tensors(tensors)}")
+        return self._submit("broadcast", call, pairs, opts, f"from {root} {describe_tensors(tensors)}")
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> MpiWork:
-        """outputs[i][r] = rank r's inputs[i]; ranks may have different sizes."""
+        """Set outputs[i][r] to inputs[i] of rank r. Sizes may differ between ranks."""
 
-        def call(own: HostBuffer, everyone: HostBuffer) -> None:
-            self.comm.Allgatherv(own.spec(), everyone.spec())
+        def call(local: HostBuffer, all_ranks: HostBuffer) -> None:
+            self.comm.Allgatherv(local.buffer_spec(), all_ranks.buffer_spec())
 
         self._check_lists(outputs, inputs)
         facts = " ".join(describe_tensors(parts) for parts in outputs)
-        return self._collective("all_gather", call, [*zip(inputs, outputs, strict=True)], opts, facts)
+        return self._submit("all_gather", call, [*zip(inputs, outputs, strict=True)], opts, facts)
 
     def all_gather_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> MpiWork:
-        """outputs[i] = every rank's inputs[i], one after the other."""
+        """Set outputs[i] to the concatenated inputs[i] of all ranks."""
 
-        def call(own: HostBuffer, everyone: HostBuffer) -> None:
-            place = everyone.host.data_ptr() + self.rank() * own.host.nbytes
-            send = MPI.IN_PLACE if own.host.data_ptr() == place else own.spec()  # as FSDP2 has it
-            self.comm.Allgather(send, everyone.spec(own.counts))
+        def call(local: HostBuffer, all_ranks: HostBuffer) -> None:
+            # FSDP2's input is this rank's part of the output
+            local_address = all_ranks.host.data_ptr() + self.rank() * local.host.nbytes
+            send = MPI.IN_PLACE if local.host.data_ptr() == local_address else local.buffer_spec()
+            self.comm.Allgather(send, all_ranks.buffer_spec(local.counts))
 
         for output, tensor in zip(outputs, inputs, strict=True):
-            self._check("all_gather", output, tensor, self.size())
+            self._check_sizes("all_gather", output, tensor, self.size())
         pairs = [*zip(inputs, outputs, strict=True)]
-        return self._collective("all_gather_single", call, pairs, opts, describe_tensors(outputs))
+        return self._submit("all_gather_single", call, pairs, opts, describe_tensors(outputs))
 
     def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> MpiWork:
-        """On rank `opts.rootRank`: outputs[0][r] = rank r's inputs[0], all of one size."""
+        """Set outputs[0][r] on rank `opts.rootRank` to inputs[0] of rank r. All have the same size."""
 
-        def call(own: HostBuffer, everyone: HostBuffer) -> None:
-            self.comm.Gatherv(own.spec(), everyone.spec(), opts.rootRank)
+        def call(local: HostBuffer, all_ranks: HostBuffer) -> None:
+            self.comm.Gatherv(local.buffer_spec(), all_ranks.buffer_spec(), opts.rootRank)
 
         self._check_lists(outputs, inputs[: len(outputs)])
         pair = (inputs[0], outputs[0] if outputs else ())
-        return self._collective("gather", call, [pair], opts, f"to {opts.rootRank} {describe_tensors(inputs)}")
+        return self._submit("gather", call, [pair], opts, f"to {opts.rootRank} {describe_tensors(inputs)}")
 
     def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> MpiWork:
-        """outputs[0] = the root's inputs[0][r] on rank r, all of one size."""
+        """Set outputs[0] on rank r to inputs[0][r] of rank `opts.rootRank`. All have the same size."""
 
-        def call(everyone: HostBuffer, own: HostBuffer) -> None:
-            self.comm.Scatterv(everyone.spec(), own.spec(), opts.rootRank)
+        def call(all_ranks: HostBuffer, local: HostBuffer) -> None:
+            self.comm.Scatterv(all_ranks.buffer_spec(), local.buffer_spec(), opts.rootRank)
 
         self._check_lists(inputs, outputs[: len(inputs)])
         pair = (inputs[0] if inputs else (), outputs[0])
-        return self._collective("scatter", call, [pair], opts, f"from {opts.rootRank} {describe_tensors(outputs)}")
+        return self._submit("scatter", call, [pair], opts, f"from {opts.rootRank} {describe_tensors(outputs)}")
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> MpiWork:
-        """outputs[i] = this rank's part of the reduction of every rank's inputs[i]."""
+        """Set outputs[i] to this rank's part of the reduction of inputs[i] over all ranks."""
         op: Any = opts.reduceOp.op if opts else dist.ReduceOp.SUM
 
-        def call(everyone: HostBuffer, own: HostBuffer) -> None:  # mpi4py wants the size of a block in both
-            self.comm.Reduce_scatter_block(everyone.spec(own.counts), own.spec(), mpi_reduction(op, own.host.dtype))
+        def call(all_ranks: HostBuffer, local: HostBuffer) -> None:
+            send = all_ranks.buffer_spec(local.counts)  # mpi4py needs the size of a block here also
+            self.comm.Reduce_scatter_block(send, local.buffer_spec(), mpi_reduction(op, local.host.dtype))
 
         for output, tensor in zip(outputs, inputs, strict=True):
-            self._check("reduce_scatter", tensor, output, self.size())
+            self._check_sizes("reduce_scatter", tensor, output, self.size())
         pairs = [*zip(inputs, outputs, strict=True)]
-        return self._collective("reduce_scatter_single", call, pairs, opts, f"{op} {describe_tensors(outputs)}", op)
+        return self._submit("reduce_scatter_single", call, pairs, opts, f"{op} {describe_tensors(outputs)}", op)
 
     def all_to_all_single(
         self, output: torch.Tensor, tensor: torch.Tensor, output_splits: list[int], input_splits: list[int],
         opts: Any = None,
     ) -> MpiWork:  # fmt: skip
-        """Rows of `tensor` to the ranks, rows from the ranks to `output`; empty splits mean equal parts."""
-        send, receive = split_rows(tensor, input_splits, self.size()), split_rows(output, output_splits, self.size())
+        """Send rows of `tensor` to each rank, and receive rows of `output` from each. Empty splits mean equal parts."""
+        send = split_rows(tensor, input_splits, self.size())
+        receive = split_rows(output, output_splits, self.size())
 
         def call(source: HostBuffer, target: HostBuffer) -> None:
             self._check_counts(send, receive)
-            self.comm.Alltoallv(source.spec(send), target.spec(receive))
+            self.comm.Alltoallv(source.buffer_spec(send), target.buffer_spec(receive))
 
-        return self._collective("all_to_all_single", call, [(tensor, output)], opts, str(output.dtype))
+        return self._submit("all_to_all_single", call, [(tensor, output)], opts, str(output.dtype))
 
     def barrier(self, opts: Any = None) -> MpiWork:
-        """Wait for all ranks: the meeting before each collective is one."""
-        return self._collective("barrier", lambda *_: None, [], opts, "")
+        """Wait for all ranks, as every collective does before it moves data."""
+        return self._submit("barrier", lambda *_: None, [], opts, "")
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> MpiWork:
-        """`all_gather_single_coalesced` of one tensor."""
+        """Run `all_gather_single_coalesced` with one tensor."""
         return self.all_gather_single_coalesced([output], [tensor], opts)
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> MpiWork:
-        """`reduce_scatter_single_coalesced` of one tensor."""
+        """Run `reduce_scatter_single_coalesced` with one tensor."""
         return self.reduce_scatter_single_coalesced([output], [tensor], opts)
 
     allreduce_coalesced = allreduce
-    # torch 2.11's names
+    # names in torch 2.11
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
@@ -165,109 +178,124 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> MpiWork:
         """Send one tensor to a rank of this group."""
-        return self._message("send to", self.comm.Isend, tensors, rank, tag)
+        return self._post_message("send to", self.comm.Isend, tensors, rank, tag)
 
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> MpiWork:
         """Receive one tensor from a rank of this group."""
-        return self._message("receive from", self.comm.Irecv, tensors, rank, tag, receives=True)
+        return self._post_message("receive from", self.comm.Irecv, tensors, rank, tag, is_receive=True)
 
-    def _message(
-        self, what: str, post: Callable[[Any, int, int], MPI.Request], tensors: list[torch.Tensor],
-        rank: int, tag: int, receives: bool = False,
+    def _post_message(
+        self, action: str, post: Callable[[Any, int, int], MPI.Request], tensors: list[torch.Tensor],
+        rank: int, tag: int, is_receive: bool = False,
     ) -> MpiWork:  # fmt: skip
-        self.lane.check()
-        if tensors[0].is_cuda:  # MPI knows nothing of streams
+        self.collective_thread.check()
+        if tensors[0].is_cuda:  # MPI does not know CUDA streams
             torch.cuda.current_stream(tensors[0].device).synchronize()
         work = MpiWork(
-            f"{what} rank {self._ranks[rank]}, tag {tag}, in group {self.lane.name}", tensors, self.lane.name
+            f"{action} rank {self._ranks[rank]}, tag {tag}, in group {self._name}",
+            tensors,
+            self._name,
         )
-        staged = HostBuffer(tensors[0], read=not receives)
-        request = post(staged.spec(), rank, tag)
-        MESSAGE_WATCHER.watch(PendingMessage(self.lane, request, work, staged, receives, self._timeout.total_seconds()))
+        buffer = HostBuffer(tensors[0], read=not is_receive)
+        request = post(buffer.buffer_spec(), rank, tag)
+        timeout_s = self._timeout.total_seconds()
+        MESSAGE_WATCHER.add(PendingMessage(self.collective_thread, request, work, buffer, is_receive, timeout_s))
         return work
 
     # -- helpers -----------------------------------------------------------------------------------------
 
-    def _collective(
+    def _submit(
         self, name: str, call: Callable[[HostBuffer, HostBuffer], object], pairs: Sequence[tuple[Operand, Operand]],
         opts: Any, facts: str, op: Any = None,
     ) -> MpiWork:  # fmt: skip
-        """Queue a collective: `call` with each of `pairs`, what MPI reads and what it writes.
+        """Queue a collective.
 
-        A side is empty where this rank has nothing of the kind, and both are one tensor where MPI works in place.
-        facts: must be the same on all ranks. op: what reduces the numbers.
+        Args:
+            name: of the operation.
+            call: calls MPI with the buffers of one pair.
+            pairs: what MPI reads and what it writes. An operand is empty if this rank has none; both are the same
+                tensor if MPI works in place.
+            opts: torch's options of the operation.
+            facts: types and sizes, which must be the same on all ranks.
+            op: the reduction, if any.
+
+        Raises:
+            ValueError: if MPI cannot reduce these values, or if they are too many.
         """
         results = [tensor for source, target in pairs for tensor in list_tensors(target) or list_tensors(source)]
-        most = MAX_ELEMENTS * (self.size() if name == "all_gather_single" else 1)
+        max_elements = MAX_ELEMENTS * (self.size() if name == "all_gather_single" else 1)
         for tensor in results:
             if op is not None:
-                mpi_reduction(op, tensor.dtype)  # what cannot be reduced is refused here, before anybody waits
-            if tensor.numel() > most:
-                raise ValueError(f"{name} of {tensor.numel():,} elements: MPI takes {most:,} at most; cut the tensor")
+                mpi_reduction(op, tensor.dtype)  # raises before any rank waits
+            if tensor.numel() > max_elements:
+                raise ValueError(
+                    f"{name} of {tensor.numel():,} elements: MPI supports at most {max_elements:,}; split the tensor"
+                )
 
         def prepare() -> Callable[[], None]:
-            staged = []
+            buffers = []
             for source, target in pairs:
-                reads = HostBuffer(source, True, op is not None, self.accurate)
-                writes = reads if target is source else HostBuffer(target, False, op is not None, self.accurate)
-                staged.append((reads, writes))
+                send = HostBuffer(source, True, op is not None, self.accurate_sums)
+                receive = send if target is source else HostBuffer(target, False, op is not None, self.accurate_sums)
+                buffers.append((send, receive))
 
-            def move() -> None:
-                for reads, writes in staged:
-                    call(reads, writes)
+            def call_mpi() -> None:
+                for send, receive in buffers:
+                    call(send, receive)
                     if op == dist.ReduceOp.AVG:
-                        writes.host.div_(self.size())
-                    writes.back()
+                        receive.host.div_(self.size())
+                    receive.copy_back()
 
-            return move
+            return call_mpi
 
         timeout = opts.timeout if opts is not None and opts.timeout > timedelta(0) else self._timeout
-        return self.lane.submit(f"{name} {facts}", prepare, results, timeout)
+        return self.collective_thread.submit(f"{name} {facts}", prepare, results, timeout)
 
-    def _check(self, name: str, many: torch.Tensor, one: torch.Tensor, times: int = 1) -> None:
-        """Check that `many` is of the type of `one`, and `times` as large."""
-        if many.numel() != one.numel() * times or many.dtype != one.dtype:
+    def _check_sizes(self, name: str, large: torch.Tensor, small: torch.Tensor, factor: int = 1) -> None:
+        """Check that `large` has the type of `small` and `factor` times its size."""
+        if large.numel() != small.numel() * factor or large.dtype != small.dtype:
             raise ValueError(
-                f"{name} over {self.size()} ranks: {many.dtype} {tuple(many.shape)} does not go with "
-                f"{one.dtype} {tuple(one.shape)}"
+                f"{name} over {self.size()} ranks: {large.dtype} {tuple(large.shape)} does not fit "
+                f"{small.dtype} {tuple(small.shape)}"
             )
 
     def _check_lists(self, lists: Sequence[Sequence[torch.Tensor]], tensors: Sequence[torch.Tensor]) -> None:
-        """Check that each list has a tensor per rank, and that this rank's is of the size of `tensors[i]`."""
+        """Check that each list has one tensor per rank, and that this rank's has the size of `tensors[i]`."""
         for parts, tensor in zip(lists, tensors, strict=True):
             if len(parts) != self.size():
-                raise ValueError(f"{len(parts)} tensors for the {self.size()} ranks of group {self.lane.name}")
-            self._check("a collective", parts[self.rank()], tensor)
+                raise ValueError(f"{len(parts)} tensors for the {self.size()} ranks of group {self._name}")
+            self._check_sizes("a collective", parts[self.rank()], tensor)
 
     def _check_counts(self, send: list[int], receive: list[int]) -> None:
-        """With TORCH_DISTRIBUTED_DEBUG=DETAIL: every rank sends what the other expects, or all ranks raise MpiError.
+        """Raise MpiError on all ranks if a rank sends more or less than the other expects.
 
-        Other collectives are always checked, by their signatures; here each pair of ranks has a size of its own.
+        This needs communication, so it is done only with TORCH_DISTRIBUTED_DEBUG=DETAIL. Signatures cannot check
+        `all_to_all`, because each pair of ranks has a different size.
         """
         if dist.get_debug_level() != dist.DebugLevel.DETAIL:
             return
         table = self.comm.allgather((send, receive))
-        for (a, (gives, _)), (b, (_, takes)) in itertools.product(enumerate(table), enumerate(table)):
-            if gives[b] != takes[a]:
+        for (sender, (sent, _)), (receiver, (_, expected)) in itertools.product(enumerate(table), enumerate(table)):
+            if sent[receiver] != expected[sender]:
                 raise MpiError(
-                    f"all_to_all in group {self.lane.name}: rank {self._ranks[a]} sends {gives[b]} elements to rank "
-                    f"{self._ranks[b]}, which expects {takes[a]}"
+                    f"all_to_all in group {self._name}: rank {self._ranks[sender]} sends {sent[receiver]} elements to "
+                    f"rank {self._ranks[receiver]}, which expects {expected[sender]}"
                 )
 
-    # -- what torch wants to know ------------------------------------------------------------------------
+    # -- interface of the backend ------------------------------------------------------------------------
 
     def shutdown(self) -> None:
         """Run what is queued, then free the communicator."""
-        self.lane.close()
+        self.collective_thread.close()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """The time-out of operations that bring none of their own."""
+        """Set the timeout of operations without their own."""
         self._timeout = timeout
 
     def getBackendName(self) -> str:
-        """Torch's name for this kind of group."""
+        """Return the name of the backend."""
         return BACKEND_NAME
 
     def getGroupName(self) -> str:
-        """The name that torch gave this group."""
-        return self.lane.name
+        """Return torch's name of this group."""
+        return self._name

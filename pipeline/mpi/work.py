@@ -1,87 +1,126 @@
-"""`MpiWork`: what every operation of the MPI process group returns, and the errors that it may end with."""
+"""What operations of the MPI process group return and raise, and the record of the latest collectives.
+
+This module does not import mpi4py, because that starts MPI: the watchdog and the profiler read it in every training.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 
-_DEFAULT = timedelta(0)
+_NO_TIMEOUT = timedelta(0)
 
 
 class MpiError(dist.DistBackendError):
-    """A communication over MPI failed: a rank is missing, or the ranks do not do the same thing."""
+    """A communication over MPI failed: a rank is missing, or the ranks called different operations."""
 
 
 class MpiTimeout(MpiError):
-    """Another rank did not come in time."""
+    """Another rank did not call the operation in time."""
+
+
+@dataclass
+class CollectiveRecord:
+    """A collective that this rank called. The fields are those of the watchdog's report."""
+
+    operation: str
+    group: str
+    number: int
+    """Number of the collective in its group, from 1."""
+    sizes: str
+    """Operation, types and numbers of elements."""
+    state: str = "scheduled"
+    """`scheduled`, `started` or `completed`, as in torch's flight recorder."""
+    time_ns: int = field(default_factory=time.time_ns)
+    """Time of the call, in nanoseconds since 1970."""
+
+
+RECENT_COLLECTIVES: deque[CollectiveRecord] = deque(maxlen=3)
+"""The latest collectives of all MPI groups of this process, oldest first."""
 
 
 class MpiWork(dist.Work):
-    """An operation under way; `get_future` is made on demand, for only DDP and its kin want one."""
+    """An operation in progress. Its future is created on demand, because few callers, such as DDP, need one.
+
+    Args:
+        description: operation and group, for messages.
+        results: the output tensors.
+        group: name of the process group.
+    """
 
     recorded: ClassVar[list[tuple[str, str, int, int]] | None] = None
-    """While a step is profiled: what ended, in which group, when it was called and when it ended (ns since 1970)."""
+    """While a step is profiled: description, group, time of the call and of the end (ns since 1970) of each work."""
 
-    def __init__(self, what: str, results: list[torch.Tensor], group: str = "") -> None:
+    def __init__(self, description: str, results: list[torch.Tensor], group: str = "") -> None:
         super().__init__()
-        self.what, self.group, self._called = what, group, time.time_ns()
+        self.description = description
+        self.group = group
         self.error: BaseException | None = None
-        self._results, self._done, self._lock = results, threading.Event(), threading.Lock()
+        self._call_time_ns = time.time_ns()
+        self._results = results
+        self._finished = threading.Event()
+        self._lock = threading.Lock()
         self._signal: torch.futures.Future[None] | None = None
         self._future: torch.futures.Future[list[torch.Tensor]] | None = None
 
     def finish(self, error: BaseException | None = None) -> None:
-        """The operation is over; wakes whoever waits. Only the first call counts."""
+        """Complete the operation, with `error` if it failed, and wake waiting threads. Only the first call counts."""
         with self._lock:
-            if self._done.is_set():
+            if self._finished.is_set():
                 return
             self.error = error
-            self._done.set()
-            signal, recorded = self._signal, MpiWork.recorded
+            self._finished.set()
+            signal = self._signal
+            recorded = MpiWork.recorded
         if recorded is not None:
-            recorded.append((self.what, self.group, self._called, time.time_ns()))
+            recorded.append((self.description, self.group, self._call_time_ns, time.time_ns()))
         if signal is not None:
             signal.set_result(None)
 
-    def wait(self, timeout: timedelta = _DEFAULT) -> bool:
-        """Wait for the end, by default as long as the operation's own time-out. Raises what went wrong."""
-        if not self._done.wait(timeout.total_seconds() if timeout > _DEFAULT else None):
-            raise MpiTimeout(f"{self.what} did not end within {timeout.total_seconds():g} s")
-        self._outcome()
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """Wait until the operation is complete, by default for as long as its own timeout. Raise its error."""
+        if not self._finished.wait(timeout.total_seconds() if timeout > _NO_TIMEOUT else None):
+            raise MpiTimeout(f"{self.description} did not end within {timeout.total_seconds():g} s")
+        self._get_results()
         return True
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """A future of the output tensors. C++ sees an error only if a callback raised it, hence the `then`."""
+        """Return a future of the output tensors.
+
+        The results come from a `then` callback, because C++ sees an error only if a callback raised it.
+        """
         with self._lock:
             if self._future is None:
                 devices = {tensor.device for tensor in self._results if tensor.is_cuda}
                 self._signal = torch.futures.Future(devices=list(devices))
-                self._future = self._signal.then(self._outcome)
-                if self._done.is_set():
+                self._future = self._signal.then(self._get_results)
+                if self._finished.is_set():
                     self._signal.set_result(None)
             return self._future
 
-    def _outcome(self, _: object = None) -> list[torch.Tensor]:
+    def _get_results(self, _: object = None) -> list[torch.Tensor]:
         if self.error is not None:
             raise self.error
         return self._results
 
     def is_completed(self) -> bool:
-        """Whether it is over, well or badly."""
-        return self._done.is_set()
+        """Return whether the operation ended, successfully or not."""
+        return self._finished.is_set()
 
     def is_success(self) -> bool:
-        """Whether it ended well."""
-        return self._done.is_set() and self.error is None
+        """Return whether the operation ended without an error."""
+        return self._finished.is_set() and self.error is None
 
     def exception(self) -> BaseException | None:
-        """What went wrong, once it is over."""
+        """Return the error of the operation; None if it has none."""
         return self.error
 
     synchronize = wait  # type: ignore[assignment]
-    """The host has waited when `wait` returns; there is no stream left to wait for."""
+    """`wait` blocks the host until the data is there, so there is no stream to synchronize with."""

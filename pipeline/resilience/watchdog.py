@@ -22,12 +22,14 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import ExitCode
 from pipeline.base.files import write_json
 from pipeline.base.signals import StopFlag
+from pipeline.mpi.work import RECENT_COLLECTIVES
 from pipeline.run.directory import Run
 from pipeline.run.failure import write_error_report
 from pipeline.train.callback import Callback, TrainerContext
@@ -148,8 +150,7 @@ def list_recent_collectives(count: int = 3) -> list[dict[str, Any]]:
     They come from torch's flight recorder and from MPI groups. `state` is `scheduled`, `started` or `completed`; those
     of Gloo are always `scheduled`. Source: torch documentation, "Flight Recorder for Debugging Stuck Jobs".
     """
-    worker_thread = sys.modules.get("pipeline.mpi.worker_thread")
-    collectives: list[dict[str, Any]] = worker_thread.last_collectives() if worker_thread is not None else []
+    collectives = [asdict(record) for record in RECENT_COLLECTIVES.copy()]
     # torch may have no recorder
     with suppress(ImportError, AttributeError, TypeError, ValueError, KeyError, IndexError, RuntimeError):
         from torch._C import _distributed_c10d as c10d

@@ -52,7 +52,7 @@ def test_ranks_that_end_early_or_without_a_word() -> None:
     done = run_mpirun(2, "tests.support.mpi_faults", "failing")
     assert done.returncode != 0 and "on purpose" in done.stdout, done.stdout
     done = run_mpirun(2, "tests.support.mpi_faults", "early")
-    assert done.returncode != 0 and "not all ranks came to the end within 1 s" in done.stdout, done.stdout
+    assert done.returncode != 0 and "not all ranks exited within 1 s" in done.stdout, done.stdout
     done = run_mpirun(2, "tests.support.mpi_faults", "slow")
     assert done.returncode == 0, done.stdout
 

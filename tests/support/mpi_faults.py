@@ -79,14 +79,16 @@ def check_faults() -> None:
     dist.barrier()
 
     parts = [torch.ones(5 if r == rank else 4) for r in range(3)]
-    check_raises(ValueError, "(5,) does not go with torch.float32 (4,)", lambda: dist.all_gather(parts, x))
+    check_raises(ValueError, "(5,) does not fit torch.float32 (4,)", lambda: dist.all_gather(parts, x))
     check_raises(ValueError, "cannot reduce torch.int32 with AVG", lambda: dist.all_reduce(y.int(), dist.ReduceOp.AVG))
     many = torch.empty(1, dtype=torch.int8).expand(2**31)
     check_raises(
-        ValueError, "broadcast of 2,147,483,648 elements: MPI takes 2,147,483,647", lambda: dist.broadcast(many, 0)
+        ValueError,
+        "broadcast of 2,147,483,648 elements",
+        lambda: dist.broadcast(many, 0),
     )
     if rank != 2:
-        check_raises(MpiTimeout, "rank 2 did not come within 2 s", new_group)
+        check_raises(MpiTimeout, "rank 2 did not join within 2 s", new_group)
     if rank == 0:
         MPI.COMM_WORLD.send("saw all faults", 1)  # with MPICH, an abort may overtake the output of another rank
     if rank == 1:
@@ -141,13 +143,13 @@ def check_mismatch_after_delay() -> None:
     group = new_group(None)
     time.sleep(1.5 if rank == 1 else 0)
     dist.barrier(group)
-    tell = group.lane._tell
+    tell = group.collective_thread._publish_position
 
     def late(item: Any) -> None:
         time.sleep(0.5 if rank == 2 else 0)
         tell(item)
 
-    group.lane._tell = late
+    group.collective_thread._publish_position = late
     y = torch.ones(5 if rank == 2 else 4)
     text = "ranks 0, 1: all_reduce RedOpType.SUM float32x4; rank 2: all_reduce RedOpType.SUM float32x5"
     check_raises(MpiError, text, lambda: dist.all_reduce(y, group=group))
@@ -191,7 +193,7 @@ def exit_without_cleanup() -> None:
 
 def fail_on_rank0() -> None:
     """Rank 0 fails while the others wait for it, long before their time-out."""
-    mpi.GOODBYE_S = 600.0
+    mpi.EXIT_TIMEOUT_S = 600.0
     if dist.get_rank() == 0:
         raise RuntimeError("on purpose")
     dist.all_reduce(torch.ones(1))
@@ -199,14 +201,14 @@ def fail_on_rank0() -> None:
 
 def exit_early_on_rank0() -> None:
     """Rank 0 exits while the others wait for it."""
-    mpi.GOODBYE_S = 1.0
+    mpi.EXIT_TIMEOUT_S = 1.0
     if dist.get_rank() != 0:
         dist.all_reduce(torch.ones(1))
 
 
 def clean_up_slowly_on_rank0() -> None:
     """Rank 0 takes longer to clean up than ranks wait for peers that exit without cleaning up."""
-    mpi.GOODBYE_S = 1.0
+    mpi.EXIT_TIMEOUT_S = 1.0
     if dist.get_rank() == 0:
         time.sleep(3)
     dist.destroy_process_group()

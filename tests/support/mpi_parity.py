@@ -27,7 +27,7 @@ def main(folder: Path) -> None:
     world = groups.join_process_group(rank_info, configs[0])
     from pipeline.mpi.process_group import MpiProcessGroup
 
-    assert MpiProcessGroup.accurate == configs[0].parallel.accurate_sums and "MPI" in str(world.transport)
+    assert MpiProcessGroup.accurate_sums == configs[0].parallel.accurate_sums and "MPI" in str(world.transport)
     results = [train_steps(rank_info, config, world)[1] for config in configs]
     (folder / f"rank-{rank_info.rank}.json").write_text(json.dumps(results))
     groups.leave_process_group()

@@ -417,14 +417,14 @@ def check_accurate_sums() -> None:
     dist.all_gather(gathered, x)
     exact = torch.stack(gathered).sum(0)
     for dtype in (torch.float16, torch.bfloat16):
-        AliasCheckingGroup.accurate = True
+        AliasCheckingGroup.accurate_sums = True
         average = x.to(dtype)
         total = x.to(dtype)
         part = torch.empty(1000, dtype=dtype)
         dist.all_reduce(average, dist.ReduceOp.AVG)
         dist.all_reduce_coalesced([total])
         dist.reduce_scatter_tensor(part, x.to(dtype))
-        AliasCheckingGroup.accurate = False
+        AliasCheckingGroup.accurate_sums = False
         assert torch.equal(average, (exact / size).to(dtype)), dtype
         assert torch.equal(total, exact.to(dtype)), dtype
         assert torch.equal(part, exact[rank * 1000 : (rank + 1) * 1000].to(dtype)), dtype
