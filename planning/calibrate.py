@@ -223,9 +223,11 @@ def fit_line(rows: Iterable[tuple[float, float, float]]) -> tuple[float, float]:
     y = math.fsum(b for _, b in scaled)
     determinant = xx * yy - xy * xy
     if determinant > 1e-12 * xx * yy:
-        a, b = (x * yy - y * xy) / determinant, (y * xx - x * xy) / determinant
+        a = (x * yy - y * xy) / determinant
+        b = (y * xx - x * xy) / determinant
     else:
-        a, b = 0.0, y / yy
+        a = 0.0
+        b = y / yy
     if b <= 0:
         return (x / xx, 0.0)
     return (a, b) if a >= 0 else (0.0, y / yy)

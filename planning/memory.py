@@ -237,13 +237,15 @@ class _RankEstimate:
         if checkpointing == "full":
             streams, sums, whole, split_width = 1, 0, 0, 0
         elif checkpointing == "selective":
-            streams, sums, whole = 1, 1 if is_compiled else 2, 0
+            streams, whole = 1, 0
+            sums = 1 if is_compiled else 2
             split_width = 2 * query + 2 * key_value + 2 * model.ffn_size
         elif is_compiled:
             streams, sums, whole = 1, 0, 3
             split_width = attention + query + 3 * model.ffn_size
         else:
-            streams, sums, whole = 2, 0, 2 + casts
+            streams, sums = 2, 0
+            whole = 2 + casts
             split_width = attention + query + 4 * model.ffn_size
         norms = 0  # the CPU computes a norm in several operators
         if self.on_cpu and checkpointing == "none":

@@ -1,13 +1,10 @@
-"""Host memory of a training: what the ranks of its fullest node hold, and what there is for them.
+"""Check whether a training fits into GPU memory and host memory, before anything is queued.
 
-Ranks on CPUs hold everything in host memory: weights, gradients, optimizer state and activations. Ranks on GPUs hold
-there what `parallel.offload` moves, the copy that a checkpoint is written from, and the process itself. The figures are
-those of planning/memory.py. No torch: `--dry-run` uses them on the login node.
+`--dry-run` shows both verdicts; submitting prints a warning for memory that does not suffice. A verdict never stops a
+submission, because both are estimates (planning/memory.py). No torch is imported: `--dry-run` runs on the login node.
 
-Whether a training fits: GPU memory as `plan` counts it, and host memory, before anything is queued.
-
-`--dry-run` shows both verdicts; submitting prints the ones that say no. Nothing is refused, because both are estimates.
-No torch: what needs it is left to `plan`.
+Ranks on CPUs keep everything in host memory: weights, gradients, optimizer state and activations. Ranks on GPUs keep
+there what `parallel.offload` moves, the copy that a checkpoint is written from, and the process itself.
 """
 
 from __future__ import annotations
@@ -33,13 +30,13 @@ from planning.memory import (
     estimate_memory_of_ranks,
     needs_torch,
 )
-from planning.timeline import rank_actions
+from planning.timeline import Action, rank_actions
 from slurm.submit.executor import Executor
 
-PROCESS = 300_000_000
-"""Bytes of a rank's process: Python and a CPU build of torch with all that a training imports (290 MB, measured)."""
-CUDA_PROCESS = 2_000_000_000
-"""The same with CUDA's libraries, and pinned buffers: an assumption."""
+PROCESS_BYTES = 300_000_000
+"""Memory of a rank's process: Python and a CPU build of torch with all that a training imports (290 MB, measured)."""
+CUDA_PROCESS_BYTES = 2_000_000_000
+"""The same with CUDA's libraries and pinned buffers: an assumption."""
 CGROUPS = Path("/sys/fs/cgroup")
 PROCESS_CGROUPS = Path("/proc/self/cgroup")
 _LIMITS = ("memory.max", "memory.limit_in_bytes")
@@ -48,57 +45,66 @@ _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 class HostMemory(NamedTuple):
-    """Bytes of the fullest node of a training."""
+    """Host memory of the fullest node of a training, in bytes."""
 
     ranks: int
     """Ranks on the node."""
     start: int
-    """With weights, gradients, optimizer state, and the batches that are read ahead."""
+    """At the start: weights, gradients, optimizer state, and prefetched batches."""
     peak: int
-    """With activations, if ranks compute on CPUs, and the copy that a checkpoint is written from."""
+    """During a save: also activations, if ranks compute on CPUs, and the copy that the checkpoint is written from."""
 
 
 def estimate_host_memory(
     config: Config, layout: Layout, vocab: int, on_gpu: bool, one_machine: bool = False
 ) -> HostMemory:
-    """Return what the fullest node of a training of the decoder holds.
+    """Return the host memory of the fullest node of a training of the decoder.
 
     Args:
         config: The config.
         layout: Its layout.
-        vocab: The tokenizer's size.
+        vocab: Size of the vocabulary.
         on_gpu: Whether ranks compute on GPUs.
         one_machine: Whether all ranks run on one machine, whatever the config's number of nodes.
     """
-    starts, peaks = [], []
-    orders = [[] for _ in range(layout.pp)] if needs_torch(layout) or on_gpu else rank_actions(layout)
+    # without actions, the estimate contains no activations; on GPUs they are not in host memory
+    no_actions: list[list[Action]] = [[] for _ in range(layout.pp)]
+    actions_of_ranks = no_actions if needs_torch(layout) or on_gpu else rank_actions(layout)
     batch = 8 * config.train.global_batch // layout.dp * config.data.sequence_length
-    for rank, order in enumerate(orders):
-        held = estimate_memory(config, layout, rank, vocab, order, on_cpu=not on_gpu)
-        state = held.weights + held.optimizer
-        at_start = batch + (CUDA_PROCESS if on_gpu else PROCESS)
-        at_start += state + held.gradients if config.parallel.offload or not on_gpu else 0
-        starts.append(at_start)
-        peaks.append(at_start + state + (0 if on_gpu else held.gathered + held.activations))
-    per_node, fullest = layout.world_size if one_machine else layout.ranks_per_node, (0, 0)
+    starts = []  # of each pipeline rank, in bytes
+    peaks = []
+    for pp_rank, actions in enumerate(actions_of_ranks):
+        memory = estimate_memory(config, layout, pp_rank, vocab, actions, on_cpu=not on_gpu)
+        state = memory.weights + memory.optimizer
+        start = batch + (CUDA_PROCESS_BYTES if on_gpu else PROCESS_BYTES)
+        if config.parallel.offload or not on_gpu:
+            start += state + memory.gradients
+        starts.append(start)
+        peaks.append(start + state + (0 if on_gpu else memory.gathered + memory.activations))
+    per_node = layout.world_size if one_machine else layout.ranks_per_node
+    fullest = (0, 0)
     for first in range(0, layout.world_size, per_node):
-        stages = [layout.coordinates(rank).pp for rank in range(first, min(first + per_node, layout.world_size))]
-        fullest = max(fullest, (sum(peaks[at] for at in stages), sum(starts[at] for at in stages)))
-    return HostMemory(min(per_node, layout.world_size), fullest[1], fullest[0])
+        ranks = range(first, min(first + per_node, layout.world_size))
+        pp_ranks = [layout.coordinates(rank).pp for rank in ranks]
+        fullest = max(fullest, (sum(peaks[pp_rank] for pp_rank in pp_ranks), sum(starts[rank] for rank in pp_ranks)))
+    peak, start = fullest
+    return HostMemory(min(per_node, layout.world_size), start, peak)
 
 
 def local_memory_limit() -> tuple[int, str]:
-    """Return the bytes of this machine's memory that this process and its children may use, and who sets the limit."""
-    size, whence = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "this machine"
-    for file in _limit_files():
-        with suppress(OSError, ValueError):  # `max`: no limit
+    """Return the bytes of memory that this process and its children may use, and what sets the limit."""
+    size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    source = "this machine"
+    for file in _list_limit_files():
+        with suppress(OSError, ValueError):  # `max` means no limit
             if (limit := int(file.read_text())) < size:
-                size, whence = limit, f"the limit in {file}"
-    return size, whence
+                size = limit
+                source = f"the limit in {file}"
+    return size, source
 
 
-def _limit_files() -> Iterator[Path]:
-    """Yield the files that may limit this process's memory: those of its control group and of all above it."""
+def _list_limit_files() -> Iterator[Path]:
+    """Yield the files that may limit this process's memory: those of its control group and of all groups above it."""
     groups = {CGROUPS, CGROUPS / "memory"}
     with suppress(OSError):
         for line in PROCESS_CGROUPS.read_text().splitlines():
@@ -112,45 +118,50 @@ def _limit_files() -> Iterator[Path]:
 
 
 def requested_memory(config: Config, per_node: int) -> tuple[int, str] | None:
-    """Return the bytes per node that a job of the training asks Slurm for, and the keys; None if it does not say."""
+    """Return the bytes per node that a job of the training requests from Slurm, and the key; None if it is not set."""
     site = config.resolve_site("train")
     if site.mem_gb:
         return int(site.mem_gb * 2**30), "mem_gb"
     cpus = per_node * (site.cpus_per_task or 1)
-    for option, times in (("mem-per-cpu", cpus), ("mem-per-gpu", site.gpus_per_node)):
-        if (size := _bytes_of(str(site.sbatch.get(option, "")))) and times:
-            return size * times, f"sbatch.{option}"
+    for option, count in (("mem-per-cpu", cpus), ("mem-per-gpu", site.gpus_per_node)):
+        if (size := _parse_slurm_memory(str(site.sbatch.get(option, "")))) and count:
+            return size * count, f"sbatch.{option}"
     return None
 
 
 def allocated_memory(env: Mapping[str, str]) -> tuple[int, str] | None:
-    """Return the bytes per node of the allocation that this process is in, and the variable; None if unknown."""
-    size = _bytes_of(env.get("SLURM_MEM_PER_NODE", ""))
+    """Return the bytes per node of this process's allocation, and the variable that has them; None if unknown."""
+    size = _parse_slurm_memory(env.get("SLURM_MEM_PER_NODE", ""))
     return (size, "this allocation (SLURM_MEM_PER_NODE)") if size else None
 
 
-def _bytes_of(text: str) -> int:
-    """Return the bytes of a size as sbatch takes it, in MiB if there is no unit; 0 for anything else, and for all."""
-    found = re.fullmatch(r"(\d+)([KMGT]?)B?", text.strip(), re.IGNORECASE)
-    return int(found[1]) * _UNITS[found[2].upper() or "M"] if found else 0
+def _parse_slurm_memory(text: str) -> int:
+    """Return the bytes of a size in the format of sbatch (default unit: MiB); 0 for all memory or if malformed."""
+    size = re.fullmatch(r"(\d+)([KMGT]?)B?", text.strip(), re.IGNORECASE)
+    return int(size[1]) * _UNITS[size[2].upper() or "M"] if size else 0
 
 
 @cache
 def has_gpu() -> bool:
-    """Return whether this machine has a GPU that NVIDIA's or AMD's driver offers; no library is loaded."""
+    """Return whether this machine has a GPU with NVIDIA's or AMD's driver, without loading a library."""
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
 
 
-def describe_host_memory(found: HostMemory, limit: tuple[int, str] | None) -> tuple[bool, str]:
-    """Return whether a node's ranks fit into `limit`, and the verdict in words; unknown limits count as enough."""
-    ranks = f"the {found.ranks} ranks of a node hold" if found.ranks > 1 else "the rank of a node holds"
-    words = f"{ranks} some {describe_size(found.start)} at the start and {describe_size(found.peak)} at a save"
+def describe_host_memory(memory: HostMemory, limit: tuple[int, str] | None) -> tuple[bool, str]:
+    """Return whether a node's ranks fit into its memory, and a description.
+
+    Args:
+        memory: The memory that they need.
+        limit: Bytes of the node's memory and where the figure is from; None if unknown, which counts as enough.
+    """
+    ranks = f"the {memory.ranks} ranks of a node need" if memory.ranks > 1 else "the rank of a node needs"
+    need = f"{ranks} about {describe_size(memory.start)} at the start and {describe_size(memory.peak)} during a save"
     if limit is None:
-        return True, f"{words}; the node's memory is not known (site.mem_gb)"
-    size, whence = limit
-    fits = found.peak <= size
+        return True, f"{need}; the node's memory is unknown (site.mem_gb)"
+    size, source = limit
+    fits = memory.peak <= size
     verdict = "fits" if fits else "does not fit"
-    return fits, f"{verdict}: {words}, of {size / GB:,.1f} GB ({whence})"
+    return fits, f"{verdict}: {need}, of {size / GB:,.1f} GB ({source})"
 
 
 class MemoryVerdict(NamedTuple):
@@ -159,43 +170,51 @@ class MemoryVerdict(NamedTuple):
     kind: str
     """`GPU` or `host`."""
     fits: bool
-    """False also if the config names a GPU that nobody knows; True also if nothing is known."""
+    """False if the config names an unknown GPU; True if the size of the memory is unknown."""
     message: str
 
 
-_SWEPT = ("model", "parallel", "data", "train", "stages", "site")
-"""Sections whose keys change what a point of a sweep needs."""
+_MEMORY_SECTIONS = ("model", "parallel", "data", "train", "stages", "site")
+"""Sections of the config whose keys affect memory, so that the points of a sweep may need different amounts."""
 
 
 def check_memory(config: Config, executor: Executor, machine: str | None = None) -> list[MemoryVerdict]:
-    """Return the verdicts on a config's training; of a sweep, those on a point that does not fit, if there is one.
+    """Return the verdicts on a config's training; for a sweep, those on a point that does not fit, if there is one.
 
     Args:
         config: The config.
         executor: Where its jobs would run; not `auto`.
-        machine: A machine of configs/machines, or a file, whose GPU to check for instead of the config's.
+        machine: A machine of configs/machines, or a machine file, to check for instead of the config's GPU.
 
     Raises:
         UserError: There is no such `machine`.
     """
-    swept = config.sweep is not None and any(key.split(".")[0] in _SWEPT for key in config.sweep.points()[0])
-    found: list[MemoryVerdict] = []
-    for point in make_point_configs(config) if swept else [config]:
-        layout, vocab = resolve_layout(point), point.model.vocab_size or point.data.tokenizer.vocab_size
-        found = [*_gpu_verdict(point, layout, vocab, machine), *_host_verdict(point, layout, vocab, executor)]
-        if not all(one.fits for one in found):
-            return [one._replace(message=f"point {point.run.name}: {one.message}") for one in found] if swept else found
-    return found
+    differs_by_point = config.sweep is not None and any(
+        key.split(".")[0] in _MEMORY_SECTIONS for key in config.sweep.points()[0]
+    )
+    verdicts: list[MemoryVerdict] = []
+    for point in make_point_configs(config) if differs_by_point else [config]:
+        layout = resolve_layout(point)
+        vocab = point.model.vocab_size or point.data.tokenizer.vocab_size
+        verdicts = [
+            *_check_gpu_memory(point, layout, vocab, machine),
+            *_check_host_memory(point, layout, vocab, executor),
+        ]
+        if not all(verdict.fits for verdict in verdicts):
+            if not differs_by_point:
+                return verdicts
+            return [verdict._replace(message=f"point {point.run.name}: {verdict.message}") for verdict in verdicts]
+    return verdicts
 
 
 def memory_warnings(config: Config, executor: Executor) -> list[str]:
     """Return a line for each kind of memory that a training does not fit into."""
-    found = check_memory(config, executor)
-    return [f"warning: {one.kind} memory: {one.message}" for one in found if not one.fits]
+    verdicts = check_memory(config, executor)
+    return [f"warning: {verdict.kind} memory: {verdict.message}" for verdict in verdicts if not verdict.fits]
 
 
-def _gpu_verdict(config: Config, layout: Layout, vocab: int, machine: str | None) -> Iterator[MemoryVerdict]:
-    """Yield the verdict on the GPU's memory, if the GPU's size is known."""
+def _check_gpu_memory(config: Config, layout: Layout, vocab: int, machine: str | None) -> Iterator[MemoryVerdict]:
+    """Yield the verdict on GPU memory, if the size of the GPU is known."""
     kind = "GPU"
     try:
         sizes = gpu_sizes(config, machine)
@@ -210,24 +229,32 @@ def _gpu_verdict(config: Config, layout: Layout, vocab: int, machine: str | None
         yield MemoryVerdict(kind, True, "not estimated for model.target")
         return
     if needs_torch(layout):
-        yield MemoryVerdict(
-            kind, True, f"not estimated here for parallel.schedule {layout.schedule}: `plan CONFIG` does"
-        )
+        message = f"not estimated here for parallel.schedule {layout.schedule}: run `plan CONFIG`"
+        yield MemoryVerdict(kind, True, message)
         return
-    ranks, words, fits = estimate_memory_of_ranks(config, layout, vocab), list[str](), False
-    for whence, gib in sizes:
+    ranks = estimate_memory_of_ranks(config, layout, vocab)
+    messages = []
+    fits_any = False
+    for source, gib in sizes:
         fit = check_gpu_fit(config, layout, ranks, gib)
-        name, fits = f"{whence}: {gib:g} GiB", fits or fit.fits
-        left = f"{(fit.size - fit.needed - fit.reserved) / GB:.1f} of {fit.size / GB:.1f} GB are left ({name})"
-        words.append(f"fits: {left}" if fit.fits else f"does not fit: {describe_overflow(config, fit, name)}")
-    yield MemoryVerdict(kind, fits, "; ".join(words))
+        name = f"{source}: {gib:g} GiB"
+        if fit.fits:
+            fits_any = True
+            remaining = (fit.size - fit.needed - fit.reserved) / GB
+            messages.append(f"fits: {remaining:.1f} of {fit.size / GB:.1f} GB remain ({name})")
+        else:
+            messages.append(f"does not fit: {describe_overflow(config, fit, name)}")
+    yield MemoryVerdict(kind, fits_any, "; ".join(messages))
 
 
 def gpu_sizes(config: Config, machine: str | None = None) -> list[tuple[str, float]]:
-    """Return where the size of the training's GPUs is from, and the GiB; several if the GPU's type has several sizes.
+    """Return the possible sizes of the training's GPUs in GiB, each with the setting that it is from.
 
-    In this order: `machine`, `site.gpu_memory_gib`, `site.machine`, `site.gpu_type`. Empty if none says it. Raises
-    UserError if there is no such machine.
+    The first of these that is set counts: `machine`, `site.gpu_memory_gib`, `site.machine`, `site.gpu_type`. A type may
+    exist in several sizes.
+
+    Raises:
+        UserError: There is no such machine.
     """
     site = config.resolve_site("train")
     if machine is None and site.gpu_memory_gib is not None:
@@ -236,31 +263,33 @@ def gpu_sizes(config: Config, machine: str | None = None) -> list[tuple[str, flo
         return []
     from planning.machine import MACHINES, load_machine
 
-    if named := machine or site.machine:
-        return [(f"{'--machine' if machine else 'site.machine'} {named}", load_machine(named).memory_gib)]
-    whence, kind = f"site.gpu_type {site.gpu_type}", str(site.gpu_type).lower().replace("_", "-")
-    if part := re.search(r"\dg\.(\d+)gb", kind):  # a slice of a GPU (MIG)
-        return [(whence, float(part[1]))]
-    kind = kind.removeprefix("nvidia-")
-    model, size = re.match(r"[a-z]+\d+[a-z]*", kind), re.search(r"(\d+)-?gb", kind)
+    if name := machine or site.machine:
+        return [(f"{'--machine' if machine else 'site.machine'} {name}", load_machine(name).memory_gib)]
+    source = f"site.gpu_type {site.gpu_type}"
+    gpu_type = str(site.gpu_type).lower().replace("_", "-")
+    if mig_slice := re.search(r"\dg\.(\d+)gb", gpu_type):
+        return [(source, float(mig_slice[1]))]
+    gpu_type = gpu_type.removeprefix("nvidia-")
+    model = re.match(r"[a-z]+\d+[a-z]*", gpu_type)
+    size = re.search(r"(\d+)-?gb", gpu_type)
     names = [path.stem for path in MACHINES.glob("*.yaml") if model and path.stem.split("-")[0] == model[0]]
-    found = {load_machine(name).memory_gib for name in ([kind] if kind in names else names)}
-    if size and float(size[1]) in found:
-        found = {float(size[1])}
-    return [(whence, gib) for gib in sorted(found)]
+    sizes = {load_machine(name).memory_gib for name in ([gpu_type] if gpu_type in names else names)}
+    if size and float(size[1]) in sizes:
+        sizes = {float(size[1])}
+    return [(source, gib) for gib in sorted(sizes)]
 
 
-def _host_verdict(config: Config, layout: Layout, vocab: int, executor: Executor) -> Iterator[MemoryVerdict]:
-    """Yield the verdict on host memory, except for a model of the user's own, whose size is not known."""
+def _check_host_memory(config: Config, layout: Layout, vocab: int, executor: Executor) -> Iterator[MemoryVerdict]:
+    """Yield the verdict on host memory, except for a custom model, whose size is unknown."""
     if config.model.target is not None:
         return
     if executor == "slurm":
         site = config.resolve_site("train")
-        named = site.gpu_memory_gib is not None or site.machine is not None or site.gpu_type is not None
-        on_gpu = site.gpus_per_node > 0 or config.parallel.backend == "nccl" or named
+        names_gpu = site.gpu_memory_gib is not None or site.machine is not None or site.gpu_type is not None
+        on_gpu = site.gpus_per_node > 0 or config.parallel.backend == "nccl" or names_gpu
         limit = requested_memory(config, layout.ranks_per_node)
     else:
         on_gpu = has_gpu()
         limit = local_memory_limit() if executor == "local" else allocated_memory(os.environ)
-    found = estimate_host_memory(config, layout, vocab, on_gpu, one_machine=executor == "local")
-    yield MemoryVerdict("host", *describe_host_memory(found, limit))
+    memory = estimate_host_memory(config, layout, vocab, on_gpu, one_machine=executor == "local")
+    yield MemoryVerdict("host", *describe_host_memory(memory, limit))

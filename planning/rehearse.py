@@ -1,12 +1,12 @@
 """Rehearse one rank of a run on this machine, without values and peers: `plan CONFIG --rehearse RANK`.
 
-The real training engine (pipeline/train/engine.py) is built and runs two steps, so an error that would otherwise
-appear after a day in the queue appears here. Tensors are torch's fake ones (`FakeTensorMode`: shape, type and device,
-but no memory), and collectives are those of a fake process group, which returns at once. One core can therefore be any
-rank of 16,384. The second step is reported, because the first one also sets up.
+The real training engine (pipeline/train/engine.py) is built and runs two steps. An error that would otherwise
+appear after a day in the queue appears here. Tensors are torch's fake ones (`FakeTensorMode`): they have shape, type
+and device, but no memory. Collectives are those of a fake process group, which returns at once. One core can therefore
+be any rank of 16,384. The second step is reported, because the first one also sets up.
 
-`_stand_ins` replaces what needs values or peers. Kernels are those of the CPU and are not compiled; their workspace
-and fragmentation are not counted.
+`_replace_real_parts` replaces what needs values or peers. Kernels are those of the CPU and are not compiled; their
+workspace and fragmentation are not counted.
 """
 
 from __future__ import annotations
@@ -48,8 +48,6 @@ from pipeline.train import optimizer as optimizer_module
 from planning.memory import GB, MEMORY_KINDS, estimate_memory
 from planning.timeline import rank_actions
 
-KINDS = MEMORY_KINDS
-"""What tensors are for; activations are all that is none of the others."""
 _OPERATIONS = {
     "_allgather_base_": "all-gather", "allgather_": "all-gather", "all_gather_into_tensor": "all-gather",
     "_reduce_scatter_base_": "reduce-scatter", "reduce_scatter_": "reduce-scatter",
@@ -57,88 +55,97 @@ _OPERATIONS = {
     "all_to_all_single": "all-to-all", "alltoall_base_": "all-to-all", "broadcast_": "broadcast",
     "broadcast": "broadcast", "send": "send",
 }  # fmt: skip
-"""Torch's operators that send, by their names."""
+"""Collective of each of torch's operators that send, by the operator's name."""
 
 
 class _Storage:
     """The memory of one or several tensors."""
 
     def __init__(self) -> None:
-        self.size, self.kind = 0, KINDS[-1]
+        self.size = 0
+        """Bytes."""
+        self.kind = "activations"
+        """One of `MEMORY_KINDS`; activations are the rest."""
 
 
 class TensorAccount(TorchDispatchMode):
-    """Memory that tensors take, and what is sent, while it is entered; on real ranks as in a rehearsal."""
+    """Context manager that counts the memory of tensors and the bytes that are sent, on real and rehearsed ranks."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._live: dict[int, _Storage] = {}
-        self.now = 0
-        """Bytes of all tensors."""
+        self.current = 0
+        """Bytes of all tensors now."""
         self._resize = torch.UntypedStorage.resize_
-        self.begin()
+        self.reset()
 
-    def begin(self) -> None:
-        """Forget the peak and what was sent."""
-        self.peak = self.now
-        self._at_peak = [(one, one.size) for one in self._live.values()]
+    def reset(self) -> None:
+        """Reset the peak to the current memory, and the sent bytes to zero."""
+        self.peak = self.current
+        self._at_peak = [(storage, storage.size) for storage in self._live.values()]
         self.sent: defaultdict[tuple[str, int, str], list[int]] = defaultdict(lambda: [0, 0])
-        """Calls and bytes that this rank sends with ring algorithms, by group, its number of ranks, and operation."""
+        """Calls, and bytes that this rank sends with ring algorithms; by group, number of ranks and operation."""
 
     def by_kind(self) -> dict[str, int]:
         """Return the bytes at the peak by kind."""
-        found = dict.fromkeys(KINDS, 0)
+        sizes = dict.fromkeys(MEMORY_KINDS, 0)
         for storage, size in self._at_peak:
-            found[storage.kind] += size
-        return found
+            sizes[storage.kind] += size
+        return sizes
 
-    def is_for(self, kind: str, tensor: Any) -> None:
-        """Set the kind of a tensor."""
-        if (
-            isinstance(tensor, Tensor)
-            and (one := self._live.get(local_tensor(tensor).untyped_storage()._cdata)) is not None
-        ):
-            one.kind = kind
+    def set_kind(self, kind: str, tensor: Any) -> None:
+        """Set the kind of a tensor; anything else is ignored."""
+        if isinstance(tensor, Tensor):
+            storage = self._live.get(local_tensor(tensor).untyped_storage()._cdata)
+            if storage is not None:
+                storage.kind = kind
 
     def __enter__(self) -> TensorAccount:
-        def resize(storage: torch.UntypedStorage, size: int) -> Any:  # FSDP frees and takes its weights so
+        """Start counting."""
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:  # FSDP frees and allocates gathered weights so
             self._resize(storage, size)
             if storage._cdata in self._live:
                 self._live[storage._cdata].kind = "gathered"
-                self._took(storage)
+                self._update_storage(storage)
 
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *details: Any) -> None:
+        """Stop counting."""
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
         super().__exit__(*details)  # type: ignore[no-untyped-call]
 
-    def _took(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
+    def _update_storage(self, storage: torch.UntypedStorage) -> None:
+        """Note a storage that is new or has another size."""
+        key = storage._cdata
+        size = storage.nbytes()
         if key not in self._live:
             self._live[key] = _Storage()
-            weakref.finalize(storage, self._gone, key)
-        one = self._live[key]
-        self.now += size - one.size
-        one.size = size
-        if self.now > self.peak:
-            self.peak, self._at_peak = self.now, [(other, other.size) for other in self._live.values()]
+            weakref.finalize(storage, self._remove_storage, key)
+        entry = self._live[key]
+        self.current += size - entry.size
+        entry.size = size
+        if self.current > self.peak:
+            self.peak = self.current
+            self._at_peak = [(other, other.size) for other in self._live.values()]
 
-    def _gone(self, key: int) -> None:
-        self.now -= self._live.pop(key).size
+    def _remove_storage(self, key: int) -> None:
+        self.current -= self._live.pop(key).size
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator, and count the memory of its results and the bytes that it sends."""
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it comes again as what it is made of
+            return NotImplemented  # torch dispatches again, with the local tensors
         result = self.call(func, args, kwargs or {})
-        for tensor in _tensors(result):
+        for tensor in _list_tensors(result):
             if self.counts(tensor):
-                self._took(tensor.untyped_storage())
+                self._update_storage(tensor.untyped_storage())
         name = func.__name__.split(".")[0]
         if func.namespace in ("c10d", "_c10d_functional") and name in _OPERATIONS:
-            self._sends(_OPERATIONS[name], args, args[0] if func.namespace == "c10d" else result)
+            self._count_sent(_OPERATIONS[name], args, args[0] if func.namespace == "c10d" else result)
         return result
 
     def counts(self, tensor: Tensor) -> bool:
@@ -149,12 +156,14 @@ class TensorAccount(TorchDispatchMode):
         """Run an operator."""
         return func(*args, **kwargs)
 
-    def _sends(self, operation: str, args: Any, results: Any) -> None:
-        box = next((one for one in args if isinstance(one, torch.ScriptObject)), None)
-        group: Any = (
-            dist.distributed_c10d._resolve_process_group(args[-1]) if box is None else dist.ProcessGroup.unbox(box)
-        )
-        size, ranks = sum(tensor.nbytes for tensor in _tensors(results)), group.size()
+    def _count_sent(self, operation: str, args: Any, results: Any) -> None:
+        boxed_group = next((arg for arg in args if isinstance(arg, torch.ScriptObject)), None)
+        if boxed_group is None:
+            group: Any = dist.distributed_c10d._resolve_process_group(args[-1])
+        else:
+            group = dist.ProcessGroup.unbox(boxed_group)
+        ranks = group.size()
+        size = sum(tensor.nbytes for tensor in _list_tensors(results))
         if operation not in ("broadcast", "send"):
             times = {"reduce-scatter": ranks, "all-reduce": 2}.get(operation, 1)
             size = times * size * (ranks - 1) // ranks
@@ -163,24 +172,26 @@ class TensorAccount(TorchDispatchMode):
         entry[1] += size
 
 
-class _Fake(TensorAccount):
-    """The same of a rank that stands alone: what it sends or receives is done at once, and no number is known."""
+class _FakeAccount(TensorAccount):
+    """The account of a rehearsed rank: communication is complete at once, and no value is known."""
+
+    is_inferring_shapes = False
+    """Whether DTensor infers the shapes of an operator's results, with whole fake tensors of its own."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._held: dict[int, Any] = {}
-
-    asked_for_shapes = False
-    """Whether DTensor asks, with whole tensors of its own, for the shapes of what an operator gives."""
+        self._collective_inputs: dict[int, Any] = {}
 
     def counts(self, tensor: Tensor) -> bool:
-        return isinstance(tensor, FakeTensor) and not tensor.is_meta and not self.asked_for_shapes
+        """Return whether a tensor takes memory: fake tensors do, except on the meta device or for inferred shapes."""
+        return isinstance(tensor, FakeTensor) and not tensor.is_meta and not self.is_inferring_shapes
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator. Values read from tensors are 1.0 or 0; collectives have finished when they return."""
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return 1.0 if args[0].is_floating_point() else 0
         if func.namespace == "_c10d_functional":
-            return self._held_until_waited_for(func, args, kwargs)
+            return self._call_functional_collective(func, args, kwargs)
         if func.namespace != "c10d":
             return func(*args, **kwargs)
         done: torch.futures.Future[Any] = torch.futures.Future()
@@ -188,48 +199,48 @@ class _Fake(TensorAccount):
         work = _create_work_from_future(done).boxed()
         return work if len(func._schema.returns) == 1 else (args[0], work)
 
-    def _held_until_waited_for(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Keep the input of a collective until its result is waited for, as a real one does; this is not a copy."""
+    def _call_functional_collective(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a functional collective, and keep its input until its result is waited for, as a real one does."""
         if func is torch.ops._c10d_functional.wait_tensor.default:
-            self._held.pop(args[0].untyped_storage()._cdata, None)
+            self._collective_inputs.pop(args[0].untyped_storage()._cdata, None)
             return args[0]
         result = func(*args, **kwargs)
-        self._held |= {tensor.untyped_storage()._cdata: args[0] for tensor in _tensors(result)}
+        self._collective_inputs |= {tensor.untyped_storage()._cdata: args[0] for tensor in _list_tensors(result)}
         return result
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def _list_tensors(value: Any) -> list[Tensor]:
     """Return all tensors of a tensor, a list, or a list of lists."""
     if isinstance(value, Tensor):
         return [value]
-    return [tensor for part in value for tensor in _tensors(part)] if isinstance(value, list | tuple) else []
+    return [tensor for part in value for tensor in _list_tensors(part)] if isinstance(value, list | tuple) else []
 
 
 @contextmanager
-def _stand_ins(account: _Fake, config: Config, layout: Layout) -> Iterator[None]:
+def _replace_real_parts(account: _FakeAccount, config: Config, layout: Layout) -> Iterator[None]:
     """Replace what needs values or peers inside the block."""
 
-    def outside(function: Any) -> Any:
+    def run_without_fakes(function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             with unset_fake_temporarily():
                 return function(*args, **kwargs)
 
         return call
 
-    shapes = ShardingPropagator._propagate_tensor_meta_non_cached
+    infer_shapes = ShardingPropagator._propagate_tensor_meta_non_cached
 
-    def uncounted(*args: Any, **kwargs: Any) -> Any:
-        account.asked_for_shapes = True
+    def infer_shapes_uncounted(*args: Any, **kwargs: Any) -> Any:
+        account.is_inferring_shapes = True
         try:
-            return shapes(*args, **kwargs)
+            return infer_shapes(*args, **kwargs)
         finally:
-            account.asked_for_shapes = False
+            account.is_inferring_shapes = False
 
-    def own_group(ranks: list[int], **options: Any) -> Any:  # tens of thousands of others take minutes
+    def make_own_group_only(ranks: list[int], **options: Any) -> Any:  # tens of thousands of groups would take minutes
         return dist.new_group(ranks, **options) if dist.get_rank() in ranks else None
 
     with ExitStack() as stack:
-        # these need values that are real even in a rehearsal: numbers of ranks, and weights on the meta device
+        # these need real values even in a rehearsal: rank numbers, and weights on the meta device
         for owner, function in (
             (Mesh, Mesh.build_device_mesh),
             (device_mesh.DeviceMesh, device_mesh.DeviceMesh.__init__),
@@ -237,24 +248,26 @@ def _stand_ins(account: _Fake, config: Config, layout: Layout) -> Iterator[None]
             (DecoderTask, DecoderTask.apply_tensor_parallel),
             (data_parallel, data_parallel.apply_fsdp),
         ):
-            stack.enter_context(_replaced(owner, function, outside(function)))
+            stack.enter_context(_replace_function(owner, function, run_without_fakes(function)))
         stack.enter_context(
-            _replaced(ShardingPropagator, ShardingPropagator._propagate_tensor_meta_non_cached, uncounted)
+            _replace_function(
+                ShardingPropagator, ShardingPropagator._propagate_tensor_meta_non_cached, infer_shapes_uncounted
+            )
         )
-        stack.enter_context(_replaced(device_mesh, dist.new_group, own_group))
-        stack.enter_context(_replaced(dist.Reducer, dist.Reducer._rebuild_buckets, lambda _: False))
+        stack.enter_context(_replace_function(device_mesh, dist.new_group, make_own_group_only))
+        stack.enter_context(_replace_function(dist.Reducer, dist.Reducer._rebuild_buckets, lambda _: False))
         if layout.pp > 1:
-            stack.enter_context(_told_by_neighbours(config, layout))
-        piece = optimizer_module._CHUNK_ENTRIES
+            stack.enter_context(_replace_shape_messages(config, layout))
+        chunk_entries = optimizer_module._CHUNK_ENTRIES
         optimizer_module._CHUNK_ENTRIES = 1 << 62  # whole gradients: splitting them needs values
         try:
             yield
         finally:
-            optimizer_module._CHUNK_ENTRIES = piece
+            optimizer_module._CHUNK_ENTRIES = chunk_entries
 
 
 @contextmanager
-def _replaced(owner: Any, function: Any, replacement: Any) -> Iterator[None]:
+def _replace_function(owner: Any, function: Any, replacement: Any) -> Iterator[None]:
     """Replace a function of a module or class by another one inside the block."""
     name = function.__name__
     original = vars(owner)[name]
@@ -266,8 +279,8 @@ def _replaced(owner: Any, function: Any, replacement: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _told_by_neighbours(config: Config, layout: Layout) -> Iterator[None]:
-    """Stages of a pipeline tell each other the shapes of what they will send: here each is told what it would be."""
+def _replace_shape_messages(config: Config, layout: Layout) -> Iterator[None]:
+    """Give each pipeline stage the shapes that its neighbours would send before the first step."""
     try:
         from torch.distributed.pipelining._utils import _TensorMeta
         from torch.distributed.pipelining.stage import PipelineStage, _StageBackwardMeta, _StageForwardMeta
@@ -277,78 +290,98 @@ def _told_by_neighbours(config: Config, layout: Layout) -> Iterator[None]:
     shards = layout.tp if layout.sequence_parallel else 1
     shape = hidden_state_shape(config.model, config.train.micro_batch, config.data.sequence_length, shards)
     dtype = DTYPES.get(config.train.precision, torch.float32) if layout.fsdp else torch.float32
-
     trained_from = find_trained_parameters(config).first_block
 
-    def receive(stage: Any, source: int) -> Any:  # of what is frozen up to there nobody sends gradients back
-        if source > stage.stage_index:
-            return _StageBackwardMeta(tuple(meta if meta.requires_grad else None for meta in stage._stage_meta.outputs))
-        wanted = layout.stage_layers[stage.stage_index].start > trained_from
-        return _StageForwardMeta((_TensorMeta.from_tensor(torch.empty(shape, dtype=dtype, requires_grad=wanted)),))
+    def receive_meta(stage: Any, source: int) -> Any:
+        if source > stage.stage_index:  # gradients, of those outputs that need them
+            metas = tuple(meta if meta.requires_grad else None for meta in stage._stage_meta.outputs)
+            return _StageBackwardMeta(metas)
+        requires_grad = layout.stage_layers[stage.stage_index].start > trained_from
+        hidden_states = torch.empty(shape, dtype=dtype, requires_grad=requires_grad)
+        return _StageForwardMeta((_TensorMeta.from_tensor(hidden_states),))
 
     with (
-        _replaced(PipelineStage, PipelineStage._recv_meta, receive),
-        _replaced(PipelineStage, PipelineStage._send_meta, lambda *_: None),
+        _replace_function(PipelineStage, PipelineStage._recv_meta, receive_meta),
+        _replace_function(PipelineStage, PipelineStage._send_meta, lambda *_: None),
     ):
         yield
 
 
 def account_step(engine: Any, account: TensorAccount, step: int, batch: dict[str, Tensor]) -> None:
-    """Step number `step` of an engine, in an account that is entered; what its tensors are for is noted."""
-    account.begin()
+    """Run a step of an engine in an account that is entered, and note the kinds of its tensors.
+
+    Args:
+        engine: The training engine.
+        account: The account; it is reset first.
+        step: Number of the step.
+        batch: The samples of this rank.
+    """
+    account.reset()
     engine.backward(batch, step)
     for parameter in (parameter for part in engine.parts for parameter in part.parameters()):
-        account.is_for("weights", parameter.detach())
-        account.is_for("gradients", parameter.grad)
+        account.set_kind("weights", parameter.detach())
+        account.set_kind("gradients", parameter.grad)
     engine.clip_gradients(engine.config.optimizer.clip_norm)
     engine.update_weights(1.0)
     for state in engine.optimizer.state.values():
         for tensor in state.values():
-            account.is_for("optimizer", tensor)
+            account.set_kind("optimizer", tensor)
 
 
 class Progress:
-    """Prints the phase of a rehearsal to stderr, and every few seconds its duration."""
+    """Context manager that prints the phase of a rehearsal to stderr, and every few seconds its duration."""
 
-    EVERY_S = 10.0
+    INTERVAL_S = 10.0
 
     def __init__(self) -> None:
-        self._began, self._phase, self._ended = time.monotonic(), "", threading.Event()
+        self._start = time.monotonic()
+        self._phase = ""
+        self._done = threading.Event()
         self._thread = threading.Thread(target=self._repeat, daemon=True)
 
     def __enter__(self) -> Progress:
+        """Start the thread that repeats the phase."""
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ended.set()
+        """Stop the thread."""
+        self._done.set()
         self._thread.join()
 
-    def begin(self, phase: str) -> None:
+    def start_phase(self, phase: str) -> None:
         """Print that `phase` starts."""
         self._phase = phase
         self._print()
 
     def _repeat(self) -> None:
-        while not self._ended.wait(self.EVERY_S):
+        while not self._done.wait(self.INTERVAL_S):
             self._print()
 
     def _print(self) -> None:
-        print(f"rehearse: {time.monotonic() - self._began:>4.0f} s  {self._phase}", file=sys.stderr, flush=True)
+        print(f"rehearse: {time.monotonic() - self._start:>4.0f} s  {self._phase}", file=sys.stderr, flush=True)
 
 
 def rehearse_rank(
-    config: Config, rank: int, vocab: int, begin: Callable[[str], None] = lambda phase: None
+    config: Config, rank: int, vocab: int, start_phase: Callable[[str], None] = lambda phase: None
 ) -> TensorAccount:
-    """The account of the second step of a rank; `begin` is called with each phase.
+    """Return the account of the second step of a rank.
 
-    Raises UserError where it would fail, with the reason.
+    Args:
+        config: The config.
+        rank: Number of the rank.
+        vocab: Size of the vocabulary.
+        start_phase: Called with a description of each phase.
+
+    Raises:
+        UserError: The rank does not exist, the config cannot be rehearsed, or the rank would fail.
     """
-    size, layout = config.stages.train.ranks, resolve_layout(config)
-    if not 0 <= rank < size:
+    world_size = config.stages.train.ranks
+    layout = resolve_layout(config)
+    if not 0 <= rank < world_size:
         raise UserError(
             "plan.no_such_rank",
-            f"--rehearse {rank}: ranks are numbered from 0 to {size - 1} (stages.train: nodes × tasks_per_node)",
+            f"--rehearse {rank}: ranks are numbered from 0 to {world_size - 1} (stages.train: nodes × tasks_per_node)",
         )
     if config.model.target is not None:
         raise UserError("plan.unsupported_model", "--rehearse supports only the decoder, not model.target")
@@ -360,85 +393,93 @@ def rehearse_rank(
         )
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    begin(f"making the groups of {size:,} ranks")
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    start_phase(f"making the groups of {world_size:,} ranks")
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
-        account = _Fake()
-        with _stand_ins(account, config, layout), FakeTensorMode(allow_non_fake_inputs=True), account:
-            world, stages = (
-                World(rank, size, torch.device("cpu"), "fake"),
-                layout.stages_on_rank(layout.coordinates(rank).pp),
-            )
+        account = _FakeAccount()
+        with _replace_real_parts(account, config, layout), FakeTensorMode(allow_non_fake_inputs=True), account:
+            stages = layout.stages_on_rank(layout.coordinates(rank).pp)
+            start_phase(f"building rank {rank}: {sum(len(layout.stage_layers[stage]) for stage in stages)} blocks")
             task = DecoderTask(config, vocab)
-            begin(f"building rank {rank}: {sum(len(layout.stage_layers[stage]) for stage in stages)} blocks")
+            world = World(rank, world_size, torch.device("cpu"), "fake")
             engine = engines.Engine(config, layout, world, task, from_scratch=False)
             rows = config.train.global_batch // layout.dp
             batch = {
-                name: torch.zeros((rows, *shape), dtype=getattr(torch, kind))
-                for name, (shape, kind) in task.sample_shapes.items()
+                name: torch.zeros((rows, *shape), dtype=getattr(torch, dtype))
+                for name, (shape, dtype) in task.sample_shapes.items()
             }
             for step in (1, 2):
-                begin(f"step {step} of 2: {layout.micro_batches} micro-batches")
+                start_phase(f"step {step} of 2: {layout.micro_batches} micro-batches")
                 account_step(engine, account, step, batch)
     except UserError:
         raise
     except Exception as error:
-        own = [at for at in extract_tb(error.__traceback__) if "site-packages" not in at.filename]
-        where = next((at for at in reversed(own) if at.filename != __file__), own[-1])
-        place = f"{Path(where.filename).name}:{where.lineno}"
-        message = f"rank {rank} fails in {where.name} ({place}): {type(error).__name__}: {error}"
+        frames = [frame for frame in extract_tb(error.__traceback__) if "site-packages" not in frame.filename]
+        frame = next((frame for frame in reversed(frames) if frame.filename != __file__), frames[-1])
+        location = f"{Path(frame.filename).name}:{frame.lineno}"
+        message = f"rank {rank} fails in {frame.name} ({location}): {type(error).__name__}: {error}"
         raise UserError("plan.rank_fails", message) from error
     finally:
         dist.destroy_process_group()
     return account
 
 
-def group_name(layout: Layout, mesh: str) -> str:
-    """Return what `plan` calls a group of ranks, by its name in torch's mesh; a group of all may have torch's own."""
+def group_name(layout: Layout, mesh_group: str) -> str:
+    """Return the name that `plan` prints for a group of torch's device mesh, or of all ranks (`default_pg`)."""
     sizes = {"tensor": layout.tp, "pipeline": layout.pp, "shard": layout.dp_shard, "replicate": layout.dp_replicate}
-    if mesh == "default_pg":
-        found = next((name for name, size in sizes.items() if size == layout.world_size), "all ranks")
+    if mesh_group == "default_pg":
+        name = next((name for name, size in sizes.items() if size == layout.world_size), "all ranks")
     else:
-        found = {"tp": "tensor", "pp": "pipeline", "dp_shard": "shard", "dp_replicate": "replicate"}.get(mesh, mesh)
-    return "data" if found == "replicate" and layout.dp_shard == 1 else found
+        names = {"tp": "tensor", "pp": "pipeline", "dp_shard": "shard", "dp_replicate": "replicate"}
+        name = names.get(mesh_group, mesh_group)
+    return "data" if name == "replicate" and layout.dp_shard == 1 else name
 
 
 def describe_rehearsal(config: Config, rank: int) -> Iterator[str]:
-    """The lines of a rehearsal. Raises UserError where the run would fail, also for want of `site.gpu_memory_gib`."""
-    began, layout = time.monotonic(), resolve_layout(config)
-    compiled = config.train.compile
+    """Rehearse a rank and yield the lines of `plan --rehearse`.
+
+    Raises:
+        UserError: The run would fail, or the rank needs more than `site.gpu_memory_gib`.
+    """
+    start = time.monotonic()
+    layout = resolve_layout(config)
+    is_compiled = config.train.compile
     train = config.train.model_copy(update={"compile": False, "evaluate_every": None})
     config = config.model_copy(update={"train": train})
     vocab = config.model.vocab_size or config.data.tokenizer.vocab_size
     with Progress() as progress:
-        account = rehearse_rank(config, rank, vocab, progress.begin)
-    at = layout.coordinates(rank)
-    taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GB
-    yield f"rank {rank} of {layout.world_size:,}: pipeline {at.pp}, data {at.dp}, tensor {at.tp}"
-    yield f"two steps without values: {time.monotonic() - began:.0f} s and {taken:.1f} GB of memory here"
-    if compiled:
-        yield "train.compile is left out: compiled blocks keep less"
+        account = rehearse_rank(config, rank, vocab, progress.start_phase)
+    coordinates = layout.coordinates(rank)
+    process_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GB
+    yield (
+        f"rank {rank} of {layout.world_size:,}: pipeline {coordinates.pp}, data {coordinates.dp}, "
+        f"tensor {coordinates.tp}"
+    )
+    yield f"two steps without values took {time.monotonic() - start:.0f} s and {process_gb:.1f} GB of memory here"
+    if is_compiled:
+        yield "train.compile is ignored: compiled blocks save less for backward"
     yield ""
-    yield "memory of its tensors in GB, when a step takes most"
-    yield " " * 10 + "".join(f" {kind:>11}" for kind in (*KINDS, "sum"))
-    said = estimate_memory(config, layout, at.pp, vocab, rank_actions(layout)[at.pp], on_cpu=True)
-    kinds = account.by_kind()
+    yield "memory of its tensors in GB, at the peak of a step"
+    yield " " * 10 + "".join(f" {kind:>11}" for kind in (*MEMORY_KINDS, "sum"))
+    actions = rank_actions(layout)[coordinates.pp]
+    estimate = estimate_memory(config, layout, coordinates.pp, vocab, actions, on_cpu=True)
     for name, sizes in (
-        ("rehearsed", [*kinds.values(), account.peak]),
-        ("plan", [said.weights, said.gathered, said.gradients, said.optimizer, said.activations, said.total]),
+        ("rehearsed", [*account.by_kind().values(), account.peak]),
+        ("plan", [*(getattr(estimate, kind) for kind in MEMORY_KINDS), estimate.total]),
     ):
         yield f"{name:>10}" + "".join(f" {size / GB:>11.3f}" for size in sizes)
     yield ""
-    counted = [f"{group} {size / GB:.3f} GB" for group, size, _ in count_rank_traffic(config, layout, vocab, at.pp)]
-    yield f"it sends in a step (plan: {', '.join(counted) or 'nothing'})"
+    traffic = count_rank_traffic(config, layout, vocab, coordinates.pp)
+    planned = ", ".join(f"{group} {size / GB:.3f} GB" for group, size, _ in traffic)
+    yield f"bytes sent per step (plan: {planned or 'nothing'})"
     yield f"{'group':>14} {'ranks':>6}  {'operation':<15} {'calls':>7} {'GB':>9}"
-    for (mesh, ranks, operation), (calls, size) in sorted(account.sent.items(), key=lambda item: -item[1][1]):
-        group = group_name(layout, mesh)
+    for (mesh_group, ranks, operation), (calls, size) in sorted(account.sent.items(), key=lambda item: -item[1][1]):
+        group = group_name(layout, mesh_group)
         yield f"{group:>14} {ranks:>6}  {operation:<15} {calls:>7,} {size / GB:>9.3f}"
-    room = (config.site.gpu_memory_gib or math.inf) * 2**30
-    if account.peak > room and not config.parallel.offload:
+    gpu_bytes = (config.site.gpu_memory_gib or math.inf) * 2**30
+    if account.peak > gpu_bytes and not config.parallel.offload:
         raise UserError(
             "plan.not_enough_memory",
-            f"rank {rank} needs {account.peak / GB:.1f} GB for its tensors, and a GPU has {room / GB:.1f} "
+            f"rank {rank} needs {account.peak / GB:.1f} GB for its tensors, and a GPU has {gpu_bytes / GB:.1f} "
             f"({config.site.gpu_memory_gib:g} GiB, by --machine or site.gpu_memory_gib)",
         )

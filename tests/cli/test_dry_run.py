@@ -239,7 +239,7 @@ def test_a_memory_limit_of_a_session_or_container_counts(
 def test_ranks_on_gpus_hold_in_host_memory_what_is_offloaded(typed: Callable[..., str]) -> None:
     def held(*more: str) -> tuple[float, float]:
         shown = typed("tiny.yaml", "--dry-run", "--executor", "slurm", *LARGE, "site.gpus_per_node=2", *more)
-        found = re.search(r"hold some ([\d.,]+) GB at the start and ([\d.,]+) GB at a save", shown)
+        found = re.search(r"need about ([\d.,]+) GB at the start and ([\d.,]+) GB during a save", shown)
         assert found is not None, shown
         return float(found[1].replace(",", "")), float(found[2].replace(",", ""))
 

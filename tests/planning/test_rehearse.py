@@ -1,41 +1,45 @@
-"""A rehearsed rank against real ones: bytes by group and operation, and the peak of its tensors."""
+"""Compare a rehearsed rank with real ranks: bytes by group and operation, and the peak memory of its tensors."""
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any
 
 import pytest
 
 from pipeline.base.dist_env import RankInfo
+from pipeline.base.errors import UserError
 from pipeline.config.sections import Config
 from tests.support.ranks import run_ranks
-from tests.support.tiny_training import VOCAB, tiny_config
+from tests.support.tiny_training import VOCAB, make_batches, tiny_config
 
 SIZES = {"dim": 128, "intermediate_size": 256}
-Found = dict[str, Any]
+Measurement = dict[str, Any]
 
 
-def config_of(ranks: int, parallel: dict[str, Any]) -> Config:
-    """`parallel` may name a precision, and frozen parameters, too."""
-    train = {key: value for key, value in parallel.items() if key == "precision"}
-    own = {"freeze": parallel.get("freeze", []), "lr": 2e-3, "clip_norm": 0.1}
-    parallel = {key: value for key, value in parallel.items() if key not in ("precision", "freeze")}
-    return tiny_config(ranks, parallel=parallel, model=SIZES, train=train, data={"sequence_length": 64}, optimizer=own)
+def make_config(ranks: int, options: dict[str, Any]) -> Config:
+    """Return a tiny config. `options`: keys of `parallel`, and `precision` and `freeze`."""
+    train = {key: value for key, value in options.items() if key == "precision"}
+    optimizer = {"freeze": options.get("freeze", []), "lr": 2e-3, "clip_norm": 0.1}
+    parallel = {key: value for key, value in options.items() if key not in ("precision", "freeze")}
+    return tiny_config(
+        ranks, parallel=parallel, model=SIZES, train=train, data={"sequence_length": 64}, optimizer=optimizer
+    )
 
 
-def told(account: Any) -> Found:
-    sent: dict[str, int] = {}
-    for (_, _, operation), (_, size) in account.sent.items():
-        sent[operation] = sent.get(operation, 0) + size
-    groups: dict[str, int] = {}
-    for (group, _, _), (_, size) in account.sent.items():
-        groups[group] = groups.get(group, 0) + size
-    return {"sent": sent, "groups": groups, "peak": account.peak, "kinds": account.by_kind()}
+def summarize(account: Any) -> Measurement:
+    """Return the bytes sent by operation and by group, and the peak memory."""
+    by_operation: dict[str, int] = {}
+    by_group: dict[str, int] = {}
+    for (group, _, operation), (_, size) in account.sent.items():
+        by_operation[operation] = by_operation.get(operation, 0) + size
+        by_group[group] = by_group.get(group, 0) + size
+    return {"sent": by_operation, "groups": by_group, "peak": account.peak, "kinds": account.by_kind()}
 
 
-def real_rank(rank_info: RankInfo, configs: list[Config]) -> list[Found]:
-    """What a step of this rank takes and sends, by the same account and by an independent one.
+def measure_real_rank(rank_info: RankInfo, configs: list[Config]) -> list[Measurement]:
+    """Measure a step of this rank with a rehearsal's account and with an independent counter.
 
     A thread of Gloo may release the buffer of a message late, which adds to the peak. The smallest peak of several
     steps is therefore what a step needs.
@@ -48,50 +52,51 @@ def real_rank(rank_info: RankInfo, configs: list[Config]) -> list[Found]:
     from pipeline.train.engine import Engine
     from planning.rehearse import TensorAccount, account_step
     from tests.support.communication_counter import CommunicationCounter
-    from tests.support.tiny_training import make_batches
 
-    class WithoutGloos(TensorAccount):
-        """Gloo reduce-scatters a copy that it makes itself; it is first seen when it is cut."""
+    class AccountWithoutGlooCopies(TensorAccount):
+        """Ignores the copy that Gloo's reduce-scatter makes; the account first sees it when Gloo splits it."""
 
-        gloos = False
+        is_gloo_copy = False
 
         def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-            cuts = func is torch.ops.aten.split.Tensor
-            self.gloos = cuts and args[0].untyped_storage()._cdata not in self._live
+            is_split = func is torch.ops.aten.split.Tensor
+            self.is_gloo_copy = is_split and args[0].untyped_storage()._cdata not in self._live
             return super().call(func, args, kwargs)
 
         def counts(self, tensor: Any) -> bool:
-            return not self.gloos and super().counts(tensor)
+            return not self.is_gloo_copy and super().counts(tensor)
 
-    world, found = groups.join_process_group(rank_info, configs[0]), []
+    world = groups.join_process_group(rank_info, configs[0])
+    measurements = []
     for config in configs:
         layout = resolve_layout(config, world.size, rank_info.local_world_size, VOCAB)
-        with WithoutGloos() as account:
+        with AccountWithoutGlooCopies() as account:
             engine = Engine(config, layout, world, DecoderTask(config, VOCAB))
-            own = make_batches(config)[0].chunk(layout.dp)[layout.coordinates(rank_info.rank).dp].clone()
+            tokens_BT = make_batches(config)[0].chunk(layout.dp)[layout.coordinates(rank_info.rank).dp].clone()
             steps = []
             for step in range(1, 5):
-                with CommunicationCounter() as sent:
-                    account_step(engine, account, step, {"tokens": own})
-                steps.append(told(account))
-        smallest = min(steps[1:], key=lambda found: int(found["peak"]))  # the first step also sets up
-        found.append(smallest | {"independent": {k.removeprefix("mesh_"): v for k, v in sent.bytes.items()}})
+                with CommunicationCounter() as counter:
+                    account_step(engine, account, step, {"tokens": tokens_BT})
+                steps.append(summarize(account))
+        smallest = min(steps[1:], key=lambda measurement: int(measurement["peak"]))  # the first step also sets up
+        counted = {group.removeprefix("mesh_"): size for group, size in counter.bytes.items()}
+        measurements.append(smallest | {"independent": counted})
         del engine
-    return found
+    return measurements
 
 
-def fake_rank(rank_info: RankInfo, ranks: list[int], configs: list[Config]) -> list[list[Found]]:
-    """The same of rehearsed ranks."""
+def measure_rehearsed_ranks(rank_info: RankInfo, ranks: list[int], configs: list[Config]) -> list[list[Measurement]]:
+    """Return the same of rehearsed ranks."""
     from planning.rehearse import rehearse_rank
 
-    return [[told(rehearse_rank(config, rank, VOCAB)) for config in configs] for rank in ranks]
+    return [[summarize(rehearse_rank(config, rank, VOCAB)) for config in configs] for rank in ranks]
 
 
 FROZEN = ["model.embed_tokens.*", *(f"model.layers.{number}.*" for number in range(3))]
 CASES: dict[int, list[dict[str, Any]]] = {
     2: [
         {}, {"zero": 1}, {"zero": 2}, {"zero": 3}, {"tensor": 2}, {"pipeline": 2},
-        {"pipeline": 2, "freeze": FROZEN},  # the whole first stage
+        {"pipeline": 2, "freeze": FROZEN},  # the whole first stage is frozen
     ],
     4: [
         {}, {"zero": 3, "data": {"replicate": 2, "shard": 2}}, {"pipeline": 2, "zero": 1, "precision": "bf16"},
@@ -109,79 +114,83 @@ CASES: dict[int, list[dict[str, Any]]] = {
 
 @pytest.mark.story
 @pytest.mark.parametrize("ranks", CASES)
-def test_a_rehearsed_rank_sends_and_takes_what_a_real_one_does(ranks: int) -> None:
-    configs = [config_of(ranks, parallel) for parallel in CASES[ranks]]
-    real = run_ranks(ranks, real_rank, configs, timeout=400)
-    some = [0, ranks - 1]
-    (fake,) = run_ranks(1, fake_rank, some, configs, timeout=400)
-    wrong = []
-    for number, parallel in enumerate(CASES[ranks]):
-        for rank, found in zip(some, fake, strict=True):
-            is_real, is_fake = real[rank][number], found[number]
-            if is_real["independent"] != is_fake["groups"] or is_real["sent"] != is_fake["sent"]:
-                wrong.append(
-                    (parallel, rank, is_real["independent"], is_fake["groups"], is_real["sent"], is_fake["sent"])
-                )
-            if abs(is_fake["peak"] / is_real["peak"] - 1) > 0.02:
-                wrong.append((parallel, rank, is_real["peak"], is_fake["peak"], is_real["kinds"], is_fake["kinds"]))
-    assert not wrong, "\n".join(map(str, wrong))
+def test_a_rehearsed_rank_equals_a_real_one(ranks: int) -> None:
+    configs = [make_config(ranks, options) for options in CASES[ranks]]
+    real = run_ranks(ranks, measure_real_rank, configs, timeout=400)
+    compared_ranks = [0, ranks - 1]
+    (rehearsed_ranks,) = run_ranks(1, measure_rehearsed_ranks, compared_ranks, configs, timeout=400)
+    differences = []
+    for rank, rehearsed_configs in zip(compared_ranks, rehearsed_ranks, strict=True):
+        for options, measured, rehearsed in zip(CASES[ranks], real[rank], rehearsed_configs, strict=True):
+            if measured["independent"] != rehearsed["groups"] or measured["sent"] != rehearsed["sent"]:
+                differences.append((options, rank, measured, rehearsed))
+            if abs(rehearsed["peak"] / measured["peak"] - 1) > 0.02:
+                differences.append((options, rank, measured, rehearsed))
+    assert not differences, "\n".join(map(str, differences))
 
 
-# -- what needs no second process ------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------- tests that need one process
 
 
-def lines(config: Config, rank: int) -> list[str]:
+def rehearse_in_rank(rank_info: RankInfo, config: Config, rank: int) -> list[str] | tuple[str, str]:
+    """Return the lines of a rehearsal, or the code and message of its error."""
     from planning.rehearse import describe_rehearsal
 
-    return list(describe_rehearsal(config, rank))
+    try:
+        return list(describe_rehearsal(config, rank))
+    except UserError as error:
+        return error.code, str(error)
 
 
-def lines_rank(rank_info: RankInfo, config: Config, rank: int) -> list[str]:
-    return lines(config, rank)
+def find_row(lines: list[str], name: str) -> list[str]:
+    """Return the columns of the line whose first column is `name`."""
+    return next(line.split()[1:] for line in lines if line.split()[:1] == [name])
 
 
-def test_it_tells_what_a_rank_takes_and_sends() -> None:
+def test_a_rehearsal_prints_memory_and_traffic() -> None:
     config = tiny_config(1024, parallel={"zero": 3}, train={"global_batch": 2048}, model={"layers": 1})
-    (told,) = run_ranks(1, lines_rank, config, 1023)
-    assert told[0] == "rank 1023 of 1,024: pipeline 0, data 1023, tensor 0"
-    table = {tuple(line.split()[:3]) for line in told}
-    assert {("shard", "1024", name) for name in ("all-gather", "reduce-scatter", "all-reduce")} <= table
-    heads = next(line.split() for line in told if "gathered" in line)
-    rehearsed, plan = (
-        next(line.split()[1:] for line in told if line.split()[:1] == [name]) for name in ("rehearsed", "plan")
-    )
-    assert heads == ["weights", "gathered", "gradients", "optimizer", "activations", "sum"]
-    assert len(rehearsed) == len(plan) == len(heads)
+    (lines,) = run_ranks(1, rehearse_in_rank, config, 1023)
+    assert re.search("1023 of 1,024.*pipeline 0.*data 1023.*tensor 0", lines[0])
+    traffic = {tuple(line.split()[:3]) for line in lines}
+    assert {("shard", "1024", name) for name in ("all-gather", "reduce-scatter", "all-reduce")} <= traffic
+    kinds = find_row(lines, "weights")
+    assert kinds == ["gathered", "gradients", "optimizer", "activations", "sum"]
+    assert len(find_row(lines, "rehearsed")) == len(find_row(lines, "plan")) == 1 + len(kinds)
 
 
-def names_rank(rank_info: RankInfo, configs: list[Config]) -> list[tuple[list[str], set[str], set[str]]]:
-    """The columns of memory in a rehearsal's table, and the groups in it and in `plan`; both as printed."""
+def read_names(rank_info: RankInfo, configs: list[Config]) -> list[tuple[list[str], set[str], set[str]]]:
+    """Return the memory columns of a rehearsal, and the names of groups in the rehearsal and in `plan`, as printed."""
     from planning.plan import describe_plan
     from planning.rehearse import describe_rehearsal
 
-    found = []
+    names = []
     for config in configs:
-        rehearsed, planned = list(describe_rehearsal(config, 0)), list(describe_plan(config))
-        heads = [next(line.split() for line in told if "gathered" in line) for told in (rehearsed, planned)]
-        assert heads[0] == heads[1][2:]
-        table = rehearsed[next(n for n, line in enumerate(rehearsed) if "calls" in line) + 1 :]
-        sends = planned[planned.index("a rank sends per step") + 1 :]
-        found.append((heads[0], {line.split()[0] for line in table}, {line.split()[0] for line in sends}))
-    return found
+        rehearsal = list(describe_rehearsal(config, 0))
+        plan = list(describe_plan(config))
+        columns, plan_columns = (
+            next(line.split() for line in lines if "gathered" in line) for lines in (rehearsal, plan)
+        )
+        assert columns == plan_columns[2:]
+        traffic = rehearsal[next(number for number, line in enumerate(rehearsal) if "calls" in line) + 1 :]
+        plan_traffic = plan[plan.index("a rank sends per step") + 1 :]
+        groups = {line.split()[0] for line in traffic}
+        names.append((columns, groups, {line.split()[0] for line in plan_traffic}))
+    return names
 
 
-def test_its_columns_have_the_names_of_plan() -> None:
-    """Also those of groups."""
-    every: list[dict[str, Any]] = [
+def test_a_rehearsal_uses_the_names_of_plan() -> None:
+    parallels: list[dict[str, Any]] = [
         {}, {"zero": 1}, {"tensor": 4}, {"tensor": 2, "zero": 3}, {"data": {"replicate": 2, "shard": 2}, "zero": 2},
     ]  # fmt: skip
-    configs = [tiny_config(4, parallel=parallel, model=SIZES) for parallel in every]
-    (found,) = run_ranks(1, names_rank, configs)
-    for parallel, (heads, groups, planned) in zip(every, found, strict=True):
-        assert heads[-1] == "sum" and planned <= groups <= {*planned, "all"}, parallel
+    configs = [tiny_config(4, parallel=parallel, model=SIZES) for parallel in parallels]
+    (names,) = run_ranks(1, read_names, configs)
+    for parallel, (columns, groups, planned_groups) in zip(parallels, names, strict=True):
+        assert columns[-1] == "sum"
+        assert planned_groups <= groups <= {*planned_groups, "all"}, parallel
 
 
-def phases_rank(rank_info: RankInfo, config: Config) -> list[str]:
+def record_phases(rank_info: RankInfo, config: Config) -> list[str]:
+    """Return the phases that a rehearsal reports."""
     from planning.rehearse import rehearse_rank
 
     phases: list[str] = []
@@ -189,66 +198,59 @@ def phases_rank(rank_info: RankInfo, config: Config) -> list[str]:
     return phases
 
 
-def test_it_says_what_it_does() -> None:
-    (phases,) = run_ranks(1, phases_rank, tiny_config(4, parallel={"zero": 1}, model=SIZES))
-    starts = ("making the groups", "building rank 0", "step 1 of 2", "step 2 of 2")
-    assert [phase.startswith(start) for phase, start in zip(phases, starts, strict=True)] == [True] * 4
+def test_a_rehearsal_reports_its_phases() -> None:
+    (phases,) = run_ranks(1, record_phases, tiny_config(4, parallel={"zero": 1}, model=SIZES))
+    facts = ("groups", "rank 0", "step 1 of 2", "step 2 of 2")
+    assert [fact in phase for phase, fact in zip(phases, facts, strict=True)] == [True] * 4
 
 
-def test_a_long_phase_is_told_again(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_phase_is_printed_repeatedly(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from planning.rehearse import Progress
 
-    monkeypatch.setattr(Progress, "EVERY_S", 0.01)
+    monkeypatch.setattr(Progress, "INTERVAL_S", 0.01)
     with Progress() as progress:
-        progress.begin("step 1 of 2")
-        end, said = time.monotonic() + 60, ""
-        while said.count("step 1 of 2") < 3 and time.monotonic() < end:
-            said += capsys.readouterr().err
-    assert said.count("step 1 of 2") >= 3
-
-
-def failing_rank(rank_info: RankInfo, config: Config, rank: int) -> str:
-    """What a rehearsal is refused with."""
-    from pipeline.base.errors import UserError
-
-    try:
-        lines(config, rank)
-    except UserError as error:
-        return str(error)
-    return ""
+        progress.start_phase("step 1 of 2")
+        deadline = time.monotonic() + 60
+        output = ""
+        while output.count("step 1 of 2") < 3 and time.monotonic() < deadline:
+            output += capsys.readouterr().err
+    assert output.count("step 1 of 2") >= 3
 
 
 @pytest.mark.parametrize(
-    ("sections", "rank", "words"),
+    ("sections", "rank", "code", "fact"),
     [
-        ({}, 4, "--rehearse 4: ranks are numbered from 0 to 3"),
-        ({}, -1, "--rehearse -1: ranks are numbered from 0 to 3"),
-        ({"site": {"gpu_memory_gib": 0.0001}}, 0, "needs 0.0 GB for its tensors"),
+        ({}, 4, "plan.no_such_rank", "from 0 to 3"),
+        ({}, -1, "plan.no_such_rank", "from 0 to 3"),
+        ({"site": {"gpu_memory_gib": 0.0001}}, 0, "plan.not_enough_memory", "site.gpu_memory_gib"),
         (
             {"optimizer": {"state": {"master": "none"}}, "train": {"precision": "bf16"}},
             0,
+            "plan.unsupported_option",
             "optimizer.state.master none",
         ),
     ],
 )
-def test_what_is_refused(sections: dict[str, Any], rank: int, words: str) -> None:
-    (told,) = run_ranks(1, failing_rank, tiny_config(4, **sections), rank)
-    assert words in told
+def test_an_impossible_rehearsal_is_an_error(sections: dict[str, Any], rank: int, code: str, fact: str) -> None:
+    ((error_code, message),) = run_ranks(1, rehearse_in_rank, tiny_config(4, **sections), rank)
+    assert error_code == code
+    assert fact in message
 
 
-def test_what_fails_on_the_rank_is_told_with_its_place() -> None:
-    (told,) = run_ranks(1, broken_rank, tiny_config(4, parallel={"zero": 3}))
-    assert told == "rank 0 fails in forward (test_rehearse.py:LINE): ValueError: out of order"
-
-
-def broken_rank(rank_info: RankInfo, config: Config) -> str:
-    """A block that does not work."""
-    import re
-
+def rehearse_failing_block(rank_info: RankInfo, config: Config) -> list[str] | tuple[str, str]:
+    """Rehearse a model whose MLP raises an exception."""
     from pipeline.model import decoder
 
     def forward(*_: Any) -> Any:
         raise ValueError("out of order")
 
     decoder.MLP.forward = forward  # type: ignore[assignment, method-assign]
-    return re.sub(r":\d+", ":LINE", failing_rank(rank_info, config, 0))
+    return rehearse_in_rank(rank_info, config, 0)
+
+
+def test_a_failing_rank_is_reported_with_its_location() -> None:
+    ((code, message),) = run_ranks(1, rehearse_failing_block, tiny_config(4, parallel={"zero": 3}))
+    assert code == "plan.rank_fails"
+    assert re.search(r"rank 0 .*forward.*test_rehearse\.py:\d+.*ValueError: out of order", message)
