@@ -56,8 +56,8 @@ def resize(terminal: Terminal, columns: int, rows: int) -> None:
 
 def until(terminal: Terminal, told: Callable[[str], bool], timeout: float = 60) -> None:
     end = time.monotonic() + timeout
-    while not told(terminal.seen.decode(errors="ignore")):
-        assert time.monotonic() < end, terminal.seen
+    while not told(terminal.output.decode(errors="ignore")):
+        assert time.monotonic() < end, terminal.output
         terminal.read(0.05)
 
 
@@ -90,16 +90,16 @@ def test_one_screen_that_never_scrolls_and_sends_little(run: Run, tmp_path: Path
     terminal = Terminal(tmp_path, "status", str(run.path), "--watch")
     resize(terminal, 80, 24)
     until(terminal, lambda sent: "q: stop watching" in sent)
-    before, began = len(terminal.seen), time.monotonic()
+    before, began = len(terminal.output), time.monotonic()
     for step in range(21, 31):  # two looks and more, each with something new
         with open(run.metrics_file, "a") as file:
             file.write(metric_line(step))
         terminal.read(0.5)
-    rate = (len(terminal.seen) - before) / (time.monotonic() - began)
+    rate = (len(terminal.output) - before) / (time.monotonic() - began)
     assert 0 < rate < 2048, f"{rate:.0f} bytes a second"
-    assert b"prepare" not in terminal.seen[before:], "a line that has not changed is not sent again"
+    assert b"prepare" not in terminal.output[before:], "a line that has not changed is not sent again"
     until(terminal, lambda sent: "step 30" in sent or "30/30" in sent)
-    shown = screen(terminal.seen.decode().split("\x1b[?1049h")[1], 80, 24)
+    shown = screen(terminal.output.decode().split("\x1b[?1049h")[1], 80, 24)
     text = "\n".join(shown)
     assert re.search(r"^train +running .* 30/30 +6\.2258", text, re.M), text
     assert re.search(r"^loss   █[▁▂▃▄▅▆▇█]+▁ 6\.2258$", text, re.M), text
@@ -110,7 +110,7 @@ def test_one_screen_that_never_scrolls_and_sends_little(run: Run, tmp_path: Path
     assert [line.split()[2] for line in events] == ["started", "failed", "started"] and "cause hang" in events[1]
     resize(terminal, 44, 9)
     until(terminal, lambda sent: sent.count("\x1b[2J") >= 2 and "q: stop" in sent.rsplit("\x1b[2J", 1)[1])
-    small = screen(terminal.seen.decode().rsplit("\x1b[2J", 1)[1], 44, 9)
+    small = screen(terminal.output.decode().rsplit("\x1b[2J", 1)[1], 44, 9)
     assert "…" in small and small[-1] == "q: stop watching"
     end(terminal, b"q")
 
@@ -123,7 +123,7 @@ def end(terminal: Terminal, key: bytes | signal.Signals) -> None:
     else:
         os.kill(terminal.pid, key)
     until(terminal, lambda sent: "\x1b[?1049l" in sent)
-    sent = terminal.seen.decode()
+    sent = terminal.output.decode()
     assert all(sent.count(f"\x1b[?{mode}h") == sent.count(f"\x1b[?{mode}l") for mode in (25, 7, 1049)), "all set back"
     until(terminal, lambda sent: "evaluate" in sent.split("\x1b[?1049l")[1])
     mode = termios.tcgetattr(terminal.fd)

@@ -1,6 +1,6 @@
-"""The test cluster itself: what the tests of submission and recovery rely on, each wait bounded.
+"""The test cluster itself, on which the tests of submission and recovery rely.
 
-Slurm's ways with preemption and dead nodes are checked here once, so that a failure elsewhere is Sluice's own.
+How Slurm handles preemption and dead nodes is checked here once, so that a failure elsewhere is a fault of Sluice.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ netns = cluster_fixture(netns=True, slurmd_timeout=3)
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
-    """An empty folder with a short path; whatever cluster a test leaves in it is taken down."""
+    """Return an empty folder with a short path. A cluster that a test leaves in it is taken down."""
     require(Options(netns=True))
     folder = Path(tempfile.mkdtemp(prefix="sluice-cluster-", dir="/tmp"))
     yield folder
@@ -39,28 +39,28 @@ def directory() -> Iterator[Path]:
         folder.rmdir()
 
 
-def traces(directory: Path) -> list[str]:
-    """Everything on this host that belongs to the cluster: processes (by their variables), mounts, devices."""
-    found = []
+def list_traces(directory: Path) -> list[str]:
+    """Return descriptions of all processes, network devices and mounts of this host that belong to the cluster."""
+    traces = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            told = (process / "environ").read_bytes() + (process / "cmdline").read_bytes()
+            description = (process / "environ").read_bytes() + (process / "cmdline").read_bytes()
         except OSError:
             continue
-        if str(directory).encode() in told and int(process.name) != os.getpid():
-            found.append(f"process {process.name}: {(process / 'cmdline').read_text()}")
+        if str(directory).encode() in description and int(process.name) != os.getpid():
+            traces.append(f"process {process.name}: {(process / 'cmdline').read_text()}")
     links = subprocess.run(["ip", "-oneline", "link"], capture_output=True, text=True, timeout=10).stdout
-    found += [line for line in links.splitlines() if Cluster(directory).network.bridge in line]
-    found += [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if str(directory) in line]
-    return found
+    traces += [line for line in links.splitlines() if Cluster(directory).network.bridge in line]
+    traces += [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if str(directory) in line]
+    return traces
 
 
-def command_line(*arguments: str) -> list[str]:
+def cluster_command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "tests.cluster", *arguments]
 
 
 def wait_for_text(path: Path, text: str, timeout: float) -> str:
-    """The content of a file once it holds `text`."""
+    """Wait until a file contains `text` and return its content."""
     end = time.monotonic() + timeout
     while text not in (content := path.read_text() if path.exists() else ""):
         assert time.monotonic() < end, f"no {text!r} in {path.name}: {content!r}"
@@ -68,14 +68,14 @@ def wait_for_text(path: Path, text: str, timeout: float) -> str:
     return content
 
 
-def test_four_idle_nodes_with_names_of_their_own(cluster: Cluster) -> None:
+def test_four_nodes_are_idle_and_have_host_names(cluster: Cluster) -> None:
     assert cluster.node_states() == dict.fromkeys(NODES, "idle")
     assert sorted(cluster.output(["srun", "-N4", "hostname"]).split()) == list(NODES)
     names = cluster.output(["srun", "-N1", "getent", "hosts", *NODES]).split()
     assert names == ["127.0.0.11", "n1", "127.0.0.12", "n2", "127.0.0.13", "n3", "127.0.0.14", "n4"]
 
 
-def test_tasks_know_their_place_and_share_files(cluster: Cluster, tmp_path: Path) -> None:
+def test_tasks_run_on_their_nodes_and_share_files(cluster: Cluster, tmp_path: Path) -> None:
     program = "import os, pathlib; pathlib.Path(os.environ['SLURM_PROCID']).write_text(os.uname().nodename)"
     cluster.output(["srun", "-wn1,n2", "--ntasks-per-node=2", f"--chdir={tmp_path}", sys.executable, "-c", program])
     assert [(tmp_path / str(rank)).read_text() for rank in range(4)] == ["n1", "n1", "n2", "n2"]
@@ -87,14 +87,14 @@ def test_a_batch_job_and_an_allocation_start_steps(cluster: Cluster, tmp_path: P
     assert sorted(cluster.output(["salloc", "-wn1,n2", "srun", "hostname"]).split()) == ["n1", "n2"]
 
 
-def test_fake_gpus_are_handed_out(cluster: Cluster) -> None:
+def test_jobs_get_fake_gpus(cluster: Cluster) -> None:
     show = ["bash", "-c", "echo ${CUDA_VISIBLE_DEVICES:-none}"]
     assert cluster.output(["srun", "-N2", "--gpus-per-node=2", *show]).split() == ["0,1", "0,1"]
     assert cluster.output(["srun", "--gres=gpu:h100:1", *show]) == "0"
     assert cluster.output(["srun", *show]) == "none"
 
 
-def test_a_low_job_makes_room_and_runs_again(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_job_of_low_priority_is_preempted_and_runs_again(cluster: Cluster, tmp_path: Path) -> None:
     log = tmp_path / "log"
     job = tmp_path / "job"
     job.write_text(f"""#!/bin/bash
@@ -116,9 +116,9 @@ def test_a_crashed_node_goes_down_and_comes_back(cluster: Cluster, tmp_path: Pat
     wrap = f"--wrap=setsid sleep 1000 & echo run ${{SLURM_RESTART_COUNT-0}} on $SLURMD_NODENAME >> {tmp_path}/log; wait"
     job = cluster.output(["sbatch", "--parsable", "--nodelist=n2", "--output=/dev/null", wrap])
     wait_for_text(tmp_path / "log", "run 0 on n2\n", timeout=240)
-    before = Machine("n2", cluster.directory).processes()
+    processes = Machine("n2", cluster.directory).processes()
     cluster.crash("n2")
-    assert not any(process.alive() for process in before)
+    assert not any(process.alive() for process in processes)
     cluster.wait_nodes("down*", nodes=["n2"], timeout=240)
     cluster.boot("n2")
     cluster.wait_nodes("idle", "mixed", nodes=["n2"], timeout=240)
@@ -127,7 +127,7 @@ def test_a_crashed_node_goes_down_and_comes_back(cluster: Cluster, tmp_path: Pat
     cluster.clear()
 
 
-def test_a_drained_node_takes_no_jobs(cluster: Cluster) -> None:
+def test_a_drained_node_gets_no_jobs(cluster: Cluster) -> None:
     cluster.drain("n1")
     cluster.wait_nodes("drained", nodes=["n1"])
     assert cluster.output(["srun", "-N3", "hostname"]).split().count("n1") == 0
@@ -135,33 +135,35 @@ def test_a_drained_node_takes_no_jobs(cluster: Cluster) -> None:
     cluster.wait_idle()
 
 
-def test_the_command_line_speaks_of_the_same_cluster(cluster: Cluster) -> None:
-    where = ["--directory", str(cluster.directory)]
-    status = subprocess.run(command_line("status", *where), capture_output=True, text=True, timeout=240)
+def test_the_command_line_controls_the_same_cluster(cluster: Cluster) -> None:
+    directory = ["--directory", str(cluster.directory)]
+    status = subprocess.run(cluster_command("status", *directory), capture_output=True, text=True, timeout=240)
     assert status.returncode == 0 and status.stdout.count("runs  idle") == 4
-    shell = f'eval "$({" ".join(command_line("env", *where))})"; sinfo --noheader --format=%D --partition=high'
+    shell = f'eval "$({" ".join(cluster_command("env", *directory))})"; sinfo --noheader --format=%D --partition=high'
     assert subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=240).stdout == "4\n"
-    for verb, word in (
+    for arguments, fact in (
         (["crash", "n9"], "n1, n2, n3, n4"),
         (["cut", "n1"], "--netns"),
         (["boot", "n1"], "crash"),
         (["up"], "down"),
     ):
-        failed = subprocess.run(command_line(*verb, *where), capture_output=True, text=True, timeout=240)
-        assert failed.returncode == 1 and word in failed.stderr and "Traceback" not in failed.stderr, failed
+        failed = subprocess.run(cluster_command(*arguments, *directory), capture_output=True, text=True, timeout=240)
+        assert failed.returncode == 1 and fact in failed.stderr and "Traceback" not in failed.stderr, failed
     assert all(cluster.machines().values())
 
 
-def test_options_reach_slurm(cluster: Cluster, accounting: Cluster) -> None:
-    for up, signals, grace, timeout in ((cluster, False, 0, 3), (accounting, True, 10, 15)):
-        settings = up.output(["scontrol", "show", "config"])
-        assert ("preempt_send_user_signal" in settings) is signals
+def test_options_of_the_cluster_configure_slurm(cluster: Cluster, accounting: Cluster) -> None:
+    for test_cluster, sends_signal, grace, timeout in ((cluster, False, 0, 3), (accounting, True, 10, 15)):
+        settings = test_cluster.output(["scontrol", "show", "config"])
+        assert ("preempt_send_user_signal" in settings) is sends_signal
         assert f"SlurmdTimeout           = {timeout} sec" in settings
-        low, high = (up.output(["scontrol", "--oneliner", "show", "partition", name]) for name in ("low", "high"))
+        low, high = (
+            test_cluster.output(["scontrol", "--oneliner", "show", "partition", name]) for name in ("low", "high")
+        )
         assert f"GraceTime={grace} " in low and "PreemptMode=REQUEUE" in low and "PreemptMode=OFF" in high
 
 
-def test_accounting_answers(accounting: Cluster) -> None:
+def test_accounting_reports_a_completed_job(accounting: Cluster) -> None:
     job = accounting.output(["sbatch", "--parsable", "--wait", "--output=/dev/null", "--wrap=exit 0"])
     query = ["sacct", f"--jobs={job}", "--allocations", "--noheader", "--parsable2", "--format=JobID,State,Partition"]
     end = time.monotonic() + 30
@@ -170,22 +172,23 @@ def test_accounting_answers(accounting: Cluster) -> None:
         time.sleep(0.2)
 
 
-def test_nodes_with_networks_of_their_own_reach_each_other_until_cut(netns: Cluster) -> None:
+def test_nodes_with_network_namespaces_reach_each_other_until_disconnected(netns: Cluster) -> None:
     assert sorted(netns.output(["srun", "-N4", "hostname"]).split()) == list(NODES)
-    ping = ["bash", "-c", "timeout 2 bash -c '</dev/tcp/n3/1' 2>&1 | grep -q refused && echo there || echo silent"]
-    assert netns.output(["srun", "--nodelist=n1", *ping]) == "there"
+    script = "timeout 2 bash -c '</dev/tcp/n3/1' 2>&1 | grep -q refused && echo reachable || echo unreachable"
+    connect = ["srun", "--nodelist=n1", "bash", "-c", script]
+    assert netns.output(connect) == "reachable"
     netns.cut("n3")
-    assert netns.output(["srun", "--nodelist=n1", *ping]) == "silent"
+    assert netns.output(connect) == "unreachable"
     netns.heal("n3")
-    assert netns.output(["srun", "--nodelist=n1", *ping]) == "there"
+    assert netns.output(connect) == "reachable"
     netns.crash("n3")
-    assert netns.output(["srun", "--nodelist=n1", *ping]) == "silent"
+    assert netns.output(connect) == "unreachable"
     netns.boot("n3")
-    assert netns.output(["srun", "--nodelist=n1", *ping]) == "there"
+    assert netns.output(connect) == "reachable"
 
 
 @pytest.mark.long
-def test_slurm_notices_a_cut_and_a_healed_cable(netns: Cluster) -> None:
+def test_slurm_notices_that_a_node_is_disconnected_and_connected_again(netns: Cluster) -> None:
     netns.wait_idle()
     netns.cut("n4")
     netns.wait_nodes("down*", nodes=["n4"], timeout=240)
@@ -193,21 +196,22 @@ def test_slurm_notices_a_cut_and_a_healed_cable(netns: Cluster) -> None:
     netns.wait_idle(timeout=240)
 
 
-def test_down_leaves_nothing(directory: Path) -> None:
-    up = Cluster(directory).up(Options(netns=True))
-    up.output(["sbatch", "-N2", "--output=/dev/null", "--wrap=srun setsid sleep 1000"])
-    recorded = [process for name in up.machines() for process in Machine(name, directory).processes()]
+def test_down_leaves_no_trace(directory: Path) -> None:
+    test_cluster = Cluster(directory).up(Options(netns=True))
+    test_cluster.output(["sbatch", "-N2", "--output=/dev/null", "--wrap=srun setsid sleep 1000"])
+    recorded = [process for name in test_cluster.machines() for process in Machine(name, directory).processes()]
     assert len(recorded) == 12 and all(process.alive() for process in recorded)
-    assert any("slurmd" in trace for trace in traces(directory)) and up.network.bridge in str(traces(directory))
-    up.down()
+    traces = list_traces(directory)
+    assert any("slurmd" in trace for trace in traces) and test_cluster.network.bridge in str(traces)
+    test_cluster.down()
     assert not any(process.alive() for process in recorded)
-    assert traces(directory) == [] and not directory.exists()
-    up.down()  # and once more: nothing to do
+    assert list_traces(directory) == [] and not directory.exists()
+    test_cluster.down()  # a second call does nothing
 
 
 @pytest.mark.parametrize("moment", ["site", "machines/munge", "machines/n1", "machines/n4"])
-def test_down_after_an_up_that_was_killed(directory: Path, moment: str) -> None:
-    up = subprocess.Popen(command_line("up", "--netns", "--directory", str(directory)))
+def test_down_after_a_killed_up_leaves_no_trace(directory: Path, moment: str) -> None:
+    up = subprocess.Popen(cluster_command("up", "--netns", "--directory", str(directory)))
     while not (directory / f"{moment}.json").exists():
         assert up.poll() is None
     os.kill(up.pid, signal.SIGKILL)
@@ -215,66 +219,67 @@ def test_down_after_an_up_that_was_killed(directory: Path, moment: str) -> None:
     assert directory.exists()
     Cluster(directory).down()
     end = time.monotonic() + 5
-    while left := traces(directory):  # a machine that was never told to go sees its caller's end by itself
-        assert time.monotonic() < end, left
+    while traces := list_traces(directory):  # a machine without a record notices by itself that its caller has died
+        assert time.monotonic() < end, traces
     assert not directory.exists()
 
 
-def test_nothing_runs_that_is_not_on_record(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The caller's death between the machine's birth and its record: the machine must end by itself."""
+def test_a_machine_without_a_record_ends_by_itself(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller dies after it has started the machine and before it has recorded it."""
 
     def fail(path: Path, text: str) -> None:
-        time.sleep(0.5)  # a machine that did not wait for the record would run its command now
+        time.sleep(0.5)  # a machine that did not wait for its record would run its command now
         raise OSError("killed here")
 
     for folder in ("log", "machines"):
         (directory / folder).mkdir()
     (directory / "hosts").touch()
     monkeypatch.setattr("tests.cluster.machines.save", fail)
-    with pytest.raises(OSError, match="killed here"):
+    with pytest.raises(OSError, match="killed here"):  # raised by this test
         Machine("n1", directory).start("n1", ["touch", directory / "ran"])
     end = time.monotonic() + 5
-    while left := traces(directory):
-        assert time.monotonic() < end, left
+    while traces := list_traces(directory):
+        assert time.monotonic() < end, traces
     assert not (directory / "ran").exists()
     shutil.rmtree(directory)
 
 
-def test_an_up_that_fails_tells_why_and_leaves_nothing(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_up_names_the_reason_and_leaves_no_trace(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.cluster.config.slurm_conf", lambda directory, site: "NoSuchKey=1\n")
-    with pytest.raises(RuntimeError, match=r"(?s)slurmctld ended at its start.*NoSuchKey"):
+    with pytest.raises(RuntimeError) as raised:
         Cluster(directory).up(Options(netns=True))
-    assert traces(directory) == [] and not directory.exists()
+    assert "slurmctld" in str(raised.value) and "NoSuchKey" in str(raised.value)
+    assert list_traces(directory) == [] and not directory.exists()
 
 
-def test_a_directory_with_other_things_is_refused_and_kept(directory: Path) -> None:
+def test_a_directory_with_other_files_is_rejected_and_unchanged(directory: Path) -> None:
     (directory / "thesis").write_text("mine")
-    with pytest.raises(UserError, match="name another"):
+    with pytest.raises(UserError):
         Cluster(directory).up()
     Cluster(directory).down()
     assert (directory / "thesis").read_text() == "mine"
     (directory / "thesis").unlink()
 
 
-def test_a_recycled_pid_is_not_touched() -> None:
-    with subprocess.Popen(["sleep", "60"]) as bystander:
-        now = Process.parse(Path(f"/proc/{bystander.pid}/stat").read_text())
-        before = Process(now.pid, now.start - 1)
-        assert now.alive() and not before.alive()
-        before.end()
-        assert bystander.poll() is None
-        now.end()
-        assert bystander.wait(10) == -signal.SIGKILL and not now.alive()
+def test_a_process_with_a_recycled_pid_is_not_killed() -> None:
+    with subprocess.Popen(["sleep", "60"]) as sleeper:
+        current = Process.parse(Path(f"/proc/{sleeper.pid}/stat").read_text())
+        earlier = Process(current.pid, current.start - 1)
+        assert current.alive() and not earlier.alive()
+        earlier.end()
+        assert sleeper.poll() is None
+        current.end()
+        assert sleeper.wait(10) == -signal.SIGKILL and not current.alive()
 
 
-def test_what_lacks_is_named_and_under_ci_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_requirement_skips_the_test_or_fails_it_in_ci(monkeypatch: pytest.MonkeyPatch) -> None:
     if os.geteuid() == 0:
         monkeypatch.setattr("tests.cluster.cluster.shutil.which", lambda name: None)
     reason = missing(Options())
     assert reason and ("install-packages" in reason or "root" in reason)
     monkeypatch.delenv("CI", raising=False)
-    with pytest.raises(pytest.skip.Exception, match="test cluster"):
+    with pytest.raises(pytest.skip.Exception):
         require(Options())
     monkeypatch.setenv("CI", "true")
-    with pytest.raises(pytest.fail.Exception, match="test cluster"):
+    with pytest.raises(pytest.fail.Exception):
         require(Options())

@@ -1,4 +1,4 @@
-"""A training whose number of nodes changes from one start of its job to the next: same batches, same order."""
+"""A training whose number of nodes changes with each start of its job: same batches in the same order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipeline.parallel.mesh import count_usable_nodes
 from pipeline.run.directory import Run
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
-from tests.support.cluster_runs import list_event_names, run_submit, wait_for
+from tests.support.cluster_runs import count_steps, list_event_names, run_submit, wait_for
 from tests.support.tiny import slow_down_steps, write_config
 
 cluster = cluster_fixture(grace=5)
@@ -24,18 +24,19 @@ ELASTIC = (
 
 
 @pytest.mark.parametrize(("granted", "used"), [(1, 2), (2, 2), (3, 2), (4, 4), (9, 4)])
-def test_the_most_nodes_that_fit_are_used(tmp_path: Path, granted: int, used: int) -> None:
-    """Eight sequences a step cannot be dealt out to three ranks."""
+def test_the_largest_usable_number_of_nodes_is_used(tmp_path: Path, granted: int, used: int) -> None:
+    """Three ranks are not usable, because eight sequences per step are not divisible by three."""
     assert count_usable_nodes(load_config(write_config(tmp_path), ELASTIC), granted) == used
 
 
 def preempt(cluster: Cluster, nodes: int) -> None:
+    """Submit a job of higher priority that needs `nodes` nodes."""
     command = ["sbatch", "--parsable", "-phigh", f"-N{nodes}", "-c4", "-o", "/dev/null", "--wrap", "sleep 2"]
     cluster.output(command, timeout=60)
 
 
 @pytest.mark.timeout(900)
-def test_it_shrinks_and_grows(tmp_path: Path, cluster: Cluster) -> None:
+def test_a_training_shrinks_and_grows_with_the_available_nodes(tmp_path: Path, cluster: Cluster) -> None:
     (tmp_path / "calm").mkdir()
     write_config(tmp_path / "calm", steps=40)
     calm = Run(tmp_path / "calm/runs/tiny")
@@ -50,21 +51,17 @@ def test_it_shrinks_and_grows(tmp_path: Path, cluster: Cluster) -> None:
     slow_down_steps(run)
     done = run_submit(cluster, tmp_path, str(tmp_path / "tiny.yaml"), *ELASTIC)
     assert done.returncode == 0, done.stdout + done.stderr
-
-    def reached(step: int) -> bool:
-        return len(list(read_jsonl(run.metrics_file))) >= step
-
-    wait_for("step 5", lambda: reached(5))
+    wait_for("step 5", lambda: count_steps(run.path) >= 5)
     cluster.drain("n3")
     preempt(cluster, 3)
     wait_for("the second start", lambda: list_event_names(run.path, "train").count("started") == 2)
-    wait_for("step 14", lambda: reached(14))
+    wait_for("step 14", lambda: count_steps(run.path) >= 14)
     cluster.undrain("n3")
     preempt(cluster, 4)
     wait_for("the evaluation", lambda: "done" in list_event_names(run.path, "evaluate"), 150)
-    started = [e["ranks"] for e in Run.open(run.path).read_events("train") if e["event"] == "started"]
-    assert started == [4, 2, 4]
-    lines, undisturbed = list(read_jsonl(run.metrics_file)), list(read_jsonl(calm.metrics_file))
+    assert [event["ranks"] for event in Run.open(run.path).read_events("train", "started")] == [4, 2, 4]
+    lines = list(read_jsonl(run.metrics_file))
+    undisturbed = list(read_jsonl(calm.metrics_file))
     assert [(line["step"], line["samples_consumed"]) for line in lines] == [
         (line["step"], line["samples_consumed"]) for line in undisturbed
     ]

@@ -1,10 +1,9 @@
-"""The commands of docs/guides and of the README, read from these files, in a fresh copy of the checkout.
+"""Run the commands of docs/guides and of the README in a new copy of the checkout.
 
-Files that a guide shows are written, commands are run by a shell, and what is printed is compared with what the guide
-prints: every line of it, in its order; `…` stands for anything. Of its numbers, steps and what is exported must be the
-same, how good a model is the same within 20 %: times, and amounts of text, which is our own documentation, may be
-others.
-Nothing is activated: `python` is one without our packages.
+The files that a guide shows are written, its commands are run by a shell, and their output is compared with the output
+in the guide, line by line; `…` matches anything. Steps and exported sizes must be equal, losses and similar figures
+within 20 %. Times and amounts of text may differ, because the text is this documentation. No virtual environment is
+activated: `python` is one without our packages.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ cluster = cluster_fixture(accounting=True)
 _BLOCK = re.compile(r"(?:^`([\w./]+)`:\n\n)?^```(\w*)\n(.*?)^```$", re.M | re.S)
 
 _NUMBER = re.compile(r"\d(?:[\d.,:]*\d)?")
-_COUNTED = re.compile(r"/\d+ steps| (steps|tensors|bytes in fp32|weights)\b")
-_SAME = re.compile(r"(step[ -]|\d/)\d+$")
-_RATED = re.compile(r" (bits per byte|× the unigram)")
-_NEAR = re.compile(r"(loss|accuracy|bits per byte|unigram) [\d.]+$")
+_EXACT_IF_BEFORE = re.compile(r"/\d+ steps| (steps|tensors|bytes in fp32|weights)\b")
+_EXACT_IF_AFTER = re.compile(r"(step[ -]|\d/)\d+$")
+_SIMILAR_IF_BEFORE = re.compile(r" (bits per byte|× the unigram)")
+_SIMILAR_IF_AFTER = re.compile(r"(loss|accuracy|bits per byte|unigram) [\d.]+$")
 _PROGRESS = re.compile(r"^(prepare|shard|train|evaluate) +(running|starting|step |[\d,]+/).*\n", re.M)
 
 
@@ -47,57 +46,60 @@ class Step:
     text: str
 
 
-def steps(document: Path) -> Iterator[Step]:
-    """What a document says to do, in its order."""
+def read_steps(document: Path) -> Iterator[Step]:
+    """Yield the files and commands of a document, in their order."""
     for name, language, text in _BLOCK.findall(document.read_text()):
         if name:
             yield Step(name, "", text)
         for part in re.split(r"^\$ ", text, flags=re.M)[1:] if not language else ():
-            command, _, printed = part.partition("\n")
-            yield Step("", command, printed)
+            command, _, output = part.partition("\n")
+            yield Step("", command, output)
 
 
-def agree(expected: str, printed: str) -> bool:
-    """Whether `printed` has all lines of `expected`: `…` is anything, also whole lines.
+def has_expected_output(expected: str, output: str) -> bool:
+    """Return True if `output` has all lines of `expected`. `…` matches anything, including whole lines.
 
-    How often a stage tells how far it is depends on the machine: no such line counts.
+    Lines of progress are ignored, because their number depends on the machine.
     """
-    wanted: list[float] = []
+    similar_numbers: list[float] = []
 
-    def like(text: str) -> str:
-        """A pattern of text with numbers; those that are compared afterwards are groups."""
-        pattern, done = "", 0
-        for found in _NUMBER.finditer(text):
-            same, near = (_SAME.search(text, 0, found.end()), _NEAR.search(text, 0, found.end()))
-            pattern += re.escape(text[done : found.start()])
-            done = found.end()
-            if _COUNTED.match(text, done) or (same and same.end() == done):
-                pattern += re.escape(found[0])
-            elif _RATED.match(text, done) or (near and near.end() == done):
-                wanted.append(float(found[0]))
+    def make_pattern(text: str) -> str:
+        """Return a pattern for text with numbers. Numbers that must be similar are groups."""
+        pattern = ""
+        position = 0
+        for number in _NUMBER.finditer(text):
+            pattern += re.escape(text[position : number.start()])
+            position = number.end()
+            exact = _EXACT_IF_AFTER.search(text, 0, position)
+            similar = _SIMILAR_IF_AFTER.search(text, 0, position)
+            if _EXACT_IF_BEFORE.match(text, position) or (exact and exact.end() == position):
+                pattern += re.escape(number[0])
+            elif _SIMILAR_IF_BEFORE.match(text, position) or (similar and similar.end() == position):
+                similar_numbers.append(float(number[0]))
                 pattern += "([0-9.]+)"
             else:
                 pattern += _NUMBER.pattern
-        return pattern + re.escape(text[done:])
+        return pattern + re.escape(text[position:])
 
-    expected, printed = (_PROGRESS.sub("", text) for text in (expected, printed))
+    expected, output = (_PROGRESS.sub("", text) for text in (expected, output))
     pattern = ""
     for line in expected.splitlines():
-        pieces = map(like, line.split("…"))
-        pattern += r"(?:.*\n)?" if line == "…" else r"[^\n]*".join(pieces) + r"\n"
-    matched = re.fullmatch(re.sub(r"(\\ )+", r"\\s+", pattern), printed, re.S)
-    return matched is not None and all(
-        abs(float(found) - figure) <= 0.2 * figure for found, figure in zip(matched.groups(), wanted, strict=True)
+        parts = map(make_pattern, line.split("…"))
+        pattern += r"(?:.*\n)?" if line == "…" else r"[^\n]*".join(parts) + r"\n"
+    match = re.fullmatch(re.sub(r"(\\ )+", r"\\s+", pattern), output, re.S)
+    return match is not None and all(
+        abs(float(actual) - number) <= 0.2 * number
+        for actual, number in zip(match.groups(), similar_numbers, strict=True)
     )
 
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As `git clone` and `make install` leave it."""
-    folder = tmp_path_factory.mktemp("fresh") / "sluice"
-    left_out = shutil.ignore_patterns(".git", ".venv*", "runs", "__pycache__", ".*_cache", "*.egg-info")
-    shutil.copytree(CODE_ROOT, folder, ignore=left_out)
-    git = ["git", "-c", "user.name=somebody", "-c", "user.email=somebody@example.org"]
+    """Return a checkout as `git clone` and `make install` make it."""
+    folder = tmp_path_factory.mktemp("clone") / "sluice"
+    not_tracked = shutil.ignore_patterns(".git", ".venv*", "runs", "__pycache__", ".*_cache", "*.egg-info")
+    shutil.copytree(CODE_ROOT, folder, ignore=not_tracked)
+    git = ["git", "-c", "user.name=user", "-c", "user.email=user@example.org"]
     for command in ("init -q", "add -A", "commit -q -m all"):
         subprocess.run([*git, *command.split()], cwd=folder, check=True, timeout=60)
     (folder / ".venv").symlink_to(sys.prefix)
@@ -106,31 +108,33 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def shell(checkout: Path, command: str, **more: str) -> subprocess.CompletedProcess[str]:
-    """What a person's shell makes of a command."""
+def run_in_shell(checkout: Path, command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in the shell of a user who has not activated the virtual environment."""
     env = {key: value for key, value in os.environ.items() if key not in ("VIRTUAL_ENV", "PYTHONPATH", "SLURM_CONF")}
-    outside = [folder for folder in env["PATH"].split(":") if Path(folder) != Path(sys.executable).parent]
-    env |= {"PATH": ":".join([str(checkout.parent / "bin"), *outside]), "COLUMNS": "120", **more}
+    path = [folder for folder in env["PATH"].split(":") if Path(folder) != Path(sys.executable).parent]
+    env |= {"PATH": ":".join([str(checkout.parent / "bin"), *path]), "COLUMNS": "120", **variables}
     return subprocess.run(["bash", "-c", command], cwd=checkout, env=env, capture_output=True, text=True, timeout=600)
 
 
-def follow(checkout: Path, document: str, **environment: str) -> int:
-    """Do what a document says; how many commands that were."""
+def run_document(checkout: Path, document: str, **variables: str) -> int:
+    """Write the files and run the commands of a document; return the number of commands."""
     count = 0
-    for step in steps(checkout / document):
+    for step in read_steps(checkout / document):
         if step.file:
             (checkout / step.file).write_text(step.text)
             continue
         if " report runs/my-job" in step.command:
-            wait_for_the_end(checkout / "runs/my-job")
-        done = shell(checkout, step.command, **environment)
+            wait_for_evaluation(checkout / "runs/my-job")
+        done = run_in_shell(checkout, step.command, **variables)
         assert done.returncode == 0, f"{step.command}\n{done.stdout}{done.stderr}"
-        assert agree(step.text, done.stdout), f"{step.command} should print\n{step.text}\nand printed\n{done.stdout}"
+        assert has_expected_output(step.text, done.stdout), (
+            f"{step.command} should print\n{step.text}\nand printed\n{done.stdout}"
+        )
         count += 1
     return count
 
 
-def wait_for_the_end(run: Path) -> None:
+def wait_for_evaluation(run: Path) -> None:
     deadline = time.monotonic() + 240
     while not any(event["event"] == "done" for event in Run.open(run).read_events("evaluate")):
         assert time.monotonic() < deadline, (run / "events.jsonl").read_text()
@@ -138,47 +142,51 @@ def wait_for_the_end(run: Path) -> None:
 
 
 @pytest.mark.short
-def test_what_is_compared() -> None:
-    assert agree("a 1.5 b\n…\nlast … 2\n", "a 27 b\nx\ny\nlast one 33\n") and agree("…\nb\n", "b\n")
-    said = "3/3 steps, loss 4.00 in 00:03\n21 tensors, 9,000 bytes in fp32, of step-00003\n0.90 × the unigram 3.0\n"
-    assert agree(said, said) and agree(said, said.replace("4.00", "4.79").replace("00:03", "17:00:01"))
-    others = {"3/3": "3/4", "4.00": "4.81", "21": "39", "9,0": "9,1", "-00003": "-00004", "0.90": "0.71"}
-    for old, new in others.items():
-        assert not agree(said, said.replace(old, new)), old
-    assert not agree("a\nb\n", "a\nc\nb\n") and not agree("…\nb 1\n", "b one\n") and not agree("a\n", "a\nb\n")
+def test_the_comparison_of_outputs() -> None:
+    matches = has_expected_output
+    assert matches("a 1.5 b\n…\nlast … 2\n", "a 27 b\nx\ny\nlast one 33\n") and matches("…\nb\n", "b\n")
+    output = "3/3 steps, loss 4.00 in 00:03\n21 tensors, 9,000 bytes in fp32, of step-00003\n0.90 × the unigram 3.0\n"
+    assert matches(output, output)
+    assert matches(output, output.replace("4.00", "4.79").replace("00:03", "17:00:01"))
+    changes = {"3/3": "3/4", "4.00": "4.81", "21": "39", "9,0": "9,1", "-00003": "-00004", "0.90": "0.71"}
+    for old, new in changes.items():
+        assert not matches(output, output.replace(old, new)), old
+    assert not matches("a\nb\n", "a\nc\nb\n")
+    assert not matches("…\nb 1\n", "b one\n")
+    assert not matches("a\n", "a\nb\n")
 
 
 @pytest.mark.story
-def test_text_model_and_weights(checkout: Path) -> None:
-    """One after the other, as the third uses the runs of the first two."""
+def test_the_guides_to_text_models_and_weights_work(checkout: Path) -> None:
+    """They run one after the other, because the third guide uses the runs of the first two."""
     for guide, commands in ("your-text", 8), ("your-model", 4), ("weights-elsewhere", 5):
-        assert follow(checkout, f"docs/guides/{guide}.md") == commands, guide
+        assert run_document(checkout, f"docs/guides/{guide}.md") == commands, guide
 
 
-def test_to_the_cluster(checkout: Path, cluster: Cluster) -> None:
+def test_the_guide_to_the_cluster_works(checkout: Path, cluster: Cluster) -> None:
     if not (checkout / "my_text.yaml").exists():
         subprocess.run([sys.executable, "submit.py", "init"], cwd=checkout, check=True, capture_output=True, timeout=60)
         (checkout / "texts").mkdir()
         for file in (checkout / "docs").glob("*.md"):  # as the first guide does
             shutil.copy(file, checkout / f"texts/{file.stem}.txt")
-    assert follow(checkout, "docs/guides/to-the-cluster.md", **cluster.environment()) == 5
+    assert run_document(checkout, "docs/guides/to-the-cluster.md", **cluster.environment()) == 5
 
 
 @pytest.mark.long
-def test_the_commands_of_the_readme(checkout: Path) -> None:
-    """The quickstart, then each line of the list of commands, with what must be filled in."""
+def test_the_commands_of_the_readme_work(checkout: Path) -> None:
+    """Run the quickstart, then each command of the list of commands, with its placeholders replaced."""
     text = (checkout / "README.md").read_text()
-    (run,) = (step for step in steps(checkout / "README.md") if step.command == "make run")
-    made = shell(checkout, run.command)
-    assert made.returncode == 0, made.stdout + made.stderr
-    assert agree("…\n" + run.text, made.stdout), made.stdout
+    (step,) = (step for step in read_steps(checkout / "README.md") if step.command == "make run")
+    done = run_in_shell(checkout, step.command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert has_expected_output("…\n" + step.text, done.stdout), done.stdout
     listed = re.findall(r"^(python submit\.py .*?)(?: {4}.*)?$", text, re.M)
     assert len(listed) == 14
     for line in listed:
         command = re.sub(r" \[.*?\]", "", line).replace("RUN", "runs/quickstart").replace("STAGE", "train")
         command = command.replace(" DIR", " runs/exported")
-        done = shell(checkout, re.sub(r"CONFIG(\.yaml)?", "configs/quickstart.yaml", command))
+        done = run_in_shell(checkout, re.sub(r"CONFIG(\.yaml)?", "configs/quickstart.yaml", command))
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
-    mistake = next(step for step in steps(checkout / "README.md") if "global_bach" in step.command)
-    done = shell(checkout, mistake.command)
-    assert done.returncode == 2 and agree(mistake.text, done.stderr), done.stderr
+    mistake = next(step for step in read_steps(checkout / "README.md") if "global_bach" in step.command)
+    done = run_in_shell(checkout, mistake.command)
+    assert done.returncode == 2 and has_expected_output(mistake.text, done.stderr), done.stderr

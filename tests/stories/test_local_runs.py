@@ -1,4 +1,4 @@
-"""The three doors as a person uses them: submit.py, with real jobs, signals, terminals and broken ranks."""
+"""submit.py on one machine as a user runs it: with real processes, signals, terminals and broken ranks."""
 
 from __future__ import annotations
 
@@ -34,70 +34,80 @@ from tests.support.tiny import compute_run_digest, slow_down_steps, write_config
 SUBMIT = [sys.executable, str(CODE_ROOT / "submit.py")]
 
 
-def submit(folder: Path, *arguments: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+def run_submit(folder: Path, *arguments: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*SUBMIT, *arguments], cwd=folder, capture_output=True, text=True, timeout=timeout)
 
 
-def processes_of(run: Path) -> list[psutil.Process]:
-    """Every process that works for a run."""
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        if any(str(run) in word for word in process.info["cmdline"] or ()):
-            found.append(process)
-    return found
+def find_processes(run: Path) -> list[psutil.Process]:
+    """Return every process whose command line names the run."""
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if any(str(run) in word for word in process.info["cmdline"] or ())
+    ]
 
 
 @pytest.fixture(autouse=True)
-def nothing_left(tmp_path: Path) -> Iterator[None]:
+def no_leftover_processes(tmp_path: Path) -> Iterator[None]:
+    """Fail a test that leaves processes of its runs, and kill them."""
     yield
-    left = processes_of(tmp_path)
-    for process in left:
+    leftovers = find_processes(tmp_path)
+    for process in leftovers:
         process.kill()
-    assert not left, "processes of the run outlived the test"
+    assert not leftovers, "processes of the run outlived the test"
 
 
-def wait_for(what: str, there: Callable[[], bool], timeout: float = 240) -> None:
+def wait_for(description: str, condition: Callable[[], bool], timeout: float = 240) -> None:
     deadline = time.monotonic() + timeout
-    while not there():
-        assert time.monotonic() < deadline, f"{what} did not come"
+    while not condition():
+        assert time.monotonic() < deadline, f"{description} did not happen within {timeout:.0f} s"
         time.sleep(0.02)
 
 
+def count_steps(run: Path) -> int:
+    return sum(1 for _ in read_jsonl(run / "metrics.jsonl"))
+
+
+def count_starts(run: Path) -> int:
+    return len(Run.open(run).read_events("train", "started"))
+
+
 def wait_for_steps(run: Path, steps: int) -> None:
-    wait_for(f"step {steps}", lambda: sum(1 for _ in read_jsonl(run / "metrics.jsonl")) >= steps)
+    wait_for(f"step {steps}", lambda: count_steps(run) >= steps)
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tiny run that went through undisturbed, by submit.py."""
+    """Return a folder with a tiny run that submit.py completed read_finished_digest."""
     folder = tmp_path_factory.mktemp("finished")
     config = write_config(folder, steps=60)
-    done = submit(folder, str(config))
+    done = run_submit(folder, str(config))
     assert done.returncode == 0, done.stdout + done.stderr
     (folder / "output").write_text(done.stdout)
     return folder
 
 
 @cache
-def undisturbed(folder: Path) -> str:
-    """The digest of the finished run in `folder`."""
-    return verified(folder)
+def read_finished_digest(folder: Path) -> str:
+    """Return the digest of the finished run in `folder`."""
+    return verify(folder)
 
 
-def verified(folder: Path) -> str:
-    """The digest of the run in `folder` by the door for it."""
-    done = submit(folder, "verify", "runs/tiny")
+def verify(folder: Path) -> str:
+    """Return the digest that the command `verify` prints for the run in `folder`."""
+    done = run_submit(folder, "verify", "runs/tiny")
     assert done.returncode == 0, done.stderr
     match = re.fullmatch(r"digest ([0-9a-f]{64})", done.stdout.splitlines()[-1])
     assert match, done.stdout
     return match[1]
 
 
-def test_one_command_goes_from_documents_to_an_evaluated_model(finished: Path) -> None:
-    run, output = Run.open(finished / "runs/tiny"), (finished / "output").read_text()
-    for word in ("prepare", "shard", "train", "evaluate"):
-        assert re.search(rf"^{word} +done", output, re.M), output
-    assert "× the unigram" in output
+def test_one_command_trains_and_evaluates_a_model_from_documents(finished: Path) -> None:
+    run = Run.open(finished / "runs/tiny")
+    output = (finished / "output").read_text()
+    for stage in ("prepare", "shard", "train", "evaluate"):
+        assert re.search(rf"^{stage} +done", output, re.M), output
+    assert "unigram" in output
     assert [line["step"] for line in read_jsonl(run.metrics_file)] == list(range(1, 61))
     result = json.loads((run.evaluation_dir / "step-00000060.json").read_text())
     assert {"step", "loss", "perplexity", "bits_per_byte", "unigram_bits_per_byte", "tokens", "bytes"} <= result.keys()
@@ -113,33 +123,34 @@ def test_one_command_goes_from_documents_to_an_evaluated_model(finished: Path) -
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_the_quickstart_learns(tmp_path: Path) -> None:
-    done = submit(tmp_path, str(CODE_ROOT / "configs/quickstart.yaml"), timeout=3000)
+    done = run_submit(tmp_path, str(CODE_ROOT / "configs/quickstart.yaml"), timeout=3000)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "runs/quickstart/evaluation/step-00000200.json").read_text())
     assert result["bits_per_byte"] <= 0.9 * result["unigram_bits_per_byte"]
 
 
-def test_a_second_time_everything_is_done(finished: Path) -> None:
+def test_a_second_submit_finds_all_stages_done(finished: Path) -> None:
     events = Run.open(finished / "runs/tiny").read_events()
-    done = submit(finished, "tiny.yaml", timeout=10)
+    done = run_submit(finished, "tiny.yaml", timeout=10)
     assert done.returncode == 0 and len(re.findall(r"^\w+ +done: ", done.stdout, re.M)) == 4, done.stdout
     assert Run.open(finished / "runs/tiny").read_events() == events
 
 
-def test_the_views(finished: Path) -> None:
-    status = submit(finished, "status", "runs/tiny").stdout
+def test_status_report_and_logs_show_a_finished_run(finished: Path) -> None:
+    status = run_submit(finished, "status", "runs/tiny").stdout
     assert len(re.findall(r"^(prepare|shard|train|evaluate) +done", status, re.M)) == 4, status
-    report = submit(finished, "report", "runs/tiny").stdout
-    assert "60/60 steps" in report and "× the unigram" in report
-    assert "step 60/60" in submit(finished, "logs", "runs/tiny", "train").stdout
-    assert re.search(r"^runs/tiny +evaluate +done ", submit(finished, "status").stdout, re.M)
-    assert "no such directory" in submit(finished, "status", "runs/tinny").stderr
-    assert "rank-0.log" in submit(finished, "logs", "runs/tiny", "train", "--rank", "9").stderr
-    assert "all stages are done" in submit(finished, "tiny.yaml", "--dry-run").stdout
+    report = run_submit(finished, "report", "runs/tiny").stdout
+    assert "60/60 steps" in report and "unigram" in report
+    assert "step 60/60" in run_submit(finished, "logs", "runs/tiny", "train").stdout
+    assert re.search(r"^runs/tiny +evaluate +done ", run_submit(finished, "status").stdout, re.M)
+    assert "error[run.not_a_run]" in run_submit(finished, "status", "runs/tinny").stderr
+    assert "rank-0.log" in run_submit(finished, "logs", "runs/tiny", "train", "--rank", "9").stderr
+    dry_run = run_submit(finished, "tiny.yaml", "--dry-run")
+    assert dry_run.returncode == 0 and "done" in dry_run.stdout, dry_run.stdout
 
 
-def test_another_config_under_the_same_name_is_refused(finished: Path) -> None:
-    done = submit(finished, "tiny.yaml", "optimizer.lr=0.5")
+def test_another_config_for_an_existing_run_is_rejected(finished: Path) -> None:
+    done = run_submit(finished, "tiny.yaml", "optimizer.lr=0.5")
     assert done.returncode == ExitCode.USER_ERROR and "optimizer.lr: 0.01 → 0.5" in done.stderr
 
 
@@ -156,7 +167,7 @@ def test_another_config_under_the_same_name_is_refused(finished: Path) -> None:
         ["resume", "runs/tiny"],
     ],
 )
-def test_the_login_node_imports_nothing_heavy(finished: Path, arguments: list[str]) -> None:
+def test_commands_of_the_login_node_import_no_slow_package(finished: Path, arguments: list[str]) -> None:
     probe = (
         "import runpy, sys\n"
         f"sys.argv = ['submit.py', *{arguments!r}]\n"
@@ -166,14 +177,14 @@ def test_the_login_node_imports_nothing_heavy(finished: Path, arguments: list[st
         "    assert not end.code, end.code\n"
         "import importlib, pkgutil, slurm, tracking; from pipeline.run import stages\n"
         "from pipeline.config.track import TRACKERS\n"
-        "own = {row.module for row in TRACKERS.values() if row.package}\n"  # followers' alone
+        "trackers = {entry.module for entry in TRACKERS.values() if entry.package}\n"  # only followers import these
         "packages = (slurm, tracking)\n"
         "names = {m.name for p in packages for m in pkgutil.walk_packages(p.__path__, f'{p.__name__}.')}\n"
-        "assert own < names\n"
-        "for name in names - own: importlib.import_module(name)\n"
+        "assert trackers < names\n"
+        "for name in names - trackers: importlib.import_module(name)\n"
         "for stage in stages.STAGES: stages.load_stage_module(stage)\n"
-        "heavy = {'torch', 'numpy', 'h5py', 'tokenizers', 'pyarrow'} & set(sys.modules)\n"
-        "assert not heavy, heavy\n"
+        "slow = {'torch', 'numpy', 'h5py', 'tokenizers', 'pyarrow'} & set(sys.modules)\n"
+        "assert not slow, slow\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(CODE_ROOT)}
     done = subprocess.run(
@@ -183,30 +194,32 @@ def test_the_login_node_imports_nothing_heavy(finished: Path, arguments: list[st
 
 
 class Terminal:
-    """submit.py in a terminal of its own."""
+    """Run submit.py in a new pseudo-terminal."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         self.pid, self.fd = pty.fork()
         if self.pid == 0:
             os.chdir(folder)
             os.environ["TERM"] = "xterm"
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a test in the background of a script ignores it
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a test that runs in the background ignores SIGINT
             os.execv(sys.executable, [*SUBMIT, *arguments])
-        self.seen = b""
+        self.output = b""
 
     def read(self, seconds: float) -> None:
+        """Read the output for `seconds`, or until submit.py exits."""
         end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0:
-            if select.select([self.fd], [], [], left)[0]:
+        while (remaining := end - time.monotonic()) > 0:
+            if select.select([self.fd], [], [], remaining)[0]:
                 try:
-                    self.seen += os.read(self.fd, 65536)
-                except OSError:  # the other side is gone
+                    self.output += os.read(self.fd, 65536)
+                except OSError:  # submit.py has exited
                     return
 
     def press_ctrl_c(self) -> None:
         os.write(self.fd, b"\x03")
 
     def wait(self, timeout: float = 240) -> int:
+        """Wait until submit.py exits and return its exit code."""
         end = time.monotonic() + timeout
         while time.monotonic() < end:
             self.read(0.1)
@@ -221,11 +234,12 @@ class Terminal:
 
     @property
     def text(self) -> str:
-        return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self.seen.decode(errors="replace")).replace("\r", "")
+        """The output so far, without control sequences."""
+        return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self.output.decode(errors="replace")).replace("\r", "")
 
 
-def shared_config(folder: Path, finished: Path) -> Path:
-    """The finished run's config for a new run in `folder`, whose data stages are done already."""
+def write_config_on_data(folder: Path, finished: Path) -> Path:
+    """Write the finished run's config for a new run in `folder`, whose data stages are already done."""
     config = write_config(folder, steps=60)
     text = config.read_text().replace(str(folder / "corpus.jsonl"), str(finished / "corpus.jsonl"))
     config.write_text(text)
@@ -234,23 +248,23 @@ def shared_config(folder: Path, finished: Path) -> Path:
     return config
 
 
-def change(path: Path, old: str, new: str) -> None:
-    """Edit a file of a run's own copy of the code."""
+def replace_code(path: Path, old: str, new: str) -> None:
+    """Replace text in a file of a run's copy of the code."""
     text = path.read_text()
     assert text.count(old) == 1, f"{path.name} has changed"
     path.write_text(text.replace(old, new))
 
 
-def slowed_run(folder: Path, finished: Path, *overrides: str) -> Path:
-    """The run of `shared_config`; a step takes a tenth of a second more: it still trains when something comes to it."""
-    return slow_down_steps(Run.create(load_config(shared_config(folder, finished), overrides)), 0.1).path
+def create_slow_run(folder: Path, finished: Path, *overrides: str) -> Path:
+    """Create the run of `write_config_on_data`, whose steps take a tenth of a second more."""
+    return slow_down_steps(Run.create(load_config(write_config_on_data(folder, finished), overrides)), 0.1).path
 
 
 @pytest.mark.story
-def test_ctrl_c_in_a_terminal_saves_and_says_how_to_go_on(tmp_path: Path, finished: Path) -> None:
-    """A save takes longer than the second after which submitit would kill, and the ranks count their signals."""
-    run = slowed_run(tmp_path, finished)
-    change(
+def test_ctrl_c_in_a_terminal_saves_and_prints_the_resume_command(tmp_path: Path, finished: Path) -> None:
+    """The save takes longer than the second after which submitit kills. The ranks count their signals."""
+    run = create_slow_run(tmp_path, finished)
+    replace_code(
         run / "code/pipeline/train/trainer.py",
         "        if skip_reason is None:\n            self.save(step)\n",
         "        if skip_reason is None:\n            time.sleep(3)\n            self.save(step)\n"
@@ -262,130 +276,131 @@ def test_ctrl_c_in_a_terminal_saves_and_says_how_to_go_on(tmp_path: Path, finish
     assert terminal.wait() == ExitCode.STOPPED, terminal.text
     assert "submit.py resume runs/tiny" in terminal.text
     stopped_at = find_newest_step(run / "checkpoints")
-    assert stopped_at >= 8 and stopped_at == len(list(read_jsonl(run / "metrics.jsonl")))
+    assert stopped_at >= 8 and stopped_at == count_steps(run)
     assert [(run / f"signals-{rank}").read_text() for rank in range(2)] == ["1", "1"]
-    assert re.search(r"train .* step \d+/60 +loss [\d.]+ +[\d,]+ tokens/s +[\d:]+ left", terminal.text)
+    assert re.search(r"train .* step \d+/60 +loss [\d.]+ +[\d,]+ tokens/s", terminal.text)
     requests = [e for e in Run.open(run).read_events("train") if e["event"] == "stop_requested"]
     assert len(requests) == 1 and requests[0]["signal"] == "SIGTERM"
-    assert not processes_of(run)
-    done = submit(tmp_path, "resume", "runs/tiny")
+    assert not find_processes(run)
+    done = run_submit(tmp_path, "resume", "runs/tiny")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert compute_run_digest(Run(tmp_path / "runs/tiny")) == undisturbed(finished)
+    assert compute_run_digest(Run(tmp_path / "runs/tiny")) == read_finished_digest(finished)
 
 
-@pytest.mark.parametrize("dumb", [False, True])
-def test_where_no_line_can_be_overwritten_progress_is_plain_lines(
-    finished: Path, monkeypatch: pytest.MonkeyPatch, dumb: bool
+@pytest.mark.parametrize("is_dumb_terminal", [False, True])
+def test_progress_is_printed_as_lines_if_lines_cannot_be_overwritten(
+    finished: Path, monkeypatch: pytest.MonkeyPatch, is_dumb_terminal: bool
 ) -> None:
     monkeypatch.setattr(local_runner, "PLAIN_INTERVAL_S", 0.0)
     monkeypatch.setattr(local_runner, "POLL_S", 0.0)
-    console = Console(file=io.StringIO(), width=160, force_terminal=dumb, _environ={"TERM": "dumb"})
+    console = Console(file=io.StringIO(), width=160, force_terminal=is_dumb_terminal, _environ={"TERM": "dumb"})
     ticks = iter([True, True, False])
     local_runner.follow_stage(Run.open(finished / "runs/tiny"), "train", lambda: next(ticks), console)
-    shown = cast(io.StringIO, console.file).getvalue()
-    assert re.fullmatch(r"(train +step 60/60  loss \d\.\d{4}  [\d,]+ tokens/s  00:00 left\n){2}", shown), shown
+    output = cast(io.StringIO, console.file).getvalue()
+    assert re.fullmatch(r"(train +step 60/60  loss \d\.\d{4}  [\d,]+ tokens/s  00:00 left\n){2}", output), output
 
 
-def test_sigterm_to_submit_stops_the_stage_and_all_who_follow_it(tmp_path: Path, finished: Path) -> None:
-    """Nobody starts again what a person stopped: not the terminal that made it, nor one that only follows."""
-    run = slowed_run(tmp_path, finished)
+def test_sigterm_to_submit_stops_the_stage_and_all_its_followers(tmp_path: Path, finished: Path) -> None:
+    """Neither the submit.py that started the stage nor one that follows it restarts what the user stopped."""
+    run = create_slow_run(tmp_path, finished)
     process = subprocess.Popen([*SUBMIT, "tiny.yaml"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     wait_for_steps(run, 5)
-    with open(tmp_path / "second", "w+") as shown:
-        second = subprocess.Popen([*SUBMIT, "tiny.yaml"], cwd=tmp_path, stdout=shown)
-        wait_for("the second to follow", lambda: "following it" in (tmp_path / "second").read_text())
+    with open(tmp_path / "second", "w+") as output_file:
+        second = subprocess.Popen([*SUBMIT, "tiny.yaml"], cwd=tmp_path, stdout=output_file)
+        wait_for("the second submit.py follows", lambda: "following it" in (tmp_path / "second").read_text())
         process.terminate()
         output = process.communicate(timeout=240)[0]
         assert process.returncode == ExitCode.STOPPED and "resume runs/tiny" in output
         assert second.wait(240) == ExitCode.STOPPED
     output = (tmp_path / "second").read_text()
-    assert "Ctrl-C stops it, for all" in output and "submit.py status runs/tiny --watch" in output, output
+    assert "Ctrl-C" in output and "submit.py status runs/tiny --watch" in output, output
     assert re.search(r"^train +stopped: \d+/60 steps", output, re.M) and "resume runs/tiny" in output, output
-    assert find_newest_step(run / "checkpoints") == len(list(read_jsonl(run / "metrics.jsonl"))) >= 5
-    assert [e["event"] for e in Run.open(run).read_events("train")].count("started") == 1
+    assert find_newest_step(run / "checkpoints") == count_steps(run) >= 5
+    assert count_starts(run) == 1
 
 
 @pytest.mark.story
-def test_who_comes_while_it_saves_goes_on(tmp_path: Path, finished: Path) -> None:
-    run = slowed_run(tmp_path, finished)
+def test_a_submit_during_the_last_save_continues_the_run(tmp_path: Path, finished: Path) -> None:
+    run = create_slow_run(tmp_path, finished)
     slow_save = "        if skip_reason is None:\n            time.sleep(3)\n            self.save(step)\n"
-    change(run / "code/pipeline/train/trainer.py", slow_save.replace("            time.sleep(3)\n", ""), slow_save)
+    quick_save = slow_save.replace("            time.sleep(3)\n", "")
+    replace_code(run / "code/pipeline/train/trainer.py", quick_save, slow_save)
     process = subprocess.Popen([*SUBMIT, "tiny.yaml"], cwd=tmp_path, stdout=subprocess.DEVNULL)
     wait_for_steps(run, 5)
     process.terminate()
     wait_for("the stop", lambda: bool(Run.open(run).read_events("train", "stopping")))
-    done = submit(tmp_path, "tiny.yaml")
+    done = run_submit(tmp_path, "tiny.yaml")
     assert done.returncode == 0 and "following it" in done.stdout, done.stdout + done.stderr
     assert process.wait(240) == ExitCode.STOPPED
-    assert [e["event"] for e in Run.open(run).read_events("train")].count("started") == 2
-    assert compute_run_digest(Run(run)) == undisturbed(finished)
+    assert count_starts(run) == 2
+    assert compute_run_digest(Run(run)) == read_finished_digest(finished)
 
 
 @pytest.mark.story
 def test_a_killed_rank_ends_its_peers_and_is_named(tmp_path: Path, finished: Path) -> None:
-    run = slowed_run(tmp_path, finished, "recovery.crash=1")
+    run = create_slow_run(tmp_path, finished, "recovery.crash=1")
     command = [*SUBMIT, "tiny.yaml", "recovery.crash=1"]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     for steps in (9, 17):  # after the checkpoints of steps 7 and 14
         wait_for_steps(run, steps)
         while find_newest_step(run / "checkpoints") < steps - 3:
             time.sleep(0.02)
-        ranks = {p.environ()["SLUICE_RANK"]: p for p in processes_of(run) if "pipeline" in p.cmdline()}
+        ranks = {p.environ()["SLUICE_RANK"]: p for p in find_processes(run) if "pipeline" in p.cmdline()}
         ranks["1"].kill()
         _, alive = psutil.wait_procs(ranks.values(), timeout=15)
         assert not alive, "the peer outlived the rank that died"
     output = process.communicate(timeout=240)[0]
-    assert process.returncode == ExitCode.CRASHED and "restarts automatically after: crashed" in output
-    assert re.search(r"^train +restored step \d+; repeated steps: \d+$", output, re.M), output
+    assert process.returncode == ExitCode.CRASHED
+    assert re.search(r"^train +restored step \d+", output, re.M), output
     assert "rank 1" in output and "SIGKILL" in output and "resume runs/tiny" in output
-    assert "recovery.crash: 1" in output, "its budget was one"
-    assert submit(tmp_path, "status", "runs/tiny").stdout.count("failed") >= 1
-    assert submit(tmp_path, "resume", "runs/tiny").returncode == 0
-    assert compute_run_digest(Run(tmp_path / "runs/tiny")) == undisturbed(finished)
+    assert "recovery.crash: 1" in output, "the budget is one restart"
+    assert run_submit(tmp_path, "status", "runs/tiny").stdout.count("failed") >= 1
+    assert run_submit(tmp_path, "resume", "runs/tiny").returncode == 0
+    assert compute_run_digest(Run(tmp_path / "runs/tiny")) == read_finished_digest(finished)
 
 
 @pytest.mark.story
 def test_the_first_traceback_is_shown_with_its_rank(tmp_path: Path, finished: Path) -> None:
-    """A bug in one rank: the run's own copy of the code is broken for rank 1, as a bad edit would break it."""
-    config = shared_config(tmp_path, finished)
-    assert submit(tmp_path, "tiny.yaml", "--dry-run").returncode == 0
-    change(
+    """The run's copy of the code raises in rank 1, as after a bad edit."""
+    config = write_config_on_data(tmp_path, finished)
+    assert run_submit(tmp_path, "tiny.yaml", "--dry-run").returncode == 0
+    replace_code(
         Run.create(load_config(config)).code_dir / "pipeline/train/trainer.py",
         "        lr = self.learning_rate(",
-        "        if self.world.rank == 1 and step == 3:\n            raise ValueError('a bug of rank one')\n"
+        "        if self.world.rank == 1 and step == 3:\n            raise ValueError('bug in rank one')\n"
         "        lr = self.learning_rate(",
     )
-    done = submit(tmp_path, "tiny.yaml", timeout=240)
+    done = run_submit(tmp_path, "tiny.yaml", timeout=240)
     assert done.returncode == ExitCode.CRASHED
-    assert "rank 1 on" in done.stdout and "ValueError: a bug of rank one" in done.stdout
-    assert "Connection closed by peer" not in done.stdout
+    assert "rank 1 on" in done.stdout and "ValueError: bug in rank one" in done.stdout
+    assert "closed by peer" not in done.stdout, "the errors of the other rank are not shown"
 
 
 @pytest.mark.story
 def test_cancel_ends_the_run_until_resume(tmp_path: Path, finished: Path) -> None:
-    run = slowed_run(tmp_path, finished)
+    run = create_slow_run(tmp_path, finished)
     process = subprocess.Popen([*SUBMIT, "tiny.yaml"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     wait_for_steps(run, 5)
-    assert "saves and leaves" in submit(tmp_path, "cancel", "runs/tiny").stdout
+    assert run_submit(tmp_path, "cancel", "runs/tiny").returncode == 0
     assert "cancelled" in process.communicate(timeout=240)[0]
     assert process.returncode == ExitCode.STOPPED
-    again = submit(tmp_path, "tiny.yaml")
-    assert again.returncode == ExitCode.USER_ERROR and "was cancelled" in again.stderr
-    command = [sys.executable, "-m", "pipeline", "train", str(run)]  # as a template without a supervisor has it
+    again = run_submit(tmp_path, "tiny.yaml")
+    assert again.returncode == ExitCode.USER_ERROR and "error[run.cancelled]" in again.stderr
+    command = [sys.executable, "-m", "pipeline", "train", str(run)]  # as in a template without a supervisor
     by_hand = subprocess.run(command, cwd=CODE_ROOT, capture_output=True, text=True, timeout=240)
-    assert by_hand.returncode == ExitCode.USER_ERROR and "was cancelled" in by_hand.stderr
-    assert submit(tmp_path, "resume", "runs/tiny", "stages.evaluate.tasks_per_node=2").returncode == 0
-    assert compute_run_digest(Run(tmp_path / "runs/tiny")) == undisturbed(finished)
+    assert by_hand.returncode == ExitCode.USER_ERROR and "error[run.cancelled]" in by_hand.stderr
+    assert run_submit(tmp_path, "resume", "runs/tiny", "stages.evaluate.tasks_per_node=2").returncode == 0
+    assert compute_run_digest(Run(tmp_path / "runs/tiny")) == read_finished_digest(finished)
 
 
 @pytest.mark.story
-def test_resume_changes_only_what_leaves_the_result_alone(finished: Path, tmp_path: Path) -> None:
+def test_resume_changes_only_keys_that_leave_the_result_unchanged(finished: Path, tmp_path: Path) -> None:
     shutil.copytree(finished / "runs/tiny", tmp_path / "runs/tiny")
-    for wrong in ("optimizer.lr=1", "train.steps=10", "model.dim=64"):
-        done = submit(tmp_path, "resume", "runs/tiny", wrong)
-        assert done.returncode == ExitCode.USER_ERROR and wrong.split("=")[0] in done.stderr
+    for override in ("optimizer.lr=1", "train.steps=10", "model.dim=64"):
+        done = run_submit(tmp_path, "resume", "runs/tiny", override)
+        assert done.returncode == ExitCode.USER_ERROR and override.split("=")[0] in done.stderr
     frozen = (tmp_path / "runs/tiny/config.yaml").read_text()
-    done = submit(tmp_path, "resume", "runs/tiny", "train.steps=70")
+    done = run_submit(tmp_path, "resume", "runs/tiny", "train.steps=70")
     assert done.returncode == 0, done.stdout
     assert (tmp_path / "runs/tiny/config.yaml").read_text() == frozen
     assert find_newest_step(tmp_path / "runs/tiny/checkpoints") == 70
@@ -394,26 +409,26 @@ def test_resume_changes_only_what_leaves_the_result_alone(finished: Path, tmp_pa
 
 def test_verify_names_a_flipped_bit(finished: Path, tmp_path: Path) -> None:
     shutil.copytree(finished / "runs/tiny", tmp_path / "runs/tiny")
-    victim = tmp_path / "runs/tiny/checkpoints/step-00000060/__1_0.distcp"
-    content = bytearray(victim.read_bytes())
+    damaged_file = tmp_path / "runs/tiny/checkpoints/step-00000060/__1_0.distcp"
+    content = bytearray(damaged_file.read_bytes())
     content[len(content) // 2] ^= 1
-    victim.write_bytes(content)
-    done = submit(tmp_path, "verify", "runs/tiny")
+    damaged_file.write_bytes(content)
+    done = run_submit(tmp_path, "verify", "runs/tiny")
     assert done.returncode == 23 and "digest" not in done.stdout
-    assert "step-00000060" in done.stderr and victim.name in done.stderr and "Traceback" not in done.stderr
-    assert submit(tmp_path, "verify", "runs/tiny", "--step", "56").returncode == 0, "another one is whole"
+    assert "step-00000060" in done.stderr and damaged_file.name in done.stderr and "Traceback" not in done.stderr
+    assert run_submit(tmp_path, "verify", "runs/tiny", "--step", "56").returncode == 0, "another checkpoint is intact"
 
 
-def test_a_number_that_is_none_is_no_traceback(finished: Path) -> None:
+def test_a_malformed_number_is_a_user_error_without_traceback(finished: Path) -> None:
     for arguments in (["verify", "runs/tiny", "--step", "²"], ["logs", "runs/tiny", "train", "--rank", "²"]):
-        done = submit(finished, *arguments)
+        done = run_submit(finished, *arguments)
         assert (
             done.returncode == ExitCode.USER_ERROR and arguments[-1] in done.stderr and "Traceback" not in done.stderr
         )
 
 
 def write_broken_packages(folder: Path) -> None:
-    """Packages as a checkout has them, in the middle of a bad edit."""
+    """Write packages with the names of the project's packages that fail when they are imported."""
     for package in ("slurm", "pipeline"):
         (folder / package).mkdir()
         for name in ("__init__", "submission", "run"):
@@ -424,77 +439,77 @@ def write_broken_packages(folder: Path) -> None:
 def test_a_run_uses_its_own_code_and_not_the_working_directory(finished: Path, tmp_path: Path) -> None:
     shutil.copytree(finished / "runs/tiny", tmp_path / "runs/tiny")
     write_broken_packages(tmp_path)
-    assert verified(tmp_path) == undisturbed(finished)
+    assert verify(tmp_path) == read_finished_digest(finished)
     (tmp_path / "runs/tiny/evaluation/step-00000060.json").unlink()
-    done = submit(tmp_path, "resume", "runs/tiny")
+    done = run_submit(tmp_path, "resume", "runs/tiny")
     assert done.returncode == 0, done.stdout
     shutil.copy(finished / "tiny.yaml", tmp_path)
-    assert submit(tmp_path, "plan", "tiny.yaml").returncode == 0
+    assert run_submit(tmp_path, "plan", "tiny.yaml").returncode == 0
 
 
 @pytest.mark.story
-def test_two_submits_at_once_share_one_run(tmp_path: Path, finished: Path) -> None:
-    shared_config(tmp_path, finished)
-    both = [
+def test_two_concurrent_submits_share_one_run(tmp_path: Path, finished: Path) -> None:
+    write_config_on_data(tmp_path, finished)
+    processes = [
         subprocess.Popen(
             [*SUBMIT, "tiny.yaml"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         for _ in range(2)
     ]
-    outputs = [process.communicate(timeout=240)[0] for process in both]
-    assert [process.returncode for process in both] == [0, 0], outputs
+    outputs = [process.communicate(timeout=240)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
     run = Run.open(tmp_path / "runs/tiny")
     assert [e["event"] for e in run.read_events()].count("created") == 1
-    assert [e["event"] for e in run.read_events("train")].count("started") == 1
-    assert compute_run_digest(Run(tmp_path / "runs/tiny")) == undisturbed(finished)
+    assert count_starts(run.path) == 1
+    assert compute_run_digest(Run(tmp_path / "runs/tiny")) == read_finished_digest(finished)
 
 
 @pytest.mark.story
-def test_a_killed_supervisor_leaves_no_rank_behind(tmp_path: Path, finished: Path) -> None:
-    run = slowed_run(tmp_path, finished)
+def test_ranks_save_and_exit_if_their_supervisor_is_killed(tmp_path: Path, finished: Path) -> None:
+    run = create_slow_run(tmp_path, finished)
     process = subprocess.Popen([*SUBMIT, "tiny.yaml"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     wait_for_steps(run, 5)
-    working = processes_of(run)
-    supervisor = next(p for p in working if "slurm" in p.cmdline())
-    ranks = [p for p in working if "pipeline" in p.cmdline()]
+    run_processes = find_processes(run)
+    supervisor = next(p for p in run_processes if "slurm" in p.cmdline())
+    ranks = [p for p in run_processes if "pipeline" in p.cmdline()]
     supervisor.kill()
     _, alive = psutil.wait_procs(ranks, timeout=240)
-    assert not alive, "ranks go on without their supervisor"
-    assert find_newest_step(run / "checkpoints") < 60, "they trained to the end"
+    assert not alive, "ranks still run without their supervisor"
+    assert find_newest_step(run / "checkpoints") < 60, "the ranks completed the training instead of stopping"
     output = process.communicate(timeout=240)[0]
     assert process.returncode == ExitCode.CRASHED and "resume runs/tiny" in output
-    assert find_newest_step(run / "checkpoints") == len(list(read_jsonl(run / "metrics.jsonl"))), "they saved and left"
-    assert submit(tmp_path, "resume", "runs/tiny").returncode == 0
-    assert compute_run_digest(Run(tmp_path / "runs/tiny")) == undisturbed(finished)
+    assert find_newest_step(run / "checkpoints") == count_steps(run), "the ranks saved their last step"
+    assert run_submit(tmp_path, "resume", "runs/tiny").returncode == 0
+    assert compute_run_digest(Run(tmp_path / "runs/tiny")) == read_finished_digest(finished)
 
 
 @pytest.mark.story
-def test_submit_may_be_killed_and_the_stage_goes_on(tmp_path: Path, finished: Path) -> None:
-    run = slowed_run(tmp_path, finished)
+def test_a_stage_continues_after_submit_is_killed(tmp_path: Path, finished: Path) -> None:
+    run = create_slow_run(tmp_path, finished)
     process = subprocess.Popen([*SUBMIT, "tiny.yaml"], cwd=tmp_path, stdout=subprocess.DEVNULL)
     wait_for_steps(run, 3)
     process.kill()
     process.wait(10)
-    done = submit(tmp_path, "tiny.yaml")  # joins the training that goes on, or finds it done
+    done = run_submit(tmp_path, "tiny.yaml")  # follows the running training, or finds it done
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [e["event"] for e in Run.open(run).read_events("train")].count("started") == 1
-    assert compute_run_digest(Run(tmp_path / "runs/tiny")) == undisturbed(finished)
+    assert count_starts(run) == 1
+    assert compute_run_digest(Run(tmp_path / "runs/tiny")) == read_finished_digest(finished)
 
 
 @pytest.mark.story
-def test_a_rank_by_hand_does_not_join_a_running_stage(tmp_path: Path, finished: Path) -> None:
-    run = slowed_run(tmp_path, finished)
+def test_a_rank_started_by_hand_does_not_join_a_running_stage(tmp_path: Path, finished: Path) -> None:
+    run = create_slow_run(tmp_path, finished)
     process = subprocess.Popen([*SUBMIT, "tiny.yaml"], cwd=tmp_path, stdout=subprocess.DEVNULL)
     wait_for_steps(run, 3)
     command = [sys.executable, "-m", "pipeline", "train", str(run)]
     by_hand = subprocess.run(command, cwd=CODE_ROOT, capture_output=True, text=True, timeout=240)
-    assert by_hand.returncode == ExitCode.USER_ERROR and "already running (pid" in by_hand.stderr
+    assert by_hand.returncode == ExitCode.USER_ERROR and "pid" in by_hand.stderr
     assert process.wait(240) == 0
-    assert compute_run_digest(Run(tmp_path / "runs/tiny")) == undisturbed(finished)
+    assert compute_run_digest(Run(tmp_path / "runs/tiny")) == read_finished_digest(finished)
 
 
 @pytest.mark.story
-def test_a_lone_process_does_every_stage_without_submitit(tmp_path: Path) -> None:
+def test_one_process_per_stage_runs_without_submitit(tmp_path: Path) -> None:
     config = write_config(tmp_path, steps=5)
     for stage in ("prepare", "shard", "train", "evaluate"):
         command = [sys.executable, "-m", "pipeline", stage, str(config), "stages.train.tasks_per_node=1"]
@@ -504,17 +519,17 @@ def test_a_lone_process_does_every_stage_without_submitit(tmp_path: Path) -> Non
 
 
 @pytest.mark.story
-def test_nothing_held_out_is_nothing_to_evaluate(tmp_path: Path) -> None:
+def test_without_held_out_data_nothing_is_evaluated(tmp_path: Path) -> None:
     config = write_config(tmp_path, steps=3)
-    done = submit(tmp_path, str(config), "data.held_out=0")
+    done = run_submit(tmp_path, str(config), "data.held_out=0")
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("nothing is held out") == 2 and "not evaluated" not in done.stdout
-    assert "not evaluated" not in submit(tmp_path, "report", "runs/tiny").stdout
+    assert "not evaluated" not in run_submit(tmp_path, "report", "runs/tiny").stdout
 
 
 @pytest.mark.story
 def test_a_full_disk_is_named_by_submit(tmp_path: Path, finished: Path, small_disk: Path) -> None:
-    shared_config(tmp_path, finished)
+    write_config_on_data(tmp_path, finished)
     (small_disk / "runs/tiny").mkdir(parents=True)
     (small_disk / "runs/tiny/data").symlink_to(finished / "runs/tiny/data")
     overrides = [f"run.root={small_disk}/runs", "checkpoint.keep=1", "recovery.preflight=false"]
@@ -524,9 +539,9 @@ def test_a_full_disk_is_named_by_submit(tmp_path: Path, finished: Path, small_di
         while True:
             os.write(file.fileno(), b"x" * 65536)
     os.truncate(filler, max(0, filler.stat().st_size - 300_000))
-    done = submit(tmp_path, "tiny.yaml", *overrides, timeout=240)
+    done = run_submit(tmp_path, "tiny.yaml", *overrides, timeout=240)
     assert done.returncode == ExitCode.STORAGE, done.stdout + done.stderr
     assert "no space" in done.stdout and "Traceback" not in done.stdout + done.stderr
     filler.unlink()
-    done = submit(tmp_path, "resume", f"{small_disk}/runs/tiny")
+    done = run_submit(tmp_path, "resume", f"{small_disk}/runs/tiny")
     assert done.returncode == 0, done.stdout + done.stderr

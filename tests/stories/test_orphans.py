@@ -1,4 +1,4 @@
-"""Jobs that submit.py submitted and could not record are found, whenever it is killed or the controller hangs."""
+"""Jobs that submit.py submitted but could not record are found, whenever it is killed or the controller hangs."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ CHAIN = [
     ("train", "afterok 2"),
     ("evaluate", "afterok 3"),
 ]
-"""The jobs of a run, in the order of their ids, and what each waits for."""
+"""The jobs of a run in the order of their IDs: the stage, and the dependency with the index of the other job."""
 SBATCH = """#!/bin/sh
-# sbatch, which does something else too at the call whose number is in the file `at`.
+# Run sbatch. At the call whose number is in the file `call_number`, also do what the file `action` says.
 cd "{folder}" && echo call >> calls
 number=$(wc -l < calls)
-if [ "$number" = "$(cat at)" ]; then
-    case "$(cat what)" in
+if [ "$number" = "$(cat call_number)" ]; then
+    case "$(cat action)" in
         kill) {sbatch} "$@"; kill -9 $PPID; exit 0 ;;
         freeze) touch reached; while [ ! -e frozen ]; do sleep 0.05; done ;;
     esac
@@ -48,46 +48,47 @@ exec {sbatch} "$@"
 """
 
 
-class Sbatch:
-    """A directory for PATH whose sbatch is disturbed at one call."""
+class DisturbedSbatch:
+    """A directory for PATH whose sbatch kills submit.py, or waits for a frozen controller, at one call."""
 
     def __init__(self, folder: Path, cluster: Cluster) -> None:
-        self.folder, self.cluster = folder, cluster
+        self.folder = folder
         folder.mkdir()
         (folder / "sbatch").write_text(SBATCH.format(folder=folder, sbatch=shutil.which("sbatch")))
         (folder / "sbatch").chmod(0o755)
         conf = Path(cluster.environment()["SLURM_CONF"]).read_text()
-        self.conf = folder / "slurm.conf"  # the clients of this test give up after two seconds instead of ten
+        self.conf = folder / "slurm.conf"  # the clients of this test time out after two seconds instead of ten
         self.conf.write_text(re.sub(r"^MessageTimeout=.*", "MessageTimeout=2", conf, flags=re.M))
-        self.plan("nothing", 0)
+        self.set_action("nothing", 0)
 
-    def plan(self, what: str, at: int) -> None:
+    def set_action(self, action: str, call_number: int) -> None:
+        """Set the action (`kill`, `freeze` or `nothing`) and the call at which it happens, counted from now on."""
         for name in ("reached", "frozen", "calls"):
             (self.folder / name).unlink(missing_ok=True)
-        (self.folder / "what").write_text(what)
-        (self.folder / "at").write_text(str(at))
+        (self.folder / "action").write_text(action)
+        (self.folder / "call_number").write_text(str(call_number))
 
-    def calls(self) -> int:
-        """How often sbatch was called since the last plan."""
+    def count_calls(self) -> int:
+        """Return the number of calls of sbatch since the action was set."""
         calls = self.folder / "calls"
         return len(calls.read_text().split()) if calls.exists() else 0
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
-        """Start submit.py beside this directory."""
-        more = {"SLURM_CONF": str(self.conf), "PATH": f"{self.folder}:{os.environ['PATH']}", "COLUMNS": "200"}
+    def start_submit(self, *arguments: str) -> subprocess.Popen[str]:
+        """Start submit.py in the parent of this directory."""
+        variables = {"SLURM_CONF": str(self.conf), "PATH": f"{self.folder}:{os.environ['PATH']}", "COLUMNS": "200"}
         command = [sys.executable, str(CODE_ROOT / "submit.py"), *arguments]
         return subprocess.Popen(
             command,
             cwd=self.folder.parent,
-            env={**os.environ, **more},
+            env={**os.environ, **variables},
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
 
-    def submit(self, *arguments: str) -> tuple[int, str]:
-        """Run submit.py; its exit code and output."""
-        with self.start(*arguments) as process:
+    def run_submit(self, *arguments: str) -> tuple[int, str]:
+        """Run submit.py and return its exit code and output."""
+        with self.start_submit(*arguments) as process:
             try:
                 output = process.communicate(timeout=120)[0]
             finally:
@@ -96,112 +97,116 @@ class Sbatch:
 
 
 @pytest.fixture
-def sbatch(tmp_path: Path, cluster: Cluster) -> Iterator[Sbatch]:
-    yield Sbatch(tmp_path / "bin", cluster)
+def sbatch(tmp_path: Path, cluster: Cluster) -> Iterator[DisturbedSbatch]:
+    yield DisturbedSbatch(tmp_path / "bin", cluster)
     cluster.clear()
 
 
-def queue(cluster: Cluster) -> list[tuple[str, str]]:
-    """Stage and dependency of all jobs, oldest first; ids are replaced by places in this list."""
-    rows = [line.split("|") for line in cluster.output(["squeue", "-h", "-o", "%A|%j|%E"]).splitlines()]
-    rows.sort(key=lambda row: int(row[0]))
-    places = {row[0]: str(place) for place, row in enumerate(rows)}
-    found = []
-    for _, name, dependency in rows:
+def list_queue(cluster: Cluster) -> list[tuple[str, str]]:
+    """Return stage and dependency of all jobs, oldest first. IDs are replaced by indices in this list."""
+    jobs = [line.split("|") for line in cluster.output(["squeue", "-h", "-o", "%A|%j|%E"]).splitlines()]
+    jobs.sort(key=lambda job: int(job[0]))
+    index_by_id = {job[0]: str(index) for index, job in enumerate(jobs)}
+    queue = []
+    for _, name, dependency in jobs:
         match = re.match(r"(\w+):(\d+)", dependency)
-        found.append((name.split("-")[0], f"{match[1]} {places.get(match[2], match[2])}" if match else ""))
-    return found
+        queue.append((name.split("-")[0], f"{match[1]} {index_by_id.get(match[2], match[2])}" if match else ""))
+    return queue
 
 
-def test_a_submit_that_is_killed_after_any_sbatch_leaves_no_job_that_is_lost(
-    tmp_path: Path, cluster: Cluster, sbatch: Sbatch
+def test_no_job_is_lost_if_submit_is_killed_after_any_sbatch(
+    tmp_path: Path, cluster: Cluster, sbatch: DisturbedSbatch
 ) -> None:
     config = str(write_config(tmp_path))
     for number in range(1, len(CHAIN) + 1):
-        words = (config, f"run.name=killed-{number}", HELD)
-        for following in ("submit", "cancel"):
-            sbatch.plan("kill", number)
-            code, said = sbatch.submit(*words)
-            assert code == -9 and len(queue(cluster)) == number, said
-            sbatch.plan("nothing", 0)
-            status = sbatch.submit("status", f"runs/killed-{number}")[1]
+        arguments = (config, f"run.name=killed-{number}", HELD)
+        for next_command in ("submit", "cancel"):
+            sbatch.set_action("kill", number)
+            code, output = sbatch.run_submit(*arguments)
+            assert code == -9 and len(list_queue(cluster)) == number, output
+            sbatch.set_action("nothing", 0)
+            status = sbatch.run_submit("status", f"runs/killed-{number}")[1]
             stage = CHAIN[number - 1][0]
             assert re.search(rf"^{stage} +held", status, re.M), status
-            if following == "submit":
-                code, said = sbatch.submit(*words)
-                assert code == 0 and queue(cluster) == CHAIN, (number, said)
-                assert sbatch.calls() == len(CHAIN) - number, "none is made twice"
-                assert sbatch.submit(*words)[0] == 0 and queue(cluster) == CHAIN
-            assert sbatch.submit("cancel", f"runs/killed-{number}")[0] == 0
-            assert queue(cluster) == [], (number, following)
+            if next_command == "submit":
+                code, output = sbatch.run_submit(*arguments)
+                assert code == 0 and list_queue(cluster) == CHAIN, (number, output)
+                assert sbatch.count_calls() == len(CHAIN) - number, "no job is submitted twice"
+                assert sbatch.run_submit(*arguments)[0] == 0 and list_queue(cluster) == CHAIN
+            assert sbatch.run_submit("cancel", f"runs/killed-{number}")[0] == 0
+            assert list_queue(cluster) == [], (number, next_command)
             shutil.rmtree(tmp_path / "runs")
 
 
-def test_a_controller_that_hangs_at_any_sbatch_gets_one_chain(tmp_path: Path, cluster: Cluster, sbatch: Sbatch) -> None:
-    """sbatch gives up; the controller takes the job all the same when it goes on, and submit.py finds that."""
+def test_one_chain_is_submitted_if_the_controller_hangs_at_any_sbatch(
+    tmp_path: Path, cluster: Cluster, sbatch: DisturbedSbatch
+) -> None:
+    """sbatch times out, but the controller accepts the job when it continues. submit.py finds this job."""
     config = str(write_config(tmp_path))
     for number in range(1, len(CHAIN) + 1):
         name = f"hung-{number}"
-        sbatch.plan("freeze", number)
-        with sbatch.start(config, f"run.name={name}", HELD) as process:
+        sbatch.set_action("freeze", number)
+        with sbatch.start_submit(config, f"run.name={name}", HELD) as process:
             try:
                 wait_for("the call", (sbatch.folder / "reached").exists, 60)
                 with cluster.frozen():
                     (sbatch.folder / "frozen").touch()
-                    time.sleep(6)  # longer than sbatch waits
+                    time.sleep(6)  # longer than the time-out of sbatch
                     assert process.poll() is None, process.communicate()
                 output = process.communicate(timeout=120)[0]
             finally:
                 process.kill()
-        assert process.returncode == 0 and "asking Slurm whether it has the job" in output, output
-        assert queue(cluster) == CHAIN, (number, output)
-        assert sbatch.submit("cancel", f"runs/{name}")[0] == 0
-        assert queue(cluster) == [], number
+        assert process.returncode == 0, output
+        assert list_queue(cluster) == CHAIN, (number, output)
+        assert sbatch.run_submit("cancel", f"runs/{name}")[0] == 0
+        assert list_queue(cluster) == [], number
 
 
-@pytest.mark.parametrize("following", ["submit", "cancel"])
-def test_a_submit_that_is_killed_while_the_controller_hangs(
-    tmp_path: Path, cluster: Cluster, sbatch: Sbatch, following: str
+@pytest.mark.parametrize("next_command", ["submit", "cancel"])
+def test_no_job_is_lost_if_submit_is_killed_while_the_controller_hangs(
+    tmp_path: Path, cluster: Cluster, sbatch: DisturbedSbatch, next_command: str
 ) -> None:
-    """Its sbatch lives on, and the controller may take the job later: the next command waits for what comes of it."""
+    """sbatch still runs, and the controller may accept the job later. The next command waits until this is decided."""
     config = str(write_config(tmp_path))
-    sbatch.plan("freeze", 4)
-    with sbatch.start(config, HELD) as process:
+    sbatch.set_action("freeze", 4)
+    with sbatch.start_submit(config, HELD) as process:
         try:
             wait_for("the call", (sbatch.folder / "reached").exists, 60)
             with cluster.frozen():
                 (sbatch.folder / "frozen").touch()
                 time.sleep(1)
                 process.kill()
-                refused = sbatch.submit(config, HELD)
-                assert refused[0] == ExitCode.USER_ERROR and "no Slurm controller answers" in refused[1], refused
+                code, output = sbatch.run_submit(config, HELD)
+                assert code == ExitCode.USER_ERROR and "error[slurm.not_responding]" in output, output
         finally:
             process.kill()
-    code, said = sbatch.submit(*((config, HELD) if following == "submit" else ("cancel", "runs/tiny")))
-    assert code == 0 and queue(cluster) == (CHAIN if following == "submit" else []), said
-    if following == "submit":
-        assert sbatch.submit("cancel", "runs/tiny")[0] == 0 and queue(cluster) == []
+    code, output = sbatch.run_submit(*((config, HELD) if next_command == "submit" else ("cancel", "runs/tiny")))
+    assert code == 0 and list_queue(cluster) == (CHAIN if next_command == "submit" else []), output
+    if next_command == "submit":
+        assert sbatch.run_submit("cancel", "runs/tiny")[0] == 0 and list_queue(cluster) == []
 
 
-def test_limits_are_asked_for_before_a_chain_and_half_a_chain_is_completed(tmp_path: Path, limited: Cluster) -> None:
-    """The limit of the user is known beforehand. That of the whole account is not: others' jobs count, too."""
-    words = (str(write_config(tmp_path)), HELD)
+def test_limits_are_checked_before_submission_and_an_incomplete_chain_is_completed(
+    tmp_path: Path, limited: Cluster
+) -> None:
+    """The limit of the user is checked before. That of the account is not, because jobs of other users count too."""
+    arguments = (str(write_config(tmp_path)), HELD)
 
-    def limit(*change: str) -> None:
+    def set_limit(*change: str) -> None:
         limited.output(["sacctmgr", "--immediate", "modify", *change])
-        time.sleep(1)  # slurmdbd tells the controller
+        time.sleep(1)  # until slurmdbd has updated the controller
 
-    limit("user", "root", "set", "MaxSubmitJobs=5")
-    done = run_submit(limited, tmp_path, *words)
-    assert done.returncode == ExitCode.USER_ERROR and "allows you 5 jobs" in done.stderr, done.stdout + done.stderr
-    assert queue(limited) == [] and "sbatch" not in done.stderr
-    limit("user", "root", "set", "MaxSubmitJobs=-1")
-    limit("account", "root", "set", "GrpSubmitJobs=4")
-    done = run_submit(limited, tmp_path, *words)
-    assert done.returncode == ExitCode.USER_ERROR and queue(limited) == CHAIN[:3], done.stdout + done.stderr
-    for said in (done.stderr, run_submit(limited, tmp_path, "status", "runs/tiny").stdout):
-        assert re.search("train: .*sbatch refused the job: .*Limit", said), said
-        assert "submit.py resume runs/tiny" in said, said
-    limit("account", "root", "set", "GrpSubmitJobs=-1")
-    assert run_submit(limited, tmp_path, "resume", "runs/tiny").returncode == 0 and queue(limited) == CHAIN
-    assert run_submit(limited, tmp_path, "cancel", "runs/tiny").returncode == 0 and queue(limited) == []
+    set_limit("user", "root", "set", "MaxSubmitJobs=5")
+    done = run_submit(limited, tmp_path, *arguments)
+    assert done.returncode == ExitCode.USER_ERROR and "5 jobs" in done.stderr, done.stdout + done.stderr
+    assert list_queue(limited) == [] and "sbatch" not in done.stderr
+    set_limit("user", "root", "set", "MaxSubmitJobs=-1")
+    set_limit("account", "root", "set", "GrpSubmitJobs=4")
+    done = run_submit(limited, tmp_path, *arguments)
+    assert done.returncode == ExitCode.USER_ERROR and list_queue(limited) == CHAIN[:3], done.stdout + done.stderr
+    for output in (done.stderr, run_submit(limited, tmp_path, "status", "runs/tiny").stdout):
+        assert re.search("train: .*sbatch .*Limit", output), output
+        assert "resume runs/tiny" in output, output
+    set_limit("account", "root", "set", "GrpSubmitJobs=-1")
+    assert run_submit(limited, tmp_path, "resume", "runs/tiny").returncode == 0 and list_queue(limited) == CHAIN
+    assert run_submit(limited, tmp_path, "cancel", "runs/tiny").returncode == 0 and list_queue(limited) == []

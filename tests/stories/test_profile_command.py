@@ -1,4 +1,4 @@
-"""`submit.py profile` as a person uses it, on a training that runs on this machine."""
+"""`submit.py profile` on a training that runs on this machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.tiny import slow_down_steps, write_config
 SUBMIT = [sys.executable, str(CODE_ROOT / "submit.py")]
 
 
-def submit(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_submit(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*SUBMIT, *arguments], cwd=folder, capture_output=True, text=True, timeout=240)
 
 
@@ -33,28 +33,29 @@ def test_steps_of_a_running_training_are_profiled(tmp_path: Path) -> None:
     try:
         deadline = time.monotonic() + 240
         while sum(1 for _ in read_jsonl(run.metrics_file)) < 5:
-            assert time.monotonic() < deadline and process.poll() is None, "the training does not begin"
+            assert time.monotonic() < deadline and process.poll() is None, "the training does not start"
             time.sleep(0.1)
-        done = submit(tmp_path, "profile", "runs/tiny", "--steps", "2", "--ranks", "1")
+        done = run_submit(tmp_path, "profile", "runs/tiny", "--steps", "2", "--ranks", "1")
         assert done.returncode == 0, done.stderr
-        told = re.findall(
+        profiles = re.findall(
             r"^step-(\d+): ([\d.]+) ms: compute (\d+) %.*idle (\d+) %.*mean of 1 rank\)", done.stdout, re.M
         )
-        assert len(told) == 2 and int(told[1][0]) == int(told[0][0]) + 1, done.stdout
-        assert float(told[0][1]) > 100 and int(told[0][3]) > 20, "a tenth of a second was slept"
+        assert len(profiles) == 2 and int(profiles[1][0]) == int(profiles[0][0]) + 1, done.stdout
+        _, step_ms, _, idle_percent = profiles[0]
+        assert float(step_ms) > 100 and int(idle_percent) > 20, "each step sleeps a tenth of a second"
         for path in re.findall(r"(\S+/trace\.json\.gz) for https://ui.perfetto.dev", done.stdout):
             events = json.loads(gzip.decompress(Path(path).read_bytes()))["traceEvents"]
             assert {event["pid"] for event in events} == {2} and any("gloo" in event["name"] for event in events)
-        nobody = submit(tmp_path, "profile", "runs/tiny", "--steps", "1", "--ranks", "9")
-        assert nobody.returncode == 2 and "run.no_profile" in nobody.stderr, nobody.stdout + nobody.stderr
+        no_rank = run_submit(tmp_path, "profile", "runs/tiny", "--steps", "1", "--ranks", "9")
+        assert no_rank.returncode == 2 and "run.no_profile" in no_rank.stderr, no_rank.stdout + no_rank.stderr
     finally:
         subprocess.run([*SUBMIT, "cancel", "runs/tiny"], cwd=tmp_path, timeout=240, stdout=subprocess.DEVNULL)
         process.wait(240)
-    profiled = [line["step"] for line in read_jsonl(run.metrics_file) if "profile" in line]
-    assert profiled == [int(step) for step, *_ in told]
-    late = submit(tmp_path, "profile", "runs/tiny")
-    assert late.returncode == ExitCode.USER_ERROR and "tiny is not training now; --steps 0" in late.stderr
-    shown = submit(tmp_path, "profile", "runs/tiny", "--steps", "0")
-    assert shown.returncode == 0 and shown.stdout.count("ui.perfetto.dev") == 2, shown.stdout + shown.stderr
-    report = submit(tmp_path, "report", "runs/tiny")
-    assert re.search(r"2 profiled steps: [\d.]+ ms: compute \d+ %", report.stdout), report.stdout
+    profiled_steps = [line["step"] for line in read_jsonl(run.metrics_file) if "profile" in line]
+    assert profiled_steps == [int(step) for step, *_ in profiles]
+    late = run_submit(tmp_path, "profile", "runs/tiny")
+    assert late.returncode == ExitCode.USER_ERROR and "tiny" in late.stderr and "--steps 0" in late.stderr
+    saved = run_submit(tmp_path, "profile", "runs/tiny", "--steps", "0")
+    assert saved.returncode == 0 and saved.stdout.count("ui.perfetto.dev") == 2, saved.stdout + saved.stderr
+    report = run_submit(tmp_path, "report", "runs/tiny")
+    assert re.search(r"2 profiled steps: [\d.]+ ms", report.stdout), report.stdout

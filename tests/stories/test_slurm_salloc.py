@@ -1,4 +1,4 @@
-"""Inside salloc on a real Slurm: what was granted is used, whatever it is, and what fails there is shown."""
+"""Runs inside salloc on a real Slurm: they use the granted allocation and show failures in the terminal."""
 
 from __future__ import annotations
 
@@ -28,50 +28,54 @@ TENSOR = ("stages.train.nodes=2", "parallel.tensor=2", "model.dropout=0", "train
 SUBMIT = [sys.executable, str(CODE_ROOT / "submit.py")]
 
 
-def inside(
-    cluster: Cluster, folder: Path, options: str, *command: str, **more: str
+def run_in_allocation(
+    cluster: Cluster, folder: Path, options: str, *command: str, **env: str
 ) -> subprocess.CompletedProcess[str]:
-    """A command inside `salloc` with these options."""
+    """Run a command inside `salloc` with these options."""
     return subprocess.run(
         ["salloc", "--quiet", *options.split(), *command],
         cwd=folder,
-        env={**os.environ, **cluster.environment(), "COLUMNS": "200", **more},
+        env={**os.environ, **cluster.environment(), "COLUMNS": "200", **env},
         capture_output=True,
         text=True,
         timeout=280,
     )
 
 
-def supervise(stage: str, run: Run) -> str:
+def supervisor_command(stage: str, run: Run) -> str:
     return f"{sys.executable} -m slurm {stage} {run.path}"
 
 
 def test_a_run_inside_salloc_shows_its_steps_and_its_failures(tmp_path: Path, cluster: Cluster) -> None:
-    config, overrides = write_config(tmp_path, steps=12), ("stages.train.nodes=2", "stages.evaluate.nodes=2")
+    config = write_config(tmp_path, steps=12)
+    overrides = ("stages.train.nodes=2", "stages.evaluate.nodes=2")
     run = create_slow_run(tmp_path, config, overrides)
     trainer = run / "code/pipeline/train/trainer.py"
-    good, anchor = trainer.read_text(), "        lr = self.learning_rate("
-    bug = "        if self.world.rank == 3 and step == 6:\n            raise ValueError('a bug of rank three')\n"
-    trainer.write_text(good.replace(anchor, f"{bug}{anchor}", 1))
-    two = "-N2 --ntasks-per-node=2"
-    failed = inside(cluster, tmp_path, two, *SUBMIT, str(config), *overrides, FORCE_COLOR="1")
+    correct_code = trainer.read_text()
+    anchor = "        lr = self.learning_rate("
+    bug = "        if self.world.rank == 3 and step == 6:\n            raise ValueError('bug in rank three')\n"
+    trainer.write_text(correct_code.replace(anchor, f"{bug}{anchor}", 1))
+    options = "-N2 --ntasks-per-node=2"
+    failed = run_in_allocation(cluster, tmp_path, options, *SUBMIT, str(config), *overrides, FORCE_COLOR="1")
     assert failed.returncode == ExitCode.CRASHED, failed.stdout + failed.stderr
-    assert "/12  loss" in failed.stdout, "a live line"
-    assert "rank 3 on n2" in failed.stdout and "a bug of rank three" in failed.stdout
-    started = next(e for e in Run.open(run).read_events("train") if e["event"] == "started")
+    assert "/12  loss" in failed.stdout, "progress is shown"
+    assert "rank 3 on n2" in failed.stdout and "bug in rank three" in failed.stdout
+    (started,) = Run.open(run).read_events("train", "started")
     assert started["ranks"] == 4
-    trainer.write_text(good)
-    refused = run_submit(cluster, tmp_path, "resume", "runs/tiny")
-    assert refused.returncode == ExitCode.USER_ERROR and "--executor slurm" in refused.stderr, "this is a login node"
+    trainer.write_text(correct_code)
+    rejected = run_submit(cluster, tmp_path, "resume", "runs/tiny")
+    assert rejected.returncode == ExitCode.USER_ERROR and "--executor slurm" in rejected.stderr, "on a login node"
     assert "resumed" not in list_event_names(run)
-    done = inside(cluster, tmp_path, two, *SUBMIT, "resume", "runs/tiny")
+    done = run_in_allocation(cluster, tmp_path, options, *SUBMIT, "resume", "runs/tiny")
     assert done.returncode == 0 and "evaluate  done" in done.stdout, done.stdout + done.stderr
     assert run_submit(cluster, tmp_path, "resume", "runs/tiny", "--executor", "local").returncode == 0
 
 
 @pytest.mark.parametrize(("options", "cpus", "ranks"), [("-N2", "1", 2), ("-N3 -n5 -c2", "2", 5)])
-def test_shard_takes_the_room_there_is(tmp_path: Path, cluster: Cluster, options: str, cpus: str, ranks: int) -> None:
-    """In the second case nodes have room for two tasks: a step with one gets its two CPUs and not all four."""
+def test_shard_uses_all_tasks_of_the_allocation(
+    tmp_path: Path, cluster: Cluster, options: str, cpus: str, ranks: int
+) -> None:
+    """In the second case, a node has room for two tasks: a step with one task gets its two CPUs, not all four."""
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     secrets = tmp_path / "secrets"
@@ -80,36 +84,36 @@ def test_shard_takes_the_room_there_is(tmp_path: Path, cluster: Cluster, options
     site = [f"site.scratch={scratch}", "site.network_interface=lo", "site.setup=['export NEVER=1']"]
     site += [f"site.secrets={secrets}", "site.pass=[PATH]"]
     run = Run.create(load_config(write_config(tmp_path), ["stages.shard.tasks=8", *site]))
-    door = run.code_dir / "pipeline/__main__.py"
+    entry_point = run.code_dir / "pipeline/__main__.py"
     dump = f"import json, os\nopen('{tmp_path}/ranks', 'a').write(json.dumps(dict(os.environ)) + chr(10))\n"
-    door.write_text(door.read_text().replace("import sys\n", f"import sys\n{dump}", 1))
-    both = f"{supervise('prepare', run)} && {supervise('shard', run)}"
-    done = inside(cluster, CODE_ROOT, options, "sh", "-c", both)
+    entry_point.write_text(entry_point.read_text().replace("import sys\n", f"import sys\n{dump}", 1))
+    command = f"{supervisor_command('prepare', run)} && {supervisor_command('shard', run)}"
+    done = run_in_allocation(cluster, CODE_ROOT, options, "sh", "-c", command)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [e["ranks"] for e in run.read_events("shard", "started")] == [ranks]
-    told = list(read_jsonl(tmp_path / "ranks"))
-    assert len(told) == 1 + ranks and told[0]["SLURM_CPUS_ON_NODE"] == cpus
-    assert len({variables["SLURMD_NODENAME"] for variables in told[1:]}) == int(options[2])
-    for variables in told:
+    assert [event["ranks"] for event in run.read_events("shard", "started")] == [ranks]
+    environments = list(read_jsonl(tmp_path / "ranks"))
+    assert len(environments) == 1 + ranks and environments[0]["SLURM_CPUS_ON_NODE"] == cpus
+    assert len({variables["SLURMD_NODENAME"] for variables in environments[1:]}) == int(options[2])
+    for variables in environments:
         assert variables["TMPDIR"] == str(scratch) and variables["GLOO_SOCKET_IFNAME"] == "lo"
         assert "NEVER" not in variables and variables["SECRET"] == "hunter2 too"
     assert done.stdout.count(SETUP_NOT_RUN) == 2
 
 
-def test_a_step_that_srun_cannot_start_is_told_in_its_words(tmp_path: Path, cluster: Cluster) -> None:
+def test_the_error_of_srun_is_shown_if_it_cannot_start_a_step(tmp_path: Path, cluster: Cluster) -> None:
     run = Run.create(load_config(write_config(tmp_path)))
-    command = f"SLURM_MPI_TYPE=nosuch {supervise('prepare', run)}"
-    done = inside(cluster, CODE_ROOT, "-N1", "sh", "-c", command)
+    command = f"SLURM_MPI_TYPE=nosuch {supervisor_command('prepare', run)}"
+    done = run_in_allocation(cluster, CODE_ROOT, "-N1", "sh", "-c", command)
     assert done.returncode == ExitCode.CRASHED, done.stderr
     message = run.read_events("prepare")[-1]["message"]
     assert "srun: error" in message and "nosuch" in message and str(run.jobs_dir / "prepare/srun.log") in message
     assert "rank-0.log" not in message
 
 
-def test_ranks_that_are_dealt_out_one_by_one_by_hand_are_refused(tmp_path: Path, cluster: Cluster) -> None:
+def test_a_cyclic_distribution_of_tensor_parallel_ranks_is_rejected(tmp_path: Path, cluster: Cluster) -> None:
     run = make_run(tmp_path, overrides=("train.steps=4", *TENSOR))
     command = ["srun", "--distribution=cyclic", sys.executable, "-m", "pipeline", "train", str(run.path)]
-    done = inside(cluster, CODE_ROOT, "-N2 --ntasks-per-node=2", *command)
+    done = run_in_allocation(cluster, CODE_ROOT, "-N2 --ntasks-per-node=2", *command)
     assert done.returncode != 0 and "--distribution=block" in done.stderr and "Traceback" not in done.stderr
     command[1] = "--distribution=block"
-    assert inside(cluster, CODE_ROOT, "-N2 --ntasks-per-node=2", *command).returncode == 0
+    assert run_in_allocation(cluster, CODE_ROOT, "-N2 --ntasks-per-node=2", *command).returncode == 0

@@ -1,4 +1,4 @@
-"""A sweep on a real Slurm that is preempted and goes on at another layout, as TensorBoard, W&B and MLflow show it."""
+"""A preempted sweep that resumes with another layout on a real Slurm, as TensorBoard, W&B and MLflow show it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 from pipeline.base.files import read_jsonl
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
-from pipeline.run.points import list_points as points_of
+from pipeline.run.points import list_points
 from tests.cluster import Cluster
 from tests.cluster.config import NODES
 from tests.cluster.fixture import cluster_fixture
-from tests.support.cluster_runs import list_event_names, run_submit, wait_for
+from tests.support.cluster_runs import count_steps, list_event_names, run_submit, wait_for
 from tests.support.servers import mlflow_server
 from tests.support.tiny import make_run, slow_down_steps, write_config
 from tests.tracking.test_followers import curve, in_float32
@@ -34,10 +34,8 @@ def mlflow(tmp_path: Path) -> Iterator[str]:
         yield uri
 
 
-def test_a_sweep_preempted_onto_another_layout_is_one_curve_a_point(
-    tmp_path: Path, cluster: Cluster, mlflow: str
-) -> None:
-    more = [
+def test_each_point_of_a_preempted_sweep_is_one_curve(tmp_path: Path, cluster: Cluster, mlflow: str) -> None:
+    overrides = [
         f"track={{tensorboard: true, wandb: {{project: p}}, mlflow: {{uri: '{mlflow}', experiment: four}}}}",
         "sweep={grid: {optimizer.lr: [0.001, 0.002], run.seed: [4, 5]}, at_most: 1}",
         "stages.train.nodes={min: 1, max: 2}",
@@ -45,15 +43,15 @@ def test_a_sweep_preempted_onto_another_layout_is_one_curve_a_point(
     ]
     (tmp_path / "data").mkdir()
     data = make_run(tmp_path / "data").data_dir
-    run = Run.create(load_config(write_config(tmp_path, steps=STEPS), more))
+    run = Run.create(load_config(write_config(tmp_path, steps=STEPS), overrides))
     run.data_dir.rmdir()
     run.data_dir.symlink_to(data)
     slow_down_steps(run, 0.4)
-    done = run_submit(cluster, tmp_path, str(tmp_path / "tiny.yaml"), *more)
+    done = run_submit(cluster, tmp_path, str(tmp_path / "tiny.yaml"), *overrides)
     assert done.returncode == 0, done.stdout + done.stderr
-    points = points_of(run)
+    points = list_points(run)
     first = points[0]
-    wait_for("some steps", lambda: len(list(read_jsonl(first.metrics_file))) >= 4)
+    wait_for("step 4", lambda: count_steps(first.path) >= 4)
     host = first.read_events("train", "started")[0]["host"]
     for node in {*NODES} - {host}:
         cluster.drain(node)
@@ -61,10 +59,11 @@ def test_a_sweep_preempted_onto_another_layout_is_one_curve_a_point(
     wait_for("the next start", lambda: list_event_names(first.path, "train").count("started") == 2)
     for node in {*NODES} - {host}:
         cluster.undrain(node)
-    wait_for("all evaluations", lambda: all("done" in list_event_names(one.path, "evaluate") for one in points))
+    wait_for("all evaluations", lambda: all("done" in list_event_names(point.path, "evaluate") for point in points))
     assert "preempted" in list_event_names(first.path, "train")
     assert [event["ranks"] for event in first.read_events("train", "started")] == [2, 1]
-    done = run_submit(cluster, tmp_path, "track", "runs/tiny")  # what the last ten seconds of a job were too short for
+    # `track` sends what the followers could not send in the last ten seconds of the jobs.
+    done = run_submit(cluster, tmp_path, "track", "runs/tiny")
     assert done.returncode == 0, done.stdout + done.stderr
     for point in points:
         losses = [(line["step"], line["loss"]) for line in read_jsonl(point.metrics_file)]

@@ -1,4 +1,4 @@
-"""The wheel, installed into an empty environment, does what a checkout does, in a folder outside of it."""
+"""The wheel, installed into a new environment, works like a checkout, from a folder outside of it."""
 
 from __future__ import annotations
 
@@ -31,36 +31,43 @@ SOURCES = (
 )
 
 
-def run(words: list[str], folder: Path, timeout: int = 120) -> str:
+def run_command(command: list[str], folder: Path, timeout: int = 120) -> str:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "SLURM"))}
-    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout)
-    assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
 
 @pytest.fixture(scope="module")
 def sluice(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The installed command. The environment holds only the wheel; it finds our dependencies by their path."""
+    """Return the installed command. The environment contains only the wheel and a path to its dependencies."""
     folder = tmp_path_factory.mktemp("wheel")
-    source, environment = folder / "source", folder / "environment"
+    source = folder / "source"
+    environment = folder / "environment"
     source.mkdir()
-    for name in SOURCES:  # building leaves files in the folder
+    for name in SOURCES:  # a copy, because the build leaves files in the folder
         path = CODE_ROOT / name
         if path.is_dir():
             shutil.copytree(path, source / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(path, source)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-    run([*pip, "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), "."], source, 300)
+    run_command(
+        [*pip, "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), "."], source, 300
+    )
     venv.create(environment, symlinks=True)
     python = environment / "bin/python"
     (wheel,) = folder.glob("*.whl")
-    run([*pip, "--python", str(python), "install", "--quiet", "--no-deps", str(wheel)], folder, 300)
-    packages = Path(run([str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], folder).strip())
-    # a plain path: .pth files there, such as that of an editable install, are not read
+    run_command([*pip, "--python", str(python), "install", "--quiet", "--no-deps", str(wheel)], folder, 300)
+    packages = Path(
+        run_command([str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], folder).strip()
+    )
+    # A plain path: .pth files in that folder, such as that of an editable install, are not read.
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    where = run([str(python), "-c", "import pipeline, submit; print(pipeline.__file__, submit.__file__)"], folder)
-    assert all(Path(path).is_relative_to(packages) for path in where.split())
+    locations = run_command(
+        [str(python), "-c", "import pipeline, submit; print(pipeline.__file__, submit.__file__)"], folder
+    )
+    assert all(Path(path).is_relative_to(packages) for path in locations.split())
     return environment / "bin/sluice"
 
 
@@ -68,21 +75,22 @@ def test_the_wheel_works_outside_a_checkout(sluice: Path, tmp_path: Path) -> Non
     (tmp_path / "texts").mkdir()
     for number in range(8):
         (tmp_path / f"texts/{number}.txt").write_text(f"{number}: the quick brown fox jumps over the lazy dog. " * 400)
-    run([str(sluice), "init"], tmp_path)
+    run_command([str(sluice), "init"], tmp_path)
     config = (tmp_path / "my_text.yaml").read_text()
     schema = Path(config.split("$schema=", 1)[1].split("\n", 1)[0])
     assert schema.is_file() and schema.is_relative_to(sluice.parents[1])
-    small = ["train.steps=4", "optimizer.warmup_steps=1", "checkpoint.every_steps=2", "data.tokenizer.vocab_size=300"]
-    small += ["data.sequence_length=32", "model.dim=32", "model.layers=1", "model.heads=2", "model.kv_heads=1"]
-    run([str(sluice), "my_text.yaml", "--executor", "local", *small], tmp_path, 300)
-    status = run([str(sluice), "status", "runs/my-text"], tmp_path)
+    overrides = ["train.steps=4", "optimizer.warmup_steps=1", "checkpoint.every_steps=2"]
+    overrides += ["data.tokenizer.vocab_size=300", "data.sequence_length=32"]
+    overrides += ["model.dim=32", "model.layers=1", "model.heads=2", "model.kv_heads=1"]
+    run_command([str(sluice), "my_text.yaml", "--executor", "local", *overrides], tmp_path, 300)
+    status = run_command([str(sluice), "status", "runs/my-text"], tmp_path)
     assert [line.split()[1] for line in status.splitlines() if line.split()[:1] == ["train"]] == ["done"]
-    assert "h100" in run([str(sluice), "plan", "my_text.yaml", "--machine", "h100"], tmp_path).lower()
-    run([str(sluice), "report", "runs/my-text"], tmp_path)
+    assert "h100" in run_command([str(sluice), "plan", "my_text.yaml", "--machine", "h100"], tmp_path).lower()
+    run_command([str(sluice), "report", "runs/my-text"], tmp_path)
     assert (tmp_path / "runs/my-text/report.html").is_file()
 
 
-def test_the_wheel_has_every_file_that_is_no_code(sluice: Path) -> None:
+def test_the_wheel_contains_every_file_of_the_packages(sluice: Path) -> None:
     (packages,) = sluice.parents[1].glob("lib/python*/site-packages")
     tracked = [
         path.relative_to(CODE_ROOT)
