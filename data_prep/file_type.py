@@ -1,13 +1,11 @@
-"""Compressed files: which compression a file has, by its first bytes, and the bytes that are in it.
+"""Detect what a file contains by its first bytes and its name, open compressed files, and suggest conversions.
 
-A name is not trusted for this: browsers and download tools unpack `.gz` files and keep the name. gzip, bzip2 and xz are
-Python's own; zstd needs pyarrow. A file may have several streams one after another, as `pbzip2` and `cat` write them.
+The name decides first (data_prep/find_inputs.py). The content decides for names without a known ending, and messages
+describe it. The compression is always detected by content, because browsers and download tools unpack `.gz` files and
+keep the name.
 
-
-What a file seems to be, by its first bytes and its name, and how to convert what is not read.
-
-Names decide first (data_prep/find_inputs.py). Content decides for names that tell nothing, and messages name it. The
-table of docs/data.md, "What is not read", is the one below.
+gzip, bzip2 and xz are in Python's standard library; zstd needs pyarrow. A file may have several compressed streams one
+after another, as `pbzip2` and `cat` write them.
 """
 
 from __future__ import annotations
@@ -30,37 +28,37 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import open_regular_file
 
 HEAD_BYTES = 1 << 16
-"""Bytes that tell what a file is."""
+"""Number of bytes at the start of a file that are used to detect what it contains."""
 COMPRESSION_ENDINGS = {"gzip": ".gz", "zstd": ".zst", "bzip2": ".bz2", "xz": ".xz"}
 COMPRESSIONS = {".gz": 4, ".zst": 4, ".zstd": 4, ".bz2": 5, ".xz": 5}
-"""Endings of compressed files, and about how many bytes of text a byte holds: rough, to balance the work."""
-_MARKS = {
+"""File name endings of compressed files, with the estimated bytes of text per compressed byte (to balance the work)."""
+_COMPRESSION_MARKS = {
     "gzip": re.compile(rb"\x1f\x8b\x08"),
     "zstd": re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"),
     "bzip2": re.compile(rb"BZh[1-9](?:1AY&SY|\x17rE8P\x90)"),
     "xz": re.compile(rb"\xfd7zXZ\x00|\x5d\x00\x00[\x00-\xff]{2}(?:\xff{8}|[\x00-\xff]{5}\x00{3})", re.DOTALL),
 }
-_FIRST = {b"\x1f", b"\x28", b"B", b"\xfd", b"\x5d", *(bytes([one]) for one in range(0x50, 0x60))}
-_BLOCK = 1 << 20
-_MOST_MEMORY = 1 << 31  # of a decompressor of xz: `xz -9` needs 65 MiB
+_FIRST_BYTES = {b"\x1f", b"\x28", b"B", b"\xfd", b"\x5d", *(bytes([one]) for one in range(0x50, 0x60))}
+_BLOCK_BYTES = 1 << 20
+_XZ_MEMORY_LIMIT = 1 << 31  # bytes; files of `xz -9` need 65 MiB
 
 
 def detect_compression(head: bytes) -> str | None:
-    """Return `gzip`, `zstd`, `bzip2` or `xz` for the first bytes of a file, None if it is not compressed by these."""
-    if head[:1] not in _FIRST:
+    """Return `gzip`, `zstd`, `bzip2` or `xz` by the first bytes of a file; None if it has none of these formats."""
+    if head[:1] not in _FIRST_BYTES:
         return None
-    return next((name for name, mark in _MARKS.items() if mark.match(head)), None)
+    return next((name for name, mark in _COMPRESSION_MARKS.items() if mark.match(head)), None)
 
 
 @contextmanager
 def open_decompressed(path: str) -> Iterator[tuple[BinaryIO, bytes, str | None]]:
     """Open a file that may be compressed.
 
-    Yields its content as a buffered stream from its first byte on, the first bytes of that content (`HEAD` at most),
-    and the name of the compression, None for a plain file (then the stream is the file itself, which can be sought).
+    Yields: the uncompressed content as a buffered stream, its first bytes (at most `HEAD_BYTES`), and the name of the
+    compression. For an uncompressed file the compression is None, and the stream is the file itself, which can seek.
 
-    Raises UserError naming the file for a pipe or a device, or if pyarrow is missing for zstd; OSError or EOFError for
-    damaged content.
+    Raises UserError, naming the file, for a pipe or device, and if zstd needs pyarrow and it is not installed. Raises
+    OSError or EOFError if the compressed data are damaged.
     """
     with open_regular_file(path) as file:
         head = file.read(HEAD_BYTES)
@@ -68,20 +66,21 @@ def open_decompressed(path: str) -> Iterator[tuple[BinaryIO, bytes, str | None]]
         if (name := detect_compression(head)) is None:
             yield file, head, None
             return
-        stream = _OPEN[name](path, file)
+        stream = _open_stream(name, path, file)
         try:
-            content = io.BufferedReader(stream, _BLOCK)
+            content = io.BufferedReader(stream, _BLOCK_BYTES)
             head = content.read(HEAD_BYTES)
-            yield cast(BinaryIO, io.BufferedReader(_Prefixed(head, content), _BLOCK)), head, name
+            yield cast(BinaryIO, io.BufferedReader(_PrefixedReader(head, content), _BLOCK_BYTES)), head, name
         finally:
             stream.close()
 
 
-class _Prefixed(io.RawIOBase):
-    """Bytes that were read ahead, then the rest of a stream."""
+class _PrefixedReader(io.RawIOBase):
+    """Reads bytes that were read from a stream before, then the rest of the stream."""
 
     def __init__(self, head: bytes, rest: io.BufferedReader) -> None:
-        self._head, self._rest = head, rest
+        self._head = head
+        self._rest = rest
 
     def readable(self) -> bool:
         return True
@@ -89,77 +88,76 @@ class _Prefixed(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         if not self._head:
             return self._rest.readinto1(buffer)
-        part, self._head = self._head[: len(buffer)], self._head[len(buffer) :]
+        part = self._head[: len(buffer)]
+        self._head = self._head[len(buffer) :]
         buffer[: len(part)] = part
         return len(part)
 
 
-class _Streams(io.RawIOBase):
-    """The content of streams of bzip2 or xz, one after another. (Python's own reader ignores a damaged second one.)"""
+class _MultiStreamReader(io.RawIOBase):
+    """Reads the content of several bzip2 or xz streams one after another.
 
-    def __init__(self, file: BinaryIO, decompressor: Callable[[], Any], padding: bytes) -> None:
-        """`padding`: what may follow a stream."""
-        self._file, self._new, self._padding = file, decompressor, padding
-        self._decompressor = decompressor()
-        self._waiting = b""
+    Unlike Python's own reader, it reports a damaged stream after the first one.
+    """
+
+    def __init__(self, file: BinaryIO, make_decompressor: Callable[[], Any], padding: bytes) -> None:
+        """`padding`: the byte that may be repeated between streams; empty if none may."""
+        self._file = file
+        self._make_decompressor = make_decompressor
+        self._padding = padding
+        self._decompressor = make_decompressor()
+        self._compressed = b""  # read from the file, not yet given to the decompressor
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        found = b""
-        while not found:
+        content = b""
+        while not content:
             if self._decompressor.eof:
                 rest = self._decompressor.unused_data.lstrip(self._padding)
-                while not rest and (block := self._file.read(_BLOCK)):
+                while not rest and (block := self._file.read(_BLOCK_BYTES)):
                     rest = block.lstrip(self._padding)
                 if not rest:
                     return 0
-                self._decompressor, self._waiting = self._new(), rest
-            if self._decompressor.needs_input and not self._waiting:
-                self._waiting = self._file.read(_BLOCK)
-                if not self._waiting:
+                self._decompressor = self._make_decompressor()
+                self._compressed = rest
+            if self._decompressor.needs_input and not self._compressed:
+                self._compressed = self._file.read(_BLOCK_BYTES)
+                if not self._compressed:
                     raise EOFError("Compressed file ended before the end-of-stream marker was reached")
             try:
-                found = self._decompressor.decompress(self._waiting, len(buffer))
+                content = self._decompressor.decompress(self._compressed, len(buffer))
             except (lzma.LZMAError, ValueError) as error:
                 raise OSError(str(error)) from error
-            self._waiting = b""
-        buffer[: len(found)] = found
-        return len(found)
+            self._compressed = b""
+        buffer[: len(content)] = content
+        return len(content)
 
 
-def _open_bzip2(path: str, file: BinaryIO) -> Any:
-    return _Streams(file, bz2.BZ2Decompressor, b"")
-
-
-def _open_xz(path: str, file: BinaryIO) -> Any:
-    return _Streams(file, lambda: lzma.LZMADecompressor(memlimit=_MOST_MEMORY), b"\0")
-
-
-def _open_gzip(path: str, file: BinaryIO) -> Any:
-    return gzip.GzipFile(fileobj=file)
-
-
-def _open_zstd(path: str, file: BinaryIO) -> Any:
+def _open_stream(compression: str, path: str, file: BinaryIO) -> Any:
+    """Return a stream of the uncompressed content of a file."""
+    if compression == "gzip":
+        return gzip.GzipFile(fileobj=file)
+    if compression == "bzip2":
+        return _MultiStreamReader(file, bz2.BZ2Decompressor, b"")
+    if compression == "xz":
+        return _MultiStreamReader(file, lambda: lzma.LZMADecompressor(memlimit=_XZ_MEMORY_LIMIT), b"\0")
     try:
         import pyarrow
     except ImportError:
         raise UserError(
             "data.missing_package", f"{path}: zstd needs the package pyarrow: pip install pyarrow"
         ) from None
-    return pyarrow.input_stream(path, compression="zstd")  # all frames; one that is cut short is an error
-
-
-_OPEN = {"gzip": _open_gzip, "zstd": _open_zstd, "bzip2": _open_bzip2, "xz": _open_xz}
+    return pyarrow.input_stream(path, compression="zstd")  # reads all frames; an incomplete one is an error
 
 
 BOM = codecs.BOM_UTF8
 UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 UTF16_HINT = "text in UTF-16: convert it, iconv -f UTF-16 -t UTF-8 FILE > NEW"
 
-_BINARY: list[tuple[str, bytes | re.Pattern[bytes]]] = [
-    ("Parquet", re.compile(rb"PAR1[\x00-\x08\x0e-\x1f]")),  # PAR1 is a protein, too
+_BINARY_MARKS: list[tuple[str, bytes | re.Pattern[bytes]]] = [
+    ("Parquet", re.compile(rb"PAR1[\x00-\x08\x0e-\x1f]")),  # PAR1 alone may begin a text: it is also a protein
     ("Arrow", re.compile(rb"ARROW1\0\0|\xff{4}[\x00-\xff]{2}[\x00-\x0f]\x00", re.DOTALL)),
     ("tar", re.compile(rb"[\x00-\xff]{257}ustar(?:\0|  \0)", re.DOTALL)),
     ("HDF5", b"\x89HDF\r\n\x1a\n"),
@@ -182,8 +180,8 @@ _BINARY: list[tuple[str, bytes | re.Pattern[bytes]]] = [
     ("Megatron index", b"MMIDIDX\0\0"),
     ("safetensors", re.compile(rb"[\x00-\xff]{5}\x00{3}\{[\" ]", re.DOTALL)),
 ]
-_MDS = re.compile(r"\.mds(\.\w+)?$")  # compressed: .mds.zstd
-_CONTROL = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f]")  # all but line ends, tabs, form feeds and escape
+_MDS_NAME = re.compile(r"\.mds(\.\w+)?$")  # compressed: .mds.zstd
+_CONTROL = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f]")  # except line ends, tabs, form feeds and escape
 
 CONVERSIONS = {
     "MosaicML MDS": (
@@ -218,11 +216,11 @@ CONVERSIONS = {
     "XML or HTML": "extract the text; to take the markup for text, set data.format: text",
     "UTF-16 text": "iconv -f UTF-16 -t UTF-8 FILE > NEW",
 }
-"""What is not read, or not without a word of the user's, and what to do about it."""
+"""How to convert files that are not read, or only if the config says so. docs/data.md lists them."""
 
 
 class FileType(NamedTuple):
-    """What a file seems to be."""
+    """What a file seems to contain."""
 
     kind: str
     """`JSON Lines`, `JSON`, `Parquet`, `text`, …, as in `CONVERSIONS`."""
@@ -233,20 +231,20 @@ class FileType(NamedTuple):
 
 
 def format_conversion_hint(kind: str) -> str:
-    """Return how to convert files of a kind, behind a colon; "" if nothing is known."""
+    """Return a sentence on how to convert files of a kind, to append to a message; "" if there is no advice."""
     return f". To convert it: {CONVERSIONS[kind]}" if kind in CONVERSIONS else ""
 
 
 def detect_binary_format(head: bytes) -> str | None:
-    """Return the name of the binary format that a file with these first bytes has, None if there is no known mark."""
-    for name, mark in _BINARY:
+    """Return the name of the binary format of a file by its first bytes; None if it has no known mark."""
+    for name, mark in _BINARY_MARKS:
         if head.startswith(mark) if isinstance(mark, bytes) else mark.match(head):
             return name
     return "TFRecord" if _is_tfrecord(head) else None
 
 
 def detect_file_type(path: str) -> FileType:
-    """Return what a file seems to be. Never raises for its content, or for a file that cannot be read."""
+    """Return what a file seems to contain. If it cannot be read, return the reason as its type; never raise."""
     try:
         with open_decompressed(path) as (_, head, compression):
             return FileType(_detect_kind(path, head), compression)
@@ -257,12 +255,13 @@ def detect_file_type(path: str) -> FileType:
 
 
 def _detect_kind(path: str, head: bytes) -> str:
+    """Return the kind of a file by its name and first uncompressed bytes."""
     if not head:
         return "empty"
     if is_mds(path):
         return "MosaicML MDS"
-    if known := detect_binary_format(head):
-        return known
+    if binary_format := detect_binary_format(head):
+        return binary_format
     if ".npy" in os.path.basename(path):
         return "bare tokens named .npy"
     if head.startswith(UTF16):
@@ -279,15 +278,15 @@ def _detect_kind(path: str, head: bytes) -> str:
 
 
 def is_mds(path: str) -> bool:
-    """Return whether a file is a shard of MosaicML's, or the index of a folder of them, by the names alone."""
+    """Return whether a file is a shard of MosaicML's MDS format or the index of such shards, by file names alone."""
     folder, name = os.path.split(path)
     if name == "index.json":
-        return any(map(_MDS.search, os.listdir(folder or os.curdir)))
-    return _MDS.search(name) is not None
+        return any(map(_MDS_NAME.search, os.listdir(folder or os.curdir)))
+    return _MDS_NAME.search(name) is not None
 
 
 def is_text(head: bytes) -> bool:
-    """Return whether these first bytes of a file are UTF-8 without control characters."""
+    """Return whether the first bytes of a file are UTF-8 without control characters."""
     try:
         codecs.getincrementaldecoder("utf-8")().decode(head, final=len(head) < HEAD_BYTES)
     except UnicodeDecodeError:
@@ -296,7 +295,10 @@ def is_text(head: bytes) -> bool:
 
 
 def detect_json_kind(head: bytes) -> str | None:
-    """Return `JSON Lines`, `JSON` (an array, or objects of several lines) or None for the first bytes of a text."""
+    """Return the kind of JSON of a file by its first bytes.
+
+    Returns: `JSON Lines`, `JSON` (an array, or objects that span lines), or None if it is neither.
+    """
     start = head.removeprefix(BOM).decode(errors="ignore").lstrip()
     if not start.startswith(("{", "[")):
         return None
@@ -312,19 +314,18 @@ def detect_json_kind(head: bytes) -> str | None:
         return "JSON"
     try:
         _, end = json.JSONDecoder().raw_decode(start)
-        several = end > len(line) or line[end:].lstrip().startswith("{")
-        return "JSON" if several else "JSON Lines"
+        spans_lines = end > len(line)
+        has_another_value = line[end:].lstrip().startswith("{")
+        return "JSON" if spans_lines or has_another_value else "JSON Lines"
     except (ValueError, RecursionError):
-        # The first line is broken, or longer than what was read.
+        # The first line is invalid, or longer than the bytes that were read.
         is_long = not rest and len(head) >= HEAD_BYTES
-        return (
-            "JSON Lines"
-            if is_long or any(isinstance(_parse_line(one), dict) for one in rest if one[:1] == "{")
-            else None
-        )
+        has_object = any(isinstance(_parse_line(one), dict) for one in rest if one[:1] == "{")
+        return "JSON Lines" if is_long or has_object else None
 
 
 def _parse_line(line: str) -> object:
+    """Return the JSON value in a line; None if there is none."""
     try:
         return json.loads(line)
     except (ValueError, RecursionError):
@@ -332,10 +333,16 @@ def _parse_line(line: str) -> object:
 
 
 def _is_tfrecord(head: bytes) -> bool:
-    """Whether the first record's length has its checksum (tensorflow/core/lib/io/record_writer.h)."""
+    """Return whether the first bytes are those of a TFRecord file.
+
+    Its first record begins with a length and the masked CRC-32C of that length
+    (tensorflow/core/lib/io/record_writer.h).
+    """
     if len(head) < 16:
         return False
-    length, masked = struct.unpack_from("<QI", head)
+    length: int
+    masked_crc: int
+    length, masked_crc = struct.unpack_from("<QI", head)
     if length >= 1 << 40:
         return False
     crc = 0xFFFFFFFF
@@ -344,4 +351,4 @@ def _is_tfrecord(head: bytes) -> bool:
         for _ in range(8):
             crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
     crc ^= 0xFFFFFFFF
-    return bool(((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF == masked)
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF == masked_crc

@@ -1,7 +1,7 @@
-"""Which files a config names: each item of `data.source` is `python-stdlib`, a glob, a file, or a folder.
+"""Find the files that a config names. Each item of `data.source` is `python-stdlib`, a glob, a file or a folder.
 
-A folder is looked at once, and of each file size and time alone are asked: on a parallel file system opening a hundred
-thousand files takes minutes.
+Each folder is listed once, and files are not opened if their name decides what they are. On a parallel file system,
+opening a hundred thousand files takes minutes.
 """
 
 from __future__ import annotations
@@ -22,120 +22,141 @@ from pipeline.base.files import read_json, translate_read_errors
 from pipeline.config.datasets import DataConfig
 
 PYTHON_STDLIB = "python-stdlib"
-_NO_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-_BESIDE = {".bin": (".idx",), ".ds": (".ds.index", ".ds.metadata")}
-"""What says of a file of tokens (data_prep/tokens) where documents end, and of which type they are."""
-Answer = TypeVar("Answer")
-_DATASET_DICT, _STATE = "dataset_dict.json", "state.json"
+_NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+"""Folders in the folder of Python's standard library that are not part of it."""
+_INDEX_ENDINGS = {".bin": (".idx",), ".ds": (".ds.index", ".ds.metadata")}
+"""Endings of the files beside a token file that contain its document boundaries and element type."""
+_DATASET_DICT_FILE = "dataset_dict.json"
+_DATASET_STATE_FILE = "state.json"
+"""Hugging Face's files in the folder of a DatasetDict and of a Dataset."""
+_MAX_FILES_SHOWN = 20
+"""Number of files that a message lists. Also of files that are opened to see whether a folder has any documents."""
+_OPENING_THREADS = 16  # opening a file on a parallel file system takes milliseconds
 
 
 def find_inputs(data: DataConfig, formats: Mapping[str, str] | None = None) -> list[Input]:
-    """All inputs of the config, in the order of `data.source` and sorted by path within each of its items.
+    """Return all inputs of a config, in the order of `data.source`, and sorted by path within each item.
 
-    `formats`: the endings that may stand there and what they are; without it, those of texts.
-    A file that two items name counts once, at its first place. Raises UserError as `named_files` does, and naming the
-    file for one that cannot be read, or a text that is too long for one document.
+    A file that several items name is listed once, at its first position.
+
+    Args:
+        data: the config.
+        formats: allowed file name endings and their formats; None for the formats of documents.
+
+    Raises UserError like `find_named_files`, and, naming the file, if a file cannot be read, is not a regular file, or
+    is a text that is too long for one document.
     """
-    found: dict[str, Input] = {}
+    inputs: dict[str, Input] = {}
     for path, file_format in find_named_files(data, formats):
         with translate_read_errors(path):
-            seen = os.stat(path)
-        if not stat.S_ISREG(seen.st_mode):
+            status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode):
             raise UserError(
-                "data.not_a_file", f"data.source: {path} is no ordinary file, but a pipe or a device: leave it out"
+                "data.not_a_file", f"data.source: {path} is not a regular file but a pipe or device: leave it out"
             )
-        if file_format == "text" and seen.st_size > documents.MAX_DOCUMENT_BYTES:
-            out = f"{documents.MAX_DOCUMENT_BYTES:,} may be: set data.text_documents: line, or cut it into files"
+        if file_format == "text" and status.st_size > documents.MAX_DOCUMENT_BYTES:
             raise UserError(
-                "data.too_large", f"data.source: {path} has {seen.st_size:,} bytes and would be one document; {out}"
+                "data.too_large",
+                f"data.source: {path} would be one document of {status.st_size:,} bytes, more than the limit of "
+                f"{documents.MAX_DOCUMENT_BYTES:,}: set data.text_documents: line, or split it into files",
             )
-        found.setdefault(path, Input(path, seen.st_size, seen.st_mtime_ns, file_format, stamp_index_files(path)))
-    return list(found.values())
+        inputs.setdefault(path, Input(path, status.st_size, status.st_mtime_ns, file_format, stamp_index_files(path)))
+    return list(inputs.values())
 
 
 def stamp_file(path: str) -> list[str | int]:
-    """Path, size and time of a file."""
-    return [path, (seen := os.stat(path)).st_size, seen.st_mtime_ns]
+    """Return path, size in bytes and modification time in nanoseconds of a file."""
+    status = os.stat(path)
+    return [path, status.st_size, status.st_mtime_ns]
 
 
 def stamp_index_files(path: str) -> list[list[str | int]]:
-    """Those of what is read with a file of tokens."""
+    """Return path, size and modification time of each index file of a token file."""
     root, ending = os.path.splitext(path)
-    return [*map(stamp_file, filter(os.path.isfile, (root + other for other in _BESIDE.get(ending, ()))))]
+    candidates = [root + index_ending for index_ending in _INDEX_ENDINGS.get(ending, ())]
+    return [stamp_file(candidate) for candidate in candidates if os.path.isfile(candidate)]
 
 
 def find_named_files(data: DataConfig, formats: Mapping[str, str] | None = None) -> Iterator[tuple[str, str]]:
-    """Path and format of each file that the config names, sorted by path within each item of `data.source`.
+    """Yield path and format of each file that a config names, sorted by path within each item of `data.source`.
 
-    formats: the endings that files may have, and their formats; None: those of documents. Names tell. Of files of
-    documents these are opened: those whose name tells nothing, if a glob matches them or a folder has no others; and in
-    folders JSON, CSV and TSV, which may be about the data: they are taken if they have the field of `data.text_field`.
+    The file name decides the format. Files of documents are opened in these cases only:
+    - The name has no known ending, and a glob matches the file or its folder has no other documents.
+    - A JSON, CSV or TSV file is in a named folder. It may only describe the data, so it must have `data.text_field`.
 
-    Raises UserError, with what the files seem to be, for an item without a file, and for files of no known format.
+    Args:
+        data: the config.
+        formats: allowed file name endings and their formats; None for the formats of documents.
+
+    Raises UserError, with what the files seem to contain, for an item without files and for files of unknown format.
     """
-    documents = _Documents(data) if formats is None else None
+    recognizer = _DocumentFiles(data) if formats is None else None
     for source in data.sources:
         if source == PYTHON_STDLIB:
-            yield from ((path, "text") for path in _stdlib_files(sysconfig.get_path("stdlib")))
+            yield from ((path, "text") for path in _list_stdlib_files(sysconfig.get_path("stdlib")))
             continue
         pattern = os.path.expanduser(source)
-        endings = documents.endings if documents else formats or {}
+        endings = recognizer.endings if recognizer else formats or {}
         if os.path.isdir(pattern):
-            found, others = _in_folder(pattern, documents, endings)
+            accepted, refused = _select_in_folder(pattern, recognizer, endings)
         else:
             matches = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
-            found, others = _of_glob(_absolute(one for one in matches if not os.path.isdir(one)), documents, endings)
-        if others or not found:
-            raise _unrecognised(source, pattern, others, documents, endings)
-        yield from sorted(found.items())
+            paths = _make_absolute(path for path in matches if not os.path.isdir(path))
+            accepted, refused = _select_matches(paths, recognizer, endings)
+        if refused or not accepted:
+            raise _make_no_files_error(source, pattern, refused, recognizer, endings)
+        yield from sorted(accepted.items())
 
 
-class _Documents:
-    """Which files hold documents, by their names and what is in them."""
+class _DocumentFiles:
+    """Decides which files contain documents, by their names and contents."""
 
     def __init__(self, data: DataConfig) -> None:
         self.data = data
-        kinds = {"text": None, "tokens": ()}.get(data.records, ("jsonl", "json"))
-        self.endings = {end: kind for end, kind in ENDINGS.items() if kinds is None or FORMATS[kind].kind in kinds}
-        self.kinds = {FORMATS[kind].kind for kind in self.endings.values()}
-        self.fields = _FIELDS.get(data.records, (data.text_field,))
+        allowed_kinds = {"text": None, "tokens": ()}.get(data.records, ("jsonl", "json"))
+        self.endings = {
+            ending: name
+            for ending, name in ENDINGS.items()
+            if allowed_kinds is None or FORMATS[name].kind in allowed_kinds
+        }
+        self.kinds = {FORMATS[name].kind for name in self.endings.values()}
+        self.fields = _RECORD_FIELDS.get(data.records, (data.text_field,))
 
-    def by_name(self, path: str) -> str | None:
-        """Return the format of a file by its name, or by `data.format`; None if the name tells nothing."""
+    def detect_by_name(self, path: str) -> str | None:
+        """Return the format of a file by `data.format` or else by its name; None if neither decides."""
         kind = self.data.format
         if kind is None:
-            found = _by_ending(path, self.endings)
+            file_format = _find_format(path, self.endings)
         else:
-            packed = next((ending for ending in COMPRESSIONS if path.endswith(ending)), "")
-            found = compressed_format(kind, packed) if packed and compressed_format(kind, packed) in FORMATS else kind
-        return found and self._lines(found)
+            compression = next((ending for ending in COMPRESSIONS if path.endswith(ending)), "")
+            compressed = compressed_format(kind, compression)
+            file_format = compressed if compression and compressed in FORMATS else kind
+        if file_format and FORMATS[file_format].kind == "text" and self.data.text_documents == "line":
+            return f"lines{file_format.removeprefix('text')}"
+        return file_format
 
-    def _lines(self, found: str) -> str:
-        is_text = FORMATS[found].kind == "text" and self.data.text_documents == "line"
-        return f"lines{found.removeprefix('text')}" if is_text else found
-
-    def by_content(self, path: str) -> str | None:
-        """Return the format of a file by its content, None if it is not clear that documents are in it."""
-        found = detect_file_type(path)
-        kind = _BY_CONTENT.get(found.kind)
+    def detect_by_content(self, path: str) -> str | None:
+        """Return the format of a file by its content; None if it is not certain that it contains documents."""
+        file_type = detect_file_type(path)
+        kind = _KINDS_BY_CONTENT.get(file_type.kind)
         if kind not in self.kinds:
             return None
-        if found.compression is None or kind == "tar":
+        if file_type.compression is None or kind == "tar":
             return kind
-        packed = compressed_format(kind, COMPRESSION_ENDINGS[found.compression])
-        return packed if packed in FORMATS else None
+        compressed = compressed_format(kind, COMPRESSION_ENDINGS[file_type.compression])
+        return compressed if compressed in FORMATS else None
 
-    def why_not(self, path: str, file_format: str) -> str | None:
-        """Return why a file of objects has no documents by its first record, None if it has some."""
+    def find_problem(self, path: str, file_format: str) -> str | None:
+        """Return why a file of objects has no documents, by its first record; None if it seems to have some."""
         kind = FORMATS[file_format].kind
         try:
             with translate_read_errors(path):
                 records = read_objects(path, 0, os.path.getsize(path), kind, self.fields[0])
-                first = next((one.found for one in records if one.found is not None), None)
+                first = next((record.found for record in records if record.found is not None), None)
             if isinstance(first, Exception):
                 return str(first)
-            if first is None:
-                return None if kind in ("csv", "tsv") else "no object in it"  # a header is all right
+            if first is None:  # a CSV file may have a header only
+                return None if kind in ("csv", "tsv") else "it has no object"
             if not any(field in first for field in self.fields):
                 get_field(first, self.fields[0])
         except (UserError, RejectedError) as error:
@@ -143,198 +164,230 @@ class _Documents:
         return None
 
 
-_FIELDS = {"prompts": ("prompt",), "messages": ("messages", "conversations")}
-_BY_CONTENT = {"JSON Lines": "jsonl", "JSON": "json", "Parquet": "parquet", "Arrow": "arrow", "tar": "tar"}
-_MOST_NAMED = 20
-"""Files that a message lists, and so many files of a folder are opened to see whether there is anything in it."""
-_AT_ONCE = 16  # files that are opened: on a parallel file system one takes milliseconds
-Found = tuple[dict[str, str], dict[str, str]]
-"""The formats of files by path, and of files that are not taken what they seem to be."""
+_RECORD_FIELDS = {"prompts": ("prompt",), "messages": ("messages", "conversations")}
+"""Fields of which an object needs one, by `data.records`."""
+_KINDS_BY_CONTENT = {"JSON Lines": "jsonl", "JSON": "json", "Parquet": "parquet", "Arrow": "arrow", "tar": "tar"}
+Selection = tuple[dict[str, str], dict[str, str]]
+"""The formats of accepted files by path, and the reasons (may be empty) for refused files by path."""
 
 
-def _in_folder(folder: str, documents: _Documents | None, endings: Mapping[str, str]) -> Found:
-    """The files of a folder; if none is taken, the first of them."""
-    if documents is None:
-        found = {path: _by_ending(path, endings) or "" for path in _absolute(list_files(folder, endings))}
-        return found, {}
-    if documents.data.format is not None:
-        kind = documents.data.format
-        own = [ending for ending, known in ENDINGS.items() if FORMATS[known].kind == kind]
-        paths = _absolute(list_files(folder, own) or list_files(folder, [""]))
-        return {path: documents.by_name(path) or "" for path in paths}, {}
-    named = {path: documents.by_name(path) or "" for path in _absolute(list_files(folder, documents.endings))}
-    doubtful = [path for path, known in named.items() if FORMATS[known].kind in ("json", "csv", "tsv")]
-    reasons = _each(lambda path: documents.why_not(path, named[path]), doubtful)
-    left_out = {path: reason for path, reason in reasons.items() if reason}
-    if taken := {path: known for path, known in named.items() if path not in left_out}:
-        return taken, {}
-    paths = sorted({*_absolute(list_files(folder, [""]))} - {*named})
-    known = _each(documents.by_content, paths[:_MOST_NAMED])
-    if any(known.values()):
-        known |= _each(documents.by_content, paths[_MOST_NAMED:])
-    taken = {path: kind for path, kind in known.items() if kind}
-    return taken, ({} if taken else {path: left_out.get(path, "") for path in sorted({*paths, *left_out})})
+def _select_in_folder(folder: str, recognizer: _DocumentFiles | None, endings: Mapping[str, str]) -> Selection:
+    """Select the files of a folder. Files of unknown format are refused only if none is accepted."""
+    if recognizer is None:
+        return {path: _find_format(path, endings) or "" for path in _make_absolute(list_files(folder, endings))}, {}
+    if recognizer.data.format is not None:
+        kind = recognizer.data.format
+        kind_endings = [ending for ending, name in ENDINGS.items() if FORMATS[name].kind == kind]
+        paths = _make_absolute(list_files(folder, kind_endings) or list_files(folder, [""]))
+        return {path: recognizer.detect_by_name(path) or "" for path in paths}, {}
+    named = {
+        path: recognizer.detect_by_name(path) or "" for path in _make_absolute(list_files(folder, recognizer.endings))
+    }
+    uncertain = [path for path, name in named.items() if FORMATS[name].kind in ("json", "csv", "tsv")]
+    problems = _map_files(lambda path: recognizer.find_problem(path, named[path]), uncertain)
+    refused = {path: problem for path, problem in problems.items() if problem}
+    if accepted := {path: name for path, name in named.items() if path not in refused}:
+        return accepted, {}
+    others = sorted({*_make_absolute(list_files(folder, [""]))} - {*named})
+    detected = _map_files(recognizer.detect_by_content, others[:_MAX_FILES_SHOWN])
+    if any(detected.values()):
+        detected |= _map_files(recognizer.detect_by_content, others[_MAX_FILES_SHOWN:])
+    accepted = {path: name for path, name in detected.items() if name}
+    return accepted, ({} if accepted else {path: refused.get(path, "") for path in sorted({*others, *refused})})
 
 
-def _of_glob(paths: Sequence[str], documents: _Documents | None, endings: Mapping[str, str]) -> Found:
-    """The files that a glob matches; all of them should be taken."""
-    if documents is None:
-        named = {path: _by_ending(path, endings) for path in paths}
+def _select_matches(paths: Sequence[str], recognizer: _DocumentFiles | None, endings: Mapping[str, str]) -> Selection:
+    """Select the files that a glob matches. Every file of unknown format is refused."""
+    formats: dict[str, str | None]
+    if recognizer is None:
+        formats = {path: _find_format(path, endings) for path in paths}
     else:
-        named = {path: documents.by_name(path) for path in paths}
-        unknown = [path for path, kind in named.items() if kind is None]
-        named |= dict.fromkeys(filter(is_mds, paths))
-        for path, kind in _each(documents.by_content, unknown).items():
-            named[path] = kind or ("jsonl" if detect_file_type(path).kind == "empty" and len(paths) > 1 else None)
-    return {path: kind for path, kind in named.items() if kind}, {path: "" for path, kind in named.items() if not kind}
+        formats = {path: recognizer.detect_by_name(path) for path in paths}
+        unknown = [path for path, name in formats.items() if name is None]
+        formats |= dict.fromkeys(filter(is_mds, paths))
+        for path, name in _map_files(recognizer.detect_by_content, unknown).items():
+            is_ignorable = name is None and len(paths) > 1 and detect_file_type(path).kind == "empty"
+            formats[path] = "jsonl" if is_ignorable else name
+    accepted = {path: name for path, name in formats.items() if name}
+    return accepted, {path: "" for path, name in formats.items() if not name}
 
 
-def _absolute(paths: Iterable[str]) -> list[str]:
+def _make_absolute(paths: Iterable[str]) -> list[str]:
+    """Return absolute paths, sorted."""
     return sorted(map(os.path.abspath, paths))
 
 
-def _each(function: Callable[[str], Answer], paths: Sequence[str]) -> dict[str, Answer]:
-    """The answers for files that are opened, several at once."""
+Result = TypeVar("Result")
+
+
+def _map_files(function: Callable[[str], Result], paths: Sequence[str]) -> dict[str, Result]:
+    """Return the result of a function that opens files for each path, several at once."""
     if len(paths) < 2:
         return {path: function(path) for path in paths}
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
+    with ThreadPoolExecutor(_OPENING_THREADS) as pool:
         return dict(zip(paths, pool.map(function, paths), strict=True))
 
 
-def _by_ending(path: str, endings: Mapping[str, str]) -> str | None:
-    return next((kind for ending, kind in endings.items() if path.endswith(ending)), None)
+def _find_format(path: str, endings: Mapping[str, str]) -> str | None:
+    """Return the format of a file name by its ending; None if it has none of these endings."""
+    return next((file_format for ending, file_format in endings.items() if path.endswith(ending)), None)
 
 
-def _unrecognised(
-    source: str, pattern: str, others: Mapping[str, str], documents: _Documents | None, endings: Mapping[str, str]
+def _make_no_files_error(
+    source: str,
+    pattern: str,
+    refused: Mapping[str, str],
+    recognizer: _DocumentFiles | None,
+    endings: Mapping[str, str],
 ) -> UserError:
-    """The error for an item of data.source that names no file, or files of no known format (`others`, and why)."""
-    plain = ", ".join(end for end in endings if not end.endswith((*COMPRESSIONS,)))
-    wanted, folder = f"name {plain} files", pattern
-    if documents:
-        wanted += f" (also compressed: {', '.join(COMPRESSIONS)})"
-    if documents and documents.data.records == "text":
-        wanted += f", or {PYTHON_STDLIB}"
-    if others:
-        several = len(others) != 1
-        what = f": {len(others):,} file{'s have' if several else ' has'} no supported ending, or no documents; {wanted}"
-        listed = "What is there:"
+    """Return the error for an item of `data.source` that names no file or files of unknown format.
+
+    Args:
+        source: the item.
+        pattern: the item as a path or glob.
+        refused: the reasons (may be empty) for files of unknown format, by path; empty if there are no files.
+        recognizer: decides on documents; None for other inputs.
+        endings: the allowed file name endings.
+    """
+    uncompressed = ", ".join(ending for ending in endings if not ending.endswith((*COMPRESSIONS,)))
+    advice = f"name {uncompressed} files"
+    folder = pattern
+    if recognizer:
+        advice += f" (also compressed: {', '.join(COMPRESSIONS)})"
+    if recognizer and recognizer.data.records == "text":
+        advice += f", or {PYTHON_STDLIB}"
+    if refused:
+        verb = "file has" if len(refused) == 1 else "files have"
+        problem = f": {len(refused):,} {verb} no supported ending, or no documents; {advice}"
+        title = "These files were found:"
     else:
-        _check_listable(source, pattern)
-        what = f" matches no file; {wanted}"
+        _check_permissions(source, pattern)
+        problem = f" matches no file; {advice}"
         is_glob = glob.has_magic(pattern) and not os.path.isdir(pattern)
-        folder = (_fixed(pattern) if is_glob or os.path.isdir(pattern) else os.path.dirname(pattern)) or os.curdir
+        is_folder = is_glob or os.path.isdir(pattern)
+        folder = (_strip_glob(pattern) if is_folder else os.path.dirname(pattern)) or os.curdir
         if os.path.isdir(folder):
-            there = sorted(one.path for one in os.scandir(folder) if not one.is_dir())
-            others = {path: "" for path in there if not os.path.basename(path).startswith(".")}
-            listed = f"The folder {folder} has:" if others else f"The folder {folder} has no files."
+            paths = sorted(entry.path for entry in os.scandir(folder) if not entry.is_dir())
+            refused = {path: "" for path in paths if not os.path.basename(path).startswith(".")}
+            title = f"The folder {folder} has:" if refused else f"The folder {folder} has no files."
         else:
-            listed = f"There is no folder {folder}."
-    rows = format_file_list(others, folder)
-    if documents and documents.data.records != "text":
-        rows.append(f"data.records: {documents.data.records} is read from objects of JSON.")
-    elif documents and any(row.endswith(": text") for row in rows):
-        rows.append("To read files of other names as text set data.format: text.")
-    return UserError("data.no_files", "\n".join([f"data.source: {source!r}{what}", listed, *rows]))
+            title = f"There is no folder {folder}."
+    lines = format_file_list(refused, folder)
+    if recognizer and recognizer.data.records != "text":
+        lines.append(f"data.records: {recognizer.data.records} needs files of JSON objects.")
+    elif recognizer and any(line.endswith(": text") for line in lines):
+        lines.append("To read files with other endings as text, set data.format: text.")
+    return UserError("data.no_files", "\n".join([f"data.source: {source!r}{problem}", title, *lines]))
 
 
 def format_file_list(files: Iterable[str] | Mapping[str, str], folder: str) -> list[str]:
-    """Return lines that name the first files, what they seem to be (a mapping: and why they are not taken), and how to
-    convert that. Paths are relative to `folder`, if it is one."""
-    shown = sorted(files)[:_MOST_NAMED]
-    kinds = _each(detect_file_type, shown)
+    """Return lines that list the first files with what they seem to contain, and how to convert them.
+
+    Args:
+        files: paths; or a mapping from paths to reasons why the files are not used.
+        folder: paths are shown relative to it if it exists.
+    """
+    shown = sorted(files)[:_MAX_FILES_SHOWN]
+    types = _map_files(detect_file_type, shown)
     reasons = files if isinstance(files, Mapping) else {}
-    rows = []
+    lines = []
     for path in shown:
         name = os.path.relpath(path, folder) if os.path.isdir(folder) else path
-        rows.append(f"  {name}: {kinds[path]}" + (f": {reasons[path]}" if reasons.get(path) else ""))
+        lines.append(f"  {name}: {types[path]}" + (f": {reasons[path]}" if reasons.get(path) else ""))
     if (more := len([*files]) - len(shown)) > 0:
-        rows.append(f"  … and {more:,} more")
-    unread = dict.fromkeys(one.kind for one in kinds.values() if one.kind in CONVERSIONS)
-    return rows + [f"To convert {kind}: {CONVERSIONS[kind]}" for kind in unread]
+        lines.append(f"  … and {more:,} more")
+    kinds = dict.fromkeys(file_type.kind for file_type in types.values() if file_type.kind in CONVERSIONS)
+    return lines + [f"To convert {kind}: {CONVERSIONS[kind]}" for kind in kinds]
 
 
-def _fixed(pattern: str) -> str:
-    """The beginning of a glob that is a path."""
+def _strip_glob(pattern: str) -> str:
+    """Return the leading folders of a glob that contain no wildcards."""
     while glob.has_magic(pattern):
         pattern = os.path.dirname(pattern)
     return pattern
 
 
-def _check_listable(source: str, pattern: str) -> None:
-    """Raise UserError if permissions hide what an item of data.source names: a glob finds nothing there.
+def _check_permissions(source: str, pattern: str) -> None:
+    """Raise UserError if permissions hide what an item of `data.source` names, because a glob then matches nothing.
 
-    `pattern`: the item as a path, or as a glob, of which the fixed beginning is checked.
+    `pattern` is the item as a path, or as a glob, of which the part without wildcards is checked.
     """
-    fixed = _fixed(pattern)
+    folder = _strip_glob(pattern) or os.curdir
     try:
-        os.listdir(fixed or os.curdir)
+        os.listdir(folder)
     except PermissionError as error:
         raise UserError(
             "data.permission_denied",
-            f"data.source: {source!r}: {fixed or os.curdir}: permission denied: check the owner and mode of the "
-            "folders",
+            f"data.source: {source!r}: {folder}: permission denied: check the owner and mode of the folders",
         ) from error
     except OSError:
         return  # it does not exist, or is a file
 
 
 def list_files(folder: str, endings: Iterable[str]) -> list[str]:
-    """The files in a folder, and in the folders in it, with such an ending; one look at each folder, none at the files.
+    """Return the files with one of these endings in a folder and its subfolders. Each folder is listed once.
 
-    A folder that links lead to as well counts once. Raises UserError for one that cannot be listed, and for the folder
-    of a Hugging Face DatasetDict, whose parts are not meant to be mixed.
+    Symbolic links to folders are followed; a folder that is reached twice is listed once. Hidden files and folders are
+    skipped. Raises UserError if a folder cannot be listed, and for the folder of a Hugging Face DatasetDict, whose
+    splits must not be mixed.
     """
-    found, wanted, left, seen = [], (*endings,), [folder], set[str]()
-    while left:  # what lies there, then what links lead to
-        for inside, folders, names in os.walk(left.pop(0), onerror=_refuse):
-            if (real := os.path.realpath(inside)) in seen:
-                folders.clear()
+    files: list[str] = []
+    suffixes = (*endings,)
+    pending = [folder]
+    visited = set[str]()
+    while pending:  # first the folder itself, then the targets of links
+        for inside, subfolders, names in os.walk(pending.pop(0), onerror=_raise_list_error):
+            if (real := os.path.realpath(inside)) in visited:
+                subfolders.clear()
                 continue
-            seen.add(real)
-            if _DATASET_DICT in names:
-                parts = ", ".join(os.path.join(inside, name) for name in sorted(folders)) or "a folder in it"
+            visited.add(real)
+            if _DATASET_DICT_FILE in names:
+                splits = ", ".join(os.path.join(inside, name) for name in sorted(subfolders)) or "a folder in it"
                 raise UserError(
                     "data.ambiguous_dataset",
-                    f"{inside} holds a DatasetDict of parts, such as train and test: name one: {parts}",
+                    f"{inside} is a DatasetDict of several splits, such as train and test: name one of them: {splits}",
                 )
-            folders[:] = sorted(name for name in folders if not name.startswith("."))
-            left += filter(os.path.islink, (os.path.join(inside, name) for name in folders))
-            names = _of_dataset(inside, names)
-            names = [name for name in names if name.endswith(wanted) and not name.startswith(".")]
-            found += [os.path.join(inside, name) for name in names]
-    return found
+            subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+            pending += filter(os.path.islink, (os.path.join(inside, name) for name in subfolders))
+            names = _select_dataset_files(inside, names)
+            files += [
+                os.path.join(inside, name) for name in names if name.endswith(suffixes) and not name.startswith(".")
+            ]
+    return files
 
 
-def _of_dataset(folder: str, names: list[str]) -> list[str]:
-    """Without what Hugging Face's `map` and `filter` leave beside the data, copies of it; `state.json` names the data.
+def _select_dataset_files(folder: str, names: list[str]) -> list[str]:
+    """Return the names in a folder without the copies of the data that Hugging Face's `map` and `filter` leave there.
 
-    Raises UserError where a file that it names is not there.
+    If the folder has a `state.json`, only files that it lists are returned. Raises UserError if one of them is missing.
     """
-    with translate_read_errors(state := os.path.join(folder, _STATE)):
-        told = read_json(state) if _STATE in names else None
-    files = told.get("_data_files") if isinstance(told, dict) else None
-    if not isinstance(files, list):
+    state_file = os.path.join(folder, _DATASET_STATE_FILE)
+    with translate_read_errors(state_file):
+        state = read_json(state_file) if _DATASET_STATE_FILE in names else None
+    entries = state.get("_data_files") if isinstance(state, dict) else None
+    if not isinstance(entries, list):
         return [name for name in names if not (name.startswith("cache-") and name.endswith(".arrow"))]
-    own = [one.get("filename") for one in files if isinstance(one, dict)]
-    if gone := [name for name in own if name not in names]:
+    listed = [entry.get("filename") for entry in entries if isinstance(entry, dict)]
+    if missing := [name for name in listed if name not in names]:
         raise UserError(
             "data.missing_file",
-            f"{state} names {gone[0]!r}, which is not in its folder: put it there, or save the dataset again",
+            f"{state_file} lists {missing[0]!r}, which is not in its folder: restore the file, or save the dataset "
+            "again",
         )
-    return [name for name in names if name in own]
+    return [name for name in names if name in listed]
 
 
-def _refuse(error: OSError) -> None:
+def _raise_list_error(error: OSError) -> None:
+    """Raise UserError for a folder that cannot be listed."""
     with translate_read_errors(error.filename):
         raise error
 
 
-def _stdlib_files(root: str) -> list[str]:
-    """The library's own modules under `root`, without its tests and what was installed, by relative path."""
+def _list_stdlib_files(root: str) -> list[str]:
+    """Return the modules of Python's standard library under `root`, without its tests, sorted by relative path."""
     paths = []
-    for folder, names, files in os.walk(root, onerror=_refuse):
-        names[:] = [name for name in names if name not in _NO_LIBRARY]
+    for folder, subfolders, files in os.walk(root, onerror=_raise_list_error):
+        subfolders[:] = [name for name in subfolders if name not in _NOT_STDLIB]
         paths += [os.path.relpath(os.path.join(folder, name), root) for name in files if name.endswith(".py")]
     if not paths:
         raise UserError("data.no_files", f"data.source: {PYTHON_STDLIB}: no .py file under {root}; name other files")

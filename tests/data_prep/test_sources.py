@@ -172,7 +172,7 @@ def test_text_is_taken_as_it_stands(tmp_path: Path) -> None:
 
 
 def test_zstd_lines_survive_any_block_border(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data_prep.file_type._BLOCK", 5)
+    monkeypatch.setattr("data_prep.file_type._BLOCK_BYTES", 5)
     path = tmp_path / "a.jsonl.zst"
     content = "".join(f'{{"text": "é{i}"}}\n' for i in range(300)).encode()
     path.write_bytes(
