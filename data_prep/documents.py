@@ -199,8 +199,8 @@ def read_documents(
     start: int,
     end: int,
     text_field: str,
-    read_record: RecordReader | None = None,
-    keeps: DocumentFilter | None = None,
+    record_reader: RecordReader | None = None,
+    document_filter: DocumentFilter | None = None,
 ) -> Iterator[Document]:
     """Yield a :class:`Document` for each line, row or file of an input range, in order. Blank lines have empty text.
 
@@ -209,15 +209,15 @@ def read_documents(
         start, end: the range, in bytes or row groups. It contains the lines that start in [start, end), so every way
             to split a file yields each line once.
         text_field: `data.text_field`.
-        read_record: makes a record of an object, if objects have more than one text.
-        keeps: the user's filter. What it excludes is yielded with the reason `FILTERED`.
+        record_reader: makes a record of an object, if objects have more than one text.
+        document_filter: the user's filter. What it excludes is yielded with the reason `FILTERED`.
 
-    Raises UserError, naming the file, if it cannot be read at all or `keeps` fails.
+    Raises UserError, naming the file, if it cannot be read at all or `document_filter` fails.
     """
     line = 0
     with translate_read_errors(source.path):
         try:
-            for document in _read_unchecked(source, start, end, text_field, read_record, keeps):
+            for document in _read_unchecked(source, start, end, text_field, record_reader, document_filter):
                 line = document.line
                 yield document
         except FilterError as error:
@@ -230,7 +230,12 @@ OBJECT_KINDS = ("jsonl", "json", "csv", "tsv")
 
 
 def _read_unchecked(
-    source: Input, start: int, end: int, field: str, read_record: RecordReader | None, keeps: DocumentFilter | None
+    source: Input,
+    start: int,
+    end: int,
+    field: str,
+    record_reader: RecordReader | None,
+    document_filter: DocumentFilter | None,
 ) -> Iterator[Document]:
     """Do the work of `read_documents`, without translating errors."""
     kind = FORMATS[source.format].kind
@@ -238,12 +243,12 @@ def _read_unchecked(
     if kind in OBJECT_KINDS:
 
         def make_record(value: dict[str, Any]) -> Record:
-            record = read_record(value) if read_record else (get_text_field(value, field), ())
-            if keeps is not None and record[0] and not keeps(value):
+            record = record_reader(value) if record_reader else (get_text_field(value, field), ())
+            if document_filter is not None and record[0] and not document_filter(value):
                 raise RejectedError(FILTERED)
             return record
 
-        required_column = field if read_record is None else None
+        required_column = field if record_reader is None else None
         for line, result in read_objects(source.path, start, end, kind, required_column, has_compressed_name):
             yield Document(line, "") if result is None else _make_document(line, result, make_record)
         return
@@ -258,7 +263,7 @@ def _read_unchecked(
     else:
         documents = _read_tar(source.path, field)
     for document in documents:
-        is_filtered = keeps is not None and document.text and not keeps({field: document.text})
+        is_filtered = document_filter is not None and document.text and not document_filter({field: document.text})
         yield document._replace(text="", reason=FILTERED) if is_filtered else document
 
 

@@ -1,11 +1,11 @@
-"""Prepare: fix the tokenizer and the work units before any task starts, in one process.
+"""The stage prepare for text: choose the tokenizer and the work units in one process, before any task starts.
 
-    1. list the inputs;
-    2. take a sample of documents, spread evenly over the inputs, without the held-out ones;
-    3. train the byte-level BPE on it, or copy the given `tokenizer.json` (for dialogues, the chat template too);
-    4. cut the inputs into units of about one shard each, from the sample's bytes per token.
+    1. Find the inputs.
+    2. Sample documents that are spread evenly over the inputs and not held out.
+    3. Train a byte-level BPE on the sample, or copy the given `tokenizer.json` (for dialogues also its chat template).
+    4. Split the inputs into work units of about one shard each, by the sample's bytes per token.
 
-Each step is a function of config and inputs, so a second run on another node gives the same bytes.
+Each step depends only on config and inputs, so a second run on another node writes the same bytes.
 """
 
 from __future__ import annotations
@@ -37,83 +37,99 @@ from pipeline.data.chat_template import ChatTemplate
 from pipeline.data.manifest import CHAT_FILE
 from pipeline.data.special_tokens import find_end_of_turn
 
-_SLICES = 256  # places of the source where a sample is taken
-_LOOKED_AT = 64  # times what places are to give: so much is read for what a filter takes
-_ESTIMATE_BYTES = 1 << 20  # what bytes per token are estimated on
-_MOST_UNKNOWN = 0.01  # of the tokens
+_SAMPLE_POINTS = 256
+"""Number of places of the inputs from which the sample is taken."""
+_MAX_FILTERED_RATIO = 64
+"""A filter may exclude this many times the bytes of the sample before sampling stops."""
+_ESTIMATE_BYTES = 1 << 20
+"""Bytes of text from which the bytes per token are estimated."""
+_MAX_UNKNOWN_FRACTION = 0.01
+"""Maximum fraction of unknown tokens with a given tokenizer."""
 
 
 def prepare_tokenizer_and_units(
-    data: DataConfig, folder: Path, log: Callable[[str], None], keep: DocumentFilter | None
+    data: DataConfig, folder: Path, log: Callable[[str], None], document_filter: DocumentFilter | None
 ) -> tuple[Encoder, int, str]:
-    """Write `tokenizer.json`, `units.json` and, for dialogues, `chat.json`; the tokenizer, the number of units, and
-    what a person should know of the inputs.
+    """Write `tokenizer.json`, `units.json` and, for dialogues, `chat.json` to a data folder.
 
-    Raises UserError for a source or tokenizer that cannot be used.
+    Returns: the tokenizer, the number of units, and a summary of the inputs and their problems.
+
+    Raises UserError if the inputs or the tokenizer cannot be used.
     """
     inputs = find_inputs(data)
     weights = measure_inputs(inputs, data.text_field)
-    total = sum(map(sum, weights))
-    if total == 0:
+    total_bytes = sum(map(sum, weights))
+    if total_bytes == 0:
         raise UserError(
-            "data.no_text", f"data.source: the {len(inputs)} files of {', '.join(data.sources)} hold no text"
+            "data.no_text", f"data.source: the {len(inputs)} files of {', '.join(data.sources)} contain no text"
         )
-    told = f"{len(inputs):,} file{'s' * (len(inputs) != 1)}, about {total:,} bytes"
-    folders = filter(os.path.isdir, map(os.path.expanduser, data.sources))
-    if others := {os.path.abspath(path) for one in folders for path in list_files(one, [""])} - {
-        i.path for i in inputs
-    }:
-        kinds = sorted({os.path.splitext(path)[1] or "no ending" for path in others})
-        told += f"; left out {len(others):,} of other kinds: {', '.join(kinds[:5])}" + ", …" * (len(kinds) > 5)
+    summary = f"{len(inputs):,} file{'s' * (len(inputs) != 1)}, about {total_bytes:,} bytes"
+    summary += _describe_ignored_files(data, inputs)
 
-    wanted, chat = data.tokenizer, None
-    if data.records == "messages" and wanted.path is not None:
-        chat = build_chat_json(wanted.path, wanted.eos_token, str(data.chat_template or ""))
+    chat = None
+    if data.records == "messages" and data.tokenizer.path is not None:
+        chat = build_chat_json(data.tokenizer.path, data.tokenizer.eos_token, str(data.chat_template or ""))
         write_atomic(folder / CHAT_FILE, chat)
-    read = make_record_reader(data, chat)
-    sample = take_sample(
-        data, inputs, weights, wanted.train_bytes if wanted.path is None else _ESTIMATE_BYTES, read, keep
-    )
+    record_reader = make_record_reader(data, chat)
+    sample_bytes = data.tokenizer.train_bytes if data.tokenizer.path is None else _ESTIMATE_BYTES
+    sample = take_sample(data, inputs, weights, sample_bytes, record_reader, document_filter)
     if not sample:
-        raise UserError("data.no_documents", _why_nothing(data, inputs, weights, read, keep))
-    if wanted.path is None:
-        content = train_bpe(sample, wanted.vocab_size, wanted.eos_token).encode()
-    else:
-        # complains about the file that the user named
-        load_encoder(wanted.path, wanted.eos_token, data.add_special_tokens)
-        content = wanted.path.read_bytes()
-    write_atomic(folder / "tokenizer.json", content)
-    encoder = load_encoder(folder / "tokenizer.json", wanted.eos_token, data.add_special_tokens)
+        raise _make_no_documents_error(data, inputs, weights, record_reader, document_filter)
+    encoder = _write_tokenizer(data, folder, sample, log)
     if chat is not None:
         _log_end_of_turn(encoder, json.loads(chat), log)
-    if wanted.path is None and encoder.vocab_size < wanted.vocab_size:
-        log(f"prepare: the text gives {encoder.vocab_size} tokens, not {wanted.vocab_size}")
 
-    bytes_per_token, unknown = _estimates(encoder, sample)
-    if unknown:
-        lost = f"{unknown:.2%} of the tokens stand for text that {wanted.path} does not know, and which is lost"
-        if unknown > _MOST_UNKNOWN:
+    bytes_per_token, unknown_fraction = _measure_tokens(encoder, sample)
+    if unknown_fraction:
+        path = data.tokenizer.path
+        loss = f"{unknown_fraction:.2%} of the tokens stand for text that {path} does not know, and which is lost"
+        if unknown_fraction > _MAX_UNKNOWN_FRACTION:
             raise UserError(
                 "data.unknown_text",
-                f"data.tokenizer.path: {lost}: bits per byte would say nothing. Name one that knows this text, or "
-                "write data.tokenizer: {kind: byte_bpe}, which knows any",
+                f"data.tokenizer.path: {loss}, so bits per byte would be meaningless. Use a tokenizer that knows this "
+                "text, or set data.tokenizer: {kind: byte_bpe}, which encodes any text",
             )
-        told += f"; {lost}, so bits per byte are too low"
-    plan = WorkPlan(
-        tuple(inputs), split_into_units(inputs, weights, count_units(total, data.shard_tokens, bytes_per_token))
-    )
+        summary += f"; {loss}, so bits per byte are too low"
+    unit_count = count_units(total_bytes, data.shard_tokens, bytes_per_token)
+    plan = WorkPlan(tuple(inputs), split_into_units(inputs, weights, unit_count))
     write_plan(folder / "units.json", plan)
-    log(f"prepare: {told}; {encoder.vocab_size} ids, {bytes_per_token:.2f} bytes per token, {len(plan.units)} units")
-    return encoder, len(plan.units), told
+    log(f"prepare: {summary}; {encoder.vocab_size} ids, {bytes_per_token:.2f} bytes per token, {len(plan.units)} units")
+    return encoder, len(plan.units), summary
+
+
+def _describe_ignored_files(data: DataConfig, inputs: Sequence[Input]) -> str:
+    """Return a description of files in the named folders that are no inputs; empty if there are none."""
+    folders = filter(os.path.isdir, map(os.path.expanduser, data.sources))
+    paths = {os.path.abspath(path) for folder in folders for path in list_files(folder, [""])}
+    ignored = paths - {source.path for source in inputs}
+    if not ignored:
+        return ""
+    endings = sorted({os.path.splitext(path)[1] or "no ending" for path in ignored})
+    return f"; left out {len(ignored):,} of other kinds: {', '.join(endings[:5])}" + ", …" * (len(endings) > 5)
+
+
+def _write_tokenizer(data: DataConfig, folder: Path, sample: Sequence[str], log: Callable[[str], None]) -> Encoder:
+    """Write `tokenizer.json`, trained on the sample or copied from `data.tokenizer.path`, and return its encoder."""
+    config = data.tokenizer
+    if config.path is None:
+        content = train_bpe(sample, config.vocab_size, config.eos_token).encode()
+    else:
+        load_encoder(config.path, config.eos_token, data.add_special_tokens)  # errors name the user's file
+        content = config.path.read_bytes()
+    write_atomic(folder / "tokenizer.json", content)
+    encoder = load_encoder(folder / "tokenizer.json", config.eos_token, data.add_special_tokens)
+    if config.path is None and encoder.vocab_size < config.vocab_size:
+        log(f"prepare: the text is only enough for {encoder.vocab_size} tokens, not {config.vocab_size}")
+    return encoder
 
 
 def _log_end_of_turn(encoder: Encoder, chat: Mapping[str, Any], log: Callable[[str], None]) -> None:
-    """Say which token a model that learns these dialogues ends its answers with, or why it will not end them."""
+    """Log which token ends the answers in these dialogues, or a warning if the model cannot learn to end them."""
     turn = find_end_of_turn(ChatTemplate(chat["template"], chat["tokens"]), encoder.tokenizer)
     if turn.problem:
         log(
             f"warning: {turn.problem}. The model does not learn to end an answer: let the chat template write one "
-            "special token behind it"
+            "special token after each answer"
         )
     else:
         log(f"prepare: answers end with {' or '.join(str(encoder.tokenizer.id_to_token(one)) for one in turn.ids)}")
@@ -124,81 +140,97 @@ def take_sample(
     inputs: Sequence[Input],
     weights: Weights,
     limit: int,
-    read: RecordReader | None = None,
-    keep: DocumentFilter | None = None,
+    record_reader: RecordReader | None = None,
+    document_filter: DocumentFilter | None = None,
 ) -> list[str]:
-    """Texts of at most `limit` bytes in all, from places spread evenly over the inputs, without held-out ones.
+    """Return texts of at most `limit` bytes in all, spread evenly over the inputs, without held-out documents.
 
-    All of them where the inputs are no larger than `limit`. Each place gives its share from its first documents
-    on; what one place lacks, the later ones may take. Where the filter leaves out nearly all, the sample stays smaller.
+    If the inputs are no larger than `limit`, all documents are returned. Each place contributes its first documents;
+    if a place has too little text, later places contribute more. If the filter excludes nearly everything, the sample
+    is smaller than `limit`.
     """
-    asked = 0  # about how many bytes the filter was asked about
+    filtered_bytes = 0  # approximate size of the documents that the filter has checked at this place
 
-    def counted(document: Mapping[str, Any]) -> bool:
-        nonlocal asked
-        asked += len(str(document))
-        return keep is not None and keep(document)
+    def count_and_filter(document: Mapping[str, Any]) -> bool:
+        nonlocal filtered_bytes
+        filtered_bytes += len(str(document))
+        return document_filter is not None and document_filter(document)
 
-    slices = split_into_units(inputs, weights, 1 if sum(map(sum, weights)) <= limit else _SLICES)
+    places = split_into_units(inputs, weights, 1 if sum(map(sum, weights)) <= limit else _SAMPLE_POINTS)
+    max_filtered_bytes = _MAX_FILTERED_RATIO * limit // len(places)
     sample: list[str] = []
-    left = limit
-    for index, pieces in enumerate(slices):
-        share = left // (len(slices) - index)
-        most, asked = _LOOKED_AT * limit // len(slices), 0
-        documents = _read(data, inputs, pieces, read, counted if keep else None)
+    remaining = limit
+    for index, ranges in enumerate(places):
+        share = remaining // (len(places) - index)
+        filtered_bytes = 0
+        documents = _read_ranges(data, inputs, ranges, record_reader, count_and_filter if document_filter else None)
         texts = (document.text.encode() for _, document in documents)
-        while share > 0 and (asked < most or not sample) and (text := next(texts, None)) is not None:
+        while share > 0 and (filtered_bytes < max_filtered_bytes or not sample):
+            if (text := next(texts, None)) is None:
+                break
             if text and not is_held_out(text, data.held_out):
                 part = text[:share]
                 sample.append(part.decode(errors="ignore"))
                 share -= len(part)
-                left -= len(part)
+                remaining -= len(part)
     return sample
 
 
-def _read(
+def _read_ranges(
     data: DataConfig,
     inputs: Sequence[Input],
-    pieces: Sequence[InputRange],
-    read: RecordReader | None,
-    keep: DocumentFilter | None,
+    ranges: Sequence[InputRange],
+    record_reader: RecordReader | None,
+    document_filter: DocumentFilter | None,
 ) -> Iterator[tuple[Input, Document]]:
-    """The documents of some pieces, in order, each with its input."""
-    for index, start, end in pieces:
-        for document in read_documents(inputs[index], start, end, data.text_field, read, keep):
+    """Yield the documents of input ranges in order, each with its input."""
+    for index, start, end in ranges:
+        for document in read_documents(inputs[index], start, end, data.text_field, record_reader, document_filter):
             yield inputs[index], document
 
 
-def _why_nothing(
-    data: DataConfig, inputs: Sequence[Input], weights: Weights, read: RecordReader | None, keep: DocumentFilter | None
-) -> str:
-    """Words for a source without one document to train on, from its first unreadable document, if any."""
-    for source, document in _read(data, inputs, split_into_units(inputs, weights, 1)[0], read, keep):
+def _make_no_documents_error(
+    data: DataConfig,
+    inputs: Sequence[Input],
+    weights: Weights,
+    record_reader: RecordReader | None,
+    document_filter: DocumentFilter | None,
+) -> UserError:
+    """Return the error for inputs without a training document. It names the first unreadable document, if any."""
+    ranges = split_into_units(inputs, weights, 1)[0]
+    for source, document in _read_ranges(data, inputs, ranges, record_reader, document_filter):
         if document.reason and document.reason != FILTERED:
-            key = f"data.text_field ({data.text_field!r})" if read is None else f"data.records ({data.records})"
-            out = f"Mend the files, or set {key}"
+            key = f"data.text_field ({data.text_field!r})"
+            if record_reader is not None:
+                key = f"data.records ({data.records})"
+            advice = f"Repair the files, or set {key}"
             if "JSON" in document.reason:
-                out = 'A file .jsonl has a JSON object in each line, such as {"text": …}; plain text is .txt'
+                advice = 'A .jsonl file has a JSON object in each line, such as {"text": …}; plain text is .txt'
             if "data.chat_template" in document.reason:
-                out = "Or name files without such dialogues"
-            return (
+                advice = "Or use files without such dialogues"
+            return UserError(
+                "data.no_documents",
                 f"data.source: there is no document to train on. {source.path} line {document.line}: "
-                f"{document.reason}. {out}"
+                f"{document.reason}. {advice}",
             )
-    or_filtered = f" or left out by {data.filter}" if data.filter else ""
-    return (
-        f"data.source: all documents of {', '.join(data.sources)} are empty or held out{or_filtered}: name more files, "
-        f"or lower data.held_out ({data.held_out})"
+    or_filtered = f" or excluded by {data.filter}" if data.filter else ""
+    return UserError(
+        "data.no_documents",
+        f"data.source: all documents of {', '.join(data.sources)} are empty or held out{or_filtered}: add files, or "
+        f"reduce data.held_out ({data.held_out})",
     )
 
 
-def _estimates(encoder: Encoder, sample: Sequence[str]) -> tuple[float, float]:
-    """Bytes of text per token, and the fraction of tokens that are unknown, on documents spread over the sample."""
-    every = sum(len(text) for text in sample) // _ESTIMATE_BYTES + 1
-    texts = list(sample[::every])
-    tokens = unknown = 0
-    for found in encoder.encode(texts):
-        tokens += len(found)
-        if encoder.unknown_id is not None:  # the last one ends the document
-            unknown += int((found[:-1] == encoder.unknown_id).sum())
-    return (sum(len(text.encode()) for text in texts) / tokens, unknown / tokens) if tokens else (1.0, 0.0)
+def _measure_tokens(encoder: Encoder, sample: Sequence[str]) -> tuple[float, float]:
+    """Return the bytes of text per token, and the fraction of unknown tokens, by every n-th text of the sample."""
+    step = sum(len(text) for text in sample) // _ESTIMATE_BYTES + 1
+    texts = list(sample[::step])
+    token_count = 0
+    unknown_count = 0
+    for tokens in encoder.encode(texts):
+        token_count += len(tokens)
+        if encoder.unknown_id is not None:  # the last token is the end-of-text token
+            unknown_count += int((tokens[:-1] == encoder.unknown_id).sum())
+    if not token_count:
+        return 1.0, 0.0
+    return sum(len(text.encode()) for text in texts) / token_count, unknown_count / token_count

@@ -286,7 +286,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         documents = self._documents(ranges, lines, filtered, rejected)
         duplicates = 0
         if self._duplicates is not None:
-            kept = self._duplicates.kept(unit)
+            kept = self._duplicates.find_first_occurrences(unit)
             duplicates = int(len(kept) - kept.sum())
             documents = select_kept(documents, kept.tolist())
         train, held_out, long, long_left_out = self._write_shards(unit, documents)

@@ -1,4 +1,4 @@
-"""`data.chat_template`: the templates that come with Sluice, files of one's own, and dialogues longer than a sample."""
+"""`data.chat_template`: the built-in templates, custom templates, and dialogues longer than a sample."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import yaml
 from transformers import PreTrainedTokenizerFast
 
 from data_prep.documents import Document, RejectedError
-from data_prep.records import Dialogues, build_chat_json
+from data_prep.records import DialogueReader, build_chat_json
 from data_prep.tokenizer import load_encoder
 from pipeline.base.errors import UserError
 from pipeline.base.files import write_json
@@ -21,7 +21,16 @@ from pipeline.config.read import load_config
 from pipeline.data import chat_template
 from pipeline.data.chat_template import ChatTemplate, load_template, split_marks
 from pipeline.data.manifest import MASK_LEARNED
-from tests.data_prep.test_records import CHATML, LENGTH, config, dialogue, documents_in, folder_of, words, write_lines
+from tests.data_prep.test_records import (
+    CHATML,
+    LENGTH,
+    config,
+    make_dialogue,
+    read_shard_documents,
+    sample_words,
+    save_tokenizer_with_template,
+    write_lines,
+)
 from tests.data_prep.test_shards import run_tasks
 from tests.support.errors import raises_error
 from tests.support.tokenizers import add_post_processor, make_byte_tokenizer, save_tokenizer
@@ -36,7 +45,7 @@ LLAMA_TURNS = f"{HEADS['user']}Q1<|eot_id|>{HEADS['assistant']}«A1<|eot_id|>»{
 LLAMA_TURNS += f"{HEADS['assistant']}«A2<|eot_id|>»"
 SYSTEM = "<|im_start|>system\n{}<|im_end|>\n"
 EMPTY = "<think>\n\n</think>\n\n"
-WRITTEN: dict[str, tuple[str, str]] = {
+EXPECTED_TEXTS: dict[str, tuple[str, str]] = {
     "chatml": (TURNS, SYSTEM.format("S") + TURNS),
     "qwen2": (SYSTEM.format("You are a helpful assistant.") + TURNS, SYSTEM.format("S") + TURNS),
     "qwen2.5": (
@@ -66,8 +75,8 @@ WRITTEN: dict[str, tuple[str, str]] = {
         "<s>[INST] S\n\nQ1[/INST]« A1</s>»[INST] Q2[/INST]« A2</s>»",
     ),
 }
-"""By name, what is written of two questions, without and with a system message; what is learned stands in « »."""
-QWEN3_OWN = (
+"""The text of two questions by template, without and with a system message. The learned parts are in « »."""
+QWEN3_ORIGINAL = (
     "{%- set ns = namespace(last_query=0) %}{%- for message in messages %}"
     "{%- if message.role == 'user' %}{%- set ns.last_query = loop.index0 %}{%- endif %}{%- endfor %}"
     "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' }}"
@@ -75,145 +84,153 @@ QWEN3_OWN = (
     "{{- message.content + '<|im_end|>\n' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
 )
-"""Qwen3's own template on answers without thinking: only the one to the last question has an empty one."""
+"""Qwen3's original template for answers without thinking. Only the last answer gets an empty thinking block."""
 
 
 def two_questions(system: bool) -> list[dict[str, str]]:
+    """Return a dialogue of two questions and answers, with or without a system message."""
     pairs = [("user", "Q1"), ("assistant", "A1"), ("user", "Q2"), ("assistant", "A2")]
     return [{"role": role, "content": text} for role, text in ([("system", "S")] if system else []) + pairs]
 
 
-def loaded(name: str) -> ChatTemplate:
+def load_builtin(name: str) -> ChatTemplate:
+    """Return a built-in chat template."""
     return ChatTemplate(load_template(Path(name)), TOKENS)
 
 
-def test_all_that_are_named_come_with_sluice() -> None:
+def test_every_named_template_is_included() -> None:
     folder = Path(chat_template.__file__).parent / "chat_templates"
     assert {path.name for path in folder.iterdir()} == {f"{name}.jinja" for name in CHAT_TEMPLATES} and CHAT_TEMPLATES
-    assert set(WRITTEN) == set(CHAT_TEMPLATES)
+    assert set(EXPECTED_TEXTS) == set(CHAT_TEMPLATES)
 
 
 @pytest.mark.parametrize("name", CHAT_TEMPLATES)
-def test_the_text_and_what_is_learned_of_it(name: str) -> None:
-    template = loaded(name)
-    for system, expected in zip((False, True), WRITTEN[name], strict=True):
+def test_a_builtin_template_writes_and_marks_the_expected_text(name: str) -> None:
+    template = load_builtin(name)
+    for system, expected in zip((False, True), EXPECTED_TEXTS[name], strict=True):
         messages = two_questions(system)
         text, learned = split_marks(template.render(messages))
         marked = "".join(f"«{part}»" for start, end in learned for part in [text[start:end]])
         assert text == expected.replace("«", "").replace("»", "")
         assert marked == "".join(f"«{part.split('»')[0]}»" for part in expected.split("«")[1:])
         numbers = [number for number, one in enumerate(messages) if one["role"] == "assistant"]
-        for (start, _), number in zip(learned, numbers, strict=True):  # it begins where an answer is generated
+        for (start, _), number in zip(learned, numbers, strict=True):  # a learned part begins where generation begins
             assert split_marks(template.render(messages[:number], True))[0] == text[:start]
 
 
 @pytest.mark.parametrize("name", CHAT_TEMPLATES)
-def test_tokens_and_mask_are_those_of_transformers(tmp_path: Path, name: str) -> None:
-    tokenizer = folder_of(tmp_path / "tokenizer")
+def test_tokens_and_masks_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
+    tokenizer = save_tokenizer_with_template(tmp_path / "tokenizer")
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer), **TOKENS)
     theirs.add_special_tokens({"additional_special_tokens": SPECIAL})
     theirs.save_pretrained(tokenizer.parent)
     theirs.chat_template = load_template(Path(name))
-    dialogues = Dialogues(json.loads(build_chat_json(tokenizer, "<|im_end|>", name)))
-    encoder, draw = load_encoder(tokenizer, "<|im_end|>"), random.Random(7)
+    dialogues = DialogueReader(json.loads(build_chat_json(tokenizer, "<|im_end|>", name)))
+    encoder = load_encoder(tokenizer, "<|im_end|>")
+    draw = random.Random(7)
     for _ in range(40):
-        messages = dialogue(draw)
-        text, learned = dialogues.read({"messages": messages})
-        (found,) = encoder.encode_records([Document(1, text, None, learned)], chat=True)
+        messages = make_dialogue(draw)
+        text, learned = dialogues.read_dialogue({"messages": messages})
+        (record,) = encoder.encode_records([Document(1, text, None, learned)], chat=True)
         options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
-        made = theirs.apply_chat_template(messages, **options)
-        assert found.tokens.tolist() == made["input_ids"]
-        assert [bool(one & MASK_LEARNED) for one in found.mask] == [bool(one) for one in made["assistant_masks"]]
+        encoded = theirs.apply_chat_template(messages, **options)
+        assert record.tokens.tolist() == encoded["input_ids"]
+        assert [bool(one & MASK_LEARNED) for one in record.mask] == [bool(one) for one in encoded["assistant_masks"]]
 
 
 def test_thinking_is_kept_in_each_answer_of_qwen3() -> None:
     messages = two_questions(system=False)
     messages[1]["content"] = "<think>\nfirst\n\n</think>\n\nA1"
-    text, learned = split_marks(loaded("qwen3").render(messages))
+    text, learned = split_marks(load_builtin("qwen3").render(messages))
     assert [text[start:end] for start, end in learned] == [
         "<think>\nfirst\n</think>\n\nA1<|im_end|>",
         f"{EMPTY}A2<|im_end|>",
     ]
-    own = ChatTemplate(QWEN3_OWN, TOKENS)
-    one = messages[2:]
-    assert own.render(one) == split_marks(loaded("qwen3").render(one))[0], "of one answer the text is the same"
+    original = ChatTemplate(QWEN3_ORIGINAL, TOKENS)
+    one_answer = messages[2:]
+    assert original.render(one_answer) == split_marks(load_builtin("qwen3").render(one_answer))[0]
 
 
-def test_qwen3s_own_template_is_refused_with_the_key_and_another_one_is_taken(tmp_path: Path) -> None:
+def test_another_template_can_replace_an_unusable_one_of_the_tokenizer(tmp_path: Path) -> None:
     draw = random.Random(3)
-    lines = [{"messages": [*dialogue(draw), *two_questions(False)]} for _ in range(40)]
+    lines = [{"messages": [*make_dialogue(draw), *two_questions(False)]} for _ in range(40)]
     source = write_lines(tmp_path / "a.jsonl", lines)
-    tokenizer = folder_of(tmp_path / "tokenizer", QWEN3_OWN)
-    with pytest.raises(UserError, match=r"a\.jsonl line 1: .*data\.chat_template.*qwen3"):
+    tokenizer = save_tokenizer_with_template(tmp_path / "tokenizer", QWEN3_ORIGINAL)
+    with raises_error("data.no_documents", "a.jsonl line 1", "data.chat_template", "qwen3"):
         run_tasks(config(source, "messages", tokenizer), tmp_path / "own")
     with pytest.raises(RejectedError, match=r"data\.chat_template"):
-        Dialogues(json.loads(build_chat_json(tokenizer, "<|im_end|>"))).read({"messages": two_questions(False)})
-    made = {}
+        reader = DialogueReader(json.loads(build_chat_json(tokenizer, "<|im_end|>")))
+        reader.read_dialogue({"messages": two_questions(False)})
+    manifests = {}
     for name in ("qwen3", "chatml", str(tmp_path / "own.jinja")):
         (tmp_path / "own.jinja").write_text(CHATML)
         data = config(source, "messages", tokenizer, chat_template=Path(name), held_out=0.0, max_rejected=0.0)
-        made[name] = run_tasks(data, tmp_path / Path(name).stem)
-        assert made[name].documents == 40 and made[name].rejected_documents == 0
-    assert len({manifest.key for manifest in made.values()}) == 3
+        manifests[name] = run_tasks(data, tmp_path / Path(name).stem)
+        assert manifests[name].documents == 40
+        assert manifests[name].rejected_documents == 0
+    assert len({manifest.key for manifest in manifests.values()}) == 3
     data_dir = tmp_path / "own"
     (data_dir / "manifest.json").unlink()
     (tmp_path / "own.jinja").write_text(CHATML.replace("'user'", "'user', 'tool'"))
-    assert run_tasks(data, data_dir).key != made[str(tmp_path / "own.jinja")].key, "the text of the template counts"
+    changed = run_tasks(data, data_dir)
+    assert changed.key != manifests[str(tmp_path / "own.jinja")].key, "the key covers the text of the template"
 
 
-def test_keys_of_the_config(tmp_path: Path) -> None:
+def test_chat_template_names_and_files_in_the_config(tmp_path: Path) -> None:
     (tmp_path / "mine.jinja").write_text(CHATML)
-    tokenizer = folder_of(tmp_path / "tokenizer")
+    tokenizer = save_tokenizer_with_template(tmp_path / "tokenizer")
     values: dict[str, Any] = {"run": {"name": "x"}, "train": {"steps": 1}}
 
-    def loaded_with(**data: Any) -> DataConfig:
-        given = {"kind": "file", "path": str(tokenizer), "eos_token": "<|im_end|>"}
-        values["data"] = {"source": "a.jsonl", "records": "messages", "tokenizer": given, **data}
+    def load_with(**data: Any) -> DataConfig:
+        tokenizer_config = {"kind": "file", "path": str(tokenizer), "eos_token": "<|im_end|>"}
+        values["data"] = {"source": "a.jsonl", "records": "messages", "tokenizer": tokenizer_config, **data}
         (tmp_path / "x.yaml").write_text(yaml.safe_dump(values))
         return load_config(tmp_path / "x.yaml").data
 
-    assert loaded_with(chat_template="mine.jinja").chat_template == tmp_path / "mine.jinja"
-    assert loaded_with(chat_template="qwen3").chat_template == Path("qwen3")
-    assert loaded_with(chat_template="./qwen3").chat_template == tmp_path / "qwen3"
-    with pytest.raises(UserError, match=r"data\.chat_template: cannot read .*/qwen9: No such file.* chatml, llama2"):
-        build_chat_json(tokenizer, "<|im_end|>", str(loaded_with(chat_template="qwen9").chat_template))
+    assert load_with(chat_template="mine.jinja").chat_template == tmp_path / "mine.jinja"
+    assert load_with(chat_template="qwen3").chat_template == Path("qwen3")
+    assert load_with(chat_template="./qwen3").chat_template == tmp_path / "qwen3"
+    with raises_error("data.no_chat_template", "data.chat_template", "/qwen9", "chatml, llama2"):
+        build_chat_json(tokenizer, "<|im_end|>", str(load_with(chat_template="qwen9").chat_template))
     (tmp_path / "mine.jinja").write_text("{% for %}")
-    with pytest.raises(UserError, match=r"data\.chat_template: .*mine\.jinja: no chat template that can be used"):
+    with raises_error("data.invalid_chat_template", "data.chat_template", tmp_path / "mine.jinja"):
         build_chat_json(tokenizer, "<|im_end|>", str(tmp_path / "mine.jinja"))
-    with pytest.raises(UserError, match="chat_template is for records: messages, not for prompts"):
-        loaded_with(records="prompts", chat_template="qwen3")
-    with pytest.raises(UserError, match=r"long_dialogues \(drop\) is for records: prompts or messages, not for text"):
-        loaded_with(records="text", long_dialogues="drop")
+    with pytest.raises(UserError, match="chat_template"):
+        load_with(records="prompts", chat_template="qwen3")
+    with pytest.raises(UserError, match="long_dialogues"):
+        load_with(records="text", long_dialogues="drop")
 
 
 @pytest.mark.parametrize("name", ["llama2", "llama3", "mistral-v0.1", "mistral-v0.3"])
-def test_special_tokens_of_a_template_are_found_wherever_they_are_named(tmp_path: Path, name: str) -> None:
+def test_special_tokens_of_a_template_are_found_in_each_file_that_may_define_them(tmp_path: Path, name: str) -> None:
     tokenizer = save_tokenizer(tmp_path, add_post_processor(make_byte_tokenizer(), "llama 3"))
     plain = save_tokenizer(tmp_path / "plain", make_byte_tokenizer())
     expected = ChatTemplate(load_template(Path(name)), {"bos_token": "<s>", "eos_token": "</s>"}).render(
         two_questions(False)
     )
 
-    def text_of(file: Path) -> str:
-        return Dialogues(json.loads(build_chat_json(file, "</s>", name))).read({"messages": two_questions(False)})[0]
+    def render_questions(file: Path) -> str:
+        reader = DialogueReader(json.loads(build_chat_json(file, "</s>", name)))
+        text, _ = reader.read_dialogue({"messages": two_questions(False)})
+        return text
 
-    assert text_of(tokenizer) == split_marks(expected)[0], "of the post-processor"
+    assert render_questions(tokenizer) == split_marks(expected)[0], "from the post-processor"
     mapping = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "pad_token": "<|pad|>"}
     write_json(plain.with_name("special_tokens_map.json"), mapping)
-    assert text_of(plain) == split_marks(expected)[0], "of special_tokens_map.json"
+    assert render_questions(plain) == split_marks(expected)[0], "from special_tokens_map.json"
     chat = json.loads(build_chat_json(plain, "</s>", name))
     assert "pad_token" not in chat["tokens"] and json.loads(build_chat_json(plain, "</s>", "chatml"))["tokens"] == {}
     plain.with_name("special_tokens_map.json").unlink()
-    with pytest.raises(UserError, match=r"tokenizer_config\.json: no bos_token"):
+    with raises_error("data.no_bos_token", "tokenizer_config.json", "bos_token"):
         build_chat_json(plain, "</s>", name)
 
 
-def test_a_template_may_do_without_a_special_token_that_is_nowhere(tmp_path: Path) -> None:
+def test_a_special_token_that_a_template_does_not_need_may_be_undefined(tmp_path: Path) -> None:
     for number, template in enumerate(("{% if bos_token %}{{ bos_token }}{% endif %}x", "{# bos_token #}x")):
         tokenizer = save_tokenizer(tmp_path / str(number), make_byte_tokenizer(), template)
         assert json.loads(build_chat_json(tokenizer, "</s>"))["tokens"] == {}
     none = save_tokenizer(tmp_path / "none", make_byte_tokenizer(), "{{ bos_token }}x", bos_token=None)
-    assert json.loads(build_chat_json(none, "</s>"))["tokens"] == {}, "there is none, as in transformers"
+    assert json.loads(build_chat_json(none, "</s>"))["tokens"] == {}, "null means no token, as in transformers"
 
 
 # -- dialogues longer than a sample --------------------------------------------------------------------------
@@ -221,34 +238,38 @@ def test_a_template_may_do_without_a_special_token_that_is_nowhere(tmp_path: Pat
 
 @pytest.mark.parametrize("records", ["messages", "prompts"])
 def test_long_dialogues_are_split_truncated_or_dropped_and_counted(tmp_path: Path, records: str) -> None:
-    draw, logged = random.Random(4), []
+    draw = random.Random(4)
+    descriptions = []
     if records == "messages":
-        lines: list[Any] = [{"messages": dialogue(draw)} for _ in range(60)]
+        lines: list[Any] = [{"messages": make_dialogue(draw)} for _ in range(60)]
         lines.append({"messages": [{"role": "user", "content": "x" * 200}, {"role": "assistant", "content": "never"}]})
     else:
-        lines = [{"prompt": words(draw, 9) + "\n", "response": words(draw, 60)} for _ in range(60)]
+        lines = [{"prompt": sample_words(draw, 9) + "\n", "response": sample_words(draw, 60)} for _ in range(60)]
         lines.append({"prompt": "x" * 200, "response": "never"})
-    source, tokenizer = write_lines(tmp_path / "a.jsonl", lines), folder_of(tmp_path / "tokenizer")
-    found = {}
+    source = write_lines(tmp_path / "a.jsonl", lines)
+    tokenizer = save_tokenizer_with_template(tmp_path / "tokenizer")
+    documents = {}
     for mode in ("split", "truncate", "drop"):
         data = config(source, records, tokenizer, long_dialogues=mode, held_out=0.0)
         manifest = run_tasks(data, tmp_path / mode)
-        found[mode] = documents_in(tmp_path / mode, manifest)
-        logged.append(str(manifest))
-        assert len(found[mode]) == manifest.documents
-    whole = found["split"]
+        documents[mode] = read_shard_documents(tmp_path / mode, manifest)
+        descriptions.append(str(manifest))
+        assert len(documents[mode]) == manifest.documents
+    whole = documents["split"]
     long = sum(len(ids) > LENGTH for ids, _ in whole)
     assert 5 < long < 55 and len(whole) == 61
     fitting = [(ids, learned) for ids, learned in whole if len(ids) <= LENGTH]
-    assert found["drop"] == fitting
-    cut = [(ids[:LENGTH], learned[:LENGTH]) for ids, learned in whole]
-    for ids, learned in cut:
+    assert documents["drop"] == fitting
+    truncated = [(ids[:LENGTH], learned[:LENGTH]) for ids, learned in whole]
+    for ids, learned in truncated:
         while len(ids) == LENGTH and ids[-1] == manifest.eos_id and not learned[-1]:
-            ids.pop(), learned.pop()  # as `documents_in` takes it for what fills a sample
-    assert found["truncate"] == [(ids, learned) for ids, learned in cut if any(learned)]
-    assert len(found["truncate"]) < 61, "of the last one nothing that is learned is left"
-    for mode, line in zip(found, logged, strict=True):
-        assert f"{long} longer than a sample (data.long_dialogues: {mode})" in line
+            ids.pop()  # `read_shard_documents` takes it for padding
+            learned.pop()
+    assert documents["truncate"] == [(ids, learned) for ids, learned in truncated if any(learned)]
+    assert len(documents["truncate"]) < 61, "nothing learned is left of the last document"
+    for mode, description in zip(documents, descriptions, strict=True):
+        assert f"{long} longer" in description
+        assert f"data.long_dialogues: {mode}" in description
     with raises_error("data.all_too_long", "data.long_dialogues: drop", "sequence_length (4)"):
         run_tasks(config(source, records, tokenizer, long_dialogues="drop", sequence_length=4), tmp_path / "none")
 
@@ -257,16 +278,17 @@ def test_long_dialogues_are_split_truncated_or_dropped_and_counted(tmp_path: Pat
 def test_long_dialogues_that_are_left_out_count_as_readable(tmp_path: Path, mode: str) -> None:
     long = {"prompt": "x" * 200, "response": "never"}
     lines = [{"prompt": "is\n", "response": "four"}] * 4 + [long] * 40 + [{"prompt": "no response"}] * 5
-    source, tokenizer = write_lines(tmp_path / "a.jsonl", lines), folder_of(tmp_path / "tokenizer")
+    source = write_lines(tmp_path / "a.jsonl", lines)
+    tokenizer = save_tokenizer_with_template(tmp_path / "tokenizer")
     data = config(source, "prompts", tokenizer, long_dialogues=mode, held_out=0.0)
     assert run_tasks(data, tmp_path / mode).documents == 4, "5 of 49 cannot be read, which is allowed"
 
 
-def test_bytes_are_those_of_what_is_left(tmp_path: Path) -> None:
-    """Bits per byte count the learned text of truncated dialogues up to where they end."""
+def test_the_bytes_of_truncated_dialogues_end_where_they_are_truncated(tmp_path: Path) -> None:
+    """Bits per byte count only the learned text that is left."""
     line = {"prompt": "is", "response": "é" * 200}
     source = write_lines(tmp_path / "a.jsonl", [line] * 3)
-    tokenizer = folder_of(tmp_path / "tokenizer")
+    tokenizer = save_tokenizer_with_template(tmp_path / "tokenizer")
     data = config(source, "prompts", tokenizer, long_dialogues="truncate", held_out=0.0)
     manifest = run_tasks(data, tmp_path / "data")
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer))

@@ -1,4 +1,4 @@
-"""`data.deduplicate` and `data.filter`: against a plain reference, for any number of tasks, kills and late-comers."""
+"""`data.deduplicate` and `data.filter`: compared with simple references, for any number of tasks and after crashes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from data_prep import duplicates
 from data_prep.duplicates import Duplicates
 from data_prep.text_folder import TextFolder
-from pipeline.base.errors import UserError
 from pipeline.config.datasets import DataConfig
 from pipeline.config.read import load_config
 from pipeline.data.manifest import load_manifest
@@ -39,14 +38,19 @@ from tests.support.tiny import write_config
 __all__ = ["small_units"]
 
 
-def firsts(documents: list[str]) -> list[str]:
+def remove_duplicates(documents: list[str]) -> list[str]:
+    """Return the texts that are not empty, each at its first position."""
     return list(dict.fromkeys(text for text in documents if text))
 
 
 @settings(deadline=None, max_examples=8)
-@given(picks=st.lists(st.integers(0, 12), min_size=6, max_size=60), tasks=st.integers(1, 5), most=st.integers(1, 9))
-def test_of_each_text_the_first_stays_whatever_the_tasks(
-    picks: list[int], tasks: int, most: int, tmp_path_factory: pytest.TempPathFactory
+@given(
+    picks=st.lists(st.integers(0, 12), min_size=6, max_size=60),
+    tasks=st.integers(1, 5),
+    range_hashes=st.integers(1, 9),
+)
+def test_the_first_of_equal_documents_is_kept_for_any_number_of_tasks(
+    picks: list[int], tasks: int, range_hashes: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("twice")
     pool = [*texts(12), ""]
@@ -57,13 +61,14 @@ def test_of_each_text_the_first_stays_whatever_the_tasks(
     data = config(str(folder / "*.jsonl"), deduplicate=True, held_out=0.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("data_prep.work_units.MIN_UNIT_BYTES", 64)
-        patch.setattr(duplicates, "_MOST", most)
-        patch.setattr(os, "fsync", lambda fd: None)  # slow, and no matter here
+        patch.setattr(duplicates, "_MAX_RANGE_HASHES", range_hashes)
+        patch.setattr(os, "fsync", lambda fd: None)  # slow and irrelevant here
         run_tasks(data, folder / "one", 1)
         manifest = run_tasks(data, folder / "data", tasks)
-    check_content(data, folder / "data", manifest, firsts(documents))
-    kept = len(firsts(documents))
-    assert (manifest.documents, manifest.duplicate_documents) == (kept, len([t for t in documents if t]) - kept)
+    unique = remove_duplicates(documents)
+    check_content(data, folder / "data", manifest, unique)
+    assert manifest.documents == len(unique)
+    assert manifest.duplicate_documents == len([text for text in documents if text]) - len(unique)
     assert all_bytes(folder / "one") == all_bytes(folder / "data")
 
 
@@ -72,54 +77,63 @@ def test_of_each_text_the_first_stays_whatever_the_tasks(
     draw=st.data(),
 )
 @settings(deadline=None, max_examples=30)
-def test_duplicates_against_a_set(
+def test_duplicates_are_those_that_a_set_finds(
     units: list[list[bytes]], draw: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    folder, seen = tmp_path_factory.mktemp("units"), set()
-    wanted = [[not (text in seen or seen.add(text)) for text in unit] for unit in units]  # type: ignore[func-returns-value]
+    folder = tmp_path_factory.mktemp("units")
+    seen: set[bytes] = set()
+    expected: list[list[bool]] = []
+    for unit in units:
+        expected.append([])
+        for text in unit:
+            expected[-1].append(text not in seen)
+            seen.add(text)
     keys = [f"{number:064d}" for number in range(len(units))]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(duplicates, "_MOST", draw.draw(st.integers(1, 5)))
-        for unit in draw.draw(st.permutations(range(len(units)))):
-            found = Duplicates(folder, keys, units.__getitem__, unit % 2, 2).kept(unit)
-            np.testing.assert_array_equal(found, wanted[unit])
+        patch.setattr(duplicates, "_MAX_RANGE_HASHES", draw.draw(st.integers(1, 5)))
+        for number in draw.draw(st.permutations(range(len(units)))):
+            is_first = Duplicates(folder, keys, units.__getitem__, number % 2, 2).find_first_occurrences(number)
+            np.testing.assert_array_equal(is_first, expected[number])
 
 
 FILTER = "def keep(document):\n    return document.get('score', 9) > 3 and 'bad' not in document['text']\n"
 
 
-def filtered(folder: Path, source: str, code: str = FILTER, **more: object) -> DataConfig:
+def config_with_filter(folder: Path, source: str, code: str = FILTER, **more: object) -> DataConfig:
+    """Return a data config with a filter of this code."""
     (folder / "quality.py").write_text(code)
     return config(source, filter=f"{folder}/quality:keep", held_out=0.0, **more)
 
 
-def test_a_function_of_ones_own_says_what_is_taken(tmp_path: Path) -> None:
+def test_a_filter_decides_which_documents_are_used(tmp_path: Path) -> None:
     lines = [{"text": f"document {i}", "score": i % 8} for i in range(40)] + [{"text": "a bad one"}, {"text": ""}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     pyarrow.parquet.write_table(pyarrow.table({"text": ["of parquet", "bad"]}), tmp_path / "b.parquet")
-    data = filtered(tmp_path, str(tmp_path / "[ab].*"), deduplicate=True)
+    data = config_with_filter(tmp_path, str(tmp_path / "[ab].*"), deduplicate=True)
     manifest = run_tasks(data, tmp_path / "data", 3)
-    wanted = [f"document {i}" for i in range(40) if i % 8 > 3] + ["of parquet"]
-    check_content(data, tmp_path / "data", manifest, wanted)
+    expected = [f"document {i}" for i in range(40) if i % 8 > 3] + ["of parquet"]
+    check_content(data, tmp_path / "data", manifest, expected)
     assert (manifest.documents, manifest.filtered_documents, manifest.rejected_documents) == (21, 22, 0)
 
 
-def test_what_a_filter_leaves_out_is_counted_not_kept(tmp_path: Path) -> None:
-    data = filtered(tmp_path, str(write_jsonl(tmp_path / "a.jsonl", ["good", *["bad"] * 50])))
+def test_filtered_documents_are_only_counted(tmp_path: Path) -> None:
+    data = config_with_filter(tmp_path, str(write_jsonl(tmp_path / "a.jsonl", ["good", *["bad"] * 50])))
     prepare(data, tmp_path / "data", quiet)
     folder = TextFolder(data, tmp_path / "data")
     rejected: list[tuple[int, int, str]] = []
-    assert len([*folder._documents(folder.plan.units[0], [0], left_out := [0], rejected)]) == 1
-    assert (left_out, rejected) == ([50], [])
+    filtered = [0]
+    assert len([*folder._documents(folder.plan.units[0], [0], filtered, rejected)]) == 1
+    assert filtered == [50]
+    assert rejected == []
 
 
-def test_a_changed_filter_is_not_mixed_in(tmp_path: Path, small_units: None) -> None:
+def test_a_filter_that_changes_between_tasks_is_not_used(tmp_path: Path, small_units: None) -> None:
     source = str(write_jsonl(tmp_path / "a.jsonl", texts(120)))
-    data = filtered(tmp_path, source, "def keep(document):\n    return len(document['text']) % 2 == 0\n")
+    data = config_with_filter(tmp_path, source, "def keep(document):\n    return len(document['text']) % 2 == 0\n")
     prepare(data, tmp_path / "data", quiet)
     shard(data, tmp_path / "data", 0, 2, quiet)
-    filtered(tmp_path, source, "def keep(document):\n    return len(document['text']) % 2 == 1\n")
-    shard(data, tmp_path / "data", 1, 2, quiet)  # by the copy, as the other task
+    config_with_filter(tmp_path, source, "def keep(document):\n    return len(document['text']) % 2 == 1\n")
+    shard(data, tmp_path / "data", 1, 2, quiet)  # uses the copy, like the other task
     assert TextFolder(data, tmp_path / "data").finalize(quiet)
     expected = [text for text in texts(120) if len(text) % 2 == 0]
     check_content(data, tmp_path / "data", load_manifest(tmp_path / "data"), expected)
@@ -129,73 +143,81 @@ def test_a_changed_filter_is_not_mixed_in(tmp_path: Path, small_units: None) -> 
 
 
 @pytest.mark.parametrize(
-    ("code", "message"),
+    ("code", "error_code", "facts"),
     [
-        ("def keep(document):\n    return document['no']\n", r"a\.jsonl, record 1: it raised KeyError: 'no'"),
-        ("def keep(document):\n    print\n", r"a\.jsonl, record 1: it returned None, neither True nor False"),
-        ("def keep(document):\n    return 1.0\n", r"a\.jsonl, record 1: it returned 1\.0, neither True nor False"),
+        (
+            "def keep(document):\n    return document['no']\n",
+            "data.filter_failed",
+            ["a.jsonl", "record 1", "KeyError: 'no'"],
+        ),
+        ("def keep(document):\n    print\n", "data.filter_failed", ["a.jsonl", "record 1", "None"]),
+        ("def keep(document):\n    return 1.0\n", "data.filter_failed", ["a.jsonl", "record 1", "1.0"]),
         (
             "import numpy\ndef keep(document):\n    return numpy.ones(2, bool)\n",
-            r"record 1: it returned array\(\[ True, True\]\), neither True nor False",
+            "data.filter_failed",
+            ["record 1", "array([ True, True])"],
         ),
-        ("def other(document): ...\n", r"quality\.py has no function 'keep' at its top level"),
-        ("def keep(:\n", r"quality\.py is no Python that can be read"),
-        ("import no_such_module\ndef keep(document): ...\n", r"cannot be imported: ModuleNotFoundError"),
-        ("def keep(document):\n    return False\n", r"empty or held out or left out by .*quality:keep"),
+        ("def other(document): ...\n", "data.invalid_filter", ["quality.py", "'keep'"]),
+        ("def keep(:\n", "data.invalid_filter", ["quality.py", "line 1"]),
+        ("import no_such_module\ndef keep(document): ...\n", "data.invalid_filter", ["ModuleNotFoundError"]),
+        ("def keep(document):\n    return False\n", "data.no_documents", ["quality:keep"]),
     ],
 )
-def test_what_is_wrong_with_a_filter_is_told(tmp_path: Path, code: str, message: str) -> None:
-    data = filtered(tmp_path, str(write_jsonl(tmp_path / "a.jsonl", texts(9))), code)
-    with pytest.raises(UserError, match=message):
+def test_a_filter_that_cannot_be_used_is_explained(
+    tmp_path: Path, code: str, error_code: str, facts: list[str]
+) -> None:
+    data = config_with_filter(tmp_path, str(write_jsonl(tmp_path / "a.jsonl", texts(9))), code)
+    with raises_error(error_code, *facts):
         run_tasks(data, tmp_path / "data")
 
 
-def test_a_filter_may_have_dataclasses_and_say_it_in_numpys_words(tmp_path: Path) -> None:
+def test_a_filter_may_define_dataclasses_and_return_a_numpy_bool(tmp_path: Path) -> None:
     code = (
         "from __future__ import annotations\nimport dataclasses, numpy\n"
-        "@dataclasses.dataclass\nclass Rule:\n    most: int\n"
-        "def keep(document):\n    return numpy.array([len(document['text'])])[0] < Rule(12).most\n"
+        "@dataclasses.dataclass\nclass Rule:\n    limit: int\n"
+        "def keep(document):\n    return numpy.array([len(document['text'])])[0] < Rule(12).limit\n"
     )
-    data = filtered(tmp_path, str(write_jsonl(tmp_path / "a.jsonl", ["a" * 11, "b" * 12])), code)
+    data = config_with_filter(tmp_path, str(write_jsonl(tmp_path / "a.jsonl", ["a" * 11, "b" * 12])), code)
     assert run_tasks(data, tmp_path / "data").documents == 1
 
 
 def test_a_filter_with_changing_results_is_rejected(tmp_path: Path) -> None:
     code = "seen = []\ndef keep(document):\n    seen.append(1)\n    return len(seen) % 3 > 0\n"
-    data = filtered(tmp_path, str(write_jsonl(tmp_path / "a.jsonl", texts(50))), code, deduplicate=True)
+    data = config_with_filter(tmp_path, str(write_jsonl(tmp_path / "a.jsonl", texts(50))), code, deduplicate=True)
     with raises_error("data.filter_not_repeatable", "data.filter"):
         run_tasks(data, tmp_path / "data")
 
 
-def test_a_filter_is_found_beside_the_config_file_and_is_missed_before_a_run(tmp_path: Path) -> None:
+def test_a_missing_filter_is_found_before_a_run(tmp_path: Path) -> None:
     path = write_config(tmp_path)
     data = load_config(path, ["data.filter=quality:keep"]).data
-    found = load_config(path, [f"data.filter={tmp_path}/quality.py:keep"]).data
-    assert data.filter is not None and data.filter.endswith("/quality:keep")
-    with pytest.raises(UserError, match=r"data\.filter: there is no quality\.py in "):
-        TextFolder(found, tmp_path / "data").look()
+    with_path = load_config(path, [f"data.filter={tmp_path}/quality.py:keep"]).data
+    assert data.filter is not None and data.filter.endswith("/quality:keep"), "the config's folder is searched"
+    with raises_error("data.no_filter", "data.filter", "quality.py"):
+        TextFolder(with_path, tmp_path / "data").look()
     (tmp_path / "quality.py").write_text(FILTER)
-    TextFolder(found, tmp_path / "data").look()
+    TextFolder(with_path, tmp_path / "data").look()
 
 
 @pytest.mark.parametrize("ending", ["hashes", "twice"])
 @pytest.mark.parametrize("damage", [lambda old: b"", lambda old: old[:-8], lambda old: bytes(len(old))])
-def test_hashes_that_a_crash_cut_or_emptied_count_as_missing(
+def test_files_of_hashes_that_a_crash_damaged_are_written_again(
     tmp_path: Path, ending: str, damage: Callable[[bytes], bytes]
 ) -> None:
     units = [[b"a", b"b", b"a"], [b"b", b"c", b"d"]]
     keys = [f"{number:064d}" for number in range(len(units))]
-    wanted = [list(Duplicates(tmp_path, keys, units.__getitem__, 0, 1).kept(unit)) for unit in range(2)]
-    assert wanted == [[True, True, False], [False, True, True]]
+    first_task = Duplicates(tmp_path, keys, units.__getitem__, 0, 1)
+    expected = [list(first_task.find_first_occurrences(unit)) for unit in range(2)]
+    assert expected == [[True, True, False], [False, True, True]]
     for path in tmp_path.glob(f"*.{ending}"):
-        whole = path.read_bytes()
-        path.write_bytes(damage(whole))
-        fresh = Duplicates(tmp_path, keys, units.__getitem__, 0, 1)
-        assert [list(fresh.kept(unit)) for unit in range(2)] == wanted
-        assert path.read_bytes() == whole
+        intact = path.read_bytes()
+        path.write_bytes(damage(intact))
+        next_task = Duplicates(tmp_path, keys, units.__getitem__, 0, 1)
+        assert [list(next_task.find_first_occurrences(unit)) for unit in range(2)] == expected
+        assert path.read_bytes() == intact
 
 
-def test_hashes_are_on_the_disk_before_they_have_their_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_hashes_are_synced_before_they_are_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
     real = os.fsync
 
@@ -204,22 +226,26 @@ def test_hashes_are_on_the_disk_before_they_have_their_name(tmp_path: Path, monk
         real(fd)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    Duplicates(tmp_path, [f"{0:064d}"], lambda unit: [b"a", b"a"], 0, 1).kept(0)
+    Duplicates(tmp_path, [f"{0:064d}"], lambda unit: [b"a", b"a"], 0, 1).find_first_occurrences(0)
     assert {path.stat().st_size for path in tmp_path.iterdir()} <= set(synced)
 
 
-def test_tasks_begin_to_find_doubles_far_from_one_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tasks_search_for_duplicates_in_different_orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     units = [[f"{unit} {number}".encode() for number in range(8)] for unit in range(4)]
     keys = [f"{number:064d}" for number in range(len(units))]
-    for most, ranges in ((2, 16), (100, 4)):  # of few documents there are as many ranges as tasks
-        monkeypatch.setattr(duplicates, "_MOST", most)
+    for range_hashes, ranges in ((2, 16), (100, 4)):  # few documents have as many ranges as there are tasks
+        monkeypatch.setattr(duplicates, "_MAX_RANGE_HASHES", range_hashes)
         orders = []
         for task in range(4):
-            found: list[str] = []
-            monkeypatch.setattr(Duplicates, "_find", lambda self, path, low, high, found=found: found.append(path.name))
-            _ = Duplicates(tmp_path, keys, units.__getitem__, task, 4)._ranges
-            orders.append([int(name.split("-")[2]) for name in found])
-        assert all(sorted(order) == list(range(ranges)) for order in orders)  # all of them in the end
-        own = ranges // 4
-        assert [number for order in orders for number in order[:own]] == list(range(ranges))
-        assert len({tuple(order[own:]) for order in orders}) == 4, "who is done early should not do what others do"
+            order: list[int] = []
+
+            def record_range(self: Duplicates, path: Path, low: int, high: int, order: list[int] = order) -> None:
+                order.append(int(path.name.split("-")[2]))
+
+            monkeypatch.setattr(Duplicates, "_find_duplicates", record_range)
+            _ = Duplicates(tmp_path, keys, units.__getitem__, task, 4)._duplicate_files
+            orders.append(order)
+        assert all(sorted(order) == list(range(ranges)) for order in orders), "each task completes all ranges"
+        assigned = ranges // 4
+        assert [number for order in orders for number in order[:assigned]] == list(range(ranges))
+        assert len({tuple(order[assigned:]) for order in orders}) == 4, "tasks that are early do different work"

@@ -1,4 +1,4 @@
-"""Sources and units: which files a config names, and pieces that give each line once."""
+"""Inputs: which files a config names, how they are split into work units, and what is sampled for the tokenizer."""
 
 from __future__ import annotations
 
@@ -25,53 +25,59 @@ from data_prep.find_inputs import find_inputs, list_files
 from data_prep.prepare_text import take_sample
 from data_prep.text_folder import TextFolder, make_batches
 from data_prep.work_units import MIN_UNIT_BYTES, count_units, measure_inputs, split_into_units
-from pipeline.base.errors import UserError
 from pipeline.config.datasets import DataConfig, TokenizerConfig
 from tests.support.errors import raises_error
 
 
-def listed(path: Path, file_format: str) -> Input:
-    """An input of a given format."""
+def make_input(path: Path, file_format: str) -> Input:
+    """Return the input for a file, with a given format."""
     stat = path.stat()
     return Input(str(path), stat.st_size, stat.st_mtime_ns, file_format)
 
 
-def read_all(path: Path, file_format: str) -> list[str]:
-    """Texts of a whole file."""
-    return [document.text for document in read_documents(listed(path, file_format), 0, path.stat().st_size, "text")]
+def read_texts(path: Path, file_format: str) -> list[str]:
+    """Return the texts of all documents of a file."""
+    source = make_input(path, file_format)
+    return [document.text for document in read_documents(source, 0, path.stat().st_size, "text")]
+
+
+def list_paths(source: Path) -> list[str]:
+    """Return the paths of the inputs that a source names."""
+    return [one.path for one in find_inputs(DataConfig(source=str(source)))]
 
 
 @settings(deadline=None, max_examples=150)
 @given(content=st.binary(max_size=80).map(lambda data: bytes(b"ab\r\n\xff"[byte % 5] for byte in data)), data=st.data())
-def test_pieces_give_every_line_once_with_its_number(
+def test_input_ranges_yield_every_line_once_with_its_number(
     content: bytes, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "lines.txt"
     path.write_bytes(content)
-    borders = sorted({0, len(content), *data.draw(st.lists(st.integers(0, len(content)), max_size=6))})
-    source = listed(path, "lines")
-    found, before = [], 0
-    for start, end in pairwise(borders):
-        piece = list(read_documents(source, start, end, "text"))
-        found += [(before + document.line, document.text, document.reason is None) for document in piece]
-        before += len(piece)
+    boundaries = sorted({0, len(content), *data.draw(st.lists(st.integers(0, len(content)), max_size=6))})
+    source = make_input(path, "lines")
+    documents = []
+    lines_before = 0
+    for start, end in pairwise(boundaries):
+        in_range = list(read_documents(source, start, end, "text"))
+        documents += [(lines_before + one.line, one.text, one.reason is None) for one in in_range]
+        lines_before += len(in_range)
     lines = content.split(b"\n")
     if not lines[-1]:
         lines.pop()
-    wanted = []
+    expected = []
     for number, line in enumerate(lines, 1):
-        whole = b"\xff" not in line
-        text = (line[:-1] if line.endswith(b"\r") else line).decode() if whole else ""
-        wanted.append((number, text, whole))
-    assert found == wanted
+        is_valid = b"\xff" not in line
+        text = (line[:-1] if line.endswith(b"\r") else line).decode() if is_valid else ""
+        expected.append((number, text, is_valid))
+    assert documents == expected
 
 
-formats = st.sampled_from(["text", "lines", "jsonl", "gzip", "parquet"])
+FORMATS = st.sampled_from(["text", "lines", "jsonl", "gzip", "parquet"])
 
 
 @settings(deadline=None, max_examples=200)
 @given(
-    files=st.lists(st.tuples(formats, st.lists(st.integers(0, 2000), min_size=1, max_size=4)), min_size=1, max_size=12),
+    files=st.lists(st.tuples(FORMATS, st.lists(st.integers(0, 2000), min_size=1, max_size=4)), min_size=1, max_size=12),
     count=st.integers(1, 10),
 )
 def test_units_cover_every_input_once_and_in_order(files: list[tuple[str, list[int]]], count: int) -> None:
@@ -80,31 +86,31 @@ def test_units_cover_every_input_once_and_in_order(files: list[tuple[str, list[i
     weights = [groups.get(index, [source.text_bytes]) for index, source in enumerate(inputs)]
     units = split_into_units(inputs, weights, count)
     assert len(units) <= count and all(units)
-    pieces = [piece for unit in units for piece in unit]
-    assert pieces == sorted(pieces)
+    ranges = [one for unit in units for one in unit]
+    assert ranges == sorted(ranges)
     for index, source in enumerate(inputs):
-        ends = [(start, end) for number, start, end in pieces if number == index]
+        spans = [(start, end) for number, start, end in ranges if number == index]
         length = len(groups[index]) if source.format == "parquet" else source.size
         if length == 0:
-            assert ends == []
+            assert spans == []
             continue
-        assert (ends[0][0], ends[-1][1]) == (0, length)
-        assert all(left[1] == right[0] for left, right in pairwise(ends))
-        assert all(start < end for start, end in ends)
+        assert (spans[0][0], spans[-1][1]) == (0, length)
+        assert all(left[1] == right[0] for left, right in pairwise(spans))
+        assert all(start < end for start, end in spans)
         if source.format in ("text", "gzip"):
-            assert len(ends) == 1
+            assert len(spans) == 1
     total = sum(map(sum, weights))
     if all(source.splits for source in inputs) and total >= count:
         sizes = [sum(end - start for _, start, end in unit) for unit in units]
         assert max(sizes) - min(sizes) <= max(1, 2 * (total // count // 64) - 1)
 
 
-def test_a_file_that_grows_a_little_moves_no_cut_in_the_others() -> None:
+def test_a_file_that_grows_a_little_does_not_move_the_splits_of_others() -> None:
     before = [Input(f"f{index}", 1_000_003 * (index + 1), 0, "jsonl") for index in range(9)]
     after = [source._replace(size=source.size + 40 * (source.path == "f4")) for source in before]
     old, new = (
         [
-            [piece for piece in unit if piece.input != 4]
+            [one for one in unit if one.input != 4]
             for unit in split_into_units(inputs, measure_inputs(inputs, "text"), 23)
         ]
         for inputs in (before, after)
@@ -112,25 +118,27 @@ def test_a_file_that_grows_a_little_moves_no_cut_in_the_others() -> None:
     assert old == new
 
 
-def test_ten_terabytes_in_one_file_are_cut_by_the_size_alone() -> None:
-    """The file is not there: nothing may open it."""
+def test_a_file_of_ten_terabytes_is_split_by_its_size_alone() -> None:
+    """The file does not exist, so the test fails if anything opens it."""
     inputs = [Input("/nowhere/all.jsonl", 10**13, 0, "jsonl")]
     weights = measure_inputs(inputs, "text")
     units = split_into_units(inputs, weights, count_units(sum(map(sum, weights)), 500_000_000, 4.0))
-    pieces = [piece for unit in units for piece in unit]
-    assert 4_000 < len(units) < 8_000 and [piece.start for piece in pieces[1:]] == [piece.end for piece in pieces[:-1]]
-    assert (pieces[0].start, pieces[-1].end) == (0, 10**13)
-    assert max(piece.end - piece.start for piece in pieces) < 1.1 * min(piece.end - piece.start for piece in pieces)
+    ranges = [one for unit in units for one in unit]
+    assert 4_000 < len(units) < 8_000
+    assert [one.start for one in ranges[1:]] == [one.end for one in ranges[:-1]]
+    assert (ranges[0].start, ranges[-1].end) == (0, 10**13)
+    sizes = [one.end - one.start for one in ranges]
+    assert max(sizes) < 1.1 * min(sizes)
 
 
-def test_unit_count_follows_the_shard_size_and_is_a_few_at_least() -> None:
+def test_the_unit_count_follows_the_shard_size_and_has_a_minimum() -> None:
     assert count_units(10, 1_000_000, 4.0) == 1
     assert count_units(2 * MIN_UNIT_BYTES, 1_000_000, 4.0) == 2
     assert count_units(4_000_000, 10_000_000, 4.0) == 4
-    assert count_units(4_000_000_000, 10_000_000, 4.0) == 112  # 100 full shards, each with a tenth of room
+    assert count_units(4_000_000_000, 10_000_000, 4.0) == 112  # 100 full shards, with a tenth of each unused
 
 
-def test_globs_are_sorted_and_a_file_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_globs_are_sorted_and_a_file_is_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("b.txt", "a.txt", "c.jsonl", "sub/d.txt", "folder.txt/e.jsonl"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("x")
@@ -142,48 +150,48 @@ def test_globs_are_sorted_and_a_file_counts_once(tmp_path: Path, monkeypatch: py
     assert all(os.path.isabs(source.path) for source in inputs)
 
 
-def test_name_with_glob_characters_is_a_name_first(tmp_path: Path) -> None:
+def test_an_existing_name_with_glob_characters_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "part[1].txt").write_text("x")
     assert len(find_inputs(DataConfig(source=str(tmp_path / "part[1].txt")))) == 1
 
 
-def test_source_that_cannot_be_used_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"'nothing/\*\.txt' matches no file"):
+def test_a_source_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    with raises_error("data.no_files", "data.source", "'nothing/*.txt'"):
         find_inputs(DataConfig(source="nothing/*.txt"))
-    with pytest.raises(UserError, match=r"'missing\.jsonl' matches no file"):
+    with raises_error("data.no_files", "data.source", "'missing.jsonl'"):
         find_inputs(DataConfig(source=["missing.jsonl"]))
     (tmp_path / "data.md").write_text("x")
-    with pytest.raises(UserError, match=r"(?s)no supported ending.* name \.txt, \.jsonl.*data\.md: text\n"):
+    with raises_error("data.no_files", ".txt, .jsonl", "data.md: text\n"):
         find_inputs(DataConfig(source=str(tmp_path / "*")))
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(UserError, match=r"cannot read .*gone\.txt: No such file"):
+    with raises_error("data.unreadable_file", tmp_path / "gone.txt", "No such file"):
         find_inputs(DataConfig(source=str(tmp_path / "*.txt")))
     (tmp_path / "empty.txt").write_text("")
-    with pytest.raises(UserError, match=r"the 1 files of .*empty\.txt hold no text"):
+    with raises_error("data.no_text", tmp_path / "empty.txt"):
         TextFolder(DataConfig(source=str(tmp_path / "empty.txt")), tmp_path / "data").prepare(print)
 
 
-def test_text_is_taken_as_it_stands(tmp_path: Path) -> None:
+def test_text_is_not_changed(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     text = " first\r\n\ufeffsecond\x00\u2028\n\n"
     path.write_bytes(text.encode())
-    assert read_all(path, "text") == [text]
-    assert read_all(path, "lines") == [" first", "\ufeffsecond\x00\u2028", ""]
+    assert read_texts(path, "text") == [text]
+    assert read_texts(path, "lines") == [" first", "\ufeffsecond\x00\u2028", ""]
 
 
-def test_zstd_lines_survive_any_block_border(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zstd_lines_do_not_depend_on_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("data_prep.file_type._BLOCK_BYTES", 5)
     path = tmp_path / "a.jsonl.zst"
     content = "".join(f'{{"text": "é{i}"}}\n' for i in range(300)).encode()
     path.write_bytes(
         zstandard.compress(content[:1000]) + zstandard.compress(b"") + zstandard.compress(content[1000:-1])
     )
-    assert read_all(path, "zstd") == [f"é{i}" for i in range(300)]
+    assert read_texts(path, "zstd") == [f"é{i}" for i in range(300)]
 
 
 @pytest.mark.parametrize("ending", [".jsonl.gz", ".jsonl.zst", ".parquet"])
-@pytest.mark.parametrize("damage", ["cut", "flip", "other"])
-def test_broken_archive_is_an_error_that_names_it(tmp_path: Path, ending: str, damage: str) -> None:
+@pytest.mark.parametrize("damage", ["truncated", "overwritten", "replaced"])
+def test_a_damaged_compressed_file_is_named(tmp_path: Path, ending: str, damage: str) -> None:
     path = tmp_path / f"a{ending}"
     content = b"".join(b'{"text": "%d"}\n' % (i * i) for i in range(5000))
     if ending == ".parquet":
@@ -192,17 +200,24 @@ def test_broken_archive_is_an_error_that_names_it(tmp_path: Path, ending: str, d
         path.write_bytes(gzip.compress(content))
     else:
         path.write_bytes(zstandard.ZstdCompressor(write_checksum=True).compress(content))
-    whole = path.read_bytes()
-    middle = len(whole) // 3
-    path.write_bytes(
-        {"cut": whole[:-20], "flip": whole[:middle] + b"\0\1\2" * 9 + whole[middle + 27 :], "other": b"x"}[damage]
-    )
-    with pytest.raises(UserError, match=rf"cannot read {path}: \w"):
+    intact = path.read_bytes()
+    middle = len(intact) // 3
+    damaged = {
+        "truncated": intact[:-20],
+        "overwritten": intact[:middle] + b"\0\1\2" * 9 + intact[middle + 27 :],
+        "replaced": b"x",
+    }
+    path.write_bytes(damaged[damage])
+    with raises_error("data.damaged_file", path):
         end = len(read_row_group_sizes(str(path), "text")) if ending == ".parquet" else path.stat().st_size
-        list(read_documents(listed(path, {".gz": "gzip", ".zst": "zstd"}.get(path.suffix, "parquet")), 0, end, "text"))
+        list(
+            read_documents(
+                make_input(path, {".gz": "gzip", ".zst": "zstd"}.get(path.suffix, "parquet")), 0, end, "text"
+            )
+        )
 
 
-def test_parquet_without_a_text_column_is_an_error(tmp_path: Path) -> None:
+def test_parquet_without_a_text_column_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"id": [1], "body": ["x"]}), path)
     with raises_error("data.no_column", path, "'text'", "data.text_field", "id, body"):
@@ -211,13 +226,13 @@ def test_parquet_without_a_text_column_is_an_error(tmp_path: Path) -> None:
         read_row_group_sizes(str(path), "id")
 
 
-def sample_of(data: DataConfig, limit: int) -> list[str]:
-    """A sample of everything."""
+def sample_texts(data: DataConfig, limit: int) -> list[str]:
+    """Return a sample of the texts of all inputs of a config."""
     inputs = find_inputs(data)
     return take_sample(data, inputs, measure_inputs(inputs, "text"), limit)
 
 
-def test_sample_is_spread_over_the_source_and_leaves_out_what_is_held_out(tmp_path: Path) -> None:
+def test_the_sample_is_spread_over_the_source_without_held_out_documents(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("".join(f"line {i:05d}\n" for i in range(10_000)))
     data = DataConfig(source=str(path), text_documents="line", held_out=0.0, tokenizer=TokenizerConfig(vocab_size=300))
@@ -231,61 +246,61 @@ def test_sample_is_spread_over_the_source_and_leaves_out_what_is_held_out(tmp_pa
     assert everything == [f"line {i:05d}" for i in range(10_000)]
     half = take_sample(data.model_copy(update={"held_out": 0.5}), inputs, weights, 200_000)
     assert 4_700 < len(half) < 5_300
-    archive = tmp_path / "b.jsonl.gz"  # one place only: it gives the whole sample
+    archive = tmp_path / "b.jsonl.gz"  # a compressed file is one range, which yields the whole sample
     archive.write_bytes(gzip.compress(b'{"text": "abcdefghij"}\n' * 10_000))
     one = data.model_copy(update={"source": str(archive)})
-    assert sum(map(len, sample_of(one, 1_003))) == 1_003
-    hollow = tmp_path / "c.jsonl"  # its first half is nearly all wrapping: the second half makes up for it
+    assert sum(map(len, sample_texts(one, 1_003))) == 1_003
+    hollow = tmp_path / "c.jsonl"  # the first half has little text: the second half compensates for it
     lines = [f'{{"padding": "{"-" * 80}", "text": "x"}}\n'] * 1000 + [f'{{"text": "{"y" * 90}"}}\n'] * 1000
     hollow.write_text("".join(lines))
     uneven = data.model_copy(update={"source": str(hollow)})
-    assert 49_000 < sum(map(len, sample_of(uneven, 50_000))) <= 50_000
+    assert 49_000 < sum(map(len, sample_texts(uneven, 50_000))) <= 50_000
 
 
-def test_a_filter_that_takes_little_costs_no_reading_of_everything(tmp_path: Path) -> None:
+def test_sampling_with_a_filter_that_excludes_nearly_everything_stops_early(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("".join(f'{{"text": "line {i:05d}"}}\n' for i in range(20_000)))
     inputs = find_inputs(data := DataConfig(source=str(path), held_out=0.0))
-    asked: list[str] = []
+    filtered: list[str] = []
 
-    def sample_by(wanted: set[str]) -> list[str]:
-        asked.clear()
+    def sample_with_filter(kept: set[str]) -> list[str]:
+        filtered.clear()
 
         def keep(document: Mapping[str, str]) -> bool:
-            asked.append(document["text"])
-            return document["text"] in wanted
+            filtered.append(document["text"])
+            return document["text"] in kept
 
-        return take_sample(data, inputs, measure_inputs(inputs, "text"), 3072, keep=keep)
+        return take_sample(data, inputs, measure_inputs(inputs, "text"), 3072, document_filter=keep)
 
-    assert sample_by({"line 00300"}) == ["line 00300"] and len(asked) < 10_000
-    assert sample_by({"line 19990"}) == ["line 19990"]  # where nothing was found yet, it goes on
-    assert sample_by(set()) == [] and len(asked) == 20_000
+    assert sample_with_filter({"line 00300"}) == ["line 00300"]
+    assert len(filtered) < 10_000
+    assert sample_with_filter({"line 19990"}) == ["line 19990"], "it continues until it has found one document"
+    assert sample_with_filter(set()) == []
+    assert len(filtered) == 20_000
 
 
-def test_a_dataset_dict_is_refused_with_its_parts(tmp_path: Path) -> None:
-    for part in ("train", "test"):
-        (tmp_path / "set" / part).mkdir(parents=True)
-        (tmp_path / "set" / part / "data-0.arrow").write_bytes(b"x")
+def test_a_dataset_dict_is_refused_and_its_splits_are_named(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        (tmp_path / "set" / split).mkdir(parents=True)
+        (tmp_path / "set" / split / "data-0.arrow").write_bytes(b"x")
     (tmp_path / "set/dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    wanted = rf"{tmp_path}/set holds a DatasetDict .*: name one: {tmp_path}/set/test, {tmp_path}/set/train"
-    with pytest.raises(UserError, match=wanted):
+    splits = f"{tmp_path}/set/test, {tmp_path}/set/train"
+    with raises_error("data.ambiguous_dataset", splits):
         find_inputs(DataConfig(source=str(tmp_path / "set")))
-    with pytest.raises(UserError, match=wanted):
+    with raises_error("data.ambiguous_dataset", splits):
         list_files(str(tmp_path), (".arrow",))
-    assert [one.path for one in find_inputs(DataConfig(source=str(tmp_path / "set/train")))] == [
-        str(tmp_path / "set/train/data-0.arrow")
-    ]
+    assert list_paths(tmp_path / "set/train") == [str(tmp_path / "set/train/data-0.arrow")]
 
 
-def test_what_links_lead_to_again_counts_once(tmp_path: Path) -> None:
+def test_folders_that_links_reach_again_are_listed_once(tmp_path: Path) -> None:
     (tmp_path / "in/s/deep").mkdir(parents=True)
     (tmp_path / "out").mkdir()
     for name in ("in/s/a.txt", "in/s/deep/b.txt", "out/c.txt"):
         (tmp_path / name).write_text("text")
     for name, to in {"a": "s", "latest": "s", "loop": ".", "s/deep/up": "../..", "x": "../out", "y": "../out"}.items():
         (tmp_path / "in" / name).symlink_to(to)
-    wanted = [f"{tmp_path}/in/{name}" for name in ("s/a.txt", "s/deep/b.txt", "x/c.txt")]
-    assert [one.path for one in find_inputs(DataConfig(source=f"{tmp_path}/in"))] == wanted
+    expected = [f"{tmp_path}/in/{name}" for name in ("s/a.txt", "s/deep/b.txt", "x/c.txt")]
+    assert list_paths(tmp_path / "in") == expected
 
 
 def test_a_folder_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +314,7 @@ def test_a_folder_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: py
         return real(path)
 
     monkeypatch.setattr(os, "scandir", scandir)
-    with pytest.raises(UserError, match=rf"cannot read {tmp_path}/closed: Input/output error"):
+    with raises_error("data.unreadable_file", tmp_path / "closed", "Input/output error"):
         find_inputs(DataConfig(source=str(tmp_path)))
 
 
@@ -307,21 +322,20 @@ def test_a_folder_is_listed_without_opening_its_files(tmp_path: Path, monkeypatc
     for name in ("b/.hidden/no.txt", "b/two.txt", "a.txt", "c/one.txt", "c/no.md", ".no.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x")
-    touched: list[str] = []
+    opened: list[str] = []
     for module, name in ((os, "scandir"), (os, "open"), (builtins, "open")):
         real = getattr(module, name)
 
-        def noted(path: Any, *more: Any, real: Any = real, **how: Any) -> Any:
-            touched.append(str(path))
-            return real(path, *more, **how)
+        def record_path(path: Any, *more: Any, real: Any = real, **options: Any) -> Any:
+            opened.append(str(path))
+            return real(path, *more, **options)
 
-        monkeypatch.setattr(module, name, noted)
-    found = find_inputs(DataConfig(source=str(tmp_path)))
-    assert [os.path.relpath(one.path, tmp_path) for one in found] == ["a.txt", "b/two.txt", "c/one.txt"]
-    assert sorted(touched) == [str(tmp_path), *(f"{tmp_path}/{name}" for name in "bc")]
+        monkeypatch.setattr(module, name, record_path)
+    assert [os.path.relpath(path, tmp_path) for path in list_paths(tmp_path)] == ["a.txt", "b/two.txt", "c/one.txt"]
+    assert sorted(opened) == [str(tmp_path), *(f"{tmp_path}/{name}" for name in "bc")]
 
 
-def test_a_sample_of_a_tar_is_one_document(tmp_path: Path) -> None:
+def test_a_tar_sample_with_text_and_metadata_is_one_document(tmp_path: Path) -> None:
     members = {
         "a/1.json": b'{"text": "no", "id": 1}', "a/1.txt": b"yes", "a/2.json": b'{"text": "alone"}',
         "a/3.txt": b"first", "a/3.meta.json": b"{}", "b/3.txt": b"of another folder",
@@ -331,13 +345,13 @@ def test_a_sample_of_a_tar_is_one_document(tmp_path: Path) -> None:
             member = tarfile.TarInfo(name)
             member.size = len(content)
             tar.addfile(member, io.BytesIO(content))
-    documents = list(read_documents(listed(tmp_path / "a.tar", "tar"), 0, 1, "text"))
+    documents = list(read_documents(make_input(tmp_path / "a.tar", "tar"), 0, 1, "text"))
     assert [one.text for one in documents] == ["yes", "alone", "first", "of another folder"]
     assert [one.line for one in documents] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(
-    ("state", "taken"),
+    ("state", "used"),
     [
         ('{"_data_files": [{"filename": "data-0.arrow"}], "_fingerprint": "a"}', ["data-0.arrow"]),
         (None, ["data-0.arrow", "tmp.arrow"]),
@@ -345,43 +359,43 @@ def test_a_sample_of_a_tar_is_one_document(tmp_path: Path) -> None:
         ("{", ["data-0.arrow", "tmp.arrow"]),
     ],
 )
-def test_what_map_and_filter_leave_beside_a_dataset_is_left_out(
-    state: str | None, taken: list[str], tmp_path: Path
+def test_cached_copies_beside_a_hugging_face_dataset_are_ignored(
+    state: str | None, used: list[str], tmp_path: Path
 ) -> None:
     for name in ("data-0.arrow", "cache-1f3a.arrow", "cache-1f3a_00001_of_00002.arrow", "tmp.arrow"):
         (tmp_path / name).write_bytes(b"x")
     if state is not None:
         (tmp_path / "state.json").write_text(state)
-    wanted = [str(tmp_path / name) for name in taken]
-    assert [one.path for one in find_inputs(DataConfig(source=str(tmp_path)))] == wanted
-    assert sorted(list_files(str(tmp_path), (".arrow",))) == wanted
+    expected = [str(tmp_path / name) for name in used]
+    assert list_paths(tmp_path) == expected
+    assert sorted(list_files(str(tmp_path), (".arrow",))) == expected
 
 
 @pytest.mark.parametrize("name", ['"data-1.arrow"', "null", "[1]", '"../data-0.arrow"'])
-def test_a_dataset_that_lacks_a_file_of_its_own_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_dataset_without_one_of_its_listed_files_is_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "data-0.arrow").write_bytes(b"x")
     (tmp_path / "state.json").write_text(f'{{"_data_files": [{{"filename": "data-0.arrow"}}, {{"filename": {name}}}]}}')
-    with pytest.raises(UserError, match=r"state\.json names .*, which is not in its folder: put it there"):
+    with raises_error("data.missing_file", tmp_path / "state.json"):
         list_files(str(tmp_path), (".arrow",))
 
 
-def test_a_text_that_is_too_long_for_one_document_is_refused_by_its_size(tmp_path: Path) -> None:
+def test_a_text_file_larger_than_a_document_is_refused(tmp_path: Path) -> None:
     for path, size in ((tmp_path / "long.txt", (1 << 26) + 1), (tmp_path / "right.txt", 1 << 26)):
         path.touch()
         os.truncate(path, size)
-    words = r"long\.txt has 67,108,865 bytes .* set data\.text_documents: line"
-    with pytest.raises(UserError, match=words):
+    with raises_error("data.too_large", tmp_path / "long.txt", "67,108,865 bytes", "data.text_documents: line"):
         find_inputs(DataConfig(source=str(tmp_path / "*.txt")))
     assert len(find_inputs(DataConfig(source=str(tmp_path / "*.txt"), text_documents="line"))) == 2
     assert len(find_inputs(DataConfig(source=str(tmp_path / "right.txt")))) == 1
 
 
-def test_batches_for_the_tokenizer_do_not_grow_with_cores_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_of_tokenizer_batches_is_limited_on_many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     documents = [Document(1, "x" * 40_000)] * 300
     sizes = {}
     for cores in (1, 16, 128):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: range(cores))
-        made = list(make_batches(iter(documents)))
-        assert [one for batch in made for one in batch] == documents
-        sizes[cores] = max(sum(len(one.text) for one in batch) for batch in made)
-    assert sizes[1] < (1 << 18) + 40_000 and sizes[16] == sizes[128] < (1 << 22) + 40_000
+        batches = list(make_batches(iter(documents)))
+        assert [one for batch in batches for one in batch] == documents
+        sizes[cores] = max(sum(len(one.text) for one in batch) for batch in batches)
+    assert sizes[1] < (1 << 18) + 40_000
+    assert sizes[16] == sizes[128] < (1 << 22) + 40_000

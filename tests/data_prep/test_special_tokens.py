@@ -17,7 +17,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import write_json
 from pipeline.config.datasets import DataConfig, TokenizerConfig
 from pipeline.data.special_tokens import encode_prompt, get_added_tokens, load_tokenizer
-from tests.data_prep.test_records import documents_in, words
+from tests.data_prep.test_records import read_shard_documents, sample_words
 from tests.data_prep.test_shards import run_tasks
 from tests.support.tokenizers import (
     add_post_processor,
@@ -78,7 +78,7 @@ def test_true_needs_a_tokenizer_that_adds_some(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["llama 3", "bert", "one for both"])
 def test_a_prompt_begins_once_and_an_answer_ends_once(tmp_path: Path, kind: str) -> None:
     draw = random.Random(1)
-    lines = [{"prompt": words(draw, 9) + "\n", "response": words(draw, 20)} for _ in range(40)]
+    lines = [{"prompt": sample_words(draw, 9) + "\n", "response": sample_words(draw, 20)} for _ in range(40)]
     lines.append({"prompt": "", "response": "nothing was asked"})
     file = saved(tmp_path / "tokenizer", kind)
     data = config(write_records(tmp_path / "a.jsonl", lines), file, records="prompts")
@@ -94,18 +94,21 @@ def test_a_prompt_begins_once_and_an_answer_ends_once(tmp_path: Path, kind: str)
         learned = [last > prompt for _, last in made.offset_mapping]
         learned[len(learned) - len(behind) :] = [True] * len(behind)
         expected.append(([*made.input_ids, *end], [*learned, *[True] * len(end)]))
-    assert sorted(documents_in(tmp_path / "data", manifest)) == sorted(expected)
+    assert sorted(read_shard_documents(tmp_path / "data", manifest)) == sorted(expected)
 
 
 def test_a_chat_template_writes_its_own(tmp_path: Path) -> None:
     draw = random.Random(2)
-    lines = [[{"role": "user", "content": words(draw, 9)}, {"role": "assistant", "content": "four"}] for _ in range(40)]
+    lines = [
+        [{"role": "user", "content": sample_words(draw, 9)}, {"role": "assistant", "content": "four"}]
+        for _ in range(40)
+    ]
     source = write_records(tmp_path / "a.jsonl", [{"messages": messages} for messages in lines])
     file = saved(tmp_path / "tokenizer", "llama 3", template=CHAT, bos_token="<s>", eos_token=END)
     manifest = run_tasks(config(source, file, records="messages"), tmp_path / "data")
     theirs = PreTrainedTokenizerFast.from_pretrained(file.parent)
     expected = [theirs.apply_chat_template(messages, tokenize=True, return_dict=True).input_ids for messages in lines]
-    found = [ids for ids, _ in documents_in(tmp_path / "data", manifest)]
+    found = [ids for ids, _ in read_shard_documents(tmp_path / "data", manifest)]
     assert sorted(found) == sorted(expected) and all(ids.count(BOS) == 1 for ids in found)
     assert manifest.bos_ids == (BOS,)
 

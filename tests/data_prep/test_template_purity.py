@@ -1,4 +1,4 @@
-"""Chat templates: the same text for the same dialogue, whenever and wherever, and bounds on what one may take."""
+"""Chat templates render a dialogue to the same text in every process, within limits of time and memory."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from data_prep.documents import RejectedError
-from data_prep.records import Dialogues, build_chat_json
-from pipeline.base.errors import UserError
+from data_prep.records import DialogueReader, build_chat_json
 from pipeline.data import chat_template
 from pipeline.data.chat_template import ChatTemplate, ChatTemplateError, UnusableTemplateError
 from pipeline.data.chat_template_worker import MOST_CHARACTERS
 from pipeline.run.worker import WorkerPool
-from tests.data_prep.test_records import CHATML, PLAIN, config, folder_of, write_lines
+from tests.data_prep.test_records import CHATML, PLAIN, config, save_tokenizer_with_template, write_lines
 from tests.data_prep.test_shards import run_tasks
+from tests.support.errors import raises_error
 
 MESSAGES = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}]
 CHANGING = [
@@ -57,24 +57,26 @@ CHANGING = [
 
 
 @pytest.mark.parametrize("source", CHANGING)
-def test_what_changes_from_one_call_to_the_next_is_refused_before_the_run(tmp_path: Path, source: str) -> None:
+def test_a_template_whose_text_changes_between_calls_is_refused(tmp_path: Path, source: str) -> None:
     with pytest.raises(UnusableTemplateError):
         ChatTemplate(source, {}).render(MESSAGES)
-    tokenizer = folder_of(tmp_path / "tokenizer", source)
-    with pytest.raises(UserError, match=r"tokenizer_config\.json: no chat template that can be used: "):
+    tokenizer = save_tokenizer_with_template(tmp_path / "tokenizer", source)
+    with raises_error("data.invalid_chat_template", tokenizer.with_name("tokenizer_config.json")):
         build_chat_json(tokenizer, "<|im_end|>")
-    with pytest.raises(UserError, match=r"the chat template cannot be used"):  # also one that an older prepare took
-        Dialogues({"template": source, "tokens": {}, "special": []}).read({"messages": MESSAGES})
+    with raises_error("data.invalid_chat_template", "data.records"):  # an older version may have prepared the data
+        DialogueReader({"template": source, "tokens": {}, "special": []}).read_dialogue({"messages": MESSAGES})
 
 
-def test_the_function_and_the_way_out_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"calls strftime_now.*data\.chat_template"):
-        build_chat_json(folder_of(tmp_path / "a", "{{ strftime_now('%Y') }}"), "<|im_end|>")
-    with pytest.raises(UserError, match=r"line 2 .* filter random.*data\.chat_template"):
-        build_chat_json(folder_of(tmp_path / "b", "\n{{ [1] | random }}"), "<|im_end|>")
+def test_the_error_of_a_template_names_the_function_or_filter(tmp_path: Path) -> None:
+    calls_function = save_tokenizer_with_template(tmp_path / "a", "{{ strftime_now('%Y') }}")
+    with raises_error("data.invalid_chat_template", "strftime_now", "data.chat_template"):
+        build_chat_json(calls_function, "<|im_end|>")
+    uses_filter = save_tokenizer_with_template(tmp_path / "b", "\n{{ [1] | random }}")
+    with raises_error("data.invalid_chat_template", "line 2", "random", "data.chat_template"):
+        build_chat_json(uses_filter, "<|im_end|>")
     source = write_lines(tmp_path / "a.jsonl", [{"messages": MESSAGES}] * 50)
-    tokenizer = folder_of(tmp_path / "c", "{{ messages[0].content }}{{ ['a', 'b'] | random }}")
-    with pytest.raises(UserError, match="filter random"):
+    tokenizer = save_tokenizer_with_template(tmp_path / "c", "{{ messages[0].content }}{{ ['a', 'b'] | random }}")
+    with raises_error("data.invalid_chat_template", "random"):
         run_tasks(config(source, "messages", tokenizer), tmp_path / "data")
     assert not (tmp_path / "data/manifest.json").exists()
 
@@ -101,33 +103,35 @@ STABLE = {
 
 
 @pytest.mark.parametrize("source", STABLE)
-def test_all_else_is_written_as_in_transformers(tmp_path: Path, source: str) -> None:
+def test_other_templates_render_as_in_transformers(tmp_path: Path, source: str) -> None:
     assert ChatTemplate(source, {}).render(MESSAGES) == STABLE[source]
     if "strftime_now" not in source:
-        theirs = PreTrainedTokenizerFast(tokenizer_file=str(folder_of(tmp_path / "tokenizer")))
+        theirs = PreTrainedTokenizerFast(tokenizer_file=str(save_tokenizer_with_template(tmp_path / "tokenizer")))
         assert theirs.apply_chat_template(MESSAGES, chat_template=source, tokenize=False) == STABLE[source]
 
 
-def test_what_is_refused_for_one_dialogue_is_refused_in_the_same_words_by_another_process() -> None:
+def test_the_reason_to_reject_a_dialogue_is_the_same_in_every_process() -> None:
     program = (
         "from pipeline.data.chat_template import ChatTemplate, ChatTemplateError\n"
         "for source in ('{{ messages | map(1) | list }}', '{{ messages[0].x.y }}', '{{ range + 1 }}'):\n"
         "    try: ChatTemplate(source, {}).render([{'role': 'user', 'content': 'x'}])\n"
         "    except ChatTemplateError as error: print(type(error).__name__, error)\n"
     )
-    told = set()
+    outputs = set()
     for seed in ("1", "2"):
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", program], capture_output=True, text=True, timeout=60,
             env={**os.environ, "PYTHONHASHSEED": seed},
         )  # fmt: skip
-        assert done.returncode == 0 and done.stdout.count("ChatTemplateError") == 3, done.stderr
-        told.add(done.stdout)
-    assert len(told) == 1 and "0x" not in told.pop()
+        assert process.returncode == 0, process.stderr
+        assert process.stdout.count("ChatTemplateError") == 3, process.stderr
+        outputs.add(process.stdout)
+    assert len(outputs) == 1
+    assert "0x" not in outputs.pop(), "no address in memory"
 
 
 @pytest.mark.parametrize(
-    ("source", "words"),
+    ("source", "exceeded"),
     [
         ("{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}{% endfor %}"
          "{% endfor %}", "1 s of processor time"),
@@ -142,22 +146,23 @@ def test_what_is_refused_for_one_dialogue_is_refused_in_the_same_words_by_anothe
         ("{{ ('x' * 999999).replace('', 'x' * 999999) | length }}", "memory"),
     ],
 )  # fmt: skip
-def test_time_and_memory_have_bounds(monkeypatch: pytest.MonkeyPatch, source: str, words: str) -> None:
-    """To exceed them ends the stage: they must not decide which dialogues are taken."""
+def test_time_and_memory_of_a_template_are_limited(monkeypatch: pytest.MonkeyPatch, source: str, exceeded: str) -> None:
+    """Exceeding a limit ends the stage, because limits must not decide which dialogues are used."""
     renderer = WorkerPool("pipeline.data.chat_template_worker", 1, chat_template._MEMORY)
     monkeypatch.setattr(chat_template, "_RENDERER", renderer)
-    with pytest.raises(UnusableTemplateError, match=words):
+    with pytest.raises(UnusableTemplateError, match=exceeded):
         ChatTemplate(source, {}).render(MESSAGES)
-    assert ChatTemplate("{{ messages[0].content }}", {}).render(MESSAGES) == "Why?"  # by another worker
+    text = ChatTemplate("{{ messages[0].content }}", {}).render(MESSAGES)
+    assert text == "Why?", "a new worker renders the next dialogue"
     renderer.close()
 
 
-def test_a_text_that_is_too_long_is_an_error_of_its_dialogue() -> None:
-    dialogues = Dialogues({"template": CHATML, "tokens": {}, "special": []})
-    room = MOST_CHARACTERS - len(dialogues.read({"messages": MESSAGES})[0]) - 100
-    assert len(dialogues.read({"messages": [*MESSAGES, {"role": "user", "content": "x" * room}]})[0]) > room
+def test_a_dialogue_whose_text_is_too_long_is_rejected() -> None:
+    dialogues = DialogueReader({"template": CHATML, "tokens": {}, "special": []})
+    room = MOST_CHARACTERS - len(dialogues.read_dialogue({"messages": MESSAGES})[0]) - 100
+    assert len(dialogues.read_dialogue({"messages": [*MESSAGES, {"role": "user", "content": "x" * room}]})[0]) > room
     with pytest.raises(RejectedError, match=f"more than {MOST_CHARACTERS:,} characters"):
-        dialogues.read({"messages": [*MESSAGES, {"role": "user", "content": "x" * (room + 200)}]})
+        dialogues.read_dialogue({"messages": [*MESSAGES, {"role": "user", "content": "x" * (room + 200)}]})
     with pytest.raises(ChatTemplateError, match="more than"):
         ChatTemplate("{% for i in range(9999) %}{{ messages[0].content }}{% endfor %}", {}).render(
             [{"role": "user", "content": "x" * 9999}]
@@ -165,16 +170,21 @@ def test_a_text_that_is_too_long_is_an_error_of_its_dialogue() -> None:
 
 
 @pytest.mark.parametrize("at_once", [1, 1 << 20])
-def test_a_dialogue_of_many_answers_is_read_in_parts(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+def test_dialogues_do_not_depend_on_how_many_answers_are_rendered_at_once(
+    monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
     monkeypatch.setattr(chat_template, "_CHARACTERS_AT_ONCE", at_once)
     messages = [{"role": one["role"], "content": f"{one['content']} {n}"} for n in range(20) for one in MESSAGES]
-    marked, plain = (Dialogues({"template": text, "tokens": {}, "special": []}) for text in (CHATML, PLAIN))
-    (text, learned), (same, learned_of_plain) = (one.read({"messages": messages}) for one in (marked, plain))
-    assert text == same and len(learned) == 20
-    assert [(start, end + 1) for start, end in learned] == list(learned_of_plain)  # with the line's end
+    marked = DialogueReader({"template": CHATML, "tokens": {}, "special": []})
+    plain = DialogueReader({"template": PLAIN, "tokens": {}, "special": []})
+    text, learned = marked.read_dialogue({"messages": messages})
+    plain_text, plain_learned = plain.read_dialogue({"messages": messages})
+    assert text == plain_text
+    assert len(learned) == 20
+    assert [(start, end + 1) for start, end in learned] == list(plain_learned), "without marks, line ends are learned"
 
 
-def test_half_a_character_is_an_error_of_its_dialogue() -> None:
+def test_a_dialogue_with_a_lone_surrogate_is_rejected() -> None:
     assert json.loads('"\\ud83d\\ude00"') == "😀"
     with pytest.raises(ChatTemplateError, match="surrogate"):
         ChatTemplate("{{ '\ud83d' }}", {}).render(MESSAGES)
