@@ -14,19 +14,18 @@ from events.jsonl (event `ready`, field `startup_s`).
 from __future__ import annotations
 
 import argparse
-import datetime
 import random
 import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 from benchmarks.table import write_table
 from pipeline.base.dist_env import RankInfo
 from pipeline.base.files import read_jsonl
 from pipeline.run.directory import Run
+from pipeline.run.events import Ready, Requeued, Restored, Started
 from tests.chaos import faults
 from tests.chaos.driver import ChaosRun, mount_small_disk
 from tests.cluster import Cluster, Options
@@ -119,27 +118,24 @@ def write_agreement_table(steps: int) -> None:
 def read_restarts(run: Run) -> list[dict[str, float]]:
     """Return the seconds of each part of each start after a requeue, in order."""
 
-    def timestamp(event: dict[str, Any]) -> float:
-        return datetime.datetime.fromisoformat(event["time"]).timestamp()
-
-    names = ["requeued", "started", "restored", "ready"]
-    events = [event for event in run.read_events("train") if event["event"] in names]
+    events = run.read_events("train", Requeued, Started, Restored, Ready)
     lines = {line["step"]: line for line in read_jsonl(run.metrics_file)}
     restarts = []
     for requeued, started, restored, ready in zip(events, events[1:], events[2:], events[3:], strict=False):
-        if [event["event"] for event in (requeued, started, restored, ready)] != names:
+        is_restart = isinstance(requeued, Requeued) and isinstance(started, Started)
+        if not (is_restart and isinstance(restored, Restored) and isinstance(ready, Ready)):
             continue
-        startup_s = dict(ready["startup_s"])
-        load_s = restored["seconds"]
+        startup_s = dict(ready.startup_s or {})
+        load_s = restored.seconds or 0.0
         restarts.append({
-            "Slurm: requeue delay and queue": timestamp(started) - timestamp(requeued),
-            "srun and start of Python": timestamp(ready) - timestamp(started) - sum(startup_s.values()),
+            "Slurm: requeue delay and queue": started.timestamp - requeued.timestamp,
+            "srun and start of Python": ready.timestamp - started.timestamp - sum(startup_s.values()),
             "imports": startup_s["imports"],
             "rendezvous": startup_s["rendezvous"],
             "node check": startup_s.get("preflight", 0.0),
             "model, data, groups": startup_s["build_and_load"] - load_s,
             "loading the checkpoint": load_s,
-            "first step": lines[ready["step"] + 1]["step_time_s"],
+            "first step": lines[ready.step + 1]["step_time_s"],
         })  # fmt: skip
     return restarts
 

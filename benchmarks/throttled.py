@@ -29,6 +29,7 @@ from benchmarks.table import write_table
 from pipeline.base.files import read_jsonl
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
+from pipeline.run.events import LocalCopy
 from pipeline.run.stages import load_stage_module
 from tests.support.ranks import make_rank_info
 from tests.support.slow_mount import SlowMount, find_slow_mount_problem, slow_mount
@@ -73,10 +74,10 @@ def steps_of(run: Run) -> list[dict[str, float]]:
 
 def copied(run: Run) -> bool:
     """Whether the node's copies are whole. Raises RuntimeError where there will be none."""
-    told = run.read_events("train", "local_copy")
-    if told and "error" in told[0]:
-        raise RuntimeError(told[0]["error"])
-    return bool(told)
+    reports = run.read_events("train", LocalCopy)
+    if reports and reports[0].error is not None:
+        raise RuntimeError(reports[0].error)
+    return bool(reports)
 
 
 def waited(mount: SlowMount, run: Run, rate: int, log: Path) -> tuple[list[dict[str, float]], int, int]:

@@ -22,6 +22,7 @@ from pipeline.config.sections import Config
 from pipeline.run import stages
 from pipeline.run.changes import changeable_keys, describe_changes
 from pipeline.run.directory import Run
+from pipeline.run.events import CodeUpdated
 from pipeline.run.points import create_points, list_points
 from slurm.query.capacity import check_limits
 from slurm.query.job_states import require_response
@@ -64,7 +65,7 @@ def resume(
         reset_for_resume(opened, asked_anew=replaces_jobs)
         if update_code:
             opened.copy_code()
-            opened.event("code_updated", commit=opened.commit)
+            opened.append_event(CodeUpdated(commit=opened.commit))
     start_run(opened, chosen, is_resumed=True)
 
 

@@ -33,11 +33,10 @@ from pipeline.base.command import format_command
 from pipeline.base.console import PlainConsole, supports_live_output
 from pipeline.base.errors import UserError, find_storage_error
 from pipeline.base.files import read_last_object
-from pipeline.run import lines
 from pipeline.run.directory import Run
-from pipeline.run.history import LineHistory
-from pipeline.run.ledger import event_timestamp
+from pipeline.run.lines import LineHistory
 from pipeline.run.machines import SENSORS, get_sensor_values, is_telemetry_line
+from pipeline.run.metrics import is_step_line
 from pipeline.run.points import list_points
 from slurm.query.run_jobs import SubmittedJob, find_run_jobs, uses_slurm
 from slurm.query.status import (
@@ -206,7 +205,7 @@ def watch(run: Run, console: Console) -> None:
     """Show a run until it is done or none of its stages is active any more; q and Ctrl-C only stop watching."""
     poller = StatusPoller(run)
     is_live = supports_live_output(console)
-    history = LineHistory(run.metrics_file, lines.is_step_line)
+    history = LineHistory(run.metrics_file, is_step_line)
     idle_polls = 0
     shown: list[tuple[str, str, str]] = []
     render: Callable[[int], Group] | None = None
@@ -270,9 +269,10 @@ def _describe_progress(run: Run, history: LineHistory, width: int) -> Iterator[s
         yield f"speed  {rates[-1]:,.0f} {unit}/s, {ratio}"
     yield from _describe_hosts(run)
     for event in run.read_events()[-3:]:
-        facts = [f"{key} {event[key]}" for key in ("step", "cause", "message") if event.get(key) is not None]
-        at = datetime.fromtimestamp(event_timestamp(event)).strftime("%H:%M:%S")
-        yield f"{at}  {event.get('stage') or '':9} {event['event']}  {', '.join(facts)}".split("\n")[0]
+        line = event.to_line()
+        facts = [f"{key} {line[key]}" for key in ("step", "cause", "message") if line.get(key) is not None]
+        at = datetime.fromtimestamp(event.timestamp).strftime("%H:%M:%S")
+        yield f"{at}  {event.stage or '':9} {event.name}  {', '.join(facts)}".split("\n")[0]
     yield "q: stop watching"
 
 

@@ -29,6 +29,7 @@ from pipeline.config.read import load_config
 from pipeline.config.stages import STAGES
 from pipeline.run import stages
 from pipeline.run.directory import Run
+from pipeline.run.events import Done, EndEvent, Failed, Started, Stopped
 from pipeline.run.failure import abort_peers, explain_error, write_error_report
 
 CREATE_TIMEOUT_S = 120
@@ -60,21 +61,24 @@ def main(arguments: list[str]) -> int:
                     "run.stage_running",
                     f"{options.stage} of {run.name} is already running ({run.lock_holder(options.stage)})",
                 )
-            _write_event(
-                run,
-                options.stage,
-                rank_info,
-                "started",
-                ranks=rank_info.world_size,
-                host=os.uname().nodename,
-                pid=os.getpid(),
+            run.append_event(
+                Started(
+                    stage=options.stage,
+                    job_id=_get_job_id(rank_info),
+                    attempt=run.count_attempts(options.stage) + 1,
+                    ranks=rank_info.world_size,
+                    host=os.uname().nodename,
+                    pid=os.getpid(),
+                    slurm_job=rank_info.job_id,
+                    restarts=rank_info.restart_count,
+                )
             )
         writes_events = not is_supervised
         stage_options = {"step": options.step} if options.step else {}
         code = stages.load_stage_module(options.stage).run_stage(run, rank_info, stage_options, flag)
         if writes_events and rank_info.rank == 0:
-            event = "done" if code == ExitCode.DONE else "stopped"
-            _write_end_event(run, options.stage, rank_info, event, code, start_time)
+            event_class = Done if code == ExitCode.DONE else Stopped
+            _write_end_event(run, options.stage, rank_info, event_class, code, start_time)
         return code
     except BaseException as error:
         if run is None and isinstance(error, SystemExit):  # argparse has printed the usage
@@ -84,12 +88,12 @@ def main(arguments: list[str]) -> int:
             write_error_report(run, options.stage, rank_info, code, message, getattr(error, "host", None))
             if writes_events:
                 # the rank that failed writes the event; rank 0 writes it if that rank could not
-                last_events = [event["event"] for event in run.read_events(options.stage)][-1:]
-                is_written = rank_info.rank > 0 or last_events == ["failed"]
+                events = run.read_events(options.stage)
+                is_written = rank_info.rank > 0 or (bool(events) and isinstance(events[-1], Failed))
                 if code != ExitCode.PEER_LOST or not is_written:
                     facts = {"rank": rank_info.rank, "host": os.uname().nodename, "message": message}
                     cause = code.name.lower()
-                    _write_end_event(run, options.stage, rank_info, "failed", code, start_time, cause=cause, **facts)
+                    _write_end_event(run, options.stage, rank_info, Failed, code, start_time, cause=cause, **facts)
         if is_supervised or rank_info is None or rank_info.world_size == 1:
             print(message, file=sys.stderr, flush=True)
         else:
@@ -97,26 +101,43 @@ def main(arguments: list[str]) -> int:
         return code
 
 
-def _write_event(run: Run, stage: str, rank_info: RankInfo, event: str, **facts: Any) -> None:
-    """Write an event that the supervisor would write, for ranks that were started without one."""
-    run.event(
-        event,
-        stage,
-        job_id=rank_info.submitted_as or str(os.getpid()),
-        attempt=run.count_attempts(stage) + (event == "started"),
-        task=None,
-        slurm_job=rank_info.job_id,
-        restarts=rank_info.restart_count,
-        **facts,
-    )
+def _get_job_id(rank_info: RankInfo) -> str:
+    """Return the job as it was submitted; the id of this process if there is no job."""
+    return rank_info.submitted_as or str(os.getpid())
 
 
 def _write_end_event(
-    run: Run, stage: str, rank_info: RankInfo, event: str, code: ExitCode, start_time: float, **facts: Any
+    run: Run,
+    stage: str,
+    rank_info: RankInfo,
+    event_class: type[EndEvent],
+    code: ExitCode,
+    start_time: float,
+    **facts: Any,
 ) -> None:
-    """Write the event of the end of an attempt; `start_time`: start of this process by the monotonic clock."""
-    seconds = round(time.monotonic() - start_time, 3)
-    _write_event(run, stage, rank_info, event, exit_code=int(code), seconds=seconds, **facts)
+    """Write the end event that the supervisor would write, for ranks that were started without one.
+
+    Args:
+        run: the run.
+        stage: the stage.
+        rank_info: identifies the job and this rank.
+        event_class: how the attempt ended.
+        code: the exit code of this process.
+        start_time: the start of this process by the monotonic clock.
+        facts: more fields of the event.
+    """
+    run.append_event(
+        event_class(
+            stage=stage,
+            job_id=_get_job_id(rank_info),
+            attempt=run.count_attempts(stage),
+            slurm_job=rank_info.job_id,
+            restarts=rank_info.restart_count,
+            exit_code=int(code),
+            seconds=round(time.monotonic() - start_time, 3),
+            **facts,
+        )
+    )
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:

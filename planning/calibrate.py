@@ -43,7 +43,7 @@ from pipeline.config.read import load_config
 from pipeline.config.sections import Config
 from pipeline.model.task import DTYPES, DecoderTask
 from pipeline.parallel.mesh import Layout, resolve_layout
-from pipeline.run.directory import utc_timestamp
+from pipeline.run.events import utc_timestamp
 from pipeline.train.engine import Engine
 from planning.goodput import minimize
 from planning.machine import Attention, Exchange, Link, Machine, Overheads, Step, Timings, load_machine

@@ -31,19 +31,20 @@ from pipeline.base.yaml12 import parse_yaml
 from pipeline.config.read import COMMAND_LINE, apply_overrides, load_config, parse_config, parse_overrides
 from pipeline.config.sections import Config
 from pipeline.config.types import Fraction, NonNegativeInt, PositiveFloat, Section
-from pipeline.run import lines
 from pipeline.run.directory import Run
-from pipeline.run.history import LineHistory
+from pipeline.run.events import Event, Saved
 from pipeline.run.ledger import (
     PRODUCTIVE_CATEGORIES,
     STEP_TIME_KEYS,
     WAITING_CATEGORIES,
     AttemptTimes,
-    Event,
+    StepLine,
     build_ledger,
     split_step_time,
     sum_categories,
 )  # fmt: skip
+from pipeline.run.lines import LineHistory
+from pipeline.run.metrics import is_step_line
 from planning.search import parse_node_counts
 from slurm.query.status import build_table
 
@@ -426,7 +427,7 @@ class GoodputFigure(NamedTuple):
 
 
 def measure_goodput_figures(
-    events: Sequence[Event], steps: Sequence[Event], attempts: Sequence[AttemptTimes], per_node: int
+    events: Sequence[Event], steps: Sequence[StepLine], attempts: Sequence[AttemptTimes], per_node: int
 ) -> dict[str, GoodputFigure]:
     """Return what a training's ledger has measured, by the keys of `GoodputAssumptions`.
 
@@ -454,7 +455,7 @@ def measure_goodput_figures(
     ]
     if starts:
         figures["restart_s"] = GoodputFigure(fmean(starts), f"measured: mean of {len(starts)}")
-    if saves := [float(event["seconds"]) for event in events if event["event"] == "saved" and event.get("seconds")]:
+    if saves := [event.seconds for event in events if isinstance(event, Saved) and event.seconds]:
         figures["save_s"] = GoodputFigure(fmean(saves), f"measured: mean of {len(saves)}")
         if blocked := [float(line["checkpoint_s"]) for line in steps if line.get("checkpoint_s")]:
             figures["blocked_s"] = GoodputFigure(fmean(blocked), f"measured: mean of {len(blocked)}")
@@ -529,7 +530,7 @@ def print_goodput(
     if target.is_dir():
         run = Run.open(target)
         config = parse_config(apply_overrides(run.config.model_dump(mode="json"), overrides), COMMAND_LINE)
-        steps = LineHistory(run.metrics_file, lines.is_step_line, keep=STEP_TIME_KEYS).read_new_lines().rows
+        steps = LineHistory(run.metrics_file, is_step_line, row_keys=STEP_TIME_KEYS).read_new_lines().rows
         attempts = build_ledger(run.read_events(), steps, ["train"], time.time())
         per_node = run.config.stages.train.tasks_per_node
         measured = measure_goodput_figures(run.read_events("train"), steps, attempts, per_node)
@@ -600,7 +601,7 @@ def _notes(config: Config, figures: Mapping[str, GoodputFigure], node_counts: Se
 
 
 def describe_expected_goodput(
-    config: Config, events: Sequence[Event], steps: Sequence[Event], attempts: Sequence[AttemptTimes]
+    config: Config, events: Sequence[Event], steps: Sequence[StepLine], attempts: Sequence[AttemptTimes]
 ) -> str | None:
     """Return the goodput that was expected of a training so far, to compare it with the measured one.
 

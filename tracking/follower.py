@@ -25,7 +25,8 @@ from pipeline.base.signals import StopFlag
 from pipeline.config.read import apply_overrides, parse_config
 from pipeline.config.track import TRACKERS
 from pipeline.run.code import CODE_ROOT, make_code_env
-from pipeline.run.directory import Run, utc_timestamp
+from pipeline.run.directory import Run
+from pipeline.run.events import LostWork, utc_timestamp
 from tracking.tracker import (
     RunReader,
     Tracker,
@@ -88,7 +89,7 @@ class Follower:
             for event, end in events:
                 reader.note_event(event)
                 changed_steps: list[int] = []
-                if event["event"] == "lost_work":
+                if event["event"] == LostWork.NAME:
                     changed_steps = event["steps"]
                 elif is_late_held_out(event):
                     changed_steps = [event["step"]]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from datetime import datetime
 
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # the follower itself retries
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
@@ -19,7 +20,7 @@ from mlflow.entities import Metric, Param
 
 from pipeline.evaluate.result import HELD_OUT_PREFIX, result_file
 from pipeline.run.directory import Run
-from pipeline.run.ledger import event_timestamp
+from pipeline.run.events import Done, Started
 from tracking.tracker import (
     Line,
     RunReader,
@@ -95,12 +96,13 @@ class Mlflow(Tracker):
         if is_late_held_out(event) and event["step"] <= self.state.step:
             history = self._client.get_metric_history(self._id, f"{HELD_OUT_PREFIX}loss")
             if event["step"] not in [metric.step for metric in history]:
-                line = {key: value for key, value in event.items() if key != "time"} | {"time": event_timestamp(event)}
+                time_s = datetime.fromisoformat(event["time"]).timestamp()
+                line = {key: value for key, value in event.items() if key != "time"} | {"time": time_s}
                 self._log([line], "")
-        elif event["event"] == "started":
+        elif event["event"] == Started.NAME:
             self._client.update_run(self._id, status="RUNNING")
         elif event["event"] in _STATUS_BY_EVENT and (
-            event["event"] != "done" or event.get("stage") == last_stage(self.run)
+            event["event"] != Done.NAME or event.get("stage") == last_stage(self.run)
         ):
             self._client.set_terminated(self._id, _STATUS_BY_EVENT[event["event"]])
 

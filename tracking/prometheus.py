@@ -16,11 +16,20 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from pipeline.base.files import read_last_object, replace_atomically
 from pipeline.data.manifest import count_training_steps
-from pipeline.run.attempts import END_EVENTS, RETRY_EVENTS
 from pipeline.run.directory import Run
-from pipeline.run.ledger import event_timestamp
+from pipeline.run.events import (
+    Done,
+    EndEvent,
+    Event,
+    LostWork,
+    Resumed,
+    RetryEvent,
+    Started,
+    Submitted,
+    find_current_stragglers,
+    parse_event,
+)
 from pipeline.run.machines import SENSORS, get_sensor_values, is_telemetry_line
-from slurm.query.status import find_current_stragglers
 from tracking.tracker import Line, RunReader, Tracker, TrackerState, display_names
 
 GIGA = 1e9
@@ -60,7 +69,7 @@ class Prometheus(Tracker):
         self._labels = {"run": name, "sweep": sweep or ""}
         self._total_steps = count_training_steps(run.config, run.data_dir)
         self._newest: Line = {}
-        self._events: list[Line] = []
+        self._events: list[Event] = []
         self._evaluation: dict[str, float] = {}
         state.step = state.events = 0  # gauges live in this process, so each follower reads everything again
         state.evaluations.clear()
@@ -79,22 +88,19 @@ class Prometheus(Tracker):
             self._newest |= line
 
     def on_event(self, event: Line) -> None:
-        """Keep the event without its lists of lost lines, which are long."""
-        self._events.append({key: value for key, value in event.items() if key not in ("lines", "steps")})
+        """Keep the event, except lists of lost lines, which are long."""
+        parsed = parse_event(event)
+        if parsed is not None and not isinstance(parsed, LostWork):
+            self._events.append(parsed)
 
     def _queue_s(self) -> float:
         """Return how long jobs have waited to start."""
         queued_since = total = 0.0
         for event in self._events:
-            if event["event"] in (
-                "submitted",
-                "resumed",
-                *RETRY_EVENTS,
-                "done",
-            ):  # after "done", dependent jobs may start
-                queued_since = event_timestamp(event)
-            elif event["event"] == "started":
-                total += max(0.0, event_timestamp(event) - queued_since) if queued_since else 0.0
+            if isinstance(event, Submitted | Resumed | RetryEvent | Done):  # after `done`, dependent jobs may start
+                queued_since = event.timestamp
+            elif isinstance(event, Started):
+                total += max(0.0, event.timestamp - queued_since) if queued_since else 0.0
                 queued_since = 0.0
         return total
 
@@ -130,18 +136,16 @@ class Prometheus(Tracker):
                 yield self._family(name, description, [([], value)], is_counter=True)
         if self._total_steps:
             yield self._family("steps", "Steps of the whole training", [([], self._total_steps)])
-        ends = [event for event in self._events if event["event"] in END_EVENTS and event["event"] != "done"]
-        stops = Counter(str(event.get("cause", event["event"])) for event in ends)
-        starts = Counter(event["stage"] for event in self._events if event["event"] == "started")
+        ends = [event for event in self._events if isinstance(event, EndEvent) and not isinstance(event, Done)]
+        stops = Counter(event.cause or event.name for event in ends)
+        starts = Counter(event.stage for event in self._events if isinstance(event, Started))
         for name, description, label, counts in (
             ("stops", "Attempts that ended before the stage was done", "cause", stops),
             ("attempts", "Attempts that started", "stage", starts),
         ):
             yield self._family(name, description, [([value], n) for value, n in counts.items()], label, is_counter=True)
         yield self._family("queue_seconds", "Time that jobs waited to start", [([], self._queue_s())], is_counter=True)
-        slow = [
-            ([str(event["rank"]), event["host"]], event["ratio"]) for event in find_current_stragglers(self._events)
-        ]
+        slow = [([str(event.rank), event.host], event.ratio) for event in find_current_stragglers(self._events)]
         yield self._family(
             "straggler_ratio", "Local compute time of a slow rank divided by its peers'", slow, "rank", "host"
         )

@@ -50,23 +50,30 @@ from pipeline.parallel.mesh import Layout, resolve_layout
 from pipeline.run import lines, stages
 from pipeline.run import points as sweep
 from pipeline.run.directory import Run
-from pipeline.run.history import LineHistory
+from pipeline.run.events import Done, Event, LostWork, Restored, Started, is_event
 from pipeline.run.ledger import (
     CATEGORIES,
     PRODUCTIVE_CATEGORIES,
     STEP_TIME_KEYS,
     WAITING_CATEGORIES,
     AttemptTimes,
-    Event,
     JobRun,
+    StepLine,
     build_ledger,
     compute_ratios,
     split_step_time,
     sum_categories,
 )  # fmt: skip
-from pipeline.run.lines import is_number
-from pipeline.run.machines import SENSORS, get_sensor_values, is_telemetry_line, list_slow_gpus, sum_gpu_energy_kwh
-from pipeline.run.metrics import read_compute_times
+from pipeline.run.lines import LineHistory, is_number
+from pipeline.run.machines import (
+    SENSORS,
+    get_sensor_values,
+    is_telemetry_line,
+    list_slow_gpus,
+    read_compute_times,
+    sum_gpu_energy_kwh,
+)
+from pipeline.run.metrics import is_step_line
 from pipeline.train import step_trace
 from slurm.query.job_states import (
     RecordedJob,
@@ -87,7 +94,7 @@ from slurm.query.status import (
 )
 
 Rows = list[list[str]]
-DescribeGoodput = Callable[[Config, Sequence[Event], Sequence[Event], Sequence[AttemptTimes]], str | None]
+DescribeGoodput = Callable[[Config, Sequence[Event], Sequence[StepLine], Sequence[AttemptTimes]], str | None]
 """Describes the expected goodput from a config, the training's events, its lines of metrics and its attempts."""
 
 _COLUMN_TITLES = {"startup": "start-up", "communication": "comm", "evaluation": "held-out", "checkpoint": "save"}
@@ -147,13 +154,13 @@ def read_report_data(run: Run, rows: Iterable[StageStatus]) -> ReportData:
     now = time.time()
     events = run.read_events()
     running = [row.stage for row in rows if row.state in ("running", "completing")]
-    steps = LineHistory(run.metrics_file, lines.is_step_line, keep=STEP_TIME_KEYS).read_new_lines()
+    steps = LineHistory(run.metrics_file, is_step_line, row_keys=STEP_TIME_KEYS).read_new_lines()
     data = ReportData(build_ledger(events, steps.rows, stages.list_run_stages(run), now, running, jobs), steps, {})
-    shared_events = [event for event in events if event["event"] == "done"]  # the points waited for these stages
+    shared_events = [event for event in events if isinstance(event, Done)]  # the points waited for these stages
     point_stages = stages.list_point_stages()
     for number_of_point, point in enumerate(points):
         running = [stage for stage in point_stages if point.lock_holder(stage)]
-        history = LineHistory(point.metrics_file, lines.is_step_line, keep=STEP_TIME_KEYS).read_new_lines()
+        history = LineHistory(point.metrics_file, is_step_line, row_keys=STEP_TIME_KEYS).read_new_lines()
         point_events = [*shared_events, *point.read_events()]
         for attempt in build_ledger(point_events, history.rows, point_stages, now, running, jobs):
             attempt.task = number_of_point
@@ -256,7 +263,7 @@ def _summarize(
     energy = f"{sum(energies):.3g} kWh of GPUs; " if energies else ""
     begin = min((a.start_time for a in attempts), default=0.0)
     duration = format_duration(max((a.end_time for a in attempts), default=0.0) - begin)
-    hosts = ", ".join(sorted({str(e["host"]) for e in run.read_events("train", "started") if e.get("host")}))
+    hosts = ", ".join(sorted({event.host for event in run.read_events("train", Started) if event.host}))
     unfinished = [f"{row.stage} {row.state}" for row in rows if row.state != "done"]
     return {
         "trained": ", ".join(what),
@@ -274,7 +281,7 @@ def _describe_training(
 ) -> Iterator[str]:
     """Yield the lines about the training, the evaluation, slow hosts and GPUs, and malformed lines."""
     if run.config.sweep is None:
-        repeated = sum(len(e.get("steps", ())) for e in run.read_events("train", "lost_work"))
+        repeated = sum(len(event.steps) for event in run.read_events("train", LostWork))
         progress = stages.load_stage_module("train").progress(run)
         yield f"training: {progress.description}; {repeated} steps were lost and repeated"
     if training:
@@ -289,7 +296,7 @@ def _describe_training(
     if profiled := data.steps.values("profile.compute"):
         parts = {name: fmean(data.steps.values(f"profile.{name}")) for name in step_trace.STEP_PARTS}
         yield f"{len(profiled)} profiled steps: {step_trace.describe_parts(parts)}"
-    if host_ratios := read_compute_times(run):
+    if host_ratios := read_compute_times(run.jobs_dir):
         slowest = sorted(host_ratios.items(), key=lambda item: -item[1])[:8]
         hosts = ", ".join(f"{host} {ratio:.2f}" for host, ratio in slowest)
         yield f"local compute time per step by host, as a multiple of the median, slowest first: {hosts}"
@@ -299,7 +306,7 @@ def _describe_training(
     if slow_gpus := list_slow_gpus(run.path, *span, looks=None):
         yield f"GPUs behind others of their kind in the last 10 minutes of training: {'; '.join(slow_gpus[:8])}"
     yield from filter(
-        None, (lines.describe_malformed_lines(run.events_file, lines.is_event), data.steps.malformed_description)
+        None, (lines.describe_malformed_lines(run.events_file, is_event), data.steps.malformed_description)
     )
 
 
@@ -437,7 +444,7 @@ def draw_sweep_points(points: Sequence[Mapping[str, Any]], result_name: str, res
 
 def draw_training(run: Run, steps: LineHistory) -> list[str]:
     """Draw everything over steps. Vertical lines mark steps at which an attempt resumed from a checkpoint."""
-    marks = [event["step"] for event in run.read_events("train", "restored")]
+    marks = [event.step for event in run.read_events("train", Restored)]
     unit, loss_unit = ("tokens", "nats per token") if "samples_per_s" not in steps.names else ("samples", "loss")
 
     def draw_over_steps(heading: str, y: str, names: Mapping[str, str], *, log: str = "") -> str:
@@ -542,7 +549,7 @@ def _draw_sweep(run: Run, rows: Sequence[StageStatus], curves: Mapping[str, Mapp
 
 def _draw_machines(run: Run, attempts: Sequence[AttemptTimes]) -> list[str]:
     """Draw the config's layout, the hosts by local compute time, and each host's telemetry."""
-    figures = [_draw_hosts(read_compute_times(run))]
+    figures = [_draw_hosts(read_compute_times(run.jobs_dir))]
     with suppress(UserError, OSError):  # for example, its tokenizer was removed
         figures.append(draw_mesh(resolve_layout(run.config)))
     curves: dict[str, dict[str, Points]] = defaultdict(dict)

@@ -26,10 +26,10 @@ from pipeline.config.sections import Config
 from pipeline.config.track import TRACKERS
 from pipeline.evaluate.result import HELD_OUT_PREFIX, read_all_results
 from pipeline.run import lines, stages
-from pipeline.run.attempts import END_EVENTS
 from pipeline.run.changes import flatten_keys
 from pipeline.run.directory import Run
-from pipeline.run.ledger import event_timestamp
+from pipeline.run.events import HeldOut, LostWork, StageState, Started, is_event, parse_event
+from pipeline.run.metrics import is_step_line
 
 Line = dict[str, Any]
 MAX_STEPS = 500
@@ -44,7 +44,7 @@ def sha256_line(line: Mapping[str, Any]) -> str:
 
 def is_late_held_out(event: Line) -> bool:
     """Return whether an event has the held-out figures of a step whose line was written before."""
-    return bool(event["event"] == "held_out")
+    return bool(event["event"] == HeldOut.NAME)
 
 
 class RunReader:
@@ -64,14 +64,19 @@ class RunReader:
         self._lost_steps: dict[str, int] = {}
         self._starts: list[tuple[float, Line]] = []
         self._late_figures: dict[int, Line] = {}
-        self.running_attempt: Line | None = None
-        """The `started` event of the training's running attempt; None if there is none, or if it is stopping."""
+        self._training = StageState()
+        """The state of the training, from the events so far."""
         for event, _ in self.events(0):
             self.note_event(event)
 
+    @property
+    def running_attempt(self) -> Started | None:
+        """The start of the training's running attempt; None if there is none, or if it stops or completes early."""
+        return self._training.start_event if self._training.is_training_steps else None
+
     def note_event(self, event: Line) -> None:
         """Update this reader from an event about lost lines, late figures, or the training's attempts."""
-        if event["event"] == "lost_work":
+        if event["event"] == LostWork.NAME:
             self._lost_steps = {sha256_line(line): line["step"] for line in event["lines"]}
             self._offset = 0
             self._late_figures = {
@@ -82,16 +87,17 @@ class RunReader:
                 key: value for key, value in event.items() if key.startswith(HELD_OUT_PREFIX)
             }
             self._offset = 0
-        elif event.get("stage") == "train" and event["event"] == "started":
-            self._starts.append((event_timestamp(event), event))
-            self.running_attempt = event
-        elif event.get("stage") == "train" and event["event"] in (*END_EVENTS, "stopping", "stop_requested"):
-            self.running_attempt = None
+        parsed = parse_event(event)
+        if parsed is None or parsed.stage != "train":
+            return
+        self._training = self._training.advance(parsed)
+        if isinstance(parsed, Started):
+            self._starts.append((parsed.timestamp, event))
 
     def events(self, offset: int) -> Iterator[tuple[Line, int]]:
         """Yield the events from byte `offset` of events.jsonl, each with the offset of the next one."""
         for text, end in read_complete_lines(self.run.events_file, offset):
-            if lines.is_event(event := parse_json_or_none(text)):
+            if is_event(event := parse_json_or_none(text)):
                 yield event, end
 
     def steps(self, after: int) -> list[Line]:
@@ -106,7 +112,7 @@ class RunReader:
         found: list[Line] = []
         for text, end in read_complete_lines(self.run.metrics_file, self._offset):
             line = parse_json_or_none(text)
-            if lines.is_step_line(line) and line["step"] > after:
+            if is_step_line(line) and line["step"] > after:
                 if self._lost_steps and sha256_line(line) in self._lost_steps:  # the file is not cut yet
                     self._offset = 0
                     return [step for step in found if step["step"] < min(self._lost_steps.values())]

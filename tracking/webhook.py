@@ -26,9 +26,9 @@ from pipeline.base.text import format_duration
 from pipeline.config.track import URL
 from pipeline.data.manifest import count_training_steps
 from pipeline.evaluate.result import format_result, read_newest_result
-from pipeline.run import lines
 from pipeline.run.directory import Run
-from pipeline.run.ledger import event_timestamp
+from pipeline.run.events import Cancelled, Done, Failed
+from pipeline.run.metrics import is_step_line
 from tracking.tracker import HOST, Line, RunReader, Tracker, TrackerState, display_names, last_stage, sha256_line
 
 TIMEOUT_S = 10.0
@@ -83,14 +83,14 @@ class Webhook(Tracker):
         hang_s = recovery.hang_s or MIN_HANG_S
         if attempt is None or 2 * quiet_s < hang_s:
             return False
-        steps = [*read_last_objects(self.run.metrics_file, lines.is_step_line)]  # newest first
-        if not steps or (steps[0].get("time") or 0.0) < event_timestamp(attempt):  # no step of this attempt
+        steps = [*read_last_objects(self.run.metrics_file, is_step_line)]  # newest first
+        if not steps or (steps[0].get("time") or 0.0) < attempt.timestamp:  # no step of this attempt
             limit_s = recovery.start_s / 2
             since = "since the start"
         else:
             limit_s = self._step_limit_s(steps, hang_s)
             since = f"since step {steps[0]['step']}"
-        identifier = sha256_line({"stall": since, "start": attempt["time"]})[:12]
+        identifier = sha256_line({"stall": since, "start": attempt.time})[:12]
         is_last_save = steps and steps[0]["step"] == count_training_steps(self.run.config, self.run.data_dir)
         if quiet_s < limit_s or identifier == self.state.stall or is_last_save:
             return False
@@ -150,13 +150,13 @@ class Webhook(Tracker):
     def _describe_event(self, event: Line) -> str | None:
         """Return the message about an event; None if it needs none."""
         stage = event.get("stage")
-        if event["event"] == "failed":
+        if event["event"] == Failed.NAME:
             reason = str(event.get("message", "")).partition("\n")[0]
             outcome = "stalled" if event.get("cause") == "hang" else f"failed ({event.get('cause')})"
             return f"{stage} {outcome}: {reason}"
-        if event["event"] == "cancelled":
+        if event["event"] == Cancelled.NAME:
             return f"{stage} was cancelled"
-        if event["event"] == "done" and stage == last_stage(self.run) and self.run.config.sweep is None:
+        if event["event"] == Done.NAME and stage == last_stage(self.run) and self.run.config.sweep is None:
             result = read_newest_result(self.run)
             return f"done. {format_result(result)}" if result else "done"
         return None

@@ -20,8 +20,9 @@ from typing import Any
 
 from pipeline.base.errors import CheckpointError, UserError
 from pipeline.base.files import has_valid_checksum, read_json, sha256_file
-from pipeline.run import lines
 from pipeline.run.directory import Run
+from pipeline.run.events import read_stage_state
+from pipeline.run.lines import has_fields, is_count, is_mapping, is_text
 from pipeline.run.points import list_points
 
 MANIFEST_FILE = "manifest.json"
@@ -75,14 +76,21 @@ def describe_missing_checkpoints(run: Run) -> str | None:
         or not run.metrics_file.exists()
     ):
         return None
-    step = 0
-    for event in run.read_events("train", "saved", "restored", "began_anew"):  # in file order: clocks differ
-        step = 0 if event["event"] == "began_anew" else event["step"]
+    step = read_stage_state(run.read_events("train")).saved_step
     if not step:
         return None
     return (
         f"step {step} was saved, but {run.checkpoints_dir} has no checkpoint. It may have been purged or moved, or is "
         f"not mounted. Restore a checkpoint; or, to train from scratch, remove {run.metrics_file}"
+    )
+
+
+def is_checkpoint_manifest(manifest: Any) -> bool:
+    """Return True for a JSON value that has the fields of a checkpoint's manifest."""
+    required = {"step": is_count, "samples_consumed": is_count, "layout": is_mapping, "files": is_mapping}
+    file_fields = {"size": is_count, "sha256": is_text}
+    return has_fields(manifest, required, {}) and all(
+        has_fields(entry, file_fields, {}) for entry in manifest["files"].values()
     )
 
 
@@ -95,7 +103,7 @@ def read_checkpoint_manifest(checkpoint: Path) -> dict[str, Any]:
         raise CheckpointError("checkpoint.missing_file", f"{path} is missing") from None
     if not has_valid_checksum(manifest):
         raise CheckpointError("checkpoint.damaged_file", f"{path} is damaged: its content does not match its own hash")
-    if not lines.is_checkpoint_manifest(manifest):
+    if not is_checkpoint_manifest(manifest):
         raise CheckpointError("checkpoint.malformed", f"{path} is not the manifest of a checkpoint")
     if (named := _STEP.fullmatch(checkpoint.name)) and int(named[1]) != manifest.get("step"):
         raise CheckpointError(

@@ -24,7 +24,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
-from functools import partial
 from pathlib import Path
 
 from pipeline.base.errors import UserError
@@ -32,6 +31,7 @@ from pipeline.base.files import open_lock_file, read_file_system_type, replace_a
 from pipeline.base.ownership import check_own_folder
 from pipeline.data.manifest import SampleFile, ShardEntry
 from pipeline.data.samples import MappedDataset
+from pipeline.run.events import Event, LocalCopy
 
 _CHUNK = 1 << 22
 KEEP_FREE = 0.05
@@ -44,14 +44,14 @@ class LocalCopies(AbstractContextManager["LocalCopies"]):
     every_s = 1.0
 
     def __init__(
-        self, dataset: MappedDataset, data_dir: Path, disk: str | None, key: str, tell: Callable[..., None] | None
+        self, dataset: MappedDataset, data_dir: Path, disk: str | None, key: str, tell: Callable[[Event], None] | None
     ) -> None:
         """`disk`: a folder, with variables of the environment; None: nothing is done. `key`: the ranks' of this start.
         `tell` gets what came of it: of the rank of a node that copies; None: another one does."""
         self._dataset, self._data_dir = dataset, data_dir
         self._disk = Path(os.path.expandvars(disk or ""))
         self._folder = self._disk / f"sluice-{key}"
-        self._tell = tell and partial(tell, "local_copy", host=socket.gethostname(), disk=str(self._disk))
+        self._tell = tell
         self._waiting: dict[str, list[int]] = {}
         for number, entry in enumerate(dataset.entries):
             self._waiting.setdefault(_name(entry), []).append(number)
@@ -59,7 +59,7 @@ class LocalCopies(AbstractContextManager["LocalCopies"]):
         too_many = list(self._waiting)[most:]
         for name in too_many:
             del self._waiting[name]
-        self._more = {"too_many_files_by": len(too_many)} if too_many else {}
+        self._too_many_files_by = len(too_many) or None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sluice-local-copies", daemon=True)
         if disk is not None:
@@ -82,13 +82,13 @@ class LocalCopies(AbstractContextManager["LocalCopies"]):
             users = _joined(self._folder)
             if self._tell is not None:
                 self._sweep()
-                self._copy(self._tell)
+                self._tell(self._copy())
             while self._waiting and not self._closed.wait(self.every_s):
                 for name in os.listdir(self._folder):
                     self._move(name)
         except (OSError, UserError) as error:
             if self._tell is not None and not self._closed.is_set():
-                self._tell(error=str(error))
+                self._tell(LocalCopy(stage="train", host=socket.gethostname(), disk=str(self._disk), error=str(error)))
         self._closed.wait()
         if users is not None:
             os.close(users)
@@ -104,8 +104,12 @@ class LocalCopies(AbstractContextManager["LocalCopies"]):
         for number in self._waiting.pop(name, ()):
             self._dataset.remap_file(number, self._folder / name)
 
-    def _copy(self, tell: Callable[..., None]) -> None:
-        """Copy each file for which there is room. Raises OSError where one is not what it should be."""
+    def _copy(self) -> LocalCopy:
+        """Copy each file for which there is room, and return the event that reports it.
+
+        Raises:
+            OSError: A file does not have the content that its manifest describes.
+        """
         began, size, left_out = time.monotonic(), 0, 0
         for name, numbers in list(self._waiting.items()):
             entry, disk = self._dataset.entries[numbers[0]], shutil.disk_usage(self._folder)
@@ -119,12 +123,15 @@ class LocalCopies(AbstractContextManager["LocalCopies"]):
             size += end - start
             self._move(name)
         seconds = round(time.monotonic() - began, 1)
-        tell(
+        return LocalCopy(
+            stage="train",
+            host=socket.gethostname(),
+            disk=str(self._disk),
             files=sum(1 for _ in self._folder.glob("*-*")),
             bytes=size,
             seconds=seconds,
             no_room_for=left_out,
-            **self._more,
+            too_many_files_by=self._too_many_files_by,
         )
 
     def _copied(self, source: Path, target: Path, start: int, end: int) -> str:

@@ -18,6 +18,7 @@ from pipeline.base.files import add_checksum, has_valid_checksum, read_json, tra
 from pipeline.comm.groups import all_gather_results
 from pipeline.data.manifest import ArrayEntry, Manifest, SampleFile, SampleManifest, ShardEntry, load_data_manifest
 from pipeline.run.directory import Run
+from pipeline.run.events import Damaged
 
 VERIFIED_FILE = "verified.json"
 """In the data folder: what each file was when its hash was last found right."""
@@ -56,7 +57,7 @@ def verify_shards(run: Run, shards: Sequence[ShardEntry | SampleFile], group: di
                 if not entry.is_user_file:
                     with suppress(OSError):  # missing already, or not ours to rename: the error below says enough
                         path.rename(path.with_name(f"{path.name}.damaged"))
-                    run.event("damaged", file=str(path), reason=str(error))
+                    run.append_event(Damaged(file=str(path), reason=str(error)))
                 raise
             if not entry.is_user_file or isinstance(entry, SampleFile):  # of the user's tokens the hash says enough
                 _check_arrays(run, path, entry)

@@ -52,6 +52,7 @@ from pipeline.parallel.data_parallel import apply_fsdp
 from pipeline.resilience.stop import StopCoordinator
 from pipeline.resilience.watchdog import Watchdog
 from pipeline.run.directory import Run
+from pipeline.run.events import Damaged, Evaluated
 
 LOGITS_BYTES = 2 << 30
 """Size of the logits of one forward pass in fp32; the model's own and the softmax need 2 to 3 times as much."""
@@ -120,7 +121,7 @@ class Evaluator:
         except CheckpointError as error:
             if self.world.is_rank0:  # so that training counts as not done, and goes on from the one before
                 catalog.set_checkpoint_aside(self.run.checkpoints_dir, step)
-                self.run.event("damaged", "evaluate", step=step, reason=str(error))
+                self.run.append_event(Damaged(stage="evaluate", step=step, reason=str(error)))
             raise
         check_identity(sealed, self.identity)
         load_checkpoint(
@@ -132,8 +133,8 @@ class Evaluator:
         if self.world.is_rank0:
             result = {**found, "checkpoint": sealed["sha256"]}
             write_json(result_file(self.run, step), add_checksum(result))
-            known = {key: result[key] for key in ("loss", "bits_per_byte") if key in result}
-            self.run.event("evaluated", "evaluate", step=step, **known)
+            figures = {key: result[key] for key in ("loss", "bits_per_byte") if key in result}
+            self.run.append_event(Evaluated(stage="evaluate", step=step, **figures))
             print(format_result(result), flush=True)
         return True
 

@@ -23,6 +23,7 @@ from pipeline.evaluate.result import ITEMS_SUFFIX, STDERR_SUFFIX, get_metrics_wi
 from pipeline.run import lines
 from pipeline.run.directory import Run
 from pipeline.run.machines import sum_gpu_energy_kwh
+from pipeline.run.metrics import is_step_line
 
 PICTURE = "loss.svg"
 _TOLD = ("model", "data", "train", "optimizer", "parallel")
@@ -39,9 +40,7 @@ _FILES = 100
 def write_card(run: Run, folder: Path, step: int, result: Mapping[str, Any] | None, rules: Sequence[str]) -> None:
     """Write README.md and, where steps are recorded, loss.svg into `folder`."""
     found = {
-        line["step"]: line
-        for line in lines.read_valid_lines(run.metrics_file, lines.is_step_line)
-        if line["step"] <= step
+        line["step"]: line for line in lines.read_valid_lines(run.metrics_file, is_step_line) if line["step"] <= step
     }
     steps = [found[number] for number in sorted(found)]
     config, wanted = run.config, run.config.publish

@@ -29,8 +29,10 @@ from pipeline.base.errors import NonFiniteError
 from pipeline.base.files import add_checksum, append_line, fsync
 from pipeline.comm.groups import all_gather_results
 from pipeline.data.sample_order import skip_excluded
-from pipeline.run import lines
-from pipeline.run.directory import Run, utc_timestamp
+from pipeline.run.directory import Run
+from pipeline.run.events import BadStepSkipped, SamplesExcluded, utc_timestamp
+from pipeline.run.lines import has_fields, is_count, is_text, read_required_lines, read_valid_lines
+from pipeline.run.metrics import is_step_line
 from pipeline.train.callback import Callback, TrainerContext
 
 MAX_LOSSES = 100
@@ -48,6 +50,18 @@ def merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
             start = first
         result.append((start, count))
     return result
+
+
+def is_decision(line: Any) -> bool:
+    """Return True for a line of decisions.jsonl: a skipped update, or samples that the training excludes."""
+    required = {
+        "decision": lambda value: value in ("skip", "leave_out"),
+        "position": is_count,
+        "reason": is_text,
+    }
+    if not has_fields(line, required, {"samples": is_count}):
+        return False
+    return "samples" in line or line["decision"] == "skip"
 
 
 def select_recent_metrics(metrics: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -103,8 +117,8 @@ class BadStepGuard(Callback):
         def read_files() -> tuple[list[Any], list[Any]]:
             if not is_first:
                 return [], []
-            metrics = select_recent_metrics(lines.read_valid_lines(run.metrics_file, lines.is_step_line))
-            return lines.read_required_lines(run.decisions_file, lines.is_decision), metrics
+            metrics = select_recent_metrics(read_valid_lines(run.metrics_file, is_step_line))
+            return read_required_lines(run.decisions_file, is_decision), metrics
 
         decisions, metrics = all_gather_results(group, read_files)[0]
         return cls(run, decisions=decisions, metrics=metrics, writes=is_first)
@@ -176,4 +190,7 @@ class BadStepGuard(Callback):
             }
             append_line(self.run.decisions_file, json.dumps(add_checksum(line)))
             fsync(self.run.decisions_file)  # a checkpoint must never know more than this file
-            self.run.event(f"bad_step_{decision}", "train", step=step, position=position, reason=reason, **fields)
+            event_class = BadStepSkipped if decision == "skip" else SamplesExcluded
+            self.run.append_event(
+                event_class(stage="train", step=step, position=position, reason=reason, samples=fields.get("samples"))
+            )

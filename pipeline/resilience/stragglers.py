@@ -23,7 +23,8 @@ import torch.distributed as dist
 from pipeline.base.files import write_json
 from pipeline.comm.groups import all_gather_results
 from pipeline.run.directory import Run
-from pipeline.run.metrics import get_compute_times_file
+from pipeline.run.events import Recovered, Straggler
+from pipeline.run.machines import get_compute_times_file
 from pipeline.train.callback import Callback, TrainerContext
 
 SLOW_RATIO = 1.3
@@ -132,12 +133,12 @@ class StragglerDetector(Callback):
             self._changed_checks[rank] = 0
             self._stragglers ^= {rank}
             if was_straggler:
-                self.run.event("recovered", "train", step=step, rank=rank, host=host)
+                self.run.append_event(Recovered(stage="train", step=step, rank=rank, host=host))
                 continue
             ratio = round(own_s / median_s, 2)
-            self.run.event("straggler", "train", step=step, rank=rank, host=host, ratio=ratio)
+            self.run.append_event(Straggler(stage="train", step=step, rank=rank, host=host, ratio=ratio))
             print(f"straggler: rank {rank} on {host} takes {ratio} × the median of its peers", flush=True)
         if time.monotonic() >= self._next_host_file:
             self._next_host_file = time.monotonic() + HOST_FILE_INTERVAL_S
             ratios = {host: own_s / median_s for host, (own_s, median_s) in self._sums.items() if median_s > 0}
-            write_json(self.run.stage_dir("train") / get_compute_times_file(self.run).name, ratios)
+            write_json(self.run.stage_dir("train") / get_compute_times_file(self.run.jobs_dir).name, ratios)

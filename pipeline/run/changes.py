@@ -22,6 +22,12 @@ from pipeline.config.masking import mask_secrets
 from pipeline.config.read import COMMAND_LINE, apply_overrides, parse_config
 from pipeline.config.sections import Config, format_key_patterns, has_policy
 from pipeline.config.types import Policy
+from pipeline.run.lines import has_fields, is_mapping
+
+
+def is_config_change(line: Any) -> bool:
+    """Return True for a line of changes.jsonl."""
+    return has_fields(line, {"set": is_mapping}, {"submitted": is_mapping})
 
 
 def changeable_keys() -> list[str]:

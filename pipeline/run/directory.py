@@ -29,14 +29,21 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, overload
 
 from pipeline.base.command import format_command, suggest_path
 from pipeline.base.errors import UserError, find_storage_error, limit_lines
-from pipeline.base.files import add_checksum, append_line, open_lock_file, open_regular_file, try_flock, write_atomic
+from pipeline.base.files import (
+    add_checksum,
+    append_line,
+    open_lock_file,
+    open_regular_file,
+    read_jsonl,
+    try_flock,
+    write_atomic,
+)
 from pipeline.base.ownership import check_run_ownership
 from pipeline.config.masking import mask_secrets
 from pipeline.config.read import (
@@ -56,13 +63,10 @@ from pipeline.config.stages import STAGES
 from pipeline.config.user_model import UserModel, resolve_user_model
 from pipeline.run import changes, lines
 from pipeline.run.code import CODE_ROOT, copy_code, try_code
+from pipeline.run.events import Changed, Created, Event, Started, parse_event, utc_timestamp
 
+E = TypeVar("E", bound=Event)
 _UMASK = {"private": 0o077, "group": 0o027, "all": 0o022}
-
-
-def utc_timestamp() -> str:
-    """The present, as events write it (UTC, ISO 8601, milliseconds)."""
-    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 @dataclass(frozen=True)
@@ -168,7 +172,7 @@ class Run:
             run._config = config  # as it would be read back
             run.copy_code()
             write_atomic(run.config_file, dump_config(config))
-            run.event("created", config=str(run.config_file))
+            run.append_event(Created(config=str(run.config_file)))
         return run
 
     def _unmakeable(self, error: OSError) -> UserError:
@@ -229,7 +233,7 @@ class Run:
         if self._config is None:
             self._read_at = self._changes_stamp()
             values = load_run_config(self.config_file).model_dump(mode="json")
-            for change in lines.read_required_lines(self.changes_file, lines.is_config_change):
+            for change in lines.read_required_lines(self.changes_file, changes.is_config_change):
                 values = (
                     merge_values(OLDER_DEFAULTS, change["submitted"])
                     if "submitted" in change
@@ -314,7 +318,7 @@ class Run:
     def _record(self, config: Config, **more: Any) -> None:
         change = changes.changed_values(*(one.model_dump(mode="json") for one in (self.config, config)))
         append_line(self.changes_file, json.dumps(add_checksum({"time": utc_timestamp(), "set": change, **more})))
-        self.event("changed", set=mask_secrets(changes.flatten_keys(change)))
+        self.append_event(Changed(set=mask_secrets(changes.flatten_keys(change))))
         self._config, self._read_at = config, self._changes_stamp()
 
     def _corrected(self, config: Config) -> dict[str, str]:
@@ -324,7 +328,7 @@ class Run:
         """
         asked = [
             line["submitted"]
-            for line in lines.read_required_lines(self.changes_file, lines.is_config_change)
+            for line in lines.read_required_lines(self.changes_file, changes.is_config_change)
             if line.get("submitted")
         ]
         before = merge_values(OLDER_DEFAULTS, asked[-1]) if asked else None
@@ -374,25 +378,31 @@ class Run:
 
     # -- events ------------------------------------------------------------------------------------------
 
-    def event(self, event: str, stage: str | None = None, **fields: Any) -> None:
-        """Append one line to events.jsonl."""
-        append_line(
-            self.events_file,
-            json.dumps({"time": utc_timestamp(), "event": event, "stage": stage, **fields}, default=str),
-        )
+    def append_event(self, event: Event) -> None:
+        """Append an event to events.jsonl."""
+        append_line(self.events_file, json.dumps(event.to_line(), default=str))
 
-    def read_events(self, stage: str | None = None, *names: str) -> list[dict[str, Any]]:
-        """All events, or those of one stage, or of these names; oldest first. Lines that are none are left out."""
-        events = (
-            e
-            for e in lines.read_valid_lines(self.events_file, lines.is_event)
-            if stage is None or e.get("stage") == stage
-        )
-        return [e for e in events if not names or e["event"] in names]
+    @overload
+    def read_events(self, stage: str | None = None) -> list[Event]: ...
+    @overload
+    def read_events(self, stage: str | None, *classes: type[E]) -> list[E]: ...
+    def read_events(self, stage: str | None = None, *classes: type[Event]) -> Sequence[Event]:
+        """Return the events, oldest first, without malformed lines.
+
+        Args:
+            stage: if given, only events of this stage.
+            classes: if given, only events of these classes.
+        """
+        events = filter(None, map(parse_event, read_jsonl(self.events_file)))
+        return [
+            event
+            for event in events
+            if (stage is None or event.stage == stage) and (not classes or isinstance(event, classes))
+        ]
 
     def count_attempts(self, stage: str) -> int:
-        """How often the stage was started so far."""
-        return len(self.read_events(stage, "started"))
+        """Return how often the stage was started so far."""
+        return len(self.read_events(stage, Started))
 
     # -- requests of a person ----------------------------------------------------------------------------
 

@@ -10,15 +10,27 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
-from itertools import pairwise
 from typing import Any
 
 from pipeline.config.stages import STAGES
-from pipeline.run import attempts
-from pipeline.run.attempts import RETRY_EVENTS
+from pipeline.run.events import (
+    AttemptEvent,
+    Done,
+    EndEvent,
+    Event,
+    LostWork,
+    Ready,
+    Restored,
+    Resumed,
+    RetryEvent,
+    Saved,
+    Started,
+    Submitted,
+    read_stage_state,
+    split_into_attempts,
+)
 
-Event = Mapping[str, Any]
+StepLine = Mapping[str, Any]
 CATEGORIES = (
     "idle", "queue", "startup", "compute", "data", "communication", "evaluation", "checkpoint", "profiling", "lost",
     "ending",
@@ -53,7 +65,7 @@ _METRIC_OF_CATEGORY = {
 }
 STEP_TIME_KEYS = ("step", "step_time_s", *_METRIC_OF_CATEGORY.values())
 """Keys of a line of metrics.jsonl that the ledger reads."""
-_REQUESTS = ("submitted", "resumed")
+_REQUESTS = (Submitted, Resumed)
 _NO_END = "no end recorded"
 
 
@@ -84,14 +96,9 @@ class AttemptTimes:
     """Seconds by `CATEGORIES`; they add up to `end_time - start_time`."""
 
 
-def event_timestamp(event: Event) -> float:
-    """Return the time of an event in seconds since 1970."""
-    return datetime.fromisoformat(event["time"]).timestamp()
-
-
 def build_ledger(
     events: Sequence[Event],
-    metrics: Sequence[Event],
+    metrics: Sequence[StepLine],
     stages: Sequence[str],
     now: float,
     running: Sequence[str] = (),
@@ -110,15 +117,13 @@ def build_ledger(
     ledger: list[AttemptTimes] = []
     for stage in stages:
         definition = STAGES[stage]
-        of_stage = [event for event in events if event.get("stage") == stage or event["event"] == "resumed"]
+        of_stage = [event for event in events if event.stage == stage or isinstance(event, Resumed)]
         ready_times = [
-            event_timestamp(event)
-            for event in events
-            if event.get("stage") in definition.depends_on and event["event"] == "done"
+            event.timestamp for event in events if event.stage in definition.depends_on and isinstance(event, Done)
         ]
-        tasks = {event.get("task") for event in of_stage if event["event"] == "started"}
+        tasks = {event.task for event in of_stage if isinstance(event, Started)}
         for task in sorted(tasks, key=lambda task: math.inf if task is None else task):
-            of_task = [event for event in of_stage if "task" not in event or event["task"] == task]
+            of_task = [event for event in of_stage if not isinstance(event, AttemptEvent) or event.task == task]
             if task is None:  # the job after an array waits for the whole array
                 ready_times += [attempt.end_time for attempt in ledger if attempt.stage == stage]
             steps = metrics if definition.is_training else ()
@@ -135,48 +140,45 @@ def _account_attempts(
     stage: str,
     task: int | None,
     events: list[Event],
-    metrics: Sequence[Event],
+    metrics: Sequence[StepLine],
     ready_time: float,
     jobs: Sequence[JobRun],
 ) -> list[AttemptTimes]:
     """Return the attempts of a task; `ready_time`: when everything that it depends on was done."""
-    # the events before the first attempt, then the events of each attempt, up to the start of the next one
-    chunks: list[list[Event]] = [[]]
-    for event in events:
-        if event["event"] == "started":
-            chunks.append([])
-        chunks[-1].append(event)
+    before, attempts = split_into_attempts(events)
     is_training = STAGES[stage].is_training
     accounts: list[AttemptTimes] = []
-    for (before, own), (kept_steps, lost_steps) in zip(
-        pairwise(chunks), _assign_steps(chunks[1:], metrics), strict=True
-    ):
-        started = event_timestamp(own[0])
-        requested = next((event_timestamp(event) for event in before if event["event"] in _REQUESTS), started)
+    for own, (kept_steps, lost_steps) in zip(attempts, _assign_steps(attempts, metrics), strict=True):
+        state = read_stage_state(own)
+        start_event = state.start_event
+        assert start_event is not None
+        started = start_event.timestamp
+        requested = next((event.timestamp for event in before if isinstance(event, _REQUESTS)), started)
         begin = accounts[-1].end_time if accounts else min(started, max(requested, ready_time))
-        job = _find_job_run(jobs, own[0], started)
+        job = _find_job_run(jobs, start_event, started)
         job_start = max(begin, min(started, job.start_time) if job else started)
         queue_start = min(max(_find_request_time(before, begin), begin), job_start)
         first_step_time = next(
-            (event_timestamp(event) for name in ("ready", "restored") for event in own if event["event"] == name), None
+            (event.timestamp for kind in (Ready, Restored) for event in own if isinstance(event, kind)), None
         )
-        end = attempts.read_stage_state(own).end_event
-        if end is not None and not end.get("noticed_later"):
-            possible_ends = [event_timestamp(end)]
+        end = state.end_event
+        if end is not None and not end.noticed_later:
+            possible_ends = [end.timestamp]
         elif job and job.end_time:  # the supervisor died with the job: Slurm knows when
             possible_ends = [job.end_time]
         else:  # the last sign of life
             possible_ends = [
-                event_timestamp(event)
+                event.timestamp
                 for event in own
-                if not event.get("noticed_later") and event["event"] not in _REQUESTS
+                if not (isinstance(event, EndEvent | RetryEvent) and event.noticed_later)
+                and not isinstance(event, _REQUESTS)
             ]
             steps_s = sum(line["step_time_s"] for line in [*kept_steps, *lost_steps])
             possible_ends.append(max(job_start, first_step_time or 0.0) + steps_s)
         account = AttemptTimes(
-            stage, task, len(accounts) + 1, own[0].get("ranks") or 1, begin, max(job_start, *possible_ends)
+            stage, task, len(accounts) + 1, start_event.ranks or 1, begin, max(job_start, *possible_ends)
         )
-        account.cause = _NO_END if end is None else str(end.get("cause", end["event"]))
+        account.cause = _NO_END if end is None else str(end.cause or end.name)
         account.seconds |= {"idle": queue_start - begin, "queue": job_start - queue_start}
         if is_training and first_step_time is not None:
             first_step_time = min(max(job_start, first_step_time), account.end_time)
@@ -184,6 +186,7 @@ def _account_attempts(
         else:
             account.seconds["startup" if is_training else "compute"] = account.end_time - job_start
         accounts.append(account)
+        before = own
     return accounts
 
 
@@ -191,8 +194,8 @@ def _divide_training(
     account: AttemptTimes,
     job_start: float,
     first_step_time: float,
-    kept_steps: list[Event],
-    lost_steps: list[Event],
+    kept_steps: list[StepLine],
+    lost_steps: list[StepLine],
     events: Sequence[Event],
 ) -> None:
     """Divide the running time of an attempt with steps into categories."""
@@ -208,13 +211,13 @@ def _divide_training(
         for name in _STEP_CATEGORIES:
             seconds[name] *= available_s / steps_s
         steps_s = available_s
-    save_time = max((event_timestamp(event) for event in events if event["event"] == "saved"), default=0.0)
+    save_time = max((event.timestamp for event in events if isinstance(event, Saved)), default=0.0)
     last_save_s = min(max(0.0, save_time - (first_step_time + steps_s)), available_s - steps_s)
     seconds["checkpoint"] += last_save_s
     seconds["ending"] = available_s - steps_s - last_save_s
 
 
-def split_step_time(line: Event) -> dict[str, float]:
+def split_step_time(line: StepLine) -> dict[str, float]:
     """Return the seconds of a step by category; they add up to the time of the step."""
     seconds = {"compute": 0.0}
     remaining_s = float(line["step_time_s"])
@@ -224,26 +227,28 @@ def split_step_time(line: Event) -> dict[str, float]:
     return seconds | {"compute": remaining_s}
 
 
-def _assign_steps(chunks: Sequence[list[Event]], metrics: Sequence[Event]) -> list[tuple[list[Event], list[Event]]]:
+def _assign_steps(
+    attempts: Sequence[list[Event]], metrics: Sequence[StepLine]
+) -> list[tuple[list[StepLine], list[StepLine]]]:
     """Return for each attempt the metric lines of its steps: the steps that count, and the repeated steps.
 
     An attempt that restores step s writes lines from s + 1. It moves earlier lines beyond s to its `lost_work` event.
     A line therefore belongs to the newest attempt that began before its step.
     """
-    steps: list[tuple[list[Event], list[Event]]] = [([], []) for _ in chunks]
+    steps: list[tuple[list[StepLine], list[StepLine]]] = [([], []) for _ in attempts]
     restored_steps: list[float] = []
 
-    def assign(line: Event, is_lost: bool) -> None:
+    def assign(line: StepLine, is_lost: bool) -> None:
         attempt = next((n for n in reversed(range(len(restored_steps))) if restored_steps[n] < line["step"]), None)
         if attempt is not None:
             steps[attempt][is_lost].append(line)
 
-    for chunk in chunks:
-        for event in chunk:
-            if event["event"] == "lost_work":
-                for line in event["lines"]:
-                    assign(line, True)
-        restored = [event["step"] for event in chunk if event["event"] in ("restored", "ready")]
+    for events in attempts:
+        for event in events:
+            if isinstance(event, LostWork):
+                for lost_line in event.lines:
+                    assign(lost_line, True)
+        restored = [event.step for event in events if isinstance(event, Restored | Ready)]
         restored_steps.append(restored[-1] if restored else math.inf)
     for line in metrics:
         assign(line, False)
@@ -253,19 +258,21 @@ def _assign_steps(chunks: Sequence[list[Event]], metrics: Sequence[Event]) -> li
 def _find_request_time(before: Sequence[Event], begin: float) -> float:
     """Return when the user, or the stage itself, requested the next attempt."""
     for event in before:
-        if event["event"] in RETRY_EVENTS:
+        if isinstance(event, RetryEvent):
             return begin
-        if event["event"] in _REQUESTS and event.get("kind") != "afternotok" and event_timestamp(event) >= begin:
-            return event_timestamp(event)
+        if isinstance(event, Submitted) and event.is_successor:
+            continue
+        if isinstance(event, _REQUESTS) and event.timestamp >= begin:
+            return event.timestamp
     return begin
 
 
-def _find_job_run(jobs: Sequence[JobRun], started: Event, start_time: float) -> JobRun | None:
+def _find_job_run(jobs: Sequence[JobRun], started: Started, start_time: float) -> JobRun | None:
     """Return the run of its Slurm job in which an attempt began: the last run that had started by then.
 
     A supervisor may make several attempts in one run of a job. Only the first of them begins with the job.
     """
-    job_id = started.get("slurm_job") or started.get("job_id")
+    job_id = started.slurm_job or started.job_id
     possible = [job for job in jobs if job.job_id == job_id and job.start_time <= start_time + 2]
     return max(possible, key=lambda job: job.start_time, default=None)
 

@@ -1,202 +1,217 @@
-"""What a line of a run's files must hold, checked where it is read, so that nobody else need ask.
+"""Files of JSON lines: checks of a line's fields, and readers that apply a check to each line.
 
-A line of events.jsonl or metrics.jsonl that does not fit (torn by a crash, altered by a person or a disk) is left out,
-by everybody alike; `status` and `report` say how many (:func:`odd`). Of `changes.jsonl` and `decisions.jsonl`, which
-say what is trained, only a line that a crash tore is left out: one that does not fit is refused.
+Of events.jsonl, metrics.jsonl and telemetry, every reader leaves out malformed lines, for example one that a crash cut
+off or a user edited; `status` and `report` print how many. Of changes.jsonl and decisions.jsonl, which determine what
+is trained, a malformed line is an error. Only a line that a crash cut off is left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 from pipeline.base.errors import ExitCode, InputError
-from pipeline.base.files import has_wrong_checksum, open_regular_file, parse_json_or_none, read_jsonl
+from pipeline.base.files import (
+    has_wrong_checksum,
+    open_regular_file,
+    parse_json_or_none,
+    read_complete_lines,
+    read_jsonl,
+)
 
 LineCheck = Callable[[Any], bool]
 _EARLIEST = datetime(2020, 1, 1, tzinfo=UTC)
 MAX_DURATION_S = 1e10
-"""More seconds than this (three hundred years) are none that anything took."""
+"""Upper limit of a plausible duration, about three hundred years."""
+
+
+# -- checks of values --------------------------------------------------------------------------------------------------
 
 
 def is_text(value: Any) -> bool:
-    """Whether it is text."""
+    """Return True for text."""
     return isinstance(value, str)
 
 
 def is_count(value: Any) -> bool:
-    """Whether it is a whole number from 0 on, of a size that something can have."""
+    """Return True for an integer from 0 to 2**48."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**48
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a finite number."""
+    """Return True for a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300
 
 
 def is_duration(value: Any) -> bool:
-    """Whether it is a number of seconds."""
+    """Return True for a plausible number of seconds."""
     return is_number(value) and 0 <= value <= MAX_DURATION_S
 
 
-def _stamp(value: Any) -> bool:
-    """Whether it is a time at which this can have been written; a clock may be a day ahead."""
+def is_timestamp(value: Any) -> bool:
+    """Return True for an ISO 8601 time with a time zone, after 2020. A clock may be a day ahead."""
     try:
-        stamp = datetime.fromisoformat(value)
+        time = datetime.fromisoformat(value)
     except (TypeError, ValueError):
         return False
-    return stamp.tzinfo is not None and _EARLIEST <= stamp <= datetime.now(UTC) + timedelta(days=1)
+    return time.tzinfo is not None and _EARLIEST <= time <= datetime.now(UTC) + timedelta(days=1)
 
 
-def _mapping(value: Any) -> bool:
+def is_exit_code(value: Any) -> bool:
+    """Return True for an exit code of Sluice."""
+    return is_count(value) and value in set(ExitCode)
+
+
+def is_mapping(value: Any) -> bool:
+    """Return True for a JSON object."""
     return isinstance(value, dict)
 
 
-def _list_of(check: LineCheck) -> LineCheck:
+def is_list_of(check: LineCheck) -> LineCheck:
+    """Return the check of a list whose items all pass `check`."""
     return lambda value: isinstance(value, list) and all(map(check, value))
 
 
-def _fits(line: Any, needs: Mapping[str, LineCheck], may: Mapping[str, LineCheck]) -> bool:
-    """Whether `line` has what it needs; what it `may` have may be null, too."""
+def has_fields(line: Any, required: Mapping[str, LineCheck], optional: Mapping[str, LineCheck]) -> bool:
+    """Return True if `line` is an object with valid fields. Optional fields may be absent or null."""
     return (
         isinstance(line, dict)
-        and all(key in line and check(line[key]) for key, check in needs.items())
-        and all(line.get(key) is None or check(line[key]) for key, check in may.items())
+        and all(key in line and check(line[key]) for key, check in required.items())
+        and all(line.get(key) is None or check(line[key]) for key, check in optional.items())
     )
 
 
-_STEP = {"step": is_count, "step_time_s": is_duration}
-_OF_A_STEP = {
-    "loss": is_number,
-    "tokens_per_s": is_number,
-    "samples_per_s": is_number,
-    "data_wait_s": is_number,
-    "exposed_comm_s": is_number,
-    "checkpoint_s": is_number,
-    "evaluate_s": is_number,
-    "held_out_loss": is_number,
-    "skipped": is_text,
-    "time": is_number,
-    "profile": _mapping,
-    "profile_s": is_number,
-}
+# -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def is_step_line(line: Any) -> bool:
-    """Whether it is the line of a step. The loss of one that was left out may be no number."""
-    if not _fits(line, _STEP, _OF_A_STEP) or not is_number(line.get("tokens_per_s", line.get("samples_per_s"))):
-        return False
-    return is_number(line.get("loss")) or (line.get("skipped") is not None and "loss" in line)
+def read_valid_lines(path: Path, is_valid: LineCheck) -> Iterator[dict[str, Any]]:
+    """Return the valid lines of a file, in order; none if there is no file."""
+    return filter(is_valid, read_jsonl(path))
 
 
-_ANY_EVENT = {"time": _stamp, "event": is_text}
-_OF_AN_EVENT = {
-    "stage": is_text,
-    "task": is_count,
-    "step": is_count,
-    "rank": is_count,
-    "ranks": is_count,
-    "attempt": is_count,
-    "restarts": is_count,
-    "host": is_text,
-    "seconds": is_duration,
-    "job_id": is_text,
-    "slurm_job": is_text,
-    "cluster": is_text,
-    "job_name": is_text,
-    "kind": is_text,
-    "key": is_text,
-    "array_task": is_count,
-    "tasks": is_count,
-    "after": _list_of(is_text),
-    "children": _list_of(is_text),
-    "job_submitted": is_number,
-    "ratio": is_number,
-    "steps": _list_of(is_count),
-    "lines": _list_of(is_step_line),
-    "message": is_text,
-    "cause": is_text,
-    "by": is_text,
-    "uid": is_count,
-    "exit_code": lambda value: is_count(value) and value in set(ExitCode),
-}
-_NEEDED = {
-    "submitting": ("stage", "key"), "submitted": ("stage", "job_id"), "not_submitted": ("stage", "key"),
-    "started": ("stage",), "saved": ("step",), "restored": ("step",),
-    "ready": ("step",), "held_out": ("step",), "lost_work": ("steps", "lines"), "straggler": ("rank", "host", "ratio"),
-    "recovered": ("rank",), "took_over": ("job_id", "children"), "retried": ("job_id", "cause"),
-}  # fmt: skip
-
-
-def is_event(line: Any) -> bool:
-    """Whether it says what an event of its name says."""
-    if not _fits(line, _ANY_EVENT, _OF_AN_EVENT):
-        return False
-    needed = (*_NEEDED.get(line["event"], ()), *(("after",) if line.get("kind") is not None else ()))
-    return all(line.get(key) is not None for key in needed)
-
-
-def is_bad_node(line: Any) -> bool:
-    """Whether it names a node that failed."""
-    return _fits(line, {"time": is_number, "host": is_text}, {})
-
-
-def is_config_change(line: Any) -> bool:
-    """Whether it is a change of the config."""
-    return _fits(line, {"set": _mapping}, {"submitted": _mapping})
-
-
-def is_checkpoint_manifest(manifest: Any) -> bool:
-    """Whether it is the manifest of a checkpoint."""
-    needs = {"step": is_count, "samples_consumed": is_count, "layout": _mapping, "files": _mapping}
-    file = {"size": is_count, "sha256": is_text}
-    return _fits(manifest, needs, {}) and all(_fits(entry, file, {}) for entry in manifest["files"].values())
-
-
-def is_decision(line: Any) -> bool:
-    """Whether it says which samples a training leaves out."""
-    needs = {"decision": lambda value: value in ("skip", "leave_out"), "position": is_count, "reason": is_text}
-    return _fits(line, needs, {"samples": is_count}) and ("samples" in line or line["decision"] == "skip")
-
-
-def read_valid_lines(path: Path, fits: LineCheck) -> Iterator[dict[str, Any]]:
-    """The lines of a file that fit; nothing where there is no file."""
-    return filter(fits, read_jsonl(path))
-
-
-def describe_malformed_lines(path: Path, fits: LineCheck) -> str:
-    """How many lines of a file do not fit, in words, but for one at the end that is being written; "" for none."""
-    found = 0
+def describe_malformed_lines(path: Path, is_valid: LineCheck) -> str:
+    """Return how many lines of a file are malformed; "" if none is. An incomplete last line is being written."""
+    count = 0
     if path.exists():
         with open_regular_file(path) as file:
-            found = sum(
-                line.endswith(b"\n") and not line.isspace() and not fits(parse_json_or_none(line)) for line in file
+            count = sum(
+                line.endswith(b"\n") and not line.isspace() and not is_valid(parse_json_or_none(line)) for line in file
             )
-    return format_malformed_count(path, found)
+    return format_malformed_count(path, count)
 
 
-def format_malformed_count(path: Path, found: int) -> str:
-    """That so many lines of a file were left out, in words; "" for none."""
-    return f"{path.name}: {found} line{'s' * (found != 1)} left out, torn or not as Sluice writes them" if found else ""
+def format_malformed_count(path: Path, count: int) -> str:
+    """Return a message about `count` malformed lines of a file; "" if there are none."""
+    return f"{path.name}: {count} malformed line{'s' * (count != 1)} left out" if count else ""
 
 
-def read_required_lines(path: Path, fits: LineCheck) -> list[dict[str, Any]]:
-    """All lines of a file that nobody may leave out. Raises InputError, naming the line, for one that does not fit.
+def read_required_lines(path: Path, is_valid: LineCheck) -> list[dict[str, Any]]:
+    """Return all lines of a file of which no line may be left out.
 
-    What a crash tore, before anything was done by it, has lost its end, and is left out here, too.
+    A line without its end is left out: a crash cut it off before anything depended on it.
+
+    Raises:
+        InputError: a line is malformed or its checksum is wrong.
     """
-    found: list[dict[str, Any]] = []
-    if path.exists():
-        with open_regular_file(path) as file:
-            whole = [(place, line, parse_json_or_none(line)) for place, line in enumerate(file, 1)]
-        for place, line, value in whole:
-            if value is None and not line.rstrip().endswith(b"}"):
-                continue
-            if not fits(value) or has_wrong_checksum(value):
-                raise InputError(
-                    "run.damaged_file", f"{path}, line {place} is damaged: {line[:80]!r}; put the file back as it was"
-                )
-            found.append(value)
-    return found
+    values: list[dict[str, Any]] = []
+    if not path.exists():
+        return values
+    with open_regular_file(path) as file:
+        lines = [(number, line, parse_json_or_none(line)) for number, line in enumerate(file, 1)]
+    for number, line, value in lines:
+        if value is None and not line.rstrip().endswith(b"}"):
+            continue
+        if not is_valid(value) or has_wrong_checksum(value):
+            raise InputError(
+                "run.damaged_file", f"{path}, line {number} is damaged: {line[:80]!r}; restore the original line"
+            )
+        values.append(value)
+    return values
+
+
+class LineHistory:
+    """The numbers of a growing file of JSON lines, by key. Each line is read once.
+
+    The numbers are kept in arrays: metrics.jsonl of 100,000 steps takes 25 MB, where a list of objects would take
+    300 MB. If the file was replaced or cut back, it is read again from the start.
+
+    Args:
+        path: The file.
+        is_valid: The check of a line.
+        x_key: The key over which curves are drawn.
+        row_keys: Keys whose values are also kept line by line, in `rows`.
+    """
+
+    def __init__(self, path: Path, is_valid: LineCheck, x_key: str = "step", row_keys: Sequence[str] = ()) -> None:
+        self.path = path
+        self.is_valid = is_valid
+        self.x_key = x_key
+        self.row_keys = row_keys
+        self._clear((0, 0))
+
+    def _clear(self, file: tuple[int, int]) -> None:
+        """Forget all lines; `file`: device and inode of the file to read."""
+        self._columns: dict[str, tuple[array[float], array[float]]] = {}
+        self._file = file
+        self._end = 0
+        self.rows: list[dict[str, Any]] = []
+        self.malformed_count = 0
+        """Number of malformed lines."""
+
+    def read_new_lines(self) -> LineHistory:
+        """Read the lines that were appended since the last call; return this object."""
+        if not self.path.exists():
+            return self
+        status = self.path.stat()
+        file = (status.st_dev, status.st_ino)
+        if file != self._file or status.st_size < self._end:
+            self._clear(file)
+        for text, end in read_complete_lines(self.path, self._end):
+            self._end = end
+            line = parse_json_or_none(text)
+            if self.is_valid(line):
+                self._add_line(line)
+            else:
+                self.malformed_count += not text.isspace()
+        return self
+
+    def _add_line(self, line: dict[str, Any]) -> None:
+        for name, value in _iterate_numbers(line):
+            column = self._columns.get(name)
+            if column is None:
+                column = (array("d"), array("d"))
+                self._columns[name] = column
+            column[0].append(line[self.x_key])
+            column[1].append(value)
+        if self.row_keys:
+            self.rows.append({key: line[key] for key in self.row_keys if line.get(key) is not None})
+
+    @property
+    def names(self) -> list[str]:
+        """The keys of all numbers; those in a mapping or a list such as `profile.compute`, `gpus.0.power_w`."""
+        return list(self._columns)
+
+    def values(self, name: str) -> Sequence[float]:
+        """Return the values of a key, in the order of the lines."""
+        return self._columns[name][1] if name in self._columns else ()
+
+    def curve(self, name: str) -> list[tuple[float, float]]:
+        """Return pairs of `x_key`'s value and a key's value."""
+        return list(zip(*self._columns[name], strict=True)) if name in self._columns else []
+
+    @property
+    def malformed_description(self) -> str:
+        """How many lines are malformed; "" if none is."""
+        return format_malformed_count(self.path, self.malformed_count)
+
+
+def _iterate_numbers(value: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the keys and values of all numbers in an object or a list."""
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        if is_number(item):
+            yield f"{prefix}{key}", item
+        elif isinstance(item, dict | list):
+            yield from _iterate_numbers(item, f"{prefix}{key}.")

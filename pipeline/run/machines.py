@@ -13,8 +13,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from pipeline.base.files import read_last_objects
-from pipeline.run import lines
+from pipeline.base.files import read_json, read_last_objects
+from pipeline.run.lines import is_count, is_number, is_text, read_valid_lines
 
 SENSORS = {
     "gpus.utilization_percent": ("GPU utilisation", "%", "gpu_utilization_ratio", 0.01),
@@ -43,11 +43,11 @@ def is_telemetry_line(line: Any) -> bool:
     """Whether it is such a line."""
     return (
         isinstance(line, dict)
-        and lines.is_number(line.get("time"))
-        and lines.is_text(line.get("host"))
-        and all(lines.is_number(line.get(key, 0)) for key in ("cpu_percent", "memory_gb", "energy_j"))
+        and is_number(line.get("time"))
+        and is_text(line.get("host"))
+        and all(is_number(line.get(key, 0)) for key in ("cpu_percent", "memory_gb", "energy_j"))
         and isinstance(line.get("gpus", []), list)
-        and all(isinstance(gpu, dict) and lines.is_count(gpu.get("index")) for gpu in line.get("gpus", []))
+        and all(isinstance(gpu, dict) and is_count(gpu.get("index")) for gpu in line.get("gpus", []))
         and all(isinstance(gpu.get(key, []), list) for gpu in line.get("gpus", []) for key in ("throttled", "xid"))
     )
 
@@ -56,7 +56,22 @@ def get_sensor_values(line: Mapping[str, Any], sensor: str) -> list[tuple[str, f
     """What a line says by a sensor: a value for each GPU, by its number, or one of the host, or none."""
     rows = line.get("gpus", ()) if sensor.startswith("gpus.") else [line]
     key = sensor.removeprefix("gpus.")
-    return [(str(row.get("index", "")), row[key]) for row in rows if lines.is_number(row.get(key))]
+    return [(str(row.get("index", "")), row[key]) for row in rows if is_number(row.get(key))]
+
+
+def get_compute_times_file(jobs_dir: Path) -> Path:
+    """Return the path of the file in which a training compares its hosts (pipeline/resilience/stragglers.py).
+
+    The file maps each host of the newest attempt to the mean compute time of its ranks, as a multiple of the median.
+    """
+    return jobs_dir / "train/own-times.json"
+
+
+def read_compute_times(jobs_dir: Path) -> dict[str, float]:
+    """Return the content of that file; empty if it is missing or malformed."""
+    file = get_compute_times_file(jobs_dir)
+    ratios = read_json(file) if file.exists() else {}
+    return ratios if isinstance(ratios, dict) and all(map(is_number, ratios.values())) else {}
 
 
 def sum_gpu_energy_kwh(run: Path, spans: Sequence[tuple[float, float]]) -> float | None:
@@ -67,7 +82,7 @@ def sum_gpu_energy_kwh(run: Path, spans: Sequence[tuple[float, float]]) -> float
     joules, measured = 0.0, False
     for file in run.glob("telemetry-*.jsonl"):
         before: tuple[float, float] | None = None
-        for line in lines.read_valid_lines(file, is_telemetry_line):
+        for line in read_valid_lines(file, is_telemetry_line):
             if not (watts := get_sensor_values(line, "gpus.power_w")):
                 continue
             measured, now = True, (line["time"], sum(value for _, value in watts))
@@ -88,7 +103,7 @@ def list_slow_gpus(run: Path, begin: float, end: float = inf, looks: int | None 
     for file in run.glob("telemetry-*.jsonl"):
         if looks is None:
             told = reversed(
-                [line for line in lines.read_valid_lines(file, is_telemetry_line) if begin <= line["time"] <= end]
+                [line for line in read_valid_lines(file, is_telemetry_line) if begin <= line["time"] <= end]
             )
         else:
             told = read_last_objects(file, is_telemetry_line, looks * _LINE)
@@ -98,7 +113,7 @@ def list_slow_gpus(run: Path, begin: float, end: float = inf, looks: int | None 
                     rows_of[line["host"], gpu["index"]].append(gpu)
     kinds: dict[str, dict[tuple[str, int], Mapping[str, float]]] = defaultdict(dict)
     for gpu, rows in rows_of.items():
-        known = {key: [row[key] for row in rows if lines.is_number(row.get(key))] for key in ("memory_gb", *_BEHIND)}
+        known = {key: [row[key] for row in rows if is_number(row.get(key))] for key in ("memory_gb", *_BEHIND)}
         enough = {key: 1 if key == "memory_gb" else _LEAST_LOOKS for key in known}
         medians = {key: median(values) for key, values in known.items() if len(values) >= enough[key]}
         kinds[next((str(row["name"]) for row in rows if "name" in row), "")][gpu] = medians

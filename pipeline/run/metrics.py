@@ -1,8 +1,8 @@
-"""metrics.jsonl: one line per optimizer step, each step exactly once, through any number of crashes.
+"""metrics.jsonl: one line for each optimizer step. Each step appears once, even after crashes.
 
-The line of a step is written before a checkpoint of that step begins: a checkpoint never knows more than the file.
-After a restore the lines beyond the restored step are moved to events.jsonl as lost work, and a torn last line
-is dropped.
+The line of a step is written before a checkpoint of that step begins, so that a checkpoint never contains more steps
+than the file. After a restore, the lines beyond the restored step are moved to events.jsonl (`lost_work`), and a last
+line that a crash cut off is removed.
 """
 
 from __future__ import annotations
@@ -14,63 +14,92 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.files import read_json, write_atomic, write_line
-from pipeline.run import lines
-from pipeline.run.directory import Run
+from pipeline.base.files import write_atomic, write_line
+from pipeline.run.lines import (
+    has_fields,
+    is_count,
+    is_duration,
+    is_mapping,
+    is_number,
+    is_text,
+    read_valid_lines,
+)
+
+_REQUIRED_FIELDS = {"step": is_count, "step_time_s": is_duration}
+_OPTIONAL_FIELDS = {
+    "loss": is_number,
+    "tokens_per_s": is_number,
+    "samples_per_s": is_number,
+    "data_wait_s": is_number,
+    "exposed_comm_s": is_number,
+    "checkpoint_s": is_number,
+    "evaluate_s": is_number,
+    "held_out_loss": is_number,
+    "skipped": is_text,
+    "time": is_number,
+    "profile": is_mapping,
+    "profile_s": is_number,
+}
+
+
+def is_step_line(line: Any) -> bool:
+    """Return True for the line of a step. The loss of a skipped step may be null."""
+    if not has_fields(line, _REQUIRED_FIELDS, _OPTIONAL_FIELDS):
+        return False
+    if not is_number(line.get("tokens_per_s", line.get("samples_per_s"))):
+        return False
+    return is_number(line.get("loss")) or (line.get("skipped") is not None and "loss" in line)
 
 
 class MetricsFile:
-    """Writes the lines, on rank 0 (`path` is None elsewhere)."""
+    """Appends lines to metrics.jsonl.
+
+    Args:
+        path: The file; None on ranks other than rank 0, which write nothing.
+    """
 
     def __init__(self, path: Path | None) -> None:
-        # kept open: on a parallel file system an open costs milliseconds, and this happens every step
+        # kept open: on a parallel file system, opening a file takes milliseconds, and this happens in every step
         self._file = None if path is None else open(path, "ab", buffering=0)  # noqa: SIM115
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Append the line of a step; what is not finite becomes null, which JSON can hold."""
+        """Append the line of a step. Infinite and NaN values become null, because JSON has none."""
         if self._file is not None:
             finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
             write_line(self._file.fileno(), json.dumps(finite), self._file.name)
 
     def sync(self) -> None:
-        """Make what was written durable: before a checkpoint, so that it never knows more steps than the file."""
+        """Make the lines durable. Call it before a checkpoint, which must not contain more steps than the file."""
         if self._file is not None:
             os.fsync(self._file.fileno())
 
 
 def format_loss(line: Mapping[str, Any]) -> str:
-    """A step's loss, for people; that of a bad step may be no number."""
+    """Return the loss of a step as text; the loss of a skipped step may not be a number."""
     return "left out" if "skipped" in line else f"loss {line['loss']:.4f}"
 
 
 def format_speed(line: Mapping[str, Any]) -> str:
-    """How fast a step was: what its line counts per second."""
+    """Return the tokens or samples per second of a step as text."""
     unit = "tokens" if "tokens_per_s" in line else "samples"
     return f"{line[f'{unit}_per_s']:,.0f} {unit}/s"
 
 
 def list_lost_lines(path: Path, step: int) -> list[dict[str, Any]]:
-    """The lines beyond `step`: work that a restore of `step` loses."""
-    return [line for line in lines.read_valid_lines(path, lines.is_step_line) if line["step"] > step]
+    """Return the lines beyond `step`: the work that is lost if `step` is restored."""
+    return [line for line in read_valid_lines(path, is_step_line) if line["step"] > step]
 
 
 def rewind_metrics(path: Path, step: int, more: Mapping[str, Any] | None = None) -> None:
-    """Cut metrics.jsonl after `step`, whose line gets `more`; mend a torn tail; lines that fit no step go, too."""
-    kept = {line["step"]: line for line in lines.read_valid_lines(path, lines.is_step_line) if line["step"] <= step}
+    """Remove the lines after `step`, malformed lines, and a last line that was cut off.
+
+    Args:
+        path: metrics.jsonl.
+        step: the last step to keep.
+        more: figures that are added to the line of `step`.
+    """
+    kept = {line["step"]: line for line in read_valid_lines(path, is_step_line) if line["step"] <= step}
     kept.get(step, {}).update(more or {})
     text = "".join(json.dumps(kept[s]) + "\n" for s in sorted(kept))
     if path.exists() and path.read_text(errors="replace") != text:
         write_atomic(path, text)
-
-
-def get_compute_times_file(run: Run) -> Path:
-    """For each host of the newest attempt its ranks' own time, divided by their peers'
-    (pipeline/resilience/stragglers.py)."""
-    return run.jobs_dir / "train/own-times.json"  # whoever only reads makes no folder
-
-
-def read_compute_times(run: Run) -> dict[str, float]:
-    """What stands there; nothing where there is no such file, or another one."""
-    file = get_compute_times_file(run)
-    found = read_json(file) if file.exists() else {}
-    return found if isinstance(found, dict) and all(map(lines.is_number, found.values())) else {}

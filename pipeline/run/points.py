@@ -12,6 +12,7 @@ from pipeline.base.files import write_atomic
 from pipeline.base.yaml12 import dump_yaml
 from pipeline.config.read import make_point_configs, make_run_values_dumper
 from pipeline.run.directory import Run
+from pipeline.run.events import Created
 
 
 def list_points(run: Run) -> list[Run]:
@@ -36,5 +37,5 @@ def create_points(run: Run) -> list[Run]:
             if not os.path.lexists(link):
                 link.symlink_to(f"../../{link.name}")
         write_atomic(point.config_file, dump_yaml(values_of(point.config)))
-        point.event("created", config=str(point.config_file), sweep=run.config.run.name)
+        point.append_event(Created(config=str(point.config_file), sweep=run.config.run.name))
     return found

@@ -25,9 +25,9 @@ from pipeline.evaluate.evaluator import Evaluator
 from pipeline.evaluate.result import HELD_OUT_PREFIX, format_held_out, get_extra_metrics
 from pipeline.model.task import Task
 from pipeline.resilience.stop import EARLY_STOP_REQUEST, StopCoordinator
-from pipeline.run import lines
 from pipeline.run.directory import Run
-from pipeline.run.metrics import MetricsFile, rewind_metrics
+from pipeline.run.events import HeldOut
+from pipeline.run.metrics import MetricsFile, is_step_line, rewind_metrics
 from pipeline.train.callback import Callback, CallbackList, TrainerContext
 
 OVERHEADS = ("checkpoint_s", "evaluate_s", "profile_s")
@@ -119,13 +119,14 @@ class HeldOutEvaluation(Callback):
         step = trainer.start_step
         is_missing = False
         if step and trainer.rank == 0:
-            line = read_last_object(self.run.metrics_file, lines.is_step_line) or {}
+            line = read_last_object(self.run.metrics_file, is_step_line) or {}
             is_missing = line.get("step") == step and f"{HELD_OUT_PREFIX}loss" not in line
         if not broadcast_from_rank0(self.coordinator.group, is_missing):
             return
         metrics = self._evaluate_if_due(trainer, step)
         if metrics and trainer.rank == 0:
-            self.run.event("held_out", "train", step=step, **metrics)  # first: followers take the metrics from it
+            # first: followers take the metrics from it
+            self.run.append_event(HeldOut(stage="train", step=step, extra=metrics))
             rewind_metrics(self.run.metrics_file, step, metrics)
 
     def on_step_end(self, trainer: TrainerContext, step: int, metrics: dict[str, Any]) -> None:

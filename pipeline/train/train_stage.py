@@ -15,8 +15,7 @@ from pipeline.data.manifest import count_training_steps, format_amount_read, for
 from pipeline.parallel.mesh import check_tensor_group_on_one_node
 from pipeline.run.code import call_in_child_process
 from pipeline.run.directory import Run
-from pipeline.run.lines import is_step_line
-from pipeline.run.metrics import format_loss, format_speed
+from pipeline.run.metrics import format_loss, format_speed, is_step_line
 from pipeline.run.stages import Progress
 from pipeline.train.lr_schedule import compute_learning_rate
 

@@ -52,7 +52,19 @@ from pipeline.resilience.stragglers import LocalComputeTimer, StragglerDetector
 from pipeline.resilience.watchdog import Watchdog
 from pipeline.run import lines
 from pipeline.run.directory import Run
-from pipeline.run.metrics import list_lost_lines, rewind_metrics
+from pipeline.run.events import (
+    Damaged,
+    LostWork,
+    MixtureReport,
+    Ready,
+    RestartedFromScratch,
+    Restored,
+    Saved,
+    SaveSkipped,
+    StoppedEarly,
+    StopRequested,
+)
+from pipeline.run.metrics import is_step_line, list_lost_lines, rewind_metrics
 from pipeline.train.callback import Callback, CallbackList, make_user_callbacks
 from pipeline.train.engine import Engine
 from pipeline.train.lr_schedule import compute_learning_rate
@@ -215,7 +227,7 @@ class Trainer:
             order=self.mixture.compute_indices if self.mixture else None,
         )
         key = groups.broadcast_from_rank0(self.coordinator.group, secrets.token_hex(8))
-        write_event = partial(self.run.event, stage="train") if self.rank_info.local_rank == 0 else None
+        write_event = self.run.append_event if self.rank_info.local_rank == 0 else None
         copies = LocalCopies(self.dataset, self.run.data_dir, self.config.site.local_disk, key, write_event)
         with copies, contextlib.closing(BatchLoader(self.dataset, sampler, self.device)) as batches:
             yield batches
@@ -313,9 +325,9 @@ class Trainer:
         elif self.guard.consecutive_bad_steps:
             skip_reason = "after a bad step, from which the training may have to return"
         if self.world.is_rank0:
-            self.run.event("stop_requested", "train", step=step, signal=reason)
+            self.run.append_event(StopRequested(stage="train", step=step, signal=reason))
             if skip_reason is not None:
-                self.run.event("save_skipped", "train", step=step, reason=skip_reason)
+                self.run.append_event(SaveSkipped(stage="train", step=step, reason=skip_reason))
         self.callbacks.on_stop(step, reason)
         if skip_reason is None:
             self.save(step)
@@ -329,7 +341,7 @@ class Trainer:
         assert reason is not None
         self.early_stop = {"reason": reason, "steps": self.steps}
         if self.world.is_rank0:
-            self.run.event("stopped_early", "train", step=step, reason=reason)
+            self.run.append_event(StoppedEarly(stage="train", step=step, reason=reason))
         self.callbacks.on_stop(step, reason)
         self.save(step)
         self._finish_saving(step)
@@ -406,8 +418,8 @@ class Trainer:
                     f"the checkpoints in {self.run.checkpoints_dir} disappeared during the start; try again",
                 )
             self.engine.reset_custom_optimizer()
-            if self.world.is_rank0 and self.run.read_events("train", "saved", "restored"):
-                self.run.event("began_anew", "train")
+            if self.world.is_rank0 and self.run.read_events("train", Saved, Restored):
+                self.run.append_event(RestartedFromScratch(stage="train"))
         else:
             self.samples_consumed = int(manifest["samples_consumed"])
             read_tensors = partial(self.checkpointer.read_tensors, step)
@@ -425,20 +437,30 @@ class Trainer:
 
     def _rewind_metrics(self, step: int, start_time: float, notes: Mapping[str, str | None]) -> None:
         """Remove the metrics after the restored `step`, and report lost work and what differs; on rank 0."""
-        saves = [event.get("seconds") for event in self.run.read_events("train", "saved")]
+        saves = [event.seconds for event in self.run.read_events("train", Saved)]
         self.deadline.longest_save_s = next((seconds for seconds in reversed(saves) if seconds), 0.0)
-        if problem := lines.describe_malformed_lines(self.run.metrics_file, lines.is_step_line):
+        if problem := lines.describe_malformed_lines(self.run.metrics_file, is_step_line):
             self.log(f"WARNING: {problem}")
         lost = list_lost_lines(self.run.metrics_file, step)
         if lost:  # written before the lines are removed, so that a crash in between does not lose them
-            self.run.event("lost_work", "train", steps=[line["step"] for line in lost], lines=lost)
+            self.run.append_event(LostWork(stage="train", steps=[line["step"] for line in lost], lines=lost))
         rewind_metrics(self.run.metrics_file, step)
         if step:
             seconds = round(time.perf_counter() - start_time, 3)
-            facts = {name: note for name, note in notes.items() if note}
-            self.run.event("restored", "train", step=step, seconds=seconds, lost_steps=len(lost), **facts)
+            replicas = notes.get("replicas") or None
+            versions = notes.get("versions") or None
+            self.run.append_event(
+                Restored(
+                    stage="train",
+                    step=step,
+                    seconds=seconds,
+                    lost_steps=len(lost),
+                    replicas=replicas,
+                    versions=versions,
+                )
+            )
             repeated = f", {len(lost)} steps are repeated" if lost else ""
-            self.log("; ".join([f"restored step {step}{repeated}", *facts.values()]))
+            self.log("; ".join(filter(None, [f"restored step {step}{repeated}", replicas, versions])))
 
     # -- reports -----------------------------------------------------------------------------------------
 
@@ -450,13 +472,20 @@ class Trainer:
             at_end = self.mixture.count_epochs(self.config.train.global_batch * self.steps)
             now = self.mixture.count_epochs(self.samples_consumed)
             weights = self.mixture.weights.model_dump()["weights"]
-            self.run.event("mixture", "train", weights=weights, epochs=now, epochs_at_the_end=at_end)
+            self.run.append_event(MixtureReport(stage="train", weights=weights, epochs=now, epochs_at_the_end=at_end))
             self.log(
                 f"epochs of each source by step {self.steps}: {format_epochs(at_end)}; so far: {format_epochs(now)}"
             )
-        facts: dict[str, Any] = {"communication": self.world.transport, "sent_bytes": self._count_sent_bytes()}
-        facts = {name: value for name, value in facts.items() if value} | measure_peak_memory(self.device)
-        self.run.event("ready", "train", step=self.start_step, startup_s=self.startup_s, **facts)
+        self.run.append_event(
+            Ready(
+                stage="train",
+                step=self.start_step,
+                startup_s=self.startup_s,
+                communication=self.world.transport or None,
+                sent_bytes=self._count_sent_bytes() or None,
+                extra=measure_peak_memory(self.device),
+            )
+        )
 
     def _count_sent_bytes(self) -> dict[str, int]:
         """Return the bytes that a rank sends in a step, by group; empty for a custom model, whose sizes are unknown."""
@@ -467,10 +496,10 @@ class Trainer:
     def _report_saved(self, step: int, seconds: float) -> None:
         """Report a committed checkpoint; called on rank 0 in the thread that writes it."""
         self.callbacks.on_saved(step, seconds)
-        self.run.event("saved", "train", step=step, seconds=round(seconds, 3))
+        self.run.append_event(Saved(stage="train", step=step, seconds=round(seconds, 3)))
         self.log(f"saved step {step} ({seconds:.2f} s)")
 
     def _report_damaged(self, step: int, reason: str) -> None:
         """Report a checkpoint that was set aside; called on rank 0."""
         self.log(f"WARNING: {reason}; step {step} is set aside, trying the previous checkpoint")
-        self.run.event("damaged", "train", step=step, reason=reason)
+        self.run.append_event(Damaged(stage="train", step=step, reason=reason))

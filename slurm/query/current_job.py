@@ -26,8 +26,8 @@ from pipeline.base.dist_env import expand_hostlist
 from pipeline.base.errors import ExitCode
 from pipeline.base.files import append_line
 from pipeline.config.types import parse_time_limit
-from pipeline.run import lines
 from pipeline.run.directory import Run
+from pipeline.run.lines import has_fields, is_number, is_text, read_valid_lines
 from slurm.query.job_states import parse_key_values, parse_slurm_time, run_slurm_command
 
 CAUSE_BY_STATE = {
@@ -247,8 +247,13 @@ def excluded_nodes_at_requeue(run: Run, stage: str, info: JobInfo) -> str | None
     return None if set(new_list) == set(current) else ",".join(dict.fromkeys(new_list))
 
 
+def _is_bad_node(line: Any) -> bool:
+    """Return True for a line of bad_nodes.jsonl."""
+    return has_fields(line, {"time": is_number, "host": is_text}, {})
+
+
 def _read_bad_nodes(run: Run) -> Iterator[dict[str, Any]]:
-    return lines.read_valid_lines(run.path / "bad_nodes.jsonl", lines.is_bad_node)
+    return read_valid_lines(run.path / "bad_nodes.jsonl", _is_bad_node)
 
 
 def _list_nodes(partition: str | None) -> dict[str, bool]:

@@ -38,12 +38,14 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pipeline.base.errors import UserError
 from pipeline.run.directory import Run
+from pipeline.run.events import Event, NotSubmitted, Started, SubmissionEvent, Submitted, Submitting, get_job_id
 from slurm.query import slurm_messages
 
+E = TypeVar("E", bound=Event)
 TIMEOUT_S = 30
 INTERACTIVE_TIMEOUT_S = 10.0
 """How long a person waits before it is said that the controller does not answer."""
@@ -64,7 +66,6 @@ _MANY = 500
 """From so many ids on squeue is asked without them: one argument holds 128 KiB (execve(2), MAX_ARG_STRLEN)."""
 _PART = 5_000
 """How many ids sacct is asked for at once."""
-SUBMISSION_EVENTS = ("submitting", "submitted", "not_submitted")
 _MARK = "sluice "
 _KEY = re.compile(r"/([0-9a-f]{12})_submission\.sh \1\s*$")
 _BEFORE_COMMAND = "\x1f"
@@ -246,60 +247,79 @@ def job_identity(job_name: str, **more: Any) -> dict[str, Any]:
     return {"cluster": cluster_name(), "uid": os.getuid(), "job_name": job_name, **more}
 
 
-def read_recorded_job(run: Run, event: Mapping[str, Any]) -> RecordedJob:
+def read_recorded_job(run: Run, event: Submitting | Submitted | Started) -> RecordedJob:
     """What an event `submitted`, or `started`, says of its job. The comment is of the run where it lies: a copy's."""
     paths = dict.fromkeys((run.path, run.sweep_or_self.path))
-    job_id = event.get("slurm_job" if event["event"] == "started" else "job_id") or ""
-    submitted = event.get("job_submitted") or datetime.fromisoformat(event["time"]).timestamp()
-    cluster, uid, name = (event.get(key) for key in ("cluster", "uid", "job_name"))
     comments = tuple(job_comment(path).strip() for path in paths)
-    open_task = event.get("array_task") if not job_id else None
-    return RecordedJob(str(job_id), comments, cluster, uid, name or "", submitted, event.get("key") or "", open_task)
+    job_id: str | None = ""
+    key: str | None = ""
+    submit_time: float | None = None
+    open_task: int | None = None
+    if isinstance(event, Started):
+        job_id = event.slurm_job
+        submit_time = event.job_submitted
+    elif isinstance(event, Submitted):
+        job_id = event.job_id
+        key = event.key
+        submit_time = event.job_submitted
+    else:
+        key = event.key
+        open_task = event.array_task
+    return RecordedJob(
+        job_id or "",
+        comments,
+        event.cluster,
+        event.uid,
+        event.job_name or "",
+        submit_time or event.timestamp,
+        key or "",
+        open_task,
+    )
 
 
 def list_submissions(
-    run: Run, events: Sequence[dict[str, Any]] | None = None
-) -> list[tuple[dict[str, Any], RecordedJob]]:
+    run: Run, events: Sequence[SubmissionEvent] | None = None
+) -> list[tuple[Submitting | Submitted, RecordedJob]]:
     """The submissions to Slurm for a run, oldest first, with their newest events; open ones too.
 
     `events`: the run's, of these names at least, if they were read.
     """
-    found: dict[str | int, dict[str, Any]] = {}
-    for number, event in enumerate(run.read_events(None, *SUBMISSION_EVENTS) if events is None else events):
-        if event.get("executor") == "slurm":
-            key = event.get("key") or number
-            if event["event"] == "not_submitted":
+    found: dict[str | int, Submitting | Submitted] = {}
+    for number, event in enumerate(run.read_events(None, SubmissionEvent) if events is None else events):
+        if event.executor == "slurm":
+            key = event.key or number
+            if isinstance(event, NotSubmitted):
                 found.pop(key, None)
-            elif event["event"] == "submitted" or key not in found:
+            elif isinstance(event, Submitted) or (isinstance(event, Submitting) and key not in found):
                 found[key] = event
     return [(event, read_recorded_job(run, event)) for event in found.values()]
 
 
-def list_recorded_jobs(run: Run) -> list[tuple[dict[str, Any], RecordedJob]]:
+def list_recorded_jobs(run: Run) -> list[tuple[Submitting | Submitted, RecordedJob]]:
     """The jobs that were submitted for a run, oldest first, behind their events."""
     return [(event, one) for event, one in list_submissions(run) if not one.is_open]
 
 
-def events_since_submission(events: Sequence[dict[str, Any]], job_id: str) -> list[dict[str, Any]]:
+def events_since_submission(events: Sequence[E], job_id: str) -> list[E]:
     """Those of a run's events that may speak of the job that has this id here and now.
 
     What was said before the id was last submitted is of another job, and so is what another cluster's job said.
     """
     here, job = cluster_name(), array_job_id(job_id)
-    ours = [e for e in events if here is None or e.get("cluster") in (None, here)]
-    at = (i for i in find_first_submissions(ours) if array_job_id(str(ours[i]["job_id"])) == job)
+    ours = [e for e in events if here is None or getattr(e, "cluster", None) in (None, here)]
+    at = (i for i in find_first_submissions(ours) if array_job_id(get_job_id(ours[i]) or "") == job)
     return ours[max(at, default=0) :]
 
 
-def find_first_submissions(events: Sequence[Mapping[str, Any]]) -> list[int]:
+def find_first_submissions(events: Sequence[Event]) -> list[int]:
     """Where in `events` a job was submitted: the indices of `submitted`, for each key the first one.
 
     A job that starts writes the event itself if it is missing; submit.py may then write it once more.
     """
     found: dict[str | int, int] = {}
     for number, event in enumerate(events):
-        if event["event"] == "submitted":
-            found.setdefault(event.get("key") or number, number)
+        if isinstance(event, Submitted):
+            found.setdefault(event.key or number, number)
     return list(found.values())
 
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import datetime
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pipeline.config.stages import STAGES
-from pipeline.run import attempts
 from pipeline.run.directory import Run
+from pipeline.run.events import Started, SubmissionEvent, Submitted, Submitting, get_job_id, read_stage_state
 from pipeline.run.points import list_points
 from slurm.query.job_states import (
     NOT_RESPONDING,
-    SUBMISSION_EVENTS,
     SUBMIT_TIME_TOLERANCE_S,
     UNKNOWN,
     JobState,
@@ -41,23 +38,20 @@ class SubmittedJob:
     state: JobState
     step: int | None = None
     """The checkpoint that it evaluates (slurm/supervise/background.py): nothing in the chain waits for it."""
-    event: Mapping[str, Any] = field(default_factory=dict)
-    """`submitted`, or `submitting` if the submission is open; empty for a job that no event names."""
+    event: Submitting | Submitted | None = None
+    """Its submission: `Submitted`, or `Submitting` if the submission is open. None if no event names the job."""
+    is_stray: bool = False
+    """Whether the job has the run's comment, but no submission of the run made it."""
 
     @property
     def is_recorded(self) -> bool:
         """Whether an event names the job."""
-        return self.event.get("event", "submitted") == "submitted" and not self.is_stray
-
-    @property
-    def is_stray(self) -> bool:
-        """Whether only its comment says that it is the run's: no submission that the run knows of made it."""
-        return self.event.get("event") == "stray"
+        return not isinstance(self.event, Submitting) and not self.is_stray
 
     @property
     def is_array_of_parts(self) -> bool:
         """Whether it is an array whose tasks share the work of one stage; another job behind it completes the stage."""
-        return int(self.event.get("tasks") or 1) > 1 and bool(STAGES[self.stage].is_array)
+        return self.event is not None and (self.event.tasks or 1) > 1 and bool(STAGES[self.stage].is_array)
 
 
 def find_run_jobs(runs: Sequence[Run], forgotten: dict[RecordedJob, JobState] | None = None) -> list[SubmittedJob]:
@@ -66,13 +60,13 @@ def find_run_jobs(runs: Sequence[Run], forgotten: dict[RecordedJob, JobState] | 
     These are the jobs in their events, those of open submissions, and those with a run's comment that no event names
     (unless the runs were last submitted on one machine).
     """
-    events = [run.read_events(None, *SUBMISSION_EVENTS) for run in runs]
+    events = [run.read_events(None, SubmissionEvent) for run in runs]
     told = [(run, *pair) for run, own in zip(runs, events, strict=True) for pair in list_submissions(run, own)]
     executor = _last_executor(event for own in events for event in own)
     by_comment = {job_comment(run.path).strip(): run for run in runs} if executor in (None, "slurm") else {}
     states, unclaimed = find_jobs((one for *_, one in told), by_comment.keys(), forgotten)
     found = [
-        SubmittedJob(run.path, event["stage"], states[one].job_id, states[one], event.get("step"), event)
+        SubmittedJob(run.path, event.stage, states[one].job_id, states[one], event.step, event)
         for run, event, one in told
     ]
     if unclaimed is None and executor == "slurm" and not found:
@@ -93,19 +87,29 @@ def _stray(run: Run, runs: Sequence[Run], job_id: str, job: JobState) -> Submitt
     """
     array = array_job_id(job.job_id)
     for one in runs:
-        for event in one.read_events(None, "started"):
-            ran_as, since = str(event.get("slurm_job") or ""), datetime.fromisoformat(str(event["time"])).timestamp()
+        for event in one.read_events(None, Started):
+            ran_as = event.slurm_job or ""
             is_its_task = ran_as == job.job_id or (
                 one is run and job_id == array_job_id(ran_as)
             )  # points have own tasks
-            same = is_its_task and event.get("cluster") in (None, job.cluster)
-            if same and since >= job.submit_time - SUBMIT_TIME_TOLERANCE_S:
-                facts = {"event": "submitting", "executor": "slurm", "stage": event["stage"], "kind": "afterok"}
-                facts |= {"after": [], "tasks": 1, "job_name": job.name, "cluster": job.cluster, "uid": job.uid}
-                return SubmittedJob(one.path, event["stage"], ran_as if one is not run else array, job, None, facts)
+            same = is_its_task and event.cluster in (None, job.cluster)
+            if same and event.timestamp >= job.submit_time - SUBMIT_TIME_TOLERANCE_S:
+                submitting = Submitting(
+                    time="",
+                    stage=event.stage,
+                    after=[],
+                    executor="slurm",
+                    kind="afterok",
+                    tasks=1,
+                    key="",
+                    cluster=job.cluster,
+                    uid=job.uid,
+                    job_name=job.name,
+                )
+                return SubmittedJob(one.path, event.stage, ran_as if one is not run else array, job, None, submitting)
     places = (re.search(r"/jobs/(\w+)/[^/]*$", job.command), re.match(r"(\w+)-", job.name))
     stage = next((place[1] for place in places if place and place[1] in STAGES), "")
-    return SubmittedJob(run.path, stage, job_id, JobState(job_id, job.state, job.reason), None, {"event": "stray"})
+    return SubmittedJob(run.path, stage, job_id, JobState(job_id, job.state, job.reason), is_stray=True)
 
 
 def find_awaited_job(stage: str, alive: Sequence[SubmittedJob]) -> SubmittedJob | None:
@@ -120,8 +124,9 @@ def find_awaited_job(stage: str, alive: Sequence[SubmittedJob]) -> SubmittedJob 
 
 def find_successor(job: SubmittedJob, alive: Sequence[SubmittedJob]) -> SubmittedJob | None:
     """The job that takes over from a training if it does not end well."""
-    behind = (e for e in alive if e.event.get("kind") == "afternotok")
-    return next((one for one in behind if job.job_id in one.event.get("after", ())), None)
+    return next(
+        (one for one in alive if one.event and one.event.is_successor and job.job_id in (one.event.after or ())), None
+    )
 
 
 def describe_stray_job(job: SubmittedJob) -> str:
@@ -151,22 +156,23 @@ def list_running_work(run: Run) -> list[str]:
 def uses_slurm(run: Run) -> bool:
     """Whether the run was last submitted to Slurm: `resume` keeps a run's executor."""
     return (
-        _last_executor(e for one in (run, *list_points(run)) for e in one.read_events(None, *SUBMISSION_EVENTS))
+        _last_executor(event for one in (run, *list_points(run)) for event in one.read_events(None, SubmissionEvent))
         == "slurm"
     )
 
 
-def _last_executor(events: Iterable[Mapping[str, Any]]) -> str | None:
-    """Where the last submission went; None if there is none."""
-    return max(events, key=lambda event: str(event["time"]), default={}).get("executor")
+def _last_executor(events: Iterable[SubmissionEvent]) -> str | None:
+    """Return the executor of the last submission; None if there is none."""
+    last = max(events, key=lambda event: event.time, default=None)
+    return None if last is None else last.executor
 
 
 def is_job_ending(run: Run, stage: str, job: JobState) -> bool:
     """Return True if a job that Slurm still lists will end without a retry, by a request or after its final event."""
     events = events_since_submission(run.read_events(stage), job.job_id)
     # an event of the job itself, or of a task of this array
-    job_events = (e for e in events if f"{e.get('job_id')}_".startswith(f"{job.job_id}_"))
-    state = attempts.read_stage_state(job_events)
+    job_events = (event for event in events if f"{get_job_id(event)}_".startswith(f"{job.job_id}_"))
+    state = read_stage_state(job_events)
     if job.state == "PENDING" or state.retry_event is not None:
         return False
     return job.state == "COMPLETING" or state.end_event is not None or state.user_request is not None

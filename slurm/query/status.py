@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
@@ -28,13 +28,27 @@ from pipeline.base.command import format_command
 from pipeline.base.text import format_duration
 from pipeline.config.stages import STAGES
 from pipeline.evaluate.result import format_result, get_extra_metrics, get_main_metric, read_newest_result
-from pipeline.run import attempts, stages
-from pipeline.run import lines as jsonl_lines
 from pipeline.run import points as sweep
-from pipeline.run.attempts import END_EVENTS, RETRY_EVENTS
+from pipeline.run import stages
 from pipeline.run.directory import Run
+from pipeline.run.events import (
+    AttemptEvent,
+    EndEvent,
+    Event,
+    Failed,
+    HandedOver,
+    NotSubmitted,
+    Requeued,
+    Retried,
+    RetryEvent,
+    Started,
+    Submitted,
+    find_current_stragglers,
+    is_event,
+    read_stage_state,
+)
 from pipeline.run.failure import retry_command
-from pipeline.run.ledger import event_timestamp
+from pipeline.run.lines import describe_malformed_lines
 from pipeline.run.machines import DEFAULT_SAMPLE_COUNT, list_slow_gpus
 from slurm.query.job_states import NOT_RESPONDING, UNKNOWN, JobState, RecordedJob, find_first_submissions
 from slurm.query.run_jobs import (
@@ -48,8 +62,6 @@ from slurm.query.run_jobs import (
     uses_slurm,
 )
 from slurm.query.slurm_messages import JOB_HELD
-
-Event = Mapping[str, Any]
 
 POLL_INTERVAL_S = 2.0
 QUERY_INTERVALS_S = (2.0, 30.0)
@@ -102,7 +114,11 @@ _CAUSE_DESCRIPTIONS = {
     "stopped": "a signal",
 }
 """`requeued` has no description: the cause is not known."""
-_CONTINUATIONS = {"requeued": "requeued", "retried": "restarted", "handed_over": "handed over to the next job"}
+_CONTINUATIONS: Mapping[type[RetryEvent], str] = {
+    Requeued: "requeued",
+    Retried: "restarted",
+    HandedOver: "handed over to the next job",
+}
 _SUBMITTED_AGAIN = "submitted again"
 
 
@@ -144,14 +160,14 @@ def find_last_stop(events: Sequence[Event], pending_job: str | None) -> LastStop
         events: all events of the stage, oldest first.
         pending_job: the job of the stage that is pending, if there is one: then no attempt is running.
     """
-    events_of_task: dict[Any, list[Event]] = {}
+    events_of_task: dict[int | None, list[Event]] = {}
     for event in events:
-        events_of_task.setdefault(event.get("task"), []).append(event)
-    if len(events_of_task) == 1:
-        return _find_last_stop_of_task(events, pending_job)
+        task = event.task if isinstance(event, AttemptEvent) else None
+        events_of_task.setdefault(task, []).append(event)
     # events without a task concern the whole stage: submissions, and the job after an array
+    is_one_task = len(events_of_task) == 1
     stops = [
-        _find_last_stop_of_task(of_task, None if task is not None else pending_job)
+        _find_last_stop_of_task(of_task, pending_job if is_one_task or task is None else None)
         for task, of_task in events_of_task.items()
     ]
     return max((stop for stop in stops if stop is not None), key=lambda stop: stop.attempts, default=None)
@@ -159,53 +175,19 @@ def find_last_stop(events: Sequence[Event], pending_job: str | None) -> LastStop
 
 def _find_last_stop_of_task(events: Sequence[Event], pending_job: str | None) -> LastStop | None:
     """`find_last_stop` for the events of one stage, or of one task of its array."""
-    last: LastStop | None = None
-    started: Event | None = None
-    """The start of the attempt that has not ended."""
-    recorded_cause: str | None = None
-    stop_step: int | None = None
-    saved_step: int | None = None
-    is_submitted_again = False
-    attempt_count = 0
-
-    def make_stop(cause: object) -> LastStop:
-        step = stop_step if stop_step is not None else saved_step
-        return LastStop(None if cause is None else str(cause), step, stop_step is not None)
-
-    for event in events:
-        name = event["event"]
-        if name == "started":
-            if started is not None:
-                last = make_stop(recorded_cause)
-            started = event
-            recorded_cause = None
-            stop_step = None
-            is_submitted_again = False
-            attempt_count += 1
-        elif name == "stopping":
-            recorded_cause = event.get("cause") or event.get("by")
-        elif name == "stop_requested":
-            stop_step = event.get("step")
-        elif name in ("saved", "restored"):
-            saved_step = event["step"]
-        elif name == "began_anew":
-            saved_step = None
-        elif name in END_EVENTS:
-            last = None if name == "done" else make_stop(event.get("cause") or recorded_cause)
-            started = None
-        elif name in RETRY_EVENTS and last is not None:
-            last = replace(last, continuation=_CONTINUATIONS[name])
-        elif name == "submitted" and event.get("kind") != "afternotok" and "step" not in event:  # by the user
-            is_submitted_again = True
-    if started is not None and pending_job is not None:
-        is_same_job = pending_job in (started.get("slurm_job"), started.get("job_id"))
-        continuation = _CONTINUATIONS["requeued" if is_same_job else "handed_over"]
-        last = replace(make_stop(recorded_cause), continuation=continuation)
-    if last is None:
+    state = read_stage_state(events)
+    stop = state.last_stop
+    retry = None if stop is None else stop.retry
+    started = state.start_event
+    if started is not None and state.is_open and pending_job is not None:
+        stop = state.describe_open_stop()
+        retry = Requeued if pending_job in (started.slurm_job, started.job_id) else HandedOver
+    if stop is None:
         return None
-    return replace(
-        last, attempts=attempt_count, continuation=_SUBMITTED_AGAIN if is_submitted_again else last.continuation
-    )
+    continuation = None if retry is None else _CONTINUATIONS[retry]
+    if state.submitted_again:
+        continuation = _SUBMITTED_AGAIN
+    return LastStop(stop.cause, stop.step, stop.is_graceful, continuation, state.attempt_count)
 
 
 # -- state -------------------------------------------------------------------------------------------------------------
@@ -260,7 +242,7 @@ def _join(*words: str) -> str:
     return " ".join(filter(None, words))
 
 
-class StageState(NamedTuple):
+class StateSummary(NamedTuple):
     """The state of a stage; the fields are those of `StageStatus`."""
 
     state: str
@@ -268,7 +250,9 @@ class StageState(NamedTuple):
     is_active: bool
 
 
-def determine_state(missing: str | None, is_locked: bool, events: Sequence[Event], job: JobState | None) -> StageState:
+def determine_state(
+    missing: str | None, is_locked: bool, events: Sequence[Event], job: JobState | None
+) -> StateSummary:
     """Return the state of a stage.
 
     Args:
@@ -277,52 +261,52 @@ def determine_state(missing: str | None, is_locked: bool, events: Sequence[Event
         events: its events since it was last submitted.
         job: its newest Slurm job.
     """
-    recorded = attempts.read_stage_state(events)
+    recorded = read_stage_state(events)
     slurm_state = "" if job is None or job.state == UNKNOWN else job.state
     name = f"job {job.job_id}" if job else ""
     if missing is None and (not is_locked or recorded.is_done):
-        return StageState("done", "", False)
+        return StateSummary("done", "", False)
     if job is not None and job.is_unsatisfiable:
-        return StageState("never", f"{name} waits for a dependency that cannot be satisfied ({job.reason})", False)
+        return StateSummary("never", f"{name} waits for a dependency that cannot be satisfied ({job.reason})", False)
     if job is not None and job.is_active and (held_by := JOB_HELD.match(job.reason)):
         by_whom = "" if held_by[1] == "User" else "; only an administrator can do this"
-        return StageState("held", f"until scontrol release {job.job_id} ({job.reason}{by_whom})", True)
+        return StateSummary("held", f"until scontrol release {job.job_id} ({job.reason}{by_whom})", True)
     if job is not None and job.is_active:
-        return StageState(slurm_state.lower(), "", True)
+        return StateSummary(slurm_state.lower(), "", True)
     if is_locked:
-        return StageState("running", "", True)
+        return StateSummary("running", "", True)
     if slurm_state == "COMPLETED" or recorded.is_done:
         claim = f"{name} is COMPLETED" if slurm_state else "its supervisor reported done"
-        return StageState("incomplete", f"{claim}, but {missing}", False)
+        return StateSummary("incomplete", f"{claim}, but {missing}", False)
     if recorded.end_event is not None:
         problem = ""
-        if recorded.end_event["event"] == "failed":
-            problem = f"({recorded.end_event.get('cause')}): {str(recorded.end_event.get('message', '')).rstrip()}"
-        return StageState(recorded.end_event["event"], problem, False)
+        if isinstance(recorded.end_event, Failed):
+            problem = f"({recorded.end_event.cause}): {(recorded.end_event.message or '').rstrip()}"
+        return StateSummary(recorded.end_event.name, problem, False)
     if slurm_state == "CANCELLED":
-        return StageState("cancelled", "", False)
+        return StateSummary("cancelled", "", False)
     if job is not None and job.reason == NOT_RESPONDING:
-        return StageState("unknown", NOT_RESPONDING, True)  # it may be running
+        return StateSummary("unknown", NOT_RESPONDING, True)  # it may be running
     if recorded.start_event is not None:
         problem = "it ended without a final event"
         if slurm_state:
             problem = f"{name} is {slurm_state}: its supervisor wrote no final event"
-        return StageState("died", problem, False)
+        return StateSummary("died", problem, False)
     if slurm_state:
-        return StageState("failed", f"{name} is {slurm_state}: it ended before its supervisor started", False)
+        return StateSummary("failed", f"{name} is {slurm_state}: it ended before its supervisor started", False)
     if job is not None:
-        return StageState("unknown", job.reason or f"Slurm does not know {name}", False)
-    return StageState("waiting", "", False)
+        return StateSummary("unknown", job.reason or f"Slurm does not know {name}", False)
+    return StateSummary("waiting", "", False)
 
 
-def _determine_state_so_far(run: Run, is_locked: bool, events: Sequence[Event], job: JobState | None) -> StageState:
+def _determine_state_so_far(run: Run, is_locked: bool, events: Sequence[Event], job: JobState | None) -> StateSummary:
     """Return the state of a stage that is done for all checkpoints so far, while the training is not done."""
     if is_locked or (job is not None and (job.is_active or job.is_unsatisfiable)):
         return determine_state("the training is not done", is_locked, events, job)
-    is_cancelled = (job is not None and job.state == "CANCELLED") or attempts.read_stage_state(
+    is_cancelled = (job is not None and job.state == "CANCELLED") or read_stage_state(
         events
     ).user_request == "cancelled"
-    return StageState("cancelled" if is_cancelled or run.cancelled_file.exists() else "waiting", "", False)
+    return StateSummary("cancelled" if is_cancelled or run.cancelled_file.exists() else "waiting", "", False)
 
 
 class StatusPoller:
@@ -383,8 +367,9 @@ class StatusPoller:
         active = [job for job in jobs if job.state.is_active and not job.is_stray]
         last = find_awaited_job(status.stage, [job for job in active if job.step is None])
         if status.state == "waiting" or (status.is_active and active and last is None):
-            events = status.run.read_events(status.stage, "submitted", "not_submitted")
-            error = events[-1].get("message") if events and events[-1]["event"] == "not_submitted" else None
+            events = status.run.read_events(status.stage, Submitted, NotSubmitted)
+            last_event = events[-1] if events else None
+            error = last_event.message if isinstance(last_event, NotSubmitted) else None
             subject = "the job that completes it is " if any(job.is_array_of_parts for job in active) else ""
             return f"{subject}not submitted{f': {error}' if error else ''}"
         if self.run.config.site.requeue or self.run.config.sweep is not None or not STAGES[status.stage].is_training:
@@ -457,11 +442,11 @@ class StatusPoller:
             state = "cancelled"  # before it started
         active_job = job if is_active else None
         is_running = state == "running"
-        recorded = attempts.read_stage_state(events)
-        seconds = sum(event.get("seconds") or 0.0 for event in events if event["event"] in END_EVENTS)
+        recorded = read_stage_state(events)
+        seconds = sum(event.seconds or 0.0 for event in events if isinstance(event, EndEvent))
         if is_running and recorded.start_event is not None and recorded.end_event is None:
-            seconds += time.time() - event_timestamp(recorded.start_event)
-        starts_of_task = Counter(event.get("task") for event in events if event["event"] == "started")
+            seconds += time.time() - recorded.start_event.timestamp
+        starts_of_task = Counter(event.task for event in events if isinstance(event, Started))
         # a short form; the whole text is printed where a stage ends (slurm/submit/local_runner.py) and in the report
         short_progress = re.split(_END_OF_SHORT_PROGRESS, progress.description)[0]
         cells = {
@@ -490,34 +475,18 @@ def _choose_job(jobs: Sequence[SubmittedJob]) -> SubmittedJob | None:
     return next(iter([*running, *active, *unsatisfiable, *reversed(jobs)]), None)
 
 
-def _describe_slowdowns(run: Run, started: Event | None, events: Iterable[Event]) -> str:
+def _describe_slowdowns(run: Run, started: Started | None, events: Iterable[Event]) -> str:
     """Return the ranks and GPUs that fall behind now, in a running attempt."""
     ranks = [
-        f"rank {event['rank']} on {event['host']} takes {event['ratio']} × the time of its peers"
+        f"rank {event.rank} on {event.host} takes {event.ratio} × the time of its peers"
         for event in find_current_stragglers(events)
     ]
     interval_s = run.config.track.telemetry_s or GPU_COMPARISON_S / DEFAULT_SAMPLE_COUNT
     span_s = max(GPU_COMPARISON_S, DEFAULT_SAMPLE_COUNT * interval_s)
-    begin = max(event_timestamp(started) if started else 0.0, time.time() - span_s)
+    begin = max(started.timestamp if started else 0.0, time.time() - span_s)
     gpus = list_slow_gpus(run.path, begin, looks=math.ceil(span_s / interval_s))
     more = [f"and {len(gpus) - _MAX_GPUS_NAMED} more GPUs"] if len(gpus) > _MAX_GPUS_NAMED else []
     return "; ".join([*ranks, *gpus[:_MAX_GPUS_NAMED], *more])
-
-
-def find_current_stragglers(events: Iterable[Event]) -> list[Event]:
-    """Return the stragglers of the last attempt that have not recovered, slowest first.
-
-    pipeline/resilience/stragglers.py writes the events.
-    """
-    slow: dict[int, Event] = {}
-    for event in events:
-        if event["event"] == "started":
-            slow.clear()
-        elif event["event"] == "straggler":
-            slow[event["rank"]] = event
-        elif event["event"] == "recovered":
-            slow.pop(event["rank"], None)
-    return sorted(slow.values(), key=lambda event: -float(event["ratio"]))
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
@@ -638,7 +607,7 @@ def render_status(
         lines.append(Text(f"to continue: {retry_command(run, cause, message)}"))
     if changes := run.describe_changes():
         lines.append(Text(changes))
-    if malformed_lines := jsonl_lines.describe_malformed_lines(run.events_file, jsonl_lines.is_event):
+    if malformed_lines := describe_malformed_lines(run.events_file, is_event):
         lines.append(Text(malformed_lines, style="yellow"))
     points = tabulate_points(run, point_statuses)
     return Group(Text(run.title), build_table(cells, width), *lines, *([build_table(points, width)] if points else []))

@@ -33,8 +33,9 @@ from rich.console import Console
 from pipeline.base.command import format_command
 from pipeline.base.errors import UserError
 from pipeline.config.stages import STAGES
-from pipeline.run import attempts, stages
+from pipeline.run import stages
 from pipeline.run.directory import Run
+from pipeline.run.events import CancelRequested, Resumed, read_stage_state
 from pipeline.run.failure import describe_remedy
 from pipeline.run.points import create_points, list_points
 from slurm.query.capacity import check_limits
@@ -175,13 +176,14 @@ class Chain:
             self.ending[one.path, stage] = alive[-1].job_id
         elif alive and (not replaced or any(other.state.state != "PENDING" for other in alive)):
             self.arrays[one.path, stage] = alive[-1].job_id
-        told = attempts.read_stage_state(one.read_events(stage))
-        if told.has_failed and not self.again:
-            end = told.last_stop_event
+        state = read_stage_state(one.read_events(stage))
+        end = state.end_event
+        if end is not None and state.has_failed and not self.again:
+            message = end.message or ""
             raise UserError(
                 "run.stage_failed",
-                f"{stage} of {one.name} failed ({end.get('cause')}): {str(end.get('message', '')).rstrip()}\n"
-                f"{describe_remedy(one, end.get('cause'), end.get('message') or '')}",
+                f"{stage} of {one.name} failed ({end.cause}): {message.rstrip()}\n"
+                f"{describe_remedy(one, end.cause, message)}",
             )
         return True
 
@@ -269,7 +271,7 @@ def reset_for_resume(run: Run, *, asked_anew: bool) -> None:
     """Forget stops and failures: a person said to go on. `asked_anew`: with other values than Slurm was asked with."""
     for one in (run, *create_points(run)):
         one.clear_requests()
-        one.event("resumed")
+        one.append_event(Resumed())
     if asked_anew:
         cancel_pending_jobs(run)  # what waits is submitted again
 
@@ -279,7 +281,7 @@ def cancel_run(run: Run) -> list[str]:
     everyone, held = (run, *create_points(run)), []
     for one in everyone:
         one.write_request(one.cancelled_file)
-        one.event("cancel_requested")
+        one.append_event(CancelRequested())
     with run.lock_exclusively(patience_s=CANCEL_WAIT_S):  # whoever submits now stops before its next job
         jobs, unknown = cancel_pending_jobs(run)
     for one, stage in product(everyone, STAGES):

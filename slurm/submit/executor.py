@@ -24,6 +24,7 @@ def choose_executor(executor: Executor, run: Run | None = None) -> Executor:
     Raises UserError where the executor that was asked for cannot work, or `run` was in an allocation and this is none.
     """
     from pipeline.base.dist_env import is_in_allocation
+    from pipeline.run.events import Started
     from pipeline.run.points import list_points
     from slurm.query.job_states import is_slurm_responding
     from slurm.query.run_jobs import uses_slurm
@@ -47,8 +48,9 @@ def choose_executor(executor: Executor, run: Run | None = None) -> Executor:
         return "allocation"
     if run is None:
         return "slurm" if is_slurm_responding() else "local"
-    started = [event for one in (run, *list_points(run)) for event in one.read_events(None, "started")]
-    job = max(started, key=lambda event: str(event["time"]), default={}).get("slurm_job")
+    started = [event for one in (run, *list_points(run)) for event in one.read_events(None, Started)]
+    last_start = max(started, key=lambda event: event.time, default=None)
+    job = None if last_start is None else last_start.slurm_job
     if job and is_slurm_responding():
         raise UserError(
             "run.allocation_ended",

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -26,9 +25,21 @@ from pipeline.base.errors import ExitCode
 from pipeline.base.files import parse_json_or_none, read_complete_lines
 from pipeline.base.signals import StopFlag
 from pipeline.base.text import format_duration
-from pipeline.run import attempts, lines, stages
-from pipeline.run.attempts import StageState
+from pipeline.run import stages
 from pipeline.run.directory import Run
+from pipeline.run.events import (
+    Damaged,
+    Done,
+    Event,
+    Failed,
+    Restored,
+    Retried,
+    StageState,
+    Stopped,
+    get_job_id,
+    parse_event,
+    read_stage_state,
+)
 from pipeline.run.failure import describe_remedy
 from pipeline.run.points import create_points
 from slurm.query.status import describe_outcome
@@ -37,12 +48,6 @@ from slurm.submit.site_environment import SETUP_NOT_RUN
 POLL_S = 0.2
 LIVE_INTERVAL_S = 1.0
 PLAIN_INTERVAL_S = 10.0
-_EVENT_MESSAGES = {
-    "restored": "restored step {step}; repeated steps: {lost_steps}",
-    "damaged": "step {step} is damaged and was set aside: {reason}",
-    "retried": "restarts automatically after: {cause}",
-}
-"""Event → the line that is printed when it is written."""
 
 
 def run_chain_locally(run: Run, console: Console) -> ExitCode:
@@ -97,7 +102,7 @@ def run_stage_locally(run: Run, stage: str, flag: StopFlag, console: Console) ->
         if holder is None and work.missing_outputs(run) is None:
             say(f"{stage:9} done: {work.progress(run).description}")
             return ExitCode.DONE
-        before = attempts.read_stage_state(run.read_events(stage))
+        before = read_stage_state(run.read_events(stage))
         leaves = before.stopping_event is not None and before.end_event is None
         if holder:
             say(f"{stage:9} is already running ({holder}); following it")
@@ -109,13 +114,13 @@ def run_stage_locally(run: Run, stage: str, flag: StopFlag, console: Console) ->
         if flag.signal_count > 1 and not batch:
             say(f"{stage:9} saves and ends by itself; to go on: {run.resume_command}")
             return ExitCode.STOPPED
-        events = [e for e in run.read_events(stage) if job is None or e.get("job_id") == job.job_id]
-        told = attempts.read_stage_state(events)
+        events = [e for e in run.read_events(stage) if job is None or get_job_id(e) == job.job_id]
+        told = read_stage_state(events)
         if told.end_event is None and (
             work.missing_outputs(run) is None or (job and not told.start_event and run.lock_holder(stage))
         ):
             continue  # it is done, or somebody else's attempt began in the same moment: join that one
-        if told.end_event and told.end_event["event"] == "stopped" and job is None and not asked and leaves:
+        if isinstance(told.end_event, Stopped) and job is None and not asked and leaves:
             continue  # it was stopping already when we joined it; we were asked to go on
         return report_stage_end(run, stage, told, seconds, job, say)
 
@@ -146,15 +151,27 @@ def report_stage_end(run: Run, stage: str, told: StageState, seconds: float, job
             say("\n".join(printed[-15:]), style="red")
         say(f"to try again: {run.resume_command}")
         return ExitCode.CRASHED
-    if end["event"] == "done":
+    if isinstance(end, Done):
         say(f"{stage:9} done in {format_duration(seconds)}: {words}")
         return ExitCode.DONE
-    if end["event"] != "failed":
-        say(f"{stage:9} {end['event']}: {words}\nto go on: {run.resume_command}")
+    if not isinstance(end, Failed):
+        say(f"{stage:9} {end.name}: {words}\nto go on: {run.resume_command}")
         return ExitCode.STOPPED
-    say(f"{stage:9} failed ({end.get('cause', 'unknown')}): {end.get('message', '').rstrip()}", style="red")
-    say(f"logs: {run.jobs_dir / stage}\n{describe_remedy(run, end.get('cause'), end.get('message') or '')}")
-    return ExitCode(end["exit_code"])
+    say(f"{stage:9} failed ({end.cause or 'unknown'}): {(end.message or '').rstrip()}", style="red")
+    say(f"logs: {run.jobs_dir / stage}\n{describe_remedy(run, end.cause, end.message or '')}")
+    return end.code
+
+
+def _describe_event(event: Event) -> str | None:
+    """Return the line to print when an event is written; None if it needs none."""
+    if isinstance(event, Restored):
+        repeated = f"; repeated steps: {event.lost_steps}" if event.lost_steps else ""
+        return f"restored step {event.step}{repeated}"
+    if isinstance(event, Damaged):
+        return f"step {event.step} is damaged and was set aside: {event.reason}"
+    if isinstance(event, Retried):
+        return f"restarts automatically after: {event.cause}"
+    return None
 
 
 def follow_stage(run: Run, stage: str, is_running: Callable[[], bool], console: Console) -> float:
@@ -176,11 +193,11 @@ def follow_stage(run: Run, stage: str, is_running: Callable[[], bool], console: 
     def print_new_events() -> None:
         nonlocal offset
         for text, end in read_complete_lines(run.events_file, offset):
-            event = parse_json_or_none(text)
+            event = parse_event(parse_json_or_none(text))
             offset = end
-            if lines.is_event(event) and event.get("stage") == stage and event["event"] in _EVENT_MESSAGES:
-                message = _EVENT_MESSAGES[event["event"]].format_map(defaultdict(str, event))
-                console.print(f"{stage:9} {message.removesuffix('; repeated steps: 0')}", soft_wrap=True)
+            message = None if event is None or event.stage != stage else _describe_event(event)
+            if message is not None:
+                console.print(f"{stage:9} {message}", soft_wrap=True)
 
     with bar:
         while is_running():

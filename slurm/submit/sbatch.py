@@ -24,7 +24,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +35,7 @@ from pipeline.config.sections import Config
 from pipeline.config.stages import STAGES
 from pipeline.config.types import parse_time_limit
 from pipeline.run.directory import Run
+from pipeline.run.events import NotSubmitted, Submitted, Submitting
 from slurm.query import job_states
 from slurm.query.capacity import find_planned_placement_problem
 from slurm.query.current_job import excluded_nodes_at_submission
@@ -312,19 +312,28 @@ def _submit_once(
     key = secrets.token_hex(6)
     script, variables = _write_submission(run, stage, key, after, kind, [*targets] * tasks)
     is_array_over_points = len(targets) > 1
-    events: list[dict[str, Any]] = []
+    events: list[Submitting] = []
     for task, _ in enumerate(targets):
         suffix = f"_{task}" if is_array_over_points else ""
         waits_for = [f"{job}{suffix}" for job in after] if kind == "aftercorr" else list(after)
-        event: dict[str, Any] = {"stage": stage, "after": waits_for, "executor": "slurm", "kind": kind, "tasks": tasks}
-        if is_array_over_points:
-            event["array_task"] = task
-        events.append(event | {"key": key} | job_identity(job_name(run.config, stage)) | dict(event_fields))
+        events.append(
+            Submitting(
+                stage=stage,
+                after=waits_for,
+                executor="slurm",
+                kind=kind,
+                tasks=tasks,
+                array_task=task if is_array_over_points else None,
+                key=key,
+                **job_identity(job_name(run.config, stage)),
+                **event_fields,
+            )
+        )
     # sbatch inherits the lock, because it may outlive this process
     with open(script, "r+b") as lock:
         try_flock(lock.fileno(), fcntl.LOCK_EX)
         for target, event in zip(targets, events, strict=True):
-            target.event("submitting", **event)
+            target.append_event(event)
         try:
             job = _call_sbatch(script, key, variables, timeout_s, lock.fileno())
         except UserError as error:
@@ -408,8 +417,8 @@ def _find_accepted_job(
             f"{targets[0].resume_command}. This finds the job or submits it",
         )
     resolve_open_submissions(targets, say, patience_s)
-    recorded = [e for e in targets[0].read_events(stage, "submitted") if e.get("key") == error.key]
-    return str(recorded[0]["job_id"]).split("_")[0] if recorded else None
+    recorded = [event for event in targets[0].read_events(stage, Submitted) if event.key == error.key]
+    return array_job_id(recorded[0].job_id) if recorded else None
 
 
 def wait_for_controller(patience_s: float, check: Callable[[], None]) -> bool:
@@ -439,31 +448,53 @@ def submission_script_path(run: Run, stage: str, key: str) -> Path:
     return run.jobs_dir / stage / f"{key}_submission.sh"
 
 
-def record_submission(run: Run, submitting: Mapping[str, Any], job_id: str, **fields: Any) -> None:
-    """Write the event `submitted`. `submitting`: the event that was written before sbatch was called."""
-    omitted = ("time", "event", "stage", "array_task")
-    copied = {name: value for name, value in submitting.items() if name not in omitted}
-    run.event("submitted", str(submitting["stage"]), job_id=job_id, **copied, **fields)
+def record_submission(
+    run: Run, submitting: Submitting | Submitted, job_id: str, job_submitted: float | None = None
+) -> None:
+    """Write the event `submitted`.
+
+    Args:
+        run: the run.
+        submitting: the event that was written before sbatch was called.
+        job_id: the id of the job.
+        job_submitted: when the job was submitted, in seconds since 1970, if that was not just now.
+    """
+    run.append_event(
+        Submitted(
+            stage=submitting.stage,
+            job_id=job_id,
+            after=submitting.after,
+            executor=submitting.executor,
+            kind=submitting.kind,
+            tasks=submitting.tasks,
+            key=submitting.key or None,
+            cluster=submitting.cluster,
+            uid=submitting.uid,
+            job_name=submitting.job_name,
+            step=submitting.step,
+            job_submitted=job_submitted,
+        )
+    )
 
 
 def record_own_job(run: Run, stage: str, job_id: str) -> None:
     """Record the job of this process if submit.py could not. `job_id`: its id, such as `12` or `12_3` for a task."""
     key = os.environ.get(SUBMISSION_KEY_VARIABLE)
     for event, job in list_submissions(run) if key else ():
-        if job.is_open and (job.key, event["stage"]) == (key, stage):
+        if job.is_open and (job.key, event.stage) == (key, stage):
             task = "" if job.array_task is None else f"_{job.array_task}"
             record_submission(run, event, array_job_id(job_id) + task, job_submitted=job.submit_time)
 
 
-def abandon_submission(run: Run, submitting: Mapping[str, Any], message: str) -> None:
+def abandon_submission(run: Run, submitting: Submitting, message: str) -> None:
     """Write the event `not_submitted`. If a job of this submission starts later, it exits at once."""
-    stage = str(submitting["stage"])
-    key = str(submitting["key"])
-    task = submitting.get("array_task")
+    stage = submitting.stage
+    key = submitting.key
+    task = submitting.array_task
     for owner in (run, run.sweep_or_self):
         for pickle in (owner.jobs_dir / stage).glob(f"{key}_{'*' if task is None else task}_submitted.pkl"):
             pickle.rename(pickle.with_name(pickle.name.replace("_submitted", "_given_up")))
-    run.event("not_submitted", stage, key=key, executor="slurm", message=message)
+    run.append_event(NotSubmitted(stage=stage, key=key, executor="slurm", message=message))
 
 
 # ---- open submissions
@@ -495,8 +526,8 @@ def resolve_open_submissions(
         if not doubtful:
             break
         for job in doubtful:
-            if _is_without_job(job):
-                _wait_for_sbatch(by_path[job.run], job, patience_s)
+            if (submitting := _open_submission_without_job(job)) is not None:
+                _wait_for_sbatch(by_path[job.run], submitting, patience_s)
         time.sleep(RECHECK_DELAYS_S[min(times_seen[_doubt_key(job)] for job in doubtful) - 1])
         jobs = find_run_jobs(runs)
         require_response(job.state for job in jobs)
@@ -505,11 +536,11 @@ def resolve_open_submissions(
     for job in jobs:
         if _doubt_key(job) and times_seen[_doubt_key(job)] <= len(RECHECK_DELAYS_S):
             continue  # it appeared in the last queries: another process is submitting it
-        if _is_without_job(job):
-            abandon_submission(by_path[job.run], job.event, "no job of this submission is in the queue")
-            say(f"{job.stage:9} the submission at {job.event['time']} has no job; it is given up")
+        if (submitting := _open_submission_without_job(job)) is not None:
+            abandon_submission(by_path[job.run], submitting, "no job of this submission is in the queue")
+            say(f"{job.stage:9} the submission at {submitting.time} has no job; it is given up")
             continue
-        if job.job_id and not job.is_recorded and not job.is_stray:
+        if job.job_id and job.event is not None and not job.is_recorded:
             record_submission(by_path[job.run], job.event, job.job_id, job_submitted=_submission_time(job))
             say(f"{job.stage:9} job {job.job_id} was submitted without a record; it is recorded now")
         resolved.append(job)
@@ -533,31 +564,32 @@ def _doubt_key(job: SubmittedJob) -> str:
 
     If another process is just submitting the job, a query may see its event without the job, or the reverse.
     """
-    if _is_without_job(job):
-        return f"submission {job.event['key']}"
+    if (submitting := _open_submission_without_job(job)) is not None:
+        return f"submission {submitting.key}"
     return f"job {job.job_id}" if job.is_stray and job.state.is_active else ""
 
 
-def _is_without_job(job: SubmittedJob) -> bool:
-    """Return True for an open submission on this cluster of which no job is found."""
-    is_on_this_cluster = job.event.get("cluster") in (None, job_states.cluster_name())
-    return not job.job_id and job.event.get("event") == "submitting" and is_on_this_cluster
+def _open_submission_without_job(job: SubmittedJob) -> Submitting | None:
+    """Return the open submission on this cluster that `job` stands for, if no job of it is found."""
+    event = job.event
+    if job.job_id or not isinstance(event, Submitting):
+        return None
+    return event if event.cluster in (None, job_states.cluster_name()) else None
 
 
 def _submission_time(job: SubmittedJob) -> float:
-    time_text = job.event.get("time")
-    return job.state.submit_time if time_text is None else datetime.fromisoformat(str(time_text)).timestamp()
+    return job.state.submit_time if job.event is None or not job.event.time else job.event.timestamp
 
 
-def _wait_for_sbatch(run: Run, job: SubmittedJob, patience_s: float) -> None:
+def _wait_for_sbatch(run: Run, submitting: Submitting, patience_s: float) -> None:
     """Wait while another process calls sbatch for this submission."""
     deadline = time.monotonic() + patience_s
-    while _is_sbatch_running(run, job.stage, str(job.event["key"])):
+    while _is_sbatch_running(run, submitting.stage, submitting.key):
         if time.monotonic() >= deadline:
             raise UserError(
                 "slurm.submission_in_progress",
-                f"another process is submitting {job.stage} of {run.name} (since {job.event['time']}), and sbatch has "
-                "not answered it yet: try again later",
+                f"another process is submitting {submitting.stage} of {run.name} (since {submitting.time}), and sbatch "
+                "has not answered it yet: try again later",
             )
         time.sleep(POLL_S)
 

@@ -22,6 +22,7 @@ from submitit.core.utils import DelayedSubmission
 
 from pipeline.run.code import make_code_env
 from pipeline.run.directory import Run
+from pipeline.run.events import Submitted
 
 TESTED_VERSION = "1.5.4"
 """The version of submitit that :func:`render_script` was tested with."""
@@ -82,7 +83,7 @@ def submit_locally(run: Run, stage: str) -> submitit.Job[None]:
     executor.update_parameters(timeout_min=_ONE_YEAR_MIN, stderr_to_stdout=True)
     with _start_processes_detached(make_code_env(os.environ, run.code_dir)):
         job = executor.submit(exec, BECOME_SUPERVISOR, _make_names(stage, run, run.code_dir))
-    run.event("submitted", stage, job_id=job.job_id, executor="local")
+    run.append_event(Submitted(stage=stage, job_id=job.job_id, executor="local"))
     return job
 
 

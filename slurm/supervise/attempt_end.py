@@ -26,8 +26,21 @@ from pipeline.base.files import read_jsonl
 from pipeline.checkpoint.catalog import list_checkpoint_steps
 from pipeline.config.stages import STAGES
 from pipeline.run import attempts, stages
-from pipeline.run.attempts import StageState, explain_no_retry, get_budget_key, get_end_event
+from pipeline.run.attempts import explain_no_retry, get_budget_key, get_end_event
 from pipeline.run.directory import Run
+from pipeline.run.events import (
+    AttemptEvent,
+    Damaged,
+    EndEvent,
+    HandedOver,
+    Requeued,
+    RestartedFromScratch,
+    RetryEvent,
+    Saved,
+    StageState,
+    Started,
+    Stopping,
+)
 from pipeline.run.failure import GPU_FAILURE_PATTERN
 from slurm.query import preemption
 from slurm.query.current_job import CAUSE_BY_STATE, read_job_info
@@ -216,14 +229,14 @@ def read_progress_marker(run: Run, stage: str) -> str:
     repaired_count = 0
     damaged_steps: set[int] = set()
     for event in run.read_events(stage):
-        if event["event"] == "began_anew":
+        if isinstance(event, RestartedFromScratch):
             newest_step = 0
-        elif event["event"] == "damaged":
-            damaged_steps.add(event["step"])
-        elif event["event"] == "saved":
-            newest_step = max(newest_step, event["step"])
-            repaired_count += event["step"] in damaged_steps
-            damaged_steps.discard(event["step"])
+        elif isinstance(event, Damaged) and event.step is not None:
+            damaged_steps.add(event.step)
+        elif isinstance(event, Saved):
+            newest_step = max(newest_step, event.step)
+            repaired_count += event.step in damaged_steps
+            damaged_steps.discard(event.step)
     newest_step = max(newest_step, *list_checkpoint_steps(run.checkpoints_dir), 0)
     decision_count = sum(1 for _ in read_jsonl(run.decisions_file))
     return f"step {newest_step}, {repaired_count} repaired, {decision_count} decisions"
@@ -249,11 +262,11 @@ def close_open_attempt(run: Run, stage: str, rank_info: RankInfo, task: int | No
     end = before.end_event
     if started is None or before.retry_event is not None:
         return None
-    job = started.get("slurm_job")
+    job = started.slurm_job
     is_same_job = (
         job is not None and job == rank_info.job_id and started in events_since_submission(run.read_events(stage), job)
     )
-    new_restarts = rank_info.restart_count - (started.get("restarts") or 0) if is_same_job else 0
+    new_restarts = rank_info.restart_count - (started.restarts or 0) if is_same_job else 0
     was_requeued = new_restarts > 0
     # since 24.05, Slurm requeues a preempted job once more than requested (slurm/query/preemption.py)
     may_be_surplus_requeue = (
@@ -263,15 +276,15 @@ def close_open_attempt(run: Run, stage: str, rank_info: RankInfo, task: int | No
         return (ExitCode.DONE, "it is done") if may_be_surplus_requeue else None
     is_successor = job is not None and find_predecessor(run, stage, rank_info.job_id or "") == job
     is_automatic = (was_requeued or is_successor) and not before.resumed_by_user
-    has_progress = read_progress_marker(run, stage) != started.get("standing")
+    has_progress = read_progress_marker(run, stage) != started.standing
     if end is None:
         recorded_job = None if job is None else read_recorded_job(run, started)
         cause = _infer_unreported_cause(before, recorded_job, was_requeued)
-        message = f"attempt {started.get('attempt')} ended without a report of its supervisor"
-        message += f" (on {started.get('host')})"
+        message = f"attempt {started.attempt} ended without a report of its supervisor"
+        message += f" (on {started.host})"
     else:
-        cause = ExitCode(end["exit_code"])
-        message = str(end.get("message", end["event"])).rstrip()
+        cause = end.code
+        message = str(end.message or end.name).rstrip()
     request = before.user_request or (cause.name.lower() if cause == ExitCode.CANCELLED else None)
     reason = None
     if is_automatic:
@@ -279,32 +292,54 @@ def close_open_attempt(run: Run, stage: str, rank_info: RankInfo, task: int | No
     if reason is not None and was_requeued and end is not None:
         # the end is already written; either the user requeued the job, or Slurm did because it was preempted
         return (cause, reason) if may_be_surplus_requeue else None
-    common = {"job_id": started.get("job_id"), "attempt": started.get("attempt"), "task": task, "noticed_later": True}
-    if end is None or (reason is not None and not end.get("final")):
+    if end is None or (reason is not None and not end.final):
         message += f"\nnot tried again: {reason}" if reason else ""
-        facts = {"cause": request or cause.name.lower(), "exit_code": int(cause), "message": message}
-        event_name = get_end_event(cause, final=reason is not None and not request)
-        run.event(event_name, stage, **common, **facts, final=reason is not None)
+        end_class = get_end_event(cause, final=reason is not None and not request)
+        run.append_event(
+            end_class(
+                stage=stage,
+                job_id=started.job_id,
+                task=task,
+                attempt=started.attempt,
+                exit_code=int(cause),
+                cause=request or cause.name.lower(),
+                message=message,
+                final=reason is not None,
+                noticed_later=True,
+            )
+        )
     if is_automatic and reason is None:
-        event_name = "requeued" if was_requeued else "handed_over"
-        run.event(
-            event_name, stage, **common, cause=cause.name.lower(), budget=get_budget_key(cause), progress=has_progress
+        retry_class: type[RetryEvent] = Requeued if was_requeued else HandedOver
+        run.append_event(
+            retry_class(
+                stage=stage,
+                job_id=started.job_id,
+                task=task,
+                attempt=started.attempt,
+                cause=cause.name.lower(),
+                budget=get_budget_key(cause),
+                progress=has_progress,
+                noticed_later=True,
+            )
         )
     return None if reason is None else (cause, reason)
 
 
-def _was_preempted(run: Run, stage: str, started: Mapping[str, Any]) -> bool:
+def _was_preempted(run: Run, stage: str, started: Started) -> bool:
     """Return True if an event of the job in which an attempt started reports a preemption."""
-    job_and_task = (started.get("job_id"), started.get("task"))
-    events = (e for e in run.read_events(stage) if (e.get("job_id"), e.get("task")) == job_and_task)
-    return any(e.get("in_grace") or e.get("cause") == "preempted" for e in events)
+    return any(
+        (isinstance(event, EndEvent) and event.in_grace)
+        or (isinstance(event, Stopping | EndEvent | RetryEvent) and event.cause == "preempted")
+        for event in run.read_events(stage, AttemptEvent)
+        if (event.job_id, event.task) == (started.job_id, started.task)
+    )
 
 
 def _infer_unreported_cause(before: StageState, job: RecordedJob | None, was_requeued: bool) -> ExitCode:
     """Return why an attempt ended that has no end event: from its last event about a stop, otherwise from Slurm."""
     if before.user_request:
         return ExitCode.CANCELLED if before.user_request == "cancelled" else ExitCode.STOPPED
-    reported = ExitCode.__members__.get(str(before.last_stop_event.get("cause")).upper())
+    reported = ExitCode.__members__.get(str(before.last_cause).upper())
     if was_requeued:  # so it was not cancelled, even if it looked like it
         return ExitCode.NODE_FAILURE if reported in (None, ExitCode.CANCELLED) else reported
     if job is None:

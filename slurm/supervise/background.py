@@ -24,6 +24,7 @@ from pipeline.config.track import TRACKERS
 from pipeline.data.manifest import count_training_steps
 from pipeline.run.code import start_process
 from pipeline.run.directory import Run
+from pipeline.run.events import EvaluationNotSubmitted, Submitted
 from pipeline.train.train_stage import is_complete_early
 from slurm.query.job_states import events_since_submission, list_recorded_jobs, query_job_states
 from slurm.submit.site_environment import get_job_python
@@ -93,10 +94,10 @@ def evaluates_one_checkpoint(run: Run, job_id: str) -> bool:
 
     Another checkpoint may appear while it runs, so it may leave outputs missing.
     """
-    events = run.read_events("evaluate", "submitted")
-    if not any("step" in e and e["job_id"] == job_id for e in events):  # this check works without Slurm
-        return False
-    return "step" in events_since_submission(events, job_id)[0]
+    submissions = run.read_events("evaluate", Submitted)
+    if not any(event.step is not None and event.job_id == job_id for event in submissions):
+        return False  # this check works without Slurm
+    return events_since_submission(submissions, job_id)[0].step is not None
 
 
 class EvaluationSubmitter:
@@ -105,8 +106,8 @@ class EvaluationSubmitter:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.is_enabled = run.config.evaluate.every == "checkpoint" and run.config.data.held_out > 0
-        submitted = [e for e in run.read_events("evaluate", "submitted") if "step" in e]
-        self._last_step = max((int(e["step"]) for e in submitted), default=0)
+        steps = [event.step for event in run.read_events("evaluate", Submitted)]
+        self._last_step = max((step for step in steps if step is not None), default=0)
         self._next_poll_time = 0.0
         self._retry_delay_s = MIN_RETRY_DELAY_S
         self._last_message = ""
@@ -127,7 +128,7 @@ class EvaluationSubmitter:
                 self._last_message = message
                 print(f"no evaluation could be submitted; trying again later: {message}", file=sys.stderr, flush=True)
                 with suppress(OSError):
-                    self.run.event("evaluation_not_submitted", "evaluate", message=message)
+                    self.run.append_event(EvaluationNotSubmitted(stage="evaluate", message=message))
 
     def _submit_newest(self) -> None:
         newest_step = next(iter(list_checkpoint_steps(self.run.checkpoints_dir)), 0)
@@ -136,8 +137,12 @@ class EvaluationSubmitter:
         from slurm.submit.sbatch import JOB_SBATCH_TIMEOUT_S, resolve_submissions_if_open, submit_stage
 
         resolve_submissions_if_open([self.run])
-        submitted = [(e, job) for e, job in list_recorded_jobs(self.run) if e["stage"] == "evaluate" and "step" in e]
-        self._last_step = max([self._last_step, *(int(event["step"]) for event, _ in submitted)])
+        submitted = [
+            (event.step, job)
+            for event, job in list_recorded_jobs(self.run)
+            if event.stage == "evaluate" and event.step is not None
+        ]
+        self._last_step = max([self._last_step, *(step for step, _ in submitted)])
         if newest_step <= self._last_step:  # its submission had no record until now
             return
         states = query_job_states(job for _, job in submitted[-1:]).values()

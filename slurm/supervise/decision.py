@@ -19,7 +19,8 @@ from pipeline.base.errors import ExitCode
 from pipeline.base.signals import LOCAL_DEADLINE
 from pipeline.config.recovery import RecoveryConfig
 from pipeline.config.site import SiteConfig
-from pipeline.run.attempts import USER_REQUESTS, StageState, explain_no_retry
+from pipeline.run.attempts import explain_no_retry
+from pipeline.run.events import USER_REQUESTS, StageState
 from slurm.query.current_job import CAUSE_BY_STATE, JobInfo
 
 SIGNAL_EARLY_S = 70.0

@@ -32,7 +32,8 @@ from pipeline.base.dist_env import make_local_rank_env, read_cpus_per_task
 from pipeline.base.errors import ExitCode, UserError
 from pipeline.config.stages import STAGES
 from pipeline.run.code import make_code_env, start_process
-from pipeline.run.directory import Run, utc_timestamp
+from pipeline.run.directory import Run
+from pipeline.run.events import utc_timestamp
 from slurm.query import slurm_messages
 from slurm.submit.site_environment import get_job_python
 

@@ -21,8 +21,8 @@ import sys
 
 from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import ExitCode, UserError
-from pipeline.run import attempts
 from pipeline.run.directory import Run
+from pipeline.run.events import Cancelled, Started, Submitted, TookOver, get_job_id, read_stage_state
 from pipeline.run.points import list_points
 from slurm.query import job_states
 from slurm.query.job_states import UNKNOWN, JobState, RecordedJob, events_since_submission
@@ -33,9 +33,9 @@ LOCK_PATIENCE_S = 10.0
 
 def find_predecessor(run: Run, stage: str, job: str) -> str | None:
     """Return the job whose successor `job` is; None if it is not a successor."""
-    for event in events_since_submission(run.read_events(None, "submitted"), job)[:1]:
-        if (event["stage"], str(event["job_id"]), event.get("kind")) == (stage, job, "afternotok"):
-            return next(iter(event["after"]), None)
+    for event in events_since_submission(run.read_events(None, Submitted), job)[:1]:
+        if (event.stage, event.job_id) == (stage, job) and event.is_successor:
+            return next(iter(event.after or ()), None)
     return None
 
 
@@ -52,8 +52,9 @@ def take_over(run: Run, stage: str, rank_info: RankInfo) -> str | None:
     if (predecessor := find_predecessor(run, stage, job)) is None:
         return None
     if _was_cancelled(run, stage, predecessor):
-        fields = {"cause": "cancelled", "exit_code": int(ExitCode.CANCELLED)}
-        run.event("cancelled", stage, job_id=job, **fields, message=f"job {predecessor} was cancelled")
+        code = int(ExitCode.CANCELLED)
+        message = f"job {predecessor} was cancelled"
+        run.append_event(Cancelled(stage=stage, job_id=job, exit_code=code, cause="cancelled", message=message))
         return f"the user cancelled job {predecessor}, whose successor this job is"
     waiting = _list_waiting_jobs(run, predecessor, is_transitive=False)
     children = [state.job_id for state, kind in waiting if kind != "afternotok"]
@@ -61,7 +62,7 @@ def take_over(run: Run, stage: str, rank_info: RankInfo) -> str | None:
         print(f"{stage}: {problem}; trying again when this job is stopped", file=sys.stderr, flush=True)
     for child in children:
         job_states.run_slurm_command("scontrol", "update", f"JobId={child}", f"Dependency=afterok:{job}")
-    run.event("took_over", stage, job_id=job, predecessor=predecessor, children=children)
+    run.append_event(TookOver(stage=stage, job_id=job, predecessor=predecessor, children=children))
     return None
 
 
@@ -119,40 +120,48 @@ def _list_waiting_jobs(run: Run, job: str, *, is_transitive: bool = True) -> lis
         print(f"jobs that were submitted without a record are not found: {error}", file=sys.stderr, flush=True)
     kinds = {job: ""}
     needed = kinds.keys() if is_transitive else {job}
-    events = events_since_submission(run.read_events(None, "submitted", "took_over"), job)
-    start_time = str(events[0]["time"]) if events else ""
+    events = events_since_submission(_read_dependencies(run), job)
+    start_time = events[0].time if events else ""
     for point in list_points(run):
-        events += [e for e in point.read_events(None, "submitted", "took_over") if str(e["time"]) >= start_time]
+        events += [event for event in _read_dependencies(point) if event.time >= start_time]
     for event in events:
-        if event["event"] == "took_over" and event["job_id"] in needed:
-            kinds.update(dict.fromkeys(event["children"], "afterok"))
-        elif event.get("kind") == "afterany" and job in event["after"]:
+        if isinstance(event, TookOver):
+            if event.job_id in needed:
+                kinds.update(dict.fromkeys(event.children, "afterok"))
             continue
-        elif not needed.isdisjoint(event.get("after", ())):
-            kinds[event["job_id"]] = event.get("kind") or ""
+        after = event.after or []
+        if event.kind == "afterany" and job in after:
+            continue
+        if not needed.isdisjoint(after):
+            kinds[event.job_id] = event.kind or ""
     recorded = _index_recorded_jobs(run)
     states = job_states.query_job_states(recorded[each] for each in kinds if each in recorded and each != job)
     pending = {state.job_id: state for state in states.values() if state.state == "PENDING"}
     return [(pending[each], kind) for each, kind in kinds.items() if each in pending]
 
 
+def _read_dependencies(run: Run) -> list[Submitted | TookOver]:
+    """Return the events of a run that tell which jobs depend on which."""
+    return [event for event in run.read_events() if isinstance(event, Submitted | TookOver)]
+
+
 def _index_recorded_jobs(run: Run) -> dict[str, RecordedJob]:
     """Return the newest recorded job of each id, of the run and its sweep points, on this cluster."""
-    started = [job_states.read_recorded_job(run, e) for e in run.read_events(None, "started") if e.get("slurm_job")]
+    started = [job_states.read_recorded_job(run, e) for e in run.read_events(None, Started) if e.slurm_job]
     submitted = [job for each in (run, *list_points(run)) for _, job in job_states.list_recorded_jobs(each)]
     cluster = job_states.cluster_name()
     return {job.job_id: job for job in (*started, *submitted) if cluster is None or job.cluster in (None, cluster)}
 
 
 def _has_successor(run: Run, stage: str, job: str) -> bool:
-    events = events_since_submission(run.read_events(stage, "submitted"), job)
-    return any(e.get("kind") == "afternotok" and job in e["after"] for e in events)
+    submissions = events_since_submission(run.read_events(stage, Submitted), job)
+    return any(event.is_successor and job in (event.after or ()) for event in submissions)
 
 
 def _was_cancelled(run: Run, stage: str, job: str) -> bool:
     """Return True if a job was cancelled according to Slurm, or to its last event if Slurm no longer knows it."""
     recorded = _index_recorded_jobs(run).get(job)
     state = job_states.query_job_states([recorded])[recorded].state if recorded is not None else UNKNOWN
-    events = [e for e in events_since_submission(run.read_events(stage), job) if e.get("job_id") == job]
-    last_cause = attempts.read_stage_state(events).last_stop_event.get("cause")
+    events = [e for e in events_since_submission(run.read_events(stage), job) if get_job_id(e) == job]
+    last_cause = read_stage_state(events).last_cause
     return state == "CANCELLED" or (state == UNKNOWN and last_cause == "cancelled")

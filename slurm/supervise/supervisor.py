@@ -19,7 +19,6 @@ import sys
 import time
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from datetime import datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,20 @@ from pipeline.base.signals import StopFlag
 from pipeline.config.stages import STAGES
 from pipeline.run import attempts, stages
 from pipeline.run.directory import Run
+from pipeline.run.events import (
+    USER_REQUESTS,
+    AttemptEvent,
+    Cancelled,
+    Done,
+    Failed,
+    HandedOver,
+    Requeued,
+    Retried,
+    RetryEvent,
+    Started,
+    Stopped,
+    Stopping,
+)
 from slurm.query import capacity, current_job, preemption
 from slurm.query.current_job import JobInfo
 from slurm.query.job_states import job_identity
@@ -155,7 +168,8 @@ class Supervisor:
         stage = self.stage
         job = self.rank_info.job_id or ""
         previous_job = job if self.rank_info.restart_count else succession.find_predecessor(run, stage, job)
-        last_job = (attempts.load_stage_state(run, stage, self.task).start_event or {}).get("slurm_job")
+        last_start = attempts.load_stage_state(run, stage, self.task).start_event
+        last_job = last_start.slurm_job if last_start is not None else None
         is_continued = self.is_batch and last_job is not None and last_job == previous_job
         timeout_s = max(self.stage_spec.lock_timeout_s, LOCK_WAIT_S if is_continued else 0.0) if self.on_slurm else 0.0
         lock = run.lock_stage(stage, self.task)
@@ -223,7 +237,7 @@ class Supervisor:
                 return ended, None
             if decision.action is not NextAction.RESTART_IN_PLACE:
                 return ended, facts
-            self._write_retry("retried", ended.cause, facts.has_progress)
+            self._write_retry(Retried, ended.cause, facts.has_progress)
             print(f"{stage}: {ended.cause.name.lower()}; restarting from the newest checkpoint", flush=True)
 
     def _run_attempt(self, lock: int | None, progress_marker: str) -> AttemptEnd:
@@ -238,7 +252,7 @@ class Supervisor:
         size = self._count_ranks()
         attempt = run.count_attempts(stage) + 1
         self._write_event(
-            "started", attempt=attempt, ranks=size, host=os.uname().nodename, pid=os.getpid(),
+            Started, attempt=attempt, ranks=size, host=os.uname().nodename, pid=os.getpid(),
             slurm_job=self.rank_info.job_id, restarts=self.rank_info.restart_count, standing=progress_marker,
             **self.identity,
         )  # fmt: skip
@@ -263,7 +277,7 @@ class Supervisor:
         finally:
             launcher.kill()  # does nothing unless the lines above failed
             late_request = _take_request(run)
-        if late_request is not None and ended.stop_reason not in attempts.USER_REQUESTS:
+        if late_request is not None and ended.stop_reason not in USER_REQUESTS:
             # the request came after another stop or a failure; it takes precedence
             ended.stop_reason = late_request
             if ended.cause == ExitCode.STOPPED:
@@ -354,8 +368,8 @@ class Supervisor:
             ended.stop_reason = stop_reason
             return ended
         if any(each.code == ExitCode.STOPPED for each in exits):
-            last_event = [{}, *run.read_events(self.stage, "started", "stop_requested")][-1]
-            cause = stop_reason or last_event.get("signal", "signal")
+            request = attempts.load_stage_state(run, self.stage, self.task).stop_request
+            cause = stop_reason or (request.signal if request is not None else None) or "signal"
             return AttemptEnd(ExitCode.STOPPED, stop_reason, {"cause": cause})
         return AttemptEnd(ExitCode.DONE, stop_reason)
 
@@ -393,7 +407,7 @@ class Supervisor:
         info = self._read_job_info()
         if info is not None and info.is_preempted:
             ended.fields["in_grace"] = True  # Slurm may start the job once more, however the attempt ended
-        if ended.stop_reason not in attempts.USER_REQUESTS:
+        if ended.stop_reason not in USER_REQUESTS:
             job = self._gather_job_facts(info, ended.cause)
             cause, message = determine_cause(ended.cause, job, reported_reason=ended.fields.get("cause"))
             if cause != ended.cause:
@@ -410,34 +424,33 @@ class Supervisor:
         A preemption with a grace period signals the ranks first, and the batch script with the signal of
         `--signal=B:`. `scontrol requeue` sends TERM to all of them at once.
         """
-        stopping_event = attempts.load_stage_state(self.run, self.stage, self.task).stopping_event
-        recorded_cause = (stopping_event or {}).get("cause")
+        state = attempts.load_stage_state(self.run, self.stage, self.task)
+        recorded_cause = state.stopping_event.cause if state.stopping_event is not None else None
         if recorded_cause in ("preempted", "time_limit"):
             return bool(recorded_cause == "preempted")
         if self.flag.reason in (signal.SIGUSR1.name, signal.SIGUSR2.name):
             return True
-        last_event = self.run.read_events(self.stage, "started", "stop_requested")[-1:]
-        if not last_event or not str(last_event[0].get("signal")).startswith("SIG"):
+        request = state.stop_request
+        if request is None or not str(request.signal).startswith("SIG"):
             return False
         signal_age_s = 0.0 if self.flag.signal_time is None else time.monotonic() - self.flag.signal_time
-        ranks_signal_time = datetime.fromisoformat(last_event[0]["time"]).timestamp()
-        return ranks_signal_time < time.time() - signal_age_s - SIGNAL_SPREAD_S
+        return request.timestamp < time.time() - signal_age_s - SIGNAL_SPREAD_S
 
     # ---- events
 
-    def _write_event(self, event: str, **fields: Any) -> None:
-        self.run.event(event, self.stage, job_id=self.job_id, task=self.task, **fields)
+    def _write_event(self, event_class: type[AttemptEvent], **fields: Any) -> None:
+        self.run.append_event(event_class(stage=self.stage, job_id=self.job_id, task=self.task, **fields))
 
     def _write_stopping(self, stop_reason: str) -> None:
         """Write at once why the ranks stop, because this process may be killed before they exit."""
         fields: dict[str, Any] = {}
-        if self.on_slurm and stop_reason not in attempts.USER_REQUESTS:
+        if self.on_slurm and stop_reason not in USER_REQUESTS:
             cause, _ = determine_cause(
                 ExitCode.STOPPED, self._gather_job_facts(self._read_job_info(), ExitCode.STOPPED)
             )
             fields["cause"] = cause.name.lower()
         with suppress(OSError):  # the ranks may still be able to save
-            self._write_event("stopping", by=stop_reason, **fields)
+            self._write_event(Stopping, by=stop_reason, **fields)
 
     def _write_end(self, ended: AttemptEnd, no_retry_reason: str | None) -> None:
         """Write how the attempt ended.
@@ -447,21 +460,21 @@ class Supervisor:
             no_retry_reason: why the stage fails permanently ("" if the message says so already); None if it does not.
         """
         is_final = no_retry_reason is not None
-        name = attempts.get_end_event(ended.cause, final=is_final)
-        if name == "stopped" and self.run.cancelled_file.exists():
-            name = "cancelled"
-        fields = ended.fields if name == "done" else {"cause": ended.cause.name.lower(), **ended.fields}
+        event_class = attempts.get_end_event(ended.cause, final=is_final)
+        if event_class is Stopped and self.run.cancelled_file.exists():
+            event_class = Cancelled
+        fields = ended.fields if event_class is Done else {"cause": ended.cause.name.lower(), **ended.fields}
         if is_final:
             message = str(fields.get("message", f"stopped ({fields['cause']})")).rstrip()
             fields["message"] = f"{message}\nnot tried again: {no_retry_reason}" if no_retry_reason else message
             fields["final"] = True
-        if name == "failed":
+        if event_class is Failed:
             print(f"{self.stage} failed: {fields['message']}", file=sys.stderr, flush=True)
-        self._write_event(name, exit_code=int(ended.cause), **fields)
+        self._write_event(event_class, exit_code=int(ended.cause), **fields)
 
-    def _write_retry(self, event: str, cause: ExitCode, has_progress: bool, **fields: Any) -> None:
+    def _write_retry(self, event_class: type[RetryEvent], cause: ExitCode, has_progress: bool, **fields: Any) -> None:
         budget = attempts.get_budget_key(cause)
-        self._write_event(event, cause=cause.name.lower(), budget=budget, progress=has_progress, **fields)
+        self._write_event(event_class, cause=cause.name.lower(), budget=budget, progress=has_progress, **fields)
 
     # ---- the end of a batch job
 
@@ -500,8 +513,8 @@ class Supervisor:
             self.cancel_unneeded_jobs(is_done=False)
             return ended.cause
         by_slurm = {"by": "slurm"} if action in (NextAction.AWAIT_REQUEUE, NextAction.EXIT) else {}
-        event = "handed_over" if action is NextAction.HAND_OVER else "requeued"
-        self._write_retry(event, ended.cause, facts.has_progress, **by_slurm)
+        event_class = HandedOver if action is NextAction.HAND_OVER else Requeued
+        self._write_retry(event_class, ended.cause, facts.has_progress, **by_slurm)
         if action in (NextAction.AWAIT_REQUEUE, NextAction.REQUEUE):
             self._sleep_until_signal(REQUEUE_EXIT_WAIT_S, signal_count)  # Slurm ends this run of the job with TERM
         return ended.cause

@@ -18,6 +18,7 @@ from pipeline.config.read import load_config
 from pipeline.data.manifest import ShardEntry
 from pipeline.data.samples import map_arrays
 from pipeline.run.directory import Run
+from tests.support.events import read_event_lines
 from tests.support.tiny import write_config
 
 
@@ -78,7 +79,7 @@ def test_a_pipe_in_place_of_a_file_keeps_nobody_waiting(tmp_path: Path, monkeypa
     run.events_file.unlink()
     os.mkfifo(run.events_file)
     with pytest.raises(UserError, match=r"events\.jsonl is no ordinary file"):
-        run.read_events()
+        read_event_lines(run)
     run.code_dir.mkdir()
     (run.code_dir / "DIFF").touch()
     os.mkfifo(run.code_dir / "COMMIT")

@@ -20,13 +20,16 @@ from pathlib import Path
 from pipeline.base.files import read_jsonl
 from pipeline.checkpoint.catalog import find_newest_step
 from pipeline.config.read import load_config
-from pipeline.run.attempts import END_EVENTS, RETRY_EVENTS
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
+from pipeline.run.events import END_EVENTS, RETRY_EVENTS
 from tests.chaos.faults import QUICK_FAULTS, SLOW_FAULTS, Fault, FaultContext
 from tests.cluster import Cluster
+from tests.support.events import read_event_lines
 from tests.support.tiny import compute_run_digest, write_config
 
+RETRY_NAMES = frozenset(event_class.NAME for event_class in RETRY_EVENTS)
+END_NAMES = frozenset(event_class.NAME for event_class in END_EVENTS)
 STEPS_PER_FAULT = 22
 STEP_DELAY_S = "0.15"
 """Delay added to each step, so that faults can happen within a step."""
@@ -102,7 +105,7 @@ class ChaosRun:
             self._wait_for_progress()
             time.sleep(self.random.uniform(0, 1.0))
             self._wait_for_progress()  # a late effect of the previous fault may have stopped the training again
-            event_count = len(self.run.read_events("train"))
+            event_count = len(read_event_lines(self.run, "train"))
             start = time.monotonic()
             expected = fault(context)
             cause = None
@@ -122,7 +125,7 @@ class ChaosRun:
             return find_newest_step(self.run.checkpoints_dir) == self.steps
 
         context.wait_until("the training is complete", has_last_checkpoint, 240)
-        context.wait_until("the stage is done", lambda: self.run.read_events("train")[-1]["event"] == "done", 60)
+        context.wait_until("the stage is done", lambda: read_event_lines(self.run, "train")[-1]["event"] == "done", 60)
         return results
 
     def _run_command_of_status(self) -> bool:
@@ -135,8 +138,8 @@ class ChaosRun:
 
     def _find_recorded_cause(self, event_count: int) -> str | None:
         """Return the cause of the first stop that was recorded after the first `event_count` events."""
-        for event in self.run.read_events("train")[event_count:]:
-            if event["event"] in RETRY_EVENTS or event.get("cause") == "storage" or event.get("noticed_later"):
+        for event in read_event_lines(self.run, "train")[event_count:]:
+            if event["event"] in RETRY_NAMES or event.get("cause") == "storage" or event.get("noticed_later"):
                 return str(event["cause"])
             if event["event"] == "failed" and "not tried again" in str(event.get("message")):
                 return f"gave up: {event['cause']}"
@@ -150,7 +153,7 @@ class ChaosRun:
         """
 
         def has_saved_checkpoint() -> bool:
-            events = self.run.read_events("train")
+            events = read_event_lines(self.run, "train")
             state = self.cluster.job_state(self.context.job)
             if state in ("FAILED", "COMPLETED", "CANCELLED", "TIMEOUT"):
                 raise RuntimeError(f"the training's job ended early as {state}: {events[-3:]}")
@@ -160,7 +163,7 @@ class ChaosRun:
             starts = [i for i, event in enumerate(events) if event["event"] == "started"]
             attempt_events = events[starts[-1] :] if starts else []
             names = {event["event"] for event in attempt_events}
-            return "saved" in names and names.isdisjoint((*RETRY_EVENTS, *END_EVENTS, "resumed"))
+            return "saved" in names and names.isdisjoint({*RETRY_NAMES, *END_NAMES, "resumed"})
 
         self.context.wait_until("the training makes progress", has_saved_checkpoint)
 
@@ -186,7 +189,7 @@ class ChaosRun:
         batch = self.run.config.train.global_batch
         if [line["samples_consumed"] for line in lines] != [batch * (i + 1) for i in range(self.steps)]:
             problems.append("not every sample was consumed once")
-        events = self.run.read_events("train")
+        events = read_event_lines(self.run, "train")
         damaged_steps: set[int] = set()
         for event in events:
             if event["event"] == "damaged":

@@ -21,6 +21,7 @@ from pipeline.base.files import read_jsonl
 from pipeline.checkpoint.catalog import checkpoint_name, find_newest_step, list_checkpoint_steps
 from pipeline.run.directory import Run
 from tests.cluster import Cluster
+from tests.support.events import read_event_lines
 
 PHASES = ("staging", "writing", "hashing", "before the rename", "after the rename")
 RANKS = 4
@@ -47,7 +48,7 @@ class FaultContext:
     @property
     def job(self) -> str:
         """The ID of the training's newest job."""
-        submitted = [event for event in self.run.read_events("train") if event["event"] == "submitted"]
+        submitted = [event for event in read_event_lines(self.run, "train") if event["event"] == "submitted"]
         return str(submitted[-1]["job_id"])
 
     def find_ranks(self) -> dict[int, psutil.Process]:

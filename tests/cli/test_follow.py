@@ -12,6 +12,7 @@ from pipeline.base.console import PlainConsole
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
 from slurm.submit import local_runner
+from tests.support.events import write_event
 from tests.support.tiny import write_config
 
 
@@ -21,20 +22,20 @@ def test_a_way_back_is_told_once_as_it_comes(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(Run, "copy_code", lambda self, **more: None)
     monkeypatch.setattr(local_runner, "LIVE_INTERVAL_S", 0.0)
     run = Run.create(load_config(write_config(tmp_path)))
-    run.event("restored", "train", step=7, lost_steps=3)
+    write_event(run, "restored", "train", step=7, lost_steps=3)
     file = io.StringIO()
     console = PlainConsole(file=file, width=80, force_terminal=live, _environ={"TERM": "xterm"})
 
     def going() -> Iterator[bool]:
-        run.event("damaged", "train", step=28, reason="step-00000028/NOTES.txt is not listed")
+        write_event(run, "damaged", "train", step=28, reason="step-00000028/NOTES.txt is not listed")
         yield True
         assert "is not listed" in file.getvalue(), "not only at the end"
-        run.event("restored", "train", step=21, seconds=0.1, lost_steps=5)
-        run.event("restored", "evaluate", step=14, seconds=0.1, lost_steps=5)
+        write_event(run, "restored", "train", step=21, seconds=0.1, lost_steps=5)
+        write_event(run, "restored", "evaluate", step=14, seconds=0.1, lost_steps=5)
         yield True
-        run.event("saved", "train", step=28)
-        run.event("retried", "train", job_id="1", cause="crashed")
-        run.event("restored", "train", step=28, seconds=0.1, lost_steps=0)
+        write_event(run, "saved", "train", step=28)
+        write_event(run, "retried", "train", job_id="1", cause="crashed")
+        write_event(run, "restored", "train", step=28, seconds=0.1, lost_steps=0)
         yield False
 
     ticks = going()

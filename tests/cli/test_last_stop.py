@@ -18,6 +18,7 @@ from slurm.query import status
 from slurm.query.job_states import JobState
 from slurm.query.run_jobs import SubmittedJob
 from slurm.query.status import find_last_stop
+from tests.support.events import parse_events, write_event
 from tests.support.tiny import make_run, write_config
 
 SUBMITTED: dict[str, Any] = {"event": "submitted", "job_id": "3", "kind": "afterok", "after": []}
@@ -94,7 +95,7 @@ def test_status_names_the_last_stop(
 ) -> None:
     run = Run.create(load_config(write_config(tmp_path)))
     for event in events:
-        run.event(event["event"], "train", **{key: value for key, value in event.items() if key != "event"})
+        write_event(run, event["event"], "train", **{key: value for key, value in event.items() if key != "event"})
     reason = "Priority" if state == "PENDING" else "None"
     poller = status.StatusPoller(run)
     rows = poller.statuses_from([SubmittedJob(run.path, "train", "3", JobState("3", state, reason))])
@@ -106,17 +107,22 @@ def test_status_names_the_last_stop(
 
 def test_a_stage_that_is_done_has_no_last_stop() -> None:
     done = {"event": "done", "task": None}
-    assert find_last_stop([*PREEMPTED, *RESTORED, done], None) is None
-    assert find_last_stop([*PREEMPTED, *RESTORED, done, ended("stopped", "requeued")], None) is not None
+    assert find_last_stop(parse_events([*PREEMPTED, *RESTORED, done]), None) is None
+    assert find_last_stop(parse_events([*PREEMPTED, *RESTORED, done, ended("stopped", "requeued")]), None) is not None
 
 
 def test_tasks_of_an_array_are_told_apart() -> None:
     tasks: list[dict[str, Any]] = [{"event": "started", "task": task, "job_id": f"3_{task}"} for task in (0, 1)]
     events = [SUBMITTED, *tasks, {**ended("preempted", "preempted"), "task": 1}, {**REQUEUED, "task": 1}]
-    stop = find_last_stop(events, None)
+    stop = find_last_stop(parse_events(events), None)
     assert stop is not None and (stop.cause, stop.attempts, stop.continuation) == ("preempted", 1, "requeued")
-    assert find_last_stop([*events, {"event": "started", "task": 1}, {"event": "done", "task": 1}], None) is None
-    assert find_last_stop([SUBMITTED, *tasks], "4") is None, "the job behind the array waits, and the tasks run"
+    assert (
+        find_last_stop(parse_events([*events, {"event": "started", "task": 1}, {"event": "done", "task": 1}]), None)
+        is None
+    )
+    assert find_last_stop(parse_events([SUBMITTED, *tasks]), "4") is None, (
+        "the job behind the array waits, and the tasks run"
+    )
 
 
 def test_points_and_the_list_of_runs_name_it_briefly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,14 +132,14 @@ def test_points_and_the_list_of_runs_name_it_briefly(tmp_path: Path, monkeypatch
     points, jobs = create_points(swept), []
     for number, point in enumerate(points):
         job = {"job_id": f"3_{number}", "executor": "slurm"}
-        point.event("submitted", "train", kind="afterok", after=[], **job)
-        point.event("started", "train", task=None, **job)
+        write_event(point, "submitted", "train", kind="afterok", after=[], **job)
+        write_event(point, "started", "train", task=None, **job)
         jobs.append(SubmittedJob(point.path, "train", f"3_{number}", JobState(f"3_{number}", "PENDING", "Priority")))
     for point in points[::2]:
-        point.event("preempted", "train", task=None, cause="preempted")
-        point.event("requeued", "train", task=None, cause="preempted")
-    points[1].event("stopped", "train", task=None, cause="requeued")
-    points[1].event("requeued", "train", task=None, cause="requeued")
+        write_event(point, "preempted", "train", task=None, cause="preempted")
+        write_event(point, "requeued", "train", task=None, cause="preempted")
+    write_event(points[1], "stopped", "train", task=None, cause="requeued")
+    write_event(points[1], "requeued", "train", task=None, cause="requeued")
     poller = status.StatusPoller(swept)
     rows = poller.statuses_from(jobs)
     console = Console(width=200, record=True)

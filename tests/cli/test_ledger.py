@@ -19,6 +19,7 @@ from pipeline.run.ledger import (
     split_step_time,
     sum_categories,
 )
+from tests.support.events import parse_events
 from tracking.report import draw_timeline
 
 STAGES = ("shard", "train")
@@ -129,7 +130,7 @@ def test_every_second_is_where_it_was_spent(plan: list[dict[str, Any]]) -> None:
     run = Simulated()
     for number, part in enumerate(plan):
         run.attempt(part, number == 0, number == len(plan) - 1)
-    found = build_ledger(run.events, run.lines, STAGES, run.clock)
+    found = build_ledger(parse_events(run.events), run.lines, STAGES, run.clock)
     assert len(found) == len(plan)
     assert sum(a.end_time - a.start_time for a in found) == pytest.approx(run.clock - T0, abs=0.01)
     for attempt, truth, part in zip(found, run.truth, plan, strict=True):
@@ -167,7 +168,7 @@ job_runs = st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 10_000)), m
 def test_parts_add_up_whatever_the_events(
     events: list[dict[str, Any]], metrics: list[dict[str, Any]], jobs: list[JobRun], running: bool
 ) -> None:
-    found = build_ledger(events, metrics, STAGES, T0 + 20_000, ["train"] if running else [], jobs)
+    found = build_ledger(parse_events(events), metrics, STAGES, T0 + 20_000, ["train"] if running else [], jobs)
     before: dict[tuple[str, int | None], AttemptTimes] = {}
     for attempt in found:
         assert set(attempt.seconds) == set(CATEGORIES) and min(attempt.seconds.values()) >= -1e-9
@@ -200,7 +201,7 @@ def test_accounting_says_when_a_dead_job_began_and_ended() -> None:
     run.attempt({**common, "queue": 20.0, "steps": [1.0] * 4, "silent": True}, True, False)
     run.attempt({**common, "queue": 100.0, "steps": [1.0], "silent": False}, False, True)
     jobs = [JobRun("7", T0 + 15, T0 + 60), JobRun("7", T0 + 120, T0 + 150)]
-    first, second = build_ledger(run.events, run.lines, STAGES, run.clock, (), jobs)
+    first, second = build_ledger(parse_events(run.events), run.lines, STAGES, run.clock, (), jobs)
     assert first.seconds["queue"] == pytest.approx(15) and first.seconds["startup"] == pytest.approx(15)
     assert first.end_time == T0 + 60 and first.seconds["ending"] == pytest.approx(60 - 34, abs=0.01)
     assert second.seconds["queue"] == pytest.approx(60) and second.start_time == T0 + 60
@@ -211,11 +212,11 @@ def test_the_last_attempt_goes_on_until_now() -> None:
     run = Simulated()
     plan = {"idle": 1.0, "queue": 2.0, "startup": 3.0, "ending": 1.0, "by_hand": False, "save": False}
     run.attempt({**plan, "steps": [1.0], "silent": True, "successor": False}, True, False)
-    (attempt,) = build_ledger(run.events, run.lines, STAGES, run.clock + 50, ["train"])
+    (attempt,) = build_ledger(parse_events(run.events), run.lines, STAGES, run.clock + 50, ["train"])
     assert attempt.cause == "running" and attempt.end_time - attempt.start_time == pytest.approx(
         2 + 3 + 1 + 50, abs=0.01
     )
-    (silent,) = build_ledger(run.events, run.lines, STAGES, run.clock + 50)
+    (silent,) = build_ledger(parse_events(run.events), run.lines, STAGES, run.clock + 50)
     assert silent.cause == "no end recorded" and silent.end_time - silent.start_time == pytest.approx(6, abs=0.01)
 
 
@@ -225,7 +226,7 @@ def test_steps_cannot_take_longer_than_there_was_time() -> None:
     plan = {"idle": 1.0, "queue": 2.0, "startup": 3.0, "ending": 0.0, "by_hand": False, "save": False}
     run.attempt({**plan, "steps": [1.0] * 4, "silent": False, "successor": False}, True, True)
     run.events[-1]["time"] = stamp(run.clock - 2)
-    (attempt,) = build_ledger(run.events, run.lines, STAGES, run.clock)
+    (attempt,) = build_ledger(parse_events(run.events), run.lines, STAGES, run.clock)
     assert attempt.end_time - attempt.start_time == pytest.approx(7, abs=0.01)
     assert sum(attempt.seconds.values()) == pytest.approx(attempt.end_time - attempt.start_time)
     assert attempt.seconds["compute"] == pytest.approx(2 * 17 / 32, abs=0.01) and attempt.seconds["ending"] == 0

@@ -18,6 +18,7 @@ from pipeline.run.directory import Run
 from pipeline.run.stages import load_stage_module
 from slurm.query.job_states import JobState
 from slurm.query.run_jobs import SubmittedJob
+from tests.support.events import write_event
 from tests.support.tiny import write_config
 
 
@@ -26,7 +27,7 @@ def test_all_runs_with_one_question_to_slurm(tmp_path: Path, monkeypatch: pytest
     names = ("local", "done", "waits", "also")
     _, done, waits, also = (Run.create(load_config(write_config(tmp_path, name))) for name in names)
     for run in (done, waits, also):
-        run.event("submitted", "prepare", job_id=run.path.name, executor="slurm")
+        write_event(run, "submitted", "prepare", job_id=run.path.name, executor="slurm")
     for work in map(load_stage_module, STAGES):
         for name in {"missing_outputs", "quick_missing_outputs"} & set(dir(work)):
             monkeypatch.setattr(work, name, lambda run: None if run.path == done.path else "nothing there")

@@ -17,6 +17,7 @@ from pipeline.config.read import load_config
 from pipeline.run.directory import Run
 from pipeline.run.points import create_points
 from tests.slurm.submit.test_resume import SWEEP, Queue, queue, run, submitted
+from tests.support.events import write_event
 from tests.support.tiny import make_run, write_config
 
 __all__ = ["queue", "run"]
@@ -62,8 +63,8 @@ def test_changes_and_jobs_are_named_and_nothing_is_done(run: Run, queue: Queue) 
 def test_a_failed_chain_is_submitted_again(run: Run, queue: Queue) -> None:
     submitted(run, "train", "1")
     submitted(run, "evaluate", "2", "afterok", "1")
-    run.event("started", "train", job_id="1")
-    run.event("failed", "train", job_id="1", cause="hang", exit_code=25)
+    write_event(run, "started", "train", job_id="1")
+    write_event(run, "failed", "train", job_id="1", cause="hang", exit_code=25)
     run.write_request(run.cancelled_file)
     queue.set("1", "FAILED")
     queue.set("2", "PENDING", "DependencyNeverSatisfied")

@@ -24,10 +24,12 @@ from pipeline.base.console import PlainConsole
 from pipeline.config.read import load_config
 from pipeline.data.manifest import FileEntry
 from pipeline.run.directory import Run
+from pipeline.run.events import find_current_stragglers
 from pipeline.run.stages import load_stage_module
 from slurm.query import job_states, status
 from slurm.query.job_states import JobState, RecordedJob
 from slurm.query.run_jobs import SubmittedJob
+from tests.support.events import make_event, parse_events, write_event
 from tests.support.ranks import make_rank_info
 from tests.support.tiny import CONFIG, HarmlessFlag, make_run
 from tracking.report import print_report
@@ -59,7 +61,7 @@ FAILED = {"event": "failed", "cause": "hang", "message": "rank 3"}
 def test_the_verdict(
     missing: str | None, held: bool, events: list[dict[str, Any]], job: str | None, state: str, why: str, going: bool
 ) -> None:
-    found = status.determine_state(missing, held, events, JobState("9", job) if job else None)
+    found = status.determine_state(missing, held, parse_events(events), JobState("9", job) if job else None)
     assert (found[0], found[2]) == (state, going) and (why in found[1] if why else not found[1]), found
 
 
@@ -107,8 +109,8 @@ def test_of_a_stage_that_has_not_begun_what_is_gone_is_named(tmp_path: Path, mon
     assert [row.state for row in found] == ["done", "waiting"] and found[1].problem.startswith(gone)
     assert str(load_stage_module("prepare").missing_outputs(run)).startswith(gone)
     asked.clear()
-    run.event("submitted", "shard", job_id="1", executor="local")
-    run.event("started", "shard", job_id="1")
+    write_event(run, "submitted", "shard", job_id="1", executor="local")
+    write_event(run, "started", "shard", job_id="1")
     assert status.StatusPoller(run).poll()[1].state == "died" and not asked, "one that began says so itself"
 
 
@@ -244,7 +246,7 @@ def test_slurm_is_asked_less_and_less_until_something_changes(tmp_path: Path, mo
         now += status.POLL_INTERVAL_S
     pauses = [round(b - a) for a, b in itertools.pairwise(asked)]
     assert pauses[0] == 2 and pauses[-1] == 30 and pauses == sorted(pauses) and len(pauses) < 15
-    run.event("requeued", "train")
+    write_event(run, "requeued", "train")
     poller.poll()
     assert asked[-1] == now, "the run directory shows something new"
     now += status.POLL_INTERVAL_S
@@ -294,12 +296,13 @@ def test_what_nobody_knows_is_asked_once_where_slurm_answers(
 
 
 def test_slow_ranks_are_named_until_they_recover_or_start_again() -> None:
-    slow = {"event": "straggler", "rank": 2, "host": "n3", "ratio": 1.6}
-    worse = {"event": "straggler", "rank": 0, "host": "n1", "ratio": 2.5}
-    assert status.find_current_stragglers([STARTED, slow]) == [slow]
-    assert status.find_current_stragglers([STARTED, slow, worse])[0] == worse
-    assert status.find_current_stragglers([STARTED, slow, {"event": "recovered", "rank": 2}]) == []
-    assert status.find_current_stragglers([STARTED, slow, STARTED]) == []
+    started = make_event("started")
+    slow = make_event("straggler", rank=2, host="n3", ratio=1.6)
+    worse = make_event("straggler", rank=0, host="n1", ratio=2.5)
+    assert find_current_stragglers([started, slow]) == [slow]
+    assert find_current_stragglers([started, slow, worse])[0] == worse
+    assert find_current_stragglers([started, slow, make_event("recovered", rank=2)]) == []
+    assert find_current_stragglers([started, slow, started]) == []
 
 
 def test_a_run_that_was_cancelled_or_left_half_made_can_be_looked_at(tmp_path: Path) -> None:
@@ -344,8 +347,8 @@ def test_an_evaluation_is_not_done_before_the_training(
 def test_the_report_in_the_terminal_counts_the_causes(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     for attempt, (event, cause) in enumerate([("preempted", "preempted"), ("failed", "node_failure")] * 2):
-        run.event("started", "train", job_id="1", attempt=attempt + 1, task=None, ranks=2)
-        run.event(event, "train", job_id="1", attempt=attempt + 1, task=None, cause=cause, exit_code=1)
+        write_event(run, "started", "train", job_id="1", attempt=attempt + 1, task=None, ranks=2)
+        write_event(run, event, "train", job_id="1", attempt=attempt + 1, task=None, cause=cause, exit_code=1)
     console = Console(width=150, record=True)
     print_report(run, console)
     assert re.search(r"^cause +attempts .*\n(.*\n)*node_failure +2 .*\npreempted +2 ", console.export_text(), re.M)

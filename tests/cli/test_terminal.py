@@ -19,6 +19,7 @@ from pipeline.run import attempts
 from pipeline.run.directory import Run
 from slurm.query.status import print_status
 from slurm.submit.local_runner import report_stage_end
+from tests.support.events import write_event
 from tests.support.tiny import write_config
 from tracking.report import print_report
 
@@ -32,8 +33,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setattr(Run, "copy_code", lambda self, **more: None)
     root = json.dumps(str(tmp_path / "a[/b]c[red]:smiley:"))
     run = Run.create(load_config(write_config(tmp_path), [f"run.root={root}"]))
-    run.event("started", "train", job_id="1", attempt=1, task=None, host=EVIL)
-    run.event("failed", "train", job_id="1", attempt=1, cause=EVIL, message=EVIL, exit_code=1)
+    write_event(run, "started", "train", job_id="1", attempt=1, task=None, host=EVIL)
+    write_event(run, "failed", "train", job_id="1", attempt=1, cause=EVIL, message=EVIL, exit_code=1)
     run.code_dir.mkdir()
     (run.code_dir / "COMMIT").write_text(EVIL)
     (run.code_dir / "DIFF").write_text("")

@@ -31,12 +31,14 @@ from pipeline.base.files import read_jsonl
 from pipeline.base.signals import STOP_SIGNALS
 from pipeline.checkpoint.catalog import find_newest_step
 from pipeline.config.read import load_config
-from pipeline.run import attempts, stages
+from pipeline.run import stages
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
+from pipeline.run.events import read_stage_state
 from pipeline.run.failure import explain_error
 from pipeline.run.points import create_points
 from slurm.submit import local_runner
+from tests.support.events import write_event
 from tests.support.other_user import as_other_user
 from tests.support.ranks import run_ranks
 from tests.support.tiny import compute_run_digest, stage_rank, write_corpus
@@ -65,16 +67,14 @@ class Stages:
         if not cls.run or stages.load_stage_module(stage).missing_outputs(run) is None:
             return ExitCode.DONE
         for event in ("submitted", "started"):
-            run.event(event, stage, job_id=stage, executor="local")
+            write_event(run, event, stage, job_id=stage, executor="local")
         code, message = run_ranks(1, in_a_rank, run.path, stage)[0]
         if code == ExitCode.DONE:
             return ExitCode.DONE
         words = {"cause": ExitCode(code).name.lower(), "exit_code": code, "message": message}
-        run.event("failed", stage, job_id=stage, **words)
+        write_event(run, "failed", stage, job_id=stage, **words)
         say = partial(console.print, soft_wrap=True)
-        return local_runner.report_stage_end(
-            run, stage, attempts.read_stage_state(run.read_events(stage)), 0.0, None, say
-        )
+        return local_runner.report_stage_end(run, stage, read_stage_state(run.read_events(stage)), 0.0, None, say)
 
 
 def in_a_rank(where: RankInfo, path: Path, stage: str) -> tuple[int, str]:

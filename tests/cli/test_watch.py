@@ -18,6 +18,7 @@ from rich.cells import cell_len, set_cell_size
 
 from pipeline.run.directory import Run
 from tests.stories.test_local_runs import Terminal
+from tests.support.events import write_event
 from tests.support.tiny import make_run
 
 pytestmark = pytest.mark.timeout(300)
@@ -34,9 +35,9 @@ def run(tmp_path: Path) -> Iterator[Run]:
     run = make_run(tmp_path)
     lock = run.lock_stage("train")
     assert lock is not None
-    run.event("started", "train", job_id="1", attempt=1, task=None, ranks=2)
-    run.event("failed", "train", job_id="1", attempt=1, cause="hang", message="\x1b[2J\x1b]0;mine\x07 oh\nno")
-    run.event("started", "train", job_id="1", attempt=2, task=None, ranks=2)
+    write_event(run, "started", "train", job_id="1", attempt=1, task=None, ranks=2)
+    write_event(run, "failed", "train", job_id="1", attempt=1, cause="hang", message="\x1b[2J\x1b]0;mine\x07 oh\nno")
+    write_event(run, "started", "train", job_id="1", attempt=2, task=None, ranks=2)
     run.metrics_file.write_text("".join(metric_line(step) for step in range(1, 21)))
     gpu = {"index": 0, "utilization_percent": 90, "memory_gb": 60.0, "power_w": 600, "temperature_c": 61}
     line = {

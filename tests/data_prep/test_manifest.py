@@ -27,6 +27,7 @@ from pipeline.run.code import CODE_ROOT as ROOT
 from pipeline.run.directory import Run
 from pipeline.run.stages import list_resume_notes, load_stage_module
 from tests.data_prep.test_shards import config, finalize, prepare, progress, quiet, run_tasks, shard, texts, write_jsonl
+from tests.support.events import read_event_lines
 from tests.support.ranks import run_ranks
 from tests.support.tiny import HarmlessFlag, make_run, write_config
 
@@ -396,7 +397,7 @@ def test_ranks_compare_the_manifest_with_the_shards_themselves(tmp_path: Path, s
     words = rf"manifest\.json says of tokens in {shard_file}: offset={entry['offset']} .*there is: offset="
     with pytest.raises(AssertionError, match=words + r".*Remove .*manifest\.json and run the shard stage again"):
         run_ranks(1, checked_rank, run.path, split)
-    assert shard_file.exists() and run.read_events(None, "damaged") == []
+    assert shard_file.exists() and read_event_lines(run, None, "damaged") == []
     (run.data_dir / "manifest.json").unlink()
     load_stage_module("shard").run_stage(run, read_rank_info({}), {}, HarmlessFlag())
     run_ranks(1, checked_rank, run.path, split)

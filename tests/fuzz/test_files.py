@@ -25,8 +25,10 @@ from pipeline.base.files import has_valid_checksum
 from pipeline.checkpoint import catalog
 from pipeline.evaluate.result import read_newest_result
 from pipeline.run import lines
+from pipeline.run.changes import is_config_change
 from pipeline.run.directory import Run
 from slurm.query.status import print_status
+from tests.support.events import write_event
 from tests.support.ranks import run_ranks
 from tests.support.tiny import make_run, stage_rank
 from tracking.report import print_report
@@ -53,8 +55,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = make_run(tmp_path_factory.mktemp("whole"), overrides=SMALL)
     for stage in ("train", "evaluate"):
         assert run_ranks(1, stage_rank, run.path, stage) == [ExitCode.DONE]
-    run.event("started", "train", job_id="1", attempt=1, task=None, ranks=1)
-    run.event("done", "train", job_id="1", attempt=1, task=None, exit_code=0, seconds=1.0)
+    write_event(run, "started", "train", job_id="1", attempt=1, task=None, ranks=1)
+    write_event(run, "done", "train", job_id="1", attempt=1, task=None, exit_code=0, seconds=1.0)
     (run.stage_dir("train") / "own-times.json").write_text('{\n "n1": 1.0\n}\n')
     run.apply_overrides([f"train.steps={STEPS}"])
     return run.path
@@ -176,7 +178,7 @@ def numbers(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, 
         assert kind == "numbers" and found[steps][0] == found[steps][2] == steps, found
     assert "local compute time per step by host" in look(whole) and "left out" not in look(whole)
     assert has_valid_checksum(json.loads((copy / "evaluation/step-00000006.json").read_text()))
-    assert lines.read_required_lines(copy / "changes.jsonl", lines.is_config_change)
+    assert lines.read_required_lines(copy / "changes.jsonl", is_config_change)
     return found
 
 

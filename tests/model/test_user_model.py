@@ -33,6 +33,7 @@ from pipeline.run.code import CODE_ROOT as ROOT
 from pipeline.run.directory import Run
 from pipeline.run.stages import load_stage_module
 from planning.plan import describe_plan
+from tests.support.events import read_event_lines
 from tests.support.ranks import make_rank_info, run_ranks
 from tests.support.tiny import HarmlessFlag, compute_run_digest, stage_rank
 from tests.support.tiny_training import resave_rank
@@ -305,7 +306,7 @@ def test_a_callback_adds_a_metric_and_completes_the_training_at_the_same_step_af
     last = averages[-1][0]
     assert 51 <= last < 200 and averages[0][1] == averages[0][2]
     assert load_stage_module("train").missing_outputs(undisturbed) is None
-    assert [event["step"] for event in undisturbed.read_events("train", "stopped_early")] == [last]
+    assert [event["step"] for event in read_event_lines(undisturbed, "train", "stopped_early")] == [last]
     trained(undisturbed, 2)
     assert read_averages(undisturbed) == averages, "a training that is complete is not continued"
 

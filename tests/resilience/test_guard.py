@@ -26,6 +26,7 @@ from pipeline.resilience.guard import BadStepGuard, merge_ranges
 from pipeline.run.code import CODE_ROOT as ROOT
 from pipeline.run.directory import Run
 from slurm.supervise.attempt_end import describe_hung_rank
+from tests.support.events import read_event_lines
 from tests.support.ranks import Ranks, run_ranks
 from tests.support.tiny import compute_run_digest, make_run, stage_rank
 from tests.train.test_exact import lines, new_run
@@ -188,13 +189,13 @@ def clocked_rank(rank_info: RankInfo, path: Path, left_s: float | None, save_s: 
 def test_ranks_stop_by_their_own_clock_and_save_where_there_is_time(tmp_path: Path, data: Path) -> None:
     run = new_run(tmp_path, "clock", data, "recovery.grace_s=5")
     assert set(run_ranks(2, clocked_rank, run.path, None, 60.0)) == {ExitCode.STOPPED}
-    skipped = [e for e in run.read_events("train") if e["event"] == "save_skipped"]
+    skipped = [e for e in read_event_lines(run, "train") if e["event"] == "save_skipped"]
     assert len(skipped) == 1 and "too late" in skipped[0]["reason"]
-    assert [e["step"] for e in run.read_events("train") if e["event"] == "saved"] == [7, 14]
+    assert [e["step"] for e in read_event_lines(run, "train") if e["event"] == "saved"] == [7, 14]
     assert set(run_ranks(2, clocked_rank, run.path, 25.0, 0.0)) == {ExitCode.STOPPED}
-    stop = [e for e in run.read_events("train") if e["event"] == "stop_requested"][-1]
+    stop = [e for e in read_event_lines(run, "train") if e["event"] == "stop_requested"][-1]
     assert stop["signal"] == "time limit"
-    saved = [e["step"] for e in run.read_events("train") if e["event"] == "saved"]
+    saved = [e["step"] for e in read_event_lines(run, "train") if e["event"] == "saved"]
     assert saved[-1] == stop["step"] == lines(run)[-1][0] > 14
     assert set(run_ranks(2, stage_rank, run.path, "train")) == {ExitCode.DONE}
     calm = new_run(tmp_path, "calm", data)
@@ -206,7 +207,7 @@ def test_the_save_file_makes_one_checkpoint(tmp_path: Path, data: Path) -> None:
     run = new_run(tmp_path, "asked", data, "checkpoint.every_steps=1000")
     run.save_file.touch()
     assert set(run_ranks(2, stage_rank, run.path, "train")) == {ExitCode.DONE}
-    saved = [e["step"] for e in run.read_events("train") if e["event"] == "saved"]
+    saved = [e["step"] for e in read_event_lines(run, "train") if e["event"] == "saved"]
     assert len(saved) == 2 and saved[0] < saved[1] and not run.save_file.exists()
 
 

@@ -19,9 +19,10 @@ from pipeline.config.read import load_config
 from pipeline.resilience import stragglers
 from pipeline.resilience.stragglers import LocalComputeTimer, StragglerDetector
 from pipeline.run.directory import Run
-from pipeline.run.metrics import get_compute_times_file
+from pipeline.run.machines import get_compute_times_file
 from slurm.query import current_job
 from slurm.query.current_job import JobInfo, record_bad_node, select_bad_nodes
+from tests.support.events import read_event_lines
 from tests.support.ranks import run_ranks
 from tests.support.tiny import make_run, stage_rank, write_config
 from tracking.report import print_report
@@ -48,7 +49,7 @@ def train_with_a_slow_rank(rank_info: RankInfo, path: Path, slow: int, until: in
 def test_the_slow_rank_is_named_with_its_host_and_its_recovery(tmp_path: Path) -> None:
     run = make_run(tmp_path, overrides=("train.steps=120", "train.log_every=3", "stages.train.tasks_per_node=4"))
     run_ranks(4, train_with_a_slow_rank, run.path, 2, 14)
-    told = [e for e in run.read_events("train") if e["event"] in ("straggler", "recovered") and e["rank"] == 2]
+    told = [e for e in read_event_lines(run, "train") if e["event"] in ("straggler", "recovered") and e["rank"] == 2]
     # on a busy machine any rank may be slow for a while: it has many chances to recover, and may be slow again
     assert [e["event"] for e in told][:2] == ["straggler", "recovered"]
     assert told[0]["step"] == 9 and told[0]["ratio"] > 1.3 and told[0]["host"]
@@ -131,7 +132,7 @@ def test_a_rank_near_the_limits_is_not_reported_repeatedly(
     detector = make_detector([0, 0, 0], "abc")
     for step, ratio in enumerate(ratios):
         detector.update_stragglers(step, [1.0, 1.0, ratio])
-    assert [e["event"] for e in detector.run.read_events("train")] == events
+    assert [e["event"] for e in read_event_lines(detector.run, "train")] == events
 
 
 @pytest.mark.parametrize(
@@ -145,10 +146,10 @@ def test_only_ranks_with_the_same_work_are_compared(
     run = detector.run
     for step in (1, 2, 3, 4):
         detector.update_stragglers(step, own)
-    assert [e["rank"] for e in run.read_events("train") if e["event"] == "straggler"] == named
+    assert [e["rank"] for e in read_event_lines(run, "train") if e["event"] == "straggler"] == named
     medians = [min(own[:2])] * 2 + [min(own[2:])] * 2
     ratios = {host: time / median for host, time, median in zip("abcd", own, medians, strict=True)}
-    assert json.loads(get_compute_times_file(run).read_bytes()) == ratios
+    assert json.loads(get_compute_times_file(run.jobs_dir).read_bytes()) == ratios
     console = Console(width=200, record=True)
     print_report(run, console)
     worst = max(ratios, key=lambda host: ratios[host])

@@ -14,11 +14,15 @@ from pipeline.base.files import add_checksum, append_line, write_json
 from pipeline.checkpoint import catalog
 from pipeline.config.read import load_config
 from pipeline.evaluate.result import read_newest_result, result_file
+from pipeline.resilience.guard import is_decision
 from pipeline.run import lines
 from pipeline.run.directory import Run
-from pipeline.run.metrics import get_compute_times_file, list_lost_lines, rewind_metrics
+from pipeline.run.events import is_event
+from pipeline.run.machines import get_compute_times_file
+from pipeline.run.metrics import list_lost_lines, rewind_metrics
 from pipeline.train.train_stage import progress
 from slurm.query.status import print_status
+from tests.support.events import read_event_lines, write_event
 from tests.support.tiny import write_config
 from tracking.report import print_report
 
@@ -54,10 +58,10 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """A run that trained one step and was evaluated, as far as whoever looks can tell."""
     monkeypatch.setattr(Run, "copy_code", lambda self, **more: None)
     run = Run.create(load_config(write_config(tmp_path)))
-    run.event("started", "train", job_id="1", attempt=1, task=None, ranks=2)
-    run.event("ready", "train", step=0)
+    write_event(run, "started", "train", job_id="1", attempt=1, task=None, ranks=2)
+    write_event(run, "ready", "train", step=0)
     append_line(run.metrics_file, json.dumps(STEP))
-    run.event("done", "train", job_id="1", attempt=1, task=None, exit_code=0)
+    write_event(run, "done", "train", job_id="1", attempt=1, task=None, exit_code=0)
     checkpoint = run.checkpoints_dir / catalog.checkpoint_name(1)
     checkpoint.mkdir()
     write_json(
@@ -77,18 +81,18 @@ def shown(run: Run) -> str:
 
 
 def test_odd_events_are_left_out_and_counted(run: Run) -> None:
-    undisturbed = run.read_events()
+    undisturbed = read_event_lines(run)
     for line in ODD_EVENTS:
         append_line(run.events_file, line)
-    assert run.read_events() == undisturbed
-    assert shown(run).count(f"events.jsonl: {len(ODD_EVENTS)} lines left out") == 2
+    assert read_event_lines(run) == undisturbed
+    assert shown(run).count(f"events.jsonl: {len(ODD_EVENTS)} malformed lines left out") == 2
 
 
 def test_odd_steps_are_left_out_and_counted(run: Run) -> None:
     for line in ODD_STEPS:
         append_line(run.metrics_file, line)
     assert progress(run).description.startswith("1/30 steps, loss 5.0000")
-    assert f"metrics.jsonl: {len(ODD_STEPS)} lines left out" in shown(run)
+    assert f"metrics.jsonl: {len(ODD_STEPS)} malformed lines left out" in shown(run)
     assert list_lost_lines(run.metrics_file, 0) == [STEP] and not list_lost_lines(run.metrics_file, 1)
     rewind_metrics(run.metrics_file, 1)
     assert run.metrics_file.read_text() == json.dumps(STEP) + "\n"
@@ -98,8 +102,8 @@ def test_a_line_that_is_being_written_is_not_odd(run: Run) -> None:
     with open(run.events_file, "a") as file:
         file.write('{"time": "20')
     assert (
-        lines.describe_malformed_lines(run.events_file, lines.is_event)
-        == lines.describe_malformed_lines(run.path / "none", lines.is_event)
+        lines.describe_malformed_lines(run.events_file, is_event)
+        == lines.describe_malformed_lines(run.path / "none", is_event)
         == ""
     )
 
@@ -120,7 +124,7 @@ def test_an_odd_evaluation_is_none_and_is_told(run: Run, content: str) -> None:
 
 @pytest.mark.parametrize("content", ["", "{torn", "[1]", '{"n1": null}', '{"n1": "fast"}', "\xff"])
 def test_odd_times_of_hosts_are_left_out(run: Run, content: str) -> None:
-    (run.stage_dir("train") / get_compute_times_file(run).name).write_text(content, encoding="latin-1")
+    (run.stage_dir("train") / get_compute_times_file(run.jobs_dir).name).write_text(content, encoding="latin-1")
     assert "local compute time per step by host" not in shown(run)
 
 
@@ -130,17 +134,17 @@ def test_an_odd_change_of_the_config_is_refused_and_a_torn_one_left_out(run: Run
     append_line(run.changes_file, '{"time": "2026-01-01T00:00:00Z", "set": {"train')
     assert Run(run.path).config.train.steps == 40
     append_line(run.changes_file, content)
-    with pytest.raises(InputError, match=r"changes\.jsonl, line \d is damaged.* put the file back"):
+    with pytest.raises(InputError, match=r"changes\.jsonl, line \d is damaged"):
         _ = Run(run.path).config
 
 
 @pytest.mark.parametrize("line", [{}, {"decision": "skip"}, {"decision": "leave_out", "position": 8, "reason": "x"}])
 def test_an_odd_decision_is_refused(run: Run, line: dict[str, Any]) -> None:
     append_line(run.decisions_file, json.dumps({"decision": "skip", "position": 8, "reason": "x"}))
-    assert len(lines.read_required_lines(run.decisions_file, lines.is_decision)) == 1
+    assert len(lines.read_required_lines(run.decisions_file, is_decision)) == 1
     append_line(run.decisions_file, json.dumps(line))
     with pytest.raises(InputError, match=r"decisions\.jsonl, line 2 is damaged"):
-        lines.read_required_lines(run.decisions_file, lines.is_decision)
+        lines.read_required_lines(run.decisions_file, is_decision)
 
 
 def test_a_checkpoint_under_the_name_of_another_step_is_none(run: Run) -> None:

@@ -13,6 +13,7 @@ from pipeline.run.directory import Run
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.support.cluster_runs import count_steps, list_event_names, run_submit, wait_for
+from tests.support.events import read_event_lines
 from tests.support.tiny import slow_down_steps, write_config
 
 cluster = cluster_fixture(grace=5)
@@ -59,7 +60,7 @@ def test_a_training_shrinks_and_grows_with_the_available_nodes(tmp_path: Path, c
     cluster.undrain("n3")
     preempt(cluster, 4)
     wait_for("the evaluation", lambda: "done" in list_event_names(run.path, "evaluate"), 150)
-    assert [event["ranks"] for event in Run.open(run.path).read_events("train", "started")] == [4, 2, 4]
+    assert [event["ranks"] for event in read_event_lines(Run.open(run.path), "train", "started")] == [4, 2, 4]
     lines = list(read_jsonl(run.metrics_file))
     undisturbed = list(read_jsonl(calm.metrics_file))
     assert [(line["step"], line["samples_consumed"]) for line in lines] == [

@@ -22,6 +22,7 @@ from pipeline.config.read import load_config
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
 from pipeline.run.failure import explain_error
+from tests.support.events import read_event_lines
 from tests.support.ranks import Ranks, run_ranks
 from tests.support.tiny import compute_run_digest, make_run, stage_rank, write_config
 from tests.train.test_exact import STEPS, interrupted, lines, new_run
@@ -118,9 +119,9 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_previous_one_is_loaded(
     else:
         flip_bit(damaged_file)
     assert set(run_ranks(2, stage_rank, run.path, "train")) == {ExitCode.DONE}
-    (damaged,) = run.read_events("train", "damaged")
+    (damaged,) = read_event_lines(run, "train", "damaged")
     assert damaged["step"] == newest and damaged_file.name in damaged["reason"]
-    assert [event["step"] for event in run.read_events("train", "restored")] == [previous]
+    assert [event["step"] for event in read_event_lines(run, "train", "restored")] == [previous]
     assert (run.checkpoints_dir / f"damaged-{checkpoint_name(newest)}").is_dir(), "set aside, not removed"
     assert (compute_run_digest(run), lines(run)) == calm
 

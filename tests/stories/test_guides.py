@@ -24,6 +24,7 @@ from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
+from tests.support.events import read_event_lines
 
 pytestmark = pytest.mark.timeout(900)
 cluster = cluster_fixture(accounting=True)
@@ -136,7 +137,7 @@ def run_document(checkout: Path, document: str, **variables: str) -> int:
 
 def wait_for_evaluation(run: Path) -> None:
     deadline = time.monotonic() + 240
-    while not any(event["event"] == "done" for event in Run.open(run).read_events("evaluate")):
+    while not any(event["event"] == "done" for event in read_event_lines(Run.open(run), "evaluate")):
         assert time.monotonic() < deadline, (run / "events.jsonl").read_text()
         time.sleep(0.5)
 

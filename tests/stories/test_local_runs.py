@@ -29,6 +29,7 @@ from pipeline.config.read import load_config
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
 from slurm.submit import local_runner
+from tests.support.events import read_event_lines
 from tests.support.tiny import compute_run_digest, slow_down_steps, write_config
 
 SUBMIT = [sys.executable, str(CODE_ROOT / "submit.py")]
@@ -69,7 +70,7 @@ def count_steps(run: Path) -> int:
 
 
 def count_starts(run: Path) -> int:
-    return len(Run.open(run).read_events("train", "started"))
+    return len(read_event_lines(Run.open(run), "train", "started"))
 
 
 def wait_for_steps(run: Path, steps: int) -> None:
@@ -113,7 +114,7 @@ def test_one_command_trains_and_evaluates_a_model_from_documents(finished: Path)
     assert {"step", "loss", "perplexity", "bits_per_byte", "unigram_bits_per_byte", "tokens", "bytes"} <= result.keys()
     assert result["bits_per_byte"] < result["unigram_bits_per_byte"]
     assert (run.code_dir / "submit.py").exists() and oct(run.path.stat().st_mode & 0o777) == "0o700"
-    events = [(e["stage"], e["event"]) for e in run.read_events()]
+    events = [(e["stage"], e["event"]) for e in read_event_lines(run)]
     for stage in ("prepare", "shard", "train", "evaluate"):
         assert [e for s, e in events if s == stage and e in ("submitted", "started", "done")] == [
             "submitted", "started", "done",
@@ -130,10 +131,10 @@ def test_the_quickstart_learns(tmp_path: Path) -> None:
 
 
 def test_a_second_submit_finds_all_stages_done(finished: Path) -> None:
-    events = Run.open(finished / "runs/tiny").read_events()
+    events = read_event_lines(Run.open(finished / "runs/tiny"))
     done = run_submit(finished, "tiny.yaml", timeout=10)
     assert done.returncode == 0 and len(re.findall(r"^\w+ +done: ", done.stdout, re.M)) == 4, done.stdout
-    assert Run.open(finished / "runs/tiny").read_events() == events
+    assert read_event_lines(Run.open(finished / "runs/tiny")) == events
 
 
 def test_status_report_and_logs_show_a_finished_run(finished: Path) -> None:
@@ -279,7 +280,7 @@ def test_ctrl_c_in_a_terminal_saves_and_prints_the_resume_command(tmp_path: Path
     assert stopped_at >= 8 and stopped_at == count_steps(run)
     assert [(run / f"signals-{rank}").read_text() for rank in range(2)] == ["1", "1"]
     assert re.search(r"train .* step \d+/60 +loss [\d.]+ +[\d,]+ tokens/s", terminal.text)
-    requests = [e for e in Run.open(run).read_events("train") if e["event"] == "stop_requested"]
+    requests = [e for e in read_event_lines(Run.open(run), "train") if e["event"] == "stop_requested"]
     assert len(requests) == 1 and requests[0]["signal"] == "SIGTERM"
     assert not find_processes(run)
     done = run_submit(tmp_path, "resume", "runs/tiny")
@@ -328,7 +329,7 @@ def test_a_submit_during_the_last_save_continues_the_run(tmp_path: Path, finishe
     process = subprocess.Popen([*SUBMIT, "tiny.yaml"], cwd=tmp_path, stdout=subprocess.DEVNULL)
     wait_for_steps(run, 5)
     process.terminate()
-    wait_for("the stop", lambda: bool(Run.open(run).read_events("train", "stopping")))
+    wait_for("the stop", lambda: bool(read_event_lines(Run.open(run), "train", "stopping")))
     done = run_submit(tmp_path, "tiny.yaml")
     assert done.returncode == 0 and "following it" in done.stdout, done.stdout + done.stderr
     assert process.wait(240) == ExitCode.STOPPED
@@ -459,7 +460,7 @@ def test_two_concurrent_submits_share_one_run(tmp_path: Path, finished: Path) ->
     outputs = [process.communicate(timeout=240)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     run = Run.open(tmp_path / "runs/tiny")
-    assert [e["event"] for e in run.read_events()].count("created") == 1
+    assert [e["event"] for e in read_event_lines(run)].count("created") == 1
     assert count_starts(run.path) == 1
     assert compute_run_digest(Run(tmp_path / "runs/tiny")) == read_finished_digest(finished)
 

@@ -31,6 +31,7 @@ from tests.support.cluster_runs import (
     wait_for,
     wait_for_empty_queue,
 )
+from tests.support.events import read_event_lines, write_event
 from tests.support.tiny import make_run, slow_down_steps, write_config
 
 cluster = cluster_fixture(accounting=True, grace=20)
@@ -124,7 +125,7 @@ def test_a_supervisor_exits_or_requests_a_requeue(
     fake_controller(monkeypatch, version)
     monkeypatch.setattr(current_job, "excluded_nodes_at_requeue", lambda *_: exclude)
     assert leave(run, [info], monkeypatch) == (ExitCode.OUT_OF_MEMORY, requests)
-    event = run.read_events("train")[-1]
+    event = read_event_lines(run, "train")[-1]
     assert event["event"] == "requeued" and event.get("by") == (None if requests else "slurm")
 
 
@@ -156,7 +157,8 @@ def test_an_attempt_that_has_ended_does_not_continue_if_only_slurm_requeued_it(
     undisturbed = silent(tmp_path / "calm", (event, fields))
     assert close(undisturbed, "6", 1)[0] is None, "a user requeued the job, because it was never preempted"
     earlier = silent(tmp_path / "earlier", ("preempted", {"cause": "preempted"}), ("requeued", {"cause": "preempted"}))
-    earlier.event(
+    write_event(
+        earlier,
         "started",
         "train",
         job_id="6",
@@ -165,10 +167,10 @@ def test_an_attempt_that_has_ended_does_not_continue_if_only_slurm_requeued_it(
         restarts=1,
         standing=read_progress_marker(earlier, "train"),
     )
-    earlier.event(event, "train", job_id="6", **fields)
+    write_event(earlier, event, "train", job_id="6", **fields)
     assert close(earlier, "6", 2)[::2] == (code, []), "Slurm still reports the first preemption"
     if event != "done":
-        earlier.event("resumed")
+        write_event(earlier, "resumed")
         assert close(earlier, "6", 2)[0] is None, "the user resumed the run"
 
 
@@ -258,7 +260,7 @@ def test_a_training_that_exceeds_its_grace_time_starts_once_more(tmp_path: Path,
     preempt_all_nodes(cluster)
     wait_for("the evaluation", lambda: has_evaluation(run), 300)
     wait_for_empty_queue(cluster)
-    names = [event["event"] for event in Run.open(run).read_events("train", "started", "done", "requeued")]
+    names = [event["event"] for event in read_event_lines(Run.open(run), "train", "started", "done", "requeued")]
     assert names == ["started", "requeued", "started", "done"], names
     assert query_accounting(cluster, get_job_id(run, "train")) == ("COMPLETED", "0:0")
 
@@ -271,7 +273,7 @@ def test_a_training_that_ends_in_its_grace_time_does_not_start_again(
     preempt_all_nodes(cluster)
     wait_for("the evaluation", lambda: has_evaluation(run), 150)
     wait_for_empty_queue(cluster)
-    started, done = Run.open(run).read_events("train", "started", "done", "requeued")
+    started, done = read_event_lines(Run.open(run), "train", "started", "done", "requeued")
     assert (started["event"], done["event"]) == ("started", "done")
     assert done["in_grace"], "the training was done before it was preempted"
     assert query_accounting(cluster, get_job_id(run, "train")) == ("COMPLETED", "0:0")
@@ -286,7 +288,7 @@ def test_a_training_that_the_user_stops_in_its_grace_time_does_not_start_again(
     (run / "stop").touch()
     wait_for("the stop", lambda: "stopped" in list_event_names(run, "train"), 60)
     wait_for_empty_queue(cluster)
-    started, stopped = Run.open(run).read_events("train", "started", "requeued", "stopped")
+    started, stopped = read_event_lines(Run.open(run), "train", "started", "requeued", "stopped")
     assert (started["event"], stopped["event"]) == ("started", "stopped")
     assert stopped["in_grace"], "the training had stopped before it was preempted"
     assert query_accounting(cluster, get_job_id(run, "train")) == ("FAILED", f"{int(ExitCode.STOPPED)}:0")
@@ -298,7 +300,7 @@ def test_a_requeue_by_an_administrator_is_not_a_preemption(tmp_path: Path, data:
     wait_for("step 3", lambda: len(read_steps(run)) >= 3)
     cluster.output(["scontrol", "requeue", get_job_id(run, "train")])
     wait_for("the requeue", lambda: "requeued" in list_event_names(run, "train"), 60)
-    stops = Run.open(run).read_events("train", "stopped", "preempted", "failed")
+    stops = read_event_lines(Run.open(run), "train", "stopped", "preempted", "failed")
     assert [event["cause"] for event in stops] == ["requeued"], stops
     status = run_submit(cluster, tmp_path, "status", str(run)).stdout
     assert re.search(r"^train .*requeued at step \d+ \(1 attempt\)$", status, re.M), status

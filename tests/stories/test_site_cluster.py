@@ -25,6 +25,7 @@ from pipeline.run.directory import Run
 from slurm.submit.sbatch import render_batch_script
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
+from tests.support.events import read_event_lines
 from tests.support.tiny import write_config
 
 cluster = cluster_fixture(grace=5, switches=True)
@@ -175,7 +176,7 @@ def test_a_profile_is_what_jobs_and_ranks_get(tmp_path: Path, cluster: Cluster) 
     dry = submit(cluster, tmp_path, "tiny.yaml", "--dry-run", "--scripts", *overrides, **shell)
     done = submit(cluster, tmp_path, "tiny.yaml", *overrides, **shell)
     assert done.returncode == 0, done.stderr
-    job = next(e["job_id"] for e in run.read_events("train") if e["event"] == "submitted")
+    job = next(e["job_id"] for e in read_event_lines(run, "train") if e["event"] == "submitted")
     written = (
         next((run.jobs_dir / "train").glob("*_submission.sh")).read_text().replace("=$NCCL_SOCKET_IFNAME", "=*****")
     )
@@ -193,14 +194,14 @@ def test_a_profile_is_what_jobs_and_ranks_get(tmp_path: Path, cluster: Cluster) 
         assert words in shown, shown
     assert "TimeLimit=00:07:00" not in shown
     assert re.search(r"gres[:/]gpu:1", shown), "22.05 has a colon, 24.11 a slash"
-    job_of_shard = next(e["job_id"] for e in run.read_events("shard") if e["event"] == "submitted")
+    job_of_shard = next(e["job_id"] for e in read_event_lines(run, "shard") if e["event"] == "submitted")
     shown = cluster.output(["scontrol", "--oneliner", "show", "job", job_of_shard])
-    job_of_evaluation = next(e["job_id"] for e in run.read_events("evaluate") if e["event"] == "submitted")
+    job_of_evaluation = next(e["job_id"] for e in read_event_lines(run, "evaluate") if e["event"] == "submitted")
     assert "Partition=high" in cluster.output(["scontrol", "--oneliner", "show", "job", job_of_evaluation])
     for words in ("Partition=high", "Nice=9", "ExcNodeList=n1", "CPUs/Task=1", "MinMemoryNode=2G"):
         assert words in shown, shown
     wait_until_empty(cluster, 240)
-    events = run.read_events("train")
+    events = read_event_lines(run, "train")
     assert [e["event"] for e in events if e["event"] in ("done", "failed")] == ["done"], events
     ranks = [line for line in read_jsonl(tmp_path / "ranks") if line["SLURM_JOB_ID"] == job]
     assert len(ranks) == 4
@@ -221,7 +222,7 @@ def test_sbatch_takes_ranks_in_planes(tmp_path: Path, cluster: Cluster, nodes: i
     write_config(tmp_path)
     done = submit(cluster, tmp_path, "tiny.yaml", *overrides)
     assert done.returncode == 0, done.stderr
-    events = Run.open(tmp_path / "runs/tiny").read_events("train", "submitted")
+    events = read_event_lines(Run.open(tmp_path / "runs/tiny"), "train", "submitted")
     shown = cluster.output(["scontrol", "show", "job", events[0]["job_id"]])
     cluster.clear()
     assert f"NumTasks={2 * nodes} " in shown and "NtasksPerN:B:S:C=2:" in shown, shown
@@ -254,7 +255,7 @@ def test_an_allocation_that_does_not_fit_is_refused(tmp_path: Path, cluster: Clu
         and "4, 1 tasks" in done.stderr
         and "--ntasks-per-node=2" in done.stderr
     )
-    assert run.read_events("train")[-1]["cause"] == "placement"
+    assert read_event_lines(run, "train")[-1]["cause"] == "placement"
 
 
 @pytest.mark.parametrize(

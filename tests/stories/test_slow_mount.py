@@ -17,6 +17,7 @@ import pytest
 from benchmarks.throttled import copied, run_on, start, steps_of
 from pipeline.base.errors import ExitCode
 from pipeline.run.code import CODE_ROOT
+from tests.support.events import read_event_lines
 from tests.support.requirements import skip_or_fail_in_ci
 from tests.support.slow_mount import SlowMount, find_slow_mount_problem, slow_mount
 from tests.support.tiny import slow_down_steps
@@ -67,7 +68,7 @@ def test_copied_data_is_not_read_from_shared_storage_again(tmp_path: Path, mount
         process.kill()
         process.wait(60)
     assert reader.wait(60) == 0
-    (event,) = run.read_events("train", "local_copy")
+    (event,) = read_event_lines(run, "train", "local_copy")
     assert (event["files"], event["bytes"]) == (8, 2 * TOKENS) and not list((tmp_path / "disk").iterdir())
 
 

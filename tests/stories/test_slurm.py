@@ -40,6 +40,7 @@ from tests.support.cluster_runs import (
     wait_for,
     write_config_on_data,
 )
+from tests.support.events import read_event_lines
 from tests.support.requirements import skip_or_fail_in_ci
 from tests.support.tiny import compute_run_digest, write_config
 from tests.tracking.test_followers import curve, in_float32
@@ -68,7 +69,7 @@ def calm(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_chain_runs_on_four_nodes(calm: Path, cluster: Cluster) -> None:
     run = calm / "runs/tiny"
     assert [line["step"] for line in read_jsonl(run / "metrics.jsonl")] == list(range(1, 41))
-    started = next(e for e in Run.open(run).read_events("train") if e["event"] == "started")
+    started = next(e for e in read_event_lines(Run.open(run), "train") if e["event"] == "started")
     assert started["ranks"] == 4
     assert len(list((run / "jobs/train").glob("rank-*.log"))) == 4
     status = run_submit(cluster, calm, "status", "runs/tiny").stdout
@@ -112,7 +113,7 @@ def test_a_failed_shard_task_is_named_and_resume_writes_that_unit_alone(
     wait_for("an empty queue", lambda: not cluster.run(["squeue", "-h"], timeout=60).stdout.strip(), 240)
     status = run_submit(cluster, tmp_path, "status", "runs/tiny").stdout
     assert f"cannot read {broken}" in status and "resume runs/tiny" in status and "3/4 units" in status
-    failed = {e.get("task") for e in Run.open(run).read_events("shard", "failed")}
+    failed = {e.get("task") for e in read_event_lines(Run.open(run), "shard", "failed")}
     assert failed == {0, None}, "the task of unit 2, and the job that does what the array left"
     assert "started" not in list_event_names(run, "train")
     refused = run_submit(cluster, tmp_path, *words)
@@ -169,7 +170,7 @@ def test_a_node_that_crashes_under_an_array_of_shard_leaves_no_trace(tmp_path: P
     finally:
         cluster.boot("n3")
         run_submit(cluster, tmp_path, "cancel", "runs/tiny")
-    started = Counter(e.get("task") for e in Run.open(run).read_events("shard", "started"))
+    started = Counter(e.get("task") for e in read_event_lines(Run.open(run), "shard", "started"))
     assert {task for task, times in started.items() if times > 1} == lost, started
     assert before.items() <= found("unit-?????.json").items(), "those of the dead node, too, are not made again"
     for stage in ("prepare", "shard"):
@@ -244,7 +245,7 @@ def test_preempted_it_requeues_itself_and_ends_with_the_same_digest(
     assert subprocess.run(["sha256sum", "--status", "-c", "SHA256SUMS"], cwd=version, timeout=60).returncode == 0
     assert version.name == "step-00000040" and list_event_names(run, "publish").count("started") == 2
     assert list_event_names(run, "train").count("started") >= 2
-    restored = [e for e in Run.open(run).read_events("train") if e["event"] == "restored"]
+    restored = [e for e in read_event_lines(Run.open(run), "train") if e["event"] == "restored"]
     assert restored and restored[0]["lost_steps"] == 0, "the save was agreed: nothing is done again"
     assert [line["step"] for line in read_jsonl(run / "metrics.jsonl")] == list(range(1, 41))
     assert compute_run_digest(Run(tmp_path / "runs/low")) == compute_run_digest(Run(calm / "runs/tiny"))
@@ -320,7 +321,7 @@ def test_a_chain_that_an_admin_puts_back_goes_on(tmp_path: Path, calm: Path, clu
     wait_for("step 8", lambda: len(list(read_jsonl(run / "metrics.jsonl"))) >= 8)
     cluster.output(["scontrol", "requeue", job])
     wait_for("the end", lambda: "done" in list_event_names(run, "train"), 120)
-    told = Run.open(run).read_events("train")
+    told = read_event_lines(Run.open(run), "train")
     assert "stop file" not in [e.get("by") for e in told] + [e.get("cause") for e in told]
     assert [e["restarts"] for e in told if e["event"] == "started"] == [0, 1]
     assert compute_run_digest(Run(tmp_path / "runs/chained")) == compute_run_digest(Run(calm / "runs/tiny"))
@@ -336,7 +337,7 @@ def test_the_train_template_requeues_itself_where_only_the_batch_script_is_told(
     preempt_all_nodes(cluster)
     wait_for("the requeue", lambda: "requeued" in list_event_names(run, "train"), 60)
     wait_for("the end", lambda: "done" in list_event_names(run, "train"), 120)
-    told = [(e["by"], e["cause"]) for e in Run.open(run).read_events("train") if e["event"] == "stopping"]
+    told = [(e["by"], e["cause"]) for e in read_event_lines(Run.open(run), "train") if e["event"] == "stopping"]
     assert told == [("SIGUSR1", "preempted")]
     assert compute_run_digest(Run(tmp_path / "runs/template")) == compute_run_digest(Run(calm / "runs/tiny"))
 

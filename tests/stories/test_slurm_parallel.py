@@ -13,6 +13,7 @@ from pipeline.run.directory import Run
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.support.cluster_runs import count_steps, list_event_names, preempt_all_nodes, run_submit, wait_for
+from tests.support.events import read_event_lines
 from tests.support.ranks import run_ranks
 from tests.support.tiny import compute_run_digest, slow_down_steps, write_config
 from tests.support.tiny_training import resave_rank
@@ -63,7 +64,7 @@ def test_a_training_resumes_with_another_layout_on_the_cluster(tmp_path: Path, c
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     wait_for("the restore", lambda: list_event_names(run.path, "train").count("restored") == 2)
     wait_for("the evaluation", lambda: "done" in list_event_names(run.path, "evaluate"), 150)
-    assert [event["ranks"] for event in Run.open(run.path).read_events("train", "started")] == [8, 8, 8]
+    assert [event["ranks"] for event in read_event_lines(Run.open(run.path), "train", "started")] == [8, 8, 8]
     lines = list(read_jsonl(run.metrics_file))
     undisturbed = list(read_jsonl(calm.metrics_file))
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))

@@ -18,6 +18,7 @@ from slurm.submit.site_environment import SETUP_NOT_RUN
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.support.cluster_runs import create_slow_run, list_event_names, run_submit
+from tests.support.events import read_event_lines
 from tests.support.tiny import make_run, write_config
 
 cluster = cluster_fixture()
@@ -60,7 +61,7 @@ def test_a_run_inside_salloc_shows_its_steps_and_its_failures(tmp_path: Path, cl
     assert failed.returncode == ExitCode.CRASHED, failed.stdout + failed.stderr
     assert "/12  loss" in failed.stdout, "progress is shown"
     assert "rank 3 on n2" in failed.stdout and "bug in rank three" in failed.stdout
-    (started,) = Run.open(run).read_events("train", "started")
+    (started,) = read_event_lines(Run.open(run), "train", "started")
     assert started["ranks"] == 4
     trainer.write_text(correct_code)
     rejected = run_submit(cluster, tmp_path, "resume", "runs/tiny")
@@ -90,7 +91,7 @@ def test_shard_uses_all_tasks_of_the_allocation(
     command = f"{supervisor_command('prepare', run)} && {supervisor_command('shard', run)}"
     done = run_in_allocation(cluster, CODE_ROOT, options, "sh", "-c", command)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [event["ranks"] for event in run.read_events("shard", "started")] == [ranks]
+    assert [event["ranks"] for event in read_event_lines(run, "shard", "started")] == [ranks]
     environments = list(read_jsonl(tmp_path / "ranks"))
     assert len(environments) == 1 + ranks and environments[0]["SLURM_CPUS_ON_NODE"] == cpus
     assert len({variables["SLURMD_NODENAME"] for variables in environments[1:]}) == int(options[2])
@@ -105,7 +106,7 @@ def test_the_error_of_srun_is_shown_if_it_cannot_start_a_step(tmp_path: Path, cl
     command = f"SLURM_MPI_TYPE=nosuch {supervisor_command('prepare', run)}"
     done = run_in_allocation(cluster, CODE_ROOT, "-N1", "sh", "-c", command)
     assert done.returncode == ExitCode.CRASHED, done.stderr
-    message = run.read_events("prepare")[-1]["message"]
+    message = read_event_lines(run, "prepare")[-1]["message"]
     assert "srun: error" in message and "nosuch" in message and str(run.jobs_dir / "prepare/srun.log") in message
     assert "rank-0.log" not in message
 

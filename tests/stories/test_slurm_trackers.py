@@ -15,6 +15,7 @@ from tests.cluster import Cluster
 from tests.cluster.config import NODES
 from tests.cluster.fixture import cluster_fixture
 from tests.support.cluster_runs import count_steps, list_event_names, run_submit, wait_for
+from tests.support.events import read_event_lines
 from tests.support.servers import mlflow_server
 from tests.support.tiny import make_run, slow_down_steps, write_config
 from tests.tracking.test_followers import curve, in_float32
@@ -52,7 +53,7 @@ def test_each_point_of_a_preempted_sweep_is_one_curve(tmp_path: Path, cluster: C
     points = list_points(run)
     first = points[0]
     wait_for("step 4", lambda: count_steps(first.path) >= 4)
-    host = first.read_events("train", "started")[0]["host"]
+    host = read_event_lines(first, "train", "started")[0]["host"]
     for node in {*NODES} - {host}:
         cluster.drain(node)
     cluster.output(["sbatch", "-phigh", f"-w{host}", "-n1", "-c4", "-o", "/dev/null", "--wrap", "sleep 1"])
@@ -61,7 +62,7 @@ def test_each_point_of_a_preempted_sweep_is_one_curve(tmp_path: Path, cluster: C
         cluster.undrain(node)
     wait_for("all evaluations", lambda: all("done" in list_event_names(point.path, "evaluate") for point in points))
     assert "preempted" in list_event_names(first.path, "train")
-    assert [event["ranks"] for event in first.read_events("train", "started")] == [2, 1]
+    assert [event["ranks"] for event in read_event_lines(first, "train", "started")] == [2, 1]
     # `track` sends what the followers could not send in the last ten seconds of the jobs.
     done = run_submit(cluster, tmp_path, "track", "runs/tiny")
     assert done.returncode == 0, done.stdout + done.stderr

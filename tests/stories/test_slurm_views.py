@@ -26,6 +26,7 @@ from tests.cluster.fixture import cluster_fixture
 from tests.cluster.machines import Machine
 from tests.stories.test_local_runs import Terminal
 from tests.support.cluster_runs import get_job_id, list_event_names, run_submit, submit_template, wait_for
+from tests.support.events import read_event_lines
 from tests.support.tiny import compute_run_digest, slow_down_steps, write_config
 from tracking.report import read_report_data
 
@@ -212,7 +213,7 @@ def test_the_torchrun_template(calm: Path, cluster: Cluster, tmp_path: Path, mon
         cluster, tmp_path, "-N2", f"--output={tmp_path}/log", "slurm/templates/torchrun.sbatch", str(run)
     )
     wait_for("its end", lambda: "done" in list_event_names(run, "train") or cluster.job_state(job) == "FAILED")
-    started = next(e for e in Run.open(run).read_events("train") if e["event"] == "started")
+    started = next(e for e in read_event_lines(Run.open(run), "train") if e["event"] == "started")
     assert started["ranks"] == 2 and started["slurm_job"] == job
     assert compute_run_digest(Run(tmp_path / "runs/torchrun")) == compute_run_digest(Run(calm / "runs/tiny")), (
         "the same layout"
@@ -233,7 +234,7 @@ def test_srun_by_hand_shows_the_first_traceback_and_ends_all(calm: Path, cluster
     command += [sys.executable, "-m", "pipeline", "train", str(run)]
     started = time.monotonic()
     done = subprocess.run(command, cwd=run / "code", capture_output=True, text=True, timeout=240)
-    failed = [e for e in Run.open(run).read_events("train") if e["event"] == "failed"]
+    failed = [e for e in read_event_lines(Run.open(run), "train") if e["event"] == "failed"]
     words = [line for line in done.stderr.splitlines() if line.startswith("rank ")]
     assert done.returncode != 0 and words[0].startswith("rank 2 on n2: Traceback"), done.stderr
     assert "ValueError: a bug of rank two" in done.stderr and done.stderr.count("Traceback") == 1

@@ -15,6 +15,7 @@ from pipeline.config.read import load_config
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
 from tests.cluster import Cluster
+from tests.support.events import read_event_lines
 from tests.support.tiny import slow_down_steps, write_config
 
 NODES = ("stages.train.nodes=4", "stages.train.tasks_per_node=1", "stages.evaluate.nodes=2")
@@ -41,7 +42,7 @@ def wait_for_empty_queue(cluster: Cluster, timeout: float = 240) -> None:
 
 
 def list_event_names(run: Path, stage: str | None = None) -> list[str]:
-    return [event["event"] for event in Run.open(run).read_events(stage)]
+    return [event["event"] for event in read_event_lines(Run.open(run), stage)]
 
 
 def count_steps(run: Path) -> int:
@@ -55,7 +56,7 @@ def has_evaluation(run: Path) -> bool:
 
 def get_job_id(run: Path, stage: str) -> str:
     """Return the ID of the newest job of a stage."""
-    return str(Run.open(run).read_events(stage, "submitted")[-1]["job_id"])
+    return str(read_event_lines(Run.open(run), stage, "submitted")[-1]["job_id"])
 
 
 def write_config_on_data(folder: Path, calm: Path, name: str) -> Path:

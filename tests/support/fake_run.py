@@ -12,7 +12,8 @@ from pipeline.base.files import write_json
 from pipeline.config.read import load_config
 from pipeline.run import lines
 from pipeline.run.directory import Run
-from pipeline.run.metrics import MetricsFile, list_lost_lines, rewind_metrics
+from pipeline.run.metrics import MetricsFile, is_step_line, list_lost_lines, rewind_metrics
+from tests.support.events import write_event
 from tests.support.tiny import write_config
 
 
@@ -50,7 +51,7 @@ class FakeRun:
 
     def start_attempt(self) -> None:
         self.attempt += 1
-        self.run.event("started", "train", job_id=str(self.attempt), attempt=self.attempt, ranks=2)
+        write_event(self.run, "started", "train", job_id=str(self.attempt), attempt=self.attempt, ranks=2)
         self._metrics = MetricsFile(self.run.metrics_file)
 
     def write_steps(self, count: int) -> None:
@@ -70,7 +71,7 @@ class FakeRun:
     def save(self) -> None:
         """Record a checkpoint of the newest step."""
         self._saved_step = self.step
-        self.run.event("saved", "train", step=self.step, seconds=0.1)
+        write_event(self.run, "saved", "train", step=self.step, seconds=0.1)
 
     def fail_and_restart(self) -> None:
         """End this attempt with a crash and start the next one, which records the steps that it will remove.
@@ -78,10 +79,10 @@ class FakeRun:
         From now on, lines after the newest checkpoint no longer count.
         """
         self.has_lines_to_remove = True
-        self.run.event("failed", "train", job_id=str(self.attempt), cause="crashed", exit_code=1, message="oh")
+        write_event(self.run, "failed", "train", job_id=str(self.attempt), cause="crashed", exit_code=1, message="oh")
         self.start_attempt()
         if lost := list_lost_lines(self.run.metrics_file, self._saved_step):
-            self.run.event("lost_work", "train", steps=[line["step"] for line in lost], lines=lost)
+            write_event(self.run, "lost_work", "train", steps=[line["step"] for line in lost], lines=lost)
 
     def restore(self) -> None:
         """Remove the lines after the newest checkpoint and continue from it."""
@@ -89,7 +90,7 @@ class FakeRun:
         self.step = self._saved_step
         self.has_lines_to_remove = False
         self._metrics = MetricsFile(self.run.metrics_file)
-        self.run.event("restored", "train", step=self.step, seconds=0.1)
+        write_event(self.run, "restored", "train", step=self.step, seconds=0.1)
 
     def crash(self) -> None:
         """Crash, restart and restore."""
@@ -99,7 +100,7 @@ class FakeRun:
     def announce_held_out_loss(self) -> None:
         """Record a held-out evaluation that was run after a restore. A reader may have read its step's line already."""
         self._late_values = {"held_out_loss": 5.0 + self.step}
-        self.run.event("held_out", "train", step=self.step, **self._late_values)
+        write_event(self.run, "held_out", "train", step=self.step, **self._late_values)
 
     def add_held_out_loss(self) -> None:
         """Add the announced loss to the line of its step."""
@@ -119,7 +120,7 @@ class FakeRun:
     def read_values(self, name: str = "loss") -> dict[int, float]:
         """Return the value `name` by step, from the lines of metrics.jsonl that count now."""
         last_step = self._saved_step if self.has_lines_to_remove else self.step
-        valid_lines = lines.read_valid_lines(self.run.metrics_file, lines.is_step_line)
+        valid_lines = lines.read_valid_lines(self.run.metrics_file, is_step_line)
         return {line["step"]: line[name] for line in valid_lines if line["step"] <= last_step and name in line}
 
 

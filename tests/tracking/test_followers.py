@@ -26,6 +26,8 @@ from cli.submit import check_submission
 from pipeline.base.errors import UserError
 from pipeline.base.signals import StopFlag
 from pipeline.config.read import load_config
+from pipeline.run.events import LostWork
+from tests.support.events import write_event
 from tests.support.fake_run import FakeRun, read_json_lines
 from tests.support.servers import find_free_port
 from tests.support.tiny import write_config
@@ -162,10 +164,10 @@ def test_a_chat_hears_of_failure_stall_and_end(tmp_path: Path, chat: str, monkey
         one.crash()
         Follower(one.run, "webhook").catch_up()
     monkeypatch.setenv("CHAT", chat)
-    one.run.event("failed", "train", job_id="2", cause="hang", exit_code=1, message="rank 3\nand more")
-    one.run.event("requeued", "train", job_id="2", cause="hang", budget="hang")
-    one.run.event("done", "train", job_id="2")
-    one.run.event("done", "evaluate", job_id="3")
+    write_event(one.run, "failed", "train", job_id="2", cause="hang", exit_code=1, message="rank 3\nand more")
+    write_event(one.run, "requeued", "train", job_id="2", cause="hang", budget="hang")
+    write_event(one.run, "done", "train", job_id="2")
+    write_event(one.run, "done", "evaluate", job_id="3")
     Chat.failing = 2
     for _ in range(2):
         with pytest.raises(OSError, match="answered 503") as error:
@@ -182,7 +184,7 @@ def test_a_chat_hears_of_failure_stall_and_end(tmp_path: Path, chat: str, monkey
 def test_a_message_to_a_chat_calls_nobody_and_is_one_line(tmp_path: Path, chat: str) -> None:
     one = FakeRun(tmp_path, f"track={{webhook: {{url: '{chat}'}}}}")
     message = "<!channel> & <https://evil.example|log in> @here me@here.example\rsecond\u2028third\x0bfourth"
-    one.run.event("failed", "train", job_id="2", cause="crashed", exit_code=1, message=message)
+    write_event(one.run, "failed", "train", job_id="2", cause="crashed", exit_code=1, message=message)
     Follower(one.run, "webhook").catch_up()
     ((_, text),) = Chat.heard
     assert "&lt;!channel&gt; &amp; &lt;https://evil.example|log in&gt;" in text
@@ -265,7 +267,7 @@ def test_a_chat_hears_of_a_stall_before_the_watchdog_ends_it(tmp_path: Path, cha
     Follower(one.run, "webhook").catch_up()
     assert heard(910) == [f"{stall} 15:10, since the start"]
     one.write_steps(1)
-    one.run.event("stopping", "train", job_id="2", by="USR2")
+    write_event(one.run, "stopping", "train", job_id="2", by="USR2")
     assert heard(1000) == []
     assert len({name for name, _ in Chat.heard}) == len(Chat.heard) == 4
 
@@ -373,8 +375,8 @@ def test_prometheus_has_the_newest_step_with_units(tmp_path: Path) -> None:
     text = scraped(port)
     assert text == (tmp_path / "prom/sluice-tiny.prom").read_text()
     assert stat.S_IMODE((tmp_path / "prom/sluice-tiny.prom").stat().st_mode) == 0o600
-    (lost,) = (event for event in vars(feed._tracker)["_events"] if event["event"] == "lost_work")
-    assert not {"lines", "steps"} & lost.keys(), "they are many"
+    events = vars(feed._tracker)["_events"]
+    assert events and not any(isinstance(event, LostWork) for event in events), "lists of lost lines are long"
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     own = 'run="tiny",sweep=""'
     assert float(values[f"sluice_step{{{own}}}"]) == 2 and float(values[f"sluice_steps{{{own}}}"]) == 30
@@ -419,8 +421,8 @@ def test_a_sweep_tells_its_own_events_and_its_points_the_end(
 ) -> None:
     sweep = FakeRun(tmp_path, "sweep={grid: {optimizer.lr: [1e-3, 2e-3]}}", f"track={{webhook: {{url: '{chat}'}}}}")
     for stage in ("prepare", "shard"):
-        sweep.run.event("done", stage)
-    sweep.run.event("failed", "shard", cause="data", message="no room")
+        write_event(sweep.run, "done", stage)
+    write_event(sweep.run, "failed", "shard", cause="data", message="no room")
     Follower(sweep.run, "webhook").catch_up()
     assert len(Chat.heard) == 1 and "no room" in Chat.heard[0][1], Chat.heard
     fed: list[str] = []

@@ -21,6 +21,7 @@ from pipeline.base.signals import StopFlag
 from pipeline.run.directory import Run
 from pipeline.run.machines import list_slow_gpus, sum_gpu_energy_kwh
 from slurm.query.status import print_status
+from tests.support.events import write_event
 from tests.support.fake_run import read_json_lines
 from tests.support.tiny import make_run
 from tracking import telemetry
@@ -274,8 +275,8 @@ def going(tmp_path: Path) -> Iterator[Run]:
     run = make_run(tmp_path)
     lock = run.lock_stage("train")
     assert lock is not None
-    run.event("started", "train", job_id="1", attempt=1, task=None, ranks=2)
-    run.event("ready", "train", step=0)
+    write_event(run, "started", "train", job_id="1", attempt=1, task=None, ranks=2)
+    write_event(run, "ready", "train", step=0)
     yield run
     os.close(lock)
 
@@ -307,7 +308,7 @@ def test_status_reads_as_far_back_as_telemetry_needs(
     run = make_run(tmp_path, overrides=(f"track.telemetry_s={every_s}",))
     lock = run.lock_stage("train")
     assert lock is not None
-    run.event("started", "train", job_id="1", attempt=1, task=None, ranks=2)
+    write_event(run, "started", "train", job_id="1", attempt=1, task=None, ranks=2)
     line = json.loads(run.events_file.read_text().splitlines()[-1])
     run.events_file.write_text(run.events_file.read_text().replace(line["time"], "2020-01-01T00:00:00Z"))
     node = Node(run.path, monkeypatch, "n1", 8)
@@ -326,7 +327,7 @@ def test_report_tells_of_the_training_though_other_stages_ran_long(going: Run, m
     time.sleep(0.05)
     node.looks(1)
     time.sleep(0.05)
-    going.event("done", "train", job_id="1")
+    write_event(going, "done", "train", job_id="1")
     node.fake.cards[3]["xids"] = []
     with open(going.path / "telemetry-n1.jsonl", "a") as file:
         for n in range(1000):  # 2 MB

@@ -24,6 +24,7 @@ from pipeline.base.files import write_atomic
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
 from pipeline.run.points import create_points
+from tests.support.events import read_event_lines, write_event
 from tests.support.fake_run import FakeRun, read_json_lines
 from tests.support.servers import find_free_port, mlflow_server, prometheus_server
 from tests.support.tiny import write_config
@@ -145,7 +146,7 @@ def make_up(one: FakeRun) -> None:
 def fail(one: FakeRun, draw: random.Random, blow: int) -> str:
     """An attempt fails, and the next one begins; what a chat is to hear of it."""
     cause = draw.choice(["crashed", "hang"])
-    one.run.event("failed", "train", job_id=str(one.attempt), cause=cause, exit_code=1, message=f"blow {blow}")
+    write_event(one.run, "failed", "train", job_id=str(one.attempt), cause=cause, exit_code=1, message=f"blow {blow}")
     one.crash()
     return f"tiny: train {'stalled' if cause == 'hang' else 'failed (crashed)'}: blow {blow}"
 
@@ -189,8 +190,8 @@ def test_each_step_stands_once_and_each_word_is_heard_through_twenty_blows(tmp_p
         while stall not in [words for _, words in chat.heard()]:
             assert time.monotonic() < deadline, "the stall at the end is not told"
             time.sleep(0.5)
-        one.run.event("done", "train", job_id=str(one.attempt))
-        one.run.event("done", "evaluate", job_id="0")
+        write_event(one.run, "done", "train", job_id=str(one.attempt))
+        write_event(one.run, "done", "evaluate", job_id="0")
     finally:
         for feed in feeds.values():
             feed.end()
@@ -199,7 +200,7 @@ def test_each_step_stands_once_and_each_word_is_heard_through_twenty_blows(tmp_p
     by_id = dict(chat.heard())
     assert [by_id[name] for name, _ in chat.heard()] == [words for _, words in chat.heard()], "an id, a message"
     failures = [words for words in by_id.values() if "seems" not in words]
-    assert len(failures) == 1 + sum(event["event"] == "failed" for event in one.run.read_events("train"))
+    assert len(failures) == 1 + sum(event["event"] == "failed" for event in read_event_lines(one.run, "train"))
     assert curve(one.run.path, "train/loss") == in_float32(one.read_values().items())
     made_up = [*one.read_values("held_out_loss").items()]
     assert made_up and curve(one.run.path, "train/held_out_loss") == made_up
@@ -279,7 +280,7 @@ def test_a_rank_that_hangs_is_told_before_the_watchdog_ends_it(tmp_path: Path, c
         assert time.monotonic() < deadline and training.poll() is None, (tmp_path / "log").read_text()
         time.sleep(0.1)
     assert "train seems to stall: no step for 00:" in Chat.heard[0][1]
-    assert not run.read_events("train", "failed"), "the attempt has not ended"
+    assert not read_event_lines(run, "train", "failed"), "the attempt has not ended"
     assert training.wait(200) != 0
     assert "train stalled: " in Chat.heard[1][1] and len(Chat.heard) == 2
 
@@ -327,7 +328,7 @@ def test_each_query_of_the_dashboard_has_data(tmp_path: Path) -> None:
     (one.run.path / "telemetry-node7.jsonl").write_text(json.dumps(looks[0]) + "\n")
     one.write_steps(5)
     one.crash()
-    one.run.event("straggler", "train", rank=3, host="node7", ratio=1.5, step=3)
+    write_event(one.run, "straggler", "train", rank=3, host="node7", ratio=1.5, step=3)
     one.write_steps(3)
     one.write_evaluation()
     feed = Process.follower(one.run, "prometheus")

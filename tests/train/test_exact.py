@@ -24,6 +24,7 @@ from pipeline.checkpoint.catalog import find_newest_step
 from pipeline.data.manifest import load_manifest
 from pipeline.data.sample_order import compute_index_range
 from pipeline.run.directory import Run
+from tests.support.events import read_event_lines
 from tests.support.ranks import Ranks, run_ranks
 from tests.support.tiny import compute_run_digest, make_run, stage_rank
 
@@ -94,7 +95,7 @@ def test_three_sigterms_change_nothing(tmp_path: Path, data: Path, undisturbed: 
     assert compute_run_digest(run) == undisturbed[size][0]
     assert lines(run) == undisturbed[size][1]
     assert [step for step, *_ in lines(run)] == list(range(1, STEPS + 1))
-    assert not [e for e in run.read_events("train") if e["event"] == "lost_work"], "a stop that saves loses nothing"
+    assert not read_event_lines(run, "train", "lost_work"), "a stop that saves loses nothing"
 
 
 @pytest.mark.parametrize(
@@ -114,7 +115,7 @@ def test_three_sigkills_lose_only_what_was_not_saved(
     assert set(run_ranks(size, stage_rank, run.path, "train")) == {ExitCode.DONE}
     assert compute_run_digest(run) == undisturbed[size][0]
     assert lines(run) == undisturbed[size][1]
-    restored = [(e["step"], e["lost_steps"]) for e in run.read_events("train") if e["event"] == "restored"]
+    restored = [(e["step"], e["lost_steps"]) for e in read_event_lines(run, "train") if e["event"] == "restored"]
     assert restored, "at least one attempt went on from a checkpoint"
     assert restored == [(saved, reached - saved) for saved, reached in left if saved]
     # saves every 7 steps; one may still have been under way when the kill came

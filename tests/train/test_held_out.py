@@ -15,6 +15,7 @@ from pipeline.base.errors import ExitCode
 from pipeline.base.files import read_jsonl
 from pipeline.checkpoint.catalog import list_checkpoint_steps
 from pipeline.run.directory import Run
+from tests.support.events import read_event_lines
 from tests.support.ranks import run_ranks
 from tests.support.tiny import compute_run_digest, make_run, stage_rank
 from tests.tracking.test_followers import curve as tensorboard
@@ -97,6 +98,6 @@ def test_stops_leave_the_curve_as_it_is(tmp_path: Path, data: Path) -> None:
     assert run_ranks(2, stopped_in_a_look_rank, run.path, "train", 24) == [ExitCode.DONE] * 2
     assert compute_run_digest(run) == compute_run_digest(calm) and lines(run) == lines(calm)
     assert curve(run) == curve(calm) and set(curve(run)) == {4, 8, 12, 16, 20, 24}
-    assert [event["step"] for event in run.read_events("train", "held_out")] == [8]
+    assert [event["step"] for event in read_event_lines(run, "train", "held_out")] == [8]
     Follower(run, "tensorboard").catch_up()
     assert tensorboard(run.path, "train/held_out_loss") == in_float32(curve(run).items())

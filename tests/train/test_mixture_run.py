@@ -17,6 +17,7 @@ from pipeline.data.manifest import load_manifest
 from pipeline.run.directory import Run
 from pipeline.run.stages import load_stage_module
 from tests.data_prep.test_token_files import write_megatron
+from tests.support.events import read_event_lines
 from tests.support.ranks import make_rank_info, run_ranks
 from tests.support.tiny import HarmlessFlag, compute_run_digest, stage_rank, write_config
 
@@ -83,7 +84,7 @@ def test_is_the_same_after_a_return(trained: Run) -> None:
     assert compute_run_digest(trained) == whole
     again = list(read_jsonl(trained.metrics_file))
     assert [line["loss"] for line in again] == [line["loss"] for line in metrics]
-    told = trained.read_events("train", "mixture")
+    told = read_event_lines(trained, "train", "mixture")
     assert len(told) == 2 and told[0]["weights"] == WEIGHTS and told[0]["epochs"] == {"web": 0.0, "code": 0.0}
     manifest = load_manifest(trained.data_dir)
     code = manifest.train[-manifest.parts[1].train :]
@@ -123,7 +124,7 @@ def test_weights_of_steps_to_come_may_change_and_no_others(trained: Run, tmp_pat
     after = list(read_jsonl(run / "metrics.jsonl"))
     same = [one["loss"] == other["loss"] for one, other in zip(before, after, strict=True)]
     assert all(same[:8]) and not any(same[8:])
-    assert Run.open(run).read_events("train", "mixture")[-1]["weights"] == coming
+    assert read_event_lines(Run.open(run), "train", "mixture")[-1]["weights"] == coming
 
 
 def test_a_file_of_the_users_own_that_changed_is_named_and_left_where_it_is(trained: Run, tmp_path: Path) -> None:

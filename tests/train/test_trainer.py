@@ -21,6 +21,7 @@ from pipeline.parallel.mesh import resolve_layout
 from pipeline.parallel.traffic import count_traffic
 from pipeline.run.directory import Run
 from pipeline.run.stages import load_stage_module
+from tests.support.events import read_event_lines
 from tests.support.ranks import run_ranks
 from tests.support.tiny import compute_run_digest, make_run, stage_rank
 from tests.support.tiny_training import tiny_config
@@ -109,7 +110,7 @@ def test_steps_equal_plain_code(tmp_path: Path, data: Path, size: int, micro: in
         # Muon's products in bf16 round apart what differs in a last digit; test_optimizer.py has it to the bit
         close = 1e-5 if optimizer != "muon" else 1e-3
         assert ours[1] == pytest.approx(loss, rel=close) and ours[2] == pytest.approx(norm, rel=close)
-    (ready,) = (event for event in run.read_events("train") if event["event"] == "ready")
+    (ready,) = (event for event in read_event_lines(run, "train") if event["event"] == "ready")
     layout, vocab = resolve_layout(run.config, size, size), load_manifest(run.data_dir).vocab_size
     told = {group: sent for group, sent, _ in count_traffic(run.config, layout, vocab)}
     assert ready.get("sent_bytes", {}) == told and bool(told) == (size > 1)
@@ -224,7 +225,7 @@ def test_a_resume_with_other_versions_says_so(tmp_path: Path, data: Path) -> Non
         run.apply_overrides([f"train.steps={step}"])
         more = ("train",) if rank is stage_rank else ()
         assert set(run_ranks(1, rank, run.path, *more)) == {ExitCode.DONE}
-    same, other = run.read_events("train", "restored")
+    same, other = read_event_lines(run, "train", "restored")
     assert "versions" not in same
     assert other["versions"] == f"torch {torch.__version__} → 3.0; gpu None → NVIDIA H200"
 
@@ -286,7 +287,7 @@ def test_copies_on_the_nodes_disk_change_nothing_and_go(tmp_path: Path, data: Pa
     assert set(run_ranks(2, stage_rank, calm.path, "train")) == {ExitCode.DONE}
     assert set(run_ranks(2, copying_rank, run.path, "train")) == {ExitCode.DONE}
     assert compute_run_digest(run) == compute_run_digest(calm) and lines(run) == lines(calm)
-    (told,) = run.read_events("train", "local_copy")
+    (told,) = read_event_lines(run, "train", "local_copy")
     assert told["files"] == len(load_manifest(data).train) and not list((tmp_path / "disk").iterdir())
 
 

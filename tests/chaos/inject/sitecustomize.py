@@ -98,7 +98,7 @@ def patch_run(module):
 
 
 PATCHES = {
-    "pipeline.run.directory": patch_run,
+    "pipeline.run.events": patch_run,
     "pipeline.model.decoder": patch_model,
     "pipeline.checkpoint.checkpointer": patch_checkpoint,
     "pipeline.train.trainer": patch_trainer,

@@ -22,10 +22,10 @@ from pipeline.checkpoint.catalog import checkpoint_name
 from pipeline.config.read import load_config
 from pipeline.config.recovery import RecoveryConfig
 from pipeline.config.site import SiteConfig
-from pipeline.run import attempts
 from pipeline.run.attempts import explain_no_retry, get_budget_key
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
+from pipeline.run.events import StageState, read_stage_state
 from pipeline.run.failure import explain_error, write_error_report
 from slurm.query import current_job, slurm_messages
 from slurm.query.current_job import JobInfo, find_failed_nodes, parse_job_info
@@ -47,6 +47,7 @@ from slurm.supervise.decision import (
     infer_stop_cause,
 )
 from slurm.supervise.launch import RankExit, SrunLauncher
+from tests.support.events import make_event, parse_events, read_event_lines, write_event
 from tests.support.ranks import make_rank_info
 from tests.support.tiny import write_config
 
@@ -188,7 +189,7 @@ def leave(
         cause=ExitCode.OUT_OF_MEMORY,
         stop_reason=None,
         has_progress=True,
-        state=attempts.StageState(),
+        state=StageState(),
         limits=run.config.recovery,
         is_batch=True,
         was_signalled=signalled,
@@ -203,13 +204,13 @@ def test_what_was_cancelled_after_its_cause_was_told_is_not_requeued(
 ) -> None:
     run = Run.create(load_config(write_config(tmp_path)))
     assert leave(run, [None, None, shown(state="COMPLETING")], monkeypatch) == (ExitCode.CANCELLED, [])
-    assert run.read_events("train")[-1]["event"] == "cancelled"
+    assert read_event_lines(run, "train")[-1]["event"] == "cancelled"
     found = leave(run, [None], monkeypatch, signalled=True)
     assert found == (ExitCode.OUT_OF_MEMORY, []), "a blind requeue may revive a cancelled job"
-    assert "did not report" in run.read_events("train")[-1]["message"]
+    assert "did not report" in read_event_lines(run, "train")[-1]["message"]
     assert leave(run, [None], monkeypatch) == (ExitCode.OUT_OF_MEMORY, ["requeue"]), "a cancelled one had got a signal"
     assert leave(run, [None, shown()], monkeypatch) == (ExitCode.OUT_OF_MEMORY, ["requeue"])
-    assert run.read_events("train")[-1]["event"] == "requeued"
+    assert read_event_lines(run, "train")[-1]["event"] == "requeued"
 
 
 def test_a_job_that_is_not_put_back_sees_to_a_successor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,16 +225,16 @@ def test_a_job_that_is_not_put_back_sees_to_a_successor(tmp_path: Path, monkeypa
         submitted.append(stage)
         if len(submitted) == 1:
             raise UserError("sbatch refused the job")
-        run.event("submitted", stage, job_id="8", after=list(after), kind=kind)
+        write_event(run, "submitted", stage, job_id="8", after=list(after), kind=kind)
 
     monkeypatch.setattr(sbatch, "submit_stage", submit)
     monkeypatch.setattr(supervisor.Supervisor, "cancel_unneeded_jobs", lambda self, is_done: ended.append(is_done))
     assert leave(run, [shown()], monkeypatch) == (ExitCode.OUT_OF_MEMORY, [])
-    told = run.read_events("train")[-1]
+    told = read_event_lines(run, "train")[-1]
     assert told["event"] == "failed" and "no successor" in told["message"] and ended == [False]
     for _ in range(2):
         assert leave(run, [shown()], monkeypatch) == (ExitCode.OUT_OF_MEMORY, [])
-        assert run.read_events("train")[-1]["event"] == "handed_over"
+        assert read_event_lines(run, "train")[-1]["event"] == "handed_over"
     assert len(submitted) == 2 and ended == [False], "one is enough"
 
 
@@ -251,17 +252,19 @@ def test_a_cancelled_job_has_no_successor_even_when_slurm_has_forgotten_it(
     from slurm.supervise import succession
 
     run = Run.create(load_config(write_config(tmp_path)))
-    run.event("submitted", "train", job_id="7", executor="slurm", after=["6"], kind="afternotok")
-    run.event("started", "train", job_id="6", slurm_job="6", attempt=1)
+    write_event(run, "submitted", "train", job_id="7", executor="slurm", after=["6"], kind="afternotok")
+    write_event(run, "started", "train", job_id="6", slurm_job="6", attempt=1)
     if told:
-        run.event("stopping", "train", job_id="6", by="SIGTERM", cause=told)
+        write_event(run, "stopping", "train", job_id="6", by="SIGTERM", cause=told)
     monkeypatch.setattr(
         succession.job_states, "query_job_states", lambda jobs: {job: JobState(job.job_id, state) for job in jobs}
     )
     monkeypatch.setattr(succession.job_states, "run_slurm_command", lambda *words, **_: "")
     monkeypatch.setattr(sbatch, "submit_stage", lambda *words, **more: "8")
     reason = succession.take_over(run, "train", replace(make_rank_info(0, 1, 1), job_id="7"))
-    assert (reason is None) == goes_on and ("took_over" in [e["event"] for e in run.read_events("train")]) == goes_on
+    assert (reason is None) == goes_on and (
+        "took_over" in [e["event"] for e in read_event_lines(run, "train")]
+    ) == goes_on
 
 
 CAUSES = [
@@ -296,7 +299,7 @@ def test_a_stage_goes_on_within_its_budgets_and_never_loops(
         row = 0 if progress else row + 1
         blameless = cause in (ExitCode.PREEMPTED, ExitCode.REQUEUED, ExitCode.NODE_FAILURE)
         may = used.get(key, 0) < getattr(limits, key) and (progress or (blameless and row <= fruitless))
-        assert (explain_no_retry(attempts.read_stage_state(events), cause, progress, limits) is None) == may
+        assert (explain_no_retry(read_stage_state(parse_events(events)), cause, progress, limits) is None) == may
         events.append({"event": "failed", "cause": cause.name.lower()})
         if not may:
             break
@@ -307,15 +310,13 @@ def test_a_stage_goes_on_within_its_budgets_and_never_loops(
 def test_every_failure_has_a_budget() -> None:
     for code in ExitCode:
         assert isinstance(getattr(RecoveryConfig(), get_budget_key(code)), int)
-    assert explain_no_retry(attempts.read_stage_state([]), ExitCode.STORAGE, True, RecoveryConfig()) == "", (
-        "a person has to mend it"
-    )
-    assert explain_no_retry(attempts.read_stage_state([]), ExitCode.PREEMPTED, False, RecoveryConfig()) is None
-    begun = attempts.read_stage_state([{"event": "started", "stage": "train"}])
+    assert explain_no_retry(StageState(), ExitCode.STORAGE, True, RecoveryConfig()) == "", "a person has to mend it"
+    assert explain_no_retry(StageState(), ExitCode.PREEMPTED, False, RecoveryConfig()) is None
+    begun = read_stage_state([make_event("started")])
     words = explain_no_retry(begun, ExitCode.TIME_LIMIT, False, RecoveryConfig()) or ""
     assert "no new checkpoint" in words
     assert "loop. It takes longer to start and to save than stages.train.time allows" in words
-    begun = attempts.read_stage_state([{"event": "started", "stage": "publish"}])
+    begun = read_stage_state([make_event("started", "publish")])
     assert "brought nothing new" in (explain_no_retry(begun, ExitCode.CRASHED, False, RecoveryConfig()) or "")
 
 
@@ -325,7 +326,7 @@ def test_an_advance_is_a_new_step_a_repaired_one_or_a_decision(tmp_path: Path) -
 
     def tell(event: str, step: int) -> bool:
         """Whether the event is an advance."""
-        run.event(event, "train", step=step)
+        write_event(run, event, "train", step=step)
         seen.append(read_progress_marker(run, "train"))
         return seen[-1] != seen[-2]
 
@@ -522,9 +523,10 @@ def silent(folder: Path, *told: tuple[str, dict[str, Any]], overrides: Sequence[
     """A run whose attempt in job 6 began and saved nothing, with the successor 7 behind it, and these events since."""
     folder.mkdir(exist_ok=True)
     run = Run.create(load_config(write_config(folder), overrides))
-    run.event("submitted", "train", job_id="6", executor="slurm", after=[], kind="afterok")
-    run.event("submitted", "train", job_id="7", executor="slurm", after=["6"], kind="afternotok")
-    run.event(
+    write_event(run, "submitted", "train", job_id="6", executor="slurm", after=[], kind="afterok")
+    write_event(run, "submitted", "train", job_id="7", executor="slurm", after=["6"], kind="afternotok")
+    write_event(
+        run,
         "started",
         "train",
         job_id="6",
@@ -534,17 +536,17 @@ def silent(folder: Path, *told: tuple[str, dict[str, Any]], overrides: Sequence[
         standing=read_progress_marker(run, "train"),
     )
     for event, more in told:
-        run.event(event, "train", job_id="6", **more)
+        write_event(run, event, "train", job_id="6", **more)
     return run
 
 
 def close(run: Run, job_id: str, restarts: int = 0) -> tuple[ExitCode | None, str | None, list[dict[str, Any]]]:
     """What a supervisor in that job finds, and writes."""
-    before = len(run.read_events("train"))
+    before = len(read_event_lines(run, "train"))
     refused = close_open_attempt(
         run, "train", replace(make_rank_info(0, 1, 1), job_id=job_id, restart_count=restarts), None
     )
-    return *(refused or (None, None)), run.read_events("train")[before:]
+    return *(refused or (None, None)), read_event_lines(run, "train")[before:]
 
 
 @pytest.fixture
@@ -592,20 +594,20 @@ def test_caps_hold_for_supervisors_that_die_again_and_again(tmp_path: Path, slur
     slurm_says("NODE_FAIL")
     run, job = silent(tmp_path, overrides=["recovery.fruitless=2"]), 7
     while (found := close(run, str(job)))[0] is None:
-        run.event("submitted", "train", job_id=str(job + 1), after=[str(job)], kind="afternotok")
+        write_event(run, "submitted", "train", job_id=str(job + 1), after=[str(job)], kind="afternotok")
         here = {"job_id": str(job), "slurm_job": str(job), "standing": read_progress_marker(run, "train")}
-        run.event("started", "train", attempt=job - 5, restarts=0, **here)
+        write_event(run, "started", "train", attempt=job - 5, restarts=0, **here)
         job += 1
         assert job < 20, "it loops"
     assert job == 9 and "3 attempts in a row" in (found[1] or "") and found[2][-1]["event"] == "failed"
-    run.event("resumed")
+    write_event(run, "resumed")
     assert close(run, str(job))[0] is None, "a person said go on"
 
 
 def test_the_same_job_again_keeps_to_the_budgets(tmp_path: Path) -> None:
     run = silent(tmp_path, overrides=["recovery.node_failure=1"])
     assert [e["event"] for e in close(run, "6", 1)[2]] == ["failed", "requeued"]
-    run.event("started", "train", job_id="6", slurm_job="6", attempt=2, restarts=1, standing="step 0")
+    write_event(run, "started", "train", job_id="6", slurm_job="6", attempt=2, restarts=1, standing="step 0")
     code, reason, events = close(run, "6", 2)
     assert code == ExitCode.NODE_FAILURE and "recovery.node_failure: 1" in str(reason)
     assert "not tried again" in events[-1]["message"] and len(events) == 1
@@ -624,7 +626,7 @@ def test_a_budget_is_charged_where_the_supervisor_died_before_it_could(tmp_path:
 def test_a_point_of_a_sweep_has_its_attempts_closed_though_it_is_a_task_of_an_array(tmp_path: Path) -> None:
     run = silent(tmp_path)
     close_open_attempt(run, "train", replace(make_rank_info(0, 1, 1), job_id="6", restart_count=1, array=(3, 4)), None)
-    assert [e["event"] for e in run.read_events("train")[-2:]] == ["failed", "requeued"]
+    assert [e["event"] for e in read_event_lines(run, "train")[-2:]] == ["failed", "requeued"]
 
 
 def test_a_takeover_that_was_refused_does_not_stand_in_the_way_of_a_resume(
@@ -668,7 +670,7 @@ def test_how_a_job_leaves_that_is_to_go_on(
         cause=ExitCode.PREEMPTED,
         stop_reason=None,
         has_progress=True,
-        state=attempts.StageState(),
+        state=StageState(),
         limits=RecoveryConfig(),
         is_batch=True,
         was_signalled=signalled,

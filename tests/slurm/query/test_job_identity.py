@@ -22,6 +22,7 @@ from slurm.supervise import attempt_end, background, succession
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.support.cluster_runs import run_submit, wait_for
+from tests.support.events import read_event_lines, write_event
 from tests.support.tiny import make_run, write_config
 from tracking import report
 
@@ -87,7 +88,7 @@ def test_jobs_of_another_run_that_have_the_ids_of_this_one_are_left_alone(
     assert not re.search(r"^(train|evaluate) +(running|pending|held)", status, re.M), status
     speak_to(here, monkeypatch)
     assert succession.take_over(run, "train", place("2", 1)) is None
-    assert [e["children"] for e in run.read_events("train", "took_over")] == ([[]] if lost else [])
+    assert [e["children"] for e in read_event_lines(run, "train", "took_over")] == ([[]] if lost else [])
     succession.cancel_unneeded_jobs(run, "train", place("1"), is_done=False)
     succession.cancel_unneeded_jobs(run, "train", place("1"), is_done=True)
     assert run_submit(here, tmp_path, "cancel", "runs/tiny").returncode == 0
@@ -130,7 +131,7 @@ def test_a_requeued_job_stays_the_same_one(tmp_path: Path, accounted: Cluster, m
     script = 'if [ "${SLURM_RESTART_COUNT:-0}" = 0 ]; then sleep 600; fi'
     words = [f"--comment=sluice {run.path}", "-J", "a-train", "-o", "/dev/null", "--requeue", "--wrap", script]
     job = accounted.output(["sbatch", "--parsable", *words])
-    run.event("submitted", "train", job_id=job, executor="slurm", after=[], **job_states.job_identity("a-train"))
+    write_event(run, "submitted", "train", job_id=job, executor="slurm", after=[], **job_states.job_identity("a-train"))
     [(_, one)] = list_recorded_jobs(run)
     accounted.wait_job(job, "RUNNING")
     wait_for("more than the tolerance", lambda: (datetime.now(UTC).timestamp() - one.submit_time) > 4)
@@ -243,7 +244,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 def submitted(run: Run, stage: str, job: str, kind: str = "afterok", *after: str, **more: Any) -> None:
     told = {"cluster": "here", "uid": 1000, "job_name": f"{stage}-tiny"} | more
-    run.event("submitted", stage, job_id=job, executor="slurm", after=after, kind=kind, **told)
+    write_event(run, "submitted", stage, job_id=job, executor="slurm", after=after, kind=kind, **told)
 
 
 def test_a_point_has_the_comment_of_its_sweep_or_its_own_and_a_copy_none(run: Run) -> None:
@@ -261,11 +262,11 @@ def test_a_point_has_the_comment_of_its_sweep_or_its_own_and_a_copy_none(run: Ru
 def test_only_a_job_that_was_requeued_is_the_same_one(run: Run, now: str) -> None:
     submitted(run, "train", "6")
     before = {"cluster": "there"} if now == "another cluster" else {"cluster": "here"}
-    run.event("started", "train", job_id="6", slurm_job="6", attempt=1, restarts=0, standing="step 0", **before)
+    write_event(run, "started", "train", job_id="6", slurm_job="6", attempt=1, restarts=0, standing="step 0", **before)
     if now == "an earlier life":
         submitted(run, "train", "6")
     attempt_end.close_open_attempt(run, "train", place("6", 1), None)
-    told = [e["event"] for e in run.read_events("train")]
+    told = [e["event"] for e in read_event_lines(run, "train")]
     assert ("requeued" in told) == (now == "requeued"), told
 
 
@@ -279,9 +280,9 @@ def test_the_end_of_a_silent_attempt_is_not_another_jobs(run: Run, monkeypatch: 
     ):  # fmt: skip
         answers(monkeypatch, of_all=LISTED.format(state="TIMEOUT", at=AT, comment=comment).replace("r-train", name))
         facts = {"attempt": 1, "restarts": 0, "standing": "", "cluster": cluster, **identity}
-        run.event("started", "train", job_id="1", slurm_job="1", **facts)
+        write_event(run, "started", "train", job_id="1", slurm_job="1", **facts)
         attempt_end.close_open_attempt(run, "train", place("9"), None)
-        assert run.read_events("train")[-1]["cause"] == cause.name.lower(), (comment, name, cluster)
+        assert read_event_lines(run, "train")[-1]["cause"] == cause.name.lower(), (comment, name, cluster)
 
 
 def test_the_code_that_a_job_left_with_is_not_that_of_another_one_of_its_id(
@@ -293,9 +294,9 @@ def test_the_code_that_a_job_left_with_is_not_that_of_another_one_of_its_id(
     for at, cause in ((AT, ExitCode.STORAGE), ("2026-11-23T09:00:00", ExitCode.CRASHED)):
         shown = f"JobId=1 JobName=r-train\n   JobState=FAILED ExitCode={int(ExitCode.STORAGE)}:0\n   SubmitTime={at}\n"
         monkeypatch.setattr(slurm_job, "run_slurm_command", lambda *command, shown=shown: shown)
-        run.event("started", "train", job_id="1", slurm_job="1", attempt=1, restarts=0, standing="", **identity)
+        write_event(run, "started", "train", job_id="1", slurm_job="1", attempt=1, restarts=0, standing="", **identity)
         attempt_end.close_open_attempt(run, "train", place("9"), None)
-        assert run.read_events("train")[-1]["cause"] == cause.name.lower()
+        assert read_event_lines(run, "train")[-1]["cause"] == cause.name.lower()
 
 
 def test_a_successor_is_told_from_an_earlier_job_of_its_id_and_from_another_clusters(run: Run) -> None:
@@ -320,7 +321,7 @@ def test_what_waited_for_an_earlier_job_of_that_id_does_not_wait_for_this_one(
         succession.job_states, "query_job_states", lambda jobs: {one: JobState(one.job_id, "PENDING") for one in jobs}
     )
     assert [state.job_id for state, _ in succession._list_waiting_jobs(run, "4")] == ["5"]
-    run.event("failed", "train", job_id="4", cause="crashed")
+    write_event(run, "failed", "train", job_id="4", cause="crashed")
     assert run_jobs.is_job_ending(run, "train", JobState("4", "RUNNING"))
     submitted(run, "train", "4")
     assert not run_jobs.is_job_ending(run, "train", JobState("4", "RUNNING")), "that was said by the one before"
@@ -329,7 +330,7 @@ def test_what_waited_for_an_earlier_job_of_that_id_does_not_wait_for_this_one(
 def test_an_earlier_job_of_that_id_was_cancelled_and_had_a_successor(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     submitted(run, "train", "4")
     submitted(run, "train", "5", "afternotok", "4")
-    run.event("cancelled", "train", job_id="4", cause="cancelled")
+    write_event(run, "cancelled", "train", job_id="4", cause="cancelled")
     heirs: list[str] = []
     monkeypatch.setattr("slurm.submit.sbatch.submit_stage", lambda run, stage, after, **more: heirs.extend(after))
     answers(monkeypatch)

@@ -28,6 +28,7 @@ from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.slurm.query.test_job_identity import HELD, queue
 from tests.support.cluster_runs import run_submit
+from tests.support.events import write_event
 from tests.support.tiny import make_run, write_config
 
 cluster = cluster_fixture()
@@ -89,7 +90,9 @@ def answers(folder: Path, name: str, says: str, code: int = 0) -> None:
 def submitted(folder: Path, count: int) -> Run:
     run = make_run(folder)
     for job in range(count):
-        run.event("submitted", "train", job_id=str(job + 1), executor="slurm", cluster="here", job_name="train-tiny")
+        write_event(
+            run, "submitted", "train", job_id=str(job + 1), executor="slurm", cluster="here", job_name="train-tiny"
+        )
     return run
 
 
@@ -140,7 +143,7 @@ def test_nor_of_the_jobs_of_a_sweeps_points(tmp_path: Path, asked: Path, monkeyp
     monkeypatch.setattr(run_jobs, "find_jobs", lambda claims, *_: (dict.fromkeys(claims, silent), None))
     run = Run.create(load_config(write_config(tmp_path), ["sweep.grid={optimizer.lr: [0.1, 0.2]}"]))
     for point in points_module.create_points(run):
-        point.event("submitted", "train", job_id="1", executor="slurm", cluster="here", job_name="train-tiny")
+        write_event(point, "submitted", "train", job_id="1", executor="slurm", cluster="here", job_name="train-tiny")
     with pytest.raises(UserError, match=NOT_RESPONDING):
         submit_chain(run, Console(file=io.StringIO()), again=True)
 

@@ -32,6 +32,7 @@ from slurm.submit import sbatch
 from slurm.submit.chain import cancel_run, reset_for_resume, submit_chain
 from slurm.supervise import background, succession
 from slurm.supervise.succession import find_predecessor
+from tests.support.events import read_event_lines, write_event
 from tests.support.fake_slurm import CLUSTER, FakeSlurm
 from tests.support.tiny import make_run, write_config
 
@@ -218,7 +219,7 @@ def test_a_job_with_the_comment_of_the_run_that_it_knows_nothing_of_is_ended(
 def test_a_job_that_has_started_without_a_record_goes_on(run: Run, slurm: FakeSlurm) -> None:
     """An earlier version noted its start only."""
     job = slurm.add_job(name="prepare-tiny", comment=job_comment(run.path), state="RUNNING")
-    run.event("started", "prepare", job_id=job, slurm_job=job, cluster=CLUSTER, attempt=1, ranks=1)
+    write_event(run, "started", "prepare", job_id=job, slurm_job=job, cluster=CLUSTER, attempt=1, ranks=1)
     assert f"prepare   job {job} running" in submit(run)
     assert slurm.list_queue() == CHAIN and slurm.count_sbatch_calls() == len(CHAIN) - 1
 
@@ -252,15 +253,12 @@ def test_a_job_that_starts_records_itself_before_its_start(run: Run, slurm: Fake
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(sbatch.SUBMISSION_KEY_VARIABLE, one.key)
         sbatch.record_own_job(run, "train", "4")
-        run.event("started", "train", job_id="4", slurm_job="4", cluster=CLUSTER)
+        write_event(run, "started", "train", job_id="4", slurm_job="4", cluster=CLUSTER)
         sbatch.record_own_job(run, "train", "4")
-    assert [e["job_id"] for e in run.read_events("train", "submitted")] == ["4"]
+    assert [e["job_id"] for e in read_event_lines(run, "train", "submitted")] == ["4"]
     sbatch.record_submission(run, event, "4")
-    assert [e["event"] for e in events_since_submission(run.read_events("train"), "4")] == [
-        "submitted",
-        "started",
-        "submitted",
-    ]
+    events = events_since_submission(run.read_events("train"), "4")
+    assert [event.name for event in events] == ["submitted", "started", "submitted"]
     assert find_first_submissions(run.read_events("train")) == [1] and len(list_recorded_jobs(run)) == 4
 
 
@@ -309,11 +307,11 @@ def test_submissions_that_appear_one_after_the_other_are_not_given_up(
     keys = [f"{number:012x}" for number in range(6)]
 
     def begin(key: str) -> None:
-        run.event("submitting", "train", executor="slurm", key=key, cluster=CLUSTER, job_name="train-tiny")
+        write_event(run, "submitting", "train", executor="slurm", key=key, cluster=CLUSTER, job_name="train-tiny")
 
     def other_process(seconds: float) -> None:
         if key := next(waiting, None):
-            run.event("submitted", "train", executor="slurm", job_id="77", key=keys[keys.index(key) - 1])
+            write_event(run, "submitted", "train", executor="slurm", job_id="77", key=keys[keys.index(key) - 1])
             begin(key)
 
     waiting = iter(keys[1:])
@@ -321,7 +319,7 @@ def test_submissions_that_appear_one_after_the_other_are_not_given_up(
     monkeypatch.setattr(sbatch, "time", SimpleNamespace(sleep=other_process, monotonic=time.monotonic))
     monkeypatch.setattr(sbatch, "MAX_QUERIES", 4)
     sbatch.resolve_open_submissions([run], print)
-    assert run.read_events("train", "not_submitted") == []
+    assert read_event_lines(run, "train", "not_submitted") == []
 
 
 def test_a_job_that_an_older_code_copy_is_recording_is_left_alone(
@@ -332,8 +330,10 @@ def test_a_job_that_an_older_code_copy_is_recording_is_left_alone(
     assert seen.is_stray
 
     def record(seconds: float) -> None:
-        if not run.read_events("evaluate", "submitted"):
-            run.event("submitted", "evaluate", executor="slurm", job_id=job, cluster=CLUSTER, job_name="evaluate-tiny")
+        if not read_event_lines(run, "evaluate", "submitted"):
+            write_event(
+                run, "submitted", "evaluate", executor="slurm", job_id=job, cluster=CLUSTER, job_name="evaluate-tiny"
+            )
 
     monkeypatch.setattr(sbatch.time, "sleep", record)
     [found] = sbatch.resolve_open_submissions([run], print)

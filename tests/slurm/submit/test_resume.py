@@ -32,6 +32,7 @@ from tests.support.cluster_runs import (
     run_submit,
     wait_for,
 )
+from tests.support.events import read_event_lines, write_event
 from tests.support.tiny import make_run, write_config
 
 cluster = cluster_fixture()
@@ -81,7 +82,7 @@ class Queue:
     def resume(self, run: Run) -> str:
         """What it prints, without a real one's names of runs."""
         console = Console(width=200, record=True)
-        run.event("resumed")
+        write_event(run, "resumed")
         chain.submit_chain(run, console, again=True)
         return console.export_text()
 
@@ -98,7 +99,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def submitted(run: Run, stage: str, job: str, kind: str = "afterok", *after: str, **more: object) -> None:
-    run.event("submitted", stage, job_id=job, executor="slurm", after=after, kind=kind, **more)
+    write_event(run, "submitted", stage, job_id=job, executor="slurm", after=after, kind=kind, **more)
 
 
 def test_an_evaluation_of_one_checkpoint_is_not_the_last_one(run: Run, queue: Queue) -> None:
@@ -138,8 +139,8 @@ def test_a_job_that_still_saves_has_another_one_behind_it(
 ) -> None:
     submitted(run, "train", "1")
     submitted(run, "evaluate", "2", "afterok", "1")
-    run.event("started", "train", job_id="1")
-    run.event(last, "train", job_id="1", **facts)
+    write_event(run, "started", "train", job_id="1")
+    write_event(run, last, "train", job_id="1", **facts)
     queue.set("1", state)
     queue.set("2", "PENDING", "Dependency")
     shown = queue.resume(run)
@@ -169,9 +170,9 @@ def test_points_that_were_stopped_are_submitted_behind_their_end(tmp_path: Path,
     queue.resume(swept)
     first, second = list_points(swept)
     for job, point in (("100_0", first), ("100_1", second)):
-        point.event("started", "train", job_id=job)
+        write_event(point, "started", "train", job_id=job)
         queue.set(job, "RUNNING")
-    first.event("stopping", "train", job_id="100_0", by="cancelled")
+    write_event(first, "stopping", "train", job_id="100_0", by="cancelled")
     assert "0 done, 1 under way" in queue.resume(swept)
     assert list(queue.after.values())[2:] == ["afterany:100_0", "afterok:102"]
     assert queue.states["101_0"].state == "CANCELLED" and queue.states["101_1"].state == "PENDING"
@@ -187,7 +188,9 @@ def test_points_are_arrays_as_far_as_they_wait_for_one(tmp_path: Path, run: Run,
         queue.set(job, "FAILED")
     assert "3 points: 0 done, 0 under way" in queue.resume(swept), "the first one lacks its evaluation"
     assert list(queue.after.values())[2:] == ["", "afterok:100_0", "aftercorr:102"]
-    submitted = [e["job_id"] for point in list_points(swept) for e in point.read_events("evaluate", "submitted")[1:]]
+    submitted = [
+        e["job_id"] for point in list_points(swept) for e in read_event_lines(point, "evaluate", "submitted")[1:]
+    ]
     assert submitted == ["103", "104_0", "104_1"] and queue.states["100_0"].state == "RUNNING"
     assert "0 done, 3 under way" in queue.resume(swept) and len(queue.after) == 5
 

@@ -36,6 +36,7 @@ from slurm.query.capacity import assign_ranks_to_nodes, describe_placement_probl
 from slurm.submit import submitit_job
 from slurm.submit.sbatch import _extract_sbatch_reason, build_sbatch_parameters, render_batch_script
 from slurm.submit.site_environment import apply_site_environment, check_job_environment
+from tests.support.events import read_event_lines
 from tests.support.tiny import write_config
 
 PROFILES = CODE_ROOT / "configs" / "sites"
@@ -536,7 +537,7 @@ def test_nothing_is_done_from_a_shell_without_the_variables(tmp_path: Path) -> N
         ), done.stderr
         assert (tmp_path / "runs").exists() == (words[0] == "resume"), "nothing was made"
         run = Run.create(cfg)
-    assert [event["event"] for event in run.read_events()] == ["created"] and not (tmp_path / "asked").exists()
+    assert [event["event"] for event in read_event_lines(run)] == ["created"] and not (tmp_path / "asked").exists()
 
 
 def test_a_job_of_ones_own_gets_the_secrets_too(tmp_path: Path, secrets: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,13 +22,14 @@ from pipeline.checkpoint.checkpointer import verify_checkpoint
 from pipeline.config.read import ConfigError, load_config
 from pipeline.config.sections import Range, SweepConfig
 from pipeline.run.directory import Run
-from pipeline.run.ledger import event_timestamp
+from pipeline.run.events import Done
 from pipeline.run.points import create_points, list_points
 from slurm.query import status
 from slurm.query.status import StageStatus, StatusPoller, print_status, tabulate_points
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.support.cluster_runs import list_event_names, run_submit, wait_for
+from tests.support.events import read_event_lines, write_event
 from tests.support.tiny import compute_run_digest, make_run, slow_down_steps, write_config
 from tracking.report import print_report, read_report_data
 
@@ -107,22 +108,24 @@ def test_what_cannot_be_swept_is_named(tmp_path: Path, value: str, said: str) ->
 
 def test_the_hours_of_the_points_are_in_the_ledger(tmp_path: Path, data: Path) -> None:
     run = swept(tmp_path, data)
-    run.event("done", "shard", job_id="1")
+    write_event(run, "done", "shard", job_id="1")
     for number, point in enumerate(create_points(run)):
-        point.event("submitted", "train", job_id=f"2_{number}", executor="local")
-        point.event("started", "train", job_id=f"2_{number}", ranks=1)
-        point.event("done", "train", job_id=f"2_{number}")
+        write_event(point, "submitted", "train", job_id=f"2_{number}", executor="local")
+        write_event(point, "started", "train", job_id=f"2_{number}", ranks=1)
+        write_event(point, "done", "train", job_id=f"2_{number}")
     attempts = read_report_data(run, StatusPoller(run).poll()).attempts
     assert [(a.stage, a.task, a.cause) for a in attempts] == [("train", number, "done") for number in range(4)]
     for point, attempt in zip(list_points(run), attempts, strict=True):
-        assert attempt.end_time == event_timestamp(point.read_events("train", "done")[0])
+        assert attempt.end_time == point.read_events("train", Done)[0].timestamp
 
 
 def test_a_point_that_failed_is_named_with_its_reason(tmp_path: Path, data: Path) -> None:
     run = swept(tmp_path, data)
     for point in create_points(run)[1:3]:
-        point.event("started", "train", job_id="1", attempt=1, ranks=1)
-        point.event("failed", "train", job_id="1", attempt=1, cause="crashed", exit_code=1, message="[Errno 5] oh")
+        write_event(point, "started", "train", job_id="1", attempt=1, ranks=1)
+        write_event(
+            point, "failed", "train", job_id="1", attempt=1, cause="crashed", exit_code=1, message="[Errno 5] oh"
+        )
     for show in (print_status, print_report):
         console = PlainConsole(width=150, record=True)
         show(run, console)
@@ -183,7 +186,9 @@ def test_four_points_on_slurm_and_one_is_preempted(tmp_path: Path, data: Path, c
     assert done.returncode == 0 and "array over 4 points" in done.stdout, done.stdout + done.stderr
     found = list_points(run)
     wait_for("step 8 of all", lambda: all(len(list(read_jsonl(p.metrics_file))) >= 8 for p in found))
-    node = next(e for e in found[0].read_events("train") if e["event"] == "started")["host"]  # a CPU for each of four
+    node = next(e for e in read_event_lines(found[0], "train") if e["event"] == "started")[
+        "host"
+    ]  # a CPU for each of four
     wanted = ["-phigh", f"-w{node}", "-n1", "-c1", "-o", "/dev/null", "--wrap", "sleep 1"]
     cluster.output(["sbatch", "--parsable", *wanted])
     assert under_way(run), "its own stages are done, and its points go on"

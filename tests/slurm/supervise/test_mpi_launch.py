@@ -22,6 +22,7 @@ from slurm.supervise import launch
 from slurm.supervise.launch import RankCommand, RankExit
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
+from tests.support.events import read_event_lines
 from tests.support.mpirun import find_processes, run_mpirun, wait_until_processes_exit
 from tests.support.ranks import run_ranks
 from tests.support.tiny import compute_run_digest, make_run, slow_down_steps, stage_rank
@@ -60,12 +61,12 @@ def test_a_killed_rank_is_named_and_training_goes_on(calm: Run, tmp_path: Path) 
     supervisor = supervise(run)
     deadline = time.monotonic() + 240
     # the event, which the supervisor takes for progress, comes a moment after the checkpoint
-    while not any(e["event"] == "saved" for e in run.read_events("train")) or not (ranks := rank_processes(run)):
+    while not any(e["event"] == "saved" for e in read_event_lines(run, "train")) or not (ranks := rank_processes(run)):
         assert time.monotonic() < deadline and supervisor.poll() is None, "no checkpoint to kill after"
         time.sleep(0.01)
     os.kill(ranks[1], signal.SIGKILL)
     assert supervisor.wait(240) == ExitCode.DONE, supervisor.communicate()
-    failed = next(event for event in run.read_events("train") if event["event"] == "failed")
+    failed = next(event for event in read_event_lines(run, "train") if event["event"] == "failed")
     assert failed["rank"] == 1 and "SIGKILL" in failed["message"], failed
     assert numbers(run) == numbers(calm) and compute_run_digest(run) == compute_run_digest(calm)
     assert not wait_until_processes_exit(str(run.path), 5)
@@ -103,7 +104,7 @@ def test_four_ranks_stopped_and_resumed_are_undisturbed(calm: Run, tmp_path: Pat
     assert 8 <= len(numbers(run)) < 30
     second = supervise(run)
     assert second.wait(240) == ExitCode.DONE, second.communicate()
-    restored = [event for event in run.read_events("train") if event["event"] == "restored"]
+    restored = [event for event in read_event_lines(run, "train") if event["event"] == "restored"]
     assert [(event["lost_steps"], event.get("replicas")) for event in restored] == [(0, None)]
     assert numbers(run) == numbers(undisturbed) and compute_run_digest(run) == compute_run_digest(undisturbed)
     assert len(numbers(run)) == 30
@@ -223,7 +224,7 @@ def preempted(name: str, cluster: Cluster, run: Run, folder: Path) -> tuple[subp
         wait_for_step(run, 5, lambda: not job.done())
         cluster.output(["sbatch", "-phigh", "-N4", "-c4", "-o", "/dev/null", "--wrap", "sleep 1"])
         done, log = job.result()
-    told = [event["event"] for event in run.read_events("train")]
+    told = [event["event"] for event in read_event_lines(run, "train")]
     assert told.count("started") == 2 and told.count("restored") == 1 and "lost_work" not in told, log
     return done, log
 

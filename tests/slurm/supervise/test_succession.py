@@ -25,6 +25,7 @@ from tests.support.cluster_runs import (
     run_submit,
     wait_for,
 )
+from tests.support.events import read_event_lines
 from tests.support.tiny import compute_run_digest, write_config
 
 cluster = cluster_fixture(grace=5, preempt="CANCEL")
@@ -60,14 +61,14 @@ def test_a_successor_takes_over_from_a_preempted_job(tmp_path: Path, calm: Path,
     run = shared(tmp_path, calm)
     done = run_submit(cluster, tmp_path, "tiny.yaml", *WITHOUT_REQUEUE)
     assert done.returncode == 0 and "takes over" in done.stdout, done.stdout + done.stderr
-    first = Run.open(run).read_events("train", "submitted")[0]["job_id"]
+    first = read_event_lines(Run.open(run), "train", "submitted")[0]["job_id"]
     wait_for("step 8", lambda: len(list(read_jsonl(run / "metrics.jsonl"))) >= 8)
     preempt_all_nodes(cluster)
     wait_for("the successor", lambda: "took_over" in list_event_names(run, "train"), 90)
     assert "preempted" in list_event_names(run, "train") and "handed_over" in list_event_names(run, "train")
     wait_for("the evaluation", lambda: has_evaluation(run), 120)
     wait_for("an empty queue: neither the evaluation nor the last successor waits in vain", lambda: not queue(cluster))
-    heirs = [e for e in Run.open(run).read_events("train") if e["event"] == "submitted"]
+    heirs = [e for e in read_event_lines(Run.open(run), "train") if e["event"] == "submitted"]
     assert heirs[0]["job_id"] == first and len(heirs) == 3, "the job, its successor, the successor's own"
     assert [line["step"] for line in read_jsonl(run / "metrics.jsonl")] == list(range(1, 41))
     assert compute_run_digest(Run(tmp_path / "runs/tiny")) == compute_run_digest(Run(calm / "runs/tiny"))
@@ -111,7 +112,7 @@ def test_a_cancelled_job_has_no_successor(tmp_path: Path, calm: Path, cluster: C
     run = shared(tmp_path, calm)
     record_bad_node(Run.open(run), "n1", "device memory")
     assert run_submit(cluster, tmp_path, "tiny.yaml", *WITHOUT_REQUEUE).returncode == 0
-    first, heir = (e["job_id"] for e in Run.open(run).read_events("train", "submitted")[:2])
+    first, heir = (e["job_id"] for e in read_event_lines(Run.open(run), "train", "submitted")[:2])
     for job in (first, heir, get_job_id(run, "evaluate")):
         assert "ExcNodeList=n1\n" in cluster.output(["scontrol", "show", "job", job], timeout=60)
     wait_for("step 5", lambda: len(list(read_jsonl(run / "metrics.jsonl"))) >= 5)
@@ -133,6 +134,6 @@ def test_a_supervisor_that_dies_without_progress_has_no_endless_line_of_successo
     assert len(supervisors) == 1
     supervisors[0].kill()  # not by the pid in the event: that is its node's
     wait_for("an empty queue", lambda: not queue(cluster), 90)
-    told = [(e["event"], e.get("cause")) for e in Run.open(run).read_events("train")]
+    told = [(e["event"], e.get("cause")) for e in read_event_lines(Run.open(run), "train")]
     assert told[-1] == ("failed", "crashed") and list_event_names(run, "train").count("started") == 1, told
-    assert "no new checkpoint" in Run.open(run).read_events("train")[-1]["message"] and not has_evaluation(run)
+    assert "no new checkpoint" in read_event_lines(Run.open(run), "train")[-1]["message"] and not has_evaluation(run)

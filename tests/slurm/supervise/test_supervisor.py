@@ -22,6 +22,7 @@ from pipeline.checkpoint.catalog import MANIFEST_FILE, checkpoint_name
 from pipeline.config.read import load_config
 from pipeline.run.attempts import StageState
 from pipeline.run.directory import Run
+from pipeline.run.events import Event, Stopping
 from pipeline.run.failure import write_error_report
 from pipeline.run.stages import Progress
 from slurm.query.current_job import JobInfo
@@ -30,6 +31,7 @@ from slurm.supervise import background, succession, supervisor
 from slurm.supervise.decision import JobFacts, StopFacts, determine_cause
 from slurm.supervise.launch import RankExit
 from slurm.supervise.supervisor import Supervisor
+from tests.support.events import read_event_lines, write_event
 from tests.support.ranks import make_rank_info
 from tests.support.tiny import write_config
 
@@ -81,7 +83,7 @@ def test_a_stage_that_is_done_is_not_started_again(
         one, "stage_module", SimpleNamespace(missing_outputs=lambda run: None, progress=lambda run: Progress("30/30"))
     )
     assert one.supervise() == ExitCode.DONE
-    assert "train is not tried again (done): 30/30" in capsys.readouterr().out and not run.read_events("train")
+    assert "train is not tried again (done): 30/30" in capsys.readouterr().out and not read_event_lines(run, "train")
 
 
 @pytest.mark.parametrize("look", [1, 2, 3])
@@ -96,7 +98,7 @@ def test_a_stop_file_is_not_lost_behind_another_stop(
     one.is_batch = True  # it would be requeued
     monkeypatch.setattr(Supervisor, "_exit_for_retry", lambda *words: pytest.fail("a person said stop"))
     assert one.supervise() == code
-    assert run.read_events("train")[-1]["cause"] == cause and not run.stop_file.exists()
+    assert read_event_lines(run, "train")[-1]["cause"] == cause and not run.stop_file.exists()
 
 
 @pytest.mark.parametrize(
@@ -114,7 +116,7 @@ def test_what_waits_in_vain_is_cancelled(
     from slurm.query import job_states
 
     def submitted(stage: str, job_id: str, kind: str, *after: str, **more: object) -> None:
-        run.event("submitted", stage, job_id=job_id, executor="slurm", kind=kind, after=after, **more)
+        write_event(run, "submitted", stage, job_id=job_id, executor="slurm", kind=kind, after=after, **more)
 
     submitted("prepare", "11", "afterok")
     submitted("shard", "12", "afterok", "11")
@@ -125,7 +127,7 @@ def test_what_waits_in_vain_is_cancelled(
     submitted("evaluate", "30", "afterok", step=7)
     submitted("evaluate", "31", "afterany", "30", step=14)
     submitted("train", "16", "afternotok", "15")
-    run.event("took_over", "train", job_id="15", predecessor="14", children=["20"])
+    write_event(run, "took_over", "train", job_id="15", predecessor="14", children=["20"])
     if job == "14":
         run.events_file.write_text("".join(run.events_file.read_text().splitlines(keepends=True)[:-2]))
     calls: list[str] = []
@@ -148,7 +150,7 @@ def test_a_successor_takes_over_what_waited_for_its_predecessor_only(run: Run, m
         ("prepare", "11", "afterok", []), ("shard", "12", "afterok", ["11"]), ("shard", "13", "afterany", ["12"]),
         ("train", "14", "afterok", ["13"]), ("prepare", "15", "afternotok", ["11"]),
     ):  # fmt: skip
-        run.event("submitted", stage, job_id=job, executor="slurm", kind=kind, after=after)
+        write_event(run, "submitted", stage, job_id=job, executor="slurm", kind=kind, after=after)
     calls: list[str] = []
     monkeypatch.setattr(
         succession.job_states, "query_job_states", lambda jobs: {job: JobState(job.job_id, "PENDING") for job in jobs}
@@ -161,14 +163,14 @@ def test_a_successor_takes_over_what_waited_for_its_predecessor_only(run: Run, m
 
 
 def test_a_stop_is_not_told_by_the_signal_of_an_attempt_before(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    run.event("started", "train", attempt=1)
-    run.event("stop_requested", "train", signal="SIGUSR2")
+    write_event(run, "started", "train", attempt=1)
+    write_event(run, "stop_requested", "train", signal="SIGUSR2")
     one = supervised(run, monkeypatch)
     assert one.supervise() == ExitCode.STOPPED
-    assert run.read_events("train")[-1]["cause"] == "signal", "these ranks did not say why"
-    one = supervised(run, monkeypatch, act=lambda n: run.event("stop_requested", "train", signal="SIGINT"))
+    assert read_event_lines(run, "train")[-1]["cause"] == "signal", "these ranks did not say why"
+    one = supervised(run, monkeypatch, act=lambda n: write_event(run, "stop_requested", "train", signal="SIGINT"))
     one.supervise()
-    assert run.read_events("train")[-1]["cause"] == "SIGINT"
+    assert read_event_lines(run, "train")[-1]["cause"] == "SIGINT"
 
 
 @pytest.mark.parametrize(
@@ -189,15 +191,15 @@ def test_a_preemption_is_remembered_when_slurm_has_requeued_the_job(
 ) -> None:  # fmt: skip
     """`stopped_s`: how long before the supervisor got its signal the ranks noticed a stop."""
     one = supervised(run, monkeypatch)
-    run.event("started", "train", attempt=1, task=None)
+    write_event(run, "started", "train", attempt=1, task=None)
     if stopped_s is not None:
-        run.event("stop_requested", "train", step=7, signal="SIGUSR2")
+        write_event(run, "stop_requested", "train", step=7, signal="SIGUSR2")
     one.flag.reason, one.flag.signal_time = reason, time.monotonic() + (stopped_s or 0.0)
     now = time.time() + (stopped_s or 0.0)
     monkeypatch.setattr(supervisor.time, "time", lambda: now)
     monkeypatch.setattr(supervisor.time, "monotonic", lambda: one.flag.signal_time)
     if noted:
-        run.event("stopping", "train", by=reason, cause=noted)
+        write_event(run, "stopping", "train", by=reason, cause=noted)
     one.rank_info = replace(make_rank_info(0, 1, 1), job_id="12")
     requeued = JobInfo("COMPLETING", 1, False, 100.0, True)
     cause, _ = determine_cause(ExitCode.STOPPED, one._gather_job_facts(requeued, ExitCode.STOPPED))
@@ -219,7 +221,7 @@ def test_each_attempt_knows_what_time_is_left_then(run: Run, monkeypatch: pytest
         one._run_attempt(0, "")
         left.append(float(os.environ[TIME_LEFT_VARIABLE]))
     assert [round(seconds, -1) for seconds in left] == [100.0, 70.0, 0.0] and left[2] == 0.0
-    started = run.read_events("train", "started")[-1]
+    started = read_event_lines(run, "train", "started")[-1]
     assert [started[key] for key in ("cluster", "job_name", "job_submitted")] == ["here", "by-hand", 7.0]
 
 
@@ -234,7 +236,7 @@ def test_a_hang_names_the_rank_that_did_not_arrive(run: Run, monkeypatch: pytest
 
     one = supervised(run, monkeypatch, code=ExitCode.HANG, act=write_reports)
     assert one.supervise() == ExitCode.HANG
-    told = run.read_events("train")[-1]
+    told = read_event_lines(run, "train")[-1]
     assert (told["event"], told["cause"], told["rank"], told["host"]) == ("failed", "hang", 1, "n1")
     assert "did not arrive" in told["message"] and "brought no new checkpoint" in told["message"]
 
@@ -280,33 +282,33 @@ def test_an_attempt_before_that_does_not_let_go_is_waited_for_and_then_a_node_fa
 ) -> None:
     """Its process hangs in the kernel, say: nothing that waits may be cancelled for that."""
     before, job = ("5", "5") if kind == "requeued" else ("5", "6")
-    run.event("started", "train", attempt=1, slurm_job=before, job_id=before, restarts=0, standing="step 0")
+    write_event(run, "started", "train", attempt=1, slurm_job=before, job_id=before, restarts=0, standing="step 0")
     if kind == "successor":
-        run.event("submitted", "train", job_id=job, executor="slurm", after=[before], kind="afternotok")
+        write_event(run, "submitted", "train", job_id=job, executor="slurm", after=[before], kind="afternotok")
     assert run.lock_stage("train") is not None
     one = supervised(run, monkeypatch, start=lambda *words: pytest.fail("no two at once"))
     did, clock = in_job(one, monkeypatch, job, restarts=int(kind == "requeued")), Clock(monkeypatch)
     assert one.supervise() == ExitCode.NODE_FAILURE
     assert did == [("NODE_FAILURE", False)], "back into the queue, nothing cancelled"
     assert 900 <= clock.now < 910 and min(clock.slept) >= 1.0, "a flock is a request to the file system's server"
-    told = run.read_events("train")[-1]
+    told = read_event_lines(run, "train")[-1]
     assert (told["event"], told["cause"], told["attempt"]) == ("failed", "node_failure", 2)
     assert f"pid {os.getpid()}" in told["message"] and not told.get("final")
 
 
 def test_a_lock_that_goes_late_is_taken(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    run.event("started", "train", attempt=1, slurm_job="5", job_id="5", restarts=0, standing="step 0")
+    write_event(run, "started", "train", attempt=1, slurm_job="5", job_id="5", restarts=0, standing="step 0")
     held = run.lock_stage("train") or 0
     one = supervised(run, monkeypatch, code=ExitCode.OUT_OF_MEMORY)
     did = in_job(one, monkeypatch, "5", restarts=1)
     clock = Clock(monkeypatch, lambda second: os.close(held) if second == 600 else None)
     assert one.supervise() == ExitCode.OUT_OF_MEMORY, "of ranks that started"
-    assert 600 <= clock.now < 605 and "no ranks were started" not in run.read_events("train")[-1]["message"]
+    assert 600 <= clock.now < 605 and "no ranks were started" not in read_event_lines(run, "train")[-1]["message"]
     assert did == ["cancelled what waits"], "as after any lack of memory without a new checkpoint"
 
 
 def test_a_stop_ends_the_wait_for_the_attempt_before(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    run.event("started", "train", attempt=1, slurm_job="5", job_id="5", restarts=0, standing="step 0")
+    write_event(run, "started", "train", attempt=1, slurm_job="5", job_id="5", restarts=0, standing="step 0")
     assert run.lock_stage("train") is not None
     one = supervised(run, monkeypatch)
     did, clock = in_job(one, monkeypatch, "5", restarts=1), Clock(monkeypatch, lambda second: one.flag._set(15))
@@ -314,12 +316,12 @@ def test_a_stop_ends_the_wait_for_the_attempt_before(run: Run, monkeypatch: pyte
     one = supervised(run, monkeypatch)
     did, clock = in_job(one, monkeypatch, "5", restarts=2), Clock(monkeypatch, lambda second: run.stop_file.touch())
     assert one.supervise() == ExitCode.STOPPED and clock.now < 5 and did == ["cancelled what waits"]
-    assert run.read_events("train")[-1]["cause"] == "stop file" and not run.stop_file.exists()
+    assert read_event_lines(run, "train")[-1]["cause"] == "stop file" and not run.stop_file.exists()
 
 
 def test_a_stage_that_another_job_runs_is_left_to_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requeued or not: the attempt that holds it is none of this job's."""
-    run.event("started", "train", attempt=1, slurm_job="9", job_id="9", restarts=0, standing="step 0")
+    write_event(run, "started", "train", attempt=1, slurm_job="9", job_id="9", restarts=0, standing="step 0")
     assert run.lock_stage("train") is not None
     for restarts in (0, 1):
         one = supervised(run, monkeypatch)
@@ -327,7 +329,7 @@ def test_a_stage_that_another_job_runs_is_left_to_it(run: Run, monkeypatch: pyte
         clock = Clock(monkeypatch)
         with pytest.raises(UserError, match="already running"):
             one.supervise()
-        assert 60 <= clock.now < 70 and len(run.read_events("train")) == 1
+        assert 60 <= clock.now < 70 and len(read_event_lines(run, "train")) == 1
 
 
 @pytest.mark.parametrize("number", [errno.ESHUTDOWN, errno.EIO, errno.ESTALE])
@@ -353,14 +355,15 @@ def test_a_file_system_that_is_away_for_a_while_stops_no_rank(
 
 
 def test_a_stop_is_passed_on_though_its_event_cannot_be_written(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, tell = supervised(run, monkeypatch), Supervisor._write_event
+    one = supervised(run, monkeypatch)
+    append_event = Run.append_event
 
-    def full(self: Supervisor, event: str, **facts: Any) -> None:
-        if event == "stopping":
+    def fail_for_stopping(self: Run, event: Event) -> None:
+        if isinstance(event, Stopping):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        tell(self, event, **facts)
+        append_event(self, event)
 
-    monkeypatch.setattr(Supervisor, "_write_event", full)
+    monkeypatch.setattr(Run, "append_event", fail_for_stopping)
     one.flag._set(15)
     assert one.supervise() == ExitCode.STOPPED
 
@@ -374,7 +377,7 @@ def test_ranks_that_were_asked_to_stop_may_save_for_as_long_as_a_save_may_take(
     one = supervised(run, monkeypatch, looks=20, act=lambda look: clock.sleep(seconds / 20))
     one.flag._set(15)
     assert one.supervise() == code
-    assert code == ExitCode.STOPPED or "2400 s" in run.read_events("train")[-1]["message"]
+    assert code == ExitCode.STOPPED or "2400 s" in read_event_lines(run, "train")[-1]["message"]
 
 
 def test_an_evaluation_that_cannot_be_submitted_ends_no_training_and_is_tried_again(
@@ -400,14 +403,14 @@ def test_an_evaluation_that_cannot_be_submitted_ends_no_training_and_is_tried_ag
         one.poll()
         clock.sleep(1.0)
     assert tried == [0, 60, 180, 420, 900, 1860], "a minute later, then ever later, until it goes"
-    told = [e["message"] for e in run.read_events("evaluate", "evaluation_not_submitted")]
+    told = [e["message"] for e in read_event_lines(run, "evaluate", "evaluation_not_submitted")]
     assert [words.split(":")[0] for words in told] == ["sbatch refused", "FileNotFoundError", "RuntimeError", "OSError"]
 
 
 def test_a_successor_trains_without_one_of_its_own_and_asks_for_it_at_the_end(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run.event("submitted", "train", job_id="15", executor="slurm", kind="afternotok", after=["14"])
+    write_event(run, "submitted", "train", job_id="15", executor="slurm", kind="afternotok", after=["14"])
     refused, submitted = [UserError("sbatch refused the job: too many jobs")], list[Any]()
 
     def submit(run: Run, stage: str, after: list[str], *, kind: str, **more: Any) -> None:
@@ -419,7 +422,7 @@ def test_a_successor_trains_without_one_of_its_own_and_asks_for_it_at_the_end(
     monkeypatch.setattr(succession.job_states, "query_job_states", lambda jobs: {})
     monkeypatch.setattr(succession, "_was_cancelled", lambda *words: False)
     assert succession.take_over(run, "train", replace(make_rank_info(0, 1, 1), job_id="15")) is None, "it trains"
-    assert "too many jobs" in capsys.readouterr().err and run.read_events("train")[-1]["event"] == "took_over"
+    assert "too many jobs" in capsys.readouterr().err and read_event_lines(run, "train")[-1]["event"] == "took_over"
     assert succession.hand_over(run, "train", "15") is None and submitted == [("train", ["15"], "afternotok")]
 
 
@@ -481,7 +484,7 @@ def test_a_controller_that_is_away_is_asked_until_the_job_must_end(
     monkeypatch.setattr(supervisor.current_job, "excluded_nodes_at_requeue", lambda *words: None)
     monkeypatch.setattr("slurm.query.preemption.is_requeued_on_exit", lambda *words: False)
     assert leave_after_crash(one) == ExitCode.CRASHED
-    told = run.read_events("train")[-1]
+    told = read_event_lines(run, "train")[-1]
     assert ends in f"{told['event']} {told.get('message')}"
     assert "refused" not in told.get("message", "") and len(asked) < 20 + clock.now / 60
 
@@ -515,10 +518,10 @@ def test_a_controller_that_goes_away_between_two_questions_is_asked_anew(
     monkeypatch.setattr(supervisor.current_job, "excluded_nodes_at_requeue", lambda *words: None)
     monkeypatch.setattr("slurm.query.preemption.is_requeued_on_exit", lambda *words: False)
     assert leave_after_crash(one) == ExitCode.CRASHED
-    assert run.read_events("train")[-1]["event"] == "requeued" and len(requeues) == 2
+    assert read_event_lines(run, "train")[-1]["event"] == "requeued" and len(requeues) == 2
     monkeypatch.setattr(supervisor.current_job, "requeue_job", lambda *words: False)
     leave_after_crash(one)
-    assert "refused to requeue" in run.read_events("train")[-1]["message"]
+    assert "refused to requeue" in read_event_lines(run, "train")[-1]["message"]
 
 
 @pytest.mark.parametrize(("early_stop", "submitted"), [({"steps": 40}, []), ({"steps": 30}, [7]), (None, [7])])
@@ -536,4 +539,4 @@ def test_the_final_checkpoint_is_left_to_the_evaluation_of_the_chain(
     evaluations = background.EvaluationSubmitter(run)
     evaluations.is_enabled = True
     evaluations.poll()
-    assert steps == submitted and not run.read_events("evaluate", "evaluation_not_submitted")
+    assert steps == submitted and not read_event_lines(run, "evaluate", "evaluation_not_submitted")

@@ -1,0 +1,303 @@
+"""The events of a run: their form in events.jsonl, and what a sequence of them means."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.base.errors import ExitCode
+from pipeline.run.directory import Run
+from pipeline.run.events import (
+    EVENT_CLASSES,
+    RETRY_EVENTS,
+    USER_REQUESTS,
+    EndEvent,
+    Event,
+    Resumed,
+    RetryEvent,
+    Started,
+    StepLines,
+    StopInfo,
+    Stopping,
+    SubmissionEvent,
+    UnknownEvent,
+    parse_event,
+    read_stage_state,
+    split_into_attempts,
+)
+from tests.support.events import make_event, parse_events
+
+E = TypeVar("E", bound=Event)
+STEP_LINE = {"step": 3, "loss": 5.0, "step_time_s": 0.1, "tokens_per_s": 10.0}
+
+# -- form --------------------------------------------------------------------------------------------------------------
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+counts = st.integers(0, 2**47)
+STRATEGIES: dict[object, st.SearchStrategy[Any]] = {
+    str: st.text(),
+    int: counts,
+    float: st.floats(0, 1e9),
+    bool: st.booleans(),
+    list[str]: st.lists(st.text(), max_size=3),
+    list[int]: st.lists(counts, max_size=3),
+    Mapping[str, Any]: st.dictionaries(st.text(), json_values, max_size=3),
+    list[dict[str, Any]]: st.lists(st.dictionaries(st.text(), json_values, max_size=3), max_size=3),
+    StepLines: st.lists(st.just(STEP_LINE), max_size=2),
+}
+
+
+def values_of(name: str, hint: object) -> st.SearchStrategy[Any]:
+    """Return the values that a field may have."""
+    if name == "exit_code":
+        return st.none() | st.sampled_from([int(code) for code in ExitCode])
+    if hint in STRATEGIES:
+        return STRATEGIES[hint]
+    if typing.get_origin(hint) is Annotated:
+        return values_of(name, typing.get_args(hint)[0])
+    assert typing.get_origin(hint) in (typing.Union, types.UnionType), (name, hint)
+    return st.none() | values_of(name, next(each for each in typing.get_args(hint) if each is not types.NoneType))
+
+
+def events_of(event_class: type[Event]) -> st.SearchStrategy[Event]:
+    """Return the events of a class, with any values of its fields and with fields of a newer version."""
+    hints = typing.get_type_hints(event_class, include_extras=True)
+    fields = {each.name: values_of(each.name, hints[each.name]) for each in dataclasses.fields(event_class)}
+    fields["time"] = st.just("2026-01-01T00:00:00.000Z")
+    fields["extra"] = st.dictionaries(st.text().map("newer_{}".format), json_values, max_size=2)
+    if issubclass(event_class, SubmissionEvent):
+        fields["after"] = st.lists(st.text(), max_size=3)
+    if event_class is UnknownEvent:
+        fields["unknown_name"] = st.text().map("newer_{}".format)
+    return st.builds(event_class, **fields)
+
+
+@pytest.mark.parametrize("event_class", [*EVENT_CLASSES.values(), UnknownEvent], ids=lambda each: each.__name__)
+def test_an_event_that_is_written_and_read_is_the_same(event_class: type[Event]) -> None:
+    @settings(deadline=None, max_examples=30)
+    @given(events_of(event_class))
+    def check(event: Event) -> None:
+        assert parse_event(json.loads(json.dumps(event.to_line()))) == event
+
+    check()
+
+
+def test_a_run_reads_the_events_that_it_appended(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    written = [make_event("started", attempt=1), make_event("saved", step=7), Resumed()]
+    for event in written:
+        run.append_event(event)
+    assert run.read_events() == written
+    assert run.read_events("train", Started) == written[:1]
+
+
+def test_names_and_nulls_in_the_file_stay() -> None:
+    started = Started(time="2026-01-01T00:00:00.000Z", stage="train", job_id="7", attempt=1, ranks=4, restarts=0)
+    assert started.to_line() == {
+        "time": "2026-01-01T00:00:00.000Z",
+        "event": "started",
+        "stage": "train",
+        "job_id": "7",
+        "task": None,
+        "attempt": 1,
+        "ranks": 4,
+        "slurm_job": None,
+        "restarts": 0,
+    }
+    assert Resumed(time="2026-01-01T00:00:00.000Z").to_line() == {
+        "time": "2026-01-01T00:00:00.000Z",
+        "event": "resumed",
+        "stage": None,
+    }
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"event": "moved_to_another_planet", "stage": "train", "planet": {"name": "Mars"}},
+        {"event": "saved", "stage": "train", "step": 7, "planet": ["Mars"]},
+        {"event": "started", "stage": "train"},  # older versions wrote neither ranks nor job
+    ],
+)
+def test_events_and_fields_of_other_versions_are_read(line: dict[str, Any]) -> None:
+    line = {"time": "2026-01-01T00:00:00.000Z", **line}
+    event = parse_event(line)
+    assert event is not None and event.name == line["event"]
+    assert event.to_line().items() >= line.items()
+
+
+# -- meaning -----------------------------------------------------------------------------------------------------------
+
+
+def parse_history(text: str) -> list[Event]:
+    """Return the events of a short notation such as `started stopping:preempted requeued/preempted!`.
+
+    A cause follows `:`, a budget follows `/`, and `!` marks a retry after an attempt without progress.
+    """
+    lines: list[dict[str, Any]] = []
+    for word in text.split():
+        name, _, budget = word.rstrip("!").partition("/")
+        name, _, cause = name.partition(":")
+        cause = cause.replace("_", " ") if cause == "stop_file" else cause
+        line: dict[str, Any] = {"event": name}
+        if cause:
+            line["by" if name == "stopping" and cause in USER_REQUESTS else "cause"] = cause
+        if budget:
+            line |= {"budget": budget, "progress": not word.endswith("!"), "job_id": "1", "cause": "crashed"}
+        if name == "submitted":
+            line |= {"job_id": "1"}
+        if name in ("saved", "restored", "ready", "stop_requested"):
+            line |= {"step": 7}
+        lines.append(line)
+    return parse_events(lines)
+
+
+@pytest.mark.parametrize(
+    ("history", "facts"),
+    [
+        ("", set()),
+        ("submitted", set()),
+        ("submitted started", {"open", "training steps"}),
+        ("submitted started saved ready", {"open", "training steps"}),
+        ("started stopping:preempted", {"open"}),
+        ("started ready stop_requested", {"open"}),
+        ("started ready stopped_early", {"open"}),
+        ("started stopping:stop_file", {"open", "user request"}),
+        ("started stopping:cancelled", {"open", "user request"}),
+        ("started done", {"done"}),
+        ("started failed:crashed", {"failed"}),
+        ("started failed:crashed resumed", {"failed", "resumed"}),
+        ("started failed:crashed retried/crash", {"retried"}),
+        ("started failed:crashed retried/crash started", {"open", "training steps"}),
+        ("started preempted:preempted requeued/preempted", {"retried"}),
+        ("started preempted:preempted requeued/preempted started", {"open", "training steps"}),
+        ("started preempted:preempted requeued/preempted started done", {"done"}),
+        ("started preempted:preempted failed:preempted", {"failed"}),  # Slurm refused to requeue it
+        # the successor job was not needed
+        ("started preempted:preempted handed_over/preempted cancelled:cancelled", {"user request"}),
+        ("started stopping:stop_file stopped:stop_file", {"user request"}),
+        ("started stopping:cancelled cancelled:cancelled", {"user request"}),
+        ("started stopping:cancelled cancelled:cancelled resumed", {"user request", "resumed"}),
+        ("started stopping:cancelled cancelled:cancelled resumed started", {"open", "training steps"}),
+        ("started stopping stopped:time_limit", set()),
+    ],
+)
+def test_the_state_of_a_history(history: str, facts: set[str]) -> None:
+    state = read_stage_state(parse_history(history))
+    conditions = {
+        "open": state.is_open,
+        "training steps": state.is_training_steps,
+        "user request": state.user_request is not None,
+        "done": state.is_done,
+        "failed": state.has_failed,
+        "retried": state.retry_event is not None,
+        "resumed": state.resumed_by_user,
+    }
+    assert {name for name, holds in conditions.items() if holds} == facts
+
+
+@pytest.mark.parametrize(
+    ("history", "budgets", "restarts_without_progress"),
+    [
+        ("started failed:crashed retried/crash started failed:crashed retried/crash!", {"crash": 2}, 1),
+        (
+            "requeued/preempted! requeued/preempted! requeued/node_failure requeued/preempted!",
+            {"preempted": 3, "node_failure": 1},
+            1,
+        ),
+        ("requeued/preempted! requeued/preempted! resumed requeued/hang!", {"hang": 1}, 1),
+        ("requeued/preempted! resumed", {}, 0),
+    ],
+)
+def test_used_budgets_of_a_history(history: str, budgets: dict[str, int], restarts_without_progress: int) -> None:
+    state = read_stage_state(parse_history(history))
+    assert state.used_budgets == budgets
+    assert state.restarts_without_progress == restarts_without_progress
+
+
+def test_the_last_stop_of_a_history() -> None:
+    state = read_stage_state(parse_history("submitted started saved stop_requested preempted:preempted"))
+    assert state.last_stop == StopInfo("preempted", 7, is_graceful=True)
+    state = read_stage_state(parse_history("started saved failed requeued/crash started submitted"))
+    assert state.last_stop == StopInfo(None, 7, is_graceful=False, retry=RETRY_EVENTS[0])
+    assert state.submitted_again and state.attempt_count == 2
+    assert read_stage_state(parse_history("started saved failed started done")).last_stop is None
+
+
+def test_a_history_is_split_at_the_starts_of_attempts() -> None:
+    events = parse_history("submitted resumed started saved failed requeued/crash started done")
+    before, attempts = split_into_attempts(events)
+    assert before == events[:2] and attempts == [events[2:6], events[6:]]
+
+
+NAMES = [
+    *("submitted", "started", "stopping", "saved", "resumed"),
+    *("done", "stopped", "cancelled", "preempted", "failed"),
+    *("requeued", "retried", "handed_over"),
+]
+
+
+def make_random_event(name: str, cause: str, budget: str, progress: bool) -> Event:
+    """Return an event with all fields that its meaning may depend on."""
+    fields: dict[str, Any] = {"cause": cause, "by": cause, "budget": budget, "progress": progress}
+    return make_event(name, job_id="1", step=1, **fields)
+
+
+histories = st.lists(
+    st.builds(
+        make_random_event,
+        st.sampled_from(NAMES),
+        st.sampled_from(["preempted", "cancelled", "stop file", "crashed"]),
+        st.sampled_from(["preempted", "crash"]),
+        st.booleans(),
+    ),
+    max_size=30,
+)
+
+
+def find_last(events: list[Event], *classes: type[E]) -> E | None:
+    """Return the last event of these classes; None if there is none."""
+    return next((event for event in reversed(events) if isinstance(event, classes)), None)
+
+
+@settings(deadline=None, max_examples=500)
+@given(histories)
+def test_random_histories_have_the_state_that_a_search_from_the_end_finds(events: list[Event]) -> None:
+    state = read_stage_state(events)
+    last_start_or_end = find_last(events, Started, EndEvent)
+    last_of_attempt = find_last(events, Started, EndEvent, RetryEvent)
+    assert state.start_event is find_last(events, Started)
+    assert state.end_event is (last_start_or_end if isinstance(last_start_or_end, EndEvent) else None)
+    assert state.retry_event is (last_of_attempt if isinstance(last_of_attempt, RetryEvent) else None)
+    starts = [index for index, event in enumerate(events) if isinstance(event, Started)]
+    assert state.attempt_count == len(starts)
+    assert state.stopping_event is find_last(events[starts[-1] if starts else 0 :], Stopping)
+    resumes = [index for index, event in enumerate(events) if isinstance(event, Resumed)]
+    retries = [event for event in events[resumes[-1] if resumes else 0 :] if isinstance(event, RetryEvent)]
+    assert state.used_budgets == Counter(event.budget for event in retries)
+    with_progress = [index for index, event in enumerate(retries) if event.progress]
+    assert state.restarts_without_progress == len(retries) - (with_progress[-1] + 1 if with_progress else 0)
+    assert state.resumed_by_user == isinstance(find_last(events, Resumed, Started, EndEvent, RetryEvent), Resumed)
+
+
+@settings(deadline=None, max_examples=200)
+@given(histories, histories)
+def test_resume_resets_all_budgets(before: list[Event], after: list[Event]) -> None:
+    resumed = read_stage_state([*before, Resumed(), *after])
+    from_scratch = read_stage_state(after)
+    assert resumed.used_budgets == from_scratch.used_budgets
+    assert resumed.restarts_without_progress == from_scratch.restarts_without_progress
