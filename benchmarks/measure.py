@@ -1,10 +1,10 @@
-"""`plan --measure` on two layouts of the quickstart's model, and what it then predicts of others, on this machine.
+"""Measure this machine with two layouts of the quickstart's model, and predict the step time of other layouts.
 
-    python -m benchmarks.measure [rounds]   # seven rounds: ten minutes on two quiet cores; writes measure.md
+    python -m benchmarks.measure [ROUNDS]   # default 7: ten minutes on two quiet cores; writes measure.md
 
-The machine is measured through the door, with the run's own ranks. Then the real step of every layout is timed: rounds
-in which all take turns, each time in new processes; the figure is the median of the rounds. Layouts with more ranks
-than cores share them.
+`python -m planning.calibrate` measures the machine, as a user would. Then the steps of every layout are timed in
+rounds: each round times all layouts in turn, in new processes. The result of a layout is the median of its rounds. If
+a layout has more ranks than there are cores, ranks share cores.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pipeline.base.dist_env import RankInfo
 from pipeline.config.read import load_config
 from pipeline.config.sections import Config
 from pipeline.parallel.mesh import resolve_layout
-from planning.machine import load_machine
+from planning.machine import Machine, load_machine
 from planning.predict import predict_step
 from planning.workload import workload_from_config
 from tests.support.ranks import run_ranks
@@ -38,51 +38,64 @@ ROUNDS = int(sys.argv[1]) if sys.argv[1:] else 7
 LIMIT_S = 300
 
 
-def config_of(ranks: int, overrides: tuple[str, ...]) -> Config:
+def load_quickstart(ranks: int, overrides: tuple[str, ...]) -> Config:
+    """Return the quickstart's config on `ranks` ranks."""
     return load_config(CONFIG, [f"stages.train.tasks_per_node={ranks}", *overrides])
 
 
-def step_of(rank_info: RankInfo, config: Config) -> float:
-    """Seconds of a real step, on one rank of those that make it."""
+def time_step_on_rank(rank_info: RankInfo, config: Config) -> float:
+    """Return the seconds of a real step. All ranks of the layout must call it."""
     from pipeline.comm import groups
     from planning.calibrate import time_step
 
     groups.configure_determinism(config)
-    world, layout = groups.join_process_group(rank_info, config), resolve_layout(config)
+    world = groups.join_process_group(rank_info, config)
+    layout = resolve_layout(config)
     work = workload_from_config(config, layout, config.data.tokenizer.vocab_size)
     return time_step(config, layout, world, work).seconds
 
 
-def main() -> None:
-    cases, load = (*MEASURED, *PREDICTED), os.getloadavg()[0]
+def measure_machine() -> Machine:
+    """Measure this machine with the layouts of `MEASURED`, one after the other."""
     with tempfile.TemporaryDirectory() as folder:
-        files: list[Path] = []
-        for ranks, overrides in MEASURED:
-            before = [f"--machine={files[-1]}"] if files else []
-            files.append(Path(folder, f"measured-{len(files)}.yaml"))
-            words = ["plan", str(CONFIG), f"--measure={files[-1]}", *before, f"run.root={folder}", *overrides]
-            words.append(f"stages.train.tasks_per_node={ranks}")
-            subprocess.run([sys.executable, "submit.py", *words], cwd=ROOT, timeout=2 * LIMIT_S, check=True)
-        machine = load_machine(str(files[-1]))
+        previous: list[str] = []
+        for number, (ranks, overrides) in enumerate(MEASURED):
+            file = Path(folder, f"measured-{number}.yaml")
+            arguments = [str(CONFIG), f"--out={file}", *previous, *overrides, f"stages.train.tasks_per_node={ranks}"]
+            command = [sys.executable, "-m", "planning.calibrate", *arguments]
+            subprocess.run(command, cwd=ROOT, timeout=2 * LIMIT_S, check=True)
+            previous = [f"--machine={file}"]
+        return load_machine(str(file))
+
+
+def main() -> None:
+    """Measure, predict, and write the table."""
+    cases = (*MEASURED, *PREDICTED)
+    load = os.getloadavg()[0]
+    machine = measure_machine()
     timed: dict[int, list[float]] = {number: [] for number in range(len(cases))}
     for _ in range(ROUNDS):
         for number, case in enumerate(cases):
-            timed[number].append(run_ranks(case[0], step_of, config_of(*case), timeout=LIMIT_S)[0])
-    rows, errors = [], []
-    for number, case in enumerate(cases):
-        config = config_of(*case)
-        layout, real = resolve_layout(config), statistics.median(timed[number])
+            timed[number].append(run_ranks(case[0], time_step_on_rank, load_quickstart(*case), timeout=LIMIT_S)[0])
+    rows: list[list[str]] = []
+    errors: list[float] = []
+    for number, (ranks, overrides) in enumerate(cases):
+        config = load_quickstart(ranks, overrides)
+        layout = resolve_layout(config)
         work = workload_from_config(config, layout, config.data.tokenizer.vocab_size)
-        found = predict_step(work, machine.in_nodes_of(layout.ranks_per_node)).step
-        known = number < len(MEASURED)
-        errors += [] if known else [abs(found / real - 1)]
-        name = ", ".join(word.split(".", 1)[1].replace("=", " ") for word in case[1]) or "data parallel"
+        measured = statistics.median(timed[number])
+        predicted = predict_step(work, machine.in_nodes_of(layout.ranks_per_node)).step
+        error = predicted / measured - 1
+        was_calibrated = number < len(MEASURED)
+        if not was_calibrated:
+            errors.append(abs(error))
+        name = ", ".join(override.split(".", 1)[1].replace("=", " ") for override in overrides) or "data parallel"
         spread = f"{min(timed[number]):.3f} – {max(timed[number]):.3f}"
-        error = f"{100 * (found / real - 1):+.0f} %" + (" (measured)" if known else "")
-        rows.append([f"{case[0]}", name, f"{real:.3f}", spread, f"{found:.3f}", error])
+        error_text = f"{100 * error:+.0f} %" + (" (calibrated)" if was_calibrated else "")
+        rows.append([f"{ranks}", name, f"{measured:.3f}", spread, f"{predicted:.3f}", error_text])
     note = (
-        f"Seconds of a step of the quickstart's model; medians of {ROUNDS} rounds in which all take turns, load "
-        f"average {load:.1f} before. `plan --measure` saw the first two. The others: median error "
+        f"Seconds of a step of the quickstart's model: medians of {ROUNDS} rounds, each of which times all layouts. "
+        f"Load average {load:.1f} before. The machine was calibrated with the first two. The others: median error "
         f"{100 * statistics.median(errors):.0f} %, worst {100 * max(errors):.0f} %, "
         f"{sum(error <= 0.15 for error in errors)} of {len(errors)} within 15 %. Fitted: {machine.measured}. "
         "`python -m benchmarks.measure`."
@@ -91,7 +104,7 @@ def main() -> None:
         "measure",
         "Predicting from what was measured",
         note,
-        ["ranks", "layout", "real", "least – most", "predicted", "error"],
+        ["ranks", "layout", "measured", "range", "predicted", "error"],
         rows,
     )
 

@@ -233,7 +233,8 @@ def check_file_system(folder: Path, nodes: int, kind: str, unseen: str | None) -
     """
     verdict: Verdict = "ok"
     if unseen:
-        verdict, meaning = "problem", f"compute nodes do not share it: {unseen}"
+        verdict = "problem"
+        meaning = f"compute nodes do not share it: {unseen}"
     elif unseen is not None:
         meaning = "compute nodes see it"
     elif kind in NETWORK_FILE_SYSTEMS or kind.startswith("fuse."):

@@ -100,7 +100,8 @@ def _print_layout(
 
         check_page_path(html)
     config, problem = _load(path, overrides, any_layout=best)
-    name, memory_gib = machine_name or config.site.machine, config.site.gpu_memory_gib
+    name = machine_name or config.site.machine
+    memory_gib = config.site.gpu_memory_gib
     machine = load_machine(name) if name else None
     if machine is not None and (machine_name or memory_gib is None):
         memory_gib = machine.memory_gib

@@ -146,7 +146,7 @@ def _last_change(run: Run) -> float:
 
 
 class Screen:
-    """The terminal's alternate screen; on exit, the previous screen and its settings come back."""
+    """The terminal's alternate screen. On exit, the previous screen and its settings are restored."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -156,6 +156,7 @@ class Screen:
         self._saved_modes = [termios.tcgetattr(fd) for fd in self._keyboards]
 
     def __enter__(self) -> Screen:
+        """Switch to the alternate screen."""
         for fd in self._keyboards:
             mode = termios.tcgetattr(fd)
             mode[3] &= ~(termios.ICANON | termios.ECHO)
@@ -165,6 +166,7 @@ class Screen:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Restore the previous screen."""
         self._send("\x1b[?7h\x1b[?25h\x1b[?1049l")
         for fd, mode in zip(self._keyboards, self._saved_modes, strict=True):
             termios.tcsetattr(fd, termios.TCSAFLUSH, mode)
@@ -184,10 +186,13 @@ class Screen:
         while (remaining_s := end_time - time.monotonic()) > 0:
             size = os.get_terminal_size(self.console.file.fileno())
             if size != self._size:
-                self._size, self._shown, is_drawn = size, [], False
+                self._size = size
+                self._shown = []
+                is_drawn = False
                 self._send("\x1b[2J")
             if not is_drawn:
-                width, height = size.columns or 80, size.lines or 24
+                width = size.columns or 80
+                height = size.lines or 24
                 new = [*draw(width, height), *[""] * height][:height]
                 old = self._shown or [""] * height
                 changed = [n for n in range(height) if new[n] != old[n]]

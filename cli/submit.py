@@ -242,7 +242,8 @@ def print_plan(
     Raises:
         UserError: a script cannot be written, or `machine` is unknown.
     """
-    verdicts, warning = check_memory(config, executor, machine), describe_exposed_setup(config)
+    verdicts = check_memory(config, executor, machine)
+    warning = describe_exposed_setup(config)
     config = Config.model_validate(mask_secrets(config.model_dump(mode="json")))
     run = Run(config.run.root / config.run.name)
     sweep_points = config.sweep.points() if config.sweep else []
@@ -376,7 +377,9 @@ def _describe_jobs(config: Config, executor: Executor, jobs: Sequence[_Job]) -> 
 
 def _describe_training(config: Config, run: Run) -> Iterator[str]:
     """Yield the data, the model, the batches and the layout of the training."""
-    train, model, length = config.train, config.model, config.data.sequence_length
+    train = config.train
+    model = config.model
+    length = config.data.sequence_length
     custom_model = resolve_user_model(config, [Path.cwd(), CODE_ROOT])
     sources = ", ".join(limit_lines(config.data.sources, 3))
     if config.data.mixture is not None:
@@ -385,7 +388,8 @@ def _describe_training(config: Config, run: Run) -> Iterator[str]:
     unit = f"sequences ({train.global_batch * length:,} tokens)"
     architecture = f"{model.layers} layers, dim {model.dim}, {model.heads} heads ({model.num_kv_heads} kv)"
     if custom_model is not None:
-        contents, unit = ", ".join(custom_model.arrays), "samples"
+        contents = ", ".join(custom_model.arrays)
+        unit = "samples"
         architecture = f"{custom_model.target} ({custom_model.root})"
     layout = resolve_layout(config)
     nodes = config.stages.train.max_nodes
@@ -410,7 +414,8 @@ def describe_stages(
     for stage, definition in config.active_stages.items():
         if chosen is not None and stage not in chosen:
             continue
-        resources, site = config.stages.get_resources(stage), config.resolve_site(stage)
+        resources = config.stages.get_resources(stage)
+        site = config.resolve_site(stage)
         nodes = ""
         if resources.max_nodes > 1:
             is_elastic = resources.min_nodes < resources.max_nodes

@@ -151,11 +151,12 @@ class Follower:
                 print(f"{utc_timestamp()} {self.name}: {traceback.format_exc()}", file=sys.stderr, flush=True)
 
 
-def follow(run: Run, name: str, flag: StopFlag, once: bool) -> int:
-    """Feed a tracker until a signal comes, or once. Return the exit code."""
+def run_follower(run: Run, name: str, flag: StopFlag, once: bool) -> int:
+    """Feed a tracker until a signal arrives, or only once. Return the exit code."""
     os.nice(10)
     follower = Follower(run, name)
-    succeeded = follower.wait_for_lock(flag, once) and follower.follow((lambda: False) if once else (lambda: not flag))
+    should_continue = (lambda: False) if once else (lambda: not flag)
+    succeeded = follower.wait_for_lock(flag, once) and follower.follow(should_continue)
     return 0 if succeeded else 1
 
 
@@ -211,7 +212,7 @@ def main(arguments: list[str]) -> int:
                 f"track.{name} is not set: set it as KEY=VALUE; the trackers are {', '.join(TRACKERS)}",
             )
         check_tracker_packages(run.config)
-        return follow(run, name, flag, "--once" in options)
+        return run_follower(run, name, flag, "--once" in options)
     except Exception as error:
         return print_error(error)
 
