@@ -1,12 +1,11 @@
-"""Communication over MPI against Gloo, in one run: raw all-reduce, a DDP step, and the bucket size that is best here.
-Then the same step for each gradient hook, with what it sends, and the best of all for this machine.
+"""Compare MPI with Gloo (all-reduce, DDP steps by bucket size), and gradient hooks with each other.
 
     python -m benchmarks.comm [ranks …]         # 2 and 4 by default; writes comm.md and hooks.md
-    python -m benchmarks.comm hooks [ranks …]   # one of the two only: hooks or backends
+    python -m benchmarks.comm hooks [ranks …]   # only one of the two tables: hooks or backends
 
-Both backends serve the same processes in turn, so that what else the machine does falls on both; figures are medians
-of pairs. The DDP step is that of the quickstart's model (20 MB of gradients) on one short sequence per rank: little
-arithmetic to hide behind. The fastest bucket size is what `parallel.bucket_mb` should be on this machine.
+The same processes use both backends in turn, so that other load of the machine affects both. Results are medians of
+pairs. The DDP step trains the quickstart's model (20 MB of gradients) on one short sequence per rank, so that little
+computation hides communication. Set `parallel.bucket_mb` to the fastest bucket size on your machine.
 """
 
 from __future__ import annotations
@@ -40,72 +39,81 @@ ROUNDS = 11
 
 
 def main() -> None:
-    words = sys.argv[1:]
-    sizes = [int(word) for word in words if word.isdigit()] or [2, 4]
-    for part in (hooks, backends):
-        if part.__name__ in words or all(word.isdigit() for word in words):
-            part(sizes)
+    arguments = sys.argv[1:]
+    rank_counts = [int(argument) for argument in arguments if argument.isdigit()] or [2, 4]
+    tables = {"hooks": write_hooks_table, "backends": write_backends_table}
+    for name, write in tables.items():
+        if name in arguments or all(argument.isdigit() for argument in arguments):
+            write(rank_counts)
 
 
-def hooks(sizes: list[int]) -> None:
-    """The table of hooks."""
-    rows, best, load = [], [], os.getloadavg()[0]
-    for ranks in sizes:
-        found = run(ranks, "--hooks")
-        medians: dict[str, float] = {}
-        for name, bucket, sent, pairs in found:
-            ms = [statistics.median(pair[i] for pair in pairs) * 1e3 for i in (0, 1)]
-            rows.append([f"{ranks} ranks, {name}, {bucket} MiB", f"{sent / 1e6:.2f}", *(f"{m:.1f}" for m in ms)])
-            medians |= {f"{name}, {bucket} MiB, {b}": m for b, m in zip(("mpi", "gloo"), ms, strict=True)}
-        best.append(f"on {ranks} ranks: {min(medians, key=medians.__getitem__)}")
+def write_hooks_table(rank_counts: list[int]) -> None:
+    """Measure the gradient hooks and write their table."""
+    rows = []
+    best = []
+    load = os.getloadavg()[0]
+    for ranks in rank_counts:
+        median_ms: dict[str, float] = {}
+        for name, bucket, sent, pairs in run_benchmark(ranks, "--hooks"):
+            by_backend = [statistics.median(pair[i] for pair in pairs) * 1e3 for i in (0, 1)]
+            times = [f"{ms:.1f}" for ms in by_backend]
+            rows.append([f"{ranks} ranks, {name}, {bucket} MiB", f"{sent / 1e6:.2f}", *times])
+            for backend, ms in zip(("mpi", "gloo"), by_backend, strict=True):
+                median_ms[f"{name}, {bucket} MiB, {backend}"] = ms
+        best.append(f"on {ranks} ranks: {min(median_ms, key=median_ms.__getitem__)}")
     note = (
-        f"One DDP step, medians of {ROUNDS} rounds in which all take turns; what one rank sends in it, by ring "
-        f"algorithms; load average {load:.1f} before the run. All ranks share this machine's memory, so bytes cost "
-        f"nearly nothing here and compression's arithmetic does. Fastest: {'; '.join(best)}."
+        f"One DDP step, medians of {ROUNDS} interleaved rounds; MB that one rank sends, with ring algorithms; load "
+        f"average {load:.1f} before the run. All ranks share the memory of this machine, so sending is almost free "
+        f"here and the computation of the compression is not. Fastest: {'; '.join(best)}."
     )
     write_table("hooks", "Gradient hooks", note, ["hook, buckets", "MB sent", "MPI, ms", "Gloo, ms"], rows)
 
 
-def backends(sizes: list[int]) -> None:
-    """The table of MPI against Gloo."""
-    rows, best, load = [], [], os.getloadavg()[0]
-    for ranks in sizes:
-        result = run(ranks, "--rank")
+def write_backends_table(rank_counts: list[int]) -> None:
+    """Measure MPI and Gloo and write their table."""
+    rows = []
+    best = []
+    load = os.getloadavg()[0]
+    for ranks in rank_counts:
+        result = run_benchmark(ranks, "--backends")
         for name, pairs in result["raw"].items():
-            rows.append([f"{ranks} ranks, all-reduce of {name}", *figures(pairs, 1e3)])
+            rows.append([f"{ranks} ranks, all-reduce of {name}", *format_pairs(pairs)])
         for bucket, pairs in result["ddp"].items():
-            rows.append([f"{ranks} ranks, DDP step, buckets of {bucket} MiB", *figures(pairs, 1e3)])
+            rows.append([f"{ranks} ranks, DDP step, buckets of {bucket} MiB", *format_pairs(pairs)])
         for bucket, pairs in result["cpu"].items():
-            rows.append([f"{ranks} ranks, CPU time of that step, {bucket} MiB", *figures(pairs, 1e3)])
+            rows.append([f"{ranks} ranks, CPU time of the DDP step, {bucket} MiB", *format_pairs(pairs)])
         for bucket, parts in result["parts"].items():
             for part, seconds in parts.items():
-                rows.append([f"{ranks} ranks, {bucket} MiB, of it {part}", f"{seconds * 1e3:.3f}", *"---"])
+                rows.append([f"{ranks} ranks, {bucket} MiB, {part}", f"{seconds * 1e3:.3f}", *"---"])
         for index, backend in enumerate(("mpi", "gloo")):
-            medians = {b: statistics.median(pair[index] for pair in pairs) for b, pairs in result["ddp"].items()}
-            best.append(f"{backend} on {ranks} ranks: {min(medians, key=medians.__getitem__)} MiB")
+            median_s = {
+                bucket: statistics.median(pair[index] for pair in pairs) for bucket, pairs in result["ddp"].items()
+            }
+            best.append(f"{backend} on {ranks} ranks: {min(median_s, key=median_s.__getitem__)} MiB")
     note = (
         f"Medians of {ROUNDS} interleaved pairs, {os.cpu_count()} cores, one thread per rank and its communication "
-        f"threads; load average {load:.1f} before the run. Meeting: the time in which rank 0 was ready and another was "
-        f"not; most of it passes while gradients are still computed. Fastest `parallel.bucket_mb`: {'; '.join(best)}."
+        f"threads; load average {load:.1f} before the run. Waiting for ranks: the time in which rank 0 was ready and "
+        "another rank was not; most of it overlaps with backward. Fastest `parallel.bucket_mb`: "
+        f"{'; '.join(best)}."
     )
-    write_table("comm", "MPI against Gloo", note, ["figure", "MPI, ms", "Gloo, ms", "ratio", "spread"], rows)
+    write_table("comm", "MPI compared with Gloo", note, ["figure", "MPI, ms", "Gloo, ms", "ratio", "spread"], rows)
 
 
-def figures(pairs: list[tuple[float, float]], scale: float) -> list[str]:
-    """Medians of both backends, and of their ratio, with its quartiles."""
-    ratios = sorted(a / b for a, b in pairs)
+def format_pairs(pairs: list[tuple[float, float]]) -> list[str]:
+    """Return the medians of both backends in ms, the median of their ratio, and the quartiles of the ratio."""
+    ratios = sorted(mpi_s / gloo_s for mpi_s, gloo_s in pairs)
     quartiles = statistics.quantiles(ratios, n=4)
-    medians = [statistics.median(pair[i] for pair in pairs) * scale for i in (0, 1)]
-    return [*(f"{m:.3f}" for m in medians), f"{quartiles[1]:.2f}", f"{quartiles[0]:.2f}-{quartiles[2]:.2f}"]
+    medians = [statistics.median(pair[i] for pair in pairs) * 1e3 for i in (0, 1)]
+    return [*(f"{ms:.3f}" for ms in medians), f"{quartiles[1]:.2f}", f"{quartiles[0]:.2f}-{quartiles[2]:.2f}"]
 
 
-def run(ranks: int, what: str) -> Any:
-    """Start the ranks; rank 0's findings."""
+def run_benchmark(ranks: int, option: str) -> Any:
+    """Run `measure_rank` in `ranks` MPI ranks and return what rank 0 prints."""
     from slurm.supervise.launch import build_mpirun_command
 
     command, environment = build_mpirun_command(ranks)
     done = subprocess.run(
-        [*command, sys.executable, "-W", "ignore", "-m", "benchmarks.comm", what],
+        [*command, sys.executable, "-W", "ignore", "-m", "benchmarks.comm", option],
         env={**os.environ, **environment},
         cwd=ROOT,
         stdout=subprocess.PIPE,
@@ -116,7 +124,8 @@ def run(ranks: int, what: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def rank_main(only_hooks: bool) -> None:
+def measure_rank(measures_hooks: bool) -> None:
+    """Measure in one rank, either the hooks or the backends. Rank 0 prints the result as JSON."""
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
@@ -135,45 +144,52 @@ def rank_main(only_hooks: bool) -> None:
     gloo = dist.new_group(backend="gloo")
     groups: dict[str, Any] = {"mpi": dist.group.WORLD, "gloo": gloo}
 
-    def pairs(times: int, calls: Mapping[str, Callable[[], object]]) -> list[tuple[float, ...]]:
-        """Seconds and CPU seconds per call, for each backend in turn; the first round warms up."""
-        measured = []
+    def measure(repetitions: int, calls: Mapping[str, Callable[[], object]]) -> list[tuple[float, ...]]:
+        """Return seconds and CPU seconds per call, for each backend in turn. The first round warms up."""
+        rounds = []
         for _ in range(ROUNDS + 1):
-            row: list[float] = []
+            times: list[float] = []
             for call in calls.values():
                 dist.barrier(group=gloo)
-                wall, cpu = time.perf_counter(), time.process_time()
-                for _ in range(times):
+                start = time.perf_counter()
+                cpu_start = time.process_time()
+                for _ in range(repetitions):
                     call()
-                row += [(time.perf_counter() - wall) / times, (time.process_time() - cpu) / times]
-            measured.append(tuple(row))
-        return measured[1:]
+                times.append((time.perf_counter() - start) / repetitions)
+                times.append((time.process_time() - cpu_start) / repetitions)
+            rounds.append(tuple(times))
+        return rounds[1:]
 
-    parts = {"meeting": 0.0, "moving data": 0.0}  # seconds of the group's own thread, summed over a step's buckets
-    meet = CollectiveThread._wait_for_all_ranks
+    # seconds of the MPI group's communication thread, summed over the buckets of a step
+    parts = {"waiting for ranks": 0.0, "transfer": 0.0}
+    wait_for_all_ranks = CollectiveThread._wait_for_all_ranks
 
-    def timed_meet(thread: CollectiveThread, item: Any) -> None:
-        finish, started = item.work.finish, time.perf_counter()
-        meet(thread, item)
-        met = time.perf_counter()
+    def timed_wait(thread: CollectiveThread, item: Any) -> None:
+        finish = item.work.finish
+        start = time.perf_counter()
+        wait_for_all_ranks(thread, item)
+        transfer_start = time.perf_counter()
 
         def timed_finish(error: BaseException | None = None) -> None:
-            parts["moving data"] += time.perf_counter() - met
+            parts["transfer"] += time.perf_counter() - transfer_start
             finish(error)
 
         item.work.finish = timed_finish
-        parts["meeting"] += met - started
+        parts["waiting for ranks"] += transfer_start - start
 
-    CollectiveThread._wait_for_all_ranks = timed_meet  # type: ignore[assignment,method-assign]
+    CollectiveThread._wait_for_all_ranks = timed_wait  # type: ignore[assignment,method-assign]
     result: dict[str, Any] = {"raw": {}, "ddp": {}, "cpu": {}, "parts": {}}
-    for name, count in {} if only_hooks else RAW.items():
-        reduce = {b: functools.partial(dist.all_reduce, torch.ones(count), group=group) for b, group in groups.items()}
-        measured = pairs(2 if count > 1 << 20 else 20, reduce)
-        result["raw"][name] = [(row[0], row[2]) for row in measured]
+    for name, count in {} if measures_hooks else RAW.items():
+        calls = {
+            backend: functools.partial(dist.all_reduce, torch.ones(count), group=group)
+            for backend, group in groups.items()
+        }
+        measured = measure(2 if count > 1 << 20 else 20, calls)
+        result["raw"][name] = [(times[0], times[2]) for times in measured]
 
     tokens = torch.randint(0, 4096, (1, 65))
 
-    def step_of(group: Any, bucket: int, hook: str = "none") -> Callable[[], None]:
+    def make_step(group: Any, bucket: int, hook: str = "none") -> Callable[[], None]:
         model = Decoder(ModelConfig(dim=256, layers=4, heads=8, kv_heads=4), 4096, 256)
         ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=bucket, gradient_as_bucket_view=True)
         compression = GradientHook(HookConfig(**HOOKS[hook]), dict(model.named_parameters()), 1)
@@ -190,28 +206,29 @@ def rank_main(only_hooks: bool) -> None:
 
         return step
 
-    found = []
-    for hook in HOOKS if only_hooks else ():
+    hook_results = []
+    for hook in HOOKS if measures_hooks else ():
         for bucket in HOOK_BUCKETS_MB:
-            steps = {b: step_of(group, bucket, hook) for b, group in groups.items()}
-            measured = pairs(2, steps)
+            steps = {backend: make_step(group, bucket, hook) for backend, group in groups.items()}
+            measured = measure(2, steps)
             with CommunicationCounter() as sent:
                 steps["gloo"]()
-            found.append((hook, bucket, sum(sent.bytes.values()), [(row[0], row[2]) for row in measured]))
-    for bucket in () if only_hooks else BUCKETS_MB:
+            pairs = [(times[0], times[2]) for times in measured]
+            hook_results.append((hook, bucket, sum(sent.bytes.values()), pairs))
+    for bucket in () if measures_hooks else BUCKETS_MB:
         parts.update(dict.fromkeys(parts, 0.0))
-        measured = pairs(4, {b: step_of(group, bucket) for b, group in groups.items()})
+        measured = measure(4, {backend: make_step(group, bucket) for backend, group in groups.items()})
         result["parts"][bucket] = {name: seconds / (4 * (ROUNDS + 1)) for name, seconds in parts.items()}
-        result["ddp"][bucket] = [(row[0], row[2]) for row in measured]
-        result["cpu"][bucket] = [(row[1], row[3]) for row in measured]
+        result["ddp"][bucket] = [(times[0], times[2]) for times in measured]
+        result["cpu"][bucket] = [(times[1], times[3]) for times in measured]
     if dist.get_rank() == 0:
-        print(json.dumps(found if only_hooks else result), flush=True)
+        print(json.dumps(hook_results if measures_hooks else result), flush=True)
     dist.destroy_process_group()
     mpi.finalize_mpi()
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] in (["--rank"], ["--hooks"]):
-        rank_main(sys.argv[1] == "--hooks")
+    if sys.argv[1:] in (["--backends"], ["--hooks"]):
+        measure_rank(sys.argv[1] == "--hooks")
     else:
         main()

@@ -87,7 +87,7 @@ def states() -> None:
     """The table of what is kept in fewer bits."""
     found: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
-        data = make_run(Path(folder), "data", STEPS, more=ALL)
+        data = make_run(Path(folder), "data", STEPS, overrides=ALL)
         for number, (name, options) in enumerate(STATES.items()):
             found[name], _ = trained(Path(folder), f"run{number}", STEPS, data, *options)
             print(name, found[name], flush=True)
@@ -108,7 +108,7 @@ def write_states(found: dict[str, float]) -> None:
 def main() -> None:
     rows: list[list[str]] = []
     with tempfile.TemporaryDirectory() as folder:
-        data = make_run(Path(folder), "data", STEPS, more=ALL)
+        data = make_run(Path(folder), "data", STEPS, overrides=ALL)
         baseline = 0.0
         for number, (name, (steps, how)) in enumerate(VARIANTS.items()):
             section = "local_sgd" if how.startswith("every") else "hook"

@@ -34,7 +34,7 @@ class Footprint:
         return sum(sizes) * FRAGMENTATION_FACTOR
 
 
-def footprint(work: Workload) -> Footprint:
+def estimate_footprint(work: Workload) -> Footprint:
     """What the fullest rank of a training holds: of the first two and the last of its pipeline the one with most."""
     orders = build_schedule(
         work.schedule, work.pipeline, work.virtual_stages, min(work.micro_batches, 4 * work.pipeline)
@@ -54,19 +54,19 @@ def _of_rank(work: Workload, rank: int, order: Sequence[Action]) -> Footprint:
     tokens = work.micro_batch * work.sequence / work.context
     change = {"F": 1, "B": -1, "I": 0, "W": -1}
     most = max(accumulate(change[action.kind] * work.stages[action.stage] for action in order))
-    again = kept_values(work, "none") if work.recompute != "none" else 0.0
+    again = count_saved_values(work, "none") if work.recompute != "none" else 0.0
     logits = tokens * work.vocab / work.tensor * (8 if work.native else 12)
     return Footprint(
         weights=held * 4 / share,
         gathered=work.low_bytes * (min(held, 2 * block + table) if work.gathers_blocks else held),
         gradients=held * 4 / (share if work.reduces_blocks else 1),
         optimizer=held * 8 / share,
-        activations=work.low_bytes * tokens * (most * kept_values(work, work.recompute) + again),
+        activations=work.low_bytes * tokens * (most * count_saved_values(work, work.recompute) + again),
         logits=logits if len(work.stages) - 1 in own else 0.0,
     )
 
 
-def kept_values(work: Workload, recompute: str) -> float:
+def count_saved_values(work: Workload, recompute: str) -> float:
     """Values of a token that one block keeps for backward (Korthikanti et al., arXiv 2205.05198, section 4)."""
     stream = work.hidden / (work.tensor if work.split_sequence else 1)
     query, shared = (heads * work.head / work.tensor for heads in (work.heads, work.kv_heads))

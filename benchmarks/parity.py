@@ -1,9 +1,10 @@
-"""How near every way to split a training is to one process: losses and gradient norms of ten steps, fp32.
+"""Compare each parallel layout with one process: losses and gradient norms of ten steps in fp32.
 
     python -m benchmarks.parity
 
-The model and the batches are those of tests/parallel/test_parallel.py, which fails beyond 1e-5; this writes down what
-the differences are. Then one training moves from layout to layout: each loads what the one before it saved.
+The model and the batches are those of tests/parallel/test_parallel.py, which fails if a difference exceeds 1e-5. This
+benchmark records the differences. Then one training changes its layout repeatedly: each layout loads the checkpoint of
+the previous one.
 """
 
 from __future__ import annotations
@@ -38,15 +39,17 @@ CASES: dict[int, list[dict[str, Any]]] = {
 LIMIT_S = 500
 
 
-def words(parallel: dict[str, Any]) -> str:
-    """A layout as one types it."""
+def format_layout(parallel: dict[str, Any]) -> str:
+    """Return the keys and values of a layout, such as "pipeline 2, tensor 2"."""
     values = {key: value for key, value in parallel.items() if (key, value) != ("virtual_stages", 1)}
     return ", ".join(f"{key} {value}".replace("'", "") for key, value in values.items()) or "zero 0"
 
 
-def largest(ours: Sequence[tuple[float, float]], theirs: Sequence[tuple[float, float]]) -> list[str]:
-    """Largest relative difference of losses, and of norms."""
-    pairs = zip(zip(*ours, strict=True), zip(*theirs, strict=True), strict=True)
+def format_largest_differences(
+    actual: Sequence[tuple[float, float]], expected: Sequence[tuple[float, float]]
+) -> list[str]:
+    """Return the largest relative difference of the losses, and that of the norms."""
+    pairs = zip(zip(*actual, strict=True), zip(*expected, strict=True), strict=True)
     return [f"{max(abs(a - b) / b for a, b in zip(*pair, strict=True)):.1e}" for pair in pairs]
 
 
@@ -55,22 +58,25 @@ def main() -> None:
     for ranks, cases in CASES.items():
         trains = [FEW if "tensor" in case else {} for case in cases]
         configs = [tiny_config(ranks, parallel=case, train=few) for case, few in zip(cases, trains, strict=True)]
-        found = run_ranks(ranks, train_rank, configs, timeout=LIMIT_S)[0]
-        for case, few, trained in zip(cases, trains, found, strict=True):
-            rows.append([f"{ranks}", words(case), *largest(trained, one_process({"train": few})), ""])
+        results = run_ranks(ranks, train_rank, configs, timeout=LIMIT_S)[0]
+        for case, few, trained in zip(cases, trains, results, strict=True):
+            differences = format_largest_differences(trained, one_process({"train": few}))
+            rows.append([f"{ranks}", format_layout(case), *differences, ""])
     first, *others = [moving(parallel, {}) for parallel in LAYOUTS]
     with tempfile.TemporaryDirectory() as folder:
         arguments = (first, [*others, first], Path(folder), 3, STEPS)
         (digest, expected), *moves = run_ranks(4, change_layout_rank, *arguments, timeout=LIMIT_S)[0]
-    for before, after, (again, trained) in zip(LAYOUTS, [*LAYOUTS[1:], LAYOUTS[0]], moves, strict=True):
-        same = "the same" if again == digest else "DIFFERENT"
-        rows.append(["4", f"{words(before)} → {words(after)}", *largest(trained, expected), same])
+    for before, after, (saved_digest, trained) in zip(LAYOUTS, [*LAYOUTS[1:], LAYOUTS[0]], moves, strict=True):
+        result = "equal" if saved_digest == digest else "DIFFERENT"
+        layouts = f"{format_layout(before)} → {format_layout(after)}"
+        rows.append(["4", layouts, *format_largest_differences(trained, expected), result])
     note = (
-        f"Largest relative difference over {STEPS} steps from one process; after a move (→), from the training that "
-        "did not move, with the digest of weights and optimizer state saved again. fp32, Gloo. "
-        "`python -m benchmarks.parity`."
+        f"Largest relative difference to one process over {STEPS} steps. After a change of layout (→): to the training "
+        "that kept its layout; the digest is that of weights and optimizer state, saved again. fp32, Gloo."
     )
-    write_table("parity", "Layouts against one process", note, ["ranks", "layout", "loss", "norm", "digest"], rows)
+    write_table(
+        "parity", "Layouts compared with one process", note, ["ranks", "layout", "loss", "norm", "digest"], rows
+    )
 
 
 if __name__ == "__main__":

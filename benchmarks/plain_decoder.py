@@ -1,7 +1,7 @@
-"""A Llama-style decoder as one writes it by hand, for benchmarks that compare with a loop outside of Sluice.
+"""A plain Llama-style decoder, for benchmarks that compare Sluice with a handwritten training loop.
 
-It shares no code with pipeline/model, so that a slower kernel there shows in a comparison. Shapes are in the names:
-B sequences, T tokens, D width of the model, H heads, K width of a head, V size of the vocabulary.
+It shares no code with pipeline/model, so that a slower kernel there is visible in a comparison. Names have shapes:
+B sequences, T tokens, D model width, H heads, K head width, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 def rotate(x_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
-    """Apply rotary positions (arXiv 2104.09864); `cos_TK` and `sin_TK` hold one angle for each half of K."""
+    """Apply rotary positions (arXiv 2104.09864); `cos_TK` and `sin_TK` have one angle for each half of K."""
     first, second = x_BHTK.chunk(2, dim=-1)
     return torch.cat((first * cos_TK - second * sin_TK, second * cos_TK + first * sin_TK), dim=-1)
 
@@ -22,7 +22,9 @@ class PlainAttention(nn.Module):
 
     def __init__(self, dim: int, heads: int, kv_heads: int) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, dim // heads
+        self.heads = heads
+        self.kv_heads = kv_heads
+        self.head_dim = dim // heads
         self.wq = nn.Linear(dim, dim, bias=False)
         self.wk = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
         self.wv = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
@@ -33,19 +35,22 @@ class PlainAttention(nn.Module):
         q_BHTK = self.wq(x_BTD).view(batch, length, self.heads, self.head_dim).transpose(1, 2)
         k_BHTK = self.wk(x_BTD).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
         v_BHTK = self.wv(x_BTD).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
-        q_BHTK, k_BHTK = rotate(q_BHTK, cos_TK, sin_TK), rotate(k_BHTK, cos_TK, sin_TK)
+        q_BHTK = rotate(q_BHTK, cos_TK, sin_TK)
+        k_BHTK = rotate(k_BHTK, cos_TK, sin_TK)
         out_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, is_causal=True, enable_gqa=True)
         return self.wo(out_BHTK.transpose(1, 2).reshape(batch, length, dim))
 
 
 class PlainBlock(nn.Module):
-    """Attention and SwiGLU, each behind an RMSNorm and added to its input."""
+    """Attention and SwiGLU, each after an RMSNorm and with a residual connection."""
 
     def __init__(self, dim: int, heads: int, kv_heads: int, ffn: int) -> None:
         super().__init__()
-        self.attention_norm, self.ffn_norm = nn.RMSNorm(dim, eps=1e-5), nn.RMSNorm(dim, eps=1e-5)
+        self.attention_norm = nn.RMSNorm(dim, eps=1e-5)
+        self.ffn_norm = nn.RMSNorm(dim, eps=1e-5)
         self.attention = PlainAttention(dim, heads, kv_heads)
-        self.w1, self.w3 = nn.Linear(dim, ffn, bias=False), nn.Linear(dim, ffn, bias=False)
+        self.w1 = nn.Linear(dim, ffn, bias=False)
+        self.w3 = nn.Linear(dim, ffn, bias=False)
         self.w2 = nn.Linear(ffn, dim, bias=False)
 
     def forward(self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
@@ -55,7 +60,7 @@ class PlainBlock(nn.Module):
 
 
 class PlainDecoder(nn.Module):
-    """int64 `tokens_BT` to `logits_BTV`; input and output embeddings are separate parameters."""
+    """Compute `logits_BTV` of int64 `tokens_BT`. Input and output embeddings are separate parameters."""
 
     cos_TK: Tensor
     sin_TK: Tensor

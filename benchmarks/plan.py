@@ -22,8 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.footprint import footprint
-from benchmarks.others import talk
+from benchmarks.footprint import estimate_footprint
+from benchmarks.others import communication_time
 from benchmarks.published import Row, rows_of
 from benchmarks.table import write_table
 from planning.predict import DEFAULT, Constants, StepPrediction, predict_step
@@ -37,7 +37,7 @@ WIDTH, NOISE = 0.2, 0.1
 
 def predicted(row: Row, constants: Constants = DEFAULT) -> float:
     """Tokens per second of one GPU."""
-    return predict_step(row.work, row.machine, constants, talk).tokens_per_gpu
+    return predict_step(row.work, row.machine, constants, communication_time).tokens_per_gpu
 
 
 def residuals(rows: Sequence[Row], logs: np.ndarray) -> np.ndarray:
@@ -170,7 +170,7 @@ def main() -> None:
         print("\n".join(" | ".join(line) for line in (header, *lines)))
     print("worst rows:")
     for row, error in sorted(zip(rows, errors, strict=True), key=lambda one: -abs(one[1]))[:12]:
-        found = predict_step(row.work, row.machine, others=talk)
+        found = predict_step(row.work, row.machine, others=communication_time)
         print(f"  {row.id}: {100 * error:+.0f} %; of its step in %: {parts(found)}")
     for name, why in refused:
         print(f"not taken: {name}: {why}")
@@ -187,7 +187,7 @@ def main() -> None:
 
 def memory_errors(rows: Sequence[Row]) -> list[float]:
     """Of the rows that print memory."""
-    return [footprint(row.work).total / 2**30 / row.gib - 1 for row in rows if row.gib]
+    return [estimate_footprint(row.work).total / 2**30 / row.gib - 1 for row in rows if row.gib]
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.footprint import footprint
+from benchmarks.footprint import estimate_footprint
 from pipeline.base.errors import UserError
 from planning.machine import Link, Machine, load_machine
 from planning.predict import predict_step
@@ -232,7 +232,11 @@ def row_of(row: dict[str, str]) -> Row:
         raise Refused(f"{machine.gpu} has no {work.precision}")
     if not checkpointing:  # the least that fits
         kinds = ("none", "selective", "full")
-        fits = [kind for kind in kinds if footprint(replace(work, recompute=kind)).total < machine.memory_gib * 2**30]
+        fits = [
+            kind
+            for kind in kinds
+            if estimate_footprint(replace(work, recompute=kind)).total < machine.memory_gib * 2**30
+        ]
         work = replace(work, recompute=fits[0] if fits else "full")
     return Row(
         id=row["id"], source=row["source"], model=row["model"], work=work, machine=machine, tokens=tokens,

@@ -1,11 +1,11 @@
-"""The trainer's overhead: Sluice with everything on against an equal model in a bare PyTorch DDP loop.
+"""Compare the trainer with a bare PyTorch DDP loop that trains an equal model.
 
     python -m benchmarks.trainer [--steps 100] [--pairs 4]
 
-Two figures, each as a ratio Sluice / bare from interleaved pairs of whole runs on two ranks:
-- CPU seconds per step (user + system, all threads, both ranks), over the steps after the first five; Sluice with
-  agreement on stopping, metrics, asynchronous checkpoints every 50 steps. Target: at most 1.00.
-- start: CPU seconds from the start of the process to the end of the first step. Target: at most 1.05.
+Two ratios Sluice / bare loop, from interleaved pairs of runs on two ranks:
+- CPU seconds per step (user + system, all threads, both ranks) after the first five steps. Sluice coordinates stops,
+  writes metrics and saves asynchronously every 50 steps. Target: at most 1.00.
+- CPU seconds from the start of the process to the end of the first step. Target: at most 1.05.
 """
 
 from __future__ import annotations
@@ -26,12 +26,7 @@ from typing import Any
 from benchmarks.table import write_table
 
 ROOT = Path(__file__).resolve().parent.parent
-SKIP = 5
-
-
-def clock() -> float:
-    """CPU seconds of this process, user and system, all threads."""
-    return time.process_time()
+WARM_UP_STEPS = 5
 
 
 def main() -> None:
@@ -42,37 +37,31 @@ def main() -> None:
     parser.add_argument("--run", type=Path)
     arguments = parser.parse_args()
     if arguments.child:
-        (sluice if arguments.child == "sluice" else bare)(arguments.run, arguments.steps)
+        (train_with_sluice if arguments.child == "sluice" else train_bare)(arguments.run, arguments.steps)
         return
     with tempfile.TemporaryDirectory() as folder:
-        parent(Path(folder), arguments.steps, arguments.pairs)
+        compare(Path(folder), arguments.steps, arguments.pairs)
 
 
-def parent(folder: Path, steps: int, pairs: int) -> None:
+def compare(folder: Path, steps: int, pairs: int) -> None:
+    """Run the pairs and write the table."""
+    from pipeline.base.dist_env import make_local_rank_env
+
     data = make_run(folder, "data", steps)
     results: dict[str, list[dict[str, float]]] = {"sluice": [], "bare": []}
     for pair in range(pairs + 1):  # the first pair warms the page cache and is not counted
         for kind in ("sluice", "bare"):
             run = make_run(folder, f"{kind}-{pair}", steps, data)
-            children, child = [], ["--child", kind]
+            command = [sys.executable, "-m", "benchmarks.trainer", "--child", kind]
+            command += ["--run", str(run), "--steps", str(steps)]
+            children = []
             with socket.create_server(("127.0.0.1", 0)) as listener:
                 port = listener.getsockname()[1]
                 for rank in range(2):
-                    from pipeline.base.dist_env import make_local_rank_env
-
                     rank_env = make_local_rank_env(rank, 2, port, listener.fileno() if rank == 0 else None)
                     children.append(
                         subprocess.Popen(
-                            [
-                                sys.executable,
-                                "-m",
-                                "benchmarks.trainer",
-                                *child,
-                                "--run",
-                                str(run),
-                                "--steps",
-                                str(steps),
-                            ],
+                            command,
                             env={**os.environ, **rank_env},
                             cwd=ROOT,
                             stdout=subprocess.PIPE,
@@ -82,21 +71,22 @@ def parent(folder: Path, steps: int, pairs: int) -> None:
                     )
                 outputs = [child.communicate(timeout=600)[0] for child in children]
             if pair:
-                marks = [json.loads(output.splitlines()[-1]) for output in outputs]
-                results[kind].append({k: sum(m[k] for m in marks) for k in ("start", "step", "wall")})
-                print(kind, pair, results[kind][-1], flush=True)
+                rank_results = [json.loads(output.splitlines()[-1]) for output in outputs]
+                total = {key: sum(result[key] for result in rank_results) for key in ("start", "step", "wall")}
+                results[kind].append(total)
+                print(kind, pair, total, flush=True)
     rows = []
     for key, name, target in (
         ("step", "CPU s per step, both ranks", 1.00),
         ("start", "CPU s start → first step", 1.05),
     ):
-        ours, theirs = ([r[key] for r in results[kind]] for kind in ("sluice", "bare"))
-        ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+        sluice, bare = ([result[key] for result in results[kind]] for kind in ("sluice", "bare"))
+        ratios = [a / b for a, b in zip(sluice, bare, strict=True)]
         rows.append(
             [
                 name,
-                f"{statistics.median(ours):.4f}",
-                f"{statistics.median(theirs):.4f}",
+                f"{statistics.median(sluice):.4f}",
+                f"{statistics.median(bare):.4f}",
                 f"{statistics.median(ratios):.3f}",
                 f"{min(ratios):.3f}-{max(ratios):.3f}",
                 f"≤ {target}",
@@ -108,15 +98,23 @@ def parent(folder: Path, steps: int, pairs: int) -> None:
         "decoder (benchmarks/plain_decoder.py) and imports nothing of Sluice. Sluice's ranks keep freed memory "
         "(pipeline/base/host_memory.py), and they import with the garbage collector disabled."
     )
-    write_table("trainer", "The trainer against a bare DDP loop", note, header, rows)
+    write_table("trainer", "The trainer compared with a bare DDP loop", note, header, rows)
 
 
-def make_run(folder: Path, name: str, steps: int, data: Path | None = None, more: Sequence[str] = ()) -> Path:
-    """A run of the quickstart with `steps` steps; `data`: another run whose shards it shares."""
+def make_run(folder: Path, name: str, steps: int, data: Path | None = None, overrides: Sequence[str] = ()) -> Path:
+    """Create a run of the quickstart and return its path.
+
+    Args:
+        folder: parent of the run directory.
+        name: name of the run.
+        steps: number of steps.
+        data: path of another run whose data it uses; None: prepare the data.
+        overrides: further overrides of config keys.
+    """
     from pipeline.config.read import load_config
     from pipeline.run.directory import Run
 
-    overrides = [f"run.root={folder}", f"run.name={name}", f"train.steps={steps}", *more]
+    overrides = [f"run.root={folder}", f"run.name={name}", f"train.steps={steps}", *overrides]
     run = Run.create(load_config(ROOT / "configs/quickstart.yaml", overrides))
     if data is not None:
         run.data_dir.rmdir()
@@ -127,46 +125,52 @@ def make_run(folder: Path, name: str, steps: int, data: Path | None = None, more
     return run.path
 
 
-def report(marks: list[float], started: float) -> None:
-    steps = len(marks) - SKIP
-    result = {"start": marks[0], "step": (marks[-1] - marks[SKIP - 1]) / steps, "wall": time.time() - started}
-    print(json.dumps(result), flush=True)
+def print_result(cpu_times: list[float], start_time: float) -> None:
+    """Print the result of a rank as JSON.
+
+    Args:
+        cpu_times: CPU seconds of the process after each step, and after the last save.
+        start_time: time at the start of the process.
+    """
+    steps = len(cpu_times) - WARM_UP_STEPS
+    step_s = (cpu_times[-1] - cpu_times[WARM_UP_STEPS - 1]) / steps
+    print(json.dumps({"start": cpu_times[0], "step": step_s, "wall": time.time() - start_time}), flush=True)
 
 
-def sluice(run: Path, steps: int) -> None:
-    """Run the entry point of a rank, and record the clock after each step."""
-    started = time.time()
+def train_with_sluice(run: Path, steps: int) -> None:
+    """Run the entry point of a rank and record the CPU time after each step."""
+    start_time = time.time()
     from pipeline import __main__ as entry_point
     from pipeline.run import stages
 
-    marks: list[float] = []
+    cpu_times: list[float] = []
     load = stages.load_stage_module
 
-    def noting(name: str) -> Any:
+    def load_and_patch(name: str) -> Any:
         from pipeline.train.trainer import Trainer
 
         step = Trainer.step
 
-        def wrapped(self: Trainer, *arguments: Any) -> Any:
+        def step_and_record(self: Trainer, *arguments: Any) -> Any:
             record = step(self, *arguments)
-            marks.append(clock())
+            cpu_times.append(time.process_time())
             return record
 
-        Trainer.step = wrapped  # type: ignore
+        Trainer.step = step_and_record  # type: ignore
         return load(name)
 
-    stages.load_stage_module = noting  # type: ignore
+    stages.load_stage_module = load_and_patch  # type: ignore
     code = entry_point.main(["train", str(run)])
-    marks.append(clock())  # what the last save cost belongs to the steps
+    cpu_times.append(time.process_time())  # the time of the last save counts as time of the steps
     if code == 0:
-        report(marks, started)
+        print_result(cpu_times, start_time)
     sys.stdout.flush()
     os._exit(code)
 
 
-def bare(run: Path, steps: int) -> None:
-    """Train as a script written by hand does: DDP, AdamW, clipping, accumulation, tokens from a memory map."""
-    started = time.time()
+def train_bare(run: Path, steps: int) -> None:
+    """Train as a handwritten script does: DDP, AdamW, clipping, gradient accumulation, tokens from a memory map."""
+    start_time = time.time()
     import numpy as np
     import torch
     import torch.distributed as dist
@@ -175,11 +179,12 @@ def bare(run: Path, steps: int) -> None:
     from benchmarks.plain_decoder import PlainDecoder
 
     torch.set_num_threads(1)
-    rank, size = int(os.environ["SLUICE_RANK"]), int(os.environ["SLUICE_WORLD_SIZE"])
-    listen = int(os.environ["SLUICE_LISTEN_FD"]) if rank == 0 else None
+    rank = int(os.environ["SLUICE_RANK"])
+    world_size = int(os.environ["SLUICE_WORLD_SIZE"])
+    listen_fd = int(os.environ["SLUICE_LISTEN_FD"]) if rank == 0 else None
     port = int(os.environ["SLUICE_MASTER_PORT"])
-    store = dist.TCPStore("127.0.0.1", port, size, is_master=rank == 0, master_listen_fd=listen)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    store = dist.TCPStore("127.0.0.1", port, world_size, is_master=rank == 0, master_listen_fd=listen_fd)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     shard = json.loads((run / "data/manifest.json").read_text())["train"][0]
     tokens = np.memmap(run / "data" / shard["file"], np.uint16, "r", shard["offset"], (shard["tokens"],))
     torch.manual_seed(1)
@@ -187,12 +192,12 @@ def bare(run: Path, steps: int) -> None:
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     generator = np.random.default_rng(rank)
-    marks = []
+    cpu_times = []
     for _ in range(steps):
-        for micro in range(2):
-            rows = generator.integers(0, len(tokens) - 257, 4)
-            batch = torch.from_numpy(np.stack([tokens[r : r + 257] for r in rows]).astype(np.int64))
-            ddp.require_backward_grad_sync = micro == 1
+        for micro_batch in range(2):
+            offsets = generator.integers(0, len(tokens) - 257, 4)
+            batch = torch.from_numpy(np.stack([tokens[i : i + 257] for i in offsets]).astype(np.int64))
+            ddp.require_backward_grad_sync = micro_batch == 1
             logits = ddp(batch[:, :-1])
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()) / 2
             loss.backward()
@@ -200,8 +205,8 @@ def bare(run: Path, steps: int) -> None:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         loss.item()
-        marks.append(clock())
-    report([*marks, clock()], started)
+        cpu_times.append(time.process_time())
+    print_result([*cpu_times, time.process_time()], start_time)
     sys.stdout.flush()
     os._exit(0)
 

@@ -31,19 +31,19 @@ peak. N: all parameters, the embedding too; L layers, H heads of width Q, T toke
 causal mask, nothing for what is recomputed (pipeline/model/decoder.py, `flops_per_token`). The second MFU leaves an
 embedding of its own out of N, for it is only looked up. The bar: 57.8 % (54.5 % by the second) for 8.03 billion
 parameters on one H200, 10,471 tokens/s, with states in bf16; the aim: 65 % by the first, with fp32 weights kept."""
-FAKE = "FAKE_GPUS" in os.environ
+IS_FAKE_GPU = "FAKE_GPUS" in os.environ
 """Whether the GPU is not there (tests/fake_gpu): nothing is computed, and the check of nodes would find it broken."""
-ALONE = (
+ONE_GPU_OVERRIDES = (
     "parallel.data=auto", "parallel.zero=0", "parallel.tensor=1", "parallel.pipeline=1", "stages.train.nodes=1",
-    "stages.train.tasks_per_node=1", f"recovery.preflight={str(not FAKE).lower()}",
+    "stages.train.tasks_per_node=1", f"recovery.preflight={str(not IS_FAKE_GPU).lower()}",
 )  # fmt: skip
-SMALL = (
+SMALL_MODEL = (
     "model.dim=32", "model.layers=2", "model.heads=4", "model.kv_heads=2", "model.intermediate_size=64",
     "data.tokenizer.vocab_size=300", "data.sequence_length=32", "train.threads=1",
 )  # fmt: skip
 """For a rehearsal."""
 
 
-def peak_of(name: str) -> float | None:
+def get_peak_tflops(name: str) -> float | None:
     """Dense bf16 peak of a device in TFLOP/s; None where it is not known."""
     return next((peak for key, peak in PEAK_TFLOPS.items() if key in name), None)

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.gpu import DEFINITION, FAKE, ROOT, SMALL, peak_of
+from benchmarks.gpu import DEFINITION, IS_FAKE_GPU, ROOT, SMALL_MODEL, get_peak_tflops
 from benchmarks.table import write_table
 
 ONE_GPU, ONE_B = "configs/lm-8b-1gpu.yaml", "configs/lm-1b.yaml"
@@ -29,7 +29,7 @@ SHORTEST_S = 25.0
 """With less time left no row is begun."""
 KEPT = {"TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/sluice-graphs"}
 """The environment of each row, unless it is there already."""
-if not FAKE:
+if not IS_FAKE_GPU:
     # what lies between 119 GiB of tensors may take the rest of the card; both sides have it
     KEPT["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
@@ -218,7 +218,7 @@ def _short(found: dict[str, Any]) -> str:
         return str(found["failed"])
     if "median_s" not in found:
         return json.dumps(found)
-    share = found["tflops"] / (peak_of(found["device"]) or float("nan"))
+    share = found["tflops"] / (get_peak_tflops(found["device"]) or float("nan"))
     held = f", {found['allocated_gib']:.1f} GiB" if "allocated_gib" in found else ""
     told = "".join(f", {found[name]:.0f} {unit}" for name, unit in UNITS.items() if name in found)
     return f"{found['tokens_per_s']:,.0f} tokens/s, MFU {share:.1%}{held}, spread {found['spread']:.1%}{told}"
@@ -235,7 +235,7 @@ def write(folder: Path) -> None:
                 rows.append([found["device"], file.stem, found["row"], words, *[""] * 9])
                 continue
             names.add(f"{found['device']}, torch {found['torch']}")
-            peak = peak_of(found["device"]) or float("nan")
+            peak = get_peak_tflops(found["device"]) or float("nan")
             rows.append([
                 found["device"], file.stem, found["row"], f"{found['tokens_per_s']:,.0f}", f"{found['median_s']:.3f}",
                 f"{found['spread']:.1%}", f"{found['tflops'] / peak:.1%}",
@@ -262,7 +262,7 @@ def main() -> None:
         return
     asked.out.mkdir(parents=True, exist_ok=True)
     small, overrides = asked.model == "small", tuple(asked.overrides)
-    model = (*(SMALL if small else ()), *overrides)
+    model = (*(SMALL_MODEL if small else ()), *overrides)
     rows = {"8b": rows_8b(asked.steps, model), "1b": rows_1b(asked.steps, model)}
     rows["correct"] = rows_correct(small, overrides)
     print(DEFINITION, flush=True)

@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import ALONE, ROOT
+from benchmarks.gpu import ONE_GPU_OVERRIDES, ROOT
 from benchmarks.gpu.trained import stage
 
 DECODER = (
@@ -95,7 +95,7 @@ def engine(*overrides: str, config_file: str = ONE_B) -> tuple[Any, Any, Any]:
     from pipeline.parallel.mesh import resolve_layout
     from pipeline.train.engine import Engine
 
-    config = load_config(ROOT / config_file, [*ALONE, *overrides, *MORE])
+    config = load_config(ROOT / config_file, [*ONE_GPU_OVERRIDES, *overrides, *MORE])
     groups.configure_determinism(config)
     # which is for a process's whole life: of several engines each is to have the kernels that it would have alone
     torch.use_deterministic_algorithms(config.train.deterministic)
@@ -193,7 +193,7 @@ def layouts() -> dict[str, Any]:
 def quickstart(folder: Path, name: str, *more: str) -> list[str]:
     """Overrides of a short training of the quickstart, on the checkout's own documents."""
     return [
-        *ALONE, f"run.root={folder}", f"run.name={name}", "train.steps=60", "checkpoint.every_steps=20",
+        *ONE_GPU_OVERRIDES, f"run.root={folder}", f"run.name={name}", "train.steps=60", "checkpoint.every_steps=20",
         "data.tokenizer={vocab_size: 1024, train_bytes: 200000}", "train.log_every=20", *more, *MORE,
     ]  # fmt: skip
 

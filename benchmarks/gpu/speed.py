@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import ALONE, FAKE
+from benchmarks.gpu import IS_FAKE_GPU, ONE_GPU_OVERRIDES
 
 TOKENS = 32_768
 """In a step."""
@@ -34,7 +34,7 @@ def timed(step: Any, steps: int) -> dict[str, Any]:
     import torch
 
     losses, seconds, since = [], [], 0.0
-    least = LEAST_S if torch.cuda.is_available() and not FAKE else 0.0
+    least = LEAST_S if torch.cuda.is_available() and not IS_FAKE_GPU else 0.0
     for number in range(1, WARM_UP + max(steps, MOST_STEPS) + 1):
         since = time.time() if number == WARM_UP + 1 else since
         if number > WARM_UP + steps and time.time() - since > least:
@@ -102,7 +102,7 @@ def measure(config_file: str, overrides: list[str], steps: int) -> dict[str, Any
 
     length = load_config(Path(config_file), [*overrides]).data.sequence_length
     batch = max(4, TOKENS // length) if torch.cuda.is_available() else 4
-    config = load_config(Path(config_file), [*ALONE, *overrides, f"train.global_batch={batch}"])
+    config = load_config(Path(config_file), [*ONE_GPU_OVERRIDES, *overrides, f"train.global_batch={batch}"])
     vocab = config.data.tokenizer.vocab_size
     groups.configure_determinism(config)
     world, layout = groups.join_process_group(read_rank_info(os.environ), config), resolve_layout(config, 1)

@@ -15,7 +15,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from benchmarks.gpu import ALONE, ROOT
+from benchmarks.gpu import ONE_GPU_OVERRIDES, ROOT
 from benchmarks.gpu.speed import TOKENS, rates, timed
 
 CONFIG = ROOT / "configs/lm-1b.yaml"
@@ -48,7 +48,7 @@ def measure(micro: int, recompute: str, overrides: list[str], steps: int) -> dic
 
     from pipeline.config.read import load_config
 
-    config = load_config(CONFIG, [*ALONE, UNTIED, "train.global_batch=64", *overrides])
+    config = load_config(CONFIG, [*ONE_GPU_OVERRIDES, UNTIED, "train.global_batch=64", *overrides])
     model, length, vocab = config.model, config.data.sequence_length, config.data.tokenizer.vocab_size
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     batch = max(4, TOKENS // length) if device.type == "cuda" else 4

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import ALONE, FAKE, ROOT
+from benchmarks.gpu import IS_FAKE_GPU, ONE_GPU_OVERRIDES, ROOT
 from benchmarks.gpu.speed import TOKENS, WARM_UP, rates, refuse_too_large
 
 LIMIT_S = 170.0
@@ -68,7 +68,7 @@ def measure(config_file: str, overrides: list[str], steps: int) -> dict[str, Any
 
     asked = load_config(Path(config_file), overrides)
     length, vocab = asked.data.sequence_length, asked.data.tokenizer.vocab_size
-    cuda = os.path.exists("/dev/nvidiactl") or FAKE
+    cuda = os.path.exists("/dev/nvidiactl") or IS_FAKE_GPU
     # asked elsewhere: whoever asks takes half a gibibyte of it
     told = subprocess.run([sys.executable, "-c", GPU], capture_output=True, text=True, timeout=120, check=True)
     name, size = told.stdout.splitlines()
@@ -76,7 +76,7 @@ def measure(config_file: str, overrides: list[str], steps: int) -> dict[str, Any
     batch, wanted = max(4, TOKENS // length) if cuda else 4, WARM_UP + steps
     with tempfile.TemporaryDirectory(prefix="sluice-") as made:
         folder = Path(made)
-        more = [*ALONE, *overrides, *words(folder, vocab, (wanted + 4) * batch * (length + 1))]
+        more = [*ONE_GPU_OVERRIDES, *overrides, *words(folder, vocab, (wanted + 4) * batch * (length + 1))]
         more += [f"train.global_batch={batch}", "train.steps=1000", "optimizer.warmup_steps=10", "data.held_out=0"]
         for before in ("prepare", "shard"):
             stage(before, config_file, *more)

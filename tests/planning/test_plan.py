@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 
-from benchmarks.gpu import ALONE, ROOT
+from benchmarks.gpu import ONE_GPU_OVERRIDES, ROOT
 from cli.main import main
 from examples import vit
 from pipeline.base.dist_env import RankInfo
@@ -74,7 +74,7 @@ def test_memory_is_what_ranks_hold(model: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("kind", "chunk"), [("selective", "null"), ("full", "null"), ("full", "1024")])
 def test_the_peak_of_a_step_is_estimated(kind: str, chunk: str) -> None:
     """Against torch's account of a step on tensors without memory, of two blocks with the sizes of lm-8b in bf16."""
-    more = ["model.layers=2", f"parallel.activation_checkpointing={kind}", "train.micro_batch=1", *ALONE]
+    more = ["model.layers=2", f"parallel.activation_checkpointing={kind}", "train.micro_batch=1", *ONE_GPU_OVERRIDES]
     more += ["train.global_batch=4", f"train.loss_chunk={chunk}"]
     config = load_config(ROOT / "configs/lm-8b.yaml", more)
     vocab, length = config.data.tokenizer.vocab_size, config.data.sequence_length
@@ -104,7 +104,7 @@ def test_the_peak_of_a_step_is_estimated(kind: str, chunk: str) -> None:
 
 @pytest.mark.parametrize(("peak", "name", "more"), PEAKS)
 def test_the_peak_of_a_gpu_is_told(peak: float, name: str, more: tuple[str, ...]) -> None:
-    config = load_config(ROOT / f"configs/{name}.yaml", [*ALONE, *more, "train.global_batch=8"])
+    config = load_config(ROOT / f"configs/{name}.yaml", [*ONE_GPU_OVERRIDES, *more, "train.global_batch=8"])
     found = estimate_memory(
         config,
         resolve_layout(config, 1),
@@ -121,7 +121,9 @@ def test_the_peak_of_a_gpu_is_told(peak: float, name: str, more: tuple[str, ...]
 def test_the_peak_of_a_save_of_replicas_that_differ_is_told(peak: float, local: str) -> None:
     """As torch's allocator counted it in `saved_state` on the fake H200, where a step's own peak is 22.01 GiB."""
     small = ("train.micro_batch=1", f"{RECOMPUTE}=full", f"parallel.local_sgd={local}")
-    config = load_config(ROOT / "configs/lm-1b.yaml", ["parallel.zero=0", *ALONE, *small, "train.global_batch=8"])
+    config = load_config(
+        ROOT / "configs/lm-1b.yaml", ["parallel.zero=0", *ONE_GPU_OVERRIDES, *small, "train.global_batch=8"]
+    )
     found = estimate_memory(
         config,
         resolve_layout(config, 1),

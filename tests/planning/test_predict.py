@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.footprint import footprint
+from benchmarks.footprint import estimate_footprint
 from benchmarks.gpu import ROOT
-from benchmarks.others import all_to_all, talk
+from benchmarks.others import all_to_all_time, communication_time
 from pipeline.base.errors import UserError
 from pipeline.config.read import load_config
 from pipeline.parallel.mesh import resolve_layout
@@ -55,8 +55,8 @@ def test_collectives_are_those_computed_by_hand() -> None:
     assert all_reduce_time(1e9, apart, H100) == pytest.approx(2 * (2 * 8e-6 + 3 / 4 * 1e9 / 50e9))
     assert all_gather_time(1e9, CommGroup(1, 1), H100) == 0.0
     assert send_time(1e9, CommGroup(4, 1), H100, 0.5) == pytest.approx(8e-6 + 1e9 / 25e9)
-    assert all_to_all(1e9, two, H100) == pytest.approx(1e9 / 2 / 50e9 + 8e-6)  # half of it leaves the node
-    assert all_to_all(1e9, two, H100, copies=4) == pytest.approx(1e9 / 4 / 50e9 + 8e-6)  # twice, not four times
+    assert all_to_all_time(1e9, two, H100) == pytest.approx(1e9 / 2 / 50e9 + 8e-6)  # half of it leaves the node
+    assert all_to_all_time(1e9, two, H100, copies=4) == pytest.approx(1e9 / 4 / 50e9 + 8e-6)  # twice, not four times
 
 
 @pytest.mark.parametrize(("ranks", "stride", "group"), [(8, 1, (8, 8)), (16, 1, (16, 8)), (4, 2, (4, 4)),
@@ -92,7 +92,7 @@ def test_more_work_takes_longer(work: Workload, name: str) -> None:
     larger = replace(work, **{name: 2 * getattr(work, name)})
     assert predict_step(larger, H100).step > predict_step(work, H100).step
     if name != "global_batch":
-        assert footprint(larger).total > footprint(work).total
+        assert estimate_footprint(larger).total > estimate_footprint(work).total
 
 
 @settings(deadline=None, max_examples=60)
@@ -131,14 +131,16 @@ def test_computing_again_costs_time_and_saves_memory(work: Workload) -> None:
     kinds = [replace(work, recompute=kind) for kind in ("none", "selective", "full")]
     steps = [predict_step(made, H100).step for made in kinds]
     assert steps == sorted(steps)
-    kept = [footprint(made).activations for made in (replace(made, micro_batch=8, layers=64) for made in kinds)]
+    kept = [
+        estimate_footprint(made).activations for made in (replace(made, micro_batch=8, layers=64) for made in kinds)
+    ]
     assert kept == sorted(kept, reverse=True)
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_zero_saves_memory(level: int) -> None:
     works = [replace(SMALL, shard=8, zero=zero) for zero in (level - 1, level)]
-    assert footprint(works[1]).total < footprint(works[0]).total
+    assert estimate_footprint(works[1]).total < estimate_footprint(works[0]).total
 
 
 def test_the_bubble_is_that_of_theory() -> None:
@@ -186,7 +188,10 @@ def test_experts_compute_as_little_as_a_token_visits() -> None:
     many = replace(SMALL, experts=64, active=2, ffn=2816, expert=8, shard=8, zero=1, global_batch=1024)
     dense = replace(SMALL, shard=8, zero=1, global_batch=1024)
     assert many.flops_per_token == dense.flops_per_token
-    one, other = predict_step(many, H100, others=talk), predict_step(dense, H100, others=talk)
+    one, other = (
+        predict_step(many, H100, others=communication_time),
+        predict_step(dense, H100, others=communication_time),
+    )
     assert one.others > 0 and other.others == 0 and other.compute < one.compute < 1.5 * other.compute
 
 
@@ -195,7 +200,10 @@ def test_context_parallel_is_hidden_by_long_attention() -> None:
     short, long = (
         replace(SMALL, context=8, sequence=length, micro_batch=1, global_batch=8) for length in (4096, 2**20)
     )
-    assert predict_step(short, slow, others=talk).others > 0 and predict_step(long, slow, others=talk).others == 0
+    assert (
+        predict_step(short, slow, others=communication_time).others > 0
+        and predict_step(long, slow, others=communication_time).others == 0
+    )
 
 
 @pytest.mark.parametrize("batches", [1, 4])

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import DEFINITION, ROOT, SMALL, peak_of
+from benchmarks.gpu import DEFINITION, ROOT, SMALL_MODEL, get_peak_tflops
 from benchmarks.gpu.__main__ import Row, answers, measure, reason, rows_1b, rows_8b, rows_correct, run, write
 from benchmarks.gpu.correct import largest
 from benchmarks.gpu.pack import PACKAGES
@@ -25,11 +25,11 @@ RECOMPUTED = ("parallel.activation_checkpointing=full", "train.micro_batch=1", "
 
 
 def test_one_measurement() -> None:
-    command = [sys.executable, "-m", "benchmarks.gpu.speed", "3", "configs/lm-8b.yaml", *SMALL, *RECOMPUTED]
+    command = [sys.executable, "-m", "benchmarks.gpu.speed", "3", "configs/lm-8b.yaml", *SMALL_MODEL, *RECOMPUTED]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    config = load_config(ROOT / "configs/lm-8b.yaml", [*SMALL, "train.global_batch=64"])
+    config = load_config(ROOT / "configs/lm-8b.yaml", [*SMALL_MODEL, "train.global_batch=64"])
     per_token = training_flops_per_token(config.model, 300, 32)
     assert found["tflops"] == pytest.approx(found["tokens_per_s"] * per_token / 1e12)
     assert found["tokens_per_s"] == pytest.approx(4 * 32 / found["median_s"]) and len(found["step_s"]) == 3
@@ -49,7 +49,7 @@ def test_a_rehearsal_of_a_sequence(tmp_path: Path, sequence: str) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in (tmp_path / f"{sequence}.jsonl").read_text().splitlines()]
-    wanted = rows_correct(True, ()) if sequence == "correct" else rows_8b(2, SMALL)
+    wanted = rows_correct(True, ()) if sequence == "correct" else rows_8b(2, SMALL_MODEL)
     assert [row["row"] for row in rows] == [row.name for row in wanted]
 
 
@@ -204,5 +204,5 @@ def test_every_row_is_a_config_and_devices_are_known() -> None:
         if row.module != "titan":
             asked = [key for key in row.arguments[2:] if key != "--flash"]
             load_config(ROOT / row.arguments[1], [*asked, "train.global_batch=512"])
-    assert peak_of("NVIDIA H200") == peak_of("NVIDIA H100 80GB HBM3") == 989.4
-    assert peak_of("NVIDIA A100-SXM4-80GB") == 312.0 and peak_of("something else") is None
+    assert get_peak_tflops("NVIDIA H200") == get_peak_tflops("NVIDIA H100 80GB HBM3") == 989.4
+    assert get_peak_tflops("NVIDIA A100-SXM4-80GB") == 312.0 and get_peak_tflops("something else") is None
