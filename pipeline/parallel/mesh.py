@@ -13,7 +13,7 @@ The login node validates configs with it, so torch is imported only by the funct
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, product
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 """The axes of the mesh, from outermost to innermost; also the names of torch's mesh dimensions."""
+AXIS_KEYS = {"pp": "pipeline", "tp": "tensor"}
+"""Axes whose sizes are keys of `parallel`. All other ranks are data parallel."""
 V_SCHEDULES = ("zbv", "dualpipe_v")
 """Schedules in which rank i holds the stages i and 2·pp−1−i. The last stage, and the loss, is on pipeline rank 0."""
 SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv", "dualpipe_v")
@@ -88,6 +90,11 @@ class Mesh:
     def world_size(self) -> int:
         """Number of ranks."""
         return self.size(*AXES)
+
+    @property
+    def gradient_ranks(self) -> int:
+        """Number of ranks over which gradients are averaged: all that have the same parameters and other samples."""
+        return self.world_size // self.size("pp", "tp")
 
     @property
     def ranks_per_replica(self) -> int:
@@ -160,11 +167,19 @@ class Layout(Mesh):
 
     def describe_sizes(self) -> str:
         """Return the sizes as text: `pipeline 2 × data 2 × tensor 2`."""
-        return _describe_sizes(self.pp, self.dp, self.tp)
+        return _describe_sizes(self.dp, {axis: self.size(axis) for axis in AXIS_KEYS})
 
 
-def _describe_sizes(pp: int, dp: int, tp: int) -> str:
-    return f"pipeline {pp} × data {dp} × tensor {tp}"
+def _describe_sizes(dp: int, sizes: Mapping[str, int]) -> str:
+    """Return the data parallel size and the sizes of other axes as text; pipeline and tensor even if they are 1."""
+    text = f"pipeline {sizes['pp']} × data {dp} × tensor {sizes['tp']}"
+    others = [axis for axis, size in sizes.items() if axis not in ("pp", "tp") and size > 1]
+    return text + "".join(f" × {AXIS_KEYS[axis]} {sizes[axis]}" for axis in others)
+
+
+def _configured_sizes(config: Config) -> dict[str, int]:
+    """Return the size of each axis of `AXIS_KEYS`."""
+    return {axis: getattr(config.parallel, key) for axis, key in AXIS_KEYS.items()}
 
 
 def describe_layout(layout: Layout) -> str:
@@ -173,8 +188,7 @@ def describe_layout(layout: Layout) -> str:
     if layout.pp > 1:
         stages = f", {layout.virtual_stages} stages per rank" if layout.virtual_stages > 1 else ""
         parts.append(f"pipeline {layout.pp} ({layout.schedule}{stages})")
-    if layout.tp > 1:
-        parts.append(f"tensor {layout.tp}")
+    parts += [f"{key} {layout.size(axis)}" for axis, key in AXIS_KEYS.items() if axis != "pp" and layout.size(axis) > 1]
     zero = f", ZeRO {layout.zero} over {layout.dp_shard} ranks" if layout.zero else ""
     return " × ".join(parts) + zero
 
@@ -189,6 +203,10 @@ def describe_layout_identity(layout: Layout, config: Config, backend: str, devic
         "zero": layout.zero,
         "ranks_per_node": layout.ranks_per_node,
         "micro_batch": config.train.micro_batch,
+    }
+    # an axis that did not exist when older checkpoints were written is recorded only if it is used
+    identity |= {
+        key: layout.size(axis) for axis, key in AXIS_KEYS.items() if key not in identity and layout.size(axis) > 1
     }
     if layout.zero:
         identity |= {"shard": layout.dp_shard, "reduce": "micro_batch" if layout.reduce_each_micro_batch else "step"}
@@ -230,13 +248,16 @@ def resolve_layout(
     Raises:
         LayoutError: if the layout cannot work; the message has every reason.
     """
-    train, parallel, tokenizer = config.stages.train, config.parallel, config.data.tokenizer
+    train = config.stages.train
+    parallel = config.parallel
+    tokenizer = config.data.tokenizer
     world_size = world_size or train.ranks
     per_node = ranks_per_node or train.tasks_per_node
-    pp, tp = parallel.pipeline, parallel.tensor
+    sizes = _configured_sizes(config)
+    pp = sizes["pp"]
     if tokenizer.path is None:
         vocab_size = vocab_size or tokenizer.vocab_size
-    elif pp * tp > 1 and config.model.vocab_size is None:  # otherwise the size changes nothing here
+    elif pp * sizes["tp"] > 1 and config.model.vocab_size is None:  # otherwise the size changes nothing here
         vocab_size = vocab_size or count_tokenizer_ids(tokenizer.path.expanduser())
     rows = config.model.vocab_size or vocab_size
     if (vocab_size or 0) > (rows or 0):
@@ -253,21 +274,22 @@ def resolve_layout(
             nodes = f"{train.max_nodes} node{'s'[: train.max_nodes - 1]} × {train.tasks_per_node}"
             problems.append(Problem("", f"stages.train requests {train.ranks} ranks ({nodes}), but {world_size} run"))
     _raise_problems(problems)
-    dp = world_size // (pp * tp)
+    dp = world_size // math.prod(sizes.values())
     if parallel.data != "auto":
-        replicate, shard = parallel.data.replicate, parallel.data.shard
+        replicate = parallel.data.replicate
+        shard = parallel.data.shard
     else:
         replicate, shard = (1, dp) if parallel.zero else (dp, 1)
     virtual = parallel.virtual_stages if pp > 1 else 1
     splits_state = (world_size > dp or parallel.zero > 0) and dp > 1
     casts_on_one_rank = (world_size > dp or parallel.zero > 0) and world_size == 1 and config.train.precision != "fp32"
     return Layout(
-        pp=pp, dp_replicate=replicate, dp_shard=shard, tp=tp, ranks_per_node=per_node,
+        **sizes, dp_replicate=replicate, dp_shard=shard, ranks_per_node=per_node,
         micro_batches=config.train.global_batch // (dp * config.train.micro_batch),
         virtual_stages=virtual, schedule=parallel.schedule, zero=parallel.zero,
         fsdp=parallel.offload or splits_state or casts_on_one_rank,
         reduce_each_micro_batch=parallel.zero >= 2 and pp == 1 and parallel.reduce != "step",
-        sequence_parallel=parallel.sequence and tp > 1 and config.model.target is None,
+        sequence_parallel=parallel.sequence and sizes["tp"] > 1 and config.model.target is None,
         stage_layers=split_layers(config, pp * virtual, rows or 0),
     )  # fmt: skip
 
@@ -331,7 +353,8 @@ def check_config(config: Config, layout: bool = True) -> None:
         resolve_layout(config, nodes * train.tasks_per_node)
     _raise_problems(list(_find_conflicts(config)))
     for name, row in config.active_stages.items():
-        stage, gpus = config.stages.get_resources(name), config.resolve_site(name).gpus_per_node
+        stage = config.stages.get_resources(name)
+        gpus = config.resolve_site(name).gpus_per_node
         if row.is_distributed and config.parallel.backend in ("auto", "nccl") and 0 < gpus < stage.processes_per_node:
             key = "site" if stage.gpus_per_node is None else f"stages.{name}"
             raise LayoutError(
@@ -360,7 +383,8 @@ def check_config(config: Config, layout: bool = True) -> None:
 
 def check_warmup(config: Config, steps: int) -> None:
     """Raise LayoutError if the warm-up is longer than a training of `steps` steps."""
-    warmup, train = config.optimizer.warmup_steps, config.train
+    warmup = config.optimizer.warmup_steps
+    train = config.train
     if warmup > steps:
         length = f"train.steps ({steps})"
         if train.epochs is not None:
@@ -382,7 +406,8 @@ def _find_conflicts(config: Config) -> Iterator[Problem]:
 
 
 def _describe_conflicts(config: Config) -> Iterator[str]:
-    parallel, data = config.parallel, config.parallel.data
+    parallel = config.parallel
+    data = parallel.data
     if data != "auto" and data.shard > 1 and not parallel.zero:
         yield f"parallel.data.shard ({data.shard}) is for parallel.zero 1 to 3; parallel.zero 0 shards nothing"
     if data != "auto" and data.shard == 1 and data.replicate > 1 and parallel.zero:
@@ -412,7 +437,8 @@ def _describe_conflicts(config: Config) -> Iterator[str]:
         yield "train.loss_chunk is for the decoder, whose output layer it needs: remove it with model.target"
     if config.train.loss_chunk is not None and config.train.precision == "fp16":
         yield "train.loss_chunk cannot be combined with train.precision fp16, which scales gradients: use bf16"
-    window, length = config.model.sliding_window, config.data.sequence_length
+    window = config.model.sliding_window
+    length = config.data.sequence_length
     if window is not None and length > window:
         yield f"data.sequence_length ({length}) is more than model.sliding_window ({window}): lower it"
     state = config.optimizer.state
@@ -428,9 +454,14 @@ def _describe_conflicts(config: Config) -> Iterator[str]:
 
 def _find_misfits(config: Config, world_size: int, per_node: int, vocab_size: int | None) -> Iterator[Problem]:
     """Yield every configured size that does not divide its dimension or fit `world_size` ranks."""
-    train, parallel = config.train, config.parallel
-    pp, tp = parallel.pipeline, parallel.tensor
-    ranks, sizes = pp * tp, f"parallel.pipeline ({pp}) × parallel.tensor ({tp})"
+    train = config.train
+    parallel = config.parallel
+    pp = parallel.pipeline
+    tp = parallel.tensor
+    axis_sizes = _configured_sizes(config)
+    split_ranks = math.prod(axis_sizes.values())
+    ranks = split_ranks
+    sizes = " × ".join(f"parallel.{AXIS_KEYS[axis]} ({size})" for axis, size in axis_sizes.items())
     if parallel.data != "auto":
         ranks *= parallel.data.replicate * parallel.data.shard
         sizes += f" × parallel.data.replicate ({parallel.data.replicate}) × parallel.data.shard ({parallel.data.shard})"
@@ -442,7 +473,9 @@ def _find_misfits(config: Config, world_size: int, per_node: int, vocab_size: in
             "(stages.train: nodes × tasks_per_node)",
         )
         return
-    dp, batch, micro = world_size // (pp * tp), train.global_batch, train.micro_batch
+    dp = world_size // split_ranks
+    batch = train.global_batch
+    micro = train.micro_batch
     if batch % (dp * micro):
         sizes_that_fit = [n for n in range(1, min(batch // micro, _MAX_SUGGESTED_SIZE) + 1) if batch % (n * micro) == 0]
         yield Problem(
@@ -464,7 +497,9 @@ def _find_misfits(config: Config, world_size: int, per_node: int, vocab_size: in
 
 def _find_tensor_misfits(config: Config, world_size: int, per_node: int, vocab_size: int | None) -> Iterator[Problem]:
     """Yield what the tensor parallel size does not divide."""
-    model, parallel, tp = config.model, config.parallel, config.parallel.tensor
+    model = config.model
+    parallel = config.parallel
+    tp = parallel.tensor
     divided: dict[str, float] = {
         "model.heads": model.heads,
         "model.kv_heads": model.num_kv_heads,
@@ -505,8 +540,11 @@ def _describe_vocabulary(config: Config, size: int | None) -> str:
 
 def _find_pipeline_misfits(config: Config, micro_batches: int) -> Iterator[Problem]:
     """Yield what the pipeline schedule requires. The rules are those of torch.distributed.pipelining."""
-    parallel, pp, virtual = config.parallel, config.parallel.pipeline, config.parallel.virtual_stages
-    schedule, actual = f"parallel.schedule {parallel.schedule}", _describe_micro_batches(micro_batches)
+    parallel = config.parallel
+    pp = parallel.pipeline
+    virtual = parallel.virtual_stages
+    schedule = f"parallel.schedule {parallel.schedule}"
+    actual = _describe_micro_batches(micro_batches)
     if micro_batches > _MAX_MICRO_BATCHES_IN_SCHEDULE:
         yield Problem(
             "parallel.schedule_mismatch",
@@ -573,7 +611,9 @@ def _suggest_layouts(config: Config, world_size: int, per_node: int, vocab_size:
         parallel = config.parallel.model_copy(update={"pipeline": pp, "tensor": tp, "data": "auto"})
         if not any(_find_misfits(config.model_copy(update={"parallel": parallel}), world_size, per_node, vocab_size)):
             distance = abs(math.log(pp / config.parallel.pipeline)) + abs(math.log(tp / config.parallel.tensor))
-            found.append((round(distance, 6), pp, tp, _describe_sizes(pp, world_size // pp // tp, tp)))
+            axis_sizes = _configured_sizes(config) | {"pp": pp, "tp": tp}
+            text = _describe_sizes(world_size // math.prod(axis_sizes.values()), axis_sizes)
+            found.append((round(distance, 6), pp, tp, text))
     if not found:
         return f"no layout of {world_size} ranks fits this model, batch and schedule"
     return f"layouts of {world_size} ranks that fit: {', or '.join(text for *_, text in sorted(found)[:3])}"

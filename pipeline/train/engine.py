@@ -245,7 +245,7 @@ class Engine:
 
     def _weight(self) -> float:
         """Factor of a micro-batch's summed loss before backward."""
-        return self.layout.dp / self._entries * (1.0 if self.scaler is None else self.scaler.scale)
+        return self.layout.gradient_ranks / self._entries * (1.0 if self.scaler is None else self.scaler.scale)
 
     def _settle_gradients(self) -> None:
         """Bring gradients to the placements of their parameters: DTensor leaves some as sums still to be taken."""

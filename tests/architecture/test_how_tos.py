@@ -141,6 +141,37 @@ def test_a_new_metric_is_in_each_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.story
+def test_a_new_callback_writes_the_same_metric_after_a_restart(tmp_path: Path) -> None:
+    code = apply_how_to("Add a trainer callback", tmp_path / "code")
+    config = write_config(tmp_path)
+    for stage in ("prepare", "shard", "train"):
+        done = run_rank(code, tmp_path, stage, str(config), "train.steps=4", "checkpoint.every_steps=2")
+        assert done.returncode == 0, done.stderr
+    run = tmp_path / "runs/tiny"
+    ratios = [line["loss_ratio"] for line in read_jsonl(run / "metrics.jsonl")]
+    assert ratios[0] == 1 and len(set(ratios)) == 4
+    shutil.rmtree(run / "checkpoints/step-00000004")
+    assert run_rank(code, tmp_path, "train", str(run)).returncode == 0
+    assert [line["loss_ratio"] for line in read_jsonl(run / "metrics.jsonl")] == ratios
+
+
+@pytest.mark.story
+def test_a_new_axis_of_the_mesh_trains_as_one_rank_does(tmp_path: Path) -> None:
+    code = apply_how_to("Add a parallel axis to the mesh", tmp_path / "code")
+    write_config(tmp_path)
+    metrics = {}
+    for name, ranks in (("one", 1), ("two", 2)):
+        split = (f"run.name={name}", f"parallel.sample={ranks}", f"stages.train.tasks_per_node={ranks}")
+        done = submit(code, tmp_path, "tiny.yaml", "train.steps=4", *split, "--executor", "local")
+        assert done.returncode == 0, done.stdout + done.stderr
+        lines = read_jsonl(tmp_path / "runs" / name / "metrics.jsonl")
+        metrics[name] = [line[key] for line in lines for key in ("loss", "grad_norm")]
+    assert len(metrics["one"]) == 8 and metrics["two"] == pytest.approx(metrics["one"], rel=1e-5)
+    events = read_jsonl(tmp_path / "runs/two/events.jsonl")
+    assert all("parallel.sample" not in str(event.get("error")) for event in events)
+
+
+@pytest.mark.story
 def test_a_new_signal_stops_a_training(tmp_path: Path) -> None:
     code = apply_how_to("Add a signal", tmp_path / "code")
     config = write_config(tmp_path, steps=100_000)
