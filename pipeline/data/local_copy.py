@@ -1,15 +1,13 @@
-"""Copies of the training's files on a disk of each node's own (`site.local_disk`), made while training runs.
+"""Copy the training data to a local disk of each node (`site.local_disk`) while the training runs.
 
-Training starts on shared storage. On each node the first rank copies file after file, hashing each on its way, and
-gives a copy its name when it is whole and has the hash of the manifest; every rank of the node looks once a second and
-reads what is there from then on. The samples are the same: where they are read changes nothing else. Whatever fails (no
-such folder, no room, a disk that breaks, more copies than half the files that a process may open) is told once a node,
-and training goes on where it reads.
+Training starts with the files on shared storage. On each node, the first rank copies one file after another. A copy
+gets its name when it is complete and has the hash of the manifest. Every rank of the node looks for new copies once per
+second and reads them from then on. If copying fails, an event reports it and training continues with the originals.
 
-    DISK/sluice-KEY/users          each rank holds a shared lock on it: who gets it alone removes the folder
-    DISK/sluice-KEY/SHA256-START   a copy; of a part of a file, with a hole before it, so that it stands where it stood
+    DISK/sluice-KEY/users          every rank has a shared lock on it; only an unlocked folder is removed
+    DISK/sluice-KEY/SHA256-START   a copy of a file from byte START on, with a hole before it, so offsets stay the same
 
-KEY is drawn anew at each start: what a killed job left is never read, and is removed by the next training there.
+KEY is random for each start. So copies of a killed job are never read, and the next training on the node removes them.
 """
 
 from __future__ import annotations
@@ -33,32 +31,45 @@ from pipeline.data.manifest import SampleFile, ShardEntry
 from pipeline.data.samples import MappedDataset
 from pipeline.run.events import Event, LocalCopy
 
-_CHUNK = 1 << 22
-KEEP_FREE = 0.05
-"""The part of the disk that is left free."""
+_CHUNK_BYTES = 1 << 22
+MIN_FREE_FRACTION = 0.05
+"""Fraction of the disk that stays free."""
 
 
 class LocalCopies(AbstractContextManager["LocalCopies"]):
-    """Moves `dataset` to copies of its files, in a thread of its own, until it is closed."""
+    """Make `dataset` read local copies of its files, in a background thread, until the context ends.
 
-    every_s = 1.0
+    Args:
+        dataset: the training samples.
+        data_dir: folder to which relative paths refer.
+        disk: a folder on a local disk, with environment variables; None: do nothing.
+        key: random text, the same on all ranks of this start.
+        write_event: writes an event with the result, for the rank of a node that copies; None on the others.
+    """
+
+    poll_interval_s = 1.0
 
     def __init__(
-        self, dataset: MappedDataset, data_dir: Path, disk: str | None, key: str, tell: Callable[[Event], None] | None
+        self,
+        dataset: MappedDataset,
+        data_dir: Path,
+        disk: str | None,
+        key: str,
+        write_event: Callable[[Event], None] | None,
     ) -> None:
-        """`disk`: a folder, with variables of the environment; None: nothing is done. `key`: the ranks' of this start.
-        `tell` gets what came of it: of the rank of a node that copies; None: another one does."""
-        self._dataset, self._data_dir = dataset, data_dir
+        self._dataset = dataset
+        self._data_dir = data_dir
         self._disk = Path(os.path.expandvars(disk or ""))
         self._folder = self._disk / f"sluice-{key}"
-        self._tell = tell
-        self._waiting: dict[str, list[int]] = {}
+        self._write_event = write_event
+        self._pending: dict[str, list[int]] = {}  # entries of the dataset by the name of the copy that they wait for
         for number, entry in enumerate(dataset.entries):
-            self._waiting.setdefault(_name(entry), []).append(number)
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2  # each copy holds a descriptor, also of a file's part
-        too_many = list(self._waiting)[most:]
+            self._pending.setdefault(_copy_name(entry), []).append(number)
+        # Each copy needs a file descriptor, also one of a part of a file.
+        max_copies = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
+        too_many = list(self._pending)[max_copies:]
         for name in too_many:
-            del self._waiting[name]
+            del self._pending[name]
         self._too_many_files_by = len(too_many) or None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sluice-local-copies", daemon=True)
@@ -74,72 +85,77 @@ class LocalCopies(AbstractContextManager["LocalCopies"]):
         users = None
         try:
             if not self._disk.is_absolute() or not self._disk.is_dir():
-                raise FileNotFoundError("there is no such folder on this node (site.local_disk)")
+                raise FileNotFoundError("this folder does not exist on this node (site.local_disk)")
             if read_file_system_type(self._disk) in ("tmpfs", "ramfs"):
                 raise UserError(
-                    "data.local_disk_in_memory", "this folder is in memory, which training needs (site.local_disk)"
+                    "data.local_disk_in_memory",
+                    "this folder is in main memory, which training needs: name a folder on a disk (site.local_disk)",
                 )
-            users = _joined(self._folder)
-            if self._tell is not None:
-                self._sweep()
-                self._tell(self._copy())
-            while self._waiting and not self._closed.wait(self.every_s):
+            users = _lock_shared(self._folder)
+            if self._write_event is not None:
+                self._remove_abandoned_folders()
+                self._write_event(self._copy_files())
+            while self._pending and not self._closed.wait(self.poll_interval_s):
                 for name in os.listdir(self._folder):
-                    self._move(name)
+                    self._use_copy(name)
         except (OSError, UserError) as error:
-            if self._tell is not None and not self._closed.is_set():
-                self._tell(LocalCopy(stage="train", host=socket.gethostname(), disk=str(self._disk), error=str(error)))
+            if self._write_event is not None and not self._closed.is_set():
+                self._write_event(
+                    LocalCopy(stage="train", host=socket.gethostname(), disk=str(self._disk), error=str(error))
+                )
         self._closed.wait()
         if users is not None:
             os.close(users)
             _remove_unused(self._folder)
 
-    def _sweep(self) -> None:
-        """Remove what killed trainings left."""
+    def _remove_abandoned_folders(self) -> None:
+        """Remove the copies of trainings that were killed."""
         for other in self._disk.glob("sluice-*"):
             if other != self._folder and not self._closed.is_set():
                 _remove_unused(other)
 
-    def _move(self, name: str) -> None:
-        for number in self._waiting.pop(name, ()):
+    def _use_copy(self, name: str) -> None:
+        """Make the dataset read a finished copy."""
+        for number in self._pending.pop(name, ()):
             self._dataset.remap_file(number, self._folder / name)
 
-    def _copy(self) -> LocalCopy:
-        """Copy each file for which there is room, and return the event that reports it.
+    def _copy_files(self) -> LocalCopy:
+        """Copy each file for which there is space, and return the event that reports it.
 
-        Raises:
-            OSError: A file does not have the content that its manifest describes.
+        Raises OSError if a file does not have its hash.
         """
-        began, size, left_out = time.monotonic(), 0, 0
-        for name, numbers in list(self._waiting.items()):
-            entry, disk = self._dataset.entries[numbers[0]], shutil.disk_usage(self._folder)
+        start_time = time.monotonic()
+        copied_bytes = no_space = 0
+        for name, numbers in list(self._pending.items()):
+            entry = self._dataset.entries[numbers[0]]
+            disk = shutil.disk_usage(self._folder)
             start, end = entry.part or (0, entry.size)
-            if disk.free - (end - start) < KEEP_FREE * disk.total:
-                left_out += 1
+            if disk.free - (end - start) < MIN_FREE_FRACTION * disk.total:
+                no_space += 1
                 continue
-            with replace_atomically(self._folder / name) as half:
-                if (found := self._copied(self._data_dir / entry.file, half, start, end)) != entry.sha256:
-                    raise OSError(f"{entry.file} is not what its manifest says: sha256 {found}")
-            size += end - start
-            self._move(name)
-        seconds = round(time.monotonic() - began, 1)
+            with replace_atomically(self._folder / name) as temporary:
+                digest = self._copy_range(self._data_dir / entry.file, temporary, start, end)
+                if digest != entry.sha256:
+                    raise OSError(f"{entry.file} differs from its manifest: its sha256 is {digest}")
+            copied_bytes += end - start
+            self._use_copy(name)
         return LocalCopy(
             stage="train",
             host=socket.gethostname(),
             disk=str(self._disk),
             files=sum(1 for _ in self._folder.glob("*-*")),
-            bytes=size,
-            seconds=seconds,
-            no_room_for=left_out,
+            bytes=copied_bytes,
+            seconds=round(time.monotonic() - start_time, 1),
+            no_room_for=no_space,
             too_many_files_by=self._too_many_files_by,
         )
 
-    def _copied(self, source: Path, target: Path, start: int, end: int) -> str:
-        """Copy these bytes of a file; their sha256. Raises InterruptedError where this is closed meanwhile."""
+    def _copy_range(self, source: Path, target: Path, start: int, end: int) -> str:
+        """Copy bytes [start, end) of a file and return their sha256. Raises InterruptedError when this is closed."""
         digest = hashlib.sha256()
         with open(source, "rb", buffering=0) as read, open(target, "wb") as write:
             write.seek(read.seek(start))
-            while chunk := read.read(min(_CHUNK, end - read.tell())):
+            while chunk := read.read(min(_CHUNK_BYTES, end - read.tell())):
                 if self._closed.is_set():
                     raise InterruptedError
                 digest.update(chunk)
@@ -147,15 +163,19 @@ class LocalCopies(AbstractContextManager["LocalCopies"]):
         return digest.hexdigest()
 
 
-def _name(entry: ShardEntry | SampleFile) -> str:
+def _copy_name(entry: ShardEntry | SampleFile) -> str:
+    """Return the file name of an entry's copy. Entries with the same name have the same content."""
     return f"{entry.sha256}-{entry.part[0] if entry.part else 0}"
 
 
-def _joined(folder: Path) -> int:
-    """A shared lock on a folder that is there: its descriptor. Raises UserError where it is not ours."""
+def _lock_shared(folder: Path) -> int:
+    """Create the folder if needed and lock it for use; return the descriptor of the lock.
+
+    Raises UserError if the folder belongs to another user.
+    """
     while True:
         folder.mkdir(mode=0o700, exist_ok=True)
-        with suppress(FileNotFoundError):  # who left last removed it just now
+        with suppress(FileNotFoundError):  # another process has just removed the folder
             check_own_folder(folder)
             users = open_lock_file(folder / "users")
             try_flock(users, fcntl.LOCK_SH)
@@ -166,7 +186,7 @@ def _joined(folder: Path) -> int:
 
 
 def _remove_unused(folder: Path) -> None:
-    """Remove a folder of copies that no process uses, and that is ours to remove."""
+    """Remove a folder of copies if no process uses it and it is ours."""
     with suppress(OSError):
         users = os.open(folder / "users", os.O_RDWR | os.O_NOFOLLOW)
         try:

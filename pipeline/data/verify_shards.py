@@ -1,7 +1,7 @@
-"""Are the shards what the manifest says, and is what it says so? Asked by all ranks before anything reads them.
+"""Compare shards with the manifest, on all ranks, before anything reads them.
 
-A shard that fails is set aside under another name. So the shard stage counts as not done, and the next `resume`
-writes that one shard again, the same bytes as before. A file of the user's own samples is left where it is.
+A damaged shard is renamed. The shard stage then counts as not done, so the next `resume` writes this shard again, with
+the same bytes as before. A damaged file of the user's is left in place.
 """
 
 from __future__ import annotations
@@ -21,69 +21,74 @@ from pipeline.run.directory import Run
 from pipeline.run.events import Damaged
 
 VERIFIED_FILE = "verified.json"
-"""In the data folder: what each file was when its hash was last found right."""
+"""In the data folder: size, time and inode of each file when its hash was last compared successfully."""
 
 
 def load_run_manifest(run: Run) -> Manifest | SampleManifest:
-    """What the shard stage left. Raises InputError, naming the file, when it is missing or torn."""
+    """Return the manifest that the shard stage wrote. Raises InputError if it is missing or damaged."""
     return load_data_manifest(run.config, run.data_dir)
 
 
 def verify_shards(run: Run, shards: Sequence[ShardEntry | SampleFile], group: dist.ProcessGroup, *, how: str) -> None:
-    """Check every shard once, split over the ranks. Raises InputError, on all ranks, naming the file.
+    """Check each shard once, distributed over the ranks of `group`. Also compares the arrays in it with the manifest.
 
-    Type, place and length of its arrays are compared with the manifest, too: they are read as they stand there.
-    `how`: as `data.verify`. With `cached`, what was hashed and found right is noted with size, time and inode, and not
-    read again as long as it has them.
+    Args:
+        how: `data.verify`. With `cached`, a file that was hashed successfully is not hashed again while its size, time
+            and inode stay the same.
+
+    Raises InputError, on all ranks, naming the file.
     """
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    notes = run.data_dir / VERIFIED_FILE
-    known: dict[str, Any] = {}
+    rank = dist.get_rank(group)
+    ranks = dist.get_world_size(group)
+    cache_file = run.data_dir / VERIFIED_FILE
+    verified_before: dict[str, Any] = {}
 
-    def check() -> dict[str, Any]:
-        with suppress(OSError):  # notes that cannot be read are none
-            if how == "cached" and has_valid_checksum(read := read_json(notes)):
-                known.update(read)
-        seen: dict[str, Any] = {}
-        for entry in shards[rank::size]:
+    def check_own_shards() -> dict[str, Any]:
+        with suppress(OSError):  # an unreadable cache counts as empty
+            if how == "cached" and has_valid_checksum(cached := read_json(cache_file)):
+                verified_before.update(cached)
+        verified: dict[str, Any] = {}
+        for entry in shards[rank::ranks]:
             path = run.data_dir / entry.file
             try:
-                found = path.stat() if path.exists() else None
-                stamp = found and [found.st_size, found.st_mtime_ns, found.st_ino, entry.sha256]
-                again = stamp is None or known.get(entry.name) != stamp
-                entry.check(run.data_dir, how != "sizes" and again)
-                seen[entry.name] = stamp
+                status = path.stat() if path.exists() else None
+                stamp = status and [status.st_size, status.st_mtime_ns, status.st_ino, entry.sha256]
+                has_changed = stamp is None or verified_before.get(entry.name) != stamp
+                entry.check(run.data_dir, how != "sizes" and has_changed)
+                verified[entry.name] = stamp
             except InputError as error:
                 if not entry.is_user_file:
-                    with suppress(OSError):  # missing already, or not ours to rename: the error below says enough
+                    with suppress(OSError):  # missing, or in a folder of another user: the error below is enough
                         path.rename(path.with_name(f"{path.name}.damaged"))
                     run.append_event(Damaged(file=str(path), reason=str(error)))
                 raise
-            if not entry.is_user_file or isinstance(entry, SampleFile):  # of the user's tokens the hash says enough
+            # A range of the user's tokens is no HDF5 dataset of the file's, so its hash must be enough.
+            if not entry.is_user_file or isinstance(entry, SampleFile):
                 _check_arrays(run, path, entry)
 
-        return seen
+        return verified
 
-    found = all_gather_results(group, check)
+    results = all_gather_results(group, check_own_shards)
     if how == "cached" and rank == 0:
-        with suppress(OSError):  # somebody else's data: they are hashed the next time, too
-            write_json(notes, add_checksum(known | {name: stamp for part in found for name, stamp in part.items()}))
+        verified = {name: stamp for part in results for name, stamp in part.items()}
+        with suppress(OSError):  # the data of another user: these files are hashed again the next time
+            write_json(cache_file, add_checksum(verified_before | verified))
 
 
 def _check_arrays(run: Run, path: Path, entry: ShardEntry | SampleFile) -> None:
-    """Raise InputError where an array is not what and where the manifest tells."""
+    """Raise InputError if type, shape or position of an array differs from the manifest."""
     import h5py
 
     with translate_read_errors(str(path)), h5py.File(path, "r", locking=False) as file:
         for name, array in entry.arrays.items():
             dataset: Any = file.get(name)
-            found = None
+            actual = None
             if isinstance(dataset, h5py.Dataset) and (offset := dataset.id.get_offset()) is not None:
-                found = ArrayEntry(offset=offset, dtype=dataset.dtype.name, shape=dataset.shape)
-            if found != array:
+                actual = ArrayEntry(offset=offset, dtype=dataset.dtype.name, shape=dataset.shape)
+            if actual != array:
                 manifest = run.data_dir / "manifest.json"
                 raise InputError(
                     "data.array_mismatch",
-                    f"{manifest} says of {name} in {path}: {array}; there is: {found or 'no such array'}. Remove "
-                    f"{manifest} and run the shard stage again, e.g. `{run.resume_command}`",
+                    f"array {name} in {path} is {actual or 'missing'}, but {manifest} has {array}. Remove {manifest} "
+                    f"and run the shard stage again, e.g. `{run.resume_command}`",
                 )

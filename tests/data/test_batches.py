@@ -1,4 +1,4 @@
-"""The reader's thread: what it reads ahead, its end and its errors; a consumer in a hurry, who reads himself."""
+"""The thread of the batch loader: how far it reads ahead, how it ends, and how it reports errors."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
+    """Check that each test ends all threads that it starts."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     before = set(threading.enumerate())
@@ -41,14 +42,14 @@ def dataset(tmp_path: Path) -> TokenDataset:
     return TokenDataset(write_shards(tmp_path, [(101, 6)], "uint16")[0], 10)
 
 
-def endless() -> Iterator[np.ndarray]:
+def repeat_indices() -> Iterator[np.ndarray]:
     while True:
         yield np.array([1, 2])
 
 
 @pytest.fixture
 def two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read ahead two blocks at most, at any pace of the consumer."""
+    """Read at most two blocks ahead, however fast the consumer is."""
     monkeypatch.setattr(BatchLoader, "AHEAD_BYTES", 0)
 
 
@@ -60,27 +61,27 @@ def wait_until_full(batches: BatchLoader, depth: int = 2) -> None:
 
 
 @pytest.mark.usefixtures("two_blocks")
-def test_it_reads_ahead_and_no_further(dataset: TokenDataset) -> None:
-    asked = []
+def test_it_reads_at_most_two_blocks_ahead(dataset: TokenDataset) -> None:
+    requested = []
 
     def sampler() -> Iterator[np.ndarray]:
-        for indices in endless():
-            asked.append(indices)
+        for indices in repeat_indices():
+            requested.append(indices)
             yield indices
 
     with BatchLoader(dataset, sampler(), CPU) as batches:
         wait_until_full(batches)
         time.sleep(0.05)
         assert batches._ready.qsize() == 2
-        assert len(asked) <= 1 + 2 + 4, "blocks of one and two batches wait, the next one of four is being asked for"
+        assert len(requested) <= 1 + 2 + 4, "blocks of one and two batches are waiting, one of four is being read"
         next(batches)
         wait_until_full(batches)
 
 
 @pytest.mark.usefixtures("two_blocks")
 @pytest.mark.parametrize("taken", [0, 1, 5])
-def test_close_ends_a_blocked_thread(dataset: TokenDataset, taken: int) -> None:
-    batches = BatchLoader(dataset, endless(), CPU)
+def test_close_ends_a_waiting_thread(dataset: TokenDataset, taken: int) -> None:
+    batches = BatchLoader(dataset, repeat_indices(), CPU)
     for _ in range(taken):
         next(batches)
     wait_until_full(batches)
@@ -94,11 +95,11 @@ def test_close_ends_a_blocked_thread(dataset: TokenDataset, taken: int) -> None:
 
 
 def test_errors_of_the_thread_reach_the_consumer(dataset: TokenDataset) -> None:
-    def broken() -> Iterator[np.ndarray]:
+    def fail_after_one() -> Iterator[np.ndarray]:
         yield np.array([1])
         raise OSError(5, "the storage failed")
 
-    with BatchLoader(dataset, broken(), CPU) as batches:
+    with BatchLoader(dataset, fail_after_one(), CPU) as batches:
         assert next(batches)["tokens"].shape == (1, 11)
         for _ in range(2):
             with pytest.raises(OSError, match="the storage failed"):
@@ -115,29 +116,29 @@ def test_a_finite_sampler_ends_the_iteration(dataset: TokenDataset) -> None:
         assert list(batches) == []
 
 
-def test_a_block_is_the_consumers_once_it_is_handed_over(
+def test_the_thread_does_not_use_a_block_after_handing_it_over(
     dataset: TokenDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Greedy(queue.SimpleQueue[Any]):
-        """The consumer took all of a block before the thread goes on."""
+    class EmptyingQueue(queue.SimpleQueue[Any]):
+        """Empties each block as a consumer might before the thread continues."""
 
         def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
             super().put(item.copy() if isinstance(item, list) else item)
             if isinstance(item, list):
                 item.clear()
 
-    monkeypatch.setattr("pipeline.data.loader.queue.SimpleQueue", Greedy)
+    monkeypatch.setattr("pipeline.data.loader.queue.SimpleQueue", EmptyingQueue)
     with BatchLoader(dataset, [np.array([k]) for k in range(5)], CPU) as batches:
         assert [batch["tokens"][0].tolist() for batch in batches] == dataset.read(np.arange(5))["tokens"].tolist()
 
 
 @pytest.mark.usefixtures("two_blocks")
-def test_waiting_is_measured(dataset: TokenDataset) -> None:
-    def slow() -> Iterator[np.ndarray]:
+def test_the_wait_for_data_is_measured(dataset: TokenDataset) -> None:
+    def start_slowly() -> Iterator[np.ndarray]:
         time.sleep(0.2)
-        yield from endless()
+        yield from repeat_indices()
 
-    with BatchLoader(dataset, slow(), CPU) as batches:
+    with BatchLoader(dataset, start_slowly(), CPU) as batches:
         next(batches)
         first = batches.data_wait_s
         wait_until_full(batches)
@@ -146,19 +147,23 @@ def test_waiting_is_measured(dataset: TokenDataset) -> None:
     assert first > 0.1
 
 
-def test_a_read_of_five_seconds_stops_nobody(dataset: TokenDataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At 50 ms a step, by a clock of the test's: 200 batches are ready, where two blocks are 32 at most."""
-    now, stuck, goes_on = 0.0, threading.Event(), threading.Event()
+def test_a_read_of_five_seconds_does_not_delay_the_consumer(
+    dataset: TokenDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a simulated clock and 50 ms per step, 200 batches are read ahead, although two blocks are at most 32."""
+    now = 0.0
+    is_blocked = threading.Event()
+    may_continue = threading.Event()
     monkeypatch.setattr("pipeline.data.loader.time", SimpleNamespace(perf_counter=lambda: now))
     monkeypatch.setattr(BatchLoader, "BLOCK_BYTES", 16 * 1024)
     read = dataset.read
 
-    def slow(indices: np.ndarray, out: Any = None) -> Any:
-        if stuck.is_set():
-            assert goes_on.wait(60)
+    def read_or_wait(indices: np.ndarray, out: Any = None) -> Any:
+        if is_blocked.is_set():
+            assert may_continue.wait(60)
         return read(indices, out)
 
-    monkeypatch.setattr(dataset, "read", slow)
+    monkeypatch.setattr(dataset, "read", read_or_wait)
     with BatchLoader(dataset, (np.array([k % 10]) for k in count()), CPU) as batches:
         for _ in range(40):
             assert next(batches)["tokens"].shape == (1, 11)
@@ -166,16 +171,16 @@ def test_a_read_of_five_seconds_stops_nobody(dataset: TokenDataset, monkeypatch:
         deadline = time.monotonic() + 60
         while batches._waiting_batches < 200 and time.monotonic() < deadline:
             time.sleep(0.001)
-        stuck.set()
-        for _ in range(100):  # would wait for ever
+        is_blocked.set()
+        for _ in range(100):
             next(batches)
             now += 0.05
-        goes_on.set()
+        may_continue.set()
 
 
 @pytest.mark.usefixtures("two_blocks")
 def test_the_thread_starts_no_other_threads(tmp_path: Path) -> None:
-    """Torch operations of this size would start an OpenMP pool of their own in the reader's thread."""
+    """Torch operations of this size would start an OpenMP pool in the loader's thread."""
     torch.set_num_threads(4)
     dataset = TokenDataset(write_shards(tmp_path, [(400_001, 0)], "uint16")[0], 100_000)
     before = len(os.listdir("/proc/self/task"))
@@ -186,27 +191,29 @@ def test_the_thread_starts_no_other_threads(tmp_path: Path) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.sampled_from([0.0, 1e-4, 1.0]), min_size=1, max_size=40), st.integers(0, 40), st.booleans())
-def test_batches_arrive_in_order_at_any_pace_of_the_consumer(steps: list[float], there: int, fails: bool) -> None:
+def test_batches_arrive_in_order_however_fast_the_consumer_is(steps: list[float], available: int, fails: bool) -> None:
     now = 0.0
 
     def sampler() -> Iterator[np.ndarray]:
-        yield from (np.array([k % 7, k % 5]) for k in range(there))
+        yield from (np.array([k % 7, k % 5]) for k in range(available))
         if fails:
             raise OSError(5, "the storage failed")
 
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         patch.setattr("pipeline.data.loader.time", SimpleNamespace(perf_counter=lambda: now))
-        patch.setattr(BatchLoader, "BLOCK_BYTES", 4 * 1024)  # of at most four batches
+        patch.setattr(BatchLoader, "BLOCK_BYTES", 4 * 1024)  # at most four batches
         dataset = TokenDataset(write_shards(Path(folder), [(101, 6)], "uint16")[0], 10)
-        expected = [dataset.read(indices)["tokens"].tolist() for indices in islice(sampler(), min(there, len(steps)))]
-        found: list[Any] = []
+        expected = [
+            dataset.read(indices)["tokens"].tolist() for indices in islice(sampler(), min(available, len(steps)))
+        ]
+        received: list[Any] = []
         with BatchLoader(dataset, sampler(), CPU) as batches:
             for step in steps:
                 try:
-                    found.append(next(batches)["tokens"].tolist())
+                    received.append(next(batches)["tokens"].tolist())
                 except (OSError, StopIteration) as error:
                     assert isinstance(error, OSError if fails else StopIteration)
                     break
                 now += step
-    whole = len(expected) - (3 if fails else 0)  # of the block that fails the batches before are lost
-    assert found == expected[: len(found)] and len(found) >= whole
+    min_received = len(expected) - (3 if fails else 0)  # earlier batches of a block that fails are lost
+    assert received == expected[: len(received)] and len(received) >= min_received

@@ -1,4 +1,4 @@
-"""Copies on a node's own disk: the same samples, one copier a node, nothing left; what fails leaves training alone."""
+"""Local copies of the training data: the same samples, one copier per node, nothing left behind, failures harmless."""
 
 from __future__ import annotations
 
@@ -22,32 +22,43 @@ from pipeline.data import local_copy
 from pipeline.data.local_copy import LocalCopies
 from pipeline.data.manifest import ShardEntry
 from pipeline.data.samples import TokenDataset
+from pipeline.run.events import LocalCopy
 
-Told = list[dict[str, Any]]
-LENGTH = 10
+Events = list[Any]
+SEQUENCE_LENGTH = 10
+FILE_SAMPLES = 50
 
 
 @pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(LocalCopies, "every_s", 0.01)
+def poll_often(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Poll every 10 ms, take the test folder for a disk, and check that no thread is left."""
+    monkeypatch.setattr(LocalCopies, "poll_interval_s", 0.01)
     monkeypatch.setattr(local_copy, "read_file_system_type", lambda _: "ext4")
-    before = set(threading.enumerate())
+    threads_before = set(threading.enumerate())
     yield
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) == threads_before
 
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Path:
+    """The local disk of a node."""
     (tmp_path / "disk").mkdir()
     return tmp_path / "disk"
 
 
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    """The data folder on shared storage."""
+    (tmp_path / "shared").mkdir()
+    return tmp_path / "shared"
+
+
 def make_dataset(folder: Path, files: int = 3) -> TokenDataset:
-    """Of shards in `folder`, each of 50 samples."""
-    folder.mkdir(exist_ok=True)
+    """Write shards of `FILE_SAMPLES` samples to a folder and open them."""
     entries = []
     for number in range(files):
-        path, tokens = folder / f"{number}.h5", np.arange(50 * LENGTH + 1, dtype=np.uint16) + 1000 * number
+        path = folder / f"{number}.h5"
+        tokens = np.arange(FILE_SAMPLES * SEQUENCE_LENGTH + 1, dtype=np.uint16) + 1000 * number
         path.write_bytes(b"x" * 24 + tokens.tobytes())
         entries.append(
             ShardEntry.model_construct(
@@ -55,227 +66,252 @@ def make_dataset(folder: Path, files: int = 3) -> TokenDataset:
                 dtype="uint16",
             )
         )  # fmt: skip
-    return TokenDataset(entries, LENGTH, folder)
+    return TokenDataset(entries, SEQUENCE_LENGTH, folder)
 
 
-def copies(dataset: TokenDataset, folder: Path, disk: str | Path, told: Told) -> LocalCopies:
-    return LocalCopies(
-        dataset, folder, str(disk), "key", lambda event, **fields: told.append({"event": event, **fields})
-    )
+def make_ranges(path: Path, tokens: np.ndarray, bounds: list[tuple[int, int]]) -> list[ShardEntry]:
+    """Write tokens to a file of the user's and describe ranges of its bytes."""
+    path.write_bytes(tokens.tobytes())
+    return [
+        ShardEntry.model_construct(
+            file=str(path), size=path.stat().st_size, part=part, sha256=sha256_file(path, part),
+            tokens=(part[1] - part[0]) // 2, offset=part[0], dtype="uint16",
+        )
+        for part in bounds
+    ]  # fmt: skip
 
 
-def beside(dataset: TokenDataset, folder: Path, disk: str | Path) -> LocalCopies:
-    """Another rank of the node."""
+def copy_files(dataset: TokenDataset, folder: Path, disk: str | Path, events: Events) -> LocalCopies:
+    """Start the rank of a node that copies."""
+    return LocalCopies(dataset, folder, str(disk), "key", events.append)
+
+
+def follow_copies(dataset: TokenDataset, folder: Path, disk: str | Path) -> LocalCopies:
+    """Start another rank of the node, which only uses the copies."""
     return LocalCopies(dataset, folder, str(disk), "key", None)
 
 
-def until(met: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
-    while not met():
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
 
 
-def test_no_more_copies_than_descriptors(tmp_path: Path, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: Told = []
-    dataset = make_dataset(tmp_path / "data")
-    expected = all_of(dataset)
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (4, 4))
-    with copies(dataset, tmp_path / "data", disk, told), beside(dataset, tmp_path / "data", disk) as other:
-        until(lambda: bool(told) and not other._waiting)
-        assert all_of(dataset) == expected
-    assert (told[0]["files"], told[0]["no_room_for"], told[0]["too_many_files_by"]) == (2, 0, 1)
-
-
-def all_of(dataset: TokenDataset) -> list[list[int]]:
+def read_all(dataset: TokenDataset) -> list[list[int]]:
     return [list(row) for row in dataset.read(np.arange(len(dataset)))["tokens"].tolist()]
 
 
-def test_what_is_read_is_the_same_and_stands_on_the_disk(tmp_path: Path, disk: Path) -> None:
-    dataset, told = make_dataset(tmp_path / "shared"), Told()
-    expected, size = all_of(dataset), sum(entry.size for entry in dataset.entries)
-    with copies(dataset, tmp_path / "shared", disk, told) as moved:
-        until(lambda: bool(told))
-        assert not moved._waiting
-        for number in range(3):  # in place: the maps that were there would show it
-            path = tmp_path / "shared" / f"{number}.h5"
-            with open(path, "r+b") as file:
-                file.write(b"\xff" * path.stat().st_size)
-        assert all_of(dataset) == expected
-    assert {key: told[0][key] for key in ("event", "files", "bytes", "no_room_for")} == {
-        "event": "local_copy", "files": 3, "bytes": size, "no_room_for": 0,
-    }  # fmt: skip
-    assert len(told) == 1 and not list(disk.iterdir())
+def overwrite(path: Path) -> None:
+    """Overwrite a file in place, which existing maps of it would show."""
+    with open(path, "r+b") as file:
+        file.write(b"\xff" * path.stat().st_size)
 
 
-def test_parts_of_a_large_file_are_copied_one_by_one(tmp_path: Path, disk: Path) -> None:
-    tokens, told = np.arange(3000, dtype=np.uint16), Told()
-    (tmp_path / "large.bin").write_bytes(tokens.tobytes())
-    borders = [(0, 2000), (2000, 3400), (3400, 6000)]
-    entries = [
-        ShardEntry.model_construct(
-            file=str(tmp_path / "large.bin"), size=6000, part=part, sha256=sha256_file(tmp_path / "large.bin", part),
-            tokens=(part[1] - part[0]) // 2, offset=part[0], dtype="uint16",
-        )
-        for part in borders
-    ]  # fmt: skip
-    dataset = TokenDataset(entries, LENGTH, tmp_path)
-    expected = all_of(dataset)
-    with copies(dataset, tmp_path, disk, told):
-        until(lambda: bool(told))
-        (tmp_path / "large.bin").write_bytes(b"\xff" * 6000)
-        assert all_of(dataset) == expected and told[0]["bytes"] == 6000 and told[0]["files"] == 3
+def test_samples_are_read_from_copies_without_a_change(shared: Path, disk: Path) -> None:
+    dataset = make_dataset(shared)
+    events = Events()
+    expected = read_all(dataset)
+    total_bytes = sum(entry.size for entry in dataset.entries)
+    with copy_files(dataset, shared, disk, events) as copies:
+        wait_until(lambda: bool(events))
+        assert not copies._pending
+        for number in range(3):
+            overwrite(shared / f"{number}.h5")
+        assert read_all(dataset) == expected
+    (event,) = events
+    assert isinstance(event, LocalCopy) and (event.files, event.bytes, event.no_room_for) == (3, total_bytes, 0)
+    assert event.too_many_files_by is None and not list(disk.iterdir())
 
 
-def test_files_with_the_same_content_are_one_copy_and_equal_parts_are_not(tmp_path: Path, disk: Path) -> None:
-    tokens, told = np.tile(np.arange(1000, dtype=np.uint16), 3), Told()
-    (tmp_path / "large.bin").write_bytes(tokens.tobytes())
-    entries = [
-        ShardEntry.model_construct(
-            file=str(tmp_path / "large.bin"), size=6000, part=(start, start + 2000), tokens=1000, offset=start,
-            sha256=sha256_file(tmp_path / "large.bin", (start, start + 2000)), dtype="uint16",
-        )
-        for start in (0, 2000, 4000)
-    ]  # fmt: skip
-    dataset = TokenDataset([*entries, entries[1]], LENGTH, tmp_path)
-    expected = all_of(dataset)
-    with copies(dataset, tmp_path, disk, told) as moved:
-        until(lambda: bool(told))
-        assert not moved._waiting and told[0]["files"] == 3
-        (tmp_path / "large.bin").write_bytes(b"\xff" * 6000)
-        assert all_of(dataset) == expected
+def test_copies_use_at_most_half_of_the_file_descriptors(
+    shared: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = Events()
+    dataset = make_dataset(shared)
+    expected = read_all(dataset)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (4, 4))
+    with copy_files(dataset, shared, disk, events), follow_copies(dataset, shared, disk) as follower:
+        wait_until(lambda: bool(events) and not follower._pending)
+        assert read_all(dataset) == expected
+    assert (events[0].files, events[0].no_room_for, events[0].too_many_files_by) == (2, 0, 1)
 
 
-def test_one_rank_of_a_node_copies_and_the_last_one_removes(tmp_path: Path, disk: Path) -> None:
-    ranks, told = [make_dataset(tmp_path / "shared") for _ in range(4)], Told()
-    running = [beside(dataset, tmp_path / "shared", disk) for dataset in ranks[1:]]
-    running.append(copies(ranks[0], tmp_path / "shared", disk, told))
-    until(lambda: not any(one._waiting for one in running))
-    assert len(told) == 1
-    for one in running[:3]:
-        one.__exit__()
+def test_ranges_of_a_large_file_are_copied_one_by_one(tmp_path: Path, disk: Path) -> None:
+    large = tmp_path / "large.bin"
+    entries = make_ranges(large, np.arange(3000, dtype=np.uint16), [(0, 2000), (2000, 3400), (3400, 6000)])
+    dataset = TokenDataset(entries, SEQUENCE_LENGTH, tmp_path)
+    events = Events()
+    expected = read_all(dataset)
+    with copy_files(dataset, tmp_path, disk, events):
+        wait_until(lambda: bool(events))
+        overwrite(large)
+        assert read_all(dataset) == expected
+    assert events[0].bytes == 6000 and events[0].files == 3
+
+
+def test_equal_files_share_a_copy_but_equal_ranges_do_not(tmp_path: Path, disk: Path) -> None:
+    large = tmp_path / "large.bin"
+    tokens = np.tile(np.arange(1000, dtype=np.uint16), 3)
+    entries = make_ranges(large, tokens, [(0, 2000), (2000, 4000), (4000, 6000)])
+    dataset = TokenDataset([*entries, entries[1]], SEQUENCE_LENGTH, tmp_path)
+    events = Events()
+    expected = read_all(dataset)
+    with copy_files(dataset, tmp_path, disk, events) as copies:
+        wait_until(lambda: bool(events))
+        assert not copies._pending and events[0].files == 3
+        overwrite(large)
+        assert read_all(dataset) == expected
+
+
+def test_one_rank_copies_and_the_last_one_removes_the_copies(shared: Path, disk: Path) -> None:
+    datasets = [make_dataset(shared) for _ in range(4)]
+    events = Events()
+    ranks = [follow_copies(dataset, shared, disk) for dataset in datasets[1:]]
+    ranks.append(copy_files(datasets[0], shared, disk, events))
+    wait_until(lambda: not any(rank._pending for rank in ranks))
+    assert len(events) == 1
+    for rank in ranks[:3]:
+        rank.__exit__()
         assert len(list(disk.glob("sluice-key/*-0"))) == 3
-    running[3].__exit__()
+    ranks[3].__exit__()
     assert not list(disk.iterdir())
 
 
-def test_what_fails_is_told_by_one_rank(tmp_path: Path, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks, told = [make_dataset(tmp_path / "shared") for _ in range(3)], Told()
-    shutil.copy(tmp_path / "shared/2.h5", tmp_path / "other")
-    os.replace(tmp_path / "other", tmp_path / "shared/0.h5")
-    reads: list[Path] = []
-    copied = LocalCopies._copied
+def test_only_the_copying_rank_reports_a_failure(
+    tmp_path: Path, shared: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets = [make_dataset(shared) for _ in range(3)]
+    events = Events()
+    shutil.copy(shared / "2.h5", tmp_path / "other")
+    os.replace(tmp_path / "other", shared / "0.h5")
+    sources: list[Path] = []
+    original = LocalCopies._copy_range
 
-    def counted(self: LocalCopies, source: Path, *more: Any) -> str:
-        reads.append(source)
-        return copied(self, source, *more)
+    def record_source(self: LocalCopies, source: Path, *arguments: Any) -> str:
+        sources.append(source)
+        return original(self, source, *arguments)
 
-    monkeypatch.setattr(LocalCopies, "_copied", counted)
-    running = [beside(dataset, tmp_path / "shared", disk) for dataset in ranks[1:]]
-    with copies(ranks[0], tmp_path / "shared", disk, told):
-        until(lambda: bool(told))
+    monkeypatch.setattr(LocalCopies, "_copy_range", record_source)
+    followers = [follow_copies(dataset, shared, disk) for dataset in datasets[1:]]
+    with copy_files(datasets[0], shared, disk, events):
+        wait_until(lambda: bool(events))
         time.sleep(0.1)
-    for one in running:
-        one.__exit__()
-    assert len(told) == len(reads) == 1 and not list(disk.iterdir())
+    for follower in followers:
+        follower.__exit__()
+    assert len(events) == len(sources) == 1 and not list(disk.iterdir())
 
 
-def test_a_folder_in_memory_is_refused(tmp_path: Path, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = Told()
-    monkeypatch.setattr(local_copy, "read_file_system_type", lambda _: "tmpfs")
-    with copies(make_dataset(tmp_path / "shared"), tmp_path / "shared", disk, told):
-        until(lambda: bool(told))
-    assert "in memory" in told[0]["error"] and not list(disk.iterdir())
-
-
-def test_a_full_disk_leaves_no_half_copy(tmp_path: Path, disk: Path) -> None:
-    dataset, told = make_dataset(tmp_path / "shared"), Told()
-    expected = all_of(dataset)
-    old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (900, old[1]))
-    try:
-        with copies(dataset, tmp_path / "shared", disk, told) as moved:
-            until(lambda: bool(told))
-            assert "error" in told[0] and len(moved._waiting) == 3 and all_of(dataset) == expected
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, old)
-        signal.signal(signal.SIGXFSZ, before)
+def test_a_file_that_differs_from_the_manifest_ends_the_copying(tmp_path: Path, shared: Path, disk: Path) -> None:
+    dataset = make_dataset(shared)
+    events = Events()
+    expected = read_all(dataset)
+    (shared / "1.h5").rename(tmp_path / "mapped")
+    shutil.copy(shared / "2.h5", shared / "1.h5")
+    with copy_files(dataset, shared, disk, events) as copies:
+        wait_until(lambda: bool(events))
+        assert "1.h5" in events[0].error and sha256_file(shared / "1.h5") in events[0].error
+        assert list(copies._pending.values()) == [[1], [2]]
+        assert read_all(dataset) == expected
     assert not list(disk.iterdir())
 
 
-def test_a_killed_jobs_folder_is_removed_and_one_in_use_is_not(tmp_path: Path, disk: Path) -> None:
+@pytest.mark.parametrize("folder", ["$SLUICE_NO_SUCH_VARIABLE", "/no/such/folder"])
+def test_a_missing_folder_is_reported_once(folder: str, shared: Path) -> None:
+    events = Events()
+    with copy_files(make_dataset(shared), shared, folder, events):
+        wait_until(lambda: bool(events))
+    assert "site.local_disk" in events[0].error and len(events) == 1
+
+
+def test_a_folder_of_another_user_is_not_used(shared: Path, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events = Events()
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with copy_files(make_dataset(shared), shared, disk, events):
+        wait_until(lambda: bool(events))
+    assert str(disk) in events[0].error and events[0].files is None
+
+
+def test_a_folder_in_main_memory_is_not_used(shared: Path, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events = Events()
+    monkeypatch.setattr(local_copy, "read_file_system_type", lambda _: "tmpfs")
+    with copy_files(make_dataset(shared), shared, disk, events):
+        wait_until(lambda: bool(events))
+    assert "main memory" in events[0].error and not list(disk.iterdir())
+
+
+def test_a_write_error_leaves_no_incomplete_copy(shared: Path, disk: Path) -> None:
+    dataset = make_dataset(shared)
+    events = Events()
+    expected = read_all(dataset)
+    limits_before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler_before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (900, limits_before[1]))
+    try:
+        with copy_files(dataset, shared, disk, events) as copies:
+            wait_until(lambda: bool(events))
+            assert events[0].error and len(copies._pending) == 3 and read_all(dataset) == expected
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits_before)
+        signal.signal(signal.SIGXFSZ, handler_before)
+    assert not list(disk.iterdir())
+
+
+def test_a_file_without_space_on_the_disk_is_read_from_shared_storage(
+    shared: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = make_dataset(shared)
+    events = Events()
+    expected = read_all(dataset)
+    size = dataset.entries[0].size
+
+    def has_space_for_two(folder: Path) -> Any:
+        used = sum(path.stat().st_size for path in Path(folder).iterdir())
+        return SimpleNamespace(total=20 * size, free=3 * size - used)  # a twentieth must stay free
+
+    monkeypatch.setattr(shutil, "disk_usage", has_space_for_two)
+    with copy_files(dataset, shared, disk, events) as copies:
+        wait_until(lambda: bool(events))
+        assert (events[0].files, events[0].no_room_for, list(copies._pending.values())) == (2, 1, [[2]])
+        assert read_all(dataset) == expected
+
+
+def test_the_folder_of_a_killed_job_is_removed_but_not_one_in_use(shared: Path, disk: Path) -> None:
     for name in ("killed", "used"):
         (disk / f"sluice-{name}").mkdir()
         (disk / f"sluice-{name}/users").touch()
-    (disk / "sluice-ness").mkdir()  # not one of ours
-    with open(disk / "sluice-used/users") as used:
-        fcntl.flock(used, fcntl.LOCK_SH)
-        told = Told()
-        with copies(make_dataset(tmp_path / "shared"), tmp_path / "shared", disk, told):
-            until(lambda: bool(told))
+    (disk / "sluice-ness").mkdir()  # not a folder of copies
+    events = Events()
+    with open(disk / "sluice-used/users") as users:
+        fcntl.flock(users, fcntl.LOCK_SH)
+        with copy_files(make_dataset(shared), shared, disk, events):
+            wait_until(lambda: bool(events))
         assert {path.name for path in disk.iterdir()} == {"sluice-used", "sluice-ness"}
 
 
-def test_what_has_no_room_is_read_where_it_lies(tmp_path: Path, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    dataset, told = make_dataset(tmp_path / "shared"), Told()
-    expected, size = all_of(dataset), dataset.entries[0].size
-
-    def room_for_two(folder: Path) -> Any:
-        held = sum(path.stat().st_size for path in Path(folder).iterdir())
-        return SimpleNamespace(total=20 * size, free=3 * size - held)  # a twentieth stays free
-
-    monkeypatch.setattr(shutil, "disk_usage", room_for_two)
-    with copies(dataset, tmp_path / "shared", disk, told) as moved:
-        until(lambda: bool(told))
-        assert (told[0]["files"], told[0]["no_room_for"], list(moved._waiting.values())) == (2, 1, [[2]])
-        assert all_of(dataset) == expected
-
-
-def test_whatever_fails_is_told_once_and_nothing_stays(
-    tmp_path: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
+def test_closing_while_a_file_is_copied_leaves_nothing(
+    shared: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for wrong in ("$SLUICE_NO_SUCH_VARIABLE", tmp_path / "none"):
-        told = Told()
-        with copies(make_dataset(tmp_path / "shared"), tmp_path / "shared", wrong, told):
-            until(lambda told=told: bool(told))  # type: ignore[misc]
-        assert "no such folder" in told[0]["error"] and len(told) == 1
-    dataset, told = make_dataset(tmp_path / "shared"), Told()
-    expected = all_of(dataset)
-    (tmp_path / "shared/1.h5").rename(tmp_path / "held")
-    shutil.copy(tmp_path / "shared/2.h5", tmp_path / "shared/1.h5")
-    with copies(dataset, tmp_path / "shared", disk, told) as moved:
-        until(lambda: bool(told))
-        assert "1.h5 is not what its manifest says" in told[0]["error"] and list(moved._waiting.values()) == [[1], [2]]
-        assert all_of(dataset) == expected
-    assert not list(disk.iterdir())
-    told = Told()
-    monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    with copies(dataset, tmp_path / "shared", disk, told):
-        until(lambda: bool(told))
-    assert "belongs to" in told[0]["error"]
+    dataset = make_dataset(shared)
+    events = Events()
+    is_hashing = threading.Event()
+    may_continue = threading.Event()
 
-
-def test_closing_in_the_middle_of_a_file_leaves_nothing(
-    tmp_path: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dataset, told, there, ends = make_dataset(tmp_path / "shared"), Told(), threading.Event(), threading.Event()
-
-    class Slow:
-        """A hash that takes its time."""
+    class BlockedHash:
+        """A hash that waits for the test."""
 
         def update(self, chunk: bytes) -> None:
-            there.set()
-            ends.wait(60)
+            is_hashing.set()
+            may_continue.wait(60)
 
         def hexdigest(self) -> str:
             return "no hash"
 
-    monkeypatch.setattr(local_copy.hashlib, "sha256", Slow)
-    monkeypatch.setattr(local_copy, "_CHUNK", 100)
-    with copies(dataset, tmp_path / "shared", disk, told) as moved:
-        assert there.wait(60)
+    monkeypatch.setattr(local_copy.hashlib, "sha256", BlockedHash)
+    monkeypatch.setattr(local_copy, "_CHUNK_BYTES", 100)
+    with copy_files(dataset, shared, disk, events) as copies:
+        assert is_hashing.wait(60)
         assert any(disk.glob("*/.*.tmp"))
-        moved._closed.set()
-        ends.set()
-    assert not told and not list(disk.iterdir())
+        copies._closed.set()
+        may_continue.set()
+    assert not events and not list(disk.iterdir())

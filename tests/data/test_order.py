@@ -1,4 +1,4 @@
-"""The order of the samples: a bijection, well mixed, the same for every layout, and frozen for ever."""
+"""The order of the samples: a bijection, well mixed, the same for every layout, and never changed."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ GOLDEN_HASH = "e333246f93b72b9319774ee8ac00c94d3c8d139e3246d7f0447b2937169634b1"
 GOLDEN_LARGE = [965273089618, 973923986883, 123771676308, 1772204661]
 
 
-def whole(seed: int, epoch: int, n: int) -> np.ndarray:
+def permute_epoch(seed: int, epoch: int, n: int) -> np.ndarray:
     return permute(seed, epoch, np.arange(n, dtype=np.int64), n)
 
 
-def reference(seed: int, epoch: int, x: int, n: int) -> int:
-    """The same permutation in plain integers, one number at a time."""
+def permute_one(seed: int, epoch: int, x: int, n: int) -> int:
+    """Return the permutation of one number, computed with Python integers."""
     half = next(h for h in range(1, 64) if 4**h >= n)
     mask = 2**half - 1
     keys = [
         hashlib.sha256(f"sluice order 1 seed {seed} epoch {epoch} round {i}".encode()).digest()[:8] for i in range(12)
     ]
     while True:
-        left, right = x >> half, x & mask
+        left = x >> half
+        right = x & mask
         for key in keys:
             z = (right + int.from_bytes(key, "little")) % 2**64
             z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
@@ -44,34 +45,34 @@ def reference(seed: int, epoch: int, x: int, n: int) -> int:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.integers(1, 2**62), st.integers(0, 2**40), st.integers(0, 2**40))
-def test_it_is_what_plain_integers_give(data: st.DataObject, n: int, seed: int, epoch: int) -> None:
+def test_the_permutation_equals_that_of_python_integers(data: st.DataObject, n: int, seed: int, epoch: int) -> None:
     positions = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=20))
-    expected = [reference(seed, epoch, position, n) for position in positions]
+    expected = [permute_one(seed, epoch, position, n) for position in positions]
     assert permute(seed, epoch, np.array(positions, dtype=np.int64), n).tolist() == expected
 
 
 @pytest.mark.parametrize("n", EDGES)
-def test_every_index_once_at_edge_sizes(n: int) -> None:
+def test_each_index_occurs_once_at_edge_sizes(n: int) -> None:
     for epoch in range(3):
-        assert np.array_equal(np.sort(whole(1, epoch, n)), np.arange(n))
+        assert np.array_equal(np.sort(permute_epoch(1, epoch, n)), np.arange(n))
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 5000), st.integers(0, 2**64), st.integers(0, 10**9))
-def test_every_index_once(n: int, seed: int, epoch: int) -> None:
-    order = whole(seed, epoch, n)
+def test_each_index_occurs_once(n: int, seed: int, epoch: int) -> None:
+    order = permute_epoch(seed, epoch, n)
     assert order.dtype == np.int64
     assert np.array_equal(np.sort(order), np.arange(n))
 
 
-def test_asking_for_parts_gives_the_parts_of_the_whole() -> None:
-    order = whole(3, 2, 1000)
+def test_asking_for_parts_gives_the_parts_of_the_permute_epoch() -> None:
+    order = permute_epoch(3, 2, 1000)
     some = np.random.default_rng(0).integers(0, 1000, (7, 11))
     assert np.array_equal(permute(3, 2, some, 1000), order[some])
 
 
 def test_seed_and_epoch_change_the_order() -> None:
-    orders = [whole(seed, epoch, 1000) for seed in range(4) for epoch in range(4)]
+    orders = [permute_epoch(seed, epoch, 1000) for seed in range(4) for epoch in range(4)]
     for i, left in enumerate(orders):
         for right in orders[:i]:
             # Two independent orders agree at 1 position on average; more than 8 has a chance of 1e-6.
@@ -84,17 +85,17 @@ def test_each_index_is_equally_likely_at_each_position(n: int) -> None:
     epochs = 2000
     counts = np.zeros((n, n))
     for epoch in range(epochs):
-        counts[np.arange(n), whole(7, epoch, n)] += 1
+        counts[np.arange(n), permute_epoch(7, epoch, n)] += 1
     chi_square = ((counts - epochs / n) ** 2).sum() * n / epochs
     freedom = (n - 1) ** 2
     assert abs(chi_square - freedom) < 5 * np.sqrt(2 * freedom)
 
 
-def test_neighbours_do_not_stay_together() -> None:
+def test_neighbours_are_separated() -> None:
     n = 100_000
-    order = whole(1, 0, n)
+    order = permute_epoch(1, 0, n)
     steps = np.diff(order)
-    # In a random order a neighbour follows its neighbour about once in all; positions and indices are unrelated.
+    # A random order has about one pair of neighbours. Positions and indices are uncorrelated.
     assert np.count_nonzero(np.abs(steps) == 1) <= 12
     assert abs(np.corrcoef(order, np.arange(n))[0, 1]) < 5 / np.sqrt(n)
     assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 5 / np.sqrt(n)
@@ -103,9 +104,9 @@ def test_neighbours_do_not_stay_together() -> None:
     assert ((table - n / 100) ** 2).sum() / (n / 100) < 81 + 6 * np.sqrt(2 * 81)
 
 
-def test_epochs_follow_one_another_without_a_seam() -> None:
+def test_epochs_follow_each_other_without_a_gap() -> None:
     n, seed = 10, 5
-    orders = np.concatenate([whole(seed, epoch, n) for epoch in range(4)])
+    orders = np.concatenate([permute_epoch(seed, epoch, n) for epoch in range(4)])
     assert np.array_equal(compute_index_range(seed, 0, 40, n), orders)
     assert np.array_equal(compute_index_range(seed, 8, 4, n), orders[8:12])  # an epoch's end and the next one's start
     assert np.array_equal(compute_index_range(seed, 7, 25, n), orders[7:32])  # a batch that is larger than the dataset
@@ -122,10 +123,10 @@ def test_batches_cover_epochs_exactly(n: int, start: int, count: int) -> None:
 
 
 def test_the_order_never_changes() -> None:
-    """If this fails, runs that stopped before your change would go on with other samples: raise ORDER_VERSION."""
+    """If this fails, stopped runs would continue with other samples: increase ORDER_VERSION."""
     assert ORDER_VERSION == 1
     assert permute(1, 0, np.arange(12), 1000).tolist() == GOLDEN_FIRST
-    assert hashlib.sha256(whole(1, 0, 1000).astype("<i8").tobytes()).hexdigest() == GOLDEN_HASH
+    assert hashlib.sha256(permute_epoch(1, 0, 1000).astype("<i8").tobytes()).hexdigest() == GOLDEN_HASH
     assert permute(1, 3, np.arange(4), 10**12).tolist() == GOLDEN_LARGE
 
 
@@ -143,6 +144,6 @@ def test_memory_does_not_grow_with_the_dataset() -> None:
 
 
 @pytest.mark.parametrize(("positions", "n"), [([0], 0), ([5], 5), ([-1], 5), ([0], 2**63)])
-def test_what_cannot_be_asked(positions: list[int], n: int) -> None:
+def test_arguments_out_of_range_are_rejected(positions: list[int], n: int) -> None:
     with pytest.raises(ValueError, match=r"allowed|needs"):
         permute(1, 0, np.array(positions, dtype=np.int64), n)

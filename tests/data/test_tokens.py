@@ -1,4 +1,4 @@
-"""Samples of text against a naive reader; what is opened and copied; the sampler over layouts."""
+"""Samples of text compared with a naive reader; opened files and copies; the sampler over layouts."""
 
 from __future__ import annotations
 
@@ -16,28 +16,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
-from pipeline.base.errors import InputError, UserError
+from pipeline.base.errors import InputError
 from pipeline.data.loader import BatchLoader
 from pipeline.data.sample_order import GlobalOrderSampler, compute_index_range
 from pipeline.data.samples import TokenDataset
+from tests.support.errors import raises_error
 from tests.support.shards import make_shard_entry, write_shards
 
 CPU = torch.device("cpu")
 SHARDS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 40)), min_size=1, max_size=6)
 
 _opened: list[str] | None = None
+"""Paths of opened files while a test records them."""
 
 
-def _audit(event: str, arguments: tuple[object, ...]) -> None:
+def _record_opened_files(event: str, arguments: tuple[object, ...]) -> None:
     if event == "open" and _opened is not None:
         _opened.append(str(arguments[0]))
 
 
-sys.addaudithook(_audit)  # cannot be taken back; it does nothing while `_opened` is None
+sys.addaudithook(_record_opened_files)  # hooks cannot be removed; this one does nothing while `_opened` is None
 
 
-def naive_samples(contents: list[np.ndarray], length: int) -> list[list[int]]:
-    """All samples, one token at a time."""
+def read_naively(contents: list[np.ndarray], length: int) -> list[list[int]]:
+    """Return all samples, read one token at a time."""
     samples = []
     for content in contents:
         start = 0
@@ -49,14 +51,14 @@ def naive_samples(contents: list[np.ndarray], length: int) -> list[list[int]]:
 
 @settings(max_examples=80, deadline=None)
 @given(st.data(), SHARDS, st.integers(1, 20), st.sampled_from(["uint16", "uint32"]))
-def test_reads_what_a_naive_reader_reads(
+def test_samples_equal_those_of_a_naive_reader(
     data: st.DataObject, sizes: list[tuple[int, int]], length: int, dtype: str
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
         spans, contents = write_shards(Path(folder), sizes, dtype)
-        samples = naive_samples(contents, length)
+        samples = read_naively(contents, length)
         if not samples:
-            with pytest.raises(UserError, match=f"there are {sum(n for n, _ in sizes)} tokens"):
+            with raises_error("data.no_training_sample", f"{sum(n for n, _ in sizes)} tokens"):
                 TokenDataset(spans, length)
             return
         dataset = TokenDataset(spans, length)
@@ -73,7 +75,7 @@ def test_reads_what_a_naive_reader_reads(
         assert tokens_BT1.tolist() == [samples[i] for i in indices]
 
 
-def test_large_token_ids_survive(tmp_path: Path) -> None:
+def test_large_token_ids_are_kept(tmp_path: Path) -> None:
     for dtype, ids in (("uint16", [0, 32767, 32768, 65535]), ("uint32", [0, 2**31 - 1, 2**31, 2**32 - 1])):
         path = tmp_path / dtype
         path.write_bytes(np.array(ids, dtype=dtype).tobytes())
@@ -84,96 +86,100 @@ def test_large_token_ids_survive(tmp_path: Path) -> None:
 
 def test_hdf5_shards_are_opened_once(tmp_path: Path) -> None:
     global _opened
-    spans, contents = [], []
+    entries = []
+    contents = []
     for i in range(3):
         content = np.random.default_rng(i).integers(0, 65536, 101, dtype=np.uint16)
         path = tmp_path / f"tokens-{i}.h5"
         with h5py.File(path, "w") as file:
             file["documents"] = np.arange(7)
             shard = file.create_dataset("tokens", data=content)
-            spans.append(make_shard_entry(path, len(content), shard.id.get_offset(), str(shard.dtype)))
+            entries.append(make_shard_entry(path, len(content), shard.id.get_offset(), str(shard.dtype)))
         contents.append(content)
     _opened = []
     try:
-        dataset = TokenDataset(spans, 10)
+        dataset = TokenDataset(entries, 10)
         sampler = GlobalOrderSampler(dataset, global_batch=4, seed=1, num_replicas=1, rank=0)
         with BatchLoader(dataset, sampler, CPU) as batches:
             read = [next(batches)["tokens"] for _ in range(20)]  # more than two epochs
     finally:
         opened, _opened = _opened, None
-    assert sorted(path for path in opened if path.endswith(".h5")) == [one.file for one in spans]
-    held = [os.readlink(path) for path in _descriptors()]  # Python's mmap keeps one descriptor
-    assert [held.count(one.file) for one in spans] == [1, 1, 1]
-    samples = naive_samples(contents, 10)
+    assert sorted(path for path in opened if path.endswith(".h5")) == [one.file for one in entries]
+    open_files = [os.readlink(path) for path in _list_descriptors()]  # Python's mmap keeps one descriptor
+    assert [open_files.count(one.file) for one in entries] == [1, 1, 1]
+    samples = read_naively(contents, 10)
     assert torch.cat(read).tolist() == [samples[i] for i in compute_index_range(1, 0, 80, 30)]
 
 
-def test_parts_of_one_file_share_its_descriptor_and_a_copy_takes_one_of_them(tmp_path: Path) -> None:
-    path, copy = tmp_path / "tokens.bin", tmp_path / "copy"
+def test_ranges_of_a_file_share_its_descriptor_until_one_is_remapped(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.bin"
+    copy = tmp_path / "copy"
     np.arange(3000, dtype=np.uint16).tofile(path)
     copy.write_bytes(path.read_bytes())
-    parts = [make_shard_entry(path, 10, 20 * part, "uint16") for part in range(300)]
-    dataset = TokenDataset(parts, 9)
-    assert [os.readlink(one) for one in _descriptors()].count(str(path)) == 1
+    entries = [make_shard_entry(path, 10, 20 * number, "uint16") for number in range(300)]
+    dataset = TokenDataset(entries, 9)
+    assert [os.readlink(one) for one in _list_descriptors()].count(str(path)) == 1
     dataset.remap_file(7, copy)
-    held = [os.readlink(one) for one in _descriptors()]
-    assert (held.count(str(path)), held.count(str(copy))) == (1, 1)
+    open_files = [os.readlink(one) for one in _list_descriptors()]
+    assert (open_files.count(str(path)), open_files.count(str(copy))) == (1, 1)
     assert dataset.read(np.arange(300))["tokens"].ravel().tolist() == list(range(3000))
 
 
-def test_a_short_row_is_read_without_the_file_around_it(tmp_path: Path) -> None:
-    path, tokens = tmp_path / "tokens.bin", 1 << 22
+def test_reading_a_short_row_does_not_copy_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.bin"
+    tokens = 1 << 22
     np.arange(tokens, dtype=np.uint32).tofile(path)
     dataset = TokenDataset([make_shard_entry(path, tokens, 0, "uint32")], 100)
     tracemalloc.start()
     try:
         assert dataset.read(np.array([9, 40_000]))["tokens"][:, 0].tolist() == [900, 4_000_000]
-        assert tracemalloc.get_traced_memory()[1] < tokens, "numpy copied what it was not asked for"
+        assert tracemalloc.get_traced_memory()[1] < tokens, "numpy copied more than the rows"
     finally:
         tracemalloc.stop()
 
 
-def _descriptors() -> list[str]:
+def _list_descriptors() -> list[str]:
     return [path for name in os.listdir("/proc/self/fd") if os.path.islink(path := f"/proc/self/fd/{name}")]
 
 
-def test_wrong_shards_are_named(tmp_path: Path) -> None:
+def test_unusable_shards_are_rejected(tmp_path: Path) -> None:
     spans, _ = write_shards(tmp_path, [(30, 8), (30, 8)], "uint16")
-    with pytest.raises(InputError, match=r"gone\.h5"):
+    with raises_error("data.damaged_file", tmp_path / "gone.h5", kind=InputError):
         TokenDataset([spans[0], make_shard_entry(tmp_path / "gone.h5", 30, 0, "uint16")], 5)
-    with pytest.raises(InputError, match=r"1\.h5"):
+    with raises_error("data.damaged_file", spans[1].file, kind=InputError):
         TokenDataset([spans[0], make_shard_entry(Path(spans[1].file), 300, 8, "uint16")], 5)
-    with pytest.raises(InputError, match="float32"):
+    with raises_error("data.wrong_type", "float32", spans[1].file, kind=InputError):
         TokenDataset([make_shard_entry(Path(spans[1].file), 15, 8, "float32")], 5)
-    with pytest.raises(UserError, match="60 tokens in 2 shards, at most 30 in one"):
+    with raises_error("data.no_training_sample", "60 tokens in 2 shards", "at most 30"):
         TokenDataset(spans, 30)
-    with pytest.raises(UserError, match="no training sample"):
+    with raises_error("data.no_training_sample", "data.sequence_length"):
         TokenDataset([], 30)
 
 
-def test_shards_of_two_widths_come_in_the_wider_one(tmp_path: Path) -> None:
-    """Sources of a mixture may differ."""
+def test_shards_of_two_token_widths_are_read_in_the_wider_type(tmp_path: Path) -> None:
+    """The sources of a mixture may differ."""
     (narrow,), (small,) = write_shards(tmp_path, [(13, 8)], "uint16")
     (tmp_path / "wide").mkdir()
     (wide,), (large,) = write_shards(tmp_path / "wide", [(11, 4)], "uint32")
     dataset = TokenDataset([narrow, wide], 5)
-    found = dataset.read(np.arange(4))["tokens"]
-    assert found.dtype == "uint32" and found.tolist() == naive_samples([small, large], 5)
+    tokens = dataset.read(np.arange(4))["tokens"]
+    assert tokens.dtype == "uint32" and tokens.tolist() == read_naively([small, large], 5)
     with BatchLoader(dataset, [np.arange(4)], CPU) as batches:
-        assert next(batches)["tokens"].tolist() == found.tolist()
+        assert next(batches)["tokens"].tolist() == tokens.tolist()
 
 
 @pytest.mark.parametrize("index", [-1, 12])
-def test_a_sample_that_is_not_there(tmp_path: Path, index: int) -> None:
+def test_an_index_out_of_range_is_rejected(tmp_path: Path, index: int) -> None:
     dataset = TokenDataset(write_shards(tmp_path, [(31, 0), (31, 0)], "uint16")[0], 5)
-    with pytest.raises(IndexError, match="there are 12"):
+    with pytest.raises(IndexError, match="12"):
         dataset.read(np.array([3, index]))
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 3), st.integers(0, 300), st.integers(0, 9))
 def test_ranks_split_the_same_global_batches(n: int, quarter: int, consumed: int, seed: int) -> None:
-    batch, steps = 4 * quarter, 3
+    batch = 4 * quarter
+    steps = 3
     expected = compute_index_range(seed, consumed, steps * batch, n).reshape(steps, batch)
     with tempfile.TemporaryDirectory() as folder:
         dataset = TokenDataset(write_shards(Path(folder), [(n + 1, 0)], "uint16")[0], 1)
@@ -198,7 +204,7 @@ def test_ranks_split_the_same_global_batches(n: int, quarter: int, consumed: int
                 assert np.concatenate(parts).tolist() == expected[k].tolist()
 
 
-def test_sampler_past_its_blocks_and_its_length(tmp_path: Path) -> None:
+def test_the_sampler_continues_past_its_length(tmp_path: Path) -> None:
     dataset = TokenDataset(write_shards(tmp_path, [(101, 0)], "uint16")[0], 1)
     sampler = GlobalOrderSampler(dataset, global_batch=16, seed=3, num_replicas=2, rank=1)
     assert isinstance(sampler, DistributedSampler)
@@ -206,5 +212,5 @@ def test_sampler_past_its_blocks_and_its_length(tmp_path: Path) -> None:
     sampler.set_epoch(5)
     for k, indices in zip(range(100), sampler, strict=False):
         assert np.array_equal(indices, compute_index_range(3, 16 * k + 8, 8, 100)), k
-    with pytest.raises(UserError, match=r"global_batch \(16\).*3 data parallel"):
+    with raises_error("config.conflict", "train.global_batch (16)", 3):
         GlobalOrderSampler(dataset, global_batch=16, seed=3, num_replicas=3, rank=1)

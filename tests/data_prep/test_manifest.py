@@ -219,7 +219,9 @@ def test_what_is_new_since_the_shards_is_told_and_what_was_cleared_away_is_not(
 def test_too_little_text_to_train_on_is_refused_by_shard_and_mended_by_resume(tmp_path: Path) -> None:
     run = Run.create(load_config(write_config(tmp_path), ["data.sequence_length=40000", "data.shard_tokens=50000"]))
     load_stage_module("prepare").run_stage(run, read_rank_info({}), {}, HarmlessFlag())
-    with pytest.raises(UserError, match=r"no training sample: one takes 40001 tokens .* lower data\.sequence_length"):
+    with pytest.raises(
+        UserError, match=r"no training sample: a sample takes 40001 tokens .* reduce data\.sequence_length"
+    ):
         load_stage_module("shard").run_stage(run, read_rank_info({}), {}, HarmlessFlag())
     assert load_stage_module("shard").missing_outputs(run) is not None
     run.apply_overrides(["data.sequence_length=10000"])
@@ -238,7 +240,9 @@ def test_damaged_shard_is_named_with_the_way_out(done: Path, data: DataConfig) -
         with pytest.raises(InputError, match=rf"{path} is damaged: its sha256 .*: .*python submit\.py resume RUN"):
             entry.check(done, hashes=True)
     path.write_bytes(whole[:-1])
-    with pytest.raises(InputError, match=rf"{path} has {len(whole) - 1} bytes, its manifest says {len(whole)}: run"):
+    with pytest.raises(
+        InputError, match=rf"{path} has {len(whole) - 1} bytes, not {len(whole)} as in its manifest: run"
+    ):
         entry.check(done, hashes=False)
     assert f"{path} has" in str(shard_missing(data, done))
     assert progress(data, done)[0] == progress(data, done)[1] - 1
@@ -255,9 +259,9 @@ def test_damaged_shard_is_named_with_the_way_out(done: Path, data: DataConfig) -
 )
 def test_torn_manifest_is_an_input_error(done: Path, data: DataConfig, name: str, content: str) -> None:
     (done / name).write_bytes(content.encode("latin-1"))
-    assert f"{name} is torn" in str(shard_missing(data, done))
+    assert f"{name} is incomplete" in str(shard_missing(data, done))
     if name == "manifest.json":
-        with pytest.raises(InputError, match=r"manifest\.json is torn"):
+        with pytest.raises(InputError, match=r"manifest\.json is incomplete"):
             load_manifest(done)
 
 
@@ -275,7 +279,7 @@ def test_a_manifest_without_its_seal_is_not_believed(done: Path, data: DataConfi
 @pytest.mark.parametrize("name", ["tokenizer.json", "units.json"])
 def test_damaged_output_of_prepare_is_found_and_made_again(done: Path, data: DataConfig, name: str) -> None:
     whole = (done / name).read_bytes()
-    for damaged, message in ((whole[:-2], "its manifest says"), (whole.replace(b"1", b"2", 1), "is damaged")):
+    for damaged, message in ((whole[:-2], "as in its manifest"), (whole.replace(b"1", b"2", 1), "is damaged")):
         (done / name).write_bytes(damaged)
         assert message in str(prepare_missing(data, done))
         with pytest.raises(InputError, match=rf"{name} (has|is damaged).*: run the prepare stage again"):
@@ -373,7 +377,7 @@ def test_a_number_that_changed_is_noticed_and_mended(done: Path, data: DataConfi
         assert not finalize_quietly(data, done) and shard_missing(data, done) is None
     else:
         reason = str(shard_missing(data, done))
-        assert f"{done / name} is damaged: its content does not fit its own hash: run the" in reason
+        assert f"{done / name} is damaged: its content does not match its own hash: run the" in reason
     run_tasks(data, done)
     assert (
         (done / name).read_bytes() == whole
@@ -394,8 +398,8 @@ def test_ranks_compare_the_manifest_with_the_shards_themselves(tmp_path: Path, s
     entry["tokens"] -= 1
     (run.data_dir / "manifest.json").write_text(json.dumps(add_checksum(values)))
     shard_file = run.data_dir / entry["file"]
-    words = rf"manifest\.json says of tokens in {shard_file}: offset={entry['offset']} .*there is: offset="
-    with pytest.raises(AssertionError, match=words + r".*Remove .*manifest\.json and run the shard stage again"):
+    message = rf"array tokens in {shard_file} is offset=.*offset={entry['offset']} .*Remove .*manifest\.json"
+    with pytest.raises(AssertionError, match=message):
         run_ranks(1, checked_rank, run.path, split)
     assert shard_file.exists() and read_event_lines(run, None, "damaged") == []
     (run.data_dir / "manifest.json").unlink()

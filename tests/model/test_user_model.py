@@ -455,7 +455,7 @@ def test_a_file_that_changed_is_noticed_and_left_alone(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"a\.h5 is damaged: .*restore the file"):
         run_ranks(1, stage_rank, run.path, "train")
     (tmp_path / "a.h5").write_bytes(content[:-1])
-    assert "bytes, its manifest says" in str(load_stage_module("shard").missing_outputs(run))
+    assert "as in its manifest" in str(load_stage_module("shard").missing_outputs(run))
     (tmp_path / "a.h5").write_bytes(content)
     assert load_stage_module("shard").missing_outputs(run) is None and len(trained(run, 1)) == 10
 
@@ -466,7 +466,7 @@ def test_a_manifest_of_samples_that_changed_is_noticed_and_mended(tmp_path: Path
     manifest = run.data_dir / "manifest.json"
     whole = manifest.read_text()
     manifest.write_text(whole.replace('"held_out_samples": 10', '"held_out_samples": 12'))
-    assert "manifest.json is damaged: its content does not fit its own hash" in str(
+    assert "manifest.json is damaged: its content does not match its own hash" in str(
         load_stage_module("shard").missing_outputs(run)
     )
     prepared(run)
@@ -474,7 +474,7 @@ def test_a_manifest_of_samples_that_changed_is_noticed_and_mended(tmp_path: Path
     values = json.loads(whole)
     values["train"][0]["arrays"]["images"]["offset"] += 1
     manifest.write_text(json.dumps(add_checksum(values)))
-    with pytest.raises(AssertionError, match=r"json says of images in .*a\.h5: offset=\d+ .*there is: offset="):
+    with pytest.raises(AssertionError, match=r"array images in .*a\.h5 is offset=\d+ .*offset="):
         run_ranks(1, stage_rank, run.path, "train")
 
 

@@ -271,12 +271,12 @@ def copying_rank(rank_info: RankInfo, path: Path, stage: str) -> int:
 
     def waits(self: Any, number: int, batch: Any) -> Any:
         deadline = time.monotonic() + 60
-        while number == 2 and made[0]._waiting and time.monotonic() < deadline:
+        while number == 2 and made[0]._pending and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert number == 1 or not made[0]._waiting
+        assert number == 1 or not made[0]._pending
         return step(self, number, batch)
 
-    LocalCopies.every_s, LocalCopies.__init__, Trainer.step = 0.01, init, waits  # type: ignore
+    LocalCopies.poll_interval_s, LocalCopies.__init__, Trainer.step = 0.01, init, waits  # type: ignore
     return stage_rank(rank_info, path, stage)
 
 
