@@ -131,8 +131,7 @@ def measure_rank(measures_hooks: bool) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     from pipeline.base.dist_env import read_rank_info
-    from pipeline.config.parallel import HookConfig
-    from pipeline.config.sections import ModelConfig
+    from pipeline.config.sections import HookConfig, ModelConfig
     from pipeline.model.decoder import Decoder
     from pipeline.mpi import backend as mpi
     from pipeline.mpi.worker_thread import CollectiveThread

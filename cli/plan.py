@@ -10,7 +10,7 @@ import typer
 
 from cli.common import Overrides, console, prepare_for_torch
 from pipeline.base.errors import ConfigError, UserError
-from pipeline.config.read import COMMAND_LINE, apply_overrides, load_config, parse_config
+from pipeline.config.read import COMMAND_LINE, apply_overrides, dump_values, load_config, parse_config
 from pipeline.config.sections import Config
 from pipeline.run.directory import Run
 
@@ -144,7 +144,7 @@ def _load(path: Path, overrides: Sequence[str], any_layout: bool) -> tuple[Confi
         problem is returned.
     """
     if path.is_dir():
-        values = Run.open(path).config.model_dump(mode="json")
+        values = dump_values(Run.open(path).config)
         return parse_config(apply_overrides(values, overrides), COMMAND_LINE), None
     try:
         return load_config(path, overrides), None

@@ -28,7 +28,7 @@ from rich.console import Console
 
 from pipeline.base.errors import ConfigError, UserError, make_printable
 from pipeline.base.yaml12 import parse_yaml
-from pipeline.config.read import COMMAND_LINE, apply_overrides, load_config, parse_config, parse_overrides
+from pipeline.config.read import COMMAND_LINE, apply_overrides, dump_values, load_config, parse_config, parse_overrides
 from pipeline.config.sections import Config
 from pipeline.config.types import Fraction, NonNegativeInt, PositiveFloat, Section
 from pipeline.run.directory import Run
@@ -529,7 +529,7 @@ def print_goodput(
     measured: dict[str, GoodputFigure] = {}
     if target.is_dir():
         run = Run.open(target)
-        config = parse_config(apply_overrides(run.config.model_dump(mode="json"), overrides), COMMAND_LINE)
+        config = parse_config(apply_overrides(dump_values(run.config), overrides), COMMAND_LINE)
         steps = LineHistory(run.metrics_file, is_step_line, row_keys=STEP_TIME_KEYS).read_new_lines().rows
         attempts = build_ledger(run.read_events(), steps, ["train"], time.time())
         per_node = run.config.stages.train.tasks_per_node

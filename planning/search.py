@@ -19,9 +19,8 @@ from typing import Any
 
 from pipeline.base.errors import UserError, make_printable
 from pipeline.base.yaml12 import dump_yaml
-from pipeline.config.parallel import DataParallel
 from pipeline.config.read import apply_overrides, merge_values
-from pipeline.config.sections import Config
+from pipeline.config.sections import Config, DataParallel
 from pipeline.parallel.mesh import Layout, LayoutError, resolve_layout
 from planning.machine import Machine
 from planning.memory import GB, estimate_memory_of_ranks, reserved_gpu_bytes

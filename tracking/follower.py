@@ -22,8 +22,8 @@ from typing import Any
 from pipeline.base.errors import UserError, print_error
 from pipeline.base.files import open_lock_file, try_flock, write_json
 from pipeline.base.signals import StopFlag
-from pipeline.config.read import apply_overrides, parse_config
-from pipeline.config.track import TRACKERS
+from pipeline.config.read import apply_overrides, dump_values, parse_config
+from pipeline.config.sections import TRACKERS
 from pipeline.run.code import CODE_ROOT, make_code_env
 from pipeline.run.directory import Run
 from pipeline.run.events import LostWork, utc_timestamp
@@ -200,7 +200,7 @@ def main(arguments: list[str]) -> int:
         run = Run.open(path)
         run.check_owner()
         if overrides := [option for option in options if "=" in option]:
-            values = apply_overrides(run.config.model_dump(mode="json"), overrides)
+            values = apply_overrides(dump_values(run.config), overrides)
             run._config = parse_config(values, "command line")  # in this process only
         if name == "telemetry":
             from tracking.telemetry import sample_telemetry

@@ -22,8 +22,8 @@ from typing import Any, cast
 from pipeline.base.errors import UserError
 from pipeline.base.files import parse_json_or_none, read_complete_lines, read_json
 from pipeline.config.masking import mask_secrets
-from pipeline.config.sections import Config
-from pipeline.config.track import TRACKERS
+from pipeline.config.read import dump_values
+from pipeline.config.sections import TRACKERS, Config
 from pipeline.evaluate.result import HELD_OUT_PREFIX, read_all_results
 from pipeline.run import lines, stages
 from pipeline.run.changes import flatten_keys
@@ -269,5 +269,5 @@ def display_names(run: Run) -> tuple[str, str | None]:
 
 def flat_config(run: Run) -> dict[str, Any]:
     """Return the config by dotted keys, with secrets masked."""
-    config: dict[str, Any] = mask_secrets(flatten_keys(run.config.model_dump(mode="json")))
+    config: dict[str, Any] = mask_secrets(flatten_keys(dump_values(run.config)))
     return config

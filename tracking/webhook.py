@@ -23,7 +23,7 @@ from statistics import median
 from pipeline.base.errors import UserError, make_printable
 from pipeline.base.files import read_last_objects
 from pipeline.base.text import format_duration
-from pipeline.config.track import URL
+from pipeline.config.sections import URL
 from pipeline.data.manifest import count_training_steps
 from pipeline.evaluate.result import format_result, read_newest_result
 from pipeline.run.directory import Run

@@ -14,6 +14,7 @@ import shutil
 import sys
 import traceback
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, ClassVar
@@ -96,8 +97,43 @@ class UserError(Exception):
         return type(self), (self.code, str(self))
 
 
+@dataclass(frozen=True)
+class ConfigProblem:
+    """One thing that is wrong with a config."""
+
+    code: str
+    """As :attr:`UserError.code`."""
+    message: str
+    """The line that a user reads: where, key, value, what is wrong and what to do."""
+    key: str = ""
+    """The dotted key; "" if the problem concerns no single key."""
+    value: Any = None
+    """The value as the message shows it, without secrets; None if the problem concerns no single value."""
+    where: str = ""
+    """`FILE:LINE` of the key, the file alone, or `command line`."""
+
+    @property
+    def line(self) -> int | None:
+        """The line of the key in its file; None if the key has no line."""
+        number = self.where.rpartition(":")[2]
+        return int(number) if number.isdecimal() and ":" in self.where else None
+
+
 class ConfigError(UserError):
-    """A config that cannot be used; the message lists every problem on a line of its own."""
+    """A config that cannot be used. The message lists the problems, one per line.
+
+    Args:
+        code: the code of the first problem.
+        message: see :class:`UserError`.
+        problems: every problem; by default the one that `code` and `message` describe.
+    """
+
+    def __init__(self, code: str, message: str, problems: Sequence[ConfigProblem] = ()) -> None:
+        super().__init__(code, message)
+        self.problems = tuple(problems) or (ConfigProblem(code, message),)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.code, str(self), self.problems)
 
 
 class InputError(UserError):

@@ -146,4 +146,4 @@ def parse_yaml(text: str, name: str, where: str = "") -> Any:
     except (ValueError, OverflowError) as error:  # PyYAML on escapes such as "\UFFFFFFFF", Python on 5,000 digits
         what = str(error)
     line = "" if where or at is None else f":{text.count(chr(10), 0, at) + 1}:{at - text.rfind(chr(10), 0, at)}"
-    raise ConfigError(f"{name}{line}: cannot be read as YAML: {what}")
+    raise ConfigError("config.invalid_yaml", f"{name}{line}: cannot be read as YAML: {what}")

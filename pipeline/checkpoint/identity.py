@@ -30,6 +30,9 @@ def compute_identity(config: Config, manifest: Manifest | SampleManifest) -> dic
     }  # the tokens are hashed instead
     config = config.model_copy(update={"data": config.data.model_copy(update=default)})
     values = config.model_dump(mode="json", include={"data", "model", "train", "optimizer"}, exclude_defaults=True)
+    metadata = config.metadata.model.model_dump(mode="json", exclude_defaults=True)
+    if metadata:  # it was part of the config, and still is of the hash
+        values["model"] = {**values.get("model", {}), **metadata}
     mixture: dict[str, Any] = values.get("data", {}).get("mixture") or {}
     weights = {"weights": mixture.pop("weights")} if mixture else {}
     for path in list_keys_with(Policy.NOT_IN_IDENTITY):

@@ -1,16 +1,12 @@
-"""Reading configs: YAML files, what they extend, and the command line, into one checked `Config`.
+"""Read configs: YAML files, what they extend, and command-line overrides become one checked `Config`.
 
     defaults (pipeline/config/sections.py)  <  extended files  <  the file  <  section.key=value on the command line
 
-A file, or a section of it, may say `extends: other.yaml` (or a list, later files win). Inside a section the other
-file holds that section's content: `site: {extends: sites/mycluster.yaml, partition: low}`. Names are relative to the
-file that says them. Mappings merge key by key; everything else, lists too, is replaced. On the command line the value
-is read as YAML (`train.steps=400`, `site.setup=[module load cuda]`); no value at all (`site.account=`) is null.
+A file, or a section of it, may contain `extends: other.yaml`, or a list whose later files win. Inside a section, the
+other file has the content of that section: `site: {extends: sites/mycluster.yaml, partition: low}`. Mappings are merged
+key by key; other values, also lists, are replaced. Types are strict: `threads: "2"` and `deterministic: no` are errors.
 
-The YAML is version 1.2's (pipeline/base/yaml12.py). Types are strict: `threads: "2"` and `deterministic: no` are
-errors, not guesses.
-
-A file that cannot be read is refused with its first mistake; then all wrong values are told at once, a line each.
+A file that is not YAML is reported with its first error. Otherwise one error lists all wrong values.
 """
 
 from __future__ import annotations
@@ -27,25 +23,35 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from pipeline.base.command import suggest_path
-from pipeline.base.errors import ConfigError, UserError, limit_lines
-from pipeline.base.files import open_regular_file
+from pipeline.base.errors import ConfigError, ConfigProblem, UserError, limit_lines
+from pipeline.base.files import add_checksum, has_valid_checksum, open_regular_file, parse_json_or_none
 from pipeline.base.yaml12 import LocatedKey, dump_yaml, format_value, parse_yaml
 from pipeline.config.datasets import CHAT_TEMPLATES
-from pipeline.config.hugging_face import SWEPT_FOLDERS, fill_from_folder
+from pipeline.config.hugging_face import fill_from_folder
 from pipeline.config.masking import mask_secrets, mask_unknown_key
 from pipeline.config.schema import KeyPath, describe_allowed, describe_replacements, list_section_keys, suggest_keys
-from pipeline.config.sections import Config, RunConfig, list_keys_with
+from pipeline.config.sections import (
+    RENAMED_KEYS,
+    Config,
+    RunConfig,
+    RunMetadata,
+    has_policy,
+    list_keys_with,
+)
 from pipeline.config.site import SiteConfig
-from pipeline.config.types import Policy
-from pipeline.parallel.mesh import check_config
+from pipeline.config.types import Policy, check_unused_keys
+from pipeline.parallel.mesh import check_layout
 
 COMMAND_LINE = "command line"
 PLACEHOLDER = "…"
-"""What stands for a value in a printed command: the user knows the value."""
-_MOST_BYTES = 1 << 22
-_MOST_PROBLEMS = 1000
-_DEEPEST = 20
-_NO_PATH = "python-stdlib"
+"""Represents a value in a printed command: the user knows the value."""
+METADATA_FILE = "run.json"
+"""File beside the `config.yaml` of a run with the :class:`RunMetadata`. Runs of older versions have it in the
+config."""
+_MAX_BYTES = 1 << 22
+_MAX_PROBLEMS = 1000
+_MAX_DEPTH = 20
+_NOT_A_PATH = "python-stdlib"
 OLDER_DEFAULTS: dict[str, dict[str, Any]] = {"data": {"add_special_tokens": False}}
 """What runs did before a key existed, if it is not the key's default. It holds for runs whose config lacks the key."""
 
@@ -59,88 +65,131 @@ _GOODPUT_DEFAULTS = {
     "preemptions": 0.0, "preempted_s": 3600.0, "repair_hours": 24.0, "together": 0.0, "nodes_together": 1
 }  # fmt: skip
 """The values that every run of older code has in its `goodput:` section."""
-_reported_sections: set[str] = set()
+_reported: set[str] = set()
+"""Former sections and keys that this process has reported."""
 
 
 # -- configs -------------------------------------------------------------------------------------------------
 
 
 def load_config(path: Path, overrides: Sequence[str] = (), layout: bool = True) -> Config:
-    """The config in file `path`, with what it extends and `key=value` overrides; ConfigError lists all problems.
+    """Return the config in a file, with what it extends and `key=value` overrides.
 
-    Those of a sweep's points, too: nothing can be done with a run that has a wrong one. `layout`: as in `check`.
+    Args:
+        path: the file.
+        overrides: from the command line; later ones win.
+        layout: whether the numbers of ranks must fit.
+
+    Raises:
+        ConfigError: lists all problems, also those of the points of a sweep.
     """
     where = f"{path}, {COMMAND_LINE}" if overrides else str(path)
-    config = parse_config(apply_overrides(_read(Path(path)), overrides), where, layout)
+    config = parse_config(apply_overrides(_read_file(Path(path)), overrides), where, layout)
     make_point_configs(config)
     return config
 
 
 def load_run_config(path: Path) -> Config:
-    """The config in the `config.yaml` of a run; raises as `load_config` does."""
-    config = _run_config(path, _read(path))
+    """Return the config in the `config.yaml` of a run, with the metadata of the run. Raises as `load_config` does."""
+    config = _parse_run_config(path, _read_run_values(path))
     make_point_configs(config)
     return config
 
 
-def _run_config(path: Path, made: Mapping[str, Any]) -> Config:
-    return parse_config(_anchored(merge_values(OLDER_DEFAULTS, made)), str(path))
+def _parse_run_config(path: Path, values: Mapping[str, Any]) -> Config:
+    return parse_config(_make_paths_absolute(merge_values(OLDER_DEFAULTS, values)), str(path))
+
+
+def _read_run_values(path: Path) -> dict[str, Any]:
+    """Return the values in the `config.yaml` of a run and in its `run.json`, if it has one."""
+    return merge_values(_read_file(path, report=False), _read_metadata(path.with_name(METADATA_FILE)))
 
 
 def make_run_values_dumper(path: Path) -> Callable[[Config], dict[str, Any]]:
-    """Return a function that gives the values of a config for the run with the `config.yaml` at `path`.
+    """Return a function that dumps a config for the run with the `config.yaml` at `path`.
 
-    Keys that this file lacks are left out if they have the value that their absence stands for: the run's copy of the
-    code may be older than the keys.
+    The values include the metadata. The run's copy of the code may be older than this code. Therefore keys have the
+    names that `config.yaml` has for them, and keys that it lacks are omitted if they have the value that this means.
     """
-    made = _read(path)
-    absent = _run_config(path, made).model_dump(mode="json")
-    return lambda config: _without_new(config.model_dump(mode="json"), made, absent)
+    existing = _read_run_values(path)
+    defaults = dump_values(_parse_run_config(path, existing))
+    use_run_names = make_run_namer(path)
+    return lambda config: use_run_names(_omit_new_keys(dump_values(config), existing, defaults))
 
 
-def _without_new(values: Mapping[str, Any], made: Mapping[str, Any], absent: Mapping[str, Any]) -> dict[str, Any]:
-    found = {}
+def _omit_new_keys(
+    values: Mapping[str, Any], existing: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return `values` without keys that are not in `existing` and have their value in `defaults`."""
+    result = {}
     for key, value in values.items():
-        if key not in made and key in absent and value == absent[key]:
+        if key not in existing and key in defaults and value == defaults[key]:
             continue
-        inner: list[Any] = [value, made.get(key), absent.get(key)]
-        found[key] = _without_new(*inner) if all(isinstance(one, Mapping) for one in inner) else value
-    return found
+        inner = existing.get(key)
+        inner_defaults = defaults.get(key)
+        if isinstance(value, Mapping) and isinstance(inner, Mapping) and isinstance(inner_defaults, Mapping):
+            result[key] = _omit_new_keys(value, inner, inner_defaults)
+        else:
+            result[key] = value
+    return result
 
 
 def find_older_defaults(path: Path) -> dict[str, dict[str, Any]]:
-    """The keys of BEFORE, by section, that the `config.yaml` of a run lacks."""
-    made = _read(path)
+    """Return the keys of OLDER_DEFAULTS, by section, that the `config.yaml` of a run lacks."""
+    existing = _read_file(path, report=False)
     return {
-        section: {key: value for key, value in keys.items() if key not in (made.get(section) or {})}
+        section: {key: value for key, value in keys.items() if key not in (existing.get(section) or {})}
         for section, keys in OLDER_DEFAULTS.items()
     }
 
 
 def load_site(path: Path | None) -> SiteConfig:
-    """The site profile in file `path` (None: the defaults); ConfigError lists all problems."""
-    values = {"run": {"name": "any"}, "train": {"steps": 1}, "site": _read(path) if path else {}}
+    """Return the site profile in a file (None: the defaults). ConfigError lists all problems."""
+    values = {"run": {"name": "any"}, "train": {"steps": 1}, "site": _read_file(path, section="site") if path else {}}
     return parse_config(values, str(path)).site
 
 
 def parse_config(values: Mapping[str, Any], where: str, layout: bool = True) -> Config:
-    """The config that `values` (plain YAML values) describe; keys that do not know where they stand are in `where`.
+    """Return the config that plain YAML values describe.
 
-    Types are strict as in JSON: `"2"` is no number, `1` no boolean. Raises ConfigError with all problems.
+    Types are strict as in JSON: `"2"` is not a number, and `1` is not a boolean.
+
+    Args:
+        values: sections and their keys. They may include metadata, as `dump_values` returns it.
+        where: the place of keys that do not know their own.
+        layout: whether the numbers of ranks must fit.
+
+    Raises:
+        ConfigError: lists all problems.
     """
-    values = _without_removed_sections(values, where)
+    values = _remove_former_sections(use_new_names(values), where)
     try:
-        config = Config.model_validate_json(json.dumps(fill_from_folder(values), default=str), strict=True)
-        check_config(config, layout)
-        return config
-    except ValidationError as error:
-        raise ConfigError("\n".join(_problems(error, values, where))) from None
-    except ValueError as error:
-        code = error.code if isinstance(error, UserError) else "config.conflict"
-        raise ConfigError(code, f"{where}: {error}") from error
+        filled = fill_from_folder(values)
+        config_values, metadata_values = _split_metadata(filled)
+        errors: list[ErrorDetails] = []
+        try:
+            metadata = RunMetadata.model_validate_json(json.dumps(metadata_values, default=str), strict=True)
+        except ValidationError as error:
+            errors += error.errors(include_url=False)
+        try:
+            config = Config.model_validate_json(json.dumps(config_values, default=str), strict=True)
+        except ValidationError as error:
+            errors += error.errors(include_url=False)
+        if errors:
+            raise _make_config_error(errors, values, where)
+        if config.model.target is not None:
+            check_unused_keys(metadata.model, set(), "with model.target, use options")
+        check_layout(config, layout)
+    except ConfigError:
+        raise
+    except (ValueError, UserError) as error:
+        code = error.code if isinstance(error, UserError) and error.code else "config.conflict"
+        message = f"{where}: {error}"
+        raise ConfigError(code, message, [ConfigProblem(code, message, where=where)]) from error
+    return config.with_metadata(metadata)
 
 
-def _without_removed_sections(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _remove_former_sections(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return `values` without former sections; print once what replaces a section that was used."""
     remaining = {key: value for key, value in values.items() if key not in REMOVED_SECTIONS}
     if isinstance(stages := remaining.get("stages"), Mapping):
@@ -149,198 +198,404 @@ def _without_removed_sections(values: Mapping[str, Any], where: str) -> dict[str
         used = values.get(name)
         if isinstance(used, Mapping):
             used = {key: value for key, value in used.items() if value not in (None, _GOODPUT_DEFAULTS.get(key))}
-        if used and name not in _reported_sections:
-            _reported_sections.add(name)
+        if used and name not in _reported:
+            _reported.add(name)
             print(f"note: {where}: the section `{name}` is ignored: {replacement}", file=sys.stderr, flush=True)
     return remaining
 
 
 def make_point_configs(config: Config) -> list[Config]:
-    """The config of each point. Raises ConfigError, with the point's values, for one that is wrong."""
+    """Return the config of each point of a sweep. Raises ConfigError, with the values of the point, if one is wrong."""
     if config.sweep is None:
         return []
-    base, folder = {**config.model_dump(mode="json"), "sweep": None}, config.run.root / config.run.name / "points"
+    base = {**dump_values(config), "sweep": None}
+    folder = config.run.root / config.run.name / "points"
     configs = []
     for number, values in enumerate(config.sweep.points()):
         where = f"sweep, point {number:03d} ({', '.join(f'{key}={value}' for key, value in values.items())})"
         point = merge_values(base, {"run": {"name": f"{number:03d}", "root": str(folder)}})
         for key, value in values.items():
-            point = merge_values(point, _nested(key.split("."), value, where))
-            if key == "model.init_from":  # null: the same sizes, with drawn weights
-                point["model"] |= config.sweep.sources.get(str(value), {"init_sha256": None, "init_files": None})
+            point = merge_values(point, _nest(key.split("."), value, where))
+            if key == "model.init_from":  # null: the same sizes, with random weights
+                without_folder = {"init_sha256": None, "init_files": None}
+                point["model"] |= config.metadata.sweep.sources.get(str(value), without_folder)
         configs.append(parse_config(point, where))
     return configs
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """`["train.steps=400"]` → `{"train": {"steps": 400}}`; later ones win."""
+    """Return the values of `key=value` overrides: `["train.steps=400"]` → `{"train": {"steps": 400}}`; later ones win.
+
+    The value is read as YAML. No value (`site.account=`) means null.
+    """
     changes: dict[str, Any] = {}
     for override in overrides:
         key, equals, text = override.partition("=")
         names = key.split(".")
-        if not equals or not all(names) or len(names) > _DEEPEST:
+        if not equals or not all(names) or len(names) > _MAX_DEPTH:
             shown = format_value(mask_secrets(override, "site.setup." if "setup" in key else ""))
-            raise ConfigError(f"{COMMAND_LINE}: {shown}: write section.key=value")
+            raise ConfigError("config.invalid_override", f"{COMMAND_LINE}: {shown}: write section.key=value")
+        place = f"{COMMAND_LINE}: {format_key_path(tuple(names))}"
         if text == PLACEHOLDER:
-            raise ConfigError(
-                f"{COMMAND_LINE}: {format_key_path(tuple(names))}: write a value in place of {PLACEHOLDER}"
-            )
-        value = parse_yaml(text, f"{COMMAND_LINE}: {format_key_path(tuple(names))}", COMMAND_LINE)
-        changes = merge_values(changes, _nested(names, value, COMMAND_LINE))
+            raise ConfigError("config.invalid_override", f"{place}: write a value in place of {PLACEHOLDER}")
+        value = _nest(names, parse_yaml(text, place, COMMAND_LINE), COMMAND_LINE)
+        changes = merge_values(changes, _rename_keys(value, RENAMED_KEYS, report_where=COMMAND_LINE))
     return changes
 
 
 def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """`values` with those of the command line over them, and absolute paths."""
-    return _anchored(merge_values(values, parse_overrides(overrides)))
+    """Return `values` with those of the command line over them, and absolute paths."""
+    return _make_paths_absolute(merge_values(values, parse_overrides(overrides)))
 
 
 def merge_values(base: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` changed by `extra`: mappings merge key by key, anything else of `extra` replaces what `base` has."""
+    """Return `base` changed by `extra`: mappings merge key by key, other values of `extra` replace those of `base`."""
     result = dict(base)
     for key, value in extra.items():
         old = result.get(key)
         if isinstance(old, Mapping) and isinstance(value, Mapping):
             result[key] = merge_values(old, value)
         else:
-            result.pop(key, None)  # else the old key stays, with where it stands
+            result.pop(key, None)  # otherwise the old key stays, with its place
             result[key] = value
     return result
 
 
-def _anchored(values: dict[str, Any]) -> dict[str, Any]:
-    """`values` with absolute paths; those that are no text are left to the check of types."""
+def _nest(names: Sequence[str], value: Any, where: str | None) -> dict[str, Any]:
+    """Return `value` under the keys `names`, one inside the other. The keys are at `where`, if it is known."""
+    for name in reversed(names):
+        value = {name if where is None else LocatedKey(name, where): value}
+    return dict(value)
+
+
+# -- paths ---------------------------------------------------------------------------------------------------
+
+
+def _make_paths_absolute(values: dict[str, Any]) -> dict[str, Any]:
+    """Make the paths in `values` absolute, also those that a sweep varies. The check of types reports other values."""
     if isinstance(run := values.get("run"), dict):
         run.setdefault("root", str(RunConfig.model_fields["root"].default))
-    for *sections, name in (*(key.split(".") for key in list_keys_with(Policy.PATH)), *SWEPT_FOLDERS):
-        found: list[Any] = [values]
-        for inner in sections:
-            there = [section for section in found if isinstance(section, dict)]
-            found = [one for section in there for one in (section.values() if inner == "*" else [section.get(inner)])]
-        for section, key in ((one, key) for one in found if isinstance(one, dict) for key in list(one)):
-            if name == "chat_template" and section[key] in CHAT_TEMPLATES:
-                continue
-            if key == name:  # and knows the file that says it; "command line" is in no folder
-                section[key] = _absolute(section[key], os.path.dirname(getattr(key, "where", "")))
+    for key in list_keys_with(Policy.PATH):
+        _make_path_absolute(values, key.split("."))
+        if has_policy(key, Policy.SWEEPABLE):
+            for kind in ("grid", "random"):
+                _make_path_absolute(values, ["sweep", kind, key])
     return values
+
+
+def _make_path_absolute(values: Any, path: Sequence[str]) -> None:
+    """Make the value at `path` absolute; `*` stands for every name."""
+    if not isinstance(values, dict):
+        return
+    name, *rest = path
+    if rest:
+        for inner in values.values() if name == "*" else [values.get(name)]:
+            _make_path_absolute(inner, rest)
+        return
+    for key in list(values):
+        is_template_name = name == "chat_template" and values[key] in CHAT_TEMPLATES
+        if key == name and not is_template_name:
+            # the key itself knows its file; "command line" is in no folder
+            values[key] = _absolute(values[key], os.path.dirname(getattr(key, "where", "")))
 
 
 def _absolute(path: Any, folder: str) -> Any:
     if isinstance(path, list):
         return [_absolute(one, folder) for one in path]
-    if not isinstance(path, str) or path == _NO_PATH:
+    if not isinstance(path, str) or path == _NOT_A_PATH:
         return path
-    with suppress(ValueError):  # a null byte, or half a character, in the name of a user
+    with suppress(ValueError):  # a null byte or half a surrogate pair in the name of a user
         path = os.path.expanduser(path)
     return os.path.abspath(os.path.join(folder, path))
 
 
-def _nested(names: Sequence[str], value: Any, where: str) -> dict[str, Any]:
-    """`value` under the keys `names`, one in the other."""
-    for name in reversed(names):
-        value = {LocatedKey(name, where): value}
-    return dict(value)
+# -- renamed keys --------------------------------------------------------------------------------------------
+
+
+def use_new_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a config with the present names of renamed keys.
+
+    Call it before values from several sources are merged. Raises ConfigError if a key is set by both names.
+    """
+    return _rename_keys(values, RENAMED_KEYS)
+
+
+def make_run_namer(path: Path) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """Return a function that gives keys the names that the `config.yaml` of a run, and so its code, has for them."""
+    existing, _ = _parse_file(path)
+    old_names = {new: old for old, new in RENAMED_KEYS.items() if not _has_key(existing, new.split("."))}
+    return lambda values: _rename_keys(values, old_names)
+
+
+def _has_key(values: Any, path: Sequence[str]) -> bool:
+    name, *rest = path
+    return isinstance(values, Mapping) and name in values and (not rest or _has_key(values[name], rest))
+
+
+def _rename_keys(
+    values: Mapping[str, Any], names: Mapping[str, str], section: str = "", report_where: str | None = None
+) -> dict[str, Any]:
+    """Return `values` with renamed keys.
+
+    Args:
+        values: the values of a config, or of one section of it.
+        names: dotted keys and their new names.
+        section: the dotted key of that section; "" for a whole config.
+        report_where: print the new names of keys that this process has not reported, as found here.
+
+    Raises:
+        ConfigError: if a key is set by both names.
+    """
+    result = dict(values)
+    prefix = f"{section}." if section else ""
+    reported = []
+    for old, new in names.items():
+        if not old.startswith(prefix):
+            continue
+        path = old.removeprefix(prefix).split(".")
+        new_path = new.removeprefix(prefix).split(".")
+        if not _has_key(result, path) or not _can_hold_key(result, new_path):
+            continue
+        value, where = _locate(result, path)
+        if _has_key(result, new_path):
+            place = f"{where}: " if where else ""
+            message = f"{place}{old} is the former name of {new}, which is also set: remove {old}"
+            raise ConfigError("config.conflict", message, [ConfigProblem("config.conflict", message, old, None, where)])
+        result = merge_values(_remove_key(result, path), _nest(new_path, value, where or None))
+        if report_where is not None and old not in _reported:
+            _reported.add(old)
+            reported.append(f"{old} is now {new}")
+    if reported:
+        print(f"note: {report_where}: {', '.join(reported)}", file=sys.stderr, flush=True)
+    return result
+
+
+def _can_hold_key(values: Any, path: Sequence[str]) -> bool:
+    """Whether each value on the way to `path` that exists is a mapping."""
+    name, *rest = path
+    return isinstance(values, Mapping) and (not rest or name not in values or _can_hold_key(values[name], rest))
+
+
+def _locate(values: Mapping[str, Any], path: Sequence[str]) -> tuple[Any, str]:
+    """Return the value at `path`, and the place of its key; "" if the key does not know it."""
+    for name in path[:-1]:
+        values = values[name]
+    key = next(key for key in values if key == path[-1])
+    return values[key], getattr(key, "where", "")
+
+
+def _remove_key(values: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:
+    """Return `values` without the key at `path`, and without sections that this empties."""
+    name, *rest = path
+    inner = _remove_key(values[name], rest) if rest else {}
+    return {key: inner if key == name else value for key, value in values.items() if key != name or inner}
+
+
+# -- metadata ------------------------------------------------------------------------------------------------
+
+
+def dump_values(config: Config) -> dict[str, Any]:
+    """Return all values of a config and its metadata, as plain YAML values. `parse_config` reads them back."""
+    values = config.model_dump(mode="json")
+    values["model"] |= config.metadata.model.model_dump(mode="json")
+    if values["sweep"] is not None:
+        values["sweep"]["sources"] = config.metadata.sweep.sources
+    return values
+
+
+def dump_metadata(config: Config) -> dict[str, Any]:
+    """Return the content of the `run.json` of a run."""
+    return add_checksum(config.metadata.model_dump(mode="json"))
+
+
+def remove_metadata(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a config, as `dump_values` returns them, without metadata."""
+    return _split_metadata(values)[0]
+
+
+def _split_metadata(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split values that `dump_values` may have returned into those of the config and those of its metadata."""
+    config_values = dict(values)
+    metadata: dict[str, Any] = {}
+    for name, field in RunMetadata.model_fields.items():
+        section = values.get(name)
+        keys = getattr(field.annotation, "model_fields", {})
+        if isinstance(section, Mapping):
+            config_values[name] = {key: value for key, value in section.items() if key not in keys}
+            metadata[name] = {key: value for key, value in section.items() if key in keys}
+    return config_values, metadata
+
+
+def _read_metadata(file: Path) -> dict[str, Any]:
+    """Return the values in a `run.json`, without defaults; none if the run was made by older code and has no file."""
+    try:
+        with open_regular_file(file) as stream:
+            content = parse_json_or_none(stream.read(_MAX_BYTES + 1))
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise ConfigError("config.unreadable_file", f"{file}: cannot read it: {error.strerror}") from error
+    if not has_valid_checksum(content):
+        raise ConfigError("run.damaged_file", f"{file} is damaged: restore it, or start a new run")
+    values = {"model": content["model"]}
+    return {**values, "sweep": content["sweep"]} if content["sweep"]["sources"] else values
 
 
 # -- files ---------------------------------------------------------------------------------------------------
 
 
-def _read(path: Path, by: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The mapping in file `path`, with what it extends. `by`: the files, by their real paths, that extend it."""
+def _parse_file(path: Path) -> tuple[dict[str, Any], str]:
+    """Return the mapping in a file, and the file's real path."""
     name = os.path.normpath(path)
     try:
         real = os.path.realpath(path)
         with open_regular_file(path) as file:
-            content = file.read(_MOST_BYTES + 1)
-        if len(content) > _MOST_BYTES:
-            raise ValueError(f"it has more than {_MOST_BYTES:,} bytes")
+            content = file.read(_MAX_BYTES + 1)
+        if len(content) > _MAX_BYTES:
+            raise ValueError(f"it has more than {_MAX_BYTES:,} bytes")
         text = content.decode("utf-8-sig")
     except (OSError, ValueError, UserError) as error:
         hint = suggest_path(Path(name), "*.y*ml") if isinstance(error, FileNotFoundError) else ""
         hint = "; name a YAML file in it" if isinstance(error, IsADirectoryError) else hint
-        raise ConfigError(f"{name}: cannot read it: {getattr(error, 'strerror', None) or error}{hint}") from error
-    if real in by or len(by) > _DEEPEST:
-        raise ConfigError(f"{name}: files extend one another in a circle, or too many of them")
+        raise ConfigError(
+            "config.unreadable_file", f"{name}: cannot read it: {getattr(error, 'strerror', None) or error}{hint}"
+        ) from error
     values = parse_yaml(text, name)
     if not isinstance(values, dict):
+        content_shown = "nothing" if values is None else format_value(values)
         raise ConfigError(
-            f"{name}: it should hold keys and values such as `run: {{name: first}}` (`init` writes some), not "
-            + ("nothing" if values is None else format_value(values))
+            "config.wrong_type",
+            f"{name}: it should contain keys and values such as `run: {{name: first}}` (`init` writes some), not "
+            f"{content_shown}",
         )
-    return _extended(values, path.parent, (*by, real))
+    return values, real
 
 
-def _extended(section: dict[LocatedKey, Any], folder: Path, by: tuple[str, ...]) -> dict[str, Any]:
-    """`section` with what it, and what the sections in it, extend."""
+def _read_file(path: Path, by: tuple[str, ...] = (), section: str = "", report: bool = True) -> dict[str, Any]:
+    """Return the mapping in a file, with what it extends.
+
+    Args:
+        path: the file.
+        by: the real paths of the files that extend it.
+        section: the section that it is the content of; "" for a whole config.
+        report: whether to print new names of keys.
+    """
+    values, real = _parse_file(path)
+    if real in by or len(by) > _MAX_DEPTH:
+        raise ConfigError(
+            "config.circular_extends",
+            f"{os.path.normpath(path)}: files extend one another in a circle, or too many of them",
+        )
+    named = _rename_keys(values, RENAMED_KEYS, section, os.path.normpath(path) if report else None)
+    return _extend(named, path.parent, (*by, real), section, report)
+
+
+def _extend(values: Mapping[str, Any], folder: Path, by: tuple[str, ...], section: str, report: bool) -> dict[str, Any]:
+    """Return `values` with what they, and the sections in them, extend. For the arguments see `_read_file`."""
     base: dict[str, Any] = {}
     own: dict[str, Any] = {}
-    for key, value in section.items():
+    for key, value in values.items():
         if key != "extends":
-            own[key] = _extended(value, folder, by) if isinstance(value, dict) else value
+            inner = f"{section}.{key}" if section else str(key)
+            own[key] = _extend(value, folder, by, inner, report) if isinstance(value, dict) else value
             continue
         for file in value if isinstance(value, list) else [value]:
+            where = getattr(key, "where", "")
+            if not isinstance(file, str) or not file:
+                message = f"{where}: extends: {format_value(file)} should be the name of a file, or a list of names"
+                problem = ConfigProblem("config.wrong_type", message, "extends", file, where)
+                raise ConfigError("config.wrong_type", message, [problem])
             try:
-                if not isinstance(file, str) or not file:
-                    raise ConfigError(f"{format_value(file)} should be the name of a file, or a list of names")
-                base = merge_values(base, _read(folder / file, by))
+                base = merge_values(base, _read_file(folder / file, by, section, report))
             except ConfigError as error:
-                raise ConfigError(f"{key.where}: extends: {error}") from error
+                message = f"{where}: extends: {error}"
+                problem = ConfigProblem(error.code, message, "extends", file, where)
+                raise ConfigError(error.code, message, [problem]) from error
     return merge_values(base, own)
 
 
 def dump_config(config: Config) -> str:
-    """The whole config as YAML; `load_config` reads the same config from it."""
+    """Return the whole config as YAML; `load_config` reads the same config from it."""
     return dump_yaml(config.model_dump(mode="json"))
 
 
 # -- problems ------------------------------------------------------------------------------------------------
 
 
-def format_key_path(at: KeyPath) -> str:
-    """A key path as a person writes it: `data.source.0`."""
-    return ".".join(text if text.isprintable() and len(text) <= 80 else format_value(text) for text in map(str, at))
+def format_key_path(path: KeyPath) -> str:
+    """Return a key path as users write it: `data.source.0`."""
+    return ".".join(text if text.isprintable() and len(text) <= 80 else format_value(text) for text in map(str, path))
 
 
-def _problems(error: ValidationError, values: Any, where: str) -> list[str]:
-    """A line for each wrong value, for the first 20 of them.
+def _make_config_error(errors: Sequence[ErrorDetails], values: Any, where: str) -> ConfigError:
+    """Return the error that lists the problems of a config; the message has the first 20 of them.
 
     pydantic reports a union (`parallel.data: auto | {replicate, shard}`) once per branch. If one branch got further
-    into the value than the others, it is the one that was meant, and only its problems are told.
+    into the value than the others, it is the one that the user meant, and only its problems count.
     """
-    found: dict[KeyPath, str] = {}
-    for details in error.errors(include_url=False)[:_MOST_PROBLEMS]:
-        at, line = _problem(details, values, where)
-        if at not in found or details["type"] == "value_error":
-            found[at] = line
-    further = {at[:end] for at in found for end in range(len(at))}
-    uncounted = max(0, error.error_count() - _MOST_PROBLEMS)
-    return limit_lines([line for at, line in found.items() if at not in further], uncounted=uncounted)
+    found: dict[KeyPath, ConfigProblem] = {}
+    for details in errors[:_MAX_PROBLEMS]:
+        path, problem = _describe_problem(details, values, where)
+        if path not in found or details["type"] == "value_error" or found[path].code == "config.wrong_type":
+            found[path] = problem  # another branch is more specific
+    prefixes = {path[:end] for path in found for end in range(len(path))}
+    problems = [problem for path, problem in found.items() if path not in prefixes]
+    uncounted = max(0, len(errors) - _MAX_PROBLEMS)
+    lines = limit_lines([problem.message for problem in problems], uncounted=uncounted)
+    return ConfigError(problems[0].code, "\n".join(lines), problems)
 
 
-def _problem(error: ErrorDetails, value: Any, where: str) -> tuple[KeyPath, str]:
-    """The key path of what is wrong, and what is said of it; `value` and `where` are the whole config's."""
-    at: KeyPath = ()
+_OUT_OF_RANGE = (
+    "greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number", "too_short", "too_long",
+)  # fmt: skip
+"""pydantic's types of errors for values outside the allowed range."""
+
+
+def _describe_problem(error: ErrorDetails, value: Any, where: str) -> tuple[KeyPath, ConfigProblem]:
+    """Return the key path of a wrong value, and its problem.
+
+    Args:
+        error: what pydantic reports.
+        value: the values of the whole config.
+        where: the place of keys that do not know their own.
+    """
+    path: KeyPath = ()
     for part in error["loc"]:
         if isinstance(value, Mapping) and part in value:
             where = next((key.where for key in value if key == part and isinstance(key, LocatedKey)), where)
         elif not (isinstance(value, list) and isinstance(part, int) and part < len(value)):
             continue  # a branch of a union, which pydantic names in the path too
-        at, value = (*at, part), value[part]
-    kind, message = error["type"], error["msg"].removeprefix("Value error, ")
-    if kind == "extra_forbidden":
-        shown = format_value(mask_unknown_key(value, [str(part) for part in at], suggest_keys(at)))
-    else:
-        shown = format_value(mask_secrets(value, f"{format_key_path(at)}."))
+        path = (*path, part)
+        value = value[part]
+    kind = error["type"]
+    message = error["msg"].removeprefix("Value error, ")
     if kind == "missing":
-        at = (*at, error["loc"][-1])
-        return at, f"{where}: {format_key_path(at)} is missing; it should be {describe_allowed(at)}"
-    said = ": ".join([where, *[format_key_path(at)] * bool(at)])
-    if kind in ("value_error", "json_invalid"):  # one between several keys has their values in its message
-        return at, f"{said}: {message}" if isinstance(value, Mapping) else f"{said}: {shown}: {message}"
+        path = (*path, error["loc"][-1])
+        key = format_key_path(path)
+        line = f"{where}: {key} is missing; it should be {describe_allowed(path)}"
+        return path, ConfigProblem("config.missing_key", line, key, None, where)
+
+    key = format_key_path(path)
     if kind == "extra_forbidden":
-        section, lines = format_key_path(at[:-1]) or "the config", limit_lines(describe_replacements(at, value))
+        masked = mask_unknown_key(value, [str(part) for part in path], suggest_keys(path))
+    else:
+        masked = mask_secrets(value, f"{key}.")
+    shown = format_value(masked)
+    start = ": ".join([where, *[key] * bool(path)])
+    if kind in ("value_error", "json_invalid"):
+        if isinstance(value, Mapping):  # a rule between keys of a section: the message has their values
+            return path, ConfigProblem("config.conflict", f"{start}: {message}", key, None, where)
+        return path, ConfigProblem("config.invalid_value", f"{start}: {shown}: {message}", key, masked, where)
+    if kind == "extra_forbidden":
+        section = format_key_path(path[:-1]) or "the config"
+        lines = limit_lines(describe_replacements(path, value))
         hint = "".join(f"{line} " if line.endswith("?") else f"{line}; " for line in lines)
-        return at, f"{said}: {shown}: there is no such key; {hint}{section} has {', '.join(list_section_keys(at[:-1]))}"
-    should = describe_allowed(at).replace("a number", "a finite number" if kind == "finite_number" else "a number")
-    hint = "; put it in quotes" if "text" in should and isinstance(value, (bool, int, float)) else ""
-    return at, f"{said}: {shown} should be {should}{hint}"
+        keys = ", ".join(list_section_keys(path[:-1]))
+        line = f"{start}: {shown}: there is no such key; {hint}{section} has {keys}"
+        return path, ConfigProblem("config.unknown_key", line, key, masked, where)
+    allowed = describe_allowed(path).replace("a number", "a finite number" if kind == "finite_number" else "a number")
+    hint = "; put it in quotes" if "text" in allowed and isinstance(value, (bool, int, float)) else ""
+    code = "config.out_of_range" if kind in _OUT_OF_RANGE else "config.wrong_type"
+    if kind == "literal_error" and isinstance(value, str):
+        code = "config.invalid_value"
+    return path, ConfigProblem(code, f"{start}: {shown} should be {allowed}{hint}", key, masked, where)

@@ -1,21 +1,32 @@
-"""What a config may hold, as the models' JSON Schema says it: for editors, and in words for whoever made a mistake.
+"""The keys of a config as JSON Schema, as a page of documentation, and in the words of error messages.
 
-`python submit.py schema` writes `configs/schema.json`, with the docstring of each field (pipeline/config/types.py). The
-words come from the same schema, so that no text repeats what a model says.
+All three come from the sections, so no text repeats what they define. A table has the names that other frameworks use,
+because users type them: the error names our key. `submit.py schema` prints the JSON Schema for editors
+(configs/schema.json); `python -m pipeline.config.schema` prints docs/config.md.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple, get_origin
 
-from pipeline.config.other_names import counterpart, inner_counterparts
-from pipeline.config.sections import Config
+from pydantic.fields import FieldInfo
+
+from pipeline.config.sections import (
+    RENAMED_KEYS,
+    Config,
+    RunMetadata,
+    has_policy,
+    list_inner_sections,
+    walk_fields,
+)
+from pipeline.config.types import Policy, Section
 
 KeyPath = tuple[str | int, ...]
-"""`("data", "source", 0)`: where a value stands in the config."""
+"""Where a value is in the config, such as `("data", "source", 0)`."""
 
 _KINDS = {"integer": "a whole number", "number": "a number", "string": "text", "boolean": "true or false"}
 _BOUNDS = {
@@ -24,16 +35,22 @@ _BOUNDS = {
 
 
 @cache
-def model_schema() -> dict[str, Any]:
-    """The JSON Schema that pydantic makes of the models."""
+def _config_schema() -> dict[str, Any]:
+    """Return the JSON Schema that pydantic makes of the sections."""
     return Config.model_json_schema()
+
+
+@cache
+def _metadata_schema() -> dict[str, Any]:
+    """Return the JSON Schema of the keys in run.json, which older configs contain."""
+    return RunMetadata.model_json_schema()
 
 
 # -- for editors ---------------------------------------------------------------------------------------------
 
 
 def format_json_schema() -> str:
-    """The JSON Schema of config files, `configs/schema.json`: the models', and `extends` in every section.
+    """Return the JSON Schema of config files: that of the sections, with `extends` in every section.
 
     No key is required in it, because any key may come from an extended file.
     """
@@ -51,67 +68,83 @@ def format_json_schema() -> str:
     return json.dumps(result, indent=1, ensure_ascii=False) + "\n"
 
 
-# -- in words ------------------------------------------------------------------------------------------------
+# -- for messages --------------------------------------------------------------------------------------------
 
 
-def describe_allowed(at: KeyPath) -> str:
-    """What may stand at a key path: `a whole number at least 1 or null`."""
-    return " or ".join(map(_words, _schemas_at(at)))
+def describe_allowed(path: KeyPath) -> str:
+    """Describe what the value at a key path may be: `a whole number at least 1 or null`."""
+    nodes = _find_schemas(path, _config_schema()) or _find_schemas(path, _metadata_schema())
+    return " or ".join(map(_describe_schema, nodes))
 
 
-def list_section_keys(at: KeyPath) -> list[str]:
-    """The keys of the section at a key path."""
-    return [key for node in _schemas_at(at) for key in node.get("properties", {})]
+def list_section_keys(path: KeyPath) -> list[str]:
+    """Return the keys of the section at a key path."""
+    return [key for node in _find_schemas(path, _config_schema()) for key in node.get("properties", {})]
 
 
-def suggest_keys(at: KeyPath) -> list[str]:
-    """The keys that may be meant by one that its section does not have.
+def suggest_keys(path: KeyPath) -> list[str]:
+    """Return the keys that the user may have meant by one that its section does not have.
 
-    What other programs call so; else the key of that name in another section, of several (each stage has a `time`) the
-    one whose path is most like the given one, and keys of its own section with a name like it.
+    If another framework has a key of that name, it is the key of Sluice for it. Otherwise it is the key with that name
+    in another section, and keys of the same section with a similar name. If several sections have a key with that name
+    (each stage has a `time`), the one whose path is most similar is returned.
     """
-    name, path = str(at[-1]), ".".join(map(str, at))
-    if known := counterpart(at):
-        return list(known.keys)
-    namesakes = [key for key in list_keys(()) if key.rpartition(".")[2] == name]
-    near = difflib.get_close_matches(path, namesakes, n=1, cutoff=0.0)
-    return near + difflib.get_close_matches(name, list_section_keys(at[:-1]), n=2, cutoff=0.7 if near else 0.5)
+    name = str(path[-1])
+    section = ".".join(map(str, path[:-1]))
+    own_keys = list_section_keys(path[:-1])
+    if known := find_counterpart(path):
+        # `stages.evaluate.nnodes` is meant to be `nodes` of that section, not of `stages.train`
+        return [_prefer_own_key(key, section, own_keys) for key in known.keys]
+    same_name = [key for key in list_keys(()) if key.rpartition(".")[2] == name]
+    similar_path = difflib.get_close_matches(".".join(map(str, path)), same_name, n=1, cutoff=0.0)
+    return similar_path + difflib.get_close_matches(name, own_keys, n=2, cutoff=0.7 if similar_path else 0.5)
 
 
-def describe_replacements(at: KeyPath, value: Any) -> list[str]:
-    """Return what to write instead of the unknown key at a key path, and instead of the keys in its `value`."""
-    known, near = counterpart(at), suggest_keys(at)
-    own = [known.describe()] if known and known.note else [f"did you mean {' or '.join(near)}?"] if near else []
-    return own + [f"{key}: {found.describe()}" for key, found in inner_counterparts(at, value)]
+def _prefer_own_key(key: str, section: str, own_keys: Sequence[str]) -> str:
+    """Return the last part of a dotted key if another section has the key and `section` has one of the same name."""
+    other_section, _, name = key.rpartition(".")
+    return name if other_section != section and name in own_keys else key
+
+
+def describe_replacements(path: KeyPath, value: Any) -> list[str]:
+    """Describe what to write instead of the unknown key at a key path, and instead of the keys in its `value`."""
+    known = find_counterpart(path)
+    similar = suggest_keys(path)
+    own = [known.describe()] if known and known.note else []
+    if not own and similar:
+        own = [f"did you mean {' or '.join(similar)}?"]
+    return own + [f"{key}: {inner.describe()}" for key, inner in find_inner_counterparts(path, value)]
 
 
 @cache
-def list_keys(at: KeyPath) -> list[str]:
-    """All keys below a key path, each with its whole path."""
-    below = [(*at, key) for key in list_section_keys(at)]
-    return [found for path in below for found in (".".join(map(str, path)), *list_keys(path))]
+def list_keys(path: KeyPath) -> list[str]:
+    """Return all keys below a key path, dotted, from the root."""
+    below = [(*path, key) for key in list_section_keys(path)]
+    return [key for inner in below for key in (".".join(map(str, inner)), *list_keys(inner))]
 
 
-def _branches(node: dict[str, Any]) -> list[dict[str, Any]]:
-    """The alternatives of a union; of anything else, itself."""
+def _list_branches(node: dict[str, Any], schema: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the alternatives of a union, or the node itself if it is not a union."""
     if "$ref" in node:
-        node = model_schema()["$defs"][node["$ref"].rpartition("/")[2]]
-    return [branch for choice in node["anyOf"] for branch in _branches(choice)] if "anyOf" in node else [node]
+        node = schema["$defs"][node["$ref"].rpartition("/")[2]]
+    if "anyOf" not in node:
+        return [node]
+    return [branch for choice in node["anyOf"] for branch in _list_branches(choice, schema)]
 
 
-def _schemas_at(at: KeyPath) -> list[dict[str, Any]]:
-    """What the value at a key path must follow: one of these."""
-    nodes = [model_schema()]
-    for part in at:
+def _find_schemas(path: KeyPath, schema: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the schemas of which the value at a key path must follow one; none if there is no such key."""
+    nodes = [schema]
+    for part in path:
         if isinstance(part, str):
             inner = [node.get("properties", {}).get(part) or node.get("additionalProperties") for node in nodes]
         else:
             inner = [dict(enumerate(node.get("prefixItems", ()))).get(part) or node.get("items") for node in nodes]
-        nodes = [branch for node in inner if node for branch in _branches(node)]
+        nodes = [branch for node in inner if node for branch in _list_branches(node, schema)]
     return nodes
 
 
-def _words(node: dict[str, Any]) -> str:
+def _describe_schema(node: dict[str, Any]) -> str:
     if "const" in node:
         return str(node["const"])
     if "enum" in node:
@@ -119,10 +152,317 @@ def _words(node: dict[str, Any]) -> str:
     if "properties" in node:
         return "a section with the keys " + ", ".join(node["properties"])
     if "prefixItems" in node:
-        return "a list of " + " and ".join(map(_words, node["prefixItems"]))
+        return "a list of " + " and ".join(map(_describe_schema, node["prefixItems"]))
     if "items" in node:
-        item = " or ".join(map(_words, _branches(node["items"])))
+        item = " or ".join(map(_describe_schema, _list_branches(node["items"], _config_schema())))
         return f"a list{' with at least one item' * bool(node.get('minItems'))}, each item {item}"
     limits = " and ".join(f"{words} {node[key]}" for key, words in _BOUNDS.items() if key in node)
     kind = node.get("type", "anything").replace("object", "keys and values")
     return f"{_KINDS.get(kind, kind)} {limits}".strip()
+
+
+# -- names of other frameworks -------------------------------------------------------------------------------
+
+
+class Counterpart(NamedTuple):
+    """The keys of Sluice to use instead of another framework's key."""
+
+    keys: tuple[str, ...]
+    """Dotted keys; none if there is nothing to set."""
+    note: str = ""
+    """What is different; "" if the two keys mean the same."""
+
+    def describe(self) -> str:
+        """Return the keys to use, and the note, as a message has them."""
+        return ": ".join(filter(None, [f"use {' and '.join(self.keys)}" * bool(self.keys), self.note]))
+
+
+def _same(key: str, *names: str) -> dict[str, Counterpart]:
+    """Return entries for `names`, which mean the same as `key`."""
+    return dict.fromkeys(names, Counterpart((key,)))
+
+
+def _other(keys: str, note: str, *names: str) -> dict[str, Counterpart]:
+    """Return entries for `names`, which `keys`, separated by blanks, replace as `note` explains."""
+    return dict.fromkeys(names, Counterpart(tuple(keys.split()), note))
+
+
+OTHER_NAMES: Mapping[str, Counterpart] = {
+    # batch and length
+    **_same("train.global_batch", "batch_size", "global_batch_size", "train_batch_size"),
+    **_same("train.micro_batch", "micro_batch_size", "train_micro_batch_size_per_gpu"),
+    **_other(
+        "train.micro_batch train.global_batch",
+        "micro_batch is the sequences of one forward pass on a rank, global_batch those of a whole step",
+        "per_device_train_batch_size", "local_batch_size",
+    ),
+    **_other(
+        "train.global_batch train.micro_batch",
+        "the number of accumulated micro-batches is derived: global_batch / (micro_batch × data-parallel replicas)",
+        "gradient_accumulation_steps", "gradient_accumulation", "accumulate_grad_batches", "grad_accum_steps",
+    ),
+    **_same("evaluate.batch", "per_device_eval_batch_size", "eval_batch_size"),
+    **_same(
+        "data.sequence_length", "block_size", "context_length", "seq_len", "seq_length", "max_seq_length",
+        "max_length",
+    ),
+    # length of the training
+    **_same("train.steps", "max_steps", "num_steps", "max_iters", "train_iters", "total_steps"),
+    **_same("train.epochs", "num_epochs", "num_train_epochs", "max_epochs"),
+    **_other(
+        "train.steps train.epochs", "the schedule always ends at the last step",
+        "lr_decay_iters", "lr_decay_steps",
+    ),
+    # optimizer
+    **_same("optimizer.lr", "learning_rate"),
+    **_same("optimizer.name", "optimizer", "optimizer.kind", "optimizer.type", "optim"),
+    **_same("optimizer.clip_norm", "gradient_clipping", "max_grad_norm", "gradient_clip_val", "clip_grad", "grad_clip"),
+    **_other("optimizer.clip_norm", "clipping is by the norm of the whole gradient", "gradient_clip_algorithm"),
+    **_other(
+        "optimizer.betas", "write both as a list, [beta1, beta2]",
+        "adam_beta1", "adam_beta2", "beta1", "beta2",
+    ),
+    **_same("optimizer.eps", "adam_epsilon", "adam_eps"),
+    **_same("optimizer.warmup_steps", "lr_warmup_iters", "lr_warmup_steps", "warmup_iters", "num_warmup_steps"),
+    **_other(
+        "optimizer.warmup_steps", "it is a number of steps, not a fraction of them",
+        "warmup_ratio", "lr_warmup_fraction",
+    ),
+    **_same("optimizer.schedule", "lr_scheduler_type", "lr_scheduler", "lr_decay_style", "decay_type"),
+    **_other("optimizer.schedule", "`constant` does not decay", "decay_lr"),
+    **_other("optimizer.min_lr_ratio", "it is a fraction of optimizer.lr, not a learning rate", "min_lr"),
+    # arithmetic
+    **_other(
+        "train.precision", "write bf16, fp16, fp8 or fp32",
+        "bf16", "fp16", "fp8", "tf32", "bf16.enabled", "fp16.enabled", "mixed_precision", "mixed_precision_param",
+    ),
+    **_same("train.compile", "torch_compile", "compile_model"),
+    **_same(
+        "parallel.activation_checkpointing", "gradient_checkpointing", "recompute_activations",
+        "recompute_granularity", "activation_checkpoint", "activation_checkpoint.mode",
+    ),
+    # layout
+    **_same("parallel.tensor", "tensor_parallel_degree", "tensor_model_parallel_size", "tensor_parallel_size"),
+    **_same(
+        "parallel.pipeline", "pipeline_parallel_degree", "pipeline_model_parallel_size", "pipeline_parallel_size"
+    ),
+    **_same("parallel.schedule", "pipeline_parallel_schedule"),
+    **_other(
+        "parallel.virtual_stages", "it is the number of stages of each rank",
+        "num_layers_per_virtual_pipeline_stage", "virtual_pipeline_model_parallel_size",
+    ),
+    **_same("parallel.data.replicate", "data_parallel_replicate_degree"),
+    **_same("parallel.data.shard", "data_parallel_shard_degree"),
+    **_other(
+        "parallel.data", "`auto` uses all ranks that tensor and pipeline leave",
+        "data_parallel_size", "data_parallel_degree",
+    ),
+    **_other(
+        "", "Sluice has no context parallelism: split long sequences by parallel.tensor with parallel.sequence",
+        "context_parallel_degree", "context_parallel_size",
+    ),
+    **_same("parallel.sequence", "sequence_parallel"),
+    **_same("parallel.zero", "zero_stage", "zero_optimization", "zero_optimization.stage"),
+    **_other(
+        "parallel.zero", "0 is DDP, 1 shards optimizer state, 2 also gradients (SHARD_GRAD_OP), 3 also parameters "
+        "(FULL_SHARD)",
+        "fsdp", "fsdp_config", "sharding_strategy", "deepspeed", "use_distributed_optimizer",
+    ),
+    **_other(
+        "parallel.zero parallel.tensor parallel.pipeline",
+        "ddp is zero 0, fsdp and deepspeed_stage_3 are zero 3; tensor and pipeline split the model", "strategy",
+    ),
+    **_same("parallel.offload", "offload_optimizer", "offload_param", "cpu_offload", "enable_cpu_offload"),
+    **_same("parallel.backend", "ddp_backend", "process_group_backend", "distributed_backend"),
+    **_other(
+        "stages.train.tasks_per_node", "each training process uses one GPU",
+        "devices", "gpus", "num_gpus", "nproc_per_node", "num_processes", "ntasks_per_node",
+    ),
+    **_same("stages.train.nodes", "num_nodes", "nnodes", "num_machines"),
+    **_other("", "ranks use GPUs if there are any; parallel.backend chooses how they communicate", "accelerator"),
+    # model
+    **_same("model.dim", "hidden_size", "n_embd", "d_model", "embed_dim"),
+    **_same("model.layers", "n_layers", "n_layer", "num_hidden_layers", "num_layers"),
+    **_same("model.heads", "num_attention_heads", "n_head", "n_heads", "num_heads"),
+    **_same("model.kv_heads", "num_key_value_heads", "num_query_groups", "n_kv_heads"),
+    **_same("model.intermediate_size", "ffn_hidden_size", "ffn_dim"),
+    **_same("model.init_from", "model_name_or_path", "pretrained_model_name_or_path", "hf_assets_path"),
+    # data
+    **_other(
+        "data.source", "name files or folders; nothing is downloaded",
+        "dataset", "dataset_name", "dataset_path", "train_file", "data_path",
+    ),
+    **_other(
+        "data.tokenizer.path", "with data.tokenizer.kind: file",
+        "tokenizer_path", "tokenizer_model", "tokenizer_name",
+    ),
+    **_other(
+        "", "there are no loader processes: a thread of each rank reads ahead",
+        "dataloader_num_workers", "num_workers", "dataloader_pin_memory", "pin_memory",
+    ),
+    # files, logging, evaluation
+    **_other(
+        "run.root run.name", "a run is the directory ROOT/NAME",
+        "output_dir", "out_dir", "default_root_dir", "dump_folder", "save_dir", "save",
+    ),
+    **_same("checkpoint.every_steps", "save_every", "save_steps", "save_interval", "checkpoint_interval"),
+    **_same("checkpoint.keep", "save_total_limit", "save_top_k", "keep_latest_k"),
+    **_other(
+        "", "submit.py continues from the newest checkpoint by itself; `resume RUN` does so after a stop",
+        "resume_from_checkpoint", "ckpt_path", "load_checkpoint",
+    ),
+    **_same("train.log_every", "logging_steps", "log_every_n_steps", "log_interval", "log_freq"),
+    **_other(
+        "train.evaluate_every", "it counts steps",
+        "eval_steps", "eval_interval", "val_check_interval", "eval_every", "check_val_every_n_epoch",
+    ),
+    **_same("train.evaluate_sequences", "limit_val_batches", "eval_iters"),
+    **_other(
+        "track.tensorboard track.wandb track.mlflow", "each is a key of its own",
+        "report_to", "logger", "wandb_project", "wandb_log", "enable_wandb", "enable_tensorboard",
+    ),
+    **_same("publish.to", "push_to_hub", "hub_model_id"),
+}  # fmt: skip
+"""The names of keys in PyTorch Lightning, Hugging Face's Trainer, torchtitan, Megatron-LM, DeepSpeed and nanoGPT.
+
+A name includes the section before it if the bare name is ambiguous.
+"""
+
+
+def find_counterpart(path: KeyPath) -> Counterpart | None:
+    """Return what to use instead of the key at `path`, by the longest end of the path that the table has."""
+    names = [str(part).lower().replace("-", "_").lstrip("_") for part in path]
+    ends = (".".join(names[start:]) for start in range(len(names)))
+    return next((OTHER_NAMES[end] for end in ends if end in OTHER_NAMES), None)
+
+
+def find_inner_counterparts(path: KeyPath, value: Any) -> Iterator[tuple[str, Counterpart]]:
+    """Yield what to use instead of the keys in the mapping `value`, which is at `path`, by the name of each."""
+    for key, inner in value.items() if isinstance(value, Mapping) else ():
+        if known := find_counterpart((*path, key)):
+            yield str(key), known
+        elif isinstance(inner, Mapping):
+            yield from find_inner_counterparts((*path, key), inner)
+
+
+# -- docs/config.md ------------------------------------------------------------------------------------------
+
+_PAGE_HEAD = """# Config keys
+
+Every key that a config file may contain. `python submit.py schema` prints the same as a JSON Schema for editors.
+
+This page is generated from pipeline/config/sections.py by `make generated`; do not edit it.
+
+- **On resume**: `yes` means that `resume RUN key=value` may change the key at any time, and `larger` that it may
+  increase the value. It may change other keys only until a training has saved a checkpoint, those of `data` that shape
+  shards only until the shards are finished, and those of `evaluate` only until there is a result
+  ([changing a run](changing.md#what-resume-may-change)).
+- A key without a default is required if its section is used. A section has the defaults of its keys.
+- Paths are relative to the file that contains them.
+- `extends: FILE`, in any section and at the top level, includes another file.
+"""
+
+
+_FORMER_NAMES = """## Former names
+
+Configs may still use the former name of a key. The present name is printed once.
+
+"""
+_RUN_JSON_KEYS = """## Keys in run.json
+
+Sluice computes these values and stores them in `run.json` of the run, not in the config. Configs of older versions
+contain them, and may still do so. Set `model.max_window_layers` by hand only to export a model that was trained from
+scratch with `model.sliding_window`.
+
+"""
+
+
+def format_config_page() -> str:
+    """Return docs/config.md: every key with its type, default, meaning, and whether `resume` may change it.
+
+    The sections must have been imported with SLUICE_DOCSTRINGS set (pipeline/config/types.py).
+    """
+    parts = [_PAGE_HEAD]
+    for name, field in Config.model_fields.items():
+        parts.append(f"## {name}\n\n{field.description}\n\n{_format_table(_list_rows(name, field, {}))}")
+    former = [f"| `{old}` | `{new}` |" for old, new in RENAMED_KEYS.items()]
+    parts.append(_FORMER_NAMES + "\n".join(["| former name | present name |", "| --- | --- |", *former, ""]))
+    metadata = [
+        f"| `{key}` | {_format_cell(field.description or '')} |"
+        for key, field in walk_fields(RunMetadata)
+        if "." in key
+    ]
+    parts.append(_RUN_JSON_KEYS + "\n".join(["| key | meaning |", "| --- | --- |", *metadata, ""]))
+    return "\n".join(parts)
+
+
+def _format_table(rows: Iterable[str]) -> str:
+    return "\n".join(["| key | type | default | on resume | meaning |", "| --- | --- | --- | --- | --- |", *rows, ""])
+
+
+def _list_rows(key: str, field: FieldInfo, printed: dict[type[Section], str]) -> Iterator[str]:
+    """Yield the rows of the keys below a section.
+
+    Args:
+        key: the dotted key of the section.
+        field: its field.
+        printed: the classes of sections that have rows already, with the dotted key of each. They are not repeated.
+    """
+    for section, suffix in list_inner_sections(field.annotation):
+        printed[section] = f"{key}{suffix}"
+        for name, inner in section.model_fields.items():
+            inner_key = f"{key}{suffix}.{inner.alias or name}"
+            meaning = inner.description or ""
+            same = [printed[one] for one, _ in list_inner_sections(inner.annotation) if one in printed]
+            if same:
+                meaning += f" It has the keys of `{same[0]}`."
+            cells = [
+                f"`{inner_key}`",
+                _describe_type(inner_key, inner),
+                _format_default(inner),
+                _describe_resume(inner_key),
+                meaning,
+            ]
+            yield f"| {' | '.join(map(_format_cell, cells))} |"
+            if not same:
+                yield from _list_rows(inner_key, inner, printed)
+
+
+def _describe_type(key: str, field: FieldInfo) -> str:
+    """Describe the type of a key; a section only as such, because its keys follow."""
+    path = tuple(0 if part == "*" and _is_list(key, number) else part for number, part in enumerate(key.split(".")))
+    nodes = _find_schemas(path, _config_schema())
+    described = ["a section" if "properties" in node else _describe_schema(node) for node in nodes]
+    if any(suffix for _, suffix in list_inner_sections(field.annotation)):
+        described = ["a mapping of sections" if get_origin(field.annotation) is dict else "a list of sections"]
+    return " or ".join(dict.fromkeys(described))
+
+
+def _is_list(key: str, number: int) -> bool:
+    """Whether the value before part `number` of a dotted key is a list."""
+    path = tuple(key.split(".")[:number])
+    return any("items" in node for node in _find_schemas(path, _config_schema()))
+
+
+def _format_default(field: FieldInfo) -> str:
+    """Return the default of a key as YAML; "" for a section, whose keys have defaults, and for a required key."""
+    if field.is_required():
+        return ""
+    default = field.get_default(call_default_factory=True)
+    return "" if isinstance(default, Section) else f"`{json.dumps(default, default=str)}`"
+
+
+def _describe_resume(key: str) -> str:
+    """Return whether `resume` may change a key at any time."""
+    if has_policy(key, Policy.CHANGEABLE):
+        return "yes"
+    return "larger" if has_policy(key, Policy.INCREASABLE) else "no"
+
+
+def _format_cell(text: str) -> str:
+    """Return text as the cell of a Markdown table."""
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    print(format_config_page(), end="")

@@ -1,10 +1,10 @@
-"""The config of a run: every key that `config.yaml` may hold, its type, its default and what it means.
+"""The config of a run: every key that `config.yaml` may contain, its type, its default and what it means.
 
-One pydantic model per section. Unknown keys are errors. The docstring under a field is its documentation:
-`python submit.py schema` writes them all as a JSON Schema, which editors show while one types. Reading
-files, `extends:` and command-line overrides is `pipeline/config/read.py`; this file is only the meaning.
+Each section is a pydantic model. Unknown keys are errors. The docstring under a field is the documentation of its key:
+it is shown in the JSON Schema (`submit.py schema`, for editors) and in docs/config.md. pipeline/config/read.py reads
+files, `extends` and command-line overrides. `data`, `site` and `stages` have modules of their own.
 
-Nothing here imports torch, numpy or h5py: the login node reads configs too.
+Nothing here imports torch, numpy or h5py, because the login node reads configs too.
 """
 
 from __future__ import annotations
@@ -13,21 +13,20 @@ import itertools
 import json
 import math
 import random
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, PrivateAttr, model_validator
 from pydantic.fields import FieldInfo
 
-from pipeline.config.checkpoints import CheckpointConfig, EvaluateConfig, PublishConfig
+from pipeline.base.errors import UserError
 from pipeline.config.datasets import DataConfig
-from pipeline.config.parallel import ParallelConfig
-from pipeline.config.recovery import RecoveryConfig
 from pipeline.config.site import SiteConfig
 from pipeline.config.stages import STAGES, Stage, StagesConfig
-from pipeline.config.track import TrackConfig
 from pipeline.config.types import (
     FilePath,
     Fraction,
@@ -39,111 +38,113 @@ from pipeline.config.types import (
     Section,
     StateConfig,
     check_unused_keys,
+    must_match,
 )
 
 
 class RunConfig(Section):
-    """Which run this is and where it lives."""
+    """The name of the run and where its files are."""
 
     name: Annotated[Name, Policy.CHANGEABLE]
-    """Name of the run: the folder `root/name` and the prefix of its Slurm jobs."""
+    """Name of the run: its directory is `root/name`, and the names of its Slurm jobs start with it."""
     root: Annotated[FilePath, Policy.CHANGEABLE, Policy.PATH] = Path("runs")
-    """Folder that holds the runs; on a cluster a path that all nodes share. Relative paths, here and in `data`, start
-    from the file that says them; this default, and what the command line says, from the working directory."""
+    """Directory that contains the runs. On a cluster, all nodes must share it. A relative path in a config file is
+    relative to that file. The default, and a path on the command line, is relative to the working directory."""
     seed: Annotated[NonNegativeInt, Policy.SWEEPABLE] = 1
-    """Seed of everything random: weights, order of the samples, dropout."""
+    """Seed of all randomness: initial weights, order of the samples, dropout."""
     sharing: Literal["private", "group", "all"] = "private"
-    """Who may read the run's files: `private` (0700/0600), `group` (0750/0640) or `all` (0755/0644)."""
+    """Who may read the files of the run: `private` (modes 0700 and 0600), `group` (0750, 0640) or `all` (0755,
+    0644)."""
+
+
+# -- model ---------------------------------------------------------------------------------------------------
 
 
 class ModelConfig(Section):
-    """A Llama-style decoder; keys beyond the sizes are those of Hugging Face's `LlamaConfig`. Or your own."""
+    """A decoder like Llama, whose further keys are those of Hugging Face's `LlamaConfig`, or a custom model."""
 
     init_from: Annotated[FilePath | None, Policy.PATH, Policy.NOT_IN_IDENTITY] = None
-    """A folder of an open model in Hugging Face's format (config.json, safetensors, tokenizer): training starts from
-    its weights, this section is filled from its config.json, `data.tokenizer` from its tokenizer. null: drawn ones."""
-    init_sha256: str | None = None
-    """SHA-256 of the config.json that filled this section. Sluice writes it; leave it out."""
-    init_files: Annotated[str | None, Policy.CHANGEABLE, Policy.NOT_IN_IDENTITY] = None
-    """A hash of names, sizes and times of the files with the weights, by which another's are noticed when training
-    begins. Sluice writes it; leave it out."""
+    """Folder with an open model in Hugging Face's format (config.json, safetensors, tokenizer). Training starts from
+    its weights. Its config.json sets this section, and its tokenizer sets `data.tokenizer`. null: the initial weights
+    are random."""
 
     target: Annotated[str | None, Policy.NOT_SWEEPABLE] = None
-    """A Python module, such as `my_package.my_model`, that gives a model of your own (pipeline/config/user_model.py
-    says how); null: the decoder. Beside it only `options`, `layers` and `initializer_range` mean something."""
+    """Python module that defines a custom model, such as `my_package.my_model` (docs/models.md). With it, only
+    `options`, `layers` and `initializer_range` have an effect in this section. null: the decoder."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """What your own model is built from: any keys and values, handed to it as they are."""
+    """Options of the custom model: any keys and values, passed to its functions unchanged."""
     dim: PositiveInt = 256
     """Width of the residual stream (`hidden_size`)."""
     layers: PositiveInt = 4
     """Number of decoder blocks (`num_hidden_layers`)."""
     heads: PositiveInt = 8
-    """Query heads (`num_attention_heads`)."""
+    """Number of query heads (`num_attention_heads`)."""
     kv_heads: PositiveInt | None = None
-    """Key and value heads (`num_key_value_heads`); null: as many as query heads."""
+    """Number of key and value heads (`num_key_value_heads`); null: the number of query heads."""
     head_dim: PositiveInt | None = None
-    """Width of one head; null: dim / heads."""
+    """Width of one head; null: `dim / heads`."""
     intermediate_size: PositiveInt | None = None
-    """Width of the SwiGLU layer; null: 8/3 of dim, rounded up to a multiple of 64."""
+    """Width of the SwiGLU layer; null: 8/3 of `dim`, rounded up to a multiple of 64."""
     vocab_size: PositiveInt | None = None
-    """Rows of embedding and output layer, at least the tokenizer's ids; null: as many."""
-    max_position_embeddings: PositiveInt | None = None
-    """Longest sequence that config.json claims; it changes nothing here."""
+    """Number of rows of the embedding and the output layer, at least the number of ids of the tokenizer; null: that
+    number."""
     sliding_window: PositiveInt | None = None
-    """How far back attention looked in the model that this one starts from: `data.sequence_length` is at most that,
-    for here it sees all."""
-    max_window_layers: NonNegativeInt | None = None
-    """How many blocks saw all before those that `sliding_window` is about, as Qwen's format says it; an export asks."""
+    """Length of the attention window of the open model that training starts from. `data.sequence_length` must not
+    exceed it, because attention here always covers the whole sequence."""
     attention_bias: Literal["none", "qkv", "all"] = "none"
-    """Which projections of attention have biases: `qkv` all but the output's (Qwen2), `all` that one, too."""
+    """Which projections of attention have biases: `none`, `qkv` (all except the output projection, as in Qwen2) or
+    `all`."""
     qk_norm: bool = False
-    """Whether each head's queries and keys are normalised before their positions are turned in (Qwen3)."""
+    """Whether the queries and keys of each head are normalized before rotary positions are applied (as in Qwen3)."""
     rope_theta: PositiveFloat = 10_000.0
-    """Base of the rotary position frequencies."""
+    """Base of the frequencies of rotary positions."""
     rope_scaling: RopeScaling | None = None
-    """How they are stretched; null: not at all."""
+    """How the frequencies of rotary positions are scaled; null: not at all."""
     rms_norm_eps: PositiveFloat = 1e-5
     """Epsilon of the RMS norms."""
     tie_word_embeddings: bool = False
-    """Whether the output layer shares the embedding's weights."""
+    """Whether the output layer shares the weights of the embedding."""
     initializer_range: PositiveFloat = 0.02
     """Standard deviation of the initial weights."""
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """Dropout on the output of attention and MLP."""
+    """Dropout probability on the outputs of attention and MLP."""
 
     @property
     def all_options(self) -> dict[str, Any]:
-        """What the functions of your own model get: `options`, and `layers`."""
+        """What the functions of a custom model receive: `options`, and `layers`."""
         return {**self.options, "layers": self.layers}
 
     @model_validator(mode="after")
-    def _heads_fit(self) -> ModelConfig:
+    def _check_sizes(self) -> ModelConfig:
         try:
             json.dumps(self.options, allow_nan=False)
         except ValueError:
-            raise ValueError("options: .nan and .inf would be lost in config.yaml: give a number, or text") from None
+            raise ValueError(
+                "options: JSON has no .nan and .inf, so they would be lost: use a number or text instead"
+            ) from None
         if self.target is not None:
             if not all(part.isidentifier() for part in self.target.split(".")):
-                raise ValueError(f"target ({self.target}) is no name of a Python module such as my_package.my_model")
+                raise ValueError(f"target ({self.target}) is not a name of a Python module such as my_package.my_model")
             if "layers" in self.options:
-                raise ValueError("options.layers is model.layers: set that")
-            check_unused_keys(
-                self, {"target", "options", "layers", "initializer_range"}, "with model.target use options"
-            )
+                raise ValueError("options.layers is model.layers: set that key instead")
+            used = {"target", "options", "layers", "initializer_range"}
+            check_unused_keys(self, used, "with model.target, use options")
             return self
         if self.options:
-            raise ValueError("options are for a model of your own: name its module as target")
+            raise ValueError("options are for a custom model: set target to its module")
         if self.head_dim is None and self.dim % self.heads:
-            raise ValueError(f"dim ({self.dim}) is no multiple of heads ({self.heads}); set head_dim or change one")
+            raise ValueError(
+                f"dim ({self.dim}) is not a multiple of heads ({self.heads}): set head_dim, or change one of them"
+            )
         if self.heads % self.num_kv_heads:
-            raise ValueError(f"heads ({self.heads}) is no multiple of kv_heads ({self.num_kv_heads})")
+            raise ValueError(f"heads ({self.heads}) is not a multiple of kv_heads ({self.num_kv_heads})")
         if self.head_size % 2:
-            raise ValueError(f"the head size ({self.head_size}) is odd; rotary positions need an even one")
+            raise ValueError(f"the head size ({self.head_size}) is odd, but rotary positions need an even one")
         return self
 
     @property
     def num_kv_heads(self) -> int:
-        """Key and value heads, resolved."""
+        """Number of key and value heads, resolved."""
         return self.kv_heads or self.heads
 
     @property
@@ -157,52 +158,143 @@ class ModelConfig(Section):
         return self.intermediate_size or 64 * math.ceil(self.dim * 8 / 3 / 64)
 
 
+# -- parallel ------------------------------------------------------------------------------------------------
+
+
+class HookConfig(Section):
+    """How gradients are compressed when whole replicas exchange them."""
+
+    kind: Literal["none", "fp16", "bf16", "powersgd", "topk"] = "none"
+    """Compression: `none`; `fp16` or `bf16` (half the bytes); `powersgd` (products of two thin matrices); `topk` (only
+    the largest entries). What the last two omit is added to the gradient of the next step."""
+    rank: PositiveInt = 4
+    """Number of columns of the thin matrices of PowerSGD."""
+    ratio: Annotated[float, Field(gt=0.0, le=1.0)] = 0.05
+    """Fraction of the entries of each gradient that Top-K sends."""
+    warmup_steps: NonNegativeInt = 0
+    """Number of first steps that send more: the fraction of Top-K falls from 1 to `ratio` by the same factor each step,
+    and PowerSGD sends whole gradients."""
+
+
+class LocalSgdConfig(Section):
+    """Replicas take optimizer steps of their own and average their weights periodically."""
+
+    every: PositiveInt
+    """Number of steps between two averages."""
+    warmup_steps: NonNegativeInt = 0
+    """Number of first steps in which gradients are averaged in every step, as without local SGD."""
+    outer_lr: PositiveFloat = 1.0
+    """Step size from the last average towards the new one. 1 without momentum is the average itself."""
+    outer_momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Nesterov momentum of that outer step. DiLoCo (arXiv 2311.08105) uses `outer_lr` 0.7 and `outer_momentum` 0.9."""
+
+
+class DataParallel(Section):
+    """Explicit data parallel sizes."""
+
+    replicate: PositiveInt = 1
+    """Number of replicas of the model."""
+    shard: PositiveInt = 1
+    """Number of ranks that split the parameters of one replica (ZeRO)."""
+
+
+class ParallelConfig(Section):
+    """How the ranks split the work. The product of the sizes is the number of ranks."""
+
+    tensor: PositiveInt = 1
+    """Tensor parallel size."""
+    pipeline: PositiveInt = 1
+    """Pipeline parallel size: the number of ranks along the pipeline."""
+    data: Literal["auto"] | DataParallel = "auto"
+    """Data parallel sizes; `auto`: all ranks that the other axes leave."""
+    zero: Literal[0, 1, 2, 3] = 0
+    """What data parallel ranks shard: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters."""
+    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipe_v"] = "1f1b"
+    """Pipeline schedule. Without a pipeline it has no effect."""
+    virtual_stages: PositiveInt = 1
+    """Number of pipeline stages per rank. Without a pipeline it has no effect."""
+    sequence: bool = True
+    """Whether tensor parallel ranks split the sequence outside the split layers (norms, residual stream)."""
+    loss_parallel: bool = True
+    """Whether each tensor parallel rank computes the loss on its part of the vocabulary, so that logits are never
+    gathered."""
+    reduce: Literal["auto", "step", "micro_batch"] = "auto"
+    """When data parallel ranks reduce gradients: once per `step`, or after each `micro_batch` (more traffic, but only a
+    shard of the gradients is in memory). `auto`: per micro-batch with `zero` 2 or 3 and no pipeline, otherwise per
+    step."""
+    offload: bool = False
+    """Keep parameters, gradients and optimizer state in host memory; copy them to the GPU when needed."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """What backward recomputes instead of storing: nothing, everything except matrix products and attention, or
+    everything."""
+    backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"
+    """Communication library. `auto`: NCCL on GPUs, otherwise Gloo. `mpi` needs mpi4py and an MPI library
+    (docs/communication.md)."""
+    accurate_sums: bool = False
+    """With `backend: mpi`: add fp16 and bf16 in fp32 and round once, instead of at every hop. It doubles the bytes."""
+    bucket_mb: PositiveInt = 25
+    """Size of the buckets in which DDP reduces gradients, in MiB."""
+    hook: HookConfig = HookConfig()
+    """How gradients are compressed between whole replicas (docs/communication.md)."""
+    local_sgd: LocalSgdConfig | None = None
+    """Replicas take optimizer steps of their own and average their weights periodically; null: gradients are averaged
+    in every step."""
+
+
+# -- train ---------------------------------------------------------------------------------------------------
+
+
 class TrainConfig(Section):
     """The training loop."""
 
-    steps: Annotated[PositiveInt | None, Policy.NOT_IN_IDENTITY] = None
-    """Optimizer steps of the whole training; null: as many as `epochs` say. Exactly one of the two is given."""
-    epochs: Annotated[PositiveInt | None, Policy.NOT_IN_IDENTITY] = None
-    """How often the training sees each sample. The number of steps follows from the data, once it is sharded: whole
-    ones, the last filled up with the first samples of the next epoch."""
+    steps: Annotated[PositiveInt | None, Policy.NOT_IN_IDENTITY, Policy.INCREASABLE] = None
+    """Number of optimizer steps of the whole training; null: it follows from `epochs`. Set exactly one of the two."""
+    epochs: Annotated[PositiveInt | None, Policy.NOT_IN_IDENTITY, Policy.INCREASABLE] = None
+    """Number of times that the training sees each sample. The number of steps follows from the sharded data. The last
+    batch is filled with the first samples of the next epoch."""
     global_batch: Annotated[PositiveInt, Field(le=2**24)] = 16
-    """Sequences of one optimizer step, over all ranks."""
+    """Number of sequences per optimizer step, over all ranks."""
     micro_batch: PositiveInt = 4
-    """Sequences of one forward and backward pass on one rank."""
+    """Number of sequences per forward and backward pass on one rank."""
     precision: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
-    """Arithmetic of forward and backward; `optimizer.state` has the types of weights and optimizer. `fp8`: bf16, with
-    the blocks' matrix products in float8 (pipeline/parallel/float8.py: needs torchao, and a GPU such as an H100)."""
+    """Type in which forward and backward compute; `optimizer.state` sets the types of weights and optimizer state.
+    `fp8`: bf16, with the matrix products of the blocks in float8 (needs torchao and a GPU such as an H100)."""
     fp8_scales: Literal["rowwise", "tensorwise"] = "rowwise"
-    """What shares a scale in float8: a row, or a whole tensor, which is faster and less exact."""
+    """What shares a scale in float8: a row, or a whole tensor (faster, less exact)."""
     threads: Annotated[PositiveInt, Policy.NOT_SWEEPABLE] = 1
-    """CPU threads per rank; part of what makes a result bit-identical."""
+    """CPU threads per rank. Another number may change the last digits of the result."""
     deterministic: bool = True
-    """Refuse kernels whose results vary from run to run."""
+    """Reject kernels whose results vary from run to run."""
     compile: bool = False
     """Compile each decoder block with torch.compile."""
     loss_chunk: PositiveInt | None = None
-    """Tokens whose logits are computed at a time, together with their loss and its gradient, so that the logits of a
-    whole micro-batch never exist (pipeline/model/decoder.py). It changes last digits; 1024 to 4096 are good sizes for
-    large vocabularies. null: whole logits."""
+    """Number of tokens whose logits, loss and gradient are computed at a time, so that the logits of a whole
+    micro-batch never exist. It changes the last digits. 1024 to 4096 are good values for large vocabularies. null: all
+    at once."""
     log_every: Annotated[PositiveInt, Policy.CHANGEABLE, Policy.NOT_IN_IDENTITY] = 10
-    """Steps between two lines of progress in the log (metrics.jsonl has every step)."""
+    """Number of steps between two lines in the log. metrics.jsonl has every step."""
     evaluate_every: Annotated[PositiveInt | None, Policy.NOT_IN_IDENTITY] = None
-    """Steps between two looks at held-out data by the ranks that train: `held_out_loss` in metrics.jsonl, a second
-    curve in report.html. null: none; what `evaluate` says of checkpoints is done in any case."""
+    """Number of steps between two evaluations on held-out data by the ranks that train: `held_out_loss` in
+    metrics.jsonl and a second curve in report.html. null: none. The stage `evaluate` is independent of it."""
     evaluate_sequences: Annotated[PositiveInt, Policy.NOT_IN_IDENTITY] = 64
-    """How many held-out sequences (samples) such a look takes, always the same ones."""
+    """Number of held-out sequences of such an evaluation, always the same ones."""
     profile_every: Annotated[PositiveInt | None, Policy.CHANGEABLE, Policy.NOT_IN_IDENTITY] = None
-    """Steps between two that all ranks record with torch.profiler: where they went, in metrics.jsonl, and traces in
-    `profiles/` for `submit.py profile` (docs/profiling.md). null: none; that command can ask for some at any time."""
+    """Number of steps between two that all ranks record with torch.profiler (docs/profiling.md); null: none.
+    `submit.py profile` can request some at any time."""
 
     @model_validator(mode="after")
-    def _values_fit(self) -> TrainConfig:
+    def _check_lengths(self) -> TrainConfig:
         if (self.steps is None) == (self.epochs is None):
-            given = "are both given: set one of them to null" if self.steps else "are both missing: give one of them"
-            raise ValueError(f"steps and epochs {given}")
+            problem = "are both given: set one of them to null" if self.steps else "are both missing: give one of them"
+            raise ValueError(f"steps and epochs {problem}")
         if self.global_batch % self.micro_batch:
-            raise ValueError(f"global_batch ({self.global_batch}) is no multiple of micro_batch ({self.micro_batch})")
+            raise ValueError(
+                f"global_batch ({self.global_batch}) is not a multiple of micro_batch ({self.micro_batch})"
+            )
         return self
+
+
+# -- optimizer -----------------------------------------------------------------------------------------------
 
 
 USED_BY = {
@@ -211,49 +303,50 @@ USED_BY = {
     "muon": {"momentum", "betas", "eps"},
     "own": {"momentum", "betas", "eps"},
 }
-"""Which of the optimizer's keys only some optimizers use."""
+"""Keys that only some optimizers use, by optimizer."""
 
 
 class OptimizerConfig(Section):
     """The optimizer and its learning rate."""
 
     name: Literal["adamw", "sgd", "muon", "own"] = "adamw"
-    """`adamw` (Loshchilov and Hutter, arXiv 1711.05101); `sgd`; `muon` for the matrices of the blocks, its updates as
-    large as AdamW's (Liu et al., arXiv 2502.16982), and AdamW for the rest; `own`: what `optimizer` of `model.target`
-    makes."""
+    """`adamw` (Loshchilov and Hutter, arXiv 1711.05101); `sgd`; `muon` for the matrices of the blocks, with updates as
+    large as those of AdamW (Liu et al., arXiv 2502.16982), and AdamW for other parameters; `own`: the function
+    `optimizer` of `model.target`."""
     lr: PositiveFloat = 3e-4
     """Peak learning rate."""
     min_lr_ratio: Fraction = 0.1
-    """Last learning rate, as a fraction of the peak."""
+    """Final learning rate, as a fraction of the peak."""
     warmup_steps: NonNegativeInt = 0
-    """Steps over which the learning rate grows linearly from 0 to the peak."""
+    """Number of steps over which the learning rate rises linearly from 0 to the peak."""
     schedule: Literal["constant", "cosine", "linear", "wsd", "own"] = "cosine"
-    """Course after the warm-up: `constant`, `cosine`, `linear`, or `wsd` (warm-up, stable, decay); `own`: the whole
-    course is what `learning_rate` of `model.target` says."""
+    """Learning rate after the warm-up: `constant`, `cosine`, `linear` or `wsd` (warm-up, stable, decay). `own`: the
+    function `learning_rate` of `model.target` sets it for all steps."""
     schedule_counts_from: Literal[0, 1] = 1
-    """Number that the schedule gives the first step. `1`: the last of the steps has the last rate. `0`: each step has
-    the rate that the scheduler of transformers gives it: the first step of a warm-up has rate 0, and the last step is
-    one step before the end of the decay."""
+    """Number that the schedule gives the first step. `1`: the last step has the final rate. `0`: each step has the rate
+    that the schedulers of transformers give it: the first step of a warm-up has rate 0, and the last step is one step
+    before the end of the decay."""
     decay_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
-    """Last part of the training in which `wsd` decays linearly."""
+    """Last part of the training, in which `wsd` decays linearly."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
-    """Decay of the first and second moment."""
+    """Decay rates of the first and second moment."""
     eps: PositiveFloat = 1e-8
-    """Added to the root of the second moment."""
+    """Constant added to the square root of the second moment."""
     momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """Decay of the momentum of `sgd` and `muon`; null: 0.9 and 0.95."""
+    """Momentum of `sgd` and `muon`; null: 0.9 and 0.95."""
     weight_decay: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.1
-    """Weight decay of matrices, decoupled but for `sgd`, which adds it to the gradient; vectors (norms) have none."""
+    """Weight decay of matrices. It is decoupled, except for `sgd`, which adds it to the gradient. Vectors (norms) are
+    not decayed."""
     state: StateConfig = StateConfig()
-    """Types of what it keeps; only for `adamw`."""
+    """Types of weights and moments between steps; only for `adamw`."""
     freeze: list[str] = Field(default_factory=list)
-    """Patterns (`*`, `?`, `[…]`) of parameters' names in the whole model that stay as they are, such as
-    `model.embed_tokens.*` or `model.layers.[0-3].*`."""
+    """Patterns (`*`, `?`, `[…]`) of names of parameters that are not trained, such as `model.embed_tokens.*` or
+    `model.layers.[0-3].*`."""
     clip_norm: PositiveFloat | None = 1.0
     """Largest norm of the whole gradient; null: no clipping."""
 
     @model_validator(mode="after")
-    def _keys_are_used(self) -> OptimizerConfig:
+    def _check_keys_are_used(self) -> OptimizerConfig:
         unused = set().union(*USED_BY.values()) - USED_BY[self.name]
         check_unused_keys(self, type(self).model_fields.keys() - unused, f"optimizer.name is {self.name}")
         if self.schedule == "own" and self.schedule_counts_from != 1:
@@ -264,28 +357,318 @@ class OptimizerConfig(Section):
         return self
 
 
-MOST_POINTS = 5000
-"""Each is a folder with a config, and all of them are checked before anything is submitted."""
+def check_warmup(config: Config, steps: int) -> None:
+    """Raise UserError if the warm-up is longer than a training of `steps` steps."""
+    warmup = config.optimizer.warmup_steps
+    epochs = config.train.epochs
+    if warmup > steps:
+        length = f"train.steps ({steps})"
+        if epochs is not None:
+            length = f"the {steps} steps of train.epochs ({epochs}): resume with more epochs, or start a new run"
+        raise UserError("config.out_of_range", f"optimizer.warmup_steps ({warmup}) is more than {length}")
+
+
+# -- checkpoint, evaluate, publish ---------------------------------------------------------------------------
+
+
+class CheckpointConfig(Section):
+    """When the training saves checkpoints and how many are kept."""
+
+    every_steps: PositiveInt = 100
+    """Number of steps between two checkpoints. The last step is always saved."""
+    keep: PositiveInt = 3
+    """Number of the newest checkpoints to keep."""
+    mode: Literal["sync", "async"] = "async"
+    """`async`: write in the background while training continues. `sync`: wait until the checkpoint is written."""
+
+
+class EvaluateConfig(Section):
+    """What is evaluated on the held-out documents."""
+
+    every: Annotated[Literal["end", "checkpoint"], Policy.CHANGEABLE] = "end"
+    """`end`: evaluate the newest checkpoint when training is done. `checkpoint`: evaluate every checkpoint that is
+    kept."""
+    batch: PositiveInt = 8
+    """Largest number of sequences per forward pass. Fewer are used if their fp32 logits would take more than 2 GiB. It
+    changes only the last digits of the result."""
+    max_sequences: PositiveInt | None = None
+    """Largest number of sequences to evaluate; null: all held-out text."""
+    tasks: Annotated[Path | list[Path], Policy.PATH] = Field(default_factory=list)
+    """JSONL files with questions that have choices or answers (docs/evaluation.md). Results are named after the
+    files."""
+    answer_tokens: PositiveInt = 32
+    """Largest number of tokens of a free answer."""
+
+    @property
+    def task_files(self) -> list[Path]:
+        """`tasks` as a list."""
+        return self.tasks if isinstance(self.tasks, list) else [self.tasks]
+
+
+class Bounds(Section):
+    """The allowed range of a result."""
+
+    max: float | None = Field(default=None, allow_inf_nan=False)
+    """Largest allowed value."""
+    min: float | None = Field(default=None, allow_inf_nan=False)
+    """Smallest allowed value."""
+
+    @model_validator(mode="after")
+    def _check_has_bound(self) -> Bounds:
+        if self.max is None and self.min is None:
+            raise ValueError("set max, min or both")
+        return self
+
+
+class RegistryConfig(Section):
+    """An MLflow model registry."""
+
+    uri: Annotated[
+        str,
+        must_match(
+            re.compile(r"https?://[^@\s]+"),
+            "write http(s)://HOST:PORT without a user; pass user and password in the variables of MLflow",
+        ),
+    ]
+    """URL of the server, such as `http://mlflow.example:5000`. MLflow reads user and password, or a token, from
+    variables (`MLFLOW_TRACKING_USERNAME`, …): pass them with `site.pass` or `site.secrets`."""
+    model: Name | None = None
+    """Name of the registered model, which is created if it does not exist; null: the name of the run."""
+
+
+class PublishConfig(Section):
+    """Publishes the newest checkpoint after its evaluation, as `TO/NAME/step-…`, completely or not at all."""
+
+    to: Annotated[Path, Policy.PATH]
+    """Folder for everything that is published. It is created if it does not exist."""
+    name: Name | None = None
+    """Folder of this model in `to`; null: the name of the run."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Type of the published weights."""
+    rules: dict[str, Bounds | None] = Field(default_factory=dict)
+    """Results that the evaluation must have reached, by name: `{bits_per_byte: {max: 1.9}}`. null removes a rule."""
+    no_worse_than: Annotated[Path | None, Policy.PATH] = None
+    """Directory of another run. The evaluation must be at least as good as the newest one there: by bits per byte of
+    text, otherwise by loss."""
+    license: str | None = None
+    """License of the model, as the Hugging Face Hub writes it, such as `apache-2.0`; null: the model card says that
+    none is given."""
+    data_license: str | None = None
+    """License of the data, or where to find it."""
+    description: str | None = None
+    """First paragraph of the model card."""
+    mlflow: RegistryConfig | None = None
+    """Model registry that receives an entry for each published version; null: none."""
+    run: str | None = None
+    """Shell command that runs in the published folder, such as an upload. If it fails, the stage fails; when the stage
+    is retried, the command runs again."""
+
+
+# -- recovery ------------------------------------------------------------------------------------------------
+
+
+WatchdogLimit = Annotated[float, Field(gt=0.0, le=6000.0)]
+"""Seconds, less than the time-out of collectives (pipeline/comm/groups.py)."""
+
+
+class RetryBudgets(Section):
+    """How often a stage is retried after each cause of a stop. `resume` resets the counts. 0: never."""
+
+    preempted: NonNegativeInt = 1000
+    """Preemptions, and stops by a signal of unknown origin. They do not point to a fault of the run, so the limit is
+    high."""
+    node_failure: NonNegativeInt = 100
+    """Failures of a node under the job."""
+    time_limit: NonNegativeInt = 1000
+    """Stops at the time limit of the job. Each attempt must have saved a new checkpoint."""
+    bad_node: NonNegativeInt = 10
+    """Nodes that failed the check at the start. The job continues without them."""
+    out_of_memory: NonNegativeInt = 2
+    """Stops because host or device memory was exhausted."""
+    crash: NonNegativeInt = 2
+    """Unexpected errors: exceptions, and killed or lost ranks."""
+    hang: NonNegativeInt = 3
+    """Steps that took longer than `recovery.hang_s`."""
+    non_finite: NonNegativeInt = 2
+    """Returns to an earlier checkpoint because loss or gradient stayed bad."""
+    user_error: NonNegativeInt = 0
+    """Errors that the user must correct, such as a wrong config, a full disk or damaged inputs."""
+
+
+class RecoveryConfig(Section):
+    """What happens after a stop, and when a stage counts as hung."""
+
+    budgets: RetryBudgets = RetryBudgets()
+    """How often a stage is retried after each cause of a stop, such as `{crash: 2}`."""
+    max_restarts_without_progress: PositiveInt = 3
+    """How many retries in a row after preemptions or node failures may save no new checkpoint. After any other cause,
+    an attempt without a new checkpoint is not retried."""
+    hang_s: WatchdogLimit | None = None
+    """Longest time without progress inside a step, in seconds; null: 20 times the longest of the last steps, at least
+    300."""
+    start_s: WatchdogLimit = 1800.0
+    """Longest time from the start of the ranks to their first step, in seconds."""
+    save_s: WatchdogLimit = 1800.0
+    """Longest time of a checkpoint, in seconds."""
+    grace_s: PositiveFloat | None = None
+    """Seconds that Slurm gives a preempted job (GraceTime; `submit.py doctor` shows it); null: unknown. If a save
+    cannot finish in that time, it is skipped, and the previous checkpoint is used."""
+    preflight: bool = True
+    """Check each node before training: device, file system, communication."""
+    exclude_hours: PositiveFloat = 24.0
+    """Number of hours for which a failed node is excluded."""
+    exclude_at_most: NonNegativeInt = 4
+    """Largest number of nodes that are excluded at a time. The ones that were excluded first are used again."""
+    skip_bad_steps: NonNegativeInt = 3
+    """Number of steps in a row that all ranks may skip because loss or gradient is not finite, or the loss is a spike.
+    If one more is bad, training returns to the last checkpoint and excludes the samples of these steps."""
+    spike_deviations: PositiveFloat | None = Field(default=None, ge=3.0)
+    """A loss is a spike if it is this many standard deviations above the mean of the last 100 steps; null: never."""
+
+
+RENAMED_KEYS: Mapping[str, str] = {
+    **{f"recovery.{cause}": f"recovery.budgets.{cause}" for cause in RetryBudgets.model_fields},
+    "recovery.fruitless": "recovery.max_restarts_without_progress",
+}
+"""Former names of keys, which configs may still use, and the present names. Both names of a key are in one section."""
+
+
+# -- track ---------------------------------------------------------------------------------------------------
+
+URL = re.compile(r"https?://\S+")
+_Url = Annotated[str, must_match(URL, "write a URL such as https://host/path")]
+
+
+@dataclass(frozen=True)
+class TrackerEntry:
+    """Where a tracker is implemented, and what it needs. Annotates the tracker's field in :class:`TrackConfig`."""
+
+    module: str
+    """Module of its class."""
+    class_name: str
+    package: str | None = None
+    """The package that it imports. The extra in setup.cfg that installs it has the tracker's name."""
+
+
+class WandbConfig(Section):
+    """A run in Weights & Biases, one for all attempts."""
+
+    project: str
+    """Name of the project."""
+    entity: str | None = None
+    """Name of the team; null: your own account."""
+    mode: Literal["offline", "online"] = "offline"
+    """`offline`: for compute nodes without internet access. `wandb sync` uploads the run later; its command line is
+    printed."""
+
+
+class MlflowConfig(Section):
+    """A run on an MLflow server, one for all attempts."""
+
+    uri: str
+    """URI of the tracking server, such as http://host:5000."""
+    experiment: str = "sluice"
+    """Name of the experiment."""
+
+
+class PrometheusConfig(Section):
+    """The newest step as gauges, in a textfile, on a port, or both."""
+
+    textfile: Annotated[Path | None, Policy.PATH] = None
+    """Folder of node_exporter's textfile collector; sluice-RUN.prom is written there."""
+    textfile_sharing: Literal["private", "group", "all"] | None = None
+    """Who may read that file; null: as `run.sharing`. A collector that runs as another user needs `group` or `all`."""
+    port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    """Port on 127.0.0.1 to scrape while a job runs. Each run on the same node needs its own port."""
+
+    @model_validator(mode="after")
+    def _check_has_output(self) -> PrometheusConfig:
+        if self.textfile is None and self.port is None:
+            raise ValueError("set textfile, port or both")
+        return self
+
+
+class WebhookConfig(Section):
+    """Messages to a chat if a stage fails or stalls, and when the run ends, in Slack's format: {"text": …}."""
+
+    url: Annotated[_Url | None, Policy.SECRET_VALUE] = None
+    """URL of the webhook. Anybody who knows it can post there."""
+    variable: str | None = None
+    """The environment variable of the job that contains the URL (see site.pass, site.secrets), instead of `url`."""
+
+    @model_validator(mode="after")
+    def _check_has_one_source(self) -> WebhookConfig:
+        if (self.url is None) == (self.variable is None):
+            raise ValueError("set either url or variable")
+        return self
+
+
+# Training does not call trackers. For each enabled one, a follower process (tracking/follower.py) reads the files of
+# the run and passes on what is new. To add a tracker, write its class and add its key with a `TrackerEntry` here.
+class TrackConfig(Section):
+    """Trackers that receive the metrics and events of the run."""
+
+    tensorboard: Annotated[bool, TrackerEntry("tracking.tensorboard", "TensorBoard", "tensorboard")] = False
+    """Write event files to the run's folder `tensorboard`; show them with `tensorboard --logdir runs`."""
+    wandb: Annotated[WandbConfig | None, TrackerEntry("tracking.wandb", "Wandb", "wandb")] = None
+    """Weights & Biases."""
+    mlflow: Annotated[MlflowConfig | None, TrackerEntry("tracking.mlflow", "Mlflow", "mlflow")] = None
+    """MLflow."""
+    prometheus: Annotated[
+        PrometheusConfig | None, TrackerEntry("tracking.prometheus", "Prometheus", "prometheus_client")
+    ] = None
+    """Prometheus."""
+    jsonl: Annotated[Annotated[Path | None, TrackerEntry("tracking.jsonl_file", "JsonlFile")], Policy.PATH] = None
+    """A file for log collectors, which several runs may share. It receives each line of metrics.jsonl and
+    events.jsonl, with the run, job and attempt that it belongs to."""
+    webhook: Annotated[WebhookConfig | None, TrackerEntry("tracking.webhook", "Webhook")] = None
+    """A chat."""
+    mail: Annotated[str | None, TrackerEntry("tracking.webhook", "Mail")] = None
+    """Mail address. Slurm writes to it if a job fails or can never start, and when the last stage ends. If the training
+    stalls, the job's first node writes to it with its sendmail."""
+    telemetry_s: PositiveFloat | None = None
+    """Seconds between two samples of each node's GPUs, CPUs, memory and disk, in telemetry-HOST.jsonl; null: no
+    samples. A sample takes a few milliseconds of one core. 10 is a good value."""
+
+    @property
+    def enabled(self) -> list[str]:
+        """Names of the trackers that this config enables."""
+        return [name for name in TRACKERS if getattr(self, name)]
+
+
+TRACKERS: Mapping[str, TrackerEntry] = {
+    name: entry
+    for name, field in TrackConfig.model_fields.items()
+    for entry in field.metadata
+    if isinstance(entry, TrackerEntry)
+}
+"""The trackers by their keys in `track`."""
+
+
+# -- sweep ---------------------------------------------------------------------------------------------------
+
+MAX_POINTS = 5000
+"""Each point is a directory with a config, and all of them are checked before anything is submitted."""
 
 
 class Range(Section):
-    """Numbers to draw from."""
+    """A range of numbers to sample from."""
 
     low: PositiveFloat
-    """Least value."""
+    """Smallest value."""
     high: PositiveFloat
-    """Greatest value."""
+    """Largest value."""
     scale: Literal["linear", "log"] = "log"
-    """Drawn uniformly on this scale."""
+    """Scale on which values are sampled uniformly."""
 
     @model_validator(mode="after")
-    def _in_order(self) -> Range:
+    def _check_order(self) -> Range:
         if self.low >= self.high:
             raise ValueError(f"low ({self.low}) is not less than high ({self.high})")
         return self
 
-    def draw(self, source: random.Random) -> float:
-        """One value, to four digits: it is a name in tables, too."""
+    def sample(self, source: random.Random) -> float:
+        """Return one value with four digits, because it is also a name in tables."""
         if self.scale == "linear":
             value = source.uniform(self.low, self.high)
         else:
@@ -297,30 +680,28 @@ Values = Annotated[list[Any], Field(min_length=1)]
 
 
 class SweepConfig(Section):
-    """Which points there are: every combination of `grid`, each with every draw of `random`."""
+    """The points of a sweep: every combination of `grid`, each with every sample of `random`."""
 
     grid: dict[str, Values] = Field(default_factory=dict)
-    """Dot keys and the values that each takes, such as `optimizer.lr: [1.0e-3, 3.0e-3]`."""
+    """Dotted keys and the values that each takes, such as `optimizer.lr: [1.0e-3, 3.0e-3]`."""
     random: dict[str, Values | Range] = Field(default_factory=dict)
-    """Dot keys, each with a list to choose from or a range `{low, high, scale}`."""
+    """Dotted keys, each with a list of values or a range `{low, high, scale}` to sample from."""
     samples: PositiveInt = 8
-    """How often the keys of `random` are drawn."""
+    """Number of samples of the keys of `random`."""
     seed: NonNegativeInt = 0
-    """Seed of the draws."""
+    """Seed of the samples."""
     at_most: PositiveInt | None = None
-    """How many points may run at the same time; null: no limit."""
-    sources: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """What the folders of a swept `model.init_from` say of `model`, by folder. Sluice writes it; leave it out."""
+    """Largest number of points that run at the same time; null: no limit."""
 
     @model_validator(mode="after")
-    def _keys_are_free(self) -> SweepConfig:
+    def _check_keys(self) -> SweepConfig:
         if not self.grid and not self.random:
-            raise ValueError("give `grid`, `random` or both: there is nothing to vary")
+            raise ValueError("set `grid`, `random` or both: otherwise nothing varies")
         if both := self.grid.keys() & self.random.keys():
-            raise ValueError(f"{min(both)} stands in grid and in random")
+            raise ValueError(f"{min(both)} is in grid and in random: remove one of them")
         count = math.prod(map(len, self.grid.values())) * (self.samples if self.random else 1)
-        if count > MOST_POINTS:
-            raise ValueError(f"these are {count:,} points; a sweep may have {MOST_POINTS:,}: make several sweeps of it")
+        if count > MAX_POINTS:
+            raise ValueError(f"this sweep has {count:,} points, but the limit is {MAX_POINTS:,}: split it")
         for key in (*self.grid, *self.random):
             if not has_policy(key, Policy.SWEEPABLE) or has_policy(key, Policy.NOT_SWEEPABLE):
                 raise ValueError(
@@ -330,23 +711,58 @@ class SweepConfig(Section):
         return self
 
     def points(self) -> list[dict[str, Any]]:
-        """The values of each point, by dot key; always the same points in the same order."""
+        """Return the values of each point, by dotted key; always the same points in the same order."""
         source = random.Random(self.seed)
-        draws: list[dict[str, Any]] = [{}]
+        samples: list[dict[str, Any]] = [{}]
         if self.random:
-            draws = [
-                {k: v.draw(source) if isinstance(v, Range) else source.choice(v) for k, v in self.random.items()}
+            samples = [
+                {k: v.sample(source) if isinstance(v, Range) else source.choice(v) for k, v in self.random.items()}
                 for _ in range(self.samples)
             ]
         combinations = [dict(zip(self.grid, values, strict=True)) for values in itertools.product(*self.grid.values())]
-        return [{**combination, **draw} for combination in combinations for draw in draws]
+        return [{**combination, **sample} for combination in combinations for sample in samples]
+
+
+# -- run.json ------------------------------------------------------------------------------------------------
+
+
+class ModelMetadata(Section):
+    """Facts about the model that do not affect training."""
+
+    init_sha256: str | None = None
+    """SHA-256 of the config.json that set the section `model`."""
+    init_files: Annotated[str | None, Policy.CHANGEABLE, Policy.NOT_IN_IDENTITY] = None
+    """Hash of names, sizes and times of the files with the initial weights. If they changed, training does not
+    start."""
+    max_position_embeddings: PositiveInt | None = None
+    """Longest sequence according to config.json. An export copies it."""
+    max_window_layers: NonNegativeInt | None = None
+    """Number of first blocks without `model.sliding_window`, in the format of Qwen. An export copies it."""
+
+
+class SweepMetadata(Section):
+    """Facts about a sweep."""
+
+    sources: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """What the folders of a swept `model.init_from` set in `model`, by folder."""
+
+
+class RunMetadata(Section):
+    """The content of `run.json`: what Sluice computed about a run, by the dotted keys that older configs have for
+    it."""
+
+    model: ModelMetadata = ModelMetadata()
+    sweep: SweepMetadata = SweepMetadata()
+
+
+# -- the whole config ----------------------------------------------------------------------------------------
 
 
 class Config(Section):
     """One run of the pipeline."""
 
     run: RunConfig
-    """Which run this is and where it lives."""
+    """The name of the run and where its files are."""
     data: DataConfig = DataConfig()
     """From documents to shards of tokens."""
     model: Annotated[ModelConfig, Policy.SWEEPABLE] = ModelConfig()
@@ -358,45 +774,94 @@ class Config(Section):
     optimizer: Annotated[OptimizerConfig, Policy.SWEEPABLE] = OptimizerConfig()
     """The optimizer and its learning rate."""
     checkpoint: Annotated[CheckpointConfig, Policy.CHANGEABLE, Policy.SWEEPABLE] = CheckpointConfig()
-    """When the training saves and what it keeps."""
+    """When the training saves checkpoints and how many are kept."""
     evaluate: Annotated[EvaluateConfig, Policy.SWEEPABLE] = EvaluateConfig()
     """What is evaluated."""
     recovery: Annotated[RecoveryConfig, Policy.CHANGEABLE] = RecoveryConfig()
-    """What happens after a stop."""
+    """What happens after a stop, and when a stage counts as hung."""
     site: Annotated[SiteConfig, Policy.CHANGEABLE] = SiteConfig()
     """The cluster."""
     stages: Annotated[StagesConfig, Policy.CHANGEABLE] = StagesConfig()
-    """Resources by stage."""
+    """Resources of each stage."""
     sweep: SweepConfig | None = None
-    """Many trainings that differ in a few values; null: one training."""
+    """Several trainings that differ in a few values; null: one training."""
     publish: Annotated[PublishConfig | None, Policy.CHANGEABLE] = None
-    """Where the model goes when it is evaluated; null: nowhere."""
+    """Where the model is published after its evaluation; null: nowhere."""
     track: Annotated[TrackConfig, Policy.CHANGEABLE] = TrackConfig()
-    """Who else is told how the run goes."""
+    """Trackers that receive the metrics and events of the run."""
+
+    _metadata: RunMetadata = PrivateAttr(default_factory=RunMetadata)
+
+    @property
+    def metadata(self) -> RunMetadata:
+        """What Sluice computed about the run. It is stored in `run.json`."""
+        return self._metadata
+
+    def with_metadata(self, metadata: RunMetadata) -> Config:
+        """Return a copy of this config with the metadata."""
+        config = self.model_copy()
+        config._metadata = metadata
+        return config
 
     @model_validator(mode="after")
-    def _epochs_are_of_one_source(self) -> Config:
-        if self.data.mixture is not None and self.train.epochs is not None:
-            raise ValueError(
-                "train.epochs is for one source, and those of data.mixture have their own: set train.steps"
-            )
+    def _check_sections(self) -> Config:
+        if conflicts := list(_find_conflicts(self)):
+            raise ValueError("; ".join(conflicts))
         return self
 
     @property
     def active_stages(self) -> dict[str, Stage]:
         """The stages that this config has, by name, in order."""
-        return {name: row for name, row in STAGES.items() if row.section is None or getattr(self, row.section)}
+        return {name: entry for name, entry in STAGES.items() if entry.section is None or getattr(self, entry.section)}
 
     def resolve_site(self, stage: str) -> SiteConfig:
-        """The site as the jobs of a stage see it: over `site` stand `site.data_jobs`, where that is for it, and the
-        stage's own keys. No more GPUs than ranks, of which each has one, unless the stage says so."""
-        wanted, joined = self.stages.get_resources(stage), STAGES[stage].is_distributed
-        asked: dict[str, Any] = {"sbatch": self.site.sbatch, "gpus_per_node": 0}
-        if joined:
-            asked["gpus_per_node"] = min(self.site.gpus_per_node, wanted.processes_per_node)
+        """Return the site for the jobs of a stage: `site`, overridden by `site.data_jobs` and the keys of the stage.
+
+        By default a stage requests one GPU for each of its ranks on a node, at most `site.gpus_per_node`.
+        """
+        resources = self.stages.get_resources(stage)
+        values: dict[str, Any] = {"sbatch": self.site.sbatch, "gpus_per_node": 0}
+        if STAGES[stage].is_distributed:
+            values["gpus_per_node"] = min(self.site.gpus_per_node, resources.processes_per_node)
         else:
-            asked = self.site.data_jobs.override(asked)
-        return self.site.model_copy(update=wanted.override(asked))
+            values = self.site.data_jobs.override(values)
+        return self.site.model_copy(update=resources.override(values))
+
+
+def _find_conflicts(config: Config) -> Iterator[str]:
+    """Yield what cannot be combined across sections, except what concerns the mesh (pipeline/parallel/mesh.py)."""
+    data = config.data
+    model = config.model
+    optimizer = config.optimizer
+    train = config.train
+    if data.mixture is not None and train.epochs is not None:
+        yield "train.epochs is for one source, but each source of data.mixture has its own: set train.steps"
+    if model.target is not None:
+        if "python-stdlib" in data.sources:
+            yield "model.target: set data.source to the HDF5 files that contain the samples"
+        else:
+            check_unused_keys(data, {"source", "held_out", "verify"}, "it is for text, not for model.target")
+    elif "own" in (optimizer.name, optimizer.schedule):
+        yield "optimizer.name and optimizer.schedule: `own` is for a custom model: set model.target also"
+    if optimizer.name == "own" and train.precision == "fp16":
+        yield "optimizer.name own cannot be combined with train.precision fp16, which skips the first steps: use bf16"
+    if train.loss_chunk is not None and model.target is not None:
+        yield "train.loss_chunk is for the decoder, whose output layer it needs: remove it with model.target"
+    if train.loss_chunk is not None and train.precision == "fp16":
+        yield "train.loss_chunk cannot be combined with train.precision fp16, which scales gradients: use bf16"
+    if model.sliding_window is not None and data.sequence_length > model.sliding_window:
+        yield (
+            f"data.sequence_length ({data.sequence_length}) is more than model.sliding_window "
+            f"({model.sliding_window}): lower it"
+        )
+    if optimizer.state.master == "none" and train.precision not in ("bf16", "fp8"):
+        yield f"optimizer.state.master none is for train.precision bf16 and fp8, not {train.precision}"
+    if config.evaluate.task_files and (data.held_out == 0 or model.target is not None):
+        yield "evaluate.tasks needs held-out text: it cannot be used with data.held_out 0 or with model.target"
+    if config.publish is not None and config.sweep is not None:
+        yield "publish is for one training, not for a sweep: remove it, and `export` the best sweep point"
+    if train.evaluate_every is not None and data.held_out == 0:
+        yield "train.evaluate_every needs held-out data, but data.held_out is 0: set one, or remove the other"
 
 
 # -- policies ------------------------------------------------------------------------------------------------
@@ -407,11 +872,11 @@ def walk_fields(section: type[Section] = Config, prefix: str = "") -> Iterator[t
     for name, field in section.model_fields.items():
         key = f"{prefix}{field.alias or name}"
         yield key, field
-        for inner, suffix in _inner_sections(field.annotation):
+        for inner, suffix in list_inner_sections(field.annotation):
             yield from walk_fields(inner, f"{key}{suffix}.")
 
 
-def _inner_sections(annotation: Any) -> Iterator[tuple[type[Section], str]]:
+def list_inner_sections(annotation: Any) -> Iterator[tuple[type[Section], str]]:
     """Yield the sections that a value of this type may contain, with `.*` for those in a mapping or a list."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         yield annotation, ""
@@ -421,14 +886,16 @@ def _inner_sections(annotation: Any) -> Iterator[tuple[type[Section], str]]:
         inner = inner[:1]
     suffix = ".*" if get_origin(annotation) in (dict, list) else ""
     for kind in inner:
-        for found, rest in _inner_sections(kind):
-            yield found, suffix + rest
+        for section, rest in list_inner_sections(kind):
+            yield section, suffix + rest
 
 
 @cache
 def list_keys_with(policy: Policy) -> tuple[str, ...]:
-    """Return the keys whose fields have the policy, dotted, in the order of the config."""
-    return tuple(key for key, field in walk_fields() if policy in field.metadata)
+    """Return the keys whose fields have the policy, dotted: those of the config in its order, then those of
+    run.json."""
+    fields = itertools.chain(walk_fields(), walk_fields(RunMetadata))
+    return tuple(key for key, field in fields if policy in field.metadata)
 
 
 def remove_key(values: dict[str, Any], path: Sequence[str]) -> None:
@@ -448,6 +915,7 @@ def has_policy(key: str, policy: Policy) -> bool:
 
 
 def format_key_patterns(policy: Policy) -> list[str]:
-    """Return the keys with the policy as messages write them: `site.*` for a section, `train.log_every` for a key."""
-    sections = {key.rpartition(".")[0] for key, _ in walk_fields()}
-    return [f"{key}.*" if key in sections else key for key in list_keys_with(policy)]
+    """Return the config's keys with the policy as messages write them: `site.*` for a section, `train.log_every`."""
+    keys = dict(walk_fields())
+    sections = {key.rpartition(".")[0] for key in keys}
+    return [f"{key}.*" if key in sections else key for key in list_keys_with(policy) if key in keys]

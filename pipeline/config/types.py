@@ -70,6 +70,8 @@ class Policy(Enum):
 
     CHANGEABLE = auto()
     """`resume` may change the key at any time, because it affects no result."""
+    INCREASABLE = auto()
+    """`resume` may increase the value at any time."""
     PATH = auto()
     """The value is a path, relative to the file that contains the key."""
     NOT_IN_IDENTITY = auto()

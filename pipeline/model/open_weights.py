@@ -76,6 +76,7 @@ def open_initial_weights(run: Run, task: Task, group: dist.ProcessGroup) -> Open
     or of another shape or type.
     """
     model = run.config.model
+    metadata = run.config.metadata.model
     if model.init_from is None:
         return None
     folder, rank, ranks = model.init_from, dist.get_rank(group), dist.get_world_size(group)
@@ -86,13 +87,13 @@ def open_initial_weights(run: Run, task: Task, group: dist.ProcessGroup) -> Open
 
     def look() -> dict[str, Held]:
         with translate_read_errors(str(folder / CONFIG_FILE)), open_inside(folder, CONFIG_FILE) as file:
-            if sha256_file(file) != model.init_sha256:
+            if sha256_file(file) != metadata.init_sha256:
                 raise UserError(
                     "model.folder_changed",
                     f"{folder / CONFIG_FILE} was changed since this run was made from it: make a new run",
                 )
         names = list_weight_files(folder)[rank::ranks]
-        if model.init_files not in (None, hash_weight_stats(folder)):
+        if metadata.init_files not in (None, hash_weight_stats(folder)):
             raise UserError(
                 "model.folder_changed",
                 f"{folder}: files with its weights were changed since this run was made from it, by size or time: make "
@@ -117,7 +118,7 @@ def open_initial_weights(run: Run, task: Task, group: dist.ProcessGroup) -> Open
 def _write_source(run: Run, folder: Path, hashes: Mapping[str, str]) -> None:
     """Note what the training begins with."""
     own = run.config.data.tokenizer.path == folder / TOKENIZER_FILE
-    files = {CONFIG_FILE: run.config.model.init_sha256, **hashes}
+    files = {CONFIG_FILE: run.config.metadata.model.init_sha256, **hashes}
     kept = {"along": read_tokenizer_files(folder), "token_ids": read_token_ids(folder)} if own else {"along": {}}
     write_json(run.path / SOURCE_FILE, add_checksum({"folder": str(folder), "files": files, **kept}))
 

@@ -23,7 +23,7 @@ from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import UserError
 from pipeline.config.hugging_face import count_tokenizer_ids
 from pipeline.config.sections import Config
-from pipeline.config.types import INT8_BLOCK, StateConfig, check_unused_keys
+from pipeline.config.types import INT8_BLOCK, StateConfig
 from pipeline.model.spec import block_flops_per_token, query_width
 
 if TYPE_CHECKING:
@@ -327,69 +327,30 @@ def check_tensor_group_on_one_node(rank_info: RankInfo, tp: int) -> None:
         )
 
 
-def check_config(config: Config, layout: bool = True) -> None:
-    """Check the rules between sections of a config.
+def check_layout(config: Config, sizes: bool = True) -> None:
+    """Check that the ranks of a config can run.
 
     Args:
-        config: a config whose sections are valid on their own.
-        layout: whether the numbers of ranks must fit also.
+        config: a config whose sections are valid.
+        sizes: whether the numbers of ranks must fit also.
 
     Raises:
         LayoutError: names the keys that cannot work together.
     """
-    if config.model.target is not None:
-        if "python-stdlib" in config.data.sources:
-            raise LayoutError(
-                "config.conflict", "model.target: name the HDF5 files that contain its samples as data.source"
-            )
-        check_unused_keys(config.data, {"source", "held_out", "verify"}, "it is for text, not for model.target")
-    elif "own" in (config.optimizer.name, config.optimizer.schedule):
-        raise LayoutError(
-            "config.conflict",
-            "optimizer.name and optimizer.schedule: `own` is for a custom model: set model.target also",
-        )
     train = config.stages.train
-    for nodes in {train.max_nodes, train.min_nodes} if layout else ():
+    for nodes in {train.max_nodes, train.min_nodes} if sizes else ():
         resolve_layout(config, nodes * train.tasks_per_node)
     _raise_problems(list(_find_conflicts(config)))
-    for name, row in config.active_stages.items():
+    for name, entry in config.active_stages.items():
         stage = config.stages.get_resources(name)
         gpus = config.resolve_site(name).gpus_per_node
-        if row.is_distributed and config.parallel.backend in ("auto", "nccl") and 0 < gpus < stage.processes_per_node:
+        if entry.is_distributed and config.parallel.backend in ("auto", "nccl") and 0 < gpus < stage.processes_per_node:
             key = "site" if stage.gpus_per_node is None else f"stages.{name}"
             raise LayoutError(
                 "parallel.too_few_gpus",
                 f"stages.{name}.tasks_per_node ({stage.processes_per_node}) is more than {key}.gpus_per_node ({gpus}): "
                 "each rank needs its own GPU; lower it, or set parallel.backend to gloo",
             )
-    if config.train.steps is not None:
-        check_warmup(config, config.train.steps)
-    if config.evaluate.task_files and (config.data.held_out == 0 or config.model.target is not None):
-        raise LayoutError(
-            "config.conflict",
-            "evaluate.tasks needs held-out text: it cannot be used with data.held_out 0 or with model.target",
-        )
-    if config.publish is not None and config.sweep is not None:
-        raise LayoutError(
-            "config.conflict",
-            "publish is for one training, not for a sweep: remove it, and `export` the best sweep point",
-        )
-    if config.train.evaluate_every is not None and config.data.held_out == 0:
-        raise LayoutError(
-            "config.conflict",
-            "train.evaluate_every needs held-out data, but data.held_out is 0: set one, or remove the other",
-        )
-
-
-def check_warmup(config: Config, steps: int) -> None:
-    """Raise LayoutError if the warm-up is longer than a training of `steps` steps."""
-    warmup = config.optimizer.warmup_steps
-    train = config.train
-    if warmup > steps:
-        length = f"train.steps ({steps})"
-        if train.epochs is not None:
-            length = f"the {steps} steps of train.epochs ({train.epochs}): resume with more epochs, or start a new run"
-        raise LayoutError("config.out_of_range", f"optimizer.warmup_steps ({warmup}) is more than {length}")
 
 
 def _replica_sync_option(config: Config) -> str | None:
@@ -400,7 +361,7 @@ def _replica_sync_option(config: Config) -> str | None:
 
 
 def _find_conflicts(config: Config) -> Iterator[Problem]:
-    """Yield what cannot work on any number of ranks."""
+    """Yield what `parallel` cannot be combined with on any number of ranks."""
     for message in _describe_conflicts(config):
         yield Problem("config.conflict", message)
 
@@ -429,21 +390,7 @@ def _describe_conflicts(config: Config) -> Iterator[str]:
         splits |= {"offload": parallel.offload, "local_sgd": parallel.local_sgd is not None}
         if used := ", ".join(f"parallel.{key}" for key, value in splits.items() if value):
             yield f"optimizer.name own is for whole replicas, without {used}: remove that, or use another optimizer"
-        if config.train.precision == "fp16":
-            yield (
-                "optimizer.name own cannot be combined with train.precision fp16, which skips the first steps: use bf16"
-            )
-    if config.train.loss_chunk is not None and config.model.target is not None:
-        yield "train.loss_chunk is for the decoder, whose output layer it needs: remove it with model.target"
-    if config.train.loss_chunk is not None and config.train.precision == "fp16":
-        yield "train.loss_chunk cannot be combined with train.precision fp16, which scales gradients: use bf16"
-    window = config.model.sliding_window
-    length = config.data.sequence_length
-    if window is not None and length > window:
-        yield f"data.sequence_length ({length}) is more than model.sliding_window ({window}): lower it"
     state = config.optimizer.state
-    if state.master == "none" and config.train.precision not in ("bf16", "fp8"):
-        yield f"optimizer.state.master none is for train.precision bf16 and fp8, not {config.train.precision}"
     if state != StateConfig() and option is not None:
         yield f"optimizer.state (master {state.master}, moments {state.moments}) cannot be combined with {option}"
     if parallel.accurate_sums and parallel.backend != "mpi":

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.checkpoint.checkpointer import StateDict
-from pipeline.config.parallel import HookConfig, LocalSgdConfig
+from pipeline.config.sections import HookConfig, LocalSgdConfig
 
 HOOKS_WITH_RESIDUALS = ("powersgd", "topk")
 MAX_REDUCED_ELEMENTS = 1 << 26

@@ -91,7 +91,9 @@ def _write_words(run: Run, folder: Path, vocab_size: int, dtype: str) -> Sequenc
     assert isinstance(manifest, Manifest)
     length, eos_token = config.data.sequence_length, config.data.tokenizer.eos_token
     tokens = model_tokens(run, manifest, load_tokenizer(run.data_dir / TOKENIZER_FILE, eos_token))
-    theirs = build_config_json(config.model, vocab_size, length, tokens.ids["eos_token_id"], TYPES[dtype][2])
+    theirs = build_config_json(
+        config.model, config.metadata.model, vocab_size, length, tokens.ids["eos_token_id"], TYPES[dtype][2]
+    )
     write_json(folder / CONFIG_FILE, dict(sorted({**theirs, **tokens.ids}.items())))
     known = {key: value for key, value in tokens.ids.items() if value is not None}
     write_json(folder / GENERATION, {**known, "transformers_version": TRANSFORMERS_VERSION})

@@ -33,6 +33,7 @@ from pipeline.config.hugging_face import (
     CONFIG_FILE,
     TOKENIZER_FILE,
     list_weight_files,
+    make_model_config,
     open_inside,
     read_inside,
     read_model_section,
@@ -158,7 +159,7 @@ def _of_folder(folder: Path, prompt: Prompt, step: str | None, most: int) -> Rea
     """Of a folder in Hugging Face's format."""
     if step is not None:
         raise UserError("cli.conflict", f"--step: {folder} is no run and has no checkpoints: leave it out")
-    config = ModelConfig(**read_model_section(folder))
+    config = make_model_config(read_model_section(folder))
     with translate_read_errors(str(folder / TOKENIZER_FILE)), open_inside(folder, TOKENIZER_FILE) as file:
         tokenizer = load_tokenizer(file)
     begin = get_added_tokens(tokenizer)[0]

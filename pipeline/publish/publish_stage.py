@@ -55,7 +55,7 @@ from pipeline.base.files import (
 from pipeline.base.ownership import open_own_folder
 from pipeline.base.signals import StopFlag
 from pipeline.checkpoint.catalog import checkpoint_name, find_newest_step, read_checkpoint_manifest
-from pipeline.config.checkpoints import PublishConfig
+from pipeline.config.sections import PublishConfig
 from pipeline.evaluate.result import TEXT_METRICS, get_main_metric, get_metrics, read_newest_result, read_result
 from pipeline.run.directory import Run
 from pipeline.run.stages import Progress

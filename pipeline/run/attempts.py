@@ -7,7 +7,7 @@ slurm/supervise/decision.py determines.
 from __future__ import annotations
 
 from pipeline.base.errors import ExitCode
-from pipeline.config.recovery import RecoveryConfig
+from pipeline.config.sections import RecoveryConfig, RetryBudgets
 from pipeline.config.stages import STAGES
 from pipeline.run.directory import Run
 from pipeline.run.events import END_EVENTS, EndEvent, Failed, StageState, Stopped, read_stage_state, select_task_events
@@ -18,7 +18,7 @@ _SHARED_BUDGETS = {
     ExitCode.CRASHED: "crash",
     ExitCode.PEER_LOST: "crash",
 }
-"""Keys of `recovery:` for causes without a budget of the same name."""
+"""Keys of `recovery.budgets` for causes without a budget of the same name."""
 _NOT_CAUSED_BY_RUN = (ExitCode.PREEMPTED, ExitCode.REQUEUED, ExitCode.STOPPED, ExitCode.NODE_FAILURE, ExitCode.BAD_NODE)
 
 
@@ -28,9 +28,12 @@ def load_stage_state(run: Run, stage: str, task: int | None) -> StageState:
 
 
 def get_budget_key(cause: ExitCode) -> str:
-    """Return the key of `recovery:` that limits retries after a cause; `user_error` if only a user can repair it."""
+    """Return the key of `recovery.budgets` that limits retries after a cause.
+
+    It is `user_error` if only a user can repair it.
+    """
     key = _SHARED_BUDGETS.get(cause, cause.name.lower())
-    return key if key in RecoveryConfig.model_fields else "user_error"
+    return key if key in RetryBudgets.model_fields else "user_error"
 
 
 def get_end_event(cause: ExitCode, *, final: bool) -> type[EndEvent]:
@@ -58,16 +61,17 @@ def explain_no_retry(before: StageState, cause: ExitCode, has_progress: bool, li
     """
     key = get_budget_key(cause)
     used = before.used_budgets.get(key, 0)
-    limit = getattr(limits, key)
+    limit = getattr(limits.budgets, key)
     if limit == 0:
         return ""
     if used >= limit:
         times = f"{used} time{'s' if used != 1 else ''}"
         return (
-            f"its budget is used up (recovery.{key}: {limit}; the stage was already retried {times} after this cause)"
+            f"its budget is used up (recovery.budgets.{key}: {limit}; the stage was already retried {times} after this "
+            "cause)"
         )
     count = before.restarts_without_progress + 1
-    max_count = limits.fruitless if cause in _NOT_CAUSED_BY_RUN else 0
+    max_count = limits.max_restarts_without_progress if cause in _NOT_CAUSED_BY_RUN else 0
     if has_progress or count <= max_count:
         return None
     stage = str(before.start_event and before.start_event.stage)

@@ -19,8 +19,8 @@ from typing import Any
 from pipeline.base.command import format_command, format_current_command
 from pipeline.base.errors import ConfigError, UserError, limit_lines
 from pipeline.config.masking import mask_secrets
-from pipeline.config.read import COMMAND_LINE, apply_overrides, parse_config
-from pipeline.config.sections import Config, format_key_patterns, has_policy
+from pipeline.config.read import COMMAND_LINE, apply_overrides, dump_values, parse_config
+from pipeline.config.sections import Config, format_key_patterns, has_policy, list_keys_with
 from pipeline.config.types import Policy
 from pipeline.run.lines import has_fields, is_mapping
 
@@ -66,11 +66,10 @@ def find_dependent_output(run: Path, key: str) -> str | None:
 
 def _larger(old: Config, new: Config) -> str | None:
     """The key by which `new` trains longer than `old`; None where it does not."""
-    for key in ("steps", "epochs"):
-        before, after = (getattr(config.train, key) or 0 for config in (old, new))
-        if 0 < before < after:
-            return f"train.{key}"
-    return None
+    before = flatten_keys(old.model_dump(mode="json"))
+    after = flatten_keys(new.model_dump(mode="json"))
+    keys = list_keys_with(Policy.INCREASABLE)
+    return next((key for key in keys if before[key] and after[key] and before[key] < after[key]), None)
 
 
 def find_output_of_old_value(run: Path, key: str, old: Config, new: Config) -> str | None:
@@ -112,14 +111,14 @@ def _ways_to_resume(name: str, old: Config, new: Config, refused: Sequence[str])
     The command is checked: if its keys do not make a valid config without the others, a plain `resume` is shown.
     """
     found = describe_changes(old, new)
-    values = flatten_keys(new.model_dump(mode="json"))
+    values = flatten_keys(dump_values(new))
     accepted = [key for key in found if key not in refused]
     shown = {
         key: values[key] for key in accepted if key in values and values[key] == mask_secrets({key: values[key]})[key]
     }
     overrides, problem, left = [f"{key}={json.dumps(value)}" for key, value in shown.items()], "", accepted
     try:
-        changed = parse_config(apply_overrides(old.model_dump(mode="json"), overrides), COMMAND_LINE)
+        changed = parse_config(apply_overrides(dump_values(old), overrides), COMMAND_LINE)
     except ConfigError as error:
         overrides, problem = [], str(error).split("\n")[0]
     else:
@@ -174,7 +173,8 @@ def flatten_keys(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def describe_changes(old: Config, new: Config) -> dict[str, str]:
     """Words such as `200 → 300` for every key that differs, by the dotted key; secrets are masked."""
-    before, after = (flatten_keys(c.model_dump(mode="json")) for c in (old, new))
+    before = flatten_keys(dump_values(old))
+    after = flatten_keys(dump_values(new))
     shown, then = mask_secrets(before), mask_secrets(after)
     keys = sorted(before.keys() | after.keys())
     return {k: f"{_short(shown.get(k))} → {_short(then.get(k))}" for k in keys if before.get(k) != after.get(k)}

@@ -2,6 +2,7 @@
 
     runs/NAME/
       config.yaml      the resolved config, frozen when the run is made
+      run.json         what Sluice computed about the run then, such as hashes of the files that training starts from
       changes.jsonl    what `resume RUN key=value`, or a corrected config, changed since (config.yaml never changes)
       code/            the code that the jobs run, copied when the run is made, with its git commit and diff
       jobs/STAGE/      logs by rank, submitit's files, error reports, the lock of the running attempt
@@ -43,20 +44,26 @@ from pipeline.base.files import (
     read_jsonl,
     try_flock,
     write_atomic,
+    write_json,
 )
 from pipeline.base.ownership import check_run_ownership
 from pipeline.config.masking import mask_secrets
 from pipeline.config.read import (
+    METADATA_FILE,
     OLDER_DEFAULTS,
     apply_overrides,
     dump_config,
+    dump_metadata,
+    dump_values,
     find_older_defaults,
     load_config,
     load_run_config,
     make_point_configs,
+    make_run_namer,
     make_run_values_dumper,
     merge_values,
     parse_config,
+    use_new_names,
 )
 from pipeline.config.sections import Config
 from pipeline.config.stages import STAGES
@@ -101,6 +108,7 @@ class Run:
         self.events_file = self.path / "events.jsonl"
         self.changes_file = self.path / "changes.jsonl"
         self.config_file = self.path / "config.yaml"
+        self.metadata_file = self.path / METADATA_FILE
         self.decisions_file = self.path / "decisions.jsonl"
         self.stop_file, self.save_file = self.path / "stop", self.path / "save"
         self.profile_file, self.profile_taken_file = self.path / "profile", self.path / "profile.taken"
@@ -171,6 +179,7 @@ class Run:
                 folder.mkdir(exist_ok=True)
             run._config = config  # as it would be read back
             run.copy_code()
+            write_json(run.metadata_file, dump_metadata(config))
             write_atomic(run.config_file, dump_config(config))
             run.append_event(Created(config=str(run.config_file)))
         return run
@@ -232,12 +241,12 @@ class Run:
         """The config as it holds now: config.yaml with all changes applied."""
         if self._config is None:
             self._read_at = self._changes_stamp()
-            values = load_run_config(self.config_file).model_dump(mode="json")
+            values = dump_values(load_run_config(self.config_file))
             for change in lines.read_required_lines(self.changes_file, changes.is_config_change):
                 values = (
-                    merge_values(OLDER_DEFAULTS, change["submitted"])
+                    merge_values(OLDER_DEFAULTS, use_new_names(change["submitted"]))
                     if "submitted" in change
-                    else merge_values(values, change["set"])
+                    else merge_values(values, use_new_names(change["set"]))
                 )
             changed = f" with {self.changes_file.name}" if self.changes_file.exists() else ""
             self._config = parse_config(values, f"{self.config_file}{changed}")
@@ -303,7 +312,7 @@ class Run:
         """Return the config that `apply_overrides` would record. Record nothing. Raises as `apply_overrides` does."""
         if not overrides:
             return self.config
-        config = parse_config(apply_overrides(self.config.model_dump(mode="json"), overrides), "command line")
+        config = parse_config(apply_overrides(dump_values(self.config), overrides), "command line")
         changes.check_resume_changes(self.path, self.config, config)
         make_point_configs(config)
         resolve_user_model(config, _sources() if new_code else [self.code_dir])
@@ -316,7 +325,8 @@ class Run:
         return run
 
     def _record(self, config: Config, **more: Any) -> None:
-        change = changes.changed_values(*(one.model_dump(mode="json") for one in (self.config, config)))
+        change = changes.changed_values(dump_values(self.config), dump_values(config))
+        change = make_run_namer(self.config_file)(change)
         append_line(self.changes_file, json.dumps(add_checksum({"time": utc_timestamp(), "set": change, **more})))
         self.append_event(Changed(set=mask_secrets(changes.flatten_keys(change))))
         self._config, self._read_at = config, self._changes_stamp()
@@ -331,7 +341,7 @@ class Run:
             for line in lines.read_required_lines(self.changes_file, changes.is_config_change)
             if line.get("submitted")
         ]
-        before = merge_values(OLDER_DEFAULTS, asked[-1]) if asked else None
+        before = merge_values(OLDER_DEFAULTS, use_new_names(asked[-1])) if asked else None
         if config == (parse_config(before, str(self.changes_file)) if before else load_run_config(self.config_file)):
             return {}
         return changes.check_corrections(self.path, self.name, self.config, config)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 
-from pipeline.base.files import write_atomic
+from pipeline.base.files import write_atomic, write_json
 from pipeline.base.yaml12 import dump_yaml
-from pipeline.config.read import make_point_configs, make_run_values_dumper
+from pipeline.config.read import dump_metadata, make_point_configs, make_run_values_dumper, remove_metadata
 from pipeline.run.directory import Run
 from pipeline.run.events import Created
 
@@ -36,6 +36,10 @@ def create_points(run: Run) -> list[Run]:
         for link in (point.data_dir, point.code_dir):
             if not os.path.lexists(link):
                 link.symlink_to(f"../../{link.name}")
-        write_atomic(point.config_file, dump_yaml(values_of(point.config)))
+        values = values_of(point.config)
+        if run.metadata_file.exists():  # otherwise the code of the run is older and reads all values from config.yaml
+            write_json(point.metadata_file, dump_metadata(point.config))
+            values = remove_metadata(values)
+        write_atomic(point.config_file, dump_yaml(values))
         point.append_event(Created(config=str(point.config_file), sweep=run.config.run.name))
     return found

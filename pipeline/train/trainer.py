@@ -35,6 +35,7 @@ from pipeline.checkpoint.identity import (
     describe_version_changes,
 )
 from pipeline.comm import groups
+from pipeline.config.sections import check_warmup
 from pipeline.data.loader import Batch, BatchLoader
 from pipeline.data.local_copy import LocalCopies
 from pipeline.data.manifest import Manifest, SampleManifest, count_training_steps
@@ -44,7 +45,7 @@ from pipeline.data.verify_shards import verify_shards
 from pipeline.evaluate.evaluator import Evaluator
 from pipeline.model.open_weights import open_initial_weights
 from pipeline.model.task import DecoderTask, make_task
-from pipeline.parallel.mesh import check_warmup, describe_layout_identity, resolve_layout
+from pipeline.parallel.mesh import describe_layout_identity, resolve_layout
 from pipeline.parallel.traffic import count_traffic
 from pipeline.resilience.guard import BadStepGuard
 from pipeline.resilience.stop import EARLY_STOP_REQUEST, SAVE_REQUEST, Deadline, SaveRequests, StopCoordinator

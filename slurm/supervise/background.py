@@ -19,8 +19,8 @@ from pathlib import Path
 
 from pipeline.base.errors import UserError
 from pipeline.checkpoint.catalog import list_checkpoint_steps
+from pipeline.config.sections import TRACKERS
 from pipeline.config.stages import STAGES
-from pipeline.config.track import TRACKERS
 from pipeline.data.manifest import count_training_steps
 from pipeline.run.code import start_process
 from pipeline.run.directory import Run

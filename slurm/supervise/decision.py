@@ -17,7 +17,7 @@ from enum import StrEnum
 
 from pipeline.base.errors import ExitCode
 from pipeline.base.signals import LOCAL_DEADLINE
-from pipeline.config.recovery import RecoveryConfig
+from pipeline.config.sections import RecoveryConfig
 from pipeline.config.site import SiteConfig
 from pipeline.run.attempts import explain_no_retry
 from pipeline.run.events import USER_REQUESTS, StageState

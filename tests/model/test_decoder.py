@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from pipeline.config.hugging_face import build_config_json
-from pipeline.config.sections import ModelConfig
+from pipeline.config.sections import ModelConfig, ModelMetadata
 from pipeline.config.types import RopeScaling
 from pipeline.model.decoder import Decoder, cross_entropy_sum, init_weights
 from pipeline.model.spec import training_flops_per_token
@@ -67,7 +67,7 @@ def tokens(seed: int, batch: int = 3, length: int = LENGTH) -> torch.Tensor:
 
 
 def reference_of(config: ModelConfig) -> PreTrainedModel:
-    theirs = AutoConfig.for_model(**build_config_json(config, VOCAB, LENGTH, 0, "float32"))
+    theirs = AutoConfig.for_model(**build_config_json(config, ModelMetadata(), VOCAB, LENGTH, 0, "float32"))
     return AutoModelForCausalLM.from_config(theirs, attn_implementation="eager")
 
 

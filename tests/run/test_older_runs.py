@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from data_prep.text_folder import TextFolder
 from pipeline.base.errors import UserError
-from pipeline.base.files import add_checksum, sha256_json
+from pipeline.base.files import add_checksum, sha256_json, write_json
+from pipeline.base.yaml12 import dump_yaml
 from pipeline.checkpoint.identity import compute_identity
-from pipeline.config.read import load_config
+from pipeline.config.read import dump_values, load_config, load_run_config, make_point_configs, parse_config
+from pipeline.config.sections import Config
 from pipeline.data.manifest import FORMAT_VERSION, load_manifest
 from pipeline.run.directory import Run
 from pipeline.run.points import create_points
 from tests.support.tiny import make_run, write_config
 
 KEY = "data.add_special_tokens"
+PLAIN_HASH = "890de3d88de74d804a8a78e150ea728598c672fd0f38fad83d1a4181e430048a"
+METADATA_HASH = "96bdd6d53ebd2210755da3bfea47735fc92c07fe5aec39d9929f1b58be61f85c"
+"""Identity hashes that the version before `run.json` computed."""
 
 
 def made_before(run: Run) -> Run:
@@ -87,3 +95,134 @@ def test_a_run_that_has_the_key_keeps_its_own(tmp_path: Path) -> None:
     run = Run.create(load_config(write_config(tmp_path, "other"), [f"{KEY}=false"]))
     assert Run.preview(load_config(tmp_path / "other.yaml")).corrections == {KEY: "False → auto"}
     assert Run.open(run.path).config.data.add_special_tokens is False
+
+
+# -- renamed keys and run.json -------------------------------------------------------------------------------
+
+
+def write_as_older_code(run: Run) -> Run:
+    """Rewrite the files of a run as code without `recovery.budgets` and `run.json` wrote them; return it opened."""
+    values = dump_values(load_run_config(run.config_file))
+    recovery = values["recovery"]
+    recovery |= recovery.pop("budgets")
+    recovery["fruitless"] = recovery.pop("max_restarts_without_progress")
+    run.config_file.write_text(dump_yaml(values))
+    run.metadata_file.unlink()
+    return Run.open(run.path)
+
+
+def make_config_with_open_model(folder: Path, **more: Any) -> Path:
+    """Write a config whose training starts from an open model."""
+    model = folder / "open"
+    model.mkdir()
+    sizes = {
+        "model_type": "mistral", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 4096,
+        "sliding_window": 512,
+    }  # fmt: skip
+    write_json(model / "config.json", sizes)
+    (model / "model.safetensors").touch()
+    write_json(model / "tokenizer.json", {"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 2, "content": "</s>"}]})
+    write_json(model / "tokenizer_config.json", {"eos_token": "</s>"})
+    values = {
+        "run": {"name": "tuned", "root": str(folder / "runs")}, "train": {"steps": 4},
+        "model": {"init_from": str(model)}, "data": {"sequence_length": 64}, **more,
+    }  # fmt: skip
+    (folder / "tuned.yaml").write_text(dump_yaml(values))
+    return folder / "tuned.yaml"
+
+
+def hash_config(config: Config) -> str:
+    """Return the hash of a config in the identity of its checkpoints."""
+    return str(compute_identity(config, SimpleNamespace(train=[]))["config_hash"])  # type: ignore[arg-type]
+
+
+def test_what_sluice_computes_is_in_run_json_and_not_in_the_config(tmp_path: Path) -> None:
+    config = load_config(make_config_with_open_model(tmp_path))
+    run = Run.create(config)
+    text = run.config_file.read_text()
+    for key in ("init_sha256", "init_files", "max_position_embeddings", "max_window_layers"):
+        assert f"  {key}:" not in text
+    content = json.loads(run.metadata_file.read_text())
+    sha256 = hashlib.sha256((tmp_path / "open/config.json").read_bytes()).hexdigest()
+    assert content["model"]["init_sha256"] == sha256
+    assert content["model"]["max_position_embeddings"] == 4096
+    for file in (tmp_path / "open").iterdir():
+        file.unlink()
+    assert Run.open(run.path).config == config, "the folder was read again"
+
+
+def test_a_damaged_run_json_is_an_error(tmp_path: Path) -> None:
+    run = Run.create(load_config(make_config_with_open_model(tmp_path)))
+    run.metadata_file.write_text(run.metadata_file.read_text().replace("4096", "4097"))
+    with pytest.raises(UserError) as raised:
+        Run.open(run.path)
+    assert raised.value.code == "run.damaged_file"
+    assert str(run.metadata_file) in str(raised.value)
+
+
+def test_a_run_of_older_code_has_the_same_identity(tmp_path: Path) -> None:
+    run = Run.create(load_config(make_config_with_open_model(tmp_path)))
+    before = Run.open(run.path).config
+    after = write_as_older_code(run).config
+    assert after == before and after.metadata.model.init_sha256
+    assert hash_config(after) == hash_config(before)
+
+
+def test_the_identity_of_a_config_is_that_of_versions_without_run_json() -> None:
+    """The hashes were computed by the code that still had these keys in the config."""
+    base = {"run": {"name": "x"}, "train": {"steps": 3}}
+    model = {"init_sha256": "ab" * 32, "init_files": "f", "max_position_embeddings": 77, "max_window_layers": 0}
+    assert hash_config(parse_config(base, "x")) == PLAIN_HASH
+    assert hash_config(parse_config({**base, "model": model, "recovery": {"crash": 9}}, "x")) == METADATA_HASH
+
+
+def test_resume_writes_the_names_that_the_code_of_the_run_reads(tmp_path: Path) -> None:
+    for name, is_older in (("new", False), ("old", True)):
+        run = Run.create(load_config(write_config(tmp_path, name)))
+        run = write_as_older_code(run) if is_older else run
+        run.apply_overrides(["recovery.budgets.crash=7", "recovery.fruitless=8", "recovery.hang_s=50"])
+        (line,) = (json.loads(line) for line in run.changes_file.read_text().splitlines())
+        expected: dict[str, Any] = {"budgets": {"crash": 7}, "max_restarts_without_progress": 8}
+        if is_older:
+            expected = {"crash": 7, "fruitless": 8}
+        assert line["set"] == {"recovery": {**expected, "hang_s": 50.0}}
+        again = Run.open(run.path).config.recovery
+        assert (again.budgets.crash, again.max_restarts_without_progress, again.hang_s) == (7, 8, 50)
+
+
+def test_a_corrected_run_of_older_code_gets_values_that_its_code_reads(tmp_path: Path) -> None:
+    file = make_config_with_open_model(tmp_path)
+    run = write_as_older_code(Run.create(load_config(file)))
+    corrected = load_config(file, ["train.steps=5", "recovery.crash=7"])
+    assert Run.create(corrected).config == corrected
+    (line,) = (json.loads(line) for line in run.changes_file.read_text().splitlines())
+    assert line["submitted"]["recovery"]["crash"] == 7 and "budgets" not in line["submitted"]["recovery"]
+    assert line["submitted"]["model"]["init_sha256"] == corrected.metadata.model.init_sha256
+    assert Run.open(run.path).config == corrected
+    assert Run.create(corrected).corrections == {}
+
+
+def test_new_weights_in_the_folder_are_a_correction(tmp_path: Path) -> None:
+    file = make_config_with_open_model(tmp_path)
+    run = Run.create(load_config(file))
+    (tmp_path / "open/model.safetensors").write_bytes(b"other")
+    corrected = load_config(file)
+    assert list(Run.preview(corrected).corrections) == ["model.init_files"]
+    assert Run.create(corrected).config == corrected == Run.open(run.path).config
+
+
+@pytest.mark.parametrize("is_older", [False, True])
+def test_points_of_a_sweep_over_models_are_written_for_the_code_of_the_run(tmp_path: Path, is_older: bool) -> None:
+    file = make_config_with_open_model(tmp_path, sweep={"grid": {"model.init_from": [str(tmp_path / "open"), None]}})
+    run = Run.create(load_config(file))
+    run = write_as_older_code(run) if is_older else run
+    first, second = create_points(run)
+    assert first.metadata_file.exists() == (not is_older)
+    text = first.config_file.read_text()
+    assert ("  init_sha256:" in text) == ("  fruitless:" in text) == is_older
+    for file in (tmp_path / "open").iterdir():
+        file.unlink()
+    points = make_point_configs(Run.open(run.path).config)
+    assert [Run.open(point.path).config for point in (first, second)] == points
+    assert points[0].metadata.model.init_sha256 is not None and points[1].metadata.model.init_sha256 is None

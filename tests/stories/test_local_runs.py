@@ -354,7 +354,7 @@ def test_a_killed_rank_ends_its_peers_and_is_named(tmp_path: Path, finished: Pat
     assert process.returncode == ExitCode.CRASHED
     assert re.search(r"^train +restored step \d+", output, re.M), output
     assert "rank 1" in output and "SIGKILL" in output and "resume runs/tiny" in output
-    assert "recovery.crash: 1" in output, "the budget is one restart"
+    assert "recovery.budgets.crash: 1" in output, "the budget is one restart"
     assert run_submit(tmp_path, "status", "runs/tiny").stdout.count("failed") >= 1
     assert run_submit(tmp_path, "resume", "runs/tiny").returncode == 0
     assert compute_run_digest(Run(tmp_path / "runs/tiny")) == read_finished_digest(finished)

@@ -20,7 +20,7 @@ from pipeline.base.files import append_line
 from pipeline.base.signals import StopFlag
 from pipeline.checkpoint.catalog import checkpoint_name
 from pipeline.config.read import load_config
-from pipeline.config.recovery import RecoveryConfig
+from pipeline.config.sections import RecoveryConfig, RetryBudgets
 from pipeline.config.site import SiteConfig
 from pipeline.run.attempts import explain_no_retry, get_budget_key
 from pipeline.run.code import CODE_ROOT
@@ -287,10 +287,10 @@ def test_a_stage_goes_on_within_its_budgets_and_never_loops(
     stops: list[tuple[ExitCode, bool]], fruitless: int, small: int, large: int
 ) -> None:
     """Against a plain count: what went on so far, by budget, and how many fruitless attempts stand in a row."""
-    limits = RecoveryConfig(
-        preempted=large, node_failure=large, time_limit=large, out_of_memory=small, crash=small, hang=small,
-        fruitless=fruitless,
-    )  # fmt: skip
+    budgets = RetryBudgets(
+        preempted=large, node_failure=large, time_limit=large, out_of_memory=small, crash=small, hang=small
+    )
+    limits = RecoveryConfig(budgets=budgets, max_restarts_without_progress=fruitless)
     events: list[dict[str, Any]] = []
     used: dict[str, int] = {}
     row = 0
@@ -298,7 +298,7 @@ def test_a_stage_goes_on_within_its_budgets_and_never_loops(
         key = get_budget_key(cause)
         row = 0 if progress else row + 1
         blameless = cause in (ExitCode.PREEMPTED, ExitCode.REQUEUED, ExitCode.NODE_FAILURE)
-        may = used.get(key, 0) < getattr(limits, key) and (progress or (blameless and row <= fruitless))
+        may = used.get(key, 0) < getattr(limits.budgets, key) and (progress or (blameless and row <= fruitless))
         assert (explain_no_retry(read_stage_state(parse_events(events)), cause, progress, limits) is None) == may
         events.append({"event": "failed", "cause": cause.name.lower()})
         if not may:
@@ -309,7 +309,7 @@ def test_a_stage_goes_on_within_its_budgets_and_never_loops(
 
 def test_every_failure_has_a_budget() -> None:
     for code in ExitCode:
-        assert isinstance(getattr(RecoveryConfig(), get_budget_key(code)), int)
+        assert isinstance(getattr(RetryBudgets(), get_budget_key(code)), int)
     assert explain_no_retry(StageState(), ExitCode.STORAGE, True, RecoveryConfig()) == "", "a person has to mend it"
     assert explain_no_retry(StageState(), ExitCode.PREEMPTED, False, RecoveryConfig()) is None
     begun = read_stage_state([make_event("started")])
@@ -609,7 +609,7 @@ def test_the_same_job_again_keeps_to_the_budgets(tmp_path: Path) -> None:
     assert [e["event"] for e in close(run, "6", 1)[2]] == ["failed", "requeued"]
     write_event(run, "started", "train", job_id="6", slurm_job="6", attempt=2, restarts=1, standing="step 0")
     code, reason, events = close(run, "6", 2)
-    assert code == ExitCode.NODE_FAILURE and "recovery.node_failure: 1" in str(reason)
+    assert code == ExitCode.NODE_FAILURE and "recovery.budgets.node_failure: 1" in str(reason)
     assert "not tried again" in events[-1]["message"] and len(events) == 1
 
 

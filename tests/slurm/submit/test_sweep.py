@@ -84,7 +84,7 @@ def test_the_points_are_the_grid_times_the_draws(grid: dict[str, list[int]], sam
 @settings(deadline=None, max_examples=50)
 @given(st.floats(1e-6, 1.0), st.floats(1.01, 1e4), st.sampled_from(["linear", "log"]), st.integers(0, 10**6))
 def test_draws_lie_in_their_range(low: float, times: float, scale: Literal["linear", "log"], seed: int) -> None:
-    drawn = Range(low=low, high=low * times, scale=scale).draw(random.Random(seed))
+    drawn = Range(low=low, high=low * times, scale=scale).sample(random.Random(seed))
     assert low * 0.999 <= drawn <= low * times * 1.001
 
 
