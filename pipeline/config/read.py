@@ -35,6 +35,7 @@ from pipeline.config.sections import (
     Config,
     RunConfig,
     RunMetadata,
+    check_warmup,
     has_policy,
     list_keys_with,
 )
@@ -180,6 +181,8 @@ def parse_config(values: Mapping[str, Any], where: str, layout: bool = True) -> 
         if config.model.target is not None:
             check_unused_keys(metadata.model, set(), "with model.target, use options")
         check_layout(config, layout)
+        if config.train.steps is not None:
+            check_warmup(config, config.train.steps)
     except ConfigError:
         raise
     except (ValueError, UserError) as error:

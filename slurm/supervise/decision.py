@@ -1,8 +1,8 @@
 """Decide why a stage stopped and what its job does next. Nothing here reads or writes anything.
 
 The supervisor gathers the facts and carries out the decision (slurm/supervise/supervisor.py). A cause is an exit code
-(pipeline/base/errors.py). Each cause has a budget in the config (`recovery:`), counted over the attempts since the user
-last ran `resume` (pipeline/run/attempts.py). A stage that may be retried continues in one of these ways:
+(pipeline/base/errors.py). Each cause has a budget in the config (`recovery.budgets`), counted over the attempts since
+the user last ran `resume` (pipeline/run/attempts.py). A stage that may be retried continues in one of these ways:
 
 - In a batch job: the job is requeued under the same id, by itself or by Slurm (slurm/query/preemption.py).
 - If the site forbids requeueing (`site.requeue: false`): the next job, submitted with `afternotok`, continues.
