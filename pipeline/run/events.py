@@ -338,7 +338,7 @@ class RetryEvent(AttemptEvent):
 
     cause: str | None = None
     budget: str | None = None
-    """The key of `recovery:` whose budget the retry used."""
+    """The key of `recovery.budgets` whose budget the retry used."""
     progress: bool | None = None
     """Whether the attempt before made progress."""
     by: str | None = None
@@ -663,7 +663,7 @@ class StageState:
     retry_event: RetryEvent | None = None
     """The event that announces a retry after that end."""
     used_budgets: Mapping[str, int] = field(default_factory=Counter)
-    """Number of retries since the last `resume`, by key of `recovery:`."""
+    """Number of retries since the last `resume`, by key of `recovery.budgets`."""
     restarts_without_progress: int = 0
     """Number of consecutive retried attempts that made no progress."""
     resumed_by_user: bool = False
