@@ -1,10 +1,11 @@
-"""What others' loaders cost for the same samples: run by an interpreter that has them, with nothing of Sluice.
+"""Measure data loaders of other libraries on the same samples, with a Python that has them and without Sluice.
 
     python -m venv PEERS && PEERS/bin/pip install mosaicml-streaming webdataset datasets
     python -m benchmarks.loader --peers PEERS/bin/python
 
-benchmarks/loader.py calls it: `loader_peers.py make|read NAME FOLDER FLAT`. `read` prints CPU seconds of one shuffled
-epoch of batches of int64 pairs, in this process, page cache warm, by each library's own words for it.
+benchmarks/loader.py runs this file: `loader_peers.py make|read NAME FOLDER FLAT`. `read` prints the CPU seconds of one
+shuffled epoch of batches of int64 make_pair, in this process, with a warm page cache. Each library is used as its
+documentation says.
 """
 
 from __future__ import annotations
@@ -18,42 +19,47 @@ from typing import Any
 import numpy as np
 import torch
 
-SAMPLES, LENGTH, BATCH = 20_480, 2_048, 8
+SAMPLES = 20_480
+LENGTH = 2_048
+BATCH = 8
 
 
-def pairs(tokens: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets of (B, T + 1) uint16 tokens, int64."""
+def make_pair(tokens: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return int64 inputs and targets of uint16 tokens of shape (B, T + 1)."""
     wide = torch.from_numpy(np.asarray(tokens).astype(np.int64))
     return wide[:, :-1], wide[:, 1:]
 
 
-def stacked(samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """A batch of samples with `tokens`."""
-    return pairs(np.stack([sample["tokens"] for sample in samples]))
+def stack_samples(samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the pair of a batch of samples, which are dicts with `tokens`."""
+    return make_pair(np.stack([sample["tokens"] for sample in samples]))
 
 
-def rows(flat: Path) -> Iterator[np.ndarray]:
-    """The samples."""
+def iter_samples(flat: Path) -> Iterator[np.ndarray]:
+    """Yield the samples of the flat file."""
     tokens = np.memmap(flat, np.uint16, "r")
     for i in range(SAMPLES):
         yield np.asarray(tokens[i * LENGTH : i * LENGTH + LENGTH + 1])
 
 
-def streaming(folder: Path, flat: Path | None) -> Any:
-    """MosaicML streaming, shards on this disk."""
+# Each of these functions writes the samples of `flat` to `folder`, or, if `flat` is None, returns a loader of `folder`.
+
+
+def use_streaming(folder: Path, flat: Path | None) -> Any:
+    """MosaicML streaming with shards on the local disk."""
     from streaming import MDSWriter, StreamingDataset
 
     if flat is not None:
         with MDSWriter(out=str(folder), columns={"tokens": f"ndarray:uint16:{LENGTH + 1}"}) as writer:
-            for row in rows(flat):
-                writer.write({"tokens": row})
+            for sample in iter_samples(flat):
+                writer.write({"tokens": sample})
         return None
     dataset = StreamingDataset(local=str(folder), shuffle=True, shuffle_seed=1, batch_size=BATCH)
-    return torch.utils.data.DataLoader(dataset, batch_size=BATCH, collate_fn=stacked)
+    return torch.utils.data.DataLoader(dataset, batch_size=BATCH, collate_fn=stack_samples)
 
 
-def webdataset(folder: Path, flat: Path | None) -> Any:
-    """WebDataset: tars of .npy members, shuffled in a buffer of 1,000."""
+def use_webdataset(folder: Path, flat: Path | None) -> Any:
+    """WebDataset: tar files with .npy members, shuffled in a buffer of 1,000 samples."""
     import io
     import tarfile
 
@@ -63,10 +69,10 @@ def webdataset(folder: Path, flat: Path | None) -> Any:
         folder.mkdir()
         for shard in range(8):
             with tarfile.open(folder / f"{shard}.tar", "w") as tar:
-                for i, row in enumerate(rows(flat)):
+                for i, sample in enumerate(iter_samples(flat)):
                     if i * 8 // SAMPLES == shard:
                         content = io.BytesIO()
-                        np.save(content, row)
+                        np.save(content, sample)
                         info = tarfile.TarInfo(f"{i:06d}.tokens.npy")
                         info.size = len(content.getvalue())
                         content.seek(0)
@@ -74,39 +80,40 @@ def webdataset(folder: Path, flat: Path | None) -> Any:
         return None
     urls = [str(path) for path in sorted(folder.glob("*.tar"))]
     dataset = wds.WebDataset(urls, shardshuffle=8, seed=1).shuffle(1000).decode().rename(tokens="tokens.npy")
-    return torch.utils.data.DataLoader(dataset.batched(BATCH, collation_fn=stacked), batch_size=None)
+    return torch.utils.data.DataLoader(dataset.batched(BATCH, collation_fn=stack_samples), batch_size=None)
 
 
-def hf_datasets(folder: Path, flat: Path | None) -> Any:
-    """Hugging Face datasets: an Arrow table, shuffled by an index, whole batches as numpy."""
+def use_hf_datasets(folder: Path, flat: Path | None) -> Any:
+    """Hugging Face datasets: an Arrow table, shuffled by an index, read as numpy batches."""
     from datasets import Dataset, Features, Sequence, Value, load_from_disk
 
     if flat is not None:
         features = Features({"tokens": Sequence(Value("uint16"), length=LENGTH + 1)})
-        table = Dataset.from_generator(lambda: ({"tokens": row} for row in rows(flat)), features=features)
+        table = Dataset.from_generator(lambda: ({"tokens": tokens} for tokens in iter_samples(flat)), features=features)
         table.save_to_disk(str(folder))
         return None
     table = load_from_disk(str(folder)).with_format("numpy").shuffle(seed=1, keep_in_memory=True)
-    return (pairs(batch["tokens"]) for batch in table.iter(BATCH))
+    return (make_pair(batch["tokens"]) for batch in table.iter(BATCH))
 
 
-PEERS = {"MosaicML streaming": streaming, "WebDataset": webdataset, "Hugging Face datasets": hf_datasets}
+PEERS = {"MosaicML streaming": use_streaming, "WebDataset": use_webdataset, "Hugging Face datasets": use_hf_datasets}
 
 
 def main() -> None:
-    what, name, folder, flat = sys.argv[1:]
+    action, name, folder, flat = sys.argv[1:]
     torch.set_num_threads(1)
-    if what == "make":
+    if action == "make":
         PEERS[name](Path(folder), Path(flat))
         return
     loader = PEERS[name](Path(folder), None)
     for _ in range(2):  # the first epoch warms the page cache
-        start, found = time.process_time(), 0
+        start = time.process_time()
+        count = 0
         for inputs, _targets in loader if not isinstance(loader, Iterator) else PEERS[name](Path(folder), None):
-            found += len(inputs)
+            count += len(inputs)
             assert inputs.shape[1] == LENGTH and inputs.dtype == torch.int64
         seconds = time.process_time() - start
-        assert found == SAMPLES, found
+        assert count == SAMPLES, count
     print(seconds)
 
 

@@ -10,23 +10,29 @@ from planning.predict import CommGroup, RankModel, all_gather_time
 
 
 def communication_time(rank: RankModel, forward: float) -> float:
-    """Seconds of one block's forward that wait; `forward`: its computing. Backward waits as long."""
-    away = expert_exchange_time(rank)
-    if rank.work.schedule == "dualpipe_v":  # one micro-batch's backward runs beside another's way to its experts
-        away = max(0.0, away - forward)
-    return ring_attention_time(rank) + away
+    """Return the exposed seconds of communication in the forward of one block. Backward takes as long.
+
+    Args:
+        rank: the rank.
+        forward: seconds of computation in the forward of one block.
+    """
+    exchange = expert_exchange_time(rank)
+    if rank.work.schedule == "dualpipe_v":  # overlaps the expert exchange with the backward of another micro-batch
+        exchange = max(0.0, exchange - forward)
+    return ring_attention_time(rank) + exchange
 
 
 def ring_attention_time(rank: RankModel) -> float:
-    """Keys and values of one block's forward that go round, as far as attention does not hide them."""
-    work, group = rank.work, rank.group(rank.work.context, rank.work.tensor)
+    """Return the seconds to exchange keys and values in the forward of one block that attention does not hide."""
+    work = rank.work
+    group = rank.group(work.context, work.tensor)
     size = 2 * rank.tokens * work.kv_heads * work.head / work.tensor * work.low_bytes
     round_trip = all_gather_time(size * work.context, group, rank.machine, rank.constants.link)
     return max(0.0, round_trip - rank.attention() * (1 - 1 / work.context))
 
 
 def expert_exchange_time(rank: RankModel) -> float:
-    """Tokens of one block's forward to their experts and back."""
+    """Return the seconds to send tokens to their experts and back in the forward of one block."""
     work = rank.work
     size = rank.tokens * work.active * work.hidden * work.low_bytes / work.tensor
     group = rank.group(work.expert, work.tensor)
@@ -35,12 +41,17 @@ def expert_exchange_time(rank: RankModel) -> float:
 
 
 def all_to_all_time(size: float, group: CommGroup, machine: Machine, share: float = 1.0, copies: int = 1) -> float:
-    """Seconds in which each rank sends `size` bytes, spread over all: what leaves the node takes its own card.
+    """Return the seconds of an all-to-all in which each rank sends `size` bytes. Each GPU has its own network card.
 
-    Of `copies` copies of the same bytes each node gets one, and hands it on inside.
+    Args:
+        size: bytes that each rank sends.
+        group: ranks of the all-to-all.
+        machine: bandwidths and latencies.
+        share: fraction of the bandwidth that is reached.
+        copies: number of copies of the same bytes. Each node receives one copy and distributes it inside.
     """
-    away = (1 - group.in_node / group.ranks) * min(1.0, group.nodes / copies)
+    remote_fraction = (1 - group.in_node / group.ranks) * min(1.0, group.nodes / copies)
     inside = size * (group.in_node - 1) / group.ranks / (machine.inside.bandwidth * share)
-    between = size * away / (machine.between.bandwidth * share)
+    between = size * remote_fraction / (machine.between.bandwidth * share)
     link = machine.between if group.nodes > 1 else machine.inside
     return max(inside, between) + link.latency * (group.ranks > 1)

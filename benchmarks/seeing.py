@@ -1,13 +1,13 @@
-"""What it costs to look at a run: followers beside the ranks, their share of a core, and a profiled step.
+"""Measure the cost of monitoring: overhead of followers for the ranks, their CPU share, and a profiled step.
 
     python -m benchmarks.seeing [--seconds 60] [--turn 5] [--pairs 24]
 
-- overhead: one training of two ranks; the followers (TensorBoard, telemetry) are stopped and let go on by signals, in
-  turns of so many seconds. What they missed they catch up in their own turn, so it counts. Step times of neighbouring
-  turns are compared. Target: 0 within the noise.
-- share: an invented run writes 10 steps a second; CPU seconds of each follower, with its children, after its start.
-  Target: under 1 % of a core for TensorBoard and telemetry together; MLflow's server is not counted.
-- profiled step: every 20th step of a training is profiled.
+- Overhead: in a training of two ranks, the followers (TensorBoard, telemetry) are suspended and resumed in turns. They
+  process missed lines in their own turn, so that work counts. Step times of neighbouring turns are compared. Target: 0
+  within the noise.
+- CPU share: a fake run writes 10 steps per second. CPU seconds of each follower with its children are measured after
+  its start. Target: less than 1 % of a core for TensorBoard and telemetry together. MLflow's server is not counted.
+- Profiled step: every 20th step of a training is profiled.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ STEP_50_MS = (
     "train.global_batch=2", "train.micro_batch=1", "data.sequence_length=128", "checkpoint.every_steps=100000",
     "model.dim=128", "model.layers=2",
 )  # fmt: skip
-WARM_S = 20.0
+WARM_UP_S = 20.0
 
 
 @contextmanager
-def training(run: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Two ranks that train, without a supervisor."""
+def run_training(run: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Run two ranks without a supervisor during the block."""
     ranks = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
         for rank in range(2):
@@ -65,146 +65,156 @@ def training(run: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 @contextmanager
-def followers(run: Path, names: Sequence[str]) -> Iterator[dict[str, psutil.Process]]:
-    """The followers of a run's config, as the supervisor starts them."""
+def run_followers(run: Path, names: Sequence[str]) -> Iterator[dict[str, psutil.Process]]:
+    """Run the followers of a run during the block, as the supervisor starts them."""
     command = [sys.executable, "-m", "tracking.follower"]
     (run / "track").mkdir(exist_ok=True)
-    started = {}
+    processes = {}
     for name in names:
         with open(run / "track" / f"{name}.log", "wb") as log:
-            started[name] = subprocess.Popen([*command, name, str(run)], cwd=ROOT, stdout=log, stderr=log)
+            processes[name] = subprocess.Popen([*command, name, str(run)], cwd=ROOT, stdout=log, stderr=log)
     try:
-        yield {name: psutil.Process(process.pid) for name, process in started.items()}
+        yield {name: psutil.Process(process.pid) for name, process in processes.items()}
     finally:
-        for process in started.values():
+        for process in processes.values():
             process.send_signal(signal.SIGCONT)
             process.terminate()
-        for process in started.values():
+        for process in processes.values():
             process.wait(timeout=60)
 
 
 def wait_for_steps(run: Path, steps: int) -> None:
-    metrics, deadline = run / "metrics.jsonl", time.monotonic() + 240
+    metrics = run / "metrics.jsonl"
+    deadline = time.monotonic() + 240
     while not metrics.exists() or metrics.read_bytes().count(b"\n") < steps:
         if time.monotonic() > deadline:
             raise TimeoutError(f"{run} does not train")
         time.sleep(0.2)
 
 
-def lines_of(run: Path) -> list[dict[str, Any]]:
+def read_metrics(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def overhead(folder: Path, data: Path, seconds: float, pairs: int) -> list[list[str]]:
-    more = (*STEP_50_MS, "track.tensorboard=true", "track.telemetry_s=10")
-    run = make_run(folder, "overhead", 1_000_000, data, more)
+def measure_overhead(folder: Path, data: Path, turn_s: float, pairs: int) -> list[list[str]]:
+    """Return the rows of the overhead of followers for the ranks."""
+    overrides = (*STEP_50_MS, "track.tensorboard=true", "track.telemetry_s=10")
+    run = make_run(folder, "overhead", 1_000_000, data, overrides)
     turns: list[tuple[bool, float, float, float]] = []
-    with training(run) as ranks, followers(run, ("tensorboard", "telemetry")) as processes:
-        own = [psutil.Process(process.pid) for process in ranks]
+    with run_training(run) as ranks, run_followers(run, ("tensorboard", "telemetry")) as followers:
+        rank_processes = [psutil.Process(process.pid) for process in ranks]
         wait_for_steps(run, 20)
-        time.sleep(WARM_S)
+        time.sleep(WARM_UP_S)
         for turn in range(2 * pairs):
-            on = turn % 4 in (0, 3)  # on off off on: what drifts does not count
-            for process in processes.values():
-                process.resume() if on else process.suspend()
-            began, before = time.time(), sum(map(cpu_seconds, own))
-            time.sleep(seconds)
-            turns.append((on, began, time.time(), sum(map(cpu_seconds, own)) - before))
-    lines = lines_of(run)
-    figures = []
-    for on, began, ended, cpu in turns:
-        steps = [line["step_time_s"] for line in lines if began < line["time"] <= ended]
-        figures.append((on, statistics.median(steps), cpu / len(steps)))
+            is_on = turn % 4 in (0, 3)  # on, off, off, on: a linear drift cancels out
+            for process in followers.values():
+                process.resume() if is_on else process.suspend()
+            start = time.time()
+            cpu_start = sum(map(read_cpu_seconds, rank_processes))
+            time.sleep(turn_s)
+            turns.append((is_on, start, time.time(), sum(map(read_cpu_seconds, rank_processes)) - cpu_start))
+    lines = read_metrics(run)
+    results = []
+    for is_on, start, end, cpu_s in turns:
+        steps = [line["step_time_s"] for line in lines if start < line["time"] <= end]
+        results.append((is_on, statistics.median(steps), cpu_s / len(steps)))
     step_ms = 1000 * statistics.median(line["step_time_s"] for line in lines[20:])
     return [
-        _compared(f"a step of {step_ms:.0f} ms with followers (TensorBoard, telemetry) against without", 1, figures),
-        _compared("… CPU seconds of the ranks in it", 2, figures),
+        _compare_turns(f"step of {step_ms:.0f} ms with followers (TensorBoard, telemetry) vs. without", 1, results),
+        _compare_turns("… CPU seconds of the ranks", 2, results),
     ]
 
 
-def _compared(what: str, which: int, figures: Sequence[tuple[bool, float, float]]) -> list[str]:
-    """The row of a figure: turns with followers against their neighbours without."""
+def _compare_turns(name: str, index: int, results: Sequence[tuple[bool, float, float]]) -> list[str]:
+    """Return the row that compares turns with followers with the neighbouring turns without."""
     ratios = []
-    for first, second in zip(figures[::2], figures[1::2], strict=True):
-        with_, without = (first, second) if first[0] else (second, first)
-        ratios.append(100 * (with_[which] / without[which] - 1))
-    error = 1.25 * statistics.stdev(ratios) / len(ratios) ** 0.5  # of a median
+    for first, second in zip(results[::2], results[1::2], strict=True):
+        with_followers, without = (first, second) if first[0] else (second, first)
+        ratios.append(100 * (with_followers[index] / without[index] - 1))
+    error = 1.25 * statistics.stdev(ratios) / len(ratios) ** 0.5  # standard error of a median
     spread = f"{min(ratios):+.1f}% to {max(ratios):+.1f}%"
-    return [what, f"{statistics.median(ratios):+.2f}% ± {error:.2f}", spread, "0 within the noise"]
+    return [name, f"{statistics.median(ratios):+.2f}% ± {error:.2f}", spread, "0 within the noise"]
 
 
-def cpu_seconds(process: psutil.Process) -> float:
-    spent = 0.0
-    for one in (process, *process.children(recursive=True)):
+def read_cpu_seconds(process: psutil.Process) -> float:
+    """Return the user and system seconds of a process and its children so far."""
+    total = 0.0
+    for member in (process, *process.children(recursive=True)):
         with suppress(psutil.NoSuchProcess):
-            spent += sum(one.cpu_times()[:2])
-    return spent
+            total += sum(member.cpu_times()[:2])
+    return total
 
 
-def shares(folder: Path, seconds: float) -> list[list[str]]:
+def measure_cpu_shares(folder: Path, seconds: float) -> list[list[str]]:
+    """Return the rows of the CPU share of each follower."""
     (folder / "server").mkdir()
     names = ("tensorboard", "telemetry", "jsonl", "prometheus", "wandb", "mlflow")
     with mlflow_server(folder / "server") as uri:
         track = f"{{tensorboard: true, telemetry_s: 10, jsonl: {folder}/lines.jsonl, wandb: {{project: p}}, "
         track += f"prometheus: {{port: {find_free_port()}}}, mlflow: {{uri: '{uri}'}}}}"
-        invented = FakeRun(folder, f"track={track}")
-        run, before = invented.run.path, dict[str, float]()
-        with followers(run, names) as processes:
-            due, marked = time.monotonic(), 0.0
-            end = due + WARM_S + seconds
+        fake_run = FakeRun(folder, f"track={track}")
+        run = fake_run.run.path
+        with run_followers(run, names) as followers:
+            next_step = time.monotonic()
+            measure_start = next_step + WARM_UP_S
+            end = measure_start + seconds
+            cpu_start: dict[str, float] = {}
             while (now := time.monotonic()) < end:
-                if not marked and now > end - seconds:
-                    before, marked = {name: cpu_seconds(one) for name, one in processes.items()}, now
-                invented.write_steps(1)
-                due += 0.1
-                time.sleep(max(0.0, due - time.monotonic()))
-            spent = {name: cpu_seconds(one) - before[name] for name, one in processes.items()}
-            percent = {name: 100 * one / (time.monotonic() - marked) for name, one in spent.items()}
+                if not cpu_start and now > measure_start:
+                    cpu_start = {name: read_cpu_seconds(process) for name, process in followers.items()}
+                    measure_start = now
+                fake_run.write_steps(1)
+                next_step += 0.1
+                time.sleep(max(0.0, next_step - time.monotonic()))
+            cpu_s = {name: read_cpu_seconds(process) - cpu_start[name] for name, process in followers.items()}
+            percent = {name: 100 * spent / (time.monotonic() - measure_start) for name, spent in cpu_s.items()}
     for name in set(names) - {"telemetry"}:
-        told = json.loads((run / "track" / f"{name}.json").read_text())["step"]
-        if told != invented.step:
-            raise AssertionError(f"{name} was told {told} of {invented.step} steps")
-    both = percent["tensorboard"] + percent["telemetry"]
-    rows = [["followers at 10 steps/s: TensorBoard and telemetry together", f"{both:.2f}% of a core", "", "< 1 %"]]
-    return rows + [[f"… {name} alone", f"{percent[name]:.2f}% of a core", "", ""] for name in names]
+        last_step = json.loads((run / "track" / f"{name}.json").read_text())["step"]
+        if last_step != fake_run.step:
+            raise AssertionError(f"{name} has {last_step} of {fake_run.step} steps")
+    total = percent["tensorboard"] + percent["telemetry"]
+    rows = [["followers at 10 steps/s: TensorBoard and telemetry", f"{total:.2f}% of a core", "", "< 1 %"]]
+    return rows + [[f"… {name}", f"{percent[name]:.2f}% of a core", "", ""] for name in names]
 
 
-def profiled(folder: Path, data: Path) -> list[list[str]]:
+def measure_profiled_steps(folder: Path, data: Path) -> list[list[str]]:
+    """Return the rows of profiled steps."""
     run = make_run(folder, "profiled", 121, data, (*STEP_50_MS, "train.profile_every=20"))
-    with training(run) as ranks:
+    with run_training(run) as ranks:
         for process in ranks:
             process.wait(timeout=300)
-    lines = lines_of(run)[20:]
-    plain = statistics.median(line["step_time_s"] for line in lines if "profile" not in line)
-    own = [line for line in lines if "profile" in line]
-    longer = [100 * ((line["step_time_s"] - line["profile_s"]) / plain - 1) for line in own]
+    lines = read_metrics(run)[20:]
+    plain_s = statistics.median(line["step_time_s"] for line in lines if "profile" not in line)
+    profiled_lines = [line for line in lines if "profile" in line]
+    slowdowns = [100 * ((line["step_time_s"] - line["profile_s"]) / plain_s - 1) for line in profiled_lines]
     sizes = [path.stat().st_size / 1e3 for path in Run(run).profiles_dir.glob("*/rank-*")]
-    beside = [line["profile_s"] for line in own]
+    write_s = [line["profile_s"] for line in profiled_lines]
     return [
-        ["a profiled step against the others", f"{statistics.median(longer):+.0f}%", _spread(longer, "%"), ""],
-        ["… what it takes beside itself", f"{statistics.median(beside):.2f} s", _spread(beside, " s"), ""],
-        ["… a rank's file", f"{statistics.median(sizes):.0f} kB", "", ""],
+        ["profiled step vs. other steps", f"{statistics.median(slowdowns):+.0f}%", _format_spread(slowdowns, "%"), ""],
+        ["… writing the profile", f"{statistics.median(write_s):.2f} s", _format_spread(write_s, " s"), ""],
+        ["… size of a rank's file", f"{statistics.median(sizes):.0f} kB", "", ""],
     ]
 
 
-def _spread(values: Sequence[float], unit: str) -> str:
+def _format_spread(values: Sequence[float], unit: str) -> str:
     return f"{min(values):.2g}{unit} to {max(values):.2g}{unit}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--seconds", type=float, default=60, help="for the share of a core")
-    parser.add_argument("--turn", type=float, default=5, help="seconds with, and without, followers")
-    parser.add_argument("--pairs", type=int, default=24)
-    parser.add_argument("--note", default="", help="such as who shared the machine")
+    parser.add_argument("--seconds", type=float, default=60, help="duration of the measurement of the CPU shares")
+    parser.add_argument("--turn", type=float, default=5, help="seconds of a turn with or without followers")
+    parser.add_argument("--pairs", type=int, default=24, help="number of pairs of turns")
+    parser.add_argument("--note", default="", help="a remark for the table, such as other load of the machine")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        rows = shares(folder, arguments.seconds)
+        share_rows = measure_cpu_shares(folder, arguments.seconds)
         data = make_run(folder, "data", 100, None, STEP_50_MS)
-        rows = [*overhead(folder, data, arguments.turn, arguments.pairs), *rows, *profiled(folder, data)]
+        overhead_rows = measure_overhead(folder, data, arguments.turn, arguments.pairs)
+        rows = [*overhead_rows, *share_rows, *measure_profiled_steps(folder, data)]
     note = f"Two ranks on Gloo, {arguments.pairs} pairs of turns of {arguments.turn:.0f} s. {arguments.note}"
-    write_table("seeing", "What looking at a run costs", note.strip(), ["figure", "result", "spread", "target"], rows)
+    write_table("seeing", "Cost of monitoring a run", note.strip(), ["figure", "result", "spread", "target"], rows)
 
 
 if __name__ == "__main__":
