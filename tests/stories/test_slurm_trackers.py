@@ -19,7 +19,7 @@ from tests.support.events import read_event_lines
 from tests.support.servers import mlflow_server
 from tests.support.tiny import make_run, slow_down_steps, write_config
 from tests.tracking.test_followers import curve, in_float32
-from tests.tracking.test_track_stories import curve_of_mlflow, curve_of_wandb, mlflow_run
+from tests.tracking.test_track_stories import find_mlflow_run, read_mlflow_curve, read_wandb_curve
 
 cluster = cluster_fixture(grace=5)
 
@@ -70,5 +70,5 @@ def test_each_point_of_a_preempted_sweep_is_one_curve(tmp_path: Path, cluster: C
         losses = [(line["step"], line["loss"]) for line in read_jsonl(point.metrics_file)]
         assert [step for step, _ in losses] == [*range(1, STEPS + 1)]
         assert curve(point.path, "train/loss") == in_float32(losses)
-        assert curve_of_wandb(point) == curve_of_mlflow(mlflow, point) == losses
-        assert mlflow_run(mlflow, point)[1].data.tags["sluice.sweep"] == "tiny"
+        assert read_wandb_curve(point) == read_mlflow_curve(mlflow, point) == losses
+        assert find_mlflow_run(mlflow, point)[1].data.tags["sluice.sweep"] == "tiny"

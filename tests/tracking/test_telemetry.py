@@ -34,7 +34,7 @@ class NVMLError(Exception):
 
 
 class FakeNvml(SimpleNamespace):
-    """NVML of a node whose GPUs have values that a test sets. Reading a missing value, or a lost GPU, raises an error."""
+    """NVML of a node whose GPUs have values that a test sets. Missing values and lost GPUs raise an error."""
 
     NVMLError = NVMLError
     NVML_TEMPERATURE_GPU, NVML_CLOCK_SM, NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 0, 1, 1, 0
@@ -125,7 +125,7 @@ def test_a_sample_has_the_values_that_a_gpu_supports(monkeypatch: pytest.MonkeyP
 
 
 def test_an_xid_between_two_samples_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of several pending events NVML returns only the last one, so events are read more often than lines are written."""
+    """Of several pending events NVML returns only the last one, so events are read more often than samples."""
     fake = install_fake_nvml(monkeypatch, 1)
     flag = StopFlag()
     run = make_run(tmp_path)

@@ -1,4 +1,4 @@
-"""Followers as they run: processes that are killed and stopped, and real servers behind them."""
+"""Followers in processes that are killed and paused, with real MLflow and Prometheus servers."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def mlflow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield uri
 
 
-def curve_of_wandb(run: Run) -> list[tuple[int, float]]:
-    """Step and loss in W&B's offline files."""
+def read_wandb_curve(run: Run) -> list[tuple[int, float]]:
+    """Return step and loss from the offline files of W&B."""
     return [
         (step, values["loss"])
         for step, values in read_offline_steps(run.path / "track", tracker_run_id(run))
@@ -53,24 +53,24 @@ def curve_of_wandb(run: Run) -> list[tuple[int, float]]:
     ]
 
 
-def mlflow_run(uri: str, run: Run) -> tuple[Any, Any]:
-    """MLflow's client, and the one run there is."""
+def find_mlflow_run(uri: str, run: Run) -> tuple[Any, Any]:
+    """Return MLflow's client and the only run of `run`."""
     from mlflow import MlflowClient
 
     client = MlflowClient(uri)
-    experiments = [one.experiment_id for one in client.search_experiments()]
-    (found,) = client.search_runs(experiments, f"tags.`sluice.run` = '{tracker_run_id(run)}'")
-    return client, found
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    (mlflow_run,) = client.search_runs(experiments, f"tags.`sluice.run` = '{tracker_run_id(run)}'")
+    return client, mlflow_run
 
 
-def curve_of_mlflow(uri: str, run: Run, name: str = "loss") -> list[tuple[int, float]]:
-    """Step and value on the server."""
-    client, found = mlflow_run(uri, run)
-    return sorted((one.step, one.value) for one in client.get_metric_history(found.info.run_id, name))
+def read_mlflow_curve(uri: str, run: Run, name: str = "loss") -> list[tuple[int, float]]:
+    """Return step and value of a metric on the server."""
+    client, mlflow_run = find_mlflow_run(uri, run)
+    return sorted((metric.step, metric.value) for metric in client.get_metric_history(mlflow_run.info.run_id, name))
 
 
 class Process:
-    """A follower or a server, in a process of its own, killed and stopped without a word."""
+    """A follower or a server in its own process, which tests kill and pause."""
 
     def __init__(self, log: Path, *command: str) -> None:
         self._command = [sys.executable, "-m", *command]
@@ -82,20 +82,20 @@ class Process:
         return cls(run.path / f"{name}.log", "tracking.follower", name, str(run.path))
 
     def start(self) -> None:
-        """Start it, where none runs."""
+        """Start the process."""
         self._process = subprocess.Popen(self._command, cwd=ROOT, stdout=self._log, stderr=self._log)
 
-    def hurt(self, way: str) -> None:
-        """Kill it and start another one; stop it; let it go on."""
-        if way == "kill":
+    def disturb(self, action: str) -> None:
+        """Do one of: `kill` and start it again; `pause` it; `continue` it."""
+        if action == "kill":
             self._process.kill()
             self._process.wait(60)
             self.start()
         else:
-            self._process.send_signal(signal.SIGSTOP if way == "stop" else signal.SIGCONT)
+            self._process.send_signal(signal.SIGSTOP if action == "pause" else signal.SIGCONT)
 
-    def end(self) -> None:
-        """Let it hand over the rest."""
+    def finish(self) -> None:
+        """Terminate it, so that it sends the rest first; kill it if that takes too long."""
         self._process.send_signal(signal.SIGCONT)
         self._process.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -106,119 +106,129 @@ class Process:
 
 
 class Listener(Process):
-    """A receiver of webhooks that is killed, stopped and in bad moods (tests/support/webhook_receiver.py)."""
+    """A webhook receiver that is killed, paused, or misbehaves (tests/support/webhook_receiver.py)."""
 
-    MOODS = ("well", "refuse", "hang", "lose")
+    BEHAVIORS = ("well", "refuse", "hang", "lose")
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
-        self._mood, self._heard, port = folder / "behavior", folder / "received.jsonl", find_free_port()
-        self._mood.write_text("well")
+        self._behavior_file = folder / "behavior"
+        self._received_file = folder / "received.jsonl"
+        port = find_free_port()
+        self._behavior_file.write_text("well")
         self.url = f"http://127.0.0.1:{port}/secret"
         super().__init__(folder / "log", "tests.support.webhook_receiver", str(port), str(folder))
 
-    def hurt(self, way: str) -> None:
-        """Also: change its mood."""
-        if way in self.MOODS:
-            write_atomic(self._mood, way)
-        super().hurt("go on" if way in self.MOODS else way)
+    def disturb(self, action: str) -> None:
+        """Also accept a behavior as the action."""
+        if action in self.BEHAVIORS:
+            write_atomic(self._behavior_file, action)
+        super().disturb("continue" if action in self.BEHAVIORS else action)
 
-    def heard(self) -> list[tuple[str, str]]:
-        """Id and words of what it took, without how long and where."""
-        found = read_json_lines(self._heard) if self._heard.exists() else []
-        assert all(f"id {one['id']}]" in one["text"] for one in found), "the id stands in the text, too"
-        return [(one["id"], re.sub(r" for [\d:]+,| \[.*", "", one["text"])) for one in found]
-
-
-def note(one: FakeRun, values: dict[int, set[float]]) -> None:
-    """Add what each step's loss is now to what it was before."""
-    for step, loss in one.read_values().items():
-        values[step].add(round(loss, 9))
+    def read_messages(self) -> list[tuple[str, str]]:
+        """Return the id and text of each received message, without durations and locations."""
+        messages = read_json_lines(self._received_file) if self._received_file.exists() else []
+        assert all(f"id {message['id']}]" in message["text"] for message in messages)
+        return [(message["id"], re.sub(r" for [\d:]+,| \[.*", "", message["text"])) for message in messages]
 
 
-def make_up(one: FakeRun) -> None:
-    """A stop comes before a look at held-out data is done; the next attempt makes up for it."""
-    one.save()
-    one.crash()
-    one.evaluate_late()
+def record_losses(run: FakeRun, losses: dict[int, set[float]]) -> None:
+    """Add each step's current loss to the set of its losses so far."""
+    for step, loss in run.read_values().items():
+        losses[step].add(round(loss, 9))
 
 
-def fail(one: FakeRun, draw: random.Random, blow: int) -> str:
-    """An attempt fails, and the next one begins; what a chat is to hear of it."""
+def evaluate_after_restart(run: FakeRun) -> None:
+    """Stop before a held-out evaluation has ended; the next attempt runs it."""
+    run.save()
+    run.crash()
+    run.evaluate_late()
+
+
+def fail_attempt(run: FakeRun, draw: random.Random, number: int) -> str:
+    """Fail an attempt and start the next one. Return the message that a webhook must receive."""
     cause = draw.choice(["crashed", "hang"])
-    write_event(one.run, "failed", "train", job_id=str(one.attempt), cause=cause, exit_code=1, message=f"blow {blow}")
-    one.crash()
-    return f"tiny: train {'stalled' if cause == 'hang' else 'failed (crashed)'}: blow {blow}"
+    message = f"failure {number}"
+    write_event(run.run, "failed", "train", job_id=str(run.attempt), cause=cause, exit_code=1, message=message)
+    run.crash()
+    return f"tiny: train {'stalled' if cause == 'hang' else 'failed (crashed)'}: {message}"
 
 
-def test_each_step_stands_once_and_each_word_is_heard_through_twenty_blows(tmp_path: Path, mlflow: str) -> None:
+def test_each_step_and_message_arrives_once_through_twenty_disturbances(tmp_path: Path, mlflow: str) -> None:
     seed = int(os.environ.get("SLUICE_SEED") or random.SystemRandom().randrange(10**6))
-    print(f"again with SLUICE_SEED={seed}")
-    draw, port, chat = random.Random(seed), find_free_port(), Listener(tmp_path / "chat")
+    print(f"to repeat: SLUICE_SEED={seed}")
+    draw = random.Random(seed)
+    port = find_free_port()
+    listener = Listener(tmp_path / "chat")
     track = f"track={{tensorboard: true, wandb: {{project: p}}, mlflow: {{uri: '{mlflow}'}}"
-    track += f", prometheus: {{port: {port}}}, webhook: {{url: '{chat.url}'}}}}"
-    one = FakeRun(tmp_path, track, "train.steps=100000", "recovery.hang_s=20")
-    names, values = ("tensorboard", "wandb", "mlflow", "prometheus", "webhook"), defaultdict[int, set[float]](set)
-    feeds, to_hear = {name: Process.follower(one.run, name) for name in names}, []
+    track += f", prometheus: {{port: {port}}}, webhook: {{url: '{listener.url}'}}}}"
+    run = FakeRun(tmp_path, track, "train.steps=100000", "recovery.hang_s=20")
+    names = ("tensorboard", "wandb", "mlflow", "prometheus", "webhook")
+    losses = defaultdict[int, set[float]](set)
+    followers = {name: Process.follower(run.run, name) for name in names}
+    expected_messages = []
     try:
-        for blow in range(20):
-            one.write_steps(draw.randint(5, 40))
-            note(one, values)
+        for number in range(20):
+            run.write_steps(draw.randint(5, 40))
+            record_losses(run, losses)
             time.sleep(draw.choice([0.2, 1.0, 2.5, 4.0]))
-            feeds[names[blow % 5]].hurt(draw.choice(["kill", "kill", "stop", "go on"]))
-            chat.hurt(draw.choice(["kill", "stop", "go on", *chat.MOODS]))
-            if blow == 10 or draw.random() < 0.4:
-                make_up(one)
+            followers[names[number % 5]].disturb(draw.choice(["kill", "kill", "pause", "continue"]))
+            listener.disturb(draw.choice(["kill", "pause", "continue", *listener.BEHAVIORS]))
+            if number == 10 or draw.random() < 0.4:
+                evaluate_after_restart(run)
             elif draw.random() < 0.4:
-                one.save()
+                run.save()
             else:
-                to_hear.append(fail(one, draw, blow))
-        one.write_steps(10 if (one.step + 10) % one.run.config.checkpoint.every_steps else 11)  # no save
-        note(one, values)
-        for feed in feeds.values():
-            feed.hurt("go on")
-        chat.hurt("well")
+                expected_messages.append(fail_attempt(run, draw, number))
+        run.write_steps(10 if (run.step + 10) % run.run.config.checkpoint.every_steps else 11)  # no save
+        record_losses(run, losses)
+        for follower in followers.values():
+            follower.disturb("continue")
+        listener.disturb("well")
         deadline = time.monotonic() + 240
         while time.monotonic() < deadline:
             with suppress(OSError):
-                if f'sluice_step{{run="tiny",sweep=""}} {one.step:.1f}\n' in scraped(port):
+                if f'sluice_step{{run="tiny",sweep=""}} {run.step:.1f}\n' in scraped(port):
                     break
             time.sleep(0.5)
         else:
-            pytest.fail("Prometheus does not come to the last step")
-        stall = f"tiny: train seems to stall: no step since step {one.step}"
-        while stall not in [words for _, words in chat.heard()]:
-            assert time.monotonic() < deadline, "the stall at the end is not told"
+            pytest.fail("Prometheus does not reach the last step")
+        stall = f"tiny: train seems to stall: no step since step {run.step}"
+        while stall not in [text for _, text in listener.read_messages()]:
+            assert time.monotonic() < deadline, "the stall at the end is not reported"
             time.sleep(0.5)
-        write_event(one.run, "done", "train", job_id=str(one.attempt))
-        write_event(one.run, "done", "evaluate", job_id="0")
+        write_event(run.run, "done", "train", job_id=str(run.attempt))
+        write_event(run.run, "done", "evaluate", job_id="0")
     finally:
-        for feed in feeds.values():
-            feed.end()
-        chat.end()
-    assert to_hear and {*to_hear, stall, "tiny: done"} <= {words for _, words in chat.heard()}
-    by_id = dict(chat.heard())
-    assert [by_id[name] for name, _ in chat.heard()] == [words for _, words in chat.heard()], "an id, a message"
-    failures = [words for words in by_id.values() if "seems" not in words]
-    assert len(failures) == 1 + sum(event["event"] == "failed" for event in read_event_lines(one.run, "train"))
-    assert curve(one.run.path, "train/loss") == in_float32(one.read_values().items())
-    made_up = [*one.read_values("held_out_loss").items()]
-    assert made_up and curve(one.run.path, "train/held_out_loss") == made_up
-    late = curve_of_mlflow(mlflow, one.run, "held_out_loss")
-    assert set(late) >= set(made_up) and len(dict(late)) == len(late), "each step once"
-    for found in (curve_of_wandb(one.run), curve_of_mlflow(mlflow, one.run)):
-        assert [step for step, _ in found] == [*range(1, len(found) + 1)], "each step once, in order"
-        assert len(found) >= one.step
-        assert [(step, loss) for step, loss in found if round(loss, 9) not in values[step]] == []
+        for follower in followers.values():
+            follower.finish()
+        listener.finish()
+    messages = listener.read_messages()
+    assert expected_messages
+    assert {*expected_messages, stall, "tiny: done"} <= {text for _, text in messages}
+    text_by_id = dict(messages)
+    assert all(text_by_id[message_id] == text for message_id, text in messages), "an id belongs to one message"
+    failures = [text for text in text_by_id.values() if "seems" not in text]
+    assert len(failures) == 1 + sum(event["event"] == "failed" for event in read_event_lines(run.run, "train"))
+    assert curve(run.run.path, "train/loss") == in_float32(run.read_values().items())
+    held_out = [*run.read_values("held_out_loss").items()]
+    assert held_out and curve(run.run.path, "train/held_out_loss") == held_out
+    mlflow_held_out = read_mlflow_curve(mlflow, run.run, "held_out_loss")
+    assert set(mlflow_held_out) >= set(held_out)
+    assert len(dict(mlflow_held_out)) == len(mlflow_held_out), "each step once"
+    for points in (read_wandb_curve(run.run), read_mlflow_curve(mlflow, run.run)):
+        assert [step for step, _ in points] == [*range(1, len(points) + 1)], "each step once, in order"
+        assert len(points) >= run.step
+        assert [(step, loss) for step, loss in points if round(loss, 9) not in losses[step]] == []
 
 
-def sluice(*words: str, timeout: float = 500) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "submit.py"), *words]
+def run_sluice(*arguments: str, timeout: float = 500) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "submit.py"), *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
 
 
-def test_one_curve_over_a_stop_and_another_layout(tmp_path: Path, mlflow: str) -> None:
-    """A training that is stopped and goes on with one rank; the same afterwards by hand, into a sink that is new."""
+def test_a_resumed_training_has_one_curve(tmp_path: Path, mlflow: str) -> None:
+    """A training is stopped and resumed with one rank. `track` then fills a new tracker with the same steps."""
     config = write_config(tmp_path, steps=120)
     track = f"track={{tensorboard: true, wandb: {{project: p}}, mlflow: {{uri: '{mlflow}'}}, telemetry_s: 0.5}}"
     command = [sys.executable, str(ROOT / "submit.py"), str(config), "--executor", "local", track]
@@ -231,33 +241,34 @@ def test_one_curve_over_a_stop_and_another_layout(tmp_path: Path, mlflow: str) -
         time.sleep(0.05)
     first.send_signal(signal.SIGINT)
     assert first.wait(200) == 75, (tmp_path / "log").read_text()
-    done = sluice("resume", str(path), "stages.train.tasks_per_node=1")
-    assert done.returncode == 0, done.stdout + done.stderr
+    completed = run_sluice("resume", str(path), "stages.train.tasks_per_node=1")
+    assert completed.returncode == 0, completed.stdout + completed.stderr
     run = Run.open(path)
     losses = {line["step"]: line["loss"] for line in read_json_lines(run.metrics_file)}
     assert [*losses] == [*range(1, 121)]
-    done = sluice("track", str(path))
-    assert done.returncode == 0 and done.stdout.count("up to date") == 3, done.stdout + done.stderr
-    assert "wandb sync" in done.stdout
+    completed = run_sluice("track", str(path))
+    assert completed.returncode == 0 and completed.stdout.count("up to date") == 3, completed.stdout + completed.stderr
+    assert "wandb sync" in completed.stdout
     assert curve(path, "train/loss") == in_float32(losses.items())
-    assert curve_of_wandb(run) == curve_of_mlflow(mlflow, run) == [*losses.items()]
-    client, there = mlflow_run(mlflow, run)
-    assert there.info.status == "FINISHED" and there.data.params["train.steps"] == "120"
-    assert there.data.metrics["evaluation/loss"] == pytest.approx(curve(path, "evaluation/loss")[0][1], abs=1e-3)
-    assert {one.path for one in client.list_artifacts(there.info.run_id)} >= {
+    assert read_wandb_curve(run) == read_mlflow_curve(mlflow, run) == [*losses.items()]
+    client, mlflow_run = find_mlflow_run(mlflow, run)
+    assert mlflow_run.info.status == "FINISHED" and mlflow_run.data.params["train.steps"] == "120"
+    assert mlflow_run.data.metrics["evaluation/loss"] == pytest.approx(curve(path, "evaluation/loss")[0][1], abs=1e-3)
+    assert {artifact.path for artifact in client.list_artifacts(mlflow_run.info.run_id)} >= {
         "config.yaml",
         "evaluation",
         "report.html",
     }
-    looks = read_json_lines(next(path.glob("telemetry-*.jsonl")))
-    assert len(looks) > 3 and all(0 <= look["cpu_percent"] <= 100 and look["memory_gb"] > 0 for look in looks)
-    done = sluice("track", str(path), "--to", "jsonl", f"track.jsonl={tmp_path}/all.jsonl")
-    assert done.returncode == 0, done.stdout + done.stderr
+    samples = read_json_lines(next(path.glob("telemetry-*.jsonl")))
+    assert len(samples) > 3
+    assert all(0 <= sample["cpu_percent"] <= 100 and sample["memory_gb"] > 0 for sample in samples)
+    completed = run_sluice("track", str(path), "--to", "jsonl", f"track.jsonl={tmp_path}/all.jsonl")
+    assert completed.returncode == 0, completed.stdout + completed.stderr
     steps = [line for line in read_json_lines(tmp_path / "all.jsonl") if line["kind"] == "step"]
     assert [line["step"] for line in steps] == [*losses] and {line["attempt"] for line in steps} == {1, 2}
 
 
-def test_a_rank_that_hangs_is_told_before_the_watchdog_ends_it(tmp_path: Path, chat: str) -> None:
+def test_a_stall_is_reported_before_the_watchdog_stops_the_rank(tmp_path: Path, chat: str) -> None:
     config = write_config(tmp_path, steps=100_000)
     more = [
         f"track={{webhook: {{url: '{chat}'}}}}",
@@ -268,24 +279,26 @@ def test_a_rank_that_hangs_is_told_before_the_watchdog_ends_it(tmp_path: Path, c
     command = [sys.executable, str(ROOT / "submit.py"), str(config), "--executor", "local", *more]
     with open(tmp_path / "log", "wb") as log:
         training = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
-    run, deadline = Run(tmp_path / "runs/tiny"), time.monotonic() + 300
+    run = Run(tmp_path / "runs/tiny")
+    deadline = time.monotonic() + 300
     while not run.metrics_file.exists() or len(run.metrics_file.read_bytes().splitlines()) < 20:
         assert time.monotonic() < deadline and training.poll() is None, (tmp_path / "log").read_text()
         time.sleep(0.1)
-    words = f"pipeline\0train\0{run.path}".encode()
-    ranks = [int(one.parent.name) for one in Path("/proc").glob("[0-9]*/cmdline") if words in cmdline(one)]
+    command_line = f"pipeline\0train\0{run.path}".encode()
+    files = Path("/proc").glob("[0-9]*/cmdline")
+    ranks = [int(file.parent.name) for file in files if command_line in read_command_line(file)]
     assert len(ranks) == 2, ranks
     os.kill(ranks[1], signal.SIGSTOP)
     while not Chat.heard:
         assert time.monotonic() < deadline and training.poll() is None, (tmp_path / "log").read_text()
         time.sleep(0.1)
-    assert "train seems to stall: no step for 00:" in Chat.heard[0][1]
+    assert re.search(r"stall.*no step for 00:", Chat.heard[0][1])
     assert not read_event_lines(run, "train", "failed"), "the attempt has not ended"
     assert training.wait(200) != 0
     assert "train stalled: " in Chat.heard[1][1] and len(Chat.heard) == 2
 
 
-def cmdline(path: Path) -> bytes:
+def read_command_line(path: Path) -> bytes:
     with suppress(OSError):
         return path.read_bytes()
     return b""
@@ -296,59 +309,62 @@ def test_a_sweep_has_a_curve_for_each_point(tmp_path: Path, mlflow: str) -> None
     sweep = "sweep={grid: {optimizer.lr: [0.001, 0.002], run.seed: [4, 5]}}"
     run = Run.create(load_config(write_config(tmp_path), [track, sweep]))
     for number, point in enumerate(create_points(run)):
-        one = FakeRun.from_run(point)
-        one.write_steps(number + 3)
-        one.crash()
-        one.write_steps(number + 7)
+        fake_run = FakeRun.from_run(point)
+        fake_run.write_steps(number + 3)
+        fake_run.crash()
+        fake_run.write_steps(number + 7)
         for name in ("tensorboard", "wandb", "mlflow"):
             assert Follower(point, name).follow(lambda: False)
-        losses = [*one.read_values().items()]
+        losses = [*fake_run.read_values().items()]
         assert curve(point.path, "train/loss") == in_float32(losses) and len(losses) == number + 7
-        assert [step for step, _ in curve_of_wandb(point)] == [step for step, _ in losses]
-        assert curve_of_mlflow(mlflow, point) == losses
-        found = mlflow_run(mlflow, point)[1]
-        assert found.info.run_name == f"tiny-{number:03d}" and found.data.tags["sluice.sweep"] == "tiny"
-        assert found.data.params["run.seed"] == str(4 + number % 2)
+        assert [step for step, _ in read_wandb_curve(point)] == [step for step, _ in losses]
+        assert read_mlflow_curve(mlflow, point) == losses
+        mlflow_run = find_mlflow_run(mlflow, point)[1]
+        assert mlflow_run.info.run_name == f"tiny-{number:03d}" and mlflow_run.data.tags["sluice.sweep"] == "tiny"
+        assert mlflow_run.data.params["run.seed"] == str(4 + number % 2)
 
 
-def queries(board: Any) -> Iterator[str]:
-    """Every query of a dashboard."""
-    for panel in board["panels"]:
+def list_queries(dashboard: Any) -> Iterator[str]:
+    """Yield every query of a dashboard."""
+    for panel in dashboard["panels"]:
         yield from (target["expr"] for target in panel.get("targets", ()))
-        yield from queries(panel) if "panels" in panel else ()
+        if "panels" in panel:
+            yield from list_queries(panel)
 
 
 def test_each_query_of_the_dashboard_has_data(tmp_path: Path) -> None:
-    board = json.loads((ROOT / "dashboards/sluice.json").read_text())
+    dashboard = json.loads((ROOT / "dashboards/sluice.json").read_text())
     port = find_free_port()
-    one = FakeRun(tmp_path, f"track={{prometheus: {{port: {port}}}}}")
+    run = FakeRun(tmp_path, f"track={{prometheus: {{port: {port}}}}}")
     gpu = {"index": 0, "power_w": 512.5, "utilization_percent": 50, "memory_gb": 2.5, "sm_clock_mhz": 1980}
     gpu["temperature_c"] = 61
-    looks = [{"time": time.time(), "host": "node7", "cpu_percent": 50.0, "memory_gb": 1.5, "gpus": [gpu]}]
-    (one.run.path / "telemetry-node7.jsonl").write_text(json.dumps(looks[0]) + "\n")
-    one.write_steps(5)
-    one.crash()
-    write_event(one.run, "straggler", "train", rank=3, host="node7", ratio=1.5, step=3)
-    one.write_steps(3)
-    one.write_evaluation()
-    feed = Process.follower(one.run, "prometheus")
-    asked = [query.replace("$run", "tiny").replace("$__rate_interval", "1m") for query in queries(board)]
-    assert len(asked) >= 10
+    sample = {"time": time.time(), "host": "node7", "cpu_percent": 50.0, "memory_gb": 1.5, "gpus": [gpu]}
+    (run.run.path / "telemetry-node7.jsonl").write_text(json.dumps(sample) + "\n")
+    run.write_steps(5)
+    run.crash()
+    write_event(run.run, "straggler", "train", rank=3, host="node7", ratio=1.5, step=3)
+    run.write_steps(3)
+    run.write_evaluation()
+    follower = Process.follower(run.run, "prometheus")
+    queries = [query.replace("$run", "tiny").replace("$__rate_interval", "1m") for query in list_queries(dashboard)]
+    assert len(queries) >= 10
     try:
         with prometheus_server(tmp_path, port) as uri:
-            deadline, empty = time.monotonic() + 90, asked
-            while empty and time.monotonic() < deadline:
+            deadline = time.monotonic() + 90
+            without_data = queries
+            while without_data and time.monotonic() < deadline:
                 time.sleep(1)
-                one.write_steps(1)
-                empty = [query for query in empty if not answered(uri, query)]
-            assert not empty, "no data"
+                run.write_steps(1)
+                without_data = [query for query in without_data if not has_data(uri, query)]
+            assert not without_data
     finally:
-        feed.end()
+        follower.finish()
 
 
-def answered(uri: str, query: str) -> bool:
-    """Whether Prometheus has data for a query; an error fails the test."""
-    with urllib.request.urlopen(f"{uri}/api/v1/query?query={urllib.parse.quote(query)}", timeout=20) as answer:
-        found = json.load(answer)
-    assert found["status"] == "success", query
-    return bool(found["data"]["result"])
+def has_data(uri: str, query: str) -> bool:
+    """Return whether Prometheus has data for a query; an error fails the test."""
+    url = f"{uri}/api/v1/query?query={urllib.parse.quote(query)}"
+    with urllib.request.urlopen(url, timeout=20) as response:
+        answer = json.load(response)
+    assert answer["status"] == "success", query
+    return bool(answer["data"]["result"])
