@@ -62,7 +62,7 @@ def resume(
             check_jobs(opened.with_config(opened.preview_overrides(changes, update_code)))
         for each in (opened, *create_points(opened)):
             each.apply_overrides(changes, update_code)
-        reset_for_resume(opened, asked_anew=replaces_jobs)
+        reset_for_resume(opened, replaces_jobs=replaces_jobs)
         if update_code:
             opened.copy_code()
             opened.append_event(CodeUpdated(commit=opened.commit))
@@ -172,8 +172,8 @@ def _preview_jobs(
     check_jobs(run)
     print_lines("", "# ---- what would be submitted")
     chain = PreviewChain(run, console, sweep_points, replaces_waiting)
-    chain.look()
-    check_limits(run.config, chain.planned())
+    chain.inspect_jobs()
+    check_limits(run.config, chain.count_planned_tasks())
     for stage in run.config.active_stages:
         chain.submit(stage)
     masked_config = Config.model_validate(mask_secrets(run.config.model_dump(mode="json")))

@@ -92,7 +92,7 @@ def submit(
     if corrections:
         for key, change in corrections.items():
             console.print(f"corrected {key}: {change}", soft_wrap=True)
-        reset_for_resume(run, asked_anew=True)
+        reset_for_resume(run, replaces_jobs=True)
     run.code_notes = checked.code_notes
     start_run(run, chosen, is_resumed=bool(corrections))
 
@@ -108,7 +108,7 @@ def start_run(run: Run, executor: Executor, *, is_resumed: bool) -> None:
         console.print(warning, soft_wrap=True)
     if executor == "slurm":
         with run.lock_exclusively():  # a second `submit` waits, and then finds the jobs of the first one
-            submit_chain(run, console, again=is_resumed)
+            submit_chain(run, console, retries_failed=is_resumed)
         return
     from slurm.query.status import describe_outcome
     from slurm.submit.local_runner import run_chain_locally

@@ -1,6 +1,6 @@
-"""Where a run's stages run: by Slurm, in the allocation that this is, or on this machine.
+"""Choose where the stages of a run are executed: by Slurm, in the current allocation, or on this machine.
 
-The command line reads the names before anything else, so what costs time to import stands inside.
+The command line imports this module before it parses anything, so slow imports are inside the function.
 """
 
 from __future__ import annotations
@@ -15,13 +15,18 @@ if TYPE_CHECKING:
 
 
 Executor = Literal["auto", "slurm", "allocation", "local"]
-"""Where stages run; `auto`: Slurm where its controller answers, the allocation inside salloc, else this machine."""
+"""Where stages run. `auto`: Slurm if its controller responds, the allocation inside salloc, otherwise this machine."""
 
 
 def choose_executor(executor: Executor, run: Run | None = None) -> Executor:
-    """What `auto` means here: where `run` was, else what there is.
+    """Resolve `auto`: where `run` was executed before, otherwise where it can be executed here.
 
-    Raises UserError where the executor that was asked for cannot work, or `run` was in an allocation and this is none.
+    Args:
+        executor: what the user selected.
+        run: an existing run; None for a new one.
+
+    Raises:
+        UserError: if the selected executor is not available, or `run` was executed in an allocation that has ended.
     """
     from pipeline.base.dist_env import is_in_allocation
     from pipeline.run.events import Started
@@ -29,8 +34,8 @@ def choose_executor(executor: Executor, run: Run | None = None) -> Executor:
     from slurm.query.job_states import is_slurm_responding
     from slurm.query.run_jobs import uses_slurm
 
-    inside = is_in_allocation(os.environ)
-    if executor == "allocation" and not inside:
+    has_allocation = is_in_allocation(os.environ)
+    if executor == "allocation" and not has_allocation:
         raise UserError(
             "slurm.no_allocation",
             "--executor allocation: this process is not in an allocation: start one with salloc, or omit the option",
@@ -38,17 +43,17 @@ def choose_executor(executor: Executor, run: Run | None = None) -> Executor:
     if executor == "slurm" and not is_slurm_responding():
         raise UserError(
             "slurm.not_responding",
-            "--executor slurm: no Slurm controller answers (scontrol ping); use --executor local",
+            "--executor slurm: no Slurm controller responds (scontrol ping): use --executor local",
         )
     if executor != "auto":
         return executor
     if run is not None and uses_slurm(run):
         return "slurm"
-    if inside:
+    if has_allocation:
         return "allocation"
     if run is None:
         return "slurm" if is_slurm_responding() else "local"
-    started = [event for one in (run, *list_points(run)) for event in one.read_events(None, Started)]
+    started = [event for target in (run, *list_points(run)) for event in target.read_events(None, Started)]
     last_start = max(started, key=lambda event: event.time, default=None)
     job = None if last_start is None else last_start.slurm_job
     if job and is_slurm_responding():

@@ -1,10 +1,10 @@
-"""Running the chain of stages on this machine: prepare → shard → train → evaluate, each as a detached job.
+"""Run the chain of stages on this machine: prepare → shard → train → evaluate, each as a detached job.
 
-A stage that is done is left alone; one that somebody else is running is followed, and a stop that
-comes meanwhile ends all who follow: nobody starts again what a person stopped. Ctrl-C or SIGTERM asks the
-running stage to stop (once), waits for its save and prints the command that goes on; a second Ctrl-C only stops
-watching: the stage goes on with its save by itself. In a batch job (chain.sbatch) it is Slurm that signals: the stage
-is told, and followed to its end, for it goes on when the job is put back.
+- A stage that is done is skipped. If another process runs a stage, this one follows it.
+- Ctrl-C or SIGTERM stops the stage, for all processes that follow it: it saves, and the command that resumes it is
+  printed. After a second Ctrl-C this process exits, while the stage finishes its save.
+- In a batch job (chain.sbatch), Slurm sends the signal. The stage is stopped and followed to its end. It continues when
+  the job is requeued.
 """
 
 from __future__ import annotations
@@ -48,114 +48,141 @@ from slurm.submit.site_environment import SETUP_NOT_RUN
 POLL_S = 0.2
 LIVE_INTERVAL_S = 1.0
 PLAIN_INTERVAL_S = 10.0
+"""How often progress is printed if the output is not a terminal."""
 
 
 def run_chain_locally(run: Run, console: Console) -> ExitCode:
-    """Run what is missing, stage after stage. Returns the exit code of the first stage that did not get done.
+    """Run the missing stages one after the other.
 
-    A point of a sweep that fails leaves the others alone: of such failures the highest code is returned, after a table.
-    A stop, by whomever, ends all.
+    If a sweep point fails, the other points are still run, and a table of the results is printed. A stop ends all of
+    them.
+
+    Returns:
+        The exit code of the first stage that did not complete; of failed sweep points, the highest exit code.
     """
     run.check_not_cancelled()
     run.stop_file.unlink(missing_ok=True)
     if is_in_allocation(os.environ) and run.config.site.setup:
         console.print(SETUP_NOT_RUN, soft_wrap=True)
     flag = StopFlag().install()
-    own, failed = [(run, stages.list_run_stages(run))], ExitCode.DONE
-    for one, names in own + [(point, stages.list_point_stages()) for point in create_points(run)]:
-        if one is not run:
-            console.print(f"point {one.path.name}")
-        for stage in names:
-            if (code := run_stage_locally(one, stage, flag, console)) == ExitCode.DONE:
+    worst_code = ExitCode.DONE
+    points = [(point, stages.list_point_stages()) for point in create_points(run)]
+    for target, stage_names in [(run, stages.list_run_stages(run)), *points]:
+        if target is not run:
+            console.print(f"point {target.path.name}")
+        for stage in stage_names:
+            if (code := run_stage_locally(target, stage, flag, console)) == ExitCode.DONE:
                 continue
-            if one is run or code == ExitCode.STOPPED or flag:
+            if target is run or code == ExitCode.STOPPED or flag:
                 return code
-            failed = max(failed, code)
+            worst_code = max(worst_code, code)
             break
-    if failed != ExitCode.DONE:
+    if worst_code != ExitCode.DONE:
         console.print(describe_outcome(run), soft_wrap=True)
-    return failed
+    return worst_code
 
 
 def run_stage_locally(run: Run, stage: str, flag: StopFlag, console: Console) -> ExitCode:
-    """Submit one stage that is not done (or join the one that runs), follow it to its end and say how it ended."""
+    """Run a stage that is not done, or follow the process that runs it, and report how it ended.
+
+    Args:
+        run: the run.
+        stage: the stage.
+        flag: set by the signals of this process.
+        console: for messages.
+    """
     from slurm.submit.submitit_job import submit_locally
 
     say = partial(console.print, soft_wrap=True)
-    work, asked, batch = stages.load_stage_module(stage), False, is_in_batch_job(os.environ)
+    stage_module = stages.load_stage_module(stage)
+    is_batch = is_in_batch_job(os.environ)
+    was_stop_requested = False
     job: Any = None
 
-    def going() -> bool:
-        """Whether it runs and is watched: a first signal is passed on, a second one ends the watching."""
-        nonlocal asked
-        alive = not job.done() if job else run.lock_holder(stage) is not None
-        if not alive:
+    def should_follow() -> bool:
+        """Return True while the stage runs; forward the first signal, and give up after the second."""
+        nonlocal was_stop_requested
+        is_running = not job.done() if job else run.lock_holder(stage) is not None
+        if not is_running:
             return False
-        if flag and not asked and (asked := ask_to_stop(run, stage, batch)):
-            say("stopping: the stage saves at its next step boundary …")
-        return batch or flag.signal_count < 2
+        if flag and not was_stop_requested:
+            was_stop_requested = request_stop(run, stage, is_batch)
+            if was_stop_requested:
+                say("stopping: the stage saves at its next step boundary …")
+        return is_batch or flag.signal_count < 2
 
     while True:
         run.reload_config()
         run.check_not_cancelled()
         holder = run.lock_holder(stage)
-        if holder is None and work.missing_outputs(run) is None:
-            say(f"{stage:9} done: {work.progress(run).description}")
+        if holder is None and stage_module.missing_outputs(run) is None:
+            say(f"{stage:9} done: {stage_module.progress(run).description}")
             return ExitCode.DONE
         before = read_stage_state(run.read_events(stage))
-        leaves = before.stopping_event is not None and before.end_event is None
+        was_stopping = before.stopping_event is not None and before.end_event is None
         if holder:
             say(f"{stage:9} is already running ({holder}); following it")
-            watch = format_command("status", run.sweep_or_self.name, "--watch")
-            say(f"Ctrl-C stops it, for all who follow; only to watch: {watch}")
+            watch_command = format_command("status", run.sweep_or_self.name, "--watch")
+            say(f"Ctrl-C stops it, also for other processes that follow it; to watch only: {watch_command}")
         job = None if holder else submit_locally(run, stage)
-        seconds = follow_stage(run, stage, going, console)
+        seconds = follow_stage(run, stage, should_follow, console)
         run.reload_config()
-        if flag.signal_count > 1 and not batch:
-            say(f"{stage:9} saves and ends by itself; to go on: {run.resume_command}")
+        if flag.signal_count > 1 and not is_batch:
+            say(f"{stage:9} saves and ends by itself; to continue: {run.resume_command}")
             return ExitCode.STOPPED
         events = [e for e in run.read_events(stage) if job is None or get_job_id(e) == job.job_id]
-        told = read_stage_state(events)
-        if told.end_event is None and (
-            work.missing_outputs(run) is None or (job and not told.start_event and run.lock_holder(stage))
-        ):
-            continue  # it is done, or somebody else's attempt began in the same moment: join that one
-        if isinstance(told.end_event, Stopped) and job is None and not asked and leaves:
-            continue  # it was stopping already when we joined it; we were asked to go on
-        return report_stage_end(run, stage, told, seconds, job, say)
+        state = read_stage_state(events)
+        if state.end_event is None:
+            is_run_by_other = job and not state.start_event and run.lock_holder(stage)
+            if is_run_by_other or stage_module.missing_outputs(run) is None:
+                continue  # it is done, or another process started an attempt at the same moment: follow that one
+        if isinstance(state.end_event, Stopped) and job is None and not was_stop_requested and was_stopping:
+            continue  # it was already stopping when this process started to follow it; run it again
+        return report_stage_end(run, stage, state, seconds, job, say)
 
 
-def ask_to_stop(run: Run, stage: str, batch: bool) -> bool:
-    """Ask a running stage to save and leave: a request in the run directory, and one TERM to its supervisor. False
-    where that was not reached.
+def request_stop(run: Run, stage: str, is_batch: bool) -> bool:
+    """Request a running stage to save and exit: by the stop file, and by TERM to its supervisor.
 
-    The file reaches a supervisor that is only just starting; the signal reaches one that runs at once. In a `batch` job
-    there is no file: it stands for a person's stop, after which nothing goes on by itself.
+    The stop file also reaches a supervisor that is still starting; the signal reaches a running one at once. A batch
+    job writes no stop file, because that is a request of the user, after which Slurm does not restart the stage.
+
+    Returns:
+        Whether the request will reach the supervisor.
     """
-    if not batch:
+    if not is_batch:
         run.write_request(run.stop_file)
     if holder := run.lock_holder(stage):
         holder.terminate()
-    return holder is not None or not batch
+    return holder is not None or not is_batch
 
 
-def report_stage_end(run: Run, stage: str, told: StageState, seconds: float, job: Any, say: Any) -> ExitCode:
-    """Say how the stage ended and what to do next; returns its exit code. `job`: None where it was not ours."""
-    end, words = told.end_event, stages.load_stage_module(stage).progress(run).description
+def report_stage_end(run: Run, stage: str, state: StageState, seconds: float, job: Any, say: Any) -> ExitCode:
+    """Print how a stage ended and what to do next. Return its exit code.
+
+    Args:
+        run: the run.
+        stage: the stage.
+        state: the state of the stage.
+        seconds: how long it ran.
+        job: the job of submitit; None if another process started the stage.
+        say: prints a message.
+    """
+    end = state.end_event
+    description = stages.load_stage_module(stage).progress(run).description
     if end is None:
         log = job.paths.stdout if job else run.jobs_dir / stage
-        say(f"{stage:9} ended without a word of its supervisor; its log: {log}", style="red")
+        say(f"{stage:9} ended, and its supervisor wrote no event; its log: {log}", style="red")
         if log.is_file():
             output = log.read_text(errors="replace").splitlines()
-            printed = [line for line in output if not line.startswith("submitit ")]
-            say("\n".join(printed[-15:]), style="red")
+            say("\n".join([line for line in output if not line.startswith("submitit ")][-15:]), style="red")
         say(f"to try again: {run.resume_command}")
         return ExitCode.CRASHED
     if isinstance(end, Done):
-        say(f"{stage:9} done in {format_duration(seconds)}: {words}")
+        say(f"{stage:9} done in {format_duration(seconds)}: {description}")
         return ExitCode.DONE
     if not isinstance(end, Failed):
-        say(f"{stage:9} {end.name}: {words}\nto go on: {run.resume_command}")
+        say(f"{stage:9} {end.name}: {description}\nto continue: {run.resume_command}")
         return ExitCode.STOPPED
     say(f"{stage:9} failed ({end.cause or 'unknown'}): {(end.message or '').rstrip()}", style="red")
     say(f"logs: {run.jobs_dir / stage}\n{describe_remedy(run, end.cause, end.message or '')}")

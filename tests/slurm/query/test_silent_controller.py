@@ -134,7 +134,7 @@ def test_a_squeue_that_fails_says_nothing_of_jobs_that_may_be_there(
     assert f"train unknown {NOT_RESPONDING}" in shown.getvalue() and "resume" not in shown.getvalue()
     before = run.events_file.read_bytes()
     with pytest.raises(UserError, match=NOT_RESPONDING):
-        submit_chain(run, Console(file=shown), again=True)
+        submit_chain(run, Console(file=shown), retries_failed=True)
     assert run.events_file.read_bytes() == before and "sbatch" not in (asked / "log").read_text()
 
 
@@ -145,7 +145,7 @@ def test_nor_of_the_jobs_of_a_sweeps_points(tmp_path: Path, asked: Path, monkeyp
     for point in points_module.create_points(run):
         write_event(point, "submitted", "train", job_id="1", executor="slurm", cluster="here", job_name="train-tiny")
     with pytest.raises(UserError, match=NOT_RESPONDING):
-        submit_chain(run, Console(file=io.StringIO()), again=True)
+        submit_chain(run, Console(file=io.StringIO()), retries_failed=True)
 
 
 def test_a_job_that_the_controller_does_not_know_is_forgotten(asked: Path) -> None:

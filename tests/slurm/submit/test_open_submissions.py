@@ -68,7 +68,7 @@ def submit(run: Run) -> str:
     """What `submit` prints."""
     console = PlainConsole(width=200, record=True)
     with run.lock_exclusively():
-        submit_chain(run, console, again=False)
+        submit_chain(run, console, retries_failed=False)
     return str(console.export_text())
 
 
@@ -209,7 +209,7 @@ def test_a_job_with_the_comment_of_the_run_that_it_knows_nothing_of_is_ended(
         cancel_run(run)
     else:
         if does == "resume":
-            reset_for_resume(run, asked_anew=True)
+            reset_for_resume(run, replaces_jobs=True)
         assert f"job {stray}" in submit(run) or does == "resume"
     states_ = {job["id"]: job["state"] for job in slurm.list_jobs()}
     assert (states_[other], states_[stray]) == (state, "CANCELLED")

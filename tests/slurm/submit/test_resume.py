@@ -83,7 +83,7 @@ class Queue:
         """What it prints, without a real one's names of runs."""
         console = Console(width=200, record=True)
         write_event(run, "resumed")
-        chain.submit_chain(run, console, again=True)
+        chain.submit_chain(run, console, retries_failed=True)
         return console.export_text()
 
 

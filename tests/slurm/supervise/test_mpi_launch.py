@@ -125,7 +125,7 @@ def rank_processes(run: Run) -> dict[int, int]:
     return found if len(found) == 2 else {}
 
 
-def test_ranks_that_mpi_does_not_know_are_told_how_to_start(tmp_path: Path, calm: Run) -> None:
+def test_ranks_that_mpi_did_not_start_are_an_error(tmp_path: Path, calm: Run) -> None:
     run = make_run(tmp_path, overrides=("parallel.backend=mpi",), data=calm.data_dir)
     place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     command = [sys.executable, "-m", "pipeline", "train", str(run.path)]
@@ -133,7 +133,7 @@ def test_ranks_that_mpi_does_not_know_are_told_how_to_start(tmp_path: Path, calm
         command, cwd=CODE_ROOT, env={**os.environ, **place}, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == ExitCode.USER_ERROR, done.stderr
-    assert "MPI says rank 0 of 1, but torchrun says 0 of 2" in done.stderr and "mpirun" in done.stderr
+    assert "error[mpi.rank_mismatch]" in done.stderr and "rank 0 of 1" in done.stderr and "rank 0 of 2" in done.stderr
 
 
 @pytest.mark.parametrize(
