@@ -1,4 +1,4 @@
-"""The sequences of rows, each within its time: see benchmarks/gpu/__init__.py."""
+"""Run the sequences of rows, each within its time limit (see benchmarks/gpu/__init__.py)."""
 
 from __future__ import annotations
 
@@ -21,26 +21,27 @@ from typing import Any, NamedTuple
 from benchmarks.gpu import DEFINITION, IS_FAKE_GPU, ROOT, SMALL_MODEL, get_peak_tflops
 from benchmarks.table import write_table
 
-ONE_GPU, ONE_B = "configs/lm-8b-1gpu.yaml", "configs/lm-1b.yaml"
+CONFIG_8B = "configs/lm-8b-1gpu.yaml"
+CONFIG_1B = "configs/lm-1b.yaml"
 BF16 = "optimizer.state={master: none, moments: bf16}"
 FP32 = "optimizer.state={master: fp32, moments: fp32}"
 RECOMPUTE = "parallel.activation_checkpointing"
 SHORTEST_S = 25.0
-"""With less time left no row is begun."""
-KEPT = {"TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/sluice-graphs"}
-"""The environment of each row, unless it is there already."""
+"""No row is started with less time left."""
+DEFAULT_ENV = {"TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/sluice-graphs"}
+"""Environment variables of each row that are not set already."""
 if not IS_FAKE_GPU:
-    # what lies between 119 GiB of tensors may take the rest of the card; both sides have it
-    KEPT["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    # With 119 GiB of tensors, fragmentation may fill the rest of the card. torchtitan's rows have the same setting.
+    DEFAULT_ENV["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
-SAMPLED = {"clocks.sm": "clock_mhz", "power.draw": "power_w", "temperature.gpu": "temperature_c"}
-"""What `nvidia-smi` is asked, and its name in a row."""
-NOT_WELL = {"failed", "wrong"}
+NVIDIA_SMI_FIELDS = {"clocks.sm": "clock_mhz", "power.draw": "power_w", "temperature.gpu": "temperature_c"}
+"""Fields of `nvidia-smi` and their names in a row."""
+PROBLEMS = {"failed", "wrong"}
 UNITS = {"clock_mhz": "MHz", "power_w": "W", "temperature_c": "°C"}
 
 
 class Row(NamedTuple):
-    """A row's name, and the module of this folder that measures it, with its arguments."""
+    """The name of a row, and the module of this package that measures it with its arguments."""
 
     name: str
     module: str
@@ -48,92 +49,101 @@ class Row(NamedTuple):
 
 
 def rows_8b(steps: int, model: tuple[str, ...]) -> Iterator[Row]:
-    """One model, most wanted first; the first one twice."""
+    """Yield the rows of one model, the most important first. The first one is measured twice."""
 
-    def row(name: str, *more: str) -> Row:
-        return Row(name, "speed", (str(steps), ONE_GPU, *model, *more))
+    def row(name: str, *overrides: str) -> Row:
+        return Row(name, "speed", (str(steps), CONFIG_8B, *model, *overrides))
 
-    kept = row("weights fp32, moments bf16, selective")
-    yield kept
+    first = row("weights fp32, moments bf16, selective")
+    yield first
     yield row("all bf16, full", BF16, f"{RECOMPUTE}=full")
     yield row("all bf16, selective", BF16)
     yield row("fp8 rowwise, weights fp32, moments bf16, selective", "train.precision=fp8", "train.fp8_scales=rowwise")
-    yield Row("through the trainer: weights fp32, moments bf16, selective", "trained", (str(steps), ONE_GPU, *model))
-    yield kept._replace(name=f"{kept.name}, again")
+    yield Row("through the trainer: weights fp32, moments bf16, selective", "trained", (str(steps), CONFIG_8B, *model))
+    yield first._replace(name=f"{first.name}, again")
     yield row("weights bf16, moments int8, selective", "optimizer.state={master: none, moments: int8}")  # fits 80 GB
     yield row("weights fp32, cast once a step, moments bf16, selective, micro-batch 1", "parallel.zero=1",
               "train.micro_batch=1")  # fmt: skip
-    yield row(f"{kept.name}, FlashAttention for cuDNN's", "--flash")
+    yield row(f"{first.name}, FlashAttention instead of cuDNN", "--flash")
     yield row("weights fp32, moments int8, selective", "optimizer.state={moments: int8}")
     yield row("fp8 tensorwise, weights fp32, moments bf16, selective", "train.precision=fp8",
               "train.fp8_scales=tensorwise")  # fmt: skip
-    yield row("weights fp32, moments bf16, selective, whole logits, micro-batch 1", "train.loss_chunk=null",
+    yield row("weights fp32, moments bf16, selective, loss in one chunk, micro-batch 1", "train.loss_chunk=null",
               "train.micro_batch=1")  # fmt: skip
-    # of the rows above two fit a card of 80 GB, which takes these
+    # Two of the rows above fit a card of 80 GB; the following rows fit it too.
     small = (BF16, f"{RECOMPUTE}=full")
-    yield Row("through the trainer: all bf16, full", "trained", (str(steps), ONE_GPU, *model, *small))
+    yield Row("through the trainer: all bf16, full", "trained", (str(steps), CONFIG_8B, *model, *small))
     yield row("all bf16, full, again", *small)
     yield row("all bf16, selective, micro-batch 1", BF16, "train.micro_batch=1")
     yield row("fp8 rowwise, all bf16, full", *small, "train.precision=fp8", "train.fp8_scales=rowwise")
 
 
 def rows_1b(steps: int, model: tuple[str, ...]) -> Iterator[Row]:
-    """Ours and torchtitan's in turn: all fp32 states, as torchtitan has them; then what either gains by other means."""
+    """Yield rows of Sluice and torchtitan in turn with all state in fp32, as torchtitan has it; then other options."""
     untied = "model.tie_word_embeddings=false"
+    sluice = (str(steps), CONFIG_1B, untied, "train.loss_chunk=2048", *model)
     for again in ("", ", again"):
-        ours = (str(steps), ONE_B, untied, "train.loss_chunk=2048", *model)
-        yield Row(f"ours, micro-batch 4, nothing recomputed{again}", "speed", (*ours, f"{RECOMPUTE}=none"))
-        yield Row(f"torchtitan, micro-batch 4, nothing recomputed{again}", "titan", (str(steps), "4", "none", *model))
+        yield Row(f"Sluice, micro-batch 4, no recomputation{again}", "speed", (*sluice, f"{RECOMPUTE}=none"))
+        yield Row(f"torchtitan, micro-batch 4, no recomputation{again}", "titan", (str(steps), "4", "none", *model))
     for again in ("", ", again"):
-        yield Row(f"ours, micro-batch 8, selective{again}", "speed",
-                  (*ours, f"{RECOMPUTE}=selective", "train.micro_batch=8"))  # fmt: skip
+        yield Row(f"Sluice, micro-batch 8, selective{again}", "speed",
+                  (*sluice, f"{RECOMPUTE}=selective", "train.micro_batch=8"))  # fmt: skip
         yield Row(f"torchtitan, micro-batch 8, selective{again}", "titan", (str(steps), "8", "selective", *model))
-    yield Row("ours, micro-batch 4, nothing recomputed, cast once a step", "speed",
-              (*ours, f"{RECOMPUTE}=none", "parallel.zero=1"))  # fmt: skip
-    yield Row("ours, micro-batch 4, moments bf16", "speed", (*ours, "optimizer.state={moments: bf16}"))
-    yield Row("ours, micro-batch 4, fp8", "speed", (*ours, "train.precision=fp8"))
+    yield Row("Sluice, micro-batch 4, no recomputation, cast once a step", "speed",
+              (*sluice, f"{RECOMPUTE}=none", "parallel.zero=1"))  # fmt: skip
+    yield Row("Sluice, micro-batch 4, moments bf16", "speed", (*sluice, "optimizer.state={moments: bf16}"))
+    yield Row("Sluice, micro-batch 4, fp8", "speed", (*sluice, "train.precision=fp8"))
 
 
 def rows_correct(small: bool, overrides: tuple[str, ...]) -> Iterator[Row]:
-    """What must hold before any speed counts."""
+    """Yield the rows that check correctness."""
     for name in ("ceilings", "products", "layouts", "stops", "stops-compiled", "chain", "saves"):
         yield Row(name, "correct", (name, *["small"] * small, *overrides))
 
 
-def measure(row: Row, limit_s: float, folder: Path) -> dict[str, Any]:
-    """What a row's process says at its end; `failed`: a few words where it did not come to that (a wrong answer did).
+def measure_row(row: Row, limit_s: float, folder: Path) -> dict[str, Any]:
+    """Run a row in a process and return its result.
 
-    All that a failed one said is left in `folder`; what was compiled in a folder of all rows, for those to come.
+    Args:
+        row: the row.
+        limit_s: seconds after which the process is killed.
+        folder: where the output of a failed row is written.
+
+    Returns:
+        What the process printed as JSON, or `failed` with a description if it printed no result.
     """
     command = [sys.executable, "-m", f"benchmarks.gpu.{row.module}", *row.arguments]
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="sluice-", ignore_cleanup_errors=True) as made:
-        done = subprocess.Popen(
-            command, cwd=ROOT, env={**KEPT, **os.environ, "TMPDIR": made}, stdout=subprocess.PIPE,
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="sluice-", ignore_cleanup_errors=True) as temporary:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env={**DEFAULT_ENV, **os.environ, "TMPDIR": temporary}, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
         samples: list[tuple[float, list[str]]] = []
-        late = False
+        timed_out = False
         try:
-            with sampled(samples):
-                stdout, stderr = done.communicate(timeout=limit_s)
+            with sample_gpu(samples):
+                stdout, stderr = process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
-            os.killpg(done.pid, signal.SIGKILL)  # a training that the row began, too, or it would keep the card
-            stdout, stderr, late = *done.communicate(), True
-    took = {"seconds": round(time.monotonic() - began, 1)}
-    # NCCL's log may stand behind the answer, and a process that has answered may still fail to leave
+            os.killpg(process.pid, signal.SIGKILL)  # including a training that the row started
+            stdout, stderr = process.communicate()
+            timed_out = True
+    duration = {"seconds": round(time.monotonic() - start, 1)}
+    # NCCL's log may follow the result, and a process may fail after it has printed its result.
     for line in reversed(stdout.splitlines()):
         with contextlib.suppress(ValueError):
-            if isinstance(found := json.loads(line), dict):
-                between = found.pop("between", (0.0, 0.0))
-                return found | took | during(samples, *between)
-    said = folder / f"{re.sub(r'[^A-Za-z0-9._]+', '-', row.name)}.log"
-    said.write_text(f"{stdout}\n{stderr}")
-    return {"failed": f"not done in {limit_s:.0f} s" if late else reason(stderr) or f"exit {done.returncode}"} | took
+            if isinstance(result := json.loads(line), dict):
+                between = result.pop("between", (0.0, 0.0))
+                return result | duration | summarize_samples(samples, *between)
+    log = folder / f"{re.sub(r'[^A-Za-z0-9._]+', '-', row.name)}.log"
+    log.write_text(f"{stdout}\n{stderr}")
+    if timed_out:
+        return {"failed": f"not done in {limit_s:.0f} s"} | duration
+    return {"failed": describe_failure(stderr) or f"exit {process.returncode}"} | duration
 
 
-def reason(stderr: str) -> str:
-    """What a process failed of: its last error, and not the advice that torch gives behind it."""
+def describe_failure(stderr: str) -> str:
+    """Return the last error of a process, without torch's advice after it."""
     if "OutOfMemoryError" in stderr:
         return "out of memory"
     lines = [line for line in stderr.splitlines() if line.strip() and "Warning: " not in line]
@@ -142,106 +152,121 @@ def reason(stderr: str) -> str:
 
 
 @contextlib.contextmanager
-def sampled(samples: list[tuple[float, list[str]]]) -> Iterator[None]:
-    """Add what `nvidia-smi` says of the GPU, asked again and again, to `samples`, with the time; where there is one."""
-    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    command = ["nvidia-smi", f"--id={gpu}", f"--query-gpu={','.join(SAMPLED)}", "--format=csv,noheader,nounits"]
-    over = threading.Event()
+def sample_gpu(samples: list[tuple[float, list[str]]]) -> Iterator[None]:
+    """Sample clock, power and temperature with `nvidia-smi` during the block.
 
-    def ask() -> None:
-        while not over.wait(0.5):
+    Args:
+        samples: list to which the time and the values of each sample are appended. Empty without `nvidia-smi`.
+    """
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    fields = ",".join(NVIDIA_SMI_FIELDS)
+    command = ["nvidia-smi", f"--id={gpu}", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    stop = threading.Event()
+
+    def sample_until_stopped() -> None:
+        while not stop.wait(0.5):
             try:
-                said = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout
+                output = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout
             except (OSError, subprocess.TimeoutExpired):
                 return
-            samples.append((time.time(), said.split(",")))
+            samples.append((time.time(), output.split(",")))
 
-    asking = threading.Thread(target=ask)
-    asking.start()
+    sampler = threading.Thread(target=sample_until_stopped)
+    sampler.start()
     try:
         yield
     finally:
-        over.set()
-        asking.join()
+        stop.set()
+        sampler.join()
 
 
-def during(samples: Iterable[tuple[float, list[str]]], since: float, until: float) -> dict[str, float]:
-    """The medians between two times, while steps were made; of what was told as a number."""
-    lines = [values for at, values in samples if since <= at <= until]
-    told: dict[str, float] = {}
-    for column, name in enumerate(SAMPLED.values()):
-        numbers = [line[column] for line in lines if len(line) == len(SAMPLED)]
-        with contextlib.suppress(ValueError, statistics.StatisticsError):  # "[N/A]"; no line at all
-            told[name] = statistics.median(map(float, numbers))
-    return told
+def summarize_samples(samples: Iterable[tuple[float, list[str]]], start: float, end: float) -> dict[str, float]:
+    """Return the median of each numeric field between two times."""
+    lines = [values for sample_time, values in samples if start <= sample_time <= end]
+    medians: dict[str, float] = {}
+    for column, name in enumerate(NVIDIA_SMI_FIELDS.values()):
+        values = [line[column] for line in lines if len(line) == len(NVIDIA_SMI_FIELDS)]
+        with contextlib.suppress(ValueError, statistics.StatisticsError):  # a value "[N/A]"; no samples
+            medians[name] = statistics.median(map(float, values))
+    return medians
 
 
-def device() -> str:
-    """The name of the GPU; asked elsewhere, as whoever asks takes half a gibibyte of it."""
-    ask = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else 'cpu')"
-    return subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=120).stdout.strip()
+def read_device_name() -> str:
+    """Return the name of the GPU. A child process queries it, because a CUDA context needs half a gibibyte."""
+    query = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else 'cpu')"
+    return subprocess.run([sys.executable, "-c", query], capture_output=True, text=True, timeout=120).stdout.strip()
 
 
-def run(rows: Iterable[Row], file: Path, limit_s: float, on: str) -> bool:
-    """Measure the rows that `file` lacks of the device `on` until the time is over; whether all of them are well.
+def run_rows(rows: Iterable[Row], file: Path, limit_s: float, device: str) -> bool:
+    """Measure the rows that have no good result in `file` for this device, until the time limit.
 
-    No row but the last takes more than a third of the time, so that one that hangs leaves some to others.
+    A row takes at most a third of the time, except the last one, so that a row that hangs leaves time for others.
+
+    Returns:
+        True if all rows have good results.
     """
-    end, rows = time.monotonic() + limit_s, list(rows)
-    known = {name for (name, where), found in answers(file).items() if where == on and not found.keys() & NOT_WELL}
-    well = True
+    end = time.monotonic() + limit_s
+    rows = list(rows)
+    good_rows = {
+        name
+        for (name, result_device), result in read_results(file).items()
+        if result_device == device and not result.keys() & PROBLEMS
+    }
+    all_good = True
     with file.open("a") as lines:
         for row in rows:
-            if row.name in known:
-                print(f"{row.name}: known", flush=True)
+            if row.name in good_rows:
+                print(f"{row.name}: measured before", flush=True)
                 continue
-            left, most = end - time.monotonic(), max(SHORTEST_S, limit_s / 3)
-            found = {"failed": "no time was left"}
-            if left > SHORTEST_S:
-                found = measure(row, left if row == rows[-1] else min(left, most), file.parent)
-            well &= not found.keys() & NOT_WELL
-            lines.write(json.dumps({"row": row.name, "device": on, **found}) + "\n")
+            remaining_s = end - time.monotonic()
+            row_limit_s = remaining_s if row == rows[-1] else min(remaining_s, max(SHORTEST_S, limit_s / 3))
+            result: dict[str, Any] = {"failed": "no time was left"}
+            if remaining_s > SHORTEST_S:
+                result = measure_row(row, row_limit_s, file.parent)
+            all_good &= not result.keys() & PROBLEMS
+            lines.write(json.dumps({"row": row.name, "device": device, **result}) + "\n")
             lines.flush()
             os.fsync(lines.fileno())
-            print(f"{row.name}: {_short(found)}", flush=True)
-    return well
+            print(f"{row.name}: {_format_result(result)}", flush=True)
+    return all_good
 
 
-def answers(file: Path) -> dict[tuple[str, str], dict[str, Any]]:
-    """The last that each row said on each device, by their names."""
+def read_results(file: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """Return the last result of each row on each device, by (row, device)."""
     lines = file.read_text().splitlines() if file.exists() else []
-    return {(found["row"], found["device"]): found for found in map(json.loads, lines)}
+    return {(result["row"], result["device"]): result for result in map(json.loads, lines)}
 
 
-def _short(found: dict[str, Any]) -> str:
-    if "failed" in found:
-        return str(found["failed"])
-    if "median_s" not in found:
-        return json.dumps(found)
-    share = found["tflops"] / (get_peak_tflops(found["device"]) or float("nan"))
-    held = f", {found['allocated_gib']:.1f} GiB" if "allocated_gib" in found else ""
-    told = "".join(f", {found[name]:.0f} {unit}" for name, unit in UNITS.items() if name in found)
-    return f"{found['tokens_per_s']:,.0f} tokens/s, MFU {share:.1%}{held}, spread {found['spread']:.1%}{told}"
+def _format_result(result: dict[str, Any]) -> str:
+    if "failed" in result:
+        return str(result["failed"])
+    if "median_s" not in result:
+        return json.dumps(result)
+    mfu = result["tflops"] / (get_peak_tflops(result["device"]) or float("nan"))
+    memory = f", {result['allocated_gib']:.1f} GiB" if "allocated_gib" in result else ""
+    samples = "".join(f", {result[name]:.0f} {unit}" for name, unit in UNITS.items() if name in result)
+    return f"{result['tokens_per_s']:,.0f} tokens/s, MFU {mfu:.1%}{memory}, spread {result['spread']:.1%}{samples}"
 
 
-def write(folder: Path) -> None:
-    """The committed table of all that the folder has."""
-    rows, names = [], set()
+def write_gpu_table(folder: Path) -> None:
+    """Write benchmarks/results/gpu.md from all results in the folder."""
+    rows = []
+    names = set()
     for file in sorted(folder.glob("*.jsonl")):
-        for found in answers(file).values():
-            if "median_s" not in found:
-                more = {k: v for k, v in found.items() if k not in ("row", "device", "seconds")}
-                words = found.get("failed") or json.dumps(more)
-                rows.append([found["device"], file.stem, found["row"], words, *[""] * 9])
+        for result in read_results(file).values():
+            if "median_s" not in result:
+                values = {key: value for key, value in result.items() if key not in ("row", "device", "seconds")}
+                description = result.get("failed") or json.dumps(values)
+                rows.append([result["device"], file.stem, result["row"], description, *[""] * 9])
                 continue
-            names.add(f"{found['device']}, torch {found['torch']}")
-            peak = get_peak_tflops(found["device"]) or float("nan")
+            names.add(f"{result['device']}, torch {result['torch']}")
+            peak = get_peak_tflops(result["device"]) or float("nan")
             rows.append([
-                found["device"], file.stem, found["row"], f"{found['tokens_per_s']:,.0f}", f"{found['median_s']:.3f}",
-                f"{found['spread']:.1%}", f"{found['tflops'] / peak:.1%}",
-                f"{found['tflops_without_embedding'] / peak:.1%}",
-                f"{found['allocated_gib']:.1f}" if "allocated_gib" in found else "", str(found.get("retries", "")),
-                *(f"{found[name]:.0f}" if name in found else "" for name in UNITS),
+                result["device"], file.stem, result["row"], f"{result['tokens_per_s']:,.0f}",
+                f"{result['median_s']:.3f}", f"{result['spread']:.1%}", f"{result['tflops'] / peak:.1%}",
+                f"{result['tflops_without_embedding'] / peak:.1%}",
+                f"{result['allocated_gib']:.1f}" if "allocated_gib" in result else "", str(result.get("retries", "")),
+                *(f"{result[name]:.0f}" if name in result else "" for name in UNITS),
             ])  # fmt: skip
     header = ["device", "sequence", "row", "tokens/s", "median step (s)", "spread", "MFU", "without embedding", "GiB"]
     header += ["retries", *UNITS.values()]
@@ -255,18 +280,21 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=540.0, metavar="SECONDS")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--model", choices=["whole", "small"], default="whole")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for all rows: train.compile=…")
-    asked = parser.parse_args()
-    if asked.sequence == "table":
-        write(asked.out)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides for all rows: train.compile=…")
+    arguments = parser.parse_args()
+    if arguments.sequence == "table":
+        write_gpu_table(arguments.out)
         return
-    asked.out.mkdir(parents=True, exist_ok=True)
-    small, overrides = asked.model == "small", tuple(asked.overrides)
-    model = (*(SMALL_MODEL if small else ()), *overrides)
-    rows = {"8b": rows_8b(asked.steps, model), "1b": rows_1b(asked.steps, model)}
-    rows["correct"] = rows_correct(small, overrides)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    is_small = arguments.model == "small"
+    overrides = tuple(arguments.overrides)
+    model = (*(SMALL_MODEL if is_small else ()), *overrides)
+    rows = {"8b": rows_8b(arguments.steps, model), "1b": rows_1b(arguments.steps, model)}
+    rows["correct"] = rows_correct(is_small, overrides)
     print(DEFINITION, flush=True)
-    sys.exit(0 if run(rows[asked.sequence], asked.out / f"{asked.sequence}.jsonl", asked.limit, device()) else 1)
+    file = arguments.out / f"{arguments.sequence}.jsonl"
+    all_good = run_rows(rows[arguments.sequence], file, arguments.limit, read_device_name())
+    sys.exit(0 if all_good else 1)
 
 
 if __name__ == "__main__":

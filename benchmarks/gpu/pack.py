@@ -1,9 +1,9 @@
-"""Wheels for a machine without a network, at most 60 MB in all.
+"""Download wheels for a GPU machine without network, at most 60 MB in total.
 
-    python -m benchmarks.gpu.pack wheels                                       here, where git ignores them
-    pip install --no-index --no-deps --target /tmp/site wheels/*.whl           there, and PYTHONPATH=/tmp/site
+    python -m benchmarks.gpu.pack wheels                                   here; git ignores the folder `wheels`
+    pip install --no-index --no-deps --target /tmp/site wheels/*.whl       there; then set PYTHONPATH=/tmp/site
 
-Named is what a machine with PyTorch usually lacks; what it needs of its own (torch, numpy, h5py) must be there already.
+PACKAGES lists what a machine with PyTorch usually does not have. torch, numpy and h5py must be installed there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PACKAGES = (
 )  # fmt: skip
 PYTHON = "3.12"
 PLATFORMS = tuple(f"manylinux{name}_x86_64" for name in ("_2_28", "_2_27", "_2_24", "_2_17", "2014", "1"))
-MOST_BYTES = 60_000_000
+MAX_BYTES = 60_000_000
 
 
 def main() -> None:
@@ -31,13 +31,13 @@ def main() -> None:
     for package in PACKAGES:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:",
                    "--python-version", PYTHON, "--implementation", "cp", "--dest", str(folder)]  # fmt: skip
-        command += [word for name in PLATFORMS for word in ("--platform", name)]
-        command += ["--constraint", str(ROOT / "constraints.txt")]  # what goes together: pydantic wants one core
+        command += [argument for name in PLATFORMS for argument in ("--platform", name)]
+        command += ["--constraint", str(ROOT / "constraints.txt")]  # compatible versions: pydantic needs one core
         subprocess.run([*command, package], check=True, timeout=300)
     size = sum(file.stat().st_size for file in folder.glob("*.whl"))
     print(f"{folder}: {len(list(folder.glob('*.whl')))} wheels, {size / 1e6:.1f} MB")
-    if size > MOST_BYTES:
-        sys.exit(f"more than {MOST_BYTES / 1e6:.0f} MB")
+    if size > MAX_BYTES:
+        sys.exit(f"more than {MAX_BYTES / 1e6:.0f} MB")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Steps of a config on one GPU: time of each, tokens/s, memory.
+"""Measure the training steps of a config on one GPU: step time, tokens/s, memory.
 
-    python -m benchmarks.gpu.speed STEPS CONFIG [--flash] [key=value …]     one measurement, as JSON
+    python -m benchmarks.gpu.speed STEPS CONFIG [--flash] [key=value …]     print one measurement as JSON
 
-`--flash`: attention without cuDNN's kernel, so that torch takes that of FlashAttention.
+`--flash`: disable cuDNN's attention, so that torch uses FlashAttention.
 
 It drives pipeline/train/engine.py as the trainer does (forward, backward, clipping, AdamW; random tokens, one rank)
-with 32,768 tokens a step; a step ends when its loss is known, which waits for the device.
+with 32,768 tokens per step. A step ends when its loss is read, which waits for the device.
 """
 
 from __future__ import annotations
@@ -21,75 +21,74 @@ from typing import Any
 from benchmarks.gpu import IS_FAKE_GPU, ONE_GPU_OVERRIDES
 
 TOKENS = 32_768
-"""In a step."""
+"""Tokens per step."""
 WARM_UP = 3
+MIN_DURATION_S = 15.0
+"""Minimal duration of the measurement on a GPU, because a GPU is cool after compilation."""
+MAX_STEPS = 64
 
 
-LEAST_S, MOST_STEPS = 15.0, 64
-"""On a GPU, which is cool after compiling: steps go on so long, or so many."""
-
-
-def timed(step: Any, steps: int) -> dict[str, Any]:
-    """Times of `step(number)`, numbered from 1, each of which returns the loss; the first ones are not counted."""
+def time_steps(step: Any, steps: int) -> dict[str, Any]:
+    """Time `step(number)`, which returns the loss. Numbers begin at 1; the first WARM_UP steps are not counted."""
     import torch
 
-    losses, seconds, since = [], [], 0.0
-    least = LEAST_S if torch.cuda.is_available() and not IS_FAKE_GPU else 0.0
-    for number in range(1, WARM_UP + max(steps, MOST_STEPS) + 1):
-        since = time.time() if number == WARM_UP + 1 else since
-        if number > WARM_UP + steps and time.time() - since > least:
+    losses = []
+    seconds = []
+    start_time = 0.0
+    min_duration_s = MIN_DURATION_S if torch.cuda.is_available() and not IS_FAKE_GPU else 0.0
+    for number in range(1, WARM_UP + max(steps, MAX_STEPS) + 1):
+        start_time = time.time() if number == WARM_UP + 1 else start_time
+        if number > WARM_UP + steps and time.time() - start_time > min_duration_s:
             break
-        began = time.perf_counter()
+        step_start = time.perf_counter()
         losses.append(step(number))
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.perf_counter() - step_start)
     counted = seconds[WARM_UP:]
     return {
         "first_s": seconds[0], "step_s": counted, "median_s": statistics.median(counted),
         "spread": (max(counted) - min(counted)) / statistics.median(counted), "losses": [losses[0], losses[-1]],
-        "between": [since, time.time()], **device(),
+        "between": [start_time, time.time()], **describe_device(),
     }  # fmt: skip
 
 
-def device() -> dict[str, Any]:
-    """The device, and what it has held at most, in GiB."""
+def describe_device() -> dict[str, Any]:
+    """Return the name of the device, the version of torch, and the peak memory in GiB."""
     import torch
 
     if not torch.cuda.is_available():
         return {"device": "cpu", "torch": torch.__version__}
-    held = {"allocated_gib": torch.cuda.max_memory_allocated(), "reserved_gib": torch.cuda.max_memory_reserved()}
-    named = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-    retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)  # each frees all that is held, and waits for it
-    return {**named, **{name: size / 2**30 for name, size in held.items()}, "retries": retries}
+    peak_bytes = {"allocated_gib": torch.cuda.max_memory_allocated(), "reserved_gib": torch.cuda.max_memory_reserved()}
+    names = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)  # each frees all cached memory and synchronizes
+    return {**names, **{name: size / 2**30 for name, size in peak_bytes.items()}, "retries": retries}
 
 
-def rates(found: dict[str, Any], model: Any, vocab: int, length: int, tokens: int) -> dict[str, Any]:
-    """`found` with tokens/s and TFLOP/s by both definitions of operations per token."""
+def add_rates(result: dict[str, Any], model: Any, vocab: int, length: int, tokens: int) -> dict[str, Any]:
+    """Return `result` with tokens/s and TFLOP/s by both definitions of operations per token."""
     from pipeline.model.spec import training_flops_per_token
 
-    per_s = tokens / found["median_s"]
-    all_of_them = training_flops_per_token(model, vocab, length)
-    looked_up = 0 if model.tie_word_embeddings else 6 * vocab * model.dim
+    tokens_per_s = tokens / result["median_s"]
+    flops = training_flops_per_token(model, vocab, length)
+    embedding_flops = 0 if model.tie_word_embeddings else 6 * vocab * model.dim
     return {
-        **found, "tokens_per_s": per_s, "tflops": per_s * all_of_them / 1e12,
-        "tflops_without_embedding": per_s * (all_of_them - looked_up) / 1e12,
+        **result, "tokens_per_s": tokens_per_s, "tflops": tokens_per_s * flops / 1e12,
+        "tflops_without_embedding": tokens_per_s * (flops - embedding_flops) / 1e12,
     }  # fmt: skip
 
 
-def refuse_too_large(config: Any, layout: Any, vocab: int, has: float) -> None:
-    """Raise MemoryError where `plan` counts more than the bytes of this GPU: the allocator would say it after
-    compiling."""
+def check_fits_gpu(config: Any, layout: Any, vocab: int, gpu_bytes: float) -> None:
+    """Raise MemoryError if the estimate of `plan` exceeds the GPU. Otherwise this would only fail after compilation."""
     from planning.memory import estimate_memory, reserved_gpu_bytes
     from planning.timeline import rank_actions
 
-    takes = estimate_memory(config, layout, 0, vocab, rank_actions(layout)[0]).on_gpu(config) + reserved_gpu_bytes(
-        layout
-    )
-    if takes > has:
-        raise MemoryError(f"it takes {takes / 2**30:.0f} GiB, and the GPU has {has / 2**30:.0f}")
+    memory = estimate_memory(config, layout, 0, vocab, rank_actions(layout)[0])
+    required = memory.on_gpu(config) + reserved_gpu_bytes(layout)
+    if required > gpu_bytes:
+        raise MemoryError(f"it takes {required / 2**30:.0f} GiB, and the GPU has {gpu_bytes / 2**30:.0f}")
 
 
 def measure(config_file: str, overrides: list[str], steps: int) -> dict[str, Any]:
-    """One measurement in this process, on the GPU or, where there is none, the CPU."""
+    """Measure in this process, on the GPU or, without one, on the CPU."""
     import torch
 
     from pipeline.base.dist_env import read_rank_info
@@ -105,9 +104,10 @@ def measure(config_file: str, overrides: list[str], steps: int) -> dict[str, Any
     config = load_config(Path(config_file), [*ONE_GPU_OVERRIDES, *overrides, f"train.global_batch={batch}"])
     vocab = config.data.tokenizer.vocab_size
     groups.configure_determinism(config)
-    world, layout = groups.join_process_group(read_rank_info(os.environ), config), resolve_layout(config, 1)
+    world = groups.join_process_group(read_rank_info(os.environ), config)
+    layout = resolve_layout(config, 1)
     if torch.cuda.is_available():
-        refuse_too_large(config, layout, vocab, torch.cuda.mem_get_info()[1])
+        check_fits_gpu(config, layout, vocab, torch.cuda.mem_get_info()[1])
     engine = Engine(config, layout, world, DecoderTask(config, vocab))
     set_learning_rate(engine.optimizer, 1e-5)
     tokens_BT1 = torch.randint(0, vocab, (batch, length + 1), generator=torch.Generator().manual_seed(1))
@@ -120,9 +120,9 @@ def measure(config_file: str, overrides: list[str], steps: int) -> dict[str, Any
         engine.update_weights(values[1])
         return values[0]
 
-    found = timed(step, steps)
-    found["parameters"] = sum(p.numel() for part in engine.parts for p in part.parameters())
-    return rates(found, config.model, vocab, length, batch * length)
+    result = time_steps(step, steps)
+    result["parameters"] = sum(p.numel() for part in engine.parts for p in part.parameters())
+    return add_rates(result, config.model, vocab, length, batch * length)
 
 
 if __name__ == "__main__":

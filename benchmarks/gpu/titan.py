@@ -1,10 +1,10 @@
-"""The same steps by torchtitan 0.2.2: its model, loss, optimizer, recomputation and compilation, put together as its
-trainer does on one GPU (torchtitan/train.py, `forward_backward_step` and `train_step`).
+"""Measure the same steps with torchtitan 0.2.2: its model, loss, optimizer, activation checkpointing and compilation.
 
-    python -m benchmarks.gpu.titan STEPS MICRO_BATCH none|selective|full [key=value …]     one measurement, as JSON
+    python -m benchmarks.gpu.titan STEPS MICRO_BATCH none|selective|full [key=value …]     print one measurement as JSON
 
-The shapes are those of configs/lm-1b.yaml with weights of its own for the output layer: torchtitan's model has no tied
-ones. Weights and moments are fp32, products bf16 by autocast, as it comes.
+They are combined as torchtitan's trainer does on one GPU (torchtitan/train.py, `forward_backward_step` and
+`train_step`). The shapes are those of configs/lm-1b.yaml without tied embeddings, which torchtitan's model does not
+have. By torchtitan's default, weights and moments are fp32 and matrix products bf16 (autocast).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from types import ModuleType
 from typing import Any
 
 from benchmarks.gpu import ONE_GPU_OVERRIDES, ROOT
-from benchmarks.gpu.speed import TOKENS, rates, timed
+from benchmarks.gpu.speed import TOKENS, add_rates, time_steps
 
 CONFIG = ROOT / "configs/lm-1b.yaml"
 UNTIED = "model.tie_word_embeddings=false"
 
 
 class _Unused(ModuleType):
-    """In place of what torchtitan imports for its data and its plots, of which nothing is used here."""
+    """Replaces modules that torchtitan imports for its data and plots, which are not used here."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -35,30 +35,34 @@ class _Unused(ModuleType):
         return type(name, (), {})
 
 
-def part(name: str) -> Any:
-    """A module of torchtitan, which need not be there to check this file."""
+def import_part(name: str) -> Any:
+    """Import a module of torchtitan at run time, so that this file can be type-checked without torchtitan."""
     for unused in ("datasets", "datasets.distributed", "torch.utils.tensorboard"):
         sys.modules.setdefault(unused, _Unused(unused))
     return importlib.import_module(f"torchtitan.{name}")
 
 
 def measure(micro: int, recompute: str, overrides: list[str], steps: int) -> dict[str, Any]:
-    """One measurement in this process."""
+    """Measure in this process."""
     import torch
 
     from pipeline.config.read import load_config
 
     config = load_config(CONFIG, [*ONE_GPU_OVERRIDES, UNTIED, "train.global_batch=64", *overrides])
-    model, length, vocab = config.model, config.data.sequence_length, config.data.tokenizer.vocab_size
+    model = config.model
+    length = config.data.sequence_length
+    vocab = config.data.tokenizer.vocab_size
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     batch = max(4, TOKENS // length) if device.type == "cuda" else 4
-    job = part("config").JobConfig()
+    job = import_part("config").JobConfig()
     job.compile.enable = config.train.compile
     job.activation_checkpoint.mode = recompute
-    job.activation_checkpoint.selective_ac_option = "op"  # as ours; "2" would do every second block again, whole
+    job.activation_checkpoint.selective_ac_option = "op"  # as in Sluice; "2" would recompute every second block
     job.training.seq_len = length
-    dims = part("distributed").ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=1)
-    llama3 = part("models.llama3")
+    dims = import_part("distributed").ParallelDims(
+        dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=1
+    )
+    llama3 = import_part("models.llama3")
     arguments = llama3.TransformerModelArgs(
         dim=model.dim, n_layers=model.layers, n_heads=model.heads, n_kv_heads=model.num_kv_heads, vocab_size=vocab,
         multiple_of=64, ffn_dim_multiplier=model.ffn_size / int(2 * 4 * model.dim / 3), rope_theta=model.rope_theta,
@@ -71,19 +75,19 @@ def measure(micro: int, recompute: str, overrides: list[str], steps: int) -> dic
     with torch.no_grad():
         net.init_weights(buffer_device=None)
     net.train()
-    loss_of = part("components.loss").build_cross_entropy_loss(job)
-    optimizers = part("components.optimizer").build_optimizers([net], job.optimizer, dims)
-    utils = part("distributed.utils")
+    loss_function = import_part("components.loss").build_cross_entropy_loss(job)
+    optimizers = import_part("components.optimizer").build_optimizers([net], job.optimizer, dims)
+    utils = import_part("distributed.utils")
     precision = utils.maybe_enable_amp(dims, "bfloat16", device.type)
     tokens_BT1 = torch.randint(0, vocab, (batch, length + 1), generator=torch.Generator().manual_seed(1)).to(device)
 
     def step(_: int) -> float:
         optimizers.zero_grad()
         total = torch.zeros((), device=device)
-        for piece in tokens_BT1.split(micro):
+        for micro_batch_BT1 in tokens_BT1.split(micro):
             with precision:
-                outputs = net(piece[:, :-1])
-                loss = loss_of(outputs, piece[:, 1:]) / (batch * length)
+                outputs = net(micro_batch_BT1[:, :-1])
+                loss = loss_function(outputs, micro_batch_BT1[:, 1:]) / (batch * length)
             del outputs
             loss.backward()
             total += loss.detach()
@@ -91,9 +95,9 @@ def measure(micro: int, recompute: str, overrides: list[str], steps: int) -> dic
         optimizers.step()
         return total.item()
 
-    found = timed(step, steps)
-    found["parameters"] = sum(p.numel() for p in net.parameters())
-    return rates(found, model, vocab, length, batch * length)
+    result = time_steps(step, steps)
+    result["parameters"] = sum(p.numel() for p in net.parameters())
+    return add_rates(result, model, vocab, length, batch * length)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,18 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu import DEFINITION, ROOT, SMALL_MODEL, get_peak_tflops
-from benchmarks.gpu.__main__ import Row, answers, measure, reason, rows_1b, rows_8b, rows_correct, run, write
-from benchmarks.gpu.correct import largest
+from benchmarks.gpu.__main__ import (
+    Row,
+    describe_failure,
+    measure_row,
+    read_results,
+    rows_1b,
+    rows_8b,
+    rows_correct,
+    run_rows,
+    write_gpu_table,
+)
+from benchmarks.gpu.correct import find_largest
 from benchmarks.gpu.pack import PACKAGES
 from benchmarks.table import RESULTS
 from pipeline.config.read import load_config
@@ -59,13 +69,13 @@ def test_rows_are_written_as_they_are_known_and_the_time_is_kept(
     rows = [Row("there is none", "no_such_module", ()), Row("never begun", "speed", ())]
     file = tmp_path / "8b.jsonl"
     monkeypatch.setattr("benchmarks.gpu.__main__.SHORTEST_S", 0.0)
-    assert not run(rows[:1], file, 60.0, "H200")
+    assert not run_rows(rows[:1], file, 60.0, "H200")
     monkeypatch.setattr("benchmarks.gpu.__main__.SHORTEST_S", 100.0)
-    assert not run(rows[1:], file, 60.0, "H200")
+    assert not run_rows(rows[1:], file, 60.0, "H200")
     first, second = map(json.loads, file.read_text().splitlines())
     assert "no_such_module" in first["failed"] and second["failed"] == "no time was left"
     monkeypatch.setattr("benchmarks.table.RESULTS", tmp_path)
-    write(tmp_path)
+    write_gpu_table(tmp_path)
     assert "never begun | no time was left" in (tmp_path / "gpu.md").read_text()
     assert "no_such_module" in (tmp_path / "there-is-none.log").read_text(), "all that it said"
 
@@ -79,12 +89,12 @@ def test_what_is_known_is_not_measured_again(tmp_path: Path, monkeypatch: pytest
         asked.append(row.name)
         return first_time.pop(row.name, {"answer": 1})
 
-    monkeypatch.setattr("benchmarks.gpu.__main__.measure", answer)
+    monkeypatch.setattr("benchmarks.gpu.__main__.measure_row", answer)
     rows, file = [Row(name, "", ()) for name in ("first", "second", "third")], tmp_path / "8b.jsonl"
-    assert not run(rows, file, 90.0, "H200") and run(rows, file, 90.0, "H200")
+    assert not run_rows(rows, file, 90.0, "H200") and run_rows(rows, file, 90.0, "H200")
     assert asked == ["first", "second", "third", "second", "third"]
-    assert run(rows[2:], file, 90.0, "H100") and asked[5:] == ["third"], "another GPU is another answer"
-    assert {(name, on): found["answer"] for (name, on), found in answers(file).items() if "answer" in found} == {
+    assert run_rows(rows[2:], file, 90.0, "H100") and asked[5:] == ["third"], "another GPU is another answer"
+    assert {(name, on): found["answer"] for (name, on), found in read_results(file).items() if "answer" in found} == {
         ("first", "H200"): 1, ("second", "H200"): 1, ("third", "H200"): 1, ("third", "H100"): 1,
     }  # fmt: skip
 
@@ -96,7 +106,7 @@ def test_an_answer_counts_whatever_else_is_said(tmp_path: Path, monkeypatch: pyt
     program = "import os; print('{\"answer\": 4}\\nNCCL INFO comm 0x1 - Destroy COMPLETE\\n3', flush=True)"
     (tmp_path / "benchmarks/gpu/talks.py").write_text(program + end)
     monkeypatch.setattr("benchmarks.gpu.__main__.ROOT", tmp_path)
-    assert measure(Row("talks", "talks", ()), 60.0, tmp_path)["answer"] == 4
+    assert measure_row(Row("talks", "talks", ()), 60.0, tmp_path)["answer"] == 4
 
 
 def test_the_reason_is_the_error_not_the_advice_behind_it() -> None:
@@ -104,9 +114,9 @@ def test_the_reason_is_the_error_not_the_advice_behind_it() -> None:
         "Traceback (most recent call last):\n  File ...\ntorch.AcceleratorError: CUDA error: misaligned address\n"
         "For debugging consider passing CUDA_LAUNCH_BLOCKING=1\nCompile with `TORCH_USE_CUDA_DSA` to enable it.\n"
     )
-    assert reason(said) == "torch.AcceleratorError: CUDA error: misaligned address"
-    assert reason("x\ntorch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB\nsee\n") == "out of memory"
-    assert reason("killed\n") == "killed" and reason("") == ""
+    assert describe_failure(said) == "torch.AcceleratorError: CUDA error: misaligned address"
+    assert describe_failure("x\ntorch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB\nsee\n") == "out of memory"
+    assert describe_failure("killed\n") == "killed" and describe_failure("") == ""
 
 
 def test_what_outlasts_its_time_leaves_nothing_running(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -121,7 +131,7 @@ def test_what_outlasts_its_time_leaves_nothing_running(monkeypatch: pytest.Monke
     monkeypatch.setattr("benchmarks.gpu.__main__.ROOT", tmp_path)
     (tmp_path / "benchmarks/gpu").mkdir(parents=True)
     program.rename(tmp_path / "benchmarks/gpu/begins.py")
-    assert measure(Row("endless", "begins", ()), 5.0, tmp_path)["failed"] == "not done in 5 s"
+    assert measure_row(Row("endless", "begins", ()), 5.0, tmp_path)["failed"] == "not done in 5 s"
     assert not Path((tmp_path / "temporary").read_text()).exists()
     commands = [each.read_bytes() for each in Path("/proc").glob("[0-9]*/cmdline") if each.exists()]
     assert not [each for each in commands if b"time.sleep(60)" in each and str(tmp_path).encode() in each]
@@ -143,7 +153,7 @@ def test_clocks_are_those_while_steps_are_made(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr("benchmarks.gpu.__main__.ROOT", tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    found = measure(Row("steps", "steps", ()), 60.0, tmp_path)
+    found = measure_row(Row("steps", "steps", ()), 60.0, tmp_path)
     assert found["began"] - 0.1 < found["clock_mhz"] < found["ended"] and found["temperature_c"] == 61.0
     assert not found.keys() & {"power_w", "between"}, "what it does not tell is left out"
 
@@ -183,11 +193,11 @@ def test_all_that_a_bare_machine_lacks_is_packed() -> None:
 
 
 def test_a_wrong_answer_is_told_and_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.gpu.__main__.measure", lambda row, limit_s, folder: {"wrong": "2, not 4"})
-    assert not run(rows_correct(True, ()), tmp_path / "correct.jsonl", 60.0, "H200")
+    monkeypatch.setattr("benchmarks.gpu.__main__.measure_row", lambda row, limit_s, folder: {"wrong": "2, not 4"})
+    assert not run_rows(rows_correct(True, ()), tmp_path / "correct.jsonl", 60.0, "H200")
     rows = [json.loads(line) for line in (tmp_path / "correct.jsonl").read_text().splitlines()]
     assert len(rows) == 7 and rows[-1] == {"row": "saves", "device": "H200", "wrong": "2, not 4"}
-    assert largest([1.0, math.nan, 2.0]) == math.inf
+    assert find_largest([1.0, math.nan, 2.0]) == math.inf
 
 
 def test_the_bar_is_one_in_tokens_and_in_share_of_the_peak() -> None:
