@@ -210,9 +210,9 @@ def at_size(folder: Path) -> list[list[str]]:
     data.prepare(lambda _: None)
     (folder / "units/shards").mkdir()
     data.build_unit(0)
-    first = data.unit(0)
+    first = data.load_unit(0)
     assert first is not None
-    units = data.count
+    units = data.unit_count
     for unit in range(1, units):
         entries: dict[str, list[ShardEntry]] = {"train": [], "held_out": []}
         for split, found in entries.items():
@@ -232,7 +232,7 @@ def at_size(folder: Path) -> list[list[str]]:
     os.fsync = synced
     fresh = TextFolder(config, folder / "units")
     began = time.process_time(), time.monotonic()
-    told = fresh.progress()
+    told = fresh.measure_progress()
     looked = time.process_time() - began[0], time.monotonic() - began[1]
     began = time.process_time(), time.monotonic()
     assert told[:2] == (units, units) and fresh.finalize(lambda _: None)

@@ -1,28 +1,16 @@
-"""The data folder of a run, as the stages prepare and shard fill it: with shards of text, or with what is known of a
-user's own arrays.
+"""The data folder of a run, which the stages prepare and shard fill: what all kinds of data folders share.
 
-    data_dir/prepare.json            what `prepare` fixed, written last
-    data_dir/shards/unit-00003.json  what a task made of one work unit, written last
-    data_dir/progress.jsonl          a line for each unit that a task made or found, until the manifest is there
-    data_dir/manifest.json           all units together (pipeline/data/manifest.py)
+    data_dir/prepare.json            what `prepare` has decided; written last by `prepare`
+    data_dir/shards/unit-00003.json  the shards of one work unit; written last by the task that builds the unit
+    data_dir/progress.jsonl          a line for each unit that a task has built or found; removed at the end
+    data_dir/manifest.json           all units (pipeline/data/manifest.py)
 
-A manifest is written after the files that it describes, so it vouches for them: a crash leaves files without
-a manifest, never the reverse. Each one carries a hash of the rest of it (a number that changed is noticed), and a key
-of all that it was made from, the code of this package too. When anything of that changes, the key no longer fits and
-the file counts as missing.
+A manifest is written after the files that it describes, so after a crash there may be files without a manifest, but
+never the reverse. Each has a checksum, and a key: the hash of everything it was made from, including the code of this
+package. If the key differs, the file counts as missing.
 
-Once all units are done the inputs may go (scratch file systems purge): they are compared with the disk only while
-there is something to make of them. A login node asks what is missing, so h5py, numpy and tokenizers are imported only
-where the work is done.
-
-
-Stripe rule of the shard folder on Lustre: as `site.stripe` says, by default one storage target for each shard.
-
-Every task writes files of its own, so parallelism comes from the number of files; striping each of them over
-several targets only makes opening dearer, until shards are so few that targets idle. `lfs setstripe -c 1 DIR` sets
-the folder's default, which files inherit when they are created, so it runs before the first shard is written
-(Lustre manual, "Managing file layout (striping)"). On other file systems, or without `lfs`, nothing happens; when
-`lfs` fails, that is a warning: a shard with another stripe count is slower, not wrong.
+The inputs are needed only while units are missing. A login node checks what is missing, so h5py, numpy and tokenizers
+are imported only where they are used.
 """
 
 from __future__ import annotations
@@ -58,28 +46,29 @@ from pipeline.data.manifest import (
 )
 
 PACKAGE = Path(__file__).resolve().parent
-"""The sources that shape the shards' bytes."""
-SHARED = (
+"""The code that determines the content of shards."""
+SHARED_MODULES = (
     "pipeline/data/chat_template.py",
     "pipeline/data/chat_template_worker.py",
     "pipeline/data/special_tokens.py",
 )
-"""Other modules that shape them, in the folder of `PACKAGE`. Copies of older code do not have them."""
-AGAIN = f"run the prepare stage again, e.g. `{format_command('resume', 'RUN')}`"
+"""Other modules that do, relative to the parent folder of `PACKAGE`. Copies of older code do not have them."""
+RUN_PREPARE_AGAIN = f"run the prepare stage again, e.g. `{format_command('resume', 'RUN')}`"
 
-PROGRESS = "progress.jsonl"
-_PACE = 100  # units that were made last tell the pace
+PROGRESS_FILE = "progress.jsonl"
+_PACE_UNITS = 100
+"""Number of recently built units from which the remaining time is estimated."""
 
 Log = Callable[[str], None]
 Kind = TypeVar("Kind", bound=KeyedManifest)
 Prepared = TypeVar("Prepared", bound=KeyedManifest)
-"""`prepare.json`."""
+"""The content of `prepare.json`."""
 Unit = TypeVar("Unit", bound=KeyedManifest)
-"""The manifest of a unit."""
+"""The manifest of a work unit."""
 
 
-def code_sha256(package: Path) -> str:
-    """SHA-256 over names and contents of the sources in folder `package` and below, as 64 hex digits."""
+def hash_code(package: Path) -> str:
+    """Return the SHA-256 over the names and contents of the Python files in a folder, as 64 hex digits."""
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         digest.update(f"{path.relative_to(package).as_posix()}\n{sha256_file(path)}\n".encode())
@@ -87,34 +76,43 @@ def code_sha256(package: Path) -> str:
 
 
 class DataFolder(ABC, Generic[Prepared, Unit]):
-    """The content of a data folder and how it is produced. An object reads the result of `prepare` once."""
+    """The content of a data folder and how it is produced. An object reads `prepare.json` once.
 
-    words: ClassVar[str]
-    """A short description of what `prepare` writes, for messages."""
+    Args:
+        data: the config.
+        path: the folder.
+        package: the copy of `data_prep` that fills the folder, such as the one in a run's `code/`.
+    """
+
+    prepared_label: ClassVar[str]
+    """A short description of the output of `prepare`, for messages."""
     prepared_kind: type[Prepared]
+    """The class of `prepare.json`."""
     manifest_kind: ClassVar[type[Manifest | SampleManifest]]
+    """The class of `manifest.json`."""
     endings: ClassVar[Mapping[str, str] | None] = None
-    """Formats of inputs by file name ending; None: those of text."""
+    """Formats of inputs by file name ending; None for those of text."""
 
     stripe_options = ""
-    """Options of the `lfs setstripe` that striped the folder of the shards; empty if it is not on Lustre."""
+    """Options with which `lfs setstripe` striped the folder of shards; empty if it is not on Lustre."""
 
     task_of_tasks: tuple[int, int] = (0, 1)
-    """The number of this task, and how many tasks there are."""
+    """Index of this task, and number of tasks."""
 
-    length = -1
-    """`data.sequence_length`; a shard must have more tokens to contain a training sample."""
+    sequence_length = -1
+    """`data.sequence_length`. A shard must have more tokens to contain a training sample."""
 
     def __init__(self, data: DataConfig, path: Path, package: Path = PACKAGE) -> None:
-        """`package`: the copy of `data_prep` that fills the folder, such as the one in a run's `code/`."""
-        self.data, self.path, self.package = data, path, package
+        self.data = data
+        self.path = path
+        self.package = package
 
-    # -- what differs ------------------------------------------------------------------------------------
+    # -- defined by each kind of data folder -------------------------------------------------------------
 
     @property
     @abstractmethod
     def key(self) -> str:
-        """Key of `prepare.json`: a hash of config and code."""
+        """Key of `prepare.json`: the hash of config and code."""
 
     @property
     @abstractmethod
@@ -126,68 +124,72 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
 
     @property
     @abstractmethod
-    def count(self) -> int:
-        """Number of units. Raises InputError as `inputs` does."""
+    def unit_count(self) -> int:
+        """Number of work units. Raises InputError like `inputs`."""
 
     @property
-    def total(self) -> int:
-        """Number of units, without reading the plan if possible."""
-        return self.count
+    def quick_unit_count(self) -> int:
+        """Number of work units, without reading the plan if possible. Raises InputError like `inputs`."""
+        return self.unit_count
 
     @abstractmethod
-    def unit(self, number: int) -> Unit | None:
-        """Return the manifest of a unit; None if it is missing, incomplete (by file sizes) or outdated."""
+    def load_unit(self, number: int) -> Unit | None:
+        """Return the manifest of a unit; None if it is missing, outdated, or a file of it has another size."""
 
     @abstractmethod
     def prepare_inputs(self, log: Log) -> None:
-        """Do the work of `prepare`. Raises UserError for unusable inputs."""
+        """Do the work of `prepare`. Raises UserError if the inputs cannot be used."""
 
     @abstractmethod
     def build_unit(self, unit: int) -> bool:
-        """Build one unit. Return False if a valid one existed.
+        """Build one unit. Return False if it exists already.
 
-        Raises InputError for an input that changed since `prepare`, UserError for one that cannot be read, and OSError
-        if the file system refuses.
+        Raises InputError if an input has changed since `prepare`, UserError if one cannot be read, and OSError if
+        writing fails.
         """
 
     @abstractmethod
     def combine_units(self, units: Sequence[Unit], log: Log) -> None:
         """Write the manifest of all units. Raises UserError if the data cannot be used for training."""
 
-    # -- what is the same --------------------------------------------------------------------------------
+    # -- the same for all --------------------------------------------------------------------------------
 
     @cached_property
-    def code(self) -> str:
+    def code_hash(self) -> str:
         """Hash of the code that fills the folder."""
-        found, others = code_sha256(self.package), [self.package.parent / name for name in SHARED]
-        shared = [sha256_file(path) for path in others if path.exists()]
-        return sha256_json([found, *shared]) if shared else found
+        package_hash = hash_code(self.package)
+        shared_files = [self.package.parent / name for name in SHARED_MODULES]
+        shared_hashes = [sha256_file(path) for path in shared_files if path.exists()]
+        return sha256_json([package_hash, *shared_hashes]) if shared_hashes else package_hash
 
     def unit_path(self, unit: int) -> Path:
         """Return the path of the manifest of a work unit."""
         return self.path / SHARDS_DIR / f"unit-{unit:05d}.json"
 
     @cached_property
-    def _left_over(self) -> dict[int, list[Path]]:
+    def _leftovers(self) -> dict[int, list[Path]]:
         """Temporary files of killed tasks by unit, listed once when this task starts."""
-        found: dict[int, list[Path]] = {}
+        leftovers: dict[int, list[Path]] = {}
         for path in (self.path / SHARDS_DIR).glob(".unit-*.tmp"):
-            if known := re.match(r"\.unit-(\d+)(-train|-held_out|\.json|\.h5)", path.name):
-                found.setdefault(int(known[1]), []).append(path)
-        return found
+            if match := re.match(r"\.unit-(\d+)(-train|-held_out|\.json|\.h5)", path.name):
+                leftovers.setdefault(int(match[1]), []).append(path)
+        return leftovers
 
     def remove_leftovers(self, unit: int) -> None:
-        """Remove temporary files that killed tasks left of a unit of this task."""
-        for path in self._left_over.pop(unit, ()):
+        """Remove temporary files that killed tasks left behind for one of this task's units."""
+        for path in self._leftovers.pop(unit, ()):
             path.unlink(missing_ok=True)
 
     def load_matching(self, path: Path, kind: type[Kind], key: str) -> Kind:
-        """Return the manifest at `path`. Raises InputError if it is missing, damaged, or its key differs."""
-        found = read_manifest_file(path, kind, AGAIN)
-        if found.key != key:
-            what = "another data config, tokenizer or code, or from other inputs"
-            raise InputError("data.outdated", f"{path} was made with {what}: {AGAIN}")
-        return found
+        """Return the manifest at `path`. Raises InputError if it is missing or damaged, or its key differs."""
+        manifest = read_manifest_file(path, kind, RUN_PREPARE_AGAIN)
+        if manifest.key != key:
+            raise InputError(
+                "data.outdated",
+                f"{path} was made with another data config, tokenizer or code, or from other inputs: "
+                f"{RUN_PREPARE_AGAIN}",
+            )
+        return manifest
 
     @cached_property
     def prepared(self) -> Prepared:
@@ -199,13 +201,14 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
 
     @property
     def manifest_key(self) -> str:
-        """Key of `manifest.json`. Raises InputError as `prepared` does."""
+        """Key of `manifest.json`. Raises InputError like `prepared`."""
         return self.prepared.key
 
     def find_prepare_problem(self, *, check_inputs: bool = True) -> str | None:
         """Return why prepare is not done; None if its output is complete and made for this config and code.
 
-        While units are missing, the inputs must also be unchanged since `prepare`. `check_inputs`: check each of them.
+        While units are missing, the inputs must also be unchanged since `prepare`. `check_inputs` enables this check of
+        each input.
         """
         try:
             inputs = self.inputs
@@ -218,7 +221,7 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
     def find_shard_problem(self, *, check_user_files: bool = True) -> str | None:
         """Return why the shards are not done; None if all exist with their recorded sizes, for this config and code.
 
-        A file of many parts is checked once. `check_user_files`: also check files that the user owns.
+        A file that is split into many parts is checked once. `check_user_files` also checks files outside the folder.
         """
         try:
             manifest = self.load_matching(self.path / "manifest.json", self.manifest_kind, self.manifest_key)
@@ -229,34 +232,37 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
             return str(error)
         return None
 
-    def progress(self) -> tuple[int, int, float | None]:
+    def measure_progress(self) -> tuple[int, int, float | None]:
         """Return the finished units, all units, and the estimated remaining seconds of all tasks (None if unknown).
 
         Returns (0, 0, None) before `prepare`. While tasks run, only `progress.jsonl` is read.
         """
         try:
-            told, total = self._read_progress(), self.total
+            entries = self._read_progress()
+            total = self.quick_unit_count
         except InputError:
             return 0, 0, None
-        if (self.path / "manifest.json").exists() and self.find_shard_problem(check_user_files=False) is None:
+        has_manifest = (self.path / "manifest.json").exists()
+        if has_manifest and self.find_shard_problem(check_user_files=False) is None:
             return total, total, None
-        if not told and (self.path / "manifest.json").exists():  # something of what was whole is missing
-            return sum(self.unit(number) is not None for number in range(total)), total, None
-        made = [line for line in told.values() if line["seconds"]][-_PACE:]
-        if not made:
-            return len(told), total, None
-        began = min(line["time"] - line["seconds"] for line in made)
-        return len(told), total, (total - len(told)) * (made[-1]["time"] - began) / len(made)
+        if has_manifest and not entries:  # a part of the finished data is missing
+            return sum(self.load_unit(number) is not None for number in range(total)), total, None
+        recent = [entry for entry in entries.values() if entry["seconds"]][-_PACE_UNITS:]
+        if not recent:
+            return len(entries), total, None
+        start_time = min(entry["time"] - entry["seconds"] for entry in recent)
+        seconds_per_unit = (recent[-1]["time"] - start_time) / len(recent)
+        return len(entries), total, (total - len(entries)) * seconds_per_unit
 
     def _read_progress(self) -> dict[int, dict[str, Any]]:
-        """Return the last line of `progress.jsonl` of each unit."""
-        lines, key = read_jsonl(self.path / PROGRESS), self.manifest_key
-        return {line["unit"]: line for line in lines if line.get("key") == key}
+        """Return the last entry of `progress.jsonl` of each unit."""
+        key = self.manifest_key
+        return {entry["unit"]: entry for entry in read_jsonl(self.path / PROGRESS_FILE) if entry.get("key") == key}
 
-    def look(self) -> list[str]:
-        """Check the inputs quickly and return the named files, before a run exists.
+    def check_inputs(self) -> list[str]:
+        """Check the inputs quickly, before a run exists, and return the files that the config names.
 
-        Raises UserError for unusable inputs.
+        Raises UserError if the inputs cannot be used.
         """
         return self.list_named_files()
 
@@ -265,14 +271,13 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
 
         Raises UserError if there are none.
         """
-        named = [source for source in self.data.sources if source != PYTHON_STDLIB]
-        asked = self.data.model_copy(update={"source": named})
-        return [path for path, _ in find_named_files(asked, self.endings)]
+        user_sources = [source for source in self.data.sources if source != PYTHON_STDLIB]
+        data = self.data.model_copy(update={"source": user_sources})
+        return [path for path, _ in find_named_files(data, self.endings)]
 
-    @property
-    def fixed(self) -> str:
-        """Description of the output of `prepare`. Raises InputError as `prepared` does."""
-        return f"{self.words} fixed"
+    def describe_prepared(self) -> str:
+        """Return a description of the output of `prepare`. Raises InputError like `prepared`."""
+        return f"{self.prepared_label} are ready"
 
     def describe_result(self) -> str:
         """Return a description of the finished data, such as `: 731 documents, …`; empty if it is not finished."""
@@ -286,9 +291,9 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
         return list(self.inputs) == find_inputs(self.data, self.endings)
 
     def prepare(self, log: Log) -> None:
-        """Write what units are built from. Returns at once if that is done and still valid.
+        """Write what units are built from, unless it exists and is valid.
 
-        While units are missing, lists the inputs again and starts over if they have changed.
+        While units are missing, the inputs are listed again, and preparation starts over if they have changed.
         """
         if self.find_prepare_problem() is None and (self.find_shard_problem() is None or self.has_same_inputs()):
             return
@@ -297,26 +302,27 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
 
     def shard(self, task: int, tasks: int, log: Log, striping: StripeConfig = StripeConfig()) -> None:
         """Build the missing units of task `task` of `tasks`. Raises what `build_unit` raises."""
-        units, self.task_of_tasks = range(task, self.count, tasks), (task, tasks)
+        units = range(task, self.unit_count, tasks)
+        self.task_of_tasks = (task, tasks)
         self.create_shards_dir(log, striping)
-        told = self._read_progress()
+        recorded = self._read_progress()
         for number, unit in enumerate(units, 1):
-            began = time.monotonic()
-            made = self.build_unit(unit)
-            seconds = time.monotonic() - began if made else 0
-            if made or unit not in told:
-                line = {"key": self.manifest_key, "unit": unit, "time": time.time(), "seconds": seconds}
-                append_line(self.path / PROGRESS, json.dumps(line | {"stripe": self.stripe_options}))
-            log(f"shard: unit {unit} {'written' if made else 'was there already'} ({number} of {len(units)})")
+            start_time = time.monotonic()
+            is_new = self.build_unit(unit)
+            seconds = time.monotonic() - start_time if is_new else 0
+            if is_new or unit not in recorded:
+                entry = {"key": self.manifest_key, "unit": unit, "time": time.time(), "seconds": seconds}
+                append_line(self.path / PROGRESS_FILE, json.dumps(entry | {"stripe": self.stripe_options}))
+            log(f"shard: unit {unit} {'written' if is_new else 'exists already'} ({number} of {len(units)})")
 
     def create_shards_dir(self, log: Log, striping: StripeConfig) -> None:
-        """Create the folder of shards, striped by the rule."""
+        """Create the folder of shards, and stripe it if it is on Lustre."""
         (self.path / SHARDS_DIR).mkdir(exist_ok=True)
         self.stripe_options = stripe_folder(self.path / SHARDS_DIR, striping, log)
 
     def check_usable(self, train: Sequence[ShardEntry]) -> None:
-        """Raise UserError if there is no training sample; the ranks would, after hours in a queue."""
-        check_has_sample(train, self.length)
+        """Raise UserError if there is no training sample. Otherwise the ranks would fail after hours in a queue."""
+        check_has_sample(train, self.sequence_length)
 
     def finalize(self, log: Log) -> bool:
         """Write the manifest of all units. Return False if units are missing, which other tasks build.
@@ -324,24 +330,34 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
         File sizes are checked here; the hashes are those of the tasks that wrote the shards. Raises what
         `combine_units` raises.
         """
-        told, made = self._read_progress(), {}
-        for number in sorted(range(self.count), key=lambda one: one in told):  # a line may be lost, a unit is not
-            if (unit := self.unit(number)) is None:  # as a rule the first: few tasks read what all of them made
+        entries = self._read_progress()
+        units: dict[int, Unit] = {}
+        # Unrecorded units come first, because they are usually missing. A recorded line may be lost, a unit is not.
+        for number in sorted(range(self.unit_count), key=lambda unit: unit in entries):
+            if (unit := self.load_unit(number)) is None:
                 return False
-            made[number] = unit
-        self.stripe_options = next(filter(None, (line.get("stripe") for line in told.values())), self.stripe_options)
+            units[number] = unit
+        recorded_stripes = (entry.get("stripe") for entry in entries.values())
+        self.stripe_options = next(filter(None, recorded_stripes), self.stripe_options)
         try:
-            self.combine_units([made[number] for number in range(self.count)], log)
-        except FileNotFoundError:  # another task was first, and took this one's file for a killed one's
+            self.combine_units([units[number] for number in range(self.unit_count)], log)
+        except FileNotFoundError:  # another task finished first, and removed this task's temporary file as a leftover
             if self.find_shard_problem() is not None:
                 raise
-        killed = (path for names in (".*.tmp", "*/.[mr]*.tmp") for path in self.path.glob(names))  # a source's, too
-        for path in (*killed, self.path / PROGRESS):
+        # The second pattern matches the folders of a mixture's sources.
+        leftovers = (path for pattern in (".*.tmp", "*/.[mr]*.tmp") for path in self.path.glob(pattern))
+        for path in (*leftovers, self.path / PROGRESS_FILE):
             path.unlink(missing_ok=True)
         return True
 
 
-_TIMEOUT_S = 60
+# -- striping on Lustre ----------------------------------------------------------------------------------
+#
+# By default (`site.stripe`) each shard is on one storage target. Every task writes its own files, so parallelism comes
+# from the number of files. Striping each file over several targets only makes opening it slower, unless there are so
+# few shards that targets are idle.
+
+_LFS_TIMEOUT_S = 60
 
 
 def stripe_folder(
@@ -350,8 +366,14 @@ def stripe_folder(
     log: Callable[[str], None],
     file_system: Callable[[Path], str] = read_file_system_type,
 ) -> str:
-    """Stripe new files of `directory` by `rule` where it lies on Lustre; the options that `lfs setstripe` took, ""
-    where it took none. Never raises for what `lfs` does."""
+    """Stripe new files of a directory with `lfs setstripe` if it is on Lustre.
+
+    Files inherit the default of their directory when they are created (Lustre manual, "Managing file layout
+    (striping)"), so this must run before the first shard is written. If `lfs` fails, only a warning is logged, because
+    a shard with another stripe count is slower but not wrong.
+
+    Returns: the options of `lfs setstripe`, or "" if it was not run or failed.
+    """
     lfs = shutil.which("lfs")
     if lfs is None or file_system(directory) != "lustre":
         return ""
@@ -360,7 +382,7 @@ def stripe_folder(
     options = ["-c", str(rule.count), *size, *pool]
     command = [lfs, "setstripe", *options, os.fspath(directory)]
     try:
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_LFS_TIMEOUT_S)
     except (OSError, subprocess.SubprocessError) as error:
         detail = (getattr(error, "stderr", None) or str(error)).strip()
         log(f"warning: {' '.join(command)} failed, the folder keeps its stripe count: {detail}")

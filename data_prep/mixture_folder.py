@@ -1,8 +1,8 @@
-"""The data folder of a mixture: a folder for each source, filled as one of its own, and one manifest over them.
+"""The data folder of a mixture: a subfolder for each source, filled like a data folder of its own, and one manifest.
 
-data_dir/NAME/…              what data_prep/text or data_prep/tokens make of a source
-data_dir/tokenizer.json      the one that they share
-data_dir/manifest.json       the shards of all, source after source, and which are whose
+data_dir/NAME/…           the data folder of one source (data_prep/text_folder.py, data_prep/tokens_folder.py)
+data_dir/tokenizer.json   the tokenizer that all sources share
+data_dir/manifest.json    the shards of all sources in order, and which source each belongs to
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.data_folder import PACKAGE, DataFolder, Log
+from data_prep.documents import Input
 from data_prep.find_inputs import find_inputs
-from data_prep.text_folder import TextFolder
+from data_prep.text_folder import TextFolder, UnitManifest
 from data_prep.tokens_folder import TokensFolder
 from pipeline.base.errors import UserError
 from pipeline.base.files import sha256_json, write_atomic
@@ -25,14 +26,14 @@ from pipeline.data.manifest import Manifest, MixturePart, ShardEntry, load_manif
 
 
 def open_source_folder(data: DataConfig, path: Path, package: Path = PACKAGE) -> TextFolder:
-    """The data folder of one source."""
+    """Return the data folder of text or tokens."""
     return (TokensFolder if data.records == "tokens" else TextFolder)(data, path, package)
 
 
-class MixtureFolder(DataFolder[Any, Any]):
-    """The same, of several sources; a unit is one of theirs."""
+class MixtureFolder(DataFolder[Any, UnitManifest]):
+    """The data folder of a mixture. Its work units are those of its sources."""
 
-    words = "tokenizer and units of all sources"
+    prepared_label = "tokenizer and units of all sources"
     manifest_kind = Manifest
 
     def __init__(self, data: DataConfig, path: Path, package: Path = PACKAGE) -> None:
@@ -42,111 +43,127 @@ class MixtureFolder(DataFolder[Any, Any]):
 
     @property
     def key(self) -> str:
-        """Those of the sources."""
+        """Hash of the sources' keys."""
         return sha256_json({name: folder.key for name, folder in self.sources.items()})
 
     @property
     def manifest_key(self) -> str:
-        """Those of what the sources' shards are made from. Raises InputError as `inputs` does."""
+        """Hash of the keys of the sources' manifests. Raises InputError like `inputs`."""
         return sha256_json({name: folder.manifest_key for name, folder in self.sources.items()})
 
     @property
-    def inputs(self) -> list[Any]:
-        """All files."""
-        return [one for folder in self.sources.values() for one in folder.inputs]
+    def inputs(self) -> list[Input]:
+        """The inputs of all sources."""
+        return [source for folder in self.sources.values() for source in folder.inputs]
 
     @cached_property
-    def _where(self) -> list[tuple[TextFolder, int]]:
-        """The folder of each unit, and its number there."""
-        return [(folder, number) for folder in self.sources.values() for number in range(folder.count)]
+    def _source_units(self) -> list[tuple[TextFolder, int]]:
+        """For each work unit the source's folder and the unit's number there."""
+        return [(folder, number) for folder in self.sources.values() for number in range(folder.unit_count)]
 
     @property
-    def count(self) -> int:
-        """Units of all sources."""
-        return len(self._where)
+    def unit_count(self) -> int:
+        """Number of work units of all sources."""
+        return len(self._source_units)
 
     @property
-    def total(self) -> int:
-        """Without reading all of them."""
-        return sum(folder.total for folder in self.sources.values())
+    def quick_unit_count(self) -> int:
+        """Number of work units, without reading the plans of the sources."""
+        return sum(folder.quick_unit_count for folder in self.sources.values())
 
-    def unit(self, number: int) -> Any:
-        """That of its source."""
-        folder, own = self._where[number]
-        return folder.unit(own)
+    def load_unit(self, number: int) -> UnitManifest | None:
+        """Return the manifest of a unit; None if it is missing, outdated, or a file of it has another size."""
+        folder, source_unit = self._source_units[number]
+        return folder.load_unit(source_unit)
 
     def build_unit(self, unit: int) -> bool:
-        """Make it in the folder of its source."""
-        folder, own = self._where[unit]
-        return folder.build_unit(own)
+        """Build one unit in the folder of its source. Return False if it exists already."""
+        folder, source_unit = self._source_units[unit]
+        return folder.build_unit(source_unit)
 
     def prepare_inputs(self, log: Log) -> None:
-        """Prepare each source. Raises UserError for a file of two: what one holds out the other would train on."""
-        seen: dict[str, str] = {}
+        """Prepare each source.
+
+        Raises UserError if a file is in two sources, because one might train on what the other holds out.
+        """
+        source_names: dict[str, str] = {}  # by resolved path
         for name, folder in self.sources.items():
             for source in find_inputs(folder.data, folder.endings):
-                if seen.setdefault(path := os.path.realpath(source.path), name) != name:
+                path = os.path.realpath(source.path)
+                if source_names.setdefault(path, name) != name:
                     raise UserError(
                         "data.duplicate_source",
-                        f"data.mixture.sources: {path} is in {seen[path]} and in {name}: leave it out of one",
+                        f"data.mixture.sources: {path} is in {source_names[path]} and in {name}: remove it from one",
                     )
         for name, folder in self.sources.items():
-            folder.prepare(lambda text, name=name: log(f"{name}: {text}"))  # type: ignore[misc]
+            folder.prepare(_prefix_log(log, name))
 
     def has_same_inputs(self) -> bool:
-        """Those of each source."""
+        """Return whether the inputs of all sources are unchanged."""
         return all(folder.has_same_inputs() for folder in self.sources.values())
 
-    def look(self) -> list[str]:
-        """The files of each source."""
-        return [path for folder in self.sources.values() for path in folder.look()]
+    def check_inputs(self) -> list[str]:
+        """Check the inputs of each source quickly, and return the files that the config names."""
+        return [path for folder in self.sources.values() for path in folder.check_inputs()]
 
     def list_named_files(self) -> list[str]:
-        """Those of each source."""
+        """Return the files that the config names for all sources."""
         return [path for folder in self.sources.values() for path in folder.list_named_files()]
 
     def shard(self, task: int, tasks: int, log: Log, striping: StripeConfig = StripeConfig()) -> None:
-        """The units of all sources are dealt out as those of one."""
+        """Build the missing units of a task, which may belong to any source."""
         for folder in self.sources.values():
             folder.create_shards_dir(log, striping)
             folder.task_of_tasks = task, tasks
         super().shard(task, tasks, log, striping)
 
-    def combine_units(self, units: Sequence[Any], log: Log) -> None:
-        """Write each source's manifest, then that of all. Raises UserError for tokenizers that are not the same."""
-        parts, train, held_out, manifests = [], [], [], []
+    def combine_units(self, units: Sequence[UnitManifest], log: Log) -> None:
+        """Write the manifest of each source, then that of the mixture.
+
+        Raises UserError if the sources' tokenizers differ.
+        """
+        parts: list[MixturePart] = []
+        train: list[ShardEntry] = []
+        held_out: list[ShardEntry] = []
+        manifests: list[Manifest] = []
         for name, folder in self.sources.items():
             folder.stripe_options = self.stripe_options
-            mine = [unit for unit, (other, _) in zip(units, self._where, strict=True) if other is folder]
-            folder.combine_units(mine, lambda text, name=name: log(f"{name}: {text}"))  # type: ignore[misc]
-            manifests.append(one := load_manifest(folder.path))
-            parts.append(MixturePart(name=name, train=len(one.train), held_out=len(one.held_out)))
-            train += [_inside(name, entry) for entry in one.train]
-            held_out += [_inside(name, entry) for entry in one.held_out]
+            source_units = [unit for unit, (owner, _) in zip(units, self._source_units, strict=True) if owner is folder]
+            folder.combine_units(source_units, _prefix_log(log, name))
+            manifest = load_manifest(folder.path)
+            manifests.append(manifest)
+            parts.append(MixturePart(name=name, train=len(manifest.train), held_out=len(manifest.held_out)))
+            train += [_relocate_entry(name, entry) for entry in manifest.train]
+            held_out += [_relocate_entry(name, entry) for entry in manifest.held_out]
         first = manifests[0]
-        if any(one.tokenizer_sha256 != first.tokenizer_sha256 for one in manifests):
+        if any(manifest.tokenizer_sha256 != first.tokenizer_sha256 for manifest in manifests):
             raise UserError(
                 "data.tokenizer_changed",
-                "data.mixture: the tokenizer changed while its sources were prepared: start a new run",
+                "data.mixture: the tokenizer changed while the sources were prepared: start a new run",
             )
-        if len({one.bos_ids for one in manifests}) > 1:
+        if len({manifest.bos_ids for manifest in manifests}) > 1:
             log(
-                "warning: data.mixture: documents of some sources begin with the tokens that the tokenizer adds, those "
-                f"of others do not. Prompts of tasks and of `generate` are given as in {parts[0].name}: set "
-                "data.add_special_tokens"
+                "warning: data.mixture: documents of some sources begin with the special tokens that the tokenizer "
+                "adds, those of others do not. Prompts of tasks and of `generate` are encoded like the documents of "
+                f"{parts[0].name}: set data.add_special_tokens"
             )
-        sums = {
-            key: sum(getattr(one, key) for one in manifests)
+        totals = {
+            key: sum(getattr(manifest, key) for manifest in manifests)
             for key, field in Manifest.model_fields.items()
             if field.annotation is int and key.endswith(("documents", "tokens", "bytes"))
         }
         lists = {"source": tuple(self.data.sources), "train": tuple(train), "held_out": tuple(held_out)}
-        whole = first.model_copy(update={**sums, **lists, "parts": tuple(parts), "key": self.manifest_key})
+        combined = first.model_copy(update={**totals, **lists, "parts": tuple(parts), "key": self.manifest_key})
         self.check_usable(train)
         write_atomic(self.path / "tokenizer.json", (self.path / parts[0].name / "tokenizer.json").read_bytes())
-        write_manifest(self.path / "manifest.json", whole)
+        write_manifest(self.path / "manifest.json", combined)
 
 
-def _inside(name: str, entry: ShardEntry) -> ShardEntry:
-    """The entry of a source's shard in the manifest of all."""
+def _prefix_log(log: Log, name: str) -> Log:
+    """Return a log function that puts the name of a source before each message."""
+    return lambda text: log(f"{name}: {text}")
+
+
+def _relocate_entry(name: str, entry: ShardEntry) -> ShardEntry:
+    """Return the entry of a source's shard with its path relative to the folder of the mixture."""
     return entry if entry.is_user_file else entry.model_copy(update={"file": f"{name}/{entry.file}"})

@@ -1,6 +1,6 @@
-"""Stage prepare: fix what work units are made from before anything is sharded (one process).
+"""Stage prepare: decide in one process what the stage shard builds.
 
-For text that is the tokenizer and the cuts; for a model of the user's own, the files of its arrays.
+For text these are the tokenizer and the work units; for a custom model, the files of its arrays.
 """
 
 from __future__ import annotations
@@ -21,48 +21,52 @@ from pipeline.run.stages import Progress
 
 
 def open_data_folder(run: Run, package: Path = PACKAGE) -> DataFolder[Any, Any]:
-    """The run's data folder: of text, or of its own model's arrays. `package`: the code that fills it."""
+    """Return the data folder of a run: of text, of a mixture, or of a custom model's arrays.
+
+    `package` is the copy of `data_prep` that fills the folder.
+    """
     if run.user_model is None:
-        kind = open_source_folder if run.config.data.mixture is None else MixtureFolder
-        return kind(run.config.data, run.data_dir, package)
+        open_folder = open_source_folder if run.config.data.mixture is None else MixtureFolder
+        return open_folder(run.config.data, run.data_dir, package)
     return SamplesFolder(run.config.data, run.data_dir, package, run.user_model)
 
 
 def open_finished_data_folder(run: Run) -> DataFolder[Any, Any]:
-    """The same for whoever only looks: it is filled by the run's own copy of the code."""
+    """Return the data folder of a run for reading only. Its keys cover the run's own copy of the code."""
     return open_data_folder(run, run.code_dir / "data_prep")
 
 
-def log(text: str) -> None:
-    """Say something in the log."""
+def print_log(text: str) -> None:
+    """Print a message to the log of the stage."""
     print(text, flush=True)
 
 
 def missing_outputs(run: Run) -> str | None:
-    """Why prepare is not done; None when what it fixes validates."""
+    """Return why prepare is not done; None if its outputs validate."""
     return open_finished_data_folder(run).find_prepare_problem()
 
 
 def quick_missing_outputs(run: Run) -> str | None:
-    """The same of what it fixed alone: no input is asked whether it changed."""
+    """Return why prepare is not done, without checking whether inputs have changed."""
     return open_finished_data_folder(run).find_prepare_problem(check_inputs=False)
 
 
 def progress(run: Run) -> Progress:
-    """How far it is."""
+    """Return a description of the outputs."""
     folder = open_finished_data_folder(run)
-    return Progress(folder.fixed if folder.find_prepare_problem(check_inputs=False) is None else "-")
+    is_done = folder.find_prepare_problem(check_inputs=False) is None
+    return Progress(folder.describe_prepared() if is_done else "-")
 
 
 def check_inputs(run: Run) -> None:
-    """Raise UserError where `main` would at first sight."""
-    open_data_folder(run).look()
+    """Raise UserError if the inputs cannot be used, as far as a quick check can find out."""
+    open_data_folder(run).check_inputs()
 
 
 def run_stage(run: Run, rank_info: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
-    """Do it; ranks beyond the first have nothing to do."""
+    """Run the stage. Only rank 0 works."""
     gc.enable()
     flag.exit_on_signal()
     if rank_info.rank == 0:
-        open_data_folder(run).prepare(log)
+        open_data_folder(run).prepare(print_log)
     return ExitCode.DONE

@@ -1,17 +1,15 @@
-"""Samples of a model of the user's own: HDF5 files that are used where they lie, validated and recorded.
+"""The data folder of a run with a custom model: HDF5 files of samples, which are used in place.
 
-    data_dir/prepare.json            each file: its size, time, arrays (offset, type, shape)
-    data_dir/shards/unit-00003.json  one file with its sha256, taken by a task of the shard stage
+    data_dir/prepare.json            each file: its size, modification time and arrays (offset, type, shape)
+    data_dir/shards/unit-00003.json  one file with its SHA-256, written by a task of the stage shard
     data_dir/manifest.json           all files, and how many samples are held out
 
-All three are a :class:`SampleManifest`. A sample is one row of each array. Contiguous datasets are mapped by the loader
-like shards, where they lie: a file that was truncated or changed since is named, and the way out is to put it back. A
-file with arrays in chunks, compressed or not, is unpacked by the shard stage, chunk after chunk, each once:
+All three are a :class:`SampleManifest`. A sample is one row of each array. The loader maps contiguous datasets in the
+user's file, and reports a file that was truncated or changed later. The stage shard copies files with chunked or
+compressed arrays to `data_dir/shards/unit-00003.h5`, with contiguous arrays.
 
-    data_dir/shards/unit-00003.h5    its arrays, contiguous
-
-**Held out** are the samples at the last positions of one fixed permutation of all rows (:data:`SPLIT_SEED`): a fraction
-to the sample, spread over all files, the same for every seed of a run, with no list of rows to keep.
+Held-out samples are those at the last positions of one fixed permutation of all rows (`SPLIT_SEED`). They are an exact
+fraction, spread over all files, and the same for every seed of a run.
 """
 
 from __future__ import annotations
@@ -41,19 +39,19 @@ from pipeline.data.manifest import (
 )
 from pipeline.run.code import call_in_child_process
 
-MOST_LOOKED_AT = 100
-"""So many files are looked at before a run is made; `prepare` looks at all."""
-_AT_ONCE = 1 << 26
-"""Bytes of an array that are unpacked at once."""
-_FEW = 1 << 28
-"""So many bytes an array may claim whatever is stored."""
-_TYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+MAX_FILES_CHECKED = 100
+"""Number of files that are checked before a run exists. `prepare` checks all."""
+_BLOCK_BYTES = 1 << 26
+"""Bytes of an array that are copied at once."""
+_MIN_DAMAGED_BYTES = 1 << 28
+"""An array is only compared with the size of its stored data if it claims more bytes than this."""
+_SUPPORTED_TYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
 
 
 class SamplesFolder(DataFolder[SampleManifest, SampleManifest]):
-    """The data folder of a run with a model of its own."""
+    """The data folder of a run with a custom model. A work unit is one file."""
 
-    words = "files of samples"
+    prepared_label = "files of samples"
     prepared_kind = manifest_kind = SampleManifest
     endings: ClassVar = {".h5": "hdf5", ".hdf5": "hdf5"}
 
@@ -63,186 +61,202 @@ class SamplesFolder(DataFolder[SampleManifest, SampleManifest]):
 
     @property
     def key(self) -> str:
-        """Config, what the model takes, and code."""
-        data, model = self.data, self.model
-        wanted = {"sources": data.sources, "held_out": data.held_out, "arrays": model.arrays, "padded": model.padded}
-        return sha256_json({**wanted, "code": self.code})
+        """Hash of the config, the arrays that the model needs, and the code."""
+        data = self.data
+        model = self.model
+        content = {"sources": data.sources, "held_out": data.held_out, "arrays": model.arrays, "padded": model.padded}
+        return sha256_json({**content, "code": self.code_hash})
 
     @property
     def inputs(self) -> list[Input]:
-        """The files."""
+        """The files of samples."""
         return [Input(entry.file, entry.size, entry.mtime_ns, "hdf5") for entry in self.prepared.train]
 
     @property
-    def count(self) -> int:
-        """A unit is a file."""
+    def unit_count(self) -> int:
+        """Number of files."""
         return len(self.prepared.train)
 
     def prepare_inputs(self, log: Log) -> None:
-        """List the files and look at their arrays. Raises UserError naming the file and dataset that will not do."""
-        files = _look(find_inputs(self.data, self.endings), self.model)
-        found = SampleManifest(key=self.key, train=files)
-        write_manifest(self.path / "prepare.json", found)
-        log(f"prepare: {found.samples:,} samples in {len(files)} files: {', '.join(self.model.arrays)}")
-        if packed := [_bytes_of(entry) for entry in files if entry.is_packed]:
-            log(f"prepare: {len(packed)} of them in chunks: the shard stage unpacks {sum(packed) / 1e9:,.3f} GB")
+        """Write `prepare.json`. Raises UserError, naming file and dataset, if the model cannot use an array."""
+        files = _describe_files(find_inputs(self.data, self.endings), self.model)
+        prepared = SampleManifest(key=self.key, train=files)
+        write_manifest(self.path / "prepare.json", prepared)
+        log(f"prepare: {prepared.samples:,} samples in {len(files)} files: {', '.join(self.model.arrays)}")
+        if packed_bytes := [_count_bytes(entry) for entry in files if entry.is_packed]:
+            total = sum(packed_bytes) / 1e9
+            log(f"prepare: {len(packed_bytes)} files have chunked arrays: the stage shard unpacks {total:,.3f} GB")
 
-    def look(self) -> list[str]:
-        """And whether the first files have the arrays, asked of h5py, elsewhere."""
-        files = super().look()
-        first, *more = files[:MOST_LOOKED_AT]
+    def check_inputs(self) -> list[str]:
+        """Also check, in a child process, that the first files have the arrays that the model needs."""
+        files = super().check_inputs()
+        first, *others = files[:MAX_FILES_CHECKED]
         call_in_child_process(
             "data_prep.samples_folder",
             "check_sample_files",
             first,
             self.model.target,
             str(self.model.root.parent),
-            *more,
+            *others,
         )
         return files
 
-    def unit(self, number: int) -> SampleManifest | None:
-        """One file's entry with its hash, None where no task has made it, or the file is another one now."""
+    def load_unit(self, number: int) -> SampleManifest | None:
+        """Return the manifest of one file with its hash; None if it does not exist or the file has changed."""
         try:
-            made = self.load_matching(self.unit_path(number), SampleManifest, self.prepared.key)
-            seen, (entry,) = self.prepared.train[number], made.train
-            if seen.is_packed:
+            manifest = self.load_matching(self.unit_path(number), SampleManifest, self.prepared.key)
+            prepared = self.prepared.train[number]
+            (entry,) = manifest.train
+            if prepared.is_packed:
                 entry.check(self.path, hashes=False)
-                return made if entry.unpacked == _identity(seen) else None
+                return manifest if entry.unpacked == _hash_entry(prepared) else None
         except InputError:
             return None
-        return made if entry.model_copy(update={"sha256": ""}) == seen else None
+        return manifest if entry.model_copy(update={"sha256": ""}) == prepared else None
 
     def build_unit(self, unit: int) -> bool:
-        """Hash one file, or unpack it."""
-        if self.unit(unit) is not None:
+        """Hash one file, or unpack it. Return False if that is done already."""
+        if self.load_unit(unit) is not None:
             return False
         self.remove_leftovers(unit)
-        seen = self.prepared.train[unit]
+        prepared = self.prepared.train[unit]
         self.inputs[unit].check()
-        if seen.is_packed:
-            entry = _unpacked(seen, self.path, f"{SHARDS_DIR}/unit-{unit:05d}.h5")
+        if prepared.is_packed:
+            entry = _unpack_file(prepared, self.path, f"{SHARDS_DIR}/unit-{unit:05d}.h5")
         else:
-            entry = seen.model_copy(update={"sha256": sha256_file(seen.file)})
+            entry = prepared.model_copy(update={"sha256": sha256_file(prepared.file)})
         self.inputs[unit].check()
         write_manifest(self.unit_path(unit), SampleManifest(key=self.prepared.key, train=(entry,)))
         return True
 
     def combine_units(self, units: Sequence[SampleManifest], log: Log) -> None:
-        """Put all files into one manifest. Raises UserError where no sample is left to train on."""
+        """Write the manifest of all files. Raises UserError if no sample is left to train on."""
         samples = self.prepared.samples
         held_out = max(1, round(self.data.held_out * samples)) if self.data.held_out else 0
         if held_out >= samples:
             raise UserError(
                 "data.no_training_sample",
-                f"data.held_out {self.data.held_out} of {samples} samples leaves none to train on",
+                f"data.held_out {self.data.held_out} of {samples} samples leaves none to train on: reduce it",
             )
         files = tuple(entry for unit in units for entry in unit.train)
-        whole = SampleManifest(key=self.prepared.key, train=files, held_out_samples=held_out)
-        write_manifest(self.path / "manifest.json", whole)
+        manifest = SampleManifest(key=self.prepared.key, train=files, held_out_samples=held_out)
+        write_manifest(self.path / "manifest.json", manifest)
         log(f"shard: {samples - held_out:,} samples to train on, {held_out:,} held out")
 
 
-def check_sample_files(path: str, target: str, folder: str, *more: str) -> None:
-    """Raise UserError where a file does not have what the module `target` in `folder` takes."""
-    _look([Input(one, 0, 0, "hdf5") for one in (path, *more)], find_user_model(target, [Path(folder)]))
+def check_sample_files(path: str, target: str, folder: str, *others: str) -> None:
+    """Raise UserError if a file does not have the arrays that the model `target` in `folder` needs."""
+    _describe_files([Input(file, 0, 0, "hdf5") for file in (path, *others)], find_user_model(target, [Path(folder)]))
 
 
-def _look(sources: Sequence[Input], model: UserModel) -> tuple[SampleFile, ...]:
-    """What stands in the files. Raises UserError naming the file and dataset that will not do."""
-    files = tuple(_look_into(source, model) for source in sources)
+def _describe_files(sources: Sequence[Input], model: UserModel) -> tuple[SampleFile, ...]:
+    """Return the entries of all files. Raises UserError, naming file and dataset, if the model cannot use an array."""
+    files = tuple(_describe_file(source, model) for source in sources)
     for entry in files[1:]:
         for name, array in entry.arrays.items():
             first = files[0].arrays[name]
             if (array.dtype, array.shape[1:]) != (first.dtype, first.shape[1:]):
                 raise UserError(
                     "data.shape_mismatch",
-                    f"{entry.file}: {name} is {array.dtype} {array.shape}, in {files[0].file} it is {first.dtype} "
-                    f"{first.shape}: all files need the same type and, but for the number of samples, shape",
+                    f"{entry.file}: {name} is {array.dtype} {array.shape}, but in {files[0].file} it is {first.dtype} "
+                    f"{first.shape}: all files need the same type and, except for the number of samples, shape",
                 )
     return files
 
 
-def _look_into(source: Input, model: UserModel) -> SampleFile:
-    """What stands in one file. Raises UserError naming the dataset that will not do."""
+def _describe_file(source: Input, model: UserModel) -> SampleFile:
+    """Return the entry of one file. Raises UserError, naming the dataset, if the model cannot use an array."""
     path = source.path
-    found, there = describe_datasets(path, [*model.arrays])
+    datasets, top_level = describe_datasets(path, [*model.arrays])
     arrays: dict[str, ArrayEntry] = {}
     for name in model.arrays:
-        dataset = found.get(name)
+        dataset = datasets.get(name)
         if dataset is None or not dataset.shape or not dataset.shape[0]:
             raise UserError(
                 "data.no_array",
-                f"{path}: {model.target} wants samples in a dataset {name!r}; there are: {', '.join(there) or 'none'}",
+                f"{path}: {model.target} needs samples in a dataset {name!r}; the file has: "
+                f"{', '.join(top_level) or 'none'}",
             )
-        if dataset.dtype.name not in _TYPES or dataset.dtype.byteorder == ">":
+        if dataset.dtype.name not in _SUPPORTED_TYPES or dataset.dtype.byteorder == ">":
             raise UserError(
                 "data.wrong_type",
-                f"{path}: {name} is {dataset.dtype}; supported are, little-endian, {', '.join(_TYPES)}",
+                f"{path}: {name} is {dataset.dtype}; supported types are, little-endian: {', '.join(_SUPPORTED_TYPES)}",
             )
-        if not dataset.is_virtual and dataset.nbytes > max(_FEW, MAX_COMPRESSION_RATIO * dataset.stored):
+        max_bytes = max(_MIN_DAMAGED_BYTES, MAX_COMPRESSION_RATIO * dataset.stored)
+        if not dataset.is_virtual and dataset.nbytes > max_bytes:
             raise UserError(
                 "data.damaged_file",
-                f"{path}: {name} claims {dataset.nbytes:,} bytes, and {dataset.stored:,} are stored: it is damaged, "
-                "or nearly empty: write it anew",
+                f"{path}: {name} claims {dataset.nbytes:,} bytes, but only {dataset.stored:,} are stored: it is "
+                "damaged or nearly empty: write it again",
             )
         offset = NOT_MAPPABLE if dataset.offset is None else dataset.offset
         arrays[name] = ArrayEntry(offset=offset, dtype=dataset.dtype.name, shape=dataset.shape)
-    counts = {array.shape[0] for array in arrays.values()}
-    if len(counts) > 1:
+    sample_counts = {array.shape[0] for array in arrays.values()}
+    if len(sample_counts) > 1:
         sizes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
         raise UserError("data.shape_mismatch", f"{path}: the arrays have different numbers of samples: {sizes}")
     if model.has_lengths:
-        longest = min(((*arrays[name].shape, 0)[1] for name in model.padded), default=None)
-        if len(arrays[LENGTHS_ARRAY].shape) != 1 or found[LENGTHS_ARRAY].dtype.kind not in "iu":
+        is_integer = datasets[LENGTHS_ARRAY].dtype.kind in "iu"
+        if len(arrays[LENGTHS_ARRAY].shape) != 1 or not is_integer:
             raise UserError(
                 "data.wrong_type",
-                f"{path}: {LENGTHS_ARRAY} should hold one integer per sample, not {arrays[LENGTHS_ARRAY]}",
+                f"{path}: {LENGTHS_ARRAY} must have one integer per sample, not {arrays[LENGTHS_ARRAY]}",
             )
-        blocks = [(block.min(), block.max()) for block in read_rows(path, LENGTHS_ARRAY, _AT_ONCE // 8)]
-        least, most = min(least for least, _ in blocks), max(most for _, most in blocks)
-        if least < 1 or (longest is not None and most > longest):
-            raise UserError(
-                "data.out_of_range", f"{path}: {LENGTHS_ARRAY} go from {least} to {most}, not from 1 to {longest}"
-            )
-    return SampleFile(file=path, size=source.size, mtime_ns=source.mtime_ns, samples=counts.pop(), arrays=arrays)
+        _check_lengths(path, min(((*arrays[name].shape, 0)[1] for name in model.padded), default=None))
+    return SampleFile(file=path, size=source.size, mtime_ns=source.mtime_ns, samples=sample_counts.pop(), arrays=arrays)
 
 
-def _identity(entry: SampleFile) -> str:
+def _check_lengths(path: str, max_length: int | None) -> None:
+    """Raise UserError if the lengths of a file's samples are not from 1 to `max_length`, the shortest padded axis."""
+    blocks = [(block.min(), block.max()) for block in read_rows(path, LENGTHS_ARRAY, _BLOCK_BYTES // 8)]
+    shortest = min(low for low, _ in blocks)
+    longest = max(high for _, high in blocks)
+    if shortest < 1 or (max_length is not None and longest > max_length):
+        raise UserError(
+            "data.out_of_range",
+            f"{path}: {LENGTHS_ARRAY} must be from 1 to {max_length}, but are from {shortest} to {longest}",
+        )
+
+
+def _hash_entry(entry: SampleFile) -> str:
+    """Return the hash of a file's entry in `prepare.json`."""
     return sha256_json(entry.model_dump())
 
 
-def _bytes_of(entry: SampleFile) -> int:
+def _count_bytes(entry: SampleFile) -> int:
+    """Return the size of a file's arrays in memory in bytes."""
     import numpy as np
 
     return sum(math.prod(array.shape) * np.dtype(array.dtype).itemsize for array in entry.arrays.values())
 
 
-def _unpacked(entry: SampleFile, data_dir: Path, name: str) -> SampleFile:
-    """Write the arrays of a file contiguously to `name`; what that is.
+def _unpack_file(entry: SampleFile, data_dir: Path, name: str) -> SampleFile:
+    """Write the arrays of a file contiguously to the file `name` in the data folder, and return its entry.
 
-    Memory: one chunk of the file, or `_AT_ONCE`. Raises UserError for a file that cannot be read (a filter that is not
-    installed), OSError where the file system refuses.
+    Needs memory for one chunk of the file, or `_BLOCK_BYTES`. Raises UserError if the file cannot be read, for example
+    because an HDF5 filter is not installed, and OSError if writing fails.
     """
     import h5py
 
     from data_prep.shard_writer import DeferredErrorFile
 
-    path, arrays = data_dir / name, {}
+    path = data_dir / name
+    arrays = {}
     with replace_atomically(path) as temporary, DeferredErrorFile(temporary, "w+") as disk:
         with h5py.File(disk, "w", libver=("earliest", "v108")) as file:
-            found, _ = describe_datasets(entry.file, [*entry.arrays])
+            datasets, _ = describe_datasets(entry.file, [*entry.arrays])
             for key, array in entry.arrays.items():
-                made = file.create_dataset(key, array.shape, array.dtype, track_times=False)
-                rows, row_bytes = (found[key].chunks or (1,))[0], max(1, found[key].nbytes // array.shape[0])
-                rows *= max(1, _AT_ONCE // (rows * row_bytes))
+                output = file.create_dataset(key, array.shape, array.dtype, track_times=False)
+                rows = (datasets[key].chunks or (1,))[0]
+                row_bytes = max(1, datasets[key].nbytes // array.shape[0])
+                rows *= max(1, _BLOCK_BYTES // (rows * row_bytes))
                 start = 0
                 for block in read_rows(entry.file, key, rows):
-                    made[start : start + len(block)] = block
+                    output[start : start + len(block)] = block
                     start += len(block)
-                arrays[key] = array.model_copy(update={"offset": made.id.get_offset()})
+                arrays[key] = array.model_copy(update={"offset": output.id.get_offset()})
         if disk.error is not None:
             raise disk.error
         os.fsync(disk.fileno())
-    told = FileEntry.from_path(path).model_dump() | {"mtime_ns": entry.mtime_ns, "samples": entry.samples}
-    return SampleFile(file=name, arrays=arrays, unpacked=_identity(entry), **told)
+    fields = FileEntry.from_path(path).model_dump() | {"mtime_ns": entry.mtime_ns, "samples": entry.samples}
+    return SampleFile(file=name, arrays=arrays, unpacked=_hash_entry(entry), **fields)

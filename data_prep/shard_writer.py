@@ -1,22 +1,20 @@
-"""One HDF5 shard: a file of tokens that any HDF5 tool reads and that a loader maps like raw memory.
+"""Write HDF5 shards: files of tokens that any HDF5 tool reads, and that a loader maps like raw memory.
 
     tokens      uint16 or uint32, little-endian, shape (tokens,), contiguous: neither chunked nor compressed
-    mask        uint8, the same shape, of prompts and dialogues alone: whether a token is learned (bit 1), whether it
+    mask        uint8, same shape, only for prompts and dialogues: whether a token is learned (bit 1) and whether it
                 begins a document (bit 2)
-    documents   int64, shape (documents + 1,): where each document starts in `tokens`; the last is the number of
-                tokens
+    documents   int64, shape (documents + 1,): where each document starts in `tokens`; the last is the number of tokens
     attributes  format_version, tokenizer_sha256, source
 
-A document ends with the end-of-text token. One that does not fit runs on in the unit's next file: it counts,
-and has its offset, in the file where it *starts*, and the next file opens with the rest of it. So a file whose
-`documents[0]` is not 0 opens with the rest of an earlier document, and a file that lies within one document
-has `documents` = [tokens].
+A document ends with the end-of-text token. If it does not fit into a file, it continues in the unit's next file, but
+counts only in the file where it starts. So the first tokens of a file may belong to an earlier document, and a file
+within one long document has `documents` = [tokens].
 
-Prompts and dialogues are laid into windows of `data.sequence_length` tokens whole, so that no answer is parted from
-what it answers: where one does not fit into the rest of a window, end-of-text tokens that nobody learns fill it up (so
-they do a file's last window, and one more is its last target). Only what is longer than a window goes on in the next.
+Prompts and dialogues are not split across windows of `data.sequence_length` tokens, so that an answer stays with its
+question. Before one that does not fit, the window is padded with end-of-text tokens that are not learned. So is the
+last window of a file, plus one token as its last target. Only a record longer than a window is split.
 
-Same tokens, same bytes: HDF5 is told to keep no times and to write one fixed version of its format.
+Equal tokens give equal bytes: HDF5 writes no times, and one fixed version of its format.
 """
 
 from __future__ import annotations
@@ -31,18 +29,28 @@ from typing import IO, Any
 
 import h5py
 import numpy as np
+import numpy.typing as npt
 
 from pipeline.base.files import replace_atomically
 from pipeline.data.manifest import SHARDS_DIR, FileEntry, ShardEntry
 
-_BLOCK = 1 << 21  # tokens
+_BLOCK_TOKENS = 1 << 21
 
 
 class ShardWriter:
     """Writes a stream of documents to `shards/PREFIX-00.h5`, `-01.h5`, … of at most `limit` tokens each.
 
-    HDF5 wants to know the length of what it writes in one piece, so tokens wait in a file without a name, not in
-    memory. Each file appears under its name whole, or not at all.
+    HDF5 needs to know the length of a contiguous dataset in advance, so tokens are collected in an unnamed temporary
+    file, not in memory. Each shard appears under its name complete or not at all.
+
+    Args:
+        data_dir: the data folder.
+        prefix: the beginning of the file names.
+        limit: maximum number of tokens per file.
+        dtype: element type of the tokens.
+        attributes: attributes of each file.
+        window: window size in tokens for documents with a mask; None for documents without.
+        eos_id: the end-of-text token, with which windows are padded.
     """
 
     def __init__(
@@ -55,89 +63,107 @@ class ShardWriter:
         window: int | None = None,
         eos_id: int = 0,
     ) -> None:
-        """`window`: of so many tokens, for documents with a mask, filled up with `eos_id`."""
-        self._data_dir, self._prefix, self._dtype, self._attributes = data_dir, prefix, dtype, attributes
-        self._window, self._eos_id = window, eos_id
+        self._data_dir = data_dir
+        self._prefix = prefix
+        self._dtype = dtype
+        self._attributes = attributes
+        self._window = window
+        self._eos_id = eos_id
         self._limit = limit if window is None else (limit - 1) // window * window
-        kinds = {"tokens": np.dtype(dtype).newbyteorder("<")} | ({} if window is None else {"mask": np.dtype(np.uint8)})
-        self._waiting = {
-            name: (tempfile.TemporaryFile(dir=data_dir / SHARDS_DIR, buffering=1 << 20), kind)  # noqa: SIM115
-            for name, kind in kinds.items()
+        types = {"tokens": np.dtype(dtype).newbyteorder("<")}
+        if window is not None:
+            types["mask"] = np.dtype(np.uint8)
+        self._buffers = {
+            name: (tempfile.TemporaryFile(dir=data_dir / SHARDS_DIR, buffering=1 << 20), element_type)  # noqa: SIM115
+            for name, element_type in types.items()
         }
-        self._filled = 0
-        self._starts = array("q")
-        self._bytes = 0
+        self._token_count = 0
+        self._document_starts = array("q")
+        self._text_bytes = 0
         self._entries: list[ShardEntry] = []
 
-    def add(self, tokens: np.ndarray, text_bytes: int, mask: np.ndarray | None = None) -> None:
-        """Append a document: its tokens, shape (n,), with the end-of-text token, its text's UTF-8 bytes, its mask."""
-        if self._window is not None and len(tokens) > (room := -self._filled % self._window):
-            self._fill(room)
-            if self._filled == self._limit:
-                self._write()
-        self._starts.append(self._filled)
-        self._bytes += text_bytes
+    def add(self, tokens: npt.NDArray[Any], text_bytes: int, mask: npt.NDArray[np.uint8] | None = None) -> None:
+        """Append a document.
+
+        Args:
+            tokens: its tokens with the end-of-text token, shape (n,).
+            text_bytes: size of its text in UTF-8.
+            mask: its mask, shape (n,), if the writer has windows.
+        """
+        if self._window is not None:
+            remaining = -self._token_count % self._window
+            if len(tokens) > remaining:
+                self._append_padding(remaining)
+                if self._token_count == self._limit:
+                    self._write_file()
+        self._document_starts.append(self._token_count)
+        self._text_bytes += text_bytes
         while len(tokens):
-            part = tokens[: self._limit - self._filled]
-            self._append(part, mask)
+            part = tokens[: self._limit - self._token_count]
+            self._append_tokens(part, mask)
             mask = None if mask is None else mask[len(part) :]
             tokens = tokens[len(part) :]
-            if self._filled == self._limit:
-                self._write()
+            if self._token_count == self._limit:
+                self._write_file()
 
-    def _append(self, tokens: np.ndarray, mask: np.ndarray | None) -> None:
-        for name, found in (("tokens", tokens), ("mask", mask)):
-            if name in self._waiting and found is not None:
-                file, kind = self._waiting[name]
-                file.write(found[: len(tokens)].astype(kind, copy=False).data)
-        self._filled += len(tokens)
+    def _append_tokens(self, tokens: npt.NDArray[Any], mask: npt.NDArray[np.uint8] | None) -> None:
+        """Append tokens, and the first values of the mask, to the temporary files."""
+        for name, values in (("tokens", tokens), ("mask", mask)):
+            if name in self._buffers and values is not None:
+                file, dtype = self._buffers[name]
+                file.write(values[: len(tokens)].astype(dtype, copy=False).data)
+        self._token_count += len(tokens)
 
-    def _fill(self, count: int) -> None:
-        self._append(np.full(count, self._eos_id), np.zeros(count, np.uint8))
+    def _append_padding(self, count: int) -> None:
+        """Append end-of-text tokens that are not learned."""
+        self._append_tokens(np.full(count, self._eos_id), np.zeros(count, np.uint8))
 
     def close(self) -> tuple[ShardEntry, ...]:
-        """Write what is left (no file where nothing is); the entries of all files."""
-        if self._filled:
-            self._write()
-        for file, _ in self._waiting.values():
+        """Write the remaining tokens, if any, and return the entries of all files."""
+        if self._token_count:
+            self._write_file()
+        for file, _ in self._buffers.values():
             file.close()
         return tuple(self._entries)
 
-    def _write(self) -> None:
+    def _write_file(self) -> None:
+        """Write the collected tokens to the next file, and start a new one."""
         name = f"{SHARDS_DIR}/{self._prefix}-{len(self._entries):02d}.h5"
         if self._window is not None:
-            self._fill(-self._filled % self._window + 1)
-        documents = np.array([*self._starts, self._filled], dtype="<i8")
+            self._append_padding(-self._token_count % self._window + 1)
+        documents = np.array([*self._document_starts, self._token_count], dtype="<i8")
         path = self._data_dir / name
-        offset, *mask_offset = write_shard(path, self._waiting, self._filled, documents, self._attributes)
+        offset, *mask_offset = write_shard(path, self._buffers, self._token_count, documents, self._attributes)
         entry = ShardEntry(
             **FileEntry.from_path(path).model_dump(),
             file=name,
-            tokens=self._filled,
-            documents=len(self._starts),
-            bytes=self._bytes,
+            tokens=self._token_count,
+            documents=len(self._document_starts),
+            bytes=self._text_bytes,
             offset=offset,
             dtype=self._dtype,
             mask_offset=mask_offset[0] if mask_offset else None,
         )
         self._entries.append(entry)
-        for file, _ in self._waiting.values():
+        for file, _ in self._buffers.values():
             file.truncate(file.seek(0))
-        self._filled, self._starts, self._bytes = 0, array("q"), 0
+        self._token_count = 0
+        self._document_starts = array("q")
+        self._text_bytes = 0
 
 
 class DeferredErrorFile(io.FileIO):
-    """A file that swallows the writes after one that failed, and keeps that first error.
+    """A file that keeps its first write error in `error`, and ignores all later writes.
 
-    HDF5 writes late, also while it closes a file. An error there is none of h5py's OSErrors, and the file stays
-    open inside the library, which tries again at the end of the process. So HDF5 is left to finish, and
-    :func:`write_shard` raises the error.
+    HDF5 writes late, also while it closes a file. h5py does not report an error there as OSError, and the file stays
+    open inside the library, which tries to write again when the process ends. Therefore HDF5 is allowed to finish, and
+    the caller raises `error` afterwards.
     """
 
     error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Write all of `data` (one system call takes 2 GiB at most)."""
+        """Write all of `data`. (One system call writes at most 2 GiB.)"""
         view = memoryview(data).cast("B")
         done = 0
         try:
@@ -158,24 +184,32 @@ class DeferredErrorFile(io.FileIO):
 
 def write_shard(
     path: Path,
-    waiting: Mapping[str, tuple[IO[bytes], np.dtype]],
+    buffers: Mapping[str, tuple[IO[bytes], np.dtype[Any]]],
     count: int,
-    documents: np.ndarray,
+    documents: npt.NDArray[np.int64],
     attributes: Mapping[str, str | int],
 ) -> list[int]:
-    """Write one shard under a temporary name, fsync, rename; the byte offsets of `tokens` and `mask` in the file.
+    """Write one shard under a temporary name, sync it and rename it.
 
-    waiting: by dataset, a file of `count` > 0 items of a type. documents: int64, shape (m + 1,). Raises OSError where
-    the file system refuses, and leaves nothing then.
+    Args:
+        path: the file.
+        buffers: for each dataset a file with its content and the element type.
+        count: number of elements of each dataset, greater than 0.
+        documents: where each document starts, shape (documents + 1,).
+        attributes: attributes of the file.
+
+    Returns: the byte offsets of the datasets in the file.
+
+    Raises OSError if writing fails, and then leaves no file.
     """
     with replace_atomically(path) as temporary, DeferredErrorFile(temporary, "w+") as disk:
         with h5py.File(disk, "w", libver=("earliest", "v108")) as file:
             datasets = []
-            for name, (source, kind) in waiting.items():
-                dataset = file.create_dataset(name, (count,), kind, track_times=False)
+            for name, (source, dtype) in buffers.items():
+                dataset = file.create_dataset(name, (count,), dtype, track_times=False)
                 source.seek(0)
-                for start in range(0, count, _BLOCK):
-                    block = np.frombuffer(source.read(min(_BLOCK, count - start) * kind.itemsize), kind)
+                for start in range(0, count, _BLOCK_TOKENS):
+                    block = np.frombuffer(source.read(min(_BLOCK_TOKENS, count - start) * dtype.itemsize), dtype)
                     dataset[start : start + len(block)] = block
                 datasets.append(dataset)
             file.create_dataset("documents", data=documents, track_times=False)

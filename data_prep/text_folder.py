@@ -21,7 +21,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from data_prep.data_folder import AGAIN, DataFolder, Log
+from data_prep.data_folder import RUN_PREPARE_AGAIN, DataFolder, Log
 from data_prep.documents import (
     FILTER_FILE,
     FILTERED,
@@ -106,7 +106,7 @@ folders made by older versions stay valid."""
 class TextFolder(DataFolder[TextPrepared, UnitManifest]):
     """The data folder of a run on text."""
 
-    words = "tokenizer and work units"
+    prepared_label = "tokenizer and work units"
     prepared_kind = TextPrepared
     manifest_kind = Manifest
 
@@ -122,7 +122,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         older_values["add_special_tokens"] = False
         excluded |= {key for key, value in older_values.items() if getattr(self.data, key) == value}
         config = {**self.data.model_dump(mode="json", exclude=excluded), "source": self.data.sources}
-        return sha256_json({"format": FORMAT_VERSION, "config": config, "code": self.code})
+        return sha256_json({"format": FORMAT_VERSION, "config": config, "code": self.code_hash})
 
     @property
     def manifest_key(self) -> str:
@@ -144,7 +144,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         }
         for name, entry in entries.items():
             if entry is not None and (problem := entry.find_problem(self.path / name)):
-                raise InputError("data.damaged_file", f"{problem}: {AGAIN}")
+                raise InputError("data.damaged_file", f"{problem}: {RUN_PREPARE_AGAIN}")
         return read_plan(self.path / "units.json")
 
     @property
@@ -153,12 +153,12 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         return self.plan.inputs
 
     @property
-    def count(self) -> int:
+    def unit_count(self) -> int:
         """Number of work units; each is about one shard."""
         return len(self.plan.units)
 
     @property
-    def total(self) -> int:
+    def quick_unit_count(self) -> int:
         """Number of work units, without reading `units.json`."""
         return self.prepared.unit_count
 
@@ -187,7 +187,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         """`data.chat_template` as text; empty if the tokenizer's own template is used."""
         return str(self.data.chat_template or "")
 
-    def look(self) -> list[str]:
+    def check_inputs(self) -> list[str]:
         """Also check that the filter exists and, in a child process, that the tokenizer file can be used."""
         if self.data.filter:
             find_filter_file(self.data.filter)
@@ -197,12 +197,11 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
             call_in_child_process("data_prep.tokenizer", "check_tokenizer", *tokenizer, add_special_tokens)
             if self.data.records == "messages":
                 call_in_child_process("data_prep.records", "build_chat_json", *tokenizer, self._chat_template)
-        return super().look()
+        return super().check_inputs()
 
-    @property
-    def fixed(self) -> str:
+    def describe_prepared(self) -> str:
         """A summary of the inputs."""
-        return self.prepared.told or super().fixed
+        return self.prepared.told or super().describe_prepared()
 
     def has_same_inputs(self) -> bool:
         """Also compare tokenizer file, filter and chat template with those that `prepare` used."""
@@ -263,7 +262,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         optional += [prepared.units.sha256] if self.data.deduplicate else []
         return sha256_json([prepared.key, prepared.tokenizer.sha256, *optional, *ranges])
 
-    def unit(self, number: int, hashes: bool = False) -> UnitManifest | None:
+    def load_unit(self, number: int, hashes: bool = False) -> UnitManifest | None:
         """Return the manifest of a unit if its shards have the right sizes (with `hashes`: contents), else None."""
         try:
             manifest = self.load_matching(self.unit_path(number), UnitManifest, self._unit_key(number))
@@ -275,7 +274,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
 
     def build_unit(self, unit: int) -> bool:
         """Write the shards of one unit and, last, its manifest. Return False if they exist already."""
-        if self.unit(unit, hashes=True) is not None:
+        if self.load_unit(unit, hashes=True) is not None:
             return False
         ranges = self.plan.units[unit]
         self.remove_leftovers(unit)
@@ -389,7 +388,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
             return None
         from data_prep.duplicates import Duplicates
 
-        keys = [self._unit_key(number) for number in range(self.count)]
+        keys = [self._unit_key(number) for number in range(self.unit_count)]
         return Duplicates(self.path / SHARDS_DIR, keys, self._iterate_texts, *self.task_of_tasks)
 
     def _iterate_texts(self, unit: int) -> Iterator[bytes]:
@@ -476,7 +475,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         self.check_usable(train)
         write_manifest(self.path / "manifest.json", manifest)
         listed = {self.path / entry.file for entry in (*train, *held_out)}
-        listed |= {self.unit_path(number) for number in range(self.count)}
+        listed |= {self.unit_path(number) for number in range(self.unit_count)}
         folder = self.path / SHARDS_DIR
         unfinished = (path for ending in ("hashes", "twice") for path in folder.glob(f".unit-*.{ending}.*.tmp"))
         for path in {*folder.glob("unit-*"), *unfinished} - listed:

@@ -59,12 +59,12 @@ def group_into_units(ranges: Sequence[InputRange], max_tokens: int) -> tuple[tup
 class TokensFolder(TextFolder):
     """The data folder of a run on tokens."""
 
-    words = "files of tokens"
+    prepared_label = "files of tokens"
     endings = TOKEN_ENDINGS
 
-    def look(self) -> list[str]:
+    def check_inputs(self) -> list[str]:
         """Also check, in a child process with h5py and numpy, that the first files can be mapped."""
-        files = super().look()
+        files = super().check_inputs()
         call_in_child_process("data_prep.token_files", "check_mappable", *files[:MAX_FILES_CHECKED_EARLY])
         return files
 
@@ -144,7 +144,7 @@ class TokensFolder(TextFolder):
         """Check the ranges of one unit and write its manifest. Also raises UserError for ids outside the vocabulary."""
         from data_prep.token_files import require_mappable
 
-        if self.unit(unit) is not None:
+        if self.load_unit(unit) is not None:
             return False
         self.remove_leftovers(unit)
         ranges = self.plan.units[unit]

@@ -108,7 +108,7 @@ def same_in_any_split(make: Callable[[Path], DataFolder[Any, Any]], folder: Path
     """Tasks in any order, some twice, one before another has begun, write what one task writes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("data_prep.work_units.MIN_UNIT_BYTES", 256)
-        patch.setattr("data_prep.samples_folder._AT_ONCE", 3000)
+        patch.setattr("data_prep.samples_folder._BLOCK_BYTES", 3000)
         patch.setattr(os, "fsync", lambda fd: None)  # slow, and no matter here
         dealt = [*range(tasks), draw.randrange(tasks)]
         draw.shuffle(dealt)

@@ -119,7 +119,7 @@ def test_a_crash_of_the_hdf5_reader_names_the_file_of_samples(tmp_path: Path, mo
         file.create_dataset("images", data=np.zeros((40, 1, 16, 16), np.uint8), chunks=(10, 1, 16, 16))
         file["labels"] = np.zeros(40, np.int32)
     monkeypatch.setattr(hdf5_reader, "_READER", reader := WorkerPool("tests.support.failing_hdf5", 1))
-    monkeypatch.setattr("data_prep.samples_folder._AT_ONCE", 2560)
+    monkeypatch.setattr("data_prep.samples_folder._BLOCK_BYTES", 2560)
     monkeypatch.setenv("FAIL_BY", "crash")
     with raises_error("data.damaged_file", path, "images"):
         new_run(tmp_path, "run", text=VIT)

@@ -194,9 +194,9 @@ def test_a_missing_filter_is_found_before_a_run(tmp_path: Path) -> None:
     with_path = load_config(path, [f"data.filter={tmp_path}/quality.py:keep"]).data
     assert data.filter is not None and data.filter.endswith("/quality:keep"), "the config's folder is searched"
     with raises_error("data.no_filter", "data.filter", "quality.py"):
-        TextFolder(with_path, tmp_path / "data").look()
+        TextFolder(with_path, tmp_path / "data").check_inputs()
     (tmp_path / "quality.py").write_text(FILTER)
-    TextFolder(with_path, tmp_path / "data").look()
+    TextFolder(with_path, tmp_path / "data").check_inputs()
 
 
 @pytest.mark.parametrize("ending", ["hashes", "twice"])

@@ -15,7 +15,7 @@ import pytest
 import typer
 
 from cli.submit import start_run
-from data_prep.data_folder import PACKAGE, PROGRESS, SHARED, code_sha256
+from data_prep.data_folder import PACKAGE, PROGRESS_FILE, SHARED_MODULES, hash_code
 from data_prep.text_folder import TextFolder
 from pipeline.base.dist_env import RankInfo, read_rank_info
 from pipeline.base.errors import ExitCode, InputError, UserError
@@ -74,9 +74,9 @@ def test_missing_and_progress_follow_the_stages(tmp_path: Path, data: DataConfig
         load_manifest(folder)
     assert "manifest.json is missing" in str(shard_missing(data, folder))
     total = progress(data, folder)[1]
-    assert TextFolder(data, folder).progress() == (0, total, None)
+    assert TextFolder(data, folder).measure_progress() == (0, total, None)
     shard(data, folder, 0, 2, quiet)
-    left_s = TextFolder(data, folder).progress()[2]
+    left_s = TextFolder(data, folder).measure_progress()[2]
     assert left_s is not None and 0 < left_s < 60
     assert progress(data, folder) == ((total + 1) // 2, total)
     shard(data, folder, 1, 2, quiet)
@@ -106,17 +106,19 @@ def test_while_tasks_work_one_file_tells_how_far_they_are(
         return real(path, *more, **how)
 
     monkeypatch.setattr(os, "open", noted)
-    done, total, _ = TextFolder(data, folder).progress()
+    done, total, _ = TextFolder(data, folder).measure_progress()
     assert (done, total) == ((total + 1) // 2, total) and not TextFolder(data, folder).finalize(quiet)
     first = f"unit-{1:05d}.json"  # the first that no line names, and it is not there
     assert first in {Path(path).name for path in read} and not (folder / "shards" / first).exists()
     assert {Path(path).name for path in read} <= {"prepare.json", "progress.jsonl", *PREPARED, first} | {
         path.name
-        for path in (*PACKAGE.rglob("*.py"), *map(Path, SHARED))  # the hash of the code is part of the key
+        for path in (*PACKAGE.rglob("*.py"), *map(Path, SHARED_MODULES))  # the hash of the code is part of the key
     }
-    assert TextFolder(data.model_copy(update={"shard_tokens": 4096}), folder).progress() == (0, 0, None)
+    assert TextFolder(data.model_copy(update={"shard_tokens": 4096}), folder).measure_progress() == (0, 0, None)
     monkeypatch.undo()
-    (folder / PROGRESS).write_text('{"key": "of another config", "unit": 1}\n' + (folder / PROGRESS).read_text())
+    (folder / PROGRESS_FILE).write_text(
+        '{"key": "of another config", "unit": 1}\n' + (folder / PROGRESS_FILE).read_text()
+    )
     assert progress(data, folder)[0] == done
 
 
@@ -126,8 +128,8 @@ def test_units_without_their_line_of_progress_are_asked(tmp_path: Path, data: Da
     prepare(data, folder, quiet)
     shard(data, folder, 0, 2, quiet)
     shard(data, folder, 1, 2, quiet)
-    _, *others = (folder / PROGRESS).read_text().splitlines(keepends=True)
-    (folder / PROGRESS).write_text("".join(others))
+    _, *others = (folder / PROGRESS_FILE).read_text().splitlines(keepends=True)
+    (folder / PROGRESS_FILE).write_text("".join(others))
     assert progress(data, folder)[0] == len(others)
     assert finalize(data, folder, quiet).documents == 80
 
@@ -136,12 +138,12 @@ def test_a_repeated_task_adds_a_line_only_where_there_is_none(tmp_path: Path, da
     folder = tmp_path / "data"
     prepare(data, folder, quiet)
     shard(data, folder, 0, 2, quiet)
-    told = (folder / PROGRESS).read_text()
+    told = (folder / PROGRESS_FILE).read_text()
     shard(data, folder, 0, 2, quiet)
-    assert (folder / PROGRESS).read_text() == told
-    (folder / PROGRESS).write_text("")
+    assert (folder / PROGRESS_FILE).read_text() == told
+    (folder / PROGRESS_FILE).write_text("")
     shard(data, folder, 0, 2, quiet)
-    assert len((folder / PROGRESS).read_text().splitlines()) == len(told.splitlines())
+    assert len((folder / PROGRESS_FILE).read_text().splitlines()) == len(told.splitlines())
 
 
 @pytest.mark.parametrize("records", ["text", "prompts"])
@@ -153,7 +155,7 @@ def test_the_key_of_a_folder_made_before_there_were_filters_still_fits(tmp_path:
     left |= {"sequence_length", "records"} if records == "text" else set()
     then = {**data.model_dump(mode="json", exclude=left), "source": data.sources}
     folder = TextFolder(data, tmp_path / "data")
-    assert folder.key == sha256_json({"format": FORMAT_VERSION, "config": then, "code": folder.code})
+    assert folder.key == sha256_json({"format": FORMAT_VERSION, "config": then, "code": folder.code_hash})
     others: list[dict[str, Any]] = [{"deduplicate": True}, {"filter": "quality:keep"}, {"add_special_tokens": "auto"}]
     for more in (*others, {"chat_template": Path("qwen3")}, {"long_dialogues": "drop"}, {"format": "jsonl"}):
         assert TextFolder(data.model_copy(update=more), tmp_path / "data").key != folder.key
@@ -322,21 +324,21 @@ def test_key_covers_what_changes_the_bytes(change: dict[str, Any], same: bool) -
 
 
 def test_other_code_makes_everything_missing(done: Path, data: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data_prep.data_folder.code_sha256", lambda package: "0" * 64)
+    monkeypatch.setattr("data_prep.data_folder.hash_code", lambda package: "0" * 64)
     assert "tokenizer or code" in str(prepare_missing(data, done))
     assert "tokenizer or code" in str(shard_missing(data, done))
 
 
 def test_code_hash_covers_names_and_contents(tmp_path: Path) -> None:
-    original, copy = code_sha256(PACKAGE), tmp_path / "data_prep"
+    original, copy = hash_code(PACKAGE), tmp_path / "data_prep"
     shutil.copytree(PACKAGE, copy)
-    assert code_sha256(copy) == original
+    assert hash_code(copy) == original
     with open(copy / "work_units.py", "a") as file:
         file.write("# another rule\n")
-    assert code_sha256(copy) != original
+    assert hash_code(copy) != original
     shutil.copy(PACKAGE / "work_units.py", copy / "work_units.py")
     (copy / "duplicates.py").rename(copy / "other.py")
-    assert code_sha256(copy) != original
+    assert hash_code(copy) != original
 
 
 def test_modules_of_pipeline_that_shape_shards_are_part_of_the_key(tmp_path: Path, data: DataConfig) -> None:
@@ -345,14 +347,14 @@ def test_modules_of_pipeline_that_shape_shards_are_part_of_the_key(tmp_path: Pat
     def key() -> str:
         return TextFolder(data, tmp_path, tmp_path / "data_prep").key
 
-    assert "pipeline/data/chat_template_worker.py" in SHARED, "it renders dialogues"
+    assert "pipeline/data/chat_template_worker.py" in SHARED_MODULES, "it renders dialogues"
     keys = [key()]
-    for name in SHARED:
+    for name in SHARED_MODULES:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(PACKAGE.parent / name, tmp_path / name)
         keys.append(key())
     assert keys[-1] == TextFolder(data, tmp_path).key
-    for name in SHARED:
+    for name in SHARED_MODULES:
         (tmp_path / name).write_text((tmp_path / name).read_text() + "# another rule\n")
         keys.append(key())
     assert len(set(keys)) == len(keys)

@@ -132,8 +132,8 @@ class Shard:
     def done(self, path: Path) -> Done:
         """Those of the units that are whole by their hashes."""
         whole, found = self.folder(path), Done()
-        for unit in range(whole.count):
-            made = whole.unit(unit)
+        for unit in range(whole.unit_count):
+            made = whole.load_unit(unit)
             entries = [*made.train, *made.held_out] if made else []
             if made and not any(entry.find_problem(path / entry.file) for entry in entries):
                 own = [path / entry.file for entry in entries if not entry.is_user_file]

@@ -88,7 +88,7 @@ def make(data: DataConfig, data_dir: Path, unit: int) -> bool:
 
 def progress(data: DataConfig, data_dir: Path) -> tuple[int, int]:
     """Units that are done, and units in all."""
-    return TextFolder(data, data_dir).progress()[:2]
+    return TextFolder(data, data_dir).measure_progress()[:2]
 
 
 def all_bytes(data_dir: Path) -> dict[str, bytes]:
@@ -295,7 +295,7 @@ def test_a_changed_input_costs_its_own_units_and_leaves_no_trace(
     new = work_units.read_plan(folder / "data/units.json")
     read = [[[(plan.inputs[i], *piece) for i, *piece in unit] for unit in plan.units] for plan in (old, new)]
     kept = [unit for unit, (was, now_read) in enumerate(zip(*read, strict=False)) if was == now_read]
-    assert [unit for unit, line in enumerate(lines) if "was there already" in line] == kept
+    assert [unit for unit, line in enumerate(lines) if "exists already" in line] == kept
 
 
 def test_input_that_changes_while_it_is_read_fails_the_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

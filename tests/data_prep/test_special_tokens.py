@@ -67,7 +67,7 @@ def test_true_needs_a_tokenizer_that_adds_some(tmp_path: Path) -> None:
         load_encoder(file, END, True)
     data = config(write_records(tmp_path / "a.jsonl", [{"text": "a"}]), file, add_special_tokens=True)
     with pytest.raises(UserError, match=r"data\.add_special_tokens: .*qwen/tokenizer\.json"):
-        TextFolder(data, tmp_path).look()
+        TextFolder(data, tmp_path).check_inputs()
     content = json.loads(saved(tmp_path / "beyond", "mistral").read_text())
     content["post_processor"]["special_tokens"]["<s>"]["ids"] = [999]
     write_json(tmp_path / "beyond/tokenizer.json", content)

@@ -749,7 +749,7 @@ def test_the_start_of_held_out_tokens_is_searched_once_for_all_ranges(
     monkeypatch.setattr(TokensFolder, "_find_held_out_start", count_searches)
     folder = TokensFolder(data, tmp_path / "data")
     folder.shard(0, 1, print)
-    assert folder.finalize(print) and folder.count > 4 and len(searched) == 1
+    assert folder.finalize(print) and folder.unit_count > 4 and len(searched) == 1
     assert len(load_manifest(tmp_path / "data").held_out) == 2
 
 
@@ -773,7 +773,7 @@ def test_a_task_reads_its_part_of_an_index_and_detects_a_change(
     folder = TokensFolder(data, tmp_path / "data")
     (tmp_path / "data/shards").mkdir()
     index = next(path for path in tmp_path.iterdir() if path.suffix in (".idx", ".index"))
-    units = folder.count
+    units = folder.unit_count
     assert units > 40 and folder.build_unit(units // 2)
     assert sum(bytes_read) < index.stat().st_size / 8, "little more than the unit's part of the index should be read"
     entry = json.loads(folder.unit_path(units // 2).read_bytes())["train"][0]
@@ -785,10 +785,10 @@ def test_a_task_reads_its_part_of_an_index_and_detects_a_change(
     assert str(index) in str(folder.find_prepare_problem())
     with raises_error("data.input_changed", index, kind=InputError):
         folder.build_unit(0)
-    assert folder.unit(units // 2) is not None
+    assert folder.load_unit(units // 2) is not None
     TokensFolder(data, tmp_path / "data").prepare(print)
     again = TokensFolder(data, tmp_path / "data")
-    assert again.unit(units // 2) is None, "the changed index may have other documents"
+    assert again.load_unit(units // 2) is None, "the changed index may have other documents"
     again.shard(0, 1, lambda _: None)
     assert again.finalize(print) and load_manifest(tmp_path / "data").documents == len(documents)
 
@@ -981,7 +981,7 @@ def test_many_small_files_share_units_and_give_the_same_manifest(
     data = make_config(str(folder), tokenizer, shard_tokens=1024)
     run_stages(data, tmp_path / "single")
     single = TokensFolder(data, tmp_path / "single")
-    assert all(len(ranges) == 1 for ranges in single.plan.units) and single.count > 80
+    assert all(len(ranges) == 1 for ranges in single.plan.units) and single.unit_count > 80
     monkeypatch.setattr("data_prep.tokens_folder.MANY_UNITS", 10)
     for tasks in (1, 3):
         made = TokensFolder(data, tmp_path / str(tasks))
@@ -991,7 +991,7 @@ def test_many_small_files_share_units_and_give_the_same_manifest(
         assert TokensFolder(data, tmp_path / str(tasks)).finalize(lambda _: None)
     shared = TokensFolder(data, tmp_path / "3")
     sizes = [sum(one.end - one.start for one in ranges) for ranges in shared.plan.units]
-    assert len(sizes) < single.count / 3 and max(sizes) <= 1024
+    assert len(sizes) < single.unit_count / 3 and max(sizes) <= 1024
     assert [one for ranges in shared.plan.units for one in ranges] == [one for (one,) in single.plan.units]
     one, several, three = (load_manifest(tmp_path / name) for name in ("single", "1", "3"))
     assert (one.train, one.held_out, one.documents) == (three.train, three.held_out, three.documents)

@@ -27,7 +27,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data_prep.samples_folder._AT_ONCE", 3000)  # a dozen pictures
+    monkeypatch.setattr("data_prep.samples_folder._BLOCK_BYTES", 3000)  # a dozen pictures
 
 
 def write(path: Path, **options: Any) -> None:

@@ -50,7 +50,7 @@ def test_a_run_without_the_key_means_what_it_meant(tmp_path: Path) -> None:
     then = data.model_dump(mode="json", include=keys)
     folder = TextFolder(old.config.data, old.data_dir)
     assert folder.key == sha256_json(
-        {"format": FORMAT_VERSION, "config": {**then, "source": data.sources}, "code": folder.code}
+        {"format": FORMAT_VERSION, "config": {**then, "source": data.sources}, "code": folder.code_hash}
     )
     assert folder.find_prepare_problem() is None and folder.find_shard_problem() is None
     assert load_manifest(old.data_dir).bos_ids == ()
