@@ -119,7 +119,8 @@ def test_files_without_the_arrays_of_the_model_are_told(folder: Path) -> None:
     assert f"cannot read {folder}/images.h5: " in refusal(config="own.yaml")
     with h5py.File(folder / "images.h5", "w") as file:
         file["tokens"] = [1, 2]
-    assert "own wants samples in a dataset 'images'; there are: tokens" in refusal(config="own.yaml")
+    message = refusal(config="own.yaml")
+    assert f"{folder}/images.h5" in message and "'images'" in message and "tokens" in message
     make_images.main(folder / "images.h5", 20)
     check_submission(load_config(folder / "own.yaml"), False)
     (folder / "own.py").write_text(f"{MODULE}import not_there\n")
@@ -138,9 +139,8 @@ def test_each_of_several_files_is_looked_at(folder: Path) -> None:
     assert f"cannot read {folder}/images-b.h5: " in refusal(several, config="own.yaml")
     with h5py.File(folder / "images-b.h5", "w") as file:
         file["images"] = [1, 2]
-    assert f"{folder}/images-b.h5: images is int64 (2,), in {folder}/images-a.h5 it is" in refusal(
-        several, config="own.yaml"
-    )
+    message = refusal(several, config="own.yaml")
+    assert f"{folder}/images-b.h5" in message and f"{folder}/images-a.h5" in message and "int64 (2,)" in message
 
 
 def test_each_model_of_a_sweep_is_built(folder: Path) -> None:
