@@ -53,59 +53,62 @@ from tests.support.user_mistakes import (
 )
 
 
-class Stages:
-    """In place of the job of a stage: one forked rank."""
+class FakeRunner:
+    """Runs a stage as one forked rank, instead of as a job."""
 
-    run = False
-    """Whether they run at all."""
-    began = False
-    """Whether a chain was let through."""
+    runs_stages = False
+    """Whether stages run; otherwise they succeed at once."""
+    was_called = False
+    """Whether a chain of stages has started since the last command."""
 
     @classmethod
-    def stage(cls, run: Run, stage: str, flag: object, console: Console) -> ExitCode:
-        cls.began = True
-        if not cls.run or stages.load_stage_module(stage).missing_outputs(run) is None:
+    def run_stage(cls, run: Run, stage: str, flag: object, console: Console) -> ExitCode:
+        """Run a stage, in place of `local_runner.run_stage_locally`."""
+        cls.was_called = True
+        if not cls.runs_stages or stages.load_stage_module(stage).missing_outputs(run) is None:
             return ExitCode.DONE
         for event in ("submitted", "started"):
             write_event(run, event, stage, job_id=stage, executor="local")
-        code, message = run_ranks(1, in_a_rank, run.path, stage)[0]
+        code, message = run_ranks(1, run_stage_in_rank, run.path, stage)[0]
         if code == ExitCode.DONE:
             return ExitCode.DONE
-        words = {"cause": ExitCode(code).name.lower(), "exit_code": code, "message": message}
-        write_event(run, "failed", stage, job_id=stage, **words)
-        say = partial(console.print, soft_wrap=True)
-        return local_runner.report_stage_end(run, stage, read_stage_state(run.read_events(stage)), 0.0, None, say)
+        cause = ExitCode(code).name.lower()
+        write_event(run, "failed", stage, job_id=stage, cause=cause, exit_code=code, message=message)
+        print_line = partial(console.print, soft_wrap=True)
+        state = read_stage_state(run.read_events(stage))
+        return local_runner.report_stage_end(run, stage, state, 0.0, None, print_line)
 
 
-def in_a_rank(where: RankInfo, path: Path, stage: str) -> tuple[int, str]:
-    """The stage's exit code and words."""
+def run_stage_in_rank(rank_info: RankInfo, path: Path, stage: str) -> tuple[int, str]:
+    """Run a stage. Return its exit code and error message."""
     try:
-        return stage_rank(where, path, stage), ""
+        return stage_rank(rank_info, path, stage), ""
     except Exception as error:
         return explain_error(error)
 
 
-def submit_py(words: str) -> int:
-    """Type a command; its exit code."""
-    Stages.began = False
-    sys.argv = [str(CODE_ROOT / "submit.py"), *shlex.split(words)]
-    with pytest.raises(SystemExit) as ended:
+def submit_py(arguments: str) -> int:
+    """Run submit.py with arguments. Return its exit code."""
+    FakeRunner.was_called = False
+    sys.argv = [str(CODE_ROOT / "submit.py"), *shlex.split(arguments)]
+    with pytest.raises(SystemExit) as exit_info:
         main()
-    return int(ended.value.code or 0)
+    return int(exit_info.value.code or 0)
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The working directory of a person, with both configs and what they need; what the door changes is put back."""
+    """Return the working directory, with both configs and their inputs; restore what submit.py changes in a process."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", sys.argv)
-    monkeypatch.setattr(local_runner, "run_stage_locally", Stages.stage)
-    monkeypatch.setattr(Stages, "run", False)
+    monkeypatch.setattr(local_runner, "run_stage_locally", FakeRunner.run_stage)
+    monkeypatch.setattr(FakeRunner, "runs_stages", False)
     for name, text in (("tiny.yaml", TINY_CONFIG), ("own.yaml", CUSTOM_CONFIG), ("own.py", CUSTOM_MODULE)):
         Path(name).write_text(text)
     write_corpus(tmp_path, 60)
     write_arrays("inputs", "labels")()
-    umask, handlers = os.umask(0o022), {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    umask = os.umask(0o022)
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield tmp_path
     os.umask(umask)
     gc.enable()
@@ -113,10 +116,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         signal.signal(number, handler)
 
 
-def answer(capsys: pytest.CaptureFixture[str]) -> str:
-    """What was printed since the last look."""
-    seen: Any = capsys.readouterr()
-    return str(seen.out + seen.err)
+def read_output(capsys: pytest.CaptureFixture[str]) -> str:
+    """Return what was printed since the last call."""
+    captured: Any = capsys.readouterr()
+    return str(captured.out + captured.err)
 
 
 def check_output(mistake: Mistake, output: str) -> None:
@@ -130,10 +133,10 @@ def check_output(mistake: Mistake, output: str) -> None:
 def test_a_rejected_submission_names_its_correction(mistake: Mistake, capsys: pytest.CaptureFixture[str]) -> None:
     mistake.prepare()
     assert submit_py(mistake.command) == ExitCode.USER_ERROR
-    check_output(mistake, answer(capsys))
+    check_output(mistake, read_output(capsys))
     assert not Path("runs").exists(), "a rejected submission leaves no run"
     mistake.fix()
-    assert submit_py(f"{mistake.retry_command or mistake.command} --dry-run") == ExitCode.DONE, answer(capsys)
+    assert submit_py(f"{mistake.retry_command or mistake.command} --dry-run") == ExitCode.DONE, read_output(capsys)
 
 
 QUICK = {"a wrong text_field", "more steps after the training"}
@@ -152,19 +155,19 @@ QUICK = {"a wrong text_field", "more steps after the training"}
     ],
 )
 def test_a_later_failure_names_its_correction(mistake: Mistake, capsys: pytest.CaptureFixture[str]) -> None:
-    Stages.run = mistake.runs_stages
+    FakeRunner.runs_stages = mistake.runs_stages
     for command in mistake.earlier_commands:
         assert submit_py(command) == ExitCode.DONE
     mistake.prepare()
-    answer(capsys)
+    read_output(capsys)
     assert submit_py(mistake.command) != ExitCode.DONE
-    output = answer(capsys)
+    output = read_output(capsys)
     check_output(mistake, output)
     mistake.fix()
     retry_command = mistake.retry_command or mistake.command
     if retry_command == "printed":
         retry_command = re.findall(r"submit\.py (.+)$", output, re.M)[-1]
-    assert submit_py(retry_command) == ExitCode.DONE, f"{retry_command}: {answer(capsys)}"
+    assert submit_py(retry_command) == ExitCode.DONE, f"{retry_command}: {read_output(capsys)}"
     if mistake.runs_stages and not mistake.retry_command:
         run = Run.open(next(Path("runs").iterdir()))
         assert run.config == load_config(Path(mistake.command.split()[0])), "the run has exactly the corrected config"
@@ -175,30 +178,31 @@ def test_a_later_failure_names_its_correction(mistake: Mistake, capsys: pytest.C
         assert find_newest_step(newest.parent / "checkpoints") == len(steps)
         assert (newest.parent / f"evaluation/step-{len(steps):08d}.json").exists()
     else:
-        assert Stages.began or retry_command == "status"
+        assert FakeRunner.was_called or retry_command == "status"
 
 
 @pytest.mark.story
-def test_a_corrected_run_is_one_that_was_right_from_the_start(capsys: pytest.CaptureFixture[str]) -> None:
-    """And what was submitted before is known again; a correction of the correction is one, too."""
-    Stages.run = True
-    right = Path("own.yaml").read_text()
-    Path("own.yaml").write_text(right.replace("width: 4", "width: 4, classes: 2").replace("steps: 2", "steps: 3"))
+def test_a_corrected_run_equals_one_that_was_correct_from_the_start(capsys: pytest.CaptureFixture[str]) -> None:
+    """The corrected config is recognized when it is submitted again; a correction may also be corrected."""
+    FakeRunner.runs_stages = True
+    correct = Path("own.yaml").read_text()
+    Path("own.yaml").write_text(correct.replace("width: 4", "width: 4, classes: 2").replace("steps: 2", "steps: 3"))
     assert submit_py("own.yaml") != ExitCode.DONE
-    Path("own.yaml").write_text(right.replace("width: 4", "width: 8"))
+    Path("own.yaml").write_text(correct.replace("width: 4", "width: 8"))
     for name in ("own", "own", "calm"):
-        assert submit_py(f"own.yaml run.name={name}") == ExitCode.DONE, answer(capsys)
+        assert submit_py(f"own.yaml run.name={name}") == ExitCode.DONE, read_output(capsys)
     assert compute_run_digest(Run(Path("runs/own"))) == compute_run_digest(Run(Path("runs/calm")))
     assert len(Path("runs/own/changes.jsonl").read_text().splitlines()) == 1
     shutil.rmtree("runs/own/checkpoints")
-    Path("own.yaml").write_text(right.replace("width: 4", "width: 4, classes: 2").replace("steps: 2", "steps: 3"))
+    Path("own.yaml").write_text(correct.replace("width: 4", "width: 4, classes: 2").replace("steps: 2", "steps: 3"))
     assert submit_py("own.yaml evaluate.batch=8") != ExitCode.DONE
-    assert "corrected model.options.classes: None → 2" in answer(capsys), "also back to what it was made with"
+    output = read_output(capsys)
+    assert "model.options.classes: None → 2" in output, "also back to the value at creation"
 
 
-SWEPT = "own.yaml 'sweep={grid: {model.options.width: [4, 8, 16]}}'"
-RATES = "tiny.yaml 'sweep={grid: {optimizer.lr: [0.1, 0.2, 0.3]}}'"
-EIGHT = """\
+WIDTH_SWEEP = "own.yaml 'sweep={grid: {model.options.width: [4, 8, 16]}}'"
+LR_SWEEP = "tiny.yaml 'sweep={grid: {optimizer.lr: [0.1, 0.2, 0.3]}}'"
+FAIL_WITH_WIDTH_8 = """\
 def init(name, values, options):
     values.fill_(0.1)
     if options["width"] == 8:
@@ -207,96 +211,97 @@ def init(name, values, options):
 
 
 @pytest.mark.story
-def test_a_point_that_failed_leads_back_to_the_whole_sweep(capsys: pytest.CaptureFixture[str]) -> None:
-    """The others train all the same; the command that is printed can be given twice, for the point alone, too."""
-    Stages.run = True
-    Path("own.py").write_text(CUSTOM_MODULE + EIGHT)
-    assert submit_py(SWEPT) == ExitCode.CRASHED
-    said = answer(capsys)
+def test_a_failed_sweep_point_prints_a_command_for_the_whole_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+    """The other points still train. The printed command works repeatedly, also for the point alone."""
+    FakeRunner.runs_stages = True
+    Path("own.py").write_text(CUSTOM_MODULE + FAIL_WITH_WIDTH_8)
+    assert submit_py(WIDTH_SWEEP) == ExitCode.CRASHED
+    output = read_output(capsys)
     points = Path("runs/own/points")
-    done = {point.name: find_newest_step(point / "checkpoints") for point in sorted(points.iterdir())}
-    assert done == {"000": 2, "001": 0, "002": 2}
-    assert "continues from points/00" in said and "correct it and submit it under another run.name" in said
-    assert said.rindex("point 001: train failed (crashed): ") > said.index("point 002\n"), "and told at the end"
-    assert submit_py(SWEPT.replace("8", "5")) == ExitCode.USER_ERROR
-    assert "what it has was made with its own: points/00" in answer(capsys)
-    (back,) = {*re.findall(r"submit\.py (.+)$", said, re.M)}
-    assert back == "resume runs/own --update-code"
-    for command in (f"{back.replace('own ', 'own/points/001 ')}", f"{back.replace('own ', 'own/points/001 ')}", back):
-        assert submit_py(command) == ExitCode.CRASHED, answer(capsys)
-    Path("own.py").write_text(CUSTOM_MODULE + EIGHT.replace("== 8", "== 9"))
+    newest_steps = {point.name: find_newest_step(point / "checkpoints") for point in sorted(points.iterdir())}
+    assert newest_steps == {"000": 2, "001": 0, "002": 2}
+    assert "points/00" in output and "run.name" in output
+    assert output.rindex("point 001: train failed (crashed): ") > output.index("point 002\n"), "repeated at the end"
+    assert submit_py(WIDTH_SWEEP.replace("8", "5")) == ExitCode.USER_ERROR
+    assert "points/00" in read_output(capsys)
+    (printed_command,) = {*re.findall(r"submit\.py (.+)$", output, re.M)}
+    assert printed_command == "resume runs/own --update-code"
+    point_command = printed_command.replace("own ", "own/points/001 ")
+    for command in (point_command, point_command, printed_command):
+        assert submit_py(command) == ExitCode.CRASHED, read_output(capsys)
+    Path("own.py").write_text(CUSTOM_MODULE + FAIL_WITH_WIDTH_8.replace("== 8", "== 9"))
     for _ in range(2):
-        assert submit_py(back) == ExitCode.DONE, answer(capsys)
+        assert submit_py(printed_command) == ExitCode.DONE, read_output(capsys)
     assert find_newest_step(points / "001/checkpoints") == 2 and (points / "001/evaluation/step-00000002.json").exists()
 
 
-def test_a_point_that_fails_leaves_the_others_alone_and_a_stop_ends_all(
+def test_a_failed_point_does_not_stop_the_others_but_a_signal_does(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked: list[str] = []
+    calls: list[str] = []
     codes: dict[str, ExitCode] = {}
 
-    def stage(run: Run, stage: str, flag: object, console: Console) -> ExitCode:
-        asked.append(f"{run.path.name} {stage}")
-        return codes.get(asked[-1], ExitCode.DONE)
+    def run_stage(run: Run, stage: str, flag: object, console: Console) -> ExitCode:
+        calls.append(f"{run.path.name} {stage}")
+        return codes.get(calls[-1], ExitCode.DONE)
 
-    def points() -> list[str]:
-        found = [words for words in asked if words[0] == "0"]
-        asked.clear()
-        return found
+    def take_point_calls() -> list[str]:
+        point_calls = [call for call in calls if call[0] == "0"]
+        calls.clear()
+        return point_calls
 
-    monkeypatch.setattr(local_runner, "run_stage_locally", stage)
-    everything = [f"00{number} {stage}" for number in range(3) for stage in ("train", "evaluate")]
-    assert submit_py(RATES) == ExitCode.DONE and points() == everything
+    monkeypatch.setattr(local_runner, "run_stage_locally", run_stage)
+    all_calls = [f"00{number} {stage}" for number in range(3) for stage in ("train", "evaluate")]
+    assert submit_py(LR_SWEEP) == ExitCode.DONE and take_point_calls() == all_calls
     codes |= {"000 train": ExitCode.NON_FINITE, "001 evaluate": ExitCode.CRASHED}
-    answer(capsys)
-    assert submit_py(RATES) == ExitCode.NON_FINITE and points() == [everything[0], *everything[2:]]
-    assert "bits per byte" in answer(capsys), "the table of the points"
+    read_output(capsys)
+    assert submit_py(LR_SWEEP) == ExitCode.NON_FINITE and take_point_calls() == [all_calls[0], *all_calls[2:]]
+    assert "bits per byte" in read_output(capsys), "the table of the points"
     codes["001 train"] = ExitCode.STOPPED
-    assert submit_py(RATES) == ExitCode.STOPPED and points() == ["000 train", "001 train"]
+    assert submit_py(LR_SWEEP) == ExitCode.STOPPED and take_point_calls() == ["000 train", "001 train"]
     codes["tiny prepare"] = ExitCode.STORAGE
-    assert submit_py(RATES) == ExitCode.STORAGE and asked == ["tiny prepare"]
+    assert submit_py(LR_SWEEP) == ExitCode.STORAGE and calls == ["tiny prepare"]
 
 
-def test_the_code_of_a_point_is_replaced_again_and_again_and_by_its_sweeps(folder: Path) -> None:
-    """Its link to that of its sweep is no folder; a killed replacement may have left one, too."""
+def test_the_code_of_a_point_is_replaced_repeatedly_and_by_that_of_its_sweep(folder: Path) -> None:
+    """A point's code is a symbolic link to its sweep's code; a killed replacement may leave another link."""
     config = load_config(Path("own.yaml"), ["sweep={grid: {model.options.width: [4, 8, 16]}}"])
-    whole = Run.create(config)
-    point = create_points(whole)[1]
-    assert point.sweep_or_self.path == whole.path and whole.sweep_or_self is whole
+    sweep = Run.create(config)
+    point = create_points(sweep)[1]
+    assert point.sweep_or_self.path == sweep.path and sweep.sweep_or_self is sweep
     for number in range(2):
         Path("own.py").write_text(f"{CUSTOM_MODULE}# {number}\n")
         (point.path / ".code.old").symlink_to("../../code")
         point.copy_code()
         assert not point.code_dir.is_symlink() and (point.code_dir / "own.py").read_text().endswith(f"# {number}\n")
-        assert (whole.code_dir / "own.py").read_text() == CUSTOM_MODULE and not (point.path / ".code.old").is_symlink()
-    whole.copy_code()
+        assert (sweep.code_dir / "own.py").read_text() == CUSTOM_MODULE and not (point.path / ".code.old").is_symlink()
+    sweep.copy_code()
     assert point.code_dir.is_symlink() and (point.code_dir / "own.py").read_text().endswith("# 1\n")
 
 
-def test_a_folder_that_may_not_be_read(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreadable_run_is_an_error(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     submit_py("tiny.yaml")
-    submit_py("status runs/tiny")  # it imports what that user may not read, where Python is root's
-    answer(capsys)
+    submit_py("status runs/tiny")  # imports modules that the other user may not be able to read
+    read_output(capsys)
     with as_other_user(folder):
         assert submit_py("status runs/tiny") == ExitCode.STORAGE
-    assert "runs/tiny/config.yaml: permission denied: check the owner and mode of the folder" in answer(capsys)
+    assert "runs/tiny/config.yaml: permission denied" in read_output(capsys)
     assert submit_py("status runs/tiny") == ExitCode.DONE
 
 
-def test_runs_that_may_not_be_read_are_not_taken_for_none(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert submit_py("status") == ExitCode.DONE and "no runs below runs" in answer(capsys)
+def test_unreadable_runs_are_not_reported_as_no_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert submit_py("status") == ExitCode.DONE and "no runs below runs" in read_output(capsys)
     submit_py("tiny.yaml")
     submit_py("status")
-    answer(capsys)
+    read_output(capsys)
     Path("runs").chmod(0o711)
     with as_other_user(folder):
         assert submit_py("status") == ExitCode.STORAGE
-    shown = answer(capsys)
-    assert "runs: permission denied" in shown and "no runs" not in shown
+    output = read_output(capsys)
+    assert "runs: permission denied" in output and "no runs" not in output
     Path("runs").chmod(0o755)
     console = PlainConsole(width=160, record=True)
     with as_other_user(folder):
         print_runs(Path("runs"), console)
-    shown = console.export_text()
-    assert "runs/tiny cannot be read" in shown and "permission denied" in shown and "no runs" not in shown
+    output = console.export_text()
+    assert "runs/tiny cannot be read" in output and "permission denied" in output and "no runs" not in output
