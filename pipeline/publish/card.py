@@ -1,4 +1,4 @@
-"""The model card of a published version: README.md with the front matter that the Hub reads, and a picture of the loss.
+"""The model card of a published version: README.md with front matter for the Hugging Face Hub, and a plot of the loss.
 
 Front matter: huggingface.co/docs/hub/model-cards, with `model-index` for the evaluation.
 """
@@ -25,59 +25,65 @@ from pipeline.run.directory import Run
 from pipeline.run.machines import sum_gpu_energy_kwh
 from pipeline.run.metrics import is_step_line
 
-PICTURE = "loss.svg"
-_TOLD = ("model", "data", "train", "optimizer", "parallel")
-"""The sections of the config that a card shows: how the model came about, not where."""
-_PLACES: dict[str, Any] = {
+PLOT_FILE = "loss.svg"
+_SHOWN_SECTIONS = ("model", "data", "train", "optimizer", "parallel")
+"""Sections of the config that a card shows: how the model was trained, not where."""
+_PATH_KEYS: dict[str, Any] = {
     "data": {"source": True, "tokenizer": {"path"}, "mixture": {"sources": {"__all__": {"source"}}}},
     "model": {"init_from"},
 }
-"""Keys in them that say where."""
-_FILES = 100
-"""Sources are named one by one where they are no more than these."""
+"""Keys of these sections that contain paths; a card omits them."""
+_MAX_LISTED_FILES = 100
+"""If there are more input files, a card does not list them."""
 
 
 def write_card(run: Run, folder: Path, step: int, result: Mapping[str, Any] | None, rules: Sequence[str]) -> None:
-    """Write README.md and, where steps are recorded, loss.svg into `folder`."""
-    found = {
+    """Write README.md and, if steps are recorded, loss.svg to `folder`.
+
+    Args:
+        result: the evaluation of the step, if there is one.
+        rules: descriptions of the rules that it passed.
+    """
+    step_lines = {
         line["step"]: line for line in lines.read_valid_lines(run.metrics_file, is_step_line) if line["step"] <= step
     }
-    steps = [found[number] for number in sorted(found)]
-    config, wanted = run.config, run.config.publish
-    assert wanted is not None
-    name = wanted.name or run.config.run.name
-    measures = {} if result is None else get_metrics_without_errors(result)
-    front: dict[str, Any] = {"license": wanted.license} if wanted.license else {}
+    steps = [step_lines[number] for number in sorted(step_lines)]
+    config = run.config
+    settings = config.publish
+    assert settings is not None
+    name = settings.name or run.config.run.name
+    metrics = {} if result is None else get_metrics_without_errors(result)
+    front: dict[str, Any] = {"license": settings.license} if settings.license else {}
     if config.model.target is None:
         front |= {"library_name": "transformers", "pipeline_tag": "text-generation"}
     if cached := re.search(r"models--([^/]+)--([^/]+)", str(config.model.init_from)):  # a folder of the Hub's cache
-        front["base_model"] = "/".join(cached.groups())  # of another nobody knows the Hub's name
+        front["base_model"] = "/".join(cached.groups())  # other folders do not tell the name on the Hub
     task = {"type": "text-generation" if config.model.target is None else "other"}
-    metrics = [{"type": key, "name": key, "value": value} for key, value in measures.items()]
-    if metrics:
-        told = {"task": task, "dataset": {"name": "held-out data of the run", "type": "held-out"}, "metrics": metrics}
-        front["model-index"] = [{"name": name, "results": [told]}]
-    sections = config.model_dump(mode="json", include=set(_TOLD), exclude_defaults=True, exclude=_PLACES)
+    entries = [{"type": key, "name": key, "value": value} for key, value in metrics.items()]
+    if entries:
+        dataset = {"name": "held-out data of the run", "type": "held-out"}
+        front["model-index"] = [{"name": name, "results": [{"task": task, "dataset": dataset, "metrics": entries}]}]
+    sections = config.model_dump(mode="json", include=set(_SHOWN_SECTIONS), exclude_defaults=True, exclude=_PATH_KEYS)
     text = [
-        f"---\n{dump_yaml(front)}---" if front else "", f"# {escape_markdown(name)}", wanted.description or "",
+        f"---\n{dump_yaml(front)}---" if front else "", f"# {escape_markdown(name)}", settings.description or "",
         f"Step {step:,} of the run {run.config.run.name}, trained with Sluice.",
-        f"Licence of the model: {wanted.license or 'not given'}. Of the data: {wanted.data_license or 'not given'}.",
-        "## Evaluation", _table(result, measures) if result else "Not evaluated.", _list("Rules that it kept:", rules),
-        "## Training", _list("", _training(run, steps)), _picture(folder, steps),
-        "## Data", _list("", _data(run)),
-        "## Config", f"What differs from the defaults:\n\n```yaml\n{dump_yaml(mask_secrets(sections))}```",
+        f"Licence of the model: {settings.license or 'not given'}. "
+        f"Licence of the data: {settings.data_license or 'not given'}.",
+        "## Evaluation", _format_metrics_table(result, metrics) if result else "Not evaluated.",
+        _format_list("Rules that it passed:", rules),
+        "## Training", _format_list("", _describe_training(run, steps)), _write_loss_plot(folder, steps),
+        "## Data", _format_list("", _describe_data(run)),
+        "## Config", f"Values that differ from the defaults:\n\n```yaml\n{dump_yaml(mask_secrets(sections))}```",
     ]  # fmt: skip
     write_atomic(folder / "README.md", "\n\n".join(part for part in text if part) + "\n")
 
 
-def _table(result: Mapping[str, Any], measures: Mapping[str, float]) -> str:
-    """The measures of an evaluation as a table, with standard errors and numbers of items if it has any."""
+def _format_metrics_table(result: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
+    """Format the metrics of an evaluation as a table, with standard errors and numbers of items if it has any."""
     rows = []
-    for name, value in measures.items():
-        error, items = (
-            result.get(f"{name}{STDERR_SUFFIX}"),
-            result.get(f"{name.rpartition('.')[0]}.{ITEMS_SUFFIX}"),
-        )
+    for name, value in metrics.items():
+        error = result.get(f"{name}{STDERR_SUFFIX}")
+        items = result.get(f"{name.rpartition('.')[0]}.{ITEMS_SUFFIX}")
         rows.append(
             [
                 escape_markdown(name),
@@ -86,50 +92,52 @@ def _table(result: Mapping[str, Any], measures: Mapping[str, float]) -> str:
                 "" if items is None else f"{items:,}",
             ]
         )
-    titles = ["figure", "value", "standard error", "items"]
+    titles = ["metric", "value", "standard error", "items"]
     width = 4 if any(row[2] or row[3] for row in rows) else 2
     return "\n".join(f"| {' | '.join(row[:width])} |" for row in [titles, ["---"] * 4, *rows])
 
 
-def _list(heading: str, entries: Sequence[str]) -> str:
+def _format_list(heading: str, entries: Sequence[str]) -> str:
+    """Format entries as a Markdown list under a heading; "" if there are none."""
     if not entries:
         return ""
     return (f"{heading}\n\n" if heading else "") + "\n".join(f"- {entry}" for entry in entries)
 
 
-def _training(run: Run, steps: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What is known of how it was trained."""
-    told = [f"code: {run.commit or 'not in git'}", f"seed {run.config.run.seed}, {run.config.train.precision}"]
+def _describe_training(run: Run, steps: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Describe code, seed, steps, time, energy and initial weights of the training."""
+    entries = [f"code: {run.commit or 'not in git'}", f"seed {run.config.run.seed}, {run.config.train.precision}"]
     if steps:
-        seconds, ranks = sum(line["step_time_s"] for line in steps), run.config.stages.train.ranks
-        told.append(f"{len(steps):,} steps, last loss {steps[-1]['loss']:.4f}")
-        told.append(f"{seconds / 3600:.3g} hours of steps, each counted once; ranks: {ranks}, as the config asks")
+        seconds = sum(line["step_time_s"] for line in steps)
+        ranks = run.config.stages.train.ranks
+        entries.append(f"{len(steps):,} steps, last loss {steps[-1]['loss']:.4f}")
+        entries.append(f"{seconds / 3600:.3g} hours of steps, each step counted once; {ranks} ranks by the config")
     energy = sum_gpu_energy_kwh(run.path, [(0.0, inf)])
-    told.append("energy: not measured" if energy is None else f"{energy:.3g} kWh of the GPUs, by their own sensors")
-    start, folder = read_source(run).get("files", {}), run.config.model.init_from
-    return told + [
-        f"began with {escape_markdown(f'{folder and folder.name}/{name}')}: sha256 {digest}"
-        for name, digest in start.items()
+    entries.append("energy: not measured" if energy is None else f"{energy:.3g} kWh of the GPUs, by their own sensors")
+    folder = run.config.model.init_from
+    return entries + [
+        f"started from {escape_markdown(f'{folder and folder.name}/{name}')}: sha256 {digest}"
+        for name, digest in read_source(run).get("files", {}).items()
     ]
 
 
 def escape_markdown(text: str) -> str:
-    """Return `text`, such as the name of a file, so that Markdown shows it as it is, in one line."""
+    """Escape text, such as a file name, so that Markdown shows it unchanged in one line."""
     line = " ".join(make_printable(text).split())
     return re.sub(r"[\\`*\[\]<>|&!#~$]|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", line)
 
 
-def _data(run: Run) -> list[str]:
-    """What it was trained on, by hashes."""
+def _describe_data(run: Run) -> list[str]:
+    """Describe the training data, with hashes."""
     manifest = load_run_manifest(run)
     if isinstance(manifest, Manifest):
         return [
             f"{manifest.documents:,} documents",
             f"{manifest.train_tokens:,} tokens, and {manifest.held_out_tokens:,} held out",
             f"sources: {', '.join(escape_markdown(Path(name).name) for name in manifest.source)}",
-            *_sources(run),
+            *_list_input_files(run),
             f"tokenizer: sha256 {manifest.tokenizer_sha256}",
-            f"all that shards were made from: {manifest.key}",
+            f"everything that the shards were made from: sha256 {manifest.key}",
         ]
     return [
         f"{escape_markdown(Path(entry.file).name)}: {entry.samples:,} samples, sha256 {entry.sha256}"
@@ -137,25 +145,26 @@ def _data(run: Run) -> list[str]:
     ]
 
 
-def _sources(run: Run) -> list[str]:
-    """Each input file with its hash, where it is as it was when it was cut into units (data_prep/work_units.py)."""
+def _list_input_files(run: Run) -> list[str]:
+    """List each input file with its hash, if it has not changed since `prepare` (data_prep/work_units.py)."""
     folders = run.config.data.mixture.sources if run.config.data.mixture else ("",)
     rows = [row for name in folders for row in read_json(run.data_dir / name / "units.json")["inputs"]]
-    told = []
-    for path, size, mtime_ns, *_ in rows if len(rows) <= _FILES else ():
+    entries = []
+    for path, size, mtime_ns, *_ in rows if len(rows) <= _MAX_LISTED_FILES else ():
         file = Path(path)
-        same = file.is_file() and (file.stat().st_size, file.stat().st_mtime_ns) == (size, mtime_ns)
-        words = f"sha256 {sha256_file(file)}" if same else "not there any more as it was read"
-        told.append(f"{escape_markdown(file.name)}: {size:,} bytes, {words}")
-    return told
+        is_unchanged = file.is_file() and (file.stat().st_size, file.stat().st_mtime_ns) == (size, mtime_ns)
+        status = f"sha256 {sha256_file(file)}" if is_unchanged else "changed or removed since it was read"
+        entries.append(f"{escape_markdown(file.name)}: {size:,} bytes, {status}")
+    return entries
 
 
-def _picture(folder: Path, steps: Sequence[Mapping[str, Any]]) -> str:
-    """Draw the loss over the steps; the line that shows it, "" where there is nothing to draw."""
+def _write_loss_plot(folder: Path, steps: Sequence[Mapping[str, Any]]) -> str:
+    """Plot the loss over the steps; return the Markdown that shows it, "" if there are fewer than two values."""
     curve = [(line["step"], line["loss"]) for line in steps if line.get("loss") is not None]
     if len(curve) < 2:
         return ""
     numbers, losses = zip(*curve, strict=True)
-    x, y = Scale.over(numbers, "optimizer steps", whole=True), Scale.over(losses, "training loss (nats)")
-    write_atomic(folder / PICTURE, svg_document(draw_area(x, y.rounded(), [Curve("training", downsample(curve))])))
-    return f"![training loss over optimizer steps]({PICTURE})"
+    x = Scale.over(numbers, "optimizer steps", whole=True)
+    y = Scale.over(losses, "training loss (nats)")
+    write_atomic(folder / PLOT_FILE, svg_document(draw_area(x, y.rounded(), [Curve("training", downsample(curve))])))
+    return f"![training loss over optimizer steps]({PLOT_FILE})"

@@ -133,13 +133,13 @@ def test_a_tokenizers_words_are_those_that_transformers_4_knows_as_well(tmp_path
     )
     given.save_pretrained(tmp_path)
     file = tmp_path / "tokenizer_config.json"
-    said = module._for_both(file.read_text())
+    said = module._make_compatible(file.read_text())
     words = json.loads(said)
     assert words["tokenizer_class"] == "PreTrainedTokenizerFast" and "extra_special_tokens" not in words
-    assert words["additional_special_tokens"] == ["<|end|>"] and module._for_both(said) == said
+    assert words["additional_special_tokens"] == ["<|end|>"] and module._make_compatible(said) == said
     file.write_text(said)
     assert AutoTokenizer.from_pretrained(tmp_path).all_special_tokens == given.all_special_tokens
-    assert module._for_both("{% if a %}") == "{% if a %}"
+    assert module._make_compatible("{% if a %}") == "{% if a %}"
 
 
 def test_pieces_types_and_what_is_in_the_way(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +149,7 @@ def test_pieces_types_and_what_is_in_the_way(tmp_path: Path, data: Path, monkeyp
     run, whole = Run.open(tmp_path / "runs/run"), load_file(folder / "model.safetensors")
     with pytest.raises(UserError, match="exists already"):
         module.export_checkpoint(run, folder, None, "fp32")
-    monkeypatch.setattr(module, "PIECE_BYTES", 20_000)
+    monkeypatch.setattr(module, "MAX_FILE_BYTES", 20_000)
     module.export_checkpoint(run, tmp_path / "pieces", "1", "bf16")
     index = json.loads((tmp_path / "pieces/model.safetensors.index.json").read_bytes())
     files = sorted(path.name for path in (tmp_path / "pieces").glob("*.safetensors"))
@@ -165,7 +165,7 @@ def test_pieces_types_and_what_is_in_the_way(tmp_path: Path, data: Path, monkeyp
     assert json.loads((tmp_path / "pieces/config.json").read_bytes())["torch_dtype"] == "bfloat16"
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
     # a failure leaves nothing behind, not even folders above
-    monkeypatch.setattr(module, "_write_piece", lambda *_: 1 / 0)
+    monkeypatch.setattr(module, "_write_weights_file", lambda *_: 1 / 0)
     before = sorted(tmp_path.iterdir())
     with pytest.raises(ZeroDivisionError):
         module.export_checkpoint(run, tmp_path / "not/there/broken", None, "fp32")

@@ -339,7 +339,7 @@ def test_a_run_goes_on_without_the_folder_that_it_came_from(tmp_path: Path) -> N
     card = (tmp_path / "README.md").read_text()
     assert "base_model: some/open\n" in card
     for name, sha256 in note["files"].items():
-        assert f"began with 0123/{name}: sha256 {sha256}" in card and len(sha256) == 64
+        assert f"started from 0123/{name}: sha256 {sha256}" in card and len(sha256) == 64
     (run.path / SOURCE_FILE).write_text("{}")
     with pytest.raises(AssertionError, match=f"{CheckpointError.__name__}.*{SOURCE_FILE} is missing or damaged"):
         run_ranks(1, stage_rank, run.path, "train")
