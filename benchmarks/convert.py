@@ -1,13 +1,12 @@
-"""What it costs to come from an open model's folder and to become one: import and export of 3.2 billion weights.
+"""Measure the import and export of an open model with 3.2 billion weights.
 
     python -m benchmarks.convert [--layers 28] [--folder /tmp]
 
-A Llama 3.2 3B of random bf16 weights (6.4 GB, its largest tensor 0.79 GB). Import is what a training does before its
-first step: look, hash, fill one rank's weights (bf16); then a checkpoint of the weights alone is saved. Export reads
-that checkpoint, hashes it, and writes the folder. Each runs in a process of its own; its peak memory is VmHWM less what
-it had before. They are compared with reading the source's bytes and writing the result's in pieces of 16 MB, with one
-fsync, right before and right after; the page cache is emptied of the files before each. Takes 26 GB of disk, and gives
-them back.
+The model is a Llama 3.2 3B with random bf16 weights (6.4 GB, largest tensor 0.79 GB). Import is what a training does
+before its first step: check, hash, fill the bf16 weights of one rank. Then a checkpoint of the weights is saved. Export
+reads this checkpoint, hashes it and writes the folder. Each runs in a separate process. Its peak memory is the increase
+of VmHWM. They are compared with reading the bytes of the source and writing those of the result in chunks of 16 MB with
+one fsync, before and after. The files are removed from the page cache before each measurement. Needs 26 GB of disk.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from typing import Any
 
 from benchmarks.table import write_table
 
-PIECE = 1 << 24
+CHUNK_BYTES = 1 << 24
 SIZES = {
     "model_type": "llama", "hidden_size": 3072, "intermediate_size": 8192, "num_attention_heads": 24, "head_dim": 128,
     "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": True, "rope_theta": 500000.0,
@@ -34,7 +33,7 @@ SIZES = {
 
 
 def make_source(folder: Path, layers: int) -> None:
-    """The open model: a file for the embedding and one for every four layers."""
+    """Write the open model: a file for the embedding and one for every four layers."""
     import torch
     from safetensors.torch import save_file
 
@@ -46,15 +45,15 @@ def make_source(folder: Path, layers: int) -> None:
     config = {**SIZES, "num_hidden_layers": layers}
     with torch.device("meta"):
         model = Decoder(ModelConfig(**parse_model_config(config)), 128256, 64)
-    pieces: dict[str, dict[str, Any]] = {}
+    weights_by_file: dict[str, dict[str, Any]] = {}
     for name, weight in model.named_weights():
         number = int(name.split(".")[2]) // 4 + 1 if ".layers." in name else 0
-        pieces.setdefault(f"model-{number:05}.safetensors", {})[name] = weight
+        weights_by_file.setdefault(f"model-{number:05}.safetensors", {})[name] = weight
     folder.mkdir()
-    for file, weights in pieces.items():
-        drawn = {name: torch.randn(weight.shape, dtype=torch.bfloat16) for name, weight in weights.items()}
-        save_file(drawn, folder / file, {"format": "pt"})
-    index = {name: file for file, weights in pieces.items() for name in weights}
+    for file, weights in weights_by_file.items():
+        tensors = {name: torch.randn(weight.shape, dtype=torch.bfloat16) for name, weight in weights.items()}
+        save_file(tensors, folder / file, {"format": "pt"})
+    index = {name: file for file, weights in weights_by_file.items() for name in weights}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text(train_bpe(["the model of a run"], 300, "<|end|>"))
@@ -62,7 +61,7 @@ def make_source(folder: Path, layers: int) -> None:
 
 
 def make_run(folder: Path, source: Path) -> Path:
-    """A run that begins with it, its few shards ready."""
+    """Create a run that starts from the open model, with prepared data; return its path."""
     from pipeline.config.read import load_config
     from pipeline.run.directory import Run
     from pipeline.run.stages import load_stage_module
@@ -80,21 +79,23 @@ def make_run(folder: Path, source: Path) -> Path:
     return run.path
 
 
-def memory(key: str) -> float:
-    """VmRSS or VmHWM (its peak) of this process, in GB. Source: proc(5)."""
+def read_memory_gb(key: str) -> float:
+    """Return VmRSS or VmHWM (its peak) of this process in GB. Source: proc(5)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:")) * 1024 / 1e9
 
 
 @contextmanager
-def measured(results: dict[str, float], name: str) -> Iterator[None]:
-    """Seconds of the block, of the clock and of CPUs, and by how much the peak of memory was above what was, in GB."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before, started, computed = memory("VmRSS"), time.perf_counter(), time.process_time()
+def measure_block(results: dict[str, float], name: str) -> Iterator[None]:
+    """Add the seconds, the CPU seconds and the increase of the peak memory in GB of the block to `results`."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+    memory_before = read_memory_gb("VmRSS")
+    start = time.perf_counter()
+    cpu_start = time.process_time()
     yield
-    results[name] = time.perf_counter() - started
-    results[f"{name}, CPU"] = time.process_time() - computed
-    results[f"{name}, memory"] = memory("VmHWM") - before
+    results[name] = time.perf_counter() - start
+    results[f"{name}, CPU"] = time.process_time() - cpu_start
+    results[f"{name}, memory"] = read_memory_gb("VmHWM") - memory_before
 
 
 def import_and_save(path: Path, results: dict[str, float]) -> None:
@@ -111,8 +112,9 @@ def import_and_save(path: Path, results: dict[str, float]) -> None:
 
     run = Run.open(path)
     world = groups.join_process_group(make_rank_info(0, 1, next(PORTS)), run.config)
-    task, group = make_task(run, load_run_manifest(run)), groups.new_control_group()
-    with measured(results, "import"):
+    task = make_task(run, load_run_manifest(run))
+    group = groups.new_control_group()
+    with measure_block(results, "import"):
         source = open_initial_weights(run, task, group)
         part = task.build(range(run.config.model.layers)).to(torch.bfloat16).to_empty(device=world.device)
         part.tie_weights()  # type: ignore[operator]
@@ -123,32 +125,32 @@ def import_and_save(path: Path, results: dict[str, float]) -> None:
         run.checkpoints_dir, group, keep=1, background=False, describe={"layout": {}, **compute_source_identity(run)},
         on_saved=lambda *_: None,
     )  # fmt: skip
-    with measured(results, "save"):
+    with measure_block(results, "save"):
         state = {f"model.{name}": weight.detach() for name, weight in task.named_weights(part)}
         saver.save(state, step=1, samples_consumed=0, extra={})
 
 
-def export_again(path: Path, results: dict[str, float]) -> None:
+def export_run(path: Path, results: dict[str, float]) -> None:
     from pipeline.publish.export import export_checkpoint
     from pipeline.run.directory import Run
 
-    with measured(results, "export"):
+    with measure_block(results, "export"):
         print(export_checkpoint(Run.open(path), path.parent / "exported", None, "bf16"), file=sys.stderr)
 
 
-CHILDREN: dict[str, Callable[[Path, dict[str, float]], None]] = {"import": import_and_save, "export": export_again}
+CHILDREN: dict[str, Callable[[Path, dict[str, float]], None]] = {"import": import_and_save, "export": export_run}
 
 
-def child(what: str, run: Path) -> dict[str, float]:
-    """What the part says, in a new process."""
-    command = [sys.executable, "-m", "benchmarks.convert", "--child", what, "--run", str(run)]
-    environment = {**os.environ, "THP_MEM_ALLOC_ENABLE": "1" if what == "export" else "0"}  # as pipeline/__main__.py
+def run_child(name: str, run: Path) -> dict[str, float]:
+    """Run a function of CHILDREN in a new process and return its results."""
+    command = [sys.executable, "-m", "benchmarks.convert", "--child", name, "--run", str(run)]
+    environment = {**os.environ, "THP_MEM_ALLOC_ENABLE": "1" if name == "export" else "0"}  # as pipeline/__main__.py
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=1800, env=environment)
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def forget(folder: Path) -> int:
-    """Empty the page cache of the files in `folder`; their bytes."""
+def drop_page_cache(folder: Path) -> int:
+    """Remove the files in `folder` from the page cache and return their total size in bytes."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     for path in files:
         fd = os.open(path, os.O_RDONLY)
@@ -158,21 +160,23 @@ def forget(folder: Path) -> int:
     return sum(path.stat().st_size for path in files)
 
 
-def plain(source: Path, scratch: Path, write: bool) -> tuple[float, float]:
-    """Seconds of reading all bytes of `source`, and of writing as many with fsync: of the clock, and of CPUs."""
-    size, piece = forget(source), os.urandom(PIECE)
-    started, computed = time.perf_counter(), time.process_time()
+def copy_plainly(source: Path, scratch: Path, write: bool) -> tuple[float, float]:
+    """Read all bytes of `source` and, if `write`, write as many with fsync; return seconds and CPU seconds."""
+    size = drop_page_cache(source)
+    chunk = os.urandom(CHUNK_BYTES)
+    start = time.perf_counter()
+    cpu_start = time.process_time()
     for path in source.rglob("*"):
         if path.is_file():
             with open(path, "rb", buffering=0) as file:
-                while file.read(PIECE):
+                while file.read(CHUNK_BYTES):
                     pass
     if write:
         with open(scratch, "wb", buffering=0) as out:
-            for _ in range(size // PIECE):
-                out.write(piece)
+            for _ in range(size // CHUNK_BYTES):
+                out.write(chunk)
             os.fsync(out.fileno())
-    seconds = time.perf_counter() - started, time.process_time() - computed
+    seconds = time.perf_counter() - start, time.process_time() - cpu_start
     scratch.unlink(missing_ok=True)
     return seconds
 
@@ -192,34 +196,42 @@ def main() -> None:
     rows: list[list[str]] = []
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         folder = Path(name)
-        source, scratch = folder / "open", folder / "scratch"
+        source = folder / "open"
+        scratch = folder / "scratch"
         make_source(source, arguments.layers)
         run = make_run(folder, source)
-        for what, given in (("import", source), ("export", run / "checkpoints")):
-            both, alone = [plain(given, scratch, True)], [plain(given, scratch, False)]
-            size = forget(given)
-            found = child(what, run)
-            both.append(plain(given, scratch, True))
-            alone.append(plain(given, scratch, False))
-            print(what, size, found, both, alone, flush=True)
-            ways = {"import": alone, "save": [], "import, save": both} if what == "import" else {"export": both}
-            if what == "import":
+        for action, input_folder in (("import", source), ("export", run / "checkpoints")):
+            copy_times = [copy_plainly(input_folder, scratch, True)]
+            read_times = [copy_plainly(input_folder, scratch, False)]
+            size = drop_page_cache(input_folder)
+            results = run_child(action, run)
+            copy_times.append(copy_plainly(input_folder, scratch, True))
+            read_times.append(copy_plainly(input_folder, scratch, False))
+            print(action, size, results, copy_times, read_times, flush=True)
+            plain_times = {"export": copy_times}
+            if action == "import":
+                plain_times = {"import": read_times, "save": [], "import, save": copy_times}
                 for kind in ("", ", CPU"):
-                    found[f"import, save{kind}"] = found[f"import{kind}"] + found[f"save{kind}"]
-            for words, times in ways.items():
-                row = [words, f"{size / 1e9:.2f}"]
+                    results[f"import, save{kind}"] = results[f"import{kind}"] + results[f"save{kind}"]
+            for row_name, times in plain_times.items():
+                row = [row_name, f"{size / 1e9:.2f}"]
                 for number, kind in enumerate(("", ", CPU")):
-                    spent, plainly = found[words + kind], sum(pair[number] for pair in times) / max(1, len(times))
-                    row += [f"{spent:.1f}", *([f"{plainly:.1f}", f"{spent / plainly:.2f}"] if times else ["-", "-"])]
-                most = found.get(f"{words}, memory")
-                rows.append([*row, "-" if most is None else f"{most:.2f}"])
-    header = ["what", "GB", "s", "bytes alone", "ratio", "CPU s", "bytes alone", "ratio", "peak memory, GB more"]
+                    seconds = results[row_name + kind]
+                    row.append(f"{seconds:.1f}")
+                    if times:
+                        plain_s = sum(pair[number] for pair in times) / len(times)
+                        row += [f"{plain_s:.1f}", f"{seconds / plain_s:.2f}"]
+                    else:
+                        row += ["-", "-"]
+                memory_gb = results.get(f"{row_name}, memory")
+                rows.append([*row, "-" if memory_gb is None else f"{memory_gb:.2f}"])
+    header = ["action", "GB", "s", "plain I/O", "ratio", "CPU s", "plain I/O", "ratio", "peak memory increase, GB"]
     note = (
-        "A Llama of random bf16 weights on one process; `python -m benchmarks.convert`. Bytes alone: reading them, "
-        "and, but for the import alone, writing as many, with fsync, before and after. SHA-256 of all bytes is in the "
-        "figures: import hashes what it reads, a save what it wrote, an export what it reads."
+        "A Llama of random bf16 weights in one process. Plain I/O: reading the bytes and, except for `import`, writing "
+        "as many with fsync, before and after. The times include SHA-256 of all bytes: import hashes what it reads, "
+        "save what it wrote, export what it reads."
     )
-    write_table("convert", "From an open model's folder, and to one", note, header, rows)
+    write_table("convert", "Import and export of an open model", note, header, rows)
 
 
 if __name__ == "__main__":

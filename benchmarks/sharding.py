@@ -1,13 +1,13 @@
-"""What tokenising costs, beside a bare loop over `tokenizers` and beside datatrove; and the stages at size.
+"""Compare tokenization with a bare loop over `tokenizers` and with datatrove; measure the stages with many files.
 
     python -m benchmarks.sharding [--mb 64] [--repetitions 3] [--datatrove PYTHON] [--memory-mb 2048]
 
-The text is the Python library's own sources in documents of 4,000 characters, as .jsonl; a byte-level BPE of 8,192 ids.
-`--datatrove`: an interpreter of an environment of its own that has `datatrove[io,processing]` and orjson. Rates are
-tokens per second of CPU time (user and system, of all threads) on one core, of what is done after the imports;
-repetitions are interleaved, a ratio is the median of theirs. The bare loop reads the lines, takes the texts out of
-their JSON and the ids out of the encodings, and writes nothing. Memory is the largest resident set of a process that
-shards a file of whole words, with a tokenizer of whole words (it is fast; memory does not depend on it).
+The text is the source code of the Python library in documents of 4,000 characters, as .jsonl, with a byte-level BPE of
+8,192 tokens. `--datatrove`: a Python of another environment that has `datatrove[io,processing]` and orjson. Rates are
+tokens per CPU second (user and system, all threads) on one core after the imports. Repetitions are interleaved; a
+ratio is the median of their ratios. The bare loop reads lines, parses JSON and encodes, and writes nothing. Memory is
+the peak resident set of a process that shards a large file with a fast word-level tokenizer (memory does not depend on
+it).
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ from data_prep.work_units import measure_inputs, split_into_units
 from pipeline.config.datasets import DataConfig, TokenizerConfig
 from pipeline.data.manifest import ShardEntry, load_manifest, write_manifest
 
-FILES, UNITS, TIMEOUT_S = 100_000, 10_000, 3600  # units: about so many, or fewer where there is little text
+FILES = 100_000
+UNITS = 10_000
+"""Approximate number of work units; fewer if there is little text."""
+TIMEOUT_S = 3600
 
 DATATROVE = """
 import json, resource, sys
@@ -61,116 +64,121 @@ print(json.dumps({"cpu": cpu() - before}))
 
 
 def write_text(path: Path, size: int) -> None:
-    """Documents as lines of JSON, `size` bytes of them."""
-    root, done = Path(sysconfig.get_path("stdlib")), 0
-    sources = sorted(one for one in root.rglob("*.py") if "-packages" not in str(one))
+    """Write about `size` bytes of documents as lines of JSON."""
+    root = Path(sysconfig.get_path("stdlib"))
+    written = 0
+    sources = sorted(file for file in root.rglob("*.py") if "-packages" not in str(file))
     with open(path, "w", encoding="utf-8") as file:
         for number, source in enumerate(cycle(sources)):
             text = source.read_text("utf-8", errors="ignore")
             for start in range(0, len(text), 4000):
-                if done >= size:
+                if written >= size:
                     return
-                done += file.write(json.dumps({"id": number, "text": f"{number} {text[start : start + 4000]}"}) + "\n")
+                document = {"id": number, "text": f"{number} {text[start : start + 4000]}"}
+                written += file.write(json.dumps(document) + "\n")
 
 
-def cpu_s() -> float:
-    """User and system time of this process, all threads."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
+def read_cpu_seconds() -> float:
+    """Return user and system time of this process, all threads."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
 
 
-def config_of(folder: Path, **more: Any) -> DataConfig:
-    """Of the text in a folder, with the tokenizer there."""
+def make_config(folder: Path, **fields: Any) -> DataConfig:
+    """Return the config of the text and the tokenizer in a folder."""
     tokenizer = TokenizerConfig(kind="file", path=folder / "tokenizer.json")
-    return DataConfig(source=str(folder / "text.jsonl"), tokenizer=tokenizer, **more)
+    return DataConfig(source=str(folder / "text.jsonl"), tokenizer=tokenizer, **fields)
 
 
-def bare(folder: Path) -> None:
-    """In a process of its own: the loop."""
+def tokenize_bare(folder: Path) -> None:
+    """Run the bare loop in this process and print its result as JSON."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    before, tokens, batch = cpu_s(), 0, []
+    cpu_start = read_cpu_seconds()
+    tokens = 0
+    batch = []
     with open(folder / "text.jsonl", "rb") as file:
         for line in file:
             batch.append(json.loads(line)["text"])
             if len(batch) == 256:
-                tokens += sum(len(one.ids) + 1 for one in tokenizer.encode_batch_fast(batch))
+                tokens += sum(len(encoding.ids) + 1 for encoding in tokenizer.encode_batch_fast(batch))
                 batch = []
-    tokens += sum(len(one.ids) + 1 for one in tokenizer.encode_batch_fast(batch))
-    print(json.dumps({"cpu": cpu_s() - before, "tokens": tokens}))
+    tokens += sum(len(encoding.ids) + 1 for encoding in tokenizer.encode_batch_fast(batch))
+    print(json.dumps({"cpu": read_cpu_seconds() - cpu_start, "tokens": tokens}))
 
 
-def sluice(folder: Path, out: Path, task: int, tasks: int, **more: Any) -> None:
-    """In a process of its own: one task of the stage, prepared before."""
+def run_task(folder: Path, out: Path, task: int, tasks: int, **fields: Any) -> None:
+    """Run one task of the prepared stage `shard` in this process and print its result as JSON."""
     import data_prep.shard_writer
 
-    data = TextFolder(config_of(folder, **more), out)
+    data = TextFolder(make_config(folder, **fields), out)
     assert data_prep.shard_writer and data.encoder and data.plan
-    before = cpu_s()
+    cpu_start = read_cpu_seconds()
     data.shard(task, tasks, lambda _: None)
-    cpu = cpu_s() - before
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    cpu_s = read_cpu_seconds() - cpu_start
+    peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     data.finalize(lambda _: None)
-    print(json.dumps({"cpu": cpu, "peak": peak}))
+    print(json.dumps({"cpu": cpu_s, "peak": peak_mb}))
 
 
-def child(core: int, *arguments: str, python: str = sys.executable) -> subprocess.Popen[str]:
-    """Start something on one core."""
+def start_on_core(core: int, *arguments: str, python: str = sys.executable) -> subprocess.Popen[str]:
+    """Start Python on one core."""
     command = ["taskset", "-c", str(core), python, *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
-def result(process: subprocess.Popen[str]) -> dict[str, float]:
-    """What it printed last."""
-    told, _ = process.communicate(timeout=TIMEOUT_S)
+def wait_for_result(process: subprocess.Popen[str]) -> dict[str, float]:
+    """Wait for a process and return the JSON of its last line."""
+    output, _ = process.communicate(timeout=TIMEOUT_S)
     if process.returncode:
         raise SystemExit(f"{process.args!r} failed")
-    return json.loads(told.splitlines()[-1])
+    return json.loads(output.splitlines()[-1])
 
 
-def sharding(folder: Path, name: str, tasks: int = 1, **more: Any) -> tuple[dict[str, float], float]:
-    """Shard by so many tasks of one core each; what the last one told, and seconds from start to end."""
+def shard(folder: Path, name: str, tasks: int = 1, **fields: Any) -> tuple[dict[str, float], float]:
+    """Shard the text with `tasks` tasks of one core each; return the result of the last task and the wall seconds."""
     out = folder / name
     subprocess.run(["rm", "-rf", str(out)], check=True, timeout=60)
-    TextFolder(config_of(folder, **more), out).prepare(lambda _: None)
-    began = time.monotonic()
-    arguments = ["-m", "benchmarks.sharding", "--child", str(folder), "--out", str(out), "--more", json.dumps(more)]
-    started = [child(task, *arguments, "--task", str(task), "--tasks", str(tasks)) for task in range(tasks)]
-    return [result(one) for one in started][-1], time.monotonic() - began
+    TextFolder(make_config(folder, **fields), out).prepare(lambda _: None)
+    start = time.monotonic()
+    arguments = ["-m", "benchmarks.sharding", "--child", str(folder), "--out", str(out), "--more", json.dumps(fields)]
+    processes = [start_on_core(task, *arguments, "--task", str(task), "--tasks", str(tasks)) for task in range(tasks)]
+    return [wait_for_result(process) for process in processes][-1], time.monotonic() - start
 
 
-def rates(folder: Path, repetitions: int, datatrove: str | None) -> list[list[str]]:
-    """Tokens per CPU second of each."""
+def measure_rates(folder: Path, repetitions: int, datatrove: str | None) -> list[list[str]]:
+    """Return the rows with the tokens per CPU second of each tokenization."""
     seconds: dict[str, list[float]] = {}
     tokens = 0.0
     for number in range(repetitions):
-        found = result(child(0, "-m", "benchmarks.sharding", "--child", str(folder)))
-        tokens = found["tokens"]
-        seconds.setdefault("bare `encode_batch_fast` loop", []).append(found["cpu"])
-        seconds.setdefault("Sluice", []).append(sharding(folder, "one")[0]["cpu"])
+        bare = wait_for_result(start_on_core(0, "-m", "benchmarks.sharding", "--child", str(folder)))
+        tokens = bare["tokens"]
+        seconds.setdefault("bare `encode_batch_fast` loop", []).append(bare["cpu"])
+        seconds.setdefault("Sluice", []).append(shard(folder, "one")[0]["cpu"])
         manifest = load_manifest(folder / "one")
         assert manifest.train_tokens + manifest.held_out_tokens == tokens
-        seconds.setdefault("Sluice, deduplicate", []).append(sharding(folder, "once", deduplicate=True)[0]["cpu"])
+        seconds.setdefault("Sluice, deduplicate", []).append(shard(folder, "once", deduplicate=True)[0]["cpu"])
         if datatrove:
             out = folder / f"datatrove-{number}"
-            told = result(
-                child(0, "-c", DATATROVE, str(folder), str(folder / "tokenizer.json"), str(out), python=datatrove)
-            )
-            assert sum(one.stat().st_size for one in out.rglob("*.ds")) == 2 * tokens
-            seconds.setdefault("datatrove", []).append(told["cpu"])
-    base, rows = seconds["bare `encode_batch_fast` loop"], []
+            arguments = ["-c", DATATROVE, str(folder), str(folder / "tokenizer.json"), str(out)]
+            result = wait_for_result(start_on_core(0, *arguments, python=datatrove))
+            assert sum(file.stat().st_size for file in out.rglob("*.ds")) == 2 * tokens
+            seconds.setdefault("datatrove", []).append(result["cpu"])
+    bare_seconds = seconds["bare `encode_batch_fast` loop"]
+    rows = []
     for name, values in seconds.items():
-        ratio = statistics.median(a / b for a, b in zip(base, values, strict=True))
-        rows.append([name, f"{tokens / statistics.median(values) / 1e6:.3f} Mtokens per CPU s", f"{ratio:.2f} of bare"])
+        ratio = statistics.median(a / b for a, b in zip(bare_seconds, values, strict=True))
+        rate = tokens / statistics.median(values) / 1e6
+        rows.append([name, f"{rate:.3f} Mtokens per CPU s", f"{ratio:.2f} of bare"])
     if datatrove:
         ratio = statistics.median(a / b for a, b in zip(seconds["datatrove"], seconds["Sluice"], strict=True))
-        rows.append(["Sluice ÷ datatrove", f"{ratio:.2f}", "≥ 1.3 wanted"])
+        rows.append(["Sluice ÷ datatrove", f"{ratio:.2f}", "≥ 1.3"])
     return rows
 
 
-def at_memory(folder: Path, megabytes: int) -> list[str]:
-    """Peak of a task that shards a large file."""
+def measure_memory(folder: Path, megabytes: int) -> list[str]:
+    """Return the row with the peak memory of a task that shards a large file."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = {"<|endoftext|>": 0, "<unknown>": 1, **{f"word{i}": i + 2 for i in range(70_000)}}
@@ -184,28 +192,33 @@ def at_memory(folder: Path, megabytes: int) -> list[str]:
     with open(folder / "text.jsonl", "w") as file:
         for _ in range(megabytes * 2**20 // len(block)):
             file.write(block)
-    told, _ = sharding(folder, "large")
+    result, _ = shard(folder, "large")
     tokens = load_manifest(folder / "large").train_tokens
     return [
         f"peak memory, a file of {megabytes:,} MB, {tokens:,} uint32 tokens",
-        f"{told['peak']:,.0f} MB",
+        f"{result['peak']:,.0f} MB",
         "≤ 1,000 MB",
     ]
 
 
-def at_size(folder: Path) -> list[list[str]]:
-    """Planning many files, and the finalizer of many shards."""
+def measure_many_files(folder: Path) -> list[list[str]]:
+    """Return the rows of planning many files, and of the progress and the finalizer of many work units."""
+
+    def elapsed(start: tuple[float, float]) -> str:
+        return f"{time.process_time() - start[0]:.1f} s of CPU, {time.monotonic() - start[1]:.1f} s"
+
     for number in range(FILES):
         if number % 1000 == 0:
             (folder / f"many/{number // 1000:03d}").mkdir(parents=True)
         (folder / f"many/{number // 1000:03d}/{number:06d}.txt").write_text("some text")
-    began = time.process_time(), time.monotonic()
+    start = time.process_time(), time.monotonic()
     inputs = find_inputs(DataConfig(source=str(folder / "many")))
     split_into_units(inputs, measure_inputs(inputs, "text"), 1000)
-    planned = time.process_time() - began[0], time.monotonic() - began[1]
-    synced, os.fsync = os.fsync, lambda fd: None  # of the making, not of what is measured
-    small = max(1024, int((folder / "text.jsonl").stat().st_size / 3.5 / 0.9 / UNITS))
-    config = config_of(folder, shard_tokens=small, held_out=0.0)
+    planning = elapsed(start)
+    fsync = os.fsync
+    os.fsync = lambda fd: None  # only while the work units are written, which is not measured
+    shard_tokens = max(1024, int((folder / "text.jsonl").stat().st_size / 3.5 / 0.9 / UNITS))
+    config = make_config(folder, shard_tokens=shard_tokens, held_out=0.0)
     data = TextFolder(config, folder / "units")
     data.prepare(lambda _: None)
     (folder / "units/shards").mkdir()
@@ -215,33 +228,31 @@ def at_size(folder: Path) -> list[list[str]]:
     units = data.unit_count
     for unit in range(1, units):
         entries: dict[str, list[ShardEntry]] = {"train": [], "held_out": []}
-        for split, found in entries.items():
+        for split, split_entries in entries.items():
             for entry in getattr(first, split):
                 name = entry.file.replace("unit-00000", f"unit-{unit:05d}")
                 os.link(folder / "units" / entry.file, folder / "units" / name)
-                found.append(entry.model_copy(update={"file": name}))
-        lists = {split: tuple(found) for split, found in entries.items()}
-        made = first.model_copy(update={"unit": unit, "key": data._unit_key(unit), **lists})
-        write_manifest(data.unit_path(unit), made)
+                split_entries.append(entry.model_copy(update={"file": name}))
+        fields = {split: tuple(split_entries) for split, split_entries in entries.items()}
+        manifest = first.model_copy(update={"unit": unit, "key": data._unit_key(unit), **fields})
+        write_manifest(data.unit_path(unit), manifest)
     (folder / "units/progress.jsonl").write_text(
         "".join(
             json.dumps({"key": data.manifest_key, "unit": unit, "time": 1, "seconds": 1}) + "\n"
             for unit in range(units)
         )
     )
-    os.fsync = synced
-    fresh = TextFolder(config, folder / "units")
-    began = time.process_time(), time.monotonic()
-    told = fresh.measure_progress()
-    looked = time.process_time() - began[0], time.monotonic() - began[1]
-    began = time.process_time(), time.monotonic()
-    assert told[:2] == (units, units) and fresh.finalize(lambda _: None)
-    ended = time.process_time() - began[0], time.monotonic() - began[1]
-    words = lambda pair: f"{pair[0]:.1f} s of CPU, {pair[1]:.1f} s"  # noqa: E731
+    os.fsync = fsync
+    reopened = TextFolder(config, folder / "units")
+    start = time.process_time(), time.monotonic()
+    progress = reopened.measure_progress()
+    progress_time = elapsed(start)
+    start = time.process_time(), time.monotonic()
+    assert progress[:2] == (units, units) and reopened.finalize(lambda _: None)
     return [
-        [f"{len(inputs):,} files listed and cut", words(planned), "≤ 10 s"],
-        [f"progress of {units:,} units", words(looked), ""],
-        [f"finalizer of {units:,} units", words(ended), "≤ 60 s"],
+        [f"{len(inputs):,} files listed and split into units", planning, "≤ 10 s"],
+        [f"progress of {units:,} units", progress_time, ""],
+        [f"finalizer of {units:,} units", elapsed(start), "≤ 60 s"],
     ]
 
 
@@ -252,40 +263,36 @@ def main() -> None:
         ("child", Path, None), ("out", Path, None), ("task", int, 0), ("tasks", int, 1), ("more", str, "{}"),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=kind, default=default)
-    asked = parser.parse_args()
-    if asked.child and asked.out:
-        sluice(asked.child, asked.out, asked.task, asked.tasks, **json.loads(asked.more))
+    arguments = parser.parse_args()
+    if arguments.child and arguments.out:
+        run_task(arguments.child, arguments.out, arguments.task, arguments.tasks, **json.loads(arguments.more))
         return
-    if asked.child:
-        bare(asked.child)
+    if arguments.child:
+        tokenize_bare(arguments.child)
         return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_text(folder / "text.jsonl", asked.mb << 20)
-        trained = DataConfig(source=str(folder / "text.jsonl"), tokenizer=TokenizerConfig(vocab_size=8192))
-        TextFolder(trained, folder / "trained").prepare(lambda _: None)
+        write_text(folder / "text.jsonl", arguments.mb << 20)
+        config = DataConfig(source=str(folder / "text.jsonl"), tokenizer=TokenizerConfig(vocab_size=8192))
+        TextFolder(config, folder / "trained").prepare(lambda _: None)
         (folder / "tokenizer.json").write_bytes((folder / "trained/tokenizer.json").read_bytes())
-        rows = rates(folder, asked.repetitions, asked.datatrove)
+        rows = measure_rates(folder, arguments.repetitions, arguments.datatrove)
         print(rows, flush=True)
         pairs = [
-            (sharding(folder, "one")[1], sharding(folder, "two", tasks=2)[1])
-            for _ in range(asked.repetitions if (os.cpu_count() or 1) > 1 else 0)
+            (shard(folder, "one")[1], shard(folder, "two", tasks=2)[1])
+            for _ in range(arguments.repetitions if (os.cpu_count() or 1) > 1 else 0)
         ]
         if pairs:
-            ratio = statistics.median(one / two for one, two in pairs)
-            rows.append(["2 tasks of one core each ÷ 1, median of the pairs", f"{ratio:.2f} × as fast", "≥ 1.8 wanted"])
+            ratio = statistics.median(one_task_s / two_tasks_s for one_task_s, two_tasks_s in pairs)
+            rows.append(["2 tasks of one core each ÷ 1, median of the pairs", f"{ratio:.2f} × as fast", "≥ 1.8"])
         print(rows[-1], flush=True)
-        rows += at_size(folder)
+        rows += measure_many_files(folder)
         print(rows[-3:], flush=True)
-        rows.append(at_memory(folder, asked.memory_mb))
-    write_table(
-        "sharding",
-        "What sharding costs",
-        f"{asked.mb} MB of text, {asked.repetitions} interleaved repetitions; how it is measured: "
-        "`benchmarks/sharding.py`.",
-        ["what", "measured", ""],
-        rows,
+        rows.append(measure_memory(folder, arguments.memory_mb))
+    note = (
+        f"{arguments.mb} MB of text, {arguments.repetitions} interleaved repetitions; method: `benchmarks/sharding.py`."
     )
+    write_table("sharding", "Speed and memory of sharding", note, ["figure", "result", "target"], rows)
 
 
 if __name__ == "__main__":

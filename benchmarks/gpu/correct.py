@@ -134,7 +134,8 @@ def check_products() -> dict[str, Any]:
         engine, config, world = make_engine(*overrides)
         batch = make_batch(config, world.device)
         loss = engine.backward(batch, 1).item()
-        vocab, length = config.data.tokenizer.vocab_size, config.data.sequence_length
+        vocab = config.data.tokenizer.vocab_size
+        length = config.data.sequence_length
         exact = Decoder(config.model, vocab, length, range(config.model.layers)).double()
         weights = {key: value.detach().cpu().double() for key, value in engine.task.named_weights(engine.parts[0])}
         exact.load_state_dict(weights, strict=False)
