@@ -348,7 +348,7 @@ def test_a_run_goes_on_without_the_folder_that_it_came_from(tmp_path: Path) -> N
 def memory_rank(where: RankInfo, path: Path, configs: list[Config]) -> dict[str, float]:
     """By how much more memory than before this rank ever took to import its share of the last config, and that share
     with AdamW's two moments of it, in GB; the configs before import modules, too."""
-    from benchmarks.convert import measured
+    from benchmarks.convert import measure_block
     from pipeline.comm import groups
     from pipeline.model.decoder import local_tensor
     from pipeline.model.open_weights import open_initial_weights
@@ -360,7 +360,7 @@ def memory_rank(where: RankInfo, path: Path, configs: list[Config]) -> dict[str,
     world = groups.join_process_group(where, configs[0])
     for config in configs:
         task, layout = DecoderTask(config, VOCAB), resolve_layout(config, world.size, where.local_world_size)
-        with measured(results, "import"):
+        with measure_block(results, "import"):
             source = open_initial_weights(Run(path, config), task, groups.new_control_group())
             engine = Engine(config, layout, world, task, source=source)
             assert source is not None and engine.parts
@@ -405,5 +405,5 @@ def test_three_billion_bytes_become_a_folder_in_two_and_a_tensor(tmp_path: Path)
     size = sum(path.stat().st_size for path in (tmp_path / "open").glob("*.safetensors")) / 1e9
     largest = 2 * 128256 * 3072 / 1e9
     assert size > 3
-    assert convert.child("import", run)["import, memory"] < size + largest + 0.1
-    assert convert.child("export", run)["export, memory"] < 2 + largest
+    assert convert.run_child("import", run)["import, memory"] < size + largest + 0.1
+    assert convert.run_child("export", run)["export, memory"] < 2 + largest

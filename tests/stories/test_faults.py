@@ -258,7 +258,7 @@ def test_the_saved_diff_keeps_its_encoding(tmp_path: Path, monkeypatch: pytest.M
     checkout = tmp_path / "checkout"
     checkout.mkdir()
     (checkout / "submit.py").write_bytes("# grün\n".encode("latin-1"))
-    git = ["git", "-C", str(checkout), "-c", "user.name=nobody", "-c", "user.email=nobody@localhost"]
+    git = ["git", "-C", str(checkout), "-c", "user.name=user", "-c", "user.email=user@localhost"]
     for arguments in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
         subprocess.run([*git, *arguments], check=True, timeout=240)
     (checkout / "submit.py").write_bytes("# rötlich\n".encode("latin-1"))

@@ -110,7 +110,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_in_shell(checkout: Path, command: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a command in the shell of a user who has not activated the virtual environment."""
+    """Run a command in a shell in which the virtual environment is not activated."""
     env = {key: value for key, value in os.environ.items() if key not in ("VIRTUAL_ENV", "PYTHONPATH", "SLURM_CONF")}
     path = [folder for folder in env["PATH"].split(":") if Path(folder) != Path(sys.executable).parent]
     env |= {"PATH": ":".join([str(checkout.parent / "bin"), *path]), "COLUMNS": "120", **variables}

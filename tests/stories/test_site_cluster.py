@@ -1,4 +1,4 @@
-"""Site profiles, awkward values, doctor and placement on a real Slurm."""
+"""Site profiles, values with special characters, doctor and placement on a real Slurm."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def wait_until_empty(cluster: Cluster, timeout: float = 240) -> None:
         time.sleep(0.2)
 
 
-# -- awkward values ------------------------------------------------------------------------------------------
+# -- values with special characters --------------------------------------------------------------------------
 
-PIECES = [
+FRAGMENTS = [
     "$(touch pwned)",
     "`touch pwned`",
     "--wrap=x",
@@ -63,14 +63,16 @@ PIECES = [
     "<<E",
     "\r\n",
 ]
-PIECES += ["日本", "e\u0301", "\u2028", "\x85", "\U0001f600", "\\", "\n", "\t", "\x7f", "  ", *" \"';|#!*~-=:(]xü"]
+FRAGMENTS += ["日本", "e\u0301", "\u2028", "\x85", "\U0001f600", "\\", "\n", "\t", "\x7f", "  ", *" \"';|#!*~-=:(]xü"]
 TEXT = (
-    st.lists(st.sampled_from(PIECES) | st.characters(exclude_categories=["Cs"], exclude_characters="/\0"), max_size=8)
+    st.lists(
+        st.sampled_from(FRAGMENTS) | st.characters(exclude_categories=["Cs"], exclude_characters="/\0"), max_size=8
+    )
     .map("".join)
     .filter(lambda text: text not in ("", ".", "..") and len(text.encode()) < 200)
 )
 PROBE = """#!/bin/sh
-# Stands where the job's python would: writes down what it was given, each item ended by a zero byte.
+# Replaces the job's python: writes its arguments and variables, each terminated by a zero byte.
 printf '%s\\0' "$0" "$@" "$TMPDIR" "$PYTHONPATH" > "$SLUICE_PROBE/$SLURM_JOB_ID"
 """
 
@@ -81,17 +83,17 @@ def folders() -> Iterator[Path]:
         yield Path(folder)
 
 
-UNFIT = re.compile(r"[\\\x00-\x1f\x7f]")
-"""What may be refused; a path also for a percent sign."""
+REJECTED = re.compile(r"[\\\x00-\x1f\x7f]")
+"""Characters that may be rejected; in a path, also a percent sign."""
 
 
-# a failure is not shrunk: that would be hundreds of jobs
+# Hypothesis does not shrink a failure, because that would need hundreds of jobs.
 @settings(deadline=None, max_examples=3, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 @given(st.lists(st.tuples(TEXT, TEXT, TEXT, TEXT), min_size=16, max_size=16))
-def test_values_reach_a_job_unchanged_or_are_refused(
+def test_values_reach_a_job_unchanged_or_are_rejected(
     cluster: Cluster, folders: Path, values: list[tuple[str, str, str, str]]
 ) -> None:
-    """Four texts a job: in the run's path (log, comment, arguments, PYTHONPATH), TMPDIR, an option, python's path."""
+    """A job has four texts: the run's path (log, comment, arguments, PYTHONPATH), TMPDIR, an option, python's path."""
     config = load_config(write_config(folders))
     base = Path(tempfile.mkdtemp(dir=folders))
     probes = base / "probes"
@@ -106,7 +108,7 @@ def test_values_reach_a_job_unchanged_or_are_refused(
         patch.setenv("SLUICE_PROBE", str(probes))
         patch.setenv("PYTHONPATH", "/and more")
         for number, texts in enumerate(values):
-            fit = [UNFIT.sub("", text) or "x" for text in texts]
+            fit = [REJECTED.sub("", text) or "x" for text in texts]
             fit[0] = fit[0].replace("%", "x")
             for place in range(3):
                 if fit[place] != texts[place]:
@@ -124,23 +126,23 @@ def test_values_reach_a_job_unchanged_or_are_refused(
             (base / "job.sh").write_text(text_of(run.path, fit[1], fit[2]))
             submitted[cluster.output(["sbatch", "--parsable", base / "job.sh"])] = run, fit[1], fit[2], python
     wait_until_empty(cluster)
-    told = cluster.output(["squeue", "--noheader", "--states=all", "--format=%A\x01%w\x01%k\x02"]).split("\x02\n")
-    options = {job: (wckey, comment) for job, wckey, comment in (line.rstrip("\x02").split("\x01") for line in told)}
+    jobs = cluster.output(["squeue", "--noheader", "--states=all", "--format=%A\x01%w\x01%k\x02"]).split("\x02\n")
+    options = {job: (wckey, comment) for job, wckey, comment in (line.rstrip("\x02").split("\x01") for line in jobs)}
     for job, (run, scratch, option, python) in submitted.items():
-        lower = re.sub("[A-Z]+", lambda match: match[0].lower(), option)  # Slurm's way with this option
+        lower = re.sub("[A-Z]+", lambda match: match[0].lower(), option)  # Slurm converts this option to lower case
         assert options[job] == (lower, f"sluice {run.path}")
         log = run.jobs_dir / "prepare" / f"{job}_0_log.out"
         assert log.read_text() == "" and (probes / job).exists()
-        told_job = (probes / job).read_bytes().decode().split("\0")
+        probed = (probes / job).read_bytes().decode().split("\0")
         command = [str(python), "-u", "-m", "submitit.core._submit", str(run.jobs_dir / "prepare")]
-        assert told_job == [*command, f"/{scratch}", f"{run.code_dir}:/and more", ""]
+        assert probed == [*command, f"/{scratch}", f"{run.code_dir}:/and more", ""]
     assert not list(folders.rglob("pwned")) and not Path("pwned").exists()
 
 
 # -- a whole run with a profile ------------------------------------------------------------------------------
 
 
-def test_a_profile_is_what_jobs_and_ranks_get(tmp_path: Path, cluster: Cluster) -> None:
+def test_jobs_and_ranks_get_the_settings_of_the_profile(tmp_path: Path, cluster: Cluster) -> None:
     scratch = tmp_path / "sc ratch"
     scratch.mkdir()
     profile = tmp_path / "site.yaml"
@@ -162,28 +164,30 @@ def test_a_profile_is_what_jobs_and_ranks_get(tmp_path: Path, cluster: Cluster) 
     overrides = (
         *("stages.train.nodes=2", "stages.train.tasks_per_node=2", "optimizer.warmup_steps=1"),
         *(f"site.python={python.parent.parent}", "site.srun={comment: of the site, ntasks-per-core: 4}"),
-        "parallel.backend=gloo",  # two ranks share a GPU that is none
+        "parallel.backend=gloo",  # two ranks share a fake GPU
         *(f"site.secrets={secrets}", "site.pass=[PASSED]", "site.export=none", "stages.evaluate.partition=high"),
     )
     shell = {"PASSED": "hunter2, 'too'", "LEFT": "behind", "SBATCH_EXPORT": "NIL"}
     shell |= {"SBATCH_NO_REQUEUE": "1", "SBATCH_TIMELIMIT": "7", "SQUEUE_PARTITION": "no"}
     run = Run.create(load_config(config, overrides))
-    door = run.code_dir / "pipeline/__main__.py"
+    entry_point = run.code_dir / "pipeline/__main__.py"
     dump = f"import json, os\nopen('{tmp_path}/ranks', 'a').write(json.dumps(dict(os.environ)) + chr(10))\n"
-    door.write_text(door.read_text().replace("import sys\n", f"import sys\n{dump}", 1))
-    refused = submit(cluster, tmp_path, "tiny.yaml", "--dry-run", *overrides)
-    assert refused.returncode == ExitCode.USER_ERROR and "PASSED" in refused.stderr, "as it would be without the option"
+    entry_point.write_text(entry_point.read_text().replace("import sys\n", f"import sys\n{dump}", 1))
+    rejected = submit(cluster, tmp_path, "tiny.yaml", "--dry-run", *overrides)
+    assert rejected.returncode == ExitCode.USER_ERROR and "PASSED" in rejected.stderr, (
+        "site.pass names a variable that is not set"
+    )
     dry = submit(cluster, tmp_path, "tiny.yaml", "--dry-run", "--scripts", *overrides, **shell)
     done = submit(cluster, tmp_path, "tiny.yaml", *overrides, **shell)
     assert done.returncode == 0, done.stderr
     job = next(e["job_id"] for e in read_event_lines(run, "train") if e["event"] == "submitted")
-    written = (
+    script = (
         next((run.jobs_dir / "train").glob("*_submission.sh")).read_text().replace("=$NCCL_SOCKET_IFNAME", "=*****")
     )
     planned = dry.stdout.partition("# ---- on Slurm: train\n")[2].partition("\n\n# ---- on")[0]
-    assert [line for line in written.splitlines() if "--dependency" not in line] == planned.splitlines()
-    shown = cluster.output(["scontrol", "--oneliner", "show", "job", job])
-    for words in (
+    assert [line for line in script.splitlines() if "--dependency" not in line] == planned.splitlines()
+    job_info = cluster.output(["scontrol", "--oneliner", "show", "job", job])
+    for fact in (
         "Nice=7",
         "Switches=1@00:03:00",
         "ExcNodeList=n1",
@@ -191,15 +195,15 @@ def test_a_profile_is_what_jobs_and_ranks_get(tmp_path: Path, cluster: Cluster) 
         "NtasksPerN:B:S:C=2:",
         "Requeue=1",
     ):
-        assert words in shown, shown
-    assert "TimeLimit=00:07:00" not in shown
-    assert re.search(r"gres[:/]gpu:1", shown), "22.05 has a colon, 24.11 a slash"
+        assert fact in job_info, job_info
+    assert "TimeLimit=00:07:00" not in job_info
+    assert re.search(r"gres[:/]gpu:1", job_info), "Slurm 22.05 prints a colon, 24.11 a slash"
     job_of_shard = next(e["job_id"] for e in read_event_lines(run, "shard") if e["event"] == "submitted")
-    shown = cluster.output(["scontrol", "--oneliner", "show", "job", job_of_shard])
+    job_info = cluster.output(["scontrol", "--oneliner", "show", "job", job_of_shard])
     job_of_evaluation = next(e["job_id"] for e in read_event_lines(run, "evaluate") if e["event"] == "submitted")
     assert "Partition=high" in cluster.output(["scontrol", "--oneliner", "show", "job", job_of_evaluation])
-    for words in ("Partition=high", "Nice=9", "ExcNodeList=n1", "CPUs/Task=1", "MinMemoryNode=2G"):
-        assert words in shown, shown
+    for fact in ("Partition=high", "Nice=9", "ExcNodeList=n1", "CPUs/Task=1", "MinMemoryNode=2G"):
+        assert fact in job_info, job_info
     wait_until_empty(cluster, 240)
     events = read_event_lines(run, "train")
     assert [e["event"] for e in events if e["event"] in ("done", "failed")] == ["done"], events
@@ -212,20 +216,20 @@ def test_a_profile_is_what_jobs_and_ranks_get(tmp_path: Path, cluster: Cluster) 
         assert variables["SLURM_DISTRIBUTION"] == "block:cyclic"
         assert (variables["SECRET"], variables["PASSED"]) == ("hunter2", shell["PASSED"]) and "LEFT" not in variables
     files = [file for file in run.path.rglob("*") if file.is_file() and run.code_dir not in file.parents]
-    assert not [file for file in files if b"hunter2" in file.read_bytes()], "secrets stand nowhere"
+    assert not [file for file in files if b"hunter2" in file.read_bytes()], "no file contains a secret"
     assert {v["SLURMD_NODENAME"] for v in ranks} == {"n3", "n4"}, "one leaf switch, without n1"
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_sbatch_takes_ranks_in_planes(tmp_path: Path, cluster: Cluster, nodes: int) -> None:
+def test_sbatch_accepts_a_plane_distribution(tmp_path: Path, cluster: Cluster, nodes: int) -> None:
     overrides = (f"stages.train.nodes={nodes}", "stages.train.tasks_per_node=2", "site.distribution=plane=2")
     write_config(tmp_path)
     done = submit(cluster, tmp_path, "tiny.yaml", *overrides)
     assert done.returncode == 0, done.stderr
     events = read_event_lines(Run.open(tmp_path / "runs/tiny"), "train", "submitted")
-    shown = cluster.output(["scontrol", "show", "job", events[0]["job_id"]])
+    job_info = cluster.output(["scontrol", "show", "job", events[0]["job_id"]])
     cluster.clear()
-    assert f"NumTasks={2 * nodes} " in shown and "NtasksPerN:B:S:C=2:" in shown, shown
+    assert f"NumTasks={2 * nodes} " in job_info and "NtasksPerN:B:S:C=2:" in job_info, job_info
 
 
 # -- placement -----------------------------------------------------------------------------------------------
@@ -234,7 +238,7 @@ def test_sbatch_takes_ranks_in_planes(tmp_path: Path, cluster: Cluster, nodes: i
 @pytest.mark.parametrize(
     "options", ["-N2 -n5", "-N3 -n6 -mcyclic", "-N2 -n6 --ntasks-per-node=3 -mplane=2", "-N2 -n4 -mblock:cyclic"]
 )
-def test_ranks_sit_where_the_check_says(cluster: Cluster, options: str) -> None:
+def test_ranks_run_on_the_nodes_that_the_check_computes(cluster: Cluster, options: str) -> None:
     program = (
         "import os; from pipeline.base.dist_env import read_granted_tasks;"
         "from slurm.query.capacity import assign_ranks_to_nodes;"
@@ -245,7 +249,7 @@ def test_ranks_sit_where_the_check_says(cluster: Cluster, options: str) -> None:
     assert first == str([int(line.split()[1]) for line in lines])
 
 
-def test_an_allocation_that_does_not_fit_is_refused(tmp_path: Path, cluster: Cluster) -> None:
+def test_an_allocation_that_does_not_fit_is_rejected(tmp_path: Path, cluster: Cluster) -> None:
     run = Run.create(load_config(write_config(tmp_path), ["stages.train.nodes=2"]))
     command = ["salloc", "--quiet", "-N2", "-n5", sys.executable, "-m", "slurm", "train", str(run.path)]
     done = cluster.run(command, timeout=240)
@@ -261,8 +265,8 @@ def test_an_allocation_that_does_not_fit_is_refused(tmp_path: Path, cluster: Clu
 @pytest.mark.parametrize(
     ("options", "fits"), [("-N2 -n6", True), ("-N2 -n7 -mcyclic", True), ("-N2 -n7 -mplane=3", False)]
 )
-def test_what_the_check_passes_srun_lays_out_evenly(cluster: Cluster, options: str, fits: bool) -> None:
-    """2 × 2 ranks in more room than they need: some distributions fill what is there."""
+def test_srun_distributes_ranks_evenly_if_the_check_passes(cluster: Cluster, options: str, fits: bool) -> None:
+    """2 × 2 ranks run in a larger allocation. With some distributions, srun fills the first node."""
     program = (
         "import os; from pipeline.base.dist_env import read_granted_tasks;"
         "from slurm.query.capacity import describe_placement_problem;"
@@ -284,33 +288,36 @@ def findings(
     return {finding.subject: finding for finding in run_checks(folder, check, site)}
 
 
-def test_doctor_knows_this_cluster(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = findings(cluster, tmp_path / "runs", monkeypatch, check=True)
-    low, high = found["partition low (default)"], found["partition high"]
+def test_doctor_describes_this_cluster(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = findings(cluster, tmp_path / "runs", monkeypatch, check=True)
+    low = facts["partition low (default)"]
+    high = facts["partition high"]
     assert low.verdict == "ok" and "REQUEUE, GraceTime 5 s" in low.fact and "gpu:h100:2" in low.fact
     assert "4 nodes, MaxTime UNLIMITED" in low.fact and high.meaning == "jobs here are not preempted"
-    assert found["preempt_send_user_signal"].fact == "on" and "USR2" in found["preempt_send_user_signal"].meaning
-    assert found["accounting"].verdict == "note" and "pmi" in found["srun --mpi"].fact
-    assert found["MaxArraySize"].fact == "1001" and found["MaxJobCount"].fact == "10000"
-    assert found["Slurm"].verdict == "ok" and found["file locks"].verdict == "ok"
-    assert found["run.root"].verdict == "ok" and "compute nodes see it" in found["run.root"].meaning
+    assert facts["preempt_send_user_signal"].fact == "on" and "USR2" in facts["preempt_send_user_signal"].meaning
+    assert facts["accounting"].verdict == "note" and "pmi" in facts["srun --mpi"].fact
+    assert facts["MaxArraySize"].fact == "1001" and facts["MaxJobCount"].fact == "10000"
+    assert facts["Slurm"].verdict == "ok" and facts["file locks"].verdict == "ok"
+    assert facts["run.root"].verdict == "ok" and "compute nodes see it" in facts["run.root"].meaning
 
 
-def test_doctor_knows_another(other: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_describes_a_cluster_with_other_settings(
+    other: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     other.output(["scontrol", "update", "PartitionName=high", "State=DOWN"])
-    found = findings(other, tmp_path, monkeypatch, check=False)
-    low = found["partition low (default)"]
+    facts = findings(other, tmp_path, monkeypatch, check=False)
+    low = facts["partition low (default)"]
     assert (
         low.verdict == "note" and "CANCEL, GraceTime 0 s" in low.fact and "a preempted job is cancelled" in low.meaning
     )
-    assert found["partition high"].verdict == "problem" and "DOWN" in found["partition high"].meaning
-    assert found["preempt_send_user_signal"].fact == "off" and "TERM" in found["preempt_send_user_signal"].meaning
-    assert found["accounting"].verdict == "ok" and "slurmdbd" in found["accounting"].fact
-    assert "--check-nodes" in found["run.root"].meaning
+    assert facts["partition high"].verdict == "problem" and "DOWN" in facts["partition high"].meaning
+    assert facts["preempt_send_user_signal"].fact == "off" and "TERM" in facts["preempt_send_user_signal"].meaning
+    assert facts["accounting"].verdict == "ok" and "slurmdbd" in facts["accounting"].fact
+    assert "--check-nodes" in facts["run.root"].meaning
 
 
-def test_doctor_sees_what_nodes_do_not_see(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mount of this process's own: the nodes' namespaces were made before it."""
+def test_doctor_finds_a_folder_that_nodes_do_not_see(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The nodes do not see this mount, because their namespaces were made before it."""
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(["mount", "-t", "tmpfs", "--make-private", "tmpfs", folder], check=True, timeout=10)
         try:
@@ -320,16 +327,16 @@ def test_doctor_sees_what_nodes_do_not_see(cluster: Cluster, monkeypatch: pytest
     assert seen.verdict == "problem" and "tmpfs" in seen.fact and "No such file" in seen.meaning
 
 
-def test_doctor_asks_nodes_as_the_site_does_and_says_when_it_cannot(
+def test_doctor_checks_nodes_with_the_site_settings_and_reports_if_it_cannot(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refused = findings(cluster, tmp_path, monkeypatch, True, SiteConfig(partition="none"))
-    assert refused["--check-nodes"].verdict == "note" and "invalid partition" in refused["--check-nodes"].fact
-    assert "invalid" not in refused["run.root"].meaning, "srun's words say nothing about the file system"
-    monkeypatch.setenv("SLURM_PARTITION", "none")  # as where the default one does not take everybody
+    rejected = findings(cluster, tmp_path, monkeypatch, True, SiteConfig(partition="none"))
+    assert rejected["--check-nodes"].verdict == "note" and "invalid partition" in rejected["--check-nodes"].fact
+    assert "invalid" not in rejected["run.root"].meaning, "an error of srun is not one of the file system"
+    monkeypatch.setenv("SLURM_PARTITION", "none")  # as if the default partition rejected this user
     assert "--check-nodes" in findings(cluster, tmp_path, monkeypatch, True)
-    found = findings(cluster, tmp_path, monkeypatch, True, SiteConfig(partition="low"))
-    assert "--check-nodes" not in found and "compute nodes see it" in found["run.root"].meaning
+    facts = findings(cluster, tmp_path, monkeypatch, True, SiteConfig(partition="low"))
+    assert "--check-nodes" not in facts and "compute nodes see it" in facts["run.root"].meaning
     (tmp_path / "site.yaml").write_text("partition: none\n")
     done = submit(cluster, tmp_path, "doctor", "--check-nodes", "--site", "site.yaml")
     assert "no node was reached" in done.stdout, done.stdout + done.stderr
@@ -338,18 +345,18 @@ def test_doctor_asks_nodes_as_the_site_does_and_says_when_it_cannot(
     assert done.returncode == ExitCode.USER_ERROR and "site.yaml:1: site.partitoin" in done.stderr, done.stderr
 
 
-def test_doctor_as_a_person_sees_it(cluster: Cluster, tmp_path: Path) -> None:
+def test_doctor_prints_problems_and_advice(cluster: Cluster, tmp_path: Path) -> None:
     done = submit(cluster, tmp_path, "doctor")
     assert done.returncode == 0 and "partition low (default)" in done.stdout and "1 problem" in done.stdout
     none = submit(cluster, tmp_path, "doctor", PATH="/nowhere")
     assert "no scontrol on PATH" in none.stdout and "0 problems" in none.stdout and "--executor local" in none.stdout
-    silent = submit(cluster, tmp_path, "doctor", SLURM_CONF="/nowhere")
-    assert "no response" in silent.stdout and "1 problem" in silent.stdout
+    not_responding = submit(cluster, tmp_path, "doctor", SLURM_CONF="/nowhere")
+    assert "no response" in not_responding.stdout and "1 problem" in not_responding.stdout
 
 
-def test_parsers_take_what_slurm_says(cluster: Cluster) -> None:
+def test_parsers_read_the_output_of_slurm(cluster: Cluster) -> None:
     config = parse_slurm_config(cluster.output(["scontrol", "show", "config"]))
-    empty = "PowerPlugin" if "PowerPlugin" in config else "PriorityFlags"  # of 22.05, of 24.11
+    empty = "PowerPlugin" if "PowerPlugin" in config else "PriorityFlags"  # in 22.05 and in 24.11
     assert config["SlurmctldHost[0]"].startswith("control(") and config[empty] == ""
     assert config["AuthInfo"].endswith(",cred_expire=5") and config["KillWait"] == "5 sec"
     partitions = parse_partitions(cluster.output(["scontrol", "--oneliner", "show", "partition"]))

@@ -1,4 +1,4 @@
-"""What a person sees of runs on a real Slurm with accounting, and the ways to run without submit.py."""
+"""Status, logs and reports of runs on a real Slurm with accounting, and runs without submit.py."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ NODES = ("stages.train.nodes=2", "stages.train.tasks_per_node=1", "stages.evalua
 
 @pytest.fixture(autouse=True)
 def the_cluster(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slurm commands of this process, too, speak to the test cluster."""
+    """Let Slurm commands of this process use the test cluster."""
     for name, value in cluster.environment().items():
         monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(scope="module")
 def calm(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with an undisturbed run on two nodes, and what was said of its training while it waited."""
+    """Return a folder with an undisturbed run on two nodes, and the output of `logs` while its training was pending."""
     folder = tmp_path_factory.mktemp("calm")
     write_config(folder, steps=20)
     assert run_submit(cluster, folder, "tiny.yaml", *NODES).returncode == 0
@@ -54,66 +54,76 @@ def calm(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def copy(folder: Path, calm: Path, name: str, *more: str, slowly: bool = False) -> Path:
-    """Another run of the calm one's config, on its data; `slowly`: half a second more per step."""
+def create_run(folder: Path, calm: Path, name: str, *overrides: str, is_slow: bool = False) -> Path:
+    """Create another run of the undisturbed run's config with a copy of its data.
+
+    Args:
+        folder: parent of the runs.
+        calm: folder of the undisturbed run.
+        name: name of the new run.
+        overrides: further overrides.
+        is_slow: add half a second to each step.
+    """
     text = (calm / "tiny.yaml").read_text().replace("name: tiny", f"name: {name}")
     (folder / f"{name}.yaml").write_text(text.replace(f"root: {calm}", f"root: {folder}"))
-    run = Run.create(load_config(folder / f"{name}.yaml", [*NODES, *more]))
+    run = Run.create(load_config(folder / f"{name}.yaml", [*NODES, *overrides]))
     run.data_dir.rmdir()
     subprocess.run(["cp", "-r", str(calm / "runs/tiny/data"), str(run.data_dir)], check=True, timeout=240)
-    if slowly:
+    if is_slow:
         slow_down_steps(run)
     return run.path
 
 
-def shim(folder: Path, monkeypatch: pytest.MonkeyPatch, **lines: str) -> None:
-    """Commands in front of Slurm's, as shell lines."""
+def replace_commands(folder: Path, monkeypatch: pytest.MonkeyPatch, **lines: str) -> None:
+    """Put commands that run these shell lines before Slurm's in PATH."""
     for name, line in lines.items():
         (folder / name).write_text(f"#!/bin/sh\n{line}\n")
         (folder / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(folder), prepend=":")
 
 
-def test_the_end_of_a_job_is_known_from_sacct_squeue_or_the_run(
+def test_the_end_of_a_job_is_read_from_sacct_squeue_or_the_run(
     calm: Path, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     jobs = [one for _, one in list_recorded_jobs(Run.open(calm / "runs/tiny"))]
-    words = ["--hold", "--array=0-1", "--wrap", "true", f"--chdir={tmp_path}", "--comment=sluice x"]
-    held, nobody = (
-        RecordedJob(job, ("sluice x",)) for job in (cluster.output(["sbatch", "--parsable", *words]), "99999")
+    options = ["--hold", "--array=0-1", "--wrap", "true", f"--chdir={tmp_path}", "--comment=sluice x"]
+    held, unknown = (
+        RecordedJob(job, ("sluice x",)) for job in (cluster.output(["sbatch", "--parsable", *options]), "99999")
     )
     ids = {job.job_id for job in jobs}
     shown = ["squeue", "-h", "-t", "all", "-o", "%A"]
     wait_for("squeue to forget", lambda: ids.isdisjoint(cluster.output(shown).split()), 60)
     kept: dict[RecordedJob, JobState] = {}
-    states = query_job_states([*jobs, held, nobody], kept)
-    assert set(kept) == {*jobs, nobody}, "not asked for again"
-    assert {states[job].state for job in jobs} == {"COMPLETED"}, "sacct knows"
-    assert states[held].state == "PENDING" and states[nobody].state == UNKNOWN
-    alone = query_job_states([nobody])[nobody]
-    assert alone.state == UNKNOWN and alone.reason != NOT_RESPONDING, "squeue fails where its only id is unknown"
+    states = query_job_states([*jobs, held, unknown], kept)
+    assert set(kept) == {*jobs, unknown}, "final states are cached"
+    assert {states[job].state for job in jobs} == {"COMPLETED"}, "sacct reports the end"
+    assert states[held].state == "PENDING" and states[unknown].state == UNKNOWN
+    unknown_state = query_job_states([unknown])[unknown]
+    assert unknown_state.state == UNKNOWN and unknown_state.reason != NOT_RESPONDING, (
+        "squeue fails if its only ID is unknown"
+    )
     one_by_one = (
         'case " $* " in *" --me "*) echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1;; esac; '
         f'exec {shutil.which("squeue")} "$@"'
     )
-    shim(tmp_path, monkeypatch, squeue=one_by_one, sacct="exit 1")
+    replace_commands(tmp_path, monkeypatch, squeue=one_by_one, sacct="exit 1")
     states = query_job_states([jobs[0], held])
-    assert (states[held].state, states[held].reason) == ("PENDING", "JobHeldUser"), "squeue, asked for one job"
+    assert (states[held].state, states[held].reason) == ("PENDING", "JobHeldUser"), "squeue is called for one job"
     assert states[jobs[0]].state == UNKNOWN
     status = run_submit(cluster, calm, "status", "runs/tiny").stdout
-    assert len(re.findall(r"^(prepare|shard|train|evaluate) +done", status, re.M)) == 4, "the run directory tells"
+    assert len(re.findall(r"^(prepare|shard|train|evaluate) +done", status, re.M)) == 4, "from the run directory"
     cluster.output(["scancel", held.job_id])
 
 
-def test_a_job_that_is_being_signalled_runs(cluster: Cluster) -> None:
-    """Slurm has a state for that, which lasts where a node does not answer; before a time limit jobs get it, too."""
-    words = ["-w", "n2", "-o", "/dev/null", "--comment=sluice x", "--wrap", "sleep 60"]
-    job = cluster.output(["sbatch", "--parsable", *words])
+def test_a_job_that_is_being_signalled_is_running(cluster: Cluster) -> None:
+    """Its state is SIGNALING, also before a time limit. The state persists while a node does not respond."""
+    options = ["-w", "n2", "-o", "/dev/null", "--comment=sluice x", "--wrap", "sleep 60"]
+    job = cluster.output(["sbatch", "--parsable", *options])
     cluster.wait_job(job, "RUNNING")
     machine = psutil.Process(Machine("n2", cluster.directory).processes()[-1].pid)
-    # while it starts a job's slurmstepd, a fork of it has its name, too, and is a child of init
-    found = [process for process in machine.children() if process.name() == "slurmd"]
-    slurmd = min(found, key=lambda process: process.create_time())
+    # While slurmd starts slurmstepd, a fork of slurmd with the same name is a child of init too; slurmd is the oldest.
+    candidates = [process for process in machine.children() if process.name() == "slurmd"]
+    slurmd = min(candidates, key=lambda process: process.create_time())
     slurmd.suspend()
     try:
         cluster.output(["scancel", "--signal=CONT", job])
@@ -125,22 +135,22 @@ def test_a_job_that_is_being_signalled_runs(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGUSR1])
-def test_srun_says_which_signal_killed_a_task(cluster: Cluster, number: signal.Signals) -> None:
-    """In words of this version's own (slurm/query/slurm_messages.py)."""
+def test_srun_reports_which_signal_killed_a_task(cluster: Cluster, number: signal.Signals) -> None:
+    """Each version of Slurm has its own messages (slurm/query/slurm_messages.py)."""
     shell = f"[ $SLURM_PROCID = 0 ] || kill -{int(number)} $$"
     done = cluster.run(["srun", "-N2", "-n2", "--kill-on-bad-exit=0", "sh", "-c", shell], timeout=60)
-    left = SrunLauncher.find_first_failure(done.stderr, done.returncode)
-    assert left is not None and (left.rank, left.code) == (1, -number) and left.host[0] == "n", done.stderr
+    exited = SrunLauncher.find_first_failure(done.stderr, done.returncode)
+    assert exited is not None and (exited.rank, exited.code) == (1, -number) and exited.host[0] == "n", done.stderr
 
 
 def test_a_completed_job_without_its_output_has_failed(calm: Path, cluster: Cluster) -> None:
     manifest = calm / "runs/tiny/data/manifest.json"
-    kept = manifest.read_bytes()
+    content = manifest.read_bytes()
     manifest.unlink()
     try:
         status = run_submit(cluster, calm, "status", "runs/tiny").stdout
     finally:
-        manifest.write_bytes(kept)
+        manifest.write_bytes(content)
     job = get_job_id(calm / "runs/tiny", "shard")
     assert re.search(r"^shard +incomplete", status, re.M), status
     assert re.search(rf"shard incomplete job {job} is COMPLETED, but .*manifest\.json", status), status
@@ -158,10 +168,10 @@ def test_each_task_of_the_array_has_its_own_log(calm: Path, cluster: Cluster) ->
     assert run_submit(cluster, calm, "logs", "runs/tiny", "train", "--rank", "supervisor").returncode == 0
 
 
-def test_two_runs_side_by_side_and_one_is_followed_over_a_requeue(
+def test_two_concurrent_runs_of_which_one_is_followed_across_a_requeue(
     calm: Path, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runs = {name: copy(tmp_path, calm, name, slowly=True) for name in ("left", "right")}
+    runs = {name: create_run(tmp_path, calm, name, is_slow=True) for name in ("left", "right")}
     for name in runs:
         assert run_submit(cluster, tmp_path, f"{name}.yaml", *NODES).returncode == 0
     with ThreadPoolExecutor() as pool:
@@ -176,25 +186,31 @@ def test_two_runs_side_by_side_and_one_is_followed_over_a_requeue(
         assert table.wait(240) == 0
         for run in runs.values():
             wait_for("the end", lambda run=run: "done" in list_event_names(run, "evaluate"))  # type: ignore[misc]
-        shown = log.result()
-    assert "stopped after step" in shown.stdout and "restored step" in shown.stdout and "step 20/20" in shown.stdout
+        followed = log.result()
+    assert (
+        "stopped after step" in followed.stdout
+        and "restored step" in followed.stdout
+        and "step 20/20" in followed.stdout
+    )
     assert re.search(r"train +running +\d+", table.text) and re.search(r"train +done", table.text)
     assert "ETA" in table.text and "BeginTime" in table.text, "Slurm's reason for the wait after a requeue"
     for name in runs:
         assert compute_run_digest(Run(tmp_path / f"runs/{name}")) == compute_run_digest(Run(calm / "runs/tiny"))
     left = Run.open(runs["left"])
     first, second = (a for a in read_report_data(left, StatusPoller(left).poll()).attempts if a.stage == "train")
-    assert first.cause != "done" == second.cause and second.seconds["queue"] > 4, "it waits 6 s after a requeue"
+    assert first.cause != "done" == second.cause and second.seconds["queue"] > 4, (
+        "Slurm holds the job for 6 s after a requeue"
+    )
     assert sum(sum(a.seconds.values()) for a in (first, second)) == pytest.approx(second.end_time - first.start_time)
     assert first.seconds["compute"] > 1 and second.seconds["compute"] > 3 and second.seconds["startup"] > 0.5
     report = run_submit(cluster, tmp_path, "report", "runs/left").stdout
     assert "effective training time ratio" in report and re.search(r"train +all", report), report
     page = (runs["left"] / "report.html").read_text()
-    assert "<svg" in page and "http" not in page, "it needs nothing from elsewhere"
+    assert "<svg" in page and "http" not in page, "the page loads nothing from other hosts"
 
 
-def test_a_job_that_dies_before_its_supervisor_is_named(calm: Path, cluster: Cluster, tmp_path: Path) -> None:
-    run = copy(tmp_path, calm, "broken", "site.setup=[exit 9]")
+def test_a_job_that_dies_before_its_supervisor_starts_is_named(calm: Path, cluster: Cluster, tmp_path: Path) -> None:
+    run = create_run(tmp_path, calm, "broken", "site.setup=[exit 9]")
     assert run_submit(cluster, tmp_path, "broken.yaml", *NODES, "site.setup=[exit 9]").returncode == 0
     job = get_job_id(run, "train")
     wait_for("sacct", lambda: "FAILED" in cluster.output(["sacct", "-nXj", job, "-o", "State"]), 30)
@@ -206,13 +222,18 @@ def test_a_job_that_dies_before_its_supervisor_is_named(calm: Path, cluster: Clu
     assert compute_run_digest(Run(tmp_path / "runs/broken")) == compute_run_digest(Run(calm / "runs/tiny"))
 
 
-def test_the_torchrun_template(calm: Path, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = copy(tmp_path, calm, "torchrun")
+def test_the_torchrun_template_trains(
+    calm: Path, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = create_run(tmp_path, calm, "torchrun")
     monkeypatch.setenv("RANKS_PER_NODE", "1")
     job = submit_template(
         cluster, tmp_path, "-N2", f"--output={tmp_path}/log", "slurm/templates/torchrun.sbatch", str(run)
     )
-    wait_for("its end", lambda: "done" in list_event_names(run, "train") or cluster.job_state(job) == "FAILED")
+    wait_for(
+        "the end of the training",
+        lambda: "done" in list_event_names(run, "train") or cluster.job_state(job) == "FAILED",
+    )
     started = next(e for e in read_event_lines(Run.open(run), "train") if e["event"] == "started")
     assert started["ranks"] == 2 and started["slurm_job"] == job
     assert compute_run_digest(Run(tmp_path / "runs/torchrun")) == compute_run_digest(Run(calm / "runs/tiny")), (
@@ -220,27 +241,29 @@ def test_the_torchrun_template(calm: Path, cluster: Cluster, tmp_path: Path, mon
     )
 
 
-def test_srun_by_hand_shows_the_first_traceback_and_ends_all(calm: Path, cluster: Cluster, tmp_path: Path) -> None:
-    run = copy(tmp_path, calm, "hand")
+def test_srun_by_hand_shows_the_first_traceback_and_ends_all_ranks(
+    calm: Path, cluster: Cluster, tmp_path: Path
+) -> None:
+    run = create_run(tmp_path, calm, "hand")
     trainer = run / "code/pipeline/train/trainer.py"
-    good = trainer.read_text()
+    correct_code = trainer.read_text()
     bug = (
-        "        if step == 5 and self.world.rank == 2:\n            raise ValueError('a bug of rank two')\n"
+        "        if step == 5 and self.world.rank == 2:\n            raise ValueError('bug in rank two')\n"
         "        if step == 5 and self.world.rank == 3:\n            time.sleep(600)\n"
     )
-    place = "        lr = self.learning_rate("
-    trainer.write_text(good.replace(place, bug + place, 1))
+    anchor = "        lr = self.learning_rate("
+    trainer.write_text(correct_code.replace(anchor, bug + anchor, 1))
     command = ["salloc", "-N2", "--ntasks-per-node=2", "srun", f"--chdir={run}/code"]
     command += [sys.executable, "-m", "pipeline", "train", str(run)]
-    started = time.monotonic()
+    start = time.monotonic()
     done = subprocess.run(command, cwd=run / "code", capture_output=True, text=True, timeout=240)
     failed = [e for e in read_event_lines(Run.open(run), "train") if e["event"] == "failed"]
-    words = [line for line in done.stderr.splitlines() if line.startswith("rank ")]
-    assert done.returncode != 0 and words[0].startswith("rank 2 on n2: Traceback"), done.stderr
-    assert "ValueError: a bug of rank two" in done.stderr and done.stderr.count("Traceback") == 1
+    rank_lines = [line for line in done.stderr.splitlines() if line.startswith("rank ")]
+    assert done.returncode != 0 and rank_lines[0].startswith("rank 2 on n2: Traceback"), done.stderr
+    assert "ValueError: bug in rank two" in done.stderr and done.stderr.count("Traceback") == 1
     assert [(e["rank"], e["host"]) for e in failed] == [(2, "n2")]
-    assert time.monotonic() - started < 60, "rank 3 sleeps for ten minutes, and was ended"
-    trainer.write_text(good)
+    assert time.monotonic() - start < 60, "rank 3 sleeps for ten minutes and was killed"
+    trainer.write_text(correct_code)
     done = subprocess.run(command, cwd=run / "code", capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^train +done .* 2 ", run_submit(cluster, tmp_path, "status", "runs/hand").stdout, re.M)
