@@ -1,1 +1,1 @@
-"""From the login node: jobs written and submitted, chains, sweeps, dry runs, and the same without Slurm."""
+"""Submission from the login node: batch scripts, chains of jobs and sweeps, and the same stages on this machine."""

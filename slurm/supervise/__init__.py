@@ -1,1 +1,1 @@
-"""Inside a job: ranks started and watched, causes told, successors."""
+"""The supervisor of a job: it starts ranks, decides after each attempt, and requeues or hands over."""

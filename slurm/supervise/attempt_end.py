@@ -4,8 +4,8 @@ Ranks write reports about errors and hangs into the run directory. A rank that w
 writes none, and its peers report a lost connection. Therefore:
 
 - If a rank was killed, it is to blame; otherwise the rank with the earliest report that is not about a lost peer.
-- Ranks that hang all report where they are. The one that is furthest behind is to blame. A rank without any report
-  comes before those.
+- Ranks that hang report the step and phase that they are in. The one that is furthest behind is to blame. A rank
+  without any report counts as even further behind.
 """
 
 from __future__ import annotations

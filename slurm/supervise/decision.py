@@ -166,8 +166,8 @@ def _determine_slurm_cause(exit_code: ExitCode, job: JobFacts) -> tuple[ExitCode
 def choose_next_action(facts: StopFacts) -> Decision:
     """Return what the supervisor does after an attempt.
 
-    The supervisor calls this when the ranks have exited, and again just before a batch job exits to be retried, because
-    Slurm may have cancelled or requeued the job in the meantime.
+    The supervisor calls this when the ranks have exited. It calls it again just before a batch job exits to be retried,
+    because Slurm may have cancelled or requeued the job in the meantime.
     """
     if facts.cause in (ExitCode.DONE, ExitCode.CANCELLED) or facts.stop_reason in USER_REQUESTS:
         return Decision(NextAction.END)

@@ -370,8 +370,8 @@ class SrunLauncher(RankLauncher):
 def create_mpi_launcher(run: Run, stage: str, size: int, nodes: int, lock: int, on_slurm: bool) -> SrunLauncher:
     """Return the launcher of MPI ranks; they are not started yet.
 
-    On one machine, mpirun starts them. In a Slurm job, srun starts them if the site's MPI was built for one of its
-    plugins, otherwise mpirun, which finds the nodes of the job by itself.
+    On one machine, mpirun starts them. In a Slurm job, srun starts them if the site's MPI supports one of its
+    plugins. Otherwise mpirun starts them; it finds the nodes of the job by itself.
 
     Raises:
         UserError: if there is no mpirun, or only srun could start the ranks in the site's container.

@@ -7,8 +7,8 @@ If jobs cannot be requeued (`site.requeue: false`), successors continue a stage:
        └─afternotok─ T2
 
 The successor of a training is submitted together with it. Any other job (a sweep point, another stage, a job that the
-user submitted) submits its successor when it is stopped and should be retried (:func:`hand_over`). If such a job dies
-without that, for example with its node, it has no successor and the stage waits for `resume`.
+user submitted) submits its successor when it is stopped and should be retried (:func:`hand_over`). If that job dies
+before, for example with its node, it has no successor and the stage waits for `resume`.
 
 Slurm keeps a job pending forever if its dependency can no longer be satisfied. Therefore a stage that is done cancels
 its successor. A stage that ends without being done cancels all jobs that wait for it, with or without requeueing.

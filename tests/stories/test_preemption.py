@@ -21,7 +21,8 @@ from slurm.query.current_job import JobInfo, parse_job_info
 from slurm.supervise.attempt_end import read_progress_marker
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
-from tests.slurm.query.test_causes import close, leave, shown, silent
+from tests.slurm.query.test_causes import shown
+from tests.slurm.supervise.test_attempt_end import close_attempt, exit_for_retry, make_unreported_attempt
 from tests.support.cluster_runs import (
     get_job_id,
     has_evaluation,
@@ -124,7 +125,7 @@ def test_a_supervisor_exits_or_requests_a_requeue(
     run = Run.create(load_config(write_config(tmp_path)))
     fake_controller(monkeypatch, version)
     monkeypatch.setattr(current_job, "excluded_nodes_at_requeue", lambda *_: exclude)
-    assert leave(run, [info], monkeypatch) == (ExitCode.OUT_OF_MEMORY, requests)
+    assert exit_for_retry(run, [info], monkeypatch) == (ExitCode.OUT_OF_MEMORY, requests)
     event = read_event_lines(run, "train")[-1]
     assert event["event"] == "requeued" and event.get("by") == (None if requests else "slurm")
 
@@ -148,15 +149,17 @@ def test_an_attempt_that_has_ended_does_not_continue_if_only_slurm_requeued_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, event: str, fields: dict[str, object], code: ExitCode
 ) -> None:
     fake_controller(monkeypatch, "24.11.5")
-    run = silent(tmp_path / "grace", (event, {**fields, "in_grace": True}))
-    assert close(run, "6", 1)[::2] == (code, []), "no event is added"
-    assert close(run, "6", 2)[0] is None, "a user requeued the job after that"
+    run = make_unreported_attempt(tmp_path / "grace", (event, {**fields, "in_grace": True}))
+    assert close_attempt(run, "6", 1)[::2] == (code, []), "no event is added"
+    assert close_attempt(run, "6", 2)[0] is None, "a user requeued the job after that"
     fake_controller(monkeypatch, "22.05.8")
-    assert close(run, "6", 1)[0] is None, "a user requeued the job, because this version of Slurm does not"
+    assert close_attempt(run, "6", 1)[0] is None, "a user requeued the job, because this version of Slurm does not"
     fake_controller(monkeypatch, "24.11.5")
-    undisturbed = silent(tmp_path / "calm", (event, fields))
-    assert close(undisturbed, "6", 1)[0] is None, "a user requeued the job, because it was never preempted"
-    earlier = silent(tmp_path / "earlier", ("preempted", {"cause": "preempted"}), ("requeued", {"cause": "preempted"}))
+    undisturbed = make_unreported_attempt(tmp_path / "calm", (event, fields))
+    assert close_attempt(undisturbed, "6", 1)[0] is None, "a user requeued the job, because it was never preempted"
+    earlier = make_unreported_attempt(
+        tmp_path / "earlier", ("preempted", {"cause": "preempted"}), ("requeued", {"cause": "preempted"})
+    )
     write_event(
         earlier,
         "started",
@@ -168,10 +171,10 @@ def test_an_attempt_that_has_ended_does_not_continue_if_only_slurm_requeued_it(
         standing=read_progress_marker(earlier, "train"),
     )
     write_event(earlier, event, "train", job_id="6", **fields)
-    assert close(earlier, "6", 2)[::2] == (code, []), "Slurm still reports the first preemption"
+    assert close_attempt(earlier, "6", 2)[::2] == (code, []), "Slurm still reports the first preemption"
     if event != "done":
         write_event(earlier, "resumed")
-        assert close(earlier, "6", 2)[0] is None, "the user resumed the run"
+        assert close_attempt(earlier, "6", 2)[0] is None, "the user resumed the run"
 
 
 # -- on a real Slurm -----------------------------------------------------------------------------------------

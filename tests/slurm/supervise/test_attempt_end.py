@@ -1,0 +1,392 @@
+"""How attempts end: progress, the rank that failed first, exits for a retry, and attempts whose supervisor died."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.base.errors import ExitCode, UserError
+from pipeline.base.files import append_line
+from pipeline.base.signals import StopFlag
+from pipeline.checkpoint.catalog import checkpoint_name
+from pipeline.config.read import load_config
+from pipeline.run.directory import Run
+from pipeline.run.events import StageState
+from pipeline.run.failure import write_error_report
+from slurm.query import current_job
+from slurm.query.current_job import JobInfo
+from slurm.query.job_states import UNKNOWN, JobState
+from slurm.supervise import attempt_end
+from slurm.supervise.attempt_end import (
+    close_open_attempt,
+    find_failure,
+    get_rank_log,
+    measure_log_sizes,
+    read_progress_marker,
+)
+from slurm.supervise.decision import JobFacts, StopFacts
+from slurm.supervise.launch import RankExit, SrunLauncher
+from tests.slurm.query.test_causes import ECC, shown
+from tests.support.events import read_event_lines, write_event
+from tests.support.ranks import make_rank_info
+from tests.support.tiny import write_config
+
+# ---- progress
+
+
+def test_progress_is_a_new_step_a_repaired_one_or_a_decision(tmp_path: Path) -> None:
+    run = Run.create(load_config(write_config(tmp_path, "tiny", 20)))
+    seen = [read_progress_marker(run, "train")]
+
+    def changes_progress(event: str, step: int) -> bool:
+        """Write an event and return whether the progress changed."""
+        write_event(run, event, "train", step=step)
+        seen.append(read_progress_marker(run, "train"))
+        return seen[-1] != seen[-2]
+
+    assert changes_progress("saved", 4) and changes_progress("saved", 8)
+    assert not changes_progress("saved", 8) and not changes_progress("saved", 4), "it was saved before"
+    assert not changes_progress("damaged", 8) and changes_progress("saved", 8), "it replaces a damaged checkpoint"
+    assert not changes_progress("saved", 8)
+    (run.checkpoints_dir / checkpoint_name(12)).mkdir()
+    seen.append(read_progress_marker(run, "train"))
+    assert seen[-1] != seen[-2], "a checkpoint whose event was not written"
+    append_line(run.decisions_file, "{}")
+    assert read_progress_marker(run, "train") != seen[-1]
+
+
+# ---- which rank failed
+
+
+def test_the_first_rank_that_did_not_only_lose_a_peer_is_to_blame() -> None:
+    lost, full, killed = (
+        f"srun: error: n{n}: task {n}: {words}\n"
+        for n, words in [(1, "Exited with exit code 76"), (0, "Exited with exit code 21"), (2, "Killed")]
+    )
+    assert SrunLauncher.find_first_failure(lost + full + killed, 76) == RankExit(0, 21, "n0")
+    assert SrunLauncher.find_first_failure(lost + killed, 76) == RankExit(2, -9, "n2")
+    assert SrunLauncher.find_first_failure(lost, 76) == RankExit(1, 76, "n1")
+    assert SrunLauncher.find_first_failure("nothing", 1) is None
+
+
+@pytest.mark.parametrize("target", ["own", "own.net"])
+def test_the_message_shows_the_frames_of_the_users_module_only(tmp_path: Path, target: str) -> None:
+    """The log keeps all frames. If the module is not in the traceback, the message keeps them too."""
+    config = load_config(write_config(tmp_path))
+    model = config.model.model_copy(update={"target": target})
+    run = Run(tmp_path / "run", config.model_copy(update={"model": model}))
+    run.stage_dir("train").mkdir(parents=True, exist_ok=True)
+    frames = [
+        f'  File "{run.code_dir}/{name}", line 7, in forward\n    y = self.layer(x)\n        ^^^^^^^^^^^^^\n'
+        for name in ("pipeline/train/engine.py", "owner.py", f"{target.replace('.', '/')}.py", "/torch/nn/linear.py")
+    ]
+    head, tail = "Traceback (most recent call last):\n", "RuntimeError: mat1 and mat2\n  with shapes (1x3 and 64x64)\n"
+    write_error_report(run, "train", make_rank_info(0, 2, 1), ExitCode.CRASHED, "".join([head, *frames, tail]))
+    message = find_failure(run, "train", [RankExit(0, ExitCode.CRASHED)]).fields["message"]
+    assert message.partition("\n")[2] == head + frames[2] + tail
+    write_error_report(run, "train", make_rank_info(0, 2, 1), ExitCode.CRASHED, "".join([head, *frames[:2], tail]))
+    message = find_failure(run, "train", [RankExit(0, ExitCode.CRASHED)]).fields["message"]
+    assert message.partition("\n")[2] == head + "".join(frames[:2]) + tail
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        "srun: error: n1: task 1: Out Of Memory\n",
+        "slurmstepd: error: Detected 1 oom_kill event in StepId=5.0. Some of the step tasks have been OOM Killed.\n"
+        "srun: error: n1: task 1: Killed\n",
+        "srun: error: n1: task 1: Killed\nslurmstepd: error: Detected 1 oom-kill event(s) in step 5.0 cgroup. Some of "
+        "your processes may have been killed by the cgroup out-of-memory handler.\n",
+    ],
+)
+def test_a_memory_kill_is_recognized_in_the_messages_of_slurm(tmp_path: Path, messages: str) -> None:
+    left = SrunLauncher.find_first_failure("srun: error: n0: task 0: Exited with exit code 76\n" + messages, 137)
+    assert left == RankExit(1, ExitCode.OUT_OF_MEMORY, "n1")
+    run = Run.create(load_config(write_config(tmp_path)))
+    for rank, code in ((0, ExitCode.CRASHED), (2, ExitCode.PEER_LOST)):  # reports of its peers
+        write_error_report(run, "train", make_rank_info(rank, 3, 1), code, "lost it")
+    failure = find_failure(run, "train", [left])
+    assert (failure.cause, failure.fields["rank"], failure.fields["host"]) == (ExitCode.OUT_OF_MEMORY, 1, "n1")
+    write_error_report(run, "train", make_rank_info(1, 3, 1), ExitCode.OUT_OF_MEMORY, "CUDA out of memory")
+    assert find_failure(run, "train", [RankExit(0, ExitCode.CRASHED)]).fields["rank"] == 0, "the earliest report"
+
+
+def test_a_failed_gpu_is_found_in_the_log_if_nccl_aborts(tmp_path: Path) -> None:
+    run = Run.create(load_config(write_config(tmp_path)))
+    logs = [get_rank_log(run, "train", rank) for rank in range(3)]
+    for log in logs:
+        log.write_text(f"what(): {ECC}, in an attempt before\n")
+    begins = measure_log_sizes(run, "train")
+    aborted = [RankExit(0, -6), RankExit(1, -6, "n2")]
+    assert find_failure(run, "train", aborted, log_sizes=begins).cause == ExitCode.CRASHED
+    with open(logs[1], "a") as more:
+        more.write(f"terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  {ECC}\n")
+    write_error_report(run, "train", make_rank_info(2, 3, 1), ExitCode.PEER_LOST, "lost it")
+    failure = find_failure(run, "train", aborted, log_sizes=begins)
+    assert failure.cause == ExitCode.BAD_NODE
+    assert failure.fields == {"rank": 1, "host": "n2", "message": f"rank 1 on n2:\nwhat():  {ECC}"}
+    assert find_failure(run, "train", [RankExit(1, -9, "n2")], log_sizes=begins).cause == ExitCode.CRASHED, (
+        "it was killed by another process"
+    )
+
+
+def test_a_full_disk_is_found_even_if_no_rank_could_report_it(small_disk: Path) -> None:
+    run = Run.create(load_config(write_config(small_disk, "tiny", 20)))
+    assert run.describe_write_error() is None
+    with open(small_disk / "filler", "wb") as file, suppress(OSError):
+        while True:
+            os.write(file.fileno(), bytes(4096))
+    assert "no space is left" in (run.describe_write_error() or "")
+    assert not list(run.path.glob(".probe*"))
+
+
+# ---- the exit of a batch job that may be retried
+
+
+def exit_for_retry(
+    run: Run, answers: list[JobInfo | None], monkeypatch: pytest.MonkeyPatch, signalled: bool = False
+) -> tuple[ExitCode, list[str]]:
+    """Let a supervisor exit after its ranks ran out of memory. Return its exit code and what it requested of Slurm.
+
+    Args:
+        run: the run.
+        answers: what the controller shows of the job, one query after the other; None if it does not respond.
+        monkeypatch: replaces the commands of Slurm and the clock.
+        signalled: whether the supervisor received a signal.
+    """
+    from slurm.supervise import supervisor
+
+    requests: list[str] = []
+
+    def requeue(*arguments: object) -> bool:
+        requests.append("requeue")
+        return True
+
+    answer_iterator = itertools.chain(answers, itertools.repeat(answers[-1]))
+    now = itertools.count(step=5)
+    monkeypatch.setattr(
+        current_job,
+        "run_slurm_command",
+        lambda *command, **_: next(answer_iterator) if command[0] == "scontrol" else None,
+    )
+    monkeypatch.setattr(current_job, "parse_job_info", lambda facts: facts)
+    monkeypatch.setattr(current_job, "requeue_job", requeue)
+    monkeypatch.setattr(
+        supervisor.succession.job_states, "run_slurm_command", lambda *command, **_: requests.append(command[0])
+    )
+    monkeypatch.setattr(supervisor.succession.job_states, "cluster_name", lambda: None)
+    monkeypatch.setattr(supervisor.time, "monotonic", lambda: float(next(now)))
+    monkeypatch.setattr(supervisor.time, "sleep", lambda seconds: None)
+    one = supervisor.Supervisor(run, "train", StopFlag())
+    one.rank_info = make_rank_info(0, 1, 1)
+    one.flag.reason = "SIGTERM" if signalled else None
+    facts = StopFacts(
+        cause=ExitCode.OUT_OF_MEMORY,
+        stop_reason=None,
+        has_progress=True,
+        state=StageState(),
+        limits=run.config.recovery,
+        is_batch=True,
+        was_signalled=signalled,
+        job=JobFacts(run.config.site),
+    )
+    code = one._exit_for_retry(supervisor.AttemptEnd(ExitCode.OUT_OF_MEMORY, fields={"message": "rank 1"}), facts)
+    return code, requests
+
+
+def test_a_job_that_is_cancelled_at_the_end_is_not_requeued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run.create(load_config(write_config(tmp_path)))
+    assert exit_for_retry(run, [None, None, shown(state="COMPLETING")], monkeypatch) == (ExitCode.CANCELLED, [])
+    assert read_event_lines(run, "train")[-1]["event"] == "cancelled"
+    found = exit_for_retry(run, [None], monkeypatch, signalled=True)
+    assert found == (ExitCode.OUT_OF_MEMORY, []), "the job may have been cancelled"
+    assert "did not report" in read_event_lines(run, "train")[-1]["message"]
+    assert exit_for_retry(run, [None], monkeypatch) == (ExitCode.OUT_OF_MEMORY, ["requeue"]), (
+        "a cancelled job would have received a signal"
+    )
+    assert exit_for_retry(run, [None, shown()], monkeypatch) == (ExitCode.OUT_OF_MEMORY, ["requeue"])
+    assert read_event_lines(run, "train")[-1]["event"] == "requeued"
+
+
+def test_a_job_that_may_not_be_requeued_submits_its_successor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from slurm.submit import sbatch
+    from slurm.supervise import supervisor
+
+    run = Run.create(load_config(write_config(tmp_path), ["site.requeue=false"]))
+    submitted: list[object] = []
+    ended: list[bool] = []
+
+    def submit(run: Run, stage: str, after: Sequence[str], *, kind: str, **more: object) -> None:
+        submitted.append(stage)
+        if len(submitted) == 1:
+            raise UserError("slurm.job_refused", "sbatch refused the job")
+        write_event(run, "submitted", stage, job_id="8", after=list(after), kind=kind)
+
+    monkeypatch.setattr(sbatch, "submit_stage", submit)
+    monkeypatch.setattr(supervisor.Supervisor, "cancel_unneeded_jobs", lambda self, is_done: ended.append(is_done))
+    assert exit_for_retry(run, [shown()], monkeypatch) == (ExitCode.OUT_OF_MEMORY, [])
+    event = read_event_lines(run, "train")[-1]
+    assert event["event"] == "failed" and "no successor" in event["message"] and ended == [False]
+    for _ in range(2):
+        assert exit_for_retry(run, [shown()], monkeypatch) == (ExitCode.OUT_OF_MEMORY, [])
+        assert read_event_lines(run, "train")[-1]["event"] == "handed_over"
+    assert len(submitted) == 2 and ended == [False], "it has one successor"
+
+
+@pytest.mark.parametrize(
+    ("state", "recorded_cause", "is_retried"),
+    [
+        ("CANCELLED", "time_limit", False), ("TIMEOUT", "cancelled", True), ("NODE_FAIL", None, True),
+        (UNKNOWN, "cancelled", False), (UNKNOWN, "preempted", True), (UNKNOWN, None, True),
+    ],
+)  # fmt: skip
+def test_a_cancelled_job_has_no_successor_even_if_slurm_no_longer_knows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, recorded_cause: str | None, is_retried: bool
+) -> None:
+    from slurm.submit import sbatch
+    from slurm.supervise import succession
+
+    run = Run.create(load_config(write_config(tmp_path)))
+    write_event(run, "submitted", "train", job_id="7", executor="slurm", after=["6"], kind="afternotok")
+    write_event(run, "started", "train", job_id="6", slurm_job="6", attempt=1)
+    if recorded_cause:
+        write_event(run, "stopping", "train", job_id="6", by="SIGTERM", cause=recorded_cause)
+    monkeypatch.setattr(
+        succession.job_states, "query_job_states", lambda jobs: {job: JobState(job.job_id, state) for job in jobs}
+    )
+    monkeypatch.setattr(succession.job_states, "run_slurm_command", lambda *command, **_: "")
+    monkeypatch.setattr(sbatch, "submit_stage", lambda *command, **more: "8")
+    reason = succession.take_over(run, "train", replace(make_rank_info(0, 1, 1), job_id="7"))
+    assert (reason is None) == is_retried and (
+        "took_over" in [e["event"] for e in read_event_lines(run, "train")]
+    ) == is_retried
+
+
+# ---- attempts whose supervisor died
+
+
+def make_unreported_attempt(folder: Path, *events: tuple[str, dict[str, Any]], overrides: Sequence[str] = ()) -> Run:
+    """Return a run whose attempt in job 6 started and saved nothing, with the successor 7 and these further events."""
+    folder.mkdir(exist_ok=True)
+    run = Run.create(load_config(write_config(folder), overrides))
+    write_event(run, "submitted", "train", job_id="6", executor="slurm", after=[], kind="afterok")
+    write_event(run, "submitted", "train", job_id="7", executor="slurm", after=["6"], kind="afternotok")
+    write_event(
+        run,
+        "started",
+        "train",
+        job_id="6",
+        slurm_job="6",
+        attempt=1,
+        restarts=0,
+        standing=read_progress_marker(run, "train"),
+    )
+    for event, fields in events:
+        write_event(run, event, "train", job_id="6", **fields)
+    return run
+
+
+def close_attempt(run: Run, job_id: str, restarts: int = 0) -> tuple[ExitCode | None, str | None, list[dict[str, Any]]]:
+    """Close the open attempt in the supervisor of a job. Return why it may not start, and the events that it writes."""
+    before = len(read_event_lines(run, "train"))
+    refused = close_open_attempt(
+        run, "train", replace(make_rank_info(0, 1, 1), job_id=job_id, restart_count=restarts), None
+    )
+    return *(refused or (None, None)), read_event_lines(run, "train")[before:]
+
+
+@pytest.fixture
+def set_slurm_state(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    def set_state(state: str) -> None:
+        monkeypatch.setattr(attempt_end, "read_job_info", lambda job: None)
+        monkeypatch.setattr(
+            attempt_end, "query_job_states", lambda jobs: {job: JobState(job.job_id, state) for job in jobs}
+        )
+
+    return set_state
+
+
+@pytest.mark.parametrize(
+    ("state", "stopping_fields", "cause", "ends", "is_retried"),
+    [
+        ("NODE_FAIL", None, "node_failure", "failed", True), ("PREEMPTED", None, "preempted", "preempted", True),
+        ("TIMEOUT", None, "time_limit", "failed", False), (UNKNOWN, None, "crashed", "failed", False),
+        ("CANCELLED", None, "cancelled", "cancelled", False),
+        ("OUT_OF_MEMORY", None, "out_of_memory", "failed", False),
+        ("FAILED", {"by": "SIGTERM", "cause": "cancelled"}, "cancelled", "cancelled", False),
+        ("NODE_FAIL", {"by": "SIGTERM", "cause": "cancelled"}, "node_failure", "failed", True),
+        ("FAILED", {"by": "cancelled"}, "cancelled", "cancelled", False),
+        ("FAILED", {"by": "stop file"}, "stop file", "stopped", False),
+    ],
+)  # fmt: skip
+def test_a_successor_applies_the_budgets_if_the_supervisor_died(
+    tmp_path: Path, set_slurm_state: Callable[[str], None], state: str, stopping_fields: dict[str, str] | None,
+    cause: str,
+    ends: str, is_retried: bool,
+) -> None:  # fmt: skip
+    """There is no new checkpoint: only causes outside the run are retried, a few times."""
+    set_slurm_state(state)
+    run = make_unreported_attempt(tmp_path, *([("stopping", stopping_fields)] if stopping_fields else []))
+    code, _, events = close_attempt(run, "7")
+    assert (code is None) == is_retried and [e["event"] for e in events] == [ends, *["handed_over"] * is_retried]
+    assert {e["cause"] for e in events} == {cause} and code in (
+        None,
+        ExitCode.__members__.get(cause.upper(), ExitCode.STOPPED),
+    )
+    again = close_attempt(run, "7")
+    assert again[2] == [] and again[0] == code, "the result of a second call is the same"
+
+
+def test_supervisors_that_die_repeatedly_are_not_retried_forever(
+    tmp_path: Path, set_slurm_state: Callable[[str], None]
+) -> None:
+    set_slurm_state("NODE_FAIL")
+    run = make_unreported_attempt(tmp_path, overrides=["recovery.fruitless=2"])
+    job = 7
+    while (found := close_attempt(run, str(job)))[0] is None:
+        write_event(run, "submitted", "train", job_id=str(job + 1), after=[str(job)], kind="afternotok")
+        here = {"job_id": str(job), "slurm_job": str(job), "standing": read_progress_marker(run, "train")}
+        write_event(run, "started", "train", attempt=job - 5, restarts=0, **here)
+        job += 1
+        assert job < 20, "it is retried forever"
+    assert job == 9 and "3 attempts in a row" in (found[1] or "") and found[2][-1]["event"] == "failed"
+    write_event(run, "resumed")
+    assert close_attempt(run, str(job))[0] is None, "the user ran resume"
+
+
+def test_a_requeued_job_applies_the_budgets(tmp_path: Path) -> None:
+    run = make_unreported_attempt(tmp_path, overrides=["recovery.node_failure=1"])
+    assert [e["event"] for e in close_attempt(run, "6", 1)[2]] == ["failed", "requeued"]
+    write_event(run, "started", "train", job_id="6", slurm_job="6", attempt=2, restarts=1, standing="step 0")
+    code, reason, events = close_attempt(run, "6", 2)
+    assert code == ExitCode.NODE_FAILURE and "recovery.budgets.node_failure: 1" in str(reason)
+    assert "not tried again" in events[-1]["message"] and len(events) == 1
+
+
+def test_a_budget_is_charged_if_the_supervisor_died_after_the_end_event(tmp_path: Path) -> None:
+    run = make_unreported_attempt(tmp_path, ("preempted", {"cause": "preempted", "exit_code": 71}))
+    assert [(e["event"], e.get("budget")) for e in close_attempt(run, "6", 1)[2]] == [("requeued", "preempted")]
+    assert close_attempt(run, "6", 1)[2] == []
+    final = make_unreported_attempt(tmp_path / "final", ("failed", {"cause": "crashed", "exit_code": 1}))
+    assert close_attempt(final, "6", 1)[:2] == (None, None), "the user requeued a job that had failed permanently"
+    assert close_attempt(final, "7")[0] == ExitCode.CRASHED, "but no successor continues it"
+    assert close_attempt(make_unreported_attempt(tmp_path / "hand"), "99")[0] is None, "the user started another job"
+
+
+def test_the_attempt_of_a_sweep_point_in_an_array_is_closed(tmp_path: Path) -> None:
+    run = make_unreported_attempt(tmp_path)
+    close_open_attempt(run, "train", replace(make_rank_info(0, 1, 1), job_id="6", restart_count=1, array=(3, 4)), None)
+    assert [e["event"] for e in read_event_lines(run, "train")[-2:]] == ["failed", "requeued"]
+
+
+def test_a_refused_takeover_does_not_prevent_a_resume(tmp_path: Path, set_slurm_state: Callable[[str], None]) -> None:
+    set_slurm_state("CANCELLED")
+    run = make_unreported_attempt(tmp_path, ("cancelled", {"cause": "cancelled", "exit_code": 74, "message": "job 5"}))
+    assert close_attempt(run, "9") == (None, None, [])
