@@ -5,7 +5,7 @@
 # make install        set up .venv only
 # make check          ruff and mypy
 # make format         let ruff format
-# make generated      write files that are generated from the config's sections (configs/schema.json)
+# make generated      write files that are generated from the config's sections (configs/schema.json, docs/config.md)
 # make cluster        start a Slurm of four nodes on this machine to try things (root, Debian); make cluster-down ends it
 # make count          count lines and files by package, config keys, commands
 # make bench          run the benchmarks; tables in benchmarks/results/
@@ -49,6 +49,7 @@ count: $(VENV)/.installed
 
 generated: $(VENV)/.installed
 	$(BIN)/python submit.py schema > configs/schema.json
+	SLUICE_DOCSTRINGS=1 $(BIN)/python -m pipeline.config.schema > docs/config.md
 
 format: $(VENV)/.tests
 	$(BIN)/ruff check --fix .

@@ -133,13 +133,16 @@ def _ranks(env: Env, names: _Names) -> tuple[int, int, int, int]:
     if names.launcher != "srun":
         local_rank, local_world = _below(env, *names.ranks[2:])
         if local_world > world:
-            raise UserError(f"{names.ranks[3]}={local_world} must not be more than {names.ranks[1]}={world}")
+            raise UserError(
+                "rank.contradictory_environment",
+                f"{names.ranks[3]}={local_world} must not be more than {names.ranks[1]}={world}",
+            )
         return rank, world, local_rank, local_world
     counts, nodes = _tasks_per_node(env, names.ranks[3]), read_allocated_hosts(env, names.hosts)
     node, local_rank = _int(env, "SLURM_NODEID"), _int(env, "SLURM_LOCALID")
     if len(counts) != len(nodes) or sum(counts) != world or node >= len(nodes) or local_rank >= counts[node]:
         told = ", ".join(f"{name}={env.get(name, '')}" for name in (names.hosts, *names.ranks, "SLURM_NODEID"))
-        raise UserError(f"{told} contradict each other")
+        raise UserError("rank.contradictory_environment", f"{told} contradict each other")
     return rank, world, local_rank, counts[node]
 
 
@@ -171,7 +174,9 @@ def read_time_left(env: Env) -> float | None:
     try:
         return float(env[TIME_LEFT_VARIABLE]) if env.get(TIME_LEFT_VARIABLE) else None
     except ValueError:
-        raise UserError(f"{TIME_LEFT_VARIABLE}={env[TIME_LEFT_VARIABLE]!r} is no number of seconds") from None
+        raise UserError(
+            "rank.invalid_variable", f"{TIME_LEFT_VARIABLE}={env[TIME_LEFT_VARIABLE]!r} is not a number of seconds"
+        ) from None
 
 
 def expand_hostlist(text: str, name: str = "host list") -> list[str]:
@@ -188,7 +193,10 @@ def expand_hostlist(text: str, name: str = "host list") -> list[str]:
         hosts += more
         if not more or len(hosts) > _MAX_NODES:
             most = f"of at most {_MAX_NODES} hosts"
-            raise UserError(f"{name}={text!r} is no host list such as n[1-3,07],login {most}: see {item!r}")
+            raise UserError(
+                "slurm.invalid_host_list",
+                f"{name}={text!r} is not a host list such as n[1-3,07],login {most}: see {item!r}",
+            )
     return hosts
 
 
@@ -203,7 +211,10 @@ def _numbers(ranges: str) -> list[str]:
 def _need(env: Env, name: str, why: str) -> str:
     value = env.get(name)
     if not value:
-        raise UserError(f"{name} is not set, but {why}: set it, or start the ranks with srun, torchrun or submit.py")
+        raise UserError(
+            "rank.missing_variable",
+            f"{name} is not set, but {why}: set it, or start the ranks with srun, torchrun or submit.py",
+        )
     return value
 
 
@@ -211,7 +222,7 @@ def _int(env: Env, name: str, least: int = 0, most: int = _LARGEST) -> int:
     """The whole number in a variable that must be set; stricter than int(), which takes `1_0` and blanks."""
     value = _need(env, name, "it is needed beside the variables of the launcher that are set")
     if not re.fullmatch(r"[0-9]{1,10}", value) or not least <= int(value) <= most:
-        raise UserError(f"{name}={value!r} is no whole number from {least} to {most}")
+        raise UserError("rank.invalid_variable", f"{name}={value!r} is not a whole number from {least} to {most}")
     return int(value)
 
 
@@ -223,7 +234,7 @@ def _below(env: Env, name: str, limit: str) -> tuple[int, int]:
     """The values of two variables of which the first counts from 0 up to the second."""
     value, end = _int(env, name), _int(env, limit, least=1)
     if value >= end:
-        raise UserError(f"{name}={value} must be less than {limit}={end}")
+        raise UserError("rank.contradictory_environment", f"{name}={value} must be less than {limit}={end}")
     return value, end
 
 
@@ -232,7 +243,7 @@ def _tasks_per_node(env: Env, name: str) -> list[int]:
     text = _need(env, name, "this is a Slurm step")
     pairs = [(int(count), int(times or 1)) for count, times in re.findall(_COUNT, text)]
     if not _COUNTS.fullmatch(text) or sum(times for _, times in pairs) > _MAX_NODES:
-        raise UserError(f"{name}={text!r} is no list of tasks per node such as 2(x3),1")
+        raise UserError("rank.invalid_variable", f"{name}={text!r} is not a list of tasks per node such as 2(x3),1")
     return [count for count, times in pairs for _ in range(times)]
 
 
@@ -262,7 +273,9 @@ def _job(env: Env) -> tuple[str | None, tuple[int, int] | None]:
     if count is None:
         return known_as, None
     if not first <= number < first + count:
-        raise UserError(f"SLURM_ARRAY_TASK_ID={number} is not one of {count} tasks from {first}")
+        raise UserError(
+            "rank.contradictory_environment", f"SLURM_ARRAY_TASK_ID={number} is not one of {count} tasks from {first}"
+        )
     return known_as, (number - first, count)
 
 

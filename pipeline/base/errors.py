@@ -87,9 +87,7 @@ class UserError(Exception):
 
     exit_code: ClassVar[ExitCode] = ExitCode.USER_ERROR
 
-    def __init__(self, code: str, message: str | None = None) -> None:
-        if message is None:  # callers that have no code yet
-            code, message = "", code
+    def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
         self.code = code
 
@@ -176,7 +174,7 @@ class NodeError(UserError):
 
     exit_code = ExitCode.BAD_NODE
 
-    def __init__(self, code: str, message: str | None = None, host: str | None = None) -> None:
+    def __init__(self, code: str, message: str, host: str | None = None) -> None:
         super().__init__(code, message)
         self.host = host
 
@@ -192,34 +190,56 @@ class PeerLostError(UserError):
 
 def format_error(error: UserError) -> str:
     """Return the line that a user sees: `error[config.unknown_key]: …`."""
-    return f"error[{error.code}]: {error}" if error.code else f"error: {error}"
+    return f"error[{error.code}]: {error}"
 
 
-_STORAGE_ERRNOS = {
-    errno.ENOSPC: "no space is left on the device: free some, or choose another `run.root`",
-    errno.EDQUOT: "the disk quota is used up: free some, or choose another `run.root`",
-    errno.EROFS: "the file system is read-only: choose another `run.root`",
-    errno.EACCES: "permission denied: check the owner and mode of the folder",
-    errno.EPERM: "permission denied: check the owner and mode of the folder",
-    errno.ENOTDIR: "a part of the path is a file, not a folder: check `run.root`",
-    errno.ENAMETOOLONG: "the path is too long: choose a shorter `run.root` or `run.name`",
-    errno.ELOOP: "links lead in a circle: remove the one that is in the way",
-    errno.EEXIST: "something else is in the way: remove it, or choose another `run.name`",
-    errno.EFBIG: "the file would be larger than the file system or the limit of this process (`ulimit -f`) allows: "
-    "raise the limit, or have smaller files (`data.shard_tokens`)",
-    errno.ENOTEMPTY: "the folder is not empty; maybe another process writes to it: try again, or remove it",
-    errno.EBUSY: "another process uses it: try again",
-    errno.EISDIR: "a folder is in the way: remove it",
-    errno.EMFILE: "too many files are open: raise the limit (`ulimit -n`), or have fewer, larger ones",
-    errno.ENOMEM: "no memory is left, or too many files are mapped (vm.max_map_count): have fewer, larger ones",
-    errno.ENFILE: "too many files are open on this machine: try again later, or on another one",
-    errno.EIO: "input/output error: the storage itself failed",
-    errno.ESTALE: "stale file handle: the file system was remounted or the file removed by another node",
-    errno.ENOTCONN: "the file system's server is not connected",
-    errno.ESHUTDOWN: "the file system's server has evicted this node",
+_STORAGE_PROBLEMS = {
+    errno.ENOSPC: ("storage.no_space", "no space is left on the device: free some, or choose another `run.root`"),
+    errno.EDQUOT: ("storage.quota_exceeded", "the disk quota is used up: free some, or choose another `run.root`"),
+    errno.EROFS: ("storage.read_only", "the file system is read-only: choose another `run.root`"),
+    errno.EACCES: ("storage.permission_denied", "permission denied: check the owner and mode of the folder"),
+    errno.EPERM: ("storage.permission_denied", "permission denied: check the owner and mode of the folder"),
+    errno.ENOTDIR: ("storage.invalid_path", "a part of the path is a file, not a folder: check `run.root`"),
+    errno.ENAMETOOLONG: (
+        "storage.invalid_path",
+        "the path is too long: choose a shorter `run.root` or `run.name`",
+    ),
+    errno.ELOOP: ("storage.invalid_path", "links lead in a circle: remove the one that is in the way"),
+    errno.EEXIST: ("storage.invalid_path", "something else is in the way: remove it, or choose another `run.name`"),
+    errno.EFBIG: (
+        "storage.file_too_large",
+        "the file would be larger than the file system or the limit of this process (`ulimit -f`) allows: raise the "
+        "limit, or have smaller files (`data.shard_tokens`)",
+    ),
+    errno.ENOTEMPTY: (
+        "storage.busy",
+        "the folder is not empty; maybe another process writes to it: try again, or remove it",
+    ),
+    errno.EBUSY: ("storage.busy", "another process uses it: try again"),
+    errno.EISDIR: ("storage.invalid_path", "a folder is in the way: remove it"),
+    errno.EMFILE: (
+        "storage.too_many_open_files",
+        "too many files are open: raise the limit (`ulimit -n`), or have fewer, larger ones",
+    ),
+    errno.ENOMEM: (
+        "storage.too_many_mapped_files",
+        "no memory is left, or too many files are mapped (vm.max_map_count): have fewer, larger ones",
+    ),
+    errno.ENFILE: (
+        "storage.too_many_open_files",
+        "too many files are open on this machine: try again later, or on another one",
+    ),
+    errno.EIO: ("storage.failed", "input/output error: the storage itself failed"),
+    errno.ESTALE: (
+        "storage.lost_mount",
+        "stale file handle: the file system was remounted or the file removed by another node",
+    ),
+    errno.ENOTCONN: ("storage.lost_mount", "the file system's server is not connected"),
+    errno.ESHUTDOWN: ("storage.lost_mount", "the file system's server has evicted this node"),
 }
+"""The error code and the message for each number of an error that a file system reports."""
 LOST_MOUNT_ERRNOS = (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN)
-"""What a node answers that lost its connection to a parallel file system."""
+"""Numbers of errors on a node that lost its connection to a parallel file system."""
 
 
 def raise_if_too_many_open_files(error: BaseException) -> None:
@@ -241,16 +261,18 @@ def find_storage_error(error: BaseException, path: str | Path | None = None) -> 
     while seen is not None:
         if isinstance(seen, StorageError):
             return seen
-        if isinstance(seen, OSError) and seen.errno in _STORAGE_ERRNOS:
+        if isinstance(seen, OSError) and seen.errno in _STORAGE_PROBLEMS:
             name = seen.filename or path
             if name or seen.errno not in (errno.ENOTCONN, errno.ESHUTDOWN):  # sockets' errors, too, but without a name
                 kind = LostMountError if seen.errno in LOST_MOUNT_ERRNOS else StorageError
-                return kind(f"cannot use {name or 'a file of the run'}: {_STORAGE_ERRNOS[seen.errno]}")
+                code, problem = _STORAGE_PROBLEMS[seen.errno]
+                return kind(code, f"cannot use {name or 'a file of the run'}: {problem}")
         if isinstance(seen, shutil.Error) and isinstance(seen.args[0], list):  # copytree: all files' errors, as text
-            for source, copy, words in seen.args[0]:
-                number = re.match(r"\[Errno (\d+)\]", words)
-                if number and int(number[1]) in _STORAGE_ERRNOS:
-                    return StorageError(f"cannot copy {source} to {copy}: {_STORAGE_ERRNOS[int(number[1])]}")
+            for source, copy, reason in seen.args[0]:
+                number = re.match(r"\[Errno (\d+)\]", reason)
+                if number and int(number[1]) in _STORAGE_PROBLEMS:
+                    code, problem = _STORAGE_PROBLEMS[int(number[1])]
+                    return StorageError(code, f"cannot copy {source} to {copy}: {problem}")
         seen = seen.__context__ if "inline_container" in str(seen) else seen.__cause__
     return None
 

@@ -64,7 +64,9 @@ def create_folder_atomically(folder: Path, owner: str = "") -> Iterator[Path]:
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise
-            raise FolderExistsError(f"{folder} exists already: another process made it in the meantime") from error
+            raise FolderExistsError(
+                "storage.folder_exists", f"{folder} exists already: another process made it in the meantime"
+            ) from error
     except BaseException:  # also Ctrl-C and SystemExit: an unfinished folder must not remain; always raised again
         shutil.rmtree(temporary, ignore_errors=True)
         with suppress(OSError):  # somebody else has put something there
@@ -137,7 +139,9 @@ def open_lock_file(path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> int:
         return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise UserError(f"{path} is a symbolic link, which a lock never is: remove it") from error
+            raise UserError(
+                "run.foreign_file", f"{path} is a symbolic link, which a lock never is: remove it"
+            ) from error
         raise
 
 
@@ -175,7 +179,7 @@ def open_regular_file(path: str | Path) -> BufferedReader:
         os.close(fd)
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        raise UserError(f"{path} is no ordinary file: put one in its place")
+        raise UserError("storage.not_a_file", f"{path} is no ordinary file: put one in its place")
     return os.fdopen(fd, "rb")
 
 

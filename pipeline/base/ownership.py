@@ -40,14 +40,16 @@ def check_run_ownership(run: Path) -> None:
             continue
         if found.st_uid != os.geteuid():
             raise UserError(
+                "run.foreign_owner",
                 f"{path} belongs to {_user(found.st_uid)}; what is in it would run as {_user(os.geteuid())}. Make a "
-                "run of your own, with another run.name or run.root; status, report, logs and verify can read this one"
+                "run of your own, with another run.name or run.root; status, report, logs and verify can read this one",
             )
         if reachable and found.st_mode & _OTHERS_WRITE:
             raise UserError(
+                "run.writable_by_others",
                 f"{path} (of {_user(found.st_uid)}, mode {stat.S_IMODE(found.st_mode):o}) may be written by others, "
                 "and what is in it is executed: look whether it is as you left it, then: chmod -R go-w "
-                + shlex.quote(str(home))
+                + shlex.quote(str(home)),
             )
 
 
@@ -119,7 +121,7 @@ def open_own_file(path: Path) -> BufferedReader:
     try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
-            raise UserError(f"{path} is not an ordinary file: remove it")
+            raise UserError("storage.not_a_file", f"{path} is not an ordinary file: remove it")
         _require_own(path, found)
         return os.fdopen(fd, "rb")
     except BaseException:  # also Ctrl-C: nothing else closes the descriptor; always raised again
@@ -204,19 +206,21 @@ def _open(path: Path, flags: int) -> int:
         if error.errno not in (errno.ELOOP, errno.ENOTDIR) or not os.path.lexists(path):
             raise
         what = "a symbolic link" if path.is_symlink() else "not a folder"
-        raise UserError(f"{path} is {what}: remove it") from error
+        raise UserError("run.foreign_file", f"{path} is {what}: remove it") from error
 
 
 def _require_own(path: Path, found: os.stat_result) -> None:
     """Raise UserError if what was found at `path` does not belong to us, or may be written by others."""
     if found.st_uid != os.geteuid():
         raise UserError(
-            f"{path} belongs to {_user(found.st_uid)}, not to {_user(os.geteuid())}: choose another name or folder"
+            "run.foreign_owner",
+            f"{path} belongs to {_user(found.st_uid)}, not to {_user(os.geteuid())}: choose another name or folder",
         )
     if found.st_mode & _OTHERS_WRITE:
         raise UserError(
+            "run.writable_by_others",
             f"{path} (mode {stat.S_IMODE(found.st_mode):o}) may be written by others: remove it, or check that it is "
-            f"as you left it, then: chmod -R go-w {shlex.quote(str(path))}"
+            f"as you left it, then: chmod -R go-w {shlex.quote(str(path))}",
         )
 
 

@@ -107,8 +107,9 @@ class UserModel:
             return module
         except ImportError as error:
             raise UserError(
+                "model.import_failed",
                 f"model.target: {self.target} cannot be imported: {error}; install what it imports, or add the folder "
-                "that holds it to PYTHONPATH (site.setup)"
+                "that holds it to PYTHONPATH (site.setup)",
             ) from error
 
 
@@ -122,15 +123,16 @@ def find_user_model(target: str, folders: Sequence[Path]) -> UserModel:
     spec = PathFinder.find_spec(top, places) or importlib.util.find_spec(top)
     if spec is None or top in sys.stdlib_module_names:
         raise UserError(
+            "model.no_module",
             f"model.target: there is no module {top} (looked in {', '.join(places)}, PYTHONPATH and the installed "
-            f"packages); start from the folder that holds it, or add that folder to PYTHONPATH. {SEE}"
+            f"packages); start from the folder that holds it, or add that folder to PYTHONPATH. {SEE}",
         )
     inside = list(spec.submodule_search_locations or ())
     root = Path(inside[0]) if inside else Path(spec.origin or "")
     file = root.joinpath(*rest)
     file = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")
     if not file.is_file() or (rest and not inside):
-        raise UserError(f"model.target: {target} has no Python source: there is no {file}. {SEE}")
+        raise UserError("model.no_module", f"model.target: {target} has no Python source: there is no {file}. {SEE}")
     return _read(target, root, file)
 
 
@@ -138,7 +140,9 @@ def _read(target: str, root: Path, file: Path) -> UserModel:
     try:
         body = ast.parse(file.read_bytes(), str(file)).body
     except (SyntaxError, ValueError) as error:
-        raise UserError(f"model.target: {file} is no Python that {sys.version.split()[0]} reads: {error}") from error
+        raise UserError(
+            "model.invalid_module", f"model.target: {file} is not valid for Python {sys.version.split()[0]}: {error}"
+        ) from error
     names: dict[str, ast.expr | None] = {}
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -159,17 +163,24 @@ def _read(target: str, root: Path, file: Path) -> UserModel:
         except ValueError:
             found = None
         if not isinstance(found, tuple | list) or not all(isinstance(entry, str) for entry in found):
-            raise UserError(f'model.target: {name} in {file} is no plain tuple of names such as ("images", "labels")')
+            raise UserError(
+                "model.invalid_module",
+                f'model.target: {name} in {file} is not a plain tuple of names such as ("images", "labels")',
+            )
         return tuple(found)
 
     lacking = [name for name in ("ARRAYS", "INPUTS", "build", "loss") if name not in names]
     if lacking:
-        raise UserError(f"model.target: {file} lacks {', '.join(lacking)} at its top level. {SEE}")
+        raise UserError(
+            "model.incomplete_module", f"model.target: {file} lacks {', '.join(lacking)} at its top level. {SEE}"
+        )
     model = UserModel(target, root, frozenset(names), tuple_of("ARRAYS"), tuple_of("INPUTS"), tuple_of("PADDED"))
     unknown = [name for name in (*model.inputs, *model.padded) if name not in model.arrays]
     if unknown or not model.inputs or (model.padded and not model.has_lengths):
         what = unknown[0] if unknown else LENGTHS_ARRAY if model.padded else "INPUTS"
-        raise UserError(f"model.target: {what} of {file} is not among its ARRAYS {model.arrays}. {SEE}")
+        raise UserError(
+            "model.invalid_module", f"model.target: {what} of {file} is not among its ARRAYS {model.arrays}. {SEE}"
+        )
     return model
 
 
@@ -193,8 +204,9 @@ def check_user_model(config: Config, model: UserModel) -> None:
     ]
     if lacks:
         raise UserError(
+            "model.incomplete_module",
             f"{'; '.join(lacks)}: {model.target} has none. Add it ({SEE}), or leave the option out: data parallel with "
-            "parallel.zero 0 to 3 needs nothing"
+            "parallel.zero 0 to 3 needs nothing",
         )
 
 

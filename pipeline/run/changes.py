@@ -97,10 +97,11 @@ def check_corrections(run: Path, name: str, old: Config, new: Config) -> dict[st
         free = next(number for number in count(2) if not run.with_name(f"{new.run.name}-{number}").exists())
         lines = limit_lines([f"{key}: {words}" for key, words in found.items()])
         raise UserError(
+            "run.other_config",
             "\n  ".join([f"{name} exists with another config:", *lines])
             + f"\nwhat it has was made with its own: {', '.join(limit_lines(list(kept)))}"
             + "".join(f"\n{line}" for line in _ways_to_resume(name, old, new, refused))
-            + f"\nfor another run beside it: {format_current_command(f'run.name={new.run.name}-{free}')}"
+            + f"\nfor another run beside it: {format_current_command(f'run.name={new.run.name}-{free}')}",
         )
     return found
 
@@ -140,9 +141,10 @@ def check_resume_changes(run: Path, old: Config, new: Config) -> None:
         made = find_output_of_old_value(run, key, old, new)
         if made and key != _larger(old, new):
             raise UserError(
+                "resume.unchangeable_key",
                 f"{key}: {words}: resume cannot change it without changing the result: there is {made}. It takes a "
                 f"larger {longer}, and {', '.join(changeable_keys())}. For anything else start a new run: its config "
-                "under another run.name"
+                "under another run.name",
             )
 
 

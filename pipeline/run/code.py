@@ -38,7 +38,7 @@ from pipeline.base.errors import UserError
 try:
     getattr(importlib.import_module(sys.argv[1]), sys.argv[2])(*sys.argv[3:])
 except UserError as error:
-    print(error, *getattr(error, "__notes__", ()), sep="\n")
+    print(error, *getattr(error, "__notes__", ()), error.code, sep="\n")
     sys.exit(error.exit_code)
 """
 
@@ -100,7 +100,9 @@ def _remove(code: Path) -> None:
 def _fill(new: Path, model: UserModel | None, not_this: str) -> dict[str, Path]:
     """Copy; where each folder and file of `new` comes from, by its name."""
     if model is not None and model.root.name in _SNAPSHOT and model.root.parent != CODE_ROOT:
-        raise UserError(f"model.target: {model.root} has the name of a package of Sluice; rename it")
+        raise UserError(
+            "model.reserved_name", f"model.target: {model.root} has the name of a package of Sluice; rename it"
+        )
     new.mkdir()
     unwanted = ("__pycache__", "*.pyc", "*.egg-info")
     sources: dict[Path, tuple[str, ...]] = {CODE_ROOT / name: unwanted for name in _SNAPSHOT}
@@ -174,7 +176,10 @@ def _compile(new: Path, code: Path, sources: Mapping[str, Path]) -> None:
         except (py_compile.PyCompileError, ValueError) as error:  # ValueError: a null byte
             source = sources[inside.parts[0]].joinpath(*inside.parts[1:])
             words = str(error).strip().replace(str(code / inside), str(source)).splitlines()
-            raise UserError(f"{inside}, which the jobs would run, is no Python: {words[-1]} ({words[0]})") from error
+            raise UserError(
+                "run.invalid_code",
+                f"{inside}, which the jobs would run, is not valid Python: {words[-1]} ({words[0]})",
+            ) from error
 
 
 def _try_model(code: Path, module: str, options: Sequence[str]) -> list[str]:
@@ -183,10 +188,13 @@ def _try_model(code: Path, module: str, options: Sequence[str]) -> list[str]:
     arguments = ["pipeline.model.task", "try_user_model", module, *options]
     done = _child(code, _CALL, *arguments, slow=f"model.target: do less at the top level of {module}: importing it")
     if done.returncode == ExitCode.USER_ERROR:
-        raise UserError(done.stdout.rstrip())
+        message, _, error_code = done.stdout.rstrip().rpartition("\n")
+        raise UserError(error_code, message)
     if done.returncode:
         told = "\n".join(done.stderr.replace(f"{code}{os.sep}", "").rstrip().splitlines()[-5:])
-        raise UserError(f"model.target: {module} cannot be imported or built here, and no job could:\n{told}")
+        raise UserError(
+            "model.import_failed", f"model.target: {module} cannot be imported or built here, and no job could:\n{told}"
+        )
     found = [line.removeprefix(UNREAD_OPTIONS) for line in done.stdout.splitlines() if line.startswith(UNREAD_OPTIONS)]
     return list(json.loads(found[-1])) if found else []
 
@@ -198,7 +206,8 @@ def call_in_child_process(module: str, function: str, *arguments: str) -> None:
     """
     done = _child(CODE_ROOT, _CALL, module, function, *arguments, slow=f"looking at {arguments[0]}")
     if done.returncode == ExitCode.USER_ERROR:
-        raise UserError(done.stdout.rstrip())
+        message, _, error_code = done.stdout.rstrip().rpartition("\n")
+        raise UserError(error_code, message)
 
 
 def _child(code: Path, program: str, *arguments: str, slow: str) -> subprocess.CompletedProcess[str]:
@@ -206,7 +215,7 @@ def _child(code: Path, program: str, *arguments: str, slow: str) -> subprocess.C
     try:
         return subprocess.run(command, env=env, capture_output=True, text=True, timeout=IMPORT_S)
     except subprocess.TimeoutExpired:
-        raise UserError(f"{slow} takes more than {IMPORT_S} s") from None
+        raise UserError("model.slow_import", f"{slow} takes more than {IMPORT_S} s") from None
 
 
 def _git(*arguments: str) -> bytes | None:

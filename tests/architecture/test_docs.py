@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.architecture.imports import ROOT
+from tests.architecture.imports import ROOT, sources
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SHOWN_CODE = re.compile(r"error\[([a-z]+\.[a-z_]+)\]")
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
 
 
@@ -34,3 +35,9 @@ def test_links_lead_to_a_file_and_a_heading(page: Path) -> None:
 
 def test_the_readme_stays_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+
+
+def test_error_codes_in_the_documentation_exist() -> None:
+    shown = {code for page in PAGES for code in SHOWN_CODE.findall(page.read_text())}
+    code = "\n".join(path.read_text() for path in sources().values())
+    assert {one for one in shown if f'"{one}"' not in code} == set()

@@ -79,15 +79,22 @@ class Cluster:
         """
         options = options or Options()
         if reason := missing(options):
-            raise UserError(reason)
+            raise UserError("cluster.failed", reason)
         longest = self.directory / "database" / "socket"
         if len(str(longest)) > SOCKET_LENGTH:
-            raise UserError(f"the directory's path is too long for a socket in it ({longest}): choose a shorter one")
+            raise UserError(
+                "cluster.failed",
+                f"the directory's path is too long for a socket in it ({longest}): choose a shorter one",
+            )
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if (self.directory / "site.json").exists():
-            raise UserError(f"a cluster is already in {self.directory}: take it `down`, or name another directory")
+            raise UserError(
+                "cluster.failed", f"a cluster is already in {self.directory}: take it `down`, or name another directory"
+            )
         if any(self.directory.iterdir()) or self.directory.stat().st_uid != os.geteuid():
-            raise UserError(f"{self.directory} holds other things or belongs to someone else: name another")
+            raise UserError(
+                "cluster.failed", f"{self.directory} holds other things or belongs to someone else: name another"
+            )
         site = Site(options, free_ports(), free_subnet() if options.netns else None)
         try:
             write(self.directory, site)
@@ -181,7 +188,7 @@ class Cluster:
         """
         site = self._site(node)
         if self._machine(node).alive():
-            raise UserError(f"{node} is running: `crash` it first")
+            raise UserError("cluster.failed", f"{node} is running: `crash` it first")
         self._machine(node).end()  # what a daemon that ended by itself left on record
         if site.subnet:
             self.network.remove(self.network.cable(node))
@@ -198,9 +205,12 @@ class Cluster:
 
     def _cable(self, node: str, state: str) -> None:
         if not self._site(node).subnet:
-            raise UserError("the nodes of this cluster share the host's network: bring it up with --netns to cut it")
+            raise UserError(
+                "cluster.failed",
+                "the nodes of this cluster share the host's network: bring it up with --netns to cut it",
+            )
         if not self._machine(node).alive():
-            raise UserError(f"{node} is off: `boot` it first")
+            raise UserError("cluster.failed", f"{node} is off: `boot` it first")
         self.network.set(node, state)
 
     def drain(self, node: str) -> None:
@@ -308,11 +318,11 @@ class Cluster:
     def _site(self, node: str | None = None) -> Site:
         """The site of the cluster that is up. Raises UserError where none is, or for a node that it has not."""
         if node is not None and node not in NODES:
-            raise UserError(f"there is no node {node!r}: the nodes are {', '.join(NODES)}")
+            raise UserError("cluster.failed", f"there is no node {node!r}: the nodes are {', '.join(NODES)}")
         try:
             return Site.load(self.directory)
         except FileNotFoundError:
-            raise UserError(f"there is no cluster in {self.directory}: bring it `up` first") from None
+            raise UserError("cluster.failed", f"there is no cluster in {self.directory}: bring it `up` first") from None
 
     def _machine(self, name: str) -> Machine:
         return Machine(name, self.directory)

@@ -37,7 +37,9 @@ def free_subnet() -> str:
     for subnet in BENCHMARK_RANGE.subnets(new_prefix=24):
         if not any(subnet.overlaps(other) for other in taken):
             return str(subnet.network_address).rsplit(".", 1)[0]
-    raise UserError(f"every network of {BENCHMARK_RANGE} is taken on this host: take some clusters down")
+    raise UserError(
+        "cluster.failed", f"every network of {BENCHMARK_RANGE} is taken on this host: take some clusters down"
+    )
 
 
 @dataclass(frozen=True)
