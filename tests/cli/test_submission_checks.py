@@ -163,7 +163,7 @@ def test_code_for_another_python_is_compiled_all_the_same(folder: Path) -> None:
     (folder / "own.py").write_text(f"{MODULE}import sib, only_there\n")
     (folder / "sib.py").write_text("x = 1\ndef broken(:\n")
     said = refusal(theirs, config="own.yaml")
-    assert "run.invalid_code" in said and "sib.py" in said
+    assert "sib.py" in said
     assert f'File "{folder}/sib.py", line 2' in said and "code/sib.py" not in said
     (folder / "sib.py").write_text("x = 1\n")
     check_submission(load_config(Path("own.yaml"), [theirs]), False)
