@@ -1,7 +1,7 @@
-"""Real configs, altered in all the ways that hands, editors and enemies alter them, through what --dry-run does.
+"""Real configs with random changes, as people, editors and attackers make them, checked as --dry-run does.
 
-Each is a config, and then the one that its frozen copy says, or is refused in words: no traceback, no hang. A case is
-made from its number, so one that fails can be run again alone.
+Each is either a valid config, and equal to its frozen copy, or rejected with an error message: no traceback, no hang. A
+case is made from its number, so that a failed one can be repeated alone.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from pipeline.run.code import CODE_ROOT
 
 SEEDS = [*sorted((CODE_ROOT / "configs").glob("*.yaml")), CODE_ROOT / "examples/vit.yaml"]
 SWEEP = "run: {name: s}\ntrain: {steps: 4}\nsweep: {grid: {optimizer.lr: [1.0e-3, 2.0e-3]}}\n"
-LONGEST_S = 5.0
-"""CPU time of a case."""
-ODD: list[Any] = [
+MAX_CPU_S = 5.0
+"""Maximal CPU time of a case."""
+UNUSUAL_VALUES: list[Any] = [
     None, True, False, 0, -1, 1, 3, 7, 2**31, 2**40, 2**63, 2**64, 10**400, 0.5, -0.0, 1e-320, 1e308, float("nan"),
     float("inf"), "", " ", "auto", "null", "1e3", "0x10", "[", "[/]", ":x:", "\x1b[2J", "\0", "\u202e", "é" * 300,
     "x" * 70_000, "../..", "/", "/dev/zero", "/proc/self/mem", "~", "$(reboot)", "%", "'", "00:20:00", "1-00",
@@ -57,50 +57,51 @@ KEYS = [
 ]
 
 
-def places(value: Any) -> list[tuple[Any, Any]]:
-    """All containers in a value, with each of their keys."""
-    found: list[tuple[Any, Any]] = []
+def list_positions(value: Any) -> list[tuple[Any, Any]]:
+    """Return (container, key) for each entry of the containers in a value."""
+    positions: list[tuple[Any, Any]] = []
     for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
-        found += [(value, key), *places(inner)]
-    return found
+        positions += [(value, key), *list_positions(inner)]
+    return positions
 
 
 def alter_values(source: random.Random, values: Any) -> Any:
     """Replace, remove, add, move, nest or multiply some values."""
     for _ in range(source.choice((1, 1, 1, 2, 4))):
-        spots = places(values)
-        if not spots:
+        positions = list_positions(values)
+        if not positions:
             break
-        inside, key = source.choice(spots)
-        what, other = source.randrange(6), source.choice(spots)
-        if what == 0:
-            del inside[key]
-        elif what == 1 and isinstance(inside, dict):
-            inside[source.choice(KEYS)] = copy.deepcopy(source.choice(ODD))
-        elif what == 2:
-            inside[key] = yaml.safe_load(yaml.safe_dump(other[0].get(other[1]) if isinstance(other[0], dict) else None))
-        elif what == 3 and isinstance(inside[key], int | float):
-            inside[key] = source.choice(
-                (inside[key] * 2, -inside[key], inside[key] + 1, str(inside[key]), inside[key] * 2**33)
-            )
-        elif what == 4:
+        container, key = source.choice(positions)
+        action = source.randrange(6)
+        other, other_key = source.choice(positions)
+        if action == 0:
+            del container[key]
+        elif action == 1 and isinstance(container, dict):
+            container[source.choice(KEYS)] = copy.deepcopy(source.choice(UNUSUAL_VALUES))
+        elif action == 2:
+            container[key] = yaml.safe_load(yaml.safe_dump(other.get(other_key) if isinstance(other, dict) else None))
+        elif action == 3 and isinstance(container[key], int | float):
+            value = container[key]
+            container[key] = source.choice((value * 2, -value, value + 1, str(value), value * 2**33))
+        elif action == 4:
             for _ in range(source.choice((1, 3, 40))):
-                inside[key] = {"x": inside[key]} if source.random() < 0.5 else [inside[key]]
+                container[key] = {"x": container[key]} if source.random() < 0.5 else [container[key]]
         else:
-            inside[key] = copy.deepcopy(source.choice(ODD))
+            container[key] = copy.deepcopy(source.choice(UNUSUAL_VALUES))
     return values
 
 
-def swapped(source: random.Random, text: str) -> str:
+def swap_lines(source: random.Random, text: str) -> str:
     lines = text.splitlines(keepends=True)
-    one, other = source.randrange(len(lines)), source.randrange(len(lines))
-    lines[one], lines[other] = lines[other], lines[one]
-    return "".join(lines)
+    i = source.randrange(len(lines))
+    j = source.randrange(len(lines))
+    swapped_lines = {i: lines[j], j: lines[i]}
+    return "".join(swapped_lines.get(number, line) for number, line in enumerate(lines))
 
 
-def inserted(source: random.Random, text: str) -> str:
-    at = source.randrange(len(text))
-    return text[:at] + source.choice(INSERTS) + text[at:]
+def insert_text(source: random.Random, text: str) -> str:
+    position = source.randrange(len(text))
+    return text[:position] + source.choice(INSERTS) + text[position:]
 
 
 INSERTS = [
@@ -112,11 +113,11 @@ INSERTS = [
     "extends: other.yaml\n", "extends: /dev/zero\n", "extends: pipe\n", "extends: loop.yaml\n",
     "x: " + "y" * 10_000 + "\n",
 ]  # fmt: skip
-TEXT_WAYS: list[Callable[[random.Random, str], str]] = [
-    inserted,
-    inserted,
-    inserted,
-    swapped,
+TEXT_CHANGES: list[Callable[[random.Random, str], str]] = [
+    insert_text,
+    insert_text,
+    insert_text,
+    swap_lines,
     lambda source, text: text[: source.randrange(len(text))],
     lambda source, text: text[source.randrange(len(text)) :],
     lambda source, text: text + text,
@@ -124,14 +125,14 @@ TEXT_WAYS: list[Callable[[random.Random, str], str]] = [
 ]
 
 
-def make(number: int) -> tuple[bytes, list[str]]:
-    """The config of a case, and the overrides of its command line."""
+def make_case(number: int) -> tuple[bytes, list[str]]:
+    """Return the content of the config of a case, and the overrides of its command line."""
     source = random.Random(number)
     text = source.choice([*(path.read_text() for path in SEEDS), SWEEP])
     if source.random() < 0.6:
         text = yaml.safe_dump(alter_values(source, yaml.safe_load(text)), sort_keys=False, allow_unicode=True)
     if source.random() < 0.5:
-        text = source.choice(TEXT_WAYS)(source, text)
+        text = source.choice(TEXT_CHANGES)(source, text)
     content = text.encode("utf-8", "surrogatepass")
     if source.random() < 0.1 and content:
         at = source.randrange(len(content))
@@ -139,7 +140,7 @@ def make(number: int) -> tuple[bytes, list[str]]:
     overrides = []
     if source.random() < 0.3:
         value = (
-            yaml.safe_dump(copy.deepcopy(source.choice(ODD)), default_flow_style=True, width=10**9)
+            yaml.safe_dump(copy.deepcopy(source.choice(UNUSUAL_VALUES)), default_flow_style=True, width=10**9)
             .removesuffix("...\n")
             .strip()
         )
@@ -156,13 +157,13 @@ KEYS_OF_CONFIGS = [
 ]  # fmt: skip
 
 
-def too_long(*_: object) -> None:
-    raise AssertionError("it hangs")
+def raise_on_alarm(*_: object) -> None:
+    raise AssertionError("the case hangs")
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What the inserted `extends` name: a file, a pipe nobody writes to, a circle of links; and where paths lead."""
+    """Return the working directory, with the files that inserted `extends` name, a pipe and a symbolic link loop."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "other.yaml").write_text("train: {steps: 3}\n")
     (tmp_path / "seed.yaml").write_text(SWEEP)
@@ -172,35 +173,38 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def refused_or_kept(folder: Path, number: int) -> bool:
-    """Dry-run a case. Whether it is a config; then its frozen copy is the same one."""
-    path, (content, overrides) = folder / "case.yaml", make(number)
+def is_valid_config(folder: Path, number: int) -> bool:
+    """Dry-run a case and check its frozen copy. Return False if the config is rejected with an error message."""
+    path = folder / "case.yaml"
+    content, overrides = make_case(number)
     path.write_bytes(content)
-    before, signalled = time.process_time(), signal.signal(signal.SIGALRM, too_long)
+    cpu_start = time.process_time()
+    previous_handler = signal.signal(signal.SIGALRM, raise_on_alarm)
     signal.alarm(120)
     try:
         config = load_config(path, overrides)
         print_plan(config, "slurm", PlainConsole(file=io.StringIO(), width=100), scripts=True)
         path.write_text(dump_config(config))
-        assert load_config(path) == config, "the frozen config is another one"
+        assert load_config(path) == config, "the frozen config differs"
         return True
     except (UserError, OSError) as error:
-        found = error if isinstance(error, UserError) else find_storage_error(error)
-        assert found is not None and str(found) and len(str(found)) < 200_000, repr(error)
+        user_error = error if isinstance(error, UserError) else find_storage_error(error)
+        assert user_error is not None and str(user_error) and len(str(user_error)) < 200_000, repr(error)
         return False
     finally:
         signal.alarm(0)
-        signal.signal(signal.SIGALRM, signalled)
-        assert time.process_time() - before < LONGEST_S, f"case {number} takes too long"
+        signal.signal(signal.SIGALRM, previous_handler)
+        assert time.process_time() - cpu_start < MAX_CPU_S, f"case {number} takes too long"
 
 
 @pytest.mark.parametrize("cases", [range(100), pytest.param(range(100, 2100), marks=pytest.mark.long)], ids=str)
-def test_any_altered_config_is_one_or_is_refused_in_words(folder: Path, cases: range) -> None:
-    configs, wrong = 0, []
+def test_a_changed_config_is_valid_or_rejected_with_a_message(folder: Path, cases: range) -> None:
+    valid_count = 0
+    failures = []
     for number in cases:
         try:
-            configs += refused_or_kept(folder, number)
+            valid_count += is_valid_config(folder, number)
         except Exception as error:
-            wrong.append(f"case {number}: {type(error).__name__}: {error}"[:2000])
-    assert not wrong, "\n".join(wrong)
-    assert len(cases) // 50 < configs < len(cases), "altered enough, and not too much"
+            failures.append(f"case {number}: {type(error).__name__}: {error}"[:2000])
+    assert not failures, "\n".join(failures)
+    assert len(cases) // 50 < valid_count < len(cases), "too many or too few configs are valid"
