@@ -48,9 +48,9 @@ from pipeline.parallel.mesh import Layout
 from pipeline.run.directory import Run
 
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
-"""What forward passes compute in, besides fp32; float8 is for some of the matrices (pipeline/parallel/float8.py)."""
+"""Type of forward passes by precision; others use fp32. float8 is for some matrices (pipeline/parallel/float8.py)."""
 _SAMPLES = 8
-"""So many samples at most tell whether a loss is a sum."""
+"""Maximum number of samples that are used to check whether a loss is a sum."""
 _ROUNDING = 0.05
 """What sums in bfloat16 may be off; a mean of two is off by a half."""
 _SAME = 0.005
@@ -251,11 +251,12 @@ class DecoderTask(Task):
         return {} if self.config.train.loss_chunk is None else {"targets_BT": self.next_tokens(batch)}
 
     def next_tokens(self, batch: Batch) -> Tensor:
-        """Return the token that follows each input: int64, shape (B, T); IGNORE_INDEX where there is no loss.
+        """Return the token that follows each input: int64, shape (B, T); IGNORE_INDEX for tokens without a loss.
 
         There is no loss outside responses, nor on the first token of a document that is masked from the previous one.
         """
-        tokens, targets_BT = batch["tokens"], batch["tokens"][:, 1:]
+        tokens = batch["tokens"]
+        targets_BT = tokens[:, 1:]
         if self._all_tokens_have_loss:
             return targets_BT
         if "mask" in batch:
@@ -283,63 +284,66 @@ class DecoderTask(Task):
 
 @dataclass
 class _Losses:
-    """Losses of some samples of a batch, from which follows whether a loss is a sum over samples."""
+    """Losses of some samples of a batch. They show whether the loss function is a sum over samples."""
 
-    each: list[float]
-    """Of each sample alone."""
+    separate: list[float]
+    """Losses of the samples, one sample in each call."""
     together: float
-    """Of all these samples in one call."""
-    again: float = math.nan
-    """The same, called once more."""
+    """Loss of all these samples in one call."""
+    repeated: float = math.nan
+    """Loss of the same call, made again."""
     doubled: float = math.nan
-    """Of all these samples in one call, each given twice."""
+    """Loss of one call with each of these samples twice."""
 
     @property
     def total(self) -> float:
-        """What a sum over samples would have together."""
-        return sum(self.each)
+        """Sum of the separate losses."""
+        return sum(self.separate)
 
     @property
     def _tolerance(self) -> float:
-        return _ROUNDING * sum(map(abs, self.each))
+        return _ROUNDING * sum(map(abs, self.separate))
 
     @property
-    def tell_nothing(self) -> bool:
-        """Whether all are 0, which a batch of zeros may bring about, or a sample's loss is not finite."""
+    def is_inconclusive(self) -> bool:
+        """Whether all losses are 0, for example of a batch of zeros, or a loss is not finite."""
         if math.isfinite(self.together):
-            return self.together == 0 and not any(self.each)
-        return not all(map(math.isfinite, self.each))
+            return self.together == 0 and not any(self.separate)
+        return not all(map(math.isfinite, self.separate))
 
     @property
-    def add_up(self) -> bool:
-        """Whether the loss of all is the sum of each."""
+    def is_sum(self) -> bool:
+        """Whether the loss of all samples is the sum of their separate losses."""
         return abs(self.together - self.total) <= self._tolerance
 
     @property
-    def are_random(self) -> bool:
-        """Whether the same samples have another loss each time."""
-        return abs(self.again - self.together) > _SAME * abs(self.together)
+    def is_random(self) -> bool:
+        """Whether two equal calls returned different losses."""
+        return abs(self.repeated - self.together) > _SAME * abs(self.together)
 
     @property
     def is_mean(self) -> bool:
-        """Whether the loss is a mean, maybe a weighted one: no larger for twice the samples, and within theirs."""
-        within = min(self.each) - self._tolerance <= self.together <= max(self.each) + self._tolerance
-        return within and abs(self.doubled - self.together) <= _SAME * abs(self.together)
+        """Whether the loss is a mean, possibly weighted.
+
+        It is then between the separate losses, and doubling the samples does not change it.
+        """
+        is_between = min(self.separate) - self._tolerance <= self.together <= max(self.separate) + self._tolerance
+        return is_between and abs(self.doubled - self.together) <= _SAME * abs(self.together)
 
     @property
     def constant(self) -> float:
-        """The loss of no samples, if each of them adds to it independently of the others."""
+        """The loss of zero samples, if each sample adds a term that does not depend on the others."""
         return 2 * self.together - self.doubled
 
     @property
     def has_constant(self) -> bool:
-        """Whether the loss is a sum over samples and something that does not depend on their number."""
-        expected = self.doubled - self.together + len(self.each) * self.constant
+        """Whether the loss is a sum over samples plus a constant."""
+        expected = self.doubled - self.together + len(self.separate) * self.constant
         return abs(self.total - expected) <= self._tolerance
 
 
 class CustomModelTask(Task):
-    """A module of the user's own (pipeline/config/user_model.py) on the arrays of `manifest`."""
+    """A custom model (pipeline/config/user_model.py), trained on the arrays of `manifest`."""
 
     unit = "samples"
 
@@ -355,7 +359,7 @@ class CustomModelTask(Task):
         self._is_sum = False
 
     def build(self, layers: range) -> nn.Module:
-        """Raises UserError as `build_user_model` does."""
+        """Build these blocks. Raise UserError as `build_user_model` does."""
         part = build_user_model(self.facts.target, self.user_module, self.options, layers)
         if (dtype := DTYPES.get(self.config.train.precision)) is not None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -371,7 +375,7 @@ class CustomModelTask(Task):
         return [([block], True) for block in self.blocks(part)]
 
     def apply_tensor_parallel(self, part: nn.Module, mesh: DeviceMesh, layout: Layout) -> None:
-        """Raises UserError for a parameter that the plan forgets."""
+        """Parallelize the part with the module's `tensor_plan`. Raise UserError if the plan omits a parameter."""
         parallelize_module(part, mesh, self.user_module.tensor_plan(self.options))
         for name, parameter in part.named_parameters():
             if not isinstance(parameter, DTensor):
@@ -385,7 +389,7 @@ class CustomModelTask(Task):
     def init_weights(self, part: nn.Module, device: torch.device, sample: bool = True) -> None:
         """Fill buffers with their modules' `reset_buffers`, parameters with the user's `init` or the default rule."""
         for child in part.modules():
-            if tables := _buffers(child):
+            if tables := _get_buffers(child):
                 child._buffers |= {name: torch.empty_like(table, device=device) for name, table in tables.items()}
                 child.reset_buffers()  # type: ignore[operator]
         for name, parameter in part.named_parameters():
@@ -397,7 +401,7 @@ class CustomModelTask(Task):
     def _initial(self, name: str, shape: torch.Size, device: torch.device) -> Tensor:
         """Return the initial values of a whole parameter: fp32."""
         seed = self.config.run.seed
-        if "init" in self.facts.names:  # which may copy from anywhere, and knows the CPU only
+        if "init" in self.facts.names:  # the user's function fills a tensor on the CPU
             values = torch.empty(shape, dtype=torch.float32, device="cpu")
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(parameter_seed(seed, name))
@@ -412,12 +416,12 @@ class CustomModelTask(Task):
         return part.named_parameters()
 
     def split_micro_batches(self, batch: Batch, size: int) -> Sequence[Batch]:
-        """Padded arrays are cut to the longest sample of their piece."""
-        found = super().split_micro_batches(batch, size)
-        for piece in found if self.facts.padded else ():
-            longest = int(piece[LENGTHS_ARRAY].max())
-            piece.update({name: piece[name][:, :longest] for name in self.facts.padded})
-        return found
+        """Split the batch, and trim padded arrays to the longest sample of each micro-batch."""
+        micro_batches = super().split_micro_batches(batch, size)
+        for micro_batch in micro_batches if self.facts.padded else ():
+            longest = int(micro_batch[LENGTHS_ARRAY].max())
+            micro_batch.update({name: micro_batch[name][:, :longest] for name in self.facts.padded})
+        return micro_batches
 
     def count_loss_entries(self, batch: Batch) -> Tensor | None:
         """Return the sum of the samples' lengths, if they have lengths."""
@@ -428,11 +432,12 @@ class CustomModelTask(Task):
         return tuple(batch[name] for name in self.facts.inputs)
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
-        """Raises UserError for a loss that is not a sum over samples that are independent of each other."""
+        """Return the summed loss: an fp32 scalar. Raise UserError if it is not a sum over independent samples."""
         try:
             loss: Tensor = self.user_module.loss(outputs, batch)
         except Exception as error:  # training starts with one sample of zeros, and evaluation has batches of any size
-            count, expected = len(next(iter(batch.values()))), self.config.train.micro_batch
+            count = len(next(iter(batch.values())))
+            expected = self.config.train.micro_batch
             if count != expected:
                 samples = "1 sample" if count == 1 else f"{count} samples"
                 error.add_note(
@@ -452,8 +457,8 @@ class CustomModelTask(Task):
     def _check_sum(self, outputs: Any, batch: Batch) -> bool:
         """Raise UserError if the loss of some samples is not the sum of their losses one at a time.
 
-        Returns False if this batch cannot tell, because its losses are 0 or not finite. Prints a line and returns True
-        if no batch can tell: the outputs cannot be divided by samples, or the loss draws random numbers.
+        Return False if this batch is inconclusive, because its losses are 0 or not finite. Print a line and return
+        True if no batch can show it: the outputs cannot be split by samples, or the loss uses random numbers.
         """
         count = len(next(iter(batch.values())))
         leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
@@ -461,30 +466,31 @@ class CustomModelTask(Task):
         if not arrays or not all(len(leaf) % count == 0 for leaf in arrays):
             return self._print_unchecked("no array for each sample in outputs")
 
-        def loss(rows: list[int]) -> float:
-            def take(array: Any) -> Any:
+        def compute_loss(samples: list[int]) -> float:
+            def select_samples(array: Any) -> Any:
                 if not isinstance(array, Tensor) or not array.ndim:
                     return array
-                each = len(array) // count  # rows of a sample, where they stand one below the other
-                return torch.cat([array[row * each : (row + 1) * each] for row in rows])  # slices: may be DTensors
+                size = len(array) // count  # consecutive rows of one sample
+                # slices, because indexing does not support DTensors
+                return torch.cat([array[sample * size : (sample + 1) * size] for sample in samples])
 
-            return self._loss_of_some(
-                tree_map(take, outputs), {name: take(array) for name, array in batch.items()}, len(rows), count
-            )
+            selected = {name: select_samples(array) for name, array in batch.items()}
+            return self._try_loss(tree_map(select_samples, outputs), selected, len(samples), count)
 
-        rows = [0, *range(min(count, _SAMPLES))]  # the first one twice, so that there are two
+        samples = [0, *range(min(count, _SAMPLES))]  # the first sample twice, so that there are at least two
         device = arrays[0].device
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):  # they go on as if not asked
-            losses = _Losses([loss([row]) for row in rows], loss(rows))
-            if losses.tell_nothing:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):  # the check must not change the training
+            losses = _Losses([compute_loss([sample]) for sample in samples], compute_loss(samples))
+            if losses.is_inconclusive:
                 return False
-            if losses.add_up:
+            if losses.is_sum:
                 return True
-            losses.again, losses.doubled = loss(rows), loss([*rows, *rows])
-        if losses.are_random:
-            return self._print_unchecked("it draws random numbers")
+            losses.repeated = compute_loss(samples)
+            losses.doubled = compute_loss([*samples, *samples])
+        if losses.is_random:
+            return self._print_unchecked("it uses random numbers")
         if losses.has_constant and not losses.is_mean and len(arrays) < len(leaves):
-            return self._print_unchecked("outputs have a number that is of no single sample")
+            return self._print_unchecked("outputs contain a number that belongs to no single sample")
         raise UserError(
             "model.loss_not_a_sum", self._describe_wrong_sum(losses, max(len(leaf) for leaf in arrays) // count)
         )
@@ -493,26 +499,27 @@ class CustomModelTask(Task):
         print(f"{self.facts.target}: whether its loss is a sum over samples was not checked: {reason}")
         return True
 
-    def _loss_of_some(self, outputs: Any, batch: Batch, rows: int, count: int) -> float:
-        """Return the loss of `rows` of a micro-batch's `count` samples.
+    def _try_loss(self, outputs: Any, batch: Batch, samples: int, count: int) -> float:
+        """Return the loss of `samples` of a micro-batch's `count` samples.
 
-        Raises UserError, with the line in the user's module, if the loss fails with them.
+        Raises UserError, with the line in the user's module, if the loss fails.
         """
         try:
             return float(self.user_module.loss(outputs, batch))
-        except Exception as error:  # anything can go wrong in a user's code; with the whole batch it did not
-            folder, ours = self.facts.root.parent, Path(__file__)
+        except Exception as error:  # user code may raise anything
+            folder = self.facts.root.parent
+            this_file = Path(__file__)
             frames = [(Path(frame.filename), frame.lineno) for frame in extract_tb(error.__traceback__)]
-            inside = [(file, line) for file, line in frames if folder in file.parents and file != ours]
-            file, line = inside[-1] if inside else (Path(str(self.user_module.__file__)), None)
+            user_frames = [(file, line) for file, line in frames if folder in file.parents and file != this_file]
+            file, line = user_frames[-1] if user_frames else (Path(str(self.user_module.__file__)), None)
             where = f"{file.relative_to(folder) if folder in file.parents else file}" + (f":{line}" if line else "")
-            some = f"1 of the {count} samples of a micro-batch"
-            if rows > 1:
-                some = f"{rows} samples (some of a micro-batch's {count} given twice)"
+            arguments = f"1 of the {count} samples of a micro-batch"
+            if samples > 1:
+                arguments = f"{samples} samples (some of a micro-batch's {count} given twice)"
             message = (
                 f"loss of {self.facts.target} fails at {where}: {type(error).__name__}: {str(error).rstrip('.')}. "
-                f"Sluice called it with {some}, to check that it is a sum over samples; with the whole micro-batch it "
-                f"did not fail. {_ANY_NUMBER}"
+                f"Sluice called it with {arguments}, to check that it is a sum over samples; with the whole "
+                f"micro-batch it did not fail. {_ANY_NUMBER}"
             )
             raise UserError("model.loss_fails", make_printable(message)) from error
 
@@ -520,7 +527,7 @@ class CustomModelTask(Task):
         """Describe what is wrong with a loss that is not the sum of its samples' losses, and what to do."""
         name = f"loss of {self.facts.target}"
         compared = (
-            f"{len(losses.each)} samples (the first one twice) have {losses.together:.6g} together and "
+            f"{len(losses.separate)} samples (the first one twice) have {losses.together:.6g} together and "
             f"{losses.total:.6g} one at a time"
         )
         if losses.is_mean:
@@ -534,65 +541,65 @@ class CustomModelTask(Task):
                 "this term by the number of samples: the sums of all micro-batches are added up, and divided by the "
                 "global batch"
             )
-        taken = ""
+        note = ""
         if rows_per_sample > 1:
-            taken = (
+            note = (
                 f" (The outputs have {rows_per_sample} rows for each sample, and those of a sample must be next to "
                 "each other. If yours are in another order, return several arrays.)"
             )
-        return f"{name} depends on the other samples of the batch: {compared}. {_ACROSS_SAMPLES}{taken}"
+        return f"{name} depends on the other samples of the batch: {compared}. {_ACROSS_SAMPLES}{note}"
 
     def metrics(self, outputs: Any, batch: Batch) -> Mapping[str, Any]:
         """Return what the module's `metrics` returns; {} without that function."""
         return self.user_module.metrics(outputs, batch) if "metrics" in self.facts.names else {}
 
     def smallest_batch(self, device: torch.device) -> Batch:
-        """Lengths are those of whole samples."""
+        """Return the smallest batch; its samples have the full length."""
         batch = super().smallest_batch(device)
         if self.facts.has_lengths:
             batch[LENGTHS_ARRAY] += max([1, *(self.sample_shapes[name][0][0] for name in self.facts.padded)])
         return batch
 
 
-class _Copies(TorchDispatchMode):
-    """Notes what is copied from memory into tensors that have none."""
+class _RecordCopies(TorchDispatchMode):
+    """Records the tensors on the `meta` device into which values are copied."""
 
-    def __init__(self, into: list[Tensor]) -> None:
+    def __init__(self, recorded: list[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.into = into
+        self.recorded = recorded
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default and args[0].is_meta and not args[1].is_meta:
-            self.into.append(args[0])
+            self.recorded.append(args[0])
         return func(*args, **(kwargs or {}))
 
 
-class _Made(TorchFunctionMode):
-    """Notes what is made of values on a device without memory."""
+class _RecordNewTensors(TorchFunctionMode):
+    """Records the tensors that torch.tensor and torch.as_tensor create."""
 
-    def __init__(self, into: list[Tensor]) -> None:
+    def __init__(self, recorded: list[Tensor]) -> None:
         super().__init__()
-        self.into = into
+        self.recorded = recorded
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in (torch.tensor, torch.as_tensor):
-            self.into.append(result)
+            self.recorded.append(result)
         return result
 
 
 def build_user_model(target: str, module: ModuleType, options: dict[str, Any], layers: range) -> nn.Module:
     """Build the part of a custom model that has these blocks, on the `meta` device.
 
-    Raises UserError for weights that it loads, which would be lost, and for buffers and ties that would not be the same
-    on every layout.
+    Raises UserError if it assigns values to weights, which would be lost, and if its buffers or tied parameters would
+    differ between layouts.
     """
-    given: list[Tensor] = []
-    with torch.device("meta"), _Copies(given), _Made(given):
+    with_values: list[Tensor] = []
+    with torch.device("meta"), _RecordCopies(with_values), _RecordNewTensors(with_values):
         part = module.build(options, layers)
     if not isinstance(part, nn.Module):
         raise UserError("model.wrong_build", f"build of {target} must return a torch.nn.Module; it returns {part!r}")
-    lost = {tensor.untyped_storage()._cdata for tensor in given}
+    lost = {tensor.untyped_storage()._cdata for tensor in with_values}
     seen: dict[int, str] = {}
     for name, parameter in part.named_parameters(remove_duplicate=False):
         if not parameter.is_meta or parameter.untyped_storage()._cdata in lost:
@@ -606,15 +613,15 @@ def build_user_model(target: str, module: ModuleType, options: dict[str, Any], l
             raise UserError(
                 "model.tied_parameters",
                 f"{target}: {name} and {seen[id(parameter)]} are one parameter under two names; keep it "
-                "in one module and call torch.nn.functional with it where else it is used",
+                "in one module and call torch.nn.functional with it wherever else it is used",
             )
     for name, child in part.named_modules():
-        for buffer in _buffers(child):
+        for buffer in _get_buffers(child):
             where = f"{target}: buffer {name}.{buffer}"
             if buffer not in child._non_persistent_buffers_set:
                 raise UserError(
                     "model.persistent_buffer",
-                    f"{where} is kept and would differ between layouts; take GroupNorm for BatchNorm",
+                    f"{where} is persistent and would differ between layouts; use GroupNorm instead of BatchNorm",
                 )
             if not hasattr(child, "reset_buffers"):
                 raise UserError(
@@ -624,18 +631,18 @@ def build_user_model(target: str, module: ModuleType, options: dict[str, Any], l
 
 
 class _ReadOptions(dict[str, Any]):
-    """Options that note which of their keys are read, also in options that are mappings themselves."""
+    """Options that record which of their keys are read, also in nested mappings."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__((k, _ReadOptions(v) if isinstance(v, dict) else v) for k, v in values.items())
         self._read: set[str] = set()
 
-    def reads(self, prefix: str = "") -> Iterator[tuple[str, bool]]:
-        """Yield each key as a dotted name, and whether it was read; of what was not read, not the keys inside."""
+    def list_reads(self, prefix: str = "") -> Iterator[tuple[str, bool]]:
+        """Yield each key as a dotted name, and whether it was read. Keys inside an unread mapping are left out."""
         for key, value in dict.items(self):
             yield f"{prefix}{key}", key in self._read
             if key in self._read and isinstance(value, _ReadOptions):
-                yield from value.reads(f"{prefix}{key}.")
+                yield from value.list_reads(f"{prefix}{key}.")
 
     def _read_all(self) -> None:
         self._read |= {*dict.keys(self)}
@@ -660,7 +667,7 @@ class _ReadOptions(dict[str, Any]):
         self._read.add(key)
         return super().setdefault(key, default)
 
-    def __iter__(self) -> Iterator[str]:  # overridden, it is also what ** and dict() ask
+    def __iter__(self) -> Iterator[str]:  # ** and dict() call it also
         self._read_all()
         return super().__iter__()
 
@@ -692,28 +699,31 @@ class _ReadOptions(dict[str, Any]):
 def try_user_model(target: str, *options: str) -> None:
     """Import a user's module and build the whole model with each of `options`, as JSON.
 
-    Prints a last line: UNREAD_OPTIONS and, as a JSON list, the keys (dotted) that none of these builds reads. Raises
-    UserError as building does.
+    The last line of output is UNREAD_OPTIONS and a JSON list of the dotted keys that none of these builds reads. Raises
+    UserError as `build_user_model` does.
     """
-    module, were_read = importlib.import_module(target), dict[str, bool]()
-    for given in map(json.loads, options):
-        noted, layers = _ReadOptions(given), range(given["layers"])
+    module = importlib.import_module(target)
+    is_read_by_key: dict[str, bool] = {}
+    for values in map(json.loads, options):
+        recording_options = _ReadOptions(values)
+        layers = range(values["layers"])
         try:
             try:
-                build_user_model(target, module, noted, layers)
-            except Exception:  # maybe of a library that takes nothing but a plain dict
-                build_user_model(target, module, given, layers)
-                noted.keys()
+                build_user_model(target, module, recording_options, layers)
+            except Exception:  # perhaps a library accepts only a plain dict
+                build_user_model(target, module, values, layers)
+                recording_options.keys()
         except Exception as error:
             if len(options) > 1:
-                error.add_note(f"with model.options {given}")
+                error.add_note(f"with model.options {values}")
             raise
-        for key, was_read in noted.reads():
-            were_read[key] = was_read or were_read.get(key, False)
-    print(f"\n{UNREAD_OPTIONS}{json.dumps([key for key, was_read in were_read.items() if not was_read])}")
+        for key, is_read in recording_options.list_reads():
+            is_read_by_key[key] = is_read or is_read_by_key.get(key, False)
+    print(f"\n{UNREAD_OPTIONS}{json.dumps([key for key, is_read in is_read_by_key.items() if not is_read])}")
 
 
-def _buffers(module: nn.Module) -> dict[str, Tensor]:
+def _get_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return the module's own buffers, without those of its children."""
     return {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
 
 

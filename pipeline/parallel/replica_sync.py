@@ -150,7 +150,8 @@ class GradientHook(ReplicaSync):
         return _call_when_done(dist.all_reduce(small, group=self._group, async_op=True), lambda: buffer.copy_(small))
 
     def _reduce_topk(self, bucket: dist.GradBucket) -> _Future[Tensor]:
-        buffer, parts = bucket.buffer(), list(self._add_residuals(bucket))
+        buffer = bucket.buffer()
+        parts = list(self._add_residuals(bucket))
         counts = [math.ceil(self.fraction * gradient.numel()) for _, gradient in parts]
         if self.replicas == 1 or sum(counts) * self.replicas >= buffer.numel():
             return self._reduce_whole(buffer, parts)
@@ -176,7 +177,8 @@ class GradientHook(ReplicaSync):
         return _call_when_done(_all_gather(all_messages.view(-1), message, group=self._group, async_op=True), unpack)
 
     def _reduce_powersgd(self, bucket: dist.GradBucket) -> _Future[Tensor]:
-        buffer, parts = bucket.buffer(), list(self._add_residuals(bucket))
+        buffer = bucket.buffer()
+        parts = list(self._add_residuals(bucket))
         compresses = self.replicas > 1 and self.step > self.config.warmup_steps
         matrices = [part for part in parts if compresses and part[0] in self.start]
         if not matrices:
@@ -304,10 +306,12 @@ class LocalSgd(ReplicaSync):
         if self.step <= self.config.warmup_steps or self.step % self.config.every:
             return
         means = _average({name: parameter.detach() for name, parameter in self.parameters.items()}, self.replicas)
-        lr, mu = self.config.outer_lr, self.config.outer_momentum
+        lr = self.config.outer_lr
+        mu = self.config.outer_momentum
         for name, parameter in self.parameters.items():
             if self.outer:
-                theta, momentum = self.outer[f"at.{name}"], self.outer[f"momentum.{name}"]
+                theta = self.outer[f"at.{name}"]
+                momentum = self.outer[f"momentum.{name}"]
                 delta = theta - means[name]
                 momentum.mul_(mu).add_(delta)
                 theta.sub_(delta.add_(momentum, alpha=mu), alpha=lr)
@@ -359,7 +363,8 @@ def _sample_matrix(rows: int, columns: int, seed: str) -> Tensor:
 def _orthonormalize(A: Tensor) -> Tensor:
     """Orthonormalize the columns of A in place by modified Gram-Schmidt. Unlike in QR, rows of zeros stay zero."""
     for number in range(A.shape[1]):
-        column, rest = A[:, number : number + 1], A[:, number + 1 :]
+        column = A[:, number : number + 1]
+        rest = A[:, number + 1 :]
         column.div_(column.norm().clamp_min(torch.finfo(A.dtype).tiny))
         rest.sub_(column @ (column.T @ rest))
     return A

@@ -1,13 +1,13 @@
-"""The model on its ranks: what the trainer talks to, whatever the layout.
+"""The engine: the model on its ranks, with the same interface for every layout.
 
-An engine builds this rank's part of the model and composes the parallelisms around it, from the inside out: cut by
-tensor, recomputing, compiled, sharded by data, staged by pipeline. It offers what a step needs: `backward` (all
-micro-batches of a step, the loss on all ranks), `clip_gradients` (over the whole model) and `state_dict` by names and
-DTensors that know nothing of the layout, so that any layout loads what any other saved.
+It builds this rank's part of the model and applies, from the inside out: float8, tensor parallelism, activation
+checkpointing, torch.compile, FSDP or DDP, and the pipeline. `backward` runs all micro-batches of a step.
+`clip_gradients` computes the norm over the whole model. `state_dict` does not depend on the layout, so any layout can
+load what another saved.
 
-Initial weights are drawn by name (pipeline/model/decoder.py): every layout starts from the same ones. Random numbers of
-a step are seeded by (seed, step, place): a rerun on the same layout draws the same ones, and tensor parallel ranks that
-compute the same activations drop the same of them.
+Initial weights depend on parameter names only (pipeline/model/decoder.py), so they are the same in every layout. Random
+numbers of a step depend on seed, step, micro-batch and random stream. A rerun on the same layout repeats them, and
+tensor parallel ranks that compute the same activations apply the same dropout.
 """
 
 from __future__ import annotations
@@ -47,18 +47,28 @@ from pipeline.train.optimizer import (
     make_optimizer,
 )
 
-if TYPE_CHECKING:  # importing torch's pipelines costs half a second, for those who have one
+if TYPE_CHECKING:  # the import takes half a second, which only trainings with a pipeline need
     from pipeline.parallel.pipeline_parallel import PipelineRunner
 
 
-def compute_step_seed(seed: int, step: int, place: int, micro: int) -> int:
-    """Seed of everything random in one micro-batch: a function of place and time, not of history."""
-    text = f"{seed}/{step}/{place}/{micro}".encode()
+def compute_step_seed(seed: int, step: int, stream: int, micro_batch: int) -> int:
+    """Return the seed of all random numbers in one micro-batch; `stream` is `Layout.random_stream`."""
+    text = f"{seed}/{step}/{stream}/{micro_batch}".encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
 
 
 class Engine:
-    """This rank's stages, its optimizer, and a step's forward and backward."""
+    """This rank's part of the model, its optimizer, and forward and backward of a step.
+
+    Args:
+        config: the run's config.
+        layout: the layout of the training.
+        world: this rank's place in the process group.
+        task: builds the model and computes its loss.
+        compute_timer: entered around forward passes, which are this rank's own work: it waits for no other rank there.
+        from_scratch: whether the training starts. If a checkpoint is loaded next, no initial weights are sampled.
+        source: weights that the training starts with instead of sampled ones.
+    """
 
     def __init__(
         self,
@@ -66,32 +76,29 @@ class Engine:
         layout: Layout,
         world: World,
         task: Task,
-        own: AbstractContextManager[None] | None = None,
+        compute_timer: AbstractContextManager[None] | None = None,
         *,
         from_scratch: bool = True,
         source: OpenWeights | None = None,
     ) -> None:
-        """`own` is entered around forward passes: this rank's own work, before it waits for others.
-
-        from_scratch: whether the training begins; where a checkpoint is loaded at once, weights need not be drawn.
-        source: what it begins with instead of drawn weights.
-        """
-        self.own: AbstractContextManager[None] = own or nullcontext()
-        self.config, self.layout, self.world, self.task = config, layout, world, task
+        self.compute_timer: AbstractContextManager[None] = compute_timer or nullcontext()
+        self.config = config
+        self.layout = layout
+        self.world = world
+        self.task = task
         parallel = config.parallel
-        uncut = layout.pp == 1 and layout.tp == 1
-        mesh = (
-            None if uncut and layout.zero == 0 and not parallel.offload else layout.build_device_mesh(world.device.type)
-        )
-        self._split = mesh is not None
-        self._cut_logits = layout.tp > 1 and parallel.loss_parallel and config.model.target is None
-        # seeds randomness: the same on ranks that compute the same activations
-        self._place = layout.random_stream(world.rank)
-        self._entries = task.units_per_step  # what the loss of the global batch is a sum over
+        has_whole_model = layout.pp == 1 and layout.tp == 1 and layout.zero == 0 and not parallel.offload
+        mesh = None if has_whole_model else layout.build_device_mesh(world.device.type)
+        self._is_split = mesh is not None
+        self._has_sharded_logits = layout.tp > 1 and parallel.loss_parallel and config.model.target is None
+        self._random_stream = layout.random_stream(world.rank)
+        self._loss_entries = task.units_per_step
+        """Number of tokens (samples) with a loss in the global batch."""
         self._loss = torch.zeros((), dtype=torch.float64, device=world.device)
         self._batch: Batch = {}
-        # a user's optimizer, and hooks that keep what they saw, may look at the weights before they are loaded
-        self._draw = from_scratch or config.optimizer.name == "own" or parallel.hook.kind in HOOKS_WITH_RESIDUALS
+        # custom optimizers, and hooks with residuals, may read the weights before a checkpoint is loaded
+        reads_weights_early = config.optimizer.name == "own" or parallel.hook.kind in HOOKS_WITH_RESIDUALS
+        self._samples_weights = from_scratch or reads_weights_early
         self._frozen = find_frozen_names(config.optimizer.freeze, task)
         numbers = layout.stages_on_rank(layout.coordinates(world.rank).pp)
         self.parts = [self._build(layout.stage_layers[number], mesh, source) for number in numbers]
@@ -103,12 +110,14 @@ class Engine:
             blocks = [block for part in self.parts for block in task.blocks(part)]
             named = [each for part in self.parts for each in task.named_weights(part)]
             keys = {parameter: parameter_seed(config.run.seed, name) for name, parameter in named}
-            how = config.optimizer, world.device, blocks, keys, config.train.compile
-            self.optimizer = make_optimizer(nn.ModuleList(self.parts), *how)
-        self._tried_out = False
+            self.optimizer = make_optimizer(
+                nn.ModuleList(self.parts), config.optimizer, world.device, blocks, keys, config.train.compile
+            )
+        self._has_placeholder_state = False
+        """Whether the state of a custom optimizer was created only to load a checkpoint into it."""
         self.scaler = LossScaler() if config.train.precision == "fp16" else None
         self.model: nn.Module = self.parts[0]
-        """What forward calls where there is no pipeline."""
+        """The module that forward calls if there is no pipeline."""
         self.replica_sync = ReplicaSync()
         trained = {name: parameter for name, parameter in task.named_weights(self.parts[0]) if parameter.requires_grad}
         self._pipeline: PipelineRunner | None = None
@@ -117,7 +126,7 @@ class Engine:
 
             self._stage_group = mesh.get_group("pp")
             self._pipeline = PipelineRunner(
-                self.parts, numbers, layout, world.device, self._stage_group, self._weighted_loss, self.own
+                self.parts, numbers, layout, world.device, self._stage_group, self._weighted_loss, self.compute_timer
             )
         elif mesh is None and parallel.local_sgd is not None:
             self.replica_sync = LocalSgd(parallel.local_sgd, trained)
@@ -126,11 +135,13 @@ class Engine:
             if parallel.hook.kind != "none":
                 hook = self.replica_sync = GradientHook(parallel.hook, trained, config.run.seed)
                 hook.register(ddp)
-            self._fix_buckets()
+            self._rebuild_buckets()
 
     def _build(self, layers: range, mesh: DeviceMesh | None, source: OpenWeights | None) -> nn.Module:
-        """The part of the model with these blocks, with this rank's share of its weights."""
-        config, layout, task = self.config, self.layout, self.task
+        """Build the part of the model with these blocks and this rank's share of their weights."""
+        config = self.config
+        layout = self.layout
+        task = self.task
         part = task.build(layers)
         if config.optimizer.state.master == "none":
             for parameter in part.parameters():
@@ -143,17 +154,19 @@ class Engine:
             parameter.requires_grad_(name not in self._frozen)
         for block in task.blocks(part):
             apply_activation_checkpointing(block, config.parallel.activation_checkpointing)
-        for piece in task.modules_to_compile(part, layout) if config.train.compile else ():
-            piece.compile()
+        for module in task.modules_to_compile(part, layout) if config.train.compile else ():
+            module.compile()
         if mesh is not None and layout.fsdp:
-            over = mesh["dp_replicate", "dp_shard"] if layout.dp_replicate > 1 else mesh["dp_shard"]
-            dtype, offload = DTYPES.get(config.train.precision), config.parallel.offload
-            groups = task.fsdp_groups(part)
             data_parallel.apply_fsdp(
-                part, groups, over, dtype, free_after_forward=layout.gathers_blocks, offload=offload
+                part,
+                task.fsdp_groups(part),
+                mesh["dp_replicate", "dp_shard"] if layout.dp_replicate > 1 else mesh["dp_shard"],
+                DTYPES.get(config.train.precision),
+                free_after_forward=layout.gathers_blocks,
+                offload=config.parallel.offload,
             )
         part.to_empty(device="cpu" if config.parallel.offload else self.world.device)
-        task.init_weights(part, self.world.device, self._draw and source is None)
+        task.init_weights(part, self.world.device, self._samples_weights and source is None)
         if source is not None:
             source.copy_into(task.named_weights(part))
         return part
@@ -181,51 +194,51 @@ class Engine:
         """
         if (entries := self.task.count_loss_entries(batch)) is not None:
             dist.all_reduce(entries)
-            self._entries = max(1, int(entries.item()) // self.layout.ranks_per_replica)
+            self._loss_entries = max(1, int(entries.item()) // self.layout.ranks_per_replica)
         self.replica_sync.begin_step(step)
-        with loss_parallel() if self._cut_logits else nullcontext():  # cross-entropy on logits that are cut
+        with loss_parallel() if self._has_sharded_logits else nullcontext():
             run = self._run_pipeline if self._pipeline else self._accumulate
             self._loss = run(batch, step, enter_phase)
         enter_phase("reduce")
         self.replica_sync.reduce_gradients()
-        loss = self._mean(self._loss * math.nan if wants_attention() else self._loss)
+        loss = self._reduce_loss(self._loss * math.nan if wants_attention() else self._loss)
         if self.layout.tp > 1:
-            self._settle_gradients()
-        self._join_tied_gradients()
+            self._match_gradient_placements()
+        self._add_tied_gradients()
         return loss
 
     def reduce_loss_again(self) -> Tensor:
         """Return the loss that `backward` returns if no rank wants attention. All ranks call it."""
-        return self._mean(self._loss)
+        return self._reduce_loss(self._loss)
 
-    def _mean(self, part: Tensor) -> Tensor:
-        """All ranks' parts of a summed loss as the mean over the global batch."""
-        total = part.clone()
+    def _reduce_loss(self, loss: Tensor) -> Tensor:
+        """Return the mean loss over the global batch from the summed losses of all ranks."""
+        total = loss.clone()
         dist.all_reduce(total)
-        return total / (self.layout.tp * self._entries)
+        return total / (self.layout.tp * self._loss_entries)
 
     def _accumulate(self, batch: Batch, step: int, enter_phase: Callable[[str], None]) -> Tensor:
-        """One micro-batch after another through the whole model; this rank's summed loss."""
+        """Run the micro-batches one after another through the whole model. Return this rank's summed loss."""
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         micro_batches = self.task.split_micro_batches(batch, self.config.train.micro_batch)
-        for micro, piece in enumerate(micro_batches):
-            torch.manual_seed(compute_step_seed(self.config.run.seed, step, self._place, micro))
+        for micro, micro_batch in enumerate(micro_batches):
+            torch.manual_seed(compute_step_seed(self.config.run.seed, step, self._random_stream, micro))
             with data_parallel.gradient_sync(self.model, self.layout, micro == len(micro_batches) - 1):
                 enter_phase("forward")
-                with self.own:
-                    loss = self._loss_of(piece)
+                with self.compute_timer:
+                    loss = self._compute_loss(micro_batch)
                 enter_phase("backward")
-                # gradients are averaged over data parallel ranks: their number makes it the global batch's mean loss
-                (loss * self._weight()).backward()
+                (loss * self._loss_weight()).backward()
             total += full_tensor(loss.detach())
         return total
 
     def _run_pipeline(self, batch: Batch, step: int, enter_phase: Callable[[str], None]) -> Tensor:
-        """All micro-batches through the pipeline; the summed loss on ranks with the last stage, elsewhere 0."""
+        """Run all micro-batches through the pipeline. Return the summed loss on the last stage's ranks, 0 on others."""
         assert self._pipeline is not None
-        torch.manual_seed(compute_step_seed(self.config.run.seed, step, self._place, 0))
+        torch.manual_seed(compute_step_seed(self.config.run.seed, step, self._random_stream, 0))
         enter_phase("pipeline")
-        self._batch, inputs = batch, self.task.model_inputs(batch)
+        self._batch = batch
+        inputs = self.task.model_inputs(batch)
         rows = torch.arange(len(inputs[0]), device=self.world.device)
         losses = self._pipeline.run_step(
             inputs, self.task.loss_inputs(batch), rows, self.task.document_boundaries(batch)
@@ -233,57 +246,65 @@ class Engine:
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for loss in losses:
             total += full_tensor(loss.detach())
-        return total / self._weight()
+        return total / self._loss_weight()
 
-    def _loss_of(self, batch: Batch) -> Tensor:
-        """Summed loss of the whole model."""
-        more = {**self.task.loss_inputs(batch), **self.task.document_boundaries(batch)}
-        return self.task.loss(self.model(*self.task.model_inputs(batch), **more), batch)
+    def _compute_loss(self, batch: Batch) -> Tensor:
+        """Return the summed loss of a batch; the whole model is on this rank."""
+        keywords = {**self.task.loss_inputs(batch), **self.task.document_boundaries(batch)}
+        return self.task.loss(self.model(*self.task.model_inputs(batch), **keywords), batch)
 
     def _weighted_loss(self, outputs: Any, rows_B: Tensor) -> Tensor:
-        return self.task.loss(outputs, self.task.select_samples(self._batch, rows_B)) * self._weight()
+        return self.task.loss(outputs, self.task.select_samples(self._batch, rows_B)) * self._loss_weight()
 
-    def _weight(self) -> float:
-        """Factor of a micro-batch's summed loss before backward."""
-        return self.layout.gradient_ranks / self._entries * (1.0 if self.scaler is None else self.scaler.scale)
+    def _loss_weight(self) -> float:
+        """Return the factor of a micro-batch's summed loss before backward.
 
-    def _settle_gradients(self) -> None:
-        """Bring gradients to the placements of their parameters: DTensor leaves some as sums still to be taken."""
+        Averaging over `gradient_ranks` then results in the gradient of the global batch's mean loss.
+        """
+        return self.layout.gradient_ranks / self._loss_entries * (1.0 if self.scaler is None else self.scaler.scale)
+
+    def _match_gradient_placements(self) -> None:
+        """Give gradients the placements of their parameters. DTensor leaves some as partial sums."""
         for parameter in (p for part in self.parts for p in part.parameters()):
             if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
                 parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
 
     def clip_gradients(self, limit: float | None) -> Tensor:
-        """Norm of the whole model's gradient, before it is clipped to `limit`; the same on all ranks.
+        """Clip the gradient of the whole model to the norm `limit`; None does not clip.
 
-        With fp16 gradients are unscaled here; where any rank's overflowed, the norm is not finite, on all ranks.
+        With fp16, gradients are unscaled first.
+
+        Returns:
+            The norm before clipping, the same on all ranks. It is not finite if any rank's gradient overflowed.
         """
         parameters = [p for part in self.parts for p in part.parameters() if p.grad is not None]
         if self.scaler is not None:
             for parameter in parameters:
                 parameter.grad.mul_(1 / self.scaler.scale)  # type: ignore[union-attr]
-        norm = self._norm(parameters)
+        norm = self._compute_norm(parameters)
         if limit is not None and isinstance(self.optimizer, LeanAdamW):
             self.optimizer.clip_with_norm(limit, norm)
         elif limit is not None:
             nn.utils.clip_grads_with_norm_(parameters, limit, norm)
         return self.replica_sync.combine_norms(norm)
 
-    def _norm(self, parameters: list[nn.Parameter]) -> Tensor:
-        """Norm of the gradients of all ranks' parameters, each counted once: fp32, 0-d.
+    def _compute_norm(self, parameters: list[nn.Parameter]) -> Tensor:
+        """Return the norm of the gradients of all ranks' parameters, each counted once: fp32, 0-d.
 
-        Where ranks hold parts, each adds the squares of its own, divided by the number of ranks with the same values.
+        If ranks have parts of the model, each adds its squares, divided by the number of ranks with the same values.
         """
-        if not self._split:
+        if not self._is_split:
             return compute_total_norm([p.grad for p in parameters if p.grad is not None])
-        copy, squares = self._tied_copy(), torch.zeros((), dtype=torch.float64, device=self.world.device)
+        tied_copy = self._get_tied_copy()
+        squares = torch.zeros((), dtype=torch.float64, device=self.world.device)
         by_copies: dict[int, list[Tensor]] = {}
         for parameter in parameters:
-            gradient, copies = parameter.grad, 1
+            gradient = parameter.grad
+            copies = 1
             if isinstance(gradient, DTensor):
                 sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
                 copies = math.prod(size for size, placement in sizes if placement.is_replicate())
-            if parameter is not copy and gradient is not None:
+            if parameter is not tied_copy and gradient is not None:
                 by_copies.setdefault(copies, []).append(local_tensor(gradient))
         for copies, gradients in by_copies.items():
             squares += compute_total_norm(gradients).to(squares).square() / copies
@@ -291,7 +312,7 @@ class Engine:
         return squares.sqrt().float()
 
     def update_weights(self, norm: float, *, is_good: bool = True) -> None:
-        """Perform one optimizer step, and clear the gradients.
+        """Perform one optimizer step and clear the gradients.
 
         Args:
             norm: what `clip_gradients` returned. If it has overflowed in fp16, the step is skipped.
@@ -303,55 +324,59 @@ class Engine:
         data_parallel.clear_gradients(self.model, self.optimizer)
         self.replica_sync.end_step(is_good)
 
-    def _fix_buckets(self) -> None:
+    def _rebuild_buckets(self) -> None:
         """Make DDP rebuild its gradient buckets now, not after the first step.
 
-        DDP reduces the first backward after a start in other buckets than all later ones; with three ranks or
-        more the sums are then taken in another order, and a resumed run differs from an undisturbed one in
-        the last bits. One backward whose gradients are thrown away settles the buckets.
+        In the first backward after a start, DDP uses other buckets than later. With three or more ranks this changes
+        the order of sums, so a resumed run would differ in the last bits from an uninterrupted one. Therefore one
+        backward runs here, whose gradients are discarded.
         """
-        self._loss_of(self.task.smallest_batch(self.world.device)).backward()
+        self._compute_loss(self.task.smallest_batch(self.world.device)).backward()
         data_parallel.clear_gradients(self.model, self.optimizer)
         self.replica_sync.end_step(is_applied=False)
 
     # -- tied embeddings on two stages -------------------------------------------------------------------
 
-    def _tied_copy(self) -> nn.Parameter | None:
-        """The output layer's copy of a tied embedding that lives in another stage; None where there is none here."""
+    def _get_tied_copy(self) -> nn.Parameter | None:
+        """Return the output layer's copy of a tied embedding; None if this rank has no such copy.
+
+        A copy exists in a pipeline, because the embedding is in the first stage and the output layer in the last.
+        """
         if self._pipeline is None or not self.config.model.tie_word_embeddings or not self._pipeline.has_last_stage:
             return None
         return self.parts[-1].get_parameter(LM_HEAD)
 
-    def _join_tied_gradients(self) -> None:
-        """Give both copies of a tied embedding the sum of their gradients: updated alike, they stay equal."""
+    def _add_tied_gradients(self) -> None:
+        """Give both copies of a tied embedding the sum of their gradients, so that they stay equal."""
         if self._pipeline is None or not self.config.model.tie_word_embeddings or EMBEDDING in self._frozen:
             return
-        first, copy = self._pipeline.has_first_stage, self._tied_copy()
-        if first and copy is not None:  # a V shape: both ends are here
+        has_first_stage = self._pipeline.has_first_stage
+        copy = self._get_tied_copy()
+        if has_first_stage and copy is not None:  # a V schedule: both ends are on this rank
             embedding = self.parts[0].get_parameter(EMBEDDING)
             assert embedding.grad is not None and copy.grad is not None
             embedding.grad.add_(copy.grad)
             copy.grad.copy_(embedding.grad)
-        elif first or copy is not None:
+        elif has_first_stage or copy is not None:
             from pipeline.parallel.pipeline_parallel import add_gradient_of_peer
 
             weight = copy if copy is not None else self.parts[0].get_parameter(EMBEDDING)
             assert weight.grad is not None
             add_gradient_of_peer(
-                local_tensor(weight.grad), self.layout.last_stage_rank if first else 0, self._stage_group
+                local_tensor(weight.grad), self.layout.last_stage_rank if has_first_stage else 0, self._stage_group
             )
 
     # -- state -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> StateDict:
-        """This rank's weights and optimizer state by layout-independent names; loading fills them in place."""
+        """Return this rank's weights and optimizer state by layout-independent names. Loading fills them in place."""
         state: StateDict = {}
         if self.config.optimizer.name == "own" and not self.optimizer.state:
             initialize_custom_state(self.optimizer)
-            self._tried_out = True
+            self._has_placeholder_state = True
         for part in self.parts:
             for name, parameter in self.task.named_weights(part):
-                if f"model.{name}" not in state:  # but for the second end of a V with tied embeddings
+                if f"model.{name}" not in state:  # in a V schedule both ends have a tied embedding
                     state[f"model.{name}"] = parameter.detach()
                     for key, value in self.optimizer.state.get(parameter, {}).items():
                         state[f"optimizer.{name}.{key}"] = value
@@ -359,22 +384,26 @@ class Engine:
 
     def reset_custom_optimizer(self) -> None:
         """Clear the state of a custom optimizer. Call after `state_dict()` if there is no checkpoint to load."""
-        if self._tried_out:
+        if self._has_placeholder_state:
             self.optimizer.state.clear()
 
     def checkpoint_state(self) -> tuple[StateDict, dict[str, Any]]:
-        """What a checkpoint keeps: tensors, and what a restore must know of replicas that differ. All ranks call it."""
+        """Return the tensors of a checkpoint and a description of the replicas' own state. All ranks call it."""
         return self.replica_sync.checkpoint_state(self.state_dict()), self.replica_sync.describe_state()
 
     @torch.no_grad()
     def copy_weights_to(self, model: nn.Module, group: dist.ProcessGroup) -> None:
-        """Give `model`, whole or split in whatever way, the weights that a checkpoint would hold now.
+        """Copy the weights that a checkpoint would have now to `model`, which may be sharded. All ranks call it.
 
-        All ranks call it; `group`: a Gloo group of all. Memory: one whole parameter at a time.
+        Memory: one whole parameter at a time.
+
+        Args:
+            model: the target, on all ranks.
+            group: a Gloo group of all ranks.
         """
         state, _ = self.checkpoint_state()
         owners: dict[str, int] = {}
-        if self.layout.pp > 1:  # each stage has its own: the first rank that has one sends it to all
+        if self.layout.pp > 1:  # the first rank that has a parameter sends it to all
             for rank, names in reversed(list(enumerate(all_gather_results(group, lambda: list(state))))):
                 owners |= dict.fromkeys(names, rank)
         for name, parameter in self.task.named_weights(model):
@@ -389,41 +418,47 @@ class Engine:
 
     @torch.no_grad()
     def finish_loading(
-        self, kept: Mapping[str, Any] | None = None, read: Callable[[StateDict], None] | None = None
+        self, saved: Mapping[str, Any] | None = None, read: Callable[[StateDict], None] | None = None
     ) -> str | None:
         """Complete the state after the tensors of `state_dict()` were filled, such as a tied copy of the embedding.
 
         Args:
-            kept: what `checkpoint_state` returned about the replicas.
+            saved: what `checkpoint_state` returned about the replicas.
             read: fills tensors by the names of `checkpoint_state`.
 
         Returns:
             A description of what differs in the replicas' own state; None if nothing does.
         """
-        copy = self._tied_copy()
+        copy = self._get_tied_copy()
         if copy is not None and self._pipeline is not None and self._pipeline.has_first_stage:
             embedding = self.parts[0].get_parameter(EMBEDDING)
             copy.copy_(embedding)
             for key, value in self.optimizer.state.get(embedding, {}).items():
                 self.optimizer.state[copy][key].copy_(value)
         if read is not None:
-            self.replica_sync.restore_state(self.state_dict(), kept or {}, read)
-        return _not_kept(kept or {}, self.replica_sync.describe_state())
+            self.replica_sync.restore_state(self.state_dict(), saved or {}, read)
+        return _describe_dropped_state(saved or {}, self.replica_sync.describe_state())
 
 
-def _not_kept(kept: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """In words what a restore drops or changes of what replicas had of their own; both are `describe`'s."""
-    before, replicas = kept.get("replicas"), now.get("replicas")
+def _describe_dropped_state(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str | None:
+    """Describe what a restore drops or changes of the replicas' own state; None if nothing.
+
+    Args:
+        saved: `ReplicaSync.describe_state` of the checkpoint.
+        current: that of this training.
+    """
+    replicas = saved.get("replicas")
+    same_replicas = replicas == current.get("replicas")
     notes: list[str] = []
-    if kept.get("residuals") and not now.get("residuals"):
-        notes.append(f"the residuals of {before} replicas are dropped")
-    elif kept.get("residuals") and before != replicas:
-        notes.append(f"residuals of {before} replicas summed on {replicas}")
-    if kept.get("rank") and kept["rank"] != now.get("rank"):
-        notes.append(f"PowerSGD's Q of rank {kept['rank']} is dropped")
-    same = now.get("local") and before == replicas and now["warmup"] <= kept.get("warmup", 0)
-    if kept.get("local") and not same:
-        notes.append(f"all replicas start from the mean of {before}")
-    if kept.get("outer") and not now.get("outer"):
+    if saved.get("residuals") and not current.get("residuals"):
+        notes.append(f"the residuals of {replicas} replicas are dropped")
+    elif saved.get("residuals") and not same_replicas:
+        notes.append(f"residuals of {replicas} replicas summed on {current.get('replicas')}")
+    if saved.get("rank") and saved["rank"] != current.get("rank"):
+        notes.append(f"PowerSGD's Q of rank {saved['rank']} is dropped")
+    keeps_weights = current.get("local") and same_replicas and current["warmup"] <= saved.get("warmup", 0)
+    if saved.get("local") and not keeps_weights:
+        notes.append(f"all replicas start from the mean of {replicas}")
+    if saved.get("outer") and not current.get("outer"):
         notes.append("the outer optimizer's weights and momentum are dropped")
     return "; ".join(notes) or None

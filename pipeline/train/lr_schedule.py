@@ -1,4 +1,4 @@
-"""The course of the learning rate over a training, a function of the step alone; a login node asks, too (no torch)."""
+"""The learning rate of each step. This module does not import torch, because login nodes use it."""
 
 from __future__ import annotations
 

@@ -83,22 +83,28 @@ def resume_note(run: Run) -> str | None:
 
 
 def check_inputs(run: Run) -> None:
-    """Raise UserError for patterns of `optimizer.freeze` that do not fit the decoder, asked of torch, elsewhere."""
+    """Raise UserError if a pattern of `optimizer.freeze` does not fit the decoder.
+
+    A child process checks it, because this one must not import torch.
+    """
     if run.config.optimizer.freeze and run.user_model is None:
-        patterns, model = json.dumps(run.config.optimizer.freeze), run.config.model.model_dump_json()
+        patterns = json.dumps(run.config.optimizer.freeze)
+        model = run.config.model.model_dump_json()
         call_in_child_process("pipeline.train.optimizer", "check_freeze", patterns, model)
 
 
 def run_stage(run: Run, rank_info: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
-    """Train. Returns DONE at the last step and STOPPED where a signal was agreed on before."""
+    """Train. Return DONE at the last step, STOPPED if the ranks agreed to stop before it."""
     check_tensor_group_on_one_node(rank_info, run.config.parallel.tensor)
     startup_s: dict[str, float] = {}
-    since = flag.start_time
+    part_start_time = flag.start_time
 
-    def mark(part: str) -> None:
-        """Note how long a part of the start took."""
-        nonlocal since
-        startup_s[part], since = round(time.monotonic() - since, 3), time.monotonic()
+    def record_startup(part: str) -> None:
+        """Record the duration of a part of the start, which ends now."""
+        nonlocal part_start_time
+        now = time.monotonic()
+        startup_s[part] = round(now - part_start_time, 3)
+        part_start_time = now
 
     from pipeline.comm import groups
     from pipeline.data.verify_shards import load_run_manifest
@@ -106,20 +112,20 @@ def run_stage(run: Run, rank_info: RankInfo, options: Mapping[str, str], flag: S
     from pipeline.resilience.watchdog import Watchdog
     from pipeline.train.trainer import Trainer
 
-    mark("imports")
+    record_startup("imports")
 
     watchdog = Watchdog(run, "train", rank_info, flag)
     watchdog.start()
     manifest = load_run_manifest(run)
     groups.configure_determinism(run.config)
     world = groups.join_process_group(rank_info, run.config)
-    mark("rendezvous")
+    record_startup("rendezvous")
     if run.config.recovery.preflight:
         health.check_health(run, rank_info, world)
-        mark("preflight")
+        record_startup("preflight")
     trainer = Trainer(run, manifest, rank_info, world, flag, watchdog)
     groups.finish_startup(world.device)
-    mark("build_and_load")
+    record_startup("build_and_load")
     trainer.startup_s = startup_s
     result = trainer.fit()
     watchdog.close()

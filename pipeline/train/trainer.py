@@ -145,7 +145,8 @@ class Trainer:
 
     def _make_callbacks(self, flag: StopFlag) -> list[Callback]:
         """Return all callbacks in the order in which their hooks are called; those of the user's module come last."""
-        run, world = self.run, self.world
+        run = self.run
+        world = self.world
         train = self.config.train
         peers = [self.layout.coordinates(rank).pp for rank in range(world.size)]
         self.coordinator.add_request(EARLY_STOP_REQUEST, lambda: self.stop_request is not None)
@@ -242,7 +243,8 @@ class Trainer:
             batch: this rank's part of the global batch: global_batch / data parallel size samples, by array, such as
                 `tokens` (int64, shape (B, T + 1)).
         """
-        config, engine = self.config, self.engine
+        config = self.config
+        engine = self.engine
         lr = self.learning_rate(config.optimizer, step, self.steps)
         set_learning_rate(engine.optimizer, lr)
         mean_loss = engine.backward(batch, step, partial(self.enter_phase, step), self.coordinator.wants_attention)

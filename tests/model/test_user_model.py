@@ -272,7 +272,7 @@ def test_an_optimizer_and_a_schedule_of_ones_own(tmp_path: Path) -> None:
         (
             "Kind = torch.optim.NAdam",
             "Kind = Counting",
-            r"optimizer of model\.target counts in its groups \(k\), which",
+            r"groups \(k\), which",
         ),
         ("    matrices", lbfgs, r"optimizer of model\.target must perform a step without a closure"),
         ('{"params": matrices}, ', "", r"optimizer of model\.target must return .* is in none of its groups"),
@@ -621,7 +621,7 @@ def test_a_module_that_fails_is_told_before_anything_is_submitted(
     ("last", "words"),
     [
         ("def build(options, layers): return None\n", "must return a torch.nn.Module; it returns None"),
-        ("def build(options, layers): return torch.nn.BatchNorm1d(2)\n", "running_mean is kept .* take GroupNorm"),
+        ("def build(options, layers): return torch.nn.BatchNorm1d(2)\n", "running_mean is persistent .* GroupNorm"),
         (LOADS, r"build assigns values to weight, which would be lost.* init\(name, values, options\)"),
         (
             LOADS.replace("net.load_state_dict({'weight': WEIGHT, 'bias': WEIGHT[0]})", "net.weight = made()")
@@ -745,7 +745,7 @@ def build_rank(rank_info: RankInfo, path: Path, text: str | None) -> str:
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ("persistent=False", "persistent=True", "times is kept and would differ between layouts"),
+        ("persistent=False", "persistent=True", "times is persistent and would differ between layouts"),
         ("reset_buffers", "other_name", "needs a method reset_buffers"),
         (
             "nn.Linear(width, 1)\n",

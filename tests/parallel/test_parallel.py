@@ -382,7 +382,7 @@ def places_rank(rank_info: RankInfo, configs: list[Config]) -> list[int]:
     """How many parameters each config cuts whose entries, gathered, draw what those of a whole one do."""
     from pipeline.comm import groups
     from pipeline.model.decoder import full_tensor, local_tensor
-    from pipeline.train.optimizer import _places
+    from pipeline.train.optimizer import _make_positions
     from tests.support.tiny_training import train_steps
 
     world = groups.join_process_group(rank_info, configs[0])
@@ -391,9 +391,9 @@ def places_rank(rank_info: RankInfo, configs: list[Config]) -> list[int]:
         engine, _ = train_steps(rank_info, config, world, 0)
         cut = [p for p in engine.parts[0].parameters() if local_tensor(p) is not p]
         for parameter in cut:
-            first, *rest = _places(parameter, 7)
+            first, *rest = _make_positions(parameter, 7)
             local_tensor(parameter).detach().copy_(sum(rest, first) % 251)
-            first, *rest = _places(torch.empty(parameter.shape), 7)
+            first, *rest = _make_positions(torch.empty(parameter.shape), 7)
             assert torch.equal(full_tensor(parameter.detach()), (sum(rest, first) % 251).float()), parameter
         found.append(len(cut))
     return found

@@ -140,14 +140,17 @@ def continue_training(engine: Any, rank_info: RankInfo, done: int, steps: int) -
 
     Clipping is checked here, because it hardly changes the update of AdamW.
     """
+    from pipeline.train.optimizer import LeanAdamW
+
     limit = engine.config.optimizer.clip_norm
     dp_rank = engine.layout.coordinates(rank_info.rank).dp
     results = []
     for step, batch in list(enumerate(make_batches(engine.config, engine.task.vocab_size), 1))[done : done + steps]:
         loss = engine.backward({"tokens": batch.chunk(engine.layout.dp)[dp_rank]}, step)
         norm = engine.clip_gradients(limit)
-        clipped = engine._norm([p for part in engine.parts for p in part.parameters() if p.grad is not None])
-        clipped *= getattr(engine.optimizer, "factor", 1.0)  # an optimizer may clip in its update
+        clipped = engine._compute_norm([p for part in engine.parts for p in part.parameters() if p.grad is not None])
+        if isinstance(engine.optimizer, LeanAdamW):  # it clips in its update
+            clipped *= engine.optimizer.gradient_factor
         assert abs(clipped - min(norm, limit)) <= 1e-4 * limit or not norm.isfinite(), (clipped, norm)
         engine.update_weights(norm.item())
         results.append((loss.item(), norm.item()))

@@ -148,7 +148,7 @@ def test_lean_adamw_is_adamw() -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
     for dtype, least, most in ((torch.bfloat16, 1e-3, 1e-2), (torch.int8, 5e-3, 3e-2)):
         low, in_pieces = lean((torch.float32, dtype)), lean((torch.float32, dtype))
-        in_pieces[0]._at_once = 400
+        in_pieces[0]._chunk_size = 400
         results = stepped(*low), stepped(*in_pieces)
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
         assert low[0].state[low[1]]["exp_avg"].dtype == dtype
