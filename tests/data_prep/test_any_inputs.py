@@ -39,8 +39,8 @@ from pipeline.data.samples import SampleDataset
 from tests.data_prep.test_shards import all_bytes, config, prepare, quiet, texts
 from tests.data_prep.test_token_files import MAPPABLE, encode_documents, flatten, mutate, read_entries
 from tests.data_prep.test_token_files import make_config as make_tokens_config
-from tests.data_prep.test_unpacked_samples import WAYS
-from tests.data_prep.test_unpacked_samples import write as write_samples
+from tests.data_prep.test_unpacked_samples import LAYOUTS
+from tests.data_prep.test_unpacked_samples import write_images as write_samples
 
 MODEL = UserModel("own", Path("own.py"), frozenset(), ("images", "labels"), ("images",), ())
 
@@ -183,7 +183,7 @@ def test_any_split_of_files_of_tokens(
 
 
 @few
-@given(ways=st.lists(st.sampled_from([{}, *WAYS.values()]), min_size=1, max_size=5), **SPLIT)
+@given(ways=st.lists(st.sampled_from([{}, *LAYOUTS.values()]), min_size=1, max_size=5), **SPLIT)
 def test_any_split_of_files_of_samples(
     ways: list[dict[str, Any]], tasks: int, draw: Random, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -246,10 +246,10 @@ def test_damaged_texts_are_refused_or_read(ending: str, tmp_path: Path) -> None:
     assert refused > 30 or ending in (".jsonl", ".txt", ".csv")
 
 
-@pytest.mark.parametrize("way", ["plain", *WAYS])
+@pytest.mark.parametrize("way", ["plain", *LAYOUTS])
 def test_damaged_samples_are_refused_or_read(way: str, tmp_path: Path) -> None:
     """600 in all. What no checksum protects may read as other values, in the same shapes."""
-    write_samples(path := tmp_path / "a.h5", **WAYS.get(way, {}))
+    write_samples(path := tmp_path / "a.h5", **LAYOUTS.get(way, {}))
     source, whole, refused = Random(way), path.read_bytes(), 0
     data = DataConfig(source=str(path), held_out=0)
     for number in range(150):
