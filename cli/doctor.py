@@ -34,8 +34,7 @@ from pipeline.base.files import read_file_system_type
 from pipeline.base.ownership import find_unsafe_ancestors
 from pipeline.config.read import load_site
 from pipeline.config.site import SiteConfig
-from slurm.query.job_states import parse_key_values, parse_slurm_config, run_slurm_command
-from slurm.query.slurm_messages import SRUN_ERROR
+from slurm.query.slurm_commands import SRUN_ERROR, parse_key_values, parse_slurm_config, run_slurm_command
 
 NETWORK_FILE_SYSTEMS = {
     "9p", "afs", "beegfs", "beegfs_nodev", "ceph", "cifs", "dvs", "gfs2", "glusterfs", "gpfs", "lustre", "nfs", "nfs4",

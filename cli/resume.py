@@ -21,9 +21,8 @@ from pipeline.config.masking import mask_secrets
 from pipeline.config.sections import Config
 from pipeline.run import stages
 from pipeline.run.changes import changeable_keys, describe_changes
-from pipeline.run.directory import Run
+from pipeline.run.directory import Run, create_points, list_points
 from pipeline.run.events import CodeUpdated
-from pipeline.run.points import create_points, list_points
 from slurm.query.capacity import check_limits
 from slurm.query.job_states import require_response
 from slurm.query.run_jobs import SubmittedJob, find_run_jobs, list_running_work

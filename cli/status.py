@@ -33,11 +33,10 @@ from pipeline.base.command import format_command
 from pipeline.base.console import PlainConsole, supports_live_output
 from pipeline.base.errors import UserError, find_storage_error
 from pipeline.base.files import read_last_object
-from pipeline.run.directory import Run
+from pipeline.run.directory import Run, list_points
 from pipeline.run.lines import LineHistory
 from pipeline.run.machines import SENSORS, get_sensor_values, is_telemetry_line
 from pipeline.run.metrics import is_step_line
-from pipeline.run.points import list_points
 from slurm.query.run_jobs import SubmittedJob, find_run_jobs, uses_slurm
 from slurm.query.status import (
     MAX_IDLE_POLLS,

@@ -33,8 +33,8 @@ from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
 from planning.memory_check import check_memory, memory_warnings
 from slurm.query.capacity import check_capacity
-from slurm.query.job_states import is_slurm_responding
 from slurm.query.run_jobs import list_running_work, uses_slurm
+from slurm.query.slurm_commands import is_slurm_responding
 from slurm.submit.chain import reset_for_resume, submit_chain
 from slurm.submit.executor import Executor, choose_executor
 from slurm.submit.site_environment import check_job_environment

@@ -8,8 +8,7 @@ import typer
 
 from cli.common import Overrides, RunPath
 from pipeline.base.console import PlainConsole
-from pipeline.run.directory import Run
-from pipeline.run.points import list_points
+from pipeline.run.directory import Run, list_points
 from planning.goodput import describe_expected_goodput
 from tracking.follower import update_trackers
 from tracking.report import print_report

@@ -48,8 +48,7 @@ from pipeline.evaluate.result import (
 )
 from pipeline.parallel.mesh import Layout, resolve_layout
 from pipeline.run import lines, stages
-from pipeline.run import points as sweep
-from pipeline.run.directory import Run
+from pipeline.run.directory import Run, list_points
 from pipeline.run.events import Done, Event, LostWork, Restored, Started, is_event
 from pipeline.run.ledger import (
     CATEGORIES,
@@ -75,15 +74,9 @@ from pipeline.run.machines import (
 )
 from pipeline.run.metrics import is_step_line
 from pipeline.train import step_trace
-from slurm.query.job_states import (
-    RecordedJob,
-    array_job_id,
-    cluster_name,
-    list_recorded_jobs,
-    parse_slurm_time,
-    query_accounting,
-)
-from slurm.query.run_jobs import uses_slurm
+from slurm.query.job_states import RecordedJob, array_job_id, query_accounting
+from slurm.query.run_jobs import list_recorded_jobs, uses_slurm
+from slurm.query.slurm_commands import cluster_name, parse_slurm_time
 from slurm.query.status import (
     StageStatus,
     StatusPoller,
@@ -148,7 +141,7 @@ def read_job_times(jobs: Iterable[RecordedJob]) -> list[JobRun]:
 
 def read_report_data(run: Run, rows: Iterable[StageStatus]) -> ReportData:
     """Read a run whose stages have the states `rows`, and its sweep points."""
-    points = sweep.list_points(run)
+    points = list_points(run)
     submitted = [job for each in (run, *points) for _, job in list_recorded_jobs(each)] if uses_slurm(run) else []
     jobs = read_job_times(submitted)
     now = time.time()
@@ -257,9 +250,7 @@ def _summarize(
         a.ranks * (a.end_time - a.start_time - sum(a.seconds[part] for part in WAITING_CATEGORIES)) for a in attempts
     )
     spans = [(a.start_time, a.end_time) for a in attempts]
-    energies = [
-        kwh for each in (run, *sweep.list_points(run)) if (kwh := sum_gpu_energy_kwh(each.path, spans)) is not None
-    ]
+    energies = [kwh for each in (run, *list_points(run)) if (kwh := sum_gpu_energy_kwh(each.path, spans)) is not None]
     energy = f"{sum(energies):.3g} kWh of GPUs; " if energies else ""
     begin = min((a.start_time for a in attempts), default=0.0)
     duration = format_duration(max((a.end_time for a in attempts), default=0.0) - begin)
@@ -303,7 +294,7 @@ def _describe_training(
     span = (
         (max(training[-1].end_time - 600, training[-1].start_time), training[-1].end_time) if training else (0.0, 0.0)
     )
-    if slow_gpus := list_slow_gpus(run.path, *span, looks=None):
+    if slow_gpus := list_slow_gpus(run.path, *span, max_samples=None):
         yield f"GPUs behind others of their kind in the last 10 minutes of training: {'; '.join(slow_gpus[:8])}"
     yield from filter(
         None, (lines.describe_malformed_lines(run.events_file, is_event), data.steps.malformed_description)

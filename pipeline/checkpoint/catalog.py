@@ -20,10 +20,9 @@ from typing import Any
 
 from pipeline.base.errors import CheckpointError, UserError
 from pipeline.base.files import has_valid_checksum, read_json, sha256_file
-from pipeline.run.directory import Run
+from pipeline.run.directory import Run, list_points
 from pipeline.run.events import read_stage_state
 from pipeline.run.lines import has_fields, is_count, is_mapping, is_text
-from pipeline.run.points import list_points
 
 MANIFEST_FILE = "manifest.json"
 METADATA_FILE = ".metadata"

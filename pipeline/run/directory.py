@@ -47,6 +47,7 @@ from pipeline.base.files import (
     write_json,
 )
 from pipeline.base.ownership import check_run_ownership
+from pipeline.base.yaml12 import dump_yaml
 from pipeline.config.masking import mask_secrets
 from pipeline.config.read import (
     METADATA_FILE,
@@ -63,6 +64,7 @@ from pipeline.config.read import (
     make_run_values_dumper,
     merge_values,
     parse_config,
+    remove_metadata,
     use_new_names,
 )
 from pipeline.config.sections import Config
@@ -537,3 +539,36 @@ class Run:
 def _sources() -> list[Path]:
     """Where a model of the user's own is looked for, before Python's own places."""
     return [Path.cwd(), CODE_ROOT]
+
+
+# -- points of a sweep -------------------------------------------------------------------------------
+
+
+def list_points(run: Run) -> list[Run]:
+    """Return the runs of a sweep's points; empty if `run` is not a sweep.
+
+    No directory is made: a point that does not exist yet has the config that it will have.
+    """
+    return [Run(run.path / "points" / config.run.name, config) for config in make_point_configs(run.config)]
+
+
+def create_points(run: Run) -> list[Run]:
+    """Return the runs of a sweep's points, and make the directories that are missing."""
+    points = list_points(run)
+    missing = [point for point in points if not point.config_file.exists()]
+    if not missing:
+        return points
+    get_values = make_run_values_dumper(run.config_file)
+    for point in missing:
+        for folder in (point.jobs_dir, point.checkpoints_dir, point.evaluation_dir):
+            folder.mkdir(parents=True, exist_ok=True)
+        for link in (point.data_dir, point.code_dir):
+            if not os.path.lexists(link):
+                link.symlink_to(f"../../{link.name}")
+        values = get_values(point.config)
+        if run.metadata_file.exists():  # otherwise the code of the run is older and reads all values from config.yaml
+            write_json(point.metadata_file, dump_metadata(point.config))
+            values = remove_metadata(values)
+        write_atomic(point.config_file, dump_yaml(values))
+        point.append_event(Created(config=str(point.config_file), sweep=run.config.run.name))
+    return points

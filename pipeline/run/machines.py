@@ -1,6 +1,7 @@
-"""What nodes did while a run was on them: `telemetry-HOST.jsonl` in the run directory, a line every few seconds.
+"""What the nodes of a run measured: `telemetry-HOST.jsonl` in the run directory, a line every few seconds.
 
-tracking/telemetry.py writes it. `time` is in seconds since 1970, `gpus` a row for each GPU of the host.
+tracking/telemetry.py writes the files. In a line, `time` is in seconds since 1970, and `gpus` has an entry for each GPU
+of the host.
 """
 
 from __future__ import annotations
@@ -27,20 +28,25 @@ SENSORS = {
     "read_mb_per_s": ("read", "MB/s", "host_read_bytes_per_second", 1e6),
     "written_mb_per_s": ("written", "MB/s", "host_written_bytes_per_second", 1e6),
 }
-"""Figures of a line, those of a GPU behind `gpus.`: name, unit, Prometheus' name, and what one is in its unit."""
-_BEHIND = {"sm_clock_mhz": ("clock", "MHz", 0.85), "utilization_percent": ("utilisation", "%", 0.5)}
-"""Figures by which a GPU falls behind: name and unit, and the share of what is usual that is too little."""
-_IN_USE = 0.1
-"""With less than this share of the memory that the fullest of its kind uses, a GPU is taken for none of the job's."""
-DEFAULT_SAMPLE_COUNT, _LEAST_LOOKS, _LINE = 12, 6, 2730
-"""Lines of a host that are read by default; fewer than the second say nothing of how fast a GPU is; bytes of one of 8
-GPUs."""
-_OF_PROGRAMS = (13, 31, 43, 45, 68, 109)
-"""Xids that a program causes, or that follow its end, as a rule (NVIDIA, XID Errors)."""
+"""Key of a line (`gpus.` for those of a GPU) → name, unit, Prometheus' name, and the factor to Prometheus' unit."""
+_SLOW_LIMITS = {"sm_clock_mhz": ("clock", "MHz", 0.85), "utilization_percent": ("utilisation", "%", 0.5)}
+"""Keys by which a GPU counts as slow: name, unit, and the share of the usual value below which it is too low."""
+_MIN_MEMORY_SHARE = 0.1
+"""A GPU is idle, and not used by the run, if it uses less than this share of the memory of the fullest GPU."""
+DEFAULT_SAMPLE_COUNT = 12
+"""Number of lines of each host that are read by default."""
+_MIN_SAMPLES = 6
+"""With fewer lines, a GPU's speed is unknown."""
+_BYTES_PER_LINE = 2730
+"""The size of a line of a host with 8 GPUs."""
+_PROGRAM_XIDS = (13, 31, 43, 45, 68, 109)
+"""Xids that usually result from a program's error or from its end (NVIDIA, XID Errors)."""
+_MAX_GAP_S = 300.0
+"""A longer time without samples does not count for the energy."""
 
 
 def is_telemetry_line(line: Any) -> bool:
-    """Whether it is such a line."""
+    """Return True for a line of telemetry."""
     return (
         isinstance(line, dict)
         and is_number(line.get("time"))
@@ -53,10 +59,10 @@ def is_telemetry_line(line: Any) -> bool:
 
 
 def get_sensor_values(line: Mapping[str, Any], sensor: str) -> list[tuple[str, float]]:
-    """What a line says by a sensor: a value for each GPU, by its number, or one of the host, or none."""
-    rows = line.get("gpus", ()) if sensor.startswith("gpus.") else [line]
+    """Return the values of a sensor: one for each GPU, with its number, or one of the host; empty if there is none."""
+    entries = line.get("gpus", ()) if sensor.startswith("gpus.") else [line]
     key = sensor.removeprefix("gpus.")
-    return [(str(row.get("index", "")), row[key]) for row in rows if is_number(row.get(key))]
+    return [(str(entry.get("index", "")), entry[key]) for entry in entries if is_number(entry.get(key))]
 
 
 def get_compute_times_file(jobs_dir: Path) -> Path:
@@ -74,68 +80,130 @@ def read_compute_times(jobs_dir: Path) -> dict[str, float]:
     return ratios if isinstance(ratios, dict) and all(map(is_number, ratios.values())) else {}
 
 
-def sum_gpu_energy_kwh(run: Path, spans: Sequence[tuple[float, float]]) -> float | None:
-    """What the GPUs took within these spans of time (seconds since 1970); None where no power was measured.
+def sum_gpu_energy_kwh(run_dir: Path, spans: Sequence[tuple[float, float]]) -> float | None:
+    """Return the energy that the GPUs used, in kWh; None if no power was measured.
 
-    Between two looks of a node the mean of both counts; a gap of more than 5 minutes counts nothing.
+    Between two samples of a host, the mean of both powers counts.
+
+    Args:
+        run_dir: the run directory.
+        spans: start and end times in seconds since 1970; only samples within one of them count.
     """
-    joules, measured = 0.0, False
-    for file in run.glob("telemetry-*.jsonl"):
-        before: tuple[float, float] | None = None
+    joules = 0.0
+    is_measured = False
+    for file in run_dir.glob("telemetry-*.jsonl"):
+        previous: tuple[float, float] | None = None
         for line in read_valid_lines(file, is_telemetry_line):
-            if not (watts := get_sensor_values(line, "gpus.power_w")):
+            powers = get_sensor_values(line, "gpus.power_w")
+            if not powers:
                 continue
-            measured, now = True, (line["time"], sum(value for _, value in watts))
-            if before and 0 < now[0] - before[0] < 300 and any(begin <= now[0] <= end for begin, end in spans):
-                joules += (now[0] - before[0]) * (now[1] + before[1]) / 2
-            before = now
-    return joules / 3.6e6 if measured else None
+            is_measured = True
+            time = line["time"]
+            power_w = sum(value for _, value in powers)
+            if previous is not None:
+                duration_s = time - previous[0]
+                if 0 < duration_s < _MAX_GAP_S and any(begin <= time <= end for begin, end in spans):
+                    joules += duration_s * (power_w + previous[1]) / 2
+            previous = (time, power_w)
+    return joules / 3.6e6 if is_measured else None
 
 
-def list_slow_gpus(run: Path, begin: float, end: float = inf, looks: int | None = DEFAULT_SAMPLE_COUNT) -> list[str]:
-    """The GPUs that fall behind those of their model between two times (seconds since 1970), in words, worst first.
+def list_slow_gpus(
+    run_dir: Path, begin: float, end: float = inf, max_samples: int | None = DEFAULT_SAMPLE_COUNT
+) -> list[str]:
+    """Return descriptions of the GPUs that are slower than others of their model, or report errors, worst first.
 
-    A GPU does where its median of a figure is below the share in `_BEHIND` of the median of all that are in use. Told
-    of those, too: Xids since the job began, uncorrected memory errors since the driver was loaded; and of any that it
-    says nothing. `looks`: of each host so many lines are read, the last ones; None: all.
+    A GPU is slow if its median of a value is below the limit of `_SLOW_LIMITS`, relative to the median of all GPUs of
+    its model that the run uses. Of these GPUs, Xids since the start of the job and uncorrected memory errors since the
+    driver was loaded are listed as well. A GPU that no longer reports anything is listed in any case.
+
+    Args:
+        run_dir: the run directory.
+        begin: start of the time span in seconds since 1970.
+        end: end of the time span in seconds since 1970.
+        max_samples: number of lines to read of each host, from the end of its file; None: all.
     """
-    rows_of: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)  # the newest first
-    for file in run.glob("telemetry-*.jsonl"):
-        if looks is None:
-            told = reversed(
-                [line for line in read_valid_lines(file, is_telemetry_line) if begin <= line["time"] <= end]
-            )
+    samples = _read_gpu_samples(run_dir, begin, end, max_samples)
+    medians_by_model: dict[str, dict[tuple[str, int], dict[str, float]]] = defaultdict(dict)
+    for gpu, gpu_samples in samples.items():
+        model = next((str(sample["name"]) for sample in gpu_samples if "name" in sample), "")
+        medians_by_model[model][gpu] = _compute_medians(gpu_samples)
+    descriptions: list[tuple[float, str]] = []
+    for medians_by_gpu in medians_by_model.values():
+        max_memory_gb = max(medians.get("memory_gb", 0.0) for medians in medians_by_gpu.values())
+        used = {
+            gpu: medians
+            for gpu, medians in medians_by_gpu.items()
+            if medians.get("memory_gb", 0.0) >= _MIN_MEMORY_SHARE * max_memory_gb
+        }
+        usual = {
+            key: median([medians[key] for medians in used.values() if key in medians] or [0.0]) for key in _SLOW_LIMITS
+        }
+        for gpu, medians in medians_by_gpu.items():
+            newest = samples[gpu][0]
+            is_lost = newest.keys() <= {"index", "xid"}
+            if is_lost or gpu in used:
+                severity, problems = _find_gpu_problems(newest, medians if gpu in used else {}, usual, is_lost)
+                if problems:
+                    descriptions.append((severity, f"GPU {gpu[1]} on {gpu[0]}: {', '.join(problems)}"))
+    return [description for _, description in sorted(descriptions)]
+
+
+def _read_gpu_samples(
+    run_dir: Path, begin: float, end: float, max_samples: int | None
+) -> dict[tuple[str, int], list[dict[str, Any]]]:
+    """Return the samples of each GPU, newest first; a GPU is identified by its host and number."""
+    samples: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
+    for file in run_dir.glob("telemetry-*.jsonl"):
+        if max_samples is None:
+            valid_lines = read_valid_lines(file, is_telemetry_line)
+            newest_first = reversed([line for line in valid_lines if begin <= line["time"] <= end])
         else:
-            told = read_last_objects(file, is_telemetry_line, looks * _LINE)
-        for line in takewhile(lambda line: line["time"] >= begin, told):
+            newest_first = read_last_objects(file, is_telemetry_line, max_samples * _BYTES_PER_LINE)
+        for line in takewhile(lambda line: line["time"] >= begin, newest_first):
             if line["time"] <= end:
                 for gpu in line.get("gpus", ()):
-                    rows_of[line["host"], gpu["index"]].append(gpu)
-    kinds: dict[str, dict[tuple[str, int], Mapping[str, float]]] = defaultdict(dict)
-    for gpu, rows in rows_of.items():
-        known = {key: [row[key] for row in rows if is_number(row.get(key))] for key in ("memory_gb", *_BEHIND)}
-        enough = {key: 1 if key == "memory_gb" else _LEAST_LOOKS for key in known}
-        medians = {key: median(values) for key, values in known.items() if len(values) >= enough[key]}
-        kinds[next((str(row["name"]) for row in rows if "name" in row), "")][gpu] = medians
-    found = []
-    for kind in kinds.values():
-        most = max(one.get("memory_gb", 0.0) for one in kind.values())
-        used = {gpu: one for gpu, one in kind.items() if one.get("memory_gb", 0.0) >= _IN_USE * most}
-        usual = {key: median([one[key] for one in used.values() if key in one] or [0.0]) for key in _BEHIND}
-        for (host, index), figures in kind.items():
-            newest = rows_of[host, index][0]
-            lost = newest.keys() <= {"index", "xid"}
-            if not lost and (host, index) not in used:
-                continue
-            xids, errors = newest.get("xid") or (), newest.get("ecc_errors")
-            words = [f"Xid {number}" for number in xids] + ["says nothing any more"] * lost
-            words += [f"{errors} uncorrected memory errors"] if errors else []
-            worst = 0.0 if lost or errors or any(number not in _OF_PROGRAMS for number in xids) else 1.0
-            for key, (name, unit, share) in _BEHIND.items():
-                if (host, index) in used and figures.get(key, inf) < share * usual[key]:
-                    why = f" ({', '.join(map(str, newest['throttled']))})" if newest.get("throttled") else ""
-                    words.append(f"{name} {figures[key]:,.0f} {unit} where {usual[key]:,.0f} is usual{why}")
-                    worst = min(worst, figures[key] / usual[key])
-            if words:
-                found.append((worst, f"GPU {index} on {host}: {', '.join(words)}"))
-    return [words for _, words in sorted(found)]
+                    samples[line["host"], gpu["index"]].append(gpu)
+    return samples
+
+
+def _compute_medians(samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the medians of a GPU's memory and speed; a value that was measured too rarely is left out."""
+    medians: dict[str, float] = {}
+    for key in ("memory_gb", *_SLOW_LIMITS):
+        values = [sample[key] for sample in samples if is_number(sample.get(key))]
+        if len(values) >= (1 if key == "memory_gb" else _MIN_SAMPLES):
+            medians[key] = median(values)
+    return medians
+
+
+def _find_gpu_problems(
+    newest: Mapping[str, Any], medians: Mapping[str, float], usual: Mapping[str, float], is_lost: bool
+) -> tuple[float, list[str]]:
+    """Return the problems of one GPU.
+
+    Args:
+        newest: its newest sample.
+        medians: the medians of its values; empty if the run does not use it.
+        usual: the medians of all GPUs of its model.
+        is_lost: whether the GPU no longer reports anything.
+
+    Returns:
+        The severity (from 0, the worst, to 1), and descriptions.
+    """
+    xids = newest.get("xid") or ()
+    errors = newest.get("ecc_errors")
+    problems = [f"Xid {number}" for number in xids]
+    if is_lost:
+        problems.append("no longer reports anything")
+    if errors:
+        problems.append(f"{errors} uncorrected memory errors")
+    is_hardware_error = is_lost or bool(errors) or any(number not in _PROGRAM_XIDS for number in xids)
+    severity = 0.0 if is_hardware_error else 1.0
+    for key, (name, unit, share) in _SLOW_LIMITS.items():
+        value = medians.get(key, inf)
+        if value < share * usual[key]:
+            reasons = f" ({', '.join(map(str, newest['throttled']))})" if newest.get("throttled") else ""
+            problems.append(f"{name} {value:,.0f} {unit}, usual: {usual[key]:,.0f} {unit}{reasons}")
+            severity = min(severity, value / usual[key])
+    return severity, problems

@@ -26,7 +26,7 @@ from pipeline.config.sections import Config
 from pipeline.config.stages import STAGES
 from pipeline.run import stages
 from pipeline.run.directory import Run
-from slurm.query.job_states import cluster_settings, parse_key_values, read_slurm_config, run_slurm_command
+from slurm.query.slurm_commands import cluster_settings, parse_key_values, read_slurm_config, run_slurm_command
 
 TIMEOUT_S = 5.0
 _FORMAT = "%P|%D|%c|%m|%f|%G"

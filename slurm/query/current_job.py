@@ -28,7 +28,7 @@ from pipeline.base.files import append_line
 from pipeline.config.types import parse_time_limit
 from pipeline.run.directory import Run
 from pipeline.run.lines import has_fields, is_number, is_text, read_valid_lines
-from slurm.query.job_states import parse_key_values, parse_slurm_time, run_slurm_command
+from slurm.query.slurm_commands import parse_key_values, parse_slurm_time, run_slurm_command
 
 CAUSE_BY_STATE = {
     "PREEMPTED": ExitCode.PREEMPTED,

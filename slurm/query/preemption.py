@@ -26,7 +26,7 @@ import sys
 from collections.abc import Mapping
 
 from slurm.query.current_job import JobInfo, read_job_info
-from slurm.query.job_states import parse_key_values, read_slurm_config, run_slurm_command
+from slurm.query.slurm_commands import parse_key_values, read_slurm_config, run_slurm_command
 
 REQUEUES_SINCE = (24, 5)
 """From this version on, Slurm requeues a preempted job that exits in its grace period."""

@@ -1,43 +1,162 @@
-"""The jobs that were submitted for a run, and what runs of it now."""
+"""The jobs of a run: how its events describe them, which of them exist now, and jobs that no event names."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from pipeline.config.stages import STAGES
-from pipeline.run.directory import Run
-from pipeline.run.events import Started, SubmissionEvent, Submitted, Submitting, get_job_id, read_stage_state
-from pipeline.run.points import list_points
+from pipeline.run.directory import Run, list_points
+from pipeline.run.events import (
+    Event,
+    NotSubmitted,
+    Started,
+    SubmissionEvent,
+    Submitted,
+    Submitting,
+    get_job_id,
+    read_stage_state,
+)
+from slurm.query import slurm_commands
 from slurm.query.job_states import (
-    NOT_RESPONDING,
+    COMMENT_PREFIX,
     SUBMIT_TIME_TOLERANCE_S,
     UNKNOWN,
     JobState,
     RecordedJob,
     array_job_id,
-    events_since_submission,
     find_jobs,
-    job_comment,
-    list_submissions,
     require_response,
 )
+from slurm.query.slurm_commands import NOT_RESPONDING
+
+E = TypeVar("E", bound=Event)
+
+
+# -- jobs in the events of a run ---------------------------------------------------------------------------------------
+
+
+def job_comment(run: Path) -> str:
+    """Return the comment of a run's jobs."""
+    return f"{COMMENT_PREFIX}{run}"
+
+
+def job_identity(job_name: str, **fields: Any) -> dict[str, Any]:
+    """Return the fields of an event that, besides the job's id, distinguish its job from others with the same id."""
+    return {"cluster": slurm_commands.cluster_name(), "uid": os.getuid(), "job_name": job_name, **fields}
+
+
+def read_recorded_job(run: Run, event: Submitting | Submitted | Started) -> RecordedJob:
+    """Return the job that an event describes. Its comments follow from where the run is now: a copy has other jobs."""
+    job_id: str | None = None
+    key: str | None = None
+    submit_time: float | None = None
+    array_task: int | None = None
+    if isinstance(event, Started):
+        job_id = event.slurm_job
+        submit_time = event.job_submitted
+    elif isinstance(event, Submitted):
+        job_id = event.job_id
+        key = event.key
+        submit_time = event.job_submitted
+    else:
+        key = event.key
+        array_task = event.array_task
+    paths = dict.fromkeys((run.path, run.sweep_or_self.path))
+    return RecordedJob(
+        job_id=job_id or "",
+        comments=tuple(job_comment(path).strip() for path in paths),
+        cluster=event.cluster,
+        uid=event.uid,
+        name=event.job_name or "",
+        submit_time=submit_time or event.timestamp,
+        key=key or "",
+        array_task=array_task,
+    )
+
+
+def list_submissions(
+    run: Run, events: Sequence[SubmissionEvent] | None = None
+) -> list[tuple[Submitting | Submitted, RecordedJob]]:
+    """Return the submissions of a run to Slurm, oldest first, also open ones; each with its newest event.
+
+    Args:
+        run: the run.
+        events: the run's submission events, if they were already read.
+    """
+    newest: dict[str | int, Submitting | Submitted] = {}
+    for number, event in enumerate(run.read_events(None, SubmissionEvent) if events is None else events):
+        if event.executor != "slurm":
+            continue
+        key = event.key or number
+        if isinstance(event, NotSubmitted):
+            newest.pop(key, None)
+        elif isinstance(event, Submitted) or (isinstance(event, Submitting) and key not in newest):
+            newest[key] = event
+    return [(event, read_recorded_job(run, event)) for event in newest.values()]
+
+
+def list_recorded_jobs(run: Run) -> list[tuple[Submitting | Submitted, RecordedJob]]:
+    """Return the jobs that were submitted for a run, oldest first, with their events; without open submissions."""
+    return [(event, job) for event, job in list_submissions(run) if not job.is_open]
+
+
+def events_since_submission(events: Sequence[E], job_id: str) -> list[E]:
+    """Return the events that may concern the job that has this id on this cluster now.
+
+    Events from before the id was last submitted concern another job, and so do events of other clusters.
+    """
+    cluster = slurm_commands.cluster_name()
+    array_id = array_job_id(job_id)
+    local = [event for event in events if cluster is None or getattr(event, "cluster", None) in (None, cluster)]
+    submissions = [
+        index for index in find_first_submissions(local) if array_job_id(get_job_id(local[index]) or "") == array_id
+    ]
+    return local[max(submissions, default=0) :]
+
+
+def find_first_submissions(events: Sequence[Event]) -> list[int]:
+    """Return the indices in `events` at which a job was submitted: the first `submitted` of each key.
+
+    A job that starts writes the event itself if it is missing; submit.py may then write it once more.
+    """
+    first: dict[str | int, int] = {}
+    for number, event in enumerate(events):
+        if isinstance(event, Submitted):
+            first.setdefault(event.key or number, number)
+    return list(first.values())
+
+
+def is_job_ending(run: Run, stage: str, job: JobState) -> bool:
+    """Return True if a job that Slurm still lists will end without a retry, by a request or after its final event."""
+    events = events_since_submission(run.read_events(stage), job.job_id)
+    # an event of the job itself, or of a task of this array
+    job_events = (event for event in events if f"{get_job_id(event)}_".startswith(f"{job.job_id}_"))
+    state = read_stage_state(job_events)
+    if job.state == "PENDING" or state.retry_event is not None:
+        return False
+    return job.state == "COMPLETING" or state.end_event is not None or state.user_request is not None
+
+
+# -- jobs that exist ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class SubmittedJob:
-    """A job that was submitted for a run and not seen to end."""
+    """A job that was submitted for a run and was not seen to end."""
 
     run: Path
     stage: str
-    """Empty for a job of the run, known by its comment only, whose stage cannot be told."""
+    """Empty for a job that only its comment assigns to the run, and whose stage is unknown."""
     job_id: str
-    """Empty if the submission is open and no job of it is found."""
+    """Empty if the submission is open and no job of it was found."""
     state: JobState
     step: int | None = None
-    """The checkpoint that it evaluates (slurm/supervise/background.py): nothing in the chain waits for it."""
+    """The checkpoint that it evaluates (slurm/supervise/background.py); no job in the chain depends on such a job."""
     event: Submitting | Submitted | None = None
     """Its submission: `Submitted`, or `Submitting` if the submission is open. None if no event names the job."""
     is_stray: bool = False
@@ -50,129 +169,145 @@ class SubmittedJob:
 
     @property
     def is_array_of_parts(self) -> bool:
-        """Whether it is an array whose tasks share the work of one stage; another job behind it completes the stage."""
+        """Whether it is an array whose tasks share the work of one stage; another job after it completes the stage."""
         return self.event is not None and (self.event.tasks or 1) > 1 and bool(STAGES[self.stage].is_array)
 
 
 def find_run_jobs(runs: Sequence[Run], forgotten: dict[RecordedJob, JobState] | None = None) -> list[SubmittedJob]:
-    """The jobs of `runs`, oldest first, with their states from one query (`forgotten`: see there).
+    """Return the jobs of `runs`, oldest first, with their states from one query.
 
-    These are the jobs in their events, those of open submissions, and those with a run's comment that no event names
-    (unless the runs were last submitted on one machine).
+    These are the jobs in their events, jobs of open submissions, and jobs that have the comment of a run but that no
+    event names. The last are not looked for if the runs were last submitted on one machine.
+
+    Args:
+        runs: a run, or a sweep and its points.
+        forgotten: see :func:`slurm.query.job_states.query_job_states`.
     """
     events = [run.read_events(None, SubmissionEvent) for run in runs]
-    told = [(run, *pair) for run, own in zip(runs, events, strict=True) for pair in list_submissions(run, own)]
-    executor = _last_executor(event for own in events for event in own)
-    by_comment = {job_comment(run.path).strip(): run for run in runs} if executor in (None, "slurm") else {}
-    states, unclaimed = find_jobs((one for *_, one in told), by_comment.keys(), forgotten)
-    found = [
-        SubmittedJob(run.path, event.stage, states[one].job_id, states[one], event.step, event)
-        for run, event, one in told
+    submissions = [
+        (run, event, job)
+        for run, of_run in zip(runs, events, strict=True)
+        for event, job in list_submissions(run, of_run)
     ]
-    if unclaimed is None and executor == "slurm" and not found:
+    executor = _find_last_executor(event for of_run in events for event in of_run)
+    run_by_comment = {job_comment(run.path).strip(): run for run in runs} if executor in (None, "slurm") else {}
+    states, unclaimed = find_jobs((job for *_, job in submissions), run_by_comment.keys(), forgotten)
+    submitted = [
+        SubmittedJob(run.path, event.stage, states[job].job_id, states[job], event.step, event)
+        for run, event, job in submissions
+    ]
+    if unclaimed is None and executor == "slurm" and not submitted:
         return [SubmittedJob(runs[0].path, "", "", JobState("", UNKNOWN, NOT_RESPONDING))]
+    # unclaimed tasks of an array count as one job, unless an event names another task of the array
     strays: dict[str, JobState] = {}
-    arrays = {array_job_id(one.job_id) for *_, one in told if one.job_id}
-    for job in unclaimed or ():  # of the tasks of an array one that may run; each by itself if events name others of it
-        job_id = job.job_id if array_job_id(job.job_id) in arrays else array_job_id(job.job_id)
-        if job_id not in strays or job.is_active:
-            strays[job_id] = job
-    return found + [_stray(by_comment[job.comment], runs, job_id, job) for job_id, job in strays.items()]
+    recorded_arrays = {array_job_id(job.job_id) for *_, job in submissions if job.job_id}
+    for shown in unclaimed or ():
+        array_id = array_job_id(shown.job_id)
+        job_id = shown.job_id if array_id in recorded_arrays else array_id
+        if job_id not in strays or shown.is_active:
+            strays[job_id] = shown
+    return submitted + [
+        _make_unrecorded_job(run_by_comment[shown.comment], runs, job_id, shown) for job_id, shown in strays.items()
+    ]
 
 
-def _stray(run: Run, runs: Sequence[Run], job_id: str, job: JobState) -> SubmittedJob:
-    """A job that no submission of the run names. If it has started, the event of that tells what it is.
+def _make_unrecorded_job(comment_run: Run, runs: Sequence[Run], job_id: str, shown: JobState) -> SubmittedJob:
+    """Return a job that no submission names. If it has started, its event `started` tells the run and the stage.
 
-    `job_id`: the id of the whole array, if nothing of it is named, and `job` is one of its tasks.
+    Args:
+        comment_run: the run that its comment names.
+        runs: the runs whose events may have its start.
+        job_id: the id of the job, or of the whole array that `shown` is a task of.
+        shown: the job as squeue shows it.
     """
-    array = array_job_id(job.job_id)
-    for one in runs:
-        for event in one.read_events(None, Started):
-            ran_as = event.slurm_job or ""
-            is_its_task = ran_as == job.job_id or (
-                one is run and job_id == array_job_id(ran_as)
-            )  # points have own tasks
-            same = is_its_task and event.cluster in (None, job.cluster)
-            if same and event.timestamp >= job.submit_time - SUBMIT_TIME_TOLERANCE_S:
-                submitting = Submitting(
-                    time="",
-                    stage=event.stage,
-                    after=[],
-                    executor="slurm",
-                    kind="afterok",
-                    tasks=1,
-                    key="",
-                    cluster=job.cluster,
-                    uid=job.uid,
-                    job_name=job.name,
-                )
-                return SubmittedJob(one.path, event.stage, ran_as if one is not run else array, job, None, submitting)
-    places = (re.search(r"/jobs/(\w+)/[^/]*$", job.command), re.match(r"(\w+)-", job.name))
-    stage = next((place[1] for place in places if place and place[1] in STAGES), "")
-    return SubmittedJob(run.path, stage, job_id, JobState(job_id, job.state, job.reason), is_stray=True)
+    array_id = array_job_id(shown.job_id)
+    for run in runs:
+        for event in run.read_events(None, Started):
+            started_id = event.slurm_job or ""
+            # the tasks of an array over the points of a sweep start in the runs of the points
+            is_task_of_array = run is comment_run and job_id == array_job_id(started_id)
+            if started_id != shown.job_id and not is_task_of_array:
+                continue
+            is_same_cluster = event.cluster in (None, shown.cluster)
+            if not is_same_cluster or event.timestamp < shown.submit_time - SUBMIT_TIME_TOLERANCE_S:
+                continue
+            submitting = Submitting(
+                time="",
+                stage=event.stage,
+                after=[],
+                executor="slurm",
+                kind="afterok",
+                tasks=1,
+                key="",
+                cluster=shown.cluster,
+                uid=shown.uid,
+                job_name=shown.name,
+            )
+            started_as = array_id if run is comment_run else started_id
+            return SubmittedJob(run.path, event.stage, started_as, shown, None, submitting)
+    names = (re.search(r"/jobs/(\w+)/[^/]*$", shown.command), re.match(r"(\w+)-", shown.name))
+    stage = next((match[1] for match in names if match and match[1] in STAGES), "")
+    state = JobState(job_id, shown.state, shown.reason)
+    return SubmittedJob(comment_run.path, stage, job_id, state, is_stray=True)
 
 
-def find_awaited_job(stage: str, alive: Sequence[SubmittedJob]) -> SubmittedJob | None:
-    """Of a stage's jobs that run or may still run, oldest first, the one that later stages wait for.
+def find_awaited_job(stage: str, active: Sequence[SubmittedJob]) -> SubmittedJob | None:
+    """Return the job of a stage that later stages wait for.
 
-    None if there is none, or only the array that shares the stage's work, without the job that completes it.
+    Args:
+        stage: the stage.
+        active: its jobs that run or may still run, oldest first.
+
+    Returns:
+        The job. None if there is none, or if there is only the array that shares the stage's work, without the job that
+        completes it.
     """
-    if STAGES[stage].is_training:  # behind a training are its successors
-        return next(iter(alive), None)
-    return next((job for job in reversed(alive) if not job.is_array_of_parts), None)
+    if STAGES[stage].is_training:  # later jobs of a training are its successors
+        return next(iter(active), None)
+    return next((job for job in reversed(active) if not job.is_array_of_parts), None)
 
 
-def find_successor(job: SubmittedJob, alive: Sequence[SubmittedJob]) -> SubmittedJob | None:
-    """The job that takes over from a training if it does not end well."""
-    return next(
-        (one for one in alive if one.event and one.event.is_successor and job.job_id in (one.event.after or ())), None
-    )
+def find_successor(job: SubmittedJob, active: Sequence[SubmittedJob]) -> SubmittedJob | None:
+    """Return the job among `active` that continues a training if `job` fails; None if there is none."""
+    for candidate in active:
+        event = candidate.event
+        if event is not None and event.is_successor and job.job_id in (event.after or ()):
+            return candidate
+    return None
 
 
 def describe_stray_job(job: SubmittedJob) -> str:
-    """Name a job that has the run's comment, and that no event of the run names."""
+    """Return a message about a job that has the run's comment, and that no event of the run names."""
     state = job.state.state.lower()
     return f"job {job.job_id} ({state}) has the comment of this run, but no submission of the run made it"
 
 
 def describe_unproven_jobs(jobs: Sequence[SubmittedJob]) -> list[str]:
-    """What is to be said of jobs that may be the run's, and are left alone."""
+    """Return messages about jobs that may belong to the run and are not changed."""
     return list(dict.fromkeys(job.state.reason for job in jobs if job.state.state == UNKNOWN and job.state.reason))
 
 
 def list_running_work(run: Run) -> list[str]:
-    """What runs now of a run and the points of its sweep, in words: what holds a lock, and jobs that have begun.
+    """Return what runs now of a run and the points of its sweep: stages whose lock is held, otherwise running jobs.
 
-    Raises UserError where Slurm cannot be asked about its jobs.
+    Raises:
+        UserError: the controller does not respond.
     """
-    everyone = (run, *list_points(run))
-    held = [f"{stage} of {one.name}" for one in everyone for stage in STAGES if one.lock_holder(stage)]
-    jobs = find_run_jobs(everyone)
+    runs = (run, *list_points(run))
+    locked = [f"{stage} of {each.name}" for each in runs for stage in STAGES if each.lock_holder(stage)]
+    jobs = find_run_jobs(runs)
     require_response(job.state for job in jobs)
-    begun = [job for job in jobs if job.state.is_active and job.state.state != "PENDING"]
-    return held or [f"{job.stage or job.state.name} (job {job.job_id})" for job in begun]
+    running = [job for job in jobs if job.state.is_active and job.state.state != "PENDING"]
+    return locked or [f"{job.stage or job.state.name} (job {job.job_id})" for job in running]
 
 
 def uses_slurm(run: Run) -> bool:
-    """Whether the run was last submitted to Slurm: `resume` keeps a run's executor."""
-    return (
-        _last_executor(event for one in (run, *list_points(run)) for event in one.read_events(None, SubmissionEvent))
-        == "slurm"
-    )
+    """Return True if the run was last submitted to Slurm: `resume` keeps a run's executor."""
+    events = (event for each in (run, *list_points(run)) for event in each.read_events(None, SubmissionEvent))
+    return _find_last_executor(events) == "slurm"
 
 
-def _last_executor(events: Iterable[SubmissionEvent]) -> str | None:
+def _find_last_executor(events: Iterable[SubmissionEvent]) -> str | None:
     """Return the executor of the last submission; None if there is none."""
     last = max(events, key=lambda event: event.time, default=None)
     return None if last is None else last.executor
-
-
-def is_job_ending(run: Run, stage: str, job: JobState) -> bool:
-    """Return True if a job that Slurm still lists will end without a retry, by a request or after its final event."""
-    events = events_since_submission(run.read_events(stage), job.job_id)
-    # an event of the job itself, or of a task of this array
-    job_events = (event for event in events if f"{get_job_id(event)}_".startswith(f"{job.job_id}_"))
-    state = read_stage_state(job_events)
-    if job.state == "PENDING" or state.retry_event is not None:
-        return False
-    return job.state == "COMPLETING" or state.end_event is not None or state.user_request is not None

@@ -28,9 +28,8 @@ from pipeline.base.command import format_command
 from pipeline.base.text import format_duration
 from pipeline.config.stages import STAGES
 from pipeline.evaluate.result import format_result, get_extra_metrics, get_main_metric, read_newest_result
-from pipeline.run import points as sweep
 from pipeline.run import stages
-from pipeline.run.directory import Run
+from pipeline.run.directory import Run, list_points
 from pipeline.run.events import (
     AttemptEvent,
     EndEvent,
@@ -50,18 +49,19 @@ from pipeline.run.events import (
 from pipeline.run.failure import retry_command
 from pipeline.run.lines import describe_malformed_lines
 from pipeline.run.machines import DEFAULT_SAMPLE_COUNT, list_slow_gpus
-from slurm.query.job_states import NOT_RESPONDING, UNKNOWN, JobState, RecordedJob, find_first_submissions
+from slurm.query.job_states import UNKNOWN, JobState, RecordedJob
 from slurm.query.run_jobs import (
     SubmittedJob,
     describe_stray_job,
     describe_unproven_jobs,
     find_awaited_job,
+    find_first_submissions,
     find_run_jobs,
     find_successor,
     is_job_ending,
     uses_slurm,
 )
-from slurm.query.slurm_messages import JOB_HELD
+from slurm.query.slurm_commands import JOB_HELD, NOT_RESPONDING
 
 POLL_INTERVAL_S = 2.0
 QUERY_INTERVALS_S = (2.0, 30.0)
@@ -340,7 +340,7 @@ class StatusPoller:
         statuses = self._read_stages(self.run, stages.list_run_stages(self.run), {})
         by_point = [
             list(self._read_stages(point, stages.list_point_stages(), statuses).values())
-            for point in sweep.list_points(self.run)
+            for point in list_points(self.run)
         ]
         of_run = list(statuses.values())
         is_active = any(status.is_active for each in (of_run, *by_point) for status in each)
@@ -401,7 +401,7 @@ class StatusPoller:
         return statuses
 
     def _query_slurm(self) -> None:
-        runs = (self.run, *sweep.list_points(self.run))
+        runs = (self.run, *list_points(self.run))
         self._jobs = find_run_jobs(runs, self._forgotten) if uses_slurm(self.run) else []
         result = (self._event_count, self._jobs, self.has_active_point)
         shortest_s, longest_s = QUERY_INTERVALS_S
@@ -484,7 +484,7 @@ def _describe_slowdowns(run: Run, started: Started | None, events: Iterable[Even
     interval_s = run.config.track.telemetry_s or GPU_COMPARISON_S / DEFAULT_SAMPLE_COUNT
     span_s = max(GPU_COMPARISON_S, DEFAULT_SAMPLE_COUNT * interval_s)
     begin = max(started.timestamp if started else 0.0, time.time() - span_s)
-    gpus = list_slow_gpus(run.path, begin, looks=math.ceil(span_s / interval_s))
+    gpus = list_slow_gpus(run.path, begin, max_samples=math.ceil(span_s / interval_s))
     more = [f"and {len(gpus) - _MAX_GPUS_NAMED} more GPUs"] if len(gpus) > _MAX_GPUS_NAMED else []
     return "; ".join([*ranks, *gpus[:_MAX_GPUS_NAMED], *more])
 

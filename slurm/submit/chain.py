@@ -15,7 +15,7 @@ In a sweep, train and evaluate are arrays with one task for each sweep point tha
     … ─afterok─► train (array over points) ─aftercorr─► evaluate (array over the same points)
 
 `aftercorr` ties task to task: a point is evaluated when its own training is done. Each task supervises a run of its own
-(pipeline/run/points.py) and requeues itself by its own id (`JOB_TASK`; the id of the array would restart all tasks).
+(pipeline/run/directory.py) and requeues itself by its own id (`JOB_TASK`; the id of the array would restart all tasks).
 """
 
 from __future__ import annotations
@@ -32,12 +32,11 @@ from pipeline.base.command import format_command
 from pipeline.base.errors import UserError
 from pipeline.config.stages import STAGES
 from pipeline.run import stages
-from pipeline.run.directory import Run
+from pipeline.run.directory import Run, create_points, list_points
 from pipeline.run.events import CancelRequested, Resumed, read_stage_state
 from pipeline.run.failure import describe_remedy
-from pipeline.run.points import create_points, list_points
 from slurm.query.capacity import check_limits
-from slurm.query.job_states import NOT_RESPONDING, array_job_id, cancel_jobs
+from slurm.query.job_states import array_job_id, cancel_jobs
 from slurm.query.run_jobs import (
     SubmittedJob,
     describe_stray_job,
@@ -47,6 +46,7 @@ from slurm.query.run_jobs import (
     find_successor,
     is_job_ending,
 )
+from slurm.query.slurm_commands import NOT_RESPONDING
 from slurm.submit.sbatch import resolve_open_submissions
 
 CANCEL_WAIT_S = 60.0

@@ -29,10 +29,10 @@ def choose_executor(executor: Executor, run: Run | None = None) -> Executor:
         UserError: if the selected executor is not available, or `run` was executed in an allocation that has ended.
     """
     from pipeline.base.dist_env import is_in_allocation
+    from pipeline.run.directory import list_points
     from pipeline.run.events import Started
-    from pipeline.run.points import list_points
-    from slurm.query.job_states import is_slurm_responding
     from slurm.query.run_jobs import uses_slurm
+    from slurm.query.slurm_commands import is_slurm_responding
 
     has_allocation = is_in_allocation(os.environ)
     if executor == "allocation" and not has_allocation:

@@ -26,7 +26,7 @@ from pipeline.base.files import parse_json_or_none, read_complete_lines
 from pipeline.base.signals import StopFlag
 from pipeline.base.text import format_duration
 from pipeline.run import stages
-from pipeline.run.directory import Run
+from pipeline.run.directory import Run, create_points
 from pipeline.run.events import (
     Damaged,
     Done,
@@ -41,7 +41,6 @@ from pipeline.run.events import (
     read_stage_state,
 )
 from pipeline.run.failure import describe_remedy
-from pipeline.run.points import create_points
 from slurm.query.status import describe_outcome
 from slurm.submit.site_environment import SETUP_NOT_RUN
 

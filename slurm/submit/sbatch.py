@@ -36,19 +36,12 @@ from pipeline.config.stages import STAGES
 from pipeline.config.types import parse_time_limit
 from pipeline.run.directory import Run
 from pipeline.run.events import NotSubmitted, Submitted, Submitting
-from slurm.query import job_states
+from slurm.query import slurm_commands
 from slurm.query.capacity import find_planned_placement_problem
 from slurm.query.current_job import excluded_nodes_at_submission
-from slurm.query.job_states import (
-    INTERACTIVE_TIMEOUT_S,
-    array_job_id,
-    job_comment,
-    job_identity,
-    list_submissions,
-    require_response,
-)
-from slurm.query.run_jobs import SubmittedJob, find_run_jobs
-from slurm.query.slurm_messages import SBATCH_ERROR, SBATCH_NO_REPLY
+from slurm.query.job_states import array_job_id, require_response
+from slurm.query.run_jobs import SubmittedJob, find_run_jobs, job_comment, job_identity, list_submissions
+from slurm.query.slurm_commands import INTERACTIVE_TIMEOUT_S, SBATCH_ERROR, SBATCH_NO_REPLY
 from slurm.submit.site_environment import (
     build_export_option,
     build_site_environment,
@@ -432,7 +425,7 @@ def wait_for_controller(patience_s: float, check: Callable[[], None]) -> bool:
         Whether the controller responded in time.
     """
     deadline = time.monotonic() + patience_s
-    while job_states.run_slurm_command("squeue", "-h", "--me", "-o", "%i", timeout_s=INTERACTIVE_TIMEOUT_S) is None:
+    while slurm_commands.run_slurm_command("squeue", "-h", "--me", "-o", "%i", timeout_s=INTERACTIVE_TIMEOUT_S) is None:
         check()
         if time.monotonic() >= deadline:
             return False
@@ -574,7 +567,7 @@ def _open_submission_without_job(job: SubmittedJob) -> Submitting | None:
     event = job.event
     if job.job_id or not isinstance(event, Submitting):
         return None
-    return event if event.cluster in (None, job_states.cluster_name()) else None
+    return event if event.cluster in (None, slurm_commands.cluster_name()) else None
 
 
 def _submission_time(job: SubmittedJob) -> float:

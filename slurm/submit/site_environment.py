@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pipeline.base.errors import ExitCode, UserError
 from pipeline.config.site import SiteConfig
-from slurm.query.job_states import require_single_cluster
+from slurm.query.slurm_commands import require_single_cluster
 
 SETUP_NOT_RUN = "site.setup is not run here: put its lines into the shell or script that this was started from"
 _PRIVATE_MODES = (0o600, 0o400)

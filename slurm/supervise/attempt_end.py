@@ -44,13 +44,8 @@ from pipeline.run.events import (
 from pipeline.run.failure import GPU_FAILURE_PATTERN
 from slurm.query import preemption
 from slurm.query.current_job import CAUSE_BY_STATE, read_job_info
-from slurm.query.job_states import (
-    UNKNOWN,
-    RecordedJob,
-    events_since_submission,
-    query_job_states,
-    read_recorded_job,
-)
+from slurm.query.job_states import UNKNOWN, RecordedJob, query_job_states
+from slurm.query.run_jobs import events_since_submission, read_recorded_job
 from slurm.supervise.launch import RankExit
 from slurm.supervise.succession import find_predecessor
 

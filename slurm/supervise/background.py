@@ -26,7 +26,8 @@ from pipeline.run.code import start_process
 from pipeline.run.directory import Run
 from pipeline.run.events import EvaluationNotSubmitted, Submitted
 from pipeline.train.train_stage import is_complete_early
-from slurm.query.job_states import events_since_submission, list_recorded_jobs, query_job_states
+from slurm.query.job_states import query_job_states
+from slurm.query.run_jobs import events_since_submission, list_recorded_jobs
 from slurm.submit.site_environment import get_job_python
 
 FOLLOWER_DRAIN_S = 10.0

@@ -34,7 +34,7 @@ from pipeline.config.stages import STAGES
 from pipeline.run.code import make_code_env, start_process
 from pipeline.run.directory import Run
 from pipeline.run.events import utc_timestamp
-from slurm.query import slurm_messages
+from slurm.query import slurm_commands
 from slurm.submit.site_environment import get_job_python
 
 SRUN_WAIT_S = 60
@@ -335,16 +335,16 @@ class SrunLauncher(RankLauncher):
             The task; None if the messages name no task.
         """
         exits = []
-        has_memory_kill = slurm_messages.STEPD_OUT_OF_MEMORY.search(messages) is not None
+        has_memory_kill = slurm_commands.STEPD_OUT_OF_MEMORY.search(messages) is not None
         for line in messages.splitlines():
-            if match := slurm_messages.SRUN_TASK.match(line):
+            if match := slurm_commands.SRUN_TASK.match(line):
                 host, task, reason = match.groups()
-                names = slurm_messages.SIGNAL_BY_NAME.items()
+                names = slurm_commands.SIGNAL_BY_NAME.items()
                 killed_by = next((-number for name, number in names if reason.startswith(name)), None)
                 is_memory_kill = killed_by == -signal.SIGKILL and has_memory_kill
-                if slurm_messages.SRUN_OUT_OF_MEMORY.search(reason) or is_memory_kill:
+                if slurm_commands.SRUN_OUT_OF_MEMORY.search(reason) or is_memory_kill:
                     killed_by = int(ExitCode.OUT_OF_MEMORY)
-                exited = slurm_messages.SRUN_EXITED.search(reason)
+                exited = slurm_commands.SRUN_EXITED.search(reason)
                 exits.append(RankExit(int(task), killed_by or (int(exited[1]) if exited else exit_code), host))
         return next((each for each in exits if each.code != ExitCode.PEER_LOST), next(iter(exits), None))
 
@@ -501,7 +501,7 @@ class MpirunLauncher(SrunLauncher):
         If mpirun was killed because it did not end, it had already reported any rank that failed.
         """
         explained = super()._explain_exit(rank_exit)
-        if explained.description and (match := slurm_messages.HYDRA_EXITED.search(explained.description)):
+        if explained.description and (match := slurm_commands.HYDRA_EXITED.search(explained.description)):
             process = match[1]
             host = match[2]
             code = int(match[3])
@@ -514,9 +514,9 @@ class MpirunLauncher(SrunLauncher):
     @staticmethod
     def find_first_failure(messages: str, exit_code: int) -> RankExit | None:
         """Return the rank that failed first according to mpirun's messages; None if they name no rank."""
-        if killed := slurm_messages.MPIRUN_KILLED.search(messages):
+        if killed := slurm_commands.MPIRUN_KILLED.search(messages):
             return RankExit(int(killed[1]), -int(killed[3]), killed[2])
-        if exited := slurm_messages.MPIRUN_EXITED.search(messages):
+        if exited := slurm_commands.MPIRUN_EXITED.search(messages):
             return RankExit(int(exited[1]), int(exited[2]))
         return None
 

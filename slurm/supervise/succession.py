@@ -21,11 +21,11 @@ import sys
 
 from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import ExitCode, UserError
-from pipeline.run.directory import Run
+from pipeline.run.directory import Run, list_points
 from pipeline.run.events import Cancelled, Started, Submitted, TookOver, get_job_id, read_stage_state
-from pipeline.run.points import list_points
-from slurm.query import job_states
-from slurm.query.job_states import UNKNOWN, JobState, RecordedJob, events_since_submission
+from slurm.query import job_states, run_jobs, slurm_commands
+from slurm.query.job_states import UNKNOWN, JobState, RecordedJob
+from slurm.query.run_jobs import events_since_submission
 
 LOCK_PATIENCE_S = 10.0
 """How long a job that is stopped waits for submit.py, which may be submitting jobs of the same run."""
@@ -61,7 +61,7 @@ def take_over(run: Run, stage: str, rank_info: RankInfo) -> str | None:
     if rank_info.restart_count == 0 and (problem := hand_over(run, stage, job)) is not None:
         print(f"{stage}: {problem}; trying again when this job is stopped", file=sys.stderr, flush=True)
     for child in children:
-        job_states.run_slurm_command("scontrol", "update", f"JobId={child}", f"Dependency=afterok:{job}")
+        slurm_commands.run_slurm_command("scontrol", "update", f"JobId={child}", f"Dependency=afterok:{job}")
     run.append_event(TookOver(stage=stage, job_id=job, predecessor=predecessor, children=children))
     return None
 
@@ -147,9 +147,9 @@ def _read_dependencies(run: Run) -> list[Submitted | TookOver]:
 
 def _index_recorded_jobs(run: Run) -> dict[str, RecordedJob]:
     """Return the newest recorded job of each id, of the run and its sweep points, on this cluster."""
-    started = [job_states.read_recorded_job(run, e) for e in run.read_events(None, Started) if e.slurm_job]
-    submitted = [job for each in (run, *list_points(run)) for _, job in job_states.list_recorded_jobs(each)]
-    cluster = job_states.cluster_name()
+    started = [run_jobs.read_recorded_job(run, e) for e in run.read_events(None, Started) if e.slurm_job]
+    submitted = [job for each in (run, *list_points(run)) for _, job in run_jobs.list_recorded_jobs(each)]
+    cluster = slurm_commands.cluster_name()
     return {job.job_id: job for job in (*started, *submitted) if cluster is None or job.cluster in (None, cluster)}
 
 

@@ -52,7 +52,7 @@ from pipeline.run.events import (
 )
 from slurm.query import capacity, current_job, preemption
 from slurm.query.current_job import JobInfo
-from slurm.query.job_states import job_identity
+from slurm.query.run_jobs import job_identity
 from slurm.submit.sbatch import record_own_job
 from slurm.submit.site_environment import apply_site_environment
 from slurm.supervise import succession

@@ -26,8 +26,7 @@ from pipeline.base.ownership import (
 from pipeline.config.read import load_config
 from pipeline.run import code as run_module
 from pipeline.run.code import CODE_ROOT
-from pipeline.run.directory import Run
-from pipeline.run.points import create_points
+from pipeline.run.directory import Run, create_points
 from slurm.submit.sbatch import render_batch_script
 from tests.checkpoint.test_checkpoint import save_rank
 from tests.support.ranks import run_ranks

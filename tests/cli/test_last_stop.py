@@ -12,8 +12,7 @@ from rich.console import Console
 from cli import status as status_command
 from pipeline.base.console import PlainConsole
 from pipeline.config.read import load_config
-from pipeline.run.directory import Run
-from pipeline.run.points import create_points
+from pipeline.run.directory import Run, create_points
 from slurm.query import status
 from slurm.query.job_states import JobState
 from slurm.query.run_jobs import SubmittedJob

@@ -14,8 +14,7 @@ from cli.submit import start_run
 from pipeline.base.console import PlainConsole
 from pipeline.base.errors import UserError
 from pipeline.config.read import load_config
-from pipeline.run.directory import Run
-from pipeline.run.points import create_points
+from pipeline.run.directory import Run, create_points
 from tests.slurm.submit.test_resume import SWEEP, Queue, queue, run, submitted
 from tests.support.events import write_event
 from tests.support.tiny import make_run, write_config

@@ -26,7 +26,7 @@ from pipeline.data.manifest import FileEntry
 from pipeline.run.directory import Run
 from pipeline.run.events import find_current_stragglers
 from pipeline.run.stages import load_stage_module
-from slurm.query import job_states, status
+from slurm.query import job_states, slurm_commands, status
 from slurm.query.job_states import JobState, RecordedJob
 from slurm.query.run_jobs import SubmittedJob
 from tests.support.events import make_event, parse_events, write_event
@@ -264,8 +264,8 @@ def test_one_question_for_all_jobs_and_none_for_those_long_gone(monkeypatch: pyt
             "sacct": f"1|COMPLETED|None|n1|{told}\n",
         }.get(command[0])
 
-    monkeypatch.setattr(job_states, "run_slurm_command", call)
-    monkeypatch.setattr(job_states, "cluster_name", lambda: "here")
+    monkeypatch.setattr(slurm_commands, "run_slurm_command", call)
+    monkeypatch.setattr(slurm_commands, "cluster_name", lambda: "here")
     submitted = datetime(1970, 1, 1).timestamp()
     one, two = (RecordedJob(job, ("sluice /a",), "here", 0, "a-train", submitted) for job in "12")
     kept: dict[RecordedJob, JobState] = {}
@@ -286,12 +286,12 @@ def test_what_nobody_knows_is_asked_once_where_slurm_answers(
         calls.append(command[0])
         return "" if answers and command[0] == "squeue" else None
 
-    monkeypatch.setattr(job_states, "run_slurm_command", call)
-    monkeypatch.setattr(job_states, "cluster_name", lambda: "here")
+    monkeypatch.setattr(slurm_commands, "run_slurm_command", call)
+    monkeypatch.setattr(slurm_commands, "cluster_name", lambda: "here")
     kept: dict[RecordedJob, JobState] = {}
     for _ in range(2):
         found = job_states.query_job_states([RecordedJob("1")], kept)[RecordedJob("1")]
-        assert found.state == job_states.UNKNOWN and (found.reason == job_states.NOT_RESPONDING) == (not answers)
+        assert found.state == job_states.UNKNOWN and (found.reason == slurm_commands.NOT_RESPONDING) == (not answers)
     assert [name for name in calls if answers or name == "squeue"] == asked
 
 

@@ -33,10 +33,9 @@ from pipeline.checkpoint.catalog import find_newest_step
 from pipeline.config.read import load_config
 from pipeline.run import stages
 from pipeline.run.code import CODE_ROOT
-from pipeline.run.directory import Run
+from pipeline.run.directory import Run, create_points
 from pipeline.run.events import read_stage_state
 from pipeline.run.failure import explain_error
-from pipeline.run.points import create_points
 from slurm.submit import local_runner
 from tests.support.events import write_event
 from tests.support.other_user import as_other_user

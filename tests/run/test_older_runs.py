@@ -19,8 +19,7 @@ from pipeline.checkpoint.identity import compute_identity
 from pipeline.config.read import dump_values, load_config, load_run_config, make_point_configs, parse_config
 from pipeline.config.sections import Config
 from pipeline.data.manifest import FORMAT_VERSION, load_manifest
-from pipeline.run.directory import Run
-from pipeline.run.points import create_points
+from pipeline.run.directory import Run, create_points
 from tests.support.tiny import make_run, write_config
 
 KEY = "data.add_special_tokens"

@@ -9,8 +9,7 @@ import pytest
 
 from pipeline.base.files import read_jsonl
 from pipeline.config.read import load_config
-from pipeline.run.directory import Run
-from pipeline.run.points import list_points
+from pipeline.run.directory import Run, list_points
 from tests.cluster import Cluster
 from tests.cluster.config import NODES
 from tests.cluster.fixture import cluster_fixture

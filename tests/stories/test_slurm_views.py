@@ -18,7 +18,9 @@ from pipeline.base.files import read_jsonl
 from pipeline.config.read import load_config
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
-from slurm.query.job_states import NOT_RESPONDING, UNKNOWN, JobState, RecordedJob, list_recorded_jobs, query_job_states
+from slurm.query.job_states import UNKNOWN, JobState, RecordedJob, query_job_states
+from slurm.query.run_jobs import list_recorded_jobs
+from slurm.query.slurm_commands import NOT_RESPONDING
 from slurm.query.status import StatusPoller
 from slurm.supervise.launch import SrunLauncher
 from tests.cluster import Cluster
@@ -136,7 +138,7 @@ def test_a_job_that_is_being_signalled_is_running(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGUSR1])
 def test_srun_reports_which_signal_killed_a_task(cluster: Cluster, number: signal.Signals) -> None:
-    """Each version of Slurm has its own messages (slurm/query/slurm_messages.py)."""
+    """Each version of Slurm has its own messages (slurm/query/slurm_commands.py)."""
     shell = f"[ $SLURM_PROCID = 0 ] || kill -{int(number)} $$"
     done = cluster.run(["srun", "-N2", "-n2", "--kill-on-bad-exit=0", "sh", "-c", shell], timeout=60)
     exited = SrunLauncher.find_first_failure(done.stderr, done.returncode)

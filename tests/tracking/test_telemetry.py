@@ -189,8 +189,8 @@ def test_a_slow_gpu_is_compared_with_its_own_model(tmp_path: Path, monkeypatch: 
         node.write_samples()
     assert find_slow_gpus(tmp_path) == [
         "GPU 0 on n2: Xid 94, 3 uncorrected memory errors",
-        "GPU 2 on n1: utilisation 40 % where 97 is usual",
-        "GPU 1 on n1: clock 1,200 MHz where 1,785 is usual (heat)",
+        "GPU 2 on n1: utilisation 40 %, usual: 97 %",
+        "GPU 1 on n1: clock 1,200 MHz, usual: 1,785 MHz (heat)",
     ]
     node2.fake.cards[1]["lost"] = True
     node2.write_samples(1)

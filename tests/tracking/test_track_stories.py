@@ -22,8 +22,7 @@ import pytest
 
 from pipeline.base.files import write_atomic
 from pipeline.config.read import load_config
-from pipeline.run.directory import Run
-from pipeline.run.points import create_points
+from pipeline.run.directory import Run, create_points
 from tests.support.events import read_event_lines, write_event
 from tests.support.fake_run import FakeRun, read_json_lines
 from tests.support.servers import find_free_port, mlflow_server, prometheus_server

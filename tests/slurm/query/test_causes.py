@@ -16,7 +16,7 @@ from pipeline.run.attempts import explain_no_retry, get_budget_key
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.events import StageState, read_stage_state
 from pipeline.run.failure import explain_error
-from slurm.query import current_job, slurm_messages
+from slurm.query import current_job, slurm_commands
 from slurm.query.current_job import JobInfo, find_failed_nodes, parse_job_info
 from tests.support.events import make_event, parse_events
 
@@ -139,10 +139,10 @@ SAMPLES = {
 
 
 def test_each_pattern_has_its_version_and_finds_what_was_said() -> None:
-    rows = {name: row for name, row in vars(slurm_messages).items() if isinstance(row, re.Pattern)}
+    rows = {name: row for name, row in vars(slurm_commands).items() if isinstance(row, re.Pattern)}
     assert rows.keys() == SAMPLES.keys() and all(row.search(SAMPLES[name]) for name, row in rows.items())
     said = re.findall(
-        r"^([A-Z_]+) = re.*\n\"{3}([^\"]*)\"{3}$", Path(slurm_messages.__file__).read_text(), re.MULTILINE
+        r"^([A-Z_]+) = re.*\n\"{3}([^\"]*)\"{3}$", Path(slurm_commands.__file__).read_text(), re.MULTILINE
     )
     seen = r"Seen: ((Slurm|Open MPI|MPICH) \d+\.\d+.*|Slurm's documentation only)\.$"
     assert dict(said).keys() == rows.keys() and all(re.search(seen, text) for _, text in said)
@@ -152,7 +152,7 @@ def test_slurms_words_stand_in_one_table() -> None:
     """Nobody else looks for what they say."""
     said = (r"exit code (\d", "Out Of Memory", "oom[-_", "sbatch: error", " is UP", " is DOWN", 'Satisfied"', " PID ")
     found = {path.name for path in (CODE_ROOT / "slurm").rglob("*.py") if any(w in path.read_text() for w in said)}
-    assert found == {"slurm_messages.py"}
+    assert found == {"slurm_commands.py"}
 
 
 ECC = "CUDA error: uncorrectable ECC error encountered"

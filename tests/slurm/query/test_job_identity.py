@@ -16,8 +16,9 @@ from pipeline.base.errors import ExitCode
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
 from slurm.query import current_job as slurm_job
-from slurm.query import job_states, run_jobs
-from slurm.query.job_states import UNKNOWN, JobState, RecordedJob, list_recorded_jobs, query_job_states
+from slurm.query import job_states, run_jobs, slurm_commands
+from slurm.query.job_states import UNKNOWN, JobState, RecordedJob, query_job_states
+from slurm.query.run_jobs import list_recorded_jobs
 from slurm.supervise import attempt_end, background, succession
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
@@ -131,7 +132,7 @@ def test_a_requeued_job_stays_the_same_one(tmp_path: Path, accounted: Cluster, m
     script = 'if [ "${SLURM_RESTART_COUNT:-0}" = 0 ]; then sleep 600; fi'
     words = [f"--comment=sluice {run.path}", "-J", "a-train", "-o", "/dev/null", "--requeue", "--wrap", script]
     job = accounted.output(["sbatch", "--parsable", *words])
-    write_event(run, "submitted", "train", job_id=job, executor="slurm", after=[], **job_states.job_identity("a-train"))
+    write_event(run, "submitted", "train", job_id=job, executor="slurm", after=[], **run_jobs.job_identity("a-train"))
     [(_, one)] = list_recorded_jobs(run)
     accounted.wait_job(job, "RUNNING")
     wait_for("more than the tolerance", lambda: (datetime.now(UTC).timestamp() - one.submit_time) > 4)
@@ -164,8 +165,8 @@ def answers(monkeypatch: pytest.MonkeyPatch, squeue: str = "", sacct: str = "", 
     def call(*command: str, **_: Any) -> str | None:
         return sacct if command[0] == "sacct" else squeue if "--me" in command else of_all
 
-    monkeypatch.setattr(job_states, "run_slurm_command", call)
-    monkeypatch.setattr(job_states, "cluster_name", lambda: "here")
+    monkeypatch.setattr(slurm_commands, "run_slurm_command", call)
+    monkeypatch.setattr(slurm_commands, "cluster_name", lambda: "here")
 
 
 @pytest.mark.parametrize(
@@ -231,14 +232,14 @@ def test_a_job_without_its_comment_is_never_more_than_named(monkeypatch: pytest.
         answers(monkeypatch, squeue=LISTED.format(state=state, at=AT, comment="(null)"))
         found = query_job_states([OURS])[OURS]
         assert found.state == expected and ("scancel 1" in found.reason) == (state == "PENDING")
-    monkeypatch.setattr(job_states, "run_slurm_command", lambda *command: said.append(command))
+    monkeypatch.setattr(slurm_commands, "run_slurm_command", lambda *command: said.append(command))
     job_states.cancel_jobs([found, JobState("2", UNKNOWN), JobState("3", "COMPLETED"), JobState("4", "PENDING")])
     assert said == [("scancel", "4")]
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setattr(job_states, "cluster_name", lambda: "here")
+    monkeypatch.setattr(slurm_commands, "cluster_name", lambda: "here")
     return make_run(tmp_path)
 
 
@@ -252,8 +253,8 @@ def test_a_point_has_the_comment_of_its_sweep_or_its_own_and_a_copy_none(run: Ru
     point = Run(run.path / "points/000")
     [(event, one)] = list_recorded_jobs(run)
     assert one.comments == (f"sluice {run.path}",)
-    assert job_states.read_recorded_job(point, event).comments == (f"sluice {point.path}", f"sluice {run.path}")
-    assert job_states.read_recorded_job(Run(run.path.parent / "copy"), event).comments == (
+    assert run_jobs.read_recorded_job(point, event).comments == (f"sluice {point.path}", f"sluice {run.path}")
+    assert run_jobs.read_recorded_job(Run(run.path.parent / "copy"), event).comments == (
         f"sluice {run.path.parent}/copy",
     )
 

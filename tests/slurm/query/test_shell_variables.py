@@ -13,8 +13,9 @@ import pytest
 from pipeline.base.dist_env import without_job_variables
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
-from slurm.query import job_states
-from slurm.query.job_states import UNKNOWN, RecordedJob, query_job_states, run_slurm_command
+from slurm.query import slurm_commands
+from slurm.query.job_states import UNKNOWN, RecordedJob, query_job_states
+from slurm.query.slurm_commands import run_slurm_command
 from slurm.submit import sbatch
 from tests.support.tiny import write_config
 
@@ -88,12 +89,12 @@ def test_a_run_of_very_many_jobs_is_seen(tmp_path: Path, monkeypatch: pytest.Mon
     if known == "sacct":
         row = row.replace("RUNNING", "COMPLETED")
         monkeypatch.setenv("TZ", "UTC")
-        monkeypatch.setattr(job_states, "parse_slurm_time", lambda text: 1.0)
+        monkeypatch.setattr(slurm_commands, "parse_slurm_time", lambda text: 1.0)
     listing = f"words = sys.argv\nfor job in [*range({ids[0]}, {ids[-1]} + 1), 7]:\n    print(f'{{job}}{row}')\n"
     asked = f"for job in sys.argv[sys.argv.index('-j') + 1].split(','):\n    print(f'{{job}}{row}')\n"
     tool(tmp_path, "squeue", listing if known == "squeue" else "", monkeypatch)
     tool(tmp_path, "sacct", asked if known == "sacct" else "", monkeypatch)
-    monkeypatch.setattr(job_states, "cluster_name", lambda: "here")
+    monkeypatch.setattr(slurm_commands, "cluster_name", lambda: "here")
     found = query_job_states(claims)
     wanted = "RUNNING" if known == "squeue" else "COMPLETED"
     assert len(found) == len(ids) and {state.state for state in found.values()} == {wanted}
@@ -106,8 +107,8 @@ def test_few_jobs_are_asked_for_by_their_ids(monkeypatch: pytest.MonkeyPatch) ->
         said.append(command)
         return ""
 
-    monkeypatch.setattr(job_states, "run_slurm_command", silent)
-    monkeypatch.setattr(job_states, "cluster_name", lambda: "here")
+    monkeypatch.setattr(slurm_commands, "run_slurm_command", silent)
+    monkeypatch.setattr(slurm_commands, "cluster_name", lambda: "here")
     found = query_job_states([RecordedJob("1", cluster="here", uid=0), RecordedJob("2", cluster="here", uid=0)])
     assert {state.state for state in found.values()} == {UNKNOWN}
     assert [command[command.index("-j") + 1] for command in said] and all("1,2" in c or "2,1" in c for c in said)

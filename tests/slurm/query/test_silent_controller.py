@@ -11,17 +11,11 @@ from rich.console import Console
 
 from pipeline.base.errors import ExitCode, UserError
 from pipeline.config.read import load_config
-from pipeline.run import points as points_module
-from pipeline.run.directory import Run
-from slurm.query import job_states, run_jobs
-from slurm.query.job_states import (
-    NOT_RESPONDING,
-    UNKNOWN,
-    JobState,
-    RecordedJob,
-    is_slurm_responding,
-    list_recorded_jobs,
-)
+from pipeline.run.directory import Run, create_points
+from slurm.query import job_states, run_jobs, slurm_commands
+from slurm.query.job_states import UNKNOWN, JobState, RecordedJob
+from slurm.query.run_jobs import list_recorded_jobs
+from slurm.query.slurm_commands import NOT_RESPONDING, is_slurm_responding
 from slurm.query.status import print_status
 from slurm.submit.chain import submit_chain
 from tests.cluster import Cluster
@@ -75,9 +69,9 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (folder / name).write_text(f'#!/bin/sh\necho {name} >> "{folder}/log"\nexec /bin/sleep 100\n')
         (folder / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(folder))
-    monkeypatch.setattr(job_states, "INTERACTIVE_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(job_states, "_clusters", {})
-    monkeypatch.setattr(job_states, "_silent_until", {})
+    monkeypatch.setattr(slurm_commands, "INTERACTIVE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(slurm_commands, "_settings_by_conf", {})
+    monkeypatch.setattr(slurm_commands, "_retry_times", {})
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     return folder
 
@@ -142,7 +136,7 @@ def test_nor_of_the_jobs_of_a_sweeps_points(tmp_path: Path, asked: Path, monkeyp
     silent = JobState("1", UNKNOWN, NOT_RESPONDING)
     monkeypatch.setattr(run_jobs, "find_jobs", lambda claims, *_: (dict.fromkeys(claims, silent), None))
     run = Run.create(load_config(write_config(tmp_path), ["sweep.grid={optimizer.lr: [0.1, 0.2]}"]))
-    for point in points_module.create_points(run):
+    for point in create_points(run):
         write_event(point, "submitted", "train", job_id="1", executor="slurm", cluster="here", job_name="train-tiny")
     with pytest.raises(UserError, match=NOT_RESPONDING):
         submit_chain(run, Console(file=io.StringIO()), retries_failed=True)
@@ -162,14 +156,14 @@ def test_all_questions_of_a_look_share_one_time_limit(asked: Path, monkeypatch: 
     answers(asked, "scontrol", "ClusterName = here")
     answers(asked, "squeue", "")
     limits: list[tuple[str, float]] = []
-    ask = job_states.run_slurm_command
+    ask = slurm_commands.run_slurm_command
 
     def note(*command: str, timeout_s: float, **more: Any) -> str | None:
         limits.append((command[0], timeout_s))
         return ask(*command, timeout_s=timeout_s, **more)
 
-    job_states.cluster_name()
-    monkeypatch.setattr(job_states, "run_slurm_command", note)
+    slurm_commands.cluster_name()
+    monkeypatch.setattr(slurm_commands, "run_slurm_command", note)
     one = RecordedJob("1", cluster="here", uid=12345)
     assert job_states.query_job_states([one])[one] == JobState("1", UNKNOWN), "squeue has answered twice"
     assert [name for name, _ in limits] == ["squeue", "sacct", "squeue"]

@@ -16,17 +16,16 @@ import pytest
 
 from pipeline.base.console import PlainConsole
 from pipeline.base.errors import UserError
-from pipeline.run.directory import Run
-from pipeline.run.points import list_points
-from slurm.query import job_states
-from slurm.query.job_states import (
+from pipeline.run.directory import Run, list_points
+from slurm.query import job_states, slurm_commands
+from slurm.query.run_jobs import (
     events_since_submission,
     find_first_submissions,
+    find_run_jobs,
     job_comment,
     list_recorded_jobs,
     list_submissions,
 )
-from slurm.query.run_jobs import find_run_jobs
 from slurm.query.status import print_status
 from slurm.submit import sbatch
 from slurm.submit.chain import cancel_run, reset_for_resume, submit_chain
@@ -50,8 +49,8 @@ class Killed(BaseException):
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     fake = FakeSlurm(tmp_path / "slurm")
     monkeypatch.setenv("PATH", f"{fake.folder}:{os.environ['PATH']}")
-    monkeypatch.setattr(job_states, "_clusters", {})
-    monkeypatch.setattr(job_states, "_silent_until", {})
+    monkeypatch.setattr(slurm_commands, "_settings_by_conf", {})
+    monkeypatch.setattr(slurm_commands, "_retry_times", {})
     monkeypatch.setattr(sbatch, "RECHECK_DELAYS_S", (0.1, 0.2, 0.3))
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     return fake
@@ -159,7 +158,7 @@ def test_a_controller_that_stays_away_leaves_the_outcome_open(
         assert fact in str(caught.value)
     [one] = [one for _, one in list_submissions(run) if one.is_open]
     (slurm.folder / "not_responding").touch()
-    with pytest.raises(UserError, match=job_states.NOT_RESPONDING):
+    with pytest.raises(UserError, match=slurm_commands.NOT_RESPONDING):
         submit(run)
     assert [one] == [one for _, one in list_submissions(run) if one.is_open], "nothing is decided while nobody answers"
     (slurm.folder / "not_responding").unlink()
@@ -444,7 +443,7 @@ def test_an_array_that_is_too_large_is_refused_before_anything_is_submitted(
     submit(run)
     cancel_run(run)
     run.clear_requests()
-    monkeypatch.setattr(job_states, "_clusters", {})
+    monkeypatch.setattr(slurm_commands, "_settings_by_conf", {})
     slurm.set_sbatch_outcomes()
     slurm.set_config(ClusterName=CLUSTER, MaxArraySize="1")
     with pytest.raises(UserError, match=r"stages.shard.tasks: 2.*MaxArraySize.*stages.shard.tasks=1"):
@@ -492,7 +491,7 @@ def test_more_jobs_than_a_user_may_have_are_refused_before_anything_is_submitted
         with pytest.raises(UserError, match=rf"6 more jobs \(prepare 1, shard 3, .*{refused}.*MaxSubmitJobs"):
             submit(run)
         assert slurm.count_sbatch_calls() == 0
-        monkeypatch.setattr(job_states, "_clusters", {})
+        monkeypatch.setattr(slurm_commands, "_settings_by_conf", {})
         slurm.set_config(ClusterName=CLUSTER, MaxArraySize="1001", AccountingStorageEnforce="none")
     submit(run)
     assert slurm.list_queue() == CHAIN

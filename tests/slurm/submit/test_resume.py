@@ -16,9 +16,8 @@ from pipeline.base.errors import ExitCode
 from pipeline.base.files import read_jsonl
 from pipeline.config.read import ConfigError, load_config
 from pipeline.run.code import CODE_ROOT
-from pipeline.run.directory import Run
-from pipeline.run.points import list_points
-from slurm.query import capacity, job_states, run_jobs
+from pipeline.run.directory import Run, list_points
+from slurm.query import capacity, run_jobs, slurm_commands
 from slurm.query.job_states import JobState, RecordedJob
 from slurm.query.status import StatusPoller
 from slurm.submit import chain, sbatch
@@ -47,8 +46,8 @@ class Queue:
         self.states: dict[str, JobState] = {}
         self.after: dict[str, str] = {}
         monkeypatch.setattr(run_jobs, "find_jobs", self.look_up)
-        monkeypatch.setattr(job_states, "run_slurm_command", self.call)
-        monkeypatch.setattr(job_states, "cluster_name", lambda: "pretended")
+        monkeypatch.setattr(slurm_commands, "run_slurm_command", self.call)
+        monkeypatch.setattr(slurm_commands, "cluster_name", lambda: "pretended")
         monkeypatch.setattr(capacity, "cluster_settings", dict)
         monkeypatch.setattr(sbatch, "_write_submission", self.write)
         monkeypatch.setattr(sbatch, "_call_sbatch", lambda *_: max(self.after))

@@ -21,9 +21,8 @@ from pipeline.base.files import read_jsonl
 from pipeline.checkpoint.checkpointer import verify_checkpoint
 from pipeline.config.read import ConfigError, load_config
 from pipeline.config.sections import Range, SweepConfig
-from pipeline.run.directory import Run
+from pipeline.run.directory import Run, create_points, list_points
 from pipeline.run.events import Done
-from pipeline.run.points import create_points, list_points
 from slurm.query import status
 from slurm.query.status import StageStatus, StatusPoller, print_status, tabulate_points
 from tests.cluster import Cluster

@@ -20,7 +20,7 @@ from pipeline.config.read import load_config
 from pipeline.run.directory import Run
 from pipeline.run.events import StageState
 from pipeline.run.failure import write_error_report
-from slurm.query import current_job
+from slurm.query import current_job, slurm_commands
 from slurm.query.current_job import JobInfo
 from slurm.query.job_states import UNKNOWN, JobState
 from slurm.supervise import attempt_end
@@ -178,10 +178,8 @@ def exit_for_retry(
     )
     monkeypatch.setattr(current_job, "parse_job_info", lambda facts: facts)
     monkeypatch.setattr(current_job, "requeue_job", requeue)
-    monkeypatch.setattr(
-        supervisor.succession.job_states, "run_slurm_command", lambda *command, **_: requests.append(command[0])
-    )
-    monkeypatch.setattr(supervisor.succession.job_states, "cluster_name", lambda: None)
+    monkeypatch.setattr(slurm_commands, "run_slurm_command", lambda *command, **_: requests.append(command[0]))
+    monkeypatch.setattr(slurm_commands, "cluster_name", lambda: None)
     monkeypatch.setattr(supervisor.time, "monotonic", lambda: float(next(now)))
     monkeypatch.setattr(supervisor.time, "sleep", lambda seconds: None)
     one = supervisor.Supervisor(run, "train", StopFlag())
@@ -261,7 +259,7 @@ def test_a_cancelled_job_has_no_successor_even_if_slurm_no_longer_knows_it(
     monkeypatch.setattr(
         succession.job_states, "query_job_states", lambda jobs: {job: JobState(job.job_id, state) for job in jobs}
     )
-    monkeypatch.setattr(succession.job_states, "run_slurm_command", lambda *command, **_: "")
+    monkeypatch.setattr(slurm_commands, "run_slurm_command", lambda *command, **_: "")
     monkeypatch.setattr(sbatch, "submit_stage", lambda *command, **more: "8")
     reason = succession.take_over(run, "train", replace(make_rank_info(0, 1, 1), job_id="7"))
     assert (reason is None) == is_retried and (

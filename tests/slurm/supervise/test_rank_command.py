@@ -18,9 +18,8 @@ import pytest
 
 from pipeline.base.errors import UserError
 from pipeline.config.read import ConfigError, load_config
-from pipeline.run.directory import Run
-from pipeline.run.points import create_points
-from slurm.query.job_states import cluster_name
+from pipeline.run.directory import Run, create_points
+from slurm.query.slurm_commands import cluster_name
 from slurm.submit.sbatch import render_batch_script
 from slurm.submit.site_environment import check_job_environment, get_job_python
 from slurm.supervise import launch

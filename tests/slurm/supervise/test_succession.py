@@ -11,8 +11,7 @@ import psutil
 import pytest
 
 from pipeline.base.files import read_jsonl, try_flock
-from pipeline.run.directory import Run
-from pipeline.run.points import list_points
+from pipeline.run.directory import Run, list_points
 from slurm.query.current_job import record_bad_node
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture

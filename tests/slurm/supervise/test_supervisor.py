@@ -25,6 +25,7 @@ from pipeline.run.directory import Run
 from pipeline.run.events import Event, Stopping
 from pipeline.run.failure import write_error_report
 from pipeline.run.stages import Progress
+from slurm.query import slurm_commands
 from slurm.query.current_job import JobInfo
 from slurm.query.job_states import JobState
 from slurm.supervise import background, succession, supervisor
@@ -467,7 +468,6 @@ def test_a_requeue_is_repeated_if_the_controller_failed_in_between(run: Run, mon
 def test_jobs_that_can_no_longer_start_are_cancelled(
     run: Run, monkeypatch: pytest.MonkeyPatch, job: str, is_done: bool, cancelled: str
 ) -> None:
-    from slurm.query import job_states
 
     def submit(stage: str, job_id: str, kind: str, *after: str, **fields: object) -> None:
         write_event(run, "submitted", stage, job_id=job_id, executor="slurm", kind=kind, after=after, **fields)
@@ -490,8 +490,8 @@ def test_jobs_that_can_no_longer_start_are_cancelled(
     monkeypatch.setattr(
         succession.job_states, "query_job_states", lambda jobs: {job: states[job.job_id] for job in jobs}
     )
-    monkeypatch.setattr(job_states, "run_slurm_command", lambda *command: commands.append(" ".join(command)))
-    monkeypatch.setattr(job_states, "cluster_name", lambda: None)
+    monkeypatch.setattr(slurm_commands, "run_slurm_command", lambda *command: commands.append(" ".join(command)))
+    monkeypatch.setattr(slurm_commands, "cluster_name", lambda: None)
     stage = {"11": "prepare", "13": "shard", "30": "evaluate"}.get(job, "train")
     succession.cancel_unneeded_jobs(run, stage, replace(make_rank_info(0, 1, 1), job_id=job), is_done=is_done)
     assert commands == ([f"scancel {cancelled}"] if cancelled else [])
@@ -511,8 +511,8 @@ def test_a_successor_takes_over_the_jobs_that_waited_for_its_predecessor(
     monkeypatch.setattr(
         succession.job_states, "query_job_states", lambda jobs: {job: JobState(job.job_id, "PENDING") for job in jobs}
     )
-    monkeypatch.setattr(succession.job_states, "run_slurm_command", lambda *command: commands.append(" ".join(command)))
-    monkeypatch.setattr(succession.job_states, "cluster_name", lambda: None)
+    monkeypatch.setattr(slurm_commands, "run_slurm_command", lambda *command: commands.append(" ".join(command)))
+    monkeypatch.setattr(slurm_commands, "cluster_name", lambda: None)
     monkeypatch.setattr(sbatch, "submit_stage", lambda *arguments, **options: "16")
     assert succession.take_over(run, "prepare", replace(make_rank_info(0, 1, 1), job_id="15")) is None
     assert commands == ["scontrol update JobId=12 Dependency=afterok:15"]

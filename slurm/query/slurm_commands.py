@@ -1,0 +1,223 @@
+"""Slurm's commands: run them, parse what they print, and recognize messages that have no machine-readable form.
+
+Every call has a time limit, because a controller that is down blocks its commands. The columns, `Key=value` fields and
+exit codes of the commands come first; the patterns of messages at the end are for the rest.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import datetime
+
+from pipeline.base.errors import UserError
+
+TIMEOUT_S = 30
+INTERACTIVE_TIMEOUT_S = 10.0
+"""How long a user waits before a message says that the controller does not respond."""
+NOT_RESPONDING = "no Slurm controller answers here"
+_USER_VARIABLES = ("SACCT_", "SCANCEL_", "SCONTROL_", "SINFO_", "SQUEUE_", "SLURM_TIME_FORMAT")
+"""Variables with which users filter and format Slurm's commands; they would change the output that is parsed here."""
+_RETRY_DELAY_S = 30.0
+"""How long a controller that did not respond is not queried for its settings again."""
+
+
+# -- running -----------------------------------------------------------------------------------------------------------
+
+
+def run_slurm_command(
+    *command: str, timeout_s: float | None = None, nothing_found: re.Pattern[str] | None = None
+) -> str | None:
+    """Return the output of a Slurm command; None if it fails or does not end in time.
+
+    Args:
+        command: the command and its arguments.
+        timeout_s: the time limit; `TIMEOUT_S` if None.
+        nothing_found: the error with which the command only means that there is nothing to show.
+    """
+    env = {name: value for name, value in os.environ.items() if not name.startswith(_USER_VARIABLES)}
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=TIMEOUT_S if timeout_s is None else timeout_s, env=env
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    is_empty = nothing_found is not None and nothing_found.search(done.stderr) is not None
+    return done.stdout if done.returncode == 0 or is_empty else None
+
+
+def is_slurm_responding() -> bool:
+    """Return True if there is a Slurm to submit to, False if there is none.
+
+    Raises:
+        UserError: there is one, but its controller does not respond. Work for its nodes must not start on this machine.
+    """
+    if shutil.which("sbatch") is None:
+        return False
+    try:
+        done = subprocess.run(["scontrol", "ping"], capture_output=True, text=True, timeout=INTERACTIVE_TIMEOUT_S)
+        is_up = CONTROLLER_UP.search(done.stdout) is not None
+        is_down = not is_up and CONTROLLER_DOWN.search(done.stdout) is not None
+    except OSError:
+        return False
+    except subprocess.TimeoutExpired:
+        is_up = False
+        is_down = True
+    if is_down:
+        raise UserError(
+            "slurm.not_responding",
+            f"{NOT_RESPONDING} (scontrol ping): try again later, or use --executor local to train on this machine",
+        )
+    return is_up  # on a machine that only has Slurm's commands, scontrol reports no controller
+
+
+# -- the cluster -------------------------------------------------------------------------------------------------------
+
+_settings_by_conf: dict[str | None, dict[str, str]] = {}
+_retry_times: dict[str | None, float] = {}
+
+
+def cluster_name() -> str | None:
+    """Return the name of the local cluster: that of this job, otherwise the controller's. None if it does not respond.
+
+    Raises:
+        UserError: the environment sends Slurm's commands to another cluster.
+    """
+    if os.environ.get("SLURM_JOB_ID") and (name := os.environ.get("SLURM_CLUSTER_NAME")):
+        return name
+    require_single_cluster(os.environ)
+    return cluster_settings().get("ClusterName")
+
+
+def require_single_cluster(env: Mapping[str, str]) -> None:
+    """Raise UserError if variables in `env` send Slurm's commands to another cluster than the local one."""
+    for name in ("SLURM_CLUSTERS", "SBATCH_CLUSTERS"):
+        value = env.get(name, "")
+        if value not in ("", env.get("SLURM_CLUSTER_NAME")):
+            raise UserError(
+                "slurm.other_cluster",
+                f"{name}={value}: all jobs of a run are on one cluster and visible only there: unset the variable and "
+                "log in to that cluster (sbatch -M is not supported)",
+            )
+
+
+def cluster_settings() -> dict[str, str]:
+    """Return the settings of the local cluster; empty if the controller does not respond.
+
+    They are queried once. If the controller does not respond, the query is repeated after half a minute at the
+    earliest, so that a caller that polls does not wait for the time limit each time.
+    """
+    conf = os.environ.get("SLURM_CONF")
+    if conf not in _settings_by_conf and time.monotonic() >= _retry_times.get(conf, 0.0):
+        settings = read_slurm_config(INTERACTIVE_TIMEOUT_S)
+        if settings.get("ClusterName"):
+            _settings_by_conf[conf] = settings
+        else:
+            _retry_times[conf] = time.monotonic() + _RETRY_DELAY_S
+    return _settings_by_conf.get(conf, {})
+
+
+def read_slurm_config(timeout_s: float | None = None) -> dict[str, str]:
+    """Return slurm.conf as the controller has it, and its version; empty if it does not respond."""
+    return parse_slurm_config(run_slurm_command("scontrol", "show", "config", timeout_s=timeout_s) or "")
+
+
+# -- parsing -----------------------------------------------------------------------------------------------------------
+
+
+def parse_key_values(text: str) -> dict[str, str]:
+    """Return the `Key=value` words of one job, node or partition in the output of `scontrol show`.
+
+    The first value of each key counts: fields whose text users choose (comment, command, paths) come after all others.
+    """
+    return dict(reversed(re.findall(r"(?<!\S)([^\s=]+)=(\S*)", text)))
+
+
+def parse_slurm_config(text: str) -> dict[str, str]:
+    """Return the names and values in the output of `scontrol show config`."""
+    return dict(re.findall(r"^(\w+(?:\[\d+\])?)[^\S\n]*=[^\S\n]*(.*?)[^\S\n]*$", text, re.MULTILINE))
+
+
+def parse_slurm_time(text: str) -> float:
+    """Return a time as Slurm prints it, in local time, in seconds since 1970; 0 for `Unknown`."""
+    with suppress(ValueError):
+        return datetime.fromisoformat(text).timestamp()
+    return 0.0
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+#
+# The docstring of each pattern names the versions in whose output it was seen. If another version words a message
+# differently, the pattern does not match, and the reported cause is less specific, but not wrong.
+
+SRUN_TASK = re.compile(r"srun: error: (\S+): tasks? (\d+)[-\d,]*: (.*)")
+"""How a task of a step ended: its host, its number (of several tasks, the first) and a description.
+
+Seen: Slurm 22.05, 24.11."""
+SRUN_EXITED = re.compile(r"exit code (\d+)")
+"""The exit code of a task. If a signal killed the task, the description has the name of the signal: `SIGNAL_BY_NAME`.
+
+Seen: Slurm 22.05, 24.11."""
+SRUN_OUT_OF_MEMORY = re.compile("Out Of Memory")
+"""srun: the kernel killed a task because it was out of memory.
+
+Seen: Slurm's documentation only."""
+STEPD_OUT_OF_MEMORY = re.compile(r"slurmstepd: error: .*oom[-_]kill event", re.IGNORECASE)
+"""slurmstepd: the kernel killed a task because it was out of memory; newer versions write an underscore.
+
+Seen: Slurm's documentation only."""
+SRUN_ERROR = re.compile("error: ")
+"""A line of srun that says why nothing was started.
+
+Seen: Slurm 22.05, 24.11."""
+SBATCH_ERROR = re.compile("^sbatch: (?:error: |fatal: )?(?!Try )(.+)$", re.MULTILINE)
+"""Why sbatch refused a job: `error: invalid partition …`, `fatal: …`, `unrecognized option …`. The hint `Try …` does
+not match.
+
+Seen: Slurm 22.05, 24.11."""
+SBATCH_NO_REPLY = re.compile("timed out|nable to contact|Zero Bytes|endpoint|nection (?:fail|re)|shutdown|not respond")
+"""sbatch received no reply (`Socket timed out on send/recv operation`, `Unable to contact slurm controller (connect
+failure)`). The controller may have accepted the job. The other texts are in slurm_errno.c.
+
+Seen: Slurm 22.05."""
+CONTROLLER_UP = re.compile(" is UP")
+"""`scontrol ping`: a controller responds.
+
+Seen: Slurm 22.05, 24.11."""
+CONTROLLER_DOWN = re.compile(" is DOWN")
+"""`scontrol ping`: a controller does not respond.
+
+Seen: Slurm 22.05."""
+NO_SUCH_JOB = re.compile("Invalid job id")
+"""squeue was queried for a single job that the controller does not have.
+
+Seen: Slurm 22.05 (its library), 14.11."""
+DEPENDENCY_NEVER_SATISFIED = re.compile("DependencyNeverSatisfied")
+"""The reason (squeue, %r) of a job that stays pending forever.
+
+Seen: Slurm 22.05, 24.11."""
+JOB_HELD = re.compile("^JobHeld(User|Admin)")
+"""The reason of a job that is pending until its user, or an administrator, releases it.
+
+Seen: Slurm 22.05."""
+MPIRUN_KILLED = re.compile(r"process rank (\d+) with PID \d+ on node (\S+) exited on\s+signal (\d+)")
+"""A signal killed a rank: rank, host, signal.
+
+Seen: Open MPI 4.1.4, 5.0.11."""
+MPIRUN_EXITED = re.compile(r"Process name: \[.*,(\d+)\]\s+Exit code:\s+(\d+)")
+"""A rank exited: rank and exit code.
+
+Seen: Open MPI 4.1.4, 5.0.11."""
+HYDRA_EXITED = re.compile(r"PID (\d+) RUNNING AT (\S+)\s+=\s+EXIT CODE: (\d+)")
+"""A process exited, or a signal of that number killed it: PID, host, and exit code or signal.
+
+Seen: MPICH 4.0.2, 5.0.2."""
+
+SIGNAL_BY_NAME = {signal.strsignal(number) or "": number for number in range(1, 32)}
+"""srun's name of the signal that killed a task: that of the C library (seen: Slurm 22.05 with glibc 2.36) → number."""
