@@ -1,9 +1,9 @@
-"""The run directory: the only state there is.
+"""The run directory, which has the whole state of a run.
 
     runs/NAME/
-      config.yaml      the resolved config, frozen when the run is made
+      config.yaml      the resolved config; it never changes
       run.json         what Sluice computed about the run then, such as hashes of the files that training starts from
-      changes.jsonl    what `resume RUN key=value`, or a corrected config, changed since (config.yaml never changes)
+      changes.jsonl    what `resume RUN key=value`, or a corrected config, changed since the run was made
       code/            the code that the jobs run, copied when the run is made, with its git commit and diff
       jobs/STAGE/      logs by rank, submitit's files, error reports, the lock of the running attempt
       data/            tokenizer, work units, shards, manifest.json, rejected.jsonl
@@ -11,11 +11,12 @@
       metrics.jsonl    one line per optimizer step
       events.jsonl     submitted, started, restored, saved, stop_requested, failed, done …
       evaluation/      step-00000100.json …
-      decisions.jsonl  bad steps that were left out (pipeline/resilience/guard.py); bad_nodes.jsonl: nodes to avoid
-      stop, save, cancelled   requests, by anybody who may write here: save and leave; save; leave and stay ended
+      decisions.jsonl  skipped updates and excluded samples (pipeline/resilience/guard.py)
+      bad_nodes.jsonl  nodes that failed and are avoided for some time
+      stop, save, cancelled   requests of users: save and exit; save; save, exit and do not restart
 
-Any process may die at any moment: whoever comes next reads this directory and goes on. The login node reads
-it too, so nothing here imports torch, numpy or h5py.
+Any process may die at any moment; the next one reads this directory and continues. Commands on the login node read it
+too, so this module imports no torch, numpy or h5py.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ _UMASK = {"private": 0o077, "group": 0o027, "all": 0o022}
 
 @dataclass(frozen=True)
 class LockHolder:
-    """The process that took a stage's lock: a supervisor, or a rank started by hand."""
+    """The process that holds a stage's lock: a supervisor, or a rank that a user started directly."""
 
     pid: int
     host: str
@@ -89,104 +90,114 @@ class LockHolder:
         return f"pid {self.pid} on {self.host}"
 
     def terminate(self) -> None:
-        """Send it TERM, where it is on this host (a pid means nothing on another)."""
+        """Send SIGTERM to the process, if it is on this host."""
         if self.pid and self.host == os.uname().nodename:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pid, signal.SIGTERM)
 
 
 class Run:
-    """One run directory. Constructing reads nothing; `create` and `open` are the ways to get one."""
+    """One run directory. Use :meth:`create` or :meth:`open`; the constructor reads nothing.
+
+    Args:
+        path: the directory.
+        config: the config that the run will have, if it does not exist yet.
+    """
 
     def __init__(self, path: Path, config: Config | None = None) -> None:
-        """`config`: what it will have, where it is not made yet."""
         self.path = Path(os.path.realpath(path))
         self.code_dir = self.path / "code"
         self.jobs_dir = self.path / "jobs"
         self.data_dir = self.path / "data"
         self.checkpoints_dir = self.path / "checkpoints"
-        self.evaluation_dir, self.profiles_dir = self.path / "evaluation", self.path / "profiles"
+        self.evaluation_dir = self.path / "evaluation"
+        self.profiles_dir = self.path / "profiles"
         self.metrics_file = self.path / "metrics.jsonl"
         self.events_file = self.path / "events.jsonl"
         self.changes_file = self.path / "changes.jsonl"
         self.config_file = self.path / "config.yaml"
         self.metadata_file = self.path / METADATA_FILE
         self.decisions_file = self.path / "decisions.jsonl"
-        self.stop_file, self.save_file = self.path / "stop", self.path / "save"
-        self.profile_file, self.profile_taken_file = self.path / "profile", self.path / "profile.taken"
+        self.stop_file = self.path / "stop"
+        self.save_file = self.path / "save"
+        self.profile_file = self.path / "profile"
+        self.profile_taken_file = self.path / "profile.taken"
         self.cancelled_file = self.path / "cancelled"
         self._config = None if self.config_file.exists() else config
-        self._read_at = (0, 0)
-        """The state of changes.jsonl that the config is of."""
-        self._changed: tuple[tuple[int, int], dict[str, str]] = ((0, 0), {})
-        """What `changed_keys` found, with the state of changes.jsonl that it read."""
+        self._config_stamp = (0, 0)
+        """Size and modification time of changes.jsonl when the config was read."""
+        self._changed_keys: tuple[tuple[int, int], dict[str, str]] = ((0, 0), {})
+        """The last result of `changed_keys`, with the stamp of changes.jsonl that it belongs to."""
         self.corrections: dict[str, str] = {}
-        """What the config that it was rehearsed with corrects, in words by keys."""
+        """What a corrected config changes: key → description."""
         self.code_notes: list[str] = []
-        """What a trial of the model's code found that is no error."""
+        """Notes from a trial of the model's code that are not errors."""
 
-    # -- making and finding ------------------------------------------------------------------------------
+    # -- creating and opening ----------------------------------------------------------------------------
 
     @classmethod
     def preview(cls, config: Config) -> Run:
-        """The run of `config` as it is, or would be made. Makes nothing.
+        """Return the run of `config` as it is, or as `create` would make it. Nothing is written.
 
-        Raises UserError where `create` would, but for what `check_model_code` finds.
+        Raises:
+            UserError: as `create`, except for the errors that `check_model_code` finds.
         """
         run = cls(config.run.root / config.run.name, config)
         if run.config_file.exists():
             run.check_owner()
             run.check_not_cancelled()
-            config = run._as_old(config)
-            run.corrections = run._corrected(config)
+            config = run._apply_older_defaults(config)
+            run.corrections = run._find_corrections(config)
             if run.corrections:
                 run._config = config
                 resolve_user_model(config, run._folders)
             return run
-        there = next(path for path in (run.path, *run.path.parents) if os.path.lexists(path))
+        nearest = next(path for path in (run.path, *run.path.parents) if os.path.lexists(path))
         try:
-            with tempfile.TemporaryDirectory(prefix=".sluice-", dir=there) as probe:
-                Path(probe, run.path.relative_to(there)).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=".sluice-", dir=nearest) as probe:
+                Path(probe, run.path.relative_to(nearest)).mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise run._unmakeable(error) from error
-        if there == run.path:
+            raise run._make_creation_error(error) from error
+        if nearest == run.path:
             run.check_owner()
         resolve_user_model(config, _sources())
         return run
 
     @classmethod
     def create(cls, config: Config) -> Run:
-        """Make the run of `config`, or find it where it was made before with the same config, or one to be corrected.
+        """Make the run of `config` and return it. If it exists, return it, and apply corrections of its config.
 
-        Raises UserError where a run of this name exists with another config that something was made with, naming what
-        differs and what can be done, or where the code cannot work.
+        Raises:
+            UserError: A run of this name exists with another config and has output that depends on it; the message
+                names the differences and the commands that are possible. Or the model's code does not work.
         """
         umask = _UMASK[config.run.sharing]
         os.umask(umask)
         run = cls(config.run.root / config.run.name)
         if not run.config_file.exists():
-            resolve_user_model(config, _sources())  # what cannot work leaves nothing behind
+            resolve_user_model(config, _sources())  # before anything is written
         if not run.path.exists():
             try:
                 run.path.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise run._unmakeable(error) from error
-            run.path.chmod(run.path.stat().st_mode & ~umask)  # a default ACL of the folder above overrules the umask
+                raise run._make_creation_error(error) from error
+            run.path.chmod(run.path.stat().st_mode & ~umask)  # a default ACL of the parent overrides the umask
         run.check_owner()
-        with run.lock_exclusively():  # two at once: the second finds the run made
+        with run.lock_exclusively():  # of two processes at once, the second one finds the run
             if run.config_file.exists():
-                run._correct(run._as_old(config))
+                run._apply_corrections(run._apply_older_defaults(config))
                 return run
             for folder in (run.jobs_dir, run.data_dir, run.checkpoints_dir, run.evaluation_dir):
                 folder.mkdir(exist_ok=True)
-            run._config = config  # as it would be read back
+            run._config = config
             run.copy_code()
             write_json(run.metadata_file, dump_metadata(config))
             write_atomic(run.config_file, dump_config(config))
             run.append_event(Created(config=str(run.config_file)))
         return run
 
-    def _unmakeable(self, error: OSError) -> UserError:
+    def _make_creation_error(self, error: OSError) -> UserError:
+        """Return the error to raise if the directory cannot be made."""
         message = f"run.root: cannot make {self.path}: {error.strerror}; choose another run.root"
         return find_storage_error(OSError(error.errno, error.strerror), self.path) or UserError(
             "run.not_writable", message
@@ -194,7 +205,7 @@ class Run:
 
     @classmethod
     def open(cls, path: str | Path) -> Run:
-        """The run in directory `path`. Raises UserError where there is none."""
+        """Return the run in directory `path`. Raises UserError if there is no run."""
         run = cls(Path(path))
         if not run.config_file.is_file():
             near = suggest_path(Path(path), "*/config.yaml") or suggest_path(Path("runs", path), "*/config.yaml")
@@ -202,15 +213,15 @@ class Run:
             if run.path.is_file():
                 hint = "it is a file"
                 with suppress(UserError):
-                    of = load_config(Path(path)).run
-                    hint = f"it is a config, that of the run {cls(of.root / of.name).name}"
+                    section = load_config(Path(path)).run
+                    hint = f"it is the config of the run {cls(section.root / section.name).name}"
             raise UserError("run.not_a_run", f"{path} is not a run: {hint} (a run is a path such as runs/quickstart)")
         os.umask(_UMASK[run.config.run.sharing])
         return run
 
     @property
     def name(self) -> str:
-        """The path that a person types for this run: relative to the working directory where that is shorter."""
+        """The path that users type for this run: relative to the working directory, if the run is below it."""
         try:
             return str(self.path.relative_to(Path.cwd()))
         except ValueError:
@@ -218,31 +229,31 @@ class Run:
 
     @property
     def title(self) -> str:
-        """The first line of what is shown of it."""
+        """The first line of `status` and `report`."""
         return f"run {self.name}" + (f"  code {self.commit[:12]}" if self.commit else "")
 
     @property
     def sweep_or_self(self) -> Run:
-        """What a person goes on with: of a point the sweep, else this run."""
+        """The run that commands take: the sweep of a sweep point, otherwise this run."""
         sweep = Run(self.path.parents[1]) if self.path.parent.name == "points" else self
         return sweep if sweep.config_file.exists() else self
 
     @property
     def resume_command(self) -> str:
-        """What a person types to go on."""
+        """The command that continues this run."""
         return format_command("resume", self.sweep_or_self.name)
 
     def check_owner(self) -> None:
-        """Raise UserError where somebody else may have written what is executed here. Call it before anything is."""
+        """Raise UserError if another user may have written code of this run. Call it before any of it is executed."""
         check_run_ownership(self.path)
 
     # -- config ------------------------------------------------------------------------------------------
 
     @property
     def config(self) -> Config:
-        """The config as it holds now: config.yaml with all changes applied."""
+        """The config in effect: config.yaml with all changes applied."""
         if self._config is None:
-            self._read_at = self._changes_stamp()
+            self._config_stamp = self._changes_stamp()
             values = dump_values(load_run_config(self.config_file))
             for change in lines.read_required_lines(self.changes_file, changes.is_config_change):
                 values = (
@@ -255,13 +266,14 @@ class Run:
         return self._config
 
     def reload_config(self) -> dict[str, str]:
-        """Read the config again if another process changed it, and return what changed, in words by dotted keys.
+        """Read the config again if another process changed it, and return the changes: dotted key → description.
 
-        Processes that follow a run call it. A stage keeps the config that it started with.
+        Processes that follow a run call this. A stage keeps the config that it started with.
         """
-        if not self.config_file.exists() or self._read_at == self._changes_stamp():
+        if not self.config_file.exists() or self._config_stamp == self._changes_stamp():
             return {}
-        before, self._config = self.config, None
+        before = self.config
+        self._config = None
         self.__dict__.pop("user_model", None)
         return changes.describe_changes(before, self.config)
 
@@ -273,45 +285,48 @@ class Run:
         return 0, 0
 
     def changed_keys(self) -> dict[str, str]:
-        """Return what changes.jsonl changes, in words such as `200 → 300` by dotted keys. Secrets are masked."""
+        """Return what changes.jsonl changes: dotted key → description such as `200 → 300`. Secrets are masked."""
         stamp = self._changes_stamp()
-        if stamp != self._changed[0]:
-            found = (
-                changes.describe_changes(load_run_config(self.config_file), self.config)
-                if self.changes_file.exists()
-                else {}
-            )
-            self._changed = stamp, found
-        return self._changed[1]
+        if stamp != self._changed_keys[0]:
+            descriptions: dict[str, str] = {}
+            if self.changes_file.exists():
+                descriptions = changes.describe_changes(load_run_config(self.config_file), self.config)
+            self._changed_keys = (stamp, descriptions)
+        return self._changed_keys[1]
 
     def describe_changes(self) -> str:
         """Return the values in effect that differ from those in config.yaml, on one line; "" if none differ."""
-        found = [f"{key}: {words}" for key, words in self.changed_keys().items()]
-        return (
-            f"in effect, unlike in config.yaml ({self.changes_file.name}): {'; '.join(limit_lines(found))}"
-            if found
-            else ""
-        )
+        values = [f"{key}: {change}" for key, change in self.changed_keys().items()]
+        if not values:
+            return ""
+        return f"in effect, unlike in config.yaml ({self.changes_file.name}): {'; '.join(limit_lines(values))}"
 
-    def _as_old(self, config: Config) -> Config:
-        """`config` with what this run did before a key existed, for keys that neither `config` nor the run sets."""
+    def _apply_older_defaults(self, config: Config) -> Config:
+        """Return `config` with the defaults of the version that made this run, for keys that neither of them sets."""
         for section, keys in find_older_defaults(self.config_file).items():
-            given = getattr(config, section)
-            old = {key: value for key, value in keys.items() if key not in given.model_fields_set}
-            config = config.model_copy(update={section: given.model_copy(update=old)}) if old else config
+            values = getattr(config, section)
+            old = {key: value for key, value in keys.items() if key not in values.model_fields_set}
+            config = config.model_copy(update={section: values.model_copy(update=old)}) if old else config
         return config
 
     def apply_overrides(self, overrides: Sequence[str], new_code: bool = False) -> None:
-        """Apply `resume RUN key=value …`: what makes nothing wrong that is there, and a larger `train.steps`.
+        """Apply and record `resume RUN key=value …`.
 
-        `new_code`: `copy_code` follows. Raises UserError for any other key, and ConfigError where the changed
-        config is wrong.
+        Allowed are keys on which no existing output depends, and a larger `train.steps`.
+
+        Args:
+            overrides: changes such as `train.steps=200`.
+            new_code: whether `copy_code` follows.
+
+        Raises:
+            ConfigError: the changed config is invalid.
+            UserError: a key cannot be changed.
         """
         if overrides:
-            self._record(self.preview_overrides(overrides, new_code))
+            self._record_config(self.preview_overrides(overrides, new_code))
 
     def preview_overrides(self, overrides: Sequence[str], new_code: bool = False) -> Config:
-        """Return the config that `apply_overrides` would record. Record nothing. Raises as `apply_overrides` does."""
+        """Return the config that `apply_overrides` would record, without recording it. Raises the same errors."""
         if not overrides:
             return self.config
         config = parse_config(apply_overrides(dump_values(self.config), overrides), "command line")
@@ -321,36 +336,40 @@ class Run:
         return config
 
     def with_config(self, config: Config) -> Run:
-        """Return this run as it would be with `config`, for a dry run: nothing is written."""
+        """Return this run with `config`, for a dry run: nothing is written."""
         run = Run(self.path)
-        run._config, run._read_at = config, run._changes_stamp()
+        run._config = config
+        run._config_stamp = run._changes_stamp()
         return run
 
-    def _record(self, config: Config, **more: Any) -> None:
+    def _record_config(self, config: Config, **more: Any) -> None:
+        """Append the difference to `config` to changes.jsonl; `more`: further fields of the line."""
         change = changes.changed_values(dump_values(self.config), dump_values(config))
         change = make_run_namer(self.config_file)(change)
         append_line(self.changes_file, json.dumps(add_checksum({"time": utc_timestamp(), "set": change, **more})))
         self.append_event(Changed(set=mask_secrets(changes.flatten_keys(change))))
-        self._config, self._read_at = config, self._changes_stamp()
+        self._config = config
+        self._config_stamp = self._changes_stamp()
 
-    def _corrected(self, config: Config) -> dict[str, str]:
-        """What `config` corrects, in words by keys; nothing where it was submitted before, whatever `resume` changed.
+    def _find_corrections(self, config: Config) -> dict[str, str]:
+        """Return what `config` corrects: key → description. It corrects nothing if it was submitted before.
 
-        Raises UserError where something that is there keeps the run to its own config, with what can be done.
+        Raises:
+            UserError: existing output depends on the old config; the message says what the user can do.
         """
-        asked = [
+        submitted = [
             line["submitted"]
             for line in lines.read_required_lines(self.changes_file, changes.is_config_change)
             if line.get("submitted")
         ]
-        before = merge_values(OLDER_DEFAULTS, use_new_names(asked[-1])) if asked else None
+        before = merge_values(OLDER_DEFAULTS, use_new_names(submitted[-1])) if submitted else None
         if config == (parse_config(before, str(self.changes_file)) if before else load_run_config(self.config_file)):
             return {}
         return changes.check_corrections(self.path, self.name, self.config, config)
 
-    def _correct(self, config: Config) -> None:
-        """Go on as if the run had been made with `config`. Raises UserError as `_corrected` does."""
-        self.corrections = self._corrected(config)
+    def _apply_corrections(self, config: Config) -> None:
+        """Continue as if the run had been made with `config`. Raises UserError as `_find_corrections` does."""
+        self.corrections = self._find_corrections(config)
         if not self.corrections:
             return
         self.check_not_running([stage for stage in STAGES if self.lock_holder(stage)])
@@ -360,26 +379,26 @@ class Run:
             )
         for name in ("config.yaml", "changes.jsonl"):
             for file in self.path.glob(f"points/*/{name}"):
-                file.unlink()  # they are made again, from this config
-        self._record(config, submitted=make_run_values_dumper(self.config_file)(config))
+                file.unlink()  # create_points makes them again, from this config
+        self._record_config(config, submitted=make_run_values_dumper(self.config_file)(config))
 
     def check_not_running(self, busy: Sequence[str]) -> None:
-        """Raise UserError where something, in words, is `busy` with what would be replaced."""
+        """Raise UserError if stages are running that use what would be replaced. `busy`: their descriptions."""
         if busy:
             raise UserError(
                 "run.stage_running",
-                f"{', '.join(busy)} is running with what would be replaced: wait for the end, or bring it about with "
+                f"{', '.join(busy)} is running and uses what would be replaced: wait until it ends, or end it with "
                 f"{format_command('cancel', self.name)}",
             )
 
     @cached_property
     def user_model(self) -> UserModel | None:
-        """The module that gives its model, in the run's code, once it is made; None where that is the decoder."""
+        """The module of a custom model, in the run's code if that exists; None if the model is the decoder."""
         return resolve_user_model(self.config, self._folders)
 
     @property
     def will_copy_code(self) -> bool:
-        """Whether its copy of the code is yet to be taken: with a corrected config maybe the module was mended, too."""
+        """Whether the code is still to be copied: the user may have corrected the module together with the config."""
         return not self.config_file.exists() or (
             bool(self.corrections) and changes.find_training_output(self.path) is None
         )
@@ -416,38 +435,45 @@ class Run:
         """Return how often the stage was started so far."""
         return len(self.read_events(stage, Started))
 
-    # -- requests of a person ----------------------------------------------------------------------------
+    # -- requests of users -------------------------------------------------------------------------------
 
     def write_request(self, file: Path) -> None:
         """Write a stop or cancel request."""
         write_atomic(file, f"{utc_timestamp()} by pid {os.getpid()}\n")
 
     def check_not_cancelled(self) -> None:
-        """Raise UserError where a person cancelled the run."""
+        """Raise UserError if a user cancelled the run."""
         if self.cancelled_file.exists():
             raise UserError("run.cancelled", f"{self.name} was cancelled; to continue it: {self.resume_command}")
 
     def clear_requests(self) -> None:
-        """Forget stop and cancel requests: a person said to go on."""
+        """Remove stop and cancel requests, because a user continues the run."""
         for file in (self.stop_file, self.cancelled_file):
             file.unlink(missing_ok=True)
 
-    # -- who is running ----------------------------------------------------------------------------------
+    # -- locks of stages ---------------------------------------------------------------------------------
 
     def stage_dir(self, stage: str) -> Path:
-        """`jobs/STAGE`, made where it is missing."""
+        """Return `jobs/STAGE`, which is made if it is missing."""
         folder = self.jobs_dir / stage
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
     def lock_stage(self, stage: str, task: int | None = None, patience_s: float = 1.0) -> int | None:
-        """Take the stage's lock (a task of an array: its own) and write who holds it; None where somebody does.
+        """Take the lock of a stage and write this process into it. The task of an array has a lock of its own.
 
-        The returned descriptor is handed on to the ranks: the lock is free once the last of them is gone.
+        Args:
+            stage: the stage.
+            task: the task of the stage's array; None for the whole stage.
+            patience_s: how long to wait for the lock.
+
+        Returns:
+            The file descriptor, which the ranks inherit: the lock is free after the last of them exits. None if another
+            process holds the lock.
         """
         name = "lock" if task is None else f"lock-{task}"
         fd = open_lock_file(self.stage_dir(stage) / name)
-        deadline = time.monotonic() + patience_s  # somebody who only looks (`lock_holder`) has it for a moment, too
+        deadline = time.monotonic() + patience_s  # lock_holder() also takes it for a moment
         while not try_flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB):
             if time.monotonic() > deadline:
                 os.close(fd)
@@ -458,7 +484,7 @@ class Run:
         return fd
 
     def describe_write_error(self) -> str | None:
-        """Why nothing can be written into the run directory now; None where something can."""
+        """Return why the run directory cannot be written now; None if it can."""
         probe = self.path / f".probe-{os.uname().nodename}-{os.getpid()}"
         try:
             write_atomic(probe, bytes(1 << 16))
@@ -468,7 +494,7 @@ class Run:
         return None
 
     def lock_holder(self, stage: str) -> LockHolder | None:
-        """Who runs the stage, or a task of its array (one of them); None where nobody does."""
+        """Return the process that runs the stage, or a task of its array; None if no process runs it."""
         for lock in sorted((self.jobs_dir / stage).glob("lock*")):
             with open(open_lock_file(lock, os.O_RDONLY), "rb") as file:
                 if not try_flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB):
@@ -480,12 +506,16 @@ class Run:
 
     @contextmanager
     def lock_exclusively(self, patience_s: float = math.inf) -> Iterator[None]:
-        """Wait until nobody else makes this run, changes it, replaces its code or submits its jobs.
+        """Hold the lock under which a process makes this run, changes it, replaces its code or submits its jobs.
 
-        Who holds it waits for no job, so a job may ask for it. What somebody else changed meanwhile is read again.
-        After `patience_s` seconds it goes on without the lock, which a suspended process may hold.
+        Its holders never wait for a job, so jobs may take it too. The config is read again afterwards, because another
+        process may have changed it.
+
+        Args:
+            patience_s: how long to wait. The block then runs without the lock, which a suspended process may hold.
         """
-        deadline, at_once = time.monotonic() + patience_s, 0 if math.isinf(patience_s) else fcntl.LOCK_NB
+        deadline = time.monotonic() + patience_s
+        at_once = 0 if math.isinf(patience_s) else fcntl.LOCK_NB
         with open(open_lock_file(self.path / ".creating"), "rb") as lock:
             while not try_flock(lock.fileno(), fcntl.LOCK_EX | at_once) and time.monotonic() < deadline:
                 time.sleep(0.2)
@@ -494,21 +524,30 @@ class Run:
 
     @property
     def is_being_submitted(self) -> bool:
-        """Whether another process makes, changes or submits it right now."""
+        """Whether another process holds the lock of `lock_exclusively`."""
         with suppress(OSError), open(open_lock_file(self.path / ".creating", os.O_RDONLY), "rb") as lock:
             return not try_flock(lock.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
         return False
 
     def check_model_code(self) -> list[str]:
-        """Raise UserError where the model of the user's own that `copy_code` would copy does not compile, or cannot
-        be imported or built, in a sweep with the options of each point.
+        """Try the custom model that `copy_code` would copy; in a sweep, with the options of each point.
 
-        Returns a note, if any of `model.options` is never read.
+        Returns:
+            A note, if the model never reads some of `model.options`.
+
+        Raises:
+            UserError: the model does not compile, or cannot be imported or built.
         """
-        config, model = self.config, resolve_user_model(self.config, _sources())
+        config = self.config
+        model = resolve_user_model(self.config, _sources())
         if model is not None:
-            own = config.site.python is not None or config.site.container is not None  # their packages may not be here
-            options = [] if own else [point.model.all_options for point in make_point_configs(config) or [config]]
+            # the jobs' own Python or container may have packages that are missing here
+            has_other_python = config.site.python is not None or config.site.container is not None
+            options = (
+                []
+                if has_other_python
+                else [point.model.all_options for point in make_point_configs(config) or [config]]
+            )
             if unread := try_code(self.code_dir, model, options, config.run.root.name):
                 names = ", ".join(f"model.options.{key}" for key in unread)
                 return [f"note: {model.target} never reads {names}: check the spelling, or remove it"]
@@ -521,14 +560,14 @@ class Run:
 
         Raises:
             UserError: A file does not compile.
-            shutil.Error, OSError: The copy cannot be written (`errors.storage_error` explains both).
+            shutil.Error, OSError: The copy cannot be written (see `find_storage_error`).
         """
         config = self.config
         copy_code(self.path, resolve_user_model(config, _sources()), config.run.root.name, _UMASK[config.run.sharing])
 
     @property
     def commit(self) -> str | None:
-        """The git commit of the run's code, with `+` where it had uncommitted changes; None outside git."""
+        """The git commit of the run's code, with `+` if it had uncommitted changes; None outside git."""
         with suppress(FileNotFoundError):
             with open_regular_file(self.code_dir / "COMMIT") as file:
                 commit = file.read().decode(errors="replace").strip()
@@ -537,7 +576,7 @@ class Run:
 
 
 def _sources() -> list[Path]:
-    """Where a model of the user's own is looked for, before Python's own places."""
+    """Return the directories that are searched for a custom model, before Python's own path."""
     return [Path.cwd(), CODE_ROOT]
 
 

@@ -41,7 +41,7 @@ CATEGORIES = (
     previous   request   job       first step                                             last step     end of the
     end                  starts                                                                         attempt
 
-idle           nobody had requested that the stage continues
+idle           no user had requested that the stage continues
 queue          requested and waiting: for nodes, or for the delay after a requeue
 startup        start of the job → first step: health check, imports, rendezvous, reading the checkpoint
 compute        steps that count; for stages without steps, all of their running time

@@ -63,14 +63,15 @@ class WorkerPool:
         atexit.register(self.close)
 
     def request(self, request: Any) -> Any:
-        """The value of an answer in one part. Raises WorkerDiedError."""
+        """Send a request whose answer has one part, and return its value. Raises WorkerDiedError."""
         (answer,) = self.stream(request)
         return answer.value
 
     def stream(self, request: Any) -> Iterator[AnswerPart]:
-        """The parts of an answer. Raises WorkerDiedError."""
-        if self._owner != os.getpid():  # the pipes of a process that forked are not for its child
-            self._idle, self._owner = [], os.getpid()
+        """Send a request and yield the parts of its answer. Raises WorkerDiedError."""
+        if self._owner != os.getpid():  # this process was forked: the pipes belong to its parent
+            self._idle = []
+            self._owner = os.getpid()
         process = self._idle.pop() if self._idle else self._start()
         try:
             assert process.stdin is not None and process.stdout is not None
@@ -85,7 +86,8 @@ class WorkerPool:
                     head = json.loads(process.stdout.readline())
                     content = process.stdout.read(head["bytes"])
                 except ValueError:
-                    head, content = {"bytes": -1}, b""
+                    head = {"bytes": -1}
+                    content = b""
                 if len(content) != head["bytes"]:
                     raise self._describe_death(process)
                 is_end = head["end"]
@@ -93,21 +95,19 @@ class WorkerPool:
                     self._idle.append(process)
                 yield AnswerPart(head["value"], content)
         finally:
-            if process not in self._idle:  # it died, or the caller wants no more of the answer
-                _end(process)
+            if process not in self._idle:  # it died, or the caller stopped reading the answer
+                _kill_worker(process)
 
     def close(self) -> None:
         """End the idle workers."""
         while self._idle and self._owner == os.getpid():
-            _end(self._idle.pop())
+            _kill_worker(self._idle.pop())
 
     def _start(self) -> subprocess.Popen[bytes]:
-        from pipeline.run.code import (  # the worker imports this module, too, and needs none of it
-            CODE_ROOT,
-            make_code_env,
-        )
+        # imported here, because workers import this module and do not need it
+        from pipeline.run.code import CODE_ROOT, make_code_env
 
-        # The same hashes in each worker: the order of a set is then the same, too.
+        # with the same hashes in each worker, sets have the same order
         environment = {**make_code_env(os.environ, CODE_ROOT), "PYTHONHASHSEED": "0"}
         return subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
 
@@ -124,7 +124,7 @@ class WorkerPool:
         return WorkerDiedError(message, -code)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _kill_worker(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     for pipe in (process.stdin, process.stdout):
         with suppress(BrokenPipeError):  # a request that it has not read
@@ -134,20 +134,24 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def serve_requests(answer: Callable[[Any], Iterable[AnswerPart]]) -> None:
-    """Answer the requests on stdin until it ends: what a worker's module calls. Each answer has one part at least."""
+    """Answer the requests on stdin until it ends. The module of a worker calls this.
+
+    Args:
+        answer: returns the parts of the answer to a request, at least one.
+    """
     for number in _STOPPED_BY_CALLER:
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # at its limit it dies, in whatever library it is
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # at its limit the process dies, even inside a library
     cpu_s, memory = map(int, sys.argv[1:3])
     if memory:
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        most = memory + _virtual_memory()
-        resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+        limit = memory + _read_virtual_memory()
+        resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
     output = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints is no answer
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # output of libraries must not mix with answers
     for line in sys.stdin.buffer:
         request = json.loads(line)
-        signal.setitimer(signal.ITIMER_PROF, cpu_s)  # the wait for a request takes none of it
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)  # waiting for a request takes no processor time
         before = None
         for part in answer(request):
             if before is not None:
@@ -165,7 +169,7 @@ def _send(output: IO[bytes], part: AnswerPart, is_end: bool) -> None:
     output.flush()
 
 
-def _virtual_memory() -> int:
-    """Bytes of address space that this process has."""
+def _read_virtual_memory() -> int:
+    """Return the size of this process's address space in bytes."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[0]) * resource.getpagesize()

@@ -7,7 +7,7 @@ that no node can ever satisfy; such jobs wait forever. Three checks prevent this
 - :func:`check_limits`: array sizes and the number of jobs are within the limits of the cluster and the user's QOS.
 - :func:`find_placement_problem`: the ranks of a tensor parallel group share a node. It also runs at the start of a job.
 
-What Slurm does not answer is not checked: sbatch decides.
+If Slurm does not answer a query, the check is skipped, and sbatch decides.
 """
 
 from __future__ import annotations
@@ -42,28 +42,28 @@ class Nodes:
     memory_mb: float
     features: frozenset[str]
     gpus: Mapping[str, float]
-    """How many GPUs each node has, by type in lower case; "" for those without a type."""
+    """Type of GPU in lower case ("" for GPUs without a type) → number on each node."""
 
 
 @dataclass(frozen=True)
-class _Need:
-    """One thing that a job asks of each node."""
+class _Requirement:
+    """One resource that a job requests on each node."""
 
-    fits: Callable[[Nodes], bool]
-    wanted: str
-    """In words, with the keys of the config: `8 CPUs (…)`."""
-    most: Callable[[Nodes], float] | None
-    """How much a node has of it; None if that is no number."""
+    is_met: Callable[[Nodes], bool]
+    description: str
+    """The amount and the keys of the config: `8 CPUs (…)`."""
+    amount: Callable[[Nodes], float] | None
+    """How much of the resource a node has; None if it is not a number."""
     keys: str
-    """The keys to change."""
+    """The keys of the config to change."""
 
 
-def parse_nodes(listed: str) -> list[Nodes]:
-    """Parse what `sinfo --exact --format=%P|%D|%c|%m|%f|%G` prints; lines of another form are left out."""
-    rows = [cells for line in listed.splitlines() if len(cells := line.strip().split("|")) == 6]
+def parse_nodes(output: str) -> list[Nodes]:
+    """Parse the output of `sinfo --exact --format=%P|%D|%c|%m|%f|%G`; malformed lines are left out."""
+    rows = [cells for line in output.splitlines() if len(cells := line.strip().split("|")) == 6]
     return [
         Nodes(
-            partition.rstrip("*"), int(count), _number(cpus), _number(memory),
+            partition.rstrip("*"), int(count), _parse_number(cpus), _parse_number(memory),
             frozenset(re.findall(r"[^,()]+", features)) - {"null"}, _parse_gpus(gres),
         )
         for partition, count, cpus, memory, features, gres in rows
@@ -71,146 +71,168 @@ def parse_nodes(listed: str) -> list[Nodes]:
     ]  # fmt: skip
 
 
-def _number(text: str) -> float:
-    """A number of sinfo's; infinite for `4+`, of which it says only a part, and for what is no number."""
+def _parse_number(text: str) -> float:
+    """Return a number of sinfo; infinity for `4+`, which is only a lower bound, and for other text."""
     return float(text) if text.isdigit() else math.inf
 
 
 def _parse_gpus(gres: str) -> dict[str, float]:
-    """The GPUs in a list of generic resources such as `gpu:h100:2(S:0-1),nvme:1`."""
-    found: dict[str, float] = {}
+    """Return the number of GPUs by type, from generic resources such as `gpu:h100:2(S:0-1),nvme:1`."""
+    counts: dict[str, float] = {}
     for resource in re.sub(r"\([^)]*\)", "", gres).split(","):
         name, *rest = re.sub("^gres[:/]", "", resource.strip()).split(":")
         if name != "gpu":
             continue
-        kinds = [part for part in rest[:-1] if part != "no_consume"]
-        kind = kinds[0].lower() if kinds else ""
-        found[kind] = found.get(kind, 0) + (_number(rest[-1]) if rest else math.inf)
-    return found
+        types = [part for part in rest[:-1] if part != "no_consume"]
+        gpu_type = types[0].lower() if types else ""
+        counts[gpu_type] = counts.get(gpu_type, 0) + (_parse_number(rest[-1]) if rest else math.inf)
+    return counts
 
 
 def has_features(constraint: str, features: frozenset[str]) -> bool:
-    """Whether a node with these features fits a constraint as sbatch takes it; True if it cannot be told.
+    """Return True if a node with these features may be part of an allocation with this constraint of sbatch.
 
-    Of counts (`a*2`) and of alternatives that all nodes must share (`[a|b]`) one node needs a part only.
+    With counts (`a*2`), or alternatives that all nodes must share (`[a|b]`), a node needs only some of the features. If
+    the constraint cannot be parsed, the result is True.
     """
     text = re.sub(r"\*\d+", "", constraint).translate(str.maketrans("[,", "(&")).replace("]", ")")
     if re.search(r"\*\d+", constraint):
         text = text.replace("&", "|")
     tokens = re.findall(r"[()&|]|[^()&|\s]+", text)
 
-    def either() -> bool:
-        found = both()
+    def evaluate_or() -> bool:
+        value = evaluate_and()
         while tokens and tokens[0] == "|":
             tokens.pop(0)
-            found |= both()
-        return found
+            value |= evaluate_and()
+        return value
 
-    def both() -> bool:
-        found = one()
+    def evaluate_and() -> bool:
+        value = evaluate_operand()
         while tokens and tokens[0] == "&":
             tokens.pop(0)
-            found &= one()
-        return found
+            value &= evaluate_operand()
+        return value
 
-    def one() -> bool:
+    def evaluate_operand() -> bool:
         token = tokens.pop(0)
         if token == "(":
-            found = either()
+            value = evaluate_or()
             if tokens.pop(0) != ")":
                 raise ValueError(constraint)
-            return found
+            return value
         if token in ")&|":
             raise ValueError(constraint)
         return token in features
 
     try:
-        fits = either()
+        is_met = evaluate_or()
     except (ValueError, IndexError):
         return True
-    return fits or bool(tokens)
+    return is_met or bool(tokens)
 
 
 def check_capacity(run: Run) -> None:
-    """Raise UserError if a stage of the run that is not done asks for more than any node has, as far as sinfo tells."""
-    listed = run_slurm_command("sinfo", "--noheader", "--all", "--exact", f"--format={_FORMAT}", timeout_s=TIMEOUT_S)
-    if not (groups := parse_nodes(listed or "")):
+    """Raise UserError if a stage that is not done requests more than any node has, as far as sinfo shows."""
+    output = run_slurm_command("sinfo", "--noheader", "--all", "--exact", f"--format={_FORMAT}", timeout_s=TIMEOUT_S)
+    if not (groups := parse_nodes(output or "")):
         return
     for stage in run.config.active_stages:
-        reason = unsatisfiable(run.config, stage, groups)
+        reason = find_unsatisfiable_request(run.config, stage, groups)
         if reason is None or (
             run.config.sweep is None and stages.load_stage_module(stage).missing_outputs(run) is None
         ):
             continue
         if read_slurm_config(TIMEOUT_S).get("ResumeProgram", "(null)") not in ("", "(null)"):
-            return  # nodes of a cloud are not shown while they are off
+            return  # sinfo does not show cloud nodes that are powered off
         raise UserError("slurm.unsatisfiable_request", reason)
 
 
-def unsatisfiable(config: Config, stage: str, groups: Sequence[Nodes]) -> str | None:
-    """Return why no nodes can satisfy what a stage asks for, with the keys to change; None if some may."""
-    site, fewest = config.resolve_site(stage), config.stages.get_resources(stage).min_nodes
-    named = site.partition or os.environ.get("SBATCH_PARTITION")
-    # without a name the cluster chooses: its default, or what a plugin says
-    partitions = named.split(",") if named else sorted({group.partition for group in groups if group.count})
-    offered = {name: [group for group in groups if group.partition == name and group.count] for name in partitions}
-    if not all(offered.values()):
-        return None  # one that sinfo does not show
-    needs = _needs(config, stage)
-    fitting = {
-        name: sum(group.count for group in found if all(need.fits(group) for need in needs))
-        for name, found in offered.items()
+def find_unsatisfiable_request(config: Config, stage: str, groups: Sequence[Nodes]) -> str | None:
+    """Return why no nodes can satisfy the request of a stage, with the keys to change; None if some nodes may.
+
+    Args:
+        config: the config.
+        stage: the stage.
+        groups: the nodes of the cluster.
+    """
+    site = config.resolve_site(stage)
+    min_nodes = config.stages.get_resources(stage).min_nodes
+    requested = site.partition or os.environ.get("SBATCH_PARTITION")
+    # without a name, the cluster chooses its default partition, or the one that a plugin selects
+    partitions = requested.split(",") if requested else sorted({group.partition for group in groups if group.count})
+    groups_by_partition = {
+        name: [group for group in groups if group.partition == name and group.count] for name in partitions
     }
-    if max(fitting.values()) >= fewest:
+    if not all(groups_by_partition.values()):
+        return None  # sinfo does not show one of the partitions
+    requirements = _list_requirements(config, stage)
+    max_matching = max(
+        sum(group.count for group in of_partition if all(each.is_met(group) for each in requirements))
+        for of_partition in groups_by_partition.values()
+    )
+    if max_matching >= min_nodes:
         return None
-    where = f"partition {named}" if named else "the cluster"
-    everyone = [group for found in offered.values() for group in found]
-    change = f" or {_key(config, stage, 'partition')}"
-    for need in needs:
-        if not any(map(need.fits, everyone)):
-            most = f"; the most is {max(map(need.most, everyone)):,.0f}" if need.most else ""
-            return f"{stage}: no node of {where} has {need.wanted}{most}. Change {need.keys}{change}"
-    if max(fitting.values()) == 0:
-        wanted = " and ".join(need.wanted for need in needs)
-        return f"{stage}: no node of {where} has {wanted}. Change one of these{change}"
-    fit = f"only {max(fitting.values())} nodes of {where} fit"
-    return f"{stage}: stages.{stage}.nodes is {fewest}, and {fit}. Change stages.{stage}.nodes{change}"
+    place = f"partition {requested}" if requested else "the cluster"
+    candidates = [group for of_partition in groups_by_partition.values() for group in of_partition]
+    alternative = f" or {_find_key(config, stage, 'partition')}"
+    for each in requirements:
+        if not any(map(each.is_met, candidates)):
+            limit = f"; the most is {max(map(each.amount, candidates)):,.0f}" if each.amount else ""
+            return f"{stage}: no node of {place} has {each.description}{limit}. Change {each.keys}{alternative}"
+    if max_matching == 0:
+        combination = " and ".join(each.description for each in requirements)
+        return f"{stage}: no node of {place} has {combination}. Change one of these{alternative}"
+    problem = f"only {max_matching} nodes of {place} fit"
+    return f"{stage}: stages.{stage}.nodes is {min_nodes}, and {problem}. Change stages.{stage}.nodes{alternative}"
 
 
-def _needs(config: Config, stage: str) -> list[_Need]:
-    """What the job of a stage asks of each node."""
-    site, wanted = config.resolve_site(stage), config.stages.get_resources(stage)
-    needs = []
-    cpus = wanted.processes_per_node * (site.cpus_per_task or 1)
+def _list_requirements(config: Config, stage: str) -> list[_Requirement]:
+    """Return what the job of a stage requests on each node."""
+    site = config.resolve_site(stage)
+    resources = config.stages.get_resources(stage)
+    requirements = []
+    cpus = resources.processes_per_node * (site.cpus_per_task or 1)
     if cpus > 1 and not site.sbatch.keys() & {"overcommit", "ntasks-per-core", "ntasks-per-socket"}:
-        keys = [f"stages.{stage}.tasks_per_node: {wanted.processes_per_node}"] if STAGES[stage].is_distributed else []
+        keys = (
+            [f"stages.{stage}.tasks_per_node: {resources.processes_per_node}"] if STAGES[stage].is_distributed else []
+        )
         if site.cpus_per_task:
-            keys.append(f"{_key(config, stage, 'cpus_per_task')}: {site.cpus_per_task}")
+            keys.append(f"{_find_key(config, stage, 'cpus_per_task')}: {site.cpus_per_task}")
         names = " or ".join(key.partition(":")[0] for key in keys)
-        words = f"{cpus:,} CPUs ({' × '.join(keys)})"
-        needs.append(_Need(lambda nodes: nodes.cpus >= cpus, words, lambda nodes: nodes.cpus, names))
+        description = f"{cpus:,} CPUs ({' × '.join(keys)})"
+        requirements.append(
+            _Requirement(lambda nodes: nodes.cpus >= cpus, description, lambda nodes: nodes.cpus, names)
+        )
     if site.mem_gb:
-        memory, key = math.ceil(site.mem_gb * 1024), _key(config, stage, "mem_gb")
-        words = f"{memory:,} MB of memory ({key}: {site.mem_gb:g})"
-        needs.append(_Need(lambda nodes: nodes.memory_mb >= memory, words, lambda nodes: nodes.memory_mb, key))
+        memory_mb = math.ceil(site.mem_gb * 1024)
+        key = _find_key(config, stage, "mem_gb")
+        description = f"{memory_mb:,} MB of memory ({key}: {site.mem_gb:g})"
+        requirements.append(
+            _Requirement(lambda nodes: nodes.memory_mb >= memory_mb, description, lambda nodes: nodes.memory_mb, key)
+        )
     if (gpus := site.gpus_per_node) and site.gpus_as != "none":
-        kind = (site.gpu_type or "").lower()
+        gpu_type = (site.gpu_type or "").lower()
 
-        def count(nodes: Nodes) -> float:
-            return nodes.gpus.get(kind, 0.0) if kind else sum(nodes.gpus.values())
+        def count_gpus(nodes: Nodes) -> float:
+            return nodes.gpus.get(gpu_type, 0.0) if gpu_type else sum(nodes.gpus.values())
 
-        key, of_kind = _key(config, stage, "gpus_per_node"), f", site.gpu_type: {site.gpu_type}" if kind else ""
-        words = f"{gpus} GPU{'s' * (gpus > 1)} ({key}: {gpus}{of_kind})"
-        needs.append(_Need(lambda nodes: count(nodes) >= gpus, words, count, key + " or site.gpu_type" * bool(kind)))
+        key = _find_key(config, stage, "gpus_per_node")
+        type_hint = f", site.gpu_type: {site.gpu_type}" if gpu_type else ""
+        description = f"{gpus} GPU{'s' * (gpus > 1)} ({key}: {gpus}{type_hint})"
+        names = key + " or site.gpu_type" * bool(gpu_type)
+        requirements.append(_Requirement(lambda nodes: count_gpus(nodes) >= gpus, description, count_gpus, names))
     if constraint := site.constraint:
-        key = _key(config, stage, "constraint")
-        words = f"the features {constraint} ({key})"
-        needs.append(_Need(lambda nodes: has_features(constraint, nodes.features), words, None, key))
-    return needs
+        key = _find_key(config, stage, "constraint")
+        description = f"the features {constraint} ({key})"
+        requirements.append(
+            _Requirement(lambda nodes: has_features(constraint, nodes.features), description, None, key)
+        )
+    return requirements
 
 
-def _key(config: Config, stage: str, name: str) -> str:
-    """The key of the config that says what a stage asks for: the stage's own, that of all data jobs, or the site's."""
+def _find_key(config: Config, stage: str, name: str) -> str:
+    """Return the key of the config that sets a request: that of the stage, of all data jobs, or of the site."""
     if getattr(config.stages.get_resources(stage), name) is not None:
         return f"stages.{stage}.{name}"
     if not STAGES[stage].is_distributed and getattr(config.site.data_jobs, name) is not None:
@@ -219,22 +241,27 @@ def _key(config: Config, stage: str, name: str) -> str:
 
 
 def assign_ranks_to_nodes(tasks: Sequence[int], distribution: str) -> list[int]:
-    """The node of each rank, where node n has room for `tasks[n]` (srun(1), `--distribution`).
+    """Return the node of each rank, by the rules of srun(1), `--distribution`.
 
-    block fills a node before the next, plane=N deals out N ranks to each node in turn, cyclic one.
+    block fills a node before the next one, plane=N assigns N ranks to each node in turn, cyclic assigns one.
+
+    Args:
+        tasks: how many ranks each node can run.
+        distribution: the value of `--distribution`.
     """
-    first = re.split("[:,]", distribution.lower())[0]
-    at_once = _plane(distribution) or (1 if first == "cyclic" else max(tasks, default=1))
-    left, nodes = list(tasks), list[int]()
-    while any(left):
-        for node, room in enumerate(left):
-            dealt = min(room, at_once)
-            nodes += [node] * dealt
-            left[node] -= dealt
+    method = re.split("[:,]", distribution.lower())[0]
+    ranks_in_turn = _parse_plane_size(distribution) or (1 if method == "cyclic" else max(tasks, default=1))
+    free = list(tasks)
+    nodes: list[int] = []
+    while any(free):
+        for node, available in enumerate(free):
+            assigned = min(available, ranks_in_turn)
+            nodes += [node] * assigned
+            free[node] -= assigned
     return nodes
 
 
-def _plane(distribution: str) -> int | None:
+def _parse_plane_size(distribution: str) -> int | None:
     match = re.match(r"plane=(\d+)", distribution.lower())
     return int(match[1]) if match else None
 
@@ -242,53 +269,57 @@ def _plane(distribution: str) -> int | None:
 def describe_placement_problem(
     stage: str, nodes: int, per_node: int, tensor: int, tasks: Sequence[int], distribution: str | None
 ) -> str | None:
-    """Why `nodes` × `per_node` ranks in groups of `tensor`, which divides `per_node`, do not fit what was granted; None
-    where they do.
+    """Return why the ranks of a stage do not fit the granted nodes; None if they fit.
 
-    `tasks`: how many each granted node may run; `distribution` as sbatch takes it, None for the default (block).
-    More nodes than wanted are no problem: srun takes the first ones.
+    More nodes than necessary are no problem: srun uses the first ones.
+
+    Args:
+        stage: the stage.
+        nodes: the number of nodes that the stage uses.
+        per_node: the number of ranks on each node.
+        tensor: the size of a tensor parallel group, which divides `per_node`.
+        tasks: how many tasks each granted node can run.
+        distribution: the value of `--distribution`; None for the default (block).
     """
     if len(tasks) < nodes or min(tasks[:nodes]) < per_node:
         return (
-            f"{stage} wants {nodes} nodes × {per_node} ranks, and Slurm granted {len(tasks)} nodes for "
-            f"{', '.join(map(str, tasks))} tasks: ask with --nodes={nodes} --ntasks-per-node={per_node}, or set "
-            f"stages.{stage}.nodes and stages.{stage}.tasks_per_node to what is there"
+            f"{stage} needs {nodes} nodes × {per_node} ranks, and Slurm granted {len(tasks)} nodes for "
+            f"{', '.join(map(str, tasks))} tasks: request --nodes={nodes} --ntasks-per-node={per_node}, or set "
+            f"stages.{stage}.nodes and stages.{stage}.tasks_per_node to what was granted"
         )
-    plane = _plane(distribution or "")
-    if plane and per_node % plane:  # srun would fill planes where there is room: 3 and 1 ranks instead of 2 and 2
+    plane = _parse_plane_size(distribution or "")
+    if plane and per_node % plane:  # srun would fill the planes unevenly: 3 and 1 ranks instead of 2 and 2
         return (
-            f"--distribution={distribution} makes planes that do not divide the ranks per node ({per_node}): ask with "
+            f"--distribution={distribution} makes planes that do not divide the ranks per node ({per_node}): request "
             "--distribution=block (site.distribution)"
         )
-    place = assign_ranks_to_nodes([per_node] * nodes, distribution or "block")
-    for first in range(0, len(place), tensor):
-        if len(set(place[first : first + tensor])) > 1:
+    node_of_rank = assign_ranks_to_nodes([per_node] * nodes, distribution or "block")
+    for first in range(0, len(node_of_rank), tensor):
+        if len(set(node_of_rank[first : first + tensor])) > 1:
             return (
                 f"--distribution={distribution} puts ranks {first} to {first + tensor - 1} on several nodes, and the "
-                f"ranks of a tensor parallel group (parallel.tensor={tensor}) must share one: ask with "
+                f"ranks of a tensor parallel group (parallel.tensor={tensor}) must share one: request "
                 "--distribution=block (site.distribution)"
             )
     return None
 
 
 def find_planned_placement_problem(config: Config) -> str | None:
-    """What is wrong with the placement that the training's job would ask for; None where nothing is."""
-    wanted, nodes = config.stages.train, config.stages.train.max_nodes
-    tasks = [wanted.tasks_per_node] * nodes
+    """Return what is wrong with the placement that the training's job would request; None if nothing is."""
+    train = config.stages.train
+    tasks = [train.tasks_per_node] * train.max_nodes
     return describe_placement_problem(
-        "train", nodes, wanted.tasks_per_node, config.parallel.tensor, tasks, config.site.distribution
+        "train", train.max_nodes, train.tasks_per_node, config.parallel.tensor, tasks, config.site.distribution
     )
 
 
 def find_placement_problem(run: Run, stage: str, size: int) -> str | None:
-    """Why this allocation does not fit `size` ranks of `stage`; None where it does, or Slurm does not say."""
+    """Return why `size` ranks of a stage do not fit this allocation; None if they fit, or if it is unknown."""
     granted = read_granted_tasks(os.environ)
     if not STAGES[stage].is_distributed or granted is None:
         return None
-    per_node, tensor = (
-        run.config.stages.get_resources(stage).processes_per_node,
-        run.config.parallel.tensor if STAGES[stage].is_training else 1,
-    )
+    per_node = run.config.stages.get_resources(stage).processes_per_node
+    tensor = run.config.parallel.tensor if STAGES[stage].is_training else 1
     return describe_placement_problem(stage, size // per_node, per_node, tensor, *granted)
 
 
@@ -298,17 +329,20 @@ _TIMEOUT_S = 10.0
 def check_limits(config: Config, planned: Mapping[str, Sequence[int]]) -> None:
     """Raise UserError if Slurm would refuse one of the planned jobs.
 
-    `planned`: by stage, how many tasks each submission has; 1 for a job that is no array.
+    Args:
+        config: the config.
+        planned: for each stage, the number of tasks of each submission; 1 for a job without an array.
     """
     if not any(map(sum, planned.values())):
         return
     settings = cluster_settings()
-    _check_arrays(config, planned, settings)
+    _check_array_sizes(config, planned, settings)
     if "limits" in settings.get("AccountingStorageEnforce", "").lower():
-        _check_number(config, planned, settings.get("ClusterName", ""))
+        _check_job_count(config, planned, settings.get("ClusterName", ""))
 
 
-def _check_arrays(config: Config, planned: Mapping[str, Sequence[int]], settings: Mapping[str, str]) -> None:
+def _check_array_sizes(config: Config, planned: Mapping[str, Sequence[int]], settings: Mapping[str, str]) -> None:
+    """Raise UserError if an array has more tasks than the cluster allows."""
     limits = {"MaxArraySize": settings.get("MaxArraySize", "")}
     if found := re.search(r"max_array_tasks=(\d+)", settings.get("SchedulerParameters", "")):
         limits["SchedulerParameters: max_array_tasks"] = found[1]
@@ -328,62 +362,71 @@ def _check_arrays(config: Config, planned: Mapping[str, Sequence[int]], settings
                 )
 
 
-def _check_number(config: Config, planned: Mapping[str, Sequence[int]], cluster: str) -> None:
-    """Refuse more jobs than the QOS, or if it has no limit the association, allows a user to have in the queue."""
+def _check_job_count(config: Config, planned: Mapping[str, Sequence[int]], cluster: str) -> None:
+    """Raise UserError if the user would have too many jobs in the queue.
+
+    The limit is that of the QOS or, if it has none, that of the association.
+    """
     columns = "DefaultAccount,Account,Partition,DefaultQOS,MaxSubmitJobs"
-    associations = _show("user", getpass.getuser(), "withassoc", "where", f"cluster={cluster}", columns=columns)
-    of_qos = dict(_show("qos", columns="Name,MaxSubmitJobsPerUser"))
-    numbers, limits, parts = Counter[tuple[str, str]](), dict[tuple[str, str], int](), list[str | None]()
+    associations = _read_sacctmgr(
+        "user", getpass.getuser(), "withassoc", "where", f"cluster={cluster}", columns=columns
+    )
+    limit_by_qos = dict(_read_sacctmgr("qos", columns="Name,MaxSubmitJobsPerUser"))
+    new_jobs: Counter[tuple[str, str]] = Counter()
+    limits: dict[tuple[str, str], int] = {}
+    requested_partitions: list[str | None] = []
     for stage, sizes in planned.items():
-        wanted = {name: _asked_for(config, stage, name) for name in ("account", "partition", "qos")}
+        requested = {name: _find_requested(config, stage, name) for name in ("account", "partition", "qos")}
         for default, account, partition, default_qos, limit in associations if sum(sizes) else ():
-            if account != (wanted["account"] or default) or partition not in ("", wanted["partition"]):
+            if account != (requested["account"] or default) or partition not in ("", requested["partition"]):
                 continue
-            qos = wanted["qos"] or default_qos or "normal"
-            key, text = ("QOS", qos), of_qos.get(qos, "")
+            qos = requested["qos"] or default_qos or "normal"
+            key = ("QOS", qos)
+            text = limit_by_qos.get(qos, "")
             # the limit of an account does not count jobs of the user's own associations with partitions
             if not text and not any(row[1] == account and row[2] for row in associations):
-                key, text = ("account", account), limit
+                key = ("account", account)
+                text = limit
             if text.isdigit():
-                numbers[key] += sum(sizes)
+                new_jobs[key] += sum(sizes)
                 limits[key] = int(text)
-                parts.append(wanted["partition"])
+                requested_partitions.append(requested["partition"])
             break
     if not limits:
         return
-    shown = run_slurm_command(
+    output = run_slurm_command(
         "squeue", "--me", "-h", "-r", "-t", "PENDING,RUNNING,SUSPENDED", "-o", "%q|%a", timeout_s=_TIMEOUT_S
     )
     queued = Counter[tuple[str, str]]()
-    for line in (shown or "").splitlines():
+    for line in (output or "").splitlines():
         qos, _, account = line.partition("|")
         queued.update([("QOS", qos), ("account", account)])
-    for key, number in numbers.items():
-        if queued[key] + number > limits[key] and not any(map(_has_qos, parts)):
-            each = ", ".join(f"{stage} {sum(sizes)}" for stage, sizes in planned.items() if sizes)
+    for key, count in new_jobs.items():
+        if queued[key] + count > limits[key] and not any(map(_has_partition_qos, requested_partitions)):
+            counts = ", ".join(f"{stage} {sum(sizes)}" for stage, sizes in planned.items() if sizes)
             raise UserError(
                 "slurm.too_many_jobs",
-                f"this needs {number} more jobs ({each}; each task of an array is one). {key[0]} {key[1]} allows you "
+                f"this needs {count} more jobs ({counts}; each task of an array is one). {key[0]} {key[1]} allows you "
                 f"{limits[key]} jobs at a time (MaxSubmitJobs), and {queued[key]} are in the queue. Wait until fewer "
-                "are, or ask for fewer: stages.shard.tasks=1, fewer points of a sweep",
+                "are, or request fewer: stages.shard.tasks=1, fewer points of a sweep",
             )
 
 
-def _asked_for(config: Config, stage: str, name: str) -> str | None:
-    """Return the account, partition or QOS that a stage's job gets: the config's, or that of the shell (SBATCH_*)."""
+def _find_requested(config: Config, stage: str, name: str) -> str | None:
+    """Return the account, partition or QOS that a stage's job requests: from the config, or from SBATCH_* variables."""
     site = config.resolve_site(stage)
-    found = getattr(site, name) or site.sbatch.get(name) or os.environ.get(f"SBATCH_{name.upper()}")
-    return None if found is None else str(found)
+    value = getattr(site, name) or site.sbatch.get(name) or os.environ.get(f"SBATCH_{name.upper()}")
+    return None if value is None else str(value)
 
 
-def _has_qos(partition: str | None) -> bool:
-    """Whether a partition (None: any) has a QOS of its own, whose limits count in the place of the others."""
-    shown = run_slurm_command("scontrol", "--oneliner", "show", "partition", *([partition] if partition else []))
-    return any(parse_key_values(line).get("QoS", "N/A") != "N/A" for line in (shown or "QoS=unknown").splitlines())
+def _has_partition_qos(partition: str | None) -> bool:
+    """Return True if a partition (None: any) has a partition QOS, whose limits replace the others."""
+    output = run_slurm_command("scontrol", "--oneliner", "show", "partition", *([partition] if partition else []))
+    return any(parse_key_values(line).get("QoS", "N/A") != "N/A" for line in (output or "QoS=unknown").splitlines())
 
 
-def _show(*words: str, columns: str) -> list[list[str]]:
-    """Rows of `sacctmgr show`; none if it is not there, or not allowed."""
-    shown = run_slurm_command("sacctmgr", "-n", "-P", "show", *words, f"format={columns}", timeout_s=_TIMEOUT_S)
-    rows = [line.split("|") for line in (shown or "").splitlines()]
+def _read_sacctmgr(*words: str, columns: str) -> list[list[str]]:
+    """Return the rows of `sacctmgr show`; empty if it is missing or not permitted."""
+    output = run_slurm_command("sacctmgr", "-n", "-P", "show", *words, f"format={columns}", timeout_s=_TIMEOUT_S)
+    rows = [line.split("|") for line in (output or "").splitlines()]
     return [row for row in rows if len(row) == columns.count(",") + 1]

@@ -420,9 +420,11 @@ class StatusPoller:
 
     def _read_stage(self, run: Run, stage: str, follows_unfinished: bool) -> StageStatus:
         """Return the status of a stage; `follows_unfinished`: whether a parent may still write checkpoints."""
-        work, events = stages.load_stage_module(stage), run.read_events(stage)
+        work = stages.load_stage_module(stage)
+        events = run.read_events(stage)
         missing = stages.quick_missing_outputs(run, stage)
-        lock_holder, progress = run.lock_holder(stage), work.progress(run)
+        lock_holder = run.lock_holder(stage)
+        progress = work.progress(run)
         jobs = [job for job in self._jobs if (job.run, job.stage) == (run.path, stage) and not job.is_stray]
         jobs = [job for job in jobs if job.job_id or job.state.reason]  # an open submission has no job yet
         shown = _choose_job(jobs)
@@ -529,7 +531,8 @@ def tabulate_points(run: Run, statuses: Sequence[StageStatus]) -> list[list[str]
     rows = []
     values_of_points = run.config.sweep.points()
     for status, values in zip(statuses, values_of_points, strict=True):
-        progress, result = stages.load_stage_module("train").progress(status.run), read_newest_result(status.run)
+        progress = stages.load_stage_module("train").progress(status.run)
+        result = read_newest_result(status.run)
         main_metric = get_main_metric(result)[1] if result else math.inf
         state = status.state if status.state in ("done", "waiting") else f"{status.stage} {status.state}"
         cells = [status.run.path.name, *map(str, values.values()), state]

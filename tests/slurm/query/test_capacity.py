@@ -12,7 +12,7 @@ from pipeline.config.sections import Config
 from pipeline.run.directory import Run
 from pipeline.run.stages import load_stage_module
 from slurm.query import capacity
-from slurm.query.capacity import check_capacity, has_features, parse_nodes, unsatisfiable
+from slurm.query.capacity import check_capacity, find_unsatisfiable_request, has_features, parse_nodes
 from tests.support.tiny import write_config
 
 SINFO = """\
@@ -79,18 +79,20 @@ def config(folder: Path, *overrides: str) -> Config:
 )  # fmt: skip
 def test_what_no_node_can_satisfy_is_named_with_its_key(tmp_path: Path, overrides: list[str], words: list[str]) -> None:
     nodes = [group for group in parse_nodes(SINFO) if group.partition != "odd" or "odd" in overrides[0]]
-    reason = unsatisfiable(config(tmp_path, *overrides), "train", nodes)
+    reason = find_unsatisfiable_request(config(tmp_path, *overrides), "train", nodes)
     assert (reason is None) == (not words), reason
     assert all(word in str(reason) for word in words), reason
 
 
 def test_jobs_of_one_process_are_checked_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = config(tmp_path, "site.partition=low", "site.data_jobs={cpus_per_task: 8}")
-    reason = unsatisfiable(wanted, "shard", parse_nodes(SINFO))
+    reason = find_unsatisfiable_request(wanted, "shard", parse_nodes(SINFO))
     assert "8 CPUs (site.data_jobs.cpus_per_task: 8); the most is 4" in str(reason)
-    assert unsatisfiable(wanted, "train", parse_nodes(SINFO)) is None
+    assert find_unsatisfiable_request(wanted, "train", parse_nodes(SINFO)) is None
     monkeypatch.setenv("SBATCH_PARTITION", "low")
-    assert "partition low" in str(unsatisfiable(config(tmp_path, "site.cpus_per_task=8"), "shard", parse_nodes(SINFO)))
+    assert "partition low" in str(
+        find_unsatisfiable_request(config(tmp_path, "site.cpus_per_task=8"), "shard", parse_nodes(SINFO))
+    )
 
 
 @pytest.mark.parametrize(

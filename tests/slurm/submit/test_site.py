@@ -594,7 +594,7 @@ def test_what_passes_has_each_tensor_group_on_one_node(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((4, 2, 1, [1, 1], None), "4 nodes × 2 ranks, and Slurm granted 2 nodes for 1, 1 tasks: ask with --nodes=4"),
+        ((4, 2, 1, [1, 1], None), "4 nodes × 2 ranks, and Slurm granted 2 nodes for 1, 1 tasks: request --nodes=4"),
         ((2, 2, 1, [4, 3], "plane=3"), "planes that do not divide the ranks per node (2)"),
         ((2, 2, 2, [2, 2], "cyclic"), "ranks 0 to 1 on several nodes"),
         ((2, 2, 2, [2, 2], "cyclic"), "--distribution=block (site.distribution)"),
