@@ -1,4 +1,4 @@
-"""Odd lines in a run's files: left out by everybody, counted and told; where they say what is trained, refused."""
+"""Malformed lines in the files of a run: left out and counted, or rejected where they determine what is trained."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CHANGED_EVENTS: list[dict[str, Any]] = [
     {"uid": []}, {"cause": {}, "event": "failed"}, {"by": [], "event": "stopping"},
 ]  # fmt: skip
 EVENT = {"time": "2026-01-01T00:00:00Z", "event": "started", "stage": "train", "attempt": 1}
-ODD_EVENTS = [
+MALFORMED_EVENTS = [
     "{}", '{"step": 5}', "null", "[]", '"event"', "1e999", "{torn", '{"event": "started"}', "\x00\x1b[2J",
     '{"a": ' * 9999, *(json.dumps({**EVENT, **change}) for change in CHANGED_EVENTS),
 ]  # fmt: skip
@@ -47,7 +47,7 @@ CHANGED_STEPS: list[dict[str, Any]] = [
     {"loss": float("nan")}, {"step_time_s": None}, {"step_time_s": -1}, {"step_time_s": 1e300},
     {"tokens_per_s": None}, {"data_wait_s": "x"}, {"checkpoint_s": []}, {"loss": None, "skipped": None},
 ]  # fmt: skip
-ODD_STEPS = [
+MALFORMED_STEPS = [
     '{"step": 5}', "null", "{torn", "17", '{"loss": 1.0}',
     *(json.dumps({**STEP, "step": 5, **change}) for change in CHANGED_STEPS),
 ]  # fmt: skip
@@ -55,8 +55,8 @@ ODD_STEPS = [
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """A run that trained one step and was evaluated, as far as whoever looks can tell."""
-    monkeypatch.setattr(Run, "copy_code", lambda self, **more: None)
+    """A run whose files show one training step and its evaluation."""
+    monkeypatch.setattr(Run, "copy_code", lambda self: None)
     run = Run.create(load_config(write_config(tmp_path)))
     write_event(run, "started", "train", job_id="1", attempt=1, task=None, ranks=2)
     write_event(run, "ready", "train", step=0)
@@ -72,33 +72,33 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     return run
 
 
-def shown(run: Run) -> str:
-    """What status and report print."""
+def print_run(run: Run) -> str:
+    """Return what status and report print."""
     console = Console(width=200, record=True)
     print_status(Run.open(run.path), console)
     print_report(Run.open(run.path), console)
     return console.export_text()
 
 
-def test_odd_events_are_left_out_and_counted(run: Run) -> None:
-    undisturbed = read_event_lines(run)
-    for line in ODD_EVENTS:
+def test_malformed_events_are_left_out_and_counted(run: Run) -> None:
+    events_before = read_event_lines(run)
+    for line in MALFORMED_EVENTS:
         append_line(run.events_file, line)
-    assert read_event_lines(run) == undisturbed
-    assert shown(run).count(f"events.jsonl: {len(ODD_EVENTS)} malformed lines left out") == 2
+    assert read_event_lines(run) == events_before
+    assert print_run(run).count(f"events.jsonl: {len(MALFORMED_EVENTS)} malformed lines left out") == 2
 
 
-def test_odd_steps_are_left_out_and_counted(run: Run) -> None:
-    for line in ODD_STEPS:
+def test_malformed_steps_are_left_out_and_counted(run: Run) -> None:
+    for line in MALFORMED_STEPS:
         append_line(run.metrics_file, line)
     assert progress(run).description.startswith("1/30 steps, loss 5.0000")
-    assert f"metrics.jsonl: {len(ODD_STEPS)} malformed lines left out" in shown(run)
+    assert f"metrics.jsonl: {len(MALFORMED_STEPS)} malformed lines left out" in print_run(run)
     assert list_lost_lines(run.metrics_file, 0) == [STEP] and not list_lost_lines(run.metrics_file, 1)
     rewind_metrics(run.metrics_file, 1)
     assert run.metrics_file.read_text() == json.dumps(STEP) + "\n"
 
 
-def test_a_line_that_is_being_written_is_not_odd(run: Run) -> None:
+def test_a_line_that_is_being_written_is_not_malformed(run: Run) -> None:
     with open(run.events_file, "a") as file:
         file.write('{"time": "20')
     assert (
@@ -115,40 +115,43 @@ def test_a_line_that_is_being_written_is_not_odd(run: Run) -> None:
      json.dumps(add_checksum({**RESULT, "checkpoint": "x"})).replace('"loss": 1.0', '"loss": 1.5'),
      json.dumps({**RESULT, "bits_per_byte": "1.4", "checkpoint": "x"})],
 )  # fmt: skip
-def test_an_odd_evaluation_is_none_and_is_told(run: Run, content: str) -> None:
+def test_a_malformed_evaluation_is_left_out_and_reported(run: Run, content: str) -> None:
     assert read_newest_result(run) is not None
     result_file(run, 1).write_text(content)
     assert read_newest_result(run) is None
-    assert "evaluation/step-00000001.json is left out" in shown(run)
+    assert "evaluation/step-00000001.json is left out" in print_run(run)
 
 
 @pytest.mark.parametrize("content", ["", "{torn", "[1]", '{"n1": null}', '{"n1": "fast"}', "\xff"])
-def test_odd_times_of_hosts_are_left_out(run: Run, content: str) -> None:
+def test_malformed_compute_times_are_left_out(run: Run, content: str) -> None:
     (run.stage_dir("train") / get_compute_times_file(run.jobs_dir).name).write_text(content, encoding="latin-1")
-    assert "local compute time per step by host" not in shown(run)
+    assert "local compute time per step by host" not in print_run(run)
 
 
 @pytest.mark.parametrize("content", ["{}", '{"set": 5}', '{"set": {"train": {"steps": 50}}, }', "[]"])
-def test_an_odd_change_of_the_config_is_refused_and_a_torn_one_left_out(run: Run, content: str) -> None:
+def test_a_malformed_config_change_is_an_error_and_an_incomplete_one_is_left_out(run: Run, content: str) -> None:
     run.apply_overrides(["train.steps=40"])
     append_line(run.changes_file, '{"time": "2026-01-01T00:00:00Z", "set": {"train')
     assert Run(run.path).config.train.steps == 40
     append_line(run.changes_file, content)
-    with pytest.raises(InputError, match=r"changes\.jsonl, line \d is damaged"):
+    with pytest.raises(InputError) as error:
         _ = Run(run.path).config
+    assert error.value.code == "run.damaged_file" and "changes.jsonl, line 3" in str(error.value)
 
 
 @pytest.mark.parametrize("line", [{}, {"decision": "skip"}, {"decision": "leave_out", "position": 8, "reason": "x"}])
-def test_an_odd_decision_is_refused(run: Run, line: dict[str, Any]) -> None:
+def test_a_malformed_decision_is_an_error(run: Run, line: dict[str, Any]) -> None:
     append_line(run.decisions_file, json.dumps({"decision": "skip", "position": 8, "reason": "x"}))
     assert len(lines.read_required_lines(run.decisions_file, is_decision)) == 1
     append_line(run.decisions_file, json.dumps(line))
-    with pytest.raises(InputError, match=r"decisions\.jsonl, line 2 is damaged"):
+    with pytest.raises(InputError) as error:
         lines.read_required_lines(run.decisions_file, is_decision)
+    assert error.value.code == "run.damaged_file" and "decisions.jsonl, line 2" in str(error.value)
 
 
-def test_a_checkpoint_under_the_name_of_another_step_is_none(run: Run) -> None:
+def test_a_checkpoint_in_the_directory_of_another_step_is_rejected(run: Run) -> None:
     (run.checkpoints_dir / catalog.checkpoint_name(1)).rename(run.checkpoints_dir / catalog.checkpoint_name(30))
-    with pytest.raises(CheckpointError, match="is of step 1"):
+    with pytest.raises(CheckpointError) as error:
         catalog.read_checkpoint_manifest(run.checkpoints_dir / catalog.checkpoint_name(30))
+    assert error.value.code == "checkpoint.renamed"
     assert catalog.find_newest_step(run.checkpoints_dir) == 0

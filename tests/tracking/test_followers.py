@@ -320,6 +320,15 @@ def test_a_save_or_look_that_is_due_is_no_stall(tmp_path: Path, chat: str) -> No
 
 
 @pytest.mark.usefixtures("long_ago")
+def test_the_last_save_of_a_training_that_a_callback_completed_is_no_stall(tmp_path: Path, chat: str) -> None:
+    one = FakeRun(tmp_path, f"track={{webhook: {{url: '{chat}'}}}}", "checkpoint.every_steps=1000")
+    one.write_steps(3)
+    write_event(one.run, "stopped_early", "train", step=3, reason="the loss no longer improves")
+    quiet(one, "webhook", 850).catch_up()
+    assert not Chat.heard
+
+
+@pytest.mark.usefixtures("long_ago")
 def test_a_job_that_was_suspended_does_not_stall(tmp_path: Path, chat: str, monkeypatch: pytest.MonkeyPatch) -> None:
     one = FakeRun(tmp_path, f"track={{webhook: {{url: '{chat}'}}}}")
     one.write_steps(3)

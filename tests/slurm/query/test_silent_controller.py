@@ -1,4 +1,4 @@
-"""A controller that does not answer is waited for once; nothing is said of its jobs, or done in their place."""
+"""A controller that does not respond: commands wait for it once, and do not guess the state of its jobs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ cluster = cluster_fixture()
 pytestmark = pytest.mark.timeout(900)
 
 
-def test_a_frozen_controller(tmp_path: Path, cluster: Cluster) -> None:
+def test_commands_do_nothing_while_the_controller_is_frozen(tmp_path: Path, cluster: Cluster) -> None:
     run = make_run(tmp_path, overrides=HELD)
     assert run_submit(cluster, tmp_path, "tiny.yaml", *HELD).returncode == 0
     ids = [one.job_id for _, one in list_recorded_jobs(run)]
@@ -52,7 +52,9 @@ def test_a_frozen_controller(tmp_path: Path, cluster: Cluster) -> None:
                 again,
                 refused.stdout,
             )
-        assert not run.metrics_file.exists() and not run.changes_file.exists(), "nothing was trained here, or changed"
+        assert not run.metrics_file.exists() and not run.changes_file.exists(), (
+            "nothing is trained on this machine, and nothing changes"
+        )
         cancelled = run_submit(cluster, tmp_path, "cancel", "runs/tiny").stdout
         assert "they stay in the queue" in cancelled and NOT_RESPONDING in cancelled
     assert queue(cluster, ids) == before and len(cluster.output(["squeue", "-h"]).splitlines()) == len(ids)
@@ -61,8 +63,8 @@ def test_a_frozen_controller(tmp_path: Path, cluster: Cluster) -> None:
 
 
 @pytest.fixture
-def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Slurm's commands, fake: each notes that it was asked, and does what the test writes behind that."""
+def fake_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Replace Slurm's commands by programs that log their names and hang; return their directory."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for name in ("scontrol", "squeue", "sacct", "sbatch"):
@@ -76,12 +78,14 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def answers(folder: Path, name: str, says: str, code: int = 0) -> None:
-    words = f'echo "{says}"\necho "{says}" >&2\nexit {code}\n'
-    (folder / name).write_text(f'#!/bin/sh\necho {name} >> "{folder}/log"\n{words}')
+def set_output(folder: Path, name: str, output: str, code: int = 0) -> None:
+    """Let a fake command print `output` to stdout and stderr, and exit with `code`."""
+    script = f'echo "{output}"\necho "{output}" >&2\nexit {code}\n'
+    (folder / name).write_text(f'#!/bin/sh\necho {name} >> "{folder}/log"\n{script}')
 
 
-def submitted(folder: Path, count: int) -> Run:
+def make_submitted_run(folder: Path, count: int) -> Run:
+    """Return a run with `count` submitted trainings."""
     run = make_run(folder)
     for job in range(count):
         write_event(
@@ -90,89 +94,96 @@ def submitted(folder: Path, count: int) -> Run:
     return run
 
 
-def test_it_is_waited_for_once(tmp_path: Path, asked: Path) -> None:
-    run, shown = submitted(tmp_path, 20), io.StringIO()
+def test_status_waits_for_the_controller_once(tmp_path: Path, fake_commands: Path) -> None:
+    run = make_submitted_run(tmp_path, 20)
+    output = io.StringIO()
     for _ in range(3):
-        print_status(run, Console(file=shown, width=200))
-    assert (asked / "log").read_text().split() == ["scontrol"]
-    assert shown.getvalue().count(f"train unknown {NOT_RESPONDING}") == 3
-    with pytest.raises(UserError, match=NOT_RESPONDING):
+        print_status(run, Console(file=output, width=200))
+    assert (fake_commands / "log").read_text().split() == ["scontrol"]
+    assert output.getvalue().count(f"train unknown {NOT_RESPONDING}") == 3
+    with pytest.raises(UserError) as error:
         run_jobs.list_running_work(run)
+    assert error.value.code == "slurm.not_responding"
 
 
-def test_where_all_jobs_are_forgotten_a_look_costs_no_question_for_each(tmp_path: Path, asked: Path) -> None:
-    """Without accounting, and with jobs of another user, too."""
-    answers(asked, "scontrol", "ClusterName = here")
-    answers(asked, "squeue", "")
-    answers(asked, "sacct", "Slurm accounting storage is disabled", 1)
-    wanted = [
+def test_one_query_covers_many_jobs_that_slurm_no_longer_knows(tmp_path: Path, fake_commands: Path) -> None:
+    """This includes jobs of another user, and a cluster without accounting."""
+    set_output(fake_commands, "scontrol", "ClusterName = here")
+    set_output(fake_commands, "squeue", "")
+    set_output(fake_commands, "sacct", "Slurm accounting storage is disabled", 1)
+    jobs = [
         RecordedJob(str(job), cluster="here", uid=uid) for uid in (job_states.os.getuid(), 12345) for job in range(50)
     ]
-    found = job_states.query_job_states(wanted)
-    assert {state.state for state in found.values()} == {job_states.UNKNOWN}
-    assert (asked / "log").read_text().split() == ["scontrol", "squeue", "sacct", "squeue"]
+    states = job_states.query_job_states(jobs)
+    assert {state.state for state in states.values()} == {job_states.UNKNOWN}
+    assert (fake_commands / "log").read_text().split() == ["scontrol", "squeue", "sacct", "squeue"]
 
 
-@pytest.mark.parametrize("says", ["slurm_load_jobs error: Socket timed out on send/recv operation", None])
+@pytest.mark.parametrize("error_output", ["slurm_load_jobs error: Socket timed out on send/recv operation", None])
 @pytest.mark.parametrize("count", [1, 4])
-def test_a_squeue_that_fails_says_nothing_of_jobs_that_may_be_there(
-    tmp_path: Path, asked: Path, says: str | None, count: int
+def test_jobs_are_unknown_if_squeue_fails(
+    tmp_path: Path, fake_commands: Path, error_output: str | None, count: int
 ) -> None:
-    """Whatever the controller answered before, and though it would take new jobs."""
-    answers(asked, "scontrol", "ClusterName = here")
-    answers(asked, "sbatch", "105")
-    if says is not None:
-        answers(asked, "squeue", says, 1)
-    run, shown = submitted(tmp_path, count), io.StringIO()
-    print_status(run, Console(file=shown, width=200))
-    assert f"train unknown {NOT_RESPONDING}" in shown.getvalue() and "resume" not in shown.getvalue()
+    """This holds although the controller responded before and would accept new jobs."""
+    set_output(fake_commands, "scontrol", "ClusterName = here")
+    set_output(fake_commands, "sbatch", "105")
+    if error_output is not None:
+        set_output(fake_commands, "squeue", error_output, 1)
+    run = make_submitted_run(tmp_path, count)
+    output = io.StringIO()
+    print_status(run, Console(file=output, width=200))
+    assert f"train unknown {NOT_RESPONDING}" in output.getvalue() and "resume" not in output.getvalue()
     before = run.events_file.read_bytes()
-    with pytest.raises(UserError, match=NOT_RESPONDING):
-        submit_chain(run, Console(file=shown), retries_failed=True)
-    assert run.events_file.read_bytes() == before and "sbatch" not in (asked / "log").read_text()
+    with pytest.raises(UserError) as error:
+        submit_chain(run, Console(file=output), retries_failed=True)
+    assert error.value.code == "slurm.not_responding"
+    assert run.events_file.read_bytes() == before and "sbatch" not in (fake_commands / "log").read_text()
 
 
-def test_nor_of_the_jobs_of_a_sweeps_points(tmp_path: Path, asked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    silent = JobState("1", UNKNOWN, NOT_RESPONDING)
-    monkeypatch.setattr(run_jobs, "find_jobs", lambda claims, *_: (dict.fromkeys(claims, silent), None))
+def test_jobs_of_sweep_points_are_unknown_if_the_controller_does_not_respond(
+    tmp_path: Path, fake_commands: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unknown = JobState("1", UNKNOWN, NOT_RESPONDING)
+    monkeypatch.setattr(run_jobs, "find_jobs", lambda jobs, *_: (dict.fromkeys(jobs, unknown), None))
     run = Run.create(load_config(write_config(tmp_path), ["sweep.grid={optimizer.lr: [0.1, 0.2]}"]))
     for point in create_points(run):
         write_event(point, "submitted", "train", job_id="1", executor="slurm", cluster="here", job_name="train-tiny")
-    with pytest.raises(UserError, match=NOT_RESPONDING):
+    with pytest.raises(UserError) as error:
         submit_chain(run, Console(file=io.StringIO()), retries_failed=True)
+    assert error.value.code == "slurm.not_responding"
 
 
-def test_a_job_that_the_controller_does_not_know_is_forgotten(asked: Path) -> None:
-    """squeue fails where it is asked for a single job that is gone: that is an answer."""
-    answers(asked, "scontrol", "ClusterName = here")
-    answers(asked, "squeue", "slurm_load_jobs error: Invalid job id specified", 1)
-    answers(asked, "sacct", "")
-    one = RecordedJob("1", cluster="here", uid=job_states.os.getuid())
-    assert job_states.query_job_states([one])[one] == JobState("1", UNKNOWN)
+def test_an_error_about_an_unknown_job_id_is_an_answer(fake_commands: Path) -> None:
+    """squeue fails if it is queried for a single job that the controller no longer has."""
+    set_output(fake_commands, "scontrol", "ClusterName = here")
+    set_output(fake_commands, "squeue", "slurm_load_jobs error: Invalid job id specified", 1)
+    set_output(fake_commands, "sacct", "")
+    job = RecordedJob("1", cluster="here", uid=job_states.os.getuid())
+    assert job_states.query_job_states([job])[job] == JobState("1", UNKNOWN)
 
 
-def test_all_questions_of_a_look_share_one_time_limit(asked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Accounting that hangs leaves time for one more squeue, of jobs of another user."""
-    answers(asked, "scontrol", "ClusterName = here")
-    answers(asked, "squeue", "")
+def test_all_commands_of_a_query_share_one_time_limit(fake_commands: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If accounting hangs, there is time left for another squeue, for jobs of other users."""
+    set_output(fake_commands, "scontrol", "ClusterName = here")
+    set_output(fake_commands, "squeue", "")
     limits: list[tuple[str, float]] = []
-    ask = slurm_commands.run_slurm_command
+    run_slurm_command = slurm_commands.run_slurm_command
 
-    def note(*command: str, timeout_s: float, **more: Any) -> str | None:
+    def record_limit(*command: str, timeout_s: float, **more: Any) -> str | None:
         limits.append((command[0], timeout_s))
-        return ask(*command, timeout_s=timeout_s, **more)
+        return run_slurm_command(*command, timeout_s=timeout_s, **more)
 
     slurm_commands.cluster_name()
-    monkeypatch.setattr(slurm_commands, "run_slurm_command", note)
-    one = RecordedJob("1", cluster="here", uid=12345)
-    assert job_states.query_job_states([one])[one] == JobState("1", UNKNOWN), "squeue has answered twice"
+    monkeypatch.setattr(slurm_commands, "run_slurm_command", record_limit)
+    job = RecordedJob("1", cluster="here", uid=12345)
+    assert job_states.query_job_states([job])[job] == JobState("1", UNKNOWN), "squeue has answered twice"
     assert [name for name, _ in limits] == ["squeue", "sacct", "squeue"]
     (_, first), (_, half), (_, rest) = limits
     assert 0.5 >= first >= 2 * half and half + rest <= first
 
 
 @pytest.mark.parametrize(
-    ("says", "there"),
+    ("ping_output", "is_responding"),
     [
         ("Slurmctld(primary) at here is UP", True),
         ("Slurmctld(primary) at here is DOWN", None),
@@ -181,18 +192,19 @@ def test_all_questions_of_a_look_share_one_time_limit(asked: Path, monkeypatch: 
         (None, None),
     ],
 )
-def test_this_machine_does_not_take_the_place_of_a_cluster_that_is_silent(
-    asked: Path, says: str | None, there: bool | None
+def test_a_cluster_that_does_not_respond_is_not_replaced_by_this_machine(
+    fake_commands: Path, ping_output: str | None, is_responding: bool | None
 ) -> None:
-    if says is not None:
-        answers(asked, "scontrol", says, int(not there))
-    if there is None:
-        with pytest.raises(UserError, match="--executor local"):
+    if ping_output is not None:
+        set_output(fake_commands, "scontrol", ping_output, int(not is_responding))
+    if is_responding is None:
+        with pytest.raises(UserError) as error:
             is_slurm_responding()
+        assert error.value.code == "slurm.not_responding" and "--executor local" in str(error.value)
     else:
-        assert is_slurm_responding() == there
+        assert is_slurm_responding() == is_responding
 
 
-def test_sbatch_without_scontrol_is_no_cluster(asked: Path) -> None:
-    (asked / "scontrol").unlink()
+def test_sbatch_without_scontrol_is_no_cluster(fake_commands: Path) -> None:
+    (fake_commands / "scontrol").unlink()
     assert not is_slurm_responding()
