@@ -698,7 +698,7 @@ class StageState:
 
     @property
     def is_training_steps(self) -> bool:
-        """Whether the newest attempt is open, and nothing told it to stop or to complete early."""
+        """Whether the newest attempt is open, and neither stops nor completes early."""
         is_stopping = self.stopping_event is not None or self.stop_request is not None
         return self.is_open and not is_stopping and not self.is_completing_early
 

@@ -113,9 +113,9 @@ def list_slow_gpus(
 ) -> list[str]:
     """Return descriptions of the GPUs that are slower than others of their model, or report errors, worst first.
 
-    A GPU is slow if its median of a value is below the limit of `_SLOW_LIMITS`, relative to the median of all GPUs of
-    its model that the run uses. Of these GPUs, Xids since the start of the job and uncorrected memory errors since the
-    driver was loaded are listed as well. A GPU that no longer reports anything is listed in any case.
+    A GPU is slow if its median of a value is too low, compared with all GPUs of its model that the run uses
+    (`_SLOW_LIMITS`). Xids since the start of the job and uncorrected memory errors since the driver was loaded are
+    listed as well. A GPU that no longer reports anything is listed even if the run does not use it.
 
     Args:
         run_dir: the run directory.

@@ -1,8 +1,8 @@
 """metrics.jsonl: one line for each optimizer step. Each step appears once, even after crashes.
 
 The line of a step is written before a checkpoint of that step begins, so that a checkpoint never contains more steps
-than the file. After a restore, the lines beyond the restored step are moved to events.jsonl (`lost_work`), and a last
-line that a crash cut off is removed.
+than the file. After a restore, the lines beyond the restored step are moved to events.jsonl (`lost_work`). A last line
+that a crash cut off is removed.
 """
 
 from __future__ import annotations

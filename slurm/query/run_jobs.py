@@ -177,7 +177,7 @@ def find_run_jobs(runs: Sequence[Run], forgotten: dict[RecordedJob, JobState] | 
     """Return the jobs of `runs`, oldest first, with their states from one query.
 
     These are the jobs in their events, jobs of open submissions, and jobs that have the comment of a run but that no
-    event names. The last are not looked for if the runs were last submitted on one machine.
+    event names. The last kind is omitted if the runs were last executed without Slurm.
 
     Args:
         runs: a run, or a sweep and its points.

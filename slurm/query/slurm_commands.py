@@ -110,8 +110,8 @@ def require_single_cluster(env: Mapping[str, str]) -> None:
 def cluster_settings() -> dict[str, str]:
     """Return the settings of the local cluster; empty if the controller does not respond.
 
-    They are queried once. If the controller does not respond, the query is repeated after half a minute at the
-    earliest, so that a caller that polls does not wait for the time limit each time.
+    They are queried once. If the controller does not respond, it is not queried again for half a minute. A caller that
+    polls therefore does not wait for the time limit each time.
     """
     conf = os.environ.get("SLURM_CONF")
     if conf not in _settings_by_conf and time.monotonic() >= _retry_times.get(conf, 0.0):

@@ -20,7 +20,7 @@ from slurm.query.status import print_status
 from slurm.submit.chain import submit_chain
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
-from tests.slurm.query.test_job_identity import HELD, queue
+from tests.slurm.query.test_job_identity import HELD, list_queue
 from tests.support.cluster_runs import run_submit
 from tests.support.events import write_event
 from tests.support.tiny import make_run, write_config
@@ -34,7 +34,7 @@ def test_commands_do_nothing_while_the_controller_is_frozen(tmp_path: Path, clus
     run = make_run(tmp_path, overrides=HELD)
     assert run_submit(cluster, tmp_path, "tiny.yaml", *HELD).returncode == 0
     ids = [one.job_id for _, one in list_recorded_jobs(run)]
-    before = queue(cluster, ids)
+    before = list_queue(cluster, ids)
     with cluster.frozen():
         status = run_submit(cluster, tmp_path, "status", "runs/tiny")
         assert (
@@ -57,9 +57,9 @@ def test_commands_do_nothing_while_the_controller_is_frozen(tmp_path: Path, clus
         )
         cancelled = run_submit(cluster, tmp_path, "cancel", "runs/tiny").stdout
         assert "they stay in the queue" in cancelled and NOT_RESPONDING in cancelled
-    assert queue(cluster, ids) == before and len(cluster.output(["squeue", "-h"]).splitlines()) == len(ids)
+    assert list_queue(cluster, ids) == before and len(cluster.output(["squeue", "-h"]).splitlines()) == len(ids)
     assert "jobs" in run_submit(cluster, tmp_path, "cancel", "runs/tiny").stdout
-    assert {line.split()[1] for line in queue(cluster, ids)} == {"CANCELLED"}
+    assert {line.split()[1] for line in list_queue(cluster, ids)} == {"CANCELLED"}
 
 
 @pytest.fixture
