@@ -104,7 +104,7 @@ def test_jobs_of_another_run_with_the_same_ids_are_not_changed(
     assert {line.split()[1] for line in list_queue(here, new)} == {"CANCELLED"} and list_queue(here, ids) == before
     if not lost:
         names = [c.output(["scontrol", "show", "config"]).split("ClusterName")[1].split()[1] for c in (cluster, other)]
-        assert f"jobs of cluster {names[0]} are not seen from {names[1]}" in done.stdout
+        assert f"jobs of cluster {names[0]} are not visible on {names[1]}" in done.stdout
         assert {line.split()[1] for line in list_queue(cluster, ids)} == {"PENDING"}
         assert run_submit(cluster, tmp_path, "cancel", "runs/tiny").returncode == 0
         assert {line.split()[1] for line in list_queue(cluster, ids)} == {"CANCELLED"}, "there they are ours"
