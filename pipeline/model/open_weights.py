@@ -1,14 +1,12 @@
-"""Weights of an open model's folder, from safetensors into a training's parameters, whatever the layout.
+"""Initialize a model from the safetensors files of an open model's folder, for any parallel layout.
 
-All ranks look together, each at some of the files: what tensors they hold. Then every rank knows whether the folder has
-what the model needs, and raises the same error where it does not. What is read afterwards is only the rank's own part
-of each tensor, one tensor at a time: a file is mapped, the part is copied, the map goes away. Meanwhile threads hash
-the files, each in one rank: they read ahead what is copied, so that the disk is asked for it once.
+The ranks share the reading of the file headers and exchange the results, so all of them find the same tensors and raise
+the same error. Each rank then copies only its own part of each tensor. Meanwhile threads hash the files, each on one
+rank, which also reads them ahead.
 
-A safetensors file is a JSON header with names, types, shapes and places, and then the numbers: nothing in it can be
-executed. The folder is read when a training begins and never again. `source.json` in the run directory then says what
-it began with, whose hash goes into each checkpoint (pipeline/checkpoint/identity.py), and keeps the small files that
-belong to the tokenizer, for an export.
+A safetensors file is a JSON header with names, types, shapes and offsets, followed by the tensors, so it can execute
+nothing. The folder is read once, when the training starts. `source.json` in the run directory then records it. Its hash
+is part of each checkpoint (pipeline/checkpoint/identity.py), and its copies of the tokenizer's files serve an export.
 """
 
 from __future__ import annotations
@@ -41,26 +39,30 @@ from pipeline.model.spec import LM_HEAD
 from pipeline.model.task import Task
 from pipeline.run.directory import Run
 
-Held = dict[str, tuple[list[int], str]]
+TensorSpecs = dict[str, tuple[list[int], str]]
 """Shape and type of tensors, by name."""
 _TYPES = ("F64", "F32", "F16", "BF16")
-_NO_WEIGHT = ".rotary_emb.inv_freq"
-"""How a table is called that older Llamas keep among their weights; it follows from the config."""
+_UNUSED_SUFFIX = ".rotary_emb.inv_freq"
+"""Suffix of a table that older Llamas store with their weights, although it follows from the config."""
 
 
 @dataclass(frozen=True)
 class OpenWeights:
-    """A folder whose tensors fit the model."""
+    """A folder whose tensors match the model."""
 
     folder: Path
     files: Mapping[str, str]
-    """The file of each tensor."""
+    """Name of the file that contains each tensor."""
     write_source: Callable[[], object] = lambda: None
-    """Write `source.json`, once all files are hashed; all ranks call it when they are filled."""
+    """Write `source.json` once all files are hashed. All ranks call it after copying their weights."""
 
     @torch.no_grad()
     def copy_into(self, weights: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Copy into each parameter, by its name in the whole model, what this rank holds of it; in its own type."""
+        """Copy this rank's part of each tensor to its parameter and convert it to the parameter's type.
+
+        Args:
+            weights: parameters with their names in the whole model.
+        """
         for name, parameter in weights:
             part = local_tensor(parameter)
             if part.numel():
@@ -69,11 +71,10 @@ class OpenWeights:
 
 
 def open_initial_weights(run: Run, task: Task, group: dist.ProcessGroup) -> OpenWeights | None:
-    """What the run's decoder starts from; None where its weights are drawn.
+    """Open the folder from which the run's decoder starts; None if its weights are sampled.
 
-    All ranks of the Gloo `group` call it. Raises UserError, on all of them, naming file and tensor, for a folder that
-    was changed since the run was made, for files that are no safetensors, and for tensors that are missing, too many,
-    or of another shape or type.
+    All ranks of the Gloo `group` call it. Raises UserError on all of them if the folder has changed since the run was
+    made, if a file is not safetensors, and if a tensor is missing, unexpected or has another shape or type.
     """
     model = run.config.model
     metadata = run.config.metadata.model
@@ -81,11 +82,11 @@ def open_initial_weights(run: Run, task: Task, group: dist.ProcessGroup) -> Open
         return None
     folder, rank, ranks = model.init_from, dist.get_rank(group), dist.get_world_size(group)
 
-    def digest_of(name: str) -> str:
+    def hash_file(name: str) -> str:
         with translate_read_errors(str(folder / name)), open_inside(folder, name) as file:
             return sha256_file(file)
 
-    def look() -> dict[str, Held]:
+    def read_own_headers() -> dict[str, TensorSpecs]:
         with translate_read_errors(str(folder / CONFIG_FILE)), open_inside(folder, CONFIG_FILE) as file:
             if sha256_file(file) != metadata.init_sha256:
                 raise UserError(
@@ -101,11 +102,11 @@ def open_initial_weights(run: Run, task: Task, group: dist.ProcessGroup) -> Open
             )
         return {name: read_tensor_specs(folder, name) for name in names}
 
-    seen = {name: found for part in all_gather_results(group, look) for name, found in part.items()}
+    seen = {name: found for part in all_gather_results(group, read_own_headers) for name, found in part.items()}
     whole = dict(task.named_weights(task.build(range(model.layers))))
     source = match_tensors(folder, seen, whole, tied=model.tie_word_embeddings)
     threads = ThreadPoolExecutor(4)
-    digests = {name: threads.submit(digest_of, name) for name in sorted(seen)[rank::ranks]}
+    digests = {name: threads.submit(hash_file, name) for name in sorted(seen)[rank::ranks]}
 
     def write_source() -> None:
         parts = all_gather_results(group, lambda: {name: digest.result() for name, digest in digests.items()})
@@ -116,15 +117,15 @@ def open_initial_weights(run: Run, task: Task, group: dist.ProcessGroup) -> Open
 
 
 def _write_source(run: Run, folder: Path, hashes: Mapping[str, str]) -> None:
-    """Note what the training begins with."""
+    """Record the files that the training starts from."""
     own = run.config.data.tokenizer.path == folder / TOKENIZER_FILE
     files = {CONFIG_FILE: run.config.metadata.model.init_sha256, **hashes}
     kept = {"along": read_tokenizer_files(folder), "token_ids": read_token_ids(folder)} if own else {"along": {}}
     write_json(run.path / SOURCE_FILE, add_checksum({"folder": str(folder), "files": files, **kept}))
 
 
-def read_tensor_specs(folder: Path, file_name: str) -> Held:
-    """Shape and type of each tensor of a safetensors file, by name. Raises UserError for what is none."""
+def read_tensor_specs(folder: Path, file_name: str) -> TensorSpecs:
+    """Return shape and type of each tensor in a safetensors file. Raises UserError if it is not a safetensors file."""
     file = folder / file_name
     try:
         with (
@@ -144,12 +145,20 @@ def read_tensor_specs(folder: Path, file_name: str) -> Held:
 
 
 def match_tensors(
-    folder: Path, held: Mapping[str, Held], whole: Mapping[str, nn.Parameter], *, tied: bool
+    folder: Path, specs: Mapping[str, TensorSpecs], whole: Mapping[str, nn.Parameter], *, tied: bool
 ) -> OpenWeights:
-    """The folder, of whose files this is `held`. Raises UserError where that is not the `whole` model's tensors."""
+    """Match the tensors of a folder with a model.
+
+    Args:
+        specs: tensors of each file.
+        whole: parameters of the whole model.
+        tied: whether the output layer shares the embedding, so that its tensor is ignored.
+
+    Raises UserError if tensors are missing, repeated or unexpected, or have another shape or type.
+    """
     files: dict[str, str] = {}
     tensors: dict[str, tuple[list[int], str]] = {}
-    for name, content in sorted(held.items()):
+    for name, content in sorted(specs.items()):
         if twice := sorted(content.keys() & files.keys()):
             raise UserError(
                 "model.duplicate_tensor",
@@ -174,7 +183,7 @@ def match_tensors(
                 "model.wrong_type",
                 f"{folder}: {name} is of type {kind}, not one of {', '.join(_TYPES)}: take one that is",
             )
-    unknown = sorted(name for name in tensors.keys() - whole.keys() if not name.endswith(_NO_WEIGHT))
+    unknown = sorted(name for name in tensors.keys() - whole.keys() if not name.endswith(_UNUSED_SUFFIX))
     if unknown and not (tied and unknown == [LM_HEAD]):
         raise UserError(
             "model.unexpected_tensor",

@@ -1,16 +1,12 @@
-"""`generate RUN|DIR "prompt"`: a look at what a model has learned. It goes on with a text, token by token, here.
+"""The command `generate RUN|DIR "prompt"`: continue a text with a trained model, token by token.
 
-One process, weights in fp32, on a GPU where torch sees one. Each attention keeps the keys and values of the tokens so
-far (`Attention.past`), so that a further token costs a pass over that one token alone. Greedy takes the likeliest token
-each time, as transformers' `generate(do_sample=False)` does. Otherwise tokens are drawn: logits are divided by the
-temperature, then only the likeliest tokens that together have the probability `top_p` are left (nucleus sampling,
-Holtzman et al., arXiv 1904.09751); the same seed draws the same text on the same machine.
+It runs in one process with weights in fp32, on a GPU if there is one. Attention caches keys and values
+(`Attention.past`), so each new token costs one pass over this token. A temperature of 0 selects the likeliest token, as
+transformers' `generate(do_sample=False)` does. Otherwise tokens are sampled with temperature and `top_p` (nucleus
+sampling, Holtzman et al., arXiv 1904.09751); the same seed gives the same text on the same machine.
 
-A prompt for a folder of an open model gets the special tokens that its tokenizer puts before a text, as from
-transformers; one for a run gets those that its documents began with (pipeline/data/special_tokens.py).
-
-With `--chat` the prompt is a user's message: the chat template writes it, and the answer ends where the template ends
-answers. The template is the one that a run was trained with, otherwise that of its source model, or of the folder.
+A prompt gets the special tokens with which the model's training data begins (pipeline/data/special_tokens.py). With
+`--chat` it is a user's message, which the chat template of the run, its source model or the folder formats.
 """
 
 from __future__ import annotations
@@ -55,10 +51,8 @@ from pipeline.model.open_weights import match_tensors, read_tensor_specs
 from pipeline.model.spec import EMBEDDING
 from pipeline.run.directory import Run
 
-Ready = tuple[Decoder, Tokenizer, list[int], list[int]]
-"""The decoder with its weights, its tokenizer, the tokens that end a text, and those of the prompt."""
-
-
+LoadedModel = tuple[Decoder, Tokenizer, list[int], list[int]]
+"""The decoder with its weights, its tokenizer, the tokens that end a text, and the tokens of the prompt."""
 Prompt = str | Sequence[Mapping[str, str]]
 """A text to continue, or the messages of a dialogue to answer."""
 
@@ -75,11 +69,15 @@ def generate_text(
     chat: bool = False,
     system: str | None = None,
 ) -> str:
-    """The prompt and at most `most` further tokens, up to the one that ends a text; greedy where `temperature` is 0.
+    """Continue a prompt with at most `most` tokens, up to one that ends a text, and return both as text.
 
-    chat: the prompt is a user's message, after the `system` message if there is one; only the answer is returned.
-    target: a run, whose checkpoint of `step` (None: the newest) is taken, or a folder in Hugging Face's format. Raises
-    UserError for what cannot be generated, CheckpointError as `verify` does.
+    Args:
+        target: a run, or a folder in Hugging Face's format.
+        step: the checkpoint of a run; None: the newest.
+        temperature: 0 for greedy decoding.
+        chat: the prompt is a user's message, after the `system` message if given; only the answer is returned.
+
+    Raises UserError for invalid arguments, CheckpointError if the checkpoint is damaged.
     """
     if most < 1 or not 0 <= temperature < float("inf") or not 0 < top_p <= 1 or not 0 <= seed < 2**63:
         raise UserError(
@@ -89,12 +87,12 @@ def generate_text(
         )
     if system is not None and not chat:
         raise UserError("cli.conflict", "--system: a system message is for --chat: add --chat, or leave it out")
-    asked: Prompt = _as_text(prompt)
+    message: Prompt = _as_text(prompt)
     if chat:
         first = [] if system is None else [{"role": "system", "content": _as_text(system)}]
-        asked = [*first, {"role": "user", "content": _as_text(prompt)}]
-    of_run = (target / "config.yaml").exists() or not (target / CONFIG_FILE).exists()
-    model, tokenizer, ends, ids = (_of_run if of_run else _of_folder)(target, asked, step, most)
+        message = [*first, {"role": "user", "content": _as_text(prompt)}]
+    is_run = (target / "config.yaml").exists() or not (target / CONFIG_FILE).exists()
+    model, tokenizer, ends, ids = (_load_run if is_run else _load_folder)(target, message, step, most)
     generator = torch.Generator().manual_seed(seed)
     new = generate_tokens(
         model, ids, most, ends, lambda logits_V: choose_token(logits_V, temperature, top_p, generator)
@@ -104,16 +102,16 @@ def generate_text(
 
 
 def _as_text(argument: str) -> str:
-    """Replace what is no text: a command line may hold any bytes."""
+    """Replace invalid characters, because a command line may contain any bytes."""
     return argument.encode(errors="replace").decode()
 
 
 def choose_token(logits_V: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
-    """The next token, from its logits (fp32): the likeliest where `temperature` is 0, else a drawn one."""
+    """Return the next token by its logits (fp32, shape (V,)): the likeliest if `temperature` is 0, else a sample."""
     if temperature == 0:
         return int(logits_V.argmax())
-    less_V = (logits_V - logits_V.max()).double().cpu()  # so that no temperature is too small
-    likely, order = (less_V / temperature).softmax(-1).sort(descending=True)
+    shifted_V = (logits_V - logits_V.max()).double().cpu()  # at most 0, so that no temperature is too small
+    likely, order = (shifted_V / temperature).softmax(-1).sort(descending=True)
     likely[likely.cumsum(-1) - likely >= top_p] = 0
     return int(order[torch.multinomial(likely, 1, generator=generator)])
 
@@ -122,22 +120,26 @@ def choose_token(logits_V: Tensor, temperature: float, top_p: float, generator: 
 def generate_tokens(
     model: Decoder, ids: Sequence[int], most: int, ends: Sequence[int], choose: Callable[[Tensor], int]
 ) -> list[int]:
-    """At most `most` tokens after `ids`, each chosen from its logits (fp32, shape (V,)); the last may be an end."""
+    """Return at most `most` tokens after `ids`; the last one may be in `ends`.
+
+    Args:
+        choose: returns a token by its logits (fp32, shape (V,)).
+    """
     device = next(model.parameters()).device
     for block in model.model.blocks:
         attention = block.self_attn
         empty = torch.empty((1, attention.k_proj.out_features // attention.head_size, 0, attention.head_size))
         attention.past = empty.to(device), empty.to(device)
-    found: list[int] = []
+    new_ids: list[int] = []
     assert model.lm_head is not None
-    while len(found) < most and not (found and found[-1] in ends):
-        fresh = torch.tensor([found[-1:] or list(ids)], device=device)
-        found.append(choose(model.lm_head(model.model(fresh)[:, -1])[0]))
-    return found
+    while len(new_ids) < most and not (new_ids and new_ids[-1] in ends):
+        input_BT = torch.tensor([new_ids[-1:] or list(ids)], device=device)
+        new_ids.append(choose(model.lm_head(model.model(input_BT)[:, -1])[0]))
+    return new_ids
 
 
-def _of_run(path: Path, prompt: Prompt, step: str | None, most: int) -> Ready:
-    """Of a run's checkpoint."""
+def _load_run(path: Path, prompt: Prompt, step: str | None, most: int) -> LoadedModel:
+    """Load a run's checkpoint."""
     run = Run.open(path)
     if run.config.model.target is not None:
         raise UserError(
@@ -147,34 +149,41 @@ def _of_run(path: Path, prompt: Prompt, step: str | None, most: int) -> Ready:
     eos_token = run.config.data.tokenizer.eos_token
     manifest, tokenizer = load_run_manifest(run), load_tokenizer(run.data_dir / TOKENIZER_FILE, eos_token)
     assert isinstance(manifest, Manifest)
-    ids, turn_ends = _encoded(tokenizer, prompt, manifest.bos_ids, lambda: _template_of_run(run))
+    ids, turn_ends = _encode_prompt(tokenizer, prompt, manifest.bos_ids, lambda: _template_of_run(run))
     checkpoint, _ = open_intact_checkpoint(run, step)
     rows = CheckpointReader(checkpoint).read_metadata().state_dict_metadata[f"model.{EMBEDDING}"].size[0]  # type: ignore[union-attr]
-    model = _made(_decoder(run.config.model, rows, ids, most), run.config.model)
+    model = _allocate(_build_decoder(run.config.model, rows, ids, most), run.config.model)
     load_checkpoint({f"model.{name}": weight.detach() for name, weight in model.named_weights()}, checkpoint, None)
     return model, tokenizer, [*model_tokens(run, manifest, tokenizer).end_ids, *turn_ends], ids
 
 
-def _of_folder(folder: Path, prompt: Prompt, step: str | None, most: int) -> Ready:
-    """Of a folder in Hugging Face's format."""
+def _load_folder(folder: Path, prompt: Prompt, step: str | None, most: int) -> LoadedModel:
+    """Load a folder in Hugging Face's format."""
     if step is not None:
         raise UserError("cli.conflict", f"--step: {folder} is no run and has no checkpoints: leave it out")
     config = make_model_config(read_model_section(folder))
     with translate_read_errors(str(folder / TOKENIZER_FILE)), open_inside(folder, TOKENIZER_FILE) as file:
         tokenizer = load_tokenizer(file)
     begin = get_added_tokens(tokenizer)[0]
-    ids, turn_ends = _encoded(tokenizer, prompt, begin, lambda: _template_in(read_tokenizer_files(folder), f"{folder}"))
-    model = _decoder(config, config.vocab_size or 0, ids, most)
-    held = {name: read_tensor_specs(folder, name) for name in list_weight_files(folder)}
-    source = match_tensors(folder, held, dict(model.named_weights()), tied=config.tie_word_embeddings)
-    source.copy_into(_made(model, config).named_weights())
-    return model, tokenizer, [*_ends(read_inside(folder, CONFIG_FILE), read_tokenizer_files(folder)), *turn_ends], ids
+    ids, turn_ends = _encode_prompt(
+        tokenizer, prompt, begin, lambda: _template_in(read_tokenizer_files(folder), f"{folder}")
+    )
+    model = _build_decoder(config, config.vocab_size or 0, ids, most)
+    specs = {name: read_tensor_specs(folder, name) for name in list_weight_files(folder)}
+    source = match_tensors(folder, specs, dict(model.named_weights()), tied=config.tie_word_embeddings)
+    source.copy_into(_allocate(model, config).named_weights())
+    return (
+        model,
+        tokenizer,
+        [*_find_end_ids(read_inside(folder, CONFIG_FILE), read_tokenizer_files(folder)), *turn_ends],
+        ids,
+    )
 
 
-def _encoded(
+def _encode_prompt(
     tokenizer: Tokenizer, prompt: Prompt, bos_ids: Sequence[int], template: Callable[[], ChatTemplate]
 ) -> tuple[list[int], tuple[int, ...]]:
-    """Return the tokens of a prompt, and those that end an answer besides those that end any text."""
+    """Return the tokens of a prompt, and the tokens that end an answer in addition to those that end any text."""
     if isinstance(prompt, str):
         return encode_prompt(tokenizer, prompt, bos_ids), ()
     found = template()
@@ -214,15 +223,15 @@ def _template_in(files: Mapping[str, str], where: str) -> ChatTemplate:
     return found
 
 
-def _ends(config: Any, files: Mapping[str, str]) -> list[Any]:
-    """The tokens that end a text, by generation_config.json among `files`, else by `config`; null: none does."""
-    said = [config, parse_json_or_none(files.get("generation_config.json", "").encode())]
-    found = [one["eos_token_id"] for one in said if isinstance(one, dict) and "eos_token_id" in one]
+def _find_end_ids(config: Any, files: Mapping[str, str]) -> list[Any]:
+    """Return the tokens that end a text, by generation_config.json among `files`, otherwise by `config`."""
+    configs = [config, parse_json_or_none(files.get("generation_config.json", "").encode())]
+    found = [one["eos_token_id"] for one in configs if isinstance(one, dict) and "eos_token_id" in one]
     return (found[-1] if isinstance(found[-1], list) else found[-1:]) if found else []
 
 
-def _decoder(config: ModelConfig, vocab_size: int, ids: Sequence[int], most: int) -> Decoder:
-    """The whole decoder, on `meta`. Raises UserError for tokens that it does not know, or too many of them."""
+def _build_decoder(config: ModelConfig, vocab_size: int, ids: Sequence[int], most: int) -> Decoder:
+    """Build the decoder on the device `meta`. Raises UserError if the prompt has unknown or too many tokens."""
     length = len(ids) + most
     if not ids or max(ids) >= vocab_size:
         raise UserError(
@@ -238,8 +247,8 @@ def _decoder(config: ModelConfig, vocab_size: int, ids: Sequence[int], most: int
         return Decoder(config, vocab_size, length)
 
 
-def _made(model: Decoder, config: ModelConfig) -> Decoder:
-    """The same with memory, its weights zero."""
+def _allocate(model: Decoder, config: ModelConfig) -> Decoder:
+    """Allocate the memory of a decoder, with weights of zero."""
     model.to_empty(device="cuda" if torch.cuda.is_available() else "cpu").eval()
     init_weights(model, None, config.initializer_range)
     return model

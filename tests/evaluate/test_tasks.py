@@ -21,7 +21,7 @@ from pipeline.evaluate.evaluator import TaskFile
 from pipeline.evaluate.result import format_result
 from pipeline.evaluate.task_files import derive_task_names, read_task_file
 from pipeline.publish.export import export_checkpoint
-from pipeline.publish.generate import _of_folder
+from pipeline.publish.generate import _load_folder
 from pipeline.run.directory import Run
 from tests.publish.test_export import exported
 from tests.publish.test_generate import saved
@@ -125,7 +125,7 @@ def test_every_answer_is_that_of_lm_eval(trained: Run, tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     theirs, samples = json.loads(done.stdout.splitlines()[-1])
-    model, tokenizer, ends, _ = _of_folder(folder, "the", None, 40)
+    model, tokenizer, ends, _ = _load_folder(folder, "the", None, 40)
     task = TaskFile(file, tokenizer, ends[0], 32, 8, 3, together=False)
     with torch.no_grad():
         ours = [task.sums(model, number, number + 1) for number in range(task.count)]
@@ -166,7 +166,7 @@ def test_prompts_begin_with_the_special_tokens_of_the_training(tmp_path: Path, k
     save_tokenizer(tmp_path / "model", tokenizer, eos_token="<|end|>")
     chosen, _ = write_tasks(tmp_path)
     items = [json.loads(line) for line in chosen.read_text().splitlines()]
-    model, ours = _of_folder(tmp_path / "model", "the", None, 40)[:2]
+    model, ours = _load_folder(tmp_path / "model", "the", None, 40)[:2]
     for bos_ids in ((), (get_token_id(tokenizer, "<s>"),)):
         task = TaskFile(chosen, ours, 0, 32, 8, 3, together=False, bos_ids=bos_ids)
         with torch.no_grad():

@@ -21,7 +21,7 @@ from pipeline.data.chat_template import ChatTemplate
 from pipeline.data.special_tokens import find_end_of_turn
 from pipeline.evaluate.evaluator import TaskFile
 from pipeline.publish.export import export_checkpoint
-from pipeline.publish.generate import _of_folder, _of_run, generate_text
+from pipeline.publish.generate import _load_folder, _load_run, generate_text
 from pipeline.run.directory import Run
 from pipeline.run.stages import load_stage_module
 from tests.publish.test_export import exported, save_rank
@@ -136,7 +136,7 @@ def ends_in(folder: Path) -> dict[str, Any]:
     tokenizer, files = AutoTokenizer.from_pretrained(folder), ("config.json", "generation_config.json")
     found = {name: read_json(folder / name)["eos_token_id"] for name in files}
     assert GenerationConfig.from_pretrained(folder).eos_token_id == found[files[1]]
-    assert _of_folder(folder, "the model", None, 3)[2] == (
+    assert _load_folder(folder, "the model", None, 3)[2] == (
         found[files[1]] if isinstance(found[files[1]], list) else [found[files[1]]]
     )
     return {**found, "tokenizer": tokenizer.eos_token}
@@ -151,7 +151,7 @@ def test_a_base_model_tuned_on_dialogues_stops_where_answers_end(
     assert "warning" not in said
     both = [IM_END, END]
     assert ends_in(tmp_path / "out") == {"config.json": both, "generation_config.json": both, "tokenizer": "<|im_end|>"}
-    assert _of_run(run.path, "the model", None, 3)[2] == both
+    assert _load_run(run.path, "the model", None, 3)[2] == both
     generation, config = (read_json(tmp_path / "out" / name) for name in ("generation_config.json", "config.json"))
     assert (generation["temperature"], generation["pad_token_id"]) == (0.6, PAD)
     assert (config["bos_token_id"], config["pad_token_id"]) == (BOS, PAD)
@@ -184,7 +184,7 @@ def test_an_end_token_of_the_config_stays_the_tokenizers(tmp_path: Path) -> None
     export_checkpoint(run, tmp_path / "out", None, "fp32")
     ends = [CLOSE, IM_END, END, PAD]
     assert ends_in(tmp_path / "out") == {"config.json": ends, "generation_config.json": ends, "tokenizer": "</s>"}
-    assert _of_run(run.path, "the model", None, 3)[2] == ends
+    assert _load_run(run.path, "the model", None, 3)[2] == ends
 
 
 def test_the_template_goes_on_to_write_the_token_that_it_wrote_in_training(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_a_run_and_its_export_answer_alike(tmp_path: Path) -> None:
         run = chat_run(tmp_path / records, CHATML, {}, override, records=records)
         export_checkpoint(run, tmp_path / records / "out", None, "fp32")
         question = [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]
-        asked = [_of_run(run.path, question, None, 6), _of_folder(tmp_path / records / "out", question, None, 6)]
+        asked = [_load_run(run.path, question, None, 6), _load_folder(tmp_path / records / "out", question, None, 6)]
         assert asked[0][3] == asked[1][3] and IM_END in asked[0][2] and set(asked[0][2]) == set(asked[1][2])
         assert asked[0][1].decode(asked[0][3], skip_special_tokens=False).endswith("<|im_start|>assistant\n")
         answers = [generate_text(path, "a", system="s", **options) for path in (run.path, tmp_path / records / "out")]

@@ -17,7 +17,7 @@ from data_prep.tokenizer import train_bpe
 from pipeline.base.errors import UserError, make_printable
 from pipeline.base.files import write_json
 from pipeline.data.chat_template import load_template
-from pipeline.publish.generate import _of_folder, _of_run, choose_token, generate_text, generate_tokens
+from pipeline.publish.generate import _load_folder, _load_run, choose_token, generate_text, generate_tokens
 from pipeline.run.code import CODE_ROOT
 from tests.publish.test_export import exported
 from tests.publish.test_open_weights import FAMILIES, save
@@ -44,7 +44,7 @@ def test_greedy_is_what_transformers_generates(tmp_path: Path, family: str) -> N
     theirs = saved(tmp_path, family, **({"sliding_window": None} if family == "mistral" else {}))
     write_json(tmp_path / "generation_config.json", {})
     write_json(tmp_path / "config.json", theirs.config.to_dict() | {"eos_token_id": None})
-    model, tokenizer, ends, ids = _of_folder(tmp_path, PROMPT, None, 40)
+    model, tokenizer, ends, ids = _load_folder(tmp_path, PROMPT, None, 40)
     assert len(ids) > 3 and ends == [None]
     passes: list[int] = []
     model.model.register_forward_pre_hook(lambda _, given: passes.append(given[0].shape[1]))
@@ -92,7 +92,7 @@ def test_a_prompt_for_a_folder_begins_as_from_transformers(tmp_path: Path, kind:
     ids = ids[:-1] if kind == "with end" else ids  # a token behind the prompt would end it
     expected = theirs.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=None)
     for prompt in (PROMPT, f"<s>{PROMPT}"):
-        model, _, _, ours = _of_folder(tmp_path, prompt, None, 12)
+        model, _, _, ours = _load_folder(tmp_path, prompt, None, 12)
         if kind != "qwen" or prompt == PROMPT:
             assert ours == ids
             new = generate_tokens(model, ours, 12, [], lambda logits: int(logits.argmax()))
@@ -109,7 +109,7 @@ def test_a_prompt_for_a_run_begins_as_its_documents(tmp_path: Path) -> None:
         folder, _ = exported(tmp_path, data, f"run{number}", *more)
         tokens = np.fromfile(next((data / "shards").glob("*-train-*.h5")), "<u2")
         assert (begin in tokens.tolist()) is bool(expected)
-        ids = _of_run(tmp_path / f"runs/run{number}", PROMPT, None, 12)[3]
+        ids = _load_run(tmp_path / f"runs/run{number}", PROMPT, None, 12)[3]
         assert ids == [*expected, *tokenizer.encode(PROMPT, add_special_tokens=False).ids]
         if expected:
             text = generate_text(tmp_path / f"runs/run{number}", PROMPT, most=12, **GREEDY)
@@ -130,7 +130,7 @@ def test_a_message_is_answered_as_by_transformers(tmp_path: Path, name: str, sys
     messages = [{"role": role, "content": text} for role, text in (("system", system), ("user", PROMPT)) if text]
     made = AutoTokenizer.from_pretrained(tmp_path)
     expected = made.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    _, _, ends, ids = _of_folder(tmp_path, messages, None, 12)
+    _, _, ends, ids = _load_folder(tmp_path, messages, None, 12)
     assert ids == expected
     close = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "mistral-v0.1": "</s>", "qwen3": "<|im_end|>"}[name]
     assert ends[-1] == tokenizer.token_to_id(close)
@@ -145,7 +145,7 @@ def test_an_answer_ends_with_the_token_that_closes_answers(tmp_path: Path) -> No
     tokenizer, template = make_byte_tokenizer(" ".join(WORDS), 280), load_template(Path("mistral-v0.1"))
     file = save_tokenizer(tmp_path, tokenizer, template, eos_token="</s>", bos_token="<s>")
     messages = [{"role": "user", "content": PROMPT}]
-    ids = _of_folder(tmp_path, messages, None, 12)[3]
+    ids = _load_folder(tmp_path, messages, None, 12)[3]
     new = theirs.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=None)[0, len(ids) :]
     stop = next(place for place in range(3, 12) if new[place] not in new[:place])
     content, name = json.loads(file.read_text()), str(tokenizer.id_to_token(int(new[stop])))
@@ -153,7 +153,7 @@ def test_an_answer_ends_with_the_token_that_closes_answers(tmp_path: Path) -> No
     write_json(file, content)
     save_config = {"chat_template": template, "eos_token": name, "bos_token": "<s>"}
     write_json(tmp_path / "tokenizer_config.json", save_config)
-    assert _of_folder(tmp_path, messages, None, 12)[3] == ids
+    assert _load_folder(tmp_path, messages, None, 12)[3] == ids
     answer = generate_text(tmp_path, PROMPT, most=12, chat=True, **GREEDY)
     assert answer == tokenizer.decode(new[:stop].tolist())
     command = [sys.executable, str(CODE_ROOT / "submit.py"), "generate", str(tmp_path), PROMPT]

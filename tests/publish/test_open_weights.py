@@ -21,7 +21,7 @@ from pipeline.checkpoint.identity import SOURCE_FILE
 from pipeline.config.read import load_config
 from pipeline.config.sections import Config
 from pipeline.publish.card import write_card
-from pipeline.publish.generate import _of_run
+from pipeline.publish.generate import _load_run
 from pipeline.run.directory import Run
 from pipeline.run.stages import load_stage_module
 from tests.support.ranks import make_rank_info, run_ranks
@@ -330,7 +330,7 @@ def test_a_run_goes_on_without_the_folder_that_it_came_from(tmp_path: Path) -> N
     assert run_ranks(2, stage_rank, run.path, "train") == [ExitCode.DONE] * 2
     assert compute_run_digest(run) == compute_run_digest(calm)
     assert run_ranks(1, stage_rank, run.path, "evaluate") == [ExitCode.DONE]
-    assert _of_run(run.path, "the model", None, 5)[2] == [0, 7], "its text ends where the open model's ends"
+    assert _load_run(run.path, "the model", None, 5)[2] == [0, 7], "its text ends where the open model's ends"
     # the weights that it began with are part of what it is
     note = read_json(calm.path / SOURCE_FILE)
     assert set(note["files"]) == {"config.json", "model.safetensors"}
