@@ -1,8 +1,8 @@
-"""What a finished run holds, altered in all the ways that disks, hands and enemies alter it.
+"""Files of a finished run with random damage, as disks, people and attackers cause it.
 
-Whoever looks (status, report, plan, verify) and whoever goes on from it (a restore, training, an evaluation) says the
-same numbers as of the undisturbed run, or refuses in words. A case is made from its number, so one that fails can be
-run again alone.
+The commands that read the run (status, report, plan, verify) and those that continue it (training, evaluation) have the
+results of the undisturbed run, or fail with an error message. A case is made from its number, so that a failed one can
+be repeated alone.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ SMALL = (
     "optimizer.schedule=constant",
 )
 STEPS = 6
-"""The run was made to train 4 steps, which it did, and then asked for so many."""
-ODD_LINES = [
+"""The run has trained 4 steps; then its number of steps was changed to this."""
+MALFORMED_LINES = [
     b"{}", b'{"step": 5}', b"null", b"\xff\xfe", b"\x1b[2J", b"[" * 5000, b'{"event": "started"}', b'{"set": {}}', b"",
     b'{"time": "2026-01-01T00:00:00Z", "event": "saved", "stage": "train"}', b"- x", b"run: 5", b"1e999",
 ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run before anything is altered."""
-    run = make_run(tmp_path_factory.mktemp("whole"), overrides=SMALL)
+def undamaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the undamaged run."""
+    run = make_run(tmp_path_factory.mktemp("undamaged"), overrides=SMALL)
     for stage in ("train", "evaluate"):
         assert run_ranks(1, stage_rank, run.path, stage) == [ExitCode.DONE]
     write_event(run, "started", "train", job_id="1", attempt=1, task=None, ranks=1)
@@ -62,8 +62,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run.path
 
 
-def go_on(rank_info: RankInfo, path: Path) -> tuple[str, Any]:
-    """In a rank: train to the end, evaluate, verify. The numbers; or the words in which it was refused."""
+def continue_rank(rank_info: RankInfo, path: Path) -> tuple[str, Any]:
+    """Train to the end, evaluate and verify in a rank.
+
+    Returns:
+        "numbers" and the results, or "refused" or "traceback" and the message.
+    """
     from pipeline.checkpoint.checkpointer import verify_checkpoint
     from pipeline.run.failure import explain_error
     from planning.plan import describe_plan
@@ -74,7 +78,8 @@ def go_on(rank_info: RankInfo, path: Path) -> tuple[str, Any]:
         run = Run.open(path)
         verify_checkpoint(run, None)
         list(describe_plan(run.config))
-        step, result = catalog.find_newest_step(run.checkpoints_dir), read_newest_result(run)
+        step = catalog.find_newest_step(run.checkpoints_dir)
+        result = read_newest_result(run)
         from pipeline.checkpoint.checkpointer import compute_digest
 
         assert result is not None
@@ -89,8 +94,8 @@ def go_on(rank_info: RankInfo, path: Path) -> tuple[str, Any]:
         return ("refused" if words.startswith("error") and code != ExitCode.CRASHED else "traceback"), words
 
 
-def look(path: Path) -> str:
-    """What status and report show of a run, or in which words they refuse it."""
+def show_run(path: Path) -> str:
+    """Return the output of status and report for a run, or their error message."""
     console = PlainConsole(file=io.StringIO(), width=200, record=True)
     try:
         print_status(Run.open(path), console)
@@ -103,15 +108,17 @@ def look(path: Path) -> str:
     return console.export_text()
 
 
-def files(path: Path) -> list[Path]:
-    """What may be altered: all but code, logs and locks, by relative path."""
-    found = [one.relative_to(path) for one in sorted(path.rglob("*")) if one.is_file() and one.stat().st_size]
-    return [one for one in found if one.parts[0] != "code" and not one.name.startswith(("lock", ".creating", "rank-"))]
+def list_files(path: Path) -> list[Path]:
+    """Return the relative paths of the files that may be damaged: all except code, logs and locks."""
+    files = [file.relative_to(path) for file in sorted(path.rglob("*")) if file.is_file() and file.stat().st_size]
+    return [
+        file for file in files if file.parts[0] != "code" and not file.name.startswith(("lock", ".creating", "rank-"))
+    ]
 
 
-def alter(source: random.Random, run: Path) -> str:
-    """Alter one file of a run; what was done, in words."""
-    target = run / source.choice(files(run))
+def damage_file(source: random.Random, run: Path) -> str:
+    """Damage one file of a run and return a description of the damage."""
+    target = run / source.choice(list_files(run))
     content, way = target.read_bytes(), source.randrange(9)
     at = source.randrange(max(1, len(content)))
     name = f"{target.relative_to(run)}"
@@ -136,10 +143,10 @@ def alter(source: random.Random, run: Path) -> str:
             new, words = b"".join(rows), f"line {one} removed"
     elif way == 6:
         rows = content.splitlines(keepends=True)
-        rows.insert(source.randrange(len(rows) + 1), source.choice(ODD_LINES) + b"\n")
+        rows.insert(source.randrange(len(rows) + 1), source.choice(MALFORMED_LINES) + b"\n")
         new, words = b"".join(rows), "odd line"
     elif way == 7:
-        other_file = run / source.choice(files(run))
+        other_file = run / source.choice(list_files(run))
         words = f"swapped with {other_file.relative_to(run)}"
         new = other_file.read_bytes()
         other_file.write_bytes(content)
@@ -157,8 +164,8 @@ def alter(source: random.Random, run: Path) -> str:
     return f"{name}: {words}"
 
 
-def steps_of(path: Path) -> int:
-    """How many steps the altered run says it was asked for: a change that was cut off counts as never asked."""
+def read_requested_steps(path: Path) -> int:
+    """Return the number of steps in the config of the damaged run. A truncated change of the config does not count."""
     try:
         return Run.open(path).config.train.steps or 0
     except (UserError, OSError):
@@ -166,45 +173,45 @@ def steps_of(path: Path) -> int:
 
 
 @pytest.fixture(scope="module")
-def numbers(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
-    """Those of the undisturbed run, by the steps that it was asked for."""
+def numbers(undamaged: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
+    """Return the results of the undisturbed run by its number of steps."""
     found = {}
     for steps in (4, STEPS):
         copy = tmp_path_factory.mktemp("calm") / "tiny"
-        shutil.copytree(whole, copy, symlinks=True)
+        shutil.copytree(undamaged, copy, symlinks=True)
         if steps == 4:
             (copy / "changes.jsonl").unlink()
-        kind, found[steps] = run_ranks(1, go_on, copy)[0]
+        kind, found[steps] = run_ranks(1, continue_rank, copy)[0]
         assert kind == "numbers" and found[steps][0] == found[steps][2] == steps, found
-    assert "local compute time per step by host" in look(whole) and "left out" not in look(whole)
+    assert "local compute time per step by host" in show_run(undamaged) and "left out" not in show_run(undamaged)
     assert has_valid_checksum(json.loads((copy / "evaluation/step-00000006.json").read_text()))
     assert lines.read_required_lines(copy / "changes.jsonl", is_config_change)
     return found
 
 
-def same(found: Any, wanted: Any) -> bool:
-    """The same weights. The last digits of a loss may follow a setting that is no part of the training."""
-    return wanted is not None and found[:3] == wanted[:3] and math.isclose(found[3], wanted[3], rel_tol=1e-5)
+def is_same_result(actual: Any, expected: Any) -> bool:
+    """Return True if the weights are equal. The loss may differ by rounding, because of settings of the evaluation."""
+    return expected is not None and actual[:3] == expected[:3] and math.isclose(actual[3], expected[3], rel_tol=1e-5)
 
 
-def one_case(whole: Path, numbers: dict[int, Any], folder: Path, number: int) -> str | None:
-    """What is wrong with a case; None where nothing is."""
+def find_problem(undamaged: Path, numbers: dict[int, Any], folder: Path, number: int) -> str | None:
+    """Return what is wrong with a case; None if nothing is."""
     path = folder / "tiny"
-    shutil.copytree(whole, path, symlinks=True)
+    shutil.copytree(undamaged, path, symlinks=True)
     try:
-        what = f"case {number}: {alter(random.Random(number), path)}"
+        description = f"case {number}: {damage_file(random.Random(number), path)}"
         try:
-            shown = look(path)
+            output = show_run(path)
         except Exception as error:
-            return f"{what}: look: {type(error).__name__}: {error}"
-        if "\x1b" in shown:
-            return f"{what}: commands to the terminal"
-        steps = steps_of(path)
-        kind, found = run_ranks(1, go_on, path)[0]
+            return f"{description}: status or report: {type(error).__name__}: {error}"
+        if "\x1b" in output:
+            return f"{description}: control sequences in the output"
+        steps = read_requested_steps(path)
+        kind, result = run_ranks(1, continue_rank, path)[0]
         if kind == "traceback":
-            return f"{what}: {found}"
-        if kind == "numbers" and not same(found, numbers.get(steps)):
-            return f"{what}: {found} instead of {numbers}"
+            return f"{description}: {result}"
+        if kind == "numbers" and not is_same_result(result, numbers.get(steps)):
+            return f"{description}: {result} instead of {numbers}"
         return None
     finally:
         shutil.rmtree(path)
@@ -214,8 +221,8 @@ LONG = [pytest.param(range(first, first + 100), marks=pytest.mark.long) for firs
 
 
 @pytest.mark.parametrize("cases", [range(10), *LONG], ids=str)
-def test_an_altered_run_gives_the_same_numbers_or_is_refused(
-    whole: Path, numbers: dict[int, Any], tmp_path: Path, cases: range
+def test_a_damaged_run_has_the_same_results_or_is_rejected(
+    undamaged: Path, numbers: dict[int, Any], tmp_path: Path, cases: range
 ) -> None:
-    wrong = [words for number in cases if (words := one_case(whole, numbers, tmp_path, number))]
-    assert not wrong, "\n".join(wrong)
+    problems = [problem for number in cases if (problem := find_problem(undamaged, numbers, tmp_path, number))]
+    assert not problems, "\n".join(problems)
