@@ -27,10 +27,19 @@ from pipeline.parallel.mesh import Layout
 
 
 def list_rank_parameters(config: Config, layout: Layout, pp_rank: int, vocab: int) -> Iterator[ParameterSpec]:
-    """Yield the parameters of one tensor parallel rank at this position of the pipeline."""
+    """Yield the parameters of one rank, as tensor parallelism shards them, at this position of the pipeline."""
     for stage in layout.stages_on_rank(pp_rank):
         for parameter in decoder_parameters(config.model, vocab, layout.stage_layers[stage]):
             yield parameter.local(layout.tp)
+
+
+class AxisTraffic(NamedTuple):
+    """What one rank sends in one step to the other ranks along one axis of the layout."""
+
+    axis: str
+    """`data`, `shard`, `replicate`, `tensor` or `pipeline`."""
+    num_bytes: int
+    description: str
 
 
 class TrainedParameters(NamedTuple):
@@ -75,88 +84,179 @@ def residual_stream_bytes(config: Config, layout: Layout) -> int:
     return 2 if layout.fsdp and config.train.precision != "fp32" else stored_weight_bytes(config)
 
 
-def count_traffic(config: Config, layout: Layout, vocab: int) -> Iterator[tuple[str, int, str]]:
-    """Group, bytes that one rank sends in a step (of the pipeline's the one that sends most), and what it sends."""
-    found: dict[str, tuple[int, str]] = {}
-    for rank in range(layout.pp):
-        for group, size, words in count_rank_traffic(config, layout, vocab, rank):
-            found[group] = max((size, words), found.get(group, (0, "")))
-    yield from ((group, *made) for group, made in found.items())
+def count_traffic(config: Config, layout: Layout, vocab: int) -> Iterator[AxisTraffic]:
+    """Yield the traffic of one step along each axis, for the pipeline rank that sends most along it."""
+    largest: dict[str, AxisTraffic] = {}
+    for pp_rank in range(layout.pp):
+        for traffic in count_rank_traffic(config, layout, vocab, pp_rank):
+            largest[traffic.axis] = max(traffic, largest.get(traffic.axis, traffic))
+    yield from largest.values()
 
 
-def count_rank_traffic(config: Config, layout: Layout, vocab: int, pipeline: int) -> Iterator[tuple[str, int, str]]:
-    """The same of a rank in this place of the pipeline."""
-    weights, stages = list(list_rank_parameters(config, layout, pipeline, vocab)), layout.stages_on_rank(pipeline)
-    names, _, started = find_trained_parameters(config)
-    trained = [weight for weight in weights if weight.name in names]
-    width, wide = 4 if config.train.precision == "fp32" else 2, residual_stream_bytes(config, layout)
-    micro, zero, shard = layout.micro_batches, layout.zero, layout.dp_shard
-    values = math.prod(hidden_state_shape(config.model, config.train.micro_batch, config.data.sequence_length))
-    hook, local = config.parallel.hook, config.parallel.local_sgd
-    parameters = sum(weight.numel for weight in trained)
-    first, last = 0 in stages, layout.stages - 1 in stages
-    if layout.dp > 1 and not zero:
-        size, words = _ring(2 * stored_weight_bytes(config) * parameters, layout.dp), "gradients, all-reduced once"
-        if local is not None:
-            size, words = size // local.every, f"weights, all-reduced every {local.every} steps"
-        elif hook.kind in ("fp16", "bf16"):
-            size, words = size // 2, f"gradients, all-reduced once in {hook.kind}"
-        elif hook.kind == "topk" and hook.ratio * layout.dp < 1:
-            size, words = round(8 * hook.ratio * parameters) * (layout.dp - 1), "places and values, gathered by all"
-        elif hook.kind == "powersgd":
-            words += ", where PowerSGD does not send less"
-        yield "data", size, words
-    orthogonal = [each for each in trained if config.optimizer.name == "muon" and each.is_block_matrix]
-    whole = 3 * 4 * layout.tp  # bytes of such a weight, its gradient and momentum, gathered for the update
-    rows = [each for each in orthogonal if each.tp_dim == 1]  # over tensor first, the others at last
-    if layout.dp > 1 and zero:
-        times = micro if layout.reduce_each_micro_batch else 1
-        gathers, gathered = micro if layout.gathers_blocks else 1, 0
-        for weight in weights:
-            again = gathers * (layout.gathers_blocks and (started == 0 or weight.layer >= started))  # for backward
-            if weight.name in (FINAL_NORM, LM_HEAD) and not config.model.tie_word_embeddings:
-                # kept from forward to backward; if gradients are reduced more often, FSDP gathers it once more
-                again = int(times > 1)
-            gathered += weight.fsdp_numel(shard) * (gathers + again)
-        size = width * gathered + 4 * times * sum(weight.fsdp_numel(shard) for weight in trained)
-        size += sum((whole if each in rows else 12) * each.fsdp_numel(shard) for each in orthogonal)
-        words = f"weights gathered {(1 + layout.gathers_blocks) * gathers}×, gradients reduced {times}×"
-        yield "shard", size * (shard - 1), words
+def count_rank_traffic(config: Config, layout: Layout, vocab: int, pp_rank: int) -> Iterator[AxisTraffic]:
+    """Yield the traffic of one step along each axis, for the rank at this position of the pipeline."""
+    rank = _RankTraffic(config, layout, vocab, pp_rank)
+    if layout.dp > 1 and not layout.zero:
+        yield rank.count_data()
+    if layout.dp > 1 and layout.zero:
+        yield rank.count_shard()
         if layout.dp_replicate > 1:
-            size = _ring(2 * 4 * sum(weight.fsdp_numel(shard) for weight in trained), layout.dp_replicate)
-            yield "replicate", size, "shards of gradients, all-reduced once"
+            yield rank.count_replicate()
     if layout.tp > 1:
-        kind = "gathered and reduce-scattered" if layout.sequence_parallel else "all-reduced"
-        more = {"none": (0, 0), "selective": (2, 0), "full": (3, 2)}[config.parallel.activation_checkpointing]
-        blocks = [number for stage in stages for number in layout.stage_layers[stage]]
-        trained_on = sum(number >= started for number in blocks)
-        times = 4 * len(blocks) + (4 + more[not layout.sequence_parallel]) * trained_on
-        each = values * (width * (times + 2 * last) + wide * (1 + (started == 0)) * first)
-        tokens = config.train.micro_batch * config.data.sequence_length
-        if last:  # the largest logit, the sum of exponentials, the target's logit
-            cut = config.parallel.loss_parallel or config.train.loss_chunk is not None
-            each += 2 * 3 * 4 * tokens if cut else width * tokens * vocab
-        # gradients of what each rank applies to its part of the sequence; a row-wise bias sees the whole sequence
-        norms = sum(p.numel for p in trained if p.tp_dim is None and not p.name.endswith("o_proj.bias"))
-        norms = norms if layout.sequence_parallel else 0
-        update = whole * sum(each.fsdp_numel(shard if zero and each in rows else 1) for each in orthogonal)
-        size = _ring(each * micro + 2 * 4 * norms + update, layout.tp)
-        yield "tensor", size, f"hidden states, {kind} before and after attention and MLP, forward and backward"
+        yield rank.count_tensor()
     if layout.pp > 1:
-        away, back = find_cross_rank_stages(layout, pipeline)
-        times = len(away) + sum(layout.stage_layers[stage].start > started for stage in back)
-        size = values * wide // (layout.tp if layout.sequence_parallel else 1) * micro * times
-        if config.model.tie_word_embeddings and first != last and EMBEDDING in names:  # both ends add up
-            size += stored_weight_bytes(config) * weights[0 if first else -1].fsdp_numel(shard if zero else 1)
-        yield "pipeline", size, "hidden states to the next stage, their gradients back"
+        yield rank.count_pipeline()
 
 
-def find_cross_rank_stages(layout: Layout, pipeline: int) -> tuple[list[int], list[int]]:
-    """The stages of a rank whose next stage another rank has, and those whose stage before."""
-    stages = layout.stages_on_rank(pipeline)
-    away = [stage for stage in stages if stage + 1 < layout.stages and stage + 1 not in stages]
-    return away, [stage for stage in stages if stage and stage - 1 not in stages]
+class _RankTraffic:
+    """Traffic of one rank. Each method counts one axis, which must have more than one rank."""
+
+    def __init__(self, config: Config, layout: Layout, vocab: int, pp_rank: int) -> None:
+        self.config = config
+        self.layout = layout
+        self.vocab = vocab
+        self.pp_rank = pp_rank
+        self.stages = layout.stages_on_rank(pp_rank)
+        self.has_first_stage = 0 in self.stages
+        self.has_last_stage = layout.stages - 1 in self.stages
+        trained_names, _, self.first_trained_block = find_trained_parameters(config)
+        self.has_trained_embedding = EMBEDDING in trained_names
+        self.parameters = list(list_rank_parameters(config, layout, pp_rank, vocab))
+        self.trained = [parameter for parameter in self.parameters if parameter.name in trained_names]
+        self.compute_bytes = 4 if config.train.precision == "fp32" else 2
+        self.residual_bytes = residual_stream_bytes(config, layout)
+        self.hidden_values = math.prod(
+            hidden_state_shape(config.model, config.train.micro_batch, config.data.sequence_length)
+        )
+        # Muon's update needs whole matrices: the fp32 weight, gradient and momentum are gathered. Matrices that are
+        # sharded row-wise are gathered over the tensor parallel ranks first, the others over the ZeRO ranks first.
+        uses_muon = config.optimizer.name == "muon"
+        self.muon_matrices = [p for p in self.trained if uses_muon and p.is_block_matrix]
+        self.muon_rowwise = [p for p in self.muon_matrices if p.tp_dim == 1]
+        self.muon_bytes = 3 * 4
+        """Bytes per value, before the values of all tensor parallel ranks are gathered."""
+
+    def count_data(self) -> AxisTraffic:
+        """Count the gradients (with local SGD: the weights) that data parallel ranks without ZeRO reduce."""
+        hook = self.config.parallel.hook
+        local_sgd = self.config.parallel.local_sgd
+        numel = sum(parameter.numel for parameter in self.trained)
+        num_bytes = _count_all_reduce(stored_weight_bytes(self.config) * numel, self.layout.dp)
+        description = "gradients, all-reduced once"
+        if local_sgd is not None:
+            num_bytes //= local_sgd.every
+            description = f"weights, all-reduced every {local_sgd.every} steps"
+        elif hook.kind in ("fp16", "bf16"):
+            num_bytes //= 2
+            description = f"gradients, all-reduced once in {hook.kind}"
+        elif hook.kind == "topk" and hook.ratio * self.layout.dp < 1:  # a pair is an int32 position and an fp32 value
+            num_bytes = round(8 * hook.ratio * numel) * (self.layout.dp - 1)
+            description = "positions and values of the largest gradients, all-gathered"
+        elif hook.kind == "powersgd":
+            description = "gradients, all-reduced once; less if PowerSGD compresses them"
+        return AxisTraffic("data", num_bytes, description)
+
+    def count_shard(self) -> AxisTraffic:
+        """Count the weights that ZeRO gathers and the gradients that it reduce-scatters."""
+        layout = self.layout
+        ranks = layout.dp_shard
+        reduces = layout.micro_batches if layout.reduce_each_micro_batch else 1
+        gathers = layout.micro_batches if layout.gathers_blocks else 1
+        gathered_numel = 0
+        for parameter in self.parameters:
+            runs_backward = self.first_trained_block == 0 or parameter.layer >= self.first_trained_block
+            backward_gathers = gathers if layout.gathers_blocks and runs_backward else 0
+            if parameter.name in (FINAL_NORM, LM_HEAD) and not self.config.model.tie_word_embeddings:
+                # These stay gathered from forward to backward. If gradients are reduced more than once, FSDP gathers
+                # them once more.
+                backward_gathers = int(reduces > 1)
+            gathered_numel += parameter.fsdp_numel(ranks) * (gathers + backward_gathers)
+        num_bytes = self.compute_bytes * gathered_numel
+        num_bytes += 4 * reduces * sum(parameter.fsdp_numel(ranks) for parameter in self.trained)
+        for parameter in self.muon_matrices:
+            tensor_ranks = layout.tp if parameter in self.muon_rowwise else 1
+            num_bytes += self.muon_bytes * tensor_ranks * parameter.fsdp_numel(ranks)
+        description = f"weights gathered {(1 + layout.gathers_blocks) * gathers}×, gradients reduced {reduces}×"
+        return AxisTraffic("shard", num_bytes * (ranks - 1), description)
+
+    def count_replicate(self) -> AxisTraffic:
+        """Count the fp32 shards of the gradients that replicas of the ZeRO shards all-reduce."""
+        numel = sum(parameter.fsdp_numel(self.layout.dp_shard) for parameter in self.trained)
+        num_bytes = _count_all_reduce(4 * numel, self.layout.dp_replicate)
+        return AxisTraffic("replicate", num_bytes, "shards of gradients, all-reduced once")
+
+    def count_tensor(self) -> AxisTraffic:
+        """Count hidden states, logits, and the gradients and weights that tensor parallel ranks exchange."""
+        layout = self.layout
+        config = self.config
+        # All-gathers and reduce-scatters of hidden states; an all-reduce counts as two. A block has four forward and
+        # four backward. Checkpointing repeats some: the numbers are with and without sequence parallelism.
+        repeated = {"none": (0, 0), "selective": (2, 0), "full": (3, 2)}[config.parallel.activation_checkpointing]
+        per_backward = 4 + (repeated[0] if layout.sequence_parallel else repeated[1])
+        blocks = [block for stage in self.stages for block in layout.stage_layers[stage]]
+        trained_blocks = sum(block >= self.first_trained_block for block in blocks)
+        collectives = 4 * len(blocks) + per_backward * trained_blocks
+        bytes_per_value = self.compute_bytes * collectives
+        if self.has_last_stage:  # before the output layer, and back
+            bytes_per_value += self.compute_bytes * 2
+        if self.has_first_stage:  # after the embedding, and back if the embedding is trained
+            bytes_per_value += self.residual_bytes * (2 if self.first_trained_block == 0 else 1)
+        micro_batch_bytes = self.hidden_values * bytes_per_value
+        if self.has_last_stage:
+            tokens = config.train.micro_batch * config.data.sequence_length
+            if config.parallel.loss_parallel or config.train.loss_chunk is not None:
+                # all-reduce of three fp32 values per token: the largest logit, the sum of exponentials, the target's
+                micro_batch_bytes += 2 * 3 * 4 * tokens
+            else:
+                micro_batch_bytes += self.compute_bytes * tokens * self.vocab
+        # With sequence parallelism, each rank has the gradients of replicated parameters for its part of the sequence.
+        # The bias of a row-wise layer is added to the whole sequence.
+        replicated_numel = 0
+        if layout.sequence_parallel:
+            replicated = [p for p in self.trained if p.tp_dim is None and not p.name.endswith("o_proj.bias")]
+            replicated_numel = sum(parameter.numel for parameter in replicated)
+        muon_numel = 0
+        for parameter in self.muon_matrices:
+            zero_ranks = layout.dp_shard if layout.zero and parameter in self.muon_rowwise else 1
+            muon_numel += parameter.fsdp_numel(zero_ranks)
+        num_bytes = micro_batch_bytes * layout.micro_batches
+        num_bytes += 2 * 4 * replicated_numel
+        num_bytes += self.muon_bytes * layout.tp * muon_numel
+        collective = "gathered and reduce-scattered" if layout.sequence_parallel else "all-reduced"
+        description = f"hidden states, {collective} before and after attention and MLP, forward and backward"
+        return AxisTraffic("tensor", _count_all_gather(num_bytes, layout.tp), description)
+
+    def count_pipeline(self) -> AxisTraffic:
+        """Count the hidden states sent to the next stages and their gradients sent to the previous ones."""
+        layout = self.layout
+        sending, receiving = find_cross_rank_stages(layout, self.pp_rank)
+        # A stage sends gradients back only if a parameter before it is trained.
+        gradients = sum(layout.stage_layers[stage].start > self.first_trained_block for stage in receiving)
+        messages = layout.micro_batches * (len(sending) + gradients)
+        sequence_shards = layout.tp if layout.sequence_parallel else 1
+        num_bytes = self.hidden_values * self.residual_bytes // sequence_shards * messages
+        has_one_end = self.has_first_stage != self.has_last_stage
+        if self.config.model.tie_word_embeddings and has_one_end and self.has_trained_embedding:
+            # The first and the last stage add up the gradients of their copies of the embedding.
+            embedding = self.parameters[0 if self.has_first_stage else -1]
+            zero_ranks = layout.dp_shard if layout.zero else 1
+            num_bytes += stored_weight_bytes(self.config) * embedding.fsdp_numel(zero_ranks)
+        return AxisTraffic("pipeline", num_bytes, "hidden states to the next stage, their gradients back")
 
 
-def _ring(size: int, ranks: int) -> int:
-    return size * (ranks - 1) // ranks
+def find_cross_rank_stages(layout: Layout, pp_rank: int) -> tuple[list[int], list[int]]:
+    """Return this rank's stages that send their output to another rank, and those that receive their input from one."""
+    stages = layout.stages_on_rank(pp_rank)
+    sending = [stage for stage in stages if stage + 1 < layout.stages and stage + 1 not in stages]
+    receiving = [stage for stage in stages if stage and stage - 1 not in stages]
+    return sending, receiving
+
+
+def _count_all_reduce(num_bytes: int, ranks: int) -> int:
+    """Return the bytes that each rank sends in a ring all-reduce of a tensor of `num_bytes`."""
+    return _count_all_gather(2 * num_bytes, ranks)
+
+
+def _count_all_gather(num_bytes: int, ranks: int) -> int:
+    """Return the bytes that each rank sends in a ring all-gather or reduce-scatter of a tensor of `num_bytes`."""
+    return num_bytes * (ranks - 1) // ranks
