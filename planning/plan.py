@@ -22,7 +22,7 @@ from pipeline.config.sections import Config
 from pipeline.config.user_model import UserModel, resolve_user_model
 from pipeline.data.manifest import format_training_length
 from pipeline.parallel.mesh import Layout, resolve_layout
-from pipeline.parallel.traffic import count_traffic
+from pipeline.parallel.traffic import AxisTraffic, count_traffic
 from pipeline.run.code import CODE_ROOT
 from planning.goodput import (
     GoodputAssumptions,
@@ -109,7 +109,7 @@ def describe_plan(config: Config, machine: Machine | None = None) -> Iterator[st
     yield from _describe_memory(config, layout, vocab)
     yield ""
     yield "a rank sends per step"
-    traffic = list(count_traffic(config, layout, vocab)) or [("-", 0, "nothing")]
+    traffic = list(count_traffic(config, layout, vocab)) or [AxisTraffic("-", 0, "nothing")]
     yield from (f"{group:>10} {size / GB:>9.3f} GB  {description}" for group, size, description in traffic)
     if machine is not None:
         yield ""

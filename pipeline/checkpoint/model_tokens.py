@@ -70,7 +70,7 @@ class ModelTokens:
         return json.dumps(values, indent=1, ensure_ascii=False) + "\n"
 
 
-def model_tokens(run: Run, manifest: Manifest, tokenizer: Tokenizer) -> ModelTokens:
+def find_model_tokens(run: Run, manifest: Manifest, tokenizer: Tokenizer) -> ModelTokens:
     """Return the special tokens of the run's model. Raises CheckpointError as `read_source` does.
 
     Texts end with the run's end token, with the token that closes answers if dialogues were trained, and with those of

@@ -1,17 +1,11 @@
-"""Evaluation of a model on held-out data and on tasks; the same numbers for any number of ranks.
+"""Evaluate a model on held-out data and on task files. The results are the same for any number of ranks.
 
-The held-out tokens are split into windows of `sequence_length`, and the windows into batches of `evaluate.batch`, or of
-as many as have 2 GiB of logits (a vocabulary of 128k and windows of 8k need 4.2 GB for each window). Batch b belongs to
-rank b mod ranks. A batch therefore contains the same windows on any layout, and its loss is bit-identical. The sums are
-gathered and added in batch order, in double precision. Each token is predicted once: the first of a file from the
-end-of-text token, the first of any other window from the last token before it. If training splits the model because one
-rank may not hold it, evaluation splits it by ZeRO 3 on all ranks.
+Batch b belongs to rank b mod ranks, so it contains the same samples on any layout and has the same bits of loss. The
+sums of all batches are gathered and added in batch order, in double precision. If training splits the model because
+one rank may not hold it, evaluation splits it by ZeRO 3 over all ranks.
 
-Bits per byte (the loss in bits per byte of UTF-8 text) does not depend on the tokenizer. For comparison there is the
-unigram entropy: the best that a model could reach that knows the frequencies of the held-out tokens, but not their
-order. A custom model is evaluated the same way on its held-out samples (pipeline/data/samples.py).
-
-Tasks follow EleutherAI's lm-evaluation-harness (`multiple_choice`, `acc` and `acc_norm`; docs/evaluation.md).
+`TextHeldOut` evaluates held-out text, `SampleHeldOut` the held-out samples of a custom model (pipeline/data/samples.py)
+and `TaskFile` a task file. docs/evaluation.md describes the metrics.
 """
 
 from __future__ import annotations
@@ -26,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
@@ -37,7 +32,7 @@ from pipeline.base.signals import StopFlag
 from pipeline.checkpoint import catalog
 from pipeline.checkpoint.checkpointer import load_checkpoint, load_verified_manifest
 from pipeline.checkpoint.identity import check_identity, compute_identity, compute_source_identity
-from pipeline.checkpoint.model_tokens import model_tokens
+from pipeline.checkpoint.model_tokens import find_model_tokens
 from pipeline.comm import groups
 from pipeline.config.hugging_face import TOKENIZER_FILE
 from pipeline.data.manifest import MASK_LEARNED, Manifest, SampleManifest, ShardEntry
@@ -55,15 +50,19 @@ from pipeline.run.directory import Run
 from pipeline.run.events import Damaged, Evaluated
 
 LOGITS_BYTES = 2 << 30
-"""Size of the logits of one forward pass in fp32; the model's own and the softmax need 2 to 3 times as much."""
+"""Maximum size of the fp32 logits of one forward pass, which limits the batch.
+
+One window of 8k tokens has 4.2 GB of logits for a vocabulary of 128k. The logits in the model's type and the softmax
+take 2 to 3 times as much in addition.
+"""
 
 
 class Evaluator:
     """One rank of an evaluation. It builds the model once and loads one checkpoint after another into it.
 
     Args:
-        within: the coordinator of a training. The trainer then copies weights into `model`, and
-            `train.evaluate_sequences` limits the held-out data.
+        training_coordinator: given if a training evaluates its own weights. The trainer then copies them into `model`,
+            and `train.evaluate_sequences` limits the held-out data.
     """
 
     def __init__(
@@ -73,28 +72,33 @@ class Evaluator:
         world: groups.World,
         flag: StopFlag,
         watchdog: Watchdog,
-        within: StopCoordinator | None = None,
+        training_coordinator: StopCoordinator | None = None,
     ) -> None:
-        self.run, self.world, self.watchdog, self.within = run, world, watchdog, within
+        self.run = run
+        self.world = world
+        self.watchdog = watchdog
+        self.is_in_training = training_coordinator is not None
         self.group = groups.new_control_group()
-        self.coordinator = within or StopCoordinator(flag, groups.new_control_group())
+        self.coordinator = training_coordinator or StopCoordinator(flag, groups.new_control_group())
         config = run.config
         verify_shards(run, manifest.held_out, self.group, how=config.data.verify)
         self.identity = compute_identity(config, manifest)
-        if within is None:  # a training that begins notes later what it begins with
+        if not self.is_in_training:  # a new training writes the description of its source later
             self.identity |= compute_source_identity(run)
         self.task = task = make_task(run, manifest)
         model = task.build(range(config.model.layers))
         parallel = config.parallel
-        self.split = world.size > 1 and (parallel.zero == 3 or parallel.tensor > 1 or parallel.pipeline > 1)
-        if self.split:  # one rank may not hold it: blocks are gathered as they compute, so results stay the same bits
-            mesh, dtype = init_device_mesh(world.device.type, (world.size,)), DTYPES.get(config.train.precision)
+        self.is_sharded = world.size > 1 and (parallel.zero == 3 or parallel.tensor > 1 or parallel.pipeline > 1)
+        """Whether each rank has only a shard of the weights. All ranks must then call the model equally often."""
+        if self.is_sharded:  # each block is gathered before it computes, so the results have the same bits
+            mesh = init_device_mesh(world.device.type, (world.size,))
+            dtype = DTYPES.get(config.train.precision)
             apply_fsdp(model, task.fsdp_groups(model), mesh, dtype, free_after_forward=True)
         self.model = model.to_empty(device=world.device).eval()
-        task.init_weights(self.model, world.device, sample=False)  # a checkpoint's weights come, or the training's
+        task.init_weights(self.model, world.device, sample=False)  # weights are loaded or copied later
         self.batch = config.evaluate.batch
         self.held_out: TextHeldOut | SampleHeldOut
-        limit = config.evaluate.max_sequences if within is None else config.train.evaluate_sequences
+        limit = config.train.evaluate_sequences if self.is_in_training else config.evaluate.max_sequences
         if isinstance(manifest, Manifest):
             assert isinstance(task, DecoderTask)
             window_bytes = 4 * config.data.sequence_length * task.vocab_size
@@ -103,201 +107,232 @@ class Evaluator:
         else:
             self.held_out = SampleHeldOut(run, task, manifest, limit, world.device)
         self.tasks: list[TaskFile] = []
-        if within is None and isinstance(manifest, Manifest) and config.evaluate.task_files:
+        if not self.is_in_training and isinstance(manifest, Manifest) and config.evaluate.task_files:
             tokenizer = load_tokenizer(run.data_dir / TOKENIZER_FILE)
-            length, most = config.data.sequence_length, config.evaluate.answer_tokens
-            options = tokenizer, manifest.eos_id, length, self.batch, most, self.split
-            with_end = load_tokenizer(run.data_dir / TOKENIZER_FILE, config.data.tokenizer.eos_token)
-            bos_ids, end_ids = manifest.bos_ids, model_tokens(run, manifest, with_end).end_ids
+            tokenizer_with_eos = load_tokenizer(run.data_dir / TOKENIZER_FILE, config.data.tokenizer.eos_token)
+            end_ids = find_model_tokens(run, manifest, tokenizer_with_eos).end_ids
             self.tasks = [
-                TaskFile(file, *options, bos_ids=bos_ids, end_ids=end_ids) for file in config.evaluate.task_files
+                TaskFile(
+                    file,
+                    tokenizer,
+                    eos_id=manifest.eos_id,
+                    sequence_length=config.data.sequence_length,
+                    batch=self.batch,
+                    answer_tokens=config.evaluate.answer_tokens,
+                    is_sharded=self.is_sharded,
+                    bos_ids=manifest.bos_ids,
+                    end_ids=end_ids,
+                )
+                for file in config.evaluate.task_files
             ]
 
     def evaluate(self, step: int) -> bool:
-        """Evaluate the checkpoint of `step` and write the result; return False if the ranks agreed to stop before."""
+        """Evaluate the checkpoint of `step` and write the result.
+
+        Returns:
+            False if the ranks agreed to stop before the evaluation was complete.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged (it is then set aside) or belongs to another training.
+        """
         checkpoint = self.run.checkpoints_dir / catalog.checkpoint_name(step)
         try:
-            sealed = load_verified_manifest(checkpoint, self.group)
+            checkpoint_manifest = load_verified_manifest(checkpoint, self.group)
         except CheckpointError as error:
-            if self.world.is_rank0:  # so that training counts as not done, and goes on from the one before
+            if self.world.is_rank0:  # training is then incomplete and resumes from the previous checkpoint
                 catalog.set_checkpoint_aside(self.run.checkpoints_dir, step)
                 self.run.append_event(Damaged(stage="evaluate", step=step, reason=str(error)))
             raise
-        check_identity(sealed, self.identity)
-        load_checkpoint(
-            {f"model.{n}": p.detach() for n, p in self.task.named_weights(self.model)}, checkpoint, self.group
-        )
-        found = self.measure(step)
-        if found is None:
+        check_identity(checkpoint_manifest, self.identity)
+        weights = {f"model.{name}": parameter.detach() for name, parameter in self.task.named_weights(self.model)}
+        load_checkpoint(weights, checkpoint, self.group)
+        measured = self.measure(step)
+        if measured is None:
             return False
         if self.world.is_rank0:
-            result = {**found, "checkpoint": sealed["sha256"]}
+            result = {**measured, "checkpoint": checkpoint_manifest["sha256"]}
             write_json(result_file(self.run, step), add_checksum(result))
-            figures = {key: result[key] for key in ("loss", "bits_per_byte") if key in result}
-            self.run.append_event(Evaluated(stage="evaluate", step=step, **figures))
+            event_fields = {key: result[key] for key in ("loss", "bits_per_byte") if key in result}
+            self.run.append_event(Evaluated(stage="evaluate", step=step, **event_fields))
             print(format_result(result), flush=True)
         return True
 
     @torch.no_grad()
     def measure(self, step: int, *, ignore_stop: bool = False) -> dict[str, Any] | None:
-        """Return the result of the weights in `model`, those after `step`, on every rank.
+        """Return the result, on every rank, for the weights in `model`, which are those after `step`.
 
-        None if the ranks agreed to stop, unless `ignore_stop` is set.
+        Returns None if the ranks agreed to stop, unless `ignore_stop` is set.
         """
-        found = self._measured(self.held_out, self.batch, step, ignore_stop)
-        for task in self.tasks:
-            if found is not None:
-                more = self._measured(task, task.batch, step, ignore_stop)
-                found = None if more is None else found | more
-        self.watchdog.enter_phase(step, "start")  # what comes now, another checkpoint too, depends on storage
-        return None if found is None else {"step": step, **found}
+        result: dict[str, Any] = {"step": step}
+        is_stopped = False
+        for held_out, batch in [(self.held_out, self.batch), *((task, task.batch) for task in self.tasks)]:
+            sums = self._sum_batches(held_out, batch, step, ignore_stop)
+            is_stopped = sums is None
+            if sums is None:
+                break
+            result |= held_out.compute_result(sums)
+        self.watchdog.enter_phase(step, "start")  # loading another checkpoint depends on the speed of the storage
+        return None if is_stopped else result
 
-    def _measured(
-        self, held_out: TextHeldOut | SampleHeldOut | TaskFile, size: int, step: int, ignore_stop: bool
-    ) -> dict[str, Any] | None:
-        """Return the result from the sums of all batches of `size`; None if the ranks agreed to stop."""
-        count = held_out.count
-        batches = -(-count // size)
-        mine: dict[int, dict[str, float]] = {}
-        for first in range(0, batches, self.world.size):
-            began = time.monotonic()
+    def _sum_batches(
+        self, held_out: TextHeldOut | SampleHeldOut | TaskFile, batch: int, step: int, ignore_stop: bool
+    ) -> list[dict[str, float]] | None:
+        """Return the sums of each batch of `batch` samples, on every rank; None if the ranks agreed to stop."""
+        batch_count = -(-held_out.count // batch)
+        own_sums: dict[int, dict[str, float]] = {}
+        for first in range(0, batch_count, self.world.size):
+            start_time = time.monotonic()
             self.watchdog.enter_phase(step, "batch")
             self.coordinator.start_exchange()
             number = first + self.world.rank
-            if number < batches:
-                mine[number] = held_out.sums(self.model, number * size, min((number + 1) * size, count))
-            elif self.split:  # the others gather weights from this rank too
-                held_out.sums(self.model, 0, 1)
+            if number < batch_count:
+                own_sums[number] = held_out.compute_sums(
+                    self.model, number * batch, min((number + 1) * batch, held_out.count)
+                )
+            elif self.is_sharded:  # the other ranks gather weights from this rank as well
+                held_out.compute_sums(self.model, 0, 1)
             if self.coordinator.finish_exchange() and not ignore_stop:
                 return None
-            if self.within is None:  # the limits of a training follow its steps
-                self.watchdog.record_step(time.monotonic() - began)
+            if not self.is_in_training:  # in a training, the watchdog's limits follow the training steps
+                self.watchdog.record_step(time.monotonic() - start_time)
                 if self.world.is_rank0 and first // self.world.size % 10 == 0:
-                    print(f"evaluating step {step}: batch {first}/{batches}", flush=True)
-        merged: dict[int, dict[str, float]] = {}
-        for part in groups.all_gather_results(self.group, lambda: mine):
-            merged |= part
-        return held_out.result([merged[number] for number in range(batches)])
+                    print(f"evaluating step {step}: batch {first}/{batch_count}", flush=True)
+        sums: dict[int, dict[str, float]] = {}
+        for rank_sums in groups.all_gather_results(self.group, lambda: own_sums):
+            sums |= rank_sums
+        return [sums[number] for number in range(batch_count)]
 
 
-_BLOCK = 1 << 24
+_COUNTED_TOKENS = 1 << 24
+"""Number of tokens that are counted at once; `np.bincount` converts them to int64."""
 _RESERVED_NAMES = {"step", "loss", "entries", "samples", "checkpoint"}
 
 
 class SampleHeldOut:
-    """Held-out samples of a custom model."""
+    """Held-out samples of a custom model, at most `limit` of them."""
 
     def __init__(self, run: Run, task: Task, manifest: SampleManifest, limit: int | None, device: torch.device) -> None:
-        self.task, self.device = task, device
+        self.task = task
+        self.device = device
         self.dataset = SampleDataset(manifest, run.data_dir, held_out=True, transform=task.transform)
         self.count = min(len(self.dataset), limit or len(self.dataset))
 
-    def sums(self, model: nn.Module, start: int, stop: int) -> dict[str, float]:
-        """Return summed loss and metrics of these samples, and the number of their entries."""
+    def compute_sums(self, model: nn.Module, start: int, stop: int) -> dict[str, float]:
+        """Return the sums of loss and metrics over these samples, and the number of their loss entries."""
         arrays = self.dataset.read(np.arange(start, stop, dtype=np.int64))
-        whole = {name: torch.from_numpy(array).to(self.device) for name, array in arrays.items()}
-        (batch,) = self.task.split_micro_batches(whole, stop - start)
+        samples = {name: torch.from_numpy(array).to(self.device) for name, array in arrays.items()}
+        (batch,) = self.task.split_micro_batches(samples, stop - start)
         outputs = model(*self.task.model_inputs(batch))
-        entries, metrics = self.task.count_loss_entries(batch), self.task.metrics(outputs, batch)
+        entries = self.task.count_loss_entries(batch)
+        metrics = self.task.metrics(outputs, batch)
         if reserved := _RESERVED_NAMES & metrics.keys():
             message = f"model.target: the metric name {min(reserved)} is reserved in an evaluation; choose another name"
             raise UserError("model.reserved_metric", message)
         loss = self.task.loss(outputs, batch)
-        counted = stop - start if entries is None else entries
-        return {name: float(value) for name, value in {"loss": loss, "entries": counted, **metrics}.items()}
+        entry_count = stop - start if entries is None else entries
+        return {name: float(value) for name, value in {"loss": loss, "entries": entry_count, **metrics}.items()}
 
-    def result(self, sums: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-        """Return means over all held-out samples, or over their entries, from the sums of all batches."""
-        totals = {name: math.fsum(part[name] for part in sums) for name in sums[0]}
+    def compute_result(self, sums: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+        """Return the means per loss entry over all held-out samples from the sums of all batches."""
+        totals = {name: math.fsum(batch_sums[name] for batch_sums in sums) for name in sums[0]}
         entries = totals.pop("entries")
         means = {name: total / entries for name, total in totals.items()}
         return {**means, "samples": self.count, "entries": int(entries)}
 
 
 class TextHeldOut:
-    """Held-out windows of text, at most `limit` of them."""
+    """Held-out text, split into windows of `sequence_length` tokens; at most `limit` windows.
+
+    Each token is predicted once. The first token of a file follows an end-of-text token; the first token of any other
+    window follows the last token of the window before it.
+
+    Bits per byte (the loss in bits per byte of UTF-8 text) does not depend on the tokenizer. The unigram entropy is
+    given for comparison: the best value for a model that knows only the frequencies of the held-out tokens.
+    """
 
     def __init__(
         self, run: Run, task: DecoderTask, manifest: Manifest, limit: int | None, device: torch.device
     ) -> None:
-        self.task, self.vocab_size, self.eos_id, self.device = task, manifest.vocab_size, manifest.eos_id, device
-        self.length = length = run.config.data.sequence_length
+        self.task = task
+        self.vocab_size = manifest.vocab_size
+        self.eos_id = manifest.eos_id
+        self.device = device
+        self.length = run.config.data.sequence_length
         names = [part.name for part in manifest.parts for _ in range(part.held_out)]
         self._sources = dict(zip((shard.name for shard in manifest.held_out), names, strict=False))
         """Source of each file of a mixture."""
         by_source: dict[str | None, list[ShardEntry]] = {}
         for shard in manifest.held_out:
             by_source.setdefault(self._sources.get(shard.name), []).append(shard)
-        taken: list[tuple[ShardEntry, int]] = []  # files, and how many of their windows; all together may be billions
+        selected: list[tuple[ShardEntry, int]] = []
+        """Files, and the number of their windows. There may be billions of windows, so they are not listed."""
         for number, shards in enumerate(by_source.values()):
-            left = (limit + len(by_source) - 1 - number) // len(by_source) if limit else None  # as many of each source
+            # each source has the same share of the limit
+            remaining = (limit + len(by_source) - 1 - number) // len(by_source) if limit else None
             for shard in shards:
-                count = -(-shard.tokens // length)
-                if left is not None:
-                    left -= (count := min(count, left))
-                taken += [(shard, count)] if count else []
-        self._shards = [shard for shard, _ in taken]
-        self._starts = list(accumulate((count for _, count in taken), initial=0))
-        self.count = self._starts[-1]
-        whole = cache(map_whole_file)
-        self._arrays = {shard.name: map_arrays(shard, run.data_dir / shard.file, whole) for shard in self._shards}
-        self._covered = [(shard, min(count * length, shard.tokens)) for shard, count in taken]
-        """Files, and how many of their tokens the windows cover."""
+                count = -(-shard.tokens // self.length)
+                if remaining is not None:
+                    count = min(count, remaining)
+                    remaining -= count
+                if count:
+                    selected.append((shard, count))
+        self._shards = [shard for shard, _ in selected]
+        self._first_windows = list(accumulate((count for _, count in selected), initial=0))
+        """Number of each file's first window."""
+        self.count = self._first_windows[-1]
+        map_file = cache(map_whole_file)
+        self._arrays = {shard.name: map_arrays(shard, run.data_dir / shard.file, map_file) for shard in self._shards}
+        self._covered = [(shard, min(count * self.length, shard.tokens)) for shard, count in selected]
+        """Files, and the number of their tokens that the windows cover."""
 
-    def _window(self, number: int) -> tuple[ShardEntry, int]:
-        """Return the file of a window, and the index of its first token in it."""
-        at = bisect_right(self._starts, number) - 1
-        return self._shards[at], (number - self._starts[at]) * self.length
+    def _locate_window(self, number: int) -> tuple[ShardEntry, int]:
+        """Return the file of a window, and the index of its first token in the file."""
+        index = bisect_right(self._first_windows, number) - 1
+        return self._shards[index], (number - self._first_windows[index]) * self.length
 
-    def sums(self, model: nn.Module, start: int, stop: int) -> dict[str, float]:
-        """Return the summed loss of these windows, and the number of their tokens; the same for each source."""
+    def compute_sums(self, model: nn.Module, start: int, stop: int) -> dict[str, float]:
+        """Return the summed loss and the number of tokens of these windows, in total and for each source."""
         shape = stop - start, self.length + 1
         arrays: dict[str, Any] = {"tokens": np.full(shape, self.eos_id, np.int64), "mask": np.zeros(shape, np.uint8)}
-        beyond_BT = np.ones((stop - start, self.length), np.bool_)
-        windows = [self._window(number) for number in range(start, stop)]
+        is_padding_BT = np.ones((stop - start, self.length), np.bool_)
+        windows = [self._locate_window(number) for number in range(start, stop)]
         for row, (shard, first) in enumerate(windows):
-            before = 1 if first else 0  # a file's first token follows an end-of-text token
+            previous = 1 if first else 0  # a file's first token follows the end-of-text token that is already there
             for name, array in self._arrays[shard.name].items():
-                piece = array[first - before : first + self.length]
-                arrays[name][row, 1 - before : 1 - before + len(piece)] = piece
-            beyond_BT[row, : shard.tokens - first] = False
+                values = array[first - previous : first + self.length]
+                arrays[name][row, 1 - previous : 1 - previous + len(values)] = values
+            is_padding_BT[row, : shard.tokens - first] = False
         batch = {name: torch.from_numpy(arrays[name]).to(self.device) for name in self.task.sample_shapes}
-        targets_BT = self.task.next_tokens(batch).masked_fill(torch.from_numpy(beyond_BT).to(self.device), IGNORE_INDEX)
+        padding_BT = torch.from_numpy(is_padding_BT).to(self.device)
+        targets_BT = self.task.next_tokens(batch).masked_fill(padding_BT, IGNORE_INDEX)
         logits_BTV = model(*self.task.model_inputs(batch), **self.task.document_boundaries(batch))
-        found = {
+        sums = {
             "loss": cross_entropy_sum(logits_BTV, targets_BT).item(),
             "tokens": float((targets_BT != IGNORE_INDEX).sum()),
         }
-        names = [self._sources.get(shard.name) for shard, _ in windows]
-        for name in filter(None, dict.fromkeys(names)):
-            rows = [row for row, other in enumerate(names) if other == name]
-            found[f"{name}.loss"] = cross_entropy_sum(logits_BTV[rows], targets_BT[rows]).item()
-            found[f"{name}.tokens"] = float((targets_BT[rows] != IGNORE_INDEX).sum())
-        return found
+        sources = [self._sources.get(shard.name) for shard, _ in windows]
+        for source in filter(None, dict.fromkeys(sources)):
+            rows = [row for row, other in enumerate(sources) if other == source]
+            sums[f"{source}.loss"] = cross_entropy_sum(logits_BTV[rows], targets_BT[rows]).item()
+            sums[f"{source}.tokens"] = float((targets_BT[rows] != IGNORE_INDEX).sum())
+        return sums
 
-    def result(self, sums: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    def compute_result(self, sums: Sequence[Mapping[str, float]]) -> dict[str, Any]:
         """Return the mean loss and derived metrics from the sums of all batches.
 
-        Bytes are those of learned text. If documents are masked from each other, nothing predicts their first tokens;
-        in bits per byte these count with the mean loss.
+        Bytes are those of the learned text. If attention is masked across documents, the first token of a document has
+        no prediction. In bits per byte, such tokens count with the mean loss.
         """
-        counts, text_bytes = np.zeros(self.vocab_size, np.int64), 0
-        for shard, covered in self._covered:
-            arrays, whole = self._arrays[shard.name], shard.tokens
-            found = arrays["tokens"][:covered]
-            if "mask" in arrays:
-                learned = arrays["mask"] & MASK_LEARNED != 0
-                found, whole = found[learned[:covered]], max(1, int(learned.sum()))
-            for start in range(0, len(found), _BLOCK):  # each is widened to int64
-                counts += np.bincount(found[start : start + _BLOCK], minlength=self.vocab_size)
-            text_bytes += round(shard.bytes * len(found) / whole)  # all of them, but for a limit
-        tokens, text_bytes = math.fsum(part["tokens"] for part in sums), max(1, text_bytes)
-        present = counts[counts > 0].astype(np.float64)
-        loss = math.fsum(part["loss"] for part in sums) / max(1, tokens)
-        more = {}
-        for name in dict.fromkeys(self._sources[shard.name] for shard in self._shards if self._sources):
-            of_source = [[part.get(f"{name}.{what}", 0.0) for part in sums] for what in ("loss", "tokens")]
-            more[f"{name}.loss"] = math.fsum(of_source[0]) / max(1, math.fsum(of_source[1]))
+        token_counts, text_bytes = self._count_learned_text()
+        text_bytes = max(1, text_bytes)
+        tokens = math.fsum(batch_sums["tokens"] for batch_sums in sums)
+        present = token_counts[token_counts > 0].astype(np.float64)
+        loss = math.fsum(batch_sums["loss"] for batch_sums in sums) / max(1, tokens)
+        source_losses = {}
+        for source in dict.fromkeys(self._sources[shard.name] for shard in self._shards if self._sources):
+            source_loss = math.fsum(batch_sums.get(f"{source}.loss", 0.0) for batch_sums in sums)
+            source_tokens = math.fsum(batch_sums.get(f"{source}.tokens", 0.0) for batch_sums in sums)
+            source_losses[f"{source}.loss"] = source_loss / max(1, source_tokens)
         return {
             "loss": loss,
             "perplexity": math.exp(min(loss, 700.0)),
@@ -305,16 +340,33 @@ class TextHeldOut:
             "unigram_bits_per_byte": float(-(present * np.log2(present / present.sum())).sum()) / text_bytes,
             "tokens": int(tokens),
             "bytes": text_bytes,
-            **more,
+            **source_losses,
         }
+
+    def _count_learned_text(self) -> tuple[npt.NDArray[np.int64], int]:
+        """Return how often each token occurs in the learned text of the windows, and the bytes of that text."""
+        token_counts = np.zeros(self.vocab_size, np.int64)
+        text_bytes = 0
+        for shard, covered in self._covered:
+            arrays = self._arrays[shard.name]
+            learned_in_file = shard.tokens
+            tokens = arrays["tokens"][:covered]
+            if "mask" in arrays:
+                is_learned = arrays["mask"] & MASK_LEARNED != 0
+                learned_in_file = max(1, int(is_learned.sum()))
+                tokens = tokens[is_learned[:covered]]
+            for start in range(0, len(tokens), _COUNTED_TOKENS):
+                token_counts += np.bincount(tokens[start : start + _COUNTED_TOKENS], minlength=self.vocab_size)
+            text_bytes += round(shard.bytes * len(tokens) / learned_in_file)  # in proportion, if a limit applies
+        return token_counts, text_bytes
 
 
 class TaskFile:
-    """Scores one task file; `batch` items are evaluated at once.
+    """One task file, scored as in EleutherAI's lm-evaluation-harness (`multiple_choice` with `acc` and `acc_norm`).
 
     - Multiple choice uses the log-likelihood of each choice after the prompt. `accuracy_norm` divides it by the
       length of the choice in characters. The tokens of a choice are those of prompt and choice without those of the
-      prompt. If they do not fit into a window, its beginning is dropped.
+      prompt. If they do not fit into a window, the beginning of the prompt is dropped.
     - A prompt begins with the special tokens with which the training documents begin.
     - A free answer is decoded greedily until the end of its line, or a token that ends an answer, as `generate` does.
       It is correct if it equals the expected answer, except for surrounding blanks.
@@ -326,119 +378,136 @@ class TaskFile:
         self,
         file: Path,
         tokenizer: Tokenizer,
-        end: int,
-        length: int,
-        rows: int,
+        *,
+        eos_id: int,
+        sequence_length: int,
+        batch: int,
         answer_tokens: int,
-        together: bool,
+        is_sharded: bool,
         bos_ids: Sequence[int] = (),
         end_ids: Sequence[int] = (),
     ) -> None:
         """Read the items.
 
         Args:
-            end: the token that ends a text.
-            length: the maximum number of tokens of a sequence.
-            rows: the number of sequences in one forward pass.
-            together: whether all ranks must call the model equally often, because it is split over them.
+            eos_id: the token that ends a text.
+            sequence_length: the maximum number of tokens of a sequence.
+            batch: the number of sequences in one forward pass.
+            answer_tokens: the maximum number of tokens of a free answer.
+            is_sharded: whether the model is sharded, so that all ranks must call it equally often.
             bos_ids: tokens before each prompt, as before the training documents.
             end_ids: other tokens that end an answer, such as the one that closes the answers of a dialogue.
         """
-        self.name, self.items = file.stem, read_task_file(file)
-        self.tokenizer, self.end, self.length, self.together = tokenizer, end, length, together
-        self.answer_tokens, self.rows, self.bos_ids, self.end_ids = answer_tokens, rows, bos_ids, {end, *end_ids}
-        self.width = max(1, *(len(item.choices) for item in self.items))
-        self.count, self.batch = len(self.items), max(1, rows // self.width)
-        if not self.items[0].choices and answer_tokens >= length:
-            message = f"evaluate.answer_tokens ({answer_tokens}) must be below data.sequence_length ({length})"
-            raise UserError("evaluate.too_long", message)
+        self.name = file.stem
+        self.items = read_task_file(file)
+        self.tokenizer = tokenizer
+        self.eos_id = eos_id
+        self.sequence_length = sequence_length
+        self.is_sharded = is_sharded
+        self.answer_tokens = answer_tokens
+        self.sequences_per_pass = batch
+        self.bos_ids = bos_ids
+        self.end_ids = {eos_id, *end_ids}
+        self.max_choices = max(1, *(len(item.choices) for item in self.items))
+        self.count = len(self.items)
+        self.batch = max(1, batch // self.max_choices)
+        """Number of items that are evaluated together."""
+        if not self.items[0].choices and answer_tokens >= sequence_length:
+            raise UserError(
+                "evaluate.too_long",
+                f"evaluate.answer_tokens ({answer_tokens}) must be below data.sequence_length ({sequence_length})",
+            )
         if self.items[0].choices:
-            self._pairs = [[self._pair(item, choice) for choice in item.choices] for item in self.items]
+            self._choices = [[self._encode_choice(item, choice) for choice in item.choices] for item in self.items]
 
-    def sums(self, model: nn.Module, start: int, stop: int) -> dict[str, float]:
+    def compute_sums(self, model: nn.Module, start: int, stop: int) -> dict[str, float]:
         """Return how many of these items are answered correctly."""
+        if self.items[start].choices:
+            return self._score_choices(model, start, stop)
         items = self.items[start:stop]
-        if items[0].choices:
-            return self._chosen(model, start, stop)
-        said = self._answers(model, items)
-        right = sum(one.split("\n")[0].strip() == item.answer for item, one in zip(items, said, strict=True))
-        return {"accuracy": float(right)}
+        answers = self._generate_answers(model, items)
+        correct = sum(text.split("\n")[0].strip() == item.answer for item, text in zip(items, answers, strict=True))
+        return {"accuracy": float(correct)}
 
-    def result(self, sums: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    def compute_result(self, sums: Sequence[Mapping[str, float]]) -> dict[str, Any]:
         """Return the metrics, prefixed with the name of the file."""
-        found: dict[str, Any] = {ITEMS_SUFFIX: self.count}
-        for key in sums[0]:
-            share = math.fsum(part[key] for part in sums) / self.count
-            found |= {
-                key: share,
-                f"{key}{STDERR_SUFFIX}": math.sqrt(share * (1 - share) / max(1, self.count - 1)),
-            }
-        return {f"{self.name}.{key}": value for key, value in found.items()}
+        metrics: dict[str, Any] = {ITEMS_SUFFIX: self.count}
+        for name in sums[0]:
+            share = math.fsum(batch_sums[name] for batch_sums in sums) / self.count
+            metrics[name] = share
+            metrics[f"{name}{STDERR_SUFFIX}"] = math.sqrt(share * (1 - share) / max(1, self.count - 1))
+        return {f"{self.name}.{name}": value for name, value in metrics.items()}
 
-    def _ids(self, text: str) -> list[int]:
+    def _encode(self, text: str) -> list[int]:
         return encode_prompt(self.tokenizer, text, self.bos_ids)
 
-    def _pair(self, item: TaskItem, choice: str) -> tuple[list[int], int]:
-        """Return the tokens of prompt and choice, and the number of the latter."""
-        prompt = item.prompt.rstrip()  # a token may hold the blank that comes before a word
-        before = self._ids(prompt) or [self.end]
-        whole = self._ids(item.prompt + ("" if item.prompt[-1:].isspace() else " ") + choice)
-        whole = whole if prompt or self.bos_ids else [self.end, *whole]
-        count = len(whole) - len(before)
-        if not 0 < count <= self.length:
+    def _encode_choice(self, item: TaskItem, choice: str) -> tuple[list[int], int]:
+        """Return the tokens of prompt and choice, and the number of tokens of the choice."""
+        prompt = item.prompt.rstrip()  # the blank before a word may be part of the word's token
+        prompt_ids = self._encode(prompt) or [self.eos_id]
+        ids = self._encode(item.prompt + ("" if item.prompt[-1:].isspace() else " ") + choice)
+        ids = ids if prompt or self.bos_ids else [self.eos_id, *ids]
+        count = len(ids) - len(prompt_ids)
+        if not 0 < count <= self.sequence_length:
             raise UserError(
                 "evaluate.too_long",
                 f"evaluate.tasks: {self.name}: a choice of {count} tokens does not fit into data.sequence_length "
-                f"({self.length}): {choice[:60]!r}",
+                f"({self.sequence_length}): {choice[:60]!r}",
             )
-        return whole[-self.length - 1 :], count
+        return ids[-self.sequence_length - 1 :], count
 
-    def _logits(self, model: nn.Module, rows: Sequence[Sequence[int]]) -> Tensor:
+    def _compute_logits(self, model: nn.Module, sequences: Sequence[Sequence[int]]) -> Tensor:
         """Return `logits_BTV` of sequences of tokens, which are padded at the end."""
-        longest = max(map(len, rows))
-        tokens_BT = torch.tensor([[*row, *[self.end] * (longest - len(row))] for row in rows])
+        longest = max(map(len, sequences))
+        tokens_BT = torch.tensor([[*ids, *[self.eos_id] * (longest - len(ids))] for ids in sequences])
         logits_BTV: Tensor = model(tokens_BT.to(next(model.parameters()).device))
         return logits_BTV
 
-    def _chosen(self, model: nn.Module, start: int, stop: int) -> dict[str, float]:
-        """Count correct choices by log-likelihood, with and without length normalization; a fixed number of passes."""
-        pairs = [pair for item in self._pairs[start:stop] for pair in item]
-        scores: list[float] = []
-        for first in range(0, self.batch * self.width, self.rows):
-            some = pairs[first : first + self.rows]
-            if not some and not self.together:
-                break
-            logits_BTV = self._logits(model, [ids[:-1] for ids, _ in some] or [[self.end]])
-            for (ids, count), logits_TV in zip(some, logits_BTV, strict=False):
-                at_TV = logits_TV[len(ids) - 1 - count : len(ids) - 1].float().log_softmax(dim=-1)
-                scores.append(at_TV.gather(1, torch.tensor(ids[-count:], device=at_TV.device)[:, None]).sum().item())
-        right, right_norm, at = 0, 0, 0
-        for item in self.items[start:stop]:
-            item_scores = scores[at : at + len(item.choices)]
-            at += len(item.choices)
-            normed = [score / len(choice) for score, choice in zip(item_scores, item.choices, strict=True)]
-            right += item_scores.index(max(item_scores)) == item.correct_choice
-            right_norm += normed.index(max(normed)) == item.correct_choice
-        return {"accuracy": float(right), "accuracy_norm": float(right_norm)}
+    def _score_choices(self, model: nn.Module, start: int, stop: int) -> dict[str, float]:
+        """Return how often the correct choice has the highest log-likelihood, as it is and per character.
 
-    def _answers(self, model: nn.Module, items: Sequence[TaskItem]) -> list[str]:
-        """Return the greedily decoded answers, up to the end of a line or text."""
-        rows = [(self._ids(item.prompt) or [self.end])[-self.length + self.answer_tokens :] for item in items]
-        begun = [len(row) for row in rows]
-        said = [""] * len(rows)
-        over = [False] * len(rows)
-        for _ in range(self.answer_tokens):
-            if all(over) and not self.together:
+        If the model is sharded, the number of forward passes is the same for all batches.
+        """
+        encoded = [choice for choices in self._choices[start:stop] for choice in choices]
+        scores: list[float] = []
+        for first in range(0, self.batch * self.max_choices, self.sequences_per_pass):
+            sequences = encoded[first : first + self.sequences_per_pass]
+            if not sequences and not self.is_sharded:
                 break
-            logits_BTV = self._logits(model, rows)
-            for number, row in enumerate(rows):
-                token = int(logits_BTV[number, len(row) - 1].argmax())
-                if over[number]:
+            logits_BTV = self._compute_logits(model, [ids[:-1] for ids, _ in sequences] or [[self.eos_id]])
+            for (ids, count), logits_TV in zip(sequences, logits_BTV, strict=False):
+                choice_TV = logits_TV[len(ids) - 1 - count : len(ids) - 1].float().log_softmax(dim=-1)
+                choice_ids_T1 = torch.tensor(ids[-count:], device=choice_TV.device)[:, None]
+                scores.append(choice_TV.gather(1, choice_ids_T1).sum().item())
+        correct = 0
+        correct_norm = 0
+        remaining_scores = iter(scores)
+        for item in self.items[start:stop]:
+            item_scores = [next(remaining_scores) for _ in item.choices]
+            norm_scores = [score / len(choice) for score, choice in zip(item_scores, item.choices, strict=True)]
+            correct += item_scores.index(max(item_scores)) == item.correct_choice
+            correct_norm += norm_scores.index(max(norm_scores)) == item.correct_choice
+        return {"accuracy": float(correct), "accuracy_norm": float(correct_norm)}
+
+    def _generate_answers(self, model: nn.Module, items: Sequence[TaskItem]) -> list[str]:
+        """Return the greedily decoded answers, up to the end of a line or text."""
+        max_prompt = self.sequence_length - self.answer_tokens
+        sequences = [(self._encode(item.prompt) or [self.eos_id])[-max_prompt:] for item in items]
+        prompt_lengths = [len(ids) for ids in sequences]
+        answers = [""] * len(sequences)
+        is_complete = [False] * len(sequences)
+        for _ in range(self.answer_tokens):
+            if all(is_complete) and not self.is_sharded:
+                break
+            logits_BTV = self._compute_logits(model, sequences)
+            for number, ids in enumerate(sequences):
+                token = int(logits_BTV[number, len(ids) - 1].argmax())
+                if is_complete[number]:
                     continue
-                if token in self.end_ids:  # no part of the answer, also if the tokenizer does not call it special
-                    over[number] = True
+                if token in self.end_ids:  # not part of the answer, even if the tokenizer does not treat it as special
+                    is_complete[number] = True
                     continue
-                row.append(token)
-                said[number] = self.tokenizer.decode(row[begun[number] :]).lstrip()
-                over[number] = "\n" in said[number]
-        return said
+                ids.append(token)
+                answers[number] = self.tokenizer.decode(ids[prompt_lengths[number] :]).lstrip()
+                is_complete[number] = "\n" in answers[number]
+        return answers

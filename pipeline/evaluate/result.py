@@ -35,10 +35,10 @@ def _read_result_file(path: Path) -> dict[str, Any] | None:
     result = read_json(path)
     if not isinstance(result, dict) or has_wrong_checksum(result):
         return None
-    of_text = TEXT_METRICS if "bits_per_byte" in result else ()
-    named = [key for key in result if key not in ("checkpoint", "sha256")]
-    whole = all(is_number(result.get(key)) for key in ("step", "loss", *of_text, *named))
-    return result if whole and isinstance(result.get("checkpoint"), str) else None
+    text_metrics = TEXT_METRICS if "bits_per_byte" in result else ()
+    other_metrics = [key for key in result if key not in ("checkpoint", "sha256")]
+    is_valid = all(is_number(result.get(key)) for key in ("step", "loss", *text_metrics, *other_metrics))
+    return result if is_valid and isinstance(result.get("checkpoint"), str) else None
 
 
 def read_result(run: Run, step: int) -> dict[str, Any] | None:
@@ -55,8 +55,8 @@ def read_result(run: Run, step: int) -> dict[str, Any] | None:
 
 def read_all_results(run: Run) -> tuple[list[dict[str, Any]], list[str]]:
     """Return all evaluations, including those of removed checkpoints, and the names of invalid files."""
-    found = {path.name: _read_result_file(path) for path in sorted(run.evaluation_dir.glob("step-*.json"))}
-    return [result for result in found.values() if result], [name for name, result in found.items() if not result]
+    results = {path.name: _read_result_file(path) for path in sorted(run.evaluation_dir.glob("step-*.json"))}
+    return [result for result in results.values() if result], [name for name, result in results.items() if not result]
 
 
 def read_newest_result(run: Run) -> dict[str, Any] | None:
@@ -68,50 +68,52 @@ def read_newest_result(run: Run) -> dict[str, Any] | None:
 
 def format_result(result: Mapping[str, Any]) -> str:
     """Describe an evaluation in one line; for text with the ratio to the unigram entropy."""
-    words = f"step {result['step']}: held-out loss {result['loss']:.4f}"
-    more = "".join(f", {name} {value:.4f}" for name, value in get_extra_metrics(result).items())
+    text = f"step {result['step']}: held-out loss {result['loss']:.4f}"
+    extra = "".join(f", {name} {value:.4f}" for name, value in get_extra_metrics(result).items())
     if "bits_per_byte" not in result:
-        return words + more
+        return text + extra
     ratio = result["bits_per_byte"] / (result["unigram_bits_per_byte"] or float("nan"))
     return (
-        f"{words}, perplexity {result['perplexity']:.2f}, {result['bits_per_byte']:.3f} bits per byte, "
-        f"{ratio:.2f} × the unigram {result['unigram_bits_per_byte']:.3f}{more}"
+        f"{text}, perplexity {result['perplexity']:.2f}, {result['bits_per_byte']:.3f} bits per byte, "
+        f"{ratio:.2f} × the unigram {result['unigram_bits_per_byte']:.3f}{extra}"
     )
 
 
 def get_extra_metrics(result: Mapping[str, Any]) -> dict[str, float]:
     """Return the metrics of a custom model except its loss; for text those of tasks and sources."""
-    figures = get_metrics(result)
+    metrics = get_metrics(result)
     if "bits_per_byte" in result:
-        return {name: value for name, value in figures.items() if "." in name and name.endswith(TASK_METRIC_SUFFIXES)}
-    return {name: value for name, value in figures.items() if name != "loss"}
+        return {name: value for name, value in metrics.items() if "." in name and name.endswith(TASK_METRIC_SUFFIXES)}
+    return {name: value for name, value in metrics.items() if name != "loss"}
 
 
 def get_metrics(result: Mapping[str, Any]) -> dict[str, float]:
     """Return all metrics of an evaluation, including standard errors, by name."""
     counts = ("tokens", "bytes") if "bits_per_byte" in result else ("samples", "entries")
-    known = ("step", "checkpoint", "sha256", *counts)
-    return {name: value for name, value in result.items() if name not in known}
+    other_fields = ("step", "checkpoint", "sha256", *counts)
+    return {name: value for name, value in result.items() if name not in other_fields}
 
 
 def get_metrics_without_errors(result: Mapping[str, Any]) -> dict[str, float]:
     """Return the metrics of an evaluation without standard errors and numbers of items."""
-    figures, of_text = get_metrics(result), "bits_per_byte" in result
+    metrics = get_metrics(result)
+    is_text = "bits_per_byte" in result
     return {
         name: value
-        for name, value in figures.items()
-        if not (name.endswith(STDERR_SUFFIX) and name.removesuffix(STDERR_SUFFIX) in figures)
-        and not (of_text and "." in name and not name.endswith(TASK_METRIC_SUFFIXES))
+        for name, value in metrics.items()
+        if not (name.endswith(STDERR_SUFFIX) and name.removesuffix(STDERR_SUFFIX) in metrics)
+        and not (is_text and "." in name and not name.endswith(TASK_METRIC_SUFFIXES))
     }
 
 
 def format_held_out(line: Mapping[str, Any]) -> str:
     """Describe the held-out metrics in a step's line; "" if there are none."""
-    found = {name: value for name, value in line.items() if name.startswith(HELD_OUT_PREFIX) and value is not None}
-    return ", ".join(f"held-out {name.removeprefix(HELD_OUT_PREFIX)} {value:.4f}" for name, value in found.items())
+    metrics = {name: value for name, value in line.items() if name.startswith(HELD_OUT_PREFIX) and value is not None}
+    return ", ".join(f"held-out {name.removeprefix(HELD_OUT_PREFIX)} {value:.4f}" for name, value in metrics.items())
 
 
 def get_main_metric(result: Mapping[str, Any]) -> tuple[str, float]:
-    """Return name and value by which evaluations are compared, lower is better: bits per byte for text, or the loss."""
-    name, key = ("bits per byte", "bits_per_byte") if "bits_per_byte" in result else ("held-out loss", "loss")
-    return name, result[key]
+    """Return the metric by which evaluations are compared; lower is better. For text it is bits per byte."""
+    if "bits_per_byte" in result:
+        return "bits per byte", result["bits_per_byte"]
+    return "held-out loss", result["loss"]

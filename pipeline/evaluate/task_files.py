@@ -62,23 +62,25 @@ def read_task_file(file: Path) -> list[TaskItem]:
 
 
 def _parse_item(value: Any, where: str) -> TaskItem:
-    def malformed(problem: str) -> UserError:
+    """Return the item of a parsed line. `where` is its file and line, for errors."""
+
+    def malformed_item(problem: str) -> UserError:
         return UserError("evaluate.malformed_item", f"evaluate.tasks: {where}: {problem}")
 
     keys = {"prompt", "choices", "answer"}
     if not isinstance(value, dict) or not isinstance(value.get("prompt"), str):
-        raise malformed(f"a line is {LINE_FORMATS}")
+        raise malformed_item(f"a line is {LINE_FORMATS}")
     if unknown := value.keys() - keys:
-        raise malformed(f"there is no key {min(unknown)}; a line is {LINE_FORMATS}")
+        raise malformed_item(f"there is no key {min(unknown)}; a line is {LINE_FORMATS}")
     choices = value.get("choices")
     answer = value.get("answer")
     if choices is None:
         if not isinstance(answer, str) or not answer.strip():
-            raise malformed(f"answer should be a text; a line is {LINE_FORMATS}")
+            raise malformed_item(f"answer should be a text; a line is {LINE_FORMATS}")
         return TaskItem(value["prompt"], (), 0, answer.strip())
-    are_texts = isinstance(choices, list) and len(choices) > 1 and all(isinstance(one, str) and one for one in choices)
-    if not are_texts:
-        raise malformed("choices should be a list of two texts or more")
+    are_texts = isinstance(choices, list) and all(isinstance(choice, str) and choice for choice in choices)
+    if not are_texts or len(choices) < 2:
+        raise malformed_item("choices should be a list of two texts or more")
     if type(answer) is not int or not 0 <= answer < len(choices):
-        raise malformed(f"answer should be the number of a choice, 0 to {len(choices) - 1}")
+        raise malformed_item(f"answer should be the number of a choice, 0 to {len(choices) - 1}")
     return TaskItem(value["prompt"], tuple(choices), answer, choices[answer])

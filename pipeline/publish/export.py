@@ -28,7 +28,7 @@ from pipeline.base.files import create_folder_atomically, fsync, parse_json_or_n
 from pipeline.checkpoint.catalog import find_checkpoint, verify_checkpoint_files
 from pipeline.checkpoint.checkpointer import CheckpointReader, iterate_tensors
 from pipeline.checkpoint.identity import read_source
-from pipeline.checkpoint.model_tokens import GENERATION, model_tokens
+from pipeline.checkpoint.model_tokens import GENERATION, find_model_tokens
 from pipeline.config.hugging_face import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -96,7 +96,7 @@ def _write_config_and_tokenizer(run: Run, folder: Path, vocab_size: int, dtype: 
     assert isinstance(manifest, Manifest)
     length = config.data.sequence_length
     eos_token = config.data.tokenizer.eos_token
-    tokens = model_tokens(run, manifest, load_tokenizer(run.data_dir / TOKENIZER_FILE, eos_token))
+    tokens = find_model_tokens(run, manifest, load_tokenizer(run.data_dir / TOKENIZER_FILE, eos_token))
     config_json = build_config_json(
         config.model, config.metadata.model, vocab_size, length, tokens.ids["eos_token_id"], TYPES[dtype][2]
     )

@@ -24,7 +24,7 @@ from pipeline.base.files import parse_json_or_none, read_json, translate_read_er
 from pipeline.checkpoint.catalog import open_intact_checkpoint
 from pipeline.checkpoint.checkpointer import CheckpointReader, load_checkpoint
 from pipeline.checkpoint.identity import read_source
-from pipeline.checkpoint.model_tokens import model_tokens
+from pipeline.checkpoint.model_tokens import find_model_tokens
 from pipeline.config.hugging_face import (
     CONFIG_FILE,
     TOKENIZER_FILE,
@@ -154,7 +154,7 @@ def _load_run(path: Path, prompt: Prompt, step: str | None, most: int) -> Loaded
     rows = CheckpointReader(checkpoint).read_metadata().state_dict_metadata[f"model.{EMBEDDING}"].size[0]  # type: ignore[union-attr]
     model = _allocate(_build_decoder(run.config.model, rows, ids, most), run.config.model)
     load_checkpoint({f"model.{name}": weight.detach() for name, weight in model.named_weights()}, checkpoint, None)
-    return model, tokenizer, [*model_tokens(run, manifest, tokenizer).end_ids, *turn_ends], ids
+    return model, tokenizer, [*find_model_tokens(run, manifest, tokenizer).end_ids, *turn_ends], ids
 
 
 def _load_folder(folder: Path, prompt: Prompt, step: str | None, most: int) -> LoadedModel:

@@ -1,4 +1,4 @@
-"""Evaluation: the same number on any number of ranks, and the right one."""
+"""Evaluation: correct results, with the same bits on any number of ranks."""
 
 from __future__ import annotations
 
@@ -27,33 +27,37 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
-def evaluate(run: Run, size: int, step: str | None = None) -> dict[str, Any]:
+def evaluate(run: Run, ranks: int, step: str | None = None) -> dict[str, Any]:
+    """Remove all results, evaluate on so many ranks and return the result of the newest step."""
     for old in run.evaluation_dir.iterdir():
         old.unlink()
     options = {"step": step} if step else {}
-    assert set(run_ranks(size, stage_rank, run.path, "evaluate", options)) == {ExitCode.DONE}
+    assert set(run_ranks(ranks, stage_rank, run.path, "evaluate", options)) == {ExitCode.DONE}
     newest = sorted(run.evaluation_dir.iterdir())[-1]
     return dict(json.loads(newest.read_text()))
 
 
 def reference_rank(rank_info: RankInfo, path: Path) -> tuple[float, int, float]:
-    """Loss sum, tokens and unigram bits by the plainest code: one window at a time, one process."""
+    """Return loss sum, tokens and unigram bits from straightforward code: one window at a time, one process."""
     import torch
 
-    from pipeline.checkpoint.checkpointer import load_checkpoint as load_checkpoint
+    from pipeline.checkpoint.checkpointer import load_checkpoint
     from pipeline.data.manifest import load_manifest
     from pipeline.model.decoder import Decoder
 
     run = Run.open(path)
-    config, manifest = run.config, load_manifest(run.data_dir)
+    config = run.config
+    manifest = load_manifest(run.data_dir)
     model = Decoder(config.model, manifest.vocab_size, config.data.sequence_length).eval()
     weights = {f"model.{n}": p.detach() for n, p in model.named_parameters()}
     load_checkpoint(weights, run.checkpoints_dir / checkpoint_name(list_checkpoint_steps(run.checkpoints_dir)[0]), None)
-    total, count, everything = 0.0, 0, []
+    total = 0.0
+    count = 0
+    all_tokens = []
     for shard in manifest.held_out:
         tokens = np.fromfile(run.data_dir / shard.file, shard.dtype, shard.tokens, offset=shard.offset).astype(np.int64)
         stream = torch.from_numpy(np.concatenate([[manifest.eos_id], tokens]))
-        everything.append(tokens)
+        all_tokens.append(tokens)
         length = config.data.sequence_length
         for start in range(0, len(tokens), length):
             window = stream[start : start + length + 1]
@@ -61,13 +65,13 @@ def reference_rank(rank_info: RankInfo, path: Path) -> tuple[float, int, float]:
                 logits = model(window[None, :-1])[0]
             total += torch.nn.functional.cross_entropy(logits, window[1:], reduction="sum").item()
             count += len(window) - 1
-    counts = np.unique(np.concatenate(everything), return_counts=True)[1] / count
+    counts = np.unique(np.concatenate(all_tokens), return_counts=True)[1] / count
     return total, count, float(-(counts * np.log2(counts)).sum() * count)
 
 
-def test_the_number_is_right_and_the_same_on_any_number_of_ranks(trained: Run) -> None:
-    results = [evaluate(trained, size) for size in (1, 2, 3, 4)]
-    assert all(result == results[0] for result in results[1:]), "equal to the last bit"
+def test_the_result_is_correct_and_the_same_on_any_number_of_ranks(trained: Run) -> None:
+    results = [evaluate(trained, ranks) for ranks in (1, 2, 3, 4)]
+    assert all(result == results[0] for result in results[1:]), "the results must be bit-identical"
     total, count, unigram_bits = run_ranks(1, reference_rank, trained.path)[0]
     result = results[0]
     assert result["tokens"] == count and result["step"] == 21
@@ -80,46 +84,47 @@ def test_the_number_is_right_and_the_same_on_any_number_of_ranks(trained: Run) -
     assert result["bytes"] == load_manifest(trained.data_dir).held_out_bytes
 
 
-def narrow_rank(rank_info: RankInfo, path: Path, windows: int) -> int:
-    """Evaluate where the logits of so many windows have room; how many the largest forward pass had."""
+def run_rank_with_logits_limit(rank_info: RankInfo, path: Path, windows: int) -> int:
+    """Evaluate with a limit of the logits of so many windows; return the windows of the largest forward pass."""
     from pipeline.data.manifest import load_manifest
     from pipeline.evaluate import evaluator
 
-    run, largest = Run.open(path), 0
-    whole = evaluator.TextHeldOut.sums
+    run = Run.open(path)
+    largest = 0
+    original = evaluator.TextHeldOut.compute_sums
 
-    def sums(self: Any, model: Any, start: int, stop: int) -> dict[str, float]:
+    def record_size(self: Any, model: Any, start: int, stop: int) -> dict[str, float]:
         nonlocal largest
         largest = max(largest, stop - start)
-        return whole(self, model, start, stop)
+        return original(self, model, start, stop)
 
     evaluator.LOGITS_BYTES = windows * 4 * run.config.data.sequence_length * load_manifest(run.data_dir).vocab_size + 3
-    evaluator.TextHeldOut.sums = sums  # type: ignore[method-assign]
+    evaluator.TextHeldOut.compute_sums = record_size  # type: ignore[method-assign]
     assert stage_rank(rank_info, path, "evaluate") == ExitCode.DONE
     return largest
 
 
 @pytest.mark.parametrize(("windows", "largest"), [(0, 1), (3, 3), (99, 8)])
-def test_a_pass_has_no_more_windows_than_their_logits_have_room(trained: Run, windows: int, largest: int) -> None:
-    whole = evaluate(trained, 1)
+def test_the_logits_limit_bounds_the_windows_of_a_forward_pass(trained: Run, windows: int, largest: int) -> None:
+    expected = evaluate(trained, 1)
     (trained.evaluation_dir / f"{checkpoint_name(21)}.json").unlink()
-    assert run_ranks(1, narrow_rank, trained.path, windows) == [largest]
-    found = json.loads((trained.evaluation_dir / f"{checkpoint_name(21)}.json").read_text())
-    assert found["loss"] == pytest.approx(whole["loss"], rel=1e-6)
+    assert run_ranks(1, run_rank_with_logits_limit, trained.path, windows) == [largest]
+    result = json.loads((trained.evaluation_dir / f"{checkpoint_name(21)}.json").read_text())
+    assert result["loss"] == pytest.approx(expected["loss"], rel=1e-6)
 
 
-def test_a_model_that_training_splits_is_split_here_too(trained: Run) -> None:
-    """Three ranks, so that some have no batch left while others still need their part of the weights."""
-    whole = evaluate(trained, 1)
+def test_a_model_that_training_shards_is_sharded_in_evaluation(trained: Run) -> None:
+    """On three ranks, some ranks have no batch left while others still need their shards of the weights."""
+    expected = evaluate(trained, 1)
     before = trained.changes_file.read_bytes() if trained.changes_file.exists() else None
     trained.apply_overrides(["parallel.zero=3"])
     try:
-        assert evaluate(trained, 3) == whole, "equal to the last bit"
+        assert evaluate(trained, 3) == expected, "the results must be bit-identical"
     finally:
         trained.changes_file.unlink() if before is None else trained.changes_file.write_bytes(before)
 
 
-def test_which_checkpoints_are_evaluated(trained: Run) -> None:
+def test_a_stage_evaluates_the_selected_checkpoints(trained: Run) -> None:
     steps = sorted(list_checkpoint_steps(trained.checkpoints_dir))
     evaluate(trained, 2, "every")
     assert [p.name for p in sorted(trained.evaluation_dir.iterdir())] == [f"{checkpoint_name(s)}.json" for s in steps]

@@ -1,4 +1,4 @@
-"""Tasks: scores against a plain reference with transformers, on any number of ranks; files that are none."""
+"""Task files: scores compared with transformers and lm-eval on any number of ranks, and malformed files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from tokenizers import Tokenizer
 
 from pipeline.base.errors import ExitCode, UserError
-from pipeline.config.read import ConfigError, load_config
+from pipeline.config.read import load_config
 from pipeline.evaluate import evaluate_stage
 from pipeline.evaluate.evaluator import TaskFile
 from pipeline.evaluate.result import format_result
@@ -25,47 +25,63 @@ from pipeline.publish.generate import _load_folder
 from pipeline.run.directory import Run
 from tests.publish.test_export import exported
 from tests.publish.test_generate import saved
+from tests.support.errors import raises_error
 from tests.support.ranks import run_ranks
 from tests.support.tiny import WORDS, make_run, stage_rank
 from tests.support.tokenizers import add_post_processor, get_token_id, make_byte_tokenizer, save_tokenizer
 
-TRAIN = ("train.steps=60", "stages.train.tasks_per_node=1", "model.dropout=0.0", "evaluate.answer_tokens=3")
+OPTIONS = ("train.steps=60", "stages.train.tasks_per_node=1", "model.dropout=0.0", "evaluate.answer_tokens=3")
 
 
 def write_tasks(folder: Path) -> tuple[Path, Path]:
-    """Choices of other lengths, prompts that are empty, end with a blank or are longer than a window; words to say."""
-    draw = random.Random(4)
+    """Write a file of choices (some prompts are empty, end with a blank, exceed a window) and one of free answers."""
+    generator = random.Random(4)
     lines = []
     for number in range(23):
-        prompt = ["", "the model ", " ".join(WORDS * 9)][number] if number < 3 else " ".join(draw.choices(WORDS, k=6))
-        choices = [" ".join(draw.choices(WORDS, k=draw.randint(1, 4))) for _ in range(draw.randint(2, 4))]
-        lines.append({"prompt": prompt, "choices": choices, "answer": draw.randrange(len(choices))})
-    chosen, free = folder / "chosen.jsonl", folder / "free.jsonl"
+        if number < 3:
+            prompt = ["", "the model ", " ".join(WORDS * 9)][number]
+        else:
+            prompt = " ".join(generator.choices(WORDS, k=6))
+        choice_count = generator.randint(2, 4)
+        choices = [" ".join(generator.choices(WORDS, k=generator.randint(1, 4))) for _ in range(choice_count)]
+        lines.append({"prompt": prompt, "choices": choices, "answer": generator.randrange(len(choices))})
+    chosen = folder / "chosen.jsonl"
+    free = folder / "free.jsonl"
     chosen.write_text("".join(json.dumps(line) + "\n" for line in lines))
     free.write_text("".join(json.dumps({"prompt": line["prompt"], "answer": "x"}) + "\n" for line in lines[3:9]))
     return chosen, free
+
+
+def make_task(file: Path, tokenizer: Tokenizer, eos_id: int, bos_ids: tuple[int, ...] = ()) -> TaskFile:
+    """Return a task for sequences of 32 tokens and answers of 3 tokens."""
+    return TaskFile(
+        file, tokenizer, eos_id=eos_id, sequence_length=32, batch=8, answer_tokens=3, is_sharded=False, bos_ids=bos_ids
+    )
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("tasks")
     chosen, free = write_tasks(folder)
-    run = make_run(folder, "tiny", (*TRAIN, f"evaluate.tasks=[{chosen}, {free}]"))
+    run = make_run(folder, "tiny", (*OPTIONS, f"evaluate.tasks=[{chosen}, {free}]"))
     assert run_ranks(1, stage_rank, run.path, "train") == [ExitCode.DONE]
     return run
 
 
-def reference(
+def choose_with_transformers(
     folder: Path, length: int, items: list[dict[str, Any]], special: bool = False
 ) -> tuple[list[int], list[int]]:
-    """What transformers' model thinks likeliest of each item, plain and for its length: one row at a time.
+    """Return the choice of each item that transformers' model scores highest, in total and per character.
 
-    special: with the special tokens that the tokenizer puts before a text.
+    Args:
+        special: whether a text begins with the tokenizer's special tokens.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
-    plain, normed = [], []
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    plain = []
+    normed = []
     for item in items:
         scores = []
         for choice in item["choices"]:
@@ -109,13 +125,14 @@ metric_list: [{metric: acc}, {metric: acc_norm}]
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_every_answer_is_that_of_lm_eval(trained: Run, tmp_path: Path) -> None:
-    """On the exported model and the same file, with prompts that do not end with a blank (lm-eval adds another)."""
+def test_every_answer_equals_that_of_lm_eval(trained: Run, tmp_path: Path) -> None:
+    """Compare on the exported model. Prompts do not end with a blank, because lm-eval adds one."""
     python = os.environ.get("LM_EVAL_PYTHON")
     if python is None:
         pytest.fail("LM_EVAL_PYTHON must name a Python with lm-eval; `make test-long` sets it")
     lines = [json.loads(line) for line in trained.config.evaluate.task_files[0].read_text().splitlines()]
-    file, folder = tmp_path / "choices.jsonl", tmp_path / "out"
+    file = tmp_path / "choices.jsonl"
+    folder = tmp_path / "out"
     file.write_text("".join(json.dumps({**line, "prompt": line["prompt"].rstrip()}) + "\n" for line in lines))
     (tmp_path / "ours.yaml").write_text(TASK.replace("FILE", str(file)))
     export_checkpoint(trained, folder, None, "fp32")
@@ -126,37 +143,38 @@ def test_every_answer_is_that_of_lm_eval(trained: Run, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     theirs, samples = json.loads(done.stdout.splitlines()[-1])
     model, tokenizer, ends, _ = _load_folder(folder, "the", None, 40)
-    task = TaskFile(file, tokenizer, ends[0], 32, 8, 3, together=False)
+    task = make_task(file, tokenizer, ends[0])
     with torch.no_grad():
-        ours = [task.sums(model, number, number + 1) for number in range(task.count)]
+        ours = [task.compute_sums(model, number, number + 1) for number in range(task.count)]
     assert [[number, one["accuracy"], one["accuracy_norm"]] for number, one in enumerate(ours)] == samples
     assert len(samples) == len(lines) == 23 and {one for _, one, _ in samples} == {0.0, 1.0}
-    figures = task.result(ours)
+    metrics = task.compute_result(ours)
     for key, name in (("accuracy", "acc"), ("accuracy_norm", "acc_norm")):
-        assert figures[f"choices.{key}"] == theirs[f"{name},none"]
-        assert figures[f"choices.{key}_stderr"] == pytest.approx(theirs[f"{name}_stderr,none"], rel=1e-12)
+        assert metrics[f"choices.{key}"] == theirs[f"{name},none"]
+        assert metrics[f"choices.{key}_stderr"] == pytest.approx(theirs[f"{name}_stderr,none"], rel=1e-12)
 
 
-def test_choices_are_those_of_a_plain_reference(trained: Run, tmp_path: Path) -> None:
+def test_choices_equal_those_of_transformers(trained: Run, tmp_path: Path) -> None:
     export_checkpoint(trained, tmp_path / "out", None, "fp32")
     assert run_ranks(1, stage_rank, trained.path, "evaluate") == [ExitCode.DONE]
     file = next(trained.evaluation_dir.glob("*.json"))
     result = json.loads(file.read_text())
     items = [json.loads(line) for line in trained.config.evaluate.task_files[0].read_text().splitlines()]
-    for key, found in zip(("accuracy", "accuracy_norm"), reference(tmp_path / "out", 32, items), strict=True):
-        right = sum(one == item["answer"] for one, item in zip(found, items, strict=True))
+    reference = choose_with_transformers(tmp_path / "out", 32, items)
+    for key, choices in zip(("accuracy", "accuracy_norm"), reference, strict=True):
+        right = sum(choice == item["answer"] for choice, item in zip(choices, items, strict=True))
         share = right / len(items)
         assert result[f"chosen.{key}"] == pytest.approx(share)
         assert result[f"chosen.{key}_stderr"] == pytest.approx(math.sqrt(share * (1 - share) / (len(items) - 1)))
     assert result["chosen.items"] == 23 and 0 < result["chosen.accuracy"] < 1
     assert f"chosen.accuracy {result['chosen.accuracy']:.4f}" in format_result(result)
-    for ranks, more in ((2, ()), (3, ("parallel.zero=3",))):  # split over ranks, and each a part of the model
+    for ranks, more in ((2, ()), (3, ("parallel.zero=3",))):  # data parallel, then also a sharded model
         run = trained
         run.apply_overrides([f"stages.evaluate.tasks_per_node={ranks}", *more])
-        kept = file.read_bytes()
+        expected = file.read_bytes()
         file.unlink()
         assert run_ranks(ranks, stage_rank, run.path, "evaluate") == [ExitCode.DONE] * ranks
-        assert file.read_bytes() == kept
+        assert file.read_bytes() == expected
 
 
 @pytest.mark.parametrize("kind", ["mistral", "qwen"])
@@ -166,48 +184,48 @@ def test_prompts_begin_with_the_special_tokens_of_the_training(tmp_path: Path, k
     save_tokenizer(tmp_path / "model", tokenizer, eos_token="<|end|>")
     chosen, _ = write_tasks(tmp_path)
     items = [json.loads(line) for line in chosen.read_text().splitlines()]
-    model, ours = _load_folder(tmp_path / "model", "the", None, 40)[:2]
+    model, tokenizer_read = _load_folder(tmp_path / "model", "the", None, 40)[:2]
     for bos_ids in ((), (get_token_id(tokenizer, "<s>"),)):
-        task = TaskFile(chosen, ours, 0, 32, 8, 3, together=False, bos_ids=bos_ids)
+        task = make_task(chosen, tokenizer_read, 0, bos_ids)
         with torch.no_grad():
-            sums = [task.sums(model, number, number + 1) for number in range(task.count)]
-        found = reference(tmp_path / "model", 32, items, special=bool(bos_ids))
+            sums = [task.compute_sums(model, number, number + 1) for number in range(task.count)]
+        found = choose_with_transformers(tmp_path / "model", 32, items, special=bool(bos_ids))
         expected = [[float(one == item["answer"]) for one, item in zip(row, items, strict=True)] for row in found]
         same = [[one["accuracy"] for one in sums], [one["accuracy_norm"] for one in sums]] == expected
-        assert same is (kind == "mistral" or not bos_ids), "not the tokens of transformers"
+        assert same is (kind == "mistral" or not bos_ids), "the special tokens differ from those of transformers"
 
 
-def test_the_evaluation_of_a_run_puts_them_before_prompts(tmp_path: Path) -> None:
+def test_the_evaluation_of_a_run_puts_special_tokens_before_prompts(tmp_path: Path) -> None:
     tokenizer = save_tokenizer(tmp_path, add_post_processor(make_byte_tokenizer(" ".join(WORDS)), "llama 3"))
     chosen, _ = write_tasks(tmp_path)
-    given = f"data.tokenizer={{kind: file, path: {tokenizer}, eos_token: <|end|>}}"
-    more = (given, f"evaluate.tasks={chosen}", "model.initializer_range=0.2")
+    tokenizer_option = f"data.tokenizer={{kind: file, path: {tokenizer}, eos_token: <|end|>}}"
+    more = (tokenizer_option, f"evaluate.tasks={chosen}", "model.initializer_range=0.2")
     folder, _ = exported(tmp_path, make_run(tmp_path, "data", more).data_dir, "run", *more)
     run = Run.open(tmp_path / "runs/run")
     assert run_ranks(1, stage_rank, run.path, "evaluate") == [ExitCode.DONE]
     result = json.loads(next(run.evaluation_dir.glob("*.json")).read_text())
     items = [json.loads(line) for line in chosen.read_text().splitlines()]
 
-    def shares(special: bool) -> list[float]:
-        found = reference(folder, 32, items, special)
+    def compute_shares(special: bool) -> list[float]:
+        found = choose_with_transformers(folder, 32, items, special)
         return [sum(one == item["answer"] for one, item in zip(row, items, strict=True)) / 23 for row in found]
 
-    assert [result["chosen.accuracy"], result["chosen.accuracy_norm"]] == pytest.approx(shares(True))
-    assert shares(False) != shares(True)
+    assert [result["chosen.accuracy"], result["chosen.accuracy_norm"]] == pytest.approx(compute_shares(True))
+    assert compute_shares(False) != compute_shares(True)
 
 
-def test_a_blank_before_a_choice_is_the_choices(trained: Run) -> None:
-    """A token may hold the blank before a word, so it is not the prompt's, whether the prompt ends with one or not."""
+def test_a_blank_before_a_choice_belongs_to_the_choice(trained: Run) -> None:
+    """The blank before a word may be part of the word's token, whether the prompt ends with a blank or not."""
     tokenizer = Tokenizer.from_file(str(trained.data_dir / "tokenizer.json"))
-    task = TaskFile(trained.config.evaluate.task_files[0], tokenizer, 0, 32, 8, 3, together=False)
+    task = make_task(trained.config.evaluate.task_files[0], tokenizer, 0)
     for number in (1, 5):
         item = task.items[number]
-        for choice, (ids, count) in zip(item.choices, task._pairs[number], strict=True):
+        for choice, (ids, count) in zip(item.choices, task._choices[number], strict=True):
             assert tokenizer.decode(ids[-count:]) == " " + choice
 
 
-def test_a_free_answer_is_what_greedy_decoding_says(trained: Run, tmp_path: Path) -> None:
-    """A file whose answers are what transformers says, but for one."""
+def test_a_free_answer_is_decoded_greedily(trained: Run, tmp_path: Path) -> None:
+    """All expected answers of the file, except one, are those that transformers generates."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     export_checkpoint(trained, tmp_path / "out", None, "fp32")
@@ -219,13 +237,13 @@ def test_a_free_answer_is_what_greedy_decoding_says(trained: Run, tmp_path: Path
         new = model.generate(ids, max_new_tokens=3, do_sample=False)[0, ids.shape[1] :]
         line["answer"] = tokenizer.decode(new, skip_special_tokens=True).strip()
         assert line["answer"]
-    file = tmp_path / "said.jsonl"
+    file = tmp_path / "generated.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    run = make_run(tmp_path, "other", (*TRAIN, f"evaluate.tasks={file}"), trained.data_dir)
+    run = make_run(tmp_path, "other", (*OPTIONS, f"evaluate.tasks={file}"), trained.data_dir)
     run.checkpoints_dir.rmdir()
     run.checkpoints_dir.symlink_to(trained.checkpoints_dir)
     assert run_ranks(2, stage_rank, run.path, "evaluate") == [ExitCode.DONE] * 2
-    assert json.loads(next(run.evaluation_dir.glob("*.json")).read_text())["said.accuracy"] == pytest.approx(5 / 6)
+    assert json.loads(next(run.evaluation_dir.glob("*.json")).read_text())["generated.accuracy"] == pytest.approx(5 / 6)
 
 
 @pytest.mark.parametrize(
@@ -258,5 +276,5 @@ def test_task_files_are_checked_before_a_run_is_created(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         derive_task_names([Path("x/a.jsonl"), Path("y/a.jsonl")])
     assert caught.value.code == "evaluate.duplicate_task"
-    with pytest.raises(ConfigError, match=r"evaluate\.tasks.*data\.held_out"):
+    with raises_error("config.conflict", "evaluate.tasks", "data.held_out"):
         load_config(tmp_path / "tiny.yaml", ["evaluate.tasks=a.jsonl", "data.held_out=0"])

@@ -1,4 +1,4 @@
-"""Which windows of held-out text are looked at, by a plain list of all of them."""
+"""The windows of held-out text that are evaluated, compared with a list of all of them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def held_out(folder: Path, sizes: list[tuple[str, int]], limit: int | None) -> TextHeldOut:
-    """Of parts of one file, each of a source and so many tokens, windows of 8."""
+def make_held_out(folder: Path, sizes: list[tuple[str, int]], limit: int | None) -> TextHeldOut:
+    """Return the windows of 8 tokens of parts of one file. `sizes`: source and number of tokens of each part."""
     starts = np.cumsum([0, *(size for _, size in sizes)]).tolist()
     entries = [
         ShardEntry.model_construct(
@@ -35,8 +35,8 @@ def held_out(folder: Path, sizes: list[tuple[str, int]], limit: int | None) -> T
         for start, (_, size) in zip(starts, sizes, strict=False)
     ]  # fmt: skip
     parts = [
-        MixturePart(name=name, train=0, held_out=len(list(some)))
-        for name, some in groupby(sizes, key=lambda size: size[0])
+        MixturePart(name=name, train=0, held_out=len(list(group)))
+        for name, group in groupby(sizes, key=lambda size: size[0])
     ]
     manifest: Any = SimpleNamespace(held_out=entries, parts=parts if parts[1:] else (), vocab_size=4000, eos_id=0)
     run: Any = SimpleNamespace(data_dir=folder, config=SimpleNamespace(data=SimpleNamespace(sequence_length=8)))
@@ -48,26 +48,29 @@ SIZES = st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 90)), min_size
 
 
 @given(SIZES.map(lambda sizes: sorted(sizes, key=lambda size: size[0])), st.none() | st.integers(1, 40))
-def test_the_windows_are_those_of_a_plain_list(folder: Path, sizes: list[tuple[str, int]], limit: int | None) -> None:
-    found = held_out(folder, sizes, limit)
+def test_the_windows_equal_those_of_a_plain_list(folder: Path, sizes: list[tuple[str, int]], limit: int | None) -> None:
+    held_out = make_held_out(folder, sizes, limit)
     starts = np.cumsum([0, *(size for _, size in sizes)]).tolist()
-    every: dict[str, list[tuple[int, int]]] = {}
+    windows_by_source: dict[str, list[tuple[int, int]]] = {}
     for start, (source, size) in zip(starts, sizes, strict=False):
-        every.setdefault(source, []).extend((start, first) for first in range(0, size, 8))
-    shares = [len(windows) for windows in every.values()]
+        windows_by_source.setdefault(source, []).extend((start, first) for first in range(0, size, 8))
+    shares = [len(windows) for windows in windows_by_source.values()]
     if limit is not None:
-        shares = [len(range(number, limit, len(every))) for number in range(len(every))]  # dealt out in turn
-    wanted = [window for windows, share in zip(every.values(), shares, strict=True) for window in windows[:share]]
-    windows = [found._window(number) for number in range(found.count)]
-    assert [(shard.offset // 2, first) for shard, first in windows] == wanted
+        sources = len(windows_by_source)
+        shares = [len(range(number, limit, sources)) for number in range(sources)]  # assigned to the sources in turn
+    expected: list[tuple[int, int]] = []
+    for source_windows, share in zip(windows_by_source.values(), shares, strict=True):
+        expected += source_windows[:share]
+    windows = [held_out._locate_window(number) for number in range(held_out.count)]
+    assert [(shard.offset // 2, first) for shard, first in windows] == expected
     for shard, first in windows:  # each part of the file has its own tokens
-        assert int(found._arrays[shard.name]["tokens"][first]) == shard.offset // 2 + first
+        assert int(held_out._arrays[shard.name]["tokens"][first]) == shard.offset // 2 + first
     covered = {shard.offset // 2: first + 8 for shard, first in windows}
-    assert [(shard.offset // 2, many) for shard, many in found._covered] == [
+    assert [(shard.offset // 2, count) for shard, count in held_out._covered] == [
         (start, min(end, size)) for start, (_, size) in zip(starts, sizes, strict=False) if (end := covered.get(start))
     ]
 
 
-def test_a_source_gets_as_many_as_another(folder: Path) -> None:
-    found = held_out(folder, [("a", 90), ("b", 90), ("c", 90)], 10)
-    assert [many // 8 for _, many in found._covered] == [4, 3, 3]
+def test_each_source_has_the_same_share_of_a_limit(folder: Path) -> None:
+    held_out = make_held_out(folder, [("a", 90), ("b", 90), ("c", 90)], 10)
+    assert [count // 8 for _, count in held_out._covered] == [4, 3, 3]

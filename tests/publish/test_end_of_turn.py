@@ -159,15 +159,15 @@ def test_a_base_model_tuned_on_dialogues_stops_where_answers_end(
 
 
 def evaluate_rank(where: RankInfo, path: Path) -> int:
-    """Evaluate, where the model answers `a`, closes the answer and goes on with other text."""
+    """Evaluate a model that answers `a`, closes the answer and continues with other text."""
     answer = get_token_id(TOKENIZER, "a")
     following = {answer: IM_END, IM_END: get_token_id(TOKENIZER, "b")}
 
-    def logits(task: TaskFile, model: nn.Module, rows: Sequence[Sequence[int]]) -> torch.Tensor:
+    def compute_logits(task: TaskFile, model: nn.Module, rows: Sequence[Sequence[int]]) -> torch.Tensor:
         ids = torch.tensor([following.get(row[-1], answer) for row in rows])
         return nn.functional.one_hot(ids, 300)[:, None].expand(-1, max(map(len, rows)), -1)
 
-    TaskFile._logits = logits  # type: ignore[assignment, method-assign]
+    TaskFile._compute_logits = compute_logits  # type: ignore[assignment, method-assign]
     return stage_rank(where, path, "evaluate")
 
 

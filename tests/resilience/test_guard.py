@@ -235,7 +235,7 @@ def sleepy_rank(rank_info: RankInfo, path: Path) -> int:
     from pipeline.evaluate import evaluator
     from pipeline.resilience import watchdog
 
-    real, calls = evaluator.TextHeldOut.sums, []
+    real, calls = evaluator.TextHeldOut.compute_sums, []
     setattr(watchdog.Watchdog, "limit_s", lambda self, phase: 4.0 if phase == "batch" else 600.0)  # noqa: B010
 
     def sums(self: Any, *arguments: Any) -> Any:
@@ -244,7 +244,7 @@ def sleepy_rank(rank_info: RankInfo, path: Path) -> int:
             time.sleep(600)
         return real(self, *arguments)
 
-    setattr(evaluator.TextHeldOut, "sums", sums)  # noqa: B010
+    setattr(evaluator.TextHeldOut, "compute_sums", sums)  # noqa: B010
     return stage_rank(rank_info, path, "evaluate")
 
 

@@ -160,7 +160,7 @@ def told_rank(rank_info: RankInfo, path: Path, moment: str) -> int:
         return call
 
     owner: Any = {"build": trainer, "first step": trainer.Trainer, "evaluation": evaluator.TextHeldOut}[moment]
-    name = {"build": "TokenDataset", "first step": "step", "evaluation": "sums"}[moment]
+    name = {"build": "TokenDataset", "first step": "step", "evaluation": "compute_sums"}[moment]
     setattr(owner, name, then_told(getattr(owner, name)))
     return stage_rank(rank_info, path, "evaluate" if moment == "evaluation" else "train")
 
