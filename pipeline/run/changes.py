@@ -1,10 +1,10 @@
-"""What may still be changed of a run's config, and how a change is written.
+"""Which keys of a run's config may still change, and how a change is described.
 
-A config is corrected as long as nothing is there that the correction would make wrong: until a training has saved, any
-key; then those that shape no result, and by `resume` a larger `train.steps` or `train.epochs`. Finished shards keep the
-keys that shape them.
+A key may change as long as no existing output depends on its old value. Before a training has saved a checkpoint, that
+is any key, except keys that determine finished shards. Afterwards it is the keys that do not affect results, and
+`resume` accepts a larger `train.steps` or `train.epochs`.
 
-A line of changes.jsonl has the values that were `set`; `submitted`, where it is there, is a whole corrected config.
+A line of changes.jsonl has the changed values in `set`. If it has `submitted`, that is a whole corrected config.
 """
 
 from __future__ import annotations
@@ -31,41 +31,46 @@ def is_config_change(line: Any) -> bool:
 
 
 def changeable_keys() -> list[str]:
-    """Return what `resume` may change at any time, as messages and docs write it: `site.*`, `train.log_every`."""
+    """Return the keys that `resume` may change at any time, as patterns such as `site.*`."""
     return format_key_patterns(Policy.CHANGEABLE)
 
 
 def find_training_output(run: Path) -> str | None:
-    """What a training, or one of a sweep's, left that only its own config goes on with: its newest checkpoint."""
-    return _newest(run, "checkpoints/step-*", "checkpoints/damaged-*", "decisions.jsonl")
+    """Return the output of a training that only its own config can continue; None if there is none.
+
+    This is the newest checkpoint or the file of decisions, of the run or of its sweep points.
+    """
+    return _find_newest(run, "checkpoints/step-*", "checkpoints/damaged-*", "decisions.jsonl")
 
 
-def _newest(run: Path, *names: str) -> str | None:
-    found = [file for name in names for place in ("", "points/*/") for file in run.glob(place + name)]
-    return str(max(found, key=_step).relative_to(run)) if found else None
+def _find_newest(run: Path, *patterns: str) -> str | None:
+    """Return the file of the highest step that matches a pattern, in the run or its sweep points."""
+    files = [file for pattern in patterns for prefix in ("", "points/*/") for file in run.glob(prefix + pattern)]
+    return str(max(files, key=_parse_step).relative_to(run)) if files else None
 
 
-def _step(path: Path) -> int:
-    """The step in a name; 0 where there is none."""
-    return int(found[1]) if (found := re.search(r"step-(\d+)", path.name)) else 0
+def _parse_step(path: Path) -> int:
+    """Return the step in a file's name; 0 if there is none."""
+    match = re.search(r"step-(\d+)", path.name)
+    return int(match[1]) if match else 0
 
 
 def find_dependent_output(run: Path, key: str) -> str | None:
-    """What is in the run's folder that another value of a key would make wrong; None where nothing is."""
+    """Return the output in the run directory that depends on the value of a key; None if there is none."""
     section = key.partition(".")[0]
     if has_policy(key, Policy.CHANGEABLE):
         return None
     if key == "run.sharing":
-        return "config.yaml with the mode that it says"
+        return "config.yaml with the file mode of that value"
     if section == "data" and not has_policy(key, Policy.KEEPS_SHARDS) and (run / "data/manifest.json").exists():
         return "data/manifest.json of the finished shards"
     if section == "evaluate":
-        return _newest(run, "evaluation/step-*")
+        return _find_newest(run, "evaluation/step-*")
     return find_training_output(run)
 
 
-def _larger(old: Config, new: Config) -> str | None:
-    """The key by which `new` trains longer than `old`; None where it does not."""
+def _find_longer_key(old: Config, new: Config) -> str | None:
+    """Return the key that makes `new` train longer than `old`; None if it does not."""
     before = flatten_keys(old.model_dump(mode="json"))
     after = flatten_keys(new.model_dump(mode="json"))
     keys = list_keys_with(Policy.INCREASABLE)
@@ -73,86 +78,103 @@ def _larger(old: Config, new: Config) -> str | None:
 
 
 def find_output_of_old_value(run: Path, key: str, old: Config, new: Config) -> str | None:
-    """Return what the value of `key` in `new` would make wrong in the run's folder, or None.
+    """Return the output in the run directory that depends on the old value of `key`; None if there is none.
 
-    This is `find_dependent_output`, and the weights of steps that a mixture has already been trained on.
+    In contrast to `find_dependent_output`, the weights of a mixture may change for steps that were not trained yet.
     """
-    if key == "data.mixture.weights" and (made := find_training_output(run)) and old.data.mixture and new.data.mixture:
-        step = _step(Path(made))
-        same = old.data.mixture.weights_until(step) == new.data.mixture.weights_until(step)
-        return None if same else f"{made}, and only weights of later steps may change"
+    if key == "data.mixture.weights" and old.data.mixture and new.data.mixture:
+        output = find_training_output(run)
+        if output:
+            step = _parse_step(Path(output))
+            is_same = old.data.mixture.weights_until(step) == new.data.mixture.weights_until(step)
+            return None if is_same else f"{output}, and only weights of later steps may change"
     return find_dependent_output(run, key)
 
 
 def check_corrections(run: Path, name: str, old: Config, new: Config) -> dict[str, str]:
-    """What the config `new` of the run `name` in folder `run` corrects, in words by keys.
+    """Return what a corrected config changes: key → description.
 
-    Raises UserError where something was made with the old one, with what can be done instead.
+    Args:
+        run: the run directory.
+        name: the run's name in messages.
+        old: the config of the run.
+        new: the corrected config.
+
+    Raises:
+        UserError: existing output depends on the old config; the message has the commands that are possible.
     """
-    found = describe_changes(old, new)
-    made = {key: find_output_of_old_value(run, key, old, new) for key in found}
-    if kept := dict.fromkeys(filter(None, made.values())):
-        longer = _larger(old, new)
-        refused = [key for key, what in made.items() if what and key != longer]
-        free = next(number for number in count(2) if not run.with_name(f"{new.run.name}-{number}").exists())
-        lines = limit_lines([f"{key}: {words}" for key, words in found.items()])
+    descriptions = describe_changes(old, new)
+    outputs = {key: find_output_of_old_value(run, key, old, new) for key in descriptions}
+    existing = list(dict.fromkeys(filter(None, outputs.values())))
+    if existing:
+        longer_key = _find_longer_key(old, new)
+        refused = [key for key, output in outputs.items() if output and key != longer_key]
+        free_number = next(n for n in count(2) if not run.with_name(f"{new.run.name}-{n}").exists())
+        lines = limit_lines([f"{key}: {change}" for key, change in descriptions.items()])
+        new_name = f"run.name={new.run.name}-{free_number}"
         raise UserError(
             "run.other_config",
             "\n  ".join([f"{name} exists with another config:", *lines])
-            + f"\nwhat it has was made with its own: {', '.join(limit_lines(list(kept)))}"
-            + "".join(f"\n{line}" for line in _ways_to_resume(name, old, new, refused))
-            + f"\nfor another run beside it: {format_current_command(f'run.name={new.run.name}-{free}')}",
+            + f"\nthese outputs depend on its config: {', '.join(limit_lines(existing))}"
+            + "".join(f"\n{line}" for line in _describe_resume(name, old, new, refused))
+            + f"\nto make another run: {format_current_command(new_name)}",
         )
-    return found
+    return descriptions
 
 
-def _ways_to_resume(name: str, old: Config, new: Config, refused: Sequence[str]) -> Iterator[str]:
-    """Yield the command that resumes the run `name` with all of `new` but the `refused` keys, and what it leaves out.
+def _describe_resume(name: str, old: Config, new: Config, refused: Sequence[str]) -> Iterator[str]:
+    """Yield the command that resumes a run with all of `new` except the `refused` keys, and what the command omits.
 
-    The command is checked: if its keys do not make a valid config without the others, a plain `resume` is shown.
+    If these keys do not make a valid config without the others, a plain `resume` is shown.
     """
-    found = describe_changes(old, new)
     values = flatten_keys(dump_values(new))
-    accepted = [key for key in found if key not in refused]
-    shown = {
+    accepted = [key for key in describe_changes(old, new) if key not in refused]
+    public = {
         key: values[key] for key in accepted if key in values and values[key] == mask_secrets({key: values[key]})[key]
     }
-    overrides, problem, left = [f"{key}={json.dumps(value)}" for key, value in shown.items()], "", accepted
+    overrides = [f"{key}={json.dumps(value)}" for key, value in public.items()]
+    problem = ""
+    omitted = accepted
     try:
         changed = parse_config(apply_overrides(dump_values(old), overrides), COMMAND_LINE)
     except ConfigError as error:
-        overrides, problem = [], str(error).split("\n")[0]
+        overrides = []
+        problem = str(error).split("\n")[0]
     else:
-        still = describe_changes(changed, new)
-        left = [key for key in accepted if key in still]
-    yield f"to go on with it: {format_command('resume', name, *overrides)}"
+        remaining = describe_changes(changed, new)
+        omitted = [key for key in accepted if key in remaining]
+    yield f"to continue it: {format_command('resume', name, *overrides)}"
     if problem:
         yield f"{', '.join(limit_lines(accepted))}: resume accepts this only together with the rest: {problem}"
-    elif left:  # a secret, or a key that is gone from a mapping
-        yield f"add yourself, because it is not shown or cannot be removed by key=value: {', '.join(limit_lines(left))}"
+    elif omitted:  # a secret, or a key that was removed from a mapping
+        keys = ", ".join(limit_lines(omitted))
+        yield f"add yourself, because it is not shown or cannot be removed by key=value: {keys}"
     if refused:
         yield f"resume does not accept: {', '.join(limit_lines(list(refused)))}"
 
 
 def check_resume_changes(run: Path, old: Config, new: Config) -> None:
-    """Raise UserError where `new` changes more than `resume` takes of the run in folder `run`."""
-    longer = "train.steps" if old.train.epochs is None else "train.epochs"
-    for key, words in describe_changes(old, new).items():
-        made = find_output_of_old_value(run, key, old, new)
-        if made and key != _larger(old, new):
+    """Raise UserError if `new` changes keys that `resume` cannot change in the run directory `run`."""
+    longer_key = "train.steps" if old.train.epochs is None else "train.epochs"
+    for key, change in describe_changes(old, new).items():
+        output = find_output_of_old_value(run, key, old, new)
+        if output and key != _find_longer_key(old, new):
             raise UserError(
                 "resume.unchangeable_key",
-                f"{key}: {words}: resume cannot change it without changing the result: there is {made}. It takes a "
-                f"larger {longer}, and {', '.join(changeable_keys())}. For anything else start a new run: its config "
-                "under another run.name",
+                f"{key}: {change}: resume cannot change it without changing the result: there is {output}. It accepts "
+                f"a larger {longer_key}, and {', '.join(changeable_keys())}. For anything else start a new run: its "
+                "config under another run.name",
             )
 
 
-# -- from one config to the next -----------------------------------------------------------------------------
+# -- differences between configs -----------------------------------------------------------------------------
 
 
 def changed_values(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of `new` that are not those of `old`: merged into `old` they give `new`, if it has all its keys."""
+    """Return the values of `new` that differ from `old`.
+
+    If no key was removed, `old` merged with them is `new`.
+    """
     values: dict[str, Any] = {}
     for key, value in new.items():
         if isinstance(value, dict) and isinstance(old.get(key), dict):
@@ -166,7 +188,7 @@ def changed_values(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, 
 
 
 def flatten_keys(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested mapping as dotted keys."""
+    """Return a nested mapping as a flat one with dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         flat |= flatten_keys(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
@@ -174,15 +196,19 @@ def flatten_keys(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def describe_changes(old: Config, new: Config) -> dict[str, str]:
-    """Words such as `200 → 300` for every key that differs, by the dotted key; secrets are masked."""
+    """Return the differences: dotted key → description such as `200 → 300`. Secrets are masked."""
     before = flatten_keys(dump_values(old))
     after = flatten_keys(dump_values(new))
-    shown, then = mask_secrets(before), mask_secrets(after)
-    keys = sorted(before.keys() | after.keys())
-    return {k: f"{_short(shown.get(k))} → {_short(then.get(k))}" for k in keys if before.get(k) != after.get(k)}
+    masked_before = mask_secrets(before)
+    masked_after = mask_secrets(after)
+    return {
+        key: f"{_shorten(masked_before.get(key))} → {_shorten(masked_after.get(key))}"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key)
+    }
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     """Return a value as text of at most 120 characters."""
     text = str(value)
     return text if len(text) <= 120 else text[:119] + "…"

@@ -1,6 +1,7 @@
-"""The copy of the code that a run's jobs work from, with its git commit and diff; and how a process uses that copy.
+"""The copy of the code that a run's jobs execute, with its git commit and diff; and how to start processes with it.
 
-It is taken when the run is made, and again by `resume --update-code`: an edit never changes a run that waits.
+The copy is made together with the run, and again by `resume --update-code`. Edits of the checkout therefore never
+change a run whose jobs are still pending.
 """
 
 from __future__ import annotations
@@ -24,15 +25,13 @@ from pipeline.base.ownership import apply_umask
 from pipeline.config.user_model import UNREAD_OPTIONS, UserModel
 
 CODE_ROOT = Path(__file__).resolve().parents[2]
-"""The folder that holds submit.py and the packages: a checkout, or a run's `code/`."""
-
-
-IMPORT_S = 300
-"""How long a child may take: torch from a cold file system is slow."""
-MOST_BUILT = 100
-"""So many different models of a sweep are built before it is made: each takes milliseconds, of large ones seconds."""
-_SNAPSHOT = ("submit.py", "setup.py", "setup.cfg", "cli", "slurm", "tracking", "planning", "pipeline", "data_prep")
-_CALL = r"""
+"""The directory that contains submit.py and the packages: a checkout, or a run's `code/`."""
+IMPORT_TIMEOUT_S = 300
+"""How long a child process may take: importing torch from a cold file system is slow."""
+MAX_BUILT_MODELS = 100
+"""How many different models of a sweep `try_code` builds. Each takes milliseconds, a large one seconds."""
+_COPIED_NAMES = ("submit.py", "setup.py", "setup.cfg", "cli", "slurm", "tracking", "planning", "pipeline", "data_prep")
+_CALL_PROGRAM = r"""
 import importlib, sys
 from pipeline.base.errors import UserError
 try:
@@ -43,110 +42,132 @@ except UserError as error:
 """
 
 
-def try_code(code: Path, model: UserModel, options: Sequence[Mapping[str, Any]], not_this: str) -> list[str]:
-    """Make such a copy elsewhere, import the user's own model from it and build it, and leave nothing.
+def try_code(code: Path, model: UserModel, options: Sequence[Mapping[str, Any]], excluded_dir: str) -> list[str]:
+    """Try a custom model: copy the code to a temporary directory, and import and build the model there.
 
-    Returns the keys of `options`, dotted, that the module never reads: no build reads them, and no string in its source
-    is such a key, by which something else might.
-    options: what its `build` gets, of the first points that differ in it; where there is none, nothing is imported.
-    Raises UserError where `copy_code` would, for a module that does not import, and for what no layout can train.
+    Args:
+        code: where the copy will be; messages name its paths.
+        model: the custom model.
+        options: the arguments of its `build`, for each sweep point; if there are none, nothing is imported.
+        excluded_dir: see :func:`copy_code`.
+
+    Returns:
+        The dotted keys of `options` that the module never reads: no build reads them, and no string in its source
+        equals one.
+
+    Raises:
+        UserError: As in `copy_code`; or the module cannot be imported, or no layout can train its model.
     """
-    different = [*dict.fromkeys(map(json.dumps, options))][:MOST_BUILT]
+    different = [*dict.fromkeys(map(json.dumps, options))][:MAX_BUILT_MODELS]
     with tempfile.TemporaryDirectory(prefix="sluice-") as folder:
         new = Path(folder, "code")
-        sources = _fill(new, model, not_this)
-        _compile(new, code, sources)
+        sources = _copy_sources(new, model, excluded_dir)
+        _compile_files(new, code, sources)
         unread = _try_model(new, model.target, different) if different else []
         if unread:
-            known = _strings([new / name for name in {*sources, model.root.name} - {*_SNAPSHOT}])
-            unread = [key for key in unread if key.split(".")[-1] not in known and key != "layers"]
+            strings = _collect_strings([new / name for name in {*sources, model.root.name} - {*_COPIED_NAMES}])
+            unread = [key for key in unread if key.split(".")[-1] not in strings and key != "layers"]
         return unread
 
 
-def copy_code(run: Path, model: UserModel | None, not_this: str, umask: int) -> None:
-    """Put a copy into `run/code`; an older one is replaced. With a model of the user's own, its top-level package too;
-    where that is a single file, what it imports from its own folder.
+def copy_code(run: Path, model: UserModel | None, excluded_dir: str, umask: int) -> None:
+    """Copy the code into `run/code`, and replace an older copy. If this fails, the older copy stays.
 
-    `not_this`: the name of a folder in that package that holds runs; `umask`: what others may not. Raises UserError
-    for a package with a name of ours, or code that does not compile, shutil.Error or OSError where the copy cannot be
-    written; the older one stays then, and nothing of the new.
+    The copy includes the top-level package of a custom model. If its module is a single file, the copy includes what
+    that file imports from its own directory.
+
+    Args:
+        run: the run directory.
+        model: the custom model; None for the decoder.
+        excluded_dir: the name of a directory in the model's package that is not copied, because it contains runs.
+        umask: permissions that the copy does not give to other users.
+
+    Raises:
+        UserError: the package has the name of a package of Sluice, or a file does not compile.
+        shutil.Error, OSError: the copy cannot be written.
     """
-    code, new, old = run / "code", run / ".code.new", run / ".code.old"
-    for left in run.glob(".code.*"):  # by one who was killed in the middle
-        _remove(left)
+    code = run / "code"
+    new = run / ".code.new"
+    old = run / ".code.old"
+    for leftover in run.glob(".code.*"):  # of a process that was killed
+        _remove_copy(leftover)
     try:
-        _compile(new, code, _fill(new, model, not_this))
-        apply_umask(new, umask)  # a checkout may be open to others, and its copies with it
+        _compile_files(new, code, _copy_sources(new, model, excluded_dir))
+        apply_umask(new, umask)  # the checkout's files may be open to other users
         if code.exists():
             os.rename(code, old)
         os.rename(new, code)
-        _remove(old)
+        _remove_copy(old)
         for point in run.glob("points/*"):
-            if not (link := point / code.name).is_symlink():  # a copy of its own, older than this one
-                _remove(link)
+            link = point / code.name
+            if not link.is_symlink():  # the point has an older copy, not a link
+                _remove_copy(link)
                 link.symlink_to(f"../../{code.name}")
     finally:
-        _remove(new)
+        _remove_copy(new)
 
 
-def _remove(code: Path) -> None:
-    """A copy, or a point's link to that of its sweep."""
+def _remove_copy(code: Path) -> None:
+    """Remove a copy, or a sweep point's link to the copy of its sweep."""
     if code.is_symlink():
         code.unlink()
     else:
         shutil.rmtree(code, ignore_errors=True)
 
 
-def _fill(new: Path, model: UserModel | None, not_this: str) -> dict[str, Path]:
-    """Copy; where each folder and file of `new` comes from, by its name."""
-    if model is not None and model.root.name in _SNAPSHOT and model.root.parent != CODE_ROOT:
+def _copy_sources(new: Path, model: UserModel | None, excluded_dir: str) -> dict[str, Path]:
+    """Copy the code into `new`. Return the source of each directory and file of `new`, by name."""
+    if model is not None and model.root.name in _COPIED_NAMES and model.root.parent != CODE_ROOT:
         raise UserError(
             "model.reserved_name", f"model.target: {model.root} has the name of a package of Sluice; rename it"
         )
     new.mkdir()
     unwanted = ("__pycache__", "*.pyc", "*.egg-info")
-    sources: dict[Path, tuple[str, ...]] = {CODE_ROOT / name: unwanted for name in _SNAPSHOT}
-    if model is not None and model.root.name not in _SNAPSHOT:
-        own = (*unwanted, ".*", "*.h5", "*.hdf5", not_this)
-        sources |= dict.fromkeys([model.root, *_beside(model.root)], own)
+    sources: dict[Path, tuple[str, ...]] = {CODE_ROOT / name: unwanted for name in _COPIED_NAMES}
+    if model is not None and model.root.name not in _COPIED_NAMES:
+        unwanted_of_user = (*unwanted, ".*", "*.h5", "*.hdf5", excluded_dir)
+        sources |= dict.fromkeys([model.root, *_find_local_imports(model.root)], unwanted_of_user)
     for source, names in sources.items():
         if source.is_dir():
             shutil.copytree(source, new / source.name, ignore=shutil.ignore_patterns(*names))
         elif source.is_file():
             shutil.copy2(source, new)
-    if (commit := _git("rev-parse", "HEAD")) is not None:
+    if (commit := _run_git("rev-parse", "HEAD")) is not None:
         (new / "COMMIT").write_bytes(commit)
-        (new / "DIFF").write_bytes(_git("diff", "HEAD") or b"")
+        (new / "DIFF").write_bytes(_run_git("diff", "HEAD") or b"")
     return {source.name: source for source in sources}
 
 
-def _beside(module: Path) -> set[Path]:
-    """The files and packages in the folder of a module, a single file, that it imports, itself or through others."""
-    found: set[Path] = set()
-    installed = {"site-packages", "dist-packages"} & {*module.parts}  # the jobs have all of that
-    waiting = [] if installed or not module.is_file() else [module]
-    while waiting:
-        path = waiting.pop()
+def _find_local_imports(module: Path) -> set[Path]:
+    """Return the files and packages in the directory of a single-file module that it imports, also indirectly."""
+    imports: set[Path] = set()
+    is_installed = bool({"site-packages", "dist-packages"} & {*module.parts})  # then the jobs have all of it
+    remaining = [] if is_installed or not module.is_file() else [module]
+    while remaining:
+        path = remaining.pop()
         for file in path.rglob("*.py") if path.is_dir() else [path]:
-            for name in _imported(file) - sys.stdlib_module_names:
+            for name in _list_imported_names(file) - sys.stdlib_module_names:
                 package = module.parent / name
                 other = package if (package / "__init__.py").is_file() else package.with_suffix(".py")
-                if not other.exists() and _namespace(package):
+                if not other.exists() and _is_namespace_package(package):
                     other = package
-                if other.exists() and other.name not in _SNAPSHOT and other not in (module, *found):
-                    found.add(other)
-                    waiting.append(other)
-    return found
+                if other.exists() and other.name not in _COPIED_NAMES and other not in (module, *imports):
+                    imports.add(other)
+                    remaining.append(other)
+    return imports
 
 
-def _namespace(folder: Path) -> bool:
-    """Whether Python would import a folder without an __init__.py: it takes an installed package of that name first."""
+def _is_namespace_package(folder: Path) -> bool:
+    """Return True if Python would import this directory, which has no __init__.py.
+
+    Installed packages take precedence.
+    """
     spec = PathFinder.find_spec(folder.name)
     return (spec is None or spec.loader is None) and any(folder.rglob("*.py"))
 
 
-def _imported(file: Path) -> set[str]:
-    """The top-level names that a file imports, anywhere in it; none of what does not compile, which is told later."""
+def _list_imported_names(file: Path) -> set[str]:
+    """Return the top-level names that a file imports; empty if it does not compile, which is reported later."""
     names: list[str] = []
     with suppress(SyntaxError, ValueError):
         for node in ast.walk(ast.parse(file.read_bytes())):
@@ -157,17 +178,23 @@ def _imported(file: Path) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
-def _strings(paths: Sequence[Path]) -> set[str]:
-    """All string constants of these Python files, and of those in these folders."""
+def _collect_strings(paths: Sequence[Path]) -> set[str]:
+    """Return all string constants in these Python files and directories."""
     files = [file for path in paths for file in (path.rglob("*.py") if path.is_dir() else [path])]
     nodes = (node for file in files for node in ast.walk(ast.parse(file.read_bytes())))
     return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
 
-def _compile(new: Path, code: Path, sources: Mapping[str, Path]) -> None:
-    """Compile everything, as if it were in `code` already: a mistake is told today, and no rank need do it again.
+def _compile_files(new: Path, code: Path, sources: Mapping[str, Path]) -> None:
+    """Compile all files, so that errors are reported before the submission, and ranks need not compile them.
 
-    `sources`: what `_fill` returns. Raises UserError naming the file that was copied.
+    Args:
+        new: the directory of the copy.
+        code: where the copy will be.
+        sources: the result of :func:`_copy_sources`.
+
+    Raises:
+        UserError: a file does not compile; the message names the file that was copied.
     """
     for file in sorted(new.rglob("*.py")):
         inside = file.relative_to(new)
@@ -175,52 +202,70 @@ def _compile(new: Path, code: Path, sources: Mapping[str, Path]) -> None:
             py_compile.compile(str(file), dfile=str(code / inside), doraise=True)
         except (py_compile.PyCompileError, ValueError) as error:  # ValueError: a null byte
             source = sources[inside.parts[0]].joinpath(*inside.parts[1:])
-            words = str(error).strip().replace(str(code / inside), str(source)).splitlines()
+            lines = str(error).strip().replace(str(code / inside), str(source)).splitlines()
             raise UserError(
                 "run.invalid_code",
-                f"{inside}, which the jobs would run, is not valid Python: {words[-1]} ({words[0]})",
+                f"{inside}, which the jobs would run, is not valid Python: {lines[-1]} ({lines[0]})",
             ) from error
 
 
 def _try_model(code: Path, module: str, options: Sequence[str]) -> list[str]:
-    """Import a model and build it without memory, with each of the options, in a process of its own (torch takes
-    seconds). Returns the keys of options, dotted, that no build reads."""
+    """Import a model and build it on the meta device, with each of the options.
+
+    This happens in a child process, because importing torch takes seconds.
+
+    Returns:
+        The dotted keys of the options that no build reads.
+    """
     arguments = ["pipeline.model.task", "try_user_model", module, *options]
-    done = _child(code, _CALL, *arguments, slow=f"model.target: do less at the top level of {module}: importing it")
-    if done.returncode == ExitCode.USER_ERROR:
-        message, _, error_code = done.stdout.rstrip().rpartition("\n")
-        raise UserError(error_code, message)
+    slow_work = f"model.target: do less at the top level of {module}: importing it"
+    done = _run_child(code, *arguments, slow_work=slow_work)
     if done.returncode:
-        told = "\n".join(done.stderr.replace(f"{code}{os.sep}", "").rstrip().splitlines()[-5:])
+        output = "\n".join(done.stderr.replace(f"{code}{os.sep}", "").rstrip().splitlines()[-5:])
         raise UserError(
-            "model.import_failed", f"model.target: {module} cannot be imported or built here, and no job could:\n{told}"
+            "model.import_failed",
+            f"model.target: {module} cannot be imported or built here, and no job could:\n{output}",
         )
-    found = [line.removeprefix(UNREAD_OPTIONS) for line in done.stdout.splitlines() if line.startswith(UNREAD_OPTIONS)]
-    return list(json.loads(found[-1])) if found else []
+    lines = [line.removeprefix(UNREAD_OPTIONS) for line in done.stdout.splitlines() if line.startswith(UNREAD_OPTIONS)]
+    return list(json.loads(lines[-1])) if lines else []
 
 
 def call_in_child_process(module: str, function: str, *arguments: str) -> None:
-    """Call a function of ours in a process of its own, for what it imports. Its UserError is raised here, too.
+    """Call a function of Sluice in a child process, because of what it imports. A UserError is raised here again.
 
-    Any other failure says nothing: the nodes may have a package that is missing here.
+    Any other failure is ignored: the nodes may have a package that is missing here.
     """
-    done = _child(CODE_ROOT, _CALL, module, function, *arguments, slow=f"looking at {arguments[0]}")
+    _run_child(CODE_ROOT, module, function, *arguments, slow_work=f"checking {arguments[0]}")
+
+
+def _run_child(code: Path, *arguments: str, slow_work: str) -> subprocess.CompletedProcess[str]:
+    """Run `_CALL_PROGRAM` with the code in `code`.
+
+    Args:
+        code: the directory of the code.
+        arguments: module, function and arguments.
+        slow_work: what the child does, for the message if it takes too long.
+
+    Raises:
+        UserError: the function raised it, or takes too long.
+    """
+    command = [sys.executable, "-c", _CALL_PROGRAM, *arguments]
+    env = make_code_env(os.environ, code)
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise UserError("model.slow_import", f"{slow_work} takes more than {IMPORT_TIMEOUT_S} s") from None
     if done.returncode == ExitCode.USER_ERROR:
         message, _, error_code = done.stdout.rstrip().rpartition("\n")
         raise UserError(error_code, message)
+    return done
 
 
-def _child(code: Path, program: str, *arguments: str, slow: str) -> subprocess.CompletedProcess[str]:
-    command, env = [sys.executable, "-c", program, *arguments], make_code_env(os.environ, code)
-    try:
-        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=IMPORT_S)
-    except subprocess.TimeoutExpired:
-        raise UserError("model.slow_import", f"{slow} takes more than {IMPORT_S} s") from None
+def _run_git(*arguments: str) -> bytes | None:
+    """Return the output of a git command; None without git, a repository or a commit.
 
-
-def _git(*arguments: str) -> bytes | None:
-    """Output of a git command in the code's folder; None without git, a repository or a commit. A diff is in the files'
-    own encodings."""
+    The output is not decoded, because the files in a diff may have different encodings.
+    """
     if not (CODE_ROOT / ".git").exists():
         return None
     try:
@@ -231,23 +276,29 @@ def _git(*arguments: str) -> bytes | None:
 
 
 def make_code_env(env: Mapping[str, str], code: Path) -> dict[str, str]:
-    """The environment with the run's copy of the code first on PYTHONPATH, before what a module file put there.
+    """Return the environment with the run's copy of the code first on PYTHONPATH.
 
-    PYTHONSAFEPATH: without it `python -m` looks into the working directory, often a checkout, before that.
+    PYTHONSAFEPATH is set, because `python -m` would otherwise search the working directory first, often a checkout.
     """
-    rest = [p for p in env.get("PYTHONPATH", "").split(os.pathsep) if p and p != str(code)]
-    return {**env, "PYTHONPATH": os.pathsep.join([str(code), *rest]), "PYTHONSAFEPATH": "1"}
+    other_paths = [p for p in env.get("PYTHONPATH", "").split(os.pathsep) if p and p != str(code)]
+    return {**env, "PYTHONPATH": os.pathsep.join([str(code), *other_paths]), "PYTHONSAFEPATH": "1"}
 
 
 def start_process(
-    code: Path, words: Sequence[str], log: IO[bytes], more: Mapping[str, str], inherited: Sequence[int] = (),
-    first: Callable[[], None] | None = None,
+    code: Path, command: Sequence[str], log: IO[bytes], variables: Mapping[str, str],
+    inherited_fds: Sequence[int] = (), prepare_child: Callable[[], None] | None = None,
 ) -> subprocess.Popen[bytes]:  # fmt: skip
-    """Start a process with this code and `more` variables, which reads nothing and prints to `log`.
+    """Start a process with the code of a run. It has no standard input.
 
-    `inherited`: descriptors that it gets, too; `first`: what it calls before anything else.
+    Args:
+        code: the copy of the code, which is also the working directory.
+        command: the command and its arguments.
+        log: receives standard output and standard error.
+        variables: environment variables that are set in addition.
+        inherited_fds: file descriptors that the process inherits.
+        prepare_child: called in the child process before the command starts.
     """
     return subprocess.Popen(
-        words, env={**make_code_env(os.environ, code), **more}, cwd=code, pass_fds=inherited, preexec_fn=first,
-        stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+        command, env={**make_code_env(os.environ, code), **variables}, cwd=code, pass_fds=inherited_fds,
+        preexec_fn=prepare_child, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
     )  # fmt: skip

@@ -122,7 +122,7 @@ def describe_remedy(run: Run, cause: str | None, message: str = "") -> str:
         if made is None or run.sweep_or_self is not run:
             lines.append(f"if the config is wrong instead: {again}")
         return "\n".join(lines)
-    if run.config.data.filter and re.search(r"(?:^|error: )data\.filter: ", message, re.MULTILINE):
+    if run.config.data.filter and _FILTER_ERROR.search(message):
         return f"correct the function {run.config.data.filter} (data.filter), whose corrected file is used by: {retry}"
     if changes:
         key = ", ".join(change.partition("=")[0] for change in changes)
@@ -144,6 +144,8 @@ _ADVISED = re.compile(rf"\b(?:{_VERBS}) (?:{_ARTICLES})*{_KEY}(?:(?:=|: )(?P<val
 """A key that a message advises to change, possibly with the new value."""
 _ONLY_CHOICE = re.compile(r"; there (?:is|are) '([\w.-]+)'(?!,)")
 """The only possible value, in a message about a wrong one."""
+_FILTER_ERROR = re.compile(r"(?:^|error(?:\[[\w.]+\])?: )data\.filter: ", re.MULTILINE)
+"""An error of the function of `data.filter`. Runs of older code write it without the error code."""
 _NEVER_CHANGED = ("run.", "model.target", "data.filter")
 """Keys that a message may name although another value does not help: a file must be corrected, or a new run made."""
 

@@ -1,4 +1,4 @@
-"""What messages advise a user to do after a failure, depremedy on the failure."""
+"""What messages advise a user to do after a failure, depending on the failure."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_the_remedy_for_a_full_disk_names_the_directory(run: Run, message: str, 
         ("non_finite", "to try again"),
     ],
 )
-def test_a_failure_without_a_user_error_only_asks_to_resume(run: Run, cause: str, hint: str) -> None:
+def test_a_failure_without_a_user_error_only_suggests_resume(run: Run, cause: str, hint: str) -> None:
     save_step(run)
     remedy = describe_remedy(run, cause, "error: something")
     assert hint in remedy and remedy.endswith(f": {RESUME}") and "config" not in remedy
@@ -110,9 +110,10 @@ def test_the_remedy_for_an_error_in_a_filter_names_the_filter(tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     (tmp_path / "keep.py").write_text("def keep(document):\n    return document['lang'] == 'en'\n")
     run = Run.create(load_config(write_config(tmp_path), ["data.filter=keep.py:keep"]))
-    message = "rank 0 on n1:\nerror: data.filter: /c.jsonl, record 1: it raised KeyError: 'lang'"
-    remedy = describe_remedy(run, "user_error", message)
-    assert "correct the function" in remedy and "keep.py:keep" in remedy and remedy.endswith(f": {RESUME}")
+    for prefix in ("error[data.filter_failed]: ", "error: ", ""):  # older code wrote no error code
+        message = f"rank 0 on n1:\n{prefix}data.filter: /c.jsonl, record 1: it raised KeyError: 'lang'"
+        remedy = describe_remedy(run, "user_error", message)
+        assert "correct the function" in remedy and "keep.py:keep" in remedy and remedy.endswith(f": {RESUME}")
 
 
 def test_the_remedy_for_a_short_time_limit_names_its_key(run: Run) -> None:
