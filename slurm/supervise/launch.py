@@ -38,7 +38,8 @@ from slurm.query import slurm_commands
 from slurm.submit.site_environment import get_job_python
 
 SRUN_WAIT_S = 60
-"""How long srun lets the other tasks of a step run after the first one exited. A save takes less time."""
+"""How long srun lets the other ranks of a process group run after the first one exited. This does not limit a save,
+because no rank exits before all ranks have finished it."""
 KILL_WAIT_S = 30.0
 """How long to wait until killed processes are gone."""
 MPI_TRIAL_TIMEOUT_S = 60.0
@@ -292,7 +293,9 @@ class SrunLauncher(RankLauncher):
         """Return the command line up to the program of the ranks."""
         folder = self._run.stage_dir(self._stage)
         command = ["srun", f"--ntasks={self.size}", "--kill-on-bad-exit=0"]
-        command += [f"--wait={SRUN_WAIT_S}", "--open-mode=append", "--unbuffered"]
+        # ranks that are no process group finish independently, perhaps minutes apart (0: no limit)
+        wait_s = SRUN_WAIT_S if STAGES[self._stage].is_distributed else 0
+        command += [f"--wait={wait_s}", "--open-mode=append", "--unbuffered"]
         if not STAGES[self._stage].is_array:  # the tasks of an array do not communicate, so any nodes will do
             command.append(f"--nodes={self._nodes}")
         if cpus := read_cpus_per_task(os.environ):  # since 22.05, a step does not inherit it from its job (srun(1))

@@ -79,6 +79,14 @@ def test_ranks_start_with_the_sites_python_and_options(tmp_path: Path, calls_fil
     assert "\nexec /envs/torch/bin/python -u -m submitit.core._submit " in text, "and so does the supervisor"
 
 
+@pytest.mark.parametrize(("stage", "wait_s"), [("train", 60), ("evaluate", 60), ("shard", 0)])
+def test_srun_does_not_end_independent_ranks_after_the_first_one_finished(
+    tmp_path: Path, calls_file: Path, stage: str, wait_s: int
+) -> None:
+    [(command, _)] = start_and_read_calls(make_srun_launcher(make_run(tmp_path), stage), calls_file)
+    assert f"--wait={wait_s}" in command
+
+
 @pytest.mark.parametrize(
     ("python", "program"),
     [
