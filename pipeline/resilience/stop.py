@@ -48,8 +48,11 @@ class Deadline(Callback):
         self.flag = flag
         self.longest_step_s = 0.0
         """Longest of the latest steps."""
-        self.longest_save_s = 0.0
-        """Longest save so far. Only rank 0 measures it."""
+        self.expected_save_s = 0.0
+        """Expected duration of a save in seconds: at first of the latest save, then of the longest one in this attempt.
+
+        Only rank 0 measures it.
+        """
         self.is_saving = False
         """Whether a save is in progress. The next save starts after it."""
         self._grace_period_s = math.inf if grace_period_s is None else grace_period_s
@@ -58,7 +61,7 @@ class Deadline(Callback):
 
     def should_stop(self, after_s: float = 0.0) -> bool:
         """Return True if the job must stop now, or after `after_s` seconds, to save within its time limit."""
-        reserve_s = 2 * self.longest_step_s + 2.5 * self.longest_save_s + SAFETY_MARGIN_S
+        reserve_s = 2 * self.longest_step_s + 2.5 * self.expected_save_s + SAFETY_MARGIN_S
         return time.monotonic() + after_s + reserve_s >= self._time_limit
 
     def time_remaining_s(self) -> float:
@@ -68,7 +71,7 @@ class Deadline(Callback):
 
     def save_duration_s(self) -> float:
         """Return the seconds that a save would take if it were requested now."""
-        return 2 * self.longest_save_s if self.is_saving else self.longest_save_s
+        return 2 * self.expected_save_s if self.is_saving else self.expected_save_s
 
     def record_step(self, seconds: float) -> None:
         """Count a step. Earlier steps fade; the first one, which compiles, is replaced by the second."""
@@ -85,7 +88,7 @@ class Deadline(Callback):
 
     def on_saved(self, trainer: TrainerContext, step: int, seconds: float) -> None:
         """Measure the save."""
-        self.longest_save_s = max(self.longest_save_s, seconds)
+        self.expected_save_s = max(self.expected_save_s, seconds)
         self.is_saving = False
 
 

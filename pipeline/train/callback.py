@@ -87,7 +87,11 @@ class Callback:
         """Run when the metrics of `step` are complete."""
 
     def on_evaluation(self, trainer: TrainerContext, step: int, metrics: Mapping[str, float]) -> None:
-        """Run after an evaluation on held-out data (`train.evaluate_every`); the same metrics on all ranks."""
+        """Run after an evaluation on held-out data (`train.evaluate_every`). `metrics` are the same on all ranks.
+
+        If a stop prevented the evaluation of the restored step, it runs at the next start, before this callback's
+        `on_start`.
+        """
 
     def on_save(self, trainer: TrainerContext, step: int) -> None:
         """Run when a checkpoint of `step` begins."""

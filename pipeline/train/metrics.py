@@ -28,7 +28,7 @@ from pipeline.resilience.stop import EARLY_STOP_REQUEST, StopCoordinator
 from pipeline.run.directory import Run
 from pipeline.run.events import HeldOut
 from pipeline.run.metrics import MetricsFile, is_step_line, rewind_metrics
-from pipeline.train.callback import Callback, CallbackList, TrainerContext
+from pipeline.train.callback import Callback, TrainerContext
 
 OVERHEADS = ("checkpoint_s", "evaluate_s", "profile_s")
 """Times between steps, in the order in which a line has them."""
@@ -102,14 +102,22 @@ class HeldOutEvaluation(Callback):
         evaluator: Evaluator,
         coordinator: StopCoordinator,
         copy_weights: Callable[[], None],
+        report: Callable[[int, Mapping[str, float]], None],
     ) -> None:
-        """`copy_weights` copies the trained weights into the model of `evaluator`; all ranks call it."""
+        """Create the callback.
+
+        Args:
+            run: the run.
+            evaluator: computes the held-out loss.
+            coordinator: knows whether the ranks agreed to stop.
+            copy_weights: copies the trained weights into the model of `evaluator`. All ranks call it.
+            report: called on all ranks with the step and the metrics of each completed evaluation.
+        """
         self.run = run
         self.evaluator = evaluator
         self.coordinator = coordinator
-        self.callbacks: CallbackList | None = None
-        """Callbacks whose `on_evaluation` is called."""
         self._copy_weights = copy_weights
+        self._report = report
         every = run.config.train.evaluate_every
         assert every is not None
         self._every = every
@@ -151,8 +159,7 @@ class HeldOutEvaluation(Callback):
         found = {"loss": result["loss"], **get_extra_metrics(result)}
         metrics = {f"{HELD_OUT_PREFIX}{name}": value for name, value in found.items()}
         trainer.log(f"step {step}: {format_held_out(metrics)}")
-        if self.callbacks is not None:
-            self.callbacks.on_evaluation(step, metrics)
+        self._report(step, metrics)
         return metrics
 
 

@@ -161,7 +161,7 @@ class Trainer:
         if train.evaluate_every is not None:
             evaluator = Evaluator(run, self.manifest, world, flag, self.watchdog, self.coordinator)
             copy_weights = partial(self.engine.copy_weights_to, evaluator.model, evaluator.group)
-            callbacks.append(HeldOutEvaluation(run, evaluator, self.coordinator, copy_weights))
+            callbacks.append(HeldOutEvaluation(run, evaluator, self.coordinator, copy_weights, self._report_evaluation))
         callbacks += [
             MetricsWriter(run, self.task),
             StragglerDetector(run, self.coordinator.group, peers, self.compute_timer),
@@ -324,7 +324,7 @@ class Trainer:
         """Stop after `step`, as the ranks agreed, and save if there is time for it."""
         skip_reason = None
         if self.coordinator.is_too_late_to_save:
-            skip_reason = f"too late to save: a save takes {self.deadline.longest_save_s:.1f} s"
+            skip_reason = f"too late to save: a save takes {self.deadline.expected_save_s:.1f} s"
         elif self.guard.consecutive_bad_steps:
             skip_reason = "after a bad step, from which the training may have to return"
         if self.world.is_rank0:
@@ -441,7 +441,8 @@ class Trainer:
     def _rewind_metrics(self, step: int, start_time: float, notes: Mapping[str, str | None]) -> None:
         """Remove the metrics after the restored `step`, and report lost work and what differs; on rank 0."""
         saves = [event.seconds for event in self.run.read_events("train", Saved)]
-        self.deadline.longest_save_s = next((seconds for seconds in reversed(saves) if seconds), 0.0)
+        # the latest save is the best estimate, because storage may have been slower or faster before
+        self.deadline.expected_save_s = next((seconds for seconds in reversed(saves) if seconds), 0.0)
         if problem := lines.describe_malformed_lines(self.run.metrics_file, is_step_line):
             self.log(f"WARNING: {problem}")
         lost = list_lost_lines(self.run.metrics_file, step)
@@ -495,6 +496,9 @@ class Trainer:
         if not isinstance(self.task, DecoderTask):
             return {}
         return {group: size for group, size, _ in count_traffic(self.config, self.layout, self.task.vocab_size)}
+
+    def _report_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.callbacks.on_evaluation(step, metrics)
 
     def _report_saved(self, step: int, seconds: float) -> None:
         """Report a committed checkpoint; called on rank 0 in the thread that writes it."""

@@ -135,7 +135,7 @@ def test_the_clock_forgets_the_step_that_compiled_and_counts_the_save_in_flight(
     for seconds, longest in [(60.0, 60.0), (1.0, 1.0), (3.0, 3.0), (1.0, 2.7)]:
         deadline.record_step(seconds)
         assert deadline.longest_step_s == pytest.approx(longest)
-    deadline.longest_save_s = 8.0
+    deadline.expected_save_s = 8.0
     assert (deadline.time_remaining_s(), deadline.save_duration_s(), deadline.should_stop()) == (100.0, 8.0, False)
     now = 70.0
     assert deadline.should_stop(), "10 spare, two steps, and two saves with room: one may be in flight"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import ExitCode
-from pipeline.base.files import read_jsonl
+from pipeline.base.files import append_line, read_jsonl
 from pipeline.checkpoint.catalog import list_checkpoint_steps
 from pipeline.run.directory import Run
 from tests.support.events import read_event_lines
@@ -81,6 +82,27 @@ def stopped_in_a_look_rank(rank_info: RankInfo, path: Path, stage: str, at: int)
 
     setattr(Evaluator, "measure", asked)  # noqa: B010
     return stage_rank(rank_info, path, stage)
+
+
+def evaluation_recording_rank(rank_info: RankInfo, path: Path, stage: str) -> int:
+    """Like `stage_rank`, with a user's callback that records each held-out evaluation in a file of this rank."""
+    from pipeline.train import trainer
+    from pipeline.train.callback import Callback, TrainerContext
+
+    class Recorder(Callback):
+        def on_evaluation(self, trainer: TrainerContext, step: int, metrics: Mapping[str, float]) -> None:
+            append_line(path / f"evaluations-{trainer.rank}.jsonl", json.dumps({"step": step, **metrics}))
+
+    setattr(trainer, "make_user_callbacks", lambda module, config: [Recorder()])  # noqa: B010
+    return stage_rank(rank_info, path, stage)
+
+
+def test_callbacks_receive_held_out_evaluations_on_all_ranks(tmp_path: Path, data: Path) -> None:
+    run = new_run(tmp_path, "recorded", data, *SHORT, *LOOKS, "stages.train.tasks_per_node=2")
+    assert set(run_ranks(2, evaluation_recording_rank, run.path, "train")) == {ExitCode.DONE}
+    for rank in (0, 1):
+        recorded = read_jsonl(run.path / f"evaluations-{rank}.jsonl")
+        assert {line["step"]: line["held_out_loss"] for line in recorded} == curve(run) and set(curve(run)) == {4, 8}
 
 
 def test_stops_leave_the_curve_as_it_is(tmp_path: Path, data: Path) -> None:
