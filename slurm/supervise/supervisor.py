@@ -344,7 +344,7 @@ class Supervisor:
                     message = f"the ranks did not exit within {grace_s:.0f} s of the request to stop, and were killed"
                     return AttemptEnd(ExitCode.HANG, stop_reason, {"message": message})
             time.sleep(POLL_S)
-        return self._interpret_exits(exits, failures, stop_reason, launcher.size)
+        return self._interpret_exits(exits, failures, stop_reason, launcher.rank_count)
 
     def _interpret_exits(
         self, exits: list[RankExit], failures: list[RankExit], stop_reason: str | None, size: int

@@ -47,7 +47,7 @@ class SimulatedRanks:
     on_poll: Callable[[int], None] = staticmethod(lambda poll: None)
 
     def __init__(self, run: Run, stage: str, size: int, lock: int) -> None:
-        self.size = size
+        self.rank_count = size
         self.is_running = True
         self._poll_count = 0
 
