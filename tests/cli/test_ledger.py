@@ -23,7 +23,7 @@ from tests.support.events import parse_events
 from tracking.report import draw_timeline
 
 STAGES = ("shard", "train")
-T0 = 1_800_000_000.0
+T0 = 1_700_000_000.0
 MEASURED = {
     "data": ("data_wait_s", 1 / 4),
     "checkpoint": ("checkpoint_s", 1 / 8),
@@ -65,7 +65,7 @@ class Simulated:
             self.event("requeued", task=None)
         self.spend("queue", plan["queue"] / 2)
         if plan["successor"]:
-            self.event("submitted", job_id="8", kind="afternotok")
+            self.event("submitted", job_id="8", kind="afternotok", after=["7"])
             if first or plan["by_hand"] or not self.silent:  # a person types `resume` while it waits anyhow
                 self.event("resumed")
         self.spend("queue", plan["queue"] / 2)
@@ -91,7 +91,8 @@ class Simulated:
         for length in plan["steps"]:
             step = len(self.lines) + 1
             self.lines.append(
-                {"step": step, "step_time_s": length} | {key: length * share for key, share in MEASURED.values()}
+                {"step": step, "step_time_s": length, "loss": 1.0, "tokens_per_s": 1.0}
+                | {key: length * share for key, share in MEASURED.values()}
             )
             self.owner[step] = len(self.truth) - 1
             for part, (_, share) in MEASURED.items():

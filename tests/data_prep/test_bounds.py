@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gc
 import gzip
 import io
@@ -11,7 +12,7 @@ import struct
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -268,6 +269,15 @@ def test_a_long_line_of_many_strings_and_few_values_is_read(tmp_path: Path) -> N
     assert [one.text == text for one in documents_found] == [True]
 
 
+@pytest.fixture
+def csv_limit() -> Iterator[None]:
+    """Restore the limit of Python's csv module, which reading a file sets for the whole process."""
+    limit = csv.field_size_limit()
+    yield
+    csv.field_size_limit(limit)
+
+
+@pytest.mark.usefixtures("csv_limit")
 def test_the_size_of_a_row_of_many_lines_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "MAX_DOCUMENT_BYTES", 40)
     (path := tmp_path / "a.csv").write_text("id,text\n1," + '"' + "line\n" * 7 + '"\n2,next\n')

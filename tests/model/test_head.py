@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from pipeline.config.read import parse_config
 from pipeline.model.decoder import IGNORE_INDEX, LMHead, cross_entropy_sum
-from pipeline.parallel.mesh import LayoutError, resolve_layout
-from tests.support.tiny_training import tiny_config
+from tests.support.errors import raises_error
 
 TOKENS, WIDTH, VOCAB = (3, 10), 16, 50
 
@@ -58,10 +58,7 @@ def test_in_bf16_it_is_as_near_as_whole_logits() -> None:
         assert (mine - true).norm() < 1.2 * (its - true).norm() < 0.02 * true.norm()
 
 
-def test_a_model_of_ones_own_has_another_head() -> None:
-    config = tiny_config(1, train={"loss_chunk": 8})
-    own = config.model_copy(update={"model": config.model.model_copy(update={"target": "my.model"})})
-    with pytest.raises(LayoutError) as raised:
-        resolve_layout(own)
-    assert raised.value.code == "config.conflict"
-    assert "train.loss_chunk" in str(raised.value) and "model.target" in str(raised.value)
+def test_loss_chunk_is_rejected_for_a_custom_model() -> None:
+    values = {"run": {"name": "tiny"}, "train": {"steps": 1, "loss_chunk": 8}, "model": {"target": "my.model"}}
+    with raises_error("config.conflict", "train.loss_chunk", "model.target"):
+        parse_config(values, "tiny.yaml")

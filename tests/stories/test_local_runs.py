@@ -177,7 +177,7 @@ def test_commands_of_the_login_node_import_no_slow_package(finished: Path, argum
         "except SystemExit as end:\n"
         "    assert not end.code, end.code\n"
         "import importlib, pkgutil, slurm, tracking; from pipeline.run import stages\n"
-        "from pipeline.config.track import TRACKERS\n"
+        "from pipeline.config.sections import TRACKERS\n"
         "trackers = {entry.module for entry in TRACKERS.values() if entry.package}\n"  # only followers import these
         "packages = (slurm, tracking)\n"
         "names = {m.name for p in packages for m in pkgutil.walk_packages(p.__path__, f'{p.__name__}.')}\n"

@@ -78,7 +78,7 @@ import numpy as np
 from pipeline.data.samples import MappedDataset
 
 class Mapped(MappedDataset):
-    def _map(self, entry, path, whole):
+    def _map_samples(self, entry, path, whole):
         return {"rows": np.memmap(path, np.uint16, "r").reshape(-1, *map(int, sys.argv[2:]))}
 
 data = Mapped([types.SimpleNamespace(file=sys.argv[1])])
