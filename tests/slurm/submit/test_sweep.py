@@ -1,5 +1,7 @@
-"""Sweeps: which points there are, points as runs, and on a real Slurm four of them as an array, one preempted. And
-evaluations that a training submits as its checkpoints appear."""
+"""Tests of sweeps: their points, points as runs, and an array of four points on a real Slurm, one of them preempted.
+
+Also tests evaluations that a training submits when it has saved a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,6 @@ from hypothesis import strategies as st
 
 from cli.submit import print_plan
 from pipeline.base.console import PlainConsole
-from pipeline.base.errors import UserError
 from pipeline.base.files import read_jsonl
 from pipeline.checkpoint.checkpointer import verify_checkpoint
 from pipeline.config.read import ConfigError, load_config
@@ -27,7 +28,8 @@ from slurm.query import status
 from slurm.query.status import StageStatus, StatusPoller, print_status, tabulate_points
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
-from tests.support.cluster_runs import list_event_names, run_submit, wait_for
+from tests.support.cluster_runs import list_event_names, run_submit, wait_for, wait_for_empty_queue
+from tests.support.errors import raises_error
 from tests.support.events import read_event_lines, write_event
 from tests.support.tiny import compute_run_digest, make_run, slow_down_steps, write_config
 from tracking.report import print_report, read_report_data
@@ -45,46 +47,49 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_run(tmp_path_factory.mktemp("data")).data_dir
 
 
-def swept(folder: Path, data: Path, *overrides: str) -> Run:
-    """A sweep of four points on shared data."""
+def create_sweep(folder: Path, data: Path, *overrides: str) -> Run:
+    """Create a sweep of four points that uses the data of another run."""
     run = Run.create(load_config(write_config(folder), [SWEEP, *SMALL, *overrides]))
     run.data_dir.rmdir()
     run.data_dir.symlink_to(data)
     return run
 
 
-def under_way(run: Run) -> bool:
+def has_active_point(run: Run) -> bool:
+    """Return True if `status` reports a point that is pending or running."""
     poller = StatusPoller(run)
     poller.poll()
     return poller.has_active_point
 
 
-keys = st.sampled_from(["optimizer.lr", "optimizer.weight_decay", "run.seed", "train.micro_batch"])
+sweep_keys = st.sampled_from(["optimizer.lr", "optimizer.weight_decay", "run.seed", "train.micro_batch"])
 value_lists = st.lists(st.integers(1, 9), min_size=1, max_size=3, unique=True)
 
 
 @settings(deadline=None, max_examples=50)
-@given(st.dictionaries(keys, value_lists, min_size=1), st.integers(1, 4), st.integers(0, 99))
-def test_the_points_are_the_grid_times_the_draws(grid: dict[str, list[int]], samples: int, seed: int) -> None:
+@given(st.dictionaries(sweep_keys, value_lists, min_size=1), st.integers(1, 4), st.integers(0, 99))
+def test_each_combination_of_the_grid_has_the_same_random_samples(
+    grid: dict[str, list[int]], samples: int, seed: int
+) -> None:
     sweep = SweepConfig(grid=grid, random={"train.steps": [5, 6, 7]}, samples=samples, seed=seed)
-    found = sweep.points()
-    assert found == sweep.points(), "the same every time"
+    points = sweep.points()
+    assert points == sweep.points(), "the points are the same in every call"
     size = samples
     for values in grid.values():
         size *= len(values)
-    assert len(found) == size
-    for point in found:
+    assert len(points) == size
+    for point in points:
         assert point.keys() == {*grid, "train.steps"} and point["train.steps"] in (5, 6, 7)
         assert all(point[key] in values for key, values in grid.items())
-    draws = [point["train.steps"] for point in found]
-    assert draws == draws[:samples] * (size // samples), "each combination meets the same draws"
+    sampled = [point["train.steps"] for point in points]
+    assert sampled == sampled[:samples] * (size // samples)
 
 
 @settings(deadline=None, max_examples=50)
 @given(st.floats(1e-6, 1.0), st.floats(1.01, 1e4), st.sampled_from(["linear", "log"]), st.integers(0, 10**6))
-def test_draws_lie_in_their_range(low: float, times: float, scale: Literal["linear", "log"], seed: int) -> None:
-    drawn = Range(low=low, high=low * times, scale=scale).sample(random.Random(seed))
-    assert low * 0.999 <= drawn <= low * times * 1.001
+def test_a_sampled_value_is_in_its_range(low: float, factor: float, scale: Literal["linear", "log"], seed: int) -> None:
+    value = Range(low=low, high=low * factor, scale=scale).sample(random.Random(seed))
+    assert low * 0.999 <= value <= low * factor * 1.001
 
 
 @pytest.mark.parametrize(
@@ -103,152 +108,154 @@ def test_draws_lie_in_their_range(low: float, times: float, scale: Literal["line
         ("sweep={grid: {train.micro_batch: [3]}}", "config.conflict", ["micro_batch (3)"]),
     ],
 )
-def test_a_key_that_cannot_be_swept_is_named(tmp_path: Path, override: str, code: str, facts: list[str]) -> None:
-    with pytest.raises(ConfigError) as raised:
+def test_an_invalid_sweep_is_an_error(tmp_path: Path, override: str, code: str, facts: list[str]) -> None:
+    with raises_error(code, *facts, kind=ConfigError):
         list_points(Run.create(load_config(write_config(tmp_path), [override])))
-    assert raised.value.code == code
-    assert all(fact in str(raised.value) for fact in facts)
 
 
-def test_the_hours_of_the_points_are_in_the_ledger(tmp_path: Path, data: Path) -> None:
-    run = swept(tmp_path, data)
+def test_the_ledger_of_a_sweep_has_the_attempts_of_its_points(tmp_path: Path, data: Path) -> None:
+    run = create_sweep(tmp_path, data)
     write_event(run, "done", "shard", job_id="1")
     for number, point in enumerate(create_points(run)):
         write_event(point, "submitted", "train", job_id=f"2_{number}", executor="local")
         write_event(point, "started", "train", job_id=f"2_{number}", ranks=1)
         write_event(point, "done", "train", job_id=f"2_{number}")
     attempts = read_report_data(run, StatusPoller(run).poll()).attempts
-    assert [(a.stage, a.task, a.cause) for a in attempts] == [("train", number, "done") for number in range(4)]
+    assert [(attempt.stage, attempt.task, attempt.cause) for attempt in attempts] == [
+        ("train", number, "done") for number in range(4)
+    ]
     for point, attempt in zip(list_points(run), attempts, strict=True):
         assert attempt.end_time == point.read_events("train", Done)[0].timestamp
 
 
-def test_a_point_that_failed_is_named_with_its_reason(tmp_path: Path, data: Path) -> None:
-    run = swept(tmp_path, data)
+def test_status_and_report_name_failed_points_and_the_reason(tmp_path: Path, data: Path) -> None:
+    run = create_sweep(tmp_path, data)
     for point in create_points(run)[1:3]:
         write_event(point, "started", "train", job_id="1", attempt=1, ranks=1)
         write_event(
             point, "failed", "train", job_id="1", attempt=1, cause="crashed", exit_code=1, message="[Errno 5] oh"
         )
-    for show in (print_status, print_report):
+    for print_output in (print_status, print_report):
         console = PlainConsole(width=150, record=True)
-        show(run, console)
+        print_output(run, console)
         text = console.export_text()
-        assert "points 001, 002: train failed (crashed): [Errno 5] oh\n" in text
+        assert re.search(r"points 001, 002: train failed .*crashed.* \[Errno 5\] oh$", text, re.MULTILINE)
         states = re.findall(r"^ *00(\d) .* (waiting|train failed) ", text, re.MULTILINE)
         assert dict(states) == {"0": "waiting", "1": "train failed", "2": "train failed", "3": "waiting"}, text
 
 
-def test_the_page_of_a_sweep_has_the_curve_of_each_point(tmp_path: Path, data: Path) -> None:
-    run = swept(tmp_path, data)
+def test_the_page_of_a_sweep_plots_the_loss_of_each_point(tmp_path: Path, data: Path) -> None:
+    run = create_sweep(tmp_path, data)
     for number, point in enumerate(create_points(run)):
-        lines = ({"step": s, "loss": 5 - s / 9 - number, "step_time_s": 1.0, "tokens_per_s": 1.0} for s in range(1, 25))
+        lines = (
+            {"step": step, "loss": 5 - step / 9 - number, "step_time_s": 1.0, "tokens_per_s": 1.0}
+            for step in range(1, 25)
+        )
         point.metrics_file.write_text("".join(json.dumps(line) + "\n" for line in lines if number < 3))
     print_report(run, PlainConsole(width=150, record=True))
     page = (run.path / "report.html").read_text()
     figure = re.search(r'<figure data-x="1.0 24.0 0" data-y="0.0 5.0 0">.*?</figure>', page)
     assert figure and "Loss of the points" in figure[0] and "optimizer step" in figure[0]
-    drawn = re.findall(r'<polyline class="(c\d)".*? points="([^"]+)"><title>(\d+)</title>', figure[0])
-    assert [name for *_, name in drawn] == ["002", "001", "000"] and len({colour for colour, *_ in drawn}) == 3
-    assert drawn[1][1].startswith(f"0.0,{1000 - 200 * (5 - 1 / 9 - 1):.1f} ")
-    assert drawn[1][1].endswith(f" 1000.0,{1000 - 200 * (5 - 24 / 9 - 1):.1f}")
+    curves = re.findall(r'<polyline class="(c\d)".*? points="([^"]+)"><title>(\d+)</title>', figure[0])
+    assert [name for *_, name in curves] == ["002", "001", "000"] and len({color for color, *_ in curves}) == 3
+    assert curves[1][1].startswith(f"0.0,{1000 - 200 * (5 - 1 / 9 - 1):.1f} ")
+    assert curves[1][1].endswith(f" 1000.0,{1000 - 200 * (5 - 24 / 9 - 1):.1f}")
 
 
-def test_verify_of_a_sweep_names_its_points(tmp_path: Path, data: Path) -> None:
-    run = swept(tmp_path, data)
-    with pytest.raises(UserError, match=r"is a sweep.*points/000.*003"):
+def test_verify_needs_a_point_of_a_sweep(tmp_path: Path, data: Path) -> None:
+    run = create_sweep(tmp_path, data)
+    with raises_error("run.is_a_sweep", run.path, "points/000", "003"):
         verify_checkpoint(run, None)
 
 
-def test_a_dry_run_names_the_points(tmp_path: Path, data: Path) -> None:
+def test_a_dry_run_lists_the_points(tmp_path: Path, data: Path) -> None:
     console = PlainConsole(width=150, record=True)
     print_plan(load_config(write_config(tmp_path), [SWEEP, *SMALL]), "local", console)
-    assert "point 000 optimizer.lr 0.001, run.seed 4\n" in console.export_text()
+    assert re.search(r"^ *point 000 +optimizer\.lr 0\.001, run\.seed 4$", console.export_text(), re.MULTILINE)
 
 
-def test_the_table_of_points_has_the_metrics_of_ones_own_model(
+def test_the_table_of_points_has_the_metrics_of_a_custom_model(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = swept(tmp_path, data)
-    found = {"000": {"step": 9, "loss": 2.0, "accuracy": 0.5}, "002": {"step": 9, "loss": 1.0, "accuracy": 0.75}}
-    monkeypatch.setattr(status, "read_newest_result", lambda point: found.get(point.path.name))
-    rows = [StageStatus(point, "evaluate", "waiting", "", False, {}, "") for point in list_points(run)]
-    table = tabulate_points(run, rows)
+    run = create_sweep(tmp_path, data)
+    results = {"000": {"step": 9, "loss": 2.0, "accuracy": 0.5}, "002": {"step": 9, "loss": 1.0, "accuracy": 0.75}}
+    monkeypatch.setattr(status, "read_newest_result", lambda point: results.get(point.path.name))
+    statuses = [StageStatus(point, "evaluate", "waiting", "", False, {}, "") for point in list_points(run)]
+    table = tabulate_points(run, statuses)
     assert table[0][-2:] == ["bits per byte", "accuracy"]
     assert [(row[0], *row[-2:]) for row in table[1:3]] == [("002", "1.0000", "0.7500"), ("000", "2.0000", "0.5000")]
     assert [row[-2:] for row in table[3:]] == [["-", "-"]] * 2
 
 
-def test_four_points_on_slurm_and_one_is_preempted(tmp_path: Path, data: Path, cluster: Cluster) -> None:
-    run = slow_down_steps(swept(tmp_path, data))
-    dry = run_submit(cluster, tmp_path, "tiny.yaml", SWEEP, *SMALL, "--dry-run", "--scripts").stdout
+def test_a_preempted_point_of_an_array_is_requeued_alone(tmp_path: Path, data: Path, cluster: Cluster) -> None:
+    run = slow_down_steps(create_sweep(tmp_path, data))
+    dry_run = run_submit(cluster, tmp_path, "tiny.yaml", SWEEP, *SMALL, "--dry-run", "--scripts").stdout
     done = run_submit(cluster, tmp_path, "tiny.yaml", SWEEP, *SMALL)
     for stage in ("train", "evaluate"):
-        (written,) = (path.read_text() for path in (run.jobs_dir / stage).glob("*_submission.sh"))
-        planned = dry.partition(f"# ---- on Slurm: {stage}\n")[2].partition("\n\n# ---- ")[0].rstrip()
-        assert [line for line in written.splitlines() if "--dependency" not in line] == planned.splitlines()
+        [script] = [path.read_text() for path in (run.jobs_dir / stage).glob("*_submission.sh")]
+        planned_script = dry_run.partition(f"# ---- on Slurm: {stage}\n")[2].partition("\n\n# ---- ")[0].rstrip()
+        assert [line for line in script.splitlines() if "--dependency" not in line] == planned_script.splitlines()
     assert done.returncode == 0 and "array over 4 points" in done.stdout, done.stdout + done.stderr
-    found = list_points(run)
-    wait_for("step 8 of all", lambda: all(len(list(read_jsonl(p.metrics_file))) >= 8 for p in found))
-    node = next(e for e in read_event_lines(found[0], "train") if e["event"] == "started")[
-        "host"
-    ]  # a CPU for each of four
-    wanted = ["-phigh", f"-w{node}", "-n1", "-c1", "-o", "/dev/null", "--wrap", "sleep 1"]
-    cluster.output(["sbatch", "--parsable", *wanted])
-    assert under_way(run), "its own stages are done, and its points go on"
-    wait_for("all evaluations", lambda: all(any(p.evaluation_dir.glob("step-*.json")) for p in found), 150)
-    requeued = [p for p in found if "requeued" in list_event_names(p.path, "train")]
-    assert len(requeued) == 1, "one point was preempted; the others went on"
-    assert list_event_names(requeued[0].path, "train").count("started") == 2
-    assert all(list_event_names(p.path, "train").count("started") == 1 for p in found if p is not requeued[0])
-    for point in found:
+    points = list_points(run)
+    wait_for("step 8 of all points", lambda: all(len(list(read_jsonl(point.metrics_file))) >= 8 for point in points))
+    [start_event, *_] = read_event_lines(points[0], "train", "started")
+    # each point has one CPU of the node, so a job of one CPU preempts one point
+    preempting_job = ["-phigh", f"-w{start_event['host']}", "-n1", "-c1", "-o", "/dev/null", "--wrap", "sleep 1"]
+    cluster.output(["sbatch", "--parsable", *preempting_job])
+    assert has_active_point(run), "the stages of the sweep are done, but its points are active"
+    wait_for("all evaluations", lambda: all(any(point.evaluation_dir.glob("step-*.json")) for point in points), 150)
+    requeued = [point for point in points if "requeued" in list_event_names(point.path, "train")]
+    assert len(requeued) == 1
+    for point in points:
+        assert list_event_names(point.path, "train").count("started") == (2 if point in requeued else 1)
         assert [line["step"] for line in read_jsonl(point.metrics_file)] == list(range(1, 25))
     table = run_submit(cluster, tmp_path, "report", "runs/tiny").stdout
     rows = [line.split() for line in table.splitlines() if line.strip()[:3] in ("000", "001", "002", "003")]
     assert len(rows) == 4 and [float(row[-1]) for row in rows] == sorted(float(row[-1]) for row in rows)
     assert re.search(r"^train +4 points +4 +done, preempted ", table, re.M) and "training time ratio" in table, table
-    training = [a for a in read_report_data(run, StatusPoller(run).poll()).attempts if a.stage == "train"]
-    assert sum(a.seconds["compute"] for a in training) > 40, "96 steps of half a second"
-    wait_for("the end of the watching", lambda: not under_way(run))
-    watched = run_submit(cluster, tmp_path, "status", "runs/tiny", "--watch")
-    assert watched.returncode == 0 and "003" in watched.stdout, watched.stdout + watched.stderr
-    again = run_submit(cluster, tmp_path, "resume", "runs/tiny")
-    assert "4 points: 4 done" in again.stdout, again.stdout + again.stderr
-    (tmp_path / "alone").mkdir()
-    alone = swept(tmp_path / "alone", data)
-    assert run_submit(None, tmp_path / "alone", "tiny.yaml", SWEEP, *SMALL, "--executor", "local").returncode == 0
-    for here, there in zip(list_points(alone), found, strict=True):
-        assert compute_run_digest(here) == compute_run_digest(there)
+    attempts = read_report_data(run, StatusPoller(run).poll()).attempts
+    compute_s = sum(attempt.seconds["compute"] for attempt in attempts if attempt.stage == "train")
+    assert compute_s > 40, "4 points with 24 steps of half a second"
+    wait_for("the end of all points", lambda: not has_active_point(run))
+    watch = run_submit(cluster, tmp_path, "status", "runs/tiny", "--watch")
+    assert watch.returncode == 0 and "003" in watch.stdout, watch.stdout + watch.stderr
+    resume = run_submit(cluster, tmp_path, "resume", "runs/tiny")
+    assert "4 points: 4 done" in resume.stdout, resume.stdout + resume.stderr
+    (tmp_path / "local").mkdir()
+    local_run = create_sweep(tmp_path / "local", data)
+    assert run_submit(None, tmp_path / "local", "tiny.yaml", SWEEP, *SMALL, "--executor", "local").returncode == 0
+    for local_point, point in zip(list_points(local_run), points, strict=True):
+        assert compute_run_digest(local_point) == compute_run_digest(point)
 
 
-def test_each_checkpoint_is_evaluated_as_it_appears(tmp_path: Path, data: Path, cluster: Cluster) -> None:
+def test_each_checkpoint_is_evaluated_while_the_training_runs(tmp_path: Path, data: Path, cluster: Cluster) -> None:
     config = write_config(tmp_path)
     overrides = (*SMALL, "evaluate.every=checkpoint", "checkpoint.every_steps=8", "checkpoint.keep=9")
     run = Run.create(load_config(config, overrides))
     run.data_dir.rmdir()
     run.data_dir.symlink_to(data)
-    early = run.evaluation_dir / "step-00000008.json"
+    first_result = run.evaluation_dir / "step-00000008.json"
     trainer = run.code_dir / "pipeline/train/trainer.py"
-    anchor, waiting = (
-        "        lr = self.learning_rate(",
-        f"        while step == 20 and not os.path.exists({str(early)!r}):",
-    )
-    text = trainer.read_text().replace(anchor, f"{waiting}\n            time.sleep(0.1)\n{anchor}", 1)
-    trainer.write_text(text)  # the training waits for an evaluation that must come while it goes on
+    step_line = "        lr = self.learning_rate("
+    wait_line = f"        while step == 20 and not os.path.exists({str(first_result)!r}):"
+    # the training waits at step 20 for the result of step 8
+    text = trainer.read_text().replace(step_line, f"{wait_line}\n            time.sleep(0.1)\n{step_line}", 1)
+    trainer.write_text(text)
     assert run_submit(cluster, tmp_path, "tiny.yaml", *overrides).returncode == 0
-    wait_for("the first evaluation", early.exists)
+    wait_for("the first evaluation", first_result.exists)
     wait_for("the last evaluation", (run.evaluation_dir / "step-00000024.json").exists)
-    wait_for("an empty queue", lambda: not cluster.output(["squeue", "-h"]))
-    assert [json.loads(p.read_text())["step"] for p in sorted(run.evaluation_dir.glob("*.json"))] == [8, 16, 24]
+    wait_for_empty_queue(cluster)
+    results = sorted(run.evaluation_dir.glob("*.json"))
+    assert [json.loads(file.read_text())["step"] for file in results] == [8, 16, 24]
     assert "failed" not in list_event_names(run.path, "evaluate")
 
 
-def test_whoever_looks_at_a_sweep_makes_nothing_and_a_moved_one_stays_where_it_is(tmp_path: Path) -> None:
+def test_status_creates_no_points_and_a_sweep_can_be_moved(tmp_path: Path) -> None:
     run = Run.create(load_config(write_config(tmp_path), ["sweep.grid={optimizer.lr: [0.1, 0.2]}"]))
     moved = Run(run.path.rename(tmp_path / "elsewhere"))
-    shown = io.StringIO()
-    print_status(Run.open(moved.path), PlainConsole(file=shown, width=160))
-    assert "0/30" in shown.getvalue() and not (moved.path / "points").exists()
-    assert [one.config.optimizer.lr for one in create_points(moved)] == [0.1, 0.2]
-    assert [one.path for one in list_points(moved)] == [moved.path / f"points/{number:03d}" for number in range(2)]
+    output = io.StringIO()
+    print_status(Run.open(moved.path), PlainConsole(file=output, width=160))
+    assert "0/30" in output.getvalue() and not (moved.path / "points").exists()
+    assert [point.config.optimizer.lr for point in create_points(moved)] == [0.1, 0.2]
+    assert [point.path for point in list_points(moved)] == [moved.path / f"points/{number:03d}" for number in range(2)]
     assert list_points(moved)[1].data_dir.resolve() == moved.data_dir and not run.path.exists()
