@@ -1,4 +1,7 @@
-"""What `resume` submits, ties together and replaces, with a Slurm that only pretends; and on a real one."""
+"""Tests of `resume`: which jobs it submits, their dependencies, and which jobs it replaces.
+
+Most tests replace the functions that call Slurm. The last ones use a real Slurm.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +27,16 @@ from slurm.submit import chain, sbatch
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.support.cluster_runs import (
+    count_steps,
     create_slow_run,
     get_job_id,
     has_evaluation,
     list_event_names,
     run_submit,
     wait_for,
+    wait_for_empty_queue,
 )
+from tests.support.errors import raises_error
 from tests.support.events import read_event_lines, write_event
 from tests.support.tiny import make_run, write_config
 
@@ -39,47 +45,52 @@ cluster = cluster_fixture()
 SWEEP = "sweep={grid: {optimizer.lr: [0.001, 0.01]}}"
 
 
-class Queue:
-    """A Slurm that takes every job; `states` says how they stand, `after` what each waits for."""
+class FakeQueue:
+    """Replaces the functions that call Slurm, and accepts every job.
+
+    Attributes:
+        states: state of each job, by ID; a test may change it.
+        dependencies: value of --dependency by job ID, in the order of submission; "" if there is none.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.states: dict[str, JobState] = {}
-        self.after: dict[str, str] = {}
-        monkeypatch.setattr(run_jobs, "find_jobs", self.look_up)
-        monkeypatch.setattr(slurm_commands, "run_slurm_command", self.call)
-        monkeypatch.setattr(slurm_commands, "cluster_name", lambda: "pretended")
+        self.dependencies: dict[str, str] = {}
+        monkeypatch.setattr(run_jobs, "find_jobs", self.find_jobs)
+        monkeypatch.setattr(slurm_commands, "run_slurm_command", self.run_slurm_command)
+        monkeypatch.setattr(slurm_commands, "cluster_name", lambda: "fake")
         monkeypatch.setattr(capacity, "cluster_settings", dict)
-        monkeypatch.setattr(sbatch, "_write_submission", self.write)
-        monkeypatch.setattr(sbatch, "_call_sbatch", lambda *_: max(self.after))
+        monkeypatch.setattr(sbatch, "_write_submission", self.write_submission)
+        monkeypatch.setattr(sbatch, "_call_sbatch", lambda *_: max(self.dependencies))
 
-    def look_up(
-        self, asked: Iterable[RecordedJob], comments: Set[str], kept: dict[RecordedJob, JobState] | None = None
+    def find_jobs(
+        self, jobs: Iterable[RecordedJob], comments: Set[str], forgotten: dict[RecordedJob, JobState] | None = None
     ) -> tuple[dict[RecordedJob, JobState], list[JobState]]:
-        return {one: self.states[one.job_id] for one in asked}, []
+        return {job: self.states[job.job_id] for job in jobs}, []
 
-    def write(
+    def write_submission(
         self, run: Run, stage: str, key: str, after: Sequence[str], kind: str, targets: Sequence[Run]
     ) -> tuple[Path, list[str]]:
-        array = str(100 + len(self.after))
-        self.after[array] = f"{kind}:{':'.join(after)}" if after else ""
-        ids = [f"{array}_{n}" for n in range(len(targets))] if len(targets) > 1 and targets[0] is not run else [array]
-        for job in ids:
-            self.set(job, "PENDING", "Dependency" if after else "Priority")
+        job_id = str(100 + len(self.dependencies))
+        self.dependencies[job_id] = f"{kind}:{':'.join(after)}" if after else ""
+        is_array = len(targets) > 1 and targets[0] is not run
+        for task_id in [f"{job_id}_{task}" for task in range(len(targets))] if is_array else [job_id]:
+            self.set_state(task_id, "PENDING", "Dependency" if after else "Priority")
         script = run.stage_dir(stage) / f"{key}_submission.sh"
         script.touch()
         return script, []
 
-    def set(self, job: str, state: str, reason: str = "None") -> None:
-        self.states[job] = JobState(job, state, reason)
+    def set_state(self, job_id: str, state: str, reason: str = "None") -> None:
+        self.states[job_id] = JobState(job_id, state, reason)
 
-    def call(self, *words: str) -> str:
-        assert words[0] == "scancel"
-        for job in words[1:]:
-            self.set(job, "CANCELLED")
+    def run_slurm_command(self, *command: str) -> str:
+        assert command[0] == "scancel"
+        for job_id in command[1:]:
+            self.set_state(job_id, "CANCELLED")
         return ""
 
     def resume(self, run: Run) -> str:
-        """What it prints, without a real one's names of runs."""
+        """Submit what a run lacks, as `resume` does, and return the output."""
         console = Console(width=200, record=True)
         write_event(run, "resumed")
         chain.submit_chain(run, console, retries_failed=True)
@@ -87,41 +98,41 @@ class Queue:
 
 
 @pytest.fixture
-def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
-    return Queue(monkeypatch)
+def queue(monkeypatch: pytest.MonkeyPatch) -> FakeQueue:
+    return FakeQueue(monkeypatch)
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """Its shards are done."""
+    """Return a run whose stages prepare and shard are done."""
     return make_run(tmp_path)
 
 
-def submitted(run: Run, stage: str, job: str, kind: str = "afterok", *after: str, **more: object) -> None:
-    write_event(run, "submitted", stage, job_id=job, executor="slurm", after=after, kind=kind, **more)
+def write_submitted(run: Run, stage: str, job_id: str, kind: str = "afterok", *after: str, **fields: object) -> None:
+    write_event(run, "submitted", stage, job_id=job_id, executor="slurm", after=after, kind=kind, **fields)
 
 
-def test_an_evaluation_of_one_checkpoint_is_not_the_last_one(run: Run, queue: Queue) -> None:
-    submitted(run, "train", "1")
-    submitted(run, "evaluate", "7", step=7)
-    queue.set("1", "FAILED")
-    queue.set("7", "RUNNING")
+def test_resume_submits_the_last_evaluation_beside_that_of_one_checkpoint(run: Run, queue: FakeQueue) -> None:
+    write_submitted(run, "train", "1")
+    write_submitted(run, "evaluate", "7", step=7)
+    queue.set_state("1", "FAILED")
+    queue.set_state("7", "RUNNING")
     queue.resume(run)
-    assert queue.after == {"100": "", "101": "afterok:100"}, "a training, and the evaluation behind it"
+    assert queue.dependencies == {"100": "", "101": "afterok:100"}, "the training, then its last evaluation"
     assert queue.states["7"].state == "RUNNING"
 
 
-def test_an_evaluation_waits_for_the_training_and_not_for_its_successor(run: Run, queue: Queue) -> None:
-    submitted(run, "train", "1")
-    submitted(run, "train", "2", "afternotok", "1")
-    queue.set("1", "RUNNING")
-    queue.set("2", "PENDING", "Dependency")
+def test_an_evaluation_depends_on_the_training_and_not_on_its_successor(run: Run, queue: FakeQueue) -> None:
+    write_submitted(run, "train", "1")
+    write_submitted(run, "train", "2", "afternotok", "1")
+    queue.set_state("1", "RUNNING")
+    queue.set_state("2", "PENDING", "Dependency")
     assert "train     job 1 running" in queue.resume(run)
-    assert queue.after == {"100": "afterok:1"}
+    assert queue.dependencies == {"100": "afterok:1"}
 
 
 @pytest.mark.parametrize(
-    ("state", "last", "facts", "ends"),
+    ("state", "last_event", "fields", "is_ending"),
     [
         ("RUNNING", "stopping", {"by": "cancelled"}, True),
         ("RUNNING", "stopping", {"by": "stop file"}, True),
@@ -133,197 +144,200 @@ def test_an_evaluation_waits_for_the_training_and_not_for_its_successor(run: Run
         ("RUNNING", "started", {}, False),
     ],
 )
-def test_a_job_that_still_saves_has_another_one_behind_it(
-    run: Run, queue: Queue, state: str, last: str, facts: dict[str, str], ends: bool
+def test_resume_submits_a_job_after_one_that_is_about_to_end(
+    run: Run, queue: FakeQueue, state: str, last_event: str, fields: dict[str, str], is_ending: bool
 ) -> None:
-    submitted(run, "train", "1")
-    submitted(run, "evaluate", "2", "afterok", "1")
+    write_submitted(run, "train", "1")
+    write_submitted(run, "evaluate", "2", "afterok", "1")
     write_event(run, "started", "train", job_id="1")
-    write_event(run, last, "train", job_id="1", **facts)
-    queue.set("1", state)
-    queue.set("2", "PENDING", "Dependency")
-    shown = queue.resume(run)
-    assert queue.states["1"].state == state, "it saves"
-    if ends:
-        assert "train     job 100, after 1" in shown and queue.after == {"100": "afterany:1", "101": "afterok:100"}
-        assert queue.states["2"].state == "CANCELLED", "it waits for the job that ends"
+    write_event(run, last_event, "train", job_id="1", **fields)
+    queue.set_state("1", state)
+    queue.set_state("2", "PENDING", "Dependency")
+    output = queue.resume(run)
+    assert queue.states["1"].state == state, "the job may still save a checkpoint"
+    if is_ending:
+        assert "train     job 100, after 1" in output
+        assert queue.dependencies == {"100": "afterany:1", "101": "afterok:100"}
+        assert queue.states["2"].state == "CANCELLED", "the old evaluation depends on the job that ends"
     else:
-        assert not queue.after and queue.states["2"].state == "PENDING"
+        assert not queue.dependencies and queue.states["2"].state == "PENDING"
 
 
-def test_points_wait_for_new_shards_and_behind_those_that_still_save(tmp_path: Path, queue: Queue) -> None:
+def test_resume_replaces_the_chain_of_a_sweep_after_prepare_failed(tmp_path: Path, queue: FakeQueue) -> None:
     run = Run.create(load_config(write_config(tmp_path), [SWEEP]))
     queue.resume(run)
-    assert list(queue.after.values()) == ["", "afterok:100", "afterany:101", "afterok:102", "aftercorr:103"]
-    queue.set("100", "FAILED")
-    queue.set("101", "PENDING", "DependencyNeverSatisfied")
-    assert "0 done, 0 under way" in queue.resume(run), "for Slurm the rest only waits, as before"
-    assert list(queue.after.values())[5:] == ["", "afterok:105", "afterany:106", "afterok:107", "aftercorr:108"]
-    old = [state.state for job, state in queue.states.items() if job.split("_")[0] in ("101", "102", "103", "104")]
-    assert old == ["CANCELLED"] * 6
-    assert "0 done, 2 under way" in queue.resume(run), "once is enough"
+    assert list(queue.dependencies.values()) == ["", "afterok:100", "afterany:101", "afterok:102", "aftercorr:103"]
+    queue.set_state("100", "FAILED")
+    queue.set_state("101", "PENDING", "DependencyNeverSatisfied")
+    assert "0 done, 0 under way" in queue.resume(run), "Slurm still reports the other jobs as pending"
+    assert list(queue.dependencies.values())[5:] == ["", "afterok:105", "afterany:106", "afterok:107", "aftercorr:108"]
+    old_jobs = ("101", "102", "103", "104")
+    assert [state.state for job, state in queue.states.items() if job.split("_")[0] in old_jobs] == ["CANCELLED"] * 6
+    assert "0 done, 2 under way" in queue.resume(run), "a second resume submits nothing"
 
 
-def test_points_that_were_stopped_are_submitted_behind_their_end(tmp_path: Path, run: Run, queue: Queue) -> None:
-    swept = make_run(tmp_path, "swept", (SWEEP,), run.data_dir)
-    queue.resume(swept)
-    first, second = list_points(swept)
-    for job, point in (("100_0", first), ("100_1", second)):
-        write_event(point, "started", "train", job_id=job)
-        queue.set(job, "RUNNING")
+def test_resume_submits_a_stopping_point_again_after_its_job(tmp_path: Path, run: Run, queue: FakeQueue) -> None:
+    sweep = make_run(tmp_path, "sweep", (SWEEP,), run.data_dir)
+    queue.resume(sweep)
+    first, second = list_points(sweep)
+    for task_id, point in (("100_0", first), ("100_1", second)):
+        write_event(point, "started", "train", job_id=task_id)
+        queue.set_state(task_id, "RUNNING")
     write_event(first, "stopping", "train", job_id="100_0", by="cancelled")
-    assert "0 done, 1 under way" in queue.resume(swept)
-    assert list(queue.after.values())[2:] == ["afterany:100_0", "afterok:102"]
+    assert "0 done, 1 under way" in queue.resume(sweep)
+    assert list(queue.dependencies.values())[2:] == ["afterany:100_0", "afterok:102"]
     assert queue.states["101_0"].state == "CANCELLED" and queue.states["101_1"].state == "PENDING"
 
 
-def test_points_are_arrays_as_far_as_they_wait_for_one(tmp_path: Path, run: Run, queue: Queue) -> None:
-    """One trains on, two are submitted again: their evaluations are tied to them task by task."""
-    swept = make_run(tmp_path, "swept", ("sweep={grid: {optimizer.lr: [0.001, 0.01, 0.1]}}",), run.data_dir)
-    queue.resume(swept)
-    assert list(queue.after.values()) == ["", "aftercorr:100"]
-    queue.set("100_0", "RUNNING")
-    for job in ("100_1", "100_2", "101_0", "101_1", "101_2"):
-        queue.set(job, "FAILED")
-    assert "3 points: 0 done, 0 under way" in queue.resume(swept), "the first one lacks its evaluation"
-    assert list(queue.after.values())[2:] == ["", "afterok:100_0", "aftercorr:102"]
-    submitted = [
-        e["job_id"] for point in list_points(swept) for e in read_event_lines(point, "evaluate", "submitted")[1:]
+def test_evaluations_depend_on_the_array_of_their_trainings(tmp_path: Path, run: Run, queue: FakeQueue) -> None:
+    """One point is still training. The other two are submitted again, and each evaluation depends on its own task."""
+    sweep = make_run(tmp_path, "sweep", ("sweep={grid: {optimizer.lr: [0.001, 0.01, 0.1]}}",), run.data_dir)
+    queue.resume(sweep)
+    assert list(queue.dependencies.values()) == ["", "aftercorr:100"]
+    queue.set_state("100_0", "RUNNING")
+    for task_id in ("100_1", "100_2", "101_0", "101_1", "101_2"):
+        queue.set_state(task_id, "FAILED")
+    assert "3 points: 0 done, 0 under way" in queue.resume(sweep), "the first point has no pending evaluation"
+    assert list(queue.dependencies.values())[2:] == ["", "afterok:100_0", "aftercorr:102"]
+    new_evaluations = [
+        line["job_id"] for point in list_points(sweep) for line in read_event_lines(point, "evaluate", "submitted")[1:]
     ]
-    assert submitted == ["103", "104_0", "104_1"] and queue.states["100_0"].state == "RUNNING"
-    assert "0 done, 3 under way" in queue.resume(swept) and len(queue.after) == 5
+    assert new_evaluations == ["103", "104_0", "104_1"] and queue.states["100_0"].state == "RUNNING"
+    assert "0 done, 3 under way" in queue.resume(sweep) and len(queue.dependencies) == 5
 
 
-def test_everything_that_runs_is_found(tmp_path: Path, run: Run, queue: Queue) -> None:
-    """Tasks of the array of shard have locks of their own, and so have the points of a sweep, which share the code."""
-    swept = make_run(tmp_path, "swept", (SWEEP,), run.data_dir)
-    assert run_jobs.list_running_work(swept) == []
-    queue.resume(swept)
-    assert run_jobs.list_running_work(swept) == [], "what waits does not run"
-    queue.set("100_1", "RUNNING")
-    assert run_jobs.list_running_work(swept) == ["train (job 100_1)"], "its supervisor has no lock yet"
-    lock = list_points(swept)[1].lock_stage("train")
-    assert lock is not None and run_jobs.list_running_work(swept) == [f"train of {list_points(swept)[1].name}"]
+def test_running_work_is_found_by_job_and_by_lock(tmp_path: Path, run: Run, queue: FakeQueue) -> None:
+    """Each task of shard and each point of a sweep has its own lock. The points of a sweep share the code."""
+    sweep = make_run(tmp_path, "sweep", (SWEEP,), run.data_dir)
+    assert run_jobs.list_running_work(sweep) == []
+    queue.resume(sweep)
+    assert run_jobs.list_running_work(sweep) == [], "a pending job is no running work"
+    queue.set_state("100_1", "RUNNING")
+    assert run_jobs.list_running_work(sweep) == ["train (job 100_1)"], "its supervisor has no lock yet"
+    lock = list_points(sweep)[1].lock_stage("train")
+    assert lock is not None and run_jobs.list_running_work(sweep) == [f"train of {list_points(sweep)[1].name}"]
     os.close(lock)
     lock = run.lock_stage("shard", 1)
     assert lock is not None and run_jobs.list_running_work(run) == [f"shard of {run.name}"]
     done = run_submit(None, tmp_path, "resume", "runs/tiny", "--update-code")
-    assert done.returncode == ExitCode.USER_ERROR and "shard of runs/tiny is running" in done.stderr
+    assert done.returncode == ExitCode.USER_ERROR and "shard of runs/tiny" in done.stderr
     os.close(lock)
     assert run_jobs.list_running_work(run) == []
 
 
-def test_a_second_resume_builds_on_what_the_first_one_changed(tmp_path: Path) -> None:
+def test_concurrent_resumes_apply_their_changes_in_order(tmp_path: Path) -> None:
     run = Run.create(load_config(write_config(tmp_path)))
-    (run.checkpoints_dir / "step-00000007").mkdir()  # else fewer would do
+    (run.checkpoints_dir / "step-00000007").mkdir()  # without a checkpoint, resume may reduce train.steps
     command = [sys.executable, str(CODE_ROOT / "submit.py"), "resume", str(run.path), "train.steps=40"]
     with run.lock_exclusively():
         second = subprocess.Popen([*command, "--executor=local"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         with suppress(subprocess.TimeoutExpired):
-            second.wait(4)  # long enough to have read the config of 30 steps
+            second.wait(4)  # enough time to read the config with 30 steps
         run.apply_overrides(["train.steps=50"])
     try:
         errors = second.communicate(timeout=240)[1].decode()
     finally:
         second.kill()
-    assert second.returncode == ExitCode.USER_ERROR and "train.steps: 50 → 40: resume cannot change it" in errors
+    assert second.returncode == ExitCode.USER_ERROR and "train.steps: 50 → 40" in errors, errors
     assert Run.open(run.path).config.train.steps == 50
 
 
-def test_a_sweep_and_its_points_are_one_question(
-    tmp_path: Path, run: Run, queue: Queue, monkeypatch: pytest.MonkeyPatch
+def test_one_query_covers_all_points_of_a_sweep(
+    tmp_path: Path, run: Run, queue: FakeQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    swept = make_run(tmp_path, "swept", (SWEEP,), run.data_dir)
-    queue.resume(swept)
-    asked: list[set[str]] = []
+    sweep = make_run(tmp_path, "sweep", (SWEEP,), run.data_dir)
+    queue.resume(sweep)
+    queries: list[set[str]] = []
 
-    def look_up(
-        jobs: Iterable[RecordedJob], comments: Set[str], kept: dict[RecordedJob, JobState]
+    def record_query(
+        jobs: Iterable[RecordedJob], comments: Set[str], forgotten: dict[RecordedJob, JobState]
     ) -> tuple[dict[RecordedJob, JobState], list[JobState]]:
-        found = {job: queue.states[job.job_id] for job in jobs}
-        asked.append({job.job_id for job in found})
-        return found, []
+        states = {job: queue.states[job.job_id] for job in jobs}
+        queries.append({job.job_id for job in states})
+        return states, []
 
-    monkeypatch.setattr(run_jobs, "find_jobs", look_up)
-    poller = StatusPoller(swept)
+    monkeypatch.setattr(run_jobs, "find_jobs", record_query)
+    poller = StatusPoller(sweep)
     poller.poll()
-    assert asked == [{"100_0", "100_1", "101_0", "101_1"}] and poller.has_active_point
+    assert queries == [{"100_0", "100_1", "101_0", "101_1"}] and poller.has_active_point
 
 
-def test_a_wrong_point_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+def test_an_invalid_sweep_point_is_an_error_before_any_change(tmp_path: Path) -> None:
     write_config(tmp_path)
-    for more in ([], ["--dry-run"]):
-        done = run_submit(None, tmp_path, "tiny.yaml", "sweep={grid: {optimizer.lrr: [1, 2]}}", *more)
+    for options in ([], ["--dry-run"]):
+        done = run_submit(None, tmp_path, "tiny.yaml", "sweep={grid: {optimizer.lrr: [1, 2]}}", *options)
         assert done.returncode == ExitCode.USER_ERROR and "point 000 (optimizer.lrr=1)" in done.stderr, done.stderr
     assert not (tmp_path / "runs").exists()
     overrides = ["model.kv_heads=4", "sweep={grid: {model.kv_heads: [4, 2]}}", "stages.train.tasks_per_node=4"]
     run = Run.create(load_config(tmp_path / "tiny.yaml", overrides))
-    with pytest.raises(ConfigError, match=r"point 001 .*kv_heads"):
+    with raises_error("parallel.indivisible_size", "point 001", "kv_heads", kind=ConfigError):
         run.apply_overrides(["parallel.tensor=4"])
     assert not run.changes_file.exists() and len(list_points(run)) == 2
 
 
 @pytest.mark.timeout(900)
-def test_new_values_reach_what_waits_and_a_save_is_waited_for(tmp_path: Path, run: Run, cluster: Cluster) -> None:
+def test_resume_replaces_pending_jobs_and_waits_for_a_running_save(tmp_path: Path, run: Run, cluster: Cluster) -> None:
     config = write_config(tmp_path, "held", steps=60)
     held = ("stages.train.nodes=4", "site.sbatch={hold: true}")
     path = create_slow_run(tmp_path, config, held)
     (path / "data").rmdir()
     (path / "data").symlink_to(run.data_dir)
-    trainer = path / "code/pipeline/train/trainer.py"  # a save takes long enough to come in between
-    save = "        if skip_reason is None:\n            self.save(step)\n"
-    assert trainer.read_text().count(save) == 1
-    slow = save.replace("self.save", "time.sleep(4)\n            self.save")
-    trainer.write_text(trainer.read_text().replace(save, slow))
+    trainer = path / "code/pipeline/train/trainer.py"
+    save_lines = "        if skip_reason is None:\n            self.save(step)\n"
+    assert trainer.read_text().count(save_lines) == 1
+    # the delay leaves enough time to call `resume` during the save
+    slow_save_lines = save_lines.replace("self.save", "time.sleep(4)\n            self.save")
+    trainer.write_text(trainer.read_text().replace(save_lines, slow_save_lines))
     assert run_submit(cluster, tmp_path, "held.yaml", *held).returncode == 0
-    old = [get_job_id(path, stage) for stage in ("train", "evaluate")]
+    replaced_jobs = [get_job_id(path, stage) for stage in ("train", "evaluate")]
     done = run_submit(cluster, tmp_path, "resume", "runs/held", "stages.train.nodes=2", "site.sbatch={hold: false}")
     assert done.returncode == 0, done.stdout + done.stderr
     job = get_job_id(path, "train")
-    assert [cluster.job_state(one) for one in old] == ["CANCELLED"] * 2 and job not in old
-    wait_for("step 3", lambda: len(list(read_jsonl(path / "metrics.jsonl"))) >= 3)
+    assert [cluster.job_state(replaced) for replaced in replaced_jobs] == ["CANCELLED"] * 2
+    assert job not in replaced_jobs
+    wait_for("step 3", lambda: count_steps(path) >= 3)
     done = run_submit(cluster, tmp_path, "resume", "runs/held", "stages.train.nodes=4")
     assert done.returncode == ExitCode.USER_ERROR and "cancel runs/held" in done.stderr
     assert Run.open(path).config.stages.train.nodes == 2
     assert run_submit(cluster, tmp_path, "cancel", "runs/held").returncode == 0
     wait_for("the save", lambda: "stopping" in list_event_names(path, "train"))
-    trainer.write_text(trainer.read_text().replace("time.sleep(0.5)", "pass"))  # fast from here on
+    trainer.write_text(trainer.read_text().replace("time.sleep(0.5)", "pass"))  # remove the delay of each step
     done = run_submit(cluster, tmp_path, "resume", "runs/held")
     assert f"after {job}\n" in done.stdout, done.stdout + done.stderr
     wait_for("the evaluation", lambda: has_evaluation(path))
-    wait_for("an empty queue", lambda: not cluster.output(["squeue", "-h"]))
+    wait_for_empty_queue(cluster)
     assert list_event_names(path, "train").count("started") == 2 and "stopped" in list_event_names(path, "train")
     assert [line["step"] for line in read_jsonl(path / "metrics.jsonl")] == list(range(1, 61))
 
 
 @pytest.mark.timeout(900)
-def test_a_sweep_whose_first_job_died_is_mended(tmp_path: Path, cluster: Cluster) -> None:
+def test_resume_continues_a_sweep_whose_first_job_failed(tmp_path: Path, cluster: Cluster) -> None:
     write_config(tmp_path)
     small = ("stages.train.tasks_per_node=1", "stages.evaluate.tasks_per_node=1", "train.steps=6")
-    setup = f"site.setup=[test -e {tmp_path}/mended || exit 9]"
+    setup = f"site.setup=[test -e {tmp_path}/repaired || exit 9]"
     assert run_submit(cluster, tmp_path, "tiny.yaml", SWEEP, *small, setup).returncode == 0
     path = tmp_path / "runs/tiny"
-    wait_for("the death", lambda: cluster.job_state(get_job_id(path, "prepare")) == "FAILED")
-    (tmp_path / "mended").touch()
+    wait_for("the failure of prepare", lambda: cluster.job_state(get_job_id(path, "prepare")) == "FAILED")
+    (tmp_path / "repaired").touch()
     done = run_submit(cluster, tmp_path, "resume", "runs/tiny")
     assert "0 done, 0 under way" in done.stdout, done.stdout + done.stderr
     wait_for("both evaluations", lambda: all(map(has_evaluation, (path / "points/000", path / "points/001"))))
-    wait_for("an empty queue", lambda: not cluster.output(["squeue", "-h"]))
+    wait_for_empty_queue(cluster)
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("sweep", [(), (SWEEP,)], ids=["chain", "sweep"])
-def test_a_corrected_config_replaces_what_waits(tmp_path: Path, cluster: Cluster, sweep: tuple[str, ...]) -> None:
+def test_a_corrected_config_replaces_pending_jobs(tmp_path: Path, cluster: Cluster, sweep: tuple[str, ...]) -> None:
     write_config(tmp_path, steps=6)
     small = ("stages.train.tasks_per_node=1", "stages.evaluate.tasks_per_node=1", *sweep)
     held = run_submit(cluster, tmp_path, "tiny.yaml", *small, "optimizer.weight_decay=0.5", "site.sbatch={hold: true}")
     assert held.returncode == 0, held.stdout + held.stderr
-    waiting = set(cluster.output(["squeue", "-h", "--format=%A"]).split())
+    pending_jobs = set(cluster.output(["squeue", "-h", "--format=%A"]).split())
     done = run_submit(cluster, tmp_path, "tiny.yaml", *small, "optimizer.weight_decay=0.25")
-    assert "corrected optimizer.weight_decay: 0.5 → 0.25" in done.stdout, done.stdout + done.stderr
-    assert len(waiting) >= 4 and {*" ".join(map(cluster.job_state, waiting)).split()} == {"CANCELLED"}
+    assert "optimizer.weight_decay: 0.5 → 0.25" in done.stdout, done.stdout + done.stderr
+    assert len(pending_jobs) >= 4 and {*" ".join(map(cluster.job_state, pending_jobs)).split()} == {"CANCELLED"}
     path = tmp_path / "runs/tiny"
-    trained = [path / "points/000", path / "points/001"] if sweep else [path]
-    wait_for("the evaluation", lambda: all(map(has_evaluation, trained)))
-    assert {Run.open(run).config.optimizer.weight_decay for run in trained} == {0.25}
-    wait_for("an empty queue", lambda: not cluster.output(["squeue", "-h"]))
+    trainings = [path / "points/000", path / "points/001"] if sweep else [path]
+    wait_for("the evaluation", lambda: all(map(has_evaluation, trainings)))
+    assert {Run.open(run).config.optimizer.weight_decay for run in trainings} == {0.25}
+    wait_for_empty_queue(cluster)
