@@ -1,12 +1,12 @@
 """Chat templates: a Jinja program, published with a tokenizer, that turns a dialogue into text.
 
-It runs in a child process (pipeline/data/chat_template_worker.py), in Jinja's sandbox with what transformers gives it
-(`utils/chat_template_utils.py`), except the current time and whatever else would change from one call to the next: the
-same dialogue must always give the same text. A template may mark what the assistant says by `{% generation %} …
-{% endgeneration %}`.
+A template runs in a child process (pipeline/data/chat_template_worker.py), in Jinja's sandbox. It has the functions
+that transformers provides (`utils/chat_template_utils.py`), except the current time and others whose result changes:
+the same dialogue must always have the same text. A template may mark the assistant's answers with
+`{% generation %} … {% endgeneration %}`.
 
-`prepare` writes template and special tokens to `chat.json` in the data folder (data_prep/records.py). Nothing here
-needs torch or tokenizers.
+`prepare` writes the template and the special tokens to `chat.json` in the data folder (data_prep/records.py). This
+module needs neither torch nor tokenizers.
 """
 
 from __future__ import annotations
@@ -22,68 +22,84 @@ from pipeline.config.datasets import CHAT_TEMPLATES
 from pipeline.data.chat_template_worker import MARKS
 from pipeline.run.worker import WorkerDiedError, WorkerPool
 
-_AT_ONCE = 16
-"""Beginnings of a dialogue that are rendered in one request, because a request takes longer than most templates."""
-_CHARACTERS_AT_ONCE = 1 << 20
-"""Of messages that come to these beginnings: a long dialogue is rendered one by one."""
-_CPU_S = 60
-"""Seconds of processor time of one request. To exceed them, or the memory, is an error of the template: they
-depend on the machine, so they must not decide which dialogues are taken."""
-_MEMORY = 1 << 31
-"""Bytes of memory of one request."""
-_RENDERER = WorkerPool("pipeline.data.chat_template_worker", _CPU_S, _MEMORY)
-_FOLDER = Path(__file__).parent / "chat_templates"
-"""Templates for training of the families of models that a run can start from. They mark answers."""
+_MAX_PREFIXES_PER_REQUEST = 16
+"""The number of prefixes of a dialogue in one request. A request takes longer than most templates."""
+_MAX_CHARACTERS_PER_REQUEST = 1 << 20
+"""The number of characters of messages in one request, summed over its prefixes; at least one prefix is rendered."""
+_MAX_CPU_S = 60
+"""The processor time of one request, in seconds. Whether a template exceeds it, or the memory, depends on the machine.
+Therefore it makes the template unusable, instead of rejecting one dialogue."""
+_MAX_MEMORY = 1 << 31
+"""The memory of one request, in bytes."""
+_RENDERER = WorkerPool("pipeline.data.chat_template_worker", _MAX_CPU_S, _MAX_MEMORY)
+_TEMPLATES_DIR = Path(__file__).parent / "chat_templates"
+"""Templates for training, which mark answers; one for each family of models that a run can start from."""
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
-_MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class ChatTemplateError(ValueError):
-    """A template failed on a dialogue; the message is the template's own, shortened."""
+    """A template failed on a dialogue. The message is that of the template, shortened."""
 
 
 class UnusableTemplateError(ChatTemplateError):
-    """A template cannot be used for any dialogue: its text would change, or it exceeds the limits."""
+    """A template cannot be used for any dialogue: its text would change between calls, or it exceeds the limits."""
 
 
 class ChatTemplate:
     """One chat template, ready to render dialogues."""
 
     def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
-        """Run nothing yet. `tokens` are the special tokens by the names that templates use, such as `eos_token`."""
-        self._source, self._tokens = source, dict(tokens)
-        self.has_marks = _MARKED.search(source) is not None
-        """Whether the template marks what the assistant says."""
+        """Store a template, which is compiled when it is first used.
+
+        Args:
+            source: the text of the template.
+            tokens: the special tokens by the names that templates use, such as `eos_token`.
+        """
+        self._source = source
+        self._tokens = dict(tokens)
+        self.has_marks = _GENERATION_TAG.search(source) is not None
+        """Whether the template marks the assistant's answers."""
 
     def render(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = False) -> str:
-        """Return the text of a dialogue, with :data:`MARKS` around what the template marks.
+        """Return the text of a dialogue, with :data:`MARKS` around the parts that the template marks.
 
-        Raises ChatTemplateError if the template fails on it, UnusableTemplateError if it would on any: it is not a
-        template, uses what is not there for templates, or exceeds the limits.
+        Args:
+            messages: the messages of the dialogue, each with `role` and `content`.
+            add_generation_prompt: whether to end with the text that precedes an answer.
+
+        Raises:
+            ChatTemplateError: the template fails on this dialogue.
+            UnusableTemplateError: the template fails on any dialogue: it is not a template, uses something that
+                templates may not use, or exceeds the limits.
         """
         (text,) = self.render_prefixes(messages, [(len(messages), add_generation_prompt)])
         return text
 
-    def render_prefixes(
-        self, messages: Sequence[Mapping[str, str]], beginnings: Sequence[tuple[int, bool]]
-    ) -> list[str]:
-        """Return what `render` does of the first messages of a dialogue, for each (how many, add_generation_prompt).
+    def render_prefixes(self, messages: Sequence[Mapping[str, str]], prefixes: Sequence[tuple[int, bool]]) -> list[str]:
+        """Return the texts of several prefixes of a dialogue, as `render` returns them.
 
-        Raises what `render` raises.
+        Args:
+            messages: the messages of the dialogue.
+            prefixes: for each text the number of messages and `add_generation_prompt`.
+
+        Raises:
+            ChatTemplateError: as in `render`.
         """
-        found: list[str] = []
+        texts: list[str] = []
         characters = 1 + sum(len(text) for message in messages for text in message.values())
-        step = max(1, min(_AT_ONCE, _CHARACTERS_AT_ONCE // characters))
-        for start in range(0, len(beginnings), step):
-            found += self._ask(messages, beginnings[start : start + step])
-        return found
+        step = max(1, min(_MAX_PREFIXES_PER_REQUEST, _MAX_CHARACTERS_PER_REQUEST // characters))
+        for start in range(0, len(prefixes), step):
+            texts += self._request_texts(messages, prefixes[start : start + step])
+        return texts
 
     def compile(self) -> None:
-        """Raise UnusableTemplateError if this is not a template, or uses what is not there for templates."""
-        self._ask([], [])
+        """Raise UnusableTemplateError if this is not a template, or uses something that templates may not use."""
+        self._request_texts([], [])
 
-    def _ask(self, messages: Sequence[Mapping[str, str]], beginnings: Sequence[tuple[int, bool]]) -> list[str]:
-        request = {"source": self._source, "tokens": self._tokens, "messages": [*messages], "beginnings": beginnings}
+    def _request_texts(self, messages: Sequence[Mapping[str, str]], prefixes: Sequence[tuple[int, bool]]) -> list[str]:
+        """Render prefixes in one request to the child process."""
+        request = {"source": self._source, "tokens": self._tokens, "messages": [*messages], "prefixes": prefixes}
         try:
             answer = _RENDERER.request(request)
         except WorkerDiedError as error:
@@ -98,56 +114,66 @@ class ChatTemplate:
 
 def split_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
     """Return rendered text without its marks, and the character spans [start, end) that they enclosed."""
-    plain, spans = "", []
+    plain = ""
+    spans = []
     for number, part in enumerate(re.split(f"[{''.join(MARKS)}]", text)):
-        if number % 2 and part:
+        is_marked = number % 2 == 1
+        if is_marked and part:
             spans.append((len(plain), len(plain) + len(part)))
         plain += part
     return plain, spans
 
 
 def find_template(settings: Any, jinja: str | None) -> tuple[str | None, dict[str, str]]:
-    """Return a tokenizer's chat template (None: it has none), and its special tokens by name.
+    """Return a tokenizer's chat template, None if it has none, and its special tokens by name.
 
-    settings: the content of tokenizer_config.json; jinja: that of chat_template.jinja beside it, which comes first.
+    Args:
+        settings: the content of tokenizer_config.json.
+        jinja: the content of chat_template.jinja in the same directory, which takes precedence; None without this file.
     """
     settings = settings if isinstance(settings, dict) else {}
     template = settings.get("chat_template")
-    if isinstance(template, list):  # several, by names
-        named = [one for one in template if isinstance(one, dict) and one.get("name") == "default"]
-        template = named[0].get("template") if named else None
-    found = template if jinja is None else jinja
-    return found if isinstance(found, str) else None, read_special_tokens(settings)
+    if isinstance(template, list):  # a list of named templates
+        defaults = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        template = defaults[0].get("template") if defaults else None
+    if jinja is not None:
+        template = jinja
+    return template if isinstance(template, str) else None, read_special_tokens(settings)
 
 
 def read_special_tokens(settings: Mapping[str, Any], mapping: Mapping[str, Any] | None = None) -> dict[str, str]:
     """Return a tokenizer's special tokens by name, such as `eos_token`, as transformers reads them.
 
-    settings: the content of tokenizer_config.json; mapping: that of special_tokens_map.json beside it, which is read
-    only if the first one does not list all added tokens.
+    Args:
+        settings: the content of tokenizer_config.json.
+        mapping: the content of special_tokens_map.json. It is used only if `settings` does not list the added tokens.
     """
     values = {**settings, **({} if "added_tokens_decoder" in settings else mapping or {})}
-    texts = {key: one.get("content") if isinstance(one, dict) else one for key, one in values.items()}
-    return {key: one for key, one in texts.items() if key.endswith("_token") and isinstance(one, str)}
+    texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in values.items()}
+    return {key: text for key, text in texts.items() if key.endswith("_token") and isinstance(text, str)}
 
 
 def uses_variable(template: str, name: str) -> bool:
-    """Whether a template uses a variable, other than in a comment."""
+    """Return True if a template uses a variable outside of comments."""
     return re.search(rf"\b{name}\b", _COMMENT.sub("", template)) is not None
 
 
 def allows_undefined(template: str, name: str) -> bool:
-    """Whether a template asks if a variable has a value, so that it can do without."""
-    asks = rf"\b(if|and|or|not)\s+{name}\b|\b{name}\s*(is\b|or\b|\|\s*d(efault)?\b)"
-    return re.search(asks, _COMMENT.sub("", template)) is not None
+    """Return True if a template tests whether a variable has a value, so that it also works without one."""
+    test = rf"\b(if|and|or|not)\s+{name}\b|\b{name}\s*(is\b|or\b|\|\s*d(efault)?\b)"
+    return re.search(test, _COMMENT.sub("", template)) is not None
 
 
 def load_template(name: Path) -> str:
-    """Return the text of `data.chat_template`: of a file, or of a template that comes with Sluice, by its name.
+    """Return the text of the template that `data.chat_template` names.
 
-    Raises UserError if the file cannot be read.
+    Args:
+        name: a file, or the name of a template that is part of Sluice.
+
+    Raises:
+        UserError: the file cannot be read.
     """
-    file = _FOLDER / f"{name}.jinja" if str(name) in CHAT_TEMPLATES else name
+    file = _TEMPLATES_DIR / f"{name}.jinja" if str(name) in CHAT_TEMPLATES else name
     try:
         with open_regular_file(file) as stream:
             return stream.read().decode()

@@ -1,13 +1,13 @@
-"""Render chat templates in a process of their own: `python -m pipeline.data.chat_template_worker`.
+"""Render chat templates in a child process: `python -m pipeline.data.chat_template_worker`.
 
-A template is a foreign program. Jinja's sandbox keeps it from files and from Python's internals; this module also keeps
-it from everything whose text changes from one call to the next, because shards that are made again must be the same:
+A template is an untrusted program. Jinja's sandbox prevents access to files and to Python's internals. This module also
+prevents text that changes between calls, because shards that are made again must be identical:
 
 - the filters `random` and `pprint`, the function `lipsum`, and any clock;
-- the text of functions and iterators, which is an address in memory;
+- the text of functions and iterators, which contains a memory address;
 - sets, which have no order.
 
-The process bounds what a template can take: its output here, processor time and memory in pipeline/run/worker.py.
+The size of the text is limited here, processor time and memory in pipeline/run/worker.py.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from jinja2.utils import Cycler, Joiner
 from pipeline.run.worker import AnswerPart, serve_requests
 
 MARKS = ("\ufdd0", "\ufdd1")
-"""Around marked text: characters that Unicode reserves for programs."""
-MOST_CHARACTERS = 1 << 24
-"""Of the text of one dialogue. A longer one is an error of this dialogue."""
+"""The characters before and after marked text. Unicode reserves them for internal use in programs."""
+MAX_CHARACTERS = 1 << 24
+"""The number of characters of the text of one dialogue. A dialogue with a longer text is rejected."""
 _FUNCTIONS = (
     types.FunctionType,
     types.MethodType,
@@ -43,22 +43,22 @@ _FUNCTIONS = (
     BlockReference,
 )
 _CHANGING_FILTERS = ("random", "pprint")
-"""`pprint` sorts what has no order by addresses."""
+"""`pprint` sorts values without an order by their memory addresses."""
 _CHANGING_FUNCTIONS = ("lipsum", "strftime_now", "now")
-_WAY_OUT = "set data.chat_template to a copy without it, or to a template that comes with Sluice"
+_REMEDY = "set data.chat_template to a copy without it, or to a template that comes with Sluice"
 
 
 class _ChangingTextError(Exception):
-    """A template uses something whose text is not the same in each call."""
+    """A template uses something whose text changes between calls."""
 
 
 class _NoText:
-    """What may be used, but not written."""
+    """A value that a template may use, but not write."""
 
     def __repr__(self) -> str:
         raise _ChangingTextError(
-            "it writes a function or an iterator, whose text is an address in memory and changes from one process to "
-            "the next: call the function, or put |list behind the iterator"
+            "it writes a function or an iterator, whose text is an address in memory and changes between processes: "
+            "call the function, or add |list after the iterator"
         )
 
     def __format__(self, specification: str) -> str:
@@ -76,7 +76,7 @@ class _Function(_NoText):
 
 
 class _Iterator(_NoText):
-    """What a filter such as `map` returns."""
+    """The result of a filter such as `map`."""
 
     def __init__(self, iterator: Iterator[Any]) -> None:
         self._iterator = iterator
@@ -89,15 +89,19 @@ class _Iterator(_NoText):
 
 
 class _Cycler(_NoText, Cycler):
-    """Jinja's own."""
+    """Jinja's `cycler`, without a text."""
 
 
 class _Joiner(_NoText, Joiner):
-    """Jinja's own."""
+    """Jinja's `joiner`, without a text."""
 
 
-def _stable(value: Any) -> Any:
-    """The value; if its text would be an address, one that has no text. Raises _ChangingTextError for a set."""
+def _wrap_value(value: Any) -> Any:
+    """Return a value, wrapped if its text would contain a memory address.
+
+    Raises:
+        _ChangingTextError: the value is a set.
+    """
     if isinstance(value, set | frozenset):
         raise _ChangingTextError("it makes a set, which has no order: use a list")
     if isinstance(value, _FUNCTIONS):
@@ -108,13 +112,13 @@ def _stable(value: Any) -> Any:
 
 
 class _Undefined(Undefined):
-    """A name that is not there. A template may ask whether it is."""
+    """An undefined variable. A template may test whether a variable is defined."""
 
     def _fail_with_undefined_error(self, *arguments: Any, **options: Any) -> NoReturn:
         if self._undefined_name in _CHANGING_FUNCTIONS:
             raise _ChangingTextError(
-                f"it calls {self._undefined_name}, which is not there because the text would change from one call to "
-                f"the next: {_WAY_OUT}"
+                f"it calls {self._undefined_name}, which is not available because the text would change between calls: "
+                f"{_REMEDY}"
             )
         super()._fail_with_undefined_error(*arguments, **options)
 
@@ -127,17 +131,17 @@ class _Generation(Extension):
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+        return nodes.CallBlock(self.call_method("_add_marks"), [], [], body).set_lineno(line)
 
-    def _mark(self, caller: Callable[[], str]) -> str:
+    def _add_marks(self, caller: Callable[[], str]) -> str:
         return f"{MARKS[0]}{caller()}{MARKS[1]}"
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, with nothing in it that changes."""
+    """Jinja's sandbox, in which the text of a template cannot change between calls."""
 
     intercepted_binops = frozenset(["-"])
-    """The difference of two dictionaries' keys is a set."""
+    """The difference of the keys of two dictionaries is a set, so results of `-` are checked."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -146,34 +150,36 @@ class _Environment(ImmutableSandboxedEnvironment):
         for name in _CHANGING_FILTERS:
             del self.filters[name]
         self.filters["tojson"] = _to_json
-        self.filters = {name: _stable_filter(function) for name, function in self.filters.items()}
-        more = {"cycler": _Cycler, "joiner": _Joiner, "raise_exception": _raise_exception}
+        self.filters = {name: _wrap_filter(function) for name, function in self.filters.items()}
+        replacements = {"cycler": _Cycler, "joiner": _Joiner, "raise_exception": _raise_exception}
         del self.globals["lipsum"]
-        self.globals = {name: _stable(value) for name, value in {**self.globals, **more}.items()}
+        self.globals = {name: _wrap_value(value) for name, value in {**self.globals, **replacements}.items()}
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        return _stable(super().getattr(obj, attribute))
+        return _wrap_value(super().getattr(obj, attribute))
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        return _stable(super().getitem(obj, argument))
+        return _wrap_value(super().getitem(obj, argument))
 
     def call(__self, __context: Any, __obj: Any, *arguments: Any, **options: Any) -> Any:
-        return _stable(super().call(__context, __obj, *arguments, **options))
+        return _wrap_value(super().call(__context, __obj, *arguments, **options))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        return _stable(super().call_binop(context, operator, left, right))
+        return _wrap_value(super().call_binop(context, operator, left, right))
 
 
-def _stable_filter(function: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(function)  # with what Jinja notes on a filter: which arguments it wants to be given
-    def filtered(*arguments: Any, **options: Any) -> Any:
-        return _stable(function(*arguments, **options))
+def _wrap_filter(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a filter whose results are wrapped by `_wrap_value`."""
 
-    return filtered
+    @wraps(function)  # also copies the attribute by which Jinja knows whether to pass the context or the environment
+    def apply_filter(*arguments: Any, **options: Any) -> Any:
+        return _wrap_value(function(*arguments, **options))
+
+    return apply_filter
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:
-    """Replace Jinja's filter of this name, which escapes HTML."""
+    """Return a value as JSON. This replaces Jinja's filter `tojson`, which escapes HTML."""
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
@@ -183,24 +189,34 @@ def _raise_exception(message: Any) -> None:
 
 @lru_cache(maxsize=4)
 def _compile(source: str) -> Template:
-    """Raises jinja2.TemplateError if it is no template, _ChangingTextError for a filter that is not there."""
+    """Compile a template.
+
+    Raises:
+        jinja2.TemplateError: the source is not a template.
+        _ChangingTextError: it uses a filter whose text changes between calls.
+    """
     environment = _Environment()
     for node in environment.parse(source).find_all(nodes.Filter):
         if node.name in _CHANGING_FILTERS:
             raise _ChangingTextError(
-                f"line {node.lineno} uses the filter {node.name}, whose text changes from one call to the next: "
-                f"{_WAY_OUT}"
+                f"line {node.lineno} uses the filter {node.name}, whose text changes between calls: {_REMEDY}"
             )
     return environment.from_string(source)
 
 
 def _render(template: Template, values: Mapping[str, Any]) -> str:
-    """Raises TemplateError for a text that no document can have."""
-    parts, length = [], 0
+    """Return the text of a template.
+
+    Raises:
+        TemplateError: the text is too long, or cannot be encoded as UTF-8.
+    """
+    parts = []
+    length = 0
     for part in template.generate(values):
         parts.append(part)
-        if (length := length + len(part)) > MOST_CHARACTERS:
-            raise TemplateError(f"it writes more than {MOST_CHARACTERS:,} characters")
+        length += len(part)
+        if length > MAX_CHARACTERS:
+            raise TemplateError(f"it writes more than {MAX_CHARACTERS:,} characters")
     text = "".join(parts)
     try:
         text.encode()
@@ -209,26 +225,31 @@ def _render(template: Template, values: Mapping[str, Any]) -> str:
     return text
 
 
-def _answer(request: Mapping[str, Any]) -> Iterable[AnswerPart]:
-    """The texts of the beginnings of a dialogue, or why there are none."""
-    found: dict[str, Any]
+def _answer_request(request: Mapping[str, Any]) -> Iterable[AnswerPart]:
+    """Yield the answer to a request of `ChatTemplate`.
+
+    Its only key is `texts` (the texts of the prefixes), `failed` (a message about this dialogue) or `unusable` (a
+    message about the template).
+    """
+    answer: dict[str, Any]
     is_compiled = False
     try:
         template = _compile(request["source"])
         is_compiled = True
-        texts, messages = [], request["messages"]
-        for count, add_generation_prompt in request["beginnings"]:
+        texts = []
+        messages = request["messages"]
+        for count, add_generation_prompt in request["prefixes"]:
             values = {"messages": messages[:count], "add_generation_prompt": add_generation_prompt}
             texts.append(_render(template, {**request["tokens"], **values, "tools": None, "documents": None}))
-        found = {"texts": texts}
+        answer = {"texts": texts}
     except _ChangingTextError as error:
-        found = {"unusable": str(error)}
+        answer = {"unusable": str(error)}
     except MemoryError:
-        found = {"unusable": "it needs too much memory for one dialogue (2 GiB are the limit)"}
-    except Exception as error:  # a template is a foreign program and may raise anything
-        found = {"failed" if is_compiled else "unusable": shorten(str(error), 200)}
-    yield AnswerPart(found)
+        answer = {"unusable": "it needs too much memory for one dialogue (the limit is 2 GiB)"}
+    except Exception as error:  # a template is an untrusted program and may raise anything
+        answer = {"failed" if is_compiled else "unusable": shorten(str(error), 200)}
+    yield AnswerPart(answer)
 
 
 if __name__ == "__main__":
-    serve_requests(_answer)
+    serve_requests(_answer_request)

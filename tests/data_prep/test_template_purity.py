@@ -15,7 +15,7 @@ from data_prep.documents import RejectedError
 from data_prep.records import DialogueReader, build_chat_json
 from pipeline.data import chat_template
 from pipeline.data.chat_template import ChatTemplate, ChatTemplateError, UnusableTemplateError
-from pipeline.data.chat_template_worker import MOST_CHARACTERS
+from pipeline.data.chat_template_worker import MAX_CHARACTERS
 from pipeline.run.worker import WorkerPool
 from tests.data_prep.test_records import CHATML, PLAIN, config, save_tokenizer_with_template, write_lines
 from tests.data_prep.test_shards import run_tasks
@@ -106,8 +106,8 @@ STABLE = {
 def test_other_templates_render_as_in_transformers(tmp_path: Path, source: str) -> None:
     assert ChatTemplate(source, {}).render(MESSAGES) == STABLE[source]
     if "strftime_now" not in source:
-        theirs = PreTrainedTokenizerFast(tokenizer_file=str(save_tokenizer_with_template(tmp_path / "tokenizer")))
-        assert theirs.apply_chat_template(MESSAGES, chat_template=source, tokenize=False) == STABLE[source]
+        reference = PreTrainedTokenizerFast(tokenizer_file=str(save_tokenizer_with_template(tmp_path / "tokenizer")))
+        assert reference.apply_chat_template(MESSAGES, chat_template=source, tokenize=False) == STABLE[source]
 
 
 def test_the_reason_to_reject_a_dialogue_is_the_same_in_every_process() -> None:
@@ -148,7 +148,7 @@ def test_the_reason_to_reject_a_dialogue_is_the_same_in_every_process() -> None:
 )  # fmt: skip
 def test_time_and_memory_of_a_template_are_limited(monkeypatch: pytest.MonkeyPatch, source: str, exceeded: str) -> None:
     """Exceeding a limit ends the stage, because limits must not decide which dialogues are used."""
-    renderer = WorkerPool("pipeline.data.chat_template_worker", 1, chat_template._MEMORY)
+    renderer = WorkerPool("pipeline.data.chat_template_worker", 1, chat_template._MAX_MEMORY)
     monkeypatch.setattr(chat_template, "_RENDERER", renderer)
     with pytest.raises(UnusableTemplateError, match=exceeded):
         ChatTemplate(source, {}).render(MESSAGES)
@@ -159,22 +159,27 @@ def test_time_and_memory_of_a_template_are_limited(monkeypatch: pytest.MonkeyPat
 
 def test_a_dialogue_whose_text_is_too_long_is_rejected() -> None:
     dialogues = DialogueReader({"template": CHATML, "tokens": {}, "special": []})
-    room = MOST_CHARACTERS - len(dialogues.read_dialogue({"messages": MESSAGES})[0]) - 100
-    assert len(dialogues.read_dialogue({"messages": [*MESSAGES, {"role": "user", "content": "x" * room}]})[0]) > room
-    with pytest.raises(RejectedError, match=f"more than {MOST_CHARACTERS:,} characters"):
-        dialogues.read_dialogue({"messages": [*MESSAGES, {"role": "user", "content": "x" * (room + 200)}]})
-    with pytest.raises(ChatTemplateError, match="more than"):
+    length = MAX_CHARACTERS - len(dialogues.read_dialogue({"messages": MESSAGES})[0]) - 100
+    text, _ = dialogues.read_dialogue({"messages": [*MESSAGES, {"role": "user", "content": "x" * length}]})
+    assert len(text) > length
+    with pytest.raises(RejectedError, match=f"{MAX_CHARACTERS:,}"):
+        dialogues.read_dialogue({"messages": [*MESSAGES, {"role": "user", "content": "x" * (length + 200)}]})
+    with pytest.raises(ChatTemplateError, match=f"{MAX_CHARACTERS:,}"):
         ChatTemplate("{% for i in range(9999) %}{{ messages[0].content }}{% endfor %}", {}).render(
             [{"role": "user", "content": "x" * 9999}]
         )
 
 
-@pytest.mark.parametrize("at_once", [1, 1 << 20])
-def test_dialogues_do_not_depend_on_how_many_answers_are_rendered_at_once(
-    monkeypatch: pytest.MonkeyPatch, at_once: int
+@pytest.mark.parametrize("max_characters", [1, 1 << 20])
+def test_dialogues_do_not_depend_on_the_number_of_answers_in_a_request(
+    monkeypatch: pytest.MonkeyPatch, max_characters: int
 ) -> None:
-    monkeypatch.setattr(chat_template, "_CHARACTERS_AT_ONCE", at_once)
-    messages = [{"role": one["role"], "content": f"{one['content']} {n}"} for n in range(20) for one in MESSAGES]
+    monkeypatch.setattr(chat_template, "_MAX_CHARACTERS_PER_REQUEST", max_characters)
+    messages = [
+        {"role": message["role"], "content": f"{message['content']} {number}"}
+        for number in range(20)
+        for message in MESSAGES
+    ]
     marked = DialogueReader({"template": CHATML, "tokens": {}, "special": []})
     plain = DialogueReader({"template": PLAIN, "tokens": {}, "special": []})
     text, learned = marked.read_dialogue({"messages": messages})

@@ -72,7 +72,7 @@ stages: {{train: {{tasks_per_node: 1}}}}
         (CHATML.replace("<|im_end|>", ""), (), r"'\n'"),
         (MARKED_END.replace("<|im_end|>", "{{ '</s>' if loop.last else '<|im_end|>' }}"), (CLOSE, IM_END), ""),
         ("{{ raise_exception('no dialogue') }}", (), "no dialogue"),
-        ("{{ messages[1].content | upper }}<|im_end|>", (), "as it stands"),
+        ("{{ messages[1].content | upper }}<|im_end|>", (), "unchanged"),
     ],
 )
 def test_the_token_that_closes_an_answer_is_found(template: str, ids: tuple[int, ...], problem: str) -> None:

@@ -21,6 +21,7 @@ from pipeline.publish.generate import _load_folder, _load_run, choose_token, gen
 from pipeline.run.code import CODE_ROOT
 from tests.publish.test_export import exported
 from tests.publish.test_open_weights import FAMILIES, save
+from tests.support.errors import raises_error
 from tests.support.tiny import WORDS, make_run
 from tests.support.tokenizers import add_post_processor, get_token_id, make_byte_tokenizer, save_tokenizer
 
@@ -170,7 +171,7 @@ def test_a_chat_without_a_template_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--system: .* add --chat"):
         generate_text(tmp_path / "none", PROMPT, most=3, system="x", **GREEDY)
     (tmp_path / "none/chat_template.jinja").write_text("{{ raise_exception('no user') }}")
-    with pytest.raises(UserError, match="--chat: the chat template does not take these messages: no user"):
+    with raises_error("data.unusable_dialogue", "--chat", "no user"):
         generate_text(tmp_path / "none", PROMPT, most=3, chat=True, **GREEDY)
     (tmp_path / "none/chat_template.jinja").write_text("{% for %}")
     with pytest.raises(UserError, match=r"--chat: the chat template of .*none cannot be used"):
