@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -32,7 +33,7 @@ def run_preview(run: Run, *overrides: str, slurm: bool = True, update_code: bool
     """Return the output of a dry run of `resume`, and check that it writes nothing."""
     console = PlainConsole(width=200, record=True)
     before = list_files(run.path)
-    executor = "slurm" if slurm else "local"
+    executor: Literal["slurm", "local"] = "slurm" if slurm else "local"
     preview_resume(run, overrides, update_code, executor, bool(overrides), console, scripts=scripts)
     assert list_files(run.path) == before
     return console.export_text()
