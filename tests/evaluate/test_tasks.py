@@ -24,7 +24,7 @@ from pipeline.publish.export import export_checkpoint
 from pipeline.publish.generate import _load_folder
 from pipeline.run.directory import Run
 from tests.publish.test_export import exported
-from tests.publish.test_generate import saved
+from tests.publish.test_generate import save_model
 from tests.support.errors import raises_error
 from tests.support.ranks import run_ranks
 from tests.support.tiny import WORDS, make_run, stage_rank
@@ -179,7 +179,7 @@ def test_choices_equal_those_of_transformers(trained: Run, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("kind", ["mistral", "qwen"])
 def test_prompts_begin_with_the_special_tokens_of_the_training(tmp_path: Path, kind: str) -> None:
-    saved(tmp_path / "model", "qwen2")
+    save_model(tmp_path / "model", "qwen2")
     tokenizer = add_post_processor(make_byte_tokenizer(" ".join(WORDS)), kind)
     save_tokenizer(tmp_path / "model", tokenizer, eos_token="<|end|>")
     chosen, _ = write_tasks(tmp_path)

@@ -1,4 +1,4 @@
-"""Generate: greedy is what transformers' generate gives, with a pass over one token at a time; drawn texts as asked."""
+"""Generation: greedy decoding equals that of transformers, and sampling follows the requested distribution."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from data_prep.tokenizer import train_bpe
-from pipeline.base.errors import UserError, make_printable
+from pipeline.base.errors import make_printable
 from pipeline.base.files import write_json
 from pipeline.data.chat_template import load_template
 from pipeline.publish.generate import _load_folder, _load_run, choose_token, generate_text, generate_tokens
@@ -29,68 +29,68 @@ GREEDY: dict[str, Any] = {"step": None, "temperature": 0.0, "top_p": 1.0, "seed"
 PROMPT = "the model of the"
 
 
-def saved(folder: Path, family: str, **more: Any) -> Any:
-    """A model of transformers with random weights, and a tokenizer that gives words."""
+def save_model(folder: Path, family: str, **more: Any) -> Any:
+    """Save a transformers model with random weights and a trained tokenizer in `folder`, and return the model."""
     model = save(folder, family, vocab_size=300, **{**FAMILIES[family], **more})
     with torch.no_grad():
         for parameter in model.model.layers.parameters():
-            parameter *= 5  # else each token follows itself
+            parameter *= 5  # otherwise the model repeats one token
     model.save_pretrained(folder)
     (folder / "tokenizer.json").write_text(train_bpe([" ".join(WORDS)], 280, "<|end|>"))
     return model.eval()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_is_what_transformers_generates(tmp_path: Path, family: str) -> None:
-    theirs = saved(tmp_path, family, **({"sliding_window": None} if family == "mistral" else {}))
+def test_greedy_decoding_equals_that_of_transformers(tmp_path: Path, family: str) -> None:
+    theirs = save_model(tmp_path, family, **({"sliding_window": None} if family == "mistral" else {}))
     write_json(tmp_path / "generation_config.json", {})
     write_json(tmp_path / "config.json", theirs.config.to_dict() | {"eos_token_id": None})
     model, tokenizer, ends, ids = _load_folder(tmp_path, PROMPT, None, 40)
     assert len(ids) > 3 and ends == [None]
     passes: list[int] = []
-    model.model.register_forward_pre_hook(lambda _, given: passes.append(given[0].shape[1]))
+    model.model.register_forward_pre_hook(lambda _, inputs: passes.append(inputs[0].shape[1]))
     ours = generate_tokens(model, ids, 40, ends, lambda logits: int(logits.argmax()))
     expected = theirs.generate(torch.tensor([ids]), max_new_tokens=40, do_sample=False, eos_token_id=None)
     assert [*ids, *ours] == expected[0].tolist() and len(set(ours)) > 5
     assert passes == [len(ids)] + [1] * 39
-    # a token that ends a text ends it
+    # generation stops after an end token
     end = ours[7]
     write_json(tmp_path / "generation_config.json", {"eos_token_id": [299, end]})
     text = generate_text(tmp_path, PROMPT, most=40, **GREEDY)
     assert text == tokenizer.decode([*ids, *ours[: ours.index(end) + 1]])
 
 
-def test_a_run_and_its_export_say_the_same(tmp_path: Path) -> None:
+def test_a_run_and_its_export_generate_the_same_text(tmp_path: Path) -> None:
     data = make_run(tmp_path, "data").data_dir
     folder, _ = exported(tmp_path, data, "run", "model.initializer_range=0.2", "model.rope_theta=500.0")
     run = tmp_path / "runs/run"
     text = generate_text(run, PROMPT, most=12, **GREEDY)
     assert text.startswith(PROMPT) and len(text) > len(PROMPT)
     assert generate_text(folder, PROMPT, most=12, **GREEDY) == text
-    drawn = {
+    samples = {
         seed: generate_text(run, PROMPT, most=12, **{**GREEDY, "temperature": 1.0, "seed": seed}) for seed in (1, 2)
     }
-    assert drawn[1] != drawn[2] and text not in drawn.values()
-    assert generate_text(run, PROMPT, most=12, **{**GREEDY, "temperature": 1.0}) == drawn[1]
+    assert samples[1] != samples[2] and text not in samples.values()
+    assert generate_text(run, PROMPT, most=12, **{**GREEDY, "temperature": 1.0}) == samples[1]
     command = [sys.executable, str(CODE_ROOT / "submit.py"), "generate", "runs/run", PROMPT]
     command += ["--max-tokens", "12", "--seed", "2", "--step", "1"]
-    command += ["--greedy"]  # says more than a seed
+    command += ["--greedy"]  # takes precedence over --seed
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, make_printable(text) + "\n"), done.stderr
 
 
 @pytest.mark.parametrize("kind", ["llama 3", "mistral", "with end", "qwen"])
-def test_a_prompt_for_a_folder_begins_as_from_transformers(tmp_path: Path, kind: str) -> None:
+def test_a_prompt_for_a_folder_gets_the_special_tokens_of_transformers(tmp_path: Path, kind: str) -> None:
     from transformers import AutoTokenizer
 
-    theirs = saved(tmp_path, "llama")
+    theirs = save_model(tmp_path, "llama")
     tokenizer = add_post_processor(make_byte_tokenizer(" ".join(WORDS), 280), kind)
     tokenizer.enable_padding(length=64)
     tokenizer.enable_truncation(3)
     save_tokenizer(tmp_path, tokenizer, eos_token="<|end|>")
     ids = AutoTokenizer.from_pretrained(tmp_path)(PROMPT).input_ids
     assert tokenizer.id_to_token(ids[0]) == ("<s>" if kind != "qwen" else "the")
-    ids = ids[:-1] if kind == "with end" else ids  # a token behind the prompt would end it
+    ids = ids[:-1] if kind == "with end" else ids  # an end token after the prompt would end the text
     expected = theirs.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=None)
     for prompt in (PROMPT, f"<s>{PROMPT}"):
         model, _, _, ours = _load_folder(tmp_path, prompt, None, 12)
@@ -100,16 +100,17 @@ def test_a_prompt_for_a_folder_begins_as_from_transformers(tmp_path: Path, kind:
             assert [*ours, *new] == expected[0].tolist()
 
 
-def test_a_prompt_for_a_run_begins_as_its_documents(tmp_path: Path) -> None:
+def test_a_prompt_for_a_run_gets_the_special_tokens_of_its_documents(tmp_path: Path) -> None:
     tokenizer = add_post_processor(make_byte_tokenizer(" ".join(WORDS), 280), "llama 3")
-    file, begin = save_tokenizer(tmp_path / "tokenizer", tokenizer), get_token_id(tokenizer, "<s>")
-    given = (f"data.tokenizer={{kind: file, path: {file}, eos_token: <|end|>}}", "model.initializer_range=0.2")
-    for number, (adds, expected) in enumerate((("auto", [begin]), ("true", [begin]), ("false", []))):
-        more = (*given, f"data.add_special_tokens={adds}")
+    file = save_tokenizer(tmp_path / "tokenizer", tokenizer)
+    bos_id = get_token_id(tokenizer, "<s>")
+    overrides = (f"data.tokenizer={{kind: file, path: {file}, eos_token: <|end|>}}", "model.initializer_range=0.2")
+    for number, (setting, expected) in enumerate((("auto", [bos_id]), ("true", [bos_id]), ("false", []))):
+        more = (*overrides, f"data.add_special_tokens={setting}")
         data = make_run(tmp_path, f"data{number}", more).data_dir
         folder, _ = exported(tmp_path, data, f"run{number}", *more)
         tokens = np.fromfile(next((data / "shards").glob("*-train-*.h5")), "<u2")
-        assert (begin in tokens.tolist()) is bool(expected)
+        assert (bos_id in tokens.tolist()) is bool(expected)
         ids = _load_run(tmp_path / f"runs/run{number}", PROMPT, None, 12)[3]
         assert ids == [*expected, *tokenizer.encode(PROMPT, add_special_tokens=False).ids]
         if expected:
@@ -119,37 +120,39 @@ def test_a_prompt_for_a_run_begins_as_its_documents(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["chatml", "llama3", "mistral-v0.1", "qwen3"])
 @pytest.mark.parametrize("system", [None, "of when"])
-def test_a_message_is_answered_as_by_transformers(tmp_path: Path, name: str, system: str | None) -> None:
-    """The tokens of apply_chat_template, then those of its `generate`, up to the token that closes answers."""
+def test_a_message_is_answered_as_transformers_answers_it(tmp_path: Path, name: str, system: str | None) -> None:
+    """The prompt equals apply_chat_template; the answer equals `generate` up to the token that ends a turn."""
     from transformers import AutoTokenizer
 
-    theirs = saved(tmp_path, "llama")
+    theirs = save_model(tmp_path, "llama")
     tokenizer = add_post_processor(make_byte_tokenizer(" ".join(WORDS), 280), "llama 3")
     tokenizer.add_special_tokens(["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"])
     template = load_template(Path(name))
     save_tokenizer(tmp_path, tokenizer, template, eos_token="</s>", bos_token="<s>")
     messages = [{"role": role, "content": text} for role, text in (("system", system), ("user", PROMPT)) if text]
-    made = AutoTokenizer.from_pretrained(tmp_path)
-    expected = made.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    their_tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    expected = their_tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     _, _, ends, ids = _load_folder(tmp_path, messages, None, 12)
     assert ids == expected
     close = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "mistral-v0.1": "</s>", "qwen3": "<|im_end|>"}[name]
     assert ends[-1] == tokenizer.token_to_id(close)
     new = theirs.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=None)[0, len(ids) :]
     options: dict[str, Any] = {"most": 12, **GREEDY, "chat": True, "system": system}
-    assert generate_text(tmp_path, PROMPT, **options) == made.decode(new, skip_special_tokens=True)
+    assert generate_text(tmp_path, PROMPT, **options) == their_tokenizer.decode(new, skip_special_tokens=True)
 
 
-def test_an_answer_ends_with_the_token_that_closes_answers(tmp_path: Path) -> None:
-    """Which only the chat template names; neither it nor the message is printed."""
-    theirs = saved(tmp_path, "llama")
-    tokenizer, template = make_byte_tokenizer(" ".join(WORDS), 280), load_template(Path("mistral-v0.1"))
+def test_an_answer_ends_with_the_end_of_turn_token_of_the_template(tmp_path: Path) -> None:
+    """Only the chat template names the token. Neither the token nor the user's message is printed."""
+    theirs = save_model(tmp_path, "llama")
+    tokenizer = make_byte_tokenizer(" ".join(WORDS), 280)
+    template = load_template(Path("mistral-v0.1"))
     file = save_tokenizer(tmp_path, tokenizer, template, eos_token="</s>", bos_token="<s>")
     messages = [{"role": "user", "content": PROMPT}]
     ids = _load_folder(tmp_path, messages, None, 12)[3]
     new = theirs.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=None)[0, len(ids) :]
-    stop = next(place for place in range(3, 12) if new[place] not in new[:place])
-    content, name = json.loads(file.read_text()), str(tokenizer.id_to_token(int(new[stop])))
+    stop = next(index for index in range(3, 12) if new[index] not in new[:index])
+    content = json.loads(file.read_text())
+    name = str(tokenizer.id_to_token(int(new[stop])))
     content["added_tokens"].append({**content["added_tokens"][0], "id": int(new[stop]), "content": name})
     write_json(file, content)
     save_config = {"chat_template": template, "eos_token": name, "bos_token": "<s>"}
@@ -163,22 +166,22 @@ def test_an_answer_ends_with_the_token_that_closes_answers(tmp_path: Path) -> No
 
 
 def test_a_chat_without_a_template_is_refused(tmp_path: Path) -> None:
-    saved(tmp_path / "none", "llama")
+    save_model(tmp_path / "none", "llama")
     run = make_run(tmp_path, "text")
-    for target, where in ((tmp_path / "none", "none"), (run.path, "text")):
-        with pytest.raises(UserError, match=rf"--chat: .*{where} has no chat template"):
+    for target, name in ((tmp_path / "none", "none"), (run.path, "text")):
+        with raises_error("data.no_chat_template", "--chat", name):
             generate_text(target, PROMPT, most=3, chat=True, **GREEDY)
-    with pytest.raises(UserError, match=r"--system: .* add --chat"):
+    with raises_error("cli.conflict", "--system", "--chat"):
         generate_text(tmp_path / "none", PROMPT, most=3, system="x", **GREEDY)
     (tmp_path / "none/chat_template.jinja").write_text("{{ raise_exception('no user') }}")
     with raises_error("data.unusable_dialogue", "--chat", "no user"):
         generate_text(tmp_path / "none", PROMPT, most=3, chat=True, **GREEDY)
     (tmp_path / "none/chat_template.jinja").write_text("{% for %}")
-    with pytest.raises(UserError, match=r"--chat: the chat template of .*none cannot be used"):
+    with raises_error("data.invalid_chat_template", "--chat", tmp_path / "none"):
         generate_text(tmp_path / "none", PROMPT, most=3, chat=True, **GREEDY)
 
 
-def test_draws_are_as_likely_as_asked() -> None:
+def test_samples_follow_temperature_and_top_p() -> None:
     logits = torch.tensor([0.3, 0.2, 0.5]).log()
     generator = torch.Generator().manual_seed(0)
     for temperature, top_p, expected in (
@@ -187,30 +190,30 @@ def test_draws_are_as_likely_as_asked() -> None:
         (0.5, 1.0, None),
         (1e-320, 1.0, [0, 0, 1]),
     ):
-        found = Counter(choose_token(logits, temperature, top_p, generator) for _ in range(3000))
-        likely = expected or (torch.tensor([0.09, 0.04, 0.25]) / 0.38).tolist()
-        for token, share in enumerate(likely):
-            assert found[token] / 3000 == pytest.approx(share, abs=0.04) and (found[token] > 0) == (share > 0)
+        counts = Counter(choose_token(logits, temperature, top_p, generator) for _ in range(3000))
+        probabilities = expected or (torch.tensor([0.09, 0.04, 0.25]) / 0.38).tolist()
+        for token, share in enumerate(probabilities):
+            assert counts[token] / 3000 == pytest.approx(share, abs=0.04) and (counts[token] > 0) == (share > 0)
 
 
-def test_what_cannot_be_generated_is_refused(tmp_path: Path) -> None:
+def test_invalid_arguments_and_files_are_reported(tmp_path: Path) -> None:
     folder = tmp_path / "mistral"
-    saved(folder, "mistral")
-    for change, told in (
-        ({"most": 0}, "--max-tokens 0"),
-        ({"temperature": float("nan")}, "--temperature nan"),
-        ({"temperature": -1.0}, "--temperature -1.0"),
-        ({"top_p": 0.0}, "--top-p 0.0"),
-        ({"seed": -1}, "--seed -1"),
-        ({"step": "3"}, "--step: .* is no run"),
-        ({"prompt": ""}, "the prompt has 0 tokens"),
-        ({"most": 17}, r"tokens are more than model\.sliding_window \(16\)"),
+    save_model(folder, "mistral")
+    for change, code, fact in (
+        ({"most": 0}, "cli.out_of_range", "--max-tokens 0"),
+        ({"temperature": float("nan")}, "cli.out_of_range", "--temperature nan"),
+        ({"temperature": -1.0}, "cli.out_of_range", "--temperature -1.0"),
+        ({"top_p": 0.0}, "cli.out_of_range", "--top-p 0.0"),
+        ({"seed": -1}, "cli.out_of_range", "--seed -1"),
+        ({"step": "3"}, "cli.conflict", "--step"),
+        ({"prompt": ""}, "model.prompt_out_of_range", "0 tokens"),
+        ({"most": 17}, "model.prompt_too_long", "model.sliding_window (16)"),
     ):
-        with pytest.raises(UserError, match=told):
+        with raises_error(code, fact):
             generate_text(folder, **{"prompt": PROMPT, "most": 5, **GREEDY, **change})
     assert generate_text(folder, "a \udcff b", most=1, **GREEDY).startswith("a ? b")
     (folder / "tokenizer.json").write_text("{}")
-    with pytest.raises(UserError, match=r"tokenizer\.json is no tokenizer\.json that can be read"):
+    with raises_error("data.invalid_tokenizer", "tokenizer.json"):
         generate_text(folder, PROMPT, most=5, **GREEDY)
-    with pytest.raises(UserError, match="is not a run: there is no such directory"):
+    with raises_error("run.not_a_run", tmp_path / "nothing"):
         generate_text(tmp_path / "nothing", PROMPT, most=5, **GREEDY)
