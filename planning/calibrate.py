@@ -191,7 +191,7 @@ class DeviceFacts(NamedTuple):
 
 
 def read_device_facts(world: World, threads: int, per_node: int) -> DeviceFacts:
-    """Read the facts about the device of each rank. All ranks must call it.
+    """Return what this rank computes on. All ranks must call it.
 
     Args:
         world: The process group.

@@ -1,12 +1,12 @@
-"""Estimate what failures cost a training: `plan --goodput`, and a line of `report` beside what was measured.
+"""Estimate what failures cost a training, for `plan --goodput` and for a line of `report`.
 
-The *effective training time ratio* (ETTR; Kokolis et al., "Revisiting Reliability in Large-Scale Machine Learning
-Research Clusters", HPCA 2025, arXiv 2410.21680, section II) is the time of steps that count, divided by all time,
-including waiting. It is computed in closed form (`effective_ratio`). A discrete-event simulation (`simulate_training`)
-adds spare nodes, repairs and failures of several nodes at once, which have no closed form.
+The *effective training time ratio* (ETTR) is the time of steps that count, divided by all time, including waiting. It
+is defined in section II of Kokolis et al., "Revisiting Reliability in Large-Scale Machine Learning Research Clusters"
+(HPCA 2025, arXiv 2410.21680). `effective_ratio` computes it in closed form. A discrete-event simulation
+(`simulate_training`) adds spare nodes, repairs and failures of several nodes at once, which have no closed form.
 
-Each input is taken from the assumptions file, from what the run's ledger measured, or from a paper, in this order, and
-is printed with its source. This module imports neither torch nor numpy, because it runs on the login node.
+Each input comes from the assumptions file, the run's ledger or a paper, in this order, and is printed with its source.
+This module imports neither torch nor numpy, because it runs on the login node.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ TRAININGS = 40
 """Number of simulated trainings."""
 _INTERVAL_TRAININGS = 10
 _MAX_STARTS = 200_000
-"""A simulated training that has not ended after this many starts is given up."""
+"""The simulation of a training stops after this many starts."""
 _INTERVAL_FACTORS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)
 """Multiples of the best interval that are simulated."""
 _DEFAULT_WORK_S = 30 * DAY_S
@@ -299,7 +299,7 @@ class SimulatedTraining:
     """One simulated training; times in seconds."""
 
     seconds: float
-    """From its first start to its last step; infinite if it was given up."""
+    """From its first start to its last step; infinite if the simulation stopped before."""
     failures: int
     lost_s: float
     """Lost work."""

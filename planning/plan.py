@@ -64,7 +64,7 @@ _PRODUCT_NAMES = ("query, key, value", "attention output", "MLP in", "MLP out", 
 
 
 def vocab_size(config: Config) -> int:
-    """Return the size of the vocabulary that a config asks for."""
+    """Return the size of the vocabulary that a config requests."""
     return config.model.vocab_size or config.data.tokenizer.vocab_size
 
 

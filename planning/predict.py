@@ -1,12 +1,12 @@
 """Predict the step time of a training on a machine from first principles, in milliseconds and without torch.
 
 An operator takes the longer of its arithmetic and its memory traffic (Williams, Waterman and Patterson 2009). A
-collective takes α seconds per hop and β per byte. A ring over several nodes passes each node boundary once per channel,
-so r ranks of a group in one node have r times the bandwidth of one network card, up to that of the links inside
-(Thakur, Rabenseifner and Gropp 2005; Hu et al., arXiv 2507.04786, for NCCL). The durations of a block's forward and
-backward are the durations of the pipeline's actions, whose schedule is replayed (planning/timeline.py). Overlapping
-communication and computation take as long as the longer one. Only `Constants` are fitted; docs/planning.md lists the
-data and the accuracy.
+collective takes α seconds per hop and β per byte (Thakur, Rabenseifner and Gropp 2005). A ring over several nodes
+passes each node boundary once per channel (Hu et al., arXiv 2507.04786, for NCCL). So r ranks of a group in one node
+have r times the bandwidth of one network card, up to that of the links inside the node. The durations of a block's
+forward and backward determine those of the pipeline's actions, whose schedule is replayed (planning/timeline.py).
+Overlapping communication and computation take as long as the longer one. Only `Constants` are fitted; docs/planning.md
+lists the data and the accuracy.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class CommGroup:
     in_node: int
 
     @classmethod
-    def place(cls, ranks: int, stride: int, machine: Machine) -> CommGroup:
+    def with_stride(cls, ranks: int, stride: int, machine: Machine) -> CommGroup:
         """Return the group of `ranks` ranks whose numbers are `stride` apart."""
         return cls(ranks, max(1, min(ranks, machine.gpus_per_node // stride)))
 
@@ -148,7 +148,7 @@ class RankModel:
 
     def group(self, ranks: int, stride: int) -> CommGroup:
         """Return the group of `ranks` ranks whose numbers are `stride` apart."""
-        return CommGroup.place(ranks, stride, self.machine)
+        return CommGroup.with_stride(ranks, stride, self.machine)
 
     def memory_time(self, size: float) -> float:
         """Return the seconds to read or write `size` bytes of memory."""
@@ -427,9 +427,8 @@ def predict_step(
     data += data_not_overlapping
     data_exposed += data
     local_weights = rank.trained_weights / (work.shard * work.context if work.zero else 1)
-    is_fused = (
-        work.fused or machine.measured
-    )  # a measured machine was measured with Sluice, which updates in one kernel
+    # the figures of a measured machine were measured with Sluice, which updates the weights in one kernel
+    is_fused = work.fused or machine.measured
     optimizer = rank.memory_time(local_weights * 30) * (1 if is_fused else constants.eager) + rank.muon_gather_time()
     nodes = max(1, work.world / machine.gpus_per_node)
     step = (span + machine.ranks_per_core * (data + optimizer)) * (1 + constants.jitter * log2(nodes))

@@ -103,7 +103,7 @@ class TensorAccount(TorchDispatchMode):
     def __enter__(self) -> TensorAccount:
         """Start counting."""
 
-        def resize(storage: torch.UntypedStorage, size: int) -> Any:  # FSDP frees and allocates gathered weights so
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:  # FSDP frees and allocates gathered weights
             self._resize(storage, size)
             if storage._cdata in self._live:
                 self._live[storage._cdata].kind = "gathered"
@@ -176,7 +176,7 @@ class _FakeAccount(TensorAccount):
     """The account of a rehearsed rank: communication is complete at once, and no value is known."""
 
     is_inferring_shapes = False
-    """Whether DTensor infers the shapes of an operator's results, with whole fake tensors of its own."""
+    """Whether DTensor is inferring the shapes of an operator's results, on fake tensors that must not be counted."""
 
     def __init__(self) -> None:
         super().__init__()

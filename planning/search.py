@@ -1,8 +1,8 @@
 """Search for the fastest layouts of a config's model that fit a machine: `plan CONFIG --best`.
 
 Every valid combination of tensor, pipeline and data parallelism, ZeRO, schedule, stages per rank, micro-batch and
-activation checkpointing is predicted; a prediction takes milliseconds, so no heuristic is needed. Starting with the
-fastest, memory is estimated until enough layouts are found that fit. Faster layouts that do not fit are listed too.
+activation checkpointing is predicted; a prediction takes milliseconds, so no heuristic is needed. Memory is estimated
+from the fastest layout on, until enough layouts are found that fit. Faster layouts that do not fit are also listed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class LayoutChoice:
         fullest = max(rank.on_gpu(self.config) for rank in ranks)
         return FRAGMENTATION_FACTOR * fullest + reserved_gpu_bytes(self.layout)
 
-    def describe_losses(self) -> str:
+    def describe_overhead(self) -> str:
         """Return the shares of a step that are not computation."""
         step = self.prediction
         names = ("tensor", "pipeline", "data", "bubble", "optimizer")
@@ -202,7 +202,7 @@ def _format_line(choice: LayoutChoice) -> str:
     step = choice.prediction
     nodes = choice.layout.world_size // choice.layout.ranks_per_node
     speed = f"{nodes:>5} {step.step:>8.3f} {step.tokens_per_gpu:>9,.0f} {100 * step.mfu:>4.0f}%"
-    layout = f"{choice.work.describe_layout()} ({choice.describe_losses()})"
+    layout = f"{choice.work.describe_layout()} ({choice.describe_overhead()})"
     return f"{speed} {choice.bytes_needed / GB:>6.1f}   {layout}"
 
 

@@ -33,9 +33,9 @@ def rank_actions(layout: Layout) -> list[list[Action]]:
 def build_schedule(schedule: str, pipeline: int, virtual: int, batches: int) -> list[list[Action]]:
     """Return the actions of each pipeline rank in one step. Schedules that split the backward are torch's own."""
     if schedule in _ONE_STAGE:
-        return [_one_stage(schedule, pipeline, batches, rank) for rank in range(pipeline)]
+        return [_order_one_stage(schedule, pipeline, batches, rank) for rank in range(pipeline)]
     if schedule == "interleaved_1f1b":
-        return [_interleaved(pipeline, virtual, batches, rank) for rank in range(pipeline)]
+        return [_order_interleaved(pipeline, virtual, batches, rank) for rank in range(pipeline)]
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
     from pipeline.parallel.pipeline_parallel import TORCH_SCHEDULES
@@ -46,7 +46,8 @@ def build_schedule(schedule: str, pipeline: int, virtual: int, batches: int) -> 
     return [[Action(kind, int(stage), int(micro)) for stage, kind, micro in _ACTION.findall(text)] for text in texts]
 
 
-def _one_stage(schedule: str, pipeline: int, batches: int, rank: int) -> list[Action]:
+def _order_one_stage(schedule: str, pipeline: int, batches: int, rank: int) -> list[Action]:
+    """Return the actions of a rank that has one stage, in order."""
     following = pipeline - rank
     ahead = min(batches, {"gpipe": batches, "zb2p": 2 * following - 1}.get(schedule, following))
     later = {"zb1p": rank, "zb2p": 2 * rank}.get(schedule)  # how many micro-batches W follows I; None: no split
@@ -59,7 +60,7 @@ def _one_stage(schedule: str, pipeline: int, batches: int, rank: int) -> list[Ac
     return order + [Action("W", rank, micro) for micro in range(max(0, batches - (later or 0)), batches)]
 
 
-def _interleaved(pipeline: int, virtual: int, batches: int, rank: int) -> list[Action]:
+def _order_interleaved(pipeline: int, virtual: int, batches: int, rank: int) -> list[Action]:
     """Return the actions of a rank with several stages (Narayanan et al., arXiv 2104.04473, section 2.2)."""
     turn = batches // max(1, batches // pipeline)
     ahead = min(virtual * batches, (virtual - 1) * turn + 2 * (pipeline - 1 - rank))

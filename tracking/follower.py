@@ -3,7 +3,7 @@
     python -m tracking.follower TRACKER|telemetry RUN                 until a signal; started by the supervisor
     python -m tracking.follower TRACKER RUN --once [KEY=VALUE …]      once; started by `submit.py track RUN`
 
-It polls the files every two seconds and hands over what is new. What it handed over is saved in `track/TRACKER.json`.
+It polls the files every two seconds and sends the tracker what is new. `track/TRACKER.json` records what it has sent.
 If a tracker raises an error, the follower closes it, waits for a growing pause, and constructs it again. A lock ensures
 that only one follower feeds a tracker of a run.
 """
@@ -69,14 +69,14 @@ class Follower:
             if once and time.monotonic() > deadline:
                 raise UserError(
                     "track.already_followed",
-                    f"{self.run.name}: another process feeds {self.name}, maybe in a running job; it hands over what "
-                    "is new",
+                    f"{self.run.name}: another process already feeds {self.name}, maybe in a running job; it sends "
+                    "everything new, so you need not run this command",
                 )
             time.sleep(0.2)
         return True
 
     def catch_up(self) -> None:
-        """Hand over everything that is new. Raises whatever the tracker raises."""
+        """Send the tracker everything that is new. Raises whatever the tracker raises."""
         if self._tracker is None:
             state = TrackerState.load(self._state_file)
             self._tracker = create_tracker(self.name, self.run, state, RunReader(self.run))
@@ -161,7 +161,7 @@ def run_follower(run: Run, name: str, flag: StopFlag, once: bool) -> int:
 
 
 def update_trackers(run: Run, tracker: str | None, overrides: Sequence[str]) -> int:
-    """Hand over what a tracker has not received yet, in a child process. Return the exit code.
+    """Send trackers what they have not received yet, in child processes. Return the exit code.
 
     Args:
         run: The run.
@@ -172,7 +172,7 @@ def update_trackers(run: Run, tracker: str | None, overrides: Sequence[str]) -> 
         UserError: `tracker` is None and the config enables none.
     """
     names = [tracker] if tracker else run.config.track.enabled
-    if names and run.config.sweep is not None:  # a sweep has no steps of its own: only its points have
+    if names and run.config.sweep is not None:  # only the points of a sweep have steps
         names = [name for name in names if name not in TRACKERS or TRACKERS[name].package is None]
     elif not names:
         raise UserError(

@@ -230,13 +230,16 @@ def _summarize(
     """
     model = run.config.model
     train = stages.load_stage_module("train")
-    what = [model.target or f"a decoder of {model.layers} layers, {model.dim} wide, {model.heads} heads"]
+    trained = [model.target or f"a decoder of {model.layers} layers, {model.dim} wide, {model.heads} heads"]
     if run.config.sweep is None:
-        what += [train.progress(run).description, *(f"{tokens:,.0f} tokens" for tokens in steps.values("tokens")[-1:])]
+        progress = train.progress(run).description
+        trained.append(progress)
+        if " tokens" not in progress:  # the description of a completed training contains them
+            trained += [f"{tokens:,.0f} tokens" for tokens in steps.values("tokens")[-1:]]
     else:
-        what.append(f"a sweep of {len(run.config.sweep.points())} points")
+        trained.append(f"a sweep of {len(run.config.sweep.points())} points")
     with suppress(UserError, OSError):
-        what.append(resolve_layout(run.config).describe_sizes())
+        trained.append(resolve_layout(run.config).describe_sizes())
     result = read_newest_result(run)
     quality = format_result(result) if result else "not evaluated yet"
     if best := points[1:2]:
@@ -257,7 +260,7 @@ def _summarize(
     hosts = ", ".join(sorted({event.host for event in run.read_events("train", Started) if event.host}))
     unfinished = [f"{row.stage} {row.state}" for row in rows if row.state != "done"]
     return {
-        "trained": ", ".join(what),
+        "trained": ", ".join(trained),
         "quality": quality,
         "duration": f"{duration}, of which {productive} productive",
         "started": f"{datetime.fromtimestamp(begin):%Y-%m-%d %H:%M}, on {hosts}" if hosts else "",

@@ -130,7 +130,7 @@ class HostSampler:
 
 
 def sample_telemetry(run: Run, every_s: float, flag: StopFlag) -> int:
-    """Append a sample every `every_s` seconds until a signal comes. Return the exit code."""
+    """Append a sample every `every_s` seconds until a signal arrives. Return the exit code."""
     host = HostSampler()
     gpus = GpuSampler()
     file = run.path / f"telemetry-{HOST}.jsonl"

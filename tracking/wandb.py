@@ -1,8 +1,9 @@
 """Weights & Biases: one run for all attempts, through its own package; offline unless the config says otherwise.
 
 Offline, its core process writes a folder for each session below `track/wandb`; `wandb sync` uploads them all into one
-run. Which steps these folders already contain is read from their files: LevelDB's log format with a header of seven
-bytes, each record a protobuf (wandb/core/internal/transactionlog). Online, the server provides the last step.
+run. The tracker reads from their files which steps they already contain. A file has LevelDB's log format with a header
+of seven bytes, and each record is a protobuf (wandb/core/internal/transactionlog). Online, the server provides the last
+step.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def test_collectives_are_those_computed_by_hand() -> None:
 @pytest.mark.parametrize(("ranks", "stride", "group"), [(8, 1, (8, 8)), (16, 1, (16, 8)), (4, 2, (4, 4)),
                                                         (8, 4, (8, 2)), (64, 8, (64, 1)), (4, 64, (4, 1))])  # fmt: skip
 def test_groups_know_how_many_share_a_node(ranks: int, stride: int, group: tuple[int, int]) -> None:
-    found = CommGroup.place(ranks, stride, H100)
+    found = CommGroup.with_stride(ranks, stride, H100)
     assert (found.ranks, found.in_node) == group
 
 
