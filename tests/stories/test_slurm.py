@@ -45,7 +45,7 @@ from tests.support.cluster_runs import (
 from tests.support.events import read_event_lines
 from tests.support.requirements import skip_or_fail_in_ci
 from tests.support.tiny import compute_run_digest, write_config
-from tests.tracking.test_followers import curve, in_float32
+from tests.tracking.test_followers import read_tensorboard_curve, round_to_float32
 
 cluster = cluster_fixture(grace=5)
 
@@ -261,7 +261,7 @@ def test_a_preempted_training_requeues_itself_and_has_the_same_digest(
     assert [line["step"] for line in read_jsonl(run / "metrics.jsonl")] == list(range(1, 41))
     assert compute_run_digest(Run(tmp_path / "runs/low")) == compute_run_digest(Run(calm / "runs/tiny"))
     losses = {line["step"]: line["loss"] for line in read_jsonl(run / "metrics.jsonl")}
-    assert curve(run, "train/loss") == in_float32(losses.items())
+    assert read_tensorboard_curve(run, "train/loss") == round_to_float32(losses.items())
     samples = {path.name: len(list(read_jsonl(path))) for path in run.glob("telemetry-*.jsonl")}
     assert len(samples) == 4 and min(samples.values()) > 3, samples
 

@@ -17,7 +17,7 @@ from tests.support.cluster_runs import count_steps, list_event_names, run_submit
 from tests.support.events import read_event_lines
 from tests.support.servers import mlflow_server
 from tests.support.tiny import make_run, slow_down_steps, write_config
-from tests.tracking.test_followers import curve, in_float32
+from tests.tracking.test_followers import read_tensorboard_curve, round_to_float32
 from tests.tracking.test_track_stories import find_mlflow_run, read_mlflow_curve, read_wandb_curve
 
 cluster = cluster_fixture(grace=5)
@@ -68,6 +68,6 @@ def test_each_point_of_a_preempted_sweep_is_one_curve(tmp_path: Path, cluster: C
     for point in points:
         losses = [(line["step"], line["loss"]) for line in read_jsonl(point.metrics_file)]
         assert [step for step, _ in losses] == [*range(1, STEPS + 1)]
-        assert curve(point.path, "train/loss") == in_float32(losses)
+        assert read_tensorboard_curve(point.path, "train/loss") == round_to_float32(losses)
         assert read_wandb_curve(point) == read_mlflow_curve(mlflow, point) == losses
         assert find_mlflow_run(mlflow, point)[1].data.tags["sluice.sweep"] == "tiny"

@@ -176,7 +176,7 @@ def find_slow_gpus(folder: Path, last_s: float = 120.0) -> list[str]:
     return list_slow_gpus(folder, time.time() - last_s)
 
 
-def test_a_slow_gpu_is_compared_with_its_own_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_gpu_is_compared_with_gpus_of_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     node1, node2, old = (Node(tmp_path, monkeypatch, host) for host in ("n1", "n2", "old"))
     for card in old.fake.cards:  # equal to each other, and slower than the other model
         card |= {"name": "Tesla T4", "clock": 900, "used": 10e9}
@@ -279,7 +279,7 @@ def test_malformed_lines_are_ignored(tmp_path: Path, malformed: dict[str, Any]) 
 
 @pytest.fixture
 def running_training(tmp_path: Path) -> Iterator[Run]:
-    """A run whose training is active: this process has its lock."""
+    """Return a run whose training is active, because this process has its lock."""
     run = make_run(tmp_path)
     lock = run.lock_stage("train")
     assert lock is not None
@@ -314,7 +314,7 @@ def test_status_and_report_name_slow_gpus_of_an_active_training(
 def test_status_reads_as_far_back_as_telemetry_needs(
     tmp_path: Path, every_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half of two minutes; twelve samples if there is one each minute."""
+    """The GPU is slow in the first 60 % of the time that is read: two minutes, or twelve samples if they are rarer."""
     run = make_run(tmp_path, overrides=(f"track.telemetry_s={every_s}",))
     lock = run.lock_stage("train")
     assert lock is not None

@@ -27,7 +27,7 @@ from tests.support.events import read_event_lines, write_event
 from tests.support.fake_run import FakeRun, read_json_lines
 from tests.support.servers import find_free_port, mlflow_server, prometheus_server
 from tests.support.tiny import write_config
-from tests.tracking.test_followers import Chat, chat, curve, in_float32, scraped
+from tests.tracking.test_followers import Chat, chat, read_tensorboard_curve, round_to_float32, scrape_prometheus
 from tracking.follower import Follower
 from tracking.tracker import tracker_run_id
 from tracking.wandb import read_offline_steps
@@ -85,7 +85,7 @@ class Process:
         self._process = subprocess.Popen(self._command, cwd=ROOT, stdout=self._log, stderr=self._log)
 
     def disturb(self, action: str) -> None:
-        """Do one of: `kill` and start it again; `pause` it; `continue` it."""
+        """Kill the process and start it again (`kill`), or `pause` or `continue` it."""
         if action == "kill":
             self._process.kill()
             self._process.wait(60)
@@ -94,7 +94,7 @@ class Process:
             self._process.send_signal(signal.SIGSTOP if action == "pause" else signal.SIGCONT)
 
     def finish(self) -> None:
-        """Terminate it, so that it sends the rest first; kill it if that takes too long."""
+        """Terminate the process, so that it sends the remaining data first. Kill it if that takes too long."""
         self._process.send_signal(signal.SIGCONT)
         self._process.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -119,7 +119,7 @@ class Listener(Process):
         super().__init__(folder / "log", "tests.support.webhook_receiver", str(port), str(folder))
 
     def disturb(self, action: str) -> None:
-        """Also accept a behavior as the action."""
+        """Do one of `kill`, `pause` and `continue`, or set one of the `BEHAVIORS`."""
         if action in self.BEHAVIORS:
             write_atomic(self._behavior_file, action)
         super().disturb("continue" if action in self.BEHAVIORS else action)
@@ -187,7 +187,7 @@ def test_each_step_and_message_arrives_once_through_twenty_disturbances(tmp_path
         deadline = time.monotonic() + 240
         while time.monotonic() < deadline:
             with suppress(OSError):
-                if f'sluice_step{{run="tiny",sweep=""}} {run.step:.1f}\n' in scraped(port):
+                if f'sluice_step{{run="tiny",sweep=""}} {run.step:.1f}\n' in scrape_prometheus(port):
                     break
             time.sleep(0.5)
         else:
@@ -209,9 +209,9 @@ def test_each_step_and_message_arrives_once_through_twenty_disturbances(tmp_path
     assert all(text_by_id[message_id] == text for message_id, text in messages), "an id belongs to one message"
     failures = [text for text in text_by_id.values() if "seems" not in text]
     assert len(failures) == 1 + sum(event["event"] == "failed" for event in read_event_lines(run.run, "train"))
-    assert curve(run.run.path, "train/loss") == in_float32(run.read_values().items())
+    assert read_tensorboard_curve(run.run.path, "train/loss") == round_to_float32(run.read_values().items())
     held_out = [*run.read_values("held_out_loss").items()]
-    assert held_out and curve(run.run.path, "train/held_out_loss") == held_out
+    assert held_out and read_tensorboard_curve(run.run.path, "train/held_out_loss") == held_out
     mlflow_held_out = read_mlflow_curve(mlflow, run.run, "held_out_loss")
     assert set(mlflow_held_out) >= set(held_out)
     assert len(dict(mlflow_held_out)) == len(mlflow_held_out), "each step once"
@@ -248,11 +248,13 @@ def test_a_resumed_training_has_one_curve(tmp_path: Path, mlflow: str) -> None:
     completed = run_sluice("track", str(path))
     assert completed.returncode == 0 and completed.stdout.count("up to date") == 3, completed.stdout + completed.stderr
     assert "wandb sync" in completed.stdout
-    assert curve(path, "train/loss") == in_float32(losses.items())
+    assert read_tensorboard_curve(path, "train/loss") == round_to_float32(losses.items())
     assert read_wandb_curve(run) == read_mlflow_curve(mlflow, run) == [*losses.items()]
     client, mlflow_run = find_mlflow_run(mlflow, run)
     assert mlflow_run.info.status == "FINISHED" and mlflow_run.data.params["train.steps"] == "120"
-    assert mlflow_run.data.metrics["evaluation/loss"] == pytest.approx(curve(path, "evaluation/loss")[0][1], abs=1e-3)
+    assert mlflow_run.data.metrics["evaluation/loss"] == pytest.approx(
+        read_tensorboard_curve(path, "evaluation/loss")[0][1], abs=1e-3
+    )
     assert {artifact.path for artifact in client.list_artifacts(mlflow_run.info.run_id)} >= {
         "config.yaml",
         "evaluation",
@@ -288,13 +290,13 @@ def test_a_stall_is_reported_before_the_watchdog_stops_the_rank(tmp_path: Path, 
     ranks = [int(file.parent.name) for file in files if command_line in read_command_line(file)]
     assert len(ranks) == 2, ranks
     os.kill(ranks[1], signal.SIGSTOP)
-    while not Chat.heard:
+    while not Chat.messages:
         assert time.monotonic() < deadline and training.poll() is None, (tmp_path / "log").read_text()
         time.sleep(0.1)
-    assert re.search(r"stall.*no step for 00:", Chat.heard[0][1])
+    assert re.search(r"stall.*no step for 00:", Chat.messages[0][1])
     assert not read_event_lines(run, "train", "failed"), "the attempt has not ended"
     assert training.wait(200) != 0
-    assert "train stalled: " in Chat.heard[1][1] and len(Chat.heard) == 2
+    assert "train stalled: " in Chat.messages[1][1] and len(Chat.messages) == 2
 
 
 def read_command_line(path: Path) -> bytes:
@@ -315,7 +317,9 @@ def test_a_sweep_has_a_curve_for_each_point(tmp_path: Path, mlflow: str) -> None
         for name in ("tensorboard", "wandb", "mlflow"):
             assert Follower(point, name).follow(lambda: False)
         losses = [*fake_run.read_values().items()]
-        assert curve(point.path, "train/loss") == in_float32(losses) and len(losses) == number + 7
+        assert (
+            read_tensorboard_curve(point.path, "train/loss") == round_to_float32(losses) and len(losses) == number + 7
+        )
         assert [step for step, _ in read_wandb_curve(point)] == [step for step, _ in losses]
         assert read_mlflow_curve(mlflow, point) == losses
         mlflow_run = find_mlflow_run(mlflow, point)[1]

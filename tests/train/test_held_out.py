@@ -19,8 +19,7 @@ from pipeline.run.directory import Run
 from tests.support.events import read_event_lines
 from tests.support.ranks import run_ranks
 from tests.support.tiny import compute_run_digest, make_run, stage_rank
-from tests.tracking.test_followers import curve as tensorboard
-from tests.tracking.test_followers import in_float32
+from tests.tracking.test_followers import read_tensorboard_curve, round_to_float32
 from tests.train.test_exact import interrupted, lines, new_run
 from tracking.follower import Follower
 
@@ -122,4 +121,4 @@ def test_stops_leave_the_curve_as_it_is(tmp_path: Path, data: Path) -> None:
     assert curve(run) == curve(calm) and set(curve(run)) == {4, 8, 12, 16, 20, 24}
     assert [event["step"] for event in read_event_lines(run, "train", "held_out")] == [8]
     Follower(run, "tensorboard").catch_up()
-    assert tensorboard(run.path, "train/held_out_loss") == in_float32(curve(run).items())
+    assert read_tensorboard_curve(run.path, "train/held_out_loss") == round_to_float32(curve(run).items())
