@@ -36,7 +36,7 @@ from pipeline.config.datasets import DataConfig, TokenizerConfig
 from pipeline.config.user_model import UserModel
 from pipeline.data.manifest import SampleManifest, load_manifest, read_manifest_file
 from pipeline.data.samples import SampleDataset
-from tests.data_prep.test_shards import all_bytes, config, prepare, quiet, texts
+from tests.data_prep.test_shards import discard_log, make_data_config, make_documents, read_all_files, run_prepare
 from tests.data_prep.test_token_files import MAPPABLE, encode_documents, flatten, mutate, read_entries
 from tests.data_prep.test_token_files import make_config as make_tokens_config
 from tests.data_prep.test_unpacked_samples import LAYOUTS
@@ -99,8 +99,8 @@ FORMATS: dict[str, Callable[[list[str]], bytes]] = {
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tokenizer")
-    (folder / "a.jsonl").write_bytes(lines_of(texts(60)))
-    prepare(config(str(folder / "a.jsonl")), folder / "data", quiet)
+    (folder / "a.jsonl").write_bytes(lines_of(make_documents(60)))
+    run_prepare(make_data_config(str(folder / "a.jsonl")), folder / "data", discard_log)
     return folder / "data/tokenizer.json"
 
 
@@ -113,11 +113,11 @@ def same_in_any_split(make: Callable[[Path], DataFolder[Any, Any]], folder: Path
         dealt = [*range(tasks), draw.randrange(tasks)]
         draw.shuffle(dealt)
         for name, order, count in (("one", [0], 1), ("many", dealt, tasks)):
-            make(folder / name).prepare(quiet)
+            make(folder / name).prepare(discard_log)
             for task in order:
-                make(folder / name).shard(task, count, quiet)
-            assert make(folder / name).finalize(quiet)
-    assert all_bytes(folder / "one") == all_bytes(folder / "many")
+                make(folder / name).shard(task, count, discard_log)
+            assert make(folder / name).finalize(discard_log)
+    assert read_all_files(folder / "one") == read_all_files(folder / "many")
 
 
 SPLIT = {"tasks": st.integers(2, 7), "draw": st.randoms(use_true_random=False)}
@@ -145,7 +145,7 @@ def test_any_split_of_any_inputs_gives_the_same_bytes(
     files = [(".jsonl", 25), *zip(FORMATS, counts, strict=True)]
     draw.shuffle(files)
     for number, (ending, count) in enumerate(files):
-        (folder / f"in/{number}{ending}").write_bytes(FORMATS[ending](texts(count)))
+        (folder / f"in/{number}{ending}").write_bytes(FORMATS[ending](make_documents(count)))
     data = DataConfig(
         source=str(folder / "in"),
         tokenizer=TokenizerConfig(kind="file", path=tokenizer),
@@ -209,7 +209,7 @@ def test_any_split_of_a_mixture(
     folder = tmp_path_factory.mktemp("inputs")
     (folder / "in").mkdir()
     tokens_in(folder / "in", tokenizer, count)
-    (folder / "a.jsonl").write_bytes(lines_of(texts(count)))
+    (folder / "a.jsonl").write_bytes(lines_of(make_documents(count)))
     sources = {
         "web": {"source": str(folder / "a.jsonl"), "held_out": 0.2},
         "code": {"source": str(folder / "in"), "records": "tokens", "held_out": 0.2},
@@ -225,7 +225,7 @@ def test_any_split_of_a_mixture(
 @pytest.mark.parametrize("ending", FORMATS)
 def test_damaged_texts_are_refused_or_read(ending: str, tmp_path: Path) -> None:
     """A thousand in all. What has a checksum is read right, or refused; the rest never crashes, or reads far more."""
-    source, documents = Random(ending), texts(30)
+    source, documents = Random(ending), make_documents(30)
     whole, refused, checked = FORMATS[ending](documents), 0, ending.endswith((".gz", ".zst", ".bz2", ".xz"))
     path = tmp_path / f"a{ending}"
     for _ in range(150):
@@ -256,9 +256,9 @@ def test_damaged_samples_are_refused_or_read(way: str, tmp_path: Path) -> None:
         path.write_bytes(mutate(whole, source))
         folder = SamplesFolder(data, tmp_path / str(number), PACKAGE, MODEL)
         try:
-            folder.prepare(quiet)
-            folder.shard(0, 1, quiet)
-            assert folder.finalize(quiet)
+            folder.prepare(discard_log)
+            folder.shard(0, 1, discard_log)
+            assert folder.finalize(discard_log)
             samples = SampleDataset(read_manifest_file(folder.path / "manifest.json", SampleManifest), folder.path)
             assert len(samples) <= 100
             samples.read(np.arange(len(samples)))

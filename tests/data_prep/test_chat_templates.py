@@ -24,14 +24,14 @@ from pipeline.data.manifest import MASK_LEARNED
 from tests.data_prep.test_records import (
     CHATML,
     LENGTH,
-    config,
+    make_data_config,
     make_dialogue,
     read_shard_documents,
     sample_words,
     save_tokenizer_with_template,
     write_lines,
 )
-from tests.data_prep.test_shards import run_tasks
+from tests.data_prep.test_shards import build_shards
 from tests.support.errors import raises_error
 from tests.support.tokenizers import add_post_processor, make_byte_tokenizer, save_tokenizer
 
@@ -157,22 +157,22 @@ def test_another_template_can_replace_an_unusable_one_of_the_tokenizer(tmp_path:
     source = write_lines(tmp_path / "a.jsonl", lines)
     tokenizer = save_tokenizer_with_template(tmp_path / "tokenizer", QWEN3_ORIGINAL)
     with raises_error("data.no_documents", "a.jsonl line 1", "data.chat_template", "qwen3"):
-        run_tasks(config(source, "messages", tokenizer), tmp_path / "own")
+        build_shards(make_data_config(source, "messages", tokenizer), tmp_path / "own")
     with pytest.raises(RejectedError, match=r"data\.chat_template"):
         reader = DialogueReader(json.loads(build_chat_json(tokenizer, "<|im_end|>")))
         reader.read_dialogue({"messages": two_questions(False)})
     manifests = {}
     for name in ("qwen3", "chatml", str(tmp_path / "own.jinja")):
         (tmp_path / "own.jinja").write_text(CHATML)
-        data = config(source, "messages", tokenizer, chat_template=Path(name), held_out=0.0, max_rejected=0.0)
-        manifests[name] = run_tasks(data, tmp_path / Path(name).stem)
+        data = make_data_config(source, "messages", tokenizer, chat_template=Path(name), held_out=0.0, max_rejected=0.0)
+        manifests[name] = build_shards(data, tmp_path / Path(name).stem)
         assert manifests[name].documents == 40
         assert manifests[name].rejected_documents == 0
     assert len({manifest.key for manifest in manifests.values()}) == 3
     data_dir = tmp_path / "own"
     (data_dir / "manifest.json").unlink()
     (tmp_path / "own.jinja").write_text(CHATML.replace("'user'", "'user', 'tool'"))
-    changed = run_tasks(data, data_dir)
+    changed = build_shards(data, data_dir)
     assert changed.key != manifests[str(tmp_path / "own.jinja")].key, "the key covers the text of the template"
 
 
@@ -250,8 +250,8 @@ def test_long_dialogues_are_split_truncated_or_dropped_and_counted(tmp_path: Pat
     tokenizer = save_tokenizer_with_template(tmp_path / "tokenizer")
     documents = {}
     for mode in ("split", "truncate", "drop"):
-        data = config(source, records, tokenizer, long_dialogues=mode, held_out=0.0)
-        manifest = run_tasks(data, tmp_path / mode)
+        data = make_data_config(source, records, tokenizer, long_dialogues=mode, held_out=0.0)
+        manifest = build_shards(data, tmp_path / mode)
         documents[mode] = read_shard_documents(tmp_path / mode, manifest)
         descriptions.append(str(manifest))
         assert len(documents[mode]) == manifest.documents
@@ -271,7 +271,8 @@ def test_long_dialogues_are_split_truncated_or_dropped_and_counted(tmp_path: Pat
         assert f"{long} longer" in description
         assert f"data.long_dialogues: {mode}" in description
     with raises_error("data.all_too_long", "data.long_dialogues: drop", "sequence_length (4)"):
-        run_tasks(config(source, records, tokenizer, long_dialogues="drop", sequence_length=4), tmp_path / "none")
+        data = make_data_config(source, records, tokenizer, long_dialogues="drop", sequence_length=4)
+        build_shards(data, tmp_path / "none")
 
 
 @pytest.mark.parametrize("mode", ["truncate", "drop"])
@@ -280,8 +281,8 @@ def test_long_dialogues_that_are_left_out_count_as_readable(tmp_path: Path, mode
     lines = [{"prompt": "is\n", "response": "four"}] * 4 + [long] * 40 + [{"prompt": "no response"}] * 5
     source = write_lines(tmp_path / "a.jsonl", lines)
     tokenizer = save_tokenizer_with_template(tmp_path / "tokenizer")
-    data = config(source, "prompts", tokenizer, long_dialogues=mode, held_out=0.0)
-    assert run_tasks(data, tmp_path / mode).documents == 4, "5 of 49 cannot be read, which is allowed"
+    data = make_data_config(source, "prompts", tokenizer, long_dialogues=mode, held_out=0.0)
+    assert build_shards(data, tmp_path / mode).documents == 4, "5 of 49 cannot be read, which is allowed"
 
 
 def test_the_bytes_of_truncated_dialogues_end_where_they_are_truncated(tmp_path: Path) -> None:
@@ -289,8 +290,8 @@ def test_the_bytes_of_truncated_dialogues_end_where_they_are_truncated(tmp_path:
     line = {"prompt": "is", "response": "é" * 200}
     source = write_lines(tmp_path / "a.jsonl", [line] * 3)
     tokenizer = save_tokenizer_with_template(tmp_path / "tokenizer")
-    data = config(source, "prompts", tokenizer, long_dialogues="truncate", held_out=0.0)
-    manifest = run_tasks(data, tmp_path / "data")
+    data = make_data_config(source, "prompts", tokenizer, long_dialogues="truncate", held_out=0.0)
+    manifest = build_shards(data, tmp_path / "data")
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer))
     offsets = theirs("is" + "é" * 200, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     assert len(offsets) > LENGTH and manifest.long_documents == 3

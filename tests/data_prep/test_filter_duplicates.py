@@ -21,15 +21,15 @@ from pipeline.config.datasets import DataConfig
 from pipeline.config.read import load_config
 from pipeline.data.manifest import load_manifest
 from tests.data_prep.test_shards import (
-    all_bytes,
-    check_content,
-    config,
-    prepare,
-    quiet,
-    run_tasks,
-    shard,
+    build_shards,
+    check_shards,
+    discard_log,
+    make_data_config,
+    make_documents,
+    read_all_files,
+    run_prepare,
+    run_shard_task,
     small_units,
-    texts,
     write_jsonl,
 )
 from tests.support.errors import raises_error
@@ -53,23 +53,23 @@ def test_the_first_of_equal_documents_is_kept_for_any_number_of_tasks(
     picks: list[int], tasks: int, range_hashes: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("twice")
-    pool = [*texts(12), ""]
+    pool = [*make_documents(12), ""]
     documents = [pool[pick] for pick in picks] + ["at least", "this"]
     half = len(documents) // 2
     write_jsonl(folder / "a.jsonl", documents[:half])
     write_jsonl(folder / "b.jsonl", documents[half:])
-    data = config(str(folder / "*.jsonl"), deduplicate=True, held_out=0.0)
+    data = make_data_config(str(folder / "*.jsonl"), deduplicate=True, held_out=0.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("data_prep.work_units.MIN_UNIT_BYTES", 64)
         patch.setattr(duplicates, "_MAX_RANGE_HASHES", range_hashes)
         patch.setattr(os, "fsync", lambda fd: None)  # slow and irrelevant here
-        run_tasks(data, folder / "one", 1)
-        manifest = run_tasks(data, folder / "data", tasks)
+        build_shards(data, folder / "one", 1)
+        manifest = build_shards(data, folder / "data", tasks)
     unique = remove_duplicates(documents)
-    check_content(data, folder / "data", manifest, unique)
+    check_shards(data, folder / "data", manifest, unique)
     assert manifest.documents == len(unique)
     assert manifest.duplicate_documents == len([text for text in documents if text]) - len(unique)
-    assert all_bytes(folder / "one") == all_bytes(folder / "data")
+    assert read_all_files(folder / "one") == read_all_files(folder / "data")
 
 
 @given(
@@ -102,7 +102,7 @@ FILTER = "def keep(document):\n    return document.get('score', 9) > 3 and 'bad'
 def config_with_filter(folder: Path, source: str, code: str = FILTER, **more: object) -> DataConfig:
     """Return a data config with a filter of this code."""
     (folder / "quality.py").write_text(code)
-    return config(source, filter=f"{folder}/quality:keep", held_out=0.0, **more)
+    return make_data_config(source, filter=f"{folder}/quality:keep", held_out=0.0, **more)
 
 
 def test_a_filter_decides_which_documents_are_used(tmp_path: Path) -> None:
@@ -110,15 +110,15 @@ def test_a_filter_decides_which_documents_are_used(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     pyarrow.parquet.write_table(pyarrow.table({"text": ["of parquet", "bad"]}), tmp_path / "b.parquet")
     data = config_with_filter(tmp_path, str(tmp_path / "[ab].*"), deduplicate=True)
-    manifest = run_tasks(data, tmp_path / "data", 3)
+    manifest = build_shards(data, tmp_path / "data", 3)
     expected = [f"document {i}" for i in range(40) if i % 8 > 3] + ["of parquet"]
-    check_content(data, tmp_path / "data", manifest, expected)
+    check_shards(data, tmp_path / "data", manifest, expected)
     assert (manifest.documents, manifest.filtered_documents, manifest.rejected_documents) == (21, 22, 0)
 
 
 def test_filtered_documents_are_only_counted(tmp_path: Path) -> None:
     data = config_with_filter(tmp_path, str(write_jsonl(tmp_path / "a.jsonl", ["good", *["bad"] * 50])))
-    prepare(data, tmp_path / "data", quiet)
+    run_prepare(data, tmp_path / "data", discard_log)
     folder = TextFolder(data, tmp_path / "data")
     rejected: list[tuple[int, int, str]] = []
     filtered = [0]
@@ -128,18 +128,18 @@ def test_filtered_documents_are_only_counted(tmp_path: Path) -> None:
 
 
 def test_a_filter_that_changes_between_tasks_is_not_used(tmp_path: Path, small_units: None) -> None:
-    source = str(write_jsonl(tmp_path / "a.jsonl", texts(120)))
+    source = str(write_jsonl(tmp_path / "a.jsonl", make_documents(120)))
     data = config_with_filter(tmp_path, source, "def keep(document):\n    return len(document['text']) % 2 == 0\n")
-    prepare(data, tmp_path / "data", quiet)
-    shard(data, tmp_path / "data", 0, 2, quiet)
+    run_prepare(data, tmp_path / "data", discard_log)
+    run_shard_task(data, tmp_path / "data", 0, 2, discard_log)
     config_with_filter(tmp_path, source, "def keep(document):\n    return len(document['text']) % 2 == 1\n")
-    shard(data, tmp_path / "data", 1, 2, quiet)  # uses the copy, like the other task
-    assert TextFolder(data, tmp_path / "data").finalize(quiet)
-    expected = [text for text in texts(120) if len(text) % 2 == 0]
-    check_content(data, tmp_path / "data", load_manifest(tmp_path / "data"), expected)
+    run_shard_task(data, tmp_path / "data", 1, 2, discard_log)  # uses the copy, like the other task
+    assert TextFolder(data, tmp_path / "data").finalize(discard_log)
+    expected = [text for text in make_documents(120) if len(text) % 2 == 0]
+    check_shards(data, tmp_path / "data", load_manifest(tmp_path / "data"), expected)
     (tmp_path / "data/manifest.json").unlink()
-    manifest = run_tasks(data, tmp_path / "data")
-    check_content(data, tmp_path / "data", manifest, [text for text in texts(120) if len(text) % 2 == 1])
+    manifest = build_shards(data, tmp_path / "data")
+    check_shards(data, tmp_path / "data", manifest, [text for text in make_documents(120) if len(text) % 2 == 1])
 
 
 @pytest.mark.parametrize(
@@ -166,9 +166,9 @@ def test_a_filter_that_changes_between_tasks_is_not_used(tmp_path: Path, small_u
 def test_a_filter_that_cannot_be_used_is_explained(
     tmp_path: Path, code: str, error_code: str, facts: list[str]
 ) -> None:
-    data = config_with_filter(tmp_path, str(write_jsonl(tmp_path / "a.jsonl", texts(9))), code)
+    data = config_with_filter(tmp_path, str(write_jsonl(tmp_path / "a.jsonl", make_documents(9))), code)
     with raises_error(error_code, *facts):
-        run_tasks(data, tmp_path / "data")
+        build_shards(data, tmp_path / "data")
 
 
 def test_a_filter_may_define_dataclasses_and_return_a_numpy_bool(tmp_path: Path) -> None:
@@ -178,14 +178,16 @@ def test_a_filter_may_define_dataclasses_and_return_a_numpy_bool(tmp_path: Path)
         "def keep(document):\n    return numpy.array([len(document['text'])])[0] < Rule(12).limit\n"
     )
     data = config_with_filter(tmp_path, str(write_jsonl(tmp_path / "a.jsonl", ["a" * 11, "b" * 12])), code)
-    assert run_tasks(data, tmp_path / "data").documents == 1
+    assert build_shards(data, tmp_path / "data").documents == 1
 
 
 def test_a_filter_with_changing_results_is_rejected(tmp_path: Path) -> None:
     code = "seen = []\ndef keep(document):\n    seen.append(1)\n    return len(seen) % 3 > 0\n"
-    data = config_with_filter(tmp_path, str(write_jsonl(tmp_path / "a.jsonl", texts(50))), code, deduplicate=True)
+    data = config_with_filter(
+        tmp_path, str(write_jsonl(tmp_path / "a.jsonl", make_documents(50))), code, deduplicate=True
+    )
     with raises_error("data.filter_not_repeatable", "data.filter"):
-        run_tasks(data, tmp_path / "data")
+        build_shards(data, tmp_path / "data")
 
 
 def test_a_missing_filter_is_found_before_a_run(tmp_path: Path) -> None:

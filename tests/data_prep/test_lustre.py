@@ -11,7 +11,7 @@ from data_prep.text_folder import TextFolder
 from pipeline.base.files import read_file_system_type
 from pipeline.config.site import StripeConfig
 from pipeline.data.manifest import load_manifest
-from tests.data_prep.test_shards import config, quiet, texts, write_jsonl
+from tests.data_prep.test_shards import discard_log, make_data_config, make_documents, write_jsonl
 
 
 @pytest.fixture
@@ -63,12 +63,12 @@ def test_shard_sets_the_stripe_before_it_writes(
         "data_prep.data_folder.stripe_folder",
         lambda path, rule, log: stripe_folder(path, rule, log, lambda _: "lustre"),
     )
-    data = config([str(write_jsonl(tmp_path / "a.jsonl", texts(5)))], held_out=0.0)
-    TextFolder(data, tmp_path / "data").prepare(quiet)
+    data = make_data_config([str(write_jsonl(tmp_path / "a.jsonl", make_documents(5)))], held_out=0.0)
+    TextFolder(data, tmp_path / "data").prepare(discard_log)
     folder = TextFolder(data, tmp_path / "data")
-    folder.shard(0, 1, quiet, StripeConfig(count=2, size_mb=4, pool="flash"))
+    folder.shard(0, 1, discard_log, StripeConfig(count=2, size_mb=4, pool="flash"))
     assert (fake_lfs / "calls").read_text() == "done\n"
-    assert TextFolder(data, tmp_path / "data").finalize(quiet)  # another task, maybe on a node without `lfs`
+    assert TextFolder(data, tmp_path / "data").finalize(discard_log)  # another task, maybe on a node without `lfs`
     assert load_manifest(tmp_path / "data").stripe == "-c 2 -S 4M -p flash"
 
 

@@ -26,7 +26,17 @@ from pipeline.data.manifest import FORMAT_VERSION, load_manifest
 from pipeline.run.code import CODE_ROOT as ROOT
 from pipeline.run.directory import Run
 from pipeline.run.stages import list_resume_notes, load_stage_module
-from tests.data_prep.test_shards import config, finalize, prepare, progress, quiet, run_tasks, shard, texts, write_jsonl
+from tests.data_prep.test_shards import (
+    build_shards,
+    count_units,
+    discard_log,
+    make_data_config,
+    make_documents,
+    run_finalize,
+    run_prepare,
+    run_shard_task,
+    write_jsonl,
+)
 from tests.support.events import read_event_lines
 from tests.support.ranks import run_ranks
 from tests.support.tiny import HarmlessFlag, make_run, write_config
@@ -35,7 +45,7 @@ PREPARED = ("tokenizer.json", "units.json")
 
 
 def finalize_quietly(data: DataConfig, folder: Path) -> bool:
-    return TextFolder(data, folder).finalize(quiet)
+    return TextFolder(data, folder).finalize(discard_log)
 
 
 def prepare_missing(data: DataConfig, folder: Path) -> str | None:
@@ -49,13 +59,13 @@ def shard_missing(data: DataConfig, folder: Path) -> str | None:
 @pytest.fixture
 def data(tmp_path: Path) -> DataConfig:
     """A config with a source of its own."""
-    return config([str(write_jsonl(tmp_path / "a.jsonl", texts(80)))])
+    return make_data_config([str(write_jsonl(tmp_path / "a.jsonl", make_documents(80)))])
 
 
 @pytest.fixture
 def done(tmp_path: Path, data: DataConfig) -> Path:
     """A data folder with all shards."""
-    run_tasks(data, tmp_path / "data")
+    build_shards(data, tmp_path / "data")
     return tmp_path / "data"
 
 
@@ -63,25 +73,28 @@ def test_missing_and_progress_follow_the_stages(tmp_path: Path, data: DataConfig
     folder = tmp_path / "data"
     assert "prepare.json is missing" in str(prepare_missing(data, folder))
     assert "prepare.json is missing" in str(shard_missing(data, folder))
-    assert progress(data, folder) == (0, 0)
+    assert count_units(data, folder) == (0, 0)
     first = "run the prepare stage first: `python -m pipeline prepare RUN`"
-    for do in (lambda: shard(data, folder, 0, 1, quiet), lambda: load_manifest(folder)):  # what shard, and train, do
+    for do in (
+        lambda: run_shard_task(data, folder, 0, 1, discard_log),
+        lambda: load_manifest(folder),
+    ):  # what shard, and train, do
         with pytest.raises(InputError, match=rf"\.json is missing: {first}"):
             do()
-    prepare(data, folder, quiet)
+    run_prepare(data, folder, discard_log)
     assert prepare_missing(data, folder) is None
     with pytest.raises(InputError, match=r"manifest\.json is missing: run the shard stage again"):
         load_manifest(folder)
     assert "manifest.json is missing" in str(shard_missing(data, folder))
-    total = progress(data, folder)[1]
+    total = count_units(data, folder)[1]
     assert TextFolder(data, folder).measure_progress() == (0, total, None)
-    shard(data, folder, 0, 2, quiet)
+    run_shard_task(data, folder, 0, 2, discard_log)
     left_s = TextFolder(data, folder).measure_progress()[2]
     assert left_s is not None and 0 < left_s < 60
-    assert progress(data, folder) == ((total + 1) // 2, total)
-    shard(data, folder, 1, 2, quiet)
-    assert progress(data, folder) == (total, total)
-    written = finalize(data, folder, quiet)
+    assert count_units(data, folder) == ((total + 1) // 2, total)
+    run_shard_task(data, folder, 1, 2, discard_log)
+    assert count_units(data, folder) == (total, total)
+    written = run_finalize(data, folder, discard_log)
     assert shard_missing(data, folder) is None and prepare_missing(data, folder) is None
     assert load_manifest(folder) == written
     assert written.train_tokens == sum(entry.tokens for entry in written.train)
@@ -95,9 +108,9 @@ def test_while_tasks_work_one_file_tells_how_far_they_are(
 ) -> None:
     """Neither a login node nor the tasks that end first read what all tasks made."""
     folder = tmp_path / "data"
-    prepare(data, folder, quiet)
-    shard(data, folder, 0, 2, quiet)
-    shard(data, folder, 0, 2, quiet)  # a repeated task is not counted twice
+    run_prepare(data, folder, discard_log)
+    run_shard_task(data, folder, 0, 2, discard_log)
+    run_shard_task(data, folder, 0, 2, discard_log)  # a repeated task is not counted twice
     read: list[str] = []
     real = os.open
 
@@ -107,7 +120,7 @@ def test_while_tasks_work_one_file_tells_how_far_they_are(
 
     monkeypatch.setattr(os, "open", noted)
     done, total, _ = TextFolder(data, folder).measure_progress()
-    assert (done, total) == ((total + 1) // 2, total) and not TextFolder(data, folder).finalize(quiet)
+    assert (done, total) == ((total + 1) // 2, total) and not TextFolder(data, folder).finalize(discard_log)
     first = f"unit-{1:05d}.json"  # the first that no line names, and it is not there
     assert first in {Path(path).name for path in read} and not (folder / "shards" / first).exists()
     assert {Path(path).name for path in read} <= {"prepare.json", "progress.jsonl", *PREPARED, first} | {
@@ -119,37 +132,37 @@ def test_while_tasks_work_one_file_tells_how_far_they_are(
     (folder / PROGRESS_FILE).write_text(
         '{"key": "of another config", "unit": 1}\n' + (folder / PROGRESS_FILE).read_text()
     )
-    assert progress(data, folder)[0] == done
+    assert count_units(data, folder)[0] == done
 
 
 def test_units_without_their_line_of_progress_are_asked(tmp_path: Path, data: DataConfig) -> None:
     """On a file system without locks a line may be written over."""
     folder = tmp_path / "data"
-    prepare(data, folder, quiet)
-    shard(data, folder, 0, 2, quiet)
-    shard(data, folder, 1, 2, quiet)
+    run_prepare(data, folder, discard_log)
+    run_shard_task(data, folder, 0, 2, discard_log)
+    run_shard_task(data, folder, 1, 2, discard_log)
     _, *others = (folder / PROGRESS_FILE).read_text().splitlines(keepends=True)
     (folder / PROGRESS_FILE).write_text("".join(others))
-    assert progress(data, folder)[0] == len(others)
-    assert finalize(data, folder, quiet).documents == 80
+    assert count_units(data, folder)[0] == len(others)
+    assert run_finalize(data, folder, discard_log).documents == 80
 
 
 def test_a_repeated_task_adds_a_line_only_where_there_is_none(tmp_path: Path, data: DataConfig) -> None:
     folder = tmp_path / "data"
-    prepare(data, folder, quiet)
-    shard(data, folder, 0, 2, quiet)
+    run_prepare(data, folder, discard_log)
+    run_shard_task(data, folder, 0, 2, discard_log)
     told = (folder / PROGRESS_FILE).read_text()
-    shard(data, folder, 0, 2, quiet)
+    run_shard_task(data, folder, 0, 2, discard_log)
     assert (folder / PROGRESS_FILE).read_text() == told
     (folder / PROGRESS_FILE).write_text("")
-    shard(data, folder, 0, 2, quiet)
+    run_shard_task(data, folder, 0, 2, discard_log)
     assert len((folder / PROGRESS_FILE).read_text().splitlines()) == len(told.splitlines())
 
 
 @pytest.mark.parametrize("records", ["text", "prompts"])
 def test_the_key_of_a_folder_made_before_there_were_filters_still_fits(tmp_path: Path, records: str) -> None:
     """By the formula of then: `deduplicate` and `filter` were no keys, `records` of text was left out."""
-    data = config(str(tmp_path / "a.jsonl"), records=records, sequence_length=512, add_special_tokens=False)
+    data = make_data_config(str(tmp_path / "a.jsonl"), records=records, sequence_length=512, add_special_tokens=False)
     left = {"verify", "max_rejected", "document_mask", "deduplicate", "filter", "add_special_tokens"}
     left |= {"chat_template", "long_dialogues", "format"}
     left |= {"sequence_length", "records"} if records == "text" else set()
@@ -247,11 +260,11 @@ def test_damaged_shard_is_named_with_the_way_out(done: Path, data: DataConfig) -
     ):
         entry.check(done, hashes=False)
     assert f"{path} has" in str(shard_missing(data, done))
-    assert progress(data, done)[0] == progress(data, done)[1] - 1
+    assert count_units(data, done)[0] == count_units(data, done)[1] - 1
     path.unlink()
     with pytest.raises(InputError, match=rf"{path} is missing: run the shard stage again"):
         entry.check(done, hashes=False)
-    run_tasks(data, done)
+    build_shards(data, done)
     assert path.read_bytes() == whole and shard_missing(data, done) is None
 
 
@@ -274,7 +287,7 @@ def test_a_manifest_without_its_seal_is_not_believed(done: Path, data: DataConfi
     with pytest.raises(InputError, match=r"manifest\.json is damaged: .* its own hash: run the shard stage again"):
         load_manifest(done)
     assert "manifest.json is damaged" in str(shard_missing(data, done))
-    run_tasks(data, done)
+    build_shards(data, done)
     assert load_manifest(done).held_out_bytes > 1
 
 
@@ -285,17 +298,17 @@ def test_damaged_output_of_prepare_is_found_and_made_again(done: Path, data: Dat
         (done / name).write_bytes(damaged)
         assert message in str(prepare_missing(data, done))
         with pytest.raises(InputError, match=rf"{name} (has|is damaged).*: run the prepare stage again"):
-            shard(data, done, 0, 1, quiet)
-        prepare(data, done, quiet)
+            run_shard_task(data, done, 0, 1, discard_log)
+        run_prepare(data, done, discard_log)
         assert (done / name).read_bytes() == whole and shard_missing(data, done) is None
 
 
 def test_changed_input_counts_until_the_shards_are_written(tmp_path: Path, data: DataConfig) -> None:
     source, folder = tmp_path / "a.jsonl", tmp_path / "data"
-    prepare(data, folder, quiet)
+    run_prepare(data, folder, discard_log)
     source.write_bytes(source.read_bytes() + b"\n")
     assert str(prepare_missing(data, folder)).startswith(f"input {source} has changed")
-    run_tasks(data, folder)
+    build_shards(data, folder)
     assert prepare_missing(data, folder) is None
     source.unlink()
     assert prepare_missing(data, folder) is None
@@ -365,7 +378,7 @@ def test_manifest_of_another_tokenizer_does_not_fit(done: Path, data: DataConfig
     prepared["tokenizer"]["sha256"] = "0" * 64
     (done / "prepare.json").write_text(json.dumps(add_checksum(prepared)))
     assert "was made with another data config, tokenizer or code" in str(shard_missing(data, done))
-    assert progress(data, done)[0] == 0
+    assert count_units(data, done)[0] == 0
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "prepare.json", "shards/unit-00000.json"])
@@ -380,7 +393,7 @@ def test_a_number_that_changed_is_noticed_and_mended(done: Path, data: DataConfi
     else:
         reason = str(shard_missing(data, done))
         assert f"{done / name} is damaged: its content does not match its own hash: run the" in reason
-    run_tasks(data, done)
+    build_shards(data, done)
     assert (
         (done / name).read_bytes() == whole
         and shard_missing(data, done) is None

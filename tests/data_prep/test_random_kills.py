@@ -35,7 +35,7 @@ from pipeline.config.datasets import DataConfig
 from pipeline.config.user_model import UserModel
 from pipeline.data.manifest import ShardEntry
 from pipeline.run.code import CODE_ROOT
-from tests.data_prep.test_shards import config, quiet, small_units, texts, write_jsonl
+from tests.data_prep.test_shards import discard_log, make_data_config, make_documents, small_units, write_jsonl
 from tests.data_prep.test_token_files import TEXTS, VOCAB, encode_documents, write_megatron
 from tests.data_prep.test_token_files import make_config as make_tokens_config
 
@@ -115,19 +115,19 @@ class Shard:
 
     @classmethod
     def new(cls, folder: Path) -> Shard:
-        source = str(write_jsonl(folder / "a.jsonl", [*texts(120), *texts(60)]))
-        return cls(config([source]).model_dump_json())
+        source = str(write_jsonl(folder / "a.jsonl", [*make_documents(120), *make_documents(60)]))
+        return cls(make_data_config([source]).model_dump_json())
 
     def folder(self, path: Path) -> DataFolder[Any, Any]:
         return TextFolder(self.data, path)
 
     def prepare(self, path: Path) -> None:
-        self.folder(path).prepare(quiet)
+        self.folder(path).prepare(discard_log)
 
     def work(self, path: Path, number: int, tasks: int) -> None:
         folder = self.folder(path)
-        folder.shard(number, tasks, quiet)
-        folder.finalize(quiet)
+        folder.shard(number, tasks, discard_log)
+        folder.finalize(discard_log)
 
     def done(self, path: Path) -> Done:
         """Those of the units that are whole by their hashes."""
@@ -148,8 +148,8 @@ class Shard:
 class Deduplicated(Shard):
     @classmethod
     def new(cls, folder: Path) -> Shard:
-        source = str(write_jsonl(folder / "a.jsonl", [*texts(120), *texts(60)]))
-        return cls(config([source], deduplicate=True).model_dump_json())
+        source = str(write_jsonl(folder / "a.jsonl", [*make_documents(120), *make_documents(60)]))
+        return cls(make_data_config([source], deduplicate=True).model_dump_json())
 
 
 class Tokens(Shard):
@@ -302,7 +302,7 @@ def test_what_a_killed_task_left_of_a_manifest_goes_and_who_loses_it_to_another_
     kind, path = Shard.new(tmp_path / "in"), tmp_path / "data"
     kind.prepare(path)
     first, second = kind.folder(path), kind.folder(path)
-    first.shard(0, 1, quiet)
+    first.shard(0, 1, discard_log)
     left = [path / f".{name}.77.0a1b2c3d.tmp" for name in ("manifest.json", "rejected.jsonl")]
     (path / "web").mkdir()  # of a mixture
     left.append(path / "web/.manifest.json.77.0a1b2c3d.tmp")
@@ -313,11 +313,11 @@ def test_what_a_killed_task_left_of_a_manifest_goes_and_who_loses_it_to_another_
     def replaced(old: Any, new: Any) -> None:
         asked.append(str(new))
         if len(asked) == 1:
-            assert second.finalize(quiet)
+            assert second.finalize(discard_log)
         replace(old, new)
 
     monkeypatch.setattr(os, "replace", replaced)
-    assert first.finalize(quiet) and len(asked) == 3
+    assert first.finalize(discard_log) and len(asked) == 3
     assert not [*path.rglob("*.tmp")] and first.find_shard_problem() is None
 
     def gone(old: Any, new: Any) -> None:
@@ -326,4 +326,4 @@ def test_what_a_killed_task_left_of_a_manifest_goes_and_who_loses_it_to_another_
     (path / "manifest.json").unlink()
     monkeypatch.setattr(os, "replace", gone)
     with pytest.raises(FileNotFoundError):
-        first.finalize(quiet)
+        first.finalize(discard_log)

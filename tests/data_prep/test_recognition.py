@@ -27,7 +27,7 @@ from data_prep.documents import Document, read_documents, read_row_group_sizes
 from data_prep.find_inputs import find_inputs
 from pipeline.base.errors import UserError
 from pipeline.config.datasets import DataConfig
-from tests.data_prep.test_shards import all_bytes, config, run_tasks, texts
+from tests.data_prep.test_shards import build_shards, make_data_config, make_documents, read_all_files
 from tests.support.errors import raises_error
 
 TEXTS = ["first", 'a "quoted", text\nof two lines', "dritter: äöü 漢字 😀", "\ufeff no mark here"]
@@ -149,14 +149,14 @@ def test_parquet_and_arrow_files_need_no_ending(tmp_path: Path) -> None:
 
 def test_any_number_of_tasks_writes_the_same_shards_if_the_content_decides(tmp_path: Path) -> None:
     (folder := tmp_path / "in").mkdir()
-    objects = [{"text": text} for text in texts(400)]
+    objects = [{"text": text} for text in make_documents(400)]
     (folder / "a.jsonl").write_bytes(gzip.compress(json.dumps(objects[:150]).encode()))
     (folder / "b.json").write_text("".join(json.dumps(one) + "\n" for one in objects[150:300]))
     (folder / "c.json").write_text(json.dumps(objects[300:]))
     for tasks in (1, 5):
-        manifest = run_tasks(config(str(folder)), tmp_path / str(tasks), tasks)
+        manifest = build_shards(make_data_config(str(folder)), tmp_path / str(tasks), tasks)
         assert manifest.documents == 400 and not manifest.rejected_documents
-    assert all_bytes(tmp_path / "1") == all_bytes(tmp_path / "5")
+    assert read_all_files(tmp_path / "1") == read_all_files(tmp_path / "5")
 
 
 def test_files_that_only_describe_the_data_of_a_folder_are_ignored(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import write_json
 from pipeline.config.datasets import DataConfig, TokenizerConfig
 from pipeline.data.manifest import MASK_DOCUMENT_START, MASK_LEARNED, Manifest
-from tests.data_prep.test_shards import all_bytes, run_tasks, small_units
+from tests.data_prep.test_shards import build_shards, read_all_files, small_units
 from tests.support.errors import raises_error
 
 __all__ = ["small_units"]
@@ -56,7 +56,7 @@ def save_tokenizer_with_template(path: Path, template: Any = CHATML, in_file: bo
     return path / "tokenizer.json"
 
 
-def config(source: Path, records: Any, tokenizer: Path | None = None, **more: Any) -> DataConfig:
+def make_data_config(source: Path, records: Any, tokenizer: Path | None = None, **more: Any) -> DataConfig:
     """Return a data config for records, with a small BPE or a given tokenizer."""
     tokenizer_config = TokenizerConfig(vocab_size=300)
     if tokenizer is not None:
@@ -120,9 +120,9 @@ def test_tokens_and_masks_of_dialogues_equal_those_of_transformers(tmp_path: Pat
         options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
         encoded = theirs.apply_chat_template(messages, **options)
         expected.append((encoded["input_ids"], [bool(one) for one in encoded["assistant_masks"]]))
-    manifest = run_tasks(config(source, "messages", marked), tmp_path / "with marks")
+    manifest = build_shards(make_data_config(source, "messages", marked), tmp_path / "with marks")
     assert sorted(read_shard_documents(tmp_path / "with marks", manifest)) == sorted(expected)
-    manifest = run_tasks(config(source, "messages", plain), tmp_path / "with prefixes")
+    manifest = build_shards(make_data_config(source, "messages", plain), tmp_path / "with prefixes")
     # Without marks the line end after an answer is also learned.
     with_line_ends = [
         (ids, [now or before for now, before in zip(mask, [False, *mask], strict=False)]) for ids, mask in expected
@@ -133,9 +133,9 @@ def test_tokens_and_masks_of_dialogues_equal_those_of_transformers(tmp_path: Pat
 def test_any_number_of_tasks_writes_the_same_bytes(tmp_path: Path, small_units: None) -> None:
     draw = random.Random(2)
     lines = [{"prompt": sample_words(draw, 9) + "\n", "response": sample_words(draw, 30)} for _ in range(120)]
-    data = config(write_lines(tmp_path / "a.jsonl", lines), "prompts")
-    manifests = {tasks: run_tasks(data, tmp_path / f"{tasks}", tasks) for tasks in (1, 3)}
-    assert all_bytes(tmp_path / "1") == all_bytes(tmp_path / "3")
+    data = make_data_config(write_lines(tmp_path / "a.jsonl", lines), "prompts")
+    manifests = {tasks: build_shards(data, tmp_path / f"{tasks}", tasks) for tasks in (1, 3)}
+    assert read_all_files(tmp_path / "1") == read_all_files(tmp_path / "3")
     manifest = manifests[1]
     assert len(list((tmp_path / "1" / "shards").glob("unit-*.json"))) > 2
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "1" / "tokenizer.json"))
@@ -242,7 +242,8 @@ def test_damaged_lines_are_rejected_or_read_correctly(tmp_path: Path, records: s
     source = tmp_path / "a.jsonl"
     source.write_bytes(b"".join(line + b"\n" for line in lines))
     tokenizer = save_tokenizer_with_template(tmp_path / "tokenizer")
-    manifest = run_tasks(config(source, records, tokenizer, max_rejected=1.0, held_out=0.0), tmp_path / "data", 2)
+    data = make_data_config(source, records, tokenizer, max_rejected=1.0, held_out=0.0)
+    manifest = build_shards(data, tmp_path / "data", 2)
     rows = map(json.loads, (tmp_path / "data/rejected.jsonl").read_text().splitlines())
     rejected = {row["line"]: row for row in rows}
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer))
@@ -315,22 +316,22 @@ def test_a_chat_template_that_links_out_of_its_folder_is_refused(tmp_path: Path,
 def test_files_and_tokenizers_without_records_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     with raises_error("data.no_files", ".jsonl", "a.txt: text\n", "data.records: prompts"):
-        run_tasks(config(tmp_path / "a.txt", "prompts"), tmp_path / "data")
+        build_shards(make_data_config(tmp_path / "a.txt", "prompts"), tmp_path / "data")
     source = write_lines(tmp_path / "a.jsonl", [{"text": "x"}])
     with raises_error("data.no_documents", "a.jsonl line 1", "'prompt'", "'text'", "data.records"):
-        run_tasks(config(source, "prompts"), tmp_path / "data")
+        build_shards(make_data_config(source, "prompts"), tmp_path / "data")
     with pytest.raises(ValueError, match="chat template"):
-        config(source, "messages")
+        make_data_config(source, "messages")
     with pytest.raises(ValueError, match="4096"):
-        config(source, "prompts", sequence_length=4096)
+        make_data_config(source, "prompts", sequence_length=4096)
 
 
 def test_a_changed_chat_template_prepares_the_data_again(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "a.jsonl", [{"messages": make_dialogue(random.Random(3))} for _ in range(30)])
     tokenizer = save_tokenizer_with_template(tmp_path / "tokenizer", in_file=True)
-    data = config(source, "messages", tokenizer, held_out=0.0)
-    before = run_tasks(data, tmp_path / "data")
+    data = make_data_config(source, "messages", tokenizer, held_out=0.0)
+    before = build_shards(data, tmp_path / "data")
     (tmp_path / "data" / "manifest.json").unlink()
     tokenizer.with_name("chat_template.jinja").write_text(CHATML.replace("'user'", "'user', 'tool'"))
-    after = run_tasks(data, tmp_path / "data")
+    after = build_shards(data, tmp_path / "data")
     assert after.key != before.key

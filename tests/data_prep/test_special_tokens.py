@@ -17,7 +17,7 @@ from pipeline.base.files import write_json
 from pipeline.config.datasets import DataConfig, TokenizerConfig
 from pipeline.data.special_tokens import encode_prompt, get_added_tokens, load_tokenizer
 from tests.data_prep.test_records import read_shard_documents, sample_words
-from tests.data_prep.test_shards import run_tasks
+from tests.data_prep.test_shards import build_shards
 from tests.support.errors import raises_error
 from tests.support.tokenizers import (
     add_post_processor,
@@ -83,7 +83,7 @@ def test_a_prompt_begins_once_and_an_answer_ends_once(tmp_path: Path, kind: str)
     lines.append({"prompt": "", "response": "nothing was asked"})
     file = save_tokenizer_of_kind(tmp_path / "tokenizer", kind)
     data = make_data_config(write_records(tmp_path / "a.jsonl", lines), file, records="prompts")
-    manifest = run_tasks(data, tmp_path / "data")
+    manifest = build_shards(data, tmp_path / "data")
     reference = PreTrainedTokenizerFast(tokenizer_file=str(file), split_special_tokens=True)
     tokens_before, tokens_after = get_added_tokens(load_tokenizer(file))
     assert manifest.bos_ids == tokens_before != ()
@@ -105,7 +105,7 @@ def test_no_tokens_are_added_to_the_text_of_a_chat_template(tmp_path: Path) -> N
     ]
     source = write_records(tmp_path / "a.jsonl", [{"messages": messages} for messages in lines])
     file = save_tokenizer_of_kind(tmp_path / "tokenizer", "llama 3", template=CHAT, bos_token="<s>", eos_token=END)
-    manifest = run_tasks(make_data_config(source, file, records="messages"), tmp_path / "data")
+    manifest = build_shards(make_data_config(source, file, records="messages"), tmp_path / "data")
     reference = PreTrainedTokenizerFast.from_pretrained(file.parent)
     expected = [
         reference.apply_chat_template(messages, tokenize=True, return_dict=True).input_ids for messages in lines
@@ -118,7 +118,7 @@ def test_no_tokens_are_added_to_the_text_of_a_chat_template(tmp_path: Path) -> N
 
 def test_a_token_that_is_both_first_and_last_is_written_once_between_documents(tmp_path: Path) -> None:
     file = save_tokenizer_of_kind(tmp_path / "tokenizer", "one for both")
-    manifest = run_tasks(
+    manifest = build_shards(
         make_data_config(write_records(tmp_path / "a.jsonl", [{"text": "a model"}] * 9), file, held_out=0), tmp_path
     )
     entry = manifest.train[0]

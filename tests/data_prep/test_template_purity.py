@@ -17,8 +17,8 @@ from pipeline.data import chat_template
 from pipeline.data.chat_template import ChatTemplate, ChatTemplateError, UnusableTemplateError
 from pipeline.data.chat_template_worker import MAX_CHARACTERS
 from pipeline.run.worker import WorkerPool
-from tests.data_prep.test_records import CHATML, PLAIN, config, save_tokenizer_with_template, write_lines
-from tests.data_prep.test_shards import run_tasks
+from tests.data_prep.test_records import CHATML, PLAIN, make_data_config, save_tokenizer_with_template, write_lines
+from tests.data_prep.test_shards import build_shards
 from tests.support.errors import raises_error
 
 MESSAGES = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}]
@@ -77,7 +77,7 @@ def test_the_error_of_a_template_names_the_function_or_filter(tmp_path: Path) ->
     source = write_lines(tmp_path / "a.jsonl", [{"messages": MESSAGES}] * 50)
     tokenizer = save_tokenizer_with_template(tmp_path / "c", "{{ messages[0].content }}{{ ['a', 'b'] | random }}")
     with raises_error("data.invalid_chat_template", "random"):
-        run_tasks(config(source, "messages", tokenizer), tmp_path / "data")
+        build_shards(make_data_config(source, "messages", tokenizer), tmp_path / "data")
     assert not (tmp_path / "data/manifest.json").exists()
 
 

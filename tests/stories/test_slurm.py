@@ -26,7 +26,7 @@ from pipeline.run.directory import Run
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.cluster.machines import Machine
-from tests.data_prep.test_shards import all_bytes
+from tests.data_prep.test_shards import read_all_files
 from tests.stories.test_local_runs import write_broken_packages
 from tests.support.cluster_runs import (
     NODES,
@@ -183,7 +183,7 @@ def test_a_node_crash_during_a_shard_array_does_not_change_the_data(tmp_path: Pa
         command = [sys.executable, "-m", "pipeline", stage, str(config), *overrides, "run.name=local"]
         subprocess.run(command, cwd=CODE_ROOT, check=True, capture_output=True, timeout=120)
     assert len(load_manifest(run / "data").train) > 16
-    assert all_bytes(run / "data") == all_bytes(tmp_path / "runs/local/data")
+    assert read_all_files(run / "data") == read_all_files(tmp_path / "runs/local/data")
     cluster.wait_idle()
 
 
