@@ -1,10 +1,10 @@
-"""Tasks that die of SIGKILL at random moments, again and again: nothing is lost, nothing done twice, nothing half-made
-stays. Of the stage shard, for each kind of data folder, and of `data import`.
+"""Tasks that are killed at random moments lose no finished work, repeat none, and leave no incomplete files.
 
-A task is killed just before a file gets its name, at a random one of all things that it asks of the file system (an
-audit event of Python's: open, listdir …), at a random call of any function, or by the clock, in the middle of whatever
-it is at. All tasks are processes; one that has imported everything forks them, which takes milliseconds. The seed is
-printed where the test fails; SLUICE_TEST_SEED takes it again (kills by the clock will fall otherwise).
+This holds for the shard stage with each kind of data folder, and for `data import`. A task kills itself with SIGKILL at
+a random event: before a rename, at a file system operation (an audit event of Python), at a function call, or when a
+timer expires. A process that has imported all modules forks the tasks, which takes milliseconds.
+
+The test prints its seed. Set SLUICE_TEST_SEED to use the same seed again; only kills by timer are not reproducible.
 """
 
 from __future__ import annotations
@@ -41,289 +41,347 @@ from tests.data_prep.test_token_files import make_config as make_tokens_config
 
 __all__ = ["small_units"]
 
-WAYS = ("name", "file", "call", "clock")
-TASKS = """
+EVENT_KINDS = ("rename", "file", "call")
+"""Events that a task counts: it kills itself before the event with a given number."""
+KILL_KINDS = (*EVENT_KINDS, "timer")
+RUN_TASKS_SCRIPT = """
 import importlib, json, os, signal, sys, threading
 from pathlib import Path
 for name in ("shard_writer", "tokenizer", "duplicates", "text_folder"):
     importlib.import_module(f"data_prep.{name}")
-from tests.data_prep.test_random_kills import KINDS
+from tests.data_prep.test_random_kills import WORKLOADS
 
-os.fsync = lambda fd: None  # slow, and of no matter here
-kind = KINDS[sys.argv[1]](sys.argv[2])
-count = {"name": 0, "file": 0, "call": 0}
+os.fsync = lambda fd: None  # It is slow, and only matters if the machine crashes.
+workload = WORKLOADS[sys.argv[1]](sys.argv[2])
+counts = {"rename": 0, "file": 0, "call": 0}
 
-def die():
+def kill_self():
     os.kill(os.getpid(), signal.SIGKILL)
 
-def step(way, fatal):
-    count[way] += 1
-    if count[way] == fatal:
-        die()
+def count_event(kind, kill_at):
+    counts[kind] += 1
+    if counts[kind] == kill_at:
+        kill_self()
 
-def task(path, number, tasks, way, fatal):
+def run_task(path, number, tasks, kind, kill_at):
     sys.stdout = open(os.devnull, "w")
-    if way == "file":
-        asked = ("open", "os.", "tempfile.", "fcntl.", "glob.")
-        sys.addaudithook(lambda event, _: event.startswith(asked) and step("file", fatal))
-    elif way == "name":
-        sys.addaudithook(lambda event, _: event == "os.rename" and step("name", fatal))
-    elif way == "call":
-        hook = lambda _, event, __: event.endswith("call") and step("call", fatal)
+    if kind == "file":
+        prefixes = ("open", "os.", "tempfile.", "fcntl.", "glob.")
+        sys.addaudithook(lambda event, _: event.startswith(prefixes) and count_event("file", kill_at))
+    elif kind == "rename":
+        sys.addaudithook(lambda event, _: event == "os.rename" and count_event("rename", kill_at))
+    elif kind == "call":
+        hook = lambda _, event, __: event.endswith("call") and count_event("call", kill_at)
         threading.setprofile(hook)
         sys.setprofile(hook)
-    elif way == "clock":
-        threading.Timer(fatal, die).start()
-    kind.work(path, number, tasks)
+    elif kind == "timer":
+        threading.Timer(kill_at, kill_self).start()
+    workload.run_task(path, number, tasks)
     sys.setprofile(None)
 
 for line in sys.stdin:
-    (path, fates), pids = json.loads(line), []
-    for number, (way, fatal) in enumerate(fates):
+    path, kills = json.loads(line)
+    pids = []
+    for number, (kind, kill_at) in enumerate(kills):
         if (pid := os.fork()) == 0:
-            end = 1
+            exit_code = 1
             try:
-                task(Path(path), number, len(fates), way, fatal)
-                end = 0
+                run_task(Path(path), number, len(kills), kind, kill_at)
+                exit_code = 0
             finally:
-                if way in count and fatal == 0:
-                    os.write(1, f"{count[way]} ".encode())
-                os._exit(end)
+                if kind in counts and kill_at == 0:
+                    os.write(1, f"{counts[kind]} ".encode())
+                os._exit(exit_code)
         pids.append(pid)
     print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]), flush=True)
 """
 
-Done = dict[str, tuple[int, int]]
-"""Inode and time of each file that was done: who writes one anew changes them."""
+Stamps = dict[str, tuple[int, int]]
+"""Inode and modification time of finished files by name. They change if a task writes a file again."""
 
 
-def stamps(files: list[Path]) -> Done:
+def read_stamps(files: list[Path]) -> Stamps:
     return {file.name: (file.stat().st_ino, file.stat().st_mtime_ns) for file in files}
 
 
-class Shard:
-    """The stage shard, on documents."""
+class TextShards:
+    """The shard stage with documents.
 
-    reach = (0.03, 0.3, 1.1)
-    """Up to which parts of a task's work it is killed: soon, so that it takes many, and at the end."""
-    least = 6
-    """So many are killed."""
+    Args:
+        argument: what a new process needs to open the workload: here the data config as JSON.
+    """
 
-    def __init__(self, told: str) -> None:
-        """told: the data's config."""
-        self.told, self.data = told, DataConfig.model_validate_json(told)
+    kill_ranges = (0.03, 0.3, 1.1)
+    """A task is killed in this first part of its work. An early kill needs many tasks; 1.1 also hits the end."""
+    min_kills = 6
+    """At least this number of tasks must be killed in a test."""
+
+    def __init__(self, argument: str) -> None:
+        self.argument = argument
 
     @classmethod
-    def new(cls, folder: Path) -> Shard:
+    def create(cls, folder: Path) -> TextShards:
+        """Write the inputs to a folder and return the workload that reads them."""
         source = str(write_jsonl(folder / "a.jsonl", [*make_documents(120), *make_documents(60)]))
         return cls(make_data_config([source]).model_dump_json())
 
-    def folder(self, path: Path) -> DataFolder[Any, Any]:
-        return TextFolder(self.data, path)
+    def open_folder(self, path: Path) -> DataFolder[Any, Any]:
+        """Return the data folder at `path`."""
+        return TextFolder(DataConfig.model_validate_json(self.argument), path)
 
     def prepare(self, path: Path) -> None:
-        self.folder(path).prepare(discard_log)
+        """Do what must precede the tasks."""
+        self.open_folder(path).prepare(discard_log)
 
-    def work(self, path: Path, number: int, tasks: int) -> None:
-        folder = self.folder(path)
+    def run_task(self, path: Path, number: int, tasks: int) -> None:
+        """Do the work of task `number` of `tasks`."""
+        folder = self.open_folder(path)
         folder.shard(number, tasks, discard_log)
         folder.finalize(discard_log)
 
-    def done(self, path: Path) -> Done:
-        """Those of the units that are whole by their hashes."""
-        whole, found = self.folder(path), Done()
-        for unit in range(whole.unit_count):
-            made = whole.load_unit(unit)
-            entries = [*made.train, *made.held_out] if made else []
-            if made and not any(entry.find_problem(path / entry.file) for entry in entries):
-                own = [path / entry.file for entry in entries if not entry.is_user_file]
-                found |= stamps([whole.unit_path(unit), *own])
-        return found
+    def read_finished_stamps(self, path: Path) -> Stamps:
+        """Return the stamps of the units whose files match their hashes."""
+        folder = self.open_folder(path)
+        stamps: Stamps = {}
+        for number in range(folder.unit_count):
+            unit = folder.load_unit(number)
+            entries = [*unit.train, *unit.held_out] if unit else []
+            if unit and not any(entry.find_problem(path / entry.file) for entry in entries):
+                shards = [path / entry.file for entry in entries if not entry.is_user_file]
+                stamps |= read_stamps([folder.unit_path(number), *shards])
+        return stamps
 
-    def files(self, path: Path) -> dict[str, bytes]:
-        """All that it wrote."""
+    def read_output_files(self, path: Path) -> dict[str, bytes]:
+        """Return the content of all files that the tasks wrote, by name."""
         return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
-class Deduplicated(Shard):
+class DeduplicatedTextShards(TextShards):
+    """The shard stage with documents, without duplicates."""
+
     @classmethod
-    def new(cls, folder: Path) -> Shard:
+    def create(cls, folder: Path) -> TextShards:
         source = str(write_jsonl(folder / "a.jsonl", [*make_documents(120), *make_documents(60)]))
         return cls(make_data_config([source], deduplicate=True).model_dump_json())
 
 
-class Tokens(Shard):
-    """On tokens that are used where they lie, in many parts."""
+class TokenShards(TextShards):
+    """The shard stage with a token file that is used in place, in many ranges."""
 
     @classmethod
-    def new(cls, folder: Path) -> Shard:
-        (tokenizer := folder / "tokenizer.json").write_text(train_bpe(TEXTS * 20, VOCAB, "<|endoftext|>"))
+    def create(cls, folder: Path) -> TextShards:
+        tokenizer = write_tokenizer(folder)
         source = str(write_megatron(folder, encode_documents(tokenizer, 4500)))
         return cls(make_tokens_config(source, tokenizer, shard_tokens=1024).model_dump_json())
 
-    def folder(self, path: Path) -> DataFolder[Any, Any]:
-        return TokensFolder(self.data, path)
+    def open_folder(self, path: Path) -> DataFolder[Any, Any]:
+        return TokensFolder(DataConfig.model_validate_json(self.argument), path)
 
 
-class Arrays(Shard):
-    """On samples in chunks, which are unpacked, some in one piece among them."""
+class SampleShards(TextShards):
+    """The shard stage with HDF5 files of samples: most are chunked, so they are unpacked, and some are contiguous."""
 
     @classmethod
-    def new(cls, folder: Path) -> Shard:
-        draw = np.random.default_rng(0)
+    def create(cls, folder: Path) -> TextShards:
+        generator = np.random.default_rng(0)
         for number in range(24):
-            how: dict[str, Any] = {"chunks": (7, 30), "compression": "gzip"} if number % 6 else {}
+            storage: dict[str, Any] = {"chunks": (7, 30), "compression": "gzip"} if number % 6 else {}
             with h5py.File(folder / f"{number:02}.h5", "w") as file:
-                file.create_dataset("x", data=draw.integers(0, 9, (40, 30), np.uint8), **how)
-                file["y"] = draw.integers(0, 9, 40, np.int32)
+                file.create_dataset("x", data=generator.integers(0, 9, (40, 30), np.uint8), **storage)
+                file["y"] = generator.integers(0, 9, 40, np.int32)
         return cls(DataConfig(source=f"{folder}/*.h5", held_out=0.1).model_dump_json())
 
-    def folder(self, path: Path) -> DataFolder[Any, Any]:
+    def open_folder(self, path: Path) -> DataFolder[Any, Any]:
         model = UserModel("own", Path("own.py"), frozenset(), ("x", "y"), ("x",), ())
-        return SamplesFolder(self.data, path, PACKAGE, model)
+        return SamplesFolder(DataConfig.model_validate_json(self.argument), path, PACKAGE, model)
 
 
-class Import(Shard):
-    """`data import`; of several at once one works, and the others say so; once it is done none works any more."""
+class TokenImport(TextShards):
+    """`data import`, whose argument is the folder of inputs.
 
-    reach, least = (0.03, 0.1, 0.3), 4
+    Only one of several processes does the work. The others fail, and so does each process after the import is finished.
+    """
 
-    def __init__(self, told: str) -> None:
-        self.told, self.source = told, told
+    kill_ranges = (0.03, 0.1, 0.3)
+    min_kills = 4
 
     @classmethod
-    def new(cls, folder: Path) -> Shard:
-        (tokenizer := folder / "tokenizer.json").write_text(train_bpe(TEXTS * 20, VOCAB, "<|endoftext|>"))
-        documents = encode_documents(tokenizer, 600)
+    def create(cls, folder: Path) -> TextShards:
+        documents = encode_documents(write_tokenizer(folder), 600)
         for number in range(20):
-            (inside := folder / "in" / f"{number:02}").mkdir(parents=True)
-            write_megatron(inside, [one[:-1] for one in documents[30 * number : 30 * (number + 1)]])
+            input_folder = folder / "in" / f"{number:02}"
+            input_folder.mkdir(parents=True)
+            write_megatron(input_folder, [one[:-1] for one in documents[30 * number : 30 * (number + 1)]])
         return cls(str(folder))
 
     def prepare(self, path: Path) -> None:
         path.mkdir()
 
-    def work(self, path: Path, number: int, tasks: int) -> None:
-        tokens_commands._SHARD_TOKENS = 300  # some of each file
-        tokenizer = f"{self.source}/tokenizer.json"
+    def run_task(self, path: Path, number: int, tasks: int) -> None:
+        tokens_commands._SHARD_TOKENS = 300  # Each input then fills several shards.
         try:
             tokens_commands.run_data_command(
-                "import", [f"{self.source}/in"], str(path / "to"), tokenizer, "<|endoftext|>", False
+                "import",
+                [f"{self.argument}/in"],
+                str(path / "to"),
+                f"{self.argument}/tokenizer.json",
+                "<|endoftext|>",
+                False,
             )
         except UserError as error:
             assert error.code in ("data.folder_exists", "data.import_running"), error
-        except FileNotFoundError:  # it began between the other's last look and its end
-            assert tasks > 1 and (path / "to").exists()
+        except FileNotFoundError:  # Another process finished after this one had checked for a running import.
+            assert tasks > 1
+            assert (path / "to").exists()
 
-    def done(self, path: Path) -> Done:
+    def read_finished_stamps(self, path: Path) -> Stamps:
         if (path / "to").exists():
-            return stamps([*(path / "to/shards").iterdir()])
-        lines = read_jsonl(path / ".to.part/copied.jsonl")
-        entries = [ShardEntry(**one) for line in lines for one in line["shards"]]
-        assert not [words for one in entries if (words := one.find_problem(path / ".to.part" / one.file))]
-        return stamps([path / ".to.part" / one.file for one in entries])
+            return read_stamps([*(path / "to/shards").iterdir()])
+        part = path / ".to.part"
+        lines = read_jsonl(part / "copied.jsonl")
+        entries = [ShardEntry(**values) for line in lines for values in line["shards"]]
+        assert not [problem for entry in entries if (problem := entry.find_problem(part / entry.file))]
+        return read_stamps([part / entry.file for entry in entries])
 
-    def files(self, path: Path) -> dict[str, bytes]:
+    def read_output_files(self, path: Path) -> dict[str, bytes]:
         return {file.name: file.read_bytes() for file in path.rglob("shards/*") if file.is_file()}
 
 
-KINDS: dict[str, type[Shard]] = {one.__name__: one for one in (Shard, Deduplicated, Tokens, Arrays, Import)}
+WORKLOADS: dict[str, type[TextShards]] = {
+    workload.__name__: workload
+    for workload in (TextShards, DeduplicatedTextShards, TokenShards, SampleShards, TokenImport)
+}
 
 
-class Tasks:
-    """Starts the tasks of a kind on a folder, each with its fate, and waits for all of them."""
+def write_tokenizer(folder: Path) -> Path:
+    """Train a small tokenizer and return the path of its file."""
+    path = folder / "tokenizer.json"
+    path.write_text(train_bpe(TEXTS * 20, VOCAB, "<|endoftext|>"))
+    return path
 
-    def __init__(self, kind: Shard) -> None:
-        command = [sys.executable, "-c", TASKS, type(kind).__name__, kind.told]
+
+class TaskRunner:
+    """Runs tasks of a workload as processes, which kill themselves as requested."""
+
+    def __init__(self, workload: TextShards) -> None:
+        command = [sys.executable, "-c", RUN_TASKS_SCRIPT, type(workload).__name__, workload.argument]
         self.process = subprocess.Popen(command, cwd=CODE_ROOT, stdin=-1, stdout=-1, text=True)
 
-    def __enter__(self) -> Tasks:
+    def __enter__(self) -> TaskRunner:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.process.kill()
         self.process.communicate(timeout=60)
 
-    def run(self, folder: Path, fates: list[tuple[str, float]]) -> tuple[list[int], int]:
-        """Exit codes, and what was counted of a single task whose count to die at is 0."""
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(json.dumps([str(folder), fates]) + "\n")
+    def run(self, folder: Path, kills: list[tuple[str, float]]) -> tuple[list[int], int]:
+        """Run one task per entry of `kills` at once, and wait for all of them.
+
+        Args:
+            folder: the folder that the tasks fill.
+            kills: for each task, a kind of kill and when: the number of the event, or the seconds of the timer. With
+                event 0, the task counts the events and is not killed.
+
+        Returns: the exit codes, and the counted events of a single task with event 0.
+        """
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps([str(folder), kills]) + "\n")
         self.process.stdin.flush()
-        counted, codes = ("0 " + self.process.stdout.readline()).split("[")
-        return json.loads(f"[{codes}"), sum(map(int, counted.split()))
+        counts, exit_codes = ("0 " + self.process.stdout.readline()).split("[")
+        return json.loads(f"[{exit_codes}"), sum(map(int, counts.split()))
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_random_kills_lose_and_repeat_nothing(
+def choose_kill(generator: random.Random, workload: TextShards, limits: dict[str, float]) -> tuple[str, float]:
+    """Return a random kind of kill and when it happens. `limits` has the events or seconds of the whole work."""
+    kind = generator.choice(KILL_KINDS)
+    limit = generator.choice(workload.kill_ranges) * limits[kind]
+    return kind, generator.uniform(0, limit) if kind == "timer" else generator.randint(1, int(limit))
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_random_kills_lose_and_repeat_no_finished_work(
     tmp_path: Path, name: str, small_units: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "fsync", lambda fd: None)
-    chance = random.Random(seed := int(os.environ.get("SLUICE_TEST_SEED", random.SystemRandom().randrange(2**32))))
+    seed = int(os.environ.get("SLUICE_TEST_SEED", random.SystemRandom().randrange(2**32)))
     print(f"SLUICE_TEST_SEED={seed}")
+    generator = random.Random(seed)
     (tmp_path / "in").mkdir()
-    kind, killed, most = KINDS[name].new(tmp_path / "in"), tmp_path / "killed", {"clock": 0.3}
-    seen: Counter[str] = Counter()
-    before: Done = {}
-    half: set[str] = set()
-    with Tasks(kind) as tasks:
-        for way in ("name", "file", "call"):
-            kind.prepare(tmp_path / way)
-            codes, most[way] = tasks.run(tmp_path / way, [(way, 0)])
-            assert codes == [0] and most[way] > 40
-        right = kind.files(tmp_path / "name")
-        kind.prepare(killed)
-        for number in range(12):
-            fates: list[tuple[str, float]] = [] if number else [("name", chance.randint(1, 6))]  # leaves a half file
-            for _ in range(chance.randint(1, 3) if number else 0):
-                way = chance.choice(WAYS)
-                upto = chance.choice(kind.reach) * most[way]
-                fates.append((way, chance.uniform(0, upto) if way == "clock" else chance.randint(1, int(upto))))
-            codes, _ = tasks.run(killed, fates)
-            assert set(codes) <= {0, -signal.SIGKILL}, (fates, codes)
-            seen += Counter(way for (way, _), code in zip(fates, codes, strict=True) if code)
-            now = kind.done(killed)
-            assert before.items() <= now.items(), "what was done is lost, or was done again"
-            before = now
-            half |= {path.name for path in killed.rglob("shards/.*.tmp")}
-            named = {name: text for name, text in kind.files(killed).items() if name.endswith((".h5", ".json"))}
-            assert named.items() <= right.items(), "a file has its name, and is not whole"
-        codes, _ = tasks.run(killed, [("none", 0)])
-    assert codes == [0] and before.items() <= kind.done(killed).items()
-    assert kind.files(killed) == right
-    print(f"killed: {dict(seen)}, {len(half)} half files, {len(before)} files done before the last round")
-    assert sum(seen.values()) >= kind.least and half, (seen, half)
+    workload = WORKLOADS[name].create(tmp_path / "in")
+    folder = tmp_path / "killed"
+    limits: dict[str, float] = {"timer": 0.3}
+    kill_counts: Counter[str] = Counter()
+    finished: Stamps = {}
+    temporary_files: set[str] = set()
+    with TaskRunner(workload) as runner:
+        for kind in EVENT_KINDS:
+            workload.prepare(tmp_path / kind)
+            exit_codes, limits[kind] = runner.run(tmp_path / kind, [(kind, 0)])
+            assert exit_codes == [0]
+            assert limits[kind] > 40
+        expected_files = workload.read_output_files(tmp_path / "rename")
+        workload.prepare(folder)
+        for attempt in range(12):
+            if attempt == 0:
+                kills: list[tuple[str, float]] = [("rename", generator.randint(1, 6))]  # leaves a temporary file
+            else:
+                kills = [choose_kill(generator, workload, limits) for _ in range(generator.randint(1, 3))]
+            exit_codes, _ = runner.run(folder, kills)
+            assert set(exit_codes) <= {0, -signal.SIGKILL}, (kills, exit_codes)
+            kill_counts += Counter(kind for (kind, _), code in zip(kills, exit_codes, strict=True) if code)
+            still_finished = workload.read_finished_stamps(folder)
+            assert finished.items() <= still_finished.items(), "a finished file was lost or written again"
+            finished = still_finished
+            temporary_files |= {path.name for path in folder.rglob("shards/.*.tmp")}
+            files = workload.read_output_files(folder).items()
+            final_files = {name: content for name, content in files if name.endswith((".h5", ".json"))}
+            assert final_files.items() <= expected_files.items(), "a file with its final name is incomplete"
+        exit_codes, _ = runner.run(folder, [("none", 0)])
+    assert exit_codes == [0]
+    assert finished.items() <= workload.read_finished_stamps(folder).items()
+    assert workload.read_output_files(folder) == expected_files
+    print(
+        f"killed: {dict(kill_counts)}, {len(temporary_files)} temporary files, {len(finished)} files finished before "
+        "the last attempt"
+    )
+    assert sum(kill_counts.values()) >= workload.min_kills, kill_counts
+    assert temporary_files
 
 
-def test_what_a_killed_task_left_of_a_manifest_goes_and_who_loses_it_to_another_is_done(
+def test_finalize_removes_temporary_files_and_succeeds_if_another_task_finishes_first(
     tmp_path: Path, small_units: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two tasks find all units made at once; the one that is first takes the other's file for a killed one's."""
+    """Two tasks finalize at once. One removes the temporary file of the other, like that of a killed task."""
     (tmp_path / "in").mkdir()
-    kind, path = Shard.new(tmp_path / "in"), tmp_path / "data"
-    kind.prepare(path)
-    first, second = kind.folder(path), kind.folder(path)
-    first.shard(0, 1, discard_log)
-    left = [path / f".{name}.77.0a1b2c3d.tmp" for name in ("manifest.json", "rejected.jsonl")]
-    (path / "web").mkdir()  # of a mixture
-    left.append(path / "web/.manifest.json.77.0a1b2c3d.tmp")
-    for one in left:
-        one.write_text("half")
-    replace, asked = os.replace, list[str]()
+    workload = TextShards.create(tmp_path / "in")
+    path = tmp_path / "data"
+    workload.prepare(path)
+    first_task = workload.open_folder(path)
+    second_task = workload.open_folder(path)
+    first_task.shard(0, 1, discard_log)
+    (path / "web").mkdir()  # A mixture has such folders.
+    for name in (".manifest.json", ".rejected.jsonl", "web/.manifest.json"):
+        (path / f"{name}.77.0a1b2c3d.tmp").write_text("incomplete")
+    real_replace = os.replace
+    replaced: list[str] = []
 
-    def replaced(old: Any, new: Any) -> None:
-        asked.append(str(new))
-        if len(asked) == 1:
-            assert second.finalize(discard_log)
-        replace(old, new)
+    def finalize_second_task_before_replace(old: Any, new: Any) -> None:
+        replaced.append(str(new))
+        if len(replaced) == 1:
+            assert second_task.finalize(discard_log)
+        real_replace(old, new)
 
-    monkeypatch.setattr(os, "replace", replaced)
-    assert first.finalize(discard_log) and len(asked) == 3
-    assert not [*path.rglob("*.tmp")] and first.find_shard_problem() is None
+    monkeypatch.setattr(os, "replace", finalize_second_task_before_replace)
+    assert first_task.finalize(discard_log)
+    assert len(replaced) == 3
+    assert not [*path.rglob("*.tmp")]
+    assert first_task.find_shard_problem() is None
 
-    def gone(old: Any, new: Any) -> None:
+    def raise_file_not_found(old: Any, new: Any) -> None:
         raise FileNotFoundError(old)
 
     (path / "manifest.json").unlink()
-    monkeypatch.setattr(os, "replace", gone)
+    monkeypatch.setattr(os, "replace", raise_file_not_found)
     with pytest.raises(FileNotFoundError):
-        first.finalize(discard_log)
+        first_task.finalize(discard_log)
