@@ -1,4 +1,4 @@
-"""Callbacks: what happens around a training step, apart from the step itself.
+"""Callbacks: the interface through which other code acts at fixed points of a training step.
 
 The trainer calls each hook of all its callbacks in one fixed order (`Trainer._make_callbacks`). Watchdog, bad-step
 guard, profiler, held-out evaluation, metrics and requests are callbacks. A user's module may add its own:
@@ -26,24 +26,25 @@ class TrainerContext(Protocol):
     rank: int
     device: torch.device
     start_step: int
-    """The step that was restored; 0 for a new training."""
+    """The step of the checkpoint that was restored; 0 if the run starts from scratch."""
     steps: int
     """The number of the last step."""
     samples_consumed: int
+    """The number of samples in all steps so far."""
     step_s: float
     """Duration of the latest step in seconds, without `overhead_s`."""
     data_wait_s: float
     """Seconds for which the latest step waited for its batch."""
     overhead_s: dict[str, float]
-    """Seconds since the previous step's metrics that were not spent on a step, such as `evaluate_s`."""
+    """Seconds since the metrics of the previous step that were spent on other work, by name, such as `evaluate_s`."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this rank's parameters with their names in the whole model."""
+        """Yield this rank's parameters with their names in the full model."""
 
     def request_stop(self, reason: str) -> None:
-        """Complete the training early: all ranks finish the next step, save and exit.
+        """Complete the train stage early: all ranks finish the next step, save and exit.
 
-        One rank may call it. The stage is then done, and no later job continues it.
+        A single rank may call this. No later job then continues the stage.
         """
 
     def enter_phase(self, step: int, phase: str) -> None:
@@ -54,14 +55,14 @@ class TrainerContext(Protocol):
 
 
 class Callback:
-    """Hooks of a training. Override those you need; hooks that are not overridden cost nothing.
+    """Hooks that the trainer calls. Override the hooks you need; hooks that are not overridden cost nothing.
 
-    Hooks run on every rank, in the thread that trains, unless they say otherwise. A hook that communicates must do so
-    on all ranks. `step` counts optimizer steps from 1.
+    A hook runs on every rank, in the thread that trains, unless its docstring says otherwise. A hook that communicates
+    must do so on all ranks. `step` counts optimizer steps from 1.
     """
 
     def on_start(self, trainer: TrainerContext) -> None:
-        """Run once before the first step, after a checkpoint was restored."""
+        """Run once before the first step of an attempt, after the checkpoint was restored."""
 
     def on_phase(self, trainer: TrainerContext, step: int, phase: str) -> None:
         """Run when `step` enters a phase, such as `data`, `forward`, `backward`, `reduce` or `save`."""
@@ -73,15 +74,15 @@ class Callback:
         """Run after gradients and loss were reduced over all ranks, before gradients are clipped."""
 
     def on_before_optimizer_step(self, trainer: TrainerContext, step: int, loss: float, grad_norm: float) -> str | None:
-        """Return a reason to skip the update of the weights, the same on all ranks; None to update them.
+        """Return a reason to skip the update of the weights; None to update them. All ranks must return the same.
 
         Args:
-            loss: mean over the global batch.
-            grad_norm: norm of the whole model's gradient before clipping.
+            loss: the mean over the global batch.
+            grad_norm: the norm of the full model's gradient before clipping.
         """
 
     def on_step_end(self, trainer: TrainerContext, step: int, metrics: dict[str, Any]) -> None:
-        """Run after the weights were updated. Entries added to `metrics` go to metrics.jsonl (rank 0's are written)."""
+        """Run after the weights were updated. Entries that rank 0 adds to `metrics` are written to metrics.jsonl."""
 
     def on_metrics(self, trainer: TrainerContext, step: int, metrics: Mapping[str, Any]) -> None:
         """Run when the metrics of `step` are complete."""
@@ -89,49 +90,54 @@ class Callback:
     def on_evaluation(self, trainer: TrainerContext, step: int, metrics: Mapping[str, float]) -> None:
         """Run after an evaluation on held-out data (`train.evaluate_every`). `metrics` are the same on all ranks.
 
-        If a stop prevented the evaluation of the restored step, it runs at the next start, before this callback's
-        `on_start`.
+        A stop may prevent the evaluation of a step. The next attempt then evaluates the restored step before it calls
+        `on_start` of your callbacks, so `on_evaluation` may run before `on_start`.
         """
 
     def on_save(self, trainer: TrainerContext, step: int) -> None:
-        """Run when a checkpoint of `step` begins."""
+        """Run when the checkpoint of `step` is about to be saved."""
 
     def on_saved(self, trainer: TrainerContext, step: int, seconds: float) -> None:
-        """Run on rank 0 after the checkpoint was committed, in the thread that writes it."""
+        """Run after the checkpoint was committed, on rank 0 only and in the thread that writes it.
+
+        Args:
+            seconds: the duration of the save.
+        """
 
     def on_stop(self, trainer: TrainerContext, step: int, reason: str) -> None:
-        """Run when the ranks agreed to stop after `step`, before the checkpoint."""
+        """Run when the ranks have agreed to stop after `step`, before the checkpoint is saved."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a restart needs, as JSON values; that of rank 0 is saved in each checkpoint."""
+        """Return the state that a restart needs, as JSON values. Each checkpoint contains the state of rank 0."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned, on every rank."""
+        """Restore the state that rank 0's `state_dict` returned. Runs on every rank."""
 
 
 class CallbackList:
-    """Calls each hook of several callbacks in their order."""
+    """Calls each hook of several callbacks, in the order of the callbacks."""
 
     def __init__(self, trainer: TrainerContext, callbacks: Sequence[Callback]) -> None:
         self._trainer = trainer
         self.callbacks = list(callbacks)
 
-        def overridden(hook: str) -> list[Callable[..., Any]]:
-            users = [each for each in self.callbacks if getattr(type(each), hook) is not getattr(Callback, hook)]
-            return [getattr(each, hook) for each in users]
+        self._on_start = self._list_overrides("on_start")
+        self._on_phase = self._list_overrides("on_phase")
+        self._on_step_begin = self._list_overrides("on_step_begin")
+        self._on_backward_end = self._list_overrides("on_backward_end")
+        self._on_before_optimizer_step = self._list_overrides("on_before_optimizer_step")
+        self._on_step_end = self._list_overrides("on_step_end")
+        self._on_metrics = self._list_overrides("on_metrics")
+        self._on_evaluation = self._list_overrides("on_evaluation")
+        self._on_save = self._list_overrides("on_save")
+        self._on_saved = self._list_overrides("on_saved")
+        self._on_stop = self._list_overrides("on_stop")
 
-        self._on_start = overridden("on_start")
-        self._on_phase = overridden("on_phase")
-        self._on_step_begin = overridden("on_step_begin")
-        self._on_backward_end = overridden("on_backward_end")
-        self._on_before_optimizer_step = overridden("on_before_optimizer_step")
-        self._on_step_end = overridden("on_step_end")
-        self._on_metrics = overridden("on_metrics")
-        self._on_evaluation = overridden("on_evaluation")
-        self._on_save = overridden("on_save")
-        self._on_saved = overridden("on_saved")
-        self._on_stop = overridden("on_stop")
+    def _list_overrides(self, hook: str) -> list[Callable[..., Any]]:
+        """Return the bound method `hook` of each callback whose class overrides it."""
+        default = getattr(Callback, hook)
+        return [getattr(each, hook) for each in self.callbacks if getattr(type(each), hook) is not default]
 
     def on_start(self) -> None:
         """Call `Callback.on_start`."""
@@ -189,17 +195,17 @@ class CallbackList:
             hook(self._trainer, step, reason)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """Return the state of the callbacks that have any, by the names of their classes.
+        """Return the state of each callback that has one, by class name.
 
-        Raises UserError if a state is not JSON, or if two callbacks of one class have state.
+        Raises UserError if a state cannot be converted to JSON, or if two callbacks of one class have a state.
         """
         states = [(type(each).__name__, state) for each in self.callbacks if (state := each.state_dict())]
         for name, count in Counter(name for name, _ in states).items():
             if count > 1:
                 raise UserError(
                     "model.callback_state",
-                    f"model.target: {count} callbacks of the class {name} have state, so that a restart could not tell "
-                    "them apart. Combine them, or derive a class for each",
+                    f"model.target: {count} callbacks of the class {name} have state, but a checkpoint stores states "
+                    "by class name. Combine them, or derive a class for each",
                 )
         for name, state in states:
             try:
@@ -213,16 +219,16 @@ class CallbackList:
         return dict(states)
 
     def load_state_dict(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Give each callback the state that `state_dict` returned for it."""
+        """Pass each callback the state that `state_dict` returned for its class."""
         for callback in self.callbacks:
             if (state := states.get(type(callback).__name__)) is not None:
                 callback.load_state_dict(state)
 
 
 def make_user_callbacks(module: Any, config: Config) -> list[Callback]:
-    """Return the callbacks that a user's module makes; none if it has no function `callbacks`.
+    """Return the callbacks that the function `callbacks` of a user's module creates; [] if there is no such function.
 
-    Raises UserError if it returns anything else than a list of callbacks.
+    Raises UserError if the function does not return a list of callbacks.
     """
     if not hasattr(module, "callbacks"):
         return []

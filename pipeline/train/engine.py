@@ -1,13 +1,13 @@
-"""The engine: the model on its ranks, with the same interface for every layout.
+"""The engine runs the model and its optimizer on each rank, with the same interface for every parallel layout.
 
-It builds this rank's part of the model and applies, from the inside out: float8, tensor parallelism, activation
-checkpointing, torch.compile, FSDP or DDP, and the pipeline. `backward` runs all micro-batches of a step.
-`clip_gradients` computes the norm over the whole model. `state_dict` does not depend on the layout, so any layout can
-load what another saved.
+The engine builds this rank's part of the model. It applies, in this order: float8, tensor parallelism, activation
+checkpointing, torch.compile, FSDP or DDP, and the pipeline. The names in `state_dict` do not depend on the layout, so
+a checkpoint of one layout can be loaded by another.
 
-Initial weights depend on parameter names only (pipeline/model/decoder.py), so they are the same in every layout. Random
-numbers of a step depend on seed, step, micro-batch and random stream. A rerun on the same layout repeats them, and
-tensor parallel ranks that compute the same activations apply the same dropout.
+Initial weights depend only on the seed and the parameter names (pipeline/model/decoder.py), so they are the same in
+every layout. The random numbers of a step, for example for dropout, depend on seed, step, micro-batch and random stream
+(`Layout.random_stream`). Tensor-parallel ranks that compute the same activations share a stream and so apply the same
+dropout.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from pipeline.train.optimizer import (
     make_optimizer,
 )
 
-if TYPE_CHECKING:  # the import takes half a second, which only trainings with a pipeline need
+if TYPE_CHECKING:  # The import takes half a second, and only runs with pipeline parallelism need it.
     from pipeline.parallel.pipeline_parallel import PipelineRunner
 
 
 def compute_step_seed(seed: int, step: int, stream: int, micro_batch: int) -> int:
-    """Return the seed of all random numbers in one micro-batch; `stream` is `Layout.random_stream`."""
+    """Return the seed for the random numbers of one micro-batch; `stream` is this rank's `Layout.random_stream`."""
     text = f"{seed}/{step}/{stream}/{micro_batch}".encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
 
@@ -62,12 +62,13 @@ class Engine:
 
     Args:
         config: the run's config.
-        layout: the layout of the training.
-        world: this rank's place in the process group.
+        layout: the sizes of all kinds of parallelism.
+        world: the process group of all ranks.
         task: builds the model and computes its loss.
-        compute_timer: entered around forward passes, which are this rank's own work: it waits for no other rank there.
-        from_scratch: whether the training starts. If a checkpoint is loaded next, no initial weights are sampled.
-        source: weights that the training starts with instead of sampled ones.
+        compute_timer: a context manager that is entered around each forward pass, to measure this rank's compute time.
+        from_scratch: whether the run starts without a checkpoint. Otherwise no initial weights are sampled, because the
+            caller loads a checkpoint next.
+        source: weights to start from instead of sampled ones.
     """
 
     def __init__(
@@ -87,58 +88,72 @@ class Engine:
         self.world = world
         self.task = task
         parallel = config.parallel
-        has_whole_model = layout.pp == 1 and layout.tp == 1 and layout.zero == 0 and not parallel.offload
-        mesh = None if has_whole_model else layout.build_device_mesh(world.device.type)
+        has_full_model = layout.pp == 1 and layout.tp == 1 and layout.zero == 0 and not parallel.offload
+        mesh = None if has_full_model else layout.build_device_mesh(world.device.type)
         self._is_split = mesh is not None
         self._has_sharded_logits = layout.tp > 1 and parallel.loss_parallel and config.model.target is None
         self._random_stream = layout.random_stream(world.rank)
         self._loss_entries = task.units_per_step
-        """Number of tokens (samples) with a loss in the global batch."""
+        """Number of entries of the global batch that have a loss: tokens, or samples of a custom model."""
         self._loss = torch.zeros((), dtype=torch.float64, device=world.device)
         self._batch: Batch = {}
-        # custom optimizers, and hooks with residuals, may read the weights before a checkpoint is loaded
+        # Custom optimizers, and gradient hooks with residuals, may read the weights before a checkpoint is loaded.
         reads_weights_early = config.optimizer.name == "own" or parallel.hook.kind in HOOKS_WITH_RESIDUALS
-        self._samples_weights = from_scratch or reads_weights_early
+        self._needs_initial_weights = from_scratch or reads_weights_early
         self._frozen = find_frozen_names(config.optimizer.freeze, task)
-        numbers = layout.stages_on_rank(layout.coordinates(world.rank).pp)
-        self.parts = [self._build(layout.stage_layers[number], mesh, source) for number in numbers]
+        stage_numbers = layout.stages_on_rank(layout.coordinates(world.rank).pp)
+        self.parts = [self._build_part(layout.stage_layers[number], mesh, source) for number in stage_numbers]
+        """This rank's pipeline-parallel stages; one module with the full depth if there is no pipeline."""
         if config.optimizer.name == "own":
             self.optimizer = make_custom_optimizer(
                 task.user_module.optimizer, list(task.named_weights(self.parts[0])), config.optimizer
             )
         else:
             blocks = [block for part in self.parts for block in task.blocks(part)]
-            named = [each for part in self.parts for each in task.named_weights(part)]
-            keys = {parameter: parameter_seed(config.run.seed, name) for name, parameter in named}
+            named_weights = [each for part in self.parts for each in task.named_weights(part)]
+            rounding_seeds = {parameter: parameter_seed(config.run.seed, name) for name, parameter in named_weights}
             self.optimizer = make_optimizer(
-                nn.ModuleList(self.parts), config.optimizer, world.device, blocks, keys, config.train.compile
+                nn.ModuleList(self.parts), config.optimizer, world.device, blocks, rounding_seeds, config.train.compile
             )
         self._has_placeholder_state = False
-        """Whether the state of a custom optimizer was created only to load a checkpoint into it."""
+        """Whether the state of a custom optimizer has arbitrary values, into which a checkpoint can be loaded."""
         self.scaler = LossScaler() if config.train.precision == "fp16" else None
         self.model: nn.Module = self.parts[0]
-        """The module that forward calls if there is no pipeline."""
+        """The module whose `forward` is called if there is no pipeline."""
         self.replica_sync = ReplicaSync()
-        trained = {name: parameter for name, parameter in task.named_weights(self.parts[0]) if parameter.requires_grad}
+        trainable = {name: weight for name, weight in task.named_weights(self.parts[0]) if weight.requires_grad}
         self._pipeline: PipelineRunner | None = None
         if layout.pp > 1 and mesh is not None:
             from pipeline.parallel.pipeline_parallel import PipelineRunner
 
-            self._stage_group = mesh.get_group("pp")
+            self._pipeline_group = mesh.get_group("pp")
             self._pipeline = PipelineRunner(
-                self.parts, numbers, layout, world.device, self._stage_group, self._weighted_loss, self.compute_timer
+                self.parts,
+                stage_numbers,
+                layout,
+                world.device,
+                self._pipeline_group,
+                self._compute_scaled_loss,
+                self.compute_timer,
             )
         elif mesh is None and parallel.local_sgd is not None:
-            self.replica_sync = LocalSgd(parallel.local_sgd, trained)
+            self.replica_sync = LocalSgd(parallel.local_sgd, trainable)
         elif mesh is None and (world.size > 1 or parallel.hook.kind in HOOKS_WITH_RESIDUALS):
             ddp = self.model = data_parallel.wrap_with_ddp(self.model, world.device, parallel.bucket_mb)
             if parallel.hook.kind != "none":
-                hook = self.replica_sync = GradientHook(parallel.hook, trained, config.run.seed)
+                hook = self.replica_sync = GradientHook(parallel.hook, trainable, config.run.seed)
                 hook.register(ddp)
             self._rebuild_buckets()
 
-    def _build(self, layers: range, mesh: DeviceMesh | None, source: OpenWeights | None) -> nn.Module:
-        """Build the part of the model with these blocks and this rank's share of their weights."""
+    def _build_part(self, layers: range, mesh: DeviceMesh | None, source: OpenWeights | None) -> nn.Module:
+        """Build the part of the model that consists of these layers, with this rank's shard of each weight.
+
+        Args:
+            layers: the numbers of the decoder blocks. The part also has the embedding if it is the first one, and the
+                output layer if it is the last one.
+            mesh: the device mesh; None if this rank has the full model.
+            source: the weights to start from; None to sample them, if they are needed.
+        """
         config = self.config
         layout = self.layout
         task = self.task
@@ -166,7 +181,7 @@ class Engine:
                 offload=config.parallel.offload,
             )
         part.to_empty(device="cpu" if config.parallel.offload else self.world.device)
-        task.init_weights(part, self.world.device, self._samples_weights and source is None)
+        task.init_weights(part, self.world.device, self._needs_initial_weights and source is None)
         if source is not None:
             source.copy_into(task.named_weights(part))
         return part
@@ -180,25 +195,27 @@ class Engine:
         enter_phase: Callable[[str], None] = lambda phase: None,
         wants_attention: Callable[[], bool] = bool,
     ) -> Tensor:
-        """Run forward and backward of this rank's part of the batch; leave reduced gradients in the parameters.
+        """Run forward and backward of all micro-batches, and store the reduced gradients in the parameters.
 
         Args:
-            batch: global_batch / data parallel size samples, by array, such as `tokens` (int64, (B, T + 1)); the same
-                on all ranks of a pipeline and of a tensor parallel group.
-            enter_phase: called with the name of each phase that begins.
-            wants_attention: whether this rank has a request (pipeline/resilience/stop.py).
+            batch: this rank's part of the global batch: arrays by name, such as `tokens` (int64, shape (B, T + 1)). B
+                is global_batch divided by the data-parallel size. All ranks of a pipeline, and of a tensor-parallel
+                group, must pass the same batch.
+            step: the number of the step, counted from 1.
+            enter_phase: called with the name of each phase when it begins.
+            wants_attention: returns True if this rank has a request (pipeline/resilience/stop.py).
 
         Returns:
-            The mean loss over the global batch's tokens (samples, entries): float64, 0-d, the same on all ranks. NaN if
-            any rank wants attention; then `reduce_loss_again` returns the loss.
+            The mean loss over all entries of the global batch that have a loss: float64, 0-d, the same on all ranks. It
+            is NaN if any rank has a request. In that case, `reduce_loss_again` returns the loss.
         """
         if (entries := self.task.count_loss_entries(batch)) is not None:
             dist.all_reduce(entries)
             self._loss_entries = max(1, int(entries.item()) // self.layout.ranks_per_replica)
         self.replica_sync.begin_step(step)
         with loss_parallel() if self._has_sharded_logits else nullcontext():
-            run = self._run_pipeline if self._pipeline else self._accumulate
-            self._loss = run(batch, step, enter_phase)
+            run_micro_batches = self._run_pipeline if self._pipeline else self._accumulate_gradients
+            self._loss = run_micro_batches(batch, step, enter_phase)
         enter_phase("reduce")
         self.replica_sync.reduce_gradients()
         loss = self._reduce_loss(self._loss * math.nan if wants_attention() else self._loss)
@@ -208,74 +225,85 @@ class Engine:
         return loss
 
     def reduce_loss_again(self) -> Tensor:
-        """Return the loss that `backward` returns if no rank wants attention. All ranks call it."""
+        """Return the loss of the latest `backward`, without the NaN of ranks with a request. All ranks must call it."""
         return self._reduce_loss(self._loss)
 
     def _reduce_loss(self, loss: Tensor) -> Tensor:
-        """Return the mean loss over the global batch from the summed losses of all ranks."""
+        """Return the mean loss over the global batch, given the summed loss of this rank's samples."""
         total = loss.clone()
         dist.all_reduce(total)
         return total / (self.layout.tp * self._loss_entries)
 
-    def _accumulate(self, batch: Batch, step: int, enter_phase: Callable[[str], None]) -> Tensor:
-        """Run the micro-batches one after another through the whole model. Return this rank's summed loss."""
+    def _accumulate_gradients(self, batch: Batch, step: int, enter_phase: Callable[[str], None]) -> Tensor:
+        """Run the micro-batches one after another through the full model. Return the sum of their losses."""
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         micro_batches = self.task.split_micro_batches(batch, self.config.train.micro_batch)
-        for micro, micro_batch in enumerate(micro_batches):
-            torch.manual_seed(compute_step_seed(self.config.run.seed, step, self._random_stream, micro))
-            with data_parallel.gradient_sync(self.model, self.layout, micro == len(micro_batches) - 1):
+        for index, micro_batch in enumerate(micro_batches):
+            torch.manual_seed(compute_step_seed(self.config.run.seed, step, self._random_stream, index))
+            with data_parallel.gradient_sync(self.model, self.layout, index == len(micro_batches) - 1):
                 enter_phase("forward")
                 with self.compute_timer:
                     loss = self._compute_loss(micro_batch)
                 enter_phase("backward")
-                (loss * self._loss_weight()).backward()
+                (loss * self._loss_factor()).backward()
             total += full_tensor(loss.detach())
         return total
 
     def _run_pipeline(self, batch: Batch, step: int, enter_phase: Callable[[str], None]) -> Tensor:
-        """Run all micro-batches through the pipeline. Return the summed loss on the last stage's ranks, 0 on others."""
+        """Run all micro-batches through the pipeline.
+
+        Returns:
+            The sum of their losses on the ranks of the last pipeline-parallel stage; 0 on the other ranks.
+        """
         assert self._pipeline is not None
         torch.manual_seed(compute_step_seed(self.config.run.seed, step, self._random_stream, 0))
         enter_phase("pipeline")
         self._batch = batch
         inputs = self.task.model_inputs(batch)
-        rows = torch.arange(len(inputs[0]), device=self.world.device)
-        losses = self._pipeline.run_step(
-            inputs, self.task.loss_inputs(batch), rows, self.task.document_boundaries(batch)
+        rows_B = torch.arange(len(inputs[0]), device=self.world.device)
+        scaled_losses = self._pipeline.run_step(
+            inputs, self.task.loss_inputs(batch), rows_B, self.task.document_boundaries(batch)
         )
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        for loss in losses:
+        for loss in scaled_losses:
             total += full_tensor(loss.detach())
-        return total / self._loss_weight()
+        return total / self._loss_factor()
 
     def _compute_loss(self, batch: Batch) -> Tensor:
-        """Return the summed loss of a batch; the whole model is on this rank."""
+        """Return the summed loss of a batch. The full model must be on this rank."""
         keywords = {**self.task.loss_inputs(batch), **self.task.document_boundaries(batch)}
         return self.task.loss(self.model(*self.task.model_inputs(batch), **keywords), batch)
 
-    def _weighted_loss(self, outputs: Any, rows_B: Tensor) -> Tensor:
-        return self.task.loss(outputs, self.task.select_samples(self._batch, rows_B)) * self._loss_weight()
+    def _compute_scaled_loss(self, outputs: Any, rows_B: Tensor) -> Tensor:
+        """Return the summed loss of a micro-batch, scaled for backward.
 
-    def _loss_weight(self) -> float:
-        """Return the factor of a micro-batch's summed loss before backward.
+        Args:
+            outputs: the output of the last pipeline-parallel stage.
+            rows_B: int64 (B,), the indices of the micro-batch's samples in this rank's batch.
+        """
+        return self.task.loss(outputs, self.task.select_samples(self._batch, rows_B)) * self._loss_factor()
 
-        Averaging over `gradient_ranks` then results in the gradient of the global batch's mean loss.
+    def _loss_factor(self) -> float:
+        """Return the factor by which a micro-batch's summed loss is multiplied before backward.
+
+        The gradients of all ranks are averaged over `gradient_ranks`. With this factor, the average is the gradient of
+        the mean loss over the global batch, times the loss scale of fp16.
         """
         return self.layout.gradient_ranks / self._loss_entries * (1.0 if self.scaler is None else self.scaler.scale)
 
     def _match_gradient_placements(self) -> None:
-        """Give gradients the placements of their parameters. DTensor leaves some as partial sums."""
+        """Redistribute gradients to the placements of their parameters. DTensor leaves some as partial sums."""
         for parameter in (p for part in self.parts for p in part.parameters()):
             if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
                 parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
 
     def clip_gradients(self, limit: float | None) -> Tensor:
-        """Clip the gradient of the whole model to the norm `limit`; None does not clip.
+        """Clip the gradient of the full model to the norm `limit`; None does not clip.
 
-        With fp16, gradients are unscaled first.
+        With fp16, the gradients are divided by the loss scale first.
 
         Returns:
-            The norm before clipping, the same on all ranks. It is not finite if any rank's gradient overflowed.
+            The norm before clipping: fp32, 0-d, the same on all ranks. It is not finite if a gradient overflowed.
         """
         parameters = [p for part in self.parts for p in part.parameters() if p.grad is not None]
         if self.scaler is not None:
@@ -289,15 +317,16 @@ class Engine:
         return self.replica_sync.combine_norms(norm)
 
     def _compute_norm(self, parameters: list[nn.Parameter]) -> Tensor:
-        """Return the norm of the gradients of all ranks' parameters, each counted once: fp32, 0-d.
+        """Return the norm of the full model's gradient: fp32, 0-d.
 
-        If ranks have parts of the model, each adds its squares, divided by the number of ranks with the same values.
+        If the model is split, each rank contributes the sum of squares of its parameters. If several ranks have the
+        same values, the sum is divided by the number of these ranks, so that each value counts once.
         """
         if not self._is_split:
             return compute_total_norm([p.grad for p in parameters if p.grad is not None])
         tied_copy = self._get_tied_copy()
         squares = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        by_copies: dict[int, list[Tensor]] = {}
+        gradients_by_copies: dict[int, list[Tensor]] = {}
         for parameter in parameters:
             gradient = parameter.grad
             copies = 1
@@ -305,8 +334,8 @@ class Engine:
                 sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
                 copies = math.prod(size for size, placement in sizes if placement.is_replicate())
             if parameter is not tied_copy and gradient is not None:
-                by_copies.setdefault(copies, []).append(local_tensor(gradient))
-        for copies, gradients in by_copies.items():
+                gradients_by_copies.setdefault(copies, []).append(local_tensor(gradient))
+        for copies, gradients in gradients_by_copies.items():
             squares += compute_total_norm(gradients).to(squares).square() / copies
         dist.all_reduce(squares)
         return squares.sqrt().float()
@@ -315,8 +344,8 @@ class Engine:
         """Perform one optimizer step and clear the gradients.
 
         Args:
-            norm: what `clip_gradients` returned. If it has overflowed in fp16, the step is skipped.
-            is_good: whether to change the weights.
+            norm: the norm that `clip_gradients` returned. With fp16, the weights do not change if it is not finite.
+            is_good: whether the weights may change; False skips a bad step.
         """
         is_good = is_good and (self.scaler is None or self.scaler.update_scale(norm))
         if is_good:
@@ -327,32 +356,32 @@ class Engine:
     def _rebuild_buckets(self) -> None:
         """Make DDP rebuild its gradient buckets now, not after the first step.
 
-        In the first backward after a start, DDP uses other buckets than later. With three or more ranks this changes
-        the order of sums, so a resumed run would differ in the last bits from an uninterrupted one. Therefore one
-        backward runs here, whose gradients are discarded.
+        In the first backward after a start, DDP uses other buckets than in later ones. With three or more ranks, this
+        changes the order of summation, so a resumed run would differ in the last bits from an uninterrupted one.
+        Therefore this method runs one backward and discards its gradients.
         """
         self._compute_loss(self.task.smallest_batch(self.world.device)).backward()
         data_parallel.clear_gradients(self.model, self.optimizer)
         self.replica_sync.end_step(is_applied=False)
 
-    # -- tied embeddings on two stages -------------------------------------------------------------------
+    # -- tied embeddings in a pipeline -------------------------------------------------------------------
 
     def _get_tied_copy(self) -> nn.Parameter | None:
         """Return the output layer's copy of a tied embedding; None if this rank has no such copy.
 
-        A copy exists in a pipeline, because the embedding is in the first stage and the output layer in the last.
+        Only a pipeline needs a copy, because the embedding is in its first stage and the output layer in its last.
         """
         if self._pipeline is None or not self.config.model.tie_word_embeddings or not self._pipeline.has_last_stage:
             return None
         return self.parts[-1].get_parameter(LM_HEAD)
 
     def _add_tied_gradients(self) -> None:
-        """Give both copies of a tied embedding the sum of their gradients, so that they stay equal."""
+        """Set the gradients of both copies of a tied embedding to their sum, so that the copies stay equal."""
         if self._pipeline is None or not self.config.model.tie_word_embeddings or EMBEDDING in self._frozen:
             return
         has_first_stage = self._pipeline.has_first_stage
         copy = self._get_tied_copy()
-        if has_first_stage and copy is not None:  # a V schedule: both ends are on this rank
+        if has_first_stage and copy is not None:  # In a V schedule, this rank has the first and the last stage.
             embedding = self.parts[0].get_parameter(EMBEDDING)
             assert embedding.grad is not None and copy.grad is not None
             embedding.grad.add_(copy.grad)
@@ -363,47 +392,53 @@ class Engine:
             weight = copy if copy is not None else self.parts[0].get_parameter(EMBEDDING)
             assert weight.grad is not None
             add_gradient_of_peer(
-                local_tensor(weight.grad), self.layout.last_stage_rank if has_first_stage else 0, self._stage_group
+                local_tensor(weight.grad), self.layout.last_stage_rank if has_first_stage else 0, self._pipeline_group
             )
 
     # -- state -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> StateDict:
-        """Return this rank's weights and optimizer state by layout-independent names. Loading fills them in place."""
+        """Return this rank's weights and optimizer state, by names that do not depend on the layout.
+
+        The tensors are not copies: to load a checkpoint, fill them in place.
+        """
         state: StateDict = {}
         if self.config.optimizer.name == "own" and not self.optimizer.state:
             initialize_custom_state(self.optimizer)
             self._has_placeholder_state = True
         for part in self.parts:
             for name, parameter in self.task.named_weights(part):
-                if f"model.{name}" not in state:  # in a V schedule both ends have a tied embedding
+                if f"model.{name}" not in state:  # In a V schedule, both parts of this rank have a tied embedding.
                     state[f"model.{name}"] = parameter.detach()
                     for key, value in self.optimizer.state.get(parameter, {}).items():
                         state[f"optimizer.{name}.{key}"] = value
         return state
 
     def reset_custom_optimizer(self) -> None:
-        """Clear the state of a custom optimizer. Call after `state_dict()` if there is no checkpoint to load."""
+        """Clear the arbitrary state of a custom optimizer, if `state_dict` created it and no checkpoint was loaded."""
         if self._has_placeholder_state:
             self.optimizer.state.clear()
 
     def checkpoint_state(self) -> tuple[StateDict, dict[str, Any]]:
-        """Return the tensors of a checkpoint and a description of the replicas' own state. All ranks call it."""
+        """Return the tensors to save, and a description of the state that differs between data-parallel replicas.
+
+        All ranks must call it.
+        """
         return self.replica_sync.checkpoint_state(self.state_dict()), self.replica_sync.describe_state()
 
     @torch.no_grad()
     def copy_weights_to(self, model: nn.Module, group: dist.ProcessGroup) -> None:
-        """Copy the weights that a checkpoint would have now to `model`, which may be sharded. All ranks call it.
+        """Copy the weights that a checkpoint would contain now to another model. All ranks must call it.
 
-        Memory: one whole parameter at a time.
+        Only one parameter at a time is gathered in memory.
 
         Args:
-            model: the target, on all ranks.
+            model: the target, on all ranks. Its parameters may be sharded.
             group: a Gloo group of all ranks.
         """
         state, _ = self.checkpoint_state()
         owners: dict[str, int] = {}
-        if self.layout.pp > 1:  # the first rank that has a parameter sends it to all
+        if self.layout.pp > 1:  # The lowest rank that has a parameter broadcasts it to all ranks.
             for rank, names in reversed(list(enumerate(all_gather_results(group, lambda: list(state))))):
                 owners |= dict.fromkeys(names, rank)
         for name, parameter in self.task.named_weights(model):
@@ -420,14 +455,16 @@ class Engine:
     def finish_loading(
         self, saved: Mapping[str, Any] | None = None, read: Callable[[StateDict], None] | None = None
     ) -> str | None:
-        """Complete the state after the tensors of `state_dict()` were filled, such as a tied copy of the embedding.
+        """Restore the state that `state_dict` does not contain: a tied copy of the embedding, and state of replicas.
+
+        Call it after the tensors of `state_dict` were filled from a checkpoint.
 
         Args:
-            saved: what `checkpoint_state` returned about the replicas.
-            read: fills tensors by the names of `checkpoint_state`.
+            saved: the description of replicas that `checkpoint_state` returned when the checkpoint was saved.
+            read: fills tensors from the checkpoint, by the names of `checkpoint_state`.
 
         Returns:
-            A description of what differs in the replicas' own state; None if nothing does.
+            A message about state of replicas that was dropped or changed; None if all of it was restored.
         """
         copy = self._get_tied_copy()
         if copy is not None and self._pipeline is not None and self._pipeline.has_first_stage:
@@ -441,11 +478,11 @@ class Engine:
 
 
 def _describe_dropped_state(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str | None:
-    """Describe what a restore drops or changes of the replicas' own state; None if nothing.
+    """Return a message about state of replicas that a restore drops or changes; None if there is none.
 
     Args:
-        saved: `ReplicaSync.describe_state` of the checkpoint.
-        current: that of this training.
+        saved: `ReplicaSync.describe_state` when the checkpoint was saved.
+        current: `ReplicaSync.describe_state` now.
     """
     replicas = saved.get("replicas")
     same_replicas = replicas == current.get("replicas")
@@ -453,12 +490,12 @@ def _describe_dropped_state(saved: Mapping[str, Any], current: Mapping[str, Any]
     if saved.get("residuals") and not current.get("residuals"):
         notes.append(f"the residuals of {replicas} replicas are dropped")
     elif saved.get("residuals") and not same_replicas:
-        notes.append(f"residuals of {replicas} replicas summed on {current.get('replicas')}")
+        notes.append(f"the residuals of {replicas} replicas are summed on {current.get('replicas')}")
     if saved.get("rank") and saved["rank"] != current.get("rank"):
         notes.append(f"PowerSGD's Q of rank {saved['rank']} is dropped")
     keeps_weights = current.get("local") and same_replicas and current["warmup"] <= saved.get("warmup", 0)
     if saved.get("local") and not keeps_weights:
-        notes.append(f"all replicas start from the mean of {replicas}")
+        notes.append(f"all replicas start from the mean of {replicas} replicas")
     if saved.get("outer") and not current.get("outer"):
         notes.append("the outer optimizer's weights and momentum are dropped")
     return "; ".join(notes) or None

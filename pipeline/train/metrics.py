@@ -1,10 +1,9 @@
-"""Callbacks that measure a training: exposed communication, memory, held-out loss, and the line of each step.
+"""Callbacks that measure a run and report it: metrics.jsonl, held-out loss, peak memory, exposed communication.
 
-`exposed_comm_s` is the time of a step in which whole replicas on CPUs only waited for other ranks. The waits of DDP
-happen inside torch, over Gloo or MPI. So the time is measured from the last gradient until the loss of all ranks is
-reduced. In between, DDP waits for its buckets, the loss for its sum, and a hook compresses the last bucket. Other
-layouts, and GPUs, need a profile (pipeline/train/profiler.py), which costs more than reading the clock. The bytes that
-a rank sends follow from the layout (pipeline/parallel/traffic.py).
+`exposed_comm_s` is the time of a step in which a rank only waits for other ranks. It is measured only for DDP on CPUs,
+over Gloo or MPI, from the last local gradient until the loss is reduced over all ranks. In between, DDP waits for its
+buckets, a communication hook compresses the last bucket, and the loss is summed. For other layouts and for GPUs, use a
+profile (pipeline/train/profiler.py). The bytes that a rank sends follow from the layout (pipeline/parallel/traffic.py).
 """
 
 from __future__ import annotations
@@ -31,14 +30,18 @@ from pipeline.run.metrics import MetricsFile, is_step_line, rewind_metrics
 from pipeline.train.callback import Callback, TrainerContext
 
 OVERHEADS = ("checkpoint_s", "evaluate_s", "profile_s")
-"""Times between steps, in the order in which a line has them."""
+"""Keys of the times that were not spent on a step, in the order in which a line of metrics.jsonl has them."""
 
 
 class ExposedCommMeter(Callback):
-    """Adds `exposed_comm_s` to a step's metrics, if it can be measured."""
+    """Adds `exposed_comm_s` to a step's metrics, if it can be measured.
+
+    Args:
+        model: the module whose `forward` is called.
+        world: the process group of all ranks.
+    """
 
     def __init__(self, model: nn.Module, world: World) -> None:
-        """Measure the gradients of `model`, the module whose forward is called."""
         is_ddp = isinstance(model, DistributedDataParallel)
         self._is_measurable = world.size > 1 and world.device.type == "cpu" and is_ddp
         self._last_gradient_time = 0.0
@@ -51,27 +54,28 @@ class ExposedCommMeter(Callback):
         self._last_gradient_time = time.perf_counter()
 
     def record_backward_end(self) -> None:
-        """Note that the loss of all ranks is reduced."""
+        """Measure the time since the last gradient. Call it when the loss of all ranks is reduced."""
         self._exposed_s = time.perf_counter() - self._last_gradient_time
 
     def read_metrics(self) -> dict[str, float]:
-        """Return the step's exposed time; empty if it cannot be measured."""
+        """Return `exposed_comm_s` of the latest step, in seconds; empty if it cannot be measured."""
         return {"exposed_comm_s": round(self._exposed_s, 6)} if self._is_measurable else {}
 
     def on_backward_end(self, trainer: TrainerContext, step: int) -> None:
-        """Stop the measurement."""
+        """Measure the exposed communication."""
         self.record_backward_end()
 
     def on_step_end(self, trainer: TrainerContext, step: int, metrics: dict[str, Any]) -> None:
-        """Add the exposed time."""
+        """Add `exposed_comm_s` to the metrics."""
         metrics.update(self.read_metrics())
 
 
 def measure_peak_memory(device: torch.device) -> dict[str, float]:
-    """Return the peak memory in GB, and reset the peak on a GPU.
+    """Return the peak memory in GB (1e9 bytes), and reset the peak of a GPU.
 
-    On a GPU: the peak since the last call, of tensors and of torch's allocator, which reserves memory for them. On a
-    CPU: the peak of the process since it started.
+    Returns:
+        On a GPU, the peaks since the last call: `memory_gb` of tensors, and `memory_reserved_gb` of the memory that
+        torch's allocator reserved. On a CPU, `memory_gb` of the process since it started.
     """
     if device.type == "cpu":
         return {"memory_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 3)}
@@ -85,16 +89,16 @@ class PeakMemory(Callback):
     """Adds the peak memory of a step to its metrics."""
 
     def on_step_begin(self, trainer: TrainerContext, step: int) -> None:
-        """Forget the peaks of start-up, evaluations and saves."""
+        """Reset the peak, so that it does not include start-up, evaluations and saves."""
         measure_peak_memory(trainer.device)
 
     def on_step_end(self, trainer: TrainerContext, step: int, metrics: dict[str, Any]) -> None:
-        """Add the peak."""
+        """Add the peak to the metrics."""
         metrics.update(measure_peak_memory(trainer.device))
 
 
 class HeldOutEvaluation(Callback):
-    """Measures the loss on held-out data every `train.evaluate_every` steps, and after the last step if it is due."""
+    """Measures the loss on held-out data after every `train.evaluate_every`-th step."""
 
     def __init__(
         self,
@@ -109,8 +113,8 @@ class HeldOutEvaluation(Callback):
         Args:
             run: the run.
             evaluator: computes the held-out loss.
-            coordinator: knows whether the ranks agreed to stop.
-            copy_weights: copies the trained weights into the model of `evaluator`. All ranks call it.
+            coordinator: tells whether the ranks agreed to stop.
+            copy_weights: copies the current weights into the model of `evaluator`. Called on all ranks.
             report: called on all ranks with the step and the metrics of each completed evaluation.
         """
         self.run = run
@@ -120,10 +124,10 @@ class HeldOutEvaluation(Callback):
         self._report = report
         every = run.config.train.evaluate_every
         assert every is not None
-        self._every = every
+        self._every_steps = every
 
     def on_start(self, trainer: TrainerContext) -> None:
-        """Evaluate the restored step, if a stop prevented it, and complete its line in metrics.jsonl."""
+        """Evaluate the restored step if a stop prevented this, and add the result to its line in metrics.jsonl."""
         step = trainer.start_step
         is_missing = False
         if step and trainer.rank == 0:
@@ -133,21 +137,22 @@ class HeldOutEvaluation(Callback):
             return
         metrics = self._evaluate_if_due(trainer, step)
         if metrics and trainer.rank == 0:
-            # first: followers take the metrics from it
+            # Followers read these metrics from the event. It is written first, so no line has metrics without an event.
             self.run.append_event(HeldOut(stage="train", step=step, extra=metrics))
             rewind_metrics(self.run.metrics_file, step, metrics)
 
     def on_step_end(self, trainer: TrainerContext, step: int, metrics: dict[str, Any]) -> None:
-        """Evaluate the step if it is due."""
+        """Evaluate the step if `train.evaluate_every` selects it, and add the result to its metrics."""
         metrics.update(self._evaluate_if_due(trainer, step))
 
     def _evaluate_if_due(self, trainer: TrainerContext, step: int) -> dict[str, float]:
-        """Return the metrics of `step`; empty if it is not due or the ranks agreed to stop.
+        """Return the held-out metrics of `step`; empty if it should not be evaluated, or the ranks agreed to stop.
 
-        No later job evaluates the last step, so it is evaluated even if the ranks agreed to stop.
+        If the ranks agreed to stop, the next attempt evaluates the step. No attempt follows the last step, so it is
+        evaluated in any case.
         """
         is_last = step == trainer.steps or EARLY_STOP_REQUEST in self.coordinator.agreed_requests
-        if step % self._every or (self.coordinator.stop_reason is not None and not is_last):
+        if step % self._every_steps or (self.coordinator.stop_reason is not None and not is_last):
             return {}
         start_time = time.perf_counter()
         trainer.enter_phase(step, "held-out")
@@ -156,8 +161,8 @@ class HeldOutEvaluation(Callback):
         trainer.overhead_s["evaluate_s"] = trainer.overhead_s.get("evaluate_s", 0.0) + time.perf_counter() - start_time
         if result is None:
             return {}
-        found = {"loss": result["loss"], **get_extra_metrics(result)}
-        metrics = {f"{HELD_OUT_PREFIX}{name}": value for name, value in found.items()}
+        results = {"loss": result["loss"], **get_extra_metrics(result)}
+        metrics = {f"{HELD_OUT_PREFIX}{name}": value for name, value in results.items()}
         trainer.log(f"step {step}: {format_held_out(metrics)}")
         self._report(step, metrics)
         return metrics
@@ -172,12 +177,15 @@ class MetricsWriter(Callback):
         self._metrics = MetricsFile(None)
 
     def on_start(self, trainer: TrainerContext) -> None:
-        """Open the file, which a restore or an evaluation may have replaced."""
+        """Open metrics.jsonl. It is not opened earlier, because a restore or an evaluation may replace the file."""
         if trainer.rank == 0:
             self._metrics = MetricsFile(self.run.metrics_file)
 
     def on_metrics(self, trainer: TrainerContext, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write the metrics with the times and rates of the step."""
+        """Write the line of the step: its metrics, times and rates.
+
+        Raises UserError if a callback added a metric that cannot be converted to JSON.
+        """
         step_s = trainer.step_s + sum(trainer.overhead_s.values())
         units_per_s = self.task.units_per_step / step_s
         line = {
@@ -200,21 +208,21 @@ class MetricsWriter(Callback):
             ) from error
 
     def on_save(self, trainer: TrainerContext, step: int) -> None:
-        """Sync the file, so that a checkpoint never knows more steps than it."""
+        """Sync metrics.jsonl, so that it has the lines of all steps up to the checkpoint."""
         self._metrics.sync()
 
 
 class ProgressLog(Callback):
-    """Prints a line about every `train.log_every` steps, and about each skipped step."""
+    """Prints a line about each `train.log_every`-th step, and about each skipped step."""
 
     def __init__(self, task: Task, log_every: int) -> None:
         self.task = task
         self.log_every = log_every
 
     def on_metrics(self, trainer: TrainerContext, step: int, metrics: Mapping[str, Any]) -> None:
-        """Print the line."""
+        """Print the line of the step."""
         if "skipped" in metrics:
-            trainer.log(f"step {step} is left out: {metrics['skipped']}")
+            trainer.log(f"step {step} is skipped: {metrics['skipped']}")
         elif step % self.log_every == 0 or step == 1:
             speed = f"{self.task.units_per_step / trainer.step_s:,.0f} {self.task.unit}/s"
             trainer.log(

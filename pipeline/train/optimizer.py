@@ -1,7 +1,7 @@
 """Optimizers, the loss scaler, gradient norms and frozen parameters.
 
-The trainer calls :func:`set_learning_rate` before each step. The learning rate is a pure function of (config, step,
-steps), so it is not saved, and a resumed run uses the same rates.
+The trainer calls :func:`set_learning_rate` before each step. The learning rate is a pure function of config, step and
+number of steps. Therefore it is not saved, and a resumed run uses the same rates.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from textwrap import shorten
 from typing import Any
@@ -28,7 +28,7 @@ from pipeline.model.decoder import Decoder, full_tensor, local_tensor, select_lo
 from pipeline.model.task import Task
 
 _CHUNK_SIZE = 1 << 24
-"""Entries that are updated together. Without torch.compile each needs about 40 bytes of temporary memory."""
+"""Number of entries that are updated together. Without torch.compile, each needs about 40 bytes of temporary memory."""
 
 
 class LeanAdamW(torch.optim.Optimizer):
@@ -38,9 +38,9 @@ class LeanAdamW(torch.optim.Optimizer):
 
     Args:
         groups: parameter groups.
-        config: the section `optimizer`.
-        keys: seeds the stochastic rounding of each parameter.
-        compiled: whether torch.compile fuses the operations.
+        config: the config section `optimizer`.
+        keys: the seed of the stochastic rounding of each parameter.
+        compiled: whether torch.compile fuses the operations of an update.
     """
 
     def __init__(
@@ -52,10 +52,15 @@ class LeanAdamW(torch.optim.Optimizer):
         self._chunk_size = 1 << 62 if compiled else _CHUNK_SIZE
         self._positions: dict[nn.Parameter, list[Tensor]] = {}
         self.gradient_factor = torch.ones(())
-        """Gradients are multiplied by this in the update."""
+        """The factor of all gradients in the next update, which clips them."""
 
     def clip_with_norm(self, limit: float, norm: Tensor) -> None:
-        """Clip gradients in the next step, as `clip_grads_with_norm_` does, but without rounding them to bf16."""
+        """Clip the gradients in the next step, as `clip_grads_with_norm_` does, without rounding them to bf16.
+
+        Args:
+            limit: the maximum norm of the gradient.
+            norm: the norm of the full model's gradient: 0-d.
+        """
         self.gradient_factor = (limit / (norm + 1e-6)).clamp(max=1.0)
 
     @torch.no_grad()
@@ -63,13 +68,13 @@ class LeanAdamW(torch.optim.Optimizer):
         """Update every parameter that has a gradient."""
         constants: dict[tuple[int, float, torch.device], tuple[Tensor, Tensor]] = {}
         for group in self.param_groups:
-            for parameter in (one for one in group["params"] if one.grad is not None):
+            for parameter in (p for p in group["params"] if p.grad is not None):
                 state = self.state[parameter]
                 state["step"] += 1
-                parts = [parameter, parameter.grad, *(state[key] for key in state if key != "step")]
-                local_parts = [torch.atleast_1d(local_tensor(tensor)) for tensor in parts]
+                tensors = [parameter, parameter.grad, *(state[key] for key in state if key != "step")]
+                local_tensors = [torch.atleast_1d(local_tensor(tensor)) for tensor in tensors]
                 step = int(state["step"])
-                device = local_parts[0].device
+                device = local_tensors[0].device
                 key = (step, group["weight_decay"], device)
                 if key not in constants:
                     coefficients = _make_coefficients(group, step).to(device, non_blocking=True)
@@ -78,15 +83,15 @@ class LeanAdamW(torch.optim.Optimizer):
                 if parameter not in self._positions:
                     self._positions[parameter] = _make_positions(parameter, self.keys[parameter])
                 row_positions, *column_positions = self._positions[parameter]
-                rows = max(1, self._chunk_size // max(1, local_parts[0][:1].numel()))
-                for chunk in zip(*(tensor.split(rows) for tensor in (row_positions, *local_parts)), strict=True):
+                rows = max(1, self._chunk_size // max(1, local_tensors[0][:1].numel()))
+                for chunk in zip(*(tensor.split(rows) for tensor in (row_positions, *local_tensors)), strict=True):
                     self._update(*constants[key], column_positions, *chunk)
 
 
 def _make_coefficients(group: Mapping[str, Any], step: int) -> Tensor:
-    """Return the coefficients of an update; the first is the factor of the gradient.
+    """Return the coefficients of an update in the order in which `_update` unpacks them: fp32, shape (7,).
 
-    They are a tensor, because torch.compile would compile numbers into the code.
+    They are a tensor, because torch.compile would recompile the update if a Python number changed.
     """
     beta1, beta2 = group["betas"]
     lr = group["lr"]
@@ -98,7 +103,7 @@ def _make_coefficients(group: Mapping[str, Any], step: int) -> Tensor:
 def zero_moments(parameter: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return both moments before the first step, sharded like `parameter`; for int8 also their scales.
 
-    Vectors have fp32 moments instead of int8. Raises UserError as `_zero_scales` does.
+    Vectors get fp32 moments instead of int8. Raises UserError if the layout splits an int8 block (`_zero_scales`).
     """
     names = ("exp_avg", "exp_avg_sq")
     is_int8 = dtype == torch.int8 and parameter.ndim >= 2
@@ -109,9 +114,9 @@ def zero_moments(parameter: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def _zero_scales(parameter: Tensor) -> Tensor:
-    """Return a scale for each block of `INT8_BLOCK` entries of a row: fp32. A row is all dimensions except the first.
+    """Return a zero scale for each block of `INT8_BLOCK` entries of a row: fp32, shape (rows, blocks per row).
 
-    Raises UserError, on all ranks, if the layout splits a block.
+    A row consists of all dimensions except the first. Raises UserError, on all ranks, if the layout splits a block.
     """
     rows = local_tensor(parameter).flatten(1)
     scales = rows.new_zeros(len(rows), -(-rows.shape[1] // INT8_BLOCK), dtype=torch.float32)
@@ -124,12 +129,13 @@ def _zero_scales(parameter: Tensor) -> Tensor:
         if splits_rows and (parameter.ndim > 2 or -(-parameter.shape[1] // size) % INT8_BLOCK):
             raise UserError(
                 "parallel.split_int8_block",
-                f"optimizer.state.moments int8: {INT8_BLOCK} entries of a row share a scale; rows of a parameter of "
-                f"shape {tuple(parameter.shape)} are split elsewhere over {size} ranks. Use bf16, or another layout",
+                f"optimizer.state.moments int8: {INT8_BLOCK} entries of a row share a scale, but the rows of a "
+                f"parameter of shape {tuple(parameter.shape)} are split over {size} ranks within such a block. Use "
+                "bf16, or another layout",
             )
     shape = torch.Size((len(parameter), -(-math.prod(parameter.shape[1:]) // INT8_BLOCK)))
     sharded = DTensor.from_local(scales, mesh, placements, run_check=False, shape=shape, stride=(shape[1], 1))
-    return sharded.to(parameter.device)  # with `offload` the parameter is not on the mesh's device
+    return sharded.to(parameter.device)  # With `parallel.offload`, the parameter is not on the device of the mesh.
 
 
 def _update(
@@ -146,25 +152,26 @@ def _update(
     """Update a chunk of weights and both moments in place.
 
     Args:
-        coefficients: of `_make_coefficients`.
-        step_keys: of `_make_step_keys`.
-        column_positions: with `row_positions` they add up to the position of each entry, which seeds its rounding.
+        coefficients: the result of `_make_coefficients`.
+        step_keys: the result of `_make_step_keys`.
+        column_positions: the positions along all dimensions except the first. With `row_positions` they add up to the
+            position of each entry, which seeds its stochastic rounding.
         row_positions: the positions along the first dimension.
         weight: the weights.
-        gradient: their gradients.
-        first: first moments.
-        second: second moments.
-        scales: those of both moments if they are int8.
+        gradient: the gradients.
+        first: the first moments.
+        second: the second moments.
+        scales: the scales of the first and second moments if they are int8; empty otherwise.
     """
-    factor, new1, new2, decay, rate, root, eps = coefficients.unbind()
+    factor, one_minus_beta1, one_minus_beta2, decay, rate, root, eps = coefficients.unbind()
     gradient = gradient.float() * factor
     mean = first.float()
     square = second.float()
     if scales:
         mean = mean * mean.abs() * _expand_scales(scales[0], mean)
         square = ((square + 128).square() * _expand_scales(scales[1], square)).square()
-    mean = mean + new1 * (gradient - mean)
-    square = square + new2 * (gradient * gradient - square)
+    mean = mean + one_minus_beta1 * (gradient - mean)
+    square = square + one_minus_beta2 * (gradient * gradient - square)
     new_weight = weight.float() * decay - rate * mean / (square.sqrt() * root + eps)
     position_hash = _hash_int32(sum(column_positions, row_positions))
     random = [_hash_int32(position_hash ^ key) for key in step_keys.unbind()]
@@ -177,15 +184,19 @@ def _update(
 
 
 def _quantize(values: Tensor, random: Tensor, levels: int, scale: Tensor) -> Tensor:
-    """Return quadratic levels from -levels to levels for fp32 `values`; a value is level² · scale, with its sign.
+    """Quantize `values` to integer levels from -levels to levels, and write the scale of each block to `scale`.
 
-    Rounding is stochastic: the upper one of two levels is chosen with the probability that preserves the mean.
+    A level l stands for the value sign(l) · l² · scale. Rounding is stochastic: the upper of the two nearest levels is
+    chosen with the probability that preserves the expected value.
 
     Args:
-        values: fp32.
-        random: uniform int32.
+        values: the values: fp32.
+        random: uniformly distributed random numbers: int32, of the same shape.
         levels: the largest level.
-        scale: receives the scale of each block.
+        scale: the output for the scales: fp32, shape (rows, blocks per row).
+
+    Returns:
+        The levels, as fp32.
     """
     rows = values.flatten(1)
     blocks = F.pad(rows, (0, -rows.shape[1] % INT8_BLOCK)).unflatten(1, (scale.shape[1], INT8_BLOCK))
@@ -198,15 +209,17 @@ def _quantize(values: Tensor, random: Tensor, levels: int, scale: Tensor) -> Ten
 
 
 def _expand_scales(scale: Tensor, values: Tensor) -> Tensor:
-    """Return the scale of its block for each of `values`."""
+    """Return the scale of each entry's block, in the shape of `values`."""
     scale_by_entry = scale.unsqueeze(2).expand(-1, -1, INT8_BLOCK).flatten(1)
     return scale_by_entry[:, : values[:1].numel()].reshape(values.shape)
 
 
 def _round_to_bf16(values: Tensor, random: Tensor) -> Tensor:
-    """Round fp32 `values` to bf16 stochastically: up with the probability that preserves the mean.
+    """Round fp32 `values` to bf16 stochastically, with probabilities that preserve the expected value.
 
-    random: uniform int32.
+    Args:
+        values: the values: fp32.
+        random: uniformly distributed random numbers: int32, of the same shape.
     """
     return ((values.view(torch.int32) + (random & 0xFFFF)) & ~0xFFFF).view(torch.float32).to(torch.bfloat16)
 
@@ -219,15 +232,15 @@ def _hash_int32(x: Tensor) -> Tensor:
 
 
 def _make_step_keys(step: int) -> Tensor:
-    """Return the keys of this step's random numbers for the weights and each moment: int32, shape (3,)."""
+    """Return the keys of a step's random numbers, for the weights and the two moments: int32, shape (3,)."""
     digest = hashlib.sha256(f"rounding of step {step}".encode()).digest()
     return torch.frombuffer(bytearray(digest[:12]), dtype=torch.int32)
 
 
 def _make_positions(parameter: Tensor, key: int) -> list[Tensor]:
-    """Return int32 tensors, one per dimension of this rank's shard, that broadcast to a number for each entry.
+    """Return one int32 tensor for each dimension, whose broadcast sum is a number for each entry of this rank's shard.
 
-    The sum is the position of the entry in the whole parameter plus `key`, so it does not depend on the layout.
+    The number is the position of the entry in the full parameter plus `key`, so it does not depend on the layout.
     """
     positions = []
     for dim, size in enumerate(parameter.shape):
@@ -250,33 +263,34 @@ class OptimizerKind:
     """An optimizer that `optimizer.name` can select."""
 
     make: Callable[[list[dict[str, Any]], OptimizerConfig, bool | None], torch.optim.Optimizer]
-    """Creates it from parameter groups, the config and whether to use torch's fused kernel (None: it has none)."""
+    """Creates the optimizer from parameter groups, the config, and the argument `fused` of torch's optimizers."""
     moments: tuple[str, ...]
     """Names of the state tensors with the shape of the parameter. They are zero before the first step."""
-    counts: bool = True
-    """Whether it counts each parameter's steps, as `step`."""
-    fuses: bool = True
-    """Whether to use torch's fused kernel if there is one. It counts steps on the device."""
+    counts_steps: bool = True
+    """Whether the state of each parameter has the number of its steps, as `step`."""
+    allows_fused: bool = True
+    """Whether to use torch's fused kernel if there is one. It needs `step` on the device of the parameter."""
     make_moments: Callable[[Tensor], dict[str, Tensor]] | None = None
-    """Creates the state of a parameter; None: `moments`, with the parameter's type."""
+    """Creates the state of a parameter except `step`; None to create `moments` with the dtype of the parameter."""
 
 
-def _adamw(groups: list[dict[str, Any]], config: OptimizerConfig, fused: bool | None) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101)."""
+def _make_adamw(groups: list[dict[str, Any]], config: OptimizerConfig, fused: bool | None) -> torch.optim.Optimizer:
+    """Return torch's AdamW (Loshchilov and Hutter, arXiv 1711.05101)."""
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
 
 
-def _sgd(groups: list[dict[str, Any]], config: OptimizerConfig, _: bool | None) -> torch.optim.Optimizer:
-    """torch's SGD: buffer = momentum × buffer + gradient. Its fused kernel does not support DTensors."""
+def _make_sgd(groups: list[dict[str, Any]], config: OptimizerConfig, _: bool | None) -> torch.optim.Optimizer:
+    """Return torch's SGD: buffer = momentum × buffer + gradient. Its fused kernel does not support DTensors."""
     momentum = 0.9 if config.momentum is None else config.momentum
     return torch.optim.SGD(groups, lr=config.lr, momentum=momentum)
 
 
 class _Muon(torch.optim.Muon):
-    """torch's Muon (Jordan et al., kellerjordan.github.io/posts/muon), which orthogonalizes whole matrices.
+    """torch's Muon (Jordan et al., kellerjordan.github.io/posts/muon), also for sharded matrices.
 
-    If a matrix is sharded (ZeRO, tensor parallel), all ranks gather it, compute the same update and keep their parts.
-    The result is that of one process. Memory: one whole matrix at a time, with its gradient and momentum.
+    Muon orthogonalizes whole matrices. If a matrix is sharded (ZeRO, tensor parallel), all ranks gather it, compute the
+    same update and keep their shards. The result is the same as on one rank. One full matrix at a time is in memory,
+    with its gradient and momentum.
     """
 
     @torch.no_grad()
@@ -285,8 +299,8 @@ class _Muon(torch.optim.Muon):
         groups = self.param_groups
         key = "momentum_buffer"
         for group in groups:
-            for parameter in (one for one in group["params"] if one.grad is not None):
-                matrix = nn.Parameter(full_tensor(parameter.detach()))  # shares the memory if it is not sharded
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                matrix = nn.Parameter(full_tensor(parameter.detach()))  # A view of the parameter if it is not sharded.
                 matrix.grad = full_tensor(parameter.grad)
                 self.state[matrix] = {key: full_tensor(self.state[parameter][key])}
                 self.param_groups = [{**group, "params": [matrix]}]
@@ -296,14 +310,14 @@ class _Muon(torch.optim.Muon):
         self.param_groups = groups
 
 
-def _muon(groups: list[dict[str, Any]], config: OptimizerConfig, _: bool | None) -> torch.optim.Optimizer:
-    """Muon with updates scaled to the size of AdamW's, so both use one learning rate (Liu et al., arXiv 2502.16982)."""
+def _make_muon(groups: list[dict[str, Any]], config: OptimizerConfig, _: bool | None) -> torch.optim.Optimizer:
+    """Return Muon with updates as large as AdamW's, so both can use one learning rate (Liu et al., arXiv 2502.16982)."""
     momentum = 0.95 if config.momentum is None else config.momentum
     return _Muon(groups, lr=config.lr, momentum=momentum, adjust_lr_fn="match_rms_adamw")
 
 
 class _CombinedOptimizer(torch.optim.Optimizer):
-    """Several optimizers as one, with one state."""
+    """Several optimizers that act as one, with a common `state`."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
         super().__init__([group for part in parts for group in part.param_groups], {})
@@ -319,9 +333,9 @@ class _CombinedOptimizer(torch.optim.Optimizer):
 
 
 OPTIMIZERS = {
-    "adamw": OptimizerKind(_adamw, ("exp_avg", "exp_avg_sq")),
-    "sgd": OptimizerKind(_sgd, ("momentum_buffer",), counts=False),
-    "muon": OptimizerKind(_muon, ("momentum_buffer",), counts=False),
+    "adamw": OptimizerKind(_make_adamw, ("exp_avg", "exp_avg_sq")),
+    "sgd": OptimizerKind(_make_sgd, ("momentum_buffer",), counts_steps=False),
+    "muon": OptimizerKind(_make_muon, ("momentum_buffer",), counts_steps=False),
 }
 
 
@@ -333,23 +347,26 @@ def make_optimizer(
     keys: Mapping[nn.Parameter, int] | None = None,
     compiled: bool = False,
 ) -> torch.optim.Optimizer:
-    """Create the optimizer of `model`'s trained parameters, with its state before the first step.
+    """Return an optimizer of the model's parameters that are not frozen, with its state before the first step.
 
     Args:
-        model: its parameters are optimized.
-        config: the section `optimizer`.
-        device: where the update runs.
-        blocks: decoder blocks. Muon optimizes only their matrices, AdamW all other parameters.
-        keys: seeds of stochastic rounding, which `config.state` may request.
-        compiled: whether to compile the update then.
+        model: the module with the parameters.
+        config: the config section `optimizer`.
+        device: the device of the update.
+        blocks: the decoder blocks. Muon optimizes only their matrices, AdamW all other parameters.
+        keys: the seed of the stochastic rounding of each parameter, which `LeanAdamW` needs (`config.state`).
+        compiled: whether to compile the update of `LeanAdamW`.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if config.state != StateConfig():
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}[config.state.moments]
-        kind = OptimizerKind(lambda groups, config, _: LeanAdamW(groups, config, keys or {}, compiled), (), fuses=False)
-        return _create_optimizer(
-            replace(kind, make_moments=partial(zero_moments, dtype=dtype)), parameters, config, device
+        kind = OptimizerKind(
+            lambda groups, config, _: LeanAdamW(groups, config, keys or {}, compiled),
+            moments=(),
+            allows_fused=False,
+            make_moments=partial(zero_moments, dtype=dtype),
         )
+        return _create_optimizer(kind, parameters, config, device)
     if config.name != "muon":
         return _create_optimizer(OPTIMIZERS[config.name], parameters, config, device)
     matrices = {id(p) for block in blocks for p in block.parameters() if p.ndim == 2}
@@ -363,17 +380,17 @@ def make_optimizer(
 def _create_optimizer(
     kind: OptimizerKind, parameters: Sequence[nn.Parameter], config: OptimizerConfig, device: torch.device
 ) -> torch.optim.Optimizer:
-    """Create one optimizer of these parameters.
+    """Return one optimizer of these parameters, with its state.
 
-    Parameters of two or more dimensions (matrices and embeddings) decay by `config.weight_decay`; vectors (norms) do
-    not. The fused kernel is used if torch has it for the device type. The state is created at once, so that a
-    checkpoint can be loaded into it.
+    Weight decay applies to parameters of two or more dimensions (matrices and embeddings), not to vectors (norms). The
+    fused kernel is used if torch has one for the device type. The state is created here, before the first step, so that
+    a checkpoint can be loaded into it.
     """
     groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    fused = True if kind.fuses and device.type in ("cpu", "cuda") else None
+    fused = True if kind.allows_fused and device.type in ("cpu", "cuda") else None
     optimizer = kind.make(groups, config, fused)
     for parameter in parameters:
         state = (
@@ -381,28 +398,33 @@ def _create_optimizer(
             if kind.make_moments
             else {key: torch.zeros_like(parameter) for key in kind.moments}
         )
-        if kind.counts:
+        if kind.counts_steps:
             state = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device if fused else "cpu"), **state}
         optimizer.state[parameter] = state
     return optimizer
 
 
 def make_custom_optimizer(
-    make: Callable[..., Any], named: Sequence[tuple[str, nn.Parameter]], config: OptimizerConfig
+    make: Callable[..., Any], named_parameters: Sequence[tuple[str, nn.Parameter]], config: OptimizerConfig
 ) -> torch.optim.Optimizer:
-    """Return the optimizer that `make`, a function of the user's module, creates.
+    """Return the optimizer that a function of the user's module creates.
 
-    Raises UserError if it is not a torch.optim.Optimizer over all trained parameters.
+    Args:
+        make: the function `optimizer(named_parameters, config)` of the user's module.
+        named_parameters: the model's parameters with their names. Frozen ones are not passed to `make`.
+        config: the config section `optimizer`.
+
+    Raises:
+        UserError: if `make` does not return a torch.optim.Optimizer of all parameters that it received.
     """
-    optimizer: torch.optim.Optimizer = make(
-        [(name, parameter) for name, parameter in named if parameter.requires_grad], config
-    )
+    trainable = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
+    optimizer: torch.optim.Optimizer = make(trainable, config)
     groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
-    taken = {id(parameter) for group in groups for parameter in group["params"]}
-    if missing := [name for name, parameter in named if parameter.requires_grad and id(parameter) not in taken]:
+    optimized = {id(parameter) for group in groups for parameter in group["params"]}
+    if missing := [name for name, parameter in trainable if id(parameter) not in optimized]:
         raise UserError(
             "model.incomplete_optimizer",
-            "optimizer of model.target must return a torch.optim.Optimizer over all parameters that it is given; "
+            "optimizer of model.target must return a torch.optim.Optimizer of all parameters that it receives; "
             f"{missing[0]} is in none of its groups",
         )
     for group in groups:
@@ -411,23 +433,24 @@ def make_custom_optimizer(
 
 
 def _get_group_options(group: dict[str, Any]) -> dict[str, str]:
-    """Return the options of a parameter group, except the learning rate, which is set before each step."""
+    """Return the options of a parameter group, as texts. The learning rate is not included, since each step sets it."""
     return {key: repr(value) for key, value in group.items() if key not in ("params", "lr", "lr_factor")}
 
 
 @torch.no_grad()
 def initialize_custom_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create the state of a custom optimizer by one step with zero gradients, so that a checkpoint can be loaded.
+    """Create the state of a custom optimizer, so that a checkpoint can be loaded into it.
 
-    The weights are restored afterwards; the state has arbitrary values.
+    The optimizer performs one step with zero gradients. Afterwards the weights are as before, and the state has
+    arbitrary values.
 
     Raises:
-        UserError: if a checkpoint cannot save the state, because it is not a tensor or is in a parameter group, or if
-            the optimizer needs a closure.
+        UserError: if the optimizer needs a closure, if its state is not a tensor, or if a step changes an option of a
+            parameter group. Checkpoints can save only tensors of the state.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    before = [parameter.clone() for parameter in parameters]
-    settings = [_get_group_options(group) for group in optimizer.param_groups]
+    weights_before = [parameter.clone() for parameter in parameters]
+    options_before = [_get_group_options(group) for group in optimizer.param_groups]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     try:
@@ -435,16 +458,16 @@ def initialize_custom_state(optimizer: torch.optim.Optimizer) -> None:
     except TypeError as error:
         message = f"optimizer of model.target must perform a step without a closure: {error}"
         raise UserError("model.optimizer_needs_closure", message) from None
-    for group, values in zip(optimizer.param_groups, settings, strict=True):
-        if changed := [key for key, value in _get_group_options(group).items() if values.get(key) != value]:
+    for group, options in zip(optimizer.param_groups, options_before, strict=True):
+        if changed := [key for key, value in _get_group_options(group).items() if options.get(key) != value]:
             raise UserError(
                 "model.optimizer_state",
-                f"optimizer of model.target changes an option of its groups ({changed[0]}), which checkpoints do not "
-                "save: after a restart it would not continue as before. Keep a tensor in its state for each parameter",
+                f"optimizer of model.target changes the option {changed[0]} of its parameter groups. Checkpoints do not "
+                "save options, so a restart would lose the change. Keep a tensor in its state for each parameter",
             )
     optimizer.zero_grad(set_to_none=True)
-    for parameter, values in zip(parameters, before, strict=True):
-        parameter.copy_(values)
+    for parameter, weights in zip(parameters, weights_before, strict=True):
+        parameter.copy_(weights)
         for key, value in optimizer.state[parameter].items():
             if not isinstance(value, Tensor):
                 message = (
@@ -454,9 +477,9 @@ def initialize_custom_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Use `lr` in the optimizer's next step. Groups of a custom optimizer keep their proportions.
+    """Set the learning rate of the optimizer's next step. Groups of a custom optimizer keep their ratios to it.
 
-    Raises UserError if `lr`, which a custom schedule may compute, is not a finite number.
+    Raises UserError if a custom schedule returned an `lr` that is not a finite number.
     """
     if not isinstance(lr, int | float) or not math.isfinite(lr):
         message = f"learning_rate of model.target must return a finite number; it returned {lr!r}"
@@ -466,24 +489,29 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 class LossScaler:
-    """Scale of the loss in fp16, so that small gradients do not vanish (Micikevicius et al., arXiv 1710.03740, 3.2).
+    """Scales the loss in fp16, so that small gradients do not vanish (Micikevicius et al., arXiv 1710.03740, 3.2).
 
-    A step whose gradient is not finite is skipped and halves the scale; `INTERVAL` good steps in a row double it. If
-    the scale is 1 or less, scaling did not cause the overflow, and the bad-step guard checks the step.
+    If the gradient is not finite, the step is skipped and the scale is halved. `INTERVAL` finite steps in a row double
+    the scale. If the scale is 1 or less, scaling did not cause the overflow, and the bad-step guard handles the step.
 
-    The constants are those of torch.amp.GradScaler. That class checks only the gradients of its process, so ranks
-    of a pipeline or a tensor parallel group could decide differently. Here the norm of the whole model's gradient
-    decides, which is the same on all ranks and is needed for clipping in any case.
+    The constants are the same as in torch.amp.GradScaler. GradScaler checks only the gradients of its own rank, so the
+    ranks of a pipeline or a tensor-parallel group could decide differently. This class uses the norm of the full
+    model's gradient, which is the same on all ranks and is needed for clipping in any case.
     """
 
     INTERVAL = 2000
+    """Number of finite steps in a row after which the scale is doubled."""
 
     def __init__(self) -> None:
         self.scale = 2.0**16
         self._good_steps = 0
 
     def update_scale(self, norm: float) -> bool:
-        """Return whether `norm` is finite, and set the scale of the next step."""
+        """Set the scale of the next step, and return whether `norm` is finite.
+
+        Args:
+            norm: the norm of the full model's gradient.
+        """
         is_finite = math.isfinite(norm)
         self._good_steps = self._good_steps + 1 if is_finite else 0
         if not is_finite:
@@ -494,11 +522,11 @@ class LossScaler:
         return is_finite
 
     def state_dict(self) -> dict[str, float]:
-        """Return what a checkpoint saves."""
+        """Return the state that a checkpoint saves."""
         return {"scale": self.scale, "good": self._good_steps}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore the state that `state_dict` returned."""
         self.scale = float(state["scale"])
         self._good_steps = int(state["good"])
 
@@ -508,25 +536,30 @@ _CHUNK_ENTRIES = 2**15
 
 
 def compute_total_norm(gradients: list[Tensor]) -> Tensor:
-    """Return the norm of all `gradients` together: fp32, 0-d.
+    """Return the L2 norm of all `gradients` together: fp32, 0-d.
 
-    On CPUs torch sums squares sequentially in fp32: the norm of 2²⁷ entries would be 1.4 % too small. Large tensors are
-    therefore split into chunks, which is accurate to 1e-7.
+    On CPUs, torch sums squares sequentially in fp32, so the norm of 2²⁷ entries would be 1.4 % too small. Therefore
+    large tensors are split into chunks, which is accurate to 1e-7.
     """
     if any(gradient.device.type == "cpu" for gradient in gradients):
         gradients = [chunk for gradient in gradients for chunk in gradient.flatten().split(_CHUNK_ENTRIES)]
     if all(gradient.dtype == torch.float32 for gradient in gradients):
         return nn.utils.get_total_norm(gradients)
-    # torch would round each tensor's norm to its type
+    # `get_total_norm` would round the norm of each tensor to the tensor's dtype.
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return total
 
 
 def find_frozen_names(patterns: Sequence[str], task: Task) -> set[str]:
-    """Return the names of the whole model's frozen parameters, also of those that other ranks have.
+    """Return the names of all frozen parameters of the full model, including parameters that only other ranks have.
 
-    Raises UserError as `_match_patterns` does.
+    Args:
+        patterns: the config key `optimizer.freeze`.
+        task: builds the model.
+
+    Raises:
+        UserError: if a pattern matches no parameter, or all parameters match.
     """
     if not patterns:
         return set()
@@ -535,7 +568,12 @@ def find_frozen_names(patterns: Sequence[str], task: Task) -> set[str]:
 
 
 def check_freeze(patterns: str, model: str) -> None:
-    """Raise UserError if `patterns` do not fit the decoder of the section `model`. Both are JSON."""
+    """Raise UserError if a pattern matches no parameter of the decoder, or all parameters match.
+
+    Args:
+        patterns: the config key `optimizer.freeze`, as JSON.
+        model: the config section `model`, as JSON.
+    """
     with torch.device("meta"):
         decoder = Decoder(ModelConfig.model_validate_json(model), 1, 1)
     _match_patterns(json.loads(patterns), [name for name, _ in decoder.named_weights()])
@@ -552,6 +590,6 @@ def _match_patterns(patterns: Sequence[str], names: Collection[str]) -> set[str]
             raise UserError("model.no_such_parameter", message)
         frozen.update(matched)
     if frozen == set(names):
-        message = "optimizer.freeze: the patterns match all parameters, so that nothing would be trained: remove some"
+        message = "optimizer.freeze: the patterns match all parameters, so no parameter would be trained: remove some"
         raise UserError("model.all_frozen", message)
     return frozen

@@ -1,15 +1,13 @@
-"""Divide the time of a step into compute, exposed communication, copies, pipeline bubble and idle time.
+"""Divide the time of a training step into compute, exposed communication, copies, pipeline bubble and idle time.
 
-The input is a trace of one rank (Chrome's "Trace Event Format", as torch.profiler exports it). Each event has a kind:
+The input is the trace of one rank in Chrome's "Trace Event Format", as torch.profiler exports it. `parse_trace` gives
+each event one of these kinds:
 
-- `compute`: on a GPU, kernels except NCCL's; on a CPU, operators of the training thread
-- `communication`: NCCL's kernels; on a CPU, an operation over Gloo or MPI, from its call to its end
-- `copy`: copies of the GPU (on a CPU they are compute)
+- `compute`: on a GPU, all kernels except NCCL's; on a CPU, operators of the thread that trains
+- `communication`: on a GPU, NCCL's kernels; on a CPU, an operation over Gloo or MPI, from its call to its end
+- `copy`: memory copies of the GPU (on a CPU, copies are `compute`)
 - `wait`: operators that only wait for communication
-- `host`: everything else, for display
-
-At each moment `divide_step` counts the first of these that applies, so the parts add up to the step. The bubble is the
-time spent waiting for pipeline messages, transfer included: one rank does not know when the other one sent.
+- `host`: all other events, which are only displayed
 """
 
 from __future__ import annotations
@@ -22,43 +20,51 @@ from typing import Any, NamedTuple
 STEP = "sluice step"
 """Name of the annotation around a profiled step."""
 PIPELINE = "pp"
-"""Name of the group whose exposed communication is the bubble."""
+"""Name of the pipeline's group, whose exposed communication is the bubble."""
 TRAINING = "training"
-"""Row of the training thread, which is the first of its process."""
+"""Row of the thread that trains. Its thread id is the process id."""
 STEP_PARTS = ("compute", "communication_exposed", "copy", "bubble", "idle")
 GROUP = "Process Group Description"
-"""Name of the process group among the arguments of an NCCL kernel (Kineto)."""
-_ON_GPU = {"kernel": "compute", "gpu_memcpy": "copy", "gpu_memset": "copy"}
-_NO_WORK = ("autograd::", "torch::autograd::", "torch.distributed.", "c10d::", "_c10d_functional", "record_param")
+"""Key of the process group's name in the arguments of an NCCL kernel, as Kineto writes it."""
+_KIND_BY_GPU_CATEGORY = {"kernel": "compute", "gpu_memcpy": "copy", "gpu_memset": "copy"}
+_WRAPPERS = ("autograd::", "torch::autograd::", "torch.distributed.", "c10d::", "_c10d_functional", "record_param")
+"""Prefixes of events on a CPU that only contain or start other work, so they are not `compute`."""
 _COMPILED = ("Torch-Compiled Region", "CompiledFunction")
-_GROUPS = {"default_pg": "world", "undefined": "control", "": "unnamed"}
+"""Prefixes of the events of compiled code, which are `compute`."""
+_GROUP_NAMES = {"default_pg": "world", "undefined": "control", "": "unnamed"}
+"""Our names of process groups, by torch's names."""
 
 
 class Span(NamedTuple):
-    """An event from `start` to `end`, in microseconds since the start of the step."""
+    """An event of a trace. `start` and `end` are in microseconds since the start of the step."""
 
     kind: str
     row: str
-    """Thread, stream or group."""
+    """The row in which the event is displayed: the name of its thread, GPU stream or process group."""
     name: str
     start: float
     end: float
 
 
 def parse_trace(events: Sequence[Mapping[str, Any]]) -> tuple[float, float, list[Span]]:
-    """Return start and duration of the step, in microseconds of the trace, and its spans.
+    """Find the profiled step in a trace, and the events within it.
 
     Args:
-        events: complete events (`ph` is X) of a trace.
+        events: the complete events (`ph` is X) of the trace.
+
+    Returns:
+        The start of the step by the clock of the trace and its duration, both in microseconds, and its spans. Events
+        that begin before or end after the step are clipped to it.
 
     Raises:
         ValueError: if the trace does not contain the step.
     """
-    step = next((e for e in events if e["name"] == STEP and e.get("cat") == "user_annotation"), None)
+    annotations = (e for e in events if e["name"] == STEP and e.get("cat") == "user_annotation")
+    step = next(annotations, None)
     if step is None:
         raise ValueError("the trace does not contain the step")
     step_start = step["ts"]
-    has_gpu = any(event.get("cat") in _ON_GPU for event in events)
+    has_gpu = any(event.get("cat") in _KIND_BY_GPU_CATEGORY for event in events)
     spans = []
     for event in events:
         start = max(0.0, event["ts"] - step_start)
@@ -69,25 +75,43 @@ def parse_trace(events: Sequence[Mapping[str, Any]]) -> tuple[float, float, list
 
 
 def _classify_event(event: Mapping[str, Any], has_gpu: bool) -> tuple[str, str]:
-    """Return kind and row of an event."""
+    """Return kind and row of an event. `has_gpu`: whether the trace has events of a GPU."""
     name = str(event["name"])
-    cat = str(event.get("cat"))
+    category = str(event.get("cat"))
     thread = TRAINING if event.get("tid") == event.get("pid") else f"thread {event.get('tid')}"
-    if cat == "communication" or (cat == "kernel" and name.startswith("nccl")):
+    if category == "communication" or (category == "kernel" and name.startswith("nccl")):
         group = str(event.get("args", {}).get(GROUP, ""))
-        return "communication", _GROUPS.get(group, group.removeprefix("mesh_"))
-    if cat in _ON_GPU:
-        return _ON_GPU[cat], f"stream {event.get('tid')}"
+        return "communication", _GROUP_NAMES.get(group, group.removeprefix("mesh_"))
+    if category in _KIND_BY_GPU_CATEGORY:
+        return _KIND_BY_GPU_CATEGORY[category], f"stream {event.get('tid')}"
     if name == "_c10d_functional::wait_tensor":
         return "wait", thread
-    is_operator = "::" in name and not name.startswith(_NO_WORK)
-    # operators of other threads are Gloo's sums, which belong to the communication
-    may_compute = cat == "cpu_op" and thread == TRAINING and not has_gpu
+    is_operator = "::" in name and not name.startswith(_WRAPPERS)
+    # Operators of other threads are sums that Gloo computes, which are part of the communication.
+    may_compute = category == "cpu_op" and thread == TRAINING and not has_gpu
     return "compute" if may_compute and (is_operator or name.startswith(_COMPILED)) else "host", thread
 
 
 def divide_step(spans: Sequence[Span], step_us: float) -> dict[str, Any]:
-    """Return the seconds of each of `STEP_PARTS`, which add up to the step, and each group's exposed communication."""
+    """Return how many seconds of a step belong to each of `STEP_PARTS`.
+
+    Each moment belongs to the first of these parts that applies, so the parts add up to the step:
+
+    1. `compute`: a span of the kind `compute` is active, and no span of the kind `wait`.
+    2. `communication_exposed`: communication of a group other than the pipeline is active.
+    3. `copy`: a copy is active.
+    4. `bubble`: communication of the pipeline is active. This includes the transfer of messages, because the trace of
+       one rank does not show when the other rank sent them.
+    5. `idle`: nothing of the above.
+
+    Args:
+        spans: the spans of the step.
+        step_us: the duration of the step in microseconds.
+
+    Returns:
+        The seconds by part, and under `exposed_by_group` the seconds of exposed communication by group. Times at which
+        several groups communicate count for each of them.
+    """
     edges = [(time, change, (s.kind, s.row)) for s in spans for time, change in ((s.start, 1), (s.end, -1))]
     parts = dict.fromkeys(STEP_PARTS, 0.0)
     exposed_by_group = Counter[str]()
@@ -115,7 +139,7 @@ def divide_step(spans: Sequence[Span], step_us: float) -> dict[str, Any]:
 
 
 def average_ranks(parts_of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the mean of each part over all ranks. A rank counts as 0 for a group that it is not in."""
+    """Return the mean of each part over the ranks. A rank counts as 0 for a group that it does not belong to."""
     means: dict[str, Any] = {}
     for name in dict.fromkeys(name for parts in parts_of_ranks for name in parts):
         if isinstance(parts_of_ranks[0].get(name), dict):
@@ -126,7 +150,7 @@ def average_ranks(parts_of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]
 
 
 def describe_parts(parts: Mapping[str, Any]) -> str:
-    """Return the duration of a profiled step, and the share of each of its parts in per cent."""
+    """Return a text with the duration of a profiled step in ms, and the share of each part in per cent."""
     total = sum(parts[name] for name in STEP_PARTS) or 1.0
     shares = ", ".join(f"{name.replace('_', ' ')} {100 * parts[name] / total:.0f} %" for name in STEP_PARTS)
     return f"{1000 * total:.1f} ms: {shares}"

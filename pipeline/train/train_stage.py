@@ -1,4 +1,4 @@
-"""Stage train: all ranks together train from the newest checkpoint to the last step."""
+"""The stage `train`: all ranks together train the model from the newest checkpoint to the last step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pipeline.train.lr_schedule import compute_learning_rate
 
 
 def missing_outputs(run: Run) -> str | None:
-    """Return why the training is not done; None if its final checkpoint exists."""
+    """Return a message if the stage is not done; None if its final checkpoint exists."""
     step = find_newest_step(run.checkpoints_dir)
     steps = count_training_steps(run.config, run.data_dir)
     if steps and (step >= steps or is_complete_early(run, step, steps)):
@@ -31,43 +31,44 @@ def missing_outputs(run: Run) -> str | None:
 
 
 def is_complete_early(run: Run, step: int, steps: int) -> bool:
-    """Return True if a callback completed this training of `steps` steps at `step`."""
+    """Return True if a callback completed the stage early at `step`, and `steps` is still the planned last step."""
     early_stop = read_early_stop(run.checkpoints_dir, step)
     return early_stop is not None and early_stop.get("steps") == steps
 
 
 def progress(run: Run) -> Progress:
-    """Return how many steps are done."""
+    """Return how many steps are done, with the loss and the speed of the last one in metrics.jsonl."""
     steps = count_training_steps(run.config, run.data_dir)
-    last = read_last_object(run.metrics_file, is_step_line)
+    last_line = read_last_object(run.metrics_file, is_step_line)
     if steps is None:
         return Progress(format_training_length(run.config, run.data_dir))
-    if last is None:
+    if last_line is None:
         return Progress(f"0/{steps} steps", 0, steps, "starting")
-    step = last["step"]
-    loss = "-" if last["loss"] is None else f"{last['loss']:.4f}"
-    running = f"step {step}/{steps}  {format_loss(last)}  {format_speed(last)}"
-    remaining_s = (steps - step) * last["step_time_s"]
+    step = last_line["step"]
+    loss = "-" if last_line["loss"] is None else f"{last_line['loss']:.4f}"
+    running = f"step {step}/{steps}  {format_loss(last_line)}  {format_speed(last_line)}"
+    remaining_s = (steps - step) * last_line["step_time_s"]
     is_complete = step == steps or is_complete_early(run, step, steps)
-    amount = format_amount_read(run.config, run.data_dir, step) if is_complete else ""
+    amount_read = format_amount_read(run.config, run.data_dir, step) if is_complete else ""
     early = ", completed early" if is_complete and step < steps else ""
-    message = f"{step}/{steps} steps{early}, {format_loss(last)}{amount}"
+    message = f"{step}/{steps} steps{early}, {format_loss(last_line)}{amount_read}"
     return Progress(message, step, steps, running, loss, remaining_s)
 
 
 def resume_note(run: Run) -> str | None:
-    """Return a note about an unexpected learning rate: it is 0 in the last step, or it increases again.
+    """Return a note about an unexpected learning rate; None if it is as expected.
 
-    It increases if `train.steps` is raised, because the schedule depends on the number of the last step.
+    Two cases are unexpected: the last step has the learning rate 0, or the learning rate increases on resume. It
+    increases if `train.steps` was raised, because the schedule depends on the number of the last step.
     """
     optimizer = run.config.optimizer
     steps = count_training_steps(run.config, run.data_dir)
-    last = read_last_object(run.metrics_file, is_step_line)
-    step = last["step"] if last else 0
-    previous_lr = last.get("lr") if last else None
+    last_line = read_last_object(run.metrics_file, is_step_line)
+    step = last_line["step"] if last_line else 0
+    previous_lr = last_line.get("lr") if last_line else None
     if optimizer.schedule == "own" or not steps or step >= steps:
         return None
-    if last is None and steps > 1 and compute_learning_rate(optimizer, steps, steps) == 0:
+    if last_line is None and steps > 1 and compute_learning_rate(optimizer, steps, steps) == 0:
         return (
             f"note: step {steps}, the last one, has learning rate 0 and changes no weight; if that is not intended, "
             "set optimizer.schedule_counts_from=0, as in transformers, or a larger optimizer.min_lr_ratio"
@@ -83,9 +84,9 @@ def resume_note(run: Run) -> str | None:
 
 
 def check_inputs(run: Run) -> None:
-    """Raise UserError if a pattern of `optimizer.freeze` does not fit the decoder.
+    """Raise UserError if a pattern of `optimizer.freeze` matches no parameter of the decoder, or all of them match.
 
-    A child process checks it, because this one must not import torch.
+    A child process checks this, because this process must not import torch.
     """
     if run.config.optimizer.freeze and run.user_model is None:
         patterns = json.dumps(run.config.optimizer.freeze)
@@ -94,13 +95,22 @@ def check_inputs(run: Run) -> None:
 
 
 def run_stage(run: Run, rank_info: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
-    """Train. Return DONE at the last step, STOPPED if the ranks agreed to stop before it."""
+    """Train until the last step, or until the ranks agree to stop.
+
+    Returns:
+        DONE if the stage is complete, STOPPED if a later attempt must continue it.
+
+    Raises:
+        UserError: if the ranks or the data do not fit the config.
+        NodeError: if this node fails its health check.
+        CheckpointError: if no checkpoint is intact, or it belongs to another config or other data.
+    """
     check_tensor_group_on_one_node(rank_info, run.config.parallel.tensor)
     startup_s: dict[str, float] = {}
     part_start_time = flag.start_time
 
     def record_startup(part: str) -> None:
-        """Record the duration of a part of the start, which ends now."""
+        """Record that `part` of the start-up ends now."""
         nonlocal part_start_time
         now = time.monotonic()
         startup_s[part] = round(now - part_start_time, 3)

@@ -1,12 +1,12 @@
 """The training loop: build, restore, step, save, stop.
 
-A run is exact because of three properties (contract 3 in docs/architecture.md):
+An interrupted run gives the same result as an uninterrupted one (contract 3 in docs/architecture.md), because:
 
-- the batch of a step is a function of `samples_consumed` alone (pipeline/data/sample_order.py);
-- the gradients of a step are a function of weights, batch, step number and layout (pipeline/train/engine.py);
+- the batch of a step depends only on `samples_consumed` (pipeline/data/sample_order.py);
+- the gradients of a step depend only on weights, batch, step number and layout (pipeline/train/engine.py);
 - all ranks save a checkpoint together, only between steps.
 
-What happens around a step is in callbacks (`Trainer._make_callbacks`).
+Callbacks do the work around a step, such as metrics, profiles and evaluations (`Trainer._make_callbacks`).
 """
 
 from __future__ import annotations
@@ -82,14 +82,18 @@ from pipeline.train.profiler import Profiler
 
 
 class Trainer:
-    """One rank of one attempt of a training.
+    """Trains the model on one rank, in one attempt.
 
-    Building it restores the newest checkpoint. All ranks call all methods together.
+    The constructor restores the newest checkpoint. The constructor, `fit`, `step` and `save` communicate, so all ranks
+    must call them together.
 
     Args:
-        world: this rank's place in the process group that it has joined.
+        run: the run.
+        manifest: describes the shards in the run directory.
+        rank_info: this rank's ranks and sizes, as the launcher set them.
+        world: the process group of all ranks, which this rank has joined.
         flag: set by signals that request a stop.
-        watchdog: a watchdog that was started; if None, nothing watches this rank.
+        watchdog: a watchdog that is already running; if None, no watchdog checks this rank for hangs.
     """
 
     def __init__(
@@ -130,11 +134,11 @@ class Trainer:
         self.data_wait_s = 0.0
         self.overhead_s: dict[str, float] = {}
         self.startup_s: Mapping[str, float] = {}
-        """Duration of each part of rank 0's start, in seconds."""
+        """Seconds that each part of this rank's start-up took. Rank 0 writes them to the event `ready`."""
         self.stop_request: str | None = None
-        """Why a callback requested to complete the training early; None if none did."""
+        """The reason that a callback passed to `request_stop`; None if no callback requested a stop."""
         self.early_stop: Mapping[str, Any] | None = None
-        """Reason and planned steps of a training that was completed early."""
+        """`reason` and planned `steps` of a run that a callback completed early; None otherwise."""
         self.start_step, callback_states = self._restore(from_scratch)
         self.guard = BadStepGuard.load(run, self.coordinator.group)
         self.mixture = build_mixture(config, manifest, self.guard.excluded_ranges)
@@ -144,11 +148,11 @@ class Trainer:
     # -- parts -------------------------------------------------------------------------------------------
 
     def _make_callbacks(self, flag: StopFlag) -> list[Callback]:
-        """Return all callbacks in the order in which their hooks are called; those of the user's module come last."""
+        """Return all callbacks in the order in which their hooks are called. The user's own callbacks are the last."""
         run = self.run
         world = self.world
         train = self.config.train
-        peers = [self.layout.coordinates(rank).pp for rank in range(world.size)]
+        pipeline_ranks = [self.layout.coordinates(rank).pp for rank in range(world.size)]
         self.coordinator.add_request(EARLY_STOP_REQUEST, lambda: self.stop_request is not None)
         callbacks: list[Callback] = [
             self.watchdog,
@@ -164,7 +168,7 @@ class Trainer:
             callbacks.append(HeldOutEvaluation(run, evaluator, self.coordinator, copy_weights, self._report_evaluation))
         callbacks += [
             MetricsWriter(run, self.task),
-            StragglerDetector(run, self.coordinator.group, peers, self.compute_timer),
+            StragglerDetector(run, self.coordinator.group, pipeline_ranks, self.compute_timer),
             ProgressLog(self.task, train.log_every),
             SaveRequests(run.save_file, self.coordinator, checks_file=world.is_rank0),
         ]
@@ -188,9 +192,9 @@ class Trainer:
         return TokenDataset(self.manifest.train, self.config.data.sequence_length, self.run.data_dir)
 
     def _make_engine(self, from_scratch: bool) -> Engine:
-        """Build the model, with initial weights if the training starts `from_scratch`.
+        """Return the engine. If `from_scratch`, its model has initial weights; otherwise a checkpoint is loaded next.
 
-        Raises CheckpointError if there were checkpoints that have disappeared.
+        Raises CheckpointError if the run starts from scratch although it had saved checkpoints, which have disappeared.
         """
         source = None
         if from_scratch:
@@ -211,13 +215,13 @@ class Trainer:
         return engine
 
     def _check_no_checkpoint_is_missing(self) -> None:
-        """Raise CheckpointError, on rank 0, if checkpoints were saved and have disappeared."""
+        """Raise CheckpointError on rank 0 if checkpoints were saved and have disappeared."""
         if self.world.is_rank0 and (problem := describe_missing_checkpoints(self.run)):
             raise CheckpointError("checkpoint.disappeared", problem)
 
     @contextlib.contextmanager
     def _open_batches(self) -> Iterator[BatchLoader]:
-        """Read this rank's part of each global batch, from the first sample that was not consumed."""
+        """Yield a loader of this rank's part of each global batch. It starts at the first sample not yet consumed."""
         sampler = GlobalOrderSampler(
             self.dataset,
             global_batch=self.config.train.global_batch,
@@ -228,20 +232,22 @@ class Trainer:
             rank=self.layout.coordinates(self.rank).dp,
             order=self.mixture.compute_indices if self.mixture else None,
         )
-        key = groups.broadcast_from_rank0(self.coordinator.group, secrets.token_hex(8))
+        # A random key for each start ensures that no rank reads the local copies of a killed job.
+        copies_key = groups.broadcast_from_rank0(self.coordinator.group, secrets.token_hex(8))
         write_event = self.run.append_event if self.rank_info.local_rank == 0 else None
-        copies = LocalCopies(self.dataset, self.run.data_dir, self.config.site.local_disk, key, write_event)
-        with copies, contextlib.closing(BatchLoader(self.dataset, sampler, self.device)) as batches:
-            yield batches
+        copies = LocalCopies(self.dataset, self.run.data_dir, self.config.site.local_disk, copies_key, write_event)
+        with copies, contextlib.closing(BatchLoader(self.dataset, sampler, self.device)) as loader:
+            yield loader
 
     # -- one step ----------------------------------------------------------------------------------------
 
     def step(self, step: int, batch: Batch) -> dict[str, Any]:
-        """Perform optimizer step number `step`, counted from 1; return its metrics.
+        """Perform one optimizer step and return its metrics.
 
         Args:
-            batch: this rank's part of the global batch: global_batch / data parallel size samples, by array, such as
-                `tokens` (int64, shape (B, T + 1)).
+            step: the number of the step, counted from 1.
+            batch: this rank's part of the global batch: arrays by name, such as `tokens` (int64, shape (B, T + 1)).
+                B is global_batch divided by the data-parallel size.
         """
         config = self.config
         engine = self.engine
@@ -250,14 +256,15 @@ class Trainer:
         mean_loss = engine.backward(batch, step, partial(self.enter_phase, step), self.coordinator.wants_attention)
         self.callbacks.on_backward_end(step)
         grad_norm = engine.clip_gradients(config.optimizer.clip_norm)
-        # The only time that the CPU waits for a GPU: nothing may change the weights before these numbers are checked.
+        # The CPU waits for the GPU only here, because loss and norm must be checked before the weights change.
         loss, norm = torch.stack([mean_loss, grad_norm.double()]).tolist()
         self.coordinator.agreed_requests.clear()
-        if math.isnan(loss):  # on all ranks: either a rank has a request, or the loss itself is NaN
+        if math.isnan(loss):  # Either a rank has a request, or the loss itself is NaN. All ranks see the same value.
             self.coordinator.exchange()
             loss = engine.reduce_loss_again().item()
         is_scaled = engine.scaler is not None and engine.scaler.scale > 1
-        has_overflowed = is_scaled and not math.isfinite(norm)  # the scaler skips the step and reduces its scale
+        has_overflowed = is_scaled and not math.isfinite(norm)
+        # If fp16 overflows, the loss scaler skips the step and halves the scale. Callbacks must not count it as bad.
         skip_reason = self.callbacks.on_before_optimizer_step(step, loss, 0.0 if has_overflowed else norm)
         self.checkpointer.wait_until_staged()
         engine.update_weights(norm, is_good=skip_reason is None)
@@ -273,19 +280,20 @@ class Trainer:
     def fit(self) -> ExitCode:
         """Train until the last step, or until all ranks agree to stop.
 
-        Returns DONE if the training is complete, STOPPED if a later job has to continue it.
+        Returns:
+            DONE if the train stage is complete, STOPPED if a later attempt must continue it.
         """
         if self.start_step >= self.steps or self.early_stop is not None:
             return ExitCode.DONE
-        if self.coordinator.exchange():  # requested during start-up: there is nothing new to save
+        if self.coordinator.exchange():  # A stop was requested during start-up, so there is nothing new to save.
             return ExitCode.STOPPED
-        with self._open_batches() as batches:
+        with self._open_batches() as loader:
             self._report_ready()
             previous_end = time.perf_counter()
             self.callbacks.on_start()
-            if self.coordinator.stop_reason is not None:
+            if self.coordinator.stop_reason is not None:  # A stop was requested during the evaluation in `on_start`.
                 return ExitCode.STOPPED
-            batch_iterator = iter(batches)
+            batch_iterator = iter(loader)
             for step in range(self.start_step + 1, self.steps + 1):
                 self.enter_phase(step, "data")
                 self.callbacks.on_step_begin(step)
@@ -293,7 +301,7 @@ class Trainer:
                 self.callbacks.on_step_end(step, metrics)
                 end = time.perf_counter()
                 self.step_s = end - previous_end - sum(self.overhead_s.values())
-                self.data_wait_s = batches.data_wait_s
+                self.data_wait_s = loader.data_wait_s
                 self.callbacks.on_metrics(step, metrics)
                 self.overhead_s.clear()
                 previous_end = end
@@ -302,9 +310,10 @@ class Trainer:
         return ExitCode.DONE
 
     def _after_step(self, step: int) -> ExitCode | None:
-        """Save or stop if it is time to; return the exit code if the training ends after `step`."""
+        """Save or stop after `step` if necessary. Return the exit code if this attempt ends; None if it continues."""
         requests = self.coordinator.agreed_requests
-        # The training may return to before consecutive bad steps, so it must not save or complete between them.
+        # After too many consecutive bad steps, the run restarts from the checkpoint before them. Therefore it must not
+        # save a checkpoint between them, or complete early.
         may_save = not self.guard.consecutive_bad_steps
         if step == self.steps:
             self.save(step)
@@ -321,12 +330,17 @@ class Trainer:
         return None
 
     def _save_and_stop(self, step: int, reason: str) -> None:
-        """Stop after `step`, as the ranks agreed, and save if there is time for it."""
+        """Stop after `step`. Save a checkpoint first, unless there is no time for it or the step was bad.
+
+        Args:
+            step: the step that has just ended.
+            reason: the signal or the deadline that the ranks agreed on.
+        """
         skip_reason = None
         if self.coordinator.is_too_late_to_save:
             skip_reason = f"too late to save: a save takes {self.deadline.expected_save_s:.1f} s"
         elif self.guard.consecutive_bad_steps:
-            skip_reason = "after a bad step, from which the training may have to return"
+            skip_reason = "the step was bad, and the run may have to restart from before it"
         if self.world.is_rank0:
             self.run.append_event(StopRequested(stage="train", step=step, signal=reason))
             if skip_reason is not None:
@@ -335,11 +349,11 @@ class Trainer:
         if skip_reason is None:
             self.save(step)
         self._finish_saving(step)
-        outcome = f"{skip_reason}; the last checkpoint counts" if skip_reason else "saved"
+        outcome = f"not saved ({skip_reason}); the next attempt loads the last checkpoint" if skip_reason else "saved"
         self.log(f"stopped after step {step}, {outcome}")
 
     def _complete_early(self, step: int) -> None:
-        """Save the final checkpoint after `step`, because a callback requested to stop."""
+        """Save the final checkpoint after `step`, because a callback called `request_stop`."""
         reason = self._agree_on_stop_request()
         assert reason is not None
         self.early_stop = {"reason": reason, "steps": self.steps}
@@ -350,10 +364,10 @@ class Trainer:
         self._finish_saving(step)
         self.log(f"complete after step {step} of {self.steps}: {reason}")
 
-    # -- what callbacks use ------------------------------------------------------------------------------
+    # -- the interface for callbacks (`TrainerContext`) --------------------------------------------------
 
     def enter_phase(self, step: int, phase: str) -> None:
-        """Announce a phase. The first step after a start compiles, so all of it counts as start-up."""
+        """Call `on_phase` of all callbacks. The phases of the first step, which may compile, are all called `start`."""
         self.callbacks.on_phase(step, "start" if step == self.start_step + 1 else phase)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -362,19 +376,22 @@ class Trainer:
             yield from self.task.named_weights(part)
 
     def request_stop(self, reason: str) -> None:
-        """Complete the training early: all ranks finish the next step, save and exit. One rank may call it."""
+        """Complete the train stage early: all ranks finish the next step, save and exit.
+
+        A single rank may call this. No later job then continues the stage.
+        """
         if self.stop_request is None:
             self.stop_request = reason
 
     def log(self, message: str) -> None:
-        """Print a line on rank 0."""
+        """Print a line to the job's output, on rank 0 only."""
         if self.world.is_rank0:
             print(message, flush=True)
 
     # -- state -------------------------------------------------------------------------------------------
 
     def save(self, step: int) -> None:
-        """Start to save the state after `step`, whose metrics are already written."""
+        """Start saving a checkpoint of the state after `step`. The metrics of `step` must already be written."""
         start_time = time.perf_counter()
         self.enter_phase(step, "save")
         self.checkpointer.wait_until_saved()
@@ -394,7 +411,10 @@ class Trainer:
         self.overhead_s["checkpoint_s"] = self.overhead_s.get("checkpoint_s", 0.0) + time.perf_counter() - start_time
 
     def _agree_on_stop_request(self) -> str | None:
-        """Return why any rank requested to complete the training early, the same on all ranks."""
+        """Return the reason of the lowest rank whose callbacks called `request_stop`; None if no rank's did.
+
+        All ranks return the same reason.
+        """
         if not hasattr(self.task.user_module, "callbacks"):
             return None
         reasons = groups.all_gather_results(self.coordinator.group, lambda: self.stop_request)
@@ -402,20 +422,31 @@ class Trainer:
         return self.stop_request
 
     def _finish_saving(self, step: int) -> None:
-        """Wait for the save in progress."""
+        """Wait for the save in progress, and free the checkpointer's buffers."""
         self.watchdog.enter_phase(step, "save")
         self.checkpointer.close()
 
     def _restore(self, from_scratch: bool) -> tuple[int, Mapping[str, Any]]:
-        """Load the newest intact checkpoint; return its step (0 if there is none) and the states of callbacks."""
+        """Load the newest intact checkpoint.
+
+        Args:
+            from_scratch: whether the engine has initial weights, because no checkpoint existed when it was built.
+
+        Returns:
+            The step of the checkpoint (0 if there is none), and the states of callbacks by class name.
+
+        Raises:
+            CheckpointError: if no checkpoint is intact, if it belongs to another config or other data, or if it
+                disappeared during the start.
+        """
         start_time = time.perf_counter()
-        check = partial(check_identity, now=self.checkpointer.describe)  # other weights may have another shape
+        check = partial(check_identity, now=self.checkpointer.describe)
         manifest = self.checkpointer.restore(self.engine.state_dict(), self._report_damaged, check)
         step = int(manifest["step"]) if manifest else 0
         extra: Mapping[str, Any] = manifest["extra"] if manifest else {}
         notes: dict[str, str | None] = {}
         if manifest is None:
-            if not from_scratch:  # the weights were not initialized
+            if not from_scratch:  # The engine has no initial weights, because a checkpoint existed when it was built.
                 raise CheckpointError(
                     "checkpoint.disappeared",
                     f"the checkpoints in {self.run.checkpoints_dir} disappeared during the start; try again",
@@ -439,15 +470,24 @@ class Trainer:
         return step, extra.get("callbacks", {})
 
     def _rewind_metrics(self, step: int, start_time: float, notes: Mapping[str, str | None]) -> None:
-        """Remove the metrics after the restored `step`, and report lost work and what differs; on rank 0."""
-        saves = [event.seconds for event in self.run.read_events("train", Saved)]
-        # the latest save is the best estimate, because storage may have been slower or faster before
-        self.deadline.expected_save_s = next((seconds for seconds in reversed(saves) if seconds), 0.0)
+        """Remove the metrics of steps after the restored `step`, and write the events `lost_work` and `restored`.
+
+        Only rank 0 calls this.
+
+        Args:
+            step: the restored step; 0 if there is no checkpoint.
+            start_time: when the restore began, by `time.perf_counter`.
+            notes: what differs from the attempt that saved: `replicas` and `versions`; None if nothing differs.
+        """
+        save_durations = [event.seconds for event in self.run.read_events("train", Saved)]
+        # The latest save is the best estimate, because storage may have been slower or faster before.
+        self.deadline.expected_save_s = next((seconds for seconds in reversed(save_durations) if seconds), 0.0)
         if problem := lines.describe_malformed_lines(self.run.metrics_file, is_step_line):
             self.log(f"WARNING: {problem}")
-        lost = list_lost_lines(self.run.metrics_file, step)
-        if lost:  # written before the lines are removed, so that a crash in between does not lose them
-            self.run.append_event(LostWork(stage="train", steps=[line["step"] for line in lost], lines=lost))
+        lost_lines = list_lost_lines(self.run.metrics_file, step)
+        if lost_lines:  # The event is written before the lines are removed, so a crash in between does not lose them.
+            steps = [line["step"] for line in lost_lines]
+            self.run.append_event(LostWork(stage="train", steps=steps, lines=lost_lines))
         rewind_metrics(self.run.metrics_file, step)
         if step:
             seconds = round(time.perf_counter() - start_time, 3)
@@ -458,12 +498,12 @@ class Trainer:
                     stage="train",
                     step=step,
                     seconds=seconds,
-                    lost_steps=len(lost),
+                    lost_steps=len(lost_lines),
                     replicas=replicas,
                     versions=versions,
                 )
             )
-            repeated = f", {len(lost)} steps are repeated" if lost else ""
+            repeated = f", {len(lost_lines)} steps are repeated" if lost_lines else ""
             self.log("; ".join(filter(None, [f"restored step {step}{repeated}", replicas, versions])))
 
     # -- reports -----------------------------------------------------------------------------------------
@@ -473,12 +513,14 @@ class Trainer:
         if not self.world.is_rank0:
             return
         if self.mixture:
-            at_end = self.mixture.count_epochs(self.config.train.global_batch * self.steps)
-            now = self.mixture.count_epochs(self.samples_consumed)
+            epochs = self.mixture.count_epochs(self.samples_consumed)
+            final_epochs = self.mixture.count_epochs(self.config.train.global_batch * self.steps)
             weights = self.mixture.weights.model_dump()["weights"]
-            self.run.append_event(MixtureReport(stage="train", weights=weights, epochs=now, epochs_at_the_end=at_end))
+            event = MixtureReport(stage="train", weights=weights, epochs=epochs, epochs_at_the_end=final_epochs)
+            self.run.append_event(event)
             self.log(
-                f"epochs of each source by step {self.steps}: {format_epochs(at_end)}; so far: {format_epochs(now)}"
+                f"epochs of each source by step {self.steps}: {format_epochs(final_epochs)}; "
+                f"so far: {format_epochs(epochs)}"
             )
         self.run.append_event(
             Ready(
@@ -492,7 +534,7 @@ class Trainer:
         )
 
     def _count_sent_bytes(self) -> dict[str, int]:
-        """Return the bytes that a rank sends in a step, by group; empty for a custom model, whose sizes are unknown."""
+        """Return the bytes that a rank sends in a step, by group. For a custom model they are unknown: return {}."""
         if not isinstance(self.task, DecoderTask):
             return {}
         return {group: size for group, size, _ in count_traffic(self.config, self.layout, self.task.vocab_size)}
@@ -501,12 +543,12 @@ class Trainer:
         self.callbacks.on_evaluation(step, metrics)
 
     def _report_saved(self, step: int, seconds: float) -> None:
-        """Report a committed checkpoint; called on rank 0 in the thread that writes it."""
+        """Report a committed checkpoint. Called on rank 0, in the thread that writes it."""
         self.callbacks.on_saved(step, seconds)
         self.run.append_event(Saved(stage="train", step=step, seconds=round(seconds, 3)))
         self.log(f"saved step {step} ({seconds:.2f} s)")
 
     def _report_damaged(self, step: int, reason: str) -> None:
-        """Report a checkpoint that was set aside; called on rank 0."""
+        """Report a checkpoint that was set aside. Called on rank 0."""
         self.log(f"WARNING: {reason}; step {step} is set aside, trying the previous checkpoint")
         self.run.append_event(Damaged(stage="train", step=step, reason=reason))
