@@ -311,7 +311,7 @@ class _Muon(torch.optim.Muon):
 
 
 def _make_muon(groups: list[dict[str, Any]], config: OptimizerConfig, _: bool | None) -> torch.optim.Optimizer:
-    """Return Muon with updates as large as AdamW's, so both can use one learning rate (Liu et al., arXiv 2502.16982)."""
+    """Return Muon with updates as large as AdamW's, so both use one learning rate (Liu et al., arXiv 2502.16982)."""
     momentum = 0.95 if config.momentum is None else config.momentum
     return _Muon(groups, lr=config.lr, momentum=momentum, adjust_lr_fn="match_rms_adamw")
 
@@ -462,8 +462,8 @@ def initialize_custom_state(optimizer: torch.optim.Optimizer) -> None:
         if changed := [key for key, value in _get_group_options(group).items() if options.get(key) != value]:
             raise UserError(
                 "model.optimizer_state",
-                f"optimizer of model.target changes the option {changed[0]} of its parameter groups. Checkpoints do not "
-                "save options, so a restart would lose the change. Keep a tensor in its state for each parameter",
+                f"optimizer of model.target changes the option {changed[0]} of its parameter groups. Checkpoints do "
+                "not save options, so a restart would lose the change. Keep a tensor in its state for each parameter",
             )
     optimizer.zero_grad(set_to_none=True)
     for parameter, weights in zip(parameters, weights_before, strict=True):

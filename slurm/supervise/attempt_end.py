@@ -1,11 +1,14 @@
-"""How an attempt at a stage ended: from the exits and reports of its ranks, or afterwards if its supervisor died.
+"""Determine how an attempt at a stage ended: from the exit codes and reports of its ranks, or later from its events.
 
-Ranks write reports about errors and hangs into the run directory. A rank that was killed by a signal or for its memory
-writes none, and its peers report a lost connection. Therefore:
+Ranks write reports about errors and hangs to the run directory. A rank that was killed, by a signal or because it used
+too much memory, writes no report, but the other ranks then report a lost connection. Therefore:
 
-- If a rank was killed, it is to blame; otherwise the rank with the earliest report that is not about a lost peer.
-- Ranks that hang report the step and phase that they are in. The one that is furthest behind is to blame. A rank
-  without any report counts as even further behind.
+- If a rank was killed, this rank failed first. Otherwise the first failure is the earliest report, except for reports
+  about a lost connection.
+- In a hang, each rank reports its step and phase. The rank in the earliest phase caused the hang. If a rank wrote no
+  report, it caused the hang.
+
+If the supervisor of an attempt was killed, the next supervisor writes the end (:func:`close_open_attempt`).
 """
 
 from __future__ import annotations
@@ -56,27 +59,28 @@ class AttemptEnd:
 
     cause: ExitCode
     stop_reason: str | None = None
-    """The request or the signal that stopped it; None if nothing did."""
+    """The user's request or the signal that stopped the attempt; None if there was none."""
     fields: dict[str, Any] = field(default_factory=dict)
-    """Further fields of its end event."""
+    """More fields of the event that ends the attempt, such as `rank`, `host` and `message`."""
 
 
 # ---- reports and logs of the ranks
 
 
 def list_reports(run: Run, stage: str, kind: str, task: int | None = None) -> list[Path]:
-    """Return the reports of the ranks.
+    """Return the report files of the ranks.
 
     Args:
         run: the run.
         stage: the stage.
-        kind: `error`, `hang` or `*`.
-        task: the index of a task of the stage's job array, to leave out the reports of the other tasks.
+        kind: `error`, `hang`, or `*` for both.
+        task: the index of a Slurm array task, to list only its reports; None to list all reports.
     """
     return list(run.stage_dir(stage).glob(f"{kind}-rank-{'*' if task is None else task}.json"))
 
 
 def _read_reports(run: Run, stage: str, kind: str, task: int | None = None) -> list[dict[str, Any]]:
+    """Return the contents of the files that `list_reports` returns, except unreadable ones."""
     reports = []
     for path in list_reports(run, stage, kind, task):
         with suppress(OSError, ValueError):
@@ -85,17 +89,24 @@ def _read_reports(run: Run, stage: str, kind: str, task: int | None = None) -> l
 
 
 def get_rank_log(run: Run, stage: str, rank: int) -> Path:
-    """Return the file with a rank's output of all attempts. `rank`: its number, or that of its task of a job array."""
+    """Return the file with a rank's output of all attempts. In a job array, `rank` is the index of the array task."""
     return run.stage_dir(stage) / f"rank-{rank}.log"
 
 
 def measure_log_sizes(run: Run, stage: str) -> dict[Path, int]:
-    """Return the sizes of the ranks' logs in bytes. The output of the next attempt starts there."""
+    """Return the size of each rank's log in bytes. The output of the next attempt begins there."""
     return {path: path.stat().st_size for path in run.stage_dir(stage).glob("rank-*.log")}
 
 
 def _find_gpu_failure(log: Path, start: int) -> str | None:
-    """Return the first line after byte `start` that reports a failed GPU. NCCL's thread aborts without a report."""
+    """Return the first line of a rank's log that reports a failed GPU; None if there is none.
+
+    NCCL's watchdog thread aborts the process after such a failure, so the rank cannot write a report.
+
+    Args:
+        log: the rank's log.
+        start: the byte at which the output of the attempt begins.
+    """
     with suppress(OSError), open(log, "rb") as file:
         file.seek(start)
         for line in file:
@@ -105,7 +116,7 @@ def _find_gpu_failure(log: Path, start: int) -> str | None:
 
 
 def keep_user_frames(run: Run, message: str) -> str:
-    """Remove all frames of a traceback except those of the user's own module, if it has any. Logs keep all frames."""
+    """Shorten a traceback to the frames of the user's own module. Return it unchanged if it has no such frame."""
     module = f"{run.code_dir}/{str(run.config.model.target).partition('.')[0]}"
     other_frames = rf'^  File "(?!{re.escape(module)}\b).*\n(?: {{4}}.*\n)*'
     shortened = re.sub(other_frames, "", message, flags=re.M)
@@ -119,13 +130,13 @@ def find_failure(
     task: int | None = None,
     log_sizes: Mapping[Path, int] | None = None,
 ) -> AttemptEnd:
-    """Return which rank failed first, and why.
+    """Return how an attempt ended in which a rank failed, with the rank that failed first.
 
     Args:
         run: the run.
         stage: the stage.
-        first_exits: the ranks that were the first to exit with an error. One poll may find several.
-        task: the index of this task if the stage is a job array.
+        first_exits: the exits of the ranks that were the first to exit with an error. One poll may find several.
+        task: the index of this Slurm array task; None if the job is not part of an array.
         log_sizes: the sizes of the ranks' logs before the attempt (:func:`measure_log_sizes`).
     """
     errors = _read_reports(run, stage, "error", task)
@@ -135,7 +146,8 @@ def find_failure(
         for rank_exit in first_exits
         if rank_exit.code < 0 or (rank_exit.code == ExitCode.OUT_OF_MEMORY and rank_exit.rank not in reporting_ranks)
     ]
-    culprits = [rank_exit for rank_exit in killed if rank_exit.code != -signal.SIGABRT]
+    # SIGABRT is not a sure sign, because NCCL also aborts a rank after another rank has failed.
+    surely_killed = [rank_exit for rank_exit in killed if rank_exit.code != -signal.SIGABRT]
     for rank_exit in first_exits:
         if rank_exit.code != -signal.SIGABRT or rank_exit.rank in reporting_ranks:
             continue
@@ -144,16 +156,16 @@ def find_failure(
             host = rank_exit.host or os.uname().nodename
             message = f"rank {rank_exit.rank} on {host}:\n{line}"
             return AttemptEnd(ExitCode.BAD_NODE, fields={"rank": rank_exit.rank, "host": host, "message": message})
-    causal_reports = [report for report in errors if report["code"] != ExitCode.PEER_LOST]
-    if causal_reports and not culprits:
-        report = min(causal_reports, key=lambda report: float(report["time"]))
+    direct_errors = [report for report in errors if report["code"] != ExitCode.PEER_LOST]
+    if direct_errors and not surely_killed:
+        report = min(direct_errors, key=lambda report: float(report["time"]))
         code = ExitCode(report["code"])
         rank = report["rank"]
         host = report["host"]
         message = f"rank {rank} on {host}:\n{keep_user_frames(run, report['message'])}"
     else:
-        rank_exit = (culprits or killed or first_exits)[0]
-        # an exit code of ours without a report: the rank could not write it
+        rank_exit = (surely_killed or killed or first_exits)[0]
+        # A rank that could not write its report still exits with one of our exit codes.
         code = ExitCode(rank_exit.code) if rank_exit.code in set(ExitCode) else ExitCode.CRASHED
         rank = rank_exit.rank
         host = rank_exit.host or os.uname().nodename
@@ -165,13 +177,19 @@ def find_failure(
         description = f"rank {rank} on {host} {rank_exit}{hints.get(rank_exit.code, '')}; its log: {log}"
         message = rank_exit.description or description
     if code in (ExitCode.CRASHED, ExitCode.PEER_LOST) and (reason := run.describe_write_error()) is not None:
-        code = ExitCode.STORAGE  # ranks cannot report a full disk in files on it
+        code = ExitCode.STORAGE  # Ranks cannot write a report about a full disk to this disk.
         message = f"{reason}\n{message}"
     return AttemptEnd(code, fields={"rank": rank, "host": host, "message": message})
 
 
 def find_hung_rank(run: Run, stage: str, hosts: Sequence[str]) -> dict[str, Any] | None:
-    """Return rank, host and message of the rank that hangs; None if there is no report about a hang."""
+    """Return `rank`, `host` and `message` of the rank that caused a hang; None if no rank reported a hang.
+
+    Args:
+        run: the run.
+        stage: the stage.
+        hosts: the host of each rank.
+    """
     hangs = _read_reports(run, stage, "hang")
     if not hangs:
         return None
@@ -181,42 +199,43 @@ def find_hung_rank(run: Run, stage: str, hosts: Sequence[str]) -> dict[str, Any]
 def describe_hung_rank(
     hangs: Iterable[Mapping[str, Any]], hosts: Sequence[str], reporting_ranks: Container[int]
 ) -> dict[str, Any]:
-    """Return rank, host and message of the rank that did not arrive where the others wait.
+    """Return `rank`, `host` and `message` of the rank that caused a hang, because it is behind the other ranks.
 
     Args:
-        hangs: the ranks' reports about the hang.
+        hangs: the reports of ranks about the hang; at least one.
         hosts: the host of each rank.
-        reporting_ranks: the ranks that wrote other reports.
+        reporting_ranks: the ranks that wrote a report about another error. They did not cause the hang.
     """
-    order = sorted(hangs, key=lambda hang: (hang["step"], hang["number"], hang["rank"]))
-    last = order[0]
-    front = order[-1]
-    hanging_ranks = {hang["rank"] for hang in order}
-    others = f"the others were in phase '{front['phase']}' of step {front['step']}"
+    ordered_hangs = sorted(hangs, key=lambda hang: (hang["step"], hang["number"], hang["rank"]))
+    behind = ordered_hangs[0]
+    ahead = ordered_hangs[-1]
+    hanging_ranks = {hang["rank"] for hang in ordered_hangs}
+    others = f"the other ranks were in phase '{ahead['phase']}' of step {ahead['step']}"
     unreported = [rank for rank in range(len(hosts)) if rank not in hanging_ranks and rank not in reporting_ranks]
     if unreported:
         names = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in unreported)
-        message = f"{names} gave no sign of life; {others}"
+        message = f"{names} did not respond; {others}"
         return {"rank": unreported[0], "host": hosts[unreported[0]], "message": message}
-    name = f"rank {last['rank']} on {last['host']}"
-    if (last["step"], last["number"]) == (front["step"], front["number"]):
-        message = f"all ranks were stuck in phase '{last['phase']}' of step {last['step']}; {name}"
+    name = f"rank {behind['rank']} on {behind['host']}"
+    if (behind["step"], behind["number"]) == (ahead["step"], ahead["number"]):
+        message = f"all ranks were stuck in phase '{behind['phase']}' of step {behind['step']}; {name}"
     else:
-        message = f"{name} did not arrive: it was in phase '{last['phase']}' of step {last['step']}; {others}"
-    if collectives := last["collectives"]:
+        message = f"{name} was stuck in phase '{behind['phase']}' of step {behind['step']}; {others}"
+    if collectives := behind["collectives"]:
         message += f"; its last collective was {collectives[-1]['operation']} number {collectives[-1]['number']}"
-    return {"rank": last["rank"], "host": last["host"], "message": f"{message}\n{last['stacks']}"}
+    return {"rank": behind["rank"], "host": behind["host"], "message": f"{message}\n{behind['stacks']}"}
 
 
-# ---- progress, and attempts whose supervisor died
+# ---- progress, and attempts whose supervisor was killed
 
 
 def read_progress_marker(run: Run, stage: str) -> str:
-    """Return a text that changes when the stage makes progress.
+    """Return a text that changes whenever the stage makes progress.
 
-    For a training, progress is a step that was never saved before, a new save of a damaged step, or a decision (a line
-    of `decisions.jsonl`). The newest checkpoint alone does not tell, because it may have been damaged after an advance.
-    The events alone do not tell either, because a rank may die between a checkpoint and its event.
+    For the train stage, progress is a checkpoint of a step that was never saved before, a new checkpoint of a step
+    whose checkpoint was damaged, or a line of `decisions.jsonl`. The text is computed from events and checkpoints. The
+    checkpoints alone are not enough, because a new one may have been set aside as damaged. The events alone are not
+    enough, because a rank may be killed after a checkpoint and before its event.
     """
     if not STAGES[stage].is_training:
         return stages.load_stage_module(stage).progress(run).description
@@ -238,32 +257,33 @@ def read_progress_marker(run: Run, stage: str) -> str:
 
 
 def close_open_attempt(run: Run, stage: str, rank_info: RankInfo, task: int | None) -> tuple[ExitCode, str] | None:
-    """Write the end of the previous attempt if its supervisor could not, and charge its budget.
+    """Decide whether this job may start the stage, and complete the events of the previous attempt if necessary.
 
-    A supervisor that was killed, or died with its node, leaves its attempt open. If this job continues that attempt by
-    itself (it was requeued, or it is the successor), the same rules apply as if the supervisor had lived.
+    A supervisor that was killed, for example with its node, could not write the end of its attempt. This function then
+    writes the end. If Slurm started this job automatically to continue the attempt (a requeue, or a successor job), the
+    same rules apply as at the normal end of an attempt: the budget is charged, and the stage may fail permanently.
 
     Args:
         run: the run.
         stage: the stage.
         rank_info: identifies this job and the number of its restarts.
-        task: the task of an array; None for a whole job.
+        task: the index of this Slurm array task; None if the job is not part of an array.
 
     Returns:
-        The cause and the reason if the stage must not start. None if it may start, also because the user resumed it.
+        The cause and the reason if the stage must not start; None if it may start.
     """
     before = attempts.load_stage_state(run, stage, task)
     started = before.start_event
     end = before.end_event
     if started is None or before.retry_event is not None:
-        return None
+        return None  # The stage never started, or the previous supervisor has already decided to retry it.
     job = started.slurm_job
     is_same_job = (
         job is not None and job == rank_info.job_id and started in events_since_submission(run.read_events(stage), job)
     )
     new_restarts = rank_info.restart_count - (started.restarts or 0) if is_same_job else 0
     was_requeued = new_restarts > 0
-    # since 24.05, Slurm requeues a preempted job once more than requested (slurm/query/preemption.py)
+    # Since version 24.05, Slurm may requeue a preempted job once more than requested (slurm/query/preemption.py).
     may_be_surplus_requeue = (
         new_restarts == 1 and _was_preempted(run, stage, started) and preemption.requeues_preempted_jobs()
     )
@@ -275,8 +295,7 @@ def close_open_attempt(run: Run, stage: str, rank_info: RankInfo, task: int | No
     if end is None:
         recorded_job = None if job is None else read_recorded_job(run, started)
         cause = _infer_unreported_cause(before, recorded_job, was_requeued)
-        message = f"attempt {started.attempt} ended without a report of its supervisor"
-        message += f" (on {started.host})"
+        message = f"the supervisor of attempt {started.attempt} on {started.host} ended without writing an event"
     else:
         cause = end.code
         message = str(end.message or end.name).rstrip()
@@ -285,10 +304,11 @@ def close_open_attempt(run: Run, stage: str, rank_info: RankInfo, task: int | No
     if is_automatic:
         reason = "a user stopped it" if request else explain_no_retry(before, cause, has_progress, run.config.recovery)
     if reason is not None and was_requeued and end is not None:
-        # the end is already written; either the user requeued the job, or Slurm did because it was preempted
+        # The supervisor wrote the end and did not request a requeue. Slurm requeued the job because of the preemption,
+        # or the user requeued it. A requeue by the user is a request to run the stage again.
         return (cause, reason) if may_be_surplus_requeue else None
     if end is None or (reason is not None and not end.final):
-        message += f"\nnot tried again: {reason}" if reason else ""
+        message += f"\nnot retried: {reason}" if reason else ""
         end_class = get_end_event(cause, final=reason is not None and not request)
         run.append_event(
             end_class(
@@ -321,7 +341,7 @@ def close_open_attempt(run: Run, stage: str, rank_info: RankInfo, task: int | No
 
 
 def _was_preempted(run: Run, stage: str, started: Started) -> bool:
-    """Return True if an event of the job in which an attempt started reports a preemption."""
+    """Return True if an event reports that the job of the attempt `started` was preempted."""
     return any(
         (isinstance(event, EndEvent) and event.in_grace)
         or (isinstance(event, Stopping | EndEvent | RetryEvent) and event.cause == "preempted")
@@ -331,24 +351,30 @@ def _was_preempted(run: Run, stage: str, started: Started) -> bool:
 
 
 def _infer_unreported_cause(before: StageState, job: RecordedJob | None, was_requeued: bool) -> ExitCode:
-    """Return why an attempt ended that has no end event: from its last event about a stop, otherwise from Slurm."""
+    """Return why an attempt without an end event ended, according to its other events and to Slurm.
+
+    Args:
+        before: the state of the stage.
+        job: the job of the attempt; None if the attempt did not run in a job.
+        was_requeued: whether Slurm requeued the job after the attempt.
+    """
     if before.user_request:
         return ExitCode.CANCELLED if before.user_request == "cancelled" else ExitCode.STOPPED
-    reported = ExitCode.__members__.get(str(before.last_cause).upper())
-    if was_requeued:  # so it was not cancelled, even if it looked like it
-        return ExitCode.NODE_FAILURE if reported in (None, ExitCode.CANCELLED) else reported
+    recorded_cause = ExitCode.__members__.get(str(before.last_cause).upper())
+    if was_requeued:  # Slurm does not requeue a cancelled job, so a recorded cause CANCELLED is wrong.
+        return ExitCode.NODE_FAILURE if recorded_cause in (None, ExitCode.CANCELLED) else recorded_cause
     if job is None:
-        return reported or ExitCode.CRASHED
-    shown = query_job_states([job])[job]
-    info = None if shown.state in (UNKNOWN, *CAUSE_BY_STATE) else read_job_info(job.job_id)
-    if info is not None and info.submit_time != shown.submit_time:  # another job has this id now
+        return recorded_cause or ExitCode.CRASHED
+    job_state = query_job_states([job])[job]
+    info = None if job_state.state in (UNKNOWN, *CAUSE_BY_STATE) else read_job_info(job.job_id)
+    if info is not None and info.submit_time != job_state.submit_time:  # Slurm has reused the id for another job.
         info = None
-    state = shown.state if info is None else info.state
-    if state in CAUSE_BY_STATE:  # the final state is more precise than the event, which was written when the stop began
+    state = job_state.state if info is None else info.state
+    if state in CAUSE_BY_STATE:  # The job's final state is more precise than an event from the beginning of the stop.
         return CAUSE_BY_STATE[state]
-    if reported is not None:
-        return reported
-    # there may be an exit code without an event, for example if the disk was full
+    if recorded_cause is not None:
+        return recorded_cause
+    # The supervisor may have exited with a code and without an event, for example because the disk was full.
     if info is not None and info.exit_code in set(ExitCode) - {ExitCode.DONE}:
         return ExitCode(info.exit_code)
     return ExitCode.CRASHED

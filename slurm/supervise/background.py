@@ -1,10 +1,12 @@
-"""Work beside the ranks, which never stops a training: trackers, telemetry, and evaluations of new checkpoints.
+"""Work that the supervisor starts in addition to the ranks: trackers, telemetry, and evaluations of new checkpoints.
 
-- A follower is a process that reads the run directory and sends it to a tracker, or writes telemetry. Followers have a
-  lower priority. No process waits for them while ranks run. Their errors are logged in `track/NAME.log`.
-- With `evaluate.every: checkpoint`, the supervisor of a training submits an evaluate job when a checkpoint appears. The
-  job evaluates all checkpoints that have no result yet. Each one waits for the one before, so a slow queue leads to
-  fewer, larger evaluations. The chain's own evaluate job, after the training, does the rest.
+- A follower is a process that reads the run directory and sends metrics and events to a tracker, or that writes
+  telemetry. Followers run at a lower priority than the ranks, and write their errors to `track/NAME.log`.
+- With `evaluate.every: checkpoint`, the supervisor of the train stage submits an evaluate job when a new checkpoint
+  appears. The job evaluates all checkpoints without a result. It waits for the previous such job, so if the queue is
+  slow, fewer jobs evaluate more checkpoints each. The chain's own evaluate job evaluates the remaining checkpoints.
+
+A failure of this work never stops the run.
 """
 
 from __future__ import annotations
@@ -31,11 +33,11 @@ from slurm.query.run_jobs import events_since_submission, list_recorded_jobs
 from slurm.submit.site_environment import get_job_python
 
 FOLLOWER_DRAIN_S = 10.0
-"""How long followers may hand over the rest when the stage's job ends. The next follower, or `submit.py track RUN`,
-hands over what remains."""
+"""How long followers may send remaining data when the job ends. The next follower, or `submit.py track RUN`, sends the
+data that is left after this time."""
 CHECKPOINT_POLL_S = 2.0
 MIN_RETRY_DELAY_S = 60.0
-"""The pause after the first failed submission. It doubles after each further one."""
+"""The pause after the first failed submission of an evaluate job. It doubles after each further failure."""
 MAX_RETRY_DELAY_S = 3600.0
 
 
@@ -44,39 +46,44 @@ MAX_RETRY_DELAY_S = 3600.0
 
 @contextmanager
 def run_followers(run: Run, stage: str, nodes: Sequence[str], on_slurm: bool) -> Iterator[None]:
-    """Run a follower for each enabled tracker while the block runs, and telemetry on each node.
+    """Run a follower for each enabled tracker, and telemetry on each node, until the block ends.
 
-    Stages that take only seconds, and have no steps, start no tracker whose package takes seconds to import.
+    Stages without steps (prepare, shard and publish) often take only seconds. They start no tracker that needs another
+    package, because importing the package takes seconds as well.
 
     Args:
         run: the run.
         stage: the job's stage.
         nodes: the job's nodes.
-        on_slurm: whether this is a Slurm job, in which `srun` starts processes on other nodes.
+        on_slurm: whether this is a Slurm job. If so, `srun` starts the telemetry of several nodes.
     """
     track = run.config.track
     names = [name for name in track.enabled if STAGES[stage].is_distributed or TRACKERS[name].package is None]
     processes = [_start_follower(run, name, [sys.executable]) for name in names]
     if track.telemetry_s is not None:
-        # --overlap lets the step share the CPUs of the ranks' step (srun(1)); a job on one node needs no step
-        step = ["srun", "--overlap", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1"]
-        step += ["--cpus-per-task=1", "--mem=0", f"--chdir={run.code_dir}", get_job_python(run.config.site)]
-        processes.append(_start_follower(run, "telemetry", step if on_slurm and len(nodes) > 1 else [sys.executable]))
+        interpreter = [sys.executable]
+        if on_slurm and len(nodes) > 1:
+            # With --overlap, this step shares CPUs and memory with the step of the ranks (srun(1)).
+            interpreter = ["srun", "--overlap", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}"]
+            interpreter += ["--ntasks-per-node=1", "--cpus-per-task=1", "--mem=0", f"--chdir={run.code_dir}"]
+            interpreter.append(get_job_python(run.config.site))
+        processes.append(_start_follower(run, "telemetry", interpreter))
     try:
         yield
     finally:
         _stop_followers(processes)
 
 
-def _start_follower(run: Run, name: str, program: Sequence[str]) -> subprocess.Popen[bytes]:
+def _start_follower(run: Run, name: str, interpreter: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Start `INTERPRETER -m tracking.follower NAME RUN`, with its output in `track/NAME.log`."""
     folder: Path = run.path / "track"
     folder.mkdir(exist_ok=True)
     with open(folder / f"{name}.log", "ab") as log:
-        return start_process(run.code_dir, [*program, "-m", "tracking.follower", name, str(run.path)], log, {})
+        return start_process(run.code_dir, [*interpreter, "-m", "tracking.follower", name, str(run.path)], log, {})
 
 
 def _stop_followers(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Send SIGTERM to all, wait for `FOLLOWER_DRAIN_S` in total, and kill those that still run."""
+    """Send SIGTERM to all followers, wait for `FOLLOWER_DRAIN_S` in total, and kill those that still run."""
     deadline = time.monotonic() + FOLLOWER_DRAIN_S
     for number in (signal.SIGTERM, signal.SIGKILL):
         for process in processes:
@@ -91,18 +98,19 @@ def _stop_followers(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def evaluates_one_checkpoint(run: Run, job_id: str) -> bool:
-    """Return True if a job was submitted to evaluate a new checkpoint, beside the jobs of the chain.
+    """Return True if :class:`EvaluationSubmitter` submitted this job, False if it is the chain's evaluate job.
 
-    Another checkpoint may appear while it runs, so it may leave outputs missing.
+    The outputs of the stage may still be incomplete after such a job, because checkpoints may appear while it runs.
     """
     submissions = run.read_events("evaluate", Submitted)
+    # The first check needs no Slurm command. The second one is exact if Slurm has reused the job id.
     if not any(event.step is not None and event.job_id == job_id for event in submissions):
-        return False  # this check works without Slurm
+        return False
     return events_since_submission(submissions, job_id)[0].step is not None
 
 
 class EvaluationSubmitter:
-    """Submits an evaluate job when a new checkpoint of a run appears."""
+    """Submits an evaluate job when a new checkpoint of a run appears, if `evaluate.every` is `checkpoint`."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -114,14 +122,14 @@ class EvaluationSubmitter:
         self._last_message = ""
 
     def poll(self) -> None:
-        """Submit one job if there is a new checkpoint. An error is printed, and the submission is repeated later."""
+        """Submit a job if there is a new checkpoint. If the submission fails, print the error and try again later."""
         if not self.is_enabled or time.monotonic() < self._next_poll_time:
             return
         self._next_poll_time = time.monotonic() + CHECKPOINT_POLL_S
         try:
             self._submit_newest()
             self._retry_delay_s = MIN_RETRY_DELAY_S
-        except Exception as error:  # some sites accept no jobs from compute nodes; no error may stop the training
+        except Exception as error:  # Some sites accept no jobs from compute nodes. No error here may stop the run.
             self._next_poll_time = time.monotonic() + self._retry_delay_s
             self._retry_delay_s = min(2 * self._retry_delay_s, MAX_RETRY_DELAY_S)
             message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
@@ -132,6 +140,7 @@ class EvaluationSubmitter:
                     self.run.append_event(EvaluationNotSubmitted(stage="evaluate", message=message))
 
     def _submit_newest(self) -> None:
+        """Submit a job for the newest checkpoint, unless a job was submitted for it or it is the final one."""
         newest_step = next(iter(list_checkpoint_steps(self.run.checkpoints_dir)), 0)
         if newest_step <= self._last_step or self._is_final(newest_step):
             return
@@ -144,17 +153,19 @@ class EvaluationSubmitter:
             if event.stage == "evaluate" and event.step is not None
         ]
         self._last_step = max([self._last_step, *(step for step, _ in submitted)])
-        if newest_step <= self._last_step:  # its submission had no record until now
+        if newest_step <= self._last_step:  # `resolve_submissions_if_open` has found the job of a lost submission.
             return
-        states = query_job_states(job for _, job in submitted[-1:]).values()
-        after = [state.job_id for state in states if state.is_active]
-        submit_stage(self.run, "evaluate", after, kind="afterany", patience_s=JOB_SBATCH_TIMEOUT_S, step=newest_step)
+        previous_states = query_job_states(job for _, job in submitted[-1:]).values()
+        active_jobs = [state.job_id for state in previous_states if state.is_active]
+        submit_stage(
+            self.run, "evaluate", active_jobs, kind="afterany", patience_s=JOB_SBATCH_TIMEOUT_S, step=newest_step
+        )
         self._last_step = newest_step
 
     def _is_final(self, step: int) -> bool:
-        """Return True if the training ends with the checkpoint of `step`: the chain's own job evaluates that one.
+        """Return True if `step` has the final checkpoint, which the chain's own evaluate job evaluates.
 
-        The training ends there after its last step, or earlier if a callback completed it.
+        The final checkpoint is that of the last step, or of an earlier one if a callback completed the stage early.
         """
         steps = count_training_steps(self.run.config, self.run.data_dir) or 0
         return step >= steps or is_complete_early(self.run, step, steps)

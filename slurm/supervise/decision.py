@@ -1,12 +1,13 @@
-"""Decide why a stage stopped and what its job does next. Nothing here reads or writes anything.
+"""Decide why a stage stopped and what its job does next. The functions of this module are pure: they do no I/O.
 
-The supervisor gathers the facts and carries out the decision (slurm/supervise/supervisor.py). A cause is an exit code
-(pipeline/base/errors.py). Each cause has a budget in the config (`recovery.budgets`), counted over the attempts since
-the user last ran `resume` (pipeline/run/attempts.py). A stage that may be retried continues in one of these ways:
+The supervisor (slurm/supervise/supervisor.py) gathers the facts and carries out the decision. A cause is an exit code
+(pipeline/base/errors.py). Each cause has a budget (`recovery.budgets`): the number of retries since the user last ran
+`resume` (pipeline/run/attempts.py). If a stage may be retried:
 
-- In a batch job: the job is requeued under the same id, by itself or by Slurm (slurm/query/preemption.py).
-- If the site forbids requeueing (`site.requeue: false`): the next job, submitted with `afternotok`, continues.
-- In an salloc allocation or on one machine: the ranks restart in place.
+- In a batch job, the job is requeued under the same id. The supervisor requests this, unless Slurm does it
+  automatically (slurm/query/preemption.py).
+- If the site forbids requeueing (`site.requeue: false`), a successor job continues the stage.
+- In an salloc allocation or on one machine, the ranks restart in place.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from pipeline.run.events import USER_REQUESTS, StageState
 from slurm.query.current_job import CAUSE_BY_STATE, JobInfo
 
 SIGNAL_EARLY_S = 70.0
-"""How much earlier than `--signal` requests Slurm may send the signal (sbatch(1): up to 60 seconds), plus a margin."""
+"""How much earlier than requested Slurm may send the signal of `--signal`: 60 seconds (sbatch(1)), plus a margin."""
 _MAY_BE_CAUSED_BY_SLURM = (ExitCode.STOPPED, ExitCode.CRASHED, ExitCode.PEER_LOST, ExitCode.HANG)
-"""Exit codes of ranks that may be the result of a dead node, or of Slurm ending the job."""
+"""Exit codes of ranks that a dead node may cause, or Slurm if it ends the job."""
 
 
 @dataclass(frozen=True)
@@ -34,69 +35,78 @@ class JobFacts:
     """What is known about the Slurm job in which a stage stopped."""
 
     site: SiteConfig
+    """The config section `site`."""
     info: JobInfo | None = None
-    """The job as the controller shows it; None if it does not respond, or the stage does not run in a job."""
+    """The job as the controller shows it. None if the controller does not respond, or the stage runs without a job."""
     restart_count: int = 0
-    """The number of restarts when this process started."""
+    """The job's number of restarts (`SLURM_RESTART_COUNT`) when this supervisor started."""
     failed_nodes: Sequence[str] = ()
-    """Its nodes that are down or were down recently."""
+    """The nodes of the job that are down or were down recently."""
     accounted_state: str | None = None
-    """If the job was requeued: the state of this run of the job in accounting, such as PREEMPTED."""
+    """The state that accounting (sacct) shows for this attempt of the job, such as PREEMPTED.
+
+    It is only queried if the job was requeued. None if it was not queried or is unknown.
+    """
     saw_preemption: bool = False
-    """Whether a preemption was seen before Slurm requeued the job and forgot it."""
+    """Whether this attempt was preempted, as far as the supervisor noticed.
+
+    Slurm no longer shows a preemption when it has requeued the job.
+    """
     is_requeued_on_exit: bool = False
-    """Whether Slurm requeues the job when it exits."""
+    """Whether Slurm will requeue the job automatically when it exits."""
 
     @property
     def was_requeued(self) -> bool:
-        """Whether Slurm has requeued the job since this process started."""
+        """True if the job was requeued since this supervisor started."""
         return self.info is not None and self.info.restarts > self.restart_count
 
 
 @dataclass(frozen=True)
 class StopFacts:
-    """What is known when an attempt at a stage has stopped."""
+    """What is known about an attempt at a stage that has stopped."""
 
     cause: ExitCode
-    """Why it stopped (:func:`determine_cause`)."""
+    """Why the attempt stopped (:func:`determine_cause`)."""
     stop_reason: str | None
-    """The request or the signal that stopped it; None if nothing did."""
+    """The user's request or the signal that stopped the attempt; None if there was none."""
     has_progress: bool
-    """Whether it made progress, such as a new checkpoint."""
+    """Whether the attempt made progress, such as a new checkpoint."""
     state: StageState
-    """The state of the stage before the end of the attempt is recorded."""
+    """The state of the stage according to all events except the end of this attempt, which is not written yet."""
     limits: RecoveryConfig
+    """The config section `recovery`."""
     is_batch: bool
     """Whether this is a batch job. Only batch jobs can be requeued or have successors."""
     was_signalled: bool
-    """Whether this process received a termination signal. A cancelled job does."""
+    """Whether the supervisor received a signal to stop. Slurm signals a job that it cancels."""
     job: JobFacts
 
 
 class NextAction(StrEnum):
     """What the supervisor does after an attempt."""
 
-    END = "the stage ends: it is done, or it was stopped"
-    FAIL = "the stage ends: it may not be retried"
-    RESTART_IN_PLACE = "the ranks restart in this job"
-    REQUEUE = "the job requests to be requeued"
-    EXIT = "the job exits, and Slurm requeues it"
-    AWAIT_REQUEUE = "Slurm has already requeued the job and ends this run of it"
-    HAND_OVER = "the successor job continues"
-    CANCEL = "the stage ends: the job was cancelled"
-    QUERY_JOB = "the controller must first report whether the job was cancelled"
+    END = "end the stage, because it is done or was stopped"
+    FAIL = "end the stage, because it may not be retried"
+    RESTART_IN_PLACE = "restart the ranks in this job"
+    REQUEUE = "request that Slurm requeues the job"
+    EXIT = "exit, so that Slurm requeues the job automatically"
+    AWAIT_REQUEUE = "wait for Slurm, which has already requeued the job, to end this process"
+    HAND_OVER = "exit, so that the successor job continues"
+    CANCEL = "end the stage, because the job was cancelled"
+    QUERY_JOB = "end the stage, because the controller did not report whether the job was cancelled"
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The next action, and for FAIL why the stage is not retried ("" if its cause is never retried)."""
+    """What the supervisor does after an attempt, and why."""
 
     action: NextAction
     reason: str | None = None
+    """For the action FAIL: why the stage is not retried; "" if its cause is never retried. None for other actions."""
 
 
 def may_have_lost_node(exit_code: ExitCode, job: JobFacts) -> bool:
-    """Return True if a dead node may be the reason for the exit code of the ranks."""
+    """Return True if a dead node may have caused the exit code of the ranks."""
     if job.info is None or exit_code not in _MAY_BE_CAUSED_BY_SLURM:
         return False
     is_likely = exit_code in (ExitCode.PEER_LOST, ExitCode.CRASHED) or job.info.state in ("COMPLETING", "NODE_FAIL")
@@ -104,10 +114,10 @@ def may_have_lost_node(exit_code: ExitCode, job: JobFacts) -> bool:
 
 
 def infer_stop_cause(job: JobFacts) -> ExitCode:
-    """Return why Slurm stopped a job whose ranks exited in good order; STOPPED if Slurm reports no cause.
+    """Return why Slurm stopped the job; STOPPED if Slurm reports no cause.
 
-    A job that is COMPLETING before its time limit and was not requeued was cancelled. This also holds after the start
-    of a preemption, if Slurm requeues preempted jobs (`site.requeue`) and accounting does not report the cause.
+    If a job is COMPLETING before its time limit and was not requeued, it was cancelled. This also holds for a preempted
+    job at a site that allows requeueing (`site.requeue`), because Slurm would have requeued it.
     """
     info = job.info
     if info is None:
@@ -128,17 +138,17 @@ def infer_stop_cause(job: JobFacts) -> ExitCode:
 def determine_cause(
     exit_code: ExitCode, job: JobFacts, *, reported_reason: str | None = None
 ) -> tuple[ExitCode, str | None]:
-    """Combine the exit code of the ranks with what Slurm reports about the job.
+    """Determine why an attempt ended, from the exit code of its ranks and from what Slurm reports about the job.
 
-    Ranks that lost a peer or were killed may be victims of a dead node, or of Slurm ending the job.
+    Ranks that were killed or lost a peer may be victims of a dead node, or of Slurm ending the job.
 
     Args:
-        exit_code: the exit code that the ranks agreed on.
+        exit_code: why the attempt ended according to its ranks.
         job: what Slurm reports.
-        reported_reason: the reason of the stop according to the ranks.
+        reported_reason: why the ranks stopped according to themselves, such as `LOCAL_DEADLINE`.
 
     Returns:
-        The cause, and a message if it differs from what the ranks reported.
+        The cause, and a message that explains it; None if the ranks' exit code explains it.
     """
     cause, message = _determine_slurm_cause(exit_code, job)
     if cause == ExitCode.STOPPED and reported_reason == LOCAL_DEADLINE:
@@ -147,6 +157,7 @@ def determine_cause(
 
 
 def _determine_slurm_cause(exit_code: ExitCode, job: JobFacts) -> tuple[ExitCode, str | None]:
+    """Return the same as `determine_cause`, if the ranks report no reason of their own."""
     if job.info is None or exit_code not in _MAY_BE_CAUSED_BY_SLURM:
         return exit_code, None
     if job.failed_nodes and may_have_lost_node(exit_code, job):
@@ -155,7 +166,7 @@ def _determine_slurm_cause(exit_code: ExitCode, job: JobFacts) -> tuple[ExitCode
     if cause == ExitCode.STOPPED:
         return exit_code, None
     if cause == ExitCode.REQUEUED:
-        # only accounting tells a preemption without a grace period from `scontrol requeue`
+        # Only accounting distinguishes a preemption without a grace period from `scontrol requeue`.
         state = "PREEMPTED" if job.saw_preemption else job.accounted_state
         cause = CAUSE_BY_STATE[state] if state in ("PREEMPTED", "NODE_FAIL") else cause
     if exit_code == ExitCode.STOPPED:
@@ -166,13 +177,13 @@ def _determine_slurm_cause(exit_code: ExitCode, job: JobFacts) -> tuple[ExitCode
 def choose_next_action(facts: StopFacts) -> Decision:
     """Return what the supervisor does after an attempt.
 
-    The supervisor calls this when the ranks have exited. It calls it again just before a batch job exits to be retried,
-    because Slurm may have cancelled or requeued the job in the meantime.
+    The supervisor calls this function when the ranks have exited. Before a batch job exits to be retried, it calls this
+    function again, because Slurm may have cancelled or requeued the job in the meantime.
     """
     if facts.cause in (ExitCode.DONE, ExitCode.CANCELLED) or facts.stop_reason in USER_REQUESTS:
         return Decision(NextAction.END)
     if not facts.is_batch:
-        # an allocation or a session that ends has no second attempt
+        # The ranks cannot restart in an allocation or a login session that is about to end.
         is_ending = facts.cause in (ExitCode.STOPPED, ExitCode.PREEMPTED, ExitCode.TIME_LIMIT)
         if is_ending or facts.was_signalled:
             return Decision(NextAction.END)
@@ -184,14 +195,14 @@ def choose_next_action(facts: StopFacts) -> Decision:
 
 
 def _choose_batch_action(job: JobFacts, was_signalled: bool) -> NextAction:
-    """Return how a batch job exits if its stage may be retried."""
+    """Return how a batch job continues its stage, which may be retried."""
     info = job.info
     if job.was_requeued:
         return NextAction.AWAIT_REQUEUE
-    # if the job was cancelled while it was COMPLETING, the successor sees that
+    # The state COMPLETING does not show whether the job was cancelled. The successor checks this when it starts.
     if not job.site.requeue and (info is None or info.state != "CANCELLED"):
         return NextAction.HAND_OVER
-    if infer_stop_cause(job) == ExitCode.CANCELLED:  # cancelled since the cause was determined
+    if infer_stop_cause(job) == ExitCode.CANCELLED:  # The job was cancelled after its cause had been determined.
         return NextAction.CANCEL
     if info is None and was_signalled:
         return NextAction.QUERY_JOB

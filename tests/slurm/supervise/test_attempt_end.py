@@ -365,7 +365,7 @@ def test_a_requeued_job_applies_the_budgets(tmp_path: Path) -> None:
     write_event(run, "started", "train", job_id="6", slurm_job="6", attempt=2, restarts=1, standing="step 0")
     code, reason, events = close_attempt(run, "6", 2)
     assert code == ExitCode.NODE_FAILURE and "recovery.budgets.node_failure: 1" in str(reason)
-    assert "not tried again" in events[-1]["message"] and len(events) == 1
+    assert "not retried" in events[-1]["message"] and len(events) == 1
 
 
 def test_a_budget_is_charged_if_the_supervisor_died_after_the_end_event(tmp_path: Path) -> None:
