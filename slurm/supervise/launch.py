@@ -236,10 +236,9 @@ def build_rank_command(run: Run, stage: str) -> RankCommand:
     code_dir = str(run.code_dir)
     if container is None:
         return RankCommand((get_job_python(site),), tuple(options))
-    local_disk = os.path.expandvars(site.local_disk or "")
+    disk = Path(os.path.expandvars(site.local_disk or ""))
     folders = dict.fromkeys((run.path, run.code_dir.resolve().parent, run.data_dir.resolve(), site.scratch))
     shared = [str(folder) for folder in folders if folder is not None]
-    disk = Path(local_disk)
     node_local = [str(disk)] if disk.is_absolute() and "$" not in str(disk) and str(disk) not in shared else []
     if unmountable := [path for path in shared + node_local if re.search(r"[,:\s]", path)]:
         raise UserError(

@@ -416,8 +416,8 @@ class Supervisor:
         job = JobFacts(self.run.config.site, info, self.rank_info.restart_count, saw_preemption=self._saw_preemption())
         if info is None or not may_have_lost_node(exit_code, job):
             return job
-        # Once Slurm has requeued a job, it no longer shows the job's previous nodes and start time. Therefore the values
-        # from the start of this process are used. If a node's slurmd started after the job, the node had failed.
+        # Once Slurm has requeued a job, it no longer shows the previous nodes and start time of the job. Therefore the
+        # values from the start of this process are used. If a node's slurmd started after the job, the node had failed.
         is_requeue_unexplained = job.was_requeued and not info.is_preempted
         since = self.job_start_time if is_requeue_unexplained else ""
         job = replace(job, failed_nodes=current_job.find_failed_nodes(",".join(self.nodes), since))
