@@ -1,7 +1,8 @@
-"""How a command of Sluice is printed: so that it works when it is pasted where it is read.
+"""Format commands of Sluice so that the reader can paste them into the current shell.
 
-The person stands in some folder and came by one of two doors, `python …/submit.py` or `sluice`; what is printed goes by
-the same one. A job knows neither, and its words are read anywhere: it names the door as the documentation does.
+Users start Sluice from any folder, as `python …/submit.py` or as `sluice`. A printed command uses the same entry point.
+A job does not know which one was used, and its messages may be read anywhere. It prints `python submit.py`, as in the
+documentation.
 """
 
 from __future__ import annotations
@@ -13,39 +14,46 @@ import sys
 from pathlib import Path
 
 
-def format_command(*words: str) -> str:
-    """The command with these words, such as `resume` and a run, quoted for a shell."""
-    return " ".join([*_door(sys.argv[0]), *map(shlex.quote, words)])
+def format_command(*arguments: str) -> str:
+    """Return the command with these arguments, such as `resume` and a run directory, quoted for a shell."""
+    return " ".join([*_format_entry_point(sys.argv[0]), *map(shlex.quote, arguments)])
 
 
-def format_current_command(*more: str) -> str:
-    """The command that was typed, at whatever door, with more words."""
-    typed = Path(sys.argv[0])
-    if typed.name == "__main__.py":
-        return shlex.join(["python", "-m", typed.parent.name, *sys.argv[1:], *more])
-    return format_command(*sys.argv[1:], *more)
+def format_current_command(*extra_arguments: str) -> str:
+    """Return the command that started this process, with further arguments."""
+    entry_point = Path(sys.argv[0])
+    if entry_point.name == "__main__.py":
+        return shlex.join(["python", "-m", entry_point.parent.name, *sys.argv[1:], *extra_arguments])
+    return format_command(*sys.argv[1:], *extra_arguments)
 
 
-def suggest_path(path: Path, files: str) -> str:
-    """A hint at what there is in place of a missing path: of a name like it, by a pattern for its folder; or ""."""
-    names = {str(found.relative_to(path.parent)).removesuffix("/config.yaml") for found in path.parent.glob(files)}
-    near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.8)
-    return f"; did you mean {path.with_name(near[0])}?" if near else ""
+def suggest_path(path: Path, pattern: str) -> str:
+    """Return a suggestion (`; did you mean …?`) for a missing path; "" if no existing path has a similar name.
+
+    Args:
+        path: the missing path.
+        pattern: a glob pattern for the candidates, relative to the folder of `path`. A run is found by its
+            `config.yaml`, whose name is removed.
+    """
+    names = {str(found.relative_to(path.parent)).removesuffix("/config.yaml") for found in path.parent.glob(pattern)}
+    similar = difflib.get_close_matches(path.name, names, n=1, cutoff=0.8)
+    return f"; did you mean {path.with_name(similar[0])}?" if similar else ""
 
 
 def venv_python(script: Path) -> Path:
-    """The Python of the environment that `make install` makes beside submit.py."""
+    """Return the path of Python in the virtual environment that `make install` creates next to submit.py."""
     return script.resolve().parent / ".venv/bin/python"
 
 
-def _door(typed: str) -> list[str]:
-    path = Path(typed)
+def _format_entry_point(program: str) -> list[str]:
+    """Return the words that start Sluice in the same way as `program`, the value of sys.argv[0]."""
+    path = Path(program)
     if path.name == "sluice":
-        return ["sluice" if shutil.which("sluice") == typed else shlex.quote(typed)]
+        return ["sluice" if shutil.which("sluice") == program else shlex.quote(program)]
     if path.name != "submit.py":
         return ["python", "submit.py"]
     for name in ("python", "python3"):
-        # any will do where there is a .venv: submit.py goes on in it
+        # if a .venv exists, any Python will do, because submit.py restarts itself in the .venv
         if (found := shutil.which(name)) and (found == sys.executable or venv_python(path).exists()):
-            return [name, shlex.quote(typed)]
-    return [shlex.quote(sys.executable), shlex.quote(typed)]
+            return [name, shlex.quote(program)]
+    return [shlex.quote(sys.executable), shlex.quote(program)]

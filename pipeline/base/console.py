@@ -1,4 +1,4 @@
-"""Terminal output as plain text: paths, configs and events of others may contain rich markup or control characters."""
+"""Print plain text to a terminal, because paths, configs and events may contain rich markup or control characters."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class PlainConsole(Console):
         super().__init__(markup=False, emoji=False, highlight=False, **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Render as rich does, with `?` for control characters in text; rich's own control codes stay."""
+        """Yield the segments of rich, with `?` for control characters in text. Control codes of rich itself remain."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=make_printable(segment.text))
 
 
 def supports_live_output(console: Console) -> bool:
-    """Return whether lines can be overwritten: False for a pipe, and with TERM=dumb."""
+    """Return whether lines can be overwritten. This is False for a pipe and with TERM=dumb."""
     return console.is_terminal and not console.is_dumb_terminal

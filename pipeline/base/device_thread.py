@@ -1,9 +1,9 @@
-"""Threads of ours that touch torch: each on the GPU of the thread that makes it.
+"""Threads that use torch on the GPU of the thread that creates them.
 
-CUDA's current device belongs to a thread, and a new thread begins on GPU 0. What asks there for "the" GPU (its stream,
-page-locked memory, the end of a future) would wait for another rank's GPU instead of this rank's own, and open a
-context on it: half a gigabyte, for each rank of the node. The current stream belongs to a thread, too, and a new thread
-begins on the one that training computes on.
+CUDA's current device is a property of each thread, and a new thread starts with GPU 0. Code that uses the current
+device (its stream, page-locked memory, the completion of a future) would then use another rank's GPU. Each rank of the
+node would also open a context on GPU 0, which takes half a gigabyte. The current stream is a property of each thread as
+well. A new thread starts with the stream on which the train stage computes.
 """
 
 from __future__ import annotations
@@ -17,9 +17,16 @@ import torch
 def device_thread(
     work: Callable[[], None], name: str, *, daemon: bool = True, own_stream: bool = False
 ) -> threading.Thread:
-    """A thread, not started yet, that does `work` on the caller's GPU; an ordinary one where no GPU is in use.
+    """Return a thread, not yet started, that calls `work` on the caller's GPU.
 
-    With `own_stream` what it copies and computes there waits for nothing that training has queued.
+    If CUDA is not initialized, it is an ordinary thread.
+
+    Args:
+        work: the function to call.
+        name: the name of the thread.
+        daemon: whether the process may exit while the thread runs.
+        own_stream: whether the thread uses a new CUDA stream. Its copies and kernels then do not wait for the work
+            that the train stage has queued.
     """
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 

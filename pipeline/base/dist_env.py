@@ -1,16 +1,16 @@
-"""Who am I? Rank, world and rendezvous of this process, read from its environment variables alone.
+"""Read this process's rank, world size and rendezvous address from its environment variables.
 
-Every launcher tells its processes who they are in variables of its own. :func:`identify` turns them into one
-:class:`RankInfo`. It is a pure function of the mapping it is given and the only reader of SLURM_*, OMPI_*, PMI_*
-and torchrun variables, so every launcher can be tested with a dictionary. :data:`_LAUNCHERS` says which variables
-those are. The first launcher in it that is there wins, because an inner one runs inside an outer one and inherits its
-variables; `alone` is one process without any. It still knows its Slurm job, if it is in one.
+Each launcher (srun, torchrun, mpirun, …) describes a process with its own variables. :func:`read_rank_info` turns them
+into one :class:`RankInfo`. It only reads the mapping that it receives, so tests can describe any launcher with a
+dictionary. No other module reads the variables of SLURM_*, OMPI_*, PMI_* and torchrun that describe a rank.
 
-A variable that is set to nothing counts as not set. Values that contradict each other raise UserError.
+:data:`_LAUNCHERS` lists the variables of each launcher. The first launcher whose variables are set wins, because an
+inner launcher inherits the variables of an outer one. A process without such variables is `alone`, but may be in a
+Slurm job. An empty variable counts as unset.
 
-The rendezvous port, where nobody sets one, is 20000 + (hash(cluster, job, start) + restart count) mod 10000: the same
-on every rank without talking, another one after each restart (the old port may still linger), and below 32768, where
-Linux begins to hand out ephemeral ports.
+If no variable sets the rendezvous port, it is 20000 + (hash(cluster, job, start) + restart count) mod 10000. All ranks
+compute the same port. A restart gets another port, because the old one may still be in use. The range ends below
+32768, where Linux begins to assign ephemeral ports.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from pipeline.base.errors import UserError
 
 TIME_LEFT_VARIABLE = "SLUICE_TIME_LEFT"
 MASTER_PORTS = range(20_000, 30_000)
-"""Rendezvous ports that are derived."""
+"""Rendezvous ports to choose from if no variable sets one."""
 
 _FIRST_SPECIAL_STEP = 4_294_967_290
-"""From here on ids are those of batch scripts, salloc's shells and extern steps (slurm.h, SLURM_BATCH_SCRIPT …)."""
-_LARGEST = 2**32 - 1
+"""Step ids from here on denote batch scripts, shells of salloc, and extern steps (slurm.h, SLURM_BATCH_SCRIPT …)."""
+_MAX_INTEGER = 2**32 - 1
 _MAX_NODES = 65_536
 _RANGE = r"([0-9]{1,9})(?:-([0-9]{1,9}))?"
 _COUNT = r"([0-9]{1,9})(?:\(x([1-9][0-9]{0,8})\))?"
@@ -46,130 +46,172 @@ Env = Mapping[str, str]
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Where this process stands among all processes of its stage."""
+    """The rank of this process, the sizes of its process group, and its rendezvous address."""
 
     launcher: Launcher
-    """Who started it."""
+    """The program that started this process."""
     rank: int
     """0 … world_size - 1."""
     world_size: int
-    """Processes in all."""
+    """The number of ranks."""
     local_rank: int
-    """0 … local_world_size - 1, among the processes of this node."""
+    """0 … local_world_size - 1, among the ranks of this node."""
     local_world_size: int
-    """Processes on this node."""
+    """The number of ranks on this node."""
     master_host: str
-    """Where rank 0 listens."""
+    """The host on which rank 0 listens."""
     master_port: int
-    """The port rank 0 listens on."""
+    """The port on which rank 0 listens."""
     job_id: str | None
-    """The Slurm job as `scontrol requeue` takes it: `1234`, or `1234_5` for a task of an array; None outside Slurm."""
+    """The Slurm job id in the form of `scontrol requeue`: `1234`, or `1234_5` for an array task. None outside Slurm."""
     restart_count: int
     """How often Slurm has requeued the job."""
     submitted_as: str | None = None
-    """The id that submit.py knows this job by; the Slurm job's own, or that of a local job."""
+    """The job id in the records of submit.py: that of the Slurm job or of the local job."""
     array: tuple[int, int] | None = None
-    """In a job array: the number of this task, from 0, and of all tasks; None elsewhere."""
+    """The index of this Slurm array task, from 0, and the number of array tasks. None outside a job array."""
     listen_fd: int | None = None
-    """Rank 0 under our own launcher: the socket on `master_port` that it inherits, listening already."""
+    """For rank 0 under the launcher `local`: an inherited socket that already listens on `master_port`."""
 
 
-class _Names(NamedTuple):
-    """The variables that a launcher tells its processes who they are with."""
+class _LauncherVariables(NamedTuple):
+    """The environment variables by which a launcher describes a process."""
 
     launcher: Launcher
     ranks: tuple[str, ...]
-    """Rank, world size, local rank and local world size."""
-    known_by: int = 0
-    """Which of these its processes have, and no others."""
+    """The variables of the rank, world size, local rank and local world size."""
+    marker: int = 0
+    """The index in `ranks` of a variable that shows this launcher was used, because no other launcher sets it."""
     start: str = ""
-    """What differs between two starts in one job, or on one machine: they get two ports."""
+    """A variable that differs between two starts in one job or on one machine, so that they use different ports."""
     hosts: str = "SLURM_JOB_NODELIST"
-    """The nodes, that of rank 0 first; of MPI's launchers, for SLURM_STEP_* are of the step of mpirun's daemons."""
+    """A variable with the list of nodes, that of rank 0 first. With MPI launchers, SLURM_STEP_* describe the step of
+    mpirun's daemons, so the variable of the job is used."""
+
+    @property
+    def rank(self) -> str:
+        """The variable of the rank."""
+        return self.ranks[0]
+
+    @property
+    def world_size(self) -> str:
+        """The variable of the world size."""
+        return self.ranks[1]
+
+    @property
+    def local_rank(self) -> str:
+        """The variable of the local rank."""
+        return self.ranks[2]
+
+    @property
+    def local_world_size(self) -> str:
+        """The variable of the local world size. For srun, it lists the tasks of each node."""
+        return self.ranks[3]
 
 
 _LAUNCHERS = (
-    _Names("local", ("SLUICE_RANK", "SLUICE_WORLD_SIZE", "SLUICE_LOCAL_RANK", "SLUICE_LOCAL_WORLD_SIZE")),
+    _LauncherVariables("local", ("SLUICE_RANK", "SLUICE_WORLD_SIZE", "SLUICE_LOCAL_RANK", "SLUICE_LOCAL_WORLD_SIZE")),
     # torch.distributed.run, "Environment Variables"
-    _Names("torchrun", ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")),
-    # mpirun(1); PMIx gives each mpirun a name of its own
-    _Names("openmpi", ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
-           "OMPI_COMM_WORLD_LOCAL_SIZE"), start="PMIX_NAMESPACE"),
-    # MPICH's and Intel MPI's Hydra
-    _Names("pmi", ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"), known_by=2),
-    # srun(1), "OUTPUT ENVIRONMENT VARIABLES"; the last one is for all nodes, see _ranks
-    _Names("srun", ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
-           start="SLURM_STEP_ID", hosts="SLURM_STEP_NODELIST"),
-    # Cray's PALS. srun --mpi=cray_shasta sets the same variables, and --mpi=pmi2 the first two: that is srun.
-    _Names("pmi", ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")),
+    _LauncherVariables("torchrun", ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")),
+    # mpirun(1). PMIx gives each mpirun a different namespace.
+    _LauncherVariables("openmpi", ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+                       "OMPI_COMM_WORLD_LOCAL_SIZE"), start="PMIX_NAMESPACE"),
+    # Hydra, the launcher of MPICH and Intel MPI
+    _LauncherVariables("pmi", ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"), marker=2),
+    # srun(1), "OUTPUT ENVIRONMENT VARIABLES". The last variable describes all nodes (see _read_ranks).
+    _LauncherVariables("srun", ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+                       start="SLURM_STEP_ID", hosts="SLURM_STEP_NODELIST"),
+    # Cray PALS. `srun --mpi=cray_shasta` sets the same variables, and `srun --mpi=pmi2` the first two. The entry of
+    # srun precedes this one, so both count as srun.
+    _LauncherVariables("pmi", ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")),
 )  # fmt: skip
-_ALONE = _Names("alone", ())
+_ALONE = _LauncherVariables("alone", ())
 
 
 def read_rank_info(env: Env) -> RankInfo:
-    """The :class:`RankInfo` that the variables in `env` describe.
+    """Return the :class:`RankInfo` that the variables in `env` describe.
 
-    Raises UserError, naming the variable and its value, where they are incomplete, no numbers or contradictory.
+    Raises UserError, naming the variable and its value, if they are incomplete, contradictory or not numbers.
     """
-    there = {name for name, value in env.items() if value}
-    if _step(env) is None:
-        there.discard("SLURM_PROCID")  # a batch script's or a shell's: they are no ranks
-    names = next((names for names in _LAUNCHERS if names.ranks[names.known_by] in there), _ALONE)
-    ranks = _ranks(env, names) if names.ranks else (0, 1, 0, 1)
-    host = _master_host(env, names, several_nodes=ranks[1] > ranks[3]) if names.ranks else "localhost"
-    (job, array), restarts = _job(env), _optional(env, "SLURM_RESTART_COUNT") or 0
-    port = _optional(env, "SLUICE_MASTER_PORT", 1, 65_535) or _optional(env, "MASTER_PORT", 1, 65_535)
+    set_variables = {name for name, value in env.items() if value}
+    if _read_step_number(env) is None:
+        set_variables.discard("SLURM_PROCID")  # of a batch script or a shell, which are not ranks
+    names = next((names for names in _LAUNCHERS if names.ranks[names.marker] in set_variables), _ALONE)
+    if names is _ALONE:
+        ranks = (0, 1, 0, 1)
+        host = "localhost"
+    else:
+        ranks = _read_ranks(env, names)
+        _, world_size, _, local_world_size = ranks
+        host = _find_master_host(env, names, has_several_nodes=world_size > local_world_size)
+    job_id, array = _read_job(env)
+    restart_count = _read_optional_int(env, "SLURM_RESTART_COUNT") or 0
+    port = _read_optional_int(env, "SLUICE_MASTER_PORT", 1, 65_535) or _read_optional_int(env, "MASTER_PORT", 1, 65_535)
     if port is None:
-        seed = f"{env.get('SLURM_CLUSTER_NAME', '')} {job} {env.get(names.start) or names.launcher}"
+        seed = f"{env.get('SLURM_CLUSTER_NAME', '')} {job_id} {env.get(names.start) or names.launcher}"
         digest = hashlib.sha256(seed.encode(errors="surrogatepass")).digest()
-        port = MASTER_PORTS[(int.from_bytes(digest[:8]) + restarts) % len(MASTER_PORTS)]
-    known_as, listen_fd = env.get("SLUICE_JOB_ID") or job, _optional(env, "SLUICE_LISTEN_FD")
-    return RankInfo(names.launcher, *ranks, host, port, job, restarts, known_as, array, listen_fd)
+        port = MASTER_PORTS[(int.from_bytes(digest[:8]) + restart_count) % len(MASTER_PORTS)]
+    submitted_as = env.get("SLUICE_JOB_ID") or job_id
+    listen_fd = _read_optional_int(env, "SLUICE_LISTEN_FD")
+    return RankInfo(names.launcher, *ranks, host, port, job_id, restart_count, submitted_as, array, listen_fd)
 
 
-def _ranks(env: Env, names: _Names) -> tuple[int, int, int, int]:
-    """Rank, world size, local rank and local world size."""
-    rank, world = _below(env, *names.ranks[:2])
+def _read_ranks(env: Env, names: _LauncherVariables) -> tuple[int, int, int, int]:
+    """Return the rank, world size, local rank and local world size.
+
+    Raises UserError if the variables are incomplete or contradict each other.
+    """
+    rank, world_size = _read_index_and_size(env, names.rank, names.world_size)
     if names.launcher != "srun":
-        local_rank, local_world = _below(env, *names.ranks[2:])
-        if local_world > world:
+        local_rank, local_world_size = _read_index_and_size(env, names.local_rank, names.local_world_size)
+        if local_world_size > world_size:
             raise UserError(
                 "rank.contradictory_environment",
-                f"{names.ranks[3]}={local_world} must not be more than {names.ranks[1]}={world}",
+                f"{names.local_world_size}={local_world_size} must not be more than {names.world_size}={world_size}",
             )
-        return rank, world, local_rank, local_world
-    counts, nodes = _tasks_per_node(env, names.ranks[3]), read_allocated_hosts(env, names.hosts)
-    node, local_rank = _int(env, "SLURM_NODEID"), _int(env, "SLURM_LOCALID")
-    if len(counts) != len(nodes) or sum(counts) != world or node >= len(nodes) or local_rank >= counts[node]:
-        told = ", ".join(f"{name}={env.get(name, '')}" for name in (names.hosts, *names.ranks, "SLURM_NODEID"))
-        raise UserError("rank.contradictory_environment", f"{told} contradict each other")
-    return rank, world, local_rank, counts[node]
+        return rank, world_size, local_rank, local_world_size
+    tasks_per_node = _read_tasks_per_node(env, names.local_world_size)
+    nodes = read_allocated_hosts(env, names.hosts)
+    node = _read_int(env, "SLURM_NODEID")
+    local_rank = _read_int(env, "SLURM_LOCALID")
+    is_consistent = len(tasks_per_node) == len(nodes) and sum(tasks_per_node) == world_size
+    if not is_consistent or node >= len(nodes) or local_rank >= tasks_per_node[node]:
+        values = ", ".join(f"{name}={env.get(name, '')}" for name in (names.hosts, *names.ranks, "SLURM_NODEID"))
+        raise UserError("rank.contradictory_environment", f"these variables contradict each other: {values}")
+    return rank, world_size, local_rank, tasks_per_node[node]
 
 
-def _master_host(env: Env, names: _Names, several_nodes: bool) -> str:
-    told = (
-        env.get("SLUICE_MASTER_HOST") or env.get("MASTER_ADDR") or "".join(read_allocated_hosts(env, names.hosts)[:1])
-    )
-    if not told and several_nodes:
-        _need(env, "MASTER_ADDR", f"{names.ranks[1]} is more than {names.ranks[3]}, so there are several nodes")
-    return told or "localhost"
+def _find_master_host(env: Env, names: _LauncherVariables, has_several_nodes: bool) -> str:
+    """Return the host of rank 0. Raises UserError if there are several nodes and no variable names it."""
+    host = env.get("SLUICE_MASTER_HOST") or env.get("MASTER_ADDR")
+    if not host:
+        host = next(iter(read_allocated_hosts(env, names.hosts)), "")
+    if not host and has_several_nodes:
+        reason = f"{names.world_size} is more than {names.local_world_size}, so there are several nodes"
+        _require_variable(env, "MASTER_ADDR", reason)
+    return host or "localhost"
 
 
 def make_local_rank_env(rank: int, size: int, port: int, listen_fd: int | None = None) -> dict[str, str]:
-    """The variables that Sluice's own launcher sets for rank `rank` of `size` on this machine.
+    """Return the variables of a rank that Sluice itself starts on this machine (launcher `local`).
 
-    `listen_fd` is for rank 0: a socket on `port` that listens already, so that nobody takes the port in between.
+    Args:
+        rank: the rank.
+        size: the world size. All ranks run on this machine.
+        port: the port on which rank 0 listens.
+        listen_fd: for rank 0, a socket that already listens on `port`, so that no other program can take the port.
     """
-    told: dict[str, object] = dict(zip(_LAUNCHERS[0].ranks, (rank, size, rank, size), strict=True))
-    told |= {"SLUICE_MASTER_HOST": "127.0.0.1", "SLUICE_MASTER_PORT": port}
-    told |= {} if listen_fd is None else {"SLUICE_LISTEN_FD": listen_fd}
-    return {name: str(value) for name, value in told.items()}
+    variables: dict[str, object] = dict(zip(_LAUNCHERS[0].ranks, (rank, size, rank, size), strict=True))
+    variables |= {"SLUICE_MASTER_HOST": "127.0.0.1", "SLUICE_MASTER_PORT": port}
+    if listen_fd is not None:
+        variables["SLUICE_LISTEN_FD"] = listen_fd
+    return {name: str(value) for name, value in variables.items()}
 
 
 def read_time_left(env: Env) -> float | None:
-    """Seconds that the job has left, counted from the start of this process; None where there is no limit.
+    """Return the seconds that the job has left, counted from the start of this process; None if it has no time limit.
 
-    The supervisor asks Slurm and sets it for its ranks. Raises UserError where it is no number.
+    The supervisor queries Slurm and sets the variable for its ranks. Raises UserError if it is not a number.
     """
     try:
         return float(env[TIME_LEFT_VARIABLE]) if env.get(TIME_LEFT_VARIABLE) else None
@@ -180,127 +222,144 @@ def read_time_left(env: Env) -> float | None:
 
 
 def expand_hostlist(text: str, name: str = "host list") -> list[str]:
-    """The names behind a Slurm host list: `n[1-3,07-09],rack[1-2]n0` is n1 n2 n3 n07 n08 n09 rack1n0 rack2n0.
+    """Return the names in a Slurm host list: `n[1-3,07-09],rack[1-2]n0` is n1 n2 n3 n07 n08 n09 rack1n0 rack2n0.
 
-    A range keeps the zeros in front of its first number; of several brackets the last one counts fastest
-    (scontrol(1), "show hostnames"). Raises UserError, naming the variable `name`, for anything else.
+    A range keeps the leading zeros of its first number. If a name has several brackets, the last one varies fastest
+    (scontrol(1), "show hostnames"). Raises UserError, naming the variable `name`, if `text` is not a host list.
     """
     hosts: list[str] = []
-    for item in re.split(r",(?![^\[\]]*\])", text):  # at commas outside of brackets
+    for item in re.split(r",(?![^\[\]]*\])", text):  # at commas outside brackets
         parts = re.findall(r"\[(.*?)\]|([^\[]+)", item) if _HOST.fullmatch(item) else [("", "")]
-        names = product(*(_numbers(ranges) if ranges else [word] for ranges, word in parts))
-        more = list(filter(None, map("".join, islice(names, _MAX_NODES + 1))))
-        hosts += more
-        if not more or len(hosts) > _MAX_NODES:
-            most = f"of at most {_MAX_NODES} hosts"
+        names = product(*(_expand_ranges(ranges) if ranges else [word] for ranges, word in parts))
+        item_hosts = list(filter(None, map("".join, islice(names, _MAX_NODES + 1))))
+        hosts += item_hosts
+        if not item_hosts or len(hosts) > _MAX_NODES:
             raise UserError(
                 "slurm.invalid_host_list",
-                f"{name}={text!r} is not a host list such as n[1-3,07],login {most}: see {item!r}",
+                f"{name}={text!r}: {item!r} is not valid in a host list, such as n[1-3,07],login, of at most "
+                f"{_MAX_NODES} hosts",
             )
     return hosts
 
 
-def _numbers(ranges: str) -> list[str]:
-    """`1-3,07` → 1 2 3 07; none where a range counts down or too far."""
+def _expand_ranges(ranges: str) -> list[str]:
+    """Return `1-3,07` as 1 2 3 07; an empty list if a range counts down or is too long."""
     pairs = re.findall(_RANGE, ranges)
     spans = [(len(first), range(int(first), int(last or first) + 1)) for first, last in pairs]
-    fits = all(0 < len(span) <= _MAX_NODES for _, span in spans)
-    return [f"{number:0{width}d}" for width, span in spans for number in span] if fits else []
+    is_valid = all(0 < len(span) <= _MAX_NODES for _, span in spans)
+    return [f"{number:0{width}d}" for width, span in spans for number in span] if is_valid else []
 
 
-def _need(env: Env, name: str, why: str) -> str:
+def _require_variable(env: Env, name: str, reason: str) -> str:
+    """Return the value of a variable. Raises UserError with the reason why it is needed if it is not set."""
     value = env.get(name)
     if not value:
         raise UserError(
             "rank.missing_variable",
-            f"{name} is not set, but {why}: set it, or start the ranks with srun, torchrun or submit.py",
+            f"{name} is not set, but {reason}: set it, or start the ranks with srun, torchrun or submit.py",
         )
     return value
 
 
-def _int(env: Env, name: str, least: int = 0, most: int = _LARGEST) -> int:
-    """The whole number in a variable that must be set; stricter than int(), which takes `1_0` and blanks."""
-    value = _need(env, name, "it is needed beside the variables of the launcher that are set")
-    if not re.fullmatch(r"[0-9]{1,10}", value) or not least <= int(value) <= most:
-        raise UserError("rank.invalid_variable", f"{name}={value!r} is not a whole number from {least} to {most}")
+def _read_int(env: Env, name: str, minimum: int = 0, maximum: int = _MAX_INTEGER) -> int:
+    """Return the whole number in a variable. Raises UserError if it is not set or not in the range.
+
+    This is stricter than int(), which accepts `1_0` and spaces.
+    """
+    value = _require_variable(env, name, "other variables of the launcher are")
+    if not re.fullmatch(r"[0-9]{1,10}", value) or not minimum <= int(value) <= maximum:
+        raise UserError("rank.invalid_variable", f"{name}={value!r} is not a whole number from {minimum} to {maximum}")
     return int(value)
 
 
-def _optional(env: Env, name: str, least: int = 0, most: int = _LARGEST) -> int | None:
-    return _int(env, name, least, most) if env.get(name) else None
+def _read_optional_int(env: Env, name: str, minimum: int = 0, maximum: int = _MAX_INTEGER) -> int | None:
+    return _read_int(env, name, minimum, maximum) if env.get(name) else None
 
 
-def _below(env: Env, name: str, limit: str) -> tuple[int, int]:
-    """The values of two variables of which the first counts from 0 up to the second."""
-    value, end = _int(env, name), _int(env, limit, least=1)
-    if value >= end:
-        raise UserError("rank.contradictory_environment", f"{name}={value} must be less than {limit}={end}")
-    return value, end
+def _read_index_and_size(env: Env, index_name: str, size_name: str) -> tuple[int, int]:
+    """Return the values of two variables. Raises UserError unless 0 <= index < size."""
+    index = _read_int(env, index_name)
+    size = _read_int(env, size_name, minimum=1)
+    if index >= size:
+        raise UserError("rank.contradictory_environment", f"{index_name}={index} must be less than {size_name}={size}")
+    return index, size
 
 
-def _tasks_per_node(env: Env, name: str) -> list[int]:
-    """`2(x3),1` → 2 2 2 1."""
-    text = _need(env, name, "this is a Slurm step")
+def _read_tasks_per_node(env: Env, name: str) -> list[int]:
+    """Return the number of tasks of each node: `2(x3),1` is 2 2 2 1. Raises UserError if the format is invalid."""
+    text = _require_variable(env, name, "this is a Slurm step")
     pairs = [(int(count), int(times or 1)) for count, times in re.findall(_COUNT, text)]
     if not _COUNTS.fullmatch(text) or sum(times for _, times in pairs) > _MAX_NODES:
         raise UserError("rank.invalid_variable", f"{name}={text!r} is not a list of tasks per node such as 2(x3),1")
     return [count for count, times in pairs for _ in range(times)]
 
 
-def _step(env: Env) -> int | None:
-    """The id of the Slurm step this process is a task of; None in batch scripts, interactive shells and outside."""
-    step = _optional(env, "SLURM_STEP_ID")
+def _read_step_number(env: Env) -> int | None:
+    """Return the number of the Slurm step that started this process.
+
+    Returns None in batch scripts, interactive shells and outside Slurm.
+    """
+    step = _read_optional_int(env, "SLURM_STEP_ID")
     return None if step is None or step >= _FIRST_SPECIAL_STEP else step
 
 
 def read_step_id(env: Env) -> str | None:
-    """The step this process is a task of, as scancel takes it: `1234.0`; None outside of steps."""
-    step = _step(env)
-    return None if step is None else f"{_int(env, 'SLURM_JOB_ID', least=1)}.{step}"
+    """Return the id of the Slurm step of this process in the form of scancel, such as `1234.0`; None outside a step."""
+    step = _read_step_number(env)
+    return None if step is None else f"{_read_int(env, 'SLURM_JOB_ID', minimum=1)}.{step}"
 
 
-def _job(env: Env) -> tuple[str | None, tuple[int, int] | None]:
-    """Its id as `scontrol requeue` takes it, and in an array the number of this task and of all.
+def _read_job(env: Env) -> tuple[str | None, tuple[int, int] | None]:
+    """Return the id of the Slurm job and, in an array, the index of this array task and the number of array tasks.
 
-    That is `1234`, or `1234_5`: one task's own SLURM_JOB_ID may be the id of the whole array. Tasks are numbered
-    without gaps, as submit.py does.
+    The id has the form of `scontrol requeue`: `1234`, or `1234_5`, because the SLURM_JOB_ID of an array task may be the
+    id of the whole array. The ids of array tasks have no gaps, because submit.py submits them without.
     """
-    job, number = _optional(env, "SLURM_JOB_ID", least=1), _optional(env, "SLURM_ARRAY_TASK_ID")
-    if job is None or number is None:
-        return None if job is None else str(job), None
-    known_as = f"{_int(env, 'SLURM_ARRAY_JOB_ID', least=1)}_{number}"
-    count, first = _optional(env, "SLURM_ARRAY_TASK_COUNT"), _optional(env, "SLURM_ARRAY_TASK_MIN") or 0
+    job_id = _read_optional_int(env, "SLURM_JOB_ID", minimum=1)
+    task_id = _read_optional_int(env, "SLURM_ARRAY_TASK_ID")
+    if job_id is None:
+        return None, None
+    if task_id is None:
+        return str(job_id), None
+    array_task = f"{_read_int(env, 'SLURM_ARRAY_JOB_ID', minimum=1)}_{task_id}"
+    count = _read_optional_int(env, "SLURM_ARRAY_TASK_COUNT")
+    first = _read_optional_int(env, "SLURM_ARRAY_TASK_MIN") or 0
     if count is None:
-        return known_as, None
-    if not first <= number < first + count:
+        return array_task, None
+    if not first <= task_id < first + count:
         raise UserError(
-            "rank.contradictory_environment", f"SLURM_ARRAY_TASK_ID={number} is not one of {count} tasks from {first}"
+            "rank.contradictory_environment",
+            f"SLURM_ARRAY_TASK_ID={task_id} is not one of {count} array tasks from {first}",
         )
-    return known_as, (number - first, count)
+    return array_task, (task_id - first, count)
 
 
 def is_in_allocation(env: Env) -> bool:
-    """Whether srun would start a step here: inside a Slurm job, in its batch step or shell, and no step itself."""
-    return bool(env.get("SLURM_JOB_ID")) and _step(env) is None and not env.get("SLUICE_RANK")
+    """Return whether srun would start a step here: inside a Slurm job, in its batch script or shell, not in a step."""
+    return bool(env.get("SLURM_JOB_ID")) and _read_step_number(env) is None and not env.get("SLUICE_RANK")
 
 
 def is_in_batch_job(env: Env) -> bool:
-    """Whether this is a batch job's script or was started by it, and no shell of salloc's: a signal is Slurm's."""
+    """Return whether this process belongs to a batch script rather than to a shell of salloc.
+
+    In a batch job, a signal comes from Slurm.
+    """
     return is_in_allocation(env) and env.get("ENVIRONMENT") == "BATCH"
 
 
 @contextmanager
 def without_job_variables(*keep: str) -> Iterator[None]:
-    """Without the variables of the job that this process runs in: sbatch hands the environment on.
+    """Remove the variables of the current job from the environment while the block runs.
 
-    There some would lie: `SLURM_RESTART_COUNT` and the array's are only set where they apply. Without a person's
-    SBATCH_*, too, which overrule what a script says (sbatch(1)), but for those to `keep`. SLURM_CONF stays.
+    sbatch passes the environment on to the new job, where some of them would be wrong: Slurm sets
+    `SLURM_RESTART_COUNT` and the array variables only if they apply. The SBATCH_* variables of the user are removed as
+    well, because they override the options in a script (sbatch(1)). SLURM_CONF and the variables `keep` remain.
     """
     before = dict(os.environ)
-    own = ("SLURM_", "SLUICE_", "PMI", "SBATCH_")
-    theirs = [name for name in before if name.startswith(own) and name not in ("SLURM_CONF", *keep)]
+    prefixes = ("SLURM_", "SLUICE_", "PMI", "SBATCH_")
+    removed = [name for name in before if name.startswith(prefixes) and name not in ("SLURM_CONF", *keep)]
     try:
-        for name in theirs:
+        for name in removed:
             del os.environ[name]
         yield
     finally:
@@ -308,23 +367,24 @@ def without_job_variables(*keep: str) -> Iterator[None]:
 
 
 def read_allocated_hosts(env: Env, name: str = "SLURM_JOB_NODELIST") -> list[str]:
-    """The nodes of this allocation, in Slurm's order; none outside."""
+    """Return the nodes of this allocation in Slurm's order; an empty list outside an allocation."""
     return expand_hostlist(env[name], name) if env.get(name) else []
 
 
 def read_cpus_per_task(env: Env) -> int | None:
-    """How many CPUs each task of this allocation was promised; None where nobody asked for a number."""
-    return _optional(env, "SLURM_CPUS_PER_TASK", least=1)
+    """Return the number of CPUs requested for each task of this allocation; None if none was requested."""
+    return _read_optional_int(env, "SLURM_CPUS_PER_TASK", minimum=1)
 
 
 def read_granted_tasks(env: Env) -> tuple[list[int], str] | None:
-    """How many tasks each node of this allocation may run, and how srun would deal out ranks: `block`, `plane=2` …
+    """Return the number of tasks that each node of this allocation may run, and how srun distributes ranks.
 
-    None where Slurm does not say. Raises UserError where it says nonsense.
+    The distribution is a value of srun's `--distribution`, such as `block` or `plane=2`. Returns None if Slurm does not
+    set the variables. Raises UserError if a value is invalid.
     """
     if not env.get("SLURM_TASKS_PER_NODE"):
         return None
-    spread = env.get("SLURM_DISTRIBUTION") or "block"
-    if spread == "plane":
-        spread = f"plane={_int(env, 'SLURM_DIST_PLANESIZE', least=1)}"
-    return _tasks_per_node(env, "SLURM_TASKS_PER_NODE"), spread
+    distribution = env.get("SLURM_DISTRIBUTION") or "block"
+    if distribution == "plane":
+        distribution = f"plane={_read_int(env, 'SLURM_DIST_PLANESIZE', minimum=1)}"
+    return _read_tasks_per_node(env, "SLURM_TASKS_PER_NODE"), distribution

@@ -1,9 +1,9 @@
-"""How a process of Sluice ends: the exit codes, and the errors that a person can mend.
+"""Exit codes, and the errors that a user can correct.
 
-Ranks (`python -m pipeline`) leave with one of these codes; the supervisor (`python -m slurm`) reads the
-code, decides the cause and acts. A :class:`UserError` is a mistake or a condition outside the program (a
-typo, a missing file, a full disk): it is shown as one clear message without a traceback. Anything else
-that escapes is a bug and is shown with its traceback.
+Ranks (`python -m pipeline`) exit with one of these codes. The supervisor (`python -m slurm`) reads the code, determines
+the cause and decides what to do. A :class:`UserError` is a mistake of the user or a condition outside the program, such
+as a typo, a missing file or a full disk. It is shown as one message without a traceback. Any other exception that ends
+the process is a bug and is shown with its traceback.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def make_printable(text: str) -> str:
-    """What a terminal may get of a text that anybody may have written: control characters, which could clear the
-    screen, fake what stands there or turn its direction, become `?`; tabs and line ends stay."""
+    """Return `text`, which may come from an untrusted source, with `?` in place of each control character.
+
+    Control characters could clear the screen, overwrite its content or reverse the direction of text. Tabs and line
+    ends remain.
+    """
     return _CONTROL.sub("?", text)
 
 
@@ -32,10 +35,13 @@ MAX_PROBLEMS_SHOWN = 20
 """The number of problems that one message lists."""
 
 
-def limit_lines(lines: Sequence[str], most: int = MAX_PROBLEMS_SHOWN, uncounted: int = 0) -> list[str]:
-    """Return the first `most` of `lines`, and `and N more` if there are more, or `uncounted` others."""
-    more = max(0, len(lines) - most) + uncounted
-    return [*lines[:most], *([f"and {more:,} more"] if more else [])]
+def limit_lines(lines: Sequence[str], max_lines: int = MAX_PROBLEMS_SHOWN, other_count: int = 0) -> list[str]:
+    """Return the first `max_lines` of `lines`, and the line `and N more` if lines were left out.
+
+    N also counts the `other_count` lines that `lines` does not contain.
+    """
+    omitted_count = max(0, len(lines) - max_lines) + other_count
+    return [*lines[:max_lines], *([f"and {omitted_count:,} more"] if omitted_count else [])]
 
 
 class ExitCode(IntEnum):
@@ -46,35 +52,35 @@ class ExitCode(IntEnum):
     CRASHED = 1
     """An unexpected exception; its traceback is in the log and in `jobs/STAGE/error-rank-N.json`."""
     USER_ERROR = 2
-    """A wrong config, command line or missing source: the message says how to mend it."""
+    """An invalid config or command line, or a missing source. The message says how to correct it."""
     BAD_INPUT = 20
-    """What an earlier stage left does not validate (damaged or missing files)."""
+    """The outputs of an earlier stage are damaged or missing."""
     STORAGE = 21
-    """The file system refused: full, read-only, over quota."""
+    """The file system refused an operation: it is full, read-only or over quota."""
     OUT_OF_MEMORY = 22
     """Host or device memory ran out."""
     BAD_CHECKPOINT = 23
-    """There are checkpoints, and none of them is intact: nothing was started from zero in silence."""
+    """Checkpoints exist, but none is intact. The run does not silently start from scratch."""
     NON_FINITE = 24
     """The loss or the gradient is not a finite number."""
     HANG = 25
-    """A rank made no progress for too long, or did not leave when it was asked to."""
+    """A rank made no progress for too long, or did not exit when it was told to stop."""
     BAD_NODE = 26
-    """A node failed the check at the start; the message names it."""
+    """A node failed the check at the start of the stage. The message names it."""
     PREEMPTED = 71
-    """Slurm took the nodes for another job (a supervisor's code; the same holds for the next three)."""
+    """Slurm gave the nodes to another job. Only supervisors exit with this code and the next three."""
     TIME_LIMIT = 72
-    """The job's time limit came."""
+    """The job reached its time limit."""
     NODE_FAILURE = 73
-    """A node died under the job."""
+    """A node failed while the job was running."""
     CANCELLED = 74
-    """Cancelled by a person: nothing goes on by itself."""
+    """A user cancelled the job. Nothing restarts it until `resume`."""
     STOPPED = 75
-    """Stopped on request at a step boundary, everything saved: run again to go on (EX_TEMPFAIL)."""
+    """The stage stopped on request at a step boundary and saved its state. Run it again to continue (EX_TEMPFAIL)."""
     PEER_LOST = 76
-    """Another rank went away; this rank has no fault of its own to report."""
+    """Another rank exited or lost its connection. This rank itself did not fail."""
     REQUEUED = 77
-    """Slurm requeued the job, and nothing shows a preemption: somebody asked for it (`scontrol requeue`)."""
+    """Slurm requeued the job on request (`scontrol requeue`), because there is no sign of a preemption."""
 
 
 class UserError(Exception):
@@ -204,81 +210,91 @@ _STORAGE_PROBLEMS = {
         "storage.invalid_path",
         "the path is too long: choose a shorter `run.root` or `run.name`",
     ),
-    errno.ELOOP: ("storage.invalid_path", "links lead in a circle: remove the one that is in the way"),
-    errno.EEXIST: ("storage.invalid_path", "something else is in the way: remove it, or choose another `run.name`"),
+    errno.ELOOP: ("storage.invalid_path", "symbolic links form a loop: remove one of them"),
+    errno.EEXIST: ("storage.invalid_path", "it already exists: remove it, or choose another `run.name`"),
     errno.EFBIG: (
         "storage.file_too_large",
         "the file would be larger than the file system or the limit of this process (`ulimit -f`) allows: raise the "
-        "limit, or have smaller files (`data.shard_tokens`)",
+        "limit, or write smaller files (`data.shard_tokens`)",
     ),
     errno.ENOTEMPTY: (
         "storage.busy",
-        "the folder is not empty; maybe another process writes to it: try again, or remove it",
+        "the folder is not empty, perhaps because another process writes to it: try again, or remove it",
     ),
     errno.EBUSY: ("storage.busy", "another process uses it: try again"),
-    errno.EISDIR: ("storage.invalid_path", "a folder is in the way: remove it"),
+    errno.EISDIR: ("storage.invalid_path", "it is a folder, but a file is needed: remove it"),
     errno.EMFILE: (
         "storage.too_many_open_files",
-        "too many files are open: raise the limit (`ulimit -n`), or have fewer, larger ones",
+        "too many files are open: raise the limit (`ulimit -n`), or use fewer, larger files",
     ),
     errno.ENOMEM: (
         "storage.too_many_mapped_files",
-        "no memory is left, or too many files are mapped (vm.max_map_count): have fewer, larger ones",
+        "no memory is left, or too many files are mapped (vm.max_map_count): use fewer, larger files",
     ),
     errno.ENFILE: (
         "storage.too_many_open_files",
-        "too many files are open on this machine: try again later, or on another one",
+        "too many files are open on this machine: try again later, or on another machine",
     ),
     errno.EIO: ("storage.failed", "input/output error: the storage itself failed"),
     errno.ESTALE: (
         "storage.lost_mount",
-        "stale file handle: the file system was remounted or the file removed by another node",
+        "stale file handle: the file system was remounted, or another node removed the file",
     ),
     errno.ENOTCONN: ("storage.lost_mount", "the file system's server is not connected"),
     errno.ESHUTDOWN: ("storage.lost_mount", "the file system's server has evicted this node"),
 }
-"""The error code and the message for each number of an error that a file system reports."""
+"""The error code and the message for each errno of a file system."""
 LOST_MOUNT_ERRNOS = (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN)
-"""Numbers of errors on a node that lost its connection to a parallel file system."""
+"""Values of errno on a node that lost its connection to a parallel file system."""
 
 
 def raise_if_too_many_open_files(error: BaseException) -> None:
-    """Raise StorageError where this process, or its machine, may open no more files: the file at hand is all right."""
-    if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE, errno.ENOMEM) or "Too many open files" in str(
-        error
-    ):  # h5py's
-        limit = OSError(getattr(error, "errno", None) or errno.EMFILE, "", getattr(error, "filename", None))
-        raise find_storage_error(limit) or error from error
+    """Raise StorageError if `error` means that this process or its machine cannot open or map more files.
+
+    In that case, nothing is known to be wrong with the file that was opened.
+    """
+    number = getattr(error, "errno", None)
+    is_h5py_limit = "Too many open files" in str(error)  # h5py reports it as text
+    if number in (errno.EMFILE, errno.ENFILE, errno.ENOMEM) or is_h5py_limit:
+        limit_error = OSError(number or errno.EMFILE, "", getattr(error, "filename", None))
+        raise find_storage_error(limit_error) or error from error
 
 
 def find_storage_error(error: BaseException, path: str | Path | None = None) -> StorageError | None:
-    """The :class:`StorageError` behind `error` (or behind what caused it), None if it is something else.
+    """Return the :class:`StorageError` that describes `error` or one of its causes (`__cause__`); None if none does.
 
-    `path` is named where the system's own error has no file name. What merely happened before `error` is not to
-    blame for it, but for torch's file writer: closing, it raises anew and names no cause.
+    The previous exception (`__context__`) is not considered a cause, with one exception: torch's file writer raises a
+    new error without a cause when it is closed after a failed write.
+
+    Args:
+        error: the exception.
+        path: the path to name if the system's error has no file name.
     """
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, StorageError):
-            return seen
-        if isinstance(seen, OSError) and seen.errno in _STORAGE_PROBLEMS:
-            name = seen.filename or path
-            if name or seen.errno not in (errno.ENOTCONN, errno.ESHUTDOWN):  # sockets' errors, too, but without a name
-                kind = LostMountError if seen.errno in LOST_MOUNT_ERRNOS else StorageError
-                code, problem = _STORAGE_PROBLEMS[seen.errno]
-                return kind(code, f"cannot use {name or 'a file of the run'}: {problem}")
-        if isinstance(seen, shutil.Error) and isinstance(seen.args[0], list):  # copytree: all files' errors, as text
-            for source, copy, reason in seen.args[0]:
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, StorageError):
+            return cause
+        if isinstance(cause, OSError) and cause.errno in _STORAGE_PROBLEMS:
+            name = cause.filename or path
+            # sockets have the same errors, but no file name
+            if name or cause.errno not in (errno.ENOTCONN, errno.ESHUTDOWN):
+                error_class = LostMountError if cause.errno in LOST_MOUNT_ERRNOS else StorageError
+                code, problem = _STORAGE_PROBLEMS[cause.errno]
+                return error_class(code, f"cannot use {name or 'a file of the run'}: {problem}")
+        if isinstance(cause, shutil.Error) and isinstance(cause.args[0], list):
+            # shutil.copytree collects the errors of all files as text
+            for source, copy, reason in cause.args[0]:
                 number = re.match(r"\[Errno (\d+)\]", reason)
                 if number and int(number[1]) in _STORAGE_PROBLEMS:
                     code, problem = _STORAGE_PROBLEMS[int(number[1])]
                     return StorageError(code, f"cannot copy {source} to {copy}: {problem}")
-        seen = seen.__context__ if "inline_container" in str(seen) else seen.__cause__
+        cause = cause.__context__ if "inline_container" in str(cause) else cause.__cause__
     return None
 
 
 def print_error(error: Exception) -> int:
-    """Say on stderr what ends this process, a bug with its traceback; the exit code."""
-    found = error if isinstance(error, UserError) else find_storage_error(error)
-    print(format_error(found) if found else "".join(traceback.format_exception(error)), file=sys.stderr)
-    return found.exit_code if found else ExitCode.CRASHED
+    """Print the error that ends this process to stderr, a bug with its traceback, and return the exit code."""
+    user_error = error if isinstance(error, UserError) else find_storage_error(error)
+    text = format_error(user_error) if user_error else "".join(traceback.format_exception(error))
+    print(text, file=sys.stderr)
+    return user_error.exit_code if user_error else ExitCode.CRASHED

@@ -1,8 +1,10 @@
-"""Files that survive a crash: atomic writes, appended lines, hashes, and reading what a crash left.
+"""Write files that survive a crash, and read files that a crash may have left incomplete.
 
-Every file of a run directory is either written whole (temporary name, fsync, rename: readers see the old or
-the new content, never half) or appended to one line per `write` (a crash can tear the last line only, and
-:func:`read_jsonl` drops a torn tail), under a lock where several processes append.
+A file of a run directory is written in one of two ways:
+
+- As a whole: under a temporary name, with fsync, then a rename. Readers see the old or the new content, never a part.
+- Line by line: each line with one `write`, under a lock if several processes append to the file. A crash can only
+  truncate the last line, and :func:`read_jsonl` skips a truncated line.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from typing import Any
 from pipeline.base.errors import UserError, raise_if_too_many_open_files
 
 LOCK_TIMEOUT_S = 5.0
-"""How long an append waits for the lock, in seconds."""
+"""How many seconds :func:`append_line` waits for the lock."""
 
 
 def fsync(path: str | Path) -> None:
@@ -41,22 +43,29 @@ def fsync(path: str | Path) -> None:
 
 
 class FolderExistsError(UserError):
-    """Another process gave a folder the name that was wanted for one of ours."""
+    """Another process has created the folder that this process was about to create."""
 
 
 @contextmanager
 def create_folder_atomically(folder: Path, owner: str = "") -> Iterator[Path]:
-    """A temporary folder beside `folder` to fill with files that are synced, which then takes its name by one rename.
+    """Yield a temporary folder that is renamed to `folder` at the end of the block.
 
-    It is whole, or not there. Where the block fails nothing stays, not even of the folders above that were missing, and
-    the error goes on; a kill leaves `.NAME.….tmp`. `owner`: a part of that temporary name, by which leftovers of one
-    owner can be told from what another process is still filling. Raises FolderExistsError if `folder` exists at the
-    end.
+    The block must fsync the files that it writes. `folder` is therefore complete or does not exist. If the block
+    fails, the temporary folder and all parent folders created for it are removed, and the error is raised again. A
+    process that is killed leaves a folder `.NAME.….tmp`.
+
+    Args:
+        folder: the folder to create.
+        owner: a part of the temporary name. It distinguishes the leftovers of one owner from folders that other
+            processes are still filling.
+
+    Raises:
+        FolderExistsError: if `folder` exists at the end of the block.
     """
-    above = [path for path in folder.parents if not path.exists()]
+    missing_parents = [path for path in folder.parents if not path.exists()]
     temporary = folder.with_name(f".{folder.name}.{owner}{secrets.token_hex(4)}.tmp")
     try:
-        _make_inside(temporary)
+        _make_folder_and_parents(temporary)
         yield temporary
         fsync(temporary)
         try:
@@ -65,19 +74,19 @@ def create_folder_atomically(folder: Path, owner: str = "") -> Iterator[Path]:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise
             raise FolderExistsError(
-                "storage.folder_exists", f"{folder} exists already: another process made it in the meantime"
+                "storage.folder_exists", f"{folder} already exists: another process has created it in the meantime"
             ) from error
-    except BaseException:  # also Ctrl-C and SystemExit: an unfinished folder must not remain; always raised again
+    except BaseException:  # also Ctrl-C and SystemExit, because an unfinished folder must not remain
         shutil.rmtree(temporary, ignore_errors=True)
-        with suppress(OSError):  # somebody else has put something there
-            for path in above:
+        with suppress(OSError):  # another process may have created files in them
+            for path in missing_parents:
                 path.rmdir()
         raise
     fsync(folder.parent)
 
 
-def _make_inside(folder: Path) -> None:
-    """Make a folder and those above it. Another process that failed may remove the empty ones above at any moment."""
+def _make_folder_and_parents(folder: Path) -> None:
+    """Create a folder and its parents. Retry, because a process that fails may remove empty parents at any moment."""
     for attempt in range(100):
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -91,22 +100,23 @@ def _make_inside(folder: Path) -> None:
 
 @contextmanager
 def replace_atomically(path: Path) -> Iterator[Path]:
-    """A temporary name beside `path` to write and fsync a file under, which then replaces `path`, durably.
+    """Yield the path of a temporary file that replaces `path` at the end of the block.
 
-    Where the block fails, by Ctrl-C or SystemExit too, no half file stays, and the error goes on.
+    The block must write and fsync the file. The rename is fsynced here. If the block fails, also by Ctrl-C or
+    SystemExit, the temporary file is removed and the error is raised again.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
         yield temporary
         os.replace(temporary, path)
-    except BaseException:  # also Ctrl-C and SystemExit: half a file must not remain; always raised again
+    except BaseException:  # also Ctrl-C and SystemExit, because an incomplete file must not remain
         temporary.unlink(missing_ok=True)
         raise
     fsync(path.parent)
 
 
 def write_atomic(path: str | Path, content: str | bytes) -> None:
-    """Replace `path` by `content`."""
+    """Write `content` to the file `path`, atomically and durably."""
     with replace_atomically(Path(path)) as temporary, open(temporary, "wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
@@ -119,7 +129,10 @@ def write_json(path: str | Path, value: Any) -> None:
 
 
 def try_flock(fd: int, operation: int) -> bool:
-    """flock(2); False where somebody holds it. Where the file system has no locks, nobody does."""
+    """Apply flock(2) to a descriptor. Return False if another process holds the lock.
+
+    If the file system does not support locks, return True.
+    """
     try:
         fcntl.flock(fd, operation)
     except BlockingIOError:
@@ -131,26 +144,27 @@ def try_flock(fd: int, operation: int) -> bool:
 
 
 def open_lock_file(path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> int:
-    """Open a lock's file: never through a link, which may lead to a file of value, and never emptying it.
+    """Open a lock file without truncating it, and return the descriptor.
 
-    Raises UserError where it is a link.
+    Raises UserError if it is a symbolic link, because a link may point to a valuable file.
     """
     try:
         return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise UserError(
-                "run.foreign_file", f"{path} is a symbolic link, which a lock never is: remove it"
+                "run.foreign_file", f"{path} is a symbolic link, but a lock file must not be one: remove it"
             ) from error
         raise
 
 
 def append_line(path: str | Path, line: str) -> None:
-    """Append one line in a single `write`, under a lock: writers on several machines never lose or mix their lines.
+    """Append one line with a single `write`, under a lock, so that lines of several machines are not lost or mixed.
 
-    NFS alone has no atomic append: each client writes where it believes the end to be (open(2), O_APPEND). Who holds
-    the lock for longer than `PATIENCE_S` (a suspended process) is not waited for. A tail without a newline (torn by a
-    crash) is closed first, so that it cannot swallow the new line.
+    The lock is needed because NFS has no atomic append: each client writes at the position that it believes to be the
+    end (open(2), O_APPEND). If another process, such as a suspended one, holds the lock for longer than
+    `LOCK_TIMEOUT_S`, the line is written without the lock. If a crash has truncated the last line, a newline is written
+    first, so that the new line does not become a part of it.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
     try:
@@ -158,127 +172,141 @@ def append_line(path: str | Path, line: str) -> None:
         while not try_flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB) and time.monotonic() < deadline:
             time.sleep(0.01)
         size = os.fstat(fd).st_size
-        torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
-        write_line(fd, f"\n{line}" if torn else line, str(path))
+        is_truncated = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
+        write_line(fd, f"\n{line}" if is_truncated else line, str(path))
     finally:
         os.close(fd)
 
 
 def write_line(fd: int, line: str, name: str) -> None:
-    """Write one line in one `write`. Raises OSError, naming the file, where the disk fills up in the middle of it."""
+    """Write one line with one `write`. Raises OSError, naming the file `name`, if only a part fits on the disk."""
     data = line.encode() + b"\n"
     if os.write(fd, data) < len(data):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
 
 
 def open_regular_file(path: str | Path) -> BufferedReader:
-    """Open a file to read it. Raises UserError for a pipe or a device, which would never end, or never answer."""
+    """Open a file for reading. Raises UserError for a pipe or a device, which might block or never end."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     mode = os.fstat(fd).st_mode
     if not stat.S_ISREG(mode):
         os.close(fd)
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        raise UserError("storage.not_a_file", f"{path} is no ordinary file: put one in its place")
+        raise UserError("storage.not_a_file", f"{path} is not a regular file: replace it with a regular file")
     return os.fdopen(fd, "rb")
 
 
 def read_json(path: str | Path) -> Any:
-    """The value of a JSON file, as `parse` reads it."""
+    """Return the value of a JSON file; None if its content is not valid JSON (:func:`parse_json_or_none`)."""
     with open_regular_file(path) as file:
         return parse_json_or_none(file.read())
 
 
 def parse_json_or_none(text: bytes) -> Any:
-    """The JSON value of a text; None where it is none, or one too deep to be read."""
+    """Return the JSON value of a text; None if it is not valid JSON or nested too deeply."""
     try:
         return json.loads(text)
-    except (ValueError, RecursionError):  # also what is no UTF-8, and numbers of 5,000 digits
+    except (ValueError, RecursionError):  # ValueError also means invalid UTF-8, or a number of thousands of digits
         return None
 
 
 def read_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON-lines file, skipping lines that a crash tore; nothing where there is no file."""
+    """Yield the objects of a JSON-lines file, without lines that a crash truncated; nothing if the file is missing."""
     if Path(path).exists():
         with open_regular_file(path) as file:
-            yield from _objects(file)
+            yield from _parse_objects(file)
 
 
-def _objects(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+def _parse_objects(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """Yield the lines that are JSON objects."""
     return (value for value in map(parse_json_or_none, lines) if isinstance(value, dict))
 
 
-def read_last_objects(path: str | Path, fits: Callable[[Any], bool], tail: int = 1 << 16) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON-lines file that fit, the newest first, in its last `tail` bytes; none without a file."""
+def read_last_objects(
+    path: str | Path, matches: Callable[[Any], bool], tail_bytes: int = 1 << 16
+) -> Iterator[dict[str, Any]]:
+    """Yield the matching objects in the last `tail_bytes` bytes of a JSON-lines file, the newest first.
+
+    Yields nothing if the file is missing.
+    """
     try:
         with open_regular_file(path) as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - tail))
+            file.seek(max(0, file.seek(0, os.SEEK_END) - tail_bytes))
             lines = file.read().split(b"\n")
     except FileNotFoundError:
         return
-    yield from filter(fits, _objects(reversed(lines)))
+    yield from filter(matches, _parse_objects(reversed(lines)))
 
 
-def read_last_object(path: str | Path, fits: Callable[[Any], bool]) -> dict[str, Any] | None:
-    """The newest of these; None where there is none."""
-    return next(read_last_objects(path, fits), None)
+def read_last_object(path: str | Path, matches: Callable[[Any], bool]) -> dict[str, Any] | None:
+    """Return the newest object that :func:`read_last_objects` yields; None if there is none."""
+    return next(read_last_objects(path, matches), None)
 
 
 def read_complete_lines(path: Path, offset: int) -> Iterator[tuple[bytes, int]]:
-    """The whole lines of a file from byte `offset` on, each with the offset behind it; none where there is no file."""
+    """Yield the complete lines of a file from byte `offset` on, each with the offset of its end.
+
+    Yields nothing if the file is missing.
+    """
     if not path.exists():
         return
     with open_regular_file(path) as file:
         file.seek(offset)
         for line in file:
-            if not line.endswith(b"\n"):  # it is being written
+            if not line.endswith(b"\n"):  # another process is still writing this line
                 return
             offset += len(line)
             yield line, offset
 
 
 def sha256_file(path: str | Path, part: tuple[int, int] | None = None) -> str:
-    """SHA-256 of a file's content, or of its bytes [start, end), as 64 hex digits. Raises UserError for a pipe or a
-    device."""
+    """Return the SHA-256 of a file, or of the bytes `part` = [start, end) of it, as 64 hex digits.
+
+    Raises UserError for a pipe or a device.
+    """
     with open_regular_file(path) as file:
         if part is None:
             return hashlib.file_digest(file, "sha256").hexdigest()
-        digest, left = hashlib.sha256(), part[1] - file.seek(part[0])
-        while left > 0 and (block := file.read(min(left, 1 << 20))):
+        start, end = part
+        file.seek(start)
+        remaining = end - start
+        digest = hashlib.sha256()
+        while remaining > 0 and (block := file.read(min(remaining, 1 << 20))):
             digest.update(block)
-            left -= len(block)
+            remaining -= len(block)
         return digest.hexdigest()
 
 
 def add_checksum(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What a manifest says, with its own hash added as `sha256`."""
+    """Return the content of a manifest with its own hash added as `sha256`."""
     body = {key: value for key, value in values.items() if key != "sha256"}
     return {**body, "sha256": sha256_json(body)}
 
 
 def has_valid_checksum(values: Any) -> bool:
-    """Whether this is the content of a sealed manifest, as it was written."""
+    """Return whether `values` is the unchanged content of a manifest with a checksum (:func:`add_checksum`)."""
     return isinstance(values, dict) and add_checksum(values)["sha256"] == values.get("sha256")
 
 
 def has_wrong_checksum(values: Mapping[str, Any]) -> bool:
-    """Whether what was sealed is not as it was written. What was written before there were seals has none."""
+    """Return whether `values` has a checksum that does not match. Manifests of old versions have no checksum."""
     return "sha256" in values and not has_valid_checksum(values)
 
 
 def sha256_json(value: Any) -> str:
-    """SHA-256 of `value`'s canonical JSON (sorted keys, no spaces), as 64 hex digits."""
+    """Return the SHA-256 of the canonical JSON of `value` (sorted keys, no spaces), as 64 hex digits."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def read_file_system_type(path: Path) -> str:
-    """Type of the file system that holds `path` ("lustre", "ext4", …); "" where df(1) cannot tell."""
+    """Return the type of the file system of `path` ("lustre", "ext4", …); "" if df(1) cannot determine it."""
     try:
         command = ["df", "--output=fstype", os.fspath(path)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.SubprocessError):
         return ""
-    return (done.stdout.split() or [""])[-1]
+    return (result.stdout.split() or [""])[-1]
 
 
 @contextmanager
@@ -307,10 +335,13 @@ def translate_read_errors(path: str, *more: type[Exception]) -> Iterator[None]:
 
 
 MAX_OPEN_FILES = 1 << 16
-"""Upper bound on open files of a process: Linux maps no more files into memory (vm.max_map_count)."""
+"""The upper bound on open files of a process, because Linux maps no more files into memory (vm.max_map_count)."""
 
 
 def raise_open_file_limit() -> None:
-    """Raise this process's soft limit on open files: a job inherits 1,024 of a login node, too few for many shards."""
+    """Raise this process's soft limit on open files.
+
+    A job inherits the limit of the login node, often 1,024 files, which is too few for a data set of many shards.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, MAX_OPEN_FILES)), hard))

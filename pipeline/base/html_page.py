@@ -19,7 +19,7 @@ from pipeline.base.plot import BUCKETS, COLOURS, GREY, PALE, Curve, Points, Scal
 
 FIGURE_STYLE = "height:19rem"
 MAX_LABEL_CHARACTERS = 18
-"""Longer labels of lanes and ticks are shortened."""
+"""Longer names of lanes and ticks are shortened."""
 _MAX_MARKED_POINTS = 30
 """Curves with at most this many points mark each point."""
 _MAX_LANES = 100
@@ -29,7 +29,7 @@ _ASSETS = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar in a lane, in values of the x axis."""
+    """A bar of a horizontal lane. Start and end are values of the x axis."""
 
     start: float
     end: float
@@ -203,7 +203,7 @@ def draw_lanes(
                 f'<rect class="c{bar.colour}" fill="{COLOURS[bar.colour]}" x="{start:.3f}%" width="{width:.3f}%" '
                 f'y="{down}" height="{height}"><title>{escape(bar.title)}</title></rect>'
             )
-            # a character takes 0.7 % of a wide screen, and three times as much of a phone's
+            # a character takes 0.7 % of a wide screen's width, and three times as much of a phone's width
             if bar.text and width > 0.7 * len(bar.text):
                 kind = "in" if min_width_rem or width > 2.2 * len(bar.text) else "in wide"
                 drawing += plot.draw_label(f"{start:.3f}%", middle, bar.text, "start", kind, ".35em", 4)

@@ -1,13 +1,13 @@
-"""Whose a file, a folder or a run directory is: what we execute, empty or delete must be our own.
+"""Check that files and folders belong to this user before Sluice executes, empties or deletes them.
 
-A path proves nothing: between a check of the path and its use, whoever may write a folder above can put something else
-there. So files and folders are opened first, never through a link, and the descriptor is checked.
+Jobs execute files of the run directory: its `code/`, the pickles of submitit in `jobs/`, the filter that `prepare`
+writes to `data/`, and the shell lines `site.setup` and `publish.run` of its config. A user who can write these files
+can run commands as the owner of the jobs. Every command that executes a run therefore checks first that the run belongs
+to this user (even if this user is root), and that no other user can write to it. Commands that only read
+(status, report, logs, verify) work on the runs of all users, and use the code of the command itself.
 
-Jobs run a run's `code/`, read the pickles that submitit leaves in `jobs/`, import the filter that `prepare` leaves in
-`data/`, and their shells run the lines of `site.setup` and `publish.run` in its config. Whoever could write there could
-do what we can. So everything that executes a run asks first: is it ours (root's is root's), and can nobody else write
-to it?
-What only reads (status, report, logs, verify) works on anybody's run, and with the code that was started.
+Checking a path is not enough. Before the path is used, a user who may write to a parent folder can replace it. Files
+and folders are therefore opened first, never through a symbolic link, and the open descriptor is checked.
 """
 
 from __future__ import annotations
@@ -26,83 +26,96 @@ from pathlib import Path
 from pipeline.base.errors import ExitCode, UserError
 
 _PREPARED = ("prepare.json", "filter.py", "chat.json")
-"""What `prepare` leaves in the data folder and later stages execute: the filter, with its hash, and a chat template."""
+"""Files that `prepare` writes to the data folder and later stages execute: the filter, with its hash, and the chat
+template."""
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def check_run_ownership(run: Path) -> None:
-    """Raise UserError where anybody else may have written what the run in directory `run` executes."""
-    home = (run / "code").resolve().parent  # that of a point of a sweep is the sweep's
-    for path, reachable in _executed(run, home):
+    """Raise UserError if another user owns, or may write to, a file that the run in directory `run` executes."""
+    code_owner = (run / "code").resolve().parent  # for a point of a sweep, the directory of the sweep
+    for path, is_reachable in _list_executed_paths(run, code_owner):
         try:
-            found = path.stat()
+            status = path.stat()
         except FileNotFoundError:
             continue
-        if found.st_uid != os.geteuid():
+        if status.st_uid != os.geteuid():
             raise UserError(
                 "run.foreign_owner",
-                f"{path} belongs to {_user(found.st_uid)}; what is in it would run as {_user(os.geteuid())}. Make a "
-                "run of your own, with another run.name or run.root; status, report, logs and verify can read this one",
+                f"{path} belongs to {_format_user(status.st_uid)}, but its content would be executed as "
+                f"{_format_user(os.geteuid())}. Create your own run with another run.name or run.root. The commands "
+                "status, report, logs and verify can read this run",
             )
-        if reachable and found.st_mode & _OTHERS_WRITE:
+        if is_reachable and status.st_mode & _OTHERS_WRITE:
             raise UserError(
                 "run.writable_by_others",
-                f"{path} (of {_user(found.st_uid)}, mode {stat.S_IMODE(found.st_mode):o}) may be written by others, "
-                "and what is in it is executed: look whether it is as you left it, then: chmod -R go-w "
-                + shlex.quote(str(home)),
+                f"{path} (of {_format_user(status.st_uid)}, mode {stat.S_IMODE(status.st_mode):o}) can be written by "
+                "other users, but its content is executed: check that nobody has changed it, then run: "
+                f"chmod -R go-w {shlex.quote(str(code_owner))}",
             )
 
 
-def _executed(run: Path, home: Path) -> Iterator[tuple[Path, bool]]:
-    """What to look at, and whether others can reach it: what is in a folder that is closed to them they cannot."""
-    reachable = False
-    for top in dict.fromkeys((run, home)):
+def _list_executed_paths(run: Path, code_owner: Path) -> Iterator[tuple[Path, bool]]:
+    """Yield each path whose content a run executes, and whether other users can reach it.
+
+    Other users cannot reach the content of a folder that they may not enter (mode x).
+
+    Args:
+        run: the run directory.
+        code_owner: the run directory that contains `code/`. For a point of a sweep, this is that of the sweep.
+    """
+    is_reachable = False
+    for top in dict.fromkeys((run, code_owner)):
         yield top, True
-        reachable = bool(top.stat().st_mode & (stat.S_IXGRP | stat.S_IXOTH))
+        is_reachable = bool(top.stat().st_mode & (stat.S_IXGRP | stat.S_IXOTH))
         jobs = top / "jobs"
-        read = (top / "config.yaml", top / "changes.jsonl", *jobs.glob("*/*.pkl"), *jobs.glob("*/*.sh"))
-        yield from ((path, reachable) for path in (jobs, *jobs.glob("*/"), *read))
+        files = (top / "config.yaml", top / "changes.jsonl", *jobs.glob("*/*.pkl"), *jobs.glob("*/*.sh"))
+        yield from ((path, is_reachable) for path in (jobs, *jobs.glob("*/"), *files))
         data = top / "data"
-        yield data, reachable
+        yield data, is_reachable
         for path in (path for name in _PREPARED for path in (data / name, *data.glob(f"*/{name}"))):
-            yield path.parent, reachable  # of a mixture, each source has a folder of its own in `data`
-            yield path, reachable or data.is_symlink()
-    yield home / "code", reachable
-    for folder, names, files in os.walk(home / "code") if reachable else ():
-        yield from ((Path(folder, name), True) for name in (*names, *files))
+            yield path.parent, is_reachable  # each source of a mixture has its own folder in `data`
+            yield path, is_reachable or data.is_symlink()
+    yield code_owner / "code", is_reachable
+    for folder, folder_names, file_names in os.walk(code_owner / "code") if is_reachable else ():
+        yield from ((Path(folder, name), True) for name in (*folder_names, *file_names))
 
 
 @contextmanager
 def open_own_folder(path: Path) -> Iterator[Path]:
-    """Open the folder `path`; yield a path that leads to this very folder, as `held_open` does.
+    """Open the folder `path` and yield a path through its descriptor (:func:`path_through_fd`).
 
-    Raises UserError if `path` is a link or not a folder, does not belong to us, or may be written by others.
+    Raises UserError if `path` is a symbolic link or not a folder, or if another user owns it or may write to it.
     """
-    fd = _open(path, os.O_RDONLY | os.O_DIRECTORY)
+    fd = _open_without_links(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        with path_through_fd(fd, path) as held:
+        with path_through_fd(fd, path) as fd_path:
             _require_own(path, os.fstat(fd))
-            yield held
+            yield fd_path
     finally:
         os.close(fd)
 
 
 @contextmanager
 def path_through_fd(fd: int, path: Path) -> Iterator[Path]:
-    """Yield a path that leads to what is open as `fd`, even if `path`, by which it was opened, is renamed or replaced.
+    """Yield a path through the open descriptor `fd`, which stays valid if `path` is renamed or replaced.
 
-    Errors that are raised in the block name `path` again.
+    Errors raised in the block name `path` instead.
+
+    Args:
+        fd: an open file or folder.
+        path: the path by which it was opened.
     """
-    held = Path(f"/proc/self/fd/{fd}")
+    fd_path = Path(f"/proc/self/fd/{fd}")
     try:
-        yield held
+        yield fd_path
     except UserError as error:
-        error.args = (str(error).replace(str(held), str(path)),)
+        error.args = (str(error).replace(str(fd_path), str(path)),)
         raise
     except OSError as error:
-        for name in ("filename", "filename2"):
-            if isinstance(found := getattr(error, name), str | os.PathLike):
-                setattr(error, name, os.fspath(found).replace(str(held), str(path), 1))
+        for attribute in ("filename", "filename2"):
+            if isinstance(name := getattr(error, attribute), str | os.PathLike):
+                setattr(error, attribute, os.fspath(name).replace(str(fd_path), str(path), 1))
         raise
 
 
@@ -113,75 +126,79 @@ def check_own_folder(path: Path) -> None:
 
 
 def open_own_file(path: Path) -> BufferedReader:
-    """Open the file `path` to read it.
+    """Open the file `path` for reading.
 
-    Raises UserError if `path` is a link or not an ordinary file, does not belong to us, or may be written by others.
+    Raises UserError if `path` is a symbolic link or not a regular file, or if another user owns it or may write to it.
     """
-    fd = _open(path, os.O_RDONLY | os.O_NONBLOCK)
+    fd = _open_without_links(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
-            raise UserError("storage.not_a_file", f"{path} is not an ordinary file: remove it")
-        _require_own(path, found)
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise UserError("storage.not_a_file", f"{path} is not a regular file: remove it")
+        _require_own(path, status)
         return os.fdopen(fd, "rb")
-    except BaseException:  # also Ctrl-C: nothing else closes the descriptor; always raised again
+    except BaseException:  # also Ctrl-C, because nothing else closes the descriptor
         os.close(fd)
         raise
 
 
 def describe_replacement_risk(path: Path) -> str | None:
-    """Return a warning if others can rename or replace `path`, or a folder above it; None if they cannot.
+    """Return a warning if other users can rename or replace `path` or one of its parents; None if they cannot.
 
     `path` need not exist.
     """
-    found = find_unsafe_ancestors(path)
-    if not found:
+    unsafe = find_unsafe_ancestors(path)
+    if not unsafe:
         return None
-    reasons = "; ".join(f"{folder} {reason}" for folder, reason in found)
+    reasons = "; ".join(f"{folder} {reason}" for folder, reason in unsafe)
     return (
-        f"warning: others can put something else in the place of {path}, and your jobs would execute it: {reasons}. "
+        f"warning: other users can replace {path}, and your jobs would execute their files: {reasons}. "
         "Choose another run.root, or ask the owner of a folder without a sticky bit to set it (chmod +t)"
     )
 
 
 def find_unsafe_ancestors(path: Path) -> list[tuple[Path, str]]:
-    """Return the folders above `path`, the nearest first, in which others may rename what is not theirs, and why.
+    """Return the parents of `path`, the nearest first, in which other users can rename the entries of this user.
 
-    These are folders that belong to neither root nor us, and those that others may write and that have no sticky bit.
+    These are folders of another user than root, and folders that others may write to and that have no sticky bit. Each
+    comes with the reason.
     """
     unsafe = []
     for folder in Path(os.path.realpath(path)).parents:
         try:
-            found = folder.stat()
+            status = folder.stat()
         except FileNotFoundError:
             continue
-        if found.st_uid not in (0, os.geteuid()):
-            unsafe.append((folder, f"belongs to {_user(found.st_uid)}"))
-        elif _others_write(found) and not found.st_mode & stat.S_ISVTX:
-            who = "everybody" if found.st_mode & stat.S_IWOTH else f"group {_group(found.st_gid)}"
-            mode = f"{stat.S_IMODE(found.st_mode):o}"
-            unsafe.append((folder, f"may be written by {who} and has no sticky bit (mode {mode})"))
+        if status.st_uid not in (0, os.geteuid()):
+            unsafe.append((folder, f"belongs to {_format_user(status.st_uid)}"))
+        elif _is_writable_by_others(status) and not status.st_mode & stat.S_ISVTX:
+            writers = "all users" if status.st_mode & stat.S_IWOTH else f"group {_format_group(status.st_gid)}"
+            mode = f"{stat.S_IMODE(status.st_mode):o}"
+            unsafe.append((folder, f"can be written by {writers} and has no sticky bit (mode {mode})"))
     return unsafe
 
 
-def _others_write(found: os.stat_result) -> bool:
-    """Whether anybody else may write. A group of our name that has no other members is our own."""
-    if found.st_mode & stat.S_IWOTH:
+def _is_writable_by_others(status: os.stat_result) -> bool:
+    """Return whether another user may write. A user's private group (same name and gid, no other members) is safe."""
+    if status.st_mode & stat.S_IWOTH:
         return True
-    if not found.st_mode & stat.S_IWGRP:
+    if not status.st_mode & stat.S_IWGRP:
         return False
     try:
-        us, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(found.st_gid)
+        user = pwd.getpwuid(os.geteuid())
+        group = grp.getgrgid(status.st_gid)
     except KeyError:
         return True
-    is_ours = us.pw_uid != 0 and us.pw_gid == group.gr_gid and us.pw_name == group.gr_name
-    return not (is_ours and {*group.gr_mem} <= {us.pw_name})
+    is_private = user.pw_uid != 0 and user.pw_gid == group.gr_gid and user.pw_name == group.gr_name
+    return not (is_private and {*group.gr_mem} <= {user.pw_name})
 
 
 def make_ownership_script(folders: Iterable[str]) -> str:
-    """Return lines of bash that end a job unless `folders`, words of the shell, are ours and others cannot write them.
+    """Return lines of bash that end a job unless its user owns `folders` and no other user can write to them.
 
-    The first one contains the others: if it is closed to others, they cannot reach these, whatever their modes are.
+    Args:
+        folders: the folders as words of the shell. The first one contains the others. If other users may not enter it,
+            they cannot reach the other folders, so the modes of these do not matter.
     """
     return f"""\
 # another user may have replaced the run while the job waited: the code that runs must still be yours
@@ -198,40 +215,44 @@ def make_ownership_script(folders: Iterable[str]) -> str:
 ) || exit"""
 
 
-def _open(path: Path, flags: int) -> int:
-    """Open what `path` itself is. Raises UserError for a link and, with O_DIRECTORY, for anything but a folder."""
+def _open_without_links(path: Path, flags: int) -> int:
+    """Open `path` and return the descriptor.
+
+    Raises UserError if `path` is a symbolic link or, with O_DIRECTORY, not a folder.
+    """
     try:
         return os.open(path, flags | os.O_NOFOLLOW)
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENOTDIR) or not os.path.lexists(path):
             raise
-        what = "a symbolic link" if path.is_symlink() else "not a folder"
-        raise UserError("run.foreign_file", f"{path} is {what}: remove it") from error
+        problem = "a symbolic link" if path.is_symlink() else "not a folder"
+        raise UserError("run.foreign_file", f"{path} is {problem}: remove it") from error
 
 
-def _require_own(path: Path, found: os.stat_result) -> None:
-    """Raise UserError if what was found at `path` does not belong to us, or may be written by others."""
-    if found.st_uid != os.geteuid():
+def _require_own(path: Path, status: os.stat_result) -> None:
+    """Raise UserError if another user owns `path`, whose status is given, or may write to it."""
+    if status.st_uid != os.geteuid():
         raise UserError(
             "run.foreign_owner",
-            f"{path} belongs to {_user(found.st_uid)}, not to {_user(os.geteuid())}: choose another name or folder",
+            f"{path} belongs to {_format_user(status.st_uid)}, not to {_format_user(os.geteuid())}: "
+            "choose another name or folder",
         )
-    if found.st_mode & _OTHERS_WRITE:
+    if status.st_mode & _OTHERS_WRITE:
         raise UserError(
             "run.writable_by_others",
-            f"{path} (mode {stat.S_IMODE(found.st_mode):o}) may be written by others: remove it, or check that it is "
-            f"as you left it, then: chmod -R go-w {shlex.quote(str(path))}",
+            f"{path} (mode {stat.S_IMODE(status.st_mode):o}) can be written by other users: remove it, or check that "
+            f"nobody has changed it, then run: chmod -R go-w {shlex.quote(str(path))}",
         )
 
 
-def _group(gid: int) -> str:
+def _format_group(gid: int) -> str:
     try:
         return f"{grp.getgrgid(gid).gr_name} (gid {gid})"
     except KeyError:
         return f"gid {gid}"
 
 
-def _user(uid: int) -> str:
+def _format_user(uid: int) -> str:
     try:
         return f"{pwd.getpwuid(uid).pw_name} (uid {uid})"
     except KeyError:
@@ -239,14 +260,14 @@ def _user(uid: int) -> str:
 
 
 def read_umask() -> int:
-    """Return the umask of this process. Other threads must not create files meanwhile."""
+    """Return the umask of this process. Other threads must not create files during the call."""
     umask = os.umask(0o077)
     os.umask(umask)
     return umask
 
 
 def apply_umask(tree: Path, umask: int) -> None:
-    """Give everything in `tree` the modes that new files have under `umask`; executables stay executable."""
+    """Set the modes of all files and folders in `tree` as `umask` requires. Executables stay executable."""
     for folder, _, files in os.walk(tree):
         os.chmod(folder, os.stat(folder).st_mode & stat.S_ISGID | 0o777 & ~umask)
         for path in (Path(folder, name) for name in files):

@@ -1,9 +1,11 @@
-"""The flag that a signal sets. Handlers do nothing else: what stopping means is decided at a step boundary.
+"""A flag that termination signals set. The signal handlers do nothing else; ranks stop at the next step boundary.
 
-Installed in the first lines of every rank and supervisor, before anything heavy is imported, so that a signal
-during start-up is not lost and kills nothing half-way. Python runs a handler only between two of its own instructions
-in the main thread; while that waits inside a collective, the signal shows in a pipe (signal.set_wakeup_fd), which any
-other thread can look into with :meth:`StopFlag.poll`.
+Every rank and supervisor installs the flag in its first lines, before slow imports. A signal during start-up is
+therefore not lost, and does not kill the process in the middle of something.
+
+Python runs signal handlers only in the main thread, between two bytecode instructions. While the main thread waits
+inside a collective, the handler cannot run. Python then still writes the signal number to a pipe
+(signal.set_wakeup_fd), which any other thread can read with :meth:`StopFlag.poll`.
 """
 
 from __future__ import annotations
@@ -17,34 +19,37 @@ from types import FrameType
 from pipeline.base.errors import ExitCode
 
 LOCAL_DEADLINE = "time limit"
-"""The reason of ranks that stop by their own clock, before Slurm tells them."""
+"""The stop reason of ranks whose own deadline expires before Slurm sends a signal."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class StopFlag:
-    """False until the first of `SIGNALS` arrives; `reason` then names it, `signal_time` is when (time.monotonic)."""
+    """A flag that is False until the first of `STOP_SIGNALS` arrives.
+
+    Then `reason` is the name of the signal, and `signal_time` its time by time.monotonic().
+    """
 
     def __init__(self) -> None:
         self.start_time = time.monotonic()
-        """When this process began, or nearly."""
+        """The approximate time at which this process started, by time.monotonic()."""
         self.reason: str | None = None
         self.signal_time: float | None = None
         self.signal_count = 0
-        """How many signals came in all."""
+        """The number of signals received."""
         self._pipe: int | None = None
 
     def install(self) -> StopFlag:
-        """Take over the signals of this process (main thread only)."""
-        self._pipe, end = os.pipe()
-        for fd in (self._pipe, end):
+        """Install the handlers for `STOP_SIGNALS` and return the flag. Only the main thread may call this."""
+        self._pipe, write_end = os.pipe()
+        for fd in (self._pipe, write_end):
             os.set_blocking(fd, False)
-        signal.set_wakeup_fd(end, warn_on_full_buffer=False)
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
         for number in STOP_SIGNALS:
             signal.signal(number, self._handle)
         return self
 
     def poll(self) -> None:
-        """Notice signals whose handlers could not run yet; for another thread than the main one."""
+        """Set the flag for signals whose handlers could not run yet. Threads other than the main thread call this."""
         if self._pipe is not None:
             with suppress(BlockingIOError):
                 for number in os.read(self._pipe, 64):
@@ -52,7 +57,7 @@ class StopFlag:
                         self._set(number)
 
     def exit_on_signal(self) -> None:
-        """For work that may be cut anywhere (it is atomic by files): a signal now ends the process."""
+        """Let signals end the process at once, because its work may be interrupted anywhere (it writes whole files)."""
         if self:
             os._exit(ExitCode.STOPPED)
         for number in STOP_SIGNALS:
@@ -64,7 +69,8 @@ class StopFlag:
 
     def _set(self, number: int) -> None:
         if self.reason is None:
-            self.reason, self.signal_time = signal.Signals(number).name, time.monotonic()
+            self.reason = signal.Signals(number).name
+            self.signal_time = time.monotonic()
 
     def __bool__(self) -> bool:
         return self.reason is not None

@@ -544,7 +544,7 @@ def _make_config_error(errors: Sequence[ErrorDetails], values: Any, where: str) 
     prefixes = {path[:end] for path in found for end in range(len(path))}
     problems = [problem for path, problem in found.items() if path not in prefixes]
     uncounted = max(0, len(errors) - _MAX_PROBLEMS)
-    lines = limit_lines([problem.message for problem in problems], uncounted=uncounted)
+    lines = limit_lines([problem.message for problem in problems], other_count=uncounted)
     return ConfigError(problems[0].code, "\n".join(lines), problems)
 
 

@@ -1,4 +1,4 @@
-"""Threads of ours begin on the GPU of the thread that makes them; tests/train/test_fake_gpu.py has the real ones."""
+"""Test that a device thread uses the GPU of the thread that creates it (see also tests/train/test_fake_gpu.py)."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import torch
 from pipeline.base.device_thread import device_thread
 
 
-def calls_of(monkeypatch: pytest.MonkeyPatch, initialized: bool) -> list[tuple[str, object]]:
-    """What a thread does, in order: its choice of a GPU, and its work."""
+def run_and_record_calls(monkeypatch: pytest.MonkeyPatch, cuda_initialized: bool) -> list[tuple[str, object]]:
+    """Run a device thread on GPU 3. Return its calls in order: the name of the thread, and a GPU number or "work"."""
     calls: list[tuple[str, object]] = []
 
-    def note(what: object) -> None:
-        calls.append((threading.current_thread().name, what))
+    def record(argument: object) -> None:
+        calls.append((threading.current_thread().name, argument))
 
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: cuda_initialized)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "set_device", note)
-    thread = device_thread(lambda: note("work"), "mine")
+    monkeypatch.setattr(torch.cuda, "set_device", record)
+    thread = device_thread(lambda: record("work"), "mine")
     assert thread.daemon and not device_thread(lambda: None, "other", daemon=False).daemon
     thread.start()
     thread.join(10)
     return calls
 
 
-def test_a_thread_chooses_its_makers_gpu_before_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert calls_of(monkeypatch, initialized=True) == [("mine", 3), ("mine", "work")]
+def test_thread_selects_the_gpu_of_its_creator_before_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_and_record_calls(monkeypatch, cuda_initialized=True) == [("mine", 3), ("mine", "work")]
 
 
-def test_without_a_gpu_in_use_none_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert calls_of(monkeypatch, initialized=False) == [("mine", "work")]
+def test_thread_selects_no_gpu_if_cuda_is_not_initialized(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_and_record_calls(monkeypatch, cuda_initialized=False) == [("mine", "work")]

@@ -1,4 +1,4 @@
-"""Lines that several processes append to one file, on file systems where that is hard."""
+"""Test that several processes can append lines to one file, also without atomic appends and without locks."""
 
 from __future__ import annotations
 
@@ -15,51 +15,54 @@ import pytest
 from pipeline.base import files
 from pipeline.base.files import append_line
 
-WRITERS, LINES = 4, 20
+WRITERS = 4
+LINES = 20
+"""The number of lines of each writer."""
 
 
-def write_as_nfs_does(fd: int, line: str, name: str) -> None:
-    """Find the end, then write there: what an NFS client makes of O_APPEND (open(2))."""
+def write_line_like_nfs(fd: int, line: str, name: str) -> None:
+    """Find the end of the file, then write there, as an NFS client does for O_APPEND (open(2))."""
     with open(name, "r+b") as file:
         file.seek(0, os.SEEK_END)
         time.sleep(0.001)
         file.write(line.encode() + b"\n")
 
 
-def write_many(path: Path, writer: int) -> None:
+def append_numbered_lines(path: Path, writer: int) -> None:
     for number in range(LINES):
         append_line(path, f"{writer} {number}")
 
 
-def test_no_line_is_lost_where_appends_are_not_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "write_line", write_as_nfs_does)
-    path, context = tmp_path / "events.jsonl", multiprocessing.get_context("fork")
-    writers = [context.Process(target=write_many, args=(path, writer)) for writer in range(WRITERS)]
+def test_no_line_is_lost_if_appends_are_not_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "write_line", write_line_like_nfs)
+    path = tmp_path / "events.jsonl"
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=append_numbered_lines, args=(path, writer)) for writer in range(WRITERS)]
     for writer in writers:
         writer.start()
     for writer in writers:
         writer.join(60)
-    wanted = [f"{writer} {number}" for writer in range(WRITERS) for number in range(LINES)]
-    assert sorted(path.read_text().splitlines()) == sorted(wanted)
+    expected = [f"{writer} {number}" for writer in range(WRITERS) for number in range(LINES)]
+    assert sorted(path.read_text().splitlines()) == sorted(expected)
 
 
-@pytest.mark.parametrize("reason", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
-def test_a_file_system_without_locks_still_takes_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: int
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_lines_are_appended_if_the_file_system_has_no_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    def refuse(*_: Any) -> None:
-        raise OSError(reason, os.strerror(reason))
+    def fail_to_lock(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    write_many(tmp_path / "events.jsonl", 1)
+    monkeypatch.setattr(fcntl, "flock", fail_to_lock)
+    append_numbered_lines(tmp_path / "events.jsonl", 1)
     assert len((tmp_path / "events.jsonl").read_text().splitlines()) == LINES
 
 
-def test_nobody_waits_for_ever_for_a_writer_that_sleeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_append_line_writes_without_the_lock_after_the_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "LOCK_TIMEOUT_S", 0.05)
     path = tmp_path / "events.jsonl"
     append_line(path, "first")
-    with open(path) as sleeper:
-        fcntl.flock(sleeper, fcntl.LOCK_EX)
+    with open(path) as lock_holder:
+        fcntl.flock(lock_holder, fcntl.LOCK_EX)
         append_line(path, "second")
     assert path.read_text() == "first\nsecond\n"

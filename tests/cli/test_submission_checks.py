@@ -182,7 +182,7 @@ def test_a_run_that_is_there_is_taken_as_it_is(folder: Path) -> None:
     run.write_request(run.cancelled_file)
     assert "runs/tiny was cancelled" in refusal()
     run.path.chmod(0o777)
-    assert "may be written by others" in refusal()
+    assert "mode 777" in refusal()
 
 
 @pytest.mark.parametrize(
