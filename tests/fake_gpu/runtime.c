@@ -2,12 +2,12 @@
 
    All other functions that torch calls do nothing and return 0 (build.py generates them). Memory on each device,
    page-locked memory, the current device of each thread and the devices with a context are recorded. Handles of streams
-   and events are numbers. Copies and fills of up to 64 KiB are made; larger ones are not. Kernels do nothing. Device
+   and events are numbers. Copies and fills of up to 64 KiB are executed; larger ones are not. Kernels do nothing. Device
    memory is address space that is hardly ever backed by host memory.
 
-   The log (FAKE_GPU_LOG, appended to) has one line per call: thread, its current device, word, details. Words:
+   The log (FAKE_GPU_LOG, appended to) has one line per call: thread, its current device, name, arguments. Names:
      context               the first call that needs a context on this device; the driver creates it, with its memory
-     use                   cudaSetDevice, which creates a context too
+     use                   cudaSetDevice, which also creates a context
      alloc ADDRESS BYTES   an allocation of the driver; torch's caching allocator often needs none
      pin ADDRESS BYTES     an allocation of page-locked memory
      launch STREAM         a kernel, also one of Triton (cuBLAS and cuDNN get their stream earlier and are not logged)
@@ -41,7 +41,7 @@
 #define TOTAL (143771 * MEGABYTE) /* as nvidia-smi shows for an H200 */
 #define CONTEXT (600 * MEGABYTE)
 #define REGIONS (1 << 16)
-#define MOVED (64u << 10) /* bytes; larger copies are not made */
+#define MOVED (64u << 10) /* bytes; larger copies are not executed */
 
 enum { UNKNOWN, DEVICE, PINNED };
 static const char *kinds[] = {"host", "device", "pinned"};

@@ -17,8 +17,8 @@ class Call:
 
     thread: int
     device: int
-    word: str
-    rest: tuple[str, ...]
+    name: str
+    arguments: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,10 @@ def fake_gpu_environment(preload: Path, gpus: int = 2) -> dict[str, str]:
 def read_log(log: Path) -> list[Call]:
     """Return the calls of a process in order."""
     lines = [line.split() for line in log.read_text().splitlines()]
-    return [Call(int(thread), int(device), word, tuple(rest)) for thread, device, word, *rest in lines]
+    return [Call(int(thread), int(device), name, tuple(arguments)) for thread, device, name, *arguments in lines]
 
 
-def find_calls(calls: list[Call], word: str, *rest: str) -> list[int]:
-    """Return the indices of the calls with this word and these first arguments."""
-    return [index for index, call in enumerate(calls) if call.word == word and call.rest[: len(rest)] == rest]
+def find_calls(calls: list[Call], name: str, *arguments: str) -> list[int]:
+    """Return the indices of the calls with this name and these first arguments."""
+    count = len(arguments)
+    return [index for index, call in enumerate(calls) if call.name == name and call.arguments[:count] == arguments]

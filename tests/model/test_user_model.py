@@ -38,7 +38,7 @@ from tests.support.events import read_event_lines
 from tests.support.ranks import make_rank_info, run_ranks
 from tests.support.tiny import HarmlessFlag, compute_run_digest, stage_rank
 from tests.support.tiny_training import resave_rank
-from tests.train.test_exact import interrupted, lines
+from tests.train.test_exact import interrupt_training, read_steps
 
 VIT = """\
 run: {{name: {name}, root: {folder}/runs, seed: 3}}
@@ -76,7 +76,7 @@ def prepared(run: Run) -> Run:
 
 def trained(run: Run, ranks: int) -> list[tuple[int, float, float, float, int]]:
     assert set(run_ranks(ranks, stage_rank, run.path, "train")) == {ExitCode.DONE}
-    return lines(run)
+    return read_steps(run)
 
 
 @pytest.fixture(scope="module")
@@ -202,9 +202,9 @@ def test_it_learns_and_a_stop_changes_nothing(pictures: Path) -> None:
     calm, run = (new_run(pictures, name, *more, ranks=2) for name in ("calm", "stopped"))
     losses = [line[1] for line in trained(calm, 2)]
     assert np.mean(losses[-5:]) < 0.75 * losses[0]
-    interrupted(run, 2, signal.SIGTERM, 20, [1])
-    assert 20 <= len(lines(run)) < 60
-    assert trained(run, 2) == lines(calm) and compute_run_digest(run) == compute_run_digest(calm)
+    interrupt_training(run, 2, signal.SIGTERM, 20, [1])
+    assert 20 <= len(read_steps(run)) < 60
+    assert trained(run, 2) == read_steps(calm) and compute_run_digest(run) == compute_run_digest(calm)
     found = []
     for ranks in (1, 3):
         shutil.rmtree(calm.evaluation_dir)
@@ -258,10 +258,10 @@ def test_an_optimizer_and_a_schedule_of_ones_own(tmp_path: Path) -> None:
     calm, run = (new_run(tmp_path, name, *more, ranks=2) for name in ("calm", "stopped"))
     for (_, loss, norm, *_), plain in zip(trained(calm, 2), run_ranks(1, plain_rank, calm.path, 40)[0], strict=True):
         assert (loss, norm) == pytest.approx(plain, rel=1e-4)
-    assert [line[3] for line in lines(calm)] == [1e-2 / step for step in range(1, 41)]
-    interrupted(run, 2, signal.SIGTERM, 8, [1])
-    assert 8 <= len(lines(run)) < 40
-    assert trained(run, 2) == lines(calm) and compute_run_digest(run) == compute_run_digest(calm)
+    assert [line[3] for line in read_steps(calm)] == [1e-2 / step for step in range(1, 41)]
+    interrupt_training(run, 2, signal.SIGTERM, 8, [1])
+    assert 8 <= len(read_steps(run)) < 40
+    assert trained(run, 2) == read_steps(calm) and compute_run_digest(run) == compute_run_digest(calm)
     curves = [
         {line["step"]: line.get("held_out_accuracy") for line in read_jsonl(one.metrics_file)} for one in (calm, run)
     ]
@@ -312,7 +312,7 @@ def test_a_callback_adds_a_metric_and_completes_the_training_at_the_same_step_af
     assert read_averages(undisturbed) == averages, "a training that is complete is not continued"
 
     stopped = new_run(tmp_path, "stopped", *overrides, ranks=2)
-    assert set(interrupted(stopped, 2, signal.SIGTERM, 20, [1])) == {ExitCode.STOPPED}
+    assert set(interrupt_training(stopped, 2, signal.SIGTERM, 20, [1])) == {ExitCode.STOPPED}
     assert 20 <= len(read_averages(stopped)) < last and load_stage_module("train").missing_outputs(stopped) is not None
     trained(stopped, 2)
     assert read_averages(stopped) == averages and compute_run_digest(stopped) == compute_run_digest(undisturbed)

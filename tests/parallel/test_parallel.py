@@ -22,7 +22,7 @@ from pipeline.train.optimizer import compute_total_norm
 from tests.support.ranks import run_ranks
 from tests.support.tiny import compute_run_digest, make_run, stage_rank
 from tests.support.tiny_training import STEPS, change_layout_rank, tiny_config, train_rank
-from tests.train.test_exact import interrupted, lines, new_run
+from tests.train.test_exact import interrupt_training, new_run, read_steps
 
 pytestmark = pytest.mark.timeout(1000)
 
@@ -446,10 +446,10 @@ def test_a_stop_changes_no_bit_under_any_parallelism(tmp_path: Path, data: Path,
     calm, run = new_run(tmp_path, "calm", data, *more), new_run(tmp_path, "stopped", data, *more)
     ranks = calm.config.stages.train.ranks
     assert set(run_ranks(ranks, stage_rank, calm.path, "train")) == {ExitCode.DONE}
-    assert set(interrupted(run, ranks, signal.SIGTERM, 3, [ranks - 1])) == {ExitCode.STOPPED}
-    assert len(lines(run)) < len(lines(calm))
+    assert set(interrupt_training(run, ranks, signal.SIGTERM, 3, [ranks - 1])) == {ExitCode.STOPPED}
+    assert len(read_steps(run)) < len(read_steps(calm))
     assert set(run_ranks(ranks, stage_rank, run.path, "train")) == {ExitCode.DONE}
-    assert lines(run) == lines(calm) and compute_run_digest(run) == compute_run_digest(calm)
+    assert read_steps(run) == read_steps(calm) and compute_run_digest(run) == compute_run_digest(calm)
 
 
 def test_a_run_stops_on_one_layout_and_goes_on_with_another(tmp_path: Path, data: Path) -> None:
@@ -459,11 +459,11 @@ def test_a_run_stops_on_one_layout_and_goes_on_with_another(tmp_path: Path, data
     assert set(run_ranks(1, stage_rank, calm.path, "train")) == {ExitCode.DONE}
     layout = ("parallel.pipeline=2", "parallel.tensor=2", "stages.train.tasks_per_node=4")
     run = new_run(tmp_path, "moved", data, *more, *layout)
-    assert set(interrupted(run, 4, signal.SIGTERM, 3, [2])) == {ExitCode.STOPPED}
+    assert set(interrupt_training(run, 4, signal.SIGTERM, 3, [2])) == {ExitCode.STOPPED}
     run.apply_overrides(["parallel.pipeline=1", "parallel.zero=3"])
     assert set(run_ranks(4, stage_rank, run.path, "train")) == {ExitCode.DONE}
-    assert [line[4] for line in lines(run)] == [line[4] for line in lines(calm)]
-    for ours, theirs in zip(lines(run), lines(calm), strict=True):
+    assert [line[4] for line in read_steps(run)] == [line[4] for line in read_steps(calm)]
+    for ours, theirs in zip(read_steps(run), read_steps(calm), strict=True):
         assert ours[1] == pytest.approx(theirs[1], rel=1e-5) and ours[2] == pytest.approx(theirs[2], rel=1e-4)
     for ready in (run, calm):
         assert set(run_ranks(2, stage_rank, ready.path, "evaluate")) == {ExitCode.DONE}

@@ -17,7 +17,7 @@ from pipeline.config.sections import Config
 from tests.support.ranks import run_ranks
 from tests.support.tiny import compute_run_digest, make_run
 from tests.support.tiny_training import VOCAB, make_batches, tiny_config
-from tests.train.test_exact import interrupted, lines, new_run
+from tests.train.test_exact import interrupt_training, new_run, read_steps
 
 STEPS = 5
 PIECE = 999
@@ -292,11 +292,11 @@ def test_stopped_and_resumed_is_undisturbed(tmp_path: Path, data: Path, size: in
     more = ("train.steps=40", f"train.global_batch={2 * size}", RESUMED[case])
     calm, run = new_run(tmp_path, "calm", data, *more), new_run(tmp_path, "stopped", data, *more)
     assert set(run_ranks(size, stage, calm.path)) == {ExitCode.DONE}
-    interrupted(run, size, signal.SIGTERM, 18, [size - 1])
-    assert 18 <= len(lines(run)) < 32
+    interrupt_training(run, size, signal.SIGTERM, 18, [size - 1])
+    assert 18 <= len(read_steps(run)) < 32
     assert set(run_ranks(size, stage, run.path)) == {ExitCode.DONE}
-    assert compute_run_digest(run) == compute_run_digest(calm) and lines(run) == lines(calm)
-    losses = [line[1] for line in lines(calm)]
+    assert compute_run_digest(run) == compute_run_digest(calm) and read_steps(run) == read_steps(calm)
+    losses = [line[1] for line in read_steps(calm)]
     assert losses[-1] < losses[0] - 1.0
 
 

@@ -29,7 +29,7 @@ from slurm.supervise.attempt_end import describe_hung_rank
 from tests.support.events import read_event_lines
 from tests.support.ranks import Ranks, run_ranks
 from tests.support.tiny import compute_run_digest, make_run, stage_rank
-from tests.train.test_exact import lines, new_run
+from tests.train.test_exact import new_run, read_steps
 
 QUICKSTART = ROOT / "configs/quickstart.yaml"
 ranges = st.lists(st.tuples(st.integers(0, 200), st.integers(1, 30)), max_size=6)
@@ -125,11 +125,11 @@ def test_too_many_in_a_row_return_and_leave_the_samples_out(tmp_path: Path, data
     left_out = [d for d in read_jsonl(run.decisions_file) if d["decision"] == "leave_out"]
     assert [(d["position"], d["samples"]) for d in left_out] == [(96, 24)]
     assert set(run_ranks(2, poisoned_rank, run.path, [13, 14, 15], True)) == {ExitCode.DONE}
-    assert [step for step, *_ in lines(run)] == list(range(1, len(lines(run)) + 1))
+    assert [step for step, *_ in read_steps(run)] == list(range(1, len(read_steps(run)) + 1))
     again = new_run(tmp_path, "again", data)
     shutil.copy(run.decisions_file, again.decisions_file)
     assert set(run_ranks(2, stage_rank, again.path, "train")) == {ExitCode.DONE}
-    assert compute_run_digest(again) == compute_run_digest(run) and lines(again) == lines(run)
+    assert compute_run_digest(again) == compute_run_digest(run) and read_steps(again) == read_steps(run)
 
 
 @settings(deadline=None, max_examples=100)
@@ -196,7 +196,7 @@ def test_ranks_stop_by_their_own_clock_and_save_where_there_is_time(tmp_path: Pa
     stop = [e for e in read_event_lines(run, "train") if e["event"] == "stop_requested"][-1]
     assert stop["signal"] == "time limit"
     saved = [e["step"] for e in read_event_lines(run, "train") if e["event"] == "saved"]
-    assert saved[-1] == stop["step"] == lines(run)[-1][0] > 14
+    assert saved[-1] == stop["step"] == read_steps(run)[-1][0] > 14
     assert set(run_ranks(2, stage_rank, run.path, "train")) == {ExitCode.DONE}
     calm = new_run(tmp_path, "calm", data)
     run_ranks(2, stage_rank, calm.path, "train")

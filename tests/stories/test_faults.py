@@ -25,7 +25,7 @@ from pipeline.run.failure import explain_error
 from tests.support.events import read_event_lines
 from tests.support.ranks import Ranks, run_ranks
 from tests.support.tiny import compute_run_digest, make_run, stage_rank, write_config
-from tests.train.test_exact import STEPS, interrupted, lines, new_run
+from tests.train.test_exact import STEPS, interrupt_training, new_run, read_steps
 
 
 @pytest.fixture(scope="module")
@@ -38,14 +38,14 @@ def calm(tmp_path_factory: pytest.TempPathFactory, data: Path) -> tuple[str, lis
     """Return the digest and the metrics of an undisturbed run."""
     run = new_run(tmp_path_factory.mktemp("calm"), "calm", data)
     assert set(run_ranks(2, stage_rank, run.path, "train")) == {ExitCode.DONE}
-    return compute_run_digest(run), lines(run)
+    return compute_run_digest(run), read_steps(run)
 
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Run:
     """Return a run that was stopped after 25 steps."""
     run = new_run(tmp_path_factory.mktemp("stopped"), "stopped", data)
-    interrupted(run, 2, signal.SIGTERM, 25, [0])
+    interrupt_training(run, 2, signal.SIGTERM, 25, [0])
     return run
 
 
@@ -123,21 +123,21 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_previous_one_is_loaded(
     assert damaged["step"] == newest and damaged_file.name in damaged["reason"]
     assert [event["step"] for event in read_event_lines(run, "train", "restored")] == [previous]
     assert (run.checkpoints_dir / f"damaged-{checkpoint_name(newest)}").is_dir(), "set aside, not removed"
-    assert (compute_run_digest(run), lines(run)) == calm
+    assert (compute_run_digest(run), read_steps(run)) == calm
 
 
 def test_without_an_intact_checkpoint_the_training_fails_instead_of_starting_from_scratch(
     tmp_path: Path, data: Path
 ) -> None:
     run = new_run(tmp_path, "lost", data)
-    interrupted(run, 2, signal.SIGTERM, 10, [0])
+    interrupt_training(run, 2, signal.SIGTERM, 10, [0])
     for step in list_checkpoint_steps(run.checkpoints_dir):
         flip_bit(run.checkpoints_dir / checkpoint_name(step) / "__0_0.distcp")
-    before = lines(run)
+    before = read_steps(run)
     for _attempt in range(2):  # the second attempt finds only set aside checkpoints, and must fail too
         for code, message in run_ranks(2, explained_stage_rank, run.path, "train"):
             assert code == ExitCode.BAD_CHECKPOINT and "error[checkpoint." in message and "Traceback" not in message
-        assert lines(run) == before
+        assert read_steps(run) == before
 
 
 @pytest.mark.parametrize("mode", [pytest.param("sync", marks=pytest.mark.story), "async"])
@@ -146,7 +146,7 @@ def test_a_full_disk_is_named_and_earlier_checkpoints_remain(
 ) -> None:
     options = (f"checkpoint.mode={mode}", "checkpoint.keep=2", "recovery.preflight=false")
     run = new_run(tmp_path, "full", data, f"run.root={small_disk}", *options)
-    interrupted(run, 2, signal.SIGTERM, 10, [0])
+    interrupt_training(run, 2, signal.SIGTERM, 10, [0])
     saved_step = find_newest_step(run.checkpoints_dir)
     filler = small_disk / "filler"
     fill_disk(filler, free_bytes=65536)
@@ -157,7 +157,7 @@ def test_a_full_disk_is_named_and_earlier_checkpoints_remain(
     assert find_newest_step(run.checkpoints_dir) == saved_step
     filler.unlink()
     assert set(run_ranks(2, stage_rank, run.path, "train")) == {ExitCode.DONE}
-    assert (compute_run_digest(run), lines(run)) == calm
+    assert (compute_run_digest(run), read_steps(run)) == calm
 
 
 def test_a_read_only_run_is_named(tmp_path: Path, data: Path, small_disk: Path) -> None:
@@ -245,7 +245,7 @@ def test_a_missing_source_is_named(tmp_path: Path) -> None:
 
 def test_a_checkpoint_whose_save_was_killed_is_removed_and_not_read(tmp_path: Path, data: Path) -> None:
     run = new_run(tmp_path, "torn", data)
-    interrupted(run, 2, signal.SIGTERM, 10, [0])
+    interrupt_training(run, 2, signal.SIGTERM, 10, [0])
     newest = list_checkpoint_steps(run.checkpoints_dir)[0]
     shutil.copytree(run.checkpoints_dir / checkpoint_name(newest), run.checkpoints_dir / ".tmp-step-00000050")
     ranks = Ranks(2, stage_rank, run.path, "train")

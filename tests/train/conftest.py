@@ -13,6 +13,7 @@ from tests.fake_gpu.start import FakeGpuRunner
 
 @pytest.fixture(scope="session")
 def python() -> Path:
+    """Return the Python with a CUDA build of torch that CUDA_PYTHON names."""
     if not (named := os.environ.get("CUDA_PYTHON")):
         pytest.fail("CUDA_PYTHON must name a Python with a CUDA build of torch; `make test-gpu-fake` sets it")
     return Path(named)
@@ -20,9 +21,11 @@ def python() -> Path:
 
 @pytest.fixture(scope="session")
 def library(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Compile the fake GPU and return the library to preload."""
     return build_fake_gpu(python, tmp_path_factory.mktemp("fake_gpu"))
 
 
 @pytest.fixture
 def start(python: Path, library: Path, tmp_path: Path) -> FakeGpuRunner:
+    """Return a function that starts programs on two fake GPUs and returns their calls."""
     return FakeGpuRunner(python, library, tmp_path)

@@ -23,7 +23,7 @@ from pipeline.run.directory import Run
 from pipeline.run.stages import load_stage_module
 from tests.support.ranks import make_rank_info, run_ranks
 from tests.support.tiny import HarmlessFlag, compute_run_digest, make_run, stage_rank
-from tests.train.test_exact import interrupted, lines
+from tests.train.test_exact import interrupt_training, read_steps
 
 SMALL = (
     "data.tokenizer.vocab_size=300", "data.sequence_length=32", "data.shard_tokens=4096", "data.held_out=0.2",
@@ -106,7 +106,7 @@ def test_a_stop_changes_no_bit_and_another_layout_no_order(example: Run, tmp_pat
     for name in ("answers.jsonl",):
         (tmp_path / name).write_bytes((example.path.parent / name).read_bytes())
     stopped = made(tmp_path, "run.name=stopped", "train.evaluate_every=4")
-    interrupted(stopped, 2, signal.SIGUSR1, 3, [1])
+    interrupt_training(stopped, 2, signal.SIGUSR1, 3, [1])
     assert set(run_ranks(2, stage_rank, stopped.path, "train")) == {ExitCode.DONE}
     assert compute_run_digest(stopped) == compute_run_digest(example)
     assert [line["held_out_loss"] > 0 for line in read_jsonl(stopped.metrics_file) if "held_out_loss" in line] == [
@@ -114,7 +114,7 @@ def test_a_stop_changes_no_bit_and_another_layout_no_order(example: Run, tmp_pat
     ] * 3
     moved = made(tmp_path, "run.name=moved", "parallel.tensor=2", "train.micro_batch=8")
     assert set(run_ranks(2, stage_rank, moved.path, "train")) == {ExitCode.DONE}
-    for ours, theirs in zip(lines(moved), lines(example), strict=True):
+    for ours, theirs in zip(read_steps(moved), read_steps(example), strict=True):
         assert ours[:3] == pytest.approx(theirs[:3], rel=1e-4) and ours[4] == theirs[4]
 
 

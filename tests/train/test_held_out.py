@@ -20,7 +20,7 @@ from tests.support.events import read_event_lines
 from tests.support.ranks import run_ranks
 from tests.support.tiny import compute_run_digest, make_run, stage_rank
 from tests.tracking.test_followers import read_tensorboard_curve, round_to_float32
-from tests.train.test_exact import interrupted, lines, new_run
+from tests.train.test_exact import interrupt_training, new_run, read_steps
 from tracking.follower import Follower
 
 LOOKS = ("train.evaluate_every=4", "train.evaluate_sequences=12")
@@ -58,7 +58,7 @@ def test_the_curve_is_that_of_the_checkpoints_and_changes_nothing(tmp_path: Path
     looking = new_run(tmp_path, "looking", data, *SHORT, *more, ranks, *LOOKS)
     for run in (plain, looking):
         assert set(run_ranks(size, stage_rank, run.path, "train")) == {ExitCode.DONE}
-    assert compute_run_digest(looking) == compute_run_digest(plain) and lines(looking) == lines(plain)
+    assert compute_run_digest(looking) == compute_run_digest(plain) and read_steps(looking) == read_steps(plain)
     assert not curve(plain) and set(curve(looking)) == set(list_checkpoint_steps(looking.checkpoints_dir)) == {4, 8}
     assert run_ranks(1, stage_rank, looking.path, "evaluate", {"step": "every"}) == [ExitCode.DONE]
     evaluated = [json.loads(path.read_text()) for path in looking.evaluation_dir.iterdir()]
@@ -112,12 +112,12 @@ def test_stops_leave_the_curve_as_it_is(tmp_path: Path, data: Path) -> None:
     assert set(run_ranks(2, stage_rank, calm.path, "train")) == {ExitCode.DONE}
     for _ in range(2):
         assert run_ranks(2, stopped_in_a_look_rank, run.path, "train", 8) == [ExitCode.STOPPED] * 2
-        assert set(curve(run)) == {4} and len(lines(run)) == 8, "it stops at once, and saves"
+        assert set(curve(run)) == {4} and len(read_steps(run)) == 8, "it stops at once, and saves"
         Follower(run, "tensorboard").catch_up()  # it has step 8 without a look
-    interrupted(run, 2, signal.SIGTERM, 10, [1])
-    interrupted(run, 2, signal.SIGKILL, 15, [0])
+    interrupt_training(run, 2, signal.SIGTERM, 10, [1])
+    interrupt_training(run, 2, signal.SIGKILL, 15, [0])
     assert run_ranks(2, stopped_in_a_look_rank, run.path, "train", 24) == [ExitCode.DONE] * 2
-    assert compute_run_digest(run) == compute_run_digest(calm) and lines(run) == lines(calm)
+    assert compute_run_digest(run) == compute_run_digest(calm) and read_steps(run) == read_steps(calm)
     assert curve(run) == curve(calm) and set(curve(run)) == {4, 8, 12, 16, 20, 24}
     assert [event["step"] for event in read_event_lines(run, "train", "held_out")] == [8]
     Follower(run, "tensorboard").catch_up()

@@ -25,7 +25,7 @@ from tests.support.events import read_event_lines
 from tests.support.ranks import run_ranks
 from tests.support.tiny import compute_run_digest, make_run, stage_rank
 from tests.support.tiny_training import tiny_config
-from tests.train.test_exact import interrupted, lines, new_run
+from tests.train.test_exact import interrupt_training, new_run, read_steps
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def test_steps_equal_plain_code(tmp_path: Path, data: Path, size: int, micro: in
     run = new_run(tmp_path, "ours", data, *more, f"stages.train.tasks_per_node={size}")
     assert set(run_ranks(size, stage_rank, run.path, "train")) == {ExitCode.DONE}
     plain = run_ranks(1, plain_rank, run.path, 10)[0]
-    for ours, (loss, norm) in zip(lines(run), plain, strict=True):
+    for ours, (loss, norm) in zip(read_steps(run), plain, strict=True):
         # Muon's products in bf16 round apart what differs in a last digit; test_optimizer.py has it to the bit
         close = 1e-5 if optimizer != "muon" else 1e-3
         assert ours[1] == pytest.approx(loss, rel=close) and ours[2] == pytest.approx(norm, rel=close)
@@ -124,11 +124,11 @@ def test_other_precisions_train_and_resume_exactly(tmp_path: Path, data: Path, p
     more = (f"train.precision={precision}", "train.steps=14", "checkpoint.every_steps=4")
     calm, run = new_run(tmp_path, "calm", data, *more), new_run(tmp_path, "stopped", data, *more)
     assert set(run_ranks(2, stage_rank, calm.path, "train")) == {ExitCode.DONE}
-    interrupted(run, 2, signal.SIGTERM, 5, [1])
-    assert len(lines(run)) < 14
+    interrupt_training(run, 2, signal.SIGTERM, 5, [1])
+    assert len(read_steps(run)) < 14
     assert set(run_ranks(2, stage_rank, run.path, "train")) == {ExitCode.DONE}
-    assert compute_run_digest(run) == compute_run_digest(calm) and lines(run) == lines(calm)
-    losses = [line[1] for line in lines(calm)]
+    assert compute_run_digest(run) == compute_run_digest(calm) and read_steps(run) == read_steps(calm)
+    losses = [line[1] for line in read_steps(calm)]
     assert losses[-1] < losses[0] - 1.0
 
 
@@ -182,7 +182,7 @@ def test_compiled_blocks_give_the_same_losses(tmp_path: Path, data: Path) -> Non
     compiled = new_run(tmp_path, "compiled", data, *more, "train.compile=true")
     for run in (plain, compiled):
         assert set(run_ranks(1, stage_rank, run.path, "train", timeout=300)) == {ExitCode.DONE}
-    for ours, theirs in zip(lines(compiled), lines(plain), strict=True):
+    for ours, theirs in zip(read_steps(compiled), read_steps(plain), strict=True):
         assert ours[1] == pytest.approx(theirs[1], rel=1e-5) and ours[2] == pytest.approx(theirs[2], rel=1e-4)
 
 
@@ -250,7 +250,7 @@ def test_a_resume_and_an_evaluation_draw_no_weights(tmp_path: Path, data: Path, 
     run.apply_overrides(["train.steps=5"])
     for stage in ("train", "evaluate"):
         assert set(run_ranks(size, undrawn_rank, run.path, stage)) == {ExitCode.DONE}
-    assert compute_run_digest(run) == compute_run_digest(calm) and lines(run) == lines(calm)
+    assert compute_run_digest(run) == compute_run_digest(calm) and read_steps(run) == read_steps(calm)
     assert [line.get("held_out_loss") for line in read_jsonl(run.metrics_file)] == [
         line.get("held_out_loss") for line in read_jsonl(calm.metrics_file)
     ]
@@ -286,7 +286,7 @@ def test_copies_on_the_nodes_disk_change_nothing_and_go(tmp_path: Path, data: Pa
     calm, run = (new_run(tmp_path, name, data, "train.steps=6", *options) for name, options in more.items())
     assert set(run_ranks(2, stage_rank, calm.path, "train")) == {ExitCode.DONE}
     assert set(run_ranks(2, copying_rank, run.path, "train")) == {ExitCode.DONE}
-    assert compute_run_digest(run) == compute_run_digest(calm) and lines(run) == lines(calm)
+    assert compute_run_digest(run) == compute_run_digest(calm) and read_steps(run) == read_steps(calm)
     (told,) = read_event_lines(run, "train", "local_copy")
     assert told["files"] == len(load_manifest(data).train) and not list((tmp_path / "disk").iterdir())
 
@@ -304,7 +304,9 @@ def test_epochs_are_whole_steps_and_the_samples_of_as_many_steps(tmp_path: Path,
     told = new_run(tmp_path, "steps", data, *EPOCHS, "train.epochs=null", f"train.steps={steps}")
     assert set(run_ranks(1, stage_rank, told.path, "train")) == {ExitCode.DONE}
     assert (
-        compute_run_digest(run) == compute_run_digest(told) and lines(run) == lines(told) and len(lines(run)) == steps
+        compute_run_digest(run) == compute_run_digest(told)
+        and read_steps(run) == read_steps(told)
+        and len(read_steps(run)) == steps
     )
     for wrong, says in {
         "train.epochs=1": "larger train.epochs",
