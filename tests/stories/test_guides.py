@@ -2,8 +2,8 @@
 
 The files that a guide shows are written, its commands are run by a shell, and their output is compared with the output
 in the guide, line by line; `…` matches anything. Steps and exported sizes must be equal, losses and similar figures
-within 20 %. Times and amounts of text may differ, because the text is this documentation. No virtual environment is
-activated: `python` is one without our packages.
+within 20 %. Times and amounts of text may differ: the first guide trains on a package of Python's standard library, which
+changes with Python's version. No virtual environment is activated: `python` is one without our packages.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ _EXACT_IF_BEFORE = re.compile(r"/\d+ steps| (steps|tensors|bytes in fp32|weights
 _EXACT_IF_AFTER = re.compile(r"(step[ -]|\d/)\d+$")
 _SIMILAR_IF_BEFORE = re.compile(r" (bits per byte|× the unigram)")
 _SIMILAR_IF_AFTER = re.compile(r"(loss|accuracy|bits per byte|unigram) [\d.]+$")
+ERROR_CODES_ON_DONE_RUN = {"track": "track.no_tracker", "profile": "run.not_training"}
+"""Commands of the README that fail on the quickstart when it is done, and the error codes."""
 _PROGRESS = re.compile(r"^(prepare|shard|train|evaluate) +(running|starting|step |[\d,]+/).*\n", re.M)
 
 
@@ -166,10 +168,9 @@ def test_the_guides_to_text_models_and_weights_work(checkout: Path) -> None:
 
 def test_the_guide_to_the_cluster_works(checkout: Path, cluster: Cluster) -> None:
     if not (checkout / "my_text.yaml").exists():
-        subprocess.run([sys.executable, "submit.py", "init"], cwd=checkout, check=True, capture_output=True, timeout=60)
-        (checkout / "texts").mkdir()
-        for file in (checkout / "docs").glob("*.md"):  # as the first guide does
-            shutil.copy(file, checkout / f"texts/{file.stem}.txt")
+        commands = [step.command for step in read_steps(checkout / "docs/guides/your-text.md")]
+        for command in commands[: commands.index("python submit.py init") + 1]:
+            assert run_in_shell(checkout, command).returncode == 0, command
     assert run_document(checkout, "docs/guides/to-the-cluster.md", **cluster.environment()) == 5
 
 
@@ -182,12 +183,16 @@ def test_the_commands_of_the_readme_work(checkout: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert has_expected_output("…\n" + step.text, done.stdout), done.stdout
     listed = re.findall(r"^(python submit\.py .*?)(?: {4}.*)?$", text, re.M)
-    assert len(listed) == 14
+    assert len(listed) == 17
+    (checkout / "my_text.yaml").unlink(missing_ok=True)  # `init` does not overwrite the file of the first guide
     for line in listed:
         command = re.sub(r" \[.*?\]", "", line).replace("RUN", "runs/quickstart").replace("STAGE", "train")
         command = command.replace(" DIR", " runs/exported")
+        command = command.replace("inspect|verify|import PATH…", "inspect runs/quickstart/data/shards")
         done = run_in_shell(checkout, re.sub(r"CONFIG(\.yaml)?", "configs/quickstart.yaml", command))
-        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+        error_code = ERROR_CODES_ON_DONE_RUN.get(command.split()[2])
+        assert (done.returncode == 0) == (error_code is None), f"{command}\n{done.stdout}{done.stderr}"
+        assert error_code is None or f"error[{error_code}]" in done.stderr, f"{command}\n{done.stderr}"
     mistake = next(step for step in read_steps(checkout / "README.md") if "global_bach" in step.command)
     done = run_in_shell(checkout, mistake.command)
     assert done.returncode == 2 and has_expected_output(mistake.text, done.stderr), done.stderr
