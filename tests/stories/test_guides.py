@@ -2,8 +2,8 @@
 
 The files that a guide shows are written, its commands are run by a shell, and their output is compared with the output
 in the guide, line by line; `…` matches anything. Steps and exported sizes must be equal, losses and similar figures
-within 20 %. Times and amounts of text may differ: the first guide trains on a package of Python's standard library, which
-changes with Python's version. No virtual environment is activated: `python` is one without our packages.
+within 20 %. Times and amounts of text may differ, because the first guide trains on a package of Python's standard
+library, which changes with Python's version. No virtual environment is activated: `python` has none of our packages.
 """
 
 from __future__ import annotations
