@@ -391,9 +391,7 @@ class SrunLauncher(ProgramLauncher):
         # Ranks that do not form a process group finish independently, perhaps minutes apart. 0 means no limit.
         wait_s = SRUN_WAIT_S if STAGES[self._stage].is_distributed else 0
         command += [f"--wait={wait_s}", "--open-mode=append", "--unbuffered"]
-        if not STAGES[
-            self._stage
-        ].is_array:  # The ranks of an array stage do not communicate, so they may use any node.
+        if not STAGES[self._stage].is_array:  # The ranks of an array stage do not communicate: any nodes will do.
             command.append(f"--nodes={self._nodes}")
         # Since Slurm 22.05, a step does not inherit the option from its job (srun(1)).
         if cpus := read_cpus_per_task(os.environ):
