@@ -1,1 +1,1 @@
-"""Checkpoints: saving, what is saved, verifying."""
+"""Save, verify and restore checkpoints."""

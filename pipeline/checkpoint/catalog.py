@@ -1,12 +1,12 @@
-"""Checkpoints as files: names, manifests, verification, retention. Imports no torch, so the login node may use it.
+"""The files of checkpoints: names, manifests, verification, retention. It does not import torch, for the login node.
 
     checkpoints/step-00000100/     .metadata, __0_0.distcp … (torch's distributed checkpoint) and manifest.json
     checkpoints/.tmp-…             being written, or left by a crash: never read, removed at the next start
     checkpoints/damaged-step-…     failed verification during a restore; set aside, never removed
 
-`manifest.json` is written last. After everything was synced, one rename gives the directory its final name, so a
-directory named `step-…` was complete at that time. The manifest holds the step, `samples_consumed`, the layout, a hash
-of the config, versions, and size and SHA-256 of each file. Its `sha256` field covers the rest of it.
+`manifest.json` is written last. After all files are synced, one rename gives the directory its final name. Therefore a
+directory named `step-…` was complete at that time. The manifest contains the step, `samples_consumed`, the layout, a
+hash of the config, versions, and the size and SHA-256 of each file. Its field `sha256` is the hash of all other fields.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def checkpoint_name(step: int) -> str:
 
 
 def list_checkpoint_steps(folder: Path) -> list[int]:
-    """Return the steps whose directories have their final name, newest first."""
+    """Return the steps of all committed checkpoints, newest first. The files are not checked."""
     try:
         names = [entry.name for entry in folder.iterdir()]
     except FileNotFoundError:
@@ -44,7 +44,7 @@ def list_checkpoint_steps(folder: Path) -> list[int]:
 
 
 def find_newest_step(folder: Path) -> int:
-    """Return the newest step whose files have their recorded sizes; 0 if there is none."""
+    """Return the newest step whose files exist and have their recorded sizes; 0 if there is none."""
     for step in list_checkpoint_steps(folder):
         try:
             manifest = read_checkpoint_manifest(folder / checkpoint_name(step))
@@ -56,7 +56,7 @@ def find_newest_step(folder: Path) -> int:
 
 
 def read_early_stop(folder: Path, step: int) -> Mapping[str, Any] | None:
-    """Return `reason` and planned `steps` of a training that a callback completed at `step`; None for any other."""
+    """Return `reason` and planned `steps` if a callback completed the train stage early at `step`; None otherwise."""
     with suppress(CheckpointError):
         extra = read_checkpoint_manifest(folder / checkpoint_name(step)).get("extra")
         early_stop = extra.get("early_stop") if isinstance(extra, dict) else None
@@ -65,9 +65,9 @@ def read_early_stop(folder: Path, step: int) -> Mapping[str, Any] | None:
 
 
 def describe_missing_checkpoints(run: Run) -> str | None:
-    """Return a message if checkpoints were saved and have disappeared; None otherwise.
+    """Return a message if the run saved checkpoints that have disappeared; None otherwise.
 
-    A run without metrics.jsonl is new, or its user removed the file to restart from scratch.
+    If metrics.jsonl does not exist, the run is new, or the user removed the file to restart from scratch.
     """
     if (
         list_checkpoint_steps(run.checkpoints_dir)
@@ -85,7 +85,7 @@ def describe_missing_checkpoints(run: Run) -> str | None:
 
 
 def is_checkpoint_manifest(manifest: Any) -> bool:
-    """Return True for a JSON value that has the fields of a checkpoint's manifest."""
+    """Return True if a JSON value has the fields of a checkpoint's manifest."""
     required = {"step": is_count, "samples_consumed": is_count, "layout": is_mapping, "files": is_mapping}
     file_fields = {"size": is_count, "sha256": is_text}
     return has_fields(manifest, required, {}) and all(
@@ -106,7 +106,9 @@ def read_checkpoint_manifest(checkpoint: Path) -> dict[str, Any]:
         raise CheckpointError("checkpoint.malformed", f"{path} is not the manifest of a checkpoint")
     if (named := _STEP.fullmatch(checkpoint.name)) and int(named[1]) != manifest.get("step"):
         raise CheckpointError(
-            "checkpoint.renamed", f"{path} is of step {manifest.get('step')}: rename its directory back"
+            "checkpoint.renamed",
+            f"{path} belongs to step {manifest.get('step')}: rename its directory to "
+            f"{checkpoint_name(manifest['step'])}",
         )
     return dict(manifest)
 
@@ -116,13 +118,18 @@ def verify_checkpoint_files(
 ) -> None:
     """Compare the files of a checkpoint with its manifest.
 
+    Several ranks can share the work: each of `parts` ranks checks every `parts`-th file, starting at number `part`.
+
     Args:
+        checkpoint: the directory of the checkpoint.
+        manifest: its manifest.
         hashes: whether to compare SHA-256, in addition to sizes.
-        part: index of this caller among `parts` callers, each of which checks every `parts`-th file.
+        part: the index of this rank.
+        parts: the number of ranks.
 
     Raises:
-        CheckpointError: a file is missing, not listed, or has another size or SHA-256.
-        OSError: a file cannot be read, which is no damage.
+        CheckpointError: if a file is missing, is not listed, or has another size or SHA-256.
+        OSError: if a file cannot be read. This does not mean that the file is damaged.
     """
     if part == 0:
         _check_names(checkpoint, manifest)
@@ -141,12 +148,12 @@ def verify_checkpoint_files(
                 )
         except FileNotFoundError:
             raise CheckpointError("checkpoint.missing_file", f"{path} is missing") from None
-        except UserError as error:  # a pipe or a device
+        except UserError as error:  # The path is not a regular file, but for example a pipe.
             raise CheckpointError("checkpoint.damaged_file", str(error)) from None
 
 
 def _check_names(checkpoint: Path, manifest: Mapping[str, Any]) -> None:
-    """Raise CheckpointError unless the manifest lists the existing files, including the one that is a pickle."""
+    """Raise CheckpointError unless the manifest lists exactly the existing files, including `.metadata`."""
     try:
         names = {path.name for path in checkpoint.iterdir()} - {MANIFEST_FILE}
     except FileNotFoundError:
@@ -154,12 +161,12 @@ def _check_names(checkpoint: Path, manifest: Mapping[str, Any]) -> None:
     listed = manifest["files"]
     if METADATA_FILE not in listed:
         raise CheckpointError("checkpoint.malformed", f"{checkpoint / MANIFEST_FILE} does not list {METADATA_FILE}")
-    if missing := sorted(listed.keys() - names):  # also a name with a separator
+    if missing := sorted(listed.keys() - names):  # This rejects paths to other directories as well.
         raise CheckpointError("checkpoint.missing_file", f"{checkpoint}/{missing[0]} is missing")
     if unknown := sorted(names - listed.keys()):
         raise CheckpointError(
             "checkpoint.unlisted_file",
-            f"{checkpoint / unknown[0]} is not listed in {MANIFEST_FILE}: no save wrote it; move it away",
+            f"{checkpoint / unknown[0]} is not listed in {MANIFEST_FILE}, so no save wrote it: move it away",
         )
 
 
@@ -172,13 +179,16 @@ def set_checkpoint_aside(folder: Path, step: int) -> None:
 
 
 def remove_partial_checkpoints(folder: Path) -> None:
-    """Remove what a crash left incomplete. Call it only while no process saves."""
+    """Remove incomplete checkpoints that a crash left. Call it only while no process is saving."""
     for path in folder.glob(".tmp-*"):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def remove_old_checkpoints(folder: Path, keep: int) -> None:
-    """Remove all except the `keep` newest checkpoints. Each is renamed first, so that none is ever incomplete."""
+    """Remove all checkpoints except the `keep` newest ones.
+
+    Each one is renamed before it is removed, so that an incomplete checkpoint never has a final name.
+    """
     for step in list_checkpoint_steps(folder)[keep:]:
         trash = folder / f".tmp-old-{checkpoint_name(step)}"
         (folder / checkpoint_name(step)).rename(trash)
@@ -186,14 +196,15 @@ def remove_old_checkpoints(folder: Path, keep: int) -> None:
 
 
 def open_intact_checkpoint(run: Run, which: str | None) -> tuple[Path, dict[str, Any]]:
-    """Return the checkpoint of a step and its manifest, after comparing each file with its hash.
+    """Return the directory and the manifest of a checkpoint, after verifying the hash of each file.
 
     Args:
+        run: the run.
         which: the step, as the user typed it; None or `newest` for the newest one.
 
     Raises:
-        CheckpointError: a file is damaged, or there is no checkpoint.
-        UserError: the run is a sweep, or the step does not exist.
+        CheckpointError: if a file is damaged, or there is no checkpoint.
+        UserError: if the run is a sweep, or the step does not exist.
     """
     checkpoint, manifest = find_checkpoint(run, which)
     verify_checkpoint_files(checkpoint, manifest)
@@ -201,7 +212,10 @@ def open_intact_checkpoint(run: Run, which: str | None) -> tuple[Path, dict[str,
 
 
 def find_checkpoint(run: Run, which: str | None) -> tuple[Path, dict[str, Any]]:
-    """Do the same as `open_intact_checkpoint` without reading the files."""
+    """Return the directory and the manifest of a checkpoint, without verifying its files.
+
+    Args and errors are those of `open_intact_checkpoint`.
+    """
     if sweep_points := list_points(run):
         raise UserError(
             "run.is_a_sweep",

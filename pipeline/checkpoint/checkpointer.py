@@ -1,24 +1,14 @@
-"""Save and restore checkpoints: torch's distributed checkpoint (DCP) with verification and an atomic commit.
+"""Save and restore checkpoints with torch's distributed checkpoint (DCP), verification and an atomic commit.
 
-A save runs on every rank, between the same two steps:
+A save has four parts. With `checkpoint.mode: async`, they run in a background thread during the next steps:
 
-1. *stage*: copy the state to cached host buffers. On a GPU this uses a stream of its own, which waits for the
-   optimizer's last kernel. Call `wait_until_staged` before the optimizer changes the weights again.
-2. *write*: `dcp.save` into a new `.tmp-` directory; each rank writes its share of the tensors.
-3. *hash*: each rank hashes the files that it wrote.
-4. *commit*: rank 0 gathers the hashes, writes `manifest.json`, syncs and renames. Only then is it saved.
+1. stage: each rank copies its state to cached host buffers.
+2. write: `dcp.save` writes to a new `.tmp-` directory; each rank writes its share of the tensors.
+3. hash: each rank hashes the files that it wrote.
+4. commit: rank 0 gathers the hashes, writes `manifest.json`, syncs and renames the directory.
 
-With `checkpoint.mode: async` all of this runs in a background thread during the next steps, on a Gloo group of its own,
-so that it does not interfere with the training's collectives. Only one save is in progress at a time. If a save fails
-(full disk), the next `save` or `wait_until_saved` raises, and earlier checkpoints remain.
-
-A restore uses the newest checkpoint whose files match their hashes. Every file is read once in total, split over the
-ranks, and all ranks agree on the result. A damaged checkpoint is set aside, and the previous one is tried. If there are
-checkpoints and none is intact, or they have disappeared, that is an error: a run never silently starts from scratch.
-
-The state is a flat dict of tensors with names that do not depend on the layout: `model.<parameter>` and
-`optimizer.<parameter>.<state>`. State of replicas has other names and is not part of the digest. DCP itself hashes
-nothing. Its `CheckpointException` does not derive from `Exception`. Its `.metadata` is a pickle (`CheckpointReader`).
+A restore loads the newest checkpoint whose files match their hashes. The state is a flat dict of tensors with names
+that do not depend on the layout: `model.<parameter>` and `optimizer.<parameter>.<state>`.
 """
 
 from __future__ import annotations
@@ -56,14 +46,19 @@ StateDict = dict[str, torch.Tensor]
 
 
 class Checkpointer:
-    """Saves and restores the state of a training. All ranks make the same calls in the same order.
+    """Saves and restores the state of a run. All ranks must make the same calls in the same order.
+
+    Only one save is in progress at a time. If a save fails, for example because the disk is full, the next call of
+    `save` or `wait_until_saved` raises the error. Earlier checkpoints remain.
 
     Args:
-        group: a Gloo group of all ranks that nothing else uses.
+        folder: the directory of all checkpoints.
+        group: a Gloo group of all ranks. Nothing else may use it, because a background save communicates on it while
+            the run continues.
         keep: the number of checkpoints to keep.
-        background: whether saves are written in a background thread.
-        describe: entries of each manifest.
-        on_saved: called on rank 0 after each commit with the step and the duration of the save in seconds.
+        background: whether to save in a background thread.
+        describe: additional entries of each manifest.
+        on_saved: called on rank 0 after each commit, with the step and the duration of the save in seconds.
     """
 
     def __init__(
@@ -83,8 +78,8 @@ class Checkpointer:
         self.rank = dist.get_rank(group)
         self.describe = dict(describe)
         self.on_saved = on_saved
-        # DCP's `DefaultStager` adds a thread and a stream on GPU 0 that do not wait for other streams. That of torch
-        # 2.11 also drops its buffers after each save, so that all host memory would have to be pinned again.
+        # DCP's `DefaultStager` is not used, because its thread and its stream on GPU 0 do not wait for other streams.
+        # In torch 2.11 it also frees its buffers after each save, so all host memory would have to be pinned again.
         self._stager = StateDictStager(pin_memory=torch.cuda.is_available())
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
         self._staged: Future[StateDict] | None = None
@@ -94,9 +89,18 @@ class Checkpointer:
     # -- saving ------------------------------------------------------------------------------------------
 
     def save(self, state: StateDict, *, step: int, samples_consumed: int, extra: Mapping[str, Any]) -> None:
-        """Start to save `state`. In the background mode, return before it is staged and written.
+        """Save `state`. In the background mode, return immediately, before `state` is staged and written.
 
-        Raises StorageError if this save or the previous one could not be written.
+        In the background mode, call `wait_until_staged` before you change `state`.
+
+        Args:
+            state: this rank's tensors by name.
+            step: the number of the step after which the state is saved.
+            samples_consumed: the number of samples in all steps so far.
+            extra: JSON values for the entry `extra` of the manifest.
+
+        Raises:
+            StorageError: if this save or the previous one could not be written.
         """
         self.wait_until_saved()
         start_time = time.monotonic()
@@ -110,20 +114,20 @@ class Checkpointer:
         }
         staged = self._staged = Future()
         stream = self._stream
-        # the kernels that compute this state may still be queued
+        # The copy must wait for this event, because the kernels that compute the state may still be queued.
         computed = torch.cuda.current_stream().record_event() if stream is not None else None
 
         def stage_and_write() -> None:
             nonlocal state
             try:
-                with torch.cuda.stream(stream):  # None changes nothing
+                with torch.cuda.stream(stream):  # The context does nothing if the stream is None.
                     if stream is not None and computed is not None:
                         stream.wait_event(computed)
                     copied = cast(StateDict, self._stager.stage(state))
-                del state  # frees tensors that the training replaces during the write
+                del state  # Free tensors that later steps replace while this save is being written.
                 staged.set_result(copied)
                 self._write(copied, manifest, start_time)
-            except BaseException as error:  # wait_until_saved() raises it in the trainer's thread
+            except BaseException as error:  # `wait_until_saved` raises this error in the trainer's thread.
                 self._error = error
                 if not staged.done():
                     staged.set_exception(error)
@@ -136,19 +140,25 @@ class Checkpointer:
             self.wait_until_saved()
 
     def wait_until_staged(self) -> None:
-        """Wait until the state is copied. Call it before the weights change."""
+        """Wait until the state is copied to host memory. Call it before the weights change."""
         if self._staged is not None:
             self._staged.result()
             self._staged = None
 
     def wait_until_saved(self) -> None:
-        """Wait for the save in progress. Raises StorageError, or another error, if it failed."""
+        """Wait for the save in progress.
+
+        Raises:
+            StorageError: if the save failed because of the disk or the file system.
+            RuntimeError: if the save failed for another reason.
+        """
         self.wait_until_staged()
         if self._writer is not None:
             self._writer.join()
             self._writer = None
         if self._error is not None:
-            error, self._error = self._error, None
+            error = self._error
+            self._error = None
             raise _explain_save_error(error, self.folder) from error
 
     def close(self) -> None:
@@ -159,7 +169,13 @@ class Checkpointer:
             self._stager.close()
 
     def _write(self, state: StateDict, manifest: dict[str, Any], start_time: float) -> None:
-        """Perform parts 2 to 4 of a save. An error on any rank is raised on all ranks."""
+        """Write, hash and commit a checkpoint. An error on any rank is raised on all ranks.
+
+        Args:
+            state: this rank's tensors, in host memory.
+            manifest: the manifest without the list of files.
+            start_time: when the save began, by `time.monotonic`.
+        """
         step = manifest["step"]
         target = self.folder / catalog.checkpoint_name(step)
         temporary = self.folder / f".tmp-{target.name}"
@@ -167,18 +183,18 @@ class Checkpointer:
             shutil.rmtree(temporary, ignore_errors=True)
         dist.barrier(self.group)
         try:
-            # The tensors are in host memory. Copying ahead would wait for a GPU.
+            # The tensors are in host memory already. With `per_thread_copy_ahead`, DCP would wait for a GPU.
             writer = dcp.FileSystemWriter(
                 temporary, single_file_per_rank=True, sync_files=True, per_thread_copy_ahead=0
             )
             dcp.save(state, storage_writer=writer, process_group=self.group)
-            mine = all_gather_results(self.group, lambda: _hash_own_files(temporary, self.rank))
+            files_by_rank = all_gather_results(self.group, lambda: _hash_files_of_rank(temporary, self.rank))
             if self.rank == 0:
-                manifest["files"] = {name: entry for part in mine for name, entry in part.items()}
+                manifest["files"] = {name: entry for files in files_by_rank for name, entry in files.items()}
             all_gather_results(
                 self.group, lambda: self._commit(temporary, target, manifest) if self.rank == 0 else None
             )
-        except BaseException:  # DCP's CheckpointException does not derive from Exception
+        except BaseException:  # DCP's CheckpointException does not derive from Exception.
             if self.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
@@ -187,6 +203,7 @@ class Checkpointer:
             catalog.remove_old_checkpoints(self.folder, self.keep)
 
     def _commit(self, temporary: Path, target: Path, manifest: dict[str, Any]) -> None:
+        """Write the manifest and rename the directory `temporary` to `target`."""
         write_json(temporary / catalog.MANIFEST_FILE, add_checksum(manifest))
         fsync(temporary)
         os.rename(temporary, target)
@@ -195,7 +212,7 @@ class Checkpointer:
     # -- restoring ---------------------------------------------------------------------------------------
 
     def has_checkpoint(self) -> bool:
-        """Return True, on all ranks, if there is any checkpoint. Then `restore` loads one or raises."""
+        """Return True if there is any checkpoint, intact or not. All ranks return the same."""
         return broadcast_from_rank0(self.group, bool(catalog.list_checkpoint_steps(self.folder)))
 
     def restore(
@@ -204,14 +221,22 @@ class Checkpointer:
         on_damaged: Callable[[int, str], None],
         check: Callable[[Mapping[str, Any]], None] = lambda manifest: None,
     ) -> dict[str, Any] | None:
-        """Load the newest intact checkpoint into `state`, in place; return its manifest, or None if there is none.
+        """Load the newest intact checkpoint into `state`, in place.
+
+        The ranks share the verification, so each file is hashed once. A damaged checkpoint is set aside, and the
+        previous one is tried.
 
         Args:
+            state: this rank's tensors by name, which are filled.
             on_damaged: called on rank 0 with step and reason for each checkpoint that is set aside.
-            check: called with the manifest before anything is loaded; may raise on all ranks.
+            check: called on all ranks with the manifest before any tensor is loaded. It may raise an error.
+
+        Returns:
+            The manifest of the loaded checkpoint; None if there is no checkpoint.
 
         Raises:
-            CheckpointError: there are checkpoints, and none is intact.
+            CheckpointError: if there are checkpoints and none of them is intact. A run must not start from scratch
+                unnoticed.
         """
         if self.rank == 0:
             catalog.remove_partial_checkpoints(self.folder)
@@ -230,7 +255,8 @@ class Checkpointer:
                     on_damaged(step, str(error))
                 continue
             check(manifest)
-            load_checkpoint(state, checkpoint, self.group)  # its files are intact, so an error here is no damage
+            # The files are intact, so an error from here on does not mean that the checkpoint is damaged.
+            load_checkpoint(state, checkpoint, self.group)
             return manifest
         set_aside = broadcast_from_rank0(self.group, sorted(path.name for path in self.folder.glob("damaged-*")))
         if set_aside:
@@ -238,7 +264,7 @@ class Checkpointer:
                 "checkpoint.none_intact",
                 "no checkpoint is intact, and a start from scratch would discard work:\n  "
                 + "\n  ".join(damaged or set_aside)
-                + f"\nPut an intact copy of one into {self.folder} under its name step-…; or, to train from scratch, "
+                + f"\nCopy an intact checkpoint to {self.folder}, under its name step-…; or, to train from scratch, "
                 f"remove {self.folder}/damaged-* and the run's metrics.jsonl",
             )
         return None
@@ -250,22 +276,33 @@ class Checkpointer:
 
 
 def load_verified_manifest(checkpoint: Path, group: dist.ProcessGroup) -> dict[str, Any]:
-    """Return the manifest after the ranks together verified every file. Raises CheckpointError on all ranks."""
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    """Verify all files of a checkpoint and return its manifest. Each rank verifies a part of the files.
 
-    def check() -> dict[str, Any]:
+    Raises CheckpointError on all ranks if any file is missing or damaged.
+    """
+    rank = dist.get_rank(group)
+    size = dist.get_world_size(group)
+
+    def verify_part() -> dict[str, Any]:
         manifest = catalog.read_checkpoint_manifest(checkpoint)
         catalog.verify_checkpoint_files(checkpoint, manifest, part=rank, parts=size)
         return manifest
 
-    return all_gather_results(group, check)[0]
+    return all_gather_results(group, verify_part)[0]
 
 
 def load_checkpoint(state: StateDict, checkpoint: Path, group: dist.ProcessGroup | None) -> None:
-    """Fill the tensors of `state` from `checkpoint`, which any layout may have saved.
+    """Fill the tensors of `state` from a checkpoint, which any layout may have saved.
 
-    Raises CheckpointError, on all ranks, where its metadata is not DCP's ; RuntimeError
-    where it does not hold them. DCP's own exception is no `Exception`.
+    Args:
+        state: tensors by name, which are filled in place.
+        checkpoint: the directory of the checkpoint.
+        group: a Gloo group of all ranks, which must all call this; None if one process reads alone.
+
+    Raises:
+        CheckpointError: on all ranks, if DCP did not write the checkpoint's `.metadata`.
+        RuntimeError: if the checkpoint does not contain these tensors. It replaces DCP's `CheckpointException`, which
+            does not derive from `Exception`.
     """
     reader = CheckpointReader(checkpoint)
     if group is None:
@@ -274,7 +311,8 @@ def load_checkpoint(state: StateDict, checkpoint: Path, group: dist.ProcessGroup
         all_gather_results(group, lambda: reader.read_metadata() and None)
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # intended: one process reads
+            # torch warns if no process group is used, which is intended if one process reads alone.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.load(state, storage_reader=reader, process_group=group, no_dist=group is None)
     except CheckpointException as error:
         reasons = "; ".join(sorted({str(failure[0]) for failure in error.failures.values()}))
@@ -282,10 +320,14 @@ def load_checkpoint(state: StateDict, checkpoint: Path, group: dist.ProcessGroup
 
 
 def compute_digest(checkpoint: Path, *, batch_bytes: int = 1 << 29) -> str:
-    """Return the SHA-256 of weights and optimizer state, 64 hex digits, independent of the layout that saved them.
+    """Return the SHA-256 of weights and optimizer state as 64 hex digits. It does not depend on the layout.
 
-    It covers for each tensor, in the order of the names: name, dtype and shape as one line, then its bytes. At most
-    `batch_bytes`, or one tensor, are in memory at a time.
+    For each tensor, in the order of the names, it covers a line with name, dtype and shape, and then the bytes. State
+    that differs between replicas has other names and is not covered.
+
+    Args:
+        checkpoint: the directory of the checkpoint.
+        batch_bytes: how many bytes of tensors are loaded at a time; a larger tensor is loaded alone.
     """
     metadata = CheckpointReader(checkpoint).read_metadata().state_dict_metadata
     names = sorted(
@@ -303,34 +345,41 @@ def compute_digest(checkpoint: Path, *, batch_bytes: int = 1 << 29) -> str:
 def iterate_tensors(
     checkpoint: Path, names: Sequence[str], *, batch_bytes: int = 1 << 29
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and full tensors of a checkpoint in this order; at most `batch_bytes`, or one tensor, at a time."""
+    """Yield each name and its full tensor, in the order of `names`.
+
+    Args:
+        checkpoint: the directory of the checkpoint.
+        names: names of tensors.
+        batch_bytes: how many bytes of tensors are loaded at a time; a larger tensor is loaded alone.
+    """
     metadata: Any = CheckpointReader(checkpoint).read_metadata().state_dict_metadata
     batch: StateDict = {}
-    size = 0
+    size_bytes = 0
     for name in names:
         batch[name] = torch.empty(metadata[name].size, dtype=metadata[name].properties.dtype)
-        size += batch[name].nbytes
-        if size >= batch_bytes or name == names[-1]:
+        size_bytes += batch[name].nbytes
+        if size_bytes >= batch_bytes or name == names[-1]:
             load_checkpoint(batch, checkpoint, None)
-            for loaded in list(batch):
-                yield loaded, batch.pop(loaded)
-            size = 0
+            for loaded_name in list(batch):
+                yield loaded_name, batch.pop(loaded_name)
+            size_bytes = 0
 
 
 def collect_versions() -> dict[str, str]:
-    """Return the versions that a bit-identical continuation requires, and the model of this rank's GPU."""
-    found = {"torch": str(torch.__version__), "python": platform.python_version()}
+    """Return the software versions on which bit-identical results depend, and the model of this rank's GPU."""
+    versions = {"torch": str(torch.__version__), "python": platform.python_version()}
     if torch.cuda.is_available():
-        found |= {
+        versions |= {
             "gpu": torch.cuda.get_device_name(),
             "cuda": str(torch.version.cuda),
             "cudnn": str(torch.backends.cudnn.version()),
             "nccl": ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "none",
         }
-    return found
+    return versions
 
 
-def _hash_own_files(folder: Path, rank: int) -> dict[str, dict[str, Any]]:
+def _hash_files_of_rank(folder: Path, rank: int) -> dict[str, dict[str, Any]]:
+    """Sync the files that a rank wrote, and return their sizes and hashes by name."""
     files = sorted(folder.glob(f"__{rank}_*.distcp")) + ([folder / catalog.METADATA_FILE] if rank == 0 else [])
     for path in files:
         fsync(path)
@@ -338,16 +387,16 @@ def _hash_own_files(folder: Path, rank: int) -> dict[str, dict[str, Any]]:
 
 
 def _explain_save_error(error: BaseException, folder: Path) -> BaseException:
-    """Return the error to show for a failed save: a StorageError if the disk is the cause."""
+    """Return the error to raise for a failed save: a StorageError if the disk caused it, otherwise a RuntimeError."""
     causes = [error]
     if isinstance(error, CheckpointException):
         causes = [failure[0] for failure in error.failures.values()]
     for cause in causes:
-        if (found := find_storage_error(cause, folder)) is not None:
-            return found
-        if "inline_container" in str(cause):  # raised by torch's writer, which drops the error number
-            free = shutil.disk_usage(folder).free
-            message = f"cannot write {folder}: probably no space is left ({free:,} bytes are free)"
+        if (storage_error := find_storage_error(cause, folder)) is not None:
+            return storage_error
+        if "inline_container" in str(cause):  # torch's zip writer raises this without an error number.
+            free_bytes = shutil.disk_usage(folder).free
+            message = f"cannot write {folder}: probably no space is left ({free_bytes:,} bytes are free)"
             return StorageError("storage.full", message)
     return RuntimeError(f"saving failed: {causes[0]!r}")
 
@@ -364,23 +413,26 @@ _ALLOWED = {
     "pathlib": {"PosixPath"},
     "pathlib._local": {"PosixPath"},
 }  # fmt: skip
-"""What `.metadata` may name, by module, in addition to dtypes such as `torch.float32`."""
+"""Classes and functions that `.metadata` may refer to, by module, in addition to dtypes such as `torch.float32`."""
 
 
-class _Unpickler(pickle.Unpickler):
+class _MetadataUnpickler(pickle.Unpickler):
+    """Unpickles only the classes that DCP's metadata needs, because other classes could execute code."""
+
     def find_class(self, module: str, name: str) -> Any:
-        number_type = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if name not in _ALLOWED.get(module, ()) and not number_type:
+        """Return a class or function that the pickle refers to. Raise UnpicklingError if it is not allowed."""
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if name not in _ALLOWED.get(module, ()) and not is_dtype:
             raise pickle.UnpicklingError(f"it refers to {module}.{name}, which no checkpoint needs")
         return super().find_class(module, name)
 
 
 class CheckpointReader(dcp.FileSystemReader):
-    """DCP's reader of a checkpoint's files, except that `.metadata`, a pickle, is read safely and only once.
+    """DCP's reader of a checkpoint, which in addition reads the pickle `.metadata` safely and only once.
 
-    Unpickling executes code. Hashes show that a file is unchanged, not who wrote it. Therefore the pickle may name only
-    the classes of DCP's own metadata (the same in torch 2.11 and 2.13), and the tensors' files that it names must be in
-    the checkpoint. DCP reads the tensors themselves with `weights_only`.
+    Unpickling can execute code, and hashes show that a file is unchanged, but not who wrote it. Therefore the pickle
+    may refer only to the classes of DCP's metadata, which are the same in torch 2.11 and 2.13. It may list only files
+    of tensors in the directory of the checkpoint. DCP reads the tensors themselves with `weights_only`.
     """
 
     def __init__(self, checkpoint: Path) -> None:
@@ -388,37 +440,47 @@ class CheckpointReader(dcp.FileSystemReader):
         self._file = checkpoint / METADATA_FILE
         self._metadata: Metadata | None = None
 
-    def read_metadata(self) -> Metadata:  # without arguments: DCP then asks for no other file
-        """Return the metadata. Raises CheckpointError if DCP did not write it, naming the file and the reason."""
+    def read_metadata(self) -> Metadata:  # This method has no parameters, so DCP does not try to read files per rank.
+        """Return the metadata. Raise CheckpointError if DCP did not write the file."""
         if self._metadata is None:
-            self._metadata = _read(self._file)
+            self._metadata = _unpickle_metadata(self._file)
             self._metadata.storage_meta = self._metadata.storage_meta or StorageMeta()
             self._metadata.storage_meta.load_id = self.load_id
         return self._metadata
 
 
-def _read(file: Path) -> Metadata:
+def _unpickle_metadata(file: Path) -> Metadata:
+    """Return the content of a checkpoint's `.metadata`. Raise CheckpointError if DCP did not write the file."""
     try:
         with open(file, "rb") as stream:
-            found = _Unpickler(stream).load()
-        if not isinstance(found, Metadata):
-            raise pickle.UnpicklingError(f"it holds {type(found).__name__}")
-        paths = {info.relative_path for info in found.storage_data.values()}
-        if outside := [path for path in paths if Path(path).name != path]:
-            raise pickle.UnpicklingError(f"it points to {min(outside)}")
+            metadata = _MetadataUnpickler(stream).load()
+        if not isinstance(metadata, Metadata):
+            raise pickle.UnpicklingError(f"it contains an object of the type {type(metadata).__name__}")
+        paths = {info.relative_path for info in metadata.storage_data.values()}
+        if outside_paths := [path for path in paths if Path(path).name != path]:
+            raise pickle.UnpicklingError(f"it refers to {min(outside_paths)}, outside of the checkpoint")
     except OSError:
         raise
-    except Exception as error:  # a crafted pickle may raise anything
+    except Exception as error:  # A manipulated pickle may raise any exception.
         raise CheckpointError(
             "checkpoint.unsafe_metadata",
-            f"{file} was not written by a training ({error}). It was not executed. Put an intact copy of this "
+            f"{file} was not written by a save ({error}). Its code was not executed. Put an intact copy of this "
             f"checkpoint in its place, or move {file.parent} away",
         ) from error
-    return found
+    return metadata
 
 
 def verify_checkpoint(run: Run, which: str | None) -> None:
-    """Verify a checkpoint; print a summary and its digest. Raises as `catalog.open_intact_checkpoint` does."""
+    """Verify a checkpoint, and print a summary and the digest of its state.
+
+    Args:
+        run: the run.
+        which: the step, as the user typed it; None or `newest` for the newest one.
+
+    Raises:
+        CheckpointError: if a file is damaged, or there is no checkpoint.
+        UserError: if the run is a sweep, or the step does not exist.
+    """
     checkpoint, manifest = catalog.open_intact_checkpoint(run, which)
     total = sum(entry["size"] for entry in manifest["files"].values())
     layout = ", ".join(f"{key} {value}" for key, value in manifest["layout"].items())

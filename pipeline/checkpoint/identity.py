@@ -1,6 +1,7 @@
-"""The identity of a training: hashes of its config and data, saved in each checkpoint and compared before it is loaded.
+"""The identity of a run: hashes of its config and data. Each checkpoint contains it.
 
-It prevents a run from continuing with, or evaluating, weights of another config or other data.
+A restore and an evaluation compare the identities first. This prevents a run from loading weights that were trained
+with another config or with other data.
 """
 
 from __future__ import annotations
@@ -20,18 +21,21 @@ from pipeline.run.changes import flatten_keys
 from pipeline.run.directory import Run
 
 SOURCE_FILE = "source.json"
-"""File in the run directory that describes the open weights from which the training started."""
+"""File in the run directory that describes the open weights from which the run started."""
 
 
 def compute_identity(config: Config, manifest: Manifest | SampleManifest) -> dict[str, Any]:
-    """Return hashes of config and data, the values of the former, and the version of the sample order."""
-    default = {
-        "add_special_tokens": DataConfig.model_fields["add_special_tokens"].default
-    }  # the tokens are hashed instead
+    """Return the entries of a checkpoint's manifest that identify the run.
+
+    These are hashes of config and data, the config values that are hashed, and the version of the sample order. If the
+    data is a mixture, its weights are a separate entry, because they may change for later steps.
+    """
+    # `add_special_tokens` is not part of the hash of the config, because the hash of the data covers the tokens.
+    default = {"add_special_tokens": DataConfig.model_fields["add_special_tokens"].default}
     config = config.model_copy(update={"data": config.data.model_copy(update=default)})
     values = config.model_dump(mode="json", include={"data", "model", "train", "optimizer"}, exclude_defaults=True)
     metadata = config.metadata.model.model_dump(mode="json", exclude_defaults=True)
-    if metadata:  # it was part of the config, and still is of the hash
+    if metadata:  # Earlier versions stored the metadata in the config, so the hash must still include it.
         values["model"] = {**values.get("model", {}), **metadata}
     mixture: dict[str, Any] = values.get("data", {}).get("mixture") or {}
     weights = {"weights": mixture.pop("weights")} if mixture else {}
@@ -48,33 +52,38 @@ def compute_identity(config: Config, manifest: Manifest | SampleManifest) -> dic
 
 
 def read_source(run: Run) -> dict[str, Any]:
-    """Return the content of `source.json`; empty if the training started from initialized weights.
+    """Return the content of `source.json`; empty if the run did not start from open weights (`model.init_from`).
 
     Raises CheckpointError if the file is missing or damaged.
     """
     if run.config.model.init_from is None:
         return {}
     file = run.path / SOURCE_FILE
-    found: Any = read_json(file) if file.exists() else None
-    if not has_valid_checksum(found):
+    source: Any = read_json(file) if file.exists() else None
+    if not has_valid_checksum(source):
         raise CheckpointError(
             "checkpoint.damaged_source", f"{file} is missing or damaged: restore the file, or start a new run"
         )
-    return dict(found)
+    return dict(source)
 
 
 def compute_source_identity(run: Run) -> dict[str, Any]:
-    """Return the hash of the open weights from which a training started; empty if there are none.
+    """Return the hash of the open weights from which the run started, as `source_hash`; empty if there are none.
 
-    Raises CheckpointError as `read_source` does.
+    Raises CheckpointError if `source.json` is missing or damaged.
     """
     source = read_source(run)
     return {"source_hash": sha256_json(source["files"])} if source else {}
 
 
 def check_identity(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if the manifest `saved` does not belong to the training with the identity `now`."""
-    saved_config = saved.get("config") or now["config"]  # older checkpoints have none
+    """Raise CheckpointError if a checkpoint does not belong to this run.
+
+    Args:
+        saved: the manifest of the checkpoint.
+        now: the identity of the run (:func:`compute_identity`, :func:`compute_source_identity`).
+    """
+    saved_config = saved.get("config") or now["config"]  # Manifests of older versions do not contain the config.
     keys = sorted({**saved_config, **now["config"]})
     values = {key: (saved_config.get(key, "unset"), now["config"].get(key, "unset")) for key in keys}
     changes = "".join(f", {key} {old} → {new}" for key, (old, new) in values.items() if old != new)
@@ -82,25 +91,28 @@ def check_identity(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         if saved.get(key) != now.get(key):
             raise CheckpointError(
                 "checkpoint.other_training",
-                f"checkpoint {saved['step']} has another {key} than this run now{changes}. The config, shards or code "
-                "were changed by hand, so that it would continue as another training. Undo the change, or start a new "
-                "run",
+                f"checkpoint {saved['step']} has another {key} than the run has now{changes}. The config, the shards "
+                "or the code were changed by hand, so the results would differ from those of the original run. Undo "
+                "the change, or start a new run",
             )
 
-    def effective_weights(identity: Mapping[str, Any]) -> list[Any]:
+    def get_weights_in_effect(identity: Mapping[str, Any]) -> list[Any]:
         return [entry for entry in identity.get("weights", []) if entry.get("from_step", 1) <= saved["step"]]
 
-    before = effective_weights(saved)
-    after = effective_weights(now)
-    if before != after:
+    saved_weights = get_weights_in_effect(saved)
+    current_weights = get_weights_in_effect(now)
+    if saved_weights != current_weights:
         raise CheckpointError(
             "checkpoint.other_training",
-            f"checkpoint {saved['step']} was trained with the weights {before} of data.mixture, not with {after}. Only "
-            "change weights of later steps, or start a new run",
+            f"checkpoint {saved['step']} was trained with the weights {saved_weights} of data.mixture, but the config "
+            f"now has {current_weights}. Only change weights of later steps, or start a new run",
         )
 
 
 def describe_version_changes(saved: Mapping[str, str], now: Mapping[str, str]) -> str | None:
-    """Describe which versions differ from those of a checkpoint, because results may then differ in the last digits."""
+    """Return a text with the versions that differ from those of a checkpoint; None if all are equal.
+
+    If versions differ, results may differ in the last digits.
+    """
     names = [name for name in {**saved, **now} if saved.get(name) != now.get(name)]
     return "; ".join(f"{name} {saved.get(name)} → {now.get(name)}" for name in names) or None

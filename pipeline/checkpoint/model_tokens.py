@@ -1,8 +1,8 @@
-"""Special tokens of a trained model: where its texts end, and what the small files of an export say of them.
+"""Special tokens of a trained model: determine them, and write them to the small files of an export.
 
-config.json, generation_config.json, tokenizer_config.json and special_tokens_map.json each name the tokens that end a
-text, begin one and fill one up. Programs read different ones, so all must agree with each other and with what was
-trained. `generate` ends where the exported files say that a text ends.
+config.json, generation_config.json, tokenizer_config.json and special_tokens_map.json each name the BOS, EOS and padding
+tokens. Programs read different files, so all files must agree with each other and with the training data. `generate`
+stops at the same tokens that the exported files contain.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from pipeline.data.special_tokens import EndOfTurn, find_end_of_turn, get_added_
 from pipeline.run.directory import Run
 
 GENERATION = "generation_config.json"
-_NAMES = ("tokenizer_config.json", "special_tokens_map.json")
-"""Files that name tokens by their texts."""
+_TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+"""Files that contain tokens as texts, not as ids."""
 
 
 @dataclass(frozen=True)
@@ -31,39 +31,46 @@ class ModelTokens:
     """Special tokens of a trained model."""
 
     end_ids: tuple[int, ...]
-    """Tokens that end a text; the first is that of `eos_token`."""
+    """Ids of the tokens at which generation stops. The first one is the id of `eos_token`."""
     eos_token: str
-    """What the tokenizer calls its end token."""
+    """The EOS token of the tokenizer."""
     bos_id: int | None
     pad_id: int | None
     names: Mapping[str, str]
-    """Other special tokens by the names that a tokenizer has for them, such as `bos_token`."""
+    """The other special tokens by the keys of tokenizer_config.json, such as `bos_token`."""
     chat_template: str | None
-    """The template that wrote the dialogues of the training, if it is not among the source model's files."""
+    """The chat template of the training data. None if there is none, or the source model's files contain it."""
     notes: tuple[str, ...]
-    """What a user of the exported model has to know."""
+    """Notes and warnings for the user of the exported model."""
 
     @property
     def ids(self) -> dict[str, Any]:
-        """As in config.json: `bos_token_id`, `eos_token_id` (a list if there are several) and `pad_token_id`."""
+        """The keys of config.json: `bos_token_id`, `eos_token_id` (a list if there are several) and `pad_token_id`."""
         end = self.end_ids[0] if len(self.end_ids) == 1 else list(self.end_ids)
         return {"bos_token_id": self.bos_id, "eos_token_id": end, "pad_token_id": self.pad_id}
 
-    def corrected(self, name: str, text: str) -> str:
-        """Return a file of the source model with the end tokens of the trained one; all else stays as it is.
+    def update_side_file(self, name: str, text: str) -> str:
+        """Return a file of the source model with the EOS tokens of the trained model. Other values do not change.
 
-        If the training had another chat template, that of the file is left out: there is chat_template.jinja.
+        If the training data used another chat template, the file's `chat_template` is removed, because the export has
+        a file chat_template.jinja.
+
+        Args:
+            name: the name of the file, such as generation_config.json.
+            text: its content.
         """
         values = parse_json_or_none(text.encode())
         if not isinstance(values, dict):
             return text
+        tokenizer_config, special_tokens_map = _TOKENIZER_FILES
         if name == GENERATION and set(_as_list(values.get("eos_token_id"))) != set(self.end_ids):
             values["eos_token_id"] = self.ids["eos_token_id"]
-        elif name == _NAMES[0] or (name == _NAMES[1] and "eos_token" in values):
-            replaced = self.chat_template is not None and values.pop("chat_template", None) is not None
-            if _content(values.get("eos_token")) == self.eos_token and not replaced:
+        elif name == tokenizer_config or (name == special_tokens_map and "eos_token" in values):
+            has_other_template = self.chat_template is not None and values.pop("chat_template", None) is not None
+            has_same_eos = _get_token_text(values.get("eos_token")) == self.eos_token
+            if has_same_eos and not has_other_template:
                 return text
-            if _content(values.get("eos_token")) != self.eos_token:
+            if not has_same_eos:
                 values["eos_token"] = self.eos_token
         else:
             return text
@@ -71,82 +78,103 @@ class ModelTokens:
 
 
 def find_model_tokens(run: Run, manifest: Manifest, tokenizer: Tokenizer) -> ModelTokens:
-    """Return the special tokens of the run's model. Raises CheckpointError as `read_source` does.
+    """Return the special tokens of the run's model.
 
-    Texts end with the run's end token, with the token that closes answers if dialogues were trained, and with those of
-    the model that training started from. The tokenizer's own `eos_token` is what the chat template writes by that name,
-    as in training. If it does not use the name: the token that the config gives explicitly, or the one that closes
-    answers.
+    Generation stops at the EOS token of the run, at the EOS tokens of the source model, and, if the run was trained on
+    dialogues, at the token that ends an answer. The tokenizer's `eos_token` is the first of these that exists:
+
+    1. the token that the chat template writes as `eos_token`;
+    2. the `eos_token` of the source model, if it differs from that of the run's config;
+    3. the token that ends an answer in the chat template;
+    4. the `eos_token` of the run's config.
+
+    Args:
+        run: the run.
+        manifest: describes its shards.
+        tokenizer: its tokenizer.
+
+    Raises:
+        CheckpointError: if `source.json` is missing or damaged.
     """
-    source, eos_token = read_source(run), run.config.data.tokenizer.eos_token
-    along: Mapping[str, str] = source.get("along", {})
-    settings, mapping, generation = (_object(along.get(name)) for name in (*_NAMES, GENERATION))
+    source = read_source(run)
+    eos_token = run.config.data.tokenizer.eos_token
+    side_files: Mapping[str, str] = source.get("along", {})
+    settings, mapping, generation = (_parse_object(side_files.get(name)) for name in (*_TOKENIZER_FILES, GENERATION))
     chat = read_json(run.data_dir / CHAT_FILE) if run.config.data.records == "messages" else None
-    names = read_special_tokens(settings, mapping) if along else read_special_tokens((chat or {}).get("tokens", {}))
-    names = {key: text for key, text in names.items() if text}
+    tokens = (
+        read_special_tokens(settings, mapping) if side_files else read_special_tokens((chat or {}).get("tokens", {}))
+    )
+    names = {key: text for key, text in tokens.items() if text}
 
-    turn = EndOfTurn((), "")
+    end_of_turn = EndOfTurn((), "")
     if chat is not None:
-        turn = find_end_of_turn(ChatTemplate(chat["template"], chat["tokens"]), tokenizer)
-        explicit = names.get("eos_token") not in (None, eos_token)
-        written = chat["tokens"].get("eos_token") if "eos_token" in chat["template"] else None
-        if written is not None:
-            eos_token = written
-        elif turn.ids and not explicit:
-            eos_token = str(tokenizer.id_to_token(turn.ids[0]))
+        end_of_turn = find_end_of_turn(ChatTemplate(chat["template"], chat["tokens"]), tokenizer)
+        source_has_other_eos = names.get("eos_token") not in (None, eos_token)
+        template_eos = chat["tokens"].get("eos_token") if "eos_token" in chat["template"] else None
+        if template_eos is not None:
+            eos_token = template_eos
+        elif end_of_turn.ids and not source_has_other_eos:
+            eos_token = str(tokenizer.id_to_token(end_of_turn.ids[0]))
 
-    def theirs(key: str) -> Any:
+    def get_source_id(key: str) -> Any:
+        """Return a value of the source model's generation_config.json or config.json, such as `eos_token_id`."""
         config: Mapping[str, Any] = source.get("token_ids", {})
         return generation[key] if generation.get(key) is not None else config.get(key)
 
-    def id_of(name: str) -> int | None:
-        known = theirs(f"{name}_id")
-        return known if isinstance(known, int) else tokenizer.token_to_id(names.get(name, ""))
+    def find_token_id(name: str) -> int | None:
+        source_id = get_source_id(f"{name}_id")
+        return source_id if isinstance(source_id, int) else tokenizer.token_to_id(names.get(name, ""))
 
-    begin, behind = get_added_tokens(tokenizer)
-    bos_id, pad_id = id_of("bos_token"), id_of("pad_token")
-    if bos_id is None and len(begin) == 1 and (name := tokenizer.id_to_token(begin[0])) is not None:
-        bos_id, names["bos_token"] = begin[0], name
-    ends = [tokenizer.token_to_id(eos_token), *turn.ids, manifest.eos_id, *_as_list(theirs("eos_token_id"))]
+    prefix_ids, suffix_ids = get_added_tokens(tokenizer)
+    bos_id = find_token_id("bos_token")
+    pad_id = find_token_id("pad_token")
+    if bos_id is None and len(prefix_ids) == 1 and (name := tokenizer.id_to_token(prefix_ids[0])) is not None:
+        bos_id = prefix_ids[0]
+        names["bos_token"] = name
+    source_end_ids = _as_list(get_source_id("eos_token_id"))
+    candidates = [tokenizer.token_to_id(eos_token), *end_of_turn.ids, manifest.eos_id, *source_end_ids]
+    end_ids = tuple(dict.fromkeys(each for each in candidates if isinstance(each, int)))
     notes = []
-    if turn.problem:
-        stops = " and ".join(sorted({str(tokenizer.id_to_token(one)) for one in ends if isinstance(one, int)}))
-        notes.append(f"warning: {turn.problem}. Generation stops at {stops} only; end answers in the chat template")
-    if chat is None and begin != manifest.bos_ids:
-        adds, had = (_spelled(tokenizer, ids) for ids in (begin, manifest.bos_ids))
+    if end_of_turn.problem:
+        stops = " and ".join(sorted({str(tokenizer.id_to_token(each)) for each in end_ids}))
         notes.append(
-            f"note: the exported tokenizer puts {adds} before a text, and documents of the training began with {had}: "
-            "encode prompts with add_special_tokens=False"
+            f"warning: {end_of_turn.problem}. Generation stops at {stops} only; end answers in the chat template"
         )
-    if behind:
+    if chat is None and prefix_ids != manifest.bos_ids:
+        prefix = _format_tokens(tokenizer, prefix_ids)
+        trained_prefix = _format_tokens(tokenizer, manifest.bos_ids)
         notes.append(
-            f"note: the exported tokenizer puts {_spelled(tokenizer, behind)} behind a text, which ends a prompt: "
-            "encode prompts without it"
+            f"note: the exported tokenizer adds {prefix} before a text, but the training documents began with "
+            f"{trained_prefix}: encode prompts with add_special_tokens=False"
+        )
+    if suffix_ids:
+        notes.append(
+            f"note: the exported tokenizer adds {_format_tokens(tokenizer, suffix_ids)} after a text, which would end a "
+            "prompt: encode prompts without it"
         )
     template = chat and chat["template"]
-    if template == find_template(settings, along.get("chat_template.jinja"))[0]:
+    if template == find_template(settings, side_files.get("chat_template.jinja"))[0]:
         template = None
     names.pop("eos_token", None)
-    end_ids = tuple(dict.fromkeys(one for one in ends if isinstance(one, int)))
     return ModelTokens(end_ids, eos_token, bos_id, pad_id, names, template, tuple(notes))
 
 
-def _spelled(tokenizer: Tokenizer, ids: tuple[int, ...]) -> str:
-    return " ".join(str(tokenizer.id_to_token(one)) for one in ids) or "no special token"
+def _format_tokens(tokenizer: Tokenizer, ids: tuple[int, ...]) -> str:
+    return " ".join(str(tokenizer.id_to_token(each)) for each in ids) or "no special token"
 
 
 def _as_list(value: Any) -> list[Any]:
-    """Return the ids that a key of config.json has, which may be a number, a list or null."""
+    """Return the ids in a value of config.json, which may be a number, a list or null."""
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
-def _content(value: Any) -> str | None:
-    """Return the text of a token, which a file may give with its properties."""
+def _get_token_text(value: Any) -> str | None:
+    """Return the text of a token from a tokenizer file, which may be a string or an object with the key `content`."""
     value = value.get("content") if isinstance(value, dict) else value
     return value if isinstance(value, str) else None
 
 
-def _object(text: str | None) -> dict[str, Any]:
-    """Return the JSON object that a file holds; empty if it holds none."""
-    found = parse_json_or_none(text.encode()) if text is not None else None
-    return found if isinstance(found, dict) else {}
+def _parse_object(text: str | None) -> dict[str, Any]:
+    """Return the JSON object in `text`; empty if there is none."""
+    value = parse_json_or_none(text.encode()) if text is not None else None
+    return value if isinstance(value, dict) else {}

@@ -108,7 +108,7 @@ def _write_config_and_tokenizer(run: Run, folder: Path, vocab_size: int, dtype: 
     side_files = read_source(run).get("along", {})
     for name in TOKENIZER_SIDE_FILES:
         if name in side_files:
-            write_atomic(folder / name, _make_compatible(tokens.corrected(name, side_files[name])))
+            write_atomic(folder / name, _make_compatible(tokens.update_side_file(name, side_files[name])))
     if tokens.chat_template is not None:
         write_atomic(folder / "chat_template.jinja", tokens.chat_template)
     shutil.copyfile(run.data_dir / TOKENIZER_FILE, folder / TOKENIZER_FILE)

@@ -1,1 +1,1 @@
-"""What keeps a training alive or ends it well: stops, bad numbers, hangs, bad nodes, stragglers."""
+"""Keep a run alive, or end it safely: stops, bad steps, hangs, bad nodes, stragglers."""

@@ -1,17 +1,14 @@
-"""Bad steps: a loss or gradient that is not finite, or a loss far above the previous ones.
+"""Skip bad steps: steps with a loss or gradient norm that is not finite, or a loss far above the previous losses.
 
-All ranks skip a bad step together: its samples count as consumed, weights and optimizer do not change. All ranks see
-the same loss and norm, so they decide alike without communication. If too many consecutive steps are bad, the training
-returns to its last checkpoint and excludes the samples of those steps. No checkpoint is saved between consecutive bad
-steps, because it would count samples as consumed that the order then excludes.
+A skipped step consumes its samples, but changes neither weights nor optimizer. All ranks see the same numbers, so they
+make the same decision without communication. After too many consecutive bad steps, the run restarts from its last
+checkpoint and excludes the samples of these steps. Before a decision takes effect, it is written to `decisions.jsonl`:
 
-Every decision is a line of `decisions.jsonl`, written before it takes effect:
+    {"decision": "skip", "position": P, "step": k, "reason": …}           no update for the batch that starts at P
+    {"decision": "leave_out", "position": P, "samples": n, "step": k, …}  exclude n samples, starting at P
 
-    {"decision": "skip", "position": P, "step": k, "reason": …}          no update for the batch that starts at P
-    {"decision": "leave_out", "position": P, "samples": n, "step": k, …}  the order excludes n samples from P on
-
-`position` counts run-global samples (sample_order.py), including excluded ones. A rerun, or another run with the same
-file, repeats the decisions exactly, even if the cause was temporary (a flipped bit, a bad device).
+`position` is an index into the sample order of the whole run (pipeline/data/sample_order.py), including excluded
+samples. A rerun with the same file repeats the decisions, even if the cause was temporary, such as a flipped bit.
 """
 
 from __future__ import annotations
@@ -36,24 +33,25 @@ from pipeline.run.metrics import is_step_line
 from pipeline.train.callback import Callback, TrainerContext
 
 MAX_LOSSES = 100
+"""Number of recent losses with which a loss is compared."""
 MIN_LOSSES = 20
-"""The deviation is computed from at most and at least so many losses."""
+"""Minimum number of losses for this comparison."""
 
 
 def merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the same positions as sorted (position, count) ranges that do not overlap."""
-    result: list[tuple[int, int]] = []
+    """Merge (position, count) ranges that overlap or touch. Return them in ascending order."""
+    merged: list[tuple[int, int]] = []
     for start, count in sorted(ranges):
-        if result and start <= sum(result[-1]):
-            first, before = result.pop()
-            count = max(before, start + count - first)
-            start = first
-        result.append((start, count))
-    return result
+        if merged and start <= sum(merged[-1]):
+            merged_start, merged_count = merged.pop()
+            count = max(merged_count, start + count - merged_start)
+            start = merged_start
+        merged.append((start, count))
+    return merged
 
 
 def is_decision(line: Any) -> bool:
-    """Return True for a line of decisions.jsonl: a skipped update, or samples that the training excludes."""
+    """Return True if a JSON value is a valid line of decisions.jsonl."""
     required = {
         "decision": lambda value: value in ("skip", "leave_out"),
         "position": is_count,
@@ -65,18 +63,22 @@ def is_decision(line: Any) -> bool:
 
 
 def select_recent_metrics(metrics: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the last lines of metrics.jsonl that contain the losses that `BadStepGuard` compares with."""
+    """Return the last lines of metrics.jsonl, from the `MAX_LOSSES`-th last good step on; all lines if there are fewer.
+
+    `BadStepGuard` needs only these lines.
+    """
     all_lines = list(metrics)
-    good = [number for number, line in enumerate(all_lines) if "skipped" not in line]
-    return all_lines[good[-MAX_LOSSES] :] if len(good) > MAX_LOSSES else all_lines
+    good_indices = [index for index, line in enumerate(all_lines) if "skipped" not in line]
+    return all_lines[good_indices[-MAX_LOSSES] :] if len(good_indices) > MAX_LOSSES else all_lines
 
 
 class BadStepGuard(Callback):
-    """Decides whether a step is bad; all ranks decide alike.
+    """Decides whether a step is bad. All ranks make the same decision.
 
     Args:
-        decisions: lines of decisions.jsonl.
-        metrics: lines of metrics.jsonl up to the restored step; like `decisions` the same on all ranks.
+        run: the run.
+        decisions: the lines of decisions.jsonl, the same on all ranks.
+        metrics: the lines of metrics.jsonl up to the restored step, the same on all ranks.
         writes: whether this rank writes decisions.jsonl.
     """
 
@@ -87,6 +89,7 @@ class BadStepGuard(Callback):
         self.limits = run.config.recovery
         self.writes = writes
         self._skip_reasons: dict[int, str] = {}
+        """Why the batch that starts at a position was skipped, by position."""
         excluded = []
         for line in decisions:
             if line["decision"] == "skip":
@@ -94,55 +97,61 @@ class BadStepGuard(Callback):
             else:
                 excluded.append((int(line["position"]), int(line["samples"])))
         self.excluded_ranges = merge_ranges(excluded)
-        """Ranges of positions that the order excludes: (position, number of samples), sorted and disjoint."""
+        """Ranges of samples that the run excludes: (position, number of samples), ascending and disjoint."""
         self._losses: deque[float] = deque(maxlen=MAX_LOSSES)
+        """Losses of the latest good steps."""
         self._bad_positions: list[int] = []
-        """Positions of the latest consecutive bad steps."""
-        batch = run.config.train.global_batch
+        """Positions of the batches of the latest steps if these were bad; empty after a good step."""
+        global_batch = run.config.train.global_batch
         for line in metrics:
             if "skipped" in line:
-                self._bad_positions.append(skip_excluded((line["step"] - 1) * batch, self.excluded_ranges))
+                self._bad_positions.append(skip_excluded((line["step"] - 1) * global_batch, self.excluded_ranges))
             else:
                 self._bad_positions.clear()
                 self._losses.append(line["loss"])
 
     @classmethod
     def load(cls, run: Run, group: dist.ProcessGroup) -> BadStepGuard:
-        """Return the guard for the steps that follow the restored one, from files that rank 0 reads.
+        """Return the guard for the steps after the restored one. Rank 0 reads the files. All ranks must call this.
 
-        group: a Gloo group of all ranks, which call this together.
+        Args:
+            run: the run.
+            group: a Gloo group of all ranks.
         """
-        is_first = dist.get_rank(group) == 0
+        is_rank0 = dist.get_rank(group) == 0
 
         def read_files() -> tuple[list[Any], list[Any]]:
-            if not is_first:
+            if not is_rank0:
                 return [], []
             metrics = select_recent_metrics(read_valid_lines(run.metrics_file, is_step_line))
             return read_required_lines(run.decisions_file, is_decision), metrics
 
         decisions, metrics = all_gather_results(group, read_files)[0]
-        return cls(run, decisions=decisions, metrics=metrics, writes=is_first)
+        return cls(run, decisions=decisions, metrics=metrics, writes=is_rank0)
 
     @property
     def consecutive_bad_steps(self) -> int:
-        """How many of the latest steps were bad, without a good one between them."""
+        """Number of bad steps since the latest good step."""
         return len(self._bad_positions)
 
     def on_before_optimizer_step(self, trainer: TrainerContext, step: int, loss: float, grad_norm: float) -> str | None:
-        """Check the step."""
+        """Return why the step is bad; None if it is good (:meth:`check_step`)."""
         return self.check_step(step, loss, grad_norm)
 
     def check_step(self, step: int, loss: float, grad_norm: float) -> str | None:
-        """Return why this step must not change the weights; None for a good step.
-
-        Raises NonFiniteError on all ranks if too many consecutive steps are bad. The decision is on disk by then.
+        """Return why this step must not change the weights; None if the step is good.
 
         Args:
-            loss: mean over the global batch.
-            grad_norm: norm of the whole model's gradient before clipping.
+            step: the number of the step.
+            loss: the mean over the global batch.
+            grad_norm: the norm of the full model's gradient before clipping.
+
+        Raises:
+            NonFiniteError: on all ranks, if too many consecutive steps are bad. The decision to exclude their samples
+                has then been written.
         """
-        batch = self.run.config.train.global_batch
-        position = skip_excluded((step - 1) * batch, self.excluded_ranges)
+        global_batch = self.run.config.train.global_batch
+        position = skip_excluded((step - 1) * global_batch, self.excluded_ranges)
         reason = self._skip_reasons.get(position) or self._find_problem(loss, grad_norm)
         if reason is None:
             self._losses.append(loss)
@@ -151,20 +160,20 @@ class BadStepGuard(Callback):
         self._bad_positions.append(position)
         if len(self._bad_positions) > self.limits.skip_bad_steps:
             first = self._bad_positions[0]
-            count = position + batch - first
+            count = position + global_batch - first
             self._write_decision("leave_out", first, step, reason, samples=count)
             raise NonFiniteError(
                 "train.bad_steps",
-                f"step {step}: {reason}; this is bad step number {len(self._bad_positions)} in a row. The training "
-                f"returns to its last checkpoint and excludes samples {first} to {first + count - 1}. If this happens "
-                "again, lower optimizer.lr, raise optimizer.warmup_steps, or inspect those samples",
+                f"step {step}: {reason}; this is bad step number {len(self._bad_positions)} in a row. The run restarts "
+                f"from its last checkpoint and excludes samples {first} to {first + count - 1}. If this happens "
+                "again, lower optimizer.lr, raise optimizer.warmup_steps, or inspect these samples",
             )
         if position not in self._skip_reasons:
             self._write_decision("skip", position, step, reason)
         return reason
 
     def _find_problem(self, loss: float, grad_norm: float) -> str | None:
-        """Return what is wrong with these numbers; None if nothing is."""
+        """Return why a step with these numbers is bad; None if it is good."""
         if not math.isfinite(loss):
             return f"the loss is {loss}"
         if not math.isfinite(grad_norm):
@@ -179,6 +188,7 @@ class BadStepGuard(Callback):
         return None
 
     def _write_decision(self, decision: str, position: int, step: int, reason: str, **fields: int) -> None:
+        """Write a line of decisions.jsonl, and an event, on the rank that writes."""
         if self.writes:
             line = {
                 "time": utc_timestamp(),
@@ -189,7 +199,7 @@ class BadStepGuard(Callback):
                 **fields,
             }
             append_line(self.run.decisions_file, json.dumps(add_checksum(line)))
-            fsync(self.run.decisions_file)  # a checkpoint must never know more than this file
+            fsync(self.run.decisions_file)  # The decision must be on disk before a checkpoint that depends on it.
             event_class = BadStepSkipped if decision == "skip" else SamplesExcluded
             self.run.append_event(
                 event_class(stage="train", step=step, position=position, reason=reason, samples=fields.get("samples"))

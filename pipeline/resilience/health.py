@@ -1,9 +1,10 @@
-"""Health check at the start of a training, to find a bad node within seconds.
+"""Health check at the start of the train stage (`recovery.preflight`), to find a bad node within seconds.
 
-First the ranks exchange their hosts. Each rank then checks its device (free memory, a matrix product with a known
-result), and one rank per node checks the run's file system (write, sync, read; free space and inodes). Finally all
-ranks pass a barrier, which names those that do not arrive, and one all-reduce of the training's own group. A failure of
-a node is a NodeError. The supervisor records it, and the job continues without that node.
+Each rank checks its device: free memory, and a matrix product with a known result. One rank per node checks the file
+system of the run: write, sync and read, free space and inodes. Then all ranks pass a barrier, which reports the ranks
+that do not arrive, and perform one all-reduce on the process group of the training.
+
+A failure of a node raises NodeError. The supervisor records the node, and the next attempt excludes it.
 """
 
 from __future__ import annotations
@@ -26,32 +27,43 @@ from pipeline.run.directory import Run
 BARRIER_TIMEOUT = timedelta(seconds=120)
 """How long rank 0 waits for the other ranks."""
 GROUP_TIMEOUT = 3 * BARRIER_TIMEOUT
-"""How long the other ranks wait for rank 0, which may itself be waiting: the time-out of the group."""
+"""The time-out of the group: how long the other ranks wait for rank 0. It is longer, because rank 0 itself may wait."""
 MIN_FREE_BYTES = 16 << 20
 MIN_FREE_INODES = 100
 _MATRIX_SIZE = 256
 
 
 def check_health(run: Run, rank_info: RankInfo, world: groups.World) -> None:
-    """Check node and process group on all ranks. Raises NodeError, StorageError or PeerLostError."""
+    """Check the nodes and the process group. All ranks must call this.
+
+    Raises:
+        NodeError: if a node has failed.
+        StorageError: if the file system is full.
+        PeerLostError: if another rank has failed.
+    """
     group = groups.new_control_group(GROUP_TIMEOUT)
-    # Exchanged first, because a bad device may block a rank forever.
+    # The ranks exchange their hosts first, because a bad device may block a rank forever.
     hosts = groups.all_gather_results(group, gethostname)
     check_this_rank(run, rank_info, world.device)
     check_all_ranks(world, group, hosts)
 
 
 def check_this_rank(run: Run, rank_info: RankInfo, device: torch.device) -> None:
-    """Check this rank's device and, on the first rank of a node, the file system. Raises NodeError or StorageError."""
+    """Check this rank's device and, on the first rank of each node, the file system.
+
+    Raises:
+        NodeError: if the device or the file system does not work on this node.
+        StorageError: if the file system is full.
+    """
     host = gethostname()
     try:
         if device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(device)
-            if free < 0.5 * total:
+            free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+            if free_bytes < 0.5 * total_bytes:
                 raise NodeError(
                     "node.device_busy",
-                    f"{host}: {free / 1e9:.1f} of {total / 1e9:.1f} GB are free on {device} before training: "
-                    "another process uses it, or one of an earlier job hangs",
+                    f"{host}: only {free_bytes / 1e9:.1f} of {total_bytes / 1e9:.1f} GB are free on {device} before "
+                    "training: another process uses the device, or a process of an earlier job still hangs",
                 )
         ones = torch.ones((_MATRIX_SIZE, _MATRIX_SIZE), device=device)
         smallest, largest = (ones @ ones).aminmax()
@@ -60,13 +72,19 @@ def check_this_rank(run: Run, rank_info: RankInfo, device: torch.device) -> None
                 "node.wrong_result",
                 f"{host}: a matrix product on {device} is wrong: {smallest:g} to {largest:g} instead of {_MATRIX_SIZE}",
             )
-    except RuntimeError as error:  # what CUDA raises for a broken device
+    except RuntimeError as error:  # torch raises this if a CUDA device is broken.
         raise NodeError("node.device_failed", f"{host}: {device} does not work: {error}") from error
     if rank_info.local_rank == 0:
-        _check_files(run, host)
+        _check_file_system(run, host)
 
 
-def _check_files(run: Run, host: str) -> None:
+def _check_file_system(run: Run, host: str) -> None:
+    """Write and read a file in the run directory, and check for free space and inodes.
+
+    Raises:
+        NodeError: if the file system does not work on this node.
+        StorageError: if there is too little free space, or there are too few inodes.
+    """
     file = run.jobs_dir / f".check-{host}"
     content = os.urandom(1 << 16)
     try:
@@ -74,7 +92,8 @@ def _check_files(run: Run, host: str) -> None:
             out.write(content)
             out.flush()
             os.fsync(out.fileno())
-            os.posix_fadvise(out.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # so that it is read from storage
+            # Drop the file from the page cache, so that it is read from storage.
+            os.posix_fadvise(out.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         if file.read_bytes() != content:
             raise NodeError("node.wrong_data", f"{host}: data read from {run.path} differs from what was written")
     except OSError as error:
@@ -84,28 +103,30 @@ def _check_files(run: Run, host: str) -> None:
     finally:
         with suppress(OSError):
             file.unlink()
-    space = os.statvfs(run.path)
-    free = space.f_bavail * space.f_frsize
-    if free < MIN_FREE_BYTES:
+    status = os.statvfs(run.path)
+    free_bytes = status.f_bavail * status.f_frsize
+    if free_bytes < MIN_FREE_BYTES:
         raise StorageError(
-            "storage.full", f"only {free >> 20} MiB are free in {run.path}: a checkpoint would not fit. Free some space"
+            "storage.full",
+            f"only {free_bytes >> 20} MiB are free in {run.path}: a checkpoint would not fit. Free some space",
         )
-    if space.f_files and space.f_favail < MIN_FREE_INODES:
+    if status.f_files and status.f_favail < MIN_FREE_INODES:
         raise StorageError(
-            "storage.no_inodes", f"only {space.f_favail} inodes are free in {run.path}: remove some files"
+            "storage.no_inodes", f"only {status.f_favail} inodes are free in {run.path}: remove some files"
         )
 
 
 def check_all_ranks(world: groups.World, group: dist.ProcessGroup, hosts: Sequence[str]) -> None:
-    """Check that all ranks respond within a time limit, on `group` and then on the training's own group.
+    """Check that all ranks respond within a time limit, on `group` and then on the process group of the training.
 
     Args:
-        group: a Gloo group of all ranks with the time-out GROUP_TIMEOUT.
+        world: the process group of the training.
+        group: a Gloo group of all ranks with the time-out `GROUP_TIMEOUT`.
         hosts: the host of each rank.
 
     Raises:
-        NodeError: a rank did not arrive; on rank 0, and on the other ranks if it is rank 0.
-        PeerLostError: another rank failed; on the remaining ranks.
+        NodeError: if a rank does not arrive: on rank 0, or on the other ranks if rank 0 does not arrive.
+        PeerLostError: on a rank that lost its connection to another rank and does not know which node failed.
     """
     try:
         dist.monitored_barrier(group, timeout=BARRIER_TIMEOUT, wait_all_ranks=True)

@@ -1,6 +1,6 @@
 """Coordinated stopping: all ranks save and exit after the same optimizer step.
 
-A signal may reach some ranks before others. A rank that exited alone would leave the others blocked in a collective.
+A signal may reach some ranks before others. If one rank exited alone, the others would block in a collective.
 
 1. A signal handler only sets a flag (pipeline/base/signals.py).
 2. A rank with a pending request contributes NaN to the all-reduce of the loss, which every step performs anyway. A
@@ -29,17 +29,19 @@ from pipeline.train.callback import Callback, TrainerContext
 SAFETY_MARGIN_S = 10.0
 """Extra time reserved for process exit and clock differences between nodes."""
 STOP_REASONS = (None, LOCAL_DEADLINE, *(number.name for number in STOP_SIGNALS))
-"""Reasons to stop, by number. If ranks have different reasons, the last one in this tuple counts."""
+"""Reasons to stop. Ranks exchange the index of their reason, and the largest index wins."""
 SAVE_REQUEST = "save"
 PROFILE_REQUEST = "profile"
 EARLY_STOP_REQUEST = "early_stop"
 
 
 class Deadline(Callback):
-    """Time remaining until this job is killed, by the monotonic clock, since the clocks of nodes may differ.
+    """Measures how much time remains until this job is killed, and how long steps and saves take.
+
+    All times are by this node's monotonic clock, because the clocks of nodes may differ.
 
     Args:
-        flag: knows when this process started and when a signal came.
+        flag: has the start time of this process and the time of the first signal.
         time_limit_s: seconds from process start to the job's time limit; None if unlimited.
         grace_period_s: seconds between a termination signal and SIGKILL; None if unknown.
     """
@@ -47,84 +49,100 @@ class Deadline(Callback):
     def __init__(self, flag: StopFlag, time_limit_s: float | None = None, grace_period_s: float | None = None) -> None:
         self.flag = flag
         self.longest_step_s = 0.0
-        """Longest of the latest steps."""
+        """Duration of the longest recent step in seconds."""
         self.expected_save_s = 0.0
-        """Expected duration of a save in seconds: at first of the latest save, then of the longest one in this attempt.
+        """Expected duration of a save in seconds, on rank 0; 0 on other ranks, which do not measure it.
 
-        Only rank 0 measures it.
+        It starts with the duration of the latest save of earlier attempts, and increases if a save takes longer.
         """
         self.is_saving = False
-        """Whether a save is in progress. The next save starts after it."""
+        """Whether a save is in progress. The next save must wait for it."""
         self._grace_period_s = math.inf if grace_period_s is None else grace_period_s
         self._time_limit = math.inf if time_limit_s is None else flag.start_time + time_limit_s
         self._step_count = 0
 
     def should_stop(self, after_s: float = 0.0) -> bool:
-        """Return True if the job must stop now, or after `after_s` seconds, to save within its time limit."""
+        """Return True if the job must stop to save within its time limit.
+
+        Args:
+            after_s: seconds of other work before the stop.
+        """
         reserve_s = 2 * self.longest_step_s + 2.5 * self.expected_save_s + SAFETY_MARGIN_S
         return time.monotonic() + after_s + reserve_s >= self._time_limit
 
     def time_remaining_s(self) -> float:
-        """Return the seconds until this process is killed, as far as this rank knows."""
+        """Return the seconds until this process is killed, as far as this rank knows; infinity if it does not know."""
         grace_period_end = math.inf if self.flag.signal_time is None else self.flag.signal_time + self._grace_period_s
         return min(self._time_limit, grace_period_end) - time.monotonic()
 
     def save_duration_s(self) -> float:
-        """Return the seconds that a save would take if it were requested now."""
+        """Return the expected seconds until a save that is requested now would be finished."""
         return 2 * self.expected_save_s if self.is_saving else self.expected_save_s
 
     def record_step(self, seconds: float) -> None:
-        """Count a step. Earlier steps fade; the first one, which compiles, is replaced by the second."""
+        """Update `longest_step_s` with the duration of a step.
+
+        Each step reduces the previous maximum by 10 %. The second step replaces the first, which may compile.
+        """
         self.longest_step_s = seconds if self._step_count < 2 else max(seconds, 0.9 * self.longest_step_s)
         self._step_count += 1
 
     def on_metrics(self, trainer: TrainerContext, step: int, metrics: Mapping[str, Any]) -> None:
-        """Measure the step."""
+        """Record the duration of the step."""
         self.record_step(trainer.step_s)
 
     def on_save(self, trainer: TrainerContext, step: int) -> None:
-        """Note that a save is in progress."""
+        """Record that a save is in progress."""
         self.is_saving = True
 
     def on_saved(self, trainer: TrainerContext, step: int, seconds: float) -> None:
-        """Measure the save."""
+        """Record the duration of the save."""
         self.expected_save_s = max(self.expected_save_s, seconds)
         self.is_saving = False
 
 
 class StopCoordinator:
-    """Exchanges the requests of all ranks.
+    """Exchanges the requests of all ranks, so that all ranks act on them after the same step.
 
-    Every rank calls `start_exchange`, and some time later `finish_exchange`.
+    All ranks must call `exchange` together, or `start_exchange` and later `finish_exchange`.
+
+    Args:
+        flag: set by the signals that request a stop.
+        group: a Gloo group of all ranks.
+        deadline: the time limit of the job; None if there is none.
     """
 
     def __init__(self, flag: StopFlag, group: dist.ProcessGroup, deadline: Deadline | None = None) -> None:
-        """Use `group`, a Gloo group of all ranks."""
         self.flag = flag
         self.group = group
         self.deadline = deadline or Deadline(flag)
         self.stop_reason: str | None = None
         """Why the ranks stop: the name of a signal, or `LOCAL_DEADLINE`; None if no rank requested a stop."""
         self.is_too_late_to_save = False
-        """Whether any rank would be killed during a save."""
+        """Whether any rank would be killed before a save is finished."""
         self.agreed_requests: set[str] = set()
-        """Other requests that any rank had at the latest exchange."""
+        """Names of the other requests that any rank had at the latest exchange."""
         self._pending: dict[str, Callable[[], bool]] = {}
         self._votes: torch.Tensor | None = None
         self._work: dist.Work | None = None
 
     def add_request(self, name: str, is_pending: Callable[[], bool]) -> None:
-        """Exchange one more request. All ranks must add the same names in the same order."""
+        """Add a kind of request to each exchange. All ranks must add the same names in the same order.
+
+        Args:
+            name: the name of the request.
+            is_pending: returns True if this rank has the request.
+        """
         self._pending[name] = is_pending
 
     def wants_attention(self) -> bool:
-        """Return True if this rank has a request. Costs microseconds."""
+        """Return True if this rank has any request. This takes a few microseconds."""
         if self.flag or self.deadline.should_stop():
             return True
         return any(is_pending() for is_pending in self._pending.values())
 
     def start_exchange(self) -> None:
-        """Contribute what this rank requests now."""
+        """Start to exchange the requests that this rank has now."""
         reason = self.flag.reason or (LOCAL_DEADLINE if self.deadline.should_stop() else None)
         votes = [float(STOP_REASONS.index(reason))]
         votes += [float(is_pending()) for is_pending in self._pending.values()]
@@ -133,9 +151,9 @@ class StopCoordinator:
         self._work = dist.all_reduce(self._votes, dist.ReduceOp.MAX, group=self.group, async_op=True)
 
     def finish_exchange(self) -> bool:
-        """Return True if any rank requested a stop when it called `start_exchange`.
+        """Wait for the exchange, and set `stop_reason`, `agreed_requests` and `is_too_late_to_save`.
 
-        Sets `stop_reason`, `agreed_requests` and `is_too_late_to_save`.
+        Return True if any rank requested a stop when it called `start_exchange`.
         """
         assert self._votes is not None and self._work is not None, "call start_exchange first"
         self._work.wait()
@@ -152,13 +170,14 @@ class StopCoordinator:
 
 
 class RequestFile:
-    """A file in the run directory that requests something from a running training; rank 0 checks for it.
+    """A file in the run directory with which the user sends a request to the running train stage.
 
-    The file `save` requests a checkpoint, `profile` requests profiled steps. A failure to read it never ends a
-    training.
+    The file `save` requests a checkpoint, `profile` requests profiled steps. Rank 0 checks for the file. If the file
+    cannot be read, the run continues.
     """
 
     CHECK_INTERVAL_S = 1.0
+    """The pause between two queries of the file system."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -168,26 +187,26 @@ class RequestFile:
         """Modification time of the file whose request is being carried out, by the clock of the file system."""
 
     def is_pending(self) -> bool:
-        """Return True if there is a request. Queries the file system once a second at most."""
+        """Return True if there is a request. This queries the file system at most once per `CHECK_INTERVAL_S`."""
         now = time.monotonic()
         if not self._is_pending and self._accepted_mtime_ns is None and now >= self._next_check:
             self._next_check = now + self.CHECK_INTERVAL_S
-            # unlike Path.exists, this raises nothing if a file server fails
+            # Unlike Path.exists, os.path.exists raises no error if the file server fails.
             self._is_pending = os.path.exists(self.file)
         return self._is_pending
 
     def accept(self) -> None:
-        """Start to carry out the request."""
+        """Record that the request is being carried out."""
         self._accepted_mtime_ns = self._read_mtime_ns() if self._is_pending else None
         self._is_pending = False
 
     def defer(self) -> None:
-        """Leave this request, and later ones, to the next attempt."""
+        """Ignore this request and later ones in this attempt, so that the next attempt carries them out."""
         self._is_pending = False
         self._next_check = math.inf
 
     def complete(self) -> None:
-        """Remove the request that was carried out, unless a newer one has replaced it."""
+        """Remove the file of the request that was carried out, unless a newer request has replaced it."""
         if self._accepted_mtime_ns is not None and self._accepted_mtime_ns == self._read_mtime_ns():
             with suppress(OSError):
                 self.file.unlink()
@@ -200,17 +219,22 @@ class RequestFile:
 
 
 class SaveRequests(Callback):
-    """Requests a checkpoint if the file `save` appears in the run directory (`submit.py save`)."""
+    """Requests a checkpoint if the file `save` appears in the run directory (`submit.py save`).
+
+    Args:
+        file: the file `save`.
+        coordinator: exchanges the request.
+        checks_file: whether this rank checks for the file.
+    """
 
     def __init__(self, file: Path, coordinator: StopCoordinator, *, checks_file: bool) -> None:
-        """Check for `file` on the rank with `checks_file`."""
         self._request = RequestFile(file)
         coordinator.add_request(SAVE_REQUEST, self._request.is_pending if checks_file else lambda: False)
 
     def on_save(self, trainer: TrainerContext, step: int) -> None:
-        """Accept the request: this checkpoint answers it."""
+        """Accept the request, because this checkpoint fulfills it."""
         self._request.accept()
 
     def on_saved(self, trainer: TrainerContext, step: int, seconds: float) -> None:
-        """Remove the request: it was answered."""
+        """Remove the request, because the checkpoint was saved."""
         self._request.complete()

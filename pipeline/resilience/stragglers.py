@@ -1,12 +1,14 @@
-"""Straggler detection: find ranks that are slow themselves.
+"""Straggler detection: find ranks that slow down the run.
 
-Step times do not show them, because in a collective all ranks wait for the slowest one. Each rank therefore measures
-its local compute time: waiting for data, and forward passes. (With ZeRO 3 and tensor parallelism a forward pass
-contains collectives, so ranks that share them look alike.) Every `train.log_every` steps the ranks gather these times.
+Step times do not show which rank is slow, because all ranks wait for the slowest one in each collective. Therefore each
+rank measures its local compute time: forward passes, and waiting for data. With ZeRO 3 and tensor parallelism, forward
+passes contain collectives, so ranks of one group have equal times. Every `train.log_every` steps the ranks compare
+their times. The peers of a rank are the ranks with the same pipeline-parallel stages:
 
-A rank is a straggler if its time is 1.3 times the median of its peers (ranks with the same pipeline stages) three times
-in a row. It has recovered after three times in a row below 1.15. Both are events with the host. `status` names current
-stragglers. `jobs/train/own-times.json` rates the hosts of the newest attempt, once a minute, for `report`.
+- A rank becomes a straggler if its time is above 1.3 times the median of its peers in three checks in a row.
+- It has recovered after three checks in a row up to 1.15 times the median. Both changes are events.
+
+Once a minute, `jobs/train/own-times.json` gets the relative time of each host in this attempt, for `report`.
 """
 
 from __future__ import annotations
@@ -28,18 +30,19 @@ from pipeline.run.machines import get_compute_times_file
 from pipeline.train.callback import Callback, TrainerContext
 
 SLOW_RATIO = 1.3
-"""A rank is slow from this ratio to the median of its peers on."""
+"""A rank is slow if its time, divided by the median of its peers, is above this ratio."""
 RECOVERED_RATIO = 1.15
-"""A straggler is no longer slow up to this ratio."""
+"""A straggler is no longer slow if the ratio is at most this value."""
 CONSECUTIVE_CHECKS = 3
-"""How often in a row a rank must be slow, or no longer slow, before its state changes."""
+"""Number of checks in a row in which a rank must be slow, or no longer slow, before its state changes."""
 HOST_FILE_INTERVAL_S = 60.0
+"""The pause between two updates of the file with the hosts' times."""
 
 
 class LocalComputeTimer:
-    """Seconds that this rank spent on its own work; on CUDA measured by the device's clock.
+    """Measures the seconds that this rank computes: those within the context manager, and those of `add_seconds`.
 
-    A context manager measures what runs inside it.
+    On a CUDA device, the device's clock measures them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -69,7 +72,7 @@ class LocalComputeTimer:
             self._seconds += time.perf_counter() - self._start_time
 
     def read_and_reset(self) -> float:
-        """Return the seconds since the last call. On CUDA the measured steps must have ended."""
+        """Return the seconds since the last call. On CUDA, the device must have finished the measured work."""
         seconds: float = self._seconds + sum(start.elapsed_time(end) for start, end in self._events) / 1000
         self._seconds = 0.0
         self._events.clear()
@@ -77,36 +80,44 @@ class LocalComputeTimer:
 
 
 class StragglerDetector(Callback):
-    """Gathers the local compute times of all ranks; rank 0 writes events and rates the hosts.
+    """Gathers the local compute times of all ranks. Rank 0 writes events and the file with the hosts' times.
 
     Args:
+        run: the run.
         group: a Gloo group of all ranks, used only from the thread that trains.
-        peers: for each rank a number that ranks with the same work share.
+        pipeline_ranks: the pipeline rank of each rank. Ranks with the same number are peers: they do the same work.
         timer: measures this rank.
     """
 
-    def __init__(self, run: Run, group: dist.ProcessGroup, peers: Sequence[int], timer: LocalComputeTimer) -> None:
+    def __init__(
+        self, run: Run, group: dist.ProcessGroup, pipeline_ranks: Sequence[int], timer: LocalComputeTimer
+    ) -> None:
         self.run = run
         self.group = group
-        self.peers = peers
+        self.pipeline_ranks = pipeline_ranks
         self.timer = timer
         self.hosts = all_gather_results(group, gethostname)
         self._log_every = run.config.train.log_every
         self._stragglers: set[int] = set()
         self._changed_checks: dict[int, int] = {}
-        """For each rank how many times in a row its speed contradicted its state."""
+        """For each rank, in how many checks in a row its speed did not match its state."""
         self._sums: dict[str, list[float]] = {}
-        """For each host the sums of its ranks' times and of their peers' medians."""
-        self._next_host_file = 0.0
+        """For each host, the sum of its ranks' times and the sum of the medians of their peers, in seconds."""
+        self._next_host_file_time = 0.0
 
     def on_metrics(self, trainer: TrainerContext, step: int, metrics: Mapping[str, Any]) -> None:
-        """Add the time that the rank waited for data; compare the ranks every `train.log_every` steps."""
+        """Add the time for which the rank waited for data. Compare the ranks every `train.log_every` steps."""
         self.timer.add_seconds(trainer.data_wait_s)
         if step % self._log_every == 0:
             self.compare_ranks(step, self.timer.read_and_reset())
 
     def compare_ranks(self, step: int, seconds: float) -> None:
-        """Compare this rank's time with the others'. All ranks call it at the same steps."""
+        """Gather the times of all ranks and update the stragglers. All ranks must call it in the same steps.
+
+        Args:
+            step: the number of the step.
+            seconds: the local compute time of this rank since the last call.
+        """
         times = [torch.zeros(1) for _ in self.hosts]
         dist.all_gather(times, torch.tensor([seconds], dtype=torch.float32), group=self.group)
         if dist.get_rank(self.group) == 0:
@@ -116,17 +127,19 @@ class StragglerDetector(Callback):
         """Write an event for each rank that became a straggler or recovered.
 
         Args:
-            seconds: local compute time of each rank.
+            step: the number of the step.
+            seconds: the local compute time of each rank.
         """
-        for rank, own_s in enumerate(seconds):
-            peer_seconds = [s for s, peer in zip(seconds, self.peers, strict=True) if peer == self.peers[rank]]
-            median_s = statistics.median_low(peer_seconds)  # of two ranks that of the faster one
+        for rank, rank_s in enumerate(seconds):
+            pipeline_rank = self.pipeline_ranks[rank]
+            peer_seconds = [s for s, peer in zip(seconds, self.pipeline_ranks, strict=True) if peer == pipeline_rank]
+            median_s = statistics.median_low(peer_seconds)  # With two ranks, this is the time of the faster one.
             host = self.hosts[rank]
             sums = self._sums.setdefault(host, [0.0, 0.0])
-            sums[0] += own_s
+            sums[0] += rank_s
             sums[1] += median_s
             was_straggler = rank in self._stragglers
-            is_slow = median_s > 0 and own_s > (RECOVERED_RATIO if was_straggler else SLOW_RATIO) * median_s
+            is_slow = median_s > 0 and rank_s > (RECOVERED_RATIO if was_straggler else SLOW_RATIO) * median_s
             self._changed_checks[rank] = 0 if is_slow == was_straggler else self._changed_checks.get(rank, 0) + 1
             if self._changed_checks[rank] < CONSECUTIVE_CHECKS:
                 continue
@@ -135,10 +148,10 @@ class StragglerDetector(Callback):
             if was_straggler:
                 self.run.append_event(Recovered(stage="train", step=step, rank=rank, host=host))
                 continue
-            ratio = round(own_s / median_s, 2)
+            ratio = round(rank_s / median_s, 2)
             self.run.append_event(Straggler(stage="train", step=step, rank=rank, host=host, ratio=ratio))
             print(f"straggler: rank {rank} on {host} takes {ratio} × the median of its peers", flush=True)
-        if time.monotonic() >= self._next_host_file:
-            self._next_host_file = time.monotonic() + HOST_FILE_INTERVAL_S
-            ratios = {host: own_s / median_s for host, (own_s, median_s) in self._sums.items() if median_s > 0}
+        if time.monotonic() >= self._next_host_file_time:
+            self._next_host_file_time = time.monotonic() + HOST_FILE_INTERVAL_S
+            ratios = {host: host_s / median_s for host, (host_s, median_s) in self._sums.items() if median_s > 0}
             write_json(self.run.stage_dir("train") / get_compute_times_file(self.run.jobs_dir).name, ratios)

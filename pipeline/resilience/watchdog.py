@@ -1,14 +1,13 @@
-"""Watchdog: end a rank that hangs, from a thread, because the main thread cannot notice it.
+"""Watchdog: a thread that ends this rank if the main thread hangs.
 
-A stage announces each phase (`enter_phase`): training in each step, evaluation in each batch. If a phase exceeds its
-limit, the watchdog writes the phase and the stacks of all threads to `jobs/STAGE/hang-rank-N.json` and exits with HANG.
-All ranks notice at about the same time, because one stuck rank blocks the others in a collective. The rank at fault is
-the one that is behind: the smallest (step, phase). A rank that cannot write its file (stopped, its node lost) is
-recognized by the missing file (slurm/supervise/attempt_end.py).
+A stage announces each phase (`enter_phase`), for example `forward` of step 5. If a phase takes too long, the watchdog
+writes the phase and the stacks of all threads to `jobs/STAGE/hang-rank-N.json`, and exits with HANG. If one rank hangs,
+all ranks do this, because the others wait for it in a collective. The supervisor finds the rank that caused the hang:
+it wrote no report, or it is in an earlier phase than the others (slurm/supervise/attempt_end.py).
 
-Limits: start-up and saves have their own, so that slow storage never looks like a hang. A phase of a step may take 20
-times the longest of the latest steps, at least five minutes (`recovery.hang_s` overrides this), and always less than
-the time-out of a collective. Time in which the whole process was suspended by Slurm is not counted.
+Start-up and saves have their own time limits (`recovery.start_s`, `recovery.save_s`). The limit of any other phase is
+`recovery.hang_s`. By default it is 20 times the longest recent step, at least `MIN_LIMIT_S`, and at most `MAX_LIMIT_S`,
+which is below the time-out of a collective. Time for which Slurm suspended the process does not count.
 """
 
 from __future__ import annotations
@@ -37,26 +36,33 @@ from pipeline.train.callback import Callback, TrainerContext
 MIN_LIMIT_S = 300.0
 MAX_LIMIT_S = 6000.0
 LIMIT_PER_STEP_S = 20.0
-"""Limit of a phase, as a multiple of the longest step."""
+"""Limit of a phase, as a multiple of the longest recent step."""
 SUSPENSION_S = 1.0
-"""If the thread wakes later than this, its process was suspended (`scontrol suspend`)."""
+"""If the thread wakes up late by more than this, its process was suspended (`scontrol suspend`)."""
 EXIT_DELAY_S = 3.0
-"""Time between report and exit, in addition to the longest step.
+"""Time between the report and the exit, in addition to the longest recent step.
 
-It lets the other ranks write their reports: a rank that is stuck early in a step entered its phase before those that
-wait for it.
+The rank that hangs entered its phase earlier than the ranks that wait for it, so it exceeds its limit first. The delay
+lets the other ranks write their reports before the job ends.
 """
 _FLIGHT_RECORDER_KEYS = {
     "operation": "profiling_name", "number": "collective_seq_id", "sizes": "input_sizes", "state": "state",
     "time_ns": "time_created_ns",
 }  # fmt: skip
-"""Our name of each fact about a collective, and that of torch's flight recorder."""
+"""Keys of a collective in our reports, and the corresponding keys of torch's flight recorder."""
 REPORT_TIMEOUT_S = 30.0
-"""Limit for writing the report: the file system may be what hangs."""
+"""Time limit for writing the report, because the file system may hang as well."""
 
 
 class Watchdog(Callback):
-    """Watches the phases of one rank. `enter_phase` costs a few hundred nanoseconds."""
+    """Watches the phases of one rank. `enter_phase` takes a few hundred nanoseconds.
+
+    Args:
+        run: the run.
+        stage: the stage.
+        rank_info: identifies this rank.
+        flag: polled by the thread, because a signal handler does not run while the main thread hangs.
+    """
 
     def __init__(self, run: Run, stage: str, rank_info: RankInfo, flag: StopFlag) -> None:
         self.run = run
@@ -67,42 +73,46 @@ class Watchdog(Callback):
         self.file = run.stage_dir(stage) / f"hang-rank-{rank_info.rank}.json"
         self._longest_step_s = 0.0
         self._step_count = 0
-        # step, number of the phase in it, its name, start time; replaced as a whole, since two threads use it
+        # The step, the number of the phase within the step, its name, and its start time. The tuple is always replaced
+        # and never changed, because two threads use it.
         self._phase = (0, 0, "start", time.monotonic())
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="sluice-watchdog", daemon=True)
 
     def start(self) -> None:
-        """Start to watch, in the phase `start`."""
+        """Start the thread. The first phase is `start`."""
         self.file.unlink(missing_ok=True)
         self._thread.start()
 
     def enter_phase(self, step: int, phase: str) -> None:
-        """Note that this rank begins `phase` of `step`."""
+        """Record that this rank begins `phase` of `step`."""
         previous_step, number, _, _ = self._phase
         self._phase = (step, number + 1 if step == previous_step else 0, phase, time.monotonic())
 
     def on_phase(self, trainer: TrainerContext, step: int, phase: str) -> None:
-        """Note the phase."""
+        """Record the phase."""
         self.enter_phase(step, phase)
 
     def record_step(self, seconds: float) -> None:
-        """Adapt the limit to the longest of the latest steps; the second one replaces the first, which compiles."""
+        """Adapt the limit of phases to the duration of a step.
+
+        Each step reduces the previous maximum by 5 %. The second step replaces the first, which may compile.
+        """
         self._longest_step_s = seconds if self._step_count < 2 else max(seconds, 0.95 * self._longest_step_s)
         self._step_count += 1
 
     def on_metrics(self, trainer: TrainerContext, step: int, metrics: Mapping[str, Any]) -> None:
-        """Adapt the limit to the step."""
+        """Adapt the limit of phases to the duration of the step."""
         self.record_step(trainer.step_s)
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop the thread."""
         self._closed.set()
         if self._thread.is_alive():
             self._thread.join()
 
     def limit_s(self, phase: str) -> float:
-        """Return the number of seconds that a phase may take."""
+        """Return how many seconds a phase may take."""
         if phase == "start":
             return self.limits.start_s
         if phase == "save":
@@ -110,7 +120,8 @@ class Watchdog(Callback):
         return self.limits.hang_s or min(MAX_LIMIT_S, max(MIN_LIMIT_S, LIMIT_PER_STEP_S * self._longest_step_s))
 
     def _watch(self) -> None:
-        suspended_s = 0.0
+        """Check the current phase about once per second, and end the process if the phase exceeds its limit."""
+        suspended_s = 0.0  # Time for which the process was suspended during the current phase.
         last_check = time.monotonic()
         last_phase = self._phase
         while not self._closed.wait(interval_s := min(1.0, self.limit_s("step") / 4)):
@@ -131,15 +142,23 @@ class Watchdog(Callback):
                 os._exit(ExitCode.HANG)
 
     def _report(self, step: int, number: int, phase: str, seconds: float) -> None:
-        with tempfile.TemporaryFile() as stacks:
-            faulthandler.dump_traceback(stacks.fileno(), all_threads=True)
-            stacks.seek(0)
-            text = stacks.read().decode(errors="replace")
+        """Write reports of the hang and of the error.
+
+        Args:
+            step: the step in which the rank hangs.
+            number: the number of the phase within the step.
+            phase: the name of the phase.
+            seconds: the duration of the phase so far.
+        """
+        with tempfile.TemporaryFile() as file:
+            faulthandler.dump_traceback(file.fileno(), all_threads=True)
+            file.seek(0)
+            stacks = file.read().decode(errors="replace")
         rank = self.rank_info.rank
         facts = {"rank": rank, "host": os.uname().nodename, "step": step, "number": number, "phase": phase}
-        facts |= {"seconds": round(seconds, 1), "limit_s": self.limit_s(phase), "stacks": text}
+        facts |= {"seconds": round(seconds, 1), "limit_s": self.limit_s(phase), "stacks": stacks}
         write_json(self.file, {**facts, "collectives": list_recent_collectives()})
-        message = f"rank {rank} was in phase '{phase}' of step {step} for {seconds:.0f} s:\n{text}"
+        message = f"rank {rank} was in phase '{phase}' of step {step} for {seconds:.0f} s:\n{stacks}"
         print(message, file=sys.stderr, flush=True)
         write_error_report(self.run, self.stage, self.rank_info, ExitCode.HANG, message)
 
@@ -147,17 +166,17 @@ class Watchdog(Callback):
 def list_recent_collectives(count: int = 3) -> list[dict[str, Any]]:
     """Return the last `count` collectives that this rank entered, oldest first.
 
-    They come from torch's flight recorder and from MPI groups. `state` is `scheduled`, `started` or `completed`; those
-    of Gloo are always `scheduled`. Source: torch documentation, "Flight Recorder for Debugging Stuck Jobs".
+    The sources are torch's flight recorder (torch documentation, "Flight Recorder for Debugging Stuck Jobs") and our
+    MPI groups. The key `state` is `scheduled`, `started` or `completed`. For Gloo, it is always `scheduled`.
     """
     collectives = [asdict(record) for record in RECENT_COLLECTIVES.copy()]
-    # torch may have no recorder
+    # This torch may have no flight recorder.
     with suppress(ImportError, AttributeError, TypeError, ValueError, KeyError, IndexError, RuntimeError):
         from torch._C import _distributed_c10d as c10d
 
-        # its name since torch 2.13
+        # torch 2.13 renamed the function.
         name = "_dump_fr_trace_json" if hasattr(c10d, "_dump_fr_trace_json") else "_dump_nccl_trace_json"
         for entry in json.loads(getattr(c10d, name)(True, False))["entries"][-count:]:
-            facts = {ours: entry[theirs] for ours, theirs in _FLIGHT_RECORDER_KEYS.items()}
+            facts = {key: entry[torch_key] for key, torch_key in _FLIGHT_RECORDER_KEYS.items()}
             collectives.append({**facts, "group": entry["process_group"][-1]})
     return sorted(collectives, key=lambda entry: entry["time_ns"])[-count:]

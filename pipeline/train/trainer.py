@@ -312,8 +312,8 @@ class Trainer:
     def _after_step(self, step: int) -> ExitCode | None:
         """Save or stop after `step` if necessary. Return the exit code if this attempt ends; None if it continues."""
         requests = self.coordinator.agreed_requests
-        # After too many consecutive bad steps, the run restarts from the checkpoint before them. Therefore it must not
-        # save a checkpoint between them, or complete early.
+        # After too many consecutive bad steps, the run restarts from the checkpoint before them and excludes their
+        # samples. A checkpoint between bad steps would count these samples as consumed, so none is saved there.
         may_save = not self.guard.consecutive_bad_steps
         if step == self.steps:
             self.save(step)

@@ -182,7 +182,7 @@ def slow_phase_rank(rank_info: RankInfo, folder: Path, phase: str) -> None:
     if phase == "writing":
         checkpoint.dcp.FileSystemWriter = Half  # type: ignore
     elif phase == "hashing":
-        checkpoint._hash_own_files = hang  # type: ignore
+        checkpoint._hash_files_of_rank = hang  # type: ignore
     elif phase == "manifest":
         checkpoint.write_json = hang
     elif phase == "rename":

@@ -63,7 +63,7 @@ def patch_model(module):
 def patch_checkpoint(module):
     save = module.Checkpointer.save
     write = module.dcp.save
-    hash_files = module._hash_own_files
+    hash_files = module._hash_files_of_rank
     commit = module.Checkpointer._commit
 
     def save_or_die(self, *arguments, **options):
@@ -85,7 +85,7 @@ def patch_checkpoint(module):
 
     module.Checkpointer.save = save_or_die
     module.dcp.save = write_or_die
-    module._hash_own_files = hash_or_die
+    module._hash_files_of_rank = hash_or_die
     module.Checkpointer._commit = commit_or_die
 
 
