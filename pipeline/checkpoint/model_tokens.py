@@ -1,6 +1,6 @@
 """Special tokens of a trained model: determine them, and write them to the small files of an export.
 
-config.json, generation_config.json, tokenizer_config.json and special_tokens_map.json each name the BOS, EOS and padding
+config.json, generation_config.json, tokenizer_config.json and special_tokens_map.json each name the BOS, EOS and pad
 tokens. Programs read different files, so all files must agree with each other and with the training data. `generate`
 stops at the same tokens that the exported files contain.
 """
@@ -84,9 +84,9 @@ def find_model_tokens(run: Run, manifest: Manifest, tokenizer: Tokenizer) -> Mod
     dialogues, at the token that ends an answer. The tokenizer's `eos_token` is the first of these that exists:
 
     1. the token that the chat template writes as `eos_token`;
-    2. the `eos_token` of the source model, if it differs from that of the run's config;
+    2. the EOS token of the run's config, if the user chose another one than that of the source model;
     3. the token that ends an answer in the chat template;
-    4. the `eos_token` of the run's config.
+    4. the EOS token of the run's config.
 
     Args:
         run: the run.
@@ -101,19 +101,18 @@ def find_model_tokens(run: Run, manifest: Manifest, tokenizer: Tokenizer) -> Mod
     side_files: Mapping[str, str] = source.get("along", {})
     settings, mapping, generation = (_parse_object(side_files.get(name)) for name in (*_TOKENIZER_FILES, GENERATION))
     chat = read_json(run.data_dir / CHAT_FILE) if run.config.data.records == "messages" else None
-    tokens = (
-        read_special_tokens(settings, mapping) if side_files else read_special_tokens((chat or {}).get("tokens", {}))
-    )
+    chat_tokens = (chat or {}).get("tokens", {})
+    tokens = read_special_tokens(settings, mapping) if side_files else read_special_tokens(chat_tokens)
     names = {key: text for key, text in tokens.items() if text}
 
     end_of_turn = EndOfTurn((), "")
     if chat is not None:
         end_of_turn = find_end_of_turn(ChatTemplate(chat["template"], chat["tokens"]), tokenizer)
-        source_has_other_eos = names.get("eos_token") not in (None, eos_token)
+        is_eos_explicit = names.get("eos_token") not in (None, eos_token)
         template_eos = chat["tokens"].get("eos_token") if "eos_token" in chat["template"] else None
         if template_eos is not None:
             eos_token = template_eos
-        elif end_of_turn.ids and not source_has_other_eos:
+        elif end_of_turn.ids and not is_eos_explicit:
             eos_token = str(tokenizer.id_to_token(end_of_turn.ids[0]))
 
     def get_source_id(key: str) -> Any:
@@ -149,8 +148,8 @@ def find_model_tokens(run: Run, manifest: Manifest, tokenizer: Tokenizer) -> Mod
         )
     if suffix_ids:
         notes.append(
-            f"note: the exported tokenizer adds {_format_tokens(tokenizer, suffix_ids)} after a text, which would end a "
-            "prompt: encode prompts without it"
+            f"note: the exported tokenizer adds {_format_tokens(tokenizer, suffix_ids)} after a text, which would end "
+            "a prompt: encode prompts without it"
         )
     template = chat and chat["template"]
     if template == find_template(settings, side_files.get("chat_template.jinja"))[0]:

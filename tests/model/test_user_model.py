@@ -272,7 +272,7 @@ def test_an_optimizer_and_a_schedule_of_ones_own(tmp_path: Path) -> None:
         (
             "Kind = torch.optim.NAdam",
             "Kind = Counting",
-            r"groups \(k\), which",
+            r"the option k of its parameter groups",
         ),
         ("    matrices", lbfgs, r"optimizer of model\.target must perform a step without a closure"),
         ('{"params": matrices}, ', "", r"optimizer of model\.target must return .* is in none of its groups"),

@@ -245,7 +245,7 @@ def test_pairs_end_with_the_token_of_the_config(tmp_path: Path) -> None:
     run = chat_run(tmp_path, CHATML, {}, given, "data.add_special_tokens=false", records="prompts", kind="bert")
     said = export_checkpoint(run, tmp_path / "out", None, "fp32").splitlines()
     assert any("<s>" in line and "add_special_tokens=False" in line for line in said), "the training had none"
-    assert any("</s> behind a text" in line for line in said), "transformers ends a prompt"
+    assert any("</s> after a text" in line for line in said), "transformers ends a prompt"
     both = [CLOSE, END]
     assert ends_in(tmp_path / "out") == {"config.json": both, "generation_config.json": both, "tokenizer": "</s>"}
 
