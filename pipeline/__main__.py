@@ -1,12 +1,12 @@
 """Entry point of a rank: `python -m pipeline STAGE RUN`, started by srun, mpirun, torchrun, the supervisor or by hand.
 
-    python -m pipeline train runs/quickstart            one stage of an existing run
-    python -m pipeline train configs/quickstart.yaml train.steps=50     creates or finds the run first
-    python -m pipeline evaluate RUN --step 100          one checkpoint (a step, newest or every)
+    python -m pipeline train runs/quickstart                          run one stage of an existing run
+    python -m pipeline train configs/quickstart.yaml train.steps=50   create the run first, if it does not exist
+    python -m pipeline evaluate RUN --step 100                        evaluate one checkpoint (a step, newest or every)
 
-A rank computes, saves and exits with a code (pipeline/base/errors.py). It never requeues. If it fails, it writes
-`jobs/STAGE/error-rank-N.json` for the supervisor, with the traceback and the time. The supervisor uses them to tell
-the first failure from those that followed from it.
+A rank computes, saves and exits with a code (pipeline/base/errors.py). It never requeues. If it fails, it writes the
+traceback and the time to `jobs/STAGE/error-rank-N.json`. The supervisor reads these reports to find the rank that
+failed first.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from pipeline.run.events import Done, EndEvent, Failed, Started, Stopped
 from pipeline.run.failure import abort_peers, explain_error, write_error_report
 
 CREATE_TIMEOUT_S = 120
-"""How long other ranks wait for rank 0 to create the run."""
+"""How long the other ranks wait for rank 0 to create the run."""
 
 
 def main(arguments: list[str]) -> int:
     """Run one stage as one rank, and return the exit code."""
     flag = StopFlag().install()
-    gc.disable()  # the garbage collector walks the growing heap again and again: a fifth of the time of the imports
+    gc.disable()  # The garbage collector would scan the growing heap repeatedly: a fifth of the time of the imports.
     faulthandler.enable()
     raise_open_file_limit()
     start_time = time.monotonic()
@@ -50,11 +50,11 @@ def main(arguments: list[str]) -> int:
     try:
         options = parse_arguments(arguments)
         rank_info = read_rank_info(os.environ)
-        opened = open_run(options.target, options.overrides, rank_info)
-        if not is_supervised:  # otherwise the supervisor has checked this
-            opened.check_owner()
-            opened.check_not_cancelled()
-        run = opened
+        opened_run = open_run(options.target, options.overrides, rank_info)
+        if not is_supervised:  # Otherwise the supervisor has checked this.
+            opened_run.check_owner()
+            opened_run.check_not_cancelled()
+        run = opened_run  # From here on, errors are reported in the run directory.
         if not is_supervised and rank_info.rank == 0:
             if run.lock_stage(options.stage) is None:
                 raise UserError(
@@ -81,13 +81,13 @@ def main(arguments: list[str]) -> int:
             _write_end_event(run, options.stage, rank_info, event_class, code, start_time)
         return code
     except BaseException as error:
-        if run is None and isinstance(error, SystemExit):  # argparse has printed the usage
+        if run is None and isinstance(error, SystemExit):  # argparse has printed the usage.
             return int(error.code or 0)
         code, message = explain_error(error)
         if run is not None and rank_info is not None:
             write_error_report(run, options.stage, rank_info, code, message, getattr(error, "host", None))
             if writes_events:
-                # the rank that failed writes the event; rank 0 writes it if that rank could not
+                # The rank that failed first writes the event. Rank 0 writes the event if the failed rank could not.
                 events = run.read_events(options.stage)
                 is_written = rank_info.rank > 0 or (bool(events) and isinstance(events[-1], Failed))
                 if code != ExitCode.PEER_LOST or not is_written:
@@ -102,7 +102,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _get_job_id(rank_info: RankInfo) -> str:
-    """Return the job as it was submitted; the id of this process if there is no job."""
+    """Return the id of the job as it was submitted; the id of this process if there is no job."""
     return rank_info.submitted_as or str(os.getpid())
 
 
@@ -115,7 +115,7 @@ def _write_end_event(
     start_time: float,
     **facts: Any,
 ) -> None:
-    """Write the end event that the supervisor would write, for ranks that were started without one.
+    """Write the end of the attempt, if the ranks were started without a supervisor that would write it.
 
     Args:
         run: the run.
@@ -123,8 +123,8 @@ def _write_end_event(
         rank_info: identifies the job and this rank.
         event_class: how the attempt ended.
         code: the exit code of this process.
-        start_time: the start of this process by the monotonic clock.
-        facts: more fields of the event.
+        start_time: when this process started, by `time.monotonic`.
+        **facts: more fields of the event.
     """
     run.append_event(
         event_class(
@@ -141,7 +141,7 @@ def _write_end_event(
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    """Parse the command line; for an error, argparse prints the usage and exits with ExitCode.USER_ERROR."""
+    """Parse the command line. If it is invalid, argparse prints the usage and exits with ExitCode.USER_ERROR."""
     parser = argparse.ArgumentParser(
         "python -m pipeline",
         allow_abbrev=False,
@@ -149,17 +149,23 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("stage", choices=[*STAGES], help="the stage to run")
-    parser.add_argument("target", metavar="RUN|CONFIG", help="a run directory, or a YAML file")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="config keys, with a CONFIG: train.steps=50")
-    parser.add_argument("--step", metavar="N", help="the checkpoint: its step, newest or every")
+    parser.add_argument("target", metavar="RUN|CONFIG", help="a run directory, or a YAML file with a config")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="change keys of CONFIG: train.steps=50")
+    parser.add_argument("--step", metavar="N", help="the checkpoint to evaluate: its step, newest or every")
     return parser.parse_intermixed_args(arguments)
 
 
 def open_run(target: str, overrides: list[str], rank_info: RankInfo) -> Run:
-    """Return the run in directory `target`, or the run of the config `target`, which rank 0 creates.
+    """Return the run that the command line names. If it names a config, rank 0 creates the run.
+
+    Args:
+        target: a run directory, or a YAML file with a config.
+        overrides: changes of the config, such as `train.steps=50`.
+        rank_info: this rank.
 
     Raises:
-        UserError: `overrides` for an existing run, or rank 0 did not create the run in time.
+        UserError: if `target` is a run directory and there are `overrides`, if the config is invalid, or if rank 0 did
+            not create the run in time.
     """
     path = Path(target)
     if path.is_dir():
@@ -185,5 +191,5 @@ if __name__ == "__main__":
     exit_code = int(main(sys.argv[1:]))
     sys.stdout.flush()
     sys.stderr.flush()
-    # threads of a failed process group or save may wait for lost peers: exit without joining them
+    # Exit without joining threads, because threads of a failed process group or save may wait for lost ranks forever.
     os._exit(exit_code)

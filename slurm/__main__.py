@@ -11,7 +11,7 @@ from pipeline.run.directory import Run
 
 
 def main(arguments: list[str]) -> int:
-    """Supervise the stage that the command line names. Return the exit code."""
+    """Supervise a stage of a run, both given by `arguments`. Return the exit code."""
     flag = StopFlag().install()
     try:
         if len(arguments) != 2 or arguments[0].startswith("-"):

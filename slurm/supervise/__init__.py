@@ -1,1 +1,1 @@
-"""The supervisor of a job: it starts ranks, decides after each attempt, and requeues or hands over."""
+"""Supervise a job: start its ranks, determine why they stopped, and restart, requeue, hand over or end the stage."""
