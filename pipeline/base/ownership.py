@@ -201,13 +201,14 @@ def make_ownership_script(folders: Iterable[str]) -> str:
             they cannot reach the other folders, so the modes of these do not matter.
     """
     return f"""\
-# another user may have replaced the run while the job waited: the code that runs must still be yours
-( # a subshell, so that its variables do not remain set
+# Another user may have replaced the run while the job was pending. Check that you still own the code, and that nobody
+# else can write to it. The subshell keeps the variables local.
+(
   closed=
   for folder in {" ".join(folders)}; do
     found=$(stat -c '%u %f' -- "$folder" 2>&1) || :
     if [[ $found != "$EUID 4"* ]] || ((!closed && 0x${{found#* }} & 0x12)); then
-      echo "error: $folder must be a folder of your own that others cannot write: nothing in it was run" >&2
+      echo "error: $folder must belong to you, and other users must not have write access to it: no file in it was run" >&2
       exit {int(ExitCode.USER_ERROR)}
     fi
     closed=${{closed:-$(((0x${{found#* }} & 0x9) == 0))}}
