@@ -208,7 +208,7 @@ def make_ownership_script(folders: Iterable[str]) -> str:
   for folder in {" ".join(folders)}; do
     found=$(stat -c '%u %f' -- "$folder" 2>&1) || :
     if [[ $found != "$EUID 4"* ]] || ((!closed && 0x${{found#* }} & 0x12)); then
-      echo "error: $folder must belong to you, and other users must not have write access to it: no file in it was run" >&2
+      echo "error: $folder must belong to you, and no other user may write to it: nothing in it was run" >&2
       exit {int(ExitCode.USER_ERROR)}
     fi
     closed=${{closed:-$(((0x${{found#* }} & 0x9) == 0))}}
