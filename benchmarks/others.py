@@ -1,6 +1,7 @@
-"""What published runs of other frameworks wait for beyond what Sluice has: experts, and context parallel.
+"""Predict communication that only other frameworks have: that of experts and of context parallelism.
 
-`python -m benchmarks.plan` hands `talk` to the prediction (planning/predict.py), which adds it to each block.
+`python -m benchmarks.plan` passes `communication_time` to the prediction (planning/predict.py), which adds this time to
+each block.
 """
 
 from __future__ import annotations

@@ -1,14 +1,16 @@
-"""How well the prediction of `plan` meets published runs.
+"""Compare the predictions of `plan` with published training runs.
 
     python -m benchmarks.plan FILE.csv [--fit] [--write]
 
-Each row is predicted with the constants of planning/predict.py. The table by source says beside it how well
-the source is predicted by constants that were fitted to all other sources. `--fit` prints constants fitted to all rows;
-`--write` writes the table to benchmarks/results/plan.md. Rows that cannot be taken are listed with the reason.
+Each row of the file is a published run (benchmarks/published.py). The table has, for each source, the errors of
+planning/predict.py with its constants, and with constants that were fitted to all other sources. `--fit` prints
+constants that are fitted to all rows; `--write` writes the table to benchmarks/results/plan.md. Unsupported rows are
+listed with the reason.
 
-The fit is a maximum a posteriori: each constant has a prior (its physical value in `PRIOR`, 20 % wide), a source
-counts by the root of its rows, and the residual of a row is the logarithm of predicted over printed tokens/s, expected
-to be 10 %, and weighed by 1/|residual| beyond 5 % so that a few odd rows do not rule.
+The fit is a maximum a posteriori estimate of the logarithms of the constants. Each constant has a prior: its physical
+value in `PRIOR`, with a standard deviation of 20 %. The residual of a row is the logarithm of predicted divided by
+published tokens/s, with an expected size of 10 %. A residual r above 5 % has the weight 1/|r|, which limits the
+influence of outliers. All rows of a source together have the weight of the square root of their number.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import numpy as np
 
 from benchmarks.footprint import estimate_footprint
 from benchmarks.others import communication_time
-from benchmarks.published import Row, rows_of
+from benchmarks.published import Row, read_rows
 from benchmarks.table import write_table
 from planning.predict import DEFAULT, Constants, StepPrediction, predict_step
 
@@ -32,99 +34,135 @@ PRIOR = Constants(
     matmul=0.85, portable=0.85, attention=0.8, memory=0.85, eager=2.0, link=0.75, launch=6e-6, hidden=0.6,
     beside=0.15, jitter=0.01,
 )  # fmt: skip
-WIDTH, NOISE = 0.2, 0.1
+PRIOR_WIDTH = 0.2
+"""Standard deviation of the logarithm of each constant."""
+NOISE = 0.1
+"""Expected size of a residual."""
 
 
-def predicted(row: Row, constants: Constants = DEFAULT) -> float:
-    """Tokens per second of one GPU."""
+def predict_tokens_per_s(row: Row, constants: Constants = DEFAULT) -> float:
+    """Return the predicted tokens per second of one GPU."""
     return predict_step(row.work, row.machine, constants, communication_time).tokens_per_gpu
 
 
-def residuals(rows: Sequence[Row], logs: np.ndarray) -> np.ndarray:
-    """log(predicted / printed) of rows, with constants whose logarithms are `logs`."""
+def compute_residuals(rows: Sequence[Row], logs: np.ndarray) -> np.ndarray:
+    """Return log(predicted / published) of each row.
+
+    Args:
+        logs: logarithms of the constants, shape (constants,).
+    """
     constants = Constants(*np.exp(logs).tolist())
-    return np.array([np.log(predicted(row, constants) / row.tokens) for row in rows])
+    return np.array([np.log(predict_tokens_per_s(row, constants) / row.tokens) for row in rows])
 
 
-def fit(rows: Sequence[Row], rounds: int = 5) -> tuple[Constants, np.ndarray, np.ndarray]:
-    """Constants for all rows; with the Jacobian and the residuals there, from which a source can be taken out."""
+def fit_constants(rows: Sequence[Row], rounds: int = 5) -> tuple[Constants, np.ndarray, np.ndarray]:
+    """Fit the constants to all rows, by solving linearized problems repeatedly.
+
+    Returns:
+        The constants, and the linear model of the residuals around them: slopes of shape (rows, constants), and
+        offsets of shape (rows,) at logarithms of zero. :func:`fit_without_source` uses this model.
+    """
     prior = np.log(np.array(list(asdict(PRIOR).values())))
     logs = prior.copy()
     for _ in range(rounds):
-        found, slopes = _linear(rows, logs)
-        logs = _solve(rows, found - slopes @ logs, slopes, found, prior)
-    found, slopes = _linear(rows, logs)
-    return Constants(*np.exp(logs).tolist()), slopes, found - slopes @ logs
+        residuals, slopes = _linearize(rows, logs)
+        logs = _solve(rows, residuals - slopes @ logs, slopes, residuals, prior)
+    residuals, slopes = _linearize(rows, logs)
+    return Constants(*np.exp(logs).tolist()), slopes, residuals - slopes @ logs
 
 
-def _linear(rows: Sequence[Row], logs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    found = residuals(rows, logs)
+def _linearize(rows: Sequence[Row], logs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the residuals, shape (rows,), and their slopes by each constant's logarithm, shape (rows, constants)."""
+    residuals = compute_residuals(rows, logs)
     step = 0.03
-    ways = [residuals(rows, logs + step * unit) for unit in np.eye(len(logs))]
-    return found, np.stack([(way - found) / step for way in ways], axis=1)
+    shifted = [compute_residuals(rows, logs + step * unit) for unit in np.eye(len(logs))]
+    return residuals, np.stack([(each - residuals) / step for each in shifted], axis=1)
 
 
 def _solve(
-    rows: Sequence[Row], offset: np.ndarray, slopes: np.ndarray, found: np.ndarray, prior: np.ndarray
+    rows: Sequence[Row], offset: np.ndarray, slopes: np.ndarray, residuals: np.ndarray, prior: np.ndarray
 ) -> np.ndarray:
-    """Logarithms that make offset + slopes @ logs small, by rows' weights, and stay near the prior."""
+    """Return the logarithms that minimize the weighted residuals and the distance to the prior.
+
+    The residuals are offset + slopes @ logarithms.
+    """
     counts = Counter(row.source for row in rows)
-    share = np.array([1 / np.sqrt(counts[row.source]) for row in rows])
+    source_weight = np.array([1 / np.sqrt(counts[row.source]) for row in rows])
     for _ in range(10):
-        weight = share / (NOISE * np.maximum(0.05, np.abs(found)))
-        left = slopes.T @ (slopes * weight[:, None]) + np.eye(len(prior)) / WIDTH**2
-        logs = np.linalg.solve(left, prior / WIDTH**2 - slopes.T @ (weight * offset))
-        found = offset + slopes @ logs
-    # a share of something stays one
-    most = np.log(
+        weight = source_weight / (NOISE * np.maximum(0.05, np.abs(residuals)))
+        left = slopes.T @ (slopes * weight[:, None]) + np.eye(len(prior)) / PRIOR_WIDTH**2
+        logs = np.linalg.solve(left, prior / PRIOR_WIDTH**2 - slopes.T @ (weight * offset))
+        residuals = offset + slopes @ logs
+    # a constant that is a share cannot exceed 1
+    upper_bounds = np.log(
         [1.0 if name in ("matmul", "portable", "memory", "link", "hidden") else 1e9 for name in asdict(PRIOR)]
     )
-    return np.minimum(logs, most)
+    return np.minimum(logs, upper_bounds)
 
 
-def without(rows: Sequence[Row], source: str, slopes: np.ndarray, offset: np.ndarray, at: Constants) -> Constants:
-    """Constants fitted to all sources but one, by the linearised rows around the fit to all."""
-    keep = [number for number, row in enumerate(rows) if row.source != source]
-    prior, logs = (np.log(np.array(list(asdict(made).values()))) for made in (PRIOR, at))
-    found = offset[keep] + slopes[keep] @ logs
-    made = _solve([rows[number] for number in keep], offset[keep], slopes[keep], found, prior)
-    return Constants(*np.exp(made).tolist())
+def fit_without_source(
+    rows: Sequence[Row], source: str, slopes: np.ndarray, offset: np.ndarray, fitted: Constants
+) -> Constants:
+    """Return constants fitted to all sources except one.
+
+    Args:
+        rows: all rows.
+        source: the source that is left out.
+        slopes: slopes of the residuals, from :func:`fit_constants`.
+        offset: offsets of the residuals, from :func:`fit_constants`.
+        fitted: the constants that are fitted to all rows.
+    """
+    kept = [number for number, row in enumerate(rows) if row.source != source]
+    prior, logs = (np.log(np.array(list(asdict(constants).values()))) for constants in (PRIOR, fitted))
+    residuals = offset[kept] + slopes[kept] @ logs
+    solution = _solve([rows[number] for number in kept], offset[kept], slopes[kept], residuals, prior)
+    return Constants(*np.exp(solution).tolist())
 
 
-def quantile(values: Sequence[float], share: float) -> float:
-    """In per cent."""
-    return 100 * float(np.quantile(np.abs(values), share)) if len(values) else float("nan")
+def quantile_percent(errors: Sequence[float], share: float) -> float:
+    """Return a quantile of the absolute errors in per cent; NaN if there are none."""
+    return 100 * float(np.quantile(np.abs(errors), share)) if len(errors) else float("nan")
 
 
-def rank_of_layouts(rows: Sequence[Row], tokens: Sequence[float]) -> float:
-    """Spearman's coefficient of printed and predicted tokens/s among layouts of one model, median over groups of
-    at least four rows of one source, model, GPU, sequence and precision."""
+def correlate_layout_order(rows: Sequence[Row], tokens: Sequence[float]) -> float:
+    """Return how well predictions order the layouts of one model: Spearman's coefficient, the median over groups.
+
+    A group has at least four rows with the same source, model, GPU, sequence length and precision.
+
+    Args:
+        rows: published runs.
+        tokens: predicted tokens per second of each row.
+    """
     groups = defaultdict(list)
-    for row, found in zip(rows, tokens, strict=True):
-        groups[row.source, row.model, row.machine.gpu, row.work.sequence, row.work.precision].append(
-            (row.tokens, found)
-        )
-    ranks_of = []
+    for row, predicted in zip(rows, tokens, strict=True):
+        key = (row.source, row.model, row.machine.gpu, row.work.sequence, row.work.precision)
+        groups[key].append((row.tokens, predicted))
+    coefficients = []
     for pairs in groups.values():
         if len(pairs) >= 4:
-            ranks = np.array([_ranks([pair[side] for pair in pairs]) for side in (0, 1)])
-            ranks_of.append(float(np.corrcoef(ranks)[0, 1]) if ranks.std(axis=1).min() > 0 else 0.0)
-    return float(np.median(ranks_of)) if ranks_of else float("nan")
+            ranks = np.array([_compute_ranks([pair[side] for pair in pairs]) for side in (0, 1)])
+            coefficients.append(float(np.corrcoef(ranks)[0, 1]) if ranks.std(axis=1).min() > 0 else 0.0)
+    return float(np.median(coefficients)) if coefficients else float("nan")
 
 
-def _ranks(values: Sequence[float]) -> list[float]:
-    """Ranks, those of equal values shared; values within 0.5 % are equal, which is how runs repeat."""
+def _compute_ranks(values: Sequence[float]) -> list[float]:
+    """Return the rank of each value. Values within 0.5 %, the variation of repeated runs, share their rank."""
     return [
         sum(other < value * 0.995 for other in values) + sum(other <= value * 1.005 for other in values)
         for value in values
     ]
 
 
-def parts(found: StepPrediction) -> str:
-    """Where a step goes, in per cent."""
+def describe_parts(prediction: StepPrediction) -> str:
+    """Return the parts of a step with their shares in per cent."""
     names = ("compute", "tensor", "others", "pipeline", "data", "bubble", "optimizer")
-    shares = {name: getattr(found, name) / found.step for name in names}
+    shares = {name: getattr(prediction, name) / prediction.step for name in names}
     return ", ".join(f"{name} {100 * share:.0f}" for name, share in shares.items() if share >= 0.01)
+
+
+def compute_memory_errors(rows: Sequence[Row]) -> list[float]:
+    """Return the relative errors of the predicted memory, of the rows with published memory."""
+    return [estimate_footprint(row.work).total / 2**30 / row.gib - 1 for row in rows if row.gib]
 
 
 def main() -> None:
@@ -132,62 +170,70 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--write", action="store_true")
-    asked = parser.parse_args()
-    rows, refused = rows_of(asked.file)
+    arguments = parser.parse_args()
+    rows, unsupported = read_rows(arguments.file)
     if not rows:
-        sys.exit(f"{asked.file}: none of its rows can be taken: {refused[:3]}")
-    tokens = [predicted(row) for row in rows]
-    errors = [found / row.tokens - 1 for row, found in zip(rows, tokens, strict=True)]
+        sys.exit(f"{arguments.file}: none of its rows is supported: {unsupported[:3]}")
+    tokens = [predict_tokens_per_s(row) for row in rows]
+    errors = [predicted / row.tokens - 1 for row, predicted in zip(rows, tokens, strict=True)]
     sources = list(dict.fromkeys(row.source for row in rows))
-    every, slopes, offset = fit(rows)
-    lines, apart = [], []
+    fitted, slopes, offset = fit_constants(rows)
+    table: list[list[str]] = []
+    all_errors_without: list[float] = []
     for source in sources:
-        own = [row for row in rows if row.source == source]
-        constants = without(rows, source, slopes, offset, every) if len(sources) > 1 else PRIOR
-        others = [predicted(row, constants) / row.tokens - 1 for row in own]
-        apart += others
-        now, memory = (
-            [error for row, error in zip(rows, errors, strict=True) if row.source == source],
-            memory_errors(own),
-        )
-        figures = [quantile(now, 0.5), 100 * float(np.median(now)), quantile(now, 0.9)]
-        figures += [quantile(others, 0.5), quantile(others, 0.9)]
-        words = f"{quantile(memory, 0.5):.1f} % of {len(memory)}" if memory else "-"
-        lines.append([source, str(len(own)), *(f"{figure:.1f} %" for figure in figures), words])
+        source_rows = [row for row in rows if row.source == source]
+        constants = fit_without_source(rows, source, slopes, offset, fitted) if len(sources) > 1 else PRIOR
+        errors_without = [predict_tokens_per_s(row, constants) / row.tokens - 1 for row in source_rows]
+        all_errors_without += errors_without
+        source_errors = [error for row, error in zip(rows, errors, strict=True) if row.source == source]
+        memory_errors = compute_memory_errors(source_rows)
+        figures = [
+            quantile_percent(source_errors, 0.5),
+            100 * float(np.median(source_errors)),
+            quantile_percent(source_errors, 0.9),
+            quantile_percent(errors_without, 0.5),
+            quantile_percent(errors_without, 0.9),
+        ]
+        memory = f"{quantile_percent(memory_errors, 0.5):.1f} % of {len(memory_errors)}" if memory_errors else "-"
+        table.append([source, str(len(source_rows)), *(f"{figure:.1f} %" for figure in figures), memory])
+    figures = [
+        quantile_percent(errors, 0.5),
+        100 * float(np.median(errors)),
+        quantile_percent(errors, 0.9),
+        quantile_percent(all_errors_without, 0.5),
+        quantile_percent(all_errors_without, 0.9),
+        quantile_percent(compute_memory_errors(rows), 0.5),
+    ]
+    table.append(["all", str(len(rows)), *(f"{figure:.1f} %" for figure in figures)])
     note = (
-        "Tokens/s of one GPU: predicted with planning/predict.py's constants, against what was printed; and "
-        "with constants that were fitted to all other sources (slopes are those at the fit to all). `python -m "
-        "benchmarks.plan FILE.csv --write` (the rows are not part of this repository). Worst rows and why: "
-        "docs/planning.md."
+        "Errors of the predicted tokens/s of one GPU, compared with published runs. Fitted without it: predicted with "
+        "constants that were fitted to all other sources, on the linear model of the fit to all sources. "
+        "`python -m benchmarks.plan FILE.csv --write`; the file of runs is not part of this repository. "
+        "docs/planning.md explains the rows with the largest errors."
     )
-    header = ["source", "rows", "median error", "signed", "p90", "median, fitted without it", "p90, so", "memory"]
-    lines.append(["all", str(len(rows)), *(f"{x:.1f} %" for x in (quantile(errors, 0.5),
-        100 * float(np.median(errors)), quantile(errors, 0.9), quantile(apart, 0.5),
-        quantile(apart, 0.9), quantile(memory_errors(rows), 0.5)))])  # fmt: skip
-    if asked.write:
-        write_table("plan", "Predicted and printed throughput", note, header, lines)
+    header = [
+        "source", "rows", "median error", "median error with sign", "p90", "median error, fitted without it",
+        "p90, fitted without it", "median error of memory",
+    ]  # fmt: skip
+    if arguments.write:
+        write_table("plan", "Predicted and published throughput", note, header, table)
     else:
-        print("\n".join(" | ".join(line) for line in (header, *lines)))
-    print("worst rows:")
-    for row, error in sorted(zip(rows, errors, strict=True), key=lambda one: -abs(one[1]))[:12]:
-        found = predict_step(row.work, row.machine, others=communication_time)
-        print(f"  {row.id}: {100 * error:+.0f} %; of its step in %: {parts(found)}")
-    for name, why in refused:
-        print(f"not taken: {name}: {why}")
-    if refused:
-        print(f"not taken: {len(refused)} of {len(rows) + len(refused)} rows")
-    if asked.fit:
-        print(every)
+        print("\n".join(" | ".join(line) for line in (header, *table)))
+    print("largest errors:")
+    for row, error in sorted(zip(rows, errors, strict=True), key=lambda pair: -abs(pair[1]))[:12]:
+        prediction = predict_step(row.work, row.machine, others=communication_time)
+        print(f"  {row.id}: {100 * error:+.0f} %; parts of its step in %: {describe_parts(prediction)}")
+    for name, reason in unsupported:
+        print(f"not supported: {name}: {reason}")
+    if unsupported:
+        print(f"not supported: {len(unsupported)} of {len(rows) + len(unsupported)} rows")
+    if arguments.fit:
+        print(fitted)
     print(
-        f"median error {quantile(errors, 0.5):.1f} %, p90 {quantile(errors, 0.9):.1f} %, "
-        f"memory {quantile(memory_errors(rows), 0.5):.1f} %, rank {rank_of_layouts(rows, tokens):.2f} "
-        f"over {len(rows)} rows"
+        f"median error {quantile_percent(errors, 0.5):.1f} %, p90 {quantile_percent(errors, 0.9):.1f} %, "
+        f"memory {quantile_percent(compute_memory_errors(rows), 0.5):.1f} %, "
+        f"rank {correlate_layout_order(rows, tokens):.2f} over {len(rows)} rows"
     )
-
-
-def memory_errors(rows: Sequence[Row]) -> list[float]:
-    """Of the rows that print memory."""
-    return [estimate_footprint(row.work).total / 2**30 / row.gib - 1 for row in rows if row.gib]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Published training runs, row by row, as the prediction's `Workload` and `Machine`; or why a row cannot be taken.
+"""Read a CSV file of published training runs, and convert each row to a `Workload` and a `Machine` for the prediction.
 
-What a row leaves open is filled in as the frameworks do by default; `TRAITS` are what is publicly known of how they
-compute. Nothing here is fitted.
+Missing values are replaced by the defaults of the framework that the run used. `TRAITS` describes how each framework
+computes, according to public sources. Nothing in this module is fitted to the rows.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from planning.predict import predict_step
 from planning.workload import Workload
 
 OTHER_MACHINES = Path(__file__).parent / "machines"
-"""Machines that published runs used and that Sluice does not support: TPUs and Gaudi."""
+"""Machine files of devices that published runs used and that Sluice does not support: TPUs and Gaudi."""
 
 
-class Refused(ValueError):
-    """A row that cannot be taken, in words."""
+class UnsupportedRowError(ValueError):
+    """A row that cannot be predicted; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Row:
     work: Workload
     machine: Machine
     tokens: float
-    """Tokens per second of one GPU, as printed; computed back from MFU where nothing is."""
+    """Published tokens per second of one GPU; computed from the published MFU if they are missing."""
     gib: float | None
-    """Memory of the fullest rank."""
+    """Published memory of the fullest rank in GiB; None if it is missing."""
 
 
 GPUS = (
@@ -49,8 +49,9 @@ GPUS = (
     (r"v6e|trillium", "tpu-v6e"), (r"v5p", "tpu-v5p"),
     (r"v5e|v5.?lite", "tpu-v5e"), (r"TPU.?v?4", "tpu-v4"),
 )  # fmt: skip
+"""Pattern of a GPU's name, and its machine file. The first match counts."""
 TRAITS: tuple[tuple[str, dict[str, Any]], ...] = (
-    # fused kernels by hand, those of Transformer Engine and cuDNN, tensor parallelism beside products
+    # hand-written fused kernels, Transformer Engine and cuDNN; tensor parallel communication overlaps with products
     (r"nemo|dgxc|mlperf|megascale|megatron-bridge|transformer.?engine|deepseek",
      {"by_hand": True, "fused": True, "native": True, "hide_tensor": True, "each_micro_batch": False}),
     (r"zero bubble", {"by_hand": True, "fused": True, "scores": True, "each_micro_batch": False}),
@@ -59,50 +60,58 @@ TRAITS: tuple[tuple[str, dict[str, Any]], ...] = (
     (r"nanotron", {"hide_data": False, "each_micro_batch": False}),
     (r"", {}),
 )  # fmt: skip
-"""By words in a row's source, first match."""
+"""Pattern of a row's source, and fields of `Workload` that describe how this framework computes.
+
+The first match counts. `by_hand` is not a field: it marks frameworks whose selective recomputation is that of
+attention.
+"""
 
 
-def rows_of(path: Path) -> tuple[list[Row], list[tuple[str, str]]]:
-    """The rows that can be taken, and ids of the others with the reason."""
-    taken, refused = [], []
+def read_rows(path: Path) -> tuple[list[Row], list[tuple[str, str]]]:
+    """Return the rows of a CSV file that can be predicted, and the ids of the others with the reason."""
+    supported: list[Row] = []
+    unsupported: list[tuple[str, str]] = []
     with path.open(newline="") as file:
-        for row in csv.DictReader(file):
+        for values in csv.DictReader(file):
             try:
-                made = row_of(row)
+                row = parse_row(values)
                 try:
-                    predict_step(made.work, made.machine)
-                except (RuntimeError, LookupError, ValueError):  # batches that its schedule does not take: the nearest
-                    made = replace(made, work=replace(made.work, schedule="1f1b", virtual_stages=1, stage_layers=()))
-                    predict_step(made.work, made.machine)
-                taken.append(made)
+                    predict_step(row.work, row.machine)
+                except (RuntimeError, LookupError, ValueError):
+                    # the schedule does not support this number of micro-batches; 1f1b is the most similar one
+                    row = replace(row, work=replace(row.work, schedule="1f1b", virtual_stages=1, stage_layers=()))
+                    predict_step(row.work, row.machine)
+                supported.append(row)
             except (UserError, ValueError, ArithmeticError, LookupError, RuntimeError) as error:
-                refused.append((row.get("id") or "?", str(error)))
-    return taken, refused
+                unsupported.append((values.get("id") or "?", str(error)))
+    return supported, unsupported
 
 
-def _number(row: dict[str, str], key: str, otherwise: float | None = None) -> float:
+def _parse_number(row: dict[str, str], key: str, default: float | None = None) -> float:
+    """Return a number of a row. Raises UnsupportedRowError if it is missing or malformed and has no default."""
     text = (row.get(key) or "").strip()
     try:
         return float(text)
     except ValueError:
-        if otherwise is None:
-            raise Refused(f"no {key} is printed" if not text else f"{key} is {text!r}") from None
-        return otherwise
+        if default is None:
+            raise UnsupportedRowError(f"{key} is {text!r}" if text else f"{key} is missing") from None
+        return default
 
 
-def _machine(row: dict[str, str]) -> Machine:
+def _find_machine(row: dict[str, str]) -> Machine:
+    """Return the machine of a row, with the bandwidths and node size that the row states."""
     gpu = f"{row['gpu']} {row.get('gpu_mem_gb') or ''}"
     name = next((name for pattern, name in GPUS if re.search(pattern, gpu, re.IGNORECASE)), None)
     if name is None:
-        raise Refused(f"no machine file for {row['gpu']}")
-    own_file = OTHER_MACHINES / f"{name}.yaml"
-    machine = load_machine(str(own_file) if own_file.exists() else name)
-    inside = _number(row, "intra_bw_GBps", machine.inside.bandwidth / 1e9) * 1e9
-    between = _number(row, "inter_bw_GBps_per_gpu", machine.between.bandwidth / 1e9) * 1e9
-    node = int(_number(row, "gpus_per_node", machine.gpus_per_node))
+        raise UnsupportedRowError(f"no machine file for {row['gpu']}")
+    other_file = OTHER_MACHINES / f"{name}.yaml"
+    machine = load_machine(str(other_file) if other_file.exists() else name)
+    inside = _parse_number(row, "intra_bw_GBps", machine.inside.bandwidth / 1e9) * 1e9
+    between = _parse_number(row, "inter_bw_GBps_per_gpu", machine.between.bandwidth / 1e9) * 1e9
+    node_size = int(_parse_number(row, "gpus_per_node", machine.gpus_per_node))
     return machine.model_copy(
         update={
-            "gpus_per_node": max(node, machine.gpus_per_node if machine.gpus_per_node > 8 else 1),
+            "gpus_per_node": max(node_size, machine.gpus_per_node if machine.gpus_per_node > 8 else 1),
             "inside": Link(bandwidth=inside, latency=machine.inside.latency),
             "between": Link(bandwidth=between, latency=machine.between.latency),
         }
@@ -112,18 +121,19 @@ def _machine(row: dict[str, str]) -> Machine:
 def parse_precision(text: str) -> str:
     """Return the precision of the matrix products that `text` names, for example bf16 for "bf16+fp32grad".
 
-    Precisions of gradients, master weights, optimizer states or messages do not count. If several remain, the lowest
-    is the one that products use ("fp16/fp32 mixed"). Without any name it is bf16.
+    Precisions of gradients, master weights, optimizer states or messages do not count. If several remain, the products
+    use the lowest ("fp16/fp32 mixed"). If the text names no precision, the result is bf16.
     """
     text = text.lower().replace("bfloat", "bf").replace("float", "fp")
-    others = r"grad|master|optim|state|reduc|accum|comm|gather|all"
-    found = re.findall(r"(fp4|fp8|fp16|bf16|fp32)[\s_-]*(\w*)", text)
-    products = [name for name, use in found if not re.match(others, use)]
+    other_uses = r"grad|master|optim|state|reduc|accum|comm|gather|all"
+    precisions = re.findall(r"(fp4|fp8|fp16|bf16|fp32)[\s_-]*(\w*)", text)
+    of_products = [name for name, use in precisions if not re.match(other_uses, use)]
     order = ("fp4", "fp8", "fp16", "bf16", "fp32")
-    return min(products or [name for name, _ in found] or ["bf16"], key=order.index)
+    return min(of_products or [name for name, _ in precisions] or ["bf16"], key=order.index)
 
 
-def _schedule(text: str, virtual: int) -> str:
+def _parse_schedule(text: str, virtual_stages: int) -> str:
+    """Return the pipeline schedule that `text` names."""
     for pattern, name in (
         (r"dualpipe", "dualpipe_v"),
         (r"zb.?v", "zbv"),
@@ -133,32 +143,41 @@ def _schedule(text: str, virtual: int) -> str:
     ):
         if re.search(pattern, text, re.IGNORECASE) and "1F1B" not in text:
             return name
-    return "interleaved_1f1b" if virtual > 1 else "1f1b"
+    return "interleaved_1f1b" if virtual_stages > 1 else "1f1b"
 
 
-def _experts(row: dict[str, str], layers: int, hidden: int, attention: int) -> dict[str, Any]:
-    """Experts of a mixture, from its notes and from how many weights it has and uses."""
+def _parse_experts(row: dict[str, str], layers: int, hidden: int, attention_weights: int) -> dict[str, Any]:
+    """Return the fields of `Workload` that describe a mixture of experts; empty for a dense model.
+
+    The number of experts comes from the notes or the name of the model. Their width follows from the number of weights
+    in total, and of those that one token uses.
+    """
     notes = f"{row.get('moe_notes') or ''} {row.get('notes') or ''}"
-    if not (
-        row.get("moe_notes") or _number(row, "ep", 1) > 1 or re.search(r"\d+x\d+b|moe|a\d+b\b", row["model"], re.I)
-    ):
+    is_named_mixture = re.search(r"\d+x\d+b|moe|a\d+b\b", row["model"], re.I)
+    if not (row.get("moe_notes") or _parse_number(row, "ep", 1) > 1 or is_named_mixture):
         return {}
-    found = re.search(r"(\d+)\s*(?:routed\s*)?experts", notes, re.I) or re.search(r"(\d+)x\d", row["model"])
-    top = re.search(r"top-?\s*(\d+)", notes, re.I)
-    if not row.get("n_matmul_b") and found:  # the MLP's width is that of an expert
-        return {"experts": int(found.group(1)), "active": int(top.group(1)) if top else 2}
-    vocab = _number(row, "vocab", 50304) * hidden
-    whole = _number(row, "params_b") * 1e9 - 2 * vocab - layers * attention
-    used = _number(row, "n_matmul_b") * 1e9 - vocab - layers * attention
-    count = int(found.group(1)) if found else 64
-    active = int(top.group(1)) if top else max(1, round(count * used / whole))
-    return {"experts": count, "active": active, "ffn": max(1, round(used / (active * layers * 3 * hidden)))}
+    count_match = re.search(r"(\d+)\s*(?:routed\s*)?experts", notes, re.I) or re.search(r"(\d+)x\d", row["model"])
+    active_match = re.search(r"top-?\s*(\d+)", notes, re.I)
+    if not row.get("n_matmul_b") and count_match:  # the row's MLP width is then that of one expert
+        active = int(active_match.group(1)) if active_match else 2
+        return {"experts": int(count_match.group(1)), "active": active}
+    embedding_weights = _parse_number(row, "vocab", 50304) * hidden
+    all_weights = _parse_number(row, "params_b") * 1e9 - 2 * embedding_weights - layers * attention_weights
+    used_weights = _parse_number(row, "n_matmul_b") * 1e9 - embedding_weights - layers * attention_weights
+    count = int(count_match.group(1)) if count_match else 64
+    active = int(active_match.group(1)) if active_match else max(1, round(count * used_weights / all_weights))
+    return {"experts": count, "active": active, "ffn": max(1, round(used_weights / (active * layers * 3 * hidden)))}
 
 
-def _balanced(work: Workload) -> tuple[int, ...]:
-    """Blocks of each stage where the output layer counts as what it costs."""
-    block, head = work.attention_weights + work.expert_weights, work.vocab * work.hidden
-    costs, sizes = [0] * (work.pipeline - 1) + [head], [0] * work.pipeline
+def _balance_stages(work: Workload) -> tuple[int, ...]:
+    """Return the number of blocks of each pipeline-parallel stage, so that the stages have similar numbers of weights.
+
+    The weights of the output layer count as part of the last stage.
+    """
+    block = work.attention_weights + work.expert_weights
+    head = work.vocab * work.hidden
+    costs = [0] * (work.pipeline - 1) + [head]
+    sizes = [0] * work.pipeline
     for _ in range(work.layers):
         cheapest = costs.index(min(costs))
         sizes[cheapest] += 1
@@ -166,79 +185,88 @@ def _balanced(work: Workload) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _recompute(text: str, traits: dict[str, Any]) -> str:
-    """What a framework means by its word for recomputation."""
+def _parse_recomputation(text: str, traits: dict[str, Any]) -> str:
+    """Return the kind of activation recomputation that a framework's word for it means."""
     if re.search(r"full|block|uniform|yes", text, re.IGNORECASE):
         return "full"
     if re.search(r"selective\((op|layer)", text) or ("selective" in text and not traits.get("by_hand")):
-        return "half"  # torch's: every other product, or block
+        return "half"  # torch's selective recomputation: every second product, or every second block
     return "attention" if re.search(r"selective|attn|attention|mlp|partial", text, re.IGNORECASE) else "none"
 
 
-def row_of(row: dict[str, str]) -> Row:
-    """One row. Raises Refused, and ValueError, for what cannot be taken."""
-    tokens = _number(row, "tokens_per_s_per_gpu", _number(row, "tokens_per_s_per_gpu_derived", 0))
+def parse_row(row: dict[str, str]) -> Row:
+    """Return the run of one row of the CSV file.
+
+    Raises:
+        UnsupportedRowError: a value is missing or malformed, or there is no machine file for the GPU or the precision.
+        ValueError: the values do not fit together.
+    """
+    tokens = _parse_number(row, "tokens_per_s_per_gpu", _parse_number(row, "tokens_per_s_per_gpu_derived", 0))
     if not tokens:
-        raise Refused("no tokens/s is printed, nor can be computed back")
-    layers, hidden, heads = (int(_number(row, key)) for key in ("layers", "hidden", "heads"))
-    kv_heads, matrices = int(_number(row, "kv_heads", heads)), int(_number(row, "mlp_mats", 3))
-    pipeline, tensor, context = (int(_number(row, key, 1)) for key in ("pp", "tp", "cp"))
-    gpus = int(_number(row, "gpus"))
-    data = int(_number(row, "dp_total", gpus / pipeline / tensor / context))
-    zero = int(_number(row, "zero_stage", 1 if row.get("precision") in ("fp8", "bf16") else 0))
-    shard = int(_number(row, "dp_shard_degree", data if zero else 1))
+        raise UnsupportedRowError("tokens_per_s_per_gpu and tokens_per_s_per_gpu_derived are missing")
+    layers, hidden, heads = (int(_parse_number(row, key)) for key in ("layers", "hidden", "heads"))
+    kv_heads = int(_parse_number(row, "kv_heads", heads))
+    matrices = int(_parse_number(row, "mlp_mats", 3))
+    pipeline, tensor, context = (int(_parse_number(row, key, 1)) for key in ("pp", "tp", "cp"))
+    gpus = int(_parse_number(row, "gpus"))
+    data = int(_parse_number(row, "dp_total", gpus / pipeline / tensor / context))
+    zero = int(_parse_number(row, "zero_stage", 1 if row.get("precision") in ("fp8", "bf16") else 0))
+    shard = int(_parse_number(row, "dp_shard_degree", data if zero else 1))
     if zero == 3 and context > 1 and shard == data * context:
         shard = data
     shard = shard if zero else 1
-    each = _number(row, "global_batch_seqs", 0) / data / pipeline  # torch's pipelines: as many micro-batches as ranks
-    micro = int(_number(row, "micro_batch", max(1, each) if zero == 3 and pipeline > 1 else 1))
-    batch = int(_number(row, "global_batch_seqs", data * micro * (8 * pipeline if pipeline > 1 else 1)))
+    # torch's pipelines with ZeRO 3 use as many micro-batches as pipeline ranks
+    zero3_pipeline_batch = max(1, _parse_number(row, "global_batch_seqs", 0) / data / pipeline)
+    micro = int(_parse_number(row, "micro_batch", zero3_pipeline_batch if zero == 3 and pipeline > 1 else 1))
+    default_batch = data * micro * (8 * pipeline if pipeline > 1 else 1)
+    batch = int(_parse_number(row, "global_batch_seqs", default_batch))
     batch = max(1, batch // (data * micro)) * data * micro
     source = f"{row['source']} {row.get('id') or ''}"
-    if "megatron" in source.lower() and _number(row, "year", 2024) >= 2024:
-        source += " mlperf"  # since then it has Transformer Engine and its overlaps, as NeMo
-    traits = next(made for pattern, made in TRAITS if re.search(pattern, source, re.IGNORECASE))
+    if "megatron" in source.lower() and _parse_number(row, "year", 2024) >= 2024:
+        source += " mlperf"  # since 2024, Megatron uses Transformer Engine and overlaps communication as NeMo does
+    traits = next(fields for pattern, fields in TRAITS if re.search(pattern, source, re.IGNORECASE))
     traits = {"fused": row.get("compile") == "yes", **traits}
-    notes, checkpointing = row.get("notes") or "", row.get("activation_ckpt") or ""
-    virtual = int(_number(row, "virtual_stages", 1)) if pipeline > 1 else 1
-    if "nterleaved" in (row.get("schedule") or "") and virtual == 1 and pipeline > 1:
-        virtual = 2
-    if re.search("dualpipe|zb.?v", row.get("schedule") or "", re.IGNORECASE):
-        virtual = 2
-    ffn = int(_number(row, "ffn", 8 / 3 * hidden if matrices == 3 else 4 * hidden))
-    attention = hidden * (hidden // heads) * 2 * (heads + kv_heads)
+    notes = row.get("notes") or ""
+    checkpointing = row.get("activation_ckpt") or ""
+    schedule = row.get("schedule") or ""
+    virtual_stages = int(_parse_number(row, "virtual_stages", 1)) if pipeline > 1 else 1
+    if "nterleaved" in schedule and virtual_stages == 1 and pipeline > 1:
+        virtual_stages = 2
+    if re.search("dualpipe|zb.?v", schedule, re.IGNORECASE):
+        virtual_stages = 2
+    ffn = int(_parse_number(row, "ffn", 8 / 3 * hidden if matrices == 3 else 4 * hidden))
+    attention_weights = hidden * (hidden // heads) * 2 * (heads + kv_heads)
     traits["hide_tensor"] = traits.get("hide_tensor", False) or "AsyncTP" in notes
-    if _number(row, "year", 2024) <= 2022:
+    if _parse_number(row, "year", 2024) <= 2022:
         traits["scores"] = True
     if "mp mode pure" in notes.lower():
         traits["reduce_bytes"] = 2
-    if made := _experts(row, layers, hidden, attention):
-        traits |= made
+    traits |= _parse_experts(row, layers, hidden, attention_weights)
     work = Workload(
-        layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=ffn, vocab=int(_number(row, "vocab", 50304)),
-        sequence=int(_number(row, "seq_len")), micro_batch=micro, global_batch=batch, matrices=matrices,
-        tied=row.get("tied_embeddings") == "1", tensor=tensor, pipeline=pipeline, context=context,
-        expert=int(_number(row, "ep", 1)), replicate=max(1, data // shard), shard=shard, zero=zero,
-        schedule=_schedule(row.get("schedule") or "", virtual), virtual_stages=virtual,
-        precision=parse_precision(row.get("precision") or "bf16"), recompute=_recompute(checkpointing, traits),
+        layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=ffn,
+        vocab=int(_parse_number(row, "vocab", 50304)), sequence=int(_parse_number(row, "seq_len")), micro_batch=micro,
+        global_batch=batch, matrices=matrices, tied=row.get("tied_embeddings") == "1", tensor=tensor,
+        pipeline=pipeline, context=context, expert=int(_parse_number(row, "ep", 1)), replicate=max(1, data // shard),
+        shard=shard, zero=zero, schedule=_parse_schedule(schedule, virtual_stages), virtual_stages=virtual_stages,
+        precision=parse_precision(row.get("precision") or "bf16"),
+        recompute=_parse_recomputation(checkpointing, traits),
         split_sequence=tensor > 1 and row.get("sequence_parallel") != "no",
     )  # fmt: skip
     traits.pop("by_hand", None)
     work = replace(work, **traits)
     if "nanotron" in source:
-        work = replace(work, stage_layers=_balanced(work))
-    machine = _machine(row)
+        work = replace(work, stage_layers=_balance_stages(work))
+    machine = _find_machine(row)
     if work.precision not in machine.achievable and work.precision not in ("bf16", "fp16"):
-        raise Refused(f"{machine.gpu} has no {work.precision}")
-    if not checkpointing:  # the least that fits
-        kinds = ("none", "selective", "full")
-        fits = [
+        raise UnsupportedRowError(f"{machine.gpu} has no {work.precision}")
+    if not checkpointing:  # assume the least recomputation with which the run fits
+        kinds_that_fit = [
             kind
-            for kind in kinds
+            for kind in ("none", "selective", "full")
             if estimate_footprint(replace(work, recompute=kind)).total < machine.memory_gib * 2**30
         ]
-        work = replace(work, recompute=fits[0] if fits else "full")
+        work = replace(work, recompute=kinds_that_fit[0] if kinds_that_fit else "full")
     return Row(
         id=row["id"], source=row["source"], model=row["model"], work=work, machine=machine, tokens=tokens,
-        gib=_number(row, "mem_gb", 0) or None,
+        gib=_parse_number(row, "mem_gb", 0) or None,
     )  # fmt: skip

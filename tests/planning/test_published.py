@@ -1,4 +1,4 @@
-"""`python -m benchmarks.plan FILE.csv`: rows are taken or refused in words; a program can read the last line."""
+"""Test `python -m benchmarks.plan FILE.csv`: reading published runs, fitting constants, and the last printed line."""
 
 from __future__ import annotations
 
@@ -8,8 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.plan import fit, main, predicted, rank_of_layouts, without
-from benchmarks.published import parse_precision, rows_of
+from benchmarks.plan import (
+    correlate_layout_order,
+    fit_constants,
+    fit_without_source,
+    main,
+    predict_tokens_per_s,
+)
+from benchmarks.published import parse_precision, read_rows
 from planning.predict import DEFAULT
 
 ROW = {
@@ -19,20 +25,21 @@ ROW = {
     "pp": "1", "cp": "1", "ep": "1", "micro_batch": "1", "global_batch_seqs": "128", "precision": "bf16",
     "activation_ckpt": "selective", "compile": "yes", "mlp_mats": "3", "tokens_per_s_per_gpu": "7000", "mem_gb": "40",
 }  # fmt: skip
-"""A row of columns that published figures have; the others may be missing."""
+"""A row with the required columns of a file of published runs."""
 
 
-def write(path: Path, *rows: dict[str, str]) -> Path:
-    made = [ROW | {"id": str(number)} | row for number, row in enumerate(rows)]
+def write_rows(path: Path, *changes: dict[str, str]) -> Path:
+    """Write a CSV file with one row, numbered from 0, for each dict of values that differ from `ROW`."""
+    rows = [ROW | {"id": str(number)} | change for number, change in enumerate(changes)]
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(dict.fromkeys(key for row in made for key in row)))
+        writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
         writer.writeheader()
-        writer.writerows(made)
+        writer.writerows(rows)
     return path
 
 
-def test_rows_are_taken_or_refused_in_words(tmp_path: Path) -> None:
-    taken: list[dict[str, str]] = [
+def test_rows_are_read_or_reported_as_unsupported(tmp_path: Path) -> None:
+    supported: list[dict[str, str]] = [
         {},
         {"tokens_per_s_per_gpu": "", "tokens_per_s_per_gpu_derived": "6500"},
         {"gpu": "H20"}, {"gpu": "GB200 NVL72", "precision": "fp4"}, {"gpu": "V100-32GB", "precision": "fp16"},
@@ -48,20 +55,21 @@ def test_rows_are_taken_or_refused_in_words(tmp_path: Path) -> None:
          "params_b": "30", "n_matmul_b": "9", "global_batch_seqs": "256"},
         {"pp": "8", "dp_total": "8", "zero_stage": "0", "schedule": "ZB-2p", "micro_batch": "", "activation_ckpt": ""},
     ]  # fmt: skip
-    refused = [
-        ({"layers": ""}, "no layers is printed"),
-        ({"tokens_per_s_per_gpu": ""}, "no tokens/s is printed"),
+    unsupported = [
+        ({"layers": ""}, "layers is missing"),
+        ({"tokens_per_s_per_gpu": ""}, "tokens_per_s_per_gpu"),
         ({"gpu": "Ascend 910B"}, "no machine file for Ascend 910B"),
         ({"gpu": "A100-80GB", "precision": "fp8"}, "has no fp8"),
         ({"seq_len": "long"}, "seq_len is 'long'"),
         ({"micro_batch": "0"}, "by zero"),
     ]
-    rows, others = rows_of(write(tmp_path / "f.csv", *taken, *(row for row, _ in refused)))
-    assert [row.id for row in rows] == [str(number) for number in range(len(taken))]
-    for (name, why), (number, (_, told)) in zip(others, enumerate(refused, len(taken)), strict=True):
-        assert name == str(number) and told in why
-    assert all(500 < predicted(row) < 50_000 for row in rows)
-    mixture, other = rows[10].work, rows[12].work
+    rows, problems = read_rows(write_rows(tmp_path / "f.csv", *supported, *(row for row, _ in unsupported)))
+    assert [row.id for row in rows] == [str(number) for number in range(len(supported))]
+    for (row_id, reason), (number, (_, expected)) in zip(problems, enumerate(unsupported, len(supported)), strict=True):
+        assert row_id == str(number) and expected in reason
+    assert all(500 < predict_tokens_per_s(row) < 50_000 for row in rows)
+    mixture = rows[10].work
+    other = rows[12].work
     assert (mixture.experts, mixture.active, mixture.expert) == (8, 2, 8) and 12e3 < mixture.ffn < 15e3
     assert other.experts * other.expert_weights * 32 == pytest.approx(27.6e9, rel=0.1)
 
@@ -80,22 +88,24 @@ def test_precision_is_that_of_the_products(text: str, precision: str) -> None:
 
 
 def test_fp32_gradients_predict_the_same_throughput_as_bf16(tmp_path: Path) -> None:
-    rows, refused = rows_of(write(tmp_path / "f.csv", {}, {"precision": "bf16+fp32grad"}))
-    assert refused == [] and predicted(rows[0]) == predicted(rows[1])
+    rows, unsupported = read_rows(write_rows(tmp_path / "f.csv", {}, {"precision": "bf16+fp32grad"}))
+    assert unsupported == [] and predict_tokens_per_s(rows[0]) == predict_tokens_per_s(rows[1])
 
 
-def test_the_last_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(tmp_path / "f.csv", {}, {"source": "other", "gpus": "128", "mem_gb": ""}, {"layers": ""})
+def test_the_last_line_has_all_errors(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_rows(tmp_path / "f.csv", {}, {"source": "other", "gpus": "128", "mem_gb": ""}, {"layers": ""})
     monkeypatch.setattr("sys.argv", ["benchmarks.plan", str(path)])
     main()
-    *_, before, last = capsys.readouterr().out.splitlines()
-    assert before == "not taken: 1 of 3 rows"
+    *_, second_to_last, last = capsys.readouterr().out.splitlines()
+    assert second_to_last == "not supported: 1 of 3 rows"
     number = r"\d+\.\d"
     assert re.fullmatch(rf"median error {number} %, p90 {number} %, memory {number} %, rank nan over 2 rows", last)
 
 
-def test_the_fit_finds_what_made_the_rows(tmp_path: Path) -> None:
-    """Rows that were computed with other constants: fitted to them, the prediction meets them; a source can go."""
+def test_the_fit_finds_the_constants_with_which_rows_were_computed(tmp_path: Path) -> None:
+    """The fitted constants predict the rows, also if one of two sources is left out."""
     from dataclasses import replace
 
     layouts = [
@@ -103,13 +113,13 @@ def test_the_fit_finds_what_made_the_rows(tmp_path: Path) -> None:
          "global_batch_seqs": str(2 * gpus), "compile": compiled}
         for gpus in (8, 64) for length in ("2048", "32768") for compiled in ("yes", "no") for source in ("x", "y")
     ]  # fmt: skip
-    rows, _ = rows_of(write(tmp_path / "f.csv", *layouts))
+    rows, _ = read_rows(write_rows(tmp_path / "f.csv", *layouts))
     true = replace(DEFAULT, matmul=0.75, attention=0.6, eager=2.3)
-    rows = [replace(row, tokens=predicted(row, true)) for row in rows]
-    constants, slopes, offset = fit(rows)
-    worst = max(abs(predicted(row, constants) / row.tokens - 1) for row in rows)
-    assert worst < 0.03 < max(abs(predicted(row) / row.tokens - 1) for row in rows)
-    alone = without(rows, "x", slopes, offset, constants)
-    assert alone.matmul == pytest.approx(constants.matmul, rel=0.02)
-    assert rank_of_layouts(rows, [row.tokens for row in rows]) == pytest.approx(1.0)
-    assert rank_of_layouts(rows, [-row.tokens for row in rows]) == pytest.approx(-1.0)
+    rows = [replace(row, tokens=predict_tokens_per_s(row, true)) for row in rows]
+    constants, slopes, offset = fit_constants(rows)
+    worst = max(abs(predict_tokens_per_s(row, constants) / row.tokens - 1) for row in rows)
+    assert worst < 0.03 < max(abs(predict_tokens_per_s(row) / row.tokens - 1) for row in rows)
+    without_x = fit_without_source(rows, "x", slopes, offset, constants)
+    assert without_x.matmul == pytest.approx(constants.matmul, rel=0.02)
+    assert correlate_layout_order(rows, [row.tokens for row in rows]) == pytest.approx(1.0)
+    assert correlate_layout_order(rows, [-row.tokens for row in rows]) == pytest.approx(-1.0)
