@@ -1,11 +1,11 @@
-"""What each ZeRO level holds on a rank, measured: it must fall as 1/ranks where the level says so.
+"""Measure the memory that each ZeRO level needs on a rank. Sharded memory must decrease as 1/ranks.
 
     python -m benchmarks.memory [--ranks 2 4]
 
-A model of 27 M parameters on each of the given numbers of ranks, two micro-batches in a step. Bytes are those of
-the tensors that exist: weights and optimizer state between steps; gradients, and weights gathered whole, at the
-moment between the two micro-batches. (The peak of a process on the CPU says little: code that is loaded on first
-use outweighs all.)
+A model of 27 M parameters runs on each number of ranks, with two micro-batches per step. The results are the bytes of
+existing tensors. Weights and optimizer state are measured between steps. Gradients and gathered weights are measured
+between the two micro-batches. The peak memory of a CPU process would not be useful, because code that is loaded when it
+is first used needs much more memory than these tensors.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ LEVELS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def config_of(ranks: int, parallel: dict[str, Any]) -> Config:
+def make_config(ranks: int, parallel: dict[str, Any]) -> Config:
+    """Return a config of the model on `ranks` ranks, with this section `parallel`."""
     return parse_config(
         {
             "run": {"name": "memory"},
@@ -44,12 +45,13 @@ def config_of(ranks: int, parallel: dict[str, Any]) -> Config:
     )
 
 
-def local_bytes(tensor: Any) -> int:
+def count_local_bytes(tensor: Any) -> int:
+    """Return the bytes of a tensor, or of this rank's part of a DTensor; 0 for None."""
     return 0 if tensor is None else int(getattr(tensor, "_local_tensor", tensor).nbytes)
 
 
-def measure(rank_info: RankInfo, config: Config) -> tuple[int, int, int, int]:
-    """Bytes of weights, optimizer, gradients, gathered weights."""
+def measure_rank_memory(rank_info: RankInfo, config: Config) -> tuple[int, int, int, int]:
+    """Train two steps on this rank; return its bytes of weights, optimizer state, gradients and gathered weights."""
     import torch
     from torch.distributed.fsdp import FSDPModule
 
@@ -63,30 +65,34 @@ def measure(rank_info: RankInfo, config: Config) -> tuple[int, int, int, int]:
     layout = resolve_layout(config)
     engine = Engine(config, layout, world, DecoderTask(config, VOCAB))
     state = engine.state_dict()
-    between: list[tuple[int, int]] = []
+    phase_bytes: list[tuple[int, int]] = []
+    """Bytes of gradients and of gathered weights at the start of each phase."""
 
-    states = {id(m._get_fsdp_state()): m for m in engine.model.modules() if isinstance(m, FSDPModule)}
-    groups_of = [module._get_fsdp_state()._fsdp_param_group for module in states.values()]
-    sharded = [parameter for group in groups_of if group is not None for parameter in group.fsdp_params]
+    modules = {id(m._get_fsdp_state()): m for m in engine.model.modules() if isinstance(m, FSDPModule)}
+    parameter_groups = [module._get_fsdp_state()._fsdp_param_group for module in modules.values()]
+    sharded = [parameter for group in parameter_groups if group is not None for parameter in group.fsdp_params]
 
-    def look(phase: str) -> None:
-        gradients = 0 if sharded else sum(local_bytes(p.grad) for p in engine.model.parameters())
+    def record_phase(phase: str) -> None:
+        gradients = 0 if sharded else sum(count_local_bytes(p.grad) for p in engine.model.parameters())
         gathered = 0
         for parameter in sharded:
-            gradients += local_bytes(parameter.sharded_param.grad) + local_bytes(parameter.unsharded_accumulated_grad)
+            gradients += count_local_bytes(parameter.sharded_param.grad) + count_local_bytes(
+                parameter.unsharded_accumulated_grad
+            )
             whole = getattr(parameter, "_unsharded_param", None)
             if whole is not None:
-                gradients += local_bytes(whole.grad)
+                gradients += count_local_bytes(whole.grad)
                 gathered += whole.untyped_storage().nbytes()
-        between.append((gradients, gathered))
+        phase_bytes.append((gradients, gathered))
 
     for step in (1, 2):
         tokens = torch.zeros((2, config.data.sequence_length + 1), dtype=torch.int64)
-        engine.backward({"tokens": tokens}, step, look)
+        engine.backward({"tokens": tokens}, step, record_phase)
         engine.update_weights(engine.clip_gradients(1.0).item())
-    gradients, gathered = between[-3]  # forward, backward, *forward*, backward, reduce
-    weights = sum(local_bytes(t) for name, t in state.items() if name.startswith("model."))
-    optimizer = sum(local_bytes(t) for name, t in state.items() if "exp_avg" in name)
+    # the phases of a step are forward, backward, forward, backward, reduce; the third starts between the micro-batches
+    gradients, gathered = phase_bytes[-3]
+    weights = sum(count_local_bytes(t) for name, t in state.items() if name.startswith("model."))
+    optimizer = sum(count_local_bytes(t) for name, t in state.items() if "exp_avg" in name)
     return weights, optimizer, gradients, gathered
 
 
@@ -96,14 +102,21 @@ def main() -> None:
     rows = []
     for name, parallel in LEVELS:
         for ranks in parser.parse_args().ranks:
-            results = run_ranks(ranks, measure, config_of(ranks, parallel))
-            most = (f"{max(column) / 1e6:.1f}" for column in zip(*results, strict=True))
-            rows.append([name, f"{ranks}", *most])
+            results = run_ranks(ranks, measure_rank_memory, make_config(ranks, parallel))
+            maxima = (f"{max(column) / 1e6:.1f}" for column in zip(*results, strict=True))
+            rows.append([name, f"{ranks}", *maxima])
     write_table(
         "memory",
         "Memory by ZeRO level",
-        "MB on the fullest rank, 27 M parameters in fp32; `python -m benchmarks.memory`.",
-        ["level", "ranks", "weights", "optimizer", "gradients, between micro-batches", "weights gathered, then"],
+        "MB on the rank that needs the most, 27 M parameters in fp32. Method: `benchmarks/memory.py`.",
+        [
+            "ZeRO level",
+            "ranks",
+            "weights",
+            "optimizer state",
+            "gradients between micro-batches",
+            "gathered weights between micro-batches",
+        ],
         rows,
     )
 

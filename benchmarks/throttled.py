@@ -1,14 +1,18 @@
-"""What a training waits for data that lies on a slow file system, without and with copies on the node's own disk.
+"""Measure how long training waits for data on a slow file system, with and without copies on the node's local disk.
 
-    python -m benchmarks.throttled [--steps 200] [--rate 8]     # root, and cgroup v1: tests/support/slow_mount.py
+    python -m benchmarks.throttled [--steps 200] [--rate 8]     # needs root and cgroup v1 (tests/support/slow_mount.py)
 
-A file of 96 million uint16 tokens, used where it lies (`data.records: tokens`), on a file system of which the training
-may read so many MB a second, with nothing of it in the page cache. One process, 64 samples of 129 tokens a step, drawn
-from all over the file. With `site.local_disk` the training begins on the slow file system and moves to the copy when
-that is whole; then the page cache forgets the slow file system again, so that whoever went on reading there would wait.
-Without it the page cache keeps what was read: waits end when it has all of the file, which it would not of terabytes.
-The figures are `data_wait_s` and `step_time_s` of metrics.jsonl, summed over the steps that are named; a step reads a
-megabyte or more, as the kernel reads ahead around each sample.
+The data is a file of 96 million uint16 tokens, which the run reads in place (`data.records: tokens`). A control group
+limits how many bytes per second the training process reads from the file system. The page cache is empty at the start.
+One process trains with 64 samples of 129 tokens per step, from all parts of the file. Because the kernel reads ahead
+around each sample, a step reads at least a megabyte.
+
+- With `site.local_disk`, training starts from the slow file system and changes to the copy when it is complete. The
+  benchmark then empties the page cache of the slow file system, so any further read from it would wait.
+- Without it, the page cache keeps what was read. The waits end when the cache has the whole file, which would not
+  happen with terabytes of data.
+
+The results are the sums of `data_wait_s` and `step_time_s` in metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -35,67 +39,88 @@ from tests.support.ranks import make_rank_info
 from tests.support.slow_mount import SlowMount, find_slow_mount_problem, slow_mount
 from tests.support.tiny import HarmlessFlag, make_run, write_config
 
-LIMIT_S = 400.0
+TRAINING_TIMEOUT_S = 400.0
 
 
-def run_on(mount: SlowMount, folder: Path, name: str, tokens: int, *overrides: str) -> Run:
-    """A run that is ready to train on so many tokens in a file on the mount, in parts of an eighth of it."""
-    tokenizer, file = folder / "text/runs/tiny/data/tokenizer.json", mount.folder / "tokens.bin"
+def create_run_on_mount(mount: SlowMount, folder: Path, name: str, tokens: int, *overrides: str) -> Run:
+    """Create a run, prepared for training, whose data is a file on the mount. The file is divided into eight shards.
+
+    Args:
+        mount: the slow file system. The file of tokens is created if it does not exist.
+        folder: where the run, and a small run with the tokenizer, are created.
+        name: name of the run.
+        tokens: number of tokens of the file.
+        overrides: config overrides.
+    """
+    tokenizer = folder / "text/runs/tiny/data/tokenizer.json"
+    file = mount.folder / "tokens.bin"
     if not file.exists():
         np.random.default_rng(0).integers(0, 299, tokens, dtype=np.uint16).tofile(file)
         (folder / "text").mkdir()
         make_run(folder / "text")
-    given = {"kind": "file", "path": str(tokenizer)}
-    data = (f"data.source={file}", "data.records=tokens", f"data.tokenizer={json.dumps(given)}", "data.verify=sizes")
-    more = (
+    tokenizer_config = json.dumps({"kind": "file", "path": str(tokenizer)})
+    run_overrides = (
+        f"data.source={file}",
+        "data.records=tokens",
+        f"data.tokenizer={tokenizer_config}",
+        "data.verify=sizes",
         "data.held_out=0",
         f"data.shard_tokens={tokens // 8}",
         "checkpoint.every_steps=100000",
         "stages.train.tasks_per_node=1",
     )
-    run = Run.create(load_config(write_config(folder, name), (*data, *more, *overrides)))
+    run = Run.create(load_config(write_config(folder, name), (*run_overrides, *overrides)))
     for stage in ("prepare", "shard"):
         load_stage_module(stage).run_stage(run, make_rank_info(0, 1, 1), {}, HarmlessFlag())
     return run
 
 
-def start(mount: SlowMount, run: Run, log: Path) -> subprocess.Popen[bytes]:
-    """The training, by the run's own copy of the code, as a process that reads the mount slowly."""
+def start_training(mount: SlowMount, run: Run, log: Path) -> subprocess.Popen[bytes]:
+    """Start the train stage with the run's copy of the code, as a process whose reads from the mount are limited."""
     command = mount.run_in_group([sys.executable, "-m", "pipeline", "train", str(run.path)])
     with open(log, "wb") as out:
         environment = {**os.environ, "PYTHONPATH": str(run.code_dir)}
         return subprocess.Popen(command, cwd=run.code_dir, env=environment, stdout=out, stderr=subprocess.STDOUT)
 
 
-def steps_of(run: Run) -> list[dict[str, float]]:
-    """The lines of metrics.jsonl."""
+def read_steps(run: Run) -> list[dict[str, float]]:
+    """Return the lines of metrics.jsonl."""
     return list(read_jsonl(run.path / "metrics.jsonl"))
 
 
-def copied(run: Run) -> bool:
-    """Whether the node's copies are whole. Raises RuntimeError where there will be none."""
+def has_complete_copies(run: Run) -> bool:
+    """Return whether the copies on the local disk are complete. Raises RuntimeError if copying failed."""
     reports = run.read_events("train", LocalCopy)
     if reports and reports[0].error is not None:
         raise RuntimeError(reports[0].error)
     return bool(reports)
 
 
-def waited(mount: SlowMount, run: Run, rate: int, log: Path) -> tuple[list[dict[str, float]], int, int]:
-    """The training's steps, how many were done when the copies were there, and bytes of the slow device since."""
+def measure_training(
+    mount: SlowMount, run: Run, bytes_per_s: int, log: Path
+) -> tuple[list[dict[str, float]], int, int]:
+    """Train while reads from the mount are limited.
+
+    Returns:
+        The lines of metrics.jsonl; the number of steps until the copies were complete, 0 without copies; and the bytes
+        read from the device afterwards.
+    """
     mount.drop_page_cache()
-    mount.limit_reads(rate)
-    process, moved, read = start(mount, run, log), 0, 0
-    deadline = time.monotonic() + LIMIT_S
+    mount.limit_reads(bytes_per_s)
+    process = start_training(mount, run, log)
+    steps_until_copied = 0
+    bytes_until_copied = 0
+    deadline = time.monotonic() + TRAINING_TIMEOUT_S
     try:
         while process.poll() is None and time.monotonic() < deadline:
-            if not moved and copied(run):
-                moved = len(steps_of(run)) + 1
+            if not steps_until_copied and has_complete_copies(run):
+                steps_until_copied = len(read_steps(run)) + 1
                 mount.drop_page_cache()
-                read = mount.count_bytes_read()
+                bytes_until_copied = mount.count_bytes_read()
             time.sleep(0.02)
         if process.poll() != 0:
             raise RuntimeError(log.read_text()[-2000:])
-        return steps_of(run), moved, mount.count_bytes_read() - read
+        return read_steps(run), steps_until_copied, mount.count_bytes_read() - bytes_until_copied
     finally:
         mount.limit_reads(0)
         process.kill()
@@ -109,31 +134,44 @@ def main() -> None:
     arguments = parser.parse_args()
     if reason := find_slow_mount_problem():
         raise SystemExit(reason)
-    tokens, rate = 96_000_000, int(arguments.rate * 1e6)
+    tokens = 96_000_000
+    bytes_per_s = int(arguments.rate * 1e6)
     sizes = ["data.sequence_length=128", "train.global_batch=64", "train.micro_batch=64", "train.threads=1"]
     sizes += [f"train.steps={arguments.steps}", "model.dim=32"]
-    rows = []
+    rows: list[list[str]] = []
     with tempfile.TemporaryDirectory(dir="/var/tmp") as name, slow_mount(tokens * 2) as mount:
         folder = Path(name)
         (folder / "disk").mkdir()
-        for kind, more in (("slow", ()), ("copied", (f"site.local_disk={folder}/disk",))):
-            run = run_on(mount, folder, kind, tokens, *sizes, *more)
-            steps, moved, read = waited(mount, run, rate, folder / f"{kind}.log")
-            parts = {"slow mount alone": steps} if not more else {"until the copy is there": steps[:moved]}
-            parts |= {"from then on": steps[moved:]} if more else {}
-            for words, some in parts.items():
-                step, wait = (sum(line[key] for line in some) for key in ("step_time_s", "data_wait_s"))
-                since = f"{read / 1e6:.1f}" if words == "from then on" else ""
-                share = f"{100 * wait / step:.2f} %"
-                figures = (f"{len(some)}", f"{step / len(some):.3f}", f"{wait:.3f}", share)
-                rows.append(["with `site.local_disk`" if more else "without", words, *figures, since])
+
+        def add_row(copies: str, phase: str, steps: list[dict[str, float]], mb_read: str = "") -> None:
+            step_s, wait_s = (sum(line[key] for line in steps) for key in ("step_time_s", "data_wait_s"))
+            figures = (f"{len(steps)}", f"{step_s / len(steps):.3f}", f"{wait_s:.3f}", f"{100 * wait_s / step_s:.2f} %")
+            rows.append([copies, phase, *figures, mb_read])
+
+        run = create_run_on_mount(mount, folder, "slow", tokens, *sizes)
+        steps, _, _ = measure_training(mount, run, bytes_per_s, folder / "slow.log")
+        add_row("without", "all steps", steps)
+        local_disk = f"site.local_disk={folder}/disk"
+        run = create_run_on_mount(mount, folder, "copied", tokens, *sizes, local_disk)
+        steps, copied_at, bytes_read = measure_training(mount, run, bytes_per_s, folder / "copied.log")
+        add_row("with `site.local_disk`", "until the copy is complete", steps[:copied_at])
+        add_row("with `site.local_disk`", "afterwards", steps[copied_at:], f"{bytes_read / 1e6:.1f}")
     write_table(
         "throttled",
-        "What a training waits for a slow file system",
-        f"{tokens * 2 / 1e6:.0f} MB of tokens on ext4 that may be read at {arguments.rate:g} MB/s "
-        "(cgroup, blkio.throttle.read_bps_device), one process, 64 samples of 129 tokens a step. Target: under 1 % of "
-        f"the step once the copy is there. How it is measured: `benchmarks/throttled.py`. torch {torch.__version__}.",
-        ["copies", "steps", "number", "s a step", "data_wait_s, sum", "of the step", "MB read of the mount"],
+        "Waiting for data on a slow file system",
+        f"{tokens * 2 / 1e6:.0f} MB of tokens on ext4, from which the process can read {arguments.rate:g} MB/s "
+        "(cgroup, blkio.throttle.read_bps_device). One process, 64 samples of 129 tokens per step. Target: waits are "
+        "less than 1 % of the step time when the copy is complete. Method: `benchmarks/throttled.py`. torch "
+        f"{torch.__version__}.",
+        [
+            "copies",
+            "phase",
+            "steps",
+            "s per step",
+            "sum of data_wait_s",
+            "share of the step time",
+            "MB read of the mount",
+        ],
         rows,
     )
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.throttled import copied, run_on, start, steps_of
+from benchmarks.throttled import create_run_on_mount, has_complete_copies, read_steps, start_training
 from pipeline.base.errors import ExitCode
 from pipeline.run.code import CODE_ROOT
 from tests.support.events import read_event_lines
@@ -42,19 +42,19 @@ def test_copied_data_is_not_read_from_shared_storage_again(tmp_path: Path, mount
     """After the copies are complete, the mount is limited to one byte per second, so that any read takes minutes."""
     (tmp_path / "disk").mkdir()
     overrides = (f"site.local_disk={tmp_path}/disk", f"train.steps={STEPS}", "train.threads=1")
-    run = slow_down_steps(run_on(mount, tmp_path, "run", TOKENS, *overrides), STEP_S)
+    run = slow_down_steps(create_run_on_mount(mount, tmp_path, "run", TOKENS, *overrides), STEP_S)
     mount.drop_page_cache()
     mount.limit_reads(8_000_000)
     bytes_before = mount.count_bytes_read()
-    process = start(mount, run, tmp_path / "log")
+    process = start_training(mount, run, tmp_path / "log")
     try:
         deadline = time.monotonic() + 240
-        while not copied(run):
+        while not has_complete_copies(run):
             assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
             time.sleep(0.02)
         mount.limit_reads(1)
         mount.drop_page_cache()
-        step_count = len(steps_of(run))
+        step_count = len(read_steps(run))
         bytes_read = mount.count_bytes_read()
         assert bytes_read - bytes_before >= 2 * TOKENS * 0.95, "the copies were read from the mount, not from the cache"
         # Each row maps 64 KiB of the file, which stay in memory. After 60 steps, most of the 32 MB is not mapped yet.
@@ -62,7 +62,7 @@ def test_copied_data_is_not_read_from_shared_storage_again(tmp_path: Path, mount
         reader = subprocess.Popen(mount.run_in_group(["cat", f"{mount.folder}/tokens.bin"]), stdout=subprocess.DEVNULL)
         assert process.wait(120) == ExitCode.DONE, (tmp_path / "log").read_text()
         assert reader.poll() is None and mount.count_bytes_read() == bytes_read, "a reader of the mount still waits"
-        assert [line["step"] for line in steps_of(run)] == list(range(1, STEPS + 1))
+        assert [line["step"] for line in read_steps(run)] == list(range(1, STEPS + 1))
     finally:
         mount.limit_reads(0)
         process.kill()
