@@ -1,4 +1,7 @@
-"""Activation checkpointing: backward recomputes activations instead of storing them (Chen et al., arXiv 1604.06174)."""
+"""Activation checkpointing: the backward pass recomputes activations instead of storing them.
+
+See Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,11 @@ _SUMS = (torch.ops._c10d_functional.reduce_scatter_tensor.default, torch.ops._c1
 
 
 def apply_activation_checkpointing(block: nn.Module, kind: str) -> None:
-    """Let backward recompute the activations of `block`, in place.
+    """Change `block` in place so that the backward pass recomputes its activations.
 
-    kind: `full` recomputes everything, `selective` everything except expensive operations, `none` nothing.
+    Args:
+        block: the module to change.
+        kind: `full` recomputes everything, `selective` everything except expensive operations, `none` nothing.
     """
     if kind == "none":
         return
@@ -27,21 +32,21 @@ def apply_activation_checkpointing(block: nn.Module, kind: str) -> None:
             return layer(*inputs)
         options: dict[str, Any] = {}
         if kind == "selective":
-            options["context_fn"] = _selective_contexts  # a function of the module: torch.compile rejects a closure
+            options["context_fn"] = _create_contexts  # A module-level function, because torch.compile rejects closures.
         return checkpoint.checkpoint(layer, *inputs, use_reentrant=False, **options)
 
     block.forward = forward
 
 
-def _selective_contexts() -> Any:
+def _create_contexts() -> Any:
     return checkpoint.create_selective_checkpoint_contexts(_save_expensive)
 
 
 def _save_expensive(context: Any, op: Any, *inputs: Any, **__: Any) -> checkpoint.CheckpointPolicy:
-    """Save the results of matrix products and attention; element-wise operations are cheap to recompute.
+    """Save the results of matrix products and attention. Element-wise operations are cheap to recompute.
 
-    If a product is summed over tensor parallel ranks, its sum is saved instead: that is a shard, and expensive to
-    communicate again.
+    If a product is summed over tensor-parallel ranks, the sum is saved instead of the product. The sum is only a shard,
+    and recomputing it would repeat the communication.
     """
     is_summed = op in _PRODUCTS and isinstance(inputs[-1], DTensor) and inputs[-1].placements[-1].is_shard(0)
     is_expensive = (op in _PRODUCTS and not is_summed) or op in _SUMS or "scaled_dot_product" in str(op)

@@ -1,12 +1,12 @@
-"""Initialize a model from the safetensors files of an open model's folder, for any parallel layout.
+"""Initialize a model from the safetensors files in the folder of an open-weights model, for any parallel layout.
 
-The ranks share the reading of the file headers and exchange the results, so all of them find the same tensors and raise
-the same error. Each rank then copies only its own part of each tensor. Meanwhile threads hash the files, each on one
-rank, which also reads them ahead.
+Each rank reads the headers of some files. The ranks exchange the results, so all of them know the same tensors and
+raise the same error. Each rank then copies only its part of each tensor. Meanwhile, threads hash the files. Each file
+is hashed by one rank, which also brings it into the page cache.
 
-A safetensors file is a JSON header with names, types, shapes and offsets, followed by the tensors, so it can execute
-nothing. The folder is read once, when the training starts. `source.json` in the run directory then records it. Its hash
-is part of each checkpoint (pipeline/checkpoint/identity.py), and its copies of the tokenizer's files serve an export.
+A safetensors file is a JSON header with names, types, shapes and offsets, followed by the tensors. It cannot execute
+code. The folder is read once, when training starts, and recorded in `source.json` of the run directory. The hash of
+`source.json` is part of each checkpoint (pipeline/checkpoint/identity.py). Export uses its copies of tokenizer files.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from pipeline.model.task import Task
 from pipeline.run.directory import Run
 
 TensorSpecs = dict[str, tuple[list[int], str]]
-"""Shape and type of tensors, by name."""
+"""Shape and safetensors dtype of each tensor, by name."""
 _TYPES = ("F64", "F32", "F16", "BF16")
 _UNUSED_SUFFIX = ".rotary_emb.inv_freq"
-"""Suffix of a table that older Llamas store with their weights, although it follows from the config."""
+"""Suffix of a table that older Llama models store with their weights, although it follows from the config."""
 
 
 @dataclass(frozen=True)
 class OpenWeights:
-    """A folder whose tensors match the model."""
+    """A model folder whose tensors match the model."""
 
     folder: Path
     files: Mapping[str, str]
@@ -71,57 +71,71 @@ class OpenWeights:
 
 
 def open_initial_weights(run: Run, task: Task, group: dist.ProcessGroup) -> OpenWeights | None:
-    """Open the folder from which the run's decoder starts; None if its weights are sampled.
+    """Open the folder with the decoder's initial weights (`model.init_from`); return None if the weights are sampled.
 
-    All ranks of the Gloo `group` call it. Raises UserError on all of them if the folder has changed since the run was
-    made, if a file is not safetensors, and if a tensor is missing, unexpected or has another shape or type.
+    All ranks of the Gloo `group` must call this. All of them raise UserError if:
+
+    - the folder has changed since the run was created,
+    - a file is not a safetensors file,
+    - a tensor is missing, is unexpected, or has the wrong shape or type.
     """
     model = run.config.model
     metadata = run.config.metadata.model
     if model.init_from is None:
         return None
-    folder, rank, ranks = model.init_from, dist.get_rank(group), dist.get_world_size(group)
+    folder = model.init_from
+    rank = dist.get_rank(group)
+    world_size = dist.get_world_size(group)
 
     def hash_file(name: str) -> str:
         with translate_read_errors(str(folder / name)), open_inside(folder, name) as file:
             return sha256_file(file)
 
-    def read_own_headers() -> dict[str, TensorSpecs]:
+    def read_headers_of_rank() -> dict[str, TensorSpecs]:
         with translate_read_errors(str(folder / CONFIG_FILE)), open_inside(folder, CONFIG_FILE) as file:
             if sha256_file(file) != metadata.init_sha256:
                 raise UserError(
                     "model.folder_changed",
-                    f"{folder / CONFIG_FILE} was changed since this run was made from it: make a new run",
+                    f"{folder / CONFIG_FILE} has changed since this run was created from it: start a new run",
                 )
-        names = list_weight_files(folder)[rank::ranks]
+        names = list_weight_files(folder)[rank::world_size]
         if metadata.init_files not in (None, hash_weight_stats(folder)):
             raise UserError(
                 "model.folder_changed",
-                f"{folder}: files with its weights were changed since this run was made from it, by size or time: make "
-                "a new run",
+                f"{folder}: the size or modification time of a weight file has changed since this run was created from "
+                "it: start a new run",
             )
         return {name: read_tensor_specs(folder, name) for name in names}
 
-    seen = {name: found for part in all_gather_results(group, read_own_headers) for name, found in part.items()}
-    whole = dict(task.named_weights(task.build(range(model.layers))))
-    source = match_tensors(folder, seen, whole, tied=model.tie_word_embeddings)
+    specs_by_file: dict[str, TensorSpecs] = {}
+    for specs_of_rank in all_gather_results(group, read_headers_of_rank):
+        specs_by_file |= specs_of_rank
+    parameters = dict(task.named_weights(task.build(range(model.layers))))
+    weights = match_tensors(folder, specs_by_file, parameters, is_tied=model.tie_word_embeddings)
     threads = ThreadPoolExecutor(4)
-    digests = {name: threads.submit(hash_file, name) for name in sorted(seen)[rank::ranks]}
+    pending_hashes = {name: threads.submit(hash_file, name) for name in sorted(specs_by_file)[rank::world_size]}
 
     def write_source() -> None:
-        parts = all_gather_results(group, lambda: {name: digest.result() for name, digest in digests.items()})
-        hashes = dict(sorted(each for part in parts for each in part.items()))
-        all_gather_results(group, lambda: _write_source(run, folder, hashes) if rank == 0 else None)
+        hashes: dict[str, str] = {}
+        for hashes_of_rank in all_gather_results(
+            group, lambda: {name: pending.result() for name, pending in pending_hashes.items()}
+        ):
+            hashes |= hashes_of_rank
+        all_gather_results(
+            group, lambda: _write_source(run, folder, dict(sorted(hashes.items()))) if rank == 0 else None
+        )
 
-    return replace(source, write_source=write_source)
+    return replace(weights, write_source=write_source)
 
 
 def _write_source(run: Run, folder: Path, hashes: Mapping[str, str]) -> None:
-    """Record the files that the training starts from."""
-    own = run.config.data.tokenizer.path == folder / TOKENIZER_FILE
+    """Write `source.json`: the folder, the SHA-256 of its files and, if the run uses its tokenizer, tokenizer files."""
+    uses_tokenizer_of_folder = run.config.data.tokenizer.path == folder / TOKENIZER_FILE
     files = {CONFIG_FILE: run.config.metadata.model.init_sha256, **hashes}
-    kept = {"along": read_tokenizer_files(folder), "token_ids": read_token_ids(folder)} if own else {"along": {}}
-    write_json(run.path / SOURCE_FILE, add_checksum({"folder": str(folder), "files": files, **kept}))
+    tokenizer: dict[str, object] = {"along": {}}
+    if uses_tokenizer_of_folder:
+        tokenizer = {"along": read_tokenizer_files(folder), "token_ids": read_token_ids(folder)}
+    write_json(run.path / SOURCE_FILE, add_checksum({"folder": str(folder), "files": files, **tokenizer}))
 
 
 def read_tensor_specs(folder: Path, file_name: str) -> TensorSpecs:
@@ -139,54 +153,57 @@ def read_tensor_specs(folder: Path, file_name: str) -> TensorSpecs:
     except SafetensorError as error:
         raise UserError(
             "model.not_safetensors",
-            f"{file} is no safetensors file ({error}): nothing of it was executed; fetch it again, or let transformers "
-            "save the model as safetensors",
+            f"{file} is not a safetensors file ({error}). None of its content was executed. Download it again, or save "
+            "the model as safetensors with transformers",
         ) from error
 
 
 def match_tensors(
-    folder: Path, specs: Mapping[str, TensorSpecs], whole: Mapping[str, nn.Parameter], *, tied: bool
+    folder: Path, specs: Mapping[str, TensorSpecs], parameters: Mapping[str, nn.Parameter], *, is_tied: bool
 ) -> OpenWeights:
-    """Match the tensors of a folder with a model.
+    """Match the tensors of a folder with the parameters of a model.
 
     Args:
+        folder: the model folder.
         specs: tensors of each file.
-        whole: parameters of the whole model.
-        tied: whether the output layer shares the embedding, so that its tensor is ignored.
+        parameters: parameters of the whole model, by name.
+        is_tied: whether the output layer shares the embedding. Its tensor is then ignored.
 
-    Raises UserError if tensors are missing, repeated or unexpected, or have another shape or type.
+    Raises UserError if a tensor is missing, repeated or unexpected, or has the wrong shape or type.
     """
     files: dict[str, str] = {}
     tensors: dict[str, tuple[list[int], str]] = {}
     for name, content in sorted(specs.items()):
-        if twice := sorted(content.keys() & files.keys()):
+        if duplicates := sorted(content.keys() & files.keys()):
             raise UserError(
                 "model.duplicate_tensor",
-                f"{folder}: {twice[0]} stands in {files[twice[0]]} and in {name}: keep one of them",
+                f"{folder}: tensor {duplicates[0]} is in both {files[duplicates[0]]} and {name}: remove one of them",
             )
         files |= dict.fromkeys(content, name)
         tensors |= content
-    for name, parameter in whole.items():
-        shape, kind = tensors.get(name, (None, None))
+    for name, parameter in parameters.items():
+        shape, dtype = tensors.get(name, (None, None))
         if shape is None:
             raise UserError(
                 "model.missing_tensor",
-                f"{folder}: there is no tensor {name} in its safetensors files: fetch the folder again",
+                f"{folder}: its safetensors files have no tensor {name}: download the folder again",
             )
         if shape != list(parameter.shape):
             raise UserError(
                 "model.wrong_shape",
-                f"{folder}: {name} has the shape {shape}, and {CONFIG_FILE} asks for {list(parameter.shape)}",
+                f"{folder}: tensor {name} has shape {shape}, but {CONFIG_FILE} requires {list(parameter.shape)}",
             )
-        if kind not in _TYPES:
+        if dtype not in _TYPES:
             raise UserError(
                 "model.wrong_type",
-                f"{folder}: {name} is of type {kind}, not one of {', '.join(_TYPES)}: take one that is",
+                f"{folder}: tensor {name} has type {dtype}, but only {', '.join(_TYPES)} are supported: use a version "
+                "of the model with one of these types",
             )
-    unknown = sorted(name for name in tensors.keys() - whole.keys() if not name.endswith(_UNUSED_SUFFIX))
-    if unknown and not (tied and unknown == [LM_HEAD]):
+    unexpected = sorted(name for name in tensors.keys() - parameters.keys() if not name.endswith(_UNUSED_SUFFIX))
+    if unexpected and not (is_tied and unexpected == [LM_HEAD]):
         raise UserError(
             "model.unexpected_tensor",
-            f"{folder}: {CONFIG_FILE} says nothing of {unknown[0]}, so the model would not be that one",
+            f"{folder}: no parameter of the model that {CONFIG_FILE} describes belongs to tensor {unexpected[0]}, so "
+            "the loaded model would differ from the original",
         )
     return OpenWeights(folder, files)

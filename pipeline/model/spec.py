@@ -1,8 +1,9 @@
-"""The decoder described once: its parameters, their shapes, how they are sharded, and its FLOPs.
+"""The only description of the decoder's parameters: names, shapes, sharding and FLOPs.
 
-Building (pipeline/model/decoder.py), partitioning (tensor parallelism, pipeline stages), counting
-(pipeline/parallel/traffic.py), planning and export read this description. It needs no torch, so the login node can use
-it. Names are those of Hugging Face's `LlamaForCausalLM`; tests/model/test_spec.py compares it with the built decoder.
+It is used to build the decoder (pipeline/model/decoder.py), to split it (tensor and pipeline parallelism), to count
+communication (pipeline/parallel/traffic.py), to plan, and to export. It needs no torch, so the login node can use it.
+Names are those of Hugging Face's `LlamaForCausalLM`. tests/model/test_spec.py compares this description with the built
+decoder.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pipeline.config.sections import ModelConfig
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 LM_HEAD = "lm_head.weight"
-"""The output layer; it may be tied to the embedding."""
+"""Name of the output layer's weight. It may be tied to the embedding."""
 
 
 class ParameterSpec(NamedTuple):
@@ -30,51 +31,56 @@ class ParameterSpec(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Number of values."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it has two dimensions; norms and biases have one."""
+        """Whether the parameter has two dimensions. Norms and biases have one."""
         return len(self.shape) > 1
 
     @property
     def layer(self) -> int:
-        """Number of the block that has it; -1 if it belongs to no block."""
+        """Number of the parameter's block; -1 if it belongs to no block."""
         return int(self.name.split(".")[2]) if ".layers." in self.name else -1
 
     @property
     def is_block_matrix(self) -> bool:
-        """Whether it is a matrix of a block: not the embedding, the output layer or a vector."""
+        """Whether the parameter is a matrix inside a block. The embedding and the output layer are outside blocks."""
         return self.is_matrix and self.layer >= 0
 
     def local(self, tp: int) -> ParameterSpec:
-        """Return the shard of one of `tp` tensor parallel ranks. Sizes must divide."""
+        """Return the shard of one of `tp` tensor-parallel ranks. `tp` must divide the sharded dimension."""
         if self.tp_dim is None:
             return self
         shape = tuple(size // tp if dim == self.tp_dim else size for dim, size in enumerate(self.shape))
         return self._replace(shape=shape)
 
     def fsdp_numel(self, ranks: int) -> int:
-        """Return the values per rank if FSDP shards it: rows are split, and all ranks are padded to the first."""
+        """Return the number of elements per rank if FSDP shards the parameter over `ranks`.
+
+        FSDP splits the rows and pads all shards to the size of the first one.
+        """
         return math.ceil(self.shape[0] / ranks) * math.prod(self.shape[1:])
 
 
 def query_width(model: ModelConfig) -> int:
-    """Return the width of the queries of all heads."""
+    """Return the total width of all query heads."""
     return model.heads * model.head_size
 
 
 def key_value_width(model: ModelConfig) -> int:
-    """Return the width of the keys (or the values) of all heads."""
+    """Return the total width of all key heads, which is also that of all value heads."""
     return model.num_kv_heads * model.head_size
 
 
 def block_parameters(model: ModelConfig, layer: int) -> Iterator[ParameterSpec]:
     """Yield the parameters of one block."""
-    query, shared, ffn = query_width(model), key_value_width(model), model.ffn_size
+    query = query_width(model)
+    key_value = key_value_width(model)
+    ffn = model.ffn_size
     prefix = f"model.layers.{layer}"
-    for projection, width in (("q_proj", query), ("k_proj", shared), ("v_proj", shared)):
+    for projection, width in (("q_proj", query), ("k_proj", key_value), ("v_proj", key_value)):
         yield ParameterSpec(f"{prefix}.self_attn.{projection}.weight", (width, model.dim), 0)
         if model.attention_bias != "none":
             yield ParameterSpec(f"{prefix}.self_attn.{projection}.bias", (width,), 0)
@@ -92,14 +98,15 @@ def block_parameters(model: ModelConfig, layer: int) -> Iterator[ParameterSpec]:
 
 
 def decoder_parameters(model: ModelConfig, vocab_size: int, layers: range | None = None) -> Iterator[ParameterSpec]:
-    """Yield the parameters of the decoder, or of the part with these blocks (a pipeline stage).
+    """Yield the parameters of the decoder, or of the model part with the blocks `layers`.
 
-    The embedding belongs to the part with the first block, the last norm and the output layer to the part with the last
-    block. A tied output layer has no parameter of its own if the part has the embedding; otherwise it has a copy, under
-    the embedding's name.
+    The part with the first block has the embedding. The part with the last block has the last norm and the output
+    layer. A tied output layer shares the embedding's parameter. If the embedding is in another part, the output layer
+    has a copy under the embedding's name.
     """
     layers = range(model.layers) if layers is None else layers
-    is_first, is_last = layers.start == 0, layers.stop == model.layers
+    is_first = layers.start == 0
+    is_last = layers.stop == model.layers
     if is_first:
         yield ParameterSpec(EMBEDDING, (vocab_size, model.dim), 0)
     for layer in layers:
@@ -111,16 +118,16 @@ def decoder_parameters(model: ModelConfig, vocab_size: int, layers: range | None
 
 
 def count_block_parameters(model: ModelConfig, *, matrices_only: bool = False) -> int:
-    """Return the number of parameter values of one block."""
+    """Return the number of elements of all parameters, or of the matrices only, of one block."""
     return sum(p.numel for p in block_parameters(model, 0) if p.is_matrix or not matrices_only)
 
 
 def training_flops_per_token(model: ModelConfig, vocab_size: int, sequence_length: int) -> int:
-    """Return the floating-point operations of training on one token, forward and backward: 6 N + 12 L H Q T.
+    """Return the floating-point operations of the forward and backward pass per token: 6 N + 12 L H Q T.
 
-    Chowdhery et al., "PaLM", arXiv 2204.02311, appendix B: N parameters, L layers, H heads of width Q, T tokens of
-    context. The causal mask is not deducted and recomputation is not counted. As usual, N includes the embedding even
-    though it is only a lookup (7 % of 8.03 billion parameters with a vocabulary of 128,256).
+    The formula is from Chowdhery et al., "PaLM", arXiv 2204.02311, appendix B: N parameters, L layers, H heads of width
+    Q, T tokens of context. The causal mask is not deducted and recomputation is not counted. As usual, N includes the
+    embedding even though it is only a lookup (7 % of 8.03 billion parameters with a vocabulary of 128,256).
     """
     tables = 1 if model.tie_word_embeddings else 2
     parameters = model.layers * count_block_parameters(model) + model.dim + tables * vocab_size * model.dim
@@ -128,15 +135,24 @@ def training_flops_per_token(model: ModelConfig, vocab_size: int, sequence_lengt
 
 
 def block_flops_per_token(model: ModelConfig, sequence_length: int) -> int:
-    """Return the multiplications of one block's forward per token; attention covers half the sequence on average."""
+    """Return the number of multiplications per token in one block's forward pass.
+
+    Because of the causal mask, a token attends to half the sequence on average.
+    """
     return count_block_parameters(model, matrices_only=True) + query_width(model) * sequence_length
 
 
 def hidden_state_shape(
     model: ModelConfig, micro_batch: int, sequence_length: int, sequence_shards: int = 1
 ) -> tuple[int, int, int]:
-    """Return the shape (B, T, D) of the hidden states between blocks, which are also the messages between stages.
+    """Return the shape (B, T, D) of the hidden states between blocks.
 
-    sequence_shards: number of ranks that split the sequence (sequence parallelism).
+    Pipeline-parallel stages send tensors of this shape to each other.
+
+    Args:
+        model: the model's config.
+        micro_batch: B, the number of samples of a micro-batch.
+        sequence_length: length of a whole sequence.
+        sequence_shards: number of ranks that split the sequence (sequence parallelism).
     """
     return micro_batch, sequence_length // sequence_shards, model.dim

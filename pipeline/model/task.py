@@ -1,8 +1,9 @@
-"""What a training needs to know about its model: the decoder on tokens, or a custom model on arrays.
+"""The task of a run: how its model is built, reads a batch and computes the loss.
 
 The engine composes the parallelisms, the trainer runs the loop and the evaluator sums results. All of them use a
 `Task` to build, parallelize and initialize the model, to read a batch and to compute the loss. A batch is a dict of
-arrays from the data loader. `DecoderTask` trains the decoder, `CustomModelTask` a model of the user's module.
+arrays from the data loader. `DecoderTask` trains the decoder on tokens. `CustomModelTask` trains a model of the user's
+module on arrays.
 """
 
 from __future__ import annotations
@@ -48,13 +49,16 @@ from pipeline.parallel.mesh import Layout
 from pipeline.run.directory import Run
 
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
-"""Type of forward passes by precision; others use fp32. float8 is for some matrices (pipeline/parallel/float8.py)."""
-_SAMPLES = 8
+"""Autocast type of the forward pass by `train.precision`; other precisions use fp32.
+
+With `fp8`, pipeline/parallel/float8.py also converts some linear layers.
+"""
+_MAX_CHECKED_SAMPLES = 8
 """Maximum number of samples that are used to check whether a loss is a sum."""
-_ROUNDING = 0.05
-"""What sums in bfloat16 may be off; a mean of two is off by a half."""
-_SAME = 0.005
-"""What two losses of the same samples may differ by, as a share: bfloat16 has 8 bits."""
+_SUM_TOLERANCE = 0.05
+"""Relative tolerance for sums in bfloat16. The mean of two losses differs from their sum by a half."""
+_EQUAL_TOLERANCE = 0.005
+"""Relative tolerance within which two losses of the same samples are equal. bfloat16 has 8 bits of precision."""
 _ACROSS_SAMPLES = (
     "A loss that compares samples with each other (contrastive, in-batch negatives, statistics over the batch) is not "
     "supported yet: Sluice adds up the losses of micro-batches and ranks, each of which has a part of the batch."
@@ -64,20 +68,23 @@ _ANY_NUMBER = f"{_ACROSS_SAMPLES} Any other loss must take any number of samples
 
 
 class Task(ABC):
-    """What a training needs to know about its model. See :class:`DecoderTask` and :class:`CustomModelTask`."""
+    """How the model of a run is built, reads a batch and computes the loss.
+
+    A model part is the whole model, or the blocks of one pipeline-parallel stage.
+    """
 
     unit: str
     """What metrics count: tokens or samples."""
     units_per_step: int
     """Number of units in a global batch."""
     flops_per_unit: int = 0
-    """Floating-point operations of training on one unit; 0 if unknown."""
+    """Floating-point operations of forward and backward for one unit; 0 if unknown."""
     sample_shapes: Mapping[str, tuple[tuple[int, ...], str]]
     """Shape and type of each array of a sample."""
     user_module: Any = None
     """The user's module of a custom model."""
     transform: Any = None
-    """The function of the user's module that changes samples as they are read."""
+    """The `transform` function of the user's module, which changes samples as they are read."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -107,7 +114,7 @@ class Task(ABC):
 
     @abstractmethod
     def init_weights(self, part: Any, device: torch.device, sample: bool = True) -> None:
-        """Set all initial weights in place, sampled on `device`; zeros if they need not be sampled."""
+        """Set all initial weights in place. They are sampled on `device`, or 0 if `sample` is False."""
 
     @abstractmethod
     def named_weights(self, part: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -124,9 +131,9 @@ class Task(ABC):
 
     @abstractmethod
     def count_loss_entries(self, batch: Batch) -> Tensor | None:
-        """Return the number of entries (int64, 0-d) in the sum that is the loss of this batch.
+        """Return how many entries (tokens or samples) this batch's summed loss has, as an int64 scalar.
 
-        None if a global batch always has `units_per_step` entries.
+        Return None if a global batch always has `units_per_step` entries.
         """
 
     @abstractmethod
@@ -134,11 +141,11 @@ class Task(ABC):
         """Return the positional arguments of the model's forward."""
 
     def loss_inputs(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the keyword arguments with which the forward of the last part returns the loss itself."""
+        """Return the keyword arguments that let the forward of the last part return the loss; {} if there are none."""
         return {}
 
     def document_boundaries(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the keyword arguments of every part that mask attention across documents; {} without a mask."""
+        """Return the keyword arguments of every part that mask attention across documents; {} if it is not masked."""
         return {}
 
     @abstractmethod
@@ -146,11 +153,14 @@ class Task(ABC):
         """Return the summed loss of the batch: an fp32 scalar."""
 
     def metrics(self, outputs: Any, batch: Batch) -> Mapping[str, Any]:
-        """Return further sums of an evaluation, by name."""
+        """Return additional sums that an evaluation reports, by name."""
         return {}
 
     def smallest_batch(self, device: torch.device) -> Batch:
-        """Return a batch of zeros that a forward pass accepts: one sample; with `compile`, a micro-batch of samples."""
+        """Return the smallest batch of zeros that a forward pass accepts.
+
+        It has one sample. With `train.compile` it has `train.micro_batch` samples, because shapes are then fixed.
+        """
         rows = self.config.train.micro_batch if self.config.train.compile else 1
         return {
             name: torch.zeros((rows, *shape), dtype=getattr(torch, dtype), device=device)
@@ -166,22 +176,22 @@ class DecoderTask(Task):
 
     Args:
         config: the run's config.
-        vocab_size: size of the tokenizer; `model.vocab_size` has priority.
-        eos_id: the token that ends a document, for `data.document_mask` on text.
-        end_begins_next: whether `eos_id` is also the first token of the next document, as for tokenizers that have one
-            token for both.
+        vocab_size: number of ids of the tokenizer. `model.vocab_size` has priority.
+        eos_id: id of the token that ends a document. It is used for `data.document_mask` on text.
+        eos_starts_next: whether `eos_id` is also the first token of the next document. This is so if a tokenizer uses
+            one token for both.
     """
 
     unit = "tokens"
 
-    def __init__(self, config: Config, vocab_size: int, eos_id: int = -1, end_begins_next: bool = False) -> None:
+    def __init__(self, config: Config, vocab_size: int, eos_id: int = -1, eos_starts_next: bool = False) -> None:
         super().__init__(config)
         has_mask = config.data.has_loss_mask
         self.vocab_size = config.model.vocab_size or vocab_size
         self.sequence_length = config.data.sequence_length
         self.eos_id = eos_id
-        self._end_begins_next = end_begins_next
-        self._all_tokens_have_loss = not has_mask and (end_begins_next or not config.data.document_mask)
+        self._eos_starts_next = eos_starts_next
+        self._all_tokens_have_loss = not has_mask and (eos_starts_next or not config.data.document_mask)
         self.units_per_step = config.train.global_batch * self.sequence_length
         self.flops_per_unit = training_flops_per_token(config.model, self.vocab_size, self.sequence_length)
         self.sample_shapes = {"tokens": ((self.sequence_length + 1,), "int64")}
@@ -205,30 +215,30 @@ class DecoderTask(Task):
     def modules_to_compile(self, part: Decoder, layout: Layout) -> Sequence[nn.Module]:
         """Return the blocks; with tensor parallelism, the attention and MLP of each block.
 
-        Compiled code must not contain the step from a parallelized norm to its inputs: backward of torch 2.13 fails
-        there.
+        A parallelized norm must not be compiled together with the modules that use its output, because the backward
+        pass of torch 2.13 fails if it is.
         """
         if layout.tp == 1:
             return self.blocks(part)
         return [module for block in part.model.blocks for module in (block.self_attn, block.mlp)]
 
     def fsdp_groups(self, part: Decoder) -> Iterable[tuple[list[nn.Module], bool]]:
-        """Return a group per block, one for the embedding and one for the last norm and output layer."""
+        """Return one group per block, one for the embedding, and one for the last norm and the output layer."""
         yield from (([block], True) for block in self.blocks(part))
-        if not self.config.model.tie_word_embeddings:  # tied weights must stay in one group, the root's
+        if not self.config.model.tie_word_embeddings:  # Tied weights must stay in one group, which is the root group.
             if part.model.embed_tokens is not None:
                 yield [part.model.embed_tokens], True
             if part.model.norm is not None and part.lm_head is not None:
                 yield [part.model.norm, part.lm_head], False
 
     def apply_tensor_parallel(self, part: Decoder, mesh: DeviceMesh, layout: Layout) -> None:
-        """Parallelize the part over `mesh`; logits stay sharded if the loss can use them so."""
+        """Parallelize the part over `mesh`, in place. Logits stay sharded if the loss can use sharded logits."""
         shard_logits = self.config.parallel.loss_parallel and self.config.train.loss_chunk is None
         apply_tensor_parallel(part, mesh, sequence_parallel=layout.sequence_parallel, shard_logits=shard_logits)
 
     def init_weights(self, part: Decoder, device: torch.device, sample: bool = True) -> None:
         """Set all initial weights in place; move the rotary tables to `device`."""
-        part.model.rotary.to(device)  # the tables are used there, even if the weights are offloaded
+        part.model.rotary.to(device)  # The forward pass uses the tables on this device even if weights are offloaded.
         seed = self.config.run.seed if sample else None
         init_weights(part, seed, self.config.model.initializer_range, device)
 
@@ -237,7 +247,7 @@ class DecoderTask(Task):
         yield from part.named_weights()
 
     def count_loss_entries(self, batch: Batch) -> Tensor | None:
-        """Return the number of tokens with a loss; None if all have one."""
+        """Return the number of tokens with a loss (int64 scalar); None if all tokens have one."""
         if self._all_tokens_have_loss:
             return None
         return (self.next_tokens(batch) != IGNORE_INDEX).sum(dtype=torch.int64)
@@ -253,7 +263,7 @@ class DecoderTask(Task):
     def next_tokens(self, batch: Batch) -> Tensor:
         """Return the token that follows each input: int64, shape (B, T); IGNORE_INDEX for tokens without a loss.
 
-        There is no loss outside responses, nor on the first token of a document that is masked from the previous one.
+        Tokens outside responses have no loss. With a document mask, the first token of each document has none either.
         """
         tokens = batch["tokens"]
         targets_BT = tokens[:, 1:]
@@ -264,19 +274,20 @@ class DecoderTask(Task):
         return targets_BT.where(tokens[:, :-1].ne(self.eos_id), IGNORE_INDEX)
 
     def document_boundaries(self, batch: Batch) -> dict[str, Tensor]:
-        """Return where documents start, if `data.document_mask` is set."""
+        """Return `starts_BT` (bool, True at the first token of each document) if `data.document_mask` is set."""
         if not self.config.data.document_mask:
             return {}
         if "mask" in batch:
             return {"starts_BT": (batch["mask"][:, :-1] & MASK_DOCUMENT_START).ne(0)}
-        if self._end_begins_next:
+        if self._eos_starts_next:
             return {"starts_BT": batch["tokens"][:, :-1].eq(self.eos_id)}
-        # the token after each end; the first input starts a document in any case
+        # A document starts after each end token. roll() moves the last token to the front, which does no harm, because
+        # the first token of a sample always starts a document.
         return {"starts_BT": batch["tokens"][:, :-1].roll(1, dims=1).eq(self.eos_id)}
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
         """Return the cross-entropy summed over tokens: an fp32 scalar."""
-        if outputs.ndim == 0:  # the loss itself, because of `loss_inputs`
+        if outputs.ndim == 0:  # The output layer has computed the loss, because it received `loss_inputs`.
             loss: Tensor = outputs
             return loss
         return cross_entropy_sum(outputs, self.next_tokens(batch))
@@ -284,16 +295,16 @@ class DecoderTask(Task):
 
 @dataclass
 class _Losses:
-    """Losses of some samples of a batch. They show whether the loss function is a sum over samples."""
+    """Losses of some samples of a batch, from which it follows whether the loss function is a sum over samples."""
 
     separate: list[float]
-    """Losses of the samples, one sample in each call."""
+    """Losses of calls with one sample each."""
     together: float
-    """Loss of all these samples in one call."""
+    """Loss of one call with all these samples."""
     repeated: float = math.nan
-    """Loss of the same call, made again."""
+    """Loss of a second, equal call with all these samples."""
     doubled: float = math.nan
-    """Loss of one call with each of these samples twice."""
+    """Loss of one call that contains each of these samples twice."""
 
     @property
     def total(self) -> float:
@@ -302,11 +313,11 @@ class _Losses:
 
     @property
     def _tolerance(self) -> float:
-        return _ROUNDING * sum(map(abs, self.separate))
+        return _SUM_TOLERANCE * sum(map(abs, self.separate))
 
     @property
     def is_inconclusive(self) -> bool:
-        """Whether all losses are 0, for example of a batch of zeros, or a loss is not finite."""
+        """Whether the losses show nothing: all are 0 (for example for a batch of zeros), or one is not finite."""
         if math.isfinite(self.together):
             return self.together == 0 and not any(self.separate)
         return not all(map(math.isfinite, self.separate))
@@ -318,21 +329,21 @@ class _Losses:
 
     @property
     def is_random(self) -> bool:
-        """Whether two equal calls returned different losses."""
-        return abs(self.repeated - self.together) > _SAME * abs(self.together)
+        """Whether two equal calls returned different losses, because the loss uses random numbers."""
+        return abs(self.repeated - self.together) > _EQUAL_TOLERANCE * abs(self.together)
 
     @property
     def is_mean(self) -> bool:
         """Whether the loss is a mean, possibly weighted.
 
-        It is then between the separate losses, and doubling the samples does not change it.
+        A mean lies between the separate losses, and repeating all samples does not change it.
         """
         is_between = min(self.separate) - self._tolerance <= self.together <= max(self.separate) + self._tolerance
-        return is_between and abs(self.doubled - self.together) <= _SAME * abs(self.together)
+        return is_between and abs(self.doubled - self.together) <= _EQUAL_TOLERANCE * abs(self.together)
 
     @property
     def constant(self) -> float:
-        """The loss of zero samples, if each sample adds a term that does not depend on the others."""
+        """Loss of a call without samples, if each sample adds a term that does not depend on the others."""
         return 2 * self.together - self.doubled
 
     @property
@@ -359,7 +370,7 @@ class CustomModelTask(Task):
         self._is_sum = False
 
     def build(self, layers: range) -> nn.Module:
-        """Build these blocks. Raise UserError as `build_user_model` does."""
+        """Build the part with these blocks. Raises UserError as :func:`build_user_model` does."""
         part = build_user_model(self.facts.target, self.user_module, self.options, layers)
         if (dtype := DTYPES.get(self.config.train.precision)) is not None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -367,41 +378,48 @@ class CustomModelTask(Task):
         return part
 
     def blocks(self, part: nn.Module) -> Sequence[nn.Module]:
-        """Return what the module's `blocks` lists; [] without that function."""
+        """Return the modules that the user module's `blocks` function lists; [] if it has no such function."""
         return list(self.user_module.blocks(part)) if "blocks" in self.facts.names else []
 
     def fsdp_groups(self, part: nn.Module) -> Iterable[tuple[list[nn.Module], bool]]:
-        """Return a group per block."""
+        """Return one group per block."""
         return [([block], True) for block in self.blocks(part)]
 
     def apply_tensor_parallel(self, part: nn.Module, mesh: DeviceMesh, layout: Layout) -> None:
-        """Parallelize the part with the module's `tensor_plan`. Raise UserError if the plan omits a parameter."""
+        """Parallelize the part with the user module's `tensor_plan`. Raises UserError if it omits a parameter."""
         parallelize_module(part, mesh, self.user_module.tensor_plan(self.options))
         for name, parameter in part.named_parameters():
             if not isinstance(parameter, DTensor):
                 raise UserError(
                     "model.incomplete_tensor_plan",
-                    f"tensor_plan of {self.facts.target} does not cover {name}; "
-                    "pipeline.tensor_parallel.Replicated() keeps a module whole on all ranks",
+                    f"tensor_plan of {self.facts.target} does not cover {name}: add it to the plan "
+                    "(pipeline.tensor_parallel.Replicated() keeps a module whole on all ranks)",
                 )
 
     @torch.no_grad()
     def init_weights(self, part: nn.Module, device: torch.device, sample: bool = True) -> None:
-        """Fill buffers with their modules' `reset_buffers`, parameters with the user's `init` or the default rule."""
+        """Set all buffers and weights in place.
+
+        Buffers are filled by the `reset_buffers` method of their module. Parameters are filled by the user module's
+        `init` function or, without one, by the default rule (:meth:`_sample_parameter`).
+        """
         for child in part.modules():
             if tables := _get_buffers(child):
                 child._buffers |= {name: torch.empty_like(table, device=device) for name, table in tables.items()}
                 child.reset_buffers()  # type: ignore[operator]
         for name, parameter in part.named_parameters():
             if sample:
-                write_parameter(self._initial(name, parameter.shape, device), parameter)
+                write_parameter(self._sample_parameter(name, parameter.shape, device), parameter)
             else:
                 parameter.zero_()
 
-    def _initial(self, name: str, shape: torch.Size, device: torch.device) -> Tensor:
-        """Return the initial values of a whole parameter: fp32."""
+    def _sample_parameter(self, name: str, shape: torch.Size, device: torch.device) -> Tensor:
+        """Return the initial values (fp32) of a whole parameter.
+
+        Without an `init` function, vectors named `weight` are 1, other vectors are 0, and the rest is normal.
+        """
         seed = self.config.run.seed
-        if "init" in self.facts.names:  # the user's function fills a tensor on the CPU
+        if "init" in self.facts.names:  # The user's function fills a tensor on the CPU.
             values = torch.empty(shape, dtype=torch.float32, device="cpu")
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(parameter_seed(seed, name))
@@ -424,62 +442,71 @@ class CustomModelTask(Task):
         return micro_batches
 
     def count_loss_entries(self, batch: Batch) -> Tensor | None:
-        """Return the sum of the samples' lengths, if they have lengths."""
+        """Return the sum of the samples' lengths (int64 scalar); None if samples have no lengths."""
         return batch[LENGTHS_ARRAY].sum(dtype=torch.int64) if self.facts.has_lengths else None
 
     def model_inputs(self, batch: Batch) -> tuple[Tensor, ...]:
-        """Return the arrays that the module's `inputs` names."""
+        """Return the arrays that `inputs` of the user's module names."""
         return tuple(batch[name] for name in self.facts.inputs)
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
-        """Return the summed loss: an fp32 scalar. Raise UserError if it is not a sum over independent samples."""
+        """Return the summed loss: an fp32 scalar. Raises UserError if it is not a sum over independent samples."""
         try:
             loss: Tensor = self.user_module.loss(outputs, batch)
-        except Exception as error:  # training starts with one sample of zeros, and evaluation has batches of any size
+        except Exception as error:
+            # Training starts with a batch of one sample of zeros, and evaluation uses batches of any size. A loss that
+            # expects a fixed number of samples fails there, so the note says how many there were.
             count = len(next(iter(batch.values())))
             expected = self.config.train.micro_batch
             if count != expected:
                 samples = "1 sample" if count == 1 else f"{count} samples"
                 error.add_note(
-                    f"loss of {self.facts.target} was called with {samples}, not with the {expected} of "
-                    f"train.micro_batch. {_ANY_NUMBER}"
+                    f"loss of {self.facts.target} was called with {samples}, but train.micro_batch is {expected}. "
+                    f"{_ANY_NUMBER}"
                 )
             raise
         if not isinstance(loss, Tensor) or loss.ndim:
             raise UserError(
                 "model.wrong_loss",
-                f"loss of {self.facts.target} must return a tensor without dimensions: the batch's sum",
+                f"loss of {self.facts.target} must return a tensor without dimensions: the sum over the batch",
             )
         self._is_sum = self._is_sum or self._check_sum(outputs, batch)
         return loss.float()
 
     @torch.no_grad()
     def _check_sum(self, outputs: Any, batch: Batch) -> bool:
-        """Raise UserError if the loss of some samples is not the sum of their losses one at a time.
+        """Check that the loss of some samples together is the sum of their separate losses.
 
-        Return False if this batch is inconclusive, because its losses are 0 or not finite. Print a line and return
-        True if no batch can show it: the outputs cannot be split by samples, or the loss uses random numbers.
+        Returns:
+            False if this batch is inconclusive, because its losses are 0 or not finite. Otherwise True. If no batch can
+            show the result, this prints a line and returns True: if the outputs cannot be split by samples, or if the
+            loss uses random numbers.
+
+        Raises:
+            UserError: if the loss is not a sum.
         """
         count = len(next(iter(batch.values())))
         leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
         arrays = [leaf for leaf in leaves if leaf.ndim]
         if not arrays or not all(len(leaf) % count == 0 for leaf in arrays):
-            return self._print_unchecked("no array for each sample in outputs")
+            return self._print_unchecked("the outputs cannot be split by samples")
 
         def compute_loss(samples: list[int]) -> float:
             def select_samples(array: Any) -> Any:
                 if not isinstance(array, Tensor) or not array.ndim:
                     return array
-                size = len(array) // count  # consecutive rows of one sample
-                # slices, because indexing does not support DTensors
+                size = len(array) // count  # A sample may have several consecutive rows.
+                # Slices are concatenated, because DTensor does not support indexing by a list.
                 return torch.cat([array[sample * size : (sample + 1) * size] for sample in samples])
 
             selected = {name: select_samples(array) for name, array in batch.items()}
             return self._try_loss(tree_map(select_samples, outputs), selected, len(samples), count)
 
-        samples = [0, *range(min(count, _SAMPLES))]  # the first sample twice, so that there are at least two
+        # The first sample is used twice, so that there are at least two.
+        samples = [0, *range(min(count, _MAX_CHECKED_SAMPLES))]
         device = arrays[0].device
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):  # the check must not change the training
+        # The check must not change the random numbers of the run.
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
             losses = _Losses([compute_loss([sample]) for sample in samples], compute_loss(samples))
             if losses.is_inconclusive:
                 return False
@@ -490,71 +517,71 @@ class CustomModelTask(Task):
         if losses.is_random:
             return self._print_unchecked("it uses random numbers")
         if losses.has_constant and not losses.is_mean and len(arrays) < len(leaves):
-            return self._print_unchecked("outputs contain a number that belongs to no single sample")
+            return self._print_unchecked("the outputs contain a number that belongs to no single sample")
         raise UserError(
             "model.loss_not_a_sum", self._describe_wrong_sum(losses, max(len(leaf) for leaf in arrays) // count)
         )
 
     def _print_unchecked(self, reason: str) -> bool:
-        print(f"{self.facts.target}: whether its loss is a sum over samples was not checked: {reason}")
+        print(f"{self.facts.target}: did not check whether its loss is a sum over samples: {reason}")
         return True
 
     def _try_loss(self, outputs: Any, batch: Batch, samples: int, count: int) -> float:
-        """Return the loss of `samples` of a micro-batch's `count` samples.
+        """Return the loss of a batch with `samples` samples, taken from a micro-batch with `count` samples.
 
-        Raises UserError, with the line in the user's module, if the loss fails.
+        Raises UserError with the line in the user's module if the loss function fails.
         """
         try:
             return float(self.user_module.loss(outputs, batch))
-        except Exception as error:  # user code may raise anything
+        except Exception as error:  # User code may raise anything.
             folder = self.facts.root.parent
             this_file = Path(__file__)
             frames = [(Path(frame.filename), frame.lineno) for frame in extract_tb(error.__traceback__)]
             user_frames = [(file, line) for file, line in frames if folder in file.parents and file != this_file]
             file, line = user_frames[-1] if user_frames else (Path(str(self.user_module.__file__)), None)
-            where = f"{file.relative_to(folder) if folder in file.parents else file}" + (f":{line}" if line else "")
+            location = f"{file.relative_to(folder) if folder in file.parents else file}" + (f":{line}" if line else "")
             arguments = f"1 of the {count} samples of a micro-batch"
             if samples > 1:
-                arguments = f"{samples} samples (some of a micro-batch's {count} given twice)"
+                arguments = f"{samples} samples (a micro-batch of {count}, some of them twice)"
             message = (
-                f"loss of {self.facts.target} fails at {where}: {type(error).__name__}: {str(error).rstrip('.')}. "
-                f"Sluice called it with {arguments}, to check that it is a sum over samples; with the whole "
-                f"micro-batch it did not fail. {_ANY_NUMBER}"
+                f"loss of {self.facts.target} fails at {location}: {type(error).__name__}: {str(error).rstrip('.')}. "
+                f"Sluice called it with {arguments}, to check that it is a sum over samples. It did not fail with the "
+                f"whole micro-batch. {_ANY_NUMBER}"
             )
             raise UserError("model.loss_fails", make_printable(message)) from error
 
     def _describe_wrong_sum(self, losses: _Losses, rows_per_sample: int) -> str:
         """Describe what is wrong with a loss that is not the sum of its samples' losses, and what to do."""
         name = f"loss of {self.facts.target}"
-        compared = (
-            f"{len(losses.separate)} samples (the first one twice) have {losses.together:.6g} together and "
-            f"{losses.total:.6g} one at a time"
+        comparison = (
+            f"the loss of {len(losses.separate)} samples (the first one twice) is {losses.together:.6g} in one call, "
+            f"and {losses.total:.6g} as the sum of separate calls"
         )
         if losses.is_mean:
             return (
-                f"{name} is a mean, not a sum: {compared}. Leave the mean out "
+                f"{name} is a mean, not a sum: {comparison}. Return the sum "
                 '(reduction="sum" in torch.nn.functional): training and evaluation divide by the global batch'
             )
         if losses.has_constant:
             return (
-                f"{name} adds {losses.constant:.6g} in each call, whatever the number of samples: {compared}. Multiply "
-                "this term by the number of samples: the sums of all micro-batches are added up, and divided by the "
-                "global batch"
+                f"{name} adds {losses.constant:.6g} in each call, regardless of the number of samples: {comparison}. "
+                "Multiply this term by the number of samples: Sluice adds up the sums of all micro-batches and divides "
+                "by the global batch"
             )
         note = ""
         if rows_per_sample > 1:
             note = (
-                f" (The outputs have {rows_per_sample} rows for each sample, and those of a sample must be next to "
-                "each other. If yours are in another order, return several arrays.)"
+                f" (The outputs have {rows_per_sample} rows for each sample. The rows of a sample must be next to each "
+                "other. If your rows have another order, return several arrays.)"
             )
-        return f"{name} depends on the other samples of the batch: {compared}. {_ACROSS_SAMPLES}{note}"
+        return f"{name} depends on the other samples of the batch: {comparison}. {_ACROSS_SAMPLES}{note}"
 
     def metrics(self, outputs: Any, batch: Batch) -> Mapping[str, Any]:
-        """Return what the module's `metrics` returns; {} without that function."""
+        """Return the result of the user module's `metrics` function; {} if it has no such function."""
         return self.user_module.metrics(outputs, batch) if "metrics" in self.facts.names else {}
 
     def smallest_batch(self, device: torch.device) -> Batch:
-        """Return the smallest batch; its samples have the full length."""
+        """Return the smallest batch. Padded samples have their full length."""
         batch = super().smallest_batch(device)
         if self.facts.has_lengths:
             batch[LENGTHS_ARRAY] += max([1, *(self.sample_shapes[name][0][0] for name in self.facts.padded)])
@@ -562,7 +589,7 @@ class CustomModelTask(Task):
 
 
 class _RecordCopies(TorchDispatchMode):
-    """Records the tensors on the `meta` device into which values are copied."""
+    """Record the tensors on the `meta` device into which values are copied."""
 
     def __init__(self, recorded: list[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -575,7 +602,7 @@ class _RecordCopies(TorchDispatchMode):
 
 
 class _RecordNewTensors(TorchFunctionMode):
-    """Records the tensors that torch.tensor and torch.as_tensor create."""
+    """Record the tensors that torch.tensor and torch.as_tensor create."""
 
     def __init__(self, recorded: list[Tensor]) -> None:
         super().__init__()
@@ -589,56 +616,58 @@ class _RecordNewTensors(TorchFunctionMode):
 
 
 def build_user_model(target: str, module: ModuleType, options: dict[str, Any], layers: range) -> nn.Module:
-    """Build the part of a custom model that has these blocks, on the `meta` device.
+    """Build the part of a custom model that has the blocks `layers`, on the `meta` device.
 
-    Raises UserError if it assigns values to weights, which would be lost, and if its buffers or tied parameters would
-    differ between layouts.
+    Raises UserError if the module's `build` does not return an `nn.Module`, if it assigns values to weights (they would
+    be lost), or if its buffers or tied parameters would differ between layouts.
     """
-    with_values: list[Tensor] = []
-    with torch.device("meta"), _RecordCopies(with_values), _RecordNewTensors(with_values):
+    tensors_with_values: list[Tensor] = []
+    with torch.device("meta"), _RecordCopies(tensors_with_values), _RecordNewTensors(tensors_with_values):
         part = module.build(options, layers)
     if not isinstance(part, nn.Module):
         raise UserError("model.wrong_build", f"build of {target} must return a torch.nn.Module; it returns {part!r}")
-    lost = {tensor.untyped_storage()._cdata for tensor in with_values}
-    seen: dict[int, str] = {}
+    storages_with_values = {tensor.untyped_storage()._cdata for tensor in tensors_with_values}
+    name_by_id: dict[int, str] = {}
     for name, parameter in part.named_parameters(remove_duplicate=False):
-        if not parameter.is_meta or parameter.untyped_storage()._cdata in lost:
+        if not parameter.is_meta or parameter.untyped_storage()._cdata in storages_with_values:
             raise UserError(
                 "model.weights_in_build",
-                f"{target}: build assigns values to {name}, which would be lost: "
-                "each rank fills its part of the model with "
-                "init(name, values, options). Let that copy them, such as values.copy_(weights[name])",
+                f"{target}: build assigns values to {name}. They would be lost, because each rank fills its part of "
+                "the model with init(name, values, options). Copy the values there, for example with "
+                "values.copy_(weights[name])",
             )
-        if seen.setdefault(id(parameter), name) != name:
+        if name_by_id.setdefault(id(parameter), name) != name:
             raise UserError(
                 "model.tied_parameters",
-                f"{target}: {name} and {seen[id(parameter)]} are one parameter under two names; keep it "
-                "in one module and call torch.nn.functional with it wherever else it is used",
+                f"{target}: {name} and {name_by_id[id(parameter)]} are one parameter under two names. Keep it in one "
+                "module, and call torch.nn.functional with it in the other places that use it",
             )
     for name, child in part.named_modules():
         for buffer in _get_buffers(child):
-            where = f"{target}: buffer {name}.{buffer}"
+            full_name = f"{target}: buffer {name}.{buffer}"
             if buffer not in child._non_persistent_buffers_set:
                 raise UserError(
                     "model.persistent_buffer",
-                    f"{where} is persistent and would differ between layouts; use GroupNorm instead of BatchNorm",
+                    f"{full_name} is persistent and would differ between layouts: register it with persistent=False "
+                    "(use GroupNorm instead of BatchNorm)",
                 )
             if not hasattr(child, "reset_buffers"):
                 raise UserError(
-                    "model.no_reset_buffers", f"{where}: its module needs a method reset_buffers() that fills it"
+                    "model.no_reset_buffers",
+                    f"{full_name}: its module has no method reset_buffers() that fills it: add one",
                 )
     return part
 
 
 class _ReadOptions(dict[str, Any]):
-    """Options that record which of their keys are read, also in nested mappings."""
+    """Options of a user's model that record which of their keys are read, also in nested mappings."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__((k, _ReadOptions(v) if isinstance(v, dict) else v) for k, v in values.items())
         self._read: set[str] = set()
 
     def list_reads(self, prefix: str = "") -> Iterator[tuple[str, bool]]:
-        """Yield each key as a dotted name, and whether it was read. Keys inside an unread mapping are left out."""
+        """Yield each key as a dotted name, and whether it was read. Keys inside an unread mapping are omitted."""
         for key, value in dict.items(self):
             yield f"{prefix}{key}", key in self._read
             if key in self._read and isinstance(value, _ReadOptions):
@@ -667,7 +696,7 @@ class _ReadOptions(dict[str, Any]):
         self._read.add(key)
         return super().setdefault(key, default)
 
-    def __iter__(self) -> Iterator[str]:  # ** and dict() call it also
+    def __iter__(self) -> Iterator[str]:  # Iteration, including by ** and dict(), may read every key.
         self._read_all()
         return super().__iter__()
 
@@ -697,10 +726,10 @@ class _ReadOptions(dict[str, Any]):
 
 
 def try_user_model(target: str, *options: str) -> None:
-    """Import a user's module and build the whole model with each of `options`, as JSON.
+    """Import a user's module and build the whole model with each of `options` (JSON objects).
 
-    The last line of output is UNREAD_OPTIONS and a JSON list of the dotted keys that none of these builds reads. Raises
-    UserError as `build_user_model` does.
+    The last line of output is UNREAD_OPTIONS followed by a JSON list of the dotted keys that no build reads. Raises
+    UserError as :func:`build_user_model` does.
     """
     module = importlib.import_module(target)
     is_read_by_key: dict[str, bool] = {}
@@ -710,7 +739,7 @@ def try_user_model(target: str, *options: str) -> None:
         try:
             try:
                 build_user_model(target, module, recording_options, layers)
-            except Exception:  # perhaps a library accepts only a plain dict
+            except Exception:  # A library may accept only a plain dict. All keys then count as read.
                 build_user_model(target, module, values, layers)
                 recording_options.keys()
         except Exception as error:
@@ -723,7 +752,7 @@ def try_user_model(target: str, *options: str) -> None:
 
 
 def _get_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return the module's own buffers, without those of its children."""
+    """Return the buffers that are registered on the module itself, not on its children."""
     return {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
 
 

@@ -170,7 +170,7 @@ def _load_folder(folder: Path, prompt: Prompt, step: str | None, most: int) -> L
     )
     model = _build_decoder(config, config.vocab_size or 0, ids, most)
     specs = {name: read_tensor_specs(folder, name) for name in list_weight_files(folder)}
-    source = match_tensors(folder, specs, dict(model.named_weights()), tied=config.tie_word_embeddings)
+    source = match_tensors(folder, specs, dict(model.named_weights()), is_tied=config.tie_word_embeddings)
     source.copy_into(_allocate(model, config).named_weights())
     return (
         model,

@@ -214,7 +214,7 @@ def refused_rank(where: RankInfo, path: Path, configs: list[Config]) -> list[str
         try:
             open_initial_weights(Run(path, config), DecoderTask(config, VOCAB), groups.new_control_group())
         except UserError as error:
-            told.append(str(error))
+            told.append(f"{error.code}: {error}")
         else:
             told.append("nothing")
     return told
@@ -245,22 +245,26 @@ def test_damaged_and_hostile_folders_are_refused_by_all_ranks(tmp_path: Path) ->
 
     lacking = {name: value for name, value in weights.items() if name != up}
     cases = {
-        folder("lacks", lacking): f"there is no tensor {up}",
-        folder("shape", {**weights, norm: torch.ones(17)}): f"{norm} has the shape [17], and config.json asks for [16]",
-        folder("type", {**weights, norm: torch.ones(16, dtype=torch.int8)}): f"{norm} is of type I8",
-        folder("more", {**weights, "model.extra.bias": torch.ones(3)}): "config.json says nothing of model.extra.bias",
-        (
-            inverse := folder("old", {**weights, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)})
-        ): "nothing",
-        (torn := folder("torn")): "is no safetensors file",
-        (longer := folder("longer")): "is no safetensors file",
-        (shorter := folder("shorter")): "is no safetensors file",
-        (endless := folder("endless")): "is no safetensors file",
-        (link := folder("link")): "is a link that leads out of",
-        (bomb := folder("bomb")): "is no safetensors file",
-        (twice := folder("twice")): f"{norm} stands in a.safetensors and in model.safetensors",
-        (changed := folder("changed")): "config.json was changed since this run was made",
-        (other := folder("other")): "files with its weights were changed since this run was made from it",
+        folder("lacks", lacking): ("model.missing_tensor", up),
+        folder("shape", {**weights, norm: torch.ones(17)}): ("model.wrong_shape", norm, "[17]", "config.json", "[16]"),
+        folder("type", {**weights, norm: torch.ones(16, dtype=torch.int8)}): ("model.wrong_type", norm, "I8", "BF16"),
+        folder("more", {**weights, "model.extra.bias": torch.ones(3)}): (
+            "model.unexpected_tensor",
+            "config.json",
+            "model.extra.bias",
+        ),
+        (inverse := folder("old", {**weights, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)})): (
+            "nothing",
+        ),
+        (torn := folder("torn")): ("model.not_safetensors",),
+        (longer := folder("longer")): ("model.not_safetensors",),
+        (shorter := folder("shorter")): ("model.not_safetensors",),
+        (endless := folder("endless")): ("model.not_safetensors",),
+        (link := folder("link")): ("model.link_outside_folder", "model.safetensors"),
+        (bomb := folder("bomb")): ("model.not_safetensors",),
+        (twice := folder("twice")): ("model.duplicate_tensor", norm, "a.safetensors", "model.safetensors"),
+        (changed := folder("changed")): ("model.folder_changed", "config.json"),
+        (other := folder("other")): ("model.folder_changed", "weight"),
     }
     assert inverse.exists()
     content = (torn / "model.safetensors").read_bytes()
@@ -290,8 +294,8 @@ def test_damaged_and_hostile_folders_are_refused_by_all_ranks(tmp_path: Path) ->
     save_file({name: value + 1 for name, value in weights.items()}, other / "model.safetensors", {"format": "pt"})
     os.utime(other / "model.safetensors", (1, 1))  # another second than that of the copy
     for told in run_ranks(2, refused_rank, tmp_path, configs):
-        for path, words, expected in zip(cases, told, cases.values(), strict=True):
-            assert expected in words, (path.name, words)
+        for path, error, facts in zip(cases, told, cases.values(), strict=True):
+            assert error.startswith(facts[0]) and all(fact in error for fact in facts), (path.name, error)
     assert not (tmp_path / "executed").exists()
 
 
