@@ -1,17 +1,17 @@
-"""Data parallelism: every rank processes its own part of the batch; gradients are averaged and state may be sharded.
+"""Data parallelism: each rank processes its part of the batch. Gradients are averaged, and state may be sharded.
 
-- `zero: 0` on whole models: `DistributedDataParallel` reduces gradients in buckets during backward.
+- `zero: 0` on models that are not split: `DistributedDataParallel` reduces gradients in buckets during backward.
 - Otherwise: FSDP2 (`fully_shard`; Zhao et al., arXiv 2304.11277) over the axes dp_replicate × dp_shard. It stores
   parameters, gradients and optimizer state as DTensors, sharded along `dp_shard`. The ZeRO levels differ in how long
-  parameters and gradients are whole during a step:
+  parameters and gradients are unsharded during a step:
 
-        level   parameters are whole                gradients are reduced
+        level   parameters are unsharded            gradients are reduced
         0       always (dp_shard is 1)              once per step
-        1       from first use to end of step       once per step; whole until then
+        1       from first use to end of step       once per step; unsharded until then
         2       from first use to end of step       after each micro-batch, or once per step
         3       while a block computes              after each micro-batch, or once per step
 
-  In a pipeline, torch's stages have whole parameters during a step and reduce gradients once, at its end.
+  With pipeline parallelism, torch keeps parameters unsharded during a step and reduces gradients once, at its end.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ _NO_BUFFER_SYNC: dict[str, Any] = {
 
 
 def wrap_with_ddp(model: nn.Module, device: torch.device, bucket_mb: int) -> DistributedDataParallel:
-    """Return `model` wrapped so that backward averages gradients over all ranks. Weights must be equal already."""
+    """Return `model` wrapped in DDP: backward averages gradients over all ranks.
+
+    Weights must be equal on all ranks already. `bucket_mb` is the size of a gradient bucket in MiB.
+    """
     return DistributedDataParallel(
         model,
         device_ids=[device.index] if device.type == "cuda" else None,
@@ -61,12 +64,13 @@ def apply_fsdp(
     """Shard `part` with FSDP2, in place.
 
     Args:
-        part: the model, or a pipeline stage.
+        part: the model, or the part of one pipeline-parallel stage.
         groups: modules that are gathered together, and whether `free_after_forward` applies to them. Everything else is
             gathered with the root.
         mesh: dp_replicate × dp_shard, or dp_shard alone.
-        dtype: type in which parameters are gathered; None: their own. Gradients are always reduced in fp32.
-        free_after_forward: whether parameters are freed between forward and backward.
+        dtype: type in which parameters are gathered; None: the type in which they are stored. If it is given, gradients
+            are reduced in fp32.
+        free_after_forward: whether gathered parameters are freed between forward and backward.
         offload: whether shards stay in host memory.
     """
     policy = MixedPrecisionPolicy()
@@ -83,16 +87,19 @@ def apply_fsdp(
 
 
 def gradient_sync(model: nn.Module, layout: Layout, is_last: bool) -> contextlib.AbstractContextManager[None]:
-    """Return the context of one micro-batch, which determines whether its backward reduces gradients.
+    """Return the context for one micro-batch, which determines whether its backward pass reduces gradients.
 
-    is_last: whether it is the last micro-batch of the step.
+    Args:
+        model: the model, wrapped with DDP or FSDP2 or not at all.
+        layout: the layout of the run.
+        is_last: whether this is the last micro-batch of the step.
     """
     if isinstance(model, DistributedDataParallel) and not is_last:
         context: contextlib.AbstractContextManager[None] = model.no_sync()
         return context
     if isinstance(model, FSDPModule):
-        # If nothing is reduced yet, FSDP may forget the order of a forward; otherwise the next forward would gather the
-        # end of this one again.
+        # If gradients are reduced once per step, FSDP must forget the order of each forward pass after its backward
+        # pass. Otherwise the next forward pass would gather the last parameters of this one again.
         model.set_is_last_backward(is_last or not layout.reduce_each_micro_batch)
         model.set_requires_gradient_sync(is_last or layout.reduce_each_micro_batch)
         model.set_requires_all_reduce(is_last)
@@ -104,6 +111,7 @@ def gradient_sync(model: nn.Module, layout: Layout, is_last: bool) -> contextlib
 def clear_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Clear the gradients after a step.
 
-    With DDP they become zeros in its buckets; otherwise the next micro-batches would allocate others next to them.
+    DDP's gradients are views of its buckets, so they are set to 0. If they were set to None, the next backward pass
+    would allocate new gradients beside the buckets.
     """
     optimizer.zero_grad(set_to_none=not isinstance(model, DistributedDataParallel))

@@ -1,11 +1,11 @@
-"""Matrix products of the blocks in float8, by torchao, for GPUs of compute capability 8.9 or later (Hopper, Ada).
+"""Compute the matrix products of the blocks in float8 with torchao, on GPUs of compute capability 8.9 or later.
 
 Inputs, weights and gradients are rounded to e4m3 (Micikevicius et al., "FP8 formats for deep learning", arXiv
-2209.05433). Each row, or each tensor, has a scale that is computed from its current values: torchao's recipes `rowwise`
-and `tensorwise`. Nothing is stored between steps, so checkpoints and exactness are those of bf16. Weights, their
-gradients and the optimizer state stay fp32, and the rest of the model computes in bf16. Evaluation computes in bf16.
+2209.05433). Each row (torchao's recipe `rowwise`) or each tensor (`tensorwise`) has a scale that is computed from its
+current values. Nothing is stored between steps, so checkpoints and bit-exact resume work as with bf16. Weights, their
+gradients and the optimizer state stay fp32. The rest of the model, and evaluation, compute in bf16.
 
-Without a GPU the products are emulated: correct up to rounding, and slow. The tests use that.
+On the CPU the products are emulated, which is slow but correct up to rounding. The tests use the emulation.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import nn
 from pipeline.base.errors import UserError
 
 SIZE_MULTIPLE = 16
-"""Both sizes of a matrix must be multiples of this (torch._scaled_mm); other linear layers stay bf16."""
+"""Both dimensions of a matrix must be multiples of this (torch._scaled_mm). Other linear layers stay bf16."""
 MIN_CAPABILITY = (8, 9)
-"""Lowest compute capability with float8 products."""
+"""Lowest CUDA compute capability with float8 products (Ada; Hopper has 9.0)."""
 
 
 def convert_to_float8(blocks: Iterable[nn.Module], device: torch.device, tp: int, scales: str = "rowwise") -> None:
@@ -29,9 +29,9 @@ def convert_to_float8(blocks: Iterable[nn.Module], device: torch.device, tp: int
 
     Args:
         blocks: modules whose linear layers are converted.
-        device: where they will compute.
-        tp: tensor parallel size, which divides the sizes of a layer.
-        scales: torchao's recipe, `rowwise` or `tensorwise`.
+        device: device on which the blocks will compute.
+        tp: tensor-parallel size, by which the dimensions of a layer are divided later.
+        scales: name of torchao's recipe, `rowwise` or `tensorwise`.
 
     Raises:
         UserError: if torchao is missing or the GPU does not support float8.
@@ -41,7 +41,8 @@ def convert_to_float8(blocks: Iterable[nn.Module], device: torch.device, tp: int
     except ImportError as error:
         raise UserError(
             "model.no_torchao",
-            f"train.precision: fp8 needs torchao, whose import fails: {error}; pip install -e '.[fp8]', or use bf16",
+            f"train.precision: fp8 needs torchao, but it cannot be imported: {error}; run pip install -e '.[fp8]', or "
+            "use bf16",
         ) from error
     if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < MIN_CAPABILITY:
         name = torch.cuda.get_device_name(device)

@@ -1,13 +1,13 @@
-"""The device mesh: the named axes along which the ranks of a training split its work.
+"""The device mesh: the named axes along which the ranks of a run split its work.
 
     pp  ×  dp_replicate  ×  dp_shard  ×  tp        from outermost to innermost
 
-This module owns the axes: their sizes, which sizes are allowed, each rank's coordinates and the process groups. Other
-modules ask for an axis by its name and never compute one rank from another. `tp` communicates most, so it is innermost:
-its ranks are neighbours on one node. `dp_replicate` and `dp_shard` together are data parallelism (`dp`). Ranks along
-`dp_shard` also split parameters, gradients or optimizer state (ZeRO, Rajbhandari et al., arXiv 1910.02054).
+This module defines the axes: their sizes, which sizes are allowed, each rank's coordinates and the process groups.
+Other modules use an axis by its name and never compute one rank from another. `tp` communicates most, so it is
+innermost: its ranks are neighbours on one node. `dp_replicate` and `dp_shard` together are data parallelism (`dp`).
+Ranks along `dp_shard` also split parameters, gradients or optimizer state (ZeRO, Rajbhandari et al., arXiv 1910.02054).
 
-The login node validates configs with it, so torch is imported only by the function that creates process groups.
+The login node uses this module to validate configs. Only the function that creates process groups imports torch.
 """
 
 from __future__ import annotations
@@ -30,20 +30,23 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
-"""The axes of the mesh, from outermost to innermost; also the names of torch's mesh dimensions."""
+"""The axes of the mesh, from outermost to innermost. Torch's mesh dimensions have the same names."""
 AXIS_KEYS = {"pp": "pipeline", "tp": "tensor"}
-"""Axes whose sizes are keys of `parallel`. All other ranks are data parallel."""
+"""Axes whose sizes are keys of `parallel` in the config. All remaining ranks are data-parallel."""
 V_SCHEDULES = ("zbv", "dualpipe_v")
-"""Schedules in which rank i holds the stages i and 2·pp−1−i. The last stage, and the loss, is on pipeline rank 0."""
+"""Schedules in which pipeline rank i has the pipeline-parallel stages i and 2·pp−1−i.
+
+The last stage, and with it the loss, is on pipeline rank 0.
+"""
 SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv", "dualpipe_v")
-"""Schedules that compute gradients of inputs and of weights separately, and fill bubbles with the latter."""
+"""Schedules that compute gradients of inputs and of weights separately. The gradients of weights fill bubbles."""
 _MAX_SUGGESTED_SIZE = 1024
 """The largest size that a suggested layout may have."""
 _MAX_MICRO_BATCHES_IN_SCHEDULE = 10_000
 
 
 class LayoutError(UserError, ValueError):
-    """A layout that cannot work; the message has the numbers and the nearest layouts that can."""
+    """Error for a layout that cannot work. The message has the sizes and suggests similar layouts that can work."""
 
 
 class Problem(NamedTuple):
@@ -61,7 +64,7 @@ class Coordinates(NamedTuple):
     dp_shard: int
     tp: int
     dp: int
-    """Position among all data parallel ranks: which part of each batch the rank processes."""
+    """Position among all data-parallel ranks. It determines which part of each batch the rank processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +74,11 @@ class Mesh:
     pp: int = 1
     """Pipeline parallel size."""
     dp_replicate: int = 1
-    """Number of whole copies of the sharded state."""
+    """Number of copies of the whole (possibly sharded) state."""
     dp_shard: int = 1
     """Number of ranks that split parameters, gradients or optimizer state (ZeRO)."""
     tp: int = 1
-    """Tensor parallel size."""
+    """Tensor-parallel size."""
 
     def size(self, *axes: str) -> int:
         """Return the number of ranks along these axes together."""
@@ -83,7 +86,7 @@ class Mesh:
 
     @property
     def dp(self) -> int:
-        """Data parallel size."""
+        """Data-parallel size."""
         return self.size("dp_replicate", "dp_shard")
 
     @property
@@ -93,7 +96,7 @@ class Mesh:
 
     @property
     def gradient_ranks(self) -> int:
-        """Number of ranks over which gradients are averaged: all that have the same parameters and other samples."""
+        """Number of ranks over which gradients are averaged: they have the same parameters and different samples."""
         return self.world_size // self.size("pp", "tp")
 
     @property
@@ -103,13 +106,13 @@ class Mesh:
 
     def coordinates(self, rank: int) -> Coordinates:
         """Return the position of `rank` along each axis."""
-        found = {}
+        positions = {}
         for axis in reversed(AXES):
-            rank, found[axis] = divmod(rank, getattr(self, axis))
-        return Coordinates(**found, dp=found["dp_replicate"] * self.dp_shard + found["dp_shard"])
+            rank, positions[axis] = divmod(rank, getattr(self, axis))
+        return Coordinates(**positions, dp=positions["dp_replicate"] * self.dp_shard + positions["dp_shard"])
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh:
-        """Create torch's mesh, with a process group for each axis. Every rank must call it."""
+        """Create torch's device mesh, with a process group for each axis. Every rank must call this."""
         from torch.distributed.device_mesh import init_device_mesh
 
         return init_device_mesh(device_type, tuple(self.size(axis) for axis in AXES), mesh_dim_names=AXES)
@@ -117,11 +120,14 @@ class Mesh:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout(Mesh):
-    """How the ranks of one training split its work: the mesh, and what each axis does. See :func:`resolve_layout`."""
+    """How the ranks of a run split its work: the mesh and what each axis does. See :func:`resolve_layout`.
+
+    Stages are pipeline-parallel stages here.
+    """
 
     ranks_per_node: int
     micro_batches: int
-    """Micro-batches per step on each data parallel rank."""
+    """Micro-batches per step on each data-parallel rank."""
     virtual_stages: int
     """Pipeline stages per rank; 1 without a pipeline."""
     schedule: str
@@ -129,11 +135,11 @@ class Layout(Mesh):
     zero: int
     """ZeRO level, 0 to 3."""
     fsdp: bool
-    """Whether FSDP2 holds the weights. It gathers them in the type of the precision; on one rank, once per step."""
+    """Whether FSDP2 stores the weights. It gathers them in the type of `train.precision`, on one rank once per step."""
     reduce_each_micro_batch: bool
-    """Whether gradients are reduced after each micro-batch, not once per step."""
+    """Whether gradients are reduced after each micro-batch instead of once per step."""
     sequence_parallel: bool
-    """Whether tensor parallel ranks split the sequence between attention and MLP."""
+    """Whether tensor-parallel ranks split the sequence between attention and MLP."""
     stage_layers: tuple[range, ...]
     """Decoder blocks of each pipeline stage."""
 
@@ -148,20 +154,20 @@ class Layout(Mesh):
         return self.zero == 3 and self.pp == 1
 
     def stages_on_rank(self, pp_rank: int) -> list[int]:
-        """Return the stages of a pipeline rank, in the order in which a sample passes them."""
+        """Return the stages of a pipeline rank, in the order in which samples pass through them."""
         if self.schedule in V_SCHEDULES and self.pp > 1:
             return [pp_rank, self.stages - 1 - pp_rank]
-        return [pp_rank + self.pp * turn for turn in range(self.virtual_stages)]
+        return [pp_rank + self.pp * number for number in range(self.virtual_stages)]
 
     @property
     def last_stage_rank(self) -> int:
-        """The pipeline rank that holds the last stage, and with it the loss."""
+        """Pipeline rank with the last stage, which computes the loss."""
         return next(rank for rank in range(self.pp) if self.stages - 1 in self.stages_on_rank(rank))
 
     def random_stream(self, rank: int) -> int:
-        """Return which stream of random numbers a rank uses during a step.
+        """Return the number of the random stream that a rank uses during a step.
 
-        Tensor parallel ranks that compute the same activations use the same stream.
+        Tensor-parallel ranks that compute the same activations use the same stream.
         """
         return rank if self.sequence_parallel else rank // self.tp
 
@@ -171,14 +177,17 @@ class Layout(Mesh):
 
 
 def _describe_sizes(dp: int, sizes: Mapping[str, int]) -> str:
-    """Return the data parallel size and the sizes of other axes as text; pipeline and tensor even if they are 1."""
+    """Return the data-parallel size and the sizes of the other axes as text.
+
+    Pipeline and tensor sizes are included even if they are 1.
+    """
     text = f"pipeline {sizes['pp']} × data {dp} × tensor {sizes['tp']}"
     others = [axis for axis, size in sizes.items() if axis not in ("pp", "tp") and size > 1]
     return text + "".join(f" × {AXIS_KEYS[axis]} {sizes[axis]}" for axis in others)
 
 
-def _configured_sizes(config: Config) -> dict[str, int]:
-    """Return the size of each axis of `AXIS_KEYS`."""
+def _get_axis_sizes(config: Config) -> dict[str, int]:
+    """Return the configured size of each axis of `AXIS_KEYS`."""
     return {axis: getattr(config.parallel, key) for axis, key in AXIS_KEYS.items()}
 
 
@@ -194,7 +203,10 @@ def describe_layout(layout: Layout) -> str:
 
 
 def describe_layout_identity(layout: Layout, config: Config, backend: str, device_type: str) -> dict[str, object]:
-    """Return what checkpoints and events record of a layout: equal values mean bit-identical results."""
+    """Return the facts about a layout that checkpoints and events record.
+
+    If they are equal, two layouts give bit-identical results.
+    """
     parallel = config.parallel
     identity: dict[str, object] = {
         "data_parallel": layout.dp,
@@ -204,7 +216,7 @@ def describe_layout_identity(layout: Layout, config: Config, backend: str, devic
         "ranks_per_node": layout.ranks_per_node,
         "micro_batch": config.train.micro_batch,
     }
-    # an axis that did not exist when older checkpoints were written is recorded only if it is used
+    # Other axes did not exist when older checkpoints were written, so they are recorded only if they are used.
     identity |= {
         key: layout.size(axis) for axis, key in AXIS_KEYS.items() if key not in identity and layout.size(axis) > 1
     }
@@ -236,40 +248,41 @@ def resolve_layout(
     config: Config, world_size: int | None = None, ranks_per_node: int | None = None, vocab_size: int | None = None,
     suggest: bool = True,
 ) -> Layout:  # fmt: skip
-    """Return the layout that a config describes. A pure function of its arguments.
+    """Return the layout that a config describes. It depends on the arguments only.
 
     Args:
         config: the run's config.
-        world_size: number of ranks; by default those that `stages.train` requests.
-        ranks_per_node: by default `stages.train.tasks_per_node`.
-        vocab_size: the tokenizer's, if it exists; by default the one that the config requests.
-        suggest: whether the error suggests layouts that fit, which takes long.
+        world_size: number of ranks; by default the number that `stages.train` requests.
+        ranks_per_node: number of ranks per node; by default `stages.train.tasks_per_node`.
+        vocab_size: number of ids of the tokenizer, if it exists; by default the number that the config requests.
+        suggest: whether an error suggests layouts that fit. The search takes long.
 
     Raises:
-        LayoutError: if the layout cannot work; the message has every reason.
+        LayoutError: if the layout cannot work. The message lists every reason.
     """
     train = config.stages.train
     parallel = config.parallel
     tokenizer = config.data.tokenizer
     world_size = world_size or train.ranks
     per_node = ranks_per_node or train.tasks_per_node
-    sizes = _configured_sizes(config)
+    sizes = _get_axis_sizes(config)
     pp = sizes["pp"]
     if tokenizer.path is None:
         vocab_size = vocab_size or tokenizer.vocab_size
-    elif pp * sizes["tp"] > 1 and config.model.vocab_size is None:  # otherwise the size changes nothing here
+    elif pp * sizes["tp"] > 1 and config.model.vocab_size is None:
+        # Without pipeline and tensor parallelism the vocabulary does not affect the layout.
         vocab_size = vocab_size or count_tokenizer_ids(tokenizer.path.expanduser())
-    rows = config.model.vocab_size or vocab_size
-    if (vocab_size or 0) > (rows or 0):
+    embedding_rows = config.model.vocab_size or vocab_size
+    if (vocab_size or 0) > (embedding_rows or 0):
         raise LayoutError(
             "model.vocab_too_small",
-            f"model.vocab_size ({rows}) is less than the {vocab_size} ids of the tokenizer: raise it",
+            f"model.vocab_size ({embedding_rows}) is less than the {vocab_size} ids of the tokenizer: raise it",
         )
     problems = list(_find_conflicts(config))
-    if misfits := list(_find_misfits(config, world_size, per_node, rows)):
+    if misfits := list(_find_misfits(config, world_size, per_node, embedding_rows)):
         problems += misfits
         if suggest:
-            problems.append(Problem("", _suggest_layouts(config, world_size, per_node, rows)))
+            problems.append(Problem("", _suggest_layouts(config, world_size, per_node, embedding_rows)))
         if world_size != train.ranks:
             nodes = f"{train.max_nodes} node{'s'[: train.max_nodes - 1]} × {train.tasks_per_node}"
             problems.append(Problem("", f"stages.train requests {train.ranks} ranks ({nodes}), but {world_size} run"))
@@ -290,7 +303,7 @@ def resolve_layout(
         fsdp=parallel.offload or splits_state or casts_on_one_rank,
         reduce_each_micro_batch=parallel.zero >= 2 and pp == 1 and parallel.reduce != "step",
         sequence_parallel=parallel.sequence and sizes["tp"] > 1 and config.model.target is None,
-        stage_layers=split_layers(config, pp * virtual, rows or 0),
+        stage_layers=split_layers(config, pp * virtual, embedding_rows or 0),
     )  # fmt: skip
 
 
@@ -300,9 +313,10 @@ def _raise_problems(problems: list[Problem]) -> None:
 
 
 def count_usable_nodes(config: Config, granted: int) -> int:
-    """Return how many of `granted` nodes a training uses: the largest number that `stages.train.nodes` allows.
+    """Return how many of the `granted` nodes the train stage uses.
 
-    Only numbers whose ranks form a valid layout count. If none does, the result is the smallest allowed number.
+    This is the largest number within `stages.train.nodes` that gives a valid layout. If no number does, it is the
+    smallest number within `stages.train.nodes`.
     """
     train = config.stages.train
     for nodes in range(min(granted, train.max_nodes), train.min_nodes, -1):
@@ -313,29 +327,30 @@ def count_usable_nodes(config: Config, granted: int) -> int:
 
 
 def check_tensor_group_on_one_node(rank_info: RankInfo, tp: int) -> None:
-    """Raise UserError if the launcher spread a tensor parallel group over nodes, as `srun -m cyclic` does.
+    """Raise UserError if the launcher spread a tensor-parallel group over several nodes, as `srun -m cyclic` does.
 
-    A group has `tp` consecutive ranks. All are on one node if each rank's local number counts along with its rank.
+    A group has `tp` consecutive ranks. The group is on one node if the local rank of each of its ranks has the same
+    position in the group as the rank itself (both modulo `tp`).
     """
     if rank_info.local_rank % tp != rank_info.rank % tp:
         first = rank_info.rank - rank_info.rank % tp
         raise UserError(
             "parallel.group_on_several_nodes",
-            f"rank {rank_info.rank} is number {rank_info.local_rank} on its node, but ranks {first} to "
-            f"{first + tp - 1} (parallel.tensor={tp}) must share a node: distribute ranks in blocks, as "
+            f"rank {rank_info.rank} has local rank {rank_info.local_rank} on its node, but ranks {first} to "
+            f"{first + tp - 1} (parallel.tensor={tp}) must be on one node: distribute ranks in blocks, as "
             "`srun --distribution=block` does",
         )
 
 
 def check_layout(config: Config, sizes: bool = True) -> None:
-    """Check that the ranks of a config can run.
+    """Check the layout of a config.
 
     Args:
-        config: a config whose sections are valid.
-        sizes: whether the numbers of ranks must fit also.
+        config: a config with valid sections.
+        sizes: whether to check also that the layout fits the requested numbers of ranks.
 
     Raises:
-        LayoutError: names the keys that cannot work together.
+        LayoutError: if the layout cannot work. The message names the keys.
     """
     train = config.stages.train
     for nodes in {train.max_nodes, train.min_nodes} if sizes else ():
@@ -353,15 +368,15 @@ def check_layout(config: Config, sizes: bool = True) -> None:
             )
 
 
-def _replica_sync_option(config: Config) -> str | None:
-    """Return the option that changes what whole replicas exchange, with its value; None if there is none."""
+def _describe_replica_sync(config: Config) -> str | None:
+    """Return the option (with its value) that changes what whole replicas exchange; None if none is set."""
     if config.parallel.local_sgd is not None:
         return f"parallel.local_sgd (every {config.parallel.local_sgd.every})"
     return None if config.parallel.hook.kind == "none" else f"parallel.hook.kind {config.parallel.hook.kind}"
 
 
 def _find_conflicts(config: Config) -> Iterator[Problem]:
-    """Yield what `parallel` cannot be combined with on any number of ranks."""
+    """Yield the options that cannot be combined, on any number of ranks."""
     for message in _describe_conflicts(config):
         yield Problem("config.conflict", message)
 
@@ -370,12 +385,12 @@ def _describe_conflicts(config: Config) -> Iterator[str]:
     parallel = config.parallel
     data = parallel.data
     if data != "auto" and data.shard > 1 and not parallel.zero:
-        yield f"parallel.data.shard ({data.shard}) is for parallel.zero 1 to 3; parallel.zero 0 shards nothing"
+        yield f"parallel.data.shard ({data.shard}) requires parallel.zero 1 to 3: parallel.zero 0 shards nothing"
     if data != "auto" and data.shard == 1 and data.replicate > 1 and parallel.zero:
         yield f"parallel.zero {parallel.zero} has nothing to shard: parallel.data.shard is 1"
-    if (option := _replica_sync_option(config)) is not None:
+    if (option := _describe_replica_sync(config)) is not None:
         if parallel.zero or parallel.offload:
-            yield f"{option} is for whole replicas: parallel.zero must be 0 and parallel.offload false"
+            yield f"{option} requires whole replicas: parallel.zero must be 0 and parallel.offload false"
         if parallel.local_sgd is not None and parallel.hook.kind != "none":
             yield (
                 f"{option} cannot be combined with parallel.hook.kind {parallel.hook.kind}: local SGD sends no "
@@ -389,23 +404,29 @@ def _describe_conflicts(config: Config) -> Iterator[str]:
         splits = {"zero": parallel.zero, "tensor": parallel.tensor > 1, "pipeline": parallel.pipeline > 1}
         splits |= {"offload": parallel.offload, "local_sgd": parallel.local_sgd is not None}
         if used := ", ".join(f"parallel.{key}" for key, value in splits.items() if value):
-            yield f"optimizer.name own is for whole replicas, without {used}: remove that, or use another optimizer"
+            yield (
+                f"optimizer.name own requires whole replicas and cannot be combined with {used}: remove these keys, or "
+                "use another optimizer"
+            )
     state = config.optimizer.state
     if state != StateConfig() and option is not None:
         yield f"optimizer.state (master {state.master}, moments {state.moments}) cannot be combined with {option}"
     if parallel.accurate_sums and parallel.backend != "mpi":
-        yield f"parallel.accurate_sums is for parallel.backend mpi, not {parallel.backend}"
+        yield f"parallel.accurate_sums requires parallel.backend mpi, not {parallel.backend}"
     if parallel.reduce == "micro_batch" and parallel.zero < 2:
-        yield f"parallel.reduce micro_batch is for parallel.zero 2 and 3; with {parallel.zero} gradients stay whole"
+        yield (
+            f"parallel.reduce micro_batch requires parallel.zero 2 or 3: parallel.zero {parallel.zero} does not shard "
+            "gradients"
+        )
 
 
 def _find_misfits(config: Config, world_size: int, per_node: int, vocab_size: int | None) -> Iterator[Problem]:
-    """Yield every configured size that does not divide its dimension or fit `world_size` ranks."""
+    """Yield every configured size that does not fit the model, the batch or `world_size` ranks."""
     train = config.train
     parallel = config.parallel
     pp = parallel.pipeline
     tp = parallel.tensor
-    axis_sizes = _configured_sizes(config)
+    axis_sizes = _get_axis_sizes(config)
     split_ranks = math.prod(axis_sizes.values())
     ranks = split_ranks
     sizes = " × ".join(f"parallel.{AXIS_KEYS[axis]} ({size})" for axis, size in axis_sizes.items())
@@ -427,14 +448,14 @@ def _find_misfits(config: Config, world_size: int, per_node: int, vocab_size: in
         sizes_that_fit = [n for n in range(1, min(batch // micro, _MAX_SUGGESTED_SIZE) + 1) if batch % (n * micro) == 0]
         yield Problem(
             "parallel.indivisible_batch",
-            f"train.global_batch ({batch}) is not a multiple of train.micro_batch ({micro}) × {dp} data parallel "
-            f"ranks; with these batches there may be {', '.join(map(str, sizes_that_fit))}",
+            f"train.global_batch ({batch}) is not a multiple of train.micro_batch ({micro}) × {dp} data-parallel "
+            f"ranks; these batch sizes work with {', '.join(map(str, sizes_that_fit))} data-parallel ranks",
         )
         return
-    if (option := _replica_sync_option(config)) is not None and pp * tp > 1:
+    if (option := _describe_replica_sync(config)) is not None and pp * tp > 1:
         yield Problem(
             "config.conflict",
-            f"{option} is for whole replicas: parallel.pipeline ({pp}) and parallel.tensor ({tp}) must be 1",
+            f"{option} requires whole replicas: parallel.pipeline ({pp}) and parallel.tensor ({tp}) must be 1",
         )
     if tp > 1:
         yield from _find_tensor_misfits(config, world_size, per_node, vocab_size)
@@ -443,7 +464,7 @@ def _find_misfits(config: Config, world_size: int, per_node: int, vocab_size: in
 
 
 def _find_tensor_misfits(config: Config, world_size: int, per_node: int, vocab_size: int | None) -> Iterator[Problem]:
-    """Yield what the tensor parallel size does not divide."""
+    """Yield every size that `parallel.tensor` must divide but does not, and its other conflicts."""
     model = config.model
     parallel = config.parallel
     tp = parallel.tensor
@@ -463,18 +484,18 @@ def _find_tensor_misfits(config: Config, world_size: int, per_node: int, vocab_s
     if config.train.compile and model.target is not None:
         yield Problem(
             "config.conflict",
-            f"parallel.tensor ({tp}) cannot be combined with train.compile on a custom model: torch fails there",
+            f"parallel.tensor ({tp}) cannot be combined with train.compile for a custom model, because torch fails",
         )
     if world_size > per_node and per_node % tp:
         yield Problem(
             "parallel.group_on_several_nodes",
             f"parallel.tensor ({tp}) does not divide the {per_node} ranks of a node "
-            "(stages.train.tasks_per_node): tensor parallel ranks must share a node",
+            "(stages.train.tasks_per_node): tensor-parallel ranks must be on one node",
         )
 
 
 def _describe_vocabulary(config: Config, size: int | None) -> str:
-    """Return where the size of the vocabulary comes from."""
+    """Return a description of the vocabulary size: the key that sets it, or the tokenizer that has it."""
     tokenizer = config.data.tokenizer
     if config.model.vocab_size is not None:
         return "model.vocab_size"
@@ -486,7 +507,7 @@ def _describe_vocabulary(config: Config, size: int | None) -> str:
 
 
 def _find_pipeline_misfits(config: Config, micro_batches: int) -> Iterator[Problem]:
-    """Yield what the pipeline schedule requires. The rules are those of torch.distributed.pipelining."""
+    """Yield the violated requirements of the pipeline schedule. The rules are those of torch.distributed.pipelining."""
     parallel = config.parallel
     pp = parallel.pipeline
     virtual = parallel.virtual_stages
@@ -500,8 +521,8 @@ def _find_pipeline_misfits(config: Config, micro_batches: int) -> Iterator[Probl
     if pp * virtual > config.model.layers:
         yield Problem(
             "parallel.too_many_stages",
-            f"{pp} pipeline ranks × parallel.virtual_stages ({virtual}) = {pp * virtual} stages are more "
-            f"than model.layers ({config.model.layers}): each stage needs a layer",
+            f"{pp} pipeline ranks × parallel.virtual_stages ({virtual}) = {pp * virtual} pipeline-parallel stages are "
+            f"more than model.layers ({config.model.layers}): each stage needs at least one layer",
         )
     if parallel.reduce == "micro_batch":
         yield Problem(
@@ -527,11 +548,11 @@ def _find_pipeline_misfits(config: Config, micro_batches: int) -> Iterator[Probl
 
 
 def _describe_micro_batches(count: int) -> str:
-    return f"there are {count} (train.global_batch / data parallel ranks / train.micro_batch)"
+    return f"there are {count} (train.global_batch / data-parallel ranks / train.micro_batch)"
 
 
 def _describe_schedule_misfits(schedule: str, pp: int, virtual: int, micro_batches: int) -> Iterator[str]:
-    """Yield what the schedule needs of stages and micro-batches, and does not have."""
+    """Yield what the schedule requires of stages and micro-batches, if it is not met."""
     actual = _describe_micro_batches(micro_batches)
     if schedule.startswith("interleaved"):
         if virtual < 2:
@@ -547,45 +568,47 @@ def _describe_schedule_misfits(schedule: str, pp: int, virtual: int, micro_batch
 
 
 def _suggest_layouts(config: Config, world_size: int, per_node: int, vocab_size: int | None) -> str:
-    """Return up to three layouts of `world_size` ranks that fit, the most similar first.
+    """Return up to three layouts of `world_size` ranks that fit, the most similar first, as text.
 
-    A custom model is never split in suggestions, because only its author knows whether it can be.
+    No suggestion splits a custom model, because only its author knows whether it can be split.
     """
-    found = []
+    candidates = []
     largest = _MAX_SUGGESTED_SIZE if config.model.target is None else 1
     sizes = [n for n in range(1, largest + 1) if world_size % n == 0]
     for pp, tp in product(sizes, sizes):
         parallel = config.parallel.model_copy(update={"pipeline": pp, "tensor": tp, "data": "auto"})
         if not any(_find_misfits(config.model_copy(update={"parallel": parallel}), world_size, per_node, vocab_size)):
             distance = abs(math.log(pp / config.parallel.pipeline)) + abs(math.log(tp / config.parallel.tensor))
-            axis_sizes = _configured_sizes(config) | {"pp": pp, "tp": tp}
+            axis_sizes = _get_axis_sizes(config) | {"pp": pp, "tp": tp}
             text = _describe_sizes(world_size // math.prod(axis_sizes.values()), axis_sizes)
-            found.append((round(distance, 6), pp, tp, text))
-    if not found:
+            candidates.append((round(distance, 6), pp, tp, text))
+    if not candidates:
         return f"no layout of {world_size} ranks fits this model, batch and schedule"
-    return f"layouts of {world_size} ranks that fit: {', or '.join(text for *_, text in sorted(found)[:3])}"
+    return f"layouts of {world_size} ranks that fit: {', or '.join(text for *_, text in sorted(candidates)[:3])}"
 
 
 def split_layers(config: Config, stages: int, vocab_size: int) -> tuple[range, ...]:
-    """Assign consecutive decoder blocks to stages so that the most expensive stage is as cheap as possible.
+    """Assign consecutive decoder blocks to pipeline-parallel stages so that the most expensive stage is cheapest.
 
-    The cost of a stage is the number of multiplications per token: the weights of its blocks and their attention over
-    half the sequence. The last stage adds the output layer. The first adds only the width of the embedding, because
-    that is a lookup. Every stage has at least one block. Each further block goes to the cheapest stage, which is
-    optimal for equal blocks.
+    The cost of a stage is the number of multiplications per token: the weights of its blocks, and attention over half
+    the sequence. The last stage also has the output layer. The first stage also has the embedding, which is a lookup
+    and costs only its width. Every stage has at least one block. Each further block goes to the cheapest stage, which
+    is optimal for equal blocks.
     """
     model = config.model
-    block = block_flops_per_token(model, config.data.sequence_length)
-    extra = [0] * stages
+    block_cost = block_flops_per_token(model, config.data.sequence_length)
+    extra_costs = [0] * stages
     if model.target is None:
-        extra[0] += model.dim
-        extra[-1] += model.dim * vocab_size
-    # each stage gets this many blocks in any case; only the rest is assigned one at a time
-    sizes = [max(1, model.layers // stages - max(extra) // block - 2)] * stages if stages > 1 else [model.layers]
-    costs = [size * block + more for size, more in zip(sizes, extra, strict=True)]
+        extra_costs[0] += model.dim
+        extra_costs[-1] += model.dim * vocab_size
+    # The loop below is slow for many blocks. Every stage therefore starts with a number of blocks that it gets anyway.
+    sizes = [model.layers]
+    if stages > 1:
+        sizes = [max(1, model.layers // stages - max(extra_costs) // block_cost - 2)] * stages
+    costs = [size * block_cost + extra for size, extra in zip(sizes, extra_costs, strict=True)]
     for _ in range(model.layers - sum(sizes)):
         cheapest = costs.index(min(costs))
         sizes[cheapest] += 1
-        costs[cheapest] += block
+        costs[cheapest] += block_cost
     ends = list(accumulate(sizes))
     return tuple(range(end - size, end) for size, end in zip(sizes, ends, strict=True))

@@ -1,15 +1,16 @@
-"""Pipeline parallelism: consecutive blocks on different ranks, through which micro-batches pass.
+"""Pipeline parallelism: consecutive blocks are on different ranks, and micro-batches pass through them.
 
-Stages and schedules are those of torch.distributed.pipelining:
+Stages (here always pipeline-parallel stages) and schedules are those of torch.distributed.pipelining:
 
-    gpipe                    all forwards, then all backwards (Huang et al., arXiv 1811.06965)
-    1f1b                     alternating forward and backward, so fewer activations are stored (arXiv 1806.03377)
+    gpipe                    all forward passes, then all backward passes (Huang et al., arXiv 1811.06965)
+    1f1b                     forward and backward alternate, so fewer activations are stored (arXiv 1806.03377)
     interleaved_1f1b         several stages per rank, smaller bubbles (Narayanan et al., arXiv 2104.04473)
-    interleaved_zero_bubble  also separate gradients of weights, which fill bubbles (Qi et al., arXiv 2401.10241)
-    zbv                      the same with two stages per rank, down the ranks and up again (same paper, ZB-V)
+    interleaved_zero_bubble  computes weight gradients separately, to fill bubbles (Qi et al., arXiv 2401.10241)
+    zbv                      the same with two stages per rank in the shape of a V (same paper, ZB-V)
     dualpipe_v               DeepSeek's DualPipe folded in half: forward and backward overlap (arXiv 2412.19437)
 
-In the V shapes (zbv, dualpipe_v) the last stage, and the loss, is on pipeline rank 0.
+In the V shapes (zbv, dualpipe_v) samples pass through all ranks and back. The last stage, and with it the loss, is on
+pipeline rank 0.
 """
 
 from __future__ import annotations
@@ -39,21 +40,25 @@ TORCH_SCHEDULES = {
 
 class _Stage(PipelineStage):
     forward_context: AbstractContextManager[None]
-    """Entered around each forward."""
+    """Context that is entered for each forward pass of the stage."""
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         with self.forward_context:
             return super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def _shape_inference(self, *args: Any, **kwargs: Any) -> Any:
-        """Infer shapes without changing the random state: torch 2.11 does it by a real forward, dropout included."""
+        """Infer shapes without changing the random state.
+
+        torch 2.11 infers them by a real forward pass, whose dropout would use random numbers.
+        """
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             return super()._shape_inference(*args, **kwargs)  # type: ignore[misc]
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Leave out messages to this rank itself.
+        """Return the initial messages between neighbouring stages, without messages to this rank itself.
 
-        In V shapes neighbouring stages may be on one rank. torch 2.11 connects them anyway, which Gloo cannot do.
+        In V shapes, neighbouring stages may be on the same rank. torch 2.11 sends a message anyway, but Gloo cannot
+        send to its own rank.
         """
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
@@ -62,13 +67,13 @@ class PipelineRunner:
     """This rank's stages and the schedule that runs them.
 
     Args:
-        parts: modules of this rank's stages.
-        numbers: numbers of these stages.
-        layout: the layout of the training.
+        parts: model parts of this rank's stages.
+        numbers: numbers of these stages in the whole pipeline.
+        layout: the layout of the run.
         device: this rank's device.
-        group: the pipeline's process group.
-        loss: `loss(outputs, rows)` returns the loss of one micro-batch, a scalar.
-        forward_context: entered around each stage's forward.
+        group: process group of the pipeline axis.
+        loss: `loss(outputs, rows)` returns the loss of one micro-batch, a scalar. `rows` are its samples' numbers.
+        forward_context: context that is entered for each forward pass of a stage.
     """
 
     def __init__(
@@ -84,7 +89,8 @@ class PipelineRunner:
         self.has_first_stage = 0 in numbers
         self.has_last_stage = layout.stages - 1 in numbers
         for part, number in zip(parts, numbers, strict=True):
-            if number < layout.stages - 1:  # messages must be contiguous, and torch asks the stage for its strides
+            if number < layout.stages - 1:
+                # Messages must be contiguous, and torch takes their strides from the stage's output.
                 part.register_forward_hook(lambda _, __, hidden: hidden.contiguous())
         pairs = zip(parts, numbers, strict=True)
         stages = [_Stage(part, number, layout.stages, device, group=group) for part, number in pairs]
@@ -106,14 +112,14 @@ class PipelineRunner:
         Args:
             inputs: positional arguments of the first stage.
             loss_inputs: keyword arguments of the last stage.
-            rows_B: numbers of the batch's samples; the loss of a micro-batch gets its own.
+            rows_B: numbers of the batch's samples. The loss function receives those of one micro-batch.
             document_boundaries: keyword arguments of every stage, from this rank's batch.
 
         Returns:
             The losses of the micro-batches on the rank with the last stage; [] on other ranks.
         """
         losses: list[Tensor] = []
-        # torch 2.11 rejects strides that it did not expect
+        # torch 2.11 rejects inputs with unexpected strides.
         first_stage_inputs = [tensor.contiguous() for tensor in inputs] if self.has_first_stage else []
         self._schedule.step(
             *first_stage_inputs,
@@ -127,7 +133,7 @@ class PipelineRunner:
 
 
 def add_gradient_of_peer(tensor: Tensor, peer: int, group: dist.ProcessGroup) -> None:
-    """Exchange `tensor` with rank `peer` of `group` and add the peer's, in place: both get the same bits."""
+    """Exchange `tensor` with rank `peer` of `group` and add the peer's tensor in place. Both get the same bits."""
     received = torch.empty_like(tensor)
     send = dist.P2POp(dist.isend, tensor.clone(), group=group, group_peer=peer)
     receive = dist.P2POp(dist.irecv, received, group=group, group_peer=peer)

@@ -3,12 +3,11 @@
 As in Megatron-LM (Shoeybi et al., arXiv 1909.08053), the first matrices of attention and MLP are sharded column-wise:
 each rank has some of the heads and some of the hidden width. The second matrices are sharded row-wise, so a layer needs
 one reduction after attention and one after the MLP. With sequence parallelism (Korthikanti et al., arXiv 2205.05198)
-the residual stream and the norms are sharded along the sequence. The reduction becomes a reduce-scatter and the next
-layer's input an all-gather: the same traffic for 1/tp of the memory. Embedding and output layer are sharded along the
-vocabulary; with `loss_parallel` the loss is computed on sharded logits.
+the residual stream is sharded along the sequence. A reduce-scatter and an all-gather replace each reduction: the same
+traffic with 1/tp of the memory. The embedding and the output layer are sharded along the vocabulary.
 
-Every parameter becomes a DTensor, also the replicated ones, so gradient norms and checkpoints treat all alike.
-pipeline/model/spec.py says how each parameter is sharded, pipeline/model/decoder.py applies it.
+Every parameter becomes a DTensor, even a replicated one, so gradient norms and checkpoints treat all parameters alike.
+pipeline/model/spec.py describes how each parameter is sharded, and pipeline/model/decoder.py applies it.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from pipeline.base.errors import UserError
 
 
 class Replicated(ParallelStyle):
-    """All ranks have the same parameters, inputs and outputs; inputs and outputs are local tensors."""
+    """Keep a module whole: all ranks have the same parameters, inputs and outputs. Inputs and outputs are local."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def to_dtensor(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
@@ -38,10 +37,10 @@ class Replicated(ParallelStyle):
 
 
 class VocabParallelEmbedding(ParallelStyle):
-    """An embedding that is sharded along the vocabulary.
+    """Shard an embedding along the vocabulary.
 
-    A rank returns zeros for ids whose rows other ranks have, and the values of all ranks are summed. torch's
-    RowwiseParallel does the same, but computes the gradient of all rows on each rank before it shards it.
+    Each rank looks up the ids in its share of the vocabulary and uses zeros for other ids. The results of all ranks are
+    summed. torch's RowwiseParallel does the same, but each rank computes the gradient of the whole vocabulary first.
     """
 
     def __init__(self, output_layouts: Placement) -> None:
@@ -52,7 +51,8 @@ class VocabParallelEmbedding(ParallelStyle):
             if (rows := len(embedding.get_parameter("weight"))) % mesh.size():
                 raise UserError(
                     "parallel.indivisible_size",
-                    f"an embedding of {rows} rows cannot be sharded over {mesh.size()} tensor parallel ranks",
+                    f"an embedding with {rows} rows cannot be sharded over {mesh.size()} tensor-parallel ranks: the "
+                    "number of rows must be a multiple of parallel.tensor",
                 )
             embedding.weight = nn.Parameter(distribute_tensor(embedding.get_parameter("weight"), mesh, [Shard(0)]))
 

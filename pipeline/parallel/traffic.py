@@ -1,8 +1,8 @@
-"""Count which parameters a rank has and how many bytes it sends in one step, from the config.
+"""Count the parameters of a rank, and the bytes that it sends in one step, from the config.
 
-Parameters are counted exactly, bytes from shapes (pipeline/model/spec.py). Traffic is what one rank sends with ring
-algorithms: an all-reduce of n bytes over r ranks sends 2·n·(r−1)/r, an all-gather or a reduce-scatter half of that. The
-trainer writes it next to its measurements (pipeline/train/metrics.py), and `plan` shows it before anything runs.
+Both follow from the shapes in pipeline/model/spec.py. Traffic is what one rank sends if collectives use ring
+algorithms: an all-reduce of n bytes over r ranks sends 2·n·(r−1)/r bytes, an all-gather or a reduce-scatter half of
+that. The trainer writes traffic beside its measurements (pipeline/train/metrics.py), and `plan` shows it for a config.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from pipeline.parallel.mesh import Layout
 
 
 def list_rank_parameters(config: Config, layout: Layout, pp_rank: int, vocab: int) -> Iterator[ParameterSpec]:
-    """Yield the parameters of one rank, as tensor parallelism shards them, at this position of the pipeline."""
+    """Yield the parameters of a rank at position `pp_rank` of the pipeline, as tensor parallelism shards them."""
     for stage in layout.stages_on_rank(pp_rank):
         for parameter in decoder_parameters(config.model, vocab, layout.stage_layers[stage]):
             yield parameter.local(layout.tp)
 
 
 class AxisTraffic(NamedTuple):
-    """What one rank sends in one step to the other ranks along one axis of the layout."""
+    """Bytes that one rank sends in one step to the other ranks along one axis of the layout."""
 
     axis: str
     """`data`, `shard`, `replicate`, `tensor` or `pipeline`."""
@@ -43,21 +43,22 @@ class AxisTraffic(NamedTuple):
 
 
 class TrainedParameters(NamedTuple):
-    """What `optimizer.freeze` leaves to be trained."""
+    """The parameters that are trained, because `optimizer.freeze` does not freeze them."""
 
     names: frozenset[str]
     """Names of the trained parameters."""
     block_shares: tuple[float, ...]
-    """Share of each block's values that is trained."""
+    """For each block, the share of its elements that is trained."""
     first_block: int
-    """The first block whose backward pass runs, because it or the embedding is trained.
+    """The first block whose backward pass runs.
 
-    It is the number of blocks if only the last norm is trained, and one more if not even that is.
+    This is block 0 if the embedding is trained, otherwise the first block with a trained parameter. If no block is
+    trained, it is the number of blocks, plus one if the last norm is not trained either.
     """
 
 
 def find_trained_parameters(config: Config) -> TrainedParameters:
-    """Return which parameters of the decoder are trained, on any layout."""
+    """Return which parameters of the decoder are trained. The result does not depend on the layout."""
     sizes = tuple((p.name.removeprefix("model.layers.0"), p.numel) for p in block_parameters(config.model, 0))
     return _find_trained(tuple(config.optimizer.freeze), config.model.layers, sizes)
 
@@ -75,17 +76,17 @@ def _find_trained(freeze: tuple[str, ...], layers: int, sizes: tuple[tuple[str, 
 
 
 def stored_weight_bytes(config: Config) -> int:
-    """Return the bytes of a weight between steps, and of its gradient."""
+    """Return the bytes per element of the weights between steps, and of their gradients."""
     return 2 if config.optimizer.state.master == "none" else 4
 
 
 def residual_stream_bytes(config: Config, layout: Layout) -> int:
-    """Return the bytes of a value of the residual stream, which has the type of the embedding's weights."""
+    """Return the bytes per element of the residual stream, which has the type of the embedding's weights."""
     return 2 if layout.fsdp and config.train.precision != "fp32" else stored_weight_bytes(config)
 
 
 def count_traffic(config: Config, layout: Layout, vocab: int) -> Iterator[AxisTraffic]:
-    """Yield the traffic of one step along each axis, for the pipeline rank that sends most along it."""
+    """Yield the traffic of one step along each axis, for the pipeline rank that sends most along this axis."""
     largest: dict[str, AxisTraffic] = {}
     for pp_rank in range(layout.pp):
         for traffic in count_rank_traffic(config, layout, vocab, pp_rank):
@@ -94,7 +95,7 @@ def count_traffic(config: Config, layout: Layout, vocab: int) -> Iterator[AxisTr
 
 
 def count_rank_traffic(config: Config, layout: Layout, vocab: int, pp_rank: int) -> Iterator[AxisTraffic]:
-    """Yield the traffic of one step along each axis, for the rank at this position of the pipeline."""
+    """Yield the traffic of one step along each axis, for a rank at position `pp_rank` of the pipeline."""
     rank = _RankTraffic(config, layout, vocab, pp_rank)
     if layout.dp > 1 and not layout.zero:
         yield rank.count_data()
@@ -129,15 +130,15 @@ class _RankTraffic:
             hidden_state_shape(config.model, config.train.micro_batch, config.data.sequence_length)
         )
         # Muon's update needs whole matrices: the fp32 weight, gradient and momentum are gathered. Matrices that are
-        # sharded row-wise are gathered over the tensor parallel ranks first, the others over the ZeRO ranks first.
+        # sharded row-wise are gathered over the tensor-parallel ranks first, the others over the ZeRO ranks first.
         uses_muon = config.optimizer.name == "muon"
         self.muon_matrices = [p for p in self.trained if uses_muon and p.is_block_matrix]
         self.muon_rowwise = [p for p in self.muon_matrices if p.tp_dim == 1]
         self.muon_bytes = 3 * 4
-        """Bytes per value, before the values of all tensor parallel ranks are gathered."""
+        """Bytes per gathered element of a matrix."""
 
     def count_data(self) -> AxisTraffic:
-        """Count the gradients (with local SGD: the weights) that data parallel ranks without ZeRO reduce."""
+        """Count the gradients (with local SGD: the weights) that data-parallel ranks without ZeRO reduce."""
         hook = self.config.parallel.hook
         local_sgd = self.config.parallel.local_sgd
         numel = sum(parameter.numel for parameter in self.trained)
@@ -149,7 +150,8 @@ class _RankTraffic:
         elif hook.kind in ("fp16", "bf16"):
             num_bytes //= 2
             description = f"gradients, all-reduced once in {hook.kind}"
-        elif hook.kind == "topk" and hook.ratio * self.layout.dp < 1:  # a pair is an int32 position and an fp32 value
+        elif hook.kind == "topk" and hook.ratio * self.layout.dp < 1:
+            # A pair has 8 bytes: an int32 position and an fp32 value.
             num_bytes = round(8 * hook.ratio * numel) * (self.layout.dp - 1)
             description = "positions and values of the largest gradients, all-gathered"
         elif hook.kind == "powersgd":
@@ -186,26 +188,28 @@ class _RankTraffic:
         return AxisTraffic("replicate", num_bytes, "shards of gradients, all-reduced once")
 
     def count_tensor(self) -> AxisTraffic:
-        """Count hidden states, logits, and the gradients and weights that tensor parallel ranks exchange."""
+        """Count hidden states, logits, and the gradients and weights that tensor-parallel ranks exchange."""
         layout = self.layout
         config = self.config
-        # All-gathers and reduce-scatters of hidden states; an all-reduce counts as two. A block has four forward and
-        # four backward. Checkpointing repeats some: the numbers are with and without sequence parallelism.
+        # Count all-gathers and reduce-scatters of hidden states. An all-reduce counts as two of them. A block has four
+        # in forward and four in backward. Activation checkpointing repeats some of them in backward: each pair has
+        # their number with and without sequence parallelism.
         repeated = {"none": (0, 0), "selective": (2, 0), "full": (3, 2)}[config.parallel.activation_checkpointing]
         per_backward = 4 + (repeated[0] if layout.sequence_parallel else repeated[1])
         blocks = [block for stage in self.stages for block in layout.stage_layers[stage]]
         trained_blocks = sum(block >= self.first_trained_block for block in blocks)
         collectives = 4 * len(blocks) + per_backward * trained_blocks
         bytes_per_value = self.compute_bytes * collectives
-        if self.has_last_stage:  # before the output layer, and back
+        if self.has_last_stage:  # One before the output layer, and one for its gradient.
             bytes_per_value += self.compute_bytes * 2
-        if self.has_first_stage:  # after the embedding, and back if the embedding is trained
+        if self.has_first_stage:  # One after the embedding, and one for its gradient if the embedding is trained.
             bytes_per_value += self.residual_bytes * (2 if self.first_trained_block == 0 else 1)
         micro_batch_bytes = self.hidden_values * bytes_per_value
         if self.has_last_stage:
             tokens = config.train.micro_batch * config.data.sequence_length
             if config.parallel.loss_parallel or config.train.loss_chunk is not None:
-                # all-reduce of three fp32 values per token: the largest logit, the sum of exponentials, the target's
+                # All-reduce of three fp32 values per token: the largest logit, the sum of exponentials, the target's
+                # logit.
                 micro_batch_bytes += 2 * 3 * 4 * tokens
             else:
                 micro_batch_bytes += self.compute_bytes * tokens * self.vocab
@@ -227,7 +231,7 @@ class _RankTraffic:
         return AxisTraffic("tensor", _count_all_gather(num_bytes, layout.tp), description)
 
     def count_pipeline(self) -> AxisTraffic:
-        """Count the hidden states sent to the next stages and their gradients sent to the previous ones."""
+        """Count the hidden states sent to the next stages, and the gradients sent to the previous stages."""
         layout = self.layout
         sending, receiving = find_cross_rank_stages(layout, self.pp_rank)
         # A stage sends gradients back only if a parameter before it is trained.
@@ -245,7 +249,7 @@ class _RankTraffic:
 
 
 def find_cross_rank_stages(layout: Layout, pp_rank: int) -> tuple[list[int], list[int]]:
-    """Return this rank's stages that send their output to another rank, and those that receive their input from one."""
+    """Return the stages of a rank that send to another rank, and the stages that receive from another rank."""
     stages = layout.stages_on_rank(pp_rank)
     sending = [stage for stage in stages if stage + 1 < layout.stages and stage + 1 not in stages]
     receiving = [stage for stage in stages if stage and stage - 1 not in stages]

@@ -72,6 +72,7 @@ def test_described_parameters_equal_those_of_the_built_decoder(model: dict[str, 
         assert sorted(described) == sorted(build_stages(config, layout, pp_rank, vocab))
 
 
+@settings(deadline=None)
 @given(models())
 def test_counts_are_sums_of_the_described_parameters(model: dict[str, Any]) -> None:
     config = tiny_config(1, model=model).model

@@ -189,7 +189,7 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypa
     code, out, _ = run("--best", "train.global_batch=2")  # fewer replicas than ranks, and than nodes
     assert code == 0 and "× data 2 × tensor" in out and "× data 8" not in out
     code, _, err = run("--best", "train.global_batch=2", "parallel.reduce=micro_batch", "train.precision=fp32")
-    assert code == 2 and "parallel.reduce micro_batch is for parallel.zero 2 and 3" in err
+    assert code == 2 and "parallel.reduce micro_batch" in err and "parallel.zero 2 or 3" in err
     code, _, err = run("--best", "train.global_batch=0")
     assert code == 2 and "train.global_batch" in err
     code, _, err = run("parallel.tensor=3")
