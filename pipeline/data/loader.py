@@ -1,12 +1,12 @@
-"""Deliver training batches: a background thread reads them ahead.
+"""Deliver training batches. A background thread reads them ahead.
 
-    GlobalOrderSampler   the sample indices of this rank for each optimizer step (pipeline/data/sample_order.py)
+    GlobalOrderSampler   yields the sample indices of this rank for each optimizer step (pipeline/data/sample_order.py)
     MappedDataset        maps every file once; `read` copies a whole batch (pipeline/data/samples.py)
     BatchLoader          reads ahead in a thread, copies each batch to the device and converts its tokens there
 
-Tokens keep their 2 (or 4) bytes until they are on the device. The loader uses a thread, not worker processes, because
-numpy releases the GIL while it copies. Copying batches between processes would cost many times the reading
-(`benchmarks/results/loader.md`).
+Tokens keep their 2 (or 4) bytes until they are on the device. The loader uses a thread instead of worker processes,
+because numpy releases the GIL while it copies. Copying batches between processes would take many times as long as
+reading them (`benchmarks/results/loader.md`).
 """
 
 from __future__ import annotations
@@ -27,13 +27,16 @@ from pipeline.data.sample_order import Int64Array
 from pipeline.data.samples import MappedDataset
 
 Batch = dict[str, Tensor]
-"""Arrays by name, samples along the first dimension. Text has `tokens`, shape (B, T + 1), and perhaps `mask`."""
+"""Arrays by name, with samples along the first dimension.
+
+Text has `tokens` of shape (B, T + 1). Prompts and dialogues also have `mask` of the same shape.
+"""
 _DEVICE_TYPES = {torch.uint16: torch.int64, torch.uint32: torch.int64}
-"""Types of tokens in files, and what they are converted to on the device. Other types stay."""
+"""Types of tokens in files, and the types to which they are converted on the device. Other types do not change."""
 
 
 class BatchLoader(AbstractContextManager["BatchLoader"], Iterator[Batch]):
-    """Iterate over this rank's batches on `device`; tokens are int64 there.
+    """Iterate over this rank's batches on `device`, where tokens are int64.
 
     A background thread reads ahead of the consumer into host memory (page-locked on CUDA). It uses numpy only: a torch
     operation would start an OpenMP pool in this thread.
@@ -49,8 +52,8 @@ class BatchLoader(AbstractContextManager["BatchLoader"], Iterator[Batch]):
 
     Args:
         dataset: the samples.
-        sampler: the sample indices of each batch, shape (B,), or (2, B) with positions.
-        device: where batches are delivered.
+        sampler: the sample indices of each batch, of shape (B,), or (2, B) with positions in the order.
+        device: device to which batches are copied.
     """
 
     DEPTH = 2
@@ -58,7 +61,7 @@ class BatchLoader(AbstractContextManager["BatchLoader"], Iterator[Batch]):
     """Handing over a block of this size is cheap compared with reading it, and it fits into a core's cache."""
     AHEAD_S = 10.0
     AHEAD_BYTES = 1 << 28
-    """Maximum size of what is read ahead beyond `DEPTH` blocks."""
+    """Maximum size of the batches that are read ahead beyond `DEPTH` blocks."""
 
     def __init__(self, dataset: MappedDataset, sampler: Iterable[Int64Array], device: torch.device) -> None:
         self.data_wait_s = 0.0
@@ -66,18 +69,18 @@ class BatchLoader(AbstractContextManager["BatchLoader"], Iterator[Batch]):
         self._dataset = dataset
         self._indices = iter(sampler)
         self._device = device
-        self._block: list[Batch] = []  # rest of the current block, last batch first
+        self._block: list[Batch] = []  # remaining batches of the current block, last batch first
         self._ready: queue.SimpleQueue[list[Batch] | BaseException] = queue.SimpleQueue()
         self._block_size = 1  # number of batches in the next block
-        self._changed = threading.Condition()  # guards the attributes below, notifies of their changes
-        self._waiting_blocks = 0
-        self._waiting_batches = 0  # read, but not taken by the consumer
-        self._target_ahead = 0.0  # batches to read ahead, by the consumer's speed
+        self._changed = threading.Condition()  # protects the attributes below and is notified when they change
+        self._waiting_blocks = 0  # blocks that were read, but not taken by the consumer
+        self._waiting_batches = 0  # batches in these blocks
+        self._target_ahead = 0.0  # number of batches to read ahead, computed from the consumer's speed
         self._max_ahead = 0
         self._last_taken_time = 0.0
         self._last_taken_batches = 0
         self._is_closed = False
-        self._end: BaseException | None = None  # what ended the reading
+        self._end: BaseException | None = None  # the exception that ended the reading
         # A daemon thread does not keep the process alive if the trainer fails without calling close().
         self._thread = device_thread(self._read_ahead, "sluice-batches")
         self._thread.start()
@@ -114,7 +117,7 @@ class BatchLoader(AbstractContextManager["BatchLoader"], Iterator[Batch]):
             self._changed.notify()
 
     def close(self) -> None:
-        """Stop the thread and wait for it, at most for the block that it is reading. Further `next` calls stop."""
+        """Stop the thread and wait until it has read its current block. Later calls of `next` raise StopIteration."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
@@ -135,7 +138,10 @@ class BatchLoader(AbstractContextManager["BatchLoader"], Iterator[Batch]):
             has_more = self._read_block()
 
     def _read_block(self) -> bool:
-        """Read a block and hand it over, or the exception that ends the reading. Return whether there may be more."""
+        """Read a block and hand it over; if reading fails or ends, hand over the exception.
+
+        Return False if this was the last block.
+        """
         try:
             batch_indices = list(islice(self._indices, self._block_size))
             if not batch_indices:
@@ -150,7 +156,7 @@ class BatchLoader(AbstractContextManager["BatchLoader"], Iterator[Batch]):
             self._waiting_blocks += 1
             self._waiting_batches += len(block)
             self._max_ahead = self.AHEAD_BYTES // batch_bytes
-        self._ready.put(block)  # from here on it belongs to the consumer
+        self._ready.put(block)  # From now on, only the consumer uses the block.
         self._block_size = max(1, min(2 * self._block_size, self.BLOCK_BYTES // batch_bytes))
         return True
 
@@ -159,7 +165,7 @@ class BatchLoader(AbstractContextManager["BatchLoader"], Iterator[Batch]):
         return self._waiting_blocks < self.DEPTH or self._waiting_batches < min(self._target_ahead, self._max_ahead)
 
     def _read_batches(self, batch_indices: list[Int64Array]) -> list[Batch]:
-        """Read several batches at once, in the types of the files. Return them last batch first."""
+        """Read several batches at once, in the types of the files. Return them in reverse order."""
         sizes = [indices.shape[-1] for indices in batch_indices]
         host = self._dataset.allocate_batch(sum(sizes), pin=self._device.type == "cuda")
         out = {name: array.numpy() for name, array in host.items()}

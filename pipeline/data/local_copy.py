@@ -1,13 +1,13 @@
-"""Copy the training data to a local disk of each node (`site.local_disk`) while the training runs.
+"""Copy the training data to a local disk of each node (`site.local_disk`) while training runs.
 
 Training starts with the files on shared storage. On each node, the first rank copies one file after another. A copy
 gets its name when it is complete and has the hash of the manifest. Every rank of the node looks for new copies once per
 second and reads them from then on. If copying fails, an event reports it and training continues with the originals.
 
-    DISK/sluice-KEY/users          every rank has a shared lock on it; only an unlocked folder is removed
-    DISK/sluice-KEY/SHA256-START   a copy of a file from byte START on, with a hole before it, so offsets stay the same
+    DISK/sluice-KEY/users          lock file: every rank holds a shared lock; only an unlocked folder is removed
+    DISK/sluice-KEY/SHA256-START   copy of a file from byte START on; the file has a hole before it, so offsets stay
 
-KEY is random for each start. So copies of a killed job are never read, and the next training on the node removes them.
+KEY is random for each start, so copies of a killed job are never read. The next run on the node removes them.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ class LocalCopies(AbstractContextManager["LocalCopies"]):
     Args:
         dataset: the training samples.
         data_dir: folder to which relative paths refer.
-        disk: a folder on a local disk, with environment variables; None: do nothing.
+        disk: a folder on a local disk, which may contain environment variables; None: do nothing.
         key: random text, the same on all ranks of this start.
-        write_event: writes an event with the result, for the rank of a node that copies; None on the others.
+        write_event: function that writes an event with the result. It is given to the rank of a node that copies the
+            files, and None to the others.
     """
 
     poll_interval_s = 1.0
@@ -62,10 +63,12 @@ class LocalCopies(AbstractContextManager["LocalCopies"]):
         self._disk = Path(os.path.expandvars(disk or ""))
         self._folder = self._disk / f"sluice-{key}"
         self._write_event = write_event
-        self._pending: dict[str, list[int]] = {}  # entries of the dataset by the name of the copy that they wait for
+        self._pending: dict[
+            str, list[int]
+        ] = {}  # by the name of a missing copy: the entries of the dataset that need it
         for number, entry in enumerate(dataset.entries):
             self._pending.setdefault(_copy_name(entry), []).append(number)
-        # Each copy needs a file descriptor, also one of a part of a file.
+        # Each copy needs a file descriptor, even if it is a part of a file.
         max_copies = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
         too_many = list(self._pending)[max_copies:]
         for name in too_many:
@@ -89,7 +92,7 @@ class LocalCopies(AbstractContextManager["LocalCopies"]):
             if read_file_system_type(self._disk) in ("tmpfs", "ramfs"):
                 raise UserError(
                     "data.local_disk_in_memory",
-                    "this folder is in main memory, which training needs: name a folder on a disk (site.local_disk)",
+                    "this folder is in main memory, which training needs: set site.local_disk to a folder on a disk",
                 )
             users = _lock_shared(self._folder)
             if self._write_event is not None:
@@ -109,7 +112,7 @@ class LocalCopies(AbstractContextManager["LocalCopies"]):
             _remove_unused(self._folder)
 
     def _remove_abandoned_folders(self) -> None:
-        """Remove the copies of trainings that were killed."""
+        """Remove the copies of runs that were killed."""
         for other in self._disk.glob("sluice-*"):
             if other != self._folder and not self._closed.is_set():
                 _remove_unused(other)

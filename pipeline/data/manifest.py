@@ -1,11 +1,11 @@
-"""The manifest of a run's data: the contract between data_prep, which writes it, and training, which reads it.
+"""The manifest of a run's data: data_prep writes it, and training reads it.
 
-    data_dir/manifest.json       all shards in unit order (:class:`Manifest`), or all files of samples
-                                 (:class:`SampleManifest`)
-    data_dir/shards/…            the shards of tokens that it names
+    data_dir/manifest.json       all shards in the order of their work units (:class:`Manifest`), or all files of
+                                 samples (:class:`SampleManifest`)
+    data_dir/shards/…            the shards of tokens that the manifest names
 
-It is written after the files that it describes: a crash leaves files without a manifest, never a manifest without its
-files. Login nodes also read it, so this module imports neither numpy nor h5py.
+The manifest is written after the files that it describes. A crash may leave files without a manifest, but never a
+manifest without its files. Login nodes also read it, so this module imports neither numpy nor h5py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pipeline.config.types import Section
 FORMAT_VERSION = 1
 """Version of the format of shards and manifests."""
 ORDER_VERSION = 1
-"""Version of the order of tokens: shards in unit order, the files of a unit by their number."""
+"""Version of the order of tokens: work units in order, and the files of a unit by their number."""
 RERUN_SHARD_HINT = f"run the shard stage again, e.g. `{format_command('resume', 'RUN')}`"
 RUN_PREPARE_HINT = (
     f"run the prepare stage first: `python -m pipeline prepare RUN`, or `{format_command('resume', 'RUN')}` for all "
@@ -35,16 +35,16 @@ CHAT_FILE = "chat.json"
 """The chat template and its special tokens, written by prepare (data_prep/records.py)."""
 SHARDS_DIR = "shards"
 MASK_LEARNED, MASK_DOCUMENT_START = 1, 2
-"""Bits of a shard's `mask`: the token contributes to the loss; the token begins a document."""
+"""Bits of a shard's `mask`: the token contributes to the loss (1); the token begins a document (2)."""
 
 
 class FileEntry(Section):
-    """The size in bytes and the sha256 (64 hex digits) of a file."""
+    """Size in bytes and SHA-256 (64 hex digits) of a file."""
 
     size: int
     sha256: str
     part: tuple[int, int] | None = None
-    """The bytes [start, end) that the hash covers, if tasks and ranks share a large file; null: the whole file."""
+    """The bytes [start, end) that the hash covers; null: the whole file. Tasks and ranks share large files by parts."""
 
     @classmethod
     def from_path(cls, path: Path) -> FileEntry:
@@ -52,26 +52,26 @@ class FileEntry(Section):
         return FileEntry(size=path.stat().st_size, sha256=sha256_file(path))
 
     def find_problem(self, path: Path, hashes: bool = True) -> str | None:
-        """Return how a file differs from its entry in size or, with `hashes`, in content; None if it does not."""
+        """Return how `path` differs from this entry in size or, with `hashes`, in content; None if it does not."""
         try:
             size = path.stat().st_size
         except FileNotFoundError:
             return f"{path} is missing"
         if size != self.size:
             return f"{path} has {size} bytes, not {self.size} as in its manifest"
-        found = sha256_file(path, self.part) if hashes else self.sha256
-        return None if found == self.sha256 else f"{path} is damaged: its sha256 is {found}, not {self.sha256}"
+        actual = sha256_file(path, self.part) if hashes else self.sha256
+        return None if actual == self.sha256 else f"{path} is damaged: its sha256 is {actual}, not {self.sha256}"
 
 
 NOT_MAPPABLE = -1
-"""Offset of an array that is stored in chunks; the shard stage unpacks it."""
+"""Offset of an array that is stored in chunks and cannot be mapped. The shard stage unpacks it."""
 
 
 class ArrayEntry(Section):
     """One HDF5 dataset of a file."""
 
     offset: int
-    """Byte at which its data starts in the file, to map it from there; or :data:`NOT_MAPPABLE`."""
+    """Byte at which the array's data starts in the file, or :data:`NOT_MAPPABLE`."""
     dtype: str
     """Name of the type, little-endian."""
     shape: tuple[int, ...]
@@ -82,21 +82,21 @@ class DataFile(FileEntry):
     """One file that training reads."""
 
     file: str
-    """Path relative to the data folder, or the absolute path of a file of the user's, used in place."""
+    """Path relative to the data folder, or the absolute path of a user's file, which is used in place."""
 
     @property
     def name(self) -> str:
-        """The file and, for a part of a file, its first byte."""
+        """Path of the file and, for a part of a file, its first byte."""
         return self.file if self.part is None else f"{self.file} from byte {self.part[0]}"
 
     @property
     def is_user_file(self) -> bool:
-        """Whether it is a file of the user's, which Sluice never repairs, moves or removes."""
+        """Whether this is a user's file, which Sluice never repairs, moves or removes."""
         return Path(self.file).is_absolute()
 
     @property
     def remedy(self) -> str:
-        """What to do if the file has changed."""
+        """Advice for a file that has changed."""
         return "restore the file, or start a new run on the current data" if self.is_user_file else RERUN_SHARD_HINT
 
     def check(self, data_dir: Path, hashes: bool) -> None:
@@ -110,10 +110,10 @@ class DataFile(FileEntry):
 
 
 class ShardEntry(DataFile):
-    """One HDF5 shard, or a range of a token file of the user's (data_prep/tokens_folder.py).
+    """One HDF5 shard, or a range of a user's token file (data_prep/tokens_folder.py).
 
-    A document counts in the file where it starts. So `documents` and `bytes` add up to the totals even if a document
-    continues in the next file.
+    A document counts in the file in which it starts. `documents` and `bytes` therefore add up to the totals even if a
+    document continues in the next file.
     """
 
     tokens: int
@@ -121,8 +121,10 @@ class ShardEntry(DataFile):
     documents: int
     """Documents that start in this file."""
     bytes: int
-    """UTF-8 bytes of the texts of these documents, without end-of-text tokens; with a mask only of what is learned. 0
-    for training data in a file of the user's, where they are not counted."""
+    """UTF-8 bytes of the texts of these documents, without end-of-text tokens. With a mask, only learned text counts.
+
+    0 for training data in a user's file, whose bytes are not counted.
+    """
     offset: int
     """Byte at which the tokens start in the file: map `tokens` items of `dtype` from there."""
     dtype: str
@@ -143,11 +145,11 @@ class KeyedManifest(Section):
     """A manifest of generated files."""
 
     key: str
-    """Hash of everything that the files were made from."""
+    """Hash of everything from which the files were generated."""
 
 
 class MixturePart(Section):
-    """One source of a mixture."""
+    """One source of a mixture and its number of files."""
 
     name: str
     train: int
@@ -166,7 +168,7 @@ class Manifest(KeyedManifest):
     vocab_size: int
     eos_id: int
     bos_ids: tuple[int, ...] = ()
-    """Special tokens before each document and prompt; none in data of older versions or with a chat template."""
+    """Special tokens before each document and prompt. Empty in data of older versions or with a chat template."""
     dtype: str
     documents: int
     """Documents with text, held-out ones included."""
@@ -179,7 +181,7 @@ class Manifest(KeyedManifest):
     long_documents: int = 0
     """Prompts and dialogues with more tokens than `data.sequence_length`."""
     long_dialogues: str = ""
-    """How they were treated: `data.long_dialogues`."""
+    """How long documents were treated: the value of `data.long_dialogues`."""
     train_tokens: int
     held_out_tokens: int
     train_bytes: int
@@ -222,7 +224,7 @@ class SampleFile(DataFile):
     sha256: str = ""
     """SHA-256 of the file, as 64 hex digits; empty until the shard stage has read it."""
     unpacked: str = ""
-    """Hash of the entry of the user's file from which this one was unpacked."""
+    """Hash of the entry of the user's file from which this file was unpacked; empty if it was not unpacked."""
 
     @property
     def is_packed(self) -> bool:
@@ -231,7 +233,11 @@ class SampleFile(DataFile):
 
 
 class SampleManifest(KeyedManifest):
-    """The files of samples: all that `prepare` found, those that one task has hashed, or all with their hashes."""
+    """Files of samples.
+
+    The prepare stage writes a manifest of all files, without hashes. Each task of the shard stage writes one of the
+    files that it hashed. `manifest.json` has all files with their hashes.
+    """
 
     train: tuple[SampleFile, ...]
     held_out_samples: int = 0
@@ -246,7 +252,7 @@ class SampleManifest(KeyedManifest):
         return sum(entry.samples for entry in self.train)
 
     def count_training_samples(self, length: int) -> int:
-        """Return the number of training samples; `length` is for text only."""
+        """Return the number of training samples. `length` is ignored; it is used for text."""
         return self.samples - self.held_out_samples
 
     @property
@@ -257,13 +263,13 @@ class SampleManifest(KeyedManifest):
 
 def check_has_sample(shards: Sequence[ShardEntry], length: int) -> None:
     """Raise UserError if no shard has enough tokens for one sample of `length`."""
-    longest = max((one.tokens for one in shards), default=0)
+    longest = max((shard.tokens for shard in shards), default=0)
     if longest <= length:
         raise UserError(
             "data.no_training_sample",
-            f"no training sample: a sample takes {length + 1} tokens of one shard (data.sequence_length {length}, plus "
-            f"1), but there are {sum(one.tokens for one in shards)} tokens in {len(shards)} shards, at most "
-            f"{longest} in one: add text or reduce data.sequence_length",
+            f"no training sample: a sample needs {length + 1} tokens of one shard (data.sequence_length {length}, plus "
+            f"1), but there are {sum(shard.tokens for shard in shards)} tokens in {len(shards)} shards, at most "
+            f"{longest} in one shard: add text or reduce data.sequence_length",
         )
 
 
@@ -271,14 +277,14 @@ T = TypeVar("T", bound=Section)
 
 
 def write_manifest(path: Path, manifest: Section) -> None:
-    """Write a manifest with a checksum, which detects later changes."""
+    """Write a manifest with a checksum, so that later changes are detected."""
     write_json(path, add_checksum(manifest.model_dump()))
 
 
 def read_manifest_file(path: Path, kind: type[T], remedy: str = RERUN_SHARD_HINT) -> T:
     """Read a manifest of the type `kind`.
 
-    Raises InputError, naming the file and `remedy`, if it is missing, incomplete or not of this type, or if its
+    Raises InputError with the file and `remedy` if the manifest is missing, incomplete or of another type, or if its
     checksum is missing or wrong.
     """
     try:
@@ -297,7 +303,7 @@ def read_manifest_file(path: Path, kind: type[T], remedy: str = RERUN_SHARD_HINT
         raise InputError(
             "data.missing_manifest", f"{path} is missing: {remedy if is_prepared else RUN_PREPARE_HINT}"
         ) from None
-    except ValueError:  # also pydantic's ValidationError
+    except ValueError:  # pydantic's ValidationError is a ValueError.
         raise InputError(
             "data.damaged_manifest", f"{path} is incomplete or not a manifest of this version: {remedy}"
         ) from None
@@ -315,7 +321,7 @@ def load_data_manifest(config: Config, data_dir: Path) -> Manifest | SampleManif
 
 
 def count_training_steps(config: Config, data_dir: Path) -> int | None:
-    """Return the optimizer steps of the whole training; None if `train.epochs` is set and there are no shards yet."""
+    """Return the optimizer steps of the whole run; None if `train.epochs` is set and there are no shards yet."""
     train = config.train
     if train.epochs is None:
         return train.steps
@@ -327,7 +333,7 @@ def count_training_steps(config: Config, data_dir: Path) -> int | None:
 
 
 def format_amount_read(config: Config, data_dir: Path, step: int) -> str:
-    """Return what a training has read after `step` steps: `, 819,200 tokens, 0.24 epochs`; "" without shards."""
+    """Return the amount of data read after `step` steps: `, 819,200 tokens, 0.24 epochs`; "" without shards."""
     samples = step * config.train.global_batch
     length = config.data.sequence_length
     try:
@@ -339,7 +345,7 @@ def format_amount_read(config: Config, data_dir: Path, step: int) -> str:
 
 
 def format_training_length(config: Config, data_dir: Path) -> str:
-    """Return the length of the training: `200 steps`, or `2 epochs (480 steps)`."""
+    """Return the length of the run: `200 steps`, or `2 epochs (480 steps)`."""
     steps = count_training_steps(config, data_dir)
     epochs = config.train.epochs
     if epochs is None:

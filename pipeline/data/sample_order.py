@@ -1,13 +1,14 @@
 """The order of the training samples, as a pure function of the seed and of a sample's number.
 
-Most loaders draw `randperm(n)` once per epoch and remember a position. Its memory grows with the data, and the position
-belongs to one layout of ranks and workers. Here any rank of any layout computes any part of the order, so one integer
-(the samples consumed) says where a run is. Sample number s is the s-th sample that the whole run consumes, counted from
-0 over all ranks and epochs. This file reads from top to bottom:
+Most loaders call `randperm(n)` once per epoch and store a position in it. This permutation needs memory in proportion
+to the data, and the position is only valid for one layout of ranks and workers. Here, any rank of any layout can
+compute any part of the order. One integer, the number of samples consumed, is therefore the whole state.
+
+Sample number s is the s-th sample that the whole run consumes, counted from 0 over all ranks and epochs. The sections:
 
 1. `permute`, `compute_indices`: sample number to dataset index, for one source.
-2. `Mixture`: the same for several sources with weights.
-3. `GlobalOrderSampler`: which of these samples this rank reads in each step.
+2. `Mixture`: sample number to dataset index, for several sources with weights.
+3. `GlobalOrderSampler`: the samples that this rank reads in each step.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ ORDER_VERSION = 1
 # `permute` is a keyed permutation of [0, n), built like a block cipher:
 #
 # - A Feistel network splits a number into two halves. Each round replaces (left, right) by (right, left XOR f(right)).
-#   Every round can be undone, whatever f is, so the network permutes all numbers of 2h bits. If f is keyed and looks
-#   random, so does the permutation: Luby and Rackoff, "How to construct pseudorandom permutations from pseudorandom
-#   functions", SIAM J. Comput. 17 (1988).
+#   Every round can be undone for any f, so the network permutes all numbers of 2h bits. If f is keyed and looks random,
+#   the permutation looks random as well: Luby and Rackoff, "How to construct pseudorandom permutations from
+#   pseudorandom functions", SIAM J. Comput. 17 (1988).
 # - Cycle walking restricts it to [0, n): the network is applied again until the result is below n. Results stay
 #   distinct: Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002. The network's domain is the
 #   smallest even number of bits that can represent n - 1. It has at most 4n numbers, so a walk takes at most 4 rounds
@@ -58,6 +59,8 @@ def permute(seed: int, epoch: int, positions: Int64Array, n: int) -> Int64Array:
     For a fixed (seed, epoch, n) this is a bijection of [0, n). Time and memory depend on the number of positions only.
 
     Args:
+        seed: seed of the order.
+        epoch: number of the epoch.
         positions: int64 of any shape, values in [0, n).
         n: number of samples, from 1 to 2**62.
 
@@ -68,7 +71,7 @@ def permute(seed: int, epoch: int, positions: Int64Array, n: int) -> Int64Array:
     if not 1 <= n <= 2**62:
         raise ValueError(f"a permutation needs 1 <= n <= 2**62, not n = {n}")
     if positions.size and (int(positions.min()) < 0 or int(positions.max()) >= n):
-        raise ValueError(f"positions reach from {positions.min()} to {positions.max()}; allowed are 0 to {n - 1}")
+        raise ValueError(f"positions {positions.min()} to {positions.max()} are out of range: allowed are 0 to {n - 1}")
     half_bits = max(1, ((n - 1).bit_length() + 1) // 2)
     keys = _compute_round_keys(seed, epoch)
     values = _apply_feistel(positions.astype(np.uint64).ravel(), keys, half_bits)
@@ -108,17 +111,19 @@ def _mix_bits(z: UInt64Array) -> UInt64Array:
 def compute_indices(seed: int, samples: Int64Array, n: int) -> Int64Array:
     """Return the dataset indices of sample numbers: `permute(seed, s // n)[s % n]` for each s.
 
-    The last partial batch of an epoch is therefore filled with the first samples of the next epoch. Batches never drop
-    or repeat a sample, and a global batch may be larger than n.
+    If an epoch ends with a partial batch, the first samples of the next epoch fill it. Batches never drop or repeat a
+    sample of an epoch, and a global batch may be larger than n.
 
     Args:
+        seed: seed of the order.
         samples: sample numbers of the run, int64 of any shape, at least 0.
         n: number of samples of the dataset.
 
     Returns: int64 of the same shape.
     """
     epochs, positions = np.divmod(samples, n)
-    first, last = (int(epochs.min()), int(epochs.max())) if samples.size else (0, 0)
+    first = int(epochs.min()) if samples.size else 0
+    last = int(epochs.max()) if samples.size else 0
     if first == last:
         return permute(seed, first, positions, n)
     indices = np.empty_like(samples)
@@ -142,25 +147,25 @@ WEIGHT_SCALE = 1 << 20
 class Mixture:
     """The order of the samples of several sources with weights: a pure function of seed and sample number.
 
-    *Which source?* Of the first s samples, source 1 contributes round(s * w1), source 2 its share of the rest, and so
-    on. From s to s + 1 each of these counts grows by 0 or 1, so exactly one source contributes sample s. A source is
-    never more than one sample per level of this chain away from its exact share (Bresenham's line algorithm at each
-    level). All arithmetic is on integers, with weights rounded to multiples of 1 / `WEIGHT_SCALE`. The counts before
-    any s are computed directly, without a scan.
+    *Which source?* Of the first s samples, source 1 contributes round(s * w1), source 2 its share of the remaining
+    samples, and so on. From s to s + 1 each of these counts grows by 0 or 1, so exactly one source contributes sample
+    s. This is Bresenham's line algorithm at each level of the chain: a source deviates from its exact share by at most
+    one sample per level. All arithmetic is on integers, with weights rounded to multiples of 1 / `WEIGHT_SCALE`. The
+    counts before any s are computed directly, without a scan.
 
     *Which sample of the source?* Its j-th sample is `permute(source seed, j // n)[j % n]`. The source seed depends on
-    the run's seed and on the source's name, so each source has its own epochs and an order independent of the others.
+    the run's seed and on the source's name. Each source therefore has separate epochs and an independent order.
 
-    If the weights change at a step, counts continue from those of all earlier steps.
+    If the weights change at a step, the counts of all earlier steps stay, and the new weights apply to later samples.
 
-    A dataset index counts through the sources in the order of the manifest.
+    Dataset indices number the samples of all sources, in the order of the manifest.
 
     Args:
-        seed: of the run.
+        seed: seed of the run.
         sizes: number of training samples of each source.
-        weights: of each source, from given steps on.
-        global_batch: samples per optimizer step, which converts steps to sample numbers.
-        excluded_ranges: as for `GlobalOrderSampler`; steps count the remaining samples only.
+        weights: weights of the sources, and the steps from which they apply.
+        global_batch: samples per optimizer step. It converts steps to sample numbers.
+        excluded_ranges: as for `GlobalOrderSampler`. Steps count only samples that are not excluded.
 
     Raises UserError if a source with a weight above 0 has no sample.
     """
@@ -177,7 +182,7 @@ class Mixture:
         self.weights = weights
         self._seeds = [int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8]) for name in sizes]
         self._first_indices = np.cumsum([0, *sizes.values()])
-        self._phase_starts: list[int] = []  # sample number from which on each set of weights applies
+        self._phase_starts: list[int] = []  # first sample number to which each set of weights applies
         self._phase_shares: list[list[int]] = []  # integer weights of each source in each phase
         self._counts_before_phase: list[Int64Array] = [np.zeros(len(self.sizes), np.int64)]
         for phase in weights.weights:
@@ -264,7 +269,7 @@ def format_epochs(epochs: Mapping[str, float]) -> str:
 def build_mixture(
     config: Config, manifest: Manifest | SampleManifest, excluded_ranges: Sequence[tuple[int, int]] = ()
 ) -> Mixture | None:
-    """Return the mixture of a run; None if it has one source."""
+    """Return the mixture of a run; None if the run has only one source."""
     weights = config.data.mixture
     if weights is None or not isinstance(manifest, Manifest):
         return None
@@ -284,10 +289,10 @@ _SAMPLES_AHEAD = 4096  # Sample numbers are computed in groups of this size, whi
 
 
 class IndexedDataset(Dataset[dict[str, Any]]):
-    """What `GlobalOrderSampler` needs to know of a dataset."""
+    """Interface of a dataset for `GlobalOrderSampler`."""
 
     lengths: Callable[[Int64Array], Int64Array] | None = None
-    """Returns the lengths of samples, int64 of the shape of their indices; None if all samples have the same length."""
+    """Function that returns the lengths of samples (int64, the shape of the indices); None if all are equally long."""
     needs_positions = False
     """Whether reading a sample also requires its position in the order of the run."""
 
@@ -297,26 +302,27 @@ class IndexedDataset(Dataset[dict[str, Any]]):
 
 
 class GlobalOrderSampler(DistributedSampler[Int64Array]):
-    """Yield the sample indices that this rank reads in each optimizer step; endless.
+    """Yield the sample indices that this rank reads in each optimizer step, without end.
 
-    Step k of the run takes the sample numbers [k * G, (k + 1) * G), G = `global_batch`. Rank r of W takes the positions
-    [r * G / W, (r + 1) * G / W) of them. The layout therefore only splits a batch: the ranks' samples together are
-    always the same global batch.
+    Step k of the run reads the sample numbers [k * G, (k + 1) * G), with G = `global_batch`. Rank r of W reads the
+    positions [r * G / W, (r + 1) * G / W) of them. The layout therefore only splits a batch: the samples of all ranks
+    together are always the same global batch.
 
-    Each item is an int64 array of dataset indices, shape (G / W,). If the dataset needs positions, the shape is
+    Each item is an int64 array of dataset indices, of shape (G / W,). If the dataset needs positions, the shape is
     (2, G / W): indices, then positions in the order. If the dataset has lengths, the samples of a global batch are
     assigned to ranks so that the sums of their lengths are balanced (`assign_to_ranks`).
 
-    Epochs follow each other without a call of `set_epoch`, which has no effect.
+    A new epoch starts without a call of `set_epoch`, which has no effect.
 
     Args:
         dataset: the samples.
-        global_batch: G, the samples of an optimizer step over all ranks.
-        seed: of the order, for data of one source.
+        global_batch: G, the number of samples of an optimizer step over all ranks.
+        seed: seed of the order, for data of one source.
         samples_consumed: number of the first sample.
         excluded_ranges: (position, count) ranges of the order to skip (pipeline/resilience/guard.py).
-        num_replicas, rank: data parallel size and rank; None: those of the default process group.
-        order: returns the dataset indices of sample numbers; None: the order of one source with this `seed`.
+        num_replicas: data-parallel size; None: that of the default process group.
+        rank: data-parallel rank; None: that of the default process group.
+        order: function that returns the dataset indices of sample numbers; None: the order of one source with `seed`.
 
     Raises UserError if W does not divide G.
     """
@@ -337,7 +343,7 @@ class GlobalOrderSampler(DistributedSampler[Int64Array]):
         if global_batch % self.num_replicas:
             raise UserError(
                 "config.conflict",
-                f"train.global_batch ({global_batch}) is not a multiple of the {self.num_replicas} data parallel ranks",
+                f"train.global_batch ({global_batch}) is not a multiple of the {self.num_replicas} data-parallel ranks",
             )
         self.global_batch = global_batch
         self.samples_consumed = samples_consumed
@@ -348,13 +354,13 @@ class GlobalOrderSampler(DistributedSampler[Int64Array]):
         self.order = order or partial(compute_indices, seed, n=self._size)
 
     def __len__(self) -> int:
-        """Return the optimizer steps of one epoch, ceil(n / G). Iteration does not end there."""
+        """Return the optimizer steps of one epoch, ceil(n / G). Iteration continues with the next epoch."""
         return -(-self._size // self.global_batch)
 
     def __iter__(self) -> Iterator[Int64Array]:
         # If samples have lengths, each rank computes the whole global batch and then selects its share.
         local = self.global_batch // (1 if self.lengths else self.num_replicas)
-        steps = max(1, min(_SAMPLES_AHEAD // local, len(self)))  # at most one epoch at once
+        steps = max(1, min(_SAMPLES_AHEAD // local, len(self)))  # at most one epoch at a time
         first = self.samples_consumed + (0 if self.lengths else self.rank * local)
         offsets = self.global_batch * np.arange(steps, dtype=np.int64)[:, None] + np.arange(local, dtype=np.int64)
         while True:
@@ -369,10 +375,11 @@ class GlobalOrderSampler(DistributedSampler[Int64Array]):
 
 
 def skip_excluded(consumed: int, excluded_ranges: Iterable[tuple[int, int]]) -> int:
-    """Return the position in the order of the sample that follows `consumed` samples.
+    """Return the position in the order of the next sample after `consumed` samples.
 
     Args:
-        excluded_ranges: (position, count) ranges to skip, sorted and disjoint.
+        consumed: number of samples consumed.
+        excluded_ranges: (position, count) ranges that were skipped, sorted and disjoint.
     """
     position = consumed
     for start, count in excluded_ranges:
@@ -384,13 +391,14 @@ def skip_excluded(consumed: int, excluded_ranges: Iterable[tuple[int, int]]) -> 
 def assign_to_ranks(lengths: Int64Array, ranks: int) -> Int64Array:
     """Assign the positions of a global batch to ranks so that the sums of their lengths are balanced.
 
-    Longest processing time first (Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17 (1969)),
-    with the same number of samples for each rank. From the longest sample to the shortest, each goes to the rank with
-    the smallest sum that is not full yet; ties go to the lower rank. Because ranks can be full, the largest sum may
-    exceed that of contiguous ranges of positions. In that case the contiguous ranges are used.
+    This is "longest processing time first" (Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math.
+    17 (1969)), but all ranks get the same number of samples. From the longest sample to the shortest, each sample goes
+    to the rank with the smallest sum that is not full yet. Ties go to the lower rank. Because ranks can be full, the
+    largest sum may exceed that of contiguous ranges of positions. In this case the contiguous ranges are used.
 
     Args:
-        lengths: int64, shape (G,).
+        lengths: lengths of the samples of a global batch, int64 of shape (G,).
+        ranks: number of ranks.
 
     Returns: positions, int64, shape (ranks, G / ranks), the longest sample of each rank first.
     """

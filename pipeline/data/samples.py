@@ -1,7 +1,7 @@
 """Datasets: samples in files that are mapped into memory.
 
     TokenDataset    samples of text, from shards of tokens
-    SampleDataset   samples of the user's arrays, perhaps transformed
+    SampleDataset   samples of the user's arrays, optionally transformed
 
 A contiguous HDF5 dataset is a plain array at a known offset, so it is mapped without HDF5 and opened once per process.
 A whole batch is located at once and copied row by row into its buffer (measured in `benchmarks/results/loader.md`).
@@ -32,7 +32,7 @@ from pipeline.data.sample_order import IndexedDataset, Int64Array, permute
 Arrays = dict[str, Any]
 """numpy arrays by name, of shape (B, …)."""
 Transform = Callable[[Arrays, Generator | None], Arrays]
-"""Computes a sample from its arrays in the file (pipeline/config/user_model.py)."""
+"""Function that computes a sample from its arrays in the file (pipeline/config/user_model.py)."""
 _TORCH_TYPES = {"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"}
 
 
@@ -48,9 +48,11 @@ def map_arrays(
     """Map the arrays of an entry in the file `path`.
 
     Args:
-        map_file: maps a file. It may cache, because a large file has many entries.
+        entry: the entry of the manifest.
+        path: the file.
+        map_file: function that maps a file. It may cache, because a large file has many entries.
 
-    Raises InputError, naming the file, if it is missing or too short.
+    Raises InputError with the file if it is missing or too short.
     """
     try:
         file = map_file(path)
@@ -64,12 +66,14 @@ def map_arrays(
 
 
 _MAX_COPIED_WITH_GIL = 500
-"""numpy holds the GIL while it copies up to this many elements, even if a page must first be read from storage
-(NPY_BEGIN_THREADS_THRESHOLDED in numpy/core/include/numpy/ndarraytypes.h). `take` always releases it."""
+"""numpy holds the GIL while it copies up to this many elements, even if a page must first be read from storage.
+
+See NPY_BEGIN_THREADS_THRESHOLDED in numpy/core/include/numpy/ndarraytypes.h. `take` always releases the GIL.
+"""
 
 
 def _select_row(array: np.ndarray, row: int) -> np.ndarray:
-    """Return a row: a view of a long one, a copy of a short one made without the GIL."""
+    """Return a row: a view if it is long; if it is short, a copy that was made without holding the GIL."""
     selected: np.ndarray = array[row] if array[:1].size > _MAX_COPIED_WITH_GIL else array[row : row + 1].take(0, axis=0)
     return selected
 
@@ -90,18 +94,18 @@ class MappedDataset(IndexedDataset):
         self.entries = entries
         map_file = cache(map_whole_file)
         files = [self._map_samples(entry, data_dir / entry.file, map_file) for entry in entries]
-        # Files may differ in the width of their tokens. A batch has the widest type.
+        # Files may differ in the type of their tokens. A batch has the widest of these types.
         self._dtypes = {name: np.result_type(*{arrays[name].dtype for arrays in files}) for name in files[0]}
         self._examples = files[0]  # arrays with the shapes of a sample
         self._arrays = {name: [arrays[name] for arrays in files] for name in files[0]}
         self._first_samples = np.cumsum([0] + [len(next(iter(arrays.values()))) for arrays in files])
 
     def _map_samples(self, entry: ShardEntry | SampleFile, *location: Any) -> Arrays:
-        """Map the arrays of an entry, samples along the first dimension; `location`: arguments of `map_arrays`."""
+        """Map the arrays of an entry, with samples along the first dimension. `location` is passed to `map_arrays`."""
         return map_arrays(entry, *location)
 
     def remap_file(self, number: int, path: Path) -> None:
-        """From now on read entry `number` from the file `path`. Other threads may be reading meanwhile."""
+        """Read entry `number` from the file `path` from now on. Other threads may read at the same time."""
         for name, array in self._map_samples(self.entries[number], path).items():
             self._arrays[name][number] = array
 
@@ -123,12 +127,12 @@ class MappedDataset(IndexedDataset):
         """
         if out is None:
             out = {
-                name: np.empty((len(indices), *one.shape[1:]), self._dtypes[name])
-                for name, one in self._examples.items()
+                name: np.empty((len(indices), *example.shape[1:]), self._dtypes[name])
+                for name, example in self._examples.items()
             }
         rows_of_files = self._locate(indices)
-        # The lookup is vectorized, the copy is not. A shuffled batch has few rows of each file, and then one plain copy
-        # per row takes a half to a third of the time of one index operation per file.
+        # The lookup is vectorized, but rows are copied one by one. A shuffled batch has few rows of each file, so this
+        # takes a half to a third of the time of one index operation per file.
         for name, rows in out.items():
             arrays = self._arrays[name]
             if rows[:1].size > _MAX_COPIED_WITH_GIL:
@@ -136,7 +140,7 @@ class MappedDataset(IndexedDataset):
                     rows[i] = arrays[file][row]
             else:
                 for i, (file, row) in enumerate(rows_of_files):
-                    # `take` on an array that is not contiguous would copy all of it, hence the slice of one row.
+                    # `take` copies the whole array if it is not contiguous, so it is called on a slice of one row.
                     rows[i] = arrays[file][row : row + 1].take(0, axis=0)
         return out
 
@@ -157,10 +161,10 @@ class TokenDataset(MappedDataset):
     """Samples of text: `tokens` and, if the shards have one, `mask`, both of shape (B, T + 1), T = `sequence_length`.
 
     The first T tokens of a sample are inputs, the last T are targets. Sample j of a shard has the tokens
-    [j*T, j*T + T], so neighbours share one token and each token, except the first of a shard, is a target once. A shard
-    of n tokens has (n - 1) // T samples. Samples never cross shards: the last (n - 1) % T tokens of each are dropped.
+    [j*T, j*T + T]. Neighbouring samples share one token, so each token except the first of a shard is a target once. A
+    shard of n tokens has (n - 1) // T samples. Samples never cross shards: the last (n - 1) % T tokens are dropped.
 
-    Raises InputError if a shard is missing or too short or has an unknown type, and UserError if there is no sample.
+    Raises InputError if a shard is missing, too short or of an unknown type, and UserError if there is no sample.
     """
 
     def __init__(self, shards: Sequence[ShardEntry], sequence_length: int, data_dir: Path = Path()) -> None:
@@ -182,15 +186,17 @@ class TokenDataset(MappedDataset):
 
 
 class SampleDataset(MappedDataset):
-    """Samples of the user's arrays: one row of each array, perhaps transformed.
+    """Samples of the user's arrays: one row of each array, optionally transformed.
 
-    Training and held-out samples are two ranges of one fixed permutation of the rows (data_prep/samples_folder.py says
-    why), so no list of them is needed.
+    Training and held-out samples are two ranges of one fixed permutation of the rows, so no list of them is needed.
+    data_prep/samples_folder.py explains why.
 
     Args:
+        manifest: the files.
+        data_dir: folder to which relative paths refer.
         held_out: whether to read the held-out samples instead of the training samples.
-        transform: the user's function that computes a sample from its arrays; None: samples are the arrays. Its random
-            numbers depend only on `seed` and on the sample's position in the order of the run.
+        transform: the user's function that computes a sample from its arrays; None: samples are the arrays.
+        seed: seed of the transform's random numbers. They also depend on the sample's position in the order of the run.
 
     Raises UserError if the transform does not return the same arrays, shapes and types for all samples.
     """
@@ -228,7 +234,7 @@ class SampleDataset(MappedDataset):
         return {name: (array.shape[1:], self._dtypes[name].name) for name, array in self._examples.items()}
 
     def read(self, indices: Int64Array, out: Arrays | None = None) -> Arrays:
-        """Return samples as :meth:`MappedDataset.read` does, or transformed.
+        """Return samples as :meth:`MappedDataset.read` does, transformed if there is a transform.
 
         Raises UserError if the transform returns other arrays than for the first sample.
         """
@@ -248,10 +254,10 @@ class SampleDataset(MappedDataset):
     def _apply_transform(
         self, transform: Transform, file: int, row: int, position: int | None, *, index: int
     ) -> Arrays:
-        """Return a transformed sample; `position`: in the order of the run, None: without random numbers."""
+        """Return a transformed sample. `position` is its position in the order of the run; None: no random numbers."""
         generator = None
         if position is not None:
-            # One key per sample (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+            # Each sample has a separate key (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
             generator = Generator(Philox(key=np.array([self._seed % 2**64, position], np.uint64)))
         sample = transform({name: _select_row(arrays[file], row) for name, arrays in self._arrays.items()}, generator)
         if not isinstance(sample, dict):

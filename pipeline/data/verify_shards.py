@@ -1,7 +1,7 @@
 """Compare shards with the manifest, on all ranks, before anything reads them.
 
 A damaged shard is renamed. The shard stage then counts as not done, so the next `resume` writes this shard again, with
-the same bytes as before. A damaged file of the user's is left in place.
+the same bytes as before. A damaged user's file is left in place.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pipeline.run.directory import Run
 from pipeline.run.events import Damaged
 
 VERIFIED_FILE = "verified.json"
-"""In the data folder: size, time and inode of each file when its hash was last compared successfully."""
+"""File in the data folder that caches checks: size, modification time and inode of each file with a correct hash."""
 
 
 def load_run_manifest(run: Run) -> Manifest | SampleManifest:
@@ -30,25 +30,28 @@ def load_run_manifest(run: Run) -> Manifest | SampleManifest:
 
 
 def verify_shards(run: Run, shards: Sequence[ShardEntry | SampleFile], group: dist.ProcessGroup, *, how: str) -> None:
-    """Check each shard once, distributed over the ranks of `group`. Also compares the arrays in it with the manifest.
+    """Check each shard once, distributed over the ranks of `group`, and compare its arrays with the manifest.
 
     Args:
-        how: `data.verify`. With `cached`, a file that was hashed successfully is not hashed again while its size, time
-            and inode stay the same.
+        run: the run.
+        shards: the shards or files of samples to check.
+        group: process group of all ranks that call this.
+        how: value of `data.verify`. With `cached`, a file whose hash was correct is not hashed again while its size,
+            modification time and inode stay the same.
 
-    Raises InputError, on all ranks, naming the file.
+    Raises InputError with the file on all ranks if a file is damaged.
     """
     rank = dist.get_rank(group)
-    ranks = dist.get_world_size(group)
+    world_size = dist.get_world_size(group)
     cache_file = run.data_dir / VERIFIED_FILE
     verified_before: dict[str, Any] = {}
 
-    def check_own_shards() -> dict[str, Any]:
-        with suppress(OSError):  # an unreadable cache counts as empty
+    def check_shards_of_rank() -> dict[str, Any]:
+        with suppress(OSError):  # An unreadable cache counts as empty.
             if how == "cached" and has_valid_checksum(cached := read_json(cache_file)):
                 verified_before.update(cached)
         verified: dict[str, Any] = {}
-        for entry in shards[rank::ranks]:
+        for entry in shards[rank::world_size]:
             path = run.data_dir / entry.file
             try:
                 status = path.stat() if path.exists() else None
@@ -58,25 +61,27 @@ def verify_shards(run: Run, shards: Sequence[ShardEntry | SampleFile], group: di
                 verified[entry.name] = stamp
             except InputError as error:
                 if not entry.is_user_file:
-                    with suppress(OSError):  # missing, or in a folder of another user: the error below is enough
+                    # The file may be missing, or in a folder of another user. The error below is then sufficient.
+                    with suppress(OSError):
                         path.rename(path.with_name(f"{path.name}.damaged"))
                     run.append_event(Damaged(file=str(path), reason=str(error)))
                 raise
-            # A range of the user's tokens is no HDF5 dataset of the file's, so its hash must be enough.
+            # A range of a user's token file is not an HDF5 dataset, so only its hash is checked.
             if not entry.is_user_file or isinstance(entry, SampleFile):
                 _check_arrays(run, path, entry)
 
         return verified
 
-    results = all_gather_results(group, check_own_shards)
+    results = all_gather_results(group, check_shards_of_rank)
     if how == "cached" and rank == 0:
-        verified = {name: stamp for part in results for name, stamp in part.items()}
-        with suppress(OSError):  # the data of another user: these files are hashed again the next time
+        verified = {name: stamp for verified_by_rank in results for name, stamp in verified_by_rank.items()}
+        # The data may belong to another user. The files are then hashed again the next time.
+        with suppress(OSError):
             write_json(cache_file, add_checksum(verified_before | verified))
 
 
 def _check_arrays(run: Run, path: Path, entry: ShardEntry | SampleFile) -> None:
-    """Raise InputError if type, shape or position of an array differs from the manifest."""
+    """Raise InputError if the type, shape or offset of an array differs from the manifest."""
     import h5py
 
     with translate_read_errors(str(path)), h5py.File(path, "r", locking=False) as file:
