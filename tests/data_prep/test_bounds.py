@@ -30,7 +30,7 @@ from data_prep import documents, hdf5_reader
 from data_prep.documents import MAX_JSON_DEPTH, Document, Input, read_documents, read_tar_members
 from data_prep.token_files import inspect_token_file, scan_tokens
 from pipeline.run.worker import WorkerPool
-from tests.model.test_user_model import VIT, new_run
+from tests.model.test_user_model import VIT_CONFIG, create_prepared_run
 from tests.support.errors import raises_error
 
 TIMEOUT_S = 120
@@ -86,7 +86,7 @@ def test_arrays_of_another_size_than_stored_are_damaged(tmp_path: Path) -> None:
         file["labels"] = np.zeros(50, np.int32)
     change_row_count(path, 50, 41)
     with raises_error("data.damaged_file", path, "labels", "(41,)", "200 bytes"):
-        new_run(tmp_path, "run", text=VIT)
+        create_prepared_run(tmp_path, "run", text=VIT_CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_a_crash_of_the_hdf5_reader_names_the_file_of_samples(tmp_path: Path, mo
     monkeypatch.setattr("data_prep.samples_folder._BLOCK_BYTES", 2560)
     monkeypatch.setenv("FAIL_BY", "crash")
     with raises_error("data.damaged_file", path, "images"):
-        new_run(tmp_path, "run", text=VIT)
+        create_prepared_run(tmp_path, "run", text=VIT_CONFIG)
     reader.close()
 
 

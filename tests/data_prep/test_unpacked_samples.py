@@ -14,7 +14,7 @@ from pipeline.data.samples import SampleDataset
 from pipeline.data.verify_shards import load_run_manifest
 from pipeline.run.directory import Run
 from pipeline.run.stages import load_stage_module
-from tests.model.test_user_model import VIT, new_run, prepared, trained
+from tests.model.test_user_model import VIT_CONFIG, create_prepared_run, prepare_data, train_run
 from tests.support.errors import raises_error
 from tests.support.ranks import run_ranks
 from tests.support.tiny import stage_rank
@@ -44,7 +44,7 @@ def make_run(folder: Path, layouts: dict[str, dict[str, Any]], *more: str) -> Ru
     folder.mkdir()
     for name, options in layouts.items():
         write_images(folder / f"{name}.h5", **options)
-    return new_run(folder, "run", *more, text=VIT)
+    return create_prepared_run(folder, "run", *more, text=VIT_CONFIG)
 
 
 def test_training_on_chunked_arrays_equals_training_on_contiguous_ones(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_training_on_chunked_arrays_equals_training_on_contiguous_ones(tmp_path:
     ]  # fmt: skip
     found = [SampleDataset(load_run_manifest(run), run.data_dir).read(np.arange(135)) for run in (plain, packed)]  # type: ignore[arg-type]
     assert all(np.array_equal(found[0][name], found[1][name]) for name in ("images", "labels"))
-    assert trained(plain, 1) == trained(packed, 1)
+    assert train_run(plain, 1) == train_run(packed, 1)
     assert set(run_ranks(2, stage_rank, packed.path, "evaluate")) == {ExitCode.DONE}
 
 
@@ -68,13 +68,13 @@ def test_only_a_missing_or_damaged_copy_is_unpacked_again(tmp_path: Path, layout
     before = [(path.read_bytes(), path.stat().st_ino) for path in shards]
     shards[1].unlink()
     assert "unit-00001.h5" in str(load_stage_module("shard").missing_outputs(run))
-    prepared(run)
+    prepare_data(run)
     assert shards[0].stat().st_ino == before[0][1] and [path.read_bytes() for path in shards] == [b for b, _ in before]
     shards[0].write_bytes(before[0][0][:-1] + b"x")
     with pytest.raises(AssertionError, match="is damaged"):
         run_ranks(1, stage_rank, run.path, "train")
     assert load_stage_module("shard").missing_outputs(run) is not None
-    prepared(run)
+    prepare_data(run)
     assert [path.read_bytes() for path in shards] == [b for b, _ in before]
 
 
@@ -83,7 +83,7 @@ def test_files_that_changed_are_unpacked_again(tmp_path: Path) -> None:
     (run.data_dir / "manifest.json").unlink()
     write_images(tmp_path / "run/a.h5", chunks=(10, 1, 16, 16))
     assert f"{tmp_path}/run/a.h5 has changed" in str(load_stage_module("prepare").missing_outputs(run))
-    prepared(run)
+    prepare_data(run)
     with h5py.File(tmp_path / "run/a.h5") as file, h5py.File(run.data_dir / "shards/unit-00000.h5") as made:
         assert np.array_equal(file["images"][...], made["images"][...])
 
@@ -98,5 +98,5 @@ def test_a_file_that_cannot_be_unpacked_is_named(tmp_path: Path) -> None:
         raw.seek(chunk.byte_offset)
         raw.write(b"\0" * chunk.size)
     with raises_error("data.damaged_file", folder / "a.h5"):
-        new_run(folder, "run", text=VIT)
+        create_prepared_run(folder, "run", text=VIT_CONFIG)
     assert not list((folder / "runs/run/data/shards").glob("*unit-00000*"))

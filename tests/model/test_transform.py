@@ -18,7 +18,7 @@ from pipeline.data.sample_order import GlobalOrderSampler, compute_index_range, 
 from pipeline.data.samples import SampleDataset
 from pipeline.data.verify_shards import load_run_manifest
 from pipeline.run.directory import Run
-from tests.model.test_user_model import VIT, new_run, trained
+from tests.model.test_user_model import VIT_CONFIG, create_prepared_run, train_run
 from tests.support.ranks import run_ranks
 from tests.support.tiny import stage_rank
 
@@ -37,7 +37,7 @@ def transform(sample, random):
         image = image[:, :, ::-1]
     return {"images": image, "labels": np.int32(sample["labels"])}
 """
-TEXT = VIT.replace("examples.vit", "cropped").replace("size: 16", "size: 8").replace("patch: 8", "patch: 4")
+TEXT = VIT_CONFIG.replace("examples.vit", "cropped").replace("size: 16", "size: 8").replace("patch: 8", "patch: 4")
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def loaded(pictures: Path) -> tuple[Any, Any]:
     """A run's manifest, and its module."""
-    run = new_run(pictures, "read", text=TEXT)
+    run = create_prepared_run(pictures, "read", text=TEXT)
     assert run.user_model is not None
     return load_run_manifest(run), run.user_model.load(run.code_dir)
 
@@ -96,10 +96,10 @@ def test_held_out_samples_draw_nothing(loaded: tuple[Any, Any]) -> None:
 def test_a_training_with_it_is_the_same_on_two_ranks_and_after_a_stop(pictures: Path) -> None:
     losses = []
     for name, ranks, stops in (("one", 1, ()), ("two", 2, ()), ("stopped", 2, (4,))):
-        run = new_run(pictures, name, "optimizer.schedule=constant", text=TEXT, ranks=ranks)
+        run = create_prepared_run(pictures, name, "optimizer.schedule=constant", text=TEXT, ranks=ranks)
         for step in (*stops, 10):
             run = stopped_at(run, step)
-            found = trained(run, ranks)
+            found = train_run(run, ranks)
         losses.append([line[1] for line in found])
     assert losses[1] == losses[2]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
