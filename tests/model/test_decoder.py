@@ -1,4 +1,4 @@
-"""The model against transformers' Llama and its relatives; initial weights, loss and operation count, too."""
+"""The decoder compared with transformers' models of the same families; initial weights, loss and number of FLOPs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from pipeline.config.types import RopeScaling
 from pipeline.model.decoder import Decoder, cross_entropy_sum, init_weights
 from pipeline.model.spec import training_flops_per_token
 
-VOCAB, LENGTH = 97, 24
+VOCAB = 97
+LENGTH = 24
 CONFIGS = {
     "grouped": ModelConfig(dim=32, layers=2, heads=4, kv_heads=2),
     "one kv head, wide heads": ModelConfig(dim=32, layers=2, heads=4, kv_heads=1, head_dim=16, rope_theta=500.0),
@@ -49,43 +50,50 @@ CONFIGS = {
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
+def use_one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
 
 
-def build(config: ModelConfig, seed: int = 1, std: float = 0.02) -> Decoder:
+def build_decoder(config: ModelConfig, seed: int = 1, std: float = 0.02) -> Decoder:
+    """Return a decoder with initial weights."""
     model = Decoder(config, VOCAB, LENGTH)
     init_weights(model, seed, std)
     return model
 
 
-def tokens(seed: int, batch: int = 3, length: int = LENGTH) -> torch.Tensor:
+def sample_tokens(seed: int, batch: int = 3, length: int = LENGTH) -> torch.Tensor:
+    """Return random token ids of shape (batch, length)."""
     return torch.randint(0, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
-def reference_of(config: ModelConfig) -> PreTrainedModel:
-    theirs = AutoConfig.for_model(**build_config_json(config, ModelMetadata(), VOCAB, LENGTH, 0, "float32"))
-    return AutoModelForCausalLM.from_config(theirs, attn_implementation="eager")
+def build_transformers_model(config: ModelConfig) -> PreTrainedModel:
+    """Return transformers' model for the config that an export of this model has."""
+    transformers_config = AutoConfig.for_model(
+        **build_config_json(config, ModelMetadata(), VOCAB, LENGTH, 0, "float32")
+    )
+    return AutoModelForCausalLM.from_config(transformers_config, attn_implementation="eager")
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_it_is_that_of_transformers(name: str) -> None:
+def test_names_logits_and_gradients_equal_those_of_transformers(name: str) -> None:
     config = CONFIGS[name]
-    model, reference = build(config, std=0.2), reference_of(config)
+    model = build_decoder(config, std=0.2)
+    reference = build_transformers_model(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(5):
-        batch = tokens(step)
+        batch = sample_tokens(step)
         optimizer.zero_grad()
         (cross_entropy_sum(model(batch[:, :-1]), batch[:, 1:]) / batch[:, 1:].numel()).backward()
         optimizer.step()
     assert list(model.state_dict()) == list(reference.state_dict())
     reference.load_state_dict(model.state_dict())
-    batch = tokens(99)
-    logits_BTV, expected_BTV = model(batch), reference(batch).logits
-    assert expected_BTV.std() > 0.3  # weights that matter: the comparison below is not one of zeros
+    batch = sample_tokens(99)
+    logits_BTV = model(batch)
+    expected_BTV = reference(batch).logits
+    assert expected_BTV.std() > 0.3, "the logits are too small for a meaningful comparison"
     torch.testing.assert_close(logits_BTV, expected_BTV, atol=1e-5, rtol=1e-5)
     model.zero_grad()
     reference.zero_grad()
@@ -97,51 +105,58 @@ def test_it_is_that_of_transformers(name: str) -> None:
         torch.testing.assert_close(gradients[parameter_name], parameter.grad, atol=1e-6, rtol=1e-4)
 
 
-def test_a_position_sees_only_what_came_before() -> None:
-    model = build(CONFIGS["grouped"], std=0.2)
-    before = tokens(1)
-    after = before.clone()
-    after[:, 10] = (after[:, 10] + 1) % VOCAB
-    same, other = model(before), model(after)
-    assert torch.equal(same[:, :10], other[:, :10])
-    assert not torch.isclose(same[:, 10:], other[:, 10:]).all(dim=-1).any()
+def test_a_changed_token_changes_the_logits_of_its_position_and_later_ones_only() -> None:
+    model = build_decoder(CONFIGS["grouped"], std=0.2)
+    tokens = sample_tokens(1)
+    changed_tokens = tokens.clone()
+    changed_tokens[:, 10] = (changed_tokens[:, 10] + 1) % VOCAB
+    logits = model(tokens)
+    changed_logits = model(changed_tokens)
+    assert torch.equal(logits[:, :10], changed_logits[:, :10])
+    assert not torch.isclose(logits[:, 10:], changed_logits[:, 10:]).all(dim=-1).any()
 
 
-def test_dropout_acts_in_training_only() -> None:
+def test_dropout_is_active_in_training_mode_only() -> None:
     config = ModelConfig(dim=32, layers=2, heads=4, dropout=0.5)
-    model, batch = build(config), tokens(1)
+    model = build_decoder(config)
+    batch = sample_tokens(1)
     assert not torch.equal(model(batch), model(batch))
     model.eval()
     assert torch.equal(model(batch), model(batch))
-    plain = build(CONFIGS["plain"].model_copy(update={"rms_norm_eps": 1e-5, "intermediate_size": None}))
-    assert torch.equal(model(batch), plain(batch))
+    without_dropout = build_decoder(
+        CONFIGS["plain"].model_copy(update={"rms_norm_eps": 1e-5, "intermediate_size": None})
+    )
+    assert torch.equal(model(batch), without_dropout(batch))
 
 
 @pytest.mark.parametrize("name", ["grouped", "tied"])
-def test_initial_weights_do_not_depend_on_how_the_model_was_built(name: str) -> None:
+def test_a_model_built_on_the_meta_device_has_the_same_initial_weights(name: str) -> None:
+    """`init_weights` neither uses nor changes the global random state."""
     config = CONFIGS[name]
     torch.manual_seed(1)
-    straight = build(config)
+    expected = build_decoder(config)
     torch.manual_seed(2)
     with torch.device("meta"):
-        empty = Decoder(config, VOCAB, LENGTH)
-    empty.to_empty(device="cpu")
-    for value in [*empty.parameters(), *empty.buffers()]:
+        model = Decoder(config, VOCAB, LENGTH)
+    model.to_empty(device="cpu")
+    for value in [*model.parameters(), *model.buffers()]:
         value.data.fill_(math.nan)
     state = torch.get_rng_state()
-    init_weights(empty, 1, 0.02)
+    init_weights(model, 1, 0.02)
     assert torch.equal(state, torch.get_rng_state())
-    assert [n for n, _ in empty.named_parameters()] == [n for n, _ in straight.named_parameters()]
-    assert all(torch.equal(a, b) for a, b in zip(empty.parameters(), straight.parameters(), strict=True))
-    assert torch.equal(empty(tokens(1)), straight(tokens(1)))  # the rotary tables too
-    assert ("lm_head.weight" not in dict(empty.named_parameters())) == config.tie_word_embeddings
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in expected.named_parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
+    assert torch.equal(model(sample_tokens(1)), expected(sample_tokens(1))), "the rotary tables differ"
+    assert ("lm_head.weight" not in dict(model.named_parameters())) == config.tie_word_embeddings
 
 
-def test_initial_weights_belong_to_names() -> None:
-    small, large = (build(ModelConfig(dim=64, layers=layers, heads=4)) for layers in (2, 8))
+def test_initial_weights_depend_on_seed_and_parameter_name_only() -> None:
+    small = build_decoder(ModelConfig(dim=64, layers=2, heads=4))
+    large = build_decoder(ModelConfig(dim=64, layers=8, heads=4))
     weights = dict(large.named_parameters())
     for name, parameter in small.named_parameters():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):  # std / sqrt(2 * layers): half of it at 4 times
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            # Their std is std / sqrt(2 * layers), which is half as large with 4 times as many layers.
             torch.testing.assert_close(parameter, weights[name] * 2)
             assert parameter.std().item() == pytest.approx(0.02 / math.sqrt(4), rel=0.05)
         elif parameter.ndim == 1:
@@ -152,13 +167,13 @@ def test_initial_weights_belong_to_names() -> None:
             assert abs(parameter.mean().item()) < 0.002
     matrices = [p.flatten()[:100] for p in large.parameters() if p.ndim > 1]
     assert len({tuple((m / m.norm()).tolist()) for m in matrices}) == len(matrices)
-    other = dict(build(ModelConfig(dim=64, layers=2, heads=4), seed=2).named_parameters())
-    assert not any(torch.equal(p, other[n]) for n, p in small.named_parameters() if p.ndim > 1)
+    with_other_seed = dict(build_decoder(ModelConfig(dim=64, layers=2, heads=4), seed=2).named_parameters())
+    assert not any(torch.equal(p, with_other_seed[n]) for n, p in small.named_parameters() if p.ndim > 1)
 
 
-def test_loss_is_a_sum_in_fp32() -> None:
+def test_the_loss_is_a_sum_over_tokens_computed_in_fp32() -> None:
     logits_BTV = torch.randn(4, 6, VOCAB, generator=torch.Generator().manual_seed(1)) * 3
-    targets_BT = tokens(2, 4, 6)
+    targets_BT = sample_tokens(2, 4, 6)
     exact = -logits_BTV.double().log_softmax(-1).gather(-1, targets_BT[..., None])[..., 0]
     loss = cross_entropy_sum(logits_BTV, targets_BT)
     assert loss.dtype == torch.float32
@@ -167,27 +182,36 @@ def test_loss_is_a_sum_in_fp32() -> None:
     torch.testing.assert_close(
         cross_entropy_sum(logits_BTV[:1], targets_BT[:1]).double(), exact[0].sum(), rtol=1e-6, atol=0
     )
-    half = logits_BTV.bfloat16()
-    assert torch.equal(cross_entropy_sum(half, targets_BT), cross_entropy_sum(half.float(), targets_BT))
-    ignored = targets_BT.clone()
-    ignored[1:] = -100
-    assert torch.equal(cross_entropy_sum(logits_BTV, ignored), cross_entropy_sum(logits_BTV[:1], targets_BT[:1]))
+    bf16_BTV = logits_BTV.bfloat16()
+    assert torch.equal(cross_entropy_sum(bf16_BTV, targets_BT), cross_entropy_sum(bf16_BTV.float(), targets_BT))
+    partly_ignored_BT = targets_BT.clone()
+    partly_ignored_BT[1:] = -100
+    assert torch.equal(
+        cross_entropy_sum(logits_BTV, partly_ignored_BT), cross_entropy_sum(logits_BTV[:1], targets_BT[:1])
+    )
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_operations_are_those_torch_counts(name: str) -> None:
+def test_flops_per_token_equal_those_of_torchs_flop_counter(name: str) -> None:
     config = CONFIGS[name]
-    model, batch = build(config), tokens(1)
-    # the plain kernel, since the counter does not know the CPU's fused one
+    model = build_decoder(config)
+    batch = sample_tokens(1)
+    # FlopCounterMode does not support the CPU's fused attention kernel, so the plain one is used.
     with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         model(batch)
-    forward = counter.get_total_flops() / batch.numel()  # backward takes twice as much; norms are not counted there
+    forward_flops = counter.get_total_flops() / batch.numel()  # The backward pass takes twice as many.
+    # FlopCounterMode does not count norms and the embedding. The formula includes them by convention.
     norms = sum(p.numel() for p in model.parameters() if p.ndim == 1)
-    looked_up = 0 if config.tie_word_embeddings else VOCAB * config.dim  # counted by convention
-    assert training_flops_per_token(config, VOCAB, LENGTH) == 3 * forward + 6 * (norms + looked_up)
+    embedding = 0 if config.tie_word_embeddings else VOCAB * config.dim
+    assert training_flops_per_token(config, VOCAB, LENGTH) == 3 * forward_flops + 6 * (norms + embedding)
+
+
+def count_parameters(name: str) -> int:
+    """Return the number of parameter values of a decoder in `CONFIGS`."""
+    return sum(parameter.numel() for parameter in build_decoder(CONFIGS[name]).parameters())
 
 
 def test_tied_weights_are_one_parameter() -> None:
-    reference = reference_of(CONFIGS["tied"])
-    tied, grouped = (sum(p.numel() for p in build(CONFIGS[name]).parameters()) for name in ("tied", "grouped"))
-    assert (tied, grouped) == (reference.num_parameters(), reference.num_parameters() + VOCAB * 32)
+    expected = build_transformers_model(CONFIGS["tied"]).num_parameters()
+    assert count_parameters("tied") == expected
+    assert count_parameters("grouped") == expected + VOCAB * 32

@@ -1,4 +1,4 @@
-"""The loss of a chunk of tokens after the other, against torch's of whole logits."""
+"""The output layer's loss, computed in chunks of tokens, compared with torch's loss of whole logits."""
 
 from __future__ import annotations
 
@@ -10,55 +10,62 @@ from pipeline.config.read import parse_config
 from pipeline.model.decoder import IGNORE_INDEX, LMHead, cross_entropy_sum
 from tests.support.errors import raises_error
 
-TOKENS, WIDTH, VOCAB = (3, 10), 16, 50
+SHAPE = (3, 10)
+WIDTH = 16
+VOCAB = 50
 
 
-def made(dtype: torch.dtype | None = None) -> tuple[LMHead, torch.Tensor, torch.Tensor]:
-    """A head, hidden states and targets, a third of which count nothing, all of the last sequence among them."""
+def build_head(dtype: torch.dtype | None = None) -> tuple[LMHead, torch.Tensor, torch.Tensor]:
+    """Return an output layer, hidden states and targets.
+
+    Targets without a loss are every fourth token of the first sequence, and all tokens of the last sequence.
+    """
     torch.manual_seed(1)
     head = LMHead(WIDTH, VOCAB, bias=False)
     head.compute_dtype = dtype
-    x_BTD = 3 * torch.randn(*TOKENS, WIDTH)
-    targets_BT = torch.randint(0, VOCAB, TOKENS)
+    x_BTD = 3 * torch.randn(*SHAPE, WIDTH)
+    targets_BT = torch.randint(0, VOCAB, SHAPE)
     targets_BT[0, ::4] = IGNORE_INDEX
     targets_BT[2] = IGNORE_INDEX
     return head, x_BTD.requires_grad_(), targets_BT
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 10, 30, 1000])
-def test_loss_and_gradients_are_those_of_whole_logits(chunk: int) -> None:
-    """Also where whole chunks count nothing, with a factor before backward, and twice through one graph."""
-    head, x_BTD, targets_BT = made()
+def test_loss_and_gradients_equal_those_of_whole_logits(chunk: int) -> None:
+    """Some chunks have no target with a loss, the loss is scaled before backward, and backward runs twice."""
+    head, x_BTD, targets_BT = build_head()
     head.chunk = chunk
-    exact = (x_BTD.detach().double().requires_grad_(), head.weight.detach().double().requires_grad_())
-    logits = F.linear(*exact).flatten(0, 1)
-    expected = F.cross_entropy(logits, targets_BT.flatten(), reduction="sum")
-    theirs = torch.autograd.grad(expected * 0.3, exact)
+    exact_inputs = (x_BTD.detach().double().requires_grad_(), head.weight.detach().double().requires_grad_())
+    logits = F.linear(*exact_inputs).flatten(0, 1)
+    expected_loss = F.cross_entropy(logits, targets_BT.flatten(), reduction="sum")
+    expected_gradients = torch.autograd.grad(expected_loss * 0.3, exact_inputs)
     loss = head(x_BTD, targets_BT=targets_BT)
     assert loss.dtype == torch.float32 and loss.shape == ()
-    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
-    assert torch.equal(loss, head(x_BTD, targets_BT=targets_BT)), "the same bits again"
-    for _ in range(2):  # schedules that split the backward pass come twice
-        ours = torch.autograd.grad(loss * 0.3, (x_BTD, head.weight), retain_graph=True)
-        for mine, its in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(mine.double(), its, rtol=1e-5, atol=1e-6)
-    assert not ours[0][2].any() and not ours[0][0, ::4].any(), "what counts nothing has no gradient"
+    torch.testing.assert_close(loss.double(), expected_loss, rtol=1e-6, atol=0)
+    assert torch.equal(loss, head(x_BTD, targets_BT=targets_BT)), "two equal calls have different bits"
+    for _ in range(2):  # Pipeline schedules that split the backward pass run it twice.
+        gradients = torch.autograd.grad(loss * 0.3, (x_BTD, head.weight), retain_graph=True)
+        for gradient, expected in zip(gradients, expected_gradients, strict=True):
+            torch.testing.assert_close(gradient.double(), expected, rtol=1e-5, atol=1e-6)
+    grad_x = gradients[0]
+    assert not grad_x[2].any() and not grad_x[0, ::4].any(), "a token without a loss has a gradient"
 
 
-def test_in_bf16_it_is_as_near_as_whole_logits() -> None:
-    """Both round logits and their gradients to bf16; the chunks' shares of the weights' gradient are added in fp32."""
-    head, x_BTD, targets_BT = made(torch.bfloat16)
+def test_gradients_in_bf16_are_as_accurate_as_those_of_whole_logits() -> None:
+    """Both round logits and their gradients to bf16. The weight gradients of the chunks are added in fp32."""
+    head, x_BTD, targets_BT = build_head(torch.bfloat16)
     head.chunk = 4
-    exact = torch.autograd.grad(cross_entropy_sum(F.linear(x_BTD, head.weight), targets_BT), (x_BTD, head.weight))
+    inputs = (x_BTD, head.weight)
+    exact_gradients = torch.autograd.grad(cross_entropy_sum(F.linear(x_BTD, head.weight), targets_BT), inputs)
     with torch.autocast("cpu", torch.bfloat16):
-        whole = torch.autograd.grad(cross_entropy_sum(head(x_BTD), targets_BT), (x_BTD, head.weight))
-        ours = torch.autograd.grad(head(x_BTD, targets_BT=targets_BT), (x_BTD, head.weight))
-    for mine, its, true in zip(ours, whole, exact, strict=True):
-        assert mine.dtype == its.dtype == torch.float32
-        assert (mine - true).norm() < 1.2 * (its - true).norm() < 0.02 * true.norm()
+        whole_gradients = torch.autograd.grad(cross_entropy_sum(head(x_BTD), targets_BT), inputs)
+        gradients = torch.autograd.grad(head(x_BTD, targets_BT=targets_BT), inputs)
+    for gradient, whole, exact in zip(gradients, whole_gradients, exact_gradients, strict=True):
+        assert gradient.dtype == whole.dtype == torch.float32
+        assert (gradient - exact).norm() < 1.2 * (whole - exact).norm() < 0.02 * exact.norm()
 
 
-def test_loss_chunk_is_rejected_for_a_custom_model() -> None:
+def test_loss_chunk_with_a_custom_model_is_an_error() -> None:
     values = {"run": {"name": "tiny"}, "train": {"steps": 1, "loss_chunk": 8}, "model": {"target": "my.model"}}
     with raises_error("config.conflict", "train.loss_chunk", "model.target"):
         parse_config(values, "tiny.yaml")

@@ -1,4 +1,4 @@
-"""The torch-free description of the decoder equals the decoder that is built, on every layout."""
+"""The description of the decoder's parameters (pipeline/model/spec.py) compared with built decoders on all layouts."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from tests.support.tiny_training import tiny_config
 
 @st.composite
 def models(draw: st.DrawFn) -> dict[str, Any]:
+    """Generate the section `model` of a config."""
     kv_heads = draw(st.sampled_from([1, 2, 4]))
     return {
         "layers": draw(st.integers(1, 6)),
@@ -40,15 +41,15 @@ def build_stages(config: Config, layout: Layout, pp_rank: int, vocab: int) -> li
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.tp)
     try:
         mesh = init_device_mesh("cpu", (layout.tp,))
-        found = []
+        parameters: list[tuple[str, tuple[int, ...]]] = []
         for stage in layout.stages_on_rank(pp_rank):
             with torch.device("meta"):
                 part = Decoder(config.model, vocab, config.data.sequence_length, layout.stage_layers[stage])
             if layout.tp > 1:
                 sequence_parallel = layout.sequence_parallel
                 apply_tensor_parallel(part, mesh, sequence_parallel=sequence_parallel, shard_logits=True)
-            found += [(name, tuple(local_tensor(p.detach()).shape)) for name, p in part.named_weights()]
-        return found
+            parameters += [(name, tuple(local_tensor(p.detach()).shape)) for name, p in part.named_weights()]
+        return parameters
     finally:
         dist.destroy_process_group()
 
@@ -57,13 +58,13 @@ def build_stages(config: Config, layout: Layout, pp_rank: int, vocab: int) -> li
 @given(models(), st.data())
 def test_described_parameters_equal_those_of_the_built_decoder(model: dict[str, Any], data: st.DataObject) -> None:
     schedule = data.draw(st.sampled_from(["gpipe", "zbv"]))
-    pp, tp = data.draw(st.sampled_from([1, 2, 3])), data.draw(st.sampled_from([1, 2, 4]))
+    pp = data.draw(st.sampled_from([1, 2, 3]))
+    tp = data.draw(st.sampled_from([1, 2, 4]))
     parallel = {"pipeline": pp, "tensor": tp, "schedule": schedule, "virtual_stages": 2 if schedule == "zbv" else 1}
     vocab = 4 * data.draw(st.integers(2, 8))
     try:
         config = tiny_config(1, model=model)
-        changed = type(config.parallel).model_validate(parallel)
-        config = config.model_copy(update={"parallel": changed})
+        config = config.model_copy(update={"parallel": type(config.parallel).model_validate(parallel)})
         layout = resolve_layout(config, pp * tp, pp * tp, vocab)
     except LayoutError:
         assume(False)
@@ -74,12 +75,13 @@ def test_described_parameters_equal_those_of_the_built_decoder(model: dict[str, 
 
 @settings(deadline=None)
 @given(models())
-def test_counts_are_sums_of_the_described_parameters(model: dict[str, Any]) -> None:
+def test_parameter_counts_equal_the_sums_of_the_described_parameters(model: dict[str, Any]) -> None:
     config = tiny_config(1, model=model).model
     total = sum(p.numel for p in decoder_parameters(config, 16))
     tables = 1 if config.tie_word_embeddings else 2
     assert total == config.layers * count_block_parameters(config) + config.dim + tables * 16 * config.dim
-    split = [range(stage, stage + 1) for stage in range(config.layers)]
-    parts = [p for layers in split for p in decoder_parameters(config, 16, layers)]
-    copies = 16 * config.dim if config.tie_word_embeddings and config.layers > 1 else 0
-    assert sum(p.numel for p in parts) == total + copies
+    layers_by_stage = [range(stage, stage + 1) for stage in range(config.layers)]
+    parameters_of_parts = [p for layers in layers_by_stage for p in decoder_parameters(config, 16, layers)]
+    # A tied output layer has a copy of the embedding if it is on another stage.
+    copied = 16 * config.dim if config.tie_word_embeddings and config.layers > 1 else 0
+    assert sum(p.numel for p in parameters_of_parts) == total + copied

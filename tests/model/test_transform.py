@@ -1,4 +1,4 @@
-"""A transform of one's own: what it draws follows from seed and position alone, whatever the layout, after any stop."""
+"""The `transform` of a custom model: its random numbers depend only on the seed and the position of the sample."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from examples import make_images
-from pipeline.base.errors import ExitCode, UserError
+from pipeline.base.errors import ExitCode
 from pipeline.data.loader import BatchLoader
 from pipeline.data.sample_order import GlobalOrderSampler, compute_index_range, permute
 from pipeline.data.samples import SampleDataset
 from pipeline.data.verify_shards import load_run_manifest
 from pipeline.run.directory import Run
 from tests.model.test_user_model import VIT_CONFIG, create_prepared_run, train_run
+from tests.support.errors import raises_error
 from tests.support.ranks import run_ranks
 from tests.support.tiny import stage_rank
 
@@ -37,38 +38,39 @@ def transform(sample, random):
         image = image[:, :, ::-1]
     return {"images": image, "labels": np.int32(sample["labels"])}
 """
-TEXT = VIT_CONFIG.replace("examples.vit", "cropped").replace("size: 16", "size: 8").replace("patch: 8", "patch: 4")
+CONFIG = VIT_CONFIG.replace("examples.vit", "cropped").replace("size: 16", "size: 8").replace("patch: 8", "patch: 4")
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pictures")
+def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a file of images and the module with the transform."""
+    folder = tmp_path_factory.mktemp("images")
     make_images.main(folder / "a.h5", 150)
     (folder / "cropped.py").write_text(MODULE)
     return folder
 
 
 @pytest.fixture(scope="module")
-def loaded(pictures: Path) -> tuple[Any, Any]:
-    """A run's manifest, and its module."""
-    run = create_prepared_run(pictures, "read", text=TEXT)
+def manifest_and_module(image_folder: Path) -> tuple[Any, Any]:
+    """Return the manifest of a run and its imported module."""
+    run = create_prepared_run(image_folder, "read", text=CONFIG)
     assert run.user_model is not None
     return load_run_manifest(run), run.user_model.load(run.code_dir)
 
 
-def cropped(image: Any, random: Any) -> Any:
-    """The module's words once more."""
+def crop_image(image: Any, random: Any) -> Any:
+    """Crop and flip an image as `transform` of `MODULE` does."""
     top, left = random.integers(0, 9, 2)
     image = image[:, top : top + 8, left : left + 8]
     return image[:, :, ::-1] if random.random() < 0.5 else image
 
 
-def test_batches_are_those_of_a_plain_reader(pictures: Path, loaded: tuple[Any, Any]) -> None:
-    manifest, module = loaded
-    with h5py.File(pictures / "a.h5") as file:
+def test_batches_equal_those_of_a_plain_reader(image_folder: Path, manifest_and_module: tuple[Any, Any]) -> None:
+    manifest, module = manifest_and_module
+    with h5py.File(image_folder / "a.h5") as file:
         images: Any = file["images"][...]
-    kept = permute(0, -1, np.arange(135), 150)
-    for ranks, start in itertools.product((1, 4), (0, 128)):  # over the end of an epoch
+    training_samples = permute(0, -1, np.arange(135), 150)
+    for ranks, start in itertools.product((1, 4), (0, 128)):  # The second start crosses the end of an epoch.
         for rank in range(ranks):
             dataset = SampleDataset(manifest, transform=module.transform, seed=-7)
             sampler = GlobalOrderSampler(
@@ -77,52 +79,47 @@ def test_batches_are_those_of_a_plain_reader(pictures: Path, loaded: tuple[Any, 
             with BatchLoader(dataset, sampler, torch.device("cpu")) as batches:
                 for step in range(3):
                     first = start + 16 * step + rank * (16 // ranks)
-                    order = kept[compute_index_range(3, first, 16 // ranks, 135)]
+                    order = training_samples[compute_index_range(3, first, 16 // ranks, 135)]
                     batch = next(batches)
                     for i, index in enumerate(order):
                         random = np.random.Generator(np.random.Philox(key=np.array([2**64 - 7, first + i], np.uint64)))
-                        assert np.array_equal(batch["images"][i].numpy(), cropped(images[index], random))
+                        assert np.array_equal(batch["images"][i].numpy(), crop_image(images[index], random))
                     assert batch["labels"].dtype == torch.int32
 
 
-def test_held_out_samples_draw_nothing(loaded: tuple[Any, Any]) -> None:
-    manifest, module = loaded
-    held = SampleDataset(manifest, held_out=True, transform=module.transform)
-    plain = SampleDataset(manifest, held_out=True)
-    found, whole = (dataset.read(np.arange(len(held))) for dataset in (held, plain))
-    assert np.array_equal(found["images"], whole["images"][:, :, 4:12, 4:12])
+def test_the_transform_of_held_out_samples_has_no_random_numbers(manifest_and_module: tuple[Any, Any]) -> None:
+    manifest, module = manifest_and_module
+    transformed = SampleDataset(manifest, held_out=True, transform=module.transform)
+    original = SampleDataset(manifest, held_out=True)
+    indices = np.arange(len(transformed))
+    assert np.array_equal(transformed.read(indices)["images"], original.read(indices)["images"][:, :, 4:12, 4:12])
 
 
-def test_a_training_with_it_is_the_same_on_two_ranks_and_after_a_stop(pictures: Path) -> None:
+def test_losses_are_the_same_on_two_ranks_and_after_a_stop(image_folder: Path) -> None:
     losses = []
     for name, ranks, stops in (("one", 1, ()), ("two", 2, ()), ("stopped", 2, (4,))):
-        run = create_prepared_run(pictures, name, "optimizer.schedule=constant", text=TEXT, ranks=ranks)
+        run = create_prepared_run(image_folder, name, "optimizer.schedule=constant", text=CONFIG, ranks=ranks)
         for step in (*stops, 10):
-            run = stopped_at(run, step)
-            found = train_run(run, ranks)
-        losses.append([line[1] for line in found])
+            run.apply_overrides([f"train.steps={step}"])
+            run = Run.open(run.path)
+            lines = train_run(run, ranks)
+        losses.append([line[1] for line in lines])
     assert losses[1] == losses[2]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert set(run_ranks(2, stage_rank, run.path, "evaluate")) == {ExitCode.DONE}
 
 
-def stopped_at(run: Run, step: int) -> Run:
-    """The run with so many steps."""
-    run.apply_overrides([f"train.steps={step}"])
-    return Run.open(run.path)
+def test_a_transform_that_returns_other_arrays_is_an_error(manifest_and_module: tuple[Any, Any]) -> None:
+    manifest, _ = manifest_and_module
 
-
-def test_what_it_gives_is_looked_at(loaded: tuple[Any, Any]) -> None:
-    manifest, _ = loaded
-
-    def other_shape(sample: Any, random: Any) -> Any:
+    def change_shape_of_training_samples(sample: Any, random: Any) -> Any:
         return sample if random is None else {**sample, "images": sample["images"][:, :3]}
 
-    dataset = SampleDataset(manifest, transform=other_shape)
-    with pytest.raises(UserError, match=r"transform returned .*\(1, 3, 16\).* with the same shapes and types"):
+    dataset = SampleDataset(manifest, transform=change_shape_of_training_samples)
+    with raises_error("data.invalid_transform", "(1, 3, 16)", "(1, 16, 16)", "sample 1"):
         dataset.read(np.array([[1], [0]]))
-    with pytest.raises(UserError, match="NoneType for sample 0"):
+    with raises_error("data.invalid_transform", "NoneType", "sample 0"):
         SampleDataset(manifest, transform=lambda *_: None)  # type: ignore[arg-type]
-    for wrong in ({}, {"images": 1, "labels": "a"}, {"images": np.zeros(3, np.uint16), "labels": 1}):
-        with pytest.raises(UserError, match="images, labels"):
-            SampleDataset(manifest, transform=lambda *_, wrong=wrong: wrong)
+    for invalid in ({}, {"images": 1, "labels": "a"}, {"images": np.zeros(3, np.uint16), "labels": 1}):
+        with raises_error("data.invalid_transform", "images, labels"):
+            SampleDataset(manifest, transform=lambda *_, invalid=invalid: invalid)
