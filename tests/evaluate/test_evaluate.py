@@ -1,4 +1,4 @@
-"""Evaluation: correct results, with the same bits on any number of ranks."""
+"""Evaluation of checkpoints: correct results that are bit-identical on any number of ranks."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ import numpy as np
 import pytest
 
 from pipeline.base.dist_env import RankInfo
-from pipeline.base.errors import ExitCode, UserError
+from pipeline.base.errors import ExitCode
 from pipeline.checkpoint.catalog import checkpoint_name, list_checkpoint_steps
 from pipeline.evaluate.evaluate_stage import select_steps
 from pipeline.run.directory import Run
 from pipeline.run.stages import load_stage_module
+from tests.support.errors import raises_error
 from tests.support.ranks import run_ranks
 from tests.support.tiny import make_run, stage_rank
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Return a run whose train stage is done after 21 steps."""
     run = make_run(tmp_path_factory.mktemp("trained"), overrides=("train.steps=21",))
     assert set(run_ranks(2, stage_rank, run.path, "train")) == {ExitCode.DONE}
     return run
 
 
 def evaluate(run: Run, ranks: int, step: str | None = None) -> dict[str, Any]:
-    """Remove all results, evaluate on so many ranks and return the result of the newest step."""
+    """Remove all results, evaluate on `ranks` ranks and return the result of the newest step."""
     for old in run.evaluation_dir.iterdir():
         old.unlink()
     options = {"step": step} if step else {}
@@ -38,7 +40,7 @@ def evaluate(run: Run, ranks: int, step: str | None = None) -> dict[str, Any]:
 
 
 def reference_rank(rank_info: RankInfo, path: Path) -> tuple[float, int, float]:
-    """Return loss sum, tokens and unigram bits from straightforward code: one window at a time, one process."""
+    """Return the summed loss, the number of tokens and the unigram entropy in bits, computed one window at a time."""
     import torch
 
     from pipeline.checkpoint.checkpointer import load_checkpoint
@@ -69,23 +71,23 @@ def reference_rank(rank_info: RankInfo, path: Path) -> tuple[float, int, float]:
     return total, count, float(-(counts * np.log2(counts)).sum() * count)
 
 
-def test_the_result_is_correct_and_the_same_on_any_number_of_ranks(trained: Run) -> None:
-    results = [evaluate(trained, ranks) for ranks in (1, 2, 3, 4)]
+def test_the_result_equals_the_reference_on_any_number_of_ranks(trained_run: Run) -> None:
+    from pipeline.data.manifest import load_manifest
+
+    results = [evaluate(trained_run, ranks) for ranks in (1, 2, 3, 4)]
     assert all(result == results[0] for result in results[1:]), "the results must be bit-identical"
-    total, count, unigram_bits = run_ranks(1, reference_rank, trained.path)[0]
+    total, count, unigram_bits = run_ranks(1, reference_rank, trained_run.path)[0]
     result = results[0]
     assert result["tokens"] == count and result["step"] == 21
     assert result["loss"] == pytest.approx(total / count, rel=1e-6)
     assert result["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-5)
     assert result["bits_per_byte"] == pytest.approx(total / math.log(2) / result["bytes"], rel=1e-6)
     assert result["unigram_bits_per_byte"] == pytest.approx(unigram_bits / result["bytes"], rel=1e-9)
-    from pipeline.data.manifest import load_manifest
-
-    assert result["bytes"] == load_manifest(trained.data_dir).held_out_bytes
+    assert result["bytes"] == load_manifest(trained_run.data_dir).held_out_bytes
 
 
 def run_rank_with_logits_limit(rank_info: RankInfo, path: Path, windows: int) -> int:
-    """Evaluate with a limit of the logits of so many windows; return the windows of the largest forward pass."""
+    """Evaluate with a limit for the logits of `windows` windows; return the windows of the largest forward pass."""
     from pipeline.data.manifest import load_manifest
     from pipeline.evaluate import evaluator
 
@@ -105,44 +107,48 @@ def run_rank_with_logits_limit(rank_info: RankInfo, path: Path, windows: int) ->
 
 
 @pytest.mark.parametrize(("windows", "largest"), [(0, 1), (3, 3), (99, 8)])
-def test_the_logits_limit_bounds_the_windows_of_a_forward_pass(trained: Run, windows: int, largest: int) -> None:
-    expected = evaluate(trained, 1)
-    (trained.evaluation_dir / f"{checkpoint_name(21)}.json").unlink()
-    assert run_ranks(1, run_rank_with_logits_limit, trained.path, windows) == [largest]
-    result = json.loads((trained.evaluation_dir / f"{checkpoint_name(21)}.json").read_text())
+def test_a_forward_pass_has_no_more_windows_than_the_logits_limit_allows(
+    trained_run: Run, windows: int, largest: int
+) -> None:
+    expected = evaluate(trained_run, 1)
+    (trained_run.evaluation_dir / f"{checkpoint_name(21)}.json").unlink()
+    assert run_ranks(1, run_rank_with_logits_limit, trained_run.path, windows) == [largest]
+    result = json.loads((trained_run.evaluation_dir / f"{checkpoint_name(21)}.json").read_text())
     assert result["loss"] == pytest.approx(expected["loss"], rel=1e-6)
 
 
-def test_a_model_that_training_shards_is_sharded_in_evaluation(trained: Run) -> None:
-    """On three ranks, some ranks have no batch left while others still need their shards of the weights."""
-    expected = evaluate(trained, 1)
-    before = trained.changes_file.read_bytes() if trained.changes_file.exists() else None
-    trained.apply_overrides(["parallel.zero=3"])
+def test_evaluation_with_a_sharded_model_has_the_same_result(trained_run: Run) -> None:
+    """On three ranks, some ranks have no batch left while the others still need their shards of the weights."""
+    expected = evaluate(trained_run, 1)
+    before = trained_run.changes_file.read_bytes() if trained_run.changes_file.exists() else None
+    trained_run.apply_overrides(["parallel.zero=3"])
     try:
-        assert evaluate(trained, 3) == expected, "the results must be bit-identical"
+        assert evaluate(trained_run, 3) == expected, "the results must be bit-identical"
     finally:
-        trained.changes_file.unlink() if before is None else trained.changes_file.write_bytes(before)
+        trained_run.changes_file.unlink() if before is None else trained_run.changes_file.write_bytes(before)
 
 
-def test_a_stage_evaluates_the_selected_checkpoints(trained: Run) -> None:
-    steps = sorted(list_checkpoint_steps(trained.checkpoints_dir))
-    evaluate(trained, 2, "every")
-    assert [p.name for p in sorted(trained.evaluation_dir.iterdir())] == [f"{checkpoint_name(s)}.json" for s in steps]
-    assert evaluate(trained, 1, str(steps[0]))["step"] == steps[0]
-    assert load_stage_module("evaluate").missing_outputs(trained) is not None, "the newest one is not evaluated"
-    assert evaluate(trained, 1)["step"] == steps[-1]
-    assert load_stage_module("evaluate").missing_outputs(trained) is None
-    for wrong in ("²", "-1", "22", ""):
-        with pytest.raises(UserError) as caught:
-            select_steps(trained, wrong)
-        assert caught.value.code in ("cli.invalid_value", "checkpoint.no_such_step") and "--step" in str(caught.value)
+def test_the_stage_evaluates_the_checkpoints_of_the_option_step(trained_run: Run) -> None:
+    steps = sorted(list_checkpoint_steps(trained_run.checkpoints_dir))
+    evaluate(trained_run, 2, "every")
+    results = [path.name for path in sorted(trained_run.evaluation_dir.iterdir())]
+    assert results == [f"{checkpoint_name(step)}.json" for step in steps]
+    assert evaluate(trained_run, 1, str(steps[0]))["step"] == steps[0]
+    assert load_stage_module("evaluate").missing_outputs(trained_run) is not None, "the newest checkpoint has no result"
+    assert evaluate(trained_run, 1)["step"] == steps[-1]
+    assert load_stage_module("evaluate").missing_outputs(trained_run) is None
+    for invalid in ("²", "-1", ""):
+        with raises_error("cli.invalid_value", f"--step {invalid}"):
+            select_steps(trained_run, invalid)
+    with raises_error("checkpoint.no_such_step", "--step 22"):
+        select_steps(trained_run, "22")
 
 
-def test_a_result_of_another_checkpoint_does_not_count(trained: Run) -> None:
-    evaluate(trained, 1)
-    path = trained.evaluation_dir / f"{checkpoint_name(21)}.json"
+def test_a_result_of_another_checkpoint_or_a_truncated_result_does_not_count(trained_run: Run) -> None:
+    evaluate(trained_run, 1)
+    path = trained_run.evaluation_dir / f"{checkpoint_name(21)}.json"
     result = json.loads(path.read_text())
     path.write_text(json.dumps({**result, "checkpoint": "0" * 64}))
-    assert load_stage_module("evaluate").missing_outputs(trained) is not None
+    assert load_stage_module("evaluate").missing_outputs(trained_run) is not None
     path.write_text("{torn")
-    assert load_stage_module("evaluate").missing_outputs(trained) is not None
+    assert load_stage_module("evaluate").missing_outputs(trained_run) is not None

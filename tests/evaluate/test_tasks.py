@@ -1,4 +1,4 @@
-"""Task files: scores compared with transformers and lm-eval on any number of ranks, and malformed files."""
+"""Task files of evaluations: scores compared with transformers and lm-eval, and errors of malformed files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from pipeline.base.errors import ExitCode, UserError
+from pipeline.base.errors import ExitCode
 from pipeline.config.read import load_config
 from pipeline.evaluate import evaluate_stage
 from pipeline.evaluate.evaluator import TaskFile
@@ -34,7 +34,10 @@ OPTIONS = ("train.steps=60", "stages.train.tasks_per_node=1", "model.dropout=0.0
 
 
 def write_tasks(folder: Path) -> tuple[Path, Path]:
-    """Write a file of choices (some prompts are empty, end with a blank, exceed a window) and one of free answers."""
+    """Write a file of multiple-choice items and one of items with free answers.
+
+    One prompt is empty, one ends with a blank, and one is longer than a window.
+    """
     generator = random.Random(4)
     lines = []
     for number in range(23):
@@ -60,7 +63,8 @@ def make_task(file: Path, tokenizer: Tokenizer, eos_id: int, bos_ids: tuple[int,
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Return a run whose train stage is done, with the two task files of `write_tasks`."""
     folder = tmp_path_factory.mktemp("tasks")
     chosen, free = write_tasks(folder)
     run = make_run(folder, "tiny", (*OPTIONS, f"evaluate.tasks=[{chosen}, {free}]"))
@@ -71,31 +75,35 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def choose_with_transformers(
     folder: Path, length: int, items: list[dict[str, Any]], special: bool = False
 ) -> tuple[list[int], list[int]]:
-    """Return the choice of each item that transformers' model scores highest, in total and per character.
+    """Return for each item the choice with the highest score of transformers' model, in total and per character.
 
     Args:
+        folder: the exported model.
+        length: maximum number of predicted tokens.
+        items: the items of the task file.
         special: whether a text begins with the tokenizer's special tokens.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    plain = []
-    normed = []
+    choices = []
+    choices_per_character = []
     for item in items:
         scores = []
         for choice in item["choices"]:
-            bare = item["prompt"].rstrip()
-            whole = tokenizer(f"{bare} {choice}", add_special_tokens=special).input_ids
-            count = len(whole) - len(tokenizer(bare, add_special_tokens=special).input_ids)
-            whole = whole if bare or special else [tokenizer.eos_token_id, *whole]
-            row = torch.tensor(whole)[-length - 1 :]
+            prompt = item["prompt"].rstrip()
+            ids = tokenizer(f"{prompt} {choice}", add_special_tokens=special).input_ids
+            count = len(ids) - len(tokenizer(prompt, add_special_tokens=special).input_ids)
+            ids = ids if prompt or special else [tokenizer.eos_token_id, *ids]
+            row = torch.tensor(ids)[-length - 1 :]
             with torch.no_grad():
                 logits = model(row[None, :-1]).logits[0].double().log_softmax(-1)
-            scores.append(sum(logits[at - 1, row[at]].item() for at in range(len(row) - count, len(row))))
-        plain.append(max(range(len(scores)), key=scores.__getitem__))
-        normed.append(max(range(len(scores)), key=lambda at: scores[at] / len(item["choices"][at])))
-    return plain, normed
+            scores.append(sum(logits[i - 1, row[i]].item() for i in range(len(row) - count, len(row))))
+        scores_per_character = [score / len(choice) for score, choice in zip(scores, item["choices"], strict=True)]
+        choices.append(scores.index(max(scores)))
+        choices_per_character.append(scores_per_character.index(max(scores_per_character)))
+    return choices, choices_per_character
 
 
 LM_EVAL = """
@@ -106,12 +114,13 @@ from lm_eval.tasks import TaskManager
 
 model, tasks = sys.argv[1:]
 lm = HFLM(pretrained=model, device="cpu", dtype="float32", batch_size=1, max_length=32)
-found = simple_evaluate(lm, tasks=["ours"], task_manager=TaskManager(include_path=tasks), log_samples=True)
-samples = [(one["doc_id"], one["acc"], one["acc_norm"]) for one in found["samples"]["ours"]]
-print(json.dumps([found["results"]["ours"], sorted(samples)], default=str))
+result = simple_evaluate(lm, tasks=["choices"], task_manager=TaskManager(include_path=tasks), log_samples=True)
+samples = [(sample["doc_id"], sample["acc"], sample["acc_norm"]) for sample in result["samples"]["choices"]]
+print(json.dumps([result["results"]["choices"], sorted(samples)], default=str))
 """
-TASK = """
-task: ours
+"""Program that evaluates a model on the task `choices` of a folder and prints its metrics and samples."""
+LM_EVAL_TASK = """
+task: choices
 dataset_path: json
 dataset_kwargs: {data_files: {test: FILE}}
 test_split: test
@@ -125,55 +134,54 @@ metric_list: [{metric: acc}, {metric: acc_norm}]
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_every_answer_equals_that_of_lm_eval(trained: Run, tmp_path: Path) -> None:
-    """Compare on the exported model. Prompts do not end with a blank, because lm-eval adds one."""
+def test_scores_of_all_items_equal_those_of_lm_eval(trained_run: Run, tmp_path: Path) -> None:
+    """Both evaluate the exported model. Prompts do not end with a blank here, because lm-eval adds one."""
     python = os.environ.get("LM_EVAL_PYTHON")
     if python is None:
         pytest.fail("LM_EVAL_PYTHON must name a Python with lm-eval; `make test-long` sets it")
-    lines = [json.loads(line) for line in trained.config.evaluate.task_files[0].read_text().splitlines()]
+    lines = [json.loads(line) for line in trained_run.config.evaluate.task_files[0].read_text().splitlines()]
     file = tmp_path / "choices.jsonl"
     folder = tmp_path / "out"
     file.write_text("".join(json.dumps({**line, "prompt": line["prompt"].rstrip()}) + "\n" for line in lines))
-    (tmp_path / "ours.yaml").write_text(TASK.replace("FILE", str(file)))
-    export_checkpoint(trained, folder, None, "fp32")
+    (tmp_path / "choices.yaml").write_text(LM_EVAL_TASK.replace("FILE", str(file)))
+    export_checkpoint(trained_run, folder, None, "fp32")
     done = subprocess.run(
         [python, "-c", LM_EVAL, str(folder), str(tmp_path)], capture_output=True, text=True, timeout=500, cwd=tmp_path,
         env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    theirs, samples = json.loads(done.stdout.splitlines()[-1])
-    model, tokenizer, ends, _ = _load_folder(folder, "the", None, 40)
-    task = make_task(file, tokenizer, ends[0])
+    expected_metrics, expected_samples = json.loads(done.stdout.splitlines()[-1])
+    model, tokenizer, end_ids, _ = _load_folder(folder, "the", None, 40)
+    task = make_task(file, tokenizer, end_ids[0])
     with torch.no_grad():
-        ours = [task.compute_sums(model, number, number + 1) for number in range(task.count)]
-    assert [[number, one["accuracy"], one["accuracy_norm"]] for number, one in enumerate(ours)] == samples
-    assert len(samples) == len(lines) == 23 and {one for _, one, _ in samples} == {0.0, 1.0}
-    metrics = task.compute_result(ours)
+        sums = [task.compute_sums(model, number, number + 1) for number in range(task.count)]
+    samples = [[number, item["accuracy"], item["accuracy_norm"]] for number, item in enumerate(sums)]
+    assert samples == expected_samples
+    assert len(samples) == len(lines) == 23 and {accuracy for _, accuracy, _ in samples} == {0.0, 1.0}
+    metrics = task.compute_result(sums)
     for key, name in (("accuracy", "acc"), ("accuracy_norm", "acc_norm")):
-        assert metrics[f"choices.{key}"] == theirs[f"{name},none"]
-        assert metrics[f"choices.{key}_stderr"] == pytest.approx(theirs[f"{name}_stderr,none"], rel=1e-12)
+        assert metrics[f"choices.{key}"] == expected_metrics[f"{name},none"]
+        assert metrics[f"choices.{key}_stderr"] == pytest.approx(expected_metrics[f"{name}_stderr,none"], rel=1e-12)
 
 
-def test_choices_equal_those_of_transformers(trained: Run, tmp_path: Path) -> None:
-    export_checkpoint(trained, tmp_path / "out", None, "fp32")
-    assert run_ranks(1, stage_rank, trained.path, "evaluate") == [ExitCode.DONE]
-    file = next(trained.evaluation_dir.glob("*.json"))
+def test_choices_equal_those_of_transformers(trained_run: Run, tmp_path: Path) -> None:
+    export_checkpoint(trained_run, tmp_path / "out", None, "fp32")
+    assert run_ranks(1, stage_rank, trained_run.path, "evaluate") == [ExitCode.DONE]
+    file = next(trained_run.evaluation_dir.glob("*.json"))
     result = json.loads(file.read_text())
-    items = [json.loads(line) for line in trained.config.evaluate.task_files[0].read_text().splitlines()]
+    items = [json.loads(line) for line in trained_run.config.evaluate.task_files[0].read_text().splitlines()]
     reference = choose_with_transformers(tmp_path / "out", 32, items)
     for key, choices in zip(("accuracy", "accuracy_norm"), reference, strict=True):
-        right = sum(choice == item["answer"] for choice, item in zip(choices, items, strict=True))
-        share = right / len(items)
+        share = sum(choice == item["answer"] for choice, item in zip(choices, items, strict=True)) / len(items)
         assert result[f"chosen.{key}"] == pytest.approx(share)
         assert result[f"chosen.{key}_stderr"] == pytest.approx(math.sqrt(share * (1 - share) / (len(items) - 1)))
     assert result["chosen.items"] == 23 and 0 < result["chosen.accuracy"] < 1
     assert f"chosen.accuracy {result['chosen.accuracy']:.4f}" in format_result(result)
-    for ranks, more in ((2, ()), (3, ("parallel.zero=3",))):  # data parallel, then also a sharded model
-        run = trained
-        run.apply_overrides([f"stages.evaluate.tasks_per_node={ranks}", *more])
+    for ranks, overrides in ((2, ()), (3, ("parallel.zero=3",))):  # First with data parallelism, then also sharded.
+        trained_run.apply_overrides([f"stages.evaluate.tasks_per_node={ranks}", *overrides])
         expected = file.read_bytes()
         file.unlink()
-        assert run_ranks(ranks, stage_rank, run.path, "evaluate") == [ExitCode.DONE] * ranks
+        assert run_ranks(ranks, stage_rank, trained_run.path, "evaluate") == [ExitCode.DONE] * ranks
         assert file.read_bytes() == expected
 
 
@@ -189,49 +197,53 @@ def test_prompts_begin_with_the_special_tokens_of_the_training(tmp_path: Path, k
         task = make_task(chosen, tokenizer_read, 0, bos_ids)
         with torch.no_grad():
             sums = [task.compute_sums(model, number, number + 1) for number in range(task.count)]
-        found = choose_with_transformers(tmp_path / "model", 32, items, special=bool(bos_ids))
-        expected = [[float(one == item["answer"]) for one, item in zip(row, items, strict=True)] for row in found]
-        same = [[one["accuracy"] for one in sums], [one["accuracy_norm"] for one in sums]] == expected
-        assert same is (kind == "mistral" or not bos_ids), "the special tokens differ from those of transformers"
+        expected = [
+            [float(choice == item["answer"]) for choice, item in zip(choices, items, strict=True)]
+            for choices in choose_with_transformers(tmp_path / "model", 32, items, special=bool(bos_ids))
+        ]
+        is_equal = [[item["accuracy"] for item in sums], [item["accuracy_norm"] for item in sums]] == expected
+        assert is_equal is (kind == "mistral" or not bos_ids), "the special tokens differ from those of transformers"
 
 
-def test_the_evaluation_of_a_run_puts_special_tokens_before_prompts(tmp_path: Path) -> None:
+def test_prompts_begin_with_the_special_tokens_of_the_runs_tokenizer(tmp_path: Path) -> None:
     tokenizer = save_tokenizer(tmp_path, add_post_processor(make_byte_tokenizer(" ".join(WORDS)), "llama 3"))
     chosen, _ = write_tasks(tmp_path)
     tokenizer_option = f"data.tokenizer={{kind: file, path: {tokenizer}, eos_token: <|end|>}}"
-    more = (tokenizer_option, f"evaluate.tasks={chosen}", "model.initializer_range=0.2")
-    folder, _ = exported(tmp_path, make_run(tmp_path, "data", more).data_dir, "run", *more)
+    overrides = (tokenizer_option, f"evaluate.tasks={chosen}", "model.initializer_range=0.2")
+    folder, _ = exported(tmp_path, make_run(tmp_path, "data", overrides).data_dir, "run", *overrides)
     run = Run.open(tmp_path / "runs/run")
     assert run_ranks(1, stage_rank, run.path, "evaluate") == [ExitCode.DONE]
     result = json.loads(next(run.evaluation_dir.glob("*.json")).read_text())
     items = [json.loads(line) for line in chosen.read_text().splitlines()]
 
     def compute_shares(special: bool) -> list[float]:
-        found = choose_with_transformers(folder, 32, items, special)
-        return [sum(one == item["answer"] for one, item in zip(row, items, strict=True)) / 23 for row in found]
+        return [
+            sum(choice == item["answer"] for choice, item in zip(choices, items, strict=True)) / 23
+            for choices in choose_with_transformers(folder, 32, items, special)
+        ]
 
     assert [result["chosen.accuracy"], result["chosen.accuracy_norm"]] == pytest.approx(compute_shares(True))
     assert compute_shares(False) != compute_shares(True)
 
 
-def test_a_blank_before_a_choice_belongs_to_the_choice(trained: Run) -> None:
-    """The blank before a word may be part of the word's token, whether the prompt ends with a blank or not."""
-    tokenizer = Tokenizer.from_file(str(trained.data_dir / "tokenizer.json"))
-    task = make_task(trained.config.evaluate.task_files[0], tokenizer, 0)
+def test_the_blank_before_a_choice_counts_as_part_of_the_choice(trained_run: Run) -> None:
+    """The blank before a word may be part of the word's token. This also holds if the prompt ends with a blank."""
+    tokenizer = Tokenizer.from_file(str(trained_run.data_dir / "tokenizer.json"))
+    task = make_task(trained_run.config.evaluate.task_files[0], tokenizer, 0)
     for number in (1, 5):
         item = task.items[number]
         for choice, (ids, count) in zip(item.choices, task._choices[number], strict=True):
             assert tokenizer.decode(ids[-count:]) == " " + choice
 
 
-def test_a_free_answer_is_decoded_greedily(trained: Run, tmp_path: Path) -> None:
-    """All expected answers of the file, except one, are those that transformers generates."""
+def test_free_answers_equal_those_that_transformers_generates_greedily(trained_run: Run, tmp_path: Path) -> None:
+    """The expected answers of the task file are generated by transformers, except one, which is wrong."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    export_checkpoint(trained, tmp_path / "out", None, "fp32")
+    export_checkpoint(trained_run, tmp_path / "out", None, "fp32")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
-    lines = [json.loads(line) for line in trained.config.evaluate.task_files[1].read_text().splitlines()]
+    lines = [json.loads(line) for line in trained_run.config.evaluate.task_files[1].read_text().splitlines()]
     for line in lines[1:]:
         ids = tokenizer(line["prompt"], return_tensors="pt", add_special_tokens=False).input_ids[:, -29:]
         new = model.generate(ids, max_new_tokens=3, do_sample=False)[0, ids.shape[1] :]
@@ -239,42 +251,45 @@ def test_a_free_answer_is_decoded_greedily(trained: Run, tmp_path: Path) -> None
         assert line["answer"]
     file = tmp_path / "generated.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    run = make_run(tmp_path, "other", (*OPTIONS, f"evaluate.tasks={file}"), trained.data_dir)
+    run = make_run(tmp_path, "other", (*OPTIONS, f"evaluate.tasks={file}"), trained_run.data_dir)
     run.checkpoints_dir.rmdir()
-    run.checkpoints_dir.symlink_to(trained.checkpoints_dir)
+    run.checkpoints_dir.symlink_to(trained_run.checkpoints_dir)
     assert run_ranks(2, stage_rank, run.path, "evaluate") == [ExitCode.DONE] * 2
     assert json.loads(next(run.evaluation_dir.glob("*.json")).read_text())["generated.accuracy"] == pytest.approx(5 / 6)
 
 
 @pytest.mark.parametrize(
-    ("line", "code", "fact"),
+    ("line", "fact"),
     [
-        ("[]", "malformed_item", "task.jsonl:2"),
-        ('{"prompt": 3, "answer": "x"}', "malformed_item", "task.jsonl:2"),
-        ('{"prompt": "a", "choices": ["x"], "answer": 0}', "malformed_item", "choices"),
-        ('{"prompt": "a", "choices": ["x", "y"], "answer": 2}', "malformed_item", "0 to 1"),
-        ('{"prompt": "a", "choices": ["x", "y"], "answer": true}', "malformed_item", "0 to 1"),
-        ('{"prompt": "a", "answer": " "}', "malformed_item", "answer"),
-        ('{"prompt": "a", "answer": "b", "label": 1}', "malformed_item", "label"),
-        ('{"prompt": "a", "answer": "b"}', "mixed_task", "task.jsonl"),
-        ('{"prompt": "a", "choices": ["x', "malformed_item", "task.jsonl:2"),
+        ("[]", "task.jsonl:2"),
+        ('{"prompt": 3, "answer": "x"}', "task.jsonl:2"),
+        ('{"prompt": "a", "choices": ["x"], "answer": 0}', "choices"),
+        ('{"prompt": "a", "choices": ["x", "y"], "answer": 2}', "0 to 1"),
+        ('{"prompt": "a", "choices": ["x", "y"], "answer": true}', "0 to 1"),
+        ('{"prompt": "a", "answer": " "}', "answer"),
+        ('{"prompt": "a", "answer": "b", "label": 1}', "label"),
+        ('{"prompt": "a", "choices": ["x', "task.jsonl:2"),
     ],
 )
-def test_malformed_items_are_reported_with_file_and_line(tmp_path: Path, line: str, code: str, fact: str) -> None:
+def test_a_malformed_item_is_an_error_with_file_and_line(tmp_path: Path, line: str, fact: str) -> None:
     file = tmp_path / "task.jsonl"
     file.write_text('{"prompt": "a", "choices": ["x", "y"], "answer": 1}\n' + line)
-    with pytest.raises(UserError) as caught:
+    with raises_error("evaluate.malformed_item", f"{file}:2", fact):
         read_task_file(file)
-    assert caught.value.code == f"evaluate.{code}" and fact in str(caught.value)
 
 
-def test_task_files_are_checked_before_a_run_is_created(tmp_path: Path) -> None:
+def test_a_file_with_choices_and_free_answers_is_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "task.jsonl"
+    file.write_text('{"prompt": "a", "choices": ["x", "y"], "answer": 1}\n{"prompt": "a", "answer": "b"}')
+    with raises_error("evaluate.mixed_task", file):
+        read_task_file(file)
+
+
+def test_missing_or_equally_named_task_files_are_an_error_before_submission(tmp_path: Path) -> None:
     run = make_run(tmp_path, "tiny", ("evaluate.tasks=missing.jsonl",))
-    with pytest.raises(UserError) as caught:
+    with raises_error("evaluate.unreadable_task", "missing.jsonl"):
         evaluate_stage.check_inputs(run)
-    assert caught.value.code == "evaluate.unreadable_task" and "missing.jsonl" in str(caught.value)
-    with pytest.raises(UserError) as caught:
+    with raises_error("evaluate.duplicate_task", "evaluate.tasks", "a"):
         derive_task_names([Path("x/a.jsonl"), Path("y/a.jsonl")])
-    assert caught.value.code == "evaluate.duplicate_task"
     with raises_error("config.conflict", "evaluate.tasks", "data.held_out"):
         load_config(tmp_path / "tiny.yaml", ["evaluate.tasks=a.jsonl", "data.held_out=0"])

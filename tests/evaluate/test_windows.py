@@ -1,4 +1,4 @@
-"""The windows of held-out text that are evaluated, compared with a list of all of them."""
+"""The windows of held-out text that an evaluation uses, compared with a plain list of all windows."""
 
 from __future__ import annotations
 
@@ -19,13 +19,20 @@ from pipeline.evaluate.evaluator import TextHeldOut
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the file of tokens `one.bin`."""
     folder = tmp_path_factory.mktemp("tokens")
     np.arange(4000, dtype=np.uint16).tofile(folder / "one.bin")
     return folder
 
 
 def make_held_out(folder: Path, sizes: list[tuple[str, int]], limit: int | None) -> TextHeldOut:
-    """Return the windows of 8 tokens of parts of one file. `sizes`: source and number of tokens of each part."""
+    """Return held-out text in windows of 8 tokens.
+
+    Args:
+        folder: the folder with `one.bin`.
+        sizes: source and number of tokens of each part of the file.
+        limit: maximum number of windows.
+    """
     starts = np.cumsum([0, *(size for _, size in sizes)]).tolist()
     entries = [
         ShardEntry.model_construct(
@@ -57,13 +64,14 @@ def test_the_windows_equal_those_of_a_plain_list(folder: Path, sizes: list[tuple
     shares = [len(windows) for windows in windows_by_source.values()]
     if limit is not None:
         sources = len(windows_by_source)
-        shares = [len(range(number, limit, sources)) for number in range(sources)]  # assigned to the sources in turn
+        # The windows within the limit are assigned to the sources in turn.
+        shares = [len(range(number, limit, sources)) for number in range(sources)]
     expected: list[tuple[int, int]] = []
     for source_windows, share in zip(windows_by_source.values(), shares, strict=True):
         expected += source_windows[:share]
     windows = [held_out._locate_window(number) for number in range(held_out.count)]
     assert [(shard.offset // 2, first) for shard, first in windows] == expected
-    for shard, first in windows:  # each part of the file has its own tokens
+    for shard, first in windows:  # The value of each token is its position in the file.
         assert int(held_out._arrays[shard.name]["tokens"][first]) == shard.offset // 2 + first
     covered = {shard.offset // 2: first + 8 for shard, first in windows}
     assert [(shard.offset // 2, count) for shard, count in held_out._covered] == [
@@ -71,6 +79,6 @@ def test_the_windows_equal_those_of_a_plain_list(folder: Path, sizes: list[tuple
     ]
 
 
-def test_each_source_has_the_same_share_of_a_limit(folder: Path) -> None:
+def test_a_limit_is_divided_equally_among_the_sources(folder: Path) -> None:
     held_out = make_held_out(folder, [("a", 90), ("b", 90), ("c", 90)], 10)
     assert [count // 8 for _, count in held_out._covered] == [4, 3, 3]

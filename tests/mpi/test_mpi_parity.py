@@ -1,4 +1,4 @@
-"""Tensor, pipeline and data parallel training over MPI equals one process: loss and gradient norm over ten steps."""
+"""Training over MPI with tensor, pipeline and data parallelism has the losses and gradient norms of one process."""
 
 from __future__ import annotations
 
@@ -15,51 +15,59 @@ from tests.support.mpirun import run_mpirun
 pytestmark = pytest.mark.timeout(1200)
 
 
-def check(ranks: int, folder: Path, *layouts: dict[str, Any], **sections: dict[str, Any]) -> None:
-    """Train under each of `layouts` with `sections`, all in one world of `ranks` MPI ranks."""
+def check_layouts(ranks: int, folder: Path, *layouts: dict[str, Any], **sections: dict[str, Any]) -> None:
+    """Train on each layout, in one start of `ranks` MPI ranks, and compare all steps with one process.
+
+    Args:
+        ranks: number of MPI ranks.
+        folder: folder for the files of the test.
+        layouts: values of the config section `parallel`.
+        sections: other sections of the config.
+    """
     cases = [{**sections, "parallel": {"backend": "mpi", **layout}} for layout in layouts]
     (folder / "cases.json").write_text(json.dumps(cases))
     done = run_mpirun(ranks, "tests.support.mpi_parity", str(folder), timeout=1100)
     assert done.returncode == 0, done.stdout
-    found = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
-    expected = one_process(sections)
+    results_by_rank = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
+    expected_steps = one_process(sections)
     for number, layout in enumerate(layouts):
-        assert all(rank[number] == found[0][number] for rank in found), f"ranks differ: {layout}"
-        assert len(found[0][number]) == STEPS
-        for step, (ours, theirs) in enumerate(zip(found[0][number], expected, strict=True), 1):
-            assert tuple(ours) == pytest.approx(theirs, rel=1e-5), f"{layout}, step {step}: (loss, norm)"
+        steps = results_by_rank[0][number]
+        assert all(results[number] == steps for results in results_by_rank), f"ranks differ: {layout}"
+        assert len(steps) == STEPS
+        for step, (actual, expected) in enumerate(zip(steps, expected_steps, strict=True), 1):
+            assert tuple(actual) == pytest.approx(expected, rel=1e-5), f"{layout}, step {step}: (loss, norm)"
 
 
 @pytest.mark.story
-def test_pipeline_and_zero(tmp_path: Path) -> None:
-    check(4, tmp_path, {"pipeline": 2, "zero": 3, "accurate_sums": True}, model=TIED)
+def test_pipeline_with_zero_3_equals_one_process(tmp_path: Path) -> None:
+    check_layouts(4, tmp_path, {"pipeline": 2, "zero": 3, "accurate_sums": True}, model=TIED)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_data_parallel(ranks: int, tmp_path: Path) -> None:
+def test_data_parallelism_equals_one_process(ranks: int, tmp_path: Path) -> None:
     levels = [{"zero": zero, "reduce": reduce} for zero, reduce in product((0, 1, 2, 3), ("auto", "step"))]
-    halves = [{"zero": zero, "data": {"replicate": 2, "shard": 2}} for zero in (1, 2, 3)] if ranks == 4 else []
-    check(ranks, tmp_path, *levels, *halves)
+    two_replicas = [{"zero": zero, "data": {"replicate": 2, "shard": 2}} for zero in (1, 2, 3)] if ranks == 4 else []
+    check_layouts(ranks, tmp_path, *levels, *two_replicas)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("ranks", "pipeline"), [(2, 2), (4, 2), (4, 4)])
-def test_schedules(ranks: int, pipeline: int, tmp_path: Path) -> None:
-    kinds = [
+def test_all_pipeline_schedules_equal_one_process(ranks: int, pipeline: int, tmp_path: Path) -> None:
+    layouts = [
         {"pipeline": pipeline, "schedule": schedule, "virtual_stages": virtual}
         for schedule, virtual in SCHEDULES
         if pipeline * virtual <= 8
     ]
-    check(ranks, tmp_path, *kinds, model={"layers": 8}, train={"micro_batch": 1 if pipeline == 4 else 2})
+    check_layouts(ranks, tmp_path, *layouts, model={"layers": 8}, train={"micro_batch": 1 if pipeline == 4 else 2})
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("model", [{}, TIED], ids=["untied", "tied"])
-def test_all_three(model: dict[str, Any], tmp_path: Path) -> None:
-    kinds: list[dict[str, Any]] = [{"schedule": "1f1b"}, {"schedule": "interleaved_1f1b", "virtual_stages": 2}]
-    cases: list[dict[str, Any]] = [
-        {"pipeline": 2, "tensor": 2, "zero": zero, **kind} for zero, kind in product((0, 3), kinds)
+def test_tensor_pipeline_and_data_parallelism_together_equal_one_process(model: dict[str, Any], tmp_path: Path) -> None:
+    schedules: list[dict[str, Any]] = [{"schedule": "1f1b"}, {"schedule": "interleaved_1f1b", "virtual_stages": 2}]
+    layouts: list[dict[str, Any]] = [
+        {"pipeline": 2, "tensor": 2, "zero": zero, **schedule} for zero, schedule in product((0, 3), schedules)
     ]
-    cases.append({"pipeline": 2, "tensor": 2, "schedule": "zbv", "virtual_stages": 2, "zero": 1})
-    check(8, tmp_path, *cases, model=model, train=FEW)
+    layouts.append({"pipeline": 2, "tensor": 2, "schedule": "zbv", "virtual_stages": 2, "zero": 1})
+    check_layouts(8, tmp_path, *layouts, model=model, train=FEW)
