@@ -8,8 +8,8 @@
 - The state is COMPLETING until the last process is gone, whatever the cause. Only accounting then tells a preemption
   with PreemptMode=CANCEL from `scancel` in the grace period, or a limit before the job's own (end of a reservation).
 
-- The state is COMPLETING until the last process is gone, whatever the cause. Only accounting then tells a preemption
-`--exclude`, and requeued ones by `scontrol update` of their ExcNodeList, for `recovery.exclude_hours`.
+Nodes that failed are recorded in `bad_nodes.jsonl` of the run. For `recovery.exclude_hours`, new jobs exclude them by
+`--exclude`, and requeued jobs by `scontrol update` of their ExcNodeList.
 """
 
 from __future__ import annotations
