@@ -40,7 +40,7 @@ def config_of(ranks: int, clip: float | None = None, **parallel: Any) -> Config:
     )
 
 
-def engine_of(rank_info: RankInfo, config: Config) -> Any:
+def create_engine(rank_info: RankInfo, config: Config) -> Any:
     """An engine whose gradients travel in many small buckets."""
     import torch.distributed as dist
 
@@ -71,7 +71,7 @@ def plain(value: Any) -> Any:
 
 def hooked_rank(rank_info: RankInfo, config: Config) -> dict[str, Any]:
     """What one replica has after STEPS steps, and the reduced gradients of each."""
-    engine, limit = engine_of(rank_info, config), config.optimizer.clip_norm
+    engine, limit = create_engine(rank_info, config), config.optimizer.clip_norm
     reduced = []
     for step, batch in list(enumerate(make_batches(config), 1))[:STEPS]:
         engine.backward({"tokens": batch.chunk(rank_info.world_size)[rank_info.rank]}, step)
@@ -92,7 +92,7 @@ def reference_rank(rank_info: RankInfo, config: Config, replicas: int) -> dict[s
     from pipeline.parallel.replica_sync import _sample_matrix
 
     alone = config.model_copy(update={"parallel": config_of(1).parallel})
-    engine, hook = engine_of(rank_info, alone), config.parallel.hook
+    engine, hook = create_engine(rank_info, alone), config.parallel.hook
     weights = dict(engine.parts[0].named_weights())
     residual = [{name: torch.zeros_like(p) for name, p in weights.items()} for _ in range(replicas)]
     begin = {
@@ -187,7 +187,7 @@ def local_rank(rank_info: RankInfo, config: Config) -> dict[str, Any]:
 
     from pipeline.parallel import replica_sync
 
-    engine, all_reduce = engine_of(rank_info, config), dist.all_reduce
+    engine, all_reduce = create_engine(rank_info, config), dist.all_reduce
     replica_sync.MAX_REDUCED_ELEMENTS = PIECE
 
     def bounded(tensor: Any, *arguments: Any, **options: Any) -> Any:
@@ -212,7 +212,7 @@ def local_reference_rank(rank_info: RankInfo, config: Config, replicas: int) -> 
     local = config.parallel.local_sgd
     assert local is not None
     alone = config.model_copy(update={"parallel": config_of(1).parallel})
-    engines = [engine_of(rank_info, alone) for _ in range(replicas)]
+    engines = [create_engine(rank_info, alone) for _ in range(replicas)]
     weights = [list(engine.parts[0].parameters()) for engine in engines]
     at = [p.detach().clone() for p in weights[0]]
     outer = torch.optim.SGD(at, local.outer_lr, local.outer_momentum, nesterov=local.outer_momentum > 0)
@@ -314,7 +314,7 @@ def kept_rank(rank_info: RankInfo, config: Config, folder: Path, trained: int) -
 
     from pipeline.checkpoint.checkpointer import Checkpointer
 
-    engine = engine_of(rank_info, config)
+    engine = create_engine(rank_info, config)
     saver = Checkpointer(
         folder,
         dist.new_group(backend="gloo"),
@@ -397,7 +397,7 @@ def changed_rank(rank_info: RankInfo, folder: Path) -> dict[tuple[str, str], tup
 
     from pipeline.checkpoint.checkpointer import Checkpointer
 
-    engines = {way: engine_of(rank_info, config_of(2, **parallel)) for way, parallel in WAYS.items()}
+    engines = {way: create_engine(rank_info, config_of(2, **parallel)) for way, parallel in WAYS.items()}
     group, found = dist.new_group(backend="gloo"), {}
     for before, engine in engines.items():
         saver = Checkpointer(
@@ -439,7 +439,7 @@ def left_out_rank(rank_info: RankInfo, config: Config) -> bool:
     """A step that is left out, its gradient not finite, leaves residuals and Q as they were."""
     import torch
 
-    engine = engine_of(rank_info, config)
+    engine = create_engine(rank_info, config)
     for step, batch in list(enumerate(make_batches(config), 1))[:3]:
         hook = engine.replica_sync
         before = {name: tensor.clone() for name, tensor in (hook.residual | hook.start).items()}
@@ -466,7 +466,7 @@ def held_rank(rank_info: RankInfo, config: Config) -> tuple[int, int, int]:
     """What PowerSGD packed in one backward: how many tensors, how many are alive after it, and after the update."""
     from pipeline.parallel import replica_sync
 
-    engine, packed, made = engine_of(rank_info, config), replica_sync._pack, []
+    engine, packed, made = create_engine(rank_info, config), replica_sync._pack, []
 
     def noted(tensors: Any) -> Any:
         one = packed(tensors)

@@ -1,4 +1,4 @@
-"""A run on answers: what training and evaluation count, exact stops, and text whose documents are apart."""
+"""Tests of fine-tuning on answers to prompts: loss and evaluation, exact resumes, and attention within documents."""
 
 from __future__ import annotations
 
@@ -33,15 +33,16 @@ SMALL = (
 )  # fmt: skip
 
 
-def made(folder: Path, *more: str) -> Run:
-    """The example's run, small, its data prepared."""
-    source, draw = folder / "answers.jsonl", random.Random(1)
+def prepare_run(folder: Path, *more: str) -> Run:
+    """Create a small run of configs/fine-tune.yaml and prepare its data; `more` are further overrides."""
+    source = folder / "answers.jsonl"
+    draw = random.Random(1)
     if not source.exists():
         numbers = [(draw.randrange(50), draw.randrange(50)) for _ in range(400)]
         rows = [{"prompt": f"What is {a} and {b}?\n", "response": f"{a} and {b} are {a + b}."} for a, b in numbers]
         source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = (f"run.root={folder}", f"data.source={source}", *SMALL, *more)
-    run = Run.create(load_config(CODE_ROOT / "configs/fine-tune.yaml", given))
+    overrides = (f"run.root={folder}", f"data.source={source}", *SMALL, *more)
+    run = Run.create(load_config(CODE_ROOT / "configs/fine-tune.yaml", overrides))
     for stage in ("prepare", "shard"):
         load_stage_module(stage).run_stage(run, make_rank_info(0, 1, 1), {}, HarmlessFlag())
     return run
@@ -49,21 +50,23 @@ def made(folder: Path, *more: str) -> Run:
 
 @pytest.fixture(scope="module")
 def example(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    run = made(tmp_path_factory.mktemp("example"))
+    """Train the example on two ranks and return its run."""
+    run = prepare_run(tmp_path_factory.mktemp("example"))
     assert set(run_ranks(2, stage_rank, run.path, "train")) == {ExitCode.DONE}
     return run
 
 
-def result_of(run: Run, size: int) -> dict[str, Any]:
+def evaluate_run(run: Run, size: int) -> dict[str, Any]:
+    """Evaluate the newest checkpoint on `size` ranks and return the result."""
     for old in run.evaluation_dir.iterdir():
         old.unlink()
     assert set(run_ranks(size, stage_rank, run.path, "evaluate")) == {ExitCode.DONE}
     return dict(json.loads(next(run.evaluation_dir.iterdir()).read_text()))
 
 
-def alone_rank(where: RankInfo, path: Path) -> tuple[float, int]:
-    """Summed loss of the held-out answers and their tokens, one document after another, by the plainest code."""
-    from pipeline.checkpoint.checkpointer import load_checkpoint as load_checkpoint
+def reference_loss_rank(rank_info: RankInfo, path: Path) -> tuple[float, int]:
+    """Return the summed loss of the held-out answers and their number of tokens, one document after another."""
+    from pipeline.checkpoint.checkpointer import load_checkpoint
     from pipeline.model.decoder import Decoder
 
     run = Run.open(path)
@@ -81,7 +84,7 @@ def alone_rank(where: RankInfo, path: Path) -> tuple[float, int]:
         for start, end in zip(starts, [*starts[1:], shard.tokens], strict=True):
             targets = torch.from_numpy(np.where(mask & MASK_LEARNED, tokens, -100)[start + 1 : end])
             document = torch.from_numpy(tokens[start : end - 1])[None]
-            length = int(np.flatnonzero(mask[start:end] & MASK_LEARNED)[-1])  # what fills up is left out
+            length = int(np.flatnonzero(mask[start:end] & MASK_LEARNED)[-1])  # without the padding at the end
             with torch.no_grad():
                 logits = model(document[:, :length])[0]
             total += torch.nn.functional.cross_entropy(logits, targets[:length], reduction="sum").item()
@@ -89,47 +92,45 @@ def alone_rank(where: RankInfo, path: Path) -> tuple[float, int]:
     return total, count
 
 
-def test_the_example_learns_answers_and_evaluates_them_alone(example: Run) -> None:
+def test_the_example_learns_answers_and_evaluates_only_answers(example: Run) -> None:
     losses = [line["loss"] for line in read_jsonl(example.metrics_file)]
     assert losses[-1] < 0.85 * losses[0]
-    one, three = result_of(example, 1), result_of(example, 3)
-    assert one == three, "equal to the last bit"
-    total, count = run_ranks(1, alone_rank, example.path)[0]
-    assert one["tokens"] == count and one["loss"] == pytest.approx(total / count, rel=1e-5)
+    result = evaluate_run(example, 1)
+    assert evaluate_run(example, 3) == result, "results are bit-identical on any number of ranks"
+    total, count = run_ranks(1, reference_loss_rank, example.path)[0]
+    assert result["tokens"] == count and result["loss"] == pytest.approx(total / count, rel=1e-5)
     manifest = load_manifest(example.data_dir)
-    assert one["bytes"] == manifest.held_out_bytes
-    assert one["bits_per_byte"] == pytest.approx(total / np.log(2) / manifest.held_out_bytes, rel=1e-5)
-    assert one["unigram_bits_per_byte"] > 0 and count < 0.8 * manifest.held_out_tokens
+    assert result["bytes"] == manifest.held_out_bytes
+    assert result["bits_per_byte"] == pytest.approx(total / np.log(2) / manifest.held_out_bytes, rel=1e-5)
+    assert result["unigram_bits_per_byte"] > 0 and count < 0.8 * manifest.held_out_tokens
 
 
-def test_a_stop_changes_no_bit_and_another_layout_no_order(example: Run, tmp_path: Path) -> None:
-    for name in ("answers.jsonl",):
-        (tmp_path / name).write_bytes((example.path.parent / name).read_bytes())
-    stopped = made(tmp_path, "run.name=stopped", "train.evaluate_every=4")
+def test_a_stop_keeps_the_result_and_another_layout_keeps_the_sample_order(example: Run, tmp_path: Path) -> None:
+    (tmp_path / "answers.jsonl").write_bytes((example.path.parent / "answers.jsonl").read_bytes())
+    stopped = prepare_run(tmp_path, "run.name=stopped", "train.evaluate_every=4")
     interrupt_training(stopped, 2, signal.SIGUSR1, 3, [1])
     assert set(run_ranks(2, stage_rank, stopped.path, "train")) == {ExitCode.DONE}
     assert compute_run_digest(stopped) == compute_run_digest(example)
-    assert [line["held_out_loss"] > 0 for line in read_jsonl(stopped.metrics_file) if "held_out_loss" in line] == [
-        True
-    ] * 3
-    moved = made(tmp_path, "run.name=moved", "parallel.tensor=2", "train.micro_batch=8")
+    held_out_losses = [line["held_out_loss"] for line in read_jsonl(stopped.metrics_file) if "held_out_loss" in line]
+    assert len(held_out_losses) == 3 and min(held_out_losses) > 0
+    moved = prepare_run(tmp_path, "run.name=moved", "parallel.tensor=2", "train.micro_batch=8")
     assert set(run_ranks(2, stage_rank, moved.path, "train")) == {ExitCode.DONE}
-    for ours, theirs in zip(read_steps(moved), read_steps(example), strict=True):
-        assert ours[:3] == pytest.approx(theirs[:3], rel=1e-4) and ours[4] == theirs[4]
+    for step, expected in zip(read_steps(moved), read_steps(example), strict=True):
+        assert step[:3] == pytest.approx(expected[:3], rel=1e-4) and step[4] == expected[4]
 
 
 @pytest.mark.story
-def test_text_whose_documents_are_apart_trains_and_evaluates(tmp_path: Path) -> None:
-    apart = make_run(tmp_path, overrides=("data.document_mask=true", "train.steps=7"))
-    together = make_run(tmp_path, "together", ("train.steps=7",), apart.data_dir)
+def test_a_document_mask_changes_training_and_evaluation(tmp_path: Path) -> None:
+    masked = make_run(tmp_path, overrides=("data.document_mask=true", "train.steps=7"))
+    unmasked = make_run(tmp_path, "unmasked", ("train.steps=7",), masked.data_dir)
     results = []
-    for run in (apart, together):
+    for run in (masked, unmasked):
         assert set(run_ranks(2, stage_rank, run.path, "train")) == {ExitCode.DONE}
-        results.append(result_of(run, 2))
-    ends = sum(
-        int((np.fromfile(apart.data_dir / s.file, s.dtype, s.tokens, offset=s.offset)[:-1] == 0).sum()) + 1
-        for s in load_manifest(apart.data_dir).held_out
+        results.append(evaluate_run(run, 2))
+    documents = sum(
+        int((np.fromfile(masked.data_dir / s.file, s.dtype, s.tokens, offset=s.offset)[:-1] == 0).sum()) + 1
+        for s in load_manifest(masked.data_dir).held_out
     )
-    assert results[0]["tokens"] == results[1]["tokens"] - ends, "first tokens are not predicted"
+    assert results[0]["tokens"] == results[1]["tokens"] - documents, "the first token of a document is not predicted"
     assert results[0]["bytes"] == results[1]["bytes"] and results[0]["loss"] != results[1]["loss"]
-    assert compute_run_digest(apart) != compute_run_digest(together)
+    assert compute_run_digest(masked) != compute_run_digest(unmasked)

@@ -1,4 +1,4 @@
-"""Frozen parameters stay as they are, on every layout, and the others move as if only they were there."""
+"""Tests that frozen parameters do not change in any layout, and that the others are trained as in plain torch."""
 
 from __future__ import annotations
 
@@ -26,18 +26,20 @@ from tests.support.tiny_training import (
 )
 
 HALF = ["model.embed_tokens.*", "model.layers.[01].*", "*norm.weight"]
-"""On two stages the first has nothing to train."""
+"""Patterns of frozen parameters. With two pipeline-parallel stages, the first one has nothing to train."""
 TIED = {"tie_word_embeddings": True}
 LEAN = {"state": {"moments": "bf16"}}
 
 
-def config(ranks: int, freeze: list[str], optimizer: dict[str, Any] | None = None, **sections: Any) -> Config:
+def freeze_config(ranks: int, freeze: list[str], optimizer: dict[str, Any] | None = None, **sections: Any) -> Config:
+    """Return a tiny config with frozen parameters."""
     return tiny_config(ranks, optimizer={"freeze": freeze, **(optimizer or {})}, **sections)
 
 
-def plain(config: Config, frozen: set[str]) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
-    """Losses, norms and weights of a plain loop with torch's AdamW over the trained parameters alone."""
-    options, results = config.optimizer, []
+def train_plainly(config: Config, frozen: set[str]) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+    """Return losses and norms, and weights by name, of a plain loop with torch's AdamW on the trained parameters."""
+    options = config.optimizer
+    results = []
     model = Decoder(config.model, VOCAB, config.data.sequence_length)
     init_weights(model, config.run.seed, config.model.initializer_range)
     for name, parameter in model.named_weights():
@@ -56,21 +58,22 @@ def plain(config: Config, frozen: set[str]) -> tuple[list[tuple[float, float]], 
     return results, {name: parameter.detach() for name, parameter in model.named_weights()}
 
 
-def weights_rank(where: RankInfo, configs: list[Config]) -> list[tuple[Any, dict[str, Any], list[str]]]:
-    """Losses and norms, weights by name of the parts that this rank has, and the names of all that is kept."""
+def weights_rank(rank_info: RankInfo, configs: list[Config]) -> list[tuple[Any, dict[str, Any], list[str]]]:
+    """Return losses and norms, weights by name of this rank's stages, and the names in the saved state, by config."""
     from pipeline.comm import groups
 
     groups.configure_determinism(configs[0])
-    world, found = groups.join_process_group(where, configs[0]), []
+    world = groups.join_process_group(rank_info, configs[0])
+    results = []
     for config in configs:
-        engine, losses = train_steps(where, config, world)
+        engine, losses = train_steps(rank_info, config, world)
         weights = {
             name: full_tensor(p.detach()).numpy()
             for part in engine.parts
             for name, p in engine.task.named_weights(part)
         }
-        found.append((losses, weights, list(engine.state_dict())))
-    return found
+        results.append((losses, weights, list(engine.state_dict())))
+    return results
 
 
 CASES: list[dict[str, Any]] = [
@@ -90,30 +93,30 @@ MORE: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("cases", [CASES, pytest.param(MORE, marks=pytest.mark.story)], ids=["quick", "more"])
-def test_the_others_move_as_if_they_were_alone(cases: list[dict[str, Any]]) -> None:
-    configs = [config(2, HALF, **case) for case in cases]
+def test_training_with_frozen_parameters_equals_plain_torch(cases: list[dict[str, Any]]) -> None:
+    configs = [freeze_config(2, HALF, **case) for case in cases]
     results = run_ranks(2, weights_rank, configs, timeout=600)
-    for number, one in enumerate(configs):
-        frozen = find_frozen_names(HALF, DecoderTask(one, VOCAB))
+    for number, config in enumerate(configs):
+        frozen = find_frozen_names(HALF, DecoderTask(config, VOCAB))
         assert len(frozen) > 0
-        expected, weights = plain(one, frozen)
-        start = Decoder(one.model, VOCAB, 16)
-        init_weights(start, one.run.seed, one.model.initializer_range)
-        seen = set()
+        expected_steps, expected_weights = train_plainly(config, frozen)
+        initial = Decoder(config.model, VOCAB, 16)
+        init_weights(initial, config.run.seed, config.model.initializer_range)
+        names_of_all_ranks = set()
         for rank in results:
-            losses, ours, kept = rank[number]
-            assert losses == [pytest.approx(step, rel=1e-5) for step in expected], cases[number]
-            for name, values in ours.items():
-                torch.testing.assert_close(torch.from_numpy(values), weights[name], rtol=1e-4, atol=1e-5)
+            steps, weights, saved_names = rank[number]
+            assert steps == [pytest.approx(step, rel=1e-5) for step in expected_steps], cases[number]
+            for name, values in weights.items():
+                torch.testing.assert_close(torch.from_numpy(values), expected_weights[name], rtol=1e-4, atol=1e-5)
                 if name in frozen:
-                    assert (values == dict(start.named_weights())[name].detach().numpy()).all()
-                assert (f"optimizer.{name}.exp_avg" in kept) == (name not in frozen)
-            seen |= ours.keys()
-        assert seen == weights.keys()
+                    assert (values == dict(initial.named_weights())[name].detach().numpy()).all()
+                assert (f"optimizer.{name}.exp_avg" in saved_names) == (name not in frozen)
+            names_of_all_ranks |= weights.keys()
+        assert names_of_all_ranks == expected_weights.keys()
 
 
 @pytest.mark.story
-def test_four_ranks_and_rounded_moments() -> None:
+def test_four_ranks_with_frozen_parameters_equal_one_rank() -> None:
     cases: list[dict[str, Any]] = [
         {"parallel": {"pipeline": 2, "zero": 1}},
         {"parallel": {"pipeline": 2, "zero": 3}, "model": TIED},
@@ -121,29 +124,29 @@ def test_four_ranks_and_rounded_moments() -> None:
         {"parallel": {"hook": {"kind": "topk", "ratio": 1.0}}},
         {"parallel": {"local_sgd": {"every": 1, "warmup_steps": 2}}, "optimizer": {"name": "sgd"}},
     ]
-    alone = [{key: values for key, values in case.items() if key != "parallel"} for case in cases]
-    expected = run_ranks(1, train_rank, [config(1, HALF, **case) for case in alone], timeout=600)[0]
-    found = run_ranks(4, train_rank, [config(4, HALF, **case) for case in cases], timeout=600)
+    one_rank_cases = [{key: values for key, values in case.items() if key != "parallel"} for case in cases]
+    expected = run_ranks(1, train_rank, [freeze_config(1, HALF, **case) for case in one_rank_cases], timeout=600)[0]
+    results = run_ranks(4, train_rank, [freeze_config(4, HALF, **case) for case in cases], timeout=600)
     for number, case in enumerate(cases):
-        if "local_sgd" not in str(case):  # whose norms are those of replicas
-            for ours, theirs in zip(found[0][number], expected[number], strict=True):
-                assert ours == pytest.approx(theirs, rel=1e-5), case
-        assert all(rank[number] == found[0][number] for rank in found)
+        if "local_sgd" not in str(case):  # its gradient norms are those of single replicas
+            for step, expected_step in zip(results[0][number], expected[number], strict=True):
+                assert step == pytest.approx(expected_step, rel=1e-5), case
+        assert all(rank[number] == results[0][number] for rank in results)
 
 
-def test_checkpoints_move_between_layouts(tmp_path: Path) -> None:
+def test_checkpoints_with_frozen_parameters_move_between_layouts(tmp_path: Path) -> None:
     layouts: list[dict[str, Any]] = [{"zero": 3}, {"pipeline": 2}, {"tensor": 2}]
-    first, *others = [config(2, HALF, parallel=parallel, train={"micro_batch": 8}) for parallel in layouts]
+    first, *others = [freeze_config(2, HALF, parallel=parallel, train={"micro_batch": 8}) for parallel in layouts]
     results = run_ranks(2, change_layout_rank, first, others, tmp_path, 3, 4, timeout=600)
     digests = {digest for digest, _ in results[0]}
     assert len(digests) == 1
     for _, losses in results[0][1:]:
-        for ours, theirs in zip(losses, results[0][0][1], strict=True):
-            assert ours == pytest.approx(theirs, rel=1e-5)
+        for step, expected in zip(losses, results[0][0][1], strict=True):
+            assert step == pytest.approx(expected, rel=1e-5)
 
 
-def test_patterns_that_fit_nothing_are_refused() -> None:
-    tied = config(1, [], model=TIED)
+def test_freeze_patterns_without_a_match_or_with_all_parameters_are_errors() -> None:
+    tied = freeze_config(1, [], model=TIED)
     for patterns, code, fact in (
         (["model.layers.*", "lm_head.*"], "model.no_such_parameter", "'lm_head.*'"),
         (["layers.0"], "model.no_such_parameter", "'layers.0'"),
@@ -156,5 +159,5 @@ def test_patterns_that_fit_nothing_are_refused() -> None:
         check_freeze('["nothing"]', tied.model.model_dump_json())
     assert caught.value.code == "model.no_such_parameter"
     check_freeze('["*norm*"]', tied.model.model_dump_json())
-    with pytest.raises(UserError, match=r"parallel.schedule zbv .* optimizer.freeze .* 1f1b"):
-        config(2, HALF, parallel={"pipeline": 2, "schedule": "zbv", "virtual_stages": 2})
+    with pytest.raises(UserError, match=r"parallel\.schedule zbv .*optimizer\.freeze .*1f1b"):
+        freeze_config(2, HALF, parallel={"pipeline": 2, "schedule": "zbv", "virtual_stages": 2})

@@ -1,4 +1,4 @@
-"""`train.evaluate_every`: the curve of held-out losses that a training draws, and that drawing it changes nothing."""
+"""Tests of `train.evaluate_every`: held-out evaluations during the training, their values, and resumes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.tracking.test_followers import read_tensorboard_curve, round_to_float
 from tests.train.test_exact import interrupt_training, new_run, read_steps
 from tracking.follower import Follower
 
-LOOKS = ("train.evaluate_every=4", "train.evaluate_sequences=12")
+EVALUATE = ("train.evaluate_every=4", "train.evaluate_sequences=12")
 SHORT = ("train.steps=8", "checkpoint.every_steps=4", "evaluate.max_sequences=12", "evaluate.batch=5")
 LAYOUTS = {
     "one": (1, ()),
@@ -42,7 +42,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_run(tmp_path_factory.mktemp("data")).data_dir
 
 
-def curve(run: Run) -> dict[int, float]:
+def read_held_out_losses(run: Run) -> dict[int, float]:
+    """Return the held-out losses in metrics.jsonl by step."""
     return {line["step"]: line["held_out_loss"] for line in read_jsonl(run.metrics_file) if "held_out_loss" in line}
 
 
@@ -50,41 +51,46 @@ def curve(run: Run) -> dict[int, float]:
     "layout",
     ["ddp", *(pytest.param(name, marks=pytest.mark.story) for name in LAYOUTS if name != "ddp")],
 )
-def test_the_curve_is_that_of_the_checkpoints_and_changes_nothing(tmp_path: Path, data: Path, layout: str) -> None:
-    """Each value is, to the bit, what one process finds when it evaluates the checkpoint of that step."""
+def test_held_out_losses_equal_those_of_the_checkpoints_and_training_is_unchanged(
+    tmp_path: Path, data: Path, layout: str
+) -> None:
+    """Each value is bit-identical to the result of the stage evaluate on one rank for the checkpoint of that step."""
     size, more = LAYOUTS[layout]
     ranks = f"stages.train.tasks_per_node={size}"
     plain = new_run(tmp_path, "plain", data, *SHORT, *more, ranks)
-    looking = new_run(tmp_path, "looking", data, *SHORT, *more, ranks, *LOOKS)
-    for run in (plain, looking):
+    evaluated = new_run(tmp_path, "evaluated", data, *SHORT, *more, ranks, *EVALUATE)
+    for run in (plain, evaluated):
         assert set(run_ranks(size, stage_rank, run.path, "train")) == {ExitCode.DONE}
-    assert compute_run_digest(looking) == compute_run_digest(plain) and read_steps(looking) == read_steps(plain)
-    assert not curve(plain) and set(curve(looking)) == set(list_checkpoint_steps(looking.checkpoints_dir)) == {4, 8}
-    assert run_ranks(1, stage_rank, looking.path, "evaluate", {"step": "every"}) == [ExitCode.DONE]
-    evaluated = [json.loads(path.read_text()) for path in looking.evaluation_dir.iterdir()]
-    assert curve(looking) == {one["step"]: one["loss"] for one in evaluated}
-    for line in read_jsonl(looking.metrics_file):
+    assert compute_run_digest(evaluated) == compute_run_digest(plain)
+    assert read_steps(evaluated) == read_steps(plain)
+    losses = read_held_out_losses(evaluated)
+    assert not read_held_out_losses(plain)
+    assert set(losses) == set(list_checkpoint_steps(evaluated.checkpoints_dir)) == {4, 8}
+    assert run_ranks(1, stage_rank, evaluated.path, "evaluate", {"step": "every"}) == [ExitCode.DONE]
+    results = [json.loads(path.read_text()) for path in evaluated.evaluation_dir.iterdir()]
+    assert losses == {result["step"]: result["loss"] for result in results}
+    for line in read_jsonl(evaluated.metrics_file):
         assert ("evaluate_s" in line) == (line["step"] % 4 == 0)
         assert line.get("evaluate_s", 0) < line["step_time_s"]
 
 
-def stopped_in_a_look_rank(rank_info: RankInfo, path: Path, stage: str, at: int) -> int:
-    """Like `stage_rank`, but rank 1 is asked to stop while all look at held-out data after step `at`."""
+def stop_during_evaluation_rank(rank_info: RankInfo, path: Path, stage: str, stop_step: int) -> int:
+    """Run the stage like `stage_rank`; rank 1 receives SIGTERM during the held-out evaluation after `stop_step`."""
     from pipeline.evaluate.evaluator import Evaluator
 
     measure = Evaluator.measure
 
-    def asked(self: Any, step: int, **more: Any) -> Any:
-        if step == at and rank_info.rank == 1:
+    def signal_and_measure(self: Any, step: int, **more: Any) -> Any:
+        if step == stop_step and rank_info.rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return measure(self, step, **more)
 
-    setattr(Evaluator, "measure", asked)  # noqa: B010
+    setattr(Evaluator, "measure", signal_and_measure)  # noqa: B010
     return stage_rank(rank_info, path, stage)
 
 
 def evaluation_recording_rank(rank_info: RankInfo, path: Path, stage: str) -> int:
-    """Like `stage_rank`, with a user's callback that records each held-out evaluation in a file of this rank."""
+    """Run the stage like `stage_rank`, with a user's callback that records held-out evaluations in a file per rank."""
     from pipeline.train import trainer
     from pipeline.train.callback import Callback, TrainerContext
 
@@ -97,28 +103,31 @@ def evaluation_recording_rank(rank_info: RankInfo, path: Path, stage: str) -> in
 
 
 def test_callbacks_receive_held_out_evaluations_on_all_ranks(tmp_path: Path, data: Path) -> None:
-    run = new_run(tmp_path, "recorded", data, *SHORT, *LOOKS, "stages.train.tasks_per_node=2")
+    run = new_run(tmp_path, "recorded", data, *SHORT, *EVALUATE, "stages.train.tasks_per_node=2")
     assert set(run_ranks(2, evaluation_recording_rank, run.path, "train")) == {ExitCode.DONE}
     for rank in (0, 1):
         recorded = read_jsonl(run.path / f"evaluations-{rank}.jsonl")
-        assert {line["step"]: line["held_out_loss"] for line in recorded} == curve(run) and set(curve(run)) == {4, 8}
+        assert {line["step"]: line["held_out_loss"] for line in recorded} == read_held_out_losses(run)
+    assert set(read_held_out_losses(run)) == {4, 8}
 
 
-def test_stops_leave_the_curve_as_it_is(tmp_path: Path, data: Path) -> None:
-    """Stopped in a look, again when it is made up for, in a step, and in the last look, from which nobody returns."""
-    more = ("train.steps=24", "checkpoint.every_steps=5", *LOOKS)
-    calm = new_run(tmp_path, "calm", data, *more)
+def test_stops_do_not_change_held_out_losses(tmp_path: Path, data: Path) -> None:
+    """The run is stopped in an evaluation, when it is repeated, in steps, and in the last one, after which it ends."""
+    more = ("train.steps=24", "checkpoint.every_steps=5", *EVALUATE)
+    undisturbed = new_run(tmp_path, "undisturbed", data, *more)
     run = new_run(tmp_path, "stopped", data, *more, "track={tensorboard: true}")
-    assert set(run_ranks(2, stage_rank, calm.path, "train")) == {ExitCode.DONE}
+    assert set(run_ranks(2, stage_rank, undisturbed.path, "train")) == {ExitCode.DONE}
     for _ in range(2):
-        assert run_ranks(2, stopped_in_a_look_rank, run.path, "train", 8) == [ExitCode.STOPPED] * 2
-        assert set(curve(run)) == {4} and len(read_steps(run)) == 8, "it stops at once, and saves"
-        Follower(run, "tensorboard").catch_up()  # it has step 8 without a look
+        assert run_ranks(2, stop_during_evaluation_rank, run.path, "train", 8) == [ExitCode.STOPPED] * 2
+        assert set(read_held_out_losses(run)) == {4}, "the evaluation of step 8 did not finish"
+        assert len(read_steps(run)) == 8
+        Follower(run, "tensorboard").catch_up()  # TensorBoard receives step 8 without a held-out loss
     interrupt_training(run, 2, signal.SIGTERM, 10, [1])
     interrupt_training(run, 2, signal.SIGKILL, 15, [0])
-    assert run_ranks(2, stopped_in_a_look_rank, run.path, "train", 24) == [ExitCode.DONE] * 2
-    assert compute_run_digest(run) == compute_run_digest(calm) and read_steps(run) == read_steps(calm)
-    assert curve(run) == curve(calm) and set(curve(run)) == {4, 8, 12, 16, 20, 24}
+    assert run_ranks(2, stop_during_evaluation_rank, run.path, "train", 24) == [ExitCode.DONE] * 2
+    assert compute_run_digest(run) == compute_run_digest(undisturbed) and read_steps(run) == read_steps(undisturbed)
+    losses = read_held_out_losses(run)
+    assert losses == read_held_out_losses(undisturbed) and set(losses) == {4, 8, 12, 16, 20, 24}
     assert [event["step"] for event in read_event_lines(run, "train", "held_out")] == [8]
     Follower(run, "tensorboard").catch_up()
-    assert read_tensorboard_curve(run.path, "train/held_out_loss") == round_to_float32(curve(run).items())
+    assert read_tensorboard_curve(run.path, "train/held_out_loss") == round_to_float32(losses.items())
