@@ -1,4 +1,4 @@
-"""The thread of the batch loader: how far it reads ahead, how it ends, and how it reports errors."""
+"""The batch loader: how far its thread reads ahead, how it ends, and how it reports errors."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def no_thread_is_left() -> Iterator[None]:
-    """Check that each test ends all threads that it starts."""
+def check_remaining_threads() -> Iterator[None]:
+    """Check that no thread is left after each test. Torch uses one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     before = set(threading.enumerate())
@@ -39,29 +39,32 @@ def no_thread_is_left() -> Iterator[None]:
 
 @pytest.fixture
 def dataset(tmp_path: Path) -> TokenDataset:
+    """Return a dataset with 10 samples of 11 tokens."""
     return TokenDataset(write_shards(tmp_path, [(101, 6)], "uint16")[0], 10)
 
 
 def repeat_indices() -> Iterator[np.ndarray]:
+    """Yield the indices of the same batch without end."""
     while True:
         yield np.array([1, 2])
 
 
 @pytest.fixture
-def two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read at most two blocks ahead, however fast the consumer is."""
+def limit_to_two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read at most two blocks ahead, regardless of the consumer's speed."""
     monkeypatch.setattr(BatchLoader, "AHEAD_BYTES", 0)
 
 
 def wait_until_full(batches: BatchLoader, depth: int = 2) -> None:
+    """Wait until `depth` blocks are ready."""
     deadline = time.monotonic() + 240
     while batches._ready.qsize() < depth and time.monotonic() < deadline:
         time.sleep(0.001)
     assert batches._ready.qsize() == depth
 
 
-@pytest.mark.usefixtures("two_blocks")
-def test_it_reads_at_most_two_blocks_ahead(dataset: TokenDataset) -> None:
+@pytest.mark.usefixtures("limit_to_two_blocks")
+def test_the_thread_reads_at_most_two_blocks_ahead(dataset: TokenDataset) -> None:
     requested = []
 
     def sampler() -> Iterator[np.ndarray]:
@@ -73,16 +76,16 @@ def test_it_reads_at_most_two_blocks_ahead(dataset: TokenDataset) -> None:
         wait_until_full(batches)
         time.sleep(0.05)
         assert batches._ready.qsize() == 2
-        assert len(requested) <= 1 + 2 + 4, "blocks of one and two batches are waiting, one of four is being read"
+        assert len(requested) <= 1 + 2 + 4, "blocks of 1 and 2 batches may be ready, and one of 4 may be in progress"
         next(batches)
         wait_until_full(batches)
 
 
-@pytest.mark.usefixtures("two_blocks")
-@pytest.mark.parametrize("taken", [0, 1, 5])
-def test_close_ends_a_waiting_thread(dataset: TokenDataset, taken: int) -> None:
+@pytest.mark.usefixtures("limit_to_two_blocks")
+@pytest.mark.parametrize("batches_taken", [0, 1, 5])
+def test_close_ends_a_waiting_thread(dataset: TokenDataset, batches_taken: int) -> None:
     batches = BatchLoader(dataset, repeat_indices(), CPU)
-    for _ in range(taken):
+    for _ in range(batches_taken):
         next(batches)
     wait_until_full(batches)
     closer = threading.Thread(target=batches.close)
@@ -94,7 +97,7 @@ def test_close_ends_a_waiting_thread(dataset: TokenDataset, taken: int) -> None:
     assert list(batches) == []
 
 
-def test_errors_of_the_thread_reach_the_consumer(dataset: TokenDataset) -> None:
+def test_next_raises_the_errors_of_the_thread(dataset: TokenDataset) -> None:
     def fail_after_one() -> Iterator[np.ndarray]:
         yield np.array([1])
         raise OSError(5, "the storage failed")
@@ -106,7 +109,7 @@ def test_errors_of_the_thread_reach_the_consumer(dataset: TokenDataset) -> None:
                 next(batches)
     with BatchLoader(dataset, [np.array([0]), np.array([10])], CPU) as batches:
         next(batches)
-        with pytest.raises(IndexError, match="there are 10"):
+        with pytest.raises(IndexError, match="10"):
             next(batches)
 
 
@@ -116,11 +119,11 @@ def test_a_finite_sampler_ends_the_iteration(dataset: TokenDataset) -> None:
         assert list(batches) == []
 
 
-def test_the_thread_does_not_use_a_block_after_handing_it_over(
+def test_the_thread_does_not_use_a_block_that_it_has_handed_over(
     dataset: TokenDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class EmptyingQueue(queue.SimpleQueue[Any]):
-        """Empties each block as a consumer might before the thread continues."""
+        """Empty each block after it is put, as a fast consumer might do."""
 
         def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
             super().put(item.copy() if isinstance(item, list) else item)
@@ -132,25 +135,25 @@ def test_the_thread_does_not_use_a_block_after_handing_it_over(
         assert [batch["tokens"][0].tolist() for batch in batches] == dataset.read(np.arange(5))["tokens"].tolist()
 
 
-@pytest.mark.usefixtures("two_blocks")
-def test_the_wait_for_data_is_measured(dataset: TokenDataset) -> None:
+@pytest.mark.usefixtures("limit_to_two_blocks")
+def test_data_wait_s_is_the_time_that_the_consumer_waited(dataset: TokenDataset) -> None:
     def start_slowly() -> Iterator[np.ndarray]:
         time.sleep(0.2)
         yield from repeat_indices()
 
     with BatchLoader(dataset, start_slowly(), CPU) as batches:
         next(batches)
-        first = batches.data_wait_s
+        first_wait_s = batches.data_wait_s
         wait_until_full(batches)
         next(batches)
-        assert batches.data_wait_s < first
-    assert first > 0.1
+        assert batches.data_wait_s < first_wait_s
+    assert first_wait_s > 0.1
 
 
-def test_a_read_of_five_seconds_does_not_delay_the_consumer(
+def test_a_read_that_takes_five_seconds_does_not_delay_the_consumer(
     dataset: TokenDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a simulated clock and 50 ms per step, 200 batches are read ahead, although two blocks are at most 32."""
+    """With 50 ms per step on a simulated clock, 200 batches are read ahead. Two blocks have at most 32 batches."""
     now = 0.0
     is_blocked = threading.Event()
     may_continue = threading.Event()
@@ -178,8 +181,8 @@ def test_a_read_of_five_seconds_does_not_delay_the_consumer(
         may_continue.set()
 
 
-@pytest.mark.usefixtures("two_blocks")
-def test_the_thread_starts_no_other_threads(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("limit_to_two_blocks")
+def test_the_loader_starts_only_one_thread(tmp_path: Path) -> None:
     """Torch operations of this size would start an OpenMP pool in the loader's thread."""
     torch.set_num_threads(4)
     dataset = TokenDataset(write_shards(tmp_path, [(400_001, 0)], "uint16")[0], 100_000)
@@ -191,7 +194,8 @@ def test_the_thread_starts_no_other_threads(tmp_path: Path) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.sampled_from([0.0, 1e-4, 1.0]), min_size=1, max_size=40), st.integers(0, 40), st.booleans())
-def test_batches_arrive_in_order_however_fast_the_consumer_is(steps: list[float], available: int, fails: bool) -> None:
+def test_batches_arrive_in_order_at_any_speed_of_the_consumer(steps: list[float], available: int, fails: bool) -> None:
+    """`steps` are the consumer's seconds per batch. The sampler yields `available` batches, and then ends or fails."""
     now = 0.0
 
     def sampler() -> Iterator[np.ndarray]:
@@ -215,5 +219,6 @@ def test_batches_arrive_in_order_however_fast_the_consumer_is(steps: list[float]
                     assert isinstance(error, OSError if fails else StopIteration)
                     break
                 now += step
-    min_received = len(expected) - (3 if fails else 0)  # earlier batches of a block that fails are lost
+    # If reading a batch fails, up to three earlier batches of the same block are lost.
+    min_received = len(expected) - (3 if fails else 0)
     assert received == expected[: len(received)] and len(received) >= min_received

@@ -1,4 +1,4 @@
-"""Local copies of the training data: the same samples, one copier per node, nothing left behind, failures harmless."""
+"""Local copies of the training data: samples are unchanged, no copy is left behind, and training survives failures."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FILE_SAMPLES = 50
 
 @pytest.fixture(autouse=True)
 def poll_often(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Poll every 10 ms, take the test folder for a disk, and check that no thread is left."""
+    """Poll every 10 ms, treat the test folder as a disk, and check that no thread is left."""
     monkeypatch.setattr(LocalCopies, "poll_interval_s", 0.01)
     monkeypatch.setattr(local_copy, "read_file_system_type", lambda _: "ext4")
     threads_before = set(threading.enumerate())
@@ -41,14 +41,14 @@ def poll_often(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Path:
-    """The local disk of a node."""
+    """Return a folder for the local disk of a node."""
     (tmp_path / "disk").mkdir()
     return tmp_path / "disk"
 
 
 @pytest.fixture
 def shared(tmp_path: Path) -> Path:
-    """The data folder on shared storage."""
+    """Return a folder for the data on shared storage."""
     (tmp_path / "shared").mkdir()
     return tmp_path / "shared"
 
@@ -70,7 +70,7 @@ def make_dataset(folder: Path, files: int = 3) -> TokenDataset:
 
 
 def make_ranges(path: Path, tokens: np.ndarray, bounds: list[tuple[int, int]]) -> list[ShardEntry]:
-    """Write tokens to a file of the user's and describe ranges of its bytes."""
+    """Write tokens to a user's file and describe ranges of its bytes."""
     path.write_bytes(tokens.tobytes())
     return [
         ShardEntry.model_construct(
@@ -82,7 +82,7 @@ def make_ranges(path: Path, tokens: np.ndarray, bounds: list[tuple[int, int]]) -
 
 
 def copy_files(dataset: TokenDataset, folder: Path, disk: str | Path, events: Events) -> LocalCopies:
-    """Start the rank of a node that copies."""
+    """Start the rank of a node that copies the files."""
     return LocalCopies(dataset, folder, str(disk), "key", events.append)
 
 
@@ -92,6 +92,7 @@ def follow_copies(dataset: TokenDataset, folder: Path, disk: str | Path) -> Loca
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait until a condition is true; fail after 60 s."""
     deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
@@ -99,16 +100,17 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def read_all(dataset: TokenDataset) -> list[list[int]]:
+    """Return the tokens of all samples."""
     return [list(row) for row in dataset.read(np.arange(len(dataset)))["tokens"].tolist()]
 
 
 def overwrite(path: Path) -> None:
-    """Overwrite a file in place, which existing maps of it would show."""
+    """Overwrite a file in place. A dataset that still maps this file reads other tokens afterwards."""
     with open(path, "r+b") as file:
         file.write(b"\xff" * path.stat().st_size)
 
 
-def test_samples_are_read_from_copies_without_a_change(shared: Path, disk: Path) -> None:
+def test_samples_are_read_from_the_copies_and_do_not_change(shared: Path, disk: Path) -> None:
     dataset = make_dataset(shared)
     events = Events()
     expected = read_all(dataset)
@@ -137,7 +139,7 @@ def test_copies_use_at_most_half_of_the_file_descriptors(
     assert (events[0].files, events[0].no_room_for, events[0].too_many_files_by) == (2, 0, 1)
 
 
-def test_ranges_of_a_large_file_are_copied_one_by_one(tmp_path: Path, disk: Path) -> None:
+def test_each_range_of_a_large_file_has_a_separate_copy(tmp_path: Path, disk: Path) -> None:
     large = tmp_path / "large.bin"
     entries = make_ranges(large, np.arange(3000, dtype=np.uint16), [(0, 2000), (2000, 3400), (3400, 6000)])
     dataset = TokenDataset(entries, SEQUENCE_LENGTH, tmp_path)
@@ -150,7 +152,7 @@ def test_ranges_of_a_large_file_are_copied_one_by_one(tmp_path: Path, disk: Path
     assert events[0].bytes == 6000 and events[0].files == 3
 
 
-def test_equal_files_share_a_copy_but_equal_ranges_do_not(tmp_path: Path, disk: Path) -> None:
+def test_entries_with_the_same_range_share_a_copy_but_equal_contents_do_not(tmp_path: Path, disk: Path) -> None:
     large = tmp_path / "large.bin"
     tokens = np.tile(np.arange(1000, dtype=np.uint16), 3)
     entries = make_ranges(large, tokens, [(0, 2000), (2000, 4000), (4000, 6000)])
@@ -164,7 +166,7 @@ def test_equal_files_share_a_copy_but_equal_ranges_do_not(tmp_path: Path, disk: 
         assert read_all(dataset) == expected
 
 
-def test_one_rank_copies_and_the_last_one_removes_the_copies(shared: Path, disk: Path) -> None:
+def test_one_rank_copies_the_files_and_the_last_rank_removes_them(shared: Path, disk: Path) -> None:
     datasets = [make_dataset(shared) for _ in range(4)]
     events = Events()
     ranks = [follow_copies(dataset, shared, disk) for dataset in datasets[1:]]
@@ -202,11 +204,11 @@ def test_only_the_copying_rank_reports_a_failure(
     assert len(events) == len(sources) == 1 and not list(disk.iterdir())
 
 
-def test_a_file_that_differs_from_the_manifest_ends_the_copying(tmp_path: Path, shared: Path, disk: Path) -> None:
+def test_copying_stops_at_a_file_that_differs_from_the_manifest(tmp_path: Path, shared: Path, disk: Path) -> None:
     dataset = make_dataset(shared)
     events = Events()
     expected = read_all(dataset)
-    (shared / "1.h5").rename(tmp_path / "mapped")
+    (shared / "1.h5").rename(tmp_path / "mapped")  # The dataset still maps this file.
     shutil.copy(shared / "2.h5", shared / "1.h5")
     with copy_files(dataset, shared, disk, events) as copies:
         wait_until(lambda: bool(events))
@@ -289,7 +291,7 @@ def test_the_folder_of_a_killed_job_is_removed_but_not_one_in_use(shared: Path, 
         assert {path.name for path in disk.iterdir()} == {"sluice-used", "sluice-ness"}
 
 
-def test_closing_while_a_file_is_copied_leaves_nothing(
+def test_no_file_is_left_if_training_ends_while_a_file_is_copied(
     shared: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataset = make_dataset(shared)

@@ -1,4 +1,4 @@
-"""The order of several sources compared with a plain reference, over weights, their changes and ranks."""
+"""The order of the samples of a mixture, compared with a reference that uses counters, for many weights and ranks."""
 
 from __future__ import annotations
 
@@ -21,26 +21,27 @@ NAMES = ["web", "code", "books", "math"]
 
 
 def make_config(weights: Sequence[tuple[int, Sequence[float]]]) -> MixtureConfig:
+    """Return a mixture with these weights of the sources, from the given steps on."""
     names = NAMES[: len(weights[0][1])]
     phases = [{"from_step": step, "weights": dict(zip(names, values, strict=True))} for step, values in weights]
     return MixtureConfig.model_validate({"sources": {name: {"source": "x.txt"} for name in names}, "weights": phases})
 
 
 def list_indices(seed: int, sizes: dict[str, int], config: MixtureConfig, batch: int, samples: int) -> list[int]:
-    """Return dataset indices, computed one sample after the other with counters."""
+    """Return the dataset indices of the first `samples` samples, computed one after another with counters."""
     counts = dict.fromkeys(sizes, 0)
     indices = []
     names = list(sizes)
     first = {name: sum(list(sizes.values())[:number]) for number, name in enumerate(names)}
     for sample in range(samples):
-        phase = [one for one in config.weights if (one.from_step - 1) * batch <= sample][-1]
-        whole = sum(phase.weights.values())
-        shares = [phase.weights[name] / whole * WEIGHT_SCALE for name in names]
-        units = [max(round(share), int(share > 0)) for share in shares]
+        phase = [phase for phase in config.weights if (phase.from_step - 1) * batch <= sample][-1]
+        total = sum(phase.weights.values())
+        exact_shares = [phase.weights[name] / total * WEIGHT_SCALE for name in names]
+        shares = [max(round(share), int(share > 0)) for share in exact_shares]
         remaining = sample - (phase.from_step - 1) * batch
-        remaining_share = sum(units)
+        remaining_share = sum(shares)
         source = names[-1]
-        for name, share in zip(names, units, strict=True):
+        for name, share in zip(names, shares, strict=True):
             if share:
                 before, after = (
                     int(Fraction(number * share, remaining_share) + Fraction(1, 2))
@@ -60,6 +61,7 @@ def list_indices(seed: int, sizes: dict[str, int], config: MixtureConfig, batch:
 
 @st.composite
 def mixtures(draw: Any) -> tuple[dict[str, int], MixtureConfig, int]:
+    """Generate the sizes of sources, their weights and a global batch."""
     count = draw(st.integers(1, 4))
     weight = st.one_of(st.integers(0, 9), st.floats(0, 1e6, allow_nan=False))
     rows = st.lists(weight, min_size=count, max_size=count).filter(lambda row: sum(row) > 0)
@@ -70,12 +72,12 @@ def mixtures(draw: Any) -> tuple[dict[str, int], MixtureConfig, int]:
 
 @settings(max_examples=25, deadline=None)
 @given(mixtures(), st.integers(0, 5))
-def test_every_index_equals_the_reference(mixture: tuple[dict[str, int], MixtureConfig, int], seed: int) -> None:
+def test_indices_and_counts_equal_the_reference(mixture: tuple[dict[str, int], MixtureConfig, int], seed: int) -> None:
     sizes, config, batch = mixture
     order = Mixture(seed, sizes, config, batch)
     expected = list_indices(seed, sizes, config, batch, 300)
     assert order.compute_indices(np.arange(300)).tolist() == expected
-    shuffled = np.random.default_rng(seed).permutation(300).reshape(20, 15)  # any positions, in any order
+    shuffled = np.random.default_rng(seed).permutation(300).reshape(20, 15)
     assert order.compute_indices(shuffled).tolist() == np.array(expected)[shuffled].tolist()
     first_indices = np.cumsum([0, *sizes.values()])
     counts = np.bincount(np.searchsorted(first_indices, expected, side="right") - 1, minlength=len(sizes))
@@ -84,7 +86,7 @@ def test_every_index_equals_the_reference(mixture: tuple[dict[str, int], Mixture
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.floats(0.001, 1), min_size=2, max_size=4), st.integers(0, 10**9))
-def test_each_source_stays_close_to_its_share(weights: list[float], samples: int) -> None:
+def test_the_count_of_each_source_is_close_to_its_share(weights: list[float], samples: int) -> None:
     sizes = dict.fromkeys(NAMES[: len(weights)], 1000)
     counts = Mixture(1, sizes, make_config([(1, weights)]), 8).count_by_source(np.array([samples]))[:, 0]
     assert counts.sum() == samples
@@ -103,33 +105,34 @@ class UnreadDataset(MappedDataset):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("begin", [0, 24, 88])
-def test_ranks_and_resumes_split_the_same_order(ranks: int, begin: int) -> None:
+@pytest.mark.parametrize("samples_consumed", [0, 24, 88])
+def test_any_number_of_ranks_reads_the_same_order_after_a_resume(ranks: int, samples_consumed: int) -> None:
     sizes = {"web": 30, "code": 7}
     config = make_config([(1, [3, 1]), (6, [1, 1]), (12, [0, 1])])
     order = Mixture(5, sizes, config, 8)
 
     def read_steps(rank: int) -> list[list[int]]:
         sampler = GlobalOrderSampler(
-            UnreadDataset(37), global_batch=8, seed=5, samples_consumed=begin, num_replicas=ranks, rank=rank,
+            UnreadDataset(37), global_batch=8, seed=5, samples_consumed=samples_consumed, num_replicas=ranks, rank=rank,
             order=order.compute_indices,
         )  # fmt: skip
         steps = iter(sampler)
         return [next(steps).tolist() for _ in range(10)]
 
     steps = zip(*map(read_steps, range(ranks)), strict=True)
-    expected = list_indices(5, sizes, config, 8, begin + 80)
-    assert [index for parts in steps for part in parts for index in part] == expected[begin:]
+    expected = list_indices(5, sizes, config, 8, samples_consumed + 80)
+    assert [index for parts in steps for part in parts for index in part] == expected[samples_consumed:]
 
 
-def test_sources_have_independent_epochs_with_each_sample_once() -> None:
+def test_each_source_has_independent_epochs_with_each_sample_once() -> None:
     sizes = {"web": 30, "code": 7}
     order = Mixture(3, sizes, make_config([(1, [3, 1])]), 8).compute_indices(np.arange(280))
     code = order[order >= 30] - 30
     assert all(sorted(code[start : start + 7]) == list(range(7)) for start in range(0, len(code) - 6, 7))
-    other = Mixture(3, {**sizes, "books": 99}, make_config([(1, [3, 1, 2])]), 8).compute_indices(np.arange(560))
-    again = other[(other >= 30) & (other < 37)] - 30
-    assert again[: len(code)].tolist() == code[: len(again)].tolist()
+    # An additional source does not change the order of the samples of `code`.
+    with_books = Mixture(3, {**sizes, "books": 99}, make_config([(1, [3, 1, 2])]), 8).compute_indices(np.arange(560))
+    code_with_books = with_books[(with_books >= 30) & (with_books < 37)] - 30
+    assert code_with_books[: len(code)].tolist() == code[: len(code_with_books)].tolist()
     assert Mixture(3, sizes, make_config([(1, [3, 1])]), 8).count_epochs(280) == {"web": 7.0, "code": 10.0}
 
 
@@ -150,19 +153,19 @@ def test_weights_change_at_the_same_step_if_samples_are_excluded() -> None:
         order=order.compute_indices,
     )
     steps = iter(sampler)
-    web = [int((next(steps) < 30).sum()) for _ in range(7)]
-    assert web == [6, 6, 6, 6, 6, 0, 0]
+    samples_of_web = [int((next(steps) < 30).sum()) for _ in range(7)]
+    assert samples_of_web == [6, 6, 6, 6, 6, 0, 0]
 
 
-def test_far_positions_are_exact() -> None:
-    """At sample 9 * 10**11 products still fit into 64 bits, so counts equal those of unlimited integers."""
+def test_counts_are_exact_at_large_sample_numbers() -> None:
+    """At sample 9 * 10**11 the products still fit into 64 bits, so counts equal those of Python's integers."""
     order = Mixture(
         1, {"web": 10**9, "code": 10**7, "books": 3}, make_config([(1, [3, 1, 0.1]), (10**6, [1, 1, 2])]), 512
     )
-    far = 9 * 10**11
-    change = (10**6 - 1) * 512
+    sample = 9 * 10**11
+    change = (10**6 - 1) * 512  # The weights change at this sample.
     counts: dict[str, int] = {}
-    for phase, samples in ((0, change), (1, far - change)):
+    for phase, samples in ((0, change), (1, sample - change)):
         shares = order._phase_shares[phase]
         remaining = samples
         remaining_share = sum(shares)
@@ -171,16 +174,27 @@ def test_far_positions_are_exact() -> None:
             counts[name] = counts.get(name, 0) + count
             remaining -= count
             remaining_share -= share
-    assert (
-        order.count_by_source(np.array([far]))[:, 0].tolist() == list(counts.values()) and sum(counts.values()) == far
-    )
-    assert len(set(order.compute_indices(np.arange(far, far + 4096)).tolist())) > 2000
+    assert order.count_by_source(np.array([sample]))[:, 0].tolist() == list(counts.values())
+    assert sum(counts.values()) == sample
+    assert len(set(order.compute_indices(np.arange(sample, sample + 4096)).tolist())) > 2000
 
 
-def test_a_weighted_source_without_samples_and_invalid_weights_are_rejected() -> None:
+def test_a_source_without_samples_is_an_error_unless_its_weight_is_0() -> None:
     with raises_error("data.empty_source", "data.mixture", "code"):
         Mixture(1, {"web": 5, "code": 0}, make_config([(1, [1, 1])]), 8)
     assert Mixture(1, {"web": 5, "code": 0}, make_config([(1, [1, 0])]), 8).compute_indices(np.arange(50)).max() < 5
-    for bad in ([(2, [1, 1])], [(1, [1, 1]), (1, [1, 2])], [(1, [0, 0])], [(1, [-1, 2])], [(1, [1e308, 1e308])]):
-        with pytest.raises(ValueError, match=r"from_step|weight|greater"):
-            make_config(bad)
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        [(2, [1, 1])],
+        [(1, [1, 1]), (1, [1, 2])],
+        [(1, [0, 0])],
+        [(1, [-1, 2])],
+        [(1, [1e308, 1e308])],
+    ],
+)
+def test_invalid_weights_are_an_error(weights: list[tuple[int, list[float]]]) -> None:
+    with pytest.raises(ValueError, match=r"from_step|weight|greater"):
+        make_config(weights)

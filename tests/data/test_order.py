@@ -1,4 +1,4 @@
-"""The order of the samples: a bijection, well mixed, the same for every layout, and never changed."""
+"""The order of the samples of one source: a well-mixed bijection that does not change between versions."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ GOLDEN_LARGE = [965273089618, 973923986883, 123771676308, 1772204661]
 
 
 def permute_epoch(seed: int, epoch: int, n: int) -> np.ndarray:
+    """Return the order of a whole epoch."""
     return permute(seed, epoch, np.arange(n, dtype=np.int64), n)
 
 
@@ -45,7 +46,9 @@ def permute_one(seed: int, epoch: int, x: int, n: int) -> int:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.integers(1, 2**62), st.integers(0, 2**40), st.integers(0, 2**40))
-def test_the_permutation_equals_that_of_python_integers(data: st.DataObject, n: int, seed: int, epoch: int) -> None:
+def test_the_permutation_equals_one_computed_with_python_integers(
+    data: st.DataObject, n: int, seed: int, epoch: int
+) -> None:
     positions = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=20))
     expected = [permute_one(seed, epoch, position, n) for position in positions]
     assert permute(seed, epoch, np.array(positions, dtype=np.int64), n).tolist() == expected
@@ -65,33 +68,36 @@ def test_each_index_occurs_once(n: int, seed: int, epoch: int) -> None:
     assert np.array_equal(np.sort(order), np.arange(n))
 
 
-def test_asking_for_parts_gives_the_parts_of_the_permute_epoch() -> None:
+def test_any_positions_have_the_indices_of_the_whole_epoch() -> None:
     order = permute_epoch(3, 2, 1000)
-    some = np.random.default_rng(0).integers(0, 1000, (7, 11))
-    assert np.array_equal(permute(3, 2, some, 1000), order[some])
+    positions = np.random.default_rng(0).integers(0, 1000, (7, 11))
+    assert np.array_equal(permute(3, 2, positions, 1000), order[positions])
 
 
-def test_seed_and_epoch_change_the_order() -> None:
+def test_other_seeds_and_epochs_have_other_orders() -> None:
     orders = [permute_epoch(seed, epoch, 1000) for seed in range(4) for epoch in range(4)]
     for i, left in enumerate(orders):
         for right in orders[:i]:
-            # Two independent orders agree at 1 position on average; more than 8 has a chance of 1e-6.
+            # Two independent orders agree at 1 position on average. The probability of more than 8 is 1e-6.
             assert np.count_nonzero(left == right) <= 8
 
 
 @pytest.mark.parametrize("n", [2, 3, 5, 10, 50])
 def test_each_index_is_equally_likely_at_each_position(n: int) -> None:
-    """Chi-square over (position, index) counts; (n - 1)^2 degrees of freedom, as rows and columns are fixed."""
+    """Chi-square test of the counts of (position, index).
+
+    It has (n - 1)^2 degrees of freedom, because the sums of rows and columns are fixed.
+    """
     epochs = 2000
     counts = np.zeros((n, n))
     for epoch in range(epochs):
         counts[np.arange(n), permute_epoch(7, epoch, n)] += 1
     chi_square = ((counts - epochs / n) ** 2).sum() * n / epochs
-    freedom = (n - 1) ** 2
-    assert abs(chi_square - freedom) < 5 * np.sqrt(2 * freedom)
+    degrees_of_freedom = (n - 1) ** 2
+    assert abs(chi_square - degrees_of_freedom) < 5 * np.sqrt(2 * degrees_of_freedom)
 
 
-def test_neighbours_are_separated() -> None:
+def test_neighbouring_positions_have_unrelated_indices() -> None:
     n = 100_000
     order = permute_epoch(1, 0, n)
     steps = np.diff(order)
@@ -99,23 +105,24 @@ def test_neighbours_are_separated() -> None:
     assert np.count_nonzero(np.abs(steps) == 1) <= 12
     assert abs(np.corrcoef(order, np.arange(n))[0, 1]) < 5 / np.sqrt(n)
     assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 5 / np.sqrt(n)
-    # The places visited by each tenth of the epoch are spread evenly over the dataset.
+    # The indices of each tenth of the epoch are spread evenly over the dataset (chi-square, 81 degrees of freedom).
     table = np.histogram2d(np.arange(n), order, bins=10)[0]
     assert ((table - n / 100) ** 2).sum() / (n / 100) < 81 + 6 * np.sqrt(2 * 81)
 
 
-def test_epochs_follow_each_other_without_a_gap() -> None:
-    n, seed = 10, 5
+def test_a_range_may_span_several_epochs() -> None:
+    n = 10
+    seed = 5
     orders = np.concatenate([permute_epoch(seed, epoch, n) for epoch in range(4)])
     assert np.array_equal(compute_index_range(seed, 0, 40, n), orders)
-    assert np.array_equal(compute_index_range(seed, 8, 4, n), orders[8:12])  # an epoch's end and the next one's start
-    assert np.array_equal(compute_index_range(seed, 7, 25, n), orders[7:32])  # a batch that is larger than the dataset
+    assert np.array_equal(compute_index_range(seed, 8, 4, n), orders[8:12])  # across the end of an epoch
+    assert np.array_equal(compute_index_range(seed, 7, 25, n), orders[7:32])  # larger than the dataset
     assert compute_index_range(seed, 3, 0, n).shape == (0,)
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 40), st.integers(0, 10**6), st.integers(1, 60))
-def test_batches_cover_epochs_exactly(n: int, start: int, count: int) -> None:
+def test_indices_of_sample_numbers_follow_from_epoch_and_position(n: int, start: int, count: int) -> None:
     expected = [permute(1, s // n, np.array([s % n]), n)[0] for s in range(start, start + count)]
     assert compute_index_range(1, start, count, n).tolist() == expected
     backwards = np.arange(start, start + count)[::-1].copy()
@@ -123,14 +130,14 @@ def test_batches_cover_epochs_exactly(n: int, start: int, count: int) -> None:
 
 
 def test_the_order_never_changes() -> None:
-    """If this fails, stopped runs would continue with other samples: increase ORDER_VERSION."""
+    """If this test fails, existing runs would resume with other samples. Increase ORDER_VERSION in that case."""
     assert ORDER_VERSION == 1
     assert permute(1, 0, np.arange(12), 1000).tolist() == GOLDEN_FIRST
     assert hashlib.sha256(permute_epoch(1, 0, 1000).astype("<i8").tobytes()).hexdigest() == GOLDEN_HASH
     assert permute(1, 3, np.arange(4), 10**12).tolist() == GOLDEN_LARGE
 
 
-def test_memory_does_not_grow_with_the_dataset() -> None:
+def test_memory_does_not_depend_on_the_size_of_the_dataset() -> None:
     tracemalloc.start()
     try:
         order = permute(1, 0, np.arange(10), 10**12)
@@ -144,6 +151,6 @@ def test_memory_does_not_grow_with_the_dataset() -> None:
 
 
 @pytest.mark.parametrize(("positions", "n"), [([0], 0), ([5], 5), ([-1], 5), ([0], 2**63)])
-def test_arguments_out_of_range_are_rejected(positions: list[int], n: int) -> None:
+def test_arguments_out_of_range_are_an_error(positions: list[int], n: int) -> None:
     with pytest.raises(ValueError, match=r"allowed|needs"):
         permute(1, 0, np.array(positions, dtype=np.int64), n)

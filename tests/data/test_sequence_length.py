@@ -1,9 +1,10 @@
-"""A run that has trained rejects another `data.sequence_length`; before that, the change takes effect."""
+"""Changes of `data.sequence_length`: they apply to a run without checkpoints, and are an error after training."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -21,13 +22,14 @@ from tests.support.tiny import HarmlessFlag, make_run, write_config
 
 
 def run_data_stages(run: Run) -> Run:
+    """Run the stages prepare and shard."""
     for stage in ("prepare", "shard"):
         load_stage_module(stage).run_stage(run, make_rank_info(0, 1, 1), {}, HarmlessFlag())
     return run
 
 
 def make_prompts_run(folder: Path) -> Run:
-    """Make a run on prompts, whose shards are arranged in windows of this length."""
+    """Create a run on prompts and run its data stages. Its shards consist of windows of `data.sequence_length`."""
     path = write_config(folder)
     lines = ({"prompt": f"the model {number}", "response": "then saves each token " * 3} for number in range(300))
     (folder / "corpus.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -35,7 +37,7 @@ def make_prompts_run(folder: Path) -> Run:
 
 
 def make_mixture_run(folder: Path) -> Run:
-    """Make a run on a mixture, without running its stages."""
+    """Create a run on a mixture, without running its stages."""
     path = write_config(folder)
     sources = {name: {"source": str(folder / "corpus.jsonl")} for name in "ab"}
     mixture = json.dumps({"sources": sources, "weights": [{"from_step": 1, "weights": {"a": 1, "b": 2}}]})
@@ -45,11 +47,11 @@ def make_mixture_run(folder: Path) -> Run:
     return Run.create(load_config(path))
 
 
-@pytest.mark.parametrize("make", [make_run, make_prompts_run, make_mixture_run])
-def test_a_run_that_has_trained_keeps_its_length(make: object, tmp_path: Path) -> None:
-    run: Run = make(tmp_path)  # type: ignore[operator]
+@pytest.mark.parametrize("create_run", [make_run, make_prompts_run, make_mixture_run])
+def test_a_change_is_an_error_if_the_run_has_a_checkpoint(create_run: Callable[[Path], Run], tmp_path: Path) -> None:
+    run = create_run(tmp_path)
     run.apply_overrides(["data.sequence_length=48"])
-    assert Run.open(run.path).config.data.sequence_length == 48  # there is no checkpoint yet
+    assert Run.open(run.path).config.data.sequence_length == 48, "without a checkpoint, the change must apply"
     (run.checkpoints_dir / "step-00000003").mkdir()
     with pytest.raises(UserError, match=r"^data\.sequence_length: 48 → 16: ") as caught:
         run.apply_overrides(["data.sequence_length=16"])
@@ -57,34 +59,33 @@ def test_a_run_that_has_trained_keeps_its_length(make: object, tmp_path: Path) -
     assert Run.open(run.path).config.data.sequence_length == 48
 
 
-def test_before_training_a_new_length_applies_to_the_same_shards(tmp_path: Path) -> None:
-    """Shards of prompts, which are arranged in windows, are written again instead."""
+def test_a_change_before_training_keeps_the_shards_of_text(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    before = load_manifest(run.data_dir)
+    manifest = load_manifest(run.data_dir)
     run.apply_overrides(["data.sequence_length=48"])
-    assert load_stage_module("shard").missing_outputs(run) is None and load_manifest(run.data_dir) == before
-    assert TokenDataset(before.train, 48, run.data_dir).read(np.array([0]))["tokens"].shape == (1, 49)
-    (tmp_path / "prompts").mkdir()
-    run = make_prompts_run(tmp_path / "prompts")
-    before = load_manifest(run.data_dir)
+    assert load_stage_module("shard").missing_outputs(run) is None and load_manifest(run.data_dir) == manifest
+    assert TokenDataset(manifest.train, 48, run.data_dir).read(np.array([0]))["tokens"].shape == (1, 49)
+
+
+def test_a_change_before_training_requires_new_shards_of_prompts(tmp_path: Path) -> None:
+    run = make_prompts_run(tmp_path)
+    manifest = load_manifest(run.data_dir)
     run.apply_overrides(["data.sequence_length=48"])
     assert load_stage_module("shard").missing_outputs(run) is not None
-    assert (
-        load_manifest(run_data_stages(run).data_dir).train != before.train
-        and load_stage_module("shard").missing_outputs(run) is None
-    )
+    assert load_manifest(run_data_stages(run).data_dir).train != manifest.train
+    assert load_stage_module("shard").missing_outputs(run) is None
 
 
-def test_a_config_edited_by_hand_is_rejected_with_keys_and_values(tmp_path: Path) -> None:
+def test_an_edited_config_is_an_error_that_names_the_changed_keys_and_values(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     manifest = load_manifest(run.data_dir)
     saved = {"step": 3, **compute_identity(run.config, manifest)}
     check_identity(json.loads(json.dumps(saved)), compute_identity(run.config, manifest))
     text = run.config_file.read_text()
     run.config_file.write_text(text.replace("sequence_length: 32", "sequence_length: 48").replace("seed: 3", "seed: 4"))
-    now = compute_identity(Run.open(run.path).config, manifest)
+    edited = compute_identity(Run.open(run.path).config, manifest)
     with pytest.raises(CheckpointError, match=r"data\.sequence_length 32 → 48, seed 3 → 4"):
-        check_identity(saved, now)
-    del saved["config"]  # as in a checkpoint of an older version
+        check_identity(saved, edited)
+    del saved["config"]  # Checkpoints of older versions do not have it.
     with pytest.raises(CheckpointError, match="config_hash"):
-        check_identity(saved, now)
+        check_identity(saved, edited)

@@ -1,4 +1,4 @@
-"""Samples of text compared with a naive reader; opened files and copies; the sampler over layouts."""
+"""Samples of text compared with a naive reader, the files that stay open, and the sampler on several layouts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 SHARDS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 40)), min_size=1, max_size=6)
 
 _opened: list[str] | None = None
-"""Paths of opened files while a test records them."""
+"""Paths of files that were opened while a test records them; None if no test records them."""
 
 
 def _record_opened_files(event: str, arguments: tuple[object, ...]) -> None:
@@ -35,7 +35,7 @@ def _record_opened_files(event: str, arguments: tuple[object, ...]) -> None:
         _opened.append(str(arguments[0]))
 
 
-sys.addaudithook(_record_opened_files)  # hooks cannot be removed; this one does nothing while `_opened` is None
+sys.addaudithook(_record_opened_files)  # Hooks cannot be removed. This one does nothing while `_opened` is None.
 
 
 def read_naively(contents: list[np.ndarray], length: int) -> list[list[int]]:
@@ -75,7 +75,7 @@ def test_samples_equal_those_of_a_naive_reader(
         assert tokens_BT1.tolist() == [samples[i] for i in indices]
 
 
-def test_large_token_ids_are_kept(tmp_path: Path) -> None:
+def test_the_largest_token_ids_of_both_types_are_read_correctly(tmp_path: Path) -> None:
     for dtype, ids in (("uint16", [0, 32767, 32768, 65535]), ("uint32", [0, 2**31 - 1, 2**31, 2**32 - 1])):
         path = tmp_path / dtype
         path.write_bytes(np.array(ids, dtype=dtype).tobytes())
@@ -104,9 +104,9 @@ def test_hdf5_shards_are_opened_once(tmp_path: Path) -> None:
             read = [next(batches)["tokens"] for _ in range(20)]  # more than two epochs
     finally:
         opened, _opened = _opened, None
-    assert sorted(path for path in opened if path.endswith(".h5")) == [one.file for one in entries]
-    open_files = [os.readlink(path) for path in _list_descriptors()]  # Python's mmap keeps one descriptor
-    assert [open_files.count(one.file) for one in entries] == [1, 1, 1]
+    assert sorted(path for path in opened if path.endswith(".h5")) == [entry.file for entry in entries]
+    open_files = [os.readlink(path) for path in _list_descriptors()]  # Python's mmap keeps one descriptor per file.
+    assert [open_files.count(entry.file) for entry in entries] == [1, 1, 1]
     samples = read_naively(contents, 10)
     assert torch.cat(read).tolist() == [samples[i] for i in compute_index_range(1, 0, 80, 30)]
 
@@ -118,9 +118,9 @@ def test_ranges_of_a_file_share_its_descriptor_until_one_is_remapped(tmp_path: P
     copy.write_bytes(path.read_bytes())
     entries = [make_shard_entry(path, 10, 20 * number, "uint16") for number in range(300)]
     dataset = TokenDataset(entries, 9)
-    assert [os.readlink(one) for one in _list_descriptors()].count(str(path)) == 1
+    assert [os.readlink(link) for link in _list_descriptors()].count(str(path)) == 1
     dataset.remap_file(7, copy)
-    open_files = [os.readlink(one) for one in _list_descriptors()]
+    open_files = [os.readlink(link) for link in _list_descriptors()]
     assert (open_files.count(str(path)), open_files.count(str(copy))) == (1, 1)
     assert dataset.read(np.arange(300))["tokens"].ravel().tolist() == list(range(3000))
 
@@ -139,10 +139,11 @@ def test_reading_a_short_row_does_not_copy_the_file(tmp_path: Path) -> None:
 
 
 def _list_descriptors() -> list[str]:
+    """Return the links to the open files of this process."""
     return [path for name in os.listdir("/proc/self/fd") if os.path.islink(path := f"/proc/self/fd/{name}")]
 
 
-def test_unusable_shards_are_rejected(tmp_path: Path) -> None:
+def test_unusable_shards_are_an_error(tmp_path: Path) -> None:
     spans, _ = write_shards(tmp_path, [(30, 8), (30, 8)], "uint16")
     with raises_error("data.damaged_file", tmp_path / "gone.h5", kind=InputError):
         TokenDataset([spans[0], make_shard_entry(tmp_path / "gone.h5", 30, 0, "uint16")], 5)
@@ -156,20 +157,20 @@ def test_unusable_shards_are_rejected(tmp_path: Path) -> None:
         TokenDataset([], 30)
 
 
-def test_shards_of_two_token_widths_are_read_in_the_wider_type(tmp_path: Path) -> None:
-    """The sources of a mixture may differ."""
-    (narrow,), (small,) = write_shards(tmp_path, [(13, 8)], "uint16")
+def test_shards_of_different_token_types_are_read_in_the_wider_type(tmp_path: Path) -> None:
+    """The sources of a mixture may have different token types."""
+    (uint16_shard,), (uint16_tokens,) = write_shards(tmp_path, [(13, 8)], "uint16")
     (tmp_path / "wide").mkdir()
-    (wide,), (large,) = write_shards(tmp_path / "wide", [(11, 4)], "uint32")
-    dataset = TokenDataset([narrow, wide], 5)
+    (uint32_shard,), (uint32_tokens,) = write_shards(tmp_path / "wide", [(11, 4)], "uint32")
+    dataset = TokenDataset([uint16_shard, uint32_shard], 5)
     tokens = dataset.read(np.arange(4))["tokens"]
-    assert tokens.dtype == "uint32" and tokens.tolist() == read_naively([small, large], 5)
+    assert tokens.dtype == "uint32" and tokens.tolist() == read_naively([uint16_tokens, uint32_tokens], 5)
     with BatchLoader(dataset, [np.arange(4)], CPU) as batches:
         assert next(batches)["tokens"].tolist() == tokens.tolist()
 
 
 @pytest.mark.parametrize("index", [-1, 12])
-def test_an_index_out_of_range_is_rejected(tmp_path: Path, index: int) -> None:
+def test_an_index_out_of_range_is_an_error(tmp_path: Path, index: int) -> None:
     dataset = TokenDataset(write_shards(tmp_path, [(31, 0), (31, 0)], "uint16")[0], 5)
     with pytest.raises(IndexError, match="12"):
         dataset.read(np.array([3, index]))
@@ -177,13 +178,13 @@ def test_an_index_out_of_range_is_rejected(tmp_path: Path, index: int) -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 3), st.integers(0, 300), st.integers(0, 9))
-def test_ranks_split_the_same_global_batches(n: int, quarter: int, consumed: int, seed: int) -> None:
-    batch = 4 * quarter
+def test_any_number_of_ranks_reads_the_same_global_batches(n: int, quarter: int, consumed: int, seed: int) -> None:
+    batch = 4 * quarter  # 1, 2 and 4 ranks divide it.
     steps = 3
     expected = compute_index_range(seed, consumed, steps * batch, n).reshape(steps, batch)
     with tempfile.TemporaryDirectory() as folder:
         dataset = TokenDataset(write_shards(Path(folder), [(n + 1, 0)], "uint16")[0], 1)
-        for world in (1, 2, 4):
+        for world_size in (1, 2, 4):
             ranks = [
                 iter(
                     GlobalOrderSampler(
@@ -191,20 +192,20 @@ def test_ranks_split_the_same_global_batches(n: int, quarter: int, consumed: int
                         global_batch=batch,
                         seed=seed,
                         samples_consumed=consumed,
-                        num_replicas=world,
+                        num_replicas=world_size,
                         rank=rank,
                     )
                 )
-                for rank in range(world)
+                for rank in range(world_size)
             ]
             for k in range(steps):
                 parts = [next(rank) for rank in ranks]
                 assert {part.dtype.name for part in parts} == {"int64"}
-                assert {part.shape for part in parts} == {(batch // world,)}
+                assert {part.shape for part in parts} == {(batch // world_size,)}
                 assert np.concatenate(parts).tolist() == expected[k].tolist()
 
 
-def test_the_sampler_continues_past_its_length(tmp_path: Path) -> None:
+def test_the_sampler_continues_with_the_next_epoch(tmp_path: Path) -> None:
     dataset = TokenDataset(write_shards(tmp_path, [(101, 0)], "uint16")[0], 1)
     sampler = GlobalOrderSampler(dataset, global_batch=16, seed=3, num_replicas=2, rank=1)
     assert isinstance(sampler, DistributedSampler)
