@@ -1,4 +1,4 @@
-"""The data folder of a run on text: what `prepare` writes, the shards of each work unit, and the manifest of all.
+"""The data folder of a run on text: the files of `prepare`, the shards of each work unit, and the manifest.
 
     data_dir/tokenizer.json, units.json           written by `prepare`; for dialogues also chat.json
     data_dir/prepare.json                         their sizes and hashes, written last   (:class:`TextPrepared`)
@@ -7,8 +7,9 @@
     data_dir/manifest.json                        all shards in unit order               (:class:`Manifest`)
     data_dir/rejected.jsonl                       documents that could not be read, by file and line
 
-Unit u belongs to task u mod tasks. Its shards depend only on its input ranges, the tokenizer and the config, so any
-number of tasks writes the same bytes, and a rerun overwrites what a killed task left. Only missing units are built.
+Unit u belongs to Slurm array task u mod tasks. Its shards depend only on its input ranges, the tokenizer and the
+config. Any number of tasks therefore writes the same bytes, and a rerun overwrites the files of a killed task. Only
+missing units are built.
 """
 
 from __future__ import annotations
@@ -67,15 +68,15 @@ class UnitManifest(KeyedManifest):
     """Documents with text, held-out ones included."""
     held_out_documents: int
     lines: tuple[int, ...]
-    """Lines (parquet: rows) that start in each input range of the unit. They give the line numbers of later ranges."""
+    """Number of lines (parquet: rows) that start in each input range. Line numbers of later ranges follow from it."""
     filtered: int = 0
     """Documents that the user's filter excluded."""
     duplicates: int = 0
     """Documents whose text occurs earlier in the inputs."""
     long: int = 0
-    """Prompts and dialogues with more tokens than a sample, whatever `data.long_dialogues` does with them."""
+    """Prompts and dialogues with more tokens than a sample, for any value of `data.long_dialogues`."""
     long_left_out: int = 0
-    """Those of them that are in no shard."""
+    """Number of these prompts and dialogues that are in no shard."""
     rejected: tuple[tuple[int, int, str], ...]
     """Input range, line within it (from 1) and reason of each document that could not be read."""
     train: tuple[ShardEntry, ...]
@@ -83,7 +84,7 @@ class UnitManifest(KeyedManifest):
 
 
 class TextPrepared(KeyedManifest):
-    """`prepare.json`: what `prepare` has written."""
+    """`prepare.json`: the files that `prepare` has written, and facts about them."""
 
     tokenizer: FileEntry
     units: FileEntry
@@ -99,8 +100,10 @@ class TextPrepared(KeyedManifest):
 
 
 _NEWER_KEYS = ("records", "deduplicate", "filter", "chat_template", "long_dialogues", "format")
-"""Keys of `data` that older versions did not have. With their default values they are not part of `TextFolder.key`, so
-folders made by older versions stay valid."""
+"""Keys of `data` that older versions did not have.
+
+If they have their default values, they are not part of `TextFolder.key`, so folders of older versions stay valid.
+"""
 
 
 class TextFolder(DataFolder[TextPrepared, UnitManifest]):
@@ -126,7 +129,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
 
     @property
     def manifest_key(self) -> str:
-        """Hash of everything that the shards are made from; `units.json` has path, size and time of each input."""
+        """Hash of everything from which the shards are made. `units.json` has path, size and time of each input."""
         prepared = self.prepared
         hashes = {"prepare": prepared.key, "tokenizer": prepared.tokenizer.sha256, "units": prepared.units.sha256}
         optional = {"chat": prepared.chat, "filter": prepared.filter}
@@ -134,7 +137,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
 
     @cached_property
     def plan(self) -> WorkPlan:
-        """The work units. Raises InputError if a file that `prepare` wrote is missing or damaged."""
+        """Work units of the run. Raises InputError if a file of `prepare` is missing or damaged."""
         prepared = self.prepared
         entries = {
             "tokenizer.json": prepared.tokenizer,
@@ -149,12 +152,12 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
 
     @property
     def inputs(self) -> tuple[Input, ...]:
-        """The files with the documents."""
+        """Files with the documents."""
         return self.plan.inputs
 
     @property
     def unit_count(self) -> int:
-        """Number of work units; each is about one shard."""
+        """Number of work units. Each is about one shard."""
         return len(self.plan.units)
 
     @property
@@ -164,7 +167,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
 
     @cached_property
     def encoder(self) -> Encoder:
-        """The tokenizer of the data folder."""
+        """Tokenizer of the data folder."""
         from data_prep.tokenizer import load_encoder
 
         data = self.data
@@ -172,14 +175,14 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
 
     @cached_property
     def record_reader(self) -> RecordReader | None:
-        """The function that parses records such as dialogues; None for plain text."""
+        """Function that parses records such as dialogues; None for plain text."""
         from data_prep.records import make_record_reader
 
         return make_record_reader(self.data, (self.path / CHAT_FILE).read_bytes() if self.prepared.chat else None)
 
     @cached_property
     def document_filter(self) -> DocumentFilter | None:
-        """The user's filter (`data.filter`)."""
+        """Filter of the user (`data.filter`); None without one."""
         return load_filter(self.path / FILTER_FILE, self.data.filter) if self.data.filter else None
 
     @property
@@ -188,7 +191,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         return str(self.data.chat_template or "")
 
     def check_inputs(self) -> list[str]:
-        """Also check that the filter exists and, in a child process, that the tokenizer file can be used."""
+        """Check the inputs, the filter and the tokenizer file. The tokenizer is loaded in a child process."""
         if self.data.filter:
             find_filter_file(self.data.filter)
         if self.data.tokenizer.path is not None:
@@ -200,11 +203,11 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         return super().check_inputs()
 
     def describe_prepared(self) -> str:
-        """A summary of the inputs."""
+        """Return a summary of the inputs."""
         return self.prepared.told or super().describe_prepared()
 
     def has_same_inputs(self) -> bool:
-        """Also compare tokenizer file, filter and chat template with those that `prepare` used."""
+        """Return True if inputs, tokenizer file, filter and chat template are those that `prepare` used."""
         prepared_filter = self.prepared.filter
         if self.data.filter and prepared_filter and prepared_filter.find_problem(find_filter_file(self.data.filter)):
             return False
@@ -232,7 +235,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         self.write_prepared(*prepare_tokenizer_and_units(self.data, self.path, log, document_filter))
 
     def write_prepared(self, encoder: Encoder, units: int, summary: str) -> None:
-        """Write `prepare.json` with the sizes and hashes of the files beside it."""
+        """Write `prepare.json` with the sizes and hashes of the other files of `prepare`."""
         prepared = TextPrepared(
             key=self.key,
             tokenizer=FileEntry.from_path(self.path / "tokenizer.json"),
@@ -251,10 +254,10 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
     # -- work units --------------------------------------------------------------------------------------
 
     def _unit_key(self, number: int) -> str:
-        """Return the hash of everything that the unit's shards are made from.
+        """Return the hash of everything from which the unit's shards are made.
 
-        Of the inputs it covers only those of the unit, so a repaired input invalidates its own units only. If documents
-        are deduplicated, the unit depends on all inputs.
+        It covers only the inputs of the unit, so a repaired input invalidates only the units that contain it. If
+        documents are deduplicated, each unit depends on all inputs.
         """
         prepared = self.prepared
         ranges = ([self.inputs[index], *span] for index, *span in self.plan.units[number])
@@ -263,7 +266,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         return sha256_json([prepared.key, prepared.tokenizer.sha256, *optional, *ranges])
 
     def load_unit(self, number: int, hashes: bool = False) -> UnitManifest | None:
-        """Return the manifest of a unit if its shards have the right sizes (with `hashes`: contents), else None."""
+        """Return the manifest of a unit; None if a shard differs from it in size or, with `hashes`, in content."""
         try:
             manifest = self.load_matching(self.unit_path(number), UnitManifest, self._unit_key(number))
             for entry in (*manifest.train, *manifest.held_out):
@@ -289,7 +292,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
             duplicates = int(len(kept) - kept.sum())
             documents = select_kept(documents, kept.tolist())
         train, held_out, long, long_left_out = self._write_shards(unit, documents)
-        self._check_inputs(ranges)  # an input that changed meanwhile must not get a manifest
+        self._check_inputs(ranges)  # If an input changed meanwhile, there must be no manifest of the unit.
         self._write_unit_manifest(
             unit,
             train,
@@ -306,10 +309,11 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
     def _write_shards(
         self, unit: int, documents: Iterator[Document]
     ) -> tuple[tuple[ShardEntry, ...], tuple[ShardEntry, ...], int, int]:
-        """Tokenize documents and write them to shards, held-out ones to files of their own, in the given order.
+        """Tokenize documents and write them in order to shards. Held-out documents have separate shards.
 
-        Returns: the entries of training shards and of held-out shards, the number of records with more tokens than a
-        sample, and how many of these were left out.
+        Returns:
+            The entries of training shards, the entries of held-out shards, the number of records with more tokens than
+            a sample, and the number of these records that are in no shard.
         """
         from data_prep.shard_writer import ShardWriter
         from data_prep.tokenizer import EncodedRecord
@@ -394,12 +398,13 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
     def _iterate_texts(self, unit: int) -> Iterator[bytes]:
         """Yield the UTF-8 bytes of each document of a unit. Raises InputError if an input changes meanwhile."""
         ranges = self.plan.units[unit]
-        yield from (one.text.encode() for one in self._documents(ranges, [0] * len(ranges), [0] * len(ranges), []))
+        for document in self._documents(ranges, [0] * len(ranges), [0] * len(ranges), []):
+            yield document.text.encode()
         self._check_inputs(ranges)
 
     def _check_inputs(self, ranges: tuple[InputRange, ...]) -> None:
         """Raise InputError if an input of these ranges has changed since `prepare`."""
-        for index in {one.input for one in ranges}:
+        for index in {input_range.input for input_range in ranges}:
             self.inputs[index].check()
 
     def _documents(
@@ -409,10 +414,13 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         filtered: list[int],
         rejected: list[tuple[int, int, str]],
     ) -> Iterator[Document]:
-        """Yield the documents of input ranges in order.
+        """Yield the documents of input ranges in order, and count lines and excluded documents.
 
-        Also updates, by range: `lines` (number of lines) and `filtered` (number of documents that the filter excluded).
-        Appends range, line and reason of each unreadable document to `rejected`.
+        Args:
+            ranges: the input ranges.
+            lines: set to the number of lines of each range.
+            filtered: increased by the number of documents of each range that the filter excludes.
+            rejected: receives range, line and reason of each unreadable document.
         """
         for number, (index, start, end) in enumerate(ranges):
             for document in read_documents(
@@ -430,7 +438,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         """Write `rejected.jsonl` and `manifest.json`, and remove files that belong to no unit.
 
         Raises UserError if more documents are unreadable than `data.max_rejected` allows, if no document is held out
-        although `data.held_out` is not 0, and if there is no training sample.
+        although `data.held_out` is not 0, or if there is no training sample.
         """
         train = tuple(entry for unit in units for entry in unit.train)
         held_out = tuple(entry for unit in units for entry in unit.held_out)
@@ -486,17 +494,21 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
 # -- documents on their way to the tokenizer -------------------------------------------------------------
 
 Encoded = TypeVar("Encoded")
-_BATCH_CHARACTERS = 1 << 18  # per core: enough to keep the tokenizer busy, few enough for a core's cache
+_BATCH_CHARACTERS = 1 << 18
+"""Characters of a batch per core: enough to keep the tokenizer busy, and few enough for the cache of a core."""
 _MAX_CORES = 16
-"""Batches are not made larger for more cores than this, because memory grows with them: 32 to 43 bytes per character of
-short documents. 100 MB in documents of 4,000 characters peaked at 83 MB for 2 cores, 248 MB for 16, and without this
-limit at 1,502 MB for 128. (Simulated: the machine had 2 cores. The speed on more than 16 cores was not measured.)"""
+"""Number of cores above which batches do not become larger.
+
+The memory grows with the batch: 32 to 43 bytes per character of short documents. With 100 MB of documents of 4,000
+characters, the peak was 83 MB for 2 cores and 248 MB for 16. Without this limit it was 1,502 MB for 128 cores. (The
+numbers of cores were simulated on a machine with 2 cores. The speed on more than 16 cores was not measured.)
+"""
 
 
 def select_kept(documents: Iterator[Document], kept: Sequence[bool]) -> Iterator[Document]:
-    """Yield the documents whose entry in `kept` is True.
+    """Yield each document for which the entry in `kept` is True.
 
-    Raises UserError if their number is not `len(kept)`, the number when they were hashed.
+    Raises UserError if the number of documents is not `len(kept)`, which is their number when they were hashed.
     """
     number = 0
     for number, document in enumerate(documents, 1):
@@ -515,7 +527,7 @@ def encode_ahead(
 ) -> Iterator[tuple[list[Document], Encoded]]:
     """Yield each batch with its tokens.
 
-    One batch is tokenized, on all cores, while the next one is read and the previous one is written.
+    A batch is tokenized on all cores while the next batch is read and the previous batch is written.
     """
     with ThreadPoolExecutor(1) as pool:
         current = None
@@ -529,7 +541,7 @@ def encode_ahead(
 
 
 def make_batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    """Group documents into batches for the tokenizer; the last one may be empty."""
+    """Group documents into batches for the tokenizer. The last batch may be empty."""
     batch: list[Document] = []
     characters = 0
     max_characters = _BATCH_CHARACTERS * min(len(os.sched_getaffinity(0)), _MAX_CORES)
@@ -550,31 +562,36 @@ _ALWAYS_ALLOWED = 5
 
 
 def allowed_rejections(limit: float, total: int) -> float:
-    """Return how many of `total` documents may be unreadable: the fraction `limit`, or a few if `total` is small.
+    """Return how many of `total` documents may be unreadable.
 
-    If `limit` is 0, none may be.
+    This is the fraction `limit`, but at least :data:`_ALWAYS_ALLOWED` or half of the documents, whichever is smaller.
+    If `limit` is 0, no document may be unreadable.
     """
     return max(limit * total, min(_ALWAYS_ALLOWED, total / 2)) if limit else 0
 
 
 def list_rejected(listing: Path, plan: WorkPlan, units: Sequence[UnitManifest], documents: int, limit: float) -> None:
-    """Write `rejected.jsonl`: file, line as an editor counts it (from 1; parquet: row) and reason.
+    """Write `rejected.jsonl`: file, line number from 1 (parquet: row) and reason of each unreadable document.
 
-    A task cannot know how many lines of a file precede its range. The line counts of all units give the numbers here.
+    A Slurm array task cannot know how many lines of a file precede its range. The numbers follow from the line counts
+    of all units.
 
     Args:
+        listing: path of `rejected.jsonl`.
+        plan: the work units.
+        units: manifests of all units, in order.
         documents: number of documents that can be read.
         limit: `data.max_rejected`.
 
-    Raises UserError if more documents are unreadable than `allowed_rejections`.
+    Raises UserError if there are more unreadable documents than `allowed_rejections`.
     """
-    lines_before = [0] * len(plan.inputs)  # of each input, in the ranges so far; units and ranges are in its order
+    lines_before = [0] * len(plan.inputs)  # Lines of each input before the current range; ranges are in order.
     rows: list[dict[str, str | int]] = []
     for unit, ranges in zip(units, plan.units, strict=True):
         first_lines = []
-        for one, count in zip(ranges, unit.lines, strict=True):
-            first_lines.append(lines_before[one.input])
-            lines_before[one.input] += count
+        for input_range, count in zip(ranges, unit.lines, strict=True):
+            first_lines.append(lines_before[input_range.input])
+            lines_before[input_range.input] += count
         for number, line, reason in unit.rejected:
             path = plan.inputs[ranges[number].input].path
             rows.append({"file": path, "line": first_lines[number] + line, "reason": reason})

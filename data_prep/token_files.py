@@ -1,4 +1,6 @@
-"""Files of tokens in other programs' formats: recognize one, describe it by its header or index, and read it in blocks.
+"""Token files of other programs: recognize the format, describe a file by its header or index, and read its tokens.
+
+Training maps some formats in place. `data import` copies the others first:
 
 Megatron      NAME.bin with NAME.idx                        mapped in place
 llm.c         .bin with a header                            mapped in place
@@ -40,19 +42,19 @@ from pipeline.base.files import open_regular_file, translate_read_errors
 
 Ids = npt.NDArray[np.integer]
 BLOCK_TOKENS = 1 << 22
-"""Tokens, or numbers of an index, that are read at once."""
+"""Number of tokens, or of elements of an index, that are read at once."""
 NANO_GPT = "nanoGPT .bin"
 MAX_DOCUMENT_TOKENS = 1 << 28
-"""A document with more tokens means that its end was missed."""
+"""Maximum number of tokens of a document. If there is no end within them, the end-of-text token is probably wrong."""
 MAPPABLE_TYPES = {"uint16": "uint16", "uint32": "uint32", "int32": "uint32"}
-"""Types that training can map, and the type it maps them as. Ids are checked not to be negative."""
+"""Types that training can map, and the type as which it maps them. A check ensures that no id is negative."""
 
 
 class DocumentEnds:
-    """An index file of the positions where documents end, in tokens from the start of the token file.
+    """An index file with the ends of documents, as token positions from the start of the token file.
 
-    The index may be larger than memory, so it is read only where needed. A range of tokens is found by bisection, with
-    about a hundred small reads. The index is not mapped, because truncating a mapped file would kill the process.
+    The index may be larger than memory, so only the needed elements are read. A range of tokens is found by bisection,
+    with about a hundred small reads. The index is not mapped, because truncating a mapped file would kill the process.
     """
 
     def __init__(self, path: str, documents: int) -> None:
@@ -65,7 +67,7 @@ class DocumentEnds:
         return self._documents
 
     def __getitem__(self, document: int) -> int:
-        """Return the end of one document."""
+        """Return the end of a document."""
         return int(self.read_ends(document, document + 1)[0])
 
     def read_ends(self, start: int, stop: int) -> Ids:
@@ -73,7 +75,7 @@ class DocumentEnds:
         return self.read_numbers(0, start, stop)
 
     def check(self) -> None:
-        """Read the whole index. Raises UserError if it is damaged or belongs to another file."""
+        """Check the whole index. Raises UserError if it is damaged or belongs to another file."""
         last = 0
         for start in range(0, len(self), BLOCK_TOKENS):
             ends = self.read_ends(start, min(start + BLOCK_TOKENS, len(self)))
@@ -85,7 +87,7 @@ class DocumentEnds:
         return self.check_order(self.read_ends(first, bisect_right(self, stop, first)), start + 1, stop)
 
     def check_order(self, values: Ids, minimum: int, maximum: int) -> Ids:
-        """Return `values`. Raises UserError if they decrease or leave [minimum, maximum]."""
+        """Return `values` unchanged. Raises UserError if they decrease or are outside [minimum, maximum]."""
         if len(values) and (values[0] < minimum or values[-1] > maximum or (values[1:] < values[:-1]).any()):
             raise UserError(
                 "data.damaged_file",
@@ -109,7 +111,7 @@ class DocumentEnds:
 
 
 class TokenFile(NamedTuple):
-    """What header and index say about a file of tokens, or about a range of its tokens."""
+    """A token file, or a range of its tokens, as its header and index describe it."""
 
     path: str
     """Absolute path of the file with the tokens."""
@@ -117,29 +119,29 @@ class TokenFile(NamedTuple):
     dtype: str
     """Name of the tokens' type, little-endian."""
     tokens: int | None = None
-    """Number of tokens; None if only reading the file tells."""
+    """Number of tokens; None if it is unknown until the file is read."""
     offset: int | None = None
     """Byte at which the tokens start; None if they are not contiguous."""
     document_ends: DocumentEnds | None = None
     """Index of the document ends of the whole file; None without an index."""
     read_rows: Callable[[], Iterator[Ids]] | None = None
-    """Yields the tokens of a file without an `offset`, in rows."""
+    """Function that yields the tokens in rows, for a file without an `offset`."""
     row_is_document: bool = True
-    """Whether each of these rows is a document."""
+    """Whether each row of `read_rows` is a document."""
     first_token: int = 0
-    """Position of the first of these tokens in the file."""
+    """Position of the first token of the range in the file."""
     note: str = ""
-    """Something that the user should know, starting with a semicolon."""
+    """Note for the user, which starts with a semicolon; empty without a note."""
 
     @property
     def unmappable_reason(self) -> str | None:
-        """Why training cannot map the file; None if it can."""
+        """Reason why training cannot map the file; None if it can."""
         if self.offset is None:
             return f"{self.format} does not store them contiguously"
         return None if self.dtype in MAPPABLE_TYPES else f"their type is {self.dtype}"
 
     def select_range(self, start: int, stop: int) -> TokenFile:
-        """Return tokens [start, stop) of a contiguous file as a file of their own. Documents count where they end."""
+        """Return the range of tokens [start, stop) of a contiguous file. A document belongs to the range of its end."""
         assert self.offset is not None
         offset = self.offset + start * np.dtype(self.dtype).itemsize
         return self._replace(offset=offset, tokens=stop - start, first_token=self.first_token + start)
@@ -173,9 +175,11 @@ class TokenFile(NamedTuple):
             yield self.read_tokens(start, min(start + BLOCK_TOKENS, self.tokens))
 
     def iterate_documents(self, eos_id: int) -> Iterator[Ids]:
-        """Yield the documents. Without an index each one ends after a token `eos_id`, the last perhaps without one.
+        """Yield the documents.
 
-        Raises UserError if a document does not end.
+        Without an index, a document ends after a token `eos_id`, and the last document may lack this token.
+
+        Raises UserError if a document does not end within `MAX_DOCUMENT_TOKENS`.
         """
         if self.read_rows is not None and self.row_is_document:
             yield from self.read_rows()
@@ -207,21 +211,21 @@ class TokenFile(NamedTuple):
 
 
 class TokenStatistics(NamedTuple):
-    """Result of reading all tokens of a file."""
+    """Statistics of all tokens of a file."""
 
     tokens: int
     max_id: int
     eos_tokens: int
     """Number of end-of-text tokens."""
     unended_documents: int
-    """Documents of the index, or rows, that do not end with an end-of-text token."""
+    """Number of documents (of the index, or rows) that do not end with an end-of-text token."""
 
 
 def scan_tokens(file: TokenFile, eos_id: int, vocab_size: int) -> TokenStatistics:
-    """Read all tokens of a file.
+    """Read all tokens of a file and return statistics.
 
-    Raises UserError if an id is outside [0, vocab_size), if there is no token, and for a file of bare uint16 if the
-    tokenizer (of fewer than 2**32 ids) has more ids than that.
+    Raises UserError if an id is outside [0, vocab_size), if there is no token, or if the file has bare uint16 tokens
+    but the tokenizer (of fewer than 2**32 ids) has more than 2**16 ids.
     """
     if file.format == NANO_GPT and 1 << 16 < vocab_size < 1 << 32:
         raise UserError(
@@ -232,11 +236,11 @@ def scan_tokens(file: TokenFile, eos_id: int, vocab_size: int) -> TokenStatistic
     tokens = max_id = eos_tokens = unended = 0
     for block in file.iterate_blocks():
         if len(block) and (int(block.min()) < 0 or int(block.max()) >= vocab_size):
-            bad = int(np.flatnonzero((block < 0) | (block >= vocab_size))[0])
-            position = file.first_token + tokens + bad
+            invalid = int(np.flatnonzero((block < 0) | (block >= vocab_size))[0])
+            position = file.first_token + tokens + invalid
             raise UserError(
                 "data.token_out_of_range",
-                f"{file.path}: token {position:,} is {block[bad]}, but the tokenizer has the ids 0 to "
+                f"{file.path}: token {position:,} is {block[invalid]}, but the tokenizer has the ids 0 to "
                 f"{vocab_size - 1}: the file is damaged, is not {file.format}, or was made with another tokenizer",
             )
         max_id = max(max_id, int(block.max())) if len(block) else max_id
@@ -244,7 +248,7 @@ def scan_tokens(file: TokenFile, eos_id: int, vocab_size: int) -> TokenStatistic
         if file.read_rows is not None and file.row_is_document:
             unended += int(len(block) > 0 and block[-1] != eos_id)
         elif (ends := file.find_document_ends(tokens, tokens + len(block))) is not None:
-            last_tokens = block[np.unique(ends) - 1]  # unique, because empty documents end at the same place
+            last_tokens = block[np.unique(ends) - 1]  # Empty documents end at the same position.
             unended += int(np.count_nonzero(last_tokens != eos_id))
         tokens += len(block)
     if not tokens:
@@ -259,7 +263,7 @@ def read_file_size(path: str) -> int:
 
 
 def read_head(path: str, count: int) -> bytes:
-    """Return the first `count` bytes of a file; b"" if there is none. Raises UserError for a pipe or a device."""
+    """Return the first `count` bytes of a file; b"" if it does not exist. Raises UserError for a pipe or a device."""
     try:
         with open_regular_file(path) as file:
             return file.read(count)
@@ -270,9 +274,9 @@ def read_head(path: str, count: int) -> bytes:
 # -- Megatron-LM -----------------------------------------------------------------------------------------------
 #
 # NAME.bin contains the tokens, NAME.idx the index (megatron/core/datasets/indexed_dataset.py, `_IndexWriter`). The
-# index, little-endian: `MMIDIDX\0\0`, uint64 version 1, uint8 type, uint64 sequences n, uint64 documents d; then int32
-# lengths (n,), int64 byte offsets (n,), int64 documents (d,): the sequences at which documents begin, and n at the end.
-# Multimodal data also has uint8 modes (n,).
+# index is little-endian: `MMIDIDX\0\0`, uint64 version 1, uint8 type, uint64 number of sequences n, uint64 number of
+# document boundaries d. Then follow int32 lengths (n,), int64 byte offsets (n,) and int64 document boundaries (d,): the
+# first sequence of each document, and n at the end. Multimodal data also has uint8 modes (n,).
 
 _MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 _MEGATRON_HEADER = struct.Struct("<9sQBQQ")
@@ -284,7 +288,7 @@ def _megatron_index_path(path: str) -> str:
 
 
 def _is_megatron(path: str, head: bytes) -> bool:
-    """Return True for either of the two files."""
+    """Return True if the path is one of the two files of Megatron."""
     return (
         path.endswith((".bin", ".idx"))
         and read_head(_megatron_index_path(path), len(_MEGATRON_MAGIC)) == _MEGATRON_MAGIC
@@ -292,7 +296,7 @@ def _is_megatron(path: str, head: bytes) -> bool:
 
 
 def _inspect_megatron(path: str) -> TokenFile:
-    """Read the header of the index. Raises UserError if the index does not have the size that it states."""
+    """Describe the file by the header of its index. Raises UserError if the index has another size than it states."""
     index_path = _megatron_index_path(path)
     data_path = f"{index_path.removesuffix('.idx')}.bin"
     index_size = read_file_size(index_path)
@@ -313,7 +317,7 @@ def _inspect_megatron(path: str) -> TokenFile:
     if not documents or index_size not in (expected_size, expected_size + sequences):
         raise UserError(
             "data.damaged_file",
-            f"{index_path} has {index_size} bytes, but {sequences} sequences and {documents} document boundaries take "
+            f"{index_path} has {index_size} bytes, but {sequences} sequences and {documents} document boundaries need "
             f"{expected_size}",
         )
     width = np.dtype(_MEGATRON_TYPES[type_code]).itemsize
@@ -322,7 +326,7 @@ def _inspect_megatron(path: str) -> TokenFile:
 
 
 class _MegatronDocumentEnds(DocumentEnds):
-    """Document ends by Megatron's index, which lists the sequences of each document."""
+    """Document ends from Megatron's index, which lists sequences and the first sequence of each document."""
 
     def __init__(
         self, index_path: str, documents: int, data_path: str, data_size: int, sequences: int, width: int
@@ -337,7 +341,7 @@ class _MegatronDocumentEnds(DocumentEnds):
         self._documents_at = _MEGATRON_HEADER.size + 12 * sequences  # byte of the array of first sequences
 
     def read_ends(self, start: int, stop: int) -> Ids:
-        # The end of a document is the byte offset of the first sequence of the next one.
+        # A document ends at the byte offset of the next document's first sequence.
         next_sequences = self.check_order(
             self.read_numbers(self._documents_at, start + 1, stop + 1), 0, self._sequences
         )
@@ -362,7 +366,7 @@ class _MegatronDocumentEnds(DocumentEnds):
             end = int(ends[-1])
         if end != self._data_size:
             raise damaged
-        bounds = [self.read_numbers(self._documents_at, at, at + 1)[0] for at in (0, len(self))]
+        bounds = [self.read_numbers(self._documents_at, number, number + 1)[0] for number in (0, len(self))]
         if bounds != [0, self._sequences]:
             raise UserError(
                 "data.damaged_file",
@@ -373,9 +377,9 @@ class _MegatronDocumentEnds(DocumentEnds):
 
 # -- llm.c -----------------------------------------------------------------------------------------------------
 #
-# .bin: 256 int32 of header, then the tokens (llm.c, dev/data/data_common.py). The header has a magic number for the
-# type, a version and the number of tokens. Documents begin with the end-of-text token, so the token of each document is
-# at the end of the one before.
+# A .bin file has a header of 256 int32 and then the tokens (llm.c, dev/data/data_common.py). The header has a magic
+# number for the type, a version and the number of tokens. Documents begin with the end-of-text token, so this token
+# also marks the end of the previous document.
 
 _LLM_C_HEADER_BYTES = 1024
 _LLM_C_TYPES = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
@@ -389,7 +393,7 @@ _LLM_C_OTHER_FILES = {
 
 
 def _is_llm_c(path: str, head: bytes) -> bool:
-    """Return True for a header of llm.c, also that of a file without tokens."""
+    """Return True if the file has a header of llm.c, even if it is a file without tokens."""
     if len(head) < 12:
         return False
     magic, version = struct.unpack_from("<2i", head)
@@ -398,7 +402,7 @@ def _is_llm_c(path: str, head: bytes) -> bool:
 
 
 def _inspect_llm_c(path: str) -> TokenFile:
-    """Read the header. Raises UserError if the file does not have the size that it states."""
+    """Describe the file by its header. Raises UserError if the file has another size than the header states."""
     with open(path, "rb") as file:
         magic, version, tokens = struct.unpack("<3i", file.read(12))
     if magic not in {number for number, _ in _LLM_C_TYPES}:
@@ -410,16 +414,16 @@ def _inspect_llm_c(path: str) -> TokenFile:
     expected_size = _LLM_C_HEADER_BYTES + tokens * int(dtype[4:]) // 8
     if tokens < 0 or size != expected_size:
         raise UserError(
-            "data.damaged_file", f"{path} has {size} bytes, but a header and {tokens} tokens take {expected_size}"
+            "data.damaged_file", f"{path} has {size} bytes, but a header and {tokens} tokens need {expected_size}"
         )
     return TokenFile(path, "llm.c .bin", dtype, tokens, _LLM_C_HEADER_BYTES)
 
 
 # -- HDF5 ------------------------------------------------------------------------------------------------------
 #
-# A dataset of integers of shape (tokens,), or (rows, T) for rows that follow each other: Sluice's own shards
-# (data_prep/shard_writer.py) and those of other programs. A contiguous dataset is mapped; a chunked or compressed one
-# is read in blocks of rows. Links, external and virtual data are not followed. A child process reads the file
+# A dataset of integers of shape (tokens,), or (rows, T) for consecutive rows. Sluice's shards (data_prep/
+# shard_writer.py) and files of other programs have this form. A contiguous dataset is mapped; a chunked or compressed
+# one is read in blocks of rows. Links, external and virtual data are not followed. A child process reads the file
 # (data_prep/hdf5_reader.py).
 
 _HDF5_DATASETS = ("tokens", "input_ids")
@@ -430,7 +434,7 @@ def _is_hdf5(path: str, head: bytes) -> bool:
 
 
 def _inspect_hdf5(path: str) -> TokenFile:
-    """Find the dataset of tokens. Raises UserError if there is none."""
+    """Describe the dataset of tokens. Raises UserError if there is none."""
     datasets, names = describe_datasets(path, _HDF5_DATASETS, follow_links=False)
     dataset = next((datasets[name] for name in _HDF5_DATASETS if name in datasets), None)
     if dataset is None:
@@ -449,8 +453,8 @@ def _inspect_hdf5(path: str) -> TokenFile:
     if dataset.stored_chunks < dataset.grid or dataset.nbytes > MAX_COMPRESSION_RATIO * dataset.stored:
         raise UserError(
             "data.damaged_file",
-            f"{path}: {dataset.name} claims {tokens:,} tokens, but only {dataset.stored:,} bytes are stored: the file "
-            "is incomplete",
+            f"{path}: {dataset.name} should have {tokens:,} tokens, but only {dataset.stored:,} bytes are stored: the "
+            "file is incomplete",
         )
     offset = dataset.offset if dtype.byteorder != ">" else None
     if dataset.chunks and np.prod(dataset.chunks) > 8 * BLOCK_TOKENS:
@@ -472,10 +476,10 @@ def _read_hdf5_blocks(dataset: Dataset) -> Iterator[Ids]:
 
 # -- datatrove -------------------------------------------------------------------------------------------------
 #
-# NAME.ds contains the raw tokens, NAME.ds.index a uint64 array (documents,) of document ends, NAME.ds.metadata text:
-# the first line ends with `|2` or `|4`, the bytes per token, the second is the number of tokens (datatrove,
-# pipeline/tokens/tokenizer.py, `TokenizedFile`). Old versions omit the width, and shuffled files may have no index;
-# then the sizes tell.
+# NAME.ds contains the raw tokens, and NAME.ds.index a uint64 array (documents,) of document ends. NAME.ds.metadata is
+# text: the first line ends with the bytes per token (`|2` or `|4`), and the second line is the number of tokens
+# (datatrove, pipeline/tokens/tokenizer.py, `TokenizedFile`). Old versions omit the bytes per token, and shuffled files
+# may have no index. The bytes per token then follow from the sizes.
 
 _DATATROVE_METADATA = re.compile(rb"[^\n]*?(?:\|([24]))?\r?\n(\d{1,18})(?:\r?\n.*)?", re.DOTALL)
 
@@ -485,7 +489,7 @@ def _is_datatrove(path: str, head: bytes) -> bool:
 
 
 def _inspect_datatrove(path: str) -> TokenFile:
-    """Read metadata and index size. Raises UserError if they do not match the file."""
+    """Describe the file by its metadata and index. Raises UserError if they do not match the file."""
     size = read_file_size(path)
     ends = None
     if os.path.exists(f"{path}.index"):
@@ -515,19 +519,19 @@ def _inspect_datatrove(path: str) -> TokenFile:
 
 # -- Arrow -----------------------------------------------------------------------------------------------------
 #
-# Streams or files of record batches, as Hugging Face's `datasets` writes them. A row is a document: its list of ids in
-# `input_ids` or `tokens`. Arrow files of texts are read by data_prep/documents.py.
+# Streams or files of record batches, as Hugging Face's `datasets` writes them. A row is a document, with a list of ids
+# in the column `input_ids` or `tokens`. data_prep/documents.py reads Arrow files of texts.
 
 _ARROW_COLUMNS = ("input_ids", "tokens")
 
 
 def _is_arrow(path: str, head: bytes) -> bool:
-    """Return True for the magic number of a file, or the continuation marker of a stream's first message."""
+    """Return True for the magic number of an Arrow file, or the continuation marker of a stream's first message."""
     return head.startswith((b"ARROW1", b"\xff\xff\xff\xff"))
 
 
 def _inspect_arrow(path: str) -> TokenFile:
-    """Read the schema. Raises UserError if no column contains ids."""
+    """Describe the file by its schema. Raises UserError if no column contains ids."""
     import pyarrow
 
     schema, _ = read_arrow_batches(path)
@@ -559,17 +563,17 @@ def _read_arrow_rows(path: str, name: str) -> Iterator[Ids]:
 
 # -- WebDataset ------------------------------------------------------------------------------------------------
 #
-# A tar (or .tar.gz) whose members KEY.npy, KEY.tokens.npy or KEY.input_ids.npy are arrays of ids, one per document.
-# Nothing is unpickled or written to disk. Tars of texts are read by data_prep/documents.py.
+# A tar (or .tar.gz) with members KEY.npy, KEY.tokens.npy or KEY.input_ids.npy: arrays of ids, one per document.
+# Nothing is unpickled or written to disk. data_prep/documents.py reads tars of texts.
 
 
 def _is_web_dataset(path: str, head: bytes) -> bool:
-    """Return True for a tar, or for a compressed file with the name of one."""
+    """Return True for a tar, or for a compressed file with the name of a tar."""
     return head[257:262] == b"ustar" or path.endswith((".tar", ".tar.gz", ".tgz"))
 
 
 def _inspect_web_dataset(path: str) -> TokenFile:
-    """Read up to the first array. Raises UserError if there is none."""
+    """Describe the file by its first array. Raises UserError if there is no array."""
     first = next(_read_web_dataset_rows(path), None)
     if first is None:
         raise UserError(
@@ -589,10 +593,10 @@ def _read_web_dataset_rows(path: str) -> Iterator[Ids]:
             yield _parse_npy(f"{path}: {name}", content)
 
 
-def _parse_npy(place: str, content: bytes) -> Ids:
-    """Return the array of a .npy file, flattened in row-major order.
+def _parse_npy(name: str, content: bytes) -> Ids:
+    """Return the array of a .npy file, flattened in row-major order. `name` names the file in errors.
 
-    numpy's own reader would allocate the memory that the header claims, however short the file is.
+    numpy's reader is not used, because it allocates as much memory as the header claims, even if the file is short.
     """
     file = io.BytesIO(content)
     try:
@@ -606,19 +610,19 @@ def _parse_npy(place: str, content: bytes) -> Ids:
         ):
             raise UserError(
                 "data.damaged_file",
-                f"{place} claims to be {dtype} of shape {shape}, but does not contain so many token ids",
+                f"{name} should have {dtype} of shape {shape}, but does not contain this number of token ids",
             )
         return np.frombuffer(values, dtype).reshape(shape, order="F" if is_column_major else "C").ravel()
     except UserError:
         raise
-    except Exception as error:  # numpy evaluates the header as Python and raises many types for a malformed one
-        raise UserError("data.damaged_file", f"{place} is not a readable .npy file: {error}") from error
+    except Exception as error:  # numpy parses the header as Python, and raises many types if it is malformed.
+        raise UserError("data.damaged_file", f"{name} is not a readable .npy file: {error}") from error
 
 
 # -- nanoGPT ---------------------------------------------------------------------------------------------------
 #
-# A .bin of bare uint16 tokens, documents ended by the end-of-text token (nanoGPT, data/*/prepare.py: `arr.tofile`). The
-# format has no mark, so it is tried last and rejects files that look like something else.
+# A .bin file of bare uint16 tokens, in which documents end with the end-of-text token (nanoGPT, data/*/prepare.py:
+# `arr.tofile`). The format has no magic number. It is therefore tried last, and rejects files of other formats.
 
 
 def _is_raw(path: str, head: bytes) -> bool:
@@ -626,19 +630,20 @@ def _is_raw(path: str, head: bytes) -> bool:
 
 
 def _inspect_raw(path: str) -> TokenFile:
-    """Count the tokens by the file's size.
+    """Describe the file by its size.
 
-    Raises UserError for an odd number of bytes, an invalid index beside the file, text, the mark of another format, and
-    ids that look wider than uint16 (every other word of the first megabyte is nearly always small).
+    Raises UserError if the file has an odd number of bytes, an invalid Megatron index, text, or the magic number of
+    another format. Also raises it if ids seem to be wider than uint16: nearly every second uint16 of the first megabyte
+    is then small.
     """
     size = read_file_size(path)
     index_path = f"{path.removesuffix('.bin')}.idx"
     if os.path.exists(index_path):
         raise UserError(
-            "data.damaged_file", f"{path}: {index_path} beside it is damaged, or is not an index of Megatron's"
+            "data.damaged_file", f"{path}: its index {index_path} is damaged, or is not an index of Megatron"
         )
     head = read_head(path, 1 << 20)
-    # The mark of old xz files is not used, because it is also two likely tokens.
+    # The magic number of the old LZMA format is not checked, because it also consists of likely tokens.
     compression = detect_compression(head) if not head.startswith(b"\x5d") else None
     is_like_text = len(head) >= 64 and is_text(head[:1024])
     if other_format := detect_binary_format(head) or compression or ("text" if is_like_text else None):
@@ -650,12 +655,12 @@ def _inspect_raw(path: str) -> TokenFile:
         raise UserError(
             "data.damaged_file", f"{path} has {size} bytes, an odd number: it is cut short, or is not uint16 tokens"
         )
-    words = np.frombuffer(head[: len(head) // 2 * 2], "<u2")
-    low, high = words[: len(words) // 2 * 2].reshape(-1, 2).T
+    values = np.frombuffer(head[: len(head) // 2 * 2], "<u2")
+    low, high = values[: len(values) // 2 * 2].reshape(-1, 2).T
     if len(high) >= 32 and np.mean(high < 16) >= 0.99 and low.mean() > 8 * high.mean():
         raise UserError(
             "data.wrong_token_width",
-            f"{path}: every other uint16 is (nearly) 0, as in ids of 4 or 8 bytes: add Megatron's .idx, or write the "
+            f"{path}: every second uint16 is (nearly) 0, as in ids of 4 or 8 bytes: add Megatron's .idx, or write the "
             "tokens to HDF5 as a dataset `tokens` of uint32",
         )
     return TokenFile(path, NANO_GPT, "uint16", size // 2, 0)
@@ -665,12 +670,12 @@ def _inspect_raw(path: str) -> TokenFile:
 
 
 class TokenFormat(NamedTuple):
-    """How a format of token files is recognized and read."""
+    """Functions that recognize and describe a format of token files."""
 
     matches: Callable[[str, bytes], bool]
-    """Return whether the file at a path, which starts with these bytes (512 at most), has this format."""
+    """Function of a path and the first 512 bytes of the file: returns True if the file has this format."""
     inspect: Callable[[str], TokenFile]
-    """Describe the file by its header or index. Raises UserError if it is damaged."""
+    """Function that describes a file by its header or index. Raises UserError if the file is damaged."""
 
 
 TOKEN_FORMATS = (
@@ -682,16 +687,17 @@ TOKEN_FORMATS = (
     TokenFormat(_is_web_dataset, _inspect_web_dataset),
     TokenFormat(_is_raw, _inspect_raw),
 )
-"""The first format that matches is used."""
+"""Formats in the order in which they are tried. The first one that matches is used."""
 
 
 def inspect_token_file(path: str, check: bool = True) -> TokenFile:
-    """Describe a file of tokens.
+    """Describe a token file.
 
     Args:
-        check: whether to read the whole index of documents, if there is one, to check it.
+        path: the file.
+        check: whether to check the whole index of documents, if there is one.
 
-    Raises UserError, naming the file, if it has no known format or is damaged.
+    Raises UserError with the file if it has no known format or is damaged.
     """
     with translate_read_errors(path):
         head = read_head(path, 512)
@@ -706,13 +712,13 @@ def inspect_token_file(path: str, check: bool = True) -> TokenFile:
     file_type = detect_file_type(path)
     raise UserError(
         "data.unknown_format",
-        f"{path} has no known format of tokens (docs/data.md lists them); it seems to be {file_type}"
+        f"{path} has no known format of token files (docs/data.md lists them); it seems to be {file_type}"
         f"{format_conversion_hint(file_type.kind)}",
     )
 
 
 def require_mappable(path: str, check: bool = True) -> TokenFile:
-    """Describe a file of tokens that training can map. Raises UserError, with the command to copy it, for another."""
+    """Describe a token file that training can map. If it cannot, raise UserError with the command that copies it."""
     file = inspect_token_file(path, check)
     if file.unmappable_reason:
         command = format_command("data", "import", path, "--to", "DIR", "--tokenizer", "FILE")
@@ -724,6 +730,6 @@ def require_mappable(path: str, check: bool = True) -> TokenFile:
 
 
 def check_mappable(*paths: str) -> None:
-    """Raise UserError if training cannot map one of the files, judged by headers only."""
+    """Raise UserError if training cannot map one of the files. Only headers are checked."""
     for path in paths:
         require_mappable(path, check=False)
