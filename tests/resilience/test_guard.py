@@ -1,4 +1,4 @@
-"""Bad numbers, the job's own clock, requests by file, blame for a hang, the check at the start; without Slurm."""
+"""Tests of bad steps, deadlines, save requests, reports of hangs and the health check, without Slurm."""
 
 from __future__ import annotations
 
@@ -32,31 +32,39 @@ from tests.support.tiny import compute_run_digest, make_run, stage_rank
 from tests.train.test_exact import new_run, read_steps
 
 QUICKSTART = ROOT / "configs/quickstart.yaml"
-ranges = st.lists(st.tuples(st.integers(0, 200), st.integers(1, 30)), max_size=6)
+position_ranges = st.lists(st.tuples(st.integers(0, 200), st.integers(1, 30)), max_size=6)
+"""Lists of ranges of excluded positions: (first position, count)."""
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the data directory of a tiny run whose stages prepare and shard are done."""
     return make_run(tmp_path_factory.mktemp("data")).data_dir
 
 
+def list_included_positions(excluded: list[tuple[int, int]]) -> list[int]:
+    """Return the positions up to 999 that are in none of the ranges."""
+    excluded_positions = {position for start, count in excluded for position in range(start, start + count)}
+    return [position for position in range(1000) if position not in excluded_positions]
+
+
 @settings(deadline=None, max_examples=200)
-@given(ranges, st.integers(0, 100))
-def test_positions_are_those_of_a_list_with_the_ranges_deleted(left_out: list[tuple[int, int]], consumed: int) -> None:
-    gone = {p for start, count in left_out for p in range(start, start + count)}
-    kept = [p for p in range(1000) if p not in gone]
-    assert skip_excluded(consumed, merge_ranges(left_out)) == kept[consumed]
+@given(position_ranges, st.integers(0, 100))
+def test_skip_excluded_returns_the_position_after_excluded_ranges(
+    excluded: list[tuple[int, int]], consumed: int
+) -> None:
+    assert skip_excluded(consumed, merge_ranges(excluded)) == list_included_positions(excluded)[consumed]
 
 
 @settings(deadline=None, max_examples=50)
-@given(ranges, st.integers(0, 5), st.sampled_from([1, 2, 4]))
-def test_the_sampler_jumps_over_them(left_out: list[tuple[int, int]], step: int, ranks: int) -> None:
+@given(position_ranges, st.integers(0, 5), st.sampled_from([1, 2, 4]))
+def test_sampler_skips_excluded_ranges(excluded: list[tuple[int, int]], step: int, ranks: int) -> None:
     import numpy as np
 
     from pipeline.data.sample_order import GlobalOrderSampler, compute_indices
 
-    class Numbers:
-        """97 samples of one length."""
+    class Dataset:
+        """A dataset of 97 samples of the same length."""
 
         lengths = None
         needs_positions = False
@@ -64,36 +72,37 @@ def test_the_sampler_jumps_over_them(left_out: list[tuple[int, int]], step: int,
         def __len__(self) -> int:
             return 97
 
-    dataset: Any = Numbers()
-    gone = {p for start, count in left_out for p in range(start, start + count)}
-    kept = [p for p in range(1000) if p not in gone]
-    found: list[int] = []
+    dataset: Any = Dataset()
+    indices: list[int] = []
     for rank in range(ranks):
         sampler = GlobalOrderSampler(
-            dataset, global_batch=8, seed=3, samples_consumed=8 * step, excluded_ranges=merge_ranges(left_out),
+            dataset, global_batch=8, seed=3, samples_consumed=8 * step, excluded_ranges=merge_ranges(excluded),
             num_replicas=ranks, rank=rank,
         )  # fmt: skip
-        found += next(iter(sampler)).tolist()
-    expected = compute_indices(3, np.array(kept[8 * step : 8 * step + 8]), 97)
-    assert found == expected.tolist()
+        indices += next(iter(sampler)).tolist()
+    positions = list_included_positions(excluded)[8 * step : 8 * step + 8]
+    assert indices == compute_indices(3, np.array(positions), 97).tolist()
 
 
-def poisoned_rank(rank_info: RankInfo, path: Path, steps: list[int], sticky: bool) -> int:
-    """A rank of a training in which rank 1's loss is no number in some steps (`sticky`: for samples that it knows)."""
+def train_with_nan_gradients(rank_info: RankInfo, path: Path, steps: list[int], until_excluded: bool) -> int:
+    """Train as one rank, with NaN gradients on rank 1 in `steps`; return the exit code.
+
+    until_excluded: only until the run excludes any samples.
+    """
     import pipeline.train.trainer as module
 
-    real = module.Trainer.step
+    original_step = module.Trainer.step
 
-    def step(self: Any, number: int, tokens: Any) -> Any:
-        if rank_info.rank == 1 and number in steps and (not sticky or not self.guard.excluded_ranges):
+    def step_with_nan(self: Any, number: int, tokens: Any) -> Any:
+        if rank_info.rank == 1 and number in steps and not (until_excluded and self.guard.excluded_ranges):
             hook = next(iter(self.engine.model.parameters())).register_hook(lambda grad: grad * float("nan"))
             try:
-                return real(self, number, tokens)
+                return original_step(self, number, tokens)
             finally:
                 hook.remove()
-        return real(self, number, tokens)
+        return original_step(self, number, tokens)
 
-    setattr(module.Trainer, "step", step)  # noqa: B010
+    setattr(module.Trainer, "step", step_with_nan)  # noqa: B010
     from pipeline.run.failure import explain_error
 
     try:
@@ -102,47 +111,49 @@ def poisoned_rank(rank_info: RankInfo, path: Path, steps: list[int], sticky: boo
         return int(explain_error(error)[0])
 
 
-def test_a_bad_step_is_left_out_by_all_and_a_rerun_repeats_it(tmp_path: Path, data: Path) -> None:
+def test_all_ranks_skip_a_bad_step_and_a_rerun_repeats_the_decision(tmp_path: Path, data: Path) -> None:
     run = new_run(tmp_path, "bad", data)
-    assert set(run_ranks(2, poisoned_rank, run.path, [9, 10], False)) == {ExitCode.DONE}
-    known = list(read_jsonl(run.metrics_file))
-    assert [line["step"] for line in known if "skipped" in line] == [9, 10]
-    assert [line["step"] for line in known] == list(range(1, len(known) + 1))
-    assert [d["position"] for d in read_jsonl(run.decisions_file)] == [64, 72]
-    again = new_run(tmp_path, "again", data)
-    shutil.copy(run.decisions_file, again.decisions_file)
-    assert set(run_ranks(2, stage_rank, again.path, "train")) == {ExitCode.DONE}
-    assert compute_run_digest(again) == compute_run_digest(run)
-    calm = new_run(tmp_path, "calm", data)
-    run_ranks(2, stage_rank, calm.path, "train")
-    assert compute_run_digest(calm) != compute_run_digest(run), "the steps were really left out"
+    assert set(run_ranks(2, train_with_nan_gradients, run.path, [9, 10], False)) == {ExitCode.DONE}
+    metrics = list(read_jsonl(run.metrics_file))
+    assert [line["step"] for line in metrics if "skipped" in line] == [9, 10]
+    assert [line["step"] for line in metrics] == list(range(1, len(metrics) + 1))
+    assert [decision["position"] for decision in read_jsonl(run.decisions_file)] == [64, 72]
+    rerun = new_run(tmp_path, "rerun", data)
+    shutil.copy(run.decisions_file, rerun.decisions_file)
+    assert set(run_ranks(2, stage_rank, rerun.path, "train")) == {ExitCode.DONE}
+    assert compute_run_digest(rerun) == compute_run_digest(run)
+    undisturbed = new_run(tmp_path, "undisturbed", data)
+    run_ranks(2, stage_rank, undisturbed.path, "train")
+    assert compute_run_digest(undisturbed) != compute_run_digest(run), "skipping the steps must change the weights"
 
 
 @pytest.mark.story
-def test_too_many_in_a_row_return_and_leave_the_samples_out(tmp_path: Path, data: Path) -> None:
+def test_too_many_consecutive_bad_steps_exclude_their_samples(tmp_path: Path, data: Path) -> None:
     run = new_run(tmp_path, "row", data, "recovery.skip_bad_steps=2")
-    assert set(run_ranks(2, poisoned_rank, run.path, [13, 14, 15], True)) == {ExitCode.NON_FINITE}
-    left_out = [d for d in read_jsonl(run.decisions_file) if d["decision"] == "leave_out"]
-    assert [(d["position"], d["samples"]) for d in left_out] == [(96, 24)]
-    assert set(run_ranks(2, poisoned_rank, run.path, [13, 14, 15], True)) == {ExitCode.DONE}
+    bad_steps = [13, 14, 15]
+    assert set(run_ranks(2, train_with_nan_gradients, run.path, bad_steps, True)) == {ExitCode.NON_FINITE}
+    exclusions = [decision for decision in read_jsonl(run.decisions_file) if decision["decision"] == "leave_out"]
+    assert [(decision["position"], decision["samples"]) for decision in exclusions] == [(96, 24)]
+    assert set(run_ranks(2, train_with_nan_gradients, run.path, bad_steps, True)) == {ExitCode.DONE}
     assert [step for step, *_ in read_steps(run)] == list(range(1, len(read_steps(run)) + 1))
-    again = new_run(tmp_path, "again", data)
-    shutil.copy(run.decisions_file, again.decisions_file)
-    assert set(run_ranks(2, stage_rank, again.path, "train")) == {ExitCode.DONE}
-    assert compute_run_digest(again) == compute_run_digest(run) and read_steps(again) == read_steps(run)
+    rerun = new_run(tmp_path, "rerun", data)
+    shutil.copy(run.decisions_file, rerun.decisions_file)
+    assert set(run_ranks(2, stage_rank, rerun.path, "train")) == {ExitCode.DONE}
+    assert compute_run_digest(rerun) == compute_run_digest(run) and read_steps(rerun) == read_steps(run)
 
 
 @settings(deadline=None, max_examples=100)
 @given(st.lists(st.floats(1.0, 2.0), min_size=20, max_size=130), st.floats(-3.0, 12.0))
-def test_a_spike_is_a_loss_far_above_the_last_hundred(losses: list[float], deviations: float) -> None:
+def test_loss_far_above_the_last_hundred_losses_is_bad(losses: list[float], deviations: float) -> None:
     import statistics
 
     config = load_config(QUICKSTART, ["recovery.spike_deviations=5"])
     run = SimpleNamespace(config=config, decisions_file=Path(os.devnull), event=lambda *_, **__: None)
-    metrics = [{"step": i, "loss": x} for i, x in enumerate(losses, 1)]
+    metrics = [{"step": step, "loss": loss} for step, loss in enumerate(losses, 1)]
     guard = BadStepGuard(run, decisions=[], metrics=metrics, writes=False)  # type: ignore[arg-type]
-    mean, deviation = statistics.fmean(losses[-100:]), statistics.pstdev(losses[-100:])
-    if abs(deviations - 5) < 1e-6 or deviation < 1e-6:
+    mean = statistics.fmean(losses[-100:])
+    deviation = statistics.pstdev(losses[-100:])
+    if abs(deviations - 5) < 1e-6 or deviation < 1e-6:  # too close to the limit for rounding errors
         return
     reason = guard.check_step(len(losses) + 1, mean + deviations * deviation, 1.0)
     assert (reason is not None) == (deviations > 5)
@@ -150,116 +161,140 @@ def test_a_spike_is_a_loss_far_above_the_last_hundred(losses: list[float], devia
     assert bool(guard.consecutive_bad_steps) == (deviations > 5)
 
 
-def test_few_losses_know_no_spike() -> None:
+def test_high_loss_is_not_bad_after_fewer_than_20_losses() -> None:
     config = load_config(QUICKSTART, ["recovery.spike_deviations=5"])
     run = SimpleNamespace(config=config)
-    metrics = [{"step": i, "loss": 1.0 + i / 100} for i in range(1, 20)]
+    metrics = [{"step": step, "loss": 1.0 + step / 100} for step in range(1, 20)]
     guard = BadStepGuard(run, decisions=[], metrics=metrics, writes=False)  # type: ignore[arg-type]
     assert guard.check_step(20, 1000.0, 1.0) is None
 
 
-def test_fp16_gradients_that_stay_bad_are_no_overflow(tmp_path: Path, data: Path) -> None:
+def test_fp16_steps_are_bad_if_gradients_are_nan_at_loss_scale_1(tmp_path: Path, data: Path) -> None:
     run = new_run(tmp_path, "half", data, "train.precision=fp16", "recovery.skip_bad_steps=2")
-    assert set(run_ranks(2, poisoned_rank, run.path, list(range(5, 61)), False)) == {ExitCode.NON_FINITE}
-    judged = [(d["decision"], d["step"]) for d in read_jsonl(run.decisions_file)]
-    assert judged == [("skip", 21), ("skip", 22), ("leave_out", 23)], "16 halvings of the scale come first"
+    steps = list(range(5, 61))
+    assert set(run_ranks(2, train_with_nan_gradients, run.path, steps, False)) == {ExitCode.NON_FINITE}
+    decisions = [(decision["decision"], decision["step"]) for decision in read_jsonl(run.decisions_file)]
+    expected = [("skip", 21), ("skip", 22), ("leave_out", 23)]
+    assert decisions == expected, "steps 5 to 20 halve the loss scale from 2**16 to 1"
 
 
-def clocked_rank(rank_info: RankInfo, path: Path, left_s: float | None, save_s: float) -> int:
-    """A rank whose job has `left_s` seconds left; without, it is told to leave in step 20, and saves take `save_s`."""
+def train_near_deadline(rank_info: RankInfo, path: Path, time_left_s: float | None, save_s: float) -> int:
+    """Train as one rank of a job that must stop, and return the exit code.
+
+    Args:
+        rank_info: this rank.
+        path: the run directory.
+        time_left_s: seconds until the time limit; None to send SIGTERM to rank 1 in step 20 instead.
+        save_s: the duration of a save that the deadline expects.
+    """
     import pipeline.train.trainer as module
 
-    if left_s is not None:
-        os.environ["SLUICE_TIME_LEFT"] = str(left_s)
-    real = module.Trainer.step
+    if time_left_s is not None:
+        os.environ["SLUICE_TIME_LEFT"] = str(time_left_s)
+    original_step = module.Trainer.step
 
-    def step(self: Any, number: int, tokens: Any) -> Any:
-        time.sleep(0.1 if left_s is None else 1.2)
-        if rank_info.rank == 0:  # who measures saves; the signal comes to the other
+    def slow_step(self: Any, number: int, tokens: Any) -> Any:
+        time.sleep(0.1 if time_left_s is None else 1.2)
+        if rank_info.rank == 0:  # Only rank 0 measures saves.
             self.deadline.expected_save_s = max(self.deadline.expected_save_s, save_s)
-        if left_s is None and number == 20 and rank_info.rank == 1:
+        if time_left_s is None and number == 20 and rank_info.rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        return real(self, number, tokens)
+        return original_step(self, number, tokens)
 
-    setattr(module.Trainer, "step", step)  # noqa: B010
+    setattr(module.Trainer, "step", slow_step)  # noqa: B010
     return stage_rank(rank_info, path, "train")
 
 
 @pytest.mark.story
-def test_ranks_stop_by_their_own_clock_and_save_where_there_is_time(tmp_path: Path, data: Path) -> None:
+def test_ranks_stop_at_the_deadline_and_save_only_if_there_is_time(tmp_path: Path, data: Path) -> None:
     run = new_run(tmp_path, "clock", data, "recovery.grace_s=5")
-    assert set(run_ranks(2, clocked_rank, run.path, None, 60.0)) == {ExitCode.STOPPED}
-    skipped = [e for e in read_event_lines(run, "train") if e["event"] == "save_skipped"]
+    assert set(run_ranks(2, train_near_deadline, run.path, None, 60.0)) == {ExitCode.STOPPED}
+    skipped = read_event_lines(run, "train", "save_skipped")
     assert len(skipped) == 1 and "too late" in skipped[0]["reason"]
-    assert [e["step"] for e in read_event_lines(run, "train") if e["event"] == "saved"] == [7, 14]
-    assert set(run_ranks(2, clocked_rank, run.path, 25.0, 0.0)) == {ExitCode.STOPPED}
-    stop = [e for e in read_event_lines(run, "train") if e["event"] == "stop_requested"][-1]
+    assert [event["step"] for event in read_event_lines(run, "train", "saved")] == [7, 14]
+    assert set(run_ranks(2, train_near_deadline, run.path, 25.0, 0.0)) == {ExitCode.STOPPED}
+    stop = read_event_lines(run, "train", "stop_requested")[-1]
     assert stop["signal"] == "time limit"
-    saved = [e["step"] for e in read_event_lines(run, "train") if e["event"] == "saved"]
-    assert saved[-1] == stop["step"] == read_steps(run)[-1][0] > 14
+    saved_steps = [event["step"] for event in read_event_lines(run, "train", "saved")]
+    assert saved_steps[-1] == stop["step"] == read_steps(run)[-1][0] > 14
     assert set(run_ranks(2, stage_rank, run.path, "train")) == {ExitCode.DONE}
-    calm = new_run(tmp_path, "calm", data)
-    run_ranks(2, stage_rank, calm.path, "train")
-    assert compute_run_digest(run) == compute_run_digest(calm)
+    undisturbed = new_run(tmp_path, "undisturbed", data)
+    run_ranks(2, stage_rank, undisturbed.path, "train")
+    assert compute_run_digest(run) == compute_run_digest(undisturbed)
 
 
-def test_the_save_file_makes_one_checkpoint(tmp_path: Path, data: Path) -> None:
-    run = new_run(tmp_path, "asked", data, "checkpoint.every_steps=1000")
+def test_save_file_requests_one_checkpoint(tmp_path: Path, data: Path) -> None:
+    run = new_run(tmp_path, "requested", data, "checkpoint.every_steps=1000")
     run.save_file.touch()
     assert set(run_ranks(2, stage_rank, run.path, "train")) == {ExitCode.DONE}
-    saved = [e["step"] for e in read_event_lines(run, "train") if e["event"] == "saved"]
-    assert len(saved) == 2 and saved[0] < saved[1] and not run.save_file.exists()
+    saved_steps = [event["step"] for event in read_event_lines(run, "train", "saved")]
+    assert len(saved_steps) == 2 and saved_steps[0] < saved_steps[1] and not run.save_file.exists()
 
 
-def hang(rank: int, step: int, number: int, phase: str) -> dict[str, Any]:
+def make_hang_report(rank: int, step: int, number: int, phase: str) -> dict[str, Any]:
+    """Return the content of `hang-rank-N.json`."""
     operation = {"operation": "gloo:all_reduce", "number": 7}
     return {
-        "rank": rank, "host": f"n{rank}", "step": step, "number": number, "phase": phase, "stacks": "its stack",
+        "rank": rank, "host": f"n{rank}", "step": step, "number": number, "phase": phase, "stacks": "stacks of threads",
         "collectives": [operation],
     }  # fmt: skip
 
 
-def test_who_did_not_arrive() -> None:
+def test_describe_hung_rank_names_the_rank_behind_the_others() -> None:
     hosts = ["n0", "n1", "n2"]
-    behind = [hang(0, 5, 3, "reduce"), hang(1, 5, 1, "forward"), hang(2, 5, 3, "reduce")]
-    rank, host, words = describe_hung_rank(behind, hosts, ()).values()
-    assert (rank, host) == (1, "n1") and "'forward' of step 5" in words and "its stack" in words and "number 7" in words
-    rank, host, words = describe_hung_rank(behind[:1] + behind[2:], hosts, ()).values()
-    assert (rank, host) == (1, "n1") and "rank 1 on n1" in words and "step 5" in words
-    rank, _, words = describe_hung_rank([hang(r, 5, 2, "reduce") for r in range(3)], hosts, ()).values()
-    assert "all ranks were stuck" in words
+    reports = [
+        make_hang_report(0, 5, 3, "reduce"), make_hang_report(1, 5, 1, "forward"), make_hang_report(2, 5, 3, "reduce"),
+    ]  # fmt: skip
+    rank, host, message = describe_hung_rank(reports, hosts, ()).values()
+    assert (rank, host) == (1, "n1")
+    assert "'forward' of step 5" in message and "stacks of threads" in message and "number 7" in message
+
+    rank, host, message = describe_hung_rank([reports[0], reports[2]], hosts, ()).values()
+    assert (rank, host) == (1, "n1"), "rank 1 wrote no report"
+    assert "rank 1 on n1" in message and "step 5" in message
+
+    equal_reports = [make_hang_report(rank, 5, 2, "reduce") for rank in range(3)]
+    rank, _, message = describe_hung_rank(equal_reports, hosts, ()).values()
+    assert "all ranks" in message and "'reduce' of step 5" in message
 
 
-def sleepy_rank(rank_info: RankInfo, path: Path) -> int:
-    """A rank of an evaluation in which rank 1 sleeps for ever in its second batch."""
+def evaluate_with_hang(rank_info: RankInfo, path: Path) -> int:
+    """Evaluate as one rank; rank 1 hangs in its second batch."""
     from pipeline.evaluate import evaluator
     from pipeline.resilience import watchdog
 
-    real, calls = evaluator.TextHeldOut.compute_sums, []
+    original_compute_sums = evaluator.TextHeldOut.compute_sums
+    calls = []
     setattr(watchdog.Watchdog, "limit_s", lambda self, phase: 4.0 if phase == "batch" else 600.0)  # noqa: B010
 
-    def sums(self: Any, *arguments: Any) -> Any:
+    def hanging_compute_sums(self: Any, *arguments: Any) -> Any:
         calls.append(1)
         if rank_info.rank == 1 and len(calls) == 2:
             time.sleep(600)
-        return real(self, *arguments)
+        return original_compute_sums(self, *arguments)
 
-    setattr(evaluator.TextHeldOut, "compute_sums", sums)  # noqa: B010
+    setattr(evaluator.TextHeldOut, "compute_sums", hanging_compute_sums)  # noqa: B010
     return stage_rank(rank_info, path, "evaluate")
 
 
-def test_a_hang_in_an_evaluation_is_told_with_its_stacks(tmp_path: Path, data: Path) -> None:
-    run = new_run(tmp_path, "sleepy", data, "train.steps=7")
+def test_hang_in_an_evaluation_writes_reports_with_stacks(tmp_path: Path, data: Path) -> None:
+    run = new_run(tmp_path, "hang", data, "train.steps=7")
     run_ranks(2, stage_rank, run.path, "train")
-    Ranks(2, sleepy_rank, run.path).results(failures_expected=True)
+    Ranks(2, evaluate_with_hang, run.path).results(failures_expected=True)
     folder = run.stage_dir("evaluate")
-    hang = json.loads((folder / "hang-rank-1.json").read_text())
-    assert hang["phase"] == "batch" and "sums" in hang["stacks"]
+    report = json.loads((folder / "hang-rank-1.json").read_text())
+    assert report["phase"] == "batch" and "hanging_compute_sums" in report["stacks"]
     assert json.loads((folder / "error-rank-1.json").read_text())["code"] == ExitCode.HANG
 
 
-def broken_node_rank(rank_info: RankInfo, path: Path, what: str) -> str:
-    """The check at the start on a node where something is broken; the error's words."""
+def check_broken_node(rank_info: RankInfo, path: Path, broken: str) -> str:
+    """Run the health check with a broken part, and return the error's exit code, code and message.
+
+    Args:
+        rank_info: this rank.
+        path: the run directory.
+        broken: `file system`, `device`, `port`, or `rank` for a rank 2 that sleeps.
+    """
     import torch
 
     from pipeline.base.errors import UserError
@@ -268,20 +303,19 @@ def broken_node_rank(rank_info: RankInfo, path: Path, what: str) -> str:
 
     run = Run.open(path)
     try:
-        if what == "file system":
-            real = Path.read_bytes
-            Path.read_bytes = lambda self: real(self)[::-1]  # type: ignore[method-assign]
+        if broken == "file system":
+            original_read_bytes = Path.read_bytes
+            Path.read_bytes = lambda self: original_read_bytes(self)[::-1]  # type: ignore[method-assign]
             health.check_this_rank(run, rank_info, torch.device("cpu"))
-        elif what == "device":
+        elif broken == "device":
             torch.Tensor.__matmul__ = lambda self, other: torch.zeros(2, 2)  # type: ignore[method-assign]
             health.check_this_rank(run, rank_info, torch.device("cpu"))
-        elif what == "port":
-            with socket.socket() as other:
-                other.bind(("0.0.0.0", 0))
-                other.listen()
-                groups.join_process_group(
-                    replace(rank_info, world_size=2, master_port=other.getsockname()[1]), run.config
-                )
+        elif broken == "port":
+            with socket.socket() as other_server:
+                other_server.bind(("0.0.0.0", 0))
+                other_server.listen()
+                port = other_server.getsockname()[1]
+                groups.join_process_group(replace(rank_info, world_size=2, master_port=port), run.config)
         else:
             world = groups.join_process_group(rank_info, run.config)
             from datetime import timedelta
@@ -298,12 +332,12 @@ def broken_node_rank(rank_info: RankInfo, path: Path, what: str) -> str:
     return "passed"
 
 
-def test_the_check_at_the_start_names_what_is_broken(tmp_path: Path, data: Path) -> None:
+def test_health_check_reports_what_is_broken(tmp_path: Path, data: Path) -> None:
     run = new_run(tmp_path, "node", data)
     host = os.uname().nodename
-    assert f"BAD_NODE node.wrong_data: {host}" in run_ranks(1, broken_node_rank, run.path, "file system")[0]
-    assert "node.wrong_result" in run_ranks(1, broken_node_rank, run.path, "device")[0]
-    assert "node.port_in_use" in run_ranks(1, broken_node_rank, run.path, "port")[0]
-    words = run_ranks(3, broken_node_rank, run.path, "a rank that does not come")
-    assert words[0].startswith("BAD_NODE node.not_responding") and "rank 2" in words[0], words
-    assert words[2] == "slept"
+    assert f"BAD_NODE node.wrong_data: {host}" in run_ranks(1, check_broken_node, run.path, "file system")[0]
+    assert "node.wrong_result" in run_ranks(1, check_broken_node, run.path, "device")[0]
+    assert "node.port_in_use" in run_ranks(1, check_broken_node, run.path, "port")[0]
+    results = run_ranks(3, check_broken_node, run.path, "rank")
+    assert results[0].startswith("BAD_NODE node.not_responding") and "rank 2" in results[0], results
+    assert results[2] == "slept"

@@ -1,4 +1,4 @@
-"""A suspended job (`scontrol suspend`, a partition with PreemptMode=SUSPEND) hangs as little as one that was not."""
+"""Tests that the watchdog does not count time for which Slurm suspended the job (`scontrol suspend`)."""
 
 from __future__ import annotations
 
@@ -20,35 +20,38 @@ from tests.support.tiny import make_run
 HANG_S = 6
 
 
-def in_a_phase(rank_info: RankInfo, path: Path, begun: Path, seconds: float) -> None:
-    """One rank, so long in one phase by the sleeps that it counts, not by the clock."""
+def stay_in_phase(rank_info: RankInfo, path: Path, start_file: Path, seconds: float) -> None:
+    """Stay in one phase while the process runs for `seconds`, in many short sleeps. Time in suspension does not count.
+
+    `start_file` is created when the phase begins.
+    """
     watchdog = Watchdog(Run.open(path), "train", rank_info, StopFlag())
     watchdog.start()
     watchdog.enter_phase(1, "forward")
-    begun.touch()
+    start_file.touch()
     for _ in range(round(10 * seconds)):
         time.sleep(0.1)
     watchdog.close()
 
 
-def left(tmp_path: Path, seconds: float, stopped_s: float) -> int | None:
-    """How a rank left that was stopped meanwhile."""
+def suspend_rank(tmp_path: Path, seconds: float, suspended_s: float) -> int | None:
+    """Start a rank, suspend it in its phase for `suspended_s`, and return its exit code."""
     run = make_run(tmp_path, overrides=(f"recovery.hang_s={HANG_S}",))
     run.stage_dir("train").mkdir(parents=True, exist_ok=True)
-    begun = tmp_path / "begun"
-    ranks = Ranks(1, in_a_phase, run.path, begun, seconds)
+    start_file = tmp_path / "started"
+    ranks = Ranks(1, stay_in_phase, run.path, start_file, seconds)
     (process,) = ranks.processes
     assert process.pid is not None
     deadline = time.monotonic() + 60
-    while not begun.exists() and time.monotonic() < deadline:
+    while not start_file.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     os.kill(process.pid, signal.SIGSTOP)
-    time.sleep(stopped_s)
+    time.sleep(suspended_s)
     os.kill(process.pid, signal.SIGCONT)
     process.join(60)
     return process.exitcode
 
 
-@pytest.mark.parametrize(("seconds", "stopped_s", "code"), [(3, 10, 0), (30, 0, ExitCode.HANG)])
-def test_time_that_a_job_was_suspended_is_no_hang(tmp_path: Path, seconds: float, stopped_s: float, code: int) -> None:
-    assert left(tmp_path, seconds, stopped_s) == code
+@pytest.mark.parametrize(("seconds", "suspended_s", "code"), [(3, 10, 0), (30, 0, ExitCode.HANG)])
+def test_watchdog_does_not_count_suspended_time(tmp_path: Path, seconds: float, suspended_s: float, code: int) -> None:
+    assert suspend_rank(tmp_path, seconds, suspended_s) == code
