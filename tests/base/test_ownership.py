@@ -28,7 +28,7 @@ from pipeline.run import code as run_module
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run, create_points
 from slurm.submit.sbatch import render_batch_script
-from tests.checkpoint.test_checkpoint import save_rank
+from tests.checkpoint.test_checkpoint import save_on_rank
 from tests.support.errors import raises_error
 from tests.support.ranks import run_ranks
 from tests.support.requirements import skip_or_fail_in_ci
@@ -46,7 +46,7 @@ AS_NOBODY = [
 def trapped_run(tmp_path: Path) -> Run:
     """Return a run with a checkpoint, whose code creates a file `executed` if any part of it is executed."""
     run = Run.create(load_config(write_config(tmp_path), ["run.sharing=all"]))
-    run_ranks(1, save_rank, run.checkpoints_dir, False)
+    run_ranks(1, save_on_rank, run.checkpoints_dir, False)
     for entry in ("pipeline/__init__.py", "slurm/__init__.py", "submit.py"):
         (run.code_dir / entry).write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\n")
     return run
