@@ -1,4 +1,4 @@
-"""How attempts end: progress, the rank that failed first, exits for a retry, and attempts whose supervisor died."""
+"""Tests of the end of attempts: progress, the rank that failed first, exits for a retry, and killed supervisors."""
 
 from __future__ import annotations
 
@@ -41,44 +41,44 @@ from tests.support.tiny import write_config
 # ---- progress
 
 
-def test_progress_is_a_new_step_a_repaired_one_or_a_decision(tmp_path: Path) -> None:
+def test_progress_is_a_new_checkpoint_a_repaired_checkpoint_or_a_decision(tmp_path: Path) -> None:
     run = Run.create(load_config(write_config(tmp_path, "tiny", 20)))
-    seen = [read_progress_marker(run, "train")]
+    markers = [read_progress_marker(run, "train")]
 
     def changes_progress(event: str, step: int) -> bool:
-        """Write an event and return whether the progress changed."""
+        """Write an event and return True if it changes the progress marker."""
         write_event(run, event, "train", step=step)
-        seen.append(read_progress_marker(run, "train"))
-        return seen[-1] != seen[-2]
+        markers.append(read_progress_marker(run, "train"))
+        return markers[-1] != markers[-2]
 
     assert changes_progress("saved", 4) and changes_progress("saved", 8)
-    assert not changes_progress("saved", 8) and not changes_progress("saved", 4), "it was saved before"
-    assert not changes_progress("damaged", 8) and changes_progress("saved", 8), "it replaces a damaged checkpoint"
+    assert not changes_progress("saved", 8) and not changes_progress("saved", 4), "these steps were saved before"
+    assert not changes_progress("damaged", 8) and changes_progress("saved", 8), "the save replaces a damaged checkpoint"
     assert not changes_progress("saved", 8)
     (run.checkpoints_dir / checkpoint_name(12)).mkdir()
-    seen.append(read_progress_marker(run, "train"))
-    assert seen[-1] != seen[-2], "a checkpoint whose event was not written"
+    markers.append(read_progress_marker(run, "train"))
+    assert markers[-1] != markers[-2], "a checkpoint without an event is progress"
     append_line(run.decisions_file, "{}")
-    assert read_progress_marker(run, "train") != seen[-1]
+    assert read_progress_marker(run, "train") != markers[-1]
 
 
 # ---- which rank failed
 
 
-def test_the_first_rank_that_did_not_only_lose_a_peer_is_to_blame() -> None:
-    lost, full, killed = (
-        f"srun: error: n{n}: task {n}: {words}\n"
-        for n, words in [(1, "Exited with exit code 76"), (0, "Exited with exit code 21"), (2, "Killed")]
+def test_first_failure_is_not_a_rank_that_only_lost_a_peer() -> None:
+    peer_lost, disk_full, killed = (
+        f"srun: error: n{rank}: task {rank}: {reason}\n"
+        for rank, reason in [(1, "Exited with exit code 76"), (0, "Exited with exit code 21"), (2, "Killed")]
     )
-    assert SrunLauncher.find_first_failure(lost + full + killed, 76) == RankExit(0, 21, "n0")
-    assert SrunLauncher.find_first_failure(lost + killed, 76) == RankExit(2, -9, "n2")
-    assert SrunLauncher.find_first_failure(lost, 76) == RankExit(1, 76, "n1")
+    assert SrunLauncher.find_first_failure(peer_lost + disk_full + killed, 76) == RankExit(0, 21, "n0")
+    assert SrunLauncher.find_first_failure(peer_lost + killed, 76) == RankExit(2, -9, "n2")
+    assert SrunLauncher.find_first_failure(peer_lost, 76) == RankExit(1, 76, "n1")
     assert SrunLauncher.find_first_failure("nothing", 1) is None
 
 
 @pytest.mark.parametrize("target", ["own", "own.net"])
-def test_the_message_shows_the_frames_of_the_users_module_only(tmp_path: Path, target: str) -> None:
-    """The log keeps all frames. If the module is not in the traceback, the message keeps them too."""
+def test_message_shows_only_the_frames_of_the_users_module(tmp_path: Path, target: str) -> None:
+    """If no frame is in the user's module, the message keeps all frames."""
     config = load_config(write_config(tmp_path))
     model = config.model.model_copy(update={"target": target})
     run = Run(tmp_path / "run", config.model_copy(update={"model": model}))
@@ -87,7 +87,8 @@ def test_the_message_shows_the_frames_of_the_users_module_only(tmp_path: Path, t
         f'  File "{run.code_dir}/{name}", line 7, in forward\n    y = self.layer(x)\n        ^^^^^^^^^^^^^\n'
         for name in ("pipeline/train/engine.py", "owner.py", f"{target.replace('.', '/')}.py", "/torch/nn/linear.py")
     ]
-    head, tail = "Traceback (most recent call last):\n", "RuntimeError: mat1 and mat2\n  with shapes (1x3 and 64x64)\n"
+    head = "Traceback (most recent call last):\n"
+    tail = "RuntimeError: mat1 and mat2\n  with shapes (1x3 and 64x64)\n"
     write_error_report(run, "train", make_rank_info(0, 2, 1), ExitCode.CRASHED, "".join([head, *frames, tail]))
     message = find_failure(run, "train", [RankExit(0, ExitCode.CRASHED)]).fields["message"]
     assert message.partition("\n")[2] == head + frames[2] + tail
@@ -106,38 +107,38 @@ def test_the_message_shows_the_frames_of_the_users_module_only(tmp_path: Path, t
         "your processes may have been killed by the cgroup out-of-memory handler.\n",
     ],
 )
-def test_a_memory_kill_is_recognized_in_the_messages_of_slurm(tmp_path: Path, messages: str) -> None:
-    left = SrunLauncher.find_first_failure("srun: error: n0: task 0: Exited with exit code 76\n" + messages, 137)
-    assert left == RankExit(1, ExitCode.OUT_OF_MEMORY, "n1")
+def test_out_of_memory_kill_is_recognized_in_the_messages_of_slurm(tmp_path: Path, messages: str) -> None:
+    rank_exit = SrunLauncher.find_first_failure("srun: error: n0: task 0: Exited with exit code 76\n" + messages, 137)
+    assert rank_exit == RankExit(1, ExitCode.OUT_OF_MEMORY, "n1")
     run = Run.create(load_config(write_config(tmp_path)))
-    for rank, code in ((0, ExitCode.CRASHED), (2, ExitCode.PEER_LOST)):  # reports of its peers
-        write_error_report(run, "train", make_rank_info(rank, 3, 1), code, "lost it")
-    failure = find_failure(run, "train", [left])
+    for rank, code in ((0, ExitCode.CRASHED), (2, ExitCode.PEER_LOST)):
+        write_error_report(run, "train", make_rank_info(rank, 3, 1), code, "lost rank 1")
+    failure = find_failure(run, "train", [rank_exit])
     assert (failure.cause, failure.fields["rank"], failure.fields["host"]) == (ExitCode.OUT_OF_MEMORY, 1, "n1")
     write_error_report(run, "train", make_rank_info(1, 3, 1), ExitCode.OUT_OF_MEMORY, "CUDA out of memory")
-    assert find_failure(run, "train", [RankExit(0, ExitCode.CRASHED)]).fields["rank"] == 0, "the earliest report"
+    assert find_failure(run, "train", [RankExit(0, ExitCode.CRASHED)]).fields["rank"] == 0, "the earliest report counts"
 
 
-def test_a_failed_gpu_is_found_in_the_log_if_nccl_aborts(tmp_path: Path) -> None:
+def test_failed_gpu_is_found_in_the_log_if_nccl_aborts_the_rank(tmp_path: Path) -> None:
     run = Run.create(load_config(write_config(tmp_path)))
     logs = [get_rank_log(run, "train", rank) for rank in range(3)]
     for log in logs:
-        log.write_text(f"what(): {ECC}, in an attempt before\n")
-    begins = measure_log_sizes(run, "train")
+        log.write_text(f"what(): {ECC}, in an earlier attempt\n")
+    log_sizes = measure_log_sizes(run, "train")
     aborted = [RankExit(0, -6), RankExit(1, -6, "n2")]
-    assert find_failure(run, "train", aborted, log_sizes=begins).cause == ExitCode.CRASHED
-    with open(logs[1], "a") as more:
-        more.write(f"terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  {ECC}\n")
-    write_error_report(run, "train", make_rank_info(2, 3, 1), ExitCode.PEER_LOST, "lost it")
-    failure = find_failure(run, "train", aborted, log_sizes=begins)
+    assert find_failure(run, "train", aborted, log_sizes=log_sizes).cause == ExitCode.CRASHED
+    with open(logs[1], "a") as log_file:
+        log_file.write(f"terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  {ECC}\n")
+    write_error_report(run, "train", make_rank_info(2, 3, 1), ExitCode.PEER_LOST, "lost rank 1")
+    failure = find_failure(run, "train", aborted, log_sizes=log_sizes)
     assert failure.cause == ExitCode.BAD_NODE
     assert failure.fields == {"rank": 1, "host": "n2", "message": f"rank 1 on n2:\nwhat():  {ECC}"}
-    assert find_failure(run, "train", [RankExit(1, -9, "n2")], log_sizes=begins).cause == ExitCode.CRASHED, (
-        "it was killed by another process"
+    assert find_failure(run, "train", [RankExit(1, -9, "n2")], log_sizes=log_sizes).cause == ExitCode.CRASHED, (
+        "another process killed the rank"
     )
 
 
-def test_a_full_disk_is_found_even_if_no_rank_could_report_it(small_disk: Path) -> None:
+def test_full_disk_is_detected_without_a_report_of_a_rank(small_disk: Path) -> None:
     run = Run.create(load_config(write_config(small_disk, "tiny", 20)))
     assert run.describe_write_error() is None
     with open(small_disk / "filler", "wb") as file, suppress(OSError):
@@ -151,15 +152,15 @@ def test_a_full_disk_is_found_even_if_no_rank_could_report_it(small_disk: Path) 
 
 
 def exit_for_retry(
-    run: Run, answers: list[JobInfo | None], monkeypatch: pytest.MonkeyPatch, signalled: bool = False
+    run: Run, answers: list[JobInfo | None], monkeypatch: pytest.MonkeyPatch, was_signalled: bool = False
 ) -> tuple[ExitCode, list[str]]:
-    """Let a supervisor exit after its ranks ran out of memory. Return its exit code and what it requested of Slurm.
+    """Let a supervisor exit after its ranks ran out of memory. Return its exit code and its requests to Slurm.
 
     Args:
         run: the run.
-        answers: what the controller shows of the job, one query after the other; None if it does not respond.
+        answers: the job as the controller shows it in each query; None if it does not respond. The last one repeats.
         monkeypatch: replaces the commands of Slurm and the clock.
-        signalled: whether the supervisor received a signal.
+        was_signalled: whether the supervisor received a signal.
     """
     from slurm.supervise import supervisor
 
@@ -182,9 +183,9 @@ def exit_for_retry(
     monkeypatch.setattr(slurm_commands, "cluster_name", lambda: None)
     monkeypatch.setattr(supervisor.time, "monotonic", lambda: float(next(now)))
     monkeypatch.setattr(supervisor.time, "sleep", lambda seconds: None)
-    one = supervisor.Supervisor(run, "train", StopFlag())
-    one.rank_info = make_rank_info(0, 1, 1)
-    one.flag.reason = "SIGTERM" if signalled else None
+    job_supervisor = supervisor.Supervisor(run, "train", StopFlag())
+    job_supervisor.rank_info = make_rank_info(0, 1, 1)
+    job_supervisor.flag.reason = "SIGTERM" if was_signalled else None
     facts = StopFacts(
         cause=ExitCode.OUT_OF_MEMORY,
         stop_reason=None,
@@ -192,19 +193,23 @@ def exit_for_retry(
         state=StageState(),
         limits=run.config.recovery,
         is_batch=True,
-        was_signalled=signalled,
+        was_signalled=was_signalled,
         job=JobFacts(run.config.site),
     )
-    code = one._exit_for_retry(supervisor.AttemptEnd(ExitCode.OUT_OF_MEMORY, fields={"message": "rank 1"}), facts)
+    code = job_supervisor._exit_for_retry(
+        supervisor.AttemptEnd(ExitCode.OUT_OF_MEMORY, fields={"message": "rank 1"}), facts
+    )
     return code, requests
 
 
-def test_a_job_that_is_cancelled_at_the_end_is_not_requeued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_that_is_cancelled_after_its_ranks_exited_is_not_requeued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = Run.create(load_config(write_config(tmp_path)))
     assert exit_for_retry(run, [None, None, shown(state="COMPLETING")], monkeypatch) == (ExitCode.CANCELLED, [])
     assert read_event_lines(run, "train")[-1]["event"] == "cancelled"
-    found = exit_for_retry(run, [None], monkeypatch, signalled=True)
-    assert found == (ExitCode.OUT_OF_MEMORY, []), "the job may have been cancelled"
+    result = exit_for_retry(run, [None], monkeypatch, was_signalled=True)
+    assert result == (ExitCode.OUT_OF_MEMORY, []), "the job may have been cancelled"
     assert "did not report" in read_event_lines(run, "train")[-1]["message"]
     assert exit_for_retry(run, [None], monkeypatch) == (ExitCode.OUT_OF_MEMORY, ["requeue"]), (
         "a cancelled job would have received a signal"
@@ -213,29 +218,33 @@ def test_a_job_that_is_cancelled_at_the_end_is_not_requeued(tmp_path: Path, monk
     assert read_event_lines(run, "train")[-1]["event"] == "requeued"
 
 
-def test_a_job_that_may_not_be_requeued_submits_its_successor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_submits_its_successor_if_the_site_does_not_requeue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from slurm.submit import sbatch
     from slurm.supervise import supervisor
 
     run = Run.create(load_config(write_config(tmp_path), ["site.requeue=false"]))
     submitted: list[object] = []
-    ended: list[bool] = []
+    cancellations: list[bool] = []
 
-    def submit(run: Run, stage: str, after: Sequence[str], *, kind: str, **more: object) -> None:
+    def submit(run: Run, stage: str, after: Sequence[str], *, kind: str, **options: object) -> None:
         submitted.append(stage)
         if len(submitted) == 1:
             raise UserError("slurm.job_refused", "sbatch refused the job")
         write_event(run, "submitted", stage, job_id="8", after=list(after), kind=kind)
 
     monkeypatch.setattr(sbatch, "submit_stage", submit)
-    monkeypatch.setattr(supervisor.Supervisor, "cancel_unneeded_jobs", lambda self, is_done: ended.append(is_done))
+    monkeypatch.setattr(
+        supervisor.Supervisor, "cancel_unneeded_jobs", lambda self, is_done: cancellations.append(is_done)
+    )
     assert exit_for_retry(run, [shown()], monkeypatch) == (ExitCode.OUT_OF_MEMORY, [])
     event = read_event_lines(run, "train")[-1]
-    assert event["event"] == "failed" and "no successor" in event["message"] and ended == [False]
+    assert event["event"] == "failed" and "no successor" in event["message"] and cancellations == [False]
     for _ in range(2):
         assert exit_for_retry(run, [shown()], monkeypatch) == (ExitCode.OUT_OF_MEMORY, [])
         assert read_event_lines(run, "train")[-1]["event"] == "handed_over"
-    assert len(submitted) == 2 and ended == [False], "it has one successor"
+    assert len(submitted) == 2 and cancellations == [False], "the job must have only one successor"
 
 
 @pytest.mark.parametrize(
@@ -245,7 +254,7 @@ def test_a_job_that_may_not_be_requeued_submits_its_successor(tmp_path: Path, mo
         (UNKNOWN, "cancelled", False), (UNKNOWN, "preempted", True), (UNKNOWN, None, True),
     ],
 )  # fmt: skip
-def test_a_cancelled_job_has_no_successor_even_if_slurm_no_longer_knows_it(
+def test_successor_does_not_continue_after_a_cancelled_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, recorded_cause: str | None, is_retried: bool
 ) -> None:
     from slurm.submit import sbatch
@@ -260,18 +269,17 @@ def test_a_cancelled_job_has_no_successor_even_if_slurm_no_longer_knows_it(
         succession.job_states, "query_job_states", lambda jobs: {job: JobState(job.job_id, state) for job in jobs}
     )
     monkeypatch.setattr(slurm_commands, "run_slurm_command", lambda *command, **_: "")
-    monkeypatch.setattr(sbatch, "submit_stage", lambda *command, **more: "8")
+    monkeypatch.setattr(sbatch, "submit_stage", lambda *arguments, **options: "8")
     reason = succession.take_over(run, "train", replace(make_rank_info(0, 1, 1), job_id="7"))
-    assert (reason is None) == is_retried and (
-        "took_over" in [e["event"] for e in read_event_lines(run, "train")]
-    ) == is_retried
+    assert (reason is None) == is_retried
+    assert bool(read_event_lines(run, "train", "took_over")) == is_retried
 
 
-# ---- attempts whose supervisor died
+# ---- attempts whose supervisor was killed
 
 
 def make_unreported_attempt(folder: Path, *events: tuple[str, dict[str, Any]], overrides: Sequence[str] = ()) -> Run:
-    """Return a run whose attempt in job 6 started and saved nothing, with the successor 7 and these further events."""
+    """Return a run with an attempt in job 6 that saved nothing and has no end, the successor 7, and more `events`."""
     folder.mkdir(exist_ok=True)
     run = Run.create(load_config(write_config(folder), overrides))
     write_event(run, "submitted", "train", job_id="6", executor="slurm", after=[], kind="afterok")
@@ -292,16 +300,17 @@ def make_unreported_attempt(folder: Path, *events: tuple[str, dict[str, Any]], o
 
 
 def close_attempt(run: Run, job_id: str, restarts: int = 0) -> tuple[ExitCode | None, str | None, list[dict[str, Any]]]:
-    """Close the open attempt in the supervisor of a job. Return why it may not start, and the events that it writes."""
-    before = len(read_event_lines(run, "train"))
-    refused = close_open_attempt(
-        run, "train", replace(make_rank_info(0, 1, 1), job_id=job_id, restart_count=restarts), None
-    )
-    return *(refused or (None, None)), read_event_lines(run, "train")[before:]
+    """Call `close_open_attempt` in a job. Return the cause and the reason if it must not start, and the new events."""
+    count_before = len(read_event_lines(run, "train"))
+    rank_info = replace(make_rank_info(0, 1, 1), job_id=job_id, restart_count=restarts)
+    cause, reason = close_open_attempt(run, "train", rank_info, None) or (None, None)
+    return cause, reason, read_event_lines(run, "train")[count_before:]
 
 
 @pytest.fixture
 def set_slurm_state(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Return a function that sets the state in which Slurm shows all jobs."""
+
     def set_state(state: str) -> None:
         monkeypatch.setattr(attempt_end, "read_job_info", lambda job: None)
         monkeypatch.setattr(
@@ -312,7 +321,7 @@ def set_slurm_state(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 
 @pytest.mark.parametrize(
-    ("state", "stopping_fields", "cause", "ends", "is_retried"),
+    ("state", "stopping_fields", "cause", "end_event", "is_retried"),
     [
         ("NODE_FAIL", None, "node_failure", "failed", True), ("PREEMPTED", None, "preempted", "preempted", True),
         ("TIMEOUT", None, "time_limit", "failed", False), (UNKNOWN, None, "crashed", "failed", False),
@@ -324,42 +333,40 @@ def set_slurm_state(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
         ("FAILED", {"by": "stop file"}, "stop file", "stopped", False),
     ],
 )  # fmt: skip
-def test_a_successor_applies_the_budgets_if_the_supervisor_died(
+def test_successor_applies_the_budgets_after_a_killed_supervisor(
     tmp_path: Path, set_slurm_state: Callable[[str], None], state: str, stopping_fields: dict[str, str] | None,
-    cause: str,
-    ends: str, is_retried: bool,
+    cause: str, end_event: str, is_retried: bool,
 ) -> None:  # fmt: skip
-    """There is no new checkpoint: only causes outside the run are retried, a few times."""
+    """The attempt made no progress, so it is only retried if the cause is outside of the run, such as a dead node."""
     set_slurm_state(state)
     run = make_unreported_attempt(tmp_path, *([("stopping", stopping_fields)] if stopping_fields else []))
     code, _, events = close_attempt(run, "7")
-    assert (code is None) == is_retried and [e["event"] for e in events] == [ends, *["handed_over"] * is_retried]
-    assert {e["cause"] for e in events} == {cause} and code in (
-        None,
-        ExitCode.__members__.get(cause.upper(), ExitCode.STOPPED),
-    )
-    again = close_attempt(run, "7")
-    assert again[2] == [] and again[0] == code, "the result of a second call is the same"
+    assert (code is None) == is_retried
+    assert [event["event"] for event in events] == [end_event, *["handed_over"] * is_retried]
+    assert {event["cause"] for event in events} == {cause}
+    assert code in (None, ExitCode.__members__.get(cause.upper(), ExitCode.STOPPED))
+    second_code, _, second_events = close_attempt(run, "7")
+    assert second_code == code and second_events == [], "a second call must return the same and write nothing"
 
 
-def test_supervisors_that_die_repeatedly_are_not_retried_forever(
+def test_number_of_retries_after_killed_supervisors_is_limited(
     tmp_path: Path, set_slurm_state: Callable[[str], None]
 ) -> None:
     set_slurm_state("NODE_FAIL")
     run = make_unreported_attempt(tmp_path, overrides=["recovery.fruitless=2"])
     job = 7
-    while (found := close_attempt(run, str(job)))[0] is None:
+    while (result := close_attempt(run, str(job)))[0] is None:
         write_event(run, "submitted", "train", job_id=str(job + 1), after=[str(job)], kind="afternotok")
-        here = {"job_id": str(job), "slurm_job": str(job), "standing": read_progress_marker(run, "train")}
-        write_event(run, "started", "train", attempt=job - 5, restarts=0, **here)
+        fields = {"job_id": str(job), "slurm_job": str(job), "standing": read_progress_marker(run, "train")}
+        write_event(run, "started", "train", attempt=job - 5, restarts=0, **fields)
         job += 1
-        assert job < 20, "it is retried forever"
-    assert job == 9 and "3 attempts in a row" in (found[1] or "") and found[2][-1]["event"] == "failed"
+        assert job < 20, "the stage is retried forever"
+    assert job == 9 and "3 attempts in a row" in (result[1] or "") and result[2][-1]["event"] == "failed"
     write_event(run, "resumed")
-    assert close_attempt(run, str(job))[0] is None, "the user ran resume"
+    assert close_attempt(run, str(job))[0] is None, "`resume` must reset the limit"
 
 
-def test_a_requeued_job_applies_the_budgets(tmp_path: Path) -> None:
+def test_requeued_job_applies_the_budgets_after_a_killed_supervisor(tmp_path: Path) -> None:
     run = make_unreported_attempt(tmp_path, overrides=["recovery.node_failure=1"])
     assert [e["event"] for e in close_attempt(run, "6", 1)[2]] == ["failed", "requeued"]
     write_event(run, "started", "train", job_id="6", slurm_job="6", attempt=2, restarts=1, standing="step 0")
@@ -368,23 +375,25 @@ def test_a_requeued_job_applies_the_budgets(tmp_path: Path) -> None:
     assert "not retried" in events[-1]["message"] and len(events) == 1
 
 
-def test_a_budget_is_charged_if_the_supervisor_died_after_the_end_event(tmp_path: Path) -> None:
+def test_budget_is_charged_if_the_supervisor_was_killed_after_it_wrote_the_end(tmp_path: Path) -> None:
     run = make_unreported_attempt(tmp_path, ("preempted", {"cause": "preempted", "exit_code": 71}))
     assert [(e["event"], e.get("budget")) for e in close_attempt(run, "6", 1)[2]] == [("requeued", "preempted")]
     assert close_attempt(run, "6", 1)[2] == []
     final = make_unreported_attempt(tmp_path / "final", ("failed", {"cause": "crashed", "exit_code": 1}))
-    assert close_attempt(final, "6", 1)[:2] == (None, None), "the user requeued a job that had failed permanently"
-    assert close_attempt(final, "7")[0] == ExitCode.CRASHED, "but no successor continues it"
-    assert close_attempt(make_unreported_attempt(tmp_path / "hand"), "99")[0] is None, "the user started another job"
+    assert close_attempt(final, "6", 1)[:2] == (None, None), "a user may requeue a job that failed permanently"
+    assert close_attempt(final, "7")[0] == ExitCode.CRASHED, "a successor must not continue a failed stage"
+    assert close_attempt(make_unreported_attempt(tmp_path / "other"), "99")[0] is None, "a user may start another job"
 
 
-def test_the_attempt_of_a_sweep_point_in_an_array_is_closed(tmp_path: Path) -> None:
+def test_open_attempt_of_a_sweep_point_in_a_job_array_is_closed(tmp_path: Path) -> None:
     run = make_unreported_attempt(tmp_path)
     close_open_attempt(run, "train", replace(make_rank_info(0, 1, 1), job_id="6", restart_count=1, array=(3, 4)), None)
     assert [e["event"] for e in read_event_lines(run, "train")[-2:]] == ["failed", "requeued"]
 
 
-def test_a_refused_takeover_does_not_prevent_a_resume(tmp_path: Path, set_slurm_state: Callable[[str], None]) -> None:
+def test_resume_starts_a_stage_whose_successor_was_cancelled(
+    tmp_path: Path, set_slurm_state: Callable[[str], None]
+) -> None:
     set_slurm_state("CANCELLED")
     run = make_unreported_attempt(tmp_path, ("cancelled", {"cause": "cancelled", "exit_code": 74, "message": "job 5"}))
     assert close_attempt(run, "9") == (None, None, [])

@@ -1,4 +1,4 @@
-"""The supervisor's decision: the cause of a stop and the next action, as tables and properties of pure functions."""
+"""Tests of the supervisor's decisions: the cause of a stop, and the next action."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ def make_facts(info: JobInfo | None = None, site: SiteConfig = SITE, **fields: A
         (None, ExitCode.STOPPED),
     ],
 )
-def test_the_cause_is_inferred_from_what_slurm_shows(info: JobInfo | None, cause: ExitCode) -> None:
+def test_cause_is_inferred_from_the_state_of_the_job(info: JobInfo | None, cause: ExitCode) -> None:
     assert infer_stop_cause(JobFacts(SITE, info)) == cause
     assert determine_cause(ExitCode.STOPPED, JobFacts(SITE, info)) == (cause, None)
 
 
-def test_a_preempted_job_that_completes_is_not_cancelled_if_the_site_does_not_requeue() -> None:
+def test_completing_job_was_preempted_if_the_site_does_not_requeue() -> None:
     info = make_info("COMPLETING", is_preempted=True)
     assert infer_stop_cause(JobFacts(NO_REQUEUE, info)) == ExitCode.PREEMPTED
 
@@ -94,7 +94,7 @@ def test_a_preempted_job_that_completes_is_not_cancelled_if_the_site_does_not_re
         ("REQUEUED", False, ExitCode.REQUEUED),
         ("PREEMPTED", False, ExitCode.PREEMPTED),
         ("NODE_FAIL", False, ExitCode.NODE_FAILURE),
-        ("RUNNING", False, ExitCode.REQUEUED),  # accounting lags
+        ("RUNNING", False, ExitCode.REQUEUED),  # accounting is not up to date yet
         ("CANCELLED", False, ExitCode.REQUEUED),  # the controller shows that the job is in the queue again
         ("RUNNING", True, ExitCode.PREEMPTED),
         (None, False, ExitCode.REQUEUED),
@@ -102,14 +102,16 @@ def test_a_preempted_job_that_completes_is_not_cancelled_if_the_site_does_not_re
     ],
 )
 @pytest.mark.parametrize("exit_code", [ExitCode.STOPPED, ExitCode.CRASHED])
-def test_a_requeue_by_an_administrator_is_not_a_preemption(
+def test_requeue_by_an_administrator_is_distinguished_from_a_preemption(
     accounted_state: str | None, saw_preemption: bool, cause: ExitCode, exit_code: ExitCode
 ) -> None:
     info = make_info("COMPLETING", 1)
     job = JobFacts(SITE, info, accounted_state=accounted_state, saw_preemption=saw_preemption)
     determined, message = determine_cause(exit_code, job)
     assert determined == cause and (message is None) == (exit_code == ExitCode.STOPPED)
-    assert get_budget_key(determined) in ("preempted", "node_failure"), "a requeue is not a crash"
+    assert get_budget_key(determined) in ("preempted", "node_failure"), (
+        "a requeue must not charge the budget of crashes"
+    )
 
 
 @pytest.mark.parametrize(
@@ -124,13 +126,13 @@ def test_a_requeue_by_an_administrator_is_not_a_preemption(
         (ExitCode.CRASHED, None, ExitCode.CRASHED),
     ],
 )
-def test_a_failed_node_explains_lost_ranks(exit_code: ExitCode, info: JobInfo | None, cause: ExitCode) -> None:
+def test_failed_node_is_the_cause_of_lost_ranks(exit_code: ExitCode, info: JobInfo | None, cause: ExitCode) -> None:
     determined, message = determine_cause(exit_code, JobFacts(SITE, info, failed_nodes=["n2"]))
     assert determined == cause and ("n2" in (message or "")) == (cause == ExitCode.NODE_FAILURE)
 
 
 @pytest.mark.parametrize("info", [None, make_info()])
-def test_ranks_that_reach_their_own_deadline_reach_the_time_limit(info: JobInfo | None) -> None:
+def test_cause_is_the_time_limit_if_ranks_stop_at_their_own_deadline(info: JobInfo | None) -> None:
     cause, _ = determine_cause(ExitCode.STOPPED, JobFacts(SITE, info), reported_reason=LOCAL_DEADLINE)
     assert cause == ExitCode.TIME_LIMIT
     cause, _ = determine_cause(ExitCode.CRASHED, JobFacts(SITE, info), reported_reason=LOCAL_DEADLINE)
@@ -148,20 +150,25 @@ def test_ranks_that_reach_their_own_deadline_reach_the_time_limit(info: JobInfo 
         (make_info(restarts=1), SITE, True, NextAction.AWAIT_REQUEUE),
         (make_info(restarts=1), NO_REQUEUE, True, NextAction.AWAIT_REQUEUE),
         (make_info(), NO_REQUEUE, True, NextAction.HAND_OVER),
-        (make_info("COMPLETING"), NO_REQUEUE, True, NextAction.HAND_OVER),  # it sees how its predecessor ended
+        (
+            make_info("COMPLETING"),
+            NO_REQUEUE,
+            True,
+            NextAction.HAND_OVER,
+        ),  # The successor checks whether the job was cancelled.
         (None, NO_REQUEUE, True, NextAction.HAND_OVER),
         (make_info("CANCELLED"), NO_REQUEUE, True, NextAction.CANCEL),
         (make_info("CANCELLED"), SITE, True, NextAction.CANCEL),
         (make_info("COMPLETING"), SITE, True, NextAction.CANCEL),
         (make_info("COMPLETING", time_left_s=0.0), SITE, True, NextAction.REQUEUE),
-        (None, SITE, True, NextAction.QUERY_JOB),  # a cancelled job receives a signal
+        (None, SITE, True, NextAction.QUERY_JOB),  # The job may have been cancelled: it received a signal.
         (None, SITE, False, NextAction.REQUEUE),
         (make_info(is_preempted=True), SITE, True, NextAction.EXIT),
         (make_info(is_preempted=True, restarts=1), SITE, True, NextAction.AWAIT_REQUEUE),
         (make_info(is_preempted=True), NO_REQUEUE, True, NextAction.HAND_OVER),
     ],
 )
-def test_a_batch_job_that_may_be_retried_exits_by_one_of_these_ways(
+def test_next_action_of_a_batch_job_whose_stage_may_be_retried(
     info: JobInfo | None, site: SiteConfig, was_signalled: bool, action: NextAction
 ) -> None:
     assert choose_next_action(make_facts(info, site, was_signalled=was_signalled)).action == action
@@ -172,7 +179,7 @@ def test_a_batch_job_that_may_be_retried_exits_by_one_of_these_ways(
     [
         (ExitCode.DONE, False, True, NextAction.END),
         (ExitCode.STOPPED, False, True, NextAction.END),
-        (ExitCode.PREEMPTED, False, True, NextAction.END),  # an allocation that is taken away has no second attempt
+        (ExitCode.PREEMPTED, False, True, NextAction.END),  # The allocation is about to end.
         (ExitCode.TIME_LIMIT, False, True, NextAction.END),
         (ExitCode.CRASHED, True, True, NextAction.END),
         (ExitCode.CRASHED, False, True, NextAction.RESTART_IN_PLACE),
@@ -181,14 +188,14 @@ def test_a_batch_job_that_may_be_retried_exits_by_one_of_these_ways(
         (ExitCode.USER_ERROR, False, True, NextAction.FAIL),
     ],
 )
-def test_outside_a_batch_job_ranks_restart_in_place_or_the_stage_ends(
+def test_next_action_outside_of_a_batch_job(
     cause: ExitCode, was_signalled: bool, has_progress: bool, action: NextAction
 ) -> None:
     facts = make_facts(cause=cause, is_batch=False, was_signalled=was_signalled, has_progress=has_progress)
     assert choose_next_action(facts).action == action
 
 
-def test_a_used_budget_is_the_reason_of_a_failure() -> None:
+def test_stage_fails_if_the_budget_of_the_cause_is_used_up() -> None:
     facts = make_facts(cause=ExitCode.CRASHED, state=StageState(used_budgets={"crash": 2}))
     decision = choose_next_action(facts)
     assert decision.action is NextAction.FAIL and "recovery.budgets.crash: 2" in str(decision.reason)
@@ -221,19 +228,19 @@ any_facts = st.builds(
 
 @settings(deadline=None, max_examples=500)
 @given(any_facts)
-def test_every_stop_has_one_safe_next_action(facts: StopFacts) -> None:
+def test_next_action_is_consistent_with_the_facts_for_any_facts(facts: StopFacts) -> None:
     decision = choose_next_action(facts)
     job = facts.job
     assert (decision.reason is not None) == (decision.action is NextAction.FAIL)
     if facts.stop_reason in USER_REQUESTS:
-        assert decision.action is NextAction.END, "a stage that a user stopped is not retried"
+        assert decision.action is NextAction.END, "a stage that a user stopped must not be retried"
     if not facts.is_batch:
         assert decision.action in (NextAction.END, NextAction.FAIL, NextAction.RESTART_IN_PLACE)
     else:
         assert decision.action is not NextAction.RESTART_IN_PLACE
     if decision.action in (NextAction.REQUEUE, NextAction.EXIT):
         assert job.site.requeue and not job.was_requeued
-        assert job.info is None or job.info.state != "CANCELLED", "a cancelled job is not requeued"
-        assert job.info is not None or not facts.was_signalled, "it might have been cancelled"
+        assert job.info is None or job.info.state != "CANCELLED", "a cancelled job must not be requeued"
+        assert job.info is not None or not facts.was_signalled, "the job may have been cancelled"
     if decision.action is NextAction.HAND_OVER:
         assert not job.site.requeue

@@ -1,7 +1,7 @@
-"""How ranks are started in a Slurm job: the site's Python, pyxis or apptainer.
+"""Tests of the commands that start ranks in a Slurm job, with the site's Python or in a container (pyxis, apptainer).
 
-Programs on PATH record the command lines with which they are called. pyxis and apptainer are not installed; that they
-accept these command lines is known from their manuals only.
+Fake programs on PATH record the command lines with which they are called. The real pyxis and apptainer are not
+installed, so the expected command lines follow from their manuals.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ APPTAINER = "site.container={runtime: apptainer, image: /images/torch.sif, pytho
 
 @pytest.fixture
 def calls_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file in which these programs record their calls. mpirun then executes its program once."""
+    """Put fake srun, apptainer and mpirun on PATH, and return the file in which they record their calls.
+
+    After recording, mpirun executes its program once.
+    """
     execute = "command = sys.argv[3:]\nos.execvp(command[0], command)"
     for name, more in (("srun", ""), ("apptainer", ""), ("mpirun", execute)):
         text = RECORDER.format(python=sys.executable, file=str(tmp_path / "called"), more=more)
@@ -68,7 +71,7 @@ def make_srun_launcher(run: Run, stage: str = "train") -> SrunLauncher:
     return SrunLauncher(run, stage, 2, os.open(run.path, os.O_RDONLY), nodes=1)
 
 
-def test_ranks_start_with_the_sites_python_and_options(tmp_path: Path, calls_file: Path) -> None:
+def test_srun_starts_ranks_with_the_python_and_options_of_the_site(tmp_path: Path, calls_file: Path) -> None:
     srun_options = "site.srun={cpu-bind: cores, network: job_vni, overlap: true, mem: 0, exact: false}"
     run = make_run(tmp_path, "site.python=/envs/torch", srun_options)
     [(command, variables)] = start_and_read_calls(make_srun_launcher(run), calls_file)
@@ -76,11 +79,13 @@ def test_ranks_start_with_the_sites_python_and_options(tmp_path: Path, calls_fil
     assert command[-9:] == [*end, "/envs/torch/bin/python", "-m", "pipeline", "train", str(run.path)]
     assert variables["PYTHONPATH"] == f"{run.code_dir}:/a/module's"
     text = render_batch_script(run, run.config, "train")
-    assert "\nexec /envs/torch/bin/python -u -m submitit.core._submit " in text, "and so does the supervisor"
+    assert "\nexec /envs/torch/bin/python -u -m submitit.core._submit " in text, (
+        "the supervisor must use the same Python"
+    )
 
 
 @pytest.mark.parametrize(("stage", "wait_s"), [("train", 60), ("evaluate", 60), ("shard", 0)])
-def test_srun_does_not_end_independent_ranks_after_the_first_one_finished(
+def test_srun_does_not_kill_independent_ranks_after_the_first_one_has_finished(
     tmp_path: Path, calls_file: Path, stage: str, wait_s: int
 ) -> None:
     [(command, _)] = start_and_read_calls(make_srun_launcher(make_run(tmp_path), stage), calls_file)
@@ -92,13 +97,13 @@ def test_srun_does_not_end_independent_ranks_after_the_first_one_finished(
     [
         ("/envs/torch", "/envs/torch/bin/python"),
         ("/usr/bin/python3.12", "/usr/bin/python3.12"),
-        ("{here}/python3", "{here}/python3/bin/python"),
+        ("{folder}/python3", "{folder}/python3/bin/python"),
     ],
 )
-def test_a_virtual_environment_is_distinguished_from_an_interpreter(tmp_path: Path, python: str, program: str) -> None:
+def test_site_python_may_be_a_virtual_environment_or_an_interpreter(tmp_path: Path, python: str, program: str) -> None:
     (tmp_path / "python3").mkdir()
-    site = load_config(write_config(tmp_path), [f"site.python={python.format(here=tmp_path)}"]).site
-    assert get_job_python(site) == program.format(here=tmp_path)
+    site = load_config(write_config(tmp_path), [f"site.python={python.format(folder=tmp_path)}"]).site
+    assert get_job_python(site) == program.format(folder=tmp_path)
 
 
 def test_pyxis_starts_ranks_in_an_image(tmp_path: Path, calls_file: Path) -> None:
@@ -128,39 +133,45 @@ def test_apptainer_starts_ranks_in_an_image(tmp_path: Path, calls_file: Path, gp
 
 
 @pytest.mark.parametrize("container", [PYXIS, APPTAINER])
-def test_the_local_disk_of_a_node_is_mounted_at_its_own_path(
+def test_local_disk_is_mounted_only_on_nodes_that_have_it(
     tmp_path: Path, calls_file: Path, monkeypatch: pytest.MonkeyPatch, container: str
 ) -> None:
-    """Ranks expand the variable in the container, so it must have the job's value there, whatever the image sets. A
-    mount of a missing directory would end the stage, but ranks without the directory continue."""
+    """The variable in `site.local_disk` must have the job's value in the container, because ranks expand it there."""
     disk = tmp_path / "local/7"
     disk.mkdir(parents=True)
     monkeypatch.setenv("TEST_JOB", "7")
     run = make_run(tmp_path, container, f"site.local_disk={tmp_path}/local/${{TEST_JOB}}")
-    own = ",".join(f"{path}:{path}" for path in (run.path, run.data_dir))
+    run_mounts = ",".join(f"{path}:{path}" for path in (run.path, run.data_dir))
     [(command, _)] = start_and_read_calls(make_srun_launcher(run), calls_file)
     rank_command = build_rank_command(run, "train")
     if container == PYXIS:
-        assert f"--container-mounts={own},/data:/in:ro,/more:/more,{disk}:{disk}:nofail" in command
+        assert f"--container-mounts={run_mounts},/data:/in:ro,/more:/more,{disk}:{disk}:nofail" in command
         assert (
             rank_command.variables["TEST_JOB"] == "7"
             and "--container-env=PYTHONPATH,PYTHONSAFEPATH,TEST_JOB" in command
         )
     else:
         assert rank_command.variables["TEST_JOB"] == rank_command.variables["APPTAINERENV_TEST_JOB"] == "7"
-        rest = [f"--bind={own}", f"--pwd={run.code_dir}", "/images/torch.sif", "/opt/bin/python", "-m", "pipeline"]
+        other_arguments = [
+            f"--bind={run_mounts}",
+            f"--pwd={run.code_dir}",
+            "/images/torch.sif",
+            "/opt/bin/python",
+            "-m",
+            "pipeline",
+        ]
         calls_file.unlink()
         for exists in (True, False):
             subprocess.run([*rank_command.program, "-m", "pipeline"], check=True, timeout=60)
             [[_, *arguments], _] = json.loads(calls_file.read_text().splitlines()[-1])
-            assert arguments == ["exec", *[f"--bind={disk}:{disk}"] * exists, *rest]
+            assert arguments == ["exec", *[f"--bind={disk}:{disk}"] * exists, *other_arguments]
             if exists:
                 disk.rmdir()
     monkeypatch.delenv("TEST_JOB")
     assert not any("TEST_JOB" in option for option in build_rank_command(run, "train").srun)
 
 
-def test_a_scratch_directory_on_the_local_disk_is_mounted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scratch_directory_on_the_local_disk_is_mounted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # as in jobs with site.scratch
     run = make_run(tmp_path, APPTAINER, f"site.scratch={tmp_path}", "site.local_disk=$TMPDIR")
     [bind] = [option for option in build_rank_command(run, "train").program if option.startswith("--bind=")]
@@ -179,13 +190,13 @@ def test_mpirun_starts_ranks_in_an_image(tmp_path: Path, calls_file: Path, monke
     assert command[1] == "exec" and command[-5:] == ["/opt/bin/python", "-m", "pipeline", "train", str(run.path)]
     assert variables["PYTHONPATH"] == variables["APPTAINERENV_PYTHONPATH"] == str(run.code_dir)
     local: Any = launch.create_mpi_launcher(run, "train", 2, 1, lock, on_slurm=False)
-    assert local.rank_command.program == (sys.executable,), "`site` applies to Slurm jobs only"
+    assert local.rank_command.program == (sys.executable,), "`site` must only apply to Slurm jobs"
     with pytest.raises(UserError) as raised:
         launch.create_mpi_launcher(make_run(tmp_path / "pyxis", PYXIS), "train", 2, 1, lock, on_slurm=True)
     assert raised.value.code == "mpi.no_srun_plugin" and "apptainer" in str(raised.value)
 
 
-def test_the_directories_that_a_sweep_point_links_to_are_mounted(tmp_path: Path) -> None:
+def test_directories_to_which_a_sweep_point_links_are_mounted(tmp_path: Path) -> None:
     sweep = make_run(tmp_path, APPTAINER, "sweep={grid: {run.seed: [1, 2]}}")
     point = create_points(sweep)[0]
     [bind] = [option for option in build_rank_command(point, "train").program if option.startswith("--bind=")]
@@ -206,13 +217,13 @@ def test_the_directories_that_a_sweep_point_links_to_are_mounted(tmp_path: Path)
         ("site.python=python3", "absolute path"),
     ],
 )
-def test_an_invalid_site_profile_is_an_error(tmp_path: Path, override: str, fact: str) -> None:
+def test_invalid_key_of_site_is_an_error(tmp_path: Path, override: str, fact: str) -> None:
     with pytest.raises(ConfigError) as raised:
         load_config(write_config(tmp_path), [override])
     assert fact in str(raised.value)
 
 
-def test_a_path_that_cannot_be_mounted_is_an_error(tmp_path: Path) -> None:
+def test_path_that_cannot_be_mounted_is_an_error(tmp_path: Path) -> None:
     run = make_run(tmp_path, APPTAINER, f"run.root='{tmp_path}/a,b'")
     with pytest.raises(UserError) as raised:
         build_rank_command(run, "train")
@@ -232,5 +243,5 @@ def test_variables_that_select_another_cluster_are_an_error(
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.setenv(name, "b")
     with pytest.raises(UserError) as raised:
-        cluster_name()  # every query of jobs calls this first
+        cluster_name()  # Every query of jobs calls this function first.
     assert raised.value.code == "slurm.other_cluster"

@@ -1,4 +1,4 @@
-"""The supervisor with simulated ranks and a simulated clock: locks, requests to stop, causes, retries, successors."""
+"""Tests of the supervisor with simulated ranks and a simulated clock: stops, locks, requeues, successors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SIGTERM = 15
 
 
 class SimulatedRanks:
-    """A launcher whose rank exits with `code` at poll number `polls`. `on_poll` is called before each poll."""
+    """A launcher of one simulated rank, which exits with `code` at poll number `polls`. `on_poll` runs in each poll."""
 
     code: int = ExitCode.STOPPED
     polls = 3
@@ -65,7 +65,7 @@ class SimulatedRanks:
 
 
 class SimulatedClock:
-    """A clock on which sleeping takes no time. `on_sleep` is called with the time after each sleep."""
+    """A simulated clock, which a sleep advances immediately. `on_sleep` is called with the time after each sleep."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, on_sleep: Callable[[float], None] = lambda now: None) -> None:
         self.now = 0.0
@@ -87,7 +87,7 @@ def run(tmp_path: Path) -> Run:
 def make_supervisor(
     run: Run, monkeypatch: pytest.MonkeyPatch, flag: StopFlag | None = None, **behaviour: Any
 ) -> Supervisor:
-    """Return a supervisor of `train`. `behaviour`: attributes of its :class:`SimulatedRanks`."""
+    """Return a supervisor of the train stage. `behaviour`: attributes of its :class:`SimulatedRanks`."""
     attributes = {name: staticmethod(value) if callable(value) else value for name, value in behaviour.items()}
     ranks = type("Ranks", (SimulatedRanks,), attributes)
     monkeypatch.setattr(
@@ -97,18 +97,21 @@ def make_supervisor(
     return Supervisor(run, "train", flag or StopFlag())
 
 
-def enter_batch_job(one: Supervisor, monkeypatch: pytest.MonkeyPatch, job: str, restarts: int = 0) -> list[Any]:
-    """Make the supervisor one of a batch job whose controller does not respond.
+def enter_batch_job(
+    job_supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, job: str, restarts: int = 0
+) -> list[Any]:
+    """Make a supervisor run in a simulated batch job. The controller of the cluster does not respond.
 
     Returns:
-        A list to which it appends "cancelled waiting jobs", and cause and progress when it exits to be retried.
+        A list of the supervisor's actions, which grows later. It gets "cancelled waiting jobs" when the supervisor
+        cancels them, and (cause, progress) when it exits so that the stage is retried.
     """
     actions: list[Any] = []
-    one.on_slurm = True
-    one.is_batch = True
-    one.nodes = ["n1"]
-    one.job_id = job
-    one.rank_info = replace(make_rank_info(0, 1, 1), job_id=job, restart_count=restarts)
+    job_supervisor.on_slurm = True
+    job_supervisor.is_batch = True
+    job_supervisor.nodes = ["n1"]
+    job_supervisor.job_id = job
+    job_supervisor.rank_info = replace(make_rank_info(0, 1, 1), job_id=job, restart_count=restarts)
     monkeypatch.setattr(supervisor, "apply_site_environment", lambda *arguments: None)
     monkeypatch.setattr(supervisor.current_job, "read_job_info", lambda *arguments: None)
     monkeypatch.setattr(supervisor.capacity, "find_placement_problem", lambda *arguments: None)
@@ -132,65 +135,67 @@ def write_start(run: Run, job: str) -> None:
     write_event(run, "started", "train", attempt=1, slurm_job=job, job_id=job, restarts=0, standing="step 0")
 
 
-def exit_after_crash(one: Supervisor) -> ExitCode:
-    """Let the supervisor of a batch job exit after a crash that may be retried."""
+def exit_after_crash(job_supervisor: Supervisor) -> ExitCode:
+    """Make the supervisor of a batch job exit after a crash that may be retried, and return the exit code."""
     facts = StopFacts(
         cause=ExitCode.CRASHED,
         stop_reason=None,
         has_progress=True,
         state=StageState(),
-        limits=one.run.config.recovery,
+        limits=job_supervisor.run.config.recovery,
         is_batch=True,
         was_signalled=False,
-        job=JobFacts(one.run.config.site),
+        job=JobFacts(job_supervisor.run.config.site),
     )
-    return one._exit_for_retry(supervisor.AttemptEnd(ExitCode.CRASHED), facts)
+    return job_supervisor._exit_for_retry(supervisor.AttemptEnd(ExitCode.CRASHED), facts)
 
 
 # ---- requests to stop, and what ranks report
 
 
-def test_a_stage_that_is_done_is_not_started_again(
+def test_stage_that_is_done_does_not_start_again(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """For example, train.sbatch is submitted with a finished run."""
-    one = make_supervisor(run, monkeypatch, code=ExitCode.CRASHED)
+    """A user may submit train.sbatch with a finished run."""
+    job_supervisor = make_supervisor(run, monkeypatch, code=ExitCode.CRASHED)
     monkeypatch.setattr(
-        one, "stage_module", SimpleNamespace(missing_outputs=lambda run: None, progress=lambda run: Progress("30/30"))
+        job_supervisor,
+        "stage_module",
+        SimpleNamespace(missing_outputs=lambda run: None, progress=lambda run: Progress("30/30")),
     )
-    assert one.supervise() == ExitCode.DONE
+    assert job_supervisor.supervise() == ExitCode.DONE
     assert "30/30" in capsys.readouterr().out and not read_event_lines(run, "train")
 
 
 @pytest.mark.parametrize("poll", [1, 2, 3])
 @pytest.mark.parametrize(("code", "cause"), [(ExitCode.STOPPED, "stop file"), (ExitCode.CRASHED, "crashed")])
-def test_a_stop_file_takes_precedence_over_an_earlier_signal(
+def test_stop_file_takes_precedence_over_an_earlier_signal(
     run: Run, monkeypatch: pytest.MonkeyPatch, poll: int, code: ExitCode, cause: str
 ) -> None:
-    """The file appears while the ranks save, or when they exit."""
+    """The file is created while the ranks save, or when they exit."""
     flag = StopFlag()
     flag._set(SIGTERM)
-    one = make_supervisor(
+    job_supervisor = make_supervisor(
         run, monkeypatch, flag, code=code, on_poll=lambda number: run.stop_file.touch() if number == poll else None
     )
-    one.is_batch = True
+    job_supervisor.is_batch = True
     monkeypatch.setattr(
         Supervisor, "_exit_for_retry", lambda *arguments: pytest.fail("retried a stage that a user stopped")
     )
-    assert one.supervise() == code
+    assert job_supervisor.supervise() == code
     assert read_event_lines(run, "train")[-1]["cause"] == cause and not run.stop_file.exists()
 
 
-def test_the_cause_of_a_stop_is_not_taken_from_an_earlier_attempt(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cause_of_a_stop_is_not_taken_from_an_earlier_attempt(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     write_event(run, "started", "train", attempt=1)
     write_event(run, "stop_requested", "train", signal="SIGUSR2")
-    one = make_supervisor(run, monkeypatch)
-    assert one.supervise() == ExitCode.STOPPED
+    job_supervisor = make_supervisor(run, monkeypatch)
+    assert job_supervisor.supervise() == ExitCode.STOPPED
     assert read_event_lines(run, "train")[-1]["cause"] == "signal", "the ranks of this attempt wrote no cause"
-    one = make_supervisor(
+    job_supervisor = make_supervisor(
         run, monkeypatch, on_poll=lambda number: write_event(run, "stop_requested", "train", signal="SIGINT")
     )
-    one.supervise()
+    job_supervisor.supervise()
     assert read_event_lines(run, "train")[-1]["cause"] == "SIGINT"
 
 
@@ -198,58 +203,58 @@ def test_the_cause_of_a_stop_is_not_taken_from_an_earlier_attempt(run: Run, monk
     ("recorded_cause", "reason", "ranks_earlier_s", "is_preempted"),
     [
         (None, "SIGTERM", 0.0, False),
-        (None, "SIGTERM", 15.0, True),  # the ranks were signalled at the start of the grace period
-        (None, "SIGUSR2", None, True),  # --signal=B:
+        (None, "SIGTERM", 15.0, True),  # The ranks received a signal at the start of the grace period.
+        (None, "SIGUSR2", None, True),  # the signal of --signal=B:
         ("preempted", "SIGTERM", None, True),
         ("time_limit", "SIGUSR2", 15.0, False),
         ("requeued", "SIGTERM", None, False),
         (None, None, None, False),
     ],
 )
-def test_a_preemption_is_recognized_after_slurm_has_requeued_the_job(
+def test_preemption_is_recognized_after_slurm_has_requeued_the_job(
     run: Run, monkeypatch: pytest.MonkeyPatch, recorded_cause: str | None, reason: str | None,
     ranks_earlier_s: float | None, is_preempted: bool,
 ) -> None:  # fmt: skip
     """`ranks_earlier_s`: how long before the supervisor the ranks received their signal."""
-    one = make_supervisor(run, monkeypatch)
+    job_supervisor = make_supervisor(run, monkeypatch)
     write_event(run, "started", "train", attempt=1, task=None)
     if ranks_earlier_s is not None:
         write_event(run, "stop_requested", "train", step=7, signal="SIGUSR2")
-    one.flag.reason = reason
-    one.flag.signal_time = time.monotonic() + (ranks_earlier_s or 0.0)
+    job_supervisor.flag.reason = reason
+    job_supervisor.flag.signal_time = time.monotonic() + (ranks_earlier_s or 0.0)
     now = time.time() + (ranks_earlier_s or 0.0)
     monkeypatch.setattr(supervisor.time, "time", lambda: now)
-    monkeypatch.setattr(supervisor.time, "monotonic", lambda: one.flag.signal_time)
+    monkeypatch.setattr(supervisor.time, "monotonic", lambda: job_supervisor.flag.signal_time)
     if recorded_cause:
         write_event(run, "stopping", "train", by=reason, cause=recorded_cause)
-    one.rank_info = replace(make_rank_info(0, 1, 1), job_id="12")
+    job_supervisor.rank_info = replace(make_rank_info(0, 1, 1), job_id="12")
     requeued = JobInfo("COMPLETING", 1, False, 100.0, True)
-    cause, _ = determine_cause(ExitCode.STOPPED, one._gather_job_facts(requeued, ExitCode.STOPPED))
+    cause, _ = determine_cause(ExitCode.STOPPED, job_supervisor._gather_job_facts(requeued, ExitCode.STOPPED))
     assert cause == (ExitCode.PREEMPTED if is_preempted else ExitCode.REQUEUED)
 
 
-def test_each_attempt_receives_the_time_that_is_left_then(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_attempt_receives_the_remaining_time_of_the_job(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     info = JobInfo("RUNNING", 0, False, 100.0, False, submit_time=7.0)
     monkeypatch.setenv("SLURM_JOB_NAME", "by-hand")
     monkeypatch.setenv("SLURM_CLUSTER_NAME", "here")
     monkeypatch.setenv(TIME_LEFT_VARIABLE, "")
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     monkeypatch.setattr(supervisor.current_job, "read_job_info", lambda job: info)
-    one = make_supervisor(run, monkeypatch, code=ExitCode.DONE)
-    one.on_slurm = False
+    job_supervisor = make_supervisor(run, monkeypatch, code=ExitCode.DONE)
+    job_supervisor.on_slurm = False
     time_left_s = []
     for elapsed_s in (0.0, 30.0, 100.0):
-        if one.job_end_time is not None:
-            one.job_end_time -= elapsed_s
-        one._run_attempt(0, "")
+        if job_supervisor.job_end_time is not None:
+            job_supervisor.job_end_time -= elapsed_s
+        job_supervisor._run_attempt(0, "")
         time_left_s.append(float(os.environ[TIME_LEFT_VARIABLE]))
     assert [round(seconds, -1) for seconds in time_left_s] == [100.0, 70.0, 0.0] and time_left_s[2] == 0.0
     started = read_event_lines(run, "train", "started")[-1]
     assert [started[key] for key in ("cluster", "job_name", "job_submitted")] == ["here", "by-hand", 7.0]
 
 
-def test_a_hang_names_the_rank_that_did_not_arrive(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ranks wrote where they were. Rank 0 exited first, but rank 1 was behind."""
+def test_end_event_of_a_hang_names_the_rank_that_is_behind(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ranks wrote a report. Rank 0 exited first, but rank 1 was in an earlier phase."""
 
     def write_reports(poll: int) -> None:
         for rank, number in ((0, 3), (1, 1)):
@@ -257,18 +262,18 @@ def test_a_hang_names_the_rank_that_did_not_arrive(run: Run, monkeypatch: pytest
             write_json(run.stage_dir("train") / f"hang-rank-{rank}.json", {**report, "collectives": []})
         write_error_report(run, "train", make_rank_info(0, 2, 1), ExitCode.HANG, "rank 0 was in phase 'reduce'")
 
-    one = make_supervisor(run, monkeypatch, code=ExitCode.HANG, on_poll=write_reports)
-    assert one.supervise() == ExitCode.HANG
+    job_supervisor = make_supervisor(run, monkeypatch, code=ExitCode.HANG, on_poll=write_reports)
+    assert job_supervisor.supervise() == ExitCode.HANG
     event = read_event_lines(run, "train")[-1]
     assert (event["event"], event["cause"], event["rank"], event["host"]) == ("failed", "hang", 1, "n1")
     assert event["final"] and "'reduce'" in event["message"] and "no new checkpoint" in event["message"]
 
 
 @pytest.mark.parametrize("number", [errno.ESHUTDOWN, errno.EIO, errno.ESTALE])
-def test_a_file_system_that_fails_for_a_while_stops_no_rank(
+def test_temporary_failure_of_the_file_system_does_not_stop_the_ranks(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
 ) -> None:
-    """For example, a Lustre client is evicted. The ranks on other nodes may not be affected."""
+    """For example, the Lustre client of one node is evicted, and the ranks on other nodes are not affected."""
     stat = Path.stat
     failing = [True]
 
@@ -280,16 +285,18 @@ def test_a_file_system_that_fails_for_a_while_stops_no_rank(
     def recover_at_poll_30(poll: int) -> None:
         failing[0] = failing[0] and poll < 30
 
-    one = make_supervisor(run, monkeypatch, polls=30, code=ExitCode.DONE, on_poll=recover_at_poll_30)
-    monkeypatch.setattr(one, "stage_module", SimpleNamespace(missing_outputs=lambda run: "no" if failing[0] else None))
+    job_supervisor = make_supervisor(run, monkeypatch, polls=30, code=ExitCode.DONE, on_poll=recover_at_poll_30)
+    monkeypatch.setattr(
+        job_supervisor, "stage_module", SimpleNamespace(missing_outputs=lambda run: "no" if failing[0] else None)
+    )
     monkeypatch.setattr(Path, "stat", fail_for_requests)
     monkeypatch.setattr(Run, "check_not_cancelled", lambda self: None)
-    assert one.supervise() == ExitCode.DONE
-    assert capsys.readouterr().err.count(os.strerror(number)) == 1, "the error is printed once"
+    assert job_supervisor.supervise() == ExitCode.DONE
+    assert capsys.readouterr().err.count(os.strerror(number)) == 1, "the error must be printed once"
 
 
 def test_ranks_are_stopped_even_if_the_event_cannot_be_written(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = make_supervisor(run, monkeypatch)
+    job_supervisor = make_supervisor(run, monkeypatch)
     append_event = Run.append_event
 
     def fail_for_stopping(self: Run, event: Event) -> None:
@@ -298,19 +305,19 @@ def test_ranks_are_stopped_even_if_the_event_cannot_be_written(run: Run, monkeyp
         append_event(self, event)
 
     monkeypatch.setattr(Run, "append_event", fail_for_stopping)
-    one.flag._set(SIGTERM)
-    assert one.supervise() == ExitCode.STOPPED
+    job_supervisor.flag._set(SIGTERM)
+    assert job_supervisor.supervise() == ExitCode.STOPPED
 
 
 @pytest.mark.parametrize(("seconds", "code"), [(2300.0, ExitCode.STOPPED), (2600.0, ExitCode.HANG)])
-def test_stopping_ranks_may_take_as_long_as_a_save(
+def test_ranks_may_take_as_long_as_a_save_to_stop(
     run: Run, monkeypatch: pytest.MonkeyPatch, seconds: float, code: ExitCode
 ) -> None:
-    """`recovery.save_s` is 1800. After that, the ranks themselves report a hang (pipeline/resilience/watchdog.py)."""
+    """The supervisor waits for `recovery.save_s` (1800 s) and 600 s more. The ranks detect hangs themselves before."""
     clock = SimulatedClock(monkeypatch)
-    one = make_supervisor(run, monkeypatch, polls=20, on_poll=lambda poll: clock.sleep(seconds / 20))
-    one.flag._set(SIGTERM)
-    assert one.supervise() == code
+    job_supervisor = make_supervisor(run, monkeypatch, polls=20, on_poll=lambda poll: clock.sleep(seconds / 20))
+    job_supervisor.flag._set(SIGTERM)
+    assert job_supervisor.supervise() == code
     assert code == ExitCode.STOPPED or "2400 s" in read_event_lines(run, "train")[-1]["message"]
 
 
@@ -318,61 +325,65 @@ def test_stopping_ranks_may_take_as_long_as_a_save(
 
 
 @pytest.mark.parametrize("kind", ["requeued", "successor"])
-def test_a_lock_that_the_previous_attempt_keeps_is_a_node_failure(
+def test_attempt_ends_as_node_failure_if_the_previous_one_does_not_release_the_lock(
     run: Run, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """For example, its process hangs in the kernel. The job is retried, and no waiting job is cancelled."""
+    """For example, a rank hangs in the kernel. The stage is retried, and no waiting job is cancelled."""
     previous_job = "5"
     job = "5" if kind == "requeued" else "6"
     write_start(run, previous_job)
     if kind == "successor":
         write_event(run, "submitted", "train", job_id=job, executor="slurm", after=[previous_job], kind="afternotok")
     assert run.lock_stage("train") is not None
-    one = make_supervisor(run, monkeypatch, start=lambda *arguments: pytest.fail("two attempts at the same time"))
-    actions = enter_batch_job(one, monkeypatch, job, restarts=int(kind == "requeued"))
+    job_supervisor = make_supervisor(
+        run, monkeypatch, start=lambda *arguments: pytest.fail("two attempts at the same time")
+    )
+    actions = enter_batch_job(job_supervisor, monkeypatch, job, restarts=int(kind == "requeued"))
     clock = SimulatedClock(monkeypatch)
-    assert one.supervise() == ExitCode.NODE_FAILURE
+    assert job_supervisor.supervise() == ExitCode.NODE_FAILURE
     assert actions == [("NODE_FAILURE", False)]
-    assert 900 <= clock.now < 910 and min(clock.sleeps) >= 1.0, "each flock is a request to the file system's server"
+    assert 900 <= clock.now < 910 and min(clock.sleeps) >= 1.0, (
+        "each attempt to take the lock sends a request to the file server"
+    )
     event = read_event_lines(run, "train")[-1]
     assert (event["event"], event["cause"], event["attempt"]) == ("failed", "node_failure", 2)
     assert f"pid {os.getpid()}" in event["message"] and not event.get("final")
 
 
-def test_a_lock_that_is_released_late_is_taken(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attempt_starts_when_the_previous_one_releases_the_lock_late(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     write_start(run, "5")
     lock = run.lock_stage("train") or 0
-    one = make_supervisor(run, monkeypatch, code=ExitCode.OUT_OF_MEMORY)
-    actions = enter_batch_job(one, monkeypatch, "5", restarts=1)
+    job_supervisor = make_supervisor(run, monkeypatch, code=ExitCode.OUT_OF_MEMORY)
+    actions = enter_batch_job(job_supervisor, monkeypatch, "5", restarts=1)
     clock = SimulatedClock(monkeypatch, lambda now: os.close(lock) if now == 600 else None)
-    assert one.supervise() == ExitCode.OUT_OF_MEMORY, "the exit code of ranks that were started"
+    assert job_supervisor.supervise() == ExitCode.OUT_OF_MEMORY, "the ranks must have been started"
     assert 600 <= clock.now < 605
     assert actions == ["cancelled waiting jobs"], "an attempt without a new checkpoint is not retried after this cause"
 
 
-def test_a_stop_ends_the_wait_for_the_lock(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_to_stop_ends_the_wait_for_the_lock(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     write_start(run, "5")
     assert run.lock_stage("train") is not None
-    one = make_supervisor(run, monkeypatch)
-    actions = enter_batch_job(one, monkeypatch, "5", restarts=1)
-    clock = SimulatedClock(monkeypatch, lambda now: one.flag._set(SIGTERM))
-    assert one.supervise() == ExitCode.STOPPED and clock.now < 5 and actions == [("STOPPED", False)]
-    one = make_supervisor(run, monkeypatch)
-    actions = enter_batch_job(one, monkeypatch, "5", restarts=2)
+    job_supervisor = make_supervisor(run, monkeypatch)
+    actions = enter_batch_job(job_supervisor, monkeypatch, "5", restarts=1)
+    clock = SimulatedClock(monkeypatch, lambda now: job_supervisor.flag._set(SIGTERM))
+    assert job_supervisor.supervise() == ExitCode.STOPPED and clock.now < 5 and actions == [("STOPPED", False)]
+    job_supervisor = make_supervisor(run, monkeypatch)
+    actions = enter_batch_job(job_supervisor, monkeypatch, "5", restarts=2)
     clock = SimulatedClock(monkeypatch, lambda now: run.stop_file.touch())
-    assert one.supervise() == ExitCode.STOPPED and clock.now < 5 and actions == ["cancelled waiting jobs"]
+    assert job_supervisor.supervise() == ExitCode.STOPPED and clock.now < 5 and actions == ["cancelled waiting jobs"]
     assert read_event_lines(run, "train")[-1]["cause"] == "stop file" and not run.stop_file.exists()
 
 
 @pytest.mark.parametrize("restarts", [0, 1])
-def test_a_stage_that_another_job_runs_is_not_started(run: Run, monkeypatch: pytest.MonkeyPatch, restarts: int) -> None:
+def test_stage_does_not_start_if_another_job_runs_it(run: Run, monkeypatch: pytest.MonkeyPatch, restarts: int) -> None:
     write_start(run, "9")
     assert run.lock_stage("train") is not None
-    one = make_supervisor(run, monkeypatch)
-    enter_batch_job(one, monkeypatch, "5", restarts)
+    job_supervisor = make_supervisor(run, monkeypatch)
+    enter_batch_job(job_supervisor, monkeypatch, "5", restarts)
     clock = SimulatedClock(monkeypatch)
     with pytest.raises(UserError) as raised:
-        one.supervise()
+        job_supervisor.supervise()
     assert raised.value.code == "run.stage_running"
     assert 60 <= clock.now < 70 and len(read_event_lines(run, "train")) == 1
 
@@ -390,11 +401,11 @@ RUNNING = JobInfo("RUNNING", 0, False, None, True)
         (36000.0, 30000.0, "requeued", ""), (36000.0, math.inf, "failed", "for 357"),
     ],
 )  # fmt: skip
-def test_a_controller_that_does_not_respond_is_queried_until_the_job_must_end(
+def test_controller_is_queried_until_the_job_must_end_if_it_does_not_respond(
     run: Run, monkeypatch: pytest.MonkeyPatch, time_left_s: float | None, recovery_time: float, event_name: str,
     message: str,
 ) -> None:  # fmt: skip
-    """It is queried for an hour at least, because without a controller the time limit of the job is not enforced."""
+    """The queries continue for at least an hour, because without a controller no time limit is enforced."""
     clock = SimulatedClock(monkeypatch)
     query_times: list[float] = []
 
@@ -402,36 +413,36 @@ def test_a_controller_that_does_not_respond_is_queried_until_the_job_must_end(
         query_times.append(clock.now)
         return RUNNING if clock.now >= recovery_time else None
 
-    one = make_supervisor(run, monkeypatch)
-    one.rank_info = replace(make_rank_info(0, 1, 1), job_id="5")
-    one.job_end_time = time_left_s
+    job_supervisor = make_supervisor(run, monkeypatch)
+    job_supervisor.rank_info = replace(make_rank_info(0, 1, 1), job_id="5")
+    job_supervisor.job_end_time = time_left_s
     monkeypatch.setattr(supervisor.current_job, "read_job_info", read_job_info)
     monkeypatch.setattr(supervisor.current_job, "requeue_job", lambda *arguments: clock.now >= recovery_time)
     monkeypatch.setattr(supervisor.current_job, "excluded_nodes_at_requeue", lambda *arguments: None)
     monkeypatch.setattr("slurm.query.preemption.is_requeued_on_exit", lambda *arguments: False)
-    assert exit_after_crash(one) == ExitCode.CRASHED
+    assert exit_after_crash(job_supervisor) == ExitCode.CRASHED
     event = read_event_lines(run, "train")[-1]
     assert event["event"] == event_name and message in event.get("message", "")
     assert "site.requeue" not in event.get("message", "") and len(query_times) < 20 + clock.now / 60
 
 
-def test_a_signal_interrupts_the_pause_between_two_queries(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A controller that responds again ends a job whose time is over at once: KILL follows TERM after 30 seconds."""
-    one = make_supervisor(run, monkeypatch)
+def test_signal_ends_the_pause_between_two_queries(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A controller that responds again ends jobs that exceeded their time limit: it sends TERM, and KILL after 30 s."""
+    job_supervisor = make_supervisor(run, monkeypatch)
 
     def signal_at_1000(now: float) -> None:
-        if now >= 1000 and not one.flag.signal_count:
-            one.flag._handle(SIGTERM, None)
+        if now >= 1000 and not job_supervisor.flag.signal_count:
+            job_supervisor.flag._handle(SIGTERM, None)
 
     clock = SimulatedClock(monkeypatch, signal_at_1000)
     monkeypatch.setattr(supervisor.current_job, "read_job_info", lambda job: RUNNING if clock.now >= 1000 else None)
-    info, _ = one._wait_for_job_info(0)
+    info, _ = job_supervisor._wait_for_job_info(0)
     assert info == RUNNING and clock.now < 1001
 
 
-def test_a_requeue_is_repeated_if_the_controller_failed_in_between(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = make_supervisor(run, monkeypatch)
-    one.rank_info = replace(make_rank_info(0, 1, 1), job_id="5")
+def test_requeue_is_repeated_if_the_controller_stopped_responding(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    job_supervisor = make_supervisor(run, monkeypatch)
+    job_supervisor.rank_info = replace(make_rank_info(0, 1, 1), job_id="5")
     clock = SimulatedClock(monkeypatch)
     requeue_times: list[float] = []
 
@@ -446,11 +457,13 @@ def test_a_requeue_is_repeated_if_the_controller_failed_in_between(run: Run, mon
     monkeypatch.setattr(supervisor.current_job, "requeue_job", requeue)
     monkeypatch.setattr(supervisor.current_job, "excluded_nodes_at_requeue", lambda *arguments: None)
     monkeypatch.setattr("slurm.query.preemption.is_requeued_on_exit", lambda *arguments: False)
-    assert exit_after_crash(one) == ExitCode.CRASHED
+    assert exit_after_crash(job_supervisor) == ExitCode.CRASHED
     assert read_event_lines(run, "train")[-1]["event"] == "requeued" and len(requeue_times) == 2
     monkeypatch.setattr(supervisor.current_job, "requeue_job", lambda *arguments: False)
-    exit_after_crash(one)
-    assert "site.requeue: false" in read_event_lines(run, "train")[-1]["message"], "a controller that responds refused"
+    exit_after_crash(job_supervisor)
+    assert "site.requeue: false" in read_event_lines(run, "train")[-1]["message"], (
+        "the controller responded, so it refused the request"
+    )
 
 
 # ---- successors and waiting jobs
@@ -465,7 +478,7 @@ def test_a_requeue_is_repeated_if_the_controller_failed_in_between(run: Run, mon
         ("30", False, ""), ("30", True, ""),  # the evaluation of one checkpoint: the next one does not need it
     ],
 )  # fmt: skip
-def test_jobs_that_can_no_longer_start_are_cancelled(
+def test_waiting_jobs_are_cancelled_if_they_can_no_longer_start(
     run: Run, monkeypatch: pytest.MonkeyPatch, job: str, is_done: bool, cancelled: str
 ) -> None:
 
@@ -497,9 +510,7 @@ def test_jobs_that_can_no_longer_start_are_cancelled(
     assert commands == ([f"scancel {cancelled}"] if cancelled else [])
 
 
-def test_a_successor_takes_over_the_jobs_that_waited_for_its_predecessor(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_jobs_that_waited_for_the_predecessor_wait_for_the_successor(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     from slurm.submit import sbatch
 
     for stage, job, kind, after in (
@@ -518,7 +529,7 @@ def test_a_successor_takes_over_the_jobs_that_waited_for_its_predecessor(
     assert commands == ["scontrol update JobId=12 Dependency=afterok:15"]
 
 
-def test_a_successor_trains_without_a_successor_and_submits_it_at_the_end(
+def test_successor_starts_without_a_further_successor_and_submits_it_at_the_end(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_event(run, "submitted", "train", job_id="15", executor="slurm", kind="afternotok", after=["14"])
@@ -533,7 +544,9 @@ def test_a_successor_trains_without_a_successor_and_submits_it_at_the_end(
     monkeypatch.setattr("slurm.submit.sbatch.submit_stage", submit)
     monkeypatch.setattr(succession.job_states, "query_job_states", lambda jobs: {})
     monkeypatch.setattr(succession, "_was_cancelled", lambda *arguments: False)
-    assert succession.take_over(run, "train", replace(make_rank_info(0, 1, 1), job_id="15")) is None, "it trains"
+    assert succession.take_over(run, "train", replace(make_rank_info(0, 1, 1), job_id="15")) is None, (
+        "the stage must start"
+    )
     assert "too many jobs" in capsys.readouterr().err and read_event_lines(run, "train")[-1]["event"] == "took_over"
     assert succession.hand_over(run, "train", "15") is None and submitted == [("train", ["15"], "afternotok")]
 
@@ -541,7 +554,7 @@ def test_a_successor_trains_without_a_successor_and_submits_it_at_the_end(
 @pytest.mark.parametrize(
     ("script", "output"), [("exit 1", "exit code 1"), ("echo accepted, perhaps", "accepted, perhaps")]
 )
-def test_the_output_of_an_unclear_sbatch_is_in_the_message(
+def test_error_of_an_unclear_submission_contains_the_output_of_sbatch(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, output: str
 ) -> None:
     from slurm.submit.sbatch import submit_stage
@@ -555,10 +568,10 @@ def test_the_output_of_an_unclear_sbatch_is_in_the_message(
     assert raised.value.code == "slurm.submission_unknown" and output in str(raised.value)
 
 
-# ---- evaluations of checkpoints
+# ---- evaluations of new checkpoints
 
 
-def test_an_evaluation_that_cannot_be_submitted_is_tried_again_and_stops_no_training(
+def test_failed_submission_of_an_evaluation_is_repeated_and_does_not_stop_the_run(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     evaluations = background.EvaluationSubmitter(run)
@@ -582,17 +595,17 @@ def test_an_evaluation_that_cannot_be_submitted_is_tried_again_and_stops_no_trai
     while clock.now < 7200:
         evaluations.poll()
         clock.sleep(1.0)
-    assert submit_times == [0, 60, 180, 420, 900, 1860], "the pause doubles until a submission succeeds"
+    assert submit_times == [0, 60, 180, 420, 900, 1860], "the pause must double until a submission succeeds"
     messages = [event["message"] for event in read_event_lines(run, "evaluate", "evaluation_not_submitted")]
     names = [message.split(":")[0] for message in messages]
     assert names == ["sbatch refused", "FileNotFoundError", "RuntimeError", "OSError"]
 
 
 @pytest.mark.parametrize(("early_stop", "submitted"), [({"steps": 40}, []), ({"steps": 30}, [7]), (None, [7])])
-def test_the_final_checkpoint_is_left_to_the_evaluation_of_the_chain(
+def test_no_extra_evaluation_is_submitted_for_the_final_checkpoint(
     run: Run, monkeypatch: pytest.MonkeyPatch, early_stop: dict[str, int] | None, submitted: list[int]
 ) -> None:
-    """A callback may complete a training before `train.steps`; its last checkpoint records that."""
+    """The chain evaluates the final checkpoint. If a callback completed the run early, the checkpoint records this."""
     manifest = {"step": 7, "samples_consumed": 28, "layout": {}, "files": {}, "extra": {"early_stop": early_stop}}
     checkpoint = run.checkpoints_dir / checkpoint_name(7)
     checkpoint.mkdir()
