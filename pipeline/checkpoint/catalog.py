@@ -148,7 +148,7 @@ def verify_checkpoint_files(
                 )
         except FileNotFoundError:
             raise CheckpointError("checkpoint.missing_file", f"{path} is missing") from None
-        except UserError as error:  # The path is not a regular file, but for example a pipe.
+        except UserError as error:  # The path is not a regular file. It may be a pipe, for example.
             raise CheckpointError("checkpoint.damaged_file", str(error)) from None
 
 

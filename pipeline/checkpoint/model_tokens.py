@@ -45,7 +45,7 @@ class ModelTokens:
 
     @property
     def ids(self) -> dict[str, Any]:
-        """The keys of config.json: `bos_token_id`, `eos_token_id` (a list if there are several) and `pad_token_id`."""
+        """Values for config.json: `bos_token_id`, `eos_token_id` (a list if there are several) and `pad_token_id`."""
         end = self.end_ids[0] if len(self.end_ids) == 1 else list(self.end_ids)
         return {"bos_token_id": self.bos_id, "eos_token_id": end, "pad_token_id": self.pad_id}
 
@@ -80,8 +80,9 @@ class ModelTokens:
 def find_model_tokens(run: Run, manifest: Manifest, tokenizer: Tokenizer) -> ModelTokens:
     """Return the special tokens of the run's model.
 
-    Generation stops at the EOS token of the run, at the EOS tokens of the source model, and, if the run was trained on
-    dialogues, at the token that ends an answer. The tokenizer's `eos_token` is the first of these that exists:
+    Generation stops at the EOS token of the run and at the EOS tokens of the source model. If the run was trained on
+    dialogues, it also stops at the token that ends an answer. The tokenizer's `eos_token` is the first of these that
+    exists:
 
     1. the token that the chat template writes as `eos_token`;
     2. the EOS token of the run's config, if the user chose another one than that of the source model;

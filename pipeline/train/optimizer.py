@@ -186,7 +186,7 @@ def _update(
 def _quantize(values: Tensor, random: Tensor, levels: int, scale: Tensor) -> Tensor:
     """Quantize `values` to integer levels from -levels to levels, and write the scale of each block to `scale`.
 
-    A level l stands for the value sign(l) · l² · scale. Rounding is stochastic: the upper of the two nearest levels is
+    The value of a level l is sign(l) · l² · scale. Rounding is stochastic: the upper of the two nearest levels is
     chosen with the probability that preserves the expected value.
 
     Args:

@@ -330,7 +330,7 @@ class Trainer:
         return None
 
     def _save_and_stop(self, step: int, reason: str) -> None:
-        """Stop after `step`. Save a checkpoint first, unless there is no time for it or the step was bad.
+        """Save a checkpoint and stop after `step`. Skip the save if the time is too short, or if the step was bad.
 
         Args:
             step: the step that has just ended.

@@ -232,10 +232,15 @@ def describe_hung_rank(
 def read_progress_marker(run: Run, stage: str) -> str:
     """Return a text that changes whenever the stage makes progress.
 
-    For the train stage, progress is a checkpoint of a step that was never saved before, a new checkpoint of a step
-    whose checkpoint was damaged, or a line of `decisions.jsonl`. The text is computed from events and checkpoints. The
-    checkpoints alone are not enough, because a new one may have been set aside as damaged. The events alone are not
-    enough, because a rank may be killed after a checkpoint and before its event.
+    The train stage makes progress with each of these:
+
+    - a checkpoint of a step that was never saved before;
+    - a new checkpoint of a step, if the previous checkpoint of this step was damaged;
+    - a line of `decisions.jsonl`.
+
+    The text is computed from both events and checkpoints. The checkpoints alone are not enough, because a new one may
+    have been set aside as damaged. The events alone are not enough, because a rank may be killed after it committed a
+    checkpoint and before it wrote the event.
     """
     if not STAGES[stage].is_training:
         return stages.load_stage_module(stage).progress(run).description
@@ -260,8 +265,9 @@ def close_open_attempt(run: Run, stage: str, rank_info: RankInfo, task: int | No
     """Decide whether this job may start the stage, and complete the events of the previous attempt if necessary.
 
     A supervisor that was killed, for example with its node, could not write the end of its attempt. This function then
-    writes the end. If Slurm started this job automatically to continue the attempt (a requeue, or a successor job), the
-    same rules apply as at the normal end of an attempt: the budget is charged, and the stage may fail permanently.
+    writes the end. Slurm may have started this job automatically to continue the attempt: the job was requeued, or is
+    the successor. Then the rules for the normal end of an attempt apply: the budget is charged, and the stage may fail
+    permanently.
 
     Args:
         run: the run.

@@ -100,7 +100,8 @@ def _stop_followers(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 def evaluates_one_checkpoint(run: Run, job_id: str) -> bool:
     """Return True if :class:`EvaluationSubmitter` submitted this job, False if it is the chain's evaluate job.
 
-    The outputs of the stage may still be incomplete after such a job, because checkpoints may appear while it runs.
+    After a job of EvaluationSubmitter, the outputs of the stage may still be incomplete, because more checkpoints may
+    appear while the job runs.
     """
     submissions = run.read_events("evaluate", Submitted)
     # The first check needs no Slurm command. The second one is exact if Slurm has reused the job id.

@@ -320,9 +320,9 @@ class ProgramLauncher(RankLauncher):
             self._processes[0] = self._spawn(interpreter, log, environment, self._lock_fd)
 
     def poll(self) -> list[RankExit]:
-        """Return [] while the program runs. When it has exited, return one exit that stands for all ranks.
+        """Return [] while the program runs. When it has exited, return a single exit for all ranks.
 
-        This is the exit of the rank that failed first. If no rank failed, it is that of rank 0.
+        This is the exit of the rank that failed first. If no rank failed, it is the exit of rank 0.
         """
         return [self._find_failed_rank(program_exit) for program_exit in super().poll()]
 

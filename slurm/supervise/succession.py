@@ -4,9 +4,10 @@ If jobs cannot be requeued (`site.requeue: false`), a successor job continues th
 successor T2 (`afternotok:T1`), and the evaluate job has `afterok:T1`. If T1 is killed, T2 starts. T2 submits its own
 successor T3 and changes the dependency of the evaluate job to `afterok:T2`.
 
-The successor of the chain's train job is submitted with the chain. Any other job (another stage, a sweep point, a job
-that the user submitted) submits its successor when it is stopped and its stage should be retried (:func:`hand_over`).
-If it is killed before that, for example because its node fails, there is no successor, and the user must run `resume`.
+The successor of the chain's train job is submitted with the chain. Any other job submits its successor only when it is
+stopped and its stage should be retried (:func:`hand_over`). Examples are jobs of other stages, of sweep points, and
+jobs that the user submitted. If such a job is killed, for example because its node fails, it has no successor, and the
+user must run `resume`.
 """
 
 from __future__ import annotations

@@ -158,8 +158,9 @@ class Supervisor:
     def _lock_stage(self) -> int | None:
         """Take the stage's lock.
 
-        If this job continues the previous attempt (it was requeued, or is the successor), the ranks of that attempt may
-        still hold the lock for a while. The job waits for them until `LOCK_WAIT_S` has passed or a stop is requested.
+        A job that was requeued, or that is a successor, continues the previous attempt. The ranks of the previous
+        attempt may still hold the lock for a while. In this case, the job waits up to `LOCK_WAIT_S` seconds, unless a
+        stop is requested.
 
         Returns:
             The file descriptor of the lock. None if this job continues the previous attempt and did not get the lock.
