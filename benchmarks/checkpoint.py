@@ -1,10 +1,11 @@
-"""Measure how much time a checkpoint adds to the training, with synchronous and asynchronous saves.
+"""Measure how much a save slows down training, with synchronous and asynchronous checkpoints.
 
     python -m benchmarks.checkpoint [--steps 24] [--rounds 4]
 
-Two ranks train a model whose state is about 300 MB and save every 8 steps. The "stall" of a save is 8 × the difference
-of the mean step time to a run without saves. It includes the call, slower steps afterwards, and the wait for the
-previous save. The three runs of a round follow each other.
+Two ranks train a model with about 300 MB of state, and save every 8 steps. The stall of a save is the time that it adds
+to the training: 8 × the difference between the mean step times with and without saves. It includes the call of `save`,
+slower steps afterwards, and the wait for the previous save. Each round consists of three runs, one after the other:
+without saves, with synchronous saves and with asynchronous saves.
 """
 
 from __future__ import annotations

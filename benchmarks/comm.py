@@ -62,9 +62,9 @@ def write_hooks_table(rank_counts: list[int]) -> None:
                 median_ms[f"{name}, {bucket} MiB, {backend}"] = ms
         best.append(f"on {ranks} ranks: {min(median_ms, key=median_ms.__getitem__)}")
     note = (
-        f"One DDP step, medians of {ROUNDS} interleaved rounds; MB that one rank sends, with ring algorithms; load "
-        f"average {load:.1f} before the run. All ranks share the memory of this machine, so sending is almost free "
-        f"here and the computation of the compression is not. Fastest: {'; '.join(best)}."
+        f"Times of one DDP step, medians of {ROUNDS} interleaved rounds. MB sent: by one rank, with ring algorithms. "
+        f"Load average {load:.1f} before the run. All ranks share the memory of this machine, so sending takes little "
+        f"time, compared with the computation of the compression. Fastest: {'; '.join(best)}."
     )
     write_table("hooks", "Gradient hooks", note, ["hook, buckets", "MB sent", "MPI, ms", "Gloo, ms"], rows)
 
@@ -91,9 +91,10 @@ def write_backends_table(rank_counts: list[int]) -> None:
             }
             best.append(f"{backend} on {ranks} ranks: {min(median_s, key=median_s.__getitem__)} MiB")
     note = (
-        f"Medians of {ROUNDS} interleaved pairs, {os.cpu_count()} cores, one thread per rank and its communication "
-        f"threads; load average {load:.1f} before the run. Waiting for ranks: the time in which rank 0 was ready and "
-        "another rank was not; most of it overlaps with backward. Fastest `parallel.bucket_mb`: "
+        f"Medians of {ROUNDS} interleaved pairs on {os.cpu_count()} cores. Each rank has one thread for computation, "
+        f"and its communication threads. Load average {load:.1f} before the run. Waiting for ranks: the time in which "
+        "rank 0 was ready and another rank was not. Most of this time overlaps with backward. Fastest "
+        "`parallel.bucket_mb`: "
         f"{'; '.join(best)}."
     )
     write_table("comm", "MPI compared with Gloo", note, ["figure", "MPI, ms", "Gloo, ms", "ratio", "spread"], rows)

@@ -2,11 +2,14 @@
 
     python -m benchmarks.convert [--layers 28] [--folder /tmp]
 
-The model is a Llama 3.2 3B with random bf16 weights (6.4 GB, largest tensor 0.79 GB). Import is what a training does
-before its first step: check, hash, fill the bf16 weights of one rank. Then a checkpoint of the weights is saved. Export
-reads this checkpoint, hashes it and writes the folder. Each runs in a separate process. Its peak memory is the increase
-of VmHWM. They are compared with reading the bytes of the source and writing those of the result in chunks of 16 MB with
-one fsync, before and after. The files are removed from the page cache before each measurement. Needs 26 GB of disk.
+The model is a Llama 3.2 3B with random bf16 weights (6.4 GB, largest tensor 0.79 GB). The import does what the
+train stage does before its first step: it checks and hashes the files, and fills the bf16 weights of one rank. Then a
+checkpoint of the weights is saved. The export reads this checkpoint, hashes it and writes the exported directory.
+Import and export run in separate processes, whose peak memory is the increase of VmHWM.
+
+The times are compared with plain I/O: reading the bytes of the source, and writing as many in chunks of 16 MB with one
+fsync. Plain I/O is measured before and after. The files are removed from the page cache before each measurement. The
+benchmark needs 26 GB of disk.
 """
 
 from __future__ import annotations
@@ -99,6 +102,7 @@ def measure_block(results: dict[str, float], name: str) -> Iterator[None]:
 
 
 def import_and_save(path: Path, results: dict[str, float]) -> None:
+    """Import the open model of a run, save a checkpoint of its weights, and add both measurements to `results`."""
     import torch
 
     from pipeline.checkpoint.checkpointer import Checkpointer
@@ -131,6 +135,7 @@ def import_and_save(path: Path, results: dict[str, float]) -> None:
 
 
 def export_run(path: Path, results: dict[str, float]) -> None:
+    """Export the newest checkpoint of a run, and add the measurement to `results`."""
     from pipeline.publish.export import export_checkpoint
     from pipeline.run.directory import Run
 
@@ -161,7 +166,13 @@ def drop_page_cache(folder: Path) -> int:
 
 
 def copy_plainly(source: Path, scratch: Path, write: bool) -> tuple[float, float]:
-    """Read all bytes of `source` and, if `write`, write as many with fsync; return seconds and CPU seconds."""
+    """Read all bytes of `source`; return seconds and CPU seconds.
+
+    Args:
+        source: the folder to read.
+        scratch: a temporary file to write.
+        write: whether to also write the same number of bytes to `scratch`, with fsync.
+    """
     size = drop_page_cache(source)
     chunk = os.urandom(CHUNK_BYTES)
     start = time.perf_counter()
@@ -176,9 +187,10 @@ def copy_plainly(source: Path, scratch: Path, write: bool) -> tuple[float, float
             for _ in range(size // CHUNK_BYTES):
                 out.write(chunk)
             os.fsync(out.fileno())
-    seconds = time.perf_counter() - start, time.process_time() - cpu_start
+    seconds = time.perf_counter() - start
+    cpu_seconds = time.process_time() - cpu_start
     scratch.unlink(missing_ok=True)
-    return seconds
+    return seconds, cpu_seconds
 
 
 def main() -> None:
@@ -228,8 +240,8 @@ def main() -> None:
     header = ["action", "GB", "s", "plain I/O", "ratio", "CPU s", "plain I/O", "ratio", "peak memory increase, GB"]
     note = (
         "A Llama of random bf16 weights in one process. Plain I/O: reading the bytes and, except for `import`, writing "
-        "as many with fsync, before and after. The times include SHA-256 of all bytes: import hashes what it reads, "
-        "save what it wrote, export what it reads."
+        "the same number of bytes with fsync; the mean of one measurement before and one after. The times include the "
+        "SHA-256 of all bytes that import and export read, and that save writes."
     )
     write_table("convert", "Import and export of an open model", note, header, rows)
 

@@ -29,7 +29,7 @@ class Footprint:
 
     @property
     def total(self) -> float:
-        """The sum, including fragmentation of the allocator."""
+        """Return the sum in bytes, including fragmentation of the allocator."""
         sizes = (self.weights, self.gathered, self.gradients, self.optimizer, self.activations, self.logits)
         return sum(sizes) * FRAGMENTATION_FACTOR
 

@@ -6,8 +6,8 @@
 flat file; all read the same samples in the same order, which is checked. CPU seconds are user and system time of all
 threads, with a warm page cache. Each round measures each loader once; a ratio is the median of the rounds' ratios. A
 loader is compared with the raw loop with the same result: uint16 arrays, or pairs of int64 tensors (inputs, targets).
-The rows of the table use the batches for nothing, which is the worst case for a thread that reads ahead. The result to
-compare is that with a step of 1 ms after each batch, as in a training.
+In the rows of the table, the batches are not used. This is the worst case for a thread that reads ahead. The relevant
+result is the one with a step of 1 ms after each batch, as during training.
 
 Also measured: system calls of an epoch (with strace), and the first batch at 0 and at 90 % of an epoch of 10⁹ tokens.
 """
@@ -285,10 +285,10 @@ def main() -> None:
         f"shards {' or '.join(map(str, sorted(open_counts)))} time. Method: `benchmarks/loader.py`. "
         f"torch {torch.__version__}, numpy {np.__version__}.\n\n"
         f"System calls of an epoch for the {SHARDS} shards and {SAMPLES:,} samples: {system_calls}. "
-        f"The first batch at 0 took {at_0 * 1e3:.2f} ms of CPU, at 90 % of an epoch of 10⁹ tokens "
-        f"{at_90 * 1e3:.2f} ms: {ratio:.2f} × (≤ 1.2).\n\n"
-        f"With a step of {STEP_S * 1e3:g} ms (sleep) after each batch, as in a training: {sluice_s:.3f} s for the "
-        f"epoch, raw per batch {raw_s:.3f} s: {sluice_s / raw_s:.2f} ×.",
+        f"The first batch took {at_0 * 1e3:.2f} ms of CPU at the start of an epoch of 10⁹ tokens, and "
+        f"{at_90 * 1e3:.2f} ms at 90 % of the epoch. Ratio: {ratio:.2f} (target: ≤ 1.2).\n\n"
+        f"With a step of {STEP_S * 1e3:g} ms (sleep) after each batch, as during training: {sluice_s:.3f} s for the "
+        f"epoch; with raw memmap, per batch: {raw_s:.3f} s. Ratio: {sluice_s / raw_s:.2f}.",
         [
             "loader",
             "batches",

@@ -4,8 +4,8 @@
     python -m benchmarks.loader --peers PEERS/bin/python
 
 benchmarks/loader.py runs this file: `loader_peers.py make|read NAME FOLDER FLAT`. `read` prints the CPU seconds of one
-shuffled epoch of batches of int64 make_pair, in this process, with a warm page cache. Each library is used as its
-documentation says.
+shuffled epoch of batches of int64 pairs (inputs, targets), in this process, with a warm page cache. Each library is
+used as its documentation recommends.
 """
 
 from __future__ import annotations

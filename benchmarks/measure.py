@@ -1,6 +1,6 @@
 """Measure this machine with two layouts of the quickstart's model, and predict the step time of other layouts.
 
-    python -m benchmarks.measure [ROUNDS]   # default 7: ten minutes on two quiet cores; writes measure.md
+    python -m benchmarks.measure [ROUNDS]   # default 7: ten minutes on two idle cores; writes measure.md
 
 `python -m planning.calibrate` measures the machine, as a user would. Then the steps of every layout are timed in
 rounds: each round times all layouts in turn, in new processes. The result of a layout is the median of its rounds. If
@@ -95,14 +95,14 @@ def main() -> None:
         rows.append([f"{ranks}", name, f"{measured:.3f}", spread, f"{predicted:.3f}", error_text])
     note = (
         f"Seconds of a step of the quickstart's model: medians of {ROUNDS} rounds, each of which times all layouts. "
-        f"Load average {load:.1f} before. The machine was calibrated with the first two. The others: median error "
-        f"{100 * statistics.median(errors):.0f} %, worst {100 * max(errors):.0f} %, "
-        f"{sum(error <= 0.15 for error in errors)} of {len(errors)} within 15 %. Fitted: {machine.measured}. "
-        "`python -m benchmarks.measure`."
+        f"Load average {load:.1f} before the run. The machine file was measured with the first two layouts. Errors of "
+        f"the others: median {100 * statistics.median(errors):.0f} %, largest {100 * max(errors):.0f} %, "
+        f"{sum(error <= 0.15 for error in errors)} of {len(errors)} within 15 %. Fitted: {machine.measured}. Method: "
+        "`benchmarks/measure.py`."
     )
     write_table(
         "measure",
-        "Predicting from what was measured",
+        "Prediction from measurements of this machine",
         note,
         ["ranks", "layout", "measured", "range", "predicted", "error"],
         rows,

@@ -4,8 +4,8 @@
 
 A model of 27 M parameters runs on each number of ranks, with two micro-batches per step. The results are the bytes of
 existing tensors. Weights and optimizer state are measured between steps. Gradients and gathered weights are measured
-between the two micro-batches. The peak memory of a CPU process would not be useful, because code that is loaded when it
-is first used needs much more memory than these tensors.
+between the two micro-batches. The peak memory of a CPU process would not be useful, because the code that it loads
+needs much more memory than these tensors.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python -m benchmarks.parity
 
 The model and the batches are those of tests/parallel/test_parallel.py, which fails if a difference exceeds 1e-5. This
-benchmark records the differences. Then one training changes its layout repeatedly: each layout loads the checkpoint of
-the previous one.
+benchmark records the differences. Then one run changes its layout repeatedly: each layout loads the checkpoint of the
+previous one.
 """
 
 from __future__ import annotations
@@ -71,8 +71,9 @@ def main() -> None:
         layouts = f"{format_layout(before)} → {format_layout(after)}"
         rows.append(["4", layouts, *format_largest_differences(trained, expected), result])
     note = (
-        f"Largest relative difference to one process over {STEPS} steps. After a change of layout (→): to the training "
-        "that kept its layout; the digest is that of weights and optimizer state, saved again. fp32, Gloo."
+        f"Largest relative difference to one process over {STEPS} steps. After a change of layout (→): difference to a "
+        "run that kept its layout. The digest is a hash of weights and optimizer state, saved again after the change. "
+        "fp32, Gloo."
     )
     write_table(
         "parity", "Layouts compared with one process", note, ["ranks", "layout", "loss", "norm", "digest"], rows

@@ -4,10 +4,10 @@
 
 Coordination (agreement.md): two ranks take steps of about 50 ms (matrix products, all-reduces of gradients and loss).
 In half of the steps, chosen at random, the ranks check for stop requests (pipeline/resilience/stop.py). The table has
-the medians of all steps and of quarters of the run, the CPU time of the check, and the time of a step with a request.
-Target: below 0.5 % of a step.
+the median over all steps, and over each quarter of the run. It also has the CPU time of the check, and the time of a
+step with a request. Target: less than 0.5 % of a step.
 
-Requeue (restart.md): a tiny training on the test cluster (4 nodes × 1 rank) is preempted repeatedly. The times come
+Requeue (restart.md): a tiny training run on the test cluster (4 nodes × 1 rank) is preempted repeatedly. The times come
 from events.jsonl (event `ready`, field `startup_s`).
 """
 
@@ -141,7 +141,7 @@ def read_restarts(run: Run) -> list[dict[str, float]]:
 
 
 def write_restart_table(requeues: int) -> None:
-    """Preempt a training `requeues` times and write the time of each part of the restarts."""
+    """Preempt a training run `requeues` times, and write the table with the time of each part of the restarts."""
     if reason := missing(Options()):
         sys.exit(reason)
     directory = Path(tempfile.mkdtemp(prefix="sluice-cluster-", dir="/tmp"))
@@ -163,10 +163,10 @@ def write_restart_table(requeues: int) -> None:
         ["the same without Slurm", f"{without_slurm_s:.3f}", f"{without_slurm_s / unavoidable_s:.2f} {factor}"],
     ]
     note = (
-        f"{len(restarts)} preemptions of a tiny training, 4 nodes × 1 rank of the test cluster on one machine. Its "
-        f"slurm.conf sets `AuthInfo=cred_expire={CRED_EXPIRE_S}`: Slurm holds a requeued job for cred_expire + 1 s, "
-        f"here {CRED_EXPIRE_S + 1} s. With Slurm's default (120 s), the first row and the total are about two minutes "
-        "longer."
+        f"{len(restarts)} preemptions of a tiny training run, on 4 nodes × 1 rank of the test cluster on one machine. "
+        f"Its slurm.conf sets `AuthInfo=cred_expire={CRED_EXPIRE_S}`. Slurm holds a requeued job for cred_expire + "
+        f"1 s, here {CRED_EXPIRE_S + 1} s. With the default of Slurm (120 s), the first row and the total are about "
+        "two minutes longer."
     )
     write_table("restart", "Time from a requeue to the first new step", note, ["part", "median s", "spread"], rows)
 

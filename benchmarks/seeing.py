@@ -2,12 +2,12 @@
 
     python -m benchmarks.seeing [--seconds 60] [--turn 5] [--pairs 24]
 
-- Overhead: in a training of two ranks, the followers (TensorBoard, telemetry) are suspended and resumed in turns. They
-  process missed lines in their own turn, so that work counts. Step times of neighbouring turns are compared. Target: 0
-  within the noise.
+- Overhead: while two ranks train, the followers (TensorBoard, telemetry) are suspended and resumed in turns. When they
+  are resumed, they also process the lines that they missed, so this work counts. Step times of neighboring turns are
+  compared. Target: 0 within the noise.
 - CPU share: a fake run writes 10 steps per second. CPU seconds of each follower with its children are measured after
   its start. Target: less than 1 % of a core for TensorBoard and telemetry together. MLflow's server is not counted.
-- Profiled step: every 20th step of a training is profiled.
+- Profiled step: every 20th step of a run is profiled.
 """
 
 from __future__ import annotations

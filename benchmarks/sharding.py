@@ -181,8 +181,8 @@ def measure_memory(folder: Path, megabytes: int) -> list[str]:
     """Return the row with the peak memory of a task that shards a large file."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    words = {"<|endoftext|>": 0, "<unknown>": 1, **{f"word{i}": i + 2 for i in range(70_000)}}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unknown>"))
+    vocabulary = {"<|endoftext|>": 0, "<unknown>": 1, **{f"word{i}": i + 2 for i in range(70_000)}}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unknown>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.add_special_tokens(["<|endoftext|>"])
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -204,17 +204,25 @@ def measure_memory(folder: Path, megabytes: int) -> list[str]:
 def measure_many_files(folder: Path) -> list[list[str]]:
     """Return the rows of planning many files, and of the progress and the finalizer of many work units."""
 
-    def elapsed(start: tuple[float, float]) -> str:
-        return f"{time.process_time() - start[0]:.1f} s of CPU, {time.monotonic() - start[1]:.1f} s"
+    cpu_start = 0.0
+    wall_start = 0.0
+
+    def start_timer() -> None:
+        nonlocal cpu_start, wall_start
+        cpu_start = time.process_time()
+        wall_start = time.monotonic()
+
+    def format_elapsed() -> str:
+        return f"{time.process_time() - cpu_start:.1f} s of CPU, {time.monotonic() - wall_start:.1f} s"
 
     for number in range(FILES):
         if number % 1000 == 0:
             (folder / f"many/{number // 1000:03d}").mkdir(parents=True)
         (folder / f"many/{number // 1000:03d}/{number:06d}.txt").write_text("some text")
-    start = time.process_time(), time.monotonic()
+    start_timer()
     inputs = find_inputs(DataConfig(source=str(folder / "many")))
     split_into_units(inputs, measure_inputs(inputs, "text"), 1000)
-    planning = elapsed(start)
+    planning_time = format_elapsed()
     fsync = os.fsync
     os.fsync = lambda fd: None  # only while the work units are written, which is not measured
     shard_tokens = max(1024, int((folder / "text.jsonl").stat().st_size / 3.5 / 0.9 / UNITS))
@@ -244,15 +252,15 @@ def measure_many_files(folder: Path) -> list[list[str]]:
     )
     os.fsync = fsync
     reopened = TextFolder(config, folder / "units")
-    start = time.process_time(), time.monotonic()
+    start_timer()
     progress = reopened.measure_progress()
-    progress_time = elapsed(start)
-    start = time.process_time(), time.monotonic()
+    progress_time = format_elapsed()
+    start_timer()
     assert progress[:2] == (units, units) and reopened.finalize(lambda _: None)
     return [
-        [f"{len(inputs):,} files listed and split into units", planning, "≤ 10 s"],
+        [f"{len(inputs):,} files listed and split into units", planning_time, "≤ 10 s"],
         [f"progress of {units:,} units", progress_time, ""],
-        [f"finalizer of {units:,} units", elapsed(start), "≤ 60 s"],
+        [f"finalizer of {units:,} units", format_elapsed(), "≤ 60 s"],
     ]
 
 
@@ -290,7 +298,7 @@ def main() -> None:
         print(rows[-3:], flush=True)
         rows.append(measure_memory(folder, arguments.memory_mb))
     note = (
-        f"{arguments.mb} MB of text, {arguments.repetitions} interleaved repetitions; method: `benchmarks/sharding.py`."
+        f"{arguments.mb} MB of text, {arguments.repetitions} interleaved repetitions. Method: `benchmarks/sharding.py`."
     )
     write_table("sharding", "Speed and memory of sharding", note, ["figure", "result", "target"], rows)
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.submit [--pairs 15]        (root, Debian's Slurm: it starts the test cluster)
 
-Both are measured as processes on the same cluster, interleaved. All jobs are held, so that none runs. The chain has
-five jobs: prepare, the shard array, its validation, train, evaluate. Target: at most 1.5 ×.
+Both are measured on the same cluster, as interleaved pairs of processes. All jobs are held, so that none runs. The
+chain has five jobs: prepare, the array of shard, its validation, train, evaluate. Target: at most 1.5 × the time.
 
 An idle controller on the same machine answers sbatch in milliseconds, less than the start of Python takes. So the first
 rows show the cost of the processes. On a login node, the controller is busy and remote. The last rows are therefore
@@ -93,7 +93,7 @@ def main() -> None:
         shutil.rmtree(folder, ignore_errors=True)
     rows = [make_row(name, *pair_times, "" if name.startswith(" ") else "≤ 1.5") for name, pair_times in times.items()]
     header = ["figure (wall s)", "submit.py", "three bare sbatch", "ratio (median of pairs)", "spread", "target"]
-    note = f"{pairs} interleaved pairs of processes, all jobs held; the chain has {CHAIN} jobs."
+    note = f"{pairs} interleaved pairs of processes. All jobs are held. The chain has {CHAIN} jobs."
     write_table("submit", "Time to submit the chain", note, header, rows)
 
 

@@ -7,9 +7,11 @@
 
 Each of the first three ends within 540 s (`--limit`). Each row is a separate process, so that an out-of-memory error
 does not affect other rows. Its result is appended to FOLDER/SEQUENCE.jsonl; the output of a failed row is in
-FOLDER/ROW.log. The same command again measures the rows that are missing, failed or of another kind of GPU. `key=value`
-applies to all rows (`train.compile=false` without a C compiler). `python -m benchmarks.gpu.pack FOLDER` downloads
-wheels for such a machine. `--model small` runs a rehearsal with a small model, also on a CPU.
+FOLDER/ROW.log. If you repeat a command, it measures only the rows that are missing, that failed, or that were measured
+on another kind of GPU.
+
+`key=value` applies to all rows; without a C compiler, use `train.compile=false`. `--model small` runs a rehearsal with
+a small model, also on a CPU. `python -m benchmarks.gpu.pack FOLDER` downloads packages for a machine without network.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def measure_row(row: Row, limit_s: float, folder: Path) -> dict[str, Any]:
             with sample_gpu(samples):
                 stdout, stderr = process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # including a training that the row started
+            os.killpg(process.pid, signal.SIGKILL)  # including the train stage, if the row started it
             stdout, stderr = process.communicate()
             timed_out = True
     duration = {"seconds": round(time.monotonic() - start, 1)}

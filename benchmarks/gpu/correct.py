@@ -2,15 +2,15 @@
 
     python -m benchmarks.gpu.correct ROW [small] [key=value …]     print one result as JSON; the rows:
 
-ceilings   peak speed of the device: bf16 products of 8192 × 8192 matrices, copies within its memory
-products   loss and gradients compared with fp64 on the CPU: of a small decoder in fp32 and bf16, and of a wider one
+ceilings   measures the peak speed of the device: bf16 products of 8192 × 8192 matrices, copies within its memory
+products   compares loss and gradients with fp64 on the CPU. Models: a small decoder in fp32 and bf16, and a wider one
            with the heads, the attention and the compiled blocks of the timed rows
-layouts    five steps of one model with each option on one GPU: recomputation, compilation, chunks of the loss,
-           offloading, state in fewer bits, fp8
-saves      an asynchronous save during steps contains exactly the weights of its step
-stops      a training that is stopped and resumed has the digest of an undisturbed one, with fp32 weights;
-           `stops-compiled`: the same with compiled bf16
-chain      prepare → shard → train → evaluate with `python -m pipeline`
+layouts    compares five steps of one model with each option on one GPU: recomputation, compilation, loss in chunks,
+           offloading, smaller state, fp8
+saves      checks that an asynchronous save during steps contains exactly the weights of its step
+stops      checks that a run that is stopped and resumed has the same digest as an uninterrupted run, with fp32
+           weights. `stops-compiled`: the same with bf16 and torch.compile
+chain      runs prepare → shard → train → evaluate with `python -m pipeline`
 
 A wrong result is printed as `wrong`. The process fails only if it has no result. `small`: for `saves`, use a model for
 rehearsals instead of 1.2 billion parameters.
@@ -63,9 +63,11 @@ def has_cuda() -> bool:
 
 
 def measure_ceilings() -> dict[str, Any]:
+    """Return the TFLOP/s of a matrix product, and the GB/s of a copy."""
     import torch
 
-    device, size = ("cuda", 8192) if has_cuda() else ("cpu", 256)
+    device = "cuda" if has_cuda() else "cpu"
+    size = 8192 if has_cuda() else 256
     a_MM, b_MM = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     source = torch.randn(2**30 if has_cuda() else 2**20, device=device)
     target = torch.empty_like(source)
@@ -112,6 +114,7 @@ _shared: dict[str, Any] = {}
 
 
 def make_batch(config: Any, device: Any) -> dict[str, Any]:
+    """Return a global batch of random tokens: int64, shape (B, T + 1)."""
     import torch
 
     shape = (config.train.global_batch, config.data.sequence_length + 1)
@@ -120,6 +123,7 @@ def make_batch(config: Any, device: Any) -> dict[str, Any]:
 
 
 def check_products() -> dict[str, Any]:
+    """Compare loss and gradients of each precision with fp64; return the relative errors."""
     import torch
 
     from pipeline.model.decoder import Decoder
@@ -158,6 +162,7 @@ def check_products() -> dict[str, Any]:
 
 
 def check_layouts() -> dict[str, Any]:
+    """Compare the losses of five steps with each option; return the losses and the relative errors."""
     import torch
 
     from pipeline.train.optimizer import set_learning_rate
@@ -202,7 +207,7 @@ def check_layouts() -> dict[str, Any]:
 
 
 def quickstart_overrides(folder: Path, name: str, *overrides: str) -> list[str]:
-    """Return the overrides of a short training of the quickstart."""
+    """Return the overrides of a short run of the quickstart."""
     return [
         *ONE_GPU_OVERRIDES, f"run.root={folder}", f"run.name={name}", "train.steps=60", "checkpoint.every_steps=20",
         "data.tokenizer={vocab_size: 1024, train_bytes: 200000}", "train.log_every=20", *overrides,
@@ -214,6 +219,7 @@ QUICKSTART = ROOT / "configs/quickstart.yaml"
 
 
 def check_chain() -> dict[str, Any]:
+    """Run all stages of the quickstart; return the first and last loss, and the bits per byte."""
     with tempfile.TemporaryDirectory(prefix="sluice-") as folder:
         for stage in ("prepare", "shard", "train", "evaluate"):
             run_stage(stage, QUICKSTART, *quickstart_overrides(Path(folder), "chain"))
@@ -225,9 +231,10 @@ def check_chain() -> dict[str, Any]:
 
 
 def check_stops(*overrides: str) -> dict[str, Any]:
+    """Check that an uninterrupted run and a stopped run have the same digest; return the digest."""
     digests = []
     with tempfile.TemporaryDirectory(prefix="sluice-") as folder:
-        for name in ("undisturbed", "stopped"):
+        for name in ("uninterrupted", "stopped"):
             run = Path(folder, name)
             # 120 steps, because a GPU may complete 60 steps before the stop arrives
             run_overrides = quickstart_overrides(run.parent, run.name, "train.steps=120", *overrides)
@@ -287,19 +294,19 @@ def check_saves(small: bool = False) -> dict[str, Any]:
             describe={},
             on_saved=lambda step, seconds: None,
         )
-        for number in range(1, 7):
-            engine.backward(batch, number)
+        for step in range(1, 7):
+            engine.backward(batch, step)
             norm = float(engine.clip_gradients(config.optimizer.clip_norm))
             saver.wait_until_staged()
-            if number == 4:
+            if step == 4:
                 saver.wait_until_saved()
                 if has_cuda():
                     torch.cuda._sleep(2_000_000_000)  # cycles
             engine.update_weights(norm)
-            if number in (2, 4):
+            if step in (2, 4):
                 expected = {name: value.detach().clone() for name, value in engine.state_dict().items()}
                 start = time.perf_counter()
-                saver.save(engine.state_dict(), step=number, samples_consumed=0, extra={})
+                saver.save(engine.state_dict(), step=step, samples_consumed=0, extra={})
                 call_s = time.perf_counter() - start
         saver.wait_until_saved()
         saved = {name: torch.zeros_like(value) for name, value in expected.items()}
@@ -323,6 +330,7 @@ def check_result(is_correct: bool, message: str) -> None:
 
 
 def relative_difference(value: float, expected: float) -> float:
+    """Return the relative difference of two values; infinity if the expected value is 0."""
     return abs(value - expected) / abs(expected) if expected else math.inf
 
 

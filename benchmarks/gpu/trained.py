@@ -1,9 +1,9 @@
-"""Measure the same steps with the complete product: text to shards, then `python -m pipeline train`.
+"""Measure the same steps with the whole pipeline: text to shards, then `python -m pipeline train`.
 
     python -m benchmarks.gpu.trained STEPS CONFIG [key=value …]     print one measurement as JSON
 
-The times are those of metrics.jsonl. The run is made in a temporary folder. After its steps, the training is killed
-with SIGKILL, because a checkpoint of eight billion parameters would fill the disk of a small machine.
+The times come from metrics.jsonl. The run is created in a temporary directory. After the measured steps, the rank is
+killed with SIGKILL, because a checkpoint of eight billion parameters would fill the disk of a small machine.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def run_stage(
 
 
 def measure(config_file: str, overrides: list[str], steps: int) -> dict[str, Any]:
-    """Measure a training in a separate process."""
+    """Train in a separate process, and return the result of its steps."""
     from pipeline.config.read import load_config
     from pipeline.parallel.mesh import resolve_layout
 
@@ -104,7 +104,7 @@ def measure(config_file: str, overrides: list[str], steps: int) -> dict[str, Any
             while len(lines := _read_complete_lines(run / "metrics.jsonl")) < step_count:
                 if training.poll() is not None or time.monotonic() > deadline:
                     training.kill()
-                    raise RuntimeError(f"{len(lines)} steps were made\n{training.communicate()[0][-3000:]}")
+                    raise RuntimeError(f"only {len(lines)} steps completed\n{training.communicate()[0][-3000:]}")
                 start_time = start_time or (time.time() if len(lines) >= WARM_UP else 0.0)
                 time.sleep(0.2)
             between = [start_time, time.time()]
