@@ -371,7 +371,7 @@ class Trainer:
         self.callbacks.on_phase(step, "start" if step == self.start_step + 1 else phase)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this rank's parameters with their names in the whole model."""
+        """Yield this rank's parameters with their names in the full model."""
         for part in self.engine.parts:
             yield from self.task.named_weights(part)
 

@@ -148,10 +148,10 @@ class Supervisor:
         lock_fd = self._lock_stage()
         has_followers = not self._is_partial()
         with run_followers(run, self.stage, self.nodes, self.on_slurm) if has_followers else nullcontext():
-            ended, retry_facts = self._run_attempts(lock_fd)
+            attempt_end, retry_facts = self._run_attempts(lock_fd)
             if lock_fd is not None:
                 os.close(lock_fd)
-            return ended.cause if retry_facts is None else self._exit_for_retry(ended, retry_facts)
+            return attempt_end.cause if retry_facts is None else self._exit_for_retry(attempt_end, retry_facts)
 
     # ---- before the first attempt
 
@@ -232,10 +232,10 @@ class Supervisor:
             return AttemptEnd(cause), None
         while True:
             marker_before = read_progress_marker(run, stage)
-            ended = self._run_attempt(lock_fd, marker_before)
+            attempt_end = self._run_attempt(lock_fd, marker_before)
             facts = StopFacts(
-                cause=ended.cause,
-                stop_reason=ended.stop_reason,
+                cause=attempt_end.cause,
+                stop_reason=attempt_end.stop_reason,
                 has_progress=read_progress_marker(run, stage) != marker_before,
                 state=attempts.load_stage_state(run, stage, self.task),
                 limits=run.config.recovery,
@@ -244,14 +244,14 @@ class Supervisor:
                 job=JobFacts(run.config.site, restart_count=self.rank_info.restart_count),
             )
             decision = choose_next_action(facts)
-            self._write_end(ended, decision.reason)
+            self._write_end(attempt_end, decision.reason)
             if decision.action in (NextAction.END, NextAction.FAIL):
-                self.cancel_unneeded_jobs(is_done=ended.cause == ExitCode.DONE)
-                return ended, None
+                self.cancel_unneeded_jobs(is_done=attempt_end.cause == ExitCode.DONE)
+                return attempt_end, None
             if decision.action is not NextAction.RESTART_IN_PLACE:
-                return ended, facts
-            self._write_retry(Retried, ended.cause, facts.has_progress)
-            print(f"{stage}: {ended.cause.name.lower()}; restarting from the newest checkpoint", flush=True)
+                return attempt_end, facts
+            self._write_retry(Retried, attempt_end.cause, facts.has_progress)
+            print(f"{stage}: {attempt_end.cause.name.lower()}; restarting from the newest checkpoint", flush=True)
 
     def _run_attempt(self, lock_fd: int | None, progress_marker: str) -> AttemptEnd:
         """Start the ranks once, wait for them, and return how they ended.
@@ -286,25 +286,29 @@ class Supervisor:
         self._log_sizes = measure_log_sizes(run, stage)
         try:
             launcher.start()
-            ended = self._watch(launcher)
+            attempt_end = self._watch(launcher)
         finally:
             launcher.kill()  # Ranks are still running only if an exception was raised above.
             late_request = _take_request(run)
-        if late_request is not None and ended.stop_reason not in USER_REQUESTS:
+        if late_request is not None and attempt_end.stop_reason not in USER_REQUESTS:
             # The user requested a stop after the ranks had begun to stop for another reason. The user's request wins.
-            ended.stop_reason = late_request
-            if ended.cause == ExitCode.STOPPED:
-                ended.fields["cause"] = late_request
+            attempt_end.stop_reason = late_request
+            if attempt_end.cause == ExitCode.STOPPED:
+                attempt_end.fields["cause"] = late_request
         missing = None
-        if ended.cause == ExitCode.DONE and not self._is_partial():
+        if attempt_end.cause == ExitCode.DONE and not self._is_partial():
             missing = self.stage_module.missing_outputs(run)
         if missing is not None:
             fields = {"cause": "outputs", "message": f"all ranks exited with 0, but {missing}"}
-            ended = AttemptEnd(ExitCode.CRASHED, ended.stop_reason, fields)
+            attempt_end = AttemptEnd(ExitCode.CRASHED, attempt_end.stop_reason, fields)
         elif self.on_slurm:
-            self._refine_cause(ended)
-        ended.fields = {"attempt": attempt, **ended.fields, "seconds": round(time.monotonic() - start_time, 3)}
-        return ended
+            self._refine_cause(attempt_end)
+        attempt_end.fields = {
+            "attempt": attempt,
+            **attempt_end.fields,
+            "seconds": round(time.monotonic() - start_time, 3),
+        }
+        return attempt_end
 
     def _count_ranks(self) -> int:
         """Return the number of ranks to start."""
@@ -325,9 +329,9 @@ class Supervisor:
         holder = self.run.lock_holder(self.stage) or "released in the meantime"
         message = f"no ranks were started, because the previous attempt still held the stage's lock ({holder})"
         fields = {"attempt": attempt, "message": message} | ({"cause": stop_reason} if stop_reason else {})
-        ended = AttemptEnd(ExitCode.STOPPED if stop_reason else ExitCode.NODE_FAILURE, stop_reason, fields)
-        self._refine_cause(ended)
-        return ended
+        attempt_end = AttemptEnd(ExitCode.STOPPED if stop_reason else ExitCode.NODE_FAILURE, stop_reason, fields)
+        self._refine_cause(attempt_end)
+        return attempt_end
 
     def _watch(self, launcher: RankLauncher) -> AttemptEnd:
         """Wait until all ranks have exited, forward a request or a signal to stop, and return how the attempt ended.
@@ -381,11 +385,11 @@ class Supervisor:
             # The signal killed a rank that had not installed its signal handler yet. This is a stop, not a failure.
             return AttemptEnd(ExitCode.STOPPED, stop_reason, {"cause": stop_reason})
         if failures:
-            ended = find_failure(run, self.stage, failures, self.task, self._log_sizes)
-            if ended.cause == ExitCode.HANG:
-                ended.fields |= find_hung_rank(run, self.stage, self._list_rank_hosts(size)) or {}
-            ended.stop_reason = stop_reason
-            return ended
+            attempt_end = find_failure(run, self.stage, failures, self.task, self._log_sizes)
+            if attempt_end.cause == ExitCode.HANG:
+                attempt_end.fields |= find_hung_rank(run, self.stage, self._list_rank_hosts(size)) or {}
+            attempt_end.stop_reason = stop_reason
+            return attempt_end
         if any(each.code == ExitCode.STOPPED for each in exits):
             request = attempts.load_stage_state(run, self.stage, self.task).stop_request
             cause = stop_reason or (request.signal if request is not None else None) or "signal"
@@ -427,25 +431,25 @@ class Supervisor:
             job = replace(job, accounted_state=state)
         return job
 
-    def _refine_cause(self, ended: AttemptEnd) -> None:
-        """Change the cause in `ended` to the one that Slurm reports, unless a user stopped the stage.
+    def _refine_cause(self, attempt_end: AttemptEnd) -> None:
+        """Change the cause in `attempt_end` to the one that Slurm reports, unless a user stopped the stage.
 
         If the cause is a bad node, record the node.
         """
         info = self._read_job_info()
         if info is not None and info.is_preempted:
             # Slurm may requeue a preempted job even if its stage is done. The event tells the next attempt about it.
-            ended.fields["in_grace"] = True
-        if ended.stop_reason not in USER_REQUESTS:
-            job = self._gather_job_facts(info, ended.cause)
-            cause, message = determine_cause(ended.cause, job, reported_reason=ended.fields.get("cause"))
-            if cause != ended.cause:
-                ended.cause = cause
-                ended.fields["cause"] = cause.name.lower()
+            attempt_end.fields["in_grace"] = True
+        if attempt_end.stop_reason not in USER_REQUESTS:
+            job = self._gather_job_facts(info, attempt_end.cause)
+            cause, message = determine_cause(attempt_end.cause, job, reported_reason=attempt_end.fields.get("cause"))
+            if cause != attempt_end.cause:
+                attempt_end.cause = cause
+                attempt_end.fields["cause"] = cause.name.lower()
             if message:
-                ended.fields["message"] = "\n".join(filter(None, [message, ended.fields.get("message")]))
-        if ended.cause == ExitCode.BAD_NODE:
-            current_job.record_bad_node(self.run, ended.fields["host"], ended.fields["message"])
+                attempt_end.fields["message"] = "\n".join(filter(None, [message, attempt_end.fields.get("message")]))
+        if attempt_end.cause == ExitCode.BAD_NODE:
+            current_job.record_bad_node(self.run, attempt_end.fields["host"], attempt_end.fields["message"])
 
     def _saw_preemption(self) -> bool:
         """Return True if the signals of this attempt show that it was preempted.
@@ -481,26 +485,30 @@ class Supervisor:
         with suppress(OSError):  # Even if the event cannot be written, the ranks may be able to save.
             self._write_event(Stopping, by=stop_reason, **fields)
 
-    def _write_end(self, ended: AttemptEnd, no_retry_reason: str | None) -> None:
+    def _write_end(self, attempt_end: AttemptEnd, no_retry_reason: str | None) -> None:
         """Write the event that ends the attempt.
 
         Args:
-            ended: how the attempt ended.
+            attempt_end: how the attempt ended.
             no_retry_reason: why the stage fails permanently; "" if the message already explains it. None if the stage
                 does not fail permanently.
         """
         is_final = no_retry_reason is not None
-        event_class = attempts.get_end_event(ended.cause, final=is_final)
+        event_class = attempts.get_end_event(attempt_end.cause, final=is_final)
         if event_class is Stopped and self.run.cancelled_file.exists():
             event_class = Cancelled
-        fields = ended.fields if event_class is Done else {"cause": ended.cause.name.lower(), **ended.fields}
+        fields = (
+            attempt_end.fields
+            if event_class is Done
+            else {"cause": attempt_end.cause.name.lower(), **attempt_end.fields}
+        )
         if is_final:
             message = str(fields.get("message", f"stopped ({fields['cause']})")).rstrip()
             fields["message"] = f"{message}\nnot retried: {no_retry_reason}" if no_retry_reason else message
             fields["final"] = True
         if event_class is Failed:
             print(f"{self.stage} failed: {fields['message']}", file=sys.stderr, flush=True)
-        self._write_event(event_class, exit_code=int(ended.cause), **fields)
+        self._write_event(event_class, exit_code=int(attempt_end.cause), **fields)
 
     def _write_retry(self, event_class: type[RetryEvent], cause: ExitCode, has_progress: bool, **fields: Any) -> None:
         """Write the event that the stage is retried. It charges the budget of `cause`."""
@@ -509,7 +517,7 @@ class Supervisor:
 
     # ---- the end of a batch job
 
-    def _exit_for_retry(self, ended: AttemptEnd, facts: StopFacts) -> ExitCode:
+    def _exit_for_retry(self, attempt_end: AttemptEnd, facts: StopFacts) -> ExitCode:
         """Requeue this job, or hand over to its successor. Return the exit code of this process.
 
         After a requeue request, this method waits until Slurm ends the job. If the process exited before, Slurm would
@@ -517,7 +525,7 @@ class Supervisor:
         Slurm requeues because it was preempted (slurm/query/preemption.py).
 
         Args:
-            ended: how the attempt ended.
+            attempt_end: how the attempt ended.
             facts: the facts with which the attempt was found to be retryable.
         """
         job_id = self.rank_info.job_id or ""
@@ -531,7 +539,7 @@ class Supervisor:
         no_retry_reason = None
         if action is NextAction.CANCEL:
             message = "the job was cancelled, and Slurm does not requeue it"
-            ended = AttemptEnd(ExitCode.CANCELLED, fields={"message": message})
+            attempt_end = AttemptEnd(ExitCode.CANCELLED, fields={"message": message})
             no_retry_reason = ""
         elif action is NextAction.QUERY_JOB:
             no_retry_reason = f"Slurm did not report within {query_s:.0f} s whether the job was cancelled"
@@ -541,20 +549,20 @@ class Supervisor:
             is_responding = self._read_job_info() is not None
             if is_responding != (info is not None):
                 # The controller started or stopped responding during the requeue request, so its result says nothing.
-                return self._exit_for_retry(ended, facts)
+                return self._exit_for_retry(attempt_end, facts)
             no_retry_reason = f"Slurm did not respond for {query_s:.0f} s, so the job could not be requeued"
             if is_responding:
                 no_retry_reason = "Slurm refused to requeue the job; if the site forbids it, set site.requeue: false"
         if no_retry_reason is not None:
-            self._write_end(ended, no_retry_reason)
+            self._write_end(attempt_end, no_retry_reason)
             self.cancel_unneeded_jobs(is_done=False)
-            return ended.cause
+            return attempt_end.cause
         by_slurm = {"by": "slurm"} if action in (NextAction.AWAIT_REQUEUE, NextAction.EXIT) else {}
         event_class = HandedOver if action is NextAction.HAND_OVER else Requeued
-        self._write_retry(event_class, ended.cause, facts.has_progress, **by_slurm)
+        self._write_retry(event_class, attempt_end.cause, facts.has_progress, **by_slurm)
         if action in (NextAction.AWAIT_REQUEUE, NextAction.REQUEUE):
             self._sleep_until_signal(REQUEUE_EXIT_WAIT_S, signal_count)  # Slurm ends a requeued job with TERM.
-        return ended.cause
+        return attempt_end.cause
 
     def _wait_for_job_info(self, signal_count: int) -> tuple[JobInfo | None, float]:
         """Query the controller about this job until it responds.
