@@ -119,12 +119,17 @@ class Supervisor:
         self.on_slurm = is_in_allocation(os.environ)
         self.nodes = read_allocated_hosts(os.environ)
         self.task = stages.get_array_task(stage, self.rank_info)
+        """The index of this Slurm array task; None if the job is not part of an array."""
         self.job_id = self.rank_info.submitted_as or str(os.getpid())
+        """The id of the job as it was submitted; the id of this process if there is no job."""
         self.evaluations = EvaluationSubmitter(run)
         self.is_batch = self.on_slurm and os.environ.get("ENVIRONMENT") == "BATCH"
         self.job_start_time = ""
+        """When Slurm started the job, as the controller shows it; "" if unknown."""
         self.identity: dict[str, Any] = {}
+        """Fields of the event `started` that distinguish this job from other jobs with the same id."""
         self._log_sizes: dict[Path, int] = {}
+        """Sizes of the ranks' logs before the current attempt, in bytes."""
         self.job_end_time: float | None = None
         """When the job reaches its time limit, by the monotonic clock of this node; None if unknown or unlimited."""
         info = self._read_job_info() if self.on_slurm and self.rank_info.job_id else None
@@ -262,10 +267,10 @@ class Supervisor:
         """
         run = self.run
         stage = self.stage
-        size = self._count_ranks()
+        rank_count = self._count_ranks()
         attempt = run.count_attempts(stage) + 1
         self._write_event(
-            Started, attempt=attempt, ranks=size, host=os.uname().nodename, pid=os.getpid(),
+            Started, attempt=attempt, ranks=rank_count, host=os.uname().nodename, pid=os.getpid(),
             slurm_job=self.rank_info.job_id, restarts=self.rank_info.restart_count, standing=progress_marker,
             **self.identity,
         )  # fmt: skip
@@ -273,14 +278,14 @@ class Supervisor:
             return self._end_without_lock(attempt)
         for report in list_reports(run, stage, "*", self.task):
             report.unlink()
-        if self.on_slurm and (reason := capacity.find_placement_problem(run, stage, size)) is not None:
+        if self.on_slurm and (reason := capacity.find_placement_problem(run, stage, rank_count)) is not None:
             fields = {"attempt": attempt, "cause": "placement", "message": reason}
             return AttemptEnd(ExitCode.USER_ERROR, fields=fields)
         start_time = time.monotonic()
         if self.job_end_time is not None:
             os.environ[TIME_LEFT_VARIABLE] = str(max(0.0, self.job_end_time - start_time))
         try:
-            launcher = create_launcher(run, stage, size, lock_fd, on_slurm=self.on_slurm, task=self.task)
+            launcher = create_launcher(run, stage, rank_count, lock_fd, on_slurm=self.on_slurm, task=self.task)
         except UserError as error:
             return AttemptEnd(ExitCode.USER_ERROR, fields={"attempt": attempt, "message": str(error)})
         self._log_sizes = measure_log_sizes(run, stage)
@@ -370,7 +375,7 @@ class Supervisor:
         return self._interpret_exits(exits, failures, stop_reason, launcher.rank_count)
 
     def _interpret_exits(
-        self, exits: list[RankExit], failures: list[RankExit], stop_reason: str | None, size: int
+        self, exits: list[RankExit], failures: list[RankExit], stop_reason: str | None, rank_count: int
     ) -> AttemptEnd:
         """Return how an attempt ended whose ranks have all exited.
 
@@ -378,7 +383,7 @@ class Supervisor:
             exits: the exits of all ranks.
             failures: the exits of the ranks that were the first to exit with an error; empty if no rank did.
             stop_reason: the request or the signal that was forwarded to the ranks; None if there was none.
-            size: the number of ranks.
+            rank_count: the number of ranks.
         """
         run = self.run
         if stop_reason is not None and any(each.code == -signal.SIGTERM for each in failures):
@@ -387,7 +392,7 @@ class Supervisor:
         if failures:
             attempt_end = find_failure(run, self.stage, failures, self.task, self._log_sizes)
             if attempt_end.cause == ExitCode.HANG:
-                attempt_end.fields |= find_hung_rank(run, self.stage, self._list_rank_hosts(size)) or {}
+                attempt_end.fields |= find_hung_rank(run, self.stage, self._list_rank_hosts(rank_count)) or {}
             attempt_end.stop_reason = stop_reason
             return attempt_end
         if any(each.code == ExitCode.STOPPED for each in exits):
@@ -396,13 +401,13 @@ class Supervisor:
             return AttemptEnd(ExitCode.STOPPED, stop_reason, {"cause": cause})
         return AttemptEnd(ExitCode.DONE, stop_reason)
 
-    def _list_rank_hosts(self, size: int) -> list[str]:
-        """Return the host of each of `size` ranks."""
+    def _list_rank_hosts(self, rank_count: int) -> list[str]:
+        """Return the host of each rank."""
         if not self.on_slurm:
-            return [os.uname().nodename] * size
+            return [os.uname().nodename] * rank_count
         per_node = self.run.config.stages.get_resources(self.stage).processes_per_node
         _, distribution = read_granted_tasks(os.environ) or ([], "block")
-        node_of_rank = capacity.assign_ranks_to_nodes([per_node] * (size // per_node), distribution)
+        node_of_rank = capacity.assign_ranks_to_nodes([per_node] * (rank_count // per_node), distribution)
         return [self.nodes[node] for node in node_of_rank]
 
     # ---- what Slurm reports about the job
@@ -473,6 +478,7 @@ class Supervisor:
     # ---- events
 
     def _write_event(self, event_class: type[AttemptEvent], **fields: Any) -> None:
+        """Write an event of this job and stage."""
         self.run.append_event(event_class(stage=self.stage, job_id=self.job_id, task=self.task, **fields))
 
     def _write_stopping(self, stop_reason: str) -> None:
