@@ -1,7 +1,8 @@
 """Sluice on the login node: `python submit.py CONFIG.yaml`, `python submit.py status RUN` …
 
-This file only starts the command line (cli/main.py). If this Python has no packages, the command continues in the
-environment that `make install` created beside this file: nobody has to activate it.
+This file only starts the command line (cli/main.py). If this Python lacks the required packages, the file starts itself
+again with the Python of the virtual environment that `make install` created beside it. Users therefore do not have to
+activate that environment.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ except ImportError as error:
     if __name__ != "__main__":
         raise
     python = venv_python(Path(__file__))
-    # `python` may be a wrapper script that starts an interpreter elsewhere: the variable prevents a second attempt
+    # `python` may be a wrapper script that starts another interpreter; the variable prevents an endless loop
     if not python.exists() or sys.executable == str(python) or os.environ.get(_STARTED_BY) == str(python):
         print(f"error: {sys.executable}: {error}; `make install` creates {python.parents[1]}", file=sys.stderr)
         sys.exit(2)

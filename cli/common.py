@@ -1,4 +1,4 @@
-"""What several commands share: their arguments, the console, and the set-up of a process that imports torch."""
+"""Shared by the commands: argument types, the console, and the set-up of a process that imports torch."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ console = PlainConsole(width=None if sys.stdout.isatty() or "COLUMNS" in os.envi
 def prepare_for_torch() -> None:
     """Set up this process for a command that imports torch or h5py. Call it before the import.
 
-    Such a command changes files only atomically, so Ctrl-C may end it anywhere, also inside a library. Its output is
-    often piped into `head`, which closes the pipe early.
+    Such a command changes files only atomically. Ctrl-C may therefore end it at any point, even inside a library. If
+    its output is piped into `head`, which closes the pipe early, the command exits without a traceback.
     """
     from pipeline.run.code import CODE_ROOT, make_code_env
 

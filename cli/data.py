@@ -1,4 +1,4 @@
-"""`data inspect|verify|import PATH…`: work with files of existing tokens."""
+"""`data inspect|verify|import PATH…`: inspect, verify or import files that already contain tokens."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""`doctor`: print what this cluster or machine supports, and what of it affects a run.
+"""`doctor`: print what this cluster or machine supports, and how that affects a run.
 
 Facts are read with Slurm's own commands (`scontrol show config`, `scontrol show partition`, `sinfo`,
 `srun --mpi=list`) and parsed into plain values. :func:`assess_cluster`, a pure function, assesses them: `ok`, `note`
-(works, with a restriction) or `problem` (something will fail). The assessments follow slurm.conf(5) and what the tests
-observe on a real Slurm. Facts that the user cannot change are left out. If Slurm does not respond, this machine is
-examined instead: cores, memory, MPI, and torch with its GPUs.
+(works, with a restriction) or `problem` (something will fail). The assessments follow slurm.conf(5) and tests on a real
+Slurm. Facts that the user cannot change are left out. If Slurm does not respond, this machine is examined instead:
+cores, memory, MPI, and torch with its GPUs.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def parse_mpi_plugins(text: str) -> list[str]:
 
 
 def parse_leading_number(settings: Mapping[str, str], name: str) -> int:
-    """Return the number at the start of a setting, such as 10 for `10 sec`; 0 if there is none."""
+    """Return the number at the start of a setting, such as 10 for `10 sec`; 0 if the setting has none."""
     match = re.match(r"\d+", settings.get(name, ""))
     return int(match[0]) if match else 0
 
@@ -183,15 +183,15 @@ def _assess_preempted_jobs(subject: str, fact: str, mode: str, grace_s: int) -> 
             effect = "cancelled: set site.requeue: false, so that a successor job continues"
         return Finding(subject, fact, f"a preempted job is {effect}", "note")
     if grace_s:
-        return Finding(subject, fact, f"a preempted training has about {grace_s} s to save; then it is requeued")
-    meaning = "a preempted training has KillWait to save, and is requeued; work since its last checkpoint may be lost"
+        return Finding(subject, fact, f"a preempted job has about {grace_s} s to save; then it is requeued")
+    meaning = "a preempted job has KillWait to save, and is requeued; work since its last checkpoint may be lost"
     return Finding(subject, fact, meaning, "note")
 
 
 def describe_machine() -> Iterator[Finding]:
     """Yield what this machine has for runs without Slurm."""
     meaning = (
-        "a training uses stages.train.tasks_per_node × train.threads of them; more than these slow each other down"
+        "the train stage uses stages.train.tasks_per_node × train.threads of them; more threads than cores are slower"
     )
     yield Finding("CPU cores", f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}", meaning)
     size_gb = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
@@ -259,7 +259,7 @@ def check_file_system(folder: Path, nodes: int, kind: str, unseen: str | None) -
 
 
 def check_parent_folders(folder: Path) -> Iterator[Finding]:
-    """Yield the folders down to `folder` in which other users can replace a run while its jobs are pending."""
+    """Yield `folder` and the parent folders in which other users can replace a run while its jobs are pending."""
     for parent, reason in find_unsafe_ancestors(folder / "RUN"):
         meaning = (
             "other users can replace a run there, and your jobs would execute their code; the owner of the folder can "
@@ -269,7 +269,12 @@ def check_parent_folders(folder: Path) -> Iterator[Finding]:
 
 
 def check_nodes_see_folder(folder: Path, nodes: int, site: SiteConfig) -> tuple[str | None, str]:
-    """Read a file of `folder` on up to two compute nodes with srun, with the partition, account … of `site`.
+    """Check with srun that up to two compute nodes can read a new file in `folder`.
+
+    Args:
+        folder: the folder for runs.
+        nodes: the number of nodes of the cluster.
+        site: srun uses its partition, account, QOS and constraint.
 
     Returns:
         Why the nodes do not see the file, "" if they do, or None if no node was reached; and Slurm's message if no
@@ -283,15 +288,15 @@ def check_nodes_see_folder(folder: Path, nodes: int, site: SiteConfig) -> tuple[
         options |= site.model_dump(include={"partition", "account", "qos", "constraint"})
         srun = ["srun", *(f"--{name}={value}" for name, value in options.items() if value), "cat", probe.name]
         try:
-            done = subprocess.run(srun, capture_output=True, text=True, timeout=_TIMEOUT_S)
+            result = subprocess.run(srun, capture_output=True, text=True, timeout=_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             return None, f"srun did not respond within {_TIMEOUT_S} s"
-    if done.returncode == 0:
-        return "" if done.stdout.split() == ["seen"] * count else "the nodes read a different file", ""
-    messages = done.stderr.splitlines()
-    if of_cat := [line for line in messages if re.match(r"\S*\bcat: ", line)]:
-        return of_cat[0], ""
-    return None, next((line for line in messages if SRUN_ERROR.search(line)), f"srun exited with {done.returncode}")
+    if result.returncode == 0:
+        return "" if result.stdout.split() == ["seen"] * count else "the nodes read a different file", ""
+    messages = result.stderr.splitlines()
+    if cat_errors := [line for line in messages if re.match(r"\S*\bcat: ", line)]:
+        return cat_errors[0], ""
+    return None, next((line for line in messages if SRUN_ERROR.search(line)), f"srun exited with {result.returncode}")
 
 
 def run_checks(folder: Path, check_nodes: bool, site: SiteConfig) -> list[Finding]:
@@ -319,7 +324,8 @@ def run_checks(folder: Path, check_nodes: bool, site: SiteConfig) -> list[Findin
     mpi_plugins = parse_mpi_plugins(run_slurm_command("srun", "--mpi=list") or "")
     facts = ClusterFacts(parse_slurm_config(config), partitions, gres, mpi_plugins)
     nodes = max((parse_leading_number(partition, "TotalNodes") for partition in partitions), default=0)
-    unseen, srun_message = None, ""
+    unseen: str | None = None
+    srun_message = ""
     if check_nodes and nodes:
         unseen, srun_message = check_nodes_see_folder(folder, nodes, site)
     findings = [

@@ -15,7 +15,8 @@ from pipeline.run.code import CODE_ROOT
 _TEMPLATES = CODE_ROOT / "slurm/templates"
 _TEXT_FILES = {"my_text.yaml": "my_text.yaml"}
 _MODEL_FILES = {"my_model.yaml": "my_model.yaml", "my_model.py": "my_model.txt"}
-"""File to write → template. The template of a Python file ends in .txt: tools would take a .py for our own code."""
+"""File to write → template. The template of the Python file ends in .txt, because tools would check a .py file as code
+of Sluice."""
 
 
 def init(

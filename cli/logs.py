@@ -31,7 +31,7 @@ def logs(
     run: RunPath,
     stage: Annotated[str, typer.Argument(metavar="STAGE", help="a stage of the run, such as train")],
     rank: Annotated[str, typer.Option(help="a rank (in shard: a task of the array), or `supervisor`")] = "0",
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="continue to print until the stage ends")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="keep printing until the stage ends")] = False,
 ) -> None:
     """Print the log of one rank of a stage, or of its supervisor."""
     print_log(Run.open(run), stage, rank, follow)
@@ -50,7 +50,7 @@ def find_log_file(run: Run, stage: str, source: str) -> Path | None:
 
 
 def print_log(run: Run, stage: str, source: str, follow: bool) -> None:
-    """Print a log; with `follow`, continue over requeues and successors until the stage ends.
+    """Print a log. With `follow`, keep printing until the stage ends, also after a requeue or in a successor job.
 
     Raises:
         UserError: there is nothing to print; the message contains the state of the stage.
@@ -75,7 +75,7 @@ def print_log(run: Run, stage: str, source: str, follow: bool) -> None:
             if follow and time.monotonic() >= next_poll_time:
                 next_poll_time = time.monotonic() + POLL_INTERVAL_S
                 idle_polls = 0 if _can_continue(poller.poll(), stage) else idle_polls + 1
-            newest = find_log_file(run, stage, source)  # after the poll, to print all that was written before the end
+            newest = find_log_file(run, stage, source)  # after the poll, to print all that was written before it
             for path in filter(None, dict.fromkeys((printed, newest))):
                 if path != printed:
                     if printed is not None:
@@ -89,7 +89,7 @@ def print_log(run: Run, stage: str, source: str, follow: bool) -> None:
 
 
 def _print_from(path: Path, offset: int) -> int:
-    """Print a file from byte `offset` on, without control characters; return the offset of its end."""
+    """Print a file, starting at byte `offset`, without control characters. Return the offset of its end."""
     with open_regular_file(path) as file:
         file.seek(offset)
         text = io.TextIOWrapper(file, encoding="utf-8", errors="replace", newline="\n")
@@ -100,7 +100,7 @@ def _print_from(path: Path, offset: int) -> int:
 
 
 def _can_continue(statuses: list[StageStatus], stage: str) -> bool:
-    """Return whether the stage is active, or may still start."""
+    """Return True if the stage is active, or may still start."""
     status = next(status for status in statuses if status.stage == stage)
     return status.is_active or (status.state == "waiting" and any(other.is_active for other in statuses))
 

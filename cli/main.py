@@ -2,7 +2,7 @@
 
     python submit.py init                     write my_text.yaml to fill in
     python submit.py my_text.yaml --dry-run   check it and print the plan
-    python submit.py my_text.yaml             make the run and run its stages
+    python submit.py my_text.yaml             create the run and run its stages
 
 After `source .venv/bin/activate`, `sluice` is short for `python submit.py`. CONFIG is a YAML file. RUN is a run
 directory such as runs/my-text. KEY=VALUE sets a config key, such as train.steps=400. `COMMAND --help` lists the options
@@ -54,7 +54,7 @@ COMMANDS = (
     "submit", "resume", "cancel", "init", "status", "logs", "report", "profile", "verify", "track", "export",
     "generate", "data", "plan", "doctor", "schema",
 )  # fmt: skip
-"""Each is the name of a module in `cli/`, and of the function in this module that is the command."""
+"""Each name is a module in `cli/`. The function of the same name in that module is the command."""
 
 HELP = re.sub(r"\n\n(?=    )", "\n\n\b\n", __doc__ or "")
 """The text above for click, which re-wraps indented lines unless `\\b` precedes them."""
@@ -79,14 +79,14 @@ class CommandGroup(typer.core.TyperGroup):
         return typer.main.get_command(command)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Insert `submit` before a first word that is not a command.
+        """Insert `submit` if the first argument that is not an option is not a command.
 
         Raises:
-            UserError: the word is not a config either.
+            UserError: that argument is not a config either.
         """
-        words = [arg for arg in args if not arg.startswith("-")]
-        if words and words[0] not in COMMANDS:
-            if words[0] == args[0] and not ctx.resilient_parsing:
+        positional = [arg for arg in args if not arg.startswith("-")]
+        if positional and positional[0] not in COMMANDS:
+            if positional[0] == args[0] and not ctx.resilient_parsing:
                 _check_is_config(args[0])
             args = ["submit", *args]
         return super().parse_args(ctx, args)
@@ -95,15 +95,15 @@ class CommandGroup(typer.core.TyperGroup):
         """Print nothing: the help text lists the commands in groups."""
 
 
-def _check_is_config(word: str) -> None:
-    """Raise UserError if a word looks like a mistyped command: no such file, and only letters."""
+def _check_is_config(argument: str) -> None:
+    """Raise UserError if an argument is probably a mistyped command: only letters and hyphens, and not a file."""
     from difflib import get_close_matches
 
-    if Path(word).exists() or not word.replace("-", "").isalpha():
+    if Path(argument).exists() or not argument.replace("-", "").isalpha():
         return
-    matches = get_close_matches(word, COMMANDS, n=1)
+    matches = get_close_matches(argument, COMMANDS, n=1)
     hint = f"did you mean {matches[0]}?" if matches else f"the commands are {', '.join(COMMANDS)}"
-    raise UserError("cli.unknown_command", f"{word}: no such command, and no such file; {hint}")
+    raise UserError("cli.unknown_command", f"{argument}: no such command, and no such file; {hint}")
 
 
 app = typer.Typer(
@@ -127,8 +127,8 @@ def handle_global_options(
 
 
 def main() -> None:
-    """Run a command. A user error ends in one message without a traceback."""
-    gc.disable()  # a short process with many imports, of which the garbage collector would take a sixth
+    """Run a command. For a user error, print one message without a traceback."""
+    gc.disable()  # the garbage collector would take a sixth of the time of the imports in this short process
     try:
         app()
     except (UserError, OSError) as error:

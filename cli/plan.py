@@ -1,4 +1,4 @@
-"""`plan CONFIG`: predict memory, communication and speed of a training's layout."""
+"""`plan CONFIG`: predict the memory, communication and speed of the layout of a config."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def plan(
     ] = None,
     rehearse: Annotated[
         int | None,
-        typer.Option(metavar="RANK", help="build this rank and run a step of it here, without data and peers"),
+        typer.Option(metavar="RANK", help="run a step of this rank on this machine, without data and other ranks"),
     ] = None,
     assumptions: Annotated[
         Path | None,
@@ -131,7 +131,7 @@ def _print_layout(
         figures = compute_plan_figures(config, machine)
         try:
             _print_lines(describe_plan(config, machine))
-        finally:  # also if the memory does not suffice: the page shows by how much
+        finally:  # also if the memory does not suffice, because the page shows how much is missing
             write_plan_page(config, figures, f"the plan of {path}", html)
             print(f"with figures: {html}", flush=True)
 

@@ -1,8 +1,8 @@
-"""`profile RUN`: record the next steps of a running training, and merge the traces of all ranks.
+"""`profile RUN`: record the next steps of a running train stage, and merge the traces of all ranks.
 
 The ranks write `profiles/step-N/rank-R.json.gz` and `parts.json` (pipeline/train/profiler.py). This command, outside
 of the ranks, merges them into `profiles/step-N/trace.json.gz`, which https://ui.perfetto.dev opens: one process for
-each rank, times by the clock of rank 0. The format is Chrome's "Trace Event Format".
+each rank, with times by the clock of rank 0. The format is Chrome's "Trace Event Format".
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from pipeline.train.step_trace import average_ranks, describe_parts
 from slurm.query.run_jobs import list_running_work
 
 _STATUS_CHECK_S = 5.0
-"""How often this command checks that the training still runs."""
+"""How often this command checks that the train stage is still running."""
 _DAMAGED = (
     gzip.BadGzipFile, FileNotFoundError, zlib.error, EOFError, AttributeError, LookupError, TypeError, ValueError,
     RecursionError,
 )  # fmt: skip
-"""What reading a damaged profile raises."""
+"""The exceptions that reading a damaged profile may raise."""
 
 
 def profile(
@@ -41,7 +41,7 @@ def profile(
         int, typer.Option(min=0, max=20, help="number of steps; 0: print the steps that were recorded before")
     ] = 3,
 ) -> None:
-    """Record the next steps of a running training: time by category, and a trace of all ranks for Perfetto."""
+    """Record the next steps of a running train stage: time by category, and a trace of all ranks for Perfetto."""
     for line in profile_steps(Run.open(run), ranks, steps):
         console.print(line, soft_wrap=True)
 
@@ -55,7 +55,7 @@ def profile_steps(run: Run, ranks: str, steps: int) -> Iterator[str]:
         steps: number of steps; 0 to merge and describe what was recorded before.
 
     Raises:
-        UserError: no training is running, it ends before the steps are recorded, or a profile is damaged.
+        UserError: the train stage is not running, it ends before the steps are recorded, or a profile is damaged.
     """
     try:
         rank_numbers = [int(rank) for rank in expand_hostlist(f"[{ranks}]")] if ranks else None
@@ -123,8 +123,8 @@ def merge_traces(folder: Path, ranks: Sequence[int]) -> tuple[Path, float]:
 def _convert_events(trace: Mapping[str, Any], offset_us: float, last_row: int) -> Iterator[dict[str, Any]]:
     """Yield the trace events of one rank, shifted by `offset_us`, in rows numbered from `last_row + 1`.
 
-    Operations of a process group may overlap, and a row cannot show that. Such a group gets as many rows as operations
-    that run at the same time. Perfetto reserves process 0 for the kernel, so rank 0 is process 1.
+    Operations of a process group may overlap, but a row of Perfetto shows only one at a time. Such a group therefore
+    gets several rows. Perfetto reserves process 0 for the kernel, so rank 0 is process 1.
     """
     coordinates = ", ".join(f"{name} {number}" for name, number in trace["place"].items())
     process_id = trace["rank"] + 1

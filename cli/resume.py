@@ -1,4 +1,4 @@
-"""`resume RUN`: continue a run, also with a changed config or updated code.
+"""`resume RUN`: continue a run, optionally with a changed config or updated code.
 
 `--dry-run` prints what would change and what would be submitted. It calls the same functions as `resume`, so it
 reports the same errors and warnings.
@@ -33,14 +33,14 @@ from slurm.submit.executor import Executor, choose_executor
 def resume(
     run: RunPath,
     overrides: Overrides = None,
-    update_code: Annotated[bool, typer.Option(help="replace the run's copy of the code by the current code")] = False,
+    update_code: Annotated[bool, typer.Option(help="replace the run's copy of the code with the current code")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="check everything and print what would change and run; change nothing")
     ] = False,
     scripts: Annotated[bool, typer.Option("--scripts", help="with --dry-run: also print the sbatch scripts")] = False,
     executor: Annotated[Executor, typer.Option(help="where to run; auto: where the run was before")] = "auto",
 ) -> None:
-    """Continue a run, also with a changed config."""
+    """Continue a run, optionally with a changed config."""
     if scripts and not dry_run:
         raise UserError("cli.conflict", "--scripts requires --dry-run")
     opened = Run.open(run)
@@ -69,16 +69,22 @@ def resume(
 
 
 resume.__doc__ = (
-    "Continue a run, also with a changed config. KEY=VALUE may change "
-    f"{', '.join(changeable_keys())}, and increase train.steps; before a training has saved a checkpoint, any key."
+    "Continue a run, optionally with a changed config. KEY=VALUE may change "
+    f"{', '.join(changeable_keys())}, and increase train.steps. Before the first checkpoint, it may change any key."
 )
 
 
 class PreviewChain(Chain):
-    """A chain that prints which jobs it would submit and cancel, and does neither."""
+    """A chain that prints which jobs it would submit and cancel, and does neither.
+
+    Args:
+        run: the run.
+        console: for messages.
+        sweep_points: the sweep points.
+        replaces_waiting: whether all pending jobs would be cancelled first.
+    """
 
     def __init__(self, run: Run, console: Console, sweep_points: Sequence[Run], replaces_waiting: bool) -> None:
-        """`replaces_waiting`: whether all pending jobs would be cancelled first."""
         super().__init__(run, console, True, sweep_points)
         self.replaces_waiting = replaces_waiting
         self.submitted: list[tuple[str, int]] = []
@@ -121,7 +127,7 @@ def preview_resume(
         executor: where the stages would run.
         replaces_waiting: whether the changes would replace pending jobs.
         console: where to print.
-        scripts: whether to print the sbatch scripts also.
+        scripts: whether to also print the sbatch scripts.
 
     Raises:
         UserError: in the same cases as `resume`.
@@ -138,7 +144,7 @@ def preview_resume(
 
     changes = [f"{key}: {change}" for key, change in describe_changes(run.config, changed.config).items()]
     if update_code:
-        changes.append(f"code: {run.code_dir} would be replaced by the current code")
+        changes.append(f"code: {run.code_dir} would be replaced with the current code")
     for file in (run.cancelled_file, run.stop_file):
         if file.exists():
             changes.append(f"{file.name}: the request would be removed")

@@ -1,8 +1,8 @@
 """`status`: the stages of one run, live with `--watch`, or one line for each run below `runs/`.
 
-What a stage has come to is determined in slurm/query/status.py. `--watch` uses the terminal's alternate screen, as an
-editor does: it never scrolls, and the previous screen comes back. Only lines that changed are sent, so that a slow
-connection carries some hundred bytes per second. If the output is not a terminal (a pipe, a log), the table is printed
+slurm/query/status.py determines the state of a stage. `--watch` uses the terminal's alternate screen, as an editor
+does. The screen never scrolls, and the previous screen is restored at the end. Only changed lines are sent, so a slow
+connection carries a few hundred bytes per second. If the output is not a terminal (a pipe, a log), the table is printed
 each time that a state changes.
 """
 
@@ -124,7 +124,7 @@ def _read_statuses(run: Run, jobs: Sequence[SubmittedJob]) -> list[StageStatus]:
 
 
 def _summarize_run(run: Run, statuses: Sequence[StageStatus]) -> list[str]:
-    """Return the cells of one run: its first stage that is not done, else its last stage.
+    """Return the cells of one run. They describe its first stage that is not done, or its last stage if all are done.
 
     If that stage belongs to a point of a sweep, the step is the number of points that are done.
     """
@@ -206,7 +206,7 @@ class Screen:
 
 
 def watch(run: Run, console: Console) -> None:
-    """Show a run until it is done or none of its stages is active any more; q and Ctrl-C only stop watching."""
+    """Show a run until it is done or none of its stages is active any more. q and Ctrl-C only stop watching."""
     poller = StatusPoller(run)
     is_live = supports_live_output(console)
     history = LineHistory(run.metrics_file, is_step_line)

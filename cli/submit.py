@@ -1,9 +1,9 @@
 """`python submit.py CONFIG`: create the run of a config, or find it, and run the stages that are not done.
 
-Everything that can be known to fail is checked before anything is created or queued (:func:`check_submission`).
-`--dry-run` makes the same checks and prints what would run instead (:func:`print_plan`). Its output is meant to be
-pasted into tickets and chats, so values that may be secret are masked (pipeline/config/masking.py). The submitted
-scripts are the same, unmasked.
+All errors that can be detected early are reported before anything is created or queued (:func:`check_submission`).
+`--dry-run` makes the same checks, and then prints what would run (:func:`print_plan`). Users paste this output into
+tickets and chats. Values that may be secret are therefore masked (pipeline/config/masking.py). Except for the masking,
+the printed scripts are those that would be submitted.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from tracking.tracker import check_tracker_packages
 _MAX_POINTS_SHOWN = 3
 """Number of points of a sweep that a dry run prints."""
 STARTUP_ALLOWANCE_S = 60
-"""Seconds that a start may take: imports from a shared file system, the rendezvous, reading a checkpoint."""
+"""Seconds that an attempt may take to start: imports from a shared file system, rendezvous, loading a checkpoint."""
 
 
 def submit(
@@ -141,10 +141,13 @@ def check_submission(config: Config, on_slurm: bool) -> Run:
 
 
 def check_jobs(run: Run) -> None:
-    """Raise UserError if a job of the run cannot be written, misses a variable of this shell, or exceeds every node."""
-    from slurm.submit.sbatch import (
-        build_sbatch_parameters,  # imports submitit, which local runs and dry runs do without
-    )
+    """Raise UserError if a job of the run cannot be submitted.
+
+    That is the case if sbatch cannot represent its options, or if a variable of `site.pass` is not set in this shell.
+    It is also the case if the job requests more than any node has.
+    """
+    # imported here, because this imports submitit, which local runs and dry runs do not need
+    from slurm.submit.sbatch import build_sbatch_parameters
 
     check_job_environment(run.config.site, os.environ)
     for stage in run.config.active_stages:
@@ -199,19 +202,19 @@ def describe_inputs(run: Run) -> Iterator[str]:
 
 
 def note_oversubscription(config: Config) -> Iterator[str]:
-    """Yield a note if the threads of a training outnumber the CPU cores of this machine."""
+    """Yield a note if the threads of the train stage outnumber the CPU cores of this machine."""
     ranks = config.stages.train.ranks
     threads = config.train.threads
     cores = len(os.sched_getaffinity(0))
     if ranks * threads > cores:
         yield (
-            f"note      {ranks} processes of train with train.threads={threads} each share {cores} CPU cores, which "
-            "slows all of them down; to start fewer: stages.train.tasks_per_node"
+            f"note      {ranks} ranks of train with train.threads={threads} each share {cores} CPU cores, which slows "
+            "all of them down; to start fewer: stages.train.tasks_per_node"
         )
 
 
 class _Job(NamedTuple):
-    """A job, or an array of `tasks`, that submitting would queue."""
+    """A job, or a job array of `tasks` tasks, that would be submitted."""
 
     stage: str
     heading: str
@@ -235,7 +238,7 @@ def print_plan(
         executor: where its jobs would run; not `auto`.
         console: where to print.
         notes: more lines about the run, such as the size of its inputs.
-        scripts: whether to print the resolved config and, for Slurm, the sbatch scripts also.
+        scripts: whether to also print the resolved config and, for Slurm, the sbatch scripts.
         machine: as in `check_memory`.
         corrections: what the config corrects of an existing run: key → description.
 
@@ -319,7 +322,7 @@ def _list_jobs(config: Config, point_count: int) -> Iterator[_Job]:
 
 
 def _list_done_stages(run: Run) -> Iterator[str]:
-    """Yield the stages of a run that are done; of a sweep, the stages that its points share."""
+    """Yield the stages of a run that are done. For a sweep, these are only stages that its points share."""
     for stage in stages.list_run_stages(run) if run.config_file.exists() else ():
         if stages.quick_missing_outputs(run, stage) is None:
             yield stage
@@ -357,7 +360,7 @@ def _describe_jobs(config: Config, executor: Executor, jobs: Sequence[_Job]) -> 
     )
     hours = {"node": 0.0, "GPU": 0.0}
     for stage, heading, tasks in jobs:
-        if stage == heading:  # the other jobs only do what these leave
+        if stage == heading:  # the other jobs only complete the work of these
             node_hours = (
                 tasks
                 * config.stages.get_resources(stage).max_nodes

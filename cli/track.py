@@ -1,4 +1,4 @@
-"""`track RUN`: bring experiment trackers up to date."""
+"""`track RUN`: send to experiment trackers what they do not have yet."""
 
 from __future__ import annotations
 

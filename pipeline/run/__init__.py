@@ -1,1 +1,1 @@
-"""The run directory: its files, its code, its stages, points of a sweep, metrics, what a failing rank leaves."""
+"""The run directory: config, code, stages, sweep points, events, metrics, and the error reports of ranks."""

@@ -1,4 +1,4 @@
-"""Whether a stage is retried: the state of its attempts, the budgets of causes, and the progress since the last one.
+"""Rules for retrying a stage: the state of its attempts, the budget of each cause, and progress since the last attempt.
 
 The supervisor decides (slurm/supervise/supervisor.py). It combines these rules with the cause of the stop, which
 slurm/supervise/decision.py determines.
@@ -30,7 +30,7 @@ def load_stage_state(run: Run, stage: str, task: int | None) -> StageState:
 def get_budget_key(cause: ExitCode) -> str:
     """Return the key of `recovery.budgets` that limits retries after a cause.
 
-    It is `user_error` if only a user can repair it.
+    The key is `user_error` if only a user can repair the cause.
     """
     key = _SHARED_BUDGETS.get(cause, cause.name.lower())
     return key if key in RetryBudgets.model_fields else "user_error"
@@ -41,7 +41,7 @@ def get_end_event(cause: ExitCode, *, final: bool) -> type[EndEvent]:
 
     Args:
         cause: Why the attempt ended.
-        final: Whether the stage would have been retried but its budget or its lack of progress forbids it.
+        final: Whether the stage is not retried only because its budget is used up or the attempt made no progress.
     """
     if final and cause != ExitCode.CANCELLED:
         return Failed
@@ -51,7 +51,7 @@ def get_end_event(cause: ExitCode, *, final: bool) -> type[EndEvent]:
 
 
 def explain_no_retry(before: StageState, cause: ExitCode, has_progress: bool, limits: RecoveryConfig) -> str | None:
-    """Return why a stopped stage is not retried; None if it is, "" if its cause is never retried.
+    """Return why a stopped stage is not retried. None: it is retried. "": its cause is never retried.
 
     Args:
         before: The state of the stage before this attempt ended.
@@ -76,8 +76,9 @@ def explain_no_retry(before: StageState, cause: ExitCode, has_progress: bool, li
         return None
     stage = str(before.start_event and before.start_event.stage)
     attempts = "this attempt" if count == 1 else f"{count} attempts in a row"
-    missing = "no new checkpoint" if stage not in STAGES or STAGES[stage].is_training else "nothing new"
-    reason = f"{attempts} brought {missing}; another attempt would be a loop"
+    trains = stage not in STAGES or STAGES[stage].is_training
+    result = "saved no new checkpoint" if trains else "completed nothing new"
+    reason = f"{attempts} {result}, so another attempt would probably do the same"
     if cause == ExitCode.TIME_LIMIT:
-        reason += f". It takes longer to start and to save than stages.{stage}.time allows"
+        reason += f". Starting and saving take longer than stages.{stage}.time allows"
     return reason

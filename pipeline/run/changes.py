@@ -1,10 +1,10 @@
-"""Which keys of a run's config may still change, and how a change is described.
+"""Check which keys of a run's config may still change, and describe changes.
 
-A key may change as long as no existing output depends on its old value. Before a training has saved a checkpoint, that
-is any key, except keys that determine finished shards. Afterwards it is the keys that do not affect results, and
-`resume` accepts a larger `train.steps` or `train.epochs`.
+A key may change as long as no existing output depends on its old value. Before the first checkpoint, any key may
+change, except keys that determine finished shards. Afterwards, keys that do not affect results may change, and `resume`
+accepts a larger `train.steps` or `train.epochs`.
 
-A line of changes.jsonl has the changed values in `set`. If it has `submitted`, that is a whole corrected config.
+A line of changes.jsonl has the changed values in `set`. If it also has `submitted`, this is a whole corrected config.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ def changeable_keys() -> list[str]:
 
 
 def find_training_output(run: Path) -> str | None:
-    """Return the output of a training that only its own config can continue; None if there is none.
+    """Return the output of the train stage that only the current config can continue; None if there is none.
 
-    This is the newest checkpoint or the file of decisions, of the run or of its sweep points.
+    This is the newest checkpoint or decisions.jsonl, of the run or of its sweep points.
     """
     return _find_newest(run, "checkpoints/step-*", "checkpoints/damaged-*", "decisions.jsonl")
 
 
 def _find_newest(run: Path, *patterns: str) -> str | None:
-    """Return the file of the highest step that matches a pattern, in the run or its sweep points."""
+    """Return the path of the highest step that matches a pattern, in the run or its sweep points; None without one."""
     files = [file for pattern in patterns for prefix in ("", "points/*/") for file in run.glob(prefix + pattern)]
     return str(max(files, key=_parse_step).relative_to(run)) if files else None
 
@@ -80,7 +80,7 @@ def _find_longer_key(old: Config, new: Config) -> str | None:
 def find_output_of_old_value(run: Path, key: str, old: Config, new: Config) -> str | None:
     """Return the output in the run directory that depends on the old value of `key`; None if there is none.
 
-    In contrast to `find_dependent_output`, the weights of a mixture may change for steps that were not trained yet.
+    Unlike `find_dependent_output`, this allows the weights of a mixture to change for steps that were not trained yet.
     """
     if key == "data.mixture.weights" and old.data.mixture and new.data.mixture:
         output = find_training_output(run)
@@ -92,7 +92,7 @@ def find_output_of_old_value(run: Path, key: str, old: Config, new: Config) -> s
 
 
 def check_corrections(run: Path, name: str, old: Config, new: Config) -> dict[str, str]:
-    """Return what a corrected config changes: key → description.
+    """Return the changes of a corrected config: key → description.
 
     Args:
         run: the run directory.
@@ -101,7 +101,7 @@ def check_corrections(run: Path, name: str, old: Config, new: Config) -> dict[st
         new: the corrected config.
 
     Raises:
-        UserError: existing output depends on the old config; the message has the commands that are possible.
+        UserError: existing output depends on the old config. The message has the commands that are possible.
     """
     descriptions = describe_changes(old, new)
     outputs = {key: find_output_of_old_value(run, key, old, new) for key in descriptions}
@@ -125,7 +125,7 @@ def check_corrections(run: Path, name: str, old: Config, new: Config) -> dict[st
 def _describe_resume(name: str, old: Config, new: Config, refused: Sequence[str]) -> Iterator[str]:
     """Yield the command that resumes a run with all of `new` except the `refused` keys, and what the command omits.
 
-    If these keys do not make a valid config without the others, a plain `resume` is shown.
+    If the accepted keys are invalid without the refused keys, the command has no keys.
     """
     values = flatten_keys(dump_values(new))
     accepted = [key for key in describe_changes(old, new) if key not in refused]
@@ -145,7 +145,7 @@ def _describe_resume(name: str, old: Config, new: Config, refused: Sequence[str]
         omitted = [key for key in accepted if key in remaining]
     yield f"to continue it: {format_command('resume', name, *overrides)}"
     if problem:
-        yield f"{', '.join(limit_lines(accepted))}: resume accepts this only together with the rest: {problem}"
+        yield f"{', '.join(limit_lines(accepted))}: invalid without the other changes: {problem}"
     elif omitted:  # a secret, or a key that was removed from a mapping
         keys = ", ".join(limit_lines(omitted))
         yield f"add yourself, because it is not shown or cannot be removed by key=value: {keys}"
@@ -161,19 +161,19 @@ def check_resume_changes(run: Path, old: Config, new: Config) -> None:
         if output and key != _find_longer_key(old, new):
             raise UserError(
                 "resume.unchangeable_key",
-                f"{key}: {change}: resume cannot change it without changing the result: there is {output}. It accepts "
-                f"a larger {longer_key}, and {', '.join(changeable_keys())}. For anything else start a new run: its "
-                "config under another run.name",
+                f"{key}: {change}: resume cannot change this key, because existing output depends on it: {output}. "
+                f"resume accepts a larger {longer_key}, and {', '.join(changeable_keys())}. For any other change, "
+                "start a new run: submit the config with another run.name",
             )
 
 
-# -- differences between configs -----------------------------------------------------------------------------
+# -- differences between configs ---------------------------------------------------------------------------------------
 
 
 def changed_values(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of `new` that differ from `old`.
 
-    If no key was removed, `old` merged with them is `new`.
+    If `new` lacks no key of `old`, merging the result into `old` gives `new`.
     """
     values: dict[str, Any] = {}
     for key, value in new.items():

@@ -1,7 +1,7 @@
-"""The copy of the code that a run's jobs execute, with its git commit and diff; and how to start processes with it.
+"""Copy the code that the jobs of a run execute, with its git commit and diff, and start processes with this copy.
 
-The copy is made together with the run, and again by `resume --update-code`. Edits of the checkout therefore never
-change a run whose jobs are still pending.
+The copy is made when the run is created, and again by `resume --update-code`. Edits of the checkout therefore never
+affect a run whose jobs are still pending.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CODE_ROOT = Path(__file__).resolve().parents[2]
 IMPORT_TIMEOUT_S = 300
 """How long a child process may take: importing torch from a cold file system is slow."""
 MAX_BUILT_MODELS = 100
-"""How many different models of a sweep `try_code` builds. Each takes milliseconds, a large one seconds."""
+"""Maximum number of models of a sweep that `try_code` builds. Each takes milliseconds, a large one seconds."""
 _COPIED_NAMES = ("submit.py", "setup.py", "setup.cfg", "cli", "slurm", "tracking", "planning", "pipeline", "data_prep")
 _CALL_PROGRAM = r"""
 import importlib, sys
@@ -48,15 +48,15 @@ def try_code(code: Path, model: UserModel, options: Sequence[Mapping[str, Any]],
     Args:
         code: where the copy will be; messages name its paths.
         model: the custom model.
-        options: the arguments of its `build`, for each sweep point; if there are none, nothing is imported.
+        options: the arguments of the model's `build`, for each sweep point. If there are none, nothing is imported.
         excluded_dir: see :func:`copy_code`.
 
     Returns:
-        The dotted keys of `options` that the module never reads: no build reads them, and no string in its source
-        equals one.
+        The dotted keys of `options` that the module never reads: no build reads them, and no string in the source of
+        the module equals their last part.
 
     Raises:
-        UserError: As in `copy_code`; or the module cannot be imported, or no layout can train its model.
+        UserError: as in `copy_code`; or the module cannot be imported, or no layout can train its model.
     """
     different = [*dict.fromkeys(map(json.dumps, options))][:MAX_BUILT_MODELS]
     with tempfile.TemporaryDirectory(prefix="sluice-") as folder:
@@ -73,8 +73,8 @@ def try_code(code: Path, model: UserModel, options: Sequence[Mapping[str, Any]],
 def copy_code(run: Path, model: UserModel | None, excluded_dir: str, umask: int) -> None:
     """Copy the code into `run/code`, and replace an older copy. If this fails, the older copy stays.
 
-    The copy includes the top-level package of a custom model. If its module is a single file, the copy includes what
-    that file imports from its own directory.
+    The copy includes the top-level package of a custom model. If the model's module is a single file, the copy also
+    includes the files and packages in the same directory that this file imports.
 
     Args:
         run: the run directory.
@@ -116,7 +116,7 @@ def _remove_copy(code: Path) -> None:
 
 
 def _copy_sources(new: Path, model: UserModel | None, excluded_dir: str) -> dict[str, Path]:
-    """Copy the code into `new`. Return the source of each directory and file of `new`, by name."""
+    """Copy the code into `new`. Return the source path of each top-level directory and file of `new`, by name."""
     if model is not None and model.root.name in _COPIED_NAMES and model.root.parent != CODE_ROOT:
         raise UserError(
             "model.reserved_name", f"model.target: {model.root} has the name of a package of Sluice; rename it"
@@ -139,9 +139,9 @@ def _copy_sources(new: Path, model: UserModel | None, excluded_dir: str) -> dict
 
 
 def _find_local_imports(module: Path) -> set[Path]:
-    """Return the files and packages in the directory of a single-file module that it imports, also indirectly."""
+    """Return the files and packages beside a single-file module that it imports, also indirectly."""
     imports: set[Path] = set()
-    is_installed = bool({"site-packages", "dist-packages"} & {*module.parts})  # then the jobs have all of it
+    is_installed = bool({"site-packages", "dist-packages"} & {*module.parts})  # the jobs can then import it anyway
     remaining = [] if is_installed or not module.is_file() else [module]
     while remaining:
         path = remaining.pop()
@@ -158,16 +158,16 @@ def _find_local_imports(module: Path) -> set[Path]:
 
 
 def _is_namespace_package(folder: Path) -> bool:
-    """Return True if Python would import this directory, which has no __init__.py.
+    """Return True if Python would import this directory, which has no __init__.py, as a namespace package.
 
-    Installed packages take precedence.
+    An installed package of the same name takes precedence.
     """
     spec = PathFinder.find_spec(folder.name)
     return (spec is None or spec.loader is None) and any(folder.rglob("*.py"))
 
 
 def _list_imported_names(file: Path) -> set[str]:
-    """Return the top-level names that a file imports; empty if it does not compile, which is reported later."""
+    """Return the top-level names that a file imports; empty if it does not compile. That error is reported later."""
     names: list[str] = []
     with suppress(SyntaxError, ValueError):
         for node in ast.walk(ast.parse(file.read_bytes())):
@@ -186,7 +186,7 @@ def _collect_strings(paths: Sequence[Path]) -> set[str]:
 
 
 def _compile_files(new: Path, code: Path, sources: Mapping[str, Path]) -> None:
-    """Compile all files, so that errors are reported before the submission, and ranks need not compile them.
+    """Compile all files. Errors are then reported before the submission, and ranks do not have to compile.
 
     Args:
         new: the directory of the copy.
@@ -194,7 +194,7 @@ def _compile_files(new: Path, code: Path, sources: Mapping[str, Path]) -> None:
         sources: the result of :func:`_copy_sources`.
 
     Raises:
-        UserError: a file does not compile; the message names the file that was copied.
+        UserError: a file does not compile. The message names the file that was copied.
     """
     for file in sorted(new.rglob("*.py")):
         inside = file.relative_to(new)
@@ -219,21 +219,31 @@ def _try_model(code: Path, module: str, options: Sequence[str]) -> list[str]:
     """
     arguments = ["pipeline.model.task", "try_user_model", module, *options]
     slow_work = f"model.target: do less at the top level of {module}: importing it"
-    done = _run_child(code, *arguments, slow_work=slow_work)
-    if done.returncode:
-        output = "\n".join(done.stderr.replace(f"{code}{os.sep}", "").rstrip().splitlines()[-5:])
+    result = _run_child(code, *arguments, slow_work=slow_work)
+    if result.returncode:
+        output = "\n".join(result.stderr.replace(f"{code}{os.sep}", "").rstrip().splitlines()[-5:])
         raise UserError(
             "model.import_failed",
             f"model.target: {module} cannot be imported or built here, and no job could:\n{output}",
         )
-    lines = [line.removeprefix(UNREAD_OPTIONS) for line in done.stdout.splitlines() if line.startswith(UNREAD_OPTIONS)]
+    lines = [
+        line.removeprefix(UNREAD_OPTIONS) for line in result.stdout.splitlines() if line.startswith(UNREAD_OPTIONS)
+    ]
     return list(json.loads(lines[-1])) if lines else []
 
 
 def call_in_child_process(module: str, function: str, *arguments: str) -> None:
-    """Call a function of Sluice in a child process, because of what it imports. A UserError is raised here again.
+    """Call a function of Sluice in a child process, because it imports slow packages such as torch.
 
-    Any other failure is ignored: the nodes may have a package that is missing here.
+    Any other failure than a UserError is ignored, because the nodes may have a package that is missing here.
+
+    Args:
+        module: the module of the function.
+        function: the name of the function.
+        arguments: its arguments. The first one is named in the message if the function takes too long.
+
+    Raises:
+        UserError: the function raised it, or takes too long.
     """
     _run_child(CODE_ROOT, module, function, *arguments, slow_work=f"checking {arguments[0]}")
 
@@ -252,13 +262,13 @@ def _run_child(code: Path, *arguments: str, slow_work: str) -> subprocess.Comple
     command = [sys.executable, "-c", _CALL_PROGRAM, *arguments]
     env = make_code_env(os.environ, code)
     try:
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S)
+        result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         raise UserError("model.slow_import", f"{slow_work} takes more than {IMPORT_TIMEOUT_S} s") from None
-    if done.returncode == ExitCode.USER_ERROR:
-        message, _, error_code = done.stdout.rstrip().rpartition("\n")
+    if result.returncode == ExitCode.USER_ERROR:
+        message, _, error_code = result.stdout.rstrip().rpartition("\n")
         raise UserError(error_code, message)
-    return done
+    return result
 
 
 def _run_git(*arguments: str) -> bytes | None:
@@ -269,16 +279,17 @@ def _run_git(*arguments: str) -> bytes | None:
     if not (CODE_ROOT / ".git").exists():
         return None
     try:
-        done = subprocess.run(["git", *arguments], cwd=CODE_ROOT, capture_output=True, timeout=30)
+        result = subprocess.run(["git", *arguments], cwd=CODE_ROOT, capture_output=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout if done.returncode == 0 else None
+    return result.stdout if result.returncode == 0 else None
 
 
 def make_code_env(env: Mapping[str, str], code: Path) -> dict[str, str]:
     """Return the environment with the run's copy of the code first on PYTHONPATH.
 
-    PYTHONSAFEPATH is set, because `python -m` would otherwise search the working directory first, often a checkout.
+    PYTHONSAFEPATH is set, because `python -m` would otherwise search the working directory first, which may be another
+    checkout.
     """
     other_paths = [p for p in env.get("PYTHONPATH", "").split(os.pathsep) if p and p != str(code)]
     return {**env, "PYTHONPATH": os.pathsep.join([str(code), *other_paths]), "PYTHONSAFEPATH": "1"}
@@ -288,13 +299,13 @@ def start_process(
     code: Path, command: Sequence[str], log: IO[bytes], variables: Mapping[str, str],
     inherited_fds: Sequence[int] = (), prepare_child: Callable[[], None] | None = None,
 ) -> subprocess.Popen[bytes]:  # fmt: skip
-    """Start a process with the code of a run. It has no standard input.
+    """Start a process with the code of a run. The process has no standard input.
 
     Args:
         code: the copy of the code, which is also the working directory.
         command: the command and its arguments.
         log: receives standard output and standard error.
-        variables: environment variables that are set in addition.
+        variables: additional environment variables.
         inherited_fds: file descriptors that the process inherits.
         prepare_child: called in the child process before the command starts.
     """

@@ -1,8 +1,8 @@
-"""The run directory, which has the whole state of a run.
+"""The run directory, which contains the whole state of a run.
 
     runs/NAME/
       config.yaml      the resolved config; it never changes
-      run.json         what Sluice computed about the run then, such as hashes of the files that training starts from
+      run.json         metadata computed when the run is made, such as hashes of the initial weights
       changes.jsonl    what `resume RUN key=value`, or a corrected config, changed since the run was made
       code/            the code that the jobs run, copied when the run is made, with its git commit and diff
       jobs/STAGE/      logs by rank, submitit's files, error reports, the lock of the running attempt
@@ -15,8 +15,8 @@
       bad_nodes.jsonl  nodes that failed and are avoided for some time
       stop, save, cancelled   requests of users: save and exit; save; save, exit and do not restart
 
-Any process may die at any moment; the next one reads this directory and continues. Commands on the login node read it
-too, so this module imports no torch, numpy or h5py.
+Any process may die at any moment; the next one reads this directory and continues. Commands on the login node also use
+this module, so it imports no torch, numpy or h5py.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Run:
         self.code_notes: list[str] = []
         """Notes from a trial of the model's code that are not errors."""
 
-    # -- creating and opening ----------------------------------------------------------------------------
+    # -- creating and opening ------------------------------------------------------------------------------------------
 
     @classmethod
     def preview(cls, config: Config) -> Run:
@@ -165,11 +165,11 @@ class Run:
 
     @classmethod
     def create(cls, config: Config) -> Run:
-        """Make the run of `config` and return it. If it exists, return it, and apply corrections of its config.
+        """Create the run of `config` and return it. If it exists, apply corrections of its config and return it.
 
         Raises:
-            UserError: A run of this name exists with another config and has output that depends on it; the message
-                names the differences and the commands that are possible. Or the model's code does not work.
+            UserError: a run of this name exists with another config, and its output depends on that config. The message
+                names the differences and the possible commands. Also raised if the model's code does not work.
         """
         umask = _UMASK[config.run.sharing]
         os.umask(umask)
@@ -183,7 +183,7 @@ class Run:
                 raise run._make_creation_error(error) from error
             run.path.chmod(run.path.stat().st_mode & ~umask)  # a default ACL of the parent overrides the umask
         run.check_owner()
-        with run.lock_exclusively():  # of two processes at once, the second one finds the run
+        with run.lock_exclusively():  # if two processes create the run at once, the second one finds it
             if run.config_file.exists():
                 run._apply_corrections(run._apply_older_defaults(config))
                 return run
@@ -197,7 +197,7 @@ class Run:
         return run
 
     def _make_creation_error(self, error: OSError) -> UserError:
-        """Return the error to raise if the directory cannot be made."""
+        """Return the error to raise if the run directory cannot be made."""
         message = f"run.root: cannot make {self.path}: {error.strerror}; choose another run.root"
         return find_storage_error(OSError(error.errno, error.strerror), self.path) or UserError(
             "run.not_writable", message
@@ -221,7 +221,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The path that users type for this run: relative to the working directory, if the run is below it."""
+        """The path of the run as users type it: relative to the working directory, if the run is below it."""
         try:
             return str(self.path.relative_to(Path.cwd()))
         except ValueError:
@@ -234,7 +234,7 @@ class Run:
 
     @property
     def sweep_or_self(self) -> Run:
-        """The run that commands take: the sweep of a sweep point, otherwise this run."""
+        """The run to name in a command: the sweep of a sweep point, otherwise this run."""
         sweep = Run(self.path.parents[1]) if self.path.parent.name == "points" else self
         return sweep if sweep.config_file.exists() else self
 
@@ -247,7 +247,7 @@ class Run:
         """Raise UserError if another user may have written code of this run. Call it before any of it is executed."""
         check_run_ownership(self.path)
 
-    # -- config ------------------------------------------------------------------------------------------
+    # -- config --------------------------------------------------------------------------------------------------------
 
     @property
     def config(self) -> Config:
@@ -285,7 +285,7 @@ class Run:
         return 0, 0
 
     def changed_keys(self) -> dict[str, str]:
-        """Return what changes.jsonl changes: dotted key → description such as `200 → 300`. Secrets are masked."""
+        """Return the changes in changes.jsonl: dotted key → description such as `200 → 300`. Secrets are masked."""
         stamp = self._changes_stamp()
         if stamp != self._changed_keys[0]:
             descriptions: dict[str, str] = {}
@@ -302,7 +302,7 @@ class Run:
         return f"in effect, unlike in config.yaml ({self.changes_file.name}): {'; '.join(limit_lines(values))}"
 
     def _apply_older_defaults(self, config: Config) -> Config:
-        """Return `config` with the defaults of the version that made this run, for keys that neither of them sets."""
+        """Return `config` with the defaults of the version that made this run, for keys that neither config sets."""
         for section, keys in find_older_defaults(self.config_file).items():
             values = getattr(config, section)
             old = {key: value for key, value in keys.items() if key not in values.model_fields_set}
@@ -310,9 +310,9 @@ class Run:
         return config
 
     def apply_overrides(self, overrides: Sequence[str], new_code: bool = False) -> None:
-        """Apply and record `resume RUN key=value …`.
+        """Apply and record the changes of `resume RUN key=value …`.
 
-        Allowed are keys on which no existing output depends, and a larger `train.steps`.
+        Keys on which no existing output depends may change, and `train.steps` may increase.
 
         Args:
             overrides: changes such as `train.steps=200`.
@@ -343,7 +343,12 @@ class Run:
         return run
 
     def _record_config(self, config: Config, **more: Any) -> None:
-        """Append the difference to `config` to changes.jsonl; `more`: further fields of the line."""
+        """Append the differences between the current config and `config` to changes.jsonl, and adopt `config`.
+
+        Args:
+            config: the new config.
+            **more: further fields of the line.
+        """
         change = changes.changed_values(dump_values(self.config), dump_values(config))
         change = make_run_namer(self.config_file)(change)
         append_line(self.changes_file, json.dumps(add_checksum({"time": utc_timestamp(), "set": change, **more})))
@@ -352,10 +357,10 @@ class Run:
         self._config_stamp = self._changes_stamp()
 
     def _find_corrections(self, config: Config) -> dict[str, str]:
-        """Return what `config` corrects: key → description. It corrects nothing if it was submitted before.
+        """Return the corrections in `config`: key → description. A config that was submitted before has none.
 
         Raises:
-            UserError: existing output depends on the old config; the message says what the user can do.
+            UserError: existing output depends on the old config. The message says what the user can do.
         """
         submitted = [
             line["submitted"]
@@ -368,7 +373,7 @@ class Run:
         return changes.check_corrections(self.path, self.name, self.config, config)
 
     def _apply_corrections(self, config: Config) -> None:
-        """Continue as if the run had been made with `config`. Raises UserError as `_find_corrections` does."""
+        """Replace the config of the run by `config`. Raises UserError as `_find_corrections` does."""
         self.corrections = self._find_corrections(config)
         if not self.corrections:
             return
@@ -379,26 +384,37 @@ class Run:
             )
         for name in ("config.yaml", "changes.jsonl"):
             for file in self.path.glob(f"points/*/{name}"):
-                file.unlink()  # create_points makes them again, from this config
+                file.unlink()  # create_points writes them again, from the new config
         self._record_config(config, submitted=make_run_values_dumper(self.config_file)(config))
 
     def check_not_running(self, busy: Sequence[str]) -> None:
-        """Raise UserError if stages are running that use what would be replaced. `busy`: their descriptions."""
+        """Raise UserError if stages are running, because a change would replace what they use.
+
+        Args:
+            busy: descriptions of the running stages.
+        """
         if busy:
             raise UserError(
                 "run.stage_running",
-                f"{', '.join(busy)} is running and uses what would be replaced: wait until it ends, or end it with "
+                f"{', '.join(busy)} is running and uses what would be replaced: wait until it ends, or cancel it: "
                 f"{format_command('cancel', self.name)}",
             )
 
     @cached_property
     def user_model(self) -> UserModel | None:
-        """The module of a custom model, in the run's code if that exists; None if the model is the decoder."""
+        """The module of a custom model; None if the model is the built-in decoder.
+
+        It is searched in the run's copy of the code, or in the sources if they are still to be copied.
+        """
         return resolve_user_model(self.config, self._folders)
 
     @property
     def will_copy_code(self) -> bool:
-        """Whether the code is still to be copied: the user may have corrected the module together with the config."""
+        """Whether the code is still to be copied.
+
+        This is also True if the config was corrected and there is no training output yet. The user may have corrected
+        the module of a custom model at the same time.
+        """
         return not self.config_file.exists() or (
             bool(self.corrections) and changes.find_training_output(self.path) is None
         )
@@ -407,7 +423,7 @@ class Run:
     def _folders(self) -> list[Path]:
         return _sources() if self.will_copy_code else [self.code_dir]
 
-    # -- events ------------------------------------------------------------------------------------------
+    # -- events --------------------------------------------------------------------------------------------------------
 
     def append_event(self, event: Event) -> None:
         """Append an event to events.jsonl."""
@@ -435,7 +451,7 @@ class Run:
         """Return how often the stage was started so far."""
         return len(self.read_events(stage, Started))
 
-    # -- requests of users -------------------------------------------------------------------------------
+    # -- requests of users ---------------------------------------------------------------------------------------------
 
     def write_request(self, file: Path) -> None:
         """Write a stop or cancel request."""
@@ -447,20 +463,21 @@ class Run:
             raise UserError("run.cancelled", f"{self.name} was cancelled; to continue it: {self.resume_command}")
 
     def clear_requests(self) -> None:
-        """Remove stop and cancel requests, because a user continues the run."""
+        """Remove stop and cancel requests, because a user resumes the run."""
         for file in (self.stop_file, self.cancelled_file):
             file.unlink(missing_ok=True)
 
-    # -- locks of stages ---------------------------------------------------------------------------------
+    # -- locks of stages -----------------------------------------------------------------------------------------------
 
     def stage_dir(self, stage: str) -> Path:
-        """Return `jobs/STAGE`, which is made if it is missing."""
+        """Return the directory `jobs/STAGE`. Create it if it is missing."""
         folder = self.jobs_dir / stage
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
     def lock_stage(self, stage: str, task: int | None = None, patience_s: float = 1.0) -> int | None:
-        """Take the lock of a stage and write this process into it. The task of an array has a lock of its own.
+        """Take the lock of a stage and write the pid and host of this process into it. Each array task has its own
+        lock.
 
         Args:
             stage: the stage.
@@ -468,12 +485,12 @@ class Run:
             patience_s: how long to wait for the lock.
 
         Returns:
-            The file descriptor, which the ranks inherit: the lock is free after the last of them exits. None if another
-            process holds the lock.
+            The file descriptor; None if another process holds the lock. The ranks inherit the descriptor, so the lock
+            is released when the last rank exits.
         """
         name = "lock" if task is None else f"lock-{task}"
         fd = open_lock_file(self.stage_dir(stage) / name)
-        deadline = time.monotonic() + patience_s  # lock_holder() also takes it for a moment
+        deadline = time.monotonic() + patience_s  # lock_holder() also takes the lock for a moment
         while not try_flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB):
             if time.monotonic() > deadline:
                 os.close(fd)
@@ -484,7 +501,7 @@ class Run:
         return fd
 
     def describe_write_error(self) -> str | None:
-        """Return why the run directory cannot be written now; None if it can."""
+        """Return why this process cannot write to the run directory now; None if it can."""
         probe = self.path / f".probe-{os.uname().nodename}-{os.getpid()}"
         try:
             write_atomic(probe, bytes(1 << 16))
@@ -502,17 +519,18 @@ class Run:
                     return LockHolder(int(pid) if pid.isdigit() else 0, host)
         return None
 
-    # -- code --------------------------------------------------------------------------------------------
+    # -- code ----------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def lock_exclusively(self, patience_s: float = math.inf) -> Iterator[None]:
-        """Hold the lock under which a process makes this run, changes it, replaces its code or submits its jobs.
+        """Hold the lock under which a process creates this run, changes it, replaces its code or submits its jobs.
 
-        Its holders never wait for a job, so jobs may take it too. The config is read again afterwards, because another
-        process may have changed it.
+        A process that holds this lock never waits for a job, so jobs may also take the lock. The config is read again
+        in the block, because another process may have changed it.
 
         Args:
-            patience_s: how long to wait. The block then runs without the lock, which a suspended process may hold.
+            patience_s: how long to wait for the lock. After this time the block runs without the lock, because a
+                suspended process may hold it.
         """
         deadline = time.monotonic() + patience_s
         at_once = 0 if math.isinf(patience_s) else fcntl.LOCK_NB
@@ -541,7 +559,7 @@ class Run:
         config = self.config
         model = resolve_user_model(self.config, _sources())
         if model is not None:
-            # the jobs' own Python or container may have packages that are missing here
+            # the Python or container of the jobs may have packages that are missing here
             has_other_python = config.site.python is not None or config.site.container is not None
             options = (
                 []
@@ -556,11 +574,12 @@ class Run:
     def copy_code(self) -> None:
         """Copy Sluice's code and the package of a custom model into `code/`, with its git commit and uncommitted diff.
 
-        Call it under `lock_exclusively`. An older copy is replaced; it stays if the new one cannot be made.
+        Call this under `lock_exclusively`. An older copy is replaced. If the new copy cannot be made, the older one
+        stays.
 
         Raises:
-            UserError: A file does not compile.
-            shutil.Error, OSError: The copy cannot be written (see `find_storage_error`).
+            UserError: a file does not compile.
+            shutil.Error, OSError: the copy cannot be written (see `find_storage_error`).
         """
         config = self.config
         copy_code(self.path, resolve_user_model(config, _sources()), config.run.root.name, _UMASK[config.run.sharing])
@@ -580,13 +599,13 @@ def _sources() -> list[Path]:
     return [Path.cwd(), CODE_ROOT]
 
 
-# -- points of a sweep -------------------------------------------------------------------------------
+# -- points of a sweep -------------------------------------------------------------------------------------------------
 
 
 def list_points(run: Run) -> list[Run]:
     """Return the runs of a sweep's points; empty if `run` is not a sweep.
 
-    No directory is made: a point that does not exist yet has the config that it will have.
+    No directory is made. A point that does not exist yet already has its future config.
     """
     return [Run(run.path / "points" / config.run.name, config) for config in make_point_configs(run.config)]
 
@@ -605,7 +624,7 @@ def create_points(run: Run) -> list[Run]:
             if not os.path.lexists(link):
                 link.symlink_to(f"../../{link.name}")
         values = get_values(point.config)
-        if run.metadata_file.exists():  # otherwise the code of the run is older and reads all values from config.yaml
+        if run.metadata_file.exists():  # otherwise older code made the run, and reads all values from config.yaml
             write_json(point.metadata_file, dump_metadata(point.config))
             values = remove_metadata(values)
         write_atomic(point.config_file, dump_yaml(values))

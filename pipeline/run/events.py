@@ -2,7 +2,7 @@
 
 `Run.append_event` writes an event, and `Run.read_events` reads them (pipeline/run/directory.py). A line is a JSON
 object: `time`, `event` (the name), `stage`, then the fields of the event's class. :func:`parse_event` accepts lines of
-older and newer versions: fields that a class lacks are kept in `extra`, and events without a class become an
+older and newer versions. It keeps fields that a class lacks in `extra`, and returns events without a class as
 :class:`UnknownEvent`.
 
 :func:`read_stage_state` is the only place that interprets a sequence of events. It returns whether a stage runs, has
@@ -38,7 +38,7 @@ from pipeline.run.metrics import is_step_line
 Seconds = Annotated[float, is_duration]
 StepLines = Annotated[list[dict[str, Any]], is_list_of(is_step_line)]
 _WRITTEN_IF_NONE = {"written_if_none": True}
-"""Metadata of a field that is written as null; other fields are left out if they are None."""
+"""Metadata of a field that is written as null if it is None. Other fields are left out if they are None."""
 _CHECKS: dict[object, LineCheck] = {
     str: is_text,
     int: is_count,
@@ -51,7 +51,7 @@ _CHECKS: dict[object, LineCheck] = {
 
 
 def utc_timestamp() -> str:
-    """Return the current time as events have it: UTC, ISO 8601, with milliseconds."""
+    """Return the current time in the format of events: UTC, ISO 8601, with milliseconds."""
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
@@ -67,7 +67,7 @@ class Event:
     time: str = field(default_factory=lambda: utc_timestamp())
     stage: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Fields that the class does not define: figures with free names, and fields of other versions."""
+    """Fields that the class does not define: values with arbitrary names, and fields of other versions."""
 
     @property
     def name(self) -> str:
@@ -80,7 +80,7 @@ class Event:
         return datetime.fromisoformat(self.time).timestamp()
 
     def to_line(self) -> dict[str, Any]:
-        """Return the JSON object that events.jsonl has for this event."""
+        """Return the JSON object of this event in events.jsonl."""
         line: dict[str, Any] = {"time": self.time, "event": self.name, "stage": self.stage}
         for each in dataclasses.fields(self):
             value = getattr(self, each.name)
@@ -115,7 +115,7 @@ class Created(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Changed(Event):
-    """A user changed the config."""
+    """A user changed the config of the run."""
 
     NAME = "changed"
     set: Mapping[str, Any] | None = None
@@ -132,7 +132,7 @@ class CodeUpdated(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed(Event):
-    """A user ran `resume`. It concerns every stage, and resets every retry budget."""
+    """A user ran `resume`. The event concerns every stage, and resets every retry budget."""
 
     NAME = "resumed"
 
@@ -149,7 +149,7 @@ class CancelRequested(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class SubmissionEvent(Event):
-    """What a submission and its job are known by."""
+    """An event about a submission, with the fields that identify the submission and its job."""
 
     after: list[str] | None = None
     """Jobs that this job depends on."""
@@ -160,14 +160,14 @@ class SubmissionEvent(Event):
     tasks: int | None = None
     """Number of tasks, if the job is an array."""
     array_task: int | None = None
-    """The task of an array that this submission is; only before the job's id is known."""
+    """The index of the array task that this submission concerns; only used before the job's id is known."""
     key: str | None = None
     """Random text that identifies the submission."""
     cluster: str | None = None
     uid: int | None = None
     job_name: str | None = None
     step: int | None = None
-    """The checkpoint that the job evaluates, if the supervisor of a training submitted it."""
+    """The step of the checkpoint that the job evaluates, if the supervisor of the train stage submitted the job."""
 
     @property
     def is_successor(self) -> bool:
@@ -197,7 +197,7 @@ class Submitted(SubmissionEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class NotSubmitted(SubmissionEvent):
-    """A submission has no job."""
+    """A submission failed or was abandoned: it has no job."""
 
     NAME = "not_submitted"
     stage: str
@@ -207,7 +207,7 @@ class NotSubmitted(SubmissionEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationNotSubmitted(Event):
-    """The evaluation of a checkpoint could not be submitted during the training."""
+    """The evaluation of a checkpoint could not be submitted while the train stage was running."""
 
     NAME = "evaluation_not_submitted"
     message: str | None = None
@@ -233,7 +233,7 @@ class AttemptEvent(Event):
     job_id: str | None = field(default=None, metadata=_WRITTEN_IF_NONE)
     """The job as it was submitted: an id, or `ID_TASK`."""
     task: int | None = field(default=None, metadata=_WRITTEN_IF_NONE)
-    """The task of an array; None for a whole job."""
+    """The index of the array task; None for a whole job."""
     attempt: int | None = None
     """The number of the attempt, from 1."""
 
@@ -285,11 +285,11 @@ class EndEvent(AttemptEvent):
     slurm_job: str | None = None
     restarts: int | None = None
     in_grace: bool | None = None
-    """Whether Slurm showed a preemption, so that it may start the job again after this end."""
+    """Whether Slurm reported a preemption. Slurm may then start the job again after this end."""
     final: bool | None = None
-    """Whether the stage would have been retried, but its budget or its lack of progress forbids it."""
+    """Whether the stage is not retried only because its budget is used up or the attempt made no progress."""
     noticed_later: bool | None = None
-    """Whether a later job wrote the event, because the supervisor could not."""
+    """Whether a later job wrote the event, because the supervisor of this attempt could not."""
 
     @property
     def code(self) -> ExitCode:
@@ -334,16 +334,17 @@ class Failed(EndEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class RetryEvent(AttemptEvent):
-    """Sluice retries the stage without a user."""
+    """Sluice retries the stage without a request of the user."""
 
     cause: str | None = None
     budget: str | None = None
     """The key of `recovery.budgets` whose budget the retry used."""
     progress: bool | None = None
-    """Whether the attempt before made progress."""
+    """Whether the previous attempt made progress."""
     by: str | None = None
-    """slurm, if Slurm requeues the job by itself."""
+    """`slurm` if Slurm requeues the job by itself."""
     noticed_later: bool | None = None
+    """Whether a later job wrote the event, because the supervisor of this attempt could not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -364,7 +365,7 @@ class Retried(RetryEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class HandedOver(RetryEvent):
-    """The successor job continues."""
+    """The successor job continues the stage."""
 
     NAME = "handed_over"
 
@@ -382,17 +383,17 @@ class Ready(Event):
 
     NAME = "ready"
     step: int
-    """The last step that is done."""
+    """The last step that is complete."""
     startup_s: Mapping[str, Any] | None = None
     """Seconds by part of the start-up."""
     communication: str | None = None
     sent_bytes: Mapping[str, Any] | None = None
-    """Bytes that a rank sends in a step, by group."""
+    """Bytes that a rank sends in a step, by process group."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Restored(Event):
-    """A training restored a checkpoint."""
+    """The ranks restored a checkpoint."""
 
     NAME = "restored"
     step: int
@@ -414,7 +415,7 @@ class Saved(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class RestartedFromScratch(Event):
-    """A training that had saved checkpoints starts at step 0, because its user removed them."""
+    """A run that had saved checkpoints starts at step 0 again, because the user removed the checkpoints."""
 
     NAME = "began_anew"
 
@@ -468,7 +469,7 @@ class LostWork(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureReport(Event):
-    """How often the training reads each source of a mixture."""
+    """How often the run reads each source of a mixture."""
 
     NAME = "mixture"
     weights: list[dict[str, Any]] | None = None
@@ -478,7 +479,7 @@ class MixtureReport(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut(Event):
-    """Held-out figures of a step whose line in metrics.jsonl was written before; the figures are in `extra`."""
+    """Results on held-out data for a step that already has a line in metrics.jsonl. The results are in `extra`."""
 
     NAME = "held_out"
     step: int
@@ -518,11 +519,11 @@ class Recovered(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class BadStepEvent(Event):
-    """What the training decided about a bad step (pipeline/resilience/guard.py)."""
+    """The decision of the bad-step guard about a step (pipeline/resilience/guard.py)."""
 
     step: int | None = None
     position: int | None = None
-    """The first sample concerned."""
+    """The position of the first sample concerned."""
     reason: str | None = None
     samples: int | None = None
 
@@ -536,14 +537,14 @@ class BadStepSkipped(BadStepEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplesExcluded(BadStepEvent):
-    """The training returns to a checkpoint and excludes samples."""
+    """The ranks return to a checkpoint and exclude samples."""
 
     NAME = "bad_step_leave_out"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalCopy(Event):
-    """A node copied shards to its local disk, or could not."""
+    """A node copied shards to its local disk, or tried to."""
 
     NAME = "local_copy"
     host: str | None = None
@@ -554,12 +555,12 @@ class LocalCopy(Event):
     no_room_for: int | None = None
     """Number of files that did not fit."""
     too_many_files_by: int | None = None
-    """Number of files that exceeded the limit of open files."""
+    """By how many files the shards exceed the limit of open files."""
     error: str | None = None
 
 
 def _list_classes(base: type[Event]) -> list[type[Event]]:
-    """Return the classes of events with a name, below `base`."""
+    """Return the subclasses of `base`, at any depth, that have an event name."""
     classes = [each for child in base.__subclasses__() for each in [child, *_list_classes(child)]]
     return [each for each in classes if each.NAME]
 
@@ -572,7 +573,7 @@ EVENT_CLASSES: Mapping[str, type[Event]] = {each.NAME: each for each in _list_cl
 
 
 def _make_check(hint: object) -> LineCheck:
-    """Return the check of a field, from its type."""
+    """Return the check of a field, from its type hint."""
     if typing.get_origin(hint) is Annotated:
         return typing.cast(LineCheck, typing.get_args(hint)[1])
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
@@ -583,7 +584,7 @@ def _make_check(hint: object) -> LineCheck:
 
 @cache
 def _field_checks(name: str) -> tuple[dict[str, LineCheck], dict[str, LineCheck]]:
-    """Return the checks of the fields that the event `name` must have, and of those that it may have."""
+    """Return the checks of the required fields of the event `name`, and those of its optional fields."""
     event_class = EVENT_CLASSES.get(name, Event)
     hints = typing.get_type_hints(event_class, include_extras=True)
     fields = [each for each in dataclasses.fields(event_class) if each.name not in _HEAD - {"stage"}]
@@ -596,7 +597,7 @@ def _field_checks(name: str) -> tuple[dict[str, LineCheck], dict[str, LineCheck]
 
 
 def parse_event(line: Any) -> Event | None:
-    """Return the event of a line of events.jsonl, parsed from JSON; None if the line is malformed."""
+    """Return the event in a line of events.jsonl that was parsed from JSON; None if the line is malformed."""
     name = line.get("event") if isinstance(line, dict) else None
     if not isinstance(name, str):
         return None
@@ -614,7 +615,7 @@ def parse_event(line: Any) -> Event | None:
 
 
 def is_event(line: Any) -> bool:
-    """Return True if a line of events.jsonl, parsed from JSON, is an event."""
+    """Return True if a line of events.jsonl that was parsed from JSON is an event."""
     return parse_event(line) is not None
 
 
@@ -631,9 +632,9 @@ class StopInfo:
     cause: str | None
     """The name of an exit code in lower case, a signal, or what requested the stop; None if unknown."""
     step: int | None
-    """The step at which a training stopped on request, otherwise its newest checkpoint; None if there is none."""
+    """The step at which the ranks stopped on request, otherwise the newest checkpoint; None if there is neither."""
     is_graceful: bool
-    """Whether the training stopped at a step boundary, on request."""
+    """Whether the ranks stopped at a step boundary, on request."""
     retry: type[RetryEvent] | None = None
     """How Sluice retries the stage; None if it does not."""
 
@@ -661,7 +662,7 @@ class StageState:
     end_event: EndEvent | None = None
     """The end event of the newest attempt; None while it is open."""
     retry_event: RetryEvent | None = None
-    """The event that announces a retry after that end."""
+    """The event that announces a retry after the end event."""
     used_budgets: Mapping[str, int] = field(default_factory=Counter)
     """Number of retries since the last `resume`, by key of `recovery.budgets`."""
     restarts_without_progress: int = 0
@@ -671,13 +672,13 @@ class StageState:
     attempt_count: int = 0
     """Number of attempts so far."""
     saved_step: int | None = None
-    """The step of a training's newest checkpoint, as far as its events tell; None if there is none."""
+    """The step of the newest checkpoint according to the events; None if no event names one."""
     stop_request: StopRequested | None = None
-    """The event of the ranks of the newest attempt that they agreed to stop."""
+    """The event of the newest attempt that its ranks agreed to stop."""
     is_completing_early: bool = False
-    """Whether a callback completed the training in the newest attempt."""
+    """Whether a callback ended the train stage early in the newest attempt."""
     last_stop: StopInfo | None = None
-    """How the newest attempt that ended did so, before the stage was done; None if it is done, or none ended."""
+    """How the newest ended attempt stopped before the stage was done; None if the stage is done or no attempt ended."""
     submitted_again: bool = False
     """Whether a job was submitted after the newest attempt began, except a successor or an evaluation."""
 
@@ -698,7 +699,7 @@ class StageState:
 
     @property
     def is_training_steps(self) -> bool:
-        """Whether the newest attempt is open, and neither stops nor completes early."""
+        """Whether the newest attempt is open, and is neither stopping nor completing early."""
         is_stopping = self.stopping_event is not None or self.stop_request is not None
         return self.is_open and not is_stopping and not self.is_completing_early
 
@@ -718,7 +719,7 @@ class StageState:
         return reason if reason in USER_REQUESTS else None
 
     def describe_open_stop(self) -> StopInfo:
-        """Return how the newest attempt stopped, if it is known that it did although it has no end event."""
+        """Return how the newest attempt stopped. Call this if the attempt has stopped but has no end event."""
         cause = None if self.stopping_event is None else self.stopping_event.cause or self.stopping_event.by
         return self._make_stop(cause)
 
@@ -774,7 +775,7 @@ class StageState:
 
 
 def read_stage_state(events: Iterable[Event]) -> StageState:
-    """Return the state that follows from `events`, oldest first: those of one stage, array task or job."""
+    """Return the state that follows from `events`, oldest first. They must concern one stage, array task or job."""
     state = StageState()
     for event in events:
         state = state.advance(event)
@@ -782,7 +783,7 @@ def read_stage_state(events: Iterable[Event]) -> StageState:
 
 
 def select_task_events(events: Iterable[Event], stage: str, task: int | None) -> list[Event]:
-    """Return the events of a stage, or of one task of its array, and those that concern every stage."""
+    """Return the events of a stage, or of one task of its array, and the events that concern every stage."""
     return [
         event
         for event in events

@@ -1,6 +1,7 @@
-"""How a rank reports a failure, and what the user should do about it.
+"""Report the failure of a rank, and tell the user what to do about it.
 
-A failing rank has an exit code and a message, and writes `jobs/STAGE/error-rank-N.json` for the supervisor.
+A failing rank exits with a code and writes this code and a message to `jobs/STAGE/error-rank-N.json`. The supervisor
+reads this file.
 """
 
 from __future__ import annotations
@@ -32,14 +33,16 @@ GPU_FAILURE_PATTERN = re.compile(
     r"|device\(s\) is/are busy or unavailable|system not yet initialized"
     r"|Xid \([^)]*\): (48|6[1-4]|74|79|92|94|95|119|120|140)\b"
 )
-"""Messages of CUDA (cudaGetErrorString of 13.0), its driver and the kernel's log about a defective GPU. The node is to
-blame. Xids are from NVIDIA's "XID Errors"; 13, 31, 43 and 45 mostly result from errors of the program."""
+"""Messages of CUDA (cudaGetErrorString of 13.0), of its driver and of the kernel's log about a defective GPU. They
+count as a bad node. Xids are from NVIDIA's "XID Errors". The Xids 13, 31, 43 and 45 are left out, because they mostly
+result from errors of the program."""
 _PEER_LOST = re.compile(r"^Dist(Backend|Network)Error|\bgloo/|Connection closed by peer|MpiTimeout")
-"""Messages of torch's backends. Their C++ errors have no Python types; Gloo names a file of its sources."""
+"""Messages of torch's backends if another rank was lost. C++ errors of the backends have no Python types, so the text
+is matched. Messages of Gloo contain the name of a source file."""
 
 
 def explain_error(error: BaseException) -> tuple[ExitCode, str]:
-    """Return the exit code and the message of an error: one without a traceback if the user can correct it."""
+    """Return the exit code and the message of an error. The message has a traceback, unless the user can correct it."""
     if isinstance(error, UserError):
         return error.exit_code, format_error(error)
     if (storage := find_storage_error(error)) is not None:
@@ -57,7 +60,7 @@ def explain_error(error: BaseException) -> tuple[ExitCode, str]:
 def write_error_report(
     run: Run, stage: str, rank_info: RankInfo, code: ExitCode, message: str, host: str | None = None
 ) -> None:
-    """Write the error for the supervisor. If that fails too, only the log has it."""
+    """Write the error for the supervisor. If the file cannot be written, only the log has the error."""
     if code == ExitCode.STOPPED:
         return
     task = get_array_task(stage, rank_info)
@@ -71,8 +74,9 @@ def write_error_report(
 def abort_peers(rank_info: RankInfo, code: ExitCode, message: str) -> None:
     """Print the error of a rank that runs without a supervisor, and end the other ranks.
 
-    Ranks that only lost their peer print one line, after a second. torchrun and mpirun end the other ranks. srun does
-    not by default, and with NCCL the ranks may hang for half an hour. Therefore the step is killed after `PEER_EXIT_S`.
+    A rank that only lost a peer waits a second and prints one line. torchrun and mpirun end the other ranks. By
+    default, srun does not, and with NCCL the ranks may hang for half an hour. The job step is therefore killed after
+    `PEER_EXIT_S`.
     """
     if code == ExitCode.PEER_LOST:
         time.sleep(1)
@@ -87,8 +91,8 @@ def abort_peers(rank_info: RankInfo, code: ExitCode, message: str) -> None:
 def retry_command(run: Run, cause: str | None, message: str = "") -> str:
     """Return the command that continues a run after a stage failed.
 
-    It has `--update-code` if the error may be in the user's module. It has `key=…` for each key of the config that the
-    message names and that `resume` can change now.
+    The command has `--update-code` if the error may be in the user's module. It has `key=…` for each config key that
+    the message names and that `resume` can change now.
 
     Args:
         run: The run, or a point of a sweep.
@@ -101,15 +105,15 @@ def retry_command(run: Run, cause: str | None, message: str = "") -> str:
 
 
 def describe_remedy(run: Run, cause: str | None, message: str = "") -> str:
-    """Return what the user has to do after a failure and the command that continues then, in lines.
+    """Return lines that say what to do after a failure, and the command that then continues the run.
 
-    Args: as for `retry_command`.
+    The arguments are those of :func:`retry_command`.
     """
     retry = retry_command(run, cause, message)
-    made = find_training_output(run.sweep_or_self.path)
+    training_output = find_training_output(run.sweep_or_self.path)
     changes = _find_advised_changes(run, cause, message)
     again = "correct it and give the same command again"
-    if made is not None:
+    if training_output is not None:
         again = "correct it and submit it under another run.name"
     if cause == "storage":
         return f"{_describe_storage_remedy(run, message)}, then: {retry}"
@@ -117,19 +121,19 @@ def describe_remedy(run: Run, cause: str | None, message: str = "") -> str:
         return f"bring an intact checkpoint back into {run.checkpoints_dir}, then: {retry}"
     if _may_be_module_error(run, cause, message, changes):
         lines = [f"{_describe_module_remedy(run, message)}, then: {retry}"]
-        continuation = f" and continues from {made}, which the old code made" if made else ""
+        continuation = f" and continues from {training_output}, which the old code made" if training_output else ""
         lines.append(f"the run executes a copy of the code ({run.code_dir}); --update-code replaces it{continuation}")
-        if made is None or run.sweep_or_self is not run:
+        if training_output is None or run.sweep_or_self is not run:
             lines.append(f"if the config is wrong instead: {again}")
         return "\n".join(lines)
     if run.config.data.filter and _FILTER_ERROR.search(message):
-        return f"correct the function {run.config.data.filter} (data.filter), whose corrected file is used by: {retry}"
+        return f"correct the function {run.config.data.filter} (data.filter), then: {retry}"
     if changes:
         key = ", ".join(change.partition("=")[0] for change in changes)
         lines = [f"to continue with another {key}: {retry}"]
-        return "\n".join([*lines, f"or, if the config is wrong: {again}"] if made is None else lines)
+        return "\n".join([*lines, f"or, if the config is wrong: {again}"] if training_output is None else lines)
     if cause == "user_error":
-        return f"after you have repaired that: {retry}\nif the config is wrong: {again}"
+        return f"after you have corrected the error: {retry}\nif the config is wrong: {again}"
     if cause == "bad_input":
         return f"after you have restored or repaired the files: {retry}"
     copied = run.config.model.target or ("Sluice's own code" if cause == "crashed" else None)
@@ -147,7 +151,7 @@ _ONLY_CHOICE = re.compile(r"; there (?:is|are) '([\w.-]+)'(?!,)")
 _FILTER_ERROR = re.compile(r"(?:^|error(?:\[[\w.]+\])?: )data\.filter: ", re.MULTILINE)
 """An error of the function of `data.filter`. Runs of older code write it without the error code."""
 _NEVER_CHANGED = ("run.", "model.target", "data.filter")
-"""Keys that a message may name although another value does not help: a file must be corrected, or a new run made."""
+"""Keys for which another value does not help: the user must correct a file, or start a new run."""
 
 
 def _find_advised_changes(run: Run, cause: str | None, message: str) -> list[str]:
@@ -165,21 +169,21 @@ def _find_advised_changes(run: Run, cause: str | None, message: str) -> list[str
 
 
 def _is_key(key: str) -> bool:
-    """Return True for a key of the config, not a section, whose change can help."""
+    """Return True for a config key, not a section, if another value may prevent the error."""
     if key.startswith("model.options."):
         return True
     return not key.startswith(_NEVER_CHANGED) and key in list_keys(()) and not list_section_keys(tuple(key.split(".")))
 
 
 def _may_be_module_error(run: Run, cause: str | None, message: str, changes: Sequence[str]) -> bool:
-    """Return True if the user's module may have failed: with an exception, or an error that names no key to change."""
+    """Return True if the error may be in the user's module: an exception, or an error that names no key to change."""
     if run.config.model.target is None:
         return False
     return (cause == "crashed" and 'File "' in message) or (cause == "user_error" and not changes)
 
 
 def _describe_module_remedy(run: Run, message: str) -> str:
-    """Return what to correct in the user's module: the file and line of a traceback, if one of its frames is there."""
+    """Return what to correct: the file and line in the user's module, if a traceback in the message has one."""
     target = str(run.config.model.target)
     package = re.escape(f"{run.code_dir}/{target.partition('.')[0]}")
     frames = re.findall(rf'File "({package}\b[^"]*)", line (\d+)', message)

@@ -1,7 +1,7 @@
-"""The ledger of a run's hours: how much time each attempt spent on what. Arithmetic only; `report` prints it.
+"""Compute the ledger of a run's hours: how each attempt spent its time. `report` prints it.
 
-The input is events.jsonl, metrics.jsonl, and `sacct` if it is available (when Slurm started and ended each job). The
-account of an attempt begins where the account of the previous attempt ended; the first one begins when the stage was
+The input is events.jsonl, metrics.jsonl, and the start and end times of jobs from `sacct` if it is available. The
+account of an attempt begins when the account of the previous attempt ends. The first account begins when the stage was
 submitted and its parents were done. The seconds of all attempts therefore add up to the stage's wall time.
 """
 
@@ -35,7 +35,7 @@ CATEGORIES = (
     "idle", "queue", "startup", "compute", "data", "communication", "evaluation", "checkpoint", "profiling", "lost",
     "ending",
 )  # fmt: skip
-"""What the time of an attempt is spent on, in order:
+"""The categories of the time of an attempt, in order:
 
     ├ idle ┼─ queue ─┼ startup ┼ compute · data · communication · evaluation · checkpoint · … · lost ┼ ending ┤
     previous   request   job       first step                                             last step     end of the
@@ -46,8 +46,8 @@ queue          requested and waiting: for nodes, or for the delay after a requeu
 startup        start of the job → first step: health check, imports, rendezvous, reading the checkpoint
 compute        steps that count; for stages without steps, all of their running time
 data           waiting for the next batch
-communication  communication that no computation hides, where it is measured
-evaluation     evaluation on held-out data during the training (`train.evaluate_every`)
+communication  communication that does not overlap with computation, if it is measured
+evaluation     evaluation on held-out data by the train stage (`train.evaluate_every`)
 checkpoint     time that saves block the training loop, and the last save
 profiling      the overhead of profiled steps (`train.profile_every`)
 lost           steps that were repeated, because no checkpoint contained them
@@ -91,7 +91,7 @@ class AttemptTimes:
     end_time: float = 0.0
     """Seconds since 1970."""
     cause: str = ""
-    """How it ended: done, or the cause."""
+    """`done`, or the cause for which the attempt ended."""
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CATEGORIES, 0.0))
     """Seconds by `CATEGORIES`; they add up to `end_time - start_time`."""
 
@@ -104,15 +104,15 @@ def build_ledger(
     running: Sequence[str] = (),
     jobs: Sequence[JobRun] = (),
 ) -> list[AttemptTimes]:
-    """Return the attempts of some stages in this order, task by task.
+    """Return the attempts of the stages, in the order of `stages`, task by task.
 
     Args:
         events: all events of the run.
         metrics: the lines of metrics.jsonl.
         stages: the stages.
         now: the current time in seconds since 1970.
-        running: the stages that are running now; their last attempt lasts until `now`.
-        jobs: runs of Slurm jobs, if accounting reports them.
+        running: the stages that are running now. Their last attempt lasts until `now`.
+        jobs: the runs of Slurm jobs, if accounting reports them.
     """
     ledger: list[AttemptTimes] = []
     for stage in stages:
@@ -144,12 +144,12 @@ def _account_attempts(
     ready_time: float,
     jobs: Sequence[JobRun],
 ) -> list[AttemptTimes]:
-    """Return the attempts of a task; `ready_time`: when everything that it depends on was done."""
+    """Return the attempts of a task. `ready_time`: when all stages and tasks on which it depends were done."""
     before, attempts = split_into_attempts(events)
     is_training = STAGES[stage].is_training
     accounts: list[AttemptTimes] = []
-    for own, (kept_steps, lost_steps) in zip(attempts, _assign_steps(attempts, metrics), strict=True):
-        state = read_stage_state(own)
+    for attempt_events, (kept_steps, lost_steps) in zip(attempts, _assign_steps(attempts, metrics), strict=True):
+        state = read_stage_state(attempt_events)
         start_event = state.start_event
         assert start_event is not None
         started = start_event.timestamp
@@ -159,17 +159,17 @@ def _account_attempts(
         job_start = max(begin, min(started, job.start_time) if job else started)
         queue_start = min(max(_find_request_time(before, begin), begin), job_start)
         first_step_time = next(
-            (event.timestamp for kind in (Ready, Restored) for event in own if isinstance(event, kind)), None
+            (event.timestamp for kind in (Ready, Restored) for event in attempt_events if isinstance(event, kind)), None
         )
         end = state.end_event
         if end is not None and not end.noticed_later:
             possible_ends = [end.timestamp]
-        elif job and job.end_time:  # the supervisor died with the job: Slurm knows when
+        elif job and job.end_time:  # the supervisor died with the job, and accounting has the time
             possible_ends = [job.end_time]
-        else:  # the last sign of life
+        else:  # the last event or step that was recorded
             possible_ends = [
                 event.timestamp
-                for event in own
+                for event in attempt_events
                 if not (isinstance(event, EndEvent | RetryEvent) and event.noticed_later)
                 and not isinstance(event, _REQUESTS)
             ]
@@ -182,15 +182,15 @@ def _account_attempts(
         account.seconds |= {"idle": queue_start - begin, "queue": job_start - queue_start}
         if is_training and first_step_time is not None:
             first_step_time = min(max(job_start, first_step_time), account.end_time)
-            _divide_training(account, job_start, first_step_time, kept_steps, lost_steps, own)
+            _divide_running_time(account, job_start, first_step_time, kept_steps, lost_steps, attempt_events)
         else:
             account.seconds["startup" if is_training else "compute"] = account.end_time - job_start
         accounts.append(account)
-        before = own
+        before = attempt_events
     return accounts
 
 
-def _divide_training(
+def _divide_running_time(
     account: AttemptTimes,
     job_start: float,
     first_step_time: float,
@@ -207,7 +207,7 @@ def _divide_training(
             seconds[category] += spent_s
     seconds["lost"] = sum(line["step_time_s"] for line in lost_steps)
     steps_s = sum(seconds[name] for name in _STEP_CATEGORIES)
-    if steps_s > available_s:  # clocks of hosts differ: the steps cannot take longer than the attempt
+    if steps_s > available_s:  # the clocks of hosts differ, but the steps cannot take longer than the attempt
         for name in _STEP_CATEGORIES:
             seconds[name] *= available_s / steps_s
         steps_s = available_s
@@ -218,7 +218,7 @@ def _divide_training(
 
 
 def split_step_time(line: StepLine) -> dict[str, float]:
-    """Return the seconds of a step by category; they add up to the time of the step."""
+    """Return the seconds of a step by category. They add up to the duration of the step."""
     seconds = {"compute": 0.0}
     remaining_s = float(line["step_time_s"])
     for category, key in _METRIC_OF_CATEGORY.items():
@@ -230,7 +230,7 @@ def split_step_time(line: StepLine) -> dict[str, float]:
 def _assign_steps(
     attempts: Sequence[list[Event]], metrics: Sequence[StepLine]
 ) -> list[tuple[list[StepLine], list[StepLine]]]:
-    """Return for each attempt the metric lines of its steps: the steps that count, and the repeated steps.
+    """Return for each attempt the lines of its steps: those of steps that count, and those of steps that were repeated.
 
     An attempt that restores step s writes lines from s + 1. It moves earlier lines beyond s to its `lost_work` event.
     A line therefore belongs to the newest attempt that began before its step.
@@ -256,7 +256,7 @@ def _assign_steps(
 
 
 def _find_request_time(before: Sequence[Event], begin: float) -> float:
-    """Return when the user, or the stage itself, requested the next attempt."""
+    """Return when the user, or a retry of the stage, requested the next attempt."""
     for event in before:
         if isinstance(event, RetryEvent):
             return begin
@@ -278,23 +278,23 @@ def _find_job_run(jobs: Sequence[JobRun], started: Started, start_time: float) -
 
 
 def sum_categories(attempts: Sequence[AttemptTimes]) -> dict[str, float]:
-    """Return seconds by category, over several attempts."""
+    """Return the seconds by category, summed over several attempts."""
     return {category: sum(attempt.seconds[category] for attempt in attempts) for category in CATEGORIES}
 
 
 def compute_ratios(seconds: Mapping[str, float]) -> tuple[float, float]:
     """Return two measures of efficiency, each from 0 to 1 (0 if no time has passed).
 
-    They follow Kokolis et al., "Revisiting Reliability in Large-Scale Machine Learning Research Clusters" (HPCA 2025,
-    arXiv 2410.21680), section II. Repeated steps and the costs of a restart are unproductive, and so is the first
+    The measures follow Kokolis et al., "Revisiting Reliability in Large-Scale Machine Learning Research Clusters" (HPCA
+    2025, arXiv 2410.21680), section II. Repeated steps and the costs of a restart are unproductive, and so is the first
     start-up. The paper's model of the ETTR also counts the time for writing checkpoints.
 
     Args:
         seconds: seconds by category.
 
     Returns:
-        The effective training time ratio: productive time over the time scheduled or in the queue, without idle time;
-        and the forward progress: productive time over scheduled time.
+        The effective training time ratio: productive time divided by the time scheduled or in the queue, without idle
+        time. And the forward progress: productive time divided by scheduled time.
     """
     productive = sum(seconds[name] for name in PRODUCTIVE_CATEGORIES)
     scheduled = sum(spent for name, spent in seconds.items() if name not in WAITING_CATEGORIES)

@@ -1,8 +1,8 @@
-"""Files of JSON lines: checks of a line's fields, and readers that apply a check to each line.
+"""Read files of JSON lines, and check the fields of each line.
 
-Of events.jsonl, metrics.jsonl and telemetry, every reader leaves out malformed lines, for example one that a crash cut
-off or a user edited; `status` and `report` print how many. Of changes.jsonl and decisions.jsonl, which determine what
-is trained, a malformed line is an error. Only a line that a crash cut off is left out.
+In events.jsonl, metrics.jsonl and telemetry, malformed lines are left out, for example a line that a crash truncated or
+a user edited. `status` and `report` print their number. In changes.jsonl and decisions.jsonl, a malformed line is an
+error, because these files determine what is trained. Only a line that a crash truncated is left out.
 """
 
 from __future__ import annotations
@@ -93,7 +93,10 @@ def read_valid_lines(path: Path, is_valid: LineCheck) -> Iterator[dict[str, Any]
 
 
 def describe_malformed_lines(path: Path, is_valid: LineCheck) -> str:
-    """Return how many lines of a file are malformed; "" if none is. An incomplete last line is being written."""
+    """Return a message with the number of malformed lines of a file; "" if there are none.
+
+    An incomplete last line does not count, because another process may be writing it.
+    """
     count = 0
     if path.exists():
         with open_regular_file(path) as file:
@@ -109,9 +112,9 @@ def format_malformed_count(path: Path, count: int) -> str:
 
 
 def read_required_lines(path: Path, is_valid: LineCheck) -> list[dict[str, Any]]:
-    """Return all lines of a file of which no line may be left out.
+    """Return all lines of a file in which every line is required.
 
-    A line without its end is left out: a crash cut it off before anything depended on it.
+    Only a truncated line is left out, because a crash truncated it before anything depended on it.
 
     Raises:
         InputError: a line is malformed or its checksum is wrong.
@@ -135,14 +138,14 @@ def read_required_lines(path: Path, is_valid: LineCheck) -> list[dict[str, Any]]
 class LineHistory:
     """The numbers of a growing file of JSON lines, by key. Each line is read once.
 
-    The numbers are kept in arrays: metrics.jsonl of 100,000 steps takes 25 MB, where a list of objects would take
-    300 MB. If the file was replaced or cut back, it is read again from the start.
+    The numbers are kept in arrays: for 100,000 steps of metrics.jsonl they take 25 MB, and a list of objects would take
+    300 MB. If the file was replaced or truncated, it is read again from the start.
 
     Args:
-        path: The file.
-        is_valid: The check of a line.
-        x_key: The key over which curves are drawn.
-        row_keys: Keys whose values are also kept line by line, in `rows`.
+        path: the file.
+        is_valid: the check of a line.
+        x_key: the key of the x values of curves.
+        row_keys: the keys with values that are also kept line by line, in `rows`.
     """
 
     def __init__(self, path: Path, is_valid: LineCheck, x_key: str = "step", row_keys: Sequence[str] = ()) -> None:
@@ -153,7 +156,7 @@ class LineHistory:
         self._clear((0, 0))
 
     def _clear(self, file: tuple[int, int]) -> None:
-        """Forget all lines; `file`: device and inode of the file to read."""
+        """Forget all lines. `file`: device and inode of the file to read."""
         self._columns: dict[str, tuple[array[float], array[float]]] = {}
         self._file = file
         self._end = 0
@@ -162,7 +165,7 @@ class LineHistory:
         """Number of malformed lines."""
 
     def read_new_lines(self) -> LineHistory:
-        """Read the lines that were appended since the last call; return this object."""
+        """Read the lines that were appended since the last call. Return this object."""
         if not self.path.exists():
             return self
         status = self.path.stat()
@@ -191,7 +194,7 @@ class LineHistory:
 
     @property
     def names(self) -> list[str]:
-        """The keys of all numbers; those in a mapping or a list such as `profile.compute`, `gpus.0.power_w`."""
+        """The keys of all numbers. Nested numbers have dotted keys such as `profile.compute` or `gpus.0.power_w`."""
         return list(self._columns)
 
     def values(self, name: str) -> Sequence[float]:
@@ -199,12 +202,12 @@ class LineHistory:
         return self._columns[name][1] if name in self._columns else ()
 
     def curve(self, name: str) -> list[tuple[float, float]]:
-        """Return pairs of `x_key`'s value and a key's value."""
+        """Return the points of a curve: pairs of the value of `x_key` and the value of the key `name`."""
         return list(zip(*self._columns[name], strict=True)) if name in self._columns else []
 
     @property
     def malformed_description(self) -> str:
-        """How many lines are malformed; "" if none is."""
+        """A message with the number of malformed lines; "" if there are none."""
         return format_malformed_count(self.path, self.malformed_count)
 
 

@@ -1,7 +1,7 @@
-"""What the nodes of a run measured: `telemetry-HOST.jsonl` in the run directory, a line every few seconds.
+"""Read the telemetry of a run's nodes: energy, and GPUs that are slow or report errors.
 
-tracking/telemetry.py writes the files. In a line, `time` is in seconds since 1970, and `gpus` has an entry for each GPU
-of the host.
+tracking/telemetry.py writes `telemetry-HOST.jsonl` in the run directory, a line every few seconds. In a line, `time` is
+in seconds since 1970, and `gpus` has an entry for each GPU of the host.
 """
 
 from __future__ import annotations
@@ -28,21 +28,24 @@ SENSORS = {
     "read_mb_per_s": ("read", "MB/s", "host_read_bytes_per_second", 1e6),
     "written_mb_per_s": ("written", "MB/s", "host_written_bytes_per_second", 1e6),
 }
-"""Key of a line (`gpus.` for those of a GPU) → name, unit, Prometheus' name, and the factor to Prometheus' unit."""
+"""Key of a line (with the prefix `gpus.` for the values of each GPU) → displayed name, unit, name of the Prometheus
+metric, and the factor that converts a value to the unit of Prometheus."""
 _SLOW_LIMITS = {"sm_clock_mhz": ("clock", "MHz", 0.85), "utilization_percent": ("utilisation", "%", 0.5)}
-"""Keys by which a GPU counts as slow: name, unit, and the share of the usual value below which it is too low."""
+"""Key of a GPU value → displayed name, unit, and share. The GPU is slow if its value is below this share of the median
+of the run's GPUs of the same model."""
 _MIN_MEMORY_SHARE = 0.1
-"""A GPU is idle, and not used by the run, if it uses less than this share of the memory of the fullest GPU."""
+"""The run does not use a GPU if the GPU uses less than this share of the memory of the fullest GPU of its model."""
 DEFAULT_SAMPLE_COUNT = 12
 """Number of lines of each host that are read by default."""
 _MIN_SAMPLES = 6
-"""With fewer lines, a GPU's speed is unknown."""
+"""With fewer samples, the speed of a GPU is unknown."""
 _BYTES_PER_LINE = 2730
-"""The size of a line of a host with 8 GPUs."""
+"""The approximate size of a line of a host with 8 GPUs."""
 _PROGRAM_XIDS = (13, 31, 43, 45, 68, 109)
-"""Xids that usually result from a program's error or from its end (NVIDIA, XID Errors)."""
+"""Xids (error numbers of the NVIDIA driver) that usually result from an error or the end of a program, not from
+hardware. Source: NVIDIA, "XID Errors"."""
 _MAX_GAP_S = 300.0
-"""A longer time without samples does not count for the energy."""
+"""If two samples are further apart than this, the energy between them is not counted."""
 
 
 def is_telemetry_line(line: Any) -> bool:
@@ -59,14 +62,22 @@ def is_telemetry_line(line: Any) -> bool:
 
 
 def get_sensor_values(line: Mapping[str, Any], sensor: str) -> list[tuple[str, float]]:
-    """Return the values of a sensor: one for each GPU, with its number, or one of the host; empty if there is none."""
+    """Return the values of a sensor in a line of telemetry.
+
+    Args:
+        line: the line.
+        sensor: a key of `SENSORS`.
+
+    Returns:
+        Pairs of GPU index and value, or one pair of "" and the value of the host; empty if the line has no value.
+    """
     entries = line.get("gpus", ()) if sensor.startswith("gpus.") else [line]
     key = sensor.removeprefix("gpus.")
     return [(str(entry.get("index", "")), entry[key]) for entry in entries if is_number(entry.get(key))]
 
 
 def get_compute_times_file(jobs_dir: Path) -> Path:
-    """Return the path of the file in which a training compares its hosts (pipeline/resilience/stragglers.py).
+    """Return the path of the file with the relative compute times of the hosts (pipeline/resilience/stragglers.py).
 
     The file maps each host of the newest attempt to the mean compute time of its ranks, as a multiple of the median.
     """
@@ -74,7 +85,7 @@ def get_compute_times_file(jobs_dir: Path) -> Path:
 
 
 def read_compute_times(jobs_dir: Path) -> dict[str, float]:
-    """Return the content of that file; empty if it is missing or malformed."""
+    """Return the compute time of each host, relative to the median; empty if the file is missing or malformed."""
     file = get_compute_times_file(jobs_dir)
     ratios = read_json(file) if file.exists() else {}
     return ratios if isinstance(ratios, dict) and all(map(is_number, ratios.values())) else {}
@@ -83,11 +94,11 @@ def read_compute_times(jobs_dir: Path) -> dict[str, float]:
 def sum_gpu_energy_kwh(run_dir: Path, spans: Sequence[tuple[float, float]]) -> float | None:
     """Return the energy that the GPUs used, in kWh; None if no power was measured.
 
-    Between two samples of a host, the mean of both powers counts.
+    The power between two samples of a host is taken as the mean of both.
 
     Args:
         run_dir: the run directory.
-        spans: start and end times in seconds since 1970; only samples within one of them count.
+        spans: pairs of start and end time in seconds since 1970. Only samples within one of them count.
     """
     joules = 0.0
     is_measured = False
@@ -113,17 +124,18 @@ def list_slow_gpus(
 ) -> list[str]:
     """Return descriptions of the GPUs that are slower than others of their model, or report errors, worst first.
 
-    A GPU is slow if its median of a value is too low, compared with all GPUs of its model that the run uses
-    (`_SLOW_LIMITS`). Xids since the start of the job and uncorrected memory errors since the driver was loaded are
-    listed as well. A GPU that no longer reports anything is listed even if the run does not use it.
+    A GPU is slow if the median of a value is too low, compared with all GPUs of the same model that the run uses
+    (`_SLOW_LIMITS`). Errors are Xids since the start of the job and uncorrected memory errors since the driver was
+    loaded. A GPU that no longer reports anything is listed even if the run does not use it.
 
     Args:
         run_dir: the run directory.
         begin: start of the time span in seconds since 1970.
         end: end of the time span in seconds since 1970.
-        max_samples: number of lines to read of each host, from the end of its file; None: all.
+        max_samples: number of lines to read for each host, from the end of its file; None for all lines.
     """
     samples = _read_gpu_samples(run_dir, begin, end, max_samples)
+    # model → (host, index of the GPU) → key → median
     medians_by_model: dict[str, dict[tuple[str, int], dict[str, float]]] = defaultdict(dict)
     for gpu, gpu_samples in samples.items():
         model = next((str(sample["name"]) for sample in gpu_samples if "name" in sample), "")
@@ -131,28 +143,30 @@ def list_slow_gpus(
     descriptions: list[tuple[float, str]] = []
     for medians_by_gpu in medians_by_model.values():
         max_memory_gb = max(medians.get("memory_gb", 0.0) for medians in medians_by_gpu.values())
-        used = {
+        used_gpus = {
             gpu: medians
             for gpu, medians in medians_by_gpu.items()
             if medians.get("memory_gb", 0.0) >= _MIN_MEMORY_SHARE * max_memory_gb
         }
-        usual = {
-            key: median([medians[key] for medians in used.values() if key in medians] or [0.0]) for key in _SLOW_LIMITS
+        model_medians = {
+            key: median([medians[key] for medians in used_gpus.values() if key in medians] or [0.0])
+            for key in _SLOW_LIMITS
         }
-        for gpu, medians in medians_by_gpu.items():
+        for gpu in medians_by_gpu:
             newest = samples[gpu][0]
             is_lost = newest.keys() <= {"index", "xid"}
-            if is_lost or gpu in used:
-                severity, problems = _find_gpu_problems(newest, medians if gpu in used else {}, usual, is_lost)
+            if is_lost or gpu in used_gpus:
+                severity, problems = _find_gpu_problems(newest, used_gpus.get(gpu, {}), model_medians, is_lost)
                 if problems:
-                    descriptions.append((severity, f"GPU {gpu[1]} on {gpu[0]}: {', '.join(problems)}"))
+                    host, index = gpu
+                    descriptions.append((severity, f"GPU {index} on {host}: {', '.join(problems)}"))
     return [description for _, description in sorted(descriptions)]
 
 
 def _read_gpu_samples(
     run_dir: Path, begin: float, end: float, max_samples: int | None
 ) -> dict[tuple[str, int], list[dict[str, Any]]]:
-    """Return the samples of each GPU, newest first; a GPU is identified by its host and number."""
+    """Return the samples of each GPU, newest first. The key of a GPU is its host and its index on this host."""
     samples: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
     for file in run_dir.glob("telemetry-*.jsonl"):
         if max_samples is None:
@@ -168,7 +182,7 @@ def _read_gpu_samples(
 
 
 def _compute_medians(samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the medians of a GPU's memory and speed; a value that was measured too rarely is left out."""
+    """Return the medians of the memory and speed of a GPU. Values with too few samples are left out."""
     medians: dict[str, float] = {}
     for key in ("memory_gb", *_SLOW_LIMITS):
         values = [sample[key] for sample in samples if is_number(sample.get(key))]
@@ -178,18 +192,18 @@ def _compute_medians(samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _find_gpu_problems(
-    newest: Mapping[str, Any], medians: Mapping[str, float], usual: Mapping[str, float], is_lost: bool
+    newest: Mapping[str, Any], medians: Mapping[str, float], model_medians: Mapping[str, float], is_lost: bool
 ) -> tuple[float, list[str]]:
     """Return the problems of one GPU.
 
     Args:
-        newest: its newest sample.
-        medians: the medians of its values; empty if the run does not use it.
-        usual: the medians of all GPUs of its model.
+        newest: the newest sample of the GPU.
+        medians: the medians of the GPU's values; empty if the run does not use the GPU.
+        model_medians: the medians over all GPUs of the same model that the run uses.
         is_lost: whether the GPU no longer reports anything.
 
     Returns:
-        The severity (from 0, the worst, to 1), and descriptions.
+        The severity, from 0 (worst) to 1, and a description of each problem.
     """
     xids = newest.get("xid") or ()
     errors = newest.get("ecc_errors")
@@ -202,8 +216,8 @@ def _find_gpu_problems(
     severity = 0.0 if is_hardware_error else 1.0
     for key, (name, unit, share) in _SLOW_LIMITS.items():
         value = medians.get(key, inf)
-        if value < share * usual[key]:
+        if value < share * model_medians[key]:
             reasons = f" ({', '.join(map(str, newest['throttled']))})" if newest.get("throttled") else ""
-            problems.append(f"{name} {value:,.0f} {unit}, usual: {usual[key]:,.0f} {unit}{reasons}")
-            severity = min(severity, value / usual[key])
+            problems.append(f"{name} {value:,.0f} {unit}, usual: {model_medians[key]:,.0f} {unit}{reasons}")
+            severity = min(severity, value / model_medians[key])
     return severity, problems

@@ -1,8 +1,8 @@
-"""metrics.jsonl: one line for each optimizer step. Each step appears once, even after crashes.
+"""Read and write metrics.jsonl: one line for each optimizer step. Each step appears once, even after crashes.
 
-The line of a step is written before a checkpoint of that step begins, so that a checkpoint never contains more steps
+The line of a step is written before a checkpoint of that step begins. A checkpoint therefore never contains more steps
 than the file. After a restore, the lines beyond the restored step are moved to events.jsonl (`lost_work`). A last line
-that a crash cut off is removed.
+that a crash truncated is removed.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class MetricsFile:
     """Appends lines to metrics.jsonl.
 
     Args:
-        path: The file; None on ranks other than rank 0, which write nothing.
+        path: the file; None on ranks other than rank 0, which write nothing.
     """
 
     def __init__(self, path: Path | None) -> None:
-        # kept open: on a parallel file system, opening a file takes milliseconds, and this happens in every step
+        # the file stays open, because opening a file takes milliseconds on a parallel file system
         self._file = None if path is None else open(path, "ab", buffering=0)  # noqa: SIM115
 
     def write(self, line: Mapping[str, Any]) -> None:
@@ -75,7 +75,7 @@ class MetricsFile:
 
 
 def format_loss(line: Mapping[str, Any]) -> str:
-    """Return the loss of a step as text; the loss of a skipped step may not be a number."""
+    """Return the loss of a step as text, or `left out` if the step was skipped: its loss may not be a number."""
     return "left out" if "skipped" in line else f"loss {line['loss']:.4f}"
 
 
@@ -86,17 +86,17 @@ def format_speed(line: Mapping[str, Any]) -> str:
 
 
 def list_lost_lines(path: Path, step: int) -> list[dict[str, Any]]:
-    """Return the lines beyond `step`: the work that is lost if `step` is restored."""
+    """Return the lines of steps after `step`: the work that is lost if `step` is restored."""
     return [line for line in read_valid_lines(path, is_step_line) if line["step"] > step]
 
 
 def rewind_metrics(path: Path, step: int, more: Mapping[str, Any] | None = None) -> None:
-    """Remove the lines after `step`, malformed lines, and a last line that was cut off.
+    """Remove the lines after `step`, malformed lines, and a truncated last line.
 
     Args:
         path: metrics.jsonl.
         step: the last step to keep.
-        more: figures that are added to the line of `step`.
+        more: values to add to the line of `step`.
     """
     kept = {line["step"]: line for line in read_valid_lines(path, is_step_line) if line["step"] <= step}
     kept.get(step, {}).update(more or {})

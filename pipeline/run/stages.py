@@ -1,7 +1,8 @@
 """Stage modules: the interface between a stage's code and the rest of Sluice.
 
-The table of stages (pipeline/config/stages.py) names the module of each stage. Importing such a module loads no torch,
-numpy or h5py, because the login node asks it for missing outputs and progress. Heavy imports belong inside `run_stage`.
+The table of stages (pipeline/config/stages.py) names the module of each stage. Importing a stage module must not load
+torch, numpy or h5py, because commands on the login node call its `missing_outputs` and `progress`. Slow imports belong
+inside `run_stage`.
 
 A stage is done when its outputs validate, never because a job exited with 0.
 """
@@ -26,7 +27,7 @@ class Progress:
     """How far a stage is."""
 
     description: str
-    """The progress in a phrase, such as `120/200 steps`."""
+    """The progress as a short phrase, such as `120/200 steps`."""
     completed: int = 0
     """Number of units or steps that are complete."""
     total: int = 0
@@ -46,19 +47,23 @@ class StageModule(Protocol):
 
     - `quick_missing_outputs(run) -> str | None`: a cheap version of `missing_outputs` for commands that only show a
       run. It opens few files.
-    - `missing_inputs(run) -> str | None`: which input file of a stage that has not started is gone, and the remedy.
-    - `resume_note(run) -> str | None`: what a user should know before continuing from existing outputs.
-    - `check_inputs(run) -> None`: raise UserError for inputs that `run_stage` would reject, before the run exists.
+    - `missing_inputs(run) -> str | None`: for a stage that has not started, which input file is missing, and the
+      remedy.
+    - `resume_note(run) -> str | None`: what a user should know before the stage continues from existing outputs.
+    - `check_inputs(run) -> None`: raise UserError for inputs that `run_stage` would reject. The run may not exist yet.
     """
 
     def missing_outputs(self, run: Run) -> str | None:
-        """Return why the stage is not done; None if its outputs validate (sizes; their readers verify hashes)."""
+        """Return why the stage is not done; None if its outputs validate.
+
+        This checks the sizes of files. The readers of the files verify the hashes.
+        """
 
     def progress(self, run: Run) -> Progress:
         """Return how far the stage is."""
 
     def run_stage(self, run: Run, rank_info: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
-        """Do the stage's work as rank `rank_info.rank` of `rank_info.world_size`. Return soon after `flag` is set."""
+        """Do the work of one rank of the stage and return its exit code. Return soon after `flag` is set."""
 
 
 def load_stage_module(stage: str) -> StageModule:
@@ -77,7 +82,7 @@ def quick_missing_outputs(run: Run, stage: str) -> str | None:
 
 
 def missing_inputs(run: Run, stage: str) -> str | None:
-    """Return which input file of the stage is gone, with the remedy; None if all exist or the stage has no check."""
+    """Return which input file of the stage is missing, with the remedy; None if all exist or the stage has no check."""
     check = getattr(load_stage_module(stage), "missing_inputs", None)
     reason: str | None = check(run) if check is not None else None
     return reason
@@ -93,14 +98,14 @@ def check_stage_inputs(run: Run) -> None:
 
 
 def list_resume_notes(run: Run) -> list[str]:
-    """Return what a user should know before continuing the run, one note per stage that has any."""
+    """Return what a user should know before continuing the run: at most one note for each stage."""
     checks = [getattr(load_stage_module(stage), "resume_note", None) for stage in list_run_stages(run)]
     notes = [check(run) for check in checks if check is not None]
     return [note for note in notes if note]
 
 
 def list_run_stages(run: Run) -> list[str]:
-    """Return the stages of this run. A sweep's own run ends before the stages that each sweep point has."""
+    """Return the stages of this run. For a sweep, these are only the stages that its points share."""
     return [
         stage for stage, entry in run.config.active_stages.items() if run.config.sweep is None or not entry.is_per_point
     ]
@@ -112,12 +117,12 @@ def list_point_stages() -> list[str]:
 
 
 def count_ranks(run: Run, stage: str, granted_nodes: int | None = None) -> int:
-    """Return the number of processes to start for a stage.
+    """Return the number of ranks to start for a stage.
 
     Args:
-        run: The run.
-        stage: The stage.
-        granted_nodes: The number of nodes in the allocation; None if it is unknown.
+        run: the run.
+        stage: the stage.
+        granted_nodes: the number of nodes in the allocation; None if it is unknown.
     """
     resources = run.config.stages.get_resources(stage)
     if granted_nodes is None or not STAGES[stage].is_distributed:
@@ -130,5 +135,5 @@ def count_ranks(run: Run, stage: str, granted_nodes: int | None = None) -> int:
 
 
 def get_array_task(stage: str, rank_info: RankInfo) -> int | None:
-    """Return the index of this task in the stage's job array; None if the stage has no array or this is no task."""
+    """Return the index of this job in the stage's job array; None if the job is not an array task of the stage."""
     return rank_info.array[0] if STAGES[stage].is_array and rank_info.array else None

@@ -1,13 +1,13 @@
-"""Child processes for what must not take the caller down: a C library on a damaged file, a program from elsewhere.
+"""Run code that may crash in child processes: a C library that reads a damaged file, or the program of a user.
 
-A worker is `python -m MODULE`. It answers one request after the other, so that its start (some tenths of a second) is
-paid once. A request and an answer are a JSON value in a line; an answer may be followed by raw bytes:
+A worker is `python -m MODULE`. It answers many requests, because its start takes some tenths of a second. A request is
+a line with a JSON value. An answer has one or more parts: a line with a JSON object, followed by raw bytes:
 
     {"end": false, "bytes": 4096, "value": …} NEWLINE and 4096 bytes        any number of these
-    {"end": true, "bytes": 0, "value": …} NEWLINE                           the last one
+    {"end": true, "bytes": 0, "value": …} NEWLINE                           the last part
 
-If the worker dies, the caller raises :class:`WorkerDiedError`; the next request starts another one. A request has a
-limit of processor time, which a suspended or busy machine does not use up.
+If the worker dies, the caller raises :class:`WorkerDiedError`, and the next request starts a new worker. The limit of a
+request counts processor time, so a suspended or busy machine does not exceed it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from contextlib import suppress
 from typing import IO, Any, NamedTuple
 
 _STOPPED_BY_CALLER = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that a job sends to all of its processes. The caller decides; the worker ends when its input does."""
+"""Signals that a job sends to all of its processes. The worker ignores them, and exits at the end of its input."""
 
 
 class WorkerDiedError(Exception):
-    """A worker died while it answered.
+    """A worker died while it answered a request.
 
     Args:
-        message: the cause of death.
+        message: why the worker died.
         signal: the number of the signal that killed it; None if it exited by itself.
     """
 
@@ -48,14 +48,15 @@ class AnswerPart(NamedTuple):
 
 
 class WorkerPool:
-    """The workers of one module: started when they are needed, and kept for the next request."""
+    """The workers of one module. They are started when they are needed, and kept for the next request.
+
+    Args:
+        module: the module that each worker runs. It calls :func:`serve_requests`.
+        cpu_s: the processor time that each part of an answer may take, in seconds.
+        memory: the number of bytes that a worker may allocate; None for no limit.
+    """
 
     def __init__(self, module: str, cpu_s: int, memory: int | None = None) -> None:
-        """Start nothing yet.
-
-        module: what each worker runs; it calls :func:`serve`. cpu_s: seconds of processor time that an answer may take.
-        memory: bytes that the worker may allocate; None for no limit.
-        """
         self._command = [sys.executable, "-m", module, str(cpu_s), str(memory or 0)]
         self._cpu_s = cpu_s
         self._idle: list[subprocess.Popen[bytes]] = []
@@ -63,7 +64,7 @@ class WorkerPool:
         atexit.register(self.close)
 
     def request(self, request: Any) -> Any:
-        """Send a request whose answer has one part, and return its value. Raises WorkerDiedError."""
+        """Send a request, and return the value of its answer, which must have one part. Raises WorkerDiedError."""
         (answer,) = self.stream(request)
         return answer.value
 
@@ -107,12 +108,12 @@ class WorkerPool:
         # imported here, because workers import this module and do not need it
         from pipeline.run.code import CODE_ROOT, make_code_env
 
-        # with the same hashes in each worker, sets have the same order
+        # with a fixed hash seed, sets have the same order in each worker
         environment = {**make_code_env(os.environ, CODE_ROOT), "PYTHONHASHSEED": "0"}
         return subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
 
     def _describe_death(self, process: subprocess.Popen[bytes]) -> WorkerDiedError:
-        """Return the error that says why a worker whose output ended has died."""
+        """Return an error that says why a worker died. Call this when the output of the worker has ended."""
         code = process.wait()
         if code >= 0:
             return WorkerDiedError(f"it ended with exit code {code}")
@@ -127,21 +128,21 @@ class WorkerPool:
 def _kill_worker(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     for pipe in (process.stdin, process.stdout):
-        with suppress(BrokenPipeError):  # a request that it has not read
+        with suppress(BrokenPipeError):  # the pipe may contain a request that the worker did not read
             if pipe is not None:
                 pipe.close()
     process.wait()
 
 
 def serve_requests(answer: Callable[[Any], Iterable[AnswerPart]]) -> None:
-    """Answer the requests on stdin until it ends. The module of a worker calls this.
+    """Answer the requests on standard input until it ends. The module of a worker calls this function.
 
     Args:
         answer: returns the parts of the answer to a request, at least one.
     """
     for number in _STOPPED_BY_CALLER:
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # at its limit the process dies, even inside a library
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # at the time limit the process dies, even inside a library
     cpu_s, memory = map(int, sys.argv[1:3])
     if memory:
         _, hard = resource.getrlimit(resource.RLIMIT_AS)

@@ -34,7 +34,7 @@ _FORMAT = "%P|%D|%c|%m|%f|%G"
 
 @dataclass(frozen=True)
 class Nodes:
-    """Some nodes of a partition that have the same resources; a resource is infinite if it cannot be read."""
+    """Nodes of a partition that have the same resources. A resource is infinite if sinfo's output cannot be parsed."""
 
     partition: str
     count: int
@@ -51,11 +51,11 @@ class _Requirement:
 
     is_met: Callable[[Nodes], bool]
     description: str
-    """The amount and the keys of the config: `8 CPUs (…)`."""
+    """The amount and the config keys that request it: `8 CPUs (…)`."""
     amount: Callable[[Nodes], float] | None
     """How much of the resource a node has; None if it is not a number."""
     keys: str
-    """The keys of the config to change."""
+    """The config keys to change."""
 
 
 def parse_nodes(output: str) -> list[Nodes]:
@@ -72,7 +72,7 @@ def parse_nodes(output: str) -> list[Nodes]:
 
 
 def _parse_number(text: str) -> float:
-    """Return a number of sinfo; infinity for `4+`, which is only a lower bound, and for other text."""
+    """Return a number that sinfo printed. It is infinity for `4+`, which is only a lower bound, and for other text."""
     return float(text) if text.isdigit() else math.inf
 
 
@@ -90,10 +90,10 @@ def _parse_gpus(gres: str) -> dict[str, float]:
 
 
 def has_features(constraint: str, features: frozenset[str]) -> bool:
-    """Return True if a node with these features may be part of an allocation with this constraint of sbatch.
+    """Return True if a node with these features may be part of an allocation with this constraint (sbatch(1)).
 
-    With counts (`a*2`), or alternatives that all nodes must share (`[a|b]`), a node needs only some of the features. If
-    the constraint cannot be parsed, the result is True.
+    If the constraint has counts (`a*2`), or alternatives that all nodes must share (`[a|b]`), a node needs only some of
+    the features. If the constraint cannot be parsed, the result is True.
     """
     text = re.sub(r"\*\d+", "", constraint).translate(str.maketrans("[,", "(&")).replace("]", ")")
     if re.search(r"\*\d+", constraint):
@@ -133,7 +133,7 @@ def has_features(constraint: str, features: frozenset[str]) -> bool:
 
 
 def check_capacity(run: Run) -> None:
-    """Raise UserError if a stage that is not done requests more than any node has, as far as sinfo shows."""
+    """Raise UserError if a stage that is not done requests more than the nodes have according to sinfo."""
     output = run_slurm_command("sinfo", "--noheader", "--all", "--exact", f"--format={_FORMAT}", timeout_s=TIMEOUT_S)
     if not (groups := parse_nodes(output or "")):
         return
@@ -159,7 +159,7 @@ def find_unsatisfiable_request(config: Config, stage: str, groups: Sequence[Node
     site = config.resolve_site(stage)
     min_nodes = config.stages.get_resources(stage).min_nodes
     requested = site.partition or os.environ.get("SBATCH_PARTITION")
-    # without a name, the cluster chooses its default partition, or the one that a plugin selects
+    # if no partition is requested, Slurm uses the default partition, or a plugin selects one
     partitions = requested.split(",") if requested else sorted({group.partition for group in groups if group.count})
     groups_by_partition = {
         name: [group for group in groups if group.partition == name and group.count] for name in partitions
@@ -243,7 +243,7 @@ def _find_key(config: Config, stage: str, name: str) -> str:
 def assign_ranks_to_nodes(tasks: Sequence[int], distribution: str) -> list[int]:
     """Return the node of each rank, by the rules of srun(1), `--distribution`.
 
-    block fills a node before the next one, plane=N assigns N ranks to each node in turn, cyclic assigns one.
+    `block` fills a node before the next one. `plane=N` assigns N ranks to each node in turn; `cyclic` assigns one rank.
 
     Args:
         tasks: how many ranks each node can run.
@@ -271,13 +271,13 @@ def describe_placement_problem(
 ) -> str | None:
     """Return why the ranks of a stage do not fit the granted nodes; None if they fit.
 
-    More nodes than necessary are no problem: srun uses the first ones.
+    The allocation may have more nodes than necessary, because srun uses the first ones.
 
     Args:
         stage: the stage.
         nodes: the number of nodes that the stage uses.
         per_node: the number of ranks on each node.
-        tensor: the size of a tensor parallel group, which divides `per_node`.
+        tensor: the size of a tensor-parallel group, which divides `per_node`.
         tasks: how many tasks each granted node can run.
         distribution: the value of `--distribution`; None for the default (block).
     """
@@ -305,7 +305,7 @@ def describe_placement_problem(
 
 
 def find_planned_placement_problem(config: Config) -> str | None:
-    """Return what is wrong with the placement that the training's job would request; None if nothing is."""
+    """Return why the ranks of the train stage would not fit the nodes that its job requests; None if they fit."""
     train = config.stages.train
     tasks = [train.tasks_per_node] * train.max_nodes
     return describe_placement_problem(
@@ -344,8 +344,8 @@ def check_limits(config: Config, planned: Mapping[str, Sequence[int]]) -> None:
 def _check_array_sizes(config: Config, planned: Mapping[str, Sequence[int]], settings: Mapping[str, str]) -> None:
     """Raise UserError if an array has more tasks than the cluster allows."""
     limits = {"MaxArraySize": settings.get("MaxArraySize", "")}
-    if found := re.search(r"max_array_tasks=(\d+)", settings.get("SchedulerParameters", "")):
-        limits["SchedulerParameters: max_array_tasks"] = found[1]
+    if match := re.search(r"max_array_tasks=(\d+)", settings.get("SchedulerParameters", "")):
+        limits["SchedulerParameters: max_array_tasks"] = match[1]
     for name, text in limits.items():
         for stage, sizes in planned.items():
             if text.isdigit() and max(sizes, default=0) > int(text) > 0:
@@ -353,7 +353,7 @@ def _check_array_sizes(config: Config, planned: Mapping[str, Sequence[int]], set
                     raise UserError(
                         "slurm.array_too_large",
                         f"sweep: an array of {max(sizes)} points; on this cluster an array has at most {text} tasks "
-                        f"({name}): use fewer",
+                        f"({name}): use fewer points",
                     )
                 raise UserError(
                     "slurm.array_too_large",
@@ -363,9 +363,9 @@ def _check_array_sizes(config: Config, planned: Mapping[str, Sequence[int]], set
 
 
 def _check_job_count(config: Config, planned: Mapping[str, Sequence[int]], cluster: str) -> None:
-    """Raise UserError if the user would have too many jobs in the queue.
+    """Raise UserError if the user would have more jobs in the queue than MaxSubmitJobs allows.
 
-    The limit is that of the QOS or, if it has none, that of the association.
+    The QOS has the limit. If it has none, the limit of the association applies.
     """
     columns = "DefaultAccount,Account,Partition,DefaultQOS,MaxSubmitJobs"
     associations = _read_sacctmgr(
@@ -383,7 +383,7 @@ def _check_job_count(config: Config, planned: Mapping[str, Sequence[int]], clust
             qos = requested["qos"] or default_qos or "normal"
             key = ("QOS", qos)
             text = limit_by_qos.get(qos, "")
-            # the limit of an account does not count jobs of the user's own associations with partitions
+            # an account's limit does not count jobs in partitions for which the user has separate associations
             if not text and not any(row[1] == account and row[2] for row in associations):
                 key = ("account", account)
                 text = limit
@@ -407,8 +407,8 @@ def _check_job_count(config: Config, planned: Mapping[str, Sequence[int]], clust
             raise UserError(
                 "slurm.too_many_jobs",
                 f"this needs {count} more jobs ({counts}; each task of an array is one). {key[0]} {key[1]} allows you "
-                f"{limits[key]} jobs at a time (MaxSubmitJobs), and {queued[key]} are in the queue. Wait until fewer "
-                "are, or request fewer: stages.shard.tasks=1, fewer points of a sweep",
+                f"{limits[key]} jobs at a time (MaxSubmitJobs), and {queued[key]} are in the queue. Wait until some "
+                "have ended, or request fewer jobs: stages.shard.tasks=1, fewer points of a sweep",
             )
 
 
@@ -420,13 +420,13 @@ def _find_requested(config: Config, stage: str, name: str) -> str | None:
 
 
 def _has_partition_qos(partition: str | None) -> bool:
-    """Return True if a partition (None: any) has a partition QOS, whose limits replace the others."""
+    """Return True if a partition (None: any partition) has a partition QOS. Its limits take precedence over others."""
     output = run_slurm_command("scontrol", "--oneliner", "show", "partition", *([partition] if partition else []))
     return any(parse_key_values(line).get("QoS", "N/A") != "N/A" for line in (output or "QoS=unknown").splitlines())
 
 
-def _read_sacctmgr(*words: str, columns: str) -> list[list[str]]:
-    """Return the rows of `sacctmgr show`; empty if it is missing or not permitted."""
-    output = run_slurm_command("sacctmgr", "-n", "-P", "show", *words, f"format={columns}", timeout_s=_TIMEOUT_S)
+def _read_sacctmgr(*arguments: str, columns: str) -> list[list[str]]:
+    """Return the rows of `sacctmgr show`; empty if sacctmgr is missing or the user may not run it."""
+    output = run_slurm_command("sacctmgr", "-n", "-P", "show", *arguments, f"format={columns}", timeout_s=_TIMEOUT_S)
     rows = [line.split("|") for line in (output or "").splitlines()]
     return [row for row in rows if len(row) == columns.count(",") + 1]

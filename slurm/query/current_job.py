@@ -5,8 +5,9 @@
 - It shows a `PreemptTime` from the start of a preemption's grace period.
 - Once the job is requeued, `Restarts` is one more than at the start of this process, and `PreemptTime` is gone.
 - After a plain `scancel` neither is shown.
-- The state is COMPLETING until the last process is gone, whatever the cause. Only accounting then tells a preemption
-  with PreemptMode=CANCEL from `scancel` in the grace period, or a limit before the job's own (end of a reservation).
+- The state is COMPLETING until the last process is gone, whatever the cause. Only accounting then distinguishes a
+  preemption with PreemptMode=CANCEL from `scancel` in the grace period. The same holds for a limit that ends before the
+  job's own time limit, such as the end of a reservation.
 
 Nodes that failed are recorded in `bad_nodes.jsonl` of the run. For `recovery.exclude_hours`, new jobs exclude them by
 `--exclude`, and requeued jobs by `scontrol update` of their ExcNodeList.
@@ -52,9 +53,9 @@ class JobInfo:
     restarts: int
     """How often the job was requeued."""
     is_preempted: bool
-    """Whether a preemption has started, or ended the job."""
+    """Whether a preemption of the job has started, or has ended the job."""
     time_left_s: float | None
-    """Seconds until the time limit, by the controller's clock; None without a limit, or before the job has started."""
+    """Seconds until the time limit, by the controller's clock. None if there is no limit or the job has not started."""
     is_batch: bool
     """Whether it was submitted with sbatch. Only batch jobs can be requeued."""
     start: str = ""
@@ -72,10 +73,10 @@ class JobInfo:
 
 
 def read_job_info(job_id: str, patience_s: float = 0.5) -> JobInfo | None:
-    """Return what the controller shows of a job.
+    """Return what the controller shows about a job.
 
-    A busy controller refuses now and then, so the query is repeated for `patience_s` seconds. Without the answer, the
-    cause of a stop could be reported wrongly.
+    A busy controller refuses some queries, so the query is repeated for `patience_s` seconds. Without an answer, the
+    supervisor could report a wrong cause for a stop.
 
     Args:
         job_id: the id of a job (`12`) or of a task of an array (`12_3`).
@@ -87,7 +88,7 @@ def read_job_info(job_id: str, patience_s: float = 0.5) -> JobInfo | None:
     deadline = time.monotonic() + patience_s
     while (output := run_slurm_command("scontrol", "show", "job", job_id)) is None:
         if time.monotonic() >= deadline:
-            print(f"scontrol show job {job_id}: no answer", file=sys.stderr, flush=True)
+            print(f"scontrol show job {job_id}: no response", file=sys.stderr, flush=True)
             return None
         time.sleep(0.5)
     info = parse_job_info(output)
@@ -128,8 +129,8 @@ def query_accounted_state(job_id: str, start: str) -> str | None:
     """Return the state of one run of a job in accounting, such as PREEMPTED or REQUEUED; None if it has none.
 
     Args:
-        job_id: the job, or the task of an array, that was requeued since. It has one row for each of its runs.
-        start: when that run started, as Slurm writes it.
+        job_id: a job, or a task of an array, that has been requeued. Accounting has a row for each of its runs.
+        start: when the run of interest started, as Slurm writes it.
     """
     output = run_slurm_command("sacct", "-n", "-P", "-X", "-D", "-j", job_id, "-o", "Start,State") or ""
     rows = (line.split("|") for line in output.splitlines())
@@ -142,7 +143,7 @@ def find_failed_nodes(nodes: str, since: str = "") -> list[str]:
 
     Args:
         nodes: the nodes to check, as a host list.
-        since: a time as Slurm writes it. If it is given, nodes whose slurmd started later are also returned: they had
+        since: a time as Slurm writes it. If given, the result also contains nodes on which slurmd started later: they
             failed and are up again.
     """
     failed = set()
@@ -161,14 +162,14 @@ def find_failed_nodes(nodes: str, since: str = "") -> list[str]:
 def requeue_job(job_id: str, restarts: int, exclude: str | None = None) -> bool:
     """Requeue the job of this process.
 
-    Slurm then ends this run of the job: it sends TERM, and KILL after KillWait. The TERM may kill `scontrol` before it
-    reports success. Therefore a failure counts only if Slurm shows that the job was not requeued. The list of excluded
-    nodes can only be changed in the time before KILL.
+    Slurm then ends this run of the job: it sends SIGTERM, and SIGKILL after KillWait. The SIGTERM may kill `scontrol`
+    before it reports success. A failure of `scontrol` therefore counts only if Slurm shows that the job was not
+    requeued. The list of excluded nodes can only be changed before the SIGKILL.
 
     Args:
         job_id: the job.
-        restarts: how often it was requeued before.
-        exclude: the new list of excluded nodes; None leaves it as it is.
+        restarts: how often the job was requeued before.
+        exclude: the new list of excluded nodes; None to leave the list unchanged.
 
     Returns:
         Whether Slurm requeued the job.
@@ -186,7 +187,7 @@ def requeue_job(job_id: str, restarts: int, exclude: str | None = None) -> bool:
 
 
 def record_bad_node(run: Run, host: str, cause: str) -> None:
-    """Record a node that failed the check at the start of a job. (Slurm itself avoids a node that died.)"""
+    """Record a node that failed the health check at the start of a job. Slurm itself avoids nodes that are down."""
     append_line(run.path / "bad_nodes.jsonl", json.dumps({"time": time.time(), "host": host, "cause": cause}))
 
 
@@ -200,7 +201,7 @@ def select_bad_nodes(
         now: the current time, in seconds since 1970.
         nodes: the nodes of the partition, and whether jobs can start on them. Slurm refuses a list with other nodes.
         already_excluded: nodes that the user excludes.
-        min_nodes: the number of nodes that the job needs; so many usable nodes always remain.
+        min_nodes: the number of nodes that the job needs. At least this many usable nodes are never excluded.
     """
     limits = runs[0].config.recovery
     records = sorted((record for run in runs for record in _read_bad_nodes(run)), key=lambda record: -record["time"])
@@ -230,10 +231,10 @@ def excluded_nodes_at_submission(runs: Sequence[Run], stage: str) -> str | None:
 def excluded_nodes_at_requeue(run: Run, stage: str, info: JobInfo) -> str | None:
     """Return the new ExcNodeList of a job that is requeued.
 
-    It may be empty, because nodes return after `exclude_hours`. Nodes that the user excludes stay in the list.
+    Nodes that the user excludes stay in the list. Bad nodes leave it after `exclude_hours`, so it may become empty.
 
     Returns:
-        The new list; None if it does not change or Slurm does not respond.
+        The new list; None if the list does not change or Slurm does not respond.
     """
     current = expand_hostlist(info.excluded_nodes) if info.excluded_nodes else []
     records = list(_read_bad_nodes(run))
@@ -271,7 +272,7 @@ def _list_nodes(partition: str | None) -> dict[str, bool]:
 
 
 def _node_name(host: str, nodes: Mapping[str, bool]) -> str:
-    """Return Slurm's name of a host, whose own name may be longer."""
+    """Return Slurm's name of a host. The hostname may be longer (`n1.cluster` for the node `n1`)."""
     return host if host in nodes else host.partition(".")[0]
 
 

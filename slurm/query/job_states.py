@@ -6,7 +6,7 @@ file system use the same ids. Callers therefore pass a :class:`RecordedJob`. Wha
 - Proven: squeue shows a job with this id, on this cluster, with the run's comment. Only such a job is cancelled,
   changed or waited for. A requeue changes the job's times, but neither its id nor its comment.
 - Similar: only cluster, id, user, name and submit time agree, because many sites keep no comments in accounting. That
-  is enough to read how the job ended.
+  is enough to find out how the job ended.
 
 One query costs one `squeue -t all --me`, which shows jobs until MinJobAge after their end. The controller applies only
 the filter `--me` (or a single id) itself; with a list of ids it sends the whole queue. `sacct` then shows the jobs that
@@ -103,20 +103,20 @@ class RecordedJob:
 
     job_id: str
     comments: tuple[str, ...] = ()
-    """The comments that prove it. A job of a sweep point has the comment of the sweep (slurm/submit/chain.py) or, if it
-    was submitted separately, that of the point."""
+    """The comments that prove that a job is this one. A job of a sweep point has the comment of the sweep
+    (slurm/submit/chain.py). If the point was submitted separately, the job has the comment of the point."""
     cluster: str | None = None
-    """None if the event has no cluster: then id and comment are enough."""
+    """None if the event has no cluster. Id and comment are then enough to prove the job."""
     uid: int | None = None
     name: str = ""
     submit_time: float = 0.0
     key: str = ""
     array_task: int | None = None
-    """The task of an array that the job is. None for a whole job or array, and if `job_id` names the task."""
+    """The index of an array task. None for a whole job or array, or if `job_id` already contains the index."""
 
     @property
     def is_open(self) -> bool:
-        """Whether the submission is open: its job, if there is one, is known by its key only."""
+        """Whether the submission is open: its job has no known id, may not exist, and can only be found by its key."""
         return not self.job_id
 
     def resolve_job_id(self, shown: JobState) -> str:
@@ -131,11 +131,11 @@ class RecordedJob:
             return shown.comment in self.comments
         is_task = self.array_task is None or shown.job_id == self.resolve_job_id(shown)
         script_dirs = (f" {comment.removeprefix(COMMENT_PREFIX)}/jobs/" for comment in self.comments)
-        is_of_this_run = any(folder in f" {shown.command}" for folder in script_dirs)  # a copy of the run has others
+        is_of_this_run = any(folder in f" {shown.command}" for folder in script_dirs)  # not of a copy of the run
         return is_task and is_of_this_run and self.key == shown.key
 
     def is_similar_to(self, shown: JobState) -> bool:
-        """Return True if `shown` may be this job: its comment is missing, cut off or replaced, and the rest agrees."""
+        """Return True if `shown` may be this job: its comment is missing, cut off or replaced, but the rest agrees."""
         is_of_some_run = shown.comment.startswith(COMMENT_PREFIX)
         if is_of_some_run and not any(comment.startswith(shown.comment) for comment in self.comments):
             return False
@@ -180,8 +180,8 @@ def find_jobs(
         forgotten: see :func:`query_job_states`.
 
     Returns:
-        The state of each job; and this user's jobs that have one of `comments`, have not ended and are not among
-        `jobs`. The second is None if the controller does not respond.
+        The state of each job, and a list of other jobs of this user: those that have one of `comments`, have not ended
+        and are not among `jobs`. The list is None if the controller does not respond.
     """
     is_in_job = bool(os.environ.get("SLURM_JOB_ID"))
     deadline = time.monotonic() + (TIMEOUT_S if is_in_job else slurm_commands.INTERACTIVE_TIMEOUT_S)
@@ -205,8 +205,8 @@ def find_jobs(
             known[job] = states[job]
     if query.unclaimed is None:
         return {**known, **states}, None
-    own = (shown for shown in query.unclaimed if shown.comment in comments and shown.state not in FINAL_STATES)
-    return {**known, **states}, [shown for shown in own if not any(_is_same_job(job, shown) for job in known)]
+    commented = (shown for shown in query.unclaimed if shown.comment in comments and shown.state not in FINAL_STATES)
+    return {**known, **states}, [shown for shown in commented if not any(_is_same_job(job, shown) for job in known)]
 
 
 def _is_same_job(job: RecordedJob, shown: JobState) -> bool:
@@ -214,7 +214,7 @@ def _is_same_job(job: RecordedJob, shown: JobState) -> bool:
 
 
 class _Query:
-    """One query: runs the commands, and matches what they show with the jobs.
+    """One query: it runs the commands, and matches the rows that they print with the jobs.
 
     Args:
         cluster: the local cluster.
@@ -253,7 +253,7 @@ class _Query:
         Args:
             jobs: the jobs to find.
             filters: arguments of squeue.
-            needs_all_of_user: whether jobs that are not in `jobs` are of interest too.
+            needs_all_of_user: whether to also list jobs that are not in `jobs`.
         """
         jobs = dict.fromkeys(jobs)
         columns = f"%i|%T|%r|%N|{self.cluster}|%U|%V|%j|%k{_COMMENT_END}%o"
@@ -273,7 +273,7 @@ class _Query:
         """Add one row of squeue to the job that it shows."""
         candidates = self._find_by_id(shown.job_id)
         if proven := [job for job in candidates if job.is_proven_by(shown)]:
-            # a run may have had the same id twice: the row shows the job that was submitted last
+            # two jobs of a run may have had the same id: the row shows the one that was submitted last
             self.matches[max(proven, key=lambda job: job.submit_time)].append(shown)
             return
         if open_submissions := self._find_open(shown):
@@ -302,7 +302,7 @@ class _Query:
         for shown in sorted(_parse_rows(output), key=lambda shown: shown.submit_time):
             for job in self._find_by_id(shown.job_id):
                 previous = newest_runs.setdefault(job, {}).get(shown.job_id)
-                # a later run of the same job was submitted by the requeue, so its submit time need not agree
+                # the submit time of a later run of the job is the time of the requeue, so it need not agree
                 compared = shown if previous is None else replace(shown, submit_time=job.submit_time)
                 may_follow = previous is None or previous.state in _STATES_BEFORE_RESTART
                 if job.is_similar_to(compared) and may_follow:
@@ -325,7 +325,7 @@ class _Query:
                     self.matches[job].append(shown)
 
     def get_state(self, job: RecordedJob) -> JobState:
-        """Return the state of a job; of the tasks of an array, one that may still run, otherwise a failed one."""
+        """Return the state of a job. For an array, this is a task that may still run, otherwise one that failed."""
         if job not in self.matches:
             return JobState(job.job_id, UNKNOWN, f"jobs of cluster {job.cluster} are not visible on {self.cluster}")
         shown = self.matches[job] or [JobState(job.job_id, UNKNOWN)]
@@ -353,14 +353,14 @@ def query_accounting(ids: str, columns: str, timeout_s: float = TIMEOUT_S) -> st
 
 
 def cancel_jobs(jobs: Iterable[JobState]) -> None:
-    """Cancel those jobs that have not ended. A query must just have shown that they belong to the run."""
+    """Cancel the jobs that have not ended. The caller must just have queried that they belong to the run."""
     if ids := [job.job_id for job in jobs if job.is_active or job.is_unsatisfiable]:
         slurm_commands.run_slurm_command("scancel", *ids)
 
 
 def _parse_rows(output: str | None) -> list[JobState]:
-    """Return the rows of squeue or sacct. Users choose the text of the last cell, so it may contain the separator."""
-    # not splitlines(): a path may contain other characters that it takes for line ends
+    """Parse the rows of squeue or sacct. Users choose the text of the last cell, so it may contain the separator."""
+    # not splitlines(), which also splits at other characters that a path may contain
     rows = [cells for line in (output or "").split("\n") if len(cells := line.split("|", 8)) == 9]
     states: list[JobState] = []
     for job_id, state, reason, nodes, cluster, uid, submit_time, name, text in rows:
@@ -387,5 +387,5 @@ def _join_ids(jobs: Iterable[RecordedJob]) -> str:
 
 
 def array_job_id(job_id: str) -> str:
-    """Return the id of the array that a job is a task of; the job's own id if it is not a task."""
+    """Return the id of the array to which a task belongs; for a job that is not a task, its own id."""
     return job_id.split("_")[0]

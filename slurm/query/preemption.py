@@ -2,19 +2,19 @@
 
 The answer depends on the controller's version:
 
-- Until 23.11 such a job has ended. To continue, it must request that (`scontrol requeue`).
-- Since 24.05 slurmctld requeues it, whatever its exit code, if PreemptMode is REQUEUE and the job may be requeued. It
-  marks the job at the start of the grace period, and requeues a marked job at its end (commit a689104d15,
+- Until 23.11, the job has ended. To continue, it must request a requeue (`scontrol requeue`) before it exits.
+- Since 24.05, slurmctld requeues the job, whatever its exit code, if PreemptMode is REQUEUE and the job may be
+  requeued. It marks the job at the start of the grace period, and requeues a marked job at its end (commit a689104d15,
   GRACE_PREEMPT in proc_req.c).
 
-Only an end of the job by itself removes the mark. After `scontrol requeue`, or Slurm's own requeue at the end of the
-grace period, the mark remains: the next end of the job, maybe hours later, causes one surplus requeue (ticket 25682,
-fixed during 26.05). Therefore a job in its grace period should exit by itself, and a stage must recognize a start after
-its end (:func:`requeues_preempted_jobs`).
+Only an exit of the job removes the mark. The mark remains after `scontrol requeue`, or if Slurm requeues the job at the
+end of the grace period. The next exit of the job, maybe hours later, then causes one surplus requeue (ticket 25682,
+fixed during 26.05). Therefore a job should exit in its grace period, and a stage must recognize a start after its end
+(:func:`requeues_preempted_jobs`).
 
-However, each such exit counts as a failed launch. The fifth one (MaxBatchRequeue) leaves the job held forever (`launch
-failure limit exceeded requeued held`; seen on 24.11). So a job exits by itself only a few times, and then requests to
-be requeued: one surplus start at the end is better than none.
+However, each exit in a grace period counts as a failed launch. The fifth one (MaxBatchRequeue) leaves the job held
+forever (`launch failure limit exceeded requeued held`; seen on 24.11). A job therefore exits only a few times without
+a request, and then requests to be requeued: one surplus start is better than a job that is held forever.
 
     python -m slurm.query.preemption JOB    # for batch scripts: fails if this job must request a requeue
 """
@@ -31,7 +31,7 @@ from slurm.query.slurm_commands import parse_key_values, read_slurm_config, run_
 REQUEUES_SINCE = (24, 5)
 """From this version on, Slurm requeues a preempted job that exits in its grace period."""
 MIN_REMAINING_EXITS = 2
-"""How many such exits must remain: this one, and the last one in case it causes the surplus requeue."""
+"""The number of exits that must remain before the limit: this one, and one for a surplus requeue at the end."""
 
 
 def controller_version(config: Mapping[str, str]) -> tuple[int, ...]:
@@ -48,7 +48,7 @@ def should_exit_to_requeue(config: Mapping[str, str], mode: str, info: JobInfo) 
         info: the job.
     """
     limit = config.get("MaxBatchRequeue", "5")
-    # counts every restart as such an exit, although some were not; this errs on the safe side
+    # every restart is counted as an exit in a grace period, although some were not; this errs on the safe side
     remaining = (int(limit) if limit.isdigit() else 0) - 1 - info.restarts
     will_be_requeued = info.is_preempted and info.may_requeue and set(mode.upper().split(",")) - {"GANG"} == {"REQUEUE"}
     is_new_enough = controller_version(config) >= REQUEUES_SINCE
@@ -56,12 +56,12 @@ def should_exit_to_requeue(config: Mapping[str, str], mode: str, info: JobInfo) 
 
 
 def is_requeued_on_exit(info: JobInfo, exclude: str | None) -> bool:
-    """Return :func:`should_exit_to_requeue` for this job and its controller; False if it does not respond.
+    """Return True if Slurm requeues this job when it exits; False if the controller does not respond.
 
     Args:
         info: the job.
-        exclude: the new list of excluded nodes, which can only be changed after a requested requeue; None for no
-            change.
+        exclude: the new list of excluded nodes; None for no change. The list can only be changed after a requested
+            requeue, so the result is False if one is given.
     """
     if not info.is_preempted or exclude is not None:
         return False
@@ -70,7 +70,7 @@ def is_requeued_on_exit(info: JobInfo, exclude: str | None) -> bool:
 
 
 def requeues_preempted_jobs() -> bool:
-    """Return True if this controller may requeue a job that has ended permanently, because it was preempted before."""
+    """Return True if this controller may requeue a job after its stage ended, because the job was preempted before."""
     return controller_version(read_slurm_config()) >= REQUEUES_SINCE
 
 

@@ -1,4 +1,4 @@
-"""The jobs of a run: how its events describe them, which of them exist now, and jobs that no event names."""
+"""Find the jobs of a run: the jobs that its events describe, which of them exist now, and jobs that no event names."""
 
 from __future__ import annotations
 
@@ -46,12 +46,15 @@ def job_comment(run: Path) -> str:
 
 
 def job_identity(job_name: str, **fields: Any) -> dict[str, Any]:
-    """Return the fields of an event that, besides the job's id, distinguish its job from others with the same id."""
+    """Return the fields of an event that distinguish its job from other jobs with the same id."""
     return {"cluster": slurm_commands.cluster_name(), "uid": os.getuid(), "job_name": job_name, **fields}
 
 
 def read_recorded_job(run: Run, event: Submitting | Submitted | Started) -> RecordedJob:
-    """Return the job that an event describes. Its comments follow from where the run is now: a copy has other jobs."""
+    """Return the job that an event describes.
+
+    The comments contain the current path of the run. A copied run therefore does not take the jobs of the original.
+    """
     job_id: str | None = None
     key: str | None = None
     submit_time: float | None = None
@@ -82,7 +85,7 @@ def read_recorded_job(run: Run, event: Submitting | Submitted | Started) -> Reco
 def list_submissions(
     run: Run, events: Sequence[SubmissionEvent] | None = None
 ) -> list[tuple[Submitting | Submitted, RecordedJob]]:
-    """Return the submissions of a run to Slurm, oldest first, also open ones; each with its newest event.
+    """Return the submissions of a run to Slurm, also open ones, oldest first. Each has its newest event and its job.
 
     Args:
         run: the run.
@@ -101,14 +104,14 @@ def list_submissions(
 
 
 def list_recorded_jobs(run: Run) -> list[tuple[Submitting | Submitted, RecordedJob]]:
-    """Return the jobs that were submitted for a run, oldest first, with their events; without open submissions."""
+    """Return the jobs that were submitted for a run, oldest first, with their events. Open submissions are left out."""
     return [(event, job) for event, job in list_submissions(run) if not job.is_open]
 
 
 def events_since_submission(events: Sequence[E], job_id: str) -> list[E]:
-    """Return the events that may concern the job that has this id on this cluster now.
+    """Return the events that may concern the job that now has this id on this cluster.
 
-    Events from before the id was last submitted concern another job, and so do events of other clusters.
+    Older events than the last submission with this id concern another job, and so do events of other clusters.
     """
     cluster = slurm_commands.cluster_name()
     array_id = array_job_id(job_id)
@@ -120,9 +123,9 @@ def events_since_submission(events: Sequence[E], job_id: str) -> list[E]:
 
 
 def find_first_submissions(events: Sequence[Event]) -> list[int]:
-    """Return the indices in `events` at which a job was submitted: the first `submitted` of each key.
+    """Return the indices of the first `submitted` event of each submission key in `events`.
 
-    A job that starts writes the event itself if it is missing; submit.py may then write it once more.
+    If the event is missing when a job starts, the job writes it. submit.py may then write it a second time.
     """
     first: dict[str | int, int] = {}
     for number, event in enumerate(events):
@@ -132,7 +135,10 @@ def find_first_submissions(events: Sequence[Event]) -> list[int]:
 
 
 def is_job_ending(run: Run, stage: str, job: JobState) -> bool:
-    """Return True if a job that Slurm still lists will end without a retry, by a request or after its final event."""
+    """Return True if a job that Slurm still lists will end and its stage will not be retried.
+
+    That is the case if a user requested a stop, if the job is COMPLETING, or if its attempt has an end event.
+    """
     events = events_since_submission(run.read_events(stage), job.job_id)
     # an event of the job itself, or of a task of this array
     job_events = (event for event in events if f"{get_job_id(event)}_".startswith(f"{job.job_id}_"))
@@ -156,9 +162,10 @@ class SubmittedJob:
     """Empty if the submission is open and no job of it was found."""
     state: JobState
     step: int | None = None
-    """The checkpoint that it evaluates (slurm/supervise/background.py); no job in the chain depends on such a job."""
+    """If the job evaluates a checkpoint during the run (slurm/supervise/background.py), the step of that checkpoint. No
+    job in the chain depends on this job."""
     event: Submitting | Submitted | None = None
-    """Its submission: `Submitted`, or `Submitting` if the submission is open. None if no event names the job."""
+    """The event of its submission: `Submitting` if the submission is open. None if no event names the job."""
     is_stray: bool = False
     """Whether the job has the run's comment, but no submission of the run made it."""
 
@@ -169,7 +176,7 @@ class SubmittedJob:
 
     @property
     def is_array_of_parts(self) -> bool:
-        """Whether it is an array whose tasks share the work of one stage; another job after it completes the stage."""
+        """Whether the job is an array of tasks that share the work of one stage. Another job completes the stage."""
         return self.event is not None and (self.event.tasks or 1) > 1 and bool(STAGES[self.stage].is_array)
 
 
@@ -212,7 +219,7 @@ def find_run_jobs(runs: Sequence[Run], forgotten: dict[RecordedJob, JobState] | 
 
 
 def _make_unrecorded_job(comment_run: Run, runs: Sequence[Run], job_id: str, shown: JobState) -> SubmittedJob:
-    """Return a job that no submission names. If it has started, its event `started` tells the run and the stage.
+    """Return a job that no submission names. If the job has started, its `started` event has the run and the stage.
 
     Args:
         comment_run: the run that its comment names.
@@ -259,16 +266,16 @@ def find_awaited_job(stage: str, active: Sequence[SubmittedJob]) -> SubmittedJob
         active: its jobs that run or may still run, oldest first.
 
     Returns:
-        The job. None if there is none, or if there is only the array that shares the stage's work, without the job that
-        completes it.
+        The job; None if there is none. The result is also None if there is only the array that shares the stage's work,
+        without the job that completes it.
     """
-    if STAGES[stage].is_training:  # later jobs of a training are its successors
+    if STAGES[stage].is_training:  # later jobs of this stage are successor jobs
         return next(iter(active), None)
     return next((job for job in reversed(active) if not job.is_array_of_parts), None)
 
 
 def find_successor(job: SubmittedJob, active: Sequence[SubmittedJob]) -> SubmittedJob | None:
-    """Return the job among `active` that continues a training if `job` fails; None if there is none."""
+    """Return the successor job among `active`, which continues the stage if `job` fails; None if there is none."""
     for candidate in active:
         event = candidate.event
         if event is not None and event.is_successor and job.job_id in (event.after or ()):
@@ -283,12 +290,12 @@ def describe_stray_job(job: SubmittedJob) -> str:
 
 
 def describe_unproven_jobs(jobs: Sequence[SubmittedJob]) -> list[str]:
-    """Return messages about jobs that may belong to the run and are not changed."""
+    """Return messages about jobs that may belong to the run, and that Sluice therefore does not change."""
     return list(dict.fromkeys(job.state.reason for job in jobs if job.state.state == UNKNOWN and job.state.reason))
 
 
 def list_running_work(run: Run) -> list[str]:
-    """Return what runs now of a run and the points of its sweep: stages whose lock is held, otherwise running jobs.
+    """Return descriptions of the stages of a run and its sweep points that hold a lock, or of its running jobs.
 
     Raises:
         UserError: the controller does not respond.
@@ -302,7 +309,7 @@ def list_running_work(run: Run) -> list[str]:
 
 
 def uses_slurm(run: Run) -> bool:
-    """Return True if the run was last submitted to Slurm: `resume` keeps a run's executor."""
+    """Return True if the run was last submitted to Slurm. `resume` then submits it to Slurm again."""
     events = (event for each in (run, *list_points(run)) for event in each.read_events(None, SubmissionEvent))
     return _find_last_executor(events) == "slurm"
 

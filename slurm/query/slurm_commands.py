@@ -25,7 +25,7 @@ NOT_RESPONDING = "no Slurm controller answers here"
 _USER_VARIABLES = ("SACCT_", "SCANCEL_", "SCONTROL_", "SINFO_", "SQUEUE_", "SLURM_TIME_FORMAT")
 """Variables with which users filter and format Slurm's commands; they would change the output that is parsed here."""
 _RETRY_DELAY_S = 30.0
-"""How long a controller that did not respond is not queried for its settings again."""
+"""The pause before a controller that did not respond is queried for its settings again."""
 
 
 # -- running -----------------------------------------------------------------------------------------------------------
@@ -39,31 +39,32 @@ def run_slurm_command(
     Args:
         command: the command and its arguments.
         timeout_s: the time limit; `TIMEOUT_S` if None.
-        nothing_found: the error with which the command only means that there is nothing to show.
+        nothing_found: an error message that only means that there is nothing to show.
     """
     env = {name: value for name, value in os.environ.items() if not name.startswith(_USER_VARIABLES)}
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             command, capture_output=True, text=True, timeout=TIMEOUT_S if timeout_s is None else timeout_s, env=env
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    is_empty = nothing_found is not None and nothing_found.search(done.stderr) is not None
-    return done.stdout if done.returncode == 0 or is_empty else None
+    is_empty = nothing_found is not None and nothing_found.search(result.stderr) is not None
+    return result.stdout if result.returncode == 0 or is_empty else None
 
 
 def is_slurm_responding() -> bool:
     """Return True if there is a Slurm to submit to, False if there is none.
 
     Raises:
-        UserError: there is one, but its controller does not respond. Work for its nodes must not start on this machine.
+        UserError: this machine belongs to a cluster, but the controller does not respond. Work for the nodes of the
+            cluster must then not start on this machine.
     """
     if shutil.which("sbatch") is None:
         return False
     try:
-        done = subprocess.run(["scontrol", "ping"], capture_output=True, text=True, timeout=INTERACTIVE_TIMEOUT_S)
-        is_up = CONTROLLER_UP.search(done.stdout) is not None
-        is_down = not is_up and CONTROLLER_DOWN.search(done.stdout) is not None
+        ping = subprocess.run(["scontrol", "ping"], capture_output=True, text=True, timeout=INTERACTIVE_TIMEOUT_S)
+        is_up = CONTROLLER_UP.search(ping.stdout) is not None
+        is_down = not is_up and CONTROLLER_DOWN.search(ping.stdout) is not None
     except OSError:
         return False
     except subprocess.TimeoutExpired:
@@ -84,7 +85,7 @@ _retry_times: dict[str | None, float] = {}
 
 
 def cluster_name() -> str | None:
-    """Return the name of the local cluster: that of this job, otherwise the controller's. None if it does not respond.
+    """Return the name of the local cluster, from this job or from the controller; None if it does not respond.
 
     Raises:
         UserError: the environment sends Slurm's commands to another cluster.
@@ -102,8 +103,8 @@ def require_single_cluster(env: Mapping[str, str]) -> None:
         if value not in ("", env.get("SLURM_CLUSTER_NAME")):
             raise UserError(
                 "slurm.other_cluster",
-                f"{name}={value}: all jobs of a run are on one cluster and visible only there: unset the variable and "
-                "log in to that cluster (sbatch -M is not supported)",
+                f"{name}={value}: all jobs of a run must be on the local cluster, because they are visible only there: "
+                "unset the variable and log in to that cluster (sbatch -M is not supported)",
             )
 
 
@@ -132,20 +133,20 @@ def read_slurm_config(timeout_s: float | None = None) -> dict[str, str]:
 
 
 def parse_key_values(text: str) -> dict[str, str]:
-    """Return the `Key=value` words of one job, node or partition in the output of `scontrol show`.
+    """Parse the `Key=value` fields of one job, node or partition in the output of `scontrol show`.
 
-    The first value of each key counts: fields whose text users choose (comment, command, paths) come after all others.
+    The first value of each key counts, because fields with text that users choose (comment, command, paths) come last.
     """
     return dict(reversed(re.findall(r"(?<!\S)([^\s=]+)=(\S*)", text)))
 
 
 def parse_slurm_config(text: str) -> dict[str, str]:
-    """Return the names and values in the output of `scontrol show config`."""
+    """Parse the names and values in the output of `scontrol show config`."""
     return dict(re.findall(r"^(\w+(?:\[\d+\])?)[^\S\n]*=[^\S\n]*(.*?)[^\S\n]*$", text, re.MULTILINE))
 
 
 def parse_slurm_time(text: str) -> float:
-    """Return a time as Slurm prints it, in local time, in seconds since 1970; 0 for `Unknown`."""
+    """Convert a time that Slurm prints, in local time, to seconds since 1970; 0 for `Unknown`."""
     with suppress(ValueError):
         return datetime.fromisoformat(text).timestamp()
     return 0.0
@@ -153,11 +154,11 @@ def parse_slurm_time(text: str) -> float:
 
 # -- messages ----------------------------------------------------------------------------------------------------------
 #
-# The docstring of each pattern names the versions in whose output it was seen. If another version words a message
-# differently, the pattern does not match, and the reported cause is less specific, but not wrong.
+# The docstring of each pattern names the versions that were seen to print it. If another version words a message
+# differently, the pattern does not match. The reported cause is then less specific, but not wrong.
 
 SRUN_TASK = re.compile(r"srun: error: (\S+): tasks? (\d+)[-\d,]*: (.*)")
-"""How a task of a step ended: its host, its number (of several tasks, the first) and a description.
+"""How a task of a step ended: its host, its number and a description. If several tasks ended, it is the first number.
 
 Seen: Slurm 22.05, 24.11."""
 SRUN_EXITED = re.compile(r"exit code (\d+)")
@@ -220,4 +221,5 @@ HYDRA_EXITED = re.compile(r"PID (\d+) RUNNING AT (\S+)\s+=\s+EXIT CODE: (\d+)")
 Seen: MPICH 4.0.2, 5.0.2."""
 
 SIGNAL_BY_NAME = {signal.strsignal(number) or "": number for number in range(1, 32)}
-"""srun's name of the signal that killed a task: that of the C library (seen: Slurm 22.05 with glibc 2.36) → number."""
+"""The name that srun prints for the signal that killed a task → its number. srun uses the names of the C library (seen:
+Slurm 22.05 with glibc 2.36)."""

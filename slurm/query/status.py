@@ -1,8 +1,8 @@
-"""State of the stages of a run, for `status`, `logs`, `report` and trackers. The command is in cli/status.py.
+"""Determine the state of the stages of a run, for `status`, `logs`, `report` and trackers.
 
-A stage is judged by its outputs together with what Slurm reports about its job (:func:`determine_state`). A job that
-is COMPLETED while an output is missing has failed, and so has a job that ended before its supervisor started. If Slurm
-reports nothing (no accounting, no controller), the run directory decides: events, locks and outputs.
+:func:`determine_state` combines the outputs of a stage with what Slurm reports about its job. A job that is COMPLETED
+while an output is missing has failed, and so has a job that ended before its supervisor started. If Slurm reports
+nothing (no accounting, no controller), the run directory decides: events, locks and outputs.
 
 :class:`StatusPoller` reads the run directory every two seconds, which is cheap. It queries Slurm if the directory has
 new events, otherwise after 2 s, growing to 30 s while nothing changes.
@@ -86,7 +86,7 @@ _OPTIONAL_COLUMNS = (
     "job",
     "step",
 )
-"""Columns that are left out if the terminal is narrow, in this order; Slurm's reason and the sum of all hours stay."""
+"""Columns that are left out if the terminal is narrow, in this order. Slurm's reason and the sum of all hours stay."""
 _END_OF_SHORT_PROGRESS = r"(?<=units): |; "
 
 
@@ -124,14 +124,14 @@ _SUBMITTED_AGAIN = "submitted again"
 
 @dataclass(frozen=True)
 class LastStop:
-    """The end of the newest attempt that ended before its stage was done."""
+    """How the newest attempt that ended before its stage was done has ended."""
 
     cause: str | None
     """An exit code's name, a signal, or what requested the stop; None if unknown."""
     step: int | None
-    """The step at which a training stopped on request, otherwise its newest checkpoint; None if there is none."""
+    """The step at which the ranks stopped on request, otherwise the newest checkpoint; None if there is neither."""
     is_graceful: bool
-    """Whether the training stopped at a step boundary, on request."""
+    """Whether the ranks stopped at a step boundary, on request."""
     continuation: str | None = None
     """How the stage continues, such as `requeued`; None if it does not."""
     attempts: int = 1
@@ -174,7 +174,7 @@ def find_last_stop(events: Sequence[Event], pending_job: str | None) -> LastStop
 
 
 def _find_last_stop_of_task(events: Sequence[Event], pending_job: str | None) -> LastStop | None:
-    """`find_last_stop` for the events of one stage, or of one task of its array."""
+    """Return how a stage, or one task of its array, last stopped; None if it did not stop, or is done."""
     state = read_stage_state(events)
     stop = state.last_stop
     retry = None if stop is None else stop.retry
@@ -200,8 +200,9 @@ class StageStatus:
     run: Run
     stage: str
     state: str
-    """done, running, pending …: Slurm's state while its job is active, otherwise how the stage ended. held: until the
-    user or an administrator releases it; never: its dependency can no longer be satisfied."""
+    """Slurm's state while the job is active (running, pending …), otherwise how the stage ended (done, failed …).
+
+    held: the user or an administrator must release the job. never: its dependency can no longer be satisfied."""
     problem: str
     """What is wrong; "" if nothing is."""
     is_active: bool
@@ -209,9 +210,9 @@ class StageStatus:
     cells: Mapping[str, str]
     """What the table shows besides stage and state: column → text."""
     slowdowns: str
-    """Ranks that slow down the others, and GPUs that fall behind; "" if there are none."""
+    """Ranks that slow down the others, and GPUs that are slower than the rest; "" if there are none."""
     last_stop: LastStop | None = None
-    """How it last stopped, if it is not done."""
+    """How the stage last stopped, if it is not done."""
     missing_jobs: str = ""
     """Jobs of this stage that are not in the queue while other jobs of the run are, and jobs without a record."""
 
@@ -238,8 +239,8 @@ class StageStatus:
         return _join(self.stage, self.state, "" if stop.cause == self.state else stop.cause_phrase, stop.details)
 
 
-def _join(*words: str) -> str:
-    return " ".join(filter(None, words))
+def _join(*parts: str) -> str:
+    return " ".join(filter(None, parts))
 
 
 class StateSummary(NamedTuple):
@@ -300,7 +301,7 @@ def determine_state(
 
 
 def _determine_state_so_far(run: Run, is_locked: bool, events: Sequence[Event], job: JobState | None) -> StateSummary:
-    """Return the state of a stage that is done for all checkpoints so far, while the training is not done."""
+    """Return the state of a stage that is done for all checkpoints so far, while the train stage is not done."""
     if is_locked or (job is not None and (job.is_active or job.is_unsatisfiable)):
         return determine_state("the training is not done", is_locked, events, job)
     is_cancelled = (job is not None and job.state == "CANCELLED") or read_stage_state(
@@ -335,7 +336,7 @@ class StatusPoller:
         return self.statuses_from(self._jobs)
 
     def statuses_from(self, jobs: Sequence[SubmittedJob]) -> list[StageStatus]:
-        """Return the status of each stage from the run directory and `jobs`, without a query of Slurm."""
+        """Return the status of each stage from the run directory and `jobs`. Slurm is not queried."""
         self._jobs = jobs
         statuses = self._read_stages(self.run, stages.list_run_stages(self.run), {})
         by_point = [
@@ -362,7 +363,7 @@ class StatusPoller:
         return of_run
 
     def _find_missing_jobs(self, status: StageStatus) -> str:
-        """Return which jobs of a stage are not in the queue: all of them, or some; "" if none is missing."""
+        """Return a message if jobs of an unfinished stage are not in the queue; "" if none is missing."""
         jobs = [job for job in self._jobs if (job.run, job.stage) == (status.run.path, status.stage)]
         active = [job for job in jobs if job.state.is_active and not job.is_stray]
         last = find_awaited_job(status.stage, [job for job in active if job.step is None])
@@ -373,7 +374,7 @@ class StatusPoller:
             subject = "the job that completes it is " if any(job.is_array_of_parts for job in active) else ""
             return f"{subject}not submitted{f': {error}' if error else ''}"
         if self.run.config.site.requeue or self.run.config.sweep is not None or not STAGES[status.stage].is_training:
-            return ""  # such a stage has no successor job
+            return ""  # only the train stage has a successor job, and only if the site forbids requeueing
         if last is None or find_successor(last, active) or is_job_ending(status.run, status.stage, last.state):
             return ""
         return "its successor is not submitted"
@@ -384,7 +385,7 @@ class StatusPoller:
         return any(status.is_active for status in self.point_statuses)
 
     def _read_stages(self, run: Run, names: Sequence[str], shared: Mapping[str, StageStatus]) -> dict[str, StageStatus]:
-        """Return the status of these stages of a run; `shared`: the stages of the sweep that they depend on."""
+        """Return the status of these stages of a run. `shared` has the stages of the sweep that they depend on."""
         statuses: dict[str, StageStatus] = {}
         for stage in names:
             parents = {name: statuses.get(name) or shared[name] for name in STAGES[stage].depends_on}
@@ -419,7 +420,7 @@ class StatusPoller:
         return follows_training and status.state != "done"
 
     def _read_stage(self, run: Run, stage: str, follows_unfinished: bool) -> StageStatus:
-        """Return the status of a stage; `follows_unfinished`: whether a parent may still write checkpoints."""
+        """Return the status of a stage. `follows_unfinished`: whether a parent stage may still write checkpoints."""
         work = stages.load_stage_module(stage)
         events = run.read_events(stage)
         missing = stages.quick_missing_outputs(run, stage)
@@ -449,7 +450,7 @@ class StatusPoller:
         if is_running and recorded.start_event is not None and recorded.end_event is None:
             seconds += time.time() - recorded.start_event.timestamp
         starts_of_task = Counter(event.task for event in events if isinstance(event, Started))
-        # a short form; the whole text is printed where a stage ends (slurm/submit/local_runner.py) and in the report
+        # a short form: slurm/submit/local_runner.py prints the whole text when a stage ends, and so does the report
         short_progress = re.split(_END_OF_SHORT_PROGRESS, progress.description)[0]
         cells = {
             "job": shown.job_id if shown else "",
@@ -470,7 +471,10 @@ class StatusPoller:
 
 
 def _choose_job(jobs: Sequence[SubmittedJob]) -> SubmittedJob | None:
-    """Return the job of a stage to show: a running one, else the first active, an unsatisfiable, or the last one."""
+    """Return the job of a stage to show.
+
+    It is a running job if there is one, otherwise the first active job, an unsatisfiable job, or the last job.
+    """
     active = [job for job in jobs if job.state.is_active]
     running = [job for job in active if job.state.state != "PENDING"]
     unsatisfiable = [job for job in jobs if job.state.is_unsatisfiable]
@@ -478,7 +482,7 @@ def _choose_job(jobs: Sequence[SubmittedJob]) -> SubmittedJob | None:
 
 
 def _describe_slowdowns(run: Run, started: Started | None, events: Iterable[Event]) -> str:
-    """Return the ranks and GPUs that fall behind now, in a running attempt."""
+    """Return a description of the ranks and GPUs that are now slower than the others, in a running attempt."""
     ranks = [
         f"rank {event.rank} on {event.host} takes {event.ratio} × the time of its peers"
         for event in find_current_stragglers(events)
@@ -520,7 +524,7 @@ def build_table(cells: Sequence[Sequence[str]], width: int | None = None) -> Tab
 
 
 def tabulate_points(run: Run, statuses: Sequence[StageStatus]) -> list[list[str]]:
-    """Return a table of the points of a sweep, header first, best point first: values, state, and results.
+    """Return a table of the points of a sweep: the header, then values, state and results, best point first.
 
     Args:
         run: the run. If it is not a sweep, the table is empty.
@@ -549,7 +553,7 @@ def tabulate_points(run: Run, statuses: Sequence[StageStatus]) -> list[list[str]
 
 
 def _group_points(descriptions: Iterable[tuple[StageStatus, str]]) -> list[str]:
-    """Return each description once, with the points that it applies to; "" is left out."""
+    """Return each description once, with the points to which it applies. Empty descriptions are left out."""
     points_of: dict[str, list[str]] = {}
     for status, description in descriptions:
         if description:
@@ -590,7 +594,7 @@ def render_status(
     point_statuses: Sequence[StageStatus] = (),
     width: int | None = None,
 ) -> Group:
-    """Return the table of stages, problems, how to continue, and the table of points; empty columns are left out."""
+    """Return the table of stages, problems, how to continue, and the table of points. Empty columns are left out."""
     columns = [name for name in statuses[0].cells if any(status.cells[name] for status in statuses)]
     cells = [["stage", "state", *columns]]
     cells += [[status.stage, status.state, *(status.cells[name] for name in columns)] for status in statuses]

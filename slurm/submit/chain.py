@@ -1,21 +1,25 @@
-"""Submit the chain of a run's stages to Slurm: every missing stage at once, tied by dependencies.
+"""Submit the chain of a run's stages to Slurm: all missing stages at once, connected by dependencies.
 
     prepare ─afterok─► shard (array) ─afterany─► shard (one task: completes what the array left, validates all,
     writes the manifest) ─afterok─► train ─afterok─► evaluate
 
-Nothing stays running on the login node. First, all stages are checked. A stage that is done needs no dependency, an
-active job becomes a dependency, and the other stages are submitted, in order. Jobs whose dependency can never be
-satisfied are cancelled and submitted again. If a job is still saving because a user stopped it, another one that
-starts after its end is submitted. If only part of a stage is in the queue (an array without the job after it, or a
-training without its successor), the rest is submitted. If Slurm refuses a job, the jobs already in the queue stay, and
-the message names them with the command that completes the chain.
+No process stays on the login node. First, all stages are checked. A stage that is done needs no dependency. The job of
+an active stage becomes a dependency. The other stages are submitted in order:
+
+- Jobs whose dependency can never be satisfied are cancelled and submitted again.
+- If a job is still saving because a user stopped it, another job is submitted that starts after its end.
+- If only part of a stage is in the queue, the rest is submitted. Examples are an array without the job after it, and a
+  train job without its successor job.
+- If Slurm refuses a job, the jobs already in the queue stay. The message names them and the command that completes the
+  chain.
 
 In a sweep, train and evaluate are arrays with one task for each sweep point that needs the stage:
 
     … ─afterok─► train (array over points) ─aftercorr─► evaluate (array over the same points)
 
-`aftercorr` ties task to task: a point is evaluated when its own training is done. Each task supervises a run of its own
-(pipeline/run/directory.py) and requeues itself by its own id (`JOB_TASK`; the id of the array would restart all tasks).
+With `aftercorr`, each task depends on the task with the same index: a point is evaluated when its train stage is done.
+Each task supervises the run directory of its point (pipeline/run/directory.py). It requeues itself by the id
+`JOB_TASK`, because the id of the array would restart all tasks.
 """
 
 from __future__ import annotations
@@ -50,7 +54,8 @@ from slurm.query.slurm_commands import NOT_RESPONDING
 from slurm.submit.sbatch import resolve_open_submissions
 
 CANCEL_WAIT_S = 60.0
-"""How long `cancel` waits for another process that submits jobs of the run. That process stops before its next job."""
+"""How long `cancel` waits for another process that is submitting jobs of the run. That process stops before the next
+job."""
 
 
 def submit_chain(run: Run, console: Console, *, retries_failed: bool) -> None:
@@ -85,7 +90,7 @@ def submit_chain(run: Run, console: Console, *, retries_failed: bool) -> None:
 
 
 class Chain:
-    """The jobs of one run and its sweep points, while the missing ones are submitted.
+    """The jobs of one run and its sweep points, and the submission of the missing ones.
 
     A key of the dictionaries below is the path of a run (or sweep point) and a stage.
 
@@ -110,7 +115,7 @@ class Chain:
         self.incomplete_arrays: dict[tuple[Path, str], str] = {}
         """The array in the queue that lacks the job after it, which completes the stage."""
         self.missing_successors: dict[tuple[Path, str], str] = {}
-        """The training in the queue that lacks its successor."""
+        """The train job in the queue that lacks its successor job."""
         self.queued: dict[str, list[str]] = {}
         """For each stage, the jobs that are in the queue, old and new."""
         self.needed: dict[str, list[Run]] = {}
@@ -135,14 +140,14 @@ class Chain:
         for stage, stage_spec in self.run.config.active_stages.items():
             targets = self.points if self.points and stage_spec.is_per_point else [self.run]
             self.needed[stage] = [target for target in targets if self._needs_submission(target, stage)]
-            for target in self.needed[stage]:  # its pending jobs wait for a job that is replaced
+            for target in self.needed[stage]:  # the pending jobs of the stage wait for a job that is replaced
                 array = self.incomplete_arrays.get((target.path, stage))
                 superseded += (job for job in self.active_jobs.get((target.path, stage), ()) if job.job_id != array)
         if self.points:
             incomplete = {target.path for targets in self.needed.values() for target in targets}
             complete = {point.path for point in self.points} - incomplete
             active = complete & {path for path, _ in self.awaited_jobs}
-            self.say(f"sweep     {len(self.points)} points: {len(complete - active)} done, {len(active)} under way")
+            self.say(f"sweep     {len(self.points)} points: {len(complete - active)} done, {len(active)} active")
         ending = set(self.ending_jobs.values())
         self._cancel([job for job in superseded if job.job_id not in ending])
         cancelled = {job.job_id for job in superseded if job.job_id not in ending}
@@ -153,7 +158,7 @@ class Chain:
     def count_planned_tasks(self) -> dict[str, list[int]]:
         """Return the number of tasks of each submission, by stage.
 
-        It assumes that the sweep points that need a stage wait for the same array.
+        This assumes that all sweep points that need a stage wait for the same array.
         """
         planned: dict[str, list[int]] = {}
         for stage, targets in self.needed.items():
@@ -167,10 +172,10 @@ class Chain:
         return planned
 
     def describe_incomplete_chain(self, remaining_stages: Sequence[str]) -> list[str]:
-        """Return what is in the queue, what is missing and how to complete it, after a job could not be submitted.
+        """Return messages after a job could not be submitted: what is queued, what is missing, how to complete it.
 
         Args:
-            remaining_stages: the stage of that job and all later ones.
+            remaining_stages: the stage of that job and all later stages.
         """
         queued = [f"{stage} ({', '.join(dict.fromkeys(jobs))})" for stage, jobs in self.queued.items() if jobs]
         missing = [stage for stage in remaining_stages if self.needed[stage]] or list(remaining_stages[:1])
@@ -183,7 +188,7 @@ class Chain:
     def _needs_submission(self, target: Run, stage: str) -> bool:
         """Return True if a stage of the run or of a sweep point must be submitted.
 
-        That is the case if it is not done and no active job will complete it.
+        That is the case if the stage is not done and no active job will complete it.
         """
         stage_module = stages.load_stage_module(stage)
         active = self.active_jobs.get((target.path, stage), [])
@@ -216,7 +221,7 @@ class Chain:
         return True
 
     def _keep_active_job(self, target: Run, stage: str, job: SubmittedJob, active: Sequence[SubmittedJob]) -> None:
-        """Let later stages wait for `job`. `active`: all active jobs of the stage."""
+        """Make later stages wait for `job`. `active`: all active jobs of the stage."""
         self.awaited_jobs[target.path, stage] = job.job_id
         if target is self.run:
             self.say(f"{stage:9} job {job.job_id} {job.state.state.lower()}")
@@ -224,7 +229,7 @@ class Chain:
                 self.missing_successors[target.path, stage] = job.job_id
 
     def _list_parents(self, target: Run, stage: str) -> list[tuple[Run, str]]:
-        """Return the stages whose outputs a stage reads, of the same run or of the sweep."""
+        """Return the stages on which a stage depends, each with its run: the same run, or the sweep."""
         return [(target if STAGES[name].is_per_point else self.run, name) for name in STAGES[stage].depends_on]
 
     def _list_awaited_jobs(self, target: Run, stage: str) -> list[str]:
@@ -233,11 +238,11 @@ class Chain:
         return [self.awaited_jobs[key] for key in keys if key in self.awaited_jobs]
 
     def _has_successors(self, stage: str) -> bool:
-        """Return True if a successor is submitted together with the job of this stage."""
+        """Return True if a successor job is submitted together with the job of this stage."""
         return STAGES[stage].is_training and not self.points and not self.run.config.site.requeue
 
     def submit(self, stage: str) -> None:
-        """Submit the missing jobs of a stage: one job, or an array for sweep points that wait for the same jobs."""
+        """Submit the missing jobs of a stage: one job, or an array for all sweep points that wait for the same jobs."""
         if job := self.missing_successors.get((self.run.path, stage)):
             self._submit_successor(stage, job)
         groups: dict[tuple[str, ...], list[Run]] = {}
@@ -288,7 +293,7 @@ class Chain:
 
     def _submit_successor(self, stage: str, job: str) -> None:
         successor = self._sbatch(stage, [job], "afternotok")
-        self.say(f"{stage:9} job {successor}: takes over if {job} does not succeed")
+        self.say(f"{stage:9} job {successor}: the successor, continues if {job} does not succeed")
 
     # Only these methods change anything; `resume --dry-run` overrides them (cli/resume.py).
 
@@ -330,14 +335,14 @@ def cancel_run(run: Run) -> list[str]:
     for target in targets:
         target.write_request(target.cancelled_file)
         target.append_event(CancelRequested())
-    with run.lock_exclusively(patience_s=CANCEL_WAIT_S):  # a process that submits jobs now stops before its next one
+    with run.lock_exclusively(patience_s=CANCEL_WAIT_S):  # a process that is submitting jobs stops before the next job
         jobs, notes = cancel_pending_jobs(run)
     running = []
     for target, stage in product(targets, STAGES):
         if holder := target.lock_holder(stage):
             holder.terminate()
             running.append(stage)
-    outcome = f"{', '.join(running)} saves and exits" if running else "nothing was running here"
+    outcome = f"{', '.join(running)} saves and exits" if running else "nothing was running on this machine"
     if jobs:
         outcome = f"jobs {', '.join(jobs)} end"
     elif NOT_RESPONDING in notes:
@@ -349,16 +354,16 @@ def cancel_pending_jobs(run: Run) -> tuple[list[str], list[str]]:
     """Cancel the pending jobs of a run. Running supervisors read the request in the run directory, and save.
 
     Returns:
-        The ids of all jobs of the run, and messages about jobs that are left alone.
+        The ids of all jobs of the run, and messages about jobs that are not cancelled.
     """
     targets = (run, *list_points(run))
     messages: list[str] = []
-    found = find_run_jobs(targets)
-    if not any(job.state.reason == NOT_RESPONDING for job in found):
+    run_jobs = find_run_jobs(targets)
+    if not any(job.state.reason == NOT_RESPONDING for job in run_jobs):
         try:
-            found = resolve_open_submissions(targets, messages.append, known=found)
+            run_jobs = resolve_open_submissions(targets, messages.append, known=run_jobs)
         except UserError as error:  # another process waits for sbatch
             messages.append(str(error))
-    jobs = [job for job in found if job.state.is_active or job.state.is_unsatisfiable]
+    jobs = [job for job in run_jobs if job.state.is_active or job.state.is_unsatisfiable]
     cancel_jobs(job.state for job in jobs if job.state.state == "PENDING" or job.is_stray)
-    return [job.job_id for job in jobs], [*describe_unproven_jobs(found), *messages]
+    return [job.job_id for job in jobs], [*describe_unproven_jobs(run_jobs), *messages]

@@ -19,7 +19,7 @@ Executor = Literal["auto", "slurm", "allocation", "local"]
 
 
 def choose_executor(executor: Executor, run: Run | None = None) -> Executor:
-    """Resolve `auto`: where `run` was executed before, otherwise where it can be executed here.
+    """Resolve `auto`: where `run` was executed before, otherwise where this process can execute it.
 
     Args:
         executor: what the user selected.

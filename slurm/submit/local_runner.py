@@ -1,10 +1,10 @@
 """Run the chain of stages on this machine: prepare → shard → train → evaluate, each as a detached job.
 
-- A stage that is done is skipped. If another process runs a stage, this one follows it.
-- Ctrl-C or SIGTERM stops the stage, for all processes that follow it: it saves, and the command that resumes it is
-  printed. After a second Ctrl-C this process exits, while the stage finishes its save.
-- In a batch job (chain.sbatch), Slurm sends the signal. The stage is stopped and followed to its end. It continues when
-  the job is requeued.
+- A stage that is done is skipped. If another process runs a stage, this process follows it: it prints the progress.
+- Ctrl-C or SIGTERM stops the stage, for all processes that follow it. The stage saves, and the command that resumes it
+  is printed. After a second Ctrl-C this process exits, while the stage finishes its save.
+- In a batch job (chain.sbatch), Slurm sends the signal. The stage is stopped, and this process follows it to its end.
+  The stage continues when the job is requeued.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ PLAIN_INTERVAL_S = 10.0
 def run_chain_locally(run: Run, console: Console) -> ExitCode:
     """Run the missing stages one after the other.
 
-    If a sweep point fails, the other points are still run, and a table of the results is printed. A stop ends all of
-    them.
+    If a sweep point fails, the other points are still run, and a table of the results is printed. A stop ends all
+    points.
 
     Returns:
         The exit code of the first stage that did not complete; of failed sweep points, the highest exit code.
@@ -99,7 +99,7 @@ def run_stage_locally(run: Run, stage: str, flag: StopFlag, console: Console) ->
     job: Any = None
 
     def should_follow() -> bool:
-        """Return True while the stage runs; forward the first signal, and give up after the second."""
+        """Return True while the stage runs. Forward the first signal to the stage; return False after the second."""
         nonlocal was_stop_requested
         is_running = not job.done() if job else run.lock_holder(stage) is not None
         if not is_running:
@@ -134,20 +134,20 @@ def run_stage_locally(run: Run, stage: str, flag: StopFlag, console: Console) ->
         if state.end_event is None:
             is_run_by_other = job and not state.start_event and run.lock_holder(stage)
             if is_run_by_other or stage_module.missing_outputs(run) is None:
-                continue  # it is done, or another process started an attempt at the same moment: follow that one
+                continue  # the stage is done, or another process started an attempt at the same moment: follow that
         if isinstance(state.end_event, Stopped) and job is None and not was_stop_requested and was_stopping:
             continue  # it was already stopping when this process started to follow it; run it again
         return report_stage_end(run, stage, state, seconds, job, say)
 
 
 def request_stop(run: Run, stage: str, is_batch: bool) -> bool:
-    """Request a running stage to save and exit: by the stop file, and by TERM to its supervisor.
+    """Request that a running stage saves and exits, with the stop file and with SIGTERM to its supervisor.
 
     The stop file also reaches a supervisor that is still starting; the signal reaches a running one at once. A batch
-    job writes no stop file, because that is a request of the user, after which Slurm does not restart the stage.
+    job writes no stop file: it would count as a request of the user, and the requeued job would not continue the stage.
 
     Returns:
-        Whether the request will reach the supervisor.
+        True if the request will reach the supervisor.
     """
     if not is_batch:
         run.write_request(run.stop_file)
@@ -189,7 +189,7 @@ def report_stage_end(run: Run, stage: str, state: StageState, seconds: float, jo
 
 
 def _describe_event(event: Event) -> str | None:
-    """Return the line to print when an event is written; None if it needs none."""
+    """Return the line to print for a new event; None if nothing is printed."""
     if isinstance(event, Restored):
         repeated = f"; repeated steps: {event.lost_steps}" if event.lost_steps else ""
         return f"restored step {event.step}{repeated}"
@@ -201,7 +201,7 @@ def _describe_event(event: Event) -> str | None:
 
 
 def follow_stage(run: Run, stage: str, is_running: Callable[[], bool], console: Console) -> float:
-    """Print the progress of a stage while `is_running()`; return the seconds that this took."""
+    """Print the progress of a stage while `is_running()` returns True. Return the seconds that this took."""
     start_time = time.monotonic()
     is_live = supports_live_output(console)
     columns = (

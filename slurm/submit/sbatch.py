@@ -2,12 +2,13 @@
 
 The batch step runs one process, the supervisor, which starts the ranks with srun inside the job's allocation. submitit
 writes the script (slurm/submit/submitit_job.py). Values of the config never become shell code, except `site.setup` and
-the file `site.secrets`: submitit quotes options, this module quotes the set-up lines, and :func:`_refuse_awkward`
-rejects what sbatch would still misread.
+the file `site.secrets`: submitit quotes options, this module quotes the set-up lines, and :func:`_check_representable`
+rejects values that sbatch would still misread.
 
-Each submission has a random key. The event `submitting` is written before sbatch is called, `submitted` after it. If
-the second is missing, submit.py was killed or sbatch did not answer; the job may exist, and the submission is open.
-:func:`resolve_open_submissions` records the job if Slurm has one with this key, and otherwise gives the submission up.
+Each submission has a random key. The event `submitting` is written before sbatch is called, and `submitted` after it.
+If the second event is missing, submit.py was killed or sbatch did not respond. The job may exist, and the submission is
+open. :func:`resolve_open_submissions` records the job if Slurm has one with this key; otherwise it abandons the
+submission.
 """
 
 from __future__ import annotations
@@ -54,16 +55,17 @@ if TYPE_CHECKING:
     from slurm.submit.submitit_job import BatchExecutor
 
 MAX_SBATCH_CALLS = 2
-"""How often sbatch is called for one job if it does not answer and Slurm did not take the job."""
+"""How often sbatch is called for one job if it does not respond and Slurm did not accept the job."""
 SBATCH_TIMEOUT_S = 300.0
 """How long sbatch may take. It retries for two minutes if the controller is busy."""
 JOB_SBATCH_TIMEOUT_S = 60.0
-"""The same if a job calls sbatch, or waits for another process that does: the job has other work."""
+"""The same limit if a job calls sbatch, or waits for another process that does. The job has other work to do."""
 RECHECK_DELAYS_S = (1.0, 2.0, 3.0)
-"""Pauses between queries before a submission is given up. A controller that was suspended may accept the job of a
-client that no longer exists, a moment after it responds again."""
+"""Pauses between queries before a submission is abandoned. A controller that was suspended may accept the job of an
+sbatch that no longer runs, a moment after it responds again."""
 MAX_QUERIES = 20
-"""Other processes may keep submitting jobs of the run; jobs that are new after this many queries are ignored."""
+"""Maximum number of queries, because other processes may keep submitting jobs of the run. Jobs that appear later are
+ignored."""
 POLL_S = 0.5
 SUBMISSION_KEY_VARIABLE = "SLUICE_SUBMISSION"
 """The environment variable of a job that holds the key of its submission."""
@@ -112,7 +114,7 @@ def build_sbatch_parameters(run: Run, config: Config, stage: str, after: str | N
         "wckey": None,
     }
     options: dict[str, Any] = {}
-    if config.track.mail:  # not END for every stage: Slurm would mail at each requeue (sbatch(1), --mail-type)
+    if config.track.mail:  # END only for the last stage: Slurm sends this mail at each requeue (sbatch(1), --mail-type)
         is_last_stage = stage == list(config.active_stages)[-1]
         options["mail-user"] = config.track.mail
         options["mail-type"] = f"FAIL,INVALID_DEPEND{',END' if is_last_stage else ''}"
@@ -121,13 +123,13 @@ def build_sbatch_parameters(run: Run, config: Config, stage: str, after: str | N
     options |= {"switches": site.switches, "mem": f"{math.ceil(site.mem_gb * 1024)}M" if site.mem_gb else None}
     options["export"] = build_export_option(site)
     if resources.min_nodes < resources.max_nodes:
-        # no tasks per node: Slurm would multiply them by the minimum of nodes, and grant no more nodes than tasks
+        # without ntasks_per_node: Slurm would multiply it by min_nodes, and grant no more nodes than tasks
         del values["ntasks_per_node"]
-        # submitit counts with `nodes` in `values`; sbatch reads this one
+        # submitit computes with `nodes` in `values`; sbatch reads this option
         options["nodes"] = f"{resources.min_nodes}-{resources.max_nodes}"
         options["mincpus"] = resources.processes_per_node * (site.cpus_per_task or 1)
     elif STAGES[stage].is_distributed and re.match("plane=", site.distribution or "", re.IGNORECASE):
-        # since 24.11, sbatch counts the tasks of a plane distribution only if they are given ("Too few processes")
+        # since 24.11, sbatch refuses a plane distribution without --ntasks ("Too few processes")
         options["ntasks"] = resources.max_nodes * resources.processes_per_node
     if site.gpus_per_node and site.gpus_as != "none":
         gpu_type = f"{site.gpu_type}:" if site.gpu_type else ""
@@ -151,24 +153,25 @@ def _build_setup_lines(run: Run, config: Config, stage: str, exports: Mapping[st
 
     The lines of `site.setup` follow the exports, so they take precedence. They cannot change which code runs.
     """
-    lines = [f'export {SUBMISSION_KEY_VARIABLE}="${{1-}}"; set --']  # scripts that site.setup sources get no arguments
+    # `set --` removes the argument, which scripts that site.setup sources would otherwise see
+    lines = [f'export {SUBMISSION_KEY_VARIABLE}="${{1-}}"; set --']
     lines += [f"export {name}={shlex.quote(value)}" for name, value in exports.items()]
     lines += secrets_script_lines(config.resolve_site(stage)) + config.resolve_site(stage).setup
     path = f"PYTHONPATH={shlex.quote(str(run.code_dir))}${{PYTHONPATH:+:$PYTHONPATH}}"
-    lines.append(f"export PYTHONSAFEPATH=1 {path}")  # the same as pipeline.run.code.make_code_env
+    lines.append(f"export PYTHONSAFEPATH=1 {path}")  # the same variables as in pipeline.run.code.make_code_env
     return lines + _build_pickle_lines(run.jobs_dir / stage)
 
 
 def _build_pickle_lines(folder: Path) -> list[str]:
     """Return shell lines that link the pickle of this submission to the name under which submitit looks for it.
 
-    The job does this by itself, because submit.py may have been killed just after sbatch accepted the job.
+    The job itself makes the link, because submit.py may have been killed just after sbatch accepted the job.
     """
     pickle = f'{shlex.quote(str(folder))}/"${{{SUBMISSION_KEY_VARIABLE}}}_${{SLURM_ARRAY_TASK_ID-0}}'
     job = "${SLURM_ARRAY_JOB_ID-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID+_$SLURM_ARRAY_TASK_ID}"
     target = f'"${{{SUBMISSION_KEY_VARIABLE}}}_${{SLURM_ARRAY_TASK_ID-0}}_submitted.pkl"'
     return [
-        f'[ ! -e {pickle}_given_up.pkl" ] || {{ echo "another job has taken the place of this one"; exit 0; }}',
+        f'[ ! -e {pickle}_given_up.pkl" ] || {{ echo "this job was replaced by another one and exits"; exit 0; }}',
         f'[ -z "${SUBMISSION_KEY_VARIABLE}" ] || ln -sf {target} {shlex.quote(str(folder))}/"{job}_submitted.pkl"',
     ]
 
@@ -193,7 +196,7 @@ def _check_representable(run: Path, values: Mapping[str, Any]) -> None:
 
 
 def _make_executor(run: Run, config: Config, stage: str, after: str | None = None) -> BatchExecutor:
-    """Return submitit's executor for one job of a stage; `after`: a Slurm dependency such as `afterok:12:13`."""
+    """Return submitit's executor for one job of a stage. `after`: a Slurm dependency such as `afterok:12:13`."""
     from slurm.submit.submitit_job import BatchExecutor
 
     home = run.code_dir.resolve().parent  # for a sweep point, this is the sweep
@@ -207,14 +210,17 @@ def _make_executor(run: Run, config: Config, stage: str, after: str | None = Non
 
 
 def render_batch_script(run: Run, config: Config, stage: str, tasks: int = 1) -> str:
-    """Return the sbatch script of a stage, of an array if `tasks` is more than 1. Slurm is not needed."""
+    """Return the sbatch script of a stage; for an array if `tasks` is more than 1. This works without Slurm."""
     from slurm.submit.submitit_job import render_script
 
     return render_script(_make_executor(run, config, stage), tasks)
 
 
 def list_kept_variables(config: Config, stage: str) -> list[str]:
-    """Return the user's SBATCH_* variables that stay in effect: account, partition and such that no config key sets."""
+    """Return the SBATCH_* variables of the user that stay in effect.
+
+    These are the variables for options such as account and partition that no config key sets.
+    """
     configured = config.resolve_site(stage).model_dump(exclude={"sbatch"}) | config.resolve_site(stage).sbatch
     return [f"SBATCH_{name.upper()}" for name in _ACCOUNT_AND_PARTITION if configured.get(name) is None]
 
@@ -231,7 +237,8 @@ class _NoReplyError(Exception):
         Args:
             key: the key of the submission.
             reason: what sbatch printed.
-            is_lost_reply: False if sbatch failed with a message of its own, for example that of a site's wrapper.
+            is_lost_reply: False if sbatch failed for another reason than a lost reply, such as an error of a site's
+                wrapper script.
         """
         super().__init__(reason)
         self.key = key
@@ -279,7 +286,7 @@ def submit_stage(
         try:
             return _submit_once(run, stage, after, kind, tasks, targets, patience_s, event_fields)
         except _NoReplyError as error:
-            say(f"{stage:9} sbatch got no answer ({error}); asking Slurm whether it has the job …")
+            say(f"{stage:9} sbatch got no response ({error}); querying Slurm for the job …")
             if (job := _find_accepted_job(stage, targets, error, say, patience_s)) is not None:
                 return job
             reason = str(error)
@@ -287,7 +294,7 @@ def submit_stage(
                 raise UserError("slurm.sbatch_failed", f"{stage}: sbatch failed: {reason}") from error
     raise UserError(
         "slurm.not_responding",
-        f"{stage}: sbatch got no answer ({reason}), and Slurm does not have the job: try again later",
+        f"{stage}: sbatch got no response ({reason}), and Slurm does not have the job: try again later",
     )
 
 
@@ -301,7 +308,12 @@ def _submit_once(
     timeout_s: float,
     event_fields: Mapping[str, Any],
 ) -> str:
-    """Submit once. Raise UserError if Slurm refuses the job, _NoReplyError if it may have accepted it."""
+    """Call sbatch once for a job, and record the submission in events.
+
+    Raises:
+        UserError: if Slurm refuses the job.
+        _NoReplyError: if it is not known whether Slurm accepted the job.
+    """
     key = secrets.token_hex(6)
     script, variables = _write_submission(run, stage, key, after, kind, [*targets] * tasks)
     is_array_over_points = len(targets) > 1
@@ -369,7 +381,7 @@ def _call_sbatch(script: Path, key: str, variables: Sequence[str], timeout_s: fl
     """
     try:
         with without_job_variables(*variables):
-            done = subprocess.run(
+            result = subprocess.run(
                 ["sbatch", str(script), key],
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
@@ -382,18 +394,18 @@ def _call_sbatch(script: Path, key: str, variables: Sequence[str], timeout_s: fl
         raise _NoReplyError(key, f"it did not end within {timeout_s:.0f} s") from error
     except OSError as error:
         raise UserError("slurm.sbatch_failed", f"sbatch cannot be started: {error.strerror}") from error
-    if done.returncode == 0 and (accepted := re.search(r"job ([0-9]+)", done.stdout)):
+    if result.returncode == 0 and (accepted := re.search(r"job ([0-9]+)", result.stdout)):
         return accepted[1]
-    message = done.stderr.strip()
-    if done.returncode > 0 and SBATCH_ERROR.search(message) and not SBATCH_NO_REPLY.search(message):
+    message = result.stderr.strip()
+    if result.returncode > 0 and SBATCH_ERROR.search(message) and not SBATCH_NO_REPLY.search(message):
         raise UserError("slurm.job_refused", f"sbatch refused the job: {_extract_sbatch_reason(message)}")
-    output = message or f"exit code {done.returncode}: {done.stdout.strip()}"
-    is_lost_reply = done.returncode <= 0 or SBATCH_NO_REPLY.search(output) is not None
+    output = message or f"exit code {result.returncode}: {result.stdout.strip()}"
+    is_lost_reply = result.returncode <= 0 or SBATCH_NO_REPLY.search(output) is not None
     raise _NoReplyError(key, _extract_sbatch_reason(output), is_lost_reply=is_lost_reply)
 
 
 def _extract_sbatch_reason(output: str) -> str:
-    """Return the lines in which sbatch names the reason, or all output if no line comes from sbatch itself."""
+    """Return the lines in which sbatch states the reason, or all output if no line comes from sbatch itself."""
     lines = "; ".join(line.strip() for line in output.splitlines() if line.strip())
     return "; ".join(SBATCH_ERROR.findall(output)) or lines[:1000] or "it printed no reason"
 
@@ -401,11 +413,15 @@ def _extract_sbatch_reason(output: str) -> str:
 def _find_accepted_job(
     stage: str, targets: Sequence[Run], error: _NoReplyError, say: Callable[[str], None], patience_s: float
 ) -> str | None:
-    """Return the id of the job of a submission without a reply, or None if Slurm did not accept it."""
+    """Return the id of the job of a submission without a reply; None if Slurm did not accept it.
+
+    Raises:
+        UserError: if the controller does not respond within `patience_s` seconds.
+    """
     if not wait_for_controller(patience_s, targets[0].sweep_or_self.check_not_cancelled):
         raise UserError(
             "slurm.submission_unknown",
-            f"{stage}: it is not known whether Slurm accepted the job: sbatch got no answer ({error}), and the "
+            f"{stage}: it is not known whether Slurm accepted the job: sbatch got no response ({error}), and the "
             f"controller has not responded since. When it responds again (squeue --me), run: "
             f"{targets[0].resume_command}. This finds the job or submits it",
         )
@@ -471,7 +487,13 @@ def record_submission(
 
 
 def record_own_job(run: Run, stage: str, job_id: str) -> None:
-    """Record the job of this process if submit.py could not. `job_id`: its id, such as `12` or `12_3` for a task."""
+    """Record the job of this process if submit.py could not.
+
+    Args:
+        run: the run.
+        stage: the stage that the job runs.
+        job_id: the id of the job, such as `12`, or `12_3` for a task of an array.
+    """
     key = os.environ.get(SUBMISSION_KEY_VARIABLE)
     for event, job in list_submissions(run) if key else ():
         if job.is_open and (job.key, event.stage) == (key, stage):
@@ -480,7 +502,7 @@ def record_own_job(run: Run, stage: str, job_id: str) -> None:
 
 
 def abandon_submission(run: Run, submitting: Submitting, message: str) -> None:
-    """Write the event `not_submitted`. If a job of this submission starts later, it exits at once."""
+    """Write the event `not_submitted`, and make a job of this submission that starts later exit at once."""
     stage = submitting.stage
     key = submitting.key
     task = submitting.array_task
@@ -499,7 +521,7 @@ def resolve_open_submissions(
     patience_s: float = SBATCH_TIMEOUT_S,
     known: list[SubmittedJob] | None = None,
 ) -> list[SubmittedJob]:
-    """Record or give up the open submissions of `runs`, and return the jobs of `runs`.
+    """Record or abandon the open submissions of `runs`, and return the jobs of `runs`.
 
     Args:
         runs: a run, or a sweep and its points.
@@ -508,30 +530,30 @@ def resolve_open_submissions(
         known: the jobs as they are now, if the caller has just queried them.
 
     Raises:
-        UserError: if the other process is still waiting after that, or the controller does not respond.
+        UserError: if the other process is still waiting after `patience_s`, or the controller does not respond.
     """
     jobs = find_run_jobs(runs) if known is None else known
     require_response(job.state for job in jobs)
     by_path = {run.path: run for run in runs}
-    times_seen = Counter(map(_doubt_key, jobs))
+    sightings = Counter(map(_doubt_key, jobs))
     for _ in range(MAX_QUERIES):
-        doubtful = [job for job in jobs if _doubt_key(job) and times_seen[_doubt_key(job)] <= len(RECHECK_DELAYS_S)]
+        doubtful = [job for job in jobs if _doubt_key(job) and sightings[_doubt_key(job)] <= len(RECHECK_DELAYS_S)]
         if not doubtful:
             break
         for job in doubtful:
             if (submitting := _open_submission_without_job(job)) is not None:
                 _wait_for_sbatch(by_path[job.run], submitting, patience_s)
-        time.sleep(RECHECK_DELAYS_S[min(times_seen[_doubt_key(job)] for job in doubtful) - 1])
+        time.sleep(RECHECK_DELAYS_S[min(sightings[_doubt_key(job)] for job in doubtful) - 1])
         jobs = find_run_jobs(runs)
         require_response(job.state for job in jobs)
-        times_seen.update(map(_doubt_key, jobs))
+        sightings.update(map(_doubt_key, jobs))
     resolved: list[SubmittedJob] = []
     for job in jobs:
-        if _doubt_key(job) and times_seen[_doubt_key(job)] <= len(RECHECK_DELAYS_S):
-            continue  # it appeared in the last queries: another process is submitting it
+        if _doubt_key(job) and sightings[_doubt_key(job)] <= len(RECHECK_DELAYS_S):
+            continue  # the job appeared only in the last queries: another process is submitting it
         if (submitting := _open_submission_without_job(job)) is not None:
             abandon_submission(by_path[job.run], submitting, "no job of this submission is in the queue")
-            say(f"{job.stage:9} the submission at {submitting.time} has no job; it is given up")
+            say(f"{job.stage:9} the submission at {submitting.time} has no job and is abandoned")
             continue
         if job.job_id and job.event is not None and not job.is_recorded:
             record_submission(by_path[job.run], job.event, job.job_id, job_submitted=_submission_time(job))
@@ -541,7 +563,7 @@ def resolve_open_submissions(
 
 
 def resolve_submissions_if_open(runs: Sequence[Run]) -> None:
-    """Resolve the open submissions of `runs` in a job that submits or cancels others.
+    """Resolve the open submissions of `runs` in a job that submits or cancels other jobs.
 
     Slurm is only queried if there is an open submission.
 
@@ -553,9 +575,9 @@ def resolve_submissions_if_open(runs: Sequence[Run]) -> None:
 
 
 def _doubt_key(job: SubmittedJob) -> str:
-    """Name what must be seen in several queries before it is believed; empty if nothing about the job is doubtful.
+    """Return the name of a submission or job that several queries must confirm; "" if the job needs no confirmation.
 
-    If another process is just submitting the job, a query may see its event without the job, or the reverse.
+    While another process submits a job, a query may find the event without the job, or the job without the event.
     """
     if (submitting := _open_submission_without_job(job)) is not None:
         return f"submission {submitting.key}"
@@ -563,7 +585,7 @@ def _doubt_key(job: SubmittedJob) -> str:
 
 
 def _open_submission_without_job(job: SubmittedJob) -> Submitting | None:
-    """Return the open submission on this cluster that `job` stands for, if no job of it is found."""
+    """Return the event of an open submission on this cluster if none of its jobs is found; otherwise None."""
     event = job.event
     if job.job_id or not isinstance(event, Submitting):
         return None
@@ -582,7 +604,7 @@ def _wait_for_sbatch(run: Run, submitting: Submitting, patience_s: float) -> Non
             raise UserError(
                 "slurm.submission_in_progress",
                 f"another process is submitting {submitting.stage} of {run.name} (since {submitting.time}), and sbatch "
-                "has not answered it yet: try again later",
+                "has not responded to it yet: try again later",
             )
         time.sleep(POLL_S)
 

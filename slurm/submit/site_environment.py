@@ -19,7 +19,7 @@ from pipeline.base.errors import ExitCode, UserError
 from pipeline.config.site import SiteConfig
 from slurm.query.slurm_commands import require_single_cluster
 
-SETUP_NOT_RUN = "site.setup is not run here: put its lines into the shell or script that this was started from"
+SETUP_NOT_RUN = "site.setup is not run here: put its lines into the shell or the script that starts this command"
 _PRIVATE_MODES = (0o600, 0o400)
 
 
@@ -37,7 +37,7 @@ def get_job_python(site: SiteConfig) -> str:
     """Return the Python interpreter of the site's jobs.
 
     `site.python` is an interpreter or a virtual environment. It may exist on the compute nodes only. A path whose last
-    part looks like `python3.11` is an interpreter, unless it is a directory here.
+    part looks like `python3.11` is an interpreter, unless it is a directory on this machine.
     """
     if site.python is None:
         return sys.executable
@@ -92,8 +92,8 @@ def secrets_script_lines(site: SiteConfig) -> list[str]:
     """Return shell lines that run `site.secrets` and export the variables that it sets.
 
     The lines end the job if the file is not private to its user. :func:`check_job_environment` checks this at
-    submission, but the job may start days later. The file is opened once, so that the checked file is the one that
-    runs, even if the path is replaced in between.
+    submission, but the job may start days later. The file is opened once. The shell therefore runs the file that was
+    checked, even if another file takes its path in between.
     """
     if site.secrets is None:
         return []
@@ -110,9 +110,9 @@ def secrets_script_lines(site: SiteConfig) -> list[str]:
 
 
 def apply_site_environment(site: SiteConfig, job_id: str | None) -> None:
-    """Set the variables of the site profile in this process, if no batch script has.
+    """Set the variables of the site profile in this process, unless the batch script has already set them.
 
-    That is the case inside salloc, and in jobs that the user wrote.
+    Inside salloc, and in batch scripts of users, no script of Sluice has run.
 
     Args:
         site: the site's config.
@@ -121,7 +121,8 @@ def apply_site_environment(site: SiteConfig, job_id: str | None) -> None:
     Raises:
         UserError: if a variable of `site.pass` is not set, or others can read `site.secrets`.
     """
-    os.environ.pop("SLURM_EXPORT_ENV", None)  # of a job with --export=NONE: its steps would get no variables either
+    # in a job with --export=NONE, this variable would keep all variables from its steps
+    os.environ.pop("SLURM_EXPORT_ENV", None)
     check_job_environment(site, os.environ)
     if os.environ.get("SLUICE_JOB_ID") == job_id:  # the batch script did this, and ran site.setup after it
         return

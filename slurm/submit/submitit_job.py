@@ -1,9 +1,9 @@
 """Everything that uses submitit: batch scripts, pickles, and detached jobs on this machine.
 
-submitit pickles a callable and runs it in the job. The callable here is `exec`, with a short program that replaces
-submitit's process by the stage's supervisor. No signal handler of submitit then runs in the job: submitit would save
-from inside a signal handler, and its local executor kills after one second. A function of this package would be pickled
-by its name, which the run's own copy of the code may not have if another version made it.
+submitit pickles a callable and runs it in the job. Sluice passes `exec` with a short program, which replaces submitit's
+process with the stage's supervisor. No signal handler of submitit then runs in the job: submitit would save from inside
+a signal handler, and its local executor kills after one second. A function of this package cannot be passed, because it
+would be pickled by its name. The run's copy of the code may come from another version, without this name.
 
 Results of submitit are not used: a stage has succeeded if its outputs validate.
 """
@@ -41,8 +41,8 @@ environment = {
 os.chdir(code)
 os.execve(sys.executable, [sys.executable, "-u", "-m", "slurm", stage, run], environment)
 """
-"""Replace the process by the supervisor of `stage` of `run`, which runs the copy of the code in `code`. The environment
-is that of :func:`pipeline.run.code.make_code_env`."""
+"""A program that replaces the process with the supervisor of `stage` of `run`, from the copy of the code in `code`. It
+sets the same environment as :func:`pipeline.run.code.make_code_env`."""
 
 
 class BatchExecutor(submitit.SlurmExecutor):  # type: ignore[misc]
@@ -77,9 +77,9 @@ def write_pickle(executor: BatchExecutor, path: Path, stage: str, target: Run, c
 
 
 def submit_locally(run: Run, stage: str) -> submitit.Job[None]:
-    """Start the supervisor of a stage on this machine. It is detached and outlives this process."""
+    """Start the supervisor of a stage on this machine. The supervisor is detached and outlives this process."""
     executor = submitit.LocalExecutor(run.stage_dir(stage))
-    # submitit kills a job at its time limit; here the supervisor enforces limits, so this one is never reached
+    # submitit kills a job at its time limit; the supervisor enforces limits itself, so this limit must never be reached
     executor.update_parameters(timeout_min=_ONE_YEAR_MIN, stderr_to_stdout=True)
     with _start_processes_detached(make_code_env(os.environ, run.code_dir)):
         job = executor.submit(exec, BECOME_SUPERVISOR, _make_names(stage, run, run.code_dir))
@@ -89,10 +89,10 @@ def submit_locally(run: Run, stage: str) -> submitit.Job[None]:
 
 @contextmanager
 def _start_processes_detached(environment: Mapping[str, str]) -> Iterator[None]:
-    """Start child processes in a session of their own, with `environment` and submitit's own variables.
+    """Make `subprocess.Popen` start processes in a new session, with `environment` and submitit's own variables.
 
-    submitit has no options for this. In its own session, a job does not receive the terminal's Ctrl-C. submitit would
-    also set CUDA_VISIBLE_DEVICES to nothing and hide the GPUs that this process may use.
+    submitit has no options for this. In a new session, a job does not receive the Ctrl-C of the terminal. By default,
+    submitit would also set CUDA_VISIBLE_DEVICES to an empty value, which hides the GPUs that this process may use.
     """
     popen: Any = subprocess.Popen
 

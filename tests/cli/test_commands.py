@@ -1,4 +1,4 @@
-"""The command line: commands as typed and as printed, from any folder and with any Python, and what they import."""
+"""Test the command line: commands from any folder and with any Python, printed commands, help, and imports."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SLOW_PACKAGES = {"torch", "numpy", "h5py", "tokenizers", "safetensors", "pyarrow
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A checkout of this code, with its `.venv`."""
+    """Create a checkout of this code with a `.venv`. Return its path."""
     folder = tmp_path / "checkout"
     folder.mkdir()
     shutil.copy(CODE_ROOT / "submit.py", folder)
@@ -46,7 +46,7 @@ def checkout(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def sluice(tmp_path: Path) -> Path:
-    """The console script that pip creates from the entry point in setup.cfg."""
+    """Create the console script that pip would create from the entry point in setup.cfg. Return its path."""
     setup = ConfigParser()
     setup.read(CODE_ROOT / "setup.cfg")
     name, _, target = setup["options.entry_points"]["console_scripts"].strip().partition(" = ")
@@ -60,61 +60,62 @@ def sluice(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def group() -> CommandGroup:
-    """The commands, as typer builds them."""
-    found = get_command(app)
-    assert isinstance(found, CommandGroup)
-    return found
+    """Return the group of all commands, as typer builds it."""
+    command_group = get_command(app)
+    assert isinstance(command_group, CommandGroup)
+    return command_group
 
 
 def run(
     arguments: list[str], folder: Path, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
+    """Run a command in `folder` and return its result."""
     return subprocess.run(
         arguments, cwd=folder, env=environment or CLEAN_ENVIRONMENT, capture_output=True, text=True, timeout=60
     )
 
 
 def test_submit_continues_in_the_venv_of_its_checkout(checkout: Path, tmp_path: Path) -> None:
-    done = run([*PYTHON_WITHOUT_PACKAGES, "checkout/submit.py", "status"], tmp_path)
-    assert done.returncode == 0 and "no runs below runs" in done.stdout, done.stderr
+    result = run([*PYTHON_WITHOUT_PACKAGES, "checkout/submit.py", "status"], tmp_path)
+    assert result.returncode == 0 and "no runs below runs" in result.stdout, result.stderr
     (checkout / ".venv").unlink()
-    done = run([*PYTHON_WITHOUT_PACKAGES, "checkout/submit.py", "status"], tmp_path)
-    assert done.returncode == ExitCode.USER_ERROR and "Traceback" not in done.stderr
-    assert "typer" in done.stderr and "make install" in done.stderr and f"{checkout}/.venv" in done.stderr
+    result = run([*PYTHON_WITHOUT_PACKAGES, "checkout/submit.py", "status"], tmp_path)
+    assert result.returncode == ExitCode.USER_ERROR and "Traceback" not in result.stderr
+    assert "typer" in result.stderr and "make install" in result.stderr and f"{checkout}/.venv" in result.stderr
 
 
-def test_a_wrapper_script_as_the_python_of_the_venv_is_started_once(checkout: Path, tmp_path: Path) -> None:
-    """The wrapper starts an interpreter that has no packages either: an error, not an endless loop."""
+def test_a_venv_python_that_is_a_wrapper_script_is_started_once(checkout: Path, tmp_path: Path) -> None:
+    """The wrapper starts an interpreter that also lacks the packages. This is an error, not an endless loop."""
     (checkout / ".venv").unlink()
     script = checkout / ".venv/bin/python"
     script.parent.mkdir(parents=True)
     script.write_text(f'#!/bin/sh\necho started >>{tmp_path}/starts\nexec {sys.executable} -S "$@"\n')
     script.chmod(0o755)
-    done = run([*PYTHON_WITHOUT_PACKAGES, "checkout/submit.py", "status"], tmp_path)
-    assert done.returncode == ExitCode.USER_ERROR and "typer" in done.stderr and "Traceback" not in done.stderr
+    result = run([*PYTHON_WITHOUT_PACKAGES, "checkout/submit.py", "status"], tmp_path)
+    assert result.returncode == ExitCode.USER_ERROR and "typer" in result.stderr and "Traceback" not in result.stderr
     assert (tmp_path / "starts").read_text().split() == ["started"]
 
 
 @pytest.mark.parametrize("entry_point", ["in the checkout", "from another folder", "sluice", "sluice by its path"])
 def test_a_printed_command_works_when_pasted(checkout: Path, sluice: Path, tmp_path: Path, entry_point: str) -> None:
     folder = tmp_path
-    typed = [*PYTHON_WITHOUT_PACKAGES, "checkout/submit.py"]
+    command = [*PYTHON_WITHOUT_PACKAGES, "checkout/submit.py"]
     environment = CLEAN_ENVIRONMENT
     if entry_point == "in the checkout":
         folder = checkout
-        typed = [*PYTHON_WITHOUT_PACKAGES, "submit.py"]
+        command = [*PYTHON_WITHOUT_PACKAGES, "submit.py"]
     elif entry_point.startswith("sluice"):
-        typed = [str(sluice)]
+        command = [str(sluice)]
         environment = {**CLEAN_ENVIRONMENT, "PYTHONPATH": str(CODE_ROOT)}
     if entry_point == "sluice":
-        typed = ["sluice"]
+        command = ["sluice"]
         environment = environment | {"PATH": f"{sluice.parent}{os.pathsep}{environment['PATH']}"}
     # `env` searches PATH as a shell does
-    output = run(["env", *typed, "status"], folder, environment).stdout
-    printed = output.replace("\n", " ").partition("to make one: ")[2].removesuffix(" CONFIG.yaml ")
-    assert printed.split()[-1] == typed[-1], output
-    pasted = run(["bash", "-c", f"{printed} --version"], folder, environment)
-    assert pasted.stdout == f"sluice {VERSION}\n", pasted.stderr
+    output = run(["env", *command, "status"], folder, environment).stdout
+    printed_command = output.replace("\n", " ").partition("to make one: ")[2].removesuffix(" CONFIG.yaml ")
+    assert printed_command.split()[-1] == command[-1], output
+    result = run(["bash", "-c", f"{printed_command} --version"], folder, environment)
+    assert result.stdout == f"sluice {VERSION}\n", result.stderr
 
 
 def test_a_printed_command_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,15 +123,15 @@ def test_a_printed_command_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shlex.split(format_command("resume", "runs/it's")) == ["python", "submit.py", "resume", "runs/it's"]
     monkeypatch.setattr(sys, "argv", ["/no where/submit.py"])
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
-    # another Python would have no packages
+    # the command names this Python, because another one would lack the packages
     assert shlex.split(format_command("status")) == [sys.executable, "/no where/submit.py", "status"]
 
 
-@pytest.mark.parametrize(("word", "match"), [("statuss", "status"), ("canel", "cancel"), ("xyzzy", None)])
-def test_an_unknown_command_names_the_nearest_one(word: str, match: str | None) -> None:
+@pytest.mark.parametrize(("command", "match"), [("statuss", "status"), ("canel", "cancel"), ("xyzzy", None)])
+def test_the_error_for_an_unknown_command_names_the_most_similar_command(command: str, match: str | None) -> None:
     with pytest.raises(UserError) as error:
-        app([word, "runs/tiny"])
-    assert error.value.code == "cli.unknown_command" and str(error.value).startswith(f"{word}: ")
+        app([command, "runs/tiny"])
+    assert error.value.code == "cli.unknown_command" and str(error.value).startswith(f"{command}: ")
     for name in [match] if match else COMMANDS:
         assert name in str(error.value).partition(";")[2]
 
@@ -138,36 +139,37 @@ def test_an_unknown_command_names_the_nearest_one(word: str, match: str | None) 
 def test_a_file_is_not_a_mistyped_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "statuss").write_text("run: {}")
-    for words in (["statuss"], ["missing.yaml"], ["--executor", "local", "missing.yaml"], ["configs/missing"]):
+    for arguments in (["statuss"], ["missing.yaml"], ["--executor", "local", "missing.yaml"], ["configs/missing"]):
         with pytest.raises(UserError) as error:
-            app(words)
+            app(arguments)
         assert error.value.code != "cli.unknown_command"
 
 
 def test_the_shell_completes_commands(sluice: Path, tmp_path: Path) -> None:
     request = {"PYTHONPATH": str(CODE_ROOT), "_SLUICE_COMPLETE": "complete_bash", "COMP_WORDS": "sluice re"}
-    done = run([str(sluice)], tmp_path, {**CLEAN_ENVIRONMENT, **request, "COMP_CWORD": "1"})
-    assert done.stdout.split() == ["resume", "report"], done.stderr
+    result = run([str(sluice)], tmp_path, {**CLEAN_ENVIRONMENT, **request, "COMP_CWORD": "1"})
+    assert result.stdout.split() == ["resume", "report"], result.stderr
 
 
 def test_the_help_lists_every_command_on_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit) as end:
+    with pytest.raises(SystemExit) as exit_info:
         app(["--help"])
     output = capsys.readouterr().out
-    assert end.value.code == 0 and max(map(len, output.splitlines())) <= 80 and "..." not in output.split("Options:")[1]
+    assert exit_info.value.code == 0 and max(map(len, output.splitlines())) <= 80
+    assert "..." not in output.split("Options:")[1]
     listed = re.findall(r"^      (\w+) .*  [a-z]", output.split("Run\n")[1], re.M)
     assert sorted(listed) == sorted(["CONFIG", *({*COMMANDS} - {"submit"})])
     assert "my_text.yaml --dry-run" in output
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_explains_itself_and_its_arguments(name: str, group: CommandGroup) -> None:
-    found = group.get_command(None, name)
-    assert found is not None and found.help
-    assert [parameter.name for parameter in found.params if not getattr(parameter, "help", "")] == []
+def test_every_command_and_its_arguments_have_help(name: str, group: CommandGroup) -> None:
+    command = group.get_command(None, name)
+    assert command is not None and command.help
+    assert [parameter.name for parameter in command.params if not getattr(parameter, "help", "")] == []
 
 
 def test_every_command_has_a_module() -> None:
@@ -181,7 +183,7 @@ def test_the_readme_lists_every_command() -> None:
     assert {*re.findall(r"^python submit\.py ([a-z]+) ", block, re.M)} == {*COMMANDS} - {"submit"}
 
 
-def test_help_and_docs_list_what_resume_may_change() -> None:
+def test_help_and_docs_list_the_keys_that_resume_may_change() -> None:
     section = (CODE_ROOT / "docs/changing.md").read_text().split("## What `resume` may change")[1]
     rows = [line.split("|")[1] for line in section.split("It also accepts")[0].splitlines() if line.startswith("|")]
     assert sorted(re.findall(r"`([^`]*)`", "".join(rows))) == sorted(changeable_keys())
@@ -206,7 +208,7 @@ LIGHT_COMMANDS = {
 
 
 @pytest.mark.parametrize("name", LIGHT_COMMANDS)
-def test_a_light_command_imports_no_slow_package(name: str, tmp_path: Path) -> None:
+def test_a_command_that_needs_no_torch_imports_no_slow_package(name: str, tmp_path: Path) -> None:
     write_config(tmp_path)
     program = (
         "import json, sys\n"
@@ -218,20 +220,20 @@ def test_a_light_command_imports_no_slow_package(name: str, tmp_path: Path) -> N
         "    pass\n"
         "print(json.dumps([*sys.modules]))\n"
     )
-    done = run([sys.executable, "-c", program], tmp_path, {**CLEAN_ENVIRONMENT, "PYTHONPATH": str(CODE_ROOT)})
-    imported = {module.split(".")[0] for module in json.loads(done.stdout.splitlines()[-1])}
-    assert f"cli.{name}" in done.stdout and SLOW_PACKAGES & imported == set(), done.stderr
+    result = run([sys.executable, "-c", program], tmp_path, {**CLEAN_ENVIRONMENT, "PYTHONPATH": str(CODE_ROOT)})
+    imported = {module.split(".")[0] for module in json.loads(result.stdout.splitlines()[-1])}
+    assert f"cli.{name}" in result.stdout and SLOW_PACKAGES & imported == set(), result.stderr
 
 
-def test_help_imports_no_config_and_no_command(tmp_path: Path) -> None:
-    done = run([sys.executable, "-X", "importtime", str(CODE_ROOT / "submit.py"), "--help"], tmp_path)
-    imported = set(re.findall(r"\| +([\w.]+)$", done.stderr, re.M))
-    assert done.returncode == 0 and "cli.main" in imported
+def test_help_imports_neither_pydantic_nor_command_modules(tmp_path: Path) -> None:
+    result = run([sys.executable, "-X", "importtime", str(CODE_ROOT / "submit.py"), "--help"], tmp_path)
+    imported = set(re.findall(r"\| +([\w.]+)$", result.stderr, re.M))
+    assert result.returncode == 0 and "cli.main" in imported
     assert {f"cli.{name}" for name in COMMANDS} & imported == set() and "pydantic" not in imported
 
 
-def test_a_command_for_torch_prefers_our_own_packages(tmp_path: Path) -> None:
-    """A folder on PYTHONPATH may have packages with the names of ours, also for processes that torch starts."""
+def test_a_command_that_imports_torch_prefers_the_packages_of_sluice(tmp_path: Path) -> None:
+    """A folder on PYTHONPATH has a package of the same name. Processes that torch starts must not import it either."""
     (tmp_path / "planning").mkdir()
     (tmp_path / "planning/__init__.py").write_text("raise ImportError('not ours')\n")
     program = (
@@ -244,11 +246,11 @@ def test_a_command_for_torch_prefers_our_own_packages(tmp_path: Path) -> None:
         "subprocess.run([sys.executable, '-c', 'import planning.machine'], check=True)\n"
     )
     environment = {**CLEAN_ENVIRONMENT, "PYTHONPATH": f"{CODE_ROOT}{os.pathsep}{tmp_path}"}
-    done = run([sys.executable, "-c", program], tmp_path, environment)
-    assert done.returncode == 0, done.stderr
+    result = run([sys.executable, "-c", program], tmp_path, environment)
+    assert result.returncode == 0, result.stderr
 
 
-def test_a_command_for_torch_ends_quietly_when_its_reader_does(tmp_path: Path) -> None:
+def test_a_command_that_imports_torch_exits_silently_if_its_pipe_is_closed(tmp_path: Path) -> None:
     program = "import cli.common, sys\ncli.common.prepare_for_torch()\nwhile True:\n    print('line', flush=True)\n"
     environment = {**CLEAN_ENVIRONMENT, "PYTHONPATH": str(CODE_ROOT)}
     writer = subprocess.Popen(
@@ -260,7 +262,7 @@ def test_a_command_for_torch_ends_quietly_when_its_reader_does(tmp_path: Path) -
     assert writer.wait(60) == -signal.SIGPIPE and writer.stderr.read() == b""
 
 
-def test_ctrl_c_ends_a_command_for_torch_without_a_traceback(tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_command_that_imports_torch_without_a_traceback(tmp_path: Path) -> None:
     program = "import cli.common, time\ncli.common.prepare_for_torch()\nprint('ready', flush=True)\ntime.sleep(60)\n"
     environment = {**CLEAN_ENVIRONMENT, "PYTHONPATH": str(CODE_ROOT)}
     process = subprocess.Popen(
@@ -273,9 +275,9 @@ def test_ctrl_c_ends_a_command_for_torch_without_a_traceback(tmp_path: Path) -> 
 
 
 def test_the_help_of_a_rank_explains_its_arguments(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
+    with pytest.raises(SystemExit) as exit_info:
         parse_arguments(["--help"])
-    assert end.value.code == 0 and "evaluate RUN --step 100" in capsys.readouterr().out
+    assert exit_info.value.code == 0 and "evaluate RUN --step 100" in capsys.readouterr().out
 
 
 def test_a_mistyped_option_is_a_user_error() -> None:
@@ -287,12 +289,12 @@ def test_a_mistyped_option_is_a_user_error() -> None:
     assert "RUN" in missing.stderr and "--stp" in unknown.stderr
 
 
-def test_a_rank_raises_its_limit_on_open_files() -> None:
-    """A job inherits the soft limit of the login node."""
+def test_a_rank_raises_its_limit_of_open_files_to_the_hard_limit() -> None:
+    """Without this, a job would have the soft limit of the login node."""
     program = (
         "from resource import *; from pipeline.__main__ import main; main(['train', 'nowhere.yaml']); "
         "print(getrlimit(RLIMIT_NOFILE))"
     )
     limited = ["sh", "-c", 'ulimit -Sn 256 && ulimit -Hn 2000 && exec "$@"', "sh", sys.executable, "-c", program]
-    done = run(limited, CODE_ROOT)
-    assert done.stdout.endswith("(2000, 2000)\n"), done.stderr
+    result = run(limited, CODE_ROOT)
+    assert result.stdout.endswith("(2000, 2000)\n"), result.stderr

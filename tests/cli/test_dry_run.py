@@ -1,4 +1,4 @@
-"""How much a dry run prints, and what it says of the inputs and of this machine."""
+"""Test the output of `--dry-run`: the summary, jobs, layout, memory, inputs and warnings."""
 
 from __future__ import annotations
 
@@ -27,35 +27,35 @@ from tests.support.tiny import make_run, write_config
 
 @pytest.fixture
 def run_cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Return a function that runs a command beside a tiny config and returns its output."""
+    """Return a function that runs a command in a folder with a tiny config, and returns the output."""
     write_config(tmp_path)
     monkeypatch.chdir(tmp_path)
 
-    def run(*words: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["submit.py", *words])
-        with pytest.raises(SystemExit) as end:
-            app(list(words))
-        assert end.value.code == 0
+    def run(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["submit.py", *arguments])
+        with pytest.raises(SystemExit) as exit_info:
+            app(list(arguments))
+        assert exit_info.value.code == 0
         return capsys.readouterr().out
 
     return run
 
 
-def test_the_verdict_comes_first_and_fits_a_screen(run_cli: Callable[..., str]) -> None:
-    for more in ((), ("--executor", "slurm"), ("sweep={grid: {optimizer.lr: [0.1, 0.2, 0.3, 0.4, 0.5]}}",)):
-        output = run_cli("tiny.yaml", "--dry-run", *more)
+def test_the_summary_fits_a_screen_and_begins_with_the_verdict(run_cli: Callable[..., str]) -> None:
+    for arguments in ((), ("--executor", "slurm"), ("sweep={grid: {optimizer.lr: [0.1, 0.2, 0.3, 0.4, 0.5]}}",)):
+        output = run_cli("tiny.yaml", "--dry-run", *arguments)
         assert len(output.splitlines()) <= 24 and output.startswith("run       runs/tiny\nverdict   "), output
         assert "#!/bin/bash" not in output and "sequence_length" not in output and "--scripts" in output
     assert not Path("runs").exists()
 
 
-def test_scripts_are_printed_after_the_summary_on_request(run_cli: Callable[..., str]) -> None:
-    """They exist only for Slurm."""
+def test_the_option_scripts_prints_scripts_after_the_summary(run_cli: Callable[..., str]) -> None:
+    """Scripts exist only for Slurm. The resolved config is always printed."""
     local = run_cli("tiny.yaml", "--dry-run", "--scripts", "--executor", "local")
     assert "#!/bin/bash" not in local and "sequence_length: 32" in local
-    whole = run_cli("tiny.yaml", "--dry-run", "--scripts", "--executor", "slurm")
-    above, below = whole.split("# ---- config, resolved\n")
-    assert above.startswith("run ") and below.count("#!/bin/bash") == 5 and "sequence_length: 32" in below
+    slurm = run_cli("tiny.yaml", "--dry-run", "--scripts", "--executor", "slurm")
+    summary, scripts = slurm.split("# ---- config, resolved\n")
+    assert summary.startswith("run ") and scripts.count("#!/bin/bash") == 5 and "sequence_length: 32" in scripts
 
 
 def test_without_slurm_no_slurm_options_are_printed(
@@ -70,7 +70,7 @@ def test_without_slurm_no_slurm_options_are_printed(
 def test_a_controller_that_does_not_respond_is_a_problem(
     run_cli: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, controller: str | None
 ) -> None:
-    """A dry run works without a controller; submitting does not."""
+    """A dry run works without a controller, but reports that submitting would fail."""
     tools = tmp_path / "bin"
     tools.mkdir()
     for name in ("sbatch", "scontrol") if controller else ():
@@ -106,17 +106,16 @@ def test_the_batch_is_split_over_replicas_and_the_layout_is_shown(
     assert f"\nlayout    {layout}\n" in output, output
 
 
-def test_an_existing_run_is_shown_as_it_would_continue(run_cli: Callable[..., str]) -> None:
-    """It has the values in effect or those that the config corrects; completed stages are left out."""
+def test_a_dry_run_for_an_existing_run_shows_changes_and_remaining_stages(run_cli: Callable[..., str]) -> None:
+    """Changes are corrections in the config, or values that `resume` has changed. Stages that are done are left out."""
     run = make_run(Path.cwd())
     output = run_cli("tiny.yaml", "--dry-run", "optimizer.lr=0.5", "--executor", "local")
     assert "\ncorrects  optimizer.lr: 0.01 → 0.5\n" in output
     run.apply_overrides(["train.steps=40"])
     output = run_cli("tiny.yaml", "--dry-run", "--executor", "local")
     assert "training  40 steps of 8" in output and "train.steps: 30 → 40" in output, output
-    assert (
-        "\ndone      prepare, shard\n" in output and "\ntrain     2 processes" in output and "\nprepare " not in output
-    )
+    assert "\ndone      prepare, shard\n" in output
+    assert "\ntrain     2 processes" in output and "\nprepare " not in output
     assert "2 stages on this machine" in output
     assert "jobs      2 Slurm jobs;" in run_cli("tiny.yaml", "--dry-run", "--executor", "slurm")
 
@@ -129,14 +128,14 @@ def test_slurm_requests_are_summed(run_cli: Callable[..., str]) -> None:
     assert "10.0 node-hours, 25.0 GPU-hours at most" in output, output
     (line,) = [line for line in output.splitlines() if line.startswith("train ")]
     assert "3 × 4 = 12 processes, 02:00:00, after shard" in line
-    assert all(words in line for words in ("partition gpu", "mem_gb 100", "gpus_per_node 4", "reservation r1"))
+    assert all(option in line for option in ("partition gpu", "mem_gb 100", "gpus_per_node 4", "reservation r1"))
 
 
 LARGE = ("model={dim: 8192, layers: 80, heads: 64, intermediate_size: 28672}", "train.precision=bf16")
 
 
 @pytest.mark.parametrize(
-    ("more", "size", "fits"),
+    ("arguments", "size", "fits"),
     [
         (["site.gpu_memory_gib=80"], "site.gpu_memory_gib: 80 GiB", False),
         (["site.machine=h100"], "site.machine h100: 79.6 GiB", False),
@@ -148,32 +147,32 @@ LARGE = ("model={dim: 8192, layers: 80, heads: 64, intermediate_size: 28672}", "
         ([], None, True),
     ],
 )
-def test_a_gpu_whose_size_is_known_gets_the_verdict_of_plan(
-    run_cli: Callable[..., str], more: list[str], size: str | None, fits: bool
+def test_gpu_memory_is_checked_as_in_plan_if_its_size_is_known(
+    run_cli: Callable[..., str], arguments: list[str], size: str | None, fits: bool
 ) -> None:
-    """One GPU per rank; the verdict is that of `plan`, without torch."""
-    output = run_cli("tiny.yaml", "--dry-run", "--executor", "slurm", *LARGE, "site.gpus_per_node=2", *more)
+    """Each rank has one GPU. The dry run imports no torch, but its verdict must be that of `plan`."""
+    output = run_cli("tiny.yaml", "--dry-run", "--executor", "slurm", *LARGE, "site.gpus_per_node=2", *arguments)
     lines = [line for line in output.splitlines() if re.match("(problem|memory) .*GPU", line)]
     if size is None:
         assert not lines
         return
     (line,) = lines
     assert size in line and line.startswith("memory ") == fits and (" fits: " in line) == fits, line
-    known = re.search(r": ([\d.]+) GiB", line)
-    assert known is not None
-    overrides = [word for word in more if "=" in word]
-    config = load_config(Path("tiny.yaml"), [*LARGE, *overrides, f"site.gpu_memory_gib={known[1]}"])
+    size_gib = re.search(r": ([\d.]+) GiB", line)
+    assert size_gib is not None
+    overrides = [argument for argument in arguments if "=" in argument]
+    config = load_config(Path("tiny.yaml"), [*LARGE, *overrides, f"site.gpu_memory_gib={size_gib[1]}"])
     with nullcontext() if fits else pytest.raises(UserError):
         assert list(describe_plan(config))
 
 
-def test_a_type_of_gpu_with_several_sizes_gets_a_verdict_for_each(run_cli: Callable[..., str]) -> None:
+def test_a_gpu_type_with_several_memory_sizes_gets_a_verdict_for_each_size(run_cli: Callable[..., str]) -> None:
     output = run_cli("tiny.yaml", "--dry-run", *LARGE, "model.layers=4", "site.gpu_type=a100", "--executor", "slurm")
     (line,) = [line for line in output.splitlines() if "GPU: " in line]
     assert re.search(r"does not fit: .*a100: 40 GiB.*; fits: .*a100: 80 GiB", line), line
 
 
-def test_an_unknown_machine(run_cli: Callable[..., str]) -> None:
+def test_an_unknown_machine_is_a_problem_in_a_config_and_an_error_as_option(run_cli: Callable[..., str]) -> None:
     assert "problem   GPU memory: site.machine: h101" in run_cli("tiny.yaml", "--dry-run", "site.machine=h101")
     with pytest.raises(UserError) as error:
         app(["tiny.yaml", "--dry-run", "--machine", "h101"])
@@ -186,25 +185,27 @@ def test_an_unknown_machine(run_cli: Callable[..., str]) -> None:
 HUGE = "model={dim: 16384, layers: 64, heads: 128}"
 
 
-def test_host_memory_of_this_machine_is_compared(run_cli: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is computed by hand: fp32 weights, gradients and two moments, and a copy of all except gradients."""
+def test_a_model_that_exceeds_the_host_memory_of_this_machine_is_a_problem(
+    run_cli: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The expected memory has 16 bytes per parameter on each of two ranks: fp32 weights, gradients and two moments."""
     monkeypatch.setattr(memory_check, "has_gpu", lambda: False)
     monkeypatch.setattr(memory_check, "local_memory_limit", lambda: (23 * 10**9, "this machine"))
     assert "memory    host: fits" in run_cli("tiny.yaml", "--dry-run", "--executor", "local")
     output = run_cli("tiny.yaml", "--dry-run", "--executor", "local", HUGE)
-    found = re.search(r"^problem   host memory: does not fit: .* ([\d,]+) GB at the start .* of 23.0 GB", output, re.M)
-    parameters = 64 * 16384 * (2 * 16384 + 2 * 2 * 128 + 3 * 43712) + 2 * 300 * 16384  # two heads of keys and values
-    assert found and float(found[1].replace(",", "")) * 1e9 == pytest.approx(2 * 16 * parameters, rel=0.01), output
+    match = re.search(r"^problem   host memory: does not fit: .* ([\d,]+) GB at the start .* of 23.0 GB", output, re.M)
+    parameters = 64 * 16384 * (2 * 16384 + 2 * 2 * 128 + 3 * 43712) + 2 * 300 * 16384  # with two key-value heads
+    assert match and float(match[1].replace(",", "")) * 1e9 == pytest.approx(2 * 16 * parameters, rel=0.01), output
 
 
-def test_on_one_machine_the_ranks_of_all_nodes_count(run_cli: Callable[..., str]) -> None:
-    two = ("stages.train.nodes=2", "--executor")
-    assert "host: fits: the 4 ranks" in run_cli("tiny.yaml", "--dry-run", *two, "local")
-    assert "host: the 2 ranks" in run_cli("tiny.yaml", "--dry-run", *two, "slurm")
+def test_a_local_run_needs_host_memory_for_the_ranks_of_all_nodes(run_cli: Callable[..., str]) -> None:
+    two_nodes = ("stages.train.nodes=2", "--executor")
+    assert "host: fits: the 4 ranks" in run_cli("tiny.yaml", "--dry-run", *two_nodes, "local")
+    assert "host: the 2 ranks" in run_cli("tiny.yaml", "--dry-run", *two_nodes, "slurm")
 
 
 @pytest.mark.parametrize(
-    ("ask", "limit"),
+    ("override", "limit"),
     [
         ("site.mem_gb=64", "68.7 GB (mem_gb)"),
         ("stages.train.mem_gb=32", "34.4 GB (mem_gb)"),
@@ -212,49 +213,52 @@ def test_on_one_machine_the_ranks_of_all_nodes_count(run_cli: Callable[..., str]
         ("site={gpus_per_node: 2, sbatch: {mem-per-gpu: 500}}", "1.0 GB (sbatch.mem-per-gpu)"),
     ],
 )
-def test_host_memory_of_a_job_is_compared(run_cli: Callable[..., str], ask: str, limit: str) -> None:
-    output = run_cli("tiny.yaml", "--dry-run", "--executor", "slurm", HUGE, ask)
+def test_a_model_that_exceeds_the_host_memory_of_its_job_is_a_problem(
+    run_cli: Callable[..., str], override: str, limit: str
+) -> None:
+    output = run_cli("tiny.yaml", "--dry-run", "--executor", "slurm", HUGE, override)
     (line,) = [line for line in output.splitlines() if "host memory: does not fit" in line]
     assert limit in line
 
 
 @pytest.mark.parametrize(
-    ("line", "folder"),
+    ("line", "limit_file"),
     [
         ("0::/user.slice/user-7.slice/s", "user.slice/user-7.slice/memory.max"),
         ("4:memory:/jobs/a", "memory/jobs/memory.limit_in_bytes"),
         ("0::/", "memory.max"),
     ],
 )
-def test_a_memory_limit_of_a_session_or_container_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, folder: str
+def test_the_memory_limit_of_a_cgroup_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, limit_file: str
 ) -> None:
-    """Login nodes often limit each user."""
+    """Login nodes often limit the memory of each user, and containers have limits too."""
     monkeypatch.setattr(memory_check, "CGROUPS", tmp_path)
-    monkeypatch.setattr(memory_check, "PROCESS_CGROUPS", tmp_path / "own")
-    (tmp_path / "own").write_text(f"3:cpuset:/x\n{line}\n")
+    monkeypatch.setattr(memory_check, "PROCESS_CGROUPS", tmp_path / "cgroup")
+    (tmp_path / "cgroup").write_text(f"3:cpuset:/x\n{line}\n")
     assert memory_check.local_memory_limit()[1] == "this machine"
-    (tmp_path / folder).parent.mkdir(parents=True, exist_ok=True)
-    (tmp_path / folder).write_text("max\n")
+    (tmp_path / limit_file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / limit_file).write_text("max\n")
     assert memory_check.local_memory_limit()[1] == "this machine"
-    (tmp_path / folder).write_text("1000000\n")
-    assert memory_check.local_memory_limit() == (1000000, f"the limit in {tmp_path / folder}")
+    (tmp_path / limit_file).write_text("1000000\n")
+    assert memory_check.local_memory_limit() == (1000000, f"the limit in {tmp_path / limit_file}")
 
 
 def test_ranks_on_gpus_need_host_memory_for_offloaded_state(run_cli: Callable[..., str]) -> None:
-    def held(*more: str) -> tuple[float, float]:
-        output = run_cli("tiny.yaml", "--dry-run", "--executor", "slurm", *LARGE, "site.gpus_per_node=2", *more)
-        found = re.search(r"need about ([\d.,]+) GB at the start and ([\d.,]+) GB during a save", output)
-        assert found is not None, output
-        return float(found[1].replace(",", "")), float(found[2].replace(",", ""))
+    def read_host_memory_gb(*overrides: str) -> tuple[float, float]:
+        """Return the predicted host memory of the ranks at the start and during a save, in GB."""
+        output = run_cli("tiny.yaml", "--dry-run", "--executor", "slurm", *LARGE, "site.gpus_per_node=2", *overrides)
+        match = re.search(r"need about ([\d.,]+) GB at the start and ([\d.,]+) GB during a save", output)
+        assert match is not None, output
+        return float(match[1].replace(",", "")), float(match[2].replace(",", ""))
 
-    start, peak = held()
-    assert start < 5 < peak, "the copy that a save makes"
-    start_offloaded, _ = held("parallel={offload: true, zero: 3}")
-    assert start_offloaded > 100
+    start_gb, peak_gb = read_host_memory_gb()
+    assert start_gb < 5 < peak_gb, "a save copies the state to host memory"
+    offloaded_start_gb, _ = read_host_memory_gb("parallel={offload: true, zero: 3}")
+    assert offloaded_start_gb > 100
 
 
-def test_a_point_of_a_sweep_that_does_not_fit_is_named(
+def test_the_problem_names_the_sweep_point_that_exceeds_the_memory(
     run_cli: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory_check, "local_memory_limit", lambda: (23 * 10**9, "this machine"))
@@ -263,33 +267,35 @@ def test_a_point_of_a_sweep_that_does_not_fit_is_named(
     assert "problem   host memory: point 001: does not fit" in output, output
 
 
-def test_submitting_also_prints_the_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_submitting_a_run_prints_memory_warnings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(write_config(tmp_path), [HUGE, "site.mem_gb=64", "site.gpu_memory_gib=80"])
     kinds = [line.split(" does not fit")[0] for line in memory_check.memory_warnings(config, "slurm")]
     assert kinds == ["warning: GPU memory:", "warning: host memory:"]
-    out = io.StringIO()
-    monkeypatch.setattr(submit, "console", PlainConsole(file=out, width=300))
+    output = io.StringIO()
+    monkeypatch.setattr(submit, "console", PlainConsole(file=output, width=300))
     monkeypatch.setattr(memory_check, "local_memory_limit", lambda: (23 * 10**9, "this machine"))
     monkeypatch.setattr(local_runner, "run_chain_locally", lambda run, console: ExitCode.STOPPED)
     monkeypatch.setattr(Run, "copy_code", lambda self, **more: None)
     with pytest.raises(typer.Exit):
         submit.start_run(Run.create(config), "local", is_resumed=False)
-    assert "warning: host memory: does not fit" in out.getvalue()
+    assert "warning: host memory: does not fit" in output.getvalue()
 
 
-def test_the_size_of_the_inputs_is_printed(run_cli: Callable[..., str]) -> None:
+def test_the_number_and_size_of_input_files_are_printed(run_cli: Callable[..., str]) -> None:
     size = Path("corpus.jsonl").stat().st_size
     assert f"\ninputs    1 file, {size:,} bytes\n" in run_cli("tiny.yaml", "--dry-run")
     Path("more.jsonl").write_text('{"text": "a"}\n')
     assert f"\ninputs    2 files, {size + 14:,} bytes\n" in run_cli("tiny.yaml", "--dry-run", "data.source='*.jsonl'")
-    assert "\ninputs" not in run_cli("tiny.yaml", "--dry-run", "data.source=python-stdlib"), "it has no files"
+    assert "\ninputs" not in run_cli("tiny.yaml", "--dry-run", "data.source=python-stdlib"), "this source has no files"
 
 
-def test_more_processes_than_cores_are_noted(run_cli: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_note_is_printed_if_threads_outnumber_cores(
+    run_cli: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 3})
-    assert "note " not in run_cli("tiny.yaml", "--dry-run", "--executor", "local"), "two processes on two cores"
-    for words, message in (
-        (["stages.train.tasks_per_node=4"], "4 processes of train with train.threads=1 each share 2 CPU cores"),
-        (["train.threads=2"], "2 processes of train with train.threads=2 each share 2 CPU cores"),
+    assert "note " not in run_cli("tiny.yaml", "--dry-run", "--executor", "local"), "two ranks fit on two cores"
+    for override, message in (
+        ("stages.train.tasks_per_node=4", "4 ranks of train with train.threads=1 each share 2 CPU cores"),
+        ("train.threads=2", "2 ranks of train with train.threads=2 each share 2 CPU cores"),
     ):
-        assert message in run_cli("tiny.yaml", "--dry-run", "--executor", "local", *words)
+        assert message in run_cli("tiny.yaml", "--dry-run", "--executor", "local", override)

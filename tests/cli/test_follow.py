@@ -1,4 +1,4 @@
-"""What somebody who follows a stage is told as it comes, and what not."""
+"""Test which events are printed while a process follows a stage."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from tests.support.tiny import write_config
 
 
 @pytest.mark.parametrize("live", [False, True])
-def test_a_way_back_is_told_once_as_it_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, live: bool) -> None:
-    """Of this stage and from now on; the last words come with the end."""
+def test_restores_and_retries_are_printed_once_when_they_happen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, live: bool
+) -> None:
+    """Only new events of this stage are printed. Events that are written just before the end are included."""
     monkeypatch.setattr(Run, "copy_code", lambda self, **more: None)
     monkeypatch.setattr(local_runner, "LIVE_INTERVAL_S", 0.0)
     run = Run.create(load_config(write_config(tmp_path)))
@@ -26,10 +28,11 @@ def test_a_way_back_is_told_once_as_it_comes(tmp_path: Path, monkeypatch: pytest
     file = io.StringIO()
     console = PlainConsole(file=file, width=80, force_terminal=live, _environ={"TERM": "xterm"})
 
-    def going() -> Iterator[bool]:
+    def write_events() -> Iterator[bool]:
+        """Write events between the polls of `follow_stage`. Yield whether the stage is running."""
         write_event(run, "damaged", "train", step=28, reason="step-00000028/NOTES.txt is not listed")
         yield True
-        assert "is not listed" in file.getvalue(), "not only at the end"
+        assert "is not listed" in file.getvalue(), "the message must be printed while the stage is running"
         write_event(run, "restored", "train", step=21, seconds=0.1, lost_steps=5)
         write_event(run, "restored", "evaluate", step=14, seconds=0.1, lost_steps=5)
         yield True
@@ -38,13 +41,13 @@ def test_a_way_back_is_told_once_as_it_comes(tmp_path: Path, monkeypatch: pytest
         write_event(run, "restored", "train", step=28, seconds=0.1, lost_steps=0)
         yield False
 
-    ticks = going()
-    local_runner.follow_stage(run, "train", lambda: next(ticks), console)
-    shown = file.getvalue()
-    told = [line[line.index("train  ") :].split() for line in shown.splitlines() if "step " in line or "after" in line]
-    assert [" ".join(words) for words in told] == [
+    polls = write_events()
+    local_runner.follow_stage(run, "train", lambda: next(polls), console)
+    output = file.getvalue()
+    lines = [line[line.index("train  ") :] for line in output.splitlines() if "step " in line or "after" in line]
+    assert [" ".join(line.split()) for line in lines] == [
         "train step 28 is damaged and was set aside: step-00000028/NOTES.txt is not listed",
         "train restored step 21; repeated steps: 5",
         "train restarts automatically after: crashed",
         "train restored step 28",
-    ], shown
+    ], output

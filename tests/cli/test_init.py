@@ -1,4 +1,4 @@
-"""What `init` writes can be read, shown and trained, and never takes the place of something."""
+"""Test `init`: the files that it writes can be trained, and it never overwrites a file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SMALLER = ("train.steps=3", "optimizer.warmup_steps=1", "train.global_batch=4", 
 
 
 def write_data(folder: Path) -> None:
-    """What both configs name as data.source."""
+    """Write the data that both configs name as data.source."""
     corpus = write_corpus(folder, 100).read_text().splitlines()
     for name in ("texts", "arrays"):
         (folder / name).mkdir()
@@ -36,8 +36,9 @@ def write_data(folder: Path) -> None:
         file["labels"] = np.arange(80, dtype=np.uint8) % 8
 
 
-def trained(folder: Path, config: str, *more: str) -> Run:
-    run = Run.create(load_config(folder / config, (*SMALLER, *more)))
+def run_all_stages(folder: Path, config: str, *overrides: str) -> Run:
+    """Run all stages of a config in `folder`, with train and evaluate on two ranks. Return the run."""
+    run = Run.create(load_config(folder / config, (*SMALLER, *overrides)))
     for stage in ("prepare", "shard"):
         assert load_stage_module(stage).run_stage(run, make_rank_info(0, 1, 1), {}, HarmlessFlag()) == ExitCode.DONE
     for stage in ("train", "evaluate"):
@@ -46,47 +47,47 @@ def trained(folder: Path, config: str, *more: str) -> Run:
     return run
 
 
-def test_the_text_config_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_text_config_can_be_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert write_starter(Path(), model=False).endswith(" my_text.yaml")
     assert os.listdir() == ["my_text.yaml"]
     write_data(tmp_path)
-    run = trained(tmp_path, "my_text.yaml", "data.tokenizer.vocab_size=300", "model.dim=32", "data.sequence_length=32")
+    small = ("data.tokenizer.vocab_size=300", "model.dim=32", "data.sequence_length=32")
+    run = run_all_stages(tmp_path, "my_text.yaml", *small)
     assert run.path == tmp_path / "runs/my-text" and [*run.evaluation_dir.glob("*.json")]
 
 
-def test_the_model_trains_on_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_custom_model_can_be_trained_on_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_starter(Path(), model=True)
     write_data(tmp_path)
-    run = trained(tmp_path, "my_model.yaml")
+    run = run_all_stages(tmp_path, "my_model.yaml")
     assert '"accuracy"' in next(run.evaluation_dir.glob("*.json")).read_text()
 
 
-@pytest.mark.parametrize(("words", "config"), [(["init"], "my_text.yaml"), (["init", "--model"], "my_model.yaml")])
-def test_the_command_writes_what_can_be_shown_and_never_overwrites(
-    tmp_path: Path, words: list[str], config: str
+@pytest.mark.parametrize(("arguments", "config"), [(["init"], "my_text.yaml"), (["init", "--model"], "my_model.yaml")])
+def test_a_dry_run_accepts_the_written_config_and_a_second_init_fails(
+    tmp_path: Path, arguments: list[str], config: str
 ) -> None:
-    def sluice(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, str(CODE_ROOT / "submit.py"), *words]
+    def run_submit(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(CODE_ROOT / "submit.py"), *arguments]
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
 
-    assert sluice(*words).returncode == 0
-    early = sluice(config, "--dry-run")
-    assert early.returncode == ExitCode.USER_ERROR and "error[data.no_files]: data.source: " in early.stderr, (
-        "its data are not named yet"
-    )
+    assert run_submit(*arguments).returncode == 0
+    without_data = run_submit(config, "--dry-run")
+    assert without_data.returncode == ExitCode.USER_ERROR
+    assert "error[data.no_files]: data.source: " in without_data.stderr
     write_data(tmp_path)
-    shown = sluice(config, "--dry-run")
-    assert shown.returncode == 0 and "\ntrain     " in shown.stdout, shown.stderr
+    with_data = run_submit(config, "--dry-run")
+    assert with_data.returncode == 0 and "\ntrain     " in with_data.stdout, with_data.stderr
     before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
-    again = sluice(*words)
-    assert again.returncode == ExitCode.USER_ERROR and "error[cli.file_exists]" in again.stderr
+    second_init = run_submit(*arguments)
+    assert second_init.returncode == ExitCode.USER_ERROR and "error[cli.file_exists]" in second_init.stderr
     assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
-    assert str(CODE_ROOT / "configs/schema.json") in (tmp_path / config).read_text(), "editors know its keys"
+    assert str(CODE_ROOT / "configs/schema.json") in (tmp_path / config).read_text(), "editors need the schema"
 
 
-def test_nothing_is_written_where_one_of_two_is_there(tmp_path: Path) -> None:
+def test_init_writes_nothing_if_one_of_its_files_exists(tmp_path: Path) -> None:
     (tmp_path / "my_model.py").touch()
     with pytest.raises(UserError) as error:
         write_starter(tmp_path, model=True)

@@ -1,4 +1,4 @@
-"""How `status` names the last stop of a stage, from its events; without a cluster."""
+"""Test how `status` describes the last stop of a stage, from its events, without Slurm."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ AT_1215 = {"event": "stop_requested", "step": 1215, "signal": "SIGUSR2"}
 REQUEUED = {"event": "requeued", "task": None}
 
 
-def ended(event: str, cause: str) -> dict[str, Any]:
+def make_end(event: str, cause: str) -> dict[str, Any]:
+    """Return the fields of an end event."""
     return {"event": event, "task": None, "cause": cause}
 
 
-PREEMPTED: list[dict[str, Any]] = [SUBMITTED, STARTED, SAVED, AT_1215, ended("preempted", "preempted"), REQUEUED]
+PREEMPTED: list[dict[str, Any]] = [SUBMITTED, STARTED, SAVED, AT_1215, make_end("preempted", "preempted"), REQUEUED]
 RESTORED: list[dict[str, Any]] = [STARTED, {"event": "restored", "step": 1215}]
 
 
@@ -41,21 +42,21 @@ RESTORED: list[dict[str, Any]] = [STARTED, {"event": "restored", "step": 1215}]
         (PREEMPTED, "PENDING", "train pending (Priority), requeued after preemption at step 1215 (1 attempt)"),
         ([*PREEMPTED, *RESTORED], "RUNNING", "train running, requeued after preemption at step 1215 (2 attempts)"),
         (
-            [*PREEMPTED, *RESTORED, ended("failed", "node_failure"), REQUEUED],
+            [*PREEMPTED, *RESTORED, make_end("failed", "node_failure"), REQUEUED],
             "PENDING",
             "train pending (Priority), requeued after a node failure with a checkpoint of step 1215 (2 attempts)",
         ),
         (
-            [SUBMITTED, STARTED, AT_1215, ended("stopped", "requeued"), REQUEUED],
+            [SUBMITTED, STARTED, AT_1215, make_end("stopped", "requeued"), REQUEUED],
             "PENDING",
             "train pending (Priority), requeued at step 1215 (1 attempt)",
         ),
-        (  # the supervisor noted the stop, and was killed
+        (  # the supervisor wrote the event `stopping`, and was then killed
             [SUBMITTED, STARTED, SAVED, {"event": "stopping", "task": None, "by": "SIGTERM", "cause": "preempted"}],
             "PENDING",
             "train pending (Priority), requeued after preemption with a checkpoint of step 1210 (1 attempt)",
         ),
-        (  # killed with its node
+        (  # the supervisor was killed with its node
             [SUBMITTED, STARTED, SAVED],
             "PENDING",
             "train pending (Priority), requeued with a checkpoint of step 1210 (1 attempt)",
@@ -63,33 +64,33 @@ RESTORED: list[dict[str, Any]] = [STARTED, {"event": "restored", "step": 1215}]
         ([SUBMITTED, STARTED, SAVED], "RUNNING", None),
         ([SUBMITTED], "PENDING", None),
         (
-            [SUBMITTED, STARTED, AT_1215, ended("stopped", "time_limit"), {"event": "handed_over", "task": None}],
+            [SUBMITTED, STARTED, AT_1215, make_end("stopped", "time_limit"), {"event": "handed_over", "task": None}],
             "PENDING",
             "train pending (Priority), handed over to the next job after its time limit at step 1215 (1 attempt)",
         ),
         (
-            [SUBMITTED, STARTED, SAVED, ended("failed", "crashed"), SUBMITTED],
+            [SUBMITTED, STARTED, SAVED, make_end("failed", "crashed"), SUBMITTED],
             "PENDING",
             "train pending (Priority), submitted again after a crash with a checkpoint of step 1210 (1 attempt)",
         ),
         (
-            [SUBMITTED, STARTED, AT_1215, ended("stopped", "SIGTERM"), REQUEUED],
+            [SUBMITTED, STARTED, AT_1215, make_end("stopped", "SIGTERM"), REQUEUED],
             "PENDING",
             "train pending (Priority), requeued after a signal (SIGTERM) at step 1215 (1 attempt)",
         ),
         (
-            [SUBMITTED, STARTED, AT_1215, ended("stopped", "stop file")],
+            [SUBMITTED, STARTED, AT_1215, make_end("stopped", "stop file")],
             "CANCELLED",
             "train stopped after a stop request at step 1215 (1 attempt)",
         ),
         (
-            [SUBMITTED, STARTED, AT_1215, ended("cancelled", "cancelled")],
+            [SUBMITTED, STARTED, AT_1215, make_end("cancelled", "cancelled")],
             "CANCELLED",
             "train cancelled at step 1215 (1 attempt)",
         ),
     ],
 )
-def test_status_names_the_last_stop(
+def test_status_describes_the_last_stop(
     tmp_path: Path, events: list[dict[str, Any]], state: str, shown: str | None
 ) -> None:
     run = Run.create(load_config(write_config(tmp_path)))
@@ -105,30 +106,32 @@ def test_status_names_the_last_stop(
 
 
 def test_a_stage_that_is_done_has_no_last_stop() -> None:
-    done = {"event": "done", "task": None}
-    assert find_last_stop(parse_events([*PREEMPTED, *RESTORED, done]), None) is None
-    assert find_last_stop(parse_events([*PREEMPTED, *RESTORED, done, ended("stopped", "requeued")]), None) is not None
+    events = [*PREEMPTED, *RESTORED, {"event": "done", "task": None}]
+    assert find_last_stop(parse_events(events), None) is None
+    assert find_last_stop(parse_events([*events, make_end("stopped", "requeued")]), None) is not None
 
 
-def test_tasks_of_an_array_are_told_apart() -> None:
+def test_the_tasks_of_an_array_have_separate_attempts() -> None:
     tasks: list[dict[str, Any]] = [{"event": "started", "task": task, "job_id": f"3_{task}"} for task in (0, 1)]
-    events = [SUBMITTED, *tasks, {**ended("preempted", "preempted"), "task": 1}, {**REQUEUED, "task": 1}]
+    events = [SUBMITTED, *tasks, {**make_end("preempted", "preempted"), "task": 1}, {**REQUEUED, "task": 1}]
     stop = find_last_stop(parse_events(events), None)
     assert stop is not None and (stop.cause, stop.attempts, stop.continuation) == ("preempted", 1, "requeued")
     assert (
         find_last_stop(parse_events([*events, {"event": "started", "task": 1}, {"event": "done", "task": 1}]), None)
         is None
     )
-    assert find_last_stop(parse_events([SUBMITTED, *tasks]), "4") is None, (
-        "the job behind the array waits, and the tasks run"
-    )
+    # the pending job 4 follows the array; the tasks of the array are still running
+    assert find_last_stop(parse_events([SUBMITTED, *tasks]), "4") is None
 
 
-def test_points_and_the_list_of_runs_name_it_briefly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_stop_is_short_for_points_and_in_the_list_of_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    data = make_run(tmp_path).data_dir
-    swept = make_run(tmp_path, "swept", ("sweep={grid: {optimizer.lr: [0.001, 0.01, 0.1]}}",), data)
-    points, jobs = create_points(swept), []
+    data_dir = make_run(tmp_path).data_dir
+    sweep = make_run(tmp_path, "sweep", ("sweep={grid: {optimizer.lr: [0.001, 0.01, 0.1]}}",), data_dir)
+    points = create_points(sweep)
+    jobs = []
     for number, point in enumerate(points):
         job = {"job_id": f"3_{number}", "executor": "slurm"}
         write_event(point, "submitted", "train", kind="afterok", after=[], **job)
@@ -139,14 +142,14 @@ def test_points_and_the_list_of_runs_name_it_briefly(tmp_path: Path, monkeypatch
         write_event(point, "requeued", "train", task=None, cause="preempted")
     write_event(points[1], "stopped", "train", task=None, cause="requeued")
     write_event(points[1], "requeued", "train", task=None, cause="requeued")
-    poller = status.StatusPoller(swept)
+    poller = status.StatusPoller(sweep)
     rows = poller.statuses_from(jobs)
     console = Console(width=200, record=True)
-    console.print(status.render_status(swept, rows, poller.point_statuses, width=200), soft_wrap=True)
+    console.print(status.render_status(sweep, rows, poller.point_statuses, width=200), soft_wrap=True)
     text = console.export_text()
     assert "points 000, 002: train pending, requeued after preemption\n" in text
     assert "point 001: train pending, requeued\n" in text
     monkeypatch.setattr(status_command, "find_run_jobs", lambda runs: jobs)
     plain = PlainConsole(width=160, record=True)
     status_command.print_runs(Path("runs"), plain)
-    assert re.search("^runs/swept +train +pending .*requeued after preemption ", plain.export_text(), re.M)
+    assert re.search("^runs/sweep +train +pending .*requeued after preemption ", plain.export_text(), re.M)

@@ -1,4 +1,4 @@
-"""`status` without a RUN: the runs of a folder, with one question to Slurm."""
+"""Test `status` without RUN: one line for each run of a folder, with a single query of Slurm."""
 
 from __future__ import annotations
 
@@ -22,40 +22,41 @@ from tests.support.events import write_event
 from tests.support.tiny import write_config
 
 
-def test_all_runs_with_one_question_to_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_unfinished_slurm_runs_are_queried_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm is not queried for runs that are done or were never submitted to Slurm."""
     monkeypatch.setattr(Run, "copy_code", lambda self, **more: None)
-    names = ("local", "done", "waits", "also")
-    _, done, waits, also = (Run.create(load_config(write_config(tmp_path, name))) for name in names)
-    for run in (done, waits, also):
+    names = ("local", "done", "pending-1", "pending-2")
+    _, done_run, first, second = (Run.create(load_config(write_config(tmp_path, name))) for name in names)
+    for run in (done_run, first, second):
         write_event(run, "submitted", "prepare", job_id=run.path.name, executor="slurm")
-    for work in map(load_stage_module, STAGES):
-        for name in {"missing_outputs", "quick_missing_outputs"} & set(dir(work)):
-            monkeypatch.setattr(work, name, lambda run: None if run.path == done.path else "nothing there")
+    for module in map(load_stage_module, STAGES):
+        for name in {"missing_outputs", "quick_missing_outputs"} & set(dir(module)):
+            monkeypatch.setattr(module, name, lambda run: None if run.path == done_run.path else "no outputs")
     (tmp_path / "runs/broken").mkdir()
     (tmp_path / "runs/broken/config.yaml").write_text("run: {nam: x}")
-    asked: list[set[Path]] = []
+    queries: list[set[Path]] = []
 
-    def jobs_of(runs: Sequence[Run]) -> list[SubmittedJob]:
-        asked.append({run.path for run in runs})
+    def find_jobs(runs: Sequence[Run]) -> list[SubmittedJob]:
+        queries.append({run.path for run in runs})
         return [SubmittedJob(run.path, "prepare", run.path.name, JobState("7", "PENDING", "Priority")) for run in runs]
 
-    monkeypatch.setattr(status_command, "find_run_jobs", jobs_of)
+    monkeypatch.setattr(status_command, "find_run_jobs", find_jobs)
     monkeypatch.chdir(tmp_path)
     console = PlainConsole(width=120, record=True)
     status_command.print_runs(Path("runs"), console)
-    shown = console.export_text()
-    assert asked == [{waits.path, also.path}], "once, and not for what is done or never was Slurm's"
-    for line in (
+    output = console.export_text()
+    assert queries == [{first.path, second.path}]
+    for pattern in (
         "runs/local +prepare +waiting",
         "runs/done +evaluate +done",
-        "runs/waits +prepare +pending",
-        "runs/also +prepare +pending",
+        "runs/pending-1 +prepare +pending",
+        "runs/pending-2 +prepare +pending",
         "runs/broken cannot be read: .*run.name is missing",
     ):
-        assert re.search(f"^{line}", shown, re.M), (line, shown)
+        assert re.search(f"^{pattern}", output, re.M), (pattern, output)
 
 
-def test_a_live_table_needs_a_run() -> None:
+def test_watch_requires_a_run() -> None:
     with pytest.raises(UserError) as error:
         app(["status", "--watch"])
     assert error.value.code == "cli.missing_run"

@@ -1,4 +1,4 @@
-"""The verdict on a stage, and how often Slurm is asked; without a cluster."""
+"""Test the state of stages that `status` shows, its tables, and how often it queries Slurm, without a cluster."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FAILED = {"event": "failed", "cause": "hang", "message": "rank 3"}
 
 
 @pytest.mark.parametrize(
-    ("missing", "held", "events", "job", "state", "why", "going"),
+    ("missing", "is_locked", "events", "job_state", "state", "problem", "is_active"),
     [
         (None, False, [STARTED, DONE], "COMPLETED", "done", "", False),
         (None, False, [], None, "done", "", False),
@@ -58,14 +58,23 @@ FAILED = {"event": "failed", "cause": "hang", "message": "rank 3"}
         ("x", False, [], None, "waiting", "", False),
     ],
 )
-def test_the_verdict(
-    missing: str | None, held: bool, events: list[dict[str, Any]], job: str | None, state: str, why: str, going: bool
+def test_the_state_follows_from_outputs_lock_events_and_job(
+    missing: str | None,
+    is_locked: bool,
+    events: list[dict[str, Any]],
+    job_state: str | None,
+    state: str,
+    problem: str,
+    is_active: bool,
 ) -> None:
-    found = status.determine_state(missing, held, parse_events(events), JobState("9", job) if job else None)
-    assert (found[0], found[2]) == (state, going) and (why in found[1] if why else not found[1]), found
+    job = JobState("9", job_state) if job_state else None
+    summary = status.determine_state(missing, is_locked, parse_events(events), job)
+    assert (summary.state, summary.is_active) == (state, is_active)
+    assert problem in summary.problem and bool(problem) == bool(summary.problem), summary
 
 
-def test_a_job_that_waits_in_vain_and_what_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_with_an_unsatisfiable_dependency_never_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This includes a job that depends on such a job."""
     run = make_run(tmp_path)
     jobs = [
         SubmittedJob(run.path, "train", "3", JobState("3", "PENDING", "DependencyNeverSatisfied")),
@@ -82,44 +91,46 @@ def test_a_job_that_waits_in_vain_and_what_waits_for_it(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("reason", "who"), [("JobHeldUser", ""), ("JobHeldAdmin", "; only an administrator can do this")]
+    ("reason", "hint"), [("JobHeldUser", ""), ("JobHeldAdmin", "; only an administrator can do this")]
 )
-def test_a_held_job_says_who_lets_it_go(reason: str, who: str) -> None:
-    found = status.determine_state("x", False, [], JobState("9", "PENDING", reason))
-    assert found == ("held", f"until scontrol release 9 ({reason}{who})", True)
+def test_the_state_of_a_held_job_has_the_command_that_releases_it(reason: str, hint: str) -> None:
+    summary = status.determine_state("x", False, [], JobState("9", "PENDING", reason))
+    assert summary == ("held", f"until scontrol release 9 ({reason}{hint})", True)
 
 
-def test_of_a_stage_that_has_not_begun_what_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of others nobody asks who only looks: there may be 100,000 inputs."""
+def test_a_waiting_stage_names_a_missing_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The inputs of other stages are not checked, because there may be 100,000 of them."""
     run = make_run(tmp_path)
     (run.data_dir / "manifest.json").unlink()
-    asked: list[Input] = []
-    problem = Input.find_problem
+    checked: list[Input] = []
+    find_problem = Input.find_problem
 
-    def ask(one: Input) -> str | None:
-        asked.append(one)
-        return problem(one)
+    def record_check(source: Input) -> str | None:
+        checked.append(source)
+        return find_problem(source)
 
-    monkeypatch.setattr(Input, "find_problem", ask)
-    found = status.StatusPoller(run).poll()[:2]
-    assert [(row.state, row.problem) for row in found] == [("done", ""), ("waiting", "")] and len(asked) == 1
-    (corpus := tmp_path / "corpus.jsonl").unlink()
-    found = status.StatusPoller(run).poll()[:2]
-    gone = f"input {corpus} has been removed"
-    assert [row.state for row in found] == ["done", "waiting"] and found[1].problem.startswith(gone)
-    assert str(load_stage_module("prepare").missing_outputs(run)).startswith(gone)
-    asked.clear()
+    monkeypatch.setattr(Input, "find_problem", record_check)
+    rows = status.StatusPoller(run).poll()[:2]
+    assert [(row.state, row.problem) for row in rows] == [("done", ""), ("waiting", "")] and len(checked) == 1
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.unlink()
+    rows = status.StatusPoller(run).poll()[:2]
+    assert [row.state for row in rows] == ["done", "waiting"]
+    for problem in (rows[1].problem, str(load_stage_module("prepare").missing_outputs(run))):
+        assert problem.startswith(f"input {corpus} has been removed")
+    checked.clear()
     write_event(run, "submitted", "shard", job_id="1", executor="local")
     write_event(run, "started", "shard", job_id="1")
-    assert status.StatusPoller(run).poll()[1].state == "died" and not asked, "one that began says so itself"
+    assert status.StatusPoller(run).poll()[1].state == "died"
+    assert not checked, "a stage that has started checks its inputs itself"
 
 
-def test_of_many_inputs_some_are_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_some_of_many_inputs_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = [f"{number:03}.txt" for number in range(250)]
-    asked: list[Path] = []
+    checked: list[Path] = []
 
-    def stat(path: Path) -> os.stat_result:
-        asked.append(path)
+    def record_stat(path: Path) -> os.stat_result:
+        checked.append(path)
         return os.stat(path)
 
     inputs = [Input(str(tmp_path / name), 0, 0, "text") for name in names]
@@ -128,17 +139,17 @@ def test_of_many_inputs_some_are_asked(tmp_path: Path, monkeypatch: pytest.Monke
         os.utime(source.path, ns=(0, 0))
     folder = SimpleNamespace(path=tmp_path, inputs=inputs)
     monkeypatch.setattr("data_prep.shard.open_finished_data_folder", lambda run: folder)
-    monkeypatch.setattr("data_prep.documents.os", SimpleNamespace(stat=stat))
-    assert missing_inputs(Run(tmp_path)) is None and 80 < len(asked) <= 100
+    monkeypatch.setattr("data_prep.documents.os", SimpleNamespace(stat=record_stat))
+    assert missing_inputs(Run(tmp_path)) is None and 80 < len(checked) <= 100
     for name in names[100:110]:
         (tmp_path / name).unlink()
     assert "removed" in str(missing_inputs(Run(tmp_path)))
 
 
-def test_parts_of_a_file_are_asked_for_once_and_what_is_gone_of_a_finished_stage_is_told(
+def test_a_token_file_with_many_parts_is_checked_once_and_named_if_it_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens that are used where they lie; nobody's supervisor ever said a word."""
+    """The run reads an existing token file without copying it. The shard stage is done, without events."""
     text = "data: {{source: {0}/n.bin, records: tokens, tokenizer: {{kind: file, path: {0}/tokenizer.json}},"
     text += " sequence_length: 32, shard_tokens: 1024}}\nrun: {{name: one, root: {0}}}\n"
     (tmp_path / "one.yaml").write_text(text.format(tmp_path) + CONFIG[CONFIG.index("model:") :].format(steps=2))
@@ -148,25 +159,25 @@ def test_parts_of_a_file_are_asked_for_once_and_what_is_gone_of_a_finished_stage
     run = Run.create(load_config(tmp_path / "one.yaml"))
     for stage in ("prepare", "shard"):
         load_stage_module(stage).run_stage(run, make_rank_info(0, 1, 1), {}, HarmlessFlag())
-    asked: list[Path] = []
-    real = FileEntry.find_problem
+    checked: list[Path] = []
+    find_problem = FileEntry.find_problem
 
-    def problem(entry: FileEntry, path: Path, hashes: bool = True) -> str | None:
-        asked.append(path)
-        return real(entry, path, hashes)
+    def record_check(entry: FileEntry, path: Path, hashes: bool = True) -> str | None:
+        checked.append(path)
+        return find_problem(entry, path, hashes)
 
-    monkeypatch.setattr(FileEntry, "find_problem", problem)
+    monkeypatch.setattr(FileEntry, "find_problem", record_check)
     row = status.StatusPoller(run).poll()[1]
-    assert (row.state, row.cells["step"]) == (
-        "done",
-        "21/21 units",
-    ) and asked.count(path) == 1
+    assert (row.state, row.cells["step"]) == ("done", "21/21 units") and checked.count(path) == 1
     path.unlink()
     row = status.StatusPoller(run).poll()[1]
     assert row.state == "waiting" and row.problem.startswith(f"{path} is missing")
 
 
-def test_a_job_that_left_not_even_a_log_may_not_see_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_job_without_a_log_gets_the_advice_to_check_the_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Perhaps the node cannot see the run directory."""
     run = make_run(tmp_path)
     jobs = [SubmittedJob(run.path, "train", "3", JobState("3", "FAILED"))]
     monkeypatch.setattr(status, "uses_slurm", lambda run: True)
@@ -178,12 +189,15 @@ def test_a_job_that_left_not_even_a_log_may_not_see_the_run(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 160])
-def test_the_reason_of_a_job_is_whole_on_a_narrow_terminal(
+def test_the_reason_of_a_job_is_not_truncated_on_a_narrow_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
-    run, reason = make_run(tmp_path), "ReqNodeNotAvail, UnavailableNodes:n1"
-    jobs = [SubmittedJob(run.path, "train", "1234567", JobState("1234567", "PENDING", reason, "node[0001-0002]"))]
-    jobs.append(SubmittedJob(run.path, "evaluate", "1234568", JobState("1234568", "PENDING", "Dependency")))
+    run = make_run(tmp_path)
+    reason = "ReqNodeNotAvail, UnavailableNodes:n1"
+    jobs = [
+        SubmittedJob(run.path, "train", "1234567", JobState("1234567", "PENDING", reason, "node[0001-0002]")),
+        SubmittedJob(run.path, "evaluate", "1234568", JobState("1234568", "PENDING", "Dependency")),
+    ]
     monkeypatch.setattr(status, "uses_slurm", lambda run: True)
     monkeypatch.setattr(status, "find_run_jobs", lambda run, forgotten: jobs)
     console = Console(width=width, record=True)
@@ -195,10 +209,11 @@ def test_the_reason_of_a_job_is_whole_on_a_narrow_terminal(
 
 
 @pytest.mark.parametrize("width", [30, 60, 80, 120])
-def test_no_cell_is_cut(width: int) -> None:
-    """Columns go that are least wanted; what is wider than the terminal then is wrapped by it, line by line."""
-    parts = ["idle", "queue", "start-up", "compute", "comm", "save", "ending", "in all"]
-    cells = [["stage", "attempt", "ranks", "end", *parts], ["evaluate", "array of 12", "8", "done", *["11:22:33"] * 8]]
+def test_a_narrow_table_lacks_columns_but_no_cell_is_truncated(width: int) -> None:
+    """If the remaining columns are still too wide, the terminal wraps each line."""
+    durations = ["idle", "queue", "start-up", "compute", "comm", "save", "ending", "in all"]
+    head = ["stage", "attempt", "ranks", "end", *durations]
+    cells = [head, ["evaluate", "array of 12", "8", "done", *["11:22:33"] * 8]]
     console = Console(width=width, record=True)
     console.print(status.build_table(cells, width), soft_wrap=True)
     lines = console.export_text().splitlines()
@@ -209,19 +224,20 @@ def test_no_cell_is_cut(width: int) -> None:
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_where_no_line_can_be_overwritten_the_table_comes_as_it_changes(
+def test_watch_prints_the_table_after_each_change_without_a_capable_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: bool
 ) -> None:
-    run, looks = make_run(tmp_path), 0
+    run = make_run(tmp_path)
+    query_count = 0
 
-    def jobs_of(runs: Sequence[Run], forgotten: dict[RecordedJob, JobState]) -> list[SubmittedJob]:
-        nonlocal looks
-        looks += 1
-        state = "PENDING" if looks < 4 else "RUNNING" if looks < 8 else "CANCELLED"
+    def find_jobs(runs: Sequence[Run], forgotten: dict[RecordedJob, JobState]) -> list[SubmittedJob]:
+        nonlocal query_count
+        query_count += 1
+        state = "PENDING" if query_count < 4 else "RUNNING" if query_count < 8 else "CANCELLED"
         return [SubmittedJob(run.path, "train", "3", JobState("3", state))]
 
     monkeypatch.setattr(status, "uses_slurm", lambda run: True)
-    monkeypatch.setattr(status, "find_run_jobs", jobs_of)
+    monkeypatch.setattr(status, "find_run_jobs", find_jobs)
     monkeypatch.setattr(status, "QUERY_INTERVALS_S", (0.0, 0.0))
     monkeypatch.setattr(status_command, "POLL_INTERVAL_S", 0.001)
     text = io.StringIO()
@@ -229,73 +245,81 @@ def test_where_no_line_can_be_overwritten_the_table_comes_as_it_changes(
     assert re.findall(r"^train +(\w+)", text.getvalue(), re.M) == ["pending", "running", "cancelled"]
 
 
-def test_slurm_is_asked_less_and_less_until_something_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, now = make_run(tmp_path), 1000.0
-    asked: list[float] = []
+def test_slurm_is_queried_ever_more_rarely_until_an_event_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path)
+    now = 1000.0
+    query_times: list[float] = []
     monkeypatch.setattr(status.time, "monotonic", lambda: now)
     monkeypatch.setattr(status, "uses_slurm", lambda run: True)
 
-    def jobs_of(run: Run, forgotten: dict[RecordedJob, JobState]) -> list[SubmittedJob]:
-        asked.append(now)
+    def find_jobs(run: Run, forgotten: dict[RecordedJob, JobState]) -> list[SubmittedJob]:
+        query_times.append(now)
         return []
 
-    monkeypatch.setattr(status, "find_run_jobs", jobs_of)
+    monkeypatch.setattr(status, "find_run_jobs", find_jobs)
     poller = status.StatusPoller(run)
     for _ in range(100):
         poller.poll()
         now += status.POLL_INTERVAL_S
-    pauses = [round(b - a) for a, b in itertools.pairwise(asked)]
+    pauses = [round(b - a) for a, b in itertools.pairwise(query_times)]
     assert pauses[0] == 2 and pauses[-1] == 30 and pauses == sorted(pauses) and len(pauses) < 15
     write_event(run, "requeued", "train")
     poller.poll()
-    assert asked[-1] == now, "the run directory shows something new"
+    assert query_times[-1] == now
     now += status.POLL_INTERVAL_S
     poller.poll()
-    assert asked[-1] == now
+    assert query_times[-1] == now
 
 
-def test_one_question_for_all_jobs_and_none_for_those_long_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, told = [], "here|0|1970-01-01T00:00:00|a-train|"
+def test_all_jobs_are_queried_at_once_and_ended_jobs_are_not_queried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[tuple[str, ...]] = []
+    identity = "cluster1|0|1970-01-01T00:00:00|a-train|"
 
-    def call(*command: str, **_: Any) -> str | None:
-        calls.append(command)
+    def run_command(*command: str, **_: Any) -> str | None:
+        commands.append(command)
         return {
-            "squeue": f"2_0|RUNNING|None|n1|{told}sluice /a\n2_1|PENDING|Resources||{told}sluice /a\n",
-            "sacct": f"1|COMPLETED|None|n1|{told}\n",
+            "squeue": f"2_0|RUNNING|None|n1|{identity}sluice /a\n2_1|PENDING|Resources||{identity}sluice /a\n",
+            "sacct": f"1|COMPLETED|None|n1|{identity}\n",
         }.get(command[0])
 
-    monkeypatch.setattr(slurm_commands, "run_slurm_command", call)
-    monkeypatch.setattr(slurm_commands, "cluster_name", lambda: "here")
-    submitted = datetime(1970, 1, 1).timestamp()
-    one, two = (RecordedJob(job, ("sluice /a",), "here", 0, "a-train", submitted) for job in "12")
-    kept: dict[RecordedJob, JobState] = {}
+    monkeypatch.setattr(slurm_commands, "run_slurm_command", run_command)
+    monkeypatch.setattr(slurm_commands, "cluster_name", lambda: "cluster1")
+    submit_time = datetime(1970, 1, 1).timestamp()
+    ended, running = (RecordedJob(job, ("sluice /a",), "cluster1", 0, "a-train", submit_time) for job in "12")
+    forgotten: dict[RecordedJob, JobState] = {}
     for _ in range(2):
-        found = job_states.query_job_states([one, two], kept)
-        assert (found[one].state, found[two].state) == ("COMPLETED", "RUNNING")
-    assert [c[0] for c in calls] == ["squeue", "sacct", "squeue"]
-    assert "--me" in calls[0] and "1,2" in calls[0] and "2" in calls[2]
+        states = job_states.query_job_states([ended, running], forgotten)
+        assert (states[ended].state, states[running].state) == ("COMPLETED", "RUNNING")
+    assert [command[0] for command in commands] == ["squeue", "sacct", "squeue"]
+    assert "--me" in commands[0] and "1,2" in commands[0] and "2" in commands[2]
 
 
-@pytest.mark.parametrize(("answers", "asked"), [(True, ["squeue", "sacct", "squeue"]), (False, ["squeue"] * 2)])
-def test_what_nobody_knows_is_asked_once_where_slurm_answers(
-    monkeypatch: pytest.MonkeyPatch, answers: bool, asked: list[str]
+@pytest.mark.parametrize(
+    ("is_responding", "expected"), [(True, ["squeue", "sacct", "squeue"]), (False, ["squeue", "squeue"])]
+)
+def test_an_unknown_job_is_queried_again_only_if_slurm_does_not_respond(
+    monkeypatch: pytest.MonkeyPatch, is_responding: bool, expected: list[str]
 ) -> None:
-    calls: list[str] = []
+    """Each query calls squeue for jobs of this user, sacct, and squeue for jobs of other users."""
+    commands: list[str] = []
 
-    def call(*command: str, **_: Any) -> str | None:
-        calls.append(command[0])
-        return "" if answers and command[0] == "squeue" else None
+    def run_command(*command: str, **_: Any) -> str | None:
+        commands.append(command[0])
+        return "" if is_responding and command[0] == "squeue" else None
 
-    monkeypatch.setattr(slurm_commands, "run_slurm_command", call)
-    monkeypatch.setattr(slurm_commands, "cluster_name", lambda: "here")
-    kept: dict[RecordedJob, JobState] = {}
+    monkeypatch.setattr(slurm_commands, "run_slurm_command", run_command)
+    monkeypatch.setattr(slurm_commands, "cluster_name", lambda: "cluster1")
+    forgotten: dict[RecordedJob, JobState] = {}
     for _ in range(2):
-        found = job_states.query_job_states([RecordedJob("1")], kept)[RecordedJob("1")]
-        assert found.state == job_states.UNKNOWN and (found.reason == slurm_commands.NOT_RESPONDING) == (not answers)
-    assert [name for name in calls if answers or name == "squeue"] == asked
+        state = job_states.query_job_states([RecordedJob("1")], forgotten)[RecordedJob("1")]
+        assert state.state == job_states.UNKNOWN
+        assert (state.reason == slurm_commands.NOT_RESPONDING) == (not is_responding)
+    assert [name for name in commands if is_responding or name == "squeue"] == expected
 
 
-def test_slow_ranks_are_named_until_they_recover_or_start_again() -> None:
+def test_stragglers_are_reported_until_they_recover_or_a_new_attempt_starts() -> None:
     started = make_event("started")
     slow = make_event("straggler", rank=2, host="n3", ratio=1.6)
     worse = make_event("straggler", rank=0, host="n1", ratio=2.5)
@@ -305,9 +329,9 @@ def test_slow_ranks_are_named_until_they_recover_or_start_again() -> None:
     assert find_current_stragglers([started, slow, started]) == []
 
 
-def test_a_run_that_was_cancelled_or_left_half_made_can_be_looked_at(tmp_path: Path) -> None:
+def test_status_and_report_work_for_a_run_without_events_and_a_cancelled_run(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    run.events_file.unlink()  # killed between config.yaml and the first event
+    run.events_file.unlink()  # as if submit.py was killed after it wrote config.yaml
     assert [row.state for row in status.StatusPoller(run).poll()] == ["done", "done", "waiting", "waiting"]
     console = Console(width=150, record=True)
     print_report(run, console)
@@ -321,20 +345,20 @@ def test_a_run_that_was_cancelled_or_left_half_made_can_be_looked_at(tmp_path: P
     [
         (None, "waiting"),
         (JobState("4", "CANCELLED"), "cancelled"),
-        (JobState("4", "COMPLETED"), "waiting"),  # of an earlier checkpoint
+        (JobState("4", "COMPLETED"), "waiting"),  # the job evaluated an earlier checkpoint
         (JobState("4", "PENDING", "Dependency"), "pending"),
         (JobState("4", "PENDING", "DependencyNeverSatisfied"), "never"),
         (JobState("4", "RUNNING"), "running"),
     ],
 )
-def test_an_evaluation_is_not_done_before_the_training(
+def test_evaluate_is_not_done_before_train_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: JobState | None, state: str
 ) -> None:
-    """Each checkpoint so far has its evaluation, and more checkpoints are to come."""
+    """All checkpoints so far are evaluated, but the train stage will save more."""
     run = make_run(tmp_path)
     monkeypatch.setattr(load_stage_module("evaluate"), "missing_outputs", lambda run: None)
-    trains = SubmittedJob(run.path, "train", "3", JobState("3", "RUNNING"))
-    jobs = [trains] if job is None else [trains, SubmittedJob(run.path, "evaluate", "4", job)]
+    train_job = SubmittedJob(run.path, "train", "3", JobState("3", "RUNNING"))
+    jobs = [train_job] if job is None else [train_job, SubmittedJob(run.path, "evaluate", "4", job)]
     poller = status.StatusPoller(run)
     assert [row.state for row in poller.statuses_from(jobs)] == ["done", "done", "running", state]
     if job is None:
@@ -344,7 +368,7 @@ def test_an_evaluation_is_not_done_before_the_training(
         assert [row.state for row in poller.statuses_from([])] == ["done"] * 4
 
 
-def test_the_report_in_the_terminal_counts_the_causes(tmp_path: Path) -> None:
+def test_the_report_in_the_terminal_counts_attempts_by_cause(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     for attempt, (event, cause) in enumerate([("preempted", "preempted"), ("failed", "node_failure")] * 2):
         write_event(run, "started", "train", job_id="1", attempt=attempt + 1, task=None, ranks=2)

@@ -1,4 +1,4 @@
-"""What is refused before a run is made or a job queued: by submit.py and by its dry run, in the same words."""
+"""Test the errors that submit.py and `--dry-run` report before a run is created or a job is submitted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.other_user import as_other_user
 from tests.support.requirements import skip_or_fail_in_ci
 from tests.support.tiny import make_run, write_config
 
-OWN = """\
+CUSTOM_CONFIG = """\
 run: {name: own}
 data: {source: images.h5, held_out: 0.1}
 model: {target: own}
@@ -35,28 +35,28 @@ def loss(outputs, batch): ...
 """
 
 
-SWEPT = "sweep={grid: {model.options.width: [4, wide, 16]}}"
+SWEEP = "sweep={grid: {model.options.width: [4, wide, 16]}}"
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, with the config of a tiny run."""
+    """Change to a folder with a tiny config. Return its path."""
     monkeypatch.chdir(tmp_path)
     write_config(tmp_path)
     return tmp_path
 
 
-def refusal(*overrides: str, on_slurm: bool = False, config: str = "tiny.yaml") -> str:
-    """What the rehearsal says; nothing is left of it."""
+def get_error(*overrides: str, on_slurm: bool = False, config: str = "tiny.yaml") -> str:
+    """Return the message of the error that the checks of a submission raise. Check that they write nothing."""
     before = sorted(Path.cwd().rglob("*"))
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError) as error:
         check_submission(load_config(Path(config), overrides), on_slurm)
     assert sorted(Path.cwd().rglob("*")) == before
-    return str(refused.value)
+    return str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("override", "words"),
+    ("override", "fact"),
     [
         ("data.source=none/*.jsonl", "none/*.jsonl' matches no file; name .txt, .jsonl"),
         ("data.source=[corpus.jsonl, tiny.yaml]", "tiny.yaml: text"),
@@ -66,23 +66,25 @@ def refusal(*overrides: str, on_slurm: bool = False, config: str = "tiny.yaml") 
         ("run.root=/proc", "run.root: cannot make /proc/tiny"),
     ],
 )
-def test_an_impossible_run_is_rejected_before_anything_is_created(folder: Path, override: str, words: str) -> None:
-    assert words.replace("{}", str(folder)) in refusal(override)
+def test_unusable_inputs_and_folders_are_errors_before_anything_is_created(
+    folder: Path, override: str, fact: str
+) -> None:
+    assert fact.replace("{}", str(folder)) in get_error(override)
 
 
-def test_invalid_job_options_are_rejected_before_submission(folder: Path) -> None:
+def test_invalid_job_options_are_errors_on_slurm_only(folder: Path) -> None:
     both = ("site.mem_gb=4", "stages.train.sbatch={mem-per-cpu: 1G}")
     check_submission(load_config(Path("tiny.yaml"), both), False)
-    assert "train: mem_gb and sbatch.mem-per-cpu exclude each other" in refusal(*both, on_slurm=True)
-    assert "site.pass: NOT_THERE not set" in refusal("site.pass=[NOT_THERE]", on_slurm=True)
+    assert "train: mem_gb and sbatch.mem-per-cpu exclude each other" in get_error(*both, on_slurm=True)
+    assert "site.pass: NOT_THERE not set" in get_error("site.pass=[NOT_THERE]", on_slurm=True)
 
 
 def test_jobs_that_no_node_can_run_are_rejected_before_submission(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capacity, "run_slurm_command", lambda *words, timeout_s: "low*|4|4|65536|(null)|(null)\n")
+    monkeypatch.setattr(capacity, "run_slurm_command", lambda *command, timeout_s: "low*|4|4|65536|(null)|(null)\n")
     monkeypatch.setattr(capacity, "read_slurm_config", lambda timeout_s: {})
-    assert "site.cpus_per_task: 8" in refusal("site.partition=low", "site.cpus_per_task=8", on_slurm=True)
+    assert "site.cpus_per_task: 8" in get_error("site.partition=low", "site.cpus_per_task=8", on_slurm=True)
     check_submission(load_config(Path("tiny.yaml"), ("site.partition=low", "site.cpus_per_task=8")), False)
     check_submission(load_config(Path("tiny.yaml"), ("site.partition=low", "site.cpus_per_task=2")), True)
 
@@ -113,80 +115,79 @@ def test_an_unreadable_text_folder_is_rejected(folder: Path, source: str) -> Non
 
 
 def test_files_without_the_arrays_of_the_model_are_rejected(folder: Path) -> None:
-    (folder / "own.yaml").write_text(OWN)
+    (folder / "own.yaml").write_text(CUSTOM_CONFIG)
     (folder / "own.py").write_text(MODULE)
-    assert "images.h5' matches no file; name .h5, .hdf5 files" in refusal(config="own.yaml")
+    assert "images.h5' matches no file; name .h5, .hdf5 files" in get_error(config="own.yaml")
     (folder / "images.h5").write_text("no HDF5 at all")
-    assert f"cannot read {folder}/images.h5: " in refusal(config="own.yaml")
+    assert f"cannot read {folder}/images.h5: " in get_error(config="own.yaml")
     with h5py.File(folder / "images.h5", "w") as file:
         file["tokens"] = [1, 2]
-    message = refusal(config="own.yaml")
+    message = get_error(config="own.yaml")
     assert f"{folder}/images.h5" in message and "'images'" in message and "tokens" in message
     make_images.main(folder / "images.h5", 20)
     check_submission(load_config(folder / "own.yaml"), False)
     (folder / "own.py").write_text(f"{MODULE}import not_there\n")
-    assert "own cannot be imported or built here" in refusal(config="own.yaml")
+    assert "own cannot be imported or built here" in get_error(config="own.yaml")
     image = "site.container={runtime: apptainer, image: /x.sif}"
     check_submission(load_config(folder / "own.yaml", [image, "data.source=/only/there/*.h5"]), False)
 
 
-def test_each_of_several_files_is_checked(folder: Path) -> None:
-    """Their arrays must also match each other."""
+def test_each_input_file_is_checked(folder: Path) -> None:
+    """The arrays of all files must also match each other."""
     (folder / "own.py").write_text(MODULE)
     make_images.main(folder / "images-a.h5", 20)
-    several = "data.source=images-*.h5"
-    (folder / "own.yaml").write_text(OWN)
+    two_files = "data.source=images-*.h5"
+    (folder / "own.yaml").write_text(CUSTOM_CONFIG)
     (folder / "images-b.h5").write_text("no HDF5 at all")
-    assert f"cannot read {folder}/images-b.h5: " in refusal(several, config="own.yaml")
+    assert f"cannot read {folder}/images-b.h5: " in get_error(two_files, config="own.yaml")
     with h5py.File(folder / "images-b.h5", "w") as file:
         file["images"] = [1, 2]
-    message = refusal(several, config="own.yaml")
+    message = get_error(two_files, config="own.yaml")
     assert f"{folder}/images-b.h5" in message and f"{folder}/images-a.h5" in message and "int64 (2,)" in message
 
 
 def test_each_model_of_a_sweep_is_built(folder: Path) -> None:
-    (folder / "own.yaml").write_text(OWN)
+    (folder / "own.yaml").write_text(CUSTOM_CONFIG)
     make_images.main(folder / "images.h5", 20)
     (folder / "own.py").write_text(MODULE.replace("2, 2", "2, options['width']"))
-    said = refusal(SWEPT, config="own.yaml")
-    assert "own cannot be imported or built here" in said and "with model.options {'width': 'wide', " in said
+    message = get_error(SWEEP, config="own.yaml")
+    assert "own cannot be imported or built here" in message and "with model.options {'width': 'wide', " in message
     (folder / "own.py").write_text(MODULE.replace("return ", "return None if options['width'] == 'wide' else "))
-    said = refusal(SWEPT, config="own.yaml")
-    assert "must return a torch.nn.Module; it returns None\nwith model.options {'width': 'wide', " in said
+    message = get_error(SWEEP, config="own.yaml")
+    assert "must return a torch.nn.Module; it returns None\nwith model.options {'width': 'wide', " in message
 
 
-def test_code_for_another_python_is_compiled_all_the_same(folder: Path) -> None:
-    """Not imported: what it imports may be there only. The person's file is named, not the copy to be."""
-    theirs = "site.python=/usr/bin/python3"
-    (folder / "own.yaml").write_text(OWN)
+def test_code_for_another_python_is_compiled_but_not_imported(folder: Path) -> None:
+    """Its imports may exist only for the other Python. The error names the file of the user, not the planned copy."""
+    other_python = "site.python=/usr/bin/python3"
+    (folder / "own.yaml").write_text(CUSTOM_CONFIG)
     make_images.main(folder / "images.h5", 20)
-    (folder / "own.py").write_text(f"{MODULE}import sib, only_there\n")
-    (folder / "sib.py").write_text("x = 1\ndef broken(:\n")
-    said = refusal(theirs, config="own.yaml")
-    assert "sib.py" in said
-    assert f'File "{folder}/sib.py", line 2' in said and "code/sib.py" not in said
-    (folder / "sib.py").write_text("x = 1\n")
-    check_submission(load_config(Path("own.yaml"), [theirs]), False)
+    (folder / "own.py").write_text(f"{MODULE}import helper, missing_package\n")
+    (folder / "helper.py").write_text("x = 1\ndef broken(:\n")
+    message = get_error(other_python, config="own.yaml")
+    assert f'File "{folder}/helper.py", line 2' in message and "code/helper.py" not in message
+    (folder / "helper.py").write_text("x = 1\n")
+    check_submission(load_config(Path("own.yaml"), [other_python]), False)
 
 
-def test_a_run_that_is_there_is_taken_as_it_is(folder: Path) -> None:
-    """Inputs may go once they are shards."""
+def test_only_the_remaining_stages_of_an_existing_run_are_checked(folder: Path) -> None:
+    """The inputs may be missing after the shards are written. The config may be corrected before the first save."""
     run = make_run(folder)
     (folder / "corpus.jsonl").unlink()
     check_submission(load_config(Path("tiny.yaml")), False)
     assert check_submission(load_config(Path("tiny.yaml"), ["optimizer.lr=0.5"]), False).corrections
     (run.checkpoints_dir / "step-00000007").mkdir()
-    assert "exists with another config:\n  optimizer.lr: 0.01 → 0.5" in refusal("optimizer.lr=0.5")
+    assert "exists with another config:\n  optimizer.lr: 0.01 → 0.5" in get_error("optimizer.lr=0.5")
     (run.data_dir / "prepare.json").unlink()
-    assert "corpus.jsonl' matches no file" in refusal()
+    assert "corpus.jsonl' matches no file" in get_error()
     run.write_request(run.cancelled_file)
-    assert "runs/tiny was cancelled" in refusal()
+    assert "runs/tiny was cancelled" in get_error()
     run.path.chmod(0o777)
-    assert "mode 777" in refusal()
+    assert "mode 777" in get_error()
 
 
 @pytest.mark.parametrize(
-    ("overrides", "words"),
+    ("overrides", "fact"),
     [
         (
             ["site.mem_gb=4", "stages.train.sbatch={mem-per-cpu: 1G}"],
@@ -195,31 +196,34 @@ def test_a_run_that_is_there_is_taken_as_it_is(folder: Path) -> None:
         (["data.source=none/*.jsonl"], "matches no file"),
     ],
 )
-def test_submit_and_its_dry_run_fail_alike_and_submit_nothing(folder: Path, overrides: list[str], words: str) -> None:
-    tools = {"scontrol": "echo Slurmctld is UP", "sbatch": f"touch {folder}/asked; exit 1", "squeue": "exit 1"}
+def test_submit_and_its_dry_run_report_the_same_error_and_submit_nothing(
+    folder: Path, overrides: list[str], fact: str
+) -> None:
+    """The dry run reports the error also on a machine without Slurm."""
+    commands = {"scontrol": "echo Slurmctld is UP", "sbatch": f"touch {folder}/submitted; exit 1", "squeue": "exit 1"}
     (folder / "bin").mkdir()
-    for name, line in tools.items():
+    for name, line in commands.items():
         (folder / "bin" / name).write_text(f"#!/bin/sh\n{line}\n")
         (folder / "bin" / name).chmod(0o755)
     command = [sys.executable, str(CODE_ROOT / "submit.py"), "tiny.yaml", "--executor=slurm", *overrides]
     results = []
-    for more, tools_too in (([], True), (["--dry-run"], True), (["--dry-run"], False)):
-        path = f"{folder}/bin:{os.environ['PATH']}" if tools_too else "/nowhere"
-        done = subprocess.run(
-            [*command, *more], env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=240
+    for options, has_slurm in (([], True), (["--dry-run"], True), (["--dry-run"], False)):
+        path = f"{folder}/bin:{os.environ['PATH']}" if has_slurm else "/nowhere"
+        result = subprocess.run(
+            [*command, *options], env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=240
         )
-        results.append((done.returncode, done.stdout, done.stderr))
+        results.append((result.returncode, result.stdout, result.stderr))
     assert results[0] == results[1] == results[2] and results[0][0] == ExitCode.USER_ERROR, results
-    assert words in results[0][2]
-    assert not (folder / "runs").exists() and not (folder / "asked").exists()
+    assert fact in results[0][2]
+    assert not (folder / "runs").exists() and not (folder / "submitted").exists()
 
 
 def test_a_dry_run_outside_an_allocation_fails_as_submit_does(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    for more in ([], ["--dry-run"]):
-        monkeypatch.setattr(sys, "argv", ["submit.py", "tiny.yaml", "--executor=allocation", *more])
+    for options in ([], ["--dry-run"]):
+        monkeypatch.setattr(sys, "argv", ["submit.py", "tiny.yaml", "--executor=allocation", *options])
         with pytest.raises(SystemExit, match=str(int(ExitCode.USER_ERROR))):
             main()
         assert "error[slurm.no_allocation]" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What stands in paths, events, logs and configs is shown as text: no markup, no commands to the terminal."""
+"""Test that paths, events, logs and configs are printed as plain text, without markup and terminal control codes."""
 
 from __future__ import annotations
 
@@ -23,52 +23,55 @@ from tests.support.events import write_event
 from tests.support.tiny import write_config
 from tracking.report import print_report
 
-CLEAR, TITLE, REVERSE = "\x1b[2J\x1b[H", "\x1b]0;mine\x07", "\u202etxt.exe"
-EVIL = f"{CLEAR}{TITLE}all is done\x9b2J{REVERSE}\r[bold red]:smiley:[/nothing]"
+CLEAR_SCREEN = "\x1b[2J\x1b[H"
+SET_TITLE = "\x1b]0;mine\x07"
+RIGHT_TO_LEFT = "\u202etxt.exe"
+MALICIOUS = f"{CLEAR_SCREEN}{SET_TITLE}all is done\x9b2J{RIGHT_TO_LEFT}\r[bold red]:smiley:[/nothing]"
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """A run that failed with evil words, in a folder with an evil name."""
+    """Create a failed run with malicious text in its path, events, logs and commit. Return it."""
     monkeypatch.setattr(Run, "copy_code", lambda self, **more: None)
     root = json.dumps(str(tmp_path / "a[/b]c[red]:smiley:"))
     run = Run.create(load_config(write_config(tmp_path), [f"run.root={root}"]))
-    write_event(run, "started", "train", job_id="1", attempt=1, task=None, host=EVIL)
-    write_event(run, "failed", "train", job_id="1", attempt=1, cause=EVIL, message=EVIL, exit_code=1)
+    write_event(run, "started", "train", job_id="1", attempt=1, task=None, host=MALICIOUS)
+    write_event(run, "failed", "train", job_id="1", attempt=1, cause=MALICIOUS, message=MALICIOUS, exit_code=1)
     run.code_dir.mkdir()
-    (run.code_dir / "COMMIT").write_text(EVIL)
+    (run.code_dir / "COMMIT").write_text(MALICIOUS)
     (run.code_dir / "DIFF").write_text("")
-    (run.stage_dir("train") / "rank-0.log").write_bytes(f"step 1\tloss 5 é\r\n{EVIL}\n".encode() + b"\xff\x1b\n")
-    (run.jobs_dir / "train/own-times.json").write_text(json.dumps({EVIL: 1.5}))
+    (run.stage_dir("train") / "rank-0.log").write_bytes(f"step 1\tloss 5 é\r\n{MALICIOUS}\n".encode() + b"\xff\x1b\n")
+    (run.jobs_dir / "train/own-times.json").write_text(json.dumps({MALICIOUS: 1.5}))
     return run
 
 
-def harmless(text: str) -> None:
+def check_printable(text: str) -> None:
+    """Check that a text has no control characters for the terminal."""
     assert not any(character in text for character in "\x1b\x07\x9b\u202e"), ascii(text)
 
 
-def test_status_report_and_words_of_an_end_are_text(run: Run) -> None:
+def test_status_report_and_messages_contain_no_control_codes(run: Run) -> None:
     file = io.StringIO()
     console = PlainConsole(file=file, width=200)
     print_status(run, console)
     print_report(run, console)
-    said = partial(console.print, soft_wrap=True)
-    report_stage_end(run, "train", attempts.load_stage_state(run, "train", None), 1.0, None, said)
-    print_findings([Finding(EVIL, EVIL, EVIL)], console)
-    shown = file.getvalue()
-    harmless(shown)
-    assert "a[/b]c[red]:smiley:/tiny" in shown and "[bold red]:smiley:[/nothing]" in shown
-    assert shown.count("all is done") >= 6
-    harmless((run.path / "report.html").read_text())
+    print_line = partial(console.print, soft_wrap=True)
+    report_stage_end(run, "train", attempts.load_stage_state(run, "train", None), 1.0, None, print_line)
+    print_findings([Finding(MALICIOUS, MALICIOUS, MALICIOUS)], console)
+    output = file.getvalue()
+    check_printable(output)
+    assert "a[/b]c[red]:smiley:/tiny" in output and "[bold red]:smiley:[/nothing]" in output
+    assert output.count("all is done") >= 6
+    check_printable((run.path / "report.html").read_text())
 
 
-def test_logs_are_text(run: Run, capsysbinary: pytest.CaptureFixture[bytes]) -> None:
+def test_printed_logs_contain_no_control_codes(run: Run, capsysbinary: pytest.CaptureFixture[bytes]) -> None:
     append_line(run.events_file, "")
     print_log(run, "train", "0", follow=False)
-    shown = capsysbinary.readouterr().out.decode()
-    harmless(shown)
-    assert shown.startswith("step 1\tloss 5 é\r\n?[2J?[H?]0;mine?all is done") and shown.endswith("\n\ufffd?\n")
+    output = capsysbinary.readouterr().out.decode()
+    check_printable(output)
+    assert output.startswith("step 1\tloss 5 é\r\n?[2J?[H?]0;mine?all is done") and output.endswith("\n\ufffd?\n")
 
 
-def test_what_is_printable_stays() -> None:
+def test_make_printable_replaces_only_control_characters() -> None:
     assert make_printable("é × … ▒ 漢\t\n") == "é × … ▒ 漢\t\n" and make_printable("\0\r\x7f\x85\u2066") == "?????"

@@ -1,4 +1,4 @@
-"""The events of a run: their form in events.jsonl, and what a sequence of them means."""
+"""Test the format of events in events.jsonl, and the state of a stage that follows from its events."""
 
 from __future__ import annotations
 
@@ -61,22 +61,24 @@ STRATEGIES: dict[object, st.SearchStrategy[Any]] = {
 }
 
 
-def values_of(name: str, hint: object) -> st.SearchStrategy[Any]:
-    """Return the values that a field may have."""
+def make_value_strategy(name: str, hint: object) -> st.SearchStrategy[Any]:
+    """Return a strategy for the values that a field may have."""
     if name == "exit_code":
         return st.none() | st.sampled_from([int(code) for code in ExitCode])
     if hint in STRATEGIES:
         return STRATEGIES[hint]
     if typing.get_origin(hint) is Annotated:
-        return values_of(name, typing.get_args(hint)[0])
+        return make_value_strategy(name, typing.get_args(hint)[0])
     assert typing.get_origin(hint) in (typing.Union, types.UnionType), (name, hint)
-    return st.none() | values_of(name, next(each for each in typing.get_args(hint) if each is not types.NoneType))
+    return st.none() | make_value_strategy(
+        name, next(each for each in typing.get_args(hint) if each is not types.NoneType)
+    )
 
 
-def events_of(event_class: type[Event]) -> st.SearchStrategy[Event]:
-    """Return the events of a class, with any values of its fields and with fields of a newer version."""
+def make_event_strategy(event_class: type[Event]) -> st.SearchStrategy[Event]:
+    """Return a strategy for events of a class, with any values of its fields and with fields of a newer version."""
     hints = typing.get_type_hints(event_class, include_extras=True)
-    fields = {each.name: values_of(each.name, hints[each.name]) for each in dataclasses.fields(event_class)}
+    fields = {each.name: make_value_strategy(each.name, hints[each.name]) for each in dataclasses.fields(event_class)}
     fields["time"] = st.just("2026-01-01T00:00:00.000Z")
     fields["extra"] = st.dictionaries(st.text().map("newer_{}".format), json_values, max_size=2)
     if issubclass(event_class, SubmissionEvent):
@@ -89,7 +91,7 @@ def events_of(event_class: type[Event]) -> st.SearchStrategy[Event]:
 @pytest.mark.parametrize("event_class", [*EVENT_CLASSES.values(), UnknownEvent], ids=lambda each: each.__name__)
 def test_an_event_that_is_written_and_read_is_the_same(event_class: type[Event]) -> None:
     @settings(deadline=None, max_examples=30)
-    @given(events_of(event_class))
+    @given(make_event_strategy(event_class))
     def check(event: Event) -> None:
         assert parse_event(json.loads(json.dumps(event.to_line()))) == event
 
@@ -105,7 +107,7 @@ def test_a_run_reads_the_events_that_it_appended(tmp_path: Path) -> None:
     assert run.read_events("train", Started) == written[:1]
 
 
-def test_names_and_nulls_in_the_file_stay() -> None:
+def test_the_line_of_an_event_has_fixed_names_and_nulls() -> None:
     started = Started(time="2026-01-01T00:00:00.000Z", stage="train", job_id="7", attempt=1, ranks=4, restarts=0)
     assert started.to_line() == {
         "time": "2026-01-01T00:00:00.000Z",
@@ -144,7 +146,7 @@ def test_events_and_fields_of_other_versions_are_read(line: dict[str, Any]) -> N
 
 
 def parse_history(text: str) -> list[Event]:
-    """Return the events of a short notation such as `started stopping:preempted requeued/preempted!`.
+    """Parse a short notation of events such as `started stopping:preempted requeued/preempted!`.
 
     A cause follows `:`, a budget follows `/`, and `!` marks a retry after an attempt without progress.
     """
@@ -196,7 +198,7 @@ def parse_history(text: str) -> list[Event]:
         ("started stopping stopped:time_limit", set()),
     ],
 )
-def test_the_state_of_a_history(history: str, facts: set[str]) -> None:
+def test_the_state_follows_from_the_events(history: str, facts: set[str]) -> None:
     state = read_stage_state(parse_history(history))
     conditions = {
         "open": state.is_open,
@@ -207,7 +209,7 @@ def test_the_state_of_a_history(history: str, facts: set[str]) -> None:
         "retried": state.retry_event is not None,
         "resumed": state.resumed_by_user,
     }
-    assert {name for name, holds in conditions.items() if holds} == facts
+    assert {name for name, is_true in conditions.items() if is_true} == facts
 
 
 @pytest.mark.parametrize(
@@ -223,13 +225,15 @@ def test_the_state_of_a_history(history: str, facts: set[str]) -> None:
         ("requeued/preempted! resumed", {}, 0),
     ],
 )
-def test_used_budgets_of_a_history(history: str, budgets: dict[str, int], restarts_without_progress: int) -> None:
+def test_retries_are_counted_by_budget_since_resume(
+    history: str, budgets: dict[str, int], restarts_without_progress: int
+) -> None:
     state = read_stage_state(parse_history(history))
     assert state.used_budgets == budgets
     assert state.restarts_without_progress == restarts_without_progress
 
 
-def test_the_last_stop_of_a_history() -> None:
+def test_the_last_stop_has_cause_step_and_retry() -> None:
     state = read_stage_state(parse_history("submitted started saved stop_requested preempted:preempted"))
     assert state.last_stop == StopInfo("preempted", 7, is_graceful=True)
     state = read_stage_state(parse_history("started saved failed requeued/crash started submitted"))

@@ -1,4 +1,4 @@
-"""What messages advise a user to do after a failure, depending on the failure."""
+"""Test the command and the remedy that a failure message contains, for each cause of a failure."""
 
 from __future__ import annotations
 
@@ -17,20 +17,22 @@ RESUME = "python submit.py resume runs/tiny"
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Create a run of the built-in decoder in the working directory. Return it."""
     monkeypatch.chdir(tmp_path)
     return Run.create(load_config(write_config(tmp_path)))
 
 
 @pytest.fixture
 def custom_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """A run with a custom model."""
+    """Create a run with a custom model in the working directory. Return it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.yaml").write_text(CUSTOM_CONFIG)
     (tmp_path / "own.py").write_text(CUSTOM_MODULE)
     return Run.create(load_config(tmp_path / "own.yaml"))
 
 
-def save_step(run: Run) -> None:
+def create_checkpoint(run: Run) -> None:
+    """Create the directory of a checkpoint."""
     (run.checkpoints_dir / "step-00000007").mkdir()
 
 
@@ -39,7 +41,7 @@ def save_step(run: Run) -> None:
     [
         ("train.global_batch=7 is not a multiple of 2", "train.global_batch=…"),
         ("train.global_batch: 7 is not a multiple of 2", "train.global_batch=…"),
-        ("no field 'body'; there are 'text'. Mend the files, or set data.text_field ('body')", "data.text_field=text"),
+        ("no field 'body'; there are 'text'. Fix the files, or set data.text_field ('body')", "data.text_field=text"),
         ("no field 'body'; there are 'text', 'more'. Set data.text_field ('body')", "data.text_field=…"),
         ("/a/b.parquet: no column 'x' (data.text_field); there are a, b", "data.text_field=…"),
         ("data.source: it is one line: set data.text_documents: line, where a line is one", "data.text_documents=line"),
@@ -52,22 +54,24 @@ def save_step(run: Run) -> None:
         ("something else", ""),
     ],
 )
-def test_the_command_after_a_user_error_has_the_key_in_the_message(run: Run, message: str, changes: str) -> None:
+def test_the_command_after_a_user_error_sets_the_key_that_the_message_names(
+    run: Run, message: str, changes: str
+) -> None:
     command = f"{RESUME} {changes}".strip()
     assert retry_command(run, "user_error", message) == command
     remedy = describe_remedy(run, "user_error", message)
     assert f": {command}\n" in remedy
 
 
-def test_a_key_that_resume_cannot_change_is_not_offered(run: Run) -> None:
-    save_step(run)
+def test_the_command_has_no_key_that_resume_cannot_change(run: Run) -> None:
+    create_checkpoint(run)
     remedy = describe_remedy(run, "user_error", "lower train.global_batch, or set stages.train.time")
     assert f"{RESUME} stages.train.time=…" in remedy and "global_batch=" not in remedy
     remedy = describe_remedy(run, "user_error", "lower train.global_batch")
     assert f"{RESUME}\n" in remedy and "under another run.name" in remedy
 
 
-def test_the_placeholder_of_a_value_is_not_a_value(run: Run) -> None:
+def test_the_placeholder_is_rejected_as_a_value(run: Run) -> None:
     with pytest.raises(ConfigError) as error:
         run.apply_overrides(["data.text_field=…"])
     assert "data.text_field" in str(error.value)
@@ -100,8 +104,8 @@ def test_the_remedy_for_a_full_disk_names_the_directory(run: Run, message: str, 
         ("non_finite", "to try again"),
     ],
 )
-def test_a_failure_without_a_user_error_only_suggests_resume(run: Run, cause: str, hint: str) -> None:
-    save_step(run)
+def test_the_remedy_for_other_causes_is_resume_without_a_change(run: Run, cause: str, hint: str) -> None:
+    create_checkpoint(run)
     remedy = describe_remedy(run, cause, "error: something")
     assert hint in remedy and remedy.endswith(f": {RESUME}") and "config" not in remedy
 
@@ -121,10 +125,12 @@ def test_the_remedy_for_a_short_time_limit_names_its_key(run: Run) -> None:
     assert retry_command(run, "time_limit", message) == f"{RESUME} stages.train.time=…"
 
 
-@pytest.mark.parametrize("saved", [False, True])
-def test_a_bug_in_the_users_module_is_named_with_its_line(custom_run: Run, saved: bool) -> None:
-    if saved:
-        save_step(custom_run)
+@pytest.mark.parametrize("has_checkpoint", [False, True])
+def test_the_remedy_for_an_exception_in_the_users_module_names_file_and_line(
+    custom_run: Run, has_checkpoint: bool
+) -> None:
+    if has_checkpoint:
+        create_checkpoint(custom_run)
     module = custom_run.code_dir / "own.py"
     traceback = (
         f'Traceback\n  File "/x/torch/nn.py", line 3, in f\n  File "{module}", line 9, in loss\n'
@@ -132,10 +138,10 @@ def test_a_bug_in_the_users_module_is_named_with_its_line(custom_run: Run, saved
     )
     remedy = describe_remedy(custom_run, "crashed", f"rank 0 on n1:\n{traceback}")
     assert "own.py, line 10, then: python submit.py resume runs/own --update-code\n" in remedy
-    assert str(custom_run.code_dir) in remedy and ("checkpoints/step-00000007" in remedy) == saved
+    assert str(custom_run.code_dir) in remedy and ("checkpoints/step-00000007" in remedy) == has_checkpoint
 
 
-def test_a_crash_outside_the_users_module_does_not_ask_to_correct_it(custom_run: Run, run: Run) -> None:
+def test_the_remedy_for_a_crash_outside_the_users_module_names_no_line_of_it(custom_run: Run, run: Run) -> None:
     killed = "rank 1 on n1 was killed by SIGKILL (out of memory, or another process); its log: x"
     assert describe_remedy(custom_run, "crashed", killed).startswith("to try again: python submit.py resume runs/own\n")
     assert describe_remedy(run, "crashed", killed).startswith(f"to try again: {RESUME}\n")
@@ -143,8 +149,8 @@ def test_a_crash_outside_the_users_module_does_not_ask_to_correct_it(custom_run:
     assert "module own," in remedy and "--update-code" in remedy
 
 
-def test_an_error_of_the_users_module_without_a_key_asks_for_its_correction(custom_run: Run) -> None:
-    remedy = describe_remedy(custom_run, "user_error", "own: loss is a mean. Leave the mean out")
+def test_the_command_updates_the_code_if_a_user_error_names_no_key(custom_run: Run) -> None:
+    remedy = describe_remedy(custom_run, "user_error", "own: loss is a mean. Do not average it")
     assert "resume runs/own --update-code" in remedy
     remedy = describe_remedy(custom_run, "user_error", "labels go up to 2: set model.options.classes")
     assert "resume runs/own model.options.classes=…" in remedy and "--update-code" not in remedy

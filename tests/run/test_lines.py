@@ -1,4 +1,4 @@
-"""Malformed lines in the files of a run: left out and counted, or rejected where they determine what is trained."""
+"""Test that malformed lines in the files of a run are counted and left out, or an error if they affect the training."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ MALFORMED_STEPS = [
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """A run whose files show one training step and its evaluation."""
+    """Create a run with the files of one training step and of its evaluation. Return it."""
     monkeypatch.setattr(Run, "copy_code", lambda self: None)
     run = Run.create(load_config(write_config(tmp_path)))
     write_event(run, "started", "train", job_id="1", attempt=1, task=None, ranks=2)

@@ -1,4 +1,4 @@
-"""Runs made before a key of the config existed: their config.yaml lacks it, and they keep what they did."""
+"""Test runs of older versions: their config.yaml lacks a key or has older names, and their behavior must not change."""
 
 from __future__ import annotations
 
@@ -28,8 +28,12 @@ METADATA_HASH = "96bdd6d53ebd2210755da3bfea47735fc92c07fe5aec39d9929f1b58be61f85
 """Identity hashes that the version before `run.json` computed."""
 
 
-def made_before(run: Run) -> Run:
-    """The run as if it had been made before the key existed: config.yaml, prepared data and manifest lack it."""
+def remove_key(run: Run) -> Run:
+    """Remove the key from config.yaml, the prepared data and the manifest, as in a run of an older version.
+
+    Returns:
+        The run, opened again.
+    """
     text = run.config_file.read_text()
     assert len(re.findall(r"^ +add_special_tokens: .*\n", text, re.MULTILINE)) == 1
     run.config_file.write_text(re.sub(r"^ +add_special_tokens: .*\n", "", text, flags=re.MULTILINE))
@@ -41,54 +45,57 @@ def made_before(run: Run) -> Run:
     return Run.open(run.path)
 
 
-def test_a_run_without_the_key_means_what_it_meant(tmp_path: Path) -> None:
+def test_a_run_without_the_key_keeps_its_data_and_its_identity(tmp_path: Path) -> None:
     run = make_run(tmp_path, overrides=(f"{KEY}=false",))
-    old, data = made_before(run), run.config.data
-    assert old.config.data.add_special_tokens is False
+    data = run.config.data
+    older_run = remove_key(run)
+    assert older_run.config.data.add_special_tokens is False
     keys = {"mixture", "text_field", "text_documents", "tokenizer", "shard_tokens", "held_out"}  # and source
-    then = data.model_dump(mode="json", include=keys)
-    folder = TextFolder(old.config.data, old.data_dir)
+    older_values = data.model_dump(mode="json", include=keys)
+    folder = TextFolder(older_run.config.data, older_run.data_dir)
     assert folder.key == sha256_json(
-        {"format": FORMAT_VERSION, "config": {**then, "source": data.sources}, "code": folder.code_hash}
+        {"format": FORMAT_VERSION, "config": {**older_values, "source": data.sources}, "code": folder.code_hash}
     )
     assert folder.find_prepare_problem() is None and folder.find_shard_problem() is None
-    assert load_manifest(old.data_dir).bos_ids == ()
-    now = compute_identity(load_config(tmp_path / "tiny.yaml"), load_manifest(old.data_dir))
-    assert compute_identity(old.config, load_manifest(old.data_dir)) == now, "checkpoints of before would be refused"
-    assert not any("add_special_tokens" in key for key in now["config"])
+    manifest = load_manifest(older_run.data_dir)
+    assert manifest.bos_ids == ()
+    identity = compute_identity(load_config(tmp_path / "tiny.yaml"), manifest)
+    assert compute_identity(older_run.config, manifest) == identity, "older checkpoints must remain valid"
+    assert not any("add_special_tokens" in key for key in identity["config"])
 
 
-def test_the_same_config_file_goes_on_with_a_run_without_the_key(tmp_path: Path) -> None:
-    run = made_before(make_run(tmp_path, overrides=(f"{KEY}=false",)))
+def test_the_same_config_file_continues_a_run_without_the_key(tmp_path: Path) -> None:
+    run = remove_key(make_run(tmp_path, overrides=(f"{KEY}=false",)))
     config = load_config(tmp_path / "tiny.yaml")
     assert config.data.add_special_tokens == "auto"
     assert Run.preview(config).corrections == {} == Run.create(config).corrections
     assert Run.open(run.path).config.data.add_special_tokens is False
-    with pytest.raises(UserError, match=rf"{KEY}: False → auto"):  # one that says so is another config
+    with pytest.raises(UserError, match=rf"{KEY}: False → auto"):  # a config that sets the key differs
         Run.create(load_config(tmp_path / "tiny.yaml", [f"{KEY}=auto"]))
     corrected = load_config(tmp_path / "tiny.yaml", ["train.steps=31"])
     assert list(Run.preview(corrected).corrections) == ["train.steps"]
     assert Run.create(corrected).config.data.add_special_tokens is False
-    again = Run.open(run.path)
-    assert (again.config.train.steps, again.config.data.add_special_tokens) == (31, False)
+    reopened = Run.open(run.path)
+    assert (reopened.config.train.steps, reopened.config.data.add_special_tokens) == (31, False)
     assert Run.create(corrected).corrections == {}
-    (line,) = (json.loads(one) for one in run.changes_file.read_text().splitlines())
-    assert "add_special_tokens" not in line["submitted"]["data"], "the run's own code may not know it"
+    (line,) = map(json.loads, run.changes_file.read_text().splitlines())
+    assert "add_special_tokens" not in line["submitted"]["data"], "the code of the run does not have this key"
     assert line["submitted"]["data"].keys() == load_config(run.config_file).model_dump()["data"].keys() - {KEY[5:]}
 
 
-def test_points_of_a_sweep_without_the_key_do_not_get_it(tmp_path: Path) -> None:
-    sweep = load_config(write_config(tmp_path), ["sweep={grid: {optimizer.lr: [0.001, 0.01]}}"])
-    run = made_before(Run.create(sweep))
-    first, _ = create_points(run)
-    assert first.config.data.add_special_tokens is False and "add_special_tokens" not in first.config_file.read_text()
-    new, _ = create_points(
-        Run.create(load_config(write_config(tmp_path, "new"), ["sweep={grid: {optimizer.lr: [1, 2]}}"]))
+def test_points_of_a_sweep_without_the_key_lack_the_key(tmp_path: Path) -> None:
+    older_sweep = remove_key(
+        Run.create(load_config(write_config(tmp_path), ["sweep={grid: {optimizer.lr: [0.001, 0.01]}}"]))
     )
-    assert load_config(new.config_file) == new.config and "add_special_tokens: auto" in new.config_file.read_text()
+    point, _ = create_points(older_sweep)
+    assert point.config.data.add_special_tokens is False and "add_special_tokens" not in point.config_file.read_text()
+    sweep = Run.create(load_config(write_config(tmp_path, "new"), ["sweep={grid: {optimizer.lr: [1, 2]}}"]))
+    point, _ = create_points(sweep)
+    assert load_config(point.config_file) == point.config
+    assert "add_special_tokens: auto" in point.config_file.read_text()
 
 
-def test_a_run_that_has_the_key_keeps_its_own(tmp_path: Path) -> None:
+def test_a_run_with_the_key_keeps_its_value(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     assert Run.create(load_config(config)).config.data.add_special_tokens == "auto"
     run = Run.create(load_config(write_config(tmp_path, "other"), [f"{KEY}=false"]))
@@ -96,11 +103,15 @@ def test_a_run_that_has_the_key_keeps_its_own(tmp_path: Path) -> None:
     assert Run.open(run.path).config.data.add_special_tokens is False
 
 
-# -- renamed keys and run.json -------------------------------------------------------------------------------
+# -- renamed keys and run.json -----------------------------------------------------------------------------------------
 
 
 def write_as_older_code(run: Run) -> Run:
-    """Rewrite the files of a run as code without `recovery.budgets` and `run.json` wrote them; return it opened."""
+    """Rewrite the files of a run as code without `recovery.budgets` and `run.json` wrote them.
+
+    Returns:
+        The run, opened again.
+    """
     values = dump_values(load_run_config(run.config_file))
     recovery = values["recovery"]
     recovery |= recovery.pop("budgets")
@@ -111,7 +122,7 @@ def write_as_older_code(run: Run) -> Run:
 
 
 def make_config_with_open_model(folder: Path, **more: Any) -> Path:
-    """Write a config whose training starts from an open model."""
+    """Write a config that starts from the weights of a model in Hugging Face format. Return its path."""
     model = folder / "open"
     model.mkdir()
     sizes = {
@@ -136,7 +147,7 @@ def hash_config(config: Config) -> str:
     return str(compute_identity(config, SimpleNamespace(train=[]))["config_hash"])  # type: ignore[arg-type]
 
 
-def test_what_sluice_computes_is_in_run_json_and_not_in_the_config(tmp_path: Path) -> None:
+def test_computed_metadata_is_in_run_json_and_not_in_config_yaml(tmp_path: Path) -> None:
     config = load_config(make_config_with_open_model(tmp_path))
     run = Run.create(config)
     text = run.config_file.read_text()
@@ -148,16 +159,16 @@ def test_what_sluice_computes_is_in_run_json_and_not_in_the_config(tmp_path: Pat
     assert content["model"]["max_position_embeddings"] == 4096
     for file in (tmp_path / "open").iterdir():
         file.unlink()
-    assert Run.open(run.path).config == config, "the folder was read again"
+    assert Run.open(run.path).config == config, "the folder of the model must not be read again"
 
 
 def test_a_damaged_run_json_is_an_error(tmp_path: Path) -> None:
     run = Run.create(load_config(make_config_with_open_model(tmp_path)))
     run.metadata_file.write_text(run.metadata_file.read_text().replace("4096", "4097"))
-    with pytest.raises(UserError) as raised:
+    with pytest.raises(UserError) as error:
         Run.open(run.path)
-    assert raised.value.code == "run.damaged_file"
-    assert str(run.metadata_file) in str(raised.value)
+    assert error.value.code == "run.damaged_file"
+    assert str(run.metadata_file) in str(error.value)
 
 
 def test_a_run_of_older_code_has_the_same_identity(tmp_path: Path) -> None:
@@ -168,8 +179,8 @@ def test_a_run_of_older_code_has_the_same_identity(tmp_path: Path) -> None:
     assert hash_config(after) == hash_config(before)
 
 
-def test_the_identity_of_a_config_is_that_of_versions_without_run_json() -> None:
-    """The hashes were computed by the code that still had these keys in the config."""
+def test_the_identity_of_a_config_equals_that_of_versions_without_run_json() -> None:
+    """The expected hashes were computed by the version that had these keys in the config."""
     base = {"run": {"name": "x"}, "train": {"steps": 3}}
     model = {"init_sha256": "ab" * 32, "init_files": "f", "max_position_embeddings": 77, "max_window_layers": 0}
     assert hash_config(parse_config(base, "x")) == PLAIN_HASH
@@ -186,8 +197,8 @@ def test_resume_writes_the_names_that_the_code_of_the_run_reads(tmp_path: Path) 
         if is_older:
             expected = {"crash": 7, "fruitless": 8}
         assert line["set"] == {"recovery": {**expected, "hang_s": 50.0}}
-        again = Run.open(run.path).config.recovery
-        assert (again.budgets.crash, again.max_restarts_without_progress, again.hang_s) == (7, 8, 50)
+        recovery = Run.open(run.path).config.recovery
+        assert (recovery.budgets.crash, recovery.max_restarts_without_progress, recovery.hang_s) == (7, 8, 50)
 
 
 def test_a_corrected_run_of_older_code_gets_values_that_its_code_reads(tmp_path: Path) -> None:
@@ -202,7 +213,7 @@ def test_a_corrected_run_of_older_code_gets_values_that_its_code_reads(tmp_path:
     assert Run.create(corrected).corrections == {}
 
 
-def test_new_weights_in_the_folder_are_a_correction(tmp_path: Path) -> None:
+def test_changed_weights_of_the_initial_model_are_a_correction(tmp_path: Path) -> None:
     file = make_config_with_open_model(tmp_path)
     run = Run.create(load_config(file))
     (tmp_path / "open/model.safetensors").write_bytes(b"other")

@@ -21,7 +21,7 @@ from slurm.query.current_job import JobInfo, parse_job_info
 from slurm.supervise.attempt_end import read_progress_marker
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
-from tests.slurm.query.test_causes import shown
+from tests.slurm.query.test_causes import make_job_info
 from tests.slurm.supervise.test_attempt_end import close_attempt, exit_for_retry, make_unreported_attempt
 from tests.support.cluster_runs import (
     get_job_id,
@@ -41,7 +41,7 @@ cluster = cluster_fixture(accounting=True, grace=20)
 pytestmark = pytest.mark.timeout(900)
 
 NODES = ("stages.train.nodes=2", "stages.train.tasks_per_node=1")
-IN_GRACE = replace(shown(preempt="2026-11-21T05:42:25"), partition="low", qos="normal")
+IN_GRACE = replace(make_job_info(preempt="2026-11-21T05:42:25"), partition="low", qos="normal")
 
 
 # -- the decision --------------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ def test_the_preempt_mode_is_that_of_the_partition_or_the_qos(
         ("22.05.8", IN_GRACE, None, ["requeue"]),
         ("24.11.5", IN_GRACE, None, []),
         ("24.11.5", IN_GRACE, "n1", ["requeue"]),
-        ("24.11.5", shown(), None, ["requeue"]),
+        ("24.11.5", make_job_info(), None, ["requeue"]),
     ],
 )
 def test_a_supervisor_exits_or_requests_a_requeue(

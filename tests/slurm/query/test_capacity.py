@@ -1,4 +1,4 @@
-"""Requests that no node can satisfy are refused before anything is submitted, if sinfo tells; without a cluster."""
+"""Test that requests which no node can satisfy are an error before submission, with recorded output of sinfo."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.errors import UserError
 from pipeline.config.read import load_config
 from pipeline.config.sections import Config
 from pipeline.run.directory import Run
 from pipeline.run.stages import load_stage_module
 from slurm.query import capacity
 from slurm.query.capacity import check_capacity, find_unsatisfiable_request, has_features, parse_nodes
+from tests.support.errors import raises_error
 from tests.support.tiny import write_config
 
 SINFO = """\
@@ -21,22 +21,24 @@ high|4|4|65536|(null)|gpu:h100:2(S:0)
 mixed|8|64|257000|intel,nvlink|gpu:a100:4(S:0-1),nvme:1
 mixed|2|128|1031000|amd|gpu:a100:8,gpu:t4:1
 cpu|16|32|128000|(null)|(null)
-odd|3|32+|n/a|a|gpu:a100:no_consume:x
+unclear|3|32+|n/a|a|gpu:a100:no_consume:x
 empty|0|0|0||(null)
 """
 
 
 @pytest.fixture(autouse=True)
-def no_partition_of_the_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+def unset_partition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unset the partition that the shell of the developer may select."""
     monkeypatch.delenv("SBATCH_PARTITION", raising=False)
 
 
-def config(folder: Path, *overrides: str) -> Config:
+def make_config(folder: Path, *overrides: str) -> Config:
+    """Load the tiny config with overrides. Its layout is not checked."""
     return load_config(write_config(folder), overrides, layout=False)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "words"),
+    ("overrides", "facts"),
     [
         (["site.partition=low", "site.cpus_per_task=4"], ["8 CPUs", "stages.train.tasks_per_node", "most is 4"]),
         (["site.partition=low", "site.cpus_per_task=2"], []),
@@ -57,7 +59,7 @@ def config(folder: Path, *overrides: str) -> Config:
         (["site.partition=low", "stages.train.nodes=4"], []),
         (["site.partition=low", "stages.train.nodes={min: 4, max: 8}"], []),
         (["site.partition=low", "stages.train.nodes={min: 5, max: 8}"], ["only 4 nodes"]),
-        # a heterogeneous partition: one kind of nodes is enough
+        # a heterogeneous partition: it is enough if one kind of node has the resources
         (["site.partition=mixed", "site.cpus_per_task=64"], []),
         (["site.partition=mixed", "site.cpus_per_task=65"], ["130 CPUs", "most is 128"]),
         (["site.partition=mixed", "site.cpus_per_task=64", "stages.train.nodes=2"], []),
@@ -65,79 +67,81 @@ def config(folder: Path, *overrides: str) -> Config:
         (["site.partition=mixed", "stages.train.nodes=10"], []),
         (["site.partition=mixed", "site.cpus_per_task=64", "site.constraint=intel"], ["128 CPUs", "features intel"]),
         (["site.partition=mixed", "stages.train.gpus_per_node=1", "site.gpu_type=t4", "parallel.backend=gloo"], []),
-        # several partitions, one that the shell names, none, and one that is not shown
+        # several partitions, no partition, and a partition that sinfo does not show
         (["site.partition='low,mixed'", "site.cpus_per_task=64"], []),
         (["site.partition='low,high'", "site.cpus_per_task=64"], ["partition low,high", "128 CPUs"]),
         (["site.cpus_per_task=64"], []),
         (["site.cpus_per_task=65"], ["no node of the cluster has 130 CPUs"]),
         (["site.partition=hidden", "site.cpus_per_task=65"], []),
         (["site.partition='low,hidden'", "site.cpus_per_task=65"], []),
-        # what cannot be read
-        (["site.partition=odd", "site.cpus_per_task=640", "site.mem_gb=9999", "stages.train.gpus_per_node=9"], []),
+        # output that cannot be parsed, and a partition without nodes
+        (["site.partition=unclear", "site.cpus_per_task=640", "site.mem_gb=9999", "stages.train.gpus_per_node=9"], []),
         (["site.partition=empty", "site.cpus_per_task=640"], []),
     ],
 )  # fmt: skip
-def test_what_no_node_can_satisfy_is_named_with_its_key(tmp_path: Path, overrides: list[str], words: list[str]) -> None:
-    nodes = [group for group in parse_nodes(SINFO) if group.partition != "odd" or "odd" in overrides[0]]
-    reason = find_unsatisfiable_request(config(tmp_path, *overrides), "train", nodes)
-    assert (reason is None) == (not words), reason
-    assert all(word in str(reason) for word in words), reason
+def test_the_reason_names_the_unsatisfiable_request_and_its_key(
+    tmp_path: Path, overrides: list[str], facts: list[str]
+) -> None:
+    nodes = [group for group in parse_nodes(SINFO) if group.partition != "unclear" or "unclear" in overrides[0]]
+    reason = find_unsatisfiable_request(make_config(tmp_path, *overrides), "train", nodes)
+    assert (reason is None) == (not facts), reason
+    assert all(fact in str(reason) for fact in facts), reason
 
 
-def test_jobs_of_one_process_are_checked_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = config(tmp_path, "site.partition=low", "site.data_jobs={cpus_per_task: 8}")
-    reason = find_unsatisfiable_request(wanted, "shard", parse_nodes(SINFO))
+def test_the_requests_of_data_jobs_are_also_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(tmp_path, "site.partition=low", "site.data_jobs={cpus_per_task: 8}")
+    reason = find_unsatisfiable_request(config, "shard", parse_nodes(SINFO))
     assert "8 CPUs (site.data_jobs.cpus_per_task: 8); the most is 4" in str(reason)
-    assert find_unsatisfiable_request(wanted, "train", parse_nodes(SINFO)) is None
+    assert find_unsatisfiable_request(config, "train", parse_nodes(SINFO)) is None
     monkeypatch.setenv("SBATCH_PARTITION", "low")
-    assert "partition low" in str(
-        find_unsatisfiable_request(config(tmp_path, "site.cpus_per_task=8"), "shard", parse_nodes(SINFO))
-    )
+    config = make_config(tmp_path, "site.cpus_per_task=8")
+    assert "partition low" in str(find_unsatisfiable_request(config, "shard", parse_nodes(SINFO)))
 
 
 @pytest.mark.parametrize(
-    ("constraint", "fits"),
+    ("constraint", "is_met"),
     [
         ("a", True), ("c", False), ("a&b", True), ("a&c", False), ("a,c", False), ("c|a", True), ("c|d", False),
         ("[a|c]", True), ("[c|d]", False), ("(c|a)&b", True), ("(c|a)&d", False), ("c|a&b", True),
         ("[c*2&a*1]", True), ("c*2", False), ("", True), ("(a", True), ("&", True),
     ],
 )  # fmt: skip
-def test_constraints_are_read_as_sbatch_reads_them(constraint: str, fits: bool) -> None:
-    assert has_features(constraint, frozenset({"a", "b"})) == fits
+def test_constraints_are_interpreted_as_by_sbatch(constraint: str, is_met: bool) -> None:
+    assert has_features(constraint, frozenset({"a", "b"})) == is_met
 
 
 @pytest.mark.parametrize(
-    "listed", [None, "", "slurm_load_partitions: error\n", "low|x|4|1|(null)|(null)\n", "|||||||\n"]
+    "output", [None, "", "slurm_load_partitions: error\n", "low|x|4|1|(null)|(null)\n", "|||||||\n"]
 )
-def test_nothing_is_refused_if_sinfo_shows_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: str | None
+def test_no_request_is_an_error_if_sinfo_shows_no_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str | None
 ) -> None:
-    asked: list[float] = []
+    timeouts_s: list[float] = []
 
-    def call(*words: str, timeout_s: float) -> str | None:
-        assert words[0] == "sinfo"
-        asked.append(timeout_s)
-        return listed
+    def run_command(*command: str, timeout_s: float) -> str | None:
+        assert command[0] == "sinfo"
+        timeouts_s.append(timeout_s)
+        return output
 
-    monkeypatch.setattr(capacity, "run_slurm_command", call)
-    check_capacity(Run.create(config(tmp_path, "site.cpus_per_task=999")))
-    assert len(asked) == 1 and asked[0] <= 10, "one call, and nobody waits long"
+    monkeypatch.setattr(capacity, "run_slurm_command", run_command)
+    check_capacity(Run.create(make_config(tmp_path, "site.cpus_per_task=999")))
+    assert len(timeouts_s) == 1 and timeouts_s[0] <= 10
 
 
-def test_a_stage_that_is_done_and_nodes_of_a_cloud_are_left_alone(
+def test_stages_that_are_done_and_clusters_with_cloud_nodes_are_not_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capacity, "run_slurm_command", lambda *words, timeout_s: SINFO)
+    """sinfo does not show cloud nodes that are powered off."""
+    monkeypatch.setattr(capacity, "run_slurm_command", lambda *command, timeout_s: SINFO)
     monkeypatch.setattr(capacity, "read_slurm_config", lambda timeout_s: {"ResumeProgram": "(null)"})
-    run = Run.create(config(tmp_path, "site.partition=low", "site.data_jobs={cpus_per_task: 8}"))
-    with pytest.raises(UserError, match=r"prepare: no node of partition low has 8 CPUs"):
+    run = Run.create(make_config(tmp_path, "site.partition=low", "site.data_jobs={cpus_per_task: 8}"))
+    with raises_error("slurm.unsatisfiable_request", "prepare", "partition low", "8 CPUs"):
         check_capacity(run)
     for stage in ("prepare", "shard"):
         monkeypatch.setattr(load_stage_module(stage), "missing_outputs", lambda run: None)
     check_capacity(run)
-    run = Run.create(config(tmp_path, "run.name=other", "site.partition=low", "site.cpus_per_task=8"))
-    with pytest.raises(UserError, match="train: no node"):
+    run = Run.create(make_config(tmp_path, "run.name=other", "site.partition=low", "site.cpus_per_task=8"))
+    with raises_error("slurm.unsatisfiable_request", "train"):
         check_capacity(run)
     monkeypatch.setattr(capacity, "read_slurm_config", lambda timeout_s: {"ResumeProgram": "/usr/sbin/resume"})
     check_capacity(run)

@@ -1,4 +1,4 @@
-"""Causes and budgets: what Slurm says of a job, what it is charged to, and when a stage may not go on by itself."""
+"""Test causes and budgets: what Slurm reports about a job, messages of Slurm and CUDA, and when a stage is retried."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from slurm.query import current_job, slurm_commands
 from slurm.query.current_job import JobInfo, find_failed_nodes, parse_job_info
 from tests.support.events import make_event, parse_events
 
-# what scontrol of Slurm 22.05 printed; the comment was chosen to mislead
-SHOWN = """JobId=1 JobName=j.sh
+# the output of scontrol of Slurm 22.05; the comment contains misleading fields
+JOB = """JobId=1 JobName=j.sh
    JobState={state} Reason=None Dependency=(null)
    Requeue=1 Restarts={restarts} BatchFlag=1 Reboot=0 ExitCode=0:0
-   RunTime={ran} TimeLimit={limit} TimeMin=N/A
+   RunTime={run_time} TimeLimit={limit} TimeMin=N/A
    StartTime=2026-11-21T05:42:23 EndTime=2026-11-21T05:42:30 Deadline=N/A
    PreemptEligibleTime=2026-11-21T05:42:23 PreemptTime={preempt}
    NodeList=n[1-4]
@@ -32,17 +32,27 @@ SHOWN = """JobId=1 JobName=j.sh
 """
 
 
-def shown(
-    state: str = "RUNNING", restarts: int = 0, ran: str = "00:00:03", limit: str = "00:10:00", preempt: str = "None"
-) -> JobInfo:
-    return parse_job_info(SHOWN.format(state=state, restarts=restarts, ran=ran, limit=limit, preempt=preempt))
+def format_job(
+    state: str = "RUNNING",
+    restarts: int = 0,
+    run_time: str = "00:00:03",
+    limit: str = "00:10:00",
+    preempt: str = "None",
+) -> str:
+    """Return the output of `scontrol show job`."""
+    return JOB.format(state=state, restarts=restarts, run_time=run_time, limit=limit, preempt=preempt)
 
 
-def test_facts_are_read_from_the_first_of_each_key() -> None:
-    facts = shown()
-    assert (facts.state, facts.restarts, facts.is_preempted, facts.is_batch) == ("RUNNING", 0, False, True)
-    assert facts.time_left_s == 597
-    assert shown(limit="UNLIMITED").time_left_s is None
+def make_job_info(**fields: Any) -> JobInfo:
+    """Return the job that `format_job` shows."""
+    return parse_job_info(format_job(**fields))
+
+
+def test_the_first_value_of_each_key_is_read() -> None:
+    info = make_job_info()
+    assert (info.state, info.restarts, info.is_preempted, info.is_batch) == ("RUNNING", 0, False, True)
+    assert info.time_left_s == 597
+    assert make_job_info(limit="UNLIMITED").time_left_s is None
 
 
 @pytest.mark.parametrize(
@@ -55,15 +65,15 @@ def test_facts_are_read_from_the_first_of_each_key() -> None:
         (None, "COMPLETING"),
     ],
 )
-def test_accounting_tells_a_cancelled_job_from_a_preempted_one(
+def test_the_state_of_a_completing_job_is_read_from_accounting(
     monkeypatch: pytest.MonkeyPatch, accounting: str | None, state: str
 ) -> None:
-    text = SHOWN.format(state="COMPLETING", restarts=0, ran="1", limit="1:00:00", preempt="2026-11-21T05:42:25")
+    job = format_job(state="COMPLETING", run_time="1", limit="1:00:00", preempt="2026-11-21T05:42:25")
     monkeypatch.setattr(
-        current_job, "run_slurm_command", lambda *words, **_: text if words[0] == "scontrol" else accounting
+        current_job, "run_slurm_command", lambda *command, **_: job if command[0] == "scontrol" else accounting
     )
-    facts = current_job.read_job_info("12")
-    assert facts is not None and facts.state == state
+    info = current_job.read_job_info("12")
+    assert info is not None and info.state == state
 
 
 CAUSES = [
@@ -82,41 +92,46 @@ CAUSES = [
     st.lists(st.tuples(st.sampled_from(CAUSES), st.booleans()), max_size=60),
     st.integers(1, 4), st.integers(0, 4), st.integers(0, 9),
 )  # fmt: skip
-def test_a_stage_goes_on_within_its_budgets_and_never_loops(
-    stops: list[tuple[ExitCode, bool]], fruitless: int, small: int, large: int
+def test_a_stage_is_retried_within_its_budgets_and_only_with_progress(
+    stops: list[tuple[ExitCode, bool]], max_without_progress: int, small: int, large: int
 ) -> None:
-    """Against a plain count: what went on so far, by budget, and how many fruitless attempts stand in a row."""
+    """The expected decision is computed from the number of retries by budget and of attempts without progress."""
     budgets = RetryBudgets(
         preempted=large, node_failure=large, time_limit=large, out_of_memory=small, crash=small, hang=small
     )
-    limits = RecoveryConfig(budgets=budgets, max_restarts_without_progress=fruitless)
+    limits = RecoveryConfig(budgets=budgets, max_restarts_without_progress=max_without_progress)
     events: list[dict[str, Any]] = []
     used: dict[str, int] = {}
-    row = 0
-    for cause, progress in stops:
+    without_progress = 0
+    for cause, has_progress in stops:
         key = get_budget_key(cause)
-        row = 0 if progress else row + 1
-        blameless = cause in (ExitCode.PREEMPTED, ExitCode.REQUEUED, ExitCode.NODE_FAILURE)
-        may = used.get(key, 0) < getattr(limits.budgets, key) and (progress or (blameless and row <= fruitless))
-        assert (explain_no_retry(read_stage_state(parse_events(events)), cause, progress, limits) is None) == may
+        without_progress = 0 if has_progress else without_progress + 1
+        is_caused_by_slurm = cause in (ExitCode.PREEMPTED, ExitCode.REQUEUED, ExitCode.NODE_FAILURE)
+        may_lack_progress = is_caused_by_slurm and without_progress <= max_without_progress
+        is_retried = used.get(key, 0) < getattr(limits.budgets, key) and (has_progress or may_lack_progress)
+        state = read_stage_state(parse_events(events))
+        assert (explain_no_retry(state, cause, has_progress, limits) is None) == is_retried
         events.append({"event": "failed", "cause": cause.name.lower()})
-        if not may:
+        if not is_retried:
             break
         used[key] = used.get(key, 0) + 1
-        events.append({"event": "requeued", "budget": key, "progress": progress})
+        events.append({"event": "requeued", "budget": key, "progress": has_progress})
 
 
-def test_every_failure_has_a_budget() -> None:
+def test_every_exit_code_has_a_budget() -> None:
     for code in ExitCode:
         assert isinstance(getattr(RetryBudgets(), get_budget_key(code)), int)
-    assert explain_no_retry(StageState(), ExitCode.STORAGE, True, RecoveryConfig()) == "", "a person has to mend it"
+
+
+def test_the_reason_against_a_retry_names_the_missing_progress() -> None:
+    assert explain_no_retry(StageState(), ExitCode.STORAGE, True, RecoveryConfig()) == "", "only a user can repair it"
     assert explain_no_retry(StageState(), ExitCode.PREEMPTED, False, RecoveryConfig()) is None
-    begun = read_stage_state([make_event("started")])
-    words = explain_no_retry(begun, ExitCode.TIME_LIMIT, False, RecoveryConfig()) or ""
-    assert "no new checkpoint" in words
-    assert "loop. It takes longer to start and to save than stages.train.time allows" in words
-    begun = read_stage_state([make_event("started", "publish")])
-    assert "brought nothing new" in (explain_no_retry(begun, ExitCode.CRASHED, False, RecoveryConfig()) or "")
+    state = read_stage_state([make_event("started")])
+    reason = explain_no_retry(state, ExitCode.TIME_LIMIT, False, RecoveryConfig()) or ""
+    assert "no new checkpoint" in reason and "stages.train.time" in reason
+    state = read_stage_state([make_event("started", "publish")])
+    reason = explain_no_retry(state, ExitCode.CRASHED, False, RecoveryConfig()) or ""
+    assert "nothing new" in reason and "checkpoint" not in reason
 
 
 SAMPLES = {
@@ -138,28 +153,28 @@ SAMPLES = {
 }
 
 
-def test_each_pattern_has_its_version_and_finds_what_was_said() -> None:
-    rows = {name: row for name, row in vars(slurm_commands).items() if isinstance(row, re.Pattern)}
-    assert rows.keys() == SAMPLES.keys() and all(row.search(SAMPLES[name]) for name, row in rows.items())
-    said = re.findall(
-        r"^([A-Z_]+) = re.*\n\"{3}([^\"]*)\"{3}$", Path(slurm_commands.__file__).read_text(), re.MULTILINE
-    )
-    seen = r"Seen: ((Slurm|Open MPI|MPICH) \d+\.\d+.*|Slurm's documentation only)\.$"
-    assert dict(said).keys() == rows.keys() and all(re.search(seen, text) for _, text in said)
+def test_each_message_pattern_matches_its_sample_and_names_the_versions() -> None:
+    patterns = {name: value for name, value in vars(slurm_commands).items() if isinstance(value, re.Pattern)}
+    assert patterns.keys() == SAMPLES.keys()
+    assert all(pattern.search(SAMPLES[name]) for name, pattern in patterns.items())
+    source = Path(slurm_commands.__file__).read_text()
+    docstrings = dict(re.findall(r"^([A-Z_]+) = re.*\n\"{3}([^\"]*)\"{3}$", source, re.MULTILINE))
+    versions = r"Seen: ((Slurm|Open MPI|MPICH) \d+\.\d+.*|Slurm's documentation only)\.$"
+    assert docstrings.keys() == patterns.keys()
+    assert all(re.search(versions, docstring) for docstring in docstrings.values())
 
 
-def test_slurms_words_stand_in_one_table() -> None:
-    """Nobody else looks for what they say."""
-    said = (r"exit code (\d", "Out Of Memory", "oom[-_", "sbatch: error", " is UP", " is DOWN", 'Satisfied"', " PID ")
-    found = {path.name for path in (CODE_ROOT / "slurm").rglob("*.py") if any(w in path.read_text() for w in said)}
-    assert found == {"slurm_commands.py"}
+def test_only_one_module_matches_messages_of_slurm() -> None:
+    texts = (r"exit code (\d", "Out Of Memory", "oom[-_", "sbatch: error", " is UP", " is DOWN", 'Satisfied"', " PID ")
+    files = (CODE_ROOT / "slurm").rglob("*.py")
+    assert {file.name for file in files if any(text in file.read_text() for text in texts)} == {"slurm_commands.py"}
 
 
 ECC = "CUDA error: uncorrectable ECC error encountered"
 
 
 @pytest.mark.parametrize(
-    ("words", "code"),
+    ("message", "code"),
     [
         (ECC, ExitCode.BAD_NODE),
         ("NCCL error: unhandled cuda error\nCuda failure 220 'uncorrectable NVLink error detected'", ExitCode.BAD_NODE),
@@ -170,14 +185,14 @@ ECC = "CUDA error: uncorrectable ECC error encountered"
         ("CUDA error: device-side assert triggered", ExitCode.CRASHED),
     ],
 )
-def test_a_gpu_that_fails_is_its_nodes_fault(words: str, code: ExitCode) -> None:
-    assert explain_error(RuntimeError(words))[0] == code
+def test_an_error_of_gpu_hardware_counts_as_a_bad_node(message: str, code: ExitCode) -> None:
+    assert explain_error(RuntimeError(message))[0] == code
 
 
-def test_nodes_that_are_away_or_were(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_nodes_are_down_or_have_restarted_since_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [
-        f"NodeName={name} Arch=x86_64 State={state} ThreadsPerCore=1 BootTime=None SlurmdStartTime={up}"
-        for name, state, up in [
+        f"NodeName={name} Arch=x86_64 State={state} ThreadsPerCore=1 BootTime=None SlurmdStartTime={slurmd_start}"
+        for name, state, slurmd_start in [
             ("n1", "MIXED", "2026-11-20T09:00:00"),
             ("n2", "DOWN*", "2026-11-20T09:00:00"),
             ("n3", "IDLE", "2026-11-21T10:00:05"),
@@ -185,20 +200,22 @@ def test_nodes_that_are_away_or_were(monkeypatch: pytest.MonkeyPatch) -> None:
             ("n5", "IDLE+NOT_RESPONDING", "Unknown"),
         ]
     ]
-    monkeypatch.setattr(current_job, "run_slurm_command", lambda *words, **_: "\n".join(lines))
+    monkeypatch.setattr(current_job, "run_slurm_command", lambda *command, **_: "\n".join(lines))
     assert find_failed_nodes("n[1-5]") == ["n2", "n4", "n5"]
     assert find_failed_nodes("n[1-5]", "2026-11-21T10:00:00") == ["n2", "n3", "n4", "n5"]
     assert find_failed_nodes("") == []
 
 
-@pytest.mark.parametrize(("shown_restarts", "believed"), [(3, True), (2, False), (None, False)])
-def test_a_requeue_that_kills_its_own_scontrol_has_worked(
-    monkeypatch: pytest.MonkeyPatch, shown_restarts: int | None, believed: bool
+@pytest.mark.parametrize(("restarts", "was_requeued"), [(3, True), (2, False), (None, False)])
+def test_a_failed_requeue_command_succeeded_if_the_job_was_requeued(
+    monkeypatch: pytest.MonkeyPatch, restarts: int | None, was_requeued: bool
 ) -> None:
-    def call(*words: str) -> str | None:
-        if words[:2] == ("scontrol", "requeue") or shown_restarts is None:
+    """The requeue may kill scontrol before scontrol reports success."""
+
+    def run_command(*command: str) -> str | None:
+        if command[:2] == ("scontrol", "requeue") or restarts is None:
             return None
-        return SHOWN.format(state="COMPLETING", restarts=shown_restarts, ran="1", limit="1:00:00", preempt="None")
+        return format_job(state="COMPLETING", restarts=restarts, run_time="1", limit="1:00:00")
 
     now = 0.0
 
@@ -206,7 +223,7 @@ def test_a_requeue_that_kills_its_own_scontrol_has_worked(
         nonlocal now
         now += seconds
 
-    monkeypatch.setattr(current_job, "run_slurm_command", call)
+    monkeypatch.setattr(current_job, "run_slurm_command", run_command)
     monkeypatch.setattr(current_job.time, "sleep", sleep)
     monkeypatch.setattr(current_job.time, "monotonic", lambda: now)
-    assert current_job.requeue_job("12", 2) == believed
+    assert current_job.requeue_job("12", 2) == was_requeued

@@ -1,4 +1,4 @@
-"""Which jobs belong to a run, although other jobs have the same ids: on a real cluster, and with recorded output."""
+"""Test how jobs of a run are distinguished from other jobs with the same ids, on a cluster and with recorded output."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from pipeline.base.dist_env import RankInfo, read_rank_info
 from pipeline.base.errors import ExitCode
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
-from slurm.query import current_job as slurm_job
-from slurm.query import job_states, run_jobs, slurm_commands
+from slurm.query import current_job, job_states, run_jobs, slurm_commands
 from slurm.query.job_states import UNKNOWN, JobState, RecordedJob, query_job_states
 from slurm.query.run_jobs import list_recorded_jobs
 from slurm.supervise import attempt_end, background, succession
@@ -42,82 +41,88 @@ def make_job_rank_info(job_id: str, restarts: int = 0) -> RankInfo:
 
 
 def use_cluster(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let this process call the Slurm commands of a cluster."""
+    """Set the environment of this process so that it calls the Slurm commands of a cluster."""
     for name, value in cluster.environment().items():
         monkeypatch.setenv(name, value)
 
 
 def submit_held_chain(folder: Path, cluster: Cluster) -> tuple[Run, list[str]]:
-    """Return a run whose training, its successor and its evaluation are held in the queue, and the ids of the jobs."""
+    """Submit a chain whose jobs are held in the queue. Return the run and the ids: train, its successor, evaluate."""
     run = make_run(folder, overrides=HELD)
-    done = run_submit(cluster, folder, "tiny.yaml", *HELD)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return run, [one.job_id for _, one in list_recorded_jobs(run)]
+    result = run_submit(cluster, folder, "tiny.yaml", *HELD)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return run, [job.job_id for _, job in list_recorded_jobs(run)]
 
 
 def submit_jobs_of_another_run(cluster: Cluster, ids: Sequence[str], comments: Sequence[str]) -> None:
-    """Submit jobs with these ids: one that runs, and jobs that wait for its end."""
+    """Submit jobs and check that they get these ids: a running job, and jobs that depend on it."""
     for job, comment, kind in zip(ids, comments, ("", "afternotok", "afterok"), strict=True):
         after = [f"--dependency={kind}:{ids[0]}"] if kind else []
-        words = [f"--comment={comment}", "-J", "train-tiny", "-o", "/dev/null", *after, "--wrap", "sleep 600"]
-        assert cluster.output(["sbatch", "--parsable", *words]) == job
+        options = [f"--comment={comment}", "-J", "train-tiny", "-o", "/dev/null", *after, "--wrap", "sleep 600"]
+        assert cluster.output(["sbatch", "--parsable", *options]) == job
     cluster.wait_job(ids[0], "RUNNING")
 
 
 def list_queue(cluster: Cluster, ids: Sequence[str]) -> list[str]:
-    """Return the state and dependency of jobs."""
+    """Return a line for each of these jobs: id, state and dependency."""
     lines = cluster.output(["squeue", "-h", "-t", "all", "-o", "%i %T %E"]).splitlines()
     return [line for line in lines if line.split()[0] in ids]
 
 
-@pytest.mark.parametrize("happened", ["the controller lost its state", "another cluster"])
+@pytest.mark.parametrize("reason", ["the controller lost its state", "another cluster"])
 def test_jobs_of_another_run_with_the_same_ids_are_not_changed(
-    tmp_path: Path, cluster: Cluster, other: Cluster, monkeypatch: pytest.MonkeyPatch, happened: str
+    tmp_path: Path, cluster: Cluster, other: Cluster, monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
-    lost = happened != "another cluster"
+    is_same_cluster = reason != "another cluster"
     cluster.lose_state()
     run, ids = submit_held_chain(tmp_path, cluster)
-    assert ids == ["1", "2", "3"], "training, successor, evaluation"
+    assert ids == ["1", "2", "3"]
     assert re.search(r"^train +held +1 ", run_submit(cluster, tmp_path, "status", "runs/tiny").stdout, re.M)
-    here = cluster if lost else other
-    here.lose_state()
+    second_cluster = cluster if is_same_cluster else other
+    second_cluster.lose_state()
     comments = ["sluice /b/runs/tiny"] * 3
-    submit_jobs_of_another_run(here, ids, comments)
-    before = list_queue(here, ids)
+    submit_jobs_of_another_run(second_cluster, ids, comments)
+    before = list_queue(second_cluster, ids)
     assert [line.split()[1] for line in before].count("PENDING") == 2
 
-    status = run_submit(here, tmp_path, "status", "runs/tiny").stdout
+    status = run_submit(second_cluster, tmp_path, "status", "runs/tiny").stdout
     assert not re.search(r"^(train|evaluate) +(running|pending|held)", status, re.M), status
-    use_cluster(here, monkeypatch)
+    use_cluster(second_cluster, monkeypatch)
     assert succession.take_over(run, "train", make_job_rank_info("2", 1)) is None
-    assert [e["children"] for e in read_event_lines(run, "train", "took_over")] == ([[]] if lost else [])
+    children = [event["children"] for event in read_event_lines(run, "train", "took_over")]
+    assert children == ([[]] if is_same_cluster else [])
     succession.cancel_unneeded_jobs(run, "train", make_job_rank_info("1"), is_done=False)
     succession.cancel_unneeded_jobs(run, "train", make_job_rank_info("1"), is_done=True)
-    assert run_submit(here, tmp_path, "cancel", "runs/tiny").returncode == 0
-    assert list_queue(here, ids) == before
-    done = run_submit(here, tmp_path, "resume", "runs/tiny", "stages.train.time=00:20:00")
-    assert done.returncode == 0, done.stdout + done.stderr
-    new = [one.job_id for _, one in list_recorded_jobs(run)][3:]
-    assert new == ["4", "5", "6"] and "after 4" in done.stdout, done.stdout
-    assert list_queue(here, ids) == before
-    done = run_submit(here, tmp_path, "cancel", "runs/tiny")
-    assert {line.split()[1] for line in list_queue(here, new)} == {"CANCELLED"} and list_queue(here, ids) == before
-    if not lost:
+    assert run_submit(second_cluster, tmp_path, "cancel", "runs/tiny").returncode == 0
+    assert list_queue(second_cluster, ids) == before
+    result = run_submit(second_cluster, tmp_path, "resume", "runs/tiny", "stages.train.time=00:20:00")
+    assert result.returncode == 0, result.stdout + result.stderr
+    new_ids = [job.job_id for _, job in list_recorded_jobs(run)][3:]
+    assert new_ids == ["4", "5", "6"] and "after 4" in result.stdout, result.stdout
+    assert list_queue(second_cluster, ids) == before
+    result = run_submit(second_cluster, tmp_path, "cancel", "runs/tiny")
+    assert {line.split()[1] for line in list_queue(second_cluster, new_ids)} == {"CANCELLED"}
+    assert list_queue(second_cluster, ids) == before
+    if not is_same_cluster:
         names = [c.output(["scontrol", "show", "config"]).split("ClusterName")[1].split()[1] for c in (cluster, other)]
-        assert f"jobs of cluster {names[0]} are not visible on {names[1]}" in done.stdout
+        assert f"jobs of cluster {names[0]} are not visible on {names[1]}" in result.stdout
         assert {line.split()[1] for line in list_queue(cluster, ids)} == {"PENDING"}
         assert run_submit(cluster, tmp_path, "cancel", "runs/tiny").returncode == 0
-        assert {line.split()[1] for line in list_queue(cluster, ids)} == {"CANCELLED"}, "there they are ours"
-    here.clear()
+        assert {line.split()[1] for line in list_queue(cluster, ids)} == {"CANCELLED"}, (
+            "on their cluster, they are ours"
+        )
+    second_cluster.clear()
 
 
-@pytest.mark.parametrize("cut", [True, False])
-def test_a_job_that_lost_its_comment_is_not_changed_but_reported(tmp_path: Path, cluster: Cluster, cut: bool) -> None:
+@pytest.mark.parametrize("is_truncated", [True, False])
+def test_a_job_that_lost_its_comment_is_not_changed_but_reported(
+    tmp_path: Path, cluster: Cluster, is_truncated: bool
+) -> None:
     run, (train, successor, evaluate) = submit_held_chain(tmp_path, cluster)
-    comment = f"sluice {run.path}"[:12] if cut else "a plugin was here"
+    comment = f"sluice {run.path}"[:12] if is_truncated else "comment of a plugin"
     cluster.output(["scontrol", "update", f"JobId={train}", f"Comment={comment}"])
-    done = run_submit(cluster, tmp_path, "cancel", "runs/tiny")
-    assert f"to end it: scancel {train}" in done.stdout and f"(sluice {run.path})" in done.stdout, done.stdout
+    result = run_submit(cluster, tmp_path, "cancel", "runs/tiny")
+    assert f"to end it: scancel {train}" in result.stdout and f"(sluice {run.path})" in result.stdout, result.stdout
     assert [cluster.job_state(job) for job in (train, successor, evaluate)] == ["PENDING", "CANCELLED", "CANCELLED"]
     assert f"scancel {train}" in run_submit(cluster, tmp_path, "status", "runs/tiny").stdout
     assert f"scancel {train}" in run_submit(cluster, tmp_path, "resume", "runs/tiny").stdout
@@ -128,47 +133,51 @@ def test_a_job_that_lost_its_comment_is_not_changed_but_reported(tmp_path: Path,
 def test_a_requeued_job_is_still_recognized(
     tmp_path: Path, accounted: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its submit time is that of the requeue. Accounting, which has no comment here, shows each run of the job."""
+    """A requeue changes the submit time. Accounting has no comments, and shows each run of the job."""
     use_cluster(accounted, monkeypatch)
     monkeypatch.setattr(job_states, "SUBMIT_TIME_TOLERANCE_S", 3.0)
     run = Run.create(load_config(write_config(tmp_path, "a")))
     script = 'if [ "${SLURM_RESTART_COUNT:-0}" = 0 ]; then sleep 600; fi'
-    words = [f"--comment=sluice {run.path}", "-J", "a-train", "-o", "/dev/null", "--requeue", "--wrap", script]
-    job = accounted.output(["sbatch", "--parsable", *words])
-    write_event(run, "submitted", "train", job_id=job, executor="slurm", after=[], **run_jobs.job_identity("a-train"))
-    [(_, one)] = list_recorded_jobs(run)
-    accounted.wait_job(job, "RUNNING")
-    wait_for("more than the tolerance", lambda: (datetime.now(UTC).timestamp() - one.submit_time) > 4)
-    accounted.output(["scontrol", "requeue", job])
-    assert query_job_states([one])[one].is_active, "by id and comment"
-    wait_for("squeue to forget it", lambda: job not in accounted.output(["squeue", "-h", "-t", "all", "-o", "%A"]), 90)
-    assert len(accounted.output(["sacct", "-nXDP", "-j", job, "-o", "Submit"]).splitlines()) == 2
-    wait_for("accounting", lambda: query_job_states([one])[one].state == "COMPLETED", 30)
+    options = [f"--comment=sluice {run.path}", "-J", "a-train", "-o", "/dev/null", "--requeue", "--wrap", script]
+    job_id = accounted.output(["sbatch", "--parsable", *options])
+    identity = run_jobs.job_identity("a-train")
+    write_event(run, "submitted", "train", job_id=job_id, executor="slurm", after=[], **identity)
+    [(_, job)] = list_recorded_jobs(run)
+    accounted.wait_job(job_id, "RUNNING")
+    wait_for("more than the tolerance", lambda: (datetime.now(UTC).timestamp() - job.submit_time) > 4)
+    accounted.output(["scontrol", "requeue", job_id])
+    assert query_job_states([job])[job].is_active
+    list_all = ["squeue", "-h", "-t", "all", "-o", "%A"]
+    wait_for("squeue to forget the job", lambda: job_id not in accounted.output(list_all), 90)
+    assert len(accounted.output(["sacct", "-nXDP", "-j", job_id, "-o", "Submit"]).splitlines()) == 2
+    wait_for("accounting", lambda: query_job_states([job])[job].state == "COMPLETED", 30)
     accounted.lose_state()
-    for number in range(int(job)):
-        words = ["-J", "a-train", "-o", "/dev/null", "--wrap", f"exit {number + 1}"]
-        last = accounted.output(["sbatch", "--parsable", *words])
-    assert last == job
-    wait_for("its end", lambda: "FAILED" in accounted.output(["sacct", "-nXP", "-j", job, "-o", "State"]), 60)
-    assert query_job_states([one])[one].state == "COMPLETED", (
-        "the newest row is of another job of that id, name and user"
-    )
+    for number in range(int(job_id)):
+        options = ["-J", "a-train", "-o", "/dev/null", "--wrap", f"exit {number + 1}"]
+        last_id = accounted.output(["sbatch", "--parsable", *options])
+    assert last_id == job_id
+    query_state = ["sacct", "-nXP", "-j", job_id, "-o", "State"]
+    wait_for("the end of the other job", lambda: "FAILED" in accounted.output(query_state), 60)
+    # the newest row is now of another job with the same id, name and user
+    assert query_job_states([job])[job].state == "COMPLETED"
 
 
-# -- with recorded answers ------------------------------------------------------------------------------------
+# -- with recorded output ----------------------------------------------------------------------------------------------
 
-AT = "2026-11-22T11:51:43"
-OURS = RecordedJob("1", ("sluice /r",), "here", 1000, "r-train", datetime.fromisoformat(AT).timestamp())
-LISTED = "1|{state}|None|n1|here|1000|{at}|r-train|{comment}\n"
+SUBMIT_TIME = "2026-11-22T11:51:43"
+JOB = RecordedJob("1", ("sluice /r",), "here", 1000, "r-train", datetime.fromisoformat(SUBMIT_TIME).timestamp())
+SQUEUE_ROW = "1|{state}|None|n1|here|1000|{submit_time}|r-train|{comment}\n"
 
 
-def set_slurm_output(monkeypatch: pytest.MonkeyPatch, squeue: str = "", sacct: str = "", of_all: str = "") -> None:
-    """Set the output of squeue for this user's jobs, of accounting, and of squeue for a single job (`of_all`)."""
+def set_slurm_output(
+    monkeypatch: pytest.MonkeyPatch, squeue: str = "", sacct: str = "", squeue_all_users: str = ""
+) -> None:
+    """Set the output of squeue for jobs of this user, of sacct, and of squeue for jobs of all users."""
 
-    def call(*command: str, **_: Any) -> str | None:
-        return sacct if command[0] == "sacct" else squeue if "--me" in command else of_all
+    def run_command(*command: str, **_: Any) -> str | None:
+        return sacct if command[0] == "sacct" else squeue if "--me" in command else squeue_all_users
 
-    monkeypatch.setattr(slurm_commands, "run_slurm_command", call)
+    monkeypatch.setattr(slurm_commands, "run_slurm_command", run_command)
     monkeypatch.setattr(slurm_commands, "cluster_name", lambda: "here")
 
 
@@ -181,13 +190,13 @@ def set_slurm_output(monkeypatch: pytest.MonkeyPatch, squeue: str = "", sacct: s
         (["1|COMPLETED|None|n1|here|1001|2026-11-22T11:51:44|r-train"], UNKNOWN),
         (["1|COMPLETED|None|n1|here|1000|2026-11-22T11:51:44|s-train"], UNKNOWN),
         (["1|COMPLETED|None|n1|here|1000|2026-11-22T12:51:44|r-train"], UNKNOWN),
-        (["1|RUNNING|None|n1|here|1000|2026-11-22T11:51:44|r-train"], UNKNOWN),  # lost with the controller's state
+        (["1|RUNNING|None|n1|here|1000|2026-11-22T11:51:44|r-train"], UNKNOWN),  # the controller lost this job
         (
             [
                 "1|REQUEUED|None|n1|here|1000|2026-11-22T11:51:44|r-train",
                 "1|NODE_FAIL|None|n1|here|1000|2026-11-22T13:00:00|r-train",
                 "1|TIMEOUT|BeginTime|n1|here|1000|2026-11-22T14:00:00|r-train",
-                "1|FAILED|None|n1|here|1000|2026-11-23T09:00:00|r-train",  # an id again
+                "1|FAILED|None|n1|here|1000|2026-11-23T09:00:00|r-train",  # another job with the same id
             ],
             "TIMEOUT",
         ),
@@ -197,176 +206,182 @@ def test_a_final_state_is_read_from_accounting_if_all_but_the_comment_agrees(
     monkeypatch: pytest.MonkeyPatch, rows: list[str], state: str
 ) -> None:
     set_slurm_output(monkeypatch, sacct="\n".join(f"{row}|" for row in rows))
-    found = query_job_states([OURS])[OURS]
-    assert found.state == state and not found.is_active
+    shown = query_job_states([JOB])[JOB]
+    assert shown.state == state and not shown.is_active
 
 
 @pytest.mark.parametrize(
-    ("claim", "comment", "state"),
+    ("job", "comment", "state"),
     [
-        (OURS, "sluice /r", "RUNNING"),
-        (OURS, "sluice /r/s", UNKNOWN),
-        (dataclasses.replace(OURS, cluster="there"), "sluice /r", UNKNOWN),
-        (RecordedJob("1", ("sluice /r",)), "sluice /r", "RUNNING"),  # of before: an event that names no cluster
+        (JOB, "sluice /r", "RUNNING"),
+        (JOB, "sluice /r/s", UNKNOWN),
+        (dataclasses.replace(JOB, cluster="there"), "sluice /r", UNKNOWN),
+        (RecordedJob("1", ("sluice /r",)), "sluice /r", "RUNNING"),  # events of older versions name no cluster
         (RecordedJob("1", ("sluice /r",)), "sluice /s", UNKNOWN),
         (RecordedJob("1", ("sluice /a|b c",)), "sluice /a|b c", "RUNNING"),
     ],
 )
 def test_an_active_job_is_recognized_by_cluster_id_and_comment(
-    monkeypatch: pytest.MonkeyPatch, claim: RecordedJob, comment: str, state: str
+    monkeypatch: pytest.MonkeyPatch, job: RecordedJob, comment: str, state: str
 ) -> None:
-    late = LISTED.format(state="RUNNING", at="2026-11-23T09:00:00", comment=comment)
-    for said in ({"squeue": late}, {"of_all": late}):
-        set_slurm_output(monkeypatch, **said)
-        assert query_job_states([claim])[claim].state == state, said
+    """The submit time does not matter, because a requeue changes it."""
+    row = SQUEUE_ROW.format(state="RUNNING", submit_time="2026-11-23T09:00:00", comment=comment)
+    for output in ({"squeue": row}, {"squeue_all_users": row}):
+        set_slurm_output(monkeypatch, **output)
+        assert query_job_states([job])[job].state == state, output
 
 
-def test_of_two_jobs_with_one_id_the_newer_one_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    older = dataclasses.replace(OURS, name="r-prepare", submit_time=OURS.submit_time - 1e6)
-    shown = LISTED.format(state="RUNNING", at=AT, comment="sluice /r")
-    set_slurm_output(monkeypatch, squeue=shown, of_all=shown)
-    found = query_job_states([older, OURS])
-    assert (found[older].state, found[OURS].state) == (UNKNOWN, "RUNNING")
+def test_the_newer_of_two_jobs_with_one_id_has_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    older_job = dataclasses.replace(JOB, name="r-prepare", submit_time=JOB.submit_time - 1e6)
+    row = SQUEUE_ROW.format(state="RUNNING", submit_time=SUBMIT_TIME, comment="sluice /r")
+    set_slurm_output(monkeypatch, squeue=row, squeue_all_users=row)
+    states = query_job_states([older_job, JOB])
+    assert (states[older_job].state, states[JOB].state) == (UNKNOWN, "RUNNING")
 
 
 def test_a_job_without_its_comment_is_only_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[tuple[str, ...]] = []
     for state, expected in (("PENDING", UNKNOWN), ("FAILED", "FAILED")):
-        set_slurm_output(monkeypatch, squeue=LISTED.format(state=state, at=AT, comment="(null)"))
-        found = query_job_states([OURS])[OURS]
-        assert found.state == expected and ("scancel 1" in found.reason) == (state == "PENDING")
-    monkeypatch.setattr(slurm_commands, "run_slurm_command", lambda *command: said.append(command))
-    job_states.cancel_jobs([found, JobState("2", UNKNOWN), JobState("3", "COMPLETED"), JobState("4", "PENDING")])
-    assert said == [("scancel", "4")]
+        row = SQUEUE_ROW.format(state=state, submit_time=SUBMIT_TIME, comment="(null)")
+        set_slurm_output(monkeypatch, squeue=row)
+        shown = query_job_states([JOB])[JOB]
+        assert shown.state == expected and ("scancel 1" in shown.reason) == (state == "PENDING")
+    commands: list[tuple[str, ...]] = []
+    monkeypatch.setattr(slurm_commands, "run_slurm_command", lambda *command: commands.append(command))
+    job_states.cancel_jobs([shown, JobState("2", UNKNOWN), JobState("3", "COMPLETED"), JobState("4", "PENDING")])
+    assert commands == [("scancel", "4")]
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Return a tiny run on the cluster `here`, where prepare and shard are done."""
     monkeypatch.setattr(slurm_commands, "cluster_name", lambda: "here")
     return make_run(tmp_path)
 
 
-def record_submitted(run: Run, stage: str, job: str, kind: str = "afterok", *after: str, **more: Any) -> None:
-    """Record a submitted job in the events of a run."""
-    fields = {"cluster": "here", "uid": 1000, "job_name": f"{stage}-tiny"} | more
-    write_event(run, "submitted", stage, job_id=job, executor="slurm", after=after, kind=kind, **fields)
+def write_submitted(run: Run, stage: str, job_id: str, kind: str = "afterok", *after: str, **fields: Any) -> None:
+    """Write the event `submitted` of a job on the cluster `here`."""
+    identity = {"cluster": "here", "uid": 1000, "job_name": f"{stage}-tiny"}
+    write_event(run, "submitted", stage, job_id=job_id, executor="slurm", after=after, kind=kind, **identity | fields)
 
 
-def test_a_point_has_the_comment_of_its_sweep_or_its_own_but_a_copy_has_neither(run: Run) -> None:
-    record_submitted(run, "train", "7")
+def test_jobs_of_a_point_have_the_comment_of_the_point_or_its_sweep(run: Run) -> None:
+    """A copy of the run has other comments."""
+    write_submitted(run, "train", "7")
     point = Run(run.path / "points/000")
-    [(event, one)] = list_recorded_jobs(run)
-    assert one.comments == (f"sluice {run.path}",)
+    [(event, job)] = list_recorded_jobs(run)
+    assert job.comments == (f"sluice {run.path}",)
     assert run_jobs.read_recorded_job(point, event).comments == (f"sluice {point.path}", f"sluice {run.path}")
     assert run_jobs.read_recorded_job(Run(run.path.parent / "copy"), event).comments == (
         f"sluice {run.path.parent}/copy",
     )
 
 
-@pytest.mark.parametrize("now", ["requeued", "submitted again", "another cluster"])
-def test_only_a_requeued_job_continues_its_attempt(run: Run, now: str) -> None:
-    record_submitted(run, "train", "6")
-    before = {"cluster": "there"} if now == "another cluster" else {"cluster": "here"}
-    write_event(run, "started", "train", job_id="6", slurm_job="6", attempt=1, restarts=0, standing="step 0", **before)
-    if now == "submitted again":
-        record_submitted(run, "train", "6")
+@pytest.mark.parametrize("case", ["requeued", "submitted again", "another cluster"])
+def test_only_a_requeued_job_continues_its_attempt(run: Run, case: str) -> None:
+    write_submitted(run, "train", "6")
+    fields = {"attempt": 1, "restarts": 0, "standing": "step 0"}
+    fields["cluster"] = "there" if case == "another cluster" else "here"
+    write_event(run, "started", "train", job_id="6", slurm_job="6", **fields)
+    if case == "submitted again":
+        write_submitted(run, "train", "6")
     attempt_end.close_open_attempt(run, "train", make_job_rank_info("6", 1), None)
-    assert bool(read_event_lines(run, "train", "requeued")) == (now == "requeued")
+    assert bool(read_event_lines(run, "train", "requeued")) == (case == "requeued")
 
 
 def test_the_end_of_an_open_attempt_is_not_read_from_another_job(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other job with this id may be of Sluice or of the user."""
-    identity = {"uid": 1000, "job_name": "r-train", "job_submitted": OURS.submit_time}
+    """The other job with this id may belong to another run, or the user may have submitted it."""
+    identity = {"uid": 1000, "job_name": "r-train", "job_submitted": JOB.submit_time}
     for comment, name, cluster, cause in (
         (f"sluice {run.path}", "any", "here", ExitCode.TIME_LIMIT), ("", "r-train", "here", ExitCode.TIME_LIMIT),
         ("sluice /b", "r-train", "here", ExitCode.CRASHED), ("", "other", "here", ExitCode.CRASHED),
         (f"sluice {run.path}", "any", "there", ExitCode.CRASHED), ("", "r-train", "there", ExitCode.CRASHED),
     ):  # fmt: skip
-        set_slurm_output(
-            monkeypatch, of_all=LISTED.format(state="TIMEOUT", at=AT, comment=comment).replace("r-train", name)
-        )
-        facts = {"attempt": 1, "restarts": 0, "standing": "", "cluster": cluster, **identity}
-        write_event(run, "started", "train", job_id="1", slurm_job="1", **facts)
+        row = SQUEUE_ROW.format(state="TIMEOUT", submit_time=SUBMIT_TIME, comment=comment).replace("r-train", name)
+        set_slurm_output(monkeypatch, squeue_all_users=row)
+        fields = {"attempt": 1, "restarts": 0, "standing": "", "cluster": cluster, **identity}
+        write_event(run, "started", "train", job_id="1", slurm_job="1", **fields)
         attempt_end.close_open_attempt(run, "train", make_job_rank_info("9"), None)
         assert read_event_lines(run, "train")[-1]["cause"] == cause.name.lower(), (comment, name, cluster)
 
 
 def test_the_exit_code_of_another_job_with_the_same_id_is_not_used(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Accounting has the end of the job; the controller shows another job with this id, by its submit time."""
-    identity = {"cluster": "here", "uid": 1000, "job_name": "r-train", "job_submitted": OURS.submit_time}
-    set_slurm_output(monkeypatch, sacct=LISTED.format(state="FAILED", at=AT, comment=""))
-    for at, cause in ((AT, ExitCode.STORAGE), ("2026-11-23T09:00:00", ExitCode.CRASHED)):
-        shown = f"JobId=1 JobName=r-train\n   JobState=FAILED ExitCode={int(ExitCode.STORAGE)}:0\n   SubmitTime={at}\n"
-        monkeypatch.setattr(slurm_job, "run_slurm_command", lambda *command, shown=shown: shown)
+    """The job ended according to accounting. The controller may show another job with this id and a later time."""
+    identity = {"cluster": "here", "uid": 1000, "job_name": "r-train", "job_submitted": JOB.submit_time}
+    set_slurm_output(monkeypatch, sacct=SQUEUE_ROW.format(state="FAILED", submit_time=SUBMIT_TIME, comment=""))
+    for submit_time, cause in ((SUBMIT_TIME, ExitCode.STORAGE), ("2026-11-23T09:00:00", ExitCode.CRASHED)):
+        fields = f"JobState=FAILED ExitCode={int(ExitCode.STORAGE)}:0\n   SubmitTime={submit_time}"
+        output = f"JobId=1 JobName=r-train\n   {fields}\n"
+        monkeypatch.setattr(current_job, "run_slurm_command", lambda *command, output=output: output)
         write_event(run, "started", "train", job_id="1", slurm_job="1", attempt=1, restarts=0, standing="", **identity)
         attempt_end.close_open_attempt(run, "train", make_job_rank_info("9"), None)
         assert read_event_lines(run, "train")[-1]["cause"] == cause.name.lower()
 
 
 def test_a_successor_is_distinguished_from_other_jobs_with_its_id(run: Run) -> None:
-    record_submitted(run, "train", "4")
-    record_submitted(run, "train", "5", "afternotok", "4")
+    write_submitted(run, "train", "4")
+    write_submitted(run, "train", "5", "afternotok", "4")
     assert succession.find_predecessor(run, "train", "5") == "4"
-    record_submitted(run, "evaluate", "5", cluster="there")
+    write_submitted(run, "evaluate", "5", cluster="there")
     assert succession.find_predecessor(run, "train", "5") == "4"
-    record_submitted(run, "train", "5")
+    write_submitted(run, "train", "5")
     assert succession.find_predecessor(run, "train", "5") is None
 
 
-def test_a_job_that_waited_for_an_earlier_job_with_the_id_does_not_wait_for_this_one(
+def test_a_job_that_depended_on_an_earlier_job_with_the_id_does_not_depend_on_this_one(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is an evaluation of the same run that was submitted again for another training."""
-    record_submitted(run, "train", "4")
-    record_submitted(run, "evaluate", "6", "afterok", "4")
-    record_submitted(run, "train", "4")
-    record_submitted(run, "train", "5", "afternotok", "4")
+    """The evaluation depends on the first job 4. After another submission, job 4 is a different train job."""
+    write_submitted(run, "train", "4")
+    write_submitted(run, "evaluate", "6", "afterok", "4")
+    write_submitted(run, "train", "4")
+    write_submitted(run, "train", "5", "afternotok", "4")
     monkeypatch.setattr(
-        succession.job_states, "query_job_states", lambda jobs: {one: JobState(one.job_id, "PENDING") for one in jobs}
+        succession.job_states, "query_job_states", lambda jobs: {job: JobState(job.job_id, "PENDING") for job in jobs}
     )
     assert [state.job_id for state, _ in succession._list_waiting_jobs(run, "4")] == ["5"]
     write_event(run, "failed", "train", job_id="4", cause="crashed")
     assert run_jobs.is_job_ending(run, "train", JobState("4", "RUNNING"))
-    record_submitted(run, "train", "4")
-    assert not run_jobs.is_job_ending(run, "train", JobState("4", "RUNNING")), "that was said by the one before"
+    write_submitted(run, "train", "4")
+    assert not run_jobs.is_job_ending(run, "train", JobState("4", "RUNNING")), "the event is of the earlier job"
 
 
 def test_events_of_an_earlier_job_with_the_id_are_ignored(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    record_submitted(run, "train", "4")
-    record_submitted(run, "train", "5", "afternotok", "4")
+    write_submitted(run, "train", "4")
+    write_submitted(run, "train", "5", "afternotok", "4")
     write_event(run, "cancelled", "train", job_id="4", cause="cancelled")
     successors: list[str] = []
-    monkeypatch.setattr("slurm.submit.sbatch.submit_stage", lambda run, stage, after, **more: successors.extend(after))
+    monkeypatch.setattr("slurm.submit.sbatch.submit_stage", lambda run, stage, after, **_: successors.extend(after))
     set_slurm_output(monkeypatch)
     assert succession.hand_over(run, "train", "4") is None and successors == []
     assert succession._was_cancelled(run, "train", "4")
-    record_submitted(run, "train", "4")
+    write_submitted(run, "train", "4")
     assert succession.hand_over(run, "train", "4") is None and successors == ["4"]
     assert not succession._was_cancelled(run, "train", "4")
 
 
 def test_the_time_of_another_job_with_the_id_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     times = "2026-11-22T11:51:43|2026-11-22T11:51:44"
-    monkeypatch.setattr(report, "query_accounting", lambda *asked: f"1|{times}|s-train\n1_0|{times}|r-train\n")
+    monkeypatch.setattr(report, "query_accounting", lambda *_: f"1|{times}|s-train\n1_0|{times}|r-train\n")
     monkeypatch.setattr(report, "cluster_name", lambda: "here")
-    assert [ran.job_id for ran in report.read_job_times([OURS])] == ["1_0"]
-    assert report.read_job_times([dataclasses.replace(OURS, cluster="there")]) == []
+    assert [job_run.job_id for job_run in report.read_job_times([JOB])] == ["1_0"]
+    assert report.read_job_times([dataclasses.replace(JOB, cluster="there")]) == []
 
 
-@pytest.mark.parametrize("ours", [True, False])
+@pytest.mark.parametrize("is_own_job", [True, False])
 def test_an_evaluation_of_a_checkpoint_waits_only_for_jobs_of_its_run(
-    run: Run, monkeypatch: pytest.MonkeyPatch, ours: bool
+    run: Run, monkeypatch: pytest.MonkeyPatch, is_own_job: bool
 ) -> None:
-    record_submitted(run, "evaluate", "7", step=1)
-    comment = f"sluice {run.path}" if ours else "sluice /b"
-    set_slurm_output(monkeypatch, squeue=f"7|RUNNING|None|n1|here|1000|{AT}|tiny-evaluate|{comment}\n")
-    asked: list[Sequence[str]] = []
-    monkeypatch.setattr("slurm.submit.sbatch.submit_stage", lambda run, stage, after, **more: asked.append(after))
+    write_submitted(run, "evaluate", "7", step=1)
+    comment = f"sluice {run.path}" if is_own_job else "sluice /b"
+    set_slurm_output(monkeypatch, squeue=f"7|RUNNING|None|n1|here|1000|{SUBMIT_TIME}|tiny-evaluate|{comment}\n")
+    dependencies: list[Sequence[str]] = []
+    monkeypatch.setattr("slurm.submit.sbatch.submit_stage", lambda run, stage, after, **_: dependencies.append(after))
     monkeypatch.setattr(background, "list_checkpoint_steps", lambda folder: [2])
-    one = background.EvaluationSubmitter(run)
-    one.is_enabled = True
-    one.poll()
-    assert asked == [["7"] if ours else []]
+    submitter = background.EvaluationSubmitter(run)
+    submitter.is_enabled = True
+    submitter.poll()
+    assert dependencies == [["7"] if is_own_job else []]
     assert background.evaluates_one_checkpoint(run, "7")
-    record_submitted(run, "evaluate", "7")
-    assert not background.evaluates_one_checkpoint(run, "7"), "the chain's own, of an id that came again"
+    write_submitted(run, "evaluate", "7")
+    # job 7 is now the evaluation of the chain, because the id was submitted again
+    assert not background.evaluates_one_checkpoint(run, "7")

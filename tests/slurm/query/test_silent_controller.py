@@ -1,4 +1,4 @@
-"""A controller that does not respond: commands wait for it once, and do not guess the state of its jobs."""
+"""Test that commands wait only once for a controller that does not respond, and do not guess the state of its jobs."""
 
 from __future__ import annotations
 
@@ -33,30 +33,24 @@ pytestmark = pytest.mark.timeout(900)
 def test_commands_do_nothing_while_the_controller_is_frozen(tmp_path: Path, cluster: Cluster) -> None:
     run = make_run(tmp_path, overrides=HELD)
     assert run_submit(cluster, tmp_path, "tiny.yaml", *HELD).returncode == 0
-    ids = [one.job_id for _, one in list_recorded_jobs(run)]
+    ids = [job.job_id for _, job in list_recorded_jobs(run)]
     before = list_queue(cluster, ids)
     with cluster.frozen():
         status = run_submit(cluster, tmp_path, "status", "runs/tiny")
-        assert (
-            status.returncode == 0
-            and f"train unknown {NOT_RESPONDING}" in status.stdout
-            and "resume" not in status.stdout
-        )
-        for again in (
+        assert status.returncode == 0
+        assert f"train unknown {NOT_RESPONDING}" in status.stdout and "resume" not in status.stdout
+        for arguments in (
             ["tiny.yaml", *HELD],
             ["resume", "runs/tiny"],
             ["resume", "runs/tiny", "stages.train.time=1:00:00"],
         ):
-            refused = run_submit(cluster, tmp_path, *again)
-            assert refused.returncode == ExitCode.USER_ERROR and NOT_RESPONDING in refused.stderr, (
-                again,
-                refused.stdout,
-            )
-        assert not run.metrics_file.exists() and not run.changes_file.exists(), (
-            "nothing is trained on this machine, and nothing changes"
-        )
-        cancelled = run_submit(cluster, tmp_path, "cancel", "runs/tiny").stdout
-        assert "stay in the queue" in cancelled and NOT_RESPONDING in cancelled
+            result = run_submit(cluster, tmp_path, *arguments)
+            assert result.returncode == ExitCode.USER_ERROR, (arguments, result.stdout)
+            assert NOT_RESPONDING in result.stderr, (arguments, result.stdout)
+        assert not run.metrics_file.exists(), "nothing must be trained on this machine"
+        assert not run.changes_file.exists()
+        output = run_submit(cluster, tmp_path, "cancel", "runs/tiny").stdout
+        assert "stay in the queue" in output and NOT_RESPONDING in output
     assert list_queue(cluster, ids) == before and len(cluster.output(["squeue", "-h"]).splitlines()) == len(ids)
     assert "jobs" in run_submit(cluster, tmp_path, "cancel", "runs/tiny").stdout
     assert {line.split()[1] for line in list_queue(cluster, ids)} == {"CANCELLED"}
@@ -85,7 +79,7 @@ def set_output(folder: Path, name: str, output: str, code: int = 0) -> None:
 
 
 def make_submitted_run(folder: Path, count: int) -> Run:
-    """Return a run with `count` submitted trainings."""
+    """Return a run with `count` submitted train jobs."""
     run = make_run(folder)
     for job in range(count):
         write_event(
@@ -124,7 +118,7 @@ def test_one_query_covers_many_jobs_that_slurm_no_longer_knows(tmp_path: Path, f
 def test_jobs_are_unknown_if_squeue_fails(
     tmp_path: Path, fake_commands: Path, error_output: str | None, count: int
 ) -> None:
-    """This holds although the controller responded before and would accept new jobs."""
+    """The controller responded before and would accept new jobs, but nothing must be submitted."""
     set_output(fake_commands, "scontrol", "ClusterName = here")
     set_output(fake_commands, "sbatch", "105")
     if error_output is not None:
@@ -176,7 +170,7 @@ def test_all_commands_of_a_query_share_one_time_limit(fake_commands: Path, monke
     slurm_commands.cluster_name()
     monkeypatch.setattr(slurm_commands, "run_slurm_command", record_limit)
     job = RecordedJob("1", cluster="here", uid=12345)
-    assert job_states.query_job_states([job])[job] == JobState("1", UNKNOWN), "squeue has answered twice"
+    assert job_states.query_job_states([job])[job] == JobState("1", UNKNOWN), "squeue responds both times"
     assert [name for name, _ in limits] == ["squeue", "sacct", "squeue"]
     (_, first), (_, half), (_, rest) = limits
     assert 0.5 >= first >= 2 * half and half + rest <= first
@@ -205,6 +199,6 @@ def test_a_cluster_that_does_not_respond_is_not_replaced_by_this_machine(
         assert is_slurm_responding() == is_responding
 
 
-def test_sbatch_without_scontrol_is_no_cluster(fake_commands: Path) -> None:
+def test_slurm_is_not_responding_if_scontrol_is_missing(fake_commands: Path) -> None:
     (fake_commands / "scontrol").unlink()
     assert not is_slurm_responding()

@@ -1,4 +1,4 @@
-"""Tests of a stage that submit.py runs on this machine: what a signal to submit.py does to the stage."""
+"""Test what a signal to submit.py does to a stage that submit.py runs on this machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SAVE_ON_SIGTERM = (
 
 @pytest.fixture
 def supervisor() -> Iterator[subprocess.Popen[bytes]]:
-    """Start a process that needs a second to save after SIGTERM and then exits with 5."""
+    """Yield a process that takes a second to save after SIGTERM, and then exits with 5."""
     process = subprocess.Popen([sys.executable, "-c", f"{SAVE_ON_SIGTERM}; time.sleep(8)"], stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.readline()
     yield process
@@ -60,7 +60,7 @@ def test_a_signal_in_a_batch_job_does_not_stop_the_run_permanently(
     def find_lock_holder(self: Run, stage: str) -> LockHolder | None:
         nonlocal lock_queries
         lock_queries += 1
-        has_lock = lock_queries > 3 and supervisor.poll() is None  # not yet before the submission and during the start
+        has_lock = lock_queries > 3 and supervisor.poll() is None  # the first queries come before it has started
         return LockHolder(supervisor.pid, os.uname().nodename) if has_lock else None
 
     job = SimpleNamespace(
@@ -78,4 +78,4 @@ def test_a_signal_in_a_batch_job_does_not_stop_the_run_permanently(
     if in_batch_job or signal_count == 1:
         assert (supervisor.poll(), exit_code) == (5, ExitCode.CRASHED), "an exit without an event is a crash"
     else:
-        assert (supervisor.poll(), exit_code) == (None, ExitCode.STOPPED), "after a second Ctrl-C it does not wait"
+        assert (supervisor.poll(), exit_code) == (None, ExitCode.STOPPED), "submit.py does not wait after two signals"

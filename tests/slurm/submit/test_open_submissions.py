@@ -54,6 +54,7 @@ class Killed(BaseException):
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    """Put fake Slurm commands on PATH and return them."""
     fake = FakeSlurm(tmp_path / "slurm")
     monkeypatch.setenv("PATH", f"{fake.folder}:{os.environ['PATH']}")
     monkeypatch.setattr(slurm_commands, "_settings_by_conf", {})
@@ -65,6 +66,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
 
 @pytest.fixture
 def run(tmp_path: Path, slurm: FakeSlurm) -> Run:
+    """Return a run of which no stage is done."""
     from pipeline.config.read import load_config
 
     return Run.create(load_config(write_config(tmp_path)))
@@ -79,7 +81,7 @@ def submit(run: Run) -> str:
 
 
 def read_status(run: Run) -> str:
-    """Return the output of `read_status`."""
+    """Return the output of `status`."""
     console = PlainConsole(width=200, record=True)
     print_status(run, console)
     return str(console.export_text())
@@ -105,6 +107,7 @@ def killed_at_sbatch_call(call_number: int, *, is_accepted: bool) -> Iterator[No
 
 
 def list_recorded_ids(run: Run) -> list[str]:
+    """Return the ids of the jobs that events of the run name."""
     return [recorded.job_id for _, recorded in list_recorded_jobs(run)]
 
 
@@ -152,10 +155,10 @@ def test_cancel_empties_the_queue_after_a_kill(run: Run, slurm: FakeSlurm, call_
 
 
 @pytest.mark.parametrize("outcome", ["timeout", "late", "lose", "hang"])
-def test_the_job_of_an_sbatch_without_an_answer_is_searched(
+def test_a_job_is_submitted_once_if_sbatch_does_not_respond(
     run: Run, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, outcome: str
 ) -> None:
-    """The chain has each job once, whether Slurm accepted the job, accepts it later or never received it."""
+    """This holds whether Slurm accepted the job, accepts it later or never received it."""
     submit_stage = sbatch.submit_stage
     if outcome == "hang":
         monkeypatch.setattr(
@@ -163,7 +166,7 @@ def test_the_job_of_an_sbatch_without_an_answer_is_searched(
         )
     slurm.set_sbatch_outcomes(call_4=[outcome, "0.4"])
     output = submit(run)
-    assert re.search(r"^train +sbatch got no answer", output, re.MULTILINE), output
+    assert re.search(r"^train +sbatch got no response", output, re.MULTILINE), output
     assert slurm.list_queue() == CHAIN and list_open_submissions(run) == []
     assert slurm.count_sbatch_calls() == len(CHAIN) + (outcome in ("lose", "hang"))
 
@@ -200,8 +203,8 @@ def test_a_job_of_an_abandoned_submission_exits_without_work(tmp_path: Path, run
     def start_job(job_id: str) -> str:
         environment = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": job_id}
         command = ["bash", str(script), submission.key]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30, check=True)
-        return done.stdout
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30, check=True)
+        return result.stdout
 
     assert start_job("7") == "" and (tmp_path / "log").read_text() == "ran\n"
     link = run.jobs_dir / "prepare/7_submitted.pkl"
@@ -219,7 +222,7 @@ def test_a_job_of_an_abandoned_submission_exits_without_work(tmp_path: Path, run
 def test_a_job_with_the_comment_of_a_run_but_no_record_is_cancelled(
     run: Run, slurm: FakeSlurm, state: str, command: str
 ) -> None:
-    """An earlier version, or an earlier run in the same directory, may leave such a job. Other runs keep theirs."""
+    """An earlier version, or an earlier run in the same directory, may leave this job. Jobs of other runs are kept."""
     other_job = slurm.add_job(name="train-tiny", comment=f"{job_comment(run.path)}/points/000", state=state)
     stray_job = slurm.add_job(name="train-tiny", comment=job_comment(run.path), state=state, tasks=2)
     if command == "cancel":
@@ -264,7 +267,7 @@ def test_an_array_is_recorded_for_all_points_after_a_kill(tmp_path: Path, slurm:
 
 
 def test_a_job_records_its_submission_before_its_start(run: Run, slurm: FakeSlurm) -> None:
-    """Its later events then belong to this job, even if submit.py records the submission again."""
+    """The later events then belong to this job, even if submit.py records the submission again."""
     with killed_at_sbatch_call(4, is_accepted=True):
         submit(run)
     [(event, submission)] = [pair for pair in list_submissions(run) if pair[1].is_open]
@@ -281,7 +284,7 @@ def test_a_job_records_its_submission_before_its_start(run: Run, slurm: FakeSlur
 
 
 def test_an_ended_job_is_found_in_accounting(run: Run, slurm: FakeSlurm) -> None:
-    """It is identified by its script and key, because the accounting of most sites has no comments."""
+    """The job is identified by its script and key, because the accounting of most sites has no comments."""
     with killed_at_sbatch_call(1, is_accepted=True):
         submit(run)
     [job] = slurm.list_jobs()
@@ -294,7 +297,7 @@ def test_an_ended_job_is_found_in_accounting(run: Run, slurm: FakeSlurm) -> None
 
 
 def test_submit_waits_for_the_sbatch_of_another_process(run: Run, slurm: FakeSlurm) -> None:
-    """The running sbatch has the script locked, even if its submit.py was killed."""
+    """The running sbatch holds a lock on the script, even if the submit.py that called it was killed."""
     with killed_at_sbatch_call(1, is_accepted=False):
         submit(run)
     [(_, submission)] = list_submissions(run)
@@ -373,7 +376,7 @@ def test_a_failure_of_a_wrapper_of_sbatch_is_reported_completely_and_not_retried
 
 @pytest.fixture
 def run_in_training(tmp_path: Path, slurm: FakeSlurm) -> Run:
-    """Return a run without requeueing whose training is job 1; its successor and its evaluation are pending."""
+    """Return a run on a site that forbids requeueing. Job 1 trains, 2 is its successor, and 3 evaluates."""
     run = make_run(tmp_path, overrides=("site.requeue=false", "evaluate.every=checkpoint"))
     submit(run)
     assert slurm.list_queue() == [("train", ""), ("train", "afternotok:0"), ("evaluate", "afterok:0")]
@@ -405,7 +408,7 @@ def test_an_evaluation_without_a_record_is_not_submitted_twice(
     assert len(slurm.list_jobs()) == 5, "the evaluation of the chain is in the queue already"
 
 
-# -- incomplete chains ---------------------------------------------------------------------------------------
+# -- incomplete chains -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("call_number", range(1, 6))

@@ -1,4 +1,4 @@
-"""Tests of `resume`: which jobs it submits, their dependencies, and which jobs it replaces.
+"""Test which jobs `resume` submits and replaces, and their dependencies.
 
 Most tests replace the functions that call Slurm. The last ones use a real Slurm.
 """
@@ -66,11 +66,13 @@ class FakeQueue:
     def find_jobs(
         self, jobs: Iterable[RecordedJob], comments: Set[str], forgotten: dict[RecordedJob, JobState] | None = None
     ) -> tuple[dict[RecordedJob, JobState], list[JobState]]:
+        """Return the states of the jobs, in place of `slurm.query.job_states.find_jobs`."""
         return {job: self.states[job.job_id] for job in jobs}, []
 
     def write_submission(
         self, run: Run, stage: str, key: str, after: Sequence[str], kind: str, targets: Sequence[Run]
     ) -> tuple[Path, list[str]]:
+        """Record the job in `dependencies` and `states`, in place of writing its script."""
         job_id = str(100 + len(self.dependencies))
         self.dependencies[job_id] = f"{kind}:{':'.join(after)}" if after else ""
         is_array = len(targets) > 1 and targets[0] is not run
@@ -81,9 +83,11 @@ class FakeQueue:
         return script, []
 
     def set_state(self, job_id: str, state: str, reason: str = "None") -> None:
+        """Set the state that Slurm reports for a job or an array task."""
         self.states[job_id] = JobState(job_id, state, reason)
 
     def run_slurm_command(self, *command: str) -> str:
+        """Cancel jobs, in place of scancel. No other command is expected."""
         assert command[0] == "scancel"
         for job_id in command[1:]:
             self.set_state(job_id, "CANCELLED")
@@ -99,6 +103,7 @@ class FakeQueue:
 
 @pytest.fixture
 def queue(monkeypatch: pytest.MonkeyPatch) -> FakeQueue:
+    """Replace Slurm by a queue in memory and return it."""
     return FakeQueue(monkeypatch)
 
 
@@ -109,20 +114,22 @@ def run(tmp_path: Path) -> Run:
 
 
 def write_submitted(run: Run, stage: str, job_id: str, kind: str = "afterok", *after: str, **fields: object) -> None:
+    """Write the event `submitted` of a job."""
     write_event(run, "submitted", stage, job_id=job_id, executor="slurm", after=after, kind=kind, **fields)
 
 
-def test_resume_submits_the_last_evaluation_beside_that_of_one_checkpoint(run: Run, queue: FakeQueue) -> None:
+def test_resume_submits_evaluate_although_a_checkpoint_is_being_evaluated(run: Run, queue: FakeQueue) -> None:
+    """Job 7 evaluates only the checkpoint of step 7. The chain still needs a job that evaluates the last one."""
     write_submitted(run, "train", "1")
     write_submitted(run, "evaluate", "7", step=7)
     queue.set_state("1", "FAILED")
     queue.set_state("7", "RUNNING")
     queue.resume(run)
-    assert queue.dependencies == {"100": "", "101": "afterok:100"}, "the training, then its last evaluation"
+    assert queue.dependencies == {"100": "", "101": "afterok:100"}
     assert queue.states["7"].state == "RUNNING"
 
 
-def test_an_evaluation_depends_on_the_training_and_not_on_its_successor(run: Run, queue: FakeQueue) -> None:
+def test_evaluate_depends_on_the_train_job_and_not_on_its_successor(run: Run, queue: FakeQueue) -> None:
     write_submitted(run, "train", "1")
     write_submitted(run, "train", "2", "afternotok", "1")
     queue.set_state("1", "RUNNING")
@@ -169,11 +176,11 @@ def test_resume_replaces_the_chain_of_a_sweep_after_prepare_failed(tmp_path: Pat
     assert list(queue.dependencies.values()) == ["", "afterok:100", "afterany:101", "afterok:102", "aftercorr:103"]
     queue.set_state("100", "FAILED")
     queue.set_state("101", "PENDING", "DependencyNeverSatisfied")
-    assert "0 done, 0 under way" in queue.resume(run), "Slurm still reports the other jobs as pending"
+    assert "0 done, 0 active" in queue.resume(run), "Slurm still reports the other jobs as pending"
     assert list(queue.dependencies.values())[5:] == ["", "afterok:105", "afterany:106", "afterok:107", "aftercorr:108"]
     old_jobs = ("101", "102", "103", "104")
     assert [state.state for job, state in queue.states.items() if job.split("_")[0] in old_jobs] == ["CANCELLED"] * 6
-    assert "0 done, 2 under way" in queue.resume(run), "a second resume submits nothing"
+    assert "0 done, 2 active" in queue.resume(run), "a second resume submits nothing"
 
 
 def test_resume_submits_a_stopping_point_again_after_its_job(tmp_path: Path, run: Run, queue: FakeQueue) -> None:
@@ -184,12 +191,12 @@ def test_resume_submits_a_stopping_point_again_after_its_job(tmp_path: Path, run
         write_event(point, "started", "train", job_id=task_id)
         queue.set_state(task_id, "RUNNING")
     write_event(first, "stopping", "train", job_id="100_0", by="cancelled")
-    assert "0 done, 1 under way" in queue.resume(sweep)
+    assert "0 done, 1 active" in queue.resume(sweep)
     assert list(queue.dependencies.values())[2:] == ["afterany:100_0", "afterok:102"]
     assert queue.states["101_0"].state == "CANCELLED" and queue.states["101_1"].state == "PENDING"
 
 
-def test_evaluations_depend_on_the_array_of_their_trainings(tmp_path: Path, run: Run, queue: FakeQueue) -> None:
+def test_each_evaluation_depends_on_the_train_task_of_its_point(tmp_path: Path, run: Run, queue: FakeQueue) -> None:
     """One point is still training. The other two are submitted again, and each evaluation depends on its own task."""
     sweep = make_run(tmp_path, "sweep", ("sweep={grid: {optimizer.lr: [0.001, 0.01, 0.1]}}",), run.data_dir)
     queue.resume(sweep)
@@ -197,21 +204,21 @@ def test_evaluations_depend_on_the_array_of_their_trainings(tmp_path: Path, run:
     queue.set_state("100_0", "RUNNING")
     for task_id in ("100_1", "100_2", "101_0", "101_1", "101_2"):
         queue.set_state(task_id, "FAILED")
-    assert "3 points: 0 done, 0 under way" in queue.resume(sweep), "the first point has no pending evaluation"
+    assert "3 points: 0 done, 0 active" in queue.resume(sweep), "the first point has no pending evaluation"
     assert list(queue.dependencies.values())[2:] == ["", "afterok:100_0", "aftercorr:102"]
     new_evaluations = [
         line["job_id"] for point in list_points(sweep) for line in read_event_lines(point, "evaluate", "submitted")[1:]
     ]
     assert new_evaluations == ["103", "104_0", "104_1"] and queue.states["100_0"].state == "RUNNING"
-    assert "0 done, 3 under way" in queue.resume(sweep) and len(queue.dependencies) == 5
+    assert "0 done, 3 active" in queue.resume(sweep) and len(queue.dependencies) == 5
 
 
-def test_running_work_is_found_by_job_and_by_lock(tmp_path: Path, run: Run, queue: FakeQueue) -> None:
+def test_running_work_is_listed_by_lock_or_by_job(tmp_path: Path, run: Run, queue: FakeQueue) -> None:
     """Each task of shard and each point of a sweep has its own lock. The points of a sweep share the code."""
     sweep = make_run(tmp_path, "sweep", (SWEEP,), run.data_dir)
     assert run_jobs.list_running_work(sweep) == []
     queue.resume(sweep)
-    assert run_jobs.list_running_work(sweep) == [], "a pending job is no running work"
+    assert run_jobs.list_running_work(sweep) == [], "pending jobs must not be listed"
     queue.set_state("100_1", "RUNNING")
     assert run_jobs.list_running_work(sweep) == ["train (job 100_1)"], "its supervisor has no lock yet"
     lock = list_points(sweep)[1].lock_stage("train")
@@ -219,8 +226,8 @@ def test_running_work_is_found_by_job_and_by_lock(tmp_path: Path, run: Run, queu
     os.close(lock)
     lock = run.lock_stage("shard", 1)
     assert lock is not None and run_jobs.list_running_work(run) == [f"shard of {run.name}"]
-    done = run_submit(None, tmp_path, "resume", "runs/tiny", "--update-code")
-    assert done.returncode == ExitCode.USER_ERROR and "shard of runs/tiny" in done.stderr
+    result = run_submit(None, tmp_path, "resume", "runs/tiny", "--update-code")
+    assert result.returncode == ExitCode.USER_ERROR and "shard of runs/tiny" in result.stderr
     os.close(lock)
     assert run_jobs.list_running_work(run) == []
 
@@ -265,8 +272,9 @@ def test_one_query_covers_all_points_of_a_sweep(
 def test_an_invalid_sweep_point_is_an_error_before_any_change(tmp_path: Path) -> None:
     write_config(tmp_path)
     for options in ([], ["--dry-run"]):
-        done = run_submit(None, tmp_path, "tiny.yaml", "sweep={grid: {optimizer.lrr: [1, 2]}}", *options)
-        assert done.returncode == ExitCode.USER_ERROR and "point 000 (optimizer.lrr=1)" in done.stderr, done.stderr
+        result = run_submit(None, tmp_path, "tiny.yaml", "sweep={grid: {optimizer.lrr: [1, 2]}}", *options)
+        assert result.returncode == ExitCode.USER_ERROR, result.stderr
+        assert "point 000 (optimizer.lrr=1)" in result.stderr
     assert not (tmp_path / "runs").exists()
     overrides = ["model.kv_heads=4", "sweep={grid: {model.kv_heads: [4, 2]}}", "stages.train.tasks_per_node=4"]
     run = Run.create(load_config(tmp_path / "tiny.yaml", overrides))
@@ -290,20 +298,20 @@ def test_resume_replaces_pending_jobs_and_waits_for_a_running_save(tmp_path: Pat
     trainer.write_text(trainer.read_text().replace(save_lines, slow_save_lines))
     assert run_submit(cluster, tmp_path, "held.yaml", *held).returncode == 0
     replaced_jobs = [get_job_id(path, stage) for stage in ("train", "evaluate")]
-    done = run_submit(cluster, tmp_path, "resume", "runs/held", "stages.train.nodes=2", "site.sbatch={hold: false}")
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = run_submit(cluster, tmp_path, "resume", "runs/held", "stages.train.nodes=2", "site.sbatch={hold: false}")
+    assert result.returncode == 0, result.stdout + result.stderr
     job = get_job_id(path, "train")
     assert [cluster.job_state(replaced) for replaced in replaced_jobs] == ["CANCELLED"] * 2
     assert job not in replaced_jobs
     wait_for("step 3", lambda: count_steps(path) >= 3)
-    done = run_submit(cluster, tmp_path, "resume", "runs/held", "stages.train.nodes=4")
-    assert done.returncode == ExitCode.USER_ERROR and "cancel runs/held" in done.stderr
+    result = run_submit(cluster, tmp_path, "resume", "runs/held", "stages.train.nodes=4")
+    assert result.returncode == ExitCode.USER_ERROR and "cancel runs/held" in result.stderr
     assert Run.open(path).config.stages.train.nodes == 2
     assert run_submit(cluster, tmp_path, "cancel", "runs/held").returncode == 0
     wait_for("the save", lambda: "stopping" in list_event_names(path, "train"))
     trainer.write_text(trainer.read_text().replace("time.sleep(0.5)", "pass"))  # remove the delay of each step
-    done = run_submit(cluster, tmp_path, "resume", "runs/held")
-    assert f"after {job}\n" in done.stdout, done.stdout + done.stderr
+    result = run_submit(cluster, tmp_path, "resume", "runs/held")
+    assert f"after {job}\n" in result.stdout, result.stdout + result.stderr
     wait_for("the evaluation", lambda: has_evaluation(path))
     wait_for_empty_queue(cluster)
     assert list_event_names(path, "train").count("started") == 2 and "stopped" in list_event_names(path, "train")
@@ -319,8 +327,8 @@ def test_resume_continues_a_sweep_whose_first_job_failed(tmp_path: Path, cluster
     path = tmp_path / "runs/tiny"
     wait_for("the failure of prepare", lambda: cluster.job_state(get_job_id(path, "prepare")) == "FAILED")
     (tmp_path / "repaired").touch()
-    done = run_submit(cluster, tmp_path, "resume", "runs/tiny")
-    assert "0 done, 0 under way" in done.stdout, done.stdout + done.stderr
+    result = run_submit(cluster, tmp_path, "resume", "runs/tiny")
+    assert "0 done, 0 active" in result.stdout, result.stdout + result.stderr
     wait_for("both evaluations", lambda: all(map(has_evaluation, (path / "points/000", path / "points/001"))))
     wait_for_empty_queue(cluster)
 
@@ -333,8 +341,8 @@ def test_a_corrected_config_replaces_pending_jobs(tmp_path: Path, cluster: Clust
     held = run_submit(cluster, tmp_path, "tiny.yaml", *small, "optimizer.weight_decay=0.5", "site.sbatch={hold: true}")
     assert held.returncode == 0, held.stdout + held.stderr
     pending_jobs = set(cluster.output(["squeue", "-h", "--format=%A"]).split())
-    done = run_submit(cluster, tmp_path, "tiny.yaml", *small, "optimizer.weight_decay=0.25")
-    assert "optimizer.weight_decay: 0.5 → 0.25" in done.stdout, done.stdout + done.stderr
+    result = run_submit(cluster, tmp_path, "tiny.yaml", *small, "optimizer.weight_decay=0.25")
+    assert "optimizer.weight_decay: 0.5 → 0.25" in result.stdout, result.stdout + result.stderr
     assert len(pending_jobs) >= 4 and {*" ".join(map(cluster.job_state, pending_jobs)).split()} == {"CANCELLED"}
     path = tmp_path / "runs/tiny"
     trainings = [path / "points/000", path / "points/001"] if sweep else [path]

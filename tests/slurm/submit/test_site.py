@@ -1,4 +1,4 @@
-"""Tests of site settings without a cluster: validation, batch scripts, masked secrets, placement of ranks, doctor."""
+"""Test site settings without a cluster: validation, batch scripts, masked secrets, placement of ranks, doctor."""
 
 from __future__ import annotations
 
@@ -447,8 +447,9 @@ def test_a_warning_names_setup_lines_with_secrets_that_a_group_can_read(tmp_path
     for fact in ("(export GH_PAT=*****)", "site.secrets", "site.pass"):
         assert fact in warning
     command = [sys.executable, str(CODE_ROOT / "submit.py"), "tiny.yaml", "--dry-run", "run.sharing=group", EXPORTS]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
-    assert warning.removeprefix("warning: ") in done.stdout and "hunter2" not in done.stdout + done.stderr, done.stderr
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert warning.removeprefix("warning: ") in result.stdout, result.stderr
+    assert "hunter2" not in result.stdout + result.stderr
 
 
 @pytest.fixture
@@ -469,8 +470,8 @@ def test_a_job_sources_the_secrets_file_and_its_script_has_no_secret(tmp_path: P
     assert read_exported_variables(text)["secrets"] == "1" and "sluice_fd" not in read_exported_variables(text)
     setup = text[text.index("# setup") : text.index("# command")]
     secrets.chmod(0o640)
-    done = subprocess.run(["bash", "-c", f"{setup}\necho started"], capture_output=True, text=True, timeout=10)
-    assert (done.returncode, done.stdout) == (2, "") and f"chmod 600 {secrets}" in done.stderr
+    result = subprocess.run(["bash", "-c", f"{setup}\necho started"], capture_output=True, text=True, timeout=10)
+    assert (result.returncode, result.stdout) == (2, "") and f"chmod 600 {secrets}" in result.stderr
 
 
 def test_a_job_sources_the_secrets_file_that_it_checked(tmp_path: Path, secrets: Path) -> None:
@@ -482,8 +483,8 @@ def test_a_job_sources_the_secrets_file_that_it_checked(tmp_path: Path, secrets:
     tool.chmod(0o755)
     setup = text[text.index("# setup") : text.index("# command")]
     shell = ["bash", "-c", f"PATH={tmp_path}/bin:$PATH\n{setup}\nenv -0"]
-    done = subprocess.run(shell, capture_output=True, text=True, timeout=10)
-    assert "WANDB_API_KEY=hunter2 $x\0" in done.stdout and done.returncode == 0, done.stderr
+    result = subprocess.run(shell, capture_output=True, text=True, timeout=10)
+    assert "WANDB_API_KEY=hunter2 $x\0" in result.stdout and result.returncode == 0, result.stderr
     assert secrets.read_text() == "WANDB_API_KEY=replaced\n"
 
 
@@ -501,14 +502,14 @@ def test_a_job_exits_if_the_secrets_file_is_not_private(tmp_path: Path, secrets:
         os.chown(secrets, 1234, 1234)
     elif kind.endswith("by others"):
         secrets.chmod(0o604 if kind == "readable by others" else 0o602)
-    done = subprocess.run(["bash", "-c", f"{setup}\necho started"], capture_output=True, text=True, timeout=10)
-    assert (done.returncode, done.stdout) == (2, "") and f"chmod 600 {secrets}" in done.stderr
+    result = subprocess.run(["bash", "-c", f"{setup}\necho started"], capture_output=True, text=True, timeout=10)
+    assert (result.returncode, result.stdout) == (2, "") and f"chmod 600 {secrets}" in result.stderr
     if kind.endswith("by others"):  # a link to a private file is valid, and so is a read-only file
         secrets.chmod(0o400)
         secrets.rename(tmp_path / "moved")
         secrets.symlink_to(tmp_path / "moved")
-        done = subprocess.run(["bash", "-c", f"{setup}\necho started"], capture_output=True, text=True, timeout=10)
-        assert (done.returncode, done.stdout) == (0, "started\n"), done.stderr
+        result = subprocess.run(["bash", "-c", f"{setup}\necho started"], capture_output=True, text=True, timeout=10)
+        assert (result.returncode, result.stdout) == (0, "started\n"), result.stderr
 
 
 def test_submission_requires_a_private_secrets_file(tmp_path: Path, secrets: Path) -> None:
@@ -564,9 +565,9 @@ def test_submit_and_resume_require_the_variables_of_site_pass(tmp_path: Path) ->
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "GH_PAT": "hunter2"}
     for arguments in (["tiny.yaml", override], ["resume", "runs/tiny"]):
         command = [sys.executable, str(CODE_ROOT / "submit.py"), *arguments, "--executor=slurm"]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
-        assert done.returncode == 2 and done.stderr.startswith("error[site.variable_not_set]"), done.stderr
-        assert "site.pass" in done.stderr and "WANDB_API_KEY" in done.stderr, done.stderr
+        result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+        assert result.returncode == 2 and result.stderr.startswith("error[site.variable_not_set]"), result.stderr
+        assert "site.pass" in result.stderr and "WANDB_API_KEY" in result.stderr, result.stderr
         assert (tmp_path / "runs").exists() == (arguments[0] == "resume"), "a failed submit creates no run"
         run = Run.create(cfg)
     assert [event["event"] for event in read_event_lines(run)] == ["created"]
@@ -728,13 +729,14 @@ def test_doctor_describes_a_machine_without_slurm(tmp_path: Path) -> None:
     python.chmod(0o755)
 
     def run_doctor(*before: str, **environment: str) -> str:
-        done = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-X", "importtime", "-c", "\n".join([*before, program])],
             cwd=tmp_path, env={**os.environ, "PATH": "/nowhere", "COLUMNS": "300", **environment},
             capture_output=True, text=True, timeout=240,
         )  # fmt: skip
-        assert done.returncode == 0 and not re.search(r"\| +(torch|numpy|mpi4py)$", done.stderr, re.M), done.stderr
-        return done.stdout
+        assert result.returncode == 0, result.stderr
+        assert not re.search(r"\| +(torch|numpy|mpi4py)$", result.stderr, re.M)
+        return result.stdout
 
     output = run_doctor()
     cores = len(os.sched_getaffinity(0))
@@ -755,10 +757,10 @@ def test_a_dry_run_for_slurm_needs_no_slurm(tmp_path: Path) -> None:
     write_config(tmp_path)
     dry = ["--dry-run", "--scripts", "--executor", "slurm"]
     command = [sys.executable, str(CODE_ROOT / "submit.py"), "tiny.yaml", *dry, "site.scratch=/with space"]
-    done = subprocess.run(
+    result = subprocess.run(
         command, cwd=tmp_path, env={**os.environ, "PATH": "/nowhere"}, capture_output=True, text=True, timeout=240
     )
-    assert done.returncode == 0 and "export TMPDIR='/with space'" in done.stdout, done.stderr
+    assert result.returncode == 0 and "export TMPDIR='/with space'" in result.stdout, result.stderr
 
 
 def test_the_installed_version_of_submitit_is_the_tested_one() -> None:

@@ -1,6 +1,6 @@
-"""Tests of sweeps: their points, points as runs, and an array of four points on a real Slurm, one of them preempted.
+"""Test sweeps: their points, points as runs, and an array of four points on a real Slurm, one of them preempted.
 
-Also tests evaluations that a training submits when it has saved a checkpoint.
+Also test evaluations that the train stage submits when it has saved a checkpoint.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ SMALL = ("stages.train.tasks_per_node=1", "stages.evaluate.tasks_per_node=1", "t
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the data folder of a run where prepare and shard are done."""
     return make_run(tmp_path_factory.mktemp("data")).data_dir
 
 
@@ -190,19 +191,19 @@ def test_the_table_of_points_has_the_metrics_of_a_custom_model(
 def test_a_preempted_point_of_an_array_is_requeued_alone(tmp_path: Path, data: Path, cluster: Cluster) -> None:
     run = slow_down_steps(create_sweep(tmp_path, data))
     dry_run = run_submit(cluster, tmp_path, "tiny.yaml", SWEEP, *SMALL, "--dry-run", "--scripts").stdout
-    done = run_submit(cluster, tmp_path, "tiny.yaml", SWEEP, *SMALL)
+    result = run_submit(cluster, tmp_path, "tiny.yaml", SWEEP, *SMALL)
     for stage in ("train", "evaluate"):
         [script] = [path.read_text() for path in (run.jobs_dir / stage).glob("*_submission.sh")]
         planned_script = dry_run.partition(f"# ---- on Slurm: {stage}\n")[2].partition("\n\n# ---- ")[0].rstrip()
         assert [line for line in script.splitlines() if "--dependency" not in line] == planned_script.splitlines()
-    assert done.returncode == 0 and "array over 4 points" in done.stdout, done.stdout + done.stderr
+    assert result.returncode == 0 and "array over 4 points" in result.stdout, result.stdout + result.stderr
     points = list_points(run)
     wait_for("step 8 of all points", lambda: all(len(list(read_jsonl(point.metrics_file))) >= 8 for point in points))
     [start_event, *_] = read_event_lines(points[0], "train", "started")
     # each point has one CPU of the node, so a job of one CPU preempts one point
     preempting_job = ["-phigh", f"-w{start_event['host']}", "-n1", "-c1", "-o", "/dev/null", "--wrap", "sleep 1"]
     cluster.output(["sbatch", "--parsable", *preempting_job])
-    assert has_active_point(run), "the stages of the sweep are done, but its points are active"
+    assert has_active_point(run), "the shared stages of the sweep are done, but its points are active"
     wait_for("all evaluations", lambda: all(any(point.evaluation_dir.glob("step-*.json")) for point in points), 150)
     requeued = [point for point in points if "requeued" in list_event_names(point.path, "train")]
     assert len(requeued) == 1

@@ -33,7 +33,7 @@ from slurm.supervise.attempt_end import (
 )
 from slurm.supervise.decision import JobFacts, StopFacts
 from slurm.supervise.launch import RankExit, SrunLauncher
-from tests.slurm.query.test_causes import ECC, shown
+from tests.slurm.query.test_causes import ECC, make_job_info
 from tests.support.events import read_event_lines, write_event
 from tests.support.ranks import make_rank_info
 from tests.support.tiny import write_config
@@ -206,7 +206,7 @@ def test_job_that_is_cancelled_after_its_ranks_exited_is_not_requeued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Run.create(load_config(write_config(tmp_path)))
-    assert exit_for_retry(run, [None, None, shown(state="COMPLETING")], monkeypatch) == (ExitCode.CANCELLED, [])
+    assert exit_for_retry(run, [None, None, make_job_info(state="COMPLETING")], monkeypatch) == (ExitCode.CANCELLED, [])
     assert read_event_lines(run, "train")[-1]["event"] == "cancelled"
     result = exit_for_retry(run, [None], monkeypatch, was_signalled=True)
     assert result == (ExitCode.OUT_OF_MEMORY, []), "the job may have been cancelled"
@@ -214,7 +214,7 @@ def test_job_that_is_cancelled_after_its_ranks_exited_is_not_requeued(
     assert exit_for_retry(run, [None], monkeypatch) == (ExitCode.OUT_OF_MEMORY, ["requeue"]), (
         "a cancelled job would have received a signal"
     )
-    assert exit_for_retry(run, [None, shown()], monkeypatch) == (ExitCode.OUT_OF_MEMORY, ["requeue"])
+    assert exit_for_retry(run, [None, make_job_info()], monkeypatch) == (ExitCode.OUT_OF_MEMORY, ["requeue"])
     assert read_event_lines(run, "train")[-1]["event"] == "requeued"
 
 
@@ -238,11 +238,11 @@ def test_job_submits_its_successor_if_the_site_does_not_requeue(
     monkeypatch.setattr(
         supervisor.Supervisor, "cancel_unneeded_jobs", lambda self, is_done: cancellations.append(is_done)
     )
-    assert exit_for_retry(run, [shown()], monkeypatch) == (ExitCode.OUT_OF_MEMORY, [])
+    assert exit_for_retry(run, [make_job_info()], monkeypatch) == (ExitCode.OUT_OF_MEMORY, [])
     event = read_event_lines(run, "train")[-1]
     assert event["event"] == "failed" and "no successor" in event["message"] and cancellations == [False]
     for _ in range(2):
-        assert exit_for_retry(run, [shown()], monkeypatch) == (ExitCode.OUT_OF_MEMORY, [])
+        assert exit_for_retry(run, [make_job_info()], monkeypatch) == (ExitCode.OUT_OF_MEMORY, [])
         assert read_event_lines(run, "train")[-1]["event"] == "handed_over"
     assert len(submitted) == 2 and cancellations == [False], "the job must have only one successor"
 
