@@ -1,4 +1,4 @@
-"""Trainings that survive faults: one with each kind of fault, and random sequences (`make test-long`)."""
+"""Test runs that must survive faults: each kind of fault once, and random sequences (`make test-long`)."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def survive_faults(
     netns: bool = False,
     compare_on_cluster: bool = False,
 ) -> list[FaultResult]:
-    """Run a training through these faults on a new cluster; fail with all problems of the outcome.
+    """Train a run on a new cluster, cause these faults, and check the result. Fail with a list of all problems.
 
     Args:
-        copy_folder: where a copy of the run is kept.
+        copy_folder: the folder for a copy of the run.
         sequence: the faults.
-        seed: seed of random choices.
-        netns: give each node its own network, for `disconnect_a_node`.
-        compare_on_cluster: run the undisturbed training on the cluster too, not on this machine.
+        seed: the seed of random choices.
+        netns: whether to give each node a separate network namespace, for `disconnect_a_node`.
+        compare_on_cluster: whether to train the undisturbed run on the cluster, instead of on this machine.
     """
     options = Options(grace=1, user_signal=False, slurmd_timeout=5, netns=netns)
     require(options)
@@ -68,7 +68,7 @@ def survive_faults(
 
 @pytest.mark.story
 @pytest.mark.timeout(1500)
-def test_a_training_survives_each_kind_of_fault(tmp_path: Path) -> None:
+def test_a_run_survives_each_kind_of_fault(tmp_path: Path) -> None:
     results = survive_faults(tmp_path, ALL_FAULTS, seed=11, netns=True)
     kinds = (*faults.QUICK_FAULTS, *faults.SLOW_FAULTS)
     assert {result.fault for result in results} == {fault.__name__ for fault in kinds}
@@ -77,12 +77,12 @@ def test_a_training_survives_each_kind_of_fault(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("seed", range(1, 14))
-def test_a_training_survives_random_faults(tmp_path: Path, seed: int) -> None:
+def test_a_run_survives_random_faults(tmp_path: Path, seed: int) -> None:
     sequence = choose_faults(seed, 8)
     survive_faults(tmp_path, sequence, seed, netns=faults.disconnect_a_node in sequence)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1500)
-def test_a_training_survives_three_preemptions_on_four_nodes(tmp_path: Path) -> None:
+def test_a_run_survives_three_preemptions_on_four_nodes(tmp_path: Path) -> None:
     survive_faults(tmp_path, [faults.preempt] * 3, seed=5, compare_on_cluster=True)

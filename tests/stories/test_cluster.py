@@ -1,6 +1,6 @@
-"""The test cluster itself, on which the tests of submission and recovery rely.
+"""Test the test cluster itself, on which the tests of submission and recovery rely.
 
-How Slurm handles preemption and dead nodes is checked here once, so that a failure elsewhere is a fault of Sluice.
+These tests also check how Slurm handles preemption and dead nodes. If another test fails, the error is then in Sluice.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ netns = cluster_fixture(netns=True, slurmd_timeout=3)
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
-    """Return an empty folder with a short path. A cluster that a test leaves in it is taken down."""
+    """Yield an empty folder with a short path. Afterwards, stop a cluster that the test left in it."""
     require(Options(netns=True))
     folder = Path(tempfile.mkdtemp(prefix="sluice-cluster-", dir="/tmp"))
     yield folder
@@ -55,7 +55,8 @@ def list_traces(directory: Path) -> list[str]:
     return traces
 
 
-def cluster_command(*arguments: str) -> list[str]:
+def make_cluster_command(*arguments: str) -> list[str]:
+    """Return the command `python -m tests.cluster` with these arguments."""
     return [sys.executable, "-m", "tests.cluster", *arguments]
 
 
@@ -112,7 +113,7 @@ srun bash -c 'trap "echo term >> {log}" TERM; echo ready >> {log}; while :; do s
 
 
 @pytest.mark.long
-def test_a_crashed_node_goes_down_and_comes_back(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_crashed_node_is_down_until_it_boots_and_its_job_runs_again(cluster: Cluster, tmp_path: Path) -> None:
     wrap = f"--wrap=setsid sleep 1000 & echo run ${{SLURM_RESTART_COUNT-0}} on $SLURMD_NODENAME >> {tmp_path}/log; wait"
     job = cluster.output(["sbatch", "--parsable", "--nodelist=n2", "--output=/dev/null", wrap])
     wait_for_text(tmp_path / "log", "run 0 on n2\n", timeout=240)
@@ -137,9 +138,10 @@ def test_a_drained_node_gets_no_jobs(cluster: Cluster) -> None:
 
 def test_the_command_line_controls_the_same_cluster(cluster: Cluster) -> None:
     directory = ["--directory", str(cluster.directory)]
-    status = subprocess.run(cluster_command("status", *directory), capture_output=True, text=True, timeout=240)
+    status = subprocess.run(make_cluster_command("status", *directory), capture_output=True, text=True, timeout=240)
     assert status.returncode == 0 and status.stdout.count("runs  idle") == 4
-    shell = f'eval "$({" ".join(cluster_command("env", *directory))})"; sinfo --noheader --format=%D --partition=high'
+    set_environment = f'eval "$({" ".join(make_cluster_command("env", *directory))})"'
+    shell = f"{set_environment}; sinfo --noheader --format=%D --partition=high"
     assert subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=240).stdout == "4\n"
     for arguments, fact in (
         (["crash", "n9"], "n1, n2, n3, n4"),
@@ -147,7 +149,9 @@ def test_the_command_line_controls_the_same_cluster(cluster: Cluster) -> None:
         (["boot", "n1"], "crash"),
         (["up"], "down"),
     ):
-        failed = subprocess.run(cluster_command(*arguments, *directory), capture_output=True, text=True, timeout=240)
+        failed = subprocess.run(
+            make_cluster_command(*arguments, *directory), capture_output=True, text=True, timeout=240
+        )
         assert failed.returncode == 1 and fact in failed.stderr and "Traceback" not in failed.stderr, failed
     assert all(cluster.machines().values())
 
@@ -196,7 +200,7 @@ def test_slurm_notices_that_a_node_is_disconnected_and_connected_again(netns: Cl
     netns.wait_idle(timeout=240)
 
 
-def test_down_leaves_no_trace(directory: Path) -> None:
+def test_down_removes_all_processes_networks_and_mounts(directory: Path) -> None:
     test_cluster = Cluster(directory).up(Options(netns=True))
     test_cluster.output(["sbatch", "-N2", "--output=/dev/null", "--wrap=srun setsid sleep 1000"])
     recorded = [process for name in test_cluster.machines() for process in Machine(name, directory).processes()]
@@ -210,8 +214,8 @@ def test_down_leaves_no_trace(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("moment", ["site", "machines/munge", "machines/n1", "machines/n4"])
-def test_down_after_a_killed_up_leaves_no_trace(directory: Path, moment: str) -> None:
-    up = subprocess.Popen(cluster_command("up", "--netns", "--directory", str(directory)))
+def test_down_removes_everything_after_up_was_killed(directory: Path, moment: str) -> None:
+    up = subprocess.Popen(make_cluster_command("up", "--netns", "--directory", str(directory)))
     while not (directory / f"{moment}.json").exists():
         assert up.poll() is None
     os.kill(up.pid, signal.SIGKILL)
@@ -219,13 +223,13 @@ def test_down_after_a_killed_up_leaves_no_trace(directory: Path, moment: str) ->
     assert directory.exists()
     Cluster(directory).down()
     end = time.monotonic() + 5
-    while traces := list_traces(directory):  # a machine without a record notices by itself that its caller has died
+    while traces := list_traces(directory):  # a machine without a record exits when it notices that its caller died
         assert time.monotonic() < end, traces
     assert not directory.exists()
 
 
-def test_a_machine_without_a_record_ends_by_itself(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The caller dies after it has started the machine and before it has recorded it."""
+def test_a_machine_without_a_record_exits(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller dies after it has started the machine and before it has written the record."""
 
     def fail(path: Path, text: str) -> None:
         time.sleep(0.5)  # a machine that did not wait for its record would run its command now
@@ -244,7 +248,9 @@ def test_a_machine_without_a_record_ends_by_itself(directory: Path, monkeypatch:
     shutil.rmtree(directory)
 
 
-def test_a_failed_up_names_the_reason_and_leaves_no_trace(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_up_reports_the_reason_of_a_failure_and_removes_everything(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tests.cluster.config.slurm_conf", lambda directory, site: "NoSuchKey=1\n")
     with pytest.raises(RuntimeError) as raised:
         Cluster(directory).up(Options(netns=True))

@@ -1,4 +1,4 @@
-"""A training whose number of nodes changes with each start of its job: same batches in the same order."""
+"""Test a run that uses another number of nodes in each attempt: it must train the same batches in the same order."""
 
 from __future__ import annotations
 
@@ -31,27 +31,29 @@ def test_the_largest_usable_number_of_nodes_is_used(tmp_path: Path, granted: int
 
 
 def preempt(cluster: Cluster, nodes: int) -> None:
-    """Submit a job of higher priority that needs `nodes` nodes."""
+    """Submit a job of higher priority that requests `nodes` nodes."""
     command = ["sbatch", "--parsable", "-phigh", f"-N{nodes}", "-c4", "-o", "/dev/null", "--wrap", "sleep 2"]
     cluster.output(command, timeout=60)
 
 
 @pytest.mark.timeout(900)
-def test_a_training_shrinks_and_grows_with_the_available_nodes(tmp_path: Path, cluster: Cluster) -> None:
-    (tmp_path / "calm").mkdir()
-    write_config(tmp_path / "calm", steps=40)
-    calm = Run(tmp_path / "calm/runs/tiny")
-    done = run_submit(None, tmp_path / "calm", "tiny.yaml", *ELASTIC, "--executor", "local")
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_a_run_shrinks_and_grows_with_the_available_nodes(tmp_path: Path, cluster: Cluster) -> None:
+    (tmp_path / "reference").mkdir()
+    write_config(tmp_path / "reference", steps=40)
+    reference = Run(tmp_path / "reference/runs/tiny")
+    result = run_submit(None, tmp_path / "reference", "tiny.yaml", *ELASTIC, "--executor", "local")
+    assert result.returncode == 0, result.stdout + result.stderr
 
     config = write_config(tmp_path, steps=40)
-    config.write_text(config.read_text().replace(str(tmp_path / "corpus.jsonl"), str(tmp_path / "calm/corpus.jsonl")))
+    config.write_text(
+        config.read_text().replace(str(tmp_path / "corpus.jsonl"), str(tmp_path / "reference/corpus.jsonl"))
+    )
     run = Run.create(load_config(config, ELASTIC))
     run.data_dir.rmdir()
-    run.data_dir.symlink_to(calm.data_dir)
+    run.data_dir.symlink_to(reference.data_dir)
     slow_down_steps(run)
-    done = run_submit(cluster, tmp_path, str(tmp_path / "tiny.yaml"), *ELASTIC)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = run_submit(cluster, tmp_path, str(tmp_path / "tiny.yaml"), *ELASTIC)
+    assert result.returncode == 0, result.stdout + result.stderr
     wait_for("step 5", lambda: count_steps(run.path) >= 5)
     cluster.drain("n3")
     preempt(cluster, 3)
@@ -62,7 +64,7 @@ def test_a_training_shrinks_and_grows_with_the_available_nodes(tmp_path: Path, c
     wait_for("the evaluation", lambda: "done" in list_event_names(run.path, "evaluate"), 150)
     assert [event["ranks"] for event in read_event_lines(Run.open(run.path), "train", "started")] == [4, 2, 4]
     lines = list(read_jsonl(run.metrics_file))
-    undisturbed = list(read_jsonl(calm.metrics_file))
+    undisturbed = list(read_jsonl(reference.metrics_file))
     assert [(line["step"], line["samples_consumed"]) for line in lines] == [
         (line["step"], line["samples_consumed"]) for line in undisturbed
     ]

@@ -1,6 +1,6 @@
-"""Damaged files, full and read-only disks: the error names the file and no checkpoint is lost.
+"""Test damaged files, full disks and read-only disks: the error names the file, and no checkpoint is lost.
 
-The stages run in forked ranks. The full disk is a small tmpfs, which needs root.
+The stages run in forked ranks. The full disk is a small tmpfs, which requires root.
 """
 
 from __future__ import annotations
@@ -30,27 +30,28 @@ from tests.train.test_exact import STEPS, interrupt_training, new_run, read_step
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the data folder of a run where prepare and shard are done."""
     return make_run(tmp_path_factory.mktemp("data")).data_dir
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory, data: Path) -> tuple[str, list[Any]]:
+def reference(tmp_path_factory: pytest.TempPathFactory, data: Path) -> tuple[str, list[Any]]:
     """Return the digest and the metrics of an undisturbed run."""
-    run = new_run(tmp_path_factory.mktemp("calm"), "calm", data)
+    run = new_run(tmp_path_factory.mktemp("reference"), "reference", data)
     assert set(run_ranks(2, stage_rank, run.path, "train")) == {ExitCode.DONE}
     return compute_run_digest(run), read_steps(run)
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Run:
+def stopped_run(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Run:
     """Return a run that was stopped after 25 steps."""
     run = new_run(tmp_path_factory.mktemp("stopped"), "stopped", data)
     interrupt_training(run, 2, signal.SIGTERM, 25, [0])
     return run
 
 
-def explained_stage_rank(rank_info: Any, path: Path, stage: str) -> tuple[int, str]:
-    """Run a stage in a forked rank and report errors as `python -m pipeline` does; return exit code and message."""
+def run_stage_and_report(rank_info: Any, path: Path, stage: str) -> tuple[int, str]:
+    """Run a stage in a forked rank and report errors as `python -m pipeline` does. Return exit code and message."""
     from pipeline.__main__ import explain_error, write_error_report
 
     run = Run.open(path)
@@ -78,7 +79,7 @@ def fill_disk(filler: Path, free_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "missing"])
-def test_a_damaged_shard_is_named_set_aside_and_written_again(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_shard_is_an_error_and_is_written_again(tmp_path: Path, damage: str) -> None:
     run = make_run(tmp_path, "tiny", ("train.steps=3",))
     shard = sorted((run.data_dir / "shards").glob("*train*.h5"))[0]
     content = shard.read_bytes()
@@ -88,7 +89,7 @@ def test_a_damaged_shard_is_named_set_aside_and_written_again(tmp_path: Path, da
         flip_bit(shard)
     else:
         shard.unlink()
-    for code, message in run_ranks(2, explained_stage_rank, run.path, "train"):
+    for code, message in run_ranks(2, run_stage_and_report, run.path, "train"):
         assert code == ExitCode.BAD_INPUT
         assert shard.name in message and "Traceback" not in message and "resume" in message
     from pipeline.run.stages import load_stage_module
@@ -104,9 +105,9 @@ def test_a_damaged_shard_is_named_set_aside_and_written_again(tmp_path: Path, da
     ["flipped", "metadata", *(pytest.param(n, marks=pytest.mark.story) for n in ("truncated", "missing", "manifest"))],
 )
 def test_a_damaged_checkpoint_is_set_aside_and_the_previous_one_is_loaded(
-    tmp_path: Path, stopped: Run, calm: tuple[str, list[Any]], damage: str
+    tmp_path: Path, stopped_run: Run, reference: tuple[str, list[Any]], damage: str
 ) -> None:
-    run = Run(shutil.copytree(stopped.path, tmp_path / "damaged", symlinks=True))
+    run = Run(shutil.copytree(stopped_run.path, tmp_path / "damaged", symlinks=True))
     newest, previous = list_checkpoint_steps(run.checkpoints_dir)[:2]
     folder = run.checkpoints_dir / checkpoint_name(newest)
     damaged_file = {"manifest": folder / "manifest.json", "metadata": folder / ".metadata"}.get(
@@ -122,11 +123,11 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_previous_one_is_loaded(
     (damaged,) = read_event_lines(run, "train", "damaged")
     assert damaged["step"] == newest and damaged_file.name in damaged["reason"]
     assert [event["step"] for event in read_event_lines(run, "train", "restored")] == [previous]
-    assert (run.checkpoints_dir / f"damaged-{checkpoint_name(newest)}").is_dir(), "set aside, not removed"
-    assert (compute_run_digest(run), read_steps(run)) == calm
+    assert (run.checkpoints_dir / f"damaged-{checkpoint_name(newest)}").is_dir(), "it must not be removed"
+    assert (compute_run_digest(run), read_steps(run)) == reference
 
 
-def test_without_an_intact_checkpoint_the_training_fails_instead_of_starting_from_scratch(
+def test_train_fails_instead_of_starting_from_scratch_if_all_checkpoints_are_damaged(
     tmp_path: Path, data: Path
 ) -> None:
     run = new_run(tmp_path, "lost", data)
@@ -134,15 +135,15 @@ def test_without_an_intact_checkpoint_the_training_fails_instead_of_starting_fro
     for step in list_checkpoint_steps(run.checkpoints_dir):
         flip_bit(run.checkpoints_dir / checkpoint_name(step) / "__0_0.distcp")
     before = read_steps(run)
-    for _attempt in range(2):  # the second attempt finds only set aside checkpoints, and must fail too
-        for code, message in run_ranks(2, explained_stage_rank, run.path, "train"):
+    for _attempt in range(2):  # the second attempt finds only checkpoints that were set aside, and must also fail
+        for code, message in run_ranks(2, run_stage_and_report, run.path, "train"):
             assert code == ExitCode.BAD_CHECKPOINT and "error[checkpoint." in message and "Traceback" not in message
         assert read_steps(run) == before
 
 
 @pytest.mark.parametrize("mode", [pytest.param("sync", marks=pytest.mark.story), "async"])
-def test_a_full_disk_is_named_and_earlier_checkpoints_remain(
-    tmp_path: Path, data: Path, small_disk: Path, calm: tuple[str, list[Any]], mode: str
+def test_a_full_disk_is_an_error_and_earlier_checkpoints_remain(
+    tmp_path: Path, data: Path, small_disk: Path, reference: tuple[str, list[Any]], mode: str
 ) -> None:
     options = (f"checkpoint.mode={mode}", "checkpoint.keep=2", "recovery.preflight=false")
     run = new_run(tmp_path, "full", data, f"run.root={small_disk}", *options)
@@ -150,48 +151,49 @@ def test_a_full_disk_is_named_and_earlier_checkpoints_remain(
     saved_step = find_newest_step(run.checkpoints_dir)
     filler = small_disk / "filler"
     fill_disk(filler, free_bytes=65536)
-    results = run_ranks(2, explained_stage_rank, run.path, "train")
+    results = run_ranks(2, run_stage_and_report, run.path, "train")
     assert {code for code, _ in results} <= {ExitCode.STORAGE, ExitCode.PEER_LOST}, results
     message = next(message for code, message in results if code == ExitCode.STORAGE)
     assert "no space" in message and str(small_disk) in message and "Traceback" not in message
     assert find_newest_step(run.checkpoints_dir) == saved_step
     filler.unlink()
     assert set(run_ranks(2, stage_rank, run.path, "train")) == {ExitCode.DONE}
-    assert (compute_run_digest(run), read_steps(run)) == calm
+    assert (compute_run_digest(run), read_steps(run)) == reference
 
 
-def test_a_read_only_run_is_named(tmp_path: Path, data: Path, small_disk: Path) -> None:
+def test_a_read_only_run_directory_is_an_error(tmp_path: Path, data: Path, small_disk: Path) -> None:
     run = new_run(tmp_path, "frozen", data, f"run.root={small_disk}")
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True, timeout=10)
-    code, message = run_ranks(1, explained_stage_rank, run.path, "train")[0]
+    code, message = run_ranks(1, run_stage_and_report, run.path, "train")[0]
     assert code == ExitCode.STORAGE and "read-only" in message and "Traceback" not in message
-    done = run_submit(["resume", str(run.path)])
-    assert done.returncode == ExitCode.STORAGE and "read-only" in done.stderr and "Traceback" not in done.stderr
+    result = run_submit(["resume", str(run.path)])
+    assert result.returncode == ExitCode.STORAGE and "read-only" in result.stderr and "Traceback" not in result.stderr
 
 
 def run_submit(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run submit.py and return its result."""
     command = [sys.executable, str(CODE_ROOT / "submit.py"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
-def test_a_disk_without_room_for_a_run_is_named_and_no_file_remains(tmp_path: Path, small_disk: Path) -> None:
+def test_a_disk_without_space_for_a_run_is_an_error_and_no_file_remains(tmp_path: Path, small_disk: Path) -> None:
     config = write_config(tmp_path)
     filler = small_disk / "filler"
-    fill_disk(filler, free_bytes=300_000)  # room for a part of the code
+    fill_disk(filler, free_bytes=300_000)  # enough for a part of the code
     free_before = shutil.disk_usage(small_disk).free
     leftover = small_disk / "tiny" / ".code.123.tmp"
     leftover.mkdir(parents=True)
-    (leftover / "half").write_bytes(bytes(1000))
-    done = run_submit([str(config), f"run.root={small_disk}"])
-    assert done.returncode == ExitCode.STORAGE and "Traceback" not in done.stderr, done.stderr
-    assert "no space" in done.stderr and str(small_disk) in done.stderr
+    (leftover / "file").write_bytes(bytes(1000))
+    result = run_submit([str(config), f"run.root={small_disk}"])
+    assert result.returncode == ExitCode.STORAGE and "Traceback" not in result.stderr, result.stderr
+    assert "no space" in result.stderr and str(small_disk) in result.stderr
     assert not list((small_disk / "tiny").glob(".code*")) and shutil.disk_usage(small_disk).free == free_before
     filler.unlink()
     run = Run.create(load_config(config, [f"run.root={small_disk}"]))
     assert (run.code_dir / "submit.py").exists()
 
 
-def test_a_bug_in_the_handling_of_a_storage_error_is_not_a_storage_error() -> None:
+def test_an_exception_in_the_handler_of_a_storage_error_is_not_a_storage_error() -> None:
     def raise_after_permission_error(error: Exception, is_cause: bool) -> Exception:
         try:
             try:
@@ -215,35 +217,35 @@ def test_a_bug_in_the_handling_of_a_storage_error_is_not_a_storage_error() -> No
     [
         (errno.ESHUTDOWN, "runs/a", ExitCode.BAD_NODE),  # an evicted Lustre client reports this
         (errno.EIO, None, ExitCode.BAD_NODE),
-        (errno.ENOTCONN, None, ExitCode.CRASHED),  # an error of a socket
+        (errno.ENOTCONN, None, ExitCode.CRASHED),  # without a file name, this is an error of a socket
         (errno.ENOSPC, "runs/a", ExitCode.STORAGE),
     ],
 )
-def test_a_node_that_lost_its_file_system_is_a_bad_node(number: int, name: str | None, code: ExitCode) -> None:
+def test_an_error_of_the_file_system_client_counts_as_a_bad_node(number: int, name: str | None, code: ExitCode) -> None:
     actual_code, message = explain_error(OSError(number, os.strerror(number), name))
     assert actual_code == code and (name is None or name in message)
 
 
-def test_a_misspelt_key_of_the_config_is_named(tmp_path: Path) -> None:
+def test_a_misspelled_config_key_is_an_error(tmp_path: Path) -> None:
     path = write_config(tmp_path)
     path.write_text(path.read_text().replace("global_batch", "global_bach"))
-    done = run_submit([str(path)])
-    assert done.returncode == ExitCode.USER_ERROR and "Traceback" not in done.stderr
+    result = run_submit([str(path)])
+    assert result.returncode == ExitCode.USER_ERROR and "Traceback" not in result.stderr
     for fact in (path.name, "train.global_bach", "global_batch"):
-        assert fact in done.stderr
+        assert fact in result.stderr
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_missing_source_is_named(tmp_path: Path) -> None:
+def test_a_missing_data_source_is_an_error(tmp_path: Path) -> None:
     path = write_config(tmp_path)
     (tmp_path / "corpus.jsonl").unlink()
-    done = run_submit([str(path)])
-    assert done.returncode == ExitCode.USER_ERROR, done.stdout + done.stderr
-    assert "error[data.no_files]" in done.stderr and "corpus.jsonl" in done.stderr
-    assert "Traceback" not in done.stdout + done.stderr
+    result = run_submit([str(path)])
+    assert result.returncode == ExitCode.USER_ERROR, result.stdout + result.stderr
+    assert "error[data.no_files]" in result.stderr and "corpus.jsonl" in result.stderr
+    assert "Traceback" not in result.stdout + result.stderr
 
 
-def test_a_checkpoint_whose_save_was_killed_is_removed_and_not_read(tmp_path: Path, data: Path) -> None:
+def test_the_temporary_checkpoint_of_a_killed_save_is_removed(tmp_path: Path, data: Path) -> None:
     run = new_run(tmp_path, "torn", data)
     interrupt_training(run, 2, signal.SIGTERM, 10, [0])
     newest = list_checkpoint_steps(run.checkpoints_dir)[0]

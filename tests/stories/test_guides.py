@@ -128,10 +128,10 @@ def run_document(checkout: Path, document: str, **variables: str) -> int:
             continue
         if " report runs/my-job" in step.command:
             wait_for_evaluation(checkout / "runs/my-job")
-        done = run_in_shell(checkout, step.command, **variables)
-        assert done.returncode == 0, f"{step.command}\n{done.stdout}{done.stderr}"
-        assert has_expected_output(step.text, done.stdout), (
-            f"{step.command} should print\n{step.text}\nand printed\n{done.stdout}"
+        result = run_in_shell(checkout, step.command, **variables)
+        assert result.returncode == 0, f"{step.command}\n{result.stdout}{result.stderr}"
+        assert has_expected_output(step.text, result.stdout), (
+            f"{step.command} should print\n{step.text}\nand printed\n{result.stdout}"
         )
         count += 1
     return count
@@ -179,9 +179,9 @@ def test_the_commands_of_the_readme_work(checkout: Path) -> None:
     """Run the quickstart, then each command of the list of commands, with its placeholders replaced."""
     text = (checkout / "README.md").read_text()
     (step,) = (step for step in read_steps(checkout / "README.md") if step.command == "make run")
-    done = run_in_shell(checkout, step.command)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert has_expected_output("…\n" + step.text, done.stdout), done.stdout
+    result = run_in_shell(checkout, step.command)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert has_expected_output("…\n" + step.text, result.stdout), result.stdout
     listed = re.findall(r"^(python submit\.py .*?)(?: {4}.*)?$", text, re.M)
     assert len(listed) == 17
     (checkout / "my_text.yaml").unlink(missing_ok=True)  # `init` does not overwrite the file of the first guide
@@ -189,10 +189,10 @@ def test_the_commands_of_the_readme_work(checkout: Path) -> None:
         command = re.sub(r" \[.*?\]", "", line).replace("RUN", "runs/quickstart").replace("STAGE", "train")
         command = command.replace(" DIR", " runs/exported")
         command = command.replace("inspect|verify|import PATH…", "inspect runs/quickstart/data/shards")
-        done = run_in_shell(checkout, re.sub(r"CONFIG(\.yaml)?", "configs/quickstart.yaml", command))
+        result = run_in_shell(checkout, re.sub(r"CONFIG(\.yaml)?", "configs/quickstart.yaml", command))
         error_code = ERROR_CODES_ON_DONE_RUN.get(command.split()[2])
-        assert (done.returncode == 0) == (error_code is None), f"{command}\n{done.stdout}{done.stderr}"
-        assert error_code is None or f"error[{error_code}]" in done.stderr, f"{command}\n{done.stderr}"
+        assert (result.returncode == 0) == (error_code is None), f"{command}\n{result.stdout}{result.stderr}"
+        assert error_code is None or f"error[{error_code}]" in result.stderr, f"{command}\n{result.stderr}"
     mistake = next(step for step in read_steps(checkout / "README.md") if "global_bach" in step.command)
-    done = run_in_shell(checkout, mistake.command)
-    assert done.returncode == 2 and has_expected_output(mistake.text, done.stderr), done.stderr
+    result = run_in_shell(checkout, mistake.command)
+    assert result.returncode == 2 and has_expected_output(mistake.text, result.stderr), result.stderr

@@ -1,4 +1,4 @@
-"""submit.py on one machine as a user runs it: with real processes, signals, terminals and broken ranks."""
+"""Test submit.py on one machine with real processes: signals, terminals, failing ranks and concurrent commands."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ SUBMIT = [sys.executable, str(CODE_ROOT / "submit.py")]
 
 
 def run_submit(folder: Path, *arguments: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    """Run submit.py in `folder` and return its result."""
     return subprocess.run([*SUBMIT, *arguments], cwd=folder, capture_output=True, text=True, timeout=timeout)
 
 
@@ -44,7 +45,7 @@ def find_processes(run: Path) -> list[psutil.Process]:
     return [
         process
         for process in psutil.process_iter(["cmdline"])
-        if any(str(run) in word for word in process.info["cmdline"] or ())
+        if any(str(run) in argument for argument in process.info["cmdline"] or ())
     ]
 
 
@@ -59,6 +60,7 @@ def no_leftover_processes(tmp_path: Path) -> Iterator[None]:
 
 
 def wait_for(description: str, condition: Callable[[], bool], timeout: float = 240) -> None:
+    """Wait until a condition is true. Fail after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, f"{description} did not happen within {timeout:.0f} s"
@@ -66,46 +68,49 @@ def wait_for(description: str, condition: Callable[[], bool], timeout: float = 2
 
 
 def count_steps(run: Path) -> int:
+    """Return the number of steps in metrics.jsonl."""
     return sum(1 for _ in read_jsonl(run / "metrics.jsonl"))
 
 
 def count_starts(run: Path) -> int:
+    """Return the number of attempts of the train stage."""
     return len(read_event_lines(Run.open(run), "train", "started"))
 
 
 def wait_for_steps(run: Path, steps: int) -> None:
+    """Wait until metrics.jsonl has this many steps."""
     wait_for(f"step {steps}", lambda: count_steps(run) >= steps)
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a tiny run that submit.py completed read_finished_digest."""
+def finished_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a tiny run that submit.py completed, and the output of submit.py."""
     folder = tmp_path_factory.mktemp("finished")
     config = write_config(folder, steps=60)
-    done = run_submit(folder, str(config))
-    assert done.returncode == 0, done.stdout + done.stderr
-    (folder / "output").write_text(done.stdout)
+    result = run_submit(folder, str(config))
+    assert result.returncode == 0, result.stdout + result.stderr
+    (folder / "output").write_text(result.stdout)
     return folder
 
 
 @cache
 def read_finished_digest(folder: Path) -> str:
-    """Return the digest of the finished run in `folder`."""
+    """Return the digest of the completed run in `folder`. It is computed once."""
     return verify(folder)
 
 
 def verify(folder: Path) -> str:
     """Return the digest that the command `verify` prints for the run in `folder`."""
-    done = run_submit(folder, "verify", "runs/tiny")
-    assert done.returncode == 0, done.stderr
-    match = re.fullmatch(r"digest ([0-9a-f]{64})", done.stdout.splitlines()[-1])
-    assert match, done.stdout
+    result = run_submit(folder, "verify", "runs/tiny")
+    assert result.returncode == 0, result.stderr
+    match = re.fullmatch(r"digest ([0-9a-f]{64})", result.stdout.splitlines()[-1])
+    assert match, result.stdout
     return match[1]
 
 
-def test_one_command_trains_and_evaluates_a_model_from_documents(finished: Path) -> None:
-    run = Run.open(finished / "runs/tiny")
-    output = (finished / "output").read_text()
+def test_one_command_trains_and_evaluates_a_model_from_documents(finished_folder: Path) -> None:
+    run = Run.open(finished_folder / "runs/tiny")
+    output = (finished_folder / "output").read_text()
     for stage in ("prepare", "shard", "train", "evaluate"):
         assert re.search(rf"^{stage} +done", output, re.M), output
     assert "unigram" in output
@@ -114,45 +119,43 @@ def test_one_command_trains_and_evaluates_a_model_from_documents(finished: Path)
     assert {"step", "loss", "perplexity", "bits_per_byte", "unigram_bits_per_byte", "tokens", "bytes"} <= result.keys()
     assert result["bits_per_byte"] < result["unigram_bits_per_byte"]
     assert (run.code_dir / "submit.py").exists() and oct(run.path.stat().st_mode & 0o777) == "0o700"
-    events = [(e["stage"], e["event"]) for e in read_event_lines(run)]
     for stage in ("prepare", "shard", "train", "evaluate"):
-        assert [e for s, e in events if s == stage and e in ("submitted", "started", "done")] == [
-            "submitted", "started", "done",
-        ]  # fmt: skip
+        events = read_event_lines(run, stage, "submitted", "started", "done")
+        assert [event["event"] for event in events] == ["submitted", "started", "done"]
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_the_quickstart_learns(tmp_path: Path) -> None:
-    done = run_submit(tmp_path, str(CODE_ROOT / "configs/quickstart.yaml"), timeout=3000)
-    assert done.returncode == 0, done.stdout + done.stderr
-    result = json.loads((tmp_path / "runs/quickstart/evaluation/step-00000200.json").read_text())
-    assert result["bits_per_byte"] <= 0.9 * result["unigram_bits_per_byte"]
+    result = run_submit(tmp_path, str(CODE_ROOT / "configs/quickstart.yaml"), timeout=3000)
+    assert result.returncode == 0, result.stdout + result.stderr
+    evaluation = json.loads((tmp_path / "runs/quickstart/evaluation/step-00000200.json").read_text())
+    assert evaluation["bits_per_byte"] <= 0.9 * evaluation["unigram_bits_per_byte"]
 
 
-def test_a_second_submit_finds_all_stages_done(finished: Path) -> None:
-    events = read_event_lines(Run.open(finished / "runs/tiny"))
-    done = run_submit(finished, "tiny.yaml", timeout=10)
-    assert done.returncode == 0 and len(re.findall(r"^\w+ +done: ", done.stdout, re.M)) == 4, done.stdout
-    assert read_event_lines(Run.open(finished / "runs/tiny")) == events
+def test_a_second_submit_finds_all_stages_done(finished_folder: Path) -> None:
+    events = read_event_lines(Run.open(finished_folder / "runs/tiny"))
+    result = run_submit(finished_folder, "tiny.yaml", timeout=10)
+    assert result.returncode == 0 and len(re.findall(r"^\w+ +done: ", result.stdout, re.M)) == 4, result.stdout
+    assert read_event_lines(Run.open(finished_folder / "runs/tiny")) == events
 
 
-def test_status_report_and_logs_show_a_finished_run(finished: Path) -> None:
-    status = run_submit(finished, "status", "runs/tiny").stdout
+def test_status_report_and_logs_show_a_finished_run(finished_folder: Path) -> None:
+    status = run_submit(finished_folder, "status", "runs/tiny").stdout
     assert len(re.findall(r"^(prepare|shard|train|evaluate) +done", status, re.M)) == 4, status
-    report = run_submit(finished, "report", "runs/tiny").stdout
+    report = run_submit(finished_folder, "report", "runs/tiny").stdout
     assert "60/60 steps" in report and "unigram" in report
-    assert "step 60/60" in run_submit(finished, "logs", "runs/tiny", "train").stdout
-    assert re.search(r"^runs/tiny +evaluate +done ", run_submit(finished, "status").stdout, re.M)
-    assert "error[run.not_a_run]" in run_submit(finished, "status", "runs/tinny").stderr
-    assert "rank-0.log" in run_submit(finished, "logs", "runs/tiny", "train", "--rank", "9").stderr
-    dry_run = run_submit(finished, "tiny.yaml", "--dry-run")
+    assert "step 60/60" in run_submit(finished_folder, "logs", "runs/tiny", "train").stdout
+    assert re.search(r"^runs/tiny +evaluate +done ", run_submit(finished_folder, "status").stdout, re.M)
+    assert "error[run.not_a_run]" in run_submit(finished_folder, "status", "runs/tinny").stderr
+    assert "rank-0.log" in run_submit(finished_folder, "logs", "runs/tiny", "train", "--rank", "9").stderr
+    dry_run = run_submit(finished_folder, "tiny.yaml", "--dry-run")
     assert dry_run.returncode == 0 and "done" in dry_run.stdout, dry_run.stdout
 
 
-def test_another_config_for_an_existing_run_is_rejected(finished: Path) -> None:
-    done = run_submit(finished, "tiny.yaml", "optimizer.lr=0.5")
-    assert done.returncode == ExitCode.USER_ERROR and "optimizer.lr: 0.01 → 0.5" in done.stderr
+def test_another_config_for_an_existing_run_is_rejected(finished_folder: Path) -> None:
+    result = run_submit(finished_folder, "tiny.yaml", "optimizer.lr=0.5")
+    assert result.returncode == ExitCode.USER_ERROR and "optimizer.lr: 0.01 → 0.5" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -168,8 +171,8 @@ def test_another_config_for_an_existing_run_is_rejected(finished: Path) -> None:
         ["resume", "runs/tiny"],
     ],
 )
-def test_commands_of_the_login_node_import_no_slow_package(finished: Path, arguments: list[str]) -> None:
-    probe = (
+def test_commands_of_the_login_node_import_no_slow_package(finished_folder: Path, arguments: list[str]) -> None:
+    program = (
         "import runpy, sys\n"
         f"sys.argv = ['submit.py', *{arguments!r}]\n"
         "try:\n"
@@ -188,14 +191,24 @@ def test_commands_of_the_login_node_import_no_slow_package(finished: Path, argum
         "assert not slow, slow\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(CODE_ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", probe], cwd=finished, env=environment, capture_output=True, text=True, timeout=240
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=finished_folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr
 
 
 class Terminal:
-    """Run submit.py in a new pseudo-terminal."""
+    """A process of submit.py in a new pseudo-terminal.
+
+    Args:
+        folder: the working directory.
+        arguments: the arguments of submit.py.
+    """
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         self.pid, self.fd = pty.fork()
@@ -208,21 +221,22 @@ class Terminal:
 
     def read(self, seconds: float) -> None:
         """Read the output for `seconds`, or until submit.py exits."""
-        end = time.monotonic() + seconds
-        while (remaining := end - time.monotonic()) > 0:
-            if select.select([self.fd], [], [], remaining)[0]:
+        deadline = time.monotonic() + seconds
+        while (remaining_s := deadline - time.monotonic()) > 0:
+            if select.select([self.fd], [], [], remaining_s)[0]:
                 try:
                     self.output += os.read(self.fd, 65536)
                 except OSError:  # submit.py has exited
                     return
 
     def press_ctrl_c(self) -> None:
+        """Send the character of Ctrl-C to the terminal."""
         os.write(self.fd, b"\x03")
 
     def wait(self, timeout: float = 240) -> int:
         """Wait until submit.py exits and return its exit code."""
-        end = time.monotonic() + timeout
-        while time.monotonic() < end:
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
             self.read(0.1)
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
@@ -239,13 +253,13 @@ class Terminal:
         return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self.output.decode(errors="replace")).replace("\r", "")
 
 
-def write_config_on_data(folder: Path, finished: Path) -> Path:
-    """Write the finished run's config for a new run in `folder`, whose data stages are already done."""
+def write_config_on_data(folder: Path, finished_folder: Path) -> Path:
+    """Write a config for a new run in `folder` with a copy of the data of the completed run. Return its path."""
     config = write_config(folder, steps=60)
-    text = config.read_text().replace(str(folder / "corpus.jsonl"), str(finished / "corpus.jsonl"))
+    text = config.read_text().replace(str(folder / "corpus.jsonl"), str(finished_folder / "corpus.jsonl"))
     config.write_text(text)
     (folder / "runs/tiny").mkdir(parents=True)
-    shutil.copytree(finished / "runs/tiny/data", folder / "runs/tiny/data")
+    shutil.copytree(finished_folder / "runs/tiny/data", folder / "runs/tiny/data")
     return config
 
 
@@ -256,15 +270,15 @@ def replace_code(path: Path, old: str, new: str) -> None:
     path.write_text(text.replace(old, new))
 
 
-def create_slow_run(folder: Path, finished: Path, *overrides: str) -> Path:
-    """Create the run of `write_config_on_data`, whose steps take a tenth of a second more."""
-    return slow_down_steps(Run.create(load_config(write_config_on_data(folder, finished), overrides)), 0.1).path
+def create_slow_run(folder: Path, finished_folder: Path, *overrides: str) -> Path:
+    """Create the run of `write_config_on_data`, with steps that take 0.1 s longer. Return its path."""
+    return slow_down_steps(Run.create(load_config(write_config_on_data(folder, finished_folder), overrides)), 0.1).path
 
 
 @pytest.mark.story
-def test_ctrl_c_in_a_terminal_saves_and_prints_the_resume_command(tmp_path: Path, finished: Path) -> None:
-    """The save takes longer than the second after which submitit kills. The ranks count their signals."""
-    run = create_slow_run(tmp_path, finished)
+def test_ctrl_c_in_a_terminal_saves_and_prints_the_resume_command(tmp_path: Path, finished_folder: Path) -> None:
+    """The save takes longer than a second, after which submitit would kill the job. The ranks count their signals."""
+    run = create_slow_run(tmp_path, finished_folder)
     replace_code(
         run / "code/pipeline/train/trainer.py",
         "        if skip_reason is None:\n            self.save(step)\n",
@@ -276,34 +290,34 @@ def test_ctrl_c_in_a_terminal_saves_and_prints_the_resume_command(tmp_path: Path
     terminal.press_ctrl_c()
     assert terminal.wait() == ExitCode.STOPPED, terminal.text
     assert "submit.py resume runs/tiny" in terminal.text
-    stopped_at = find_newest_step(run / "checkpoints")
-    assert stopped_at >= 8 and stopped_at == count_steps(run)
+    saved_step = find_newest_step(run / "checkpoints")
+    assert saved_step >= 8 and saved_step == count_steps(run)
     assert [(run / f"signals-{rank}").read_text() for rank in range(2)] == ["1", "1"]
     assert re.search(r"train .* step \d+/60 +loss [\d.]+ +[\d,]+ tokens/s", terminal.text)
-    requests = [e for e in read_event_lines(Run.open(run), "train") if e["event"] == "stop_requested"]
-    assert len(requests) == 1 and requests[0]["signal"] == "SIGTERM"
+    [request] = read_event_lines(Run.open(run), "train", "stop_requested")
+    assert request["signal"] == "SIGTERM"
     assert not find_processes(run)
-    done = run_submit(tmp_path, "resume", "runs/tiny")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert compute_run_digest(Run(tmp_path / "runs/tiny")) == read_finished_digest(finished)
+    result = run_submit(tmp_path, "resume", "runs/tiny")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert compute_run_digest(Run(tmp_path / "runs/tiny")) == read_finished_digest(finished_folder)
 
 
 @pytest.mark.parametrize("is_dumb_terminal", [False, True])
 def test_progress_is_printed_as_lines_if_lines_cannot_be_overwritten(
-    finished: Path, monkeypatch: pytest.MonkeyPatch, is_dumb_terminal: bool
+    finished_folder: Path, monkeypatch: pytest.MonkeyPatch, is_dumb_terminal: bool
 ) -> None:
     monkeypatch.setattr(local_runner, "PLAIN_INTERVAL_S", 0.0)
     monkeypatch.setattr(local_runner, "POLL_S", 0.0)
     console = Console(file=io.StringIO(), width=160, force_terminal=is_dumb_terminal, _environ={"TERM": "dumb"})
-    ticks = iter([True, True, False])
-    local_runner.follow_stage(Run.open(finished / "runs/tiny"), "train", lambda: next(ticks), console)
+    polls = iter([True, True, False])
+    local_runner.follow_stage(Run.open(finished_folder / "runs/tiny"), "train", lambda: next(polls), console)
     output = cast(io.StringIO, console.file).getvalue()
     assert re.fullmatch(r"(train +step 60/60  loss \d\.\d{4}  [\d,]+ tokens/s  00:00 left\n){2}", output), output
 
 
-def test_sigterm_to_submit_stops_the_stage_and_all_its_followers(tmp_path: Path, finished: Path) -> None:
-    """Neither the submit.py that started the stage nor one that follows it restarts what the user stopped."""
-    run = create_slow_run(tmp_path, finished)
+def test_sigterm_to_submit_stops_the_stage_and_all_its_followers(tmp_path: Path, finished_folder: Path) -> None:
+    """Neither the submit.py that started the stage nor a second one that follows it restarts the stage."""
+    run = create_slow_run(tmp_path, finished_folder)
     process = subprocess.Popen([*SUBMIT, "tiny.yaml"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     wait_for_steps(run, 5)
     with open(tmp_path / "second", "w+") as output_file:
@@ -321,8 +335,8 @@ def test_sigterm_to_submit_stops_the_stage_and_all_its_followers(tmp_path: Path,
 
 
 @pytest.mark.story
-def test_a_submit_during_the_last_save_continues_the_run(tmp_path: Path, finished: Path) -> None:
-    run = create_slow_run(tmp_path, finished)
+def test_a_submit_during_the_last_save_continues_the_run(tmp_path: Path, finished_folder: Path) -> None:
+    run = create_slow_run(tmp_path, finished_folder)
     slow_save = "        if skip_reason is None:\n            time.sleep(3)\n            self.save(step)\n"
     quick_save = slow_save.replace("            time.sleep(3)\n", "")
     replace_code(run / "code/pipeline/train/trainer.py", quick_save, slow_save)
@@ -330,16 +344,16 @@ def test_a_submit_during_the_last_save_continues_the_run(tmp_path: Path, finishe
     wait_for_steps(run, 5)
     process.terminate()
     wait_for("the stop", lambda: bool(read_event_lines(Run.open(run), "train", "stopping")))
-    done = run_submit(tmp_path, "tiny.yaml")
-    assert done.returncode == 0 and "following it" in done.stdout, done.stdout + done.stderr
+    result = run_submit(tmp_path, "tiny.yaml")
+    assert result.returncode == 0 and "following it" in result.stdout, result.stdout + result.stderr
     assert process.wait(240) == ExitCode.STOPPED
     assert count_starts(run) == 2
-    assert compute_run_digest(Run(run)) == read_finished_digest(finished)
+    assert compute_run_digest(Run(run)) == read_finished_digest(finished_folder)
 
 
 @pytest.mark.story
-def test_a_killed_rank_ends_its_peers_and_is_named(tmp_path: Path, finished: Path) -> None:
-    run = create_slow_run(tmp_path, finished, "recovery.crash=1")
+def test_a_killed_rank_ends_its_peers_and_is_named(tmp_path: Path, finished_folder: Path) -> None:
+    run = create_slow_run(tmp_path, finished_folder, "recovery.crash=1")
     command = [*SUBMIT, "tiny.yaml", "recovery.crash=1"]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     for steps in (9, 17):  # after the checkpoints of steps 7 and 14
@@ -349,21 +363,21 @@ def test_a_killed_rank_ends_its_peers_and_is_named(tmp_path: Path, finished: Pat
         ranks = {p.environ()["SLUICE_RANK"]: p for p in find_processes(run) if "pipeline" in p.cmdline()}
         ranks["1"].kill()
         _, alive = psutil.wait_procs(ranks.values(), timeout=15)
-        assert not alive, "the peer outlived the rank that died"
+        assert not alive, "the other rank must end too"
     output = process.communicate(timeout=240)[0]
     assert process.returncode == ExitCode.CRASHED
     assert re.search(r"^train +restored step \d+", output, re.M), output
     assert "rank 1" in output and "SIGKILL" in output and "resume runs/tiny" in output
-    assert "recovery.budgets.crash: 1" in output, "the budget is one restart"
+    assert "recovery.budgets.crash: 1" in output
     assert run_submit(tmp_path, "status", "runs/tiny").stdout.count("failed") >= 1
     assert run_submit(tmp_path, "resume", "runs/tiny").returncode == 0
-    assert compute_run_digest(Run(tmp_path / "runs/tiny")) == read_finished_digest(finished)
+    assert compute_run_digest(Run(tmp_path / "runs/tiny")) == read_finished_digest(finished_folder)
 
 
 @pytest.mark.story
-def test_the_first_traceback_is_shown_with_its_rank(tmp_path: Path, finished: Path) -> None:
-    """The run's copy of the code raises in rank 1, as after a bad edit."""
-    config = write_config_on_data(tmp_path, finished)
+def test_the_first_traceback_is_shown_with_its_rank(tmp_path: Path, finished_folder: Path) -> None:
+    """The run's copy of the code raises an exception on rank 1."""
+    config = write_config_on_data(tmp_path, finished_folder)
     assert run_submit(tmp_path, "tiny.yaml", "--dry-run").returncode == 0
     replace_code(
         Run.create(load_config(config)).code_dir / "pipeline/train/trainer.py",
@@ -371,65 +385,64 @@ def test_the_first_traceback_is_shown_with_its_rank(tmp_path: Path, finished: Pa
         "        if self.world.rank == 1 and step == 3:\n            raise ValueError('bug in rank one')\n"
         "        lr = self.learning_rate(",
     )
-    done = run_submit(tmp_path, "tiny.yaml", timeout=240)
-    assert done.returncode == ExitCode.CRASHED
-    assert "rank 1 on" in done.stdout and "ValueError: bug in rank one" in done.stdout
-    assert "closed by peer" not in done.stdout, "the errors of the other rank are not shown"
+    result = run_submit(tmp_path, "tiny.yaml", timeout=240)
+    assert result.returncode == ExitCode.CRASHED
+    assert "rank 1 on" in result.stdout and "ValueError: bug in rank one" in result.stdout
+    assert "closed by peer" not in result.stdout, "the error of the other rank must not be shown"
 
 
 @pytest.mark.story
-def test_cancel_ends_the_run_until_resume(tmp_path: Path, finished: Path) -> None:
-    run = create_slow_run(tmp_path, finished)
+def test_cancel_ends_the_run_until_resume(tmp_path: Path, finished_folder: Path) -> None:
+    run = create_slow_run(tmp_path, finished_folder)
     process = subprocess.Popen([*SUBMIT, "tiny.yaml"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     wait_for_steps(run, 5)
     assert run_submit(tmp_path, "cancel", "runs/tiny").returncode == 0
     assert "cancelled" in process.communicate(timeout=240)[0]
     assert process.returncode == ExitCode.STOPPED
-    again = run_submit(tmp_path, "tiny.yaml")
-    assert again.returncode == ExitCode.USER_ERROR and "error[run.cancelled]" in again.stderr
+    result = run_submit(tmp_path, "tiny.yaml")
+    assert result.returncode == ExitCode.USER_ERROR and "error[run.cancelled]" in result.stderr
     command = [sys.executable, "-m", "pipeline", "train", str(run)]  # as in a template without a supervisor
-    by_hand = subprocess.run(command, cwd=CODE_ROOT, capture_output=True, text=True, timeout=240)
-    assert by_hand.returncode == ExitCode.USER_ERROR and "error[run.cancelled]" in by_hand.stderr
+    result = subprocess.run(command, cwd=CODE_ROOT, capture_output=True, text=True, timeout=240)
+    assert result.returncode == ExitCode.USER_ERROR and "error[run.cancelled]" in result.stderr
     assert run_submit(tmp_path, "resume", "runs/tiny", "stages.evaluate.tasks_per_node=2").returncode == 0
-    assert compute_run_digest(Run(tmp_path / "runs/tiny")) == read_finished_digest(finished)
+    assert compute_run_digest(Run(tmp_path / "runs/tiny")) == read_finished_digest(finished_folder)
 
 
 @pytest.mark.story
-def test_resume_changes_only_keys_that_leave_the_result_unchanged(finished: Path, tmp_path: Path) -> None:
-    shutil.copytree(finished / "runs/tiny", tmp_path / "runs/tiny")
+def test_resume_changes_only_keys_that_leave_the_result_unchanged(finished_folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished_folder / "runs/tiny", tmp_path / "runs/tiny")
     for override in ("optimizer.lr=1", "train.steps=10", "model.dim=64"):
-        done = run_submit(tmp_path, "resume", "runs/tiny", override)
-        assert done.returncode == ExitCode.USER_ERROR and override.split("=")[0] in done.stderr
-    frozen = (tmp_path / "runs/tiny/config.yaml").read_text()
-    done = run_submit(tmp_path, "resume", "runs/tiny", "train.steps=70")
-    assert done.returncode == 0, done.stdout
-    assert (tmp_path / "runs/tiny/config.yaml").read_text() == frozen
+        result = run_submit(tmp_path, "resume", "runs/tiny", override)
+        assert result.returncode == ExitCode.USER_ERROR and override.split("=")[0] in result.stderr
+    original_config = (tmp_path / "runs/tiny/config.yaml").read_text()
+    result = run_submit(tmp_path, "resume", "runs/tiny", "train.steps=70")
+    assert result.returncode == 0, result.stdout
+    assert (tmp_path / "runs/tiny/config.yaml").read_text() == original_config
     assert find_newest_step(tmp_path / "runs/tiny/checkpoints") == 70
     assert (tmp_path / "runs/tiny/evaluation/step-00000070.json").exists()
 
 
-def test_verify_names_a_flipped_bit(finished: Path, tmp_path: Path) -> None:
-    shutil.copytree(finished / "runs/tiny", tmp_path / "runs/tiny")
+def test_verify_names_the_file_with_a_flipped_bit(finished_folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished_folder / "runs/tiny", tmp_path / "runs/tiny")
     damaged_file = tmp_path / "runs/tiny/checkpoints/step-00000060/__1_0.distcp"
     content = bytearray(damaged_file.read_bytes())
     content[len(content) // 2] ^= 1
     damaged_file.write_bytes(content)
-    done = run_submit(tmp_path, "verify", "runs/tiny")
-    assert done.returncode == 23 and "digest" not in done.stdout
-    assert "step-00000060" in done.stderr and damaged_file.name in done.stderr and "Traceback" not in done.stderr
+    result = run_submit(tmp_path, "verify", "runs/tiny")
+    assert result.returncode == 23 and "digest" not in result.stdout
+    assert "step-00000060" in result.stderr and damaged_file.name in result.stderr and "Traceback" not in result.stderr
     assert run_submit(tmp_path, "verify", "runs/tiny", "--step", "56").returncode == 0, "another checkpoint is intact"
 
 
-def test_a_malformed_number_is_a_user_error_without_traceback(finished: Path) -> None:
+def test_a_malformed_number_is_a_user_error_without_traceback(finished_folder: Path) -> None:
     for arguments in (["verify", "runs/tiny", "--step", "²"], ["logs", "runs/tiny", "train", "--rank", "²"]):
-        done = run_submit(finished, *arguments)
-        assert (
-            done.returncode == ExitCode.USER_ERROR and arguments[-1] in done.stderr and "Traceback" not in done.stderr
-        )
+        result = run_submit(finished_folder, *arguments)
+        assert result.returncode == ExitCode.USER_ERROR
+        assert arguments[-1] in result.stderr and "Traceback" not in result.stderr
 
 
 def write_broken_packages(folder: Path) -> None:
-    """Write packages with the names of the project's packages that fail when they are imported."""
+    """Write packages that fail when they are imported and have the same names as packages of Sluice."""
     for package in ("slurm", "pipeline"):
         (folder / package).mkdir()
         for name in ("__init__", "submission", "run"):
@@ -437,20 +450,20 @@ def write_broken_packages(folder: Path) -> None:
 
 
 @pytest.mark.story
-def test_a_run_uses_its_own_code_and_not_the_working_directory(finished: Path, tmp_path: Path) -> None:
-    shutil.copytree(finished / "runs/tiny", tmp_path / "runs/tiny")
+def test_a_run_uses_its_own_code_and_not_the_working_directory(finished_folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished_folder / "runs/tiny", tmp_path / "runs/tiny")
     write_broken_packages(tmp_path)
-    assert verify(tmp_path) == read_finished_digest(finished)
+    assert verify(tmp_path) == read_finished_digest(finished_folder)
     (tmp_path / "runs/tiny/evaluation/step-00000060.json").unlink()
-    done = run_submit(tmp_path, "resume", "runs/tiny")
-    assert done.returncode == 0, done.stdout
-    shutil.copy(finished / "tiny.yaml", tmp_path)
+    result = run_submit(tmp_path, "resume", "runs/tiny")
+    assert result.returncode == 0, result.stdout
+    shutil.copy(finished_folder / "tiny.yaml", tmp_path)
     assert run_submit(tmp_path, "plan", "tiny.yaml").returncode == 0
 
 
 @pytest.mark.story
-def test_two_concurrent_submits_share_one_run(tmp_path: Path, finished: Path) -> None:
-    write_config_on_data(tmp_path, finished)
+def test_two_concurrent_submits_share_one_run(tmp_path: Path, finished_folder: Path) -> None:
+    write_config_on_data(tmp_path, finished_folder)
     processes = [
         subprocess.Popen(
             [*SUBMIT, "tiny.yaml"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -460,14 +473,14 @@ def test_two_concurrent_submits_share_one_run(tmp_path: Path, finished: Path) ->
     outputs = [process.communicate(timeout=240)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     run = Run.open(tmp_path / "runs/tiny")
-    assert [e["event"] for e in read_event_lines(run)].count("created") == 1
+    assert [event["event"] for event in read_event_lines(run)].count("created") == 1
     assert count_starts(run.path) == 1
-    assert compute_run_digest(Run(tmp_path / "runs/tiny")) == read_finished_digest(finished)
+    assert compute_run_digest(Run(tmp_path / "runs/tiny")) == read_finished_digest(finished_folder)
 
 
 @pytest.mark.story
-def test_ranks_save_and_exit_if_their_supervisor_is_killed(tmp_path: Path, finished: Path) -> None:
-    run = create_slow_run(tmp_path, finished)
+def test_ranks_save_and_exit_if_their_supervisor_is_killed(tmp_path: Path, finished_folder: Path) -> None:
+    run = create_slow_run(tmp_path, finished_folder)
     process = subprocess.Popen([*SUBMIT, "tiny.yaml"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     wait_for_steps(run, 5)
     run_processes = find_processes(run)
@@ -475,38 +488,38 @@ def test_ranks_save_and_exit_if_their_supervisor_is_killed(tmp_path: Path, finis
     ranks = [p for p in run_processes if "pipeline" in p.cmdline()]
     supervisor.kill()
     _, alive = psutil.wait_procs(ranks, timeout=240)
-    assert not alive, "ranks still run without their supervisor"
-    assert find_newest_step(run / "checkpoints") < 60, "the ranks completed the training instead of stopping"
+    assert not alive, "ranks must not run without their supervisor"
+    assert find_newest_step(run / "checkpoints") < 60, "the ranks must stop before the last step"
     output = process.communicate(timeout=240)[0]
     assert process.returncode == ExitCode.CRASHED and "resume runs/tiny" in output
     assert find_newest_step(run / "checkpoints") == count_steps(run), "the ranks saved their last step"
     assert run_submit(tmp_path, "resume", "runs/tiny").returncode == 0
-    assert compute_run_digest(Run(tmp_path / "runs/tiny")) == read_finished_digest(finished)
+    assert compute_run_digest(Run(tmp_path / "runs/tiny")) == read_finished_digest(finished_folder)
 
 
 @pytest.mark.story
-def test_a_stage_continues_after_submit_is_killed(tmp_path: Path, finished: Path) -> None:
-    run = create_slow_run(tmp_path, finished)
+def test_a_stage_continues_after_submit_is_killed(tmp_path: Path, finished_folder: Path) -> None:
+    run = create_slow_run(tmp_path, finished_folder)
     process = subprocess.Popen([*SUBMIT, "tiny.yaml"], cwd=tmp_path, stdout=subprocess.DEVNULL)
     wait_for_steps(run, 3)
     process.kill()
     process.wait(10)
-    done = run_submit(tmp_path, "tiny.yaml")  # follows the running training, or finds it done
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = run_submit(tmp_path, "tiny.yaml")  # follows the running stage, or finds it done
+    assert result.returncode == 0, result.stdout + result.stderr
     assert count_starts(run) == 1
-    assert compute_run_digest(Run(tmp_path / "runs/tiny")) == read_finished_digest(finished)
+    assert compute_run_digest(Run(tmp_path / "runs/tiny")) == read_finished_digest(finished_folder)
 
 
 @pytest.mark.story
-def test_a_rank_started_by_hand_does_not_join_a_running_stage(tmp_path: Path, finished: Path) -> None:
-    run = create_slow_run(tmp_path, finished)
+def test_a_rank_started_by_hand_does_not_join_a_running_stage(tmp_path: Path, finished_folder: Path) -> None:
+    run = create_slow_run(tmp_path, finished_folder)
     process = subprocess.Popen([*SUBMIT, "tiny.yaml"], cwd=tmp_path, stdout=subprocess.DEVNULL)
     wait_for_steps(run, 3)
     command = [sys.executable, "-m", "pipeline", "train", str(run)]
-    by_hand = subprocess.run(command, cwd=CODE_ROOT, capture_output=True, text=True, timeout=240)
-    assert by_hand.returncode == ExitCode.USER_ERROR and "pid" in by_hand.stderr
+    result = subprocess.run(command, cwd=CODE_ROOT, capture_output=True, text=True, timeout=240)
+    assert result.returncode == ExitCode.USER_ERROR and "pid" in result.stderr
     assert process.wait(240) == 0
-    assert compute_run_digest(Run(tmp_path / "runs/tiny")) == read_finished_digest(finished)
+    assert compute_run_digest(Run(tmp_path / "runs/tiny")) == read_finished_digest(finished_folder)
 
 
 @pytest.mark.story
@@ -514,25 +527,27 @@ def test_one_process_per_stage_runs_without_submitit(tmp_path: Path) -> None:
     config = write_config(tmp_path, steps=5)
     for stage in ("prepare", "shard", "train", "evaluate"):
         command = [sys.executable, "-m", "pipeline", stage, str(config), "stages.train.tasks_per_node=1"]
-        done = subprocess.run(command, cwd=CODE_ROOT, capture_output=True, text=True, timeout=240)
-        assert done.returncode == 0, done.stdout + done.stderr
+        result = subprocess.run(command, cwd=CODE_ROOT, capture_output=True, text=True, timeout=240)
+        assert result.returncode == 0, result.stdout + result.stderr
     assert (tmp_path / "runs/tiny/evaluation/step-00000005.json").exists()
 
 
 @pytest.mark.story
-def test_without_held_out_data_nothing_is_evaluated(tmp_path: Path) -> None:
+def test_evaluate_reports_that_no_data_is_held_out(tmp_path: Path) -> None:
     config = write_config(tmp_path, steps=3)
-    done = run_submit(tmp_path, str(config), "data.held_out=0")
-    assert done.returncode == 0, done.stdout
-    assert done.stdout.count("nothing is held out") == 2 and "not evaluated" not in done.stdout
+    result = run_submit(tmp_path, str(config), "data.held_out=0")
+    assert result.returncode == 0, result.stdout
+    assert result.stdout.count("nothing is held out") == 2 and "not evaluated" not in result.stdout
     assert "not evaluated" not in run_submit(tmp_path, "report", "runs/tiny").stdout
 
 
 @pytest.mark.story
-def test_a_full_disk_is_named_by_submit(tmp_path: Path, finished: Path, small_disk: Path) -> None:
-    write_config_on_data(tmp_path, finished)
+def test_submit_reports_a_full_disk_without_a_traceback(
+    tmp_path: Path, finished_folder: Path, small_disk: Path
+) -> None:
+    write_config_on_data(tmp_path, finished_folder)
     (small_disk / "runs/tiny").mkdir(parents=True)
-    (small_disk / "runs/tiny/data").symlink_to(finished / "runs/tiny/data")
+    (small_disk / "runs/tiny/data").symlink_to(finished_folder / "runs/tiny/data")
     overrides = [f"run.root={small_disk}/runs", "checkpoint.keep=1", "recovery.preflight=false"]
     Run.create(load_config(tmp_path / "tiny.yaml", overrides))
     filler = small_disk / "filler"
@@ -540,9 +555,9 @@ def test_a_full_disk_is_named_by_submit(tmp_path: Path, finished: Path, small_di
         while True:
             os.write(file.fileno(), b"x" * 65536)
     os.truncate(filler, max(0, filler.stat().st_size - 300_000))
-    done = run_submit(tmp_path, "tiny.yaml", *overrides, timeout=240)
-    assert done.returncode == ExitCode.STORAGE, done.stdout + done.stderr
-    assert "no space" in done.stdout and "Traceback" not in done.stdout + done.stderr
+    result = run_submit(tmp_path, "tiny.yaml", *overrides, timeout=240)
+    assert result.returncode == ExitCode.STORAGE, result.stdout + result.stderr
+    assert "no space" in result.stdout and "Traceback" not in result.stdout + result.stderr
     filler.unlink()
-    done = run_submit(tmp_path, "resume", f"{small_disk}/runs/tiny")
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = run_submit(tmp_path, "resume", f"{small_disk}/runs/tiny")
+    assert result.returncode == 0, result.stdout + result.stderr

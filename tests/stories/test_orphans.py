@@ -1,4 +1,4 @@
-"""Jobs that submit.py submitted but could not record are found, whenever it is killed or the controller hangs."""
+"""Test that no job is lost or submitted twice if submit.py is killed or the controller hangs during a submission."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CHAIN = [
     ("train", "afterok 2"),
     ("evaluate", "afterok 3"),
 ]
-"""The jobs of a run in the order of their IDs: the stage, and the dependency with the index of the other job."""
+"""The jobs of a run in the order of their ids: the stage, and the dependency with the index of the other job."""
 SBATCH = """#!/bin/sh
 # Run sbatch. At the call whose number is in the file `call_number`, also do what the file `action` says.
 cd "{folder}" && echo call >> calls
@@ -49,7 +49,7 @@ exec {sbatch} "$@"
 
 
 class DisturbedSbatch:
-    """A directory for PATH whose sbatch kills submit.py, or waits for a frozen controller, at one call."""
+    """A directory for PATH. One call of its sbatch kills submit.py, or waits until the controller is frozen."""
 
     def __init__(self, folder: Path, cluster: Cluster) -> None:
         self.folder = folder
@@ -98,12 +98,13 @@ class DisturbedSbatch:
 
 @pytest.fixture
 def sbatch(tmp_path: Path, cluster: Cluster) -> Iterator[DisturbedSbatch]:
+    """Yield the replacement of sbatch. Cancel all jobs afterwards."""
     yield DisturbedSbatch(tmp_path / "bin", cluster)
     cluster.clear()
 
 
 def list_queue(cluster: Cluster) -> list[tuple[str, str]]:
-    """Return stage and dependency of all jobs, oldest first. IDs are replaced by indices in this list."""
+    """Return stage and dependency of all jobs, oldest first. Ids are replaced by indices in this list."""
     jobs = [line.split("|") for line in cluster.output(["squeue", "-h", "-o", "%A|%j|%E"]).splitlines()]
     jobs.sort(key=lambda job: int(job[0]))
     index_by_id = {job[0]: str(index) for index, job in enumerate(jobs)}
@@ -131,7 +132,7 @@ def test_no_job_is_lost_if_submit_is_killed_after_any_sbatch(
             if next_command == "submit":
                 code, output = sbatch.run_submit(*arguments)
                 assert code == 0 and list_queue(cluster) == CHAIN, (number, output)
-                assert sbatch.count_calls() == len(CHAIN) - number, "no job is submitted twice"
+                assert sbatch.count_calls() == len(CHAIN) - number, "no job may be submitted twice"
                 assert sbatch.run_submit(*arguments)[0] == 0 and list_queue(cluster) == CHAIN
             assert sbatch.run_submit("cancel", f"runs/killed-{number}")[0] == 0
             assert list_queue(cluster) == [], (number, next_command)
@@ -141,7 +142,7 @@ def test_no_job_is_lost_if_submit_is_killed_after_any_sbatch(
 def test_one_chain_is_submitted_if_the_controller_hangs_at_any_sbatch(
     tmp_path: Path, cluster: Cluster, sbatch: DisturbedSbatch
 ) -> None:
-    """sbatch times out, but the controller accepts the job when it continues. submit.py finds this job."""
+    """sbatch times out, but the controller accepts the job when it responds again. submit.py must find this job."""
     config = str(write_config(tmp_path))
     for number in range(1, len(CHAIN) + 1):
         name = f"hung-{number}"
@@ -166,7 +167,7 @@ def test_one_chain_is_submitted_if_the_controller_hangs_at_any_sbatch(
 def test_no_job_is_lost_if_submit_is_killed_while_the_controller_hangs(
     tmp_path: Path, cluster: Cluster, sbatch: DisturbedSbatch, next_command: str
 ) -> None:
-    """sbatch still runs, and the controller may accept the job later. The next command waits until this is decided."""
+    """sbatch keeps running, and the controller may accept the job later. The next command must wait for the outcome."""
     config = str(write_config(tmp_path))
     sbatch.set_action("freeze", 4)
     with sbatch.start_submit(config, HELD) as process:
@@ -189,7 +190,7 @@ def test_no_job_is_lost_if_submit_is_killed_while_the_controller_hangs(
 def test_limits_are_checked_before_submission_and_an_incomplete_chain_is_completed(
     tmp_path: Path, limited: Cluster
 ) -> None:
-    """The limit of the user is checked before. That of the account is not, because jobs of other users count too."""
+    """submit.py checks the limit of the user, but not that of the account, which also counts jobs of other users."""
     arguments = (str(write_config(tmp_path)), HELD)
 
     def set_limit(*change: str) -> None:
@@ -197,14 +198,14 @@ def test_limits_are_checked_before_submission_and_an_incomplete_chain_is_complet
         time.sleep(1)  # until slurmdbd has updated the controller
 
     set_limit("user", "root", "set", "MaxSubmitJobs=5")
-    done = run_submit(limited, tmp_path, *arguments)
-    assert done.returncode == ExitCode.USER_ERROR and "5 jobs" in done.stderr, done.stdout + done.stderr
-    assert list_queue(limited) == [] and "sbatch" not in done.stderr
+    result = run_submit(limited, tmp_path, *arguments)
+    assert result.returncode == ExitCode.USER_ERROR and "5 jobs" in result.stderr, result.stdout + result.stderr
+    assert list_queue(limited) == [] and "sbatch" not in result.stderr
     set_limit("user", "root", "set", "MaxSubmitJobs=-1")
     set_limit("account", "root", "set", "GrpSubmitJobs=4")
-    done = run_submit(limited, tmp_path, *arguments)
-    assert done.returncode == ExitCode.USER_ERROR and list_queue(limited) == CHAIN[:3], done.stdout + done.stderr
-    for output in (done.stderr, run_submit(limited, tmp_path, "status", "runs/tiny").stdout):
+    result = run_submit(limited, tmp_path, *arguments)
+    assert result.returncode == ExitCode.USER_ERROR and list_queue(limited) == CHAIN[:3], result.stdout + result.stderr
+    for output in (result.stderr, run_submit(limited, tmp_path, "status", "runs/tiny").stdout):
         assert re.search("train: .*sbatch .*Limit", output), output
         assert "resume runs/tiny" in output, output
     set_limit("account", "root", "set", "GrpSubmitJobs=-1")

@@ -1,7 +1,7 @@
-"""A training that is preempted with grace time starts exactly once more, with every version of Slurm.
+"""Test that a job that is preempted with a grace period starts exactly once more, with every version of Slurm.
 
-Versions differ in what they do with a job that ends within its grace time (slurm/query/preemption.py). `make
-test-debian13` runs these tests with Slurm 24.11.
+Versions of Slurm treat a job that ends in its grace period differently (slurm/query/preemption.py).
+`make test-debian13` runs these tests with Slurm 24.11.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tests.support.events import read_event_lines, write_event
 from tests.support.tiny import make_run, slow_down_steps, write_config
 
 cluster = cluster_fixture(accounting=True, grace=20)
-"""For Slurm 22.05, a job that exits with 0 after the grace time is a TIMEOUT."""
+"""In Slurm 22.05, a job that exits with 0 after its grace period has the state TIMEOUT."""
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -44,7 +44,7 @@ NODES = ("stages.train.nodes=2", "stages.train.tasks_per_node=1")
 IN_GRACE = replace(make_job_info(preempt="2026-11-21T05:42:25"), partition="low", qos="normal")
 
 
-# -- the decision --------------------------------------------------------------------------------------------
+# -- the decision ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ IN_GRACE = replace(make_job_info(preempt="2026-11-21T05:42:25"), partition="low"
         ("24.11.5", "REQUEUE", {"is_preempted": False}, False),
         ("24.11.5", "REQUEUE", {"may_requeue": False}, False),
         ("24.11.5", "REQUEUE", {"restarts": 2}, True),
-        ("24.11.5", "REQUEUE", {"restarts": 3}, False),  # one exit stays in reserve: the fifth would hold the job
+        ("24.11.5", "REQUEUE", {"restarts": 3}, False),  # the fifth exit would hold the job, and one is reserved
     ],
 )
 def test_the_supervisor_exits_only_if_slurm_then_requeues_the_job(
@@ -79,9 +79,9 @@ def test_the_supervisor_exits_only_if_slurm_then_requeues_the_job(
 def fake_controller(
     monkeypatch: pytest.MonkeyPatch, version: str, preempt_type: str = "preempt/partition_prio"
 ) -> None:
-    """Make queries return what a controller of this version answers."""
+    """Make queries return the output of a controller of this version."""
 
-    def call(*command: str) -> str | None:
+    def run_command(*command: str) -> str | None:
         if command[:2] == ("scontrol", "--oneliner"):
             return f"PartitionName={command[-1]} PreemptMode={'REQUEUE' if command[-1] == 'low' else 'CANCEL'}"
         assert command[0] == "sacctmgr"
@@ -89,7 +89,7 @@ def fake_controller(
 
     config = {"SLURM_VERSION": version, "PreemptType": preempt_type, "PreemptMode": "REQUEUE"}
     monkeypatch.setattr(preemption, "read_slurm_config", lambda: config)
-    monkeypatch.setattr(preemption, "run_slurm_command", call)
+    monkeypatch.setattr(preemption, "run_slurm_command", run_command)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_the_preempt_mode_is_that_of_the_partition_or_the_qos(
     fake_controller(monkeypatch, "24.11.5", preempt_type)
     info = replace(IN_GRACE, partition=partition, qos=qos)
     assert preemption.is_requeued_on_exit(info, None) == exits
-    assert not preemption.is_requeued_on_exit(info, "n3"), "excluding a node needs a requeue by the supervisor"
+    assert not preemption.is_requeued_on_exit(info, "n3"), "to exclude a node, the supervisor must request the requeue"
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_the_preempt_mode_is_that_of_the_partition_or_the_qos(
         ("24.11.5", make_job_info(), None, ["requeue"]),
     ],
 )
-def test_a_supervisor_exits_or_requests_a_requeue(
+def test_the_supervisor_requests_a_requeue_unless_slurm_requeues_the_job_on_exit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, info: JobInfo, exclude: str | None,
     requests: list[str],
 ) -> None:  # fmt: skip
@@ -131,32 +131,32 @@ def test_a_supervisor_exits_or_requests_a_requeue(
 
 
 @pytest.mark.parametrize(("flag", "is_batch"), [(0, False), (1, True), (2, True), (5, True)])
-def test_a_batch_job_that_slurm_requeued_is_a_batch_job(flag: int, is_batch: bool) -> None:
-    """In Slurm 24.11, `BatchFlag` counts these requeues."""
+def test_any_nonzero_batch_flag_means_a_batch_job(flag: int, is_batch: bool) -> None:
+    """In Slurm 24.11, `BatchFlag` counts the requeues by Slurm."""
     info = parse_job_info(f"JobId=1\n   JobState=RUNNING\n   Requeue=1 Restarts=1 BatchFlag={flag}")
     assert info.is_batch == is_batch
 
 
-ENDED = [
+END_EVENTS = [
     ("done", {"exit_code": 0}, ExitCode.DONE),
     ("stopped", {"cause": "stop file", "exit_code": int(ExitCode.STOPPED)}, ExitCode.STOPPED),
     ("failed", {"cause": "crashed", "exit_code": int(ExitCode.CRASHED)}, ExitCode.CRASHED),
 ]
 
 
-@pytest.mark.parametrize(("event", "fields", "code"), ENDED)
+@pytest.mark.parametrize(("event", "fields", "code"), END_EVENTS)
 def test_an_attempt_that_has_ended_does_not_continue_if_only_slurm_requeued_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, event: str, fields: dict[str, object], code: ExitCode
 ) -> None:
     fake_controller(monkeypatch, "24.11.5")
     run = make_unreported_attempt(tmp_path / "grace", (event, {**fields, "in_grace": True}))
-    assert close_attempt(run, "6", 1)[::2] == (code, []), "no event is added"
-    assert close_attempt(run, "6", 2)[0] is None, "a user requeued the job after that"
+    assert close_attempt(run, "6", 1)[::2] == (code, [])
+    assert close_attempt(run, "6", 2)[0] is None, "the second requeue was requested by a user"
     fake_controller(monkeypatch, "22.05.8")
-    assert close_attempt(run, "6", 1)[0] is None, "a user requeued the job, because this version of Slurm does not"
+    assert close_attempt(run, "6", 1)[0] is None, "this version of Slurm does not requeue the job by itself"
     fake_controller(monkeypatch, "24.11.5")
-    undisturbed = make_unreported_attempt(tmp_path / "calm", (event, fields))
-    assert close_attempt(undisturbed, "6", 1)[0] is None, "a user requeued the job, because it was never preempted"
+    undisturbed = make_unreported_attempt(tmp_path / "undisturbed", (event, fields))
+    assert close_attempt(undisturbed, "6", 1)[0] is None, "Slurm requeues only jobs that were preempted"
     earlier = make_unreported_attempt(
         tmp_path / "earlier", ("preempted", {"cause": "preempted"}), ("requeued", {"cause": "preempted"})
     )
@@ -171,37 +171,38 @@ def test_an_attempt_that_has_ended_does_not_continue_if_only_slurm_requeued_it(
         standing=read_progress_marker(earlier, "train"),
     )
     write_event(earlier, event, "train", job_id="6", **fields)
-    assert close_attempt(earlier, "6", 2)[::2] == (code, []), "Slurm still reports the first preemption"
+    assert close_attempt(earlier, "6", 2)[::2] == (code, []), "the mark of the first preemption remains"
     if event != "done":
         write_event(earlier, "resumed")
-        assert close_attempt(earlier, "6", 2)[0] is None, "the user resumed the run"
+        assert close_attempt(earlier, "6", 2)[0] is None, "a run that the user resumed must continue"
 
 
-# -- on a real Slurm -----------------------------------------------------------------------------------------
+# -- on a real Slurm ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the data folder of a run where prepare and shard are done."""
     return make_run(tmp_path_factory.mktemp("data")).data_dir
 
 
-def submit_slow_training(
+def submit_slow_run(
     folder: Path, data: Path, cluster: Cluster, steps: int, step_delay_s: float, requests_requeue: bool = False
 ) -> Path:
-    """Submit a training with slow steps.
+    """Submit a run with slow steps.
 
     Args:
-        folder: where the run is made.
-        data: data directory to use.
-        cluster: where it runs.
-        steps: number of steps.
-        step_delay_s: seconds that are added to each step.
-        requests_requeue: always request a requeue instead of exiting so that Slurm requeues the job.
+        folder: the folder of the config.
+        data: the data folder to use.
+        cluster: the cluster.
+        steps: the number of steps.
+        step_delay_s: seconds to add to each step.
+        requests_requeue: whether the supervisor always requests a requeue, even if Slurm would requeue the job itself.
 
     Returns:
         The path of the run.
     """
-    cluster.clear()  # jobs of a test that failed before
+    cluster.clear()  # removes jobs of an earlier test that failed
     config = write_config(folder, steps=steps)
     run = slow_down_steps(Run.create(load_config(config, NODES)), step_delay_s)
     run.data_dir.rmdir()
@@ -211,8 +212,8 @@ def submit_slow_training(
         text = code.read_text()
         assert text.count("MIN_REMAINING_EXITS = 2\n") == 1
         code.write_text(text.replace("MIN_REMAINING_EXITS = 2\n", "MIN_REMAINING_EXITS = 99\n"))
-    done = run_submit(cluster, folder, str(config), *NODES)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = run_submit(cluster, folder, str(config), *NODES)
+    assert result.returncode == 0, result.stdout + result.stderr
     return run.path
 
 
@@ -234,11 +235,11 @@ def query_accounting(cluster: Cluster, job: str) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("times", "requests_requeue"), [(2, False), (1, True), pytest.param(6, False, marks=pytest.mark.long)]
 )
-def test_a_training_starts_once_more_after_each_preemption(
+def test_a_run_starts_once_more_after_each_preemption(
     tmp_path: Path, data: Path, cluster: Cluster, times: int, requests_requeue: bool
 ) -> None:
-    """With `requests_requeue`, Slurm starts the job again after its end, but the training must not run again."""
-    run = submit_slow_training(tmp_path, data, cluster, 8 * times + 8, 0.5, requests_requeue)
+    """With `requests_requeue`, Slurm starts the job again after its end, but the train stage must not run again."""
+    run = submit_slow_run(tmp_path, data, cluster, 8 * times + 8, 0.5, requests_requeue)
     for number in range(times):
         wait_for(
             "some steps",
@@ -256,9 +257,9 @@ def test_a_training_starts_once_more_after_each_preemption(
 
 
 @pytest.mark.long
-def test_a_training_that_exceeds_its_grace_time_starts_once_more(tmp_path: Path, data: Path, cluster: Cluster) -> None:
+def test_a_run_that_exceeds_its_grace_period_starts_once_more(tmp_path: Path, data: Path, cluster: Cluster) -> None:
     """Slurm kills and requeues the job, and still reports the preemption afterwards."""
-    run = submit_slow_training(tmp_path, data, cluster, 2, 40.0)
+    run = submit_slow_run(tmp_path, data, cluster, 2, 40.0)
     wait_for("the first step", lambda: "ready" in list_event_names(run, "train"))
     preempt_all_nodes(cluster)
     wait_for("the evaluation", lambda: has_evaluation(run), 300)
@@ -268,24 +269,22 @@ def test_a_training_that_exceeds_its_grace_time_starts_once_more(tmp_path: Path,
     assert query_accounting(cluster, get_job_id(run, "train")) == ("COMPLETED", "0:0")
 
 
-def test_a_training_that_ends_in_its_grace_time_does_not_start_again(
-    tmp_path: Path, data: Path, cluster: Cluster
-) -> None:
-    run = submit_slow_training(tmp_path, data, cluster, 4, 4.0)
-    wait_for("the last step but one", lambda: len(read_steps(run)) == 3)
+def test_a_run_that_ends_in_its_grace_period_does_not_start_again(tmp_path: Path, data: Path, cluster: Cluster) -> None:
+    run = submit_slow_run(tmp_path, data, cluster, 4, 4.0)
+    wait_for("step 3 of 4", lambda: len(read_steps(run)) == 3)
     preempt_all_nodes(cluster)
     wait_for("the evaluation", lambda: has_evaluation(run), 150)
     wait_for_empty_queue(cluster)
     started, done = read_event_lines(Run.open(run), "train", "started", "done", "requeued")
     assert (started["event"], done["event"]) == ("started", "done")
-    assert done["in_grace"], "the training was done before it was preempted"
+    assert done["in_grace"], "the stage must end in the grace period"
     assert query_accounting(cluster, get_job_id(run, "train")) == ("COMPLETED", "0:0")
 
 
-def test_a_training_that_the_user_stops_in_its_grace_time_does_not_start_again(
+def test_a_run_that_the_user_stops_in_its_grace_period_does_not_start_again(
     tmp_path: Path, data: Path, cluster: Cluster
 ) -> None:
-    run = submit_slow_training(tmp_path, data, cluster, 40, 4.0)
+    run = submit_slow_run(tmp_path, data, cluster, 40, 4.0)
     wait_for("a step", lambda: read_steps(run))
     preempt_all_nodes(cluster)
     (run / "stop").touch()
@@ -293,13 +292,13 @@ def test_a_training_that_the_user_stops_in_its_grace_time_does_not_start_again(
     wait_for_empty_queue(cluster)
     started, stopped = read_event_lines(Run.open(run), "train", "started", "requeued", "stopped")
     assert (started["event"], stopped["event"]) == ("started", "stopped")
-    assert stopped["in_grace"], "the training had stopped before it was preempted"
+    assert stopped["in_grace"], "the stage must stop in the grace period"
     assert query_accounting(cluster, get_job_id(run, "train")) == ("FAILED", f"{int(ExitCode.STOPPED)}:0")
     assert not has_evaluation(run)
 
 
 def test_a_requeue_by_an_administrator_is_not_a_preemption(tmp_path: Path, data: Path, cluster: Cluster) -> None:
-    run = submit_slow_training(tmp_path, data, cluster, 60, 0.5)
+    run = submit_slow_run(tmp_path, data, cluster, 60, 0.5)
     wait_for("step 3", lambda: len(read_steps(run)) >= 3)
     cluster.output(["scontrol", "requeue", get_job_id(run, "train")])
     wait_for("the requeue", lambda: "requeued" in list_event_names(run, "train"), 60)

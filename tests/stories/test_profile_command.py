@@ -1,4 +1,4 @@
-"""`submit.py profile` on a training that runs on this machine."""
+"""Test `submit.py profile` with a train stage that runs on this machine."""
 
 from __future__ import annotations
 
@@ -23,27 +23,28 @@ SUBMIT = [sys.executable, str(CODE_ROOT / "submit.py")]
 
 
 def run_submit(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run submit.py in `folder` and return its result."""
     return subprocess.run([*SUBMIT, *arguments], cwd=folder, capture_output=True, text=True, timeout=240)
 
 
 @pytest.mark.story
-def test_steps_of_a_running_training_are_profiled(tmp_path: Path) -> None:
+def test_profile_records_steps_of_a_running_train_stage(tmp_path: Path) -> None:
     run = slow_down_steps(Run.create(load_config(write_config(tmp_path, steps=1000))), 0.1)
     process = subprocess.Popen([*SUBMIT, "tiny.yaml"], cwd=tmp_path, stdout=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 240
         while sum(1 for _ in read_jsonl(run.metrics_file)) < 5:
-            assert time.monotonic() < deadline and process.poll() is None, "the training does not start"
+            assert time.monotonic() < deadline and process.poll() is None, "the train stage does not start"
             time.sleep(0.1)
-        done = run_submit(tmp_path, "profile", "runs/tiny", "--steps", "2", "--ranks", "1")
-        assert done.returncode == 0, done.stderr
+        result = run_submit(tmp_path, "profile", "runs/tiny", "--steps", "2", "--ranks", "1")
+        assert result.returncode == 0, result.stderr
         profiles = re.findall(
-            r"^step-(\d+): ([\d.]+) ms: compute (\d+) %.*idle (\d+) %.*mean of 1 rank\)", done.stdout, re.M
+            r"^step-(\d+): ([\d.]+) ms: compute (\d+) %.*idle (\d+) %.*mean of 1 rank\)", result.stdout, re.M
         )
-        assert len(profiles) == 2 and int(profiles[1][0]) == int(profiles[0][0]) + 1, done.stdout
+        assert len(profiles) == 2 and int(profiles[1][0]) == int(profiles[0][0]) + 1, result.stdout
         _, step_ms, _, idle_percent = profiles[0]
-        assert float(step_ms) > 100 and int(idle_percent) > 20, "each step sleeps a tenth of a second"
-        for path in re.findall(r"(\S+/trace\.json\.gz) for https://ui.perfetto.dev", done.stdout):
+        assert float(step_ms) > 100 and int(idle_percent) > 20, "each step sleeps for 100 ms"
+        for path in re.findall(r"(\S+/trace\.json\.gz) for https://ui.perfetto.dev", result.stdout):
             events = json.loads(gzip.decompress(Path(path).read_bytes()))["traceEvents"]
             assert {event["pid"] for event in events} == {2} and any("gloo" in event["name"] for event in events)
         no_rank = run_submit(tmp_path, "profile", "runs/tiny", "--steps", "1", "--ranks", "9")

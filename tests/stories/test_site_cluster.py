@@ -1,4 +1,4 @@
-"""Site profiles, values with special characters, doctor and placement on a real Slurm."""
+"""Test site profiles, values with special characters, doctor and placement of ranks on a real Slurm."""
 
 from __future__ import annotations
 
@@ -34,20 +34,22 @@ other = cluster_fixture(accounting=True, user_signal=False, grace=0, preempt="CA
 pytestmark = pytest.mark.timeout(900)
 
 
-def submit(cluster: Cluster, folder: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+def run_submit(cluster: Cluster, folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run submit.py with additional environment variables and return its result."""
     command = [sys.executable, str(CODE_ROOT / "submit.py"), *arguments]
-    environment = {**os.environ, **cluster.environment(), "COLUMNS": "250", **more}
+    environment = {**os.environ, **cluster.environment(), "COLUMNS": "250", **variables}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
 
 
-def wait_until_empty(cluster: Cluster, timeout: float = 240) -> None:
+def wait_for_empty_queue(cluster: Cluster, timeout: float = 240) -> None:
+    """Wait until no job is in the queue. Fail after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while cluster.output(["squeue", "--noheader"]):
         assert time.monotonic() < deadline, cluster.output(["squeue"])
         time.sleep(0.2)
 
 
-# -- values with special characters --------------------------------------------------------------------------
+# -- values with special characters ------------------------------------------------------------------------------------
 
 FRAGMENTS = [
     "$(touch pwned)",
@@ -72,19 +74,20 @@ TEXT = (
     .filter(lambda text: text not in ("", ".", "..") and len(text.encode()) < 200)
 )
 PROBE = """#!/bin/sh
-# Replaces the job's python: writes its arguments and variables, each terminated by a zero byte.
+# This replaces the Python of the job. It writes its arguments and variables, each terminated by a zero byte.
 printf '%s\\0' "$0" "$@" "$TMPDIR" "$PYTHONPATH" > "$SLUICE_PROBE/$SLURM_JOB_ID"
 """
 
 
 @pytest.fixture(scope="module")
 def folders() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="sluice-awkward-") as folder:
+    """Yield a folder with a short path, for the runs of the test below."""
+    with tempfile.TemporaryDirectory(prefix="sluice-paths-") as folder:
         yield Path(folder)
 
 
 REJECTED = re.compile(r"[\\\x00-\x1f\x7f]")
-"""Characters that may be rejected; in a path, also a percent sign."""
+"""Characters that may be rejected. In a path, a percent sign may also be rejected."""
 
 
 # Hypothesis does not shrink a failure, because that would need hundreds of jobs.
@@ -93,13 +96,18 @@ REJECTED = re.compile(r"[\\\x00-\x1f\x7f]")
 def test_values_reach_a_job_unchanged_or_are_rejected(
     cluster: Cluster, folders: Path, values: list[tuple[str, str, str, str]]
 ) -> None:
-    """A job has four texts: the run's path (log, comment, arguments, PYTHONPATH), TMPDIR, an option, python's path."""
+    """Each job has four random texts.
+
+    They are the path of the run (used in log, comment, arguments and PYTHONPATH), TMPDIR, an sbatch option, and the
+    path of Python.
+    """
     config = load_config(write_config(folders))
     base = Path(tempfile.mkdtemp(dir=folders))
     probes = base / "probes"
     probes.mkdir()
 
-    def text_of(path: Path, scratch: str, option: str) -> str:
+    def render_script(path: Path, scratch: str, option: str) -> str:
+        """Return the batch script for a run path, a scratch folder and an option."""
         site = SiteConfig.model_validate({"scratch": f"/{scratch}", "sbatch": {"wckey": option}})
         return render_batch_script(Run(path), config.model_copy(update={"site": site}), "prepare")
 
@@ -108,38 +116,38 @@ def test_values_reach_a_job_unchanged_or_are_rejected(
         patch.setenv("SLUICE_PROBE", str(probes))
         patch.setenv("PYTHONPATH", "/and more")
         for number, texts in enumerate(values):
-            fit = [REJECTED.sub("", text) or "x" for text in texts]
-            fit[0] = fit[0].replace("%", "x")
-            for place in range(3):
-                if fit[place] != texts[place]:
-                    path, scratch, option = (texts[n] if n == place else "x" for n in range(3))
+            accepted = [REJECTED.sub("", text) or "x" for text in texts]
+            accepted[0] = accepted[0].replace("%", "x")
+            for index in range(3):
+                if accepted[index] != texts[index]:
+                    path, scratch, option = (texts[n] if n == index else "x" for n in range(3))
                     with pytest.raises(UserError):
-                        text_of(base / path, scratch, option)
-            python = base / f"{number} {fit[3]}" / "python"
+                        render_script(base / path, scratch, option)
+            python = base / f"{number} {accepted[3]}" / "python"
             python.parent.mkdir()
             python.write_text(PROBE)
             python.chmod(0o755)
-            run = Run(base / str(number) / fit[0])
+            run = Run(base / str(number) / accepted[0])
             run.stage_dir("prepare")
             run.code_dir.mkdir()
             patch.setattr(sys, "executable", str(python))
-            (base / "job.sh").write_text(text_of(run.path, fit[1], fit[2]))
-            submitted[cluster.output(["sbatch", "--parsable", base / "job.sh"])] = run, fit[1], fit[2], python
-    wait_until_empty(cluster)
+            (base / "job.sh").write_text(render_script(run.path, accepted[1], accepted[2]))
+            submitted[cluster.output(["sbatch", "--parsable", base / "job.sh"])] = run, accepted[1], accepted[2], python
+    wait_for_empty_queue(cluster)
     jobs = cluster.output(["squeue", "--noheader", "--states=all", "--format=%A\x01%w\x01%k\x02"]).split("\x02\n")
     options = {job: (wckey, comment) for job, wckey, comment in (line.rstrip("\x02").split("\x01") for line in jobs)}
     for job, (run, scratch, option, python) in submitted.items():
-        lower = re.sub("[A-Z]+", lambda match: match[0].lower(), option)  # Slurm converts this option to lower case
-        assert options[job] == (lower, f"sluice {run.path}")
+        lower_case = re.sub("[A-Z]+", lambda match: match[0].lower(), option)  # Slurm converts this option
+        assert options[job] == (lower_case, f"sluice {run.path}")
         log = run.jobs_dir / "prepare" / f"{job}_0_log.out"
         assert log.read_text() == "" and (probes / job).exists()
-        probed = (probes / job).read_bytes().decode().split("\0")
+        received = (probes / job).read_bytes().decode().split("\0")
         command = [str(python), "-u", "-m", "submitit.core._submit", str(run.jobs_dir / "prepare")]
-        assert probed == [*command, f"/{scratch}", f"{run.code_dir}:/and more", ""]
+        assert received == [*command, f"/{scratch}", f"{run.code_dir}:/and more", ""]
     assert not list(folders.rglob("pwned")) and not Path("pwned").exists()
 
 
-# -- a whole run with a profile ------------------------------------------------------------------------------
+# -- a whole run with a profile ----------------------------------------------------------------------------------------
 
 
 def test_jobs_and_ranks_get_the_settings_of_the_profile(tmp_path: Path, cluster: Cluster) -> None:
@@ -173,20 +181,21 @@ def test_jobs_and_ranks_get_the_settings_of_the_profile(tmp_path: Path, cluster:
     entry_point = run.code_dir / "pipeline/__main__.py"
     dump = f"import json, os\nopen('{tmp_path}/ranks', 'a').write(json.dumps(dict(os.environ)) + chr(10))\n"
     entry_point.write_text(entry_point.read_text().replace("import sys\n", f"import sys\n{dump}", 1))
-    rejected = submit(cluster, tmp_path, "tiny.yaml", "--dry-run", *overrides)
-    assert rejected.returncode == ExitCode.USER_ERROR and "PASSED" in rejected.stderr, (
-        "site.pass names a variable that is not set"
+    # site.pass names a variable that is not set yet
+    rejected = run_submit(cluster, tmp_path, "tiny.yaml", "--dry-run", *overrides)
+    assert rejected.returncode == ExitCode.USER_ERROR and "PASSED" in rejected.stderr
+    dry_run = run_submit(cluster, tmp_path, "tiny.yaml", "--dry-run", "--scripts", *overrides, **shell)
+    result = run_submit(cluster, tmp_path, "tiny.yaml", *overrides, **shell)
+    assert result.returncode == 0, result.stderr
+    train_job, shard_job, evaluate_job = (
+        read_event_lines(run, stage, "submitted")[0]["job_id"] for stage in ("train", "shard", "evaluate")
     )
-    dry = submit(cluster, tmp_path, "tiny.yaml", "--dry-run", "--scripts", *overrides, **shell)
-    done = submit(cluster, tmp_path, "tiny.yaml", *overrides, **shell)
-    assert done.returncode == 0, done.stderr
-    job = next(e["job_id"] for e in read_event_lines(run, "train") if e["event"] == "submitted")
-    script = (
-        next((run.jobs_dir / "train").glob("*_submission.sh")).read_text().replace("=$NCCL_SOCKET_IFNAME", "=*****")
-    )
-    planned = dry.stdout.partition("# ---- on Slurm: train\n")[2].partition("\n\n# ---- on")[0]
-    assert [line for line in script.splitlines() if "--dependency" not in line] == planned.splitlines()
-    job_info = cluster.output(["scontrol", "--oneliner", "show", "job", job])
+    script = next((run.jobs_dir / "train").glob("*_submission.sh")).read_text()
+    masked_script = script.replace("=$NCCL_SOCKET_IFNAME", "=*****")
+    planned_script = dry_run.stdout.partition("# ---- on Slurm: train\n")[2].partition("\n\n# ---- on")[0]
+    submitted_lines = [line for line in masked_script.splitlines() if "--dependency" not in line]
+    assert submitted_lines == planned_script.splitlines()
+    job_info = cluster.output(["scontrol", "--oneliner", "show", "job", train_job])
     for fact in (
         "Nice=7",
         "Switches=1@00:03:00",
@@ -198,41 +207,40 @@ def test_jobs_and_ranks_get_the_settings_of_the_profile(tmp_path: Path, cluster:
         assert fact in job_info, job_info
     assert "TimeLimit=00:07:00" not in job_info
     assert re.search(r"gres[:/]gpu:1", job_info), "Slurm 22.05 prints a colon, 24.11 a slash"
-    job_of_shard = next(e["job_id"] for e in read_event_lines(run, "shard") if e["event"] == "submitted")
-    job_info = cluster.output(["scontrol", "--oneliner", "show", "job", job_of_shard])
-    job_of_evaluation = next(e["job_id"] for e in read_event_lines(run, "evaluate") if e["event"] == "submitted")
-    assert "Partition=high" in cluster.output(["scontrol", "--oneliner", "show", "job", job_of_evaluation])
+    assert "Partition=high" in cluster.output(["scontrol", "--oneliner", "show", "job", evaluate_job])
+    job_info = cluster.output(["scontrol", "--oneliner", "show", "job", shard_job])
     for fact in ("Partition=high", "Nice=9", "ExcNodeList=n1", "CPUs/Task=1", "MinMemoryNode=2G"):
         assert fact in job_info, job_info
-    wait_until_empty(cluster, 240)
-    events = read_event_lines(run, "train")
-    assert [e["event"] for e in events if e["event"] in ("done", "failed")] == ["done"], events
-    ranks = [line for line in read_jsonl(tmp_path / "ranks") if line["SLURM_JOB_ID"] == job]
-    assert len(ranks) == 4
-    for variables in ranks:
+    wait_for_empty_queue(cluster, 240)
+    events = read_event_lines(run, "train", "done", "failed")
+    assert [event["event"] for event in events] == ["done"], events
+    environments = [line for line in read_jsonl(tmp_path / "ranks") if line["SLURM_JOB_ID"] == train_job]
+    assert len(environments) == 4
+    for variables in environments:
         assert variables["GLOO_SOCKET_IFNAME"] == variables["NCCL_SOCKET_IFNAME"] == variables["OF_SETUP"] == "lo"
         assert variables["ENVIRONMENT_OF"] == "site" and variables["SLURM_NTASKS_PER_CORE"] == "4"
         assert variables["TMPDIR"] == str(scratch) and variables["CUDA_VISIBLE_DEVICES"] == "0"
         assert variables["SLURM_DISTRIBUTION"] == "block:cyclic"
         assert (variables["SECRET"], variables["PASSED"]) == ("hunter2", shell["PASSED"]) and "LEFT" not in variables
     files = [file for file in run.path.rglob("*") if file.is_file() and run.code_dir not in file.parents]
-    assert not [file for file in files if b"hunter2" in file.read_bytes()], "no file contains a secret"
-    assert {v["SLURMD_NODENAME"] for v in ranks} == {"n3", "n4"}, "one leaf switch, without n1"
+    assert not [file for file in files if b"hunter2" in file.read_bytes()], "no file may contain a secret"
+    # both nodes are on one leaf switch, and n1 is excluded
+    assert {variables["SLURMD_NODENAME"] for variables in environments} == {"n3", "n4"}
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_sbatch_accepts_a_plane_distribution(tmp_path: Path, cluster: Cluster, nodes: int) -> None:
     overrides = (f"stages.train.nodes={nodes}", "stages.train.tasks_per_node=2", "site.distribution=plane=2")
     write_config(tmp_path)
-    done = submit(cluster, tmp_path, "tiny.yaml", *overrides)
-    assert done.returncode == 0, done.stderr
+    result = run_submit(cluster, tmp_path, "tiny.yaml", *overrides)
+    assert result.returncode == 0, result.stderr
     events = read_event_lines(Run.open(tmp_path / "runs/tiny"), "train", "submitted")
     job_info = cluster.output(["scontrol", "show", "job", events[0]["job_id"]])
     cluster.clear()
     assert f"NumTasks={2 * nodes} " in job_info and "NtasksPerN:B:S:C=2:" in job_info, job_info
 
 
-# -- placement -----------------------------------------------------------------------------------------------
+# -- placement ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -252,13 +260,10 @@ def test_ranks_run_on_the_nodes_that_the_check_computes(cluster: Cluster, option
 def test_an_allocation_that_does_not_fit_is_rejected(tmp_path: Path, cluster: Cluster) -> None:
     run = Run.create(load_config(write_config(tmp_path), ["stages.train.nodes=2"]))
     command = ["salloc", "--quiet", "-N2", "-n5", sys.executable, "-m", "slurm", "train", str(run.path)]
-    done = cluster.run(command, timeout=240)
-    assert done.returncode == ExitCode.USER_ERROR and "Traceback" not in done.stderr
-    assert (
-        "needs 2 nodes × 2 ranks" in done.stderr
-        and "4, 1 tasks" in done.stderr
-        and "--ntasks-per-node=2" in done.stderr
-    )
+    result = cluster.run(command, timeout=240)
+    assert result.returncode == ExitCode.USER_ERROR and "Traceback" not in result.stderr
+    for fact in ("2 nodes × 2 ranks", "4, 1 tasks", "--ntasks-per-node=2"):
+        assert fact in result.stderr
     assert read_event_lines(run, "train")[-1]["cause"] == "placement"
 
 
@@ -277,80 +282,89 @@ def test_srun_distributes_ranks_evenly_if_the_check_passes(cluster: Cluster, opt
     assert verdict == str(fits) and (set(lines) == {"2(x2)"}) == fits
 
 
-# -- doctor --------------------------------------------------------------------------------------------------
+# -- doctor ------------------------------------------------------------------------------------------------------------
 
 
-def findings(
+def run_doctor(
     cluster: Cluster, folder: Path, monkeypatch: pytest.MonkeyPatch, check: bool, site: SiteConfig = SiteConfig()
 ) -> dict[str, Finding]:
+    """Return the findings of `doctor` on a cluster, by subject.
+
+    Args:
+        cluster: the cluster.
+        folder: the folder for runs.
+        monkeypatch: sets the environment of the cluster.
+        check: whether to check that nodes see the folder.
+        site: the site profile for this check.
+    """
     for name, value in cluster.environment().items():
         monkeypatch.setenv(name, value)
     return {finding.subject: finding for finding in run_checks(folder, check, site)}
 
 
-def test_doctor_describes_this_cluster(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = findings(cluster, tmp_path / "runs", monkeypatch, check=True)
-    low = facts["partition low (default)"]
-    high = facts["partition high"]
+def test_doctor_describes_the_cluster(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    findings = run_doctor(cluster, tmp_path / "runs", monkeypatch, check=True)
+    low = findings["partition low (default)"]
+    high = findings["partition high"]
     assert low.verdict == "ok" and "REQUEUE, GraceTime 5 s" in low.fact and "gpu:h100:2" in low.fact
     assert "4 nodes, MaxTime UNLIMITED" in low.fact and high.meaning == "jobs here are not preempted"
-    assert facts["preempt_send_user_signal"].fact == "on" and "USR2" in facts["preempt_send_user_signal"].meaning
-    assert facts["accounting"].verdict == "note" and "pmi" in facts["srun --mpi"].fact
-    assert facts["MaxArraySize"].fact == "1001" and facts["MaxJobCount"].fact == "10000"
-    assert facts["Slurm"].verdict == "ok" and facts["file locks"].verdict == "ok"
-    assert facts["run.root"].verdict == "ok" and "compute nodes see it" in facts["run.root"].meaning
+    assert findings["preempt_send_user_signal"].fact == "on" and "USR2" in findings["preempt_send_user_signal"].meaning
+    assert findings["accounting"].verdict == "note" and "pmi" in findings["srun --mpi"].fact
+    assert findings["MaxArraySize"].fact == "1001" and findings["MaxJobCount"].fact == "10000"
+    assert findings["Slurm"].verdict == "ok" and findings["file locks"].verdict == "ok"
+    assert findings["run.root"].verdict == "ok" and "compute nodes see it" in findings["run.root"].meaning
 
 
 def test_doctor_describes_a_cluster_with_other_settings(
     other: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other.output(["scontrol", "update", "PartitionName=high", "State=DOWN"])
-    facts = findings(other, tmp_path, monkeypatch, check=False)
-    low = facts["partition low (default)"]
-    assert (
-        low.verdict == "note" and "CANCEL, GraceTime 0 s" in low.fact and "a preempted job is cancelled" in low.meaning
-    )
-    assert facts["partition high"].verdict == "problem" and "DOWN" in facts["partition high"].meaning
-    assert facts["preempt_send_user_signal"].fact == "off" and "TERM" in facts["preempt_send_user_signal"].meaning
-    assert facts["accounting"].verdict == "ok" and "slurmdbd" in facts["accounting"].fact
-    assert "--check-nodes" in facts["run.root"].meaning
+    findings = run_doctor(other, tmp_path, monkeypatch, check=False)
+    low = findings["partition low (default)"]
+    assert low.verdict == "note"
+    assert "CANCEL, GraceTime 0 s" in low.fact and "a preempted job is cancelled" in low.meaning
+    assert findings["partition high"].verdict == "problem" and "DOWN" in findings["partition high"].meaning
+    assert findings["preempt_send_user_signal"].fact == "off" and "TERM" in findings["preempt_send_user_signal"].meaning
+    assert findings["accounting"].verdict == "ok" and "slurmdbd" in findings["accounting"].fact
+    assert "--check-nodes" in findings["run.root"].meaning
 
 
-def test_doctor_finds_a_folder_that_nodes_do_not_see(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The nodes do not see this mount, because their namespaces were made before it."""
+def test_doctor_reports_a_folder_that_nodes_do_not_see(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The nodes do not see the mount, because it is newer than their namespaces."""
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(["mount", "-t", "tmpfs", "--make-private", "tmpfs", folder], check=True, timeout=10)
         try:
-            seen = findings(cluster, Path(folder), monkeypatch, check=True)["run.root"]
+            finding = run_doctor(cluster, Path(folder), monkeypatch, check=True)["run.root"]
         finally:
             subprocess.run(["umount", folder], check=True, timeout=10)
-    assert seen.verdict == "problem" and "tmpfs" in seen.fact and "No such file" in seen.meaning
+    assert finding.verdict == "problem" and "tmpfs" in finding.fact and "No such file" in finding.meaning
 
 
-def test_doctor_checks_nodes_with_the_site_settings_and_reports_if_it_cannot(
+def test_doctor_checks_nodes_with_the_site_profile_and_reports_an_error_of_srun(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rejected = findings(cluster, tmp_path, monkeypatch, True, SiteConfig(partition="none"))
-    assert rejected["--check-nodes"].verdict == "note" and "invalid partition" in rejected["--check-nodes"].fact
-    assert "invalid" not in rejected["run.root"].meaning, "an error of srun is not one of the file system"
+    findings = run_doctor(cluster, tmp_path, monkeypatch, True, SiteConfig(partition="none"))
+    assert findings["--check-nodes"].verdict == "note" and "invalid partition" in findings["--check-nodes"].fact
+    assert "invalid" not in findings["run.root"].meaning, "an error of srun says nothing about the file system"
     monkeypatch.setenv("SLURM_PARTITION", "none")  # as if the default partition rejected this user
-    assert "--check-nodes" in findings(cluster, tmp_path, monkeypatch, True)
-    facts = findings(cluster, tmp_path, monkeypatch, True, SiteConfig(partition="low"))
-    assert "--check-nodes" not in facts and "compute nodes see it" in facts["run.root"].meaning
+    assert "--check-nodes" in run_doctor(cluster, tmp_path, monkeypatch, True)
+    findings = run_doctor(cluster, tmp_path, monkeypatch, True, SiteConfig(partition="low"))
+    assert "--check-nodes" not in findings and "compute nodes see it" in findings["run.root"].meaning
     (tmp_path / "site.yaml").write_text("partition: none\n")
-    done = submit(cluster, tmp_path, "doctor", "--check-nodes", "--site", "site.yaml")
-    assert "no node was reached" in done.stdout, done.stdout + done.stderr
+    result = run_submit(cluster, tmp_path, "doctor", "--check-nodes", "--site", "site.yaml")
+    assert "no node was reached" in result.stdout, result.stdout + result.stderr
     (tmp_path / "site.yaml").write_text("partitoin: none\n")
-    done = submit(cluster, tmp_path, "doctor", "--site", "site.yaml")
-    assert done.returncode == ExitCode.USER_ERROR and "site.yaml:1: site.partitoin" in done.stderr, done.stderr
+    result = run_submit(cluster, tmp_path, "doctor", "--site", "site.yaml")
+    assert result.returncode == ExitCode.USER_ERROR and "site.yaml:1: site.partitoin" in result.stderr, result.stderr
 
 
 def test_doctor_prints_problems_and_advice(cluster: Cluster, tmp_path: Path) -> None:
-    done = submit(cluster, tmp_path, "doctor")
-    assert done.returncode == 0 and "partition low (default)" in done.stdout and "1 problem" in done.stdout
-    none = submit(cluster, tmp_path, "doctor", PATH="/nowhere")
-    assert "no scontrol on PATH" in none.stdout and "0 problems" in none.stdout and "--executor local" in none.stdout
-    not_responding = submit(cluster, tmp_path, "doctor", SLURM_CONF="/nowhere")
+    result = run_submit(cluster, tmp_path, "doctor")
+    assert result.returncode == 0 and "partition low (default)" in result.stdout and "1 problem" in result.stdout
+    without_slurm = run_submit(cluster, tmp_path, "doctor", PATH="/nowhere").stdout
+    assert "no scontrol on PATH" in without_slurm and "0 problems" in without_slurm
+    assert "--executor local" in without_slurm
+    not_responding = run_submit(cluster, tmp_path, "doctor", SLURM_CONF="/nowhere")
     assert "no response" in not_responding.stdout and "1 problem" in not_responding.stdout
 
 
@@ -372,7 +386,7 @@ VALUE = st.text(st.characters(exclude_categories=["C", "Z"]), max_size=20)
 
 
 @given(st.dictionaries(NAME, VALUE))
-def test_any_settings_are_read_back(settings: dict[str, str]) -> None:
+def test_parsers_return_any_settings_unchanged(settings: dict[str, str]) -> None:
     text = "".join(f"{name:23} = {value}\n" for name, value in settings.items())
     assert (
         parse_slurm_config(f"Configuration data as of 2026-11-21T05:45:17\n{text}\nSlurmctld(primary) at x is UP\n")
@@ -383,5 +397,6 @@ def test_any_settings_are_read_back(settings: dict[str, str]) -> None:
 
 
 @given(st.text())
-def test_parsers_survive_anything(text: str) -> None:
-    parse_slurm_config(text), parse_partitions(text), parse_gres(text), parse_mpi_plugins(text)
+def test_parsers_accept_any_text(text: str) -> None:
+    for parse in (parse_slurm_config, parse_partitions, parse_gres, parse_mpi_plugins):
+        parse(text)

@@ -1,6 +1,6 @@
-"""Training data on shared storage that is slow to read: copies on the node's local disk, and reads by threads.
+"""Test training data on slow shared storage: copies on the local disk of the node, and reads by threads.
 
-The time that a training waits for data is measured in benchmarks/throttled.py. These tests do not depend on speed.
+benchmarks/throttled.py measures how long a run waits for data. These tests do not depend on speed.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ pytestmark = [pytest.mark.story, pytest.mark.timeout(600)]
 TOKENS = 16_000_000
 STEPS = 160
 STEP_S = 0.15
-"""The loader reads ten seconds ahead, so 67 steps."""
+"""Seconds per step. The loader reads ten seconds ahead, which is 67 steps."""
 
 
 @pytest.fixture
 def mount() -> Iterator[SlowMount]:
+    """Yield a mounted file system with limited read bandwidth."""
     if reason := find_slow_mount_problem():
         skip_or_fail_in_ci(reason)
     with slow_mount(2 * TOKENS) as slow:
@@ -39,7 +40,7 @@ def mount() -> Iterator[SlowMount]:
 
 
 def test_copied_data_is_not_read_from_shared_storage_again(tmp_path: Path, mount: SlowMount) -> None:
-    """After the copies are complete, the mount is limited to one byte per second, so that any read takes minutes."""
+    """After the copies are complete, the mount is limited to one byte per second. Any further read takes minutes."""
     (tmp_path / "disk").mkdir()
     overrides = (f"site.local_disk={tmp_path}/disk", f"train.steps={STEPS}", "train.threads=1")
     run = slow_down_steps(create_run_on_mount(mount, tmp_path, "run", TOKENS, *overrides), STEP_S)
@@ -56,12 +57,12 @@ def test_copied_data_is_not_read_from_shared_storage_again(tmp_path: Path, mount
         mount.drop_page_cache()
         step_count = len(read_steps(run))
         bytes_read = mount.count_bytes_read()
-        assert bytes_read - bytes_before >= 2 * TOKENS * 0.95, "the copies were read from the mount, not from the cache"
-        # Each row maps 64 KiB of the file, which stay in memory. After 60 steps, most of the 32 MB is not mapped yet.
+        assert bytes_read - bytes_before >= 2 * TOKENS * 0.95, "the copies must be read from the mount, not the cache"
+        # each row maps 64 KiB of the file, which stay in memory; after 60 steps, most of the 32 MB is not mapped yet
         assert step_count < 60, "the copies were complete too late for this test"
         reader = subprocess.Popen(mount.run_in_group(["cat", f"{mount.folder}/tokens.bin"]), stdout=subprocess.DEVNULL)
         assert process.wait(120) == ExitCode.DONE, (tmp_path / "log").read_text()
-        assert reader.poll() is None and mount.count_bytes_read() == bytes_read, "a reader of the mount still waits"
+        assert reader.poll() is None and mount.count_bytes_read() == bytes_read, "the run must not read the mount again"
         assert [line["step"] for line in read_steps(run)] == list(range(1, STEPS + 1))
     finally:
         mount.limit_reads(0)
@@ -98,12 +99,12 @@ print(longest_pause, last - start)
 
 @pytest.mark.parametrize("row_shape", [[], ["128"]])
 def test_a_slow_read_of_short_rows_lets_other_threads_run(mount: SlowMount, row_shape: list[str]) -> None:
-    """numpy holds the GIL while it copies a few values, even if it waits for a page of the file."""
+    """numpy holds the GIL while it copies a few values, even while it waits for a page of the file."""
     file = mount.folder / "rows"
     np.arange(1 << 20, dtype=np.uint16).tofile(file)
     mount.drop_page_cache()
     mount.limit_reads(200_000)
     command = mount.run_in_group([sys.executable, "-c", READ_ROWS, str(file), *row_shape])
-    done = subprocess.run(command, cwd=CODE_ROOT, check=True, capture_output=True, text=True, timeout=120)
-    longest_pause_s, total_s = map(float, done.stdout.split())
-    assert total_s > 3 and longest_pause_s < total_s / 4, "a read blocks the other threads"
+    result = subprocess.run(command, cwd=CODE_ROOT, check=True, capture_output=True, text=True, timeout=120)
+    longest_pause_s, total_s = map(float, result.stdout.split())
+    assert total_s > 3 and longest_pause_s < total_s / 4, "a read must not block other threads"

@@ -1,4 +1,4 @@
-"""The chain on a real Slurm of four nodes: submitted in one go, trained on all nodes, stopped, requeued, cancelled."""
+"""Test the chain of a run on a real Slurm of four nodes: submission, training, stops, requeues and cancellation."""
 
 from __future__ import annotations
 
@@ -53,31 +53,32 @@ pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
-def calm(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a run that was completed undisturbed on four nodes."""
-    folder = tmp_path_factory.mktemp("calm")
+def reference(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a run that was completed on four nodes without interruptions."""
+    folder = tmp_path_factory.mktemp("reference")
     write_config(folder, steps=40)
     start = time.monotonic()
-    done = run_submit(cluster, folder, "tiny.yaml", *NODES)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert len(re.findall(r"^\w+ +job \d+", done.stdout, re.M)) == 5, done.stdout
-    assert time.monotonic() - start < 20 and not has_evaluation(folder / "runs/tiny"), "submit does not wait for jobs"
+    result = run_submit(cluster, folder, "tiny.yaml", *NODES)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert len(re.findall(r"^\w+ +job \d+", result.stdout, re.M)) == 5, result.stdout
+    assert time.monotonic() - start < 20, "submit must not wait for jobs"
+    assert not has_evaluation(folder / "runs/tiny")
     wait_for("the evaluation", lambda: has_evaluation(folder / "runs/tiny"))
     wait_for("the last event", lambda: "done" in list_event_names(folder / "runs/tiny", "evaluate"))
     return folder
 
 
 @pytest.mark.short
-def test_the_chain_runs_on_four_nodes(calm: Path, cluster: Cluster) -> None:
-    run = calm / "runs/tiny"
+def test_the_chain_runs_on_four_nodes(reference: Path, cluster: Cluster) -> None:
+    run = reference / "runs/tiny"
     assert [line["step"] for line in read_jsonl(run / "metrics.jsonl")] == list(range(1, 41))
-    started = next(e for e in read_event_lines(Run.open(run), "train") if e["event"] == "started")
+    [started] = read_event_lines(Run.open(run), "train", "started")
     assert started["ranks"] == 4
     assert len(list((run / "jobs/train").glob("rank-*.log"))) == 4
-    status = run_submit(cluster, calm, "status", "runs/tiny").stdout
+    status = run_submit(cluster, reference, "status", "runs/tiny").stdout
     assert len(re.findall(r"^(prepare|shard|train|evaluate) +done", status, re.M)) == 4, status
-    again = run_submit(cluster, calm, "tiny.yaml", *NODES)
-    assert len(re.findall(r"^\w+ +done", again.stdout, re.M)) == 4, again.stdout
+    output = run_submit(cluster, reference, "tiny.yaml", *NODES).stdout
+    assert len(re.findall(r"^\w+ +done", output, re.M)) == 4, output
 
 
 @pytest.mark.long
@@ -85,18 +86,19 @@ def test_the_chain_runs_on_four_nodes(calm: Path, cluster: Cluster) -> None:
 def test_the_quickstart_learns_on_four_nodes(tmp_path: Path, cluster: Cluster) -> None:
     run = tmp_path / "runs/quickstart"
     overrides = (f"run.root={run.parent}", "stages.train.nodes=4", "stages.evaluate.nodes=4", "train.micro_batch=2")
-    done = run_submit(cluster, tmp_path, str(CODE_ROOT / "configs/quickstart.yaml"), *overrides)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = run_submit(cluster, tmp_path, str(CODE_ROOT / "configs/quickstart.yaml"), *overrides)
+    assert result.returncode == 0, result.stdout + result.stderr
     wait_for("the evaluation", lambda: "done" in list_event_names(run, "evaluate"), 3000)
-    result = json.loads((run / "evaluation/step-00000200.json").read_text())
-    assert result["bits_per_byte"] <= 0.9 * result["unigram_bits_per_byte"]
-    assert f"{result['bits_per_byte']:.3f} bits per byte" in run_submit(cluster, tmp_path, "report", str(run)).stdout
+    evaluation = json.loads((run / "evaluation/step-00000200.json").read_text())
+    assert evaluation["bits_per_byte"] <= 0.9 * evaluation["unigram_bits_per_byte"]
+    report = run_submit(cluster, tmp_path, "report", str(run)).stdout
+    assert f"{evaluation['bits_per_byte']:.3f} bits per byte" in report
 
 
 def test_resume_after_a_failed_shard_task_writes_only_the_missing_unit(
-    tmp_path: Path, calm: Path, cluster: Cluster
+    tmp_path: Path, reference: Path, cluster: Cluster
 ) -> None:
-    """Each of four archives is a unit. The end of the third is missing at first; prepare does not read it."""
+    """Each of four archives is a unit. At first, the third archive is truncated after the part that prepare reads."""
     config = write_config(tmp_path, steps=5)
     generator = random.Random(1)
     for part in range(4):
@@ -105,17 +107,17 @@ def test_resume_after_a_failed_shard_task_writes_only_the_missing_unit(
     damaged = tmp_path / "part-2.jsonl.gz"
     intact_content = damaged.read_bytes()
     damaged.write_bytes(intact_content[:-20])
-    tokenizer = f"data.tokenizer={{kind: file, path: {calm}/runs/tiny/data/tokenizer.json}}"
+    tokenizer = f"data.tokenizer={{kind: file, path: {reference}/runs/tiny/data/tokenizer.json}}"
     arguments = (str(config), f"data.source={tmp_path}/part-*.jsonl.gz", tokenizer, "data.shard_tokens=2_000_000")
-    done = run_submit(cluster, tmp_path, *arguments)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = run_submit(cluster, tmp_path, *arguments)
+    assert result.returncode == 0, result.stdout + result.stderr
     run = tmp_path / "runs/tiny"
     wait_for("the failure", lambda: "failed" in list_event_names(run, "shard"))
     wait_for_empty_queue(cluster)
     status = run_submit(cluster, tmp_path, "status", "runs/tiny").stdout
     assert str(damaged) in status and "resume runs/tiny" in status and "3/4 units" in status
     failed = {event.get("task") for event in read_event_lines(Run.open(run), "shard", "failed")}
-    assert failed == {0, None}, "the array task of unit 2, and the job after the array"
+    assert failed == {0, None}, "array task 0, which writes unit 2, and the job after the array must fail"
     assert "started" not in list_event_names(run, "train")
     rejected = run_submit(cluster, tmp_path, *arguments)
     assert rejected.returncode == ExitCode.USER_ERROR and str(damaged) in rejected.stderr
@@ -130,13 +132,14 @@ def test_resume_after_a_failed_shard_task_writes_only_the_missing_unit(
     wait_for("the evaluation", lambda: has_evaluation(run))
     wait_for_empty_queue(cluster)
     after = read_shards()
-    assert before.items() <= after.items(), "the other units are unchanged"
+    assert before.items() <= after.items(), "the other units must not change"
     assert {name[:10] for name in after.keys() - before.keys()} == {"unit-00002"}
 
 
 def test_a_node_crash_during_a_shard_array_does_not_change_the_data(tmp_path: Path, cluster: Cluster) -> None:
-    """Eight tasks run on four nodes. When a node crashes, each task has completed one unit and written a second one
-    without its manifest. The tasks of that node start again on others. The data equals that of a run on this machine.
+    """Eight tasks run on four nodes, and each completes one unit. A node then crashes before the second manifests.
+
+    The tasks of that node start again on other nodes. The data must equal that of a local run.
     """
     config = write_config(tmp_path, steps=1)
     overrides = ("stages.shard.tasks=8", "data.shard_tokens=1500", "optimizer.warmup_steps=1")
@@ -145,7 +148,7 @@ def test_a_node_crash_during_a_shard_array_does_not_change_the_data(tmp_path: Pa
     gate = tmp_path / "gate"
     code = run / "code/pipeline/data/manifest.py"
     line = "    write_json(path, add_checksum(manifest.model_dump()))"
-    assert code.read_text().count(line) == 1, "the manifest has changed"
+    assert code.read_text().count(line) == 1, "the code has changed"
     is_second_unit = "path.parent.name == 'shards' and int(path.stem[5:]) >= 8"
     wait = f"    while {is_second_unit} and not Path({str(gate)!r}).exists():\n        __import__('time').sleep(0.1)\n"
     code.write_text(code.read_text().replace(line, wait + line))
@@ -155,9 +158,9 @@ def test_a_node_crash_during_a_shard_array_does_not_change_the_data(tmp_path: Pa
         paths = [(path, path.stat()) for path in (run / "data/shards").glob(pattern)]
         return {int(path.name[5:10]): (stat.st_ino, stat.st_mtime_ns) for path, stat in paths}
 
-    done = run_submit(cluster, tmp_path, str(config), *two_per_node)
-    array = re.search(r"job (\d+): array of 8", done.stdout)
-    assert array is not None, done.stdout + done.stderr
+    result = run_submit(cluster, tmp_path, str(config), *two_per_node)
+    array = re.search(r"job (\d+): array of 8", result.stdout)
+    assert array is not None, result.stdout + result.stderr
     wait_for("second units", lambda: stat_files("unit-?????-train-00.h5").keys() >= set(range(16)), 60)
     tasks = cluster.output(["squeue", "-h", "-r", f"--jobs={array[1]}", "--states=R", "--format=%K %N"]).splitlines()
     node_by_task = {int(task): node for task, node in map(str.split, tasks)}
@@ -170,7 +173,7 @@ def test_a_node_crash_during_a_shard_array_does_not_change_the_data(tmp_path: Pa
         cluster.crash("n3")
         assert processes and not any(process.alive() for process in processes)
         assert stat_files("unit-?????.json") == manifests_before
-        assert set(manifests_before) == set(range(8)), "no second unit is complete"
+        assert set(manifests_before) == set(range(8)), "no second unit may be complete"
         gate.touch()
         wait_for("the next stage", lambda: "started" in list_event_names(run, "train"), 200)
     finally:
@@ -178,7 +181,7 @@ def test_a_node_crash_during_a_shard_array_does_not_change_the_data(tmp_path: Pa
         run_submit(cluster, tmp_path, "cancel", "runs/tiny")
     starts = Counter(event.get("task") for event in read_event_lines(Run.open(run), "shard", "started"))
     assert {task for task, count in starts.items() if count > 1} == lost_tasks, starts
-    assert manifests_before.items() <= stat_files("unit-?????.json").items(), "complete units are not written again"
+    assert manifests_before.items() <= stat_files("unit-?????.json").items(), "complete units must not be written again"
     for stage in ("prepare", "shard"):
         command = [sys.executable, "-m", "pipeline", stage, str(config), *overrides, "run.name=local"]
         subprocess.run(command, cwd=CODE_ROOT, check=True, capture_output=True, timeout=120)
@@ -188,7 +191,7 @@ def test_a_node_crash_during_a_shard_array_does_not_change_the_data(tmp_path: Pa
 
 
 def submit_three_times(cluster: Cluster, folder: Path, *arguments: str) -> list[tuple[int, str]]:
-    """Run submit.py three times at the same time with these arguments; return exit codes and outputs."""
+    """Run submit.py three times at once with these arguments. Return the exit code and the output of each."""
     command = [sys.executable, str(CODE_ROOT / "submit.py"), *arguments]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     environment = {**os.environ, **cluster.environment(), "COLUMNS": "200"}
@@ -198,7 +201,7 @@ def submit_three_times(cluster: Cluster, folder: Path, *arguments: str) -> list[
 
 
 def test_three_concurrent_submits_submit_one_chain(tmp_path: Path, cluster: Cluster) -> None:
-    """The jobs begin tomorrow, so they stay in the queue and can be counted."""
+    """The jobs may start only tomorrow, so they stay in the queue and can be counted."""
     config = write_config(tmp_path)
     chain = ["evaluate-tiny", "prepare-tiny", "shard-tiny", "shard-tiny", "train-tiny"]
     squeue = ["squeue", "-h", "--format=%j"]
@@ -220,15 +223,17 @@ def test_three_concurrent_submits_submit_one_chain(tmp_path: Path, cluster: Clus
     wait_for_empty_queue(cluster)
 
 
-def test_a_preempted_training_requeues_itself_and_has_the_same_digest(
-    tmp_path: Path, calm: Path, cluster: Cluster
+def test_a_preempted_run_requeues_itself_and_has_the_same_digest(
+    tmp_path: Path, reference: Path, cluster: Cluster
 ) -> None:
-    """The model is published once and completely. The first attempt to publish is killed just before the folder is
-    renamed. It made no progress, so the chain waits until the user resumes it.
+    """The first attempt to publish the model is killed just before it renames the folder.
+
+    That attempt made no progress, so the stage is not retried until the user runs `resume`. The model must then be
+    published once and completely.
     """
     tracked = "track={tensorboard: true, telemetry_s: 1}"  # does not change the digest
     publish = (f"publish.to={tmp_path / 'models'}", "publish.license=mit", tracked)
-    config = write_config_on_data(tmp_path, calm, "low")
+    config = write_config_on_data(tmp_path, reference, "low")
     run = create_slow_run(tmp_path, config, (*NODES, *publish))
     code = run / "code/pipeline/base/files.py"
     line = "            os.rename(temporary, folder)"
@@ -246,7 +251,7 @@ def test_a_preempted_training_requeues_itself_and_has_the_same_digest(
     wait_for("the requeue", lambda: "requeued" in list_event_names(run, "train"), 60)
     wait_for("the evaluation", lambda: has_evaluation(run), 150)
     wait_for("a killed attempt", lambda: "failed" in list_event_names(run, "publish"), 120)
-    assert (tmp_path / "killed").exists() and not list((tmp_path / "models/low").glob("step-*")), "not published"
+    assert (tmp_path / "killed").exists() and not list((tmp_path / "models/low").glob("step-*"))
     wait_for_empty_queue(cluster, 60)  # the job still runs for a moment after its last event
     status = run_submit(cluster, tmp_path, "status", "runs/low").stdout
     assert "SIGKILL" in status and "resume runs/low" in status, status
@@ -257,17 +262,17 @@ def test_a_preempted_training_requeues_itself_and_has_the_same_digest(
     assert version.name == "step-00000040" and list_event_names(run, "publish").count("started") == 2
     assert list_event_names(run, "train").count("started") >= 2
     restored = read_event_lines(Run.open(run), "train", "restored")
-    assert restored and restored[0]["lost_steps"] == 0, "all ranks saved after the same step: no step is repeated"
+    assert restored and restored[0]["lost_steps"] == 0, "no step may be repeated"
     assert [line["step"] for line in read_jsonl(run / "metrics.jsonl")] == list(range(1, 41))
-    assert compute_run_digest(Run(tmp_path / "runs/low")) == compute_run_digest(Run(calm / "runs/tiny"))
+    assert compute_run_digest(Run(tmp_path / "runs/low")) == compute_run_digest(Run(reference / "runs/tiny"))
     losses = {line["step"]: line["loss"] for line in read_jsonl(run / "metrics.jsonl")}
     assert read_tensorboard_curve(run, "train/loss") == round_to_float32(losses.items())
     samples = {path.name: len(list(read_jsonl(path))) for path in run.glob("telemetry-*.jsonl")}
     assert len(samples) == 4 and min(samples.values()) > 3, samples
 
 
-def test_a_job_ended_by_scancel_is_not_requeued(tmp_path: Path, calm: Path, cluster: Cluster) -> None:
-    config = write_config_on_data(tmp_path, calm, "gone")
+def test_a_job_ended_by_scancel_is_not_requeued(tmp_path: Path, reference: Path, cluster: Cluster) -> None:
+    config = write_config_on_data(tmp_path, reference, "gone")
     run = create_slow_run(tmp_path, config)
     assert run_submit(cluster, tmp_path, str(config), *NODES).returncode == 0
     wait_for("step 5", lambda: count_steps(run) >= 5)
@@ -278,7 +283,7 @@ def test_a_job_ended_by_scancel_is_not_requeued(tmp_path: Path, calm: Path, clus
     time.sleep(8)  # long enough for a requeue
     state = cluster.run(["squeue", "-h", "-t", "all", "-j", job, "-o", "%T"], timeout=60).stdout
     assert state.strip() == "CANCELLED" and "requeued" not in list_event_names(run, "train")
-    assert not cluster.run(["squeue", "-h"], timeout=60).stdout.strip(), "the evaluation is cancelled too"
+    assert not cluster.run(["squeue", "-h"], timeout=60).stdout.strip(), "evaluate must be cancelled too"
     evaluation_job = get_job_id(run, "evaluate")
     assert run_submit(cluster, tmp_path, "resume", "runs/gone").returncode == 0
     assert get_job_id(run, "evaluate") != evaluation_job
@@ -287,13 +292,13 @@ def test_a_job_ended_by_scancel_is_not_requeued(tmp_path: Path, calm: Path, clus
     wait_for_empty_queue(cluster)
 
 
-def test_cancel_saves_and_ends_the_chain(tmp_path: Path, calm: Path, cluster: Cluster) -> None:
-    config = write_config_on_data(tmp_path, calm, "ended")
+def test_cancel_saves_and_ends_the_chain(tmp_path: Path, reference: Path, cluster: Cluster) -> None:
+    config = write_config_on_data(tmp_path, reference, "ended")
     run = create_slow_run(tmp_path, config)
     assert run_submit(cluster, tmp_path, str(config), *NODES).returncode == 0
     wait_for("step 5", lambda: count_steps(run) >= 5)
     assert run_submit(cluster, tmp_path, "cancel", "runs/ended").returncode == 0
-    wait_for("the end of the training", lambda: "cancelled" in list_event_names(run, "train"), 60)
+    wait_for("the end of train", lambda: "cancelled" in list_event_names(run, "train"), 60)
     wait_for_empty_queue(cluster)
     assert find_newest_step(run / "checkpoints") == count_steps(run) >= 5
     assert run_submit(cluster, tmp_path, str(config), *NODES).returncode == ExitCode.USER_ERROR
@@ -327,39 +332,39 @@ def test_the_chain_template_runs_all_stages(tmp_path: Path, cluster: Cluster) ->
     assert "unigram" in (tmp_path / "log").read_text()
 
 
-def test_a_chain_that_an_administrator_requeues_continues(tmp_path: Path, calm: Path, cluster: Cluster) -> None:
-    """submit.py is the batch script and gets SIGTERM from Slurm. It must not take this for a stop by the user."""
-    config = write_config_on_data(tmp_path, calm, "chained")
+def test_a_chain_that_an_administrator_requeues_continues(tmp_path: Path, reference: Path, cluster: Cluster) -> None:
+    """submit.py runs in the batch script and receives SIGTERM from Slurm, which is not a request of the user."""
+    config = write_config_on_data(tmp_path, reference, "chained")
     run = create_slow_run(tmp_path, config)
     options = ["-N4", "--ntasks-per-node=1", f"--output={tmp_path}/log", "slurm/templates/chain.sbatch"]
     job = submit_template(cluster, tmp_path, *options, str(config), *NODES)
     wait_for("step 8", lambda: count_steps(run) >= 8)
     cluster.output(["scontrol", "requeue", job])
-    wait_for("the end of the training", lambda: "done" in list_event_names(run, "train"), 120)
+    wait_for("the end of train", lambda: "done" in list_event_names(run, "train"), 120)
     events = read_event_lines(Run.open(run), "train")
     assert "stop file" not in [event.get("by") for event in events] + [event.get("cause") for event in events]
     assert [event["restarts"] for event in events if event["event"] == "started"] == [0, 1]
-    assert compute_run_digest(Run(tmp_path / "runs/chained")) == compute_run_digest(Run(calm / "runs/tiny"))
+    assert compute_run_digest(Run(tmp_path / "runs/chained")) == compute_run_digest(Run(reference / "runs/tiny"))
 
 
 def test_the_train_template_requeues_itself_if_only_the_batch_script_is_signalled(
-    tmp_path: Path, calm: Path, cluster: Cluster
+    tmp_path: Path, reference: Path, cluster: Cluster
 ) -> None:
-    run = create_slow_run(tmp_path, write_config_on_data(tmp_path, calm, "template"))
+    run = create_slow_run(tmp_path, write_config_on_data(tmp_path, reference, "template"))
     options = ["-N4", "--ntasks-per-node=1", "--signal=B:USR1@60", f"--output={tmp_path}/log"]
     submit_template(cluster, tmp_path, *options, "slurm/templates/train.sbatch", str(run))
     wait_for("step 8", lambda: count_steps(run) >= 8)
     preempt_all_nodes(cluster)
     wait_for("the requeue", lambda: "requeued" in list_event_names(run, "train"), 60)
-    wait_for("the end of the training", lambda: "done" in list_event_names(run, "train"), 120)
+    wait_for("the end of train", lambda: "done" in list_event_names(run, "train"), 120)
     (stopping,) = read_event_lines(Run.open(run), "train", "stopping")
     assert (stopping["by"], stopping["cause"]) == ("SIGUSR1", "preempted")
-    assert compute_run_digest(Run(tmp_path / "runs/template")) == compute_run_digest(Run(calm / "runs/tiny"))
+    assert compute_run_digest(Run(tmp_path / "runs/template")) == compute_run_digest(Run(reference / "runs/tiny"))
 
 
 def test_templates_pass_shellcheck() -> None:
     if shutil.which("shellcheck") is None:
         skip_or_fail_in_ci("shellcheck is not installed (.ci/install-packages installs it)")
     for path in sorted((CODE_ROOT / "slurm/templates").glob("*.sbatch")):
-        done = subprocess.run(["shellcheck", str(path)], capture_output=True, text=True, timeout=240)
-        assert done.returncode == 0, done.stdout
+        result = subprocess.run(["shellcheck", str(path)], capture_output=True, text=True, timeout=240)
+        assert result.returncode == 0, result.stdout

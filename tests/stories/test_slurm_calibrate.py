@@ -1,4 +1,4 @@
-"""planning.calibrate in an allocation of a real Slurm: two nodes measure the links inside and between them."""
+"""Test planning.calibrate in an allocation of a real Slurm: two nodes measure the links inside and between nodes."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def test_calibrate_measures_the_nodes_of_its_allocation(tmp_path: Path, cluster:
     file = tmp_path / "machine.yaml"
     shape = ("stages.train.nodes=2", "stages.train.tasks_per_node=2")
     command = [sys.executable, "-m", "planning.calibrate", str(config), "--out", str(file), *shape]
-    done = cluster.run(["salloc", "--quiet", "--nodes=2", "--ntasks-per-node=2", *command], timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = cluster.run(["salloc", "--quiet", "--nodes=2", "--ntasks-per-node=2", *command], timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
     machine = load_machine(str(file))
     assert machine.gpus_per_node == 2 and machine.timings is not None
     assert {(exchange.ranks, exchange.between) for exchange in machine.timings.exchanges} == {(2, False), (2, True)}

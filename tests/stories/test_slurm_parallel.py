@@ -1,4 +1,4 @@
-"""Pipeline, tensor and data parallelism on four nodes: preempted, requeued, stopped, resumed with another layout."""
+"""Test a run with pipeline, tensor and data parallelism that is preempted and resumes with another layout."""
 
 from __future__ import annotations
 
@@ -31,19 +31,21 @@ ONE_RANK = (
 
 
 @pytest.mark.timeout(900)
-def test_a_training_resumes_with_another_layout_on_the_cluster(tmp_path: Path, cluster: Cluster) -> None:
-    """It starts with pp 2 × dp 2 × tp 2 and resumes with pp 1 × dp 4 × tp 2; the losses are those of one rank."""
-    (tmp_path / "calm").mkdir()
-    write_config(tmp_path / "calm", steps=STEPS)
-    calm = Run(tmp_path / "calm/runs/tiny")
-    done = run_submit(None, tmp_path / "calm", "tiny.yaml", *ONE_RANK, "--executor", "local")
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_a_run_resumes_with_another_layout_on_the_cluster(tmp_path: Path, cluster: Cluster) -> None:
+    """The run starts with pp 2 × dp 2 × tp 2 and resumes with pp 1 × dp 4 × tp 2. Losses equal those of one rank."""
+    (tmp_path / "reference").mkdir()
+    write_config(tmp_path / "reference", steps=STEPS)
+    reference = Run(tmp_path / "reference/runs/tiny")
+    result = run_submit(None, tmp_path / "reference", "tiny.yaml", *ONE_RANK, "--executor", "local")
+    assert result.returncode == 0, result.stdout + result.stderr
 
     config = write_config(tmp_path, steps=STEPS)
-    config.write_text(config.read_text().replace(str(tmp_path / "corpus.jsonl"), str(tmp_path / "calm/corpus.jsonl")))
+    config.write_text(
+        config.read_text().replace(str(tmp_path / "corpus.jsonl"), str(tmp_path / "reference/corpus.jsonl"))
+    )
     run = Run.create(load_config(config, LAYOUT))
     run.data_dir.rmdir()
-    run.data_dir.symlink_to(calm.data_dir)
+    run.data_dir.symlink_to(reference.data_dir)
     slow_down_steps(run)
     assert run_submit(cluster, tmp_path, str(config), *LAYOUT).returncode == 0
     wait_for("step 5", lambda: count_steps(run.path) >= 5)
@@ -66,7 +68,7 @@ def test_a_training_resumes_with_another_layout_on_the_cluster(tmp_path: Path, c
     wait_for("the evaluation", lambda: "done" in list_event_names(run.path, "evaluate"), 150)
     assert [event["ranks"] for event in read_event_lines(Run.open(run.path), "train", "started")] == [8, 8, 8]
     lines = list(read_jsonl(run.metrics_file))
-    undisturbed = list(read_jsonl(calm.metrics_file))
+    undisturbed = list(read_jsonl(reference.metrics_file))
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     for key in ("loss", "grad_norm"):
         assert [line[key] for line in lines] == pytest.approx([line[key] for line in undisturbed], rel=1e-4)

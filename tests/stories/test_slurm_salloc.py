@@ -1,4 +1,4 @@
-"""Runs inside salloc on a real Slurm: they use the granted allocation and show failures in the terminal."""
+"""Test runs inside salloc on a real Slurm: they use the granted allocation and show failures in the terminal."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def run_in_allocation(
     )
 
 
-def supervisor_command(stage: str, run: Run) -> str:
+def format_supervisor_command(stage: str, run: Run) -> str:
+    """Return the shell command that starts the supervisor of a stage."""
     return f"{sys.executable} -m slurm {stage} {run.path}"
 
 
@@ -59,16 +60,16 @@ def test_a_run_inside_salloc_shows_its_steps_and_its_failures(tmp_path: Path, cl
     options = "-N2 --ntasks-per-node=2"
     failed = run_in_allocation(cluster, tmp_path, options, *SUBMIT, str(config), *overrides, FORCE_COLOR="1")
     assert failed.returncode == ExitCode.CRASHED, failed.stdout + failed.stderr
-    assert "/12  loss" in failed.stdout, "progress is shown"
+    assert "/12  loss" in failed.stdout
     assert "rank 3 on n2" in failed.stdout and "bug in rank three" in failed.stdout
     (started,) = read_event_lines(Run.open(run), "train", "started")
     assert started["ranks"] == 4
     trainer.write_text(correct_code)
     rejected = run_submit(cluster, tmp_path, "resume", "runs/tiny")
-    assert rejected.returncode == ExitCode.USER_ERROR and "--executor slurm" in rejected.stderr, "on a login node"
+    assert rejected.returncode == ExitCode.USER_ERROR and "--executor slurm" in rejected.stderr
     assert "resumed" not in list_event_names(run)
-    done = run_in_allocation(cluster, tmp_path, options, *SUBMIT, "resume", "runs/tiny")
-    assert done.returncode == 0 and "evaluate  done" in done.stdout, done.stdout + done.stderr
+    result = run_in_allocation(cluster, tmp_path, options, *SUBMIT, "resume", "runs/tiny")
+    assert result.returncode == 0 and "evaluate  done" in result.stdout, result.stdout + result.stderr
     assert run_submit(cluster, tmp_path, "resume", "runs/tiny", "--executor", "local").returncode == 0
 
 
@@ -76,7 +77,7 @@ def test_a_run_inside_salloc_shows_its_steps_and_its_failures(tmp_path: Path, cl
 def test_shard_uses_all_tasks_of_the_allocation(
     tmp_path: Path, cluster: Cluster, options: str, cpus: str, ranks: int
 ) -> None:
-    """In the second case, a node has room for two tasks: a step with one task gets its two CPUs, not all four."""
+    """In the second case, a node can run two tasks. A step with one task gets two CPUs, not all four of the node."""
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     secrets = tmp_path / "secrets"
@@ -88,9 +89,9 @@ def test_shard_uses_all_tasks_of_the_allocation(
     entry_point = run.code_dir / "pipeline/__main__.py"
     dump = f"import json, os\nopen('{tmp_path}/ranks', 'a').write(json.dumps(dict(os.environ)) + chr(10))\n"
     entry_point.write_text(entry_point.read_text().replace("import sys\n", f"import sys\n{dump}", 1))
-    command = f"{supervisor_command('prepare', run)} && {supervisor_command('shard', run)}"
-    done = run_in_allocation(cluster, CODE_ROOT, options, "sh", "-c", command)
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = f"{format_supervisor_command('prepare', run)} && {format_supervisor_command('shard', run)}"
+    result = run_in_allocation(cluster, CODE_ROOT, options, "sh", "-c", command)
+    assert result.returncode == 0, result.stdout + result.stderr
     assert [event["ranks"] for event in read_event_lines(run, "shard", "started")] == [ranks]
     environments = list(read_jsonl(tmp_path / "ranks"))
     assert len(environments) == 1 + ranks and environments[0]["SLURM_CPUS_ON_NODE"] == cpus
@@ -98,14 +99,14 @@ def test_shard_uses_all_tasks_of_the_allocation(
     for variables in environments:
         assert variables["TMPDIR"] == str(scratch) and variables["GLOO_SOCKET_IFNAME"] == "lo"
         assert "NEVER" not in variables and variables["SECRET"] == "hunter2 too"
-    assert done.stdout.count(SETUP_NOT_RUN) == 2
+    assert result.stdout.count(SETUP_NOT_RUN) == 2
 
 
 def test_the_error_of_srun_is_shown_if_it_cannot_start_a_step(tmp_path: Path, cluster: Cluster) -> None:
     run = Run.create(load_config(write_config(tmp_path)))
-    command = f"SLURM_MPI_TYPE=nosuch {supervisor_command('prepare', run)}"
-    done = run_in_allocation(cluster, CODE_ROOT, "-N1", "sh", "-c", command)
-    assert done.returncode == ExitCode.CRASHED, done.stderr
+    command = f"SLURM_MPI_TYPE=nosuch {format_supervisor_command('prepare', run)}"
+    result = run_in_allocation(cluster, CODE_ROOT, "-N1", "sh", "-c", command)
+    assert result.returncode == ExitCode.CRASHED, result.stderr
     message = read_event_lines(run, "prepare")[-1]["message"]
     assert "srun: error" in message and "nosuch" in message and str(run.jobs_dir / "prepare/srun.log") in message
     assert "rank-0.log" not in message
@@ -114,7 +115,7 @@ def test_the_error_of_srun_is_shown_if_it_cannot_start_a_step(tmp_path: Path, cl
 def test_a_cyclic_distribution_of_tensor_parallel_ranks_is_rejected(tmp_path: Path, cluster: Cluster) -> None:
     run = make_run(tmp_path, overrides=("train.steps=4", *TENSOR))
     command = ["srun", "--distribution=cyclic", sys.executable, "-m", "pipeline", "train", str(run.path)]
-    done = run_in_allocation(cluster, CODE_ROOT, "-N2 --ntasks-per-node=2", *command)
-    assert done.returncode != 0 and "--distribution=block" in done.stderr and "Traceback" not in done.stderr
+    result = run_in_allocation(cluster, CODE_ROOT, "-N2 --ntasks-per-node=2", *command)
+    assert result.returncode != 0 and "--distribution=block" in result.stderr and "Traceback" not in result.stderr
     command[1] = "--distribution=block"
     assert run_in_allocation(cluster, CODE_ROOT, "-N2 --ntasks-per-node=2", *command).returncode == 0

@@ -1,4 +1,4 @@
-"""A preempted sweep that resumes with another layout on a real Slurm, as TensorBoard, W&B and MLflow show it."""
+"""Test the curves in TensorBoard, W&B and MLflow of a sweep that is preempted and resumes with another layout."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ STEPS = 20
 
 @pytest.fixture
 def mlflow(tmp_path: Path) -> Iterator[str]:
+    """Start an MLflow server and yield its URI."""
     (tmp_path / "mlflow").mkdir()
     with mlflow_server(tmp_path / "mlflow") as uri:
         yield uri
@@ -47,8 +48,8 @@ def test_each_point_of_a_preempted_sweep_is_one_curve(tmp_path: Path, cluster: C
     run.data_dir.rmdir()
     run.data_dir.symlink_to(data)
     slow_down_steps(run, 0.4)
-    done = run_submit(cluster, tmp_path, str(tmp_path / "tiny.yaml"), *overrides)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = run_submit(cluster, tmp_path, str(tmp_path / "tiny.yaml"), *overrides)
+    assert result.returncode == 0, result.stdout + result.stderr
     points = list_points(run)
     first = points[0]
     wait_for("step 4", lambda: count_steps(first.path) >= 4)
@@ -63,8 +64,8 @@ def test_each_point_of_a_preempted_sweep_is_one_curve(tmp_path: Path, cluster: C
     assert "preempted" in list_event_names(first.path, "train")
     assert [event["ranks"] for event in read_event_lines(first, "train", "started")] == [2, 1]
     # `track` sends what the followers could not send in the last ten seconds of the jobs.
-    done = run_submit(cluster, tmp_path, "track", "runs/tiny")
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = run_submit(cluster, tmp_path, "track", "runs/tiny")
+    assert result.returncode == 0, result.stdout + result.stderr
     for point in points:
         losses = [(line["step"], line["loss"]) for line in read_jsonl(point.metrics_file)]
         assert [step for step, _ in losses] == [*range(1, STEPS + 1)]

@@ -1,4 +1,4 @@
-"""Status, logs and reports of runs on a real Slurm with accounting, and runs without submit.py."""
+"""Test status, logs and reports of runs on a real Slurm with accounting, and runs without submit.py."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ NODES = ("stages.train.nodes=2", "stages.train.tasks_per_node=1", "stages.evalua
 
 
 @pytest.fixture(autouse=True)
-def the_cluster(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let Slurm commands of this process use the test cluster."""
+def use_test_cluster(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set the environment of this process so that its Slurm commands use the test cluster."""
     for name, value in cluster.environment().items():
         monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(scope="module")
-def calm(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with an undisturbed run on two nodes, and the output of `logs` while its training was pending."""
-    folder = tmp_path_factory.mktemp("calm")
+def reference(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with an undisturbed run on two nodes, and the output of `logs` while train was pending."""
+    folder = tmp_path_factory.mktemp("reference")
     write_config(folder, steps=20)
     assert run_submit(cluster, folder, "tiny.yaml", *NODES).returncode == 0
     (folder / "pending").write_text(run_submit(cluster, folder, "logs", "runs/tiny", "train").stderr)
@@ -56,74 +56,73 @@ def calm(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def create_run(folder: Path, calm: Path, name: str, *overrides: str, is_slow: bool = False) -> Path:
-    """Create another run of the undisturbed run's config with a copy of its data.
+def create_run(folder: Path, reference: Path, name: str, *overrides: str, is_slow: bool = False) -> Path:
+    """Create a run with the config and a copy of the data of the reference run. Return its path.
 
     Args:
-        folder: parent of the runs.
-        calm: folder of the undisturbed run.
-        name: name of the new run.
+        folder: the parent of `runs`.
+        reference: the folder of the reference run.
+        name: the name of the new run.
         overrides: further overrides.
-        is_slow: add half a second to each step.
+        is_slow: whether to add half a second to each step.
     """
-    text = (calm / "tiny.yaml").read_text().replace("name: tiny", f"name: {name}")
-    (folder / f"{name}.yaml").write_text(text.replace(f"root: {calm}", f"root: {folder}"))
+    text = (reference / "tiny.yaml").read_text().replace("name: tiny", f"name: {name}")
+    (folder / f"{name}.yaml").write_text(text.replace(f"root: {reference}", f"root: {folder}"))
     run = Run.create(load_config(folder / f"{name}.yaml", [*NODES, *overrides]))
     run.data_dir.rmdir()
-    subprocess.run(["cp", "-r", str(calm / "runs/tiny/data"), str(run.data_dir)], check=True, timeout=240)
+    subprocess.run(["cp", "-r", str(reference / "runs/tiny/data"), str(run.data_dir)], check=True, timeout=240)
     if is_slow:
         slow_down_steps(run)
     return run.path
 
 
 def replace_commands(folder: Path, monkeypatch: pytest.MonkeyPatch, **lines: str) -> None:
-    """Put commands that run these shell lines before Slurm's in PATH."""
+    """Replace Slurm commands by shell scripts: name → shell line."""
     for name, line in lines.items():
         (folder / name).write_text(f"#!/bin/sh\n{line}\n")
         (folder / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(folder), prepend=":")
 
 
-def test_the_end_of_a_job_is_read_from_sacct_squeue_or_the_run(
-    calm: Path, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_job_states_are_read_from_squeue_and_sacct_or_derived_from_the_run(
+    reference: Path, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    jobs = [one for _, one in list_recorded_jobs(Run.open(calm / "runs/tiny"))]
+    jobs = [job for _, job in list_recorded_jobs(Run.open(reference / "runs/tiny"))]
     options = ["--hold", "--array=0-1", "--wrap", "true", f"--chdir={tmp_path}", "--comment=sluice x"]
     held, unknown = (
         RecordedJob(job, ("sluice x",)) for job in (cluster.output(["sbatch", "--parsable", *options]), "99999")
     )
     ids = {job.job_id for job in jobs}
-    shown = ["squeue", "-h", "-t", "all", "-o", "%A"]
-    wait_for("squeue to forget", lambda: ids.isdisjoint(cluster.output(shown).split()), 60)
-    kept: dict[RecordedJob, JobState] = {}
-    states = query_job_states([*jobs, held, unknown], kept)
-    assert set(kept) == {*jobs, unknown}, "final states are cached"
-    assert {states[job].state for job in jobs} == {"COMPLETED"}, "sacct reports the end"
+    list_ids = ["squeue", "-h", "-t", "all", "-o", "%A"]
+    wait_for("squeue to forget the jobs", lambda: ids.isdisjoint(cluster.output(list_ids).split()), 60)
+    forgotten: dict[RecordedJob, JobState] = {}
+    states = query_job_states([*jobs, held, unknown], forgotten)
+    assert set(forgotten) == {*jobs, unknown}, "final states must be cached"
+    assert {states[job].state for job in jobs} == {"COMPLETED"}
     assert states[held].state == "PENDING" and states[unknown].state == UNKNOWN
+    # squeue fails if its only id is unknown
     unknown_state = query_job_states([unknown])[unknown]
-    assert unknown_state.state == UNKNOWN and unknown_state.reason != NOT_RESPONDING, (
-        "squeue fails if its only ID is unknown"
-    )
-    one_by_one = (
+    assert unknown_state.state == UNKNOWN and unknown_state.reason != NOT_RESPONDING
+    single_job_only = (
         'case " $* " in *" --me "*) echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1;; esac; '
         f'exec {shutil.which("squeue")} "$@"'
     )
-    replace_commands(tmp_path, monkeypatch, squeue=one_by_one, sacct="exit 1")
+    replace_commands(tmp_path, monkeypatch, squeue=single_job_only, sacct="exit 1")
     states = query_job_states([jobs[0], held])
-    assert (states[held].state, states[held].reason) == ("PENDING", "JobHeldUser"), "squeue is called for one job"
+    assert (states[held].state, states[held].reason) == ("PENDING", "JobHeldUser")
     assert states[jobs[0]].state == UNKNOWN
-    status = run_submit(cluster, calm, "status", "runs/tiny").stdout
-    assert len(re.findall(r"^(prepare|shard|train|evaluate) +done", status, re.M)) == 4, "from the run directory"
+    status = run_submit(cluster, reference, "status", "runs/tiny").stdout
+    assert len(re.findall(r"^(prepare|shard|train|evaluate) +done", status, re.M)) == 4, status
     cluster.output(["scancel", held.job_id])
 
 
 def test_a_job_that_is_being_signalled_is_running(cluster: Cluster) -> None:
-    """Its state is SIGNALING, also before a time limit. The state persists while a node does not respond."""
+    """The state is SIGNALING, also before a time limit. It persists while a node does not respond."""
     options = ["-w", "n2", "-o", "/dev/null", "--comment=sluice x", "--wrap", "sleep 60"]
     job = cluster.output(["sbatch", "--parsable", *options])
     cluster.wait_job(job, "RUNNING")
     machine = psutil.Process(Machine("n2", cluster.directory).processes()[-1].pid)
-    # While slurmd starts slurmstepd, a fork of slurmd with the same name is a child of init too; slurmd is the oldest.
+    # while slurmd starts slurmstepd, init also has a fork of slurmd as a child; slurmd is the oldest one
     candidates = [process for process in machine.children() if process.name() == "slurmd"]
     slurmd = min(candidates, key=lambda process: process.create_time())
     slurmd.suspend()
@@ -140,40 +139,44 @@ def test_a_job_that_is_being_signalled_is_running(cluster: Cluster) -> None:
 def test_srun_reports_which_signal_killed_a_task(cluster: Cluster, number: signal.Signals) -> None:
     """Each version of Slurm has its own messages (slurm/query/slurm_commands.py)."""
     shell = f"[ $SLURM_PROCID = 0 ] || kill -{int(number)} $$"
-    done = cluster.run(["srun", "-N2", "-n2", "--kill-on-bad-exit=0", "sh", "-c", shell], timeout=60)
-    exited = SrunLauncher.find_first_failure(done.stderr, done.returncode)
-    assert exited is not None and (exited.rank, exited.code) == (1, -number) and exited.host[0] == "n", done.stderr
+    result = cluster.run(["srun", "-N2", "-n2", "--kill-on-bad-exit=0", "sh", "-c", shell], timeout=60)
+    failure = SrunLauncher.find_first_failure(result.stderr, result.returncode)
+    assert failure is not None and (failure.rank, failure.code) == (1, -number), result.stderr
+    assert failure.host[0] == "n", result.stderr
 
 
-def test_a_completed_job_without_its_output_has_failed(calm: Path, cluster: Cluster) -> None:
-    manifest = calm / "runs/tiny/data/manifest.json"
+def test_a_stage_is_incomplete_if_its_job_completed_without_its_output(reference: Path, cluster: Cluster) -> None:
+    manifest = reference / "runs/tiny/data/manifest.json"
     content = manifest.read_bytes()
     manifest.unlink()
     try:
-        status = run_submit(cluster, calm, "status", "runs/tiny").stdout
+        status = run_submit(cluster, reference, "status", "runs/tiny").stdout
     finally:
         manifest.write_bytes(content)
-    job = get_job_id(calm / "runs/tiny", "shard")
+    job = get_job_id(reference / "runs/tiny", "shard")
     assert re.search(r"^shard +incomplete", status, re.M), status
     assert re.search(rf"shard incomplete job {job} is COMPLETED, but .*manifest\.json", status), status
 
 
-def test_each_task_of_the_array_has_its_own_log(calm: Path, cluster: Cluster) -> None:
-    folder = calm / "runs/tiny/jobs/shard"
-    logs = [run_submit(cluster, calm, "logs", "runs/tiny", "shard", "--rank", str(task)).stdout for task in (0, 1)]
+def test_each_array_task_of_shard_writes_a_separate_log(reference: Path, cluster: Cluster) -> None:
+    folder = reference / "runs/tiny/jobs/shard"
+    logs = [run_submit(cluster, reference, "logs", "runs/tiny", "shard", "--rank", str(task)).stdout for task in (0, 1)]
     units = [set(re.findall(r"unit (\d+) written", text)) for text in logs]
     assert units[0] and units[1] and not units[0] & units[1], logs
     assert (folder / "srun-0.log").exists() and (folder / "srun-1.log").exists()
-    assert "has not started: job" in (calm / "pending").read_text() and "Dependency" in (calm / "pending").read_text()
-    no_rank = run_submit(cluster, calm, "logs", "runs/tiny", "train", "--rank=7")
+    assert (
+        "has not started: job" in (reference / "pending").read_text()
+        and "Dependency" in (reference / "pending").read_text()
+    )
+    no_rank = run_submit(cluster, reference, "logs", "runs/tiny", "train", "--rank=7")
     assert "existing logs: rank-0.log, rank-1.log" in no_rank.stderr
-    assert run_submit(cluster, calm, "logs", "runs/tiny", "train", "--rank", "supervisor").returncode == 0
+    assert run_submit(cluster, reference, "logs", "runs/tiny", "train", "--rank", "supervisor").returncode == 0
 
 
-def test_two_concurrent_runs_of_which_one_is_followed_across_a_requeue(
-    calm: Path, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_logs_and_status_follow_a_run_across_a_requeue_while_another_run_trains(
+    reference: Path, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runs = {name: create_run(tmp_path, calm, name, is_slow=True) for name in ("left", "right")}
+    runs = {name: create_run(tmp_path, reference, name, is_slow=True) for name in ("left", "right")}
     for name in runs:
         assert run_submit(cluster, tmp_path, f"{name}.yaml", *NODES).returncode == 0
     with ThreadPoolExecutor() as pool:
@@ -188,31 +191,31 @@ def test_two_concurrent_runs_of_which_one_is_followed_across_a_requeue(
         assert table.wait(240) == 0
         for run in runs.values():
             wait_for("the end", lambda run=run: "done" in list_event_names(run, "evaluate"))  # type: ignore[misc]
-        followed = log.result()
-    assert (
-        "stopped after step" in followed.stdout
-        and "restored step" in followed.stdout
-        and "step 20/20" in followed.stdout
-    )
+        output = log.result().stdout
+    for text in ("stopped after step", "restored step", "step 20/20"):
+        assert text in output, output
     assert re.search(r"train +running +\d+", table.text) and re.search(r"train +done", table.text)
-    assert "ETA" in table.text and "BeginTime" in table.text, "Slurm's reason for the wait after a requeue"
+    assert "ETA" in table.text and "BeginTime" in table.text, "BeginTime is Slurm's reason for the wait after a requeue"
     for name in runs:
-        assert compute_run_digest(Run(tmp_path / f"runs/{name}")) == compute_run_digest(Run(calm / "runs/tiny"))
+        assert compute_run_digest(Run(tmp_path / f"runs/{name}")) == compute_run_digest(Run(reference / "runs/tiny"))
     left = Run.open(runs["left"])
-    first, second = (a for a in read_report_data(left, StatusPoller(left).poll()).attempts if a.stage == "train")
-    assert first.cause != "done" == second.cause and second.seconds["queue"] > 4, (
-        "Slurm holds the job for 6 s after a requeue"
-    )
-    assert sum(sum(a.seconds.values()) for a in (first, second)) == pytest.approx(second.end_time - first.start_time)
+    attempts = [a for a in read_report_data(left, StatusPoller(left).poll()).attempts if a.stage == "train"]
+    first, second = attempts
+    assert first.cause != "done" and second.cause == "done"
+    assert second.seconds["queue"] > 4, "Slurm holds the job for 6 s after a requeue"
+    wall_time_s = second.end_time - first.start_time
+    assert sum(sum(attempt.seconds.values()) for attempt in attempts) == pytest.approx(wall_time_s)
     assert first.seconds["compute"] > 1 and second.seconds["compute"] > 3 and second.seconds["startup"] > 0.5
     report = run_submit(cluster, tmp_path, "report", "runs/left").stdout
     assert "effective training time ratio" in report and re.search(r"train +all", report), report
     page = (runs["left"] / "report.html").read_text()
-    assert "<svg" in page and "http" not in page, "the page loads nothing from other hosts"
+    assert "<svg" in page and "http" not in page, "the page must load nothing from other hosts"
 
 
-def test_a_job_that_dies_before_its_supervisor_starts_is_named(calm: Path, cluster: Cluster, tmp_path: Path) -> None:
-    run = create_run(tmp_path, calm, "broken", "site.setup=[exit 9]")
+def test_a_job_that_fails_before_its_supervisor_starts_is_shown_as_failed(
+    reference: Path, cluster: Cluster, tmp_path: Path
+) -> None:
+    run = create_run(tmp_path, reference, "broken", "site.setup=[exit 9]")
     assert run_submit(cluster, tmp_path, "broken.yaml", *NODES, "site.setup=[exit 9]").returncode == 0
     job = get_job_id(run, "train")
     wait_for("sacct", lambda: "FAILED" in cluster.output(["sacct", "-nXj", job, "-o", "State"]), 30)
@@ -221,32 +224,31 @@ def test_a_job_that_dies_before_its_supervisor_starts_is_named(calm: Path, clust
     assert "resume runs/broken" in status
     assert run_submit(cluster, tmp_path, "resume", "runs/broken", "site.setup=[]").returncode == 0
     wait_for("the end", lambda: "done" in list_event_names(run, "evaluate"))
-    assert compute_run_digest(Run(tmp_path / "runs/broken")) == compute_run_digest(Run(calm / "runs/tiny"))
+    assert compute_run_digest(Run(tmp_path / "runs/broken")) == compute_run_digest(Run(reference / "runs/tiny"))
 
 
 def test_the_torchrun_template_trains(
-    calm: Path, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reference: Path, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = create_run(tmp_path, calm, "torchrun")
+    run = create_run(tmp_path, reference, "torchrun")
     monkeypatch.setenv("RANKS_PER_NODE", "1")
     job = submit_template(
         cluster, tmp_path, "-N2", f"--output={tmp_path}/log", "slurm/templates/torchrun.sbatch", str(run)
     )
     wait_for(
-        "the end of the training",
+        "the end of the train stage",
         lambda: "done" in list_event_names(run, "train") or cluster.job_state(job) == "FAILED",
     )
-    started = next(e for e in read_event_lines(Run.open(run), "train") if e["event"] == "started")
+    [started] = read_event_lines(Run.open(run), "train", "started")
     assert started["ranks"] == 2 and started["slurm_job"] == job
-    assert compute_run_digest(Run(tmp_path / "runs/torchrun")) == compute_run_digest(Run(calm / "runs/tiny")), (
-        "the same layout"
-    )
+    # the layout is the same, so the weights must be identical
+    assert compute_run_digest(Run(tmp_path / "runs/torchrun")) == compute_run_digest(Run(reference / "runs/tiny"))
 
 
 def test_srun_by_hand_shows_the_first_traceback_and_ends_all_ranks(
-    calm: Path, cluster: Cluster, tmp_path: Path
+    reference: Path, cluster: Cluster, tmp_path: Path
 ) -> None:
-    run = create_run(tmp_path, calm, "hand")
+    run = create_run(tmp_path, reference, "hand")
     trainer = run / "code/pipeline/train/trainer.py"
     correct_code = trainer.read_text()
     bug = (
@@ -258,14 +260,14 @@ def test_srun_by_hand_shows_the_first_traceback_and_ends_all_ranks(
     command = ["salloc", "-N2", "--ntasks-per-node=2", "srun", f"--chdir={run}/code"]
     command += [sys.executable, "-m", "pipeline", "train", str(run)]
     start = time.monotonic()
-    done = subprocess.run(command, cwd=run / "code", capture_output=True, text=True, timeout=240)
-    failed = [e for e in read_event_lines(Run.open(run), "train") if e["event"] == "failed"]
-    rank_lines = [line for line in done.stderr.splitlines() if line.startswith("rank ")]
-    assert done.returncode != 0 and rank_lines[0].startswith("rank 2 on n2: Traceback"), done.stderr
-    assert "ValueError: bug in rank two" in done.stderr and done.stderr.count("Traceback") == 1
-    assert [(e["rank"], e["host"]) for e in failed] == [(2, "n2")]
-    assert time.monotonic() - start < 60, "rank 3 sleeps for ten minutes and was killed"
+    result = subprocess.run(command, cwd=run / "code", capture_output=True, text=True, timeout=240)
+    failures = read_event_lines(Run.open(run), "train", "failed")
+    rank_lines = [line for line in result.stderr.splitlines() if line.startswith("rank ")]
+    assert result.returncode != 0 and rank_lines[0].startswith("rank 2 on n2: Traceback"), result.stderr
+    assert "ValueError: bug in rank two" in result.stderr and result.stderr.count("Traceback") == 1
+    assert [(event["rank"], event["host"]) for event in failures] == [(2, "n2")]
+    assert time.monotonic() - start < 60, "rank 3, which sleeps for ten minutes, must be killed"
     trainer.write_text(correct_code)
-    done = subprocess.run(command, cwd=run / "code", capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run(command, cwd=run / "code", capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr
     assert re.search(r"^train +done .* 2 ", run_submit(cluster, tmp_path, "status", "runs/hand").stdout, re.M)

@@ -1,4 +1,4 @@
-"""The wheel, installed into a new environment, works like a checkout, from a folder outside of it."""
+"""Test that the wheel, installed into a new environment, works outside of a checkout."""
 
 from __future__ import annotations
 
@@ -32,15 +32,16 @@ SOURCES = (
 
 
 def run_command(command: list[str], folder: Path, timeout: int = 120) -> str:
+    """Run a command that must succeed, without variables of Python and Slurm. Return its output."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "SLURM"))}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout)
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout)
+    assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
+    return result.stdout
 
 
 @pytest.fixture(scope="module")
 def sluice(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the installed command. The environment contains only the wheel and a path to its dependencies."""
+    """Return the path of the installed command. Its environment has only the wheel and a path to its dependencies."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     environment = folder / "environment"
@@ -62,7 +63,7 @@ def sluice(tmp_path_factory: pytest.TempPathFactory) -> Path:
     packages = Path(
         run_command([str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], folder).strip()
     )
-    # A plain path: .pth files in that folder, such as that of an editable install, are not read.
+    # Python does not read .pth files in a folder that is added in this way, such as that of an editable install
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     locations = run_command(
         [str(python), "-c", "import pipeline, submit; print(pipeline.__file__, submit.__file__)"], folder

@@ -229,7 +229,7 @@ def test_a_preempted_point_of_an_array_is_requeued_alone(tmp_path: Path, data: P
         assert compute_run_digest(local_point) == compute_run_digest(point)
 
 
-def test_each_checkpoint_is_evaluated_while_the_training_runs(tmp_path: Path, data: Path, cluster: Cluster) -> None:
+def test_each_checkpoint_is_evaluated_while_the_run_trains(tmp_path: Path, data: Path, cluster: Cluster) -> None:
     config = write_config(tmp_path)
     overrides = (*SMALL, "evaluate.every=checkpoint", "checkpoint.every_steps=8", "checkpoint.keep=9")
     run = Run.create(load_config(config, overrides))
