@@ -13,15 +13,15 @@ from pipeline.run.directory import Run
 
 
 def export(
-    run: RunPath,
+    run_path: RunPath,
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="a folder that does not exist yet")],
     step: Step = None,
     dtype: Annotated[Literal["fp32", "bf16"], typer.Option(help="data type of the weights")] = "fp32",
 ) -> None:
     """Export a checkpoint as a folder for transformers: weights (safetensors), config.json and the tokenizer."""
-    opened = Run.open(run)
+    run = Run.open(run_path)
     prepare_for_torch()
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch then allocates huge pages: exporting takes a third less
     from pipeline.publish.export import export_checkpoint
 
-    print(export_checkpoint(opened, folder.absolute(), step, dtype))
+    print(export_checkpoint(run, folder.absolute(), step, dtype))

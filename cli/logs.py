@@ -28,13 +28,13 @@ _READ_INTERVAL_S = 0.3
 
 
 def logs(
-    run: RunPath,
+    run_path: RunPath,
     stage: Annotated[str, typer.Argument(metavar="STAGE", help="a stage of the run, such as train")],
     rank: Annotated[str, typer.Option(help="a rank (in shard: a task of the array), or `supervisor`")] = "0",
     follow: Annotated[bool, typer.Option("--follow", "-f", help="keep printing until the stage ends")] = False,
 ) -> None:
     """Print the log of one rank of a stage, or of its supervisor."""
-    print_log(Run.open(run), stage, rank, follow)
+    print_log(Run.open(run_path), stage, rank, follow)
 
 
 def find_log_file(run: Run, stage: str, source: str) -> Path | None:

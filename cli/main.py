@@ -2,7 +2,7 @@
 
     python submit.py init                     write my_text.yaml to fill in
     python submit.py my_text.yaml --dry-run   check it and print the plan
-    python submit.py my_text.yaml             create the run and run its stages
+    python submit.py my_text.yaml             create the run, run its stages
 
 After `source .venv/bin/activate`, `sluice` is short for `python submit.py`. CONFIG is a YAML file. RUN is a run
 directory such as runs/my-text. KEY=VALUE sets a config key, such as train.steps=400. `COMMAND --help` lists the options

@@ -35,14 +35,14 @@ _DAMAGED = (
 
 
 def profile(
-    run: RunPath,
+    run_path: RunPath,
     ranks: Annotated[str, typer.Option(help="ranks to record, such as 0,4-7; default: all ranks")] = "",
     steps: Annotated[
         int, typer.Option(min=0, max=20, help="number of steps; 0: print the steps that were recorded before")
     ] = 3,
 ) -> None:
     """Record the next steps of a running train stage: time by category, and a trace of all ranks for Perfetto."""
-    for line in profile_steps(Run.open(run), ranks, steps):
+    for line in profile_steps(Run.open(run_path), ranks, steps):
         console.print(line, soft_wrap=True)
 
 

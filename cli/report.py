@@ -8,6 +8,6 @@ from planning.goodput import describe_expected_goodput
 from tracking.report import print_report
 
 
-def report(run: RunPath) -> None:
+def report(run_path: RunPath) -> None:
     """Summarize a run: attempts, hours, losses and evaluation. Charts are in the run's report.html."""
-    print_report(Run.open(run), console, describe_expected_goodput)
+    print_report(Run.open(run_path), console, describe_expected_goodput)

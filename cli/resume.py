@@ -31,7 +31,7 @@ from slurm.submit.executor import Executor, choose_executor
 
 
 def resume(
-    run: RunPath,
+    run_path: RunPath,
     overrides: Overrides = None,
     update_code: Annotated[bool, typer.Option(help="replace the run's copy of the code with the current code")] = False,
     dry_run: Annotated[
@@ -43,29 +43,29 @@ def resume(
     """Continue a run, optionally with a changed config."""
     if scripts and not dry_run:
         raise UserError("cli.conflict", "--scripts requires --dry-run")
-    opened = Run.open(run)
-    opened.check_owner()
-    chosen = choose_executor(executor, opened)
+    run = Run.open(run_path)
+    run.check_owner()
+    chosen = choose_executor(executor, run)
     changes = overrides or []
     replaces_jobs = any(not change.startswith("recovery.") for change in changes)
     # a second `resume` waits for the lock, and then finds what the first one changed
-    with nullcontext() if dry_run else opened.lock_exclusively():
+    with nullcontext() if dry_run else run.lock_exclusively():
         if replaces_jobs or update_code:
-            opened.check_not_running(list_running_work(opened))
+            run.check_not_running(list_running_work(run))
         if update_code:
-            opened.code_notes = opened.check_model_code()
+            run.code_notes = run.check_model_code()
         if dry_run:
-            preview_resume(opened, changes, update_code, chosen, replaces_jobs, console, scripts=scripts)
+            preview_resume(run, changes, update_code, chosen, replaces_jobs, console, scripts=scripts)
             return
         if chosen == "slurm":  # before the changes are recorded
-            check_jobs(opened.with_config(opened.preview_overrides(changes, update_code)))
-        for each in (opened, *create_points(opened)):
+            check_jobs(run.with_config(run.preview_overrides(changes, update_code)))
+        for each in (run, *create_points(run)):
             each.apply_overrides(changes, update_code)
-        reset_for_resume(opened, replaces_jobs=replaces_jobs)
+        reset_for_resume(run, replaces_jobs=replaces_jobs)
         if update_code:
-            opened.copy_code()
-            opened.append_event(CodeUpdated(commit=opened.commit))
-    start_run(opened, chosen, is_resumed=True)
+            run.copy_code()
+            run.append_event(CodeUpdated(commit=run.commit))
+    start_run(run, chosen, is_resumed=True)
 
 
 resume.__doc__ = (

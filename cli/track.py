@@ -15,17 +15,17 @@ from tracking.report import print_report
 
 
 def track(
-    run: RunPath,
+    run_path: RunPath,
     overrides: Overrides = None,
     to: Annotated[
         str | None, typer.Option(help="one tracker, such as tensorboard; default: all trackers of the config")
     ] = None,
 ) -> None:
     """Send what is new in a run directory to TensorBoard, W&B, MLflow, Prometheus …"""
-    opened = Run.open(run)
+    run = Run.open(run_path)
     exit_codes = []
-    for each in [opened, *(point for point in list_points(opened) if point.config_file.exists())]:
-        if to == "mlflow" or (to is None and opened.config.track.mlflow):  # MLflow also stores report.html
+    for each in [run, *(point for point in list_points(run) if point.config_file.exists())]:
+        if to == "mlflow" or (to is None and run.config.track.mlflow):  # MLflow also stores report.html
             print_report(each, PlainConsole(quiet=True), describe_expected_goodput)
         exit_codes.append(update_trackers(each, to, overrides or ()))
     raise typer.Exit(max(exit_codes))

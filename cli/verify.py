@@ -6,10 +6,10 @@ from cli.common import RunPath, Step, prepare_for_torch
 from pipeline.run.directory import Run
 
 
-def verify(run: RunPath, step: Step = None) -> None:
+def verify(run_path: RunPath, step: Step = None) -> None:
     """Hash the files of a checkpoint again, and print the digest of its weights and optimizer state."""
-    opened = Run.open(run)
+    run = Run.open(run_path)
     prepare_for_torch()
     from pipeline.checkpoint.checkpointer import verify_checkpoint
 
-    verify_checkpoint(opened, step)
+    verify_checkpoint(run, step)

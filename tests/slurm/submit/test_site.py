@@ -88,13 +88,13 @@ def test_slurm_mails_each_failure_and_the_end_of_the_last_stage(tmp_path: Path) 
     assert parse_sbatch_options(script)["mail-type"] == "ALL", "site.sbatch overrides track.mail"
 
 
-# -- profiles ------------------------------------------------------------------------------------------------
+# -- profiles ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_gpu_profile_sets_the_options_of_its_jobs(tmp_path: Path) -> None:
     four_ranks = ("train.global_batch=32", "stages.train.nodes=8", "stages.train.tasks_per_node=4")
-    cfg = make_config(tmp_path, "site.account=x", *four_ranks, profile="gpu-cluster.yaml")
-    text = render_batch_script(Run(tmp_path / "runs/tiny"), cfg, "train")
+    config = make_config(tmp_path, "site.account=x", *four_ranks, profile="gpu-cluster.yaml")
+    text = render_batch_script(Run(tmp_path / "runs/tiny"), config, "train")
     expected_options = {
         "gres": "gpu:h100:4", "cpus-per-task": "16", "mem": "491520M", "constraint": "ib&scratch", "account": "x",
         "distribution": "block:block", "switches": "1@00:05:00", "exclusive": "", "mail-type": "FAIL,TIME_LIMIT",
@@ -104,16 +104,16 @@ def test_the_gpu_profile_sets_the_options_of_its_jobs(tmp_path: Path) -> None:
     variables = read_exported_variables(text)
     assert variables["NCCL_SOCKET_IFNAME"] == variables["GLOO_SOCKET_IFNAME"] == "ib0"
     assert variables["TMPDIR"] == "/local" and variables["NCCL_IB_HCA"] == "mlx5"
-    shard = parse_sbatch_options(render_batch_script(Run(tmp_path / "runs/tiny"), cfg, "shard"))
+    shard = parse_sbatch_options(render_batch_script(Run(tmp_path / "runs/tiny"), config, "shard"))
     assert shard["partition"] == "cpu" and shard["mem"] == "65536M" and shard["mail-type"] == "FAIL,TIME_LIMIT"
     assert not {"gres", "exclusive", "constraint"} & shard.keys()
 
 
 def test_the_cpu_profile_sets_the_options_of_its_jobs(tmp_path: Path) -> None:
-    cfg = make_config(tmp_path, profile="cpu-cluster.yaml")
-    options = parse_sbatch_options(render_batch_script(Run(tmp_path / "runs/tiny"), cfg, "train"))
+    config = make_config(tmp_path, profile="cpu-cluster.yaml")
+    options = parse_sbatch_options(render_batch_script(Run(tmp_path / "runs/tiny"), config, "train"))
     assert options["hint"] == "nomultithread" and options["licenses"] == "lustre" and "gres" not in options
-    assert cfg.site.stripe.count == 2
+    assert config.site.stripe.count == 2
 
 
 STAGE_OVERRIDES = (
@@ -129,10 +129,10 @@ def test_the_keys_of_a_stage_override_those_of_the_site(tmp_path: Path) -> None:
     A stage requests no more GPUs than it has ranks, unless it sets `gpus_per_node`.
     """
     four_ranks = ("train.global_batch=32", "stages.train.tasks_per_node=4", "site.account=x", "stages.train.qos=long")
-    cfg = make_config(tmp_path, *four_ranks, *STAGE_OVERRIDES, profile="gpu-cluster.yaml")
+    config = make_config(tmp_path, *four_ranks, *STAGE_OVERRIDES, profile="gpu-cluster.yaml")
     run = Run(tmp_path / "runs/tiny")
     stages = ("prepare", "shard", "train", "evaluate")
-    options_by_stage = {stage: parse_sbatch_options(render_batch_script(run, cfg, stage)) for stage in stages}
+    options_by_stage = {stage: parse_sbatch_options(render_batch_script(run, config, stage)) for stage in stages}
     keys = ("partition", "account", "qos", "constraint", "cpus-per-task", "mem", "gres", "nice", "exclusive")
     assert {stage: tuple(options.get(key) for key in keys) for stage, options in options_by_stage.items()} == {
         "prepare": ("cpu", "x", None, None, "16", "65536M", None, None, None),
@@ -147,11 +147,11 @@ def test_the_keys_of_a_stage_override_those_of_the_site(tmp_path: Path) -> None:
 
 
 def test_the_saved_config_has_only_the_keys_that_a_stage_sets(tmp_path: Path) -> None:
-    cfg = make_config(tmp_path, *STAGE_OVERRIDES)
-    text = dump_config(cfg)
+    config = make_config(tmp_path, *STAGE_OVERRIDES)
+    text = dump_config(config)
     assert yaml.safe_load(text)["stages"]["prepare"] == {"time": "01:00:00"}
-    (tmp_path / "again.yaml").write_text(text)
-    assert load_config(tmp_path / "again.yaml") == cfg
+    (tmp_path / "saved.yaml").write_text(text)
+    assert load_config(tmp_path / "saved.yaml") == config
 
 
 def test_bad_nodes_are_looked_up_in_the_partition_of_the_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +223,7 @@ def test_a_character_that_sbatch_would_misread_is_an_error(tmp_path: Path, key: 
         render_site_script(tmp_path, {key: value})
 
 
-# -- dry run -------------------------------------------------------------------------------------------------
+# -- dry run -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_dry_run_shows_scripts_and_config_but_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,11 +239,11 @@ def test_a_dry_run_shows_scripts_and_config_but_no_secrets(tmp_path: Path, monke
     private = {"nice": 5, "admin-comment": "token=hunter2", "spank-hook": "https://hooks.example.com/hunter2"}
     site = {"setup": [*secrets, "module load cuda/12.4"], "sbatch": private, "data_jobs": {"sbatch": private}}
     stage_secret = "stages.evaluate.sbatch={spank-pat: hunter2}"
-    cfg = make_config(tmp_path, "stages.train.nodes=2", "stages.train.time=00:20:00", stage_secret)
-    out = io.StringIO()
-    cfg = cfg.model_copy(update={"site": SiteConfig.model_validate(site)})
-    print_plan(cfg, "slurm", PlainConsole(file=out, width=80), scripts=True)
-    text = out.getvalue()
+    config = make_config(tmp_path, "stages.train.nodes=2", "stages.train.time=00:20:00", stage_secret)
+    output = io.StringIO()
+    config = config.model_copy(update={"site": SiteConfig.model_validate(site)})
+    print_plan(config, "slurm", PlainConsole(file=output, width=80), scripts=True)
+    text = output.getvalue()
     assert "hunter2" not in text
     assert text.count("module load cuda/12.4") == 6 and "export WANDB_API_KEY=*****" in text
     assert text.count("#!/bin/bash") == 5 and "--array=0-1%2" in text
@@ -254,9 +254,9 @@ def test_a_dry_run_shows_scripts_and_config_but_no_secrets(tmp_path: Path, monke
 
 def render_dry_run(config: Config) -> dict[str, str]:
     """Return the scripts that a dry run for Slurm prints, by heading."""
-    out = io.StringIO()
-    print_plan(config, "slurm", PlainConsole(file=out, width=80), scripts=True)
-    _, *rest = re.split(r"^# ---- on Slurm: (.*)\n", out.getvalue(), flags=re.M)
+    output = io.StringIO()
+    print_plan(config, "slurm", PlainConsole(file=output, width=80), scripts=True)
+    _, *rest = re.split(r"^# ---- on Slurm: (.*)\n", output.getvalue(), flags=re.M)
     return dict(zip(rest[::2], rest[1::2], strict=True))
 
 
@@ -284,17 +284,17 @@ def test_a_dry_run_shows_the_script_of_the_successor(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("time", "remaining"), [("00:03:00", "20 s"), ("00:01:00", "0 s"), ("00:04:00", None)])
 def test_a_dry_run_reports_a_time_limit_that_is_too_short(tmp_path: Path, time: str, remaining: str | None) -> None:
-    out = io.StringIO()
-    print_plan(make_config(tmp_path, f"stages.train.time='{time}'"), "slurm", PlainConsole(file=out, width=200))
-    reported = re.findall(rf"^problem +stages.train.time: {time} .* 90 s .* (\d+ s)", out.getvalue(), re.M)
+    output = io.StringIO()
+    print_plan(make_config(tmp_path, f"stages.train.time='{time}'"), "slurm", PlainConsole(file=output, width=200))
+    reported = re.findall(rf"^problem +stages.train.time: {time} .* 90 s .* (\d+ s)", output.getvalue(), re.M)
     assert reported == ([remaining] if remaining else [])
 
 
 @pytest.mark.parametrize("stage", ["prepare", "evaluate"])
 def test_a_dry_run_checks_the_time_limit_of_each_stage_that_gets_the_signal(tmp_path: Path, stage: str) -> None:
-    out = io.StringIO()
-    print_plan(make_config(tmp_path, f"stages.{stage}.time='00:01:00'"), "slurm", PlainConsole(file=out, width=200))
-    assert re.search(rf"^problem +stages.{stage}.time: 00:01:00 .*90 s .* 0 s", out.getvalue(), re.M)
+    output = io.StringIO()
+    print_plan(make_config(tmp_path, f"stages.{stage}.time='00:01:00'"), "slurm", PlainConsole(file=output, width=200))
+    assert re.search(rf"^problem +stages.{stage}.time: 00:01:00 .*90 s .* 0 s", output.getvalue(), re.M)
 
 
 def test_memory_per_node_and_per_cpu_exclude_each_other(tmp_path: Path) -> None:
@@ -367,7 +367,7 @@ def test_a_line_without_secrets_is_shown(line: str) -> None:
     assert mask_shell_line(line) == line
 
 
-# -- secrets -------------------------------------------------------------------------------------------------
+# -- secrets -----------------------------------------------------------------------------------------------------------
 
 EXPORTS = "site.setup=[export GH_PAT=hunter2, module load cuda]"
 
@@ -543,17 +543,21 @@ def test_submission_requires_a_private_secrets_file(tmp_path: Path, secrets: Pat
 def test_export_selects_the_variables_of_the_submitting_shell(
     tmp_path: Path, site: list[str], option: str | None
 ) -> None:
-    cfg = make_config(tmp_path, *site)
-    assert parse_sbatch_options(render_batch_script(Run(tmp_path / "runs/tiny"), cfg, "train")).get("export") == option
-    assert load_config(Run.create(cfg).config_file).site == cfg.site, "the keyword `pass` is read back as a key"
+    config = make_config(tmp_path, *site)
+    assert (
+        parse_sbatch_options(render_batch_script(Run(tmp_path / "runs/tiny"), config, "train")).get("export") == option
+    )
+    assert load_config(Run.create(config).config_file).site == config.site, (
+        "`pass` must be saved as the key, not as `pass_`"
+    )
 
 
 def test_submit_and_resume_require_the_variables_of_site_pass(tmp_path: Path) -> None:
     override = "site.pass=[GH_PAT, WANDB_API_KEY]"
-    cfg = make_config(tmp_path, override)
-    check_job_environment(cfg.site, {"GH_PAT": "hunter2", "WANDB_API_KEY": "x"})
+    config = make_config(tmp_path, override)
+    check_job_environment(config.site, {"GH_PAT": "hunter2", "WANDB_API_KEY": "x"})
     check_error_without_secret(
-        lambda: check_job_environment(cfg.site, {"GH_PAT": "hunter2"}),
+        lambda: check_job_environment(config.site, {"GH_PAT": "hunter2"}),
         "site.variable_not_set",
         "site.pass",
         "WANDB_API_KEY",
@@ -569,7 +573,7 @@ def test_submit_and_resume_require_the_variables_of_site_pass(tmp_path: Path) ->
         assert result.returncode == 2 and result.stderr.startswith("error[site.variable_not_set]"), result.stderr
         assert "site.pass" in result.stderr and "WANDB_API_KEY" in result.stderr, result.stderr
         assert (tmp_path / "runs").exists() == (arguments[0] == "resume"), "a failed submit creates no run"
-        run = Run.create(cfg)
+        run = Run.create(config)
     assert [event["event"] for event in read_event_lines(run)] == ["created"]
     assert not (tmp_path / "submitted").exists()
 
@@ -589,7 +593,7 @@ def test_a_job_that_sluice_did_not_submit_gets_the_secrets(
     check_error_without_secret(lambda: apply_site_environment(site, "5"), "site.secrets_readable", "chmod 600")
 
 
-# -- placement -----------------------------------------------------------------------------------------------
+# -- placement ---------------------------------------------------------------------------------------------------------
 
 
 def test_ranks_are_assigned_to_nodes_as_srun_does() -> None:
@@ -647,10 +651,10 @@ def test_granted_tasks_are_read_from_the_environment() -> None:
 
 
 def test_submission_requires_each_tensor_group_on_one_node(tmp_path: Path) -> None:
-    cfg = make_config(tmp_path, "stages.train.nodes=2", "site.distribution=cyclic")
-    split_groups = cfg.model_copy(update={"parallel": cfg.parallel.model_copy(update={"tensor": 2})})
+    config = make_config(tmp_path, "stages.train.nodes=2", "site.distribution=cyclic")
+    split_groups = config.model_copy(update={"parallel": config.parallel.model_copy(update={"tensor": 2})})
     run = Run(tmp_path / "runs/tiny")
-    assert build_sbatch_parameters(run, cfg, "train", None)["additional_parameters"]["distribution"] == "cyclic"
+    assert build_sbatch_parameters(run, config, "train", None)["additional_parameters"]["distribution"] == "cyclic"
     with raises_error("slurm.bad_placement", "parallel.tensor=2", "--distribution=block"):
         build_sbatch_parameters(run, split_groups, "train", None)
     build_sbatch_parameters(run, split_groups, "evaluate", None)  # an evaluation has no tensor parallel groups
@@ -667,7 +671,7 @@ def test_an_allocation_that_does_not_fit_the_stage_is_reported(tmp_path: Path, m
     assert capacity.find_placement_problem(run, "train", 4) is None
 
 
-# -- doctor --------------------------------------------------------------------------------------------------
+# -- doctor ------------------------------------------------------------------------------------------------------------
 
 
 DBD = {"AccountingStorageType": "accounting_storage/slurmdbd", "AccountingStorageEnforce": "limits"}
@@ -728,9 +732,10 @@ def test_doctor_describes_a_machine_without_slurm(tmp_path: Path) -> None:
     program += f"sys.path.insert(0, '{CODE_ROOT}'); runpy.run_path('{CODE_ROOT}/submit.py', run_name='__main__')\n"
     python.chmod(0o755)
 
-    def run_doctor(*before: str, **environment: str) -> str:
+    def run_doctor(*code: str, **environment: str) -> str:
+        """Run doctor after these lines of Python code. Return its output."""
         result = subprocess.run(
-            [sys.executable, "-X", "importtime", "-c", "\n".join([*before, program])],
+            [sys.executable, "-X", "importtime", "-c", "\n".join([*code, program])],
             cwd=tmp_path, env={**os.environ, "PATH": "/nowhere", "COLUMNS": "300", **environment},
             capture_output=True, text=True, timeout=240,
         )  # fmt: skip
@@ -755,8 +760,8 @@ def test_doctor_describes_a_machine_without_slurm(tmp_path: Path) -> None:
 
 def test_a_dry_run_for_slurm_needs_no_slurm(tmp_path: Path) -> None:
     write_config(tmp_path)
-    dry = ["--dry-run", "--scripts", "--executor", "slurm"]
-    command = [sys.executable, str(CODE_ROOT / "submit.py"), "tiny.yaml", *dry, "site.scratch=/with space"]
+    options = ["--dry-run", "--scripts", "--executor", "slurm"]
+    command = [sys.executable, str(CODE_ROOT / "submit.py"), "tiny.yaml", *options, "site.scratch=/with space"]
     result = subprocess.run(
         command, cwd=tmp_path, env={**os.environ, "PATH": "/nowhere"}, capture_output=True, text=True, timeout=240
     )
