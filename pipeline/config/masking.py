@@ -1,12 +1,12 @@
-"""A config without what may be a secret in it, for whatever is shown, logged or pasted into a ticket.
+"""Mask possible secrets of a config in everything that is printed, logged or put into a report.
 
-Secrets do not belong into a config: `site.secrets` names a file that is the user's alone, `site.pass` variables of the
-shell that submits. Where people write them all the same, `config.yaml` and `changes.jsonl` keep them, for jobs need
-them; nothing else does. `site.setup` is shell, in which no pattern finds every secret (`X=…; export TOKEN=$X`), so its
-lines are masked but for those that are known to hold none; a single word is not, for it may be fed to the command
-before it (`<<EOF`). Of the other options, those are masked whose name or value looks like a secret, and
-user and password of any URL. Too much may be
-masked, so that too little is not.
+Secrets do not belong in a config: `site.secrets` names a private file, and `site.pass` variables of the submitting
+shell. If a user writes one anyway, only `config.yaml` and `changes.jsonl` contain it, because jobs need it.
+
+- `site.setup` is shell, in which no pattern finds every secret (`X=…; export TOKEN=$X`). Its lines are masked unless
+  they match a list of harmless commands. A line of a single word may be the input of the line before it (`<<EOF`).
+- Other options are masked if their name or value looks like a secret.
+- The user and password of every URL are masked. When in doubt, a value is masked.
 """
 
 from __future__ import annotations
@@ -34,79 +34,98 @@ _BEFORE_VALUE = re.compile(r"\s*(export\s+)?[\w./-]+(\s*[=:]\s*|\s+)(?=\S)")
 _SECRET_NAME = r"(token|secret|pass|pwd|(?<![a-z])pat(?![a-z])|key|credential|auth|bearer|cookie|login|webhook)"
 _SECRET = re.compile(rf"{_SECRET_NAME}[\w.-]*[\"']?\s*[=:\s]\s*\S|://", re.IGNORECASE)
 _SHELL = re.compile(r"[\s=]|://")
-"""What a line of shell, or a URL, has in it and the name of a partition has not."""
+"""A part of a shell line or a URL that does not occur in the name of, for example, a partition."""
 _RANDOM = re.compile(r"(?=\w*\d)(?=\w*[A-Za-z])\w{16,}")
-"""Letters mixed with digits, as in a key that a program made."""
+"""Letters mixed with digits, as in a generated key."""
 _WORD = re.compile(r"[A-Za-z]+([-_.][A-Za-z]+)*[-_]?\d{0,4}|[\d:.-]+[A-Za-z]{0,3}")
 """A word such as `gpu-long` or `h100`, a size or a time."""
 _USER = re.compile(r"(?<=://)\S*@")
-"""User and password of a URL, as in track.mlflow.uri."""
+"""The user and password of a URL, as in track.mlflow.uri."""
 
 
 def mask_shell_line(line: str) -> str:
-    """A line of shell without its values: all that follows the first word, or the first name that is set."""
+    """Return a shell line with a mask for everything after its first word or first assigned name.
+
+    A harmless line is not changed.
+    """
     if _HARMLESS.fullmatch(line):
         return line
-    shown = _BEFORE_VALUE.match(line)
-    return (shown[0] if shown else "") + _MASK
+    prefix = _BEFORE_VALUE.match(line)
+    return (prefix[0] if prefix else "") + _MASK
 
 
-def mask_secrets(values: Any, at: str = "") -> Any:
-    """Values of a config without secrets. `at`: the key, or dotted keys, that they stand under, and a dot."""
+def mask_secrets(values: Any, prefix: str = "") -> Any:
+    """Return values of a config with masks for possible secrets.
+
+    Args:
+        values: a section, a list or a single value.
+        prefix: the dotted key of `values`, followed by a dot; "" for the whole config.
+    """
     if isinstance(values, list):
-        return [mask_secrets(value, at) for value in values]
-    if any(at.startswith(f"{key}.") and not form.fullmatch(str(values)) for key, form in _SECRET_REFERENCES.items()):
-        return _MASK
-    if at.endswith(".") and has_policy(at[:-1], Policy.SHELL):
+        return [mask_secrets(value, prefix) for value in values]
+    for key, pattern in _SECRET_REFERENCES.items():
+        if prefix.startswith(f"{key}.") and not pattern.fullmatch(str(values)):
+            return _MASK
+    if prefix.endswith(".") and has_policy(prefix[:-1], Policy.SHELL):
         return mask_shell_line(values) if isinstance(values, str) else _MASK if isinstance(values, dict) else values
     if isinstance(values, dict):
-        return {key: mask_secrets(value, f"{at}{key}.") for key, value in values.items()}
-    is_option = any(f".{name}." in at for name in _OPTION_MAPPINGS) or has_policy(at[:-1], Policy.SECRET_VALUE)
-    if at.endswith(".") and is_option and _SECRET.search(f"{at[:-1]}={values}"):
+        return {key: mask_secrets(value, f"{prefix}{key}.") for key, value in values.items()}
+    is_option = any(f".{name}." in prefix for name in _OPTION_MAPPINGS) or has_policy(prefix[:-1], Policy.SECRET_VALUE)
+    if prefix.endswith(".") and is_option and _SECRET.search(f"{prefix[:-1]}={values}"):
         return _MASK
     return _USER.sub(f"{_MASK}@", values) if isinstance(values, str) else values
 
 
-def mask_unknown_key(value: Any, path: Sequence[str], meant: Sequence[str]) -> Any:
-    """Mask the value of a key that does not exist, unless it is harmless: the user looks for a misspelt key.
+def mask_unknown_key(value: Any, path: Sequence[str], similar_keys: Sequence[str]) -> Any:
+    """Return the value of an unknown key for an error message, masked unless it is harmless.
+
+    The key is probably a misspelt one, so its value may be a secret.
 
     Args:
-        value: The value, as YAML gives it.
+        value: The value as parsed from YAML.
         path: The key and the sections around it, such as `("site", "partiton")`.
-        meant: The keys that it may be misspelt from; those of its own section without that section's name.
+        similar_keys: The keys that the user may have meant. Those of the same section are without its name.
     """
     if not isinstance(value, str | list | dict):
         return value
     section = "".join(f"{part}." for part in path[:-1])
-    near = [key if "." in key else f"{section}{key}" for key in meant]
+    candidates = [key if "." in key else f"{section}{key}" for key in similar_keys]
     if section != "site.":
-        return mask_secrets(value, f"{'site' if 'site' in near else [*near, section + path[-1]][0]}.")
-    strict = any(has_policy(key, Policy.SHELL) or key in _SECRET_REFERENCES for key in near)
-    return _masked_in_unknown(value, path[-1], strict, near[0] if near else None)
+        key = "site" if "site" in candidates else [*candidates, section + path[-1]][0]
+        return mask_secrets(value, f"{key}.")
+    is_strict = any(has_policy(key, Policy.SHELL) or key in _SECRET_REFERENCES for key in candidates)
+    return _mask_unknown_value(value, path[-1], is_strict, candidates[0] if candidates else None)
 
 
-def _masked_in_unknown(value: Any, name: str, strict: bool, near: str | None) -> Any:
-    """`masked_unknown` for a value under the key `name`; `strict`: mask it as a line of `site.setup`."""
+def _mask_unknown_value(value: Any, name: str, is_strict: bool, similar_key: str | None) -> Any:
+    """Return the value of an unknown key in `site`, masked unless it is harmless.
+
+    Args:
+        value: The value, or a part of it.
+        name: The innermost key that contains it.
+        is_strict: Whether to mask it like a line of `site.setup`.
+        similar_key: The dotted key that the user probably meant; None if no key is similar.
+    """
     if isinstance(value, dict):
-        strict |= near is None  # the names may be those of variables
-        return {key: _masked_in_unknown(one, str(key), strict, near) for key, one in value.items()}
+        is_strict |= similar_key is None  # the names may be those of environment variables
+        return {key: _mask_unknown_value(item, str(key), is_strict, similar_key) for key, item in value.items()}
     if isinstance(value, list):
-        return [_masked_in_unknown(one, name, strict, near) for one in value]
+        return [_mask_unknown_value(item, name, is_strict, similar_key) for item in value]
     if re.search(_SECRET_NAME, name, re.IGNORECASE):
         return _MASK
     if not isinstance(value, str):
         return value
-    if strict or _SHELL.search(value) or _RANDOM.search(value) or not (near or _WORD.fullmatch(value)):
+    if is_strict or _SHELL.search(value) or _RANDOM.search(value) or not (similar_key or _WORD.fullmatch(value)):
         return mask_shell_line(value)
-    return mask_secrets(value, f"{near}.") if near else value
+    return mask_secrets(value, f"{similar_key}.") if similar_key else value
 
 
 def describe_exposed_setup(config: Config) -> str | None:
-    """A warning where others may read the lines of `site.setup` that are masked elsewhere; None where they may not."""
-    lines = [shown for line in config.site.setup if (shown := mask_shell_line(line)) != line]
-    if config.run.sharing == "private" or not lines:
+    """Return a warning if other users may read lines of `site.setup` that may contain secrets; otherwise None."""
+    masked_lines = [masked for line in config.site.setup if (masked := mask_shell_line(line)) != line]
+    if config.run.sharing == "private" or not masked_lines:
         return None
     return (
         f"warning: run.sharing: {config.run.sharing} lets others read site.setup in config.yaml and jobs/ "
-        f"({'; '.join(lines)}): what is secret there belongs into site.secrets or site.pass"
+        f"({'; '.join(masked_lines)}): move secrets to site.secrets or site.pass"
     )

@@ -2,9 +2,9 @@
 
 Each section is a pydantic model. Unknown keys are errors. The docstring under a field is the documentation of its key:
 it is shown in the JSON Schema (`submit.py schema`, for editors) and in docs/config.md. pipeline/config/read.py reads
-files, `extends` and command-line overrides. `data`, `site` and `stages` have modules of their own.
+files, `extends` and command-line overrides. `data`, `site` and `stages` are in separate modules.
 
-Nothing here imports torch, numpy or h5py, because the login node reads configs too.
+Nothing here imports torch, numpy or h5py, because the login node also reads configs.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class ModelConfig(Section):
     """Number of rows of the embedding and the output layer, at least the number of ids of the tokenizer; null: that
     number."""
     sliding_window: PositiveInt | None = None
-    """Length of the attention window of the open model that training starts from. `data.sequence_length` must not
+    """Length of the attention window of the open model from which training starts. `data.sequence_length` must not
     exceed it, because attention here always covers the whole sequence."""
     attention_bias: Literal["none", "qkv", "all"] = "none"
     """Which projections of attention have biases: `none`, `qkv` (all except the output projection, as in Qwen2) or
@@ -177,7 +177,7 @@ class HookConfig(Section):
 
 
 class LocalSgdConfig(Section):
-    """Replicas take optimizer steps of their own and average their weights periodically."""
+    """Each replica takes separate optimizer steps; all average their weights periodically."""
 
     every: PositiveInt
     """Number of steps between two averages."""
@@ -237,8 +237,8 @@ class ParallelConfig(Section):
     hook: HookConfig = HookConfig()
     """How gradients are compressed between whole replicas (docs/communication.md)."""
     local_sgd: LocalSgdConfig | None = None
-    """Replicas take optimizer steps of their own and average their weights periodically; null: gradients are averaged
-    in every step."""
+    """Each replica takes separate optimizer steps, and all average their weights periodically; null: gradients are
+    averaged in every step."""
 
 
 # -- train ---------------------------------------------------------------------------------------------------
@@ -248,9 +248,9 @@ class TrainConfig(Section):
     """The training loop."""
 
     steps: Annotated[PositiveInt | None, Policy.NOT_IN_IDENTITY, Policy.INCREASABLE] = None
-    """Number of optimizer steps of the whole training; null: it follows from `epochs`. Set exactly one of the two."""
+    """Number of optimizer steps of the whole run; null: it follows from `epochs`. Set exactly one of the two."""
     epochs: Annotated[PositiveInt | None, Policy.NOT_IN_IDENTITY, Policy.INCREASABLE] = None
-    """Number of times that the training sees each sample. The number of steps follows from the sharded data. The last
+    """Number of times that each sample is used. The number of steps follows from the sharded data. The last
     batch is filled with the first samples of the next epoch."""
     global_batch: Annotated[PositiveInt, Field(le=2**24)] = 16
     """Number of sequences per optimizer step, over all ranks."""
@@ -327,7 +327,7 @@ class OptimizerConfig(Section):
     that the schedulers of transformers give it: the first step of a warm-up has rate 0, and the last step is one step
     before the end of the decay."""
     decay_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
-    """Last part of the training, in which `wsd` decays linearly."""
+    """Fraction of the steps, at the end of the run, in which `wsd` decays linearly."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
     """Decay rates of the first and second moment."""
     eps: PositiveFloat = 1e-8
@@ -358,7 +358,7 @@ class OptimizerConfig(Section):
 
 
 def check_warmup(config: Config, steps: int) -> None:
-    """Raise UserError if the warm-up is longer than a training of `steps` steps."""
+    """Raise UserError if the warm-up is longer than a run of `steps` steps."""
     warmup = config.optimizer.warmup_steps
     epochs = config.train.epochs
     if warmup > steps:
@@ -372,7 +372,7 @@ def check_warmup(config: Config, steps: int) -> None:
 
 
 class CheckpointConfig(Section):
-    """When the training saves checkpoints and how many are kept."""
+    """When checkpoints are saved and how many are kept."""
 
     every_steps: PositiveInt = 100
     """Number of steps between two checkpoints. The last step is always saved."""
@@ -386,8 +386,8 @@ class EvaluateConfig(Section):
     """What is evaluated on the held-out documents."""
 
     every: Annotated[Literal["end", "checkpoint"], Policy.CHANGEABLE] = "end"
-    """`end`: evaluate the newest checkpoint when training is done. `checkpoint`: evaluate every checkpoint that is
-    kept."""
+    """`end`: evaluate the newest checkpoint when the train stage is done. `checkpoint`: evaluate every checkpoint that
+    is kept."""
     batch: PositiveInt = 8
     """Largest number of sequences per forward pass. Fewer are used if their fp32 logits would take more than 2 GiB. It
     changes only the last digits of the result."""
@@ -624,8 +624,8 @@ class TrackConfig(Section):
     webhook: Annotated[WebhookConfig | None, TrackerEntry("tracking.webhook", "Webhook")] = None
     """A chat."""
     mail: Annotated[str | None, TrackerEntry("tracking.webhook", "Mail")] = None
-    """Mail address. Slurm writes to it if a job fails or can never start, and when the last stage ends. If the training
-    stalls, the job's first node writes to it with its sendmail."""
+    """Mail address. Slurm writes to it if a job fails or can never start, and when the last stage ends. If the train
+    stage stalls, the job's first node writes to it with its sendmail."""
     telemetry_s: PositiveFloat | None = None
     """Seconds between two samples of each node's GPUs, CPUs, memory and disk, in telemetry-HOST.jsonl; null: no
     samples. A sample takes a few milliseconds of one core. 10 is a good value."""
@@ -764,7 +764,7 @@ class Config(Section):
     run: RunConfig
     """The name of the run and where its files are."""
     data: DataConfig = DataConfig()
-    """From documents to shards of tokens."""
+    """The sources, and how documents become shards of tokens."""
     model: Annotated[ModelConfig, Policy.SWEEPABLE] = ModelConfig()
     """The model."""
     parallel: Annotated[ParallelConfig, Policy.CHANGEABLE] = ParallelConfig()
@@ -774,9 +774,9 @@ class Config(Section):
     optimizer: Annotated[OptimizerConfig, Policy.SWEEPABLE] = OptimizerConfig()
     """The optimizer and its learning rate."""
     checkpoint: Annotated[CheckpointConfig, Policy.CHANGEABLE, Policy.SWEEPABLE] = CheckpointConfig()
-    """When the training saves checkpoints and how many are kept."""
+    """When checkpoints are saved and how many are kept."""
     evaluate: Annotated[EvaluateConfig, Policy.SWEEPABLE] = EvaluateConfig()
-    """What is evaluated."""
+    """What is evaluated on the held-out documents."""
     recovery: Annotated[RecoveryConfig, Policy.CHANGEABLE] = RecoveryConfig()
     """What happens after a stop, and when a stage counts as hung."""
     site: Annotated[SiteConfig, Policy.CHANGEABLE] = SiteConfig()
@@ -784,7 +784,7 @@ class Config(Section):
     stages: Annotated[StagesConfig, Policy.CHANGEABLE] = StagesConfig()
     """Resources of each stage."""
     sweep: SweepConfig | None = None
-    """Several trainings that differ in a few values; null: one training."""
+    """Several training runs that differ in a few values; null: one run."""
     publish: Annotated[PublishConfig | None, Policy.CHANGEABLE] = None
     """Where the model is published after its evaluation; null: nowhere."""
     track: Annotated[TrackConfig, Policy.CHANGEABLE] = TrackConfig()
@@ -859,7 +859,7 @@ def _find_conflicts(config: Config) -> Iterator[str]:
     if config.evaluate.task_files and (data.held_out == 0 or model.target is not None):
         yield "evaluate.tasks needs held-out text: it cannot be used with data.held_out 0 or with model.target"
     if config.publish is not None and config.sweep is not None:
-        yield "publish is for one training, not for a sweep: remove it, and `export` the best sweep point"
+        yield "publish is for one run, not for a sweep: remove it, and `export` the best sweep point"
     if train.evaluate_every is not None and data.held_out == 0:
         yield "train.evaluate_every needs held-out data, but data.held_out is 0: set one, or remove the other"
 
@@ -911,7 +911,7 @@ def remove_key(values: dict[str, Any], path: Sequence[str]) -> None:
 
 def has_policy(key: str, policy: Policy) -> bool:
     """Return True if the dotted key, or a section around it, has the policy."""
-    return any(key == one or key.startswith(f"{one}.") for one in list_keys_with(policy))
+    return any(key == marked or key.startswith(f"{marked}.") for marked in list_keys_with(policy))
 
 
 def format_key_patterns(policy: Policy) -> list[str]:

@@ -1,9 +1,11 @@
-"""The `site` section: what differs from cluster to cluster, written once in `configs/sites/NAME.yaml`.
+"""The `site` section: settings that differ between clusters, written once in `configs/sites/NAME.yaml`.
 
-A run says `site: {extends: sites/mycluster.yaml}`. Options of sbatch that every cluster has are keys of their own, so
-that they are checked before anything is submitted; what only some clusters have goes into `sbatch`, a mapping of
-sbatch's own long options (sbatch(1)). slurm/submit/sbatch.py turns all of it into a job. Much of it a stage may say for
-itself: `site.partition` holds for every stage, `stages.evaluate.partition` for one (:class:`JobRequest`).
+A run refers to this file with `site: {extends: sites/mycluster.yaml}`. Options of sbatch that every cluster has are
+separate keys, so that they are checked before anything is submitted. Options that only some clusters have go into
+`sbatch`, a mapping of the long options of sbatch(1). slurm/submit/sbatch.py turns all of them into a job.
+
+A stage can override many of the keys: `site.partition` applies to every stage, `stages.evaluate.partition` to one
+(:class:`JobRequest`).
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ OWN_OPTIONS = {
     "open-mode": "", "output": "", "parsable": "", "requeue": "site.requeue", "test-only": "", "uid": "", "wait": "",
     "wrap": "",
 }  # fmt: skip
-"""Options of sbatch that Sluice sets, and the key (or whatever else) to use instead where there is one."""
+"""Options of sbatch that Sluice sets, each with the key or the means to use instead; "" if there is none."""
 OWN_SRUN_OPTIONS = {
     "container-env": "site.container", "container-image": "site.container", "container-mounts": "site.container",
     "container-workdir": "site.container", "cpus-per-task": "site.cpus_per_task", "distribution": "site.distribution",
@@ -47,168 +49,187 @@ OWN_SRUN_OPTIONS = {
     "export": "site.export", "input": "", "jobid": "", "kill-on-bad-exit": "", "label": "", "multi-prog": "",
     "ntasks": "", "open-mode": "", "output": "", "pty": "", "unbuffered": "", "wait": "",
 }  # fmt: skip
-"""The same of srun."""
+"""The same for srun."""
 
 
-def _options(program: str, own: Mapping[str, str]) -> BeforeValidator:
-    """A check that a mapping holds long options of `program`, and none of its `own` that Sluice sets."""
+def _check_options(program: str, reserved: Mapping[str, str]) -> BeforeValidator:
+    """Return a validator for a mapping of long options of `program`, without the `reserved` ones that Sluice sets."""
 
     def check(value: Any) -> Any:
         for key in value if isinstance(value, dict) else ():
             if not isinstance(key, str) or not _OPTION.fullmatch(key):
                 raise ValueError(
-                    f"{key!r} is no long option of {program}; write it as {program} does, without dashes in front"
+                    f"{key!r} is not a long option of {program}: write the name as {program} does, without dashes in "
+                    "front"
                 )
-            meant = key if key in own else next((option for option in own if option.startswith(key)), None)
-            if meant is not None:  # abbreviations are taken, too
-                instead = f"use {own[meant]}" if own[meant] else f"Sluice sets --{meant} itself"
+            # both programs accept abbreviations of their options
+            option = key if key in reserved else next((name for name in reserved if name.startswith(key)), None)
+            if option is not None:
+                instead = f"use {reserved[option]}" if reserved[option] else f"Sluice sets --{option} itself"
                 raise ValueError(f"{key}: {instead}")
         return value
 
     return BeforeValidator(check)
 
 
-SbatchOptions = Annotated[dict[str, str | int | bool], _options("sbatch", OWN_OPTIONS)]
-SrunOptions = Annotated[dict[str, str | int | bool], _options("srun", OWN_SRUN_OPTIONS)]
+SbatchOptions = Annotated[dict[str, str | int | bool], _check_options("sbatch", OWN_OPTIONS)]
+SrunOptions = Annotated[dict[str, str | int | bool], _check_options("srun", OWN_SRUN_OPTIONS)]
 
 
 class Request(Section):
-    """What jobs ask of Slurm; null: what stands above, `site` above its stages and the cluster above that."""
+    """Options that jobs request from Slurm. If a key of a stage is null, that of `site` applies. If that is null, the
+    default of the cluster applies."""
 
     partition: str | None = None
     """Slurm partition."""
     account: str | None = None
-    """Slurm account that is charged."""
+    """Slurm account to charge."""
     qos: str | None = None
     """Quality of service."""
     constraint: str | None = None
-    """Features that the nodes must have, as sbatch takes them; "": none."""
+    """Features that the nodes must have, in the syntax of sbatch; "": none."""
     cpus_per_task: PositiveInt | None = None
-    """CPUs of each process (rank); the tokenizer uses them all."""
+    """CPUs of each process (rank). The tokenizer uses all of them."""
     mem_gb: PositiveFloat | None = None
     """Memory per node in GB."""
     sbatch: Annotated[SbatchOptions, Policy.OPTIONS] = Field(default_factory=dict)
-    """More options of sbatch, by their long names: a value, `true` for an option without one, `false` for one that is
-    not given after all. A stage's come on top of the site's."""
+    """Further options of sbatch by their long names. The value is that of the option, `true` for an option without a
+    value, or `false` to omit an option. The options of a stage are added to those of the site."""
 
 
 class JobRequest(Request):
-    """What some jobs ask for instead of what `site` says; null: what that says."""
+    """Options that some jobs request instead of those of `site`; null: as in `site`."""
 
     gpus_per_node: NonNegativeInt | None = None
-    """GPUs asked for on each node; null: one for each rank, at most `site.gpus_per_node`, and none for prepare and
+    """GPUs to request on each node; null: one for each rank, at most `site.gpus_per_node`, and none for prepare and
     shard."""
 
     @model_serializer(mode="wrap")
-    def _what_is_said(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Only that, or each stage would be a column of nulls."""
-        return {key: value for key, value in write(self).items() if value is not None and value != {}}
+    def _omit_unset_keys(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Return the values without null and {}. Otherwise, each stage in config.yaml would be a column of nulls."""
+        return {key: value for key, value in serialize(self).items() if value is not None and value != {}}
 
     def override(self, base: Mapping[str, Any]) -> dict[str, Any]:
-        """The values of `base` with what is said here in their place."""
-        own = {name: getattr(self, name) for name in JobRequest.model_fields}
-        said = {name: value for name, value in own.items() if value is not None}
-        return {**base, **said, "sbatch": {**base["sbatch"], **self.sbatch}}
+        """Return the values of `base`, replaced by those that are set here. The options of `sbatch` are merged."""
+        values = {name: getattr(self, name) for name in JobRequest.model_fields}
+        set_values = {name: value for name, value in values.items() if value is not None}
+        return {**base, **set_values, "sbatch": {**base["sbatch"], **self.sbatch}}
 
 
 class StripeConfig(Section):
-    """How shards are striped where they lie on Lustre (`lfs setstripe`); elsewhere it has no effect."""
+    """Striping of the shards if they are on Lustre (`lfs setstripe`). On other file systems it has no effect."""
 
     count: Annotated[int, Field(ge=-1)] = 1
-    """Storage targets of each shard (`-c`); 1 suits many shards of 1 GB, -1 means all, 0 what the system says."""
+    """Number of storage targets of each shard (`-c`). 1 is good for many shards of 1 GB. -1: all targets. 0: the
+    default of the file system."""
     size_mb: PositiveInt | None = None
-    """Bytes written to one target before the next, in MiB (`-S`); null: what the system says."""
-    pool: Annotated[str, must_match(_POOL, "write the name of a pool, as `lfs pool_list` does")] | None = None
+    """Size of a stripe in MiB, which is written to one target before the next (`-S`); null: the default of the file
+    system."""
+    pool: Annotated[str, must_match(_POOL, "write the name of a pool, as `lfs pool_list` shows it")] | None = None
     """Pool of storage targets (`-p`), such as `flash`; null: any."""
 
 
 AbsolutePath = Annotated[
     Path,
     must_match(
-        re.compile("(?s)/.*"), "write an absolute path; one with variables goes into site.setup: export TMPDIR=…"
+        re.compile("(?s)/.*"),
+        "write an absolute path; to use variables, write a line such as `export TMPDIR=…` in site.setup",
     ),
 ]
-SecretsFile = Annotated[Path, must_match(re.compile(r"(?s)(/|~/).*"), "write an absolute path, or one from ~/")]
-VariableName = Annotated[str, must_match(re.compile("[A-Za-z_][A-Za-z0-9_]*"), "write names of variables, no values")]
+SecretsFile = Annotated[
+    Path, must_match(re.compile(r"(?s)(/|~/).*"), "write an absolute path, or one that starts with ~/")
+]
+VariableName = Annotated[
+    str, must_match(re.compile("[A-Za-z_][A-Za-z0-9_]*"), "write the name of a variable, without a value")
+]
 
 
 _MOUNT = re.compile(r"/[^,:\s]*(:/[^,:\s]*(:[a-z]+)?)?")
 Mount = Annotated[str, must_match(_MOUNT, "write /PATH, /OUTSIDE:/INSIDE or /OUTSIDE:/INSIDE:ro")]
-ImageName = Annotated[str, must_match(re.compile(r"[^-\s]\S*"), "write an image as the runtime takes it")]
+ImageName = Annotated[
+    str, must_match(re.compile(r"[^-\s]\S*"), "write a name without spaces that does not start with a dash")
+]
 
 
 class Container(Section):
-    """An image that ranks run in; their supervisor runs outside (slurm/supervise/launch.py)."""
+    """A container for the ranks. Their supervisor runs outside it (slurm/supervise/launch.py)."""
 
     runtime: Literal["pyxis", "apptainer"]
-    """What starts it: the plugin of srun, or `apptainer exec`."""
+    """What starts the container: the srun plugin `pyxis`, or `apptainer exec`."""
     image: ImageName
-    """As the runtime takes it: `/shared/torch.sqsh`, `nvcr.io#nvidia/pytorch:25.06-py3`, `/shared/torch.sif`."""
+    """Image in the syntax of the runtime: `/shared/torch.sqsh`, `nvcr.io#nvidia/pytorch:25.06-py3`,
+    `/shared/torch.sif`."""
     mounts: list[Mount] = Field(default_factory=list)
-    """What ranks see of the nodes besides the run, its data, `site.scratch` and `site.local_disk`: the files of
-    data.source, for one."""
+    """Further paths of the nodes that ranks need, such as the files of data.source. The run, its data, `site.scratch`
+    and `site.local_disk` are always mounted."""
     python: ImageName = "python3"
-    """The interpreter inside, with all that Sluice imports."""
+    """Interpreter in the container, with all packages that Sluice imports."""
 
 
 class SiteConfig(Request):
-    """The cluster. `extends: sites/mycluster.yaml` keeps it in a file of its own."""
+    """The cluster. `extends: sites/mycluster.yaml` reads it from a separate file."""
 
     gpus_per_node: NonNegativeInt = 0
-    """GPUs of a node: a stage asks for one for each of its ranks there, at most so many."""
+    """GPUs of a node. A stage requests one for each of its ranks there, at most this number."""
     gpu_memory_gib: PositiveFloat | None = None
-    """Memory of each GPU in GiB, as `nvidia-smi` says (MiB / 1024): `plan` refuses a layout that needs more."""
+    """Memory of each GPU in GiB, as `nvidia-smi` shows it (MiB / 1024). `plan` rejects a layout that needs more."""
     machine: str | None = None
-    """What `plan` predicts for: a name in configs/machines, such as `h100`, or the absolute path of such a file."""
+    """Machine for the predictions of `plan`: a name in configs/machines, such as `h100`, or the absolute path of a file
+    in that format."""
     gpus_as: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"
-    """How GPUs are asked for: `--gpus-per-node`, `--gres=gpu:N`, or `none` where whole nodes come with theirs."""
+    """How GPUs are requested: `--gpus-per-node`, `--gres=gpu:N`, or not at all (`none`), if jobs get whole nodes with
+    their GPUs."""
     gpu_type: str | None = None
-    """Type of GPU to ask for, such as `h100`."""
+    """Type of GPU to request, such as `h100`."""
     distribution: (
-        Annotated[str, must_match(_DISTRIBUTION, "write it as sbatch does: block, cyclic or plane=4")] | None
+        Annotated[str, must_match(_DISTRIBUTION, "write it as in sbatch: block, cyclic or plane=4")] | None
     ) = None
-    """How ranks are spread over nodes (`--distribution`), such as `block:cyclic`; null: what the site does."""
+    """How ranks are distributed over nodes (`--distribution`), such as `block:cyclic`; null: the default of the
+    cluster."""
     switches: Annotated[str, must_match(_SWITCHES, 'write "COUNT" or "COUNT@TIME", such as "1@00:05:00"')] | None = None
-    """Most leaf switches a job may span, and how long to wait for so few (`--switches`), such as `1@00:05:00`."""
+    """Largest number of leaf switches of a job, and how long to wait for such nodes (`--switches`), such as
+    `1@00:05:00`."""
     network_interface: (
         Annotated[str, must_match(_INTERFACES, "write the name of an interface such as ib0, or ib0,ib1")] | None
     ) = None
-    """Interface that ranks talk over: jobs get it as NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME."""
+    """Network interface of the ranks. Jobs receive it as NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME."""
     scratch: AbsolutePath | None = None
-    """Folder for temporary files that exists on every node, best on its own disk: jobs get it as TMPDIR."""
+    """Folder for temporary files that exists on every node, preferably on its local disk. Jobs receive it as TMPDIR."""
     local_disk: str | None = None
-    """Folder on each node's own disk, such as `$TMPDIR` or `/local/$SLURM_JOB_ID`, that shards are copied to while
-    training runs, and read from then on."""
+    """Folder on the local disk of each node, such as `$TMPDIR` or `/local/$SLURM_JOB_ID`. While training runs, shards
+    are copied there, and are then read from there."""
     stripe: StripeConfig = StripeConfig()
     """How shards are striped on Lustre."""
     data_jobs: JobRequest = JobRequest()
-    """What prepare and shard ask for instead: each job is one process, without a GPU. Short for both stages."""
+    """Options that prepare and shard request instead. Each of their jobs is one process without a GPU. This section
+    sets the keys of both stages at once."""
     python: AbsolutePath | None = None
-    """Interpreter on the nodes, or the folder of a conda or virtual environment there, with all that Sluice imports;
-    null: the one that submits."""
+    """Interpreter on the nodes, or the folder of a conda or virtual environment there, with all packages that Sluice
+    imports; null: the interpreter that submits the jobs."""
     container: Container | None = None
-    """What ranks run in; null: nothing but the node."""
+    """Container for the ranks; null: they run directly on the nodes."""
     srun: Annotated[SrunOptions, Policy.OPTIONS] = Field(default_factory=dict)
-    """More options of the srun that starts the ranks, by their long names, such as `cpu-bind: cores`."""
+    """Further options of the srun that starts the ranks, by their long names, such as `cpu-bind: cores`."""
     signal_s: Annotated[int, Field(ge=10, le=65535)] = 90
-    """How many seconds before the time limit Slurm tells the ranks to save and leave."""
+    """How many seconds before the time limit Slurm signals the ranks to save and exit."""
     requeue: bool = True
-    """Whether jobs may be put back into the queue; false where the site refuses `--requeue` or its preemption cancels:
-    then a successor job waits for the training's end and takes over. (Jobs ask for it: JobRequeue=0 is no obstacle.)"""
+    """Whether jobs may be requeued. Use false if the site rejects `--requeue`, or if its preemption cancels jobs. A
+    successor job then waits until the train stage stops, and continues it. JobRequeue=0 does not prevent requeueing,
+    because jobs request `--requeue`."""
     setup: Annotated[list[str], Policy.SHELL] = Field(default_factory=list)
-    """Shell lines run in each job before anything else (modules, variables). No place for secrets: they would stand in
-    config.yaml; take `secrets` or `pass`."""
+    """Shell lines that each job runs before anything else, such as `module load`. Do not write secrets here, because
+    config.yaml would contain them. Use `secrets` or `pass`."""
     secrets: Annotated[SecretsFile | None, SecretReference("None|~?/.*")] = None
-    """A shell file of your own that nobody else can read (mode 0600); each job runs it before `setup`, and exports all
+    """A shell file of yours that nobody else can read (mode 0600). Each job runs it before `setup` and exports all
     variables that it sets."""
     pass_: Annotated[list[VariableName], SecretReference(r"[A-Za-z_]\w*")] = Field(default_factory=list, alias="pass")
-    """Variables such as WANDB_API_KEY that jobs get from the shell that submits them, by sbatch's own `--export`: their
-    values are written nowhere. Nothing is submitted, or resumed, from a shell that has not all of them."""
+    """Variables of the submitting shell that jobs receive through `--export` of sbatch, such as WANDB_API_KEY. Their
+    values are not written to any file. If one of them is not set in the shell, submit and resume fail."""
     export: Literal["all", "none"] = "all"
-    """What else of the submitting shell's environment jobs get; `none` for sites that ask for `--export=NONE`: a job
-    begins as a login does, or with HOME, PATH, USER and `pass`."""
+    """Which other variables of the submitting shell jobs receive. `none` is for sites that require `--export=NONE`. A
+    job then starts with the environment of a login, or with HOME, PATH, USER and the variables of `pass`."""
 
     @model_serializer(mode="wrap")
-    def _as_it_is_written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """`pass` is a word of Python's own, and no name for a field."""
-        return {key.rstrip("_"): value for key, value in write(self).items()}
+    def _remove_underscore(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Return the values with the key `pass`. The field is named `pass_`, because `pass` is a keyword of Python."""
+        return {key.rstrip("_"): value for key, value in serialize(self).items()}

@@ -1,8 +1,8 @@
-"""The stages of a run as a table: each is one row, which gives the section under `stages:` too.
+"""The stages of a run, and their sections under `stages:`.
 
-Everybody who treats one stage otherwise than another asks its row (:class:`Stage`), never its name. The work is done by
-the row's module; what such a module offers stands in pipeline/run/stages.py. To add a stage: write its module, add its
-row to :class:`StagesConfig`.
+Each stage is a field of :class:`StagesConfig` with a :class:`Stage` that describes it. Code that treats stages
+differently reads these properties, never the name of a stage. The module of a stage does its work;
+pipeline/run/stages.py defines what the module must contain. To add a stage, write its module and add its field.
 """
 
 from __future__ import annotations
@@ -19,109 +19,111 @@ from pipeline.config.types import Section, TimeLimit
 
 @dataclass(frozen=True)
 class Stage:
-    """What is particular to a stage. Its resources are the section that the row is about."""
+    """The properties of a stage, except its resources, which are a section of the config."""
 
     module: str
-    """Where its work is done, as Python names modules."""
+    """The Python module that does its work."""
     depends_on: tuple[str, ...] = ()
     """The stages whose outputs it reads."""
     is_distributed: bool = False
-    """Whether its ranks are one process group, on nodes and GPUs that `site` asks for. Else processes that know nothing
-    of each other, on what `site.data_jobs` asks for, without GPUs where nobody asks for some."""
+    """Whether its ranks are one process group on the nodes and GPUs that `site` requests. Otherwise they are
+    independent processes on the resources of `site.data_jobs`, by default without GPUs."""
     is_array: bool = False
-    """Whether its tasks are an array on Slurm, with one job behind them that does what they left, and validates."""
+    """Whether its tasks are a Slurm job array. A job after the array does the work that the tasks have left undone, and
+    validates the outputs."""
     is_per_point: bool = False
-    """Whether each point of a sweep has its own; else all points share it."""
+    """Whether each point of a sweep runs the stage. Otherwise it runs once for all points."""
     is_training: bool = False
-    """Whether it goes through `train.steps` on the layout of `parallel`, and leaves checkpoints: its progress is
-    counted by them, its steps are in metrics.jsonl, and where jobs cannot be requeued a successor waits from the
+    """Whether the stage performs `train.steps` on the layout of `parallel` and saves checkpoints. The checkpoints show
+    its progress, and its steps are in metrics.jsonl. If jobs cannot be requeued, its successor job is submitted at the
     start."""
     section: str | None = None
-    """The section of the config without which there is no such stage; null: always."""
+    """The section that a config must contain to have this stage; None if all configs have the stage."""
     lock_timeout_s: float = 60.0
-    """How long its job waits for another one that runs the same stage of the same run."""
+    """How many seconds its job waits for another job that runs the same stage of the same run."""
 
 
 class NodeRange(Section):
-    """A number of nodes that may differ from one start of a job to the next."""
+    """A number of nodes that may differ between the starts of a job."""
 
     min: PositiveInt
-    """The fewest that the job starts with."""
+    """Smallest number of nodes with which the job starts."""
     max: PositiveInt
-    """The most that it takes."""
+    """Largest number of nodes that the job uses."""
 
     @model_validator(mode="after")
-    def _in_order(self) -> NodeRange:
+    def _check_order(self) -> NodeRange:
         if self.min > self.max:
             raise ValueError(f"min ({self.min}) is more than max ({self.max})")
         return self
 
 
 class Resources(JobRequest):
-    """What a stage asks for: one process, where nothing else is said; of Slurm what `site` says, or its own keys."""
+    """The resources of a stage. By default it has one process. Its Slurm options are those of `site`, overridden by its
+    own keys."""
 
     time: TimeLimit = "01:00:00"
-    """Time limit of a job (of one task of an array), as Slurm writes it."""
+    """Time limit of a job, or of one Slurm array task, in the syntax of Slurm."""
 
     @property
-    def _asked(self) -> tuple[int | NodeRange, int, int]:
-        """Nodes, processes on each, and tasks of an array: 1 of what the section has no key for."""
-        return getattr(self, "nodes", 1), getattr(self, "tasks_per_node", 1), getattr(self, "tasks", 1)
+    def _node_range(self) -> NodeRange:
+        nodes = getattr(self, "nodes", 1)
+        return nodes if isinstance(nodes, NodeRange) else NodeRange(min=nodes, max=nodes)
 
     @property
     def min_nodes(self) -> int:
-        """With fewer it does not start."""
-        nodes = self._asked[0]
-        return nodes.min if isinstance(nodes, NodeRange) else nodes
+        """The smallest number of nodes with which the stage starts."""
+        return self._node_range.min
 
     @property
     def max_nodes(self) -> int:
-        """It uses no more."""
-        nodes = self._asked[0]
-        return nodes.max if isinstance(nodes, NodeRange) else nodes
+        """The largest number of nodes that the stage uses."""
+        return self._node_range.max
 
     @property
     def processes_per_node(self) -> int:
-        """Processes on each node."""
-        return self._asked[1]
+        """The number of processes on each node."""
+        processes: int = getattr(self, "tasks_per_node", 1)
+        return processes
 
     @property
     def array_tasks(self) -> int:
-        """Tasks of its array; 1 where it is none."""
-        return self._asked[2]
+        """The number of Slurm array tasks; 1 if the stage is not an array."""
+        tasks: int = getattr(self, "tasks", 1)
+        return tasks
 
     @property
     def ranks(self) -> int:
-        """Processes of the stage, on the most nodes, or in all tasks."""
+        """The number of processes of the stage, on its largest number of nodes or in all array tasks."""
         return self.max_nodes * self.processes_per_node * self.array_tasks
 
 
 class StageResources(Resources):
-    """What one stage asks for."""
+    """The resources of a distributed stage."""
 
     nodes: PositiveInt | NodeRange = 1
-    """Nodes, or {min, max}: a job starts, and after a stop starts again, with as many of them as Slurm has and the
-    layout and the batch allow. On one machine without Slurm, nodes (the most) × tasks_per_node processes start."""
+    """Number of nodes, or {min, max}. At each start, the job uses as many nodes as Slurm has and the layout and the
+    batch allow. On one machine without Slurm, (largest number of nodes) × tasks_per_node processes start."""
     tasks_per_node: PositiveInt = 1
-    """Processes per node."""
+    """Number of processes per node."""
 
 
 class ShardResources(Resources):
-    """What the shard stage asks for."""
+    """The resources of the shard stage."""
 
     tasks: PositiveInt = 1
-    """Tasks that shard at the same time; the shards are the same for any number."""
+    """Number of Slurm array tasks that shard in parallel. The shards do not depend on it."""
 
 
 class StagesConfig(Section):
-    """Resources by stage."""
+    """The resources of each stage."""
 
     prepare: Annotated[Resources, Stage("data_prep.prepare")] = Resources()
-    """Tokenizer and work units."""
+    """Prepares the tokenizer and divides the source into work units."""
     shard: Annotated[ShardResources, Stage("data_prep.shard", depends_on=("prepare",), is_array=True)] = (
         ShardResources()
     )
-    """Documents to shards."""
+    """Converts documents to shards of tokens."""
     train: Annotated[
         StageResources,
         Stage(
@@ -132,10 +134,10 @@ class StagesConfig(Section):
             is_training=True,
         ),
     ] = StageResources()
-    """Training."""
+    """Trains the model."""
     evaluate: Annotated[
         StageResources,
-        # it may come after those of earlier checkpoints
+        # its lock timeout is long, because it may have to wait for the evaluation of an earlier checkpoint
         Stage(
             "pipeline.evaluate.evaluate_stage",
             depends_on=("train",),
@@ -144,20 +146,20 @@ class StagesConfig(Section):
             lock_timeout_s=3600.0,
         ),
     ] = StageResources()
-    """Evaluation."""
+    """Evaluates checkpoints on the held-out data."""
     publish: Annotated[
         Resources, Stage("pipeline.publish.publish_stage", depends_on=("evaluate",), section="publish")
     ] = Resources()
-    """Publishing, where there is a section `publish`."""
+    """Publishes the model, if the config has a section `publish`."""
 
     def get_resources(self, stage: str) -> Resources:
-        """What `stage` asks for."""
-        found: Resources = getattr(self, stage)
-        return found
+        """Return the resources of `stage`."""
+        resources: Resources = getattr(self, stage)
+        return resources
 
 
 STAGES: Mapping[str, Stage] = {
     name: next(entry for entry in field.metadata if isinstance(entry, Stage))
     for name, field in StagesConfig.model_fields.items()
 }
-"""The rows, in the order in which a chain runs them."""
+"""The properties of each stage by its name, in the order in which a chain runs them."""

@@ -1,5 +1,5 @@
-"""The types that config sections are made of: numbers with bounds, names, Slurm time limits, small sections
-of sections, and their base."""
+"""Types of config fields: bounded numbers, names, Slurm time limits, policies, the base class of sections, and small
+sections that others contain."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # none may change how a config is read, or take time
+# plugins of pydantic could change how a config is read, and slow down the start
+os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, model_validator
 
@@ -22,19 +23,24 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _TIME = re.compile(r"(?:(\d+)-)?(\d{1,6})(?::(\d{1,2}))?(?::(\d{1,2}))?")
 
 
-def must_match(pattern: re.Pattern[str], what: str) -> Any:
-    """A check that a text is as `pattern` says; `what` tells whoever wrote another one what to write."""
+def must_match(pattern: re.Pattern[str], instruction: str) -> Any:
+    """Return a validator that rejects strings which do not match `pattern`.
+
+    Args:
+        pattern: the pattern of the whole string.
+        instruction: the error message, which says what to write instead.
+    """
 
     def check(value: Any) -> Any:
         if isinstance(value, str) and not pattern.fullmatch(value):
-            raise ValueError(what)
+            raise ValueError(instruction)
         return value
 
     return BeforeValidator(check)
 
 
 def parse_time_limit(value: str) -> int:
-    """Seconds of a Slurm time limit: `MM`, `MM:SS`, `HH:MM:SS`, `D-HH`, `D-HH:MM` or `D-HH:MM:SS`.
+    """Return the seconds of a Slurm time limit: `MM`, `MM:SS`, `HH:MM:SS`, `D-HH`, `D-HH:MM` or `D-HH:MM:SS`.
 
     Source: sbatch(1), `--time`. Raises ValueError for anything else.
     """
@@ -43,22 +49,23 @@ def parse_time_limit(value: str) -> int:
         raise ValueError('write a Slurm time limit such as "00:20:00" or "1-12:00:00"')
     days, *rest = match.groups()
     parts = [int(part) for part in rest if part is not None]
-    if days is None and len(parts) < 3:  # minutes come first
+    if days is None and len(parts) < 3:  # the first number is minutes
         parts = [0, *parts]
     hours, minutes, seconds = [*parts, 0, 0][:3]
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-def _time(value: Any) -> Any:
+def _check_time_limit(value: Any) -> Any:
+    """Return `value`. Raises ValueError if it is a number without a unit, or not a positive time limit."""
     if type(value) is int:
         raise ValueError(f"for {value} minutes write {value // 60:02}:{value % 60:02}:00")
     if isinstance(value, str) and parse_time_limit(value) <= 0:
-        raise ValueError("a time limit is longer than nothing")
+        raise ValueError("a time limit must be longer than 0 seconds")
     return value
 
 
 Name = Annotated[str, must_match(_NAME, "use letters, digits, '.', '_' and '-' (it becomes a folder and a job name)")]
-TimeLimit = Annotated[str, BeforeValidator(_time)]
+TimeLimit = Annotated[str, BeforeValidator(_check_time_limit)]
 FilePath = Annotated[Path, must_match(re.compile(r"[^\0]{0,3000}"), "write a path, shorter than 3,000 characters")]
 
 
@@ -92,42 +99,49 @@ class Policy(Enum):
 
 @dataclass(frozen=True)
 class SecretReference:
-    """Annotation of a field whose value says where a secret is: a variable, or a file."""
+    """Annotation of a field whose value names the place of a secret: an environment variable or a file."""
 
     pattern: str
-    """The regular expression of such a value. Anything else in its place may be the secret itself, and is masked."""
+    """The regular expression of a valid value. Any other value may be the secret itself, so it is masked."""
 
 
 class Section(BaseModel):
-    """What all sections share: unknown keys are errors, values never change after reading."""
+    """The base class of all sections. Unknown keys are errors, and values never change after reading."""
 
-    # parsing the source for docstrings takes as long as reading a config: the command `schema` alone asks for them
+    # Parsing the source for docstrings takes as long as reading a config, and only the command `schema` needs them.
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings="SLUICE_DOCSTRINGS" in os.environ)
 
 
-def check_unused_keys(section: Section, meant: set[str], why: str) -> None:
-    """Raise ValueError for a key of `section` that is not its default and not among those that are `meant`."""
+def check_unused_keys(section: Section, used_keys: set[str], reason: str) -> None:
+    """Raise ValueError if a key of `section` that is not in `used_keys` differs from its default.
+
+    Args:
+        section: the section.
+        used_keys: the keys that have an effect.
+        reason: why the other keys have no effect, or what to use instead.
+    """
     for key, field in type(section).model_fields.items():
-        if key not in meant and getattr(section, key) != field.get_default(call_default_factory=True):
-            raise ValueError(f"{key} ({getattr(section, key)}) means nothing here: {why}")
+        if key not in used_keys and getattr(section, key) != field.get_default(call_default_factory=True):
+            raise ValueError(f"{key} ({getattr(section, key)}) has no effect here: {reason}")
 
 
 class RopeScaling(Section):
-    """How rotary positions are stretched for longer sequences than a model began with; keys are Hugging Face's."""
+    """How rotary positions are scaled for longer sequences than the model was trained on. The keys are those of Hugging
+    Face."""
 
     rope_type: Literal["linear", "llama3"]
-    """`linear` divides all frequencies by `factor`; `llama3` only the low ones (pipeline/model/decoder.py)."""
+    """`linear` divides all frequencies by `factor`; `llama3` divides only the low ones (pipeline/model/decoder.py)."""
     factor: PositiveFloat
-    """By how much."""
+    """The divisor of the frequencies."""
     low_freq_factor: PositiveFloat | None = None
-    """`llama3`: frequencies of fewer turns than this in the original length are divided."""
+    """`llama3`: frequencies with fewer turns than this in the original length are divided by the whole factor."""
     high_freq_factor: PositiveFloat | None = None
-    """`llama3`: frequencies of more turns than this stay as they are."""
+    """`llama3`: frequencies with more turns than this in the original length are not changed."""
     original_max_position_embeddings: PositiveInt | None = None
-    """`llama3`: the length that the model began with."""
+    """`llama3`: the original length, on which the model was trained first."""
 
     @model_validator(mode="after")
-    def _keys_fit(self) -> RopeScaling:
+    def _check_keys_fit(self) -> RopeScaling:
         if self.rope_type == "linear":
             check_unused_keys(self, {"rope_type", "factor"}, "rope_type is linear")
         elif not self.original_max_position_embeddings or (self.low_freq_factor or 0) >= (self.high_freq_factor or 0):
@@ -136,15 +150,19 @@ class RopeScaling(Section):
 
 
 INT8_BLOCK = 64
-"""Entries of a row whose moments in int8 share a scale."""
+"""The number of entries of a row whose int8 moments share a scale."""
 
 
 class StateConfig(Section):
-    """Types of what is kept from step to step. What is bf16 or int8 is rounded up or down at random, so that on average
-    nothing is lost: a function of seed, parameter and step (pipeline/train/optimizer.py)."""
+    """Types of weights and moments between steps.
+
+    Values in bf16 or int8 are rounded up or down at random, so that the rounding is unbiased. The random numbers are a
+    function of seed, parameter and step (pipeline/train/optimizer.py).
+    """
 
     master: Literal["fp32", "none"] = "fp32"
-    """The weights that steps move: in `fp32`; `none`: those of forward and backward themselves, in bf16, as are their
-    gradients then."""
+    """Type of the weights that the optimizer updates. `fp32`: master weights in fp32. `none`: no master weights; the
+    bf16 weights of forward and backward are updated, and their gradients are bf16 as well."""
     moments: Literal["fp32", "bf16", "int8"] = "fp32"
-    """Type of the first and second moment; `int8`: of matrices', with a scale for each 64 entries of a row."""
+    """Type of the first and second moment. `int8` applies to the moments of matrices, with a scale for each 64 entries
+    of a row."""
