@@ -1,23 +1,23 @@
 # make run            set up .venv and run the quickstart, from documents to an evaluated model
 # make test           run before each commit: make check, unit tests, one story
-# make test-cluster   whole runs, most on a real Slurm (root, Debian); a change lands when this and make test pass
-# make test-long      the full matrices, then test-mpich and test-debian13; takes hours
+# make test-cluster   test whole runs, most on a real Slurm (root, Debian); run it and make test before you merge a change
+# make test-long      run the full test matrices, then test-mpich and test-debian13; takes hours
 # make install        set up .venv only
 # make check          ruff and mypy
 # make format         let ruff format
 # make generated      write files that are generated from the config's sections (configs/schema.json, docs/config.md)
-# make cluster        start a Slurm of four nodes on this machine to try things (root, Debian); make cluster-down ends it
-# make count          count lines and files by package, config keys, commands
-# make bench          run the benchmarks; tables in benchmarks/results/
+# make cluster        start a Slurm of four nodes on this machine (root, Debian); make cluster-down stops it
+# make count          count lines and files of each package, config keys and commands
+# make bench          run the benchmarks, which write tables to benchmarks/results/
 # make test-gpu-fake  test CUDA code on a fake GPU (tests/fake_gpu) in .venv-cuda (5 GB), or with CUDA_PYTHON=…/bin/python
 #                     if it has a CUDA build of torch
-# make test-mpich     the tests of the MPI backend with MPICH instead of Open MPI, in .venv-mpich
-# make test-debian13  the cluster tests with Slurm 24.11 in a Debian 13 (root, network, 1.4 GB)
+# make test-mpich     run the tests of the MPI backend with MPICH instead of Open MPI, in .venv-mpich
+# make test-debian13  run the cluster tests with Slurm 24.11 in a Debian 13 (root, network, 1.4 GB)
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Build dependencies are pinned too: by PIP_CONSTRAINT up to pip 25.2, later by PIP_BUILD_CONSTRAINT.
+# Build dependencies are also pinned: by PIP_CONSTRAINT up to pip 25.2, later by PIP_BUILD_CONSTRAINT.
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_CONSTRAINT=$(CURDIR)/constraints.txt \
 	PIP_BUILD_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/pip install --quiet
 CONFIG ?= configs/quickstart.yaml
@@ -55,7 +55,7 @@ format: $(VENV)/.tests
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Four files at a time on two cores, because many tests mostly wait.
+# Run four test files at a time on two cores, because many tests mostly wait.
 PYTEST := $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 test: check
 	$(PYTEST)

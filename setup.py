@@ -1,4 +1,4 @@
-"""Kept for tools that still call it; everything is declared in setup.cfg."""
+"""Support tools that call setup.py. The package is declared in setup.cfg."""
 
 from setuptools import setup
 

@@ -1,6 +1,9 @@
-"""Synthetic pictures for examples/vit.py: stripes in one of eight directions, under noise. `make_images.py FILE [N]`.
+"""Write synthetic images for examples/vit.py: noisy stripes in one of eight directions.
 
-Writes HDF5 with contiguous datasets, as `data.source` takes it: `images` (uint8, N × 1 × 16 × 16), `labels` (uint8, N).
+    python examples/make_images.py FILE [N]
+
+The HDF5 file has contiguous datasets, as `data.source` requires: `images` (uint8, N × 1 × 16 × 16) and `labels` (uint8,
+N). N is 8000 by default.
 """
 
 from __future__ import annotations
@@ -11,22 +14,24 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-CLASSES, SIZE = 8, 16
+CLASSES = 8
+SIZE = 16
+"""Height and width of an image in pixels."""
 
 
 def main(path: Path, count: int) -> None:
-    """Draw and write `count` pictures; the same ones in every call."""
-    draw = np.random.default_rng(0)
-    labels = draw.integers(0, CLASSES, count, dtype=np.uint8)
+    """Write `count` images, the same ones in every call."""
+    generator = np.random.default_rng(0)
+    labels = generator.integers(0, CLASSES, count, dtype=np.uint8)
     angle = np.pi * labels[:, None, None] / CLASSES
     y, x = np.mgrid[:SIZE, :SIZE]
-    wave = np.sin((x * np.cos(angle) + y * np.sin(angle)) * draw.uniform(0.8, 1.4, (count, 1, 1)))
-    pixels = 127.5 + 60 * wave + draw.normal(0, 60, wave.shape)
+    wave = np.sin((x * np.cos(angle) + y * np.sin(angle)) * generator.uniform(0.8, 1.4, (count, 1, 1)))
+    pixels = 127.5 + 60 * wave + generator.normal(0, 60, wave.shape)
     path.parent.mkdir(parents=True, exist_ok=True)
     with h5py.File(path, "w") as file:
         file["images"] = pixels.clip(0, 255).astype(np.uint8)[:, None]
         file["labels"] = labels
-    print(f"{path}: {count} pictures of {SIZE} × {SIZE}")
+    print(f"{path}: {count} images of {SIZE} × {SIZE}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""A small vision transformer (Dosovitskiy et al., arXiv 2010.11929) as a model of one's own: images to classes.
+"""An example of a custom model: a small vision transformer (Dosovitskiy et al., arXiv 2010.11929) for classification.
 
-`pipeline/config/user_model.py` says what each name here is for. Shapes: B images of C channels and H × W pixels, cut
-into T square patches: tokens of width D. The class is read from the mean over the tokens, so there is no class token.
+`pipeline/config/user_model.py` describes the names that such a module defines. Shapes: B images of C channels and H × W
+pixels are divided into T square patches, which become tokens of width D. The classifier reads the mean over the tokens,
+so there is no class token.
 
     python examples/make_images.py runs/images.h5
     python submit.py examples/vit.yaml
@@ -24,7 +25,7 @@ CUTS = True
 
 
 class Patches(nn.Module):
-    """uint8 images (B, C, H, W) to tokens (B, T, D), with a learned place for each."""
+    """Embed the patches of uint8 images (B, C, H, W) as tokens (B, T, D), with a learned position for each."""
 
     def __init__(self, size: int, channels: int, patch: int, width: int) -> None:
         super().__init__()
@@ -33,7 +34,7 @@ class Patches(nn.Module):
         self.place = nn.Parameter(torch.empty((size // patch) ** 2, width))
 
     def forward(self, images: Tensor) -> Tensor:
-        """Cut, flatten, project."""
+        """Divide the images into patches, flatten and project them, and add the positions."""
         pixels = images.to(self.place.dtype) / 127.5 - 1
         patches = pixels.unflatten(3, (-1, self.patch)).unflatten(2, (-1, self.patch))  # B, C, rows, p, columns, p
         embedded: Tensor = self.proj(patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)) + self.place
@@ -41,18 +42,23 @@ class Patches(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention over all tokens, then an MLP, both on normalised input and added to the stream."""
+    """Attention over all tokens, then an MLP. Each reads normalized input and is added to the residual stream."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.head = width // heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.norm1 = nn.LayerNorm(width)
+        self.norm2 = nn.LayerNorm(width)
         self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, T, D) to the same; the number of heads follows from the tensor, which may be cut."""
+        """Transform tokens (B, T, D).
+
+        The number of heads follows from the shape, because each tensor parallel rank has only a part of the heads.
+        """
         y = self.norm1(x)
         q, k, v = (layer(y).unflatten(-1, (-1, self.head)).transpose(1, 2) for layer in (self.q, self.k, self.v))
         x = x + self.dropout(self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)))
@@ -61,20 +67,21 @@ class Block(nn.Module):
 
 
 class ViT(nn.Module):
-    """The blocks `layers`, with the patches before the first of all and the classifier after the last."""
+    """The blocks `layers`. The part with the first block embeds the patches, the part with the last one classifies."""
 
     def __init__(self, options: dict[str, Any], layers: range) -> None:
         super().__init__()
-        width, last = options["width"], options["layers"] == layers.stop
+        width = options["width"]
+        is_last = options["layers"] == layers.stop
         self.patches = None
         if layers.start == 0:
             self.patches = Patches(options["size"], options["channels"], options["patch"], width)
         self.blocks = nn.ModuleDict({str(i): Block(width, options["heads"], options["dropout"]) for i in layers})
-        self.norm = nn.LayerNorm(width) if last else None
-        self.classes = nn.Linear(width, options["classes"]) if last else None
+        self.norm = nn.LayerNorm(width) if is_last else None
+        self.classes = nn.Linear(width, options["classes"]) if is_last else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Images, or tokens of the part before, to tokens, or logits (B, classes)."""
+        """Return tokens, or logits (B, classes) from the last part. `x`: images, or the tokens of the part before."""
         x = x if self.patches is None else self.patches(x)
         for block in self.blocks.values():
             x = block(x)
@@ -82,27 +89,27 @@ class ViT(nn.Module):
 
 
 def build(options: dict[str, Any], layers: range) -> ViT:
-    """The model, or a part of it."""
+    """Return the model with the blocks `layers`."""
     return ViT(options, layers)
 
 
 def loss(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """Cross-entropy in nats, summed over the images."""
+    """Return the cross-entropy in nats, summed over the images."""
     return F.cross_entropy(outputs.float(), batch["labels"].long(), reduction="sum")
 
 
 def metrics(outputs: Tensor, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """How many images got the right class."""
+    """Return the number of images that are classified correctly."""
     return {"accuracy": (outputs.argmax(-1) == batch["labels"]).sum()}
 
 
 def blocks(model: ViT) -> list[nn.Module]:
-    """The transformer's blocks."""
+    """Return the blocks of the transformer."""
     return list(model.blocks.values())
 
 
 def tensor_plan(options: dict[str, Any]) -> dict[str, Any]:
-    """Attention by heads, the MLP by its hidden width; the rest is whole."""
+    """Split attention by heads and the MLP by its hidden width, and replicate everything else."""
     plan: dict[str, Any] = {"patches": Replicated(), "norm": Replicated(), "classes": Replicated()}
     for name in ("norm1", "norm2"):
         plan[f"blocks.*.{name}"] = Replicated()
