@@ -1,5 +1,7 @@
-"""Which matrices become float8, what that costs in precision, and what is said where it cannot be. On the CPU it is
-emulated; the kernels of a GPU were not run."""
+"""Tests of float8 training: which matrices are converted, the precision, and errors if float8 is not available.
+
+Float8 is emulated on the CPU. The kernels of GPUs are not tested.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ def block(width: int = 64) -> Any:
     return nn.ModuleDict({"fits": nn.Linear(64, width, bias=False), "odd": nn.Linear(64, 24), "norm": nn.LayerNorm(64)})
 
 
-def test_only_matrices_that_the_kernels_take_become_float8() -> None:
+def test_only_matrices_that_float8_kernels_support_are_converted() -> None:
     part = block(96)
     weight = part.fits.weight
     float8.convert_to_float8([part], CPU, tp=2)
@@ -41,8 +43,9 @@ def test_only_matrices_that_the_kernels_take_become_float8() -> None:
 
 
 @pytest.mark.parametrize("scales", ["rowwise", "tensorwise"])
-def test_products_are_rounded_to_e4m3_and_no_more(scales: str) -> None:
-    part, x_ND = block(), torch.randn(32, 64, requires_grad=True)
+def test_products_differ_only_by_rounding_to_e4m3(scales: str) -> None:
+    part = block()
+    x_ND = torch.randn(32, 64, requires_grad=True)
     exact = part.fits(x_ND)
     (want,) = torch.autograd.grad(exact.square().sum(), x_ND)
     float8.convert_to_float8([part], CPU, tp=1, scales=scales)
@@ -66,7 +69,7 @@ def test_a_gpu_without_float8_and_a_missing_torchao_are_user_errors(monkeypatch:
 
 
 def float8_rank(rank_info: RankInfo, configs: list[Config]) -> list[list[tuple[float, float]]]:
-    """Losses and gradient norms of three steps under each config."""
+    """Return losses and gradient norms of three steps with each config."""
     from pipeline.comm import groups
 
     groups.configure_determinism(configs[0])
@@ -75,8 +78,8 @@ def float8_rank(rank_info: RankInfo, configs: list[Config]) -> list[list[tuple[f
 
 
 @pytest.mark.story
-def test_layouts_stay_near_one_process() -> None:
-    """Sharded, cut by tensor, a pipeline that recomputes; matrices of 64 × 64 and more."""
+def test_losses_in_all_layouts_are_close_to_those_of_one_rank() -> None:
+    """The layouts are ZeRO 3, tensor parallelism, and a pipeline with activation checkpointing."""
 
     def config(ranks: int, precision: str, scales: str = "rowwise", **parallel: Any) -> Config:
         sizes = {"dim": 64, "layers": 2, "intermediate_size": 128}

@@ -64,7 +64,7 @@ def check(ranks: int, *cases: dict[str, Any]) -> None:
         assert len(expected) == STEPS
 
 
-def test_data_parallel_and_zero() -> None:
+def test_data_parallel_and_zero_equal_one_process() -> None:
     check(
         4,
         {"parallel": {"zero": 0}},
@@ -80,7 +80,7 @@ def test_data_parallel_and_zero() -> None:
     )
 
 
-def test_tensor_parallel() -> None:
+def test_tensor_parallel_equals_one_process() -> None:
     """Where ranks hold the same activations they must drop the same ones: equal to one process with dropout, too."""
     recomputed = {"tensor": 2, "sequence": False, "activation_checkpointing": "full"}
     check(
@@ -94,7 +94,7 @@ def test_tensor_parallel() -> None:
     )
 
 
-def test_pipeline_schedules() -> None:
+def test_pipeline_schedules_equal_one_process() -> None:
     check(
         2,
         {"parallel": {"pipeline": 2}},
@@ -107,7 +107,7 @@ def test_pipeline_schedules() -> None:
     )
 
 
-def test_pipeline_with_data_and_tensor_parallel() -> None:
+def test_pipeline_with_data_and_tensor_parallel_equals_one_process() -> None:
     check(
         4,
         {"parallel": {"pipeline": 2, "zero": 3}, "model": TIED},
@@ -119,7 +119,7 @@ def test_pipeline_with_data_and_tensor_parallel() -> None:
 
 
 @pytest.mark.story
-def test_all_three_on_eight_ranks() -> None:
+def test_all_three_parallelisms_on_eight_ranks_equal_one_process() -> None:
     check(8, {"parallel": {"pipeline": 2, "tensor": 2, "zero": 2}, "train": FEW})
 
 
@@ -147,7 +147,7 @@ def test_matrix_of_tensor_parallel(ranks: int, sequence: bool, loss_parallel: bo
     check(ranks, *({"parallel": parallel, "model": model, "train": FEW} for model in ({}, TIED)))
 
 
-def test_the_norm_of_a_large_gradient_is_that_of_its_parts() -> None:
+def test_the_norm_of_a_large_gradient_equals_that_of_its_parts() -> None:
     """As layouts that cut it have it. Whole, torch's own would be 7e-4 too small."""
     whole = torch.randn(4096, 4096, generator=torch.Generator().manual_seed(2))
     parts = torch.stack([row.double().square().sum() for row in whole.split(64)]).sum().sqrt().item()
@@ -307,7 +307,7 @@ def moving(parallel: dict[str, Any], model: dict[str, Any]) -> Config:
 
 
 def check_moves(results: list[Any], steps: int) -> None:
-    """Every layout holds the same digest and trains on alike."""
+    """Check that all layouts have the same digest and continue with the same losses."""
     (reference, expected), *others = results[0]
     assert len(expected) == steps
     for number, (found, trained) in enumerate(others, 1):
@@ -337,7 +337,7 @@ def test_any_layout_loads_what_any_other_saved(tmp_path: Path, saved: int) -> No
 
 
 @pytest.mark.story
-def test_muon_takes_whole_matrices_wherever_they_lie(tmp_path: Path) -> None:
+def test_muon_updates_are_the_same_in_all_layouts(tmp_path: Path) -> None:
     """Cut by ZeRO and tensor parallel they move as in one process; bf16 rounds apart what differs in a last digit."""
     layouts: list[dict[str, Any]] = [{"zero": 3}, {"tensor": 2, "zero": 2}]
     muon = {"name": "muon", "lr": 2e-2, "clip_norm": 0.1}
@@ -359,7 +359,7 @@ def test_muon_takes_whole_matrices_wherever_they_lie(tmp_path: Path) -> None:
     ],
     ids=["half", "none", "int8"],
 )
-def test_what_is_rounded_at_random_is_the_same_wherever_it_lies(tmp_path: Path, sections: dict[str, Any]) -> None:
+def test_stochastic_rounding_is_the_same_in_all_layouts(tmp_path: Path, sections: dict[str, Any]) -> None:
     """What is drawn belongs to the entry of the whole parameter. bf16 weights are read back with the same bits."""
     layouts: list[dict[str, Any]] = [{"zero": 3}, {"tensor": 2, "zero": 2}, {**V, "schedule": "zbv", "zero": 1}, {}]
     low = "master" in sections["optimizer"]["state"]
@@ -379,28 +379,28 @@ def test_what_is_rounded_at_random_is_the_same_wherever_it_lies(tmp_path: Path, 
 
 
 def places_rank(rank_info: RankInfo, configs: list[Config]) -> list[int]:
-    """How many parameters each config cuts whose entries, gathered, draw what those of a whole one do."""
+    """Check the positions from which random rounding is derived. Return the number of sharded parameters by config."""
     from pipeline.comm import groups
     from pipeline.model.decoder import full_tensor, local_tensor
     from pipeline.train.optimizer import _make_positions
     from tests.support.tiny_training import train_steps
 
     world = groups.join_process_group(rank_info, configs[0])
-    found = []
+    results = []
     for config in configs:
         engine, _ = train_steps(rank_info, config, world, 0)
-        cut = [p for p in engine.parts[0].parameters() if local_tensor(p) is not p]
-        for parameter in cut:
+        sharded = [p for p in engine.parts[0].parameters() if local_tensor(p) is not p]
+        for parameter in sharded:
             first, *rest = _make_positions(parameter, 7)
             local_tensor(parameter).detach().copy_(sum(rest, first) % 251)
             first, *rest = _make_positions(torch.empty(parameter.shape), 7)
             assert torch.equal(full_tensor(parameter.detach()), (sum(rest, first) % 251).float()), parameter
-        found.append(len(cut))
-    return found
+        results.append(len(sharded))
+    return results
 
 
-def test_an_entry_draws_the_same_wherever_it_lies() -> None:
-    """FSDP cuts what tensor parallelism has cut: strided pieces, uneven ones, and copies."""
+def test_sharded_entries_have_the_same_positions_for_random_rounding_as_whole_parameters() -> None:
+    """FSDP shards tensors that tensor parallelism has sharded: strided and uneven shards, and copies."""
     layouts: list[dict[str, Any]] = [{"tensor": 2, "zero": 2}, {"zero": 3, "data": {"replicate": 2, "shard": 2}}]
     configs = [tiny_config(4, **HALF_MOMENTS, parallel=layout, train=FEW) for layout in layouts]
     assert run_ranks(4, places_rank, configs) == [[39, 39]] * 4
@@ -439,11 +439,12 @@ EXACT = {
         pytest.param("replicated", marks=pytest.mark.long),
     ],
 )
-def test_a_stop_changes_no_bit_under_any_parallelism(tmp_path: Path, data: Path, name: str) -> None:
-    """With dropout on, and the same weights again from an undisturbed run."""
+def test_a_stop_does_not_change_the_result_in_any_layout(tmp_path: Path, data: Path, name: str) -> None:
+    """Dropout is on. The digest and all metrics equal those of an undisturbed run."""
     more = ("model.layers=4", "train.steps=12", "train.micro_batch=2", "checkpoint.every_steps=4", *EXACT[name])
     more = ("stages.train.tasks_per_node=4", *more)
-    calm, run = new_run(tmp_path, "calm", data, *more), new_run(tmp_path, "stopped", data, *more)
+    calm = new_run(tmp_path, "calm", data, *more)
+    run = new_run(tmp_path, "stopped", data, *more)
     ranks = calm.config.stages.train.ranks
     assert set(run_ranks(ranks, stage_rank, calm.path, "train")) == {ExitCode.DONE}
     assert set(interrupt_training(run, ranks, signal.SIGTERM, 3, [ranks - 1])) == {ExitCode.STOPPED}
@@ -452,7 +453,7 @@ def test_a_stop_changes_no_bit_under_any_parallelism(tmp_path: Path, data: Path,
     assert read_steps(run) == read_steps(calm) and compute_run_digest(run) == compute_run_digest(calm)
 
 
-def test_a_run_stops_on_one_layout_and_goes_on_with_another(tmp_path: Path, data: Path) -> None:
+def test_a_run_that_stops_in_one_layout_resumes_in_another(tmp_path: Path, data: Path) -> None:
     """(2, 1, 2) and then (1, 2, 2): the same samples, losses as if nothing had happened, and an evaluation."""
     more = ("model.layers=4", "model.dropout=0.0", "train.steps=12", "train.micro_batch=2", "checkpoint.every_steps=50")
     calm = new_run(tmp_path, "calm", data, *more, "stages.train.tasks_per_node=1")
@@ -479,29 +480,29 @@ LOW = {"bf16": (1e-4, 5e-3), "fp16": (2e-5, 1e-3)}
 
 
 def casts_rank(rank_info: RankInfo, config: Config) -> tuple[int, list[tuple[float, float]]]:
-    """How often the MLP's first matrices, of 32 × 16, are cast to bf16 by themselves, and what the steps give."""
+    """Return how often single MLP matrices of 32 × 16 are cast to bf16, and losses and norms of the steps."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    class Casts(TorchDispatchMode):
-        seen = 0
+    class CastCounter(TorchDispatchMode):
+        count = 0
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            found = func(*args, **(kwargs or {}))
-            if func is torch.ops.aten._to_copy.default and (found.dtype, found.shape) == (torch.bfloat16, (32, 16)):
-                self.seen += 1
-            return found
+            result = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten._to_copy.default and (result.dtype, result.shape) == (torch.bfloat16, (32, 16)):
+                self.count += 1
+            return result
 
-    with Casts() as casts:
-        (trained,) = train_rank(rank_info, [config])
-    return casts.seen, trained
+    with CastCounter() as casts:
+        (steps,) = train_rank(rank_info, [config])
+    return casts.count, steps
 
 
-def test_a_rank_alone_with_zero_casts_weights_once_a_step() -> None:
-    """FSDP's copies for a whole step in place of autocast's, one in each pass of each micro-batch."""
+def test_a_single_rank_with_zero_casts_weights_once_per_step() -> None:
+    """FSDP casts all weights once per step. Autocast casts each weight in each pass of each micro-batch."""
     train = {"precision": "bf16", "micro_batch": 4}
     configs = [tiny_config(1, parallel={"zero": zero}, train=train) for zero in (0, 1)]
-    (autocast, _), (once, trained) = (run_ranks(1, casts_rank, config)[0] for config in configs)
-    assert autocast and not once
+    (autocast_count, _), (fsdp_count, trained) = (run_ranks(1, casts_rank, config)[0] for config in configs)
+    assert autocast_count and not fsdp_count
     for ours, theirs in zip(trained, one_process({"train": FEW}), strict=True):
         for mine, exact, limit in zip(ours, theirs, LOW["bf16"], strict=True):
             assert mine == pytest.approx(exact, rel=limit)
@@ -520,7 +521,7 @@ def test_low_precision_stays_near_fp32(precision: str) -> None:
 
 
 def gradients_rank(rank_info: RankInfo, configs: list[Config]) -> list[dict[str, Any]]:
-    """This rank's stages' gradients of the first step, whole, by parameter name, under each config."""
+    """Return the unsharded gradients of this rank's stages after the first step, by parameter name, by config."""
     from pipeline.comm import groups
     from tests.support.tiny_training import make_batches, train_steps
 
@@ -531,7 +532,7 @@ def gradients_rank(rank_info: RankInfo, configs: list[Config]) -> list[dict[str,
         engine.backward(
             {"tokens": make_batches(config)[0].chunk(engine.layout.dp)[engine.layout.coordinates(rank_info.rank).dp]}, 1
         )
-        engine.clip_gradients(None)  # takes the scale of fp16 out
+        engine.clip_gradients(None)  # removes the loss scale of fp16
         weights = [named for part in engine.parts for named in engine.task.named_weights(part)]
         whole = {name: w.grad.full_tensor() if config.parallel.zero else w.grad for name, w in weights}
         results.append({name: gradient.numpy() for name, gradient in whole.items()})
@@ -539,11 +540,11 @@ def gradients_rank(rank_info: RankInfo, configs: list[Config]) -> list[dict[str,
 
 
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.long)])
-def test_low_precision_does_not_add_up_over_micro_batches(precision: str) -> None:
-    """Gradients of 32 micro-batches are as near to fp32 as those of one, in pipelines of sharded stages too.
+def test_low_precision_errors_do_not_accumulate_over_micro_batches(precision: str) -> None:
+    """Gradients of 32 micro-batches are as close to fp32 as those of one, also in pipelines of sharded stages.
 
-    Stages hold their weights in the low precision during a step, and schedules that split the backward pass add to
-    those weights' gradients by themselves. Norms do not show that: errors are at right angles to the gradient.
+    Stages have their weights in low precision during a step, and schedules that split the backward pass accumulate
+    gradients of these weights themselves. Norms do not show such errors, because they are orthogonal to the gradient.
     """
     cases: list[dict[str, Any]] = [{"zero": 3}]
     cases += [{"pipeline": 2, "zero": 1, "schedule": name, "virtual_stages": n} for name, n in SCHEDULES if n < 4]
@@ -560,7 +561,7 @@ def test_low_precision_does_not_add_up_over_micro_batches(precision: str) -> Non
 
 
 def overflow_rank(rank_info: Any, config: Config) -> tuple[bool, float]:
-    """One gradient overflows on one rank only: whether this rank's weights moved, and its scale then."""
+    """Let a gradient overflow on rank 1. Return whether this rank's weights changed, and its loss scale afterwards."""
     import torch
 
     from pipeline.comm import groups
@@ -582,6 +583,6 @@ def overflow_rank(rank_info: Any, config: Config) -> tuple[bool, float]:
 
 
 @pytest.mark.parametrize("parallel", [{"zero": 3}, {"tensor": 2}, {"pipeline": 2}])
-def test_an_overflow_on_one_rank_is_everybodys(parallel: dict[str, Any]) -> None:
+def test_an_overflow_on_one_rank_skips_the_step_on_all_ranks(parallel: dict[str, Any]) -> None:
     config = tiny_config(2, parallel=parallel, train={"precision": "fp16", "micro_batch": 4})
     assert run_ranks(2, overflow_rank, config) == [(False, 2.0**15)] * 2

@@ -1,4 +1,4 @@
-"""Gradient hooks and local SGD against plain references that play all replicas in one process; what resumes keep."""
+"""Tests of gradient hooks and local SGD, compared with a reference in one process, and of their state on resume."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.train.test_exact import interrupt_training, new_run, read_steps
 
 STEPS = 5
 PIECE = 999
-"""Fewer elements than most parameters have, and no divisor of them."""
+"""Maximum elements of an all-reduce: fewer than most parameters have, and no divisor of their sizes."""
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(ranks: int, clip: float | None = None, **parallel: Any) -> Config:
-    """A config whose optimizer does not turn the last digits of tiny gradients into steps."""
+    """Return a config with a large eps, so that rounding errors of tiny gradients do not change the weights."""
     return tiny_config(
         ranks,
         parallel=parallel,
@@ -41,7 +41,7 @@ def config_of(ranks: int, clip: float | None = None, **parallel: Any) -> Config:
 
 
 def create_engine(rank_info: RankInfo, config: Config) -> Any:
-    """An engine whose gradients travel in many small buckets."""
+    """Return an engine that reduces gradients in many small buckets."""
     import torch.distributed as dist
 
     from pipeline.comm import groups
@@ -54,24 +54,25 @@ def create_engine(rank_info: RankInfo, config: Config) -> Any:
     if not dist.is_initialized():
         groups.configure_determinism(config)
         world = groups.join_process_group(rank_info, config)
-        whole = data_parallel.wrap_with_ddp
-        data_parallel.wrap_with_ddp = lambda model, device, bucket_mb: whole(model, device, 0.02)  # type: ignore[arg-type]
+        wrap_with_ddp = data_parallel.wrap_with_ddp
+        data_parallel.wrap_with_ddp = lambda model, device, bucket_mb: wrap_with_ddp(model, device, 0.02)  # type: ignore[arg-type]
     layout = resolve_layout(config, world.size, rank_info.local_world_size, VOCAB)
     return Engine(config, layout, world, DecoderTask(config, VOCAB))
 
 
-def plain(value: Any) -> Any:
-    """Tensors as arrays, which travel between processes by value."""
+def to_arrays(value: Any) -> Any:
+    """Return the value with its tensors converted to arrays, which are pickled by value."""
     if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
+        return {key: to_arrays(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [plain(item) for item in value]
+        return [to_arrays(item) for item in value]
     return value.numpy() if hasattr(value, "numpy") else value
 
 
 def hooked_rank(rank_info: RankInfo, config: Config) -> dict[str, Any]:
-    """What one replica has after STEPS steps, and the reduced gradients of each."""
-    engine, limit = create_engine(rank_info, config), config.optimizer.clip_norm
+    """Return weights and residuals of one replica after STEPS steps, and the reduced gradients of each step."""
+    engine = create_engine(rank_info, config)
+    limit = config.optimizer.clip_norm
     reduced = []
     for step, batch in list(enumerate(make_batches(config), 1))[:STEPS]:
         engine.backward({"tokens": batch.chunk(rank_info.world_size)[rank_info.rank]}, step)
@@ -81,24 +82,26 @@ def hooked_rank(rank_info: RankInfo, config: Config) -> dict[str, Any]:
         assert limit is None or norm > limit
         engine.update_weights(norm)
     state = {name: tensor.clone() for name, tensor in engine.state_dict().items() if name.startswith("model.")}
-    return plain({"state": state, "reduced": reduced, "residual": getattr(engine.replica_sync, "residual", {})})
+    return to_arrays({"state": state, "reduced": reduced, "residual": getattr(engine.replica_sync, "residual", {})})
 
 
 def reference_rank(rank_info: RankInfo, config: Config, replicas: int) -> dict[str, Any]:
-    """The same in one process that plays all replicas, each algorithm written out on whole tensors."""
+    """Return the same as `hooked_rank`, computed for all replicas in one process with a plain implementation."""
     import torch
 
     from pipeline.model.decoder import cross_entropy_sum
     from pipeline.parallel.replica_sync import _sample_matrix
 
-    alone = config.model_copy(update={"parallel": config_of(1).parallel})
-    engine, hook = create_engine(rank_info, alone), config.parallel.hook
+    one_replica = config.model_copy(update={"parallel": config_of(1).parallel})
+    engine = create_engine(rank_info, one_replica)
+    hook = config.parallel.hook
     weights = dict(engine.parts[0].named_weights())
     residual = [{name: torch.zeros_like(p) for name, p in weights.items()} for _ in range(replicas)]
     begin = {
         n: _sample_matrix(p[0].numel(), hook.rank, f"{config.run.seed}/{n}") for n, p in weights.items() if p.ndim > 1
     }
-    reduced, means = [], []
+    reduced = []
+    means = []
     for step, batch in list(enumerate(make_batches(config), 1))[:STEPS]:
         gradients: list[dict[str, Any]] = []
         for part in batch.chunk(replicas):
@@ -110,7 +113,7 @@ def reference_rank(rank_info: RankInfo, config: Config, replicas: int) -> dict[s
         means.append({name: sum(g[name] for g in gradients) / replicas for name in weights})
         result = {}
         for name, parameter in weights.items():
-            own = [g[name] / replicas + r[name] for g, r in zip(gradients, residual, strict=True)]
+            local_values = [g[name] / replicas + r[name] for g, r in zip(gradients, residual, strict=True)]
             if hook.kind in ("fp16", "bf16"):
                 kind = torch.float16 if hook.kind == "fp16" else torch.bfloat16
                 result[name] = sum((g[name] / replicas).to(kind) for g in gradients).float()
@@ -119,19 +122,19 @@ def reference_rank(rank_info: RankInfo, config: Config, replicas: int) -> dict[s
             warm = hook.warmup_steps
             if hook.kind == "topk":
                 fraction = hook.ratio ** min(1, (step - 1) / warm) if warm else hook.ratio
-                for values in own:
+                for values in local_values:
                     count = -int(-fraction * values.numel() // 1)
                     least = values.abs().flatten().sort(descending=True).values[count - 1]
                     sent.append(values * (values.abs() >= least))
             elif parameter.ndim > 1 and step > warm and sum(parameter.shape) * hook.rank < parameter.numel():
-                total = sum(own)
+                total = sum(local_values)
                 P = torch.linalg.qr(total.double() @ begin[name].double()).Q
                 begin[name] = (total.double().T @ P).float()
-                sent = [(P @ (P.T @ values.double())).float() for values in own]
+                sent = [(P @ (P.T @ values.double())).float() for values in local_values]
             else:
-                sent = own
+                sent = local_values
             result[name] = sum(sent)
-            for r, values, out in zip(residual, own, sent, strict=True):
+            for r, values, out in zip(residual, local_values, sent, strict=True):
                 r[name] = values - out
         for name, parameter in weights.items():
             parameter.grad = result[name].clone()
@@ -141,7 +144,7 @@ def reference_rank(rank_info: RankInfo, config: Config, replicas: int) -> dict[s
         engine.optimizer.step()
         engine.optimizer.zero_grad()
     state = {f"model.{name}": p.detach().clone() for name, p in weights.items()}
-    return plain({"state": state, "reduced": reduced, "residual": residual, "means": means})
+    return to_arrays({"state": state, "reduced": reduced, "residual": residual, "means": means})
 
 
 CLIPPED = ("topk_warmup", "nesterov", "warm-up")
@@ -155,64 +158,65 @@ HOOKS = {
 
 
 @pytest.mark.parametrize("case", list(HOOKS))
-def test_hooks_do_what_a_plain_reference_does(case: str) -> None:
+def test_hooks_equal_the_reference(case: str) -> None:
     replicas, hook = HOOKS[case]
     config = config_of(replicas, 0.1 if case in CLIPPED else None, hook=hook)
-    found = run_ranks(replicas, hooked_rank, config)
+    results = run_ranks(replicas, hooked_rank, config)
     expected = run_ranks(1, reference_rank, config, replicas)[0]
     for name, tensor in expected["state"].items():
         for rank in range(replicas):
-            assert abs(found[rank]["state"][name] - tensor).max() <= 1e-6, (name, rank)
-            assert np.array_equal(found[rank]["state"][name], found[0]["state"][name]), (
+            assert abs(results[rank]["state"][name] - tensor).max() <= 1e-6, (name, rank)
+            assert np.array_equal(results[rank]["state"][name], results[0]["state"][name]), (
                 "all replicas have the same bits"
             )
     for step, gradients in enumerate(expected["reduced"]):
         for name, tensor in gradients.items():
-            assert abs(found[0]["reduced"][step][name] - tensor).max() <= 1e-6, (step, name)
-    if not found[0]["residual"]:
+            assert abs(results[0]["reduced"][step][name] - tensor).max() <= 1e-6, (step, name)
+    if not results[0]["residual"]:
         return
-    assert sum(abs(r["residual"][name]).sum() for r in found for name in r["residual"]) > 1e-3
-    for name in found[0]["residual"]:
+    assert sum(abs(r["residual"][name]).sum() for r in results for name in r["residual"]) > 1e-3
+    for name in results[0]["residual"]:
         for rank in range(replicas):
-            assert abs(found[rank]["residual"][name] - expected["residual"][rank][name]).max() <= 1e-6
-        # nothing is lost: what was sent and what is left are all gradients there were
-        sent = sum(gradients[name] for gradients in found[0]["reduced"])
-        left = sum(rank["residual"][name] for rank in found)
-        assert abs(sent + left - sum(mean[name] for mean in expected["means"])).max() <= 1e-6
+            assert abs(results[rank]["residual"][name] - expected["residual"][rank][name]).max() <= 1e-6
+        # nothing is lost: the sent values and the residuals add up to all gradients
+        sent = sum(gradients[name] for gradients in results[0]["reduced"])
+        unsent = sum(rank["residual"][name] for rank in results)
+        assert abs(sent + unsent - sum(mean[name] for mean in expected["means"])).max() <= 1e-6
 
 
 def local_rank(rank_info: RankInfo, config: Config) -> dict[str, Any]:
-    """What one replica has after STEPS steps and would save; averages are taken in pieces."""
+    """Return weights, gradient norm and saved state of one replica after STEPS steps. All-reduces are split."""
     import torch.distributed as dist
 
     from pipeline.parallel import replica_sync
 
-    engine, all_reduce = create_engine(rank_info, config), dist.all_reduce
+    engine = create_engine(rank_info, config)
+    all_reduce = dist.all_reduce
     replica_sync.MAX_REDUCED_ELEMENTS = PIECE
 
-    def bounded(tensor: Any, *arguments: Any, **options: Any) -> Any:
+    def check_size_and_reduce(tensor: Any, *arguments: Any, **options: Any) -> Any:
         assert tensor.numel() <= PIECE
         return all_reduce(tensor, *arguments, **options)
 
-    dist.all_reduce = bounded
+    dist.all_reduce = check_size_and_reduce
     for step, batch in list(enumerate(make_batches(config), 1))[:STEPS]:
         engine.backward({"tokens": batch.chunk(rank_info.world_size)[rank_info.rank]}, step)
         norm = engine.clip_gradients(config.optimizer.clip_norm).item()
         engine.update_weights(norm)
     mine = {name: tensor.clone() for name, tensor in engine.state_dict().items() if name.startswith("model.")}
-    return plain({"state": mine, "norm": norm, "saved": engine.checkpoint_state()[0]})
+    return to_arrays({"state": mine, "norm": norm, "saved": engine.checkpoint_state()[0]})
 
 
 def local_reference_rank(rank_info: RankInfo, config: Config, replicas: int) -> dict[str, Any]:
-    """Each replica alone on its part of each batch; torch's own SGD as the outer optimizer."""
+    """Return weights and gradient norm of all replicas, computed in one process; torch's SGD is the outer optimizer."""
     import torch
 
     from pipeline.model.decoder import cross_entropy_sum
 
     local = config.parallel.local_sgd
     assert local is not None
-    alone = config.model_copy(update={"parallel": config_of(1).parallel})
-    engines = [create_engine(rank_info, alone) for _ in range(replicas)]
+    one_replica = config.model_copy(update={"parallel": config_of(1).parallel})
+    engines = [create_engine(rank_info, one_replica) for _ in range(replicas)]
     weights = [list(engine.parts[0].parameters()) for engine in engines]
     at = [p.detach().clone() for p in weights[0]]
     outer = torch.optim.SGD(at, local.outer_lr, local.outer_momentum, nesterov=local.outer_momentum > 0)
@@ -242,11 +246,11 @@ def local_reference_rank(rank_info: RankInfo, config: Config, replicas: int) -> 
                 theta.grad = theta - sum(w[number].detach() for w in weights) / replicas
             outer.step()
             with torch.no_grad():
-                for own in weights:
-                    for parameter, theta in zip(own, at, strict=True):
+                for replica_weights in weights:
+                    for parameter, theta in zip(replica_weights, at, strict=True):
                         parameter.copy_(theta)
     states = [{n: t.clone() for n, t in e.state_dict().items() if n.startswith("model.")} for e in engines]
-    return plain({"states": states, "norm": (squares / replicas) ** 0.5})
+    return to_arrays({"states": states, "norm": (squares / replicas) ** 0.5})
 
 
 OUTER: dict[str, dict[str, float]] = {
@@ -257,17 +261,17 @@ OUTER: dict[str, dict[str, float]] = {
 
 
 @pytest.mark.parametrize("case", list(OUTER))
-def test_local_sgd_does_what_a_plain_reference_does(case: str) -> None:
+def test_local_sgd_equals_the_reference(case: str) -> None:
     config = config_of(3, 0.1 if case in CLIPPED else None, local_sgd={"every": 2, **OUTER[case]})
-    found = run_ranks(3, local_rank, config)
+    results = run_ranks(3, local_rank, config)
     expected = run_ranks(1, local_reference_rank, config, 3)[0]
-    for rank, result in enumerate(found):
+    for rank, result in enumerate(results):
         assert result["norm"] == pytest.approx(expected["norm"], rel=1e-5)
         for name, tensor in expected["states"][rank].items():
             assert abs(result["state"][name] - tensor).max() <= 1e-6, (rank, name)
             mean = sum(state[name] for state in expected["states"]) / 3
-            assert abs(result["saved"][name] - mean).max() <= 1e-6, "a checkpoint holds the mean"
-    first, second = (rank["state"]["model.lm_head.weight"] for rank in found[:2])
+            assert abs(result["saved"][name] - mean).max() <= 1e-6, "a checkpoint contains the mean"
+    first, second = (rank["state"]["model.lm_head.weight"] for rank in results[:2])
     assert not np.array_equal(first, second)
 
 
@@ -281,33 +285,39 @@ RESUMED = {
 }
 
 
-def case_marks(size: int, case: str) -> Any:
+def make_case(size: int, case: str) -> Any:
+    """Return a case as a pytest parameter, marked `long` except for two of them."""
     short = (size, case) in ((3, "topk"), (2, "local_sgd"))
     return pytest.param(size, case, marks=[] if short else pytest.mark.long)
 
 
-@pytest.mark.parametrize(("size", "case"), [case_marks(size, case) for size in (2, 3) for case in RESUMED])
-def test_stopped_and_resumed_is_undisturbed(tmp_path: Path, data: Path, size: int, case: str) -> None:
-    """The stop falls between two averages; three ranks divide a batch of six."""
+@pytest.mark.parametrize(("size", "case"), [make_case(size, case) for size in (2, 3) for case in RESUMED])
+def test_a_resumed_run_equals_an_undisturbed_one(tmp_path: Path, data: Path, size: int, case: str) -> None:
+    """The training stops between two averages. Three ranks share a global batch of six."""
     more = ("train.steps=40", f"train.global_batch={2 * size}", RESUMED[case])
-    calm, run = new_run(tmp_path, "calm", data, *more), new_run(tmp_path, "stopped", data, *more)
-    assert set(run_ranks(size, stage, calm.path)) == {ExitCode.DONE}
+    undisturbed = new_run(tmp_path, "undisturbed", data, *more)
+    run = new_run(tmp_path, "stopped", data, *more)
+    assert set(run_ranks(size, train_stage_rank, undisturbed.path)) == {ExitCode.DONE}
     interrupt_training(run, size, signal.SIGTERM, 18, [size - 1])
     assert 18 <= len(read_steps(run)) < 32
-    assert set(run_ranks(size, stage, run.path)) == {ExitCode.DONE}
-    assert compute_run_digest(run) == compute_run_digest(calm) and read_steps(run) == read_steps(calm)
-    losses = [line[1] for line in read_steps(calm)]
+    assert set(run_ranks(size, train_stage_rank, run.path)) == {ExitCode.DONE}
+    assert compute_run_digest(run) == compute_run_digest(undisturbed) and read_steps(run) == read_steps(undisturbed)
+    losses = [line[1] for line in read_steps(undisturbed)]
     assert losses[-1] < losses[0] - 1.0
 
 
-def stage(rank_info: RankInfo, path: Path) -> int:
+def train_stage_rank(rank_info: RankInfo, path: Path) -> int:
+    """Run the stage train and return its exit code."""
     from tests.support.tiny import stage_rank
 
     return stage_rank(rank_info, path, "train")
 
 
-def kept_rank(rank_info: RankInfo, config: Config, folder: Path, trained: int) -> dict[str, Any]:
-    """Restore what is there, train on, save; the state after the restore and at the end."""
+def restore_and_train_rank(rank_info: RankInfo, config: Config, folder: Path, trained: int) -> dict[str, Any]:
+    """Restore the newest checkpoint if there is one, train `trained` steps and save.
+
+    Return the state after the restore and at the end, and the note of the restore.
+    """
     from functools import partial
 
     import torch.distributed as dist
@@ -323,18 +333,19 @@ def kept_rank(rank_info: RankInfo, config: Config, folder: Path, trained: int) -
         describe={"layout": {}},
         on_saved=lambda *_: None,
     )
-    manifest, note = saver.restore(engine.state_dict(), lambda *_: None), None
+    manifest = saver.restore(engine.state_dict(), lambda *_: None)
+    note = None
     first = int(manifest["step"]) if manifest else 0
     if manifest:
         note = engine.finish_loading(manifest["extra"]["replicas"], partial(saver.read_tensors, first))
 
-    def state() -> dict[str, Any]:
+    def clone_state() -> dict[str, Any]:
         residual = getattr(engine.replica_sync, "residual", {})
         return {
             n: t.clone() for n, t in (engine.state_dict() | {f"residual.{n}": t for n, t in residual.items()}).items()
         }
 
-    before = state()
+    before = clone_state()
     for step, batch in list(enumerate(make_batches(config), 1))[first : first + trained]:
         engine.backward({"tokens": batch.chunk(rank_info.world_size)[rank_info.rank]}, step)
         engine.update_weights(engine.clip_gradients(None).item())
@@ -342,34 +353,34 @@ def kept_rank(rank_info: RankInfo, config: Config, folder: Path, trained: int) -
     if trained:
         saver.save(tensors, step=first + trained, samples_consumed=0, extra={"replicas": extra})
     saver.close()
-    return plain({"before": before, "after": state(), "note": note})
+    return to_arrays({"before": before, "after": clone_state(), "note": note})
 
 
 @pytest.mark.parametrize("kind", ["topk", pytest.param("powersgd", marks=pytest.mark.long)])
-def test_residuals_move_to_other_numbers_of_replicas(tmp_path: Path, kind: str) -> None:
+def test_the_sum_of_residuals_is_kept_if_the_number_of_replicas_changes(tmp_path: Path, kind: str) -> None:
     hook = {"kind": kind, "ratio": 0.05, "rank": 2}
     total: dict[str, Any] = {}
     for ranks in (3, 2, 6, 1):
-        found = run_ranks(ranks, kept_rank, config_of(ranks, hook=hook), tmp_path, 2)
-        for name in found[0]["before"]:
+        results = run_ranks(ranks, restore_and_train_rank, config_of(ranks, hook=hook), tmp_path, 2)
+        for name in results[0]["before"]:
             if name.startswith("residual."):
-                arrived = sum(rank["before"][name] for rank in found)
-                assert abs(arrived - total.get(name, 0 * arrived)).max() <= 1e-7, (ranks, name)
-                total[name] = sum(rank["after"][name] for rank in found)
-        assert (found[0]["note"] is not None) == (ranks != 3)
+                restored = sum(rank["before"][name] for rank in results)
+                assert abs(restored - total.get(name, 0 * restored)).max() <= 1e-7, (ranks, name)
+                total[name] = sum(rank["after"][name] for rank in results)
+        assert (results[0]["note"] is not None) == (ranks != 3)
         assert sum(abs(t).sum() for t in total.values()) > 1e-3 or ranks == 1
-    alone = run_ranks(1, kept_rank, config_of(1, hook=hook), tmp_path, 0)[0]
+    alone = run_ranks(1, restore_and_train_rank, config_of(1, hook=hook), tmp_path, 0)[0]
     assert all(not tensor.any() for name, tensor in alone["before"].items() if name.startswith("residual."))
-    other = run_ranks(2, kept_rank, config_of(2), tmp_path, 0)
+    other = run_ranks(2, restore_and_train_rank, config_of(2), tmp_path, 0)
     assert "dropped" in other[0]["note"]
 
 
-def test_local_sgd_moves_as_its_mean(tmp_path: Path) -> None:
+def test_replicas_of_local_sgd_start_from_their_mean_on_another_number_of_replicas(tmp_path: Path) -> None:
     local = {"every": 4, "outer_lr": 0.7, "outer_momentum": 0.9}
-    first = run_ranks(3, kept_rank, config_of(3, local_sgd=local), tmp_path, 2)
-    again = run_ranks(3, kept_rank, config_of(3, local_sgd=local), tmp_path, 0)
-    moved = run_ranks(2, kept_rank, config_of(2, local_sgd=local), tmp_path, 0)
-    plain = run_ranks(2, kept_rank, config_of(2), tmp_path, 0)
+    first = run_ranks(3, restore_and_train_rank, config_of(3, local_sgd=local), tmp_path, 2)
+    again = run_ranks(3, restore_and_train_rank, config_of(3, local_sgd=local), tmp_path, 0)
+    moved = run_ranks(2, restore_and_train_rank, config_of(2, local_sgd=local), tmp_path, 0)
+    plain = run_ranks(2, restore_and_train_rank, config_of(2), tmp_path, 0)
     for name in first[0]["after"]:
         mean = sum(rank["after"][name] for rank in first) / 3
         assert all(
@@ -379,7 +390,7 @@ def test_local_sgd_moves_as_its_mean(tmp_path: Path) -> None:
     assert "start from the mean of 3" in moved[0]["note"] and again[0]["note"] is None
 
 
-WAYS: dict[str, dict[str, Any]] = {
+METHODS: dict[str, dict[str, Any]] = {
     "none": {},
     "bf16": {"hook": {"kind": "bf16"}},
     "topk": {"hook": {"kind": "topk"}},
@@ -391,14 +402,17 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def changed_rank(rank_info: RankInfo, folder: Path) -> dict[tuple[str, str], tuple[str | None, set[str], set[str]]]:
-    """For each pair of ways what a resume says of the change, what this replica had saved, and what it read again."""
+def changed_method_rank(
+    rank_info: RankInfo, folder: Path
+) -> dict[tuple[str, str], tuple[str | None, set[str], set[str]]]:
+    """For each pair of methods, return the note of the resume and the tensors that this replica saved and read."""
     import torch.distributed as dist
 
     from pipeline.checkpoint.checkpointer import Checkpointer
 
-    engines = {way: create_engine(rank_info, config_of(2, **parallel)) for way, parallel in WAYS.items()}
-    group, found = dist.new_group(backend="gloo"), {}
+    engines = {name: create_engine(rank_info, config_of(2, **parallel)) for name, parallel in METHODS.items()}
+    group = dist.new_group(backend="gloo")
+    results = {}
     for before, engine in engines.items():
         saver = Checkpointer(
             folder / before, group, keep=9, background=False, describe={"layout": {}}, on_saved=lambda *_: None
@@ -406,25 +420,25 @@ def changed_rank(rank_info: RankInfo, folder: Path) -> dict[tuple[str, str], tup
         tensors, extra = engine.checkpoint_state()
         saver.save(tensors, step=1, samples_consumed=0, extra={})
         saver.close()
-        own = {name for name in tensors if not name.startswith(("model.", "optimizer."))}
+        saved = {name for name in tensors if not name.startswith(("model.", "optimizer."))}
         for now, other in engines.items():
             read: set[str] = set()
 
-            def take(state: Any, read: set[str] = read, saver: Checkpointer = saver) -> None:
+            def read_and_record(state: Any, read: set[str] = read, saver: Checkpointer = saver) -> None:
                 read.update(state)
                 saver.read_tensors(1, state)
 
             saver.restore(other.state_dict(), lambda *_: None)
-            found[before, now] = other.finish_loading(extra, take), own, read
-    return found
+            results[before, now] = other.finish_loading(extra, read_and_record), saved, read
+    return results
 
 
 @pytest.mark.story
-def test_a_resume_tells_what_of_the_replicas_it_drops(tmp_path: Path) -> None:
-    """No more and no less than what the checkpoint holds beside the digest and nobody reads, for each pair of ways."""
-    found = run_ranks(2, changed_rank, tmp_path)
-    for pair, (note, *_) in found[0].items():
-        lost = set.union(*(rank[pair][1] for rank in found)) - set.union(*(rank[pair][2] for rank in found))
+def test_a_resume_lists_the_replica_state_that_it_drops(tmp_path: Path) -> None:
+    """For each pair of methods, the note lists exactly the saved tensors that no replica reads."""
+    results = run_ranks(2, changed_method_rank, tmp_path)
+    for pair, (note, *_) in results[0].items():
+        lost = set.union(*(rank[pair][1] for rank in results)) - set.union(*(rank[pair][2] for rank in results))
         kinds = {
             "residuals of 2 replicas are dropped" if ".residual." in name
             else {"start": "PowerSGD's Q", "outer": "outer optimizer"}.get(name.split(".")[0], "the mean of 2")
@@ -435,8 +449,8 @@ def test_a_resume_tells_what_of_the_replicas_it_drops(tmp_path: Path) -> None:
         assert (pair[0] in ("none", "bf16") or pair[0] == pair[1]) <= (note is None), (pair, note)
 
 
-def left_out_rank(rank_info: RankInfo, config: Config) -> bool:
-    """A step that is left out, its gradient not finite, leaves residuals and Q as they were."""
+def skipped_step_rank(rank_info: RankInfo, config: Config) -> bool:
+    """Return True if a skipped step, whose gradient is not finite, leaves residuals and PowerSGD's Q unchanged."""
     import torch
 
     engine = create_engine(rank_info, config)
@@ -457,33 +471,37 @@ def left_out_rank(rank_info: RankInfo, config: Config) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["topk", "powersgd"])
-def test_steps_that_are_left_out_leave_no_residual(kind: str) -> None:
+def test_skipped_steps_do_not_change_the_residuals(kind: str) -> None:
     config = config_of(2, hook={"kind": kind, "ratio": 0.05, "rank": 2})
-    assert run_ranks(2, left_out_rank, config) == [True, True]
+    assert run_ranks(2, skipped_step_rank, config) == [True, True]
 
 
-def held_rank(rank_info: RankInfo, config: Config) -> tuple[int, int, int]:
-    """What PowerSGD packed in one backward: how many tensors, how many are alive after it, and after the update."""
+def packed_tensors_rank(rank_info: RankInfo, config: Config) -> tuple[int, int, int]:
+    """Return how many tensors PowerSGD packs in a backward, and how many exist after it and after the update."""
     from pipeline.parallel import replica_sync
 
-    engine, packed, made = create_engine(rank_info, config), replica_sync._pack, []
+    engine = create_engine(rank_info, config)
+    pack = replica_sync._pack
+    packed: list[Any] = []
 
-    def noted(tensors: Any) -> Any:
-        one = packed(tensors)
-        made.append(weakref.ref(one))
-        return one
+    def pack_and_record(tensors: Any) -> Any:
+        tensor = pack(tensors)
+        packed.append(weakref.ref(tensor))
+        return tensor
 
-    replica_sync._pack = noted
+    replica_sync._pack = pack_and_record
     engine.backward({"tokens": make_batches(config)[0].chunk(rank_info.world_size)[rank_info.rank]}, 1)
-    after = sum(one() is not None for one in made)
+    after_backward = sum(reference() is not None for reference in packed)
     engine.update_weights(engine.clip_gradients(None).item())
-    deadline = time.monotonic() + 30  # Gloo's own threads may let go of theirs a moment later
-    while (left := sum(one() is not None for one in made)) and time.monotonic() < deadline:
+    deadline = time.monotonic() + 30  # Gloo's threads may release their references later
+    while (after_update := sum(reference() is not None for reference in packed)) and time.monotonic() < deadline:
         time.sleep(0.01)
-    return len(made), after, left
+    return len(packed), after_backward, after_update
 
 
-def test_powersgd_holds_what_its_callbacks_read_until_the_update() -> None:
-    """On a GPU they read it on a stream of their own, for which the memory of the backward's stream does not wait."""
-    for made, after, left in run_ranks(2, held_rank, config_of(2, hook={"kind": "powersgd", "rank": 2})):
-        assert made == after > 2 and left == 0
+def test_powersgd_keeps_packed_tensors_until_the_update() -> None:
+    """On a GPU, callbacks read them on another stream. Memory freed earlier could be reused before they are read."""
+    for packed, after_backward, after_update in run_ranks(
+        2, packed_tensors_rank, config_of(2, hook={"kind": "powersgd", "rank": 2})
+    ):
+        assert packed == after_backward > 2 and after_update == 0

@@ -1,1 +1,1 @@
-"""Planning: what is said before a job runs, against what is known."""
+"""Tests of predictions, memory estimates and goodput before a job runs."""

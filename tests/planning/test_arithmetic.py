@@ -58,7 +58,7 @@ def measure_rehearsed_ranks(rank_info: RankInfo, cases: list[tuple[Config, int]]
 
 
 def list_differences(cases: list[tuple[Config, int]], low: float, high: float) -> list[str]:
-    """Describe where the peak of `plan` is outside these relative errors, or bytes of a group differ."""
+    """Describe the cases in which the peak of `plan` is outside these relative errors, or bytes of a group differ."""
     (found,) = run_ranks(1, measure_rehearsed_ranks, cases, timeout=3000)
     wrong = []
     for (config, rank), (peak, sent) in zip(cases, found, strict=True):
@@ -126,7 +126,7 @@ def test_norms_and_biases_are_counted_one_by_one(case: dict[str, Any]) -> None:
 
 
 def measure_rehearsed_weights(rank_info: RankInfo, config: Config) -> list[tuple[int, dict[str, int]]]:
-    """Bytes of the weights of rank 0, and what it sends by group."""
+    """Return the bytes of the weights of rank 0, and the bytes that it sends by group."""
     from planning.rehearse import rehearse_rank
 
     account = rehearse_rank(config, 0, VOCAB)

@@ -1,4 +1,4 @@
-"""The fit of planning.calibrate on computed timings, and on timings recorded once on two idle cores."""
+"""Tests of planning.calibrate: fits to computed and recorded timings, machine files, and a real calibration."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ RECORDED = Timings(
 TWO_STEPS = RECORDED.model_copy(update={"steps": [*RECORDED.steps, Step(work=CUT, ranks_per_node=4, seconds=1.13)]})
 
 
-def exchanges(machine: Machine, between: bool) -> list[Exchange]:
-    """What collectives.py says that they would take, of several numbers of ranks and sizes."""
+def make_exchanges(machine: Machine, between: bool) -> list[Exchange]:
+    """Return exchanges of several sizes and numbers of ranks, with the durations that planning/predict.py predicts."""
     found = []
     for ranks in (2, 4, 8):
         group = CommGroup(ranks, 1 if between else ranks)
@@ -74,10 +74,10 @@ def exchanges(machine: Machine, between: bool) -> list[Exchange]:
 
 @pytest.mark.parametrize("name", ["h100", "a100-80", "mi300x"])
 @pytest.mark.parametrize("between", [False, True])
-def test_links_are_found_again_exactly(name: str, between: bool) -> None:
-    """Timings that obey α and β give these."""
+def test_the_fit_recovers_latency_and_bandwidth(name: str, between: bool) -> None:
+    """The timings are computed from the link's latency α and its bandwidth 1/β."""
     machine = load_machine(name)
-    link, found = machine.between if between else machine.inside, fit_link(exchanges(machine, between))
+    link, found = machine.between if between else machine.inside, fit_link(make_exchanges(machine, between))
     assert found is not None
     assert found.latency == pytest.approx(link.latency) and found.bandwidth == pytest.approx(link.bandwidth)
     assert fit_link([]) is None
@@ -85,13 +85,13 @@ def test_links_are_found_again_exactly(name: str, between: bool) -> None:
 
 @given(st.floats(1e-7, 1e-2), st.floats(1e-12, 1e-8))
 @settings(max_examples=50)
-def test_a_line_is_found_again(a: float, b: float) -> None:
+def test_fit_line_recovers_the_coefficients(a: float, b: float) -> None:
     rows = [(1.0, float(y), a + b * y) for y in (1, 1 << 10, 1 << 20, 1 << 26)]
     assert fit_line(rows) == pytest.approx((a, b), rel=1e-6)
 
 
-def test_timings_that_no_line_gives_stay_physical() -> None:
-    """Caches make small messages cheaper than any latency: none is found, and the bandwidth is positive."""
+def test_timings_that_fit_no_line_give_a_positive_bandwidth() -> None:
+    """Caches can make small messages faster than any latency allows. The fitted latency is then minimal."""
     assert fit_line([(1.0, 1e3, 1e-9), (1.0, 1e6, 1e-3)])[0] >= 0
     flat = fit_line([(1.0, 1e3, 1e-3), (1.0, 1e6, 0.9e-3)])
     assert flat[0] > 0 and flat[1] == 0.0
@@ -99,8 +99,8 @@ def test_timings_that_no_line_gives_stay_physical() -> None:
     assert slower is not None and slower.bandwidth > 0
 
 
-def test_what_was_measured_is_predicted() -> None:
-    """One layout, then two of which the second has twice as many ranks as cores: their own steps come out."""
+def test_the_fitted_machine_predicts_its_timed_steps() -> None:
+    """The fit has one layout, and then two, of which the second has twice as many ranks as cores."""
     one = fit_machine(RECORDED, "CPU", 8, 1, 2)
     assert predict_step(WORK, one).step == pytest.approx(0.59, rel=1e-3)
     assert one.achievable["fp32"] == pytest.approx(RATE, rel=0.1)  # with half a wave of tiles idle
@@ -119,8 +119,8 @@ def test_what_was_measured_is_predicted() -> None:
     assert two.measured is not None and 1e-3 < two.measured.call < 1e-2
 
 
-def test_overheads_that_made_the_steps_are_found_again() -> None:
-    """Steps that were predicted with some overheads give these, also where the timings were of a crowd."""
+def test_the_fit_recovers_the_overheads_of_predicted_steps() -> None:
+    """This also holds if several ranks shared a core when the timings were measured."""
     for cores in (1, 2):
         machine = fit_machine(TWO_STEPS, "CPU", 8, 1, cores)
         given = Overheads(eager=2.5, call=2e-3)
@@ -134,8 +134,8 @@ def test_overheads_that_made_the_steps_are_found_again() -> None:
         assert (again.eager, again.call) == pytest.approx((2.5, 2e-3), rel=0.01)
 
 
-def test_ranks_that_share_a_core_take_its_time_in_turn() -> None:
-    """Twice the ranks on the same cores: the same work in all takes as long, and waiting costs nothing there."""
+def test_ranks_that_share_a_core_take_turns() -> None:
+    """Twice the ranks on the same cores take as long for the same total work, and waiting costs no extra time."""
     machine = fit_machine(RECORDED, "CPU", 8, 1, 2)
     half = predict_step(replace(WORK, shard=4), machine.in_nodes_of(4))
     assert half.step == pytest.approx(predict_step(WORK, machine).step, rel=0.15)
@@ -149,16 +149,16 @@ def test_ranks_that_share_a_core_take_its_time_in_turn() -> None:
     )
 
 
-def test_zero_costs_a_cpu_what_fsdp_does_there() -> None:
-    """Beside plain data parallel, as real steps of two ranks took CPU time: copies, and each group's own call."""
+def test_zero_on_cpus_includes_the_copies_and_calls_of_fsdp() -> None:
+    """Compared with plain data parallelism, FSDP copies tensors and calls a collective for each block."""
     machine, work = fit_machine(TWO_STEPS, "CPU", 8, 1, 2), replace(WORK, tied=False)
     plain = predict_step(replace(work, replicate=2, shard=1), machine).step
     found = [predict_step(replace(work, zero=zero), machine).step / plain for zero in (1, 2, 3)]
     assert found == pytest.approx([1.08, 1.13, 1.28], abs=0.03)
 
 
-def test_the_file_says_it_all_again(tmp_path: Path) -> None:
-    """Written and read, it is the same machine to five digits; it is never replaced, and nothing else is left."""
+def test_a_written_machine_file_loads_as_the_same_machine(tmp_path: Path) -> None:
+    """Numbers keep five digits. An existing file is not replaced, and no temporary file remains."""
     machine, file = fit_machine(TWO_STEPS, "CPU", 8, 1, 2), tmp_path / "own.yaml"
     write_machine(machine, file, ["told\nand not: a key"])
     text = file.read_text()
@@ -172,7 +172,7 @@ def test_the_file_says_it_all_again(tmp_path: Path) -> None:
 
 
 def test_a_poor_fit_has_a_warning() -> None:
-    """One layout that took twice as long the second time: no overheads fit both."""
+    """The same layout was timed twice, and took twice as long the second time, so no overheads fit both."""
     again = Step(work=WORK, ranks_per_node=2, seconds=1.2)
     busy = fit_machine(RECORDED.model_copy(update={"steps": [*RECORDED.steps, again]}), "CPU", 8, 1, 2)
     comparisons = list(compare_steps(busy))
@@ -196,7 +196,7 @@ def test_a_good_fit_has_no_warning(tmp_path: Path) -> None:
     [("heads: 8", "heads: 0", "work.heads is 0"), ("eager:", "eagerly:", "measured.eager"),
      ("call: ", "call: -", "call"), ("kind: all_gather", "kind: gossip", "kind"), ("cores: 2", "cores: 0", "cores")],
 )  # fmt: skip
-def test_damaged_files_are_refused_in_words(tmp_path: Path, old: str, new: str, words: str) -> None:
+def test_invalid_machine_files_are_user_errors(tmp_path: Path, old: str, new: str, words: str) -> None:
     write_machine(fit_machine(TWO_STEPS, "CPU", 8, 1, 2), tmp_path / "own.yaml", [])
     text = (tmp_path / "own.yaml").read_text()
     assert old in text
@@ -205,11 +205,11 @@ def test_damaged_files_are_refused_in_words(tmp_path: Path, old: str, new: str, 
         load_machine(str(tmp_path / "bad.yaml"))
 
 
-def test_plan_takes_the_file_for_another_layout(tmp_path: Path) -> None:
+def test_plan_predicts_another_layout_with_the_machine_file(tmp_path: Path) -> None:
     write_machine(fit_machine(TWO_STEPS, "CPU", 8, 1, 2), tmp_path / "own.yaml", [])
     config = load_config(Path("configs/quickstart.yaml"), ["parallel.pipeline=2"])
-    told = "\n".join(describe_plan(config, load_machine(str(tmp_path / "own.yaml"))))
-    assert "predicted for CPU: 0." in told
+    plan = "\n".join(describe_plan(config, load_machine(str(tmp_path / "own.yaml"))))
+    assert "predicted for CPU: 0." in plan
     with pytest.raises(UserError, match=r"CPU.*bf16.*fp32"):
         list(describe_plan(config.model_copy(update={"train": config.train.model_copy(update={"precision": "bf16"})}),
                   load_machine(str(tmp_path / "own.yaml"))))  # fmt: skip
@@ -270,15 +270,15 @@ def test_a_run_of_older_code_loads_without_a_note(capsys: pytest.CaptureFixture[
 def read_facts_with_cpus(
     rank_info: RankInfo, each: dict[int, set[int]], per_node: int
 ) -> tuple[str, float, int, int | None]:
-    """Read the facts as a rank that may use only the CPUs `each[rank]`."""
+    """Return the device facts of a rank that may use only the CPUs `each[rank]`."""
     os.sched_getaffinity = lambda pid: each[rank_info.rank]
     return read_device_facts(
         groups.join_process_group(rank_info, load_config(Path("configs/quickstart.yaml"))), 1, per_node
     )
 
 
-def test_cores_are_those_of_all_ranks_of_a_node() -> None:
-    """As with Slurm's task/affinity, where each rank sees its own; and on two nodes."""
+def test_the_number_of_cores_includes_all_ranks_of_a_node() -> None:
+    """With Slurm's task/affinity, each rank sees only its CPUs. Ranks of other nodes do not count."""
     for each, per_node, cores in (
         ([{0}, {1}, {2}, {4}], 4, [4, 4, 4, 4]), ([{0, 1}, {1}, {0}, {0}], 2, [2, 2, 1, 1]),
     ):  # fmt: skip
@@ -286,8 +286,8 @@ def test_cores_are_those_of_all_ranks_of_a_node() -> None:
         assert [facts[-1] for facts in found] == cores
 
 
-def small_exchanges(rank_info: RankInfo) -> list[Exchange]:
-    """Of fewer bytes than there are ranks of four bytes each."""
+def time_small_exchanges(rank_info: RankInfo) -> list[Exchange]:
+    """Time exchanges of fewer bytes than four for each rank."""
     from planning import calibrate
 
     calibrate._COLLECTIVE_BYTES = (4,)  # type: ignore[assignment]
@@ -300,13 +300,13 @@ def small_exchanges(rank_info: RankInfo) -> list[Exchange]:
     return found
 
 
-def test_more_ranks_than_values_still_exchange_some() -> None:
-    assert {one.size for found in run_ranks(2, small_exchanges) for one in found} == {8}
+def test_exchanges_with_fewer_values_than_ranks_send_one_value_per_rank() -> None:
+    assert {one.size for found in run_ranks(2, time_small_exchanges) for one in found} == {8}
 
 
 @pytest.mark.story
 def test_local_ranks_measure_this_machine(tmp_path: Path) -> None:
-    """Two ranks measure; another layout extends their file; the second file predicts; no file is replaced."""
+    """Two ranks measure one layout, then extend the file by another layout. Existing files are not replaced."""
     small = ["model.dim=64", "model.layers=2", "data.sequence_length=32"]
     first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
 

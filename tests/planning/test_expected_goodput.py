@@ -31,7 +31,7 @@ def goodput_text(target: Path, *overrides: str, nodes: str | None = None, assump
 
 
 def read_table(text: str) -> dict[str, dict[str, str]]:
-    """The rows by their first cell, cells by their heads: columns begin where the head, or a number's end, is."""
+    """Return the rows of the table by their first cell, and the cells of a row by column title."""
     rows = [line for line in text.splitlines() if "  " in line.strip()]
     heads = next(line for line in rows if line.lstrip().startswith("nodes"))
     rows = rows[rows.index(heads) + 1 :]
@@ -45,7 +45,7 @@ def read_table(text: str) -> dict[str, dict[str, str]]:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Two days of two ranks on a node: 4 attempts, of which 3 end with a failure; known starts, saves and steps."""
+    """Return a run of two days on two ranks of one node, with four attempts. Three of them ended with a failure."""
     monkeypatch.setattr(Run, "copy_code", lambda self, **more: None)
     run = Run.create(load_config(write_config(tmp_path, steps=400), ["checkpoint.every_steps=10"]))
     clock, step, events, steps = time.time() - 3 * 86400, 0, [], []
@@ -169,7 +169,7 @@ def test_invalid_assumptions_are_an_error(tmp_path: Path, content: str, fact: st
         goodput_text(write_config(tmp_path), "goodput.failure=3")
 
 
-def test_spans() -> None:
+def test_format_span_uses_two_or_three_digits() -> None:
     assert [format_span(s) for s in (0.5, 95, 811, 6490, 166154, 3e5, 9e6)] == [
         "0.5 s", "95 s", "14 min", "1.8 h", "46 h", "3.5 days", "104 days",
     ]  # fmt: skip

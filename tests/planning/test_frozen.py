@@ -1,4 +1,4 @@
-"""The prediction with `optimizer.freeze` against a real forward and backward of the decoder, as torch counts them."""
+"""Tests of predictions with `optimizer.freeze`, compared with torch's FLOP count of real forwards and backwards."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ PARTS: list[tuple[list[str], dict[str, Any]]] = [
 
 
 class Counted(NamedTuple):
-    """FLOPs and bytes of one block, the first with the embedding, the last with norm and output layer."""
+    """FLOPs and bytes of one block. The first block has the embedding, the last one has the norm and output layer."""
 
     forward: int
     backward: int
@@ -71,8 +71,8 @@ def config_of(freeze: list[str], model: dict[str, Any], ranks: int = 1, **parall
     )  # fmt: skip
 
 
-def counted(config: Config) -> list[Counted]:
-    """Of one micro-batch, block by block, as pipeline stages send to each other what autograd wants."""
+def count_blocks(config: Config) -> list[Counted]:
+    """Return what torch counts for one micro-batch, block by block, as in pipeline-parallel stages of one block."""
     frozen, found = find_frozen_names(config.optimizer.freeze, DecoderTask(config, VOCAB)), []
     parts = [Decoder(config.model, VOCAB, LENGTH, range(number, number + 1)) for number in range(LAYERS)]
     tokens, inputs, counts = torch.randint(VOCAB, (BATCH, LENGTH + 1)), [], []
@@ -108,12 +108,12 @@ def work_of(config: Config) -> Workload:
 @pytest.mark.parametrize(
     ("freeze", "model", "off"), [*((*case, 1e-6) for case in BLOCKS), *((*case, 4e-3) for case in PARTS)]
 )
-def test_each_block_computes_what_torch_computes(
+def test_the_flops_of_each_block_equal_those_that_torch_counts(
     freeze: list[str], model: dict[str, Any], off: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FLOPs of each stage, one block each, of the whole, and of MFU; to vectors, which count as weights of a block."""
+    """The test compares each stage of one block, the whole step, and the FLOPs of MFU."""
     monkeypatch.setattr(predicting, "TILE", 0)
-    same, wanted = partial(pytest.approx, rel=off), counted(config_of(freeze, model))
+    same, wanted = partial(pytest.approx, rel=off), count_blocks(config_of(freeze, model))
     fast = Attention(portable=1e40, native=1e40)
     products = IDEAL.model_copy(update={"attention": fast})
     staged, alone = (work_of(config_of(freeze, model, ranks, pipeline=ranks)) for ranks in (LAYERS, 1))
@@ -132,11 +132,11 @@ def test_each_block_computes_what_torch_computes(
 
 
 @pytest.mark.parametrize(("freeze", "model"), BLOCKS)
-def test_what_is_sent_is_the_gradients_that_torch_makes(freeze: list[str], model: dict[str, Any]) -> None:
-    """On a slow network a step is its traffic: DDP's of the stage with most, ZeRO 3's of each micro-batch."""
+def test_predicted_traffic_equals_the_gradients_that_torch_computes(freeze: list[str], model: dict[str, Any]) -> None:
+    """On a slow network, traffic determines the step: DDP reduces once per step, ZeRO 3 after each micro-batch."""
     links = Link(bandwidth=1e8, latency=1e-30), Link(bandwidth=1e40, latency=1e-3)
     slow, late = (IDEAL.model_copy(update={"inside": link, "between": link}) for link in links)
-    wanted = counted(config_of(freeze, model))
+    wanted = count_blocks(config_of(freeze, model))
     passed = sum(one.attention_back > 0 for one in wanted)
     staged = work_of(config_of(freeze, model, 2 * LAYERS, pipeline=LAYERS))
     found = predict_step(replace(staged, hide_data=False), slow, PERFECT)
@@ -157,8 +157,8 @@ def test_what_is_sent_is_the_gradients_that_torch_makes(freeze: list[str], model
     assert predict_step(work, late, PERFECT).data == pytest.approx(calls * 7e-3, rel=1e-3)
 
 
-def test_a_share_of_all_blocks_is_that_of_each() -> None:
-    """As files say it that were measured before blocks were told apart."""
+def test_one_trained_share_applies_to_all_blocks() -> None:
+    """Machine files that were measured with older versions have one share for all blocks."""
     work = work_of(config_of([], {}))
     said = {name: value for name, value in asdict(work).items() if name != "trained_tables"} | {"trained": 1.0}
     step = Step.model_validate_json(json.dumps({"work": said, "ranks_per_node": 1, "seconds": 1.0}))

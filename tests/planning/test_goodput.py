@@ -1,4 +1,4 @@
-"""What failures cost: closed forms against Daly's, against the simulation, and against published figures."""
+"""Tests of the goodput estimate, compared with Daly's formula, the simulation and published figures."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_mean_time_to_failure_of_rsc_1(gpus: int, hours: float) -> None:
     assert 1 / job_failure_rate(RSC1, gpus // 8) / 3600 == pytest.approx(hours, rel=0.04)
 
 
-def test_llama_3() -> None:
+def test_the_estimate_agrees_with_llama_3() -> None:
     """54 days, 419 unexpected stops, more than 90 % effective; restarts of 5 to 20 minutes as on RSC-1."""
     rate = job_failure_rate(LLAMA3, 2048)
     assert 1 / rate / 3600 == pytest.approx(3.09, rel=0.01)
@@ -57,14 +57,14 @@ def test_llama_3() -> None:
 
 
 @pytest.mark.parametrize(("per_1000", "save_s"), [(1.0, 300.0), (RSC1, 10.0)])
-def test_what_rsc_1_needs_for_nine_tenths(per_1000: float, save_s: float) -> None:
-    """12,000 GPUs come to an ETTR of 0.9 with a rate of 1, or with saves of 10 s (arXiv 2410.21680, section III)."""
+def test_the_estimate_agrees_with_the_projection_for_12000_gpus(per_1000: float, save_s: float) -> None:
+    """12,000 GPUs reach an ETTR of 0.9 with a rate of 1, or with saves of 10 s (arXiv 2410.21680, section III)."""
     asked = JobConditions(job_failure_rate(per_1000, 1500), 300, 0, save_s, save_s)
     assert effective_ratio(asked, best_interval_s(asked)) == pytest.approx(0.9, abs=0.03)
 
 
-def test_hourly_saves_on_rsc_1() -> None:
-    """The largest jobs that ran there for long, 2,048 to 4,096 GPUs, had 0.85 to 0.9."""
+def test_the_estimate_agrees_with_hourly_saves_on_rsc_1() -> None:
+    """The largest long jobs on RSC-1, with 2,048 to 4,096 GPUs, had ratios from 0.85 to 0.9."""
     asked = JobConditions(job_failure_rate(RSC1, 256), 600, 0, 300, 300)
     assert 0.83 < effective_ratio(asked, 3600) < 0.92
 
@@ -79,13 +79,15 @@ jobs = st.builds(
 
 
 @given(st.floats(600, 1e7), st.floats(0.1, 600), st.floats(0, 1200), spans)
-def test_with_saves_that_block_it_is_dalys(mttf: float, save: float, restart: float, interval: float) -> None:
+def test_the_ratio_equals_dalys_formula_for_synchronous_saves(
+    mttf: float, save: float, restart: float, interval: float
+) -> None:
     wall = mttf * math.exp(restart / mttf) * math.expm1((interval + save) / mttf)  # equation 20, per interval
     assert effective_ratio(job(mttf, save, save, restart), interval) == pytest.approx(interval / wall, rel=1e-6)
 
 
 @given(jobs, spans)
-def test_more_of_anything_bad_is_not_better(one: JobConditions, interval: float) -> None:
+def test_longer_durations_and_higher_rates_do_not_increase_the_ratio(one: JobConditions, interval: float) -> None:
     ratio = effective_ratio(one, interval)
     assert 0 <= ratio <= 1
     for key in ("failure_rate", "restart_s", "wait_s", "save_s", "blocked_s"):
@@ -94,25 +96,25 @@ def test_more_of_anything_bad_is_not_better(one: JobConditions, interval: float)
 
 
 @given(jobs, st.floats(0.2, 5))
-def test_no_other_interval_is_better(one: JobConditions, factor: float) -> None:
+def test_the_best_interval_has_the_highest_ratio(one: JobConditions, factor: float) -> None:
     best = best_interval_s(one)
     assert effective_ratio(one, best) >= effective_ratio(one, best * factor) - 1e-5  # searched to 1e-4 of it
 
 
 @given(st.floats(2e4, 1e7), st.floats(0.1, 600), st.floats(0, 300))
-def test_young_and_daly_are_near_the_best(mttf: float, save: float, restart: float) -> None:
+def test_youngs_and_dalys_intervals_are_close_to_the_best_one(mttf: float, save: float, restart: float) -> None:
     one = job(mttf, save, save, restart)
     assert daly_s(one) == pytest.approx(best_interval_s(one), rel=2e-3)
     assert young_s(one) == pytest.approx(best_interval_s(one), rel=0.2)
 
 
-def test_without_failures_only_saves_cost() -> None:
+def test_without_failures_only_saves_reduce_the_ratio() -> None:
     assert effective_ratio(JobConditions(0, 300, 0, 60, 5), 95) == pytest.approx(0.95)
     assert effective_ratio(JobConditions(0, 300, 0, 200, 5), 95) == pytest.approx(95 / 200), "a save waits for the last"
 
 
-def test_bounds_of_a_count() -> None:
-    """Exact ones (Garwood 1936): 0 to 3.69 of none, 1.62 to 11.67 of five, 380 to 461 of Llama 3's 419."""
+def test_bounds_of_a_count_are_close_to_the_exact_ones() -> None:
+    """Exact bounds (Garwood 1936): 0 to 3.69 for 0 events, 1.62 to 11.67 for 5, and 380 to 461 for 419 (Llama 3)."""
     for count, low, high in ((0, 0.0, 3.69), (5, 1.62, 11.67), (419, 379.8, 461.1)):
         assert list(count_bounds(count)) == pytest.approx([low, high], abs=0.5 if count > 100 else 0.05)
 
@@ -125,17 +127,17 @@ def test_bounds_of_a_count() -> None:
     st.floats(1800, 20_000), st.floats(10, 900), st.floats(0.05, 1), st.floats(0, 600), st.floats(0, 600),
     st.floats(60, 2000), st.sampled_from([0.0, 0.5, 3.0]),
 )  # fmt: skip
-def test_simulated_is_as_the_closed_form_says(
+def test_the_simulation_agrees_with_the_closed_form(
     mttf: float, save: float, part: float, restart: float, wait: float, interval: float, preempted: float
 ) -> None:
-    """Also where saves are longer than the interval, and with preemptions."""
+    """The cases include saves that are longer than the interval, and preemptions."""
     one = job(mttf, save, part * save, restart, wait_s=wait, preemption_rate=preempted / mttf, preempted_s=1000.0)
     ratio = effective_ratio(one, interval)
     found = simulate_trainings(one, interval, max(300 * mttf * ratio, interval), NodePool(), trainings=20)
     assert found.ratio == pytest.approx(ratio, abs=4 / 1.96 * found.margin + 0.01)
 
 
-def test_every_second_of_a_training_is_somewhere() -> None:
+def test_the_parts_of_a_simulated_training_add_up_to_its_duration() -> None:
     one, work = job(5000, 60, 10, 300, wait_s=30), 2e6
     found = simulate_training(
         one, 400, work, NodePool(spares=1, repair_s=20_000, together=0.2, nodes_together=3), seed=7
@@ -143,7 +145,7 @@ def test_every_second_of_a_training_is_somewhere() -> None:
     kept = found.seconds - work - found.lost_s - found.no_node_s - 30 * found.failures
     saves, starts = 10 * work / 400, 300 * (found.failures + 1)
     assert found.no_node_s > 0 and found.failures > 300
-    assert kept == pytest.approx(saves + starts, rel=0.1), "what is left are saves and restarts"
+    assert kept == pytest.approx(saves + starts, rel=0.1), "the remaining time consists of saves and restarts"
     assert (
         simulate_training(one, 400, work, NodePool(), 7)
         == simulate_training(one, 400, work, NodePool(), 7)
@@ -151,8 +153,8 @@ def test_every_second_of_a_training_is_somewhere() -> None:
     )
 
 
-def test_spares_are_what_is_in_repair() -> None:
-    """Nodes in repair are Poisson (M/G/∞: Palm's theorem) as long as nobody waits: enough spares, no waiting."""
+def test_waiting_depends_on_spares_as_queueing_theory_predicts() -> None:
+    """With enough spares, the number of nodes in repair is Poisson-distributed (Palm's theorem for M/G/∞ queues)."""
     one = job(3600, 30, 2, 120)
     repairing = 24.0  # failures of a day, each a day in repair
 
@@ -166,20 +168,20 @@ def test_spares_are_what_is_in_repair() -> None:
     assert waits(35) < waits(35, together=0.1, nodes_together=8), "failures of whole racks want more spares"
 
 
-def test_a_pool_that_cannot_keep_up_sets_the_pace() -> None:
-    """Without spares a job runs only while nothing is in repair: 1/λ up, 1/μ down, as an alternating renewal."""
+def test_without_spares_repairs_limit_the_ratio() -> None:
+    """The job runs only while no node is in repair: an alternating renewal process, 1/λ running and 1/μ in repair."""
     one = JobConditions(1 / 3600, 0, 0, 1e-3, 1e-3)
     found = simulate_trainings(one, 5, 400 * 3600, NodePool(spares=0, repair_s=1800), trainings=20)
     assert found.ratio == pytest.approx(2 / 3, abs=0.02)
 
 
-def test_131072_gpus_never_end_where_nothing_is_ever_saved() -> None:
+def test_a_training_of_131072_gpus_without_valid_saves_never_ends() -> None:
     one = JobConditions(job_failure_rate(RSC1, 16_384), 3600, 600, 900, 900)
     assert effective_ratio(one, best_interval_s(one)) < 0.01
     assert simulate_training(one, 600, 1e9, NodePool(), 1).seconds == math.inf
 
 
-def test_intervals_that_do_as_well_hold_the_best_one() -> None:
+def test_the_good_intervals_include_the_best_one() -> None:
     one = JobConditions(job_failure_rate(RSC1, 2048), 600, 60, 60, 60)
     low, high = good_intervals_s(one, best_interval_s(one), 20 * DAY_S, NodePool())
     assert 0.5 * best_interval_s(one) < low <= 1.1 * best_interval_s(one)

@@ -1,4 +1,4 @@
-"""`plan`: its counts against what engines really hold, its timeline against the theory of pipelines."""
+"""Tests of `plan`: memory compared with real engines, timelines compared with theory, and its output."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.tiny_training import VOCAB, tiny_config, train_steps
 
 
 def held_rank(rank_info: RankInfo, configs: list[Config]) -> list[tuple[int, int]]:
-    """How many bytes of weights, and of the optimizer's moments, this rank holds under each config."""
+    """Return the bytes of weights and of the optimizer's moments on this rank, for each config."""
     import torch.distributed as dist
 
     from pipeline.comm import groups
@@ -51,8 +51,8 @@ def held_rank(rank_info: RankInfo, configs: list[Config]) -> list[tuple[int, int
 
 
 @pytest.mark.parametrize("model", [{}, TIED], ids=["untied", "tied"])
-def test_memory_is_what_ranks_hold(model: dict[str, Any]) -> None:
-    # (a tied weight on both ends of a pipeline stands once in a state, but is held twice)
+def test_planned_memory_equals_that_of_real_ranks(model: dict[str, Any]) -> None:
+    # (a tied weight on both ends of a pipeline is once in the state, but twice in memory)
     layouts = [parallel for parallel in LAYOUTS if not (model and parallel.get("pipeline"))]
     configs = [tiny_config(4, parallel=parallel, model=model, train=FEW) for parallel in layouts]
     lean = [{"moments": "bf16"}, {"moments": "bf16", "master": "none"}, {"master": "none"}]
@@ -72,8 +72,8 @@ def test_memory_is_what_ranks_hold(model: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("kind", "chunk"), [("selective", "null"), ("full", "null"), ("full", "1024")])
-def test_the_peak_of_a_step_is_estimated(kind: str, chunk: str) -> None:
-    """Against torch's account of a step on tensors without memory, of two blocks with the sizes of lm-8b in bf16."""
+def test_the_planned_peak_is_close_to_that_of_a_rehearsed_step(kind: str, chunk: str) -> None:
+    """The rehearsed model has two blocks with the sizes of lm-8b, in bf16."""
     more = ["model.layers=2", f"parallel.activation_checkpointing={kind}", "train.micro_batch=1", *ONE_GPU_OVERRIDES]
     more += ["train.global_batch=4", f"train.loss_chunk={chunk}"]
     config = load_config(ROOT / "configs/lm-8b.yaml", more)
@@ -103,7 +103,7 @@ def test_the_peak_of_a_step_is_estimated(kind: str, chunk: str) -> None:
 
 
 @pytest.mark.parametrize(("peak", "name", "more"), PEAKS)
-def test_the_peak_of_a_gpu_is_told(peak: float, name: str, more: tuple[str, ...]) -> None:
+def test_the_planned_peak_is_close_to_that_of_torchs_allocator(peak: float, name: str, more: tuple[str, ...]) -> None:
     config = load_config(ROOT / f"configs/{name}.yaml", [*ONE_GPU_OVERRIDES, *more, "train.global_batch=8"])
     found = estimate_memory(
         config,
@@ -118,8 +118,8 @@ def test_the_peak_of_a_gpu_is_told(peak: float, name: str, more: tuple[str, ...]
 @pytest.mark.parametrize(
     ("peak", "local"), [(27.69, "{every: 2}"), (36.89, "{every: 2, outer_lr: 0.7, outer_momentum: 0.9}")]
 )
-def test_the_peak_of_a_save_of_replicas_that_differ_is_told(peak: float, local: str) -> None:
-    """As torch's allocator counted it in `saved_state` on the fake H200, where a step's own peak is 22.01 GiB."""
+def test_the_planned_peak_includes_a_save_of_different_replicas(peak: float, local: str) -> None:
+    """`peak` was counted by torch's allocator on the fake H200. The peak of the step alone is 22.01 GiB."""
     small = ("train.micro_batch=1", f"{RECOMPUTE}=full", f"parallel.local_sgd={local}")
     config = load_config(
         ROOT / "configs/lm-1b.yaml", ["parallel.zero=0", *ONE_GPU_OVERRIDES, *small, "train.global_batch=8"]
@@ -136,7 +136,7 @@ def test_the_peak_of_a_save_of_replicas_that_differ_is_told(peak: float, local: 
 
 @settings(deadline=None, max_examples=40)
 @given(st.sampled_from(["gpipe", "1f1b"]), st.integers(2, 8), st.integers(0, 16))
-def test_bubbles_are_those_of_theory(schedule: str, ranks: int, more: int) -> None:
+def test_pipeline_bubbles_equal_the_theory(schedule: str, ranks: int, more: int) -> None:
     """(p - 1) / (m + p - 1) of the time for p ranks and m micro-batches (arXiv 2104.04473, section 2.2)."""
     batches = ranks + more
     parallel = {"pipeline": ranks, "schedule": schedule}
@@ -150,8 +150,8 @@ def test_bubbles_are_those_of_theory(schedule: str, ranks: int, more: int) -> No
 
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipe_v"])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_timelines_of_torchs_schedules_end(schedule: str, ranks: int) -> None:
-    """Every micro-batch passes every stage forward and backward, once; the picture holds all of that work."""
+def test_timelines_of_torchs_schedules_contain_each_action_once(schedule: str, ranks: int) -> None:
+    """Every micro-batch passes every stage once forward and once backward, and the text timeline shows all actions."""
     parallel = {"pipeline": ranks, "schedule": schedule, "virtual_stages": 2}
     config = tiny_config(ranks, parallel=parallel, model={"layers": 8}, train={"global_batch": 16, "micro_batch": 1})
     layout = resolve_layout(config)
@@ -166,12 +166,14 @@ def test_timelines_of_torchs_schedules_end(schedule: str, ranks: int) -> None:
     assert len({len(row) for row in rows}) == 1
 
 
-def test_a_schedule_that_waits_for_itself_is_found() -> None:
+def test_a_schedule_with_a_deadlock_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="deadlock"):
         draw_text_timeline([[Action("B", 0, 0), Action("F", 0, 0)]], 1)
 
 
-def test_the_plan_names_everything(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plan_lists_mesh_memory_schedule_and_traffic(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = tiny_config(8, parallel={"pipeline": 2, "tensor": 2, "zero": 1}, train=FEW)
     text = "\n".join(describe_plan(config))
     assert "8 ranks: pipeline 2 × data 2 × tensor 2, ZeRO 1 over 2; 2 micro-batches" in text
@@ -200,8 +202,8 @@ def test_a_layout_above_the_gpu_memory_fails_after_its_table() -> None:
     assert seen[-1].split()[-1].startswith("128.")
 
 
-def test_the_plan_of_a_model_of_ones_own() -> None:
-    """Timeline and parameters of each pipeline rank, which add up to those of the model built for real."""
+def test_the_plan_of_a_custom_model_counts_its_parameters() -> None:
+    """The parameters of all pipeline ranks add up to those of the model."""
     cut = ("parallel.pipeline=2", "parallel.schedule=zbv", "parallel.virtual_stages=2", "train.micro_batch=1")
     config = load_config(ROOT / "examples/vit.yaml", [*cut, "stages.train.tasks_per_node=2"])
     text = list(describe_plan(config))
@@ -212,7 +214,7 @@ def test_the_plan_of_a_model_of_ones_own() -> None:
 
 
 @pytest.mark.parametrize(("name", "billions"), [("lm-1b", 1.236), ("lm-8b", 8.030)])
-def test_sizes_of_the_models_that_come_along(name: str, billions: float) -> None:
+def test_the_included_configs_have_the_expected_numbers_of_parameters(name: str, billions: float) -> None:
     config = load_config(ROOT / f"configs/{name}.yaml")
     found = estimate_memory(config, resolve_layout(config), 0, config.data.tokenizer.vocab_size, [])
     assert found.parameters / 1e9 == pytest.approx(billions, abs=5e-4)

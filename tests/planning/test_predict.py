@@ -46,7 +46,7 @@ IDEAL = Machine(
 PERFECT = Constants(1, 1, 1, 1, 1, 1, 1e-30, 1e-30, 1e-30, 1e-30)
 
 
-def test_collectives_are_those_computed_by_hand() -> None:
+def test_collectives_take_as_long_as_computed_by_hand() -> None:
     """A gigabyte over H100s: 8 in a node, 16 in two nodes, 4 with one in each node."""
     inside, two, apart = CommGroup(8, 8), CommGroup(16, 8), CommGroup(4, 1)
     assert all_gather_time(1e9, inside, H100) == pytest.approx(7 * 3e-6 + 7 / 8 * 1e9 / 450e9)
@@ -61,12 +61,12 @@ def test_collectives_are_those_computed_by_hand() -> None:
 
 @pytest.mark.parametrize(("ranks", "stride", "group"), [(8, 1, (8, 8)), (16, 1, (16, 8)), (4, 2, (4, 4)),
                                                         (8, 4, (8, 2)), (64, 8, (64, 1)), (4, 64, (4, 1))])  # fmt: skip
-def test_groups_know_how_many_share_a_node(ranks: int, stride: int, group: tuple[int, int]) -> None:
+def test_a_group_has_the_number_of_its_ranks_per_node(ranks: int, stride: int, group: tuple[int, int]) -> None:
     found = CommGroup.with_stride(ranks, stride, H100)
     assert (found.ranks, found.in_node) == group
 
 
-def test_on_an_ideal_machine_a_step_is_its_arithmetic() -> None:
+def test_on_an_ideal_machine_only_arithmetic_takes_time() -> None:
     """6 FLOPs per weight and token; attention, half of which is masked, forward and 2.5 times that backward."""
     found = predict_step(SMALL, IDEAL, replace(PERFECT, attention=(1 + 512 / 2048)))
     weights = 16 * (2048 * 128 * 2 * (16 + 8) + 3 * 2048 * 5632) + 2048 * 32000
@@ -127,7 +127,7 @@ def test_a_better_machine_is_not_slower(work: Workload, part: str) -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(WORKS)
-def test_computing_again_costs_time_and_saves_memory(work: Workload) -> None:
+def test_recomputation_costs_time_and_saves_memory(work: Workload) -> None:
     kinds = [replace(work, recompute=kind) for kind in ("none", "selective", "full")]
     steps = [predict_step(made, H100).step for made in kinds]
     assert steps == sorted(steps)
@@ -143,7 +143,7 @@ def test_zero_saves_memory(level: int) -> None:
     assert estimate_footprint(works[1]).total < estimate_footprint(works[0]).total
 
 
-def test_the_bubble_is_that_of_theory() -> None:
+def test_the_predicted_bubble_equals_the_theory() -> None:
     """(p − 1) / m of the busy time of equal stages (arXiv 2104.04473, section 2.2), 1/v of it interleaved."""
     even = replace(SMALL, pipeline=4, vocab=1, sequence=4096, micro_batch=1, global_batch=32)
     for virtual, schedule in ((1, "1f1b"), (2, "interleaved_1f1b")):
@@ -155,7 +155,9 @@ def test_the_bubble_is_that_of_theory() -> None:
 @pytest.mark.parametrize(
     ("schedule", "virtual"), [("1f1b", 1), ("gpipe", 1), ("interleaved_1f1b", 2), ("zb1p", 1), ("zb2p", 1), ("zbv", 2)]
 )
-def test_what_is_not_replayed_repeats(schedule: str, virtual: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_that_are_not_replayed_repeat_the_steady_state(
+    schedule: str, virtual: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     forward = tuple(1 + 0.1 * (stage % 3) for stage in range(4 * virtual))
     times = (schedule, 4, virtual, 24, forward, tuple(2 * time for time in forward))
     short = predicting._pipeline_span(*times)
@@ -164,7 +166,7 @@ def test_what_is_not_replayed_repeats(schedule: str, virtual: int, monkeypatch: 
 
 
 @pytest.mark.parametrize(("ranks", "virtual", "batches"), [(2, 2, 4), (4, 3, 12), (4, 2, 6), (8, 2, 20), (2, 4, 3)])
-def test_the_interleaved_order_is_torchs(ranks: int, virtual: int, batches: int) -> None:
+def test_the_interleaved_order_equals_that_of_torch(ranks: int, virtual: int, batches: int) -> None:
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
     found = get_schedule_ops("Interleaved1F1B", ranks, batches, virtual)
@@ -173,7 +175,7 @@ def test_the_interleaved_order_is_torchs(ranks: int, virtual: int, batches: int)
     assert build_schedule("interleaved_1f1b", ranks, virtual, batches) == theirs
 
 
-def test_zero_bubble_schedules_have_less_of_it() -> None:
+def test_zero_bubble_schedules_have_a_smaller_bubble() -> None:
     """By the picture: 1f1b, ZB-1p a third of its bubble, ZB-2p none, as its ranks do not wait for the end of a step."""
     idle = {}
     for schedule in ("1f1b", "zb1p", "zb2p"):
@@ -184,7 +186,7 @@ def test_zero_bubble_schedules_have_less_of_it() -> None:
     assert idle == {"1f1b": 9, "zb1p": 3, "zb2p": 0}
 
 
-def test_experts_compute_as_little_as_a_token_visits() -> None:
+def test_only_the_active_experts_of_a_token_compute() -> None:
     many = replace(SMALL, experts=64, active=2, ffn=2816, expert=8, shard=8, zero=1, global_batch=1024)
     dense = replace(SMALL, shard=8, zero=1, global_batch=1024)
     assert many.flops_per_token == dense.flops_per_token
@@ -195,7 +197,7 @@ def test_experts_compute_as_little_as_a_token_visits() -> None:
     assert one.others > 0 and other.others == 0 and other.compute < one.compute < 1.5 * other.compute
 
 
-def test_context_parallel_is_hidden_by_long_attention() -> None:
+def test_long_attention_overlaps_with_context_parallel_communication() -> None:
     slow = H100.model_copy(update={"inside": Link(bandwidth=1e10, latency=1e-5)})
     short, long = (
         replace(SMALL, context=8, sequence=length, micro_batch=1, global_batch=8) for length in (4096, 2**20)
@@ -207,7 +209,7 @@ def test_context_parallel_is_hidden_by_long_attention() -> None:
 
 
 @pytest.mark.parametrize("batches", [1, 4])
-def test_on_a_slow_network_zero_3_is_its_traffic(batches: int) -> None:
+def test_on_a_slow_network_traffic_determines_the_step_of_zero_3(batches: int) -> None:
     """Each micro-batch gathers bf16 weights forward and backward, and reduces fp32 gradients: 8 bytes per weight."""
     slow = IDEAL.model_copy(update={"between": Link(bandwidth=1e8, latency=1e-30)})
     work = replace(SMALL, vocab=1, shard=64, zero=3, global_batch=64 * 2 * batches)
@@ -219,19 +221,19 @@ def test_on_a_slow_network_zero_3_is_its_traffic(batches: int) -> None:
     assert once.step == pytest.approx((batches * 4 + 4) * weights * 63 / 64 / 8e8, rel=1e-3)
 
 
-def test_zero_3_under_a_pipeline_gathers_once() -> None:
+def test_zero_3_in_a_pipeline_gathers_weights_once_per_step() -> None:
     slow = H100.model_copy(update={"between": Link(bandwidth=1e9, latency=1e-5)})
     alone = replace(SMALL, shard=64, zero=3, global_batch=64 * 2 * 8)
     assert predict_step(alone, slow).data > 4 * predict_step(replace(alone, pipeline=2), slow).data
 
 
-def test_a_node_has_as_many_gpus_as_the_site_says() -> None:
+def test_a_node_has_as_many_gpus_as_the_config_has_ranks_per_node() -> None:
     assert H100.in_nodes_of(4).gpus_per_node == 4 and load_machine("gb200").in_nodes_of(4).gpus_per_node == 72
     spread = replace(SMALL, tensor=8)
     assert predict_step(spread, H100.in_nodes_of(4)).tensor > 1.5 * predict_step(spread, H100).tensor
 
 
-def test_a_config_is_translated_whole() -> None:
+def test_a_workload_contains_all_relevant_keys_of_the_config() -> None:
     more = ["parallel.tensor=2", "parallel.pipeline=4", "parallel.data=auto", "train.micro_batch=1"]
     config = load_config(ROOT / "configs/lm-8b.yaml", more)
     layout = resolve_layout(config)
@@ -244,13 +246,13 @@ def test_a_config_is_translated_whole() -> None:
 
 @settings(max_examples=60)
 @given(st.integers(1, 130), st.integers(1, 16), st.integers(1, 8))
-def test_stages_hold_every_block(layers: int, pipeline: int, virtual: int) -> None:
+def test_stages_contain_each_block_once(layers: int, pipeline: int, virtual: int) -> None:
     stages = replace(SMALL, layers=layers, pipeline=pipeline, virtual_stages=virtual).stages
     assert sum(stages) == layers and max(stages) - min(stages) <= 1 and min(stages[0], stages[-1]) == min(stages)
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in MACHINES.glob("*.yaml")))
-def test_machines_that_come_along_can_be_predicted_for(name: str) -> None:
+def test_all_included_machines_can_be_used_for_predictions(name: str) -> None:
     machine = load_machine(name)
     assert all(machine.achievable[key] <= machine.peak[key] for key in machine.achievable)
     assert 0.1 < predict_step(PIPED, machine).mfu < 0.9

@@ -106,7 +106,7 @@ def test_freeze_patterns_are_matched_once_per_parameter(monkeypatch: pytest.Monk
     assert len(found) > 100 and len(matched) == len(set(matched)) == 8 * 9 + 3
 
 
-def test_a_choice_is_written_beside_the_config(tmp_path: Path) -> None:
+def test_the_best_layout_is_written_next_to_the_config(tmp_path: Path) -> None:
     path = tmp_path / "my.yaml"
     path.write_text("# mine\n" + yaml.safe_dump(BASE | {"parallel": {"data": {"replicate": 2, "shard": 4}, "zero": 1}}))
     original = path.read_text()
@@ -167,7 +167,9 @@ def test_invalid_node_counts_are_an_error(text: str) -> None:
     assert error.value.code == "plan.invalid_nodes"
 
 
-def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_best_prints_layouts_and_the_invalid_layout_of_the_config(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "my.yaml"
     path.write_text(yaml.safe_dump(BASE | {"site": {"machine": "h100"}}))
     monkeypatch.setattr("cli.plan.prepare_for_torch", lambda: None)  # it changes the signals of this process

@@ -1,4 +1,4 @@
-"""The optimizer's groups, and the learning rate against closed forms and torch's own schedulers."""
+"""Tests of the optimizers, compared with torch, and of the schedules, compared with torch and transformers."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def test_each_parameter_is_in_one_group(tied: bool) -> None:
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
 
 
-def test_a_step_is_adamw() -> None:
-    """The first step from the formula (arXiv 1711.05101, algorithm 2): both moments' corrections cancel."""
+def test_the_first_step_equals_the_adamw_formula() -> None:
+    """In the first step, the bias corrections of both moments cancel (arXiv 1711.05101, algorithm 2)."""
     model = torch.nn.Linear(4, 3)
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer = make_optimizer(model, OptimizerConfig(weight_decay=0.1, lr=0.01, eps=1e-8), CPU)
@@ -52,7 +52,7 @@ def test_a_step_is_adamw() -> None:
         torch.testing.assert_close(parameter.detach(), expected)
 
 
-def test_filled_state_is_the_state_before_the_first_step() -> None:
+def test_initialized_state_equals_the_state_that_torch_creates_in_the_first_step() -> None:
     results = []
     for fill in (False, True):
         torch.manual_seed(1)
@@ -60,7 +60,7 @@ def test_filled_state_is_the_state_before_the_first_step() -> None:
         optimizer = make_optimizer(model, OptimizerConfig(), CPU)
         assert len(optimizer.state) == 2
         if not fill:
-            optimizer.state.clear()  # torch's own first step makes it
+            optimizer.state.clear()  # torch's first step creates it
         for _ in range(3):
             optimizer.zero_grad()
             model(torch.ones(2, 4)).square().sum().backward()
@@ -70,8 +70,8 @@ def test_filled_state_is_the_state_before_the_first_step() -> None:
 
 
 @pytest.mark.parametrize("name", ["sgd", "muon"])
-def test_steps_are_those_of_torch(name: str) -> None:
-    """To the bit, on the same gradients: Muon for the blocks' matrices, AdamW for the rest."""
+def test_steps_are_bit_identical_to_those_of_torch(name: str) -> None:
+    """With the same gradients. Muon trains the blocks' matrices, and AdamW all other parameters."""
     config = OptimizerConfig(name=name, weight_decay=0.3, lr=0.01, momentum=0.8)  # type: ignore[arg-type]
     models = [Decoder(ModelConfig(dim=16, layers=2, heads=2), 50, 8) for _ in range(2)]
     for model in models:
@@ -101,12 +101,14 @@ def test_steps_are_those_of_torch(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), plain.parameters(), strict=True))
 
 
-SHAPE = 40, 150
-"""Two blocks of int8 in a row, and 22 entries more."""
+SHAPE = (40, 150)
+"""Each row has two blocks of int8 (64 entries) and 22 further entries."""
 
 
-def lean(dtypes: tuple[torch.dtype, torch.dtype], compiled: bool = False) -> tuple[LeanAdamW, torch.nn.Parameter]:
-    """AdamW on one matrix; its dtype, and the moments'."""
+def make_lean_adamw(
+    dtypes: tuple[torch.dtype, torch.dtype], compiled: bool = False
+) -> tuple[LeanAdamW, torch.nn.Parameter]:
+    """Return a LeanAdamW for one matrix, and the matrix. `dtypes` are those of the matrix and of the moments."""
     torch.manual_seed(1)
     matrix = torch.nn.Parameter(torch.randn(SHAPE).to(dtypes[0]))
     config = OptimizerConfig(weight_decay=0.3, lr=0.01)
@@ -115,8 +117,8 @@ def lean(dtypes: tuple[torch.dtype, torch.dtype], compiled: bool = False) -> tup
     return optimizer, matrix
 
 
-def stepped(optimizer: LeanAdamW, matrix: torch.nn.Parameter, steps: int = 5) -> list[torch.Tensor]:
-    """Weights and moments (of int8 their values) after some steps, with a rate that changes."""
+def run_steps(optimizer: LeanAdamW, matrix: torch.nn.Parameter, steps: int = 5) -> list[torch.Tensor]:
+    """Return weights and dequantized moments after some steps, in which the learning rate changes."""
     for step in range(steps):
         torch.manual_seed(step)
         matrix.grad = torch.randn(SHAPE).to(matrix.dtype)
@@ -126,17 +128,18 @@ def stepped(optimizer: LeanAdamW, matrix: torch.nn.Parameter, steps: int = 5) ->
     _, first, second, *scales = optimizer.state[matrix].values()
     if scales:
         wide = [scale.repeat_interleave(64, dim=1)[:, : SHAPE[1]] for scale in scales]
-        first, second = first.float(), (second.float() + 128).square()
-        first, second = first * first.abs() * wide[0], (second * wide[1]).square()
+        first = first.float()
+        first = first * first.abs() * wide[0]
+        second = ((second.float() + 128).square() * wide[1]).square()
     return [matrix.detach(), first, second]
 
 
-def test_lean_adamw_is_adamw() -> None:
-    """In fp32 to rounding; kept in bf16 or int8 within what its 8 bits say, and the same in pieces."""
-    optimizer, matrix = lean((torch.float32, torch.float32))
+def test_lean_adamw_equals_adamw_within_the_precision_of_its_moments() -> None:
+    """In fp32, only rounding differs. Updating the matrix in chunks gives bit-identical results."""
+    optimizer, matrix = make_lean_adamw((torch.float32, torch.float32))
     exact = torch.nn.Parameter(matrix.detach().clone())
     plain = torch.optim.AdamW([exact], lr=0.01, betas=(0.9, 0.95), weight_decay=0.3)
-    found = stepped(optimizer, matrix)
+    found = run_steps(optimizer, matrix)
     for step in range(5):
         torch.manual_seed(step)
         exact.grad = torch.randn(SHAPE)
@@ -147,49 +150,57 @@ def test_lean_adamw_is_adamw() -> None:
     for ours, theirs in zip(found, whole, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
     for dtype, least, most in ((torch.bfloat16, 1e-3, 1e-2), (torch.int8, 5e-3, 3e-2)):
-        low, in_pieces = lean((torch.float32, dtype)), lean((torch.float32, dtype))
-        in_pieces[0]._chunk_size = 400
-        results = stepped(*low), stepped(*in_pieces)
+        low = make_lean_adamw((torch.float32, dtype))
+        in_chunks = make_lean_adamw((torch.float32, dtype))
+        in_chunks[0]._chunk_size = 400
+        results = (run_steps(*low), run_steps(*in_chunks))
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
         assert low[0].state[low[1]]["exp_avg"].dtype == dtype
         for ours, theirs in zip(results[0][1:], whole[1:], strict=True):
             assert least < (ours.float() - theirs).norm() / theirs.norm() < most
 
 
-def test_int8_moments_lose_nothing_on_average_and_no_root_becomes_0() -> None:
-    """A gradient that is 1 once in a block and 1e-5 beside it, then 0: a level is six of that, and all decay."""
-    optimizer, matrix = lean((torch.float32, torch.int8))
+def test_int8_moments_are_unbiased_and_second_moments_stay_positive() -> None:
+    """In each block, one gradient is 1 and the others are 1e-5, a sixth of a quantization level. Then all are 0."""
+    optimizer, matrix = make_lean_adamw((torch.float32, torch.int8))
     matrix.grad = torch.full(SHAPE, 1e-5)
     matrix.grad[:, ::64] = 1.0
     small = torch.ones(SHAPE, dtype=torch.bool)
     small[:, ::64] = False
     for step in range(40):
         optimizer.step()
-        _, mean, square = stepped(optimizer, matrix, 0)
+        _, mean, square = run_steps(optimizer, matrix, 0)
         assert (square > 0).all()
         assert mean[~small].mean() == pytest.approx(1 - 0.9 ** (step + 1), rel=0.02)
     assert mean[small].mean() == pytest.approx(1e-5, rel=0.2) and (mean[small] == 0).float().mean() > 0.5
     matrix.grad.zero_()
     for _ in range(60):
         optimizer.step()
-    _, mean, square = stepped(optimizer, matrix, 0)
-    assert mean.abs().max() < 0.02 and square.min() > 0 and square.max() < 0.2, "0.9^60 and 0.95^60 of it are left"
+    _, mean, square = run_steps(optimizer, matrix, 0)
+    assert mean.abs().max() < 0.02 and square.min() > 0 and square.max() < 0.2, (
+        "0.9^60 and 0.95^60 of the moments remain"
+    )
 
 
-def test_bf16_weights_move_on_average_as_fp32_ones_would() -> None:
-    """By updates of a 13th of what rounding to the nearest would notice; neighbours and steps draw on their own."""
-    optimizer, matrix = lean((torch.bfloat16, torch.bfloat16))
+def test_bf16_weights_change_on_average_like_fp32_weights() -> None:
+    """Each update is a 13th of the smallest one that rounding to nearest would keep. Roundings are independent."""
+    optimizer, matrix = make_lean_adamw((torch.bfloat16, torch.bfloat16))
     optimizer.param_groups[0]["weight_decay"] = 0.0
-    start, spacing, steps, rate = 1.5, 2**-7, 100, 3e-4
+    start = 1.5
+    spacing = 2**-7
+    steps = 100
+    rate = 3e-4
     matrix.data.fill_(start)
-    for _ in range(steps):  # with a gradient that stays the same, each step is of lr
+    for _ in range(steps):  # with a constant gradient, each step changes a weight by lr
         matrix.grad = torch.ones_like(matrix)
         set_learning_rate(optimizer, rate)
         optimizer.step()
     moved = start - matrix.detach().double()
     assert moved.mean() == pytest.approx(steps * rate, rel=0.03)
     chance = rate / spacing
-    assert moved.std() == pytest.approx(spacing * (steps * chance * (1 - chance)) ** 0.5, rel=0.1), "independent draws"
+    assert moved.std() == pytest.approx(spacing * (steps * chance * (1 - chance)) ** 0.5, rel=0.1), (
+        "the roundings of entries and steps are independent"
+    )
 
 
 @pytest.mark.long
@@ -198,15 +209,15 @@ def test_bf16_weights_move_on_average_as_fp32_ones_would() -> None:
 def test_lean_adamw_compiles_once_for_all_steps(dtype: torch.dtype) -> None:
     torch._dynamo.reset()
     with torch._dynamo.config.patch(error_on_recompile=True):
-        compiled = stepped(*lean((torch.bfloat16, dtype), compiled=True))
-    for ours, theirs in zip(compiled, stepped(*lean((torch.bfloat16, dtype))), strict=True):
+        compiled = run_steps(*make_lean_adamw((torch.bfloat16, dtype), compiled=True))
+    for ours, theirs in zip(compiled, run_steps(*make_lean_adamw((torch.bfloat16, dtype))), strict=True):
         far = (ours.float() - theirs.float()).abs() > 1e-5 * theirs.float().abs()
-        assert far.float().mean() < 0.02, "fp32 may round otherwise, and seldom turn what is drawn"
+        assert far.float().mean() < 0.02, "a different fp32 rounding seldom changes a random rounding"
         torch.testing.assert_close(ours.float(), theirs.float(), rtol=1e-2, atol=5e-2)
 
 
-def rates(scheduler_of: type, steps: int, lr: float, **options: Any) -> list[float]:
-    """Rates of a torch scheduler before each of its steps."""
+def torch_rates(scheduler_of: type, steps: int, lr: float, **options: Any) -> list[float]:
+    """Return the learning rate of a torch scheduler before each of its steps."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
     scheduler = scheduler_of(optimizer, **options)
     result = []
@@ -219,7 +230,7 @@ def rates(scheduler_of: type, steps: int, lr: float, **options: Any) -> list[flo
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 20), st.integers(1, 60), st.floats(0, 1), st.floats(1e-6, 1.0))
-def test_schedules_are_those_of_torch(warmup: int, after: int, ratio: float, lr: float) -> None:
+def test_schedules_equal_those_of_torch(warmup: int, after: int, ratio: float, lr: float) -> None:
     steps = warmup + after
 
     def ours(schedule: str, first: int, last: int) -> list[float]:
@@ -227,23 +238,23 @@ def test_schedules_are_those_of_torch(warmup: int, after: int, ratio: float, lr:
         return [compute_learning_rate(config, step, steps) for step in range(first, last + 1)]
 
     if warmup:
-        expected = rates(lr_scheduler.LinearLR, warmup, lr, start_factor=1 / warmup, total_iters=warmup - 1)
+        expected = torch_rates(lr_scheduler.LinearLR, warmup, lr, start_factor=1 / warmup, total_iters=warmup - 1)
         for schedule in ("constant", "linear", "cosine", "wsd"):
-            # a warm-up of one step is at its peak at once, where LinearLR with no iterations stays at its start
+            # a warm-up of one step starts at the peak, but LinearLR without iterations stays at its start value
             assert ours(schedule, 1, warmup) == pytest.approx(expected if warmup > 1 else [lr])
-    cosine = rates(lr_scheduler.CosineAnnealingLR, after + 1, lr, T_max=after, eta_min=ratio * lr)
+    cosine = torch_rates(lr_scheduler.CosineAnnealingLR, after + 1, lr, T_max=after, eta_min=ratio * lr)
     assert ours("cosine", warmup + 1, steps) == pytest.approx(cosine[1:], rel=1e-6, abs=1e-12)
-    linear = rates(lr_scheduler.LinearLR, after + 1, lr, start_factor=1.0, end_factor=ratio, total_iters=after)
+    linear = torch_rates(lr_scheduler.LinearLR, after + 1, lr, start_factor=1.0, end_factor=ratio, total_iters=after)
     assert ours("linear", warmup + 1, steps) == pytest.approx(linear[1:], rel=1e-6, abs=1e-12)
     assert ours("constant", warmup + 1, steps) == pytest.approx([lr] * after)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 20), st.integers(1, 60), st.floats(0, 1), st.floats(0.01, 1), st.floats(1e-6, 1.0))
-def test_counted_from_0_schedules_are_those_of_transformers(
+def test_schedules_counted_from_0_equal_those_of_transformers(
     warmup: int, after: int, ratio: float, fraction: float, lr: float
 ) -> None:
-    """All steps; counted from 1, which stays the default, the rates are the same one step earlier."""
+    """If steps are counted from 1, the default, each rate occurs one step earlier."""
     from transformers import optimization as theirs
 
     steps = warmup + after
@@ -262,23 +273,25 @@ def test_counted_from_0_schedules_are_those_of_transformers(
     }
     for schedule, scheduler_of in factors.items():
         low = 0.0 if schedule == "linear" else ratio  # transformers' linear schedule has no smallest rate
-        expected = rates(scheduler_of, steps + 1, lr, num_warmup_steps=warmup, **options[schedule])
+        expected = torch_rates(scheduler_of, steps + 1, lr, num_warmup_steps=warmup, **options[schedule])
         for counts_from in (0, 1):
             given_config = {"lr": lr, "min_lr_ratio": low, "warmup_steps": warmup, "decay_fraction": fraction}
             config = OptimizerConfig(**given_config, schedule=schedule, schedule_counts_from=counts_from)  # type: ignore[arg-type]
             found = [compute_learning_rate(config, step, steps) for step in range(1, steps + 1)]
             first = warmup if schedule == "wsd" else 0  # transformers' wsd warms up from the smallest rate, not from 0
-            wanted = pytest.approx(expected[counts_from:][first:steps], rel=1e-6, abs=1e-12)
-            assert found[first:] == wanted, (schedule, counts_from)
+            expected_rates = pytest.approx(expected[counts_from:][first:steps], rel=1e-6, abs=1e-12)
+            assert found[first:] == expected_rates, (schedule, counts_from)
     linear = OptimizerConfig(lr=lr, min_lr_ratio=ratio, warmup_steps=warmup, schedule="linear", schedule_counts_from=0)
-    expected = rates(theirs.get_linear_schedule_with_warmup, steps, lr, **options["linear"], num_warmup_steps=warmup)
+    expected = torch_rates(
+        theirs.get_linear_schedule_with_warmup, steps, lr, **options["linear"], num_warmup_steps=warmup
+    )
     above = [ratio * lr + (1 - ratio) * rate for rate in expected]
     found = [compute_learning_rate(linear, step, steps) for step in range(1, steps + 1)]
     assert found[:warmup] == pytest.approx(expected[:warmup]) and found[warmup:] == pytest.approx(above[warmup:])
 
 
-def test_without_the_key_steps_are_counted_from_1() -> None:
-    """As in runs that were made before the key existed, to the last bit; so they resume unchanged."""
+def test_steps_are_counted_from_1_by_default() -> None:
+    """The rates are bit-identical to those before the key existed, so that old runs can resume."""
     config = OptimizerConfig(lr=0.3, min_lr_ratio=0.0, warmup_steps=3, schedule="linear")
     assert [compute_learning_rate(config, step, 7) for step in range(1, 8)] == [
         *(0.3 * step / 3 for step in (1, 2, 3)),
@@ -289,7 +302,7 @@ def test_without_the_key_steps_are_counted_from_1() -> None:
         OptimizerConfig(schedule="own", schedule_counts_from=0)
 
 
-def test_wsd_is_stable_then_falls() -> None:
+def test_wsd_is_constant_and_then_decays_linearly() -> None:
     config = OptimizerConfig(lr=1.0, min_lr_ratio=0.2, warmup_steps=10, schedule="wsd", decay_fraction=0.25)
     values = [compute_learning_rate(config, step, 100) for step in range(1, 101)]
     assert values[:10] == pytest.approx([i / 10 for i in range(1, 11)])
@@ -299,7 +312,9 @@ def test_wsd_is_stable_then_falls() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.data(), st.sampled_from(["constant", "cosine", "linear", "wsd"]), st.integers(1, 200), st.floats(0.01, 1))
-def test_bounds_and_ends(data: st.DataObject, schedule: str, steps: int, fraction: float) -> None:
+def test_rates_are_positive_and_monotonic_with_the_expected_peak_and_end(
+    data: st.DataObject, schedule: str, steps: int, fraction: float
+) -> None:
     warmup = data.draw(st.integers(0, steps))
     config = OptimizerConfig(
         lr=2.0,

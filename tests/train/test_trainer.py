@@ -1,4 +1,4 @@
-"""One training step against plain code, accumulation, precisions, per-block compile."""
+"""Tests of the trainer: steps compared with plain torch code, precisions, compilation, resumes and epochs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plain_rank(rank_info: RankInfo, path: Path, steps: int) -> list[tuple[float, float]]:
-    """Loss and gradient norm of each step by the plainest code: whole batch at once, no DDP, no micro-batches."""
+    """Return loss and gradient norm of each step in plain torch: the whole batch at once, no DDP, no micro-batches."""
     import numpy as np
     import torch
     from torch.nn.functional import cross_entropy
@@ -45,7 +45,8 @@ def plain_rank(rank_info: RankInfo, path: Path, steps: int) -> list[tuple[float,
     from pipeline.train.lr_schedule import compute_learning_rate
 
     run = Run.open(path)
-    config, manifest = run.config, load_manifest(run.data_dir)
+    config = run.config
+    manifest = load_manifest(run.data_dir)
     length = config.data.sequence_length
     samples = []
     for shard in manifest.train:
@@ -55,7 +56,8 @@ def plain_rank(rank_info: RankInfo, path: Path, steps: int) -> list[tuple[float,
     init_weights(model, config.run.seed, config.model.initializer_range)
     decayed = [p for p in model.parameters() if p.ndim >= 2]
     others = [p for p in model.parameters() if p.ndim < 2]
-    decay, optimizers = config.optimizer.weight_decay, []  # type: float, list[torch.optim.Optimizer]
+    decay = config.optimizer.weight_decay
+    optimizers: list[torch.optim.Optimizer] = []
     if config.optimizer.name == "muon":
         matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "layers" in name]
         optimizers.append(torch.optim.Muon(matrices, weight_decay=decay, adjust_lr_fn="match_rms_adamw"))
@@ -94,8 +96,8 @@ def plain_rank(rank_info: RankInfo, path: Path, steps: int) -> list[tuple[float,
         (2, 4, "muon"),
     ],
 )
-def test_steps_equal_plain_code(tmp_path: Path, data: Path, size: int, micro: int, optimizer: str) -> None:
-    """Loss and gradient norm: a wrong reduction or a wrong scale shows in the norm, long before the loss."""
+def test_steps_equal_plain_torch_code(tmp_path: Path, data: Path, size: int, micro: int, optimizer: str) -> None:
+    """A wrong reduction or a wrong scale changes the gradient norm long before it changes the loss."""
     more = (
         f"optimizer.name={optimizer}",
         "model.dropout=0.0",
@@ -106,45 +108,48 @@ def test_steps_equal_plain_code(tmp_path: Path, data: Path, size: int, micro: in
     run = new_run(tmp_path, "ours", data, *more, f"stages.train.tasks_per_node={size}")
     assert set(run_ranks(size, stage_rank, run.path, "train")) == {ExitCode.DONE}
     plain = run_ranks(1, plain_rank, run.path, 10)[0]
-    for ours, (loss, norm) in zip(read_steps(run), plain, strict=True):
-        # Muon's products in bf16 round apart what differs in a last digit; test_optimizer.py has it to the bit
-        close = 1e-5 if optimizer != "muon" else 1e-3
-        assert ours[1] == pytest.approx(loss, rel=close) and ours[2] == pytest.approx(norm, rel=close)
+    # Muon's bf16 products amplify differences in the last digit; test_optimizer.py compares Muon bit by bit
+    tolerance = 1e-5 if optimizer != "muon" else 1e-3
+    for step, (loss, norm) in zip(read_steps(run), plain, strict=True):
+        assert step[1] == pytest.approx(loss, rel=tolerance) and step[2] == pytest.approx(norm, rel=tolerance)
     (ready,) = (event for event in read_event_lines(run, "train") if event["event"] == "ready")
-    layout, vocab = resolve_layout(run.config, size, size), load_manifest(run.data_dir).vocab_size
-    told = {group: sent for group, sent, _ in count_traffic(run.config, layout, vocab)}
-    assert ready.get("sent_bytes", {}) == told and bool(told) == (size > 1)
+    layout = resolve_layout(run.config, size, size)
+    vocab = load_manifest(run.data_dir).vocab_size
+    planned = {group: sent for group, sent, _ in count_traffic(run.config, layout, vocab)}
+    assert ready.get("sent_bytes", {}) == planned and bool(planned) == (size > 1)
     for line in read_jsonl(run.metrics_file):
-        assert ("exposed_comm_s" in line) == (size > 1), "with one rank there is nothing to wait for"
+        assert ("exposed_comm_s" in line) == (size > 1), "a single rank does not communicate"
         assert size == 1 or 0 < line["exposed_comm_s"] < line["step_time_s"]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp8"])
 def test_other_precisions_train_and_resume_exactly(tmp_path: Path, data: Path, precision: str) -> None:
     more = (f"train.precision={precision}", "train.steps=14", "checkpoint.every_steps=4")
-    calm, run = new_run(tmp_path, "calm", data, *more), new_run(tmp_path, "stopped", data, *more)
-    assert set(run_ranks(2, stage_rank, calm.path, "train")) == {ExitCode.DONE}
+    undisturbed = new_run(tmp_path, "undisturbed", data, *more)
+    run = new_run(tmp_path, "stopped", data, *more)
+    assert set(run_ranks(2, stage_rank, undisturbed.path, "train")) == {ExitCode.DONE}
     interrupt_training(run, 2, signal.SIGTERM, 5, [1])
     assert len(read_steps(run)) < 14
     assert set(run_ranks(2, stage_rank, run.path, "train")) == {ExitCode.DONE}
-    assert compute_run_digest(run) == compute_run_digest(calm) and read_steps(run) == read_steps(calm)
-    losses = [line[1] for line in read_steps(calm)]
+    assert compute_run_digest(run) == compute_run_digest(undisturbed) and read_steps(run) == read_steps(undisturbed)
+    losses = [line[1] for line in read_steps(undisturbed)]
     assert losses[-1] < losses[0] - 1.0
 
 
-def scale_rank(rank_info: RankInfo, path: Path) -> float:
-    newest = sorted((Run.open(path).checkpoints_dir).glob("step-*"))[-1]
+def read_fp16_scale(run: Run) -> float:
+    """Return the loss scale in the manifest of the newest checkpoint."""
+    newest = sorted(run.checkpoints_dir.glob("step-*"))[-1]
     return float(json.loads((newest / "manifest.json").read_text())["extra"]["scaler"]["scale"])
 
 
-def test_the_fp16_scale_is_kept_in_the_checkpoint(tmp_path: Path, data: Path) -> None:
+def test_the_fp16_scale_is_saved_in_the_checkpoint(tmp_path: Path, data: Path) -> None:
     run = new_run(tmp_path, "scaled", data, "train.precision=fp16", "train.steps=3")
     assert set(run_ranks(1, stage_rank, run.path, "train")) == {ExitCode.DONE}
-    assert scale_rank(None, run.path) > 1.0  # type: ignore[arg-type]
+    assert read_fp16_scale(run) > 1.0
 
 
 def no_sync_rank(rank_info: RankInfo, path: Path) -> int:
-    """How many gradient reductions one step of four micro-batches makes."""
+    """Return the number of gradient reductions in a training of three steps with four micro-batches each."""
     import torch
     import torch.distributed as dist
 
@@ -176,47 +181,47 @@ def test_gradients_are_reduced_once_per_step(tmp_path: Path, data: Path) -> None
 
 
 @pytest.mark.timeout(400)
-def test_compiled_blocks_give_the_same_losses(tmp_path: Path, data: Path) -> None:
+def test_compiled_blocks_have_the_same_losses(tmp_path: Path, data: Path) -> None:
     more = ("model.dropout=0.0", "train.steps=4", "model.layers=1")
     plain = new_run(tmp_path, "plain", data, *more)
     compiled = new_run(tmp_path, "compiled", data, *more, "train.compile=true")
     for run in (plain, compiled):
         assert set(run_ranks(1, stage_rank, run.path, "train", timeout=300)) == {ExitCode.DONE}
-    for ours, theirs in zip(read_steps(compiled), read_steps(plain), strict=True):
-        assert ours[1] == pytest.approx(theirs[1], rel=1e-5) and ours[2] == pytest.approx(theirs[2], rel=1e-4)
+    for step, expected in zip(read_steps(compiled), read_steps(plain), strict=True):
+        assert step[1] == pytest.approx(expected[1], rel=1e-5) and step[2] == pytest.approx(expected[2], rel=1e-4)
 
 
 def deterministic_rank(rank_info: RankInfo, *configs: Config) -> list[tuple[bool | str | None, ...]]:
-    """Whether torch, and whether its compiler, may only do what gives the same bits again, and NCCL's part of it."""
+    """Return whether torch and its compiler are deterministic, and two variables of NCCL, for each config."""
     import torch
     from torch._inductor import config as compiler
 
     from pipeline.comm import groups
 
-    found = []
+    results = []
     for config in configs:
         groups.configure_determinism(config)
         nccl = [os.environ.get(name) for name in ("NCCL_ALGO", "NCCL_NVLS_ENABLE")]
-        found.append((torch.are_deterministic_algorithms_enabled(), bool(compiler.deterministic), *nccl))
-    return found
+        results.append((torch.are_deterministic_algorithms_enabled(), bool(compiler.deterministic), *nccl))
+    return results
 
 
-def test_kernels_and_compiler_are_held_to_the_same_bits() -> None:
-    ways: tuple[dict[str, Any], ...] = ({"deterministic": False}, {}, {"compile": True})
-    found = run_ranks(1, deterministic_rank, *(tiny_config(1, train=way) for way in ways))[0]
-    assert found == [(False, False, None, None), (True, False, "Ring", "0"), (True, True, "Ring", "0")]
+def test_kernels_and_compiler_are_deterministic_unless_the_config_disables_it() -> None:
+    sections: tuple[dict[str, Any], ...] = ({"deterministic": False}, {}, {"compile": True})
+    results = run_ranks(1, deterministic_rank, *(tiny_config(1, train=section) for section in sections))[0]
+    assert results == [(False, False, None, None), (True, False, "Ring", "0"), (True, True, "Ring", "0")]
 
 
 def other_gpu_rank(rank_info: RankInfo, path: Path) -> int:
-    """A training on another GPU than that of the checkpoint, by its words."""
+    """Train as if on another GPU and another version of torch than those of the checkpoint."""
     from pipeline.train import trainer
 
-    own = trainer.collect_versions()
-    trainer.collect_versions = lambda: {**own, "gpu": "NVIDIA H200", "torch": "3.0"}
+    versions = trainer.collect_versions()
+    trainer.collect_versions = lambda: {**versions, "gpu": "NVIDIA H200", "torch": "3.0"}
     return stage_rank(rank_info, path, "train")
 
 
-def test_a_resume_with_other_versions_says_so(tmp_path: Path, data: Path) -> None:
+def test_a_resume_with_other_versions_records_them(tmp_path: Path, data: Path) -> None:
     import torch
 
     run = new_run(tmp_path, "moved", data, "train.steps=3")
@@ -230,96 +235,98 @@ def test_a_resume_with_other_versions_says_so(tmp_path: Path, data: Path) -> Non
     assert other["versions"] == f"torch {torch.__version__} → 3.0; gpu None → NVIDIA H200"
 
 
-def undrawn_rank(rank_info: RankInfo, path: Path, stage: str) -> int:
-    """A stage that may draw no weights, for a checkpoint brings them."""
+def no_initialization_rank(rank_info: RankInfo, path: Path, stage: str) -> int:
+    """Run a stage that fails if it generates initial weights. The weights must come from a checkpoint."""
     from pipeline.model import decoder, task
 
-    def refuse(*_: Any) -> Any:
-        raise AssertionError("weights are drawn")
+    def fail(*_: Any) -> Any:
+        raise AssertionError("the stage generates initial weights")
 
-    decoder.sample_initial_values = task.sample_initial_values = refuse  # type: ignore[assignment]
+    decoder.sample_initial_values = task.sample_initial_values = fail  # type: ignore[assignment]
     return stage_rank(rank_info, path, stage)
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_resume_and_an_evaluation_draw_no_weights(tmp_path: Path, data: Path, size: int) -> None:
+def test_a_resume_and_an_evaluation_generate_no_initial_weights(tmp_path: Path, data: Path, size: int) -> None:
     more = ("optimizer.schedule=constant", "train.evaluate_every=2")
-    calm, run = (new_run(tmp_path, name, data, f"train.steps={n}", *more) for name, n in (("calm", 5), ("moved", 3)))
-    for one in (calm, run):
-        assert set(run_ranks(size, stage_rank, one.path, "train")) == {ExitCode.DONE}
+    undisturbed, run = (
+        new_run(tmp_path, name, data, f"train.steps={n}", *more) for name, n in (("undisturbed", 5), ("moved", 3))
+    )
+    for each in (undisturbed, run):
+        assert set(run_ranks(size, stage_rank, each.path, "train")) == {ExitCode.DONE}
     run.apply_overrides(["train.steps=5"])
     for stage in ("train", "evaluate"):
-        assert set(run_ranks(size, undrawn_rank, run.path, stage)) == {ExitCode.DONE}
-    assert compute_run_digest(run) == compute_run_digest(calm) and read_steps(run) == read_steps(calm)
+        assert set(run_ranks(size, no_initialization_rank, run.path, stage)) == {ExitCode.DONE}
+    assert compute_run_digest(run) == compute_run_digest(undisturbed) and read_steps(run) == read_steps(undisturbed)
     assert [line.get("held_out_loss") for line in read_jsonl(run.metrics_file)] == [
-        line.get("held_out_loss") for line in read_jsonl(calm.metrics_file)
+        line.get("held_out_loss") for line in read_jsonl(undisturbed.metrics_file)
     ]
 
 
 def copying_rank(rank_info: RankInfo, path: Path, stage: str) -> int:
-    """A stage that trains on copies from its second step on at the latest."""
+    """Run a stage whose second step waits until all shards have been copied to the local disk."""
     from pipeline.data.local_copy import LocalCopies
     from pipeline.train.trainer import Trainer
 
     os.environ["SLUICE_TEST_DISK"] = str(path.parent.parent / "disk")
-    made: list[LocalCopies] = []
-    real, step = LocalCopies.__init__, Trainer.step
+    created: list[LocalCopies] = []
+    original_init = LocalCopies.__init__
+    original_step = Trainer.step
 
-    def init(self: LocalCopies, *arguments: Any) -> None:
-        made.append(self)
-        real(self, *arguments)
+    def record_and_init(self: LocalCopies, *arguments: Any) -> None:
+        created.append(self)
+        original_init(self, *arguments)
 
-    def waits(self: Any, number: int, batch: Any) -> Any:
+    def wait_and_step(self: Any, number: int, batch: Any) -> Any:
         deadline = time.monotonic() + 60
-        while number == 2 and made[0]._pending and time.monotonic() < deadline:
+        while number == 2 and created[0]._pending and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert number == 1 or not made[0]._pending
-        return step(self, number, batch)
+        assert number == 1 or not created[0]._pending
+        return original_step(self, number, batch)
 
-    LocalCopies.poll_interval_s, LocalCopies.__init__, Trainer.step = 0.01, init, waits  # type: ignore
+    LocalCopies.poll_interval_s = 0.01
+    LocalCopies.__init__ = record_and_init  # type: ignore
+    Trainer.step = wait_and_step  # type: ignore
     return stage_rank(rank_info, path, stage)
 
 
-def test_copies_on_the_nodes_disk_change_nothing_and_go(tmp_path: Path, data: Path) -> None:
+def test_copies_on_a_local_disk_do_not_change_the_result_and_are_removed(tmp_path: Path, data: Path) -> None:
     (tmp_path / "disk").mkdir()
-    more = {"calm": (), "moved": ("site.local_disk=$SLUICE_TEST_DISK",)}
-    calm, run = (new_run(tmp_path, name, data, "train.steps=6", *options) for name, options in more.items())
-    assert set(run_ranks(2, stage_rank, calm.path, "train")) == {ExitCode.DONE}
+    more = {"undisturbed": (), "moved": ("site.local_disk=$SLUICE_TEST_DISK",)}
+    undisturbed, run = (new_run(tmp_path, name, data, "train.steps=6", *options) for name, options in more.items())
+    assert set(run_ranks(2, stage_rank, undisturbed.path, "train")) == {ExitCode.DONE}
     assert set(run_ranks(2, copying_rank, run.path, "train")) == {ExitCode.DONE}
-    assert compute_run_digest(run) == compute_run_digest(calm) and read_steps(run) == read_steps(calm)
-    (told,) = read_event_lines(run, "train", "local_copy")
-    assert told["files"] == len(load_manifest(data).train) and not list((tmp_path / "disk").iterdir())
+    assert compute_run_digest(run) == compute_run_digest(undisturbed) and read_steps(run) == read_steps(undisturbed)
+    (event,) = read_event_lines(run, "train", "local_copy")
+    assert event["files"] == len(load_manifest(data).train) and not list((tmp_path / "disk").iterdir())
 
 
 EPOCHS = ("train.steps=null", "train.epochs=2", "train.global_batch=100", "train.micro_batch=25", "model.layers=1")
 
 
-def test_epochs_are_whole_steps_and_the_samples_of_as_many_steps(tmp_path: Path, data: Path) -> None:
+def test_a_run_of_epochs_equals_a_run_of_the_same_number_of_steps(tmp_path: Path, data: Path) -> None:
     run = new_run(tmp_path, "epochs", data, *EPOCHS)
     samples = len(TokenDataset(load_manifest(data).train, run.config.data.sequence_length, data))
     steps = count_training_steps(run.config, run.data_dir)
-    assert steps is not None and 100 * (steps - 1) < 2 * samples < 100 * steps, "the last batch is filled up"
+    assert steps is not None and 100 * (steps - 1) < 2 * samples < 100 * steps, "the number is rounded up"
     assert load_stage_module("train").progress(run).description == f"0/{steps} steps"
     assert set(run_ranks(1, stage_rank, run.path, "train")) == {ExitCode.DONE}
-    told = new_run(tmp_path, "steps", data, *EPOCHS, "train.epochs=null", f"train.steps={steps}")
-    assert set(run_ranks(1, stage_rank, told.path, "train")) == {ExitCode.DONE}
-    assert (
-        compute_run_digest(run) == compute_run_digest(told)
-        and read_steps(run) == read_steps(told)
-        and len(read_steps(run)) == steps
-    )
-    for wrong, says in {
+    by_steps = new_run(tmp_path, "steps", data, *EPOCHS, "train.epochs=null", f"train.steps={steps}")
+    assert set(run_ranks(1, stage_rank, by_steps.path, "train")) == {ExitCode.DONE}
+    assert compute_run_digest(run) == compute_run_digest(by_steps)
+    assert read_steps(run) == read_steps(by_steps) and len(read_steps(run)) == steps
+    for invalid, fact in {
         "train.epochs=1": "larger train.epochs",
         "train.steps=99": "steps and epochs are both given",
     }.items():
-        with pytest.raises(UserError, match=says):
-            run.apply_overrides([wrong])
+        with pytest.raises(UserError, match=fact):
+            run.apply_overrides([invalid])
     assert load_stage_module("train").missing_outputs(run) is None
     run.apply_overrides(["train.epochs=3"])
     assert f"of {-(-3 * samples // 100)}" in (load_stage_module("train").missing_outputs(run) or "")
 
 
-def test_epochs_before_there_are_shards(tmp_path: Path) -> None:
+def test_the_number_of_steps_is_unknown_before_the_data_is_sharded(tmp_path: Path) -> None:
     (tmp_path / "none").mkdir()
     run = make_run(tmp_path, "unsharded", EPOCHS, tmp_path / "none")
     assert load_stage_module("train").progress(run).description == "2 epochs (steps known after shard)"
