@@ -1,16 +1,16 @@
-"""The data folder of a run, which the stages prepare and shard fill: what all kinds of data folders share.
+"""The base class of all data folders. The stages prepare and shard fill the data folder of a run.
 
-    data_dir/prepare.json            what `prepare` has decided; written last by `prepare`
+    data_dir/prepare.json            the decisions of `prepare`; written last by `prepare`
     data_dir/shards/unit-00003.json  the shards of one work unit; written last by the task that builds the unit
     data_dir/progress.jsonl          a line for each unit that a task has built or found; removed at the end
     data_dir/manifest.json           all units (pipeline/data/manifest.py)
 
-A manifest is written after the files that it describes, so after a crash there may be files without a manifest, but
-never the reverse. Each has a checksum, and a key: the hash of everything it was made from, including the code of this
-package. If the key differs, the file counts as missing.
+A manifest is written after the files that it describes. After a crash there may be files without a manifest, but no
+manifest without its files. Each manifest has a checksum and a key: the hash of everything from which it was made,
+including the code of this package. If the key differs, the file counts as missing.
 
-The inputs are needed only while units are missing. A login node checks what is missing, so h5py, numpy and tokenizers
-are imported only where they are used.
+The inputs are needed only while units are missing. Login nodes check what is missing, so h5py, numpy and tokenizers are
+imported only inside the functions that use them.
 """
 
 from __future__ import annotations
@@ -46,13 +46,16 @@ from pipeline.data.manifest import (
 )
 
 PACKAGE = Path(__file__).resolve().parent
-"""The code that determines the content of shards."""
+"""Folder of the code that determines the content of shards."""
 SHARED_MODULES = (
     "pipeline/data/chat_template.py",
     "pipeline/data/chat_template_worker.py",
     "pipeline/data/special_tokens.py",
 )
-"""Other modules that do, relative to the parent folder of `PACKAGE`. Copies of older code do not have them."""
+"""Other modules that determine the content of shards, relative to the parent folder of `PACKAGE`.
+
+Copies of older code do not have them.
+"""
 RUN_PREPARE_AGAIN = f"run the prepare stage again, e.g. `{format_command('resume', 'RUN')}`"
 
 PROGRESS_FILE = "progress.jsonl"
@@ -62,9 +65,9 @@ _PACE_UNITS = 100
 Log = Callable[[str], None]
 Kind = TypeVar("Kind", bound=KeyedManifest)
 Prepared = TypeVar("Prepared", bound=KeyedManifest)
-"""The content of `prepare.json`."""
+"""Type of the content of `prepare.json`."""
 Unit = TypeVar("Unit", bound=KeyedManifest)
-"""The manifest of a work unit."""
+"""Type of the manifest of a work unit."""
 
 
 def hash_code(package: Path) -> str:
@@ -76,10 +79,10 @@ def hash_code(package: Path) -> str:
 
 
 class DataFolder(ABC, Generic[Prepared, Unit]):
-    """The content of a data folder and how it is produced. An object reads `prepare.json` once.
+    """The content of a data folder, and how it is made. An object reads `prepare.json` only once.
 
     Args:
-        data: the config.
+        data: the section `data` of the config.
         path: the folder.
         package: the copy of `data_prep` that fills the folder, such as the one in a run's `code/`.
     """
@@ -91,13 +94,13 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
     manifest_kind: ClassVar[type[Manifest | SampleManifest]]
     """The class of `manifest.json`."""
     endings: ClassVar[Mapping[str, str] | None] = None
-    """Formats of inputs by file name ending; None for those of text."""
+    """Formats of inputs by file name ending; None for the formats of text."""
 
     stripe_options = ""
     """Options with which `lfs setstripe` striped the folder of shards; empty if it is not on Lustre."""
 
     task_of_tasks: tuple[int, int] = (0, 1)
-    """Index of this task, and number of tasks."""
+    """Index of this Slurm array task, and number of tasks."""
 
     sequence_length = -1
     """`data.sequence_length`. A shard must have more tokens to contain a training sample."""
@@ -117,9 +120,9 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
     @property
     @abstractmethod
     def inputs(self) -> Sequence[Input]:
-        """The inputs as `prepare` recorded them.
+        """Inputs as `prepare` recorded them.
 
-        Raises InputError if its output is missing, damaged, or from another config or code.
+        Raises InputError if the output of `prepare` is missing, damaged, or from another config or code.
         """
 
     @property
@@ -152,7 +155,7 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
     def combine_units(self, units: Sequence[Unit], log: Log) -> None:
         """Write the manifest of all units. Raises UserError if the data cannot be used for training."""
 
-    # -- the same for all --------------------------------------------------------------------------------
+    # -- common to all data folders ----------------------------------------------------------------------
 
     @cached_property
     def code_hash(self) -> str:
@@ -176,7 +179,7 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
         return leftovers
 
     def remove_leftovers(self, unit: int) -> None:
-        """Remove temporary files that killed tasks left behind for one of this task's units."""
+        """Remove the temporary files of killed tasks for one of this task's units."""
         for path in self._leftovers.pop(unit, ()):
             path.unlink(missing_ok=True)
 
@@ -193,9 +196,9 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
 
     @cached_property
     def prepared(self) -> Prepared:
-        """The content of `prepare.json`.
+        """Content of `prepare.json`.
 
-        Raises InputError if it is missing, damaged, or from another config or code.
+        Raises InputError if the file is missing, damaged, or from another config or code.
         """
         return self.load_matching(self.path / "prepare.json", self.prepared_kind, self.key)
 
@@ -245,7 +248,7 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
         has_manifest = (self.path / "manifest.json").exists()
         if has_manifest and self.find_shard_problem(check_user_files=False) is None:
             return total, total, None
-        if has_manifest and not entries:  # a part of the finished data is missing
+        if has_manifest and not entries:  # Some of the finished data is missing.
             return sum(self.load_unit(number) is not None for number in range(total)), total, None
         recent = [entry for entry in entries.values() if entry["seconds"]][-_PACE_UNITS:]
         if not recent:
@@ -291,9 +294,9 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
         return list(self.inputs) == find_inputs(self.data, self.endings)
 
     def prepare(self, log: Log) -> None:
-        """Write what units are built from, unless it exists and is valid.
+        """Do the work of the prepare stage, unless its output exists and is valid.
 
-        While units are missing, the inputs are listed again, and preparation starts over if they have changed.
+        While units are missing, the inputs are listed again. If they have changed, preparation starts over.
         """
         if self.find_prepare_problem() is None and (self.find_shard_problem() is None or self.has_same_inputs()):
             return
@@ -325,9 +328,9 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
         check_has_sample(train, self.sequence_length)
 
     def finalize(self, log: Log) -> bool:
-        """Write the manifest of all units. Return False if units are missing, which other tasks build.
+        """Write the manifest of all units. Return False if units are missing, because other tasks still build them.
 
-        File sizes are checked here; the hashes are those of the tasks that wrote the shards. Raises what
+        Only file sizes are checked here. The tasks that wrote the shards computed the hashes. Raises what
         `combine_units` raises.
         """
         entries = self._read_progress()

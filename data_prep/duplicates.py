@@ -40,9 +40,9 @@ class Duplicates:
     """The duplicate documents of a data folder's work units.
 
     Args:
-        folder: where the files of hashes and duplicates are written.
-        keys: for each unit, a key of everything that its documents depend on.
-        read_texts: returns the UTF-8 texts of a unit, in order.
+        folder: folder for the files of hashes and duplicates.
+        keys: for each unit, a key of everything on which its documents depend.
+        read_texts: function that returns the UTF-8 texts of a unit, in order.
         task: number of this task, from 0.
         tasks: number of tasks.
     """
@@ -58,7 +58,7 @@ class Duplicates:
         self._key = sha256_json(list(keys))[:16]
 
     def find_first_occurrences(self, unit: int) -> npt.NDArray[np.bool_]:
-        """Return for each document of a unit whether its text does not occur earlier, shape (documents,)."""
+        """Return an array of shape (documents,): True for each document of a unit whose text does not occur earlier."""
         is_first = np.ones(self._document_counts[unit], bool)
         for path in self._duplicate_files:
             start, stop = _read_offsets(path, 2, unit)
@@ -67,7 +67,7 @@ class Duplicates:
 
     @cached_property
     def _document_counts(self) -> list[int]:
-        """The number of documents of each unit. Hashes all units that are not hashed yet."""
+        """Number of documents of each unit. All units that are not hashed yet are hashed first."""
         unit_count = len(self._hash_files)
         for unit in self._order_work(range(self._task, unit_count, self._tasks), unit_count):
             if not _is_complete(self._hash_files[unit], _BUCKETS + 1, _ROW):
@@ -76,7 +76,7 @@ class Duplicates:
 
     @cached_property
     def _duplicate_files(self) -> list[Path]:
-        """The file of duplicates of each hash range. Writes all that are missing."""
+        """File of duplicates of each hash range. Missing files are written first."""
         count = min(_BUCKETS, max(self._tasks, -(-sum(self._document_counts) // _MAX_RANGE_HASHES)))
         paths = [self._folder / f"unit-{self._key}-{number:03d}-of-{count:03d}.twice" for number in range(count)]
         assigned = range(count * self._task // self._tasks, count * (self._task + 1) // self._tasks)
@@ -116,7 +116,7 @@ class Duplicates:
         unit_starts = np.cumsum([0, *map(len, parts)])
         rows = np.concatenate(parts)
         parts.clear()
-        order = np.argsort(rows["hash"], kind="stable")  # equal hashes stay in the order of units
+        order = np.argsort(rows["hash"], kind="stable")  # Equal hashes stay in the order of units.
         sorted_hashes = rows["hash"][order]
         is_duplicate = np.zeros(len(rows), bool)
         is_duplicate[order[1:][sorted_hashes[1:] == sorted_hashes[:-1]]] = True
@@ -134,9 +134,9 @@ def _write_file(path: Path, offsets: npt.NDArray[Any], rows: npt.NDArray[Any]) -
 
 
 def _is_complete(path: Path, offset_count: int, row_type: np.dtype[Any]) -> bool:
-    """Return whether a file exists and has the size that its last offset says.
+    """Return True if a file exists and has the size that follows from its last offset.
 
-    After a crash of the file system a file may be truncated or full of zeros.
+    After a crash of the file system, a file may be truncated or full of zeros.
     """
     size = path.stat().st_size if path.exists() else 0
     header_bytes = 8 * offset_count
@@ -146,7 +146,7 @@ def _is_complete(path: Path, offset_count: int, row_type: np.dtype[Any]) -> bool
 
 
 def _read_offsets(path: Path, count: int, first: int) -> npt.NDArray[np.int64]:
-    """Return `count` offsets of a file from number `first` on."""
+    """Return `count` offsets of a file, beginning with number `first`."""
     return np.fromfile(path, "<i8", count, offset=8 * first)
 
 

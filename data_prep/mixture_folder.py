@@ -1,8 +1,8 @@
-"""The data folder of a mixture: a subfolder for each source, filled like a data folder of its own, and one manifest.
+"""The data folder of a mixture: one subfolder for each source, which is a complete data folder, and one manifest.
 
 data_dir/NAME/…           the data folder of one source (data_prep/text_folder.py, data_prep/tokens_folder.py)
 data_dir/tokenizer.json   the tokenizer that all sources share
-data_dir/manifest.json    the shards of all sources in order, and which source each belongs to
+data_dir/manifest.json    the shards of all sources in order, and the source of each shard
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class MixtureFolder(DataFolder[Any, UnitManifest]):
 
     @property
     def inputs(self) -> list[Input]:
-        """The inputs of all sources."""
+        """Inputs of all sources."""
         return [source for folder in self.sources.values() for source in folder.inputs]
 
     @cached_property
     def _source_units(self) -> list[tuple[TextFolder, int]]:
-        """For each work unit the source's folder and the unit's number there."""
+        """For each work unit, the folder of its source and its number in this folder."""
         return [(folder, number) for folder in self.sources.values() for number in range(folder.unit_count)]
 
     @property
@@ -84,7 +84,7 @@ class MixtureFolder(DataFolder[Any, UnitManifest]):
     def prepare_inputs(self, log: Log) -> None:
         """Prepare each source.
 
-        Raises UserError if a file is in two sources, because one might train on what the other holds out.
+        Raises UserError if a file is in two sources: one source might train on documents that the other holds out.
         """
         source_names: dict[str, str] = {}  # by resolved path
         for name, folder in self.sources.items():
@@ -118,7 +118,7 @@ class MixtureFolder(DataFolder[Any, UnitManifest]):
         super().shard(task, tasks, log, striping)
 
     def combine_units(self, units: Sequence[UnitManifest], log: Log) -> None:
-        """Write the manifest of each source, then that of the mixture.
+        """Write the manifest of each source, and then the manifest of the mixture.
 
         Raises UserError if the sources' tokenizers differ.
         """
@@ -144,8 +144,8 @@ class MixtureFolder(DataFolder[Any, UnitManifest]):
         if len({manifest.bos_ids for manifest in manifests}) > 1:
             log(
                 "warning: data.mixture: documents of some sources begin with the special tokens that the tokenizer "
-                "adds, those of others do not. Prompts of tasks and of `generate` are encoded like the documents of "
-                f"{parts[0].name}: set data.add_special_tokens"
+                "adds, and documents of other sources do not. Prompts of evaluation tasks and of `generate` are "
+                f"encoded like the documents of {parts[0].name}: set data.add_special_tokens"
             )
         totals = {
             key: sum(getattr(manifest, key) for manifest in manifests)

@@ -1,6 +1,6 @@
-"""Stage prepare: decide in one process what the stage shard builds.
+"""The prepare stage: decide in one process what the shard stage builds.
 
-For text these are the tokenizer and the work units; for a custom model, the files of its arrays.
+For text, it writes the tokenizer and the work units. For a custom model, it lists the files of samples.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def open_data_folder(run: Run, package: Path = PACKAGE) -> DataFolder[Any, Any]:
 
 
 def open_finished_data_folder(run: Run) -> DataFolder[Any, Any]:
-    """Return the data folder of a run for reading only. Its keys cover the run's own copy of the code."""
+    """Return the data folder of a run for reading only. Its keys cover the copy of the code in the run directory."""
     return open_data_folder(run, run.code_dir / "data_prep")
 
 
@@ -42,7 +42,7 @@ def print_log(text: str) -> None:
 
 
 def missing_outputs(run: Run) -> str | None:
-    """Return why prepare is not done; None if its outputs validate."""
+    """Return why prepare is not done; None if its outputs are valid."""
     return open_finished_data_folder(run).find_prepare_problem()
 
 
@@ -59,12 +59,12 @@ def progress(run: Run) -> Progress:
 
 
 def check_inputs(run: Run) -> None:
-    """Raise UserError if the inputs cannot be used, as far as a quick check can find out."""
+    """Raise UserError if a quick check shows that the inputs cannot be used."""
     open_data_folder(run).check_inputs()
 
 
 def run_stage(run: Run, rank_info: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
-    """Run the stage. Only rank 0 works."""
+    """Run the stage. Only rank 0 does the work."""
     gc.enable()
     flag.exit_on_signal()
     if rank_info.rank == 0:

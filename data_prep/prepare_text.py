@@ -1,11 +1,11 @@
-"""The stage prepare for text: choose the tokenizer and the work units in one process, before any task starts.
+"""The prepare stage for text: choose the tokenizer and the work units in one process, before any task starts.
 
     1. Find the inputs.
-    2. Sample documents that are spread evenly over the inputs and not held out.
+    2. Take a sample of documents that are spread evenly over the inputs and not held out.
     3. Train a byte-level BPE on the sample, or copy the given `tokenizer.json` (for dialogues also its chat template).
-    4. Split the inputs into work units of about one shard each, by the sample's bytes per token.
+    4. Split the inputs into work units of about one shard each, based on the bytes per token of the sample.
 
-Each step depends only on config and inputs, so a second run on another node writes the same bytes.
+Each step depends only on config and inputs, so the stage writes the same bytes on every node.
 """
 
 from __future__ import annotations
@@ -82,14 +82,14 @@ def prepare_tokenizer_and_units(
     bytes_per_token, unknown_fraction = _measure_tokens(encoder, sample)
     if unknown_fraction:
         path = data.tokenizer.path
-        loss = f"{unknown_fraction:.2%} of the tokens stand for text that {path} does not know, and which is lost"
+        problem = f"{unknown_fraction:.2%} of the tokens are unknown tokens: {path} cannot encode their text"
         if unknown_fraction > _MAX_UNKNOWN_FRACTION:
             raise UserError(
                 "data.unknown_text",
-                f"data.tokenizer.path: {loss}, so bits per byte would be meaningless. Use a tokenizer that knows this "
-                "text, or set data.tokenizer: {kind: byte_bpe}, which encodes any text",
+                f"data.tokenizer.path: {problem}, so bits per byte would be meaningless. Use a tokenizer that can "
+                "encode this text, or set data.tokenizer: {kind: byte_bpe}, which can encode any text",
             )
-        summary += f"; {loss}, so bits per byte are too low"
+        summary += f"; {problem}, so bits per byte are too low"
     unit_count = count_units(total_bytes, data.shard_tokens, bytes_per_token)
     plan = WorkPlan(tuple(inputs), split_into_units(inputs, weights, unit_count))
     write_plan(folder / "units.json", plan)
@@ -98,7 +98,7 @@ def prepare_tokenizer_and_units(
 
 
 def _describe_ignored_files(data: DataConfig, inputs: Sequence[Input]) -> str:
-    """Return a description of files in the named folders that are no inputs; empty if there are none."""
+    """Return a description of files in the configured folders that are not inputs; empty if there are none."""
     folders = filter(os.path.isdir, map(os.path.expanduser, data.sources))
     paths = {os.path.abspath(path) for folder in folders for path in list_files(folder, [""])}
     ignored = paths - {source.path for source in inputs}
@@ -114,7 +114,8 @@ def _write_tokenizer(data: DataConfig, folder: Path, sample: Sequence[str], log:
     if config.path is None:
         content = train_bpe(sample, config.vocab_size, config.eos_token).encode()
     else:
-        load_encoder(config.path, config.eos_token, data.add_special_tokens)  # errors name the user's file
+        # Load the user's file, not the copy, so that errors name it.
+        load_encoder(config.path, config.eos_token, data.add_special_tokens)
         content = config.path.read_bytes()
     write_atomic(folder / "tokenizer.json", content)
     encoder = load_encoder(folder / "tokenizer.json", config.eos_token, data.add_special_tokens)
@@ -124,7 +125,7 @@ def _write_tokenizer(data: DataConfig, folder: Path, sample: Sequence[str], log:
 
 
 def _log_end_of_turn(encoder: Encoder, chat: Mapping[str, Any], log: Callable[[str], None]) -> None:
-    """Log which token ends the answers in these dialogues, or a warning if the model cannot learn to end them."""
+    """Log the token that ends the answers of dialogues, or a warning if the model cannot learn to end an answer."""
     turn = find_end_of_turn(ChatTemplate(chat["template"], chat["tokens"]), encoder.tokenizer)
     if turn.problem:
         log(
@@ -132,7 +133,8 @@ def _log_end_of_turn(encoder: Encoder, chat: Mapping[str, Any], log: Callable[[s
             "special token after each answer"
         )
     else:
-        log(f"prepare: answers end with {' or '.join(str(encoder.tokenizer.id_to_token(one)) for one in turn.ids)}")
+        names = [str(encoder.tokenizer.id_to_token(token_id)) for token_id in turn.ids]
+        log(f"prepare: answers end with {' or '.join(names)}")
 
 
 def take_sample(
@@ -143,13 +145,13 @@ def take_sample(
     record_reader: RecordReader | None = None,
     document_filter: DocumentFilter | None = None,
 ) -> list[str]:
-    """Return texts of at most `limit` bytes in all, spread evenly over the inputs, without held-out documents.
+    """Return texts of at most `limit` bytes in total, spread evenly over the inputs, without held-out documents.
 
-    If the inputs are no larger than `limit`, all documents are returned. Each place contributes its first documents;
-    if a place has too little text, later places contribute more. If the filter excludes nearly everything, the sample
-    is smaller than `limit`.
+    If the inputs are no larger than `limit`, all documents are returned. Otherwise the inputs are split into ranges,
+    and each range contributes its first documents. If a range has too little text, later ranges contribute more. If the
+    filter excludes nearly everything, the sample is smaller than `limit`.
     """
-    filtered_bytes = 0  # approximate size of the documents that the filter has checked at this place
+    filtered_bytes = 0  # approximate size of the documents of this range that the filter has checked
 
     def count_and_filter(document: Mapping[str, Any]) -> bool:
         nonlocal filtered_bytes
@@ -222,14 +224,14 @@ def _make_no_documents_error(
 
 
 def _measure_tokens(encoder: Encoder, sample: Sequence[str]) -> tuple[float, float]:
-    """Return the bytes of text per token, and the fraction of unknown tokens, by every n-th text of the sample."""
+    """Return the bytes of text per token and the fraction of unknown tokens, measured on a part of the sample."""
     step = sum(len(text) for text in sample) // _ESTIMATE_BYTES + 1
     texts = list(sample[::step])
     token_count = 0
     unknown_count = 0
     for tokens in encoder.encode(texts):
         token_count += len(tokens)
-        if encoder.unknown_id is not None:  # the last token is the end-of-text token
+        if encoder.unknown_id is not None:  # The last token is the end-of-text token and does not count.
             unknown_count += int((tokens[:-1] == encoder.unknown_id).sum())
     if not token_count:
         return 1.0, 0.0

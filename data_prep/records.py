@@ -1,14 +1,14 @@
 """Read prompts and dialogues (`data.records`): the text of a record, and which parts of it contribute to the loss.
 
-    prompts     {"prompt": …, "response": …}               Prompt and response one after the other. The response is
-                                                           learned, and the end-of-text token after it.
-    messages    {"messages": [{"role": …, "content": …}]}  The output of the tokenizer's chat template. What it writes
-                                                           for the assistant's messages is learned.
+    prompts     {"prompt": …, "response": …}               The text is the prompt followed by the response. The response
+                                                           and the end-of-text token after it are learned.
+    messages    {"messages": [{"role": …, "content": …}]}  The text is the output of the tokenizer's chat template. The
+                                                           text of the assistant's messages is learned.
 
 pipeline/data/chat_template.py runs chat templates. If a template has `{% generation %}` marks, the marked text is
-learned. Otherwise it also renders the dialogue up to before and after each answer, and both must be prefixes of the
-whole text. Template and special tokens come from the folder of `data.tokenizer.path`, or the template from
-`data.chat_template`. `prepare` saves them in `chat.json`.
+learned. Otherwise the template also renders the dialogue before and after each answer, and both results must be
+prefixes of the whole text. The template is `data.chat_template` or is in the folder of `data.tokenizer.path`, which
+also has the special tokens. `prepare` saves both in `chat.json`.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def build_chat_json(tokenizer: str | Path, eos_token: str, chat_template: str = 
     """Return the content of `chat.json`: the chat template and the special tokens. The same files give the same bytes.
 
     Args:
-        tokenizer: path of `tokenizer.json`. The files beside it have the special tokens and may have a chat template.
+        tokenizer: path of `tokenizer.json`. Its folder has files with special tokens, and may have a chat template.
         eos_token: `data.tokenizer.eos_token`.
         chat_template: `data.chat_template`; if it is empty, the template of the tokenizer's folder is used.
 
-    Raises UserError, naming the file, if there is no chat template or it cannot be used.
+    Raises UserError with the file if there is no chat template, or if it cannot be used.
     """
     folder = Path(tokenizer).parent
     settings_file = folder / "tokenizer_config.json"
@@ -82,15 +82,18 @@ def build_chat_json(tokenizer: str | Path, eos_token: str, chat_template: str = 
 
 
 def _find_used_tokens(template: str, tokenizer: Path, settings: Any, eos_token: str) -> dict[str, str]:
-    """Return those of `bos_token` and `eos_token` that a template uses, with the values of the exported tokenizer.
+    """Return the values of `bos_token` and `eos_token` in the exported tokenizer, if the template uses them.
 
-    The files beside `tokenizer.json` define them. Otherwise `bos_token` is the one token that the tokenizer puts before
-    a text, and `eos_token` is `data.tokenizer.eos_token`.
+    They are defined by files in the folder of `tokenizer.json`. If they are not, `bos_token` is the single token that
+    the tokenizer adds before a text, and `eos_token` is `data.tokenizer.eos_token`.
 
     Args:
+        template: the chat template.
+        tokenizer: path of `tokenizer.json`.
         settings: the content of tokenizer_config.json.
+        eos_token: `data.tokenizer.eos_token`.
 
-    Raises UserError if a token is defined nowhere.
+    Raises UserError if a token is not defined.
     """
     used = [name for name in ("bos_token", "eos_token") if uses_variable(template, name)]
     if not used:
@@ -124,9 +127,9 @@ def _find_used_tokens(template: str, tokenizer: Path, settings: Any, eos_token: 
 
 
 def make_record_reader(data: DataConfig, chat: bytes | None) -> RecordReader | None:
-    """Return the function that makes a record of an object; None if the data are plain text.
+    """Return the function that converts an object to a record; None if the data are plain text.
 
-    `chat` is the content of `chat.json`, for dialogues.
+    `chat` is the content of `chat.json` if the data are dialogues.
     """
     if data.records == "messages":
         return DialogueReader(json.loads(chat or b"")).read_dialogue
@@ -143,7 +146,7 @@ def _read_prompt(value: Mapping[str, Any]) -> Record:
 
 
 class DialogueReader:
-    """Renders dialogues with a chat template. `chat` is the parsed content of `chat.json`."""
+    """Render dialogues with a chat template. `chat` is the parsed content of `chat.json`."""
 
     def __init__(self, chat: Mapping[str, Any]) -> None:
         self.template = ChatTemplate(chat["template"], chat["tokens"])
@@ -158,16 +161,16 @@ class DialogueReader:
                 self.template.render(messages)
             except UnusableTemplateError:
                 raise
-            except ChatTemplateError:  # the template may require other roles
+            except ChatTemplateError:  # The template may require other roles.
                 continue
 
     def read_dialogue(self, value: dict[str, Any]) -> Record:
-        """Return the record of an object. Raises RejectedError if it has no dialogue, or nothing in it is learned."""
+        """Return the record of an object. Raises RejectedError if it has no dialogue, or if no text is learned."""
         messages = self._check_messages(value)
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if self.template.has_marks:
             answers = []
-        prefixes = [(len(messages), False)]  # number of messages, whether to add the generation prompt
+        prefixes = [(len(messages), False)]  # pairs: number of messages, and whether to add the generation prompt
         for index in answers:
             prefixes += [(index, True), (index + 1, False)]
         whole, *parts = self._render_prefixes(messages, prefixes)
@@ -179,7 +182,7 @@ class DialogueReader:
         return text, tuple(learned)
 
     def _check_messages(self, value: Mapping[str, Any]) -> list[dict[str, str]]:
-        """Return role and content of each message of an object. Raises RejectedError if anything is not supported."""
+        """Return role and content of each message of an object. Raises RejectedError if a message is not supported."""
         messages = value.get("messages")
         if not isinstance(messages, list) or not messages:
             raise RejectedError(f"no field 'messages' with a list of them; there are {shorten(str(list(value)), 200)}")
@@ -223,7 +226,7 @@ class DialogueReader:
         Args:
             text: the rendered dialogue.
             answers: the indices of the assistant's messages.
-            parts: for each answer the text rendered up to before it, and up to after it.
+            parts: for each answer, the rendered text before the answer, and the rendered text with the answer.
 
         Raises RejectedError if one of the parts is not a prefix of the whole text.
         """

@@ -1,15 +1,15 @@
 """The data folder of a run with a custom model: HDF5 files of samples, which are used in place.
 
     data_dir/prepare.json            each file: its size, modification time and arrays (offset, type, shape)
-    data_dir/shards/unit-00003.json  one file with its SHA-256, written by a task of the stage shard
-    data_dir/manifest.json           all files, and how many samples are held out
+    data_dir/shards/unit-00003.json  one file with its SHA-256, written by a task of the shard stage
+    data_dir/manifest.json           all files, and the number of held-out samples
 
 All three are a :class:`SampleManifest`. A sample is one row of each array. The loader maps contiguous datasets in the
-user's file, and reports a file that was truncated or changed later. The stage shard copies files with chunked or
-compressed arrays to `data_dir/shards/unit-00003.h5`, with contiguous arrays.
+user's file, and reports a file that was truncated or changed later. If a file has chunked or compressed arrays, the
+shard stage copies it to `data_dir/shards/unit-00003.h5`, with contiguous arrays.
 
-Held-out samples are those at the last positions of one fixed permutation of all rows (`SPLIT_SEED`). They are an exact
-fraction, spread over all files, and the same for every seed of a run.
+The samples at the last positions of one fixed permutation of all rows (`SPLIT_SEED`) are held out. They are an exact
+fraction, are spread over all files, and are the same for every seed of a run.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MAX_FILES_CHECKED = 100
 _BLOCK_BYTES = 1 << 26
 """Bytes of an array that are copied at once."""
 _MIN_DAMAGED_BYTES = 1 << 28
-"""An array is only compared with the size of its stored data if it claims more bytes than this."""
+"""The size of an array is compared with the size of its stored data only if the array is larger than this."""
 _SUPPORTED_TYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
 
 
@@ -69,7 +69,7 @@ class SamplesFolder(DataFolder[SampleManifest, SampleManifest]):
 
     @property
     def inputs(self) -> list[Input]:
-        """The files of samples."""
+        """Files of samples."""
         return [Input(entry.file, entry.size, entry.mtime_ns, "hdf5") for entry in self.prepared.train]
 
     @property
@@ -78,7 +78,7 @@ class SamplesFolder(DataFolder[SampleManifest, SampleManifest]):
         return len(self.prepared.train)
 
     def prepare_inputs(self, log: Log) -> None:
-        """Write `prepare.json`. Raises UserError, naming file and dataset, if the model cannot use an array."""
+        """Write `prepare.json`. Raises UserError with file and dataset if the model cannot use an array."""
         files = _describe_files(find_inputs(self.data, self.endings), self.model)
         prepared = SampleManifest(key=self.key, train=files)
         write_manifest(self.path / "prepare.json", prepared)
@@ -88,7 +88,7 @@ class SamplesFolder(DataFolder[SampleManifest, SampleManifest]):
             log(f"prepare: {len(packed_bytes)} files have chunked arrays: the stage shard unpacks {total:,.3f} GB")
 
     def check_inputs(self) -> list[str]:
-        """Also check, in a child process, that the first files have the arrays that the model needs."""
+        """Check the inputs and, in a child process, whether the first files have the arrays that the model needs."""
         files = super().check_inputs()
         first, *others = files[:MAX_FILES_CHECKED]
         call_in_child_process(
@@ -115,7 +115,7 @@ class SamplesFolder(DataFolder[SampleManifest, SampleManifest]):
         return manifest if entry.model_copy(update={"sha256": ""}) == prepared else None
 
     def build_unit(self, unit: int) -> bool:
-        """Hash one file, or unpack it. Return False if that is done already."""
+        """Hash or unpack one file. Return False if this is already done."""
         if self.load_unit(unit) is not None:
             return False
         self.remove_leftovers(unit)
@@ -150,7 +150,7 @@ def check_sample_files(path: str, target: str, folder: str, *others: str) -> Non
 
 
 def _describe_files(sources: Sequence[Input], model: UserModel) -> tuple[SampleFile, ...]:
-    """Return the entries of all files. Raises UserError, naming file and dataset, if the model cannot use an array."""
+    """Return the entries of all files. Raises UserError with file and dataset if the model cannot use an array."""
     files = tuple(_describe_file(source, model) for source in sources)
     for entry in files[1:]:
         for name, array in entry.arrays.items():
@@ -165,7 +165,7 @@ def _describe_files(sources: Sequence[Input], model: UserModel) -> tuple[SampleF
 
 
 def _describe_file(source: Input, model: UserModel) -> SampleFile:
-    """Return the entry of one file. Raises UserError, naming the dataset, if the model cannot use an array."""
+    """Return the entry of one file. Raises UserError with the dataset if the model cannot use an array."""
     path = source.path
     datasets, top_level = describe_datasets(path, [*model.arrays])
     arrays: dict[str, ArrayEntry] = {}
@@ -186,8 +186,8 @@ def _describe_file(source: Input, model: UserModel) -> SampleFile:
         if not dataset.is_virtual and dataset.nbytes > max_bytes:
             raise UserError(
                 "data.damaged_file",
-                f"{path}: {name} claims {dataset.nbytes:,} bytes, but only {dataset.stored:,} are stored: it is "
-                "damaged or nearly empty: write it again",
+                f"{path}: {name} should have {dataset.nbytes:,} bytes, but only {dataset.stored:,} are stored: the "
+                "file is damaged or nearly empty: write it again",
             )
         offset = NOT_MAPPABLE if dataset.offset is None else dataset.offset
         arrays[name] = ArrayEntry(offset=offset, dtype=dataset.dtype.name, shape=dataset.shape)
@@ -207,7 +207,7 @@ def _describe_file(source: Input, model: UserModel) -> SampleFile:
 
 
 def _check_lengths(path: str, max_length: int | None) -> None:
-    """Raise UserError if the lengths of a file's samples are not from 1 to `max_length`, the shortest padded axis."""
+    """Raise UserError if a length is not from 1 to `max_length`, which is the shortest padded dimension."""
     blocks = [(block.min(), block.max()) for block in read_rows(path, LENGTHS_ARRAY, _BLOCK_BYTES // 8)]
     shortest = min(low for low, _ in blocks)
     longest = max(high for _, high in blocks)
@@ -224,7 +224,7 @@ def _hash_entry(entry: SampleFile) -> str:
 
 
 def _count_bytes(entry: SampleFile) -> int:
-    """Return the size of a file's arrays in memory in bytes."""
+    """Return the bytes of a file's arrays in memory."""
     import numpy as np
 
     return sum(math.prod(array.shape) * np.dtype(array.dtype).itemsize for array in entry.arrays.values())
@@ -233,8 +233,8 @@ def _count_bytes(entry: SampleFile) -> int:
 def _unpack_file(entry: SampleFile, data_dir: Path, name: str) -> SampleFile:
     """Write the arrays of a file contiguously to the file `name` in the data folder, and return its entry.
 
-    Needs memory for one chunk of the file, or `_BLOCK_BYTES`. Raises UserError if the file cannot be read, for example
-    because an HDF5 filter is not installed, and OSError if writing fails.
+    This needs memory for one chunk of the file, or `_BLOCK_BYTES`. Raises UserError if the file cannot be read, for
+    example because an HDF5 filter is not installed. Raises OSError if writing fails.
     """
     import h5py
 

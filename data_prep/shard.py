@@ -1,8 +1,8 @@
-"""Stage shard: write documents to HDF5 shards in several tasks.
+"""The shard stage: write documents to HDF5 shards in several Slurm array tasks.
 
-Unit `u` belongs to task `u % tasks`, so the tasks need no process group. A task that finds all units written validates
-them and writes the manifest. Two tasks may do this at once: they write the same bytes and rename atomically. For a
-custom model a unit is one file of its samples, which the task hashes.
+Work unit `u` belongs to task `u % tasks`, so the tasks need no process group. When all units are written, a task
+validates them and writes the manifest. Two tasks may do this at the same time, because they write the same bytes and
+rename the file atomically. For a custom model, a unit is one file of samples, and the task hashes it.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ _MAX_INPUTS_COMPARED = 1000
 
 
 def missing_outputs(run: Run) -> str | None:
-    """Return why shard is not done; None if the manifest and all shards validate (by size)."""
+    """Return why shard is not done; None if the manifest is valid and all shards have their recorded sizes."""
     return open_finished_data_folder(run).find_shard_problem()
 
 
 def missing_inputs(run: Run) -> str | None:
-    """Return which input is missing or has changed, by a check of some of them; None if none is found.
+    """Return which input is missing or has changed, according to a check of some inputs; None if there is none.
 
-    If the stage is finished, return which of its outputs is missing.
+    If the stage is done, return which of its outputs is missing.
     """
     folder = open_finished_data_folder(run)
-    with suppress(InputError, OSError):  # prepare reports its own problems; or another user runs the check
+    # The prepare stage reports InputErrors itself. An OSError occurs if another user runs the check.
+    with suppress(InputError, OSError):
         if (folder.path / "manifest.json").exists():
             return folder.find_shard_problem()
         checked = folder.inputs[:: len(folder.inputs) // MAX_INPUTS_CHECKED + 1]
@@ -47,7 +48,7 @@ def missing_inputs(run: Run) -> str | None:
 def resume_note(run: Run) -> str | None:
     """Return a note if files of the source are new or have changed since the shards were made; otherwise None.
 
-    Removed files are ignored, because nothing needs them any more.
+    Removed files are ignored, because they are no longer needed.
     """
     folder = open_finished_data_folder(run)
     with suppress(UserError, OSError):

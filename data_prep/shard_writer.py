@@ -1,20 +1,20 @@
-"""Write HDF5 shards: files of tokens that any HDF5 tool reads, and that a loader maps like raw memory.
+"""Write HDF5 shards: files of tokens that any HDF5 tool can read, and that a loader can map into memory.
 
     tokens      uint16 or uint32, little-endian, shape (tokens,), contiguous: neither chunked nor compressed
     mask        uint8, same shape, only for prompts and dialogues: whether a token is learned (bit 1) and whether it
                 begins a document (bit 2)
-    documents   int64, shape (documents + 1,): where each document starts in `tokens`; the last is the number of tokens
+    documents   int64, shape (documents + 1,): start of each document in `tokens`; the last is the number of tokens
     attributes  format_version, tokenizer_sha256, source
 
 A document ends with the end-of-text token. If it does not fit into a file, it continues in the unit's next file, but
-counts only in the file where it starts. So the first tokens of a file may belong to an earlier document, and a file
-within one long document has `documents` = [tokens].
+counts only in the file in which it starts. The first tokens of a file may therefore belong to an earlier document, and
+a file inside one long document has `documents` = [tokens].
 
 Prompts and dialogues are not split across windows of `data.sequence_length` tokens, so that an answer stays with its
-question. Before one that does not fit, the window is padded with end-of-text tokens that are not learned. So is the
-last window of a file, plus one token as its last target. Only a record longer than a window is split.
+question. If a record does not fit, the rest of the window is padded with end-of-text tokens that are not learned. The
+last window of a file is padded as well, and has one more token as its last target. Only longer records are split.
 
-Equal tokens give equal bytes: HDF5 writes no times, and one fixed version of its format.
+Equal tokens give equal bytes, because the files contain no times and have a fixed version of the HDF5 format.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _BLOCK_TOKENS = 1 << 21
 
 
 class ShardWriter:
-    """Writes a stream of documents to `shards/PREFIX-00.h5`, `-01.h5`, … of at most `limit` tokens each.
+    """Write a stream of documents to `shards/PREFIX-00.h5`, `-01.h5`, … of at most `limit` tokens each.
 
-    HDF5 needs to know the length of a contiguous dataset in advance, so tokens are collected in an unnamed temporary
-    file, not in memory. Each shard appears under its name complete or not at all.
+    HDF5 needs the length of a contiguous dataset in advance, so tokens are collected in an unnamed temporary file. A
+    shard gets its name when it is complete.
 
     Args:
         data_dir: the data folder.
@@ -50,7 +50,7 @@ class ShardWriter:
         dtype: element type of the tokens.
         attributes: attributes of each file.
         window: window size in tokens for documents with a mask; None for documents without.
-        eos_id: the end-of-text token, with which windows are padded.
+        eos_id: the end-of-text token, which also pads windows.
     """
 
     def __init__(
@@ -86,9 +86,9 @@ class ShardWriter:
         """Append a document.
 
         Args:
-            tokens: its tokens with the end-of-text token, shape (n,).
-            text_bytes: size of its text in UTF-8.
-            mask: its mask, shape (n,), if the writer has windows.
+            tokens: tokens of the document with the end-of-text token, shape (n,).
+            text_bytes: size of the document's text in UTF-8.
+            mask: mask of the document, shape (n,), if the writer has windows.
         """
         if self._window is not None:
             remaining = -self._token_count % self._window
@@ -153,17 +153,17 @@ class ShardWriter:
 
 
 class DeferredErrorFile(io.FileIO):
-    """A file that keeps its first write error in `error`, and ignores all later writes.
+    """A file that stores its first write error in `error`, and ignores all later writes.
 
-    HDF5 writes late, also while it closes a file. h5py does not report an error there as OSError, and the file stays
-    open inside the library, which tries to write again when the process ends. Therefore HDF5 is allowed to finish, and
-    the caller raises `error` afterwards.
+    HDF5 also writes while it closes a file. h5py does not report such an error as OSError. The file then stays open
+    inside the library, which tries to write again when the process exits. Here HDF5 can close the file, and the caller
+    raises `error` afterwards.
     """
 
     error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Write all of `data`. (One system call writes at most 2 GiB.)"""
+        """Write all of `data`, with several system calls if needed, because one call writes at most 2 GiB."""
         view = memoryview(data).cast("B")
         done = 0
         try:
@@ -174,7 +174,7 @@ class DeferredErrorFile(io.FileIO):
         return len(view)
 
     def truncate(self, size: int | None = None) -> int:
-        """Set the file's size."""
+        """Set the size of the file."""
         try:
             return self.tell() if self.error else super().truncate(size)
         except OSError as error:
@@ -193,14 +193,14 @@ def write_shard(
 
     Args:
         path: the file.
-        buffers: for each dataset a file with its content and the element type.
+        buffers: for each dataset, a file with its content, and the element type.
         count: number of elements of each dataset, greater than 0.
-        documents: where each document starts, shape (documents + 1,).
+        documents: start of each document, shape (documents + 1,).
         attributes: attributes of the file.
 
     Returns: the byte offsets of the datasets in the file.
 
-    Raises OSError if writing fails, and then leaves no file.
+    Raises OSError if writing fails. There is no file in this case.
     """
     with replace_atomically(path) as temporary, DeferredErrorFile(temporary, "w+") as disk:
         with h5py.File(disk, "w", libver=("earliest", "v108")) as file:

@@ -3,10 +3,10 @@
 Byte-level BPE (Sennrich et al., arXiv 1508.07909, on bytes as in GPT-2): the alphabet is all 256 bytes, so any text can
 be encoded and decoded exactly. Training and encoding use the package `tokenizers`.
 
-The end-of-text token follows each document, and its id means nothing else: if a text contains the token's name, the
-name is encoded as plain characters. (`tokenizers` calls this `encode_special_tokens`, a property of the loaded object,
-not of the file.) With `data.add_special_tokens`, documents also get the special tokens of the tokenizer's
-post-processor, as in transformers: Llama's and Mistral's beginning-of-sequence token, for example.
+The end-of-text token follows each document and has no other use. If a text contains the name of the token, the name is
+encoded as plain characters (`encode_special_tokens` in `tokenizers`, a property of the loaded object, not of the file).
+With `data.add_special_tokens`, documents also get the special tokens of the tokenizer's post-processor, as in
+transformers. An example is the beginning-of-sequence token of Llama and Mistral.
 """
 
 from __future__ import annotations
@@ -82,15 +82,16 @@ class Encoder:
 
     @cached_property
     def unknown_id(self) -> int | None:
-        """The id for text that the tokenizer cannot encode; None if there is no such token."""
-        model = json.loads(self.tokenizer.to_str())["model"]  # the object of a Unigram model has no such attribute
+        """Id of text that the tokenizer cannot encode; None if there is no such id."""
+        # The JSON is parsed because the object of a Unigram model has no attribute for it.
+        model = json.loads(self.tokenizer.to_str())["model"]
         name = model.get("unk_token")
         return model.get("unk_id") if name is None else self.tokenizer.token_to_id(name)
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """Return the tokens of each text with its special tokens, the end-of-text token last: 1-d arrays of `dtype`.
+        """Return the tokens of each text as 1-d arrays of `dtype`, with special tokens and the end-of-text token.
 
-        If the same token begins and ends a document, it is written once between two documents.
+        If the same token begins and ends documents, there is only one between two documents.
         """
         bos_ids = () if self.bos_ids == (self.eos_id,) else self.bos_ids
         end_ids = self.end_ids
@@ -99,7 +100,7 @@ class Encoder:
             ids = encoding.ids
             ids[:0] = bos_ids
             ids += end_ids
-            documents.append(np.fromiter(ids, self.dtype, len(ids)))  # twice as fast as np.array
+            documents.append(np.fromiter(ids, self.dtype, len(ids)))  # This is twice as fast as np.array.
         return documents
 
     def encode_records(
@@ -107,13 +108,13 @@ class Encoder:
     ) -> list[EncodedRecord]:
         """Encode records with their masks.
 
-        A token that overlaps a learned span of characters is learned, except the first token of a record, which has
-        nothing before it.
+        A token that overlaps a learned span of characters is learned. The first token of a record is never learned,
+        because no token precedes it.
 
         Args:
             records: prompts with responses, or dialogues.
-            chat: the chat template has written all special tokens, by their names, so none are added. Otherwise special
-                tokens are added as to any text, and those at the end are learned.
+            chat: whether the records are dialogues. The chat template has then written the names of all special tokens,
+                so no token is added. Otherwise special tokens are added as to any text. Those at the end are learned.
             max_tokens: number of tokens after which a record is truncated; None: never.
         """
         bos_ids, end_ids = ((), ()) if chat else (self.bos_ids, self.end_ids)
@@ -123,7 +124,7 @@ class Encoder:
         for record, encoding in zip(records, encodings, strict=True):
             tokens = np.array([*bos_ids, *encoding.ids, *end_ids], dtype=self.dtype)
             offsets = [*[(0, 0)] * len(bos_ids), *encoding.offsets, *[(0, 0)] * len(end_ids)]
-            starts, ends = np.array(offsets).reshape(-1, 2).T  # characters of each token; (0, 0) for added ones
+            starts, ends = np.array(offsets).reshape(-1, 2).T  # character span of each token; (0, 0) for added tokens
             mask = np.zeros(len(tokens), np.uint8)
             for first, last in record.learned:
                 mask[(starts < last) & (ends > first)] = MASK_LEARNED
@@ -140,7 +141,7 @@ class Encoder:
 
 
 def check_tokenizer(path: str, eos_token: str, add_special_tokens: str) -> None:
-    """Raise UserError as `load_encoder` does; `add_special_tokens` is given as JSON."""
+    """Raise UserError as `load_encoder` does. `add_special_tokens` is JSON."""
     load_encoder(path, eos_token, json.loads(add_special_tokens))
 
 
@@ -148,11 +149,16 @@ def load_encoder(path: str | Path, eos_token: str, add_special_tokens: Literal["
     """Load a `tokenizer.json`.
 
     Args:
+        path: the file.
         eos_token: name of the end-of-text token.
-        add_special_tokens: as `data.add_special_tokens`.
+        add_special_tokens: value of `data.add_special_tokens`.
 
-    Raises UserError, naming the file, if it cannot be read, has no `eos_token`, encodes the token's name in a text as
-    the token itself, or if `add_special_tokens` is True and it has no special tokens to add.
+    Raises UserError with the file if:
+
+    - the file cannot be read or has no `eos_token`,
+    - it encodes the name of this token in a text as the token itself,
+    - `add_special_tokens` is True, but the post-processor adds no token,
+    - the post-processor adds an id that is not in the vocabulary.
     """
     try:
         tokenizer = Tokenizer.from_str(open_regular_file(path).read().decode())
@@ -162,7 +168,7 @@ def load_encoder(path: str | Path, eos_token: str, add_special_tokens: Literal["
         raise UserError(
             "data.no_tokenizer", f"data.tokenizer.path: {path} is a folder: name the tokenizer.json in it"
         ) from None
-    except Exception as error:  # the package raises bare Exception for a file that it does not understand
+    except Exception as error:  # The package raises Exception itself if it cannot parse a file.
         raise UserError(
             "data.invalid_tokenizer",
             f"{path} is not a readable tokenizer.json: {error}. For a SentencePiece model, or vocab.json with "
@@ -173,7 +179,7 @@ def load_encoder(path: str | Path, eos_token: str, add_special_tokens: Literal["
         raise UserError(
             "data.no_eos_token", f"{path} has no token {eos_token!r}: set data.tokenizer.eos_token to one that it has"
         )
-    tokenizer.add_special_tokens([AddedToken(eos_token, special=True, normalized=False)])  # keeps its id
+    tokenizer.add_special_tokens([AddedToken(eos_token, special=True, normalized=False)])  # The token keeps its id.
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
     tokenizer.no_padding()

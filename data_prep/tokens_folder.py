@@ -1,13 +1,13 @@
 """The data folder of a run on existing tokens (`data.records: tokens`): files are used in place, not copied.
 
     data_dir/tokenizer.json, units.json, prepare.json   as for text; a unit is a range of tokens of a file
-    data_dir/shards/unit-00003.json                     its sha256, and where it is in the file
-    data_dir/manifest.json                              all of them
+    data_dir/shards/unit-00003.json                     the SHA-256 of the range and its position in the file
+    data_dir/manifest.json                              all ranges
 
 A range has at most `data.shard_tokens` tokens, so that several tasks can read a large file and several ranks can verify
-it. Many small files share a unit. Held out is the end of each file: the last `data.held_out` of its tokens, starting at
-the nearest end of a document. Training separates documents by their end-of-text token. A file whose index has documents
-without this token is therefore an error; `data import` copies it and adds the token.
+it. Many small files share a unit. The end of each file is held out: about the last `data.held_out` of its tokens, from
+the nearest end of a document on. Training separates documents by their end-of-text token. If documents of a file's
+index do not have this token, the file is an error; `data import` copies it and adds the token.
 """
 
 from __future__ import annotations
@@ -33,25 +33,30 @@ if TYPE_CHECKING:
     from data_prep.tokenizer import Encoder
 
 MAX_FILES_CHECKED_EARLY = 100
-"""Number of files that are checked before the run is created; `prepare` checks all."""
+"""Number of files that are checked before the run is created. The prepare stage checks all files."""
 TOKEN_ENDINGS = dict.fromkeys((".bin", ".ds", ".h5", ".hdf5", ".arrow", ".tar", ".tar.gz"), "tokens")
-_SEARCH_BLOCK = 1 << 20  # tokens that are searched at once for the end of a document
+_SEARCH_BLOCK = 1 << 20
+"""Number of tokens that are searched at once for the end of a document."""
 MANY_UNITS = 512
 """If there are more ranges than this, small ones share a unit, because each unit costs a file and an fsync."""
 
 
 def group_into_units(ranges: Sequence[InputRange], max_tokens: int) -> tuple[tuple[InputRange, ...], ...]:
-    """Group ranges into units, in order: one per unit, or, if there are many, several of `max_tokens` in total."""
+    """Group ranges into units, in order.
+
+    A unit has one range. If there are more than `MANY_UNITS` ranges, a unit has several ranges, with at most
+    `max_tokens` tokens in total.
+    """
     if len(ranges) <= MANY_UNITS:
-        return tuple((one,) for one in ranges)
+        return tuple((token_range,) for token_range in ranges)
     units: list[list[InputRange]] = []
     unit_tokens = 0
-    for one in ranges:
-        tokens = one.end - one.start
+    for token_range in ranges:
+        tokens = token_range.end - token_range.start
         if not units or unit_tokens + tokens > max_tokens:
             units.append([])
             unit_tokens = 0
-        units[-1].append(one)
+        units[-1].append(token_range)
         unit_tokens += tokens
     return tuple(map(tuple, units))
 
@@ -63,7 +68,7 @@ class TokensFolder(TextFolder):
     endings = TOKEN_ENDINGS
 
     def check_inputs(self) -> list[str]:
-        """Also check, in a child process with h5py and numpy, that the first files can be mapped."""
+        """Check the inputs and, in a child process with h5py and numpy, whether the first files can be mapped."""
         files = super().check_inputs()
         call_in_child_process("data_prep.token_files", "check_mappable", *files[:MAX_FILES_CHECKED_EARLY])
         return files
@@ -115,19 +120,22 @@ class TokensFolder(TextFolder):
         log(f"prepare: {summary}")
 
     def _starts_with_bos(self, file: TokenFile, encoder: Encoder) -> bool:
-        """Return whether the file's first document starts with the tokens that the tokenizer adds there."""
+        """Return True if the file's first document starts with the tokens that the tokenizer adds before a text."""
         assert file.tokens is not None
         count = len(encoder.bos_ids)
         first = file.read_tokens(0, min(count + 1, file.tokens)).tolist()
-        if first[:1] == [encoder.eos_id] != list(encoder.bos_ids[:1]):  # llm.c starts documents with it
+        if first[:1] == [encoder.eos_id] != list(encoder.bos_ids[:1]):  # llm.c begins documents with this token.
             first = first[1:]
         return tuple(first[:count]) == encoder.bos_ids
 
     def _choose_bos_ids(self, encoder: Encoder, have_bos: Set[bool], log: Log) -> tuple[int, ...]:
-        """Return the tokens that documents start with; `have_bos`: whether files start with those of the tokenizer."""
+        """Return the special tokens with which documents start.
+
+        `have_bos` contains the result of `_starts_with_bos` for each file.
+        """
         setting = self.data.add_special_tokens
         if encoder.bos_ids and (False in have_bos if setting is True else len(have_bos) > 1):
-            names = " ".join(str(encoder.tokenizer.id_to_token(one)) for one in encoder.bos_ids)
+            names = " ".join(str(encoder.tokenizer.id_to_token(token_id)) for token_id in encoder.bos_ids)
             log(
                 f"warning: some files do not start with {names}, which the tokenizer adds before a text. Prompts of "
                 f"evaluation tasks and of `generate` get {'it' if setting is True else 'nothing'} anyway "
@@ -141,7 +149,7 @@ class TokensFolder(TextFolder):
         return [start + (stop - start) * number // count for number in range(count)]
 
     def build_unit(self, unit: int) -> bool:
-        """Check the ranges of one unit and write its manifest. Also raises UserError for ids outside the vocabulary."""
+        """Check the ranges of one unit and write its manifest. Raises UserError if an id is outside the vocabulary."""
         from data_prep.token_files import require_mappable
 
         if self.load_unit(unit) is not None:
@@ -151,17 +159,17 @@ class TokensFolder(TextFolder):
         self._check_inputs(ranges)
         train = list[ShardEntry]()
         held_out = list[ShardEntry]()
-        for index, ranges_of_file in groupby(ranges, lambda one: one.input):
-            file = require_mappable(self.inputs[index].path, check=False)  # `prepare_inputs` has checked its index
-            for one in ranges_of_file:
-                entry, is_held_out = self._describe_range(file, one)
+        for index, ranges_of_file in groupby(ranges, lambda token_range: token_range.input):
+            file = require_mappable(self.inputs[index].path, check=False)  # `prepare_inputs` has checked the index.
+            for token_range in ranges_of_file:
+                entry, is_held_out = self._describe_range(file, token_range)
                 (held_out if is_held_out else train).append(entry)
-        self._check_inputs(ranges)  # an input that changed meanwhile must not get a manifest
+        self._check_inputs(ranges)  # If an input changed meanwhile, there must be no manifest of the unit.
         self._write_unit_manifest(unit, train, held_out, lines=(0,) * len(ranges))
         return True
 
     def _describe_range(self, file: TokenFile, input_range: InputRange) -> tuple[ShardEntry, bool]:
-        """Read a range of tokens; return its entry of the manifest, and whether it is held out."""
+        """Return the manifest entry of a range of tokens, and whether the range is held out. Reads all its tokens."""
         from data_prep.token_files import MAPPABLE_TYPES
 
         index, start, end = input_range
@@ -175,7 +183,8 @@ class TokensFolder(TextFolder):
         if source.path not in self._held_out_starts:
             self._held_out_starts[source.path] = self._find_held_out_start(file, self.prepared.eos_id)
         held_out = self._held_out_starts[source.path] <= start < file.tokens
-        # The hash of the first range also covers what precedes the tokens in the file, that of the last what follows.
+        # The hash of the first range also covers the file's bytes before the tokens. The hash of the last range also
+        # covers the bytes after them.
         first_byte = tokens.offset or 0 if start else 0
         end_byte = (file.select_range(end, end).offset if end < file.tokens else source.size) or 0
         entry = ShardEntry(
@@ -192,7 +201,10 @@ class TokensFolder(TextFolder):
         return entry, held_out
 
     def _scan_tokens(self, file: TokenFile, eos_id: int, vocab_size: int) -> TokenStatistics:
-        """Read all tokens. Also raises UserError for documents of the index that do not end with `eos_id`."""
+        """Read all tokens and return statistics.
+
+        Raises UserError as `scan_tokens` does, and if a document of the index does not end with `eos_id`.
+        """
         from data_prep.token_files import scan_tokens
 
         statistics = scan_tokens(file, eos_id, vocab_size)
@@ -207,21 +219,21 @@ class TokensFolder(TextFolder):
 
     @cached_property
     def _held_out_starts(self) -> dict[str, int]:
-        """Results of `_find_held_out_start` by file, found once for all its ranges."""
+        """Cache of `_find_held_out_start` by file, because a file has several ranges."""
         return {}
 
     def _find_held_out_start(self, file: TokenFile, eos_id: int) -> int:
-        """Return the token at which held-out data starts: the end of the document nearest to the desired position.
+        """Return the position of the first held-out token: the document end that is nearest to the desired position.
 
-        Return the number of tokens (nothing is held out) if `data.held_out` is 0, or if even the nearest end would hold
-        out twice as much as desired or nothing.
+        Return the number of tokens (nothing is held out) if `data.held_out` is 0. Also return it if the nearest end
+        would hold out nothing, or twice as much as desired.
         """
         import numpy as np
 
         assert file.tokens is not None
         held_out_tokens = int(file.tokens * self.data.held_out)
         desired = file.tokens - held_out_tokens
-        last = file.tokens - 1  # an end-of-text token here leaves nothing to hold out
+        last = file.tokens - 1  # If the only end is here, nothing would be held out.
         for near in range(0, held_out_tokens, _SEARCH_BLOCK):
             far = min(near + _SEARCH_BLOCK, held_out_tokens)
             ends: list[int] = []
@@ -236,9 +248,9 @@ class TokensFolder(TextFolder):
         return file.tokens
 
     def combine_units(self, units: Sequence[UnitManifest], log: Log) -> None:
-        """Also log the files of which nothing is held out although `data.held_out` is not 0."""
+        """Write the manifest, and log the files without held-out tokens if `data.held_out` is not 0."""
         split_files = {entry.file for unit in units for entry in unit.held_out}
-        if self.data.held_out and (files := [one.path for one in self.inputs if one.path not in split_files]):
+        if self.data.held_out and (files := [source.path for source in self.inputs if source.path not in split_files]):
             log(
                 f"shard: nothing is held out of {len(files)} files, because no document ends at a suitable place: "
                 f"{files[0]}, …"
@@ -249,4 +261,4 @@ class TokensFolder(TextFolder):
         """Return the UTF-8 bytes of the text of held-out tokens, for bits per byte."""
         decode = self.encoder.tokenizer.decode
         documents = tokens._replace(document_ends=None).iterate_documents(self.prepared.eos_id)
-        return sum(len(decode(one.tolist(), skip_special_tokens=True).encode()) for one in documents)
+        return sum(len(decode(document.tolist(), skip_special_tokens=True).encode()) for document in documents)

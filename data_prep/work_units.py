@@ -1,13 +1,14 @@
-"""Work units: how the inputs are split, once, so that any number of tasks writes the same bytes.
+"""Work units: the inputs are split once, so that any number of tasks writes the same bytes.
 
-All inputs are placed end to end on one line, each as long as its size. Of n units, unit i owns the stretch
-[i * L / n, (i + 1) * L / n) of a line of length L:
+Imagine all inputs concatenated, with a total length L. Of n units, unit i has the range [i * L / n, (i + 1) * L / n):
 
 - A format that can be split (plain .jsonl, .txt by lines) is split just before these boundaries, at multiples of a
-  power of two that is about a hundredth of a unit. If a file grows by a few bytes, hardly any split elsewhere moves.
+  power of two that is about a hundredth of a unit. If a file grows by a few bytes, the splits of other files hardly
+  ever move.
 - A file that cannot be split, or a row group of parquet, belongs to the unit in which it starts.
 
-So many small files share a unit, and a large file is spread over many. `units.json` contains the inputs and the units.
+Many small files therefore share a unit, and a large file is spread over many units. `units.json` contains the inputs
+and the units.
 """
 
 from __future__ import annotations
@@ -22,9 +23,12 @@ from typing import NamedTuple
 from data_prep.documents import Input, read_row_group_sizes
 from pipeline.base.files import write_atomic
 
-MIN_UNITS = 4  # so that several tasks can share small data
+MIN_UNITS = 4
+"""Minimum number of units, so that several tasks can share small data."""
 MIN_UNIT_BYTES = 1 << 16
-_FILL = 0.9  # planned fraction of a shard; some texts need more tokens per byte than the sample did
+"""Minimum size of a unit, which has priority over `MIN_UNITS`."""
+_FILL = 0.9
+"""Planned fraction of a full shard. It is below 1 because some texts have more tokens per byte than the sample."""
 
 
 Weights = Sequence[Sequence[int]]
@@ -48,15 +52,15 @@ class WorkPlan(NamedTuple):
 
 
 def is_held_out(text: bytes, fraction: float) -> bool:
-    """Return whether a document (its UTF-8 bytes) is held out: if its SHA-256, scaled to [0, 1), is below `fraction`.
+    """Return True if a document is held out: if the SHA-256 of its UTF-8 bytes, scaled to [0, 1), is below `fraction`.
 
-    Only the text matters, so duplicates are on the same side, whatever their file or position.
+    The result depends on the text only. Duplicates are therefore either all held out or all in the training data.
     """
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") < fraction * 2**64
 
 
 def count_units(total_bytes: int, shard_tokens: int, bytes_per_token: float) -> int:
-    """Return the number of units: each fills about one shard, but large enough data has at least a few."""
+    """Return the number of units. A unit fills about one shard, but there are at least `MIN_UNITS` if possible."""
     full_shards = total_bytes / (shard_tokens * bytes_per_token * _FILL)
     return max(1, int(full_shards) + 1, min(MIN_UNITS, total_bytes // MIN_UNIT_BYTES))
 
@@ -64,20 +68,21 @@ def count_units(total_bytes: int, shard_tokens: int, bytes_per_token: float) -> 
 def measure_inputs(inputs: Sequence[Input], text_field: str) -> Weights:
     """Estimate the bytes of text in each input, or in each row group of parquet. Raises UserError as reading does."""
     return [
-        read_row_group_sizes(one.path, text_field) if one.format == "parquet" else [one.text_bytes] for one in inputs
+        read_row_group_sizes(source.path, text_field) if source.format == "parquet" else [source.text_bytes]
+        for source in inputs
     ]
 
 
 def split_into_units(inputs: Sequence[Input], weights: Weights, count: int) -> tuple[tuple[InputRange, ...], ...]:
-    """Split the inputs into at most `count` units; units that would own nothing are omitted.
+    """Split the inputs into at most `count` units. Units without a range are omitted.
 
-    The ranges of one input are disjoint and cover it. Empty inputs have none.
+    The ranges of an input are disjoint and cover it. Empty inputs have no range.
     """
     total = sum(map(sum, weights))
     boundaries = [total * unit // count for unit in range(count + 1)]
     grid = 1 << max(0, (total // count).bit_length() - 7)
     units: list[list[InputRange]] = [[] for _ in range(count)]
-    position = 0  # on the line of all inputs
+    position = 0  # in the concatenation of all inputs
     for index, source in enumerate(inputs):
         for number, weight in enumerate(weights[index]):
             first_unit = bisect_right(boundaries, position) - 1
@@ -93,7 +98,7 @@ def split_into_units(inputs: Sequence[Input], weights: Weights, count: int) -> t
                     if high == stop:
                         break
             elif source.format == "parquet":
-                # A row group without text still has rows to count, also at the end of the line.
+                # A row group without text still has rows to count, even at the end of the inputs.
                 ranges = units[min(first_unit, count - 1)]
                 extends_last = bool(ranges) and (ranges[-1].input, ranges[-1].end) == (index, number)
                 start = ranges.pop().start if extends_last else number
@@ -105,13 +110,13 @@ def split_into_units(inputs: Sequence[Input], weights: Weights, count: int) -> t
 
 
 def write_plan(path: Path, plan: WorkPlan) -> None:
-    """Write `units.json` atomically, one line per input and unit; the same plan gives the same bytes."""
+    """Write `units.json` atomically, with one line per input and unit. The same plan gives the same bytes."""
     inputs, units = (",\n".join(map(json.dumps, rows)) for rows in plan)
     write_atomic(path, f'{{"inputs": [\n{inputs}\n],\n"units": [\n{units}\n]}}\n')
 
 
 def read_plan(path: Path) -> WorkPlan:
-    """Read `units.json`, whose hash the caller has checked."""
+    """Return the plan in `units.json`. The caller must have checked its hash."""
     content = json.loads(path.read_bytes())
     units = tuple(tuple(InputRange(*values) for values in unit) for unit in content["units"])
     return WorkPlan(tuple(Input(*values) for values in content["inputs"]), units)
