@@ -33,7 +33,7 @@ def generate(
         target,
         prompt,
         step=step,
-        most=max_tokens,
+        max_tokens=max_tokens,
         temperature=0.0 if greedy else temperature,
         top_p=top_p,
         seed=seed,

@@ -1,12 +1,12 @@
 """The command `generate RUN|DIR "prompt"`: continue a text with a trained model, token by token.
 
 It runs in one process with weights in fp32, on a GPU if there is one. Attention caches keys and values
-(`Attention.past`), so each new token costs one pass over this token. A temperature of 0 selects the likeliest token, as
-transformers' `generate(do_sample=False)` does. Otherwise tokens are sampled with temperature and `top_p` (nucleus
-sampling, Holtzman et al., arXiv 1904.09751); the same seed gives the same text on the same machine.
+(`Attention.past`), so a new token needs a forward pass over the previous token only. A temperature of 0 selects the
+likeliest token, as transformers' `generate(do_sample=False)` does. Otherwise tokens are sampled with temperature and
+`top_p` (nucleus sampling, Holtzman et al., arXiv 1904.09751). The same seed gives the same text on the same machine.
 
-A prompt gets the special tokens with which the model's training data begins (pipeline/data/special_tokens.py). With
-`--chat` it is a user's message, which the chat template of the run, its source model or the folder formats.
+A prompt begins with the special tokens with which the training documents begin (pipeline/data/special_tokens.py). With
+`--chat` the prompt is a user's message. The chat template of the run, of its initial model or of the folder formats it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from pipeline.model.spec import EMBEDDING
 from pipeline.run.directory import Run
 
 LoadedModel = tuple[Decoder, Tokenizer, list[int], list[int]]
-"""The decoder with its weights, its tokenizer, the tokens that end a text, and the tokens of the prompt."""
+"""The decoder with its weights, its tokenizer, the ids of tokens that end a text, and the token ids of the prompt."""
 Prompt = str | Sequence[Mapping[str, str]]
 """A text to continue, or the messages of a dialogue to answer."""
 
@@ -62,68 +62,78 @@ def generate_text(
     prompt: str,
     *,
     step: str | None,
-    most: int,
+    max_tokens: int,
     temperature: float,
     top_p: float,
     seed: int,
     chat: bool = False,
     system: str | None = None,
 ) -> str:
-    """Continue a prompt with at most `most` tokens, up to one that ends a text, and return both as text.
+    """Return the prompt and its continuation, or with `chat` only the answer, as text.
 
     Args:
-        target: a run, or a folder in Hugging Face's format.
-        step: the checkpoint of a run; None: the newest.
-        temperature: 0 for greedy decoding.
-        chat: the prompt is a user's message, after the `system` message if given; only the answer is returned.
+        target: a run directory, or a model folder in Hugging Face's format.
+        prompt: text to continue, or with `chat` a user's message.
+        step: step of the run's checkpoint; None: the newest checkpoint.
+        max_tokens: maximum number of new tokens. Generation also ends at a token that ends a text.
+        temperature: temperature of sampling; 0 for greedy decoding.
+        top_p: nucleus sampling uses the likeliest tokens with this total probability.
+        seed: seed of sampling.
+        chat: whether to format the prompt with the chat template.
+        system: system message before the prompt; requires `chat`.
 
-    Raises UserError for invalid arguments, CheckpointError if the checkpoint is damaged.
+    Raises UserError if an argument is invalid, and CheckpointError if the checkpoint is damaged.
     """
-    if most < 1 or not 0 <= temperature < float("inf") or not 0 < top_p <= 1 or not 0 <= seed < 2**63:
+    if max_tokens < 1 or not 0 <= temperature < float("inf") or not 0 < top_p <= 1 or not 0 <= seed < 2**63:
         raise UserError(
             "cli.out_of_range",
-            f"--max-tokens {most} --temperature {temperature} --top-p {top_p} --seed {seed}: the first is at least 1, "
-            "the second not negative, the third above 0 and at most 1, the last from 0 to 2^63 - 1",
+            f"--max-tokens {max_tokens} --temperature {temperature} --top-p {top_p} --seed {seed}: out of range. "
+            "--max-tokens must be at least 1, --temperature at least 0, --top-p above 0 and at most 1, --seed from 0 "
+            "to 2^63 - 1",
         )
     if system is not None and not chat:
-        raise UserError("cli.conflict", "--system: a system message is for --chat: add --chat, or leave it out")
+        raise UserError("cli.conflict", "--system requires --chat: add --chat, or remove --system")
     message: Prompt = _as_text(prompt)
     if chat:
         first = [] if system is None else [{"role": "system", "content": _as_text(system)}]
         message = [*first, {"role": "user", "content": _as_text(prompt)}]
     is_run = (target / "config.yaml").exists() or not (target / CONFIG_FILE).exists()
-    model, tokenizer, ends, ids = (_load_run if is_run else _load_folder)(target, message, step, most)
+    model, tokenizer, end_ids, ids = (_load_run if is_run else _load_folder)(target, message, step, max_tokens)
     generator = torch.Generator().manual_seed(seed)
-    new = generate_tokens(
-        model, ids, most, ends, lambda logits_V: choose_token(logits_V, temperature, top_p, generator)
+    new_ids = generate_tokens(
+        model, ids, max_tokens, end_ids, lambda logits_V: choose_token(logits_V, temperature, top_p, generator)
     )
-    text: str = tokenizer.decode(new if chat else [*ids, *new])  # without special tokens
+    text: str = tokenizer.decode(new_ids if chat else [*ids, *new_ids])  # This omits special tokens.
     return text
 
 
 def _as_text(argument: str) -> str:
-    """Replace invalid characters, because a command line may contain any bytes."""
+    """Return a command-line argument with invalid characters replaced, because it may contain any bytes."""
     return argument.encode(errors="replace").decode()
 
 
 def choose_token(logits_V: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
-    """Return the next token by its logits (fp32, shape (V,)): the likeliest if `temperature` is 0, else a sample."""
+    """Return the next token id, given its logits (fp32, shape (V,)): a sample, or the likeliest at temperature 0."""
     if temperature == 0:
         return int(logits_V.argmax())
-    shifted_V = (logits_V - logits_V.max()).double().cpu()  # at most 0, so that no temperature is too small
-    likely, order = (shifted_V / temperature).softmax(-1).sort(descending=True)
-    likely[likely.cumsum(-1) - likely >= top_p] = 0
-    return int(order[torch.multinomial(likely, 1, generator=generator)])
+    shifted_V = (logits_V - logits_V.max()).double().cpu()  # Values are at most 0, so no temperature causes overflow.
+    probabilities, order = (shifted_V / temperature).softmax(-1).sort(descending=True)
+    probabilities[probabilities.cumsum(-1) - probabilities >= top_p] = 0
+    return int(order[torch.multinomial(probabilities, 1, generator=generator)])
 
 
 @torch.inference_mode()
 def generate_tokens(
-    model: Decoder, ids: Sequence[int], most: int, ends: Sequence[int], choose: Callable[[Tensor], int]
+    model: Decoder, ids: Sequence[int], max_tokens: int, end_ids: Sequence[int], choose: Callable[[Tensor], int]
 ) -> list[int]:
-    """Return at most `most` tokens after `ids`; the last one may be in `ends`.
+    """Return the ids of at most `max_tokens` new tokens. The last one may be in `end_ids`.
 
     Args:
-        choose: returns a token by its logits (fp32, shape (V,)).
+        model: the decoder.
+        ids: token ids of the prompt.
+        max_tokens: maximum number of new tokens.
+        end_ids: ids that end generation.
+        choose: function that returns the next id, given its logits (fp32, shape (V,)).
     """
     device = next(model.parameters()).device
     for block in model.model.blocks:
@@ -132,123 +142,122 @@ def generate_tokens(
         attention.past = empty.to(device), empty.to(device)
     new_ids: list[int] = []
     assert model.lm_head is not None
-    while len(new_ids) < most and not (new_ids and new_ids[-1] in ends):
+    while len(new_ids) < max_tokens and not (new_ids and new_ids[-1] in end_ids):
         input_BT = torch.tensor([new_ids[-1:] or list(ids)], device=device)
         new_ids.append(choose(model.lm_head(model.model(input_BT)[:, -1])[0]))
     return new_ids
 
 
-def _load_run(path: Path, prompt: Prompt, step: str | None, most: int) -> LoadedModel:
-    """Load a run's checkpoint."""
+def _load_run(path: Path, prompt: Prompt, step: str | None, max_tokens: int) -> LoadedModel:
+    """Load the checkpoint of a run and encode the prompt."""
     run = Run.open(path)
     if run.config.model.target is not None:
         raise UserError(
             "model.no_text",
-            f"{run.name} trains a model of its own ({run.config.model.target}), which generates no text",
+            f"{run.name} trains a custom model ({run.config.model.target}), which cannot generate text",
         )
     eos_token = run.config.data.tokenizer.eos_token
-    manifest, tokenizer = load_run_manifest(run), load_tokenizer(run.data_dir / TOKENIZER_FILE, eos_token)
+    manifest = load_run_manifest(run)
+    tokenizer = load_tokenizer(run.data_dir / TOKENIZER_FILE, eos_token)
     assert isinstance(manifest, Manifest)
-    ids, turn_ends = _encode_prompt(tokenizer, prompt, manifest.bos_ids, lambda: _template_of_run(run))
+    ids, turn_ends = _encode_prompt(tokenizer, prompt, manifest.bos_ids, lambda: _find_template_of_run(run))
     checkpoint, _ = open_intact_checkpoint(run, step)
     rows = CheckpointReader(checkpoint).read_metadata().state_dict_metadata[f"model.{EMBEDDING}"].size[0]  # type: ignore[union-attr]
-    model = _allocate(_build_decoder(run.config.model, rows, ids, most), run.config.model)
+    model = _allocate(_build_decoder(run.config.model, rows, ids, max_tokens), run.config.model)
     load_checkpoint({f"model.{name}": weight.detach() for name, weight in model.named_weights()}, checkpoint, None)
     return model, tokenizer, [*find_model_tokens(run, manifest, tokenizer).end_ids, *turn_ends], ids
 
 
-def _load_folder(folder: Path, prompt: Prompt, step: str | None, most: int) -> LoadedModel:
-    """Load a folder in Hugging Face's format."""
+def _load_folder(folder: Path, prompt: Prompt, step: str | None, max_tokens: int) -> LoadedModel:
+    """Load a model folder in Hugging Face's format and encode the prompt."""
     if step is not None:
-        raise UserError("cli.conflict", f"--step: {folder} is no run and has no checkpoints: leave it out")
+        raise UserError("cli.conflict", f"--step: {folder} is not a run and has no checkpoints: remove --step")
     config = make_model_config(read_model_section(folder))
     with translate_read_errors(str(folder / TOKENIZER_FILE)), open_inside(folder, TOKENIZER_FILE) as file:
         tokenizer = load_tokenizer(file)
-    begin = get_added_tokens(tokenizer)[0]
+    bos_ids, _ = get_added_tokens(tokenizer)
     ids, turn_ends = _encode_prompt(
-        tokenizer, prompt, begin, lambda: _template_in(read_tokenizer_files(folder), f"{folder}")
+        tokenizer, prompt, bos_ids, lambda: _find_template_in_files(read_tokenizer_files(folder), f"{folder}")
     )
-    model = _build_decoder(config, config.vocab_size or 0, ids, most)
+    model = _build_decoder(config, config.vocab_size or 0, ids, max_tokens)
     specs = {name: read_tensor_specs(folder, name) for name in list_weight_files(folder)}
-    source = match_tensors(folder, specs, dict(model.named_weights()), is_tied=config.tie_word_embeddings)
-    source.copy_into(_allocate(model, config).named_weights())
-    return (
-        model,
-        tokenizer,
-        [*_find_end_ids(read_inside(folder, CONFIG_FILE), read_tokenizer_files(folder)), *turn_ends],
-        ids,
-    )
+    weights = match_tensors(folder, specs, dict(model.named_weights()), is_tied=config.tie_word_embeddings)
+    weights.copy_into(_allocate(model, config).named_weights())
+    end_ids = _find_end_ids(read_inside(folder, CONFIG_FILE), read_tokenizer_files(folder))
+    return model, tokenizer, [*end_ids, *turn_ends], ids
 
 
 def _encode_prompt(
-    tokenizer: Tokenizer, prompt: Prompt, bos_ids: Sequence[int], template: Callable[[], ChatTemplate]
+    tokenizer: Tokenizer, prompt: Prompt, bos_ids: Sequence[int], find_template: Callable[[], ChatTemplate]
 ) -> tuple[list[int], tuple[int, ...]]:
-    """Return the tokens of a prompt, and the tokens that end an answer in addition to those that end any text."""
+    """Return the token ids of a prompt, and the ids that end an answer in addition to those that end any text."""
     if isinstance(prompt, str):
         return encode_prompt(tokenizer, prompt, bos_ids), ()
-    found = template()
-    return encode_chat_prompt(tokenizer, found, prompt), find_end_of_turn(found, tokenizer).ids
+    template = find_template()
+    return encode_chat_prompt(tokenizer, template, prompt), find_end_of_turn(template, tokenizer).ids
 
 
-def _template_of_run(run: Run) -> ChatTemplate:
-    """Return the chat template that wrote a run's dialogues, or that of the model which it started from.
+def _find_template_of_run(run: Run) -> ChatTemplate:
+    """Return the chat template of a run's dialogues or, without dialogues, that of the run's initial model.
 
     Raises UserError if there is none.
     """
     if run.config.data.records == "messages":
         chat = read_json(run.data_dir / CHAT_FILE)
         return ChatTemplate(chat["template"], chat["tokens"])
-    return _template_in(read_source(run).get("along", {}), run.name)
+    return _find_template_in_files(read_source(run).get("along", {}), run.name)
 
 
-def _template_in(files: Mapping[str, str], where: str) -> ChatTemplate:
-    """Return the chat template among the files that go with a tokenizer. Raises UserError if there is none."""
+def _find_template_in_files(files: Mapping[str, str], owner: str) -> ChatTemplate:
+    """Return the chat template in the files of a tokenizer. Raises UserError with the `owner` if there is none."""
     names = ("special_tokens_map.json", "tokenizer_config.json")
     mapping, settings = (parse_json_or_none(files.get(name, "").encode()) for name in names)
-    given = {**(mapping if isinstance(mapping, dict) else {}), **(settings if isinstance(settings, dict) else {})}
-    template, tokens = find_template(given, files.get("chat_template.jinja"))
-    if template is None:
+    merged = {**(mapping if isinstance(mapping, dict) else {}), **(settings if isinstance(settings, dict) else {})}
+    source, tokens = find_template(merged, files.get("chat_template.jinja"))
+    if source is None:
         raise UserError(
             "data.no_chat_template",
-            f"--chat: {where} has no chat template, neither in chat_template.jinja nor in tokenizer_config.json: leave "
-            "--chat out and write the whole prompt",
+            f"--chat: {owner} has no chat template, neither in chat_template.jinja nor in tokenizer_config.json: "
+            "remove --chat and write the whole prompt",
         )
-    found = ChatTemplate(template, tokens)
+    template = ChatTemplate(source, tokens)
     try:
-        found.compile()
+        template.compile()
     except ChatTemplateError as error:
         raise UserError(
-            "data.invalid_chat_template", f"--chat: the chat template of {where} cannot be used: {error}"
+            "data.invalid_chat_template", f"--chat: the chat template of {owner} cannot be used: {error}"
         ) from None
-    return found
+    return template
 
 
 def _find_end_ids(config: Any, files: Mapping[str, str]) -> list[Any]:
-    """Return the tokens that end a text, by generation_config.json among `files`, otherwise by `config`."""
+    """Return the ids that end a text, from generation_config.json in `files`, or otherwise from `config`."""
     configs = [config, parse_json_or_none(files.get("generation_config.json", "").encode())]
-    found = [one["eos_token_id"] for one in configs if isinstance(one, dict) and "eos_token_id" in one]
-    return (found[-1] if isinstance(found[-1], list) else found[-1:]) if found else []
+    end_ids = [each["eos_token_id"] for each in configs if isinstance(each, dict) and "eos_token_id" in each]
+    return (end_ids[-1] if isinstance(end_ids[-1], list) else end_ids[-1:]) if end_ids else []
 
 
-def _build_decoder(config: ModelConfig, vocab_size: int, ids: Sequence[int], most: int) -> Decoder:
-    """Build the decoder on the device `meta`. Raises UserError if the prompt has unknown or too many tokens."""
-    length = len(ids) + most
+def _build_decoder(config: ModelConfig, vocab_size: int, ids: Sequence[int], max_tokens: int) -> Decoder:
+    """Build the decoder on the `meta` device. Raises UserError if the prompt has unknown or too many tokens."""
+    length = len(ids) + max_tokens
     if not ids or max(ids) >= vocab_size:
         raise UserError(
             "model.prompt_out_of_range",
-            f"the prompt has {len(ids)} tokens, and the model knows the ids below {vocab_size}: write another",
+            f"the prompt has {len(ids)} tokens, but it needs at least one, and all ids must be below {vocab_size}, the "
+            "vocabulary size of the model: change the prompt",
         )
     if config.sliding_window is not None and length > config.sliding_window:
         raise UserError(
             "model.prompt_too_long",
-            f"--max-tokens: {length} tokens are more than model.sliding_window ({config.sliding_window})",
+            f"--max-tokens: the prompt and the new tokens ({length}) are more than model.sliding_window "
+            f"({config.sliding_window}): reduce --max-tokens",
         )
     with torch.device("meta"):
         return Decoder(config, vocab_size, length)
 
 
 def _allocate(model: Decoder, config: ModelConfig) -> Decoder:
-    """Allocate the memory of a decoder, with weights of zero."""
+    """Allocate the memory of a decoder, and set its weights to 0."""
     model.to_empty(device="cuda" if torch.cuda.is_available() else "cpu").eval()
     init_weights(model, None, config.initializer_range)
     return model

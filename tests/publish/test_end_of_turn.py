@@ -208,7 +208,7 @@ def test_the_template_of_the_training_is_exported(tmp_path: Path) -> None:
 
 def test_a_run_and_its_export_answer_alike(tmp_path: Path) -> None:
     """With the template of the training, or, of a training on prompts, with that of the model it started from."""
-    options: dict[str, Any] = {"step": None, "most": 6, "temperature": 0.0, "top_p": 1.0, "seed": 1, "chat": True}
+    options: dict[str, Any] = {"step": None, "max_tokens": 6, "temperature": 0.0, "top_p": 1.0, "seed": 1, "chat": True}
     cases = (("messages", "data.chat_template=qwen3"), ("prompts", "data.records=prompts"))
     for records, override in cases:
         run = chat_run(tmp_path / records, CHATML, {}, override, records=records)

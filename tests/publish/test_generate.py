@@ -56,7 +56,7 @@ def test_greedy_decoding_equals_that_of_transformers(tmp_path: Path, family: str
     # generation stops after an end token
     end = ours[7]
     write_json(tmp_path / "generation_config.json", {"eos_token_id": [299, end]})
-    text = generate_text(tmp_path, PROMPT, most=40, **GREEDY)
+    text = generate_text(tmp_path, PROMPT, max_tokens=40, **GREEDY)
     assert text == tokenizer.decode([*ids, *ours[: ours.index(end) + 1]])
 
 
@@ -64,14 +64,15 @@ def test_a_run_and_its_export_generate_the_same_text(tmp_path: Path) -> None:
     data = make_run(tmp_path, "data").data_dir
     folder, _ = exported(tmp_path, data, "run", "model.initializer_range=0.2", "model.rope_theta=500.0")
     run = tmp_path / "runs/run"
-    text = generate_text(run, PROMPT, most=12, **GREEDY)
+    text = generate_text(run, PROMPT, max_tokens=12, **GREEDY)
     assert text.startswith(PROMPT) and len(text) > len(PROMPT)
-    assert generate_text(folder, PROMPT, most=12, **GREEDY) == text
+    assert generate_text(folder, PROMPT, max_tokens=12, **GREEDY) == text
     samples = {
-        seed: generate_text(run, PROMPT, most=12, **{**GREEDY, "temperature": 1.0, "seed": seed}) for seed in (1, 2)
+        seed: generate_text(run, PROMPT, max_tokens=12, **{**GREEDY, "temperature": 1.0, "seed": seed})
+        for seed in (1, 2)
     }
     assert samples[1] != samples[2] and text not in samples.values()
-    assert generate_text(run, PROMPT, most=12, **{**GREEDY, "temperature": 1.0}) == samples[1]
+    assert generate_text(run, PROMPT, max_tokens=12, **{**GREEDY, "temperature": 1.0}) == samples[1]
     command = [sys.executable, str(CODE_ROOT / "submit.py"), "generate", "runs/run", PROMPT]
     command += ["--max-tokens", "12", "--seed", "2", "--step", "1"]
     command += ["--greedy"]  # takes precedence over --seed
@@ -114,8 +115,8 @@ def test_a_prompt_for_a_run_gets_the_special_tokens_of_its_documents(tmp_path: P
         ids = _load_run(tmp_path / f"runs/run{number}", PROMPT, None, 12)[3]
         assert ids == [*expected, *tokenizer.encode(PROMPT, add_special_tokens=False).ids]
         if expected:
-            text = generate_text(tmp_path / f"runs/run{number}", PROMPT, most=12, **GREEDY)
-            assert generate_text(folder, PROMPT, most=12, **GREEDY) == text
+            text = generate_text(tmp_path / f"runs/run{number}", PROMPT, max_tokens=12, **GREEDY)
+            assert generate_text(folder, PROMPT, max_tokens=12, **GREEDY) == text
 
 
 @pytest.mark.parametrize("name", ["chatml", "llama3", "mistral-v0.1", "qwen3"])
@@ -137,7 +138,7 @@ def test_a_message_is_answered_as_transformers_answers_it(tmp_path: Path, name: 
     close = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "mistral-v0.1": "</s>", "qwen3": "<|im_end|>"}[name]
     assert ends[-1] == tokenizer.token_to_id(close)
     new = theirs.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=None)[0, len(ids) :]
-    options: dict[str, Any] = {"most": 12, **GREEDY, "chat": True, "system": system}
+    options: dict[str, Any] = {"max_tokens": 12, **GREEDY, "chat": True, "system": system}
     assert generate_text(tmp_path, PROMPT, **options) == their_tokenizer.decode(new, skip_special_tokens=True)
 
 
@@ -158,7 +159,7 @@ def test_an_answer_ends_with_the_end_of_turn_token_of_the_template(tmp_path: Pat
     save_config = {"chat_template": template, "eos_token": name, "bos_token": "<s>"}
     write_json(tmp_path / "tokenizer_config.json", save_config)
     assert _load_folder(tmp_path, messages, None, 12)[3] == ids
-    answer = generate_text(tmp_path, PROMPT, most=12, chat=True, **GREEDY)
+    answer = generate_text(tmp_path, PROMPT, max_tokens=12, chat=True, **GREEDY)
     assert answer == tokenizer.decode(new[:stop].tolist())
     command = [sys.executable, str(CODE_ROOT / "submit.py"), "generate", str(tmp_path), PROMPT]
     done = subprocess.run([*command, "--chat", "--greedy", "--max-tokens", "12"], capture_output=True, timeout=120)
@@ -170,15 +171,15 @@ def test_a_chat_without_a_template_is_refused(tmp_path: Path) -> None:
     run = make_run(tmp_path, "text")
     for target, name in ((tmp_path / "none", "none"), (run.path, "text")):
         with raises_error("data.no_chat_template", "--chat", name):
-            generate_text(target, PROMPT, most=3, chat=True, **GREEDY)
+            generate_text(target, PROMPT, max_tokens=3, chat=True, **GREEDY)
     with raises_error("cli.conflict", "--system", "--chat"):
-        generate_text(tmp_path / "none", PROMPT, most=3, system="x", **GREEDY)
+        generate_text(tmp_path / "none", PROMPT, max_tokens=3, system="x", **GREEDY)
     (tmp_path / "none/chat_template.jinja").write_text("{{ raise_exception('no user') }}")
     with raises_error("data.unusable_dialogue", "--chat", "no user"):
-        generate_text(tmp_path / "none", PROMPT, most=3, chat=True, **GREEDY)
+        generate_text(tmp_path / "none", PROMPT, max_tokens=3, chat=True, **GREEDY)
     (tmp_path / "none/chat_template.jinja").write_text("{% for %}")
     with raises_error("data.invalid_chat_template", "--chat", tmp_path / "none"):
-        generate_text(tmp_path / "none", PROMPT, most=3, chat=True, **GREEDY)
+        generate_text(tmp_path / "none", PROMPT, max_tokens=3, chat=True, **GREEDY)
 
 
 def test_samples_follow_temperature_and_top_p() -> None:
@@ -200,20 +201,20 @@ def test_invalid_arguments_and_files_are_reported(tmp_path: Path) -> None:
     folder = tmp_path / "mistral"
     save_model(folder, "mistral")
     for change, code, fact in (
-        ({"most": 0}, "cli.out_of_range", "--max-tokens 0"),
+        ({"max_tokens": 0}, "cli.out_of_range", "--max-tokens 0"),
         ({"temperature": float("nan")}, "cli.out_of_range", "--temperature nan"),
         ({"temperature": -1.0}, "cli.out_of_range", "--temperature -1.0"),
         ({"top_p": 0.0}, "cli.out_of_range", "--top-p 0.0"),
         ({"seed": -1}, "cli.out_of_range", "--seed -1"),
         ({"step": "3"}, "cli.conflict", "--step"),
         ({"prompt": ""}, "model.prompt_out_of_range", "0 tokens"),
-        ({"most": 17}, "model.prompt_too_long", "model.sliding_window (16)"),
+        ({"max_tokens": 17}, "model.prompt_too_long", "model.sliding_window (16)"),
     ):
         with raises_error(code, fact):
-            generate_text(folder, **{"prompt": PROMPT, "most": 5, **GREEDY, **change})
-    assert generate_text(folder, "a \udcff b", most=1, **GREEDY).startswith("a ? b")
+            generate_text(folder, **{"prompt": PROMPT, "max_tokens": 5, **GREEDY, **change})
+    assert generate_text(folder, "a \udcff b", max_tokens=1, **GREEDY).startswith("a ? b")
     (folder / "tokenizer.json").write_text("{}")
     with raises_error("data.invalid_tokenizer", "tokenizer.json"):
-        generate_text(folder, PROMPT, most=5, **GREEDY)
+        generate_text(folder, PROMPT, max_tokens=5, **GREEDY)
     with raises_error("run.not_a_run", tmp_path / "nothing"):
-        generate_text(tmp_path / "nothing", PROMPT, most=5, **GREEDY)
+        generate_text(tmp_path / "nothing", PROMPT, max_tokens=5, **GREEDY)
