@@ -1,6 +1,6 @@
-"""Stage evaluate: all ranks together compute held-out loss, perplexity and bits per byte of checkpoints.
+"""The evaluate stage: all ranks together compute held-out loss, perplexity and bits per byte of checkpoints.
 
-Option of a rank: `--step N`, `--step newest` or `--step every`; the default is `evaluate.every`.
+Ranks have the option `--step N`, `--step newest` or `--step every`. The default follows from `evaluate.every`.
 """
 
 from __future__ import annotations
@@ -17,25 +17,29 @@ from pipeline.run.directory import Run
 from pipeline.run.stages import Progress
 
 
-def select_steps(run: Run, which: str | None) -> list[int]:
-    """Return the steps to evaluate: `which` is a number, `newest`, `every`, or None for `evaluate.every`.
+def select_steps(run: Run, selection: str | None) -> list[int]:
+    """Return the steps to evaluate.
 
-    Raises UserError for anything else, and if there is no such checkpoint.
+    Args:
+        run: the run.
+        selection: the number of a step, `newest`, `every`, or None for the default of `evaluate.every`.
+
+    Raises UserError if the selection is invalid or there is no such checkpoint.
     """
     steps = list_checkpoint_steps(run.checkpoints_dir)
-    if which is None:
-        which = "every" if run.config.evaluate.every == "checkpoint" else "newest"
-    if which == "every":
+    if selection is None:
+        selection = "every" if run.config.evaluate.every == "checkpoint" else "newest"
+    if selection == "every":
         return steps
-    if which == "newest":
+    if selection == "newest":
         return [newest] if (newest := find_newest_step(run.checkpoints_dir)) else []
-    if not which.isdecimal():
-        raise UserError("cli.invalid_value", f"--step {which}: expected the number of a step, newest or every")
-    if int(which) not in steps:
+    if not selection.isdecimal():
+        raise UserError("cli.invalid_value", f"--step {selection}: expected the number of a step, newest or every")
+    if int(selection) not in steps:
         saved = ", ".join(map(str, steps)) or "none"
-        message = f"--step {which}: no such checkpoint in {run.checkpoints_dir}; saved steps: {saved}"
+        message = f"--step {selection}: no such checkpoint in {run.checkpoints_dir}; saved steps: {saved}"
         raise UserError("checkpoint.no_such_step", message)
-    return [int(which)]
+    return [int(selection)]
 
 
 def missing_outputs(run: Run) -> str | None:
@@ -50,7 +54,7 @@ def missing_outputs(run: Run) -> str | None:
 
 
 def check_inputs(run: Run) -> None:
-    """Raise UserError for malformed task files."""
+    """Raise UserError if a task file is malformed."""
     files = run.config.evaluate.task_files
     for _, file in zip(derive_task_names(files), files, strict=True):
         read_task_file(file)

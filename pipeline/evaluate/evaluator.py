@@ -61,8 +61,9 @@ class Evaluator:
     """One rank of an evaluation. It builds the model once and loads one checkpoint after another into it.
 
     Args:
-        training_coordinator: given if a training evaluates its own weights. The trainer then copies them into `model`,
-            and `train.evaluate_sequences` limits the held-out data.
+        training_coordinator: the trainer's coordinator if the train stage evaluates the current weights; otherwise
+            None. If it is given, the trainer copies the weights into `model`, and `train.evaluate_sequences` limits the
+            held-out data.
     """
 
     def __init__(
@@ -83,19 +84,19 @@ class Evaluator:
         config = run.config
         verify_shards(run, manifest.held_out, self.group, how=config.data.verify)
         self.identity = compute_identity(config, manifest)
-        if not self.is_in_training:  # a new training writes the description of its source later
+        if not self.is_in_training:  # A new run writes the description of its initial weights later.
             self.identity |= compute_source_identity(run)
         self.task = task = make_task(run, manifest)
         model = task.build(range(config.model.layers))
         parallel = config.parallel
         self.is_sharded = world.size > 1 and (parallel.zero == 3 or parallel.tensor > 1 or parallel.pipeline > 1)
         """Whether each rank has only a shard of the weights. All ranks must then call the model equally often."""
-        if self.is_sharded:  # each block is gathered before it computes, so the results have the same bits
+        if self.is_sharded:  # Each block is gathered before it computes, so the results are bit-identical.
             mesh = init_device_mesh(world.device.type, (world.size,))
             dtype = DTYPES.get(config.train.precision)
             apply_fsdp(model, task.fsdp_groups(model), mesh, dtype, free_after_forward=True)
         self.model = model.to_empty(device=world.device).eval()
-        task.init_weights(self.model, world.device, sample=False)  # weights are loaded or copied later
+        task.init_weights(self.model, world.device, sample=False)  # Weights are loaded or copied later.
         self.batch = config.evaluate.batch
         self.held_out: TextHeldOut | SampleHeldOut
         limit = config.train.evaluate_sequences if self.is_in_training else config.evaluate.max_sequences
@@ -133,24 +134,24 @@ class Evaluator:
             False if the ranks agreed to stop before the evaluation was complete.
 
         Raises:
-            CheckpointError: the checkpoint is damaged (it is then set aside) or belongs to another training.
+            CheckpointError: the checkpoint is damaged (it is then set aside) or belongs to another run.
         """
         checkpoint = self.run.checkpoints_dir / catalog.checkpoint_name(step)
         try:
             checkpoint_manifest = load_verified_manifest(checkpoint, self.group)
         except CheckpointError as error:
-            if self.world.is_rank0:  # training is then incomplete and resumes from the previous checkpoint
+            if self.world.is_rank0:  # The train stage is then incomplete and resumes from the previous checkpoint.
                 catalog.set_checkpoint_aside(self.run.checkpoints_dir, step)
                 self.run.append_event(Damaged(stage="evaluate", step=step, reason=str(error)))
             raise
         check_identity(checkpoint_manifest, self.identity)
         weights = {f"model.{name}": parameter.detach() for name, parameter in self.task.named_weights(self.model)}
         load_checkpoint(weights, checkpoint, self.group)
-        measured = self.measure(step)
-        if measured is None:
+        metrics = self.measure(step)
+        if metrics is None:
             return False
         if self.world.is_rank0:
-            result = {**measured, "checkpoint": checkpoint_manifest["sha256"]}
+            result = {**metrics, "checkpoint": checkpoint_manifest["sha256"]}
             write_json(result_file(self.run, step), add_checksum(result))
             event_fields = {key: result[key] for key in ("loss", "bits_per_byte") if key in result}
             self.run.append_event(Evaluated(stage="evaluate", step=step, **event_fields))
@@ -159,9 +160,9 @@ class Evaluator:
 
     @torch.no_grad()
     def measure(self, step: int, *, ignore_stop: bool = False) -> dict[str, Any] | None:
-        """Return the result, on every rank, for the weights in `model`, which are those after `step`.
+        """Evaluate the weights in `model`, which must be those after `step`, and return the result on every rank.
 
-        Returns None if the ranks agreed to stop, unless `ignore_stop` is set.
+        Return None if the ranks agreed to stop, unless `ignore_stop` is set.
         """
         result: dict[str, Any] = {"step": step}
         is_stopped = False
@@ -171,7 +172,8 @@ class Evaluator:
             if sums is None:
                 break
             result |= held_out.compute_result(sums)
-        self.watchdog.enter_phase(step, "start")  # loading another checkpoint depends on the speed of the storage
+        # The time to load another checkpoint depends on the storage, so the limit of a start applies to it.
+        self.watchdog.enter_phase(step, "start")
         return None if is_stopped else result
 
     def _sum_batches(
@@ -179,26 +181,26 @@ class Evaluator:
     ) -> list[dict[str, float]] | None:
         """Return the sums of each batch of `batch` samples, on every rank; None if the ranks agreed to stop."""
         batch_count = -(-held_out.count // batch)
-        own_sums: dict[int, dict[str, float]] = {}
+        sums_of_rank: dict[int, dict[str, float]] = {}
         for first in range(0, batch_count, self.world.size):
             start_time = time.monotonic()
             self.watchdog.enter_phase(step, "batch")
             self.coordinator.start_exchange()
             number = first + self.world.rank
             if number < batch_count:
-                own_sums[number] = held_out.compute_sums(
+                sums_of_rank[number] = held_out.compute_sums(
                     self.model, number * batch, min((number + 1) * batch, held_out.count)
                 )
-            elif self.is_sharded:  # the other ranks gather weights from this rank as well
+            elif self.is_sharded:  # The other ranks need this rank's shards of the weights.
                 held_out.compute_sums(self.model, 0, 1)
             if self.coordinator.finish_exchange() and not ignore_stop:
                 return None
-            if not self.is_in_training:  # in a training, the watchdog's limits follow the training steps
+            if not self.is_in_training:  # During training, the watchdog's limits follow from the training steps.
                 self.watchdog.record_step(time.monotonic() - start_time)
                 if self.world.is_rank0 and first // self.world.size % 10 == 0:
                     print(f"evaluating step {step}: batch {first}/{batch_count}", flush=True)
         sums: dict[int, dict[str, float]] = {}
-        for rank_sums in groups.all_gather_results(self.group, lambda: own_sums):
+        for rank_sums in groups.all_gather_results(self.group, lambda: sums_of_rank):
             sums |= rank_sums
         return [sums[number] for number in range(batch_count)]
 
@@ -241,13 +243,13 @@ class SampleHeldOut:
 
 
 class TextHeldOut:
-    """Held-out text, split into windows of `sequence_length` tokens; at most `limit` windows.
+    """Held-out text, split into windows of `sequence_length` tokens. There are at most `limit` windows.
 
-    Each token is predicted once. The first token of a file follows an end-of-text token; the first token of any other
-    window follows the last token of the window before it.
+    Each token is predicted once. The first token of a file is predicted from an end-of-text token. The first token of
+    any other window is predicted from the last token of the previous window.
 
     Bits per byte (the loss in bits per byte of UTF-8 text) does not depend on the tokenizer. The unigram entropy is
-    given for comparison: the best value for a model that knows only the frequencies of the held-out tokens.
+    reported for comparison. It is the best value for a model that knows only the frequencies of the held-out tokens.
     """
 
     def __init__(
@@ -267,7 +269,7 @@ class TextHeldOut:
         selected: list[tuple[ShardEntry, int]] = []
         """Files, and the number of their windows. There may be billions of windows, so they are not listed."""
         for number, shards in enumerate(by_source.values()):
-            # each source has the same share of the limit
+            # Each source has the same share of the limit.
             remaining = (limit + len(by_source) - 1 - number) // len(by_source) if limit else None
             for shard in shards:
                 count = -(-shard.tokens // self.length)
@@ -297,7 +299,7 @@ class TextHeldOut:
         is_padding_BT = np.ones((stop - start, self.length), np.bool_)
         windows = [self._locate_window(number) for number in range(start, stop)]
         for row, (shard, first) in enumerate(windows):
-            previous = 1 if first else 0  # a file's first token follows the end-of-text token that is already there
+            previous = 1 if first else 0  # Before a file's first token, the array already has an end-of-text token.
             for name, array in self._arrays[shard.name].items():
                 values = array[first - previous : first + self.length]
                 arrays[name][row, 1 - previous : 1 - previous + len(values)] = values
@@ -320,8 +322,8 @@ class TextHeldOut:
     def compute_result(self, sums: Sequence[Mapping[str, float]]) -> dict[str, Any]:
         """Return the mean loss and derived metrics from the sums of all batches.
 
-        Bytes are those of the learned text. If attention is masked across documents, the first token of a document has
-        no prediction. In bits per byte, such tokens count with the mean loss.
+        The bytes are those of the learned text. If attention is masked across documents, the first token of a document
+        has no prediction. In bits per byte, such tokens count with the mean loss.
         """
         token_counts, text_bytes = self._count_learned_text()
         text_bytes = max(1, text_bytes)
@@ -357,7 +359,8 @@ class TextHeldOut:
                 tokens = tokens[is_learned[:covered]]
             for start in range(0, len(tokens), _COUNTED_TOKENS):
                 token_counts += np.bincount(tokens[start : start + _COUNTED_TOKENS], minlength=self.vocab_size)
-            text_bytes += round(shard.bytes * len(tokens) / learned_in_file)  # in proportion, if a limit applies
+            # If a limit applies, the bytes of the covered text are estimated in proportion to its tokens.
+            text_bytes += round(shard.bytes * len(tokens) / learned_in_file)
         return token_counts, text_bytes
 
 
@@ -390,6 +393,8 @@ class TaskFile:
         """Read the items.
 
         Args:
+            file: the task file.
+            tokenizer: tokenizer of the model.
             eos_id: the token that ends a text.
             sequence_length: the maximum number of tokens of a sequence.
             batch: the number of sequences in one forward pass.
@@ -421,7 +426,7 @@ class TaskFile:
             self._choices = [[self._encode_choice(item, choice) for choice in item.choices] for item in self.items]
 
     def compute_sums(self, model: nn.Module, start: int, stop: int) -> dict[str, float]:
-        """Return how many of these items are answered correctly."""
+        """Return the number of items with a correct answer among the items [start, stop), for each metric."""
         if self.items[start].choices:
             return self._score_choices(model, start, stop)
         items = self.items[start:stop]
@@ -443,7 +448,7 @@ class TaskFile:
 
     def _encode_choice(self, item: TaskItem, choice: str) -> tuple[list[int], int]:
         """Return the tokens of prompt and choice, and the number of tokens of the choice."""
-        prompt = item.prompt.rstrip()  # the blank before a word may be part of the word's token
+        prompt = item.prompt.rstrip()  # The blank before a word may be part of the word's token.
         prompt_ids = self._encode(prompt) or [self.eos_id]
         ids = self._encode(item.prompt + ("" if item.prompt[-1:].isspace() else " ") + choice)
         ids = ids if prompt or self.bos_ids else [self.eos_id, *ids]
@@ -464,7 +469,7 @@ class TaskFile:
         return logits_BTV
 
     def _score_choices(self, model: nn.Module, start: int, stop: int) -> dict[str, float]:
-        """Return how often the correct choice has the highest log-likelihood, as it is and per character.
+        """Return how often the correct choice has the highest log-likelihood, in total and per character.
 
         If the model is sharded, the number of forward passes is the same for all batches.
         """
@@ -504,7 +509,8 @@ class TaskFile:
                 token = int(logits_BTV[number, len(ids) - 1].argmax())
                 if is_complete[number]:
                     continue
-                if token in self.end_ids:  # not part of the answer, even if the tokenizer does not treat it as special
+                # The end token is not part of the answer, even if the tokenizer does not treat it as a special token.
+                if token in self.end_ids:
                     is_complete[number] = True
                     continue
                 ids.append(token)

@@ -3,7 +3,7 @@
     {"prompt": "The capital of France is", "choices": ["Rome", "Paris"], "answer": 1}     multiple choice
     {"prompt": "Q: 3 + 4?\\nA:", "answer": "7"}                                           a free answer
 
-All lines of a file are of one kind. Prompt and choice are separated by a blank, unless the prompt ends with one.
+All lines of a file have the same form. Prompt and choice are separated by a blank, unless the prompt ends with a blank.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LINE_FORMATS = '{"prompt": text, "choices": [two texts or more], "answer": numbe
 
 @dataclass(frozen=True)
 class TaskItem:
-    """A question. `choices` is empty if the answer is free."""
+    """A question. `choices` is empty if the answer is free text."""
 
     prompt: str
     choices: tuple[str, ...]
@@ -37,13 +37,13 @@ def derive_task_names(files: Sequence[Path]) -> list[str]:
     if duplicates := [name for name in names if names.count(name) > 1]:
         raise UserError(
             "evaluate.duplicate_task",
-            f"evaluate.tasks: two files are called {duplicates[0]}, and metrics have their names: rename one",
+            f"evaluate.tasks: two files have the name {duplicates[0]}, which is the name of their metrics: rename one",
         )
     return names
 
 
 def read_task_file(file: Path) -> list[TaskItem]:
-    """Return the items of a file. Raises UserError, with file and line, if a line is malformed."""
+    """Return the items of a file. Raises UserError with file and line if a line is malformed."""
     try:
         with open_regular_file(file) as stream:
             items = [
@@ -61,26 +61,26 @@ def read_task_file(file: Path) -> list[TaskItem]:
     return items
 
 
-def _parse_item(value: Any, where: str) -> TaskItem:
-    """Return the item of a parsed line. `where` is its file and line, for errors."""
+def _parse_item(value: Any, location: str) -> TaskItem:
+    """Return the item of a parsed line. `location` is its file and line, for errors."""
 
-    def malformed_item(problem: str) -> UserError:
-        return UserError("evaluate.malformed_item", f"evaluate.tasks: {where}: {problem}")
+    def make_error(problem: str) -> UserError:
+        return UserError("evaluate.malformed_item", f"evaluate.tasks: {location}: {problem}")
 
     keys = {"prompt", "choices", "answer"}
     if not isinstance(value, dict) or not isinstance(value.get("prompt"), str):
-        raise malformed_item(f"a line is {LINE_FORMATS}")
+        raise make_error(f"a line is {LINE_FORMATS}")
     if unknown := value.keys() - keys:
-        raise malformed_item(f"there is no key {min(unknown)}; a line is {LINE_FORMATS}")
+        raise make_error(f"unknown key {min(unknown)}; a line is {LINE_FORMATS}")
     choices = value.get("choices")
     answer = value.get("answer")
     if choices is None:
         if not isinstance(answer, str) or not answer.strip():
-            raise malformed_item(f"answer should be a text; a line is {LINE_FORMATS}")
+            raise make_error(f"answer must be a text that is not blank; a line is {LINE_FORMATS}")
         return TaskItem(value["prompt"], (), 0, answer.strip())
     are_texts = isinstance(choices, list) and all(isinstance(choice, str) and choice for choice in choices)
     if not are_texts or len(choices) < 2:
-        raise malformed_item("choices should be a list of two texts or more")
+        raise make_error("choices must be a list of two or more texts that are not empty")
     if type(answer) is not int or not 0 <= answer < len(choices):
-        raise malformed_item(f"answer should be the number of a choice, 0 to {len(choices) - 1}")
+        raise make_error(f"answer must be the number of a choice, 0 to {len(choices) - 1}")
     return TaskItem(value["prompt"], tuple(choices), answer, choices[answer])

@@ -6,9 +6,9 @@ torch contain no MPI backend. This one uses mpi4py:
     start_mpi(rank_info, timeout)    instead of dist.init_process_group, in every rank
     finalize_mpi()                   at a normal end, after dist.destroy_process_group
 
-`finalize_mpi` waits for all ranks without a limit. If a process exits without it, an exit handler waits for the other
-ranks for a few seconds. If they do not exit also, or if an exception ended the process, the handler aborts all ranks,
-so that none waits for a rank that has exited.
+`finalize_mpi` waits for all ranks without a limit. If a rank exits without calling it, an exit handler waits a few
+seconds for the other ranks to exit. If they do not exit, or if an exception ended this rank, the handler aborts all
+ranks. Otherwise they might wait forever for a rank that has exited.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from pipeline.base.device_thread import device_thread
 from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import UserError
 
-# at exit mpi4py could wait forever for a rank that has died; `finalize_mpi` and `_finalize_or_abort` do it instead
+# At exit, mpi4py could wait forever for a rank that has died. `finalize_mpi` or `_finalize_or_abort` finalizes MPI.
 mpi4py.rc.finalize = False
-# ranks that share cores yield while they wait; Open MPI reads this when it starts
+# Ranks that share cores yield while they wait. Open MPI reads this variable when it starts.
 os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 
 from mpi4py import MPI  # noqa: E402  (starts MPI, with the settings above)
@@ -43,7 +43,7 @@ from pipeline.mpi.work import MpiTimeout  # noqa: E402
 from pipeline.mpi.worker_thread import CollectiveThread, format_ranks, watch_deadlines  # noqa: E402
 
 EXIT_TIMEOUT_S = 10.0
-"""How long a process that exits without `finalize_mpi` waits for the other ranks."""
+"""Seconds that a rank waits for the others if it exits without calling `finalize_mpi`."""
 
 T = TypeVar("T")
 
@@ -52,9 +52,9 @@ def start_mpi(rank_info: RankInfo, timeout: timedelta, accurate_sums: bool = Fal
     """Create the default process group of all MPI ranks.
 
     Args:
-        rank_info: this process, as the launcher describes it.
-        timeout: of the group's operations.
-        accurate_sums: whether fp16 and bf16 are summed in fp32, in all groups.
+        rank_info: rank and world size according to the launcher.
+        timeout: default timeout of the group's operations.
+        accurate_sums: whether all groups sum fp16 and bf16 in fp32.
 
     Raises:
         UserError: if MPI and the launcher disagree about rank or world size, or if MPI does not support threads.
@@ -79,7 +79,7 @@ def start_mpi(rank_info: RankInfo, timeout: timedelta, accurate_sums: bool = Fal
 
 
 def all_gather_objects(rank_info: RankInfo, value: T) -> list[T]:
-    """Return the values of all ranks, in rank order. All ranks call it, before or after `start_mpi`.
+    """Return the values of all ranks, in rank order. All ranks must call this, before or after `start_mpi`.
 
     Raises:
         UserError: if MPI and the launcher disagree about rank or world size.
@@ -111,17 +111,18 @@ def describe_transport() -> str:
 
 
 def finalize_mpi() -> None:
-    """Finalize MPI together with all ranks. After this no MPI call is possible."""
+    """Finalize MPI together with all ranks. No MPI call is possible afterwards."""
     if not MPI.Is_finalized():
         atexit.unregister(_finalize_or_abort)
         _finalize_or_abort(waits_for_all_ranks=True)
 
 
 def _finalize_or_abort(waits_for_all_ranks: bool = False) -> None:
-    """Finalize MPI if all ranks do. Abort all ranks if this one failed, or if another one does not exit in time."""
+    """Finalize MPI if all ranks do. Abort all ranks if this rank failed, or if another rank does not exit in time."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if hasattr(sys, "last_value") or CollectiveThread.has_failed_group:  # Python sets it if an exception ends it
+    # Python sets `sys.last_value` if an exception ends the process.
+    if hasattr(sys, "last_value") or CollectiveThread.has_failed_group:
         MPI.COMM_WORLD.Abort(1)
     all_ranks_exit = MPI.COMM_WORLD.Ibarrier()
     deadline = time.monotonic() + EXIT_TIMEOUT_S
@@ -138,14 +139,17 @@ def _create_group(options: Any, _: Any) -> MpiProcessGroup:
     world = MPI.COMM_WORLD
     ranks = list(options.global_ranks_in_group) or list(range(world.size))
     _wait_for_members(options, ranks)
-    # Only members call this. torch creates groups in the same order everywhere; the tag catches mistakes.
-    tag = zlib.crc32(options.group_id.encode()) % 32768  # MPI guarantees tags up to 32767
+    # Only members call this. torch creates groups in the same order on all ranks; the tag detects violations.
+    tag = zlib.crc32(options.group_id.encode()) % 32768  # MPI guarantees tags up to 32767.
     comm = world.Create_group(world.group.Incl(ranks), tag)
     return MpiProcessGroup(comm, options.group_id, options.store, ranks, options.timeout)
 
 
 def _wait_for_members(options: Any, ranks: Sequence[int]) -> None:
-    """Wait until all members create the group, because `Create_group` has no timeout. Raise MpiTimeout otherwise."""
+    """Wait until all members create the group, because `Create_group` has no timeout of its own.
+
+    Raises MpiTimeout if a member does not join in time.
+    """
     store = options.store
     store.set(f"here/{options.group_rank}", "")
     if store.add("count", 1) == len(ranks):

@@ -5,9 +5,10 @@ that run in torch (`MPI.Op.Create`). They round at every hop, as Gloo and NCCL d
 and round once, at twice the bytes. Types that MPI cannot reduce (float8) can still be sent. AVG is a sum and a
 division.
 
-`HostBuffer` copies to contiguous host memory, pinned for a GPU, what MPI cannot use in place: strided tensors, lists of
-tensors, and GPU tensors if MPI is not CUDA-aware. 16-bit floats on a GPU are copied for a reduction, because the custom
-operations read host memory. Copies are synchronous, because MPI does not know CUDA streams.
+`HostBuffer` copies tensors that MPI cannot use in place to contiguous host memory, which is pinned for a GPU. These are
+strided tensors, lists of tensors, and GPU tensors if MPI is not CUDA-aware. 16-bit floats on a GPU are copied for a
+reduction, because the custom operations read host memory. Copies are synchronous, because MPI does not support CUDA
+streams.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from mpi4py import MPI
 
 Operand = torch.Tensor | Sequence[torch.Tensor]
-"""What an operation reads or writes: a tensor, one tensor per rank, or nothing."""
+"""Input or output of an operation: a tensor, one tensor per rank, or nothing."""
 _FLOATS_16 = (torch.float16, torch.bfloat16)
 _TYPES = {
     torch.float32: MPI.FLOAT,
@@ -40,7 +41,7 @@ _OPS: dict[str, tuple[MPI.Op, MPI.Op, Callable[..., torch.Tensor]]] = {
     "MIN": (MPI.MIN, MPI.LAND, torch.minimum),
     "MAX": (MPI.MAX, MPI.LOR, torch.maximum),
 }
-"""MPI's operation on numbers, MPI's operation on booleans, and torch's function for 16-bit floats."""
+"""For each reduction: MPI's operation on numbers, MPI's operation on booleans, torch's function for 16-bit floats."""
 
 
 def mpi_reduction(op: Any, dtype: torch.dtype) -> MPI.Op:
@@ -58,7 +59,7 @@ def _make_16_bit_op(torch_function: Callable[..., torch.Tensor], dtype: torch.dt
     """Create an operation on 16-bit floats. The result is cached, because MPI supports only a few operations."""
 
     def reduce(source: Any, target: Any, _: MPI.Datatype) -> None:
-        if len(target):  # some algorithms reduce empty parts
+        if len(target):  # Some algorithms reduce empty parts.
             source_values = torch.frombuffer(source, dtype=dtype)
             target_values = torch.frombuffer(target, dtype=dtype)
             torch_function(source_values, target_values, out=target_values)
@@ -78,7 +79,7 @@ class HostBuffer:
         tensors: a tensor, or tensors of one type that are concatenated.
         read: whether MPI reads the current values.
         reduces: whether MPI computes with the values.
-        accurate_sums: whether it computes with 16-bit floats as fp32.
+        accurate_sums: whether MPI computes with 16-bit floats in fp32.
     """
 
     def __init__(self, tensors: Operand, read: bool = True, reduces: bool = False, accurate_sums: bool = False) -> None:
@@ -102,8 +103,8 @@ class HostBuffer:
         """Return mpi4py's buffer specification; None without tensors.
 
         Args:
-            counts: elements to or from each rank, a single number if all ranks have the same; by default the size of
-                each tensor. mpi4py does not check bounds: a wrong count overwrites memory.
+            counts: number of elements to or from each rank, or a single number if it is the same for all ranks; by
+                default the size of each tensor. mpi4py does not check bounds: a wrong count overwrites memory.
         """
         if not self.counts:
             return None
@@ -113,7 +114,7 @@ class HostBuffer:
         return [memory, units if len(units) > 1 else units[0], datatype or MPI.BYTE]
 
     def copy_back(self) -> None:
-        """Copy what MPI wrote to `host` into the tensors."""
+        """Copy the values that MPI wrote to `host` into the tensors."""
         for part, tensor in self._copies:
             tensor.copy_(part)
 
@@ -141,15 +142,15 @@ def split_rows(tensor: torch.Tensor, splits: Sequence[int], ranks: int) -> list[
 
 
 def describe_tensors(tensors: Sequence[torch.Tensor]) -> str:
-    """Return types and numbers of elements. Shapes are left out, because they may differ between ranks."""
+    """Return types and numbers of elements. Shapes are omitted, because they may differ between ranks."""
     return " ".join(f"{str(tensor.dtype)[6:]}x{tensor.numel()}" for tensor in tensors)
 
 
 @functools.cache
 def is_cuda_aware() -> bool:
-    """Return whether MPI reads GPU memory (MPIX_Query_cuda_support of Open MPI, MPICH and Cray MPICH).
+    """Return True if MPI can access GPU memory (MPIX_Query_cuda_support of Open MPI, MPICH and Cray MPICH).
 
-    It is False for a library without this function, such as Intel MPI: copies in host memory work with any library.
+    Return False for a library without this function, such as Intel MPI. Copies in host memory work with any library.
     """
     query = getattr(ctypes.CDLL(MPI.__file__), "MPIX_Query_cuda_support", None)
     return bool(query is not None and query())

@@ -1,10 +1,11 @@
 # mypy: disable-error-code="override, assignment"
 """`MpiProcessGroup`: a torch.distributed process group with its own MPI communicator.
 
-It implements every operation that torch's parallelisms, checkpoints and object collectives call. Each has its name in
-torch 2.11 (`_allgather_base`, …) and in 2.13 (`all_gather_single`, …). torch calls these methods from Python
-and, through pybind11's trampolines (torch/csrc/distributed/c10d/PyProcessGroup.hpp), from C++. A method only checks its
-arguments and describes the MPI call, which a thread runs (pipeline/mpi/worker_thread.py).
+It implements every operation that torch's parallelisms, checkpoints and object collectives call. Operations are
+available under their names in torch 2.11 (`_allgather_base`, …) and in torch 2.13 (`all_gather_single`, …). torch calls
+them from Python and, through pybind11's trampolines (torch/csrc/distributed/c10d/PyProcessGroup.hpp), from C++. A
+method only checks its arguments and describes the MPI call. A thread then makes this call
+(pipeline/mpi/worker_thread.py).
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         """Set outputs[i] to the concatenated inputs[i] of all ranks."""
 
         def call(local: HostBuffer, all_ranks: HostBuffer) -> None:
-            # FSDP2's input is this rank's part of the output
+            # The input of FSDP2 is this rank's part of the output. MPI then works in place.
             local_address = all_ranks.host.data_ptr() + self.rank() * local.host.nbytes
             send = MPI.IN_PLACE if local.host.data_ptr() == local_address else local.buffer_spec()
             self.comm.Allgather(send, all_ranks.buffer_spec(local.counts))
@@ -132,7 +133,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         op: Any = opts.reduceOp.op if opts else dist.ReduceOp.SUM
 
         def call(all_ranks: HostBuffer, local: HostBuffer) -> None:
-            send = all_ranks.buffer_spec(local.counts)  # mpi4py needs the size of a block here also
+            send = all_ranks.buffer_spec(local.counts)  # mpi4py needs the size of a block here as well.
             self.comm.Reduce_scatter_block(send, local.buffer_spec(), mpi_reduction(op, local.host.dtype))
 
         for output, tensor in zip(outputs, inputs, strict=True):
@@ -167,7 +168,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         return self.reduce_scatter_single_coalesced([output], [tensor], opts)
 
     allreduce_coalesced = allreduce
-    # names in torch 2.11
+    # Names in torch 2.11:
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
@@ -189,7 +190,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         rank: int, tag: int, is_receive: bool = False,
     ) -> MpiWork:  # fmt: skip
         self.collective_thread.check()
-        if tensors[0].is_cuda:  # MPI does not know CUDA streams
+        if tensors[0].is_cuda:  # MPI does not support CUDA streams.
             torch.cuda.current_stream(tensors[0].device).synchronize()
         work = MpiWork(
             f"{action} rank {self._ranks[rank]}, tag {tag}, in group {self._name}",
@@ -211,13 +212,13 @@ class MpiProcessGroup(dist.ProcessGroup):
         """Queue a collective.
 
         Args:
-            name: of the operation.
-            call: calls MPI with the buffers of one pair.
-            pairs: what MPI reads and what it writes. An operand is empty if this rank has none; both are the same
-                tensor if MPI works in place.
+            name: name of the operation.
+            call: function that calls MPI with the buffers of one pair.
+            pairs: inputs and outputs of MPI. An operand is empty if this rank has none. Both are the same tensor if MPI
+                works in place.
             opts: torch's options of the operation.
             facts: types and sizes, which must be the same on all ranks.
-            op: the reduction, if any.
+            op: the reduction; None if nothing is reduced.
 
         Raises:
             ValueError: if MPI cannot reduce these values, or if they are too many.
@@ -226,7 +227,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         max_elements = MAX_ELEMENTS * (self.size() if name == "all_gather_single" else 1)
         for tensor in results:
             if op is not None:
-                mpi_reduction(op, tensor.dtype)  # raises before any rank waits
+                mpi_reduction(op, tensor.dtype)  # If this raises, it does so before any rank waits.
             if tensor.numel() > max_elements:
                 raise ValueError(
                     f"{name} of {tensor.numel():,} elements: MPI supports at most {max_elements:,}; split the tensor"
@@ -260,17 +261,17 @@ class MpiProcessGroup(dist.ProcessGroup):
             )
 
     def _check_lists(self, lists: Sequence[Sequence[torch.Tensor]], tensors: Sequence[torch.Tensor]) -> None:
-        """Check that each list has one tensor per rank, and that this rank's has the size of `tensors[i]`."""
+        """Check that each list has one tensor per rank, and that this rank's tensor has the size of `tensors[i]`."""
         for parts, tensor in zip(lists, tensors, strict=True):
             if len(parts) != self.size():
                 raise ValueError(f"{len(parts)} tensors for the {self.size()} ranks of group {self._name}")
             self._check_sizes("a collective", parts[self.rank()], tensor)
 
     def _check_counts(self, send: list[int], receive: list[int]) -> None:
-        """Raise MpiError on all ranks if a rank sends more or less than the other expects.
+        """Raise MpiError on all ranks if a rank sends another number of elements than the receiver expects.
 
-        This needs communication, so it is done only with TORCH_DISTRIBUTED_DEBUG=DETAIL. Signatures cannot check
-        `all_to_all`, because each pair of ranks has a different size.
+        The check needs communication, so it is done only with TORCH_DISTRIBUTED_DEBUG=DETAIL. The checksum of types and
+        sizes cannot check `all_to_all`, because each pair of ranks has a different size.
         """
         if dist.get_debug_level() != dist.DebugLevel.DETAIL:
             return
@@ -285,11 +286,11 @@ class MpiProcessGroup(dist.ProcessGroup):
     # -- interface of the backend ------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """Run what is queued, then free the communicator."""
+        """Run the queued operations, then free the communicator."""
         self.collective_thread.close()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the timeout of operations without their own."""
+        """Set the default timeout of operations."""
         self._timeout = timeout
 
     def getBackendName(self) -> str:

@@ -1,6 +1,6 @@
-"""What operations of the MPI process group return and raise, and the record of the latest collectives.
+"""Results and errors of the MPI process group's operations, and the record of the latest collectives.
 
-This module does not import mpi4py, because that starts MPI: the watchdog and the profiler read it in every training.
+This module does not import mpi4py, which would start MPI, because the watchdog and the profiler import it in every run.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class MpiWork(dist.Work):
     """
 
     recorded: ClassVar[list[tuple[str, str, int, int]] | None] = None
-    """While a step is profiled: description, group, time of the call and of the end (ns since 1970) of each work."""
+    """While a step is profiled: description, group, call time and end time (ns since 1970) of each operation."""
 
     def __init__(self, description: str, results: list[torch.Tensor], group: str = "") -> None:
         super().__init__()
@@ -85,7 +85,10 @@ class MpiWork(dist.Work):
             signal.set_result(None)
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Wait until the operation is complete, by default for as long as its own timeout. Raise its error."""
+        """Wait until the operation is complete, and raise its error if it failed.
+
+        Raises MpiTimeout if `timeout` expires. Without a timeout, the timeout of the operation applies.
+        """
         if not self._finished.wait(timeout.total_seconds() if timeout > _NO_TIMEOUT else None):
             raise MpiTimeout(f"{self.description} did not end within {timeout.total_seconds():g} s")
         self._get_results()
@@ -94,7 +97,7 @@ class MpiWork(dist.Work):
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """Return a future of the output tensors.
 
-        The results come from a `then` callback, because C++ sees an error only if a callback raised it.
+        The results come from a `then` callback, because C++ receives an error only if a callback raises it.
         """
         with self._lock:
             if self._future is None:
@@ -111,11 +114,11 @@ class MpiWork(dist.Work):
         return self._results
 
     def is_completed(self) -> bool:
-        """Return whether the operation ended, successfully or not."""
+        """Return True if the operation has ended, successfully or not."""
         return self._finished.is_set()
 
     def is_success(self) -> bool:
-        """Return whether the operation ended without an error."""
+        """Return True if the operation has ended without an error."""
         return self._finished.is_set() and self.error is None
 
     def exception(self) -> BaseException | None:
@@ -123,4 +126,4 @@ class MpiWork(dist.Work):
         return self.error
 
     synchronize = wait  # type: ignore[assignment]
-    """`wait` blocks the host until the data is there, so there is no stream to synchronize with."""
+    """`wait` blocks the host until the data has arrived, so there is no stream to synchronize with."""

@@ -109,7 +109,7 @@ class CollectiveThread:
         return work
 
     def close(self) -> None:
-        """Run what was submitted, then end the thread and free the communicator. All ranks of the group call it."""
+        """Run the submitted collectives, end the thread and free the communicator. All ranks must call this."""
         self._queue.put(None)
         while self._thread.is_alive() and self.error is None:
             self._thread.join(DEADLINE_CHECK_S)
@@ -147,7 +147,7 @@ class CollectiveThread:
                 self.fail(queued.work, MpiTimeout(message))
 
     def _run(self) -> None:
-        # Linux prolongs sleeps by up to 50 µs to save wake-ups, which is longer than the shortest pause here
+        # To save wake-ups, Linux extends sleeps by up to 50 µs by default. This is longer than the shortest pause here.
         getattr(ctypes.CDLL(None), "prctl", lambda *_: 0)(_PR_SET_TIMERSLACK, 1000)
         while (collective := self._queue.get()) is not None:
             try:
@@ -155,13 +155,13 @@ class CollectiveThread:
                 collective.record.state = "started"
                 if collective.inputs_ready is not None:
                     collective.inputs_ready.synchronize()
-                # if this rank has no memory for copies, it fails here, before the others wait in MPI
+                # If there is no memory for copies, this rank fails here, before the others wait in MPI.
                 call_mpi = collective.prepare()
                 self._wait_for_all_ranks(collective)
                 self._running = (collective, time.perf_counter())
                 call_mpi()
                 if collective.inputs_ready is not None:
-                    # only this thread's stream: the default stream may have the training's next kernels already
+                    # Synchronize only this thread's stream, because later kernels may be on the default stream already.
                     torch.cuda.current_stream(collective.inputs_ready.device).synchronize()
             except BaseException as error:
                 self.fail(collective.work, error)
@@ -175,10 +175,10 @@ class CollectiveThread:
 
         Raises:
             MpiTimeout: if a rank did not call it in time.
-            MpiError: if a rank called something else.
+            MpiError: if a rank called another collective.
         """
         checksum = zlib.crc32(collective.record.sizes.encode())
-        max_of_ranks = array("q", [checksum, -checksum])  # so [0] == -[1] if all checksums are equal
+        max_of_ranks = array("q", [checksum, -checksum])  # After MAX, [0] == -[1] if all checksums are equal.
         request = self.comm.Iallreduce(MPI.IN_PLACE, [max_of_ranks, MPI.INT64_T], MPI.MAX)
         start_time = time.perf_counter()
         publish_after_s = min(1.0, collective.timeout_s / 4)
@@ -188,7 +188,7 @@ class CollectiveThread:
             if not has_published and waited_s > publish_after_s:
                 self._publish_position(collective)
                 has_published = True
-            # the extra time lets the ranks that called it in time publish their positions
+            # In the extra time, ranks that called the collective in time can publish their positions.
             if waited_s > collective.timeout_s + 2 * publish_after_s:
                 _ABANDONED.append((request, max_of_ranks))
                 raise MpiTimeout(self._describe_missing_ranks(collective))
@@ -221,7 +221,7 @@ class CollectiveThread:
         ranks_by_call: dict[str, list[int]] = {}
         deadline = time.monotonic() + collective.timeout_s
         for group_rank, rank in enumerate(self.ranks):
-            # a rank that waited earlier has an older position in the store
+            # A rank that waited for an earlier collective has an older position in the store.
             while (position := self._read_position(group_rank))[0] != number and time.monotonic() < deadline:
                 time.sleep(0.05)
             ranks_by_call.setdefault(position[1] if position[0] == number else "unknown", []).append(rank)
@@ -230,7 +230,7 @@ class CollectiveThread:
 
 
 def watch_deadlines() -> None:
-    """Check the deadlines of all groups, forever. Run by a thread."""
+    """Check the deadlines of all groups without end. A thread runs this."""
     while True:
         time.sleep(DEADLINE_CHECK_S)
         for thread in list(CollectiveThread.instances):
@@ -255,9 +255,9 @@ class PendingMessage:
     start_time: float = field(default_factory=time.perf_counter)
 
     def poll(self) -> bool:
-        """Return whether the message ended: complete, failed or timed out. If so, finish its work.
+        """Return True if the message has ended: it is complete, failed or timed out. Its work is then finished.
 
-        An error makes the whole group unusable.
+        After an error, the whole group is unusable.
         """
         try:
             status = MPI.Status()
@@ -273,7 +273,7 @@ class PendingMessage:
             if time.perf_counter() - self.start_time > self.timeout_s:
                 _ABANDONED.append(self)
                 if self.is_receive:
-                    self.request.Cancel()  # otherwise it takes the next message with its tag
+                    self.request.Cancel()  # Otherwise it would receive the next message with this tag.
                 message = f"{self.work.description} timed out after {self.timeout_s:g} s: the other rank did not call"
                 raise MpiTimeout(message)
         except BaseException as error:
@@ -283,14 +283,14 @@ class PendingMessage:
 
 
 class MessageWatcher:
-    """Completes the point-to-point messages of this process; one thread runs `watch_forever`."""
+    """Complete the point-to-point messages of this process. One thread runs `watch_forever`."""
 
     def __init__(self) -> None:
         self._pending: list[PendingMessage] = []
         self._has_new_message = threading.Event()
 
     def add(self, message: PendingMessage) -> None:
-        """Finish the work of `message` when it ends."""
+        """Watch `message`, and finish its work when it ends."""
         if not message.poll():
             self._pending.append(message)
             self._has_new_message.set()
@@ -301,12 +301,13 @@ class MessageWatcher:
         return not self._pending
 
     def watch_forever(self) -> None:
-        """Poll all pending messages. Run by a thread."""
+        """Poll all pending messages without end. A thread runs this."""
         last_progress = time.perf_counter()
         while True:
             was_idle = self.is_idle
             self._has_new_message.wait(None if was_idle else compute_pause_s(time.perf_counter() - last_progress))
-            self._has_new_message.clear()  # before the poll, so that a message added during it sets the event again
+            # Clear the event before polling, so that a message that is added meanwhile sets it again.
+            self._has_new_message.clear()
             ended = [message for message in self._pending.copy() if message.poll()]
             for message in ended:
                 self._pending.remove(message)
