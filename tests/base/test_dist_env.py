@@ -1,4 +1,4 @@
-"""Who am I: the environments that real launchers make, and what must hold for any environment."""
+"""Test reading rank, world size and rendezvous from the environments of real launchers, and from arbitrary ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pipeline.base.errors import UserError
 
 Env = dict[str, str]
 
-# A batch script on 2 nodes with 2 tasks each, as Slurm 22.05 starts it.
+# The environment of a batch script on 2 nodes with 2 tasks each, as Slurm 22.05 sets it.
 BATCH: Env = {
     "SLURM_JOB_ID": "4711",
     "SLURM_JOBID": "4711",
@@ -40,7 +40,7 @@ BATCH: Env = {
 
 
 def srun(rank: int, node: int, local: int, **more: str) -> Env:
-    """Task `rank` of `srun` (step 3) in that script."""
+    """Return the environment of task `rank` of an srun step (number 3) in that script."""
     return BATCH | {
         "SLURM_STEP_ID": "3",
         "SLURM_STEPID": "3",
@@ -55,8 +55,8 @@ def srun(rank: int, node: int, local: int, **more: str) -> Env:
     }
 
 
-def orted(node: int) -> Env:
-    """The step that Open MPI's mpirun starts its daemons in: all nodes of the job but the first."""
+def make_mpirun_daemon_env(node: int) -> Env:
+    """Return the environment of the step of Open MPI's daemons, on all nodes of the job except the first."""
     return srun(
         node - 1,
         node - 1,
@@ -71,7 +71,7 @@ def orted(node: int) -> Env:
     )
 
 
-def openmpi(rank: int, size: int, local: int, local_size: int) -> Env:
+def make_openmpi_env(rank: int, size: int, local: int, local_size: int) -> Env:
     return {
         "OMPI_COMM_WORLD_RANK": str(rank),
         "OMPI_COMM_WORLD_SIZE": str(size),
@@ -83,7 +83,7 @@ def openmpi(rank: int, size: int, local: int, local_size: int) -> Env:
     }
 
 
-def hydra(rank: int, size: int, local: int, local_size: int) -> Env:
+def make_hydra_env(rank: int, size: int, local: int, local_size: int) -> Env:
     return {
         "PMI_RANK": str(rank),
         "PMI_SIZE": str(size),
@@ -107,42 +107,42 @@ def torchrun(rank: int, size: int, local: int, local_size: int, host: str) -> En
     }
 
 
-def numbers(rank_info: RankInfo) -> tuple[int, int, int, int]:
+def rank_numbers(rank_info: RankInfo) -> tuple[int, int, int, int]:
     return rank_info.rank, rank_info.world_size, rank_info.local_rank, rank_info.local_world_size
 
 
-def test_alone_outside_slurm() -> None:
+def test_process_without_launcher_is_a_single_rank() -> None:
     rank_info = read_rank_info({"HOME": "/root", "MASTER_ADDR": "elsewhere", "WORLD_SIZE": "8"})
-    assert rank_info.launcher == "alone" and numbers(rank_info) == (0, 1, 0, 1)
+    assert rank_info.launcher == "alone" and rank_numbers(rank_info) == (0, 1, 0, 1)
     assert rank_info.master_host == "localhost"
     assert rank_info.job_id is None and rank_info.restart_count == 0
 
 
 @pytest.mark.parametrize("step", [None, "4294967290", "4294967291", "4294967292"])
-def test_no_rank_in_batch_script_and_salloc(step: str | None) -> None:
+def test_batch_script_and_salloc_shell_are_not_ranks(step: str | None) -> None:
     env = BATCH | ({"SLURM_STEP_ID": step} if step else {})
     rank_info = read_rank_info(env)
-    assert rank_info.launcher == "alone" and numbers(rank_info) == (0, 1, 0, 1)
+    assert rank_info.launcher == "alone" and rank_numbers(rank_info) == (0, 1, 0, 1)
     assert rank_info.job_id == "4711" and rank_info.restart_count == 0
 
 
-def test_array_task_that_was_requeued() -> None:
+def test_requeued_array_task_has_its_id_and_restart_count() -> None:
     env = BATCH | {"SLURM_ARRAY_JOB_ID": "4700", "SLURM_ARRAY_TASK_ID": "0", "SLURM_RESTART_COUNT": "2"}
     rank_info = read_rank_info(env)
     assert rank_info.job_id == "4700_0" and rank_info.restart_count == 2
 
 
-def test_srun() -> None:
+def test_srun_task_has_rank_and_master() -> None:
     rank_info = read_rank_info(srun(3, 1, 1, SLURM_RESTART_COUNT="1"))
-    assert rank_info.launcher == "srun" and numbers(rank_info) == (3, 4, 1, 2)
+    assert rank_info.launcher == "srun" and rank_numbers(rank_info) == (3, 4, 1, 2)
     assert rank_info.master_host == "n1"
     assert rank_info.job_id == "4711" and rank_info.restart_count == 1
 
 
-def test_srun_on_fewer_nodes_and_tasks_than_the_job_has() -> None:
+def test_srun_step_may_use_a_part_of_the_job() -> None:
     part = {"SLURM_STEP_NODELIST": "n2", "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "3"}
     rank_info = read_rank_info(srun(2, 0, 2, **part))
-    assert numbers(rank_info) == (2, 3, 2, 3)
+    assert rank_numbers(rank_info) == (2, 3, 2, 3)
     assert rank_info.master_host == "n2"
 
 
@@ -156,7 +156,7 @@ def test_srun_with_an_mpi_plugin_stays_srun(kind: str) -> None:
     assert read_rank_info(srun(3, 1, 1, **more)) == read_rank_info(srun(3, 1, 1))
 
 
-def test_sluice_may_name_the_master() -> None:
+def test_variables_of_sluice_and_torch_override_the_master() -> None:
     rank_info = read_rank_info(srun(0, 0, 0, MASTER_ADDR="n2", SLUICE_MASTER_HOST="10.0.0.1", MASTER_PORT="1234"))
     assert (rank_info.master_host, rank_info.master_port) == ("10.0.0.1", 1234)
     assert read_rank_info(srun(0, 0, 0, MASTER_ADDR="n2")).master_host == "n2"
@@ -164,36 +164,38 @@ def test_sluice_may_name_the_master() -> None:
 
 def test_torchrun_inside_srun() -> None:
     rank_info = read_rank_info(srun(1, 1, 0) | torchrun(2, 4, 0, 2, "n1"))
-    assert rank_info.launcher == "torchrun" and numbers(rank_info) == (2, 4, 0, 2)
+    assert rank_info.launcher == "torchrun" and rank_numbers(rank_info) == (2, 4, 0, 2)
     assert (rank_info.master_host, rank_info.master_port, rank_info.job_id) == ("n1", 29500, "4711")
 
 
 def test_mpirun_inside_a_job() -> None:
-    """Ranks on the first node have the batch script's variables, the others those of the daemons' step."""
-    rank_infos = [read_rank_info(BATCH | openmpi(rank, 4, rank, 2)) for rank in (0, 1)]
-    rank_infos += [read_rank_info(orted(1) | openmpi(rank, 4, rank - 2, 2)) for rank in (2, 3)]
-    assert [numbers(rank_info) for rank_info in rank_infos] == [(r, 4, r % 2, 2) for r in range(4)]
+    """Ranks on the first node have the variables of the batch script, the others those of the daemons' step."""
+    rank_infos = [read_rank_info(BATCH | make_openmpi_env(rank, 4, rank, 2)) for rank in (0, 1)]
+    rank_infos += [
+        read_rank_info(make_mpirun_daemon_env(1) | make_openmpi_env(rank, 4, rank - 2, 2)) for rank in (2, 3)
+    ]
+    assert [rank_numbers(rank_info) for rank_info in rank_infos] == [(r, 4, r % 2, 2) for r in range(4)]
     assert {rank_info.launcher for rank_info in rank_infos} == {"openmpi"}
     assert {(rank_info.master_host, rank_info.job_id) for rank_info in rank_infos} == {("n1", "4711")}
     assert len({rank_info.master_port for rank_info in rank_infos}) == 1
-    another = read_rank_info(BATCH | openmpi(0, 4, 0, 2) | {"PMIX_NAMESPACE": "3158966274"})
+    another = read_rank_info(BATCH | make_openmpi_env(0, 4, 0, 2) | {"PMIX_NAMESPACE": "3158966274"})
     assert another.master_port != rank_infos[0].master_port
 
 
 def test_mpirun_with_uneven_nodes_inside_a_job() -> None:
-    rank_infos = [read_rank_info(BATCH | openmpi(rank, 3, rank, 2)) for rank in (0, 1)] + [
-        read_rank_info(orted(1) | openmpi(2, 3, 0, 1))
+    rank_infos = [read_rank_info(BATCH | make_openmpi_env(rank, 3, rank, 2)) for rank in (0, 1)] + [
+        read_rank_info(make_mpirun_daemon_env(1) | make_openmpi_env(2, 3, 0, 1))
     ]
-    assert [numbers(rank_info) for rank_info in rank_infos] == [(0, 3, 0, 2), (1, 3, 1, 2), (2, 3, 0, 1)]
+    assert [rank_numbers(rank_info) for rank_info in rank_infos] == [(0, 3, 0, 2), (1, 3, 1, 2), (2, 3, 0, 1)]
 
 
 def test_mpirun_on_one_machine() -> None:
-    rank_info = read_rank_info(openmpi(1, 2, 1, 2))
-    assert numbers(rank_info) == (1, 2, 1, 2) and rank_info.master_host == "localhost"
-    assert numbers(read_rank_info(openmpi(1, 8, 2, 8))) == (1, 8, 2, 8), "as Open MPI 5 numbers them"
+    rank_info = read_rank_info(make_openmpi_env(1, 2, 1, 2))
+    assert rank_numbers(rank_info) == (1, 2, 1, 2) and rank_info.master_host == "localhost"
+    assert rank_numbers(read_rank_info(make_openmpi_env(1, 8, 2, 8))) == (1, 8, 2, 8), "as Open MPI 5 numbers them"
 
 
-@pytest.mark.parametrize("environment", [openmpi, hydra])
+@pytest.mark.parametrize("environment", [make_openmpi_env, make_hydra_env])
 def test_mpirun_on_several_machines_needs_a_master(environment: object) -> None:
     assert callable(environment)
     env = environment(2, 4, 0, 2)
@@ -201,13 +203,13 @@ def test_mpirun_on_several_machines_needs_a_master(environment: object) -> None:
         read_rank_info(env)
     assert raised.value.code == "rank.missing_variable" and "MASTER_ADDR" in str(raised.value)
     rank_info = read_rank_info(env | {"MASTER_ADDR": "a1"})
-    assert numbers(rank_info) == (2, 4, 0, 2) and rank_info.master_host == "a1"
+    assert rank_numbers(rank_info) == (2, 4, 0, 2) and rank_info.master_host == "a1"
 
 
 def test_hydra_inside_a_job() -> None:
-    """Hydra hands the first node's variables to all ranks, SLURMD_NODENAME too."""
-    rank_infos = [read_rank_info(BATCH | hydra(rank, 4, rank % 2, 2)) for rank in range(4)]
-    assert [numbers(rank_info) for rank_info in rank_infos] == [(r, 4, r % 2, 2) for r in range(4)]
+    """Hydra passes the variables of the first node to all ranks, including SLURMD_NODENAME."""
+    rank_infos = [read_rank_info(BATCH | make_hydra_env(rank, 4, rank % 2, 2)) for rank in range(4)]
+    assert [rank_numbers(rank_info) for rank_info in rank_infos] == [(r, 4, r % 2, 2) for r in range(4)]
     assert {(rank_info.launcher, rank_info.master_host, rank_info.master_port) for rank_info in rank_infos} == {
         ("pmi", "n1", rank_infos[0].master_port)
     }
@@ -215,21 +217,21 @@ def test_hydra_inside_a_job() -> None:
 
 def test_hydra_in_a_step_of_its_proxies() -> None:
     rank_info = read_rank_info(
-        srun(1, 1, 0, SLURM_STEP_NUM_TASKS="2", SLURM_STEP_TASKS_PER_NODE="1(x2)") | hydra(3, 4, 1, 2)
+        srun(1, 1, 0, SLURM_STEP_NUM_TASKS="2", SLURM_STEP_TASKS_PER_NODE="1(x2)") | make_hydra_env(3, 4, 1, 2)
     )
-    assert rank_info.launcher == "pmi" and numbers(rank_info) == (3, 4, 1, 2)
+    assert rank_info.launcher == "pmi" and rank_numbers(rank_info) == (3, 4, 1, 2)
 
 
 def test_pals_without_slurm() -> None:
     pals = {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2"}
     rank_info = read_rank_info(pals)
-    assert rank_info.launcher == "pmi" and numbers(rank_info) == (1, 2, 1, 2)
+    assert rank_info.launcher == "pmi" and rank_numbers(rank_info) == (1, 2, 1, 2)
 
 
-@pytest.mark.parametrize("outer", [{}, BATCH, srun(2, 1, 0), torchrun(0, 2, 0, 2, "x"), openmpi(0, 2, 0, 2)])
-def test_our_launcher_comes_first(outer: Env) -> None:
+@pytest.mark.parametrize("outer", [{}, BATCH, srun(2, 1, 0), torchrun(0, 2, 0, 2, "x"), make_openmpi_env(0, 2, 0, 2)])
+def test_local_launcher_has_precedence(outer: Env) -> None:
     rank_info = read_rank_info(outer | make_local_rank_env(5, 6, 23456))
-    assert rank_info.launcher == "local" and numbers(rank_info) == (5, 6, 5, 6)
+    assert rank_info.launcher == "local" and rank_numbers(rank_info) == (5, 6, 5, 6)
     assert (rank_info.master_host, rank_info.master_port) == ("127.0.0.1", 23456)
 
 
@@ -250,11 +252,11 @@ def test_our_launcher_comes_first(outer: Env) -> None:
             ["MASTER_PORT='70000'", "1 to 65535"],
         ),
         (
-            openmpi(1, 2, 1, 2) | {"OMPI_COMM_WORLD_SIZE": "two"},
+            make_openmpi_env(1, 2, 1, 2) | {"OMPI_COMM_WORLD_SIZE": "two"},
             "rank.invalid_variable",
             ["OMPI_COMM_WORLD_SIZE='two'"],
         ),
-        (hydra(0, 1, 0, 1) | {"PMI_RANK": ""}, "rank.missing_variable", ["PMI_RANK"]),
+        (make_hydra_env(0, 1, 0, 1) | {"PMI_RANK": ""}, "rank.missing_variable", ["PMI_RANK"]),
         (srun(4, 1, 1), "rank.contradictory_environment", ["SLURM_PROCID=4", "SLURM_STEP_NUM_TASKS=4"]),
         (srun(3, 2, 1), "rank.contradictory_environment", ["SLURM_NODEID=2"]),
         (srun(3, 1, 2), "rank.contradictory_environment", ["SLURM_LOCALID=2"]),
@@ -280,14 +282,14 @@ def test_our_launcher_comes_first(outer: Env) -> None:
         ),
     ],
 )
-def test_a_contradictory_environment_names_its_variables(env: Env, code: str, facts: list[str]) -> None:
+def test_error_for_an_invalid_environment_names_its_variables(env: Env, code: str, facts: list[str]) -> None:
     with pytest.raises(UserError) as raised:
         read_rank_info(env)
     assert raised.value.code == code
     assert all(fact in str(raised.value) for fact in facts)
 
 
-def test_time_left() -> None:
+def test_read_time_left_returns_seconds_or_fails() -> None:
     assert read_time_left({}) is None
     assert read_time_left({"SLUICE_TIME_LEFT": "90.5"}) == 90.5
     with pytest.raises(UserError) as raised:
@@ -295,7 +297,7 @@ def test_time_left() -> None:
     assert raised.value.code == "rank.invalid_variable" and "SLUICE_TIME_LEFT='soon'" in str(raised.value)
 
 
-def test_importing_is_light() -> None:
+def test_importing_dist_env_imports_no_large_package() -> None:
     heavy = ("torch", "numpy", "h5py", "pydantic")
     code = f"import sys, pipeline.base.dist_env; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True)
@@ -305,7 +307,7 @@ def test_importing_is_light() -> None:
 # -- host lists ----------------------------------------------------------------------------------------------
 
 
-def test_hostlist_by_hand() -> None:
+def test_expand_hostlist_returns_the_hosts_in_order() -> None:
     assert expand_hostlist("n[1-3,07-09],login2,rack[1-2]n[0-1]-ib") == [
         *("n1", "n2", "n3", "n07", "n08", "n09", "login2"),
         *("rack1n0-ib", "rack1n1-ib", "rack2n0-ib", "rack2n1-ib"),
@@ -324,15 +326,15 @@ def test_a_malformed_host_list_is_an_error(text: str) -> None:
 
 
 def test_a_huge_host_list_is_rejected_quickly() -> None:
-    """So is a long name with a syntax error at its end."""
+    """A long name with a syntax error at its end is also rejected quickly."""
     for text in ("n[1-999999999]", "n[1-9999]m[1-9999]", "n[1-65536],m", "n" * 5000 + "["):
         with pytest.raises(UserError) as raised:
             expand_hostlist(text)
         assert raised.value.code == "slurm.invalid_host_list"
 
 
-def compact(hosts: list[tuple[str, str]]) -> str:
-    """Names, each a prefix and a number, as Slurm writes them: neighbours of one width become ranges."""
+def format_hostlist(hosts: list[tuple[str, str]]) -> str:
+    """Return host names (prefix, number) as a Slurm host list. Consecutive numbers of one width become ranges."""
     groups: list[tuple[str, list[list[str]]]] = []
     for prefix, number in hosts:
         if not groups or groups[-1][0] != prefix:
@@ -359,26 +361,26 @@ def compact(hosts: list[tuple[str, str]]) -> str:
 )
 def test_hostlist_is_the_inverse_of_compacting(runs: list[tuple[str, int, int, int]]) -> None:
     hosts = [(prefix, f"{n:0{width}d}") for prefix, start, width, count in runs for n in range(start, start + count)]
-    assert expand_hostlist(compact(hosts)) == [prefix + number for prefix, number in hosts]
+    assert expand_hostlist(format_hostlist(hosts)) == [prefix + number for prefix, number in hosts]
 
 
 # -- properties ----------------------------------------------------------------------------------------------
 
 
-def runs_of(counts: list[int]) -> str:
-    """Tasks per node as Slurm writes them: 2 2 2 1 → 2(x3),1."""
+def format_tasks_per_node(counts: list[int]) -> str:
+    """Return tasks per node in the format of Slurm: 2 2 2 1 is 2(x3),1."""
     ends = [0, *(i for i, (a, b) in enumerate(pairwise(counts), 1) if a != b), len(counts)]
     return ",".join(f"{counts[a]}(x{b - a})" if b - a > 1 else str(counts[a]) for a, b in pairwise(ends))
 
 
 @settings(deadline=None, max_examples=100)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=6))
-def test_uneven_tasks_per_node(counts: list[int]) -> None:
-    """Every task of a step finds its node, its neighbours and the same rendezvous."""
+def test_ranks_are_correct_with_uneven_tasks_per_node(counts: list[int]) -> None:
+    """Every task of a step reads its rank, its local rank and the same rendezvous."""
     world = sum(counts)
     env = BATCH | {
         "SLURM_STEP_ID": "0",
-        "SLURM_STEP_TASKS_PER_NODE": runs_of(counts),
+        "SLURM_STEP_TASKS_PER_NODE": format_tasks_per_node(counts),
         "SLURM_STEP_NUM_TASKS": str(world),
         "SLURM_STEP_NODELIST": f"n[1-{len(counts)}]",
     }
@@ -387,13 +389,13 @@ def test_uneven_tasks_per_node(counts: list[int]) -> None:
         read_rank_info(env | {"SLURM_PROCID": str(rank), "SLURM_NODEID": str(node), "SLURM_LOCALID": str(local)})
         for rank, (node, local) in enumerate(where)
     ]
-    assert [numbers(p) for p in rank_infos] == [(r, world, local, counts[n]) for r, (n, local) in enumerate(where)]
+    assert [rank_numbers(p) for p in rank_infos] == [(r, world, local, counts[n]) for r, (n, local) in enumerate(where)]
     assert len({(p.master_host, p.master_port) for p in rank_infos}) == 1
 
 
 @settings(deadline=None, max_examples=100)
 @given(st.integers(1, 2**31), st.integers(0, 40), st.integers(0, 40), st.integers(0, 1000))
-def test_ports(job: int, one: int, other: int, step: int) -> None:
+def test_port_is_the_same_for_all_ranks_and_differs_after_a_restart(job: int, one: int, other: int, step: int) -> None:
     def port(restarts: int, step: int = step) -> int:
         more = {"SLURM_JOB_ID": str(job), "SLURM_RESTART_COUNT": str(restarts), "SLURM_STEP_ID": str(step)}
         first, last = read_rank_info(srun(0, 0, 0, **more)), read_rank_info(srun(3, 1, 1, **more))
@@ -414,7 +416,7 @@ def test_ports_differ_between_jobs_and_steps() -> None:
 
 
 KEYS = sorted(
-    {*srun(0, 0, 0), *openmpi(0, 1, 0, 1), *hydra(0, 1, 0, 1), *torchrun(0, 1, 0, 1, "x")}
+    {*srun(0, 0, 0), *make_openmpi_env(0, 1, 0, 1), *make_hydra_env(0, 1, 0, 1), *torchrun(0, 1, 0, 1, "x")}
     | {*make_local_rank_env(0, 1, 1), "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"}
     | {"SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_RESTART_COUNT", "SLUICE_TIME_LEFT"}
 )
@@ -427,7 +429,7 @@ VALUES = st.one_of(
 
 @settings(deadline=None, max_examples=500)
 @given(st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=20))
-def test_any_environment_is_understood_or_refused(env: Env) -> None:
+def test_any_environment_is_valid_or_a_user_error(env: Env) -> None:
     try:
         rank_info = read_rank_info(env)
         read_time_left(env)
@@ -443,7 +445,7 @@ def test_any_environment_is_understood_or_refused(env: Env) -> None:
 
 @settings(deadline=None, max_examples=200)
 @given(st.text(alphabet="na0129[],-", max_size=20))
-def test_any_text_is_a_hostlist_or_refused(text: str) -> None:
+def test_any_text_is_a_hostlist_or_a_user_error(text: str) -> None:
     try:
         hosts = expand_hostlist(text)
     except UserError:

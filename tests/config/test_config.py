@@ -1,4 +1,4 @@
-"""Configs are read, extended, overridden and written; each problem has a code, a key and a place."""
+"""Test reading, extending, overriding and writing configs, and the code, key and location of each problem."""
 
 from __future__ import annotations
 
@@ -220,9 +220,11 @@ def test_a_path_is_relative_to_the_file_that_contains_it(tmp_path: Path, monkeyp
     found = load_config(Path("../conf/x.yaml"))
     assert found.data.source == [f"{tmp_path}/b/a/*.txt", "python-stdlib", "/abs.txt", "/home/me/own.txt"]
     assert found.data.tokenizer.path == tmp_path / "b/t/t.json" and found.run.root == tmp_path / "conf/runs"
-    said = load_config(Path("../conf/x.yaml"), ["data.source=b.txt", "run.root=r", "data.tokenizer.path=../t.json"])
-    assert said.data.source == f"{tmp_path}/here/b.txt" and said.run.root == tmp_path / "here/r"
-    assert said.data.tokenizer.path == tmp_path / "t.json"
+    overridden = load_config(
+        Path("../conf/x.yaml"), ["data.source=b.txt", "run.root=r", "data.tokenizer.path=../t.json"]
+    )
+    assert overridden.data.source == f"{tmp_path}/here/b.txt" and overridden.run.root == tmp_path / "here/r"
+    assert overridden.data.tokenizer.path == tmp_path / "t.json"
     assert load_config(write(tmp_path, SMALL, "conf/y.yaml")).run.root == tmp_path / "here/runs"
     assert load_config(CONFIGS / "quickstart.yaml").run.root == tmp_path / "here/runs"
     assert load_config(CONFIGS / "lm-1b.yaml").data.source == str(ROOT / "text/*.jsonl.zst")
@@ -251,12 +253,12 @@ def test_an_override_below_a_number_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def unreported(monkeypatch: pytest.MonkeyPatch) -> None:
+def forget_reported_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget which former keys this process has reported."""
     monkeypatch.setattr("pipeline.config.read._reported", set())
 
 
-@pytest.mark.usefixtures("unreported")
+@pytest.mark.usefixtures("forget_reported_keys")
 def test_a_former_key_still_reads_and_its_new_name_is_printed_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -788,7 +790,7 @@ def configs(draw: st.DrawFn) -> Config:
     )
 
 
-def test_dump_and_load_awkward_texts(tmp_path: Path) -> None:
+def test_dumped_config_keeps_strings_that_look_like_other_types(tmp_path: Path) -> None:
     config = parse_config({"run": {"name": "x"}, "train": {"steps": 1}, "site": {"setup": AWKWARD}}, "x")
     assert load(tmp_path, dump_config(config)).site.setup == AWKWARD
     assert yaml.safe_load(dump_config(config))["site"]["setup"] == AWKWARD
@@ -796,7 +798,7 @@ def test_dump_and_load_awkward_texts(tmp_path: Path) -> None:
 
 @settings(FUZZ, max_examples=60)
 @given(config=configs())
-def test_dump_and_load(tmp_path: Path, config: Config) -> None:
+def test_dumped_config_loads_as_the_same_config(tmp_path: Path, config: Config) -> None:
     config = load(tmp_path, dump_config(config))  # its paths are absolute now
     text = dump_config(config)
     assert load(tmp_path / "elsewhere", text) == config
@@ -812,10 +814,10 @@ def test_every_field_is_described(model: type[BaseModel]) -> None:
     assert model.__doc__
     described = SCHEMA if model is Config else SCHEMA["$defs"][model.__name__]
     for key in (field.alias or key for key, field in model.model_fields.items()):
-        said = described["properties"][key]
-        if "$ref" in said:  # where the section says the same of itself, it alone does
-            said = SCHEMA["$defs"][said["$ref"].rpartition("/")[2]] | said
-        assert said.get("description", "").strip(), f"{model.__name__}.{key} has no docstring"
+        entry = described["properties"][key]
+        if "$ref" in entry:  # the description of a section may be in its own definition
+            entry = SCHEMA["$defs"][entry["$ref"].rpartition("/")[2]] | entry
+        assert entry.get("description", "").strip(), f"{model.__name__}.{key} has no docstring"
 
 
 def test_schema_is_up_to_date() -> None:
@@ -825,7 +827,7 @@ def test_schema_is_up_to_date() -> None:
     assert committed == done.stdout, "run: make generated"
 
 
-def test_schema_knows_extends_and_descriptions() -> None:
+def test_schema_allows_extends_and_has_descriptions() -> None:
     assert SCHEMA["title"] and SCHEMA["additionalProperties"] is False
     for section in (SCHEMA, SCHEMA["$defs"]["SiteConfig"], SCHEMA["$defs"]["TrainConfig"]):
         assert "extends" in section["properties"] and "required" not in section
@@ -849,8 +851,8 @@ def test_the_page_of_config_keys_is_up_to_date() -> None:
     sorted(path for path in CONFIGS.rglob("*.yaml") if path.parent.name not in ("machines", "planning")),
     ids=lambda path: str(path.relative_to(CONFIGS)),
 )
-def test_examples(path: Path, tmp_path: Path) -> None:
-    """Each example is a whole run or a section's content, and tells editors which schema it follows."""
+def test_example_config_loads(path: Path, tmp_path: Path) -> None:
+    """Each example is a whole config or the content of a section, and its first line names the schema for editors."""
     match = re.match(r"# yaml-language-server: \$schema=([^#\s]+)(?:#/\$defs/(\w+))?\n", path.read_text())
     assert match, f"{path} lacks the line for editors"
     assert (path.parent / match[1]).resolve() == CONFIGS / "schema.json"
@@ -869,7 +871,7 @@ def test_site_template_has_every_key_with_its_default(tmp_path: Path) -> None:
     assert load(tmp_path, SMALL + f"site: {{extends: {template}}}\n").site == SiteConfig()
 
 
-def test_importing_is_light() -> None:
+def test_importing_the_config_does_not_import_torch_numpy_or_h5py() -> None:
     code = "import sys, pipeline.config.read; print([m for m in ('torch', 'numpy', 'h5py') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True)
     assert done.stdout.strip() == "[]"
@@ -883,7 +885,7 @@ def test_importing_is_light() -> None:
     ],
 )  # fmt: skip
 def test_time_limits_have_the_formats_of_slurm(text: str, seconds: int) -> None:
-    """The forms of sbatch(1), --time."""
+    """The formats are those of sbatch(1), --time."""
     assert parse_time_limit(text) == seconds
 
 
