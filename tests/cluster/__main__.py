@@ -1,4 +1,4 @@
-"""The test cluster from a shell: `python -m tests.cluster --help`."""
+"""Commands that start, stop and disturb a test cluster: see `python -m tests.cluster --help`."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from tests.cluster.cluster import Cluster, default_directory
 from tests.cluster.config import NODES, Options
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="A real Slurm with four nodes on this machine.")
-Directory = Annotated[Path, typer.Option(help="Where the cluster lies.", default_factory=default_directory)]
+Directory = Annotated[Path, typer.Option(help="Directory of the cluster.", default_factory=default_directory)]
 Node = Annotated[str, typer.Argument(help=f"One of {', '.join(NODES)}.")]
 
 
 @app.command()
 def up(
     directory: Directory,
-    user_signal: Annotated[bool, typer.Option(help="Send the signal of --signal on preemption.")] = True,
-    accounting: Annotated[bool, typer.Option(help="Run MariaDB and slurmdbd, so that sacct answers.")] = False,
-    netns: Annotated[bool, typer.Option("--netns", help="A network of its own for each node.")] = False,
-    switches: Annotated[bool, typer.Option("--switches", help="Two leaf switches of two nodes each.")] = False,
-    grace: Annotated[int, typer.Option(min=0, help="GraceTime of partition low, in seconds.")] = 10,
-    preempt: Annotated[str, typer.Option(help="REQUEUE or CANCEL: what becomes of a preempted job.")] = "REQUEUE",
-    slurmd_timeout: Annotated[int, typer.Option(min=1, help="A node silent for so many seconds is down.")] = 15,
+    user_signal: Annotated[bool, typer.Option(help="Send the signal of a job's --signal when it is preempted.")] = True,
+    accounting: Annotated[bool, typer.Option(help="Run MariaDB and slurmdbd, which sacct needs.")] = False,
+    netns: Annotated[bool, typer.Option("--netns", help="Give each node its own network namespace.")] = False,
+    switches: Annotated[bool, typer.Option("--switches", help="Use two leaf switches with two nodes each.")] = False,
+    grace: Annotated[int, typer.Option(min=0, help="GraceTime of the partition low, in seconds.")] = 10,
+    preempt: Annotated[str, typer.Option(help="PreemptMode of the partition low: REQUEUE or CANCEL.")] = "REQUEUE",
+    slurmd_timeout: Annotated[
+        int, typer.Option(min=1, help="SlurmdTimeout in seconds, after which a node is down.")
+    ] = 15,
 ) -> None:
     """Start the cluster and wait until its nodes are idle."""
     start = time.monotonic()
@@ -47,13 +49,13 @@ def up(
 
 @app.command()
 def down(directory: Directory) -> None:
-    """End every process of the cluster and remove all that it left."""
+    """End all processes of the cluster and remove its files and networks."""
     Cluster(directory).down()
 
 
 @app.command()
 def status(directory: Directory) -> None:
-    """Say what runs, and what Slurm thinks of its nodes; exit code 1 where no cluster is up."""
+    """Print which machines run and the state of each node in Slurm. Exit with code 1 if there is no cluster."""
     cluster = Cluster(directory)
     machines = cluster.machines()
     if not machines:
@@ -66,44 +68,44 @@ def status(directory: Directory) -> None:
 
 @app.command()
 def env(directory: Directory) -> None:
-    """Print what a shell needs: eval "$(python -m tests.cluster env)"."""
+    """Print commands that set the variables of Slurm: eval "$(python -m tests.cluster env)"."""
     for name, value in Cluster(directory).environment().items():
         print(f"export {name}={shlex.quote(value)}")
 
 
 @app.command()
 def crash(node: Node, directory: Directory) -> None:
-    """Cut the node's power."""
+    """Simulate a power failure of a node."""
     Cluster(directory).crash(node)
 
 
 @app.command()
 def boot(node: Node, directory: Directory) -> None:
-    """Switch a crashed node on again."""
+    """Start a crashed node again."""
     Cluster(directory).boot(node)
 
 
 @app.command()
 def cut(node: Node, directory: Directory) -> None:
-    """Pull the node's network cable (needs up --netns)."""
+    """Disconnect a node from the network (needs up --netns)."""
     Cluster(directory).cut(node)
 
 
 @app.command()
 def heal(node: Node, directory: Directory) -> None:
-    """Put the node's network cable back."""
+    """Reconnect a node to the network."""
     Cluster(directory).heal(node)
 
 
 @app.command()
 def drain(node: Node, directory: Directory) -> None:
-    """Let nothing new start on the node."""
+    """Let no new job start on a node."""
     Cluster(directory).drain(node)
 
 
 @app.command()
 def undrain(node: Node, directory: Directory) -> None:
-    """Let jobs start on the node again."""
+    """Let jobs start on a node again."""
     Cluster(directory).undrain(node)
 
 

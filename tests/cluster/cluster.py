@@ -1,7 +1,7 @@
-"""The cluster as an object: bring it up, break its nodes, run commands on it, take it down.
+"""The class that starts a test cluster, disturbs its nodes, runs commands on it and takes it down.
 
-All state is in the directory, so that a shell's `python -m tests.cluster crash n1` and a test's object speak
-of the same cluster, and `down` can clean up after an `up` that was killed half-way.
+All state is in the directory of the cluster. A command such as `python -m tests.cluster crash n1` and a test can
+therefore use the same cluster, and `down` can clean up after an `up` that was killed.
 """
 
 from __future__ import annotations
@@ -26,38 +26,38 @@ from tests.cluster.network import Network, free_subnet
 
 DAEMONS = ("munge", "database", "slurmdbd", "slurmctld")
 DATABASE = """
-export TMPDIR="$1" # its temporary tables are named by process ids, which two clusters have alike
+export TMPDIR="$1" # temporary tables are named by process IDs, which can be equal in two clusters
 mariadb-install-db --no-defaults --user=root --auth-root-authentication-method=normal --skip-test-db \
     --skip-name-resolve --datadir="$1/data" &&
 exec mariadbd --no-defaults --user=root --datadir="$1/data" --socket="$2" --pid-file="$1/pid" --skip-networking \
     --innodb-log-file-size=8M --innodb-buffer-pool-size=32M --innodb-flush-log-at-trx-commit=0
 """
-"""Makes an empty database in the folder $1 and serves it at the socket $2; nothing of it need outlive a crash."""
+"""Creates an empty database in the folder $1 and serves it at the socket $2, without durability."""
 SOCKET_LENGTH = 107
-"""The longest path of a Unix socket."""
+"""Maximum length of the path of a Unix socket."""
 
 
 def default_directory() -> Path:
-    """Where the cluster of this user lies if nothing else is said."""
+    """Return the default directory of the cluster of this user."""
     return Path(f"/tmp/sluice-cluster-{os.getuid()}")
 
 
 def missing(options: Options) -> str | None:
-    """Why this machine cannot run such a cluster, None if it can."""
+    """Return why a cluster with these options cannot run on this machine; None if it can."""
     if os.geteuid() != 0:
         return "the test cluster needs root (for namespaces, mounts and devices)"
     programs = ["munged", "slurmctld", "slurmd", "srun", "unshare"]
     programs += ["mariadbd", "mariadb-install-db", "slurmdbd"] if options.accounting else []
     programs += ["ip"] if options.netns else []
-    absent = [name for name in programs if not shutil.which(name)]
-    if absent:
-        return f"the test cluster lacks {', '.join(absent)}: run .ci/install-packages"
-    tried = subprocess.run([*NAMESPACES, "true"], capture_output=True, text=True, timeout=10)
-    return f"root may not make namespaces here: {tried.stderr.strip()}" if tried.returncode else None
+    missing_programs = [name for name in programs if not shutil.which(name)]
+    if missing_programs:
+        return f"the test cluster needs {', '.join(missing_programs)}: run .ci/install-packages"
+    result = subprocess.run([*NAMESPACES, "true"], capture_output=True, text=True, timeout=10)
+    return f"root cannot create namespaces on this machine: {result.stderr.strip()}" if result.returncode else None
 
 
 class Cluster:
-    """A Slurm of four nodes in `directory`. `with Cluster(directory).up() as cluster:` takes it down at the end."""
+    """A Slurm with four nodes in `directory`. `with Cluster(directory).up() as cluster:` takes it down at the end."""
 
     def __init__(self, directory: Path | None = None) -> None:
         self.directory = (directory or default_directory()).resolve()
@@ -72,28 +72,31 @@ class Cluster:
     # Up and down
 
     def up(self, options: Options | None = None, timeout: float = 120) -> Cluster:
-        """Bring the cluster up and wait until its nodes are idle; whatever fails on the way is cleaned up.
+        """Start the cluster and wait until its nodes are idle. Remove everything again if this fails.
 
-        Raises UserError where it cannot run or a cluster is there already, RuntimeError or TimeoutError, with
-        the end of the logs, when a daemon does not start.
+        Raises UserError if the cluster cannot run on this machine or runs already. Raises RuntimeError or TimeoutError,
+        with the end of the logs, if a daemon does not start.
         """
         options = options or Options()
         if reason := missing(options):
             raise UserError("cluster.failed", reason)
-        longest = self.directory / "database" / "socket"
-        if len(str(longest)) > SOCKET_LENGTH:
+        longest_path = self.directory / "database" / "socket"
+        if len(str(longest_path)) > SOCKET_LENGTH:
             raise UserError(
                 "cluster.failed",
-                f"the directory's path is too long for a socket in it ({longest}): choose a shorter one",
+                f"the path {longest_path} has more than {SOCKET_LENGTH} characters, which is too long for a socket: "
+                "choose a shorter directory",
             )
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if (self.directory / "site.json").exists():
             raise UserError(
-                "cluster.failed", f"a cluster is already in {self.directory}: take it `down`, or name another directory"
+                "cluster.failed",
+                f"{self.directory} already has a cluster: take it `down`, or choose another directory",
             )
         if any(self.directory.iterdir()) or self.directory.stat().st_uid != os.geteuid():
             raise UserError(
-                "cluster.failed", f"{self.directory} holds other things or belongs to someone else: name another"
+                "cluster.failed",
+                f"{self.directory} contains other files or belongs to another user: choose another directory",
             )
         site = Site(options, free_ports(), free_subnet() if options.netns else None)
         try:
@@ -113,9 +116,9 @@ class Cluster:
         return self
 
     def down(self) -> None:
-        """End every machine and remove the network and the directory; nothing is left of the cluster.
+        """End all machines and remove the network and the directory.
 
-        Works on whatever an `up` left that was killed, and does nothing where there is no cluster.
+        Also cleans up after an `up` that was killed. Does nothing if there is no cluster.
         """
         for machine in self._machines():
             machine.end()
@@ -124,7 +127,7 @@ class Cluster:
                 for node in NODES:
                     self.network.remove(self.network.cable(node))
                 self.network.remove(self.network.bridge)
-            # The record goes last: a `down` that is killed can be repeated.
+            # site.json is removed last, so that a `down` that is killed can be repeated.
             for entry in self.directory.iterdir():
                 if entry.name != "site.json":
                     shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
@@ -132,33 +135,43 @@ class Cluster:
             self.directory.rmdir()
 
     def _start_daemons(self, site: Site, timeout: float) -> None:
-        """Start what is not a node, each when it can reach what it needs."""
-        at = self.directory
+        """Start the daemons that are not nodes, each after those that it connects to."""
+        folder = self.directory
         files = {"key-file": "key", "socket": "socket", "pid-file": "pid", "seed-file": "seed"}
-        munge = [f"--log-file={at}/log/munged.log", *(f"--{name}={at}/munge.{end}" for name, end in files.items())]
-        daemon = partial(self._start_daemon, timeout)
-        daemon("munge", ["munged", "--foreground", "--force", "--num-threads=2", *munge], at / "munge.socket")
+        munge_options = [f"--{name}={folder}/munge.{ending}" for name, ending in files.items()]
+        munge = ["munged", "--foreground", "--force", "--num-threads=2", f"--log-file={folder}/log/munged.log"]
+        start = partial(self._start_daemon, timeout)
+        start("munge", [*munge, *munge_options], folder / "munge.socket")
         if site.options.accounting:
-            sql = at / "database" / "socket"
-            daemon("database", ["bash", "-c", DATABASE, "database", at / "database", sql], sql)
-            # The variable is MariaDB's own; slurmdbd.conf has no setting for the path of the socket.
-            daemon("slurmdbd", ["slurmdbd", "-D"], (site.host, site.ports["slurmdbd"]), MYSQL_UNIX_PORT=str(sql))
-        daemon("slurmctld", ["slurmctld", "-D"], (site.host, site.ports["slurmctld"]))
+            database_socket = folder / "database" / "socket"
+            database: list[str | Path] = ["bash", "-c", DATABASE, "database", folder / "database", database_socket]
+            start("database", database, database_socket)
+            # This variable of MariaDB is needed because slurmdbd.conf has no setting for the path of the socket.
+            variables = {"MYSQL_UNIX_PORT": str(database_socket)}
+            start("slurmdbd", ["slurmdbd", "-D"], (site.host, site.ports["slurmdbd"]), **variables)
+        start("slurmctld", ["slurmctld", "-D"], (site.host, site.ports["slurmctld"]))
 
     def _start_daemon(
-        self, timeout: float, name: str, command: Sequence[str | Path], address: Path | tuple[str, int], **more: str
+        self,
+        timeout: float,
+        name: str,
+        command: Sequence[str | Path],
+        address: Path | tuple[str, int],
+        **variables: str,
     ) -> None:
-        """Start a daemon with `more` variables and wait until it listens at `address`."""
-        self._machine(name).start(CONTROL, command, environment=self.environment() | more)
+        """Start a daemon with more environment variables, and wait until it listens at `address`."""
+        self._machine(name).start(CONTROL, command, environment=self.environment() | variables)
         self._wait_for(name, address, timeout)
 
     def _wait_for(self, name: str, address: Path | tuple[str, int], timeout: float) -> None:
-        def listens() -> bool:
-            if not self._machine(name).alive():
-                raise RuntimeError(f"{name} ended at its start")
-            return connects(address)
+        """Wait until a daemon listens at `address`. Raises RuntimeError if it has exited, TimeoutError otherwise."""
 
-        self._wait(listens, timeout, f"{name} does not listen at {address}")
+        def is_listening() -> bool:
+            if not self._machine(name).alive():
+                raise RuntimeError(f"{name} exited right after its start")
+            return accepts_connections(address)
+
+        self._wait(is_listening, timeout, f"{name} does not listen at {address}")
 
     def _start_node(self, site: Site, node: str) -> None:
         self._machine(node).start(
@@ -169,10 +182,10 @@ class Cluster:
             environment=self.environment(),
         )
 
-    # What happens to nodes
+    # Failures of nodes and of the controller
 
     def crash(self, node: str) -> None:
-        """A power failure: everything on the node ends at once. With netns its cable goes dead first."""
+        """Kill all processes of the node at once, like a power failure. With netns, disconnect the node first."""
         site = self._site(node)
         if site.subnet and self._machine(node).processes():
             self.network.set(node, "down")
@@ -181,50 +194,50 @@ class Cluster:
             self.network.remove(self.network.cable(node))
 
     def boot(self, node: str) -> None:
-        """Switch a crashed node on again and wait until its daemon listens.
+        """Start a crashed node again and wait until its daemon listens.
 
-        Whether Slurm counts on it is another matter (`wait_nodes`): a node that was off for less than
-        SlurmdTimeout was never down for Slurm, which then finds that the node's jobs are gone.
+        Use `wait_nodes` to wait until Slurm considers the node up. If a node was off for less than SlurmdTimeout, Slurm
+        never considered it down. It then finds that the jobs of the node are gone.
         """
         site = self._site(node)
         if self._machine(node).alive():
             raise UserError("cluster.failed", f"{node} is running: `crash` it first")
-        self._machine(node).end()  # what a daemon that ended by itself left on record
+        self._machine(node).end()  # removes the record if the daemon exited without a crash
         if site.subnet:
             self.network.remove(self.network.cable(node))
         self._start_node(site, node)
         self._wait_for(node, (site.address(node), site.ports[node]), timeout=10)
 
     def cut(self, node: str) -> None:
-        """Pull the node's network cable; its processes go on. Needs netns."""
+        """Disconnect the node from the network; its processes keep running. Needs netns."""
         self._cable(node, "down")
 
     def heal(self, node: str) -> None:
-        """Put the cable back. Slurm notices at its own pace."""
+        """Reconnect the node to the network. Slurm may notice it later."""
         self._cable(node, "up")
 
     def _cable(self, node: str, state: str) -> None:
         if not self._site(node).subnet:
             raise UserError(
                 "cluster.failed",
-                "the nodes of this cluster share the host's network: bring it up with --netns to cut it",
+                "the nodes of this cluster share the host's network: start it with --netns to disconnect nodes",
             )
         if not self._machine(node).alive():
             raise UserError("cluster.failed", f"{node} is off: `boot` it first")
         self.network.set(node, state)
 
     def drain(self, node: str) -> None:
-        """Let nothing new start on the node."""
+        """Let no new job start on the node."""
         self._site(node)
         self.output(["scontrol", "update", f"NodeName={node}", "State=DRAIN", "Reason=drained by hand"])
 
     def undrain(self, node: str) -> None:
-        """Let jobs start on the node again; brings a node that is down back as well."""
+        """Let jobs start on the node again, also if Slurm considers it down."""
         self._site(node)
         self.output(["scontrol", "update", f"NodeName={node}", "State=RESUME"])
 
     def lose_state(self, timeout: float = 120) -> None:
-        """The controller comes back without what it knew: every job is gone, and ids start from 1 again."""
+        """Restart the controller without its state: it knows no jobs, and job IDs start from 1 again."""
         site = self._site()
         self._machine("slurmctld").end()
         shutil.rmtree(self.directory / "state")
@@ -234,53 +247,53 @@ class Cluster:
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
-        """The controller hangs: its port is open, and it answers nobody."""
+        """Suspend the controller inside the `with` block: its port is open, but it does not respond."""
         self._site()
-        stopped = psutil.Process(self._machine("slurmctld").processes()[0].pid).children(recursive=True)
-        for process in stopped:
+        processes = psutil.Process(self._machine("slurmctld").processes()[0].pid).children(recursive=True)
+        for process in processes:
             process.suspend()
         try:
             yield
         finally:
-            for process in stopped:
+            for process in processes:
                 process.resume()
 
     # Commands
 
     def environment(self) -> dict[str, str]:
-        """What to add to `os.environ` so that Slurm's commands speak to this cluster."""
+        """Return the variables with which Slurm's commands use this cluster."""
         return {"SLURM_CONF": str(self.directory / "slurm.conf")}
 
     def run(self, command: Sequence[str | Path], timeout: float = 120) -> subprocess.CompletedProcess[str]:
-        """Run a command of the host on the cluster, whatever its exit code; output is captured as text.
+        """Run a command on the host with this cluster. Capture its output as text and accept any exit code.
 
-        The variables of a surrounding Slurm job are kept from it. Raises subprocess.TimeoutExpired.
+        The command does not get the variables of a Slurm job that runs the caller. Raises subprocess.TimeoutExpired.
         """
-        outside = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "SBATCH_"))}
+        variables = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "SBATCH_"))}
         return subprocess.run(
-            command, capture_output=True, text=True, timeout=timeout, env=outside | self.environment()
+            command, capture_output=True, text=True, timeout=timeout, env=variables | self.environment()
         )
 
     def output(self, command: Sequence[str | Path], timeout: float = 120) -> str:
-        """The stripped standard output of a command that must succeed. Raises RuntimeError with what it said."""
+        """Run a command and return its stripped output. Raises RuntimeError with its error output if it fails."""
         done = self.run(command, timeout)
         if done.returncode:
             raise RuntimeError(f"{' '.join(map(str, command))}: exit code {done.returncode}: {done.stderr.strip()}")
         return done.stdout.strip()
 
-    # What is
+    # State of machines, nodes and jobs
 
     def machines(self) -> dict[str, bool]:
-        """Each machine that was started and not ended, and whether it still runs."""
+        """Return, for each machine that was started and not ended, whether it still runs."""
         return {machine.name: machine.alive() for machine in self._machines()}
 
     def node_states(self) -> dict[str, str]:
-        """Slurm's word for each node: idle, allocated, mixed, down, drained …; a final `*`: does not answer."""
+        """Return Slurm's state of each node, such as idle or down. A final `*` means that it does not respond."""
         lines = self.output(["sinfo", "--noheader", "--Node", "--partition=low", "--format=%N %T"]).splitlines()
         return dict(line.split() for line in lines)
 
     def job_state(self, job: str) -> str:
-        """Slurm's word for a job of the last ten minutes: PENDING, RUNNING, COMPLETED, FAILED …"""
+        """Return Slurm's state of a job that has not ended more than MinJobAge ago, such as PENDING or FAILED."""
         return self.output(["squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T"])
 
     def wait_nodes(self, *states: str, nodes: Sequence[str] = NODES, timeout: float = 120) -> None:
@@ -292,7 +305,7 @@ class Cluster:
         )
 
     def wait_idle(self, timeout: float = 120) -> None:
-        """Wait until every node is up and free. Raises TimeoutError."""
+        """Wait until all nodes are idle. Raises TimeoutError."""
         self.wait_nodes("idle", timeout=timeout)
 
     def wait_job(self, job: str, *states: str, timeout: float = 120) -> None:
@@ -304,7 +317,7 @@ class Cluster:
         )
 
     def clear(self, timeout: float = 120) -> None:
-        """Cancel every job and wait until the nodes are free: a clean table for the next test."""
+        """Cancel all jobs and wait until the nodes are idle, so that the next test can start."""
         self.output(["scancel", "--user=root"])
         self.wait_idle(timeout)
 
@@ -316,30 +329,30 @@ class Cluster:
             time.sleep(0.05)
 
     def _site(self, node: str | None = None) -> Site:
-        """The site of the cluster that is up. Raises UserError where none is, or for a node that it has not."""
+        """Return the site of the running cluster. Raises UserError if there is no cluster, or no such node."""
         if node is not None and node not in NODES:
             raise UserError("cluster.failed", f"there is no node {node!r}: the nodes are {', '.join(NODES)}")
         try:
             return Site.load(self.directory)
         except FileNotFoundError:
-            raise UserError("cluster.failed", f"there is no cluster in {self.directory}: bring it `up` first") from None
+            raise UserError("cluster.failed", f"there is no cluster in {self.directory}: start it with `up`") from None
 
     def _machine(self, name: str) -> Machine:
         return Machine(name, self.directory)
 
     def _machines(self) -> list[Machine]:
-        """Every machine on record, nodes first."""
+        """Return all machines that have a record, nodes first."""
         return [machine for name in (*NODES, *reversed(DAEMONS)) if (machine := self._machine(name)).processes()]
 
     def _logs(self) -> str:
-        """The last lines of each log."""
+        """Return the last lines of each log."""
         logs = sorted((self.directory / "log").glob("*"))
         ends = ((log.name, log.read_text(errors="replace").splitlines()[-25:]) for log in logs)
         return "\n".join(f"{name}: {line}" for name, lines in ends for line in lines)
 
 
-def connects(address: Path | tuple[str, int]) -> bool:
-    """Whether something listens at a Unix socket or (host, port)."""
+def accepts_connections(address: Path | tuple[str, int]) -> bool:
+    """Return whether a process listens at a Unix socket or at (host, port)."""
     with socket.socket(socket.AF_UNIX if isinstance(address, Path) else socket.AF_INET) as probe:
         probe.settimeout(2)
         try:

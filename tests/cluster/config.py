@@ -1,7 +1,7 @@
-"""What the cluster is: its options, its nodes, and the files that Slurm reads.
+"""Options and nodes of the test cluster, and the files that Slurm reads.
 
-Everything lies in the cluster's directory: munge key and socket, slurm.conf, state, spool, logs, devices,
-the database. Ports are chosen free. The comments in the generated slurm.conf say what each setting is for.
+The directory of the cluster contains everything: munge key and socket, slurm.conf, state, spool, logs, devices and the
+database. Comments in the generated slurm.conf explain each setting.
 """
 
 from __future__ import annotations
@@ -20,53 +20,54 @@ CRED_EXPIRE_S = 5
 """Lifetime of a job credential in seconds; Slurm's default is 120."""
 NODES = ("n1", "n2", "n3", "n4")
 CONTROL = "control"
-"""The host name of the daemons that are not nodes."""
+"""Host name of the daemons that are not nodes."""
 PORTS = ("slurmctld", "slurmdbd", *NODES)
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a cluster can be asked for."""
+    """Options of a cluster."""
 
     user_signal: bool = True
-    """A preempted job gets the signal of its `--signal` at once (SlurmctldParameters=preempt_send_user_signal).
-    Otherwise, and where a job has no `--signal`, its steps get TERM at once."""
+    """Send a preempted job the signal of its `--signal` at once (SlurmctldParameters=preempt_send_user_signal).
+    Otherwise, or if the job has no `--signal`, its steps get SIGTERM at once."""
     accounting: bool = False
-    """Run MariaDB and slurmdbd, so that sacct answers. Without it sacct fails, as on some small clusters."""
+    """Run MariaDB and slurmdbd. Without them sacct fails, as on some small clusters."""
     enforce_limits: bool = False
     """Enforce the limits of associations and QOS (AccountingStorageEnforce=limits). Needs `accounting`."""
     netns: bool = False
-    """A network namespace for each node, so that its cable can be cut."""
+    """Give each node its own network namespace, so that it can be disconnected."""
     grace: int = 10
-    """GraceTime of partition `low` in seconds. 0 ends preempted jobs at once (KILL comes KillWait later); above
-    that Slurm counts coarsely: 1 and 10 both last 15 s."""
+    """GraceTime of the partition `low` in seconds. 0 ends preempted jobs at once, with SIGKILL after KillWait. Slurm
+    rounds other values: 1 and 10 both last 15 s."""
     switches: bool = False
-    """Two leaf switches of two nodes each (TopologyPlugin=topology/tree), as clusters with a fat tree have."""
+    """Use two leaf switches with two nodes each (TopologyPlugin=topology/tree), like a cluster with a fat tree."""
     preempt: str = "REQUEUE"
-    """PreemptMode of partition `low`: REQUEUE, or CANCEL as on sites where a preempted job is gone."""
+    """PreemptMode of the partition `low`: REQUEUE, or CANCEL as on sites that do not requeue preempted jobs."""
     slurmd_timeout: int = 15
-    """SlurmdTimeout in seconds: a node that is silent for so long is down, and its jobs are requeued.
-    Slurm is late: 3 takes about 10 s after a crash and 27 s after a cut."""
+    """SlurmdTimeout in seconds: a node that does not respond for this time is down, and its jobs are requeued. Slurm
+    reacts late: with 3, it takes about 10 s after a crash and 27 s after a disconnection."""
     min_job_age: int = 600
-    """For how many seconds scontrol and squeue know an ended job (MinJobAge). Slurm looks every ten seconds or more."""
+    """MinJobAge: seconds for which scontrol and squeue show an ended job. Slurm checks it every ten seconds or less
+    often."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """The choices of one bring-up, kept in `site.json`: the other commands and processes read them there."""
+    """Options, ports and network of a started cluster, saved in `site.json` for other commands and processes."""
 
     options: Options
     ports: dict[str, int]
     subnet: str | None
-    """First three bytes of the nodes' network with `netns`, else None."""
+    """First three bytes of the nodes' network with `netns`; otherwise None."""
 
     @property
     def host(self) -> str:
-        """The address of the host, where the controller listens."""
+        """Address of the host, at which the controller listens."""
         return f"{self.subnet}.1" if self.subnet else "127.0.0.1"
 
     def address(self, node: str) -> str:
-        """The address of a node: .11 for n1 to .14 for n4."""
+        """Return the address of a node: .11 for n1 to .14 for n4."""
         return f"{self.subnet or '127.0.0'}.{10 + int(node[1:])}"
 
     def save(self, directory: Path) -> None:
@@ -75,21 +76,21 @@ class Site:
 
     @classmethod
     def load(cls, directory: Path) -> Site:
-        """Read `site.json`. Raises FileNotFoundError where no cluster is."""
+        """Read `site.json`. Raises FileNotFoundError if there is no cluster."""
         fields = json.loads((directory / "site.json").read_text())
         return cls(Options(**fields["options"]), fields["ports"], fields["subnet"])
 
 
 def free_ports() -> dict[str, int]:
-    """A free TCP port for each daemon.
+    """Return a free TCP port for each daemon.
 
-    They lie below the kernel's range for outgoing connections (32768 and up): one of these could otherwise
-    take the port of a node while the node is off.
+    The ports are below the kernel's range for outgoing connections (from 32768). Otherwise, an outgoing connection
+    could take the port of a node while the node is off.
     """
     ports: dict[str, int] = {}
-    with ExitStack() as held:
+    with ExitStack() as open_sockets:
         while len(ports) < len(PORTS):
-            probe = held.enter_context(socket.socket())
+            probe = open_sockets.enter_context(socket.socket())
             port = random.SystemRandom().randrange(20000, 32000)
             try:
                 probe.bind(("", port))
@@ -100,8 +101,9 @@ def free_ports() -> dict[str, int]:
 
 
 def slurm_conf(directory: Path, site: Site) -> str:
-    """The text of slurm.conf."""
-    options, ports = site.options, site.ports
+    """Return the content of slurm.conf."""
+    options = site.options
+    ports = site.ports
     topology = "TopologyPlugin=topology/tree" if options.switches else ""
     signal_at_once = "SlurmctldParameters=preempt_send_user_signal" if options.user_signal else ""
     nodes = "\n".join(
@@ -114,7 +116,7 @@ def slurm_conf(directory: Path, site: Site) -> str:
 AccountingStorageType=accounting_storage/slurmdbd
 AccountingStorageHost={site.host}
 AccountingStoragePort={ports["slurmdbd"]}
-# The name lies: this is munge's socket, and with a private socket slurmdbd is not reached without it.
+# Despite its name, this is the socket of munge. It is needed because the socket is not the default one.
 AccountingStoragePass={directory}/munge.socket
 AccountingStorageTRES=gres/gpu
 {"AccountingStorageEnforce=limits" if options.enforce_limits else ""}
@@ -129,7 +131,7 @@ SlurmUser=root
 SlurmdUser=root
 StateSaveLocation={directory}/state
 SlurmdSpoolDir={directory}/spool/%n
-# Each node's own: where nodes share /tmp, as here, their parts of srun --mpi=pmix collide in it.
+# A separate folder for each node: the nodes share /tmp, in which their parts of srun --mpi=pmix would collide.
 TmpFS={directory}/spool/%n
 SlurmctldPidFile={directory}/slurmctld.pid
 SlurmdPidFile={directory}/spool/%n.pid
@@ -142,7 +144,7 @@ AuthType=auth/munge
 CredType=cred/munge
 AuthInfo=socket={directory}/munge.socket,cred_expire={CRED_EXPIRE_S}
 
-# No cgroups: the host's belong to the host, and a namespace already holds all that a node runs.
+# No cgroups: those of the host must not change, and the namespace of a node already contains all its processes.
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
@@ -158,23 +160,23 @@ SelectTypeParameters=CR_Core
 SchedulerType=sched/backfill
 SchedulerParameters=bf_interval=2,bf_continue,batch_sched_delay=0,sched_interval=2,sched_min_interval=0
 
-# A job of `high` that lacks room takes it from jobs of `low`, which go back to the queue.
+# A job of `high` preempts jobs of `low`, which are requeued.
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 JobRequeue=1
 {signal_at_once}
 
-# Notice dead things soon. ReturnToService=2: a node that was down serves again once it registers.
+# Detect failures soon. ReturnToService=2: a node that was down is used again when it registers.
 SlurmctldTimeout=30
 SlurmdTimeout={options.slurmd_timeout}
 ReturnToService=2
 MessageTimeout=10
 TCPTimeout=2
 BatchStartTimeout=10
-# Between TERM and KILL.
+# Seconds between SIGTERM and SIGKILL.
 KillWait=5
 OverTimeLimit=0
-# scontrol and squeue know an ended job for so long.
+# Seconds for which scontrol and squeue show an ended job.
 MinJobAge={options.min_job_age}
 MaxArraySize=1001
 {topology}
@@ -186,7 +188,7 @@ PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF State=UP
 
 
 def slurmdbd_conf(directory: Path, site: Site) -> str:
-    """The text of slurmdbd.conf. The database listens on a socket only, and its root has no password."""
+    """Return the content of slurmdbd.conf. The database only listens on a socket, and its root has no password."""
     return f"""AuthType=auth/munge
 AuthInfo=socket={directory}/munge.socket
 DbdHost={CONTROL}
@@ -203,12 +205,12 @@ PidFile={directory}/slurmdbd.pid
 
 
 def write(directory: Path, site: Site) -> None:
-    """Write everything that the daemons read, the fake GPUs too, into the empty `directory`."""
-    site.save(directory)  # first: what has a site.json can be taken down
+    """Write all files that the daemons read, and the fake GPUs, into the empty `directory`."""
+    site.save(directory)  # It comes first, because `down` needs it.
     for folder in ("state", "spool", "log", "devices", "machines", "database"):
         (directory / folder).mkdir()
     save(directory / "slurm.conf", slurm_conf(directory, site))
-    # Slurm looks for a cgroup file system even where nothing uses it, unless told that none is to be mounted.
+    # Without this file, Slurm searches for a cgroup file system although nothing uses it.
     save(
         directory / "cgroup.conf",
         "CgroupPlugin=cgroup/v1\nConstrainCores=no\nConstrainDevices=no\nConstrainRAMSpace=no\n",
@@ -216,12 +218,12 @@ def write(directory: Path, site: Site) -> None:
     if site.options.switches:
         leaves = "SwitchName=leaf1 Nodes=n[1-2]\nSwitchName=leaf2 Nodes=n[3-4]\n"
         save(directory / "topology.conf", f"{leaves}SwitchName=spine Switches=leaf[1-2]\n")
-    # CUDA_VISIBLE_DEVICES is set for character devices only: these have the numbers of NVIDIA's, and no driver.
+    # Slurm sets CUDA_VISIBLE_DEVICES only for character devices. These have the device numbers of NVIDIA GPUs.
     for number in range(2):
         os.mknod(directory / "devices" / f"nvidia{number}", 0o020600, os.makedev(195, number))
     save(directory / "gres.conf", f"AutoDetect=off\nName=gpu Type=h100 File={directory}/devices/nvidia[0-1]\n")
     names = [f"{site.address(node)} {node}" for node in NODES]
     save(directory / "hosts", "\n".join(["127.0.0.1 localhost", f"{site.host} {CONTROL}", *names, ""]))
     for name, content in (("munge.key", os.urandom(128)), ("slurmdbd.conf", slurmdbd_conf(directory, site).encode())):
-        (directory / name).touch(mode=0o600)  # munged and slurmdbd refuse files that others may read
+        (directory / name).touch(mode=0o600)  # munged and slurmdbd reject files that other users can read.
         (directory / name).write_bytes(content)

@@ -1,4 +1,4 @@
-"""A pytest fixture that is a cluster.
+"""A pytest fixture that starts a test cluster for the tests of a module.
 
     from tests.cluster import Cluster
     from tests.cluster.fixture import cluster_fixture
@@ -7,8 +7,8 @@
 
     def test_something(cluster: Cluster) -> None: ...
 
-One cluster serves all tests of the module, which leave it as they found it (`cluster.clear()`): a bring-up
-takes a second or two, and a cluster that outlives its module would only take time from the tests after it.
+All tests of the module share one cluster, which starts in a second or two. A test cancels its jobs at the end
+(`cluster.clear()`). The cluster is taken down after the module, because it would slow down the tests that follow.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from tests.support.requirements import skip_or_fail_in_ci
 
 
 def require(options: Options) -> None:
-    """Skip the tests, with the reason, where such a cluster cannot run; fail them with CI=true."""
+    """Skip the tests, or fail them with CI=true, if a cluster with these options cannot run on this machine."""
     if reason := missing(options):
         skip_or_fail_in_ci(reason)
 
 
 def cluster_fixture(**options: Any) -> Any:
-    """A module-scoped fixture: a cluster with these :class:`Options`, in a fresh directory of its own."""
-    wanted = Options(**options)
+    """Return a module-scoped fixture that starts a cluster with these :class:`Options` in a new directory."""
+    cluster_options = Options(**options)
 
     @pytest.fixture(scope="module")
     def cluster() -> Iterator[Cluster]:
-        require(wanted)
-        # Not pytest's own folder: its path can be too long for a socket.
+        require(cluster_options)
+        # The path of pytest's own temporary folder can be too long for a socket.
         directory = Path(tempfile.mkdtemp(prefix="sluice-cluster-", dir="/tmp"))
-        with Cluster(directory).up(wanted) as up:
-            yield up
+        with Cluster(directory).up(cluster_options) as running_cluster:
+            yield running_cluster
 
     return cluster

@@ -1,12 +1,12 @@
-"""Machines: processes in namespaces of their own, started on record and ended by that record.
+"""Machines of the test cluster: processes in their own namespaces.
 
-A machine is two processes: `unshare`, and its child, the first process (init) of the new namespaces, which
-runs machine.sh. The kernel ends a PID namespace with its init, so one SIGKILL ends every process of the
-machine, whatever it forked or daemonized; mounts and network devices of the namespaces go with them.
+A machine has two processes: `unshare`, and its child, the first process (init) of the new namespaces, which runs
+machine.sh. The kernel ends a PID namespace with its init. One SIGKILL therefore ends all processes of the machine,
+including daemons, and removes the mounts and network devices of its namespaces.
 
-The record `machines/NAME.json` is written before the machine may start its daemon (the handshake is in
-machine.sh), and holds each pid with its start time. Ending goes through a pidfd whose process has that start
-time: a recycled pid is never touched, and nothing is ever ended by its name.
+The file `machines/NAME.json` has the PID and start time of both processes. It is written before the machine starts its
+daemon (see the handshake in machine.sh). A process is only killed through a pidfd whose process has the recorded start
+time, so a reused PID is never killed by mistake.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from pathlib import Path
 INIT = Path(__file__).with_name("machine.sh")
 NAMESPACES = ("unshare", "--uts", "--ipc", "--pid", "--mount", "--fork", "--kill-child=KILL")
 ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"}
-"""What a daemon is given; of the caller's variables nothing, as after a boot."""
+"""Environment of each daemon, without variables of the caller, as after a boot."""
 
 _children: dict[int, subprocess.Popen[str]] = {}
-"""The machines that this Python process started: it must reap them, or they stay as zombies."""
+"""Machines that this Python process started. It must reap them, otherwise they remain as zombies."""
 
 
 @dataclass(frozen=True)
 class Process:
-    """One process of the host: its pid, and its start in clock ticks since boot (proc(5), field 22 of stat)."""
+    """A process of the host: its PID, and its start time in clock ticks since boot (field 22 of stat in proc(5))."""
 
     pid: int
     start: int
 
     @classmethod
     def parse(cls, stat: str) -> Process:
-        """From a line of /proc/PID/stat; the command in parentheses may hold spaces."""
+        """Return the process of a line of /proc/PID/stat. The command, in parentheses, may contain spaces."""
         return cls(int(stat.split(" ", 1)[0]), int(stat.rsplit(")", 1)[1].split()[19]))
 
     @contextlib.contextmanager
     def handle(self) -> Iterator[int | None]:
-        """A pidfd of this very process; None when it is gone and its pid free or another's."""
+        """Open a pidfd of this process; None if it has ended, even if another process has its PID now."""
         try:
             pidfd = os.pidfd_open(self.pid)
         except ProcessLookupError:
@@ -61,12 +61,12 @@ class Process:
             os.close(pidfd)
 
     def alive(self) -> bool:
-        """Whether it still runs; a zombie does not."""
+        """Return whether the process runs. A zombie does not."""
         with self.handle() as pidfd:
             return pidfd is not None and not select.select([pidfd], [], [], 0)[0]
 
     def end(self, timeout: float = 10) -> None:
-        """SIGKILL and wait for the end; nothing if it is gone already. Raises TimeoutError."""
+        """Send SIGKILL and wait until the process has ended. Do nothing if it has. Raises TimeoutError."""
         with self.handle() as pidfd:
             if pidfd is None:
                 return
@@ -77,25 +77,25 @@ class Process:
 
 @dataclass(frozen=True)
 class Machine:
-    """A name and the folder of the cluster that it belongs to."""
+    """A machine, identified by its name and the directory of its cluster."""
 
     name: str
     directory: Path
 
     @property
     def record(self) -> Path:
-        """The file that says which processes the machine is."""
+        """Path of the file with the processes of the machine."""
         return self.directory / "machines" / f"{self.name}.json"
 
     def processes(self) -> list[Process]:
-        """`unshare` and init, in that order, as recorded; empty when the machine is off."""
+        """Return the recorded processes, `unshare` and init in this order; empty if the machine is off."""
         try:
             return [Process(**entry) for entry in json.loads(self.record.read_text())]
         except FileNotFoundError:
             return []
 
     def alive(self) -> bool:
-        """Whether the machine runs."""
+        """Return whether the machine runs."""
         return any(process.alive() for process in self.processes())
 
     def start(
@@ -108,8 +108,9 @@ class Machine:
     ) -> None:
         """Start the machine with its daemon `command`, which must stay in the foreground.
 
-        With `address` (A.B.C.D/LENGTH) it has a network namespace, and `plug(pid of init)` must lay its cable,
-        eth0. What the daemon prints goes to `log/NAME.out`. Raises RuntimeError when no machine comes up.
+        If `address` (A.B.C.D/LENGTH) is given, the machine has its own network namespace. `plug`, called with the PID
+        of init, must then create its interface eth0. The output of the daemon is appended to `log/NAME.out`. Raises
+        RuntimeError if the machine does not start.
         """
         log = self.directory / "log" / f"{self.name}.out"
         init: list[str | Path] = ["bash", INIT, hostname, self.directory / "hosts", log, address or "-"]
@@ -121,13 +122,13 @@ class Machine:
                 stderr=errors,
                 cwd=self.directory,
                 env=ENVIRONMENT | (environment or {}),
-                start_new_session=True,  # a terminal's Ctrl-C is not for the cluster
+                start_new_session=True,  # Ctrl-C in a terminal must not reach the cluster.
                 text=True,
             )
         assert unshare.stdin and unshare.stdout
         _children[unshare.pid] = unshare
-        with unshare.stdin as go, unshare.stdout as said:
-            stat = said.readline() if select.select([said], [], [], 10)[0] else ""
+        with unshare.stdin as machine_input, unshare.stdout as machine_output:
+            stat = machine_output.readline() if select.select([machine_output], [], [], 10)[0] else ""
             if not stat:
                 unshare.kill()
                 raise RuntimeError(f"machine {self.name} did not start: {log.read_text()[-2000:]}")
@@ -135,10 +136,10 @@ class Machine:
             save(self.record, json.dumps([asdict(first), asdict(Process.parse(stat))]))
             if plug:
                 plug(Process.parse(stat).pid)
-            go.write("go\n")
+            machine_input.write("go\n")
 
     def end(self) -> None:
-        """Power off, at once: SIGKILL to init, and with it to everything on the machine. Waits for the end."""
+        """Kill all processes of the machine at once, by a SIGKILL to init, and wait until they have ended."""
         for process in reversed(self.processes()):
             process.end()
             if child := _children.pop(process.pid, None):
@@ -147,7 +148,7 @@ class Machine:
 
 
 def save(path: Path, text: str) -> None:
-    """Write the whole file or nothing, so that whoever dies meanwhile leaves a readable record."""
-    fresh = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    fresh.write_text(text)
-    fresh.replace(path)
+    """Write a file atomically, so that a killed process leaves no incomplete file."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text)
+    temporary.replace(path)
