@@ -1,6 +1,6 @@
 """Run sequences of faults: `python -m tests.chaos --seeds 1-13 --faults 8 [--only kill_a_rank …] [--write]`.
 
-Each seed has its own training and its own cluster. `--write` adds its line to the table in tests/chaos/results.md.
+Each seed has its own run and its own cluster. `--write` adds its line to the table in tests/chaos/results.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def run_sequence(seed: int, count: int, names: list[str] | None) -> tuple[list[F
     """Run one sequence of faults.
 
     Args:
-        seed: seed of the training and of the choice of faults.
+        seed: seed of the random choices of faults and moments.
         count: number of faults, unless they are named.
         names: names of the faults, in their order; None: choose them by the seed.
 
@@ -53,7 +53,7 @@ def write_results(line_by_seed: Mapping[int, str], faults_per_seed: int) -> None
     count_by_fault = Counter(re.findall(r"(\w+) \(", table))
     paragraphs = [
         "# Random faults and their outcome",
-        f"`python -m tests.chaos --seeds 1-13 --faults {faults_per_seed} --write`: one training of 4 nodes × 1 rank "
+        f"`python -m tests.chaos --seeds 1-13 --faults {faults_per_seed} --write`: one run on 4 nodes × 1 rank "
         "for each seed. The recorded cause of each fault is in parentheses. *equal*: the digest of the weights and of "
         "the optimizer's state equals that of an undisturbed run, every step and every sample was processed once, no "
         "damaged checkpoint was loaded, and every cause was recorded correctly.",

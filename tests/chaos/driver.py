@@ -1,4 +1,4 @@
-"""Run one training through a sequence of faults and check its outcome."""
+"""Hit the train stage of one run with a sequence of faults and check its outcome."""
 
 from __future__ import annotations
 
@@ -76,13 +76,13 @@ def run_submit(cluster: Cluster | None, folder: Path, *arguments: str) -> str:
 
 
 class ChaosRun:
-    """A training in `folder`, which all nodes see, and the faults that hit it.
+    """A run in `folder`, which all nodes can read, and the faults that hit its train stage.
 
     Args:
         cluster: where it runs.
         folder: folder of the config, the run and the injected faults.
         seed: seed of random choices.
-        count: number of faults; the training is long enough for them.
+        count: number of faults; the run has enough steps for them.
     """
 
     def __init__(self, cluster: Cluster, folder: Path, seed: int, count: int) -> None:
@@ -97,19 +97,19 @@ class ChaosRun:
         self.context = FaultContext(cluster, self.run, folder / "chaos", self.random)
 
     def run_faults(self, faults: Sequence[Fault]) -> list[FaultResult]:
-        """Submit the training, cause the faults one after another, wait until the training is done."""
+        """Submit the run, cause the faults one after another, and wait until the train stage is done."""
         context = self.context
         run_submit(self.cluster, self.folder, str(self.config), *OVERRIDES)
         results: list[FaultResult] = []
         for fault in faults:
             self._wait_for_progress()
             time.sleep(self.random.uniform(0, 1.0))
-            self._wait_for_progress()  # a late effect of the previous fault may have stopped the training again
+            self._wait_for_progress()  # A late effect of the previous fault may have stopped the stage again.
             event_count = len(read_event_lines(self.run, "train"))
             start = time.monotonic()
             expected = fault(context)
             cause = None
-            if context.needs_resume:  # the cause is recorded only when the user resumes the run
+            if context.needs_resume:  # The cause is recorded only when the user resumes the run.
                 context.wait_until("status prints a command", self._run_command_of_status)
                 context.needs_resume = False
             if expected is not None:
@@ -149,14 +149,14 @@ class ChaosRun:
         """Wait until the running attempt has saved a checkpoint, so that the next stop is not one without progress.
 
         Raises:
-            RuntimeError: the training's job has ended.
+            RuntimeError: the job of the train stage has ended.
         """
 
         def has_saved_checkpoint() -> bool:
             events = read_event_lines(self.run, "train")
             state = self.cluster.job_state(self.context.job)
             if state in ("FAILED", "COMPLETED", "CANCELLED", "TIMEOUT"):
-                raise RuntimeError(f"the training's job ended early as {state}: {events[-3:]}")
+                raise RuntimeError(f"the job of the train stage ended early as {state}: {events[-3:]}")
             if state != "RUNNING":
                 self._resume_drained_nodes()
                 return False

@@ -1,6 +1,6 @@
 """One function per kind of fault. Each causes the fault and returns the cause that the run must record.
 
-None means that the fault must not stop the training.
+None means that the fault must not stop the train stage.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RANKS = 4
 
 @dataclass
 class FaultContext:
-    """The training that a fault hits, and what the faults did to it."""
+    """The run that is hit by faults, and the effects of the faults so far."""
 
     cluster: Cluster
     run: Run
@@ -47,7 +47,7 @@ class FaultContext:
 
     @property
     def job(self) -> str:
-        """The ID of the training's newest job."""
+        """ID of the newest job of the train stage."""
         submitted = [event for event in read_event_lines(self.run, "train") if event["event"] == "submitted"]
         return str(submitted[-1]["job_id"])
 
@@ -75,7 +75,10 @@ class FaultContext:
         return processes
 
     def inject(self, kind: str, **details: object) -> None:
-        """Order a fault inside a random rank; it happens once. Rank 0 alone writes events and renames checkpoints."""
+        """Request a fault that happens once inside a random rank.
+
+        Only rank 0 writes events and renames checkpoints, so faults that affect these happen in rank 0.
+        """
         is_of_rank0 = kind == "skew" or "rename" in str(details.get("phase"))
         rank = 0 if is_of_rank0 else self.random.randrange(RANKS)
         (self.folder / "done.json").unlink(missing_ok=True)
@@ -95,7 +98,7 @@ class FaultContext:
             time.sleep(0.2)
 
     def is_running(self) -> bool:
-        """Return True if the training's job runs. Its state is SIGNALING while Slurm signals a preemption."""
+        """Return True if the job of the train stage runs. Its state is SIGNALING while Slurm signals a preemption."""
         return self.cluster.job_state(self.job) in ("RUNNING", "SIGNALING")
 
     def set_step_delay(self, seconds: float) -> None:
@@ -105,7 +108,7 @@ class FaultContext:
         temporary.rename(self.folder / "delay")
 
     def was_injected(self) -> bool:
-        """Return True if the ordered fault has happened."""
+        """Return True if the requested fault has happened."""
         return (self.folder / "done.json").exists()
 
 
@@ -176,7 +179,7 @@ def damage_the_newest_checkpoint(context: FaultContext) -> str:
     context.wait_until("two checkpoints exist", lambda: len(list_checkpoint_steps(context.run.checkpoints_dir)) > 1)
     ranks = context.find_ranks()
     for process in ranks.values():
-        process.send_signal(signal.SIGSTOP)  # so that no other checkpoint becomes the newest one meanwhile
+        process.send_signal(signal.SIGSTOP)  # Otherwise the ranks could write a newer checkpoint meanwhile.
     step = find_newest_step(context.run.checkpoints_dir)
     file = context.random.choice(sorted((context.run.checkpoints_dir / checkpoint_name(step)).iterdir()))
     size = file.stat().st_size

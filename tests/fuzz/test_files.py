@@ -1,8 +1,7 @@
-"""Files of a finished run with random damage, as disks, people and attackers cause it.
+"""A run with a randomly damaged file has the same results as an undamaged run, or fails with an error message.
 
-The commands that read the run (status, report, plan, verify) and those that continue it (training, evaluation) have the
-results of the undisturbed run, or fail with an error message. A case is made from its number, so that a failed one can
-be repeated alone.
+This holds for commands that read the run (status, report, plan, verify) and for stages that continue it (train,
+evaluate). The number of a case is the seed of its damage, so that a failed case can be repeated alone.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ SMALL = (
     "optimizer.schedule=constant",
 )
 STEPS = 6
-"""The run has trained 4 steps; then its number of steps was changed to this."""
+"""New value of `train.steps` after the run has trained 4 steps."""
 MALFORMED_LINES = [
     b"{}", b'{"step": 5}', b"null", b"\xff\xfe", b"\x1b[2J", b"[" * 5000, b'{"event": "started"}', b'{"set": {}}', b"",
     b'{"time": "2026-01-01T00:00:00Z", "event": "saved", "stage": "train"}', b"- x", b"run: 5", b"1e999",
@@ -50,8 +49,8 @@ MALFORMED_LINES = [
 
 
 @pytest.fixture(scope="module")
-def undamaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the undamaged run."""
+def undamaged_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Create a run, train and evaluate it, and return its directory."""
     run = make_run(tmp_path_factory.mktemp("undamaged"), overrides=SMALL)
     for stage in ("train", "evaluate"):
         assert run_ranks(1, stage_rank, run.path, stage) == [ExitCode.DONE]
@@ -90,8 +89,9 @@ def continue_rank(rank_info: RankInfo, path: Path) -> tuple[str, Any]:
             result["loss"],
         )
     except BaseException as error:
-        code, words = explain_error(error)
-        return ("refused" if words.startswith("error") and code != ExitCode.CRASHED else "traceback"), words
+        exit_code, message = explain_error(error)
+        is_error_message = message.startswith("error") and exit_code != ExitCode.CRASHED
+        return "refused" if is_error_message else "traceback", message
 
 
 def show_run(path: Path) -> str:
@@ -116,52 +116,60 @@ def list_files(path: Path) -> list[Path]:
     ]
 
 
-def damage_file(source: random.Random, run: Path) -> str:
+def damage_file(generator: random.Random, run: Path) -> str:
     """Damage one file of a run and return a description of the damage."""
-    target = run / source.choice(list_files(run))
-    content, way = target.read_bytes(), source.randrange(9)
-    at = source.randrange(max(1, len(content)))
-    name = f"{target.relative_to(run)}"
-    if way <= 1:
-        new, words = content[:at] + bytes([content[at] ^ 1 << source.randrange(8)]) + content[at + 1 :], f"flip at {at}"
-    elif way == 2:
-        digits = [i for i, byte in enumerate(content) if 48 <= byte < 58] or [at]
-        at = source.choice(digits)
-        new, words = content[:at] + str(source.randrange(10)).encode() + content[at + 1 :], f"digit at {at}"
-    elif way == 3:
-        new, words = content[:at], f"cut at {at}"
-    elif way == 4:
-        new, words = content[:at] + content[at + source.choice((1, 20, 5000)) :], f"bytes removed at {at}"
-    elif way == 5:
+    target = run / generator.choice(list_files(run))
+    content = target.read_bytes()
+    kind = generator.randrange(9)
+    position = generator.randrange(max(1, len(content)))
+    if kind <= 1:
+        flipped = bytes([content[position] ^ 1 << generator.randrange(8)])
+        damaged = content[:position] + flipped + content[position + 1 :]
+        description = f"bit flipped at {position}"
+    elif kind == 2:
+        digits = [i for i, byte in enumerate(content) if 48 <= byte < 58] or [position]
+        position = generator.choice(digits)
+        damaged = content[:position] + str(generator.randrange(10)).encode() + content[position + 1 :]
+        description = f"digit changed at {position}"
+    elif kind == 3:
+        damaged = content[:position]
+        description = f"truncated at {position}"
+    elif kind == 4:
+        damaged = content[:position] + content[position + generator.choice((1, 20, 5000)) :]
+        description = f"bytes removed at {position}"
+    elif kind == 5:
         rows = content.splitlines(keepends=True)
-        one, other = source.randrange(len(rows)), source.randrange(len(rows))
-        if source.random() < 0.5:
-            rows[one], rows[other] = rows[other], rows[one]
-            new, words = b"".join(rows), f"lines {one} and {other} swapped"
+        first = generator.randrange(len(rows))
+        second = generator.randrange(len(rows))
+        if generator.random() < 0.5:
+            rows[first], rows[second] = rows[second], rows[first]
+            description = f"lines {first} and {second} swapped"
         else:
-            del rows[one]
-            new, words = b"".join(rows), f"line {one} removed"
-    elif way == 6:
+            del rows[first]
+            description = f"line {first} removed"
+        damaged = b"".join(rows)
+    elif kind == 6:
         rows = content.splitlines(keepends=True)
-        rows.insert(source.randrange(len(rows) + 1), source.choice(MALFORMED_LINES) + b"\n")
-        new, words = b"".join(rows), "odd line"
-    elif way == 7:
-        other_file = run / source.choice(list_files(run))
-        words = f"swapped with {other_file.relative_to(run)}"
-        new = other_file.read_bytes()
+        rows.insert(generator.randrange(len(rows) + 1), generator.choice(MALFORMED_LINES) + b"\n")
+        damaged = b"".join(rows)
+        description = "malformed line added"
+    elif kind == 7:
+        other_file = run / generator.choice(list_files(run))
+        damaged = other_file.read_bytes()
         other_file.write_bytes(content)
+        description = f"swapped with {other_file.relative_to(run)}"
     else:
         target.unlink()
-        kind = source.choice(("gone", "folder", "pipe", "circle"))
-        if kind == "folder":
+        replacement = generator.choice(("nothing", "folder", "pipe", "link to itself"))
+        if replacement == "folder":
             target.mkdir()
-        elif kind == "pipe":
+        elif replacement == "pipe":
             os.mkfifo(target)
-        elif kind == "circle":
+        elif replacement == "link to itself":
             target.symlink_to(target.name)
-        return f"{name}: {kind}"
-    target.write_bytes(new)
-    return f"{name}: {words}"
+        return f"{target.relative_to(run)}: replaced by {replacement}"
+    target.write_bytes(damaged)
+    return f"{target.relative_to(run)}: {description}"
 
 
 def read_requested_steps(path: Path) -> int:
@@ -173,20 +181,23 @@ def read_requested_steps(path: Path) -> int:
 
 
 @pytest.fixture(scope="module")
-def numbers(undamaged: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
-    """Return the results of the undisturbed run by its number of steps."""
-    found = {}
+def expected_results(undamaged_run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
+    """Return the results of the undamaged run by its number of steps."""
+    results = {}
     for steps in (4, STEPS):
-        copy = tmp_path_factory.mktemp("calm") / "tiny"
-        shutil.copytree(undamaged, copy, symlinks=True)
+        copy = tmp_path_factory.mktemp("undisturbed") / "tiny"
+        shutil.copytree(undamaged_run, copy, symlinks=True)
         if steps == 4:
             (copy / "changes.jsonl").unlink()
-        kind, found[steps] = run_ranks(1, continue_rank, copy)[0]
-        assert kind == "numbers" and found[steps][0] == found[steps][2] == steps, found
-    assert "local compute time per step by host" in show_run(undamaged) and "left out" not in show_run(undamaged)
+        kind, results[steps] = run_ranks(1, continue_rank, copy)[0]
+        assert kind == "numbers", results
+        assert results[steps][0] == results[steps][2] == steps, results
+    output = show_run(undamaged_run)
+    assert "local compute time per step by host" in output
+    assert "left out" not in output
     assert has_valid_checksum(json.loads((copy / "evaluation/step-00000006.json").read_text()))
     assert lines.read_required_lines(copy / "changes.jsonl", is_config_change)
-    return found
+    return results
 
 
 def is_same_result(actual: Any, expected: Any) -> bool:
@@ -194,10 +205,10 @@ def is_same_result(actual: Any, expected: Any) -> bool:
     return expected is not None and actual[:3] == expected[:3] and math.isclose(actual[3], expected[3], rel_tol=1e-5)
 
 
-def find_problem(undamaged: Path, numbers: dict[int, Any], folder: Path, number: int) -> str | None:
-    """Return what is wrong with a case; None if nothing is."""
+def find_problem(undamaged_run: Path, expected_results: dict[int, Any], folder: Path, number: int) -> str | None:
+    """Damage a copy of the run and return what is wrong with its behavior; None if nothing is."""
     path = folder / "tiny"
-    shutil.copytree(undamaged, path, symlinks=True)
+    shutil.copytree(undamaged_run, path, symlinks=True)
     try:
         description = f"case {number}: {damage_file(random.Random(number), path)}"
         try:
@@ -210,8 +221,8 @@ def find_problem(undamaged: Path, numbers: dict[int, Any], folder: Path, number:
         kind, result = run_ranks(1, continue_rank, path)[0]
         if kind == "traceback":
             return f"{description}: {result}"
-        if kind == "numbers" and not is_same_result(result, numbers.get(steps)):
-            return f"{description}: {result} instead of {numbers}"
+        if kind == "numbers" and not is_same_result(result, expected_results.get(steps)):
+            return f"{description}: {result} instead of {expected_results}"
         return None
     finally:
         shutil.rmtree(path)
@@ -221,8 +232,9 @@ LONG = [pytest.param(range(first, first + 100), marks=pytest.mark.long) for firs
 
 
 @pytest.mark.parametrize("cases", [range(10), *LONG], ids=str)
-def test_a_damaged_run_has_the_same_results_or_is_rejected(
-    undamaged: Path, numbers: dict[int, Any], tmp_path: Path, cases: range
+def test_damaged_run_has_the_same_results_or_is_rejected(
+    undamaged_run: Path, expected_results: dict[int, Any], tmp_path: Path, cases: range
 ) -> None:
-    problems = [problem for number in cases if (problem := find_problem(undamaged, numbers, tmp_path, number))]
+    results = (find_problem(undamaged_run, expected_results, tmp_path, number) for number in cases)
+    problems = [problem for problem in results if problem]
     assert not problems, "\n".join(problems)

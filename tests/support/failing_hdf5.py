@@ -1,14 +1,13 @@
-"""An HDF5 reading process that fails in the middle of a dataset, as the environment variable FAIL_BY says.
+"""A process that reads HDF5 and fails in the middle of a dataset. The environment variable FAIL_BY selects the failure:
 
-It runs the real reader (data_prep/hdf5_reader.py), which sends one block and then fails:
+    crash     SIGSEGV, like libhdf5 with a damaged file
+    kill      SIGKILL
+    loop      an endless loop
+    memory    MemoryError
+    import    h5py cannot be imported
 
-    crash     it dies by SIGSEGV, as libhdf5 does with a damaged file
-    kill      it dies by SIGKILL
-    loop      it never returns
-    memory    no memory is left
-    import    h5py cannot be imported; no block is sent
-
-Without FAIL_BY it sends all blocks.
+The process runs the real reader (data_prep/hdf5_reader.py) and fails after the first block; with `import`, before it.
+Without FAIL_BY, it sends all blocks.
 """
 
 from __future__ import annotations
