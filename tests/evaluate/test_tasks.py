@@ -23,7 +23,7 @@ from pipeline.evaluate.task_files import derive_task_names, read_task_file
 from pipeline.publish.export import export_checkpoint
 from pipeline.publish.generate import _load_folder
 from pipeline.run.directory import Run
-from tests.publish.test_export import exported
+from tests.publish.test_export import export_initial_weights
 from tests.publish.test_generate import save_model
 from tests.support.errors import raises_error
 from tests.support.ranks import run_ranks
@@ -210,7 +210,7 @@ def test_prompts_begin_with_the_special_tokens_of_the_runs_tokenizer(tmp_path: P
     chosen, _ = write_tasks(tmp_path)
     tokenizer_option = f"data.tokenizer={{kind: file, path: {tokenizer}, eos_token: <|end|>}}"
     overrides = (tokenizer_option, f"evaluate.tasks={chosen}", "model.initializer_range=0.2")
-    folder, _ = exported(tmp_path, make_run(tmp_path, "data", overrides).data_dir, "run", *overrides)
+    folder, _ = export_initial_weights(tmp_path, make_run(tmp_path, "data", overrides).data_dir, "run", *overrides)
     run = Run.open(tmp_path / "runs/run")
     assert run_ranks(1, stage_rank, run.path, "evaluate") == [ExitCode.DONE]
     result = json.loads(next(run.evaluation_dir.glob("*.json")).read_text())

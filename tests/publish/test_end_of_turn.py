@@ -1,4 +1,4 @@
-"""Where a text ends: the token that closes learned answers is in every exported file, and `generate` ends there."""
+"""The token that ends learned answers is in each exported file, and `generate` and evaluation tasks stop at it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from pipeline.publish.export import export_checkpoint
 from pipeline.publish.generate import _load_folder, _load_run, generate_text
 from pipeline.run.directory import Run
 from pipeline.run.stages import load_stage_module
-from tests.publish.test_export import exported, save_rank
-from tests.publish.test_open_weights import save
+from tests.publish.test_export import export_initial_weights, save_initial_checkpoint
+from tests.publish.test_open_weights import save_random_model
 from tests.support.ranks import make_rank_info, run_ranks
 from tests.support.tiny import WORDS, HarmlessFlag, make_run, stage_rank
 from tests.support.tokenizers import (
@@ -75,26 +75,26 @@ stages: {{train: {{tasks_per_node: 1}}}}
         ("{{ messages[1].content | upper }}<|im_end|>", (), "unchanged"),
     ],
 )
-def test_the_token_that_closes_an_answer_is_found(template: str, ids: tuple[int, ...], problem: str) -> None:
+def test_end_of_turn_token_is_found_in_a_chat_template(template: str, ids: tuple[int, ...], problem: str) -> None:
     found = find_end_of_turn(ChatTemplate(template, {"bos_token": "<s>", "eos_token": "</s>"}), TOKENIZER)
     assert found.ids == ids
     assert bool(found.problem) is bool(problem) and problem in found.problem
 
 
 @pytest.mark.parametrize(("template", "is_learned"), [(MARKED_END, True), (UNMARKED_END, False)])
-def test_a_closing_token_that_takes_the_blanks_behind_it_is_learned_as_in_training(
+def test_end_of_turn_token_that_strips_following_spaces_is_learned_only_if_marked(
     template: str, is_learned: bool
 ) -> None:
     content = json.loads(TOKENIZER.to_str())
     for token in content["added_tokens"]:
         token["rstrip"] = token["content"] == "<|im_end|>"
-    template = template.replace("\n{% endfor %}", "{{ '\n' }}{% endfor %}")  # Jinja drops a newline behind a block
+    template = template.replace("\n{% endfor %}", "{{ '\n' }}{% endfor %}")  # Jinja drops a newline after a block.
     found = find_end_of_turn(ChatTemplate(template, {}), Tokenizer.from_str(json.dumps(content)))
     assert found.ids == (IM_END,)
     assert (found.problem == "") is is_learned
 
 
-def chat_run(
+def make_chat_run(
     folder: Path,
     template: str,
     settings: dict[str, Any],
@@ -103,12 +103,20 @@ def chat_run(
     kind: str = "mistral",
     in_config: list[int] | None = None,
 ) -> Run:
-    """A run from a base model's folder with its first checkpoint.
+    """Create a run that starts from a base model, prepare its data, and save its initial checkpoint.
 
-    in_config: the end tokens of its config.json, instead of those in its generation_config.json.
+    Args:
+        folder: where the model, the data and the run are written.
+        template: chat template of the model.
+        settings: more values of the model's tokenizer_config.json.
+        overrides: overrides of config keys.
+        records: `data.records`.
+        kind: the kind of post-processor of the tokenizer.
+        in_config: end tokens in the model's config.json, instead of in its generation_config.json.
     """
-    model, tokenizer = folder / "model", add_post_processor(make_byte_tokenizer(" ".join(WORDS)), kind)
-    save(model, "qwen2", vocab_size=tokenizer.get_vocab_size(), eos_token_id=in_config)
+    model = folder / "model"
+    tokenizer = add_post_processor(make_byte_tokenizer(" ".join(WORDS)), kind)
+    save_random_model(model, "qwen2", vocab_size=tokenizer.get_vocab_size(), eos_token_id=in_config)
     save_tokenizer(model, tokenizer, template, **{"eos_token": "<|end|>", "bos_token": "<s>", **settings})
     write_json(model / "special_tokens_map.json", {"eos_token": {"content": "<|end|>", "lstrip": False}})
     ends = {} if in_config else {"eos_token_id": [END]}
@@ -125,32 +133,35 @@ def chat_run(
     run = Run.create(load_config(config, overrides))
     for stage in ("prepare", "shard"):
         load_stage_module(stage).run_stage(run, make_rank_info(0, 1, 1), {}, HarmlessFlag())
-    run_ranks(1, save_rank, run.path)
+    run_ranks(1, save_initial_checkpoint, run.path)
     return run
 
 
-def ends_in(folder: Path) -> dict[str, Any]:
-    """What each file of an export says of where a text ends, and where `generate` and transformers end one."""
+def read_end_tokens(folder: Path) -> dict[str, Any]:
+    """Return the end tokens in each file of an export. Check that transformers and `generate` use them."""
     from transformers import AutoTokenizer, GenerationConfig
 
-    tokenizer, files = AutoTokenizer.from_pretrained(folder), ("config.json", "generation_config.json")
-    found = {name: read_json(folder / name)["eos_token_id"] for name in files}
-    assert GenerationConfig.from_pretrained(folder).eos_token_id == found[files[1]]
-    assert _load_folder(folder, "the model", None, 3)[2] == (
-        found[files[1]] if isinstance(found[files[1]], list) else [found[files[1]]]
-    )
-    return {**found, "tokenizer": tokenizer.eos_token}
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokens = {name: read_json(folder / name)["eos_token_id"] for name in ("config.json", "generation_config.json")}
+    expected = tokens["generation_config.json"]
+    assert GenerationConfig.from_pretrained(folder).eos_token_id == expected
+    assert _load_folder(folder, "the model", None, 3)[2] == (expected if isinstance(expected, list) else [expected])
+    return {**tokens, "tokenizer": tokenizer.eos_token}
 
 
-def test_a_base_model_tuned_on_dialogues_stops_where_answers_end(
+def test_end_of_turn_token_is_exported_with_a_base_model_tuned_on_dialogues(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = chat_run(tmp_path, CHATML, {})
+    run = make_chat_run(tmp_path, CHATML, {})
     assert "<|im_end|>" in capsys.readouterr().out
-    said = export_checkpoint(run, tmp_path / "out", None, "fp32")
-    assert "warning" not in said
+    message = export_checkpoint(run, tmp_path / "out", None, "fp32")
+    assert "warning" not in message
     both = [IM_END, END]
-    assert ends_in(tmp_path / "out") == {"config.json": both, "generation_config.json": both, "tokenizer": "<|im_end|>"}
+    assert read_end_tokens(tmp_path / "out") == {
+        "config.json": both,
+        "generation_config.json": both,
+        "tokenizer": "<|im_end|>",
+    }
     assert _load_run(run.path, "the model", None, 3)[2] == both
     generation, config = (read_json(tmp_path / "out" / name) for name in ("generation_config.json", "config.json"))
     assert (generation["temperature"], generation["pad_token_id"]) == (0.6, PAD)
@@ -159,7 +170,7 @@ def test_a_base_model_tuned_on_dialogues_stops_where_answers_end(
 
 
 def evaluate_rank(where: RankInfo, path: Path) -> int:
-    """Evaluate a model that answers `a`, closes the answer and continues with other text."""
+    """Run the evaluate stage with a model that answers `a`, an end-of-turn token and then other text."""
     answer = get_token_id(TOKENIZER, "a")
     following = {answer: IM_END, IM_END: get_token_id(TOKENIZER, "b")}
 
@@ -171,98 +182,117 @@ def evaluate_rank(where: RankInfo, path: Path) -> int:
     return stage_rank(where, path, "evaluate")
 
 
-def test_a_free_answer_of_a_task_ends_where_answers_of_dialogues_end(tmp_path: Path) -> None:
+def test_generated_answer_of_an_evaluation_task_stops_at_the_end_of_turn_token(tmp_path: Path) -> None:
     (tmp_path / "asked.jsonl").write_text(json.dumps({"prompt": "<|im_start|>assistant\n", "answer": "a"}) + "\n")
-    run = chat_run(tmp_path, CHATML, {}, f"evaluate.tasks={tmp_path}/asked.jsonl", "evaluate.answer_tokens=4")
+    run = make_chat_run(tmp_path, CHATML, {}, f"evaluate.tasks={tmp_path}/asked.jsonl", "evaluate.answer_tokens=4")
     assert run_ranks(1, evaluate_rank, run.path) == [ExitCode.DONE]
     assert json.loads(next(run.evaluation_dir.glob("*.json")).read_text())["asked.accuracy"] == 1
 
 
-def test_an_end_token_of_the_config_stays_the_tokenizers(tmp_path: Path) -> None:
+def test_end_token_of_the_config_is_exported_as_the_one_of_the_tokenizer(tmp_path: Path) -> None:
     given = f"data.tokenizer={{kind: file, path: {tmp_path}/model/tokenizer.json, eos_token: </s>}}"
-    run = chat_run(tmp_path, CHATML, {}, given, in_config=[END, PAD])
+    run = make_chat_run(tmp_path, CHATML, {}, given, in_config=[END, PAD])
     export_checkpoint(run, tmp_path / "out", None, "fp32")
     ends = [CLOSE, IM_END, END, PAD]
-    assert ends_in(tmp_path / "out") == {"config.json": ends, "generation_config.json": ends, "tokenizer": "</s>"}
+    assert read_end_tokens(tmp_path / "out") == {
+        "config.json": ends,
+        "generation_config.json": ends,
+        "tokenizer": "</s>",
+    }
     assert _load_run(run.path, "the model", None, 3)[2] == ends
 
 
-def test_the_template_goes_on_to_write_the_token_that_it_wrote_in_training(tmp_path: Path) -> None:
+def test_exported_template_writes_the_same_end_token_as_in_training(tmp_path: Path) -> None:
     given = f"data.tokenizer={{kind: file, path: {tmp_path}/model/tokenizer.json, eos_token: </s>}}"
-    export_checkpoint(chat_run(tmp_path, MISTRAL, {}, given), tmp_path / "out", None, "fp32")
+    export_checkpoint(make_chat_run(tmp_path, MISTRAL, {}, given), tmp_path / "out", None, "fp32")
     both = [END, CLOSE]
-    assert ends_in(tmp_path / "out") == {"config.json": both, "generation_config.json": both, "tokenizer": "<|end|>"}
+    assert read_end_tokens(tmp_path / "out") == {
+        "config.json": both,
+        "generation_config.json": both,
+        "tokenizer": "<|end|>",
+    }
 
 
-def test_the_template_of_the_training_is_exported(tmp_path: Path) -> None:
+def test_chat_template_of_the_config_is_exported(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     (template := tmp_path / "own.jinja").write_text(CHATML)
-    export_checkpoint(chat_run(tmp_path, MISTRAL, {}, f"data.chat_template={template}"), tmp_path / "out", None, "fp32")
+    export_checkpoint(
+        make_chat_run(tmp_path, MISTRAL, {}, f"data.chat_template={template}"), tmp_path / "out", None, "fp32"
+    )
     messages = [{"role": "user", "content": "a"}]
     text = AutoTokenizer.from_pretrained(tmp_path / "out").apply_chat_template(messages, tokenize=False)
     assert text == "<|im_start|>user\na<|im_end|>\n"
-    assert ends_in(tmp_path / "out")["tokenizer"] == "<|im_end|>"
+    assert read_end_tokens(tmp_path / "out")["tokenizer"] == "<|im_end|>"
     assert "chat_template" not in read_json(tmp_path / "out/tokenizer_config.json"), "programs read one or the other"
 
 
-def test_a_run_and_its_export_answer_alike(tmp_path: Path) -> None:
-    """With the template of the training, or, of a training on prompts, with that of the model it started from."""
+def test_run_and_its_export_generate_the_same_answer(tmp_path: Path) -> None:
+    """Both use the chat template of the config, or for a run on prompts that of the base model."""
     options: dict[str, Any] = {"step": None, "max_tokens": 6, "temperature": 0.0, "top_p": 1.0, "seed": 1, "chat": True}
-    cases = (("messages", "data.chat_template=qwen3"), ("prompts", "data.records=prompts"))
-    for records, override in cases:
-        run = chat_run(tmp_path / records, CHATML, {}, override, records=records)
+    for records, override in (("messages", "data.chat_template=qwen3"), ("prompts", "data.records=prompts")):
+        run = make_chat_run(tmp_path / records, CHATML, {}, override, records=records)
         export_checkpoint(run, tmp_path / records / "out", None, "fp32")
         question = [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]
-        asked = [_load_run(run.path, question, None, 6), _load_folder(tmp_path / records / "out", question, None, 6)]
-        assert asked[0][3] == asked[1][3] and IM_END in asked[0][2] and set(asked[0][2]) == set(asked[1][2])
-        assert asked[0][1].decode(asked[0][3], skip_special_tokens=False).endswith("<|im_start|>assistant\n")
+        _, tokenizer, run_ends, run_ids = _load_run(run.path, question, None, 6)
+        _, _, export_ends, export_ids = _load_folder(tmp_path / records / "out", question, None, 6)
+        assert run_ids == export_ids
+        assert IM_END in run_ends
+        assert set(run_ends) == set(export_ends)
+        assert tokenizer.decode(run_ids, skip_special_tokens=False).endswith("<|im_start|>assistant\n")
         answers = [generate_text(path, "a", system="s", **options) for path in (run.path, tmp_path / records / "out")]
         assert answers[0] == answers[1]
 
 
-def test_what_already_agrees_stays_as_it_is(tmp_path: Path) -> None:
-    run = chat_run(tmp_path, MISTRAL, {})
+def test_files_of_the_base_model_are_exported_unchanged_if_their_end_token_is_right(tmp_path: Path) -> None:
+    run = make_chat_run(tmp_path, MISTRAL, {})
     export_checkpoint(run, tmp_path / "out", None, "fp32")
-    assert not (tmp_path / "out/chat_template.jinja").exists(), "it is in tokenizer_config.json"
+    assert not (tmp_path / "out/chat_template.jinja").exists()  # The template is in tokenizer_config.json.
     for name in ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "model" / name).read_bytes(), name
     assert read_json(tmp_path / "out/config.json")["eos_token_id"] == END
 
 
-@pytest.mark.parametrize(("template", "told"), [(PLAIN, r"\n\n"), (UNMARKED_END, "<|im_end|>")])
-def test_answers_that_nothing_closes_are_told(
-    tmp_path: Path, template: str, told: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("template", "end"), [(PLAIN, r"\n\n"), (UNMARKED_END, "<|im_end|>")])
+def test_shard_and_export_warn_if_no_learned_token_ends_an_answer(
+    tmp_path: Path, template: str, end: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = chat_run(tmp_path, template, {})
-    for said in (capsys.readouterr().out, export_checkpoint(run, tmp_path / "out", None, "fp32")):
-        (line,) = (line for line in said.splitlines() if line.startswith("warning"))
-        assert told in line and "chat template" in line
+    run = make_chat_run(tmp_path, template, {})
+    for output in (capsys.readouterr().out, export_checkpoint(run, tmp_path / "out", None, "fp32")):
+        [warning] = [line for line in output.splitlines() if line.startswith("warning")]
+        assert end in warning
+        assert "chat template" in warning
 
 
-def test_pairs_end_with_the_token_of_the_config(tmp_path: Path) -> None:
+def test_responses_to_prompts_end_with_the_token_of_the_config(tmp_path: Path) -> None:
     given = f"data.tokenizer={{kind: file, path: {tmp_path}/model/tokenizer.json, eos_token: </s>}}"
-    run = chat_run(tmp_path, CHATML, {}, given, "data.add_special_tokens=false", records="prompts", kind="bert")
-    said = export_checkpoint(run, tmp_path / "out", None, "fp32").splitlines()
-    assert any("<s>" in line and "add_special_tokens=False" in line for line in said), "the training had none"
-    assert any("</s> after a text" in line for line in said), "transformers ends a prompt"
+    run = make_chat_run(tmp_path, CHATML, {}, given, "data.add_special_tokens=false", records="prompts", kind="bert")
+    lines = export_checkpoint(run, tmp_path / "out", None, "fp32").splitlines()
+    # The run was trained without <s>, but transformers would add it, and </s> after a prompt.
+    assert any("<s>" in line and "add_special_tokens=False" in line for line in lines)
+    assert any("</s>" in line for line in lines)
     both = [CLOSE, END]
-    assert ends_in(tmp_path / "out") == {"config.json": both, "generation_config.json": both, "tokenizer": "</s>"}
+    assert read_end_tokens(tmp_path / "out") == {
+        "config.json": both,
+        "generation_config.json": both,
+        "tokenizer": "</s>",
+    }
 
 
-def test_a_tokenizer_of_its_own_goes_along_with_its_template(tmp_path: Path) -> None:
+def test_tokenizer_from_a_file_is_exported_with_its_chat_template(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    first = chat_run(tmp_path / "a", CHATML, {}, "model.dropout=0")
+    first = make_chat_run(tmp_path / "a", CHATML, {}, "model.dropout=0")
     tokenizer = save_tokenizer(
         tmp_path / "own", add_post_processor(TOKENIZER, "mistral"), CHATML, eos_token="<|end|>", pad_token="<|pad|>"
     )
     given = f"data.tokenizer={{kind: file, path: {tokenizer}, eos_token: <|end|>}}"
     overrides = (given, f"data.source={first.config.data.sources[0]}", "data.records=messages")
     data = make_run(tmp_path, "data", overrides).data_dir
-    folder, _ = exported(tmp_path, data, "run", *overrides)
-    assert ends_in(folder)["tokenizer"] == "<|im_end|>"
-    theirs, config = AutoTokenizer.from_pretrained(folder), read_json(folder / "config.json")
+    folder, _ = export_initial_weights(tmp_path, data, "run", *overrides)
+    assert read_end_tokens(folder)["tokenizer"] == "<|im_end|>"
+    theirs = AutoTokenizer.from_pretrained(folder)
+    config = read_json(folder / "config.json")
     assert theirs.bos_token_id == config["bos_token_id"] == BOS
     assert theirs.pad_token_id == config["pad_token_id"] == PAD
     text = theirs.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
@@ -270,8 +300,11 @@ def test_a_tokenizer_of_its_own_goes_along_with_its_template(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("family", ["mistral", "llama"])
-def test_transformers_warns_of_nothing_when_it_loads_a_large_tokenizer(tmp_path: Path, family: str) -> None:
-    """One of more than 100,000 ids beside a config.json without a version is taken for a damaged one of Mistral's."""
+def test_transformers_loads_a_large_tokenizer_without_a_warning(tmp_path: Path, family: str) -> None:
+    """transformers takes a tokenizer of more than 100,000 IDs for a faulty one of Mistral.
+
+    It does so only if config.json has no version of transformers.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     content = json.loads(add_post_processor(make_byte_tokenizer(" ".join(WORDS)), "mistral").to_str())
@@ -283,16 +316,17 @@ def test_transformers_warns_of_nothing_when_it_loads_a_large_tokenizer(tmp_path:
     given = f"data.tokenizer={{kind: file, path: {file}, eos_token: <|end|>}}"
     window = ("model.sliding_window=32",) if family == "mistral" else ()
     more = (given, "model.dim=8", "model.tie_word_embeddings=true", *window)
-    folder, _ = exported(tmp_path, make_run(tmp_path, "data", more).data_dir, "run", *more)
-    said: list[str] = []
+    folder, _ = export_initial_weights(tmp_path, make_run(tmp_path, "data", more).data_dir, "run", *more)
+    warnings: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("transformers").addHandler(handler)
     try:
-        model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
     finally:
         logging.getLogger("transformers").removeHandler(handler)
     assert model.config.model_type == family and tokenizer.vocab_size > 100_000
     assert tokenizer.bos_token_id == tokenizer("a").input_ids[0] == model.config.bos_token_id == BOS
-    assert said == []
-    assert read_json(folder / "config.json")["transformers_version"] >= "5.0.0", "4.57 warns of any family"
+    assert warnings == []
+    assert read_json(folder / "config.json")["transformers_version"] >= "5.0.0"  # With 4.57, it warns for any family.

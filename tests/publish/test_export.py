@@ -1,4 +1,4 @@
-"""Export: transformers makes our model of it, and what is imported and exported again has the same bytes."""
+"""An exported checkpoint is the same model in transformers, and importing and exporting again keeps the same bytes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FEATURES = {
     "qwen3": ("qk_norm=true",),
     "qwen3, window": ("qk_norm=true", "sliding_window=64", "max_window_layers=0"),
 }
-"""By the family that it is exported as, keys of `model`."""
+"""Values of the section `model`, by the transformers family of the exported model and a distinguishing word."""
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +44,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_run(tmp_path_factory.mktemp("data")).data_dir
 
 
-def save_rank(where: RankInfo, path: Path) -> list[list[float]]:
-    """Save what the run begins with as step 1, no step taken: the logits of its first held-out tokens."""
+def save_initial_checkpoint(where: RankInfo, path: Path) -> list[list[float]]:
+    """Save the initial weights of a run as the checkpoint of step 1. Return their logits for `make_tokens`."""
     from pipeline.checkpoint.checkpointer import Checkpointer
     from pipeline.comm import groups
     from pipeline.data.verify_shards import load_run_manifest
@@ -61,19 +61,20 @@ def save_rank(where: RankInfo, path: Path) -> list[list[float]]:
     )  # fmt: skip
     saver.save(trainer.engine.state_dict(), step=1, samples_consumed=0, extra={"scaler": {}})
     with torch.no_grad():
-        return trainer.engine.parts[0].eval()(tokens())[0].tolist()
+        return trainer.engine.parts[0].eval()(make_tokens())[0].tolist()
 
 
-def tokens() -> torch.Tensor:
+def make_tokens() -> torch.Tensor:
     return torch.arange(32)[None] * 7 % 256
 
 
-def exported(folder: Path, data: Path, name: str, *overrides: str) -> tuple[Path, torch.Tensor]:
-    """The export of a run that was saved as it began, and our logits."""
+def export_initial_weights(folder: Path, data: Path, name: str, *overrides: str) -> tuple[Path, torch.Tensor]:
+    """Create a run and export its initial weights. Return the folder of the export, and the logits of our model."""
     run = make_run(folder, name, overrides, data)
-    logits = run_ranks(1, save_rank, run.path)[0]
-    words = module.export_checkpoint(run, folder / f"{name}-out", None, "fp32")
-    assert words.startswith(str(folder / f"{name}-out")) and words.splitlines()[0].endswith("step-00000001")
+    logits = run_ranks(1, save_initial_checkpoint, run.path)[0]
+    message = module.export_checkpoint(run, folder / f"{name}-out", None, "fp32")
+    assert str(folder / f"{name}-out") in message.splitlines()[0]
+    assert "step-00000001" in message.splitlines()[0]
     return folder / f"{name}-out", torch.tensor(logits)
 
 
@@ -81,23 +82,25 @@ QUICK = ("llama", "qwen2, window")
 
 
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k in QUICK else pytest.mark.story) for k in FEATURES])
-def test_transformers_reads_what_is_exported_and_so_do_we(tmp_path: Path, data: Path, kind: str) -> None:
+def test_exported_model_is_the_same_in_transformers_and_after_an_import(tmp_path: Path, data: Path, kind: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    family, more = kind.partition(",")[0], [f"model.{key}" for key in FEATURES[kind]]
+    family = kind.partition(",")[0]
+    more = [f"model.{key}" for key in FEATURES[kind]]
     more += [f"model.tie_word_embeddings={'true' if family == 'qwen3' else 'false'}", "model.initializer_range=0.2"]
-    first, logits = exported(tmp_path, data, "first", *more)
+    first, logits = export_initial_weights(tmp_path, data, "first", *more)
     model, report = AutoModelForCausalLM.from_pretrained(first, output_loading_info=True)
     assert model.config.model_type == family
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
     with torch.no_grad():
-        theirs = model.eval()(tokens()).logits[0]
+        theirs = model.eval()(make_tokens()).logits[0]
     assert theirs.std() > 0.1
     torch.testing.assert_close(logits, theirs, atol=1e-5, rtol=1e-5)
     tokenizer = AutoTokenizer.from_pretrained(first)
     assert tokenizer.decode(tokenizer("the model").input_ids) == "the model"
     assert tokenizer.eos_token_id == model.generation_config.eos_token_id == model.config.eos_token_id
-    # imported and exported again, with what somebody put beside the tokenizer
+
+    # Import the export and export it again, with files that a user added beside the tokenizer.
     (first / "chat_template.jinja").write_text("{% for one in messages %}<{{ one.content }}>{% endfor %}")
     write_json(first / "special_tokens_map.json", {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"})
     write_json(first / "generation_config.json", {"eos_token_id": [0, 7], "temperature": 0.6})
@@ -111,20 +114,20 @@ def test_transformers_reads_what_is_exported_and_so_do_we(tmp_path: Path, data: 
     run = Run.create(load_config(config))
     run.data_dir.rmdir()
     run.data_dir.symlink_to(data)
-    assert run_ranks(1, save_rank, run.path)[0] == logits.tolist()
+    assert run_ranks(1, save_initial_checkpoint, run.path)[0] == logits.tolist()
     module.export_checkpoint(run, tmp_path / "second", None, "fp32")
     names = {path.name for path in first.iterdir()}
     assert names == {path.name for path in (tmp_path / "second").iterdir()} and "model.safetensors" in names
-    # config.json agrees with those files
-    told = {**json.loads(config_file), "eos_token_id": [0, 7], "pad_token_id": 0}
-    assert json.loads((tmp_path / "second/config.json").read_text()) == told
+    # The token IDs in config.json agree with the added files.
+    expected = {**json.loads(config_file), "eos_token_id": [0, 7], "pad_token_id": 0}
+    assert json.loads((tmp_path / "second/config.json").read_text()) == expected
     for name in names - {"config.json"}:
         assert (first / name).read_bytes() == (tmp_path / "second" / name).read_bytes(), name
     chat = AutoTokenizer.from_pretrained(tmp_path / "second")
     assert chat.apply_chat_template([{"role": "user", "content": "the run"}], tokenize=False) == "<the run>"
 
 
-def test_a_tokenizers_words_are_those_that_transformers_4_knows_as_well(tmp_path: Path) -> None:
+def test_tokenizer_config_has_only_keys_that_transformers_4_also_knows(tmp_path: Path) -> None:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     (tmp_path / "tokenizer.json").write_text(train_bpe(["the model"], 300, "<|end|>"))
@@ -133,20 +136,25 @@ def test_a_tokenizers_words_are_those_that_transformers_4_knows_as_well(tmp_path
     )
     given.save_pretrained(tmp_path)
     file = tmp_path / "tokenizer_config.json"
-    said = module._make_compatible(file.read_text())
-    words = json.loads(said)
-    assert words["tokenizer_class"] == "PreTrainedTokenizerFast" and "extra_special_tokens" not in words
-    assert words["additional_special_tokens"] == ["<|end|>"] and module._make_compatible(said) == said
-    file.write_text(said)
+    compatible = module._make_compatible(file.read_text())
+    config = json.loads(compatible)
+    assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert "extra_special_tokens" not in config
+    assert config["additional_special_tokens"] == ["<|end|>"]
+    assert module._make_compatible(compatible) == compatible
+    file.write_text(compatible)
     assert AutoTokenizer.from_pretrained(tmp_path).all_special_tokens == given.all_special_tokens
     assert module._make_compatible("{% if a %}") == "{% if a %}"
 
 
-def test_pieces_types_and_what_is_in_the_way(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_writes_several_files_and_another_dtype_but_nothing_if_it_fails(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from safetensors.torch import load_file
 
-    folder, _ = exported(tmp_path, data, "run")
-    run, whole = Run.open(tmp_path / "runs/run"), load_file(folder / "model.safetensors")
+    folder, _ = export_initial_weights(tmp_path, data, "run")
+    run = Run.open(tmp_path / "runs/run")
+    weights = load_file(folder / "model.safetensors")
     with pytest.raises(UserError, match="exists already"):
         module.export_checkpoint(run, folder, None, "fp32")
     monkeypatch.setattr(module, "MAX_FILE_BYTES", 20_000)
@@ -160,23 +168,26 @@ def test_pieces_types_and_what_is_in_the_way(tmp_path: Path, data: Path, monkeyp
         assert len(piece) == 1 or sum(tensor.nbytes for tensor in piece.values()) <= 20_000
         assert {index["weight_map"][tensor] for tensor in piece} == {name}
         found |= piece
-    assert found.keys() == whole.keys()
-    assert all(torch.equal(found[name], whole[name].bfloat16()) for name in whole)
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], weights[name].bfloat16()) for name in weights)
     assert json.loads((tmp_path / "pieces/config.json").read_bytes())["torch_dtype"] == "bfloat16"
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
-    # a failure leaves nothing behind, not even folders above
+
+    # A failed export leaves no files, and no parent folders that it created.
     monkeypatch.setattr(module, "_write_weights_file", lambda *_: 1 / 0)
     before = sorted(tmp_path.iterdir())
     with pytest.raises(ZeroDivisionError):
         module.export_checkpoint(run, tmp_path / "not/there/broken", None, "fp32")
     assert sorted(tmp_path.iterdir()) == before
-    # by the login node's door, from a checkpoint that is damaged
+
+    # The command fails if the checkpoint is damaged.
     checkpoint = run.checkpoints_dir / catalog.checkpoint_name(1)
-    victim = next(checkpoint.glob("*.distcp"))
-    content = bytearray(victim.read_bytes())
+    damaged_file = next(checkpoint.glob("*.distcp"))
+    content = bytearray(damaged_file.read_bytes())
     content[len(content) // 2] ^= 1
-    victim.write_bytes(content)
+    damaged_file.write_bytes(content)
     command = [sys.executable, str(CODE_ROOT / "submit.py"), "export", "runs/run", "damaged"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 23 and "is damaged" in done.stderr, done.stderr
+    assert done.returncode == 23, done.stderr
+    assert "damaged" in done.stderr
     assert not (tmp_path / "damaged").exists()

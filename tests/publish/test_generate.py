@@ -19,8 +19,8 @@ from pipeline.base.files import write_json
 from pipeline.data.chat_template import load_template
 from pipeline.publish.generate import _load_folder, _load_run, choose_token, generate_text, generate_tokens
 from pipeline.run.code import CODE_ROOT
-from tests.publish.test_export import exported
-from tests.publish.test_open_weights import FAMILIES, save
+from tests.publish.test_export import export_initial_weights
+from tests.publish.test_open_weights import FAMILIES, save_random_model
 from tests.support.errors import raises_error
 from tests.support.tiny import WORDS, make_run
 from tests.support.tokenizers import add_post_processor, get_token_id, make_byte_tokenizer, save_tokenizer
@@ -31,7 +31,7 @@ PROMPT = "the model of the"
 
 def save_model(folder: Path, family: str, **more: Any) -> Any:
     """Save a transformers model with random weights and a trained tokenizer in `folder`, and return the model."""
-    model = save(folder, family, vocab_size=300, **{**FAMILIES[family], **more})
+    model = save_random_model(folder, family, vocab_size=300, **{**FAMILIES[family], **more})
     with torch.no_grad():
         for parameter in model.model.layers.parameters():
             parameter *= 5  # otherwise the model repeats one token
@@ -62,7 +62,7 @@ def test_greedy_decoding_equals_that_of_transformers(tmp_path: Path, family: str
 
 def test_a_run_and_its_export_generate_the_same_text(tmp_path: Path) -> None:
     data = make_run(tmp_path, "data").data_dir
-    folder, _ = exported(tmp_path, data, "run", "model.initializer_range=0.2", "model.rope_theta=500.0")
+    folder, _ = export_initial_weights(tmp_path, data, "run", "model.initializer_range=0.2", "model.rope_theta=500.0")
     run = tmp_path / "runs/run"
     text = generate_text(run, PROMPT, max_tokens=12, **GREEDY)
     assert text.startswith(PROMPT) and len(text) > len(PROMPT)
@@ -109,7 +109,7 @@ def test_a_prompt_for_a_run_gets_the_special_tokens_of_its_documents(tmp_path: P
     for number, (setting, expected) in enumerate((("auto", [bos_id]), ("true", [bos_id]), ("false", []))):
         more = (*overrides, f"data.add_special_tokens={setting}")
         data = make_run(tmp_path, f"data{number}", more).data_dir
-        folder, _ = exported(tmp_path, data, f"run{number}", *more)
+        folder, _ = export_initial_weights(tmp_path, data, f"run{number}", *more)
         tokens = np.fromfile(next((data / "shards").glob("*-train-*.h5")), "<u2")
         assert (bos_id in tokens.tolist()) is bool(expected)
         ids = _load_run(tmp_path / f"runs/run{number}", PROMPT, None, 12)[3]

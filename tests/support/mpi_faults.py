@@ -138,18 +138,21 @@ def raise_memory_error(*_: object, **__: object) -> None:
 
 
 def check_mismatch_after_delay() -> None:
-    """The ranks have waited for rank 1 before; then rank 2 calls another size and reports it later than the others."""
+    """Check that a mismatch is detected if rank 2 calls another size and reports it later than the other ranks.
+
+    All ranks have waited for rank 1 before.
+    """
     rank = dist.get_rank()
     group = new_group(None)
     time.sleep(1.5 if rank == 1 else 0)
     dist.barrier(group)
-    tell = group.collective_thread._publish_position
+    publish_position = group.collective_thread._publish_position
 
-    def late(item: Any) -> None:
+    def publish_position_late(item: Any) -> None:
         time.sleep(0.5 if rank == 2 else 0)
-        tell(item)
+        publish_position(item)
 
-    group.collective_thread._publish_position = late
+    group.collective_thread._publish_position = publish_position_late
     y = torch.ones(5 if rank == 2 else 4)
     text = "ranks 0, 1: all_reduce RedOpType.SUM float32x4; rank 2: all_reduce RedOpType.SUM float32x5"
     check_raises(MpiError, text, lambda: dist.all_reduce(y, group=group))
@@ -168,7 +171,7 @@ class DelayedComm:
 
 
 def check_stalled_call() -> None:
-    """Rank 1 stops after all ranks have called the all-reduce."""
+    """Check that waiting times out if rank 1 stalls after all ranks have called the all-reduce."""
     group = new_group()
     if dist.get_rank() == 1:
         group.comm = DelayedComm(group.comm)
@@ -178,21 +181,21 @@ def check_stalled_call() -> None:
     for work in works:
         check_raises(MpiTimeout, "all ranks called it, but it does not end", work.wait)
     check_raises(RuntimeError, "it does not end", future.wait)
-    seen = [(entry["operation"], entry["number"], entry["state"]) for entry in list_recent_collectives()]
-    ours = [("all_reduce over MPI", 1, "started"), ("all_reduce over MPI", 2, "scheduled")]
-    assert seen[0][0] == "gloo:all_reduce" and seen[1:] == ours, seen
+    recent = [(entry["operation"], entry["number"], entry["state"]) for entry in list_recent_collectives()]
+    assert recent[0][0] == "gloo:all_reduce", recent
+    assert recent[1:] == [("all_reduce over MPI", 1, "started"), ("all_reduce over MPI", 2, "scheduled")], recent
     check_raises(MpiTimeout, "cannot be used after an error", lambda: dist.barrier(group))
-    time.sleep(3)  # rank 1 continues and the call completes after all, which must not cause an error
+    time.sleep(3)  # Rank 1 continues and the call completes, which must not cause an error.
     dist.barrier()
 
 
 def exit_without_cleanup() -> None:
-    """Every rank exits without destroying its process group."""
+    """Let all ranks exit without destroying their process group."""
     dist.all_reduce(torch.ones(1))
 
 
 def fail_on_rank0() -> None:
-    """Rank 0 fails while the others wait for it, long before their time-out."""
+    """Let rank 0 fail while the other ranks wait for it, long before their time-out."""
     mpi.EXIT_TIMEOUT_S = 600.0
     if dist.get_rank() == 0:
         raise RuntimeError("on purpose")
@@ -200,14 +203,14 @@ def fail_on_rank0() -> None:
 
 
 def exit_early_on_rank0() -> None:
-    """Rank 0 exits while the others wait for it."""
+    """Let rank 0 exit while the other ranks wait for it."""
     mpi.EXIT_TIMEOUT_S = 1.0
     if dist.get_rank() != 0:
         dist.all_reduce(torch.ones(1))
 
 
 def clean_up_slowly_on_rank0() -> None:
-    """Rank 0 takes longer to clean up than ranks wait for peers that exit without cleaning up."""
+    """Let rank 0 clean up for longer than ranks wait for peers that exit without cleaning up."""
     mpi.EXIT_TIMEOUT_S = 1.0
     if dist.get_rank() == 0:
         time.sleep(3)
@@ -216,7 +219,7 @@ def clean_up_slowly_on_rank0() -> None:
 
 
 def wait_to_be_killed() -> None:
-    """All ranks wait until the test kills one."""
+    """Let all ranks wait until the test kills one of them."""
     print(f"rank {dist.get_rank()} is process {os.getpid()}", flush=True)
     if dist.get_rank() == 0:
         time.sleep(100)
