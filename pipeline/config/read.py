@@ -1,12 +1,13 @@
-"""Read configs: YAML files, what they extend, and command-line overrides become one checked `Config`.
+"""Read configs: merge YAML files, the files that they extend, and command-line overrides into one checked `Config`.
 
     defaults (pipeline/config/sections.py)  <  extended files  <  the file  <  section.key=value on the command line
 
-A file, or a section of it, may contain `extends: other.yaml`, or a list whose later files win. Inside a section, the
-other file has the content of that section: `site: {extends: sites/mycluster.yaml, partition: low}`. Mappings are merged
-key by key; other values, also lists, are replaced. Types are strict: `threads: "2"` and `deterministic: no` are errors.
+A file, or a section of it, may contain `extends: other.yaml` or a list of files. If several files set a key, the last
+one wins. Inside a section, the extended file contains the keys of that section:
+`site: {extends: sites/mycluster.yaml, partition: low}`. Mappings are merged key by key; other values, including lists,
+are replaced. Types are strict: `threads: "2"` and `deterministic: no` are errors.
 
-A file that is not YAML is reported with its first error. Otherwise one error lists all wrong values.
+If a file is not valid YAML, its first error is reported. Otherwise one ConfigError lists all wrong values.
 """
 
 from __future__ import annotations
@@ -45,44 +46,49 @@ from pipeline.parallel.mesh import check_layout
 
 COMMAND_LINE = "command line"
 PLACEHOLDER = "…"
-"""Represents a value in a printed command: the user knows the value."""
+"""Shown in a printed command instead of a value that the user must fill in."""
 METADATA_FILE = "run.json"
-"""File beside the `config.yaml` of a run with the :class:`RunMetadata`. Runs of older versions have it in the
-config."""
+"""File with the :class:`RunMetadata` of a run, next to its `config.yaml`. Older versions wrote these values into
+`config.yaml`."""
 _MAX_BYTES = 1 << 22
+"""Largest size of a config file in bytes."""
 _MAX_PROBLEMS = 1000
+"""Largest number of wrong values that are described; others are only counted."""
 _MAX_DEPTH = 20
+"""Largest number of nested `extends`, and of names in a dotted key."""
 _NOT_A_PATH = "python-stdlib"
+"""Value of `data.source` that is not a path."""
 OLDER_DEFAULTS: dict[str, dict[str, Any]] = {"data": {"add_special_tokens": False}}
-"""What runs did before a key existed, if it is not the key's default. It holds for runs whose config lacks the key."""
+"""Values, by section and key, for runs whose `config.yaml` lacks the key because it was written before the key existed.
+Only keys whose present default differs from this value are listed."""
 
 
 REMOVED_SECTIONS = {
     "goodput": "`plan --goodput --assumptions FILE` reads its keys from a file (see configs/planning/assumptions.yaml)",
     "measure": "`python -m planning.calibrate CONFIG --out FILE` measures a machine",
 }
-"""Former sections of the config, and what replaces them. Old configs and old runs that have them still load."""
+"""Former sections of the config, and what replaces each. Configs and runs that contain them still load."""
 _GOODPUT_DEFAULTS = {
     "preemptions": 0.0, "preempted_s": 3600.0, "repair_hours": 24.0, "together": 0.0, "nodes_together": 1
 }  # fmt: skip
-"""The values that every run of older code has in its `goodput:` section."""
+"""The default values of the former section `goodput`, which older versions wrote into every `config.yaml`."""
 _reported: set[str] = set()
-"""Former sections and keys that this process has reported."""
+"""Former sections and keys that this process has already printed a note about."""
 
 
 # -- configs -------------------------------------------------------------------------------------------------
 
 
 def load_config(path: Path, overrides: Sequence[str] = (), layout: bool = True) -> Config:
-    """Return the config in a file, with what it extends and `key=value` overrides.
+    """Return the config in a file, merged with the files that it extends and with `key=value` overrides.
 
     Args:
-        path: the file.
-        overrides: from the command line; later ones win.
-        layout: whether the numbers of ranks must fit.
+        path: the config file.
+        overrides: overrides from the command line. If several set the same key, the last one wins.
+        layout: whether to check that the parallel sizes fit the number of ranks.
 
     Raises:
-        ConfigError: lists all problems, also those of the points of a sweep.
+        ConfigError: if anything is wrong, also in a point of a sweep. It lists all problems.
     """
     where = f"{path}, {COMMAND_LINE}" if overrides else str(path)
     config = parse_config(apply_overrides(_read_file(Path(path)), overrides), where, layout)
@@ -91,7 +97,10 @@ def load_config(path: Path, overrides: Sequence[str] = (), layout: bool = True) 
 
 
 def load_run_config(path: Path) -> Config:
-    """Return the config in the `config.yaml` of a run, with the metadata of the run. Raises as `load_config` does."""
+    """Return the config in the `config.yaml` of a run, with the metadata of the run.
+
+    Raises ConfigError, which lists all problems, if the config is not valid or `run.json` is damaged.
+    """
     config = _parse_run_config(path, _read_run_values(path))
     make_point_configs(config)
     return config
@@ -102,15 +111,16 @@ def _parse_run_config(path: Path, values: Mapping[str, Any]) -> Config:
 
 
 def _read_run_values(path: Path) -> dict[str, Any]:
-    """Return the values in the `config.yaml` of a run and in its `run.json`, if it has one."""
+    """Return the values in the `config.yaml` of a run, merged with those in its `run.json` if that file exists."""
     return merge_values(_read_file(path, report=False), _read_metadata(path.with_name(METADATA_FILE)))
 
 
 def make_run_values_dumper(path: Path) -> Callable[[Config], dict[str, Any]]:
-    """Return a function that dumps a config for the run with the `config.yaml` at `path`.
+    """Return a function that dumps a config so that the code of the run with the `config.yaml` at `path` can read it.
 
-    The values include the metadata. The run's copy of the code may be older than this code. Therefore keys have the
-    names that `config.yaml` has for them, and keys that it lacks are omitted if they have the value that this means.
+    The dumped values include the metadata. The run's copy of the code may be older than this code and not know newer
+    keys and names. Therefore the function writes each key by the name that `config.yaml` uses. It omits a key that
+    `config.yaml` lacks, unless the value of the key has changed.
     """
     existing = _read_run_values(path)
     defaults = dump_values(_parse_run_config(path, existing))
@@ -121,7 +131,7 @@ def make_run_values_dumper(path: Path) -> Callable[[Config], dict[str, Any]]:
 def _omit_new_keys(
     values: Mapping[str, Any], existing: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return `values` without keys that are not in `existing` and have their value in `defaults`."""
+    """Return `values` without the keys that `existing` lacks and that have the same value in `defaults`."""
     result = {}
     for key, value in values.items():
         if key not in existing and key in defaults and value == defaults[key]:
@@ -136,7 +146,7 @@ def _omit_new_keys(
 
 
 def find_older_defaults(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the keys of OLDER_DEFAULTS, by section, that the `config.yaml` of a run lacks."""
+    """Return the part of OLDER_DEFAULTS, by section, whose keys the `config.yaml` of a run lacks."""
     existing = _read_file(path, report=False)
     return {
         section: {key: value for key, value in keys.items() if key not in (existing.get(section) or {})}
@@ -145,23 +155,26 @@ def find_older_defaults(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def load_site(path: Path | None) -> SiteConfig:
-    """Return the site profile in a file (None: the defaults). ConfigError lists all problems."""
+    """Return the site profile in a file, or the defaults if `path` is None.
+
+    Raises ConfigError, which lists all problems.
+    """
     values = {"run": {"name": "any"}, "train": {"steps": 1}, "site": _read_file(path, section="site") if path else {}}
     return parse_config(values, str(path)).site
 
 
 def parse_config(values: Mapping[str, Any], where: str, layout: bool = True) -> Config:
-    """Return the config that plain YAML values describe.
+    """Return the config with the given values.
 
-    Types are strict as in JSON: `"2"` is not a number, and `1` is not a boolean.
+    Types are strict, as in JSON: `"2"` is not a number, and `1` is not a boolean.
 
     Args:
-        values: sections and their keys. They may include metadata, as `dump_values` returns it.
-        where: the place of keys that do not know their own.
-        layout: whether the numbers of ranks must fit.
+        values: the sections and their keys, as plain YAML values. They may include metadata (see `dump_values`).
+        where: the location that messages name for keys that are not a `LocatedKey`.
+        layout: whether to check that the parallel sizes fit the number of ranks.
 
     Raises:
-        ConfigError: lists all problems.
+        ConfigError: if a value is wrong. It lists all problems.
     """
     values = _remove_former_sections(use_new_names(values), where)
     try:
@@ -193,7 +206,7 @@ def parse_config(values: Mapping[str, Any], where: str, layout: bool = True) -> 
 
 
 def _remove_former_sections(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return `values` without former sections; print once what replaces a section that was used."""
+    """Return `values` without former sections. If a removed section was in use, print once what replaces it."""
     remaining = {key: value for key, value in values.items() if key not in REMOVED_SECTIONS}
     if isinstance(stages := remaining.get("stages"), Mapping):
         remaining["stages"] = {key: value for key, value in stages.items() if key != "measure"}
@@ -208,7 +221,10 @@ def _remove_former_sections(values: Mapping[str, Any], where: str) -> dict[str, 
 
 
 def make_point_configs(config: Config) -> list[Config]:
-    """Return the config of each point of a sweep. Raises ConfigError, with the values of the point, if one is wrong."""
+    """Return the config of each point of a sweep; an empty list if the config has no sweep.
+
+    Raises ConfigError, which names the values of the point, if the config of a point is wrong.
+    """
     if config.sweep is None:
         return []
     base = {**dump_values(config), "sweep": None}
@@ -219,7 +235,7 @@ def make_point_configs(config: Config) -> list[Config]:
         point = merge_values(base, {"run": {"name": f"{number:03d}", "root": str(folder)}})
         for key, value in values.items():
             point = merge_values(point, _nest(key.split("."), value, where))
-            if key == "model.init_from":  # null: the same sizes, with random weights
+            if key == "model.init_from":  # null: a model of the same sizes with random weights
                 without_folder = {"init_sha256": None, "init_files": None}
                 point["model"] |= config.metadata.sweep.sources.get(str(value), without_folder)
         configs.append(parse_config(point, where))
@@ -227,9 +243,10 @@ def make_point_configs(config: Config) -> list[Config]:
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the values of `key=value` overrides: `["train.steps=400"]` → `{"train": {"steps": 400}}`; later ones win.
+    """Return the values of `key=value` overrides: `["train.steps=400"]` → `{"train": {"steps": 400}}`.
 
-    The value is read as YAML. No value (`site.account=`) means null.
+    Each value is parsed as YAML. An empty value (`site.account=`) means null. If several overrides set the same key,
+    the last one wins. Raises ConfigError if an override has another form.
     """
     changes: dict[str, Any] = {}
     for override in overrides:
@@ -247,7 +264,7 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Return `values` with those of the command line over them, and absolute paths."""
+    """Return `values`, replaced by the overrides from the command line, with absolute paths."""
     return _make_paths_absolute(merge_values(values, parse_overrides(overrides)))
 
 
@@ -259,13 +276,19 @@ def merge_values(base: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str,
         if isinstance(old, Mapping) and isinstance(value, Mapping):
             result[key] = merge_values(old, value)
         else:
-            result.pop(key, None)  # otherwise the old key stays, with its place
+            result.pop(key, None)  # otherwise the old key, which has the old location, would remain
             result[key] = value
     return result
 
 
 def _nest(names: Sequence[str], value: Any, where: str | None) -> dict[str, Any]:
-    """Return `value` under the keys `names`, one inside the other. The keys are at `where`, if it is known."""
+    """Return `value` in nested mappings with the keys `names`, outermost first.
+
+    Args:
+        names: the keys.
+        value: the innermost value.
+        where: the location of the keys; None if it is not known.
+    """
     for name in reversed(names):
         value = {name if where is None else LocatedKey(name, where): value}
     return dict(value)
@@ -275,7 +298,10 @@ def _nest(names: Sequence[str], value: Any, where: str | None) -> dict[str, Any]
 
 
 def _make_paths_absolute(values: dict[str, Any]) -> dict[str, Any]:
-    """Make the paths in `values` absolute, also those that a sweep varies. The check of types reports other values."""
+    """Make the paths in `values` absolute in place, also those that a sweep varies.
+
+    Values of other types are left as they are, because the later check of types reports them.
+    """
     if isinstance(run := values.get("run"), dict):
         run.setdefault("root", str(RunConfig.model_fields["root"].default))
     for key in list_keys_with(Policy.PATH):
@@ -287,7 +313,7 @@ def _make_paths_absolute(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _make_path_absolute(values: Any, path: Sequence[str]) -> None:
-    """Make the value at `path` absolute; `*` stands for every name."""
+    """Make the value at the key path `path` absolute in place. In `path`, `*` matches every name."""
     if not isinstance(values, dict):
         return
     name, *rest = path
@@ -298,16 +324,17 @@ def _make_path_absolute(values: Any, path: Sequence[str]) -> None:
     for key in list(values):
         is_template_name = name == "chat_template" and values[key] in CHAT_TEMPLATES
         if key == name and not is_template_name:
-            # the key itself knows its file; "command line" is in no folder
-            values[key] = _absolute(values[key], os.path.dirname(getattr(key, "where", "")))
+            # A key from a file has the location FILE:LINE, so this is the file's folder; for "command line" it is "".
+            values[key] = _resolve_path(values[key], os.path.dirname(getattr(key, "where", "")))
 
 
-def _absolute(path: Any, folder: str) -> Any:
+def _resolve_path(path: Any, folder: str) -> Any:
+    """Return a path, or each path of a list, as an absolute path. A relative one is relative to `folder`."""
     if isinstance(path, list):
-        return [_absolute(one, folder) for one in path]
+        return [_resolve_path(item, folder) for item in path]
     if not isinstance(path, str) or path == _NOT_A_PATH:
         return path
-    with suppress(ValueError):  # a null byte or half a surrogate pair in the name of a user
+    with suppress(ValueError):  # raised if the user name in `~user` has a null byte or half a surrogate pair
         path = os.path.expanduser(path)
     return os.path.abspath(os.path.join(folder, path))
 
@@ -316,21 +343,25 @@ def _absolute(path: Any, folder: str) -> Any:
 
 
 def use_new_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a config with the present names of renamed keys.
+    """Return the values of a config, with renamed keys under their present names.
 
-    Call it before values from several sources are merged. Raises ConfigError if a key is set by both names.
+    Call this function before you merge values from several sources. Raises ConfigError if a key is set by both names.
     """
     return _rename_keys(values, RENAMED_KEYS)
 
 
 def make_run_namer(path: Path) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """Return a function that gives keys the names that the `config.yaml` of a run, and so its code, has for them."""
+    """Return a function that changes the names of renamed keys to those in the `config.yaml` of a run.
+
+    The run's copy of the code may be so old that it knows only the former names.
+    """
     existing, _ = _parse_file(path)
     old_names = {new: old for old, new in RENAMED_KEYS.items() if not _has_key(existing, new.split("."))}
     return lambda values: _rename_keys(values, old_names)
 
 
 def _has_key(values: Any, path: Sequence[str]) -> bool:
+    """Return True if nested mappings contain the key path `path`."""
     name, *rest = path
     return isinstance(values, Mapping) and name in values and (not rest or _has_key(values[name], rest))
 
@@ -338,13 +369,14 @@ def _has_key(values: Any, path: Sequence[str]) -> bool:
 def _rename_keys(
     values: Mapping[str, Any], names: Mapping[str, str], section: str = "", report_where: str | None = None
 ) -> dict[str, Any]:
-    """Return `values` with renamed keys.
+    """Return `values`, with each key in `names` under its new name.
 
     Args:
         values: the values of a config, or of one section of it.
-        names: dotted keys and their new names.
-        section: the dotted key of that section; "" for a whole config.
-        report_where: print the new names of keys that this process has not reported, as found here.
+        names: the new dotted key of each dotted key to rename.
+        section: the dotted key of the section that `values` belong to; "" for a whole config.
+        report_where: the location of `values`, for a note that this process prints once per renamed key; None: print
+            nothing.
 
     Raises:
         ConfigError: if a key is set by both names.
@@ -374,13 +406,13 @@ def _rename_keys(
 
 
 def _can_hold_key(values: Any, path: Sequence[str]) -> bool:
-    """Whether each value on the way to `path` that exists is a mapping."""
+    """Return True if a key can be set at the key path `path`: every existing value above it is a mapping."""
     name, *rest = path
     return isinstance(values, Mapping) and (not rest or name not in values or _can_hold_key(values[name], rest))
 
 
 def _locate(values: Mapping[str, Any], path: Sequence[str]) -> tuple[Any, str]:
-    """Return the value at `path`, and the place of its key; "" if the key does not know it."""
+    """Return the value at the key path `path`, and the location of its key ("" if it is not a `LocatedKey`)."""
     for name in path[:-1]:
         values = values[name]
     key = next(key for key in values if key == path[-1])
@@ -388,7 +420,7 @@ def _locate(values: Mapping[str, Any], path: Sequence[str]) -> tuple[Any, str]:
 
 
 def _remove_key(values: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:
-    """Return `values` without the key at `path`, and without sections that this empties."""
+    """Return `values` without the key at the key path `path`, and without sections that become empty."""
     name, *rest = path
     inner = _remove_key(values[name], rest) if rest else {}
     return {key: inner if key == name else value for key, value in values.items() if key != name or inner}
@@ -398,7 +430,7 @@ def _remove_key(values: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any
 
 
 def dump_values(config: Config) -> dict[str, Any]:
-    """Return all values of a config and its metadata, as plain YAML values. `parse_config` reads them back."""
+    """Return all values of a config and its metadata as plain YAML values, from which `parse_config` can rebuild it."""
     values = config.model_dump(mode="json")
     values["model"] |= config.metadata.model.model_dump(mode="json")
     if values["sweep"] is not None:
@@ -412,12 +444,12 @@ def dump_metadata(config: Config) -> dict[str, Any]:
 
 
 def remove_metadata(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a config, as `dump_values` returns them, without metadata."""
+    """Return the values of a config without the metadata that `dump_values` adds."""
     return _split_metadata(values)[0]
 
 
 def _split_metadata(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split values that `dump_values` may have returned into those of the config and those of its metadata."""
+    """Split values in the form of `dump_values` into the values of the config and those of its metadata."""
     config_values = dict(values)
     metadata: dict[str, Any] = {}
     for name, field in RunMetadata.model_fields.items():
@@ -430,7 +462,10 @@ def _split_metadata(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
 
 
 def _read_metadata(file: Path) -> dict[str, Any]:
-    """Return the values in a `run.json`, without defaults; none if the run was made by older code and has no file."""
+    """Return the values in a `run.json`; an empty dict if there is no file, as in runs of older versions.
+
+    Raises ConfigError if the file cannot be read or is damaged.
+    """
     try:
         with open_regular_file(file) as stream:
             content = parse_json_or_none(stream.read(_MAX_BYTES + 1))
@@ -448,7 +483,10 @@ def _read_metadata(file: Path) -> dict[str, Any]:
 
 
 def _parse_file(path: Path) -> tuple[dict[str, Any], str]:
-    """Return the mapping in a file, and the file's real path."""
+    """Return the mapping in a YAML file, and the file's real path.
+
+    Raises ConfigError if the file cannot be read, is not valid YAML or contains no mapping.
+    """
     name = os.path.normpath(path)
     try:
         real = os.path.realpath(path)
@@ -474,33 +512,48 @@ def _parse_file(path: Path) -> tuple[dict[str, Any], str]:
     return values, real
 
 
-def _read_file(path: Path, by: tuple[str, ...] = (), section: str = "", report: bool = True) -> dict[str, Any]:
-    """Return the mapping in a file, with what it extends.
+def _read_file(path: Path, extended_by: tuple[str, ...] = (), section: str = "", report: bool = True) -> dict[str, Any]:
+    """Return the mapping in a file, merged with the files that it extends.
 
     Args:
         path: the file.
-        by: the real paths of the files that extend it.
-        section: the section that it is the content of; "" for a whole config.
-        report: whether to print new names of keys.
+        extended_by: the real paths of the files that extend this one, outermost first.
+        section: the dotted key of the section whose keys the file contains; "" if it is a whole config.
+        report: whether to print the new names of renamed keys.
+
+    Raises:
+        ConfigError: if a file cannot be read, or if files extend one another in a circle.
     """
     values, real = _parse_file(path)
-    if real in by or len(by) > _MAX_DEPTH:
+    if real in extended_by or len(extended_by) > _MAX_DEPTH:
         raise ConfigError(
             "config.circular_extends",
             f"{os.path.normpath(path)}: files extend one another in a circle, or too many of them",
         )
-    named = _rename_keys(values, RENAMED_KEYS, section, os.path.normpath(path) if report else None)
-    return _extend(named, path.parent, (*by, real), section, report)
+    renamed = _rename_keys(values, RENAMED_KEYS, section, os.path.normpath(path) if report else None)
+    return _merge_extended_files(renamed, path.parent, (*extended_by, real), section, report)
 
 
-def _extend(values: Mapping[str, Any], folder: Path, by: tuple[str, ...], section: str, report: bool) -> dict[str, Any]:
-    """Return `values` with what they, and the sections in them, extend. For the arguments see `_read_file`."""
+def _merge_extended_files(
+    values: Mapping[str, Any], folder: Path, extended_by: tuple[str, ...], section: str, report: bool
+) -> dict[str, Any]:
+    """Return `values`, merged with the files that `extends` names in them or in sections inside them.
+
+    Args:
+        values: the mapping in a file, or a section of it.
+        folder: the folder of that file.
+        extended_by: the real paths of that file and of the files that extend it.
+        section: the dotted key of the section that `values` belong to; "" for a whole config.
+        report: whether to print the new names of renamed keys.
+    """
     base: dict[str, Any] = {}
-    own: dict[str, Any] = {}
+    own_values: dict[str, Any] = {}
     for key, value in values.items():
         if key != "extends":
             inner = f"{section}.{key}" if section else str(key)
-            own[key] = _extend(value, folder, by, inner, report) if isinstance(value, dict) else value
+            if isinstance(value, dict):
+                value = _merge_extended_files(value, folder, extended_by, inner, report)
+            own_values[key] = value
             continue
         for file in value if isinstance(value, list) else [value]:
             where = getattr(key, "where", "")
@@ -509,16 +562,16 @@ def _extend(values: Mapping[str, Any], folder: Path, by: tuple[str, ...], sectio
                 problem = ConfigProblem("config.wrong_type", message, "extends", file, where)
                 raise ConfigError("config.wrong_type", message, [problem])
             try:
-                base = merge_values(base, _read_file(folder / file, by, section, report))
+                base = merge_values(base, _read_file(folder / file, extended_by, section, report))
             except ConfigError as error:
                 message = f"{where}: extends: {error}"
                 problem = ConfigProblem(error.code, message, "extends", file, where)
                 raise ConfigError(error.code, message, [problem]) from error
-    return merge_values(base, own)
+    return merge_values(base, own_values)
 
 
 def dump_config(config: Config) -> str:
-    """Return the whole config as YAML; `load_config` reads the same config from it."""
+    """Return the whole config as YAML, from which `load_config` reads the same config."""
     return dump_yaml(config.model_dump(mode="json"))
 
 
@@ -531,18 +584,23 @@ def format_key_path(path: KeyPath) -> str:
 
 
 def _make_config_error(errors: Sequence[ErrorDetails], values: Any, where: str) -> ConfigError:
-    """Return the error that lists the problems of a config; the message has the first 20 of them.
+    """Return an error that lists all problems of a config. Its message shows the first 20.
 
-    pydantic reports a union (`parallel.data: auto | {replicate, shard}`) once per branch. If one branch got further
-    into the value than the others, it is the one that the user meant, and only its problems count.
+    If no branch of a union (`parallel.data: auto | {replicate, shard}`) fits, pydantic reports errors for each branch.
+    The user meant the branch with errors deepest inside the value. Therefore errors at outer key paths are omitted.
     """
-    found: dict[KeyPath, ConfigProblem] = {}
+    problem_by_path: dict[KeyPath, ConfigProblem] = {}
     for details in errors[:_MAX_PROBLEMS]:
         path, problem = _describe_problem(details, values, where)
-        if path not in found or details["type"] == "value_error" or found[path].code == "config.wrong_type":
-            found[path] = problem  # another branch is more specific
-    prefixes = {path[:end] for path in found for end in range(len(path))}
-    problems = [problem for path, problem in found.items() if path not in prefixes]
+        replaces_previous = (
+            path not in problem_by_path
+            or details["type"] == "value_error"
+            or problem_by_path[path].code == "config.wrong_type"
+        )
+        if replaces_previous:
+            problem_by_path[path] = problem  # this branch of the union gives a more specific message
+    prefixes = {path[:end] for path in problem_by_path for end in range(len(path))}
+    problems = [problem for path, problem in problem_by_path.items() if path not in prefixes]
     uncounted = max(0, len(errors) - _MAX_PROBLEMS)
     lines = limit_lines([problem.message for problem in problems], other_count=uncounted)
     return ConfigError(problems[0].code, "\n".join(lines), problems)
@@ -551,23 +609,23 @@ def _make_config_error(errors: Sequence[ErrorDetails], values: Any, where: str) 
 _OUT_OF_RANGE = (
     "greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number", "too_short", "too_long",
 )  # fmt: skip
-"""pydantic's types of errors for values outside the allowed range."""
+"""The types of pydantic's errors for values outside the allowed range."""
 
 
 def _describe_problem(error: ErrorDetails, value: Any, where: str) -> tuple[KeyPath, ConfigProblem]:
-    """Return the key path of a wrong value, and its problem.
+    """Return the key path of a wrong value, and the description of its problem.
 
     Args:
-        error: what pydantic reports.
+        error: the error that pydantic reports.
         value: the values of the whole config.
-        where: the place of keys that do not know their own.
+        where: the location to name for keys that are not a `LocatedKey`.
     """
     path: KeyPath = ()
     for part in error["loc"]:
         if isinstance(value, Mapping) and part in value:
             where = next((key.where for key in value if key == part and isinstance(key, LocatedKey)), where)
         elif not (isinstance(value, list) and isinstance(part, int) and part < len(value)):
-            continue  # a branch of a union, which pydantic names in the path too
+            continue  # not a key: pydantic's path also contains the names of union branches
         path = (*path, part)
         value = value[part]
     kind = error["type"]
@@ -586,7 +644,7 @@ def _describe_problem(error: ErrorDetails, value: Any, where: str) -> tuple[KeyP
     shown = format_value(masked)
     start = ": ".join([where, *[key] * bool(path)])
     if kind in ("value_error", "json_invalid"):
-        if isinstance(value, Mapping):  # a rule between keys of a section: the message has their values
+        if isinstance(value, Mapping):  # keys of a section contradict each other; the message contains their values
             return path, ConfigProblem("config.conflict", f"{start}: {message}", key, None, where)
         return path, ConfigProblem("config.invalid_value", f"{start}: {shown}: {message}", key, masked, where)
     if kind == "extra_forbidden":

@@ -1,8 +1,10 @@
-"""The keys of a config as JSON Schema, as a page of documentation, and in the words of error messages.
+"""Describe the config keys: as a JSON Schema, as docs/config.md, and in error messages.
 
-All three come from the sections, so no text repeats what they define. A table has the names that other frameworks use,
-because users type them: the error names our key. `submit.py schema` prints the JSON Schema for editors
-(configs/schema.json); `python -m pipeline.config.schema` prints docs/config.md.
+All three are generated from the classes of the sections, so they cannot disagree with them. `submit.py schema` prints
+the JSON Schema for editors (configs/schema.json). `python -m pipeline.config.schema` prints docs/config.md.
+
+Users often type the names of keys that other frameworks use. `OTHER_NAMES` lists these names, so that the error for an
+unknown key can name the key of Sluice to use instead.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from pipeline.config.sections import (
 from pipeline.config.types import Policy, Section
 
 KeyPath = tuple[str | int, ...]
-"""Where a value is in the config, such as `("data", "source", 0)`."""
+"""The keys and list indices that lead to a value in the config, such as `("data", "source", 0)`."""
 
 _KINDS = {"integer": "a whole number", "number": "a number", "string": "text", "boolean": "true or false"}
 _BOUNDS = {
@@ -36,7 +38,7 @@ _BOUNDS = {
 
 @cache
 def _config_schema() -> dict[str, Any]:
-    """Return the JSON Schema that pydantic makes of the sections."""
+    """Return the JSON Schema that pydantic generates from the sections."""
     return Config.model_json_schema()
 
 
@@ -50,9 +52,9 @@ def _metadata_schema() -> dict[str, Any]:
 
 
 def format_json_schema() -> str:
-    """Return the JSON Schema of config files: that of the sections, with `extends` in every section.
+    """Return the JSON Schema of config files: the schema of the sections, with an `extends` key in every section.
 
-    No key is required in it, because any key may come from an extended file.
+    The schema requires no key, because any key may come from an extended file.
     """
     result = Config.model_json_schema()
     result["title"] = "A run of Sluice"
@@ -72,7 +74,7 @@ def format_json_schema() -> str:
 
 
 def describe_allowed(path: KeyPath) -> str:
-    """Describe what the value at a key path may be: `a whole number at least 1 or null`."""
+    """Return a description of the allowed values at a key path: `a whole number at least 1 or null`."""
     nodes = _find_schemas(path, _config_schema()) or _find_schemas(path, _metadata_schema())
     return " or ".join(map(_describe_schema, nodes))
 
@@ -83,17 +85,17 @@ def list_section_keys(path: KeyPath) -> list[str]:
 
 
 def suggest_keys(path: KeyPath) -> list[str]:
-    """Return the keys that the user may have meant by one that its section does not have.
+    """Return the keys that the user may have meant by the unknown key at a key path.
 
-    If another framework has a key of that name, it is the key of Sluice for it. Otherwise it is the key with that name
-    in another section, and keys of the same section with a similar name. If several sections have a key with that name
-    (each stage has a `time`), the one whose path is most similar is returned.
+    If another framework has a key with this name, return the corresponding keys of Sluice. Otherwise, return a key with
+    this name from another section, and keys with similar names from the same section. If several sections have a key
+    with this name (each stage has a `time`), return only the key with the most similar path.
     """
     name = str(path[-1])
     section = ".".join(map(str, path[:-1]))
     own_keys = list_section_keys(path[:-1])
     if known := find_counterpart(path):
-        # `stages.evaluate.nnodes` is meant to be `nodes` of that section, not of `stages.train`
+        # By `stages.evaluate.nnodes`, the user means `stages.evaluate.nodes`, not `stages.train.nodes`.
         return [_prefer_own_key(key, section, own_keys) for key in known.keys]
     same_name = [key for key in list_keys(()) if key.rpartition(".")[2] == name]
     similar_path = difflib.get_close_matches(".".join(map(str, path)), same_name, n=1, cutoff=0.0)
@@ -101,26 +103,32 @@ def suggest_keys(path: KeyPath) -> list[str]:
 
 
 def _prefer_own_key(key: str, section: str, own_keys: Sequence[str]) -> str:
-    """Return the last part of a dotted key if another section has the key and `section` has one of the same name."""
+    """Return the name of the same key in `section` if it has one, otherwise the dotted key.
+
+    Args:
+        key: a dotted key.
+        section: the dotted key of a section; "" for the top level.
+        own_keys: the names of the keys in `section`.
+    """
     other_section, _, name = key.rpartition(".")
     return name if other_section != section and name in own_keys else key
 
 
 def describe_replacements(path: KeyPath, value: Any) -> list[str]:
-    """Describe what to write instead of the unknown key at a key path, and instead of the keys in its `value`."""
+    """Return hints on what to write instead of the unknown key at a key path and the keys in its `value`."""
     known = find_counterpart(path)
     similar = suggest_keys(path)
-    own = [known.describe()] if known and known.note else []
-    if not own and similar:
-        own = [f"did you mean {' or '.join(similar)}?"]
-    return own + [f"{key}: {inner.describe()}" for key, inner in find_inner_counterparts(path, value)]
+    hints = [known.describe()] if known and known.note else []
+    if not hints and similar:
+        hints = [f"did you mean {' or '.join(similar)}?"]
+    return hints + [f"{key}: {inner.describe()}" for key, inner in find_inner_counterparts(path, value)]
 
 
 @cache
 def list_keys(path: KeyPath) -> list[str]:
-    """Return all keys below a key path, dotted, from the root."""
-    below = [(*path, key) for key in list_section_keys(path)]
-    return [key for inner in below for key in (".".join(map(str, inner)), *list_keys(inner))]
+    """Return all keys below a key path, as dotted keys from the root of the config."""
+    inner_paths = [(*path, key) for key in list_section_keys(path)]
+    return [key for inner in inner_paths for key in (".".join(map(str, inner)), *list_keys(inner))]
 
 
 def _list_branches(node: dict[str, Any], schema: dict[str, Any]) -> list[dict[str, Any]]:
@@ -133,7 +141,7 @@ def _list_branches(node: dict[str, Any], schema: dict[str, Any]) -> list[dict[st
 
 
 def _find_schemas(path: KeyPath, schema: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the schemas of which the value at a key path must follow one; none if there is no such key."""
+    """Return the alternative schemas for the value at a key path; an empty list if there is no such key."""
     nodes = [schema]
     for part in path:
         if isinstance(part, str):
@@ -145,6 +153,8 @@ def _find_schemas(path: KeyPath, schema: dict[str, Any]) -> list[dict[str, Any]]
 
 
 def _describe_schema(node: dict[str, Any]) -> str:
+    """Return a description of the values that a JSON Schema without alternatives allows."""
+    """Return a description of the values that a JSON Schema without alternatives allows."""
     if "const" in node:
         return str(node["const"])
     if "enum" in node:
@@ -156,7 +166,7 @@ def _describe_schema(node: dict[str, Any]) -> str:
     if "items" in node:
         item = " or ".join(map(_describe_schema, _list_branches(node["items"], _config_schema())))
         return f"a list{' with at least one item' * bool(node.get('minItems'))}, each item {item}"
-    limits = " and ".join(f"{words} {node[key]}" for key, words in _BOUNDS.items() if key in node)
+    limits = " and ".join(f"{relation} {node[key]}" for key, relation in _BOUNDS.items() if key in node)
     kind = node.get("type", "anything").replace("object", "keys and values")
     return f"{_KINDS.get(kind, kind)} {limits}".strip()
 
@@ -168,22 +178,28 @@ class Counterpart(NamedTuple):
     """The keys of Sluice to use instead of another framework's key."""
 
     keys: tuple[str, ...]
-    """Dotted keys; none if there is nothing to set."""
+    """Dotted keys; empty if nothing needs to be set."""
     note: str = ""
-    """What is different; "" if the two keys mean the same."""
+    """How the meaning differs; "" if it is the same."""
 
     def describe(self) -> str:
-        """Return the keys to use, and the note, as a message has them."""
+        """Return the keys to use and the note, as part of an error message."""
         return ": ".join(filter(None, [f"use {' and '.join(self.keys)}" * bool(self.keys), self.note]))
 
 
 def _same(key: str, *names: str) -> dict[str, Counterpart]:
-    """Return entries for `names`, which mean the same as `key`."""
+    """Return entries of OTHER_NAMES for `names`, which mean the same as the dotted `key`."""
     return dict.fromkeys(names, Counterpart((key,)))
 
 
 def _other(keys: str, note: str, *names: str) -> dict[str, Counterpart]:
-    """Return entries for `names`, which `keys`, separated by blanks, replace as `note` explains."""
+    """Return entries of OTHER_NAMES for `names` with another meaning than our keys.
+
+    Args:
+        keys: the dotted keys to use instead, separated by blanks; "" if nothing needs to be set.
+        note: how the meaning differs.
+        names: the names in other frameworks.
+    """
     return dict.fromkeys(names, Counterpart(tuple(keys.split()), note))
 
 
@@ -193,7 +209,7 @@ OTHER_NAMES: Mapping[str, Counterpart] = {
     **_same("train.micro_batch", "micro_batch_size", "train_micro_batch_size_per_gpu"),
     **_other(
         "train.micro_batch train.global_batch",
-        "micro_batch is the sequences of one forward pass on a rank, global_batch those of a whole step",
+        "micro_batch counts the sequences of one forward pass on a rank, global_batch the sequences of a whole step",
         "per_device_train_batch_size", "local_batch_size",
     ),
     **_other(
@@ -206,7 +222,7 @@ OTHER_NAMES: Mapping[str, Counterpart] = {
         "data.sequence_length", "block_size", "context_length", "seq_len", "seq_length", "max_seq_length",
         "max_length",
     ),
-    # length of the training
+    # length of the run
     **_same("train.steps", "max_steps", "num_steps", "max_iters", "train_iters", "total_steps"),
     **_same("train.epochs", "num_epochs", "num_train_epochs", "max_epochs"),
     **_other(
@@ -254,7 +270,7 @@ OTHER_NAMES: Mapping[str, Counterpart] = {
     **_same("parallel.data.replicate", "data_parallel_replicate_degree"),
     **_same("parallel.data.shard", "data_parallel_shard_degree"),
     **_other(
-        "parallel.data", "`auto` uses all ranks that tensor and pipeline leave",
+        "parallel.data", "`auto` uses all ranks that are left after tensor and pipeline",
         "data_parallel_size", "data_parallel_degree",
     ),
     **_other(
@@ -275,7 +291,7 @@ OTHER_NAMES: Mapping[str, Counterpart] = {
     **_same("parallel.offload", "offload_optimizer", "offload_param", "cpu_offload", "enable_cpu_offload"),
     **_same("parallel.backend", "ddp_backend", "process_group_backend", "distributed_backend"),
     **_other(
-        "stages.train.tasks_per_node", "each training process uses one GPU",
+        "stages.train.tasks_per_node", "each rank uses one GPU",
         "devices", "gpus", "num_gpus", "nproc_per_node", "num_processes", "ntasks_per_node",
     ),
     **_same("stages.train.nodes", "num_nodes", "nnodes", "num_machines"),
@@ -318,26 +334,35 @@ OTHER_NAMES: Mapping[str, Counterpart] = {
     ),
     **_same("train.evaluate_sequences", "limit_val_batches", "eval_iters"),
     **_other(
-        "track.tensorboard track.wandb track.mlflow", "each is a key of its own",
+        "track.tensorboard track.wandb track.mlflow", "each tracker has a separate key",
         "report_to", "logger", "wandb_project", "wandb_log", "enable_wandb", "enable_tensorboard",
     ),
     **_same("publish.to", "push_to_hub", "hub_model_id"),
 }  # fmt: skip
-"""The names of keys in PyTorch Lightning, Hugging Face's Trainer, torchtitan, Megatron-LM, DeepSpeed and nanoGPT.
+"""What to use instead of the keys of PyTorch Lightning, Hugging Face's Trainer, torchtitan, Megatron-LM, DeepSpeed and
+nanoGPT, by the names of these keys.
 
-A name includes the section before it if the bare name is ambiguous.
+A name includes its section if the bare name is ambiguous.
 """
 
 
 def find_counterpart(path: KeyPath) -> Counterpart | None:
-    """Return what to use instead of the key at `path`, by the longest end of the path that the table has."""
+    """Return what to use instead of the key at `path`; None if OTHER_NAMES does not have it.
+
+    The longest end of the path that OTHER_NAMES has decides: `fp16.enabled` takes precedence over `enabled`.
+    """
     names = [str(part).lower().replace("-", "_").lstrip("_") for part in path]
     ends = (".".join(names[start:]) for start in range(len(names)))
     return next((OTHER_NAMES[end] for end in ends if end in OTHER_NAMES), None)
 
 
 def find_inner_counterparts(path: KeyPath, value: Any) -> Iterator[tuple[str, Counterpart]]:
-    """Yield what to use instead of the keys in the mapping `value`, which is at `path`, by the name of each."""
+    """Yield the name of each key in `value` that OTHER_NAMES has, and what to use instead.
+
+    Args:
+        path: the key path of `value`.
+        value: the value. Only a mapping has keys.
+    """
     for key, inner in value.items() if isinstance(value, Mapping) else ():
         if known := find_counterpart((*path, key)):
             yield str(key), known
@@ -353,11 +378,14 @@ Every key that a config file may contain. `python submit.py schema` prints the s
 
 This page is generated from pipeline/config/sections.py by `make generated`; do not edit it.
 
-- **On resume**: `yes` means that `resume RUN key=value` may change the key at any time, and `larger` that it may
-  increase the value. It may change other keys only until a training has saved a checkpoint, those of `data` that shape
-  shards only until the shards are finished, and those of `evaluate` only until there is a result
-  ([changing a run](changing.md#what-resume-may-change)).
-- A key without a default is required if its section is used. A section has the defaults of its keys.
+- **On resume**: the column says when `resume RUN key=value` may change the key
+  ([changing a run](changing.md#what-resume-may-change)):
+  - `yes`: at any time.
+  - `larger`: the value may be increased at any time.
+  - `no`: only until the train stage has saved a checkpoint. Keys of `data` that affect the shards: only until the
+    shards are finished. Keys of `evaluate`: only until there is an evaluation result. `run.sharing`: never.
+- A key without a default is required if its section is used. The default of a section is a section in which each key
+  has its default.
 - Paths are relative to the file that contains them.
 - `extends: FILE`, in any section and at the top level, includes another file.
 """
@@ -365,22 +393,23 @@ This page is generated from pipeline/config/sections.py by `make generated`; do 
 
 _FORMER_NAMES = """## Former names
 
-Configs may still use the former name of a key. The present name is printed once.
+Configs may still use the former name of a key. Sluice then prints the present name once.
 
 """
 _RUN_JSON_KEYS = """## Keys in run.json
 
-Sluice computes these values and stores them in `run.json` of the run, not in the config. Configs of older versions
-contain them, and may still do so. Set `model.max_window_layers` by hand only to export a model that was trained from
-scratch with `model.sliding_window`.
+Sluice computes these values and stores them in `run.json` in the run directory, not in the config. Configs of older
+versions contain these keys and can still be read. Set `model.max_window_layers` by hand only if you export a model that
+was trained from scratch with `model.sliding_window`.
 
 """
 
 
 def format_config_page() -> str:
-    """Return docs/config.md: every key with its type, default, meaning, and whether `resume` may change it.
+    """Return docs/config.md: every key with its type, its default, its meaning, and whether `resume` may change it.
 
-    The sections must have been imported with SLUICE_DOCSTRINGS set (pipeline/config/types.py).
+    The environment variable SLUICE_DOCSTRINGS must have been set when the sections were imported
+    (pipeline/config/types.py). Otherwise they have no descriptions.
     """
     parts = [_PAGE_HEAD]
     for name, field in Config.model_fields.items():
@@ -401,19 +430,20 @@ def _format_table(rows: Iterable[str]) -> str:
 
 
 def _list_rows(key: str, field: FieldInfo, printed: dict[type[Section], str]) -> Iterator[str]:
-    """Yield the rows of the keys below a section.
+    """Yield a row of a Markdown table for each key below a section.
 
     Args:
         key: the dotted key of the section.
-        field: its field.
-        printed: the classes of sections that have rows already, with the dotted key of each. They are not repeated.
+        field: the field of the section.
+        printed: the dotted key of each class of sections that already has rows. Its rows are not repeated. This
+            function adds the classes for which it yields rows.
     """
     for section, suffix in list_inner_sections(field.annotation):
         printed[section] = f"{key}{suffix}"
         for name, inner in section.model_fields.items():
             inner_key = f"{key}{suffix}.{inner.alias or name}"
             meaning = inner.description or ""
-            same = [printed[one] for one, _ in list_inner_sections(inner.annotation) if one in printed]
+            same = [printed[kind] for kind, _ in list_inner_sections(inner.annotation) if kind in printed]
             if same:
                 meaning += f" It has the keys of `{same[0]}`."
             cells = [
@@ -429,7 +459,7 @@ def _list_rows(key: str, field: FieldInfo, printed: dict[type[Section], str]) ->
 
 
 def _describe_type(key: str, field: FieldInfo) -> str:
-    """Describe the type of a key; a section only as such, because its keys follow."""
+    """Return a description of the type of a key. For a section, omit the keys, because the rows below list them."""
     path = tuple(0 if part == "*" and _is_list(key, number) else part for number, part in enumerate(key.split(".")))
     nodes = _find_schemas(path, _config_schema())
     described = ["a section" if "properties" in node else _describe_schema(node) for node in nodes]
@@ -439,13 +469,13 @@ def _describe_type(key: str, field: FieldInfo) -> str:
 
 
 def _is_list(key: str, number: int) -> bool:
-    """Whether the value before part `number` of a dotted key is a list."""
+    """Return True if part `number` of a dotted key, counted from 0, is an index of a list."""
     path = tuple(key.split(".")[:number])
     return any("items" in node for node in _find_schemas(path, _config_schema()))
 
 
 def _format_default(field: FieldInfo) -> str:
-    """Return the default of a key as YAML; "" for a section, whose keys have defaults, and for a required key."""
+    """Return the default of a key as YAML; "" for a required key, and for a section because its keys have defaults."""
     if field.is_required():
         return ""
     default = field.get_default(call_default_factory=True)
@@ -453,14 +483,14 @@ def _format_default(field: FieldInfo) -> str:
 
 
 def _describe_resume(key: str) -> str:
-    """Return whether `resume` may change a key at any time."""
+    """Return whether `resume` may change a key at any time: `yes`, `larger` or `no`."""
     if has_policy(key, Policy.CHANGEABLE):
         return "yes"
     return "larger" if has_policy(key, Policy.INCREASABLE) else "no"
 
 
 def _format_cell(text: str) -> str:
-    """Return text as the cell of a Markdown table."""
+    """Return text on one line, escaped for a cell of a Markdown table."""
     return " ".join(text.split()).replace("|", "\\|")
 
 
