@@ -1,15 +1,13 @@
-"""Folders in Hugging Face's format: read config.json as the section `model`, write it back, and find files.
+"""Read and write models in Hugging Face's format: convert config.json from and to the section `model`, find files.
 
     config.json                                        the family and the sizes of the model
     model.safetensors, or model.safetensors.index.json and the files that it names
     tokenizer.json, tokenizer_config.json              the tokenizer, and the token that ends a text
 
-If `model.init_from` is set, config.json sets the section `model` when the config is first read. The values, and a hash
-of config.json, are stored with the run, and the folder is not read again. A key of config.json that the decoder does
-not support is an error, because ignoring it would silently train another model.
-
-Keys and defaults are those of the configuration classes of transformers 4.57 and 5.23 (configuration_llama.py, …). No
-torch here, because the login node reads it.
+If `model.init_from` is set, config.json sets the section `model` when the config is first read. The run stores these
+values and a hash of config.json, and does not derive them from the folder again. A key of config.json that the decoder
+does not support is an error, because ignoring it would silently train another model. Keys and defaults follow the
+configuration classes of transformers 4.57 and 5.23. The login node imports this module, so it does not import torch.
 """
 
 from __future__ import annotations
@@ -35,18 +33,18 @@ TOKENIZER_FILE = "tokenizer.json"
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_WEIGHTS_FILE = "model.safetensors"
 _MAX_NAME_BYTES = 255
-"""Largest length of a file name (NAME_MAX of Linux)."""
+"""Largest length of a file name in bytes (NAME_MAX of Linux)."""
 TRANSFORMERS_VERSION = "5.0.0"
 """`transformers_version` of an export. If config.json has no version or an older one, transformers 4.57.3 and later
-warn of "incorrect tokenization", because old tokenizers of Mistral had a wrong regular expression. transformers 4 knows
-all keys of an export too."""
+warn of "incorrect tokenization", because old tokenizers of Mistral had a wrong regular expression. Transformers 4 also
+supports all keys of an export."""
 TOKENIZER_SIDE_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
     "generation_config.json",
 )
-"""Files that belong to a tokenizer and do not change in a training. An export copies them."""
+"""Files that belong to a tokenizer. Training does not change them, so an export copies them."""
 _QWEN = {
     "num_key_value_heads": 32, "sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28,
 }  # fmt: skip
@@ -56,14 +54,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2ForCausalLM", _QWEN),
     "qwen3": ("Qwen3ForCausalLM", {**_QWEN, "head_dim": 128}),
 }
-"""By `model_type`: the class, and its defaults of keys that may be missing. Many models (SmolLM2) have type llama."""
+"""By `model_type`: the class, and its defaults of keys that may be missing. Many models, such as SmolLM2, have the type
+llama."""
 _SAME_VALUES = {
     "dim": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads",
     "kv_heads": "num_key_value_heads", "head_dim": "head_dim", "intermediate_size": "intermediate_size",
     "vocab_size": "vocab_size", "max_position_embeddings": "max_position_embeddings", "rms_norm_eps": "rms_norm_eps",
     "tie_word_embeddings": "tie_word_embeddings", "initializer_range": "initializer_range",
 }  # fmt: skip
-"""Keys of `model`, and the keys of config.json with the same values."""
+"""The key of config.json for each key of the section `model` that has the same value there."""
 _MAX_VALUES = {"layers": 2**12, "vocab_size": 2**24, "max_position_embeddings": 2**40}
 """Largest accepted values; 2^20 for other sizes. Larger ones would exhaust memory before anything is checked."""
 _DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "initializer_range": 0.02}
@@ -73,7 +72,7 @@ _FIXED_VALUES = {
     "rope_interleaved": False, "is_llama_config": True, "is_encoder_decoder": False, "is_decoder": False,
     "add_cross_attention": False, "tie_encoder_decoder": False,
 }  # fmt: skip
-"""Keys that may only have this value, or null."""
+"""Keys of config.json that must have this value or be null."""
 _IGNORED_KEYS = {
     *_SAME_VALUES.values(), "model_type", "architectures", "attention_bias", "sliding_window", "use_sliding_window",
     "layer_types", "rope_theta", "rope_scaling", "rope_parameters", "dtype", "torch_dtype", "transformers_version",
@@ -82,7 +81,7 @@ _IGNORED_KEYS = {
     "output_attentions", "output_hidden_states", "return_dict", "id2label", "label2id", "problem_type", "max_length",
     "do_sample", "temperature", "top_p", "top_k", "repetition_penalty", "tokenizer_class", "max_sequence_length",
 }  # fmt: skip
-"""Keys that this module reads, or that do not affect what the model computes."""
+"""Keys of config.json that this module reads, or that do not affect what the model computes. Others are errors."""
 _ROPE_KEYS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -91,17 +90,18 @@ _ROPE_KEYS = {
 
 
 class ModelFolderError(UserError):
-    """A folder that does not contain a usable model; the message names file and key."""
+    """A folder does not contain a usable model. The message names the file and the key."""
 
 
 def fill_from_folder(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config `values` with what the folders of `model.init_from`, also swept ones, set in them.
+    """Return the config `values` with the keys that the folders of `model.init_from` set, also those of a sweep.
 
-    If the values have the hash of config.json, the folder was read before and is not read again. If only the sweep
-    names folders, the sweep itself gets the values of the first one.
+    If `values` contain the hash of config.json, the folder was read before and is not read again. If only the sweep
+    names folders, the section `model` gets the values of the first one. Without `data.tokenizer`, the tokenizer of the
+    folder is used.
 
     Raises:
-        ValueError: if a folder cannot be used, or if a key of `model` contradicts it.
+        ModelFolderError: if a folder cannot be used, or if a key of `model` contradicts it.
     """
     try:
         return _fill_from_folder(values)
@@ -110,9 +110,10 @@ def fill_from_folder(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fill_from_folder(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Do the work of `fill_from_folder`. The messages of its errors do not begin with the config key."""
     model, data, sweep = (values.get(section) or {} for section in ("model", "data", "sweep"))
     if not all(isinstance(section, Mapping) for section in (model, data, sweep)):
-        return dict(values)  # the check of types reports them
+        return dict(values)  # the later check of types reports a section that is not a mapping
     grids = [sweep[kind] for kind in ("grid", "random") if isinstance(sweep.get(kind), Mapping)]
     lists = [grid["model.init_from"] for grid in grids if isinstance(grid.get("model.init_from"), list)]
     swept = [folder for folders in lists for folder in folders if isinstance(folder, str)]
@@ -126,9 +127,11 @@ def _fill_from_folder(values: Mapping[str, Any]) -> dict[str, Any]:
     if swept:
         filled["sweep"] = {**sweep, "sources": {folder: sections[folder] for folder in swept}}
     if data.get("tokenizer") is None:
-        tokenizers = [_read_tokenizer_section(Path(folder), one["vocab_size"]) for folder, one in sections.items()]
+        tokenizers = [
+            _read_tokenizer_section(Path(folder), section["vocab_size"]) for folder, section in sections.items()
+        ]
         filled["data"] = {**data, "tokenizer": tokenizers[0]}
-        if len({(sha256_file(one["path"]), one["eos_token"]) for one in tokenizers}) > 1:
+        if len({(sha256_file(tokenizer["path"]), tokenizer["eos_token"]) for tokenizer in tokenizers}) > 1:
             raise ModelFolderError(
                 "model.tokenizer_conflict",
                 "all points of a sweep use the same tokens, but these folders have different tokenizers",
@@ -139,7 +142,14 @@ def _fill_from_folder(values: Mapping[str, Any]) -> dict[str, Any]:
 def _check_not_contradicted(
     folder: str, section: Mapping[str, Any], model: Mapping[str, Any], grids: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Raise ModelFolderError if the config or the sweep sets a key that a folder sets to another value."""
+    """Raise ModelFolderError if the config sets a key to another value than the folder, or if a sweep varies the key.
+
+    Args:
+        folder: the folder with the model.
+        section: the keys of the section `model` that the folder sets.
+        model: the section `model` of the config.
+        grids: the mappings `sweep.grid` and `sweep.random` that the config has.
+    """
     source = f"{Path(folder, CONFIG_FILE)} of model.init_from"
     for key, value in section.items():
         if key in model and model[key] != value:
@@ -154,9 +164,9 @@ def _check_not_contradicted(
 
 
 def read_model_section(folder: Path) -> dict[str, Any]:
-    """Return what the folder sets in the section `model`, with the metadata of the run.
+    """Return the values that the folder sets in the section `model`, including metadata.
 
-    Raises ModelFolderError if it cannot be read, or if the decoder does not support it.
+    Raises ModelFolderError if config.json cannot be read, or if the decoder does not support the model.
     """
     try:
         with open_inside(folder, CONFIG_FILE) as file:
@@ -165,27 +175,30 @@ def read_model_section(folder: Path) -> dict[str, Any]:
     except OSError as error:
         message = f"{folder / CONFIG_FILE}: cannot read it: {error.strerror}; name a folder with the files of a model"
         raise ModelFolderError("model.unreadable_folder", message) from error
-    except (ValueError, TypeError) as error:  # TypeError: a list instead of a name
+    except (ValueError, TypeError) as error:  # TypeError: the value of a key is a list instead of a name
         raise ModelFolderError("model.unsupported_config", f"{folder / CONFIG_FILE}: {error}") from error
     return {**section, "init_sha256": hashlib.sha256(content).hexdigest(), "init_files": hash_weight_stats(folder)}
 
 
 def make_model_config(section: Mapping[str, Any]) -> ModelConfig:
-    """Return the config of the model that `read_model_section` read, without the metadata."""
+    """Return the config of a model from a section that `read_model_section` returned; the metadata is omitted."""
     return ModelConfig(**{key: value for key, value in section.items() if key in ModelConfig.model_fields})
 
 
 def hash_weight_stats(folder: Path) -> str:
-    """Return a hash of names, sizes and times of the files with the weights, without reading them.
+    """Return a hash of the names, sizes and modification times of the weight files, without reading their content.
 
-    Times are in whole seconds, because some file systems store, or show other hosts, no more.
+    Times are in whole seconds, because some file systems store no fractions or do not show them to other hosts.
     """
     files = {name: (folder / name).stat() for name in list_weight_files(folder)}
     return sha256_json({name: [file.st_size, int(file.st_mtime)] for name, file in files.items()})
 
 
 def _read_tokenizer_section(folder: Path, vocab_size: int) -> dict[str, Any]:
-    """Return the section `data.tokenizer` for the tokenizer of the folder, which may have up to `vocab_size` ids."""
+    """Return the section `data.tokenizer` for the tokenizer of the folder.
+
+    Raises ModelFolderError if the tokenizer is missing or damaged, or has more than `vocab_size` ids.
+    """
     file = folder / TOKENIZER_FILE
     eos_token = _read_eos_token(folder)
     if (ids := count_tokenizer_ids(file)) is not None and ids > vocab_size:
@@ -198,14 +211,14 @@ def _read_tokenizer_section(folder: Path, vocab_size: int) -> dict[str, Any]:
 
 @contextmanager
 def open_inside(folder: Path, name: str) -> Iterator[Path]:
-    """Open a file in the folder; yield a path that leads to exactly this file (ownership.path_through_fd).
+    """Open a file in the folder; yield a path that leads to exactly this file (see `path_through_fd`).
 
-    Links must stay in the folder. In the cache of the Hub they may lead from `models--ORG--NAME/snapshots/COMMIT` to
-    `models--ORG--NAME/blobs`.
+    The file may be a link to another file in the folder. In the cache of the Hugging Face Hub, a link may also lead
+    from `models--ORG--NAME/snapshots/COMMIT` to `models--ORG--NAME/blobs`.
 
     Raises:
-        FileNotFoundError: if there is no such file.
-        ModelFolderError: if it is a link out of the folder, or not a regular file.
+        FileNotFoundError: if the file does not exist.
+        ModelFolderError: if the file is a link out of the folder, or not a regular file.
     """
     path = folder / name
     root = Path(os.path.realpath(folder))
@@ -226,26 +239,33 @@ def open_inside(folder: Path, name: str) -> Iterator[Path]:
 
 
 def read_inside(folder: Path, name: str) -> Any:
-    """Return the JSON value of a file in the folder; None if there is none. Raises as `open_inside` does."""
+    """Return the JSON value in a file in the folder; None if the file does not exist or is not JSON.
+
+    Raises ModelFolderError if the file is a link out of the folder, or not a regular file.
+    """
     with suppress(FileNotFoundError), open_inside(folder, name) as file:
         return parse_json_or_none(file.read_bytes())
     return None
 
 
 def _has_file(folder: Path, name: str) -> bool:
-    """Return whether the folder has the file. Raises ModelFolderError as `open_inside` does."""
+    """Return True if the file exists in the folder.
+
+    Raises ModelFolderError if the file is a link out of the folder, or not a regular file.
+    """
     with suppress(FileNotFoundError), open_inside(folder, name):
         return True
     return False
 
 
 def parse_model_config(content: Any) -> dict[str, Any]:
-    """Return the section `model`, with metadata, for the content of a config.json; null for keys that it does not set.
+    """Return the section `model`, including metadata, for the content of a config.json.
 
-    Raises ValueError, naming the key, if something is missing or not supported.
+    A key that config.json does not set is None. Raises ValueError, which names the key of config.json, if something is
+    missing or not supported.
     """
     if not isinstance(content, dict):
-        raise ValueError("it is not a JSON object: download the folder again")
+        raise ValueError("the content is not a JSON object: download the folder again")
     family = content.get("model_type")
     if family not in FAMILIES:
         raise ValueError(f"model_type {json.dumps(family)} is not supported; supported are {', '.join(FAMILIES)}")
@@ -253,30 +273,32 @@ def parse_model_config(content: Any) -> dict[str, Any]:
     if (content.get("architectures") or [architecture]) != [architecture]:
         raise ValueError(f"architectures {json.dumps(content['architectures'])} should be {json.dumps([architecture])}")
     for key, value in content.items():
-        if value is not None and (value != _FIXED_VALUES[key] if key in _FIXED_VALUES else key not in _IGNORED_KEYS):
+        is_allowed = value == _FIXED_VALUES[key] if key in _FIXED_VALUES else key in _IGNORED_KEYS
+        if value is not None and not is_allowed:
             problem = "is not supported" if key in _FIXED_VALUES else "is not a known key and may change the model"
             raise ValueError(f"{key} {json.dumps(value)[:80]} {problem}")
     if missing := [key for key in _REQUIRED_KEYS if content.get(key) is None]:
         raise ValueError(f"{missing[0]} is missing")
     if unknown := set(content.get("layer_types") or ()) - {"full_attention", "sliding_attention"}:
         raise ValueError(f"layer_types {min(unknown)} is not supported")
-    theirs = {**_DEFAULTS, **defaults, **content}
-    section = {key: theirs.get(name) for key, name in _SAME_VALUES.items()}
+    hf_config = {**_DEFAULTS, **defaults, **content}
+    section = {key: hf_config.get(name) for key, name in _SAME_VALUES.items()}
     section["qk_norm"] = family == "qwen3"
-    section["attention_bias"] = "qkv" if family == "qwen2" else "all" if theirs.get("attention_bias") else "none"
-    window = theirs.get("sliding_window") if theirs.get("use_sliding_window", True) and family != "llama" else None
-    layer_types = theirs.get("layer_types")
-    full_layers = theirs.get("max_window_layers")
+    section["attention_bias"] = "qkv" if family == "qwen2" else "all" if hf_config.get("attention_bias") else "none"
+    has_window = hf_config.get("use_sliding_window", True) and family != "llama"
+    window = hf_config.get("sliding_window") if has_window else None
+    layer_types = hf_config.get("layer_types")
+    full_layers = hf_config.get("max_window_layers")
     if layer_types:  # max_window_layers can express only that the first layers have full attention
         full_layers = layer_types.count("full_attention") if layer_types == sorted(layer_types) else None
     section |= {"sliding_window": window, "max_window_layers": None if window is None else full_layers}
-    section |= _parse_rope(theirs)
+    section |= _parse_rope(hf_config)
     _check_model_section(section)
     return section
 
 
 def _check_model_section(section: Mapping[str, Any]) -> None:
-    """Raise ValueError, naming the key of config.json, if a value has the wrong type or is out of range."""
+    """Raise ValueError, which names the key of config.json, if a value has the wrong type or is out of range."""
     for kind in (ModelConfig, ModelMetadata):
         values = {key: value for key, value in section.items() if key in kind.model_fields}
         try:
@@ -292,22 +314,25 @@ def _check_model_section(section: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} {value} is more than {max_value}, which no model has")
 
 
-def _parse_rope(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `rope_theta` and `rope_scaling` for the keys of a config.json.
+def _parse_rope(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `model.rope_theta` and `model.rope_scaling` for the keys of a config.json.
 
-    transformers 5 writes both into `rope_parameters`, transformers 4 into `rope_theta` and `rope_scaling`.
+    Transformers 5 writes both into `rope_parameters`, transformers 4 into `rope_theta` and `rope_scaling`. Raises
+    ValueError if the decoder does not support the type of scaling.
     """
-    key = "rope_scaling" if theirs.get("rope_scaling") else "rope_parameters"  # transformers has the same precedence
-    rope = dict(theirs.get(key) or {})
-    theta = rope.pop("rope_theta", None) or theirs.get("rope_theta") or 10_000.0
+    # If a file has both keys, transformers also uses `rope_scaling`.
+    key = "rope_scaling" if hf_config.get("rope_scaling") else "rope_parameters"
+    rope = dict(hf_config.get(key) or {})
+    theta = rope.pop("rope_theta", None) or hf_config.get("rope_theta") or 10_000.0
     kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
     if rope.pop("partial_rotary_factor", None) not in (None, 1) or any(isinstance(v, dict) for v in rope.values()):
-        raise ValueError(f"{key} {json.dumps(theirs[key])} is not supported")
+        raise ValueError(f"{key} {json.dumps(hf_config[key])} is not supported")
     if kind == "default":
         return {"rope_theta": theta, "rope_scaling": None}
     if kind not in _ROPE_KEYS:
         raise ValueError(f"{key}: {kind} is not supported; supported are default, {', '.join(_ROPE_KEYS)}")
-    return {"rope_theta": theta, "rope_scaling": {"rope_type": kind, **{n: rope.get(n) for n in _ROPE_KEYS[kind]}}}
+    scaling = {"rope_type": kind, **{name: rope.get(name) for name in _ROPE_KEYS[kind]}}
+    return {"rope_theta": theta, "rope_scaling": scaling}
 
 
 def build_config_json(
@@ -318,18 +343,18 @@ def build_config_json(
     eos_id: int | list[int],
     dtype: str,
 ) -> dict[str, Any]:
-    """Return the content of a config.json for a trained decoder, which transformers 4 and 5 read.
+    """Return the content of a config.json for a trained decoder, in a form that transformers 4 and 5 can read.
 
     Args:
         model: the section `model`.
-        metadata: what the config.json that training started from contained besides.
+        metadata: the other values of the config.json from which the section `model` was read.
         vocab_size: the number of rows of the embedding.
-        sequence_length: the longest sequence, if `metadata` has none.
-        eos_id: the token that ends a text, or several.
+        sequence_length: the longest sequence in tokens, used if `metadata.max_position_embeddings` is None.
+        eos_id: the id, or several ids, of the tokens that end a text.
         dtype: the type of the weights, such as `float32`.
 
     Raises:
-        UserError: if no family has this combination of features.
+        UserError: if no supported model family has this combination of features.
     """
     family = "qwen3" if model.qk_norm else "qwen2" if model.attention_bias == "qkv" else "llama"
     if family == "llama" and model.sliding_window is not None:
@@ -369,7 +394,7 @@ def build_config_json(
 def list_weight_files(folder: Path) -> list[str]:
     """Return the names of the files with the weights.
 
-    Raises ModelFolderError if there are none, or if one is missing or outside the folder.
+    Raises ModelFolderError if the folder has no safetensors weights, or if a file is missing or outside the folder.
     """
     if _has_file(folder, INDEX_FILE):
         index = read_inside(folder, INDEX_FILE)
@@ -391,9 +416,9 @@ def list_weight_files(folder: Path) -> list[str]:
         pickles = sorted(path.name for ending in ("bin", "pt", "pth", "ckpt") for path in folder.glob(f"*.{ending}"))
         reason = "neither exists"
         if pickles:
-            reason = f"{pickles[0]} is a pickle, which may execute any code and is not opened"
+            reason = f"{pickles[0]} is a pickle, which could execute any code, so it is not read"
         raise ModelFolderError(
-            "model.no_weights", f"{folder} needs {SINGLE_WEIGHTS_FILE}, or {INDEX_FILE} and its files; {reason}"
+            "model.no_weights", f"{folder} must contain {SINGLE_WEIGHTS_FILE}, or {INDEX_FILE} and its files; {reason}"
         )
     if missing := [name for name in names if not _has_file(folder, name)]:
         raise ModelFolderError("model.missing_file", f"{folder / missing[0]} is missing: download the folder again")
@@ -401,13 +426,13 @@ def list_weight_files(folder: Path) -> list[str]:
 
 
 def _is_safetensors_name(name: str) -> bool:
-    """Return whether a file in the folder can have this name, and it ends in `.safetensors`."""
+    """Return True if `name` is a valid file name without folders that ends in `.safetensors`."""
     is_possible = Path(name).name == name and "\0" not in name and len(os.fsencode(name)) <= _MAX_NAME_BYTES
     return is_possible and name.endswith(".safetensors")
 
 
 def read_tokenizer_files(folder: Path) -> dict[str, str]:
-    """Return the content of the files that belong to the tokenizer of the folder, by name."""
+    """Return the text of each file in TOKENIZER_SIDE_FILES that the folder contains, by name."""
     texts = {}
     for name in TOKENIZER_SIDE_FILES:
         with suppress(FileNotFoundError), open_inside(folder, name) as file:
@@ -416,13 +441,16 @@ def read_tokenizer_files(folder: Path) -> dict[str, str]:
 
 
 def read_token_ids(folder: Path) -> dict[str, Any]:
-    """Return the ids in config.json of the tokens that begin, end and pad a text."""
+    """Return the ids of the tokens that begin, end and pad a text, by their keys in config.json."""
     values = read_inside(folder, CONFIG_FILE) or {}
     return {key: values[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in values}
 
 
 def _read_eos_token(folder: Path) -> str:
-    """Return the token that ends a text, from tokenizer_config.json, otherwise by the id in config.json."""
+    """Return the token that ends a text: from tokenizer_config.json, otherwise by its id in config.json.
+
+    Raises ModelFolderError if the folder has no tokenizer, or if neither file has the token.
+    """
     tokenizer_file = folder / TOKENIZER_FILE
     if not _has_file(folder, TOKENIZER_FILE):
         raise ModelFolderError(
@@ -447,9 +475,14 @@ def _read_eos_token(folder: Path) -> str:
 
 
 def check_added_tokens(tokenizer: Path, content: Any) -> list[dict[str, Any]]:
-    """Return `added_tokens` of the content of a `tokenizer.json`: objects with at least an `id` and a `content`.
+    """Return the list `added_tokens` in the content of a `tokenizer.json`; an empty list if it has none.
 
-    Raises ModelFolderError, naming the file and the entry, if it is anything else.
+    Args:
+        tokenizer: the path of the file, for the message.
+        content: the parsed content of the file.
+
+    Raises:
+        ModelFolderError: if an entry has no whole number `id` or no text `content`. The message names the entry.
     """
     added = content.get("added_tokens") if isinstance(content, dict) else None
     for number, token in enumerate(added if isinstance(added, list) else [added] if added else []):
@@ -465,9 +498,9 @@ def check_added_tokens(tokenizer: Path, content: Any) -> list[dict[str, Any]]:
 
 @cache
 def count_tokenizer_ids(tokenizer: Path) -> int | None:
-    """Return the largest id of a `tokenizer.json` plus one, without the package tokenizers.
+    """Return the largest token id in a `tokenizer.json` plus one, without importing the package tokenizers.
 
-    None if the file has no ids; the stage `prepare` reports what is wrong with it.
+    Returns None if the file has no ids or cannot be read. The stage `prepare` later reports what is wrong with it.
     """
     try:
         content = read_json(tokenizer)

@@ -528,7 +528,7 @@ def _read_file(path: Path, extended_by: tuple[str, ...] = (), section: str = "",
     if real in extended_by or len(extended_by) > _MAX_DEPTH:
         raise ConfigError(
             "config.circular_extends",
-            f"{os.path.normpath(path)}: files extend one another in a circle, or too many of them",
+            f"{os.path.normpath(path)}: the chain of `extends` is circular, or longer than {_MAX_DEPTH} files",
         )
     renamed = _rename_keys(values, RENAMED_KEYS, section, os.path.normpath(path) if report else None)
     return _merge_extended_files(renamed, path.parent, (*extended_by, real), section, report)
