@@ -21,7 +21,7 @@ Sources = str | Annotated[list[str], Field(min_length=1)]
 
 
 class TokenizerConfig(Section):
-    """The tokenizer: a file, or one that `prepare` trains."""
+    """The tokenizer: an existing file, or one that the stage `prepare` trains."""
 
     kind: Literal["byte_bpe", "file"] = "byte_bpe"
     """`byte_bpe`: train a byte-level BPE on the source. `file`: use an existing `tokenizer.json`."""
@@ -44,30 +44,30 @@ class TokenizerConfig(Section):
 
 
 class SourceConfig(Section):
-    """One source of a mixture. It has the keys of `data` that may differ between sources."""
+    """One source of a mixture. Its keys have the same meaning as in `data`."""
 
     source: Annotated[Sources, Policy.PATH, Policy.NOT_IN_IDENTITY]
-    """As `data.source`."""
+    """Same as `data.source`, for this source."""
     records: Literal["text", "tokens"] = "text"
-    """As `data.records`."""
+    """Same as `data.records`, for this source."""
     format: DocumentFormat | None = None
-    """As `data.format`."""
+    """Same as `data.format`, for this source."""
     text_field: str = "text"
-    """As `data.text_field`."""
+    """Same as `data.text_field`, for this source."""
     text_documents: Literal["file", "line"] = "file"
-    """As `data.text_documents`."""
+    """Same as `data.text_documents`, for this source."""
     held_out: Annotated[float, Field(ge=0.0, lt=1.0)] | None = None
-    """As `data.held_out`; null: the value of `data.held_out`."""
+    """Same as `data.held_out`, for this source; null: use the value of `data.held_out`."""
 
 
 class WeightsConfig(Section):
-    """The proportions of the sources from a step on."""
+    """The proportions of the sources, beginning at a step."""
 
     from_step: PositiveInt = 1
-    """The first step with these weights."""
+    """The first optimizer step with these weights."""
     weights: dict[Name, Weight]
-    """Weight of each source, in any unit. {web: 7, code: 3} takes seven samples of web for every three of code. 0: no
-    samples of this source."""
+    """Relative weight of each source. `{web: 7, code: 3}` takes seven samples of web for every three samples of code.
+    0: no samples of this source."""
 
     @model_validator(mode="after")
     def _check_sum(self) -> WeightsConfig:
@@ -77,13 +77,13 @@ class WeightsConfig(Section):
 
 
 class MixtureConfig(Section):
-    """Several sources, each with its own shards, epochs and held-out part."""
+    """Several sources. Each has its own shards, epochs and held-out part."""
 
     sources: Annotated[dict[Name, SourceConfig], Field(min_length=1)]
     """The sources by name."""
     weights: Annotated[Annotated[list[WeightsConfig], Field(min_length=1)], Policy.CHANGEABLE]
-    """The weights from step 1 on, and an entry for each step at which they change. `resume` may change the weights of
-    future steps."""
+    """The weights from step 1 on, followed by an entry for each step at which they change. `resume` may change the
+    weights of future steps."""
 
     @model_validator(mode="after")
     def _check_weights(self) -> MixtureConfig:
@@ -108,7 +108,7 @@ class MixtureConfig(Section):
         return "; ".join(parts)
 
     def weights_until(self, step: int) -> list[WeightsConfig]:
-        """Return the entries that set the weights of the first `step` steps."""
+        """Return the entries that apply to the first `step` steps."""
         return [entry for entry in self.weights if entry.from_step <= step]
 
 
@@ -131,64 +131,68 @@ class DataConfig(Section):
     """The sources, and how documents become shards of tokens."""
 
     mixture: MixtureConfig | None = None
-    """Several sources with weights, instead of `source`; null: a single source."""
+    """Several sources with weights, to use instead of `source`; null: use `source`."""
     source: Annotated[Sources, Policy.PATH, Policy.NOT_IN_IDENTITY] = "python-stdlib"
-    """`python-stdlib` (the library sources of the running interpreter), or one or more globs or folders. The files are
-    .txt, .jsonl, .json, .csv, .tsv, .parquet, .arrow or .tar. All except .parquet and .arrow may be compressed (.gz,
-    .zst, .bz2, .xz)."""
+    """Files to train on: one or more globs or folders, or `python-stdlib` (the source code of the Python standard
+    library). Supported are .txt, .jsonl, .json, .csv, .tsv, .parquet, .arrow and .tar. All except .parquet and .arrow
+    may be compressed (.gz, .zst, .bz2, .xz)."""
     format: DocumentFormat | None = None
-    """Format of the files, regardless of their names; null: determined from the name, or from the content if the name
-    does not show it. In a folder, the files with the usual suffixes of this format are used, or all files if there are
-    none."""
+    """Format of the files, regardless of their names. If `source` is a folder, the files in it with the usual suffixes
+    of this format are used. If there are none, all files are used. null: determine the format of each file from its
+    name, or from its content if the name does not show the format."""
     text_field: str = "text"
-    """Field (JSON) or column (CSV, Parquet, Arrow) with the text of a document. `message.content` is the field
+    """Field (JSON) or column (CSV, Parquet, Arrow) that contains the text of a document. `message.content` is the field
     `content` of the object or struct `message`."""
     text_documents: Literal["file", "line"] = "file"
-    """What is one document in a .txt file: the whole `file`, or each non-empty `line`."""
+    """How .txt files are split into documents. `file`: each file is one document. `line`: each non-empty line is
+    one."""
     records: Literal["text", "prompts", "messages", "tokens"] = "text"
-    """What the files contain. `text`: documents; all their tokens are trained on. `prompts`: .jsonl files (.gz, .zst)
-    with a `prompt` and a `response` per line. `messages`: .jsonl files with a dialogue per line, which the chat
-    template of the tokenizer formats. Of `prompts` and `messages`, only the responses are trained on, and documents are
-    packed into samples without splitting them. `tokens`: files of tokens that `tokenizer.path` has produced elsewhere.
-    They are used without a copy: .bin with .idx (Megatron), .ds (datatrove), .bin (llm.c, nanoGPT) and HDF5. The end of
-    each file is held out. `data import` converts other formats."""
+    """What the files contain. `text`: documents; the loss is computed on all tokens. `prompts`: .jsonl files (.gz,
+    .zst) with a `prompt` and a `response` per line. `messages`: .jsonl files with a dialogue per line, which the chat
+    template of the tokenizer formats. With `prompts` and `messages`, the loss is computed only on the responses, and
+    documents are packed into samples without splitting them. `tokens`: files of tokens that the tokenizer in
+    `tokenizer.path` has already produced. Training reads them without a copy: .bin with .idx (Megatron), .ds
+    (datatrove), .bin (llm.c, nanoGPT) and HDF5. The end of each file is held out. `data import` converts other
+    formats."""
     chat_template: Annotated[FilePath | None, Policy.PATH] = None
-    """Chat template for `records: messages`; null: that of the tokenizer. It is a Jinja file, or the name of a template
-    of Sluice: chatml, llama2, llama3, llama3.1, mistral-v0.1, mistral-v0.3, qwen2, qwen2.5, qwen3, smollm2."""
+    """Chat template for `records: messages`: a Jinja file, or the name of a template that Sluice includes. These names
+    are chatml, llama2, llama3, llama3.1, mistral-v0.1, mistral-v0.3, qwen2, qwen2.5, qwen3 and smollm2. null: use the
+    template of the tokenizer."""
     long_dialogues: Literal["split", "truncate", "drop"] = "split"
-    """What happens to `prompts` and `messages` of more than `sequence_length` tokens. `split`: the rest goes into the
-    next samples, without its context. `truncate`: the rest is left out. `drop`: the whole dialogue is left out."""
+    """What happens to `prompts` and `messages` with more than `sequence_length` tokens. `split`: the remaining tokens
+    go into the next samples, without their context. `truncate`: omit the remaining tokens. `drop`: omit the whole
+    dialogue."""
     document_mask: Annotated[bool, Policy.KEEPS_SHARDS] = False
     """Mask attention across document boundaries, and restart positions at each document."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     """The tokenizer."""
     add_special_tokens: Literal["auto"] | bool = "auto"
-    """Whether documents and prompts get the tokens that the post-processor of the tokenizer adds, such as the
-    beginning-of-sequence token of Llama. `auto`: if the post-processor adds some; with `records: tokens`, if the
-    documents of the files begin with them. true: fail if the post-processor adds none. false: never. A chat template
-    writes its own special tokens."""
+    """Add the special tokens of the tokenizer's post-processor, such as Llama's beginning-of-sequence token, to
+    documents and prompts. `auto`: add them if the post-processor has any; with `records: tokens`, if the documents in
+    the files begin with them. true: add them, and fail if the post-processor has none. false: never add them. A chat
+    template writes its own special tokens."""
     sequence_length: Annotated[PositiveInt, Policy.KEEPS_SHARDS] = 1024
-    """Number of tokens of a training sample."""
+    """Number of tokens in a training sample."""
     shard_tokens: Annotated[int, Field(ge=1024)] = 500_000_000
-    """Largest number of tokens of an HDF5 shard. 500 million tokens of two bytes take 1 GB."""
+    """Largest number of tokens in an HDF5 shard. 500 million tokens of two bytes take 1 GB."""
     held_out: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.02
-    """Fraction of the documents that is kept for evaluation. A hash of the text selects them."""
+    """Fraction of the documents that are held out for evaluation. A hash of the text selects them."""
     deduplicate: bool = False
-    """Use only the first of the documents of a source that have the same text. The inputs are then read twice or more
-    often."""
+    """If several documents of a source have the same text, use only the first. The input files are then read at least
+    twice."""
     filter: Annotated[FilterTarget | None, Policy.PATH] = None
-    """Your own Python function as `MODULE:FUNCTION`. It receives each document as a dict: the object of the line, or
-    `text_field` with the text. If it returns True, the document is used. The module is a single file next to the config
-    file or on the Python path."""
+    """Python function, as `MODULE:FUNCTION`, that selects documents. It receives each document as a dict and returns
+    True if the document should be used. The dict is the JSON object of the line, or `{text_field: text}`. The module is
+    a single file next to the config file or on the Python path."""
     max_rejected: Annotated[Fraction, Policy.CHANGEABLE, Policy.NOT_IN_IDENTITY, Policy.KEEPS_SHARDS] = 0.001
-    """Largest fraction of unreadable documents (invalid UTF-8, invalid JSON, no text field) that is accepted. In small
-    inputs, 5 are always accepted, if at least half of all documents can be read. 0: accept none."""
+    """Largest accepted fraction of unreadable documents (invalid UTF-8, invalid JSON, no text field). Up to 5 unreadable
+    documents are accepted in any case if at least half of all documents can be read. 0: accept none."""
     verify: Annotated[
         Literal["hashes", "cached", "sizes"], Policy.CHANGEABLE, Policy.NOT_IN_IDENTITY, Policy.KEEPS_SHARDS
     ] = "hashes"
-    """What is checked of every shard before training starts. `hashes`: the hash of each file. `cached`: the same, but
-    a file is not read again if its size, time and inode are those of an earlier successful check. `sizes`: only the
-    sizes, if reading all data even once is too expensive."""
+    """How every shard is checked before training starts. `hashes`: by the hash of each file. `cached`: also by the
+    hash, but a file is not read again if its size, modification time and inode are the same as at an earlier successful
+    check. `sizes`: only by size, if it is too expensive to read all data even once."""
 
     @model_validator(mode="after")
     def _check_keys_fit(self) -> DataConfig:
@@ -247,7 +251,7 @@ class DataConfig(Section):
 
     @property
     def has_loss_mask(self) -> bool:
-        """Whether samples have a mask of the tokens on which the loss is computed."""
+        """True if samples have a mask of the tokens on which the loss is computed."""
         return self.records in ("prompts", "messages")
 
     def for_source(self, name: str) -> DataConfig:
@@ -260,7 +264,7 @@ class DataConfig(Section):
 
     @property
     def sources(self) -> list[str]:
-        """The source as a list; for a mixture, all sources."""
+        """The paths in `source` as a list; for a mixture, those of all sources."""
         if self.mixture is not None:
             return [source for name in self.mixture.sources for source in self.for_source(name).sources]
         return [self.source] if isinstance(self.source, str) else list(self.source)

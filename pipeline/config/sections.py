@@ -46,10 +46,11 @@ class RunConfig(Section):
     """The name of the run and where its files are."""
 
     name: Annotated[Name, Policy.CHANGEABLE]
-    """Name of the run: its directory is `root/name`, and the names of its Slurm jobs start with it."""
+    """Name of the run. The run directory is `root/name`, and the names of the Slurm jobs start with this name."""
     root: Annotated[FilePath, Policy.CHANGEABLE, Policy.PATH] = Path("runs")
-    """Directory that contains the runs. On a cluster, all nodes must share it. A relative path in a config file is
-    relative to that file. The default, and a path on the command line, is relative to the working directory."""
+    """Directory that contains the runs. On a cluster, it must be on a file system that all nodes share. A relative path
+    in a config file is relative to that file. The default `runs`, and a path on the command line, are relative to the
+    working directory."""
     seed: Annotated[NonNegativeInt, Policy.SWEEPABLE] = 1
     """Seed of all randomness: initial weights, order of the samples, dropout."""
     sharing: Literal["private", "group", "all"] = "private"
@@ -61,7 +62,7 @@ class RunConfig(Section):
 
 
 class ModelConfig(Section):
-    """A decoder like Llama, whose further keys are those of Hugging Face's `LlamaConfig`, or a custom model."""
+    """A decoder like Llama, with keys named after Hugging Face's `LlamaConfig`, or a custom model."""
 
     init_from: Annotated[FilePath | None, Policy.PATH, Policy.NOT_IN_IDENTITY] = None
     """Folder with an open model in Hugging Face's format (config.json, safetensors, tokenizer). Training starts from
@@ -69,8 +70,8 @@ class ModelConfig(Section):
     are random."""
 
     target: Annotated[str | None, Policy.NOT_SWEEPABLE] = None
-    """Python module that defines a custom model, such as `my_package.my_model` (docs/models.md). With it, only
-    `options`, `layers` and `initializer_range` have an effect in this section. null: the decoder."""
+    """Python module that defines a custom model, such as `my_package.my_model` (docs/models.md). Of the other keys in
+    this section, only `options`, `layers` and `initializer_range` then have an effect. null: use the decoder."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the custom model: any keys and values, passed to its functions unchanged."""
     dim: PositiveInt = 256
@@ -86,24 +87,24 @@ class ModelConfig(Section):
     intermediate_size: PositiveInt | None = None
     """Width of the SwiGLU layer; null: 8/3 of `dim`, rounded up to a multiple of 64."""
     vocab_size: PositiveInt | None = None
-    """Number of rows of the embedding and the output layer, at least the number of ids of the tokenizer; null: that
-    number."""
+    """Number of rows of the embedding and the output layer, at least the number of token ids of the tokenizer. null:
+    the number of token ids."""
     sliding_window: PositiveInt | None = None
-    """Length of the attention window of the open model from which training starts. `data.sequence_length` must not
-    exceed it, because attention here always covers the whole sequence."""
+    """Length of the attention window, in tokens, of the open model from which training starts. `data.sequence_length`
+    must not be larger, because Sluice always computes attention over the whole sequence. null: no window."""
     attention_bias: Literal["none", "qkv", "all"] = "none"
-    """Which projections of attention have biases: `none`, `qkv` (all except the output projection, as in Qwen2) or
-    `all`."""
+    """Which projections of attention have biases: `none`, `qkv` (queries, keys and values, as in Qwen2) or `all` (also
+    the output projection)."""
     qk_norm: bool = False
-    """Whether the queries and keys of each head are normalized before rotary positions are applied (as in Qwen3)."""
+    """Normalize the queries and keys of each head before rotary positions are applied, as in Qwen3."""
     rope_theta: PositiveFloat = 10_000.0
     """Base of the frequencies of rotary positions."""
     rope_scaling: RopeScaling | None = None
-    """How the frequencies of rotary positions are scaled; null: not at all."""
+    """Scaling of the frequencies of rotary positions; null: no scaling."""
     rms_norm_eps: PositiveFloat = 1e-5
     """Epsilon of the RMS norms."""
     tie_word_embeddings: bool = False
-    """Whether the output layer shares the weights of the embedding."""
+    """Use the weights of the embedding as those of the output layer."""
     initializer_range: PositiveFloat = 0.02
     """Standard deviation of the initial weights."""
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
@@ -111,7 +112,7 @@ class ModelConfig(Section):
 
     @property
     def all_options(self) -> dict[str, Any]:
-        """What the functions of a custom model receive: `options`, and `layers`."""
+        """The options that the functions of a custom model receive: `options` and `layers`."""
         return {**self.options, "layers": self.layers}
 
     @model_validator(mode="after")
@@ -165,28 +166,30 @@ class HookConfig(Section):
     """How gradients are compressed when whole replicas exchange them."""
 
     kind: Literal["none", "fp16", "bf16", "powersgd", "topk"] = "none"
-    """Compression: `none`; `fp16` or `bf16` (half the bytes); `powersgd` (products of two thin matrices); `topk` (only
-    the largest entries). What the last two omit is added to the gradient of the next step."""
+    """Compression: `none`, `fp16` or `bf16` (half the bytes), `powersgd` (products of two thin matrices) or `topk`
+    (only the largest entries). `powersgd` and `topk` add the part of the gradient that they omit to the gradient of the
+    next step."""
     rank: PositiveInt = 4
     """Number of columns of the thin matrices of PowerSGD."""
     ratio: Annotated[float, Field(gt=0.0, le=1.0)] = 0.05
     """Fraction of the entries of each gradient that Top-K sends."""
     warmup_steps: NonNegativeInt = 0
-    """Number of first steps that send more: the fraction of Top-K falls from 1 to `ratio` by the same factor each step,
-    and PowerSGD sends whole gradients."""
+    """Number of steps, at the start of the run, with less compression. `topk` lowers the fraction from 1 to `ratio` by
+    the same factor each step. `powersgd` sends whole gradients."""
 
 
 class LocalSgdConfig(Section):
-    """Each replica takes separate optimizer steps; all average their weights periodically."""
+    """Each replica takes its own optimizer steps, and all replicas average their weights periodically."""
 
     every: PositiveInt
     """Number of steps between two averages."""
     warmup_steps: NonNegativeInt = 0
-    """Number of first steps in which gradients are averaged in every step, as without local SGD."""
+    """Number of steps, at the start of the run, that average gradients in every step, as without local SGD."""
     outer_lr: PositiveFloat = 1.0
-    """Step size from the last average towards the new one. 1 without momentum is the average itself."""
+    """Step size of the outer step, which moves the weights from the last average towards the new one. With 1 and
+    without momentum, the weights become the new average."""
     outer_momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """Nesterov momentum of that outer step. DiLoCo (arXiv 2311.08105) uses `outer_lr` 0.7 and `outer_momentum` 0.9."""
+    """Nesterov momentum of the outer step. DiLoCo (arXiv 2311.08105) uses `outer_lr` 0.7 and `outer_momentum` 0.9."""
 
 
 class DataParallel(Section):
@@ -199,46 +202,48 @@ class DataParallel(Section):
 
 
 class ParallelConfig(Section):
-    """How the ranks split the work. The product of the sizes is the number of ranks."""
+    """How the ranks split the work. The product of the parallel sizes is the number of ranks."""
 
     tensor: PositiveInt = 1
     """Tensor parallel size."""
     pipeline: PositiveInt = 1
     """Pipeline parallel size: the number of ranks along the pipeline."""
     data: Literal["auto"] | DataParallel = "auto"
-    """Data parallel sizes; `auto`: all ranks that the other axes leave."""
+    """Data parallel sizes. `auto`: use all ranks that are left after `tensor` and `pipeline`."""
     zero: Literal[0, 1, 2, 3] = 0
     """What data parallel ranks shard: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters."""
     schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipe_v"] = "1f1b"
-    """Pipeline schedule. Without a pipeline it has no effect."""
+    """Pipeline schedule. It has no effect if `pipeline` is 1."""
     virtual_stages: PositiveInt = 1
-    """Number of pipeline stages per rank. Without a pipeline it has no effect."""
+    """Number of pipeline-parallel stages per rank. It has no effect if `pipeline` is 1."""
     sequence: bool = True
-    """Whether tensor parallel ranks split the sequence outside the split layers (norms, residual stream)."""
+    """Sequence parallelism: tensor parallel ranks split the sequence outside the split layers (in norms and the
+    residual stream)."""
     loss_parallel: bool = True
-    """Whether each tensor parallel rank computes the loss on its part of the vocabulary, so that logits are never
+    """Compute the loss on each tensor parallel rank for its part of the vocabulary, so that logits are never
     gathered."""
     reduce: Literal["auto", "step", "micro_batch"] = "auto"
     """When data parallel ranks reduce gradients: once per `step`, or after each `micro_batch` (more traffic, but only a
     shard of the gradients is in memory). `auto`: per micro-batch with `zero` 2 or 3 and no pipeline, otherwise per
     step."""
     offload: bool = False
-    """Keep parameters, gradients and optimizer state in host memory; copy them to the GPU when needed."""
+    """Keep parameters, gradients and optimizer state in host memory, and copy them to the GPU when they are needed."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """What backward recomputes instead of storing: nothing, everything except matrix products and attention, or
-    everything."""
+    """What the backward pass recomputes instead of storing it: nothing (`none`), everything except matrix products and
+    attention (`selective`), or everything (`full`)."""
     backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"
     """Communication library. `auto`: NCCL on GPUs, otherwise Gloo. `mpi` needs mpi4py and an MPI library
     (docs/communication.md)."""
     accurate_sums: bool = False
-    """With `backend: mpi`: add fp16 and bf16 in fp32 and round once, instead of at every hop. It doubles the bytes."""
+    """With `backend: mpi`: sum fp16 and bf16 values in fp32 and round once, instead of after every addition. This
+    doubles the bytes that are sent."""
     bucket_mb: PositiveInt = 25
     """Size of the buckets in which DDP reduces gradients, in MiB."""
     hook: HookConfig = HookConfig()
-    """How gradients are compressed between whole replicas (docs/communication.md)."""
+    """Compression of the gradients that whole replicas exchange (docs/communication.md)."""
     local_sgd: LocalSgdConfig | None = None
-    """Each replica takes separate optimizer steps, and all average their weights periodically; null: gradients are
-    averaged in every step."""
+    """Local SGD: each replica takes its own optimizer steps, and all replicas average their weights periodically. null:
+    gradients are averaged in every step."""
 
 
 # -- train ---------------------------------------------------------------------------------------------------
@@ -248,44 +253,46 @@ class TrainConfig(Section):
     """The training loop."""
 
     steps: Annotated[PositiveInt | None, Policy.NOT_IN_IDENTITY, Policy.INCREASABLE] = None
-    """Number of optimizer steps of the whole run; null: it follows from `epochs`. Set exactly one of the two."""
+    """Number of optimizer steps of the whole run. Set either `steps` or `epochs`. null: the number follows from
+    `epochs`."""
     epochs: Annotated[PositiveInt | None, Policy.NOT_IN_IDENTITY, Policy.INCREASABLE] = None
-    """Number of times that each sample is used. The number of steps follows from the sharded data. The last
-    batch is filled with the first samples of the next epoch."""
+    """Number of times that each sample is used. The number of steps follows from the number of samples in the shards.
+    The last batch is filled up with the first samples of the next epoch."""
     global_batch: Annotated[PositiveInt, Field(le=2**24)] = 16
     """Number of sequences per optimizer step, over all ranks."""
     micro_batch: PositiveInt = 4
     """Number of sequences per forward and backward pass on one rank."""
     precision: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
-    """Type in which forward and backward compute; `optimizer.state` sets the types of weights and optimizer state.
+    """Data type of the forward and backward pass. `optimizer.state` sets the types of weights and optimizer state.
     `fp8`: bf16, with the matrix products of the blocks in float8 (needs torchao and a GPU such as an H100)."""
     fp8_scales: Literal["rowwise", "tensorwise"] = "rowwise"
-    """What shares a scale in float8: a row, or a whole tensor (faster, less exact)."""
+    """Which values share a scale in float8: those of a row, or those of a whole tensor (faster but less exact)."""
     threads: Annotated[PositiveInt, Policy.NOT_SWEEPABLE] = 1
-    """CPU threads per rank. Another number may change the last digits of the result."""
+    """Number of CPU threads per rank. A different number may change the last digits of the result."""
     deterministic: bool = True
-    """Reject kernels whose results vary from run to run."""
+    """Allow only deterministic kernels. If an operation has none, the run fails."""
     compile: bool = False
     """Compile each decoder block with torch.compile."""
     loss_chunk: PositiveInt | None = None
-    """Number of tokens whose logits, loss and gradient are computed at a time, so that the logits of a whole
-    micro-batch never exist. It changes the last digits. 1024 to 4096 are good values for large vocabularies. null: all
-    at once."""
+    """Number of tokens for which logits, loss and gradient are computed at a time. This saves memory, because the
+    logits of a whole micro-batch are never stored. It changes the last digits of the result. Good values for large
+    vocabularies are 1024 to 4096. null: all tokens at once."""
     log_every: Annotated[PositiveInt, Policy.CHANGEABLE, Policy.NOT_IN_IDENTITY] = 10
-    """Number of steps between two lines in the log. metrics.jsonl has every step."""
+    """Number of steps between two lines in the log. metrics.jsonl always contains every step."""
     evaluate_every: Annotated[PositiveInt | None, Policy.NOT_IN_IDENTITY] = None
-    """Number of steps between two evaluations on held-out data by the ranks that train: `held_out_loss` in
-    metrics.jsonl and a second curve in report.html. null: none. The stage `evaluate` is independent of it."""
+    """Number of steps between two evaluations on held-out data in the train stage. The results are `held_out_loss` in
+    metrics.jsonl and a second curve in report.html. null: no such evaluations. This key does not affect the stage
+    `evaluate`."""
     evaluate_sequences: Annotated[PositiveInt, Policy.NOT_IN_IDENTITY] = 64
-    """Number of held-out sequences of such an evaluation, always the same ones."""
+    """Number of held-out sequences that `evaluate_every` uses. Each evaluation uses the same sequences."""
     profile_every: Annotated[PositiveInt | None, Policy.CHANGEABLE, Policy.NOT_IN_IDENTITY] = None
-    """Number of steps between two that all ranks record with torch.profiler (docs/profiling.md); null: none.
-    `submit.py profile` can request some at any time."""
+    """Number of steps between two steps that all ranks record with torch.profiler (docs/profiling.md). null: record no
+    steps. `submit.py profile` can also request a recording at any time."""
 
     @model_validator(mode="after")
     def _check_lengths(self) -> TrainConfig:
         if (self.steps is None) == (self.epochs is None):
-            problem = "are both given: set one of them to null" if self.steps else "are both missing: give one of them"
+            problem = "are both given: set one of them to null" if self.steps else "are both missing: set one of them"
             raise ValueError(f"steps and epochs {problem}")
         if self.global_batch % self.micro_batch:
             raise ValueError(
@@ -310,9 +317,9 @@ class OptimizerConfig(Section):
     """The optimizer and its learning rate."""
 
     name: Literal["adamw", "sgd", "muon", "own"] = "adamw"
-    """`adamw` (Loshchilov and Hutter, arXiv 1711.05101); `sgd`; `muon` for the matrices of the blocks, with updates as
-    large as those of AdamW (Liu et al., arXiv 2502.16982), and AdamW for other parameters; `own`: the function
-    `optimizer` of `model.target`."""
+    """`adamw` (Loshchilov and Hutter, arXiv 1711.05101). `sgd`. `muon`: Muon for the matrices of the blocks, with
+    updates scaled to the size of those of AdamW (Liu et al., arXiv 2502.16982), and AdamW for all other parameters.
+    `own`: the function `optimizer` of the custom model in `model.target`."""
     lr: PositiveFloat = 3e-4
     """Peak learning rate."""
     min_lr_ratio: Fraction = 0.1
@@ -321,11 +328,11 @@ class OptimizerConfig(Section):
     """Number of steps over which the learning rate rises linearly from 0 to the peak."""
     schedule: Literal["constant", "cosine", "linear", "wsd", "own"] = "cosine"
     """Learning rate after the warm-up: `constant`, `cosine`, `linear` or `wsd` (warm-up, stable, decay). `own`: the
-    function `learning_rate` of `model.target` sets it for all steps."""
+    function `learning_rate` of the custom model in `model.target` sets the learning rate of all steps."""
     schedule_counts_from: Literal[0, 1] = 1
-    """Number that the schedule gives the first step. `1`: the last step has the final rate. `0`: each step has the rate
-    that the schedulers of transformers give it: the first step of a warm-up has rate 0, and the last step is one step
-    before the end of the decay."""
+    """The number of the first step in the schedule. `1`: the last step has the final learning rate. `0`: each step has
+    the same learning rate as with the schedulers of transformers. The first step of a warm-up then has the rate 0, and
+    the last step is one step before the end of the decay."""
     decay_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
     """Fraction of the steps, at the end of the run, in which `wsd` decays linearly."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
@@ -333,17 +340,17 @@ class OptimizerConfig(Section):
     eps: PositiveFloat = 1e-8
     """Constant added to the square root of the second moment."""
     momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """Momentum of `sgd` and `muon`; null: 0.9 and 0.95."""
+    """Momentum of `sgd` and `muon`; null: 0.9 for `sgd`, 0.95 for `muon`."""
     weight_decay: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.1
-    """Weight decay of matrices. It is decoupled, except for `sgd`, which adds it to the gradient. Vectors (norms) are
-    not decayed."""
+    """Weight decay of matrices. `adamw` and `muon` decouple it from the gradient; `sgd` adds it to the gradient.
+    Vectors (norms, biases) have no weight decay."""
     state: StateConfig = StateConfig()
-    """Types of weights and moments between steps; only for `adamw`."""
+    """Data types in which `adamw` stores weights and moments between steps. Other optimizers ignore this section."""
     freeze: list[str] = Field(default_factory=list)
-    """Patterns (`*`, `?`, `[…]`) of names of parameters that are not trained, such as `model.embed_tokens.*` or
+    """Patterns (`*`, `?`, `[…]`) for the names of parameters that are not trained, such as `model.embed_tokens.*` or
     `model.layers.[0-3].*`."""
     clip_norm: PositiveFloat | None = 1.0
-    """Largest norm of the whole gradient; null: no clipping."""
+    """Largest norm of the gradient over all parameters. A larger gradient is scaled down. null: no clipping."""
 
     @model_validator(mode="after")
     def _check_keys_are_used(self) -> OptimizerConfig:
@@ -377,27 +384,27 @@ class CheckpointConfig(Section):
     every_steps: PositiveInt = 100
     """Number of steps between two checkpoints. The last step is always saved."""
     keep: PositiveInt = 3
-    """Number of the newest checkpoints to keep."""
+    """Number of the newest checkpoints to keep. Older ones are deleted."""
     mode: Literal["sync", "async"] = "async"
     """`async`: write in the background while training continues. `sync`: wait until the checkpoint is written."""
 
 
 class EvaluateConfig(Section):
-    """What is evaluated on the held-out documents."""
+    """When the model is evaluated, and on which data."""
 
     every: Annotated[Literal["end", "checkpoint"], Policy.CHANGEABLE] = "end"
     """`end`: evaluate the newest checkpoint when the train stage is done. `checkpoint`: evaluate every checkpoint that
-    is kept."""
+    `checkpoint.keep` keeps."""
     batch: PositiveInt = 8
-    """Largest number of sequences per forward pass. Fewer are used if their fp32 logits would take more than 2 GiB. It
-    changes only the last digits of the result."""
+    """Largest number of sequences per forward pass. If the fp32 logits would take more than 2 GiB, fewer sequences are
+    used. The batch size changes only the last digits of the result."""
     max_sequences: PositiveInt | None = None
     """Largest number of sequences to evaluate; null: all held-out text."""
     tasks: Annotated[Path | list[Path], Policy.PATH] = Field(default_factory=list)
-    """JSONL files with questions that have choices or answers (docs/evaluation.md). Results are named after the
-    files."""
+    """One or more JSONL files of evaluation tasks: questions with choices or answers (docs/evaluation.md). Each result
+    has the name of its file."""
     answer_tokens: PositiveInt = 32
-    """Largest number of tokens of a free answer."""
+    """Largest number of tokens that are generated for an answer."""
 
     @property
     def task_files(self) -> list[Path]:
@@ -431,28 +438,30 @@ class RegistryConfig(Section):
         ),
     ]
     """URL of the server, such as `http://mlflow.example:5000`. MLflow reads user and password, or a token, from
-    variables (`MLFLOW_TRACKING_USERNAME`, …): pass them with `site.pass` or `site.secrets`."""
+    environment variables (`MLFLOW_TRACKING_USERNAME`, …). Pass these with `site.pass` or `site.secrets`."""
     model: Name | None = None
-    """Name of the registered model, which is created if it does not exist; null: the name of the run."""
+    """Name of the registered model; null: the name of the run. The model is created if it does not exist."""
 
 
 class PublishConfig(Section):
-    """Publishes the newest checkpoint after its evaluation, as `TO/NAME/step-…`, completely or not at all."""
+    """Publish the newest checkpoint after its evaluation, as `TO/NAME/step-…`. It appears there completely or not at
+    all."""
 
     to: Annotated[Path, Policy.PATH]
-    """Folder for everything that is published. It is created if it does not exist."""
+    """Folder for published models. It is created if it does not exist."""
     name: Name | None = None
-    """Folder of this model in `to`; null: the name of the run."""
+    """Name of the folder of this model in `to`; null: the name of the run."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Type of the published weights."""
     rules: dict[str, Bounds | None] = Field(default_factory=dict)
-    """Results that the evaluation must have reached, by name: `{bits_per_byte: {max: 1.9}}`. null removes a rule."""
+    """Allowed ranges of evaluation results by their names, such as `{bits_per_byte: {max: 1.9}}`. A model with a result
+    outside its range is not published. null removes a rule, such as that of an extended file."""
     no_worse_than: Annotated[Path | None, Policy.PATH] = None
-    """Directory of another run. The evaluation must be at least as good as the newest one there: by bits per byte of
-    text, otherwise by loss."""
+    """Directory of another run. The evaluation must be at least as good as the newest one of that run. It is compared
+    by bits per byte if the data is text, otherwise by loss."""
     license: str | None = None
-    """License of the model, as the Hugging Face Hub writes it, such as `apache-2.0`; null: the model card says that
-    none is given."""
+    """License of the model as an identifier of the Hugging Face Hub, such as `apache-2.0`. null: the model card says
+    that no license is given."""
     data_license: str | None = None
     """License of the data, or where to find it."""
     description: str | None = None
@@ -460,37 +469,36 @@ class PublishConfig(Section):
     mlflow: RegistryConfig | None = None
     """Model registry that receives an entry for each published version; null: none."""
     run: str | None = None
-    """Shell command that runs in the published folder, such as an upload. If it fails, the stage fails; when the stage
-    is retried, the command runs again."""
+    """Shell command to run in the published folder, such as an upload. If the command fails, the stage fails. If the
+    stage is retried, the command runs again."""
 
 
 # -- recovery ------------------------------------------------------------------------------------------------
 
 
 WatchdogLimit = Annotated[float, Field(gt=0.0, le=6000.0)]
-"""Seconds, less than the time-out of collectives (pipeline/comm/groups.py)."""
+"""A time in seconds that is less than the timeout of collectives (pipeline/comm/groups.py)."""
 
 
 class RetryBudgets(Section):
-    """How often a stage is retried after each cause of a stop. `resume` resets the counts. 0: never."""
+    """How often a stage is retried after each cause of a stop. 0: never. `resume` resets the counts."""
 
     preempted: NonNegativeInt = 1000
-    """Preemptions, and stops by a signal of unknown origin. They do not point to a fault of the run, so the limit is
-    high."""
+    """Preemptions, and stops by a signal of unknown origin. The run did not cause them, so the limit is high."""
     node_failure: NonNegativeInt = 100
-    """Failures of a node under the job."""
+    """Failures of a node while the job runs on it."""
     time_limit: NonNegativeInt = 1000
-    """Stops at the time limit of the job. Each attempt must have saved a new checkpoint."""
+    """Stops at the time limit of the job. An attempt that saved no new checkpoint is not retried."""
     bad_node: NonNegativeInt = 10
-    """Nodes that failed the check at the start. The job continues without them."""
+    """Nodes that failed the check before the stage started (`recovery.preflight`). The job continues without them."""
     out_of_memory: NonNegativeInt = 2
     """Stops because host or device memory was exhausted."""
     crash: NonNegativeInt = 2
     """Unexpected errors: exceptions, and killed or lost ranks."""
     hang: NonNegativeInt = 3
-    """Steps that took longer than `recovery.hang_s`."""
+    """Hangs: no progress for longer than `recovery.hang_s`, `recovery.start_s` or `recovery.save_s`."""
     non_finite: NonNegativeInt = 2
-    """Returns to an earlier checkpoint because loss or gradient stayed bad."""
+    """Returns to an earlier checkpoint after too many bad steps in a row (`recovery.skip_bad_steps`)."""
     user_error: NonNegativeInt = 0
     """Errors that the user must correct, such as a wrong config, a full disk or damaged inputs."""
 
@@ -504,33 +512,38 @@ class RecoveryConfig(Section):
     """How many retries in a row after preemptions or node failures may save no new checkpoint. After any other cause,
     an attempt without a new checkpoint is not retried."""
     hang_s: WatchdogLimit | None = None
-    """Longest time without progress inside a step, in seconds; null: 20 times the longest of the last steps, at least
-    300."""
+    """Longest time without progress inside a step, in seconds. null: 20 times the longest of the last steps, but at
+    least 300 seconds."""
     start_s: WatchdogLimit = 1800.0
     """Longest time from the start of the ranks to their first step, in seconds."""
     save_s: WatchdogLimit = 1800.0
-    """Longest time of a checkpoint, in seconds."""
+    """Longest time to save a checkpoint, in seconds."""
     grace_s: PositiveFloat | None = None
-    """Seconds that Slurm gives a preempted job (GraceTime; `submit.py doctor` shows it); null: unknown. If a save
-    cannot finish in that time, it is skipped, and the previous checkpoint is used."""
+    """Seconds between the signal of a preemption and the end of the job. This is Slurm's GraceTime, which
+    `submit.py doctor` shows. If a save cannot finish in that time, it is skipped, and the previous checkpoint is used.
+    null: unknown."""
     preflight: bool = True
-    """Check each node before training: device, file system, communication."""
+    """Check the devices, the file system and the communication of each node before training starts."""
     exclude_hours: PositiveFloat = 24.0
-    """Number of hours for which a failed node is excluded."""
+    """How many hours a failed node is excluded."""
     exclude_at_most: NonNegativeInt = 4
-    """Largest number of nodes that are excluded at a time. The ones that were excluded first are used again."""
+    """Largest number of nodes that are excluded at the same time. If more nodes fail, the nodes that were excluded
+    first are used again."""
     skip_bad_steps: NonNegativeInt = 3
-    """Number of steps in a row that all ranks may skip because loss or gradient is not finite, or the loss is a spike.
-    If one more is bad, training returns to the last checkpoint and excludes the samples of these steps."""
+    """Number of bad steps in a row that are skipped. A step is bad if the loss or the gradient is not finite, or if the
+    loss is a spike. If there is one more bad step, training returns to the last checkpoint and excludes the samples of
+    these steps."""
     spike_deviations: PositiveFloat | None = Field(default=None, ge=3.0)
-    """A loss is a spike if it is this many standard deviations above the mean of the last 100 steps; null: never."""
+    """A loss is a spike if it is more than this many standard deviations above the mean of the last 100 steps. null: no
+    loss is a spike."""
 
 
 RENAMED_KEYS: Mapping[str, str] = {
     **{f"recovery.{cause}": f"recovery.budgets.{cause}" for cause in RetryBudgets.model_fields},
     "recovery.fruitless": "recovery.max_restarts_without_progress",
 }
-"""Former names of keys, which configs may still use, and the present names. Both names of a key are in one section."""
+"""The present name of each renamed key, by its former name. Configs may still use the former names. Both names of a key
+are in the same section."""
 
 
 # -- track ---------------------------------------------------------------------------------------------------
@@ -541,13 +554,14 @@ _Url = Annotated[str, must_match(URL, "write a URL such as https://host/path")]
 
 @dataclass(frozen=True)
 class TrackerEntry:
-    """Where a tracker is implemented, and what it needs. Annotates the tracker's field in :class:`TrackConfig`."""
+    """The class and the dependency of a tracker, as an annotation of its field in :class:`TrackConfig`."""
 
     module: str
-    """Module of its class."""
+    """The module that contains the class."""
     class_name: str
     package: str | None = None
-    """The package that it imports. The extra in setup.cfg that installs it has the tracker's name."""
+    """The package that the tracker imports, if any. The extra that installs it (setup.cfg) has the name of the
+    tracker."""
 
 
 class WandbConfig(Section):
@@ -558,8 +572,8 @@ class WandbConfig(Section):
     entity: str | None = None
     """Name of the team; null: your own account."""
     mode: Literal["offline", "online"] = "offline"
-    """`offline`: for compute nodes without internet access. `wandb sync` uploads the run later; its command line is
-    printed."""
+    """`offline`: for compute nodes without internet access. Upload the run later with `wandb sync`; the log contains
+    the command to run. `online`: upload while the run is active."""
 
 
 class MlflowConfig(Section):
@@ -572,12 +586,13 @@ class MlflowConfig(Section):
 
 
 class PrometheusConfig(Section):
-    """The newest step as gauges, in a textfile, on a port, or both."""
+    """The metrics of the newest step as gauges, in a text file, on a port, or both."""
 
     textfile: Annotated[Path | None, Policy.PATH] = None
-    """Folder of node_exporter's textfile collector; sluice-RUN.prom is written there."""
+    """Folder of node_exporter's textfile collector. Sluice writes the file sluice-RUN.prom there."""
     textfile_sharing: Literal["private", "group", "all"] | None = None
-    """Who may read that file; null: as `run.sharing`. A collector that runs as another user needs `group` or `all`."""
+    """Who may read the file sluice-RUN.prom; null: the value of `run.sharing`. A collector that runs as another user
+    needs `group` or `all`."""
     port: Annotated[int, Field(ge=1, le=65535)] | None = None
     """Port on 127.0.0.1 to scrape while a job runs. Each run on the same node needs its own port."""
 
@@ -589,12 +604,12 @@ class PrometheusConfig(Section):
 
 
 class WebhookConfig(Section):
-    """Messages to a chat if a stage fails or stalls, and when the run ends, in Slack's format: {"text": …}."""
+    """Messages to a chat if a stage fails or stalls, and when the run ends. They have Slack's format: {"text": …}."""
 
     url: Annotated[_Url | None, Policy.SECRET_VALUE] = None
-    """URL of the webhook. Anybody who knows it can post there."""
+    """URL of the webhook. Anybody who knows this URL can post to the chat. Set either `url` or `variable`."""
     variable: str | None = None
-    """The environment variable of the job that contains the URL (see site.pass, site.secrets), instead of `url`."""
+    """Name of an environment variable of the job that contains the URL (see `site.pass` and `site.secrets`)."""
 
     @model_validator(mode="after")
     def _check_has_one_source(self) -> WebhookConfig:
@@ -603,13 +618,13 @@ class WebhookConfig(Section):
         return self
 
 
-# Training does not call trackers. For each enabled one, a follower process (tracking/follower.py) reads the files of
-# the run and passes on what is new. To add a tracker, write its class and add its key with a `TrackerEntry` here.
+# The ranks do not call trackers. For each enabled tracker, a follower process (tracking/follower.py) reads the files of
+# the run and sends new lines to the tracker. To add a tracker, write its class and add a field with a `TrackerEntry`.
 class TrackConfig(Section):
     """Trackers that receive the metrics and events of the run."""
 
     tensorboard: Annotated[bool, TrackerEntry("tracking.tensorboard", "TensorBoard", "tensorboard")] = False
-    """Write event files to the run's folder `tensorboard`; show them with `tensorboard --logdir runs`."""
+    """TensorBoard. Event files are in the folder `tensorboard` of the run. `tensorboard --logdir runs` shows them."""
     wandb: Annotated[WandbConfig | None, TrackerEntry("tracking.wandb", "Wandb", "wandb")] = None
     """Weights & Biases."""
     mlflow: Annotated[MlflowConfig | None, TrackerEntry("tracking.mlflow", "Mlflow", "mlflow")] = None
@@ -619,16 +634,16 @@ class TrackConfig(Section):
     ] = None
     """Prometheus."""
     jsonl: Annotated[Annotated[Path | None, TrackerEntry("tracking.jsonl_file", "JsonlFile")], Policy.PATH] = None
-    """A file for log collectors, which several runs may share. It receives each line of metrics.jsonl and
-    events.jsonl, with the run, job and attempt that it belongs to."""
+    """A file for log collectors. It receives each line of metrics.jsonl and events.jsonl, together with the run, the
+    job and the attempt. Several runs may write to the same file."""
     webhook: Annotated[WebhookConfig | None, TrackerEntry("tracking.webhook", "Webhook")] = None
-    """A chat."""
+    """A chat with a webhook, such as Slack."""
     mail: Annotated[str | None, TrackerEntry("tracking.webhook", "Mail")] = None
-    """Mail address. Slurm writes to it if a job fails or can never start, and when the last stage ends. If the train
-    stage stalls, the job's first node writes to it with its sendmail."""
+    """Mail address. Slurm sends a mail if a job fails or can never start, and when the last stage ends. If the train
+    stage stalls, the first node of the job sends a mail with `sendmail`."""
     telemetry_s: PositiveFloat | None = None
-    """Seconds between two samples of each node's GPUs, CPUs, memory and disk, in telemetry-HOST.jsonl; null: no
-    samples. A sample takes a few milliseconds of one core. 10 is a good value."""
+    """Seconds between two measurements of the GPUs, CPUs, memory and disk of each node, in telemetry-HOST.jsonl. A
+    measurement takes a few milliseconds of one core. 10 is a good value. null: no measurements."""
 
     @property
     def enabled(self) -> list[str]:
@@ -648,7 +663,8 @@ TRACKERS: Mapping[str, TrackerEntry] = {
 # -- sweep ---------------------------------------------------------------------------------------------------
 
 MAX_POINTS = 5000
-"""Each point is a directory with a config, and all of them are checked before anything is submitted."""
+"""Largest number of points of a sweep. Each point is a directory with a config, and all configs are checked before
+anything is submitted."""
 
 
 class Range(Section):
@@ -668,7 +684,7 @@ class Range(Section):
         return self
 
     def sample(self, source: random.Random) -> float:
-        """Return one value with four digits, because it is also a name in tables."""
+        """Return one value, rounded to four significant digits because tables use it as a name."""
         if self.scale == "linear":
             value = source.uniform(self.low, self.high)
         else:
@@ -680,16 +696,16 @@ Values = Annotated[list[Any], Field(min_length=1)]
 
 
 class SweepConfig(Section):
-    """The points of a sweep: every combination of `grid`, each with every sample of `random`."""
+    """The points of a sweep: each combination of the values in `grid`, with each sample of `random`."""
 
     grid: dict[str, Values] = Field(default_factory=dict)
-    """Dotted keys and the values that each takes, such as `optimizer.lr: [1.0e-3, 3.0e-3]`."""
+    """The values of each varied key, such as `optimizer.lr: [1.0e-3, 3.0e-3]`."""
     random: dict[str, Values | Range] = Field(default_factory=dict)
-    """Dotted keys, each with a list of values or a range `{low, high, scale}` to sample from."""
+    """The values to sample from for each varied key: a list, or a range `{low, high, scale}`."""
     samples: PositiveInt = 8
-    """Number of samples of the keys of `random`."""
+    """Number of samples of `random`. Each sample has a value for every key of `random`."""
     seed: NonNegativeInt = 0
-    """Seed of the samples."""
+    """Seed of the random samples."""
     at_most: PositiveInt | None = None
     """Largest number of points that run at the same time; null: no limit."""
 
@@ -716,7 +732,10 @@ class SweepConfig(Section):
         samples: list[dict[str, Any]] = [{}]
         if self.random:
             samples = [
-                {k: v.sample(source) if isinstance(v, Range) else source.choice(v) for k, v in self.random.items()}
+                {
+                    key: values.sample(source) if isinstance(values, Range) else source.choice(values)
+                    for key, values in self.random.items()
+                }
                 for _ in range(self.samples)
             ]
         combinations = [dict(zip(self.grid, values, strict=True)) for values in itertools.product(*self.grid.values())]
@@ -732,24 +751,27 @@ class ModelMetadata(Section):
     init_sha256: str | None = None
     """SHA-256 of the config.json that set the section `model`."""
     init_files: Annotated[str | None, Policy.CHANGEABLE, Policy.NOT_IN_IDENTITY] = None
-    """Hash of names, sizes and times of the files with the initial weights. If they changed, training does not
-    start."""
+    """Hash of the names, sizes and modification times of the files with the initial weights. If a file has changed,
+    training does not start."""
     max_position_embeddings: PositiveInt | None = None
-    """Longest sequence according to config.json. An export copies it."""
+    """Longest sequence in tokens, from config.json. An export copies this value."""
     max_window_layers: NonNegativeInt | None = None
-    """Number of first blocks without `model.sliding_window`, in the format of Qwen. An export copies it."""
+    """Number of blocks, counted from the first, without `model.sliding_window`. Models of the Qwen family have it. An
+    export copies this value."""
 
 
 class SweepMetadata(Section):
     """Facts about a sweep."""
 
     sources: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """What the folders of a swept `model.init_from` set in `model`, by folder."""
+    """The keys that each folder of a swept `model.init_from` sets in the section `model`, by folder."""
 
 
 class RunMetadata(Section):
-    """The content of `run.json`: what Sluice computed about a run, by the dotted keys that older configs have for
-    it."""
+    """The content of `run.json`: values that Sluice computed about a run.
+
+    They have the keys under which configs of older versions contain them.
+    """
 
     model: ModelMetadata = ModelMetadata()
     sweep: SweepMetadata = SweepMetadata()
@@ -768,7 +790,7 @@ class Config(Section):
     model: Annotated[ModelConfig, Policy.SWEEPABLE] = ModelConfig()
     """The model."""
     parallel: Annotated[ParallelConfig, Policy.CHANGEABLE] = ParallelConfig()
-    """How the ranks split the work."""
+    """How the ranks split the work. The product of the parallel sizes is the number of ranks."""
     train: Annotated[TrainConfig, Policy.SWEEPABLE]
     """The training loop."""
     optimizer: Annotated[OptimizerConfig, Policy.SWEEPABLE] = OptimizerConfig()
@@ -776,7 +798,7 @@ class Config(Section):
     checkpoint: Annotated[CheckpointConfig, Policy.CHANGEABLE, Policy.SWEEPABLE] = CheckpointConfig()
     """When checkpoints are saved and how many are kept."""
     evaluate: Annotated[EvaluateConfig, Policy.SWEEPABLE] = EvaluateConfig()
-    """What is evaluated on the held-out documents."""
+    """When the model is evaluated, and on which data."""
     recovery: Annotated[RecoveryConfig, Policy.CHANGEABLE] = RecoveryConfig()
     """What happens after a stop, and when a stage counts as hung."""
     site: Annotated[SiteConfig, Policy.CHANGEABLE] = SiteConfig()
@@ -794,7 +816,7 @@ class Config(Section):
 
     @property
     def metadata(self) -> RunMetadata:
-        """What Sluice computed about the run. It is stored in `run.json`."""
+        """The values that Sluice computed about the run. `run.json` stores them."""
         return self._metadata
 
     def with_metadata(self, metadata: RunMetadata) -> Config:
@@ -829,24 +851,27 @@ class Config(Section):
 
 
 def _find_conflicts(config: Config) -> Iterator[str]:
-    """Yield what cannot be combined across sections, except what concerns the mesh (pipeline/parallel/mesh.py)."""
+    """Yield a message for each conflict between keys of different sections.
+
+    pipeline/parallel/mesh.py checks conflicts that concern the layout.
+    """
     data = config.data
     model = config.model
     optimizer = config.optimizer
     train = config.train
     if data.mixture is not None and train.epochs is not None:
-        yield "train.epochs is for one source, but each source of data.mixture has its own: set train.steps"
+        yield "train.epochs cannot be used with data.mixture, because each source has its own epochs: set train.steps"
     if model.target is not None:
         if "python-stdlib" in data.sources:
             yield "model.target: set data.source to the HDF5 files that contain the samples"
         else:
-            check_unused_keys(data, {"source", "held_out", "verify"}, "it is for text, not for model.target")
+            check_unused_keys(data, {"source", "held_out", "verify"}, "it cannot be used with model.target")
     elif "own" in (optimizer.name, optimizer.schedule):
         yield "optimizer.name and optimizer.schedule: `own` is for a custom model: set model.target also"
     if optimizer.name == "own" and train.precision == "fp16":
         yield "optimizer.name own cannot be combined with train.precision fp16, which skips the first steps: use bf16"
     if train.loss_chunk is not None and model.target is not None:
-        yield "train.loss_chunk is for the decoder, whose output layer it needs: remove it with model.target"
+        yield "train.loss_chunk needs the decoder: remove it, because model.target is set"
     if train.loss_chunk is not None and train.precision == "fp16":
         yield "train.loss_chunk cannot be combined with train.precision fp16, which scales gradients: use bf16"
     if model.sliding_window is not None and data.sequence_length > model.sliding_window:
@@ -868,7 +893,10 @@ def _find_conflicts(config: Config) -> Iterator[str]:
 
 
 def walk_fields(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yield each key below `section`, dotted, with its field. `*` stands for the names in a mapping of sections."""
+    """Yield the dotted key and the field of each key below `section`.
+
+    In a dotted key, `*` represents the names in a mapping of sections.
+    """
     for name, field in section.model_fields.items():
         key = f"{prefix}{field.alias or name}"
         yield key, field
@@ -877,7 +905,10 @@ def walk_fields(section: type[Section] = Config, prefix: str = "") -> Iterator[t
 
 
 def list_inner_sections(annotation: Any) -> Iterator[tuple[type[Section], str]]:
-    """Yield the sections that a value of this type may contain, with `.*` for those in a mapping or a list."""
+    """Yield each section that a value of this type may contain, and the suffix of its dotted key.
+
+    The suffix is `.*` for a section in a mapping or a list, otherwise "".
+    """
     if isinstance(annotation, type) and issubclass(annotation, Section):
         yield annotation, ""
         return
@@ -892,14 +923,13 @@ def list_inner_sections(annotation: Any) -> Iterator[tuple[type[Section], str]]:
 
 @cache
 def list_keys_with(policy: Policy) -> tuple[str, ...]:
-    """Return the keys whose fields have the policy, dotted: those of the config in its order, then those of
-    run.json."""
+    """Return the dotted keys with the policy: first those of the config, in its order, then those of run.json."""
     fields = itertools.chain(walk_fields(), walk_fields(RunMetadata))
     return tuple(key for key, field in fields if policy in field.metadata)
 
 
 def remove_key(values: dict[str, Any], path: Sequence[str]) -> None:
-    """Remove the key at `path` from nested mappings, if it is there; `*` stands for every name."""
+    """Remove the key at the key path `path` from nested mappings if it exists. In `path`, `*` matches every name."""
     name, *rest = path
     if not rest:
         values.pop(name, None)
@@ -915,7 +945,8 @@ def has_policy(key: str, policy: Policy) -> bool:
 
 
 def format_key_patterns(policy: Policy) -> list[str]:
-    """Return the config's keys with the policy as messages write them: `site.*` for a section, `train.log_every`."""
+    """Return the keys of the config with the policy for a message, such as `train.log_every`, or `site.*` for a
+    section."""
     keys = dict(walk_fields())
     sections = {key.rpartition(".")[0] for key in keys}
     return [f"{key}.*" if key in sections else key for key in list_keys_with(policy) if key in keys]

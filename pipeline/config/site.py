@@ -40,7 +40,7 @@ OWN_OPTIONS = {
     "open-mode": "", "output": "", "parsable": "", "requeue": "site.requeue", "test-only": "", "uid": "", "wait": "",
     "wrap": "",
 }  # fmt: skip
-"""Options of sbatch that Sluice sets, each with the key or the means to use instead; "" if there is none."""
+"""Options of sbatch that Sluice sets itself, and the config key to use instead; "" if there is none."""
 OWN_SRUN_OPTIONS = {
     "container-env": "site.container", "container-image": "site.container", "container-mounts": "site.container",
     "container-workdir": "site.container", "cpus-per-task": "site.cpus_per_task", "distribution": "site.distribution",
@@ -49,11 +49,16 @@ OWN_SRUN_OPTIONS = {
     "export": "site.export", "input": "", "jobid": "", "kill-on-bad-exit": "", "label": "", "multi-prog": "",
     "ntasks": "", "open-mode": "", "output": "", "pty": "", "unbuffered": "", "wait": "",
 }  # fmt: skip
-"""The same for srun."""
+"""Options of srun that Sluice sets itself, and the config key to use instead; "" if there is none."""
 
 
 def _check_options(program: str, reserved: Mapping[str, str]) -> BeforeValidator:
-    """Return a validator for a mapping of long options of `program`, without the `reserved` ones that Sluice sets."""
+    """Return a validator for a mapping of long options of `program`.
+
+    Args:
+        program: the name of the program, for messages.
+        reserved: the options that Sluice sets itself, which are errors, and what to use instead of each.
+    """
 
     def check(value: Any) -> Any:
         for key in value if isinstance(value, dict) else ():
@@ -65,8 +70,8 @@ def _check_options(program: str, reserved: Mapping[str, str]) -> BeforeValidator
             # both programs accept abbreviations of their options
             option = key if key in reserved else next((name for name in reserved if name.startswith(key)), None)
             if option is not None:
-                instead = f"use {reserved[option]}" if reserved[option] else f"Sluice sets --{option} itself"
-                raise ValueError(f"{key}: {instead}")
+                hint = f"use {reserved[option]}" if reserved[option] else f"Sluice sets --{option} itself"
+                raise ValueError(f"{key}: {hint}")
         return value
 
     return BeforeValidator(check)
@@ -77,8 +82,8 @@ SrunOptions = Annotated[dict[str, str | int | bool], _check_options("srun", OWN_
 
 
 class Request(Section):
-    """Options that jobs request from Slurm. If a key of a stage is null, that of `site` applies. If that is null, the
-    default of the cluster applies."""
+    """Options that jobs request from Slurm. If a key of a stage is null, the key of `site` applies. If that key is also
+    null, the default of the cluster applies."""
 
     partition: str | None = None
     """Slurm partition."""
@@ -87,46 +92,46 @@ class Request(Section):
     qos: str | None = None
     """Quality of service."""
     constraint: str | None = None
-    """Features that the nodes must have, in the syntax of sbatch; "": none."""
+    """Features that the nodes must have, in the syntax of `sbatch --constraint`; "": no features."""
     cpus_per_task: PositiveInt | None = None
-    """CPUs of each process (rank). The tokenizer uses all of them."""
+    """Number of CPUs for each process (rank). Tokenizing uses all of them."""
     mem_gb: PositiveFloat | None = None
     """Memory per node in GB."""
     sbatch: Annotated[SbatchOptions, Policy.OPTIONS] = Field(default_factory=dict)
-    """Further options of sbatch by their long names. The value is that of the option, `true` for an option without a
-    value, or `false` to omit an option. The options of a stage are added to those of the site."""
+    """More options of sbatch, by their long names. Write `true` for an option without a value, and `false` to omit an
+    option that `site` sets. The options of a stage are added to the options in `site.sbatch`."""
 
 
 class JobRequest(Request):
-    """Options that some jobs request instead of those of `site`; null: as in `site`."""
+    """Options that some jobs request instead of the options in `site`; null: use the value of `site`."""
 
     gpus_per_node: NonNegativeInt | None = None
-    """GPUs to request on each node; null: one for each rank, at most `site.gpus_per_node`, and none for prepare and
-    shard."""
+    """Number of GPUs to request on each node. null: one for each rank on the node, but at most `site.gpus_per_node`;
+    none for prepare and shard."""
 
     @model_serializer(mode="wrap")
     def _omit_unset_keys(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Return the values without null and {}. Otherwise, each stage in config.yaml would be a column of nulls."""
+        """Return the values without null and {}. Otherwise, config.yaml would contain many nulls for each stage."""
         return {key: value for key, value in serialize(self).items() if value is not None and value != {}}
 
     def override(self, base: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values of `base`, replaced by those that are set here. The options of `sbatch` are merged."""
+        """Return the values of `base`, replaced by the values that are set in this section. Merge the `sbatch`
+        options."""
         values = {name: getattr(self, name) for name in JobRequest.model_fields}
         set_values = {name: value for name, value in values.items() if value is not None}
         return {**base, **set_values, "sbatch": {**base["sbatch"], **self.sbatch}}
 
 
 class StripeConfig(Section):
-    """Striping of the shards if they are on Lustre (`lfs setstripe`). On other file systems it has no effect."""
+    """How shards are striped on Lustre (`lfs setstripe`). This section has no effect on other file systems."""
 
     count: Annotated[int, Field(ge=-1)] = 1
-    """Number of storage targets of each shard (`-c`). 1 is good for many shards of 1 GB. -1: all targets. 0: the
-    default of the file system."""
+    """Number of storage targets for each shard (`-c`). 1 is a good value for many shards of 1 GB. -1: all targets. 0:
+    the default of the file system."""
     size_mb: PositiveInt | None = None
-    """Size of a stripe in MiB, which is written to one target before the next (`-S`); null: the default of the file
-    system."""
+    """Size of a stripe in MiB (`-S`); null: the default of the file system."""
     pool: Annotated[str, must_match(_POOL, "write the name of a pool, as `lfs pool_list` shows it")] | None = None
-    """Pool of storage targets (`-p`), such as `flash`; null: any."""
+    """Pool of storage targets (`-p`), such as `flash`; null: any targets."""
 
 
 AbsolutePath = Annotated[
@@ -152,82 +157,87 @@ ImageName = Annotated[
 
 
 class Container(Section):
-    """A container for the ranks. Their supervisor runs outside it (slurm/supervise/launch.py)."""
+    """A container for the ranks. The supervisor of the job runs outside the container (slurm/supervise/launch.py)."""
 
     runtime: Literal["pyxis", "apptainer"]
-    """What starts the container: the srun plugin `pyxis`, or `apptainer exec`."""
+    """Program that starts the container: `pyxis` (the plugin of srun) or `apptainer` (`apptainer exec`)."""
     image: ImageName
     """Image in the syntax of the runtime: `/shared/torch.sqsh`, `nvcr.io#nvidia/pytorch:25.06-py3`,
     `/shared/torch.sif`."""
     mounts: list[Mount] = Field(default_factory=list)
-    """Further paths of the nodes that ranks need, such as the files of data.source. The run, its data, `site.scratch`
-    and `site.local_disk` are always mounted."""
+    """More paths to mount, such as the files of `data.source`: `/PATH`, `/OUTSIDE:/INSIDE` or `/OUTSIDE:/INSIDE:ro`.
+    The run directory, its data, `site.scratch` and `site.local_disk` are always mounted."""
     python: ImageName = "python3"
-    """Interpreter in the container, with all packages that Sluice imports."""
+    """Python interpreter in the container. It must have all packages that Sluice imports."""
 
 
 class SiteConfig(Request):
     """The cluster. `extends: sites/mycluster.yaml` reads it from a separate file."""
 
     gpus_per_node: NonNegativeInt = 0
-    """GPUs of a node. A stage requests one for each of its ranks there, at most this number."""
+    """Number of GPUs of a node. By default, a stage requests one GPU for each rank on the node, but at most this
+    number."""
     gpu_memory_gib: PositiveFloat | None = None
     """Memory of each GPU in GiB, as `nvidia-smi` shows it (MiB / 1024). `plan` rejects a layout that needs more."""
     machine: str | None = None
-    """Machine for the predictions of `plan`: a name in configs/machines, such as `h100`, or the absolute path of a file
-    in that format."""
+    """Machine description for the predictions of `plan`: a name in configs/machines, such as `h100`, or the absolute
+    path of such a file."""
     gpus_as: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"
-    """How GPUs are requested: `--gpus-per-node`, `--gres=gpu:N`, or not at all (`none`), if jobs get whole nodes with
-    their GPUs."""
+    """How GPUs are requested: with `--gpus-per-node`, with `--gres=gpu:N`, or not at all (`none`). Use `none` if jobs
+    get whole nodes with all GPUs."""
     gpu_type: str | None = None
     """Type of GPU to request, such as `h100`."""
     distribution: (
         Annotated[str, must_match(_DISTRIBUTION, "write it as in sbatch: block, cyclic or plane=4")] | None
     ) = None
-    """How ranks are distributed over nodes (`--distribution`), such as `block:cyclic`; null: the default of the
+    """Distribution of the ranks over nodes (`--distribution`), such as `block:cyclic`; null: the default of the
     cluster."""
     switches: Annotated[str, must_match(_SWITCHES, 'write "COUNT" or "COUNT@TIME", such as "1@00:05:00"')] | None = None
-    """Largest number of leaf switches of a job, and how long to wait for such nodes (`--switches`), such as
-    `1@00:05:00`."""
+    """Largest number of leaf switches that connect the nodes of a job, and how long to wait for such nodes
+    (`--switches`), such as `1@00:05:00`."""
     network_interface: (
         Annotated[str, must_match(_INTERFACES, "write the name of an interface such as ib0, or ib0,ib1")] | None
     ) = None
-    """Network interface of the ranks. Jobs receive it as NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME."""
+    """Network interface that ranks use, such as `ib0`. Jobs receive it as NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME."""
     scratch: AbsolutePath | None = None
-    """Folder for temporary files that exists on every node, preferably on its local disk. Jobs receive it as TMPDIR."""
+    """Folder for temporary files. It must exist on every node, preferably on a local disk. Jobs receive it as
+    TMPDIR."""
     local_disk: str | None = None
-    """Folder on the local disk of each node, such as `$TMPDIR` or `/local/$SLURM_JOB_ID`. While training runs, shards
-    are copied there, and are then read from there."""
+    """Folder on the local disk of each node, such as `$TMPDIR` or `/local/$SLURM_JOB_ID`. During training, Sluice
+    copies shards to this folder and then reads the copies. null: no copies."""
     stripe: StripeConfig = StripeConfig()
     """How shards are striped on Lustre."""
     data_jobs: JobRequest = JobRequest()
-    """Options that prepare and shard request instead. Each of their jobs is one process without a GPU. This section
-    sets the keys of both stages at once."""
+    """Options for the jobs of the stages `prepare` and `shard`, which are single processes without GPUs. They override
+    the options in `site`."""
     python: AbsolutePath | None = None
-    """Interpreter on the nodes, or the folder of a conda or virtual environment there, with all packages that Sluice
-    imports; null: the interpreter that submits the jobs."""
+    """Python interpreter on the nodes, or the folder of a conda or virtual environment. It must have all packages that
+    Sluice imports. null: the interpreter that submits the jobs."""
     container: Container | None = None
-    """Container for the ranks; null: they run directly on the nodes."""
+    """Container for the ranks; null: ranks run directly on the nodes."""
     srun: Annotated[SrunOptions, Policy.OPTIONS] = Field(default_factory=dict)
-    """Further options of the srun that starts the ranks, by their long names, such as `cpu-bind: cores`."""
+    """More options of the srun command that starts the ranks, by their long names, such as `cpu-bind: cores`."""
     signal_s: Annotated[int, Field(ge=10, le=65535)] = 90
-    """How many seconds before the time limit Slurm signals the ranks to save and exit."""
+    """Number of seconds before the time limit at which Slurm sends a signal, so that the ranks save a checkpoint and
+    exit."""
     requeue: bool = True
-    """Whether jobs may be requeued. Use false if the site rejects `--requeue`, or if its preemption cancels jobs. A
-    successor job then waits until the train stage stops, and continues it. JobRequeue=0 does not prevent requeueing,
-    because jobs request `--requeue`."""
+    """Whether jobs may be requeued. Use false if the site rejects `--requeue`, or if preemption cancels jobs there. A
+    successor job then waits until the train stage stops, and continues training. Requeueing also works on clusters with
+    JobRequeue=0, because jobs request `--requeue`."""
     setup: Annotated[list[str], Policy.SHELL] = Field(default_factory=list)
-    """Shell lines that each job runs before anything else, such as `module load`. Do not write secrets here, because
-    config.yaml would contain them. Use `secrets` or `pass`."""
+    """Shell lines that each job runs first, such as `module load`. Do not write secrets here, because they would be
+    stored in config.yaml. Use `secrets` or `pass` instead."""
     secrets: Annotated[SecretsFile | None, SecretReference("None|~?/.*")] = None
-    """A shell file of yours that nobody else can read (mode 0600). Each job runs it before `setup` and exports all
-    variables that it sets."""
+    """Shell file with secrets, which only you may be able to read (mode 0600). Each job runs the file before `setup`
+    and exports all variables that the file sets."""
     pass_: Annotated[list[VariableName], SecretReference(r"[A-Za-z_]\w*")] = Field(default_factory=list, alias="pass")
-    """Variables of the submitting shell that jobs receive through `--export` of sbatch, such as WANDB_API_KEY. Their
-    values are not written to any file. If one of them is not set in the shell, submit and resume fail."""
+    """Environment variables of the submitting shell that jobs receive, such as WANDB_API_KEY. They are passed with
+    `sbatch --export`, and their values are not written to any file. If a variable is not set in the shell, `submit` and
+    `resume` fail."""
     export: Literal["all", "none"] = "all"
-    """Which other variables of the submitting shell jobs receive. `none` is for sites that require `--export=NONE`. A
-    job then starts with the environment of a login, or with HOME, PATH, USER and the variables of `pass`."""
+    """Which other environment variables of the submitting shell jobs receive. `none` is for sites that require
+    `--export=NONE`. A job then starts with the environment of a login shell. If `pass` is set, it starts with HOME,
+    PATH, USER and the variables of `pass`."""
 
     @model_serializer(mode="wrap")
     def _remove_underscore(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:

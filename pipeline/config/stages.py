@@ -1,8 +1,8 @@
 """The stages of a run, and their sections under `stages:`.
 
-Each stage is a field of :class:`StagesConfig` with a :class:`Stage` that describes it. Code that treats stages
-differently reads these properties, never the name of a stage. The module of a stage does its work;
-pipeline/run/stages.py defines what the module must contain. To add a stage, write its module and add its field.
+Each stage is a field of :class:`StagesConfig`. A :class:`Stage` in the annotation of the field describes the stage.
+Code that treats stages differently reads these properties, never the name of a stage. pipeline/run/stages.py defines
+what the module of a stage must contain. To add a stage, write its module and add a field.
 """
 
 from __future__ import annotations
@@ -19,32 +19,33 @@ from pipeline.config.types import Section, TimeLimit
 
 @dataclass(frozen=True)
 class Stage:
-    """The properties of a stage, except its resources, which are a section of the config."""
+    """The properties of a stage. Its resources are not included, because they are a section of the config."""
 
     module: str
-    """The Python module that does its work."""
+    """The Python module that runs the stage."""
     depends_on: tuple[str, ...] = ()
-    """The stages whose outputs it reads."""
+    """The stages that produce the inputs of this stage."""
     is_distributed: bool = False
-    """Whether its ranks are one process group on the nodes and GPUs that `site` requests. Otherwise they are
-    independent processes on the resources of `site.data_jobs`, by default without GPUs."""
+    """True if the processes of the stage are the ranks of one process group, on the nodes and GPUs that `site`
+    requests. Otherwise they are independent processes with the resources of `site.data_jobs`, by default without
+    GPUs."""
     is_array: bool = False
-    """Whether its tasks are a Slurm job array. A job after the array does the work that the tasks have left undone, and
-    validates the outputs."""
+    """True if the stage is a Slurm job array. A job after the array does the work that the array tasks did not finish,
+    and validates the outputs."""
     is_per_point: bool = False
-    """Whether each point of a sweep runs the stage. Otherwise it runs once for all points."""
+    """True if each point of a sweep runs the stage. Otherwise the stage runs once for all points."""
     is_training: bool = False
-    """Whether the stage performs `train.steps` on the layout of `parallel` and saves checkpoints. The checkpoints show
-    its progress, and its steps are in metrics.jsonl. If jobs cannot be requeued, its successor job is submitted at the
-    start."""
+    """True if the stage performs `train.steps` on the layout of `parallel` and saves checkpoints. The checkpoints show
+    the progress of the stage, and metrics.jsonl contains its steps. If jobs cannot be requeued, the successor job is
+    submitted when the stage starts."""
     section: str | None = None
     """The section that a config must contain to have this stage; None if all configs have the stage."""
     lock_timeout_s: float = 60.0
-    """How many seconds its job waits for another job that runs the same stage of the same run."""
+    """How many seconds a job of the stage waits for another job that runs the same stage of the same run."""
 
 
 class NodeRange(Section):
-    """A number of nodes that may differ between the starts of a job."""
+    """A number of nodes that may change each time a job starts."""
 
     min: PositiveInt
     """Smallest number of nodes with which the job starts."""
@@ -59,8 +60,8 @@ class NodeRange(Section):
 
 
 class Resources(JobRequest):
-    """The resources of a stage. By default it has one process. Its Slurm options are those of `site`, overridden by its
-    own keys."""
+    """The resources of a stage. By default, a stage has one process. The keys of a stage override the options in
+    `site`."""
 
     time: TimeLimit = "01:00:00"
     """Time limit of a job, or of one Slurm array task, in the syntax of Slurm."""
@@ -102,28 +103,29 @@ class StageResources(Resources):
     """The resources of a distributed stage."""
 
     nodes: PositiveInt | NodeRange = 1
-    """Number of nodes, or {min, max}. At each start, the job uses as many nodes as Slurm has and the layout and the
-    batch allow. On one machine without Slurm, (largest number of nodes) × tasks_per_node processes start."""
+    """Number of nodes, or a range `{min, max}`. With a range, the job uses as many nodes at each start as Slurm has
+    available and as the layout and the batch size allow. On one machine without Slurm, (largest number of nodes) ×
+    `tasks_per_node` processes start."""
     tasks_per_node: PositiveInt = 1
-    """Number of processes per node."""
+    """Number of processes (ranks) per node."""
 
 
 class ShardResources(Resources):
     """The resources of the shard stage."""
 
     tasks: PositiveInt = 1
-    """Number of Slurm array tasks that shard in parallel. The shards do not depend on it."""
+    """Number of Slurm array tasks that write shards in parallel. The content of the shards does not depend on it."""
 
 
 class StagesConfig(Section):
     """The resources of each stage."""
 
     prepare: Annotated[Resources, Stage("data_prep.prepare")] = Resources()
-    """Prepares the tokenizer and divides the source into work units."""
+    """The stage that prepares the tokenizer and divides the source into work units."""
     shard: Annotated[ShardResources, Stage("data_prep.shard", depends_on=("prepare",), is_array=True)] = (
         ShardResources()
     )
-    """Converts documents to shards of tokens."""
+    """The stage that converts documents to shards of tokens."""
     train: Annotated[
         StageResources,
         Stage(
@@ -134,10 +136,10 @@ class StagesConfig(Section):
             is_training=True,
         ),
     ] = StageResources()
-    """Trains the model."""
+    """The stage that trains the model."""
     evaluate: Annotated[
         StageResources,
-        # its lock timeout is long, because it may have to wait for the evaluation of an earlier checkpoint
+        # The lock timeout is long, because the stage may have to wait for the evaluation of an earlier checkpoint.
         Stage(
             "pipeline.evaluate.evaluate_stage",
             depends_on=("train",),
@@ -146,11 +148,11 @@ class StagesConfig(Section):
             lock_timeout_s=3600.0,
         ),
     ] = StageResources()
-    """Evaluates checkpoints on the held-out data."""
+    """The stage that evaluates checkpoints on the held-out data."""
     publish: Annotated[
         Resources, Stage("pipeline.publish.publish_stage", depends_on=("evaluate",), section="publish")
     ] = Resources()
-    """Publishes the model, if the config has a section `publish`."""
+    """The stage that publishes the model. It exists only if the config has a section `publish`."""
 
     def get_resources(self, stage: str) -> Resources:
         """Return the resources of `stage`."""

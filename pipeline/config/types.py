@@ -72,7 +72,7 @@ FilePath = Annotated[Path, must_match(re.compile(r"[^\0]{0,3000}"), "write a pat
 class Policy(Enum):
     """What is special about a key, as an annotation of its field: `name: Annotated[str, Policy.PATH]`.
 
-    A policy of a section holds for every key in it. `list_keys_with` (pipeline/config/schema.py) finds the keys.
+    A policy of a section applies to every key in it. `list_keys_with` (pipeline/config/sections.py) finds the keys.
     """
 
     CHANGEABLE = auto()
