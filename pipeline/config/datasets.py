@@ -185,8 +185,8 @@ class DataConfig(Section):
     True if the document should be used. The dict is the JSON object of the line, or `{text_field: text}`. The module is
     a single file next to the config file or on the Python path."""
     max_rejected: Annotated[Fraction, Policy.CHANGEABLE, Policy.NOT_IN_IDENTITY, Policy.KEEPS_SHARDS] = 0.001
-    """Largest accepted fraction of unreadable documents (invalid UTF-8, invalid JSON, no text field). Up to 5 unreadable
-    documents are accepted in any case if at least half of all documents can be read. 0: accept none."""
+    """Largest accepted fraction of unreadable documents (invalid UTF-8, invalid JSON, no text field). Up to 5
+    unreadable documents are accepted in any case if at least half of all documents can be read. 0: accept none."""
     verify: Annotated[
         Literal["hashes", "cached", "sizes"], Policy.CHANGEABLE, Policy.NOT_IN_IDENTITY, Policy.KEEPS_SHARDS
     ] = "hashes"
