@@ -1,4 +1,4 @@
-"""Tests of planning.calibrate: fits to computed and recorded timings, machine files, and a real calibration."""
+"""Tests of `python -m planning.calibrate`: fits to computed and recorded timings, machine files, and a real run."""
 
 from __future__ import annotations
 
@@ -37,27 +37,37 @@ from planning.predict import CommGroup, predict_step
 from planning.workload import Workload, matrix_shapes
 from tests.support.ranks import run_ranks
 
-WORK = Workload(
+WORKLOAD = Workload(
     layers=4, hidden=256, heads=8, kv_heads=4, ffn=704, vocab=4096, sequence=256, micro_batch=4, global_batch=16,
     shard=2, precision="fp32", low_bytes=4, tied=True,
 )  # fmt: skip
-CUT = replace(WORK, tensor=2)
-RATE, COPIED_S = 1.7e11, 0.0103
-RECORDED = Timings(
-    products=[(m, n, k, 2 * m * n * k / RATE) for m, n, k in matrix_shapes(WORK)], attention=2.6e-3,
-    copied=(1 << 26, COPIED_S),
+TENSOR_WORKLOAD = replace(WORKLOAD, tensor=2)
+"""The same model with tensor parallelism: twice as many ranks."""
+PRODUCT_FLOPS = 1.7e11
+"""FLOP/s of the recorded matrix products."""
+COPY_S = 0.0103
+"""Seconds of the recorded copy."""
+ONE_STEP = Timings(
+    products=[(m, n, k, 2 * m * n * k / PRODUCT_FLOPS) for m, n, k in matrix_shapes(WORKLOAD)], attention=2.6e-3,
+    copied=(1 << 26, COPY_S),
     exchanges=[
         Exchange(kind="all_gather", size=1 << 20, ranks=2, between=False, seconds=4e-4),
         Exchange(kind="all_reduce", size=1 << 24, ranks=2, between=False, seconds=1.2e-2),
     ],
-    steps=[Step(work=WORK, ranks_per_node=2, seconds=0.59)],
+    steps=[Step(work=WORKLOAD, ranks_per_node=2, seconds=0.59)],
 )  # fmt: skip
-TWO_STEPS = RECORDED.model_copy(update={"steps": [*RECORDED.steps, Step(work=CUT, ranks_per_node=4, seconds=1.13)]})
+TWO_STEPS = ONE_STEP.model_copy(
+    update={"steps": [*ONE_STEP.steps, Step(work=TENSOR_WORKLOAD, ranks_per_node=4, seconds=1.13)]}
+)
 
 
 def make_exchanges(machine: Machine, between: bool) -> list[Exchange]:
-    """Return exchanges of several sizes and numbers of ranks, with the durations that planning/predict.py predicts."""
-    found = []
+    """Return exchanges of several sizes and numbers of ranks, with the durations that planning/predict.py predicts.
+
+    Args:
+        between: each rank is on a different node.
+    """
+    exchanges = []
     for ranks in (2, 4, 8):
         group = CommGroup(ranks, 1 if between else ranks)
         for size in (1 << 12, 1 << 16, 1 << 20, 1 << 24):
@@ -68,18 +78,23 @@ def make_exchanges(machine: Machine, between: bool) -> list[Exchange]:
                 ("send", predict.send_time(size, group, machine)),
             ):
                 values = {"kind": kind, "size": size, "ranks": ranks, "between": between, "seconds": seconds}
-                found.append(Exchange.model_validate(values))
-    return found
+                exchanges.append(Exchange.model_validate(values))
+    return exchanges
 
 
 @pytest.mark.parametrize("name", ["h100", "a100-80", "mi300x"])
 @pytest.mark.parametrize("between", [False, True])
 def test_the_fit_recovers_latency_and_bandwidth(name: str, between: bool) -> None:
-    """The timings are computed from the link's latency α and its bandwidth 1/β."""
+    """The timings are computed from the latency and the bandwidth of the link."""
     machine = load_machine(name)
-    link, found = machine.between if between else machine.inside, fit_link(make_exchanges(machine, between))
-    assert found is not None
-    assert found.latency == pytest.approx(link.latency) and found.bandwidth == pytest.approx(link.bandwidth)
+    link = machine.between if between else machine.inside
+    fitted = fit_link(make_exchanges(machine, between))
+    assert fitted is not None
+    assert fitted.latency == pytest.approx(link.latency)
+    assert fitted.bandwidth == pytest.approx(link.bandwidth)
+
+
+def test_fit_link_returns_none_without_exchanges() -> None:
     assert fit_link([]) is None
 
 
@@ -90,99 +105,111 @@ def test_fit_line_recovers_the_coefficients(a: float, b: float) -> None:
     assert fit_line(rows) == pytest.approx((a, b), rel=1e-6)
 
 
-def test_timings_that_fit_no_line_give_a_positive_bandwidth() -> None:
-    """Caches can make small messages faster than any latency allows. The fitted latency is then minimal."""
+def test_fitted_latency_and_bandwidth_are_valid_if_timings_fit_no_line() -> None:
+    """Caches can make a small message faster than any latency allows, or a large message faster than a small one."""
     assert fit_line([(1.0, 1e3, 1e-9), (1.0, 1e6, 1e-3)])[0] >= 0
     flat = fit_line([(1.0, 1e3, 1e-3), (1.0, 1e6, 0.9e-3)])
     assert flat[0] > 0 and flat[1] == 0.0
-    slower = fit_link([Exchange(kind="send", size=4096, ranks=2, between=False, seconds=1.0)])
-    assert slower is not None and slower.bandwidth > 0
+    link = fit_link([Exchange(kind="send", size=4096, ranks=2, between=False, seconds=1.0)])
+    assert link is not None and link.bandwidth > 0
 
 
 def test_the_fitted_machine_predicts_its_timed_steps() -> None:
-    """The fit has one layout, and then two, of which the second has twice as many ranks as cores."""
-    one = fit_machine(RECORDED, "CPU", 8, 1, 2)
-    assert predict_step(WORK, one).step == pytest.approx(0.59, rel=1e-3)
-    assert one.achievable["fp32"] == pytest.approx(RATE, rel=0.1)  # with half a wave of tiles idle
-    assert one.bandwidth == pytest.approx(2 * (1 << 26) / COPIED_S)
-    assert one.measured is not None and one.measured.call == 0.0
-    crowded = fit_machine(RECORDED, "CPU", 8, 1, 1)  # what two ranks on one core took, one takes half of
-    assert predict_step(WORK, crowded).step == pytest.approx(0.59, rel=1e-3)
-    for figure in (lambda m: m.achievable["fp32"], lambda m: m.bandwidth, lambda m: m.inside.bandwidth,
-                   lambda m: m.attention.portable, lambda m: 1 / m.inside.latency):  # fmt: skip
-        assert figure(crowded) == pytest.approx(2 * figure(one))
-    two = fit_machine(TWO_STEPS, "CPU", 8, 1, 2)
+    """One step is fitted, and then two steps. The second step has twice as many ranks as the machine has cores."""
+    machine = fit_machine(ONE_STEP, "CPU", 8, 1, 2)
+    assert predict_step(WORKLOAD, machine).step == pytest.approx(0.59, rel=1e-3)
+    # The prediction adds half a wave of idle matrix tiles, so that the fitted rate is higher than the recorded one.
+    assert machine.achievable["fp32"] == pytest.approx(PRODUCT_FLOPS, rel=0.1)
+    assert machine.bandwidth == pytest.approx(2 * (1 << 26) / COPY_S)
+    assert machine.measured is not None and machine.measured.call == 0.0
+    machine = fit_machine(TWO_STEPS, "CPU", 8, 1, 2)
     for step in TWO_STEPS.steps:
-        assert predict_step(step.work, two.in_nodes_of(step.ranks_per_node)).step == pytest.approx(
-            step.seconds, rel=5e-3
-        )
-    assert two.measured is not None and 1e-3 < two.measured.call < 1e-2
+        prediction = predict_step(step.work, machine.in_nodes_of(step.ranks_per_node))
+        assert prediction.step == pytest.approx(step.seconds, rel=5e-3)
+    assert machine.measured is not None and 1e-3 < machine.measured.call < 1e-2
+
+
+def test_fitted_rates_double_if_two_ranks_shared_the_measured_core() -> None:
+    """A rank that has the core for itself computes twice as fast as one of two ranks that share the core."""
+    two_cores = fit_machine(ONE_STEP, "CPU", 8, 1, 2)
+    one_core = fit_machine(ONE_STEP, "CPU", 8, 1, 1)
+    assert predict_step(WORKLOAD, one_core).step == pytest.approx(0.59, rel=1e-3)
+    for read_rate in (lambda m: m.achievable["fp32"], lambda m: m.bandwidth, lambda m: m.inside.bandwidth,
+                      lambda m: m.attention.portable, lambda m: 1 / m.inside.latency):  # fmt: skip
+        assert read_rate(one_core) == pytest.approx(2 * read_rate(two_cores))
 
 
 def test_the_fit_recovers_the_overheads_of_predicted_steps() -> None:
-    """This also holds if several ranks shared a core when the timings were measured."""
+    """The fit also recovers the overheads if the ranks of a timed step share a core."""
     for cores in (1, 2):
         machine = fit_machine(TWO_STEPS, "CPU", 8, 1, cores)
-        given = Overheads(eager=2.5, call=2e-3)
-        machine = machine.model_copy(update={"measured": given})
+        machine = machine.model_copy(update={"measured": Overheads(eager=2.5, call=2e-3)})
         steps = [
-            Step(work=w, ranks_per_node=n, seconds=predict_step(w, machine.in_nodes_of(n)).step)
-            for w, n in ((WORK, 2), (CUT, 4))
+            Step(work=work, ranks_per_node=ranks, seconds=predict_step(work, machine.in_nodes_of(ranks)).step)
+            for work, ranks in ((WORKLOAD, 2), (TENSOR_WORKLOAD, 4))
         ]
-        again = fit_machine(TWO_STEPS.model_copy(update={"steps": steps}), "CPU", 8, 1, cores).measured
-        assert again is not None
-        assert (again.eager, again.call) == pytest.approx((2.5, 2e-3), rel=0.01)
+        fitted = fit_machine(TWO_STEPS.model_copy(update={"steps": steps}), "CPU", 8, 1, cores).measured
+        assert fitted is not None
+        assert (fitted.eager, fitted.call) == pytest.approx((2.5, 2e-3), rel=0.01)
 
 
-def test_ranks_that_share_a_core_take_turns() -> None:
-    """Twice the ranks on the same cores take as long for the same total work, and waiting costs no extra time."""
-    machine = fit_machine(RECORDED, "CPU", 8, 1, 2)
-    half = predict_step(replace(WORK, shard=4), machine.in_nodes_of(4))
-    assert half.step == pytest.approx(predict_step(WORK, machine).step, rel=0.15)
-    assert (
-        predict_step(replace(WORK, shard=4), machine.model_copy(update={"cores": 4}).in_nodes_of(4)).step
-        < 0.6 * half.step
-    )
-    piped = replace(WORK, shard=1, pipeline=4, global_batch=4)  # one micro-batch: three of four ranks wait
-    assert (
-        predict_step(piped, machine.in_nodes_of(4)).step < 1.2 * predict_step(replace(piped, pipeline=1), machine).step
-    )
+def test_ranks_that_share_cores_take_as_long_as_fewer_ranks() -> None:
+    """On two cores, four ranks take as long as two ranks for the same global batch. On four cores, they are faster."""
+    machine = fit_machine(ONE_STEP, "CPU", 8, 1, 2)
+    four_ranks = replace(WORKLOAD, shard=4)
+    shared_s = predict_step(four_ranks, machine.in_nodes_of(4)).step
+    assert shared_s == pytest.approx(predict_step(WORKLOAD, machine).step, rel=0.15)
+    four_cores = machine.model_copy(update={"cores": 4})
+    assert predict_step(four_ranks, four_cores.in_nodes_of(4)).step < 0.6 * shared_s
 
 
-def test_zero_on_cpus_includes_the_copies_and_calls_of_fsdp() -> None:
-    """Compared with plain data parallelism, FSDP copies tensors and calls a collective for each block."""
-    machine, work = fit_machine(TWO_STEPS, "CPU", 8, 1, 2), replace(WORK, tied=False)
-    plain = predict_step(replace(work, replicate=2, shard=1), machine).step
-    found = [predict_step(replace(work, zero=zero), machine).step / plain for zero in (1, 2, 3)]
-    assert found == pytest.approx([1.08, 1.13, 1.28], abs=0.03)
+def test_waiting_pipeline_ranks_leave_their_core_to_other_ranks() -> None:
+    """With one micro-batch, three of four pipeline-parallel ranks wait. A step is hardly slower than on one rank."""
+    machine = fit_machine(ONE_STEP, "CPU", 8, 1, 2)
+    pipelined = replace(WORKLOAD, shard=1, pipeline=4, global_batch=4)
+    one_rank_s = predict_step(replace(pipelined, pipeline=1), machine).step
+    assert predict_step(pipelined, machine.in_nodes_of(4)).step < 1.2 * one_rank_s
+
+
+def test_predicted_zero_steps_on_cpus_include_the_copies_and_calls_of_fsdp() -> None:
+    """DDP needs neither: FSDP copies tensors, and calls a collective for each block."""
+    machine = fit_machine(TWO_STEPS, "CPU", 8, 1, 2)
+    work = replace(WORKLOAD, tied=False)
+    ddp_s = predict_step(replace(work, replicate=2, shard=1), machine).step
+    ratios = [predict_step(replace(work, zero=zero), machine).step / ddp_s for zero in (1, 2, 3)]
+    assert ratios == pytest.approx([1.08, 1.13, 1.28], abs=0.03)
 
 
 def test_a_written_machine_file_loads_as_the_same_machine(tmp_path: Path) -> None:
-    """Numbers keep five digits. An existing file is not replaced, and no temporary file remains."""
-    machine, file = fit_machine(TWO_STEPS, "CPU", 8, 1, 2), tmp_path / "own.yaml"
-    write_machine(machine, file, ["told\nand not: a key"])
+    """A line break in a comment adds no key. An existing file is not replaced, and no temporary file remains.
+
+    The prediction may differ slightly, because the file has only five digits of each number.
+    """
+    machine = fit_machine(TWO_STEPS, "CPU", 8, 1, 2)
+    file = tmp_path / "own.yaml"
+    write_machine(machine, file, ["a comment\nand not: a key"])
     text = file.read_text()
     assert text.startswith("# ") and "\nand not" not in text
-    again = load_machine(str(file))
-    assert again.timings is not None and again.timings.steps[1].work == CUT
-    assert predict_step(WORK, again).step == pytest.approx(predict_step(WORK, machine).step, rel=1e-3)
+    loaded = load_machine(str(file))
+    assert loaded.timings is not None and loaded.timings.steps[1].work == TENSOR_WORKLOAD
+    assert predict_step(WORKLOAD, loaded).step == pytest.approx(predict_step(WORKLOAD, machine).step, rel=1e-3)
     with pytest.raises(UserError, match=r"own\.yaml"):
         write_machine(machine, file, [])
     assert file.read_text() == text and list(tmp_path.iterdir()) == [file]
 
 
-def test_a_poor_fit_has_a_warning() -> None:
-    """The same layout was timed twice, and took twice as long the second time, so no overheads fit both."""
-    again = Step(work=WORK, ranks_per_node=2, seconds=1.2)
-    busy = fit_machine(RECORDED.model_copy(update={"steps": [*RECORDED.steps, again]}), "CPU", 8, 1, 2)
-    comparisons = list(compare_steps(busy))
+def test_compare_steps_warns_of_a_poor_fit() -> None:
+    """The same layout is timed twice and takes twice as long the second time, so that no overheads fit both steps."""
+    slow_step = Step(work=WORKLOAD, ranks_per_node=2, seconds=1.2)
+    machine = fit_machine(ONE_STEP.model_copy(update={"steps": [*ONE_STEP.steps, slow_step]}), "CPU", 8, 1, 2)
+    comparisons = list(compare_steps(machine))
     assert len(comparisons) == 2
-    for comparison, timed in zip(comparisons, (0.59, 1.2), strict=True):
+    for comparison, seconds in zip(comparisons, (0.59, 1.2), strict=True):
         assert comparison.startswith(POOR_FIT_WARNING)
-        assert re.search(rf"predicted 0\.84\d s, timed {timed} s", comparison), comparison
+        assert re.search(rf"predicted 0\.84\d s, timed {seconds} s", comparison), comparison
 
 
-def test_a_good_fit_has_no_warning(tmp_path: Path) -> None:
+def test_a_good_fit_has_no_warning_and_its_comparison_is_written_as_a_comment(tmp_path: Path) -> None:
     machine = fit_machine(TWO_STEPS, "CPU", 8, 1, 2)
     comparisons = list(compare_steps(machine))
     expected = "pipeline 1 × data 2 × tensor 2, micro-batch 4: predicted 1.13 s, timed 1.13 s"
@@ -192,17 +219,17 @@ def test_a_good_fit_has_no_warning(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "words"),
+    ("old", "new", "key"),
     [("heads: 8", "heads: 0", "work.heads is 0"), ("eager:", "eagerly:", "measured.eager"),
      ("call: ", "call: -", "call"), ("kind: all_gather", "kind: gossip", "kind"), ("cores: 2", "cores: 0", "cores")],
 )  # fmt: skip
-def test_invalid_machine_files_are_user_errors(tmp_path: Path, old: str, new: str, words: str) -> None:
+def test_invalid_machine_files_are_user_errors(tmp_path: Path, old: str, new: str, key: str) -> None:
     write_machine(fit_machine(TWO_STEPS, "CPU", 8, 1, 2), tmp_path / "own.yaml", [])
     text = (tmp_path / "own.yaml").read_text()
     assert old in text
-    (tmp_path / "bad.yaml").write_text(text.replace(old, new))
-    with pytest.raises(UserError, match=words):
-        load_machine(str(tmp_path / "bad.yaml"))
+    (tmp_path / "invalid.yaml").write_text(text.replace(old, new))
+    with pytest.raises(UserError, match=key):
+        load_machine(str(tmp_path / "invalid.yaml"))
 
 
 def test_plan_predicts_another_layout_with_the_machine_file(tmp_path: Path) -> None:
@@ -210,126 +237,123 @@ def test_plan_predicts_another_layout_with_the_machine_file(tmp_path: Path) -> N
     config = load_config(Path("configs/quickstart.yaml"), ["parallel.pipeline=2"])
     plan = "\n".join(describe_plan(config, load_machine(str(tmp_path / "own.yaml"))))
     assert "predicted for CPU: 0." in plan
+
+
+def test_plan_fails_if_the_machine_file_has_no_rate_for_the_precision(tmp_path: Path) -> None:
+    write_machine(fit_machine(TWO_STEPS, "CPU", 8, 1, 2), tmp_path / "own.yaml", [])
+    config = load_config(Path("configs/quickstart.yaml"), ["train.precision=bf16"])
     with pytest.raises(UserError, match=r"CPU.*bf16.*fp32"):
-        list(describe_plan(config.model_copy(update={"train": config.train.model_copy(update={"precision": "bf16"})}),
-                  load_machine(str(tmp_path / "own.yaml"))))  # fmt: skip
+        list(describe_plan(config, load_machine(str(tmp_path / "own.yaml"))))
 
 
-CONFIG = load_config(Path("configs/quickstart.yaml"))
+QUICKSTART = load_config(Path("configs/quickstart.yaml"))
 
 
-def test_an_existing_output_file_is_an_error(tmp_path: Path) -> None:
+def test_calibration_fails_if_the_output_file_exists_or_its_folder_does_not(tmp_path: Path) -> None:
     file = tmp_path / "own.yaml"
-    assert check_request(CONFIG, file, None) is None
+    assert check_request(QUICKSTART, file, None) is None
     file.touch()
     for path, code in ((file, "plan.file_exists"), (tmp_path / "none" / "own.yaml", "plan.no_such_folder")):
         with pytest.raises(UserError, match=re.escape(str(path))) as error:
-            check_request(CONFIG, path, None)
+            check_request(QUICKSTART, path, None)
         assert error.value.code == code
 
 
 def test_only_a_measured_machine_can_be_extended(tmp_path: Path) -> None:
     file = tmp_path / "own.yaml"
     with pytest.raises(UserError, match=r"h100\.yaml") as error:
-        check_request(CONFIG, file, Path("configs/machines/h100.yaml"))
+        check_request(QUICKSTART, file, Path("configs/machines/h100.yaml"))
     assert error.value.code == "plan.not_measured"
     measured = tmp_path / "measured.yaml"
     write_machine(fit_machine(TWO_STEPS, "CPU", 8, 1, 2), measured, [])
-    machine = check_request(CONFIG, file, measured)
+    machine = check_request(QUICKSTART, file, measured)
     assert machine is not None and machine.timings is not None
 
 
 def test_fp8_cannot_be_measured(tmp_path: Path) -> None:
-    train = CONFIG.train.model_copy(update={"precision": "fp8"})
+    train = QUICKSTART.train.model_copy(update={"precision": "fp8"})
     with pytest.raises(UserError) as error:
-        check_request(CONFIG.model_copy(update={"train": train}), tmp_path / "own.yaml", None)
+        check_request(QUICKSTART.model_copy(update={"train": train}), tmp_path / "own.yaml", None)
     assert error.value.code == "plan.unsupported_model"
 
 
 @pytest.mark.parametrize("section", ["goodput: {failures: 3.0}", "measure: {file: /tmp/own.yaml}"])
-def test_a_config_with_a_former_section_still_loads(
+def test_a_config_with_a_removed_section_loads_with_one_note(
     tmp_path: Path, section: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(read, "_reported", set())
     path = tmp_path / "old.yaml"
     path.write_text(Path("configs/quickstart.yaml").read_text() + f"\n{section}\n")
-    assert [load_config(path).train.steps for _ in range(2)] == [CONFIG.train.steps] * 2
+    assert [load_config(path).train.steps for _ in range(2)] == [QUICKSTART.train.steps] * 2
     (note,) = capsys.readouterr().err.splitlines()
     assert str(path) in note and section.partition(":")[0] in note and "plan" in note
 
 
-def test_a_run_of_older_code_loads_without_a_note(capsys: pytest.CaptureFixture[str]) -> None:
-    values = CONFIG.model_dump(mode="json")
+def test_the_config_of_a_run_with_removed_sections_loads_without_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+    values = QUICKSTART.model_dump(mode="json")
     values["goodput"] = {"failures": None, "preemptions": 0.0, "preempted_s": 3600.0, "nodes_together": 1}
     values["measure"] = None
     values["stages"]["measure"] = values["stages"]["train"]
-    assert parse_config(values, "old").model_dump() == CONFIG.model_dump()
+    assert parse_config(values, "old").model_dump() == QUICKSTART.model_dump()
     assert capsys.readouterr().err == ""
 
 
-def read_facts_with_cpus(
-    rank_info: RankInfo, each: dict[int, set[int]], per_node: int
-) -> tuple[str, float, int, int | None]:
-    """Return the device facts of a rank that may use only the CPUs `each[rank]`."""
-    os.sched_getaffinity = lambda pid: each[rank_info.rank]
-    return read_device_facts(
-        groups.join_process_group(rank_info, load_config(Path("configs/quickstart.yaml"))), 1, per_node
-    )
+def read_cores_of_rank(rank_info: RankInfo, cpus: list[set[int]], ranks_per_node: int) -> int | None:
+    """Return the number of cores that a rank reports for its node, if each rank may only use the CPUs `cpus[rank]`."""
+    os.sched_getaffinity = lambda pid: cpus[rank_info.rank]
+    return read_device_facts(groups.join_process_group(rank_info, QUICKSTART), 1, ranks_per_node).cores
 
 
-def test_the_number_of_cores_includes_all_ranks_of_a_node() -> None:
-    """With Slurm's task/affinity, each rank sees only its CPUs. Ranks of other nodes do not count."""
-    for each, per_node, cores in (
-        ([{0}, {1}, {2}, {4}], 4, [4, 4, 4, 4]), ([{0, 1}, {1}, {0}, {0}], 2, [2, 2, 1, 1]),
-    ):  # fmt: skip
-        found = run_ranks(4, read_facts_with_cpus, dict(enumerate(each)), per_node)
-        assert [facts[-1] for facts in found] == cores
+def test_the_number_of_cores_includes_the_cpus_of_all_ranks_of_a_node() -> None:
+    """With Slurm's task/affinity, each rank sees only its own CPUs. The CPUs of other nodes do not count."""
+    assert run_ranks(4, read_cores_of_rank, [{0}, {1}, {2}, {4}], 4) == [4, 4, 4, 4]
+    assert run_ranks(4, read_cores_of_rank, [{0, 1}, {1}, {0}, {0}], 2) == [2, 2, 1, 1]
 
 
 def time_small_exchanges(rank_info: RankInfo) -> list[Exchange]:
-    """Time exchanges of fewer bytes than four for each rank."""
+    """Time exchanges of tensors of four bytes: one fp32 value, which is less than a value for each rank."""
     from planning import calibrate
 
     calibrate._COLLECTIVE_BYTES = (4,)  # type: ignore[assignment]
-    found = [
-        *calibrate.time_exchanges(
-            groups.join_process_group(rank_info, load_config(Path("configs/quickstart.yaml"))), rank_info.world_size
-        )
-    ]
-    dist.barrier()  # who leaves takes the store along
-    return found
+    world = groups.join_process_group(rank_info, QUICKSTART)
+    exchanges = list(calibrate.time_exchanges(world, rank_info.world_size))
+    dist.barrier()  # rank 0 hosts the rendezvous store, so no rank may exit while another one uses the store
+    return exchanges
 
 
 def test_exchanges_with_fewer_values_than_ranks_send_one_value_per_rank() -> None:
-    assert {one.size for found in run_ranks(2, time_small_exchanges) for one in found} == {8}
+    exchanges = [exchange for of_rank in run_ranks(2, time_small_exchanges) for exchange in of_rank]
+    assert {exchange.size for exchange in exchanges} == {8}
 
 
 @pytest.mark.story
-def test_local_ranks_measure_this_machine(tmp_path: Path) -> None:
-    """Two ranks measure one layout, then extend the file by another layout. Existing files are not replaced."""
-    small = ["model.dim=64", "model.layers=2", "data.sequence_length=32"]
-    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+def test_calibration_measures_this_machine_and_extends_a_machine_file(tmp_path: Path) -> None:
+    """Two ranks measure one layout, then add another layout to its timings. An existing file is not replaced."""
+    small_model = ["model.dim=64", "model.layers=2", "data.sequence_length=32"]
+    first = tmp_path / "first.yaml"
+    second = tmp_path / "second.yaml"
 
     def calibrate(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "planning.calibrate", "configs/quickstart.yaml", *small, *arguments]
+        command = [sys.executable, "-m", "planning.calibrate", "configs/quickstart.yaml", *small_model, *arguments]
         return subprocess.run(command, cwd=CODE_ROOT, capture_output=True, text=True, timeout=300)
 
-    done = calibrate(f"--out={first}")
-    assert done.returncode == 0 and str(first) in done.stdout, done.stdout + done.stderr
+    completed = calibrate(f"--out={first}")
+    assert completed.returncode == 0 and str(first) in completed.stdout, completed.stdout + completed.stderr
     timings = load_machine(str(first)).timings
     assert timings is not None and len(timings.products) == 15 and len(timings.steps) == 1
-    assert {one.kind for one in timings.exchanges} == {"all_reduce", "all_gather", "reduce_scatter", "send"}
-    assert {(one.ranks, one.between) for one in timings.exchanges} == {(2, False)}
+    kinds = {exchange.kind for exchange in timings.exchanges}
+    assert kinds == {"all_reduce", "all_gather", "reduce_scatter", "send"}
+    assert {(exchange.ranks, exchange.between) for exchange in timings.exchanges} == {(2, False)}
     assert os.uname().nodename in first.read_text().splitlines()[0]
-    done = calibrate(f"--out={second}", f"--machine={first}", "parallel.tensor=2")
-    assert done.returncode == 0, done.stdout + done.stderr
+    completed = calibrate(f"--out={second}", f"--machine={first}", "parallel.tensor=2")
+    assert completed.returncode == 0, completed.stdout + completed.stderr
     machine = load_machine(str(second))
-    assert machine.timings is not None and [one.work.tensor for one in machine.timings.steps] == [1, 2]
+    assert machine.timings is not None and [step.work.tensor for step in machine.timings.steps] == [1, 2]
     assert machine.timings.exchanges == timings.exchanges
-    command = [sys.executable, "submit.py", "plan", "configs/quickstart.yaml", *small, f"--machine={second}"]
+    command = [sys.executable, "submit.py", "plan", "configs/quickstart.yaml", *small_model, f"--machine={second}"]
     plan = subprocess.run([*command, "parallel.pipeline=2"], cwd=CODE_ROOT, capture_output=True, text=True, timeout=300)
     assert "predicted for CPU" in plan.stdout
     content = first.read_text()
-    again = calibrate(f"--out={first}")
-    assert again.returncode == 2 and "plan.file_exists" in again.stderr
+    completed = calibrate(f"--out={first}")
+    assert completed.returncode == 2 and "plan.file_exists" in completed.stderr
     assert first.read_text() == content

@@ -1,4 +1,4 @@
-"""Test `python -m benchmarks.plan FILE.csv`: reading published runs, fitting constants, and the last printed line."""
+"""Tests of `python -m benchmarks.plan FILE.csv`: reading published runs, fitting constants, and the last line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROW = {
     "pp": "1", "cp": "1", "ep": "1", "micro_batch": "1", "global_batch_seqs": "128", "precision": "bf16",
     "activation_ckpt": "selective", "compile": "yes", "mlp_mats": "3", "tokens_per_s_per_gpu": "7000", "mem_gb": "40",
 }  # fmt: skip
-"""A row with the required columns of a file of published runs."""
+"""A row with all required columns of a file of published runs."""
 
 
 def write_rows(path: Path, *changes: dict[str, str]) -> Path:
@@ -38,7 +38,7 @@ def write_rows(path: Path, *changes: dict[str, str]) -> Path:
     return path
 
 
-def test_rows_are_read_or_reported_as_unsupported(tmp_path: Path) -> None:
+def test_read_rows_returns_supported_rows_and_reports_the_others(tmp_path: Path) -> None:
     supported: list[dict[str, str]] = [
         {},
         {"tokens_per_s_per_gpu": "", "tokens_per_s_per_gpu_derived": "6500"},
@@ -55,7 +55,7 @@ def test_rows_are_read_or_reported_as_unsupported(tmp_path: Path) -> None:
          "params_b": "30", "n_matmul_b": "9", "global_batch_seqs": "256"},
         {"pp": "8", "dp_total": "8", "zero_stage": "0", "schedule": "ZB-2p", "micro_batch": "", "activation_ckpt": ""},
     ]  # fmt: skip
-    unsupported = [
+    unsupported = [  # with a part of the reported reason
         ({"layers": ""}, "layers is missing"),
         ({"tokens_per_s_per_gpu": ""}, "tokens_per_s_per_gpu"),
         ({"gpu": "Ascend 910B"}, "no machine file for Ascend 910B"),
@@ -68,10 +68,11 @@ def test_rows_are_read_or_reported_as_unsupported(tmp_path: Path) -> None:
     for (row_id, reason), (number, (_, expected)) in zip(problems, enumerate(unsupported, len(supported)), strict=True):
         assert row_id == str(number) and expected in reason
     assert all(500 < predict_tokens_per_s(row) < 50_000 for row in rows)
-    mixture = rows[10].work
-    other = rows[12].work
-    assert (mixture.experts, mixture.active, mixture.expert) == (8, 2, 8) and 12e3 < mixture.ffn < 15e3
-    assert other.experts * other.expert_weights * 32 == pytest.approx(27.6e9, rel=0.1)
+    mixtral = rows[10].work
+    a3b = rows[12].work  # the number of its experts is derived from its parameters
+    assert (mixtral.experts, mixtral.active, mixtral.expert) == (8, 2, 8)
+    assert 12e3 < mixtral.ffn < 15e3
+    assert a3b.experts * a3b.expert_weights * a3b.layers == pytest.approx(27.6e9, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,7 @@ def test_rows_are_read_or_reported_as_unsupported(tmp_path: Path) -> None:
         ("fp32", "fp32"), ("tf32", "bf16"), ("", "bf16"),
     ],
 )  # fmt: skip
-def test_precision_is_that_of_the_products(text: str, precision: str) -> None:
+def test_parse_precision_returns_the_precision_of_matrix_products(text: str, precision: str) -> None:
     assert parse_precision(text) == precision
 
 
@@ -92,7 +93,7 @@ def test_fp32_gradients_predict_the_same_throughput_as_bf16(tmp_path: Path) -> N
     assert unsupported == [] and predict_tokens_per_s(rows[0]) == predict_tokens_per_s(rows[1])
 
 
-def test_the_last_line_has_all_errors(
+def test_main_prints_the_errors_in_the_last_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_rows(tmp_path / "f.csv", {}, {"source": "other", "gpus": "128", "mem_gb": ""}, {"layers": ""})
@@ -104,8 +105,11 @@ def test_the_last_line_has_all_errors(
     assert re.fullmatch(rf"median error {number} %, p90 {number} %, memory {number} %, rank nan over 2 rows", last)
 
 
-def test_the_fit_finds_the_constants_with_which_rows_were_computed(tmp_path: Path) -> None:
-    """The fitted constants predict the rows, also if one of two sources is left out."""
+def test_fitted_constants_predict_rows_computed_with_other_constants(tmp_path: Path) -> None:
+    """The rows are computed with constants that differ from the defaults.
+
+    A fit without one of the two sources finds the same share of the peak FLOP/s for matrix products.
+    """
     from dataclasses import replace
 
     layouts = [
@@ -114,11 +118,12 @@ def test_the_fit_finds_the_constants_with_which_rows_were_computed(tmp_path: Pat
         for gpus in (8, 64) for length in ("2048", "32768") for compiled in ("yes", "no") for source in ("x", "y")
     ]  # fmt: skip
     rows, _ = read_rows(write_rows(tmp_path / "f.csv", *layouts))
-    true = replace(DEFAULT, matmul=0.75, attention=0.6, eager=2.3)
-    rows = [replace(row, tokens=predict_tokens_per_s(row, true)) for row in rows]
+    true_constants = replace(DEFAULT, matmul=0.75, attention=0.6, eager=2.3)
+    rows = [replace(row, tokens=predict_tokens_per_s(row, true_constants)) for row in rows]
     constants, slopes, offset = fit_constants(rows)
-    worst = max(abs(predict_tokens_per_s(row, constants) / row.tokens - 1) for row in rows)
-    assert worst < 0.03 < max(abs(predict_tokens_per_s(row) / row.tokens - 1) for row in rows)
+    largest_error = max(abs(predict_tokens_per_s(row, constants) / row.tokens - 1) for row in rows)
+    largest_default_error = max(abs(predict_tokens_per_s(row) / row.tokens - 1) for row in rows)
+    assert largest_error < 0.03 < largest_default_error
     without_x = fit_without_source(rows, "x", slopes, offset, constants)
     assert without_x.matmul == pytest.approx(constants.matmul, rel=0.02)
     assert correlate_layout_order(rows, [row.tokens for row in rows]) == pytest.approx(1.0)
