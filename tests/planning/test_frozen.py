@@ -28,7 +28,9 @@ from tests.support.tiny_training import tiny_config
 VOCAB, LAYERS, LENGTH, BATCH = 512, 4, 16, 2
 TABLE, HEAD, NORM = "model.embed_tokens.*", "lm_head.*", "model.norm.*"
 TIED = {"tie_word_embeddings": True}
-BLOCKS: list[tuple[list[str], dict[str, Any]]] = [
+
+# Cases: frozen parameters, and keys of the model.
+WHOLE_BLOCKS: list[tuple[list[str], dict[str, Any]]] = [
     ([], {}),
     ([TABLE], {}),
     ([TABLE, "model.layers.[01].*"], {}),
@@ -41,28 +43,32 @@ BLOCKS: list[tuple[list[str], dict[str, Any]]] = [
     ([TABLE, "model.layers.0.*"], TIED),
     (["model.layers.*"], TIED),
 ]
-PARTS: list[tuple[list[str], dict[str, Any]]] = [
+PARTS_OF_BLOCKS: list[tuple[list[str], dict[str, Any]]] = [
     (["*.mlp.*"], {}),
     (["*.self_attn.*", "model.layers.1.*"], {}),
     (["*norm.weight"], {}),
 ]
 
 
-class Counted(NamedTuple):
-    """FLOPs and bytes of one block. The first block has the embedding, the last one has the norm and output layer."""
+class BlockCounts(NamedTuple):
+    """What torch counts for one block. The first block includes the embedding, the last one the output layer."""
 
     forward: int
+    """FLOPs of products with weights, forward."""
     backward: int
-    """Of products with weights."""
-    attention: int
-    attention_back: int
+    """FLOPs of products with weights, backward."""
+    attention_forward: int
+    """FLOPs of attention, forward."""
+    attention_backward: int
+    """FLOPs of attention, backward."""
     gradients: int
-    """Bytes of matrices', of the block."""
-    tables: dict[str, int]
-    """And of tables."""
+    """Bytes of the gradients of the block's matrices."""
+    table_gradients: dict[str, int]
+    """Bytes of the gradients of the embedding and the output layer, by parameter name."""
 
 
-def config_of(freeze: list[str], model: dict[str, Any], ranks: int = 1, **parallel: Any) -> Config:
+def make_config(freeze: list[str], model: dict[str, Any], ranks: int = 1, **parallel: Any) -> Config:
+    """Return the config of a tiny model on `ranks` ranks; `freeze` is the key `optimizer.freeze`."""
     sizes = {"dim": 64, "layers": LAYERS, "heads": 4, "kv_heads": 2, "intermediate_size": 192}
     train = {"micro_batch": BATCH, "global_batch": BATCH * ranks * LAYERS, "precision": "bf16"}
     return tiny_config(
@@ -71,95 +77,129 @@ def config_of(freeze: list[str], model: dict[str, Any], ranks: int = 1, **parall
     )  # fmt: skip
 
 
-def count_blocks(config: Config) -> list[Counted]:
-    """Return what torch counts for one micro-batch, block by block, as in pipeline-parallel stages of one block."""
-    frozen, found = find_frozen_names(config.optimizer.freeze, DecoderTask(config, VOCAB)), []
-    parts = [Decoder(config.model, VOCAB, LENGTH, range(number, number + 1)) for number in range(LAYERS)]
-    tokens, inputs, counts = torch.randint(VOCAB, (BATCH, LENGTH + 1)), [], []
+def count_blocks(config: Config) -> list[BlockCounts]:
+    """Return what torch counts for one micro-batch, for each block.
+
+    Each block is a model of its own, as in a pipeline-parallel stage of one block.
+    """
+    frozen = find_frozen_names(config.optimizer.freeze, DecoderTask(config, VOCAB))
+    stages = [Decoder(config.model, VOCAB, LENGTH, range(number, number + 1)) for number in range(LAYERS)]
+    tokens = torch.randint(VOCAB, (BATCH, LENGTH + 1))
+    inputs: list[torch.Tensor] = []
     outputs: list[torch.Tensor] = []
-    with sdpa_kernel(SDPBackend.MATH):  # whose products are counted, too
-        for part in parts:
-            for name, parameter in part.named_weights():
+    forward_counts = []
+    blocks = []
+    mm = torch.ops.aten.mm  # products with weights
+    bmm = torch.ops.aten.bmm  # products of attention
+    with sdpa_kernel(SDPBackend.MATH):  # this kernel computes attention with bmm, which torch counts
+        for stage in stages:
+            for name, parameter in stage.named_weights():
                 parameter.requires_grad_(name not in frozen)
-            before = outputs[-1].detach().requires_grad_(outputs[-1].requires_grad) if outputs else tokens[:, :-1]
-            with FlopCounterMode(display=False) as forward:
-                outputs.append(part(before))
-            inputs.append(before)
-            counts.append(forward.get_flop_counts()["Global"])
+            stage_input = outputs[-1].detach().requires_grad_(outputs[-1].requires_grad) if outputs else tokens[:, :-1]
+            with FlopCounterMode(display=False) as counter:
+                outputs.append(stage(stage_input))
+            inputs.append(stage_input)
+            forward_counts.append(counter.get_flop_counts()["Global"])
         outputs[-1] = cross_entropy_sum(outputs[-1], tokens[:, 1:])
         gradient = None
-        for part, before, after, first in [*zip(parts, inputs, outputs, counts, strict=True)][::-1]:
-            with FlopCounterMode(display=False) as backward:
-                if after.requires_grad:
-                    after.backward(gradient)
-            gradient, second = before.grad, backward.get_flop_counts().get("Global", {})
-            sizes = {n: p.grad.nbytes for n, p in part.named_weights() if p.grad is not None and p.ndim > 1}
-            block = sum(size for name, size in sizes.items() if ".layers." in name)
-            tables = {name: size for name, size in sizes.items() if ".layers." not in name}
-            mm, bmm = torch.ops.aten.mm, torch.ops.aten.bmm
-            found.append(Counted(first[mm], second.get(mm, 0), first[bmm], second.get(bmm, 0), block, tables))
-    return found[::-1]
+        for stage, stage_input, output, forward in [*zip(stages, inputs, outputs, forward_counts, strict=True)][::-1]:
+            with FlopCounterMode(display=False) as counter:
+                if output.requires_grad:
+                    output.backward(gradient)
+            gradient = stage_input.grad
+            backward = counter.get_flop_counts().get("Global", {})
+            sizes = {n: p.grad.nbytes for n, p in stage.named_weights() if p.grad is not None and p.ndim > 1}
+            counts = BlockCounts(
+                forward=forward[mm],
+                backward=backward.get(mm, 0),
+                attention_forward=forward[bmm],
+                attention_backward=backward.get(bmm, 0),
+                gradients=sum(size for name, size in sizes.items() if ".layers." in name),
+                table_gradients={name: size for name, size in sizes.items() if ".layers." not in name},
+            )
+            blocks.append(counts)
+    return blocks[::-1]
 
 
-def work_of(config: Config) -> Workload:
+def make_workload(config: Config) -> Workload:
+    """Return the workload of a config, for predictions."""
     return workload_from_config(config, resolve_layout(config), VOCAB)
 
 
 @pytest.mark.parametrize(
-    ("freeze", "model", "off"), [*((*case, 1e-6) for case in BLOCKS), *((*case, 4e-3) for case in PARTS)]
+    ("freeze", "model", "tolerance"),
+    [*((*case, 1e-6) for case in WHOLE_BLOCKS), *((*case, 4e-3) for case in PARTS_OF_BLOCKS)],
 )
-def test_the_flops_of_each_block_equal_those_that_torch_counts(
-    freeze: list[str], model: dict[str, Any], off: float, monkeypatch: pytest.MonkeyPatch
+def test_predicted_flops_of_each_block_equal_those_that_torch_counts(
+    freeze: list[str], model: dict[str, Any], tolerance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The test compares each stage of one block, the whole step, and the FLOPs of MFU."""
+    """The test compares pipeline-parallel stages of one block, the whole step, and the FLOPs of the MFU."""
     monkeypatch.setattr(predicting, "TILE", 0)
-    same, wanted = partial(pytest.approx, rel=off), count_blocks(config_of(freeze, model))
-    fast = Attention(portable=1e40, native=1e40)
-    products = IDEAL.model_copy(update={"attention": fast})
-    staged, alone = (work_of(config_of(freeze, model, ranks, pipeline=ranks)) for ranks in (LAYERS, 1))
-    found = predict_step(staged, products, PERFECT)
-    assert [time * 1e15 for time in found.forward] == [same(one.forward) for one in wanted]
-    assert [time * 1e15 for time in found.backward] == [same(one.backward) for one in wanted]
-    whole = predict_step(alone, products, PERFECT)
-    assert whole.compute * 1e15 == same(alone.micro_batches * sum(one.forward + one.backward for one in wanted))
-    found = predict_step(staged, IDEAL.model_copy(update={"achievable": {"bf16": 1e40}}), PERFECT)
-    # backward of the usual kernel computes 2.5 times as much as forward; the plain one, which is counted, twice
-    assert [2 * one.attention_back / one.attention for one in wanted] == [
-        same(4 / 2.5 * back / ahead) for back, ahead in zip(found.backward, found.forward, strict=True)
+    approx = partial(pytest.approx, rel=tolerance)
+    counted = count_blocks(make_config(freeze, model))
+    pipelined = make_workload(make_config(freeze, model, LAYERS, pipeline=LAYERS))
+    one_rank = make_workload(make_config(freeze, model))
+
+    only_products = IDEAL.model_copy(update={"attention": Attention(portable=1e40, native=1e40)})
+    predicted = predict_step(pipelined, only_products, PERFECT)
+    assert [seconds * 1e15 for seconds in predicted.forward] == [approx(block.forward) for block in counted]
+    assert [seconds * 1e15 for seconds in predicted.backward] == [approx(block.backward) for block in counted]
+    products = one_rank.micro_batches * sum(block.forward + block.backward for block in counted)
+    assert predict_step(one_rank, only_products, PERFECT).compute * 1e15 == approx(products)
+
+    only_attention = IDEAL.model_copy(update={"achievable": {"bf16": 1e40}})
+    predicted = predict_step(pipelined, only_attention, PERFECT)
+    # Backward of a fused attention kernel computes 2.5 times as much as forward. That of the counted kernel computes
+    # twice as much.
+    assert [2 * block.attention_backward / block.attention_forward for block in counted] == [
+        approx(4 / 2.5 * backward_s / forward_s)
+        for backward_s, forward_s in zip(predicted.backward, predicted.forward, strict=True)
     ]
-    every = sum(one.forward + one.backward + one.attention + one.attention_back for one in wanted)
-    assert alone.flops_per_token * BATCH * LENGTH == same(every)
+    attention = sum(block.attention_forward + block.attention_backward for block in counted)
+    flops = sum(block.forward + block.backward for block in counted) + attention
+    assert one_rank.flops_per_token * BATCH * LENGTH == approx(flops)
 
 
-@pytest.mark.parametrize(("freeze", "model"), BLOCKS)
+@pytest.mark.parametrize(("freeze", "model"), WHOLE_BLOCKS)
 def test_predicted_traffic_equals_the_gradients_that_torch_computes(freeze: list[str], model: dict[str, Any]) -> None:
-    """On a slow network, traffic determines the step: DDP reduces once per step, ZeRO 3 after each micro-batch."""
-    links = Link(bandwidth=1e8, latency=1e-30), Link(bandwidth=1e40, latency=1e-3)
-    slow, late = (IDEAL.model_copy(update={"inside": link, "between": link}) for link in links)
-    wanted = count_blocks(config_of(freeze, model))
-    passed = sum(one.attention_back > 0 for one in wanted)
-    staged = work_of(config_of(freeze, model, 2 * LAYERS, pipeline=LAYERS))
-    found = predict_step(replace(staged, hide_data=False), slow, PERFECT)
-    assert found.data * 1e8 == pytest.approx(max(one.gradients + sum(one.tables.values()) for one in wanted), rel=1e-6)
-    message = BATCH * LENGTH * staged.hidden * 2
-    assert found.pipeline * 1e8 == pytest.approx(message * staged.micro_batches * (1 + (passed > 0)), rel=1e-6)
-    work = work_of(config_of(freeze, model, 8, zero=3, reduce="micro_batch"))
-    block, table = work.attention_weights + work.expert_weights, VOCAB * work.hidden
-    sent = work.micro_batches * (2 * block * (LAYERS + passed) + 2 * table + sum(one.gradients for one in wanted))
-    sent += wanted[0].tables.get(EMBEDDING, 0)
-    assert work.micro_batches > 1 and predict_step(work, slow, PERFECT).data * 1e8 == pytest.approx(
-        sent * 7 / 8, rel=1e-3
+    """On a slow network, traffic determines the step time.
+
+    DDP reduces gradients once per step. ZeRO 3 gathers weights and reduces gradients in each micro-batch.
+    """
+    narrow_link = Link(bandwidth=1e8, latency=1e-30)
+    narrow = IDEAL.model_copy(update={"inside": narrow_link, "between": narrow_link})
+    counted = count_blocks(make_config(freeze, model))
+    backward_blocks = sum(block.attention_backward > 0 for block in counted)
+
+    ddp = make_workload(make_config(freeze, model, 2 * LAYERS, pipeline=LAYERS))
+    predicted = predict_step(replace(ddp, hide_data=False), narrow, PERFECT)
+    reduced = max(block.gradients + sum(block.table_gradients.values()) for block in counted)
+    assert predicted.data * 1e8 == pytest.approx(reduced, rel=1e-6)
+    message = BATCH * LENGTH * ddp.hidden * 2
+    assert predicted.pipeline * 1e8 == pytest.approx(
+        message * ddp.micro_batches * (1 + (backward_blocks > 0)), rel=1e-6
     )
-    calls = (
-        LAYERS + 1 + passed + sum(one.gradients > 0 for one in wanted)
-    )  # all gathered, the table, and again; reduced
-    calls = work.micro_batches * calls + (EMBEDDING in wanted[0].tables)
-    assert predict_step(work, late, PERFECT).data == pytest.approx(calls * 7e-3, rel=1e-3)
+
+    zero3 = make_workload(make_config(freeze, model, 8, zero=3, reduce="micro_batch"))
+    assert zero3.micro_batches > 1
+    block_bytes = 2 * (zero3.attention_weights + zero3.expert_weights)
+    table_bytes = 2 * VOCAB * zero3.hidden
+    gathered = block_bytes * (LAYERS + backward_blocks) + table_bytes
+    sent = zero3.micro_batches * (gathered + sum(block.gradients for block in counted))
+    sent += counted[0].table_gradients.get(EMBEDDING, 0)
+    assert predict_step(zero3, narrow, PERFECT).data * 1e8 == pytest.approx(sent * 7 / 8, rel=1e-3)
+
+    high_latency = Link(bandwidth=1e40, latency=1e-3)
+    distant = IDEAL.model_copy(update={"inside": high_latency, "between": high_latency})
+    gathers = LAYERS + 1 + backward_blocks  # each block, the embedding, and each block with a backward again
+    reductions = sum(block.gradients > 0 for block in counted)
+    calls = zero3.micro_batches * (gathers + reductions) + (EMBEDDING in counted[0].table_gradients)
+    assert predict_step(zero3, distant, PERFECT).data == pytest.approx(calls * 7e-3, rel=1e-3)
 
 
-def test_one_trained_share_applies_to_all_blocks() -> None:
-    """Machine files that were measured with older versions have one share for all blocks."""
-    work = work_of(config_of([], {}))
-    said = {name: value for name, value in asdict(work).items() if name != "trained_tables"} | {"trained": 1.0}
-    step = Step.model_validate_json(json.dumps({"work": said, "ranks_per_node": 1, "seconds": 1.0}))
+def test_a_single_trained_share_applies_to_all_blocks() -> None:
+    """Machine files of older versions have one share for all blocks, and no `trained_tables`."""
+    work = make_workload(make_config([], {}))
+    old_work = {name: value for name, value in asdict(work).items() if name != "trained_tables"} | {"trained": 1.0}
+    step = Step.model_validate_json(json.dumps({"work": old_work, "ranks_per_node": 1, "seconds": 1.0}))
     assert predict_step(step.work, IDEAL) == predict_step(work, IDEAL)

@@ -1,4 +1,4 @@
-"""Tests of `plan`: memory compared with real engines, timelines compared with theory, and its output."""
+"""Tests of `plan`: its memory compared with that of real ranks, its timelines with theory, and its printed lines."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.support.ranks import run_ranks
 from tests.support.tiny_training import VOCAB, tiny_config, train_steps
 
 
-def held_rank(rank_info: RankInfo, configs: list[Config]) -> list[tuple[int, int]]:
+def measure_state_of_rank(rank_info: RankInfo, configs: list[Config]) -> list[tuple[int, int]]:
     """Return the bytes of weights and of the optimizer's moments on this rank, for each config."""
     import torch.distributed as dist
 
@@ -42,42 +42,43 @@ def held_rank(rank_info: RankInfo, configs: list[Config]) -> list[tuple[int, int
     results = []
     for config in configs:
         state = train_steps(rank_info, config, world, 0)[0].state_dict()
-        local = {name: getattr(t, "_local_tensor", t).nbytes for name, t in state.items()}
-        weights = sum(n for name, n in local.items() if name.startswith("model."))
-        moments = sum(n for name, n in local.items() if "exp_avg" in name or "momentum" in name)
+        sizes = {name: getattr(tensor, "_local_tensor", tensor).nbytes for name, tensor in state.items()}
+        weights = sum(size for name, size in sizes.items() if name.startswith("model."))
+        moments = sum(size for name, size in sizes.items() if "exp_avg" in name or "momentum" in name)
         results.append((weights, moments))
-    dist.barrier()  # rank 0 holds the store in which the others may still make groups
+    dist.barrier()  # rank 0 hosts the store, which other ranks may still use to create process groups
     return results
 
 
 @pytest.mark.parametrize("model", [{}, TIED], ids=["untied", "tied"])
-def test_planned_memory_equals_that_of_real_ranks(model: dict[str, Any]) -> None:
-    # (a tied weight on both ends of a pipeline is once in the state, but twice in memory)
+def test_planned_weights_and_optimizer_state_equal_those_of_real_ranks(model: dict[str, Any]) -> None:
+    # Pipelines with tied weights are left out: a weight on both ends is once in the state, but twice in memory.
     layouts = [parallel for parallel in LAYOUTS if not (model and parallel.get("pipeline"))]
     configs = [tiny_config(4, parallel=parallel, model=model, train=FEW) for parallel in layouts]
-    lean = [{"moments": "bf16"}, {"moments": "bf16", "master": "none"}, {"master": "none"}]
+    small_states = [{"moments": "bf16"}, {"moments": "bf16", "master": "none"}, {"master": "none"}]
     bf16 = FEW | {"precision": "bf16"}
-    configs += [tiny_config(4, parallel={"zero": 2}, train=bf16, optimizer={"state": state}) for state in lean]
+    configs += [tiny_config(4, parallel={"zero": 2}, train=bf16, optimizer={"state": state}) for state in small_states]
     frozen = {"freeze": ["model.layers.[01].*", "model.norm.weight"], "state": {"moments": "int8"}}
-    wide = model | {"dim": 64, "intermediate_size": 128}
-    configs += [tiny_config(4, parallel={"zero": 2}, model=wide, train=FEW, optimizer=frozen)]
+    wide_model = model | {"dim": 64, "intermediate_size": 128}
+    configs += [tiny_config(4, parallel={"zero": 2}, model=wide_model, train=FEW, optimizer=frozen)]
     configs += [tiny_config(4, parallel={"zero": 3}, model=model, train=FEW, optimizer={"name": "muon"})]
-    held = run_ranks(4, held_rank, configs, timeout=240)
+    measured = run_ranks(4, measure_state_of_rank, configs, timeout=240)
     for number, config in enumerate(configs):
         layout = resolve_layout(config, 4, 4, VOCAB)
         for rank in range(4):
             expected = estimate_memory(config, layout, layout.coordinates(rank).pp, VOCAB, [])
-            weights, moments = held[rank][number]
+            weights, moments = measured[rank][number]
             assert (weights, moments) == (expected.weights, expected.optimizer), (config.parallel, rank)
 
 
 @pytest.mark.parametrize(("kind", "chunk"), [("selective", "null"), ("full", "null"), ("full", "1024")])
-def test_the_planned_peak_is_close_to_that_of_a_rehearsed_step(kind: str, chunk: str) -> None:
-    """The rehearsed model has two blocks with the sizes of lm-8b, in bf16."""
-    more = ["model.layers=2", f"parallel.activation_checkpointing={kind}", "train.micro_batch=1", *ONE_GPU_OVERRIDES]
-    more += ["train.global_batch=4", f"train.loss_chunk={chunk}"]
-    config = load_config(ROOT / "configs/lm-8b.yaml", more)
-    vocab, length = config.data.tokenizer.vocab_size, config.data.sequence_length
+def test_the_planned_peak_is_close_to_that_of_a_step_on_fake_tensors(kind: str, chunk: str) -> None:
+    """The model has two blocks with the sizes of lm-8b, in bf16."""
+    overrides = ["model.layers=2", f"parallel.activation_checkpointing={kind}", "train.micro_batch=1"]
+    overrides += [*ONE_GPU_OVERRIDES, "train.global_batch=4", f"train.loss_chunk={chunk}"]
+    config = load_config(ROOT / "configs/lm-8b.yaml", overrides)
+    vocab = config.data.tokenizer.vocab_size
+    length = config.data.sequence_length
     task = DecoderTask(config, vocab)
     with FakeTensorMode():
         model = Decoder(config.model, vocab, length)
@@ -94,51 +95,44 @@ def test_the_planned_peak_is_close_to_that_of_a_rehearsed_step(kind: str, chunk:
         with tracker:
             task.loss(model(*task.model_inputs(batch), **task.loss_inputs(batch)), batch).backward()
     (peak,) = tracker.get_tracker_snapshot("peak").values()
-    found = estimate_memory(
-        config, resolve_layout(config), 0, vocab, rank_actions(resolve_layout(config))[0], on_cpu=True
-    )
-    assert (found.weights, found.gradients) == (peak[_MemRefType.PARAM], peak[_MemRefType.GRAD])
-    moving = peak[_MemRefType.ACT] + peak[_MemRefType.TEMP]
-    assert found.gathered + found.activations == pytest.approx(moving, rel=0.05)
+    layout = resolve_layout(config)
+    planned = estimate_memory(config, layout, 0, vocab, rank_actions(layout)[0], on_cpu=True)
+    assert (planned.weights, planned.gradients) == (peak[_MemRefType.PARAM], peak[_MemRefType.GRAD])
+    activations = peak[_MemRefType.ACT] + peak[_MemRefType.TEMP]
+    assert planned.gathered + planned.activations == pytest.approx(activations, rel=0.05)
 
 
-@pytest.mark.parametrize(("peak", "name", "more"), PEAKS)
-def test_the_planned_peak_is_close_to_that_of_torchs_allocator(peak: float, name: str, more: tuple[str, ...]) -> None:
-    config = load_config(ROOT / f"configs/{name}.yaml", [*ONE_GPU_OVERRIDES, *more, "train.global_batch=8"])
-    found = estimate_memory(
-        config,
-        resolve_layout(config, 1),
-        0,
-        config.data.tokenizer.vocab_size,
-        rank_actions(resolve_layout(config, 1))[0],
-    )
-    assert found.total / 2**30 == pytest.approx(peak, rel=0.03)
+def plan_peak_gib(config: Config) -> float:
+    """Return the planned peak memory of a config on one rank, in GiB."""
+    layout = resolve_layout(config, 1)
+    memory = estimate_memory(config, layout, 0, config.data.tokenizer.vocab_size, rank_actions(layout)[0])
+    return memory.total / 2**30
+
+
+@pytest.mark.parametrize(("peak_gib", "name", "overrides"), PEAKS)
+def test_the_planned_peak_is_close_to_that_of_torchs_allocator(
+    peak_gib: float, name: str, overrides: tuple[str, ...]
+) -> None:
+    config = load_config(ROOT / f"configs/{name}.yaml", [*ONE_GPU_OVERRIDES, *overrides, "train.global_batch=8"])
+    assert plan_peak_gib(config) == pytest.approx(peak_gib, rel=0.03)
 
 
 @pytest.mark.parametrize(
-    ("peak", "local"), [(27.69, "{every: 2}"), (36.89, "{every: 2, outer_lr: 0.7, outer_momentum: 0.9}")]
+    ("peak_gib", "local_sgd"), [(27.69, "{every: 2}"), (36.89, "{every: 2, outer_lr: 0.7, outer_momentum: 0.9}")]
 )
-def test_the_planned_peak_includes_a_save_of_different_replicas(peak: float, local: str) -> None:
-    """`peak` was counted by torch's allocator on the fake H200. The peak of the step alone is 22.01 GiB."""
-    small = ("train.micro_batch=1", f"{RECOMPUTE}=full", f"parallel.local_sgd={local}")
-    config = load_config(
-        ROOT / "configs/lm-1b.yaml", ["parallel.zero=0", *ONE_GPU_OVERRIDES, *small, "train.global_batch=8"]
-    )
-    found = estimate_memory(
-        config,
-        resolve_layout(config, 1),
-        0,
-        config.data.tokenizer.vocab_size,
-        rank_actions(resolve_layout(config, 1))[0],
-    )
-    assert found.total / 2**30 == pytest.approx(peak, rel=0.03)
+def test_the_planned_peak_with_local_sgd_includes_saving_a_checkpoint(peak_gib: float, local_sgd: str) -> None:
+    """torch's allocator counted the expected peaks on the fake H200. The peak of the step alone is 22.01 GiB."""
+    overrides = ["parallel.zero=0", *ONE_GPU_OVERRIDES, "train.micro_batch=1", f"{RECOMPUTE}=full"]
+    overrides += [f"parallel.local_sgd={local_sgd}", "train.global_batch=8"]
+    config = load_config(ROOT / "configs/lm-1b.yaml", overrides)
+    assert plan_peak_gib(config) == pytest.approx(peak_gib, rel=0.03)
 
 
 @settings(deadline=None, max_examples=40)
 @given(st.sampled_from(["gpipe", "1f1b"]), st.integers(2, 8), st.integers(0, 16))
-def test_pipeline_bubbles_equal_the_theory(schedule: str, ranks: int, more: int) -> None:
-    """(p - 1) / (m + p - 1) of the time for p ranks and m micro-batches (arXiv 2104.04473, section 2.2)."""
-    batches = ranks + more
+def test_pipeline_bubbles_equal_the_theory(schedule: str, ranks: int, additional_batches: int) -> None:
+    """p ranks are idle for (p - 1) / (m + p - 1) of a step of m micro-batches (arXiv 2104.04473, section 2.2)."""
+    batches = ranks + additional_batches
     parallel = {"pipeline": ranks, "schedule": schedule}
     layout = resolve_layout(
         tiny_config(ranks, parallel=parallel, model={"layers": 8}, train={"global_batch": 2 * batches})
@@ -151,16 +145,16 @@ def test_pipeline_bubbles_equal_the_theory(schedule: str, ranks: int, more: int)
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipe_v"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_timelines_of_torchs_schedules_contain_each_action_once(schedule: str, ranks: int) -> None:
-    """Every micro-batch passes every stage once forward and once backward, and the text timeline shows all actions."""
+    """Each stage computes forward and backward of each micro-batch once. The text timeline shows all actions."""
     parallel = {"pipeline": ranks, "schedule": schedule, "virtual_stages": 2}
     config = tiny_config(ranks, parallel=parallel, model={"layers": 8}, train={"global_batch": 16, "micro_batch": 1})
     layout = resolve_layout(config)
     orders = rank_actions(layout)
-    every = [action for order in orders for action in order]
+    actions = [action for order in orders for action in order]
     for stage in range(layout.stages):
         for micro in range(layout.micro_batches):
-            kinds = sorted(a.kind for a in every if (a.stage, a.micro) == (stage, micro))
-            assert kinds in (["B", "F"], ["F", "I", "W"])
+            kinds = sorted(action.kind for action in actions if (action.stage, action.micro) == (stage, micro))
+            assert kinds in (["B", "F"], ["F", "I", "W"])  # I and W: backward for inputs and for weights
     rows = draw_text_timeline(orders, layout.stages)
     assert sum(len(row) - row.count("·") for row in rows) == 3 * layout.stages * layout.micro_batches
     assert len({len(row) for row in rows}) == 1
@@ -171,9 +165,7 @@ def test_a_schedule_with_a_deadlock_is_an_error() -> None:
         draw_text_timeline([[Action("B", 0, 0), Action("F", 0, 0)]], 1)
 
 
-def test_the_plan_lists_mesh_memory_schedule_and_traffic(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_plan_lists_mesh_memory_schedule_and_traffic() -> None:
     config = tiny_config(8, parallel={"pipeline": 2, "tensor": 2, "zero": 1}, train=FEW)
     text = "\n".join(describe_plan(config))
     assert "8 ranks: pipeline 2 × data 2 × tensor 2, ZeRO 1 over 2; 2 micro-batches" in text
@@ -182,7 +174,12 @@ def test_the_plan_lists_mesh_memory_schedule_and_traffic(
     assert "    5     0    1    0    1   3–3" in text
     for group in ("shard", "tensor", "pipeline"):
         assert f"{group:>10} " in text.rsplit("sends", 1)[1]
-    monkeypatch.setattr("cli.plan.prepare_for_torch", lambda: None)  # it changes the signals of this process
+
+
+def test_plan_fails_if_tensor_parallelism_does_not_divide_the_ranks(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cli.plan.prepare_for_torch", lambda: None)  # it would change the signals of this process
     monkeypatch.setattr("sys.argv", ["submit.py", "plan", str(ROOT / "configs/quickstart.yaml"), "parallel.tensor=3"])
     with pytest.raises(SystemExit) as stopped:
         main()
@@ -191,30 +188,31 @@ def test_the_plan_lists_mesh_memory_schedule_and_traffic(
 
 
 def test_a_layout_above_the_gpu_memory_fails_after_its_table() -> None:
-    def lines(size: float) -> Iterator[str]:
-        return describe_plan(load_config(ROOT / "configs/lm-8b-1gpu.yaml", [f"site.gpu_memory_gib={size}"]))
+    def describe_with_memory(gib: float) -> Iterator[str]:
+        return describe_plan(load_config(ROOT / "configs/lm-8b-1gpu.yaml", [f"site.gpu_memory_gib={gib}"]))
 
-    assert any(line.startswith("a GPU has 150.324 GB: about 0.4 for CUDA and NCCL, 21.") for line in lines(140))
-    refused, seen = lines(110), list[str]()
+    lines = list(describe_with_memory(140))
+    assert any(line.startswith("a GPU has 150.324 GB: about 0.4 for CUDA and NCCL, 21.") for line in lines)
+    printed: list[str] = []
     with pytest.raises(UserError, match=r"128\.\d GB.* 0\.4.*118\.1.*110 GiB") as error:
-        seen.extend(refused)
+        printed.extend(describe_with_memory(110))
     assert error.value.code == "plan.not_enough_memory"
-    assert seen[-1].split()[-1].startswith("128.")
+    assert printed[-1].split()[-1].startswith("128.")
 
 
-def test_the_plan_of_a_custom_model_counts_its_parameters() -> None:
-    """The parameters of all pipeline ranks add up to those of the model."""
-    cut = ("parallel.pipeline=2", "parallel.schedule=zbv", "parallel.virtual_stages=2", "train.micro_batch=1")
-    config = load_config(ROOT / "examples/vit.yaml", [*cut, "stages.train.tasks_per_node=2"])
-    text = list(describe_plan(config))
-    assert any(line.startswith("zbv: a digit is") for line in text) and any("▓" in line for line in text)
-    whole = vit.build({**config.model.options, "layers": config.model.layers}, range(config.model.layers))
-    counts = [int(line.split()[1].replace(",", "")) for line in text[-2:]]
-    assert sum(counts) == sum(parameter.numel() for parameter in whole.parameters()) and min(counts) > 0
+def test_planned_parameters_of_a_custom_model_add_up_to_those_of_the_model() -> None:
+    """The plan lists the parameters of each pipeline rank in its last two lines."""
+    pipeline = ("parallel.pipeline=2", "parallel.schedule=zbv", "parallel.virtual_stages=2", "train.micro_batch=1")
+    config = load_config(ROOT / "examples/vit.yaml", [*pipeline, "stages.train.tasks_per_node=2"])
+    lines = list(describe_plan(config))
+    assert any(line.startswith("zbv: a digit is") for line in lines) and any("▓" in line for line in lines)
+    full_model = vit.build({**config.model.options, "layers": config.model.layers}, range(config.model.layers))
+    counts = [int(line.split()[1].replace(",", "")) for line in lines[-2:]]
+    assert sum(counts) == sum(parameter.numel() for parameter in full_model.parameters()) and min(counts) > 0
 
 
 @pytest.mark.parametrize(("name", "billions"), [("lm-1b", 1.236), ("lm-8b", 8.030)])
 def test_the_included_configs_have_the_expected_numbers_of_parameters(name: str, billions: float) -> None:
     config = load_config(ROOT / f"configs/{name}.yaml")
-    found = estimate_memory(config, resolve_layout(config), 0, config.data.tokenizer.vocab_size, [])
-    assert found.parameters / 1e9 == pytest.approx(billions, abs=5e-4)
+    memory = estimate_memory(config, resolve_layout(config), 0, config.data.tokenizer.vocab_size, [])
+    assert memory.parameters / 1e9 == pytest.approx(billions, abs=5e-4)

@@ -1,4 +1,4 @@
-"""`plan --html`: the figures agree with the text, and the page is self-contained."""
+"""Tests of `plan --html`: the figures agree with the text of `plan`, and the page is self-contained."""
 
 from __future__ import annotations
 
@@ -30,42 +30,43 @@ from planning.predict import _pipeline_span, predict_step
 from planning.workload import workload_from_config
 
 H100 = load_machine("h100")
-PIPED = (
+PIPELINED = (
     "parallel.pipeline=4", "parallel.tensor=2", "parallel.data=auto", "parallel.zero=1", "train.micro_batch=1",
     "parallel.schedule=interleaved_1f1b", "parallel.virtual_stages=2", "train.global_batch=32",
 )  # fmt: skip
 
 
-def figures_of(*overrides: str, machine: bool = True) -> PlanFigures:
+def plan_figures(*overrides: str, machine: bool = True) -> PlanFigures:
+    """Return the figures of lm-8b with overrides. Without a machine, no times are predicted."""
     config = load_config(CODE_ROOT / "configs/lm-8b.yaml", [*overrides, "site.gpu_memory_gib=79.6"])
     return compute_plan_figures(config, H100 if machine else None)
 
 
-@pytest.mark.parametrize("overrides", [PIPED, (), ("parallel.zero=3", "train.micro_batch=2")])
-def test_memory_agrees_with_the_text(overrides: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("overrides", [PIPELINED, (), ("parallel.zero=3", "train.micro_batch=2")])
+def test_memory_of_the_figures_agrees_with_the_text(overrides: tuple[str, ...]) -> None:
     config = load_config(CODE_ROOT / "configs/lm-8b.yaml", [*overrides])
     rows = [line.split() for line in describe_plan(config) if re.match(r" +\d+ +[\d,]+( +\d+\.\d{3}){6}$", line)]
-    figures = figures_of(*overrides)
+    figures = plan_figures(*overrides)
     reserved = reserved_gpu_bytes(resolve_layout(config)) / 1e9
-    shown = [list(parts.values()) for parts in figures.memory]
-    assert len(rows) == len(shown) == config.parallel.pipeline
-    for row, parts in zip(rows, shown, strict=True):
+    ranks = [list(parts.values()) for parts in figures.memory]
+    assert len(rows) == len(ranks) == config.parallel.pipeline
+    for row, parts in zip(rows, ranks, strict=True):
         assert [float(cell) for cell in row[2:7]] == pytest.approx(parts[:5], abs=5e-4)
         assert parts[5:] == pytest.approx([reserved])
-    assert figures.facts["fullest rank"].startswith(f"{max(map(sum, shown)):.1f} GB of 85.5 GB: ")
-    assert max(map(sum, shown)) == pytest.approx(max(float(row[7]) for row in rows) + reserved, abs=2e-3)
+    assert figures.facts["fullest rank"].startswith(f"{max(map(sum, ranks)):.1f} GB of 85.5 GB: ")
+    assert max(map(sum, ranks)) == pytest.approx(max(float(row[7]) for row in rows) + reserved, abs=2e-3)
 
 
-def test_offload_keeps_only_gathered_weights_and_activations_on_the_gpu() -> None:
-    (parts,) = figures_of("parallel.zero=3", "parallel.offload=true").memory
+def test_gpu_memory_with_offload_has_only_gathered_weights_and_activations() -> None:
+    (parts,) = plan_figures("parallel.zero=3", "parallel.offload=true").memory
     assert list(parts) == ["gathered", "activations", "CUDA and NCCL"]
     assert "CUDA and NCCL" in draw_memory([parts], 80.0)
 
 
-def test_the_schedule_takes_the_predicted_time() -> None:
-    """If there are few micro-batches, all are shown, and no rank runs two actions at once."""
-    timeline = figures_of(*PIPED).timeline
-    config = load_config(CODE_ROOT / "configs/lm-8b.yaml", PIPED)
+def test_the_drawn_schedule_takes_the_predicted_time() -> None:
+    """The schedule shows all micro-batches, because there are few. No rank runs two actions at once."""
+    timeline = plan_figures(*PIPELINED).timeline
+    config = load_config(CODE_ROOT / "configs/lm-8b.yaml", PIPELINED)
     layout = resolve_layout(config)
     step = predict_step(workload_from_config(config, layout, 128256), H100.in_nodes_of(layout.ranks_per_node))
     assert sum(len(actions) for actions in timeline) == 4 * 2 * 2 * layout.micro_batches
@@ -76,8 +77,8 @@ def test_the_schedule_takes_the_predicted_time() -> None:
 
 
 def test_no_operator_is_above_the_roofline() -> None:
-    for overrides in ((), PIPED):
-        figures = figures_of(*overrides)
+    for overrides in ((), PIPELINED):
+        figures = plan_figures(*overrides)
         assert figures.roof is not None
         rate, bandwidth = figures.roof
         for intensity, flops in figures.operators.values():
@@ -85,44 +86,42 @@ def test_no_operator_is_above_the_roofline() -> None:
 
 
 def test_figures_name_their_axes_and_units() -> None:
-    figures = figures_of(*PIPED)
+    figures = plan_figures(*PIPELINED)
     assert figures.roof is not None
-    config = load_config(CODE_ROOT / "configs/lm-8b.yaml", PIPED)
-    drawn = {
+    config = load_config(CODE_ROOT / "configs/lm-8b.yaml", PIPELINED)
+    figures_by_unit = {
         "GB of one GPU": draw_memory(figures.memory, figures.gpu_memory),
         "milliseconds": draw_schedule(figures.timeline, True),
         "TFLOP/s": draw_roofline(figures.operators, figures.roof), "minutes": draw_failures(config, 600.0)[1],
         "GPUs": draw_failures(config, 0.0)[0],
     }  # fmt: skip
-    for unit, figure in drawn.items():
+    for unit, figure in figures_by_unit.items():
         assert figure.startswith("<figure") and re.search(rf'class="title"[^>]*>[^<]*{unit}', figure), unit
-    assert "durations of a forward" in draw_schedule(figures_of(machine=False).timeline, False)
+    assert "durations of a forward" in draw_schedule(plan_figures(machine=False).timeline, False)
     assert draw_memory(figures.memory, figures.gpu_memory).count("a GPU has 85.5 GB</title>") == 4
 
 
 def test_the_page_is_self_contained(tmp_path: Path) -> None:
-    """For a layout that does not fit, the page is written and the command fails."""
+    """The layout does not fit into the GPU's memory. The page is written nevertheless, and the command fails."""
     page = tmp_path / "plan.html"
-    words = [str(CODE_ROOT / "configs/lm-8b.yaml"), "--machine=h100", f"--html={page}", "run.name=a-b"]
-    done = subprocess.run(
-        [sys.executable, "submit.py", "plan", *words, "parallel.zero=0", "parallel.data=auto"],
+    arguments = [str(CODE_ROOT / "configs/lm-8b.yaml"), "--machine=h100", f"--html={page}", "run.name=a-b"]
+    completed = subprocess.run(
+        [sys.executable, "submit.py", "plan", *arguments, "parallel.zero=0", "parallel.data=auto"],
         cwd=CODE_ROOT, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
-    assert done.returncode == 2 and "plan.not_enough_memory" in done.stderr and str(page) in done.stdout
+    assert completed.returncode == 2 and "plan.not_enough_memory" in completed.stderr
+    assert str(page) in completed.stdout
     text = page.read_text()
-    assert (
-        "<dd>256 sequences, 1,048,576 tokens</dd>" in text
-        and "<dt>ranks</dt><dd>32</dd>" in text
-        and re.search(r"<dd>\d+\.\d GB of 85\.5 GB: does not fit</dd>", text)
-    )
+    assert "<dd>256 sequences, 1,048,576 tokens</dd>" in text
+    assert "<dt>ranks</dt><dd>32</dd>" in text
+    assert re.search(r"<dd>\d+\.\d GB of 85\.5 GB: does not fit</dd>", text)
     assert text.count("<figure") == 5 and "<h1>a-b</h1>" in text
-    assert not re.search(
-        r'(src|href)="|url\(|https?://(?!www\.w3\.org)', re.sub(r"<pre>.*?</pre>", "", text, flags=re.S)
-    )
+    without_config = re.sub(r"<pre>.*?</pre>", "", text, flags=re.DOTALL)
+    assert not re.search(r'(src|href)="|url\(|https?://(?!www\.w3\.org)', without_config)
 
 
 def test_the_page_file_must_be_html_in_an_existing_folder(tmp_path: Path) -> None:
-    for wrong in (tmp_path / "plan.yaml", tmp_path / "no" / "plan.html"):
+    for path in (tmp_path / "plan.yaml", tmp_path / "no" / "plan.html"):
         with pytest.raises(UserError) as error:
-            check_page_path(wrong)
-        assert error.value.code == "plan.html_path" and str(wrong) in str(error.value)
+            check_page_path(path)
+        assert error.value.code == "plan.html_path" and str(path) in str(error.value)

@@ -1,4 +1,4 @@
-"""The prediction against what physics says: formulas by hand, monotony, theory of pipelines, torch's schedules."""
+"""Tests of predicted step times: formulas computed by hand, monotonicity, pipeline theory and torch's schedules."""
 
 from __future__ import annotations
 
@@ -35,48 +35,56 @@ H100 = load_machine("h100")
 SMALL = Workload(
     layers=16, hidden=2048, heads=16, kv_heads=8, ffn=5632, vocab=32000, sequence=2048, micro_batch=2, global_batch=128
 )
-PIPED = replace(SMALL, pipeline=4, shard=4, zero=1, tensor=2)
+PIPELINED = replace(SMALL, pipeline=4, shard=4, zero=1, tensor=2)
 
-# An ideal machine: nothing costs but arithmetic.
 IDEAL = Machine(
     gpu="ideal", memory_gib=1, bandwidth=1e30, multiprocessors=1, peak={"bf16": 1e15}, achievable={"bf16": 1e15},
     attention=Attention(portable=1e15, native=1e15), gpus_per_node=8, inside=Link(bandwidth=1e30, latency=1e-30),
     between=Link(bandwidth=1e30, latency=1e-30),
 )  # fmt: skip
+"""A machine on which only arithmetic takes time, at 1e15 FLOP/s."""
 PERFECT = Constants(1, 1, 1, 1, 1, 1, 1e-30, 1e-30, 1e-30, 1e-30)
+"""Constants without losses and overheads."""
 
 
 def test_collectives_take_as_long_as_computed_by_hand() -> None:
-    """A gigabyte over H100s: 8 in a node, 16 in two nodes, 4 with one in each node."""
-    inside, two, apart = CommGroup(8, 8), CommGroup(16, 8), CommGroup(4, 1)
-    assert all_gather_time(1e9, inside, H100) == pytest.approx(7 * 3e-6 + 7 / 8 * 1e9 / 450e9)
-    assert ring_bandwidth(two, H100) == 400e9  # eight cards of 50 GB/s, less than NVLink's 450
-    assert all_gather_time(1e9, two, H100) == pytest.approx(7 * 3e-6 + 8e-6 + 15 / 16 * 1e9 / 400e9)
-    assert all_reduce_time(1e9, apart, H100) == pytest.approx(2 * (2 * 8e-6 + 3 / 4 * 1e9 / 50e9))
+    """The tensors have one gigabyte, and the GPUs are H100s."""
+    one_node = CommGroup(8, 8)
+    two_nodes = CommGroup(16, 8)
+    four_nodes = CommGroup(4, 1)
+    assert all_gather_time(1e9, one_node, H100) == pytest.approx(7 * 3e-6 + 7 / 8 * 1e9 / 450e9)
+    assert ring_bandwidth(two_nodes, H100) == 400e9  # eight network cards of 50 GB/s: less than the 450 of NVLink
+    assert all_gather_time(1e9, two_nodes, H100) == pytest.approx(7 * 3e-6 + 8e-6 + 15 / 16 * 1e9 / 400e9)
+    assert all_reduce_time(1e9, four_nodes, H100) == pytest.approx(2 * (2 * 8e-6 + 3 / 4 * 1e9 / 50e9))
     assert all_gather_time(1e9, CommGroup(1, 1), H100) == 0.0
     assert send_time(1e9, CommGroup(4, 1), H100, 0.5) == pytest.approx(8e-6 + 1e9 / 25e9)
-    assert all_to_all_time(1e9, two, H100) == pytest.approx(1e9 / 2 / 50e9 + 8e-6)  # half of it leaves the node
-    assert all_to_all_time(1e9, two, H100, copies=4) == pytest.approx(1e9 / 4 / 50e9 + 8e-6)  # twice, not four times
+    # Half of the bytes leave the node. If they are four copies of the same bytes, each of the two nodes receives one.
+    assert all_to_all_time(1e9, two_nodes, H100) == pytest.approx(1e9 / 2 / 50e9 + 8e-6)
+    assert all_to_all_time(1e9, two_nodes, H100, copies=4) == pytest.approx(1e9 / 4 / 50e9 + 8e-6)
 
 
-@pytest.mark.parametrize(("ranks", "stride", "group"), [(8, 1, (8, 8)), (16, 1, (16, 8)), (4, 2, (4, 4)),
-                                                        (8, 4, (8, 2)), (64, 8, (64, 1)), (4, 64, (4, 1))])  # fmt: skip
-def test_a_group_has_the_number_of_its_ranks_per_node(ranks: int, stride: int, group: tuple[int, int]) -> None:
-    found = CommGroup.with_stride(ranks, stride, H100)
-    assert (found.ranks, found.in_node) == group
+@pytest.mark.parametrize(
+    ("ranks", "stride", "in_node"), [(8, 1, 8), (16, 1, 8), (4, 2, 4), (8, 4, 2), (64, 8, 1), (4, 64, 1)]
+)
+def test_a_group_with_a_stride_has_this_number_of_ranks_per_node(ranks: int, stride: int, in_node: int) -> None:
+    group = CommGroup.with_stride(ranks, stride, H100)
+    assert (group.ranks, group.in_node) == (ranks, in_node)
 
 
 def test_on_an_ideal_machine_only_arithmetic_takes_time() -> None:
-    """6 FLOPs per weight and token; attention, half of which is masked, forward and 2.5 times that backward."""
-    found = predict_step(SMALL, IDEAL, replace(PERFECT, attention=(1 + 512 / 2048)))
+    """A step has 6 FLOPs per weight and token, and those of attention.
+
+    Half of the attention is masked. Backward computes 2.5 times as much attention as forward.
+    """
+    prediction = predict_step(SMALL, IDEAL, replace(PERFECT, attention=(1 + 512 / 2048)))
     weights = 16 * (2048 * 128 * 2 * (16 + 8) + 3 * 2048 * 5632) + 2048 * 32000
     tokens = 128 * 2048
     attention = 3.5 * 2 * tokens * 2048 * 2048 * 16
-    assert found.step == pytest.approx((6 * weights * tokens + attention) / 1e15, rel=2e-3)
-    assert found.mfu == pytest.approx(found.tokens_per_gpu * SMALL.flops_per_token / 1e15)
+    assert prediction.step == pytest.approx((6 * weights * tokens + attention) / 1e15, rel=2e-3)
+    assert prediction.mfu == pytest.approx(prediction.tokens_per_gpu * SMALL.flops_per_token / 1e15)
 
 
-WORKS = st.builds(
+WORKLOADS = st.builds(
     lambda tensor, pipeline, shard, zero, recompute, fused, micro, batches: replace(
         SMALL, tensor=tensor, pipeline=pipeline, shard=shard, zero=zero if shard > 1 else 0, recompute=recompute,
         fused=fused, micro_batch=micro, global_batch=micro * shard * batches,
@@ -84,10 +92,11 @@ WORKS = st.builds(
     st.sampled_from([1, 2, 8]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 4, 32]), st.integers(0, 3),
     st.sampled_from(["none", "selective", "full"]), st.booleans(), st.sampled_from([1, 2, 4]), st.integers(4, 12),
 )  # fmt: skip
+"""Random workloads."""
 
 
 @settings(deadline=None, max_examples=60)
-@given(WORKS, st.sampled_from(["layers", "hidden", "ffn", "vocab", "sequence", "global_batch"]))
+@given(WORKLOADS, st.sampled_from(["layers", "hidden", "ffn", "vocab", "sequence", "global_batch"]))
 def test_more_work_takes_longer(work: Workload, name: str) -> None:
     larger = replace(work, **{name: 2 * getattr(work, name)})
     assert predict_step(larger, H100).step > predict_step(work, H100).step
@@ -96,22 +105,22 @@ def test_more_work_takes_longer(work: Workload, name: str) -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@given(WORKS, st.integers(0, 17))
-def test_a_step_is_the_sum_of_its_parts_and_no_faster_than_arithmetic(work: Workload, first: int) -> None:
-    """Also where the blocks before the `first` one are frozen."""
-    shares = tuple(float(number >= first) for number in range(work.layers))
-    work = replace(work, trained=shares, trained_from=first, trained_tables=(first == 0, True))
-    found = predict_step(work, H100, replace(Constants(), jitter=1e-12))
-    parts = found.compute + found.tensor + found.others + found.pipeline + found.data
-    assert parts + found.bubble + found.optimizer == pytest.approx(found.step, rel=1e-6)
-    assert min(found.compute, found.bubble + 1e-9, found.data, found.tensor, found.optimizer) >= 0
-    blocks = work.layers + 2 * max(0, work.layers - first)
-    causal = work.flops_per_token - 2 * blocks * work.heads * work.head * work.sequence
-    assert found.tokens_per_gpu * causal < H100.achievable["bf16"]
+@given(WORKLOADS, st.integers(0, 17))
+def test_a_step_is_the_sum_of_its_parts_and_no_faster_than_arithmetic(work: Workload, first_trained: int) -> None:
+    """The blocks before `first_trained` are frozen."""
+    shares = tuple(float(number >= first_trained) for number in range(work.layers))
+    work = replace(work, trained=shares, trained_from=first_trained, trained_tables=(first_trained == 0, True))
+    step = predict_step(work, H100, replace(Constants(), jitter=1e-12))
+    parts = step.compute + step.tensor + step.others + step.pipeline + step.data + step.bubble + step.optimizer
+    assert parts == pytest.approx(step.step, rel=1e-6)
+    assert min(step.compute, step.bubble + 1e-9, step.data, step.tensor, step.optimizer) >= 0
+    block_passes = work.layers + 2 * max(0, work.layers - first_trained)
+    causal_flops = work.flops_per_token - 2 * block_passes * work.heads * work.head * work.sequence
+    assert step.tokens_per_gpu * causal_flops < H100.achievable["bf16"]
 
 
 @settings(deadline=None, max_examples=60)
-@given(WORKS, st.sampled_from(["bandwidth", "achievable", "attention", "inside", "between"]))
+@given(WORKLOADS, st.sampled_from(["bandwidth", "achievable", "attention", "inside", "between"]))
 def test_a_better_machine_is_not_slower(work: Workload, part: str) -> None:
     value = getattr(H100, part)
     better = {name: 2 * size for name, size in value.items()} if isinstance(value, dict) else value
@@ -126,136 +135,148 @@ def test_a_better_machine_is_not_slower(work: Workload, part: str) -> None:
 
 
 @settings(deadline=None, max_examples=40)
-@given(WORKS)
+@given(WORKLOADS)
 def test_recomputation_costs_time_and_saves_memory(work: Workload) -> None:
     kinds = [replace(work, recompute=kind) for kind in ("none", "selective", "full")]
-    steps = [predict_step(made, H100).step for made in kinds]
+    steps = [predict_step(work, H100).step for work in kinds]
     assert steps == sorted(steps)
-    kept = [
-        estimate_footprint(made).activations for made in (replace(made, micro_batch=8, layers=64) for made in kinds)
-    ]
-    assert kept == sorted(kept, reverse=True)
+    large = [replace(work, micro_batch=8, layers=64) for work in kinds]
+    activations = [estimate_footprint(work).activations for work in large]
+    assert activations == sorted(activations, reverse=True)
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])
-def test_zero_saves_memory(level: int) -> None:
-    works = [replace(SMALL, shard=8, zero=zero) for zero in (level - 1, level)]
-    assert estimate_footprint(works[1]).total < estimate_footprint(works[0]).total
+def test_each_zero_level_saves_memory(level: int) -> None:
+    previous, work = (replace(SMALL, shard=8, zero=zero) for zero in (level - 1, level))
+    assert estimate_footprint(work).total < estimate_footprint(previous).total
 
 
 def test_the_predicted_bubble_equals_the_theory() -> None:
-    """(p − 1) / m of the busy time of equal stages (arXiv 2104.04473, section 2.2), 1/v of it interleaved."""
-    even = replace(SMALL, pipeline=4, vocab=1, sequence=4096, micro_batch=1, global_batch=32)
+    """The bubble of p equal stages is (p − 1) / m of the busy time of m micro-batches.
+
+    With v interleaved stages per rank, it is 1/v of that (arXiv 2104.04473, section 2.2).
+    """
+    equal_stages = replace(SMALL, pipeline=4, vocab=1, sequence=4096, micro_batch=1, global_batch=32)
     for virtual, schedule in ((1, "1f1b"), (2, "interleaved_1f1b")):
-        made = replace(even, virtual_stages=virtual, schedule=schedule)
-        found = predict_step(made, IDEAL, PERFECT)
-        assert found.bubble / (found.step - found.bubble) == pytest.approx(3 / 32 / virtual, rel=1e-3)
+        work = replace(equal_stages, virtual_stages=virtual, schedule=schedule)
+        prediction = predict_step(work, IDEAL, PERFECT)
+        busy = prediction.step - prediction.bubble
+        assert prediction.bubble / busy == pytest.approx(3 / 32 / virtual, rel=1e-3)
 
 
 @pytest.mark.parametrize(
     ("schedule", "virtual"), [("1f1b", 1), ("gpipe", 1), ("interleaved_1f1b", 2), ("zb1p", 1), ("zb2p", 1), ("zbv", 2)]
 )
-def test_rounds_that_are_not_replayed_repeat_the_steady_state(
+def test_a_partly_replayed_pipeline_takes_as_long_as_a_fully_replayed_one(
     schedule: str, virtual: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The prediction replays two rounds of micro-batches. It assumes that the others repeat the steady state."""
     forward = tuple(1 + 0.1 * (stage % 3) for stage in range(4 * virtual))
-    times = (schedule, 4, virtual, 24, forward, tuple(2 * time for time in forward))
-    short = predicting._pipeline_span(*times)
+    backward = tuple(2 * seconds for seconds in forward)
+    arguments = (schedule, 4, virtual, 24, forward, backward)
+    extrapolated = predicting._pipeline_span(*arguments)
     monkeypatch.setattr(predicting, "REPLAYED_ROUNDS", 100)
-    assert short == pytest.approx(predicting._pipeline_span.__wrapped__(*times), rel=0.02)
+    assert extrapolated == pytest.approx(predicting._pipeline_span.__wrapped__(*arguments), rel=0.02)
 
 
 @pytest.mark.parametrize(("ranks", "virtual", "batches"), [(2, 2, 4), (4, 3, 12), (4, 2, 6), (8, 2, 20), (2, 4, 3)])
 def test_the_interleaved_order_equals_that_of_torch(ranks: int, virtual: int, batches: int) -> None:
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
-    found = get_schedule_ops("Interleaved1F1B", ranks, batches, virtual)
-    texts = (" ".join(map(str, order)) for order in found)
-    theirs = [[Action(kind, int(at), int(micro)) for at, kind, micro in _ACTION.findall(text)] for text in texts]
-    assert build_schedule("interleaved_1f1b", ranks, virtual, batches) == theirs
+    torch_orders = get_schedule_ops("Interleaved1F1B", ranks, batches, virtual)
+    texts = (" ".join(map(str, order)) for order in torch_orders)
+    expected = [
+        [Action(kind, int(stage), int(micro)) for stage, kind, micro in _ACTION.findall(text)] for text in texts
+    ]
+    assert build_schedule("interleaved_1f1b", ranks, virtual, batches) == expected
 
 
 def test_zero_bubble_schedules_have_a_smaller_bubble() -> None:
-    """By the picture: 1f1b, ZB-1p a third of its bubble, ZB-2p none, as its ranks do not wait for the end of a step."""
-    idle = {}
+    """The bubble of ZB-1p is a third of that of 1f1b. ZB-2p has none, because ranks do not wait for the step's end."""
+    bubbles = {}
     for schedule in ("1f1b", "zb1p", "zb2p"):
         orders = build_schedule(schedule, 4, 1, 16)
-        starts = [made[0][1] for made in replay_schedule(orders, 4, lambda action: 2 if action.kind == "B" else 1)]
+        times = replay_schedule(orders, 4, lambda action: 2 if action.kind == "B" else 1)
         rows = draw_text_timeline(orders, 4)
-        idle[schedule] = max(len(row.rstrip("·")) - start for row, start in zip(rows, starts, strict=True)) - 48
-    assert idle == {"1f1b": 9, "zb1p": 3, "zb2p": 0}
+        # the time between the first and the last action of a rank, minus the time of its 16 micro-batches
+        spans = [len(row.rstrip("·")) - actions[0][1] for row, actions in zip(rows, times, strict=True)]
+        bubbles[schedule] = max(spans) - 16 * 3
+    assert bubbles == {"1f1b": 9, "zb1p": 3, "zb2p": 0}
 
 
 def test_only_the_active_experts_of_a_token_compute() -> None:
-    many = replace(SMALL, experts=64, active=2, ffn=2816, expert=8, shard=8, zero=1, global_batch=1024)
+    mixture = replace(SMALL, experts=64, active=2, ffn=2816, expert=8, shard=8, zero=1, global_batch=1024)
     dense = replace(SMALL, shard=8, zero=1, global_batch=1024)
-    assert many.flops_per_token == dense.flops_per_token
-    one, other = (
-        predict_step(many, H100, others=communication_time),
-        predict_step(dense, H100, others=communication_time),
-    )
-    assert one.others > 0 and other.others == 0 and other.compute < one.compute < 1.5 * other.compute
+    assert mixture.flops_per_token == dense.flops_per_token
+    mixture_step = predict_step(mixture, H100, others=communication_time)
+    dense_step = predict_step(dense, H100, others=communication_time)
+    assert mixture_step.others > 0 and dense_step.others == 0
+    assert dense_step.compute < mixture_step.compute < 1.5 * dense_step.compute
 
 
 def test_long_attention_overlaps_with_context_parallel_communication() -> None:
     slow = H100.model_copy(update={"inside": Link(bandwidth=1e10, latency=1e-5)})
-    short, long = (
-        replace(SMALL, context=8, sequence=length, micro_batch=1, global_batch=8) for length in (4096, 2**20)
-    )
-    assert (
-        predict_step(short, slow, others=communication_time).others > 0
-        and predict_step(long, slow, others=communication_time).others == 0
-    )
+    short = replace(SMALL, context=8, sequence=4096, micro_batch=1, global_batch=8)
+    long = replace(short, sequence=2**20)
+    assert predict_step(short, slow, others=communication_time).others > 0
+    assert predict_step(long, slow, others=communication_time).others == 0
 
 
 @pytest.mark.parametrize("batches", [1, 4])
 def test_on_a_slow_network_traffic_determines_the_step_of_zero_3(batches: int) -> None:
-    """Each micro-batch gathers bf16 weights forward and backward, and reduces fp32 gradients: 8 bytes per weight."""
+    """Each micro-batch gathers bf16 weights forward and backward, and reduces fp32 gradients: 8 bytes per weight.
+
+    If gradients are reduced once per step, a micro-batch sends 4 bytes per weight, and the step 4 more.
+    """
     slow = IDEAL.model_copy(update={"between": Link(bandwidth=1e8, latency=1e-30)})
     work = replace(SMALL, vocab=1, shard=64, zero=3, global_batch=64 * 2 * batches)
     weights = 16 * (work.attention_weights + work.expert_weights)
-    found = predict_step(work, slow, PERFECT)
-    assert found.step == pytest.approx(batches * 8 * weights * 63 / 64 / 8e8, rel=1e-3)
-    assert found.data == pytest.approx(found.step - found.compute, rel=1e-6)
-    once = predict_step(replace(work, each_micro_batch=False), slow, PERFECT)
-    assert once.step == pytest.approx((batches * 4 + 4) * weights * 63 / 64 / 8e8, rel=1e-3)
+    prediction = predict_step(work, slow, PERFECT)
+    assert prediction.step == pytest.approx(batches * 8 * weights * 63 / 64 / 8e8, rel=1e-3)
+    assert prediction.data == pytest.approx(prediction.step - prediction.compute, rel=1e-6)
+    reduced_once = predict_step(replace(work, each_micro_batch=False), slow, PERFECT)
+    assert reduced_once.step == pytest.approx((batches * 4 + 4) * weights * 63 / 64 / 8e8, rel=1e-3)
 
 
 def test_zero_3_in_a_pipeline_gathers_weights_once_per_step() -> None:
     slow = H100.model_copy(update={"between": Link(bandwidth=1e9, latency=1e-5)})
-    alone = replace(SMALL, shard=64, zero=3, global_batch=64 * 2 * 8)
-    assert predict_step(alone, slow).data > 4 * predict_step(replace(alone, pipeline=2), slow).data
+    without_pipeline = replace(SMALL, shard=64, zero=3, global_batch=64 * 2 * 8)
+    with_pipeline = replace(without_pipeline, pipeline=2)
+    assert predict_step(without_pipeline, slow).data > 4 * predict_step(with_pipeline, slow).data
 
 
-def test_a_node_has_as_many_gpus_as_the_config_has_ranks_per_node() -> None:
-    assert H100.in_nodes_of(4).gpus_per_node == 4 and load_machine("gb200").in_nodes_of(4).gpus_per_node == 72
-    spread = replace(SMALL, tensor=8)
-    assert predict_step(spread, H100.in_nodes_of(4)).tensor > 1.5 * predict_step(spread, H100).tensor
+def test_tensor_parallelism_across_nodes_is_slower_than_inside_a_node() -> None:
+    """The links of a GB200 rack reach beyond a node of four GPUs, so that its 72 GPUs remain one node."""
+    assert H100.in_nodes_of(4).gpus_per_node == 4
+    assert load_machine("gb200").in_nodes_of(4).gpus_per_node == 72
+    work = replace(SMALL, tensor=8)
+    assert predict_step(work, H100.in_nodes_of(4)).tensor > 1.5 * predict_step(work, H100).tensor
 
 
-def test_a_workload_contains_all_relevant_keys_of_the_config() -> None:
-    more = ["parallel.tensor=2", "parallel.pipeline=4", "parallel.data=auto", "train.micro_batch=1"]
-    config = load_config(ROOT / "configs/lm-8b.yaml", more)
+def test_workload_from_config_reads_layout_and_training_keys() -> None:
+    overrides = ["parallel.tensor=2", "parallel.pipeline=4", "parallel.data=auto", "train.micro_batch=1"]
+    config = load_config(ROOT / "configs/lm-8b.yaml", overrides)
     layout = resolve_layout(config)
     work = workload_from_config(config, layout, config.data.tokenizer.vocab_size)
-    assert (
-        work.world == layout.world_size == 32 and sum(work.stages) == 32 and work.micro_batches == layout.micro_batches
-    )
+    assert work.world == layout.world_size == 32
+    assert sum(work.stages) == 32 and work.micro_batches == layout.micro_batches
     assert (work.zero, work.recompute, work.precision, work.fused) == (3, "selective", "bf16", True)
 
 
 @settings(max_examples=60)
 @given(st.integers(1, 130), st.integers(1, 16), st.integers(1, 8))
-def test_stages_contain_each_block_once(layers: int, pipeline: int, virtual: int) -> None:
+def test_pipeline_stages_contain_all_blocks_evenly(layers: int, pipeline: int, virtual: int) -> None:
+    """Stages differ by one block at most. The first and the last stage are not larger than the others."""
     stages = replace(SMALL, layers=layers, pipeline=pipeline, virtual_stages=virtual).stages
-    assert sum(stages) == layers and max(stages) - min(stages) <= 1 and min(stages[0], stages[-1]) == min(stages)
+    assert sum(stages) == layers and max(stages) - min(stages) <= 1
+    assert min(stages[0], stages[-1]) == min(stages)
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in MACHINES.glob("*.yaml")))
-def test_all_included_machines_can_be_used_for_predictions(name: str) -> None:
+def test_predicted_mfu_on_each_included_machine_is_plausible(name: str) -> None:
     machine = load_machine(name)
     assert all(machine.achievable[key] <= machine.peak[key] for key in machine.achievable)
-    assert 0.1 < predict_step(PIPED, machine).mfu < 0.9
+    assert 0.1 < predict_step(PIPELINED, machine).mfu < 0.9
 
 
 def test_an_invalid_machine_file_is_an_error(tmp_path: Path) -> None:
@@ -271,7 +292,7 @@ def test_an_invalid_machine_file_is_an_error(tmp_path: Path) -> None:
         assert error.value.code == code
 
 
-def test_an_unknown_machine_is_an_error() -> None:
+def test_an_unknown_machine_is_an_error_that_names_similar_machines() -> None:
     for name, fact in (("nowhere", "a100-40, .*h100"), ("h1000", "did you mean h100"), ("h10", "did you mean h100")):
         with pytest.raises(UserError, match=fact) as error:
             load_machine(name)
@@ -284,7 +305,7 @@ def test_an_unsupported_precision_is_an_error() -> None:
     assert error.value.code == "plan.unsupported_precision"
 
 
-def test_a_login_node_predicts_without_torch() -> None:
+def test_plan_predicts_and_searches_layouts_without_importing_torch() -> None:
     code = (
         "import sys; from pathlib import Path\n"
         "from pipeline.config.read import load_config; from planning.machine import load_machine\n"
@@ -292,6 +313,6 @@ def test_a_login_node_predicts_without_torch() -> None:
         "config, machine = load_config(Path('configs/lm-8b.yaml'), ['parallel.data=auto']), load_machine('h100')\n"
         "assert any('predicted for H100' in line for line in describe_plan(config, machine))\n"
         "assert len(list(describe_best_layouts(config, machine, '2', None, []))) > 12\n"
-        "assert not {'torch', 'numpy', 'h5py'} & set(sys.modules), 'heavy'"
+        "assert not {'torch', 'numpy', 'h5py'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)

@@ -1,4 +1,4 @@
-"""The search for layouts: it finds the best ones, writes them as configs, and `plan --best` prints them."""
+"""Tests of `plan --best`: it finds the fastest layouts that fit, prints them, and writes the first one as a config."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ BASE: dict[str, Any] = {
 }
 
 
-def enumerate_by_hand() -> list[tuple[float, float]]:
-    """Return tokens/s and bytes of every layout that the config allows."""
+def enumerate_by_brute_force() -> list[tuple[float, float]]:
+    """Return tokens/s per GPU and bytes of every layout that the config `BASE` allows on 8 ranks."""
     layouts = []
     sizes = (1, 2, 4, 8)
     schedules = (("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 4), ("zbv", 2))
@@ -61,38 +61,34 @@ def enumerate_by_hand() -> list[tuple[float, float]]:
             "data": {"replicate": data // shard, "shard": shard}, "activation_checkpointing": kind,
         }  # fmt: skip
         try:
-            config = parse_config(
-                BASE | {"parallel": parallel, "train": {**BASE["train"], "micro_batch": micro}}, "here"
-            )
+            train = {**BASE["train"], "micro_batch": micro}
+            config = parse_config(BASE | {"parallel": parallel, "train": train}, "c.yaml")
         except ConfigError:
             continue
         layout = resolve_layout(config, vocab_size=VOCAB)
         actions = rank_actions(layout)
         size = max(estimate_memory(config, layout, rank, VOCAB, actions[rank]).total for rank in range(pipeline))
-        layouts.append(
-            (
-                predict_step(workload_from_config(config, layout, VOCAB), H100.in_nodes_of(4)).tokens_per_gpu,
-                FRAGMENTATION_FACTOR * size + reserved_gpu_bytes(layout),
-            )
-        )
+        prediction = predict_step(workload_from_config(config, layout, VOCAB), H100.in_nodes_of(4))
+        layouts.append((prediction.tokens_per_gpu, FRAGMENTATION_FACTOR * size + reserved_gpu_bytes(layout)))
     return layouts
 
 
-def test_the_search_equals_brute_force() -> None:
-    config = parse_config(BASE, "here")
-    found = list(enumerate_layouts(config, H100, VOCAB, 2))
-    by_hand = enumerate_by_hand()
-    assert len(found) == len(by_hand) > 200
-    tight = sorted(size for _, size in by_hand)[len(by_hand) // 4]
-    for limit in (tight, 80e9):
-        fit, over = fastest_that_fit(found, limit)
-        expected = sorted((tokens for tokens, size in by_hand if size <= limit), reverse=True)[:10]
+def test_the_search_finds_the_same_layouts_as_brute_force() -> None:
+    config = parse_config(BASE, "c.yaml")
+    choices = list(enumerate_layouts(config, H100, VOCAB, 2))
+    all_layouts = enumerate_by_brute_force()
+    assert len(choices) == len(all_layouts) > 200
+    lowest_quarter = sorted(size for _, size in all_layouts)[len(all_layouts) // 4]
+    for limit in (lowest_quarter, 80e9):
+        fit, over = fastest_that_fit(choices, limit)
+        expected = sorted((tokens for tokens, size in all_layouts if size <= limit), reverse=True)[:10]
         assert [choice.prediction.tokens_per_gpu for choice in fit] == pytest.approx(expected)
         assert all(choice.bytes_needed > limit for choice in over)
-    assert not over  # all fast layouts fit into 80 GB
+    assert not over  # the fastest layouts fit into 80 GB
 
 
-def test_freeze_patterns_are_matched_once_per_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_search_matches_freeze_patterns_once_per_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model has eight blocks of nine parameters, the embedding, the last norm and the output layer."""
     matched: list[str] = []
 
     def record_match(name: str, pattern: str) -> bool:
@@ -101,52 +97,55 @@ def test_freeze_patterns_are_matched_once_per_parameter(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(traffic, "fnmatch", record_match)
     freeze = {"optimizer": {"freeze": ["model.embed_tokens.*"]}}
-    found = list(enumerate_layouts(parse_config(BASE | freeze, "here"), H100, VOCAB, 2))
-    fastest_that_fit(found, 80e9)
-    assert len(found) > 100 and len(matched) == len(set(matched)) == 8 * 9 + 3
+    choices = list(enumerate_layouts(parse_config(BASE | freeze, "c.yaml"), H100, VOCAB, 2))
+    fastest_that_fit(choices, 80e9)
+    assert len(choices) > 100
+    assert len(matched) == len(set(matched)) == 8 * 9 + 3
 
 
-def test_the_best_layout_is_written_next_to_the_config(tmp_path: Path) -> None:
+def test_write_choice_writes_the_best_layout_beside_the_config(tmp_path: Path) -> None:
     path = tmp_path / "my.yaml"
-    path.write_text("# mine\n" + yaml.safe_dump(BASE | {"parallel": {"data": {"replicate": 2, "shard": 4}, "zero": 1}}))
+    path.write_text(
+        "# a comment\n" + yaml.safe_dump(BASE | {"parallel": {"data": {"replicate": 2, "shard": 4}, "zero": 1}})
+    )
     original = path.read_text()
     overrides = ["train.global_batch=64", "model.layers=4"]
     _, first = search_layouts(load_config(path, overrides), H100, VOCAB, [1, 2, 4])
-    written = write_choice(first, path, overrides)
-    made = load_config(written)
-    assert resolve_layout(made) == first.layout and made.stages.train.max_nodes * 4 == first.layout.world_size
-    assert (made.train.global_batch, made.model.layers, made.train.micro_batch) == (
-        64, 4, first.config.train.micro_batch,
-    )  # fmt: skip
+    written = load_config(write_choice(first, path, overrides))
+    assert resolve_layout(written) == first.layout
+    assert written.stages.train.max_nodes * 4 == first.layout.world_size
+    assert (written.train.global_batch, written.model.layers) == (64, 4)
+    assert written.train.micro_batch == first.config.train.micro_batch
     assert path.read_text() == original
     with pytest.raises(UserError) as error:
         write_choice(first, path, overrides)
     assert error.value.code == "plan.file_exists" and "my-best.yaml" in str(error.value)
 
 
-def test_the_layout_of_the_config_always_has_one_row() -> None:
-    """It is marked among the best, or has its own row if it is slow, does not fit, or is not searched."""
+def test_the_layout_of_the_config_has_exactly_one_row() -> None:
+    """If it is not among the best layouts, an additional row shows it.
 
-    def own_rows(nodes: list[int], **sections: Any) -> list[str]:
-        config = parse_config(BASE | sections, "here")
+    That is the case if it is slow, does not fit, or has a number of nodes that is not searched.
+    """
+
+    def find_own_rows(nodes: list[int], **sections: Any) -> list[str]:
+        config = parse_config(BASE | sections, "c.yaml")
         lines, _ = search_layouts(config, H100, VOCAB, nodes, predict_own_layout(config, H100, VOCAB))
         return [line for line in lines if line.endswith(OWN_LAYOUT_MARK)]
 
     slow = {"tensor": 4, "pipeline": 2, "schedule": "gpipe"}
     for nodes in ([2], [1, 4]):
-        (row,) = own_rows(nodes, parallel=slow)
+        (row,) = find_own_rows(nodes, parallel=slow)
         assert row.split()[0] == "2" and "pipeline 2 × data 1 × tensor 4 gpipe" in row and "too much" not in row
-    (row,) = own_rows([2], site={"gpu_memory_gib": 8})
+    (row,) = find_own_rows([2], site={"gpu_memory_gib": 8})
     assert "pipeline 1 × data 8 × tensor 1, micro-batch 1" in row and "GB too large" in row
-    _, first = search_layouts(parse_config(BASE, "here"), H100, VOCAB, [2])
+    _, first = search_layouts(parse_config(BASE, "c.yaml"), H100, VOCAB, [2])
     lines, _ = search_layouts(first.config, H100, VOCAB, [2], predict_own_layout(first.config, H100, VOCAB))
-    assert lines[1].endswith(OWN_LAYOUT_MARK) and sum(line.endswith(OWN_LAYOUT_MARK) for line in lines) == 1, (
-        "it has no second row"
-    )
+    assert [number for number, line in enumerate(lines) if line.endswith(OWN_LAYOUT_MARK)] == [1]
 
 
-def test_no_layout_that_fits_is_an_error() -> None:
-    config = parse_config(BASE | {"site": {"gpu_memory_gib": 0.5}}, "here")
+def test_the_search_fails_if_no_layout_fits_into_the_memory() -> None:
+    config = parse_config(BASE | {"site": {"gpu_memory_gib": 0.5}}, "c.yaml")
     with pytest.raises(UserError) as error:
         search_layouts(config, H100, VOCAB, [2])
     assert error.value.code == "plan.no_layout_fits"
@@ -167,68 +166,68 @@ def test_invalid_node_counts_are_an_error(text: str) -> None:
     assert error.value.code == "plan.invalid_nodes"
 
 
-def test_plan_best_prints_layouts_and_the_invalid_layout_of_the_config(
+def test_plan_best_prints_and_writes_layouts_or_fails_with_a_reason(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "my.yaml"
     path.write_text(yaml.safe_dump(BASE | {"site": {"machine": "h100"}}))
-    monkeypatch.setattr("cli.plan.prepare_for_torch", lambda: None)  # it changes the signals of this process
+    monkeypatch.setattr("cli.plan.prepare_for_torch", lambda: None)  # it would change the signals of this process
 
-    def run(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["submit.py", "plan", str(path), *words])
+    def run_plan(*arguments: str) -> tuple[int, str, str]:
+        """Return the exit code, the standard output and the standard error of `plan`."""
+        monkeypatch.setattr("sys.argv", ["submit.py", "plan", str(path), *arguments])
         with pytest.raises(SystemExit) as stopped:
             main()
         return (int(stopped.value.code or 0), *capfd.readouterr())
 
-    code, out, _ = run("train.global_batch=64")
+    code, out, _ = run_plan("train.global_batch=64")
     assert code == 0 and "predicted for H100 SXM5 80 GB: " in out
-    code, out, _ = run("--best", "--nodes=1", "--write", "--machine", "a100-80")
+    code, out, _ = run_plan("--best", "--nodes=1", "--write", "--machine", "a100-80")
     assert code == 0 and "layouts on A100 SXM4 80 GB" in out and f"written: {tmp_path}/my-best.yaml" in out
-    # the config's own layout may be invalid, its other keys must be valid
-    code, out, _ = run("--best", "--nodes=1,2", "parallel.tensor=3", "parallel.zero=3", "train.micro_batch=7")
+    # The layout of the config may be invalid. Its other keys must be valid.
+    code, out, _ = run_plan("--best", "--nodes=1,2", "parallel.tensor=3", "parallel.zero=3", "train.micro_batch=7")
     assert code == 0 and "layouts on H100 SXM5 80 GB" in out and "none of" not in out
     assert "the config's own layout is invalid: " in out and "micro_batch (7)" in out
-    code, out, _ = run("--best", "train.global_batch=2")  # fewer replicas than ranks, and than nodes
+    code, out, _ = run_plan("--best", "train.global_batch=2")  # at most two replicas
     assert code == 0 and "× data 2 × tensor" in out and "× data 8" not in out
-    code, _, err = run("--best", "train.global_batch=2", "parallel.reduce=micro_batch", "train.precision=fp32")
+    code, _, err = run_plan("--best", "train.global_batch=2", "parallel.reduce=micro_batch", "train.precision=fp32")
     assert code == 2 and "parallel.reduce micro_batch" in err and "parallel.zero 2 or 3" in err
-    code, _, err = run("--best", "train.global_batch=0")
+    code, _, err = run_plan("--best", "train.global_batch=0")
     assert code == 2 and "train.global_batch" in err
-    code, _, err = run("parallel.tensor=3")
+    code, _, err = run_plan("parallel.tensor=3")
     assert code == 2 and "does not divide the number of training ranks" in err
     monkeypatch.chdir(ROOT)
     path = ROOT / "configs/lm-8b.yaml"
-    code, _, err = run("--best")
+    code, _, err = run_plan("--best")
     assert code == 2 and "error[plan.no_machine]" in err
     # --machine overrides the GPU memory of the site
-    code, out, err = run("--machine", "a100-40")
+    code, out, err = run_plan("--machine", "a100-40")
     assert code == 2 and "a GPU has 42.9 (40 GiB, by --machine" in err and "predicted" not in out
-    for words in (("--nodes", "2"), ("--write",), ("--best", "--goodput"), ("--rehearse", "0", "--best")):
-        code, _, err = run(*words)
-        assert code == 2 and "error[plan.conflict]" in err, words
+    for arguments in (("--nodes", "2"), ("--write",), ("--best", "--goodput"), ("--rehearse", "0", "--best")):
+        code, _, err = run_plan(*arguments)
+        assert code == 2 and "error[plan.conflict]" in err, arguments
 
 
-def test_the_written_config_has_the_command_line_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_written_config_includes_the_overrides_of_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "sub").mkdir()
     path = tmp_path / "sub/my.yaml"
-    path.write_text(yaml.safe_dump(BASE | {"run": {"name": "mine", "root": str(tmp_path / "elsewhere")}}))
+    path.write_text(yaml.safe_dump(BASE | {"run": {"name": "in-file", "root": str(tmp_path / "runs")}}))
     monkeypatch.chdir(tmp_path)
-    overrides = ["stages.train.time=01:00:00", "run.name=no", "data.source=mine/*.txt", "train.global_batch=64"]
+    overrides = ["stages.train.time=01:00:00", "run.name=override", "data.source=corpus/*.txt", "train.global_batch=64"]
     config = load_config(path, overrides)
     _, first = search_layouts(config, H100, VOCAB, [2])
     written = load_config(write_choice(first, path, overrides))
-    assert written.run.name == "no" and written.run.root == tmp_path / "elsewhere"
-    assert written.stages.train.time == "01:00:00" and written.data.source == str(tmp_path / "mine/*.txt")
+    assert written.run.name == "override" and written.run.root == tmp_path / "runs"
+    assert written.stages.train.time == "01:00:00" and written.data.source == str(tmp_path / "corpus/*.txt")
     assert written.train.global_batch == 64 and written.stages.train.nodes == 2
     assert written.train.micro_batch == first.config.train.micro_batch
 
 
-def test_with_offload_only_gathered_weights_and_activations_count(tmp_path: Path) -> None:
-    config = parse_config(BASE | {"parallel": {"zero": 3, "offload": True}}, "here")
+def test_needed_gpu_memory_with_offload_has_only_gathered_weights_and_activations() -> None:
+    config = parse_config(BASE | {"parallel": {"zero": 3, "offload": True}}, "c.yaml")
     (choice, *_), _ = fastest_that_fit(list(enumerate_layouts(config, H100, VOCAB, 1)), 1e15)
-    (held,) = {
-        estimate_memory(choice.config, choice.layout, 0, VOCAB, order) for order in rank_actions(choice.layout)[:1]
-    }
-    assert choice.bytes_needed == pytest.approx(
-        FRAGMENTATION_FACTOR * (held.gathered + held.activations) + reserved_gpu_bytes(choice.layout)
-    )
+    memory = estimate_memory(choice.config, choice.layout, 0, VOCAB, rank_actions(choice.layout)[0])
+    expected = FRAGMENTATION_FACTOR * (memory.gathered + memory.activations) + reserved_gpu_bytes(choice.layout)
+    assert choice.bytes_needed == pytest.approx(expected)
