@@ -55,6 +55,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     for command in (["squeue", "--states=all"], ["sinfo", "-N", "-o", "%N %T %E"]):
         with suppress(Exception):
             report.sections.append((" ".join(command), cluster.output(command)))
+    # each file, and how many of its last lines to show
     files = [(file, 60) for file in sorted((cluster.directory / "log").glob("*.log"))]
     if folder := arguments.get("tmp_path"):
         for pattern, line_count in ("runs/*/events.jsonl", 12), ("*.log", 80), ("runs/*/jobs/*/*.log", 40):

@@ -11,7 +11,11 @@ from pipeline.base.device_thread import device_thread
 
 
 def run_and_record_calls(monkeypatch: pytest.MonkeyPatch, cuda_initialized: bool) -> list[tuple[str, object]]:
-    """Run a device thread on GPU 3. Return its calls in order: the name of the thread, and a GPU number or "work"."""
+    """Create a device thread in a thread that uses GPU 3, and run it.
+
+    Return each call of `torch.cuda.set_device` and of its work, in order: the name of the thread that made the call,
+    and the GPU number or "work".
+    """
     calls: list[tuple[str, object]] = []
 
     def record(argument: object) -> None:
@@ -20,7 +24,7 @@ def run_and_record_calls(monkeypatch: pytest.MonkeyPatch, cuda_initialized: bool
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: cuda_initialized)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "set_device", record)
-    thread = device_thread(lambda: record("work"), "mine")
+    thread = device_thread(lambda: record("work"), "device thread")
     assert thread.daemon and not device_thread(lambda: None, "other", daemon=False).daemon
     thread.start()
     thread.join(10)
@@ -28,8 +32,11 @@ def run_and_record_calls(monkeypatch: pytest.MonkeyPatch, cuda_initialized: bool
 
 
 def test_thread_selects_the_gpu_of_its_creator_before_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run_and_record_calls(monkeypatch, cuda_initialized=True) == [("mine", 3), ("mine", "work")]
+    assert run_and_record_calls(monkeypatch, cuda_initialized=True) == [
+        ("device thread", 3),
+        ("device thread", "work"),
+    ]
 
 
 def test_thread_selects_no_gpu_if_cuda_is_not_initialized(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run_and_record_calls(monkeypatch, cuda_initialized=False) == [("mine", "work")]
+    assert run_and_record_calls(monkeypatch, cuda_initialized=False) == [("device thread", "work")]

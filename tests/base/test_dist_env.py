@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -22,7 +23,6 @@ from pipeline.base.errors import UserError
 
 Env = dict[str, str]
 
-# The environment of a batch script on 2 nodes with 2 tasks each, as Slurm 22.05 sets it.
 BATCH: Env = {
     "SLURM_JOB_ID": "4711",
     "SLURM_JOBID": "4711",
@@ -37,10 +37,11 @@ BATCH: Env = {
     "SLURM_LOCALID": "0",
     "SLURMD_NODENAME": "n1",
 }
+"""The environment of a batch script on 2 nodes with 2 tasks each, as Slurm 22.05 sets it."""
 
 
-def srun(rank: int, node: int, local: int, **more: str) -> Env:
-    """Return the environment of task `rank` of an srun step (number 3) in that script."""
+def make_srun_env(rank: int, node: int, local_rank: int, **overrides: str) -> Env:
+    """Return the environment of task `rank` of step 3, which an srun in the batch script has started."""
     return BATCH | {
         "SLURM_STEP_ID": "3",
         "SLURM_STEPID": "3",
@@ -49,15 +50,18 @@ def srun(rank: int, node: int, local: int, **more: str) -> Env:
         "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
         "SLURM_PROCID": str(rank),
         "SLURM_NODEID": str(node),
-        "SLURM_LOCALID": str(local),
+        "SLURM_LOCALID": str(local_rank),
         "SLURMD_NODENAME": f"n{node + 1}",
-        **more,
+        **overrides,
     }
 
 
 def make_mpirun_daemon_env(node: int) -> Env:
-    """Return the environment of the step of Open MPI's daemons, on all nodes of the job except the first."""
-    return srun(
+    """Return the environment of an Open MPI daemon on node number `node`, from 1.
+
+    mpirun starts these daemons in an srun step, on all nodes of the job except the first.
+    """
+    return make_srun_env(
         node - 1,
         node - 1,
         0,
@@ -71,43 +75,47 @@ def make_mpirun_daemon_env(node: int) -> Env:
     )
 
 
-def make_openmpi_env(rank: int, size: int, local: int, local_size: int) -> Env:
+def make_openmpi_env(rank: int, world_size: int, local_rank: int, local_world_size: int) -> Env:
+    """Return the variables that mpirun of Open MPI sets."""
     return {
         "OMPI_COMM_WORLD_RANK": str(rank),
-        "OMPI_COMM_WORLD_SIZE": str(size),
-        "OMPI_COMM_WORLD_LOCAL_RANK": str(local),
-        "OMPI_COMM_WORLD_LOCAL_SIZE": str(local_size),
-        "OMPI_COMM_WORLD_NODE_RANK": str(local),
+        "OMPI_COMM_WORLD_SIZE": str(world_size),
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(local_rank),
+        "OMPI_COMM_WORLD_LOCAL_SIZE": str(local_world_size),
+        "OMPI_COMM_WORLD_NODE_RANK": str(local_rank),
         "PMIX_NAMESPACE": "3158966273",
         "PMIX_RANK": str(rank),
     }
 
 
-def make_hydra_env(rank: int, size: int, local: int, local_size: int) -> Env:
+def make_hydra_env(rank: int, world_size: int, local_rank: int, local_world_size: int) -> Env:
+    """Return the variables that Hydra, the launcher of MPICH and Intel MPI, sets."""
     return {
         "PMI_RANK": str(rank),
-        "PMI_SIZE": str(size),
+        "PMI_SIZE": str(world_size),
         "PMI_FD": "9",
-        "MPI_LOCALRANKID": str(local),
-        "MPI_LOCALNRANKS": str(local_size),
+        "MPI_LOCALRANKID": str(local_rank),
+        "MPI_LOCALNRANKS": str(local_world_size),
     }
 
 
-def torchrun(rank: int, size: int, local: int, local_size: int, host: str) -> Env:
+def make_torchrun_env(rank: int, world_size: int, local_rank: int, local_world_size: int, master_host: str) -> Env:
+    """Return the variables that torchrun sets."""
     return {
         "RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_RANK": str(local),
-        "LOCAL_WORLD_SIZE": str(local_size),
-        "GROUP_RANK": str(rank // local_size),
-        "GROUP_WORLD_SIZE": str(size // local_size),
-        "MASTER_ADDR": host,
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_world_size),
+        "GROUP_RANK": str(rank // local_world_size),
+        "GROUP_WORLD_SIZE": str(world_size // local_world_size),
+        "MASTER_ADDR": master_host,
         "MASTER_PORT": "29500",
         "TORCHELASTIC_RUN_ID": "none",
     }
 
 
 def rank_numbers(rank_info: RankInfo) -> tuple[int, int, int, int]:
+    """Return rank, world size, local rank and local world size."""
     return rank_info.rank, rank_info.world_size, rank_info.local_rank, rank_info.local_world_size
 
 
@@ -118,9 +126,18 @@ def test_process_without_launcher_is_a_single_rank() -> None:
     assert rank_info.job_id is None and rank_info.restart_count == 0
 
 
-@pytest.mark.parametrize("step", [None, "4294967290", "4294967291", "4294967292"])
-def test_batch_script_and_salloc_shell_are_not_ranks(step: str | None) -> None:
-    env = BATCH | ({"SLURM_STEP_ID": step} if step else {})
+@pytest.mark.parametrize(
+    "step_id",
+    [
+        pytest.param(None, id="no step"),
+        # constants of Slurm's slurm.h
+        pytest.param("4294967290", id="interactive step of salloc"),
+        pytest.param("4294967291", id="batch step"),
+        pytest.param("4294967292", id="extern step"),
+    ],
+)
+def test_batch_script_and_salloc_shell_are_not_ranks(step_id: str | None) -> None:
+    env = BATCH | ({"SLURM_STEP_ID": step_id} if step_id else {})
     rank_info = read_rank_info(env)
     assert rank_info.launcher == "alone" and rank_numbers(rank_info) == (0, 1, 0, 1)
     assert rank_info.job_id == "4711" and rank_info.restart_count == 0
@@ -133,43 +150,49 @@ def test_requeued_array_task_has_its_id_and_restart_count() -> None:
 
 
 def test_srun_task_has_rank_and_master() -> None:
-    rank_info = read_rank_info(srun(3, 1, 1, SLURM_RESTART_COUNT="1"))
+    rank_info = read_rank_info(make_srun_env(3, 1, 1, SLURM_RESTART_COUNT="1"))
     assert rank_info.launcher == "srun" and rank_numbers(rank_info) == (3, 4, 1, 2)
     assert rank_info.master_host == "n1"
     assert rank_info.job_id == "4711" and rank_info.restart_count == 1
 
 
-def test_srun_step_may_use_a_part_of_the_job() -> None:
-    part = {"SLURM_STEP_NODELIST": "n2", "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "3"}
-    rank_info = read_rank_info(srun(2, 0, 2, **part))
+def test_srun_step_on_a_part_of_the_job_has_its_own_world_size_and_master() -> None:
+    step = {"SLURM_STEP_NODELIST": "n2", "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "3"}
+    rank_info = read_rank_info(make_srun_env(2, 0, 2, **step))
     assert rank_numbers(rank_info) == (2, 3, 2, 3)
     assert rank_info.master_host == "n2"
 
 
-@pytest.mark.parametrize("kind", ["pmi2", "pmix", "cray_shasta"])
-def test_srun_with_an_mpi_plugin_stays_srun(kind: str) -> None:
-    more = {
+@pytest.mark.parametrize("plugin", ["pmi2", "pmix", "cray_shasta"])
+def test_srun_with_an_mpi_plugin_is_detected_as_srun(plugin: str) -> None:
+    """`srun --mpi=PLUGIN` also sets variables of MPI launchers."""
+    mpi_variables = {
         "pmi2": {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_FD": "7"},
         "pmix": {"PMIX_RANK": "3", "PMIX_NAMESPACE": "slurm.pmix.4711.3"},
         "cray_shasta": {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2"},
-    }[kind]
-    assert read_rank_info(srun(3, 1, 1, **more)) == read_rank_info(srun(3, 1, 1))
+    }[plugin]
+    assert read_rank_info(make_srun_env(3, 1, 1, **mpi_variables)) == read_rank_info(make_srun_env(3, 1, 1))
 
 
 def test_variables_of_sluice_and_torch_override_the_master() -> None:
-    rank_info = read_rank_info(srun(0, 0, 0, MASTER_ADDR="n2", SLUICE_MASTER_HOST="10.0.0.1", MASTER_PORT="1234"))
+    rank_info = read_rank_info(
+        make_srun_env(0, 0, 0, MASTER_ADDR="n2", SLUICE_MASTER_HOST="10.0.0.1", MASTER_PORT="1234")
+    )
     assert (rank_info.master_host, rank_info.master_port) == ("10.0.0.1", 1234)
-    assert read_rank_info(srun(0, 0, 0, MASTER_ADDR="n2")).master_host == "n2"
+    assert read_rank_info(make_srun_env(0, 0, 0, MASTER_ADDR="n2")).master_host == "n2"
 
 
-def test_torchrun_inside_srun() -> None:
-    rank_info = read_rank_info(srun(1, 1, 0) | torchrun(2, 4, 0, 2, "n1"))
+def test_torchrun_inside_srun_uses_the_ranks_and_the_master_of_torchrun() -> None:
+    rank_info = read_rank_info(make_srun_env(1, 1, 0) | make_torchrun_env(2, 4, 0, 2, "n1"))
     assert rank_info.launcher == "torchrun" and rank_numbers(rank_info) == (2, 4, 0, 2)
     assert (rank_info.master_host, rank_info.master_port, rank_info.job_id) == ("n1", 29500, "4711")
 
 
-def test_mpirun_inside_a_job() -> None:
-    """Ranks on the first node have the variables of the batch script, the others those of the daemons' step."""
+def test_mpirun_inside_a_job_has_the_ranks_of_mpirun_and_the_first_node_as_master() -> None:
+    """Ranks on the first node inherit the variables of the batch script, other ranks those of the daemons' step.
+
+    Each mpirun has another PMIx namespace, so that two of them in one job use different ports.
+    """
     rank_infos = [read_rank_info(BATCH | make_openmpi_env(rank, 4, rank, 2)) for rank in (0, 1)]
     rank_infos += [
         read_rank_info(make_mpirun_daemon_env(1) | make_openmpi_env(rank, 4, rank - 2, 2)) for rank in (2, 3)
@@ -178,27 +201,27 @@ def test_mpirun_inside_a_job() -> None:
     assert {rank_info.launcher for rank_info in rank_infos} == {"openmpi"}
     assert {(rank_info.master_host, rank_info.job_id) for rank_info in rank_infos} == {("n1", "4711")}
     assert len({rank_info.master_port for rank_info in rank_infos}) == 1
-    another = read_rank_info(BATCH | make_openmpi_env(0, 4, 0, 2) | {"PMIX_NAMESPACE": "3158966274"})
-    assert another.master_port != rank_infos[0].master_port
+    of_another_mpirun = read_rank_info(BATCH | make_openmpi_env(0, 4, 0, 2) | {"PMIX_NAMESPACE": "3158966274"})
+    assert of_another_mpirun.master_port != rank_infos[0].master_port
 
 
-def test_mpirun_with_uneven_nodes_inside_a_job() -> None:
+def test_mpirun_with_uneven_nodes_inside_a_job_has_the_ranks_of_mpirun() -> None:
     rank_infos = [read_rank_info(BATCH | make_openmpi_env(rank, 3, rank, 2)) for rank in (0, 1)] + [
         read_rank_info(make_mpirun_daemon_env(1) | make_openmpi_env(2, 3, 0, 1))
     ]
     assert [rank_numbers(rank_info) for rank_info in rank_infos] == [(0, 3, 0, 2), (1, 3, 1, 2), (2, 3, 0, 1)]
 
 
-def test_mpirun_on_one_machine() -> None:
+def test_mpirun_on_one_machine_uses_localhost_as_master() -> None:
     rank_info = read_rank_info(make_openmpi_env(1, 2, 1, 2))
     assert rank_numbers(rank_info) == (1, 2, 1, 2) and rank_info.master_host == "localhost"
-    assert rank_numbers(read_rank_info(make_openmpi_env(1, 8, 2, 8))) == (1, 8, 2, 8), "as Open MPI 5 numbers them"
+    # with Open MPI 5, the local rank may differ from the rank also on one machine
+    assert rank_numbers(read_rank_info(make_openmpi_env(1, 8, 2, 8))) == (1, 8, 2, 8)
 
 
-@pytest.mark.parametrize("environment", [make_openmpi_env, make_hydra_env])
-def test_mpirun_on_several_machines_needs_a_master(environment: object) -> None:
-    assert callable(environment)
-    env = environment(2, 4, 0, 2)
+@pytest.mark.parametrize("make_env", [make_openmpi_env, make_hydra_env])
+def test_mpirun_on_several_machines_without_slurm_needs_master_addr(make_env: Callable[..., Env]) -> None:
+    env = make_env(2, 4, 0, 2)
     with pytest.raises(UserError) as raised:
         read_rank_info(env)
     assert raised.value.code == "rank.missing_variable" and "MASTER_ADDR" in str(raised.value)
@@ -206,7 +229,7 @@ def test_mpirun_on_several_machines_needs_a_master(environment: object) -> None:
     assert rank_numbers(rank_info) == (2, 4, 0, 2) and rank_info.master_host == "a1"
 
 
-def test_hydra_inside_a_job() -> None:
+def test_hydra_inside_a_job_has_the_ranks_of_hydra_and_the_first_node_as_master() -> None:
     """Hydra passes the variables of the first node to all ranks, including SLURMD_NODENAME."""
     rank_infos = [read_rank_info(BATCH | make_hydra_env(rank, 4, rank % 2, 2)) for rank in range(4)]
     assert [rank_numbers(rank_info) for rank_info in rank_infos] == [(r, 4, r % 2, 2) for r in range(4)]
@@ -215,39 +238,42 @@ def test_hydra_inside_a_job() -> None:
     }
 
 
-def test_hydra_in_a_step_of_its_proxies() -> None:
+def test_hydra_in_an_srun_step_has_the_ranks_of_hydra() -> None:
+    """Hydra starts one proxy per node with srun. The proxies start the ranks."""
     rank_info = read_rank_info(
-        srun(1, 1, 0, SLURM_STEP_NUM_TASKS="2", SLURM_STEP_TASKS_PER_NODE="1(x2)") | make_hydra_env(3, 4, 1, 2)
+        make_srun_env(1, 1, 0, SLURM_STEP_NUM_TASKS="2", SLURM_STEP_TASKS_PER_NODE="1(x2)") | make_hydra_env(3, 4, 1, 2)
     )
     assert rank_info.launcher == "pmi" and rank_numbers(rank_info) == (3, 4, 1, 2)
 
 
-def test_pals_without_slurm() -> None:
+def test_the_variables_of_cray_pals_are_read_without_slurm() -> None:
     pals = {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2"}
     rank_info = read_rank_info(pals)
     assert rank_info.launcher == "pmi" and rank_numbers(rank_info) == (1, 2, 1, 2)
 
 
-@pytest.mark.parametrize("outer", [{}, BATCH, srun(2, 1, 0), torchrun(0, 2, 0, 2, "x"), make_openmpi_env(0, 2, 0, 2)])
-def test_local_launcher_has_precedence(outer: Env) -> None:
+@pytest.mark.parametrize(
+    "outer", [{}, BATCH, make_srun_env(2, 1, 0), make_torchrun_env(0, 2, 0, 2, "x"), make_openmpi_env(0, 2, 0, 2)]
+)
+def test_the_local_launcher_has_precedence_over_an_outer_launcher(outer: Env) -> None:
     rank_info = read_rank_info(outer | make_local_rank_env(5, 6, 23456))
     assert rank_info.launcher == "local" and rank_numbers(rank_info) == (5, 6, 5, 6)
     assert (rank_info.master_host, rank_info.master_port) == ("127.0.0.1", 23456)
 
 
 @pytest.mark.parametrize(
-    ("env", "code", "facts"),
+    ("env", "code", "expected_texts"),
     [
         ({"RANK": "0"}, "rank.missing_variable", ["WORLD_SIZE"]),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "rank.missing_variable", ["LOCAL_RANK"]),
-        (torchrun(2, 2, 0, 1, "x"), "rank.contradictory_environment", ["RANK=2", "WORLD_SIZE=2"]),
+        (make_torchrun_env(2, 2, 0, 1, "x"), "rank.contradictory_environment", ["RANK=2", "WORLD_SIZE=2"]),
         (
-            torchrun(0, 2, 0, 2, "x") | {"LOCAL_WORLD_SIZE": "3"},
+            make_torchrun_env(0, 2, 0, 2, "x") | {"LOCAL_WORLD_SIZE": "3"},
             "rank.contradictory_environment",
             ["LOCAL_WORLD_SIZE=3", "WORLD_SIZE=2"],
         ),
         (
-            torchrun(0, 2, 0, 2, "x") | {"MASTER_PORT": "70000"},
+            make_torchrun_env(0, 2, 0, 2, "x") | {"MASTER_PORT": "70000"},
             "rank.invalid_variable",
             ["MASTER_PORT='70000'", "1 to 65535"],
         ),
@@ -257,22 +283,26 @@ def test_local_launcher_has_precedence(outer: Env) -> None:
             ["OMPI_COMM_WORLD_SIZE='two'"],
         ),
         (make_hydra_env(0, 1, 0, 1) | {"PMI_RANK": ""}, "rank.missing_variable", ["PMI_RANK"]),
-        (srun(4, 1, 1), "rank.contradictory_environment", ["SLURM_PROCID=4", "SLURM_STEP_NUM_TASKS=4"]),
-        (srun(3, 2, 1), "rank.contradictory_environment", ["SLURM_NODEID=2"]),
-        (srun(3, 1, 2), "rank.contradictory_environment", ["SLURM_LOCALID=2"]),
+        (make_srun_env(4, 1, 1), "rank.contradictory_environment", ["SLURM_PROCID=4", "SLURM_STEP_NUM_TASKS=4"]),
+        (make_srun_env(3, 2, 1), "rank.contradictory_environment", ["SLURM_NODEID=2"]),
+        (make_srun_env(3, 1, 2), "rank.contradictory_environment", ["SLURM_LOCALID=2"]),
         (
-            srun(3, 1, 1, SLURM_STEP_NODELIST="n[1-"),
+            make_srun_env(3, 1, 1, SLURM_STEP_NODELIST="n[1-"),
             "slurm.invalid_host_list",
             ["SLURM_STEP_NODELIST='n[1-'"],
         ),
-        (srun(3, 1, 1, SLURM_STEP_NODELIST="n1"), "rank.contradictory_environment", ["SLURM_STEP_NODELIST=n1"]),
         (
-            srun(3, 1, 1, SLURM_STEP_TASKS_PER_NODE="2,3"),
+            make_srun_env(3, 1, 1, SLURM_STEP_NODELIST="n1"),
+            "rank.contradictory_environment",
+            ["SLURM_STEP_NODELIST=n1"],
+        ),
+        (
+            make_srun_env(3, 1, 1, SLURM_STEP_TASKS_PER_NODE="2,3"),
             "rank.contradictory_environment",
             ["SLURM_STEP_TASKS_PER_NODE=2,3"],
         ),
-        (srun(3, 1, 1, SLURM_STEP_TASKS_PER_NODE="2(y2)"), "rank.invalid_variable", ["'2(y2)'"]),
-        (srun(3, 1, 1, SLURM_STEP_ID="x"), "rank.invalid_variable", ["SLURM_STEP_ID='x'"]),
+        (make_srun_env(3, 1, 1, SLURM_STEP_TASKS_PER_NODE="2(y2)"), "rank.invalid_variable", ["'2(y2)'"]),
+        (make_srun_env(3, 1, 1, SLURM_STEP_ID="x"), "rank.invalid_variable", ["SLURM_STEP_ID='x'"]),
         (BATCH | {"SLURM_RESTART_COUNT": "-1"}, "rank.invalid_variable", ["SLURM_RESTART_COUNT='-1'"]),
         (BATCH | {"SLURM_ARRAY_TASK_ID": "1"}, "rank.missing_variable", ["SLURM_ARRAY_JOB_ID"]),
         (
@@ -282,14 +312,14 @@ def test_local_launcher_has_precedence(outer: Env) -> None:
         ),
     ],
 )
-def test_error_for_an_invalid_environment_names_its_variables(env: Env, code: str, facts: list[str]) -> None:
+def test_error_for_an_invalid_environment_names_its_variables(env: Env, code: str, expected_texts: list[str]) -> None:
     with pytest.raises(UserError) as raised:
         read_rank_info(env)
     assert raised.value.code == code
-    assert all(fact in str(raised.value) for fact in facts)
+    assert all(text in str(raised.value) for text in expected_texts)
 
 
-def test_read_time_left_returns_seconds_or_fails() -> None:
+def test_read_time_left_returns_seconds_or_none_and_rejects_text() -> None:
     assert read_time_left({}) is None
     assert read_time_left({"SLUICE_TIME_LEFT": "90.5"}) == 90.5
     with pytest.raises(UserError) as raised:
@@ -298,10 +328,10 @@ def test_read_time_left_returns_seconds_or_fails() -> None:
 
 
 def test_importing_dist_env_imports_no_large_package() -> None:
-    heavy = ("torch", "numpy", "h5py", "pydantic")
-    code = f"import sys, pipeline.base.dist_env; print([m for m in {heavy} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True)
-    assert done.stdout.strip() == "[]"
+    large_packages = ("torch", "numpy", "h5py", "pydantic")
+    code = f"import sys, pipeline.base.dist_env; print([name for name in {large_packages} if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True)
+    assert result.stdout.strip() == "[]"
 
 
 # -- host lists ----------------------------------------------------------------------------------------------
@@ -326,7 +356,7 @@ def test_a_malformed_host_list_is_an_error(text: str) -> None:
 
 
 def test_a_huge_host_list_is_rejected_quickly() -> None:
-    """A long name with a syntax error at its end is also rejected quickly."""
+    """The last text is a long name with a syntax error at its end. It is also rejected quickly."""
     for text in ("n[1-999999999]", "n[1-9999]m[1-9999]", "n[1-65536],m", "n" * 5000 + "["):
         with pytest.raises(UserError) as raised:
             expand_hostlist(text)
@@ -335,7 +365,7 @@ def test_a_huge_host_list_is_rejected_quickly() -> None:
 
 def format_hostlist(hosts: list[tuple[str, str]]) -> str:
     """Return host names (prefix, number) as a Slurm host list. Consecutive numbers of one width become ranges."""
-    groups: list[tuple[str, list[list[str]]]] = []
+    groups: list[tuple[str, list[list[str]]]] = []  # prefix, and ranges of consecutive numbers
     for prefix, number in hosts:
         if not groups or groups[-1][0] != prefix:
             groups.append((prefix, []))
@@ -344,9 +374,11 @@ def format_hostlist(hosts: list[tuple[str, str]]) -> str:
             ranges[-1].append(number)
         else:
             ranges.append([number])
-    return ",".join(
-        f"{prefix}[{','.join(r[0] if len(r) == 1 else f'{r[0]}-{r[-1]}' for r in ranges)}]" for prefix, ranges in groups
-    )
+
+    def format_range(numbers: list[str]) -> str:
+        return numbers[0] if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
+
+    return ",".join(f"{prefix}[{','.join(map(format_range, ranges))}]" for prefix, ranges in groups)
 
 
 @settings(deadline=None, max_examples=200)
@@ -359,8 +391,11 @@ def format_hostlist(hosts: list[tuple[str, str]]) -> str:
         max_size=6,
     )
 )
-def test_hostlist_is_the_inverse_of_compacting(runs: list[tuple[str, int, int, int]]) -> None:
-    hosts = [(prefix, f"{n:0{width}d}") for prefix, start, width, count in runs for n in range(start, start + count)]
+def test_expand_hostlist_is_the_inverse_of_format_hostlist(ranges: list[tuple[str, int, int, int]]) -> None:
+    """Each range has a prefix, the first number, the number of digits and the number of hosts."""
+    hosts = [
+        (prefix, f"{n:0{digits}d}") for prefix, start, digits, count in ranges for n in range(start, start + count)
+    ]
     assert expand_hostlist(format_hostlist(hosts)) == [prefix + number for prefix, number in hosts]
 
 
@@ -368,67 +403,85 @@ def test_hostlist_is_the_inverse_of_compacting(runs: list[tuple[str, int, int, i
 
 
 def format_tasks_per_node(counts: list[int]) -> str:
-    """Return tasks per node in the format of Slurm: 2 2 2 1 is 2(x3),1."""
-    ends = [0, *(i for i, (a, b) in enumerate(pairwise(counts), 1) if a != b), len(counts)]
-    return ",".join(f"{counts[a]}(x{b - a})" if b - a > 1 else str(counts[a]) for a, b in pairwise(ends))
+    """Return the tasks per node in the format of Slurm: `2(x3),1` for [2, 2, 2, 1]."""
+    changes = [node for node, (previous, count) in enumerate(pairwise(counts), 1) if previous != count]
+    bounds = pairwise([0, *changes, len(counts)])
+    return ",".join(f"{counts[a]}(x{b - a})" if b - a > 1 else str(counts[a]) for a, b in bounds)
 
 
 @settings(deadline=None, max_examples=100)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=6))
 def test_ranks_are_correct_with_uneven_tasks_per_node(counts: list[int]) -> None:
-    """Every task of a step reads its rank, its local rank and the same rendezvous."""
-    world = sum(counts)
+    """`counts` are the tasks per node. Each task reads its rank and local rank; all read the same rendezvous."""
+    world_size = sum(counts)
     env = BATCH | {
         "SLURM_STEP_ID": "0",
         "SLURM_STEP_TASKS_PER_NODE": format_tasks_per_node(counts),
-        "SLURM_STEP_NUM_TASKS": str(world),
+        "SLURM_STEP_NUM_TASKS": str(world_size),
         "SLURM_STEP_NODELIST": f"n[1-{len(counts)}]",
     }
-    where = [(node, local) for node, count in enumerate(counts) for local in range(count)]
-    rank_infos = [
-        read_rank_info(env | {"SLURM_PROCID": str(rank), "SLURM_NODEID": str(node), "SLURM_LOCALID": str(local)})
-        for rank, (node, local) in enumerate(where)
-    ]
-    assert [rank_numbers(p) for p in rank_infos] == [(r, world, local, counts[n]) for r, (n, local) in enumerate(where)]
-    assert len({(p.master_host, p.master_port) for p in rank_infos}) == 1
+    positions = [(node, local_rank) for node, count in enumerate(counts) for local_rank in range(count)]
+    rank_infos = []
+    for rank, (node, local_rank) in enumerate(positions):
+        task = {"SLURM_PROCID": str(rank), "SLURM_NODEID": str(node), "SLURM_LOCALID": str(local_rank)}
+        rank_infos.append(read_rank_info(env | task))
+        assert rank_numbers(rank_infos[-1]) == (rank, world_size, local_rank, counts[node])
+    assert len({(rank_info.master_host, rank_info.master_port) for rank_info in rank_infos}) == 1
 
 
 @settings(deadline=None, max_examples=100)
 @given(st.integers(1, 2**31), st.integers(0, 40), st.integers(0, 40), st.integers(0, 1000))
-def test_port_is_the_same_for_all_ranks_and_differs_after_a_restart(job: int, one: int, other: int, step: int) -> None:
-    def port(restarts: int, step: int = step) -> int:
-        more = {"SLURM_JOB_ID": str(job), "SLURM_RESTART_COUNT": str(restarts), "SLURM_STEP_ID": str(step)}
-        first, last = read_rank_info(srun(0, 0, 0, **more)), read_rank_info(srun(3, 1, 1, **more))
-        assert first.master_port == last.master_port
-        return first.master_port
+def test_port_is_the_same_for_all_ranks_and_differs_after_a_restart(
+    job_id: int, restarts: int, other_restarts: int, step_id: int
+) -> None:
+    def get_port(restart_count: int) -> int:
+        """Return the port of the first and the last rank after this many restarts. They must be the same."""
+        job = {
+            "SLURM_JOB_ID": str(job_id),
+            "SLURM_RESTART_COUNT": str(restart_count),
+            "SLURM_STEP_ID": str(step_id),
+        }
+        first_rank = read_rank_info(make_srun_env(0, 0, 0, **job))
+        last_rank = read_rank_info(make_srun_env(3, 1, 1, **job))
+        assert first_rank.master_port == last_rank.master_port
+        return first_rank.master_port
 
-    assert port(one) in MASTER_PORTS and 20_000 <= port(one) <= 29_999
-    assert (port(one) == port(other)) == (one == other)
+    port = get_port(restarts)
+    assert port in MASTER_PORTS and 20_000 <= port <= 29_999
+    assert (port == get_port(other_restarts)) == (restarts == other_restarts)
 
 
-def test_ports_differ_between_jobs_and_steps() -> None:
+def test_ports_of_different_jobs_and_steps_rarely_collide() -> None:
+    """Of 100 ports, which are derived from a hash, more than 90 must be different."""
     ports = {
-        read_rank_info(srun(0, 0, 0, SLURM_JOB_ID=str(job), SLURM_STEP_ID=str(step))).master_port
+        read_rank_info(make_srun_env(0, 0, 0, SLURM_JOB_ID=str(job), SLURM_STEP_ID=str(step))).master_port
         for job in range(1, 11)
         for step in range(10)
     }
     assert len(ports) > 90
 
 
-KEYS = sorted(
-    {*srun(0, 0, 0), *make_openmpi_env(0, 1, 0, 1), *make_hydra_env(0, 1, 0, 1), *torchrun(0, 1, 0, 1, "x")}
+VARIABLES = sorted(
+    {
+        *make_srun_env(0, 0, 0),
+        *make_openmpi_env(0, 1, 0, 1),
+        *make_hydra_env(0, 1, 0, 1),
+        *make_torchrun_env(0, 1, 0, 1, "x"),
+    }
     | {*make_local_rank_env(0, 1, 1), "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"}
     | {"SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_RESTART_COUNT", "SLUICE_TIME_LEFT"}
 )
+"""All variables that `read_rank_info` and `read_time_left` may read."""
 VALUES = st.one_of(
     st.integers(-2, 5).map(str),
+    # a batch step, an array task, a digit of another script, and numbers that are too large
     st.sampled_from(["", "n[1-2]", "2(x2)", "4294967291", "1_0", " 1", "٣", "9" * 19, "9" * 5000]),
     st.text(max_size=6),
 )
 
 
 @settings(deadline=None, max_examples=500)
-@given(st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=20))
+@given(st.dictionaries(st.sampled_from(VARIABLES), VALUES, max_size=20))
 def test_any_environment_is_valid_or_a_user_error(env: Env) -> None:
     try:
         rank_info = read_rank_info(env)

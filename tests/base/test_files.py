@@ -15,13 +15,15 @@ import pytest
 from pipeline.base import files
 from pipeline.base.files import append_line
 
-WRITERS = 4
-LINES = 20
-"""The number of lines of each writer."""
+WRITER_COUNT = 4
+LINES_PER_WRITER = 20
 
 
 def write_line_like_nfs(fd: int, line: str, name: str) -> None:
-    """Find the end of the file, then write there, as an NFS client does for O_APPEND (open(2))."""
+    """Append a line in two steps, as an NFS client does for O_APPEND (open(2)): find the end of the file, then write.
+
+    Another process can write between the two steps. The second line would then overwrite the first one.
+    """
     with open(name, "r+b") as file:
         file.seek(0, os.SEEK_END)
         time.sleep(0.001)
@@ -29,7 +31,8 @@ def write_line_like_nfs(fd: int, line: str, name: str) -> None:
 
 
 def append_numbered_lines(path: Path, writer: int) -> None:
-    for number in range(LINES):
+    """Append lines that consist of the number of the writer and the number of the line."""
+    for number in range(LINES_PER_WRITER):
         append_line(path, f"{writer} {number}")
 
 
@@ -37,25 +40,25 @@ def test_no_line_is_lost_if_appends_are_not_atomic(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(files, "write_line", write_line_like_nfs)
     path = tmp_path / "events.jsonl"
     context = multiprocessing.get_context("fork")
-    writers = [context.Process(target=append_numbered_lines, args=(path, writer)) for writer in range(WRITERS)]
+    writers = [context.Process(target=append_numbered_lines, args=(path, writer)) for writer in range(WRITER_COUNT)]
     for writer in writers:
         writer.start()
     for writer in writers:
         writer.join(60)
-    expected = [f"{writer} {number}" for writer in range(WRITERS) for number in range(LINES)]
+    expected = [f"{writer} {number}" for writer in range(WRITER_COUNT) for number in range(LINES_PER_WRITER)]
     assert sorted(path.read_text().splitlines()) == sorted(expected)
 
 
-@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+@pytest.mark.parametrize("error_number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
 def test_lines_are_appended_if_the_file_system_has_no_locks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error_number: int
 ) -> None:
     def fail_to_lock(*_: Any) -> None:
-        raise OSError(number, os.strerror(number))
+        raise OSError(error_number, os.strerror(error_number))
 
     monkeypatch.setattr(fcntl, "flock", fail_to_lock)
     append_numbered_lines(tmp_path / "events.jsonl", 1)
-    assert len((tmp_path / "events.jsonl").read_text().splitlines()) == LINES
+    assert len((tmp_path / "events.jsonl").read_text().splitlines()) == LINES_PER_WRITER
 
 
 def test_append_line_writes_without_the_lock_after_the_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Test that files which another user may have written are never executed, emptied or adopted, only read."""
+"""Test that Sluice may read, but never executes or overwrites, files that another user may have changed."""
 
 from __future__ import annotations
 
@@ -35,16 +35,18 @@ from tests.support.requirements import skip_or_fail_in_ci
 from tests.support.tiny import write_config
 
 NOBODY = 65534
+"""The user ID and group ID of the user `nobody`."""
 SUBMIT = [sys.executable, str(CODE_ROOT / "submit.py")]
 AS_NOBODY = [
     "setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups",
-    "--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search",  # so that it can read the folder of python
+    "--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search",
+    # the capability allows it to read the Python installation, which may be in the home folder of root
 ]  # fmt: skip
 
 
 @pytest.fixture
 def trapped_run(tmp_path: Path) -> Run:
-    """Return a run with a checkpoint, whose code creates a file `executed` if any part of it is executed."""
+    """Return a run with a checkpoint. Its code creates the file `executed` if any part of it is executed."""
     run = Run.create(load_config(write_config(tmp_path), ["run.sharing=all"]))
     run_ranks(1, save_on_rank, run.checkpoints_dir, False)
     for entry in ("pipeline/__init__.py", "slurm/__init__.py", "submit.py"):
@@ -70,13 +72,14 @@ def assert_run_is_readable(folder: Path, prefix: Sequence[str] = ()) -> None:
 
 
 def change_owner(path: Path, uid: int) -> None:
-    """Give a file or folder, without its content, to another user. Skip the test if this process is not root."""
+    """Change the owner of a file or folder, not recursively, to `uid`. Skip the test if this process is not root."""
     if os.geteuid() != 0:
         skip_or_fail_in_ci("changing the owner of a file needs root")
     os.chown(path, uid, uid)
 
 
 def change_owner_of_run(run: Run, uid: int) -> None:
+    """Change the owner of the run directory and of everything in it to `uid`."""
     for path in (run.path, *run.path.rglob("*")):
         change_owner(path, uid)
 
@@ -109,7 +112,7 @@ def test_run_of_another_user_is_not_executed_even_by_root(tmp_path: Path, trappe
         "data/chat.json", "data/code/filter.py", "data/code/prepare.json", "data",
     ],
 )  # fmt: skip
-def test_check_fails_if_one_file_belongs_to_another_user(tmp_path: Path, name: str) -> None:
+def test_check_owner_fails_if_one_file_belongs_to_another_user(tmp_path: Path, name: str) -> None:
     run = Run.create(load_config(write_config(tmp_path)))
     run.stage_dir("train")
     (run.data_dir / "code").mkdir()  # the folder of a source `code` of a mixture
@@ -151,7 +154,7 @@ EXECUTED_PATHS: dict[str, Callable[[Run], Path]] = {
 
 
 @pytest.mark.parametrize("path_name", EXECUTED_PATHS)
-def test_check_fails_on_a_path_writable_by_others_until_the_printed_command_is_run(
+def test_check_owner_fails_on_a_path_writable_by_others_until_the_printed_command_is_run(
     tmp_path: Path, path_name: str
 ) -> None:
     run = Run.create(load_config(write_config(tmp_path), ["run.sharing=group"]))
@@ -169,8 +172,8 @@ def test_check_fails_on_a_path_writable_by_others_until_the_printed_command_is_r
     run.check_owner()
 
 
-def test_check_ignores_modes_inside_a_private_run(tmp_path: Path) -> None:
-    """Old versions copied group-write modes of a checkout. Other users cannot enter the run directory."""
+def test_check_owner_ignores_modes_inside_a_private_run(tmp_path: Path) -> None:
+    """The code may be group-writable, as old versions copied it. Other users still cannot enter the run directory."""
     run = Run.create(load_config(write_config(tmp_path)))
     for path in (run.code_dir, *run.code_dir.rglob("*"), run.jobs_dir):
         make_group_writable(path)
@@ -188,8 +191,8 @@ def test_creating_a_run_fails_if_its_folder_exists_and_is_writable_by_others(tmp
 
 def test_locking_fails_if_the_lock_file_is_a_link_and_keeps_the_target(tmp_path: Path) -> None:
     config = load_config(write_config(tmp_path))
-    target = tmp_path / "thesis"
-    target.write_text("mine")
+    target = tmp_path / "file outside the run"
+    target.write_text("content")
     (tmp_path / "runs/tiny").mkdir(parents=True)
     (tmp_path / "runs/tiny/.creating").symlink_to(target)
     with raises_error("run.foreign_file", "runs/tiny/.creating", "symbolic link"):
@@ -201,7 +204,7 @@ def test_locking_fails_if_the_lock_file_is_a_link_and_keeps_the_target(tmp_path:
         run.lock_stage("train")
     with raises_error("run.foreign_file", "train/lock", "symbolic link"):
         run.lock_holder("train")
-    assert target.read_text() == "mine"
+    assert target.read_text() == "content"
 
 
 @pytest.mark.parametrize(("sharing", "folder_mode", "file_mode"), [("private", 0o700, 0o600), ("group", 0o750, 0o640)])
@@ -216,56 +219,66 @@ def test_modes_of_the_copied_code_do_not_depend_on_the_checkout(
         path.chmod(0o777 if path.is_dir() or path == checkout / "submit.py" else 0o666)
     monkeypatch.setattr(run_module, "CODE_ROOT", checkout)
     run = Run.create(load_config(write_config(tmp_path), [f"run.sharing={sharing}"]))
-    os.umask(0)
+    os.umask(0)  # a umask must not be necessary to get the modes that run.sharing requires
     run.copy_code()
     os.umask(0o022)
     modes = {path: path.stat().st_mode & 0o7777 for path in (run.code_dir, *run.code_dir.rglob("*"))}
-    assert modes.pop(run.code_dir / "submit.py") == folder_mode, "it was executable, so it still is"
+    assert modes.pop(run.code_dir / "submit.py") == folder_mode, "the copy of submit.py must stay executable"
     assert {mode for path, mode in modes.items() if path.is_dir()} == {folder_mode}
     assert {mode for path, mode in modes.items() if not path.is_dir()} == {file_mode}
 
 
-def test_open_folder_stays_the_same_if_its_path_is_replaced_and_errors_name_its_path(tmp_path: Path) -> None:
-    mine = tmp_path / "mine"
-    mine.mkdir()
-    with open_own_folder(mine) as fd_path:
-        mine.rename(tmp_path / "moved")
-        mine.mkdir()
+def test_the_path_of_an_open_folder_stays_valid_if_the_folder_is_replaced(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with open_own_folder(folder) as fd_path:
+        folder.rename(tmp_path / "moved")
+        folder.mkdir()
         (fd_path / "file").write_text("content")
-    assert (tmp_path / "moved/file").read_text() == "content" and not list(mine.iterdir())
-    with pytest.raises(FileNotFoundError) as raised, open_own_folder(mine) as fd_path:
-        (fd_path / "none").read_text()
-    assert raised.value.filename == str(mine / "none")
-    with raises_error("run.foreign_file", mine / "inside", "symbolic link"), open_own_folder(mine) as fd_path:
-        (fd_path / "inside").symlink_to(tmp_path)
-        check_own_folder(fd_path / "inside")
-    with raises_error("run.foreign_file", tmp_path / "moved/file", "not a folder"):
-        check_own_folder(tmp_path / "moved/file")
+    assert (tmp_path / "moved/file").read_text() == "content" and not list(folder.iterdir())
+
+
+def test_errors_in_an_open_folder_name_the_original_path(tmp_path: Path) -> None:
+    """They do not name the path through the descriptor in /proc/self/fd."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with pytest.raises(FileNotFoundError) as raised, open_own_folder(folder) as fd_path:
+        (fd_path / "missing").read_text()
+    assert raised.value.filename == str(folder / "missing")
+    with raises_error("run.foreign_file", folder / "link", "symbolic link"), open_own_folder(folder) as fd_path:
+        (fd_path / "link").symlink_to(tmp_path)
+        check_own_folder(fd_path / "link")
+
+
+def test_check_own_folder_fails_for_a_file_and_for_a_missing_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with raises_error("run.foreign_file", tmp_path / "file", "not a folder"):
+        check_own_folder(tmp_path / "file")
     with pytest.raises(FileNotFoundError):
-        check_own_folder(tmp_path / "none")
+        check_own_folder(tmp_path / "missing")
 
 
 def test_open_own_file_fails_for_a_link_a_pipe_a_folder_and_files_of_others(tmp_path: Path) -> None:
-    mine = tmp_path / "mine"
-    mine.write_text("text")
-    with open_own_file(mine) as file:
+    path = tmp_path / "file"
+    path.write_text("text")
+    with open_own_file(path) as file:
         assert file.read() == b"text"
     link = tmp_path / "link"
-    link.symlink_to(mine)
+    link.symlink_to(path)
     with raises_error("run.foreign_file", link):
         open_own_file(link)
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    for path in (pipe, tmp_path):
-        with raises_error("storage.not_a_file", path):
-            open_own_file(path)
-    mine.chmod(0o620)
-    with raises_error("run.writable_by_others", mine, "mode 620"):
-        open_own_file(mine)
-    mine.chmod(0o600)
-    change_owner(mine, NOBODY)
-    with raises_error("run.foreign_owner", mine, f"uid {NOBODY}"):
-        open_own_file(mine)
+    for not_a_file in (pipe, tmp_path):
+        with raises_error("storage.not_a_file", not_a_file):
+            open_own_file(not_a_file)
+    path.chmod(0o620)
+    with raises_error("run.writable_by_others", path, "mode 620"):
+        open_own_file(path)
+    path.chmod(0o600)
+    change_owner(path, NOBODY)
+    with raises_error("run.foreign_owner", path, f"uid {NOBODY}"):
+        open_own_file(path)
 
 
 @pytest.mark.parametrize(
@@ -283,19 +296,22 @@ def test_open_own_file_fails_for_a_link_a_pipe_a_folder_and_files_of_others(tmp_
 def test_parent_folder_in_which_others_can_replace_a_run_is_reported(
     tmp_path: Path, mode: int, uid: int, problem: str | None
 ) -> None:
-    """This holds for any ancestor, also through a symbolic link, and also if the run does not exist yet."""
+    """`problem` is None if a parent folder with this mode and owner is safe.
+
+    All parents are checked, also those behind a symbolic link. The run itself need not exist.
+    """
     lab = tmp_path / "lab"
     lab.mkdir()
     if uid:
         change_owner(lab, uid)
     elif os.geteuid() == 0:
-        os.chown(lab, 0, 1)
+        os.chown(lab, 0, 1)  # a group that is not the private group of root
     lab.chmod(mode)
     (tmp_path / "link").symlink_to(lab)
-    for run in ("lab/tiny", "lab/me/runs/tiny", "link/me/tiny"):
-        unsafe = find_unsafe_ancestors(tmp_path / run)
+    for run_path in ("lab/tiny", "lab/me/runs/tiny", "link/me/tiny"):
+        unsafe = find_unsafe_ancestors(tmp_path / run_path)
         assert [folder for folder, _ in unsafe] == ([lab] if problem else []), unsafe
-        warning = describe_replacement_risk(tmp_path / run)
+        warning = describe_replacement_risk(tmp_path / run_path)
         assert (warning is None) == (problem is None)
         assert warning is None or re.search(f"{lab} .*{problem}", warning)
     if problem:
@@ -305,20 +321,23 @@ def test_parent_folder_in_which_others_can_replace_a_run_is_reported(
         assert [folder for folder, _ in find_unsafe_ancestors(personal / "tiny")] == [personal, lab]
 
 
-def test_folder_writable_by_a_private_group_is_safe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On many systems, each user has a private group and the umask 002."""
-    group = grp.struct_group(("ann", "x", 1500, []))
-    monkeypatch.setattr(os, "geteuid", lambda: 1500)
-    monkeypatch.setattr("pwd.getpwuid", lambda uid: pwd.struct_passwd(("ann", "x", uid, 1500, "", "/", "")))
+def test_folder_writable_by_a_private_group_is_safe_unless_the_group_has_another_member(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On many systems, each user has a private group and the umask 002, so that all folders are group-writable."""
+    ann = 1500  # the user ID of ann and the group ID of her private group
+    group = grp.struct_group(("ann", "x", ann, []))
+    monkeypatch.setattr(os, "geteuid", lambda: ann)
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: pwd.struct_passwd(("ann", "x", uid, ann, "", "/", "")))
     monkeypatch.setattr("grp.getgrgid", lambda gid: group)
     home = tmp_path / "ann"
     home.mkdir()
     home.chmod(0o775)
     if os.getuid() != 0:
         skip_or_fail_in_ci("changing the owner of a file needs root")
-    os.chown(home, 1500, 1500)
+    os.chown(home, ann, ann)
     assert home not in dict(find_unsafe_ancestors(home / "tiny"))
-    group = grp.struct_group(("ann", "x", 1500, ["ann", "bob"]))
+    group = grp.struct_group(("ann", "x", ann, ["ann", "bob"]))
     assert home in dict(find_unsafe_ancestors(home / "tiny"))
 
 
@@ -355,36 +374,43 @@ CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "run is missing": (move_away, "."),
     "code is missing": (move_away, "code"),
 }
+"""Changes of a run while its job is pending: a function that changes a path, and this path in the run directory."""
 
 
 @pytest.mark.parametrize(
     ("change", "sharing"), [*((change, "all") for change in CHANGES), ("code is writable by others", "private")]
 )
-def test_batch_script_starts_no_python_if_the_run_was_replaced(tmp_path: Path, change: str, sharing: str) -> None:
-    """The check is in the batch script, of which Slurm has a copy, because the code itself may be replaced."""
+def test_batch_script_starts_python_only_if_no_other_user_can_have_changed_the_run(
+    tmp_path: Path, change: str, sharing: str
+) -> None:
+    """The batch script checks owners and modes before it starts Python.
+
+    Code of the run could not do this, because it may have been replaced. Slurm has its own copy of the batch script.
+    """
+    # The check uses shell variables named closed, folder and found. It must not change those that site.setup exports.
     python = tmp_path / "python3"
     python.write_text(f"#!/bin/sh\necho $PYTHONPATH $closed $folder $found > {tmp_path}/started\n")
     python.chmod(0o755)
     (tmp_path / "my runs").mkdir()
     run = Run.create(load_config(write_config(tmp_path), [f"run.root={tmp_path}/my runs", f"run.sharing={sharing}"]))
-    site = {"python": python, "setup": ["export closed=mine folder=mine found=mine"]}
+    site = {"python": python, "setup": ["export closed=a folder=b found=c"]}
     config = run.config.model_copy(update={"site": run.config.site.model_copy(update=site)})
-    job = render_batch_script(run, config, "train")
-    apply_change, name = CHANGES[change]
-    apply_change(run.path / name)
-    result = subprocess.run(["bash", "-s"], input=job, capture_output=True, text=True, timeout=60)
-    # in a private run, which others cannot enter, modes do not matter
+    script = render_batch_script(run, config, "train")
+    apply_change, changed_path = CHANGES[change]
+    apply_change(run.path / changed_path)
+    result = subprocess.run(["bash", "-s"], input=script, capture_output=True, text=True, timeout=60)
+    # other users cannot enter a private run, so they cannot write to its code even if its mode allows it
     is_harmless = change == "no change" or sharing == "private"
     assert (tmp_path / "started").exists() == is_harmless, result.stderr
     if not is_harmless:
-        assert result.returncode == ExitCode.USER_ERROR and str(run.path / name) in result.stderr
+        assert result.returncode == ExitCode.USER_ERROR and str(run.path / changed_path) in result.stderr
     else:
         assert result.returncode == 0 and not result.stderr
-        assert re.search(rf"{run.code_dir}\S* mine mine mine$", (tmp_path / "started").read_text().rstrip())
+        assert re.search(rf"{run.code_dir}\S* a b c$", (tmp_path / "started").read_text().rstrip())
 
 
 def test_job_of_a_sweep_point_checks_the_sweep_and_the_point(tmp_path: Path) -> None:
-    """The code of a point is that of its sweep."""
+    """A point has no code of its own: its job executes the code of the sweep."""
     python = tmp_path / "python3"
     python.write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
     python.chmod(0o755)
@@ -392,27 +418,28 @@ def test_job_of_a_sweep_point_checks_the_sweep_and_the_point(tmp_path: Path) -> 
     sweep = Run.create(load_config(write_config(tmp_path), [grid, "run.sharing=all", f"site.python={python}"]))
     point = create_points(sweep)[1]
     assert point.code_dir.is_symlink()
-    job = render_batch_script(point, point.config, "train")
+    script = render_batch_script(point, point.config, "train")
 
-    def run_job() -> int:
-        return subprocess.run(["bash", "-s"], input=job, capture_output=True, text=True, timeout=60).returncode
+    def run_script() -> int:
+        """Run the batch script and return its exit code."""
+        return subprocess.run(["bash", "-s"], input=script, capture_output=True, text=True, timeout=60).returncode
 
-    assert run_job() == 0
+    assert run_script() == 0
     (tmp_path / "started").unlink()
     for path in (sweep.path, sweep.code_dir, point.path):
         mode = path.stat().st_mode
         path.chmod(0o777)
-        assert run_job() == ExitCode.USER_ERROR and not (tmp_path / "started").exists(), path
+        assert run_script() == ExitCode.USER_ERROR and not (tmp_path / "started").exists(), path
         path.chmod(mode)
 
 
 @pytest.mark.parametrize("name", ["train", "mpirun", "torchrun"])
-def test_sbatch_template_starts_no_python_if_the_run_was_replaced(tmp_path: Path, name: str) -> None:
+def test_sbatch_template_starts_no_python_if_another_user_can_change_the_run(tmp_path: Path, name: str) -> None:
     run = Run.create(load_config(write_config(tmp_path), ["run.sharing=all"]))
     for program in ("python", "srun", "mpirun", "scontrol"):
         write_program(tmp_path / "bin" / program, f"touch {tmp_path}/started")
-    variables = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_JOB_NODELIST": "a", "SLURM_JOB_NUM_NODES": "1"}
-    environment = {**os.environ, **variables, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    slurm_variables = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_JOB_NODELIST": "a", "SLURM_JOB_NUM_NODES": "1"}
+    environment = {**os.environ, **slurm_variables, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
     environment.pop("PYTHON", None)
     template = CODE_ROOT / f"slurm/templates/{name}.sbatch"
 
@@ -444,8 +471,9 @@ def write_program(file: Path, line: str) -> None:
 def test_submit_and_doctor_warn_if_others_can_replace_a_run(tmp_path: Path) -> None:
     lab = tmp_path / "lab"
     lab.mkdir()
-    lab.chmod(0o2777)
+    lab.chmod(0o2777)  # all users may write, and there is no sticky bit
     write_config(tmp_path)
+    # a Slurm that responds and rejects every job
     programs = {"scontrol": "echo Slurmctld is UP", "squeue": "exit 1", "sinfo": "exit 1"}
     programs["sbatch"] = "echo sbatch: error: invalid partition specified >&2; exit 1"
     for name, line in programs.items():
@@ -459,7 +487,7 @@ def test_submit_and_doctor_warn_if_others_can_replace_a_run(tmp_path: Path) -> N
         command = [*SUBMIT, *arguments]
         result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
         assert re.search(rf"{lab} .*no sticky bit", result.stdout), (arguments, result.stderr)
-        lab.chmod(0o3777)
+        lab.chmod(0o3777)  # with a sticky bit
         result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
         assert "sticky" not in result.stdout + result.stderr, arguments
         lab.chmod(0o2777)

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from pipeline.base.plot import Curve, Scale, average_buckets, downsample, draw_area, format_number, svg_document
 
-finite = st.floats(-1e300, 1e300)
-usual = st.floats(-1e9, 1e9).map(lambda x: round(x, 6))
+finite_numbers = st.floats(-1e300, 1e300)
+rounded_numbers = st.floats(-1e9, 1e9).map(lambda x: round(x, 6))
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(usual, min_size=1, max_size=400), st.integers(2, 40))
-def test_downsample_keeps_the_extremes_of_each_part_and_both_ends(values: list[float], buckets: int) -> None:
+@given(st.lists(rounded_numbers, min_size=1, max_size=400), st.integers(2, 40))
+def test_downsample_keeps_the_extremes_of_each_bucket_and_both_ends(values: list[float], buckets: int) -> None:
     points = [*enumerate(values)]
     kept = downsample(points, buckets)
     assert set(kept) <= set(points) and list(kept) == sorted(kept, key=lambda p: p[0])
@@ -25,26 +25,28 @@ def test_downsample_keeps_the_extremes_of_each_part_and_both_ends(values: list[f
     for number in range(buckets):
         start = number * len(values) // buckets
         end = (number + 1) * len(values) // buckets
-        part = values[start:end]
-        kept_part = [y for x, y in kept if start <= x < end]
-        assert not part or (min(part) == min(kept_part) and max(part) == max(kept_part))
+        bucket = values[start:end]
+        kept_values = [y for x, y in kept if start <= x < end]
+        assert not bucket or (min(bucket) == min(kept_values) and max(bucket) == max(kept_values))
 
 
-def test_average_buckets_returns_the_mean_of_each_part() -> None:
+def test_average_buckets_returns_means_unless_a_bucket_has_fewer_than_four_points() -> None:
     assert average_buckets([(n, n % 2) for n in range(40)], 10) == [(4 * n + 1.5, 0.5) for n in range(10)]
     assert average_buckets([(n, n) for n in range(39)], 10) == []
 
 
 @settings(max_examples=150, deadline=None)
-@example([2.2250738585072014e-308], False, True)
-@given(st.one_of(st.lists(finite, min_size=1), st.lists(usual, min_size=1)), st.booleans(), st.booleans())
+@example([2.2250738585072014e-308], False, True)  # the smallest normal number
+@given(
+    st.one_of(st.lists(finite_numbers, min_size=1), st.lists(rounded_numbers, min_size=1)), st.booleans(), st.booleans()
+)
 def test_any_finite_values_can_be_drawn(values: list[float], log: bool, rounded: bool) -> None:
     scale = Scale.over(values, "x", log=log)
     scale = scale.rounded() if rounded else scale
     ticks = scale.ticks()
     assert all(-1e-6 <= scale.at(value) <= 1 + 1e-6 for value in values)
-    assert len(ticks) <= 14 and [v for v, _ in ticks] == sorted({v for v, _ in ticks})
-    document = svg_document(draw_area(scale, scale, [Curve("c", [(v, v) for v in values])]))
+    assert len(ticks) <= 14 and [value for value, _ in ticks] == sorted({value for value, _ in ticks})
+    document = svg_document(draw_area(scale, scale, [Curve("c", [(value, value) for value in values])]))
     assert "nan" not in document and "inf" not in document
     ElementTree.fromstring(document)
 
@@ -61,15 +63,15 @@ def test_any_finite_values_can_be_drawn(values: list[float], log: bool, rounded:
         (3, 4, False, ["3", "3.2", "3.4", "3.6", "3.8", "4"]),
     ],
 )
-def test_ticks_are_round_numbers(low: float, high: float, log: bool, labels: list[str]) -> None:
+def test_ticks_have_round_numbers_as_labels(low: float, high: float, log: bool, labels: list[str]) -> None:
     assert [label for _, label in Scale.over([low, high], "x", log=log).ticks()] == labels
 
 
-def test_whole_scale_has_ticks_only_at_integers() -> None:
+def test_a_scale_of_integers_has_ticks_only_at_integers() -> None:
     assert [label for _, label in Scale.over([1, 3], "step", whole=True).ticks()] == ["1", "2", "3"]
 
 
 @given(st.floats(1e-9, 1e12))
-def test_format_number_is_accurate_to_four_digits(value: float) -> None:
+def test_format_number_has_a_relative_error_below_1e_4(value: float) -> None:
     text = format_number(value).replace("k", "e3").replace("M", "e6").replace("G", "e9")
     assert math.isclose(float(text), value, rel_tol=1e-4)

@@ -1,4 +1,4 @@
-"""Test the errors for unusable paths (files, symbolic links, pipes) and for reached limits of files and mappings."""
+"""Test the errors for unusable paths (files, symbolic links, pipes) and for limits on files and memory mappings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.tiny import write_config
 
 def create_file(path: Path) -> None:
     path.parent.mkdir(parents=True)
-    path.write_text("a thesis")
+    path.write_text("content")
 
 
 def create_link_to_itself(path: Path) -> None:
@@ -36,7 +36,7 @@ def create_link_to_itself(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("create_obstacle", "root", "code", "facts"),
+    ("create_obstacle", "root", "code", "expected_texts"),
     [
         (create_file, "runs", "storage.invalid_path", ["runs/tiny", "file, not a folder"]),
         (create_link_to_itself, "runs", "storage.invalid_path", ["runs/tiny", "remove it"]),
@@ -50,7 +50,7 @@ def test_creating_a_run_fails_if_the_path_is_unusable(
     create_obstacle: Callable[[Path], None] | None,
     root: str,
     code: str,
-    facts: list[str],
+    expected_texts: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -61,25 +61,25 @@ def test_creating_a_run_fails_if_the_path_is_unusable(
         Run.create(config)
     error = raised.value if isinstance(raised.value, UserError) else find_storage_error(raised.value)
     assert error is not None, repr(raised.value)
-    with raises_error(code, *facts):
+    with raises_error(code, *expected_texts):
         raise error
 
 
 @pytest.mark.parametrize(
-    ("path", "fact"),
+    ("path", "expected_text"),
     [
         ("/proc", "no config.yaml"), ("/dev/null", "no such directory"), ("tiny.yaml", "runs/tiny"),
-        ("loop", "no such directory"), ("none", "no such directory"), ("tiny.yaml/x", "no such directory"),
+        ("loop", "no such directory"), ("missing", "no such directory"), ("tiny.yaml/x", "no such directory"),
     ],
 )  # fmt: skip
 def test_opening_a_path_that_is_not_a_run_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, fact: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, expected_text: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_config(tmp_path)
-    create_link_to_itself(tmp_path / "more/loop")
-    (tmp_path / "loop").symlink_to("more/loop")
-    with raises_error("run.not_a_run", path, fact):
+    create_link_to_itself(tmp_path / "folder/loop")
+    (tmp_path / "loop").symlink_to("folder/loop")
+    with raises_error("run.not_a_run", path, expected_text):
         Run.open(path)
 
 
@@ -94,7 +94,7 @@ def test_reading_a_pipe_fails_instead_of_blocking(tmp_path: Path, monkeypatch: p
     (run.code_dir / "DIFF").touch()
     os.mkfifo(run.code_dir / "COMMIT")
     with raises_error("storage.not_a_file", run.code_dir / "COMMIT"):
-        print(run.title)
+        print(run.title)  # the title contains the commit
 
 
 @contextmanager
@@ -138,6 +138,7 @@ def open_binary(path: Path) -> None:
 
 
 def write_beyond_file_size_limit(folder: Path) -> None:
+    """Write a file that is larger than this process may write (`ulimit -f`)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:
@@ -146,26 +147,26 @@ def write_beyond_file_size_limit(folder: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def rename_onto_filled_folder(folder: Path) -> None:
+def rename_onto_nonempty_folder(folder: Path) -> None:
     (folder / "new").mkdir()
     (folder / "old/file").mkdir(parents=True)
     os.rename(folder / "new", folder / "old")
 
 
 @pytest.mark.parametrize(
-    ("fail", "code", "fact"),
+    ("fail", "code", "expected_text"),
     [
         (write_beyond_file_size_limit, "storage.file_too_large", "ulimit -f"),
-        (rename_onto_filled_folder, "storage.busy", "new"),
+        (rename_onto_nonempty_folder, "storage.busy", "new"),
     ],
 )
-def test_file_size_limit_and_filled_folder_are_storage_errors(
-    tmp_path: Path, fail: Callable[[Path], None], code: str, fact: str
+def test_the_file_size_limit_and_a_nonempty_target_folder_are_storage_errors(
+    tmp_path: Path, fail: Callable[[Path], None], code: str, expected_text: str
 ) -> None:
     with pytest.raises(OSError) as raised:
         fail(tmp_path)
     error = find_storage_error(raised.value)
-    assert error is not None and error.code == code and fact in str(error)
+    assert error is not None and error.code == code and expected_text in str(error)
 
 
 def test_too_many_mapped_files_is_not_reported_as_a_damaged_file(
