@@ -66,10 +66,10 @@ MAX_JSON_VALUES = 1 << 22
 MAX_JSON_DEPTH = 100
 """Maximum nesting of arrays and objects in a JSON object. Python's own limit depends on the depth of the call stack."""
 MAX_COMPRESSION_RATIO = 1 << 14
-"""An array that is this many times larger than what is stored of it is damaged. Deflate reaches 1032
+"""An array that is this many times larger than its stored bytes is considered damaged. Deflate reaches a ratio of 1032
 (zlib.net/zlib_tech.html)."""
 _BLOCK_BYTES = 1 << 20
-"""Bytes that are read at once."""
+"""Number of bytes that are read at once."""
 
 
 # -- inputs ----------------------------------------------------------------------------------------------
@@ -420,7 +420,7 @@ def _skip_line(stream: BinaryIO) -> int:
 #
 # They are read in blocks, so that memory depends on the longest record and not on the file.
 
-Found = dict[str, Any] | Exception | None
+ParseResult = dict[str, Any] | Exception | None
 """An object; the exception that says why there is none; or None for a blank line."""
 
 
@@ -429,7 +429,7 @@ class ObjectRecord(NamedTuple):
 
     line: int
     """The line where the record begins, from 1. For JSON: the number of the value."""
-    found: Found
+    result: ParseResult
 
 
 _DELIMITERS = {"csv": ",;\t|", "tsv": "\t"}
@@ -483,7 +483,7 @@ _JSON_SPACE = " \t\r\n"  # RFC 8259, section 2
 _TOO_DEEP = f"JSON that nests more than {MAX_JSON_DEPTH} deep"
 
 
-def parse_object(line: bytes | None) -> Found:
+def parse_object(line: bytes | None) -> ParseResult:
     """Return the JSON object in a line or small file. `line` is None if it is too long."""
     if line is None:
         return RejectedError(describe_too_long())
@@ -504,7 +504,7 @@ def _describe_invalid_json(error: ValueError | RecursionError) -> str:
     return _TOO_DEEP if isinstance(error, RecursionError) else f"broken JSON: {getattr(error, 'msg', error)}"
 
 
-def _check_object(value: Any) -> Found:
+def _check_object(value: Any) -> ParseResult:
     """Return a parsed value if it is an object that is not nested too deeply, otherwise the reason to reject it."""
     if not isinstance(value, dict):
         return RejectedError(f"not a JSON object but {type(value).__name__}")
@@ -519,21 +519,21 @@ def _estimate_value_count(source: str) -> int:
 
     Returns 0 if there are certainly no more than `MAX_JSON_VALUES`.
     """
-    marks = "[{,:"
-    if sum(map(source.count, marks)) <= MAX_JSON_VALUES:  # an upper bound: it includes marks within strings
+    delimiters = "[{,:"
+    if sum(map(source.count, delimiters)) <= MAX_JSON_VALUES:  # an upper bound, because strings may contain delimiters
         return 0
     without_strings = _STRING.sub("", source.replace("\\\\", "").replace('\\"', ""))
-    return sum(map(without_strings.partition('"')[0].count, marks))
+    return sum(map(without_strings.partition('"')[0].count, delimiters))
 
 
 def _is_too_deep(value: dict[str, Any]) -> bool:
     """Return whether an object is nested deeper than `MAX_JSON_DEPTH`."""
     containers = (dict, list)
-    level = [one for one in value.values() if isinstance(one, containers)]
+    level = [child for child in value.values() if isinstance(child, containers)]
     for _ in range(MAX_JSON_DEPTH - 1):
         if not level:
             return False
-        children = (child for one in level for child in (one.values() if isinstance(one, dict) else one))
+        children = (child for parent in level for child in (parent.values() if isinstance(parent, dict) else parent))
         level = [child for child in children if isinstance(child, containers)]
     return bool(level)
 
@@ -558,7 +558,10 @@ class _JsonReader:
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape")
 
     def read_more(self, min_bytes: int = 0) -> bool:
-        """Read another block of at least `min_bytes`, and drop the text before `position`. Return False at the end."""
+        """Read another block of at least `min_bytes`, and drop the text before `position`.
+
+        Returns: False if the stream has ended, otherwise True.
+        """
         if self.is_at_end:
             return False
         count = max(_BLOCK_BYTES, min_bytes)
@@ -609,7 +612,7 @@ class _JsonReader:
 
 
 def _is_encodable(text: str) -> bool:
-    """Return whether a text can be encoded as UTF-8, which text with replaced invalid bytes cannot."""
+    """Return whether a text can be encoded as UTF-8. Text with invalid bytes (`surrogateescape`) cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -623,7 +626,7 @@ def _read_json_values(path: str, stream: BinaryIO) -> Iterator[ObjectRecord]:
     number = 0
     is_array = reader.skip_spaces() == "["
     reader.position += is_array
-    if is_array and reader.skip_spaces() == "]":
+    if is_array and reader.skip_spaces() == "]":  # the array is empty
         reader.position += 1
         _check_end_of_file(reader, "the array")
         return
@@ -649,10 +652,10 @@ def _read_json_values(path: str, stream: BinaryIO) -> Iterator[ObjectRecord]:
                 _check_end_of_file(reader, "the array")
                 return
             if separator != ",":
-                what = f"{separator!r} follows value {number:,}" if separator else f"it ends after value {number:,}"
+                problem = f"{separator!r} follows value {number:,}" if separator else f"it ends after value {number:,}"
                 raise UserError(
                     "data.damaged_file",
-                    f"cannot read {path}: {what} of the array instead of ',' or ']': repair the file",
+                    f"cannot read {path}: {problem} of the array instead of ',' or ']': repair the file",
                 )
     if is_array:
         raise UserError(
@@ -717,15 +720,20 @@ def _read_csv_rows(path: str, stream: BinaryIO, delimiters: str, required_column
     lines = iter(counter)
     csv.field_size_limit(MAX_DOCUMENT_BYTES)
     first_line = next(lines, "")
-    matching = (one for one in delimiters if required_column in _read_header(csv.reader([first_line], delimiter=one)))
+    matching = (
+        delimiter
+        for delimiter in delimiters
+        if required_column in _read_header(csv.reader([first_line], delimiter=delimiter))
+    )
     rows = csv.reader(chain([first_line], lines), delimiter=next(matching, delimiters[0]), strict=True)
     header = _read_header(rows)
     if required_column is not None and header.count(required_column) != 1:
-        what = "no column" if required_column not in header else "more than one column"
+        problem = "no column" if required_column not in header else "more than one column"
         names = shorten(", ".join(map(repr, header)), 200)
         raise UserError(
             "data.no_column",
-            f"{path}: {what} {required_column!r} (data.text_field) in the first line, which has {names or 'nothing'}",
+            f"{path}: {problem} {required_column!r} (data.text_field) in the first line, which has "
+            f"{names or 'nothing'}",
         )
     while True:
         line = counter.count + 1
@@ -757,7 +765,7 @@ def _read_header(rows: Iterable[list[str]]) -> list[str]:
         return []
 
 
-def _make_row_object(header: list[str], row: list[str]) -> Found:
+def _make_row_object(header: list[str], row: list[str]) -> ParseResult:
     """Return the object of a row of a CSV file."""
     if not row:
         return None
@@ -793,9 +801,10 @@ def _open_parquet(path: str, column: str) -> pyarrow.parquet.ParquetFile:
 
 
 def _find_text_column(path: str, schema: pyarrow.Schema, column: str) -> list[str]:
-    """Return the path of names to a column of text: `a.b` is field `b` of the struct `a`, unless a column is so named.
+    """Return the names that lead to a column of text.
 
-    Raises UserError, naming the file, if there is no such column or it does not have text.
+    `a.b` is the column `a.b` if there is one, otherwise field `b` of the struct `a`. Raises UserError, naming the file,
+    if there is no such column or it does not have text.
     """
     from pyarrow import types
 
@@ -836,7 +845,8 @@ def read_row_group_sizes(path: str, column: str) -> list[int]:
     """
     with translate_read_errors(path), _open_parquet(path, column) as file:
         groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
-        if file.metadata.num_columns != len(file.schema_arrow.names):  # counts leaves, not columns of the table
+        # With nested columns, `num_columns` is larger than the number of names, because it counts their leaves.
+        if file.metadata.num_columns != len(file.schema_arrow.names):
             return [group.total_byte_size for group in groups]
         index = file.schema_arrow.names.index(_find_text_column(path, file.schema_arrow, column)[0])
         return [group.column(index).total_uncompressed_size for group in groups]
@@ -862,7 +872,7 @@ def _read_arrow(path: str, column: str) -> Iterator[Document]:
 
 
 def _read_rows(batches: Iterable[pyarrow.RecordBatch], names: Sequence[str]) -> Iterator[Document]:
-    """Yield the documents of the column with this path of names."""
+    """Yield the documents of a column. `names` are those of `_find_text_column`."""
     null = RejectedError(f"field {'.'.join(names)!r} is null")
     rows = (null if row is None else row for batch in batches for row in _read_column_bytes(batch, names))
     return _number_documents(rows, _decode_content)
@@ -1080,7 +1090,7 @@ def find_filter_file(target: str) -> Path:
     module, _, function = target.rpartition(":")
     folder, name = os.path.split(module)
     relative = name.removesuffix(".py").replace(".", os.sep) + ".py"
-    file = next((path for place in (folder, *sys.path) if (path := Path(place, relative)).is_file()), None)
+    file = next((path for parent in (folder, *sys.path) if (path := Path(parent, relative)).is_file()), None)
     if file is None:
         raise UserError(
             "data.no_filter", f"data.filter: there is no {relative} in {folder} or in a folder of PYTHONPATH"
@@ -1108,7 +1118,7 @@ def load_filter(file: Path, target: str) -> DocumentFilter:
     spec = importlib.util.spec_from_file_location("sluice_filter", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up here
+    sys.modules[spec.name] = module  # the decorator `dataclass` looks up the module there
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # the user's code may raise anything

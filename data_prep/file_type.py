@@ -32,22 +32,25 @@ HEAD_BYTES = 1 << 16
 COMPRESSION_ENDINGS = {"gzip": ".gz", "zstd": ".zst", "bzip2": ".bz2", "xz": ".xz"}
 COMPRESSIONS = {".gz": 4, ".zst": 4, ".zstd": 4, ".bz2": 5, ".xz": 5}
 """File name endings of compressed files, with the estimated bytes of text per compressed byte (to balance the work)."""
-_COMPRESSION_MARKS = {
+_COMPRESSION_SIGNATURES = {
     "gzip": re.compile(rb"\x1f\x8b\x08"),
     "zstd": re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"),
     "bzip2": re.compile(rb"BZh[1-9](?:1AY&SY|\x17rE8P\x90)"),
     "xz": re.compile(rb"\xfd7zXZ\x00|\x5d\x00\x00[\x00-\xff]{2}(?:\xff{8}|[\x00-\xff]{5}\x00{3})", re.DOTALL),
 }
-_FIRST_BYTES = {b"\x1f", b"\x28", b"B", b"\xfd", b"\x5d", *(bytes([one]) for one in range(0x50, 0x60))}
+_FIRST_BYTES = {b"\x1f", b"\x28", b"B", b"\xfd", b"\x5d", *(bytes([value]) for value in range(0x50, 0x60))}
+"""The first byte of each of these signatures."""
 _BLOCK_BYTES = 1 << 20
-_XZ_MEMORY_LIMIT = 1 << 31  # bytes; files of `xz -9` need 65 MiB
+"""Number of bytes that are read at once."""
+_XZ_MEMORY_LIMIT = 1 << 31
+"""Memory limit of the xz decompressor in bytes. Files that `xz -9` writes need 65 MiB."""
 
 
 def detect_compression(head: bytes) -> str | None:
     """Return `gzip`, `zstd`, `bzip2` or `xz` by the first bytes of a file; None if it has none of these formats."""
     if head[:1] not in _FIRST_BYTES:
         return None
-    return next((name for name, mark in _COMPRESSION_MARKS.items() if mark.match(head)), None)
+    return next((name for name, signature in _COMPRESSION_SIGNATURES.items() if signature.match(head)), None)
 
 
 @contextmanager
@@ -57,7 +60,7 @@ def open_decompressed(path: str) -> Iterator[tuple[BinaryIO, bytes, str | None]]
     Yields: the uncompressed content as a buffered stream, its first bytes (at most `HEAD_BYTES`), and the name of the
     compression. For an uncompressed file the compression is None, and the stream is the file itself, which can seek.
 
-    Raises UserError, naming the file, for a pipe or device, and if zstd needs pyarrow and it is not installed. Raises
+    Raises UserError, naming the file, for a pipe or device. Also raises it for zstd if pyarrow is not installed. Raises
     OSError or EOFError if the compressed data are damaged.
     """
     with open_regular_file(path) as file:
@@ -76,7 +79,7 @@ def open_decompressed(path: str) -> Iterator[tuple[BinaryIO, bytes, str | None]]
 
 
 class _PrefixedReader(io.RawIOBase):
-    """Reads bytes that were read from a stream before, then the rest of the stream."""
+    """Reads bytes that were already read from a stream, and then the rest of the stream."""
 
     def __init__(self, head: bytes, rest: io.BufferedReader) -> None:
         self._head = head
@@ -101,7 +104,13 @@ class _MultiStreamReader(io.RawIOBase):
     """
 
     def __init__(self, file: BinaryIO, make_decompressor: Callable[[], Any], padding: bytes) -> None:
-        """`padding`: the byte that may be repeated between streams; empty if none may."""
+        """Start at the current position of `file`.
+
+        Args:
+            file: the compressed file.
+            make_decompressor: returns a decompressor for one stream.
+            padding: the byte that may be repeated between streams; empty if there must be nothing between them.
+        """
         self._file = file
         self._make_decompressor = make_decompressor
         self._padding = padding
@@ -156,8 +165,8 @@ BOM = codecs.BOM_UTF8
 UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 UTF16_HINT = "text in UTF-16: convert it, iconv -f UTF-16 -t UTF-8 FILE > NEW"
 
-_BINARY_MARKS: list[tuple[str, bytes | re.Pattern[bytes]]] = [
-    ("Parquet", re.compile(rb"PAR1[\x00-\x08\x0e-\x1f]")),  # PAR1 alone may begin a text: it is also a protein
+_BINARY_SIGNATURES: list[tuple[str, bytes | re.Pattern[bytes]]] = [
+    ("Parquet", re.compile(rb"PAR1[\x00-\x08\x0e-\x1f]")),  # a text may also begin with PAR1, the name of a protein
     ("Arrow", re.compile(rb"ARROW1\0\0|\xff{4}[\x00-\xff]{2}[\x00-\x0f]\x00", re.DOTALL)),
     ("tar", re.compile(rb"[\x00-\xff]{257}ustar(?:\0|  \0)", re.DOTALL)),
     ("HDF5", b"\x89HDF\r\n\x1a\n"),
@@ -181,7 +190,7 @@ _BINARY_MARKS: list[tuple[str, bytes | re.Pattern[bytes]]] = [
     ("safetensors", re.compile(rb"[\x00-\xff]{5}\x00{3}\{[\" ]", re.DOTALL)),
 ]
 _MDS_NAME = re.compile(r"\.mds(\.\w+)?$")  # compressed: .mds.zstd
-_CONTROL = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f]")  # except line ends, tabs, form feeds and escape
+_CONTROL_CHARACTERS = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f]")  # except line ends, tabs, form feeds and escape
 
 CONVERSIONS = {
     "MosaicML MDS": (
@@ -213,7 +222,7 @@ CONVERSIONS = {
     "pickle": "load it, and write the texts to .jsonl",
     "PDF": "extract the text, for example pdftotext FILE NAME.txt",
     "web archive": "extract the text with datatrove or trafilatura, to .jsonl",
-    "XML or HTML": "extract the text; to take the markup for text, set data.format: text",
+    "XML or HTML": "extract the text; to use the markup as text, set data.format: text",
     "UTF-16 text": "iconv -f UTF-16 -t UTF-8 FILE > NEW",
 }
 """How to convert files that are not read, or only if the config says so. docs/data.md lists them."""
@@ -236,9 +245,9 @@ def format_conversion_hint(kind: str) -> str:
 
 
 def detect_binary_format(head: bytes) -> str | None:
-    """Return the name of the binary format of a file by its first bytes; None if it has no known mark."""
-    for name, mark in _BINARY_MARKS:
-        if head.startswith(mark) if isinstance(mark, bytes) else mark.match(head):
+    """Return the name of the binary format of a file by its first bytes; None if they are no known signature."""
+    for name, signature in _BINARY_SIGNATURES:
+        if head.startswith(signature) if isinstance(signature, bytes) else signature.match(head):
             return name
     return "TFRecord" if _is_tfrecord(head) else None
 
@@ -291,7 +300,7 @@ def is_text(head: bytes) -> bool:
         codecs.getincrementaldecoder("utf-8")().decode(head, final=len(head) < HEAD_BYTES)
     except UnicodeDecodeError:
         return False
-    return not _CONTROL.search(head)
+    return not _CONTROL_CHARACTERS.search(head)
 
 
 def detect_json_kind(head: bytes) -> str | None:

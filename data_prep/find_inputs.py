@@ -30,8 +30,9 @@ _DATASET_DICT_FILE = "dataset_dict.json"
 _DATASET_STATE_FILE = "state.json"
 """Hugging Face's files in the folder of a DatasetDict and of a Dataset."""
 _MAX_FILES_SHOWN = 20
-"""Number of files that a message lists. Also of files that are opened to see whether a folder has any documents."""
-_OPENING_THREADS = 16  # opening a file on a parallel file system takes milliseconds
+"""Maximum number of files that a message lists, and that are opened to see whether a folder has any documents."""
+_OPENING_THREADS = 16
+"""Number of threads that open files. Opening a file on a parallel file system takes milliseconds."""
 
 
 def find_inputs(data: DataConfig, formats: Mapping[str, str] | None = None) -> list[Input]:
@@ -43,8 +44,8 @@ def find_inputs(data: DataConfig, formats: Mapping[str, str] | None = None) -> l
         data: the config.
         formats: allowed file name endings and their formats; None for the formats of documents.
 
-    Raises UserError like `find_named_files`, and, naming the file, if a file cannot be read, is not a regular file, or
-    is a text that is too long for one document.
+    Raises UserError like `find_named_files`. Also raises UserError, naming the file, if a file cannot be read, is not a
+    regular file, or is a text that is too long for one document.
     """
     inputs: dict[str, Input] = {}
     for path, file_format in find_named_files(data, formats):
@@ -88,7 +89,8 @@ def find_named_files(data: DataConfig, formats: Mapping[str, str] | None = None)
         data: the config.
         formats: allowed file name endings and their formats; None for the formats of documents.
 
-    Raises UserError, with what the files seem to contain, for an item without files and for files of unknown format.
+    Raises UserError for an item without files and for files of unknown format. The message describes what the files
+    seem to contain.
     """
     recognizer = _DocumentFiles(data) if formats is None else None
     for source in data.sources:
@@ -147,12 +149,12 @@ class _DocumentFiles:
         return compressed if compressed in FORMATS else None
 
     def find_problem(self, path: str, file_format: str) -> str | None:
-        """Return why a file of objects has no documents, by its first record; None if it seems to have some."""
+        """Return why a file of objects has no documents, by its first record; None if it seems to have documents."""
         kind = FORMATS[file_format].kind
         try:
             with translate_read_errors(path):
                 records = read_objects(path, 0, os.path.getsize(path), kind, self.fields[0])
-                first = next((record.found for record in records if record.found is not None), None)
+                first = next((record.result for record in records if record.result is not None), None)
             if isinstance(first, Exception):
                 return str(first)
             if first is None:  # a CSV file may have a header only
@@ -165,8 +167,9 @@ class _DocumentFiles:
 
 
 _RECORD_FIELDS = {"prompts": ("prompt",), "messages": ("messages", "conversations")}
-"""Fields of which an object needs one, by `data.records`."""
+"""By value of `data.records`: the fields of which an object must have at least one."""
 _KINDS_BY_CONTENT = {"JSON Lines": "jsonl", "JSON": "json", "Parquet": "parquet", "Arrow": "arrow", "tar": "tar"}
+"""The kind (see data_prep/documents.py) for each `FileType.kind` that may contain documents."""
 Selection = tuple[dict[str, str], dict[str, str]]
 """The formats of accepted files by path, and the reasons (may be empty) for refused files by path."""
 
@@ -204,10 +207,10 @@ def _select_matches(paths: Sequence[str], recognizer: _DocumentFiles | None, end
     else:
         formats = {path: recognizer.detect_by_name(path) for path in paths}
         unknown = [path for path, name in formats.items() if name is None]
-        formats |= dict.fromkeys(filter(is_mds, paths))
+        formats |= dict.fromkeys(filter(is_mds, paths))  # MDS has an index.json, which contains no documents
         for path, name in _map_files(recognizer.detect_by_content, unknown).items():
             is_ignorable = name is None and len(paths) > 1 and detect_file_type(path).kind == "empty"
-            formats[path] = "jsonl" if is_ignorable else name
+            formats[path] = "jsonl" if is_ignorable else name  # an empty file is accepted as a file without lines
     accepted = {path: name for path, name in formats.items() if name}
     return accepted, {path: "" for path, name in formats.items() if not name}
 
@@ -246,7 +249,7 @@ def _make_no_files_error(
         source: the item.
         pattern: the item as a path or glob.
         refused: the reasons (may be empty) for files of unknown format, by path; empty if there are no files.
-        recognizer: decides on documents; None for other inputs.
+        recognizer: decides which files contain documents; None if the inputs are not documents.
         endings: the allowed file name endings.
     """
     uncompressed = ", ".join(ending for ending in endings if not ending.endswith((*COMPRESSIONS,)))
@@ -310,7 +313,9 @@ def _strip_glob(pattern: str) -> str:
 def _check_permissions(source: str, pattern: str) -> None:
     """Raise UserError if permissions hide what an item of `data.source` names, because a glob then matches nothing.
 
-    `pattern` is the item as a path, or as a glob, of which the part without wildcards is checked.
+    Args:
+        source: the item.
+        pattern: the item as a path or glob. Of a glob, the leading folders without wildcards are checked.
     """
     folder = _strip_glob(pattern) or os.curdir
     try:
@@ -328,30 +333,33 @@ def list_files(folder: str, endings: Iterable[str]) -> list[str]:
     """Return the files with one of these endings in a folder and its subfolders. Each folder is listed once.
 
     Symbolic links to folders are followed; a folder that is reached twice is listed once. Hidden files and folders are
-    skipped. Raises UserError if a folder cannot be listed, and for the folder of a Hugging Face DatasetDict, whose
-    splits must not be mixed.
+    skipped.
+
+    Raises UserError if a folder cannot be listed. Also raises it for the folder of a Hugging Face DatasetDict, because
+    the splits of a dataset must not be mixed.
     """
     files: list[str] = []
     suffixes = (*endings,)
     pending = [folder]
     visited = set[str]()
     while pending:  # first the folder itself, then the targets of links
-        for inside, subfolders, names in os.walk(pending.pop(0), onerror=_raise_list_error):
-            if (real := os.path.realpath(inside)) in visited:
+        for current, subfolders, names in os.walk(pending.pop(0), onerror=_raise_list_error):
+            real_path = os.path.realpath(current)
+            if real_path in visited:
                 subfolders.clear()
                 continue
-            visited.add(real)
+            visited.add(real_path)
             if _DATASET_DICT_FILE in names:
-                splits = ", ".join(os.path.join(inside, name) for name in sorted(subfolders)) or "a folder in it"
+                splits = ", ".join(os.path.join(current, name) for name in sorted(subfolders)) or "a folder in it"
                 raise UserError(
                     "data.ambiguous_dataset",
-                    f"{inside} is a DatasetDict of several splits, such as train and test: name one of them: {splits}",
+                    f"{current} is a DatasetDict of several splits, such as train and test: name one of them: {splits}",
                 )
             subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
-            pending += filter(os.path.islink, (os.path.join(inside, name) for name in subfolders))
-            names = _select_dataset_files(inside, names)
+            pending += filter(os.path.islink, (os.path.join(current, name) for name in subfolders))
+            names = _select_dataset_files(current, names)
             files += [
-                os.path.join(inside, name) for name in names if name.endswith(suffixes) and not name.startswith(".")
+                os.path.join(current, name) for name in names if name.endswith(suffixes) and not name.startswith(".")
             ]
     return files
 

@@ -1,7 +1,8 @@
 """Read HDF5 files of the user in a child process, because a damaged file can crash libhdf5 and the calling process.
 
-Contiguous datasets are only described here; the caller maps them. Chunked and compressed ones are read here.
-An error that says nothing about the file (no h5py, no memory, a killed process) is not reported as a damaged file.
+This module describes contiguous datasets, and the caller maps them into memory. It reads chunked and compressed
+datasets itself. An error that may have another cause than the file is not reported as a damaged file. Examples are a
+missing h5py, too little memory and a killed process.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Dataset(NamedTuple):
     """Number of chunks in the file."""
     offset: int | None
     """Byte offset of the data in the file; None if they are not contiguous."""
-    stored: int
+    stored_bytes: int
     """Size of the data in the file in bytes, after compression."""
     is_virtual: bool
     is_external: bool
@@ -61,7 +62,7 @@ class Dataset(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
-    def grid(self) -> int:
+    def expected_chunks(self) -> int:
         """Number of chunks that the shape needs; 0 if the dataset is contiguous."""
         if self.chunks is None:
             return 0
@@ -73,10 +74,12 @@ class Dataset(NamedTuple):
             return
         description = f"{self.path}: {self.name} is {self.dtype} of shape {self.shape}"
         advice = "it is damaged or incomplete: write the file again"
-        if self.chunks is None and self.stored not in (0, self.nbytes):  # 0: never written, reads as zeros
+        # A dataset that was never written has no stored bytes, and is read as zeros.
+        if self.chunks is None and self.stored_bytes not in (0, self.nbytes):
             raise UserError(
                 "data.damaged_file",
-                f"{description}, which needs {self.nbytes:,} bytes, but {self.stored:,} bytes are stored: {advice}",
+                f"{description}, which needs {self.nbytes:,} bytes, but {self.stored_bytes:,} bytes are stored: "
+                f"{advice}",
             )
         if self.offset is not None:
             end = self.offset + self.nbytes
@@ -85,10 +88,11 @@ class Dataset(NamedTuple):
                 raise UserError(
                     "data.damaged_file", f"{description} and ends at byte {end:,}, but the file has {size:,}: {advice}"
                 )
-        if self.stored_chunks > self.grid:
+        if self.stored_chunks > self.expected_chunks:
             raise UserError(
                 "data.damaged_file",
-                f"{description}, which needs {self.grid:,} chunks, but {self.stored_chunks:,} are stored: {advice}",
+                f"{description}, which needs {self.expected_chunks:,} chunks, but {self.stored_chunks:,} are stored: "
+                f"{advice}",
             )
 
 
@@ -122,7 +126,7 @@ def describe_datasets(
 
 
 def read_rows(path: str, name: str, rows: int) -> Iterator[npt.NDArray[Any]]:
-    """Yield the rows of a dataset in blocks of `rows`. Raises UserError, naming the file, if it cannot be read."""
+    """Yield a dataset in blocks of `rows` rows. Raises UserError, naming the file, if it cannot be read."""
     import numpy as np
 
     try:
@@ -139,9 +143,12 @@ def _raise_reported_error(answer: dict[str, Any]) -> None:
         raise (StorageError if answer["is_storage_error"] else UserError)(answer["code"], answer["error"])
 
 
-def _explain_worker_death(path: str, what: str, error: WorkerDiedError) -> UserError:
-    """Return the error for a child process that died while it read `what`: only a crash means a damaged file."""
-    message = f"cannot read {path}: the process that read its {what} with the HDF5 library failed: {error}"
+def _explain_worker_death(path: str, content: str, error: WorkerDiedError) -> UserError:
+    """Return the error for a child process that died while it read `content`, such as `dataset tokens`.
+
+    Only a crash of the child process means that the file is damaged.
+    """
+    message = f"cannot read {path}: the process that read its {content} with the HDF5 library failed: {error}"
     if error.signal in _CRASH_SIGNALS:
         return UserError("data.damaged_file", f"{message}. The file is probably damaged: write it again")
     return UserError("data.reader_failed", f"{message}. This says nothing about the file: try again")
@@ -205,7 +212,7 @@ def _describe_dataset(file: h5py.File, name: str, follow_links: bool) -> dict[st
         "chunks": dataset.chunks,
         "stored_chunks": dataset.id.get_num_chunks() if dataset.chunks else 0,
         "offset": dataset.id.get_offset(),
-        "stored": dataset.id.get_storage_size(),
+        "stored_bytes": dataset.id.get_storage_size(),
         "is_virtual": dataset.is_virtual,
         "is_external": bool(dataset.external),
     }

@@ -182,12 +182,12 @@ def _describe_file(source: Input, model: UserModel) -> SampleFile:
                 "data.wrong_type",
                 f"{path}: {name} is {dataset.dtype}; supported types are, little-endian: {', '.join(_SUPPORTED_TYPES)}",
             )
-        max_bytes = max(_MIN_DAMAGED_BYTES, MAX_COMPRESSION_RATIO * dataset.stored)
+        max_bytes = max(_MIN_DAMAGED_BYTES, MAX_COMPRESSION_RATIO * dataset.stored_bytes)
         if not dataset.is_virtual and dataset.nbytes > max_bytes:
             raise UserError(
                 "data.damaged_file",
-                f"{path}: {name} should have {dataset.nbytes:,} bytes, but only {dataset.stored:,} are stored: the "
-                "file is damaged or nearly empty: write it again",
+                f"{path}: {name} should have {dataset.nbytes:,} bytes, but only {dataset.stored_bytes:,} are stored: "
+                "the file is damaged or nearly empty: write it again",
             )
         offset = NOT_MAPPABLE if dataset.offset is None else dataset.offset
         arrays[name] = ArrayEntry(offset=offset, dtype=dataset.dtype.name, shape=dataset.shape)

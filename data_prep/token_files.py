@@ -450,11 +450,12 @@ def _inspect_hdf5(path: str) -> TokenFile:
         )
     tokens = dataset.nbytes // dtype.itemsize
     # A chunk that was never written would be read as zeros.
-    if dataset.stored_chunks < dataset.grid or dataset.nbytes > MAX_COMPRESSION_RATIO * dataset.stored:
+    has_all_chunks = dataset.stored_chunks >= dataset.expected_chunks
+    if not has_all_chunks or dataset.nbytes > MAX_COMPRESSION_RATIO * dataset.stored_bytes:
         raise UserError(
             "data.damaged_file",
-            f"{path}: {dataset.name} should have {tokens:,} tokens, but only {dataset.stored:,} bytes are stored: the "
-            "file is incomplete",
+            f"{path}: {dataset.name} should have {tokens:,} tokens, but only {dataset.stored_bytes:,} bytes are "
+            "stored: the file is incomplete",
         )
     offset = dataset.offset if dtype.byteorder != ">" else None
     if dataset.chunks and np.prod(dataset.chunks) > 8 * BLOCK_TOKENS:

@@ -45,8 +45,8 @@ _OUR_FILE_NAMES = re.compile(
     r"tokens-\d{5,}-\d\d+\.h5|\.tokens-\d{5,}-\d\d+\.h5\.\d+\.[0-9a-f]{8}\.tmp|tmp[a-z0-9_]{8}"
 )
 """Names of shards, of shards that are being written (files.replace_atomically), and of temporary files (tempfile)."""
-_ANY_VOCAB_SIZE = 1 << 32
-"""Without a tokenizer all ids are valid."""
+_MAX_VOCAB_SIZE = 1 << 32
+"""Size of the vocabulary if no tokenizer is given: all token ids of 32 bits are valid."""
 _SHARD_TOKENS = 500_000_000
 """Tokens per file, the default of data.shard_tokens."""
 
@@ -118,7 +118,10 @@ def _list_token_files(path: str) -> list[str]:
 
 
 def _remove_repeated(files: Iterable[str]) -> list[str]:
-    """Return each token file once, and print those that are left out. Megatron's .idx stands for its .bin."""
+    """Return each token file once, and print the files that are left out.
+
+    An index of Megatron (.idx) counts as the .bin file beside it.
+    """
     by_real_path: dict[str, str] = {}
     for path in files:
         is_index = path.endswith(".idx") and os.path.isfile(path)
@@ -134,13 +137,14 @@ def _describe_file(file: TokenFile) -> str:
     count = "" if file.tokens is None else f"{file.tokens:,} "
     documents = "" if file.document_ends is None else f" in {len(file.document_ends):,} documents"
     reason = file.unmappable_reason
-    use = f"must be copied ({reason})" if reason else f"usable in place, from byte {file.offset}"
-    return f"{file.path}: {file.format}, {count}{file.dtype} tokens{documents}; {use}{file.note}"
+    usage = f"must be copied ({reason})" if reason else f"usable in place, from byte {file.offset}"
+    return f"{file.path}: {file.format}, {count}{file.dtype} tokens{documents}; {usage}{file.note}"
 
 
 def _describe_content(file: TokenFile, encoder: Encoder | None) -> str:
-    """Read all of a file and describe its content."""
-    eos_id, vocab_size = (encoder.eos_id, encoder.vocab_size) if encoder else (-1, _ANY_VOCAB_SIZE)
+    """Read a whole file and describe its content."""
+    eos_id = encoder.eos_id if encoder else -1
+    vocab_size = encoder.vocab_size if encoder else _MAX_VOCAB_SIZE
     statistics = scan_tokens(file, eos_id, vocab_size)
     ends = ""
     if encoder:
@@ -152,14 +156,20 @@ def _describe_content(file: TokenFile, encoder: Encoder | None) -> str:
 def import_tokens(files: Sequence[str], to: Path, encoder: Encoder, tokenizer_sha256: str, packed: bool) -> None:
     """Write the tokens of `files` as shards in a new folder `to`.
 
-    Args:
-        packed: rows continue in the next row. Otherwise each row is a document and gets an end-of-text token if it has
-            none.
-
     If an earlier call with the same arguments was interrupted, the files that it copied are kept.
 
-    Raises UserError if `to` exists, if another process is building it, if the working folder may contain files of
-    other programs or users, and if a file is damaged.
+    Args:
+        files: paths of token files.
+        to: the new folder.
+        encoder: gives the end-of-text token, the size of the vocabulary and the element type of the shards.
+        tokenizer_sha256: hash of the tokenizer file. Each shard contains it as an attribute.
+        packed: whether rows continue in the next row. Otherwise each row is a document, and gets an end-of-text token
+            if it does not end with one.
+
+    Raises UserError in these cases:
+    - `to` exists, or another process is building it.
+    - The working folder may contain files of other programs or users.
+    - A file is damaged.
     """
     if os.path.lexists(to):
         raise UserError("data.folder_exists", f"--to {to}: it exists already: name a new folder")
@@ -195,7 +205,7 @@ def import_tokens(files: Sequence[str], to: Path, encoder: Encoder, tokenizer_sh
                 )
             apply_umask(opened, read_umask())
             fsync(to.parent)
-            for name in (_NOTES, _LOCK):  # last, because an import that is killed before needs its notes
+            for name in (_NOTES, _LOCK):  # deleted last, because an import that is killed earlier needs them again
                 (opened / name).unlink()
     tokens = sum(shard.tokens for shard in shards)
     documents = sum(shard.documents for shard in shards)
@@ -220,9 +230,9 @@ def _require_working_folder(folder: Path) -> None:
 
 
 def _check_content(folder: Path) -> None:
-    """Raise UserError for a file that no import writes: it would become data or be deleted.
+    """Raise UserError for a file that no import writes, because it would become data or be deleted.
 
-    Files whose names begin with a dot never become data.
+    Files with a name that begins with a dot are accepted, because they never become data.
     """
     shards = folder / SHARDS_DIR
     with suppress(FileExistsError):
@@ -235,6 +245,7 @@ def _check_content(folder: Path) -> None:
 
 
 def _foreign_file_error(path: Path) -> UserError:
+    """Return the error for a file in the working folder that no import has written."""
     return UserError("data.foreign_file", f"{path} was not written by an import: move it away, or choose another --to")
 
 
@@ -248,7 +259,10 @@ def _is_own_shard(path: Path) -> bool:
 def _copy_files(
     folder: Path, files: Sequence[str], encoder: Encoder, tokenizer_sha256: str, packed: bool
 ) -> list[ShardEntry]:
-    """Copy the files that an earlier call did not copy, delete shards of other files, and return all shards."""
+    """Copy the files that an earlier call did not copy, and return the shards of all files.
+
+    Shards that belong to none of `files` are deleted.
+    """
     dtype = np.dtype(encoder.dtype)
     eos = np.array([encoder.eos_id], encoder.dtype)
     attributes: dict[str, str | int] = {"format_version": FORMAT_VERSION, "tokenizer_sha256": tokenizer_sha256}
@@ -272,19 +286,19 @@ def _copy_files(
                     writer.add(tokens, 0)
             entries = [*writer.close()]
             result = "copied"
-            append_line(folder / _NOTES, json.dumps({"key": key, "shards": [one.model_dump() for one in entries]}))
+            append_line(folder / _NOTES, json.dumps({"key": key, "shards": [entry.model_dump() for entry in entries]}))
         shards += entries
         print(f"{path}: {result} ({number + 1} of {len(files)})", flush=True)
-    for left_over in {*(folder / SHARDS_DIR).iterdir()} - {folder / one.file for one in shards}:
-        if _is_own_shard(left_over):
-            left_over.unlink()
+    for leftover in {*(folder / SHARDS_DIR).iterdir()} - {folder / shard.file for shard in shards}:
+        if _is_own_shard(leftover):
+            leftover.unlink()
     return shards
 
 
 def _read_notes(path: Path) -> dict[str, list[ShardEntry]]:
-    """Return the shards of each file that an earlier call copied, by the key of the file; create missing notes.
+    """Return the shards of each file that an earlier call copied, by the key of the file.
 
-    Raises UserError if another user may have written them.
+    Create the file of notes if there is none. Raises UserError if another user may have written it.
     """
     with suppress(FileExistsError):
         path.touch(mode=0o600, exist_ok=False)
@@ -292,12 +306,12 @@ def _read_notes(path: Path) -> dict[str, list[ShardEntry]]:
     with open_own_file(path) as file:
         for line in map(parse_json_or_none, file):
             with suppress(TypeError, KeyError, ValueError):  # a line that was not written completely
-                notes[line["key"]] = [ShardEntry(**one) for one in line["shards"]]
+                notes[line["key"]] = [ShardEntry(**entry) for entry in line["shards"]]
     return notes
 
 
 def _is_intact_shard(folder: Path, entry: ShardEntry, prefix: str) -> bool:
-    """Return whether a shard of the notes exists, is one of ours, and has its size and hash."""
+    """Return whether a shard of the notes exists, was written by an import, and has the right size and hash."""
     path = folder / entry.file
     has_shard_name = re.fullmatch(rf"{SHARDS_DIR}/{prefix}-\d+\.h5", entry.file) is not None
     return has_shard_name and path.exists() and _is_own_shard(path) and entry.find_problem(path) is None
