@@ -1,4 +1,7 @@
-"""Results of evaluations: files, validation, metrics and their description. Imports no torch or numpy."""
+"""Read and validate the result files of evaluations, and select and describe their metrics.
+
+This module imports neither torch nor numpy, because commands on the login node use it.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,13 @@ from pipeline.run.lines import is_number
 TEXT_METRICS = ("perplexity", "bits_per_byte", "unigram_bits_per_byte")
 """Metrics of an evaluation on text, in addition to the loss."""
 TASK_METRIC_SUFFIXES = (".accuracy", ".accuracy_norm", ".loss")
-"""Suffixes of the metrics of tasks and of a mixture's sources; there are also standard errors and counts."""
+"""Suffixes of the metrics of tasks and of a mixture's sources. Results also have their standard errors and counts."""
 STDERR_SUFFIX = "_stderr"
 """Suffix of standard errors."""
 ITEMS_SUFFIX = "items"
 """Suffix of the number of a task's items, after a dot."""
 HELD_OUT_PREFIX = "held_out_"
-"""Prefix of metrics that a training measures on held-out data (`train.evaluate_every`)."""
+"""Prefix of metrics that the train stage measures on held-out data (`train.evaluate_every`)."""
 
 
 def result_file(run: Run, step: int) -> Path:
@@ -42,13 +45,13 @@ def _read_result_file(path: Path) -> dict[str, Any] | None:
 
 
 def read_result(run: Run, step: int) -> dict[str, Any] | None:
-    """Return the evaluation of a step; None if there is none of the current checkpoint of this step."""
+    """Return the evaluation of a step; None if the current checkpoint of this step has not been evaluated."""
     with suppress(FileNotFoundError, CheckpointError):
         result = _read_result_file(result_file(run, step))
-        if (
-            result
-            and result["checkpoint"] == read_checkpoint_manifest(run.checkpoints_dir / checkpoint_name(step))["sha256"]
-        ):
+        if result is None:
+            return None
+        manifest = read_checkpoint_manifest(run.checkpoints_dir / checkpoint_name(step))
+        if result["checkpoint"] == manifest["sha256"]:
             return result
     return None
 
@@ -60,14 +63,14 @@ def read_all_results(run: Run) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def read_newest_result(run: Run) -> dict[str, Any] | None:
-    """Return the evaluation of the newest checkpoint that has one."""
+    """Return the evaluation of the newest checkpoint that has one; None if there is none."""
     return next(
         (result for step in list_checkpoint_steps(run.checkpoints_dir) if (result := read_result(run, step))), None
     )
 
 
 def format_result(result: Mapping[str, Any]) -> str:
-    """Describe an evaluation in one line; for text with the ratio to the unigram entropy."""
+    """Describe an evaluation in one line. For text, include the ratio of its loss to the unigram entropy."""
     text = f"step {result['step']}: held-out loss {result['loss']:.4f}"
     extra = "".join(f", {name} {value:.4f}" for name, value in get_extra_metrics(result).items())
     if "bits_per_byte" not in result:
@@ -80,7 +83,7 @@ def format_result(result: Mapping[str, Any]) -> str:
 
 
 def get_extra_metrics(result: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics of a custom model except its loss; for text those of tasks and sources."""
+    """Return the metrics of a custom model except its loss. For text, return the metrics of tasks and sources."""
     metrics = get_metrics(result)
     if "bits_per_byte" in result:
         return {name: value for name, value in metrics.items() if "." in name and name.endswith(TASK_METRIC_SUFFIXES)}
@@ -113,7 +116,10 @@ def format_held_out(line: Mapping[str, Any]) -> str:
 
 
 def get_main_metric(result: Mapping[str, Any]) -> tuple[str, float]:
-    """Return the metric by which evaluations are compared; lower is better. For text it is bits per byte."""
+    """Return name and value of the metric by which evaluations are compared. Lower is better.
+
+    The metric is bits per byte for text, otherwise the loss.
+    """
     if "bits_per_byte" in result:
         return "bits per byte", result["bits_per_byte"]
     return "held-out loss", result["loss"]

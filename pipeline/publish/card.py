@@ -27,22 +27,25 @@ from pipeline.run.metrics import is_step_line
 
 PLOT_FILE = "loss.svg"
 _SHOWN_SECTIONS = ("model", "data", "train", "optimizer", "parallel")
-"""Sections of the config that a card shows: how the model was trained, not where."""
+"""Sections of the config that a card shows. They describe how the model was trained, but not on which machine."""
 _PATH_KEYS: dict[str, Any] = {
     "data": {"source": True, "tokenizer": {"path"}, "mixture": {"sources": {"__all__": {"source"}}}},
     "model": {"init_from"},
 }
 """Keys of these sections that contain paths; a card omits them."""
 _MAX_LISTED_FILES = 100
-"""If there are more input files, a card does not list them."""
+"""Maximum number of input files that a card lists. If there are more, it lists none of them."""
 
 
 def write_card(run: Run, folder: Path, step: int, result: Mapping[str, Any] | None, rules: Sequence[str]) -> None:
-    """Write README.md and, if steps are recorded, loss.svg to `folder`.
+    """Write README.md to `folder`, and loss.svg if the losses of at least two steps are recorded.
 
     Args:
-        result: the evaluation of the step, if there is one.
-        rules: descriptions of the rules that it passed.
+        run: the run.
+        folder: the folder of the published version.
+        step: the step of the published checkpoint. Later steps are ignored.
+        result: the evaluation of the step; None if there is none.
+        rules: descriptions of the rules that the evaluation passed.
     """
     step_lines = {
         line["step"]: line for line in lines.read_valid_lines(run.metrics_file, is_step_line) if line["step"] <= step
@@ -56,8 +59,9 @@ def write_card(run: Run, folder: Path, step: int, result: Mapping[str, Any] | No
     front: dict[str, Any] = {"license": settings.license} if settings.license else {}
     if config.model.target is None:
         front |= {"library_name": "transformers", "pipeline_tag": "text-generation"}
-    if cached := re.search(r"models--([^/]+)--([^/]+)", str(config.model.init_from)):  # a folder of the Hub's cache
-        front["base_model"] = "/".join(cached.groups())  # other folders do not tell the name on the Hub
+    # The name of the base model on the Hub is known only if `init_from` is a folder of the Hub's cache.
+    if cached := re.search(r"models--([^/]+)--([^/]+)", str(config.model.init_from)):
+        front["base_model"] = "/".join(cached.groups())
     task = {"type": "text-generation" if config.model.target is None else "other"}
     entries = [{"type": key, "name": key, "value": value} for key, value in metrics.items()]
     if entries:
@@ -79,7 +83,10 @@ def write_card(run: Run, folder: Path, step: int, result: Mapping[str, Any] | No
 
 
 def _format_metrics_table(result: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
-    """Format the metrics of an evaluation as a table, with standard errors and numbers of items if it has any."""
+    """Format the metrics of an evaluation as a Markdown table.
+
+    The table has columns for standard errors and numbers of items if the evaluation has any.
+    """
     rows = []
     for name, value in metrics.items():
         error = result.get(f"{name}{STDERR_SUFFIX}")
@@ -105,7 +112,7 @@ def _format_list(heading: str, entries: Sequence[str]) -> str:
 
 
 def _describe_training(run: Run, steps: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Describe code, seed, steps, time, energy and initial weights of the training."""
+    """Describe code, seed, steps, time, energy and initial weights of the run."""
     entries = [f"code: {run.commit or 'not in git'}", f"seed {run.config.run.seed}, {run.config.train.precision}"]
     if steps:
         seconds = sum(line["step_time_s"] for line in steps)
@@ -128,7 +135,7 @@ def escape_markdown(text: str) -> str:
 
 
 def _describe_data(run: Run) -> list[str]:
-    """Describe the training data, with hashes."""
+    """Describe the training data, and give the hashes of the tokenizer and of files."""
     manifest = load_run_manifest(run)
     if isinstance(manifest, Manifest):
         return [
@@ -159,7 +166,10 @@ def _list_input_files(run: Run) -> list[str]:
 
 
 def _write_loss_plot(folder: Path, steps: Sequence[Mapping[str, Any]]) -> str:
-    """Plot the loss over the steps; return the Markdown that shows it, "" if there are fewer than two values."""
+    """Plot the loss over the steps to loss.svg, and return the Markdown that shows the plot.
+
+    If there are fewer than two values, nothing is plotted and the result is "".
+    """
     curve = [(line["step"], line["loss"]) for line in steps if line.get("loss") is not None]
     if len(curve) < 2:
         return ""

@@ -3,10 +3,10 @@
     model.safetensors, or model-00001-of-00003.safetensors … and model.safetensors.index.json
     config.json, generation_config.json, tokenizer.json, tokenizer_config.json      (not for custom models)
 
-One process without a GPU or process group reads a few tensors at a time and writes them, so memory does not grow with
-the model. Another thread verifies the hashes of the checkpoint meanwhile. The folder gets its name by one rename, after
-all hashes were right and everything was synced. A killed export leaves only a folder `.DIR.….tmp`. The same checkpoint
-gives the same bytes.
+One process without a GPU or process group reads and writes a few tensors at a time. Memory therefore does not grow with
+the model. Meanwhile, another thread verifies the hashes of the checkpoint. If all hashes are right and everything is
+synced, one rename gives the folder its name. A killed export leaves only a folder `.DIR.….tmp`. Two exports of the same
+checkpoint have the same bytes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from pipeline.run.directory import Run
 MAX_FILE_BYTES = 5_000_000_000
 """Maximum size of a file of weights, except one with a single larger tensor."""
 TYPES = {"fp32": (torch.float32, "F32", "float32"), "bf16": (torch.bfloat16, "BF16", "bfloat16")}
-"""By value of the option: the torch type, and its names in safetensors and in config.json."""
+"""By value of the option `--dtype`: the torch type, and its names in safetensors and in config.json."""
 _PREFIX = "model."
 """Prefix of the names of weights in a checkpoint."""
 
@@ -56,10 +56,13 @@ def export_checkpoint(run: Run, folder: Path, which: str | None, dtype: str) -> 
     """Export one checkpoint to a new folder and return a description of the result.
 
     Args:
-        which: the step; None: the newest.
+        run: the run.
+        folder: the new folder.
+        which: the step of the checkpoint; None for the newest one.
         dtype: a key of `TYPES`.
 
-    Raises UserError if `folder` exists or no format supports the model, CheckpointError if the checkpoint is damaged.
+    Raises UserError if `folder` exists or no format supports the model. Raises CheckpointError if the checkpoint is
+    damaged.
     """
     if folder.exists():
         raise UserError("export.folder_exists", f"{folder} exists already: name a new folder, or remove it")
@@ -68,7 +71,10 @@ def export_checkpoint(run: Run, folder: Path, which: str | None, dtype: str) -> 
 
 
 def write_model_files(run: Run, folder: Path, which: str | None, dtype: str) -> str:
-    """Write the exported files to an empty folder; arguments, result and errors as for `export_checkpoint`."""
+    """Write the exported files to an existing empty folder and return a description of the result.
+
+    Arguments and errors are those of `export_checkpoint`.
+    """
     checkpoint, manifest = find_checkpoint(run, which)
     entries = CheckpointReader(checkpoint).read_metadata().state_dict_metadata
     shapes = {
@@ -84,13 +90,13 @@ def write_model_files(run: Run, folder: Path, which: str | None, dtype: str) -> 
                 notes = _write_config_and_tokenizer(run, folder, shapes[EMBEDDING][0], dtype)
             total = _write_weights(folder, shapes, checkpoint, dtype)
         finally:
-            verification.result()  # its error is the cause of any other error
+            verification.result()  # if the checkpoint is damaged, this error explains any other error
     summary = f"{len(shapes)} tensors, {total:,} bytes in {dtype}, of {run.name}/checkpoints/{checkpoint.name}"
     return "\n".join([summary, *notes])
 
 
 def _write_config_and_tokenizer(run: Run, folder: Path, vocab_size: int, dtype: str) -> Sequence[str]:
-    """Write the decoder's config and its tokenizer; return notes for the user."""
+    """Write the decoder's config and its tokenizer, and return notes for the user."""
     config = run.config
     manifest = load_run_manifest(run)
     assert isinstance(manifest, Manifest)
@@ -118,23 +124,23 @@ def _write_config_and_tokenizer(run: Run, folder: Path, vocab_size: int, dtype: 
 
 def _make_compatible(text: str) -> str:
     """Replace keys of transformers 5 in a file beside a tokenizer by those that transformers 4 also knows."""
-    found = parse_json_or_none(text.encode())
-    if not isinstance(found, dict) or ("extra_special_tokens" not in found and "TokenizersBackend" not in text):
+    content = parse_json_or_none(text.encode())
+    if not isinstance(content, dict) or ("extra_special_tokens" not in content and "TokenizersBackend" not in text):
         return text
-    if found.get("tokenizer_class") == "TokenizersBackend":
-        found["tokenizer_class"] = "PreTrainedTokenizerFast"
-    if isinstance(found.get("extra_special_tokens"), list):
-        found["additional_special_tokens"] = found.pop("extra_special_tokens")
-    return json.dumps(found, indent=1) + "\n"
+    if content.get("tokenizer_class") == "TokenizersBackend":
+        content["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(content.get("extra_special_tokens"), list):
+        content["additional_special_tokens"] = content.pop("extra_special_tokens")
+    return json.dumps(content, indent=1) + "\n"
 
 
 def _write_weights(folder: Path, shapes: Mapping[str, list[int]], checkpoint: Path, dtype: str) -> int:
-    """Write all files of weights and, if there are several, their index; return the bytes of all weights."""
-    kind, code, _ = TYPES[dtype]
-    sizes = {name: kind.itemsize * torch.Size(shape).numel() for name, shape in shapes.items()}
+    """Write all files of weights and, if there are several, their index. Return the size of all weights in bytes."""
+    torch_dtype, safetensors_dtype, _ = TYPES[dtype]
+    sizes = {name: torch_dtype.itemsize * torch.Size(shape).numel() for name, shape in shapes.items()}
     groups: list[list[str]] = [[]]  # names of the tensors in each file
     for name in sorted(shapes, key=_natural_sort_key):
-        if groups[-1] and sum(sizes[one] for one in groups[-1]) + sizes[name] > MAX_FILE_BYTES:
+        if groups[-1] and sum(sizes[other] for other in groups[-1]) + sizes[name] > MAX_FILE_BYTES:
             groups.append([])
         groups[-1].append(name)
     count = len(groups)
@@ -144,12 +150,11 @@ def _write_weights(folder: Path, shapes: Mapping[str, list[int]], checkpoint: Pa
         for number in range(1, count + 1)
     ]
     for file, names in zip(files, groups, strict=True):
-        _write_weights_file(
-            folder / file, {name: (code, shapes[name], sizes[name]) for name in names}, checkpoint, kind
-        )
+        tensors = {name: (safetensors_dtype, shapes[name], sizes[name]) for name in names}
+        _write_weights_file(folder / file, tensors, checkpoint, torch_dtype)
     if count > 1:
-        table = {name: file for file, names in zip(files, groups, strict=True) for name in names}
-        write_json(folder / INDEX_FILE, {"metadata": {"total_size": total_bytes}, "weight_map": table})
+        weight_map = {name: file for file, names in zip(files, groups, strict=True) for name in names}
+        write_json(folder / INDEX_FILE, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
     return total_bytes
 
 
@@ -161,16 +166,18 @@ def _write_weights_file(
     The format is described in the README of github.com/huggingface/safetensors.
 
     Args:
-        tensors: type in safetensors, shape and bytes of each tensor.
+        file: the new file.
+        tensors: by name without `_PREFIX`: type in safetensors, shape and size in bytes of each tensor.
+        checkpoint: the folder of the checkpoint.
         dtype: the type to which tensors are converted.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, (code, shape, size) in tensors.items():
-        header[name] = {"dtype": code, "shape": shape, "data_offsets": [end, end + size]}
+    for name, (safetensors_dtype, shape, size) in tensors.items():
+        header[name] = {"dtype": safetensors_dtype, "shape": shape, "data_offsets": [end, end + size]}
         end += size
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # aligns the tensors
+    text += b" " * (-len(text) % 8)  # spaces align the tensors to 8 bytes
     with open(file, "wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
         for _, tensor in iterate_tensors(checkpoint, [_PREFIX + name for name in tensors]):

@@ -4,12 +4,12 @@
         *.safetensors, config.json …   the exported model (pipeline/publish/export.py)
         README.md, loss.svg            the model card (pipeline/publish/card.py)
         sluice.json                    run, step, checkpoint, rules and file sizes
-        SHA256SUMS                     of all files; `sha256sum -c SHA256SUMS` verifies them
+        SHA256SUMS                     hashes of all files; `sha256sum -c SHA256SUMS` verifies them
 
 The folder gets its name by one rename after everything is synced, so a killed stage leaves a complete version or none.
 An existing version is never changed. If several runs publish the same version, the first rename wins, and a run with
-other weights fails. After that come an entry in a model registry and the user's command `publish.run`. The run
-directory records which of them succeeded, so a retry does not repeat them.
+other weights fails. After the rename, the stage registers the version in a model registry and runs the user's command
+`publish.run`. The run directory records which of these actions succeeded, so a retry does not repeat them.
 """
 
 from __future__ import annotations
@@ -46,16 +46,18 @@ from pipeline.evaluate.result import TEXT_METRICS, get_main_metric, get_metrics,
 from pipeline.run.directory import Run
 from pipeline.run.stages import Progress
 
-DESCRIPTION_FILE, CHECKSUMS_FILE = "sluice.json", "SHA256SUMS"
+DESCRIPTION_FILE = "sluice.json"
+CHECKSUMS_FILE = "SHA256SUMS"
 _STATE_FILE = "published.json"
-"""In the run directory: the actions after the rename that succeeded (see `_remaining_actions`)."""
-_VERIFIED = "compared"
-"""Key of this file: the version whose files were last compared with their hashes (see `_record_verified`)."""
+"""File in the run directory that records the actions after the rename that succeeded (see `_remaining_actions`)."""
+_VERIFIED_KEY = "compared"
+"""Key in this file of the version that was last verified, and of its file stamps (see `_record_verified`)."""
 _CHECKSUM_LINE = re.compile(r"([0-9a-f]{64})  ([^/\n]+)\n")
 _MISSING_ACTIONS = {
     "registered": "the version is not registered yet (publish.mlflow)",
     "version": "publish.run has not succeeded yet",
 }
+"""Why the stage is not done, by key of the action that remains (see `_remaining_actions`)."""
 
 
 def missing_outputs(run: Run) -> str | None:
@@ -78,7 +80,7 @@ def progress(run: Run) -> Progress:
 
 
 def check_inputs(run: Run) -> None:
-    """Raise UserError for rules that can never be checked."""
+    """Raise UserError if the rules of the config can never be checked, for example because there is no evaluation."""
     settings = _require_section(run)
     metrics = [name for name, bounds in settings.rules.items() if bounds is not None]
     if (metrics or settings.no_worse_than) and run.config.data.held_out == 0:
@@ -100,7 +102,10 @@ def check_inputs(run: Run) -> None:
 
 
 def run_stage(run: Run, rank_info: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
-    """Publish the newest checkpoint. Raises UserError if a rule fails, CheckpointError if the checkpoint is damaged."""
+    """Publish the newest checkpoint.
+
+    Raises UserError if a rule fails, and CheckpointError if the checkpoint is damaged.
+    """
     settings = _require_section(run)
     step = find_newest_step(run.checkpoints_dir)
     if not step:
@@ -121,7 +126,7 @@ def run_stage(run: Run, rank_info: RankInfo, options: Mapping[str, str], flag: S
         else:
             _run_command(str(settings.run), version)
         write_json(run.path / _STATE_FILE, {**_read_object(run.path / _STATE_FILE), key: state})
-    if _find_changed_file(run, step) is not None:  # publish.run has changed it
+    if _find_changed_file(run, step) is not None:  # `publish.run` may change files of the version
         _verify_checksums(version)
         _record_verified(run, version)
     return ExitCode.DONE
@@ -177,7 +182,10 @@ def _write_version(run: Run, step: int, version: Path) -> None:
 
 
 def _run_command(shell: str, version: Path) -> None:
-    """Run `publish.run` in the published folder, which must be ours, because the command may execute its files."""
+    """Run `publish.run` in the published folder.
+
+    The folder must belong to this user, because the command may execute its files.
+    """
     with open_own_folder(version) as folder:
         code = subprocess.run(["bash", "-c", shell], cwd=folder, check=False).returncode
     if code:
@@ -189,7 +197,7 @@ def _run_command(shell: str, version: Path) -> None:
 def _find_version_problem(run: Run, step: int) -> str | None:
     """Return None if this checkpoint is published, "" if the version does not exist, otherwise its problem.
 
-    Compares sizes, not hashes, because `status` also calls this.
+    File sizes are compared, but not hashes, because `status` also calls this function and must be fast.
     """
     version = _version_path(run, step)
     if not os.path.lexists(version):
@@ -226,7 +234,7 @@ def _read_checksums(version: Path) -> dict[str, str]:
 
 
 def _select_weights(files: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of weight files in a table by file name."""
+    """Return the entries of weight files. `files` has an entry for each file name."""
     return {name: value for name, value in files.items() if name.endswith(".safetensors")}
 
 
@@ -245,17 +253,18 @@ def _record_verified(run: Run, version: Path) -> None:
     """Record that the files of a version have the right hashes, with their current sizes and times."""
     write_json(
         run.path / _STATE_FILE,
-        {**_read_object(run.path / _STATE_FILE), _VERIFIED: [str(version), _read_file_stamps(version)]},
+        {**_read_object(run.path / _STATE_FILE), _VERIFIED_KEY: [str(version), _read_file_stamps(version)]},
     )
 
 
 def _find_changed_file(run: Run, step: int) -> Path | None:
-    """Return a file of the version whose size or time has changed since it was verified; None if there is none.
+    """Return a file of the version with a size or time that has changed since the verification; None if there is none.
 
-    Return None also if nothing was recorded, because another run or an older version of Sluice published it.
+    Return None also if no verification was recorded. This means that another run or an older version of Sluice
+    published the version.
     """
     version = _version_path(run, step)
-    recorded = _read_object(run.path / _STATE_FILE).get(_VERIFIED)
+    recorded = _read_object(run.path / _STATE_FILE).get(_VERIFIED_KEY)
     if not isinstance(recorded, list) or recorded[:1] != [str(version)]:
         return None
     stamps = _read_file_stamps(version)
