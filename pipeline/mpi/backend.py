@@ -1,12 +1,12 @@
 """torch.distributed over MPI with the stock torch wheel: start MPI, create groups, finalize MPI.
 
 HPC sites start programs with mpirun or `srun --mpi`, and their MPI is configured for the site's network. The wheels of
-torch contain no MPI backend. This one uses mpi4py:
+torch contain no MPI backend. This module provides one with mpi4py. Every rank calls:
 
-    start_mpi(rank_info, timeout)    instead of dist.init_process_group, in every rank
-    finalize_mpi()                   at a normal end, after dist.destroy_process_group
+    start_mpi(rank_info, timeout)    instead of dist.init_process_group
+    finalize_mpi()                   after dist.destroy_process_group, unless the rank fails
 
-`finalize_mpi` waits for all ranks without a limit. If a rank exits without calling it, an exit handler waits a few
+`finalize_mpi` waits for all ranks without a time limit. If a rank exits without calling it, an exit handler waits a few
 seconds for the other ranks to exit. If they do not exit, or if an exception ended this rank, the handler aborts all
 ranks. Otherwise they might wait forever for a rank that has exited.
 """
@@ -89,6 +89,7 @@ def all_gather_objects(rank_info: RankInfo, value: T) -> list[T]:
 
 
 def _check_rank(rank_info: RankInfo) -> None:
+    """Raise UserError if MPI and the launcher disagree about rank or world size."""
     world = MPI.COMM_WORLD
     if (world.rank, world.size) != (rank_info.rank, rank_info.world_size):
         raise UserError(
@@ -106,7 +107,7 @@ def mpi_library() -> str:
 
 
 def describe_transport() -> str:
-    """Return the MPI library and how it accesses tensors on a GPU."""
+    """Describe the MPI library and how it accesses tensors on a GPU."""
     return f"{mpi_library()}, GPU memory {'directly' if is_cuda_aware() else 'through copies in pinned host memory'}"
 
 
@@ -118,7 +119,11 @@ def finalize_mpi() -> None:
 
 
 def _finalize_or_abort(waits_for_all_ranks: bool = False) -> None:
-    """Finalize MPI if all ranks do. Abort all ranks if this rank failed, or if another rank does not exit in time."""
+    """Finalize MPI together with all ranks.
+
+    Abort all ranks if this rank has failed. Also abort if another rank does not finalize MPI within `EXIT_TIMEOUT_S`,
+    unless `waits_for_all_ranks`.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     # Python sets `sys.last_value` if an exception ends the process.
@@ -146,18 +151,18 @@ def _create_group(options: Any, _: Any) -> MpiProcessGroup:
 
 
 def _wait_for_members(options: Any, ranks: Sequence[int]) -> None:
-    """Wait until all members create the group, because `Create_group` has no timeout of its own.
+    """Wait until all members create the group, because MPI's `Create_group` has no timeout.
 
     Raises MpiTimeout if a member does not join in time.
     """
     store = options.store
-    store.set(f"here/{options.group_rank}", "")
+    store.set(f"joined/{options.group_rank}", "")
     if store.add("count", 1) == len(ranks):
         store.set("all", "")
     try:
         store.wait(["all"], options.timeout)
     except dist.DistStoreError:
-        absent = [rank for group_rank, rank in enumerate(ranks) if not store.check([f"here/{group_rank}"])]
+        absent = [rank for group_rank, rank in enumerate(ranks) if not store.check([f"joined/{group_rank}"])]
         raise MpiTimeout(
             f"new group {options.group_id} of ranks {ranks}: {format_ranks(absent)} did not join within "
             f"{options.timeout.total_seconds():g} s"

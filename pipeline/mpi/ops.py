@@ -1,7 +1,7 @@
 """Map tensors and reductions to MPI: datatypes, operations, buffers, and host copies if MPI cannot use a tensor.
 
 MPI has datatypes for most of torch's types. It has none for 16-bit floats, so these are reduced by custom operations
-that run in torch (`MPI.Op.Create`). They round at every hop, as Gloo and NCCL do; with `accurate_sums` they sum in fp32
+that run in torch (`MPI.Op.Create`). They round at every hop, as Gloo and NCCL do. With `accurate_sums` they sum in fp32
 and round once, at twice the bytes. Types that MPI cannot reduce (float8) can still be sent. AVG is a sum and a
 division.
 
@@ -22,7 +22,7 @@ import torch
 from mpi4py import MPI
 
 Operand = torch.Tensor | Sequence[torch.Tensor]
-"""Input or output of an operation: a tensor, one tensor per rank, or nothing."""
+"""Input or output of an operation: a tensor, one tensor per rank, or an empty sequence."""
 _FLOATS_16 = (torch.float16, torch.bfloat16)
 _TYPES = {
     torch.float32: MPI.FLOAT,

@@ -189,6 +189,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         self, action: str, post: Callable[[Any, int, int], MPI.Request], tensors: list[torch.Tensor],
         rank: int, tag: int, is_receive: bool = False,
     ) -> MpiWork:  # fmt: skip
+        """Start to send or receive one tensor. `post` is the method of the communicator that does it."""
         self.collective_thread.check()
         if tensors[0].is_cuda:  # MPI does not support CUDA streams.
             torch.cuda.current_stream(tensors[0].device).synchronize()

@@ -1,4 +1,4 @@
-"""Results and errors of the MPI process group's operations, and the record of the latest collectives.
+"""Results and errors of operations of the MPI process group, and the record of the latest collectives.
 
 This module does not import mpi4py, which would start MPI, because the watchdog and the profiler import it in every run.
 """
@@ -109,6 +109,7 @@ class MpiWork(dist.Work):
             return self._future
 
     def _get_results(self, _: object = None) -> list[torch.Tensor]:
+        """Return the output tensors of a finished operation, or raise its error."""
         if self.error is not None:
             raise self.error
         return self._results

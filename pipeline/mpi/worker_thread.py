@@ -33,11 +33,13 @@ from pipeline.mpi.ops import HostBuffer
 from pipeline.mpi.work import RECENT_COLLECTIVES, CollectiveRecord, MpiError, MpiTimeout, MpiWork
 
 MIN_PAUSE_S = 20e-6
+"""Minimum pause between two tests of a request."""
 MAX_PAUSE_S = 1e-3
+"""Maximum pause between two tests of a request."""
 DEADLINE_CHECK_S = 1.0
 """Interval between two checks of the collectives that all ranks have started."""
 _PR_SET_TIMERSLACK = 29
-"""Linux, prctl(2)."""
+"""Number of Linux's option PR_SET_TIMERSLACK, see prctl(2)."""
 _ABANDONED: list[object] = []
 """Abandoned requests and their memory. They are never freed, because MPI may still read or write them."""
 
@@ -49,11 +51,14 @@ def compute_pause_s(waited_s: float) -> float:
 
 @dataclass
 class _Collective:
+    """A queued collective: its record, the arguments of `CollectiveThread.submit`, and its result."""
+
     record: CollectiveRecord
     prepare: Callable[[], Callable[[], None]]
     work: MpiWork
     timeout_s: float
     inputs_ready: torch.cuda.Event | None
+    """The event after which the GPU has written the inputs; None without a GPU."""
 
 
 class CollectiveThread:
@@ -67,7 +72,7 @@ class CollectiveThread:
     """
 
     has_failed_group = False
-    """Whether any group of this process has failed. Then MPI cannot be finalized."""
+    """Whether any group of this process has failed. If so, MPI cannot be finalized."""
     instances: ClassVar[list[CollectiveThread]] = []
 
     def __init__(self, comm: MPI.Intracomm, name: str, store: dist.Store, ranks: Sequence[int]) -> None:
@@ -92,7 +97,7 @@ class CollectiveThread:
 
         Args:
             signature: operation, types and sizes.
-            prepare: allocates what the operation needs, which may fail, and returns a function that only calls MPI.
+            prepare: allocates the buffers of the operation, which may fail, and returns a function that only calls MPI.
             results: the output tensors.
             timeout: how long to wait for the other ranks, and then for the operation.
         """
@@ -102,7 +107,7 @@ class CollectiveThread:
         record = CollectiveRecord(f"{operation} over MPI", self.name, self._count, signature)
         RECENT_COLLECTIVES.append(record)
         work = MpiWork(f"{operation} (number {self._count} in group {self.name})", results, self.name)
-        # MPI may read the inputs only after the GPU has run what is queued on the current stream
+        # MPI may read the inputs only after the GPU has executed everything on the current stream.
         device = next((tensor.device for tensor in results if tensor.is_cuda), None)
         inputs_ready = torch.cuda.current_stream(device).record_event() if device is not None else None
         self._queue.put(_Collective(record, prepare, work, timeout.total_seconds(), inputs_ready))
@@ -130,7 +135,10 @@ class CollectiveThread:
         work.finish(error)
 
     def check_deadline(self) -> None:
-        """Fail a collective that all ranks started and that exceeds its timeout, and all collectives after it."""
+        """Fail the running collective if it exceeds its timeout although all ranks started it.
+
+        All collectives that are queued after it fail as well.
+        """
         running = self._running
         if running is None:
             return
@@ -147,6 +155,7 @@ class CollectiveThread:
                 self.fail(queued.work, MpiTimeout(message))
 
     def _run(self) -> None:
+        """Run the queued collectives until `close` is called. This is the function of the thread."""
         # To save wake-ups, Linux extends sleeps by up to 50 µs by default. This is longer than the shortest pause here.
         getattr(ctypes.CDLL(None), "prctl", lambda *_: 0)(_PR_SET_TIMERSLACK, 1000)
         while (collective := self._queue.get()) is not None:
@@ -155,7 +164,7 @@ class CollectiveThread:
                 collective.record.state = "started"
                 if collective.inputs_ready is not None:
                     collective.inputs_ready.synchronize()
-                # If there is no memory for copies, this rank fails here, before the others wait in MPI.
+                # If the memory for copies cannot be allocated, this rank fails before the other ranks wait in MPI.
                 call_mpi = collective.prepare()
                 self._wait_for_all_ranks(collective)
                 self._running = (collective, time.perf_counter())
@@ -188,7 +197,8 @@ class CollectiveThread:
             if not has_published and waited_s > publish_after_s:
                 self._publish_position(collective)
                 has_published = True
-            # In the extra time, ranks that called the collective in time can publish their positions.
+            # The wait is longer than the timeout, so that ranks that called the collective in time can publish their
+            # positions.
             if waited_s > collective.timeout_s + 2 * publish_after_s:
                 _ABANDONED.append((request, max_of_ranks))
                 raise MpiTimeout(self._describe_missing_ranks(collective))
@@ -199,17 +209,18 @@ class CollectiveThread:
 
     def _publish_position(self, collective: _Collective) -> None:
         """Write to the store which collective this rank has called."""
-        self.store.set(f"at/{self.comm.rank}", f"{collective.record.number} {collective.record.sizes}")
+        self.store.set(f"position/{self.comm.rank}", f"{collective.record.number} {collective.record.sizes}")
 
     def _read_position(self, group_rank: int) -> tuple[int, str]:
-        """Return number and signature of the collective that a rank published last; 0 if it published none."""
-        key = f"at/{group_rank}"
+        """Return number and signature of the collective that a rank published last; 0 and "" if it published none."""
+        key = f"position/{group_rank}"
         if not self.store.check([key]):
             return 0, ""
         number, _, signature = self.store.get(key).decode().partition(" ")
         return int(number), signature
 
     def _describe_missing_ranks(self, collective: _Collective) -> str:
+        """Return the message for a collective that timed out before all ranks called it. It names the missing ranks."""
         positions = {rank: self._read_position(group_rank)[0] for group_rank, rank in enumerate(self.ranks)}
         absent = [rank for rank, number in positions.items() if number < collective.record.number]
         cause = f"{format_ranks(absent)} did not call it" if absent else "all ranks called it, some too late"
@@ -217,6 +228,7 @@ class CollectiveThread:
         return f"{description} timed out after {collective.timeout_s:g} s on rank {self._global_rank}: {cause}"
 
     def _describe_mismatch(self, collective: _Collective) -> str:
+        """Return the message for ranks that called different collectives. It names the call of each rank."""
         number = collective.record.number
         ranks_by_call: dict[str, list[int]] = {}
         deadline = time.monotonic() + collective.timeout_s
@@ -230,7 +242,7 @@ class CollectiveThread:
 
 
 def watch_deadlines() -> None:
-    """Check the deadlines of all groups without end. A thread runs this."""
+    """Check the deadlines of all groups forever. This is the function of a thread."""
     while True:
         time.sleep(DEADLINE_CHECK_S)
         for thread in list(CollectiveThread.instances):
@@ -244,7 +256,7 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 @dataclass(eq=False)
 class PendingMessage:
-    """A point-to-point message that is being sent or received, in the group of `collective_thread`."""
+    """A point-to-point message that is being sent or received in the group of `collective_thread`."""
 
     collective_thread: CollectiveThread
     request: MPI.Request
@@ -255,7 +267,7 @@ class PendingMessage:
     start_time: float = field(default_factory=time.perf_counter)
 
     def poll(self) -> bool:
-        """Return True if the message has ended: it is complete, failed or timed out. Its work is then finished.
+        """Return True, and finish the work, if the message is complete, has failed or has timed out.
 
         After an error, the whole group is unusable.
         """
@@ -265,7 +277,7 @@ class PendingMessage:
                 received = status.Get_count(MPI.BYTE)
                 expected = self.buffer.host.nbytes
                 if self.is_receive and received != expected:
-                    raise MpiError(f"{self.work.description}: {received} bytes were received, {expected} expected")
+                    raise MpiError(f"{self.work.description}: {received} bytes were received, but {expected} expected")
                 if self.is_receive:
                     self.buffer.copy_back()
                 self.work.finish()
@@ -283,7 +295,7 @@ class PendingMessage:
 
 
 class MessageWatcher:
-    """Complete the point-to-point messages of this process. One thread runs `watch_forever`."""
+    """Completes the point-to-point messages of this process. One thread runs `watch_forever`."""
 
     def __init__(self) -> None:
         self._pending: list[PendingMessage] = []
@@ -301,7 +313,7 @@ class MessageWatcher:
         return not self._pending
 
     def watch_forever(self) -> None:
-        """Poll all pending messages without end. A thread runs this."""
+        """Poll all pending messages forever. This is the function of a thread."""
         last_progress = time.perf_counter()
         while True:
             was_idle = self.is_idle
