@@ -113,6 +113,7 @@ class PackedRotaryEmbedding:
 
 
 def _rotate(x_BHTK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate each pair of values by the angle with these cosines and sines. The result has the dtype of `x_BHTK`."""
     left, right = x_BHTK.chunk(2, dim=-1)
     return (x_BHTK * cos + torch.cat((-right, left), dim=-1) * sin).to(x_BHTK.dtype)
 
@@ -243,7 +244,7 @@ class Block(nn.Module):
 
 
 class Backbone(nn.Module):
-    """Embedding, blocks and last norm, or those of them that belong to a model part.
+    """Embedding, blocks and last norm of the model. A model part has only some of them.
 
     Its parameter names begin with `model.`, as in Hugging Face's `LlamaForCausalLM`.
     """
@@ -323,7 +324,7 @@ class LMHead(nn.Linear):
 
 
 class _KnownGradient(torch.autograd.Function):
-    """Return zero in forward, and a gradient that has been computed already in backward."""
+    """A function with the value 0 and a gradient that is computed before the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, gradient: Tensor) -> Tensor:
@@ -381,6 +382,7 @@ def _cross_entropy_with_gradient(
 
 
 def _all_reduce(tensor: Tensor, op: str, group: dist.ProcessGroup | None) -> Tensor:
+    """Return the tensor reduced over the ranks of a group; without a group, return it unchanged."""
     return tensor if group is None else collectives.wait_tensor(collectives.all_reduce(tensor, op, group))
 
 
@@ -448,7 +450,7 @@ class Decoder(nn.Module):
             if targets_BT is None:
                 logits_BTV: Tensor = self.lm_head(x_BTD)
                 return logits_BTV
-        # Outside autocast, which has freed its copies of the weights by now.
+        # The loss is computed outside autocast, which has freed its copies of the weights by now.
         loss: Tensor = self.lm_head(x_BTD, targets_BT=targets_BT)
         return loss
 
@@ -460,9 +462,9 @@ class Decoder(nn.Module):
 def init_weights(model: Decoder, seed: int | None, std: float, device: torch.device | str = "cpu") -> None:
     """Set all parameters and the rotary tables in place. Of a DTensor, only this rank's shard is set.
 
-    Norm weights are 1 and biases are 0. Everything else is normal with mean 0 and standard deviation `std`. The
-    projections that write to the residual stream have std / sqrt(2 * layers) instead, because 2 * layers of them add up
-    (Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, section 2.3).
+    Norm weights are 1 and biases are 0. Everything else is normal with mean 0 and standard deviation `std`. Projections
+    that write to the residual stream have the standard deviation std / sqrt(2 * layers), because 2 * layers of them
+    add up (Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, section 2.3).
 
     Initial weights depend only on the seed, the parameter's name and the position in the parameter. Each parameter is
     sampled separately and whole, by a generator that is seeded with the seed and the name (:func:`parameter_seed`). A

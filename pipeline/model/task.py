@@ -63,8 +63,9 @@ _ACROSS_SAMPLES = (
     "A loss that compares samples with each other (contrastive, in-batch negatives, statistics over the batch) is not "
     "supported yet: Sluice adds up the losses of micro-batches and ranks, each of which has a part of the batch."
 )
-
+"""Explanation in messages about a loss that depends on several samples."""
 _ANY_NUMBER = f"{_ACROSS_SAMPLES} Any other loss must take any number of samples."
+"""Explanation in messages about a loss that fails for another number of samples than `train.micro_batch`."""
 
 
 class Task(ABC):
@@ -110,7 +111,7 @@ class Task(ABC):
 
     @abstractmethod
     def apply_tensor_parallel(self, part: Any, mesh: DeviceMesh, layout: Layout) -> None:
-        """Parallelize the part over the tensor parallel `mesh`, in place."""
+        """Parallelize the part over the tensor-parallel `mesh`, in place."""
 
     @abstractmethod
     def init_weights(self, part: Any, device: torch.device, sample: bool = True) -> None:
@@ -295,7 +296,7 @@ class DecoderTask(Task):
 
 @dataclass
 class _Losses:
-    """Losses of some samples of a batch, from which it follows whether the loss function is a sum over samples."""
+    """Losses of some samples of a batch. They show whether the loss function is a sum over samples."""
 
     separate: list[float]
     """Losses of calls with one sample each."""
@@ -313,6 +314,7 @@ class _Losses:
 
     @property
     def _tolerance(self) -> float:
+        """Largest difference between two sums that counts as a rounding error."""
         return _SUM_TOLERANCE * sum(map(abs, self.separate))
 
     @property
@@ -358,9 +360,9 @@ class CustomModelTask(Task):
 
     unit = "samples"
 
-    def __init__(self, run: Run, facts: UserModel, module: ModuleType, manifest: SampleManifest) -> None:
+    def __init__(self, run: Run, user_model: UserModel, module: ModuleType, manifest: SampleManifest) -> None:
         super().__init__(run.config)
-        self.facts = facts
+        self.user_model = user_model
         self.user_module = module
         self.transform = getattr(module, "transform", None)
         first = manifest.model_copy(update={"train": manifest.train[:1], "held_out_samples": 0})
@@ -371,7 +373,7 @@ class CustomModelTask(Task):
 
     def build(self, layers: range) -> nn.Module:
         """Build the part with these blocks. Raises UserError as :func:`build_user_model` does."""
-        part = build_user_model(self.facts.target, self.user_module, self.options, layers)
+        part = build_user_model(self.user_model.target, self.user_module, self.options, layers)
         if (dtype := DTYPES.get(self.config.train.precision)) is not None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
             part.forward = torch.autocast(device, dtype)(part.forward)
@@ -379,7 +381,7 @@ class CustomModelTask(Task):
 
     def blocks(self, part: nn.Module) -> Sequence[nn.Module]:
         """Return the modules that the user module's `blocks` function lists; [] if it has no such function."""
-        return list(self.user_module.blocks(part)) if "blocks" in self.facts.names else []
+        return list(self.user_module.blocks(part)) if "blocks" in self.user_model.names else []
 
     def fsdp_groups(self, part: nn.Module) -> Iterable[tuple[list[nn.Module], bool]]:
         """Return one group per block."""
@@ -392,7 +394,7 @@ class CustomModelTask(Task):
             if not isinstance(parameter, DTensor):
                 raise UserError(
                     "model.incomplete_tensor_plan",
-                    f"tensor_plan of {self.facts.target} does not cover {name}: add it to the plan "
+                    f"tensor_plan of {self.user_model.target} does not cover {name}: add it to the plan "
                     "(pipeline.tensor_parallel.Replicated() keeps a module whole on all ranks)",
                 )
 
@@ -419,7 +421,7 @@ class CustomModelTask(Task):
         Without an `init` function, vectors named `weight` are 1, other vectors are 0, and the rest is normal.
         """
         seed = self.config.run.seed
-        if "init" in self.facts.names:  # The user's function fills a tensor on the CPU.
+        if "init" in self.user_model.names:  # The user's function fills a tensor on the CPU.
             values = torch.empty(shape, dtype=torch.float32, device="cpu")
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(parameter_seed(seed, name))
@@ -436,39 +438,39 @@ class CustomModelTask(Task):
     def split_micro_batches(self, batch: Batch, size: int) -> Sequence[Batch]:
         """Split the batch, and trim padded arrays to the longest sample of each micro-batch."""
         micro_batches = super().split_micro_batches(batch, size)
-        for micro_batch in micro_batches if self.facts.padded else ():
+        for micro_batch in micro_batches if self.user_model.padded else ():
             longest = int(micro_batch[LENGTHS_ARRAY].max())
-            micro_batch.update({name: micro_batch[name][:, :longest] for name in self.facts.padded})
+            micro_batch.update({name: micro_batch[name][:, :longest] for name in self.user_model.padded})
         return micro_batches
 
     def count_loss_entries(self, batch: Batch) -> Tensor | None:
         """Return the sum of the samples' lengths (int64 scalar); None if samples have no lengths."""
-        return batch[LENGTHS_ARRAY].sum(dtype=torch.int64) if self.facts.has_lengths else None
+        return batch[LENGTHS_ARRAY].sum(dtype=torch.int64) if self.user_model.has_lengths else None
 
     def model_inputs(self, batch: Batch) -> tuple[Tensor, ...]:
         """Return the arrays that `inputs` of the user's module names."""
-        return tuple(batch[name] for name in self.facts.inputs)
+        return tuple(batch[name] for name in self.user_model.inputs)
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
-        """Return the summed loss: an fp32 scalar. Raises UserError if it is not a sum over independent samples."""
+        """Return the summed loss: an fp32 scalar. Raise UserError if it is not a sum over independent samples."""
         try:
             loss: Tensor = self.user_module.loss(outputs, batch)
         except Exception as error:
-            # Training starts with a batch of one sample of zeros, and evaluation uses batches of any size. A loss that
-            # expects a fixed number of samples fails there, so the note says how many there were.
+            # The train stage starts with a batch of one sample of zeros, and evaluation uses batches of any size. A
+            # loss that expects a fixed number of samples fails for these batches. The note names the number of samples.
             count = len(next(iter(batch.values())))
             expected = self.config.train.micro_batch
             if count != expected:
                 samples = "1 sample" if count == 1 else f"{count} samples"
                 error.add_note(
-                    f"loss of {self.facts.target} was called with {samples}, but train.micro_batch is {expected}. "
+                    f"loss of {self.user_model.target} was called with {samples}, but train.micro_batch is {expected}. "
                     f"{_ANY_NUMBER}"
                 )
             raise
         if not isinstance(loss, Tensor) or loss.ndim:
             raise UserError(
                 "model.wrong_loss",
-                f"loss of {self.facts.target} must return a tensor without dimensions: the sum over the batch",
+                f"loss of {self.user_model.target} must return a tensor without dimensions: the sum over the batch",
             )
         self._is_sum = self._is_sum or self._check_sum(outputs, batch)
         return loss.float()
@@ -523,7 +525,8 @@ class CustomModelTask(Task):
         )
 
     def _print_unchecked(self, reason: str) -> bool:
-        print(f"{self.facts.target}: did not check whether its loss is a sum over samples: {reason}")
+        """Print that the loss was not checked, and return True."""
+        print(f"{self.user_model.target}: did not check whether its loss is a sum over samples: {reason}")
         return True
 
     def _try_loss(self, outputs: Any, batch: Batch, samples: int, count: int) -> float:
@@ -534,7 +537,7 @@ class CustomModelTask(Task):
         try:
             return float(self.user_module.loss(outputs, batch))
         except Exception as error:  # User code may raise anything.
-            folder = self.facts.root.parent
+            folder = self.user_model.root.parent
             this_file = Path(__file__)
             frames = [(Path(frame.filename), frame.lineno) for frame in extract_tb(error.__traceback__)]
             user_frames = [(file, line) for file, line in frames if folder in file.parents and file != this_file]
@@ -544,15 +547,15 @@ class CustomModelTask(Task):
             if samples > 1:
                 arguments = f"{samples} samples (a micro-batch of {count}, some of them twice)"
             message = (
-                f"loss of {self.facts.target} fails at {location}: {type(error).__name__}: {str(error).rstrip('.')}. "
-                f"Sluice called it with {arguments}, to check that it is a sum over samples. It did not fail with the "
-                f"whole micro-batch. {_ANY_NUMBER}"
+                f"loss of {self.user_model.target} fails at {location}: {type(error).__name__}: "
+                f"{str(error).rstrip('.')}. Sluice called it with {arguments}, to check that it is a sum over "
+                f"samples. It did not fail with the whole micro-batch. {_ANY_NUMBER}"
             )
             raise UserError("model.loss_fails", make_printable(message)) from error
 
     def _describe_wrong_sum(self, losses: _Losses, rows_per_sample: int) -> str:
         """Describe what is wrong with a loss that is not the sum of its samples' losses, and what to do."""
-        name = f"loss of {self.facts.target}"
+        name = f"loss of {self.user_model.target}"
         comparison = (
             f"the loss of {len(losses.separate)} samples (the first one twice) is {losses.together:.6g} in one call, "
             f"and {losses.total:.6g} as the sum of separate calls"
@@ -578,13 +581,13 @@ class CustomModelTask(Task):
 
     def metrics(self, outputs: Any, batch: Batch) -> Mapping[str, Any]:
         """Return the result of the user module's `metrics` function; {} if it has no such function."""
-        return self.user_module.metrics(outputs, batch) if "metrics" in self.facts.names else {}
+        return self.user_module.metrics(outputs, batch) if "metrics" in self.user_model.names else {}
 
     def smallest_batch(self, device: torch.device) -> Batch:
         """Return the smallest batch. Padded samples have their full length."""
         batch = super().smallest_batch(device)
-        if self.facts.has_lengths:
-            batch[LENGTHS_ARRAY] += max([1, *(self.sample_shapes[name][0][0] for name in self.facts.padded)])
+        if self.user_model.has_lengths:
+            batch[LENGTHS_ARRAY] += max([1, *(self.sample_shapes[name][0][0] for name in self.user_model.padded)])
         return batch
 
 
@@ -618,8 +621,10 @@ class _RecordNewTensors(TorchFunctionMode):
 def build_user_model(target: str, module: ModuleType, options: dict[str, Any], layers: range) -> nn.Module:
     """Build the part of a custom model that has the blocks `layers`, on the `meta` device.
 
-    Raises UserError if the module's `build` does not return an `nn.Module`, if it assigns values to weights (they would
-    be lost), or if its buffers or tied parameters would differ between layouts.
+    Raises UserError in these cases:
+    - The module's `build` does not return an `nn.Module`.
+    - It assigns values to weights. They would be lost.
+    - Its buffers or tied parameters would differ between layouts.
     """
     tensors_with_values: list[Tensor] = []
     with torch.device("meta"), _RecordCopies(tensors_with_values), _RecordNewTensors(tensors_with_values):
@@ -674,6 +679,7 @@ class _ReadOptions(dict[str, Any]):
                 yield from value.list_reads(f"{prefix}{key}.")
 
     def _read_all(self) -> None:
+        """Record that all keys are read."""
         self._read |= {*dict.keys(self)}
 
     def __getitem__(self, key: str) -> Any:

@@ -72,7 +72,7 @@ class Mesh:
     """Sizes of the axes, one field for each of `AXES`."""
 
     pp: int = 1
-    """Pipeline parallel size."""
+    """Pipeline-parallel size."""
     dp_replicate: int = 1
     """Number of copies of the whole (possibly sharded) state."""
     dp_shard: int = 1
@@ -122,14 +122,14 @@ class Mesh:
 class Layout(Mesh):
     """How the ranks of a run split its work: the mesh and what each axis does. See :func:`resolve_layout`.
 
-    Stages are pipeline-parallel stages here.
+    In this class, a stage is a pipeline-parallel stage.
     """
 
     ranks_per_node: int
     micro_batches: int
     """Micro-batches per step on each data-parallel rank."""
     virtual_stages: int
-    """Pipeline stages per rank; 1 without a pipeline."""
+    """Stages per rank; 1 without a pipeline."""
     schedule: str
     """Pipeline schedule; ignored without a pipeline."""
     zero: int
@@ -141,11 +141,11 @@ class Layout(Mesh):
     sequence_parallel: bool
     """Whether tensor-parallel ranks split the sequence between attention and MLP."""
     stage_layers: tuple[range, ...]
-    """Decoder blocks of each pipeline stage."""
+    """Decoder blocks of each stage."""
 
     @property
     def stages(self) -> int:
-        """Number of pipeline stages on all ranks."""
+        """Number of stages on all ranks."""
         return self.pp * self.virtual_stages
 
     @property
@@ -308,6 +308,7 @@ def resolve_layout(
 
 
 def _raise_problems(problems: list[Problem]) -> None:
+    """Raise LayoutError with the code of the first problem and the messages of all. Do nothing if there is none."""
     if problems:
         raise LayoutError(problems[0].code, "; ".join(problem.message for problem in problems))
 
@@ -382,6 +383,7 @@ def _find_conflicts(config: Config) -> Iterator[Problem]:
 
 
 def _describe_conflicts(config: Config) -> Iterator[str]:
+    """Yield a message for each conflict of `_find_conflicts`."""
     parallel = config.parallel
     data = parallel.data
     if data != "auto" and data.shard > 1 and not parallel.zero:

@@ -1,12 +1,12 @@
 """Pipeline parallelism: consecutive blocks are on different ranks, and micro-batches pass through them.
 
-Stages (here always pipeline-parallel stages) and schedules are those of torch.distributed.pipelining:
+In this module, a stage is a pipeline-parallel stage. The schedules are those of torch.distributed.pipelining:
 
     gpipe                    all forward passes, then all backward passes (Huang et al., arXiv 1811.06965)
     1f1b                     forward and backward alternate, so fewer activations are stored (arXiv 1806.03377)
     interleaved_1f1b         several stages per rank, smaller bubbles (Narayanan et al., arXiv 2104.04473)
     interleaved_zero_bubble  computes weight gradients separately, to fill bubbles (Qi et al., arXiv 2401.10241)
-    zbv                      the same with two stages per rank in the shape of a V (same paper, ZB-V)
+    zbv                      also separate weight gradients; two stages per rank in the shape of a V (same paper, ZB-V)
     dualpipe_v               DeepSeek's DualPipe folded in half: forward and backward overlap (arXiv 2412.19437)
 
 In the V shapes (zbv, dualpipe_v) samples pass through all ranks and back. The last stage, and with it the loss, is on
@@ -39,10 +39,13 @@ TORCH_SCHEDULES = {
 
 
 class _Stage(PipelineStage):
+    """torch's pipeline stage with a context for forward passes, and with workarounds for torch 2.11."""
+
     forward_context: AbstractContextManager[None]
     """Context that is entered for each forward pass of the stage."""
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward pass of one micro-batch in `forward_context`."""
         with self.forward_context:
             return super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
 
@@ -72,7 +75,8 @@ class PipelineRunner:
         layout: the layout of the run.
         device: this rank's device.
         group: process group of the pipeline axis.
-        loss: `loss(outputs, rows)` returns the loss of one micro-batch, a scalar. `rows` are its samples' numbers.
+        loss: `loss(outputs, rows)` returns the loss of one micro-batch, a scalar. `rows` are the numbers of its samples
+            in the batch.
         forward_context: context that is entered for each forward pass of a stage.
     """
 

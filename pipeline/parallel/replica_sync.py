@@ -78,7 +78,8 @@ class ReplicaSync:
 class GradientHook(ReplicaSync):
     """Gradient compression: a DDP communication hook and the state that it keeps from step to step.
 
-    - *fp16*, *bf16*: sends the gradient, divided by the number of replicas, in this type. It is also summed in it.
+    - *fp16*, *bf16*: sends the gradient, divided by the number of replicas, in this type. The all-reduce also sums in
+      this type.
     - *Top-K* (Aji and Heafield, arXiv 1704.05021; Stich et al., arXiv 1809.07599): sends the largest values of each
       parameter, a fraction `ratio`, as pairs (int32 position, fp32 value). All replicas gather all pairs. During the
       warm-up the fraction falls exponentially from 1 to `ratio` (Lin et al., arXiv 1712.01887, section 3.3).
@@ -88,12 +89,12 @@ class GradientHook(ReplicaSync):
 
     **Error feedback.** Top-K and PowerSGD leave out a part of the gradient, the *residual*. Each replica adds it to its
     next gradient. Residuals are in units of the mean gradient: message + residual = gradient / replicas + old residual.
-    For any number of replicas, the sum of all residuals is therefore what the weights have not received yet. Residuals
-    are stored per parameter, because DDP may rebuild its buckets. They are committed only if the optimizer step is
-    applied (`end_step`).
+    For any number of replicas, the sum of all residuals is therefore the part of the gradients that the optimizer has
+    not received yet. Residuals are stored per parameter, because DDP may rebuild its buckets. They are committed only
+    if the optimizer step is applied (`end_step`).
 
-    The whole gradient, including the residual, is sent if there is only one replica, or if Top-K would send no less
-    than an all-reduce (fraction × replicas ≥ 1).
+    The whole gradient, including the residual, is sent if there is only one replica. It is also sent if Top-K would
+    send at least as much as an all-reduce (fraction × replicas ≥ 1).
 
     The hook runs during backward, bucket by bucket, in the same order on all ranks. Every collective must start in the
     hook itself, because the callbacks of futures could run in a different order on other ranks.
@@ -126,9 +127,9 @@ class GradientHook(ReplicaSync):
                     continue
                 rows = len(parameter)
                 columns = parameter[0].numel()
-                if (
-                    rows + columns
-                ) * config.rank < rows * columns:  # Otherwise P and Q are not smaller than the matrix.
+                # P and Q are used only if they are smaller than the matrix.
+                compressed_size = (rows + columns) * config.rank
+                if compressed_size < rows * columns:
                     self.start[name] = _sample_matrix(columns, config.rank, f"{seed}/{name}").to(parameter)
 
     def register(self, model: DistributedDataParallel) -> None:
@@ -155,6 +156,7 @@ class GradientHook(ReplicaSync):
     # -- kinds of compression ----------------------------------------------------------------------------
 
     def _reduce_cast(self, bucket: dist.GradBucket) -> _Future[Tensor]:
+        """Start an all-reduce of a bucket in fp16 or bf16."""
         buffer = bucket.buffer()
         # Divide before the reduction, because the sum could overflow.
         message = buffer.div_(self.replicas).to(_LOW_PRECISION[self.config.kind])
@@ -162,6 +164,7 @@ class GradientHook(ReplicaSync):
         return _call_when_done(work, lambda: buffer.copy_(message))
 
     def _reduce_topk(self, bucket: dist.GradBucket) -> _Future[Tensor]:
+        """Start an all-gather of the largest values of each gradient in a bucket, and store the residuals."""
         buffer = bucket.buffer()
         parts = list(self._add_residuals(bucket))
         counts = [math.ceil(self.fraction * gradient.numel()) for _, gradient in parts]
@@ -189,6 +192,7 @@ class GradientHook(ReplicaSync):
         return _call_when_done(_all_gather(all_messages.view(-1), message, group=self._group, async_op=True), unpack)
 
     def _reduce_powersgd(self, bucket: dist.GradBucket) -> _Future[Tensor]:
+        """All-reduce the matrices P of a bucket, start the all-reduce of the matrices Q, and store the residuals."""
         buffer = bucket.buffer()
         parts = list(self._add_residuals(bucket))
         compresses = self.replicas > 1 and self.step > self.config.warmup_steps
@@ -354,7 +358,7 @@ class LocalSgd(ReplicaSync):
         self._set_outer_weights()
         if saved_replicas and saved.get("outer"):
             read({f"outer.{name}": tensor for name, tensor in self.outer.items()})
-        # Replicas must be equal during the warm-up. If the warm-up was made longer, they too start from the means.
+        # Replicas must be equal during the warm-up. If the warm-up was made longer, they also start from the means.
         if saved_replicas == self.replicas and self.config.warmup_steps <= saved.get("warmup", 0):
             read({f"replica.{self.rank}.{name}": tensor for name, tensor in state.items()})
 

@@ -59,9 +59,9 @@ class VocabParallelEmbedding(ParallelStyle):
         def embed(ids_BT: Tensor) -> Tensor:
             rows_VD = cast(DTensor, module.weight).to_local()
             ids_BT = ids_BT - device_mesh.get_local_rank() * len(rows_VD)
-            is_elsewhere_BT = (ids_BT < 0) | (ids_BT >= len(rows_VD))
-            x_BTD = F.embedding(ids_BT.masked_fill(is_elsewhere_BT, 0), rows_VD)
-            x_BTD = x_BTD.masked_fill(is_elsewhere_BT.unsqueeze(-1), 0)
+            is_remote_BT = (ids_BT < 0) | (ids_BT >= len(rows_VD))  # another rank has the row of this id
+            x_BTD = F.embedding(ids_BT.masked_fill(is_remote_BT, 0), rows_VD)
+            x_BTD = x_BTD.masked_fill(is_remote_BT.unsqueeze(-1), 0)
             partial = DTensor.from_local(x_BTD, device_mesh, [Partial()], run_check=False)
             return partial.redistribute(placements=self.output_layouts).to_local()
 

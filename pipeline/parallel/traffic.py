@@ -1,8 +1,9 @@
 """Count the parameters of a rank, and the bytes that it sends in one step, from the config.
 
-Both follow from the shapes in pipeline/model/spec.py. Traffic is what one rank sends if collectives use ring
-algorithms: an all-reduce of n bytes over r ranks sends 2·n·(r−1)/r bytes, an all-gather or a reduce-scatter half of
-that. The trainer writes traffic beside its measurements (pipeline/train/metrics.py), and `plan` shows it for a config.
+Both follow from the shapes in pipeline/model/spec.py. Traffic is the number of bytes that one rank sends if collectives
+use ring algorithms. In an all-reduce of n bytes over r ranks, each rank sends 2·n·(r−1)/r bytes. In an all-gather or a
+reduce-scatter, it sends half as many. The trainer writes traffic next to its measurements (pipeline/train/metrics.py),
+and `plan` shows it for a config.
 """
 
 from __future__ import annotations
@@ -65,6 +66,13 @@ def find_trained_parameters(config: Config) -> TrainedParameters:
 
 @lru_cache(maxsize=64)
 def _find_trained(freeze: tuple[str, ...], layers: int, sizes: tuple[tuple[str, int], ...]) -> TrainedParameters:
+    """Do the work of `find_trained_parameters`.
+
+    Args:
+        freeze: `optimizer.freeze`.
+        layers: number of blocks.
+        sizes: name and number of elements of each parameter of a block. The names lack the prefix `model.layers.N`.
+    """
     blocks = [{f"model.layers.{number}{name}": size for name, size in sizes} for number in range(layers)]
     all_names = {EMBEDDING, FINAL_NORM, LM_HEAD, *(name for block in blocks for name in block)}
     names = frozenset(name for name in all_names if not any(fnmatch(name, pattern) for pattern in freeze))
@@ -81,7 +89,7 @@ def stored_weight_bytes(config: Config) -> int:
 
 
 def residual_stream_bytes(config: Config, layout: Layout) -> int:
-    """Return the bytes per element of the residual stream, which has the type of the embedding's weights."""
+    """Return the bytes per element of the residual stream. It has the type of the embedding's weights."""
     return 2 if layout.fsdp and config.train.precision != "fp32" else stored_weight_bytes(config)
 
 
@@ -200,9 +208,9 @@ class _RankTraffic:
         trained_blocks = sum(block >= self.first_trained_block for block in blocks)
         collectives = 4 * len(blocks) + per_backward * trained_blocks
         bytes_per_value = self.compute_bytes * collectives
-        if self.has_last_stage:  # One before the output layer, and one for its gradient.
+        if self.has_last_stage:  # One collective before the output layer, and one for the gradient of its input.
             bytes_per_value += self.compute_bytes * 2
-        if self.has_first_stage:  # One after the embedding, and one for its gradient if the embedding is trained.
+        if self.has_first_stage:  # One collective after the embedding, and one for its gradient if it is trained.
             bytes_per_value += self.residual_bytes * (2 if self.first_trained_block == 0 else 1)
         micro_batch_bytes = self.hidden_values * bytes_per_value
         if self.has_last_stage:
