@@ -84,7 +84,7 @@ def main() -> None:
         layout = resolve_layout(config)
         work = workload_from_config(config, layout, config.data.tokenizer.vocab_size)
         measured = statistics.median(timed[number])
-        predicted = predict_step(work, machine.in_nodes_of(layout.ranks_per_node)).step
+        predicted = predict_step(work, machine.with_gpus_per_node(layout.ranks_per_node)).step
         error = predicted / measured - 1
         was_calibrated = number < len(MEASURED)
         if not was_calibrated:

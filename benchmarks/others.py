@@ -51,8 +51,8 @@ def all_to_all_time(size: float, group: CommGroup, machine: Machine, share: floa
         share: fraction of the bandwidth that is reached.
         copies: number of copies of the same bytes. Each node receives one copy and distributes it inside.
     """
-    remote_fraction = (1 - group.in_node / group.ranks) * min(1.0, group.nodes / copies)
-    inside = size * (group.in_node - 1) / group.ranks / (machine.inside.bandwidth * share)
+    remote_fraction = (1 - group.ranks_per_node / group.ranks) * min(1.0, group.nodes / copies)
+    inside = size * (group.ranks_per_node - 1) / group.ranks / (machine.inside.bandwidth * share)
     between = size * remote_fraction / (machine.between.bandwidth * share)
     link = machine.between if group.nodes > 1 else machine.inside
     return max(inside, between) + link.latency * (group.ranks > 1)

@@ -32,7 +32,7 @@ from planning.predict import DEFAULT, Constants, StepPrediction, predict_step
 
 PRIOR = Constants(
     matmul=0.85, portable=0.85, attention=0.8, memory=0.85, eager=2.0, link=0.75, launch=6e-6, hidden=0.6,
-    beside=0.15, jitter=0.01,
+    overlap_slowdown=0.15, jitter=0.01,
 )  # fmt: skip
 PRIOR_WIDTH = 0.2
 """Standard deviation of the logarithm of each constant."""

@@ -295,7 +295,7 @@ def _fit_overheads(machine: Machine, timings: Timings) -> Overheads:
     def error(eager: float, call: float) -> float:
         candidate = machine.model_copy(update={"measured": Overheads(eager=eager, call=call)})
         ratios = (
-            predict_step(step.work, candidate.in_nodes_of(step.ranks_per_node)).step / step.seconds
+            predict_step(step.work, candidate.with_gpus_per_node(step.ranks_per_node)).step / step.seconds
             for step in timings.steps
         )
         return math.fsum(math.log(ratio) ** 2 for ratio in ratios)
@@ -313,7 +313,7 @@ def _fit_overheads(machine: Machine, timings: Timings) -> Overheads:
 def compare_steps(machine: Machine) -> Iterator[str]:
     """Yield a line for each timed step with its prediction, and with a warning if they differ much."""
     for step in machine.timings.steps if machine.timings else ():
-        predicted_s = predict_step(step.work, machine.in_nodes_of(step.ranks_per_node)).step
+        predicted_s = predict_step(step.work, machine.with_gpus_per_node(step.ranks_per_node)).step
         line = f"{step.work.describe_layout()}: predicted {predicted_s:.3g} s, timed {step.seconds:.3g} s"
         is_poor = abs(predicted_s / step.seconds - 1) > POOR_FIT
         yield f"{POOR_FIT_WARNING} {line}: measure again on an idle machine" if is_poor else line

@@ -1,7 +1,7 @@
-"""The description of a machine that predictions use: a GPU, the links inside a node, and those between nodes.
+"""Describe the machine that a prediction is for: a GPU, the links inside a node, and the links between nodes.
 
-Files in `configs/machines/` describe common machines. Your own file with the same keys describes any other;
-`python -m planning.calibrate` measures one.
+Files in `configs/machines/` describe common machines. You can write a file with the same keys for another machine, or
+measure a machine with `python -m planning.calibrate`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Attention(Section):
 
 
 class Overheads(Section):
-    """Overheads fitted to real steps by planning.calibrate; they replace those of `Constants` (planning/predict.py)."""
+    """Overheads that planning.calibrate fits to real steps. They replace those of `Constants` (planning/predict.py)."""
 
     eager: PositiveFloat
     """Memory traffic of unfused operators, as a multiple of that of fused ones."""
@@ -68,7 +68,8 @@ class Step(Section):
     seconds: PositiveFloat
 
     @model_validator(mode="after")
-    def _has_sizes(self) -> Step:
+    def _check_sizes(self) -> Step:
+        """Raise ValueError if a size of the workload is less than 1."""
         may_be_zero = ("head_size", "experts", "zero", "trained_from")
         sizes = {name: size for name, size in vars(self.work).items() if type(size) is int and name not in may_be_zero}
         if invalid := [name for name, size in sizes.items() if size < 1]:
@@ -127,8 +128,8 @@ class Machine(Section):
         supported = ", ".join(self.achievable)
         raise UserError("plan.unsupported_precision", f"{self.gpu} has no {precision}; it has {supported}")
 
-    def in_nodes_of(self, ranks: int) -> Machine:
-        """Return the machine with `ranks` GPUs per node; a rack whose links reach beyond a node stays unchanged."""
+    def with_gpus_per_node(self, ranks: int) -> Machine:
+        """Return the machine with `ranks` GPUs per node. Return a rack unchanged, because its links connect nodes."""
         is_rack = self.gpus_per_node > 8 and self.cores is None
         return self if is_rack else self.model_copy(update={"gpus_per_node": ranks})
 

@@ -1,8 +1,9 @@
 """Estimate the memory of one rank: weights, gradients and optimizer state exactly, activations from shapes.
 
-`estimate_memory` follows a rank through the actions of its step and returns the peak. What torch saves for the backward
-pass of each operator was read off rehearsed ranks (planning/rehearse.py). tests/planning/test_arithmetic.py compares
-the estimate with them, test_plan.py with torch's allocator on a GPU.
+`estimate_memory` follows a rank through the actions of its step and returns the peak. The tensors that torch saves for
+the backward pass of each operator were observed on rehearsed ranks (planning/rehearse.py).
+tests/planning/test_arithmetic.py compares the estimate with rehearsed ranks. tests/planning/test_plan.py compares it
+with torch's allocator on a GPU.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ The context and the first group of eight H100 took 1.06 GB together (issue 1685)
 
 
 def reserved_gpu_bytes(layout: Layout) -> int:
-    """Return the bytes of a GPU that CUDA and NCCL take: one group of all ranks, and one for each mesh axis."""
+    """Return the bytes of a GPU that CUDA and NCCL use. There is a group of all ranks, and one for each mesh axis."""
     groups = sum(size > 1 for size in (layout.pp, layout.dp_replicate, layout.dp_shard, layout.tp))
     return CUDA_CONTEXT + NCCL_COMMUNICATOR * (groups + (groups > 1))
 
@@ -53,12 +54,12 @@ class RankMemory:
     weights: int
     """Weights between steps: in fp32, or in bf16 if there are no master weights."""
     gathered: int
-    """Weights that ZeRO gathers during a step, beside its shard; without ZeRO, autocast's low-precision copies."""
+    """Weights that ZeRO gathers during a step, without its shard. Without ZeRO: autocast's low-precision copies."""
     gradients: int
     optimizer: int
-    """Moments, and what differs between replicas: residuals of compression, weights at the last average."""
+    """Moments and the state of replicas: residuals of gradient compression, and weights at the last average."""
     activations: int
-    """The rest of the peak, estimated."""
+    """The rest of the peak, which is estimated."""
 
     @property
     def total(self) -> int:
@@ -71,14 +72,14 @@ class RankMemory:
 
 
 class GpuFit(NamedTuple):
-    """How the fullest rank of a layout fits into a GPU. Sizes are in bytes."""
+    """Whether the fullest rank of a layout fits into a GPU. Sizes are in bytes."""
 
     rank: int
-    """The pipeline rank that needs most."""
+    """The pipeline rank that needs most memory."""
     needed: int
-    """Its tensors."""
+    """Memory of its tensors."""
     reserved: int
-    """CUDA and NCCL."""
+    """Memory of CUDA and NCCL."""
     size: float
     """Memory of the GPU."""
 
@@ -89,13 +90,13 @@ class GpuFit(NamedTuple):
 
 
 def check_gpu_fit(config: Config, layout: Layout, ranks: Sequence[RankMemory], gib: float) -> GpuFit:
-    """Return how the pipeline ranks of a layout fit into GPUs of `gib` GiB."""
+    """Return whether the pipeline ranks of a layout fit into GPUs of `gib` GiB."""
     needs = [rank.on_gpu(config) for rank in ranks]
     return GpuFit(needs.index(max(needs)), max(needs), reserved_gpu_bytes(layout), gib * 2**30)
 
 
 def describe_overflow(config: Config, fit: GpuFit, source: str) -> str:
-    """Describe what does not fit, and what to change. `source`: where the GPU's size is from."""
+    """Describe what does not fit and what to change. `source` names the setting that gives the size of the GPU."""
     return (
         f"rank {fit.rank} of the pipeline needs {fit.needed / GB:.1f} GB, CUDA and NCCL about "
         f"{fit.reserved / GB:.1f}, and a GPU has {fit.size / GB:.1f} ({source}): lower train.micro_batch "
@@ -139,16 +140,13 @@ class _LossMemory(NamedTuple):
     """Memory of the last norm, the output layer and the loss, in bytes for one micro-batch."""
 
     saved: int
-    """Kept from forward to backward."""
+    """Bytes that are kept from forward to backward."""
     temporary: int
-    """More, while the loss is computed."""
+    """Additional bytes while the loss is computed."""
 
 
 class _RankEstimate:
-    """The memory of one rank by its parts. Names with `_bytes` are in bytes.
-
-    Arguments are those of `estimate_memory`.
-    """
+    """Estimates the parts of the memory of one rank. Arguments are those of `estimate_memory`."""
 
     def __init__(self, config: Config, layout: Layout, pp_rank: int, vocab: int, on_cpu: bool) -> None:
         self.config = config
@@ -165,24 +163,24 @@ class _RankEstimate:
 
         self.is_mixed_precision = config.train.precision != "fp32"
         self.compute_bytes = 2 if self.is_mixed_precision else 4
-        """Of a value in matrix products."""
+        """Bytes of a value in matrix products."""
         self.stored_bytes = stored_weight_bytes(config)
-        """Of a weight between steps, and of its gradient."""
+        """Bytes of a weight between steps, and of its gradient."""
         self.stream_value_bytes = residual_stream_bytes(config, layout)
-        """Of a value of the residual stream."""
+        """Bytes of a value of the residual stream."""
         self.stream_bytes = self.tokens * self.stream_value_bytes * config.model.dim // self.sequence_shards
-        """Of the hidden states between two blocks, for one micro-batch."""
+        """Bytes of the hidden states between two blocks, for one micro-batch."""
         self.table_bytes = vocab * config.model.dim // layout.tp * self.compute_bytes
-        """Of the embedding, or of the output layer, in the precision of products."""
+        """Bytes of the embedding, or of the output layer, in the precision of products."""
 
         trained_names, _, self.first_trained = find_trained_parameters(config)
         self.parameters = list(list_rank_parameters(config, layout, pp_rank, vocab))
         self.trained = [parameter for parameter in self.parameters if parameter.name in trained_names]
         self.blocks = sum(len(layout.stage_layers[stage]) for stage in self.stages)
         self.block_weight_bytes = self._per_block(p.numel for p in self.parameters if p.layer >= 0)
-        """Of a block's weights in the precision of products, on average."""
+        """Bytes of a block's weights in the precision of products, on average."""
         self.cast_bytes = 0
-        """Of the copies of a block's weights that autocast makes."""
+        """Bytes of the copies of a block's weights that autocast makes."""
         if self.is_mixed_precision and self.stored_bytes == 4 and not layout.fsdp:
             self.cast_bytes = self._per_block(p.numel for p in self.parameters if p.layer >= self.first_trained)
         self.keeps_sharded_gradients = layout.fsdp and (layout.reduce_each_micro_batch or layout.micro_batches == 1)
@@ -191,10 +189,11 @@ class _RankEstimate:
         )
 
     def _per_block(self, numels: Iterable[int]) -> int:
+        """Return the average bytes per block of parameters with these numbers of elements, in compute precision."""
         return self.compute_bytes * sum(numels) // max(1, self.blocks)
 
     def estimate(self, actions: Sequence[Action]) -> RankMemory:
-        """Return the memory of the rank, with the peak over these actions and the update of the weights."""
+        """Return the memory of the rank. The peak includes these actions and the update of the weights."""
         loss = self._loss_bytes()
         temporary = self._block_backward_bytes()
         gathered, gathered_at_loss = self._gathered_bytes(loss.temporary, temporary)
@@ -226,31 +225,30 @@ class _RankEstimate:
         is_compiled = self.config.train.compile
         query = query_width(model)
         key_value = key_value_width(model)
-        # flash attention shares keys and values between query heads; other kernels repeat them for each query head
+        # Flash attention shares keys and values between query heads. Other kernels repeat them for each query head.
         shares_key_value = self.is_mixed_precision and not self.on_cpu
         attention = query + 2 * (key_value if shares_key_value else query)
-        # without compilation, each product saves a cast of its wide input
+        # Without compilation, each product saves a low-precision copy of an fp32 input.
         has_casts = self.is_mixed_precision and self.stream_value_bytes == 4 and self.layout.tp == 1
         casts = 3 if has_casts else 0
-        # number of saved tensors of width `dim`: in the stream's type; in compute precision and split like the stream;
-        # in compute precision and whole. Then the total width of the tensors that tensor parallelism splits.
-        if checkpointing == "full":
-            streams, sums, whole, split_width = 1, 0, 0, 0
-        elif checkpointing == "selective":
-            streams, whole = 1, 0
+        streams = 1  # number of saved tensors of width `dim` in the type of the residual stream
+        sums = 0  # number of saved tensors of width `dim` in compute precision that are split like the residual stream
+        whole = 0  # number of saved tensors of width `dim` in compute precision that are not split
+        split_width = 0  # total width of the saved tensors that tensor parallelism splits
+        if checkpointing == "selective":
             sums = 1 if is_compiled else 2
             split_width = 2 * query + 2 * key_value + 2 * model.ffn_size
-        elif is_compiled:
-            streams, sums, whole = 1, 0, 3
+        elif checkpointing != "full" and is_compiled:
+            whole = 3
             split_width = attention + query + 3 * model.ffn_size
-        else:
-            streams, sums = 2, 0
+        elif checkpointing != "full":
+            streams = 2
             whole = 2 + casts
             split_width = attention + query + 4 * model.ffn_size
-        norms = 0  # the CPU computes a norm in several operators
+        norm_bytes = 0  # per token and `dim`: on a CPU, torch computes a norm in several operators
         if self.on_cpu and checkpointing == "none":
-            norms = 2 * 4 + 2 * (4 - self.stream_value_bytes)
-        per_token = self.stream_value_bytes * streams + self.compute_bytes * sums + norms
+            norm_bytes = 2 * 4 + 2 * (4 - self.stream_value_bytes)
+        per_token = self.stream_value_bytes * streams + self.compute_bytes * sums + norm_bytes
         per_token = per_token * model.dim // self.sequence_shards
         per_token += self.compute_bytes * (whole * model.dim + split_width // self.layout.tp)
         if checkpointing != "full":
@@ -266,11 +264,12 @@ class _RankEstimate:
         chunk = self.config.train.loss_chunk
         vocab_shards = layout.tp if self.config.parallel.loss_parallel else 1
         if chunk is None:
-            # the log-softmax in fp32; for a while three times as much, or four times if it is split
+            # The log-softmax in fp32 is saved. The peak is three times as much, or four times if the logits are split.
             saved = 4 * self.tokens * self.vocab // vocab_shards
             temporary = (12 if vocab_shards > 1 else 8) * self.tokens * self.vocab // vocab_shards
         else:
-            # gradients of the weights and of the hidden states; a chunk's logits, or its share of the weights' gradient
+            # The gradients of the weights and of the hidden states are saved. A chunk also needs its logits, or its
+            # share of the weights' gradient.
             rows = min(chunk, self.tokens)
             saved = self.compute_bytes * (self.vocab // layout.tp + self.tokens) * dim
             in_chunk = max((4 + self.compute_bytes) * rows, self.compute_bytes * (rows + dim))
@@ -281,7 +280,7 @@ class _RankEstimate:
             saved += self.tokens * (8 - self.stream_value_bytes) * dim // self.sequence_shards
         if self.cast_bytes:
             saved += self.table_bytes
-        if chunk is None and layout.pp > 1:  # the logits are the output of the stage
+        if chunk is None and layout.pp > 1:  # the logits are the output of the pipeline-parallel stage
             saved += self.compute_bytes * self.tokens * self.vocab // vocab_shards
         return _LossMemory(saved, temporary)
 
@@ -290,14 +289,14 @@ class _RankEstimate:
     def _block_backward_bytes(self) -> int:
         """Return the bytes of temporaries in a block's backward pass: recomputed activations and gradients."""
         model = self.config.model
-        # gradients of the stream, of an input, and of the two widest tensors of the MLP
+        # Gradients of the residual stream, of the input of a product, and of the two widest tensors of the MLP.
         size = self.stream_bytes + self.compute_bytes * self.tokens * (model.dim + 2 * model.ffn_size // self.layout.tp)
         if self.checkpointing != "none":  # everything but the stream and the saved products is recomputed
             size += self._saved_block_bytes("none") + self.cast_bytes - self.stream_bytes
         if self.checkpointing == "selective":
             saved_width = query_width(model) + key_value_width(model) + 2 * model.ffn_size
             size -= self.compute_bytes * self.tokens * saved_width // self.layout.tp
-        # FSDP reduces gradients in fp32; in a pipeline it does so at the end of the step
+        # FSDP reduces gradients in fp32. With a pipeline it reduces them at the end of the step.
         if self.layout.fsdp and self.layout.pp == 1 and self.layout.dp > 1:
             size += 4 * self.block_weight_bytes // self.compute_bytes
         return size
@@ -309,10 +308,10 @@ class _RankEstimate:
             gathered = self.compute_bytes * self.fsdp_ranks * values
             if not self.layout.gathers_blocks:
                 return gathered, gathered
-            # a block and the next one; a tied table is used at both ends and stays
+            # FSDP gathers a block and the next one. A tied table is used at both ends and stays gathered.
             tied_table = self.table_bytes * self.config.model.tie_word_embeddings
             return min(gathered, 2 * self.block_weight_bytes + tied_table), self.table_bytes
-        # compiled blocks recompute casts; otherwise autocast frees them when the backward pass starts
+        # Compiled blocks recompute casts. Otherwise autocast frees casts when the backward pass starts.
         casts = 0 if self.checkpointing == "none" or self.config.train.compile else self.cast_bytes * self.blocks
         casts = max(0, casts - max(loss_temporary, block_temporary))
         return casts, casts
@@ -335,15 +334,14 @@ class _RankEstimate:
         if is_saving_all:
             saved_block += self.cast_bytes  # each micro-batch in flight keeps its own casts
         sending, receiving = find_cross_rank_stages(layout, self.pp_rank)
-        # stages whose inputs need gradients
-        needing_gradients = [
+        needing_gradients = [  # the pipeline-parallel stages with inputs that need gradients
             stage for stage in range(layout.stages) if layout.stage_layers[stage].start > self.first_trained
         ]
-        # received hidden states and gradients: torch allocates a buffer for each micro-batch
+        # Torch allocates a buffer for the received hidden states and gradients of each micro-batch.
         buffers = len(receiving) + sum(stage + 1 in needing_gradients for stage in sending)
         held = self.stream_bytes * layout.micro_batches * buffers
         gradients = self.gradient_bytes if layout.dp > 1 and not layout.fsdp else 0  # DDP's buckets are permanent
-        # the output layer's gradient in fp32, which FSDP reduces last
+        # The gradient of the output layer in fp32, which FSDP reduces last.
         unreduced_table = 0
         if self.keeps_sharded_gradients and layout.micro_batches > 1:
             unreduced_table = 4 * self.table_bytes // self.compute_bytes
@@ -368,11 +366,11 @@ class _RankEstimate:
                     gradients = min(self.gradient_bytes, gradients + self.gradient_bytes // len(self.stages))
                 stages_with_gradients.add(stage)
             if kind != "B" and self.checkpointing == "full":
-                # I and W each recompute the block, and torch keeps both until the end of the step
+                # I and W both recompute the block, and torch keeps both results until the end of the step.
                 held += trained_blocks * (self._saved_block_bytes("none") + self.cast_bytes)
             elif kind != "I":
                 held -= trained_blocks * saved_block + output
-            if kind == "B":  # backward pass of its first block, before the gradients of that block and the embedding
+            if kind == "B":  # the backward pass of the first block, before the gradients of this block exist
                 late = 0
                 if not self.keeps_sharded_gradients:
                     late_bytes = self.block_weight_bytes // self.compute_bytes
@@ -405,15 +403,18 @@ class _RankEstimate:
         return 40 * min(1 << 24, max((p.fsdp_numel(self.fsdp_ranks) for p in self.trained), default=0))
 
     def _add_replica_state(self, values: int, state: int, peak: int) -> tuple[int, int]:
-        """Return the new peak, and the bytes between steps, of what differs between data parallel replicas.
+        """Add the state of data-parallel replicas: residuals of gradient compression, or weights of local SGD.
 
         Args:
             values: Number of trained values on this rank.
             state: Bytes of their weights and moments.
-            peak: Peak of a step without it, in bytes.
+            peak: Peak of a step without the state of replicas, in bytes.
+
+        Returns:
+            The peak with the state of replicas, and the bytes of this state between steps.
         """
         parallel = self.config.parallel
-        if parallel.hook.kind in ("topk", "powersgd"):  # the residuals, and during a step its new ones
+        if parallel.hook.kind in ("topk", "powersgd"):  # a step also stores the new residuals
             return peak + 4 * values, 4 * values
         if parallel.local_sgd is None:
             return peak, 0

@@ -1,10 +1,11 @@
-"""Check whether a training fits into GPU memory and host memory, before anything is queued.
+"""Check whether a run fits into GPU memory and host memory, before anything is queued.
 
-`--dry-run` shows both verdicts; submitting prints a warning for memory that does not suffice. A verdict never stops a
-submission, because both are estimates (planning/memory.py). No torch is imported: `--dry-run` runs on the login node.
+`--dry-run` shows both verdicts, and `submit` prints a warning if memory does not suffice. A verdict never stops a
+submission, because both are estimates (planning/memory.py). This module does not import torch, because `--dry-run` runs
+on the login node.
 
-Ranks on CPUs keep everything in host memory: weights, gradients, optimizer state and activations. Ranks on GPUs keep
-there what `parallel.offload` moves, the copy that a checkpoint is written from, and the process itself.
+Ranks on CPUs keep weights, gradients, optimizer state and activations in host memory. Ranks on GPUs use host memory for
+the process itself, for the copy from which a checkpoint is written, and for what `parallel.offload` moves.
 """
 
 from __future__ import annotations
@@ -34,31 +35,31 @@ from planning.timeline import Action, rank_actions
 from slurm.submit.executor import Executor
 
 PROCESS_BYTES = 300_000_000
-"""Memory of a rank's process: Python and a CPU build of torch with all that a training imports (290 MB, measured)."""
+"""Memory of a rank's process: Python and a CPU build of torch with all modules of a run (290 MB, measured)."""
 CUDA_PROCESS_BYTES = 2_000_000_000
-"""The same with CUDA's libraries and pinned buffers: an assumption."""
+"""Assumed memory of a rank's process with CUDA's libraries and pinned buffers."""
 CGROUPS = Path("/sys/fs/cgroup")
 PROCESS_CGROUPS = Path("/proc/self/cgroup")
 _LIMITS = ("memory.max", "memory.limit_in_bytes")
-"""Files of a memory limit, in versions 2 and 1 of control groups."""
+"""Files that contain a memory limit, in versions 2 and 1 of control groups."""
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 class HostMemory(NamedTuple):
-    """Host memory of the fullest node of a training, in bytes."""
+    """Host memory of the fullest node of a run, in bytes."""
 
     ranks: int
-    """Ranks on the node."""
+    """Number of ranks on the node."""
     start: int
-    """At the start: weights, gradients, optimizer state, and prefetched batches."""
+    """Memory at the start: weights, gradients, optimizer state, and prefetched batches."""
     peak: int
-    """During a save: also activations, if ranks compute on CPUs, and the copy that the checkpoint is written from."""
+    """Memory during a save. It includes the copy from which the checkpoint is written, and activations on CPUs."""
 
 
 def estimate_host_memory(
     config: Config, layout: Layout, vocab: int, on_gpu: bool, one_machine: bool = False
 ) -> HostMemory:
-    """Return the host memory of the fullest node of a training of the decoder.
+    """Return the host memory of the fullest node of a run that trains the decoder.
 
     Args:
         config: The config.
@@ -67,7 +68,7 @@ def estimate_host_memory(
         on_gpu: Whether ranks compute on GPUs.
         one_machine: Whether all ranks run on one machine, whatever the config's number of nodes.
     """
-    # without actions, the estimate contains no activations; on GPUs they are not in host memory
+    # Without actions, the estimate contains no activations. On GPUs, activations are not in host memory.
     no_actions: list[list[Action]] = [[] for _ in range(layout.pp)]
     actions_of_ranks = no_actions if needs_torch(layout) or on_gpu else rank_actions(layout)
     batch = 8 * config.train.global_batch // layout.dp * config.data.sequence_length
@@ -111,14 +112,14 @@ def _list_limit_files() -> Iterator[Path]:
             _, controllers, path = line.split(":", 2)
             if controllers in ("", "memory"):
                 root = CGROUPS / controllers
-                own = Path(path.lstrip("/"))
-                groups |= {root / part for part in (own, *own.parents)}
+                process_group = Path(path.lstrip("/"))
+                groups |= {root / group for group in (process_group, *process_group.parents)}
     for group in sorted(groups):
         yield from (group / name for name in _LIMITS)
 
 
 def requested_memory(config: Config, per_node: int) -> tuple[int, str] | None:
-    """Return the bytes per node that a job of the training requests from Slurm, and the key; None if it is not set."""
+    """Return the bytes per node that a job of stage train requests from Slurm, and the key; None if it is not set."""
     site = config.resolve_site("train")
     if site.mem_gb:
         return int(site.mem_gb * 2**30), "mem_gb"
@@ -130,7 +131,7 @@ def requested_memory(config: Config, per_node: int) -> tuple[int, str] | None:
 
 
 def allocated_memory(env: Mapping[str, str]) -> tuple[int, str] | None:
-    """Return the bytes per node of this process's allocation, and the variable that has them; None if unknown."""
+    """Return the bytes per node of this process's allocation, and the variable with this value; None if unknown."""
     size = _parse_slurm_memory(env.get("SLURM_MEM_PER_NODE", ""))
     return (size, "this allocation (SLURM_MEM_PER_NODE)") if size else None
 
@@ -152,7 +153,7 @@ def describe_host_memory(memory: HostMemory, limit: tuple[int, str] | None) -> t
 
     Args:
         memory: The memory that they need.
-        limit: Bytes of the node's memory and where the figure is from; None if unknown, which counts as enough.
+        limit: Bytes of the node's memory, and the setting with this value; None if unknown, which counts as enough.
     """
     ranks = f"the {memory.ranks} ranks of a node need" if memory.ranks > 1 else "the rank of a node needs"
     need = f"{ranks} about {describe_size(memory.start)} at the start and {describe_size(memory.peak)} during a save"
@@ -165,7 +166,7 @@ def describe_host_memory(memory: HostMemory, limit: tuple[int, str] | None) -> t
 
 
 class MemoryVerdict(NamedTuple):
-    """Whether a training fits into one kind of memory."""
+    """Whether a run fits into one kind of memory."""
 
     kind: str
     """`GPU` or `host`."""
@@ -179,12 +180,12 @@ _MEMORY_SECTIONS = ("model", "parallel", "data", "train", "stages", "site")
 
 
 def check_memory(config: Config, executor: Executor, machine: str | None = None) -> list[MemoryVerdict]:
-    """Return the verdicts on a config's training; for a sweep, those on a point that does not fit, if there is one.
+    """Return the verdicts on a config. For a sweep, return those on a point that does not fit, if there is one.
 
     Args:
         config: The config.
         executor: Where its jobs would run; not `auto`.
-        machine: A machine of configs/machines, or a machine file, to check for instead of the config's GPU.
+        machine: A machine of configs/machines, or a machine file. It replaces the config's GPU.
 
     Raises:
         UserError: There is no such `machine`.
@@ -208,7 +209,7 @@ def check_memory(config: Config, executor: Executor, machine: str | None = None)
 
 
 def memory_warnings(config: Config, executor: Executor) -> list[str]:
-    """Return a line for each kind of memory that a training does not fit into."""
+    """Return a line for each kind of memory into which a run does not fit."""
     verdicts = check_memory(config, executor)
     return [f"warning: {verdict.kind} memory: {verdict.message}" for verdict in verdicts if not verdict.fits]
 
@@ -248,10 +249,10 @@ def _check_gpu_memory(config: Config, layout: Layout, vocab: int, machine: str |
 
 
 def gpu_sizes(config: Config, machine: str | None = None) -> list[tuple[str, float]]:
-    """Return the possible sizes of the training's GPUs in GiB, each with the setting that it is from.
+    """Return the possible sizes of the run's GPUs in GiB, each with the setting that gives the size.
 
-    The first of these that is set counts: `machine`, `site.gpu_memory_gib`, `site.machine`, `site.gpu_type`. A type may
-    exist in several sizes.
+    The first of these settings that is set counts: `machine`, `site.gpu_memory_gib`, `site.machine`, `site.gpu_type`.
+    GPUs of one type may exist in several sizes.
 
     Raises:
         UserError: There is no such machine.
@@ -280,7 +281,7 @@ def gpu_sizes(config: Config, machine: str | None = None) -> list[tuple[str, flo
 
 
 def _check_host_memory(config: Config, layout: Layout, vocab: int, executor: Executor) -> Iterator[MemoryVerdict]:
-    """Yield the verdict on host memory, except for a custom model, whose size is unknown."""
+    """Yield the verdict on host memory. Yield nothing for a custom model, because its size is unknown."""
     if config.model.target is not None:
         return
     if executor == "slurm":

@@ -43,7 +43,7 @@ from planning.memory import (
     reserved_gpu_bytes,
 )  # fmt: skip
 from planning.predict import StepPrediction, make_rank_model, predict_step, replay_step
-from planning.search import parse_node_counts, predict_own_layout, search_layouts, write_choice
+from planning.search import parse_node_counts, predict_configured_layout, search_layouts, write_choice
 from planning.timeline import draw_text_timeline, rank_actions
 from planning.workload import Workload, matrix_shapes, workload_from_config
 
@@ -167,7 +167,7 @@ def _describe_free_memory(config: Config, layout: Layout, ranks: Sequence[RankMe
 
 def describe_prediction(config: Config, layout: Layout, vocab: int, machine: Machine) -> Iterator[str]:
     """Yield the predicted speed on a machine."""
-    step = predict_step(workload_from_config(config, layout, vocab), machine.in_nodes_of(layout.ranks_per_node))
+    step = predict_step(workload_from_config(config, layout, vocab), machine.with_gpus_per_node(layout.ranks_per_node))
     yield f"predicted for {machine.gpu}: {step.step:.3g} s per step, {step.tokens_per_gpu:,.0f} tokens/s per GPU,"
     total = step.tokens_per_gpu * layout.world_size
     yield f"{total:,.0f} in all; MFU {100 * step.mfu:.1f} % (full attention counted); accuracy: docs/planning.md"
@@ -222,7 +222,7 @@ def describe_best_layouts(
     if config.model.target is not None:
         raise UserError("plan.unsupported_model", "--best supports only the decoder, not model.target")
     vocab = vocab_size(config)
-    own = predict_own_layout(config, machine, vocab) if problem is None else None
+    own = predict_configured_layout(config, machine, vocab) if problem is None else None
     node_counts = parse_node_counts(nodes or str(config.stages.train.max_nodes))
     rows, best = search_layouts(config, machine, vocab, node_counts, own)
     yield f"layouts on {machine.gpu}; tokens/s per GPU, GB of the fullest GPU"
@@ -299,7 +299,7 @@ def compute_plan_figures(config: Config, machine: Machine | None) -> PlanFigures
     forward = (1.0,) * len(work.stages)
     backward = (2.0,) * len(work.stages)
     if machine is not None:
-        machine = machine.in_nodes_of(layout.ranks_per_node)
+        machine = machine.with_gpus_per_node(layout.ranks_per_node)
         step = predict_step(work, machine)
         forward = step.forward
         backward = step.backward

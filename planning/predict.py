@@ -1,12 +1,12 @@
-"""Predict the step time of a training on a machine from first principles, in milliseconds and without torch.
+"""Predict the step time of a run on a machine from first principles. A prediction takes milliseconds and no torch.
 
 An operator takes the longer of its arithmetic and its memory traffic (Williams, Waterman and Patterson 2009). A
 collective takes α seconds per hop and β per byte (Thakur, Rabenseifner and Gropp 2005). A ring over several nodes
-passes each node boundary once per channel (Hu et al., arXiv 2507.04786, for NCCL). So r ranks of a group in one node
-have r times the bandwidth of one network card, up to that of the links inside the node. The durations of a block's
-forward and backward determine those of the pipeline's actions, whose schedule is replayed (planning/timeline.py).
-Overlapping communication and computation take as long as the longer one. Only `Constants` are fitted; docs/planning.md
-lists the data and the accuracy.
+passes each node boundary once per channel (Hu et al., arXiv 2507.04786, for NCCL). If r ranks of a group share a node,
+they therefore have r times the bandwidth of one network card, up to the bandwidth of the links inside the node. The
+times of a block's forward and backward give the times of the pipeline's actions (planning/timeline.py). Communication
+that overlaps with computation takes as long as the longer of both. Only `Constants` are fitted. docs/planning.md
+describes the data and the accuracy.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from planning.workload import Workload
 
 @dataclass(frozen=True)
 class CommGroup:
-    """A group of ranks that communicate: how many, and how many of them share a node."""
+    """A group of ranks that communicate."""
 
     ranks: int
-    in_node: int
+    """Number of ranks."""
+    ranks_per_node: int
+    """Number of ranks of the group that share a node."""
 
     @classmethod
     def with_stride(cls, ranks: int, stride: int, machine: Machine) -> CommGroup:
@@ -37,25 +39,26 @@ class CommGroup:
     @property
     def nodes(self) -> int:
         """Number of nodes of the group."""
-        return ceil(self.ranks / self.in_node)
+        return ceil(self.ranks / self.ranks_per_node)
 
 
 def ring_bandwidth(group: CommGroup, machine: Machine, share: float = 1.0) -> float:
-    """Return the bytes per second that a rank of a ring sends; `share`: achievable share of a link's bandwidth."""
+    """Return the bytes per second that a rank of a ring sends. `share` is the achieved share of a link's bandwidth."""
     if group.nodes == 1:
         return machine.inside.bandwidth * share
-    return min(machine.inside.bandwidth, machine.between.bandwidth * group.in_node) * share
+    return min(machine.inside.bandwidth, machine.between.bandwidth * group.ranks_per_node) * share
 
 
 def all_gather_time(size: float, group: CommGroup, machine: Machine, share: float = 1.0) -> float:
-    """Return the seconds of a ring all-gather or reduce-scatter of `size` bytes (of the whole, not of a shard).
+    """Return the seconds of a ring all-gather or reduce-scatter of a whole tensor of `size` bytes.
 
-    Latency: each hop of the ring inside a node; between nodes, those of a tree (NCCL since 2.23).
+    The latency includes each hop of the ring inside a node, and the hops of a tree between nodes (NCCL since 2.23).
     """
     if group.ranks == 1:
         return 0.0
-    hops = (group.in_node - 1) * machine.inside.latency + ceil(log2(group.nodes)) * machine.between.latency
-    return hops + size * (group.ranks - 1) / group.ranks / ring_bandwidth(group, machine, share)
+    latency_inside = (group.ranks_per_node - 1) * machine.inside.latency
+    latency = latency_inside + ceil(log2(group.nodes)) * machine.between.latency
+    return latency + size * (group.ranks - 1) / group.ranks / ring_bandwidth(group, machine, share)
 
 
 def all_reduce_time(size: float, group: CommGroup, machine: Machine, share: float = 1.0) -> float:
@@ -65,12 +68,12 @@ def all_reduce_time(size: float, group: CommGroup, machine: Machine, share: floa
 
 def send_time(size: float, neighbours: CommGroup, machine: Machine, share: float = 1.0) -> float:
     """Return the seconds of a message to the next rank of a group."""
-    link = machine.between if neighbours.in_node == 1 else machine.inside
+    link = machine.between if neighbours.ranks_per_node == 1 else machine.inside
     return (link.latency + size / (link.bandwidth * share)) * (neighbours.ranks > 1)
 
 
 REPLAYED_ROUNDS = 2
-"""Rounds of micro-batches (one per pipeline rank) that are replayed; further ones repeat the steady state."""
+"""Rounds of micro-batches (one per pipeline rank) that are replayed. Further rounds repeat the steady state."""
 TILE = 128 * 256
 """Outputs of a matrix product that one multiprocessor computes at a time."""
 
@@ -80,9 +83,9 @@ class Constants:
     """Factors that data sheets do not contain, fitted by `python -m benchmarks.plan`."""
 
     matmul: float = 0.87
-    """Share of `achievable` that products reach in a training: real values draw more power, shapes are not ideal."""
+    """Share of `achievable` that products reach in a run. Real values draw more power, and shapes are not ideal."""
     portable: float = 0.89
-    """Share of that which libraries written for an older GPU reach."""
+    """Share of the rate of products that libraries written for an older GPU reach."""
     attention: float = 0.6
     """Share of the machine's attention figure that forward and backward reach."""
     memory: float = 0.93
@@ -94,11 +97,11 @@ class Constants:
     launch: float = 6e-6
     """Seconds of host time per kernel."""
     hidden: float = 0.64
-    """Share of tensor parallel communication that overlaps with products, if it is split."""
-    beside: float = 0.15
-    """Slow-down of computation that overlaps with a collective, which uses multiprocessors and memory bandwidth."""
+    """Share of tensor-parallel communication that overlaps with products, if it is split."""
+    overlap_slowdown: float = 0.15
+    """Slow-down of computation that overlaps with a collective, because collectives use multiprocessors and memory."""
     jitter: float = 0.01
-    """Share of the step time that each doubling of the nodes adds, because all wait for the slowest rank."""
+    """Share of the step time that each doubling of the nodes adds, because all ranks wait for the slowest one."""
 
 
 DEFAULT = Constants()
@@ -115,13 +118,15 @@ class StepPrediction:
     """Model FLOP/s as a share of the GPU's bf16 peak; attention is counted without the causal mask."""
     compute: float
     tensor: float
-    """Exposed tensor parallel communication, which overlaps with nothing. The same for `pipeline` and `data`."""
+    """Exposed tensor-parallel communication, which does not overlap with computation."""
     pipeline: float
+    """Exposed pipeline-parallel communication."""
     data: float
+    """Exposed data-parallel communication."""
     bubble: float
     optimizer: float
     others: float
-    """Exposed communication that Sluice does not have: experts, context parallelism."""
+    """Exposed communication of parallelisms that Sluice does not support: expert and context parallelism."""
     forward: tuple[float, ...] = ()
     """Forward of one micro-batch by stage, including exposed communication."""
     backward: tuple[float, ...] = ()
@@ -143,7 +148,7 @@ class RankModel:
 
     @property
     def call_time(self) -> float:
-        """Host time in seconds of a collective of tensor parallelism, ZeRO 3 or a pipeline; 0 unless measured."""
+        """Seconds of host time of a collective of tensor parallelism, ZeRO 3 or a pipeline; 0 unless measured."""
         return self.machine.measured.call if self.machine.measured else 0.0
 
     def group(self, ranks: int, stride: int) -> CommGroup:
@@ -156,7 +161,7 @@ class RankModel:
 
     def product(self, rows: float, columns: float, inner: float, precision: str) -> float:
         """Return the seconds of a matrix product. On average, half of the last wave of tiles is idle."""
-        # if both attention figures are equal, the kernels of all frameworks are equally fast
+        # If both attention figures are equal, the kernels of all frameworks are equally fast.
         is_mature = self.machine.attention.portable == self.machine.attention.native
         native = 1.0 if self.work.native or is_mature else self.constants.portable
         rate = self.machine.rate(precision) * self.constants.matmul * native
@@ -166,11 +171,14 @@ class RankModel:
         return max(2 * waves * inner / rate, self.memory_time(size))
 
     def attention(self) -> float:
-        """Return the seconds of one forward. Backward takes 2.5 times the FLOPs (arXiv 2307.08691, section 3.1.2)."""
+        """Return the seconds of the attention of a block's forward.
+
+        Backward takes 2.5 times the FLOPs (arXiv 2307.08691, section 3.1.2).
+        """
         work = self.work
         figures = self.machine.attention
         rate = (figures.native if work.native else figures.portable) * self.constants.attention
-        # exponentials cost more relative to small heads; blocks on the diagonal are half masked
+        # With small heads, exponentials cost relatively more. Blocks on the diagonal are half masked.
         rate *= 1.25 * work.head / (work.head + 32) / (1 + 512 / work.sequence)
         score_bytes = 8 * self.tokens * work.sequence * work.heads / work.tensor if work.scores else 0.0
         flops = 2 * self.tokens * work.sequence * work.heads * work.head / work.tensor
@@ -187,17 +195,21 @@ class RankModel:
         rotation = 2 * (work.heads + work.kv_heads) * work.head
         size = 10 * stream + (activation + rotation) / work.tensor
         size *= work.low_bytes * (1 if work.fused else self.constants.eager)
-        if work.precision in ("fp8", "fp4"):  # inputs of products are read and written as a row and as a column
+        # In fp8 and fp4, the inputs of products are quantized twice: along rows and along columns.
+        if work.precision in ("fp8", "fp4"):
             size += 4 * (2 * work.hidden + (work.heads * work.head + work.ffn * work.active) / work.tensor)
         return self.memory_time(size * self.tokens)
 
     def launch_time(self) -> float:
-        """Return the host time in seconds that launches the kernels of a block's forward."""
+        """Return the seconds of host time to launch the kernels of a block's forward."""
         kernels = (20 if self.work.fused else 45) + 10 * (self.work.tensor > 1) + 10 * (self.work.zero == 3)
         return kernels * self.constants.launch
 
     def block(self, trained: float = 1.0) -> tuple[float, float]:
-        """Return the computing time of a block: forward, and backward with recomputation. `trained`: trained share."""
+        """Return the seconds of computation of a block: forward, and backward with recomputation.
+
+        `trained` is the share of the block's weights that is trained.
+        """
         products = self.work.products
         precision = self.work.precision
         forward = sum(self.product(m, n, k, precision) * count for m, n, k, count in products)
@@ -206,7 +218,7 @@ class RankModel:
         attention = self.attention()
         elementwise = self.elementwise_time()
         recomputed = {"attention": attention, "selective": elementwise, "half": elementwise + forward / 2}
-        m, n, k, count = products[-1]  # no backward needs the output of the last product
+        m, n, k, count = products[-1]  # the backward pass does not need the output of the last product
         recomputed["full"] = elementwise + forward - self.product(m, n, k, precision) * count + attention
         backward = input_gradients + weight_gradients * trained + 2.5 * attention + 2 * elementwise
         backward += recomputed.get(self.work.recompute, 0.0)
@@ -216,11 +228,11 @@ class RankModel:
         )
 
     def with_host(self, kernels: float, host: float) -> float:
-        """Return the seconds of kernels and host time: concurrent on a GPU, one after the other on a CPU."""
+        """Return the seconds of kernels and host time together. They overlap on a GPU, but not on a CPU."""
         return kernels + host if self.machine.cores else max(kernels, host)
 
     def head(self) -> tuple[float, float]:
-        """Return the seconds of output layer and loss: forward, backward."""
+        """Return the seconds of the output layer and the loss, for forward and for backward."""
         work = self.work
         columns = work.vocab / work.tensor
         hidden = float(work.hidden)
@@ -232,7 +244,7 @@ class RankModel:
         return output + loss / 2, input_gradient + weight_gradient + loss / 2
 
     def tensor(self) -> float:
-        """Return the exposed tensor parallel communication of a block's forward; backward has as much."""
+        """Return the seconds of exposed tensor-parallel communication in a block's forward. Backward takes as long."""
         work = self.work
         size = self.tokens * work.hidden * work.low_bytes
         collective = all_gather_time(size, self.group(work.tensor, 1), self.machine, self.constants.link)
@@ -248,16 +260,20 @@ class RankModel:
         return send_time(size, neighbours, self.machine, self.constants.link) + self.call_time
 
     def muon_gather_time(self) -> float:
-        """Return the seconds in which Muon gathers matrices, gradients and momenta in fp32; 0 for other optimizers."""
+        """Return the seconds that Muon takes to gather matrices, gradients and momenta; 0 for other optimizers."""
         work = self.work
         link = self.constants.link
+        # 12 bytes per weight: weight, gradient and momentum in fp32.
         size = 12 * max(self.rank_sums(work.shares)) * (work.attention_weights + work.expert_weights)
         shards = self.group(work.shard if work.zero else 1, work.tensor)
         time = all_gather_time(size / work.tensor, shards, self.machine, link)
         return (time + all_gather_time(size, self.group(work.tensor, 1), self.machine, link)) * work.orthogonal
 
     def rank_sums(self, values: Sequence[float]) -> list[float]:
-        """Return the sum of the blocks' values of each pipeline rank, scaled as if all had equally many blocks."""
+        """Return, for each pipeline rank, the sum of the values of its blocks.
+
+        Sums are scaled as if all ranks had the same number of blocks.
+        """
         work = self.work
         stages = [values[start:end] for start, end in pairwise((0, *accumulate(work.stages)))]
         sums = []
@@ -273,7 +289,7 @@ class RankModel:
 
     @cached_property
     def trained_weights(self) -> float:
-        """Weights of the pipeline rank that trains most, after tensor and expert parallelism."""
+        """Largest number of trained weights of a pipeline rank, after tensor and expert parallelism."""
         work = self.work
         block = self.block_weights()
         table = work.vocab * work.hidden / work.tensor
@@ -284,8 +300,8 @@ class RankModel:
         """Return the seconds of `calls` all-gathers or reduce-scatters of FSDP, including their copies on CPUs.
 
         Args:
-            size: Bytes of all of them together.
-            calls: Their number.
+            size: Bytes of all calls together.
+            calls: Number of calls.
         """
         copies = self.memory_time(2 * size) if self.machine.cores else 0.0
         group = self.group(self.work.shard * self.work.context, self.work.tensor)
@@ -293,7 +309,8 @@ class RankModel:
 
 
 Others = Callable[[RankModel, float], float]
-"""Returns extra exposed communication of a block's forward, from a rank and the forward's computing time."""
+"""Function of a rank and the seconds of computation of a block's forward. It returns the seconds that the forward waits
+for communication of parallelisms that Sluice does not support."""
 
 
 def replay_step(
@@ -318,8 +335,8 @@ def replay_step(
         Each rank's actions with their start times; a function that returns the seconds of an action; and the number of
         micro-batches that were replayed.
     """
-    turn = micro_batches // max(1, micro_batches // ranks)
-    replayed = min(micro_batches, REPLAYED_ROUNDS * turn + micro_batches % turn)
+    round_size = micro_batches // max(1, micro_batches // ranks)
+    replayed = min(micro_batches, REPLAYED_ROUNDS * round_size + micro_batches % round_size)
     backward_share = {"F": 0.0, "B": 1.0, "I": 0.5, "W": 0.5}
 
     def duration(action: Action) -> float:
@@ -340,13 +357,16 @@ def _pipeline_span(
     forward: tuple[float, ...],
     backward: tuple[float, ...],
 ) -> tuple[float, float]:
-    """Return the duration of one step, and the busy time of its busiest rank. Arguments are those of `replay_step`."""
+    """Return the seconds of one step, and the seconds in which the busiest rank is not idle.
+
+    Arguments are those of `replay_step`.
+    """
     timed, duration, replayed = replay_step(schedule, ranks, virtual_stages, micro_batches, forward, backward)
     starts = [actions[0][1] for actions in timed]
     ends = [actions[-1][1] + duration(actions[-1][0]) for actions in timed]
     busy = max(sum(duration(action) for action, _ in actions) for actions in timed)
     span = max(ends) - min(starts)
-    if schedule == "zb2p":  # its ranks do not wait for each other between steps (arXiv 2401.10241, section 4)
+    if schedule == "zb2p":  # ranks do not wait for each other between steps (arXiv 2401.10241, section 4)
         span = max(end - start for start, end in zip(starts, ends, strict=True))
     return span + busy * (micro_batches - replayed) / replayed, busy * micro_batches / replayed
 
@@ -357,11 +377,11 @@ def predict_step(
     """Predict the step time and its parts.
 
     Args:
-        work: The training.
+        work: The workload.
         machine: The machine.
         constants: Fitted factors; unused if the machine's figures were measured.
-        others: Returns the seconds that a block's forward waits for communication that Sluice does not have
-            (benchmarks/others.py).
+        others: Returns the seconds that a block's forward waits for communication of parallelisms that Sluice does not
+            support (benchmarks/others.py).
 
     Raises:
         UserError: The machine does not support the precision.
@@ -372,17 +392,17 @@ def predict_step(
     first_trained = work.trained_from
     micro_batches = work.micro_batches
 
-    # a block's computation and communication
+    # -- computation and communication of a block
     computing = {share: rank.block(share) for share in {1.0, *work.shares}}
     forward = computing[1.0][0]
     tensor = rank.tensor()
     extra = others(rank, forward)
     exposed = tensor + extra
     recomputed_exposed = exposed if work.recompute == "full" else 0.0
-    # each micro-batch gathers, or reduces, every block while the next one computes
+    # Each micro-batch gathers, or reduces, every block while the next block computes.
     gather = rank.fsdp_time(rank.block_weights() * work.low_bytes) * work.gathers_blocks
     forward, forward_wait = _overlap(forward, gather, constants)
-    backwards = {}  # by trained share: seconds, how many of them wait, and seconds of communication
+    backwards = {}  # by trained share: seconds of backward, seconds of waiting, and seconds of communication
     for share, (_, backward) in computing.items():
         reduce = rank.fsdp_time(rank.block_weights() * work.reduce_bytes * share) * work.reduces_blocks * (share > 0)
         backwards[share] = *_overlap(backward, gather + reduce, constants), gather + reduce
@@ -390,7 +410,7 @@ def predict_step(
     data_wait = forward_wait * work.layers + sum(wait for _, wait, _ in block_backwards[first_trained:])
     data_exposed = data_wait / work.pipeline * micro_batches
 
-    # a stage's forward and backward for one micro-batch
+    # -- forward and backward of a pipeline-parallel stage for one micro-batch
     head_forward, head_backward = rank.head()
     message = rank.stage_message_time() if work.pipeline > 1 and work.virtual_stages == 1 else 0.0
     last = len(stages) - 1
@@ -407,7 +427,7 @@ def predict_step(
         for stage, blocks in enumerate(with_backward)
     )
 
-    # all micro-batches
+    # -- all micro-batches
     if work.pipeline > 1:
         span, busy = _pipeline_span(
             work.schedule, work.pipeline, work.virtual_stages, micro_batches, stage_forward, stage_backward
@@ -418,22 +438,23 @@ def predict_step(
         all_stages = micro_batches * (sum(stage_forward) + sum(stage_backward))
         span = max(span, machine.ranks_per_core * all_stages / work.pipeline)
 
-    # communication at the end of the step, and the update
+    # -- communication at the end of the step, and the update of the weights
     data, data_not_overlapping = _data_parallel_time(rank)
     if work.hide_data and machine.cores is None:
         block_communication = gather * work.layers + sum(time for *_, time in block_backwards[first_trained:])
-        link_busy = block_communication / work.pipeline  # during the last micro-batch, which `data` overlaps with
+        # `data` overlaps with the last micro-batch, except while the blocks of this micro-batch use the links.
+        link_busy = block_communication / work.pipeline
         data = max(data - max(0.0, busy / micro_batches - link_busy), 0.1 * data)
     data += data_not_overlapping
     data_exposed += data
     local_weights = rank.trained_weights / (work.shard * work.context if work.zero else 1)
-    # the figures of a measured machine were measured with Sluice, which updates the weights in one kernel
+    # A machine is measured with Sluice, which updates the weights in one kernel.
     is_fused = work.fused or machine.measured
     optimizer = rank.memory_time(local_weights * 30) * (1 if is_fused else constants.eager) + rank.muon_gather_time()
     nodes = max(1, work.world / machine.gpus_per_node)
     step = (span + machine.ranks_per_core * (data + optimizer)) * (1 + constants.jitter * log2(nodes))
 
-    # parts of the step
+    # -- parts of the step
     tokens_per_gpu = work.global_batch * work.sequence / work.world / step
     backward_blocks = max(rank.rank_sums([layer >= first_trained for layer in range(work.layers)]))
     backward_blocks *= 2 if work.recompute == "full" else 1
@@ -466,19 +487,20 @@ def make_rank_model(work: Workload, machine: Machine, constants: Constants = DEF
             memory=1.0,
             link=1.0,
             eager=machine.measured.eager,
-            beside=1.0 if machine.cores else constants.beside,  # a CPU itself copies and sums what it sends
+            # A CPU copies and sums what it sends, so communication does not overlap with computation.
+            overlap_slowdown=1.0 if machine.cores else constants.overlap_slowdown,
         )
     return RankModel(work, machine, constants)
 
 
 def _overlap(compute: float, communication: float, constants: Constants) -> tuple[float, float]:
-    """Return the seconds of computation overlapped with communication, and how much of them is waiting."""
-    slow = compute + constants.beside * min(compute, communication)
-    return max(slow, communication), max(0.0, communication - slow)
+    """Return the seconds of computation that overlaps with communication, and how many of these seconds are waiting."""
+    slow_compute = compute + constants.overlap_slowdown * min(compute, communication)
+    return max(slow_compute, communication), max(0.0, communication - slow_compute)
 
 
 def _data_parallel_time(rank: RankModel) -> tuple[float, float]:
-    """Return the data parallel communication of a step outside the blocks: overlapping, and not overlapping."""
+    """Return the seconds of data-parallel communication outside the blocks: overlapping, and not overlapping."""
     work = rank.work
     machine = rank.machine
     link = rank.constants.link
@@ -497,10 +519,10 @@ def _data_parallel_time(rank: RankModel) -> tuple[float, float]:
         calls = sum(share > 0 for share in work.shares) / work.pipeline + sum(tables)
         overlapping += rank.fsdp_time(gradients, calls)
     overlapping += all_reduce_time(gradients / shards, rank.group(work.replicate, work.tensor * shards), machine, link)
-    # the embedding's weights are needed first, its gradients come last: neither overlaps with computation
+    # The embedding's weights are needed first and its gradients come last. Neither overlaps with computation.
     gathers = work.micro_batches
     reduces = int(tables[0])
-    if machine.cores:  # nothing overlaps on CPUs: the gathers for backward and those of the output layer also count
+    if machine.cores:  # on CPUs nothing overlaps, so the gathers for backward and of the output layer also count
         gathers *= len(tables) + (work.trained_from == 0)
         reduces = work.micro_batches * sum(tables)
     not_overlapping = gathers * rank.fsdp_time(table * work.low_bytes) * work.gathers_blocks

@@ -1,8 +1,9 @@
 """Search for the fastest layouts of a config's model that fit a machine: `plan CONFIG --best`.
 
-Every valid combination of tensor, pipeline and data parallelism, ZeRO, schedule, stages per rank, micro-batch and
-activation checkpointing is predicted; a prediction takes milliseconds, so no heuristic is needed. Memory is estimated
-from the fastest layout on, until enough layouts are found that fit. Faster layouts that do not fit are also listed.
+The search predicts every valid combination of tensor, pipeline and data parallelism, ZeRO, schedule, stages per rank,
+micro-batch and activation checkpointing. It needs no heuristic, because a prediction takes milliseconds. It then
+estimates memory, beginning with the fastest layout, until enough layouts fit. Faster layouts that do not fit are also
+listed.
 """
 
 from __future__ import annotations
@@ -29,17 +30,20 @@ from planning.workload import Workload, workload_from_config
 
 _MAX_NODES = 1_000_000
 MAX_SHOWN = 10
-"""Number of layouts that fit to show; of those that do not fit, half as many."""
+"""Maximum number of shown layouts that fit. Half as many layouts that do not fit are shown."""
 SCHEDULES = (("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 4), ("zbv", 2))
-"""Schedules with their stages per rank. `gpipe` is never better than 1f1b; torch's others are rarely better."""
+"""Schedules and their stages per rank. `gpipe` is never better than 1f1b, and torch's other schedules rarely are."""
 MICRO_BATCHES = (1, 2, 4, 8, 16)
-OWN_LAYOUT_MARK = "<- the config's own"
+CONFIGURED_LAYOUT_MARK = "<- the config's own"
 """Marks the row of the config's own layout."""
 ANY_LAYOUT = ("parallel={tensor: 1, pipeline: 1, data: auto, zero: 0, schedule: 1f1b, virtual_stages: 1}",
               "parallel.activation_checkpointing=none", "train.micro_batch=1")  # fmt: skip
 """Overrides that reset all searched keys, for a config whose own layout is invalid."""
 FRAGMENTATION_FACTOR = 1.08
-"""Memory reserved by the allocator relative to that of tensors; fits published peaks best (benchmarks/footprint.py)."""
+"""Memory that the allocator reserves, relative to the memory of tensors.
+
+This value fits published peaks best (benchmarks/footprint.py).
+"""
 
 
 @dataclass(frozen=True)
@@ -84,12 +88,13 @@ def enumerate_layouts(config: Config, machine: Machine, vocab: int, nodes: int) 
     """Yield every valid layout on `nodes` nodes with its prediction, in no particular order."""
     per_node = config.stages.train.tasks_per_node
     world_size = nodes * per_node
-    machine = machine.in_nodes_of(per_node)
+    machine = machine.with_gpus_per_node(per_node)
     for tensor, pipeline in product(_divisors(world_size, per_node), _divisors(world_size, config.model.layers)):
         data, remainder = divmod(world_size, tensor * pipeline)
         shards = {data, per_node // tensor} if per_node % tensor == 0 and data * tensor % per_node == 0 else {data}
         schedules = SCHEDULES if pipeline > 1 else (("1f1b", 1),)
-        levels = (1, 2, 3) if pipeline == 1 else (1,)  # a pipeline keeps weights and gradients whole during a step
+        # A pipeline keeps weights and gradients whole during a step, so only ZeRO 1 is useful.
+        levels = (1, 2, 3) if pipeline == 1 else (1,)
         zeros = [(0, 1), *product(levels, (shard for shard in shards if shard > 1))]
         combinations = product(MICRO_BATCHES, zeros, schedules, ("none", "selective", "full"))
         for micro_batch, (zero, shard), (schedule, virtual_stages), checkpointing in combinations:
@@ -116,18 +121,19 @@ def enumerate_layouts(config: Config, machine: Machine, vocab: int, nodes: int) 
                 yield LayoutChoice(candidate, layout, work, predict_step(work, machine))
 
 
-def predict_own_layout(config: Config, machine: Machine, vocab: int) -> LayoutChoice:
+def predict_configured_layout(config: Config, machine: Machine, vocab: int) -> LayoutChoice:
     """Return the config's own layout with its prediction. Raises LayoutError if it is invalid."""
     layout = resolve_layout(config, vocab_size=vocab)
     work = workload_from_config(config, layout, vocab)
-    return LayoutChoice(config, layout, work, predict_step(work, machine.in_nodes_of(layout.ranks_per_node)))
+    return LayoutChoice(config, layout, work, predict_step(work, machine.with_gpus_per_node(layout.ranks_per_node)))
 
 
 def _divisors(number: int, maximum: int) -> list[int]:
+    """Return the divisors of a number that are at most `maximum`."""
     return [size for size in range(1, min(number, maximum) + 1) if number % size == 0]
 
 
-def fastest_that_fit(
+def find_fastest_fitting(
     choices: Sequence[LayoutChoice], limit: float, max_count: int = MAX_SHOWN
 ) -> tuple[list[LayoutChoice], list[LayoutChoice]]:
     """Return the fastest layouts that fit, and the faster ones that do not.
@@ -137,17 +143,17 @@ def fastest_that_fit(
         limit: Bytes of a GPU.
         max_count: Maximum number of layouts that fit.
     """
-    fit: list[LayoutChoice] = []
-    over: list[LayoutChoice] = []
+    fitting: list[LayoutChoice] = []
+    too_large: list[LayoutChoice] = []
     for choice in sorted(choices, key=lambda choice: -choice.prediction.tokens_per_gpu):
-        (fit if choice.bytes_needed <= limit else over).append(choice)
-        if len(fit) == max_count:
+        (fitting if choice.bytes_needed <= limit else too_large).append(choice)
+        if len(fitting) == max_count:
             break
-    return fit, over
+    return fitting, too_large
 
 
 def search_layouts(
-    config: Config, machine: Machine, vocab: int, nodes: Sequence[int], own: LayoutChoice | None = None
+    config: Config, machine: Machine, vocab: int, nodes: Sequence[int], configured: LayoutChoice | None = None
 ) -> tuple[list[str], LayoutChoice]:
     """Return the lines of `plan --best` and the fastest layout.
 
@@ -156,7 +162,7 @@ def search_layouts(
         machine: The machine.
         vocab: Size of the vocabulary.
         nodes: Numbers of nodes.
-        own: The config's own layout, which is marked, and listed even if it is slower; None if it is invalid.
+        configured: The config's own layout, which is marked, and listed even if it is slower; None if it is invalid.
 
     Raises:
         UserError: No layout fits.
@@ -164,24 +170,26 @@ def search_layouts(
     limit = (config.site.gpu_memory_gib or machine.memory_gib) * 2**30
     lines: list[str] = []
     fastest: list[LayoutChoice] = []
-    is_own_shown = False
+    is_configured_shown = False
 
     def format_choice(choice: LayoutChoice) -> str:
-        nonlocal is_own_shown
-        is_own = own is not None and (choice.layout, choice.work) == (own.layout, own.work)
-        is_own_shown |= is_own
+        nonlocal is_configured_shown
+        is_configured = configured is not None and (choice.layout, choice.work) == (configured.layout, configured.work)
+        is_configured_shown |= is_configured
         excess = choice.bytes_needed - limit
         text = _format_line(choice) + (f": {excess / GB:.1f} GB too large" if excess > 0 else "")
-        return text + f"  {OWN_LAYOUT_MARK}" * is_own
+        return text + f"  {CONFIGURED_LAYOUT_MARK}" * is_configured
 
     for count in nodes:
         choices = list(enumerate_layouts(config, machine, vocab, count))
-        fit, over = fastest_that_fit(choices, limit, MAX_SHOWN if len(nodes) == 1 else 1)
-        if fit:
-            fastest.append(fit[0])
-        lines += [format_choice(choice) for choice in fit] or [f"{count} nodes: none of {len(choices)} layouts fits"]
-        if len(nodes) == 1 and over:
-            smallest = sorted(over, key=lambda choice: choice.bytes_needed)[: MAX_SHOWN // 2]
+        fitting, too_large = find_fastest_fitting(choices, limit, MAX_SHOWN if len(nodes) == 1 else 1)
+        if fitting:
+            fastest.append(fitting[0])
+        lines += [format_choice(choice) for choice in fitting] or [
+            f"{count} nodes: none of {len(choices)} layouts fits"
+        ]
+        if len(nodes) == 1 and too_large:
+            smallest = sorted(too_large, key=lambda choice: choice.bytes_needed)[: MAX_SHOWN // 2]
             lines += ["", f"faster or equally fast layouts that do not fit into {limit / GB:.1f} GB"]
             lines += [format_choice(choice) for choice in smallest]
     if not fastest:
@@ -190,8 +198,8 @@ def search_layouts(
             f"no layout on {', '.join(map(str, nodes))} nodes fits into {limit / GB:.1f} GB: use more nodes (--nodes), "
             "change train.global_batch, or set train.loss_chunk or optimizer.state",
         )
-    if own is not None and not is_own_shown:
-        lines += ["", format_choice(own)]
+    if configured is not None and not is_configured_shown:
+        lines += ["", format_choice(configured)]
     columns = f"{'nodes':>5} {'step s':>8} {'tokens/s':>9} {'MFU':>5} {'GB':>6}"
     header = f"{columns}   layout (shares of the step other than computation)"
     best = max(fastest, key=lambda choice: choice.prediction.tokens_per_gpu * choice.layout.world_size)
@@ -199,6 +207,7 @@ def search_layouts(
 
 
 def _format_line(choice: LayoutChoice) -> str:
+    """Return the line of the table for a layout."""
     step = choice.prediction
     nodes = choice.layout.world_size // choice.layout.ranks_per_node
     speed = f"{nodes:>5} {step.step:>8.3f} {step.tokens_per_gpu:>9,.0f} {100 * step.mfu:>4.0f}%"
@@ -226,14 +235,19 @@ def parse_node_counts(text: str) -> list[int]:
 
 
 def write_choice(choice: LayoutChoice, path: Path, overrides: Sequence[str]) -> Path:
-    """Write `NAME-best.yaml` beside `path`, which extends `path` by a layout. Return its path.
+    """Write a config `NAME-best.yaml` next to `path` that extends `path` by a layout. Return its path.
+
+    Args:
+        choice: The layout.
+        path: The config `NAME.yaml`.
+        overrides: Changes to the config as `KEY=VALUE`, which are also written.
 
     Raises:
         UserError: The file exists.
     """
     changes = apply_overrides({}, overrides)
     if not any(override.startswith("run.root=") for override in overrides):
-        changes.get("run", {}).pop("root", None)  # the one in `path` applies
+        changes.get("run", {}).pop("root", None)  # `run.root` of `path` applies
     values = merge_values(merge_values({"extends": path.name}, changes), choice.config_values())
     target = path.with_name(f"{path.stem}-best.yaml")
     try:

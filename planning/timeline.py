@@ -1,4 +1,4 @@
-"""The pipeline schedule of a step: the order of each rank's actions, and when each action runs."""
+"""Compute the pipeline schedule of a step: the order of each rank's actions, and when each action runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ _ONE_STAGE = ("gpipe", "1f1b", "zb1p", "zb2p")
 
 
 class Action(NamedTuple):
-    """One action of a rank. `kind`: F forward, B backward, I gradients of inputs only, W gradients of weights only."""
+    """One action of a rank for one micro-batch.
+
+    `kind` is F (forward), B (backward), I (only gradients of inputs) or W (only gradients of weights).
+    """
 
     kind: str
     stage: int
@@ -23,7 +26,7 @@ class Action(NamedTuple):
 
 
 def rank_actions(layout: Layout) -> list[list[Action]]:
-    """Return the actions of each pipeline rank in one step; without a pipeline, those of two micro-batches."""
+    """Return the actions of each pipeline rank in one step. Without a pipeline, return those of two micro-batches."""
     if layout.pp == 1:
         return [[Action(kind, 0, micro) for micro in range(min(2, layout.micro_batches)) for kind in "FB"]]
     return build_schedule(layout.schedule, layout.pp, layout.virtual_stages, layout.micro_batches)
@@ -31,7 +34,10 @@ def rank_actions(layout: Layout) -> list[list[Action]]:
 
 @lru_cache(maxsize=256)
 def build_schedule(schedule: str, pipeline: int, virtual: int, batches: int) -> list[list[Action]]:
-    """Return the actions of each pipeline rank in one step. Schedules that split the backward are torch's own."""
+    """Return the actions of each pipeline rank in one step.
+
+    Torch computes the schedules that split the backward pass, except zb1p and zb2p.
+    """
     if schedule in _ONE_STAGE:
         return [_order_one_stage(schedule, pipeline, batches, rank) for rank in range(pipeline)]
     if schedule == "interleaved_1f1b":
@@ -41,38 +47,39 @@ def build_schedule(schedule: str, pipeline: int, virtual: int, batches: int) -> 
     from pipeline.parallel.pipeline_parallel import TORCH_SCHEDULES
 
     ranks = get_schedule_ops(TORCH_SCHEDULES[schedule], pipeline, batches, virtual)
-    # an action prints as "2F0": stage, kind, micro-batch; overlapping actions print as a pair
+    # The string of an action is like "2F0": stage, kind, micro-batch. Two overlapping actions have one string.
     texts = (" ".join(map(str, order)) for order in ranks)
     return [[Action(kind, int(stage), int(micro)) for stage, kind, micro in _ACTION.findall(text)] for text in texts]
 
 
 def _order_one_stage(schedule: str, pipeline: int, batches: int, rank: int) -> list[Action]:
     """Return the actions of a rank that has one stage, in order."""
-    following = pipeline - rank
-    ahead = min(batches, {"gpipe": batches, "zb2p": 2 * following - 1}.get(schedule, following))
-    later = {"zb1p": rank, "zb2p": 2 * rank}.get(schedule)  # how many micro-batches W follows I; None: no split
-    order = [Action("F", rank, micro) for micro in range(ahead)]
+    remaining_ranks = pipeline - rank
+    warmup = min(batches, {"gpipe": batches, "zb2p": 2 * remaining_ranks - 1}.get(schedule, remaining_ranks))
+    # W of a micro-batch runs after I of the micro-batch that is `delay` later. None: the backward pass is not split.
+    delay = {"zb1p": rank, "zb2p": 2 * rank}.get(schedule)
+    order = [Action("F", rank, micro) for micro in range(warmup)]
     for micro in range(batches):
-        order.append(Action("B" if later is None else "I", rank, micro))
-        if later is not None and micro >= later:
-            order.append(Action("W", rank, micro - later))
-        order += [Action("F", rank, micro + ahead)] if micro + ahead < batches else []
-    return order + [Action("W", rank, micro) for micro in range(max(0, batches - (later or 0)), batches)]
+        order.append(Action("B" if delay is None else "I", rank, micro))
+        if delay is not None and micro >= delay:
+            order.append(Action("W", rank, micro - delay))
+        order += [Action("F", rank, micro + warmup)] if micro + warmup < batches else []
+    return order + [Action("W", rank, micro) for micro in range(max(0, batches - (delay or 0)), batches)]
 
 
 def _order_interleaved(pipeline: int, virtual: int, batches: int, rank: int) -> list[Action]:
     """Return the actions of a rank with several stages (Narayanan et al., arXiv 2104.04473, section 2.2)."""
-    turn = batches // max(1, batches // pipeline)
-    ahead = min(virtual * batches, (virtual - 1) * turn + 2 * (pipeline - 1 - rank))
+    round_size = batches // max(1, batches // pipeline)  # micro-batches that a rank runs on one stage in a row
+    warmup = min(virtual * batches, (virtual - 1) * round_size + 2 * (pipeline - 1 - rank))
 
     def make_action(kind: str, number: int) -> Action:
-        rounds, position = divmod(number, turn * virtual)
-        chunk = position // turn if kind == "F" else virtual - 1 - position // turn
-        return Action(kind, rank + pipeline * chunk, rounds * turn + number % turn)
+        rounds, position = divmod(number, round_size * virtual)
+        chunk = position // round_size if kind == "F" else virtual - 1 - position // round_size
+        return Action(kind, rank + pipeline * chunk, rounds * round_size + number % round_size)
 
-    order = [make_action("F", number) for number in range(ahead)]
+    order = [make_action("F", number) for number in range(warmup)]
     for number in range(virtual * batches):
-        order += [make_action("F", number + ahead)] if number + ahead < virtual * batches else []
+        order += [make_action("F", number + warmup)] if number + warmup < virtual * batches else []
         order.append(make_action("B", number))
     return order
 

@@ -1,7 +1,7 @@
-"""The description of a training that the prediction uses: of a config, or of a published run of any framework.
+"""Describe the training run that is predicted: the run of a config, or a published run of any framework.
 
-It is a plain dataclass, so that it can also describe what Sluice does not support: other MLPs, experts, context
-parallelism, 4-bit floats. Machine files store it (`timings.steps`), so its field names are a file format.
+`Workload` is a plain dataclass, so that it can also describe what Sluice does not support: other MLPs, experts, context
+parallelism and 4-bit floats. Machine files store it (`timings.steps`), so its field names are a file format.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pipeline.parallel.traffic import find_trained_parameters, stored_weight_byt
 
 @dataclass(frozen=True)
 class Workload:
-    """A training. Sizes are those of the whole model and the whole step."""
+    """A training run. Sizes are those of the whole model and the whole step."""
 
     layers: int
     hidden: int
@@ -28,7 +28,7 @@ class Workload:
     sequence: int
     """Sequence length in tokens."""
     micro_batch: int
-    """Sequences of one forward pass on a data parallel rank."""
+    """Sequences of one forward pass on a data-parallel rank."""
     global_batch: int
     """Sequences of one step."""
     head_size: int = 0
@@ -45,7 +45,7 @@ class Workload:
     pipeline: int = 1
     context: int = 1
     expert: int = 1
-    """Expert parallel ranks; they are a subset of the data parallel ranks."""
+    """Number of expert-parallel ranks, which are a subset of the data-parallel ranks."""
     replicate: int = 1
     shard: int = 1
     zero: int = 0
@@ -55,8 +55,8 @@ class Workload:
     """Blocks of each stage; (): split as evenly as possible."""
     precision: str = "bf16"
     recompute: str = "none"
-    """Activation checkpointing: none; attention; selective (operators between matrix products); half (those and half of
-    the products); full."""
+    """What activation checkpointing recomputes: none; attention; selective (operators between matrix products); half
+    (these operators and half of the products); full."""
     fused: bool = False
     """Whether operators between matrix products are fused, by a compiler or by hand."""
     native: bool = False
@@ -64,11 +64,11 @@ class Workload:
     scores: bool = False
     """Whether attention writes its scores to memory, as it does without FlashAttention."""
     split_sequence: bool = True
-    """Whether tensor parallel ranks split the residual stream (sequence parallelism)."""
+    """Whether tensor-parallel ranks split the residual stream (sequence parallelism)."""
     hide_tensor: bool = False
-    """Whether tensor and expert parallel communication is split and overlaps with matrix products."""
+    """Whether tensor-parallel and expert-parallel communication is split and overlaps with matrix products."""
     hide_data: bool = True
-    """Whether data parallel communication overlaps with forward and backward."""
+    """Whether data-parallel communication overlaps with forward and backward."""
     each_micro_batch: bool = True
     """Whether ZeRO 2 and 3 reduce gradients after each micro-batch."""
     low_bytes: int = 2
@@ -80,7 +80,7 @@ class Workload:
     trained_from: int = 0
     """The first block with a backward pass; `layers` is the last norm, `layers` + 1 the output layer."""
     trained_tables: tuple[bool, bool] = (True, True)
-    """Whether the embedding and the output layer are trained; a tied output layer is trained as the embedding is."""
+    """Whether the embedding and the output layer are trained. Both values are equal if the output layer is tied."""
     orthogonal: bool = False
     """Whether whole matrices are gathered for the update, as Muon does."""
 
@@ -91,7 +91,7 @@ class Workload:
 
     @property
     def data(self) -> int:
-        """Number of data parallel ranks."""
+        """Number of data-parallel ranks."""
         return self.replicate * self.shard
 
     @property
@@ -101,12 +101,16 @@ class Workload:
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of a step on each data parallel rank."""
+        """Micro-batches of a step on each data-parallel rank."""
         return max(1, self.global_batch // (self.data * self.micro_batch))
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """Blocks of each stage. Stages in the middle take the remainder, because the ends have the tables."""
+        """Blocks of each pipeline-parallel stage.
+
+        If the blocks cannot be divided equally, stages in the middle have one more, because the ends also have the
+        embedding and the output layer.
+        """
         if self.stage_layers:
             return self.stage_layers
         count = self.pipeline * self.virtual_stages
@@ -159,7 +163,7 @@ class Workload:
         return self.trained if isinstance(self.trained, tuple) else (self.trained,) * self.layers
 
     def tables(self, rank: int) -> list[bool]:
-        """Return whether each table (embedding, output layer) of a pipeline rank is trained."""
+        """Return, for each table (embedding, output layer) that a pipeline rank has, whether it is trained."""
         embedding, head = self.trained_tables
         return [embedding] * (rank == 0) + [head] * (rank == self.pipeline - 1 and not (self.tied and rank == 0))
 
@@ -167,8 +171,8 @@ class Workload:
     def flops_per_token(self) -> float:
         """Model FLOPs of a token, forward and backward (Chowdhery et al., arXiv 2204.02311, appendix B).
 
-        Each weight in a product counts 2, and 2 more for each gradient: that of its input and its own. Attention is
-        counted without the causal mask, as most publications do.
+        Each weight in a matrix product counts 2 FLOPs in forward. The gradients of the input and of the weight count 2
+        FLOPs each. Attention is counted without the causal mask, as in most publications.
         """
         backward_layers = max(0, self.layers - self.trained_from)
         head_gradients = (self.trained_from <= self.layers) + self.trained_tables[1]

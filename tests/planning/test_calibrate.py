@@ -124,7 +124,7 @@ def test_the_fitted_machine_predicts_its_timed_steps() -> None:
     assert machine.measured is not None and machine.measured.call == 0.0
     machine = fit_machine(TWO_STEPS, "CPU", 8, 1, 2)
     for step in TWO_STEPS.steps:
-        prediction = predict_step(step.work, machine.in_nodes_of(step.ranks_per_node))
+        prediction = predict_step(step.work, machine.with_gpus_per_node(step.ranks_per_node))
         assert prediction.step == pytest.approx(step.seconds, rel=5e-3)
     assert machine.measured is not None and 1e-3 < machine.measured.call < 1e-2
 
@@ -145,7 +145,7 @@ def test_the_fit_recovers_the_overheads_of_predicted_steps() -> None:
         machine = fit_machine(TWO_STEPS, "CPU", 8, 1, cores)
         machine = machine.model_copy(update={"measured": Overheads(eager=2.5, call=2e-3)})
         steps = [
-            Step(work=work, ranks_per_node=ranks, seconds=predict_step(work, machine.in_nodes_of(ranks)).step)
+            Step(work=work, ranks_per_node=ranks, seconds=predict_step(work, machine.with_gpus_per_node(ranks)).step)
             for work, ranks in ((WORKLOAD, 2), (TENSOR_WORKLOAD, 4))
         ]
         fitted = fit_machine(TWO_STEPS.model_copy(update={"steps": steps}), "CPU", 8, 1, cores).measured
@@ -157,10 +157,10 @@ def test_ranks_that_share_cores_take_as_long_as_fewer_ranks() -> None:
     """On two cores, four ranks take as long as two ranks for the same global batch. On four cores, they are faster."""
     machine = fit_machine(ONE_STEP, "CPU", 8, 1, 2)
     four_ranks = replace(WORKLOAD, shard=4)
-    shared_s = predict_step(four_ranks, machine.in_nodes_of(4)).step
+    shared_s = predict_step(four_ranks, machine.with_gpus_per_node(4)).step
     assert shared_s == pytest.approx(predict_step(WORKLOAD, machine).step, rel=0.15)
     four_cores = machine.model_copy(update={"cores": 4})
-    assert predict_step(four_ranks, four_cores.in_nodes_of(4)).step < 0.6 * shared_s
+    assert predict_step(four_ranks, four_cores.with_gpus_per_node(4)).step < 0.6 * shared_s
 
 
 def test_waiting_pipeline_ranks_leave_their_core_to_other_ranks() -> None:
@@ -168,7 +168,7 @@ def test_waiting_pipeline_ranks_leave_their_core_to_other_ranks() -> None:
     machine = fit_machine(ONE_STEP, "CPU", 8, 1, 2)
     pipelined = replace(WORKLOAD, shard=1, pipeline=4, global_batch=4)
     one_rank_s = predict_step(replace(pipelined, pipeline=1), machine).step
-    assert predict_step(pipelined, machine.in_nodes_of(4)).step < 1.2 * one_rank_s
+    assert predict_step(pipelined, machine.with_gpus_per_node(4)).step < 1.2 * one_rank_s
 
 
 def test_predicted_zero_steps_on_cpus_include_the_copies_and_calls_of_fsdp() -> None:

@@ -68,7 +68,7 @@ def test_the_drawn_schedule_takes_the_predicted_time() -> None:
     timeline = plan_figures(*PIPELINED).timeline
     config = load_config(CODE_ROOT / "configs/lm-8b.yaml", PIPELINED)
     layout = resolve_layout(config)
-    step = predict_step(workload_from_config(config, layout, 128256), H100.in_nodes_of(layout.ranks_per_node))
+    step = predict_step(workload_from_config(config, layout, 128256), H100.with_gpus_per_node(layout.ranks_per_node))
     assert sum(len(actions) for actions in timeline) == 4 * 2 * 2 * layout.micro_batches
     span, _ = _pipeline_span(layout.schedule, 4, 2, layout.micro_batches, step.forward, step.backward)
     assert max(action.end for actions in timeline for action in actions) == pytest.approx(span)

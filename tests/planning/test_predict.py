@@ -68,7 +68,7 @@ def test_collectives_take_as_long_as_computed_by_hand() -> None:
 )
 def test_a_group_with_a_stride_has_this_number_of_ranks_per_node(ranks: int, stride: int, in_node: int) -> None:
     group = CommGroup.with_stride(ranks, stride, H100)
-    assert (group.ranks, group.in_node) == (ranks, in_node)
+    assert (group.ranks, group.ranks_per_node) == (ranks, in_node)
 
 
 def test_on_an_ideal_machine_only_arithmetic_takes_time() -> None:
@@ -247,10 +247,10 @@ def test_zero_3_in_a_pipeline_gathers_weights_once_per_step() -> None:
 
 def test_tensor_parallelism_across_nodes_is_slower_than_inside_a_node() -> None:
     """The links of a GB200 rack reach beyond a node of four GPUs, so that its 72 GPUs remain one node."""
-    assert H100.in_nodes_of(4).gpus_per_node == 4
-    assert load_machine("gb200").in_nodes_of(4).gpus_per_node == 72
+    assert H100.with_gpus_per_node(4).gpus_per_node == 4
+    assert load_machine("gb200").with_gpus_per_node(4).gpus_per_node == 72
     work = replace(SMALL, tensor=8)
-    assert predict_step(work, H100.in_nodes_of(4)).tensor > 1.5 * predict_step(work, H100).tensor
+    assert predict_step(work, H100.with_gpus_per_node(4)).tensor > 1.5 * predict_step(work, H100).tensor
 
 
 def test_workload_from_config_reads_layout_and_training_keys() -> None:

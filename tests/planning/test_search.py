@@ -21,11 +21,11 @@ from planning.memory import estimate_memory, reserved_gpu_bytes
 from planning.predict import predict_step
 from planning.search import (
     FRAGMENTATION_FACTOR,
-    OWN_LAYOUT_MARK,
+    CONFIGURED_LAYOUT_MARK,
     enumerate_layouts,
-    fastest_that_fit,
+    find_fastest_fitting,
     parse_node_counts,
-    predict_own_layout,
+    predict_configured_layout,
     search_layouts,
     write_choice,
 )
@@ -68,7 +68,7 @@ def enumerate_by_brute_force() -> list[tuple[float, float]]:
         layout = resolve_layout(config, vocab_size=VOCAB)
         actions = rank_actions(layout)
         size = max(estimate_memory(config, layout, rank, VOCAB, actions[rank]).total for rank in range(pipeline))
-        prediction = predict_step(workload_from_config(config, layout, VOCAB), H100.in_nodes_of(4))
+        prediction = predict_step(workload_from_config(config, layout, VOCAB), H100.with_gpus_per_node(4))
         layouts.append((prediction.tokens_per_gpu, FRAGMENTATION_FACTOR * size + reserved_gpu_bytes(layout)))
     return layouts
 
@@ -80,7 +80,7 @@ def test_the_search_finds_the_same_layouts_as_brute_force() -> None:
     assert len(choices) == len(all_layouts) > 200
     lowest_quarter = sorted(size for _, size in all_layouts)[len(all_layouts) // 4]
     for limit in (lowest_quarter, 80e9):
-        fit, over = fastest_that_fit(choices, limit)
+        fit, over = find_fastest_fitting(choices, limit)
         expected = sorted((tokens for tokens, size in all_layouts if size <= limit), reverse=True)[:10]
         assert [choice.prediction.tokens_per_gpu for choice in fit] == pytest.approx(expected)
         assert all(choice.bytes_needed > limit for choice in over)
@@ -98,7 +98,7 @@ def test_the_search_matches_freeze_patterns_once_per_parameter(monkeypatch: pyte
     monkeypatch.setattr(traffic, "fnmatch", record_match)
     freeze = {"optimizer": {"freeze": ["model.embed_tokens.*"]}}
     choices = list(enumerate_layouts(parse_config(BASE | freeze, "c.yaml"), H100, VOCAB, 2))
-    fastest_that_fit(choices, 80e9)
+    find_fastest_fitting(choices, 80e9)
     assert len(choices) > 100
     assert len(matched) == len(set(matched)) == 8 * 9 + 3
 
@@ -130,8 +130,8 @@ def test_the_layout_of_the_config_has_exactly_one_row() -> None:
 
     def find_own_rows(nodes: list[int], **sections: Any) -> list[str]:
         config = parse_config(BASE | sections, "c.yaml")
-        lines, _ = search_layouts(config, H100, VOCAB, nodes, predict_own_layout(config, H100, VOCAB))
-        return [line for line in lines if line.endswith(OWN_LAYOUT_MARK)]
+        lines, _ = search_layouts(config, H100, VOCAB, nodes, predict_configured_layout(config, H100, VOCAB))
+        return [line for line in lines if line.endswith(CONFIGURED_LAYOUT_MARK)]
 
     slow = {"tensor": 4, "pipeline": 2, "schedule": "gpipe"}
     for nodes in ([2], [1, 4]):
@@ -140,8 +140,8 @@ def test_the_layout_of_the_config_has_exactly_one_row() -> None:
     (row,) = find_own_rows([2], site={"gpu_memory_gib": 8})
     assert "pipeline 1 × data 8 × tensor 1, micro-batch 1" in row and "GB too large" in row
     _, first = search_layouts(parse_config(BASE, "c.yaml"), H100, VOCAB, [2])
-    lines, _ = search_layouts(first.config, H100, VOCAB, [2], predict_own_layout(first.config, H100, VOCAB))
-    assert [number for number, line in enumerate(lines) if line.endswith(OWN_LAYOUT_MARK)] == [1]
+    lines, _ = search_layouts(first.config, H100, VOCAB, [2], predict_configured_layout(first.config, H100, VOCAB))
+    assert [number for number, line in enumerate(lines) if line.endswith(CONFIGURED_LAYOUT_MARK)] == [1]
 
 
 def test_the_search_fails_if_no_layout_fits_into_the_memory() -> None:
@@ -227,7 +227,7 @@ def test_the_written_config_includes_the_overrides_of_the_command_line(
 
 def test_needed_gpu_memory_with_offload_has_only_gathered_weights_and_activations() -> None:
     config = parse_config(BASE | {"parallel": {"zero": 3, "offload": True}}, "c.yaml")
-    (choice, *_), _ = fastest_that_fit(list(enumerate_layouts(config, H100, VOCAB, 1)), 1e15)
+    (choice, *_), _ = find_fastest_fitting(list(enumerate_layouts(config, H100, VOCAB, 1)), 1e15)
     memory = estimate_memory(choice.config, choice.layout, 0, VOCAB, rank_actions(choice.layout)[0])
     expected = FRAGMENTATION_FACTOR * (memory.gathered + memory.activations) + reserved_gpu_bytes(choice.layout)
     assert choice.bytes_needed == pytest.approx(expected)
