@@ -1,14 +1,14 @@
-"""Measure this machine with the ranks of a training, and write a machine file for `plan --machine FILE`.
+"""Measure this machine with the ranks of a run, and write a machine file for `plan --machine FILE`.
 
     python -m planning.calibrate CONFIG --out FILE [--machine FILE] [KEY=VALUE …]
 
-Started by srun, mpirun or torchrun, each process is one rank. Started by hand, it starts the config's ranks itself:
-through srun inside an allocation, otherwise on this machine. It takes a few minutes and needs no data. With
-`--machine`, a machine file that it wrote before, it adds a step of this config's layout to the file's timings.
+If srun, mpirun or torchrun starts this command, each process is one rank. If you start it yourself, it starts the
+config's ranks: through srun inside an allocation, otherwise on this machine. It takes a few minutes and needs no data.
+With `--machine`, it adds a timed step of this config's layout to a machine file that it wrote earlier.
 
-All ranks measure at the same time, as in a training, so that shared resources are shared. A timing is the median of
-several repeats on the slowest rank. `fit_machine` then computes rates from the operators, and latency and bandwidth of
-links from collectives. What remains of real steps is explained by two overheads (`Overheads`).
+All ranks measure at the same time, so that they share resources as in a run. A timing is the median of several repeats
+on the slowest rank. `fit_machine` then computes rates from the operators, and latency and bandwidth of links from
+collectives. Two overheads (`Overheads`) explain the remaining time of real steps.
 """
 
 from __future__ import annotations
@@ -53,20 +53,21 @@ from planning.workload import Workload, matrix_shapes, workload_from_config
 REPEATS = 7
 _WARM_UP_REPEATS = 2
 _MIN_TIMED_S = 2e-3
-"""Shorter calls are repeated between two readings of the clock."""
+"""Calls that take less time are repeated between two readings of the clock."""
 _COPY_BYTES = 1 << 26
-"""Bytes of a copy: more than caches hold."""
+"""Bytes of a copy, which are more than caches can hold."""
 _COLLECTIVE_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
-_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch before 2.13
+# Before torch 2.13, these functions are called all_gather_into_tensor and reduce_scatter_tensor.
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _MIN_LATENCY_S = 1e-9
 """Latency of a link if the timings show none."""
 _EAGER_RANGE = (0.1, 50.0)
 _CALL_RANGE_S = (1e-7, 0.1)
-"""The fit searches the overheads in these ranges."""
+"""`_EAGER_RANGE` and `_CALL_RANGE_S` are the ranges in which the fit searches the overheads."""
 POOR_FIT = 0.15
-"""A larger relative error of a predicted step means that the machine was busy, or that the model does not fit it."""
+"""If the relative error of a predicted step is larger, the machine was busy or the model does not fit it."""
 POOR_FIT_WARNING = "POOR FIT:"
 
 
@@ -74,17 +75,18 @@ POOR_FIT_WARNING = "POOR FIT:"
 
 
 def _synchronize(device: torch.device) -> None:
+    """Wait until the device has finished all kernels."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def median_time_s(device: torch.device, call: Callable[[], object], times: int = 1) -> float:
-    """Return the seconds of one call, the median over repeats on the slowest rank. All ranks must call it.
+    """Return the seconds of one call: the median over repeats on the slowest rank. All ranks must call this.
 
     Args:
         device: The rank's device.
-        call: What to measure.
-        times: Number of calls between two readings of the clock; increased automatically for short calls.
+        call: The function to measure.
+        times: Number of calls between two readings of the clock. It is increased automatically for short calls.
     """
     durations = []
     for _ in range(_WARM_UP_REPEATS + REPEATS):
@@ -104,7 +106,7 @@ def median_time_s(device: torch.device, call: Callable[[], object], times: int =
 
 
 def time_machine(config: Config, layout: Layout, world: World, work: Workload) -> Timings:
-    """Time the operators of the workload's shapes, copies, collectives, and a step."""
+    """Measure operators with the workload's shapes, copies, collectives, and a step."""
     device = world.device
     dtype = DTYPES.get(work.precision, torch.float32)
     random_tensor = partial(torch.randn, dtype=dtype, device=device)
@@ -125,7 +127,10 @@ def time_machine(config: Config, layout: Layout, world: World, work: Workload) -
 
 
 def time_exchanges(world: World, per_node: int) -> Iterator[Exchange]:
-    """Time collectives and messages of several sizes: inside nodes, then between ranks of the same local rank.
+    """Time collectives and messages of several sizes.
+
+    The first timings are inside nodes. The others are between the ranks of different nodes that have the same local
+    rank.
 
     Args:
         world: The process group.
@@ -135,7 +140,7 @@ def time_exchanges(world: World, per_node: int) -> Iterator[Exchange]:
     inside = [range(first, first + per_node) for first in range(0, world.size, per_node)]
     between = [range(first, world.size, per_node) for first in range(per_node)]
     for members_of_groups, own_group in ((inside, node), (between, local_rank)):
-        # every rank must create every group
+        # Every rank must create every group.
         group = [dist.new_group(list(members)) for members in members_of_groups][own_group]
         members = members_of_groups[own_group]
         ranks = len(members)
@@ -157,7 +162,7 @@ def time_exchanges(world: World, per_node: int) -> Iterator[Exchange]:
 
 
 def _send_and_receive(members: range, rank: int, tensor: Tensor) -> None:
-    """Exchange a message with the neighbour in both directions, in pairs; a last single rank does nothing."""
+    """Exchange a message with the neighbour in both directions. A last rank without a neighbour does nothing."""
     position = members.index(rank)
     neighbour = position ^ 1
     if neighbour < len(members):
@@ -166,7 +171,7 @@ def _send_and_receive(members: range, rank: int, tensor: Tensor) -> None:
 
 
 def time_step(config: Config, layout: Layout, world: World, work: Workload) -> Step:
-    """Time steps of the training engine, on random tokens."""
+    """Time steps of the training engine with random tokens."""
     engine = Engine(config, layout, world, DecoderTask(config, work.vocab))
     step_numbers = count(1)
     rows = config.train.global_batch // layout.dp
@@ -180,18 +185,18 @@ def time_step(config: Config, layout: Layout, world: World, work: Workload) -> S
     return Step(work=work, ranks_per_node=layout.ranks_per_node, seconds=seconds)
 
 
-class DeviceFacts(NamedTuple):
-    """What a rank computes on."""
+class DeviceInfo(NamedTuple):
+    """The device of a rank."""
 
     name: str
     memory_gib: float
     multiprocessors: int
     cores: int | None
-    """How many ranks a node runs at full speed, if they compute on CPUs; None on GPUs."""
+    """Number of ranks that a node runs at full speed if they compute on CPUs; None on GPUs."""
 
 
-def read_device_facts(world: World, threads: int, per_node: int) -> DeviceFacts:
-    """Return what this rank computes on. All ranks must call it.
+def read_device_info(world: World, threads: int, per_node: int) -> DeviceInfo:
+    """Return the device of this rank. All ranks must call this.
 
     Args:
         world: The process group.
@@ -200,21 +205,21 @@ def read_device_facts(world: World, threads: int, per_node: int) -> DeviceFacts:
     """
     if world.device.type == "cuda":
         gpu = torch.cuda.get_device_properties(world.device)
-        return DeviceFacts(gpu.name, gpu.total_memory / 2**30, gpu.multi_processor_count, None)
+        return DeviceInfo(gpu.name, gpu.total_memory / 2**30, gpu.multi_processor_count, None)
     all_ranks_cpus: list[set[int]] = [set()] * world.size
-    # Slurm may give each rank its own CPUs
+    # Slurm may give each rank different CPUs.
     dist.all_gather_object(all_ranks_cpus, os.sched_getaffinity(0), group=groups.new_control_group())
     first = world.rank - world.rank % per_node
     cores = len(set().union(*all_ranks_cpus[first : first + per_node]))
     memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30 / per_node
-    return DeviceFacts(f"CPU ({os.uname().machine}), {threads} × threads", memory_gib, 1, max(1, cores // threads))
+    return DeviceInfo(f"CPU ({os.uname().machine}), {threads} × threads", memory_gib, 1, max(1, cores // threads))
 
 
 # ------------------------------------------------------------------------------------------------------------- fitting
 
 
 def fit_line(rows: Iterable[tuple[float, float, float]]) -> tuple[float, float]:
-    """Return a, b ≥ 0 of seconds = a·x + b·y for rows (x, y, seconds), by least squares of relative errors."""
+    """Fit seconds = a·x + b·y to rows (x, y, seconds) by least squares of relative errors. Return a ≥ 0 and b ≥ 0."""
     scaled = [(x / seconds, y / seconds) for x, y, seconds in rows]
     xx = math.fsum(row[0] ** 2 for row in scaled)
     yy = math.fsum(row[1] ** 2 for row in scaled)
@@ -234,7 +239,7 @@ def fit_line(rows: Iterable[tuple[float, float, float]]) -> tuple[float, float]:
 
 
 def hops_and_bytes(exchange: Exchange) -> tuple[float, float]:
-    """Return how many latencies an exchange contains, and how many bytes pass a link, as planning/predict.py does."""
+    """Return how many latencies an exchange contains, and how many bytes pass a link, as in planning/predict.py."""
     if exchange.kind == "send":
         return 1.0, float(exchange.size)
     times = 2 if exchange.kind == "all_reduce" else 1
@@ -260,11 +265,11 @@ def fit_machine(timings: Timings, gpu: str, memory_gib: float, multiprocessors: 
     """Return the machine that fits the timings.
 
     Args:
-        timings: What was measured.
+        timings: The timings.
         gpu: Name of the device.
-        memory_gib: Its memory in GiB.
-        multiprocessors: Its number of multiprocessors.
-        cores: For CPUs, how many ranks a node runs at full speed; None for GPUs.
+        memory_gib: Memory of the device in GiB.
+        multiprocessors: Number of multiprocessors of the device.
+        cores: Number of ranks that a node runs at full speed if they compute on CPUs; None for GPUs.
     """
     work = timings.steps[0].work
     per_node = timings.steps[0].ranks_per_node
@@ -290,7 +295,10 @@ def fit_machine(timings: Timings, gpu: str, memory_gib: float, multiprocessors: 
 
 
 def _fit_overheads(machine: Machine, timings: Timings) -> Overheads:
-    """Return the overheads whose predicted steps are nearest to the timed ones, as ratios."""
+    """Return the overheads with which the predicted steps are nearest to the timed steps.
+
+    The distance is the sum of the squared logarithms of predicted over timed seconds.
+    """
 
     def error(eager: float, call: float) -> float:
         candidate = machine.model_copy(update={"measured": Overheads(eager=eager, call=call)})
@@ -323,7 +331,7 @@ def write_machine(machine: Machine, file: Path, comments: Sequence[str]) -> None
     """Write a machine file atomically, with comment lines.
 
     Raises:
-        UserError: The file exists; it is not replaced.
+        UserError: If the file exists. It is not replaced.
     """
     text = "".join(f"# {make_printable(' '.join(comment.split()))}\n" for comment in comments if comment)
     temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
@@ -353,11 +361,11 @@ def _round_numbers(value: Any) -> Any:
 
 
 def check_request(config: Config, out: Path, machine_file: Path | None) -> Machine | None:
-    """Check what can be checked before the ranks start. Return the machine whose timings are extended.
+    """Check the arguments before the ranks start. Return the machine of `machine_file`; None if it is None.
 
     Raises:
-        UserError: `out` exists or its folder does not; the config cannot be measured; or `machine_file` was not written
-            by this command.
+        UserError: If `out` exists or its folder does not, if the config cannot be measured, or if `machine_file` was
+            not written by this command.
     """
     if out.exists() or not out.absolute().parent.is_dir():
         raise UserError(
@@ -381,13 +389,13 @@ def check_request(config: Config, out: Path, machine_file: Path | None) -> Machi
 
 
 def run_rank(config: Config, out: Path, previous: Machine | None, rank_info: RankInfo) -> None:
-    """Measure as one rank; the first rank fits the machine and writes the file.
+    """Measure as one rank. Rank 0 also fits the machine and writes the file.
 
     Args:
         config: The config whose layout is measured.
         out: The machine file.
-        previous: A machine that was measured before, whose timings are extended by a step.
-        rank_info: This rank.
+        previous: A machine that was measured earlier. A step is added to its timings. None: measure everything.
+        rank_info: Rank and world size of this process.
     """
     load = os.getloadavg()[0]
     groups.configure_determinism(config)
@@ -398,12 +406,12 @@ def run_rank(config: Config, out: Path, previous: Machine | None, rank_info: Ran
     if previous is not None and previous.timings is not None:
         step = time_step(config, layout, world, work)
         timings = previous.timings.model_copy(update={"steps": [*previous.timings.steps, step]})
-        facts = DeviceFacts(previous.gpu, previous.memory_gib, previous.multiprocessors, previous.cores)
+        device = DeviceInfo(previous.gpu, previous.memory_gib, previous.multiprocessors, previous.cores)
     else:
         timings = time_machine(config, layout, world, work)
-        facts = read_device_facts(world, config.train.threads, layout.ranks_per_node)
+        device = read_device_info(world, config.train.threads, layout.ranks_per_node)
     if world.is_rank0:
-        machine = fit_machine(timings, *facts)
+        machine = fit_machine(timings, *device)
         comments = [
             f"Measured by planning.calibrate on {os.uname().nodename}, {utc_timestamp()}: torch {torch.__version__}, "
             f"backend {world.backend},",
@@ -441,15 +449,15 @@ def start_ranks(config: Config, arguments: Sequence[str]) -> int:
         return next(abs(code) for process in processes if (code := process.poll()))
     finally:
         for process in processes:
-            if process.poll() is None:  # its peers failed
+            if process.poll() is None:  # another rank has failed
                 process.terminate()
             process.wait()
 
 
-def run_stage(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run the command. Return the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m planning.calibrate", description="Measure this machine with the ranks of a training."
+        prog="python -m planning.calibrate", description="Measure this machine with the ranks of a run."
     )
     parser.add_argument("config", type=Path, metavar="CONFIG", help="a YAML file")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the machine file to write")
@@ -469,4 +477,4 @@ def run_stage(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_stage(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

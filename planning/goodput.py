@@ -1,9 +1,9 @@
-"""Estimate what failures cost a training, for `plan --goodput` and for a line of `report`.
+"""Estimate how much time a run loses by failures, for `plan --goodput` and for a line of `report`.
 
 The *effective training time ratio* (ETTR) is the time of steps that count, divided by all time, including waiting. It
 is defined in section II of Kokolis et al., "Revisiting Reliability in Large-Scale Machine Learning Research Clusters"
 (HPCA 2025, arXiv 2410.21680). `effective_ratio` computes it in closed form. A discrete-event simulation
-(`simulate_training`) adds spare nodes, repairs and failures of several nodes at once, which have no closed form.
+(`simulate_run`) adds spare nodes, repairs and failures of several nodes at once, which have no closed form.
 
 Each input comes from the assumptions file, the run's ledger or a paper, in this order, and is printed with its source.
 This module imports neither torch nor numpy, because it runs on the login node.
@@ -52,27 +52,28 @@ DAY_S = 86400.0
 HOUR_S = 3600.0
 _MIN_INTERVAL_S = 0.1
 _MAX_INTERVAL_S = 30 * DAY_S
-"""The best interval is searched between these."""
+"""The best interval is searched between `_MIN_INTERVAL_S` and `_MAX_INTERVAL_S`."""
 _MAX_EXPONENT = 500.0
-"""With a larger product of rate and time, practically no attempt survives until a checkpoint."""
+"""If the product of failure rate and time is larger, practically no attempt survives until a checkpoint."""
 _MIN_RATIO = 0.01
-"""A training with a lower ratio is shown as one that never ends."""
+"""If the ratio is lower, the table shows that the run never ends."""
 
-TRAININGS = 40
-"""Number of simulated trainings."""
-_INTERVAL_TRAININGS = 10
+SIMULATED_RUNS = 40
+"""Number of simulated runs for each number of nodes."""
+_INTERVAL_RUNS = 10
+"""Number of simulated runs for each interval of `find_good_intervals_s`."""
 _MAX_STARTS = 200_000
-"""The simulation of a training stops after this many starts."""
+"""The simulation of a run stops after this many starts."""
 _INTERVAL_FACTORS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)
 """Multiples of the best interval that are simulated."""
 _DEFAULT_WORK_S = 30 * DAY_S
-"""Productive time that is simulated if the length of the training is unknown."""
+"""Productive time that is simulated if the length of the run is unknown."""
 
 _NO_FAILURE = (
     "done", "running", "preempted", "time_limit", "stopped", "cancelled", "stop file", "user_error", "bad_input",
     "storage", "bad_checkpoint", "requeued",
 )  # fmt: skip
-"""Ends of attempts that are planned, requested by the user, or the user's errors. All others count as failures."""
+"""Causes of an attempt's end that are planned, requested by the user, or user errors. All others are failures."""
 _PAPER_FIGURES: dict[str, tuple[float, str]] = {
     "failures": (6.5, "assumed: RSC-1's, arXiv 2410.21680"),
     "restart_s": (600.0, "assumed: 5 to 20 minutes on RSC-1, arXiv 2410.21680"),
@@ -80,7 +81,7 @@ _PAPER_FIGURES: dict[str, tuple[float, str]] = {
     "save_s": (60.0, "assumed"),
 }
 _ASYNC_BLOCKED_SHARE = 0.05
-"""Share of an asynchronous save that blocks the training: 6.3 of 148.8 s in PyTorch's blog of 2024-06-12, rounded."""
+"""Share of an asynchronous save that blocks training: 6.3 of 148.8 s in PyTorch's blog of 2024-06-12, rounded."""
 _MEANINGS = {
     "failures": "failures per 1,000 node-days", "restart_s": "seconds from start to first step",
     "wait_s": "seconds from a failure to that start", "save_s": "seconds until a checkpoint is valid",
@@ -95,35 +96,35 @@ Seconds = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 
 
 class GoodputAssumptions(Section):
-    """The content of an assumptions file; null: what the run has measured, otherwise a figure from a paper."""
+    """The content of an assumptions file. For null, the run's measurement is used, otherwise a figure from a paper."""
 
     failures: PositiveFloat | None = None
     """Failures that stop the job, per 1,000 node-days."""
     restart_s: Seconds | None = None
     """Seconds from the start of a job to its first step."""
     wait_s: Seconds | None = None
-    """Seconds from a failure to that start: detecting the failure, and the queue."""
+    """Seconds from a failure to the next start of the job: detecting the failure, and waiting in the queue."""
     save_s: Seconds | None = None
-    """Seconds until a checkpoint is valid."""
+    """Seconds from the start of a save until its checkpoint is valid."""
     blocked_s: Seconds | None = None
-    """Seconds of these that block the training."""
+    """Seconds of a save that block training."""
     step_s: PositiveFloat | None = None
-    """Seconds per step on the config's own nodes. With train.steps, it gives the length of the training."""
+    """Seconds per step on the config's number of nodes. Together with train.steps, it gives the length of the run."""
     gpu_hours: PositiveFloat | None = None
-    """The length of the training in GPU-hours (rank-hours without GPUs), for any number of nodes."""
+    """The length of the run in GPU-hours (rank-hours without GPUs), for any number of nodes."""
     preemptions: Seconds = 0.0
-    """Preemptions of the job per day. The job can save before each."""
+    """Preemptions of the job per day. The job can save a checkpoint before each preemption."""
     preempted_s: Seconds = 3600.0
     """Seconds from a preemption to the next start."""
     spares: NonNegativeInt | None = None
-    """Spare nodes that replace failed ones; null: there are always enough. This and the next three keys affect only
-    the simulation."""
+    """Number of spare nodes that replace failed ones; null: there are always enough. This key and the next three keys
+    affect only the simulation."""
     repair_hours: PositiveFloat = 24.0
     """Mean hours until a failed node is repaired."""
     together: Fraction = 0.0
-    """Share of failures that affect several nodes at once, such as those of a switch or of a rack's power."""
+    """Share of failures that affect several nodes at once, such as failures of a switch or of a rack's power."""
     nodes_together: PositiveInt = 1
-    """Number of nodes that such a failure affects."""
+    """Number of nodes that a failure of several nodes affects."""
     gpu_hour: PositiveFloat | None = None
     """Price of one GPU-hour (rank-hour without GPUs), in any currency."""
 
@@ -172,16 +173,16 @@ class JobConditions:
 
     failure_rate: float
     restart_s: float
-    """From the start of the job to its first step. After a failure in this time it starts again."""
+    """Time from the start of the job to its first step. If a failure occurs in this time, the job starts again."""
     wait_s: float
-    """From a failure to the next start: detecting the failure, and the queue."""
+    """Time from a failure to the next start: detecting the failure, and waiting in the queue."""
     save_s: float
-    """Until a checkpoint is valid."""
+    """Time from the start of a save until its checkpoint is valid."""
     blocked_s: float
-    """Time of a save that blocks the training."""
+    """Time for which a save blocks training."""
     preemption_rate: float = 0.0
     preempted_s: float = 0.0
-    """From a preemption, after the save, to the next start."""
+    """Time from a preemption, after the save, to the next start."""
 
     @property
     def rate(self) -> float:
@@ -189,7 +190,7 @@ class JobConditions:
         return self.failure_rate + self.preemption_rate
 
     def cycle_s(self, interval_s: float) -> float:
-        """Return the seconds from one save to the next, with `interval_s` seconds of work between two saves."""
+        """Return the seconds from one save to the next if there are `interval_s` seconds of work between them."""
         return max(interval_s + self.blocked_s, self.save_s)
 
 
@@ -199,21 +200,23 @@ def job_failure_rate(per_1000_node_days: float, nodes: int) -> float:
 
 
 def effective_ratio(job: JobConditions, interval_s: float) -> float:
-    """Return the expected share of productive time, 0 to 1, of a long training.
+    """Return the expected share of productive time, 0 to 1, of a long run.
 
-    A training on many nodes consists of attempts that each end by a failure:
+    A run on many nodes consists of attempts that each end by a failure:
 
         wait │ restart │ work τ ┃ blocked b │ work τ ┃ blocked b │ work …  ✗ failure
-                                └──── save s ────┘ from here on, these τ are safe
+                                └──── save s ────┘ the first τ seconds of work are now saved
 
-    Failures are random with a constant rate λ of the whole job, and also occur during a restart. A save blocks the
-    training for b seconds and is valid after s seconds; for synchronous saves both are equal. A save waits for the
-    previous one, so a cycle takes c = max(τ + b, s), and the k-th save is valid after τ + s + (k − 1)·c. If an attempt
-    ends after an exponentially distributed time, τ·e^(−λ(τ+s)) / (1 − e^(−λc)) seconds of work are saved on average.
-    The attempt takes 1/λ, and reaching it e^(λR)·w + (e^(λR) − 1)/λ, with restarts of R and waits of w seconds. With
-    s = b and w = 0, this is Daly's exact expectation (J. T. Daly, "A higher order estimate of the optimum checkpoint
-    interval for restart dumps", Future Generation Computer Systems 22, 2006, equation 20: the complete cost function).
-    Preemptions are a second kind of end: the job saves first, so no work is lost.
+    Failures are random with a constant rate λ of the whole job, and also occur during a restart. A save blocks training
+    for b seconds and is valid after s seconds. For synchronous saves, b and s are equal. A save waits for the previous
+    one, so a cycle takes c = max(τ + b, s), and the k-th save is valid after τ + s + (k − 1)·c. If an attempt ends
+    after an exponentially distributed time, τ·e^(−λ(τ+s)) / (1 − e^(−λc)) seconds of work are saved on average. The
+    attempt takes 1/λ seconds. Restarts of R seconds and waits of w seconds before the attempt take
+    e^(λR)·w + (e^(λR) − 1)/λ seconds.
+
+    With s = b and w = 0, this is Daly's exact expectation (J. T. Daly, "A higher order estimate of the optimum
+    checkpoint interval for restart dumps", Future Generation Computer Systems 22, 2006, equation 20: the complete cost
+    function). Preemptions are a second kind of end. The job saves before a preemption, so no work is lost.
 
     Args:
         job: Rates and durations.
@@ -225,18 +228,22 @@ def effective_ratio(job: JobConditions, interval_s: float) -> float:
         return interval_s / cycle
     if rate * max(job.restart_s, interval_s + job.save_s) > _MAX_EXPONENT:
         return 0.0
-    cycles = -math.expm1(-rate * cycle)
-    failing = job.failure_rate / rate
-    saved = failing * interval_s * math.exp(-rate * (interval_s + job.save_s)) / cycles
-    first = -math.expm1(-rate * interval_s) / rate
-    saved += (1 - failing) * first * (1 + math.exp(-rate * (interval_s + job.blocked_s)) / cycles)
+    p_end_in_cycle = -math.expm1(-rate * cycle)
+    failure_share = job.failure_rate / rate  # share of ends that are failures; the others are preemptions
+    saved_s = failure_share * interval_s * math.exp(-rate * (interval_s + job.save_s)) / p_end_in_cycle
+    first_interval_s = -math.expm1(-rate * interval_s) / rate
+    preempted_cycles = 1 + math.exp(-rate * (interval_s + job.blocked_s)) / p_end_in_cycle
+    saved_s += (1 - failure_share) * first_interval_s * preempted_cycles
     starts = math.exp(rate * job.restart_s)
-    waits = failing * job.wait_s + (1 - failing) * job.preempted_s
-    return saved / (starts * (1 / rate + waits) + (1 - failing) * job.save_s)
+    wait_s = failure_share * job.wait_s + (1 - failure_share) * job.preempted_s
+    return saved_s / (starts * (1 / rate + wait_s) + (1 - failure_share) * job.save_s)
 
 
 def young_s(job: JobConditions) -> float:
-    """Return the first-order best interval in seconds of work: J. W. Young, Communications of the ACM 17 (9), 1974."""
+    """Return Young's first-order estimate of the best interval in seconds of work.
+
+    Source: J. W. Young, Communications of the ACM 17 (9), 1974.
+    """
     return math.sqrt(2 * job.blocked_s / job.failure_rate)
 
 
@@ -262,14 +269,17 @@ def minimize(function: Callable[[float], float], lowest: float, highest: float) 
         left = high - shrink * (high - low)
         right = low + shrink * (high - low)
         if function(math.exp(left)) <= function(math.exp(right)):
-            high = right  # also if equal: an interval at which everything is lost may be too long
+            high = right  # also if both are equal, because everything may be lost if the interval is too long
         else:
             low = left
     return math.exp((low + high) / 2)
 
 
 def count_bounds(count: int) -> tuple[float, float]:
-    """Return 95 % bounds of the mean of a Poisson count, by Wilson and Hilferty's cube (PNAS 17 (12), 1931)."""
+    """Return 95 % bounds of the mean of a Poisson count, by the approximation of Wilson and Hilferty.
+
+    Source: PNAS 17 (12), 1931.
+    """
 
     def cube(n: int, sign: float) -> float:
         return n * (1 - 1 / (9 * n) + sign * 1.96 / (3 * math.sqrt(n))) ** 3
@@ -282,7 +292,7 @@ def count_bounds(count: int) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class NodePool:
-    """Spare nodes and repairs. Without a spare for a failed node, the job waits for a repair."""
+    """Spare nodes and repairs. If there is no spare for a failed node, the job waits for a repair."""
 
     spares: int | None = None
     """Spare nodes; None: there are always enough."""
@@ -291,90 +301,92 @@ class NodePool:
     together: float = 0.0
     """Share of failures that affect several nodes at once, 0 to 1."""
     nodes_together: int = 1
-    """Number of nodes that such a failure affects."""
+    """Number of nodes that a failure of several nodes affects."""
 
 
 @dataclass(frozen=True)
-class SimulatedTraining:
-    """One simulated training; times in seconds."""
+class SimulatedRun:
+    """The result of one simulated run. Times are in seconds."""
 
     seconds: float
-    """From its first start to its last step; infinite if the simulation stopped before."""
+    """Time from the first start to the last step; infinite if the simulation stopped earlier."""
     failures: int
     lost_s: float
-    """Lost work."""
+    """Time of lost work."""
     no_node_s: float
-    """Time waiting for repairs."""
+    """Time of waiting for repairs."""
 
 
 @dataclass(frozen=True)
 class Expectation:
-    """Statistics of many simulated trainings."""
+    """Statistics of many simulated runs."""
 
     ratio: float
     """Mean share of productive time, 0 to 1."""
     margin: float
-    """Half of its 95 % confidence interval."""
+    """Half of the 95 % confidence interval of `ratio`."""
     mean_s: float
     """Mean seconds until the end."""
     p95_s: float
-    """Seconds in which 95 % of the trainings end."""
+    """Seconds in which 95 % of the runs end."""
     no_node_s: float
     """Mean seconds waiting for repairs."""
 
 
-def simulate_training(
-    job: JobConditions, interval_s: float, work_s: float, pool: NodePool, seed: int
-) -> SimulatedTraining:
-    """Simulate one training from failure to failure. The same seed gives the same training.
+def simulate_run(job: JobConditions, interval_s: float, work_s: float, pool: NodePool, seed: int) -> SimulatedRun:
+    """Simulate one run from failure to failure. The same seed gives the same result.
 
     This is a discrete-event simulation: the clock jumps from one event (a failure, a preemption, a repair) to the next,
-    and the work saved in between is computed. Ends are random with a constant rate, so the failures of 16,384 nodes are
-    sampled as one. A training of 54 days with 5,700 failures takes about 20 milliseconds. Repair times are exponential.
+    and the work saved in between is computed. Failures have a constant rate, so the failures of 16,384 nodes are
+    sampled together. To simulate a run of 54 days with 5,700 failures takes about 20 milliseconds. Repair times are
+    distributed exponentially.
 
     Args:
         job: Rates and durations.
         interval_s: Seconds of work between two saves.
-        work_s: Productive seconds of the whole training.
+        work_s: Productive seconds of the whole run.
         pool: Spare nodes and repairs.
         seed: Seed of the random numbers.
     """
     random = Random(seed)
     cycle = job.cycle_s(interval_s)
-    clock = done = lost = no_node = 0.0
+    clock = 0.0
+    done_s = 0.0
+    lost_s = 0.0
+    no_node_s = 0.0
     failures = 0
     spares = pool.spares or 0
     repairs: list[float] = []
     for _ in range(_MAX_STARTS):
         while repairs and (repairs[0] <= clock or spares < 0):
-            repaired = heappop(repairs)
-            no_node += max(0.0, repaired - clock)
-            clock = max(clock, repaired)
+            repair_time = heappop(repairs)
+            no_node_s += max(0.0, repair_time - clock)
+            clock = max(clock, repair_time)
             spares += 1
         attempt_s = random.expovariate(job.rate) if job.rate else math.inf
         ran_s = attempt_s - job.restart_s
-        saves = math.ceil((work_s - done) / interval_s - 1e-9) - 1  # the last interval ends the training
-        remaining_s = (work_s - done) + (saves > 0) * job.blocked_s + max(0, saves - 1) * (cycle - interval_s)
+        saves = math.ceil((work_s - done_s) / interval_s - 1e-9) - 1  # the run ends with the last interval
+        remaining_s = (work_s - done_s) + (saves > 0) * job.blocked_s + max(0, saves - 1) * (cycle - interval_s)
         if ran_s >= remaining_s:
-            return SimulatedTraining(clock + job.restart_s + remaining_s, failures, lost, no_node)
+            return SimulatedRun(clock + job.restart_s + remaining_s, failures, lost_s, no_node_s)
         clock += attempt_s
         worked_s = _work_after_restart(job, interval_s, ran_s)
         if random.random() * job.rate < job.preemption_rate:
-            done += worked_s
+            done_s += worked_s
             clock += job.preempted_s + (job.save_s if ran_s >= 0 else 0.0)
             continue
         failures += 1
         is_saved = ran_s >= interval_s + job.save_s
         valid_saves = 1 + math.floor((ran_s - interval_s - job.save_s) / cycle) if is_saved else 0
-        done += valid_saves * interval_s
-        lost = lost + worked_s - valid_saves * interval_s
+        done_s += valid_saves * interval_s
+        lost_s = lost_s + worked_s - valid_saves * interval_s
         clock += job.wait_s
         if pool.spares is not None:
             for _ in range(pool.nodes_together if random.random() < pool.together else 1):
                 spares -= 1
                 repair_s = random.expovariate(1 / pool.repair_s) if pool.repair_s else 0.0
                 heappush(repairs, clock - job.wait_s + repair_s)
-    return SimulatedTraining(math.inf, failures, lost, no_node)
+    return SimulatedRun(math.inf, failures, lost_s, no_node_s)
 
 
 def _work_after_restart(job: JobConditions, interval_s: float, ran_s: float) -> float:
@@ -385,31 +397,29 @@ def _work_after_restart(job: JobConditions, interval_s: float, ran_s: float) -> 
     return (1 + cycles) * interval_s + min(rest, interval_s)
 
 
-def simulate_trainings(
-    job: JobConditions, interval_s: float, work_s: float, pool: NodePool, trainings: int = TRAININGS, seed: int = 1
+def simulate_runs(
+    job: JobConditions, interval_s: float, work_s: float, pool: NodePool, runs: int = SIMULATED_RUNS, seed: int = 1
 ) -> Expectation:
-    """Simulate `trainings` trainings (at least 2), each with its own seed, and return their statistics."""
-    simulated = [
-        simulate_training(job, interval_s, work_s, pool, seed * 1_000_003 + number) for number in range(trainings)
-    ]
-    ratios = [work_s / training.seconds for training in simulated]
-    durations = [training.seconds for training in simulated]
-    margin = 1.96 * stdev(ratios) / math.sqrt(trainings)
-    no_node_s = fmean(training.no_node_s for training in simulated)
+    """Simulate `runs` runs (at least 2), each with a different seed, and return their statistics."""
+    simulated = [simulate_run(job, interval_s, work_s, pool, seed * 1_000_003 + number) for number in range(runs)]
+    ratios = [work_s / run.seconds for run in simulated]
+    durations = [run.seconds for run in simulated]
+    margin = 1.96 * stdev(ratios) / math.sqrt(runs)
+    no_node_s = fmean(run.no_node_s for run in simulated)
     p95_s = quantiles(durations, n=20)[-1] if max(durations) < math.inf else math.inf
     return Expectation(fmean(ratios), margin, fmean(durations), p95_s, no_node_s)
 
 
-def good_intervals_s(
-    job: JobConditions, around_s: float, work_s: float, pool: NodePool, trainings: int = _INTERVAL_TRAININGS
+def find_good_intervals_s(
+    job: JobConditions, near_s: float, work_s: float, pool: NodePool, runs: int = _INTERVAL_RUNS
 ) -> tuple[float, float]:
-    """Return the shortest and longest interval near `around_s` that the simulation cannot distinguish from the best.
+    """Return the shortest and longest interval near `near_s` that the simulation cannot distinguish from the best.
 
-    All intervals are simulated with the same seeds. Those whose mean is within the margin of the highest are good.
+    All intervals are simulated with the same seeds. An interval is good if its mean ratio is within the margin of the
+    highest mean ratio.
     """
     simulated = [
-        (factor * around_s, simulate_trainings(job, factor * around_s, work_s, pool, trainings))
-        for factor in _INTERVAL_FACTORS
+        (factor * near_s, simulate_runs(job, factor * near_s, work_s, pool, runs)) for factor in _INTERVAL_FACTORS
     ]
     best = max((expectation for _, expectation in simulated), key=lambda expectation: expectation.ratio)
     good = [interval_s for interval_s, expectation in simulated if expectation.ratio >= best.ratio - best.margin]
@@ -420,7 +430,7 @@ def good_intervals_s(
 
 
 class GoodputFigure(NamedTuple):
-    """An input, and where it comes from."""
+    """An input and its source."""
 
     value: float
     source: str
@@ -429,12 +439,12 @@ class GoodputFigure(NamedTuple):
 def measure_goodput_figures(
     events: Sequence[Event], steps: Sequence[StepLine], attempts: Sequence[AttemptTimes], per_node: int
 ) -> dict[str, GoodputFigure]:
-    """Return what a training's ledger has measured, by the keys of `GoodputAssumptions`.
+    """Return the figures that a run has measured, by the keys of `GoodputAssumptions`.
 
     Args:
-        events: Events of the training.
-        steps: Its lines of metrics.
-        attempts: Its attempts.
+        events: Events of the train stage.
+        steps: Lines of metrics of the run.
+        attempts: Attempts of the train stage.
         per_node: Ranks per node.
     """
     figures: dict[str, GoodputFigure] = {}
@@ -466,6 +476,7 @@ def measure_goodput_figures(
 
 
 def _node_days(attempt: AttemptTimes, per_node: int) -> float:
+    """Return the time of an attempt without waiting, in days, times its number of nodes."""
     ran_s = sum(spent for category, spent in attempt.seconds.items() if category not in WAITING_CATEGORIES)
     return ran_s / DAY_S * _count_nodes(attempt, per_node)
 
@@ -477,7 +488,7 @@ def _count_nodes(attempt: AttemptTimes, per_node: int) -> int:
 def collect_goodput_figures(
     config: Config, measured: Mapping[str, GoodputFigure], assumptions: GoodputAssumptions
 ) -> dict[str, GoodputFigure]:
-    """Return all known inputs by the keys of `GoodputAssumptions`; assumptions replace measured ones."""
+    """Return all known inputs by the keys of `GoodputAssumptions`. Assumptions replace measured figures."""
     figures = {key: GoodputFigure(*figure) for key, figure in _PAPER_FIGURES.items()} | dict(measured)
     for key in (*_MEANINGS, "step_s"):
         if (value := getattr(assumptions, key)) is not None:
@@ -487,7 +498,7 @@ def collect_goodput_figures(
         figures.setdefault("blocked_s", GoodputFigure(save_s, "checkpoint.mode sync: the whole save"))
     assumed_blocked = GoodputFigure(_ASYNC_BLOCKED_SHARE * save_s, "assumed: 5 %, with checkpoint.mode async")
     figures.setdefault("blocked_s", assumed_blocked)
-    if figures["blocked_s"].value > save_s:  # both from different sources
+    if figures["blocked_s"].value > save_s:  # this can happen if the two figures have different sources
         figures["save_s"] = GoodputFigure(figures["blocked_s"].value, "as long as it blocks")
     steps = config.train.steps
     if "gpu_hours" not in figures and "step_s" in figures and steps is not None:
@@ -499,7 +510,7 @@ def collect_goodput_figures(
 
 
 def job_conditions(figures: Mapping[str, GoodputFigure], assumptions: GoodputAssumptions, nodes: int) -> JobConditions:
-    """Return the conditions of a training on `nodes` nodes."""
+    """Return the conditions of a run's job on `nodes` nodes."""
     times = {key: figures[key].value for key in ("restart_s", "wait_s", "save_s", "blocked_s")}
     rate = job_failure_rate(figures["failures"].value, nodes)
     preemption_rate = assumptions.preemptions / DAY_S
@@ -512,10 +523,10 @@ def job_conditions(figures: Mapping[str, GoodputFigure], assumptions: GoodputAss
 def print_goodput(
     target: Path, overrides: Sequence[str], nodes: str | None, console: Console, assumptions_file: Path | None = None
 ) -> None:
-    """Print ratio, best interval, days and cost of a training by number of nodes.
+    """Print ratio, best interval, days and cost of a run by number of nodes.
 
     Args:
-        target: A config, or a run directory, whose ledger then provides measured inputs.
+        target: A config or a run directory. The ledger of a run provides measured inputs.
         overrides: Changes to the config as `KEY=VALUE`, and assumptions as `goodput.KEY=VALUE`.
         nodes: Numbers of nodes such as `16,2048` or `2..64`; None for 1, 4, 16 and 64 times the config's.
         console: Where to print.
@@ -524,8 +535,9 @@ def print_goodput(
     Raises:
         UserError: The config, the run, the assumptions or `nodes` are invalid.
     """
-    assumptions = load_assumptions(assumptions_file, [word for word in overrides if word.startswith("goodput.")])
-    overrides = [word for word in overrides if not word.startswith("goodput.")]
+    goodput_overrides = [override for override in overrides if override.startswith("goodput.")]
+    assumptions = load_assumptions(assumptions_file, goodput_overrides)
+    overrides = [override for override in overrides if not override.startswith("goodput.")]
     measured: dict[str, GoodputFigure] = {}
     if target.is_dir():
         run = Run.open(target)
@@ -543,14 +555,14 @@ def print_goodput(
         if key in figures:
             console.print(f"{figures[key].value:>10.4g}  {meaning} ({figures[key].source})", soft_wrap=True)
     console.print()
-    rows = [_table_row(config, figures, assumptions, count) for count in node_counts]
-    heads = [head for head in rows[0] if any(head in row and row[head] for row in rows)]
-    console.print(build_table([heads, *([row[head] for head in heads] for row in rows)]), soft_wrap=True)
-    for note in _notes(config, figures, node_counts):
+    rows = [_build_row(config, figures, assumptions, count) for count in node_counts]
+    titles = [title for title in rows[0] if any(title in row and row[title] for row in rows)]
+    console.print(build_table([titles, *([row[title] for title in titles] for row in rows)]), soft_wrap=True)
+    for note in _explain_columns(config, figures, node_counts):
         console.print(note, soft_wrap=True)
 
 
-def _table_row(
+def _build_row(
     config: Config, figures: Mapping[str, GoodputFigure], assumptions: GoodputAssumptions, nodes: int
 ) -> dict[str, str]:
     """Return a row of the table by column title; empty columns are left out of the table."""
@@ -574,8 +586,8 @@ def _table_row(
     work_s = figures["gpu_hours"].value * HOUR_S / gpus if "gpu_hours" in figures else _DEFAULT_WORK_S
     repair_s = HOUR_S * assumptions.repair_hours
     pool = NodePool(assumptions.spares, repair_s, assumptions.together, assumptions.nodes_together)
-    expectation = simulate_trainings(job, best_s, work_s, pool)
-    shortest, longest = good_intervals_s(job, best_s, min(work_s, 1000 / job.failure_rate), pool)
+    expectation = simulate_runs(job, best_s, work_s, pool)
+    shortest, longest = find_good_intervals_s(job, best_s, min(work_s, 1000 / job.failure_rate), pool)
     row["simulated"] = f"{format_span(shortest)} – {format_span(longest)}"
     row["whole training"] = f"{100 * expectation.ratio:.1f} ± {100 * expectation.margin:.1f} %"
     if assumptions.spares is not None:
@@ -588,30 +600,31 @@ def _table_row(
     return row
 
 
-def _notes(config: Config, figures: Mapping[str, GoodputFigure], node_counts: Sequence[int]) -> Iterator[str]:
+def _explain_columns(config: Config, figures: Mapping[str, GoodputFigure], node_counts: Sequence[int]) -> Iterator[str]:
     """Yield explanations of the table's columns."""
-    own_nodes = config.stages.train.max_nodes
+    configured_nodes = config.stages.train.max_nodes
     yield "save every: the interval with the highest ratio; simulated: intervals that are as good in a simulation"
-    if "step_s" in figures and own_nodes in node_counts:
+    if "step_s" in figures and configured_nodes in node_counts:
         yield f"as configured: the ratio with checkpoint.every_steps {config.checkpoint.every_steps:,}"
     if "gpu_hours" not in figures:
         yield "whole training: of 30 days; for its own days and cost, set gpu_hours or step_s, or name a run"
-    elif any(count != own_nodes for count in node_counts):
+    elif any(count != configured_nodes for count in node_counts):
         yield "days: assuming that twice the nodes are twice as fast; `plan --best` predicts how much faster they are"
 
 
 def describe_expected_goodput(
     config: Config, events: Sequence[Event], steps: Sequence[StepLine], attempts: Sequence[AttemptTimes]
 ) -> str | None:
-    """Return the goodput that was expected of a training so far, to compare it with the measured one.
+    """Return the expected goodput of a run so far, to compare it with the measured goodput.
 
-    None before the training has stepped and saved, and in its first node-day, which is too short for a comparison.
+    Return None if the run has no step or no save yet. Also return None in its first node-day, because this time is too
+    short for a comparison.
 
     Args:
         config: The run's config.
-        events: Events of the training.
-        steps: Its lines of metrics.
-        attempts: Its attempts.
+        events: Events of the train stage.
+        steps: Lines of metrics of the run.
+        attempts: Attempts of the train stage.
     """
     per_node = config.stages.train.tasks_per_node
     measured = measure_goodput_figures(events, steps, attempts, per_node)

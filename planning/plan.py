@@ -1,7 +1,7 @@
 """Describe what a config's layout means before anything runs: `plan CONFIG`, as text and as a page of figures.
 
-The text lists the mesh, memory, pipeline schedule, communication and predicted speed. `plan --html` writes the same as
-figures, with the expected cost of failures (planning/goodput.py).
+The text lists the mesh, memory, pipeline schedule, communication and predicted speed. `plan --html` draws the same as
+figures, and also draws the expected cost of failures (planning/goodput.py).
 """
 
 from __future__ import annotations
@@ -48,10 +48,11 @@ from planning.timeline import draw_text_timeline, rank_actions
 from planning.workload import Workload, matrix_shapes, workload_from_config
 
 TIMELINE_COLUMNS = 100
-"""Width of the text timeline; a longer one is cut off."""
+"""Maximum width of the text timeline. The rest of a longer timeline is not shown."""
 _MAX_RANKS_AT_ENDS = 32
-"""Of a long list of ranks, this many of the first and of the last ones are shown."""
+"""Number of ranks that are shown at the start and at the end of a long list of ranks."""
 _RESERVED = "CUDA and NCCL"
+"""Name of the kind of memory that CUDA and NCCL use."""
 _MEMORY_COLOURS = {"weights": 0, "gathered": 5, "gradients": 1, "optimizer": 3, "activations": 2, _RESERVED: 6}
 _ACTION_NAMES_AND_COLOURS = {
     "F": ("forward", 0), "B": ("backward", 1), "I": ("gradients of inputs", 1), "W": ("gradients of weights", 3)
@@ -73,10 +74,10 @@ def describe_plan(config: Config, machine: Machine | None = None) -> Iterator[st
 
     Args:
         config: The config.
-        machine: The machine to predict the speed for; None: no prediction.
+        machine: The machine for which the speed is predicted; None for no prediction.
 
     Raises:
-        UserError: After the lines about memory, if the GPU's memory does not suffice.
+        UserError: If the GPU's memory does not suffice; raised after the lines about memory.
     """
     custom_model = resolve_user_model(config, [Path.cwd(), CODE_ROOT])
     layout = resolve_layout(config)
@@ -124,14 +125,14 @@ def _describe_mesh(layout: Layout) -> Iterator[str]:
             if rank == _MAX_RANKS_AT_ENDS:
                 yield f"{'…':>5}"
             continue
-        at = layout.coordinates(rank)
-        stages = (layout.stage_layers[stage] for stage in layout.stages_on_rank(at.pp))
+        pp, _, _, tp, dp = layout.coordinates(rank)
+        stages = (layout.stage_layers[stage] for stage in layout.stages_on_rank(pp))
         blocks = ", ".join(f"{layers.start}–{layers.stop - 1}" for layers in stages)
-        yield f"{rank:>5} {rank // layout.ranks_per_node:>5} {at.pp:>4} {at.dp:>4} {at.tp:>4}   {blocks}"
+        yield f"{rank:>5} {rank // layout.ranks_per_node:>5} {pp:>4} {dp:>4} {tp:>4}   {blocks}"
 
 
 def _describe_schedule(layout: Layout) -> Iterator[str]:
-    """Yield the timeline of the pipeline, with its legend."""
+    """Yield the timeline of the pipeline and its legend."""
     rows = draw_text_timeline(rank_actions(layout), layout.stages)
     idle = sum(row.count("·") for row in rows) / sum(map(len, rows))
     yield f"{layout.schedule}: a digit is the forward of a micro-batch, a digit with ▒ its backward; a separate ▒ is"
@@ -143,7 +144,7 @@ def _describe_schedule(layout: Layout) -> Iterator[str]:
 def _describe_memory(config: Config, layout: Layout, vocab: int) -> Iterator[str]:
     """Yield the memory of each pipeline rank. Raises UserError if it is more than `site.gpu_memory_gib`."""
     yield "memory per rank in GB (activations are estimated; without fragmentation and libraries)"
-    yield f"{'pp':>5} {'parameters':>15}" + "".join(f" {head:>11}" for head in (*MEMORY_KINDS, "sum"))
+    yield f"{'pp':>5} {'parameters':>15}" + "".join(f" {title:>11}" for title in (*MEMORY_KINDS, "sum"))
     ranks = estimate_memory_of_ranks(config, layout, vocab)
     for rank, memory in enumerate(ranks):
         sizes = [*(getattr(memory, kind) for kind in MEMORY_KINDS), memory.total]
@@ -179,7 +180,10 @@ def describe_prediction(config: Config, layout: Layout, vocab: int, machine: Mac
 
 
 def _count_custom_parameters(config: Config, layout: Layout, custom_model: UserModel) -> Iterator[int]:
-    """Yield the parameters of each pipeline rank's stages of a custom model, which is built without memory."""
+    """Yield the number of parameters of each pipeline rank of a custom model.
+
+    The model is built on the `meta` device, so it takes no memory. Raises UserError if the user's code fails.
+    """
     import torch
 
     options = config.model.all_options
@@ -192,8 +196,8 @@ def _count_custom_parameters(config: Config, layout: Layout, custom_model: UserM
         except (UserError, KeyboardInterrupt):
             raise
         except BaseException as error:  # the user's code may raise anything
-            at = extract_tb(error.__traceback__)[-1]
-            message = f"{custom_model.target} fails at {at.filename}:{at.lineno}: {type(error).__name__}: {error}"
+            frame = extract_tb(error.__traceback__)[-1]
+            message = f"{custom_model.target} fails at {frame.filename}:{frame.lineno}: {type(error).__name__}: {error}"
             raise UserError("model.build_failed", make_printable(f"model.target: {message}")) from error
         yield count
 
@@ -210,21 +214,21 @@ def describe_best_layouts(
 
     Args:
         config: The config.
-        machine: The machine to search for.
-        nodes: Numbers of nodes such as `16,2048` or `2..64`; None: the config's.
-        write: The config beside which the best layout is written; None: it is not written.
-        overrides: The command line's `KEY=VALUE`, which are written too.
+        machine: The machine for which layouts are searched.
+        nodes: Numbers of nodes such as `16,2048` or `2..64`; None for the config's number.
+        write: The path of the config. The best layout is written to a new file next to it. None: nothing is written.
+        overrides: `KEY=VALUE` of the command line, which are also written.
         problem: Why the config's own layout is invalid; None if it is valid.
 
     Raises:
-        UserError: The model is custom, no layout fits, or the file exists.
+        UserError: If the model is custom, no layout fits, or the new file exists already.
     """
     if config.model.target is not None:
         raise UserError("plan.unsupported_model", "--best supports only the decoder, not model.target")
     vocab = vocab_size(config)
-    own = predict_configured_layout(config, machine, vocab) if problem is None else None
+    configured = predict_configured_layout(config, machine, vocab) if problem is None else None
     node_counts = parse_node_counts(nodes or str(config.stages.train.max_nodes))
-    rows, best = search_layouts(config, machine, vocab, node_counts, own)
+    rows, best = search_layouts(config, machine, vocab, node_counts, configured)
     yield f"layouts on {machine.gpu}; tokens/s per GPU, GB of the fullest GPU"
     yield from rows
     if problem is not None:
@@ -238,7 +242,7 @@ def describe_best_layouts(
 
 @dataclass(frozen=True)
 class TimedAction:
-    """An action of a pipeline rank, with its start and end in seconds, or in forwards without a prediction."""
+    """An action of a pipeline rank. Start and end are in seconds; without a prediction, one forward pass takes 1."""
 
     kind: str
     stage: int
@@ -252,7 +256,7 @@ class PlanFigures:
     """What the figures of a plan show."""
 
     facts: dict[str, str]
-    """The summary."""
+    """Names and values of the summary."""
     memory: list[dict[str, float]]
     """GB by kind, for each pipeline rank."""
     gpu_memory: float | None
@@ -264,18 +268,21 @@ class PlanFigures:
     operators: dict[str, tuple[float, float]]
     """FLOPs per byte of memory traffic, and predicted FLOP/s, of the operators of a forward."""
     roof: tuple[float, float] | None
-    """The machine's FLOP/s, and bytes per second of memory."""
+    """The machine's FLOP/s and its memory bandwidth in bytes per second; None without a machine."""
 
 
 def compute_plan_figures(config: Config, machine: Machine | None) -> PlanFigures:
-    """Compute what the figures show; speed only with a machine. Raises UserError for a custom model."""
+    """Compute what the figures show. Speed is predicted only if a machine is given.
+
+    Raises UserError for a custom model.
+    """
     if config.model.target is not None:
         raise UserError("plan.unsupported_model", "--html supports only the decoder, not model.target")
     layout = resolve_layout(config)
     vocab = vocab_size(config)
     work = workload_from_config(config, layout, vocab)
     kinds: tuple[str, ...] = MEMORY_KINDS
-    if config.parallel.offload:  # the others are in host memory
+    if config.parallel.offload:  # the other kinds are in host memory
         kinds = ("gathered", "activations")
     gib = config.site.gpu_memory_gib
     reserved = {} if gib is None else {_RESERVED: reserved_gpu_bytes(layout) / GB}
@@ -314,6 +321,7 @@ def compute_plan_figures(config: Config, machine: Machine | None) -> PlanFigures
 def _compute_timeline(
     work: Workload, forward: tuple[float, ...], backward: tuple[float, ...]
 ) -> list[list[TimedAction]]:
+    """Return the actions of each pipeline rank in the first rounds of a step."""
     ranks, duration, _ = replay_step(
         work.schedule, work.pipeline, work.virtual_stages, work.micro_batches, forward, backward
     )
@@ -321,6 +329,7 @@ def _compute_timeline(
 
 
 def _compute_operators(work: Workload, machine: Machine) -> dict[str, tuple[float, float]]:
+    """Return FLOPs per byte of memory traffic and predicted FLOP/s of each operator of a forward pass."""
     rank = make_rank_model(work, machine)
     width = 4 if work.precision == "fp32" else 2
     operators = {}
@@ -334,7 +343,7 @@ def _compute_operators(work: Workload, machine: Machine) -> dict[str, tuple[floa
 
 
 def draw_memory(ranks: Sequence[Mapping[str, float]], gpu_memory: float | None) -> str:
-    """Draw the memory of each pipeline rank by kind, and the limit.
+    """Draw the memory of each pipeline rank by kind, and the memory of a GPU as a limit.
 
     Args:
         ranks: GB by kind of each rank.
@@ -357,11 +366,11 @@ def draw_memory(ranks: Sequence[Mapping[str, float]], gpu_memory: float | None) 
 
 
 def draw_schedule(timeline: Sequence[Sequence[TimedAction]], is_predicted: bool) -> str:
-    """Draw when each pipeline rank runs which action.
+    """Draw the actions of each pipeline rank over time.
 
     Args:
         timeline: Actions of each rank.
-        is_predicted: Whether times are in seconds; otherwise one forward takes 1.
+        is_predicted: Whether times are in seconds. Otherwise one forward pass takes 1.
     """
     scale, unit = (1e3, "milliseconds from the first forward") if is_predicted else (1.0, "durations of a forward")
     x = Scale(0, scale * max(action.end for actions in timeline for action in actions), unit)
@@ -388,7 +397,7 @@ def draw_roofline(operators: Mapping[str, tuple[float, float]], roof: tuple[floa
     ridge = rate / bandwidth
     intensities = [intensity for intensity, _ in operators.values()]
     ends = min(ridge / 100, *intensities), ridge, max(ridge * 10, *intensities)
-    points = {"limit of the machine": [(at, min(rate, at * bandwidth) / 1e12) for at in ends]}
+    points = {"limit of the machine": [(intensity, min(rate, intensity * bandwidth) / 1e12) for intensity in ends]}
     points |= {name: [(intensity, flops / 1e12)] for name, (intensity, flops) in operators.items()}
     return draw_curves("Operators of a forward", "FLOPs per byte of memory traffic", "TFLOP/s", points, log="xy")
 
@@ -398,7 +407,7 @@ def draw_failures(config: Config, configured_interval_s: float) -> list[str]:
 
     Args:
         config: The config.
-        configured_interval_s: Seconds between its checkpoints; 0 if unknown.
+        configured_interval_s: Seconds between the checkpoints of the config; 0 if unknown.
     """
     assumptions = GoodputAssumptions()
     inputs = collect_goodput_figures(config, {}, assumptions)

@@ -1,12 +1,12 @@
-"""Rehearse one rank of a run on this machine, without values and peers: `plan CONFIG --rehearse RANK`.
+"""Rehearse one rank of a run on this machine, without values and other ranks: `plan CONFIG --rehearse RANK`.
 
-The real training engine (pipeline/train/engine.py) is built and runs two steps. An error that would otherwise
-appear after a day in the queue appears here. Tensors are torch's fake ones (`FakeTensorMode`): they have shape, type
-and device, but no memory. Collectives are those of a fake process group, which returns at once. One core can therefore
-be any rank of 16,384. The second step is reported, because the first one also sets up.
+The rehearsal builds the real training engine (pipeline/train/engine.py) and runs two steps. It finds errors that would
+otherwise appear after a day in the queue. Tensors are fake (`FakeTensorMode`): they have shape, type and device, but no
+memory. Collectives are those of a fake process group, which returns at once. One core can therefore rehearse any rank
+of 16,384. The second step is reported, because the first step also initializes state.
 
-`_replace_real_parts` replaces what needs values or peers. Kernels are those of the CPU and are not compiled; their
-workspace and fragmentation are not counted.
+`_replace_real_parts` replaces functions that need values or other ranks. Kernels are those of the CPU and are not
+compiled. Their workspace and fragmentation are not counted.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _OPERATIONS = {
     "all_to_all_single": "all-to-all", "alltoall_base_": "all-to-all", "broadcast_": "broadcast",
     "broadcast": "broadcast", "send": "send",
 }  # fmt: skip
-"""Collective of each of torch's operators that send, by the operator's name."""
+"""Collective of each operator of torch that sends data, by the operator's name."""
 
 
 class _Storage:
@@ -63,9 +63,9 @@ class _Storage:
 
     def __init__(self) -> None:
         self.size = 0
-        """Bytes."""
+        """Size in bytes."""
         self.kind = "activations"
-        """One of `MEMORY_KINDS`; activations are the rest."""
+        """One of `MEMORY_KINDS`. Memory of no other kind counts as activations."""
 
 
 class TensorAccount(TorchDispatchMode):
@@ -75,7 +75,7 @@ class TensorAccount(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._live: dict[int, _Storage] = {}
         self.current = 0
-        """Bytes of all tensors now."""
+        """Bytes of all tensors at this moment."""
         self._resize = torch.UntypedStorage.resize_
         self.reset()
 
@@ -84,9 +84,12 @@ class TensorAccount(TorchDispatchMode):
         self.peak = self.current
         self._at_peak = [(storage, storage.size) for storage in self._live.values()]
         self.sent: defaultdict[tuple[str, int, str], list[int]] = defaultdict(lambda: [0, 0])
-        """Calls, and bytes that this rank sends with ring algorithms; by group, number of ranks and operation."""
+        """Number of calls, and bytes that this rank sends with ring algorithms.
 
-    def by_kind(self) -> dict[str, int]:
+        The key has the name of the group, its number of ranks, and the operation.
+        """
+
+    def peak_by_kind(self) -> dict[str, int]:
         """Return the bytes at the peak by kind."""
         sizes = dict.fromkeys(MEMORY_KINDS, 0)
         for storage, size in self._at_peak:
@@ -119,7 +122,7 @@ class TensorAccount(TorchDispatchMode):
         super().__exit__(*details)  # type: ignore[no-untyped-call]
 
     def _update_storage(self, storage: torch.UntypedStorage) -> None:
-        """Note a storage that is new or has another size."""
+        """Record the size of a storage that is new or was resized."""
         key = storage._cdata
         size = storage.nbytes()
         if key not in self._live:
@@ -133,12 +136,13 @@ class TensorAccount(TorchDispatchMode):
             self._at_peak = [(other, other.size) for other in self._live.values()]
 
     def _remove_storage(self, key: int) -> None:
+        """Subtract the size of a storage that was freed."""
         self.current -= self._live.pop(key).size
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, and count the memory of its results and the bytes that it sends."""
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # torch dispatches again, with the local tensors
+            return NotImplemented  # torch calls this method again with the local tensors
         result = self.call(func, args, kwargs or {})
         for tensor in _list_tensors(result):
             if self.counts(tensor):
@@ -149,7 +153,10 @@ class TensorAccount(TorchDispatchMode):
         return result
 
     def counts(self, tensor: Tensor) -> bool:
-        """Return whether a tensor takes memory. Wrappers do not, nor do fake tensors for shape inference of DTensor."""
+        """Return whether a tensor takes memory.
+
+        Wrapper subclasses take no memory. Neither do the fake tensors with which DTensor infers shapes.
+        """
         return not (tensor.is_meta or isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor))
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -157,6 +164,7 @@ class TensorAccount(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _count_sent(self, operation: str, args: Any, results: Any) -> None:
+        """Count the bytes that a collective sends."""
         boxed_group = next((arg for arg in args if isinstance(arg, torch.ScriptObject)), None)
         if boxed_group is None:
             group: Any = dist.distributed_c10d._resolve_process_group(args[-1])
@@ -173,7 +181,7 @@ class TensorAccount(TorchDispatchMode):
 
 
 class _FakeAccount(TensorAccount):
-    """The account of a rehearsed rank: communication is complete at once, and no value is known."""
+    """The account of a rehearsed rank. Collectives complete at once, and tensors have no values."""
 
     is_inferring_shapes = False
     """Whether DTensor is inferring the shapes of an operator's results, on fake tensors that must not be counted."""
@@ -183,11 +191,14 @@ class _FakeAccount(TensorAccount):
         self._collective_inputs: dict[int, Any] = {}
 
     def counts(self, tensor: Tensor) -> bool:
-        """Return whether a tensor takes memory: fake tensors do, except on the meta device or for inferred shapes."""
+        """Return whether a tensor takes memory.
+
+        Fake tensors do, except those on the `meta` device and those with which DTensor infers shapes.
+        """
         return isinstance(tensor, FakeTensor) and not tensor.is_meta and not self.is_inferring_shapes
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator. Values read from tensors are 1.0 or 0; collectives have finished when they return."""
+        """Run an operator. A value that is read from a tensor is 1.0 or 0. Collectives complete at once."""
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return 1.0 if args[0].is_floating_point() else 0
         if func.namespace == "_c10d_functional":
@@ -200,7 +211,7 @@ class _FakeAccount(TensorAccount):
         return work if len(func._schema.returns) == 1 else (args[0], work)
 
     def _call_functional_collective(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run a functional collective, and keep its input until its result is waited for, as a real one does."""
+        """Run a functional collective, and keep its input until `wait_tensor`, as a real collective does."""
         if func is torch.ops._c10d_functional.wait_tensor.default:
             self._collective_inputs.pop(args[0].untyped_storage()._cdata, None)
             return args[0]
@@ -218,7 +229,7 @@ def _list_tensors(value: Any) -> list[Tensor]:
 
 @contextmanager
 def _replace_real_parts(account: _FakeAccount, config: Config, layout: Layout) -> Iterator[None]:
-    """Replace what needs values or peers inside the block."""
+    """Replace functions that need values or other ranks inside the `with` block."""
 
     def run_without_fakes(function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -236,11 +247,12 @@ def _replace_real_parts(account: _FakeAccount, config: Config, layout: Layout) -
         finally:
             account.is_inferring_shapes = False
 
-    def make_own_group_only(ranks: list[int], **options: Any) -> Any:  # tens of thousands of groups would take minutes
+    def create_group_of_this_rank(ranks: list[int], **options: Any) -> Any:
+        # The groups of all ranks may be tens of thousands, which would take minutes.
         return dist.new_group(ranks, **options) if dist.get_rank() in ranks else None
 
     with ExitStack() as stack:
-        # these need real values even in a rehearsal: rank numbers, and weights on the meta device
+        # These functions need real values even in a rehearsal: rank numbers, and weights on the `meta` device.
         for owner, function in (
             (Mesh, Mesh.build_device_mesh),
             (device_mesh.DeviceMesh, device_mesh.DeviceMesh.__init__),
@@ -254,12 +266,12 @@ def _replace_real_parts(account: _FakeAccount, config: Config, layout: Layout) -
                 ShardingPropagator, ShardingPropagator._propagate_tensor_meta_non_cached, infer_shapes_uncounted
             )
         )
-        stack.enter_context(_replace_function(device_mesh, dist.new_group, make_own_group_only))
+        stack.enter_context(_replace_function(device_mesh, dist.new_group, create_group_of_this_rank))
         stack.enter_context(_replace_function(dist.Reducer, dist.Reducer._rebuild_buckets, lambda _: False))
         if layout.pp > 1:
             stack.enter_context(_replace_shape_messages(config, layout))
         chunk_entries = optimizer_module._CHUNK_ENTRIES
-        optimizer_module._CHUNK_ENTRIES = 1 << 62  # whole gradients: splitting them needs values
+        optimizer_module._CHUNK_ENTRIES = 1 << 62  # gradients stay whole, because splitting them needs values
         try:
             yield
         finally:
@@ -268,7 +280,7 @@ def _replace_real_parts(account: _FakeAccount, config: Config, layout: Layout) -
 
 @contextmanager
 def _replace_function(owner: Any, function: Any, replacement: Any) -> Iterator[None]:
-    """Replace a function of a module or class by another one inside the block."""
+    """Replace a function of a module or class by another one inside the `with` block."""
     name = function.__name__
     original = vars(owner)[name]
     setattr(owner, name, replacement)
@@ -280,7 +292,7 @@ def _replace_function(owner: Any, function: Any, replacement: Any) -> Iterator[N
 
 @contextmanager
 def _replace_shape_messages(config: Config, layout: Layout) -> Iterator[None]:
-    """Give each pipeline stage the shapes that its neighbours would send before the first step."""
+    """Give each pipeline-parallel stage the shapes that its neighbours would send before the first step."""
     try:
         from torch.distributed.pipelining._utils import _TensorMeta
         from torch.distributed.pipelining.stage import PipelineStage, _StageBackwardMeta, _StageForwardMeta
@@ -293,7 +305,7 @@ def _replace_shape_messages(config: Config, layout: Layout) -> Iterator[None]:
     trained_from = find_trained_parameters(config).first_block
 
     def receive_meta(stage: Any, source: int) -> Any:
-        if source > stage.stage_index:  # gradients, of those outputs that need them
+        if source > stage.stage_index:  # the next stage sends the gradients of outputs that require gradients
             metas = tuple(meta if meta.requires_grad else None for meta in stage._stage_meta.outputs)
             return _StageBackwardMeta(metas)
         requires_grad = layout.stage_layers[stage.stage_index].start > trained_from
@@ -308,11 +320,11 @@ def _replace_shape_messages(config: Config, layout: Layout) -> Iterator[None]:
 
 
 def account_step(engine: Any, account: TensorAccount, step: int, batch: dict[str, Tensor]) -> None:
-    """Run a step of an engine in an account that is entered, and note the kinds of its tensors.
+    """Run a step of an engine, count its memory and sent bytes, and set the kinds of its tensors.
 
     Args:
         engine: The training engine.
-        account: The account; it is reset first.
+        account: The account, which must be entered as a context manager. It is reset first.
         step: Number of the step.
         batch: The samples of this rank.
     """
@@ -329,7 +341,7 @@ def account_step(engine: Any, account: TensorAccount, step: int, batch: dict[str
 
 
 class Progress:
-    """Context manager that prints the phase of a rehearsal to stderr, and every few seconds its duration."""
+    """Context manager that prints the phase of a rehearsal to stderr when it starts, and every few seconds."""
 
     INTERVAL_S = 10.0
 
@@ -365,7 +377,7 @@ class Progress:
 def rehearse_rank(
     config: Config, rank: int, vocab: int, start_phase: Callable[[str], None] = lambda phase: None
 ) -> TensorAccount:
-    """Return the account of the second step of a rank.
+    """Rehearse a rank and return the account of its second step.
 
     Args:
         config: The config.
@@ -464,7 +476,7 @@ def describe_rehearsal(config: Config, rank: int) -> Iterator[str]:
     actions = rank_actions(layout)[coordinates.pp]
     estimate = estimate_memory(config, layout, coordinates.pp, vocab, actions, on_cpu=True)
     for name, sizes in (
-        ("rehearsed", [*account.by_kind().values(), account.peak]),
+        ("rehearsed", [*account.peak_by_kind().values(), account.peak]),
         ("plan", [*(getattr(estimate, kind) for kind in MEMORY_KINDS), estimate.total]),
     ):
         yield f"{name:>10}" + "".join(f" {size / GB:>11.3f}" for size in sizes)

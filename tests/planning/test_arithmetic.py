@@ -155,7 +155,7 @@ def test_planned_weights_and_traffic_include_each_norm_and_bias(case: dict[str, 
 def measure_rehearsed_weights(rank_info: RankInfo, config: Config) -> tuple[int, dict[str, int]]:
     """Return the bytes of the weights of rank 0, and the bytes that it sends by process group."""
     account = rehearse_rank(config, 0, VOCAB)
-    return account.by_kind()["weights"], sum_bytes_by_group(account)
+    return account.peak_by_kind()["weights"], sum_bytes_by_group(account)
 
 
 def draw_random_case(draw: random.Random) -> tuple[Config, int] | None:

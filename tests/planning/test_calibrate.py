@@ -28,7 +28,7 @@ from planning.calibrate import (
     fit_line,
     fit_link,
     fit_machine,
-    read_device_facts,
+    read_device_info,
     write_machine,
 )
 from planning.machine import Exchange, Machine, Overheads, Step, Timings, load_machine
@@ -301,7 +301,7 @@ def test_the_config_of_a_run_with_removed_sections_loads_without_a_note(capsys: 
 def read_cores_of_rank(rank_info: RankInfo, cpus: list[set[int]], ranks_per_node: int) -> int | None:
     """Return the number of cores that a rank reports for its node, if each rank may only use the CPUs `cpus[rank]`."""
     os.sched_getaffinity = lambda pid: cpus[rank_info.rank]
-    return read_device_facts(groups.join_process_group(rank_info, QUICKSTART), 1, ranks_per_node).cores
+    return read_device_info(groups.join_process_group(rank_info, QUICKSTART), 1, ranks_per_node).cores
 
 
 def test_the_number_of_cores_includes_the_cpus_of_all_ranks_of_a_node() -> None:

@@ -17,10 +17,10 @@ from planning.goodput import (
     count_bounds,
     daly_s,
     effective_ratio,
-    good_intervals_s,
+    find_good_intervals_s,
     job_failure_rate,
-    simulate_training,
-    simulate_trainings,
+    simulate_run,
+    simulate_runs,
     young_s,
 )
 
@@ -48,9 +48,9 @@ def test_the_estimate_agrees_with_llama_3() -> None:
     meta = JobConditions(rate, 600, 60, 60, 3)
     best = best_interval_s(meta)
     work = 54 * DAY_S * effective_ratio(meta, best)
-    found = simulate_trainings(meta, best, work, NodePool())
+    found = simulate_runs(meta, best, work, NodePool())
     assert found.mean_s / DAY_S == pytest.approx(54, rel=0.02)
-    assert fmean(simulate_training(meta, best, work, NodePool(), seed).failures for seed in range(20)) == pytest.approx(
+    assert fmean(simulate_run(meta, best, work, NodePool(), seed).failures for seed in range(20)) == pytest.approx(
         419, rel=0.1
     )
     assert found.ratio > 0.9
@@ -133,23 +133,21 @@ def test_the_simulation_agrees_with_the_closed_form(
     """The cases include saves that are longer than the interval, and preemptions."""
     one = job(mttf, save, part * save, restart, wait_s=wait, preemption_rate=preempted / mttf, preempted_s=1000.0)
     ratio = effective_ratio(one, interval)
-    found = simulate_trainings(one, interval, max(300 * mttf * ratio, interval), NodePool(), trainings=20)
+    found = simulate_runs(one, interval, max(300 * mttf * ratio, interval), NodePool(), runs=20)
     assert found.ratio == pytest.approx(ratio, abs=4 / 1.96 * found.margin + 0.01)
 
 
 def test_the_parts_of_a_simulated_training_add_up_to_its_duration() -> None:
     one, work = job(5000, 60, 10, 300, wait_s=30), 2e6
-    found = simulate_training(
-        one, 400, work, NodePool(spares=1, repair_s=20_000, together=0.2, nodes_together=3), seed=7
-    )
+    found = simulate_run(one, 400, work, NodePool(spares=1, repair_s=20_000, together=0.2, nodes_together=3), seed=7)
     kept = found.seconds - work - found.lost_s - found.no_node_s - 30 * found.failures
     saves, starts = 10 * work / 400, 300 * (found.failures + 1)
     assert found.no_node_s > 0 and found.failures > 300
     assert kept == pytest.approx(saves + starts, rel=0.1), "the remaining time consists of saves and restarts"
     assert (
-        simulate_training(one, 400, work, NodePool(), 7)
-        == simulate_training(one, 400, work, NodePool(), 7)
-        != simulate_training(one, 400, work, NodePool(), 8)
+        simulate_run(one, 400, work, NodePool(), 7)
+        == simulate_run(one, 400, work, NodePool(), 7)
+        != simulate_run(one, 400, work, NodePool(), 8)
     )
 
 
@@ -160,7 +158,7 @@ def test_waiting_depends_on_spares_as_queueing_theory_predicts() -> None:
 
     def waits(spares: int, **more: float) -> float:
         pool = NodePool(spares, DAY_S, **more)  # type: ignore[arg-type]
-        found = simulate_trainings(one, 300, 30 * DAY_S, pool, trainings=5)
+        found = simulate_runs(one, 300, 30 * DAY_S, pool, runs=5)
         return found.no_node_s / found.mean_s
 
     assert waits(round(repairing + 5 * math.sqrt(repairing))) < 1e-3
@@ -171,18 +169,18 @@ def test_waiting_depends_on_spares_as_queueing_theory_predicts() -> None:
 def test_without_spares_repairs_limit_the_ratio() -> None:
     """The job runs only while no node is in repair: an alternating renewal process, 1/λ running and 1/μ in repair."""
     one = JobConditions(1 / 3600, 0, 0, 1e-3, 1e-3)
-    found = simulate_trainings(one, 5, 400 * 3600, NodePool(spares=0, repair_s=1800), trainings=20)
+    found = simulate_runs(one, 5, 400 * 3600, NodePool(spares=0, repair_s=1800), runs=20)
     assert found.ratio == pytest.approx(2 / 3, abs=0.02)
 
 
 def test_a_training_of_131072_gpus_without_valid_saves_never_ends() -> None:
     one = JobConditions(job_failure_rate(RSC1, 16_384), 3600, 600, 900, 900)
     assert effective_ratio(one, best_interval_s(one)) < 0.01
-    assert simulate_training(one, 600, 1e9, NodePool(), 1).seconds == math.inf
+    assert simulate_run(one, 600, 1e9, NodePool(), 1).seconds == math.inf
 
 
 def test_the_good_intervals_include_the_best_one() -> None:
     one = JobConditions(job_failure_rate(RSC1, 2048), 600, 60, 60, 60)
-    low, high = good_intervals_s(one, best_interval_s(one), 20 * DAY_S, NodePool())
+    low, high = find_good_intervals_s(one, best_interval_s(one), 20 * DAY_S, NodePool())
     assert 0.5 * best_interval_s(one) < low <= 1.1 * best_interval_s(one)
     assert 0.9 * best_interval_s(one) <= high < 2 * best_interval_s(one)

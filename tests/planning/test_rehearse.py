@@ -35,7 +35,7 @@ def summarize(account: Any) -> Measurement:
     for (group, _, operation), (_, size) in account.sent.items():
         by_operation[operation] = by_operation.get(operation, 0) + size
         by_group[group] = by_group.get(group, 0) + size
-    return {"sent": by_operation, "groups": by_group, "peak": account.peak, "kinds": account.by_kind()}
+    return {"sent": by_operation, "groups": by_group, "peak": account.peak, "kinds": account.peak_by_kind()}
 
 
 def measure_real_rank(rank_info: RankInfo, configs: list[Config]) -> list[Measurement]:

@@ -20,8 +20,8 @@ from planning.machine import load_machine
 from planning.memory import estimate_memory, reserved_gpu_bytes
 from planning.predict import predict_step
 from planning.search import (
-    FRAGMENTATION_FACTOR,
     CONFIGURED_LAYOUT_MARK,
+    FRAGMENTATION_FACTOR,
     enumerate_layouts,
     find_fastest_fitting,
     parse_node_counts,
