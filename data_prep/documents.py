@@ -376,9 +376,10 @@ def check_text(path: str, head: bytes, compression: str | None) -> None:
     if head.startswith(UTF16):
         raise UserError("data.wrong_encoding", f"cannot read {path}: it is {UTF16_HINT}")
     if binary_format := detect_binary_format(head):
-        found = FileType(binary_format, compression)
+        file_type = FileType(binary_format, compression)
         raise UserError(
-            "data.wrong_format", f"cannot read {path}: it seems to be {found}, not text: rename it, or set data.format"
+            "data.wrong_format",
+            f"cannot read {path}: it seems to be {file_type}, not text: rename it, or set data.format",
         )
 
 
@@ -628,7 +629,7 @@ def _read_json_values(path: str, stream: BinaryIO) -> Iterator[ObjectRecord]:
     reader.position += is_array
     if is_array and reader.skip_spaces() == "]":  # the array is empty
         reader.position += 1
-        _check_end_of_file(reader, "the array")
+        _check_end_of_file(reader)
         return
     while reader.skip_spaces():
         number += 1
@@ -649,7 +650,7 @@ def _read_json_values(path: str, stream: BinaryIO) -> Iterator[ObjectRecord]:
             separator = reader.skip_spaces()
             reader.position += 1
             if separator == "]":
-                _check_end_of_file(reader, "the array")
+                _check_end_of_file(reader)
                 return
             if separator != ",":
                 problem = f"{separator!r} follows value {number:,}" if separator else f"it ends after value {number:,}"
@@ -664,12 +665,12 @@ def _read_json_values(path: str, stream: BinaryIO) -> Iterator[ObjectRecord]:
         )
 
 
-def _check_end_of_file(reader: _JsonReader, what: str) -> None:
-    """Raise UserError if anything follows the end of `what`."""
+def _check_end_of_file(reader: _JsonReader) -> None:
+    """Raise UserError if anything follows the end of the array."""
     if following := reader.skip_spaces():
         raise UserError(
             "data.damaged_file",
-            f"cannot read {reader.path}: {following!r} follows the end of {what}: a file must have one array of "
+            f"cannot read {reader.path}: {following!r} follows the end of the array: a file must have one array of "
             "objects, or one object per line",
         )
 

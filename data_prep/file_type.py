@@ -329,7 +329,7 @@ def detect_json_kind(head: bytes) -> str | None:
     except (ValueError, RecursionError):
         # The first line is invalid, or longer than the bytes that were read.
         is_long = not rest and len(head) >= HEAD_BYTES
-        has_object = any(isinstance(_parse_line(one), dict) for one in rest if one[:1] == "{")
+        has_object = any(isinstance(_parse_line(line), dict) for line in rest if line[:1] == "{")
         return "JSON Lines" if is_long or has_object else None
 
 
