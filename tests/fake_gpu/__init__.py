@@ -5,8 +5,8 @@ see `FAKE_GPUS` (default 1) devices. It logs each call with its thread, device a
 
 - Real: torch's own parts (caching allocator, dispatch, autograd, DDP, FSDP, futures, stream waits), memory counted per
   device, the creation of contexts by threads, torch.compile including the binaries of ptxas.
-- Not real: kernels, collectives, and copies of more than 64 KiB do nothing. Values and speed mean nothing, and faults
-  of drivers, kernels and NCCL do not show. cuDNN's workspaces and NCCL's buffers are not counted as memory.
+- Not real: kernels, collectives, and copies of more than 64 KiB do nothing. Computed values and times are meaningless,
+  and faults of drivers, kernels and NCCL are not found. Memory excludes workspaces of cuDNN and buffers of NCCL.
 
     make test-gpu-fake                              tests/train/test_fake_*.py in .venv-cuda, which it creates (5 GB)
     make test-gpu-fake CUDA_PYTHON=…/bin/python     the same with a Python that already has a CUDA build of torch

@@ -1,6 +1,8 @@
 """Run a Python program with one fake H200: `python -m tests.fake_gpu PYTHON …`. PYTHON has a CUDA build of torch.
 
-python -m tests.fake_gpu .venv-cuda/bin/python -m benchmarks.gpu 8b --out FOLDER      a rehearsal at full size
+For example, rehearse a benchmark at full size:
+
+    python -m tests.fake_gpu .venv-cuda/bin/python -m benchmarks.gpu 8b --out FOLDER
 """
 
 from __future__ import annotations

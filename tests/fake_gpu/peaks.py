@@ -7,21 +7,21 @@ with these peaks, and `make test-gpu-fake` checks that the peaks are still the s
 
 from __future__ import annotations
 
-NO_MASTER = "optimizer.state={master: none, moments: bf16}"
+NO_MASTER_WEIGHTS = "optimizer.state={master: none, moments: bf16}"
 EMBEDDING = "'model.embed_tokens.*'"
 RECOMPUTE = "parallel.activation_checkpointing"
 
 PEAKS: list[tuple[float, str, tuple[str, ...]]] = [
     (119.63, "lm-8b-1gpu", ()),
     (119.82, "lm-8b-1gpu", ("parallel.zero=1", "train.micro_batch=1")),
-    (65.52, "lm-8b-1gpu", (NO_MASTER, f"{RECOMPUTE}=full")),
-    (86.55, "lm-8b-1gpu", (NO_MASTER,)),
+    (65.52, "lm-8b-1gpu", (NO_MASTER_WEIGHTS, f"{RECOMPUTE}=full")),
+    (86.55, "lm-8b-1gpu", (NO_MASTER_WEIGHTS,)),
     (72.57, "lm-8b-1gpu", ("optimizer.state={master: none, moments: int8}",)),
     (105.63, "lm-8b-1gpu", ("optimizer.state={moments: int8}",)),
     (109.28, "lm-8b-1gpu", ("train.loss_chunk=null", "train.micro_batch=1")),
     (98.60, "lm-8b-1gpu", (f"{RECOMPUTE}=full",)),
     (130.37, "lm-8b-1gpu", ("train.compile=false",)),
-    (80.44, "lm-8b-1gpu", (NO_MASTER, f"{RECOMPUTE}=none", "train.micro_batch=1")),
+    (80.44, "lm-8b-1gpu", (NO_MASTER_WEIGHTS, f"{RECOMPUTE}=none", "train.micro_batch=1")),
     (43.14, "lm-1b", (f"{RECOMPUTE}=none",)),
     (44.62, "lm-1b", (f"{RECOMPUTE}=selective", "train.micro_batch=8")),
     (47.05, "lm-1b", (f"{RECOMPUTE}=none", "model.tie_word_embeddings=false")),

@@ -1,7 +1,7 @@
 """Programs that tests run on a fake GPU: parts of the pipeline as a rank uses them, on GPU 1 of 2.
 
 `python -m tests.fake_gpu.programs NAME ARGUMENT …` calls one of these functions. They write notes into the log, so that
-a test can find the calls in between. Values mean nothing, because kernels compute nothing.
+a test can find the calls between two notes. Computed values are meaningless, because kernels compute nothing.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ def join_on_gpu1(**parallel: Any) -> groups.World:
 
 
 def closest(rank: str, port: str) -> None:
-    """Join as local rank 4 or 5 of 8, bound to the two GPUs of their socket."""
+    """Join as local rank 4 or 5 of 8 on a node. Slurm has bound the two ranks to the two GPUs nearest to them.
+
+    Note the GPU that this rank uses.
+    """
     import torch.distributed as dist
 
     rank_info = make_rank_info(int(rank), 2, int(port))
@@ -59,7 +62,7 @@ def closest(rank: str, port: str) -> None:
 
 
 def checkpoint(mode: str, folder: str) -> None:
-    """Save twice, each time after a kernel that changes the weights and before another one."""
+    """Save two checkpoints. Kernels that change the weights run before and after each save."""
     weights = torch.zeros(1 << 20, device=join_on_gpu1().device)
     saver = Checkpointer(
         Path(folder),
@@ -81,9 +84,9 @@ def checkpoint(mode: str, folder: str) -> None:
 
 
 def loader(folder: str) -> None:
-    """Load a few batches; the loader's thread notes each read."""
+    """Load ten batches. The thread of the loader writes a note before each read."""
 
-    class NotingDataset(TokenDataset):
+    class NoteWritingDataset(TokenDataset):
         def allocate_batch(self, rows: int, pin: bool = False) -> dict[str, torch.Tensor]:
             write_note("read")
             return super().allocate_batch(rows, pin)
@@ -92,7 +95,7 @@ def loader(folder: str) -> None:
     file = Path(folder, "0.h5")
     file.write_bytes(bytes(800))
     shard = ShardEntry.model_construct(file=str(file), tokens=400, offset=0, dtype="uint16")
-    dataset = NotingDataset([shard], 8)
+    dataset = NoteWritingDataset([shard], 8)
     with BatchLoader(dataset, iter(torch.arange(40).view(10, 4).numpy()), device) as batches:
         for _ in range(10):
             assert next(batches)["tokens"].device == device
@@ -105,14 +108,14 @@ def mpi() -> None:
     device = join_on_gpu1(backend="mpi").device
     tensor = torch.ones(1000, device=device)
     work = dist.all_reduce(tensor, async_op=True)
-    work.get_future().then(lambda done: done.value()[0].mul_(2)).wait()
+    work.get_future().then(lambda future: future.value()[0].mul_(2)).wait()
     received = torch.empty_like(tensor)
     for message in dist.batch_isend_irecv([dist.P2POp(dist.irecv, received, 0), dist.P2POp(dist.isend, tensor, 0)]):
         message.wait()
 
 
 def initialize_weights() -> None:
-    """Generate the initial weights of a tiny model."""
+    """Generate the initial weights of a tiny model. The last note has the size of the embedding in bytes."""
     config = tiny_config(1)
     world = join_on_gpu1()
     write_note("build")
@@ -121,7 +124,7 @@ def initialize_weights() -> None:
 
 
 def memory() -> None:
-    """Check the peaks of two phases: the first allocates 1 GB and frees it, the second allocates 0.1 GB."""
+    """Check the measured peak memory of two phases. Each allocates a tensor and frees it: first 1 GB, then 0.1 GB."""
     device = join_on_gpu1().device
     measure_peak_memory(device)
     for size, peak_gb in ((1e9, 1.0), (1e8, 0.1)):
@@ -133,9 +136,10 @@ def memory() -> None:
 
 
 def powersgd(rank: str, port: str) -> None:
-    """Train three steps; after each backward, allocate tensors of the sizes that the hook's callbacks read.
+    """Train three steps with PowerSGD. After each backward pass, allocate tensors of the sizes of the hook's buffers.
 
-    The note has the number of buffers that callbacks read, and how many of them were allocated again too early.
+    The allocator must not reuse a buffer while a callback of the hook may still read it. The note has the number of
+    buffers that callbacks read, and the number of those whose memory was reused.
     """
     config = tiny_config(2, parallel={"hook": {"kind": "powersgd", "rank": 2, "warmup_steps": 0}})
     rank_info = make_rank_info(int(rank), 2, int(port))
@@ -170,7 +174,11 @@ def powersgd(rank: str, port: str) -> None:
 
 
 def low_memory(chunk: str) -> None:
-    """Train steps in bf16 without master weights, with or without chunks of the loss; note the peaks."""
+    """Train three steps in bf16 without master weights. Note the peak memory in bytes after each step.
+
+    Args:
+        chunk: `train.loss_chunk`; 0 computes the loss without chunks.
+    """
     train = {"precision": "bf16", "loss_chunk": int(chunk) or None, "global_batch": 64, "micro_batch": 64}
     config = tiny_config(1, train=train, optimizer={"state": {"moments": "bf16", "master": "none"}})
     world = join_on_gpu1()
@@ -186,7 +194,7 @@ def low_memory(chunk: str) -> None:
 
 
 def compile_blocks(activation_checkpointing: str) -> None:
-    """Train steps with four compiled blocks and note the number of compiled graphs."""
+    """Train two steps with four compiled blocks. Note the numbers of compiled graphs and of graph breaks."""
     from torch._dynamo.utils import counters
 
     train = {"precision": "bf16", "compile": True}
@@ -205,7 +213,7 @@ def compile_blocks(activation_checkpointing: str) -> None:
 def attention() -> None:
     """Note the attention kernels that torch chooses for each precision, forward and backward."""
 
-    class NotingMode(TorchDispatchMode):
+    class NoteAttentionKernels(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if "scaled_dot_product" in str(func):
                 write_note(f"{precision} {func._schema.name.removeprefix('aten::')}")
@@ -217,11 +225,12 @@ def attention() -> None:
         torch.backends.cuda.enable_cudnn_sdp(cudnn)
         config = tiny_config(1, train={"precision": precision}, model=model)
         engine = Engine(config, resolve_layout(config, 1, 1, VOCAB), world, DecoderTask(config, VOCAB))
-        with NotingMode():
+        with NoteAttentionKernels():
             engine.backward({"tokens": make_batches(config)[0][:2].to(world.device)}, 1)
 
 
 def _address_range(tensor: torch.Tensor) -> range:
+    """Return the addresses of the bytes of a contiguous tensor."""
     return range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
 
 

@@ -38,26 +38,27 @@
 #define CALL __attribute__((visibility("default")))
 #define DEVICES 8
 #define MEGABYTE (1ull << 20)
-#define TOTAL (143771 * MEGABYTE) /* as nvidia-smi shows for an H200 */
-#define CONTEXT (600 * MEGABYTE)
+#define TOTAL_MEMORY (143771 * MEGABYTE) /* as nvidia-smi shows for an H200 */
+#define CONTEXT_MEMORY (600 * MEGABYTE)
 #define REGIONS (1 << 16)
-#define MOVED (64u << 10) /* bytes; larger copies are not executed */
+#define MAX_COPY_BYTES (64u << 10) /* bytes; larger copies and fills are not executed */
 
 enum { UNKNOWN, DEVICE, PINNED };
-static const char *kinds[] = {"host", "device", "pinned"};
+static const char *kind_names[] = {"host", "device", "pinned"};
 static struct region { char *start; size_t bytes; int kind, device; } regions[REGIONS];
-static int filled;
-static size_t used[DEVICES];
-static int contexts[DEVICES];
-static __thread int current;
+static int region_count;
+static size_t used_memory[DEVICES];
+static int has_context[DEVICES];
+static __thread int current_device;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
-static int devices(void) {
-    char *number = getenv("FAKE_GPUS");
-    return number ? atoi(number) : 1;
+static int device_count(void) {
+    char *count = getenv("FAKE_GPUS");
+    return count ? atoi(count) : 1;
 }
 
-static void say(const char *format, ...) {
+/* Append a line to the log: the thread, its current device, and the text. Do nothing without FAKE_GPU_LOG. */
+static void write_log(const char *format, ...) {
     static int file = -2;
     char line[512];
     if (file == -2) {
@@ -65,119 +66,126 @@ static void say(const char *format, ...) {
         file = path ? open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644) : -1;
     }
     if (file < 0) return;
-    int length = snprintf(line, sizeof line, "%d %d ", gettid(), current);
-    va_list rest;
-    va_start(rest, format);
-    length += vsnprintf(line + length, sizeof line - length - 1, format, rest);
-    va_end(rest);
+    int length = snprintf(line, sizeof line, "%d %d ", gettid(), current_device);
+    va_list arguments;
+    va_start(arguments, format);
+    length += vsnprintf(line + length, sizeof line - length - 1, format, arguments);
+    va_end(arguments);
     if (length > (int)sizeof line - 2) length = sizeof line - 2;
     line[length++] = '\n';
     if (write(file, line, length) != length) abort(); /* one write per line, so that lines of threads do not mix */
 }
 
-/* Called by each function that needs a context on the current device. */
-static void touch(void) {
+/* Create a context on the current device if it has none. Each function that needs a context calls this first. */
+static void ensure_context(void) {
     pthread_mutex_lock(&lock);
-    int first = !contexts[current];
-    contexts[current] = 1;
+    int is_new = !has_context[current_device];
+    has_context[current_device] = 1;
     pthread_mutex_unlock(&lock);
-    if (first) say("context");
+    if (is_new) write_log("context");
 }
 
-#define NOTED(...) do { touch(); say(__VA_ARGS__); } while (0)
+/* Log a call that needs a context. */
+#define LOG_IN_CONTEXT(...) do { ensure_context(); write_log(__VA_ARGS__); } while (0)
 
-CALL void fake_gpu_note(const char *text) { say("note %s", text); }
+CALL void fake_gpu_note(const char *text) { write_log("note %s", text); }
 
 /* -- memory */
 
-static void add(void *start, size_t bytes, int kind) {
+/* Record an allocation on the current device. */
+static void add_region(void *start, size_t bytes, int kind) {
     pthread_mutex_lock(&lock);
-    int place = 0;
-    while (place < filled && regions[place].start) place++;
-    if (place == REGIONS) abort();
-    if (place == filled) filled++;
-    regions[place] = (struct region){start, bytes, kind, current};
+    int index = 0;
+    while (index < region_count && regions[index].start) index++;
+    if (index == REGIONS) abort();
+    if (index == region_count) region_count++;
+    regions[index] = (struct region){start, bytes, kind, current_device};
     pthread_mutex_unlock(&lock);
 }
 
-static struct region find(const void *address, int forget) {
-    struct region found = {0};
+/* Return the allocation that contains an address, and remove it from the record if `should_remove` is set. Return
+   zeros if no allocation contains the address, for example if it is ordinary host memory. */
+static struct region find_region(const void *address, int should_remove) {
+    struct region region = {0};
     pthread_mutex_lock(&lock);
-    for (int i = 0; i < filled; i++) {
+    for (int i = 0; i < region_count; i++) {
         char *start = regions[i].start;
         if (!start || (char *)address < start || (char *)address >= start + regions[i].bytes) continue;
-        found = regions[i];
-        if (forget) regions[i].start = 0;
+        region = regions[i];
+        if (should_remove) regions[i].start = 0;
         break;
     }
     pthread_mutex_unlock(&lock);
-    return found;
+    return region;
 }
 
 CALL cudaError_t cudaMalloc(void **address, size_t bytes) {
-    touch();
+    ensure_context();
     pthread_mutex_lock(&lock);
-    int fits = used[current] + bytes + CONTEXT <= TOTAL;
-    if (fits) used[current] += bytes;
+    int fits = used_memory[current_device] + bytes + CONTEXT_MEMORY <= TOTAL_MEMORY;
+    if (fits) used_memory[current_device] += bytes;
     pthread_mutex_unlock(&lock);
     *address = 0;
     if (!fits) return cudaErrorMemoryAllocation;
-    size_t grain = 2 * MEGABYTE; /* torch relies on alignment */
-    char *start = mmap(0, bytes + 2 * grain, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    size_t alignment = 2 * MEGABYTE; /* as CUDA aligns large allocations; torch relies on this */
+    int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    char *start = mmap(0, bytes + 2 * alignment, PROT_READ | PROT_WRITE, flags, -1, 0);
     if (start == MAP_FAILED) return cudaErrorMemoryAllocation;
-    *address = (void *)(((size_t)start + grain - 1) / grain * grain);
-    add(*address, bytes, DEVICE);
-    say("alloc %p %zu", *address, bytes);
+    *address = (void *)(((size_t)start + alignment - 1) / alignment * alignment);
+    add_region(*address, bytes, DEVICE);
+    write_log("alloc %p %zu", *address, bytes);
     return cudaSuccess;
 }
 
 CALL cudaError_t cudaFree(void *address) { /* the address space stays mapped, so that a use after free does not crash */
-    struct region was = find(address, 1);
-    if (was.start) madvise(was.start, was.bytes, MADV_DONTNEED);
+    struct region region = find_region(address, 1);
+    if (region.start) madvise(region.start, region.bytes, MADV_DONTNEED);
     pthread_mutex_lock(&lock);
-    used[was.device] -= was.bytes;
+    used_memory[region.device] -= region.bytes;
     pthread_mutex_unlock(&lock);
     return cudaSuccess;
 }
 
 CALL cudaError_t cudaMemGetInfo(size_t *free, size_t *total) {
-    touch();
-    *total = TOTAL;
-    *free = TOTAL - CONTEXT - used[current];
+    ensure_context();
+    *total = TOTAL_MEMORY;
+    *free = TOTAL_MEMORY - CONTEXT_MEMORY - used_memory[current_device];
     return cudaSuccess;
 }
 
 CALL cudaError_t cudaHostAlloc(void **address, size_t bytes, unsigned flags) {
-    touch();
+    ensure_context();
     if (posix_memalign(address, 4096, bytes ? bytes : 1)) return cudaErrorMemoryAllocation;
-    add(*address, bytes, PINNED);
-    say("pin %p %zu", *address, bytes);
+    add_region(*address, bytes, PINNED);
+    write_log("pin %p %zu", *address, bytes);
     return cudaSuccess;
 }
 
 CALL cudaError_t cudaHostRegister(void *address, size_t bytes, unsigned flags) {
-    NOTED("pin %p %zu", address, bytes);
-    add(address, bytes, PINNED);
+    LOG_IN_CONTEXT("pin %p %zu", address, bytes);
+    add_region(address, bytes, PINNED);
     return cudaSuccess;
 }
 
-CALL cudaError_t cudaHostUnregister(void *address) { find(address, 1); return cudaSuccess; }
-CALL cudaError_t cudaFreeHost(void *address) { find(address, 1); free(address); return cudaSuccess; }
+CALL cudaError_t cudaHostUnregister(void *address) { find_region(address, 1); return cudaSuccess; }
+CALL cudaError_t cudaFreeHost(void *address) { find_region(address, 1); free(address); return cudaSuccess; }
 
-CALL cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *of, const void *address) {
-    struct region found = find(address, 0);
-    *of = (struct cudaPointerAttributes){.type = cudaMemoryTypeUnregistered, .device = -2};
-    if (!found.start) return cudaSuccess;
-    of->type = found.kind == DEVICE ? cudaMemoryTypeDevice : cudaMemoryTypeHost;
-    of->device = found.device;
-    of->devicePointer = (void *)address;
-    of->hostPointer = found.kind == PINNED ? (void *)address : 0;
+CALL cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, const void *address) {
+    struct region region = find_region(address, 0);
+    *attributes = (struct cudaPointerAttributes){.type = cudaMemoryTypeUnregistered, .device = -2};
+    if (!region.start) return cudaSuccess;
+    attributes->type = region.kind == DEVICE ? cudaMemoryTypeDevice : cudaMemoryTypeHost;
+    attributes->device = region.device;
+    attributes->devicePointer = (void *)address;
+    attributes->hostPointer = region.kind == PINNED ? (void *)address : 0;
     return cudaSuccess;
 }
 
 CALL cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind, cudaStream_t stream) {
-    NOTED("copy %p %s %s %zu", stream, kinds[find(to, 0).kind], kinds[find(from, 0).kind], bytes);
-    if (bytes <= MOVED) memmove(to, from, bytes);
+    const char *to_kind = kind_names[find_region(to, 0).kind];
+    const char *from_kind = kind_names[find_region(from, 0).kind];
+    LOG_IN_CONTEXT("copy %p %s %s %zu", stream, to_kind, from_kind, bytes);
+    if (bytes <= MAX_COPY_BYTES) memmove(to, from, bytes);
     return cudaSuccess;
 }
 
@@ -186,26 +194,26 @@ CALL cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, enum cudaM
 }
 
 CALL cudaError_t cudaMemsetAsync(void *address, int value, size_t bytes, cudaStream_t stream) {
-    NOTED("fill %p %zu", stream, bytes);
-    if (bytes <= MOVED) memset(address, value, bytes);
+    LOG_IN_CONTEXT("fill %p %zu", stream, bytes);
+    if (bytes <= MAX_COPY_BYTES) memset(address, value, bytes);
     return cudaSuccess;
 }
 
 /* -- devices */
 
-CALL cudaError_t cudaGetDeviceCount(int *count) { *count = devices(); return cudaSuccess; }
-CALL cudaError_t cudaGetDevice(int *device) { *device = current; return cudaSuccess; }
+CALL cudaError_t cudaGetDeviceCount(int *count) { *count = device_count(); return cudaSuccess; }
+CALL cudaError_t cudaGetDevice(int *device) { *device = current_device; return cudaSuccess; }
 
 CALL cudaError_t cudaSetDevice(int device) {
-    if (device < 0 || device >= devices()) return cudaErrorInvalidDevice;
-    current = device;
-    NOTED("use");
+    if (device < 0 || device >= device_count()) return cudaErrorInvalidDevice;
+    current_device = device;
+    LOG_IN_CONTEXT("use");
     return cudaSuccess;
 }
 
-CALL cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *of, int device) {
-    *of = (struct cudaDeviceProp){
-        .name = "NVIDIA H200 (fake)", .totalGlobalMem = TOTAL, .major = 9, .minor = 0, .warpSize = 32,
+CALL cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *properties, int device) {
+    *properties = (struct cudaDeviceProp){
+        .name = "NVIDIA H200 (fake)", .totalGlobalMem = TOTAL_MEMORY, .major = 9, .minor = 0, .warpSize = 32,
         .multiProcessorCount = 132, .sharedMemPerBlock = 49152, .sharedMemPerBlockOptin = 232448,
         .sharedMemPerMultiprocessor = 233472, .regsPerBlock = 65536, .regsPerMultiprocessor = 65536,
         .maxThreadsPerBlock = 1024, .maxThreadsPerMultiProcessor = 2048, .maxThreadsDim = {1024, 1024, 64},
@@ -213,25 +221,25 @@ CALL cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *of, int device) 
         .totalConstMem = 65536, .textureAlignment = 512, .memoryBusWidth = 6144, .unifiedAddressing = 1,
         .concurrentKernels = 1, .asyncEngineCount = 3, .streamPrioritiesSupported = 1, .cooperativeLaunch = 1,
     };
-    of->uuid.bytes[0] = device + 1;
+    properties->uuid.bytes[0] = device + 1;
     return cudaSuccess;
 }
 
-CALL cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr what, int device) {
-    struct cudaDeviceProp of;
-    cudaGetDeviceProperties(&of, device);
-    switch (what) {
-        case cudaDevAttrComputeCapabilityMajor: *value = of.major; break;
-        case cudaDevAttrComputeCapabilityMinor: *value = of.minor; break;
-        case cudaDevAttrMultiProcessorCount: *value = of.multiProcessorCount; break;
-        case cudaDevAttrMaxSharedMemoryPerBlock: *value = of.sharedMemPerBlock; break;
-        case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = of.sharedMemPerBlockOptin; break;
-        case cudaDevAttrMaxSharedMemoryPerMultiprocessor: *value = of.sharedMemPerMultiprocessor; break;
-        case cudaDevAttrMaxThreadsPerBlock: *value = of.maxThreadsPerBlock; break;
-        case cudaDevAttrMaxThreadsPerMultiProcessor: *value = of.maxThreadsPerMultiProcessor; break;
-        case cudaDevAttrMaxGridDimX: *value = of.maxGridSize[0]; break;
-        case cudaDevAttrMaxGridDimY: case cudaDevAttrMaxGridDimZ: *value = of.maxGridSize[1]; break;
-        case cudaDevAttrWarpSize: *value = of.warpSize; break;
+CALL cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, int device) {
+    struct cudaDeviceProp properties;
+    cudaGetDeviceProperties(&properties, device);
+    switch (attribute) {
+        case cudaDevAttrComputeCapabilityMajor: *value = properties.major; break;
+        case cudaDevAttrComputeCapabilityMinor: *value = properties.minor; break;
+        case cudaDevAttrMultiProcessorCount: *value = properties.multiProcessorCount; break;
+        case cudaDevAttrMaxSharedMemoryPerBlock: *value = properties.sharedMemPerBlock; break;
+        case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = properties.sharedMemPerBlockOptin; break;
+        case cudaDevAttrMaxSharedMemoryPerMultiprocessor: *value = properties.sharedMemPerMultiprocessor; break;
+        case cudaDevAttrMaxThreadsPerBlock: *value = properties.maxThreadsPerBlock; break;
+        case cudaDevAttrMaxThreadsPerMultiProcessor: *value = properties.maxThreadsPerMultiProcessor; break;
+        case cudaDevAttrMaxGridDimX: *value = properties.maxGridSize[0]; break;
+        case cudaDevAttrMaxGridDimY: case cudaDevAttrMaxGridDimZ: *value = properties.maxGridSize[1]; break;
+        case cudaDevAttrWarpSize: *value = properties.warpSize; break;
         default: *value = 0;
     }
     return cudaSuccess;
@@ -249,29 +257,38 @@ CALL const char *cudaGetErrorName(cudaError_t error) { return "fakeError"; }
 
 /* -- streams and events */
 
-static void *handle(void) {
+/* Return a number that no other handle has. */
+static void *new_handle(void) {
     static long last = 0x1000;
     return (void *)__sync_add_and_fetch(&last, 16);
 }
 
 CALL cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int priority) {
-    *stream = handle();
-    NOTED("stream %p", *stream);
+    *stream = new_handle();
+    LOG_IN_CONTEXT("stream %p", *stream);
     return cudaSuccess;
 }
 
 CALL cudaError_t cudaStreamCreate(cudaStream_t *stream) { return cudaStreamCreateWithPriority(stream, 0, 0); }
-CALL cudaError_t cudaStreamSynchronize(cudaStream_t stream) { NOTED("sync-stream %p", stream); return cudaSuccess; }
-CALL cudaError_t cudaDeviceSynchronize(void) { NOTED("sync-device"); return cudaSuccess; }
-CALL cudaError_t cudaEventSynchronize(cudaEvent_t event) { NOTED("sync-event %p", event); return cudaSuccess; }
+CALL cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+    LOG_IN_CONTEXT("sync-stream %p", stream);
+    return cudaSuccess;
+}
+
+CALL cudaError_t cudaDeviceSynchronize(void) { LOG_IN_CONTEXT("sync-device"); return cudaSuccess; }
+
+CALL cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+    LOG_IN_CONTEXT("sync-event %p", event);
+    return cudaSuccess;
+}
 
 CALL cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
-    NOTED("wait %p %p", stream, event);
+    LOG_IN_CONTEXT("wait %p %p", stream, event);
     return cudaSuccess;
 }
 
 CALL cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned flags) {
-    NOTED("record %p %p", event, stream);
+    LOG_IN_CONTEXT("record %p %p", event, stream);
     return cudaSuccess;
 }
 
@@ -280,8 +297,8 @@ CALL cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 }
 
 CALL cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) {
-    touch();
-    *event = handle();
+    ensure_context();
+    *event = new_handle();
     return cudaSuccess;
 }
 
@@ -311,7 +328,7 @@ CALL cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCa
 
 static __thread struct { dim3 grid, block; size_t shared; void *stream; } launch;
 
-CALL void **__cudaRegisterFatBinary(void *binary) { static void *nothing; return &nothing; }
+CALL void **__cudaRegisterFatBinary(void *binary) { static void *handle; return &handle; }
 CALL cudaError_t __cudaGetKernel(void **kernel, const void *function) { *kernel = (void *)function; return cudaSuccess; }
 
 CALL unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, void *stream) {
@@ -325,17 +342,19 @@ CALL cudaError_t __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *sha
 }
 
 CALL cudaError_t __cudaLaunchKernel(void *kernel, dim3 grid, dim3 block, void **arguments, size_t shared, void *stream) {
-    NOTED("launch %p", stream);
+    LOG_IN_CONTEXT("launch %p", stream);
     return cudaSuccess;
 }
 
-CALL cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *how, const void *kernel, void **arguments) {
-    NOTED("launch %p", how->stream);
+CALL cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *kernel, void **arguments) {
+    LOG_IN_CONTEXT("launch %p", config->stream);
     return cudaSuccess;
 }
 
-CALL cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *of, const void *kernel) {
-    *of = (struct cudaFuncAttributes){.maxThreadsPerBlock = 1024, .numRegs = 32, .ptxVersion = 90, .binaryVersion = 90};
+CALL cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *attributes, const void *kernel) {
+    *attributes = (struct cudaFuncAttributes){
+        .maxThreadsPerBlock = 1024, .numRegs = 32, .ptxVersion = 90, .binaryVersion = 90
+    };
     return cudaSuccess;
 }
 
@@ -349,118 +368,129 @@ CALL cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blo
 
 CALL CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *active) {
     *flags = 0;
-    *active = contexts[device];
+    *active = has_context[device];
     return CUDA_SUCCESS;
 }
 
 CALL CUresult cuCtxGetCurrent(CUcontext *context) { *context = (void *)16; return CUDA_SUCCESS; }
 CALL CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) { return cuCtxGetCurrent(context); }
-CALL CUresult cuCtxGetDevice(CUdevice *device) { *device = current; return CUDA_SUCCESS; }
+CALL CUresult cuCtxGetDevice(CUdevice *device) { *device = current_device; return CUDA_SUCCESS; }
 CALL CUresult cuDeviceGet(CUdevice *device, int number) { *device = number; return CUDA_SUCCESS; }
-CALL CUresult cuDeviceGetCount(int *count) { *count = devices(); return CUDA_SUCCESS; }
+CALL CUresult cuDeviceGetCount(int *count) { *count = device_count(); return CUDA_SUCCESS; }
 CALL CUresult cuDriverGetVersion(int *version) { *version = CUDART_VERSION; return CUDA_SUCCESS; }
 CALL CUresult cuGetErrorString(CUresult error, const char **text) { *text = "fake"; return CUDA_SUCCESS; }
-CALL CUresult cuModuleLoadData(CUmodule *module, const void *binary) { *module = handle(); return CUDA_SUCCESS; }
-CALL CUresult cuModuleLoad(CUmodule *module, const char *file) { *module = handle(); return CUDA_SUCCESS; }
+CALL CUresult cuModuleLoadData(CUmodule *module, const void *binary) { *module = new_handle(); return CUDA_SUCCESS; }
+CALL CUresult cuModuleLoad(CUmodule *module, const char *file) { *module = new_handle(); return CUDA_SUCCESS; }
 
 CALL CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name) {
-    *function = handle();
+    *function = new_handle();
     return CUDA_SUCCESS;
 }
 
-CALL CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute what, CUdevice device) { /* numbered alike */
-    return (CUresult)cudaDeviceGetAttribute(value, (enum cudaDeviceAttr)what, device);
+CALL CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device) {
+    /* the runtime and the driver use the same numbers for attributes */
+    return (CUresult)cudaDeviceGetAttribute(value, (enum cudaDeviceAttr)attribute, device);
 }
 
-CALL CUresult cuFuncGetAttribute(int *value, CUfunction_attribute what, CUfunction function) {
-    *value = what == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK ? 1024 : what == CU_FUNC_ATTRIBUTE_NUM_REGS ? 64 : 0;
+CALL CUresult cuFuncGetAttribute(int *value, CUfunction_attribute attribute, CUfunction function) {
+    *value = attribute == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK ? 1024
+        : attribute == CU_FUNC_ATTRIBUTE_NUM_REGS ? 64 : 0;
     return CUDA_SUCCESS;
 }
 
-CALL CUresult cuPointerGetAttribute(void *into, CUpointer_attribute what, CUdeviceptr address) {
-    *(CUdeviceptr *)into = address;
+CALL CUresult cuPointerGetAttribute(void *value, CUpointer_attribute attribute, CUdeviceptr address) {
+    *(CUdeviceptr *)value = address;
     return CUDA_SUCCESS;
 }
 
-CALL CUresult cuLaunchKernelEx(const CUlaunchConfig *how, CUfunction function, void **arguments, void **extra) {
-    NOTED("launch %p", how->hStream);
+CALL CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, void **arguments, void **extra) {
+    LOG_IN_CONTEXT("launch %p", config->hStream);
     return CUDA_SUCCESS;
 }
 
 CALL CUresult cuLaunchKernel(CUfunction function, unsigned x, unsigned y, unsigned z, unsigned threads_x,
         unsigned threads_y, unsigned threads_z, unsigned shared, CUstream stream, void **arguments, void **extra) {
-    NOTED("launch %p", stream);
+    LOG_IN_CONTEXT("launch %p", stream);
     return CUDA_SUCCESS;
 }
 
-static int nothing(void) { return 0; }
+static int do_nothing(void) { return 0; }
 
 CALL cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned version,
         unsigned long long flags, enum cudaDriverEntryPointQueryResult *result) {
     *function = dlsym(RTLD_DEFAULT, name);
-    if (!*function) *function = (void *)nothing;
+    if (!*function) *function = (void *)do_nothing;
     if (result) *result = cudaDriverEntryPointSuccess;
     return cudaSuccess;
 }
 
 /* -- libraries: nonzero handles, because torch considers 0 a failure */
 
-CALL cudnnStatus_t cudnnCreate(cudnnHandle_t *made) { *made = handle(); return CUDNN_STATUS_SUCCESS; }
+CALL cudnnStatus_t cudnnCreate(cudnnHandle_t *handle) { *handle = new_handle(); return CUDNN_STATUS_SUCCESS; }
 
-CALL cudnnStatus_t cudnnBackendCreateDescriptor(cudnnBackendDescriptorType_t type, cudnnBackendDescriptor_t *made) {
-    *made = handle();
+CALL cudnnStatus_t cudnnBackendCreateDescriptor(cudnnBackendDescriptorType_t type, cudnnBackendDescriptor_t *handle) {
+    *handle = new_handle();
     return CUDNN_STATUS_SUCCESS;
 }
 
-/* One engine for every graph, without workspace: the workspaces of cuDNN's real kernels are not known here. */
-CALL cudnnStatus_t cudnnBackendGetAttribute(cudnnBackendDescriptor_t of, cudnnBackendAttributeName_t name,
-        cudnnBackendAttributeType_t type, int64_t most, int64_t *count, void *into) {
-    int one = name == CUDNN_ATTR_ENGINEHEUR_RESULTS || name == CUDNN_ATTR_ENGINECFG_ENGINE
+/* One engine for every graph, without workspace: the workspaces of cuDNN's real kernels are unknown. */
+CALL cudnnStatus_t cudnnBackendGetAttribute(cudnnBackendDescriptor_t descriptor, cudnnBackendAttributeName_t name,
+        cudnnBackendAttributeType_t type, int64_t max_count, int64_t *count, void *values) {
+    int has_value = name == CUDNN_ATTR_ENGINEHEUR_RESULTS || name == CUDNN_ATTR_ENGINECFG_ENGINE
         || name == CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE;
-    if (count) *count = one;
-    if (into && type == CUDNN_TYPE_INT64) *(int64_t *)into = 0;
-    if (into && type == CUDNN_TYPE_INT32) *(int32_t *)into = 0;
+    if (count) *count = has_value;
+    if (values && type == CUDNN_TYPE_INT64) *(int64_t *)values = 0;
+    if (values && type == CUDNN_TYPE_INT32) *(int32_t *)values = 0;
     return CUDNN_STATUS_SUCCESS;
 }
 
-CALL int cublasCreate_v2(void **made) { *made = handle(); return 0; }
-CALL int cublasLtCreate(void **made) { *made = handle(); return 0; }
-CALL int cublasGetPointerMode_v2(void *of, int *mode) { *mode = 0; return 0; }
-CALL int cublasGetMathMode(void *of, int *mode) { *mode = 0; return 0; }
+CALL int cublasCreate_v2(void **handle) { *handle = new_handle(); return 0; }
+CALL int cublasLtCreate(void **handle) { *handle = new_handle(); return 0; }
+CALL int cublasGetPointerMode_v2(void *handle, int *mode) { *mode = 0; return 0; }
+CALL int cublasGetMathMode(void *handle, int *mode) { *mode = 0; return 0; }
 
-CALL int cublasLtMatmulAlgoGetHeuristic(void *of, void *a, void *b, void *c, void *d, void *e, void *f, int most,
-        void *found, int *count) {
+CALL int cublasLtMatmulAlgoGetHeuristic(void *handle, void *a, void *b, void *c, void *d, void *e, void *f,
+        int max_count, void *algorithms, int *count) {
     *count = 1;
     return 0;
 }
 
 typedef struct { char bytes[128]; } unique_id;
 CALL int ncclGetUniqueId(unique_id *id) { memset(id, 7, sizeof *id); return 0; }
-CALL int ncclCommInitRank(void **made, int size, unique_id id, int rank) { touch(); *made = handle(); return 0; }
 
-CALL int ncclCommInitRankConfig(void **made, int size, unique_id id, int rank, void *config) {
-    return ncclCommInitRank(made, size, id, rank);
+CALL int ncclCommInitRank(void **handle, int size, unique_id id, int rank) {
+    ensure_context();
+    *handle = new_handle();
+    return 0;
 }
 
-CALL int ncclCommSplit(void *of, int color, int key, void **made, void *config) { *made = handle(); return 0; }
-CALL int ncclCommGetAsyncError(void *of, int *error) { *error = 0; return 0; }
+CALL int ncclCommInitRankConfig(void **handle, int size, unique_id id, int rank, void *config) {
+    return ncclCommInitRank(handle, size, id, rank);
+}
 
-static void sent(const char *what, size_t count, int type, void *stream) {
+CALL int ncclCommSplit(void *communicator, int color, int key, void **handle, void *config) {
+    *handle = new_handle();
+    return 0;
+}
+
+CALL int ncclCommGetAsyncError(void *communicator, int *error) { *error = 0; return 0; }
+
+static void log_collective(const char *name, size_t count, int type, void *stream) {
     static const char *types[] = {"int8", "uint8", "int32", "uint32", "int64", "uint64", "fp16", "fp32", "fp64", "bf16"};
-    NOTED("%s %zu %s %p", what, count, type < 10 ? types[type] : "fp8", stream);
+    LOG_IN_CONTEXT("%s %zu %s %p", name, count, type < 10 ? types[type] : "fp8", stream);
 }
 
 CALL int ncclAllReduce(void *from, void *to, size_t count, int type, int operation, void *group, void *stream) {
-    sent("all-reduce", count, type, stream);
+    log_collective("all-reduce", count, type, stream);
     return 0;
 }
 
 CALL int ncclAllGather(void *from, void *to, size_t count, int type, void *group, void *stream) {
-    sent("all-gather", count, type, stream);
+    log_collective("all-gather", count, type, stream);
     return 0;
 }
 
 CALL int ncclReduceScatter(void *from, void *to, size_t count, int type, int operation, void *group, void *stream) {
-    sent("reduce-scatter", count, type, stream);
+    log_collective("reduce-scatter", count, type, stream);
     return 0;
 }

@@ -13,7 +13,7 @@ from pipeline.run.code import CODE_ROOT
 
 @dataclass(frozen=True)
 class Call:
-    """A line of the log: a call of CUDA or NCCL (see runtime.c)."""
+    """A line of the log: a call of CUDA or NCCL (see runtime.c), or a note of the program (`note`)."""
 
     thread: int
     device: int
@@ -35,32 +35,32 @@ class FakeGpuRunner:
     preload: Path
     folder: Path
 
-    def __call__(self, *rank_arguments: tuple[str, ...], **more: str) -> list[list[Call]]:
+    def __call__(self, *rank_arguments: tuple[str, ...], **variables: str) -> list[list[Call]]:
         """Run one process for each tuple of a function name of tests/fake_gpu/programs.py and its arguments.
 
         Args:
             rank_arguments: the tuples.
-            more: further environment variables.
+            variables: further environment variables of all processes.
 
         Returns:
             The calls of each process.
         """
         logs = [self.folder / f"log-{number}" for number in range(len(rank_arguments))]
         commands = [("-W", "ignore", "-m", "tests.fake_gpu.programs", *arguments) for arguments in rank_arguments]
-        self.run_commands(commands, [{**more, "FAKE_GPU_LOG": str(log)} for log in logs])
+        self.run_commands(commands, [{**variables, "FAKE_GPU_LOG": str(log)} for log in logs])
         return [read_log(log) for log in logs]
 
     def run_commands(
-        self, commands: Sequence[Sequence[str]], more: Sequence[Mapping[str, str]], timeout: float = 240.0
+        self, commands: Sequence[Sequence[str]], variables: Sequence[Mapping[str, str]], timeout: float = 240.0
     ) -> list[str]:
         """Run processes at the same time and return their outputs. Each must exit with code 0.
 
         Args:
             commands: arguments of Python for each process.
-            more: further environment variables of each process.
-            timeout: seconds.
+            variables: further environment variables of each process.
+            timeout: the limit in seconds.
         """
-        processes = [self._start(arguments, env) for arguments, env in zip(commands, more, strict=True)]
+        processes = [self._start(*process) for process in zip(commands, variables, strict=True)]
         try:
             outputs = [process.communicate(timeout=timeout)[0] for process in processes]
         finally:
@@ -69,10 +69,10 @@ class FakeGpuRunner:
         assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(outputs)
         return outputs
 
-    def _start(self, arguments: Sequence[str], more: Mapping[str, str]) -> subprocess.Popen[str]:
+    def _start(self, arguments: Sequence[str], variables: Mapping[str, str]) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [self.python, *arguments],
-            env={**os.environ, **fake_gpu_environment(self.preload), **more},
+            env={**os.environ, **fake_gpu_environment(self.preload), **variables},
             cwd=CODE_ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -86,7 +86,7 @@ def fake_gpu_environment(preload: Path, gpus: int = 2) -> dict[str, str]:
         "LD_PRELOAD": str(preload),
         "TRITON_LIBCUDA_PATH": str(preload.parent),
         "FAKE_GPUS": str(gpus),
-        "PYTORCH_NVML_BASED_CUDA_CHECK": "0",  # a machine with real GPUs has a real NVML
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "0",  # torch must not ask a real NVML, which knows only the real GPUs
     }
 
 
