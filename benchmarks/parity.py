@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.table import write_table
-from tests.parallel.test_parallel import FEW, HYBRID, LAYOUTS, SCHEDULES, moving, one_process
+from tests.parallel.test_parallel import FEW_BATCHES, HYBRID, LAYOUTS, SCHEDULES, make_layout_config, train_one_process
 from tests.support.ranks import run_ranks
 from tests.support.tiny_training import STEPS, change_layout_rank, tiny_config, train_rank
 
@@ -56,20 +56,22 @@ def format_largest_differences(
 def main() -> None:
     rows = []
     for ranks, cases in CASES.items():
-        trains = [FEW if "tensor" in case else {} for case in cases]
-        configs = [tiny_config(ranks, parallel=case, train=few) for case, few in zip(cases, trains, strict=True)]
+        train_sections = [FEW_BATCHES if "tensor" in case else {} for case in cases]
+        configs = [
+            tiny_config(ranks, parallel=case, train=train) for case, train in zip(cases, train_sections, strict=True)
+        ]
         results = run_ranks(ranks, train_rank, configs, timeout=LIMIT_S)[0]
-        for case, few, trained in zip(cases, trains, results, strict=True):
-            differences = format_largest_differences(trained, one_process({"train": few}))
+        for case, train, steps in zip(cases, train_sections, results, strict=True):
+            differences = format_largest_differences(steps, train_one_process({"train": train}))
             rows.append([f"{ranks}", format_layout(case), *differences, ""])
-    first, *others = [moving(parallel, {}) for parallel in LAYOUTS]
+    first, *others = [make_layout_config(parallel, {}) for parallel in LAYOUTS]
     with tempfile.TemporaryDirectory() as folder:
         arguments = (first, [*others, first], Path(folder), 3, STEPS)
-        (digest, expected), *moves = run_ranks(4, change_layout_rank, *arguments, timeout=LIMIT_S)[0]
-    for before, after, (saved_digest, trained) in zip(LAYOUTS, [*LAYOUTS[1:], LAYOUTS[0]], moves, strict=True):
+        (digest, expected_steps), *changes = run_ranks(4, change_layout_rank, *arguments, timeout=LIMIT_S)[0]
+    for before, after, (saved_digest, steps) in zip(LAYOUTS, [*LAYOUTS[1:], LAYOUTS[0]], changes, strict=True):
         result = "equal" if saved_digest == digest else "DIFFERENT"
         layouts = f"{format_layout(before)} → {format_layout(after)}"
-        rows.append(["4", layouts, *format_largest_differences(trained, expected), result])
+        rows.append(["4", layouts, *format_largest_differences(steps, expected_steps), result])
     note = (
         f"Largest relative difference to one process over {STEPS} steps. After a change of layout (→): difference to a "
         "run that kept its layout. The digest is a hash of weights and optimizer state, saved again after the change. "

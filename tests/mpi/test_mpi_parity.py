@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.parallel.test_parallel import FEW, SCHEDULES, STEPS, TIED, one_process
+from tests.parallel.test_parallel import FEW_BATCHES, SCHEDULES, STEPS, TIED, train_one_process
 from tests.support.mpirun import run_mpirun
 
 pytestmark = pytest.mark.timeout(1200)
@@ -29,7 +29,7 @@ def check_layouts(ranks: int, folder: Path, *layouts: dict[str, Any], **sections
     done = run_mpirun(ranks, "tests.support.mpi_parity", str(folder), timeout=1100)
     assert done.returncode == 0, done.stdout
     results_by_rank = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
-    expected_steps = one_process(sections)
+    expected_steps = train_one_process(sections)
     for number, layout in enumerate(layouts):
         steps = results_by_rank[0][number]
         assert all(results[number] == steps for results in results_by_rank), f"ranks differ: {layout}"
@@ -70,4 +70,4 @@ def test_tensor_pipeline_and_data_parallelism_together_equal_one_process(model: 
         {"pipeline": 2, "tensor": 2, "zero": zero, **schedule} for zero, schedule in product((0, 3), schedules)
     ]
     layouts.append({"pipeline": 2, "tensor": 2, "schedule": "zbv", "virtual_stages": 2, "zero": 1})
-    check_layouts(8, tmp_path, *layouts, model=model, train=FEW)
+    check_layouts(8, tmp_path, *layouts, model=model, train=FEW_BATCHES)

@@ -1,4 +1,4 @@
-"""Assignment of GPUs to ranks from what they see: a pure function. tests/train/test_fake_gpu.py runs it for real."""
+"""Tests of the assignment of visible GPUs to ranks. tests/train/test_fake_gpu.py tests it with fake GPUs."""
 
 from __future__ import annotations
 
@@ -12,53 +12,56 @@ from tests.support.ranks import run_ranks
 A, B, C, D = "GPU-a", "GPU-b", "GPU-c", "GPU-d"
 
 
-def node(*gpus: list[str], host: str = "n1") -> list[VisibleGpus]:
+def make_node(*gpus: list[str], host: str = "n1") -> list[VisibleGpus]:
+    """Return the visible GPUs of the ranks of a node; `gpus` are those of each local rank."""
     return [VisibleGpus(host, local_rank, uuids) for local_rank, uuids in enumerate(gpus)]
 
 
 @pytest.mark.parametrize(
     ("ranks", "assigned"),
     [
-        pytest.param(node([A, B, C, D], [A, B, C, D]), [0, 1], id="all see all GPUs: by local rank"),
-        pytest.param(node([A], [B]), [0, 0], id="each sees one GPU"),
-        pytest.param(node([A, B], [C, D], [A, B], [C, D]), [0, 0, 1, 1], id="sockets in turn"),
-        pytest.param(node([A, B], [A, B], [C, D], [C, D]), [0, 1, 0, 1], id="sockets in blocks"),
-        pytest.param(node([A, B], [A]), [1, 0], id="ranks that see fewer GPUs choose first"),
+        pytest.param(make_node([A, B, C, D], [A, B, C, D]), [0, 1], id="all ranks see all GPUs"),
+        pytest.param(make_node([A], [B]), [0, 0], id="each rank sees one GPU"),
+        pytest.param(make_node([A, B], [C, D], [A, B], [C, D]), [0, 0, 1, 1], id="ranks alternate between sockets"),
+        pytest.param(make_node([A, B], [A, B], [C, D], [C, D]), [0, 1, 0, 1], id="consecutive ranks share a socket"),
+        pytest.param(make_node([A, B], [A]), [1, 0], id="ranks that see fewer GPUs choose first"),
         pytest.param(
-            [VisibleGpus("n1", 1, [A, B]), VisibleGpus("n1", 0, [A, B])], [1, 0], id="Open MPI's order of local ranks"
+            [VisibleGpus("n1", 1, [A, B]), VisibleGpus("n1", 0, [A, B])],
+            [1, 0],
+            id="local ranks in the order of Open MPI",
         ),
-        pytest.param([*node([A]), *node([A], host="n2")], [0, 0], id="two hosts with the same names"),
-        pytest.param(node([], []), [None, None], id="no GPUs"),
+        pytest.param([*make_node([A]), *make_node([A], host="n2")], [0, 0], id="two hosts with equal GPU names"),
+        pytest.param(make_node([], []), [None, None], id="no GPUs"),
     ],
 )
-def test_no_two_ranks_share_a_gpu(ranks: list[VisibleGpus], assigned: list[int | None]) -> None:
+def test_exclusive_ranks_get_different_gpus(ranks: list[VisibleGpus], assigned: list[int | None]) -> None:
     assert assign_gpus(ranks, exclusive=True) == assigned
 
 
 def test_ranks_that_may_share_gpus_are_distributed_evenly() -> None:
-    assert assign_gpus(node(*[[A, B]] * 5), exclusive=False) == [0, 1, 0, 1, 0]
-    assert assign_gpus(node([A], []), exclusive=False) == [0, None]
+    assert assign_gpus(make_node(*[[A, B]] * 5), exclusive=False) == [0, 1, 0, 1, 0]
+    assert assign_gpus(make_node([A], []), exclusive=False) == [0, None]
 
 
 @pytest.mark.parametrize(
     ("ranks", "facts"),
     [
-        (node([A, B], [A, B], [A, B]), ["ranks 0, 2 on n1", A, "stages.*.tasks_per_node"]),
-        (node([A], [A]), ["ranks 0, 1 on n1", A, "2 ranks", "1 in all"]),
-        (node([A], [A], [B]), ["ranks 0, 1 on n1", A, "stages.*.tasks_per_node"]),
-        (node([A], [A], [B, C]), ["ranks 0, 1 on n1", A, "3 in all", "site.srun: {gpu-bind: none}"]),
+        (make_node([A, B], [A, B], [A, B]), ["ranks 0, 2 on n1", A, "stages.*.tasks_per_node"]),
+        (make_node([A], [A]), ["ranks 0, 1 on n1", A, "2 ranks", "1 in all"]),
+        (make_node([A], [A], [B]), ["ranks 0, 1 on n1", A, "stages.*.tasks_per_node"]),
+        (make_node([A], [A], [B, C]), ["ranks 0, 1 on n1", A, "3 in all", "site.srun: {gpu-bind: none}"]),
     ],
 )
-def test_nccl_ranks_that_would_share_a_gpu_are_named(ranks: list[VisibleGpus], facts: list[str]) -> None:
+def test_assignment_fails_if_exclusive_ranks_would_share_a_gpu(ranks: list[VisibleGpus], facts: list[str]) -> None:
     with pytest.raises(UserError) as raised:
         assign_gpus(ranks, exclusive=True)
     assert raised.value.code == "parallel.shared_gpu"
     assert [fact for fact in facts if fact not in str(raised.value)] == []
 
 
-def test_a_node_without_gpus_is_a_bad_node() -> None:
+def test_a_node_without_gpus_is_an_error_of_that_node() -> None:
     with pytest.raises(NodeError) as raised:
-        assign_gpus([*node([A, B]), *node([], host="n2")], exclusive=True)
+        assign_gpus([*make_node([A, B]), *make_node([], host="n2")], exclusive=True)
     assert (raised.value.code, raised.value.host) == ("node.no_gpu", "n2")
     assert "rank 1" in str(raised.value) and "2 on n1" in str(raised.value)
 

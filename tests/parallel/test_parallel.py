@@ -1,7 +1,8 @@
-"""Every way to split a training equals one process: loss and gradient norm over ten steps, fp32.
+"""Tests that every parallel layout trains like one process, and that runs and checkpoints move between layouts.
 
-The gradient norm is compared too: a loss alone hides wrong gradients (clipping bugs moved it by 6e-6). Tensor
-parallel cases take most of the time here (DTensor's dispatch, on the CPU), so they have fewer micro-batches.
+The losses and gradient norms of ten steps in fp32 are compared. Losses alone would hide wrong gradients: bugs in
+clipping changed them by only 6e-6. Tensor-parallel cases have fewer micro-batches, because DTensor's dispatch on the
+CPU takes most of their time.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import ExitCode
 from pipeline.config.sections import Config
+from pipeline.run.directory import Run
 from pipeline.train.optimizer import compute_total_norm
 from tests.support.ranks import run_ranks
 from tests.support.tiny import compute_run_digest, make_run, stage_rank
@@ -26,46 +28,56 @@ from tests.train.test_exact import interrupt_training, new_run, read_steps
 
 pytestmark = pytest.mark.timeout(1000)
 
-V = {"pipeline": 2, "virtual_stages": 2}
-FEW = {"micro_batch": 4}
-LIMIT_S = 900
+VIRTUAL = {"pipeline": 2, "virtual_stages": 2}
+FEW_BATCHES = {"micro_batch": 4}
+"""Keys of `train` for tests that need only a few micro-batches per step."""
+TIMEOUT_S = 900
 TIED = {"tie_word_embeddings": True}
 CHUNKED = {"loss_chunk": 7}
-"""The reference keeps whole logits."""
+"""Keys of `train` for a chunked loss. It is compared with the loss of one process, which is not chunked."""
 HALF_MOMENTS = {"optimizer": {"lr": 2e-3, "clip_norm": 0.1, "state": {"moments": "bf16"}}}
 NO_MASTER = {"optimizer": {"lr": 2e-3, "clip_norm": 0.1, "state": {"moments": "bf16", "master": "none"}}}
 INT8 = {
     "optimizer": {"lr": 2e-3, "clip_norm": 0.1, "state": {"moments": "int8"}},
     "model": {"dim": 128, "intermediate_size": 128},
 }
-"""Of rows that tensor parallelism cuts between blocks."""
-_single: dict[str, list[tuple[float, float]]] = {}
+"""int8 moments of a model whose rows are long enough that tensor parallelism splits them between int8 blocks."""
+_one_process_results: dict[str, list[tuple[float, float]]] = {}
 
 
-def one_process(sections: dict[str, Any]) -> list[tuple[float, float]]:
-    """Losses and norms of one process, computed once for each model and batch."""
-    plain = {key: values for key, values in sections.items() if key != "parallel"}
-    plain["train"] = {key: value for key, value in plain.get("train", {}).items() if key != "loss_chunk"}
-    key = json.dumps(plain, sort_keys=True)
-    if key not in _single:
-        _single[key] = run_ranks(1, train_rank, [tiny_config(1, **plain)])[0][0]
-    return _single[key]
+def train_one_process(sections: dict[str, Any]) -> list[tuple[float, float]]:
+    """Return the loss and gradient norm of each step of one process, without `parallel` and a chunked loss.
+
+    Results are cached by the sections of the config.
+    """
+    sections = {name: values for name, values in sections.items() if name != "parallel"}
+    sections["train"] = {key: value for key, value in sections.get("train", {}).items() if key != "loss_chunk"}
+    cache_key = json.dumps(sections, sort_keys=True)
+    if cache_key not in _one_process_results:
+        _one_process_results[cache_key] = run_ranks(1, train_rank, [tiny_config(1, **sections)])[0][0]
+    return _one_process_results[cache_key]
 
 
-def check(ranks: int, *cases: dict[str, Any]) -> None:
-    """Train each case on `ranks` ranks, all in one group of processes."""
-    reference = [one_process(case) for case in cases]
-    results = run_ranks(ranks, train_rank, [tiny_config(ranks, **case) for case in cases], timeout=LIMIT_S)
-    for number, (case, expected) in enumerate(zip(cases, reference, strict=True)):
-        for rank in results:
-            assert rank[number] == results[0][number], f"ranks differ: {case}"
-        for step, (ours, theirs) in enumerate(zip(results[0][number], expected, strict=True), 1):
-            assert ours == pytest.approx(theirs, rel=1e-5), f"{case}, step {step}: (loss, norm)"
-        assert len(expected) == STEPS
+def check_against_one_process(ranks: int, *cases: dict[str, Any]) -> None:
+    """Train each case on `ranks` ranks, and compare all steps of all ranks with one process.
+
+    Args:
+        ranks: number of ranks; they are started once for all cases.
+        cases: sections of the config.
+    """
+    expected_by_case = [train_one_process(case) for case in cases]
+    results_by_rank = run_ranks(ranks, train_rank, [tiny_config(ranks, **case) for case in cases], timeout=TIMEOUT_S)
+    for number, (case, expected_steps) in enumerate(zip(cases, expected_by_case, strict=True)):
+        steps = results_by_rank[0][number]
+        for results in results_by_rank:
+            assert results[number] == steps, f"ranks differ: {case}"
+        for step, (actual, expected) in enumerate(zip(steps, expected_steps, strict=True), 1):
+            assert actual == pytest.approx(expected, rel=1e-5), f"{case}, step {step}: (loss, norm)"
+        assert len(expected_steps) == STEPS
 
 
 def test_data_parallel_and_zero_equal_one_process() -> None:
-    check(
+    check_against_one_process(
         4,
         {"parallel": {"zero": 0}},
         {"parallel": {"zero": 1}},
@@ -81,88 +93,92 @@ def test_data_parallel_and_zero_equal_one_process() -> None:
 
 
 def test_tensor_parallel_equals_one_process() -> None:
-    """Where ranks hold the same activations they must drop the same ones: equal to one process with dropout, too."""
+    """With dropout, ranks that have the same activations must drop the same values as one process."""
     recomputed = {"tensor": 2, "sequence": False, "activation_checkpointing": "full"}
-    check(
+    check_against_one_process(
         2,
-        {"parallel": {"tensor": 2}, "train": FEW},
-        {"parallel": recomputed, "train": FEW, "model": {**TIED, "dropout": 0.2}},
+        {"parallel": {"tensor": 2}, "train": FEW_BATCHES},
+        {"parallel": recomputed, "train": FEW_BATCHES, "model": {**TIED, "dropout": 0.2}},
         {"parallel": {"tensor": 2, "loss_parallel": False}, "train": {"micro_batch": 16}},
-        {"parallel": {"tensor": 2}, "train": FEW | CHUNKED},
-        {"parallel": {"tensor": 2, "activation_checkpointing": "selective"}, "train": FEW},
-        {"parallel": {**recomputed, "activation_checkpointing": "selective"}, "train": FEW, "model": TIED},
+        {"parallel": {"tensor": 2}, "train": FEW_BATCHES | CHUNKED},
+        {"parallel": {"tensor": 2, "activation_checkpointing": "selective"}, "train": FEW_BATCHES},
+        {"parallel": {**recomputed, "activation_checkpointing": "selective"}, "train": FEW_BATCHES, "model": TIED},
     )
 
 
 def test_pipeline_schedules_equal_one_process() -> None:
-    check(
+    check_against_one_process(
         2,
         {"parallel": {"pipeline": 2}},
         {"parallel": {"pipeline": 2, "schedule": "gpipe", "activation_checkpointing": "selective"}},
-        {"parallel": {**V, "schedule": "interleaved_1f1b"}, "model": TIED},
-        {"parallel": {**V, "schedule": "interleaved_zero_bubble"}},
-        {"parallel": {**V, "schedule": "zbv", "activation_checkpointing": "full"}},
-        {"parallel": {**V, "schedule": "dualpipe_v"}, "model": TIED},
-        {"parallel": {**V, "schedule": "zbv"}, "train": CHUNKED},
+        {"parallel": {**VIRTUAL, "schedule": "interleaved_1f1b"}, "model": TIED},
+        {"parallel": {**VIRTUAL, "schedule": "interleaved_zero_bubble"}},
+        {"parallel": {**VIRTUAL, "schedule": "zbv", "activation_checkpointing": "full"}},
+        {"parallel": {**VIRTUAL, "schedule": "dualpipe_v"}, "model": TIED},
+        {"parallel": {**VIRTUAL, "schedule": "zbv"}, "train": CHUNKED},
     )
 
 
 def test_pipeline_with_data_and_tensor_parallel_equals_one_process() -> None:
-    check(
+    check_against_one_process(
         4,
         {"parallel": {"pipeline": 2, "zero": 3}, "model": TIED},
-        {"parallel": {**V, "schedule": "zbv", "zero": 1}},
-        {"parallel": {"pipeline": 2, "tensor": 2}, "train": FEW, "model": TIED},
-        {"parallel": {"tensor": 2, "zero": 3}, "train": FEW},
-        {"parallel": {"tensor": 2, "zero": 3}, "train": FEW | CHUNKED},
+        {"parallel": {**VIRTUAL, "schedule": "zbv", "zero": 1}},
+        {"parallel": {"pipeline": 2, "tensor": 2}, "train": FEW_BATCHES, "model": TIED},
+        {"parallel": {"tensor": 2, "zero": 3}, "train": FEW_BATCHES},
+        {"parallel": {"tensor": 2, "zero": 3}, "train": FEW_BATCHES | CHUNKED},
     )
 
 
 @pytest.mark.story
 def test_all_three_parallelisms_on_eight_ranks_equal_one_process() -> None:
-    check(8, {"parallel": {"pipeline": 2, "tensor": 2, "zero": 2}, "train": FEW})
+    check_against_one_process(8, {"parallel": {"pipeline": 2, "tensor": 2, "zero": 2}, "train": FEW_BATCHES})
 
 
-# -- the full matrix -----------------------------------------------------------------------------------------
+# -- all combinations ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("model", [{}, TIED], ids=["untied", "tied"])
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_matrix_of_data_parallel(ranks: int, accumulate: int, model: dict[str, Any]) -> None:
+def test_all_data_parallel_layouts_equal_one_process(ranks: int, accumulate: int, model: dict[str, Any]) -> None:
     micro = 16 // ranks // accumulate
     cases = [{"zero": zero, "reduce": reduce} for zero, reduce in product((0, 1, 2, 3), ("auto", "step"))]
     if ranks == 4:
         cases += [{"zero": zero, "data": {"replicate": 2, "shard": 2}} for zero in (1, 2, 3)]
-    check(ranks, *({"parallel": case, "model": model, "train": {"micro_batch": micro}} for case in cases))
+    check_against_one_process(
+        ranks, *({"parallel": case, "model": model, "train": {"micro_batch": micro}} for case in cases)
+    )
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("sequence", [True, False])
 @pytest.mark.parametrize("loss_parallel", [True, False])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_matrix_of_tensor_parallel(ranks: int, sequence: bool, loss_parallel: bool) -> None:
+def test_all_tensor_parallel_layouts_equal_one_process(ranks: int, sequence: bool, loss_parallel: bool) -> None:
     parallel = {"tensor": ranks, "sequence": sequence, "loss_parallel": loss_parallel}
-    check(ranks, *({"parallel": parallel, "model": model, "train": FEW} for model in ({}, TIED)))
+    check_against_one_process(
+        ranks, *({"parallel": parallel, "model": model, "train": FEW_BATCHES} for model in ({}, TIED))
+    )
 
 
-def test_the_norm_of_a_large_gradient_equals_that_of_its_parts() -> None:
-    """As layouts that cut it have it. Whole, torch's own would be 7e-4 too small."""
-    whole = torch.randn(4096, 4096, generator=torch.Generator().manual_seed(2))
-    parts = torch.stack([row.double().square().sum() for row in whole.split(64)]).sum().sqrt().item()
-    assert compute_total_norm([whole]).item() == pytest.approx(parts, rel=1e-6)
-    assert compute_total_norm([whole.T, torch.zeros(3)]).item() == pytest.approx(parts, rel=1e-6)
+def test_the_norm_of_a_large_gradient_equals_that_of_its_shards() -> None:
+    """The norm that torch computes of the full gradient would be 7e-4 too small."""
+    gradient = torch.randn(4096, 4096, generator=torch.Generator().manual_seed(2))
+    expected = torch.stack([shard.double().square().sum() for shard in gradient.split(64)]).sum().sqrt().item()
+    assert compute_total_norm([gradient]).item() == pytest.approx(expected, rel=1e-6)
+    assert compute_total_norm([gradient.T, torch.zeros(3)]).item() == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.long
-def test_layouts_of_a_model_of_a_realistic_size() -> None:
-    """Millions of entries in a tensor, whose squares one process must not add up worse than ranks with pieces do."""
+def test_layouts_of_a_larger_model_equal_one_process() -> None:
+    """Tensors have millions of entries. The norm of one process must be as accurate as that of ranks with shards."""
     vocab = 32_768
     model = {"dim": 256, "layers": 8, "heads": 8, "intermediate_size": 704}
     sections: dict[str, Any] = {
         "model": model,
-        "train": FEW,
+        "train": FEW_BATCHES,
         "optimizer": {"lr": 3e-4, "warmup_steps": 5, "clip_norm": 1.0},
     }
     layouts: list[dict[str, Any]] = [
@@ -172,15 +188,17 @@ def test_layouts_of_a_model_of_a_realistic_size() -> None:
         {"pipeline": 2, "zero": 1},
         {"zero": 0},
     ]
-    expected = run_ranks(1, train_rank, [tiny_config(1, **sections)], vocab, timeout=LIMIT_S)[0][0]
+    expected_steps = run_ranks(1, train_rank, [tiny_config(1, **sections)], vocab, timeout=TIMEOUT_S)[0][0]
+    assert len(expected_steps) == STEPS
     configs = [tiny_config(4, **sections, parallel=parallel) for parallel in layouts]
-    for parallel, found in zip(layouts, run_ranks(4, train_rank, configs, vocab, timeout=LIMIT_S)[0], strict=True):
-        for step, (ours, theirs) in enumerate(zip(found, expected, strict=True), 1):
-            assert ours[0] == pytest.approx(theirs[0], rel=1e-5), f"{parallel}, step {step}: loss"
-            assert ours[1] == pytest.approx(theirs[1], rel=1e-5 if step == 1 else 1e-4), (
-                f"{parallel}, step {step}: norm"
-            )
-    assert len(expected) == STEPS
+    results = run_ranks(4, train_rank, configs, vocab, timeout=TIMEOUT_S)[0]
+    for parallel, steps in zip(layouts, results, strict=True):
+        for number, ((loss, norm), (expected_loss, expected_norm)) in enumerate(
+            zip(steps, expected_steps, strict=True), 1
+        ):
+            norm_tolerance = 1e-5 if number == 1 else 1e-4
+            assert loss == pytest.approx(expected_loss, rel=1e-5), f"{parallel}, step {number}: loss"
+            assert norm == pytest.approx(expected_norm, rel=norm_tolerance), f"{parallel}, step {number}: norm"
 
 
 SCHEDULES = [
@@ -193,77 +211,84 @@ SCHEDULES = [
     ("zbv", 2),
     ("dualpipe_v", 2),
 ]
+"""Pipeline schedules with their numbers of virtual stages per rank."""
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("schedule", "virtual"), SCHEDULES)
 @pytest.mark.parametrize(("ranks", "pipeline"), [(2, 2), (4, 2), (4, 4)])
-def test_matrix_of_schedules(ranks: int, pipeline: int, schedule: str, virtual: int) -> None:
-    """Each schedule × ZeRO level × checkpointing that is not refused (tests/config/test_layout.py), untied and tied."""
-    splits = schedule in ("interleaved_zero_bubble", "zbv", "dualpipe_v")
-    levels = [zero for zero in (0, 1, 2, 3) if not (splits and zero == 3)] if ranks > pipeline else [0]
-    kinds = [kind for kind in ("none", "selective", "full") if not (splits and kind == "selective")]
+def test_all_pipeline_schedules_equal_one_process(ranks: int, pipeline: int, schedule: str, virtual: int) -> None:
+    """The test trains each schedule with each ZeRO level and kind of activation checkpointing, untied and tied.
+
+    Combinations that the config forbids are left out; tests/config/test_layout.py tests that they are errors.
+    """
+    splits_backward = schedule in ("interleaved_zero_bubble", "zbv", "dualpipe_v")
+    levels = [zero for zero in (0, 1, 2, 3) if not (splits_backward and zero == 3)] if ranks > pipeline else [0]
+    kinds = [kind for kind in ("none", "selective", "full") if not (splits_backward and kind == "selective")]
     cases = []
     for zero, kind, model in product(levels, kinds, ({}, TIED)):
         parallel = {"pipeline": pipeline, "schedule": schedule, "virtual_stages": virtual, "zero": zero}
-        more = {"layers": max(4, pipeline * virtual), **model}
-        cases.append({"parallel": parallel | {"activation_checkpointing": kind}, "model": more})
-    check(ranks, *({**case, "train": {"micro_batch": 1 if pipeline == 4 else 2}} for case in cases))
+        sizes = {"layers": max(4, pipeline * virtual), **model}
+        cases.append({"parallel": parallel | {"activation_checkpointing": kind}, "model": sizes})
+    check_against_one_process(ranks, *({**case, "train": {"micro_batch": 1 if pipeline == 4 else 2}} for case in cases))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("model", [{}, TIED], ids=["untied", "tied"])
-def test_matrix_of_all_three(zero: int, model: dict[str, Any]) -> None:
+def test_pipeline_tensor_and_data_parallel_together_equal_one_process(zero: int, model: dict[str, Any]) -> None:
     cases: list[dict[str, Any]] = [{"schedule": "1f1b"}, {"schedule": "interleaved_1f1b", "virtual_stages": 2}]
     if zero < 3:
         cases.append({"schedule": "zbv", "virtual_stages": 2})
-    check(
+    check_against_one_process(
         8,
         *(
-            {"parallel": {"pipeline": 2, "tensor": 2, "zero": zero, **case}, "model": model, "train": FEW}
+            {"parallel": {"pipeline": 2, "tensor": 2, "zero": zero, **case}, "model": model, "train": FEW_BATCHES}
             for case in cases
         ),
     )
 
 
 HYBRID = {"data": {"replicate": 2, "shard": 2}}
-MIXTURES: list[tuple[int, dict[str, Any]]] = [
+COMBINATIONS: list[tuple[int, dict[str, Any]]] = [
     (4, {"pipeline": 2, "offload": True}),
     (4, {"pipeline": 2, "zero": 1, "offload": True}),
     (4, {"tensor": 2, "zero": 2, "offload": True}),
     (4, {"pipeline": 2, "tensor": 2, "offload": True}),
     (4, {"pipeline": 2, "tensor": 2, "schedule": "gpipe"}),
-    (4, {**V, "tensor": 2, "schedule": "interleaved_zero_bubble"}),
-    (4, {**V, "tensor": 2, "schedule": "dualpipe_v"}),
+    (4, {**VIRTUAL, "tensor": 2, "schedule": "interleaved_zero_bubble"}),
+    (4, {**VIRTUAL, "tensor": 2, "schedule": "dualpipe_v"}),
     (8, {"tensor": 2, "zero": 1, **HYBRID}),
     (8, {"tensor": 2, "zero": 3, **HYBRID}),
     (8, {"pipeline": 2, "zero": 2, **HYBRID}),
-    (8, {**V, "schedule": "zbv", "zero": 1, **HYBRID}),
+    (8, {**VIRTUAL, "schedule": "zbv", "zero": 1, **HYBRID}),
 ]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [4, 8])
-def test_mixtures(ranks: int) -> None:
-    """Each kind of thing that is accepted together, once."""
-    cases = [parallel for size, parallel in MIXTURES if size == ranks]
-    check(ranks, *({"parallel": case, "train": {"micro_batch": 32 // ranks // 4}} for case in cases))
+def test_combined_features_equal_one_process(ranks: int) -> None:
+    """Each layout combines features that may be used together, such as a pipeline with offload."""
+    cases = [parallel for size, parallel in COMBINATIONS if size == ranks]
+    check_against_one_process(
+        ranks, *({"parallel": case, "train": {"micro_batch": 32 // ranks // 4}} for case in cases)
+    )
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("ranks", "model"), [(2, {}), (4, TIED), (8, {})])
-def test_a_chunked_loss_on_every_kind_of_layout(ranks: int, model: dict[str, Any]) -> None:
-    """Against the whole loss of one process."""
-    kinds: list[dict[str, Any]] = [{"zero": zero} for zero in (0, 1, 2, 3)]
-    kinds += [{"tensor": 2, "sequence": on, "loss_parallel": on} for on in (True, False)]
-    kinds += [{"pipeline": 2, "schedule": name, "virtual_stages": count} for name, count in SCHEDULES if count < 4]
+def test_a_chunked_loss_in_all_kinds_of_layouts_equals_the_full_loss_of_one_process(
+    ranks: int, model: dict[str, Any]
+) -> None:
+    layouts: list[dict[str, Any]] = [{"zero": zero} for zero in (0, 1, 2, 3)]
+    layouts += [{"tensor": 2, "sequence": is_split, "loss_parallel": is_split} for is_split in (True, False)]
+    layouts += [{"pipeline": 2, "schedule": name, "virtual_stages": count} for name, count in SCHEDULES if count < 4]
     if ranks == 4:
-        kinds = [{**V, "schedule": "zbv", "tensor": 2}, {"tensor": 2, "zero": 2}, {"pipeline": 4}]
+        layouts = [{**VIRTUAL, "schedule": "zbv", "tensor": 2}, {"tensor": 2, "zero": 2}, {"pipeline": 4}]
     if ranks == 8:
-        kinds = [{"pipeline": 2, "tensor": 2, "zero": 1}, {"tensor": 2, "zero": 3, **HYBRID}]
+        layouts = [{"pipeline": 2, "tensor": 2, "zero": 1}, {"tensor": 2, "zero": 3, **HYBRID}]
     train = CHUNKED | {"micro_batch": {2: 2, 4: 1, 8: 1}[ranks]}
-    check(ranks, *({"parallel": kind, "train": train, "model": model} for kind in kinds))
+    check_against_one_process(ranks, *({"parallel": layout, "train": train, "model": model} for layout in layouts))
 
 
 @pytest.mark.long
@@ -275,79 +300,91 @@ def test_a_chunked_loss_on_every_kind_of_layout(ranks: int, model: dict[str, Any
         ({"pipeline": 2}, {}),
         ({"pipeline": 2, "activation_checkpointing": "selective"}, {}),
         ({"pipeline": 2, "schedule": "gpipe"}, {}),
-        ({**V, "schedule": "interleaved_1f1b", "activation_checkpointing": "full"}, {}),
+        ({**VIRTUAL, "schedule": "interleaved_1f1b", "activation_checkpointing": "full"}, {}),
         ({"tensor": 2}, {}),
         ({"tensor": 2, "activation_checkpointing": "selective"}, {"qk_norm": True}),
         ({"tensor": 2, "sequence": False, "activation_checkpointing": "full"}, {"qk_norm": True, "kv_heads": 2}),
     ],
 )
-def test_compiled_blocks(parallel: dict[str, Any], model: dict[str, Any]) -> None:
+def test_compiled_blocks_equal_one_process(parallel: dict[str, Any], model: dict[str, Any]) -> None:
     compiled = tiny_config(2, parallel=parallel, model=model, train={"compile": True, "micro_batch": 4})
-    results = run_ranks(2, train_rank, [compiled], timeout=LIMIT_S)
-    for ours, theirs in zip(results[0][0], one_process({"train": FEW, "model": model}), strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-5)
+    results = run_ranks(2, train_rank, [compiled], timeout=TIMEOUT_S)
+    expected_steps = train_one_process({"train": FEW_BATCHES, "model": model})
+    for actual, expected in zip(results[0][0], expected_steps, strict=True):
+        assert actual == pytest.approx(expected, rel=1e-5)
 
 
-# -- checkpoints move ----------------------------------------------------------------------------------------
+# -- checkpoints that another layout loads -------------------------------------------------------------------
 
 LAYOUTS: list[dict[str, Any]] = [
     {},
     {"zero": 1},
     {"pipeline": 2, "zero": 3},
     {"tensor": 2, "zero": 2},
-    {**V, "schedule": "zbv", "zero": 1},
+    {**VIRTUAL, "schedule": "zbv", "zero": 1},
     {"pipeline": 2, "tensor": 2},
     {"zero": 3, "data": {"replicate": 2, "shard": 2}},
-    {**V, "schedule": "interleaved_1f1b", "tensor": 2, "sequence": False},
+    {**VIRTUAL, "schedule": "interleaved_1f1b", "tensor": 2, "sequence": False},
 ]
 
 
-def moving(parallel: dict[str, Any], model: dict[str, Any]) -> Config:
-    return tiny_config(4, parallel=parallel, train=FEW, model=model)
+def make_layout_config(parallel: dict[str, Any], model: dict[str, Any]) -> Config:
+    """Return a config for four ranks with a layout of `LAYOUTS`."""
+    return tiny_config(4, parallel=parallel, train=FEW_BATCHES, model=model)
 
 
-def check_moves(results: list[Any], steps: int) -> None:
-    """Check that all layouts have the same digest and continue with the same losses."""
-    (reference, expected), *others = results[0]
-    assert len(expected) == steps
-    for number, (found, trained) in enumerate(others, 1):
-        assert found == reference, f"digest of layout {number}"
-        for ours, theirs in zip(trained, expected, strict=True):
-            assert ours == pytest.approx(theirs, rel=1e-5), f"layout {number}"
+def check_digests_and_losses(results: list[Any], steps: int) -> None:
+    """Check that all layouts save checkpoints with the same digest and continue with the same losses.
+
+    Args:
+        results: results of `change_layout_rank`, of each rank.
+        steps: number of steps that each layout trained after its save.
+    """
+    (expected_digest, expected_steps), *others = results[0]
+    assert len(expected_steps) == steps
+    for number, (digest, layout_steps) in enumerate(others, 1):
+        assert digest == expected_digest, f"digest of layout {number}"
+        for actual, expected in zip(layout_steps, expected_steps, strict=True):
+            assert actual == pytest.approx(expected, rel=1e-5), f"layout {number}"
 
 
 @pytest.mark.parametrize("model", [pytest.param({}, marks=pytest.mark.long), TIED], ids=["untied", "tied"])
-def test_checkpoints_move_from_layout_to_layout(tmp_path: Path, model: dict[str, Any]) -> None:
-    """Each layout takes what the one before it saved, the first the last one's: a chain through all eight.
+def test_each_layout_loads_the_checkpoint_of_the_previous_layout(tmp_path: Path, model: dict[str, Any]) -> None:
+    """The eight layouts form a cycle: at the end, the first layout loads the checkpoint of the last one.
 
-    Two steps more: the first shows the weights, the second the optimizer's state.
+    Each layout trains two steps after it has saved. Wrong weights would change the loss of the first step, and a wrong
+    optimizer state that of the second step.
     """
-    first, *others = [moving(parallel, model) for parallel in LAYOUTS]
-    check_moves(run_ranks(4, change_layout_rank, first, [*others, first], tmp_path, 3, 2, timeout=LIMIT_S), 2)
+    first, *others = [make_layout_config(parallel, model) for parallel in LAYOUTS]
+    check_digests_and_losses(
+        run_ranks(4, change_layout_rank, first, [*others, first], tmp_path, 3, 2, timeout=TIMEOUT_S), 2
+    )
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("saved", range(8))
-def test_any_layout_loads_what_any_other_saved(tmp_path: Path, saved: int) -> None:
-    configs = [moving(parallel, TIED if saved % 2 else {}) for parallel in LAYOUTS]
-    for loaded, config in enumerate(configs):
-        folder = tmp_path / str(loaded)
+def test_each_layout_loads_the_checkpoint_of_every_other_layout(tmp_path: Path, saved: int) -> None:
+    configs = [make_layout_config(parallel, TIED if saved % 2 else {}) for parallel in LAYOUTS]
+    for number, config in enumerate(configs):
+        folder = tmp_path / str(number)
         folder.mkdir()
-        check_moves(run_ranks(4, change_layout_rank, configs[saved], [config], folder, 3, 10, timeout=LIMIT_S), 10)
+        arguments = (configs[saved], [config], folder, 3, 10)
+        check_digests_and_losses(run_ranks(4, change_layout_rank, *arguments, timeout=TIMEOUT_S), 10)
 
 
 @pytest.mark.story
-def test_muon_updates_are_the_same_in_all_layouts(tmp_path: Path) -> None:
-    """Cut by ZeRO and tensor parallel they move as in one process; bf16 rounds apart what differs in a last digit."""
+def test_muon_updates_of_sharded_weights_equal_those_of_one_process(tmp_path: Path) -> None:
+    """The tolerance of the norm is larger here, because Muon's bf16 rounding amplifies differences of a last digit."""
     layouts: list[dict[str, Any]] = [{"zero": 3}, {"tensor": 2, "zero": 2}]
     muon = {"name": "muon", "lr": 2e-2, "clip_norm": 0.1}
-    alone = run_ranks(1, train_rank, [tiny_config(1, train=FEW, optimizer=muon)])[0][0]
-    first, *others = [tiny_config(4, train=FEW, optimizer=muon, parallel=parallel) for parallel in layouts]
-    moved = run_ranks(4, change_layout_rank, first, others, tmp_path, 3, 2, timeout=LIMIT_S)[0]
-    for found, trained in moved:
-        assert found == moved[0][0], "the digest of weights and momentum, saved again"
-        for (loss, norm), (its_loss, its_norm) in zip(trained, alone[3:5], strict=True):
-            assert loss == pytest.approx(its_loss, rel=1e-5) and norm == pytest.approx(its_norm, rel=1e-3)
+    expected_steps = train_one_process({"train": FEW_BATCHES, "optimizer": muon})[3:5]
+    first, *others = [tiny_config(4, train=FEW_BATCHES, optimizer=muon, parallel=parallel) for parallel in layouts]
+    results = run_ranks(4, change_layout_rank, first, others, tmp_path, 3, 2, timeout=TIMEOUT_S)[0]
+    for digest, steps in results:
+        assert digest == results[0][0], "the digest of weights and momentum differs"
+        for (loss, norm), (expected_loss, expected_norm) in zip(steps, expected_steps, strict=True):
+            assert loss == pytest.approx(expected_loss, rel=1e-5)
+            assert norm == pytest.approx(expected_norm, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -360,26 +397,54 @@ def test_muon_updates_are_the_same_in_all_layouts(tmp_path: Path) -> None:
     ids=["half", "none", "int8"],
 )
 def test_stochastic_rounding_is_the_same_in_all_layouts(tmp_path: Path, sections: dict[str, Any]) -> None:
-    """What is drawn belongs to the entry of the whole parameter. bf16 weights are read back with the same bits."""
-    layouts: list[dict[str, Any]] = [{"zero": 3}, {"tensor": 2, "zero": 2}, {**V, "schedule": "zbv", "zero": 1}, {}]
-    low = "master" in sections["optimizer"]["state"]
-    more = {**sections, "train": FEW | {"precision": "bf16" if low else "fp32"}}
-    more["model"] = TIED | sections.get("model", {})
-    alone = run_ranks(1, train_rank, [tiny_config(1, **more)])[0][0]
-    first, *others = [tiny_config(4, **more, parallel=parallel) for parallel in layouts]
-    moved = run_ranks(4, change_layout_rank, first, others, tmp_path, 3, 2, timeout=LIMIT_S)[0]
-    limits = LOW["bf16"] if low else (1e-5, 1e-5)
-    if sections is INT8:  # other last digits of a gradient may take the next of 127 levels
-        limits = (1e-4, 1e-4)
-    for found, trained in moved:
-        assert found == moved[0][0], "the digest of weights and moments, saved again"
-        for ours, theirs in zip(trained, alone[3:5], strict=True):
-            for mine, its, limit in zip(ours, theirs, limits, strict=True):
-                assert mine == pytest.approx(its, rel=limit), "(loss, norm)"
+    """Random numbers depend on the position of an entry in the full parameter, so that they are the same in any shard.
+
+    Checkpoints keep the bits of bf16 weights.
+    """
+    layouts: list[dict[str, Any]] = [
+        {"zero": 3},
+        {"tensor": 2, "zero": 2},
+        {**VIRTUAL, "schedule": "zbv", "zero": 1},
+        {},
+    ]
+    is_bf16 = "master" in sections["optimizer"]["state"]
+    sections = {
+        **sections,
+        "train": FEW_BATCHES | {"precision": "bf16" if is_bf16 else "fp32"},
+        "model": TIED | sections.get("model", {}),
+    }
+    expected_steps = train_one_process(sections)[3:5]
+    first, *others = [tiny_config(4, **sections, parallel=parallel) for parallel in layouts]
+    results = run_ranks(4, change_layout_rank, first, others, tmp_path, 3, 2, timeout=TIMEOUT_S)[0]
+    tolerances = LOW_PRECISION_TOLERANCES["bf16"] if is_bf16 else (1e-5, 1e-5)
+    if sections["optimizer"] is INT8["optimizer"]:  # a difference in a last digit may round to the next of 127 levels
+        tolerances = (1e-4, 1e-4)
+    for digest, steps in results:
+        assert digest == results[0][0], "the digest of weights and moments differs"
+        check_steps(sections, steps, expected_steps, tolerances)
 
 
-def places_rank(rank_info: RankInfo, configs: list[Config]) -> list[int]:
-    """Check the positions from which random rounding is derived. Return the number of sharded parameters by config."""
+def check_steps(
+    case: dict[str, Any],
+    steps: list[tuple[float, float]],
+    expected_steps: list[tuple[float, float]],
+    tolerances: tuple[float, float],
+) -> None:
+    """Compare the losses and gradient norms of the steps of a case.
+
+    Args:
+        case: what was trained, for the message of a failure.
+        steps: loss and gradient norm of each step.
+        expected_steps: loss and gradient norm of each step of one process.
+        tolerances: relative tolerances of the loss and of the norm.
+    """
+    for step, (actual, expected) in enumerate(zip(steps, expected_steps, strict=True), 1):
+        for value, expected_value, tolerance in zip(actual, expected, tolerances, strict=True):
+            assert value == pytest.approx(expected_value, rel=tolerance), f"{case}, step {step}: (loss, norm)"
+
+
+def check_positions_on_rank(rank_info: RankInfo, configs: list[Config]) -> list[int]:
+    """Check the positions on which random rounding depends. Return the number of sharded parameters of each config."""
     from pipeline.comm import groups
     from pipeline.model.decoder import full_tensor, local_tensor
     from pipeline.train.optimizer import _make_positions
@@ -399,23 +464,24 @@ def places_rank(rank_info: RankInfo, configs: list[Config]) -> list[int]:
     return results
 
 
-def test_sharded_entries_have_the_same_positions_for_random_rounding_as_whole_parameters() -> None:
-    """FSDP shards tensors that tensor parallelism has sharded: strided and uneven shards, and copies."""
+def test_entries_of_shards_have_the_same_positions_for_random_rounding_as_in_full_parameters() -> None:
+    """FSDP shards tensors that tensor parallelism has sharded. Some shards are strided, uneven or replicated."""
     layouts: list[dict[str, Any]] = [{"tensor": 2, "zero": 2}, {"zero": 3, "data": {"replicate": 2, "shard": 2}}]
-    configs = [tiny_config(4, **HALF_MOMENTS, parallel=layout, train=FEW) for layout in layouts]
-    assert run_ranks(4, places_rank, configs) == [[39, 39]] * 4
+    configs = [tiny_config(4, **HALF_MOMENTS, parallel=layout, train=FEW_BATCHES) for layout in layouts]
+    assert run_ranks(4, check_positions_on_rank, configs) == [[39, 39]] * 4
 
 
-# -- stops and moves of whole runs ---------------------------------------------------------------------------
+# -- runs that stop and resume -------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the data directory of a prepared run, which all runs of this module use."""
     return make_run(tmp_path_factory.mktemp("data")).data_dir
 
 
 BF16 = ("train.precision=bf16", "optimizer.state={master: none, moments: bf16}")
-EXACT = {
+LAYOUT_OVERRIDES = {  # by name
     "zero 3": ("parallel.zero=3",),
     "zbv": ("parallel.pipeline=2", "parallel.zero=1", "parallel.schedule=zbv", "parallel.virtual_stages=2"),
     "tensor": ("parallel.tensor=2", "parallel.pipeline=2", "train.steps=9"),
@@ -427,7 +493,7 @@ EXACT = {
     "no master in a pipeline": (*BF16, "parallel.pipeline=2", "parallel.zero=1", "model.tie_word_embeddings=true"),
     "muon": ("parallel.zero=3", "optimizer.name=muon"),
     "sgd": ("parallel.zero=2", "optimizer.name=sgd"),
-    "alone": ("parallel.zero=2", "train.precision=bf16", "stages.train.tasks_per_node=1"),
+    "one rank": ("parallel.zero=2", "train.precision=bf16", "stages.train.tasks_per_node=1"),
 }
 
 
@@ -435,52 +501,72 @@ EXACT = {
     "name",
     [
         "zero 3",
-        *(pytest.param(name, marks=pytest.mark.story) for name in EXACT if name not in ("zero 3", "replicated")),
+        *(
+            pytest.param(name, marks=pytest.mark.story)
+            for name in LAYOUT_OVERRIDES
+            if name not in ("zero 3", "replicated")
+        ),
         pytest.param("replicated", marks=pytest.mark.long),
     ],
 )
 def test_a_stop_does_not_change_the_result_in_any_layout(tmp_path: Path, data: Path, name: str) -> None:
-    """Dropout is on. The digest and all metrics equal those of an undisturbed run."""
-    more = ("model.layers=4", "train.steps=12", "train.micro_batch=2", "checkpoint.every_steps=4", *EXACT[name])
-    more = ("stages.train.tasks_per_node=4", *more)
-    calm = new_run(tmp_path, "calm", data, *more)
-    run = new_run(tmp_path, "stopped", data, *more)
-    ranks = calm.config.stages.train.ranks
-    assert set(run_ranks(ranks, stage_rank, calm.path, "train")) == {ExitCode.DONE}
+    """The model has dropout. The digest and all metrics equal those of an uninterrupted run, to the bit."""
+    overrides = ["stages.train.tasks_per_node=4", "model.layers=4", "train.steps=12", "train.micro_batch=2"]
+    overrides += ["checkpoint.every_steps=4", *LAYOUT_OVERRIDES[name]]
+    uninterrupted = new_run(tmp_path, "uninterrupted", data, *overrides)
+    run = new_run(tmp_path, "stopped", data, *overrides)
+    ranks = uninterrupted.config.stages.train.ranks
+    assert set(run_ranks(ranks, stage_rank, uninterrupted.path, "train")) == {ExitCode.DONE}
     assert set(interrupt_training(run, ranks, signal.SIGTERM, 3, [ranks - 1])) == {ExitCode.STOPPED}
-    assert len(read_steps(run)) < len(read_steps(calm))
+    assert len(read_steps(run)) < len(read_steps(uninterrupted))
     assert set(run_ranks(ranks, stage_rank, run.path, "train")) == {ExitCode.DONE}
-    assert read_steps(run) == read_steps(calm) and compute_run_digest(run) == compute_run_digest(calm)
+    assert read_steps(run) == read_steps(uninterrupted)
+    assert compute_run_digest(run) == compute_run_digest(uninterrupted)
 
 
 def test_a_run_that_stops_in_one_layout_resumes_in_another(tmp_path: Path, data: Path) -> None:
-    """(2, 1, 2) and then (1, 2, 2): the same samples, losses as if nothing had happened, and an evaluation."""
-    more = ("model.layers=4", "model.dropout=0.0", "train.steps=12", "train.micro_batch=2", "checkpoint.every_steps=50")
-    calm = new_run(tmp_path, "calm", data, *more, "stages.train.tasks_per_node=1")
-    assert set(run_ranks(1, stage_rank, calm.path, "train")) == {ExitCode.DONE}
+    """The run starts with pipeline and tensor parallelism, and resumes with data and tensor parallelism.
+
+    It consumes the same samples as an uninterrupted run on one rank, and has the same losses, norms and evaluation.
+    """
+    overrides = ["model.layers=4", "model.dropout=0.0", "train.steps=12", "train.micro_batch=2"]
+    overrides += ["checkpoint.every_steps=50"]
+    uninterrupted = new_run(tmp_path, "uninterrupted", data, *overrides, "stages.train.tasks_per_node=1")
+    assert set(run_ranks(1, stage_rank, uninterrupted.path, "train")) == {ExitCode.DONE}
     layout = ("parallel.pipeline=2", "parallel.tensor=2", "stages.train.tasks_per_node=4")
-    run = new_run(tmp_path, "moved", data, *more, *layout)
+    run = new_run(tmp_path, "other-layout", data, *overrides, *layout)
     assert set(interrupt_training(run, 4, signal.SIGTERM, 3, [2])) == {ExitCode.STOPPED}
     run.apply_overrides(["parallel.pipeline=1", "parallel.zero=3"])
     assert set(run_ranks(4, stage_rank, run.path, "train")) == {ExitCode.DONE}
-    assert [line[4] for line in read_steps(run)] == [line[4] for line in read_steps(calm)]
-    for ours, theirs in zip(read_steps(run), read_steps(calm), strict=True):
-        assert ours[1] == pytest.approx(theirs[1], rel=1e-5) and ours[2] == pytest.approx(theirs[2], rel=1e-4)
-    for ready in (run, calm):
-        assert set(run_ranks(2, stage_rank, ready.path, "evaluate")) == {ExitCode.DONE}
-    ours, theirs = (json.loads(next(r.evaluation_dir.glob("*.json")).read_text())["loss"] for r in (run, calm))
-    assert ours == pytest.approx(theirs, rel=1e-5)
+    for actual, expected in zip(read_steps(run), read_steps(uninterrupted), strict=True):
+        _, loss, norm, _, samples = actual
+        _, expected_loss, expected_norm, _, expected_samples = expected
+        assert samples == expected_samples
+        assert loss == pytest.approx(expected_loss, rel=1e-5)
+        assert norm == pytest.approx(expected_norm, rel=1e-4)
+    loss, expected_loss = (evaluate_loss(evaluated_run) for evaluated_run in (run, uninterrupted))
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+
+
+def evaluate_loss(run: Run) -> float:
+    """Run the evaluate stage on two ranks, and return the loss."""
+    assert set(run_ranks(2, stage_rank, run.path, "evaluate")) == {ExitCode.DONE}
+    loss: float = json.loads(next(run.evaluation_dir.glob("*.json")).read_text())["loss"]
+    return loss
 
 
 # -- precision -----------------------------------------------------------------------------------------------
 
 
-LOW = {"bf16": (1e-4, 5e-3), "fp16": (2e-5, 1e-3)}
-"""Largest relative difference of loss and norm from fp32; one process has 3.5e-5 and 6e-4, 6e-6 and 2e-4."""
+LOW_PRECISION_TOLERANCES = {"bf16": (1e-4, 5e-3), "fp16": (2e-5, 1e-3)}
+"""Largest relative differences of loss and gradient norm from fp32.
+
+The differences of one process are 3.5e-5 and 6e-4 with bf16, and 6e-6 and 2e-4 with fp16.
+"""
 
 
-def casts_rank(rank_info: RankInfo, config: Config) -> tuple[int, list[tuple[float, float]]]:
-    """Return how often single MLP matrices of 32 × 16 are cast to bf16, and losses and norms of the steps."""
+def count_casts_on_rank(rank_info: RankInfo, config: Config) -> tuple[int, list[tuple[float, float]]]:
+    """Return how often an MLP matrix of shape (32, 16) is cast to bf16, and the loss and norm of each step."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class CastCounter(TorchDispatchMode):
@@ -492,36 +578,42 @@ def casts_rank(rank_info: RankInfo, config: Config) -> tuple[int, list[tuple[flo
                 self.count += 1
             return result
 
-    with CastCounter() as casts:
+    with CastCounter() as counter:
         (steps,) = train_rank(rank_info, [config])
-    return casts.count, steps
+    return counter.count, steps
 
 
 def test_a_single_rank_with_zero_casts_weights_once_per_step() -> None:
-    """FSDP casts all weights once per step. Autocast casts each weight in each pass of each micro-batch."""
+    """With ZeRO, FSDP casts all weights together, once per step, so that no single matrix is cast.
+
+    Without ZeRO, autocast casts each weight in each pass of each micro-batch.
+    """
     train = {"precision": "bf16", "micro_batch": 4}
     configs = [tiny_config(1, parallel={"zero": zero}, train=train) for zero in (0, 1)]
-    (autocast_count, _), (fsdp_count, trained) = (run_ranks(1, casts_rank, config)[0] for config in configs)
-    assert autocast_count and not fsdp_count
-    for ours, theirs in zip(trained, one_process({"train": FEW}), strict=True):
-        for mine, exact, limit in zip(ours, theirs, LOW["bf16"], strict=True):
-            assert mine == pytest.approx(exact, rel=limit)
+    (autocast_count, _), (fsdp_count, steps) = (run_ranks(1, count_casts_on_rank, config)[0] for config in configs)
+    assert autocast_count > 0 and fsdp_count == 0
+    check_steps({"zero": 1}, steps, train_one_process({"train": FEW_BATCHES}), LOW_PRECISION_TOLERANCES["bf16"])
 
 
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.story)])
-def test_low_precision_stays_near_fp32(precision: str) -> None:
-    """Sharded, which gathers parameters in the low precision, or tensor parallelism; a backward pass in two parts."""
+def test_losses_and_norms_in_low_precision_are_close_to_fp32(precision: str) -> None:
+    """bf16 is tested with ZeRO 3, which gathers parameters in bf16, and fp16 with tensor parallelism.
+
+    Both are also tested with zbv, which splits the backward pass.
+    """
     cases: list[dict[str, Any]] = [{"zero": 3} if precision == "bf16" else {"tensor": 2}]
-    cases.append({**V, "schedule": "zbv"})
+    cases.append({**VIRTUAL, "schedule": "zbv"})
     configs = [tiny_config(2, parallel=case, train={"precision": precision, "micro_batch": 4}) for case in cases]
-    for case, trained in zip(cases, run_ranks(2, train_rank, configs, timeout=240)[0], strict=True):
-        for ours, theirs in zip(trained, one_process({"train": FEW}), strict=True):
-            for mine, exact, limit in zip(ours, theirs, LOW[precision], strict=True):
-                assert mine == pytest.approx(exact, rel=limit), f"{case}: (loss, norm)"
+    expected_steps = train_one_process({"train": FEW_BATCHES})
+    for case, steps in zip(cases, run_ranks(2, train_rank, configs, timeout=240)[0], strict=True):
+        check_steps(case, steps, expected_steps, LOW_PRECISION_TOLERANCES[precision])
 
 
-def gradients_rank(rank_info: RankInfo, configs: list[Config]) -> list[dict[str, Any]]:
-    """Return the unsharded gradients of this rank's stages after the first step, by parameter name, by config."""
+def compute_gradients_on_rank(rank_info: RankInfo, configs: list[Config]) -> list[dict[str, Any]]:
+    """Return the full gradients of the first step for each config, by parameter name.
+
+    A pipeline-parallel rank returns those of its own stages.
+    """
     from pipeline.comm import groups
     from tests.support.tiny_training import make_batches, train_steps
 
@@ -529,60 +621,63 @@ def gradients_rank(rank_info: RankInfo, configs: list[Config]) -> list[dict[str,
     results: list[dict[str, Any]] = []
     for config in configs:
         engine, _ = train_steps(rank_info, config, world, 0)
-        engine.backward(
-            {"tokens": make_batches(config)[0].chunk(engine.layout.dp)[engine.layout.coordinates(rank_info.rank).dp]}, 1
-        )
+        dp_rank = engine.layout.coordinates(rank_info.rank).dp
+        engine.backward({"tokens": make_batches(config)[0].chunk(engine.layout.dp)[dp_rank]}, 1)
         engine.clip_gradients(None)  # removes the loss scale of fp16
         weights = [named for part in engine.parts for named in engine.task.named_weights(part)]
-        whole = {name: w.grad.full_tensor() if config.parallel.zero else w.grad for name, w in weights}
-        results.append({name: gradient.numpy() for name, gradient in whole.items()})
+        gradients = {name: w.grad.full_tensor() if config.parallel.zero else w.grad for name, w in weights}
+        results.append({name: gradient.numpy() for name, gradient in gradients.items()})
     return results
 
 
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.long)])
 def test_low_precision_errors_do_not_accumulate_over_micro_batches(precision: str) -> None:
-    """Gradients of 32 micro-batches are as close to fp32 as those of one, also in pipelines of sharded stages.
+    """Gradients of 32 micro-batches are as close to fp32 as those of one micro-batch, also with pipelines and ZeRO 1.
 
-    Stages have their weights in low precision during a step, and schedules that split the backward pass accumulate
-    gradients of these weights themselves. Norms do not show such errors, because they are orthogonal to the gradient.
+    The weights of a stage are in low precision during a step. Schedules that split the backward pass accumulate the
+    gradients of these weights themselves. Such errors are orthogonal to the gradient, so that its norm hides them.
     """
     cases: list[dict[str, Any]] = [{"zero": 3}]
     cases += [{"pipeline": 2, "zero": 1, "schedule": name, "virtual_stages": n} for name, n in SCHEDULES if n < 4]
     train = {"global_batch": 64, "micro_batch": 1, "precision": precision}
     configs = [tiny_config(4, parallel=case, train=train) for case in cases]
-    exact = run_ranks(1, gradients_rank, [tiny_config(1, train={"global_batch": 64, "micro_batch": 16})])[0][0]
-    results = run_ranks(4, gradients_rank, configs, timeout=LIMIT_S)
+    exact = run_ranks(1, compute_gradients_on_rank, [tiny_config(1, train={"global_batch": 64, "micro_batch": 16})])[0][
+        0
+    ]
+    results = run_ranks(4, compute_gradients_on_rank, configs, timeout=TIMEOUT_S)
     for number, case in enumerate(cases):
-        found = results[0][number] | results[2][number]  # the stages of both pipeline ranks
-        assert found.keys() == exact.keys()
-        error = sum(((found[name] - exact[name]) ** 2).sum() for name in exact)
-        error = (error / sum((values**2).sum() for values in exact.values())) ** 0.5
+        gradients = results[0][number] | results[2][number]  # the stages of both pipeline ranks
+        assert gradients.keys() == exact.keys()
+        squared_error = sum(((gradients[name] - exact[name]) ** 2).sum() for name in exact)
+        error = (squared_error / sum((values**2).sum() for values in exact.values())) ** 0.5
         assert 1e-6 < error < (7e-3 if precision == "bf16" else 1e-3), (case, error)
 
 
-def overflow_rank(rank_info: Any, config: Config) -> tuple[bool, float]:
-    """Let a gradient overflow on rank 1. Return whether this rank's weights changed, and its loss scale afterwards."""
-    import torch
+def overflow_on_rank(rank_info: RankInfo, config: Config) -> tuple[bool, float]:
+    """Set a gradient of rank 1 to infinity before the second update.
 
+    Return whether the weights of this rank changed, and the new loss scale.
+    """
     from pipeline.comm import groups
-    from tests.support.tiny_training import train_steps
+    from tests.support.tiny_training import make_batches, train_steps
 
     world = groups.join_process_group(rank_info, config)
     engine, _ = train_steps(rank_info, config, world, 1)
-    from tests.support.tiny_training import make_batches
-
-    part = engine.layout.coordinates(world.rank).dp
-    engine.backward({"tokens": make_batches(config)[1].chunk(engine.layout.dp)[part]}, 2)
-    weights = [getattr(p, "_local_tensor", p).clone() for p in engine.parts[0].parameters()]
+    dp_rank = engine.layout.coordinates(world.rank).dp
+    engine.backward({"tokens": make_batches(config)[1].chunk(engine.layout.dp)[dp_rank]}, 2)
+    old_weights = [getattr(p, "_local_tensor", p).clone() for p in engine.parts[0].parameters()]
     if world.rank == 1:
         gradient = next(engine.parts[0].parameters()).grad
         getattr(gradient, "_local_tensor", gradient).view(-1)[0] = torch.inf
     engine.update_weights(engine.clip_gradients(0.5).item())
-    after = [getattr(p, "_local_tensor", p) for p in engine.parts[0].parameters()]
-    return any(not torch.equal(a, b) for a, b in zip(weights, after, strict=True)), engine.scaler.scale
+    weights = [getattr(p, "_local_tensor", p) for p in engine.parts[0].parameters()]
+    has_changed = any(not torch.equal(old, new) for old, new in zip(old_weights, weights, strict=True))
+    return has_changed, engine.scaler.scale
 
 
 @pytest.mark.parametrize("parallel", [{"zero": 3}, {"tensor": 2}, {"pipeline": 2}])
-def test_an_overflow_on_one_rank_skips_the_step_on_all_ranks(parallel: dict[str, Any]) -> None:
+def test_an_overflow_on_one_rank_skips_the_update_and_halves_the_loss_scale_on_all_ranks(
+    parallel: dict[str, Any],
+) -> None:
     config = tiny_config(2, parallel=parallel, train={"precision": "fp16", "micro_batch": 4})
-    assert run_ranks(2, overflow_rank, config) == [(False, 2.0**15)] * 2
+    assert run_ranks(2, overflow_on_rank, config) == [(False, 2.0**15)] * 2

@@ -27,7 +27,7 @@ from planning.memory import estimate_memory
 from planning.plan import describe_plan
 from planning.timeline import Action, draw_text_timeline, rank_actions
 from tests.fake_gpu.peaks import PEAKS, RECOMPUTE
-from tests.parallel.test_parallel import FEW, LAYOUTS, TIED
+from tests.parallel.test_parallel import FEW_BATCHES, LAYOUTS, TIED
 from tests.support.ranks import run_ranks
 from tests.support.tiny_training import VOCAB, tiny_config, train_steps
 
@@ -54,14 +54,14 @@ def measure_state_of_rank(rank_info: RankInfo, configs: list[Config]) -> list[tu
 def test_planned_weights_and_optimizer_state_equal_those_of_real_ranks(model: dict[str, Any]) -> None:
     # Pipelines with tied weights are left out: a weight on both ends is once in the state, but twice in memory.
     layouts = [parallel for parallel in LAYOUTS if not (model and parallel.get("pipeline"))]
-    configs = [tiny_config(4, parallel=parallel, model=model, train=FEW) for parallel in layouts]
+    configs = [tiny_config(4, parallel=parallel, model=model, train=FEW_BATCHES) for parallel in layouts]
     small_states = [{"moments": "bf16"}, {"moments": "bf16", "master": "none"}, {"master": "none"}]
-    bf16 = FEW | {"precision": "bf16"}
+    bf16 = FEW_BATCHES | {"precision": "bf16"}
     configs += [tiny_config(4, parallel={"zero": 2}, train=bf16, optimizer={"state": state}) for state in small_states]
     frozen = {"freeze": ["model.layers.[01].*", "model.norm.weight"], "state": {"moments": "int8"}}
     wide_model = model | {"dim": 64, "intermediate_size": 128}
-    configs += [tiny_config(4, parallel={"zero": 2}, model=wide_model, train=FEW, optimizer=frozen)]
-    configs += [tiny_config(4, parallel={"zero": 3}, model=model, train=FEW, optimizer={"name": "muon"})]
+    configs += [tiny_config(4, parallel={"zero": 2}, model=wide_model, train=FEW_BATCHES, optimizer=frozen)]
+    configs += [tiny_config(4, parallel={"zero": 3}, model=model, train=FEW_BATCHES, optimizer={"name": "muon"})]
     measured = run_ranks(4, measure_state_of_rank, configs, timeout=240)
     for number, config in enumerate(configs):
         layout = resolve_layout(config, 4, 4, VOCAB)
@@ -166,7 +166,7 @@ def test_a_schedule_with_a_deadlock_is_an_error() -> None:
 
 
 def test_the_plan_lists_mesh_memory_schedule_and_traffic() -> None:
-    config = tiny_config(8, parallel={"pipeline": 2, "tensor": 2, "zero": 1}, train=FEW)
+    config = tiny_config(8, parallel={"pipeline": 2, "tensor": 2, "zero": 1}, train=FEW_BATCHES)
     text = "\n".join(describe_plan(config))
     assert "8 ranks: pipeline 2 × data 2 × tensor 2, ZeRO 1 over 2; 2 micro-batches" in text
     batch, length = config.train.global_batch, config.data.sequence_length

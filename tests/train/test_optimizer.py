@@ -1,4 +1,4 @@
-"""Tests of the optimizers, compared with torch, and of the schedules, compared with torch and transformers."""
+"""Tests of optimizers, compared with torch, and of learning-rate schedules, compared with torch and transformers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_each_parameter_is_in_one_group(tied: bool) -> None:
+def test_each_trained_parameter_is_in_one_group_and_only_matrices_decay(tied: bool) -> None:
     model = Decoder(ModelConfig(dim=16, layers=2, heads=2, tie_word_embeddings=tied), 50, 8)
     model.get_parameter("model.layers.0.mlp.up_proj.weight").requires_grad_(False)
     config = OptimizerConfig(weight_decay=0.3, lr=0.01, betas=(0.8, 0.9), eps=1e-6)
@@ -40,7 +40,7 @@ def test_each_parameter_is_in_one_group(tied: bool) -> None:
 def test_the_first_step_equals_the_adamw_formula() -> None:
     """In the first step, the bias corrections of both moments cancel (arXiv 1711.05101, algorithm 2)."""
     model = torch.nn.Linear(4, 3)
-    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    initial = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer = make_optimizer(model, OptimizerConfig(weight_decay=0.1, lr=0.01, eps=1e-8), CPU)
     model(torch.ones(2, 4)).square().sum().backward()
     optimizer.step()
@@ -48,57 +48,60 @@ def test_the_first_step_equals_the_adamw_formula() -> None:
         assert parameter.grad is not None
         decay = 0.1 if parameter.ndim == 2 else 0.0
         gradient = parameter.grad
-        expected = start[name] * (1 - 0.01 * decay) - 0.01 * gradient / (gradient.abs() + 1e-8)
+        expected = initial[name] * (1 - 0.01 * decay) - 0.01 * gradient / (gradient.abs() + 1e-8)
         torch.testing.assert_close(parameter.detach(), expected)
 
 
 def test_initialized_state_equals_the_state_that_torch_creates_in_the_first_step() -> None:
     results = []
-    for fill in (False, True):
+    for keeps_state in (False, True):
         torch.manual_seed(1)
         model = torch.nn.Linear(4, 3)
         optimizer = make_optimizer(model, OptimizerConfig(), CPU)
         assert len(optimizer.state) == 2
-        if not fill:
-            optimizer.state.clear()  # torch's first step creates it
+        if not keeps_state:
+            optimizer.state.clear()  # the first step of torch's optimizer creates the state again
         for _ in range(3):
             optimizer.zero_grad()
             model(torch.ones(2, 4)).square().sum().backward()
             optimizer.step()
-        results.append([*model.parameters(), *(v for s in optimizer.state.values() for v in s.values())])
+        moments = [tensor for state in optimizer.state.values() for tensor in state.values()]
+        results.append([*model.parameters(), *moments])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("name", ["sgd", "muon"])
-def test_steps_are_bit_identical_to_those_of_torch(name: str) -> None:
-    """With the same gradients. Muon trains the blocks' matrices, and AdamW all other parameters."""
-    config = OptimizerConfig(name=name, weight_decay=0.3, lr=0.01, momentum=0.8)  # type: ignore[arg-type]
+@pytest.mark.parametrize("optimizer_name", ["sgd", "muon"])
+def test_steps_are_bit_identical_to_those_of_torch(optimizer_name: str) -> None:
+    """Both models get the same gradients. With muon, AdamW updates all parameters except the matrices of the blocks."""
+    config = OptimizerConfig(name=optimizer_name, weight_decay=0.3, lr=0.01, momentum=0.8)  # type: ignore[arg-type]
     models = [Decoder(ModelConfig(dim=16, layers=2, heads=2), 50, 8) for _ in range(2)]
     for model in models:
         init_weights(model, 1, 0.1)
-    ours, plain = models
-    optimizers: list[torch.optim.Optimizer] = []
-    decayed = {n: p for n, p in plain.named_parameters() if p.ndim == 2}
-    if name == "muon":
-        matrices = [decayed.pop(n) for n in list(decayed) if "layers" in n]
+    model, torch_model = models
+    torch_optimizers: list[torch.optim.Optimizer] = []
+    decayed = {name: parameter for name, parameter in torch_model.named_parameters() if parameter.ndim == 2}
+    if optimizer_name == "muon":
+        matrices = [decayed.pop(name) for name in list(decayed) if "layers" in name]
         assert len(matrices) == 2 * 7 and len(decayed) == 2
         options = {"weight_decay": 0.3, "momentum": 0.8, "adjust_lr_fn": "match_rms_adamw"}
-        optimizers.append(torch.optim.Muon(matrices, lr=0.01, **options))  # type: ignore[arg-type]
-    vectors = [p for p in plain.parameters() if p.ndim < 2]
+        torch_optimizers.append(torch.optim.Muon(matrices, lr=0.01, **options))  # type: ignore[arg-type]
+    vectors = [parameter for parameter in torch_model.parameters() if parameter.ndim < 2]
     groups = [{"params": list(decayed.values()), "weight_decay": 0.3}, {"params": vectors, "weight_decay": 0.0}]
-    if name == "sgd":
-        optimizers.append(torch.optim.SGD(groups, lr=0.01, momentum=0.8))
+    if optimizer_name == "sgd":
+        torch_optimizers.append(torch.optim.SGD(groups, lr=0.01, momentum=0.8))
     else:
-        optimizers.append(torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), fused=True))
-    optimizer = make_optimizer(ours, config, CPU, list(ours.model.blocks))
+        torch_optimizers.append(torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), fused=True))
+    optimizer = make_optimizer(model, config, CPU, list(model.model.blocks))
+    pairs = list(zip(model.parameters(), torch_model.parameters(), strict=True))
     for step in range(3):
         torch.manual_seed(step)
-        for mine, its in zip(ours.parameters(), plain.parameters(), strict=True):
-            mine.grad = torch.randn_like(mine)
-            its.grad = mine.grad.clone()
-        for each in (optimizer, *optimizers):
-            each.step()
-    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), plain.parameters(), strict=True))
+        for parameter, torch_parameter in pairs:
+            parameter.grad = torch.randn_like(parameter)
+            torch_parameter.grad = parameter.grad.clone()
+        optimizer.step()
+        for torch_optimizer in torch_optimizers:
+            torch_optimizer.step()
+    assert all(torch.equal(parameter, torch_parameter) for parameter, torch_parameter in pairs)
 
 
 SHAPE = (40, 150)
@@ -127,143 +130,153 @@ def run_steps(optimizer: LeanAdamW, matrix: torch.nn.Parameter, steps: int = 5) 
         optimizer.step()
     _, first, second, *scales = optimizer.state[matrix].values()
     if scales:
-        wide = [scale.repeat_interleave(64, dim=1)[:, : SHAPE[1]] for scale in scales]
+        first_scale, second_scale = (scale.repeat_interleave(64, dim=1)[:, : SHAPE[1]] for scale in scales)
         first = first.float()
-        first = first * first.abs() * wide[0]
-        second = ((second.float() + 128).square() * wide[1]).square()
+        first = first * first.abs() * first_scale
+        second = ((second.float() + 128).square() * second_scale).square()
     return [matrix.detach(), first, second]
 
 
 def test_lean_adamw_equals_adamw_within_the_precision_of_its_moments() -> None:
     """In fp32, only rounding differs. Updating the matrix in chunks gives bit-identical results."""
     optimizer, matrix = make_lean_adamw((torch.float32, torch.float32))
-    exact = torch.nn.Parameter(matrix.detach().clone())
-    plain = torch.optim.AdamW([exact], lr=0.01, betas=(0.9, 0.95), weight_decay=0.3)
-    found = run_steps(optimizer, matrix)
+    torch_matrix = torch.nn.Parameter(matrix.detach().clone())
+    torch_adamw = torch.optim.AdamW([torch_matrix], lr=0.01, betas=(0.9, 0.95), weight_decay=0.3)
+    results = run_steps(optimizer, matrix)
     for step in range(5):
         torch.manual_seed(step)
-        exact.grad = torch.randn(SHAPE)
-        torch.nn.utils.clip_grad_norm_([exact], step + 1.0)
-        set_learning_rate(plain, 0.01 / (step + 1))
-        plain.step()
-    whole = [exact.detach(), plain.state[exact]["exp_avg"], plain.state[exact]["exp_avg_sq"]]
-    for ours, theirs in zip(found, whole, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-    for dtype, least, most in ((torch.bfloat16, 1e-3, 1e-2), (torch.int8, 5e-3, 3e-2)):
-        low = make_lean_adamw((torch.float32, dtype))
-        in_chunks = make_lean_adamw((torch.float32, dtype))
-        in_chunks[0]._chunk_size = 400
-        results = (run_steps(*low), run_steps(*in_chunks))
-        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-        assert low[0].state[low[1]]["exp_avg"].dtype == dtype
-        for ours, theirs in zip(results[0][1:], whole[1:], strict=True):
-            assert least < (ours.float() - theirs).norm() / theirs.norm() < most
+        torch_matrix.grad = torch.randn(SHAPE)
+        torch.nn.utils.clip_grad_norm_([torch_matrix], step + 1.0)
+        set_learning_rate(torch_adamw, 0.01 / (step + 1))
+        torch_adamw.step()
+    torch_state = torch_adamw.state[torch_matrix]
+    expected = [torch_matrix.detach(), torch_state["exp_avg"], torch_state["exp_avg_sq"]]
+    for actual, exact in zip(results, expected, strict=True):
+        torch.testing.assert_close(actual, exact, rtol=1e-5, atol=1e-6)
+    for dtype, min_error, max_error in ((torch.bfloat16, 1e-3, 1e-2), (torch.int8, 5e-3, 3e-2)):
+        optimizer, matrix = make_lean_adamw((torch.float32, dtype))
+        results = run_steps(optimizer, matrix)
+        assert optimizer.state[matrix]["exp_avg"].dtype == dtype
+        chunked_optimizer, chunked_matrix = make_lean_adamw((torch.float32, dtype))
+        chunked_optimizer._chunk_size = 400
+        chunked_results = run_steps(chunked_optimizer, chunked_matrix)
+        assert all(torch.equal(actual, chunked) for actual, chunked in zip(results, chunked_results, strict=True))
+        for moment, exact in zip(results[1:], expected[1:], strict=True):
+            assert min_error < (moment.float() - exact).norm() / exact.norm() < max_error
 
 
 def test_int8_moments_are_unbiased_and_second_moments_stay_positive() -> None:
-    """In each block, one gradient is 1 and the others are 1e-5, a sixth of a quantization level. Then all are 0."""
+    """In each block, one gradient is 1 and the others are 1e-5, a sixth of a quantization level. Then all are 0.
+
+    After 60 steps without gradients, 0.9^60 of the first moments and 0.95^60 of the second moments remain.
+    """
     optimizer, matrix = make_lean_adamw((torch.float32, torch.int8))
     matrix.grad = torch.full(SHAPE, 1e-5)
     matrix.grad[:, ::64] = 1.0
-    small = torch.ones(SHAPE, dtype=torch.bool)
-    small[:, ::64] = False
+    is_small = torch.ones(SHAPE, dtype=torch.bool)
+    is_small[:, ::64] = False
     for step in range(40):
         optimizer.step()
         _, mean, square = run_steps(optimizer, matrix, 0)
         assert (square > 0).all()
-        assert mean[~small].mean() == pytest.approx(1 - 0.9 ** (step + 1), rel=0.02)
-    assert mean[small].mean() == pytest.approx(1e-5, rel=0.2) and (mean[small] == 0).float().mean() > 0.5
+        assert mean[~is_small].mean() == pytest.approx(1 - 0.9 ** (step + 1), rel=0.02)
+    assert mean[is_small].mean() == pytest.approx(1e-5, rel=0.2)
+    assert (mean[is_small] == 0).float().mean() > 0.5
     matrix.grad.zero_()
     for _ in range(60):
         optimizer.step()
     _, mean, square = run_steps(optimizer, matrix, 0)
-    assert mean.abs().max() < 0.02 and square.min() > 0 and square.max() < 0.2, (
-        "0.9^60 and 0.95^60 of the moments remain"
-    )
+    assert mean.abs().max() < 0.02
+    assert square.min() > 0 and square.max() < 0.2
 
 
 def test_bf16_weights_change_on_average_like_fp32_weights() -> None:
-    """Each update is a 13th of the smallest one that rounding to nearest would keep. Roundings are independent."""
+    """Each update is a 13th of the smallest update that rounding to nearest would keep.
+
+    The standard deviation shows that random roundings are independent between entries and between steps.
+    """
     optimizer, matrix = make_lean_adamw((torch.bfloat16, torch.bfloat16))
     optimizer.param_groups[0]["weight_decay"] = 0.0
-    start = 1.5
-    spacing = 2**-7
+    initial_weight = 1.5
+    spacing = 2**-7  # of bf16 numbers between 1 and 2
     steps = 100
-    rate = 3e-4
-    matrix.data.fill_(start)
+    lr = 3e-4
+    matrix.data.fill_(initial_weight)
     for _ in range(steps):  # with a constant gradient, each step changes a weight by lr
         matrix.grad = torch.ones_like(matrix)
-        set_learning_rate(optimizer, rate)
+        set_learning_rate(optimizer, lr)
         optimizer.step()
-    moved = start - matrix.detach().double()
-    assert moved.mean() == pytest.approx(steps * rate, rel=0.03)
-    chance = rate / spacing
-    assert moved.std() == pytest.approx(spacing * (steps * chance * (1 - chance)) ** 0.5, rel=0.1), (
-        "the roundings of entries and steps are independent"
-    )
+    changes = initial_weight - matrix.detach().double()
+    assert changes.mean() == pytest.approx(steps * lr, rel=0.03)
+    probability = lr / spacing
+    expected_std = spacing * (steps * probability * (1 - probability)) ** 0.5
+    assert changes.std() == pytest.approx(expected_std, rel=0.1)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
 def test_lean_adamw_compiles_once_for_all_steps(dtype: torch.dtype) -> None:
+    """Compiled code may round an fp32 value differently. That seldom changes the result of a random rounding."""
     torch._dynamo.reset()
     with torch._dynamo.config.patch(error_on_recompile=True):
         compiled = run_steps(*make_lean_adamw((torch.bfloat16, dtype), compiled=True))
-    for ours, theirs in zip(compiled, run_steps(*make_lean_adamw((torch.bfloat16, dtype))), strict=True):
-        far = (ours.float() - theirs.float()).abs() > 1e-5 * theirs.float().abs()
-        assert far.float().mean() < 0.02, "a different fp32 rounding seldom changes a random rounding"
-        torch.testing.assert_close(ours.float(), theirs.float(), rtol=1e-2, atol=5e-2)
+    eager = run_steps(*make_lean_adamw((torch.bfloat16, dtype)))
+    for actual, expected in zip(compiled, eager, strict=True):
+        differs = (actual.float() - expected.float()).abs() > 1e-5 * expected.float().abs()
+        assert differs.float().mean() < 0.02
+        torch.testing.assert_close(actual.float(), expected.float(), rtol=1e-2, atol=5e-2)
 
 
-def torch_rates(scheduler_of: type, steps: int, lr: float, **options: Any) -> list[float]:
-    """Return the learning rate of a torch scheduler before each of its steps."""
+def record_rates(make_scheduler: type, steps: int, lr: float, **options: Any) -> list[float]:
+    """Return the learning rate of a torch scheduler before each of its steps; `options` are those of the scheduler."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
-    scheduler = scheduler_of(optimizer, **options)
-    result = []
+    scheduler = make_scheduler(optimizer, **options)
+    rates = []
     for _ in range(steps):
-        result.append(optimizer.param_groups[0]["lr"])
+        rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         scheduler.step()
-    return result
+    return rates
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 20), st.integers(1, 60), st.floats(0, 1), st.floats(1e-6, 1.0))
-def test_schedules_equal_those_of_torch(warmup: int, after: int, ratio: float, lr: float) -> None:
-    steps = warmup + after
+def test_schedules_equal_those_of_torch(warmup: int, decay: int, ratio: float, lr: float) -> None:
+    """The schedule has `warmup` steps and then `decay` steps, of which the last one has the rate `ratio` * `lr`."""
+    steps = warmup + decay
 
-    def ours(schedule: str, first: int, last: int) -> list[float]:
+    def compute_rates(schedule: str, first: int, last: int) -> list[float]:
         config = OptimizerConfig(lr=lr, min_lr_ratio=ratio, warmup_steps=warmup, schedule=schedule)  # type: ignore[arg-type]
         return [compute_learning_rate(config, step, steps) for step in range(first, last + 1)]
 
     if warmup:
-        expected = torch_rates(lr_scheduler.LinearLR, warmup, lr, start_factor=1 / warmup, total_iters=warmup - 1)
+        expected = record_rates(lr_scheduler.LinearLR, warmup, lr, start_factor=1 / warmup, total_iters=warmup - 1)
         for schedule in ("constant", "linear", "cosine", "wsd"):
-            # a warm-up of one step starts at the peak, but LinearLR without iterations stays at its start value
-            assert ours(schedule, 1, warmup) == pytest.approx(expected if warmup > 1 else [lr])
-    cosine = torch_rates(lr_scheduler.CosineAnnealingLR, after + 1, lr, T_max=after, eta_min=ratio * lr)
-    assert ours("cosine", warmup + 1, steps) == pytest.approx(cosine[1:], rel=1e-6, abs=1e-12)
-    linear = torch_rates(lr_scheduler.LinearLR, after + 1, lr, start_factor=1.0, end_factor=ratio, total_iters=after)
-    assert ours("linear", warmup + 1, steps) == pytest.approx(linear[1:], rel=1e-6, abs=1e-12)
-    assert ours("constant", warmup + 1, steps) == pytest.approx([lr] * after)
+            # A warm-up of one step starts at the peak, but LinearLR without iterations stays at its start value.
+            assert compute_rates(schedule, 1, warmup) == pytest.approx(expected if warmup > 1 else [lr])
+    cosine = record_rates(lr_scheduler.CosineAnnealingLR, decay + 1, lr, T_max=decay, eta_min=ratio * lr)
+    assert compute_rates("cosine", warmup + 1, steps) == pytest.approx(cosine[1:], rel=1e-6, abs=1e-12)
+    linear = record_rates(lr_scheduler.LinearLR, decay + 1, lr, start_factor=1.0, end_factor=ratio, total_iters=decay)
+    assert compute_rates("linear", warmup + 1, steps) == pytest.approx(linear[1:], rel=1e-6, abs=1e-12)
+    assert compute_rates("constant", warmup + 1, steps) == pytest.approx([lr] * decay)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 20), st.integers(1, 60), st.floats(0, 1), st.floats(0.01, 1), st.floats(1e-6, 1.0))
 def test_schedules_counted_from_0_equal_those_of_transformers(
-    warmup: int, after: int, ratio: float, fraction: float, lr: float
+    warmup: int, after_warmup: int, ratio: float, fraction: float, lr: float
 ) -> None:
-    """If steps are counted from 1, the default, each rate occurs one step earlier."""
-    from transformers import optimization as theirs
+    """If steps are counted from 1, which is the default, each rate occurs one step earlier."""
+    from transformers import optimization
 
-    steps = warmup + after
-    decay = min(after, max(1, round(fraction * steps)))
-    factors = {
-        "constant": theirs.get_constant_schedule_with_warmup,
-        "linear": theirs.get_linear_schedule_with_warmup,
-        "cosine": theirs.get_cosine_with_min_lr_schedule_with_warmup,
-        "wsd": theirs.get_wsd_schedule,
+    steps = warmup + after_warmup
+    decay = min(after_warmup, max(1, round(fraction * steps)))
+    schedulers = {
+        "constant": optimization.get_constant_schedule_with_warmup,
+        "linear": optimization.get_linear_schedule_with_warmup,
+        "cosine": optimization.get_cosine_with_min_lr_schedule_with_warmup,
+        "wsd": optimization.get_wsd_schedule,
     }
     options: dict[str, dict[str, Any]] = {
         "constant": {},
@@ -271,33 +284,38 @@ def test_schedules_counted_from_0_equal_those_of_transformers(
         "cosine": {"num_training_steps": steps, "min_lr_rate": ratio},
         "wsd": {"num_training_steps": steps, "num_decay_steps": decay, "min_lr_ratio": ratio, "decay_type": "linear"},
     }
-    for schedule, scheduler_of in factors.items():
-        low = 0.0 if schedule == "linear" else ratio  # transformers' linear schedule has no smallest rate
-        expected = torch_rates(scheduler_of, steps + 1, lr, num_warmup_steps=warmup, **options[schedule])
+    for schedule, make_scheduler in schedulers.items():
+        min_ratio = 0.0 if schedule == "linear" else ratio  # transformers' linear schedule always ends at 0
+        expected = record_rates(make_scheduler, steps + 1, lr, num_warmup_steps=warmup, **options[schedule])
         for counts_from in (0, 1):
-            given_config = {"lr": lr, "min_lr_ratio": low, "warmup_steps": warmup, "decay_fraction": fraction}
-            config = OptimizerConfig(**given_config, schedule=schedule, schedule_counts_from=counts_from)  # type: ignore[arg-type]
-            found = [compute_learning_rate(config, step, steps) for step in range(1, steps + 1)]
-            first = warmup if schedule == "wsd" else 0  # transformers' wsd warms up from the smallest rate, not from 0
+            keys = {"lr": lr, "min_lr_ratio": min_ratio, "warmup_steps": warmup, "decay_fraction": fraction}
+            config = OptimizerConfig(**keys, schedule=schedule, schedule_counts_from=counts_from)  # type: ignore[arg-type]
+            rates = [compute_learning_rate(config, step, steps) for step in range(1, steps + 1)]
+            # The warm-up of transformers' wsd is not compared, because it starts at the smallest rate and not at 0.
+            first = warmup if schedule == "wsd" else 0
             expected_rates = pytest.approx(expected[counts_from:][first:steps], rel=1e-6, abs=1e-12)
-            assert found[first:] == expected_rates, (schedule, counts_from)
+            assert rates[first:] == expected_rates, (schedule, counts_from)
     linear = OptimizerConfig(lr=lr, min_lr_ratio=ratio, warmup_steps=warmup, schedule="linear", schedule_counts_from=0)
-    expected = torch_rates(
-        theirs.get_linear_schedule_with_warmup, steps, lr, **options["linear"], num_warmup_steps=warmup
+    expected = record_rates(
+        optimization.get_linear_schedule_with_warmup, steps, lr, **options["linear"], num_warmup_steps=warmup
     )
-    above = [ratio * lr + (1 - ratio) * rate for rate in expected]
-    found = [compute_learning_rate(linear, step, steps) for step in range(1, steps + 1)]
-    assert found[:warmup] == pytest.approx(expected[:warmup]) and found[warmup:] == pytest.approx(above[warmup:])
+    with_min_rate = [ratio * lr + (1 - ratio) * rate for rate in expected]
+    rates = [compute_learning_rate(linear, step, steps) for step in range(1, steps + 1)]
+    assert rates[:warmup] == pytest.approx(expected[:warmup])
+    assert rates[warmup:] == pytest.approx(with_min_rate[warmup:])
 
 
-def test_steps_are_counted_from_1_by_default() -> None:
-    """The rates are bit-identical to those before the key existed, so that old runs can resume."""
+def test_schedules_count_steps_from_1_by_default() -> None:
+    """The rates are bit-identical to those before `schedule_counts_from` existed, so that old runs can resume."""
     config = OptimizerConfig(lr=0.3, min_lr_ratio=0.0, warmup_steps=3, schedule="linear")
     assert [compute_learning_rate(config, step, 7) for step in range(1, 8)] == [
         *(0.3 * step / 3 for step in (1, 2, 3)),
         *(0.3 * (1 - (1 - (7 - step) / 4)) for step in (4, 5, 6)),
         0.0,
     ]
+
+
+def test_a_custom_schedule_cannot_set_where_steps_are_counted_from() -> None:
     with pytest.raises(ValueError, match="schedule_counts_from"):
         OptimizerConfig(schedule="own", schedule_counts_from=0)
 
