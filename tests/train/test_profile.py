@@ -27,29 +27,30 @@ from tests.support.ranks import run_ranks
 from tests.support.tiny import compute_run_digest, make_run, stage_rank
 from tests.support.tiny_training import tiny_config
 
-WIDE = 40
+STEP_US = 40
+"""Duration of a generated step in microseconds."""
 KINDS = [("compute", "training"), ("compute", "stream 7"), ("wait", "training"), ("copy", "stream 9"), ("host", "x")]
 KINDS += [("communication", group) for group in ("world", "tp", PIPELINE)]
 
 
 @st.composite
-def spans(draw: st.DrawFn) -> list[Span]:
-    """Generate spans of all kinds in a step of `WIDE` microseconds."""
+def generate_spans(draw: st.DrawFn) -> list[Span]:
+    """Generate spans of all kinds in a step of `STEP_US` microseconds."""
     generated = []
     for kind, row in draw(st.lists(st.sampled_from(KINDS), max_size=12)):
-        start, end = sorted(draw(st.lists(st.integers(0, WIDE), min_size=2, max_size=2, unique=True)))
+        start, end = sorted(draw(st.lists(st.integers(0, STEP_US), min_size=2, max_size=2, unique=True)))
         generated.append(Span(kind, row, "x", float(start), float(end)))
     return generated
 
 
-@given(spans())
-def test_parts_of_a_step_equal_those_counted_microsecond_by_microsecond(found: list[Span]) -> None:
+@given(generate_spans())
+def test_parts_of_a_step_equal_those_counted_microsecond_by_microsecond(spans: list[Span]) -> None:
     counted: dict[str, float] = dict.fromkeys(STEP_PARTS, 0.0)
     by_group: dict[str, float] = {}
-    for moment in range(WIDE):
-        now = [span for span in found if span.start <= moment < span.end]
-        kinds = {span.kind for span in now}
-        groups = {span.row for span in now if span.kind == "communication"}
+    for moment in range(STEP_US):
+        active = [span for span in spans if span.start <= moment < span.end]
+        kinds = {span.kind for span in active}
+        groups = {span.row for span in active if span.kind == "communication"}
         if "compute" in kinds and "wait" not in kinds:
             counted["compute"] += 1
             continue
@@ -61,14 +62,17 @@ def test_parts_of_a_step_equal_those_counted_microsecond_by_microsecond(found: l
             counted["copy"] += 1
         else:
             counted["bubble" if groups else "idle"] += 1
-    result = divide_step(found, float(WIDE))
-    assert result.pop("exposed_by_group") == pytest.approx({g: n / 1e6 for g, n in by_group.items()})
-    assert result == pytest.approx({part: n / 1e6 for part, n in counted.items()})
-    assert sum(result.values()) == pytest.approx(WIDE / 1e6)
+    parts = divide_step(spans, float(STEP_US))
+    assert parts.pop("exposed_by_group") == pytest.approx({group: count / 1e6 for group, count in by_group.items()})
+    assert parts == pytest.approx({part: count / 1e6 for part, count in counted.items()})
+    assert sum(parts.values()) == pytest.approx(STEP_US / 1e6)
 
 
 def test_a_gpu_trace_is_divided_into_its_parts() -> None:
-    """The trace has Kineto's format, as torch.profiler exports it with CUDA: kernels by stream, NCCL's with groups."""
+    """The trace has the format that torch.profiler exports with CUDA.
+
+    Kernels have their stream, and NCCL kernels also have their process group.
+    """
 
     def make_event(cat: str, name: str, start: float, dur: float, tid: int, group: str | None = None) -> dict[str, Any]:
         more = {"Process Group Description": group, "Collective name": "x"} if group else {"stream": tid}
@@ -79,24 +83,22 @@ def test_a_gpu_trace_is_divided_into_its_parts() -> None:
         make_event("gpu_user_annotation", STEP, 40, 900, 7),
         {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 77, "tid": 77, "ts": 1e6, "dur": 1000.0},
         make_event("kernel", "sm90_xmma_gemm_f32", -50, 150, 7),  # starts before the step; 0 to 100 counts
-        make_event(
-            "kernel", "ncclDevKernel_AllReduce_Sum_f32_RING_LL", 50, 250, 13, "mesh_dp_shard"
-        ),  # 100 to 300 exposed
-        make_event("kernel", "elementwise_kernel", 150, 50, 7),  # except 150 to 200, which is hidden
+        # 100 to 300 is exposed, except 150 to 200, when elementwise_kernel computes
+        make_event("kernel", "ncclDevKernel_AllReduce_Sum_f32_RING_LL", 50, 250, 13, "mesh_dp_shard"),
+        make_event("kernel", "elementwise_kernel", 150, 50, 7),
         make_event("gpu_memcpy", "Memcpy HtoD", 290, 110, 9),  # 300 to 400
         make_event("kernel", "ncclDevKernel_SendRecv", 500, 100, 20, "mesh_pp"),
         make_event("kernel", "ncclDevKernel_AllGather_RING_LL", 600, 50, 21, "default_pg"),
         make_event("cuda_runtime", "cudaDeviceSynchronize", 600, 400, 77),
     ]
-    begin, wide, found = parse_trace(events)
-    assert (begin, wide) == (1e6, 1000.0)
-    result = {
-        name: one if isinstance(one, dict) else round(1e6 * one) for name, one in divide_step(found, wide).items()
-    }
-    groups = {name: round(1e6 * one) for name, one in result.pop("exposed_by_group").items()}
+    begin, duration, spans = parse_trace(events)
+    assert (begin, duration) == (1e6, 1000.0)
+    parts = divide_step(spans, duration)
+    groups = {group: round(1e6 * seconds) for group, seconds in parts.pop("exposed_by_group").items()}
     assert groups == {"dp_shard": 150, "pp": 100, "world": 50}
-    assert result == {"compute": 150, "communication_exposed": 200, "copy": 100, "bubble": 100, "idle": 450}
-    assert {span.row for span in found} >= {"stream 7", "stream 9", "training", "dp_shard"}
+    microseconds = {part: round(1e6 * seconds) for part, seconds in parts.items()}
+    assert microseconds == {"compute": 150, "communication_exposed": 200, "copy": 100, "bubble": 100, "idle": 450}
+    assert {span.row for span in spans} >= {"stream 7", "stream 9", "training", "dp_shard"}
 
 
 def test_a_trace_without_its_step_is_an_error() -> None:
@@ -105,14 +107,14 @@ def test_a_trace_without_its_step_is_an_error() -> None:
 
 
 def test_average_ranks_divides_by_the_number_of_all_ranks() -> None:
-    found = average_ranks([{"a": 1.0, "by": {"x": 2.0}}, {"a": 3.0, "by": {"y": 1.0}}])
-    assert found == {"a": 2.0, "by": {"x": 1.0, "y": 0.5}}
+    average = average_ranks([{"a": 1.0, "by": {"x": 2.0}}, {"a": 3.0, "by": {"y": 1.0}}])
+    assert average == {"a": 2.0, "by": {"x": 1.0, "y": 0.5}}
 
 
-# -- known times -----------------------------------------------------------------------------------------
+# -- parts with known durations --------------------------------------------------------------------------
 
 
-def known_rank(rank_info: RankInfo, folder: Path) -> tuple[Any, Any]:
+def profile_known_step_on_rank(rank_info: RankInfo, folder: Path) -> tuple[Any, Any]:
     """Profile a step over gloo whose parts have known durations. Return the measured and the known parts."""
     from pipeline.comm import groups
     from tests.support import profiled_step
@@ -122,117 +124,121 @@ def known_rank(rank_info: RankInfo, folder: Path) -> tuple[Any, Any]:
 
 
 def test_parts_over_gloo_have_the_known_durations(tmp_path: Path) -> None:
+    """A part of the communication of rank 0 is exposed. Rank 1 calls the collective late and does not wait for it."""
     from tests.support.profiled_step import COMPUTE_S, check_profile
 
-    ranks = run_ranks(2, known_rank, tmp_path)
-    for found, known in ranks:
-        check_profile(found, known)
-    assert ranks[0][1]["compute"] >= COMPUTE_S and ranks[0][0]["communication_exposed"] > 0.2, (
-        "a part of the communication is exposed"
-    )
-    assert ranks[1][0]["idle"] > 1.0, "the late rank does not wait for its peer"
+    (profiled, known), (late_profiled, late_known) = run_ranks(2, profile_known_step_on_rank, tmp_path)
+    check_profile(profiled, known)
+    check_profile(late_profiled, late_known)
+    assert known["compute"] >= COMPUTE_S and profiled["communication_exposed"] > 0.2
+    assert late_profiled["idle"] > 1.0
 
 
 def test_parts_over_mpi_have_the_known_durations() -> None:
-    done = run_mpirun(2, "tests.support.mpi_programs", "profile")
-    assert done.stdout.count("good") == 2, done.stdout
+    completed = run_mpirun(2, "tests.support.mpi_programs", "profile")
+    assert completed.stdout.count("good") == 2, completed.stdout
 
 
-# -- whole trainings -------------------------------------------------------------------------------------
+# -- training runs ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def four_ranks_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Train with two pipeline-parallel stages of two ranks each and two profiled steps. Return the run."""
     layout = ("parallel.pipeline=2", "stages.train.tasks_per_node=4", "train.profile_every=3")
-    run = make_run(tmp_path_factory.mktemp("four"), overrides=(*layout, "train.steps=7"))
+    run = make_run(tmp_path_factory.mktemp("four_ranks_run"), overrides=(*layout, "train.steps=7"))
     assert run_ranks(4, stage_rank, run.path, "train") == [ExitCode.DONE] * 4
     return run
 
 
-def test_metrics_have_the_parts_of_profiled_steps(four: Run) -> None:
-    lines = [json.loads(line) for line in four.metrics_file.read_text().splitlines()]
+def test_metrics_have_the_parts_of_profiled_steps(four_ranks_run: Run) -> None:
+    lines = [json.loads(line) for line in four_ranks_run.metrics_file.read_text().splitlines()]
     assert [line["step"] for line in lines if "profile" in line] == [3, 6]
     for line in lines:
         if "profile" in line:
             profile = line["profile"]
             assert min(profile[part] for part in STEP_PARTS) >= 0 and profile["compute"] > 0 and profile["bubble"] > 0
             assert PIPELINE in profile["exposed_by_group"] and line["profile_s"] > 0
-            took = line["step_time_s"] - line["profile_s"]
-            assert 0.1 * took < sum(profile[part] for part in STEP_PARTS) < took + 0.02
+            step_s = line["step_time_s"] - line["profile_s"]
+            assert 0.1 * step_s < sum(profile[part] for part in STEP_PARTS) < step_s + 0.02
 
 
-def test_the_traces_of_four_ranks_are_merged(four: Run) -> None:
-    shutil.copy(
-        four.profiles_dir / "step-00000006/rank-3.json.gz", four.profiles_dir / "step-00000006/rank-4.json.gz"
-    )  # a rank of an earlier layout, whose trace is ignored
-    (_, of_step) = folders = sorted(four.profiles_dir.iterdir())
+def test_the_traces_of_four_ranks_are_merged(four_ranks_run: Run) -> None:
+    folders = sorted(four_ranks_run.profiles_dir.iterdir())
     assert [folder.name for folder in folders] == ["step-00000003", "step-00000006"]
-    path, error_ms = merge_traces(of_step, range(4))
+    # The trace of a rank that only an earlier layout had is ignored.
+    shutil.copy(folders[1] / "rank-3.json.gz", folders[1] / "rank-4.json.gz")
+    path, error_ms = merge_traces(folders[1], range(4))
     assert 0 < error_ms < 50
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-    named = {(e["pid"], e["name"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M"}
-    processes = {pid: name for (pid, kind, _), name in named.items() if kind == "process_name"}
+    names = {(e["pid"], e["name"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M"}
+    processes = {pid: name for (pid, kind, _), name in names.items() if kind == "process_name"}
     assert sorted(processes) == [1, 2, 3, 4] and processes[3].startswith("rank 2 on ")
     assert "pipeline 1, data 0, tensor 0" in processes[3]
-    whole = [e for e in events if e["ph"] == "X"]
-    threads = {tid for pid, kind, tid in named if kind == "thread_name"}
-    assert {e["tid"] for e in whole} == threads, "each row has a name"
-    assert len({(e["pid"], e["tid"]) for e in whole}) == len(threads), "each row belongs to one rank"
+    spans = [e for e in events if e["ph"] == "X"]
+    threads = {tid for pid, kind, tid in names if kind == "thread_name"}
+    assert {e["tid"] for e in spans} == threads, "each row has a name"
+    assert len({(e["pid"], e["tid"]) for e in spans}) == len(threads), "each row belongs to one rank"
     for row in threads:  # a viewer can only draw spans that are nested or do not overlap
-        row_spans = sorted((e["ts"], -e["dur"]) for e in whole if e["tid"] == row)
+        row_spans = sorted((e["ts"], -e["dur"]) for e in spans if e["tid"] == row)
         ends: list[float] = []
-        for start, minus in row_spans:
+        for start, negative_duration in row_spans:
+            end = start - negative_duration
             while ends and ends[-1] <= start + 0.002:
                 ends.pop()
-            assert not ends or start - minus <= ends[-1] + 0.002
-            ends.append(start - minus)
-    # a collective runs on all of its ranks at the same time, so its spans overlap
-    spent: dict[int, list[tuple[float, float]]] = {}
-    for event in whole:
-        if event["name"] == "gloo:all_reduce" and named[event["pid"], "thread_name", event["tid"]].endswith("world"):
-            spent.setdefault(event["pid"], []).append((event["ts"], event["ts"] + event["dur"]))
-    assert {len(found) for found in spent.values()} == {len(spent[1])} and len(spent) == 4
-    for same in zip(*(sorted(found) for found in spent.values()), strict=True):
-        assert max(start for start, _ in same) < min(end for _, end in same) + 1000 * error_ms
+            assert not ends or end <= ends[-1] + 0.002
+            ends.append(end)
+    # A collective runs on all of its ranks at the same time, so that its spans overlap.
+    collectives: dict[int, list[tuple[float, float]]] = {}
+    for event in spans:
+        if event["name"] == "gloo:all_reduce" and names[event["pid"], "thread_name", event["tid"]].endswith("world"):
+            collectives.setdefault(event["pid"], []).append((event["ts"], event["ts"] + event["dur"]))
+    assert len(collectives) == 4
+    assert {len(of_rank) for of_rank in collectives.values()} == {len(collectives[1])}
+    for same_collective in zip(*(sorted(of_rank) for of_rank in collectives.values()), strict=True):
+        last_start = max(start for start, _ in same_collective)
+        first_end = min(end for _, end in same_collective)
+        assert last_start < first_end + 1000 * error_ms
 
 
-def test_profiling_does_not_change_the_result(four: Run, tmp_path: Path) -> None:
+def test_profiling_does_not_change_the_result(four_ranks_run: Run, tmp_path: Path) -> None:
     layout = ("parallel.pipeline=2", "stages.train.tasks_per_node=4", "train.steps=7")
-    plain = make_run(tmp_path, overrides=layout, data=four.data_dir)
-    assert run_ranks(4, stage_rank, plain.path, "train") == [ExitCode.DONE] * 4
-    assert compute_run_digest(plain) == compute_run_digest(four) and not plain.profiles_dir.exists()
+    unprofiled = make_run(tmp_path, overrides=layout, data=four_ranks_run.data_dir)
+    assert run_ranks(4, stage_rank, unprofiled.path, "train") == [ExitCode.DONE] * 4
+    assert compute_run_digest(unprofiled) == compute_run_digest(four_ranks_run)
+    assert not unprofiled.profiles_dir.exists()
 
 
-def test_the_profile_command_lists_earlier_profiles(four: Run) -> None:
-    lines = list(profile_steps(four, "", 0))
+def test_the_profile_command_lists_earlier_profiles(four_ranks_run: Run) -> None:
+    lines = list(profile_steps(four_ranks_run, "", 0))
     assert len(lines) == 4 and lines[0].startswith("step-00000003: ") and "mean of 4 ranks" in lines[0]
     assert sum(int(share.split()[-2]) for share in lines[0].split("(")[0].split(",")) in range(97, 104)
     with pytest.raises(UserError, match="--steps 0"):
-        next(profile_steps(four, "", 1))
+        next(profile_steps(four_ranks_run, "", 1))
     with pytest.raises(UserError, match="--ranks 1;2"):
-        next(profile_steps(four, "1;2", 1))
-    assert not four.profile_file.exists()
+        next(profile_steps(four_ranks_run, "1;2", 1))
+    assert not four_ranks_run.profile_file.exists()
 
 
-@pytest.mark.parametrize("damage", ["torn", "other", "parts", "deep"])
-def test_damaged_profiles_are_user_errors(four: Run, tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize("damage", ["truncated", "no events", "truncated parts", "deeply nested"])
+def test_damaged_profiles_are_user_errors(four_ranks_run: Run, tmp_path: Path, damage: str) -> None:
     folder = tmp_path / "profiles/step-00000003"
-    shutil.copytree(four.profiles_dir / "step-00000003", folder, ignore=shutil.ignore_patterns("trace*"))
-    file = folder / ("parts.json" if damage == "parts" else "rank-2.json.gz")
-    torn = file.read_bytes()[:-9]
-    texts = {"other": b'{"rank": 2}', "deep": b"[" * 100_000}
-    file.write_bytes(gzip.compress(texts[damage]) if damage in texts else torn)
+    shutil.copytree(four_ranks_run.profiles_dir / "step-00000003", folder, ignore=shutil.ignore_patterns("trace*"))
+    file = folder / ("parts.json" if damage == "truncated parts" else "rank-2.json.gz")
+    truncated = file.read_bytes()[:-9]
+    contents = {"no events": b'{"rank": 2}', "deeply nested": b"[" * 100_000}
+    file.write_bytes(gzip.compress(contents[damage]) if damage in contents else truncated)
     with pytest.raises(UserError, match="step-00000003 is damaged"):
         list(profile_steps(Run(tmp_path), "", 0))
-    assert not (folder / "trace.json.gz").exists() or damage == "parts"
+    assert not (folder / "trace.json.gz").exists() or damage == "truncated parts"
 
 
-FOLDER = b"a folder in place of the request file"
+REQUEST_IS_FOLDER = b"a folder in place of the request file"
+"""The test creates a folder with the name of the request file."""
 
 
-def failing_rank(rank_info: RankInfo, path: Path, request: bytes) -> int:
-    """Train with a pending profile request. Rank 1 cannot compress its traces, and rank 0 writes the request."""
+def train_with_failing_profiles_on_rank(rank_info: RankInfo, path: Path, request: bytes) -> int:
+    """Train with a pending profile request, which rank 0 writes. Rank 1 fails to compress its traces."""
     from pipeline.train import profiler
 
     def fail(*_: Any) -> Any:
@@ -243,7 +249,7 @@ def failing_rank(rank_info: RankInfo, path: Path, request: bytes) -> int:
     if rank_info.rank == 0:
         run = Run.open(path)
         run.profile_taken_file.write_bytes(b'{"steps": 3}')  # a previous attempt crashed during this request
-        if request == FOLDER:
+        if request == REQUEST_IS_FOLDER:
             run.profile_file.mkdir()
         else:
             run.profile_file.write_bytes(request)
@@ -259,30 +265,30 @@ def failing_rank(rank_info: RankInfo, path: Path, request: bytes) -> int:
         (b"not json", [0], 1),
         (b'{"ranks": [1]}', [], 1),
         (b'{"steps": 0}', [0], 1),
-        (FOLDER, [0], 1),
+        (REQUEST_IS_FOLDER, [0], 1),
     ],
-    ids=["ranks", "empty", "damaged", "fails", "none", "folder"],
+    ids=["an unknown rank", "an empty request", "invalid JSON", "only a failing rank", "no steps", "a folder"],
 )
-def test_a_failed_profile_does_not_stop_the_training(
-    four: Run, tmp_path: Path, request_: bytes, ranks: list[int], steps: int
+def test_a_failed_profile_does_not_stop_the_run(
+    four_ranks_run: Run, tmp_path: Path, request_: bytes, ranks: list[int], steps: int
 ) -> None:
-    run = make_run(tmp_path, overrides=("train.steps=5",), data=four.data_dir)
-    assert run_ranks(2, failing_rank, run.path, request_) == [ExitCode.DONE] * 2
+    run = make_run(tmp_path, overrides=("train.steps=5",), data=four_ranks_run.data_dir)
+    assert run_ranks(2, train_with_failing_profiles_on_rank, run.path, request_) == [ExitCode.DONE] * 2
     lines = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
     assert len(lines) == 5 and sum("profile" in line for line in lines) == (steps if ranks else 0)
     folders = sorted(run.profiles_dir.glob("step-*/parts.json"))
     assert len(folders) == (steps if ranks else 0) and not run.profile_file.exists()
-    assert run.profile_taken_file.exists() == (request_ == FOLDER)
+    assert run.profile_taken_file.exists() == (request_ == REQUEST_IS_FOLDER)
     for folder in folders:
         assert sorted(json.loads(folder.read_text())) == [str(rank) for rank in ranks]
     stderr = [(run.path / f"stderr-{rank}").read_text() for rank in range(2)]
     assert ("the trace failed on rank 1: no space left" in stderr[1]) == (b"[0" not in request_)
-    assert ("the request failed on rank 0" in stderr[0]) == (request_ in (b"not json", FOLDER))
-    run.apply_overrides(["train.profile_every=2"])  # the key may change after the training has saved a checkpoint
+    assert ("the request failed on rank 0" in stderr[0]) == (request_ in (b"not json", REQUEST_IS_FOLDER))
+    run.apply_overrides(["train.profile_every=2"])  # the key may change after the run has saved a checkpoint
 
 
-def late_rank(rank_info: RankInfo, path: Path, room_s: float) -> int:
-    """Train with a deadline that leaves `room_s` seconds for anything but steps; a profile takes half a second."""
+def train_with_deadline_on_rank(rank_info: RankInfo, path: Path, remaining_s: float) -> int:
+    """Train with a deadline that leaves `remaining_s` seconds in addition to the steps. A profile takes 0.5 s."""
     from pipeline.train import profiler
 
     profiler.MIN_DURATION_S = 0.1
@@ -293,22 +299,25 @@ def late_rank(rank_info: RankInfo, path: Path, room_s: float) -> int:
         return save_trace(self, *more)
 
     profiler.Profiler._save_trace = save_slowly  # type: ignore[method-assign,assignment]
-    # only the deadline of rank 0 expires
-    Deadline.should_stop = lambda self, after_s=0.0: rank_info.rank == 0 and after_s > room_s  # type: ignore[method-assign]
+    # Only the deadline of rank 0 expires.
+    Deadline.should_stop = lambda self, after_s=0.0: rank_info.rank == 0 and after_s > remaining_s  # type: ignore[method-assign]
     return stage_rank(rank_info, path, "train")
 
 
-@pytest.mark.parametrize(("room_s", "profiled"), [(0.4, 1), (0.05, 0)])
+@pytest.mark.parametrize(("remaining_s", "profiled"), [(0.4, 1), (0.05, 0)])
 @pytest.mark.parametrize("is_requested", [False, True])
 def test_no_profile_starts_if_no_time_for_a_save_would_remain(
-    four: Run, tmp_path: Path, room_s: float, profiled: int, is_requested: bool
+    four_ranks_run: Run, tmp_path: Path, remaining_s: float, profiled: int, is_requested: bool
 ) -> None:
-    """The duration of the first profile is unknown, that of the second is. A request waits for the next attempt."""
+    """The first profile shows how long a profile takes, so that no second one starts. The duration is unknown before.
+
+    A request that is not served remains for the next attempt.
+    """
     every = () if is_requested else ("train.profile_every=1",)
-    run = make_run(tmp_path, overrides=("train.steps=4", *every), data=four.data_dir)
+    run = make_run(tmp_path, overrides=("train.steps=4", *every), data=four_ranks_run.data_dir)
     if is_requested:
         run.profile_file.write_text('{"steps": 5}')
-    assert run_ranks(2, late_rank, run.path, room_s) == [ExitCode.DONE] * 2
+    assert run_ranks(2, train_with_deadline_on_rank, run.path, remaining_s) == [ExitCode.DONE] * 2
     lines = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
     assert sum("profile" in line for line in lines) == profiled and len(lines) == 4
     assert run.profile_file.exists() == (is_requested and not profiled)
@@ -317,29 +326,31 @@ def test_no_profile_starts_if_no_time_for_a_save_would_remain(
 # -- clocks ----------------------------------------------------------------------------------------------
 
 
-def shifted_rank(rank_info: RankInfo, shift_ns: int) -> tuple[int, int]:
-    """Return offset and error in nanoseconds of this rank's clock, if the clock of rank 1 is ahead by `shift_ns`."""
+def compare_clocks_on_rank(rank_info: RankInfo, shift_ns: int) -> tuple[int, int]:
+    """Set the clock of rank 1 ahead by `shift_ns`. Return the maximum error and offset of this rank's clock in ns."""
     from pipeline.comm import groups
     from pipeline.parallel.mesh import resolve_layout
     from pipeline.train import profiler
 
     config = tiny_config(3, train={"global_batch": 12})
     world = groups.join_process_group(rank_info, config)
-    agreement = StopCoordinator(StopFlag(), groups.new_control_group())
-    created = profiler.Profiler(Run(Path("/nowhere"), config), resolve_layout(config, 3, 3, 64), world, agreement)
+    coordinator = StopCoordinator(StopFlag(), groups.new_control_group())
+    layout = resolve_layout(config, 3, 3, 64)
+    rank_profiler = profiler.Profiler(Run(Path("/nowhere"), config), layout, world, coordinator)
     if rank_info.rank == 1:
         profiler.time = SimpleNamespace(time_ns=lambda: time.time_ns() + shift_ns)  # type: ignore[assignment]
-    return created._compare_clocks()
+    return rank_profiler._compare_clocks()
 
 
 def test_clock_offsets_are_within_the_reported_error() -> None:
     shift = 5_000_000_000
-    (zero, offset), (error, found), (other, small) = run_ranks(3, shifted_rank, shift)
-    assert (zero, offset) == (0, 0)
-    assert abs(found + shift) <= error < 50e6 and abs(small) <= other < 50e6
+    first, (shifted_error, shifted_offset), (error, offset) = run_ranks(3, compare_clocks_on_rank, shift)
+    assert first == (0, 0)
+    assert abs(shifted_offset + shift) <= shifted_error < 50e6
+    assert abs(offset) <= error < 50e6
 
 
-def few_profiles_rank(rank_info: RankInfo, path: Path) -> int:
+def train_with_few_profiles_on_rank(rank_info: RankInfo, path: Path) -> int:
     """Train, and keep only the two newest profiles."""
     from pipeline.train import profiler
 
@@ -347,7 +358,7 @@ def few_profiles_rank(rank_info: RankInfo, path: Path) -> int:
     return stage_rank(rank_info, path, "train")
 
 
-def test_old_profiles_are_removed(four: Run, tmp_path: Path) -> None:
-    run = make_run(tmp_path, overrides=("train.steps=4", "train.profile_every=1"), data=four.data_dir)
-    assert run_ranks(2, few_profiles_rank, run.path) == [ExitCode.DONE] * 2
+def test_old_profiles_are_removed(four_ranks_run: Run, tmp_path: Path) -> None:
+    run = make_run(tmp_path, overrides=("train.steps=4", "train.profile_every=1"), data=four_ranks_run.data_dir)
+    assert run_ranks(2, train_with_few_profiles_on_rank, run.path) == [ExitCode.DONE] * 2
     assert [folder.name for folder in sorted(run.profiles_dir.iterdir())] == ["step-00000003", "step-00000004"]
