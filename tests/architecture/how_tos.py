@@ -1,7 +1,7 @@
-"""The how-tos of CONTRIBUTING.md as data: the files that each of them names, and its edits.
+"""Read the how-tos of CONTRIBUTING.md, and apply their edits to a copy of the code.
 
-A how-to is a section `### Title` with a line `Files: …`. Each edit is a line that names the file, optionally a place in
-it (`above`, `below` or `instead of` a piece of text), followed by a block of code.
+A how-to is a section `### Title` with a line `Files: …`. Each edit is a line that names a file, followed by a block of
+code. The line may name a position in the file: `above`, `below` or `instead of` a piece of text.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ class Edit:
 
     file: str
     place: str
-    """`above`, `below` or `instead of` the anchor; "" for a new file."""
+    """Where to insert `text`: `above`, `below` or `instead of` the anchor; "" for a new file."""
     anchor: str
+    """A piece of text that the file contains exactly once; "" for a new file."""
     text: str
+    """The code to insert."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +35,15 @@ class HowTo:
 
     title: str
     files: frozenset[str]
+    """The files that the line `Files:` names."""
     edits: tuple[Edit, ...]
 
     def apply(self, checkout: Path) -> None:
-        """Apply the edits to a copy of the code."""
+        """Apply the edits to a copy of the code in the folder `checkout`."""
         for edit in self.edits:
             path = checkout / edit.file
             if not edit.place:
-                assert not path.exists(), f"{self.title}: {edit.file} exists already"
+                assert not path.exists(), f"{self.title}: {edit.file} already exists"
                 path.write_text(edit.text)
                 continue
             before = path.read_text()
@@ -68,7 +71,7 @@ def read_how_tos() -> dict[str, HowTo]:
 
 
 def copy_product(folder: Path) -> Path:
-    """Copy the product into `folder`, to apply a how-to there; return `folder`."""
+    """Copy the code, without tests and documentation, into `folder`; return `folder`."""
     folder.mkdir(exist_ok=True)
     for name in ("cli", "slurm", "tracking", "planning", "pipeline", "data_prep", "configs"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))

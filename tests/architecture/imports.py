@@ -1,6 +1,6 @@
-"""What imports what, read from the sources.
+"""Find which modules import which others, by parsing their source code.
 
-python -m tests.architecture.imports      the packages and the packages that each imports
+`python -m tests.architecture.imports` prints each package and the packages that it imports.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "cli": {"pipeline", "data_prep", "slurm", "tracking", "planning"},
     "submit": {"cli", "pipeline"},
 }
-"""Top-level packages, and the other ones that each may import."""
+"""Each top-level package, and the other top-level packages that it may import."""
 ORDER = {
     "pipeline": (
         "base", "config", "model.spec", "parallel.mesh", "config.read", "mpi", "run", "comm", "data", "checkpoint",
@@ -27,29 +27,34 @@ ORDER = {
     ),
     "slurm": ("query", "submit", "supervise", ""),
 }  # fmt: skip
-"""Subpackages of a top-level package: each may import itself and those before it. "" is the package's own modules.
+"""The order of the subpackages of a top-level package. Each may import itself and those before it.
 
-A module that is listed by its own name, such as `parallel.mesh`, has a place of its own in this order.
+"" represents the modules directly in the top-level package. A module such as `parallel.mesh` has a separate position if
+it is listed by its name.
 """
 
 
-def sources(root: Path = ROOT) -> dict[str, Path]:
-    """Return all modules of the product by name, except packages that hold only a docstring."""
-    found = {}
-    for path in (root / "submit.py", *(p for name in MAY_IMPORT for p in sorted((root / name).rglob("*.py")))):
+def list_modules(root: Path = ROOT) -> dict[str, Path]:
+    """Return the paths of all product modules by module name, except packages that contain only a docstring."""
+    modules = {}
+    package_files = (path for name in MAY_IMPORT for path in sorted((root / name).rglob("*.py")))
+    for path in (root / "submit.py", *package_files):
         if path.name != "__init__.py" or len(ast.parse(path.read_text()).body) > 1:
             parts = path.relative_to(root).with_suffix("").parts
-            found[".".join(parts).removesuffix(".__init__")] = path
-    return found
+            modules[".".join(parts).removesuffix(".__init__")] = path
+    return modules
 
 
-def imported(path: Path, *, at_start: bool = False) -> Iterator[str]:
-    """Yield the modules, and the names in them, that a file imports.
+def list_imports(path: Path, *, at_start: bool = False) -> Iterator[str]:
+    """Yield the modules that a file imports, and the dotted names that it imports from modules.
 
-    at_start: only those that run when the file is imported, without those in functions or under `if TYPE_CHECKING`.
+    Args:
+        path: the file.
+        at_start: whether to omit imports that do not run when the file is imported, because they are in a function or
+            under `if TYPE_CHECKING`.
     """
     tree = ast.parse(path.read_text())
-    nodes: Iterator[ast.AST] = _outside_functions(tree) if at_start else ast.walk(tree)
+    nodes: Iterator[ast.AST] = _walk_outside_functions(tree) if at_start else ast.walk(tree)
     for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -59,58 +64,65 @@ def imported(path: Path, *, at_start: bool = False) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def _outside_functions(node: ast.AST) -> Iterator[ast.AST]:
+def _walk_outside_functions(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield all nodes below `node`, except those in functions and under `if TYPE_CHECKING`."""
     for child in ast.iter_child_nodes(node):
         is_for_types = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
         if not is_for_types and not isinstance(child, ast.FunctionDef | ast.Lambda):
             yield child
-            yield from _outside_functions(child)
+            yield from _walk_outside_functions(child)
 
 
-def package_of(module: str, modules: Mapping[str, Path]) -> str:
-    """Return the package that holds a module, such as `pipeline.train`."""
+def get_package(module: str, modules: Mapping[str, Path]) -> str:
+    """Return the package that contains a module, such as `pipeline.train`."""
     return module if modules[module].name == "__init__.py" else module.rpartition(".")[0] or module
 
 
 def find_cycle(graph: Mapping[str, set[str]]) -> list[str]:
-    """Return the nodes of a cycle in a graph; [] if there is none."""
+    """Return the nodes of a cycle in a graph; an empty list if there is no cycle.
+
+    Args:
+        graph: the successors of each node.
+    """
     finished: set[str] = set()
 
-    def visit(node: str, path: list[str]) -> list[str]:
+    def find_cycle_from(node: str, path: list[str]) -> list[str]:
         if node in path:
             return [*path[path.index(node) :], node]
         if node in finished:
             return []
-        found = next((c for other in sorted(graph.get(node, ())) if (c := visit(other, [*path, node]))), [])
+        cycles = (find_cycle_from(other, [*path, node]) for other in sorted(graph.get(node, ())))
+        first_cycle = next((cycle for cycle in cycles if cycle), [])
         finished.add(node)
-        return found
+        return first_cycle
 
-    return next((found for node in sorted(graph) if (found := visit(node, []))), [])
+    return next((cycle for node in sorted(graph) if (cycle := find_cycle_from(node, []))), [])
 
 
-def module_graph(root: Path = ROOT) -> dict[str, set[str]]:
-    """Return each module of the product with the modules of the product that it imports."""
-    modules = sources(root)
+def build_module_graph(root: Path = ROOT) -> dict[str, set[str]]:
+    """Return the product modules that each product module imports."""
+    modules = list_modules(root)
     return {
-        name: {other for other in imported(path) if other in modules and other != name}
+        name: {other for other in list_imports(path) if other in modules and other != name}
         for name, path in modules.items()
     }
 
 
-def package_graph(root: Path = ROOT) -> dict[str, set[str]]:
-    """Return each package with the packages that it imports."""
-    modules, found = sources(root), dict[str, set[str]]()
-    for name, others in module_graph(root).items():
-        package = package_of(name, modules)
-        found.setdefault(package, set()).update(package_of(other, modules) for other in others)
-        found[package].discard(package)
-    return found
+def build_package_graph(root: Path = ROOT) -> dict[str, set[str]]:
+    """Return the packages that each package imports."""
+    modules = list_modules(root)
+    graph: dict[str, set[str]] = {}
+    for name, others in build_module_graph(root).items():
+        package = get_package(name, modules)
+        graph.setdefault(package, set()).update(get_package(other, modules) for other in others)
+        graph[package].discard(package)
+    return graph
 
 
-def wrong_directions(root: Path = ROOT) -> list[str]:
-    """Return the imports that `MAY_IMPORT` or `ORDER` forbid, each as a sentence."""
-    wrong = []
-    for name, others in module_graph(root).items():
+def find_forbidden_imports(root: Path = ROOT) -> list[str]:
+    """Return the imports that `MAY_IMPORT` or `ORDER` forbid, each in the form `MODULE imports MODULE`."""
+    forbidden = []
+    for name, others in build_module_graph(root).items():
         top, _, rest = name.partition(".")
         for other in sorted(others):
             other_top, _, other_rest = other.partition(".")
@@ -118,38 +130,48 @@ def wrong_directions(root: Path = ROOT) -> list[str]:
                 allowed = other_top in MAY_IMPORT[top]
             elif top in ORDER:
                 order = ORDER[top]
-                allowed = order.index(_position(other_rest, order)) <= order.index(_position(rest, order))
+                allowed = order.index(_find_order_entry(other_rest, order)) <= order.index(
+                    _find_order_entry(rest, order)
+                )
             else:
                 allowed = True
             if not allowed:
-                wrong.append(f"{name} imports {other}")
-    return wrong
+                forbidden.append(f"{name} imports {other}")
+    return forbidden
 
 
-def _position(rest: str, order: tuple[str, ...]) -> str:
-    """Return the entry of `order` that holds a module, whose name is `rest` below its top-level package."""
+def _find_order_entry(rest: str, order: tuple[str, ...]) -> str:
+    """Return the entry of `order` that contains a module.
+
+    Args:
+        rest: the name of the module without its top-level package.
+        order: the subpackages of the top-level package.
+    """
     if rest in order:
         return rest
     return rest.partition(".")[0] if "." in rest else ""
 
 
-def reached(start: str, root: Path = ROOT) -> dict[str, str]:
-    """Return everything that is imported when `start` is, and the module that imports it.
+def find_reachable_imports(start: str, root: Path = ROOT) -> dict[str, str]:
+    """Return the names that importing the module `start` imports, and by each name the module that imports it.
 
-    Imports inside functions count for `start` and for the packages cli and slurm: status and submission must stay fast.
+    Imports inside functions count in `start` and in the packages cli and slurm, because status and submission must stay
+    fast.
     """
-    modules, found, waiting = sources(root), {start: ""}, [start]
-    while waiting:
-        name = waiting.pop()
+    modules = list_modules(root)
+    importers = {start: ""}
+    queue = [start]
+    while queue:
+        name = queue.pop()
         follow_functions = name == start or name.split(".")[0] in ("cli", "slurm")
-        for other in imported(modules[name], at_start=not follow_functions):
-            if other not in found:
-                found[other] = name
+        for other in list_imports(modules[name], at_start=not follow_functions):
+            if other not in importers:
+                importers[other] = name
                 if other in modules:
-                    waiting.append(other)
-    return found
+                    queue.append(other)
+    return importers
 
 
 if __name__ == "__main__":
-    for name, others in package_graph().items():
+    for name, others in build_package_graph().items():
         print(f"{name:20} {', '.join(sorted(others))}")

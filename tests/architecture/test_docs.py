@@ -1,4 +1,4 @@
-"""The documentation is consistent: links lead somewhere, and the README stays short."""
+"""Test that links and error codes in the documentation exist, and that the README stays short."""
 
 from __future__ import annotations
 
@@ -7,37 +7,37 @@ from pathlib import Path
 
 import pytest
 
-from tests.architecture.imports import ROOT, sources
+from tests.architecture.imports import ROOT, list_modules
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
-SHOWN_CODE = re.compile(r"error\[([a-z]+\.[a-z_]+)\]")
+ERROR_CODE = re.compile(r"error\[([a-z]+\.[a-z_]+)\]")
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
 
 
-def anchors(page: Path) -> set[str]:
-    """Return the anchors that a Markdown renderer makes of the headings of a page."""
+def list_anchors(page: Path) -> set[str]:
+    """Return the anchors that a Markdown renderer creates for the headings of a page."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
     headings = re.findall(r"^#+ (.*)$", text, re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_links_lead_to_a_file_and_a_heading(page: Path) -> None:
+def test_links_lead_to_an_existing_file_and_heading(page: Path) -> None:
     broken = []
     for target, anchor in LINK.findall(page.read_text()):
         if target.startswith(("http:", "https:")):
             continue
         file = (page.parent / target).resolve() if target else page
-        if not file.exists() or (anchor and file.suffix == ".md" and anchor not in anchors(file)):
+        if not file.exists() or (anchor and file.suffix == ".md" and anchor not in list_anchors(file)):
             broken.append(f"{target}#{anchor}")
     assert broken == []
 
 
-def test_the_readme_stays_short() -> None:
+def test_the_readme_has_at_most_200_lines() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
 
 
 def test_error_codes_in_the_documentation_exist() -> None:
-    shown = {code for page in PAGES for code in SHOWN_CODE.findall(page.read_text())}
-    code = "\n".join(path.read_text() for path in sources().values())
-    assert {one for one in shown if f'"{one}"' not in code} == set()
+    documented_codes = {code for page in PAGES for code in ERROR_CODE.findall(page.read_text())}
+    source_code = "\n".join(path.read_text() for path in list_modules().values())
+    assert {code for code in documented_codes if f'"{code}"' not in source_code} == set()

@@ -1,4 +1,4 @@
-"""The how-tos of CONTRIBUTING.md, applied literally to a copy of the code: the result runs."""
+"""Test each how-to of CONTRIBUTING.md: apply its edits to a copy of the code, and run the result."""
 
 from __future__ import annotations
 
@@ -21,24 +21,25 @@ HOW_TOS = read_how_tos()
 SMALL = ("train.steps=4", "stages.train.tasks_per_node=1")
 
 
-def submit(code: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_submit(code: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run submit.py of a copy of the code in `folder`."""
     environment = {**os.environ, "PYTHONPATH": str(code), "COLUMNS": "200"}
     command = [sys.executable, str(code / "submit.py"), *arguments]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
 
 
 def apply_how_to(title: str, folder: Path) -> Path:
-    """Return a copy of the code with the how-to applied."""
+    """Create a copy of the code in `folder`, apply a how-to to it, and return its path."""
     code = copy_product(folder)
     before = {path: path.read_bytes() for path in code.rglob("*.py")}
     HOW_TOS[title].apply(code)
-    changed = {str(p.relative_to(code)) for p in code.rglob("*.py") if before.get(p) != p.read_bytes()}
+    changed = {str(path.relative_to(code)) for path in code.rglob("*.py") if before.get(path) != path.read_bytes()}
     assert changed == HOW_TOS[title].files, "`Files:` must list the changed files"
     return code
 
 
 def run_rank(code: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run `python -m pipeline` as a user does by hand."""
+    """Run a stage with `python -m pipeline` of a copy of the code in `folder`."""
     command = [sys.executable, "-m", "pipeline", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(code)}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
@@ -51,10 +52,12 @@ def test_the_edits_of_a_how_to_fit_the_code(title: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def code_with_count_stage(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a copy of the code with the stage `count` of the how-to "Add a stage"."""
     return apply_how_to("Add a stage", tmp_path_factory.mktemp("code"))
 
 
 def read_token_count(run: Path) -> int:
+    """Return the number of tokens that the example stage `count` wrote for a run."""
     tokens = json.loads((run / "data/tokens-by-source.json").read_bytes())["tokens"]
     assert list(tokens) == [str(run.parent.parent / "corpus.jsonl")]
     return sum(tokens.values())
@@ -63,41 +66,43 @@ def read_token_count(run: Path) -> int:
 @pytest.mark.story
 def test_a_new_stage_runs_without_slurm(code_with_count_stage: Path, tmp_path: Path) -> None:
     write_config(tmp_path)
-    done = submit(code_with_count_stage, tmp_path, "tiny.yaml", *SMALL, "--executor", "local")
+    done = run_submit(code_with_count_stage, tmp_path, "tiny.yaml", *SMALL, "--executor", "local")
     assert done.returncode == 0, done.stdout + done.stderr
-    words = f"{read_token_count(tmp_path / 'runs/tiny'):,} tokens of 1 files"
-    assert "count     done in" in done.stdout and words in done.stdout
-    done_stages = [e["stage"] for e in read_jsonl(tmp_path / "runs/tiny/events.jsonl") if e["event"] == "done"]
+    result = f"{read_token_count(tmp_path / 'runs/tiny'):,} tokens of 1 files"
+    assert "count     done in" in done.stdout and result in done.stdout
+    events = read_jsonl(tmp_path / "runs/tiny/events.jsonl")
+    done_stages = [event["stage"] for event in events if event["event"] == "done"]
     assert done_stages == ["prepare", "shard", "train", "evaluate", "count"]
-    again = submit(code_with_count_stage, tmp_path, "tiny.yaml", *SMALL, "--executor", "local")
-    assert again.returncode == 0 and f"count     done: {words}" in again.stdout
+    again = run_submit(code_with_count_stage, tmp_path, "tiny.yaml", *SMALL, "--executor", "local")
+    assert again.returncode == 0 and f"count     done: {result}" in again.stdout
     for command in ("status", "report"):
-        shown = submit(code_with_count_stage, tmp_path, command, "runs/tiny")
+        shown = run_submit(code_with_count_stage, tmp_path, command, "runs/tiny")
         assert shown.returncode == 0 and "count" in shown.stdout, shown.stdout + shown.stderr
 
 
 @pytest.mark.story
-def test_a_new_stage_in_a_dry_run_and_in_a_sweep(code_with_count_stage: Path, tmp_path: Path) -> None:
+def test_a_new_stage_works_in_a_dry_run_and_in_a_sweep(code_with_count_stage: Path, tmp_path: Path) -> None:
     write_config(tmp_path)
-    assert "publish,count}" in run_rank(code_with_count_stage, tmp_path, "no such words").stderr, (
-        "the usage lists the new stage"
-    )
+    usage = run_rank(code_with_count_stage, tmp_path, "no-such-stage").stderr
+    assert "publish,count}" in usage
     sweep = "sweep={grid: {optimizer.lr: [0.001, 0.01]}}"
-    asked = ("stages.count.time=00:07:00", "--dry-run", "--scripts", "--executor", "slurm")
-    for more in ((), (sweep,)):
-        dry = submit(code_with_count_stage, tmp_path, "tiny.yaml", *SMALL, *more, *asked)
+    dry_run_arguments = ("stages.count.time=00:07:00", "--dry-run", "--scripts", "--executor", "slurm")
+    for overrides in ((), (sweep,)):
+        dry = run_submit(code_with_count_stage, tmp_path, "tiny.yaml", *SMALL, *overrides, *dry_run_arguments)
         assert dry.returncode == 0, dry.stderr
         assert "count     1 process, 00:07:00, after shard" in dry.stdout and "# ---- on Slurm: count" in dry.stdout
         assert "#SBATCH --time=7" in dry.stdout
-    done = submit(code_with_count_stage, tmp_path, "tiny.yaml", *SMALL, sweep, "run.name=swept", "--executor", "local")
+    done = run_submit(
+        code_with_count_stage, tmp_path, "tiny.yaml", *SMALL, sweep, "run.name=swept", "--executor", "local"
+    )
     assert done.returncode == 0 and read_token_count(tmp_path / "runs/swept"), done.stdout + done.stderr
-    assert not (tmp_path / "runs/swept/points/000/jobs/count").exists(), "the points share it"
+    assert not (tmp_path / "runs/swept/points/000/jobs/count").exists(), "the stage must run once for all points"
     for command in ("status", "report"):
-        shown = submit(code_with_count_stage, tmp_path, command, "runs/swept")
+        shown = run_submit(code_with_count_stage, tmp_path, command, "runs/swept")
         assert shown.returncode == 0 and "count" in shown.stdout, shown.stdout + shown.stderr
 
 
-def test_a_new_format_is_read(tmp_path: Path) -> None:
+def test_a_new_data_format_is_read(tmp_path: Path) -> None:
     code = apply_how_to("Add a data format", tmp_path / "code")
     config = write_config(tmp_path)
     texts = [json.loads(line)["text"] for line in (tmp_path / "corpus.jsonl").read_text().splitlines()]
@@ -120,18 +125,18 @@ def test_a_new_optimizer_trains_and_resumes_exactly(tmp_path: Path) -> None:
     run = tmp_path / "runs/tiny"
     digests = []
     for _ in range(2):
-        verified = submit(code, tmp_path, "verify", str(run))
+        verified = run_submit(code, tmp_path, "verify", str(run))
         digests.append(verified.stdout.splitlines()[-1])
         shutil.rmtree(run / "checkpoints/step-00000006")
         done = run_rank(code, tmp_path, "train", str(run))
         assert done.returncode == 0, done.stderr
-    assert digests[0] == digests[1], "its moment was in the checkpoint"
+    assert digests[0] == digests[1], "the checkpoint must contain the moments of the new optimizer"
     losses = [line["loss"] for line in read_jsonl(run / "metrics.jsonl")]
     assert len(losses) == 6 and losses[-1] < losses[0]
 
 
 @pytest.mark.story
-def test_a_new_metric_is_in_each_line(tmp_path: Path) -> None:
+def test_a_new_metric_is_in_each_line_of_metrics_jsonl(tmp_path: Path) -> None:
     code = apply_how_to("Add a metric", tmp_path / "code")
     config = write_config(tmp_path)
     for stage in ("prepare", "shard", "train"):
@@ -156,13 +161,13 @@ def test_a_new_callback_writes_the_same_metric_after_a_restart(tmp_path: Path) -
 
 
 @pytest.mark.story
-def test_a_new_axis_of_the_mesh_trains_as_one_rank_does(tmp_path: Path) -> None:
+def test_a_new_axis_of_the_mesh_trains_like_one_rank(tmp_path: Path) -> None:
     code = apply_how_to("Add a parallel axis to the mesh", tmp_path / "code")
     write_config(tmp_path)
     metrics = {}
     for name, ranks in (("one", 1), ("two", 2)):
         split = (f"run.name={name}", f"parallel.sample={ranks}", f"stages.train.tasks_per_node={ranks}")
-        done = submit(code, tmp_path, "tiny.yaml", "train.steps=4", *split, "--executor", "local")
+        done = run_submit(code, tmp_path, "tiny.yaml", "train.steps=4", *split, "--executor", "local")
         assert done.returncode == 0, done.stdout + done.stderr
         lines = read_jsonl(tmp_path / "runs" / name / "metrics.jsonl")
         metrics[name] = [line[key] for line in lines for key in ("loss", "grad_norm")]
@@ -172,7 +177,7 @@ def test_a_new_axis_of_the_mesh_trains_as_one_rank_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.story
-def test_a_new_signal_stops_a_training(tmp_path: Path) -> None:
+def test_a_new_signal_stops_a_run(tmp_path: Path) -> None:
     code = apply_how_to("Add a signal", tmp_path / "code")
     config = write_config(tmp_path, steps=100_000)
     for stage in ("prepare", "shard"):

@@ -1,4 +1,4 @@
-"""A stage added by its how-to, on a real Slurm: in the chain of a run and of a sweep."""
+"""Test that a stage added by its how-to runs on a real Slurm, in the chain of a run and of a sweep."""
 
 from __future__ import annotations
 
@@ -24,27 +24,28 @@ SWEEP = "sweep={grid: {optimizer.lr: [0.001, 0.01]}}"
 SMALL = ("train.steps=4", "stages.train.tasks_per_node=1")
 
 
-def test_a_new_stage_on_the_cluster(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_new_stage_runs_on_the_cluster(cluster: Cluster, tmp_path: Path) -> None:
     code = apply_how_to("Add a stage", tmp_path / "code")
     folder = tmp_path / "work"
     folder.mkdir()
     write_config(folder)
 
-    def submit(*arguments: str) -> str:
+    def run_submit(*arguments: str) -> str:
+        """Run submit.py of the copy on the cluster, and return its output."""
         environment = {**os.environ, **cluster.environment(), "PYTHONPATH": str(code), "COLUMNS": "200"}
         command = [sys.executable, str(code / "submit.py"), *arguments]
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    chain = submit("tiny.yaml", *SMALL)
-    assert re.search(r"^count +job \d+, after \d+$", chain, re.M), chain
-    swept = submit("tiny.yaml", *SMALL, SWEEP, "run.name=swept")
-    assert re.search(r"^count +job \d+, after \d+$", swept, re.M), swept
+    chain_output = run_submit("tiny.yaml", *SMALL)
+    assert re.search(r"^count +job \d+, after \d+$", chain_output, re.M), chain_output
+    sweep_output = run_submit("tiny.yaml", *SMALL, SWEEP, "run.name=swept")
+    assert re.search(r"^count +job \d+, after \d+$", sweep_output, re.M), sweep_output
     deadline = time.monotonic() + 600
     for run in ("tiny", "swept"):
-        while not re.search(r"^count +done", shown := submit("status", f"runs/{run}"), re.M):
-            assert time.monotonic() < deadline, shown
+        while not re.search(r"^count +done", status := run_submit("status", f"runs/{run}"), re.M):
+            assert time.monotonic() < deadline, status
             time.sleep(1)
         assert read_token_count(folder / "runs" / run)
-        assert "tokens of 1 files" in shown and "count" in submit("report", f"runs/{run}")
+        assert "tokens of 1 files" in status and "count" in run_submit("report", f"runs/{run}")
