@@ -1,7 +1,7 @@
-"""Real configs with random changes, as people, editors and attackers make them, checked as --dry-run does.
+"""Test that randomly changed configs are valid or rejected with an error message, without a traceback or a hang.
 
-Each is either a valid config, and equal to its frozen copy, or rejected with an error message: no traceback, no hang. A
-case is made from its number, so that a failed one can be repeated alone.
+The changes resemble those of users, editors and attackers. A valid config must equal its frozen copy. The number of a
+case is its random seed, so that you can repeat a failed case alone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pipeline.run.code import CODE_ROOT
 SEEDS = [*sorted((CODE_ROOT / "configs").glob("*.yaml")), CODE_ROOT / "examples/vit.yaml"]
 SWEEP = "run: {name: s}\ntrain: {steps: 4}\nsweep: {grid: {optimizer.lr: [1.0e-3, 2.0e-3]}}\n"
 MAX_CPU_S = 5.0
-"""Maximal CPU time of a case."""
+"""Largest CPU time of a case in seconds."""
 UNUSUAL_VALUES: list[Any] = [
     None, True, False, 0, -1, 1, 3, 7, 2**31, 2**40, 2**63, 2**64, 10**400, 0.5, -0.0, 1e-320, 1e308, float("nan"),
     float("inf"), "", " ", "auto", "null", "1e3", "0x10", "[", "[/]", ":x:", "\x1b[2J", "\0", "\u202e", "é" * 300,
@@ -58,7 +58,7 @@ KEYS = [
 
 
 def list_positions(value: Any) -> list[tuple[Any, Any]]:
-    """Return (container, key) for each entry of the containers in a value."""
+    """Return the container and the key, or index, of each entry of the nested containers in a value."""
     positions: list[tuple[Any, Any]] = []
     for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
         positions += [(value, key), *list_positions(inner)]
@@ -66,7 +66,7 @@ def list_positions(value: Any) -> list[tuple[Any, Any]]:
 
 
 def alter_values(source: random.Random, values: Any) -> Any:
-    """Replace, remove, add, move, nest or multiply some values."""
+    """Change some values at random: remove, add, copy, scale, nest or replace them. Return the changed `values`."""
     for _ in range(source.choice((1, 1, 1, 2, 4))):
         positions = list_positions(values)
         if not positions:
@@ -92,6 +92,7 @@ def alter_values(source: random.Random, values: Any) -> Any:
 
 
 def swap_lines(source: random.Random, text: str) -> str:
+    """Return `text` with two random lines swapped."""
     lines = text.splitlines(keepends=True)
     i = source.randrange(len(lines))
     j = source.randrange(len(lines))
@@ -100,6 +101,7 @@ def swap_lines(source: random.Random, text: str) -> str:
 
 
 def insert_text(source: random.Random, text: str) -> str:
+    """Return `text` with a random entry of INSERTS at a random position."""
     position = source.randrange(len(text))
     return text[:position] + source.choice(INSERTS) + text[position:]
 
@@ -126,7 +128,7 @@ TEXT_CHANGES: list[Callable[[random.Random, str], str]] = [
 
 
 def make_case(number: int) -> tuple[bytes, list[str]]:
-    """Return the content of the config of a case, and the overrides of its command line."""
+    """Return the content of the config file of a case, and its command-line overrides."""
     source = random.Random(number)
     text = source.choice([*(path.read_text() for path in SEEDS), SWEEP])
     if source.random() < 0.6:
@@ -135,8 +137,8 @@ def make_case(number: int) -> tuple[bytes, list[str]]:
         text = source.choice(TEXT_CHANGES)(source, text)
     content = text.encode("utf-8", "surrogatepass")
     if source.random() < 0.1 and content:
-        at = source.randrange(len(content))
-        content = content[:at] + source.randbytes(source.choice((1, 3, 50))) + content[at + 1 :]
+        position = source.randrange(len(content))
+        content = content[:position] + source.randbytes(source.choice((1, 3, 50))) + content[position + 1 :]
     overrides = []
     if source.random() < 0.3:
         value = (
@@ -144,11 +146,11 @@ def make_case(number: int) -> tuple[bytes, list[str]]:
             .removesuffix("...\n")
             .strip()
         )
-        overrides = [f"{source.choice(KEYS_OF_CONFIGS)}={value}"]
+        overrides = [f"{source.choice(OVERRIDE_KEYS)}={value}"]
     return content, overrides
 
 
-KEYS_OF_CONFIGS = [
+OVERRIDE_KEYS = [
     "train.steps", "train.global_batch", "train.micro_batch", "model.layers", "model.options", "model.dim",
     "model.target",
     "run.root", "run.name", "stages.train.nodes", "stages.train.tasks_per_node", "stages.shard.tasks", "sweep.grid",
@@ -158,12 +160,13 @@ KEYS_OF_CONFIGS = [
 
 
 def raise_on_alarm(*_: object) -> None:
+    """Handle SIGALRM: raise an error because the case took too long."""
     raise AssertionError("the case hangs")
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the working directory, with the files that inserted `extends` name, a pipe and a symbolic link loop."""
+    """Return the working directory of the cases. It contains all files that `extends` names in changed configs."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "other.yaml").write_text("train: {steps: 3}\n")
     (tmp_path / "seed.yaml").write_text(SWEEP)
@@ -185,7 +188,7 @@ def is_valid_config(folder: Path, number: int) -> bool:
         config = load_config(path, overrides)
         print_plan(config, "slurm", PlainConsole(file=io.StringIO(), width=100), scripts=True)
         path.write_text(dump_config(config))
-        assert load_config(path) == config, "the frozen config differs"
+        assert load_config(path) == config, "the frozen config must be the same"
         return True
     except (UserError, OSError) as error:
         user_error = error if isinstance(error, UserError) else find_storage_error(error)
@@ -194,7 +197,7 @@ def is_valid_config(folder: Path, number: int) -> bool:
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, previous_handler)
-        assert time.process_time() - cpu_start < MAX_CPU_S, f"case {number} takes too long"
+        assert time.process_time() - cpu_start < MAX_CPU_S, f"case {number} took too long"
 
 
 @pytest.mark.parametrize("cases", [range(100), pytest.param(range(100, 2100), marks=pytest.mark.long)], ids=str)
@@ -207,4 +210,4 @@ def test_a_changed_config_is_valid_or_rejected_with_a_message(folder: Path, case
         except Exception as error:
             failures.append(f"case {number}: {type(error).__name__}: {error}"[:2000])
     assert not failures, "\n".join(failures)
-    assert len(cases) // 50 < valid_count < len(cases), "too many or too few configs are valid"
+    assert len(cases) // 50 < valid_count < len(cases), "both valid and rejected configs must be tested"

@@ -62,12 +62,15 @@ def undamaged_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def continue_rank(rank_info: RankInfo, path: Path) -> tuple[str, Any]:
-    """Train to the end, evaluate and verify in a rank.
+    """Train to the end, evaluate, verify and plan a run in this rank.
 
     Returns:
-        "numbers" and the results, or "refused" or "traceback" and the message.
+        One of three outcomes:
+        "results", and the step and digest of the newest checkpoint with the step and loss of its evaluation;
+        "rejected", and the error message;
+        "traceback", and the traceback of an unexpected error.
     """
-    from pipeline.checkpoint.checkpointer import verify_checkpoint
+    from pipeline.checkpoint.checkpointer import compute_digest, verify_checkpoint
     from pipeline.run.failure import explain_error
     from planning.plan import describe_plan
 
@@ -79,10 +82,8 @@ def continue_rank(rank_info: RankInfo, path: Path) -> tuple[str, Any]:
         list(describe_plan(run.config))
         step = catalog.find_newest_step(run.checkpoints_dir)
         result = read_newest_result(run)
-        from pipeline.checkpoint.checkpointer import compute_digest
-
         assert result is not None
-        return "numbers", (
+        return "results", (
             step,
             compute_digest(run.checkpoints_dir / catalog.checkpoint_name(step)),
             result["step"],
@@ -91,7 +92,7 @@ def continue_rank(rank_info: RankInfo, path: Path) -> tuple[str, Any]:
     except BaseException as error:
         exit_code, message = explain_error(error)
         is_error_message = message.startswith("error") and exit_code != ExitCode.CRASHED
-        return "refused" if is_error_message else "traceback", message
+        return "rejected" if is_error_message else "traceback", message
 
 
 def show_run(path: Path) -> str:
@@ -101,15 +102,15 @@ def show_run(path: Path) -> str:
         print_status(Run.open(path), console)
         print_report(Run.open(path), console)
     except (UserError, OSError) as error:
-        found = error if isinstance(error, UserError) else find_storage_error(error)
-        if found is None:
+        user_error = error if isinstance(error, UserError) else find_storage_error(error)
+        if user_error is None:
             raise
-        return f"error: {found}"
+        return f"error: {user_error}"
     return console.export_text()
 
 
 def list_files(path: Path) -> list[Path]:
-    """Return the relative paths of the files that may be damaged: all except code, logs and locks."""
+    """Return the paths, relative to the run, of the files to damage: all non-empty ones except code, logs and locks."""
     files = [file.relative_to(path) for file in sorted(path.rglob("*")) if file.is_file() and file.stat().st_size]
     return [
         file for file in files if file.parts[0] != "code" and not file.name.startswith(("lock", ".creating", "rank-"))
@@ -173,7 +174,10 @@ def damage_file(generator: random.Random, run: Path) -> str:
 
 
 def read_requested_steps(path: Path) -> int:
-    """Return the number of steps in the config of the damaged run. A truncated change of the config does not count."""
+    """Return `train.steps` of the damaged run, or STEPS if its config cannot be read.
+
+    The damage may have removed the line of changes.jsonl that sets the number of steps.
+    """
     try:
         return Run.open(path).config.train.steps or 0
     except (UserError, OSError):
@@ -189,8 +193,8 @@ def expected_results(undamaged_run: Path, tmp_path_factory: pytest.TempPathFacto
         shutil.copytree(undamaged_run, copy, symlinks=True)
         if steps == 4:
             (copy / "changes.jsonl").unlink()
-        kind, results[steps] = run_ranks(1, continue_rank, copy)[0]
-        assert kind == "numbers", results
+        outcome, results[steps] = run_ranks(1, continue_rank, copy)[0]
+        assert outcome == "results", results
         assert results[steps][0] == results[steps][2] == steps, results
     output = show_run(undamaged_run)
     assert "local compute time per step by host" in output
@@ -201,12 +205,15 @@ def expected_results(undamaged_run: Path, tmp_path_factory: pytest.TempPathFacto
 
 
 def is_same_result(actual: Any, expected: Any) -> bool:
-    """Return True if the weights are equal. The loss may differ by rounding, because of settings of the evaluation."""
+    """Return True if steps and weights are equal and the loss differs only by rounding.
+
+    The damage may change settings of the evaluation that affect rounding.
+    """
     return expected is not None and actual[:3] == expected[:3] and math.isclose(actual[3], expected[3], rel_tol=1e-5)
 
 
 def find_problem(undamaged_run: Path, expected_results: dict[int, Any], folder: Path, number: int) -> str | None:
-    """Damage a copy of the run and return what is wrong with its behavior; None if nothing is."""
+    """Damage a copy of the run and run all commands on it. Return a description of the first problem, or None."""
     path = folder / "tiny"
     shutil.copytree(undamaged_run, path, symlinks=True)
     try:
@@ -218,10 +225,10 @@ def find_problem(undamaged_run: Path, expected_results: dict[int, Any], folder: 
         if "\x1b" in output:
             return f"{description}: control sequences in the output"
         steps = read_requested_steps(path)
-        kind, result = run_ranks(1, continue_rank, path)[0]
-        if kind == "traceback":
+        outcome, result = run_ranks(1, continue_rank, path)[0]
+        if outcome == "traceback":
             return f"{description}: {result}"
-        if kind == "numbers" and not is_same_result(result, expected_results.get(steps)):
+        if outcome == "results" and not is_same_result(result, expected_results.get(steps)):
             return f"{description}: {result} instead of {expected_results}"
         return None
     finally:
