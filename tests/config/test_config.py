@@ -48,21 +48,23 @@ SMALL = "run: {name: small}\ntrain: {steps: 10}\n"
 FUZZ = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def write(folder: Path, text: str, name: str = "run.yaml") -> Path:
+def write_config(folder: Path, text: str, name: str = "run.yaml") -> Path:
+    """Write a file below `folder` and return its path."""
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     return path
 
 
-def load(folder: Path, text: str, *overrides: str) -> Config:
-    return load_config(write(folder, text), overrides)
+def load_text(folder: Path, text: str, *overrides: str) -> Config:
+    """Write `text` to run.yaml in `folder`, and load it with the overrides."""
+    return load_config(write_config(folder, text), overrides)
 
 
 def find_problems(folder: Path, text: str, *overrides: str) -> tuple[ConfigProblem, ...]:
     """Return the problems of a config."""
     with pytest.raises(ConfigError) as caught:
-        load(folder, text, *overrides)
+        load_text(folder, text, *overrides)
     assert caught.value.code == caught.value.problems[0].code
     return caught.value.problems
 
@@ -73,13 +75,13 @@ def find_problem(folder: Path, text: str, *overrides: str) -> ConfigProblem:
     return problem
 
 
-def models(model: type[BaseModel] = Config) -> Iterator[type[BaseModel]]:
-    """`model` and all models of its fields."""
+def list_models(model: type[BaseModel] = Config) -> Iterator[type[BaseModel]]:
+    """Yield `model` and all models of its fields."""
     yield model
     for field in model.model_fields.values():
         for kind in (field.annotation, *get_args(field.annotation)):
             if isinstance(kind, type) and issubclass(kind, BaseModel):
-                yield from models(kind)
+                yield from list_models(kind)
 
 
 # -- what YAML means -----------------------------------------------------------------------------------------
@@ -101,7 +103,7 @@ def models(model: type[BaseModel] = Config) -> Iterator[type[BaseModel]]:
         *(("'5'", "5"), ("!!str 5", "5"), ("[a, 1]", ["a", 1]), ("{a: {b: 1}}", {"a": {"b": 1}}), ("&x a", "a")),
     ],
 )
-def test_scalars_are_those_of_yaml_1_2(text: str, value: Any) -> None:
+def test_scalars_follow_yaml_1_2(text: str, value: Any) -> None:
     result = parse_overrides([f"key={text}"])["key"]
     assert result == value and type(result) is type(value)
 
@@ -114,19 +116,21 @@ def test_the_quickstart_config_loads() -> None:
 
 def test_yaml_aliases_are_resolved(tmp_path: Path) -> None:
     text = SMALL + "stages: {prepare: &t {time: 5:00}, shard: *t}\n"
-    assert load(tmp_path, text).stages.shard.time == "5:00"
+    assert load_text(tmp_path, text).stages.shard.time == "5:00"
 
 
 # -- extends and overrides -----------------------------------------------------------------------------------
 
 
 def test_extended_files_are_merged_in_order(tmp_path: Path) -> None:
-    """The file has precedence over what its section extends, and that over what the file extends."""
-    write(tmp_path, "partition: low\naccount: a\nsetup: [module load x, b]\n", "sites/one.yaml")
-    write(tmp_path, "extends: one.yaml\naccount: b\n", "sites/two.yaml")
-    write(tmp_path, "train: {steps: 5, micro_batch: 2}\nsite: {gpus_per_node: 4, account: base}\n", "base/b.yaml")
-    write(tmp_path, "train: {steps: 6, threads: 3}\n", "base/c.yaml")
-    config = load(
+    """A value in the file wins over a file that its section extends, and that file over one that the file extends."""
+    write_config(tmp_path, "partition: low\naccount: a\nsetup: [module load x, b]\n", "sites/one.yaml")
+    write_config(tmp_path, "extends: one.yaml\naccount: b\n", "sites/two.yaml")
+    write_config(
+        tmp_path, "train: {steps: 5, micro_batch: 2}\nsite: {gpus_per_node: 4, account: base}\n", "base/b.yaml"
+    )
+    write_config(tmp_path, "train: {steps: 6, threads: 3}\n", "base/c.yaml")
+    config = load_text(
         tmp_path,
         "extends: [base/b.yaml, base/c.yaml]\nrun: {name: x}\ntrain: {threads: 4}\n"
         "site: {extends: sites/two.yaml, setup: [only]}\n",
@@ -136,10 +140,10 @@ def test_extended_files_are_merged_in_order(tmp_path: Path) -> None:
 
 
 def test_a_problem_names_the_file_that_contains_the_key(tmp_path: Path) -> None:
-    write(tmp_path, "steps: 0\nmicro_batch: 0\nglobal_batch: 0\n", "t.yaml")
+    write_config(tmp_path, "steps: 0\nmicro_batch: 0\nglobal_batch: 0\n", "t.yaml")
     text = "run: {name: x}\ntrain:\n  extends: t.yaml\n  micro_batch: -1\n"
     problems = find_problems(tmp_path, text, "train.global_batch=-2")
-    assert [(one.code, one.where, one.line, one.key, one.value) for one in problems] == [
+    assert [(problem.code, problem.where, problem.line, problem.key, problem.value) for problem in problems] == [
         ("config.out_of_range", f"{tmp_path}/t.yaml:1", 1, "train.steps", 0),
         ("config.out_of_range", COMMAND_LINE, None, "train.global_batch", -2),
         ("config.out_of_range", f"{tmp_path}/run.yaml:4", 4, "train.micro_batch", -1),
@@ -159,18 +163,18 @@ def test_a_problem_names_the_file_that_contains_the_key(tmp_path: Path) -> None:
 def test_a_problem_of_an_extended_file_names_both_files(
     tmp_path: Path, section: str, code: str, facts: list[str]
 ) -> None:
-    write(tmp_path, "extends: a.yaml\n", "b.yaml")
-    write(tmp_path, "\nextends: sub/../b.yaml\n", "a.yaml")
-    write(tmp_path, "", "sub/empty.yaml")
-    write(tmp_path, "a: [\n", "sub/torn.yaml")
+    write_config(tmp_path, "extends: a.yaml\n", "b.yaml")
+    write_config(tmp_path, "\nextends: sub/../b.yaml\n", "a.yaml")
+    write_config(tmp_path, "", "sub/empty.yaml")
+    write_config(tmp_path, "a: [\n", "sub/torn.yaml")
     problem = find_problem(tmp_path, SMALL + section)
     assert (problem.code, problem.key, problem.line) == (code, "extends", 3)
     assert all(f"{tmp_path}/{fact}" in problem.message or fact in problem.message for fact in facts)
 
 
-def test_an_endless_chain_of_extended_files_is_an_error(tmp_path: Path) -> None:
+def test_a_very_long_chain_of_extended_files_is_an_error(tmp_path: Path) -> None:
     for number in range(100):
-        write(tmp_path, f"extends: {number + 1}.yaml\n", f"{number}.yaml")
+        write_config(tmp_path, f"extends: {number + 1}.yaml\n", f"{number}.yaml")
     with pytest.raises(ConfigError) as raised:
         load_config(tmp_path / "0.yaml")
     assert raised.value.code == "config.circular_extends"
@@ -178,7 +182,7 @@ def test_an_endless_chain_of_extended_files_is_an_error(tmp_path: Path) -> None:
 
 
 def test_overrides_replace_values_of_the_file(tmp_path: Path) -> None:
-    config = load(
+    config = load_text(
         tmp_path,
         SMALL + "site: {account: a}\n",
         "train.steps=400",
@@ -191,13 +195,14 @@ def test_overrides_replace_values_of_the_file(tmp_path: Path) -> None:
     assert parse_overrides(["a=1", "a.b=2"]) == {"a": {"b": 2}}
     # `data: auto` may become a mapping
     assert (
-        load(tmp_path, SMALL + "parallel: {data: auto}\n", "parallel.data.replicate=1").parallel.data == DataParallel()
+        load_text(tmp_path, SMALL + "parallel: {data: auto}\n", "parallel.data.replicate=1").parallel.data
+        == DataParallel()
     )
 
 
-def test_a_swept_path_is_relative_to_its_file_too(tmp_path: Path) -> None:
-    write(tmp_path, "grid: {evaluate.tasks: [a.jsonl, [b.jsonl, /c.jsonl]]}\n", "sweeps/tasks.yaml")
-    config = load(tmp_path, SMALL + "sweep: {extends: sweeps/tasks.yaml}\n")
+def test_a_swept_path_is_relative_to_the_file_that_contains_it(tmp_path: Path) -> None:
+    write_config(tmp_path, "grid: {evaluate.tasks: [a.jsonl, [b.jsonl, /c.jsonl]]}\n", "sweeps/tasks.yaml")
+    config = load_text(tmp_path, SMALL + "sweep: {extends: sweeps/tasks.yaml}\n")
     assert config.sweep is not None
     assert config.sweep.grid["evaluate.tasks"] == [
         f"{tmp_path}/sweeps/a.jsonl", [f"{tmp_path}/sweeps/b.jsonl", "/c.jsonl"],
@@ -205,27 +210,27 @@ def test_a_swept_path_is_relative_to_its_file_too(tmp_path: Path) -> None:
 
 
 def test_a_path_is_relative_to_the_file_that_contains_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if another file extends it. On the command line, and by default, it is relative to the working directory."""
+    """This includes extended files. Paths on the command line and defaults are relative to the working directory."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("HOME", "/home/me")
-    write(
+    write_config(
         tmp_path,
         "source: [a/*.txt, python-stdlib, /abs.txt, ~/own.txt]\ntokenizer: {extends: t/t.yaml}\n",
         "b/data.yaml",
     )
-    write(tmp_path, "kind: file\npath: t.json\n", "b/t/t.yaml")
+    write_config(tmp_path, "kind: file\npath: t.json\n", "b/t/t.yaml")
     text = "run: {name: x, root: runs}\ndata: {extends: ../b/data.yaml}\ntrain: {steps: 1}\n"
-    write(tmp_path, text, "conf/x.yaml")
-    found = load_config(Path("../conf/x.yaml"))
-    assert found.data.source == [f"{tmp_path}/b/a/*.txt", "python-stdlib", "/abs.txt", "/home/me/own.txt"]
-    assert found.data.tokenizer.path == tmp_path / "b/t/t.json" and found.run.root == tmp_path / "conf/runs"
+    write_config(tmp_path, text, "conf/x.yaml")
+    config = load_config(Path("../conf/x.yaml"))
+    assert config.data.source == [f"{tmp_path}/b/a/*.txt", "python-stdlib", "/abs.txt", "/home/me/own.txt"]
+    assert config.data.tokenizer.path == tmp_path / "b/t/t.json" and config.run.root == tmp_path / "conf/runs"
     overridden = load_config(
         Path("../conf/x.yaml"), ["data.source=b.txt", "run.root=r", "data.tokenizer.path=../t.json"]
     )
     assert overridden.data.source == f"{tmp_path}/here/b.txt" and overridden.run.root == tmp_path / "here/r"
     assert overridden.data.tokenizer.path == tmp_path / "t.json"
-    assert load_config(write(tmp_path, SMALL, "conf/y.yaml")).run.root == tmp_path / "here/runs"
+    assert load_config(write_config(tmp_path, SMALL, "conf/y.yaml")).run.root == tmp_path / "here/runs"
     assert load_config(CONFIGS / "quickstart.yaml").run.root == tmp_path / "here/runs"
     assert load_config(CONFIGS / "lm-1b.yaml").data.source == str(ROOT / "text/*.jsonl.zst")
 
@@ -259,26 +264,26 @@ def forget_reported_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("forget_reported_keys")
-def test_a_former_key_still_reads_and_its_new_name_is_printed_once(
+def test_a_former_key_is_accepted_and_its_new_name_is_printed_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = SMALL + "recovery: {crash: 7, fruitless: 9, hang_s: 60}\n"
     for _ in range(2):
-        recovery = load(tmp_path, text).recovery
+        recovery = load_text(tmp_path, text).recovery
         assert (recovery.budgets.crash, recovery.max_restarts_without_progress, recovery.hang_s) == (7, 9, 60)
     (line,) = capsys.readouterr().err.splitlines()
     assert str(tmp_path / "run.yaml") in line
     assert "recovery.budgets.crash" in line and "recovery.max_restarts_without_progress" in line
 
 
-def test_the_name_of_a_key_does_not_change_which_value_wins(tmp_path: Path) -> None:
-    write(tmp_path, "crash: 5\nhang: 5\nbudgets: {non_finite: 5}\n", "recovery.yaml")
+def test_former_and_new_names_have_the_same_precedence(tmp_path: Path) -> None:
+    write_config(tmp_path, "crash: 5\nhang: 5\nbudgets: {non_finite: 5}\n", "recovery.yaml")
     text = SMALL + "recovery: {extends: recovery.yaml, budgets: {crash: 6}, non_finite: 6}\n"
-    budgets = load(tmp_path, text).recovery.budgets
+    budgets = load_text(tmp_path, text).recovery.budgets
     assert (budgets.crash, budgets.hang, budgets.non_finite) == (6, 5, 6)
-    budgets = load(tmp_path, text, "recovery.crash=8", "recovery.budgets.hang=9").recovery.budgets
+    budgets = load_text(tmp_path, text, "recovery.crash=8", "recovery.budgets.hang=9").recovery.budgets
     assert (budgets.crash, budgets.hang) == (8, 9)
-    assert load(tmp_path, text, "recovery.crash=8", "recovery.budgets.crash=9").recovery.budgets.crash == 9
+    assert load_text(tmp_path, text, "recovery.crash=8", "recovery.budgets.crash=9").recovery.budgets.crash == 9
 
 
 def test_a_wrong_value_of_a_former_key_is_reported_by_the_new_name(tmp_path: Path) -> None:
@@ -317,10 +322,11 @@ def test_merging_is_idempotent_and_prefers_the_second_mapping(
         else:
             assert merged[key] == value
 
-    def shape(x: Any) -> Any:
-        return {k: shape(v) for k, v in x.items()} if isinstance(x, dict) else None
+    def remove_leaves(value: Any) -> Any:
+        """Return nested mappings with None instead of other values."""
+        return {key: remove_leaves(inner) for key, inner in value.items()} if isinstance(value, dict) else None
 
-    if shape(a) == shape(b) == shape(c):
+    if remove_leaves(a) == remove_leaves(b) == remove_leaves(c):
         assert merge_values(merge_values(a, b), c) == merge_values(a, merge_values(b, c)) == c
 
 
@@ -344,9 +350,9 @@ parallel: {data: {replicat: 2}}
 modle: {}
 """
     with pytest.raises(ConfigError) as caught:
-        load(tmp_path, text)
+        load_text(tmp_path, text)
     problems = caught.value.problems
-    assert {(one.line, one.code, one.key, repr(one.value)) for one in problems} == {
+    assert {(problem.line, problem.code, problem.key, repr(problem.value)) for problem in problems} == {
         (1, "config.invalid_value", "run.name", "'a b'"),
         (1, "config.out_of_range", "run.seed", "-1"),
         (2, "config.wrong_type", "data.source", "5"),
@@ -365,13 +371,13 @@ modle: {}
         (12, "config.unknown_key", "parallel.data.replicat", "2"),
         (13, "config.unknown_key", "modle", "{}"),
     }
-    assert str(caught.value).split("\n") == [one.message for one in problems]
-    for one in problems:
-        assert one.where == f"{tmp_path}/run.yaml:{one.line}"
-        assert one.message.startswith(f"{one.where}: {one.key}")
+    assert str(caught.value).split("\n") == [problem.message for problem in problems]
+    for problem in problems:
+        assert problem.where == f"{tmp_path}/run.yaml:{problem.line}"
+        assert problem.message.startswith(f"{problem.where}: {problem.key}")
 
 
-def test_a_message_has_what_the_user_may_write(tmp_path: Path) -> None:
+def test_a_message_names_the_allowed_values(tmp_path: Path) -> None:
     site_keys = ", ".join(field.alias or key for key, field in SiteConfig.model_fields.items())
     for text, facts in {
         "data: {source: 5}": ["text", "list", "quotes"],
@@ -386,7 +392,7 @@ def test_a_message_has_what_the_user_may_write(tmp_path: Path) -> None:
         "site:": [site_keys],
     }.items():
         start = "run: {name: small}\n" if text.startswith("train") else SMALL
-        message = "\n".join(one.message for one in find_problems(tmp_path, start + text))
+        message = "\n".join(problem.message for problem in find_problems(tmp_path, start + text))
         assert all(fact in message for fact in facts), message
 
 
@@ -413,7 +419,7 @@ def test_a_message_has_what_the_user_may_write(tmp_path: Path) -> None:
         ("# nothing\n", "config.wrong_type", "", "run.yaml"),
     ],
 )
-def test_a_problem_has_a_code_a_key_and_a_place(tmp_path: Path, text: str, code: str, key: str, where: str) -> None:
+def test_a_problem_has_a_code_a_key_and_a_location(tmp_path: Path, text: str, code: str, key: str, where: str) -> None:
     problem = find_problem(tmp_path, text)
     assert (problem.code, problem.key) == (code, key)
     assert problem.message.startswith(f"{tmp_path}/{where}: ")
@@ -436,7 +442,7 @@ def test_a_value_out_of_bounds_is_an_error(tmp_path: Path, override: str, code: 
 
 def test_a_pipeline_accepts_a_bounded_number_of_micro_batches(tmp_path: Path) -> None:
     deep = ("parallel.pipeline=2", "stages.train.tasks_per_node=2", "train.micro_batch=1")
-    load(tmp_path, SMALL, *deep, "train.global_batch=10000")
+    load_text(tmp_path, SMALL, *deep, "train.global_batch=10000")
     problem = find_problem(tmp_path, SMALL, *deep, "train.global_batch=10001")
     assert "10,000" in problem.message and "10001" in problem.message
 
@@ -463,13 +469,13 @@ def test_a_pipeline_accepts_a_bounded_number_of_micro_batches(tmp_path: Path) ->
         (["optimizer.state.master=none"], ["optimizer.state.master none", "fp32"]),
     ],
 )  # fmt: skip
-def test_a_rule_between_keys_names_them(tmp_path: Path, overrides: list[str], facts: list[str]) -> None:
+def test_keys_that_contradict_each_other_are_named(tmp_path: Path, overrides: list[str], facts: list[str]) -> None:
     problem = find_problem(tmp_path, SMALL, *overrides)
     assert problem.code == "config.conflict"
     assert all(fact in problem.message for fact in facts), problem.message
 
 
-def test_a_batch_that_does_not_fit_the_ranks_names_those_that_do(tmp_path: Path) -> None:
+def test_a_batch_that_does_not_fit_the_ranks_names_numbers_of_ranks_that_fit(tmp_path: Path) -> None:
     batch = ("train.global_batch=10", "train.micro_batch=5", "stages.train.nodes=4")
     problem = find_problem(tmp_path, SMALL, *batch)
     assert problem.code == "parallel.indivisible_batch"
@@ -502,22 +508,22 @@ def test_the_problem_suggests_the_key_that_the_user_meant(tmp_path: Path, key: s
 
 
 @pytest.mark.parametrize("name", OTHER_NAMES)
-def test_the_problem_names_our_key_for_one_of_another_framework(tmp_path: Path, name: str) -> None:
-    """At the top, and in a section of ours or of theirs."""
+def test_a_key_of_another_framework_names_our_key(tmp_path: Path, name: str) -> None:
+    """The key may be at the top level, in a section of Sluice or in a section of the other framework."""
     counterpart = OTHER_NAMES[name]
-    ours = set(list_keys(()))
-    assert set(counterpart.keys) <= ours and (counterpart.keys or counterpart.note)
+    our_keys = set(list_keys(()))
+    assert set(counterpart.keys) <= our_keys and (counterpart.keys or counterpart.note)
     for key in (f"train.{name}", name, f"trainer.args.{name}"):
-        if key in ours:
+        if key in our_keys:
             continue
         problem = find_problem(tmp_path, SMALL, f"{key}=1")
         assert problem.code == "config.unknown_key"
         assert all(fact in problem.message for fact in (*counterpart.keys, counterpart.note)), problem.message
 
 
-def test_the_usual_keys_of_other_frameworks_are_known() -> None:
-    """Of Trainer, Lightning, torchtitan, Megatron-LM, DeepSpeed, nanoGPT."""
-    usual = """gradient_accumulation_steps per_device_train_batch_size max_steps num_train_epochs learning_rate
+def test_common_keys_of_other_frameworks_are_known() -> None:
+    """The keys are from Trainer, Lightning, torchtitan, Megatron-LM, DeepSpeed and nanoGPT."""
+    common_keys = """gradient_accumulation_steps per_device_train_batch_size max_steps num_train_epochs learning_rate
         warmup_ratio max_grad_norm lr_scheduler_type bf16 fp16 logging_steps save_steps save_total_limit eval_steps
         output_dir gradient_checkpointing report_to dataloader_num_workers deepspeed fsdp resume_from_checkpoint
         accumulate_grad_batches devices num_nodes strategy accelerator max_epochs gradient_clip_val val_check_interval
@@ -525,7 +531,7 @@ def test_the_usual_keys_of_other_frameworks_are_known() -> None:
         seq_len tensor_model_parallel_size micro_batch_size train_iters lr_warmup_iters clip_grad sequence_parallel
         train_micro_batch_size_per_gpu train_batch_size zero_stage n_layer n_head n_embd block_size max_iters
         out_dir"""
-    assert not set(re.findall(r"\w+", usual)) - OTHER_NAMES.keys()
+    assert not set(re.findall(r"\w+", common_keys)) - OTHER_NAMES.keys()
 
 
 def test_a_message_lists_twenty_problems_and_counts_the_others(tmp_path: Path) -> None:
@@ -545,12 +551,12 @@ def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     for path, fact in (
         (tmp_path / "none.yaml", "none.yaml"),
         (tmp_path, "YAML file"),
-        (write(tmp_path, "", "file") / "x.yaml", "x.yaml"),
+        (write_config(tmp_path, "", "file") / "x.yaml", "x.yaml"),
         (tmp_path / "\0.yaml", ""),
         (Path("/dev/zero"), "/dev/zero"),
         (pipe, "pipe"),
-        (write(tmp_path, "#" * 5_000_000, "long.yaml"), "4,194,304"),
-        (write(tmp_path, "extends: /dev/zero", "zero.yaml"), "zero.yaml:1: extends: /dev/zero"),
+        (write_config(tmp_path, "#" * 5_000_000, "long.yaml"), "4,194,304"),
+        (write_config(tmp_path, "extends: /dev/zero", "zero.yaml"), "zero.yaml:1: extends: /dev/zero"),
         (latin, "position 15"),
     ):
         with pytest.raises(ConfigError) as raised:
@@ -559,7 +565,7 @@ def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
         assert fact in str(raised.value)
 
 
-def test_a_mapping_is_parsed_like_a_file() -> None:
+def test_parse_config_returns_the_same_config_as_a_file() -> None:
     config = parse_config({"run": {"name": "x"}, "train": {"steps": 3}}, "config.yaml")
     assert config.train.steps == 3
     assert parse_config(config.model_dump(mode="json"), "config.yaml") == config
@@ -576,50 +582,53 @@ def test_an_error_survives_pickling() -> None:
     assert (copy.code, copy.problems, str(copy)) == (raised.value.code, raised.value.problems, str(raised.value))
 
 
-KEYS = [(model, field.alias or key) for model in models() for key, field in model.model_fields.items()]
+KEYS = [(model, field.alias or key) for model in list_models() for key, field in model.model_fields.items()]
 
 
 @settings(deadline=None, max_examples=300)
 @given(st.sampled_from(KEYS), st.sampled_from(["drop", "swap", "replace", "insert"]), st.data())
-def test_a_misspelt_key_is_suggested(field: tuple[type[BaseModel], str], how: str, data: st.DataObject) -> None:
+def test_the_right_key_is_suggested_for_a_typo(
+    field: tuple[type[BaseModel], str], edit: str, data: st.DataObject
+) -> None:
     model, key = field
-    at = data.draw(st.integers(0, len(key) - 1))
+    position = data.draw(st.integers(0, len(key) - 1))
     letter = data.draw(st.sampled_from(string.ascii_lowercase + "_"))
     typo = {
-        "drop": key[:at] + key[at + 1 :],
-        "swap": key[:at] + key[at : at + 2][::-1] + key[at + 2 :],
-        "replace": key[:at] + letter + key[at + 1 :],
-        "insert": key[:at] + letter + key[at:],
-    }[how]
+        "drop": key[:position] + key[position + 1 :],
+        "swap": key[:position] + key[position : position + 2][::-1] + key[position + 2 :],
+        "replace": key[:position] + letter + key[position + 1 :],
+        "insert": key[:position] + letter + key[position:],
+    }[edit]
     if any(typo == other for _, other in KEYS):
-        return  # the right key of another section, or of this one
+        return  # the changed key is a key of this or another section
     values: dict[str, Any] = {typo: 1}
     for part in reversed(PATHS[model]):
         values = {part: values} if isinstance(part, str) else [values]  # type: ignore[assignment]
     with pytest.raises(ConfigError) as caught:
         parse_config(values, "x")
     name = ".".join(map(str, (*PATHS[model], typo)))
-    problem = next(one for one in caught.value.problems if one.key == name)
+    problem = next(problem for problem in caught.value.problems if problem.key == name)
     suggested = re.search(r"did you mean (.*)\?", problem.message)
     assert problem.code == "config.unknown_key"
     assert suggested and key in suggested[1].split(" or ")
 
 
-def paths(
-    model: type[BaseModel] = Config, at: tuple[str | int, ...] = ()
+def list_model_paths(
+    model: type[BaseModel] = Config, path: tuple[str | int, ...] = ()
 ) -> Iterator[tuple[type[BaseModel], tuple[str | int, ...]]]:
-    yield model, at
+    """Yield each model below `model`, and the key path of its section."""
+    yield model, path
     for key, field in model.model_fields.items():
         for kind in (field.annotation, *get_args(field.annotation)):
             if isinstance(kind, type) and issubclass(kind, BaseModel):
                 inside: dict[Any, tuple[str | int, ...]] = {dict: ("one",), list: (0,)}
-                yield from paths(kind, (*at, key, *inside.get(get_origin(field.annotation), ())))
+                yield from list_model_paths(kind, (*path, key, *inside.get(get_origin(field.annotation), ())))
 
 
-PATHS = dict(paths())
+PATHS = dict(list_model_paths())
 
 
-# -- anything at all -----------------------------------------------------------------------------------------
+# -- random input -------------------------------------------------------------------------------------------
 
 WORDS = st.sampled_from(
     [key for _, key in KEYS]
@@ -674,26 +683,26 @@ ANY_VALUE = st.recursive(
 
 @FUZZ
 @given(text=YAML | st.binary())
-def test_any_file_is_a_config_or_an_error(tmp_path: Path, text: str | bytes) -> None:
+def test_a_random_file_is_rejected_with_a_message(tmp_path: Path, text: str | bytes) -> None:
     path = tmp_path / "run.yaml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode(errors="surrogatepass"))
-    with pytest.raises(ConfigError) as caught:  # none of these can have both run.name and train.steps by chance
+    with pytest.raises(ConfigError) as caught:  # a random file never has both run.name and train.steps
         load_config(path)
     assert str(caught.value)
 
 
 @FUZZ
 @given(overrides=st.lists(YAML | st.tuples(WORDS, WORDS, YAML).map(lambda t: f"{t[0]}.{t[1]}={t[2]}"), max_size=4))
-def test_any_overrides_are_a_config_or_an_error(tmp_path: Path, overrides: list[str]) -> None:
+def test_random_overrides_are_accepted_or_rejected_with_a_message(tmp_path: Path, overrides: list[str]) -> None:
     try:
-        load(tmp_path, SMALL, *overrides)
+        load_text(tmp_path, SMALL, *overrides)
     except ConfigError as error:
         assert all(line.startswith(("command line: ", str(tmp_path))) for line in str(error).split("\n"))
 
 
 @FUZZ
 @given(st.dictionaries(st.sampled_from(list(Config.model_fields)), ANY_VALUE))
-def test_any_mapping_is_a_config_or_an_error(values: dict[str, Any]) -> None:
+def test_a_random_mapping_is_a_config_or_rejected_with_a_message(values: dict[str, Any]) -> None:
     try:
         config = parse_config(values, "x")
     except ConfigError as error:
@@ -705,15 +714,15 @@ def test_any_mapping_is_a_config_or_an_error(values: dict[str, Any]) -> None:
 def test_deep_nesting_and_exploding_aliases_are_errors(tmp_path: Path) -> None:
     for depth in (90, 250, 5000):
         with pytest.raises(ConfigError):
-            load(tmp_path, SMALL + "data: " + "[" * depth + "]" * depth)
+            load_text(tmp_path, SMALL + "data: " + "[" * depth + "]" * depth)
         with pytest.raises(ConfigError):
-            load(tmp_path, SMALL, "a." * depth + "b=1")
+            load_text(tmp_path, SMALL, "a." * depth + "b=1")
     bomb = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12))
     assert find_problem(tmp_path, SMALL + bomb).code == "config.invalid_yaml"
-    for depth in (20, 100, 150):  # each is nested less deeply than Python can go, all together are not
+    for depth in (20, 100, 150):  # each file is below the recursion limit of Python, but together they exceed it
         for number in range(20):
-            write(tmp_path, "a: {" * depth + f"extends: {number + 1}.yaml" + "}" * depth, f"{number}.yaml")
-        write(tmp_path, SMALL, "20.yaml")
+            write_config(tmp_path, "a: {" * depth + f"extends: {number + 1}.yaml" + "}" * depth, f"{number}.yaml")
+        write_config(tmp_path, SMALL, "20.yaml")
         with pytest.raises(ConfigError):
             load_config(tmp_path / "0.yaml")
     many = "".join(f"key{n}: 1\n" for n in range(3000))
@@ -749,25 +758,29 @@ BELOW_ONE = st.floats(0, 1, exclude_max=True)
 TIME = st.sampled_from(["5", "5:30", "00:20:00", "1-0", "1-12:00:00"])
 
 
-def some(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+def optional_fields(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """Return a strategy for mappings with any of the fields."""
     return st.fixed_dictionaries({}, optional=fields)
 
 
 @st.composite
-def configs(draw: st.DrawFn) -> Config:
+def valid_configs(draw: st.DrawFn) -> Config:
+    """Draw a valid config with random values."""
     nodes, tasks, micro, accumulate = (draw(st.integers(1, 4)) for _ in range(4))
     stage = st.fixed_dictionaries({"nodes": st.just(nodes), "tasks_per_node": st.just(tasks)}, optional={"time": TIME})
-    train = some(
+    train = optional_fields(
         precision=st.sampled_from(["fp32", "bf16", "fp16", "fp8"]), threads=POSITIVE, deterministic=st.booleans()
     )
     return Config.model_validate(
         {
             "run": {"name": draw(st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True))}
             | draw(
-                some(root=PATH, seed=st.integers(0, 2**64 - 1), sharing=st.sampled_from(["private", "group", "all"]))
+                optional_fields(
+                    root=PATH, seed=st.integers(0, 2**64 - 1), sharing=st.sampled_from(["private", "group", "all"])
+                )
             ),
             "data": draw(
-                some(
+                optional_fields(
                     source=TEXT | st.lists(TEXT, min_size=1),
                     text_field=TEXT,
                     held_out=BELOW_ONE,
@@ -779,37 +792,41 @@ def configs(draw: st.DrawFn) -> Config:
                     st.fixed_dictionaries({"kind": st.just("file"), "path": PATH}, optional={"eos_token": TEXT})
                 )
             },
-            "model": draw(some(layers=POSITIVE, rope_theta=FLOAT, rms_norm_eps=FLOAT, dropout=BELOW_ONE)),
-            "parallel": draw(some(data=st.sampled_from(["auto", {"replicate": nodes * tasks}]), bucket_mb=POSITIVE)),
+            "model": draw(optional_fields(layers=POSITIVE, rope_theta=FLOAT, rms_norm_eps=FLOAT, dropout=BELOW_ONE)),
+            "parallel": draw(
+                optional_fields(data=st.sampled_from(["auto", {"replicate": nodes * tasks}]), bucket_mb=POSITIVE)
+            ),
             "train": draw(train)
             | {"steps": 50, "micro_batch": micro, "global_batch": nodes * tasks * micro * accumulate},
-            "optimizer": draw(some(lr=FLOAT, betas=st.tuples(BELOW_ONE, BELOW_ONE), clip_norm=st.none() | FLOAT)),
-            "site": draw(some(partition=st.none() | TEXT, account=st.none() | TEXT, setup=st.lists(TEXT))),
-            "stages": {"train": draw(stage), "shard": draw(some(tasks=POSITIVE, time=TIME))},
+            "optimizer": draw(
+                optional_fields(lr=FLOAT, betas=st.tuples(BELOW_ONE, BELOW_ONE), clip_norm=st.none() | FLOAT)
+            ),
+            "site": draw(optional_fields(partition=st.none() | TEXT, account=st.none() | TEXT, setup=st.lists(TEXT))),
+            "stages": {"train": draw(stage), "shard": draw(optional_fields(tasks=POSITIVE, time=TIME))},
         }
     )
 
 
 def test_dumped_config_keeps_strings_that_look_like_other_types(tmp_path: Path) -> None:
     config = parse_config({"run": {"name": "x"}, "train": {"steps": 1}, "site": {"setup": AWKWARD}}, "x")
-    assert load(tmp_path, dump_config(config)).site.setup == AWKWARD
+    assert load_text(tmp_path, dump_config(config)).site.setup == AWKWARD
     assert yaml.safe_load(dump_config(config))["site"]["setup"] == AWKWARD
 
 
 @settings(FUZZ, max_examples=60)
-@given(config=configs())
+@given(config=valid_configs())
 def test_dumped_config_loads_as_the_same_config(tmp_path: Path, config: Config) -> None:
-    config = load(tmp_path, dump_config(config))  # its paths are absolute now
+    config = load_text(tmp_path, dump_config(config))  # loading makes the paths absolute
     text = dump_config(config)
-    assert load(tmp_path / "elsewhere", text) == config
-    assert dump_config(load(tmp_path, text)) == text
-    assert yaml.safe_load(text) == config.model_dump(mode="json"), "readers of YAML 1.1 see the same values"
+    assert load_text(tmp_path / "elsewhere", text) == config
+    assert dump_config(load_text(tmp_path, text)) == text
+    assert yaml.safe_load(text) == config.model_dump(mode="json"), "a YAML 1.1 parser must read the same values"
 
 
 # -- schema and examples -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", list(dict.fromkeys(models())))
+@pytest.mark.parametrize("model", list(dict.fromkeys(list_models())))
 def test_every_field_is_described(model: type[BaseModel]) -> None:
     assert model.__doc__
     described = SCHEMA if model is Config else SCHEMA["$defs"][model.__name__]
@@ -854,21 +871,21 @@ def test_the_page_of_config_keys_is_up_to_date() -> None:
 def test_example_config_loads(path: Path, tmp_path: Path) -> None:
     """Each example is a whole config or the content of a section, and its first line names the schema for editors."""
     match = re.match(r"# yaml-language-server: \$schema=([^#\s]+)(?:#/\$defs/(\w+))?\n", path.read_text())
-    assert match, f"{path} lacks the line for editors"
+    assert match, f"{path}: the first line must name the schema"
     assert (path.parent / match[1]).resolve() == CONFIGS / "schema.json"
     if match[2] is None:
         load_config(path)
     else:
-        section = next(at for model, at in PATHS.items() if model.__name__ == match[2])
-        load(tmp_path, SMALL + f"{section[0]}: {{extends: {path}}}\n")
+        section = next(key_path for model, key_path in PATHS.items() if model.__name__ == match[2])
+        load_text(tmp_path, SMALL + f"{section[0]}: {{extends: {path}}}\n")
 
 
-def test_site_template_has_every_key_with_its_default(tmp_path: Path) -> None:
+def test_the_site_template_has_every_key_with_its_default(tmp_path: Path) -> None:
     template = CONFIGS / "sites" / "template.yaml"
     assert set(yaml.safe_load(template.read_text())) == {
         field.alias or key for key, field in SiteConfig.model_fields.items()
     }
-    assert load(tmp_path, SMALL + f"site: {{extends: {template}}}\n").site == SiteConfig()
+    assert load_text(tmp_path, SMALL + f"site: {{extends: {template}}}\n").site == SiteConfig()
 
 
 def test_importing_the_config_does_not_import_torch_numpy_or_h5py() -> None:
@@ -924,11 +941,11 @@ def test_keys_keep_their_policies(policy: Policy, expected: str) -> None:
     assert list(list_keys_with(policy)) == expected.split()
 
 
-def test_every_mapping_of_slurm_options_may_contain_secrets() -> None:
+def test_every_mapping_of_slurm_options_has_the_policy_options() -> None:
     options = {key for key in list_keys(()) if key.endswith((".sbatch", ".srun"))}
     assert {*list_keys_with(Policy.OPTIONS)} == options
 
 
-def test_a_policy_of_a_section_holds_for_its_keys() -> None:
+def test_a_policy_of_a_section_applies_to_its_keys() -> None:
     assert has_policy("site.partition", Policy.CHANGEABLE) and has_policy("publish", Policy.CHANGEABLE)
     assert not has_policy("sites", Policy.CHANGEABLE) and not has_policy("run", Policy.CHANGEABLE)

@@ -1,4 +1,4 @@
-"""config.json of open models, as published and as transformers writes them, to the section `model` and back."""
+"""Test converting config.json of open models to the section `model` and back, and checking folders of models."""
 
 from __future__ import annotations
 
@@ -97,33 +97,37 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"qk_norm": True, "attention_bias": "none", "head_dim": 128},
     ),
 }  # fmt: skip
-"""config.json of models as they were published, by transformers 4, and some of what they mean."""
+"""The published config.json of each model (transformers 4), and some of the expected values of the section `model`."""
 
 
 def split_section(section: dict[str, Any]) -> tuple[ModelConfig, ModelMetadata]:
-    """Return the config and the metadata in what `parse_model_config` returns."""
+    """Return the config and the metadata of a section that `parse_model_config` returned."""
     metadata = {key: value for key, value in section.items() if key in ModelMetadata.model_fields}
     return make_model_config(section), ModelMetadata(**metadata)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_models_are_read_and_written_back(name: str) -> None:
-    theirs, means = PUBLISHED[name]
-    section = parse_model_config(theirs)
-    assert section | means == section
-    written = build_config_json(*split_section(section), theirs["vocab_size"], 64, theirs["eos_token_id"], "bfloat16")
-    said = {key: value for key, value in section.items() if value is not None}
-    assert parse_model_config(written) | said == parse_model_config(written)  # the width of a head may be new in words
-    # transformers 5 takes both spellings to mean the same
-    before, after = (transformers.AutoConfig.for_model(**config).to_dict() for config in (theirs, written))
-    told = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
-    assert told <= {"bos_token_id", "head_dim", "transformers_version", "max_window_layers", "sliding_window"} | (
-        {"is_llama_config", "rope_interleaved", "_name_or_path", "use_mrope"}
-    ), {key: (before.get(key), after.get(key)) for key in told}
+    published, expected_values = PUBLISHED[name]
+    section = parse_model_config(published)
+    assert section | expected_values == section
+    written = build_config_json(
+        *split_section(section), published["vocab_size"], 64, published["eos_token_id"], "bfloat16"
+    )
+    # The export may set keys that the published file leaves to their defaults, such as head_dim.
+    set_values = {key: value for key, value in section.items() if value is not None}
+    assert parse_model_config(written) | set_values == parse_model_config(written)
+    # transformers 5 must read the same values from both files, except for keys that do not change the model.
+    before, after = (transformers.AutoConfig.for_model(**config).to_dict() for config in (published, written))
+    different_keys = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
+    assert different_keys <= {
+        "bos_token_id", "head_dim", "transformers_version", "max_window_layers", "sliding_window", "is_llama_config",
+        "rope_interleaved", "_name_or_path", "use_mrope",
+    }, {key: (before.get(key), after.get(key)) for key in different_keys}  # fmt: skip
 
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
-def test_what_transformers_5_saves_is_read(tmp_path: Path, family: str) -> None:
+def test_a_config_saved_by_transformers_5_is_read(tmp_path: Path, family: str) -> None:
     rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 77.0}
     sizes = {**SIZES, "num_key_value_heads": 2, "vocab_size": 300}
     getattr(transformers, f"{family}Config")(**sizes, rope_parameters=rope).save_pretrained(tmp_path)
@@ -132,15 +136,15 @@ def test_what_transformers_5_saves_is_read(tmp_path: Path, family: str) -> None:
     assert (section["rope_theta"], section["dim"], section["vocab_size"]) == (77.0, 32, 300)
 
 
-def test_keys_that_are_left_out_have_their_familys_defaults() -> None:
+def test_missing_keys_have_the_defaults_of_their_family() -> None:
     bare = {**SIZES, "vocab_size": 300}
-    assert parse_model_config({**bare, "model_type": "llama"})["kv_heads"] is None  # as many as heads
+    assert parse_model_config({**bare, "model_type": "llama"})["kv_heads"] is None  # the number of heads
     assert parse_model_config({**bare, "model_type": "llama"})["rms_norm_eps"] == 1e-6
-    eight = {**bare, "num_attention_heads": 8}
-    assert parse_model_config({**eight, "model_type": "mistral"})["kv_heads"] == 8
-    assert parse_model_config({**eight, "model_type": "mistral"})["sliding_window"] == 4096
-    wide = {**bare, "num_attention_heads": 32, "model_type": "qwen3"}
-    assert (parse_model_config(wide)["kv_heads"], parse_model_config(wide)["head_dim"]) == (32, 128)
+    with_8_heads = {**bare, "num_attention_heads": 8}
+    assert parse_model_config({**with_8_heads, "model_type": "mistral"})["kv_heads"] == 8
+    assert parse_model_config({**with_8_heads, "model_type": "mistral"})["sliding_window"] == 4096
+    with_32_heads = {**bare, "num_attention_heads": 32, "model_type": "qwen3"}
+    assert (parse_model_config(with_32_heads)["kv_heads"], parse_model_config(with_32_heads)["head_dim"]) == (32, 128)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +156,7 @@ def test_keys_that_are_left_out_have_their_familys_defaults() -> None:
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_parameters: dynamic"),
         (
             {"rope_parameters": {"rope_theta": 5.0}, "rope_scaling": {"rope_type": "longrope"}},
-            "rope_scaling: longrope",  # transformers takes it, whatever the newer key says
+            "rope_scaling: longrope",  # if both keys exist, transformers also uses this one
         ),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_parameters: yarn"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters"),
@@ -174,7 +178,7 @@ def test_keys_that_are_left_out_have_their_familys_defaults() -> None:
         ({"num_key_value_heads": 3}, "kv_heads (3)"),
     ],
 )
-def test_an_unsupported_key_is_named(change: dict[str, Any], fact: str) -> None:
+def test_an_unsupported_value_raises_an_error_that_names_the_key(change: dict[str, Any], fact: str) -> None:
     with pytest.raises(ValueError) as raised:
         parse_model_config({**SMALL, **change})
     assert fact in str(raised.value)
@@ -190,7 +194,7 @@ def test_malformed_values_raise_no_unexpected_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "window", "first"),
+    ("changes", "window", "full_layers"),
     [
         ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, 64, 1),
         ({"use_sliding_window": True, "sliding_window": 64}, 64, 28),
@@ -199,27 +203,33 @@ def test_malformed_values_raise_no_unexpected_error() -> None:
         ({"sliding_window": 64}, None, None),
         ({"model_type": "mistral", "sliding_window": 64}, 64, None),
         ({"model_type": "mistral", "sliding_window": None}, None, None),
-        ({"model_type": "llama", "sliding_window": 64}, None, None),  # means nothing to transformers
+        ({"model_type": "llama", "sliding_window": 64}, None, None),  # transformers also ignores the key in this family
     ],
 )
 def test_a_sliding_window_is_written_as_it_was_read(
-    more: dict[str, Any], window: int | None, first: int | None
+    changes: dict[str, Any], window: int | None, full_layers: int | None
 ) -> None:
-    theirs = {**SMALL, "model_type": "qwen2", **more}
-    section = parse_model_config(theirs)
-    assert (section["sliding_window"], section["max_window_layers"]) == (window, first)
-    if "layer_types" in more and first is None:
+    original = {**SMALL, "model_type": "qwen2", **changes}
+    section = parse_model_config(original)
+    assert (section["sliding_window"], section["max_window_layers"]) == (window, full_layers)
+    if "layer_types" in changes and full_layers is None:
         with pytest.raises(UserError) as raised:
             build_config_json(*split_section(section), 300, 64, 2, "float32")
         assert raised.value.code == "export.unsupported_model" and "model.max_window_layers" in str(raised.value)
         return
     written = build_config_json(*split_section(section), 300, 64, 2, "float32")
     assert parse_model_config(written) | {"head_dim": None, "max_position_embeddings": None} == section
-    before, after = (transformers.AutoConfig.for_model(**config) for config in (theirs, written))
+    before, after = (transformers.AutoConfig.for_model(**config) for config in (original, written))
     assert getattr(before, "layer_types", None) == getattr(after, "layer_types", None)
 
 
-def folder_with(path: Path, **config: Any) -> Path:
+def write_model_folder(path: Path, **config: Any) -> Path:
+    """Create a folder with config.json, an empty weight file and a tokenizer, and return its path.
+
+    Args:
+        path: the folder to create.
+        config: the keys of config.json to change.
+    """
     path.mkdir()
     write_json(path / "config.json", {**SMALL, **config})
     (path / "model.safetensors").touch()
@@ -228,8 +238,8 @@ def folder_with(path: Path, **config: Any) -> Path:
     return path
 
 
-def test_a_config_is_filled_once(tmp_path: Path) -> None:
-    folder = folder_with(tmp_path / "open", eos_token_id=[2, 3])
+def test_the_folder_is_read_only_when_the_config_is_first_loaded(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path / "open", eos_token_id=[2, 3])
     file = tmp_path / "run.yaml"
     file.write_text("run: {name: a}\ntrain: {steps: 1}\nmodel: {init_from: open, dropout: 0.1, layers: 2}\n")
     config = load_config(file)
@@ -269,7 +279,7 @@ def test_a_config_is_filled_once(tmp_path: Path) -> None:
 def test_a_config_that_contradicts_the_folder_is_rejected(
     tmp_path: Path, override: str, code: str, facts: list[str]
 ) -> None:
-    folder_with(tmp_path / "open", model_type="mistral", sliding_window=64)
+    write_model_folder(tmp_path / "open", model_type="mistral", sliding_window=64)
     file = tmp_path / "run.yaml"
     file.write_text("run: {name: a}\ntrain: {steps: 1}\nmodel: {init_from: open}\ndata: {sequence_length: 64}\n")
     load_config(file)
@@ -279,18 +289,21 @@ def test_a_config_that_contradicts_the_folder_is_rejected(
     assert all(fact in str(raised.value) for fact in facts)
 
 
-def test_a_sweep_over_folders_asks_each_of_them_once(tmp_path: Path) -> None:
+def test_a_sweep_over_folders_reads_each_folder_only_once(tmp_path: Path) -> None:
     rope = {"rope_type": "llama3", **LLAMA3}
-    first, second = folder_with(tmp_path / "first", rope_scaling=rope), folder_with(tmp_path / "second", hidden_size=64)
+    first = write_model_folder(tmp_path / "first", rope_scaling=rope)
+    second = write_model_folder(tmp_path / "second", hidden_size=64)
     file = tmp_path / "run.yaml"
     text = "run: {name: a}\ntrain: {steps: 1}\nmodel: {dropout: 0.1}\nsweep: {grid: {model.init_from: [%s]}}\n"
     file.write_text(text % "first, null, second")
     config = load_config(file)
-    found = [(p.model.init_from, p.model.dim, p.model.rope_scaling is None) for p in make_point_configs(config)]
-    assert found == [(first, 32, False), (None, 32, False), (second, 64, True)]
-    digests = [point.metadata.model.init_sha256 for point in make_point_configs(config)]
-    assert digests[1] is None and digests[0] != digests[2] and config.data.tokenizer.path == first / "tokenizer.json"
-    assert [point.model.dropout for point in make_point_configs(config)] == [0.1] * 3
+    points = make_point_configs(config)
+    models = [(point.model.init_from, point.model.dim, point.model.rope_scaling is None) for point in points]
+    assert models == [(first, 32, False), (None, 32, False), (second, 64, True)]
+    digests = [point.metadata.model.init_sha256 for point in points]
+    assert digests[1] is None and digests[0] != digests[2]
+    assert config.data.tokenizer.path == first / "tokenizer.json"
+    assert [point.model.dropout for point in points] == [0.1] * 3
     write_json(second / "tokenizer.json", {"model": {"vocab": {"b": 0}}})
     with pytest.raises(ConfigError) as raised:
         load_config(file)
@@ -300,8 +313,8 @@ def test_a_sweep_over_folders_asks_each_of_them_once(tmp_path: Path) -> None:
     write_json(tmp_path / "run.json", dump_metadata(config))
     for path in (*first.iterdir(), *second.iterdir()):
         path.unlink()
-    opened = load_run_config(frozen)
-    assert opened == config and make_point_configs(opened) == make_point_configs(config)
+    run_config = load_run_config(frozen)
+    assert run_config == config and make_point_configs(run_config) == points
     file.write_text(text % "first, 3")
     with pytest.raises(ConfigError) as raised:
         load_config(file)
@@ -309,16 +322,16 @@ def test_a_sweep_over_folders_asks_each_of_them_once(tmp_path: Path) -> None:
     assert "first/config.json" in str(raised.value)
 
 
-def test_a_link_out_of_the_folder_is_not_followed(tmp_path: Path) -> None:
+def test_a_link_out_of_the_folder_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text('{"eos_token": "<end>"}')
     cache = tmp_path / "models--a--b"
     (cache / "blobs").mkdir(parents=True)
     (cache / "snapshots").mkdir()
-    folder = folder_with(cache / "snapshots/0a1b")
+    folder = write_model_folder(cache / "snapshots/0a1b")
     file = tmp_path / "run.yaml"
     file.write_text(f"run: {{name: a}}\ntrain: {{steps: 1}}\nmodel: {{init_from: {folder}}}\n")
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"):
-        (folder / name).rename(cache / "blobs" / name)  # as the Hub's cache has it
+        (folder / name).rename(cache / "blobs" / name)  # the layout of the cache of the Hugging Face Hub
         (folder / name).symlink_to(f"../../blobs/{name}")
         load_config(file)
         (folder / name).unlink()
@@ -344,12 +357,13 @@ def test_a_link_out_of_the_folder_is_not_followed(tmp_path: Path) -> None:
         ("project/0a1b", "project/blobs/f00d", False),
     ],
 )
-def test_links_below_snapshots_lead_to_the_blobs_of_a_cache_of_the_hub_only(
+def test_links_may_only_lead_to_blobs_of_the_same_hub_cache(
     tmp_path: Path, place: str, target: str, is_allowed: bool
 ) -> None:
     for path in (tmp_path / place, (tmp_path / target).parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-    folder, file = folder_with(tmp_path / place), tmp_path / target
+    folder = write_model_folder(tmp_path / place)
+    file = tmp_path / target
     file.parent.mkdir(exist_ok=True)
     (folder / "config.json").rename(file)
     (folder / "config.json").symlink_to(file)
@@ -363,10 +377,10 @@ def test_links_below_snapshots_lead_to_the_blobs_of_a_cache_of_the_hub_only(
 
 
 @pytest.mark.parametrize("name", ["chat_template.jinja", "generation_config.json"])
-def test_what_belongs_to_a_tokenizer_is_no_link_out_of_the_folder(tmp_path: Path, name: str) -> None:
-    folder = folder_with(tmp_path / "open")
-    (folder / name).write_text("theirs")
-    assert read_tokenizer_files(folder)[name] == "theirs"
+def test_a_tokenizer_file_that_is_a_link_out_of_the_folder_or_a_pipe_is_rejected(tmp_path: Path, name: str) -> None:
+    folder = write_model_folder(tmp_path / "open")
+    (folder / name).write_text("original")
+    assert read_tokenizer_files(folder)[name] == "original"
     (folder / name).unlink()
     (tmp_path / "secret").write_text("mine")
     (folder / name).symlink_to(tmp_path / "secret")
@@ -382,16 +396,17 @@ def test_what_belongs_to_a_tokenizer_is_no_link_out_of_the_folder(tmp_path: Path
     assert str(folder / name) in str(raised.value)
 
 
-def test_what_was_checked_is_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that is replaced by a link behind the check: the file that was opened is read."""
+def test_a_file_that_is_replaced_after_the_check_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a link replaces the file after it was opened, the opened file is read."""
     (tmp_path / "secret").write_text('{"model_type": "mine"}')
-    folder, original = folder_with(tmp_path / "open"), os.path.realpath
+    folder = write_model_folder(tmp_path / "open")
+    real_realpath = os.path.realpath
     with open_inside(folder, "config.json") as file:
         (folder / "config.json").unlink()
         (folder / "config.json").symlink_to(tmp_path / "secret")
         assert json.loads(file.read_text())["model_type"] != "mine"
     monkeypatch.setattr(
-        os.path, "realpath", lambda path: str(folder) if str(path).startswith(str(folder)) else original(path)
+        os.path, "realpath", lambda path: str(folder) if str(path).startswith(str(folder)) else real_realpath(path)
     )
     with pytest.raises(ModelFolderError) as raised:
         read_model_section(folder)
@@ -430,8 +445,11 @@ def test_what_was_checked_is_what_is_read(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_damaged_or_hostile_folder_is_rejected(
     tmp_path: Path, index: Any, replaced: list[str], code: str, fact: str
 ) -> None:
-    """Each file of `replaced` is empty; one that begins with `|` is a pipe."""
-    folder = folder_with(tmp_path / "open", eos_token_id=7)
+    """Write `index` as model.safetensors.index.json, and replace the files `replaced` by empty files.
+
+    A name that begins with `|` is replaced by a pipe.
+    """
+    folder = write_model_folder(tmp_path / "open", eos_token_id=7)
     (folder / "model.safetensors").unlink()
     if index is not None:
         write_json(folder / "model.safetensors.index.json", index)
@@ -447,16 +465,16 @@ def test_a_damaged_or_hostile_folder_is_rejected(
 
 
 @pytest.mark.parametrize("added", ["all", [3], [{"id": 2}], [{"id": "2", "content": "</s>"}], {"2": "</s>"}, [[]]])
-def test_malformed_added_tokens_are_named(tmp_path: Path, added: Any) -> None:
-    folder = folder_with(tmp_path / "open", eos_token_id=7)
+def test_malformed_added_tokens_raise_an_error_that_names_the_file(tmp_path: Path, added: Any) -> None:
+    folder = write_model_folder(tmp_path / "open", eos_token_id=7)
     write_json(folder / "tokenizer.json", {"model": {"vocab": {"a": 0}}, "added_tokens": added})
     (folder / "tokenizer_config.json").unlink(missing_ok=True)
     file = tmp_path / "run.yaml"
     file.write_text("run: {name: a}\ntrain: {steps: 1}\nmodel: {init_from: open}\n")
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError) as caught:
         load_config(file)
-    assert f"{folder}/tokenizer.json" in str(error.value) and "added_tokens" in str(error.value)
+    assert f"{folder}/tokenizer.json" in str(caught.value) and "added_tokens" in str(caught.value)
     write_json(folder / "tokenizer_config.json", {"chat_template": "{{ messages }}"})
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError) as raised:
         build_chat_json(folder / "tokenizer.json", "</s>")
-    assert f"{folder}/tokenizer.json" in str(refused.value) and "added_tokens" in str(refused.value)
+    assert f"{folder}/tokenizer.json" in str(raised.value) and "added_tokens" in str(raised.value)

@@ -1,4 +1,4 @@
-"""Layouts: what is refused and what is offered instead; group arithmetic against torch's own mesh and schedules."""
+"""Test which layouts are rejected and which are suggested instead, and compare groups and schedules with torch."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests.support.tiny_training import tiny_config
 SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipe_v"]
 
 
-def test_a_given_tokenizer_that_cannot_be_cut_is_refused_at_submission(tmp_path: Path) -> None:
+def test_a_tokenizer_file_with_an_indivisible_vocabulary_is_rejected(tmp_path: Path) -> None:
     vocabulary = {f"w{n}": n for n in range(32)}
-    models_of_33 = {
+    models_by_name = {
         "bpe": models.BPE(vocabulary, []),
         "words": models.WordLevel(vocabulary, unk_token="w0"),
         "unigram": models.Unigram([(word, 0.0) for word in vocabulary], unk_id=0),
     }
-    for name, model in models_of_33.items():
+    for name, model in models_by_name.items():
         tokenizer = Tokenizer(model)
         tokenizer.add_special_tokens(["<|endoftext|>"])
         tokenizer.save(str(path := tmp_path / f"{name}.json"))
@@ -39,10 +39,10 @@ def test_a_given_tokenizer_that_cannot_be_cut_is_refused_at_submission(tmp_path:
         assert all(fact in str(raised.value) for fact in (f"{name}.json", "33", "parallel.tensor (2)"))
     (tmp_path / "broken.json").write_text("{}")
     data["tokenizer"] = {"kind": "file", "path": str(tmp_path / "broken.json")}
-    tiny_config(2, parallel={"tensor": 2}, data=data)  # what is wrong with it is for prepare to say
+    tiny_config(2, parallel={"tensor": 2}, data=data)  # the stage `prepare` reports that this file is not a tokenizer
 
 
-def test_a_trained_tokenizer_with_fewer_ids_is_named() -> None:
+def test_a_trained_tokenizer_with_an_indivisible_number_of_ids_is_rejected() -> None:
     config = tiny_config(2, parallel={"tensor": 2}, data={"sequence_length": 16, "tokenizer": {"vocab_size": 512}})
     with pytest.raises(LayoutError) as raised:
         resolve_layout(config, vocab_size=511)
@@ -208,25 +208,25 @@ def test_a_config_that_cannot_work_is_rejected(
     assert [fact for fact in facts if fact not in str(raised.value)] == []
 
 
-def test_a_cut_model_of_ones_own_is_not_compiled() -> None:
+def test_a_custom_model_with_tensor_parallelism_cannot_be_compiled() -> None:
     config = tiny_config(2, parallel={"tensor": 2}, train={"compile": True}, model={"qk_norm": True})
-    assert resolve_layout(config, 2, 2, 64).tp == 2, "the decoder is"
-    own = config.model_copy(update={"model": config.model.model_copy(update={"target": "own"})})
+    assert resolve_layout(config, 2, 2, 64).tp == 2, "the decoder can be compiled"
+    custom = config.model_copy(update={"model": config.model.model_copy(update={"target": "own"})})
     with pytest.raises(LayoutError, match=r"train\.compile") as raised:
-        resolve_layout(own, 2, 2, None)
+        resolve_layout(custom, 2, 2, None)
     assert raised.value.code == "config.conflict"
 
 
-def test_more_ranks_on_a_node_than_gpus_are_refused() -> None:
-    for stage, more in (("train", {}), ("evaluate", {"backend": "nccl"})):
-        sections: dict[str, Any] = {"stages": {stage: {"tasks_per_node": 4}}, "parallel": more}
+def test_more_ranks_than_gpus_on_a_node_are_rejected() -> None:
+    for stage, parallel in (("train", {}), ("evaluate", {"backend": "nccl"})):
+        sections: dict[str, Any] = {"stages": {stage: {"tasks_per_node": 4}}, "parallel": parallel}
         with pytest.raises(UserError) as raised:
             tiny_config(1, site={"gpus_per_node": 2}, **sections)
         assert raised.value.code == "parallel.too_few_gpus"
         for fact in (f"stages.{stage}.tasks_per_node (4)", "site.gpus_per_node (2)", "parallel.backend"):
             assert fact in str(raised.value)
-        for good in ({"site": {"gpus_per_node": 4}}, {"site": {"gpus_per_node": 2}, "parallel": {"backend": "gloo"}}):
-            tiny_config(1, **sections | good)
+        tiny_config(1, **sections | {"site": {"gpus_per_node": 4}})
+        tiny_config(1, **sections | {"site": {"gpus_per_node": 2}, "parallel": {"backend": "gloo"}})
 
 
 @pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "zbv", "dualpipe_v"])
@@ -238,16 +238,16 @@ def test_more_ranks_on_a_node_than_gpus_are_refused() -> None:
         {"parallel": {"activation_checkpointing": "selective"}},
     ],
 )
-def test_schedules_that_split_the_backward_pass_refuse_what_that_breaks(schedule: str, sections: Any) -> None:
-    both = {"parallel": {"pipeline": 2, "schedule": schedule, "virtual_stages": 2}}
-    tiny_config(2, **both)
-    merged = sections | {"parallel": sections.get("parallel", {}) | both["parallel"]}
+def test_schedules_that_split_the_backward_pass_reject_incompatible_options(schedule: str, sections: Any) -> None:
+    pipeline = {"pipeline": 2, "schedule": schedule, "virtual_stages": 2}
+    tiny_config(2, parallel=pipeline)
+    incompatible_sections = sections | {"parallel": sections.get("parallel", {}) | pipeline}
     with pytest.raises(UserError) as raised:
-        tiny_config(2, **merged)
+        tiny_config(2, **incompatible_sections)
     assert raised.value.code == "config.conflict" and f"parallel.schedule {schedule}" in str(raised.value)
 
 
-def test_tensor_parallel_ranks_share_a_node() -> None:
+def test_tensor_parallel_ranks_must_be_on_one_node() -> None:
     config = tiny_config(4, parallel={"tensor": 4})
     assert resolve_layout(config, 4, 4).tp == 4
     with pytest.raises(LayoutError, match=r"stages\.train\.tasks_per_node") as raised:
@@ -255,15 +255,15 @@ def test_tensor_parallel_ranks_share_a_node() -> None:
     assert raised.value.code == "parallel.group_on_several_nodes"
 
 
-def test_without_a_pipeline_its_schedule_means_nothing() -> None:
-    """So that a run may `resume` with fewer ranks by one key."""
+def test_without_a_pipeline_the_schedule_has_no_effect() -> None:
+    """This allows resuming a run with fewer ranks by changing only `parallel.pipeline`."""
     layout = resolve_layout(tiny_config(2, parallel={"schedule": "zbv", "virtual_stages": 2}))
     assert (layout.stages, layout.stages_on_rank(0), layout.last_stage_rank) == (1, [0], 0)
 
 
 @settings(deadline=None, max_examples=200)
 @given(st.data())
-def test_a_layout_fits_or_what_is_offered_does(data: st.DataObject) -> None:
+def test_a_layout_is_valid_or_the_error_suggests_a_valid_one(data: st.DataObject) -> None:
     draw = data.draw
     ranks = draw(st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16, 32]))
     parallel: dict[str, Any] = {
@@ -274,27 +274,28 @@ def test_a_layout_fits_or_what_is_offered_does(data: st.DataObject) -> None:
         "virtual_stages": draw(st.integers(1, 3)),
         "sequence": draw(st.booleans()),
     }
-    plain = tiny_config(
+    config = tiny_config(
         1,
         model={"layers": draw(st.integers(1, 12)), "heads": draw(st.sampled_from([2, 4])), "kv_heads": 2},
         train={"global_batch": draw(st.integers(1, 48)), "micro_batch": 1},
     )
 
-    def wanted(**sizes: int) -> Any:
-        values = plain.parallel.model_copy(update=parallel | sizes)
-        return resolve_layout(plain.model_copy(update={"parallel": values}), ranks, ranks)
+    def resolve(**sizes: int) -> Any:
+        """Return the layout with the drawn values of `parallel`, changed by `sizes`."""
+        values = config.parallel.model_copy(update=parallel | sizes)
+        return resolve_layout(config.model_copy(update={"parallel": values}), ranks, ranks)
 
     try:
-        layout = wanted()
+        layout = resolve()
     except LayoutError as error:
         for pipeline, data_size, tensor in re.findall(r"pipeline (\d+) × data (\d+) × tensor (\d+)", str(error)):
-            offered = wanted(pipeline=int(pipeline), tensor=int(tensor))
-            assert offered.dp == int(data_size)
+            suggested = resolve(pipeline=int(pipeline), tensor=int(tensor))
+            assert suggested.dp == int(data_size)
         return
     assert layout.world_size == ranks
-    assert layout.micro_batches * layout.dp == plain.train.global_batch
+    assert layout.micro_batches * layout.dp == config.train.global_batch
     blocks = [number for part in layout.stage_layers for number in part]
-    assert blocks == list(range(plain.model.layers)) and all(layout.stage_layers)
+    assert blocks == list(range(config.model.layers)) and all(layout.stage_layers)
     stages = [stage for rank in range(layout.pp) for stage in layout.stages_on_rank(rank)]
     assert sorted(stages) == list(range(layout.stages))
     assert layout.stages - 1 in layout.stages_on_rank(layout.last_stage_rank)
@@ -302,7 +303,7 @@ def test_a_layout_fits_or_what_is_offered_does(data: st.DataObject) -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(st.sampled_from(SCHEDULES), st.integers(2, 5), st.integers(1, 4), st.integers(1, 24))
-def test_torch_takes_every_schedule_that_is_accepted(schedule: str, pipeline: int, virtual: int, batches: int) -> None:
+def test_torch_supports_every_accepted_schedule(schedule: str, pipeline: int, virtual: int, batches: int) -> None:
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
     from pipeline.parallel.pipeline_parallel import TORCH_SCHEDULES
@@ -316,14 +317,16 @@ def test_torch_takes_every_schedule_that_is_accepted(schedule: str, pipeline: in
         return
     orders = get_schedule_ops(TORCH_SCHEDULES[schedule], pipeline, batches, virtual)
     for rank, actions in enumerate(orders):
-        found = {a.stage_index for action in actions if action for a in (action.sub_actions or [action])}
-        assert found == set(layout.stages_on_rank(rank))
+        stages = {
+            sub_action.stage_index for action in actions if action for sub_action in (action.sub_actions or [action])
+        }
+        assert stages == set(layout.stages_on_rank(rank))
 
 
 @settings(deadline=None, max_examples=120, derandomize=True)
 @given(st.lists(st.sampled_from([1, 2, 3, 4]), min_size=4, max_size=4), st.data())
-def test_groups_and_parts_are_those_of_torch(sizes: list[int], data: st.DataObject) -> None:
-    """On the fake process group, a mesh of up to 64 ranks in one process: each group's ranks, each rank's part."""
+def test_groups_and_local_parts_are_the_same_as_in_torch(sizes: list[int], data: st.DataObject) -> None:
+    """Compare the ranks of each group and the local part of a tensor, on a fake process group of up to 64 ranks."""
     import torch
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -352,37 +355,44 @@ def test_groups_and_parts_are_those_of_torch(sizes: list[int], data: st.DataObje
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
         mesh = layout.build_device_mesh("cpu")
-        at = layout.coordinates(rank)
-        where = {other: layout.coordinates(other) for other in range(world)}
-        expected = {
-            axis: [
-                r for r, there in where.items() if all(getattr(there, a) == getattr(at, a) for a in AXES if a != axis)
-            ]
-            for axis in AXES
-        }
+        own_coordinates = layout.coordinates(rank)
+
+        def differs_only_along(axis: str, other_rank: int) -> bool:
+            """Return True if the coordinates of a rank equal those of `rank`, except along `axis`."""
+            other_coordinates = layout.coordinates(other_rank)
+            other_axes = (name for name in AXES if name != axis)
+            return all(getattr(other_coordinates, name) == getattr(own_coordinates, name) for name in other_axes)
+
+        expected = {axis: [other for other in range(world) if differs_only_along(axis, other)] for axis in AXES}
         assert {name: dist.get_process_group_ranks(mesh.get_group(name)) for name in expected} == expected
         rows, columns = (data.draw(st.integers(1, 2 * tensor * shard + 3)) for _ in range(2))
-        cut, whole = data.draw(st.sampled_from([0, 1, None])), torch.arange(rows * columns).view(rows, columns)
-        inner = Replicate() if cut is None else Shard(cut)
-        both = mesh["dp_shard", "tp"]
-        placed = [Shard(0), inner]
-        like = DTensor.from_local(whole, both, placed, run_check=False, shape=whole.shape, stride=whole.stride())
-        once = distribute_tensor(whole, mesh["tp"], [inner], src_data_rank=None).to_local()
-        twice = distribute_tensor(once, mesh["dp_shard"], [Shard(0)], src_data_rank=None).to_local()
-        part = select_local_part(whole, like)
-        assert torch.equal(part, twice) or part.numel() == twice.numel() == 0
+        split_dim = data.draw(st.sampled_from([0, 1, None]))
+        full = torch.arange(rows * columns).view(rows, columns)
+        tp_placement = Replicate() if split_dim is None else Shard(split_dim)
+        target = DTensor.from_local(
+            full,
+            mesh["dp_shard", "tp"],
+            [Shard(0), tp_placement],
+            run_check=False,
+            shape=full.shape,
+            stride=full.stride(),
+        )
+        tp_part = distribute_tensor(full, mesh["tp"], [tp_placement], src_data_rank=None).to_local()
+        expected_part = distribute_tensor(tp_part, mesh["dp_shard"], [Shard(0)], src_data_rank=None).to_local()
+        part = select_local_part(full, target)
+        assert torch.equal(part, expected_part) or part.numel() == expected_part.numel() == 0
     finally:
         dist.destroy_process_group()
 
 
-def test_ranks_that_are_not_the_configs_are_named() -> None:
+def test_an_error_names_both_numbers_of_ranks_if_they_differ_from_the_config() -> None:
     config = tiny_config(1, stages={"train": {"nodes": 2, "tasks_per_node": 2}}, train={"global_batch": 8})
     with pytest.raises(LayoutError) as raised:
         resolve_layout(config, 3)
     assert all(fact in str(raised.value) for fact in ("stages.train", "4 ranks", "2 nodes × 2", "3 run"))
 
 
-def test_absurd_sizes_take_no_time() -> None:
+def test_very_large_sizes_are_handled_without_loops() -> None:
     huge = tiny_config(1, model={"layers": 2**62})
     assert resolve_layout(huge).stage_layers == (range(2**62),)
     first, second = split_layers(huge, 2, 64)
@@ -393,18 +403,21 @@ def test_absurd_sizes_take_no_time() -> None:
 
 @settings(deadline=None, max_examples=150)
 @given(st.integers(1, 5), st.integers(0, 7), st.integers(0, 3000))
-def test_layers_are_balanced_as_well_as_can_be(stages: int, more: int, vocab: int) -> None:
-    layers = stages + more
+def test_layers_are_split_with_the_smallest_possible_largest_cost(stages: int, extra_layers: int, vocab: int) -> None:
+    layers = stages + extra_layers
     config = tiny_config(1, model={"layers": layers})
-    dim, heads, ffn = 16, 4 * 4, 32
-    block = dim * (4 * heads + 3 * ffn) + heads * 16
+    dim = 16
+    heads = 4 * 4
+    ffn = 32
+    block_cost = dim * (4 * heads + 3 * ffn) + heads * 16
 
-    def worst(sizes: list[int]) -> int:
-        costs = [size * block for size in sizes]
+    def find_largest_cost(sizes: list[int]) -> int:
+        """Return the cost of the most expensive stage if the stages have these numbers of layers."""
+        costs = [size * block_cost for size in sizes]
         costs[0] += dim
         costs[-1] += dim * vocab
         return max(costs)
 
-    cuts = [(0, *inner, layers) for inner in combinations(range(1, layers), stages - 1)]
-    best = min(worst([b - a for a, b in pairwise(cut)]) for cut in cuts)
-    assert worst([len(part) for part in split_layers(config, stages, vocab)]) == best
+    possible_bounds = [(0, *inner, layers) for inner in combinations(range(1, layers), stages - 1)]
+    smallest = min(find_largest_cost([end - start for start, end in pairwise(bounds)]) for bounds in possible_bounds)
+    assert find_largest_cost([len(part) for part in split_layers(config, stages, vocab)]) == smallest

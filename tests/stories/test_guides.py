@@ -1,9 +1,9 @@
-"""Run the commands of docs/guides and of the README in a new copy of the checkout.
+"""Test that the commands in docs/guides and in the README work and print the documented output.
 
-The files that a guide shows are written, its commands are run by a shell, and their output is compared with the output
-in the guide, line by line; `…` matches anything. Steps and exported sizes must be equal, losses and similar figures
-within 20 %. Times and amounts of text may differ, because the first guide trains on a package of Python's standard
-library, which changes with Python's version. No virtual environment is activated: `python` has none of our packages.
+The tests write the files that a guide shows, run its commands in a shell, and compare the output with the guide line by
+line. `…` in a guide matches anything. Steps and exported sizes must be equal, losses and similar numbers within 20 %.
+Times and amounts of text may differ, because the first guide trains on a package of Python's standard library, which
+depends on Python's version. No virtual environment is active, so `python` has none of the required packages.
 """
 
 from __future__ import annotations
@@ -36,21 +36,24 @@ _EXACT_IF_AFTER = re.compile(r"(step[ -]|\d/)\d+$")
 _SIMILAR_IF_BEFORE = re.compile(r" (bits per byte|× the unigram)")
 _SIMILAR_IF_AFTER = re.compile(r"(loss|accuracy|bits per byte|unigram) [\d.]+$")
 ERROR_CODES_ON_DONE_RUN = {"track": "track.no_tracker", "profile": "run.not_training"}
-"""Commands of the README that fail on the quickstart when it is done, and the error codes."""
+"""Commands in the README that fail on the finished quickstart run, and their error codes."""
 _PROGRESS = re.compile(r"^(prepare|shard|train|evaluate) +(running|starting|step |[\d,]+/).*\n", re.M)
 
 
 @dataclass(frozen=True)
 class Step:
-    """A file to write, or a command with what it should print."""
+    """A file to write, or a command to run with its expected output."""
 
     file: str
+    """The path of the file; "" for a command."""
     command: str
+    """The command; "" for a file."""
     text: str
+    """The content of the file, or the expected output of the command."""
 
 
 def read_steps(document: Path) -> Iterator[Step]:
-    """Yield the files and commands of a document, in their order."""
+    """Yield the files and commands of a Markdown document in order."""
     for name, language, text in _BLOCK.findall(document.read_text()):
         if name:
             yield Step(name, "", text)
@@ -60,14 +63,14 @@ def read_steps(document: Path) -> Iterator[Step]:
 
 
 def has_expected_output(expected: str, output: str) -> bool:
-    """Return True if `output` has all lines of `expected`. `…` matches anything, including whole lines.
+    """Return True if `output` matches `expected`, in which `…` matches anything, including whole lines.
 
     Lines of progress are ignored, because their number depends on the machine.
     """
     similar_numbers: list[float] = []
 
     def make_pattern(text: str) -> str:
-        """Return a pattern for text with numbers. Numbers that must be similar are groups."""
+        """Return a regular expression for text with numbers. Numbers that must be similar become groups."""
         pattern = ""
         position = 0
         for number in _NUMBER.finditer(text):
@@ -98,7 +101,7 @@ def has_expected_output(expected: str, output: str) -> bool:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a checkout as `git clone` and `make install` make it."""
+    """Return the path of a checkout like that of `git clone` and `make install`."""
     folder = tmp_path_factory.mktemp("clone") / "sluice"
     not_tracked = shutil.ignore_patterns(".git", ".venv*", "runs", "__pycache__", ".*_cache", "*.egg-info")
     shutil.copytree(CODE_ROOT, folder, ignore=not_tracked)
@@ -131,13 +134,14 @@ def run_document(checkout: Path, document: str, **variables: str) -> int:
         result = run_in_shell(checkout, step.command, **variables)
         assert result.returncode == 0, f"{step.command}\n{result.stdout}{result.stderr}"
         assert has_expected_output(step.text, result.stdout), (
-            f"{step.command} should print\n{step.text}\nand printed\n{result.stdout}"
+            f"{step.command} should print\n{step.text}\nbut printed\n{result.stdout}"
         )
         count += 1
     return count
 
 
 def wait_for_evaluation(run: Path) -> None:
+    """Wait until the stage evaluate of a run is done."""
     deadline = time.monotonic() + 240
     while not any(event["event"] == "done" for event in read_event_lines(Run.open(run), "evaluate")):
         assert time.monotonic() < deadline, (run / "events.jsonl").read_text()
@@ -145,7 +149,7 @@ def wait_for_evaluation(run: Path) -> None:
 
 
 @pytest.mark.short
-def test_the_comparison_of_outputs() -> None:
+def test_outputs_match_if_only_times_and_similar_numbers_differ() -> None:
     matches = has_expected_output
     assert matches("a 1.5 b\n…\nlast … 2\n", "a 27 b\nx\ny\nlast one 33\n") and matches("…\nb\n", "b\n")
     output = "3/3 steps, loss 4.00 in 00:03\n21 tensors, 9,000 bytes in fp32, of step-00003\n0.90 × the unigram 3.0\n"
@@ -161,7 +165,7 @@ def test_the_comparison_of_outputs() -> None:
 
 @pytest.mark.story
 def test_the_guides_to_text_models_and_weights_work(checkout: Path) -> None:
-    """They run one after the other, because the third guide uses the runs of the first two."""
+    """The guides run one after the other, because the third guide uses the runs of the first two."""
     for guide, commands in ("your-text", 8), ("your-model", 4), ("weights-elsewhere", 5):
         assert run_document(checkout, f"docs/guides/{guide}.md") == commands, guide
 
@@ -176,16 +180,16 @@ def test_the_guide_to_the_cluster_works(checkout: Path, cluster: Cluster) -> Non
 
 @pytest.mark.long
 def test_the_commands_of_the_readme_work(checkout: Path) -> None:
-    """Run the quickstart, then each command of the list of commands, with its placeholders replaced."""
+    """Run the quickstart, and then each command in the README's list of commands with real arguments."""
     text = (checkout / "README.md").read_text()
     (step,) = (step for step in read_steps(checkout / "README.md") if step.command == "make run")
     result = run_in_shell(checkout, step.command)
     assert result.returncode == 0, result.stdout + result.stderr
     assert has_expected_output("…\n" + step.text, result.stdout), result.stdout
-    listed = re.findall(r"^(python submit\.py .*?)(?: {4}.*)?$", text, re.M)
-    assert len(listed) == 17
+    listed_commands = re.findall(r"^(python submit\.py .*?)(?: {4}.*)?$", text, re.M)
+    assert len(listed_commands) == 17
     (checkout / "my_text.yaml").unlink(missing_ok=True)  # `init` does not overwrite the file of the first guide
-    for line in listed:
+    for line in listed_commands:
         command = re.sub(r" \[.*?\]", "", line).replace("RUN", "runs/quickstart").replace("STAGE", "train")
         command = command.replace(" DIR", " runs/exported")
         command = command.replace("inspect|verify|import PATH…", "inspect runs/quickstart/data/shards")

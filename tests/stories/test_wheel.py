@@ -32,7 +32,7 @@ SOURCES = (
 
 
 def run_command(command: list[str], folder: Path, timeout: int = 120) -> str:
-    """Run a command that must succeed, without variables of Python and Slurm. Return its output."""
+    """Run a command without environment variables of Python and Slurm, and return its output. It must succeed."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "SLURM"))}
     result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout)
     assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
@@ -41,12 +41,12 @@ def run_command(command: list[str], folder: Path, timeout: int = 120) -> str:
 
 @pytest.fixture(scope="module")
 def sluice(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the path of the installed command. Its environment has only the wheel and a path to its dependencies."""
+    """Return the path of the command `sluice` in an environment that contains only the wheel and its dependencies."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     environment = folder / "environment"
     source.mkdir()
-    for name in SOURCES:  # a copy, because the build leaves files in the folder
+    for name in SOURCES:  # build from a copy, because the build leaves files in the folder
         path = CODE_ROOT / name
         if path.is_dir():
             shutil.copytree(path, source / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -63,7 +63,8 @@ def sluice(tmp_path_factory: pytest.TempPathFactory) -> Path:
     packages = Path(
         run_command([str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], folder).strip()
     )
-    # Python does not read .pth files in a folder that is added in this way, such as that of an editable install
+    # Python ignores .pth files in folders that are added by a .pth file. An editable install of Sluice is such a file,
+    # so the code of the checkout is not importable.
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     locations = run_command(
         [str(python), "-c", "import pipeline, submit; print(pipeline.__file__, submit.__file__)"], folder
