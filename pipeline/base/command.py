@@ -1,8 +1,8 @@
-"""Format commands of Sluice so that the reader can paste them into the current shell.
+"""Format commands of Sluice in messages so that users can paste them into their shell.
 
 Users start Sluice from any folder, as `python …/submit.py` or as `sluice`. A printed command uses the same entry point.
-A job does not know which one was used, and its messages may be read anywhere. It prints `python submit.py`, as in the
-documentation.
+A job does not know which entry point was used, and users may read its messages in any folder. Therefore jobs print
+`python submit.py`, as in the documentation.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def suggest_path(path: Path, pattern: str) -> str:
         pattern: a glob pattern for the candidates, relative to the folder of `path`. A run is found by its
             `config.yaml`, whose name is removed.
     """
-    names = {str(found.relative_to(path.parent)).removesuffix("/config.yaml") for found in path.parent.glob(pattern)}
+    candidates = path.parent.glob(pattern)
+    names = {str(candidate.relative_to(path.parent)).removesuffix("/config.yaml") for candidate in candidates}
     similar = difflib.get_close_matches(path.name, names, n=1, cutoff=0.8)
     return f"; did you mean {path.with_name(similar[0])}?" if similar else ""
 
@@ -46,14 +47,18 @@ def venv_python(script: Path) -> Path:
 
 
 def _format_entry_point(program: str) -> list[str]:
-    """Return the words that start Sluice in the same way as `program`, the value of sys.argv[0]."""
+    """Return the quoted arguments that start Sluice with the same entry point as this process.
+
+    Args:
+        program: the value of sys.argv[0].
+    """
     path = Path(program)
     if path.name == "sluice":
         return ["sluice" if shutil.which("sluice") == program else shlex.quote(program)]
     if path.name != "submit.py":
         return ["python", "submit.py"]
     for name in ("python", "python3"):
-        # if a .venv exists, any Python will do, because submit.py restarts itself in the .venv
+        # If a .venv exists, any Python works, because submit.py restarts itself with the Python of the .venv.
         if (found := shutil.which(name)) and (found == sys.executable or venv_python(path).exists()):
             return [name, shlex.quote(program)]
     return [shlex.quote(sys.executable), shlex.quote(program)]

@@ -40,7 +40,7 @@ SIGTERM = 15
 
 
 class SimulatedRanks:
-    """A launcher of one simulated rank, which exits with `code` at poll number `polls`. `on_poll` runs in each poll."""
+    """A launcher of one simulated rank, which exits with `code` at poll number `polls`. Each poll calls `on_poll`."""
 
     code: int = ExitCode.STOPPED
     polls = 3
@@ -81,13 +81,21 @@ class SimulatedClock:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
+    """Create a run and return it."""
     return Run.create(load_config(write_config(tmp_path)))
 
 
 def make_supervisor(
     run: Run, monkeypatch: pytest.MonkeyPatch, flag: StopFlag | None = None, **behaviour: Any
 ) -> Supervisor:
-    """Return a supervisor of the train stage. `behaviour`: attributes of its :class:`SimulatedRanks`."""
+    """Return a supervisor of the train stage with simulated ranks.
+
+    Args:
+        run: the run.
+        monkeypatch: replaces the launcher of the ranks.
+        flag: the stop flag of the supervisor.
+        behaviour: values of attributes of :class:`SimulatedRanks`.
+    """
     attributes = {name: staticmethod(value) if callable(value) else value for name, value in behaviour.items()}
     ranks = type("Ranks", (SimulatedRanks,), attributes)
     monkeypatch.setattr(
@@ -172,7 +180,7 @@ def test_stage_that_is_done_does_not_start_again(
 def test_stop_file_takes_precedence_over_an_earlier_signal(
     run: Run, monkeypatch: pytest.MonkeyPatch, poll: int, code: ExitCode, cause: str
 ) -> None:
-    """The file is created while the ranks save, or when they exit."""
+    """The stop file is created while the ranks save, or when they exit."""
     flag = StopFlag()
     flag._set(SIGTERM)
     job_supervisor = make_supervisor(
