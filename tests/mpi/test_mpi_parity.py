@@ -26,8 +26,8 @@ def check_layouts(ranks: int, folder: Path, *layouts: dict[str, Any], **sections
     """
     cases = [{**sections, "parallel": {"backend": "mpi", **layout}} for layout in layouts]
     (folder / "cases.json").write_text(json.dumps(cases))
-    done = run_mpirun(ranks, "tests.support.mpi_parity", str(folder), timeout=1100)
-    assert done.returncode == 0, done.stdout
+    completed = run_mpirun(ranks, "tests.support.mpi_parity", str(folder), timeout=1100)
+    assert completed.returncode == 0, completed.stdout
     results_by_rank = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
     expected_steps = train_one_process(sections)
     for number, layout in enumerate(layouts):

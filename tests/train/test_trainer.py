@@ -30,11 +30,12 @@ from tests.train.test_exact import interrupt_training, new_run, read_steps
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the data directory of a prepared run, which all runs of this module use."""
     return make_run(tmp_path_factory.mktemp("data")).data_dir
 
 
-def plain_rank(rank_info: RankInfo, path: Path, steps: int) -> list[tuple[float, float]]:
-    """Return loss and gradient norm of each step in plain torch: the whole batch at once, no DDP, no micro-batches."""
+def train_in_plain_torch(rank_info: RankInfo, path: Path, steps: int) -> list[tuple[float, float]]:
+    """Return the loss and gradient norm of each step in plain torch, without DDP and micro-batches."""
     import numpy as np
     import torch
     from torch.nn.functional import cross_entropy
@@ -107,7 +108,7 @@ def test_steps_equal_plain_torch_code(tmp_path: Path, data: Path, size: int, mic
     )
     run = new_run(tmp_path, "ours", data, *more, f"stages.train.tasks_per_node={size}")
     assert set(run_ranks(size, stage_rank, run.path, "train")) == {ExitCode.DONE}
-    plain = run_ranks(1, plain_rank, run.path, 10)[0]
+    plain = run_ranks(1, train_in_plain_torch, run.path, 10)[0]
     # Muon's bf16 products amplify differences in the last digit; test_optimizer.py compares Muon bit by bit
     tolerance = 1e-5 if optimizer != "muon" else 1e-3
     for step, (loss, norm) in zip(read_steps(run), plain, strict=True):
@@ -148,8 +149,8 @@ def test_the_fp16_scale_is_saved_in_the_checkpoint(tmp_path: Path, data: Path) -
     assert read_fp16_scale(run) > 1.0
 
 
-def no_sync_rank(rank_info: RankInfo, path: Path) -> int:
-    """Return the number of gradient reductions in a training of three steps with four micro-batches each."""
+def count_reductions_on_rank(rank_info: RankInfo, path: Path) -> int:
+    """Return the number of gradient reductions in a run of three steps with four micro-batches each."""
     import torch
     import torch.distributed as dist
 
@@ -177,7 +178,7 @@ def no_sync_rank(rank_info: RankInfo, path: Path) -> int:
 
 def test_gradients_are_reduced_once_per_step(tmp_path: Path, data: Path) -> None:
     run = new_run(tmp_path, "counted", data, "train.steps=3", "train.micro_batch=1", "checkpoint.every_steps=50")
-    assert run_ranks(2, no_sync_rank, run.path) == [3, 3]
+    assert run_ranks(2, count_reductions_on_rank, run.path) == [3, 3]
 
 
 @pytest.mark.timeout(400)
@@ -191,7 +192,7 @@ def test_compiled_blocks_have_the_same_losses(tmp_path: Path, data: Path) -> Non
         assert step[1] == pytest.approx(expected[1], rel=1e-5) and step[2] == pytest.approx(expected[2], rel=1e-4)
 
 
-def deterministic_rank(rank_info: RankInfo, *configs: Config) -> list[tuple[bool | str | None, ...]]:
+def read_determinism_on_rank(rank_info: RankInfo, *configs: Config) -> list[tuple[bool | str | None, ...]]:
     """Return whether torch and its compiler are deterministic, and two variables of NCCL, for each config."""
     import torch
     from torch._inductor import config as compiler
@@ -208,11 +209,11 @@ def deterministic_rank(rank_info: RankInfo, *configs: Config) -> list[tuple[bool
 
 def test_kernels_and_compiler_are_deterministic_unless_the_config_disables_it() -> None:
     sections: tuple[dict[str, Any], ...] = ({"deterministic": False}, {}, {"compile": True})
-    results = run_ranks(1, deterministic_rank, *(tiny_config(1, train=section) for section in sections))[0]
+    results = run_ranks(1, read_determinism_on_rank, *(tiny_config(1, train=section) for section in sections))[0]
     assert results == [(False, False, None, None), (True, False, "Ring", "0"), (True, True, "Ring", "0")]
 
 
-def other_gpu_rank(rank_info: RankInfo, path: Path) -> int:
+def train_on_other_gpu(rank_info: RankInfo, path: Path) -> int:
     """Train as if on another GPU and another version of torch than those of the checkpoint."""
     from pipeline.train import trainer
 
@@ -226,7 +227,7 @@ def test_a_resume_with_other_versions_records_them(tmp_path: Path, data: Path) -
 
     run = new_run(tmp_path, "moved", data, "train.steps=3")
     assert set(run_ranks(1, stage_rank, run.path, "train")) == {ExitCode.DONE}
-    for step, rank in ((4, stage_rank), (5, other_gpu_rank)):
+    for step, rank in ((4, stage_rank), (5, train_on_other_gpu)):
         run.apply_overrides([f"train.steps={step}"])
         more = ("train",) if rank is stage_rank else ()
         assert set(run_ranks(1, rank, run.path, *more)) == {ExitCode.DONE}
@@ -235,7 +236,7 @@ def test_a_resume_with_other_versions_records_them(tmp_path: Path, data: Path) -
     assert other["versions"] == f"torch {torch.__version__} → 3.0; gpu None → NVIDIA H200"
 
 
-def no_initialization_rank(rank_info: RankInfo, path: Path, stage: str) -> int:
+def run_without_initialization(rank_info: RankInfo, path: Path, stage: str) -> int:
     """Run a stage that fails if it generates initial weights. The weights must come from a checkpoint."""
     from pipeline.model import decoder, task
 
@@ -256,14 +257,14 @@ def test_a_resume_and_an_evaluation_generate_no_initial_weights(tmp_path: Path, 
         assert set(run_ranks(size, stage_rank, each.path, "train")) == {ExitCode.DONE}
     run.apply_overrides(["train.steps=5"])
     for stage in ("train", "evaluate"):
-        assert set(run_ranks(size, no_initialization_rank, run.path, stage)) == {ExitCode.DONE}
+        assert set(run_ranks(size, run_without_initialization, run.path, stage)) == {ExitCode.DONE}
     assert compute_run_digest(run) == compute_run_digest(undisturbed) and read_steps(run) == read_steps(undisturbed)
     assert [line.get("held_out_loss") for line in read_jsonl(run.metrics_file)] == [
         line.get("held_out_loss") for line in read_jsonl(undisturbed.metrics_file)
     ]
 
 
-def copying_rank(rank_info: RankInfo, path: Path, stage: str) -> int:
+def run_with_local_copies(rank_info: RankInfo, path: Path, stage: str) -> int:
     """Run a stage whose second step waits until all shards have been copied to the local disk."""
     from pipeline.data.local_copy import LocalCopies
     from pipeline.train.trainer import Trainer
@@ -295,7 +296,7 @@ def test_copies_on_a_local_disk_do_not_change_the_result_and_are_removed(tmp_pat
     more = {"undisturbed": (), "moved": ("site.local_disk=$SLUICE_TEST_DISK",)}
     undisturbed, run = (new_run(tmp_path, name, data, "train.steps=6", *options) for name, options in more.items())
     assert set(run_ranks(2, stage_rank, undisturbed.path, "train")) == {ExitCode.DONE}
-    assert set(run_ranks(2, copying_rank, run.path, "train")) == {ExitCode.DONE}
+    assert set(run_ranks(2, run_with_local_copies, run.path, "train")) == {ExitCode.DONE}
     assert compute_run_digest(run) == compute_run_digest(undisturbed) and read_steps(run) == read_steps(undisturbed)
     (event,) = read_event_lines(run, "train", "local_copy")
     assert event["files"] == len(load_manifest(data).train) and not list((tmp_path / "disk").iterdir())
