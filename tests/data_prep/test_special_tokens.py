@@ -27,7 +27,7 @@ from tests.support.tokenizers import (
     write_records,
 )
 
-KINDS = ("qwen", "llama 3", "mistral", "with end", "end alone", "two before", "bert", "roberta")
+KINDS = ("qwen", "llama 3", "mistral", "begin and end", "end only", "two at the beginning", "bert", "roberta")
 END = "<|end|>"
 BOS = get_token_id(make_byte_tokenizer("the model of"), "<s>")
 TEXTS = ["the model of the", " a <s> in a text", "", "漢字 é"]
@@ -76,7 +76,7 @@ def test_add_special_tokens_requires_a_tokenizer_that_adds_some(tmp_path: Path) 
         load_encoder(tmp_path / "beyond/tokenizer.json", END, "auto")
 
 
-@pytest.mark.parametrize("kind", ["llama 3", "bert", "one for both"])
+@pytest.mark.parametrize("kind", ["llama 3", "bert", "same token for begin and end"])
 def test_a_prompt_begins_once_and_an_answer_ends_once(tmp_path: Path, kind: str) -> None:
     rng = random.Random(1)
     lines = [{"prompt": sample_words(rng, 9) + "\n", "response": sample_words(rng, 20)} for _ in range(40)]
@@ -117,7 +117,7 @@ def test_no_tokens_are_added_to_the_text_of_a_chat_template(tmp_path: Path) -> N
 
 
 def test_a_token_that_is_both_first_and_last_is_written_once_between_documents(tmp_path: Path) -> None:
-    file = save_tokenizer_of_kind(tmp_path / "tokenizer", "one for both")
+    file = save_tokenizer_of_kind(tmp_path / "tokenizer", "same token for begin and end")
     manifest = build_shards(
         make_data_config(write_records(tmp_path / "a.jsonl", [{"text": "a model"}] * 9), file, held_out=0), tmp_path
     )

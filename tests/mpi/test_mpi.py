@@ -51,10 +51,10 @@ def test_errors_name_the_fault_and_a_failed_rank_ends_all_ranks(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("program", "succeeds", "fact"),
     [
-        ("forgetful", True, ""),  # no rank calls finalize_mpi
-        ("failing", False, "on purpose"),  # a rank raises an exception
-        ("early", False, "within 1 s"),  # a rank exits while the other one still runs
-        ("slow", True, ""),  # a rank finalizes MPI later than the other one
+        ("no-cleanup", True, ""),  # no rank calls finalize_mpi
+        ("failing-rank", False, "on purpose"),  # a rank raises an exception
+        ("early-exit", False, "within 1 s"),  # a rank exits while the other one still runs
+        ("slow-cleanup", True, ""),  # a rank finalizes MPI later than the other one
     ],
 )
 def test_mpirun_fails_only_if_a_rank_fails_or_exits_too_early(program: str, succeeds: bool, fact: str) -> None:
@@ -64,7 +64,7 @@ def test_mpirun_fails_only_if_a_rank_fails_or_exits_too_early(program: str, succ
 
 @pytest.mark.long
 def test_a_killed_rank_ends_all_ranks(tmp_path: Path) -> None:
-    mpirun = start_mpirun(3, "tests.support.mpi_faults", "stuck", str(tmp_path))
+    mpirun = start_mpirun(3, "tests.support.mpi_faults", "wait", str(tmp_path))
     assert mpirun.stdout is not None
     pids: list[int] = []
     while len(pids) < 3:

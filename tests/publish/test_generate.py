@@ -80,7 +80,7 @@ def test_a_run_and_its_export_generate_the_same_text(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, make_printable(text) + "\n"), done.stderr
 
 
-@pytest.mark.parametrize("kind", ["llama 3", "mistral", "with end", "qwen"])
+@pytest.mark.parametrize("kind", ["llama 3", "mistral", "begin and end", "qwen"])
 def test_a_prompt_for_a_folder_gets_the_special_tokens_of_transformers(tmp_path: Path, kind: str) -> None:
     from transformers import AutoTokenizer
 
@@ -91,7 +91,7 @@ def test_a_prompt_for_a_folder_gets_the_special_tokens_of_transformers(tmp_path:
     save_tokenizer(tmp_path, tokenizer, eos_token="<|end|>")
     ids = AutoTokenizer.from_pretrained(tmp_path)(PROMPT).input_ids
     assert tokenizer.id_to_token(ids[0]) == ("<s>" if kind != "qwen" else "the")
-    ids = ids[:-1] if kind == "with end" else ids  # an end token after the prompt would end the text
+    ids = ids[:-1] if kind == "begin and end" else ids  # an end token after the prompt would end the text
     expected = theirs.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=None)
     for prompt in (PROMPT, f"<s>{PROMPT}"):
         model, _, _, ours = _load_folder(tmp_path, prompt, None, 12)

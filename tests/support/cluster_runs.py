@@ -22,7 +22,7 @@ NODES = ("stages.train.nodes=4", "stages.train.tasks_per_node=1", "stages.evalua
 
 
 def run_submit(cluster: Cluster | None, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run submit.py in `folder`, with the Slurm of `cluster` if there is one."""
+    """Run submit.py in `folder`, with the Slurm of `cluster` unless it is None."""
     command = [sys.executable, str(CODE_ROOT / "submit.py"), *arguments]
     environment = {**os.environ, **(cluster.environment() if cluster else {}), "COLUMNS": "200"}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
@@ -59,13 +59,13 @@ def get_job_id(run: Path, stage: str) -> str:
     return str(read_event_lines(Run.open(run), stage, "submitted")[-1]["job_id"])
 
 
-def write_config_on_data(folder: Path, calm: Path, name: str) -> Path:
-    """Write the config of a training of 40 steps with a copy of the data of the undisturbed run in `calm`."""
+def write_config_on_data(folder: Path, undisturbed: Path, name: str) -> Path:
+    """Write the config of a run of 40 steps with a copy of the data of the run in `undisturbed`; return its path."""
     text = write_config(folder, name, steps=40).read_text()
     path = folder / f"{name}.yaml"
-    path.write_text(text.replace(str(folder / "corpus.jsonl"), str(calm / "corpus.jsonl")))
+    path.write_text(text.replace(str(folder / "corpus.jsonl"), str(undisturbed / "corpus.jsonl")))
     (folder / "runs" / name).mkdir(parents=True)
-    subprocess.run(["cp", "-r", str(calm / "runs/tiny/data"), str(folder / "runs" / name / "data")], check=True)
+    subprocess.run(["cp", "-r", str(undisturbed / "runs/tiny/data"), str(folder / "runs" / name / "data")], check=True)
     return path
 
 
@@ -78,9 +78,9 @@ def submit_template(cluster: Cluster, folder: Path, *arguments: str) -> str:
     """Submit a template of slurm/templates with sbatch, as a user does, and return the job ID."""
     environment = {**os.environ, **cluster.environment(), "PYTHON": sys.executable}
     command = ["sbatch", "--parsable", *arguments]
-    done = subprocess.run(command, cwd=CODE_ROOT, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    result = subprocess.run(command, cwd=CODE_ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
 
 
 def preempt_all_nodes(cluster: Cluster) -> None:

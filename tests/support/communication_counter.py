@@ -1,8 +1,8 @@
-"""Count the bytes that a rank sends, by process group, at torch's dispatcher, where all communication passes.
+"""Count the bytes that a rank sends, by process group. All communication passes through torch's dispatcher.
 
     with CommunicationCounter() as sent:
         engine.backward(...)
-    sent.bytes        # {"mesh_tp": …, "default_pg": …}: by the group's description, for ring algorithms
+    sent.bytes        # {"mesh_tp": …, "default_pg": …}: bytes by description of the group, for ring algorithms
 
 Use it only in tests and benchmarks: a dispatch mode slows down every operation.
 """

@@ -1,4 +1,4 @@
-"""Write the files of a run as a training would, without training: for tests of what reads these files."""
+"""Write the files of a run without training, for tests of the readers of these files."""
 
 from __future__ import annotations
 
@@ -79,7 +79,9 @@ class FakeRun:
         From now on, lines after the newest checkpoint no longer count.
         """
         self.has_lines_to_remove = True
-        write_event(self.run, "failed", "train", job_id=str(self.attempt), cause="crashed", exit_code=1, message="oh")
+        write_event(
+            self.run, "failed", "train", job_id=str(self.attempt), cause="crashed", exit_code=1, message="an error"
+        )
         self.start_attempt()
         if lost := list_lost_lines(self.run.metrics_file, self._saved_step):
             write_event(self.run, "lost_work", "train", steps=[line["step"] for line in lost], lines=lost)

@@ -1,10 +1,17 @@
 """Fake Slurm commands over a folder: sbatch, squeue, scancel, scontrol, sacct and sacctmgr for PATH.
 
-No job runs. The file `plan` of the folder says what sbatch does at its n-th call (JSON: {"2": ["refuse", "reason"]}).
-The outcomes are: `accept`; `refuse` and `fail` (no job); `hang` (no answer, and the job is accepted after 600 s);
-`timeout` (accepted, but the client reports a time-out); `lose` (time-out and no job); `late` (time-out, and the job is
-accepted some seconds later). A test may write other answers to files of the folder: `config`, `sacct.out`,
-`sacctmgr.out`, `not_responding`.
+No job runs. The file `sbatch_outcomes` contains the outcome of the n-th call of sbatch (`{"2": ["refuse", "reason"]}`):
+
+    accept               the job is accepted (the default)
+    refuse, MESSAGE      no job; the controller rejects it with this message
+    fail, MESSAGE        no job; a wrapper of sbatch prints this message
+    hang                 no answer; the job is accepted after 600 s
+    timeout              the job is accepted, but the client reports a time-out
+    lose                 no job, and the client reports a time-out
+    late, SECONDS        the client reports a time-out, and the job is accepted after these seconds
+
+Further files of the folder: `config`, `sacct.out` and `sacctmgr.out` contain what these commands print. If
+`not_responding` exists, squeue fails.
 """
 
 from __future__ import annotations
@@ -41,9 +48,9 @@ class FakeSlurm:
         (self.folder / "config").write_text("".join(f"{name} = {value}\n" for name, value in settings.items()))
 
     def set_sbatch_outcomes(self, **calls: list[str]) -> None:
-        """Set the outcome of sbatch by call (`call_2=["refuse", "reason"]`), counted from now on."""
+        """Set the outcome of the n-th call of sbatch from now on: `call_2=["refuse", "reason"]` is for the second."""
         outcomes = {name.removeprefix("call_"): outcome for name, outcome in calls.items()}
-        (self.folder / "plan").write_text(json.dumps(outcomes))
+        (self.folder / "sbatch_outcomes").write_text(json.dumps(outcomes))
         (self.folder / "calls").unlink(missing_ok=True)
 
     def count_sbatch_calls(self) -> int:
@@ -55,9 +62,9 @@ class FakeSlurm:
         """Return all jobs, oldest first."""
         return read_jobs(self.folder)
 
-    def add_job(self, **facts: Any) -> str:
-        """Add a pending job and return its ID."""
-        return add_job(self.folder, **facts)
+    def add_job(self, **fields: Any) -> str:
+        """Add a job and return its ID. It is pending, unless `state` is given."""
+        return add_job(self.folder, **fields)
 
     def list_queue(self) -> list[tuple[str, str]]:
         """Return name and dependency of each pending or running job, oldest first.
@@ -80,7 +87,7 @@ def read_jobs(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(file.read_text()) for file in files]
 
 
-def add_job(folder: Path, **facts: Any) -> str:
+def add_job(folder: Path, **fields: Any) -> str:
     jobs = folder / "jobs"
     job_id = str(max((int(file.name) for file in jobs.iterdir()), default=0) + 1)
     job: dict[str, Any] = {
@@ -91,9 +98,9 @@ def add_job(folder: Path, **facts: Any) -> str:
         "command": "(null)",
         "dependency": "",
         "tasks": 0,
-        "at": time.strftime("%Y-%m-%dT%H:%M:%S"),
+        "submit_time": time.strftime("%Y-%m-%dT%H:%M:%S"),
     }
-    (jobs / job_id).write_text(json.dumps(job | facts))
+    (jobs / job_id).write_text(json.dumps(job | fields))
     return job_id
 
 
@@ -101,8 +108,9 @@ def run_sbatch(folder: Path, script: str, *arguments: str) -> int:
     with (folder / "calls").open("a") as calls:
         calls.write("call\n")
     call_number = len((folder / "calls").read_text().split())
-    plan = json.loads((folder / "plan").read_text()) if (folder / "plan").exists() else {}
-    outcome, *details = plan.get(str(call_number), ["accept"])
+    outcomes_file = folder / "sbatch_outcomes"
+    outcomes = json.loads(outcomes_file.read_text()) if outcomes_file.exists() else {}
+    outcome, *details = outcomes.get(str(call_number), ["accept"])
     if outcome == "refuse":
         print(f"sbatch: error: Batch job submission failed: {details[0]}", file=sys.stderr)
         return 1
@@ -151,7 +159,7 @@ def print_jobs(folder: Path, line_format: str, expand_arrays: bool) -> None:
                 "%r": job.get("reason", "None"),
                 "%N": "",
                 "%U": str(os.getuid()),
-                "%V": job["at"],
+                "%V": job["submit_time"],
                 "%j": job["name"],
                 "%k": job["comment"],
                 "%o": job["command"],
@@ -183,17 +191,17 @@ def main(name: str, folder: Path, *arguments: str) -> int:
         return run_squeue(folder, *arguments)
     if name == "scancel":
         return run_scancel(folder, *arguments)
-    answer = folder / ("config" if name == "scontrol" else name + ".out")
+    output_file = folder / ("config" if name == "scontrol" else name + ".out")
     if name == "scontrol" and "partition" in arguments:
         print("PartitionName=low AllowGroups=ALL Default=YES QoS=N/A State=UP")
         return 0
     if name == "scontrol" and "config" not in arguments:
         return 1
-    if not answer.exists():
+    if not output_file.exists():
         print(f"{name}: error: not available", file=sys.stderr)
         return 1
-    lines = answer.read_text().splitlines(keepends=True)
-    if name == "sacctmgr":  # the first word of a line names the entity that it answers
+    lines = output_file.read_text().splitlines(keepends=True)
+    if name == "sacctmgr":  # each line of the file is "ENTITY OUTPUT"; print the output for the entity of the command
         lines = [line.partition(" ")[2] for line in lines if line.partition(" ")[0] in arguments]
     sys.stdout.writelines(lines)
     return 0

@@ -1,8 +1,8 @@
 """MPI programs with faults: a rank that is missing, late, killed, or calls something else than the others.
 
-    python -m tests.support.mpi_faults faults|forgetful|failing|early|slow|stuck MARK      under mpirun, in every rank
+    python -m tests.support.mpi_faults PROGRAM MARK      under mpirun, in every rank
 
-MARK is not used by the program; a test finds its processes by it.
+PROGRAM is a key of PROGRAMS. MARK is not used; it only lets a test find the processes by their command line.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SHORT = timedelta(seconds=2)
 
 
 def check_raises(kind: type[BaseException], text: str, call: Callable[[], object]) -> None:
-    """Check that `call` check_raises an error of this kind within 10 s, with `text` in its message."""
+    """Check that `call` raises an error of this kind within 10 s, with `text` in its message."""
     start = time.monotonic()
     try:
         call()
@@ -81,11 +81,11 @@ def check_faults() -> None:
     parts = [torch.ones(5 if r == rank else 4) for r in range(3)]
     check_raises(ValueError, "(5,) does not fit torch.float32 (4,)", lambda: dist.all_gather(parts, x))
     check_raises(ValueError, "cannot reduce torch.int32 with AVG", lambda: dist.all_reduce(y.int(), dist.ReduceOp.AVG))
-    many = torch.empty(1, dtype=torch.int8).expand(2**31)
+    too_large = torch.empty(1, dtype=torch.int8).expand(2**31)  # more elements than an MPI count can express
     check_raises(
         ValueError,
         "broadcast of 2,147,483,648 elements",
-        lambda: dist.broadcast(many, 0),
+        lambda: dist.broadcast(too_large, 0),
     )
     if rank != 2:
         check_raises(MpiTimeout, "rank 2 did not join within 2 s", new_group)
@@ -138,9 +138,9 @@ def raise_memory_error(*_: object, **__: object) -> None:
 
 
 def check_mismatch_after_delay() -> None:
-    """Check that a mismatch is detected if rank 2 calls another size and reports it later than the other ranks.
+    """Check that a mismatch is detected if rank 2 calls another size and publishes its call later than the others.
 
-    All ranks have waited for rank 1 before.
+    Before this call, all ranks have waited for rank 1 in a barrier.
     """
     rank = dist.get_rank()
     group = new_group(None)
@@ -226,18 +226,20 @@ def wait_to_be_killed() -> None:
     dist.all_reduce(torch.ones(1))
 
 
+PROGRAMS: dict[str, Callable[[], None]] = {
+    "faults": check_faults,
+    "no-cleanup": exit_without_cleanup,
+    "failing-rank": fail_on_rank0,
+    "early-exit": exit_early_on_rank0,
+    "slow-cleanup": clean_up_slowly_on_rank0,
+    "wait": wait_to_be_killed,
+}
+
+
 def main(name: str) -> None:
     os.environ["TORCH_FR_BUFFER_SIZE"] = "1000"
     mpi.start_mpi(read_rank_info(os.environ), timedelta(seconds=60))
-    programs = {
-        "faults": check_faults,
-        "forgetful": exit_without_cleanup,
-        "failing": fail_on_rank0,
-        "early": exit_early_on_rank0,
-        "slow": clean_up_slowly_on_rank0,
-        "stuck": wait_to_be_killed,
-    }
-    programs[name]()
+    PROGRAMS[name]()
 
 
 if __name__ == "__main__":

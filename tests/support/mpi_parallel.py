@@ -99,15 +99,15 @@ def check_checkpoint(model: nn.Module) -> None:
     """Save a sharded model, set its weights to zero, load it and compare."""
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder, src=0)
-    before = [parameter.to_local().clone() for parameter in model.parameters() if isinstance(parameter, DTensor)]
+    saved_parts = [parameter.to_local().clone() for parameter in model.parameters() if isinstance(parameter, DTensor)]
     dcp.save(model.state_dict(), checkpoint_id=Path(folder[0]) / "saved")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
     state = model.state_dict()
     dcp.load(state, checkpoint_id=Path(folder[0]) / "saved")
-    for parameter, old in zip(model.parameters(), before, strict=True):
-        assert isinstance(parameter, DTensor) and torch.equal(parameter.to_local(), old)
+    for parameter, saved_part in zip(model.parameters(), saved_parts, strict=True):
+        assert isinstance(parameter, DTensor) and torch.equal(parameter.to_local(), saved_part)
 
 
 def check_tensor_parallel() -> None:
@@ -153,9 +153,9 @@ def check_pipeline_parallel() -> None:
             inputs = [x] if rank == 0 else []
             outputs: dict[str, Any] = {"target": y, "losses": losses} if rank == size - 1 else {}
             runner.step(*inputs, **outputs)
-            total = torch.stack(losses).mean().detach() if losses else torch.zeros(())
+            loss = torch.stack(losses).mean().detach() if losses else torch.zeros(())
             squared_norm = torch.stack([compute_squared_norm(stage.submod.parameters()) for stage in stages]).sum()
-            sums = torch.stack([total, squared_norm])
+            sums = torch.stack([loss, squared_norm])
             dist.all_reduce(sums)
             results += [sums[0].item(), sums[1].sqrt().item()]
             for stage in stages:

@@ -88,8 +88,8 @@ class AliasCheckingComm:
 class AliasCheckingGroup(MpiProcessGroup):
     """The MPI process group on an AliasCheckingComm."""
 
-    def __init__(self, comm: Any, *rest: Any) -> None:
-        super().__init__(AliasCheckingComm(comm), *rest)  # type: ignore[arg-type]
+    def __init__(self, comm: Any, *arguments: Any) -> None:
+        super().__init__(AliasCheckingComm(comm), *arguments)  # type: ignore[arg-type]
 
 
 def list_reductions(dtype: torch.dtype) -> tuple[str, ...]:
@@ -184,53 +184,55 @@ class Runner:
         op = getattr(dist.ReduceOp, call.op)
         root = self.members[call.group][call.root % size]
         is_root = dist.get_rank() == root
-        old = call.kind.startswith("old_") and not self.is_gloo
+        use_old_method = call.kind.startswith("old_") and not self.is_gloo
         kind = call.kind.removeprefix("old_")
-        reduce = dist.ReduceScatterOptions()
-        reduce.reduceOp = op
+        reduce_scatter_options = dist.ReduceScatterOptions()
+        reduce_scatter_options.reduceOp = op
 
         def set_strides(tensor: torch.Tensor) -> torch.Tensor:  # Gloo requires contiguous tensors
             return torch.stack([tensor, tensor], dim=1)[:, 0] if call.strided and not self.is_gloo else tensor
 
-        def make_input(count: int, *more: object) -> torch.Tensor:
-            return set_strides(make_values(call, count, *key, rank, *more).to(dtype))
+        def make_input(count: int, *part: object) -> torch.Tensor:
+            return set_strides(make_values(call, count, *key, rank, *part).to(dtype))
 
         def empty(count: int) -> torch.Tensor:
             return set_strides(torch.full((count,), 1, dtype=dtype))
 
-        tail: dict[str, Any] = {"group": group, "async_op": True}
+        async_options: dict[str, Any] = {"group": group, "async_op": True}
         x = make_input(n)
         if kind == "all_reduce":
-            return [dist.all_reduce(x, op, **tail)], [x]
+            return [dist.all_reduce(x, op, **async_options)], [x]
         if kind == "all_reduce_coalesced":
             parts = [make_input(n, part) for part in range(3)]
             if self.is_gloo:  # Gloo does not coalesce
-                return [dist.all_reduce(part, op, **tail) for part in parts], parts
+                return [dist.all_reduce(part, op, **async_options) for part in parts], parts
             with dist._coalescing_manager(group, async_ops=True) as manager:
                 for part in parts:
                     dist.all_reduce(part, op, group=group)
             return [manager], parts
         if kind == "broadcast":
-            return [dist.broadcast(x, root, **tail)], [x]
+            return [dist.broadcast(x, root, **async_options)], [x]
         if kind == "all_gather":
             parts = [empty(n) for _ in range(size)]
-            return [dist.all_gather(parts, x, **tail)], parts
+            return [dist.all_gather(parts, x, **async_options)], parts
         if kind == "all_gather_single":
             out = empty(n * size)
-            if old:
+            if use_old_method:
                 return [group._allgather_base(out, x)], [out]
-            return [dist.all_gather_into_tensor(out, x, **tail)], [out]
+            return [dist.all_gather_into_tensor(out, x, **async_options)], [out]
         if kind == "all_gather_in_place":  # as FSDP2 does
             out = empty(n * size)
             own_part = out[rank * n : (rank + 1) * n]
             own_part.copy_(x)
-            return [dist.all_gather_into_tensor(out, own_part, **tail)], [out]
+            return [dist.all_gather_into_tensor(out, own_part, **async_options)], [out]
         if kind == "all_gather_coalesced":
             outs = [empty(n * size), empty(size)]
             parts = [x, make_input(1, "second")]
             if self.is_gloo:
-                return [dist.all_gather_into_tensor(o, p, **tail) for o, p in zip(outs, parts, strict=True)], outs
-            if old:
+                return [
+                    dist.all_gather_into_tensor(o, p, **async_options) for o, p in zip(outs, parts, strict=True)
+                ], outs
+            if use_old_method:
                 return [group.allgather_into_tensor_coalesced(outs, parts)], outs
             with dist._coalescing_manager(group, async_ops=True) as manager:
                 for out, part in zip(outs, parts, strict=True):
@@ -238,23 +240,25 @@ class Runner:
             return [manager], outs
         if kind == "gather":
             parts = [empty(n) for _ in range(size)] if is_root else []
-            return [dist.gather(x, parts if is_root else None, root, **tail)], parts
+            return [dist.gather(x, parts if is_root else None, root, **async_options)], parts
         if kind == "scatter":
             out = empty(n)
             rows = [make_input(n, part) for part in range(size)] if is_root else None
-            return [dist.scatter(out, rows, root, **tail)], [out]
+            return [dist.scatter(out, rows, root, **async_options)], [out]
         if kind == "reduce_scatter_single":
             out = empty(n)
-            if old:
-                return [group._reduce_scatter_base(out, make_input(n * size), reduce)], [out]
-            return [dist.reduce_scatter_tensor(out, make_input(n * size), op, **tail)], [out]
+            if use_old_method:
+                return [group._reduce_scatter_base(out, make_input(n * size), reduce_scatter_options)], [out]
+            return [dist.reduce_scatter_tensor(out, make_input(n * size), op, **async_options)], [out]
         if kind == "reduce_scatter_coalesced":
             outs = [empty(n), empty(1)]
             parts = [make_input(n * size), make_input(size, "second")]
             if self.is_gloo:
-                return [dist.reduce_scatter_tensor(o, p, op, **tail) for o, p in zip(outs, parts, strict=True)], outs
-            if old:
-                return [group.reduce_scatter_tensor_coalesced(outs, parts, reduce)], outs
+                return [
+                    dist.reduce_scatter_tensor(o, p, op, **async_options) for o, p in zip(outs, parts, strict=True)
+                ], outs
+            if use_old_method:
+                return [group.reduce_scatter_tensor_coalesced(outs, parts, reduce_scatter_options)], outs
             with dist._coalescing_manager(group, async_ops=True) as manager:
                 for out, part in zip(outs, parts, strict=True):
                     dist.reduce_scatter_tensor(out, part, op, group=group)
@@ -262,10 +266,10 @@ class Runner:
         if kind == "all_to_all_single":  # rank a sends a + b rows to rank b
             sizes = [rank + b for b in range(size)]
             out = empty(sum(sizes))
-            if old:
+            if use_old_method:
                 return [group.alltoall_base(out, make_input(sum(sizes)), sizes, sizes)], [out]
-            return [dist.all_to_all_single(out, make_input(sum(sizes)), sizes, sizes, **tail)], [out]
-        if kind == "exchange":  # every rank sends to the next and receives from the previous one, sends first
+            return [dist.all_to_all_single(out, make_input(sum(sizes)), sizes, sizes, **async_options)], [out]
+        if kind == "exchange":  # every rank sends to the next rank, then receives from the previous rank
             ranks = self.members[call.group]
             out = empty(n)
             next_rank = ranks[(rank + 1) % size]
@@ -304,7 +308,7 @@ def find_difference(runners: tuple[Runner, Runner], program: list[Call], seed: i
     try:
         mpi_outputs, gloo_outputs = (runner.run(program, seed) for runner in runners)
     except Exception:  # any error of a random program is a failure, which all ranks then share
-        traceback.print_exc()  # now, because the other ranks may wait for their time-out first
+        traceback.print_exc()  # print it now, because this rank may wait until the other ranks time out
         return traceback.format_exc()
     for call, actual, expected in zip(program, mpi_outputs, gloo_outputs, strict=True):
         for a, b in zip(actual, expected, strict=True):
@@ -342,8 +346,8 @@ def check_sweep(all_combinations: bool = False) -> None:
 
 
 CALLS = st.builds(
-    lambda kind, dtype, op, **rest: Call(
-        kind, dtype, op=list_reductions(dtype)[op % len(list_reductions(dtype))], **rest
+    lambda kind, dtype, op, **fields: Call(
+        kind, dtype, op=list_reductions(dtype)[op % len(list_reductions(dtype))], **fields
     ),
     st.sampled_from((*REDUCING, *MOVING)),
     st.sampled_from(TYPES[:-1]),
@@ -392,7 +396,7 @@ def check_objects() -> None:
     rank = dist.get_rank()
     size = dist.get_world_size()
     gathered: list[Any] = [None] * size
-    dist.all_gather_object(gathered, {"rank": rank, "more": "x" * rank})
+    dist.all_gather_object(gathered, {"rank": rank, "padding": "x" * rank})
     assert [item["rank"] for item in gathered] == list(range(size))
     message = [["from", 0] if rank == 0 else None]
     dist.broadcast_object_list(message, src=0)

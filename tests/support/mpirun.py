@@ -31,7 +31,7 @@ def run_mpirun(
         arguments: its arguments.
         timeout: seconds after which the program is ended and the test fails with its output.
         env: further environment variables.
-        program: another mpirun than that of the installed wheel.
+        program: mpirun to use instead of that of the installed wheel.
     """
     process = start_mpirun(ranks, module, *arguments, env=env, program=program)
     try:
@@ -46,7 +46,7 @@ def run_mpirun(
 def start_mpirun(
     ranks: int, module: str, *arguments: str, env: Mapping[str, str] | None = None, program: Path | None = None
 ) -> subprocess.Popen[str]:
-    """Start what `run_mpirun` runs, without waiting. stdout and stderr share one pipe."""
+    """Start the ranks of `run_mpirun` without waiting for them. stdout and stderr share one pipe."""
     command, environment = build_mpirun_command(ranks)
     if program is not None:  # mpi4py must load the library of this mpirun, not that of the wheel
         command[0] = str(program)

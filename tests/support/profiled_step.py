@@ -18,8 +18,11 @@ from pipeline.train.profiler import Profiler
 from tests.support.tiny_training import tiny_config
 
 COMPUTE_S = 0.6
+"""Seconds that rank 0 computes while it waits for rank 1."""
 LATE_S = 1.0
+"""Seconds by which rank 1 calls the all-reduce later than rank 0."""
 REST_S = 0.3
+"""Seconds that both ranks sleep at the end of the step."""
 
 
 def compute_for(seconds: float) -> float:

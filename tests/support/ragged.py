@@ -16,15 +16,17 @@ PADDED = ("series",)
 CUTS = True
 
 
-class Causal(nn.Module):
+class CausalConvolution(nn.Module):
+    """Convolve the series and its times, then project to one value per position. Either layer may be absent."""
+
     times: Tensor
 
-    def __init__(self, width: int, first: bool, last: bool) -> None:
+    def __init__(self, width: int, has_first: bool, has_last: bool) -> None:
         super().__init__()
         self.first = self.last = None
-        if first:
+        if has_first:
             self.first = nn.Conv1d(2, width, 3, padding=2)
-        if last:
+        if has_last:
             self.last = nn.Linear(width, 1)
         self.register_buffer("times", torch.empty(64), persistent=False)
 
@@ -40,7 +42,7 @@ class Causal(nn.Module):
 
 
 def build(options: dict[str, Any], layers: range) -> nn.Module:
-    return Causal(options["width"], layers.start == 0, layers.stop == options["layers"])
+    return CausalConvolution(options["width"], layers.start == 0, layers.stop == options["layers"])
 
 
 def tensor_plan(options: dict[str, Any]) -> dict[str, ParallelStyle]:
@@ -52,5 +54,5 @@ def init(name: str, values: Tensor, options: dict[str, Any]) -> None:
 
 
 def loss(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    real = torch.arange(outputs.shape[1]) < batch["lengths"][:, None]
-    return (outputs - batch["series"].cumsum(1)).square().masked_fill(~real, 0.0).sum()
+    is_in_series = torch.arange(outputs.shape[1]) < batch["lengths"][:, None]
+    return (outputs - batch["series"].cumsum(1)).square().masked_fill(~is_in_series, 0.0).sum()

@@ -27,7 +27,7 @@ PRELOAD = [
     "pipeline.parallel.pipeline_parallel", "pipeline.resilience.health", "torch._dynamo", "torch._inductor",
     "tests.support.ranks",
 ]  # fmt: skip
-"""What the server imports. The optimizer's first step imports torch._dynamo: that took half a second in each rank."""
+"""What the server imports. torch._dynamo is included, because the optimizer's first step imports it (0.5 s per rank)."""
 
 
 def _iter_free_ports() -> Iterator[int]:

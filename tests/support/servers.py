@@ -1,4 +1,4 @@
-"""Servers of other projects for tests, on loopback. Each is started as its own process and killed by its own pid."""
+"""Run servers of other projects (MLflow, Prometheus) on the loopback interface for tests."""
 
 from __future__ import annotations
 

@@ -11,10 +11,11 @@ from pipeline.config.sections import Config
 VOCAB = 64
 STEPS = 10
 BATCHES = 13
+"""Number of global batches, for tests that train more than STEPS steps."""
 
 
 def tiny_config(ranks: int, **sections: dict[str, Any]) -> Config:
-    """Return a config for `ranks` processes; `sections` are merged into it, one level deep."""
+    """Return a config for `ranks` ranks; the keys of `sections` replace those of the same section."""
     base: dict[str, dict[str, Any]] = {
         "run": {"name": "tiny", "seed": 5},
         "data": {"sequence_length": 16, "tokenizer": {"vocab_size": 512}},
@@ -62,7 +63,7 @@ def train_rank(rank_info: RankInfo, configs: list[Config], vocab: int = VOCAB) -
 
 
 def change_layout_rank(
-    rank_info: RankInfo, first: Config, others: list[Config], folder: Any, trained: int, steps: int
+    rank_info: RankInfo, first: Config, others: list[Config], folder: Any, first_steps: int, steps: int
 ) -> list[tuple[str, list[tuple[float, float]]]]:
     """Train with `first` and save; then load, save and train with each of `others`.
 
@@ -70,10 +71,10 @@ def change_layout_rank(
 
     Args:
         rank_info: this rank.
-        first: config of the first training.
+        first: config of the first engine.
         others: configs with other layouts.
         folder: where checkpoints are saved.
-        trained: number of steps before the first save.
+        first_steps: number of steps before the first save.
         steps: number of steps that each config trains after its save.
 
     Returns:
@@ -89,7 +90,7 @@ def change_layout_rank(
     world = groups.join_process_group(rank_info, first)
     results = []
     for number, config in enumerate([first, *others]):
-        engine, _ = train_steps(rank_info, config, world, trained if number == 0 else 0)
+        engine, _ = train_steps(rank_info, config, world, first_steps if number == 0 else 0)
         saver = Checkpointer(
             folder,
             dist.new_group(backend="gloo"),
@@ -107,7 +108,7 @@ def change_layout_rank(
         results.append(
             (
                 compute_digest(folder / catalog.checkpoint_name(number + 1)),
-                continue_training(engine, rank_info, trained, steps),
+                continue_training(engine, rank_info, first_steps, steps),
             )
         )
         saver.close()
@@ -135,8 +136,8 @@ def resave_rank(rank_info: RankInfo, path: Any, folder: Any) -> str:
     return compute_digest(folder / catalog.checkpoint_name(1))
 
 
-def continue_training(engine: Any, rank_info: RankInfo, done: int, steps: int) -> list[tuple[float, float]]:
-    """Train `steps` more steps after `done`; return their losses and gradient norms.
+def continue_training(engine: Any, rank_info: RankInfo, last_step: int, steps: int) -> list[tuple[float, float]]:
+    """Train the `steps` steps after step `last_step`; return their losses and gradient norms.
 
     Clipping is checked here, because it hardly changes the update of AdamW.
     """
@@ -145,11 +146,13 @@ def continue_training(engine: Any, rank_info: RankInfo, done: int, steps: int) -
     limit = engine.config.optimizer.clip_norm
     dp_rank = engine.layout.coordinates(rank_info.rank).dp
     results = []
-    for step, batch in list(enumerate(make_batches(engine.config, engine.task.vocab_size), 1))[done : done + steps]:
+    for step, batch in list(enumerate(make_batches(engine.config, engine.task.vocab_size), 1))[
+        last_step : last_step + steps
+    ]:
         loss = engine.backward({"tokens": batch.chunk(engine.layout.dp)[dp_rank]}, step)
         norm = engine.clip_gradients(limit)
         clipped = engine._compute_norm([p for part in engine.parts for p in part.parameters() if p.grad is not None])
-        if isinstance(engine.optimizer, LeanAdamW):  # it clips in its update
+        if isinstance(engine.optimizer, LeanAdamW):  # this optimizer clips in its update
             clipped *= engine.optimizer.gradient_factor
         assert abs(clipped - min(norm, limit)) <= 1e-4 * limit or not norm.isfinite(), (clipped, norm)
         engine.update_weights(norm.item())

@@ -1,6 +1,6 @@
-"""The mistakes that a new user is most likely to make, the facts that the error must contain, and the correction.
+"""The mistakes that a new user is most likely to make: for each, the expected error and the correction.
 
-tests/cli/test_user_errors.py makes each of them in a folder with the two configs and the module below.
+tests/cli/test_user_errors.py makes each mistake in a folder that contains the two configs and the module below.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def write_arrays(*names: str) -> Action:
 
 @dataclass
 class Mistake:
-    """A mistake, the expected error, and what corrects it."""
+    """A mistake, the expected error, and its correction."""
 
     name: str
     command: str
@@ -86,9 +86,9 @@ class Mistake:
     code: str = ""
     """Code of the error; "" if the mistake shows as a failed stage."""
     prepare: Action = lambda: None
-    """Done before `command`."""
+    """Called before `command`."""
     fix: Action = lambda: None
-    """Done after `command`."""
+    """Called after `command`."""
     retry_command: str = ""
     """Arguments that must succeed afterwards. "": those of `command`; `printed`: the last command that was printed."""
     earlier_commands: tuple[str, ...] = ()
@@ -111,7 +111,7 @@ SUBMISSION_MISTAKES = [
         retry_command="tiny.yaml optimizer.lr=0.1",
     ),
     Mistake(
-        "a key of another program",
+        "a key name of another program",
         "tiny.yaml train.batch_size=8",
         ("train.batch_size", "train.global_batch"),
         retry_command="tiny.yaml train.global_batch=8",

@@ -1,6 +1,6 @@
 """A webhook server that can misbehave: `python -m tests.support.webhook_receiver PORT FOLDER`.
 
-It appends each message that it takes to `FOLDER/received.jsonl` as `{"id": ..., "text": ...}`. The file
+It appends each message that it stores to `FOLDER/received.jsonl` as `{"id": ..., "text": ...}`. The file
 `FOLDER/behavior` selects how it handles a request:
 
 - `well`: store the message and answer 200.
@@ -32,7 +32,7 @@ class Receiver(BaseHTTPRequestHandler):
         self.end_headers()
 
     def do_POST(self) -> None:
-        """Handle a message as `behavior` says."""
+        """Handle a message as the file `behavior` selects."""
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         behavior = (self.folder / "behavior").read_text()
         if behavior == "refuse":
